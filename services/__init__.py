@@ -1,0 +1,1 @@
+"""The services of the ring, one package each. No service imports another."""

@@ -1,0 +1,1 @@
+"""HTTP, OpenAI schemas, server-sent events and the journal of open streams."""

@@ -1,0 +1,1 @@
+"""Weights, KV memory, the forward pass and sampling, on cuda or cpu."""

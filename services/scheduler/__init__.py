@@ -1,0 +1,1 @@
+"""Admission, continuous batching and KV block accounting."""

@@ -1,0 +1,1 @@
+"""What two or more services use: messages, links, configuration, logging."""

@@ -1,0 +1,513 @@
+"""Every frame that crosses a process boundary. New fields go last, with a default.
+
+Token ids of prompts are bytes (little-endian uint32), block names bytes (16 a block): opaque to whoever
+only forwards them. Incarnations are 64 random bits, compared for equality and never ordered.
+"""
+
+import enum
+
+import msgspec
+
+PROTOCOL_VERSION = 1
+
+
+class Role(enum.StrEnum):
+    """What a member does; the values are the folder names under `services`."""
+
+    API_GATEWAY = "api_gateway"
+    TOKENIZER_POOL = "tokenizer_pool"
+    SCHEDULER = "scheduler"
+    GPU_WORKER = "gpu_worker"
+    DETOKENIZER = "detokenizer"
+    LAUNCHER = "launcher"
+
+
+class FinishReason(enum.IntEnum):
+    STOP = 0
+    LENGTH = 1
+    CANCELLED = 2  # the caller asked; never used for our own faults
+    FAILED = 3  # our fault or the input's: the gateway answers with an error
+
+
+class Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Base of what travels inside frames. Without fields, as `Frame`."""
+
+
+class Frame(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+    """Base of all frames. Without fields: one added here would shift every subclass's array."""
+
+
+# --- membership: member <-> message_bus ---------------------------------------------------------------
+
+
+class ModelCard(Record):
+    """What a scheduler settled with its workers; gateways validate requests against it."""
+
+    names: list[str]  # served names, the first is echoed in answers
+    root: str  # path or hub name of the weights
+    max_model_len: int  # tokens, prompt plus output
+    vocab_size: int
+    created: int  # seconds since the epoch
+
+
+class Stats(Record):
+    """Counters since start and gauges, as far as they apply to a role; the rest stays 0."""
+
+    running: int = 0  # choices in the batch; open streams at gateways and detokenizers
+    waiting: int = 0
+    requests_total: int = 0
+    prompt_tokens_total: int = 0
+    output_tokens_total: int = 0
+    preemptions_total: int = 0
+    blocks_used: int = 0
+    blocks_total: int = 0
+    steps_total: int = 0
+    rss_bytes: int = 0
+    malformed_total: int = 0  # frames that did not decode
+
+
+class Member(Record):
+    """One process of the ring, as the membership list shows it."""
+
+    name: str
+    role: Role
+    incarnation: int
+    endpoint: str  # where its ROUTER is bound; empty for a member that only listens
+    model: str = ""  # the first served name; empty where any model will do
+    ready: bool = False
+    phase: str = "starting"  # what it does until it is ready, for the start-up report
+    progress: float = 0.0  # of the phase, 0 to 1
+    notes: list[str] = []  # settled values in words, for the start-up report
+    card: ModelCard | None = None  # schedulers only, once settled
+    group: int = 0  # worker group
+    rank: int = 0  # within the group
+    stats: Stats = Stats()
+
+
+class Announce(Frame):
+    """Heartbeat and news in one: whoever the list does not hold is added by it."""
+
+    member: Member
+
+
+class Leave(Frame):
+    """A member ends on purpose."""
+
+    incarnation: int
+
+
+class LinkLost(Frame):
+    """A peer's link closed and did not come back in time: the member is to be taken off the list."""
+
+    incarnation: int
+
+
+class Members(Frame):
+    """The list. Until it is settled (4 s after a registry's start) nobody may be missed from it."""
+
+    registry: int  # incarnation
+    settled: bool
+    members: list[Member]
+
+
+# --- links --------------------------------------------------------------------------------------------
+
+
+class Hello(Frame):
+    """First frame of a link, both ways. A receiver that is not `to` answers, and drops all that follows."""
+
+    version: int
+    incarnation: int  # the sender's
+    name: str
+    to: int = 0  # incarnation meant; 0 in answers
+
+
+# --- text: api_gateway <-> tokenizer_pool -------------------------------------------------------------
+
+
+class Tokenize(Frame):
+    """One prompt to ids: exactly one of `text`, `messages` and `token_ids` is set."""
+
+    request_id: str
+    model: str
+    text: str | None = None
+    messages: bytes | None = None  # JSON list of chat messages
+    token_ids: bytes | None = None  # already ids: checked against the vocabulary, block names are added
+    tools: bytes = b""  # JSON list
+    template_kwargs: bytes = b""  # JSON object
+    chat_template: str | None = None  # in place of the model's
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool | None = None  # None: True for text, False for messages
+    bad_words: list[str] = []
+    cache_salt: str = ""
+    want_text: bool = False  # the rendered prompt comes back too
+    want_pieces: bool = False  # each token's text comes back too
+
+
+class Tokenized(Frame):
+    request_id: str
+    token_ids: bytes
+    block_names: bytes  # of the full blocks
+    bad_words: list[list[int]] = []
+    text: str = ""
+    pieces: list[str] = []
+
+
+class Detokenize(Frame):
+    request_id: str
+    model: str
+    token_ids: bytes
+
+
+class Detokenized(Frame):
+    request_id: str
+    text: str
+
+
+class TextRejected(Frame):
+    """The input cannot be turned into ids, or ids into text: a 4xx that names the field."""
+
+    request_id: str
+    field: str
+    message: str
+
+
+# --- requests: api_gateway <-> scheduler --------------------------------------------------------------
+
+
+class Sampling(Record):
+    """How tokens are chosen; the worker's business, from the gateway on already validated."""
+
+    max_tokens: int  # output tokens of one choice, over all attempts
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = 0  # 0 is all
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int = 0  # 64 bits
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: list[int] = []  # besides the model's end-of-sequence ids
+    logit_bias: list[tuple[int, float]] = []
+    bad_words: list[list[int]] = []
+    allowed_token_ids: list[int] = []  # empty is all
+    num_logprobs: int | None = None  # candidates besides the sampled token; 0 is the sampled one alone
+    num_prompt_logprobs: int | None = None
+
+
+class TextOptions(Record):
+    """How ids become text; the detokenizer's business."""
+
+    stop: list[str] = []
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    tokens_as_ids: bool = False  # logprob tokens are shown as `token_id:N`
+
+
+class Choice(Record):
+    """One of the `n` continuations of a prompt, with what was delivered of it before this attempt."""
+
+    index: int
+    output_ids: bytes = b""
+    chars_sent: int = 0
+
+
+class Generate(Frame):
+    """Admit a prompt and its choices. `attempt` rises by one each time the gateway sends it again."""
+
+    request_id: str
+    attempt: int
+    model: str
+    prompt_ids: bytes
+    block_names: bytes
+    sampling: Sampling
+    text: TextOptions
+    choices: list[Choice]
+    priority: int = 0  # lower is earlier
+    tenant: str = ""
+    deadline_s: float | None = None  # a duration from arrival
+    adapter: str = ""
+    cache_salt: str = ""
+    crashes: int = 0  # worker deaths this request was part of
+
+
+class Cancel(Frame):
+    """Caller is gone: drop all state of this request, up to this attempt. Unknown ids are ignored."""
+
+    request_id: str
+    attempt: int
+
+
+class Room(Record):
+    """What the waiting queue still takes; gateways answer 429 by it before anything is tokenized."""
+
+    requests: int
+    tokens: int
+    retry_after_s: float = 1.0
+
+
+class Accepted(Frame):
+    request_id: str
+    attempt: int
+    detokenizer: int  # incarnation its text will come from
+    room: Room
+
+
+class Refused(Frame):
+    request_id: str
+    attempt: int
+    status: int  # HTTP status
+    field: str
+    message: str
+    room: Room
+
+
+class RoomChanged(Frame):
+    """From full to not full or back, to every gateway that has a link."""
+
+    room: Room
+
+
+# --- tokens: scheduler -> detokenizer -> api_gateway --------------------------------------------------
+
+
+class TokenLogprobs(Record):
+    """Log-probabilities at one position: of its token, and of the likeliest candidates."""
+
+    token_id: int
+    logprob: float
+    rank: int  # 1 is the likeliest
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class StreamOpen(Record):
+    """One choice's text begins, or goes on after `output_ids` and `chars_sent`, at this detokenizer."""
+
+    request_id: str
+    attempt: int
+    choice: int
+    gateway: int  # incarnation
+    context_ids: bytes  # the prompt's last few ids: they decide leading spaces
+    output_ids: bytes
+    chars_sent: int
+    options: TextOptions
+
+
+class TokenStep(Record):
+    """Tokens one scheduler step produced for one choice, in order."""
+
+    request_id: str
+    attempt: int  # the highest attempt of an id wins, lower ones are dropped
+    choice: int
+    first: int  # index of token_ids[0] among the choice's output tokens
+    token_ids: list[int]
+    finish: FinishReason | None = None
+    stop_token: int | None = None  # the stop id that ended it, None for end-of-sequence
+    detail: str = ""  # human-readable cause, set only with FinishReason.FAILED
+    logprobs: list[TokenLogprobs] = []  # one a token, where asked
+    first_prompt: int = 0  # prompt position of prompt_logprobs[0]
+    prompt_logprobs: list[TokenLogprobs] = []
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache
+
+
+class TokenBatch(Frame):
+    """All that a step has for one detokenizer, in the order opens, steps, closes."""
+
+    opens: list[StreamOpen]
+    steps: list[TokenStep]
+    closes: list[Cancel] = []
+    stamp_s: float = 0.0  # when the worker ended the step: seconds of CLOCK_REALTIME
+
+
+class StreamRef(Record):
+    request_id: str
+    attempt: int
+    choice: int
+
+
+class Stop(Frame):
+    """detokenizer -> scheduler: stop strings were found; these choices need no more tokens."""
+
+    streams: list[StreamRef]
+
+
+class TextLogprobs(Record):
+    """`TokenLogprobs` with each token's text; bytes because one token may be part of a character."""
+
+    token_id: int
+    token: bytes
+    logprob: float
+    rank: int
+    top_ids: list[int]
+    top_tokens: list[bytes]
+    top_logprobs: list[float]
+
+
+class TextDelta(Record):
+    """Final text and the ids it accounts for; `text` is empty while characters are held back."""
+
+    request_id: str
+    attempt: int
+    choice: int
+    first: int
+    token_ids: list[int]
+    text: str
+    finish: FinishReason | None = None
+    stop_reason: int | str | None = None  # the stop id or string that ended it
+    detail: str = ""
+    logprobs: list[TextLogprobs] = []
+    first_prompt: int = 0
+    prompt_logprobs: list[TextLogprobs] = []
+    cached_tokens: int = 0
+
+
+class TextBatch(Frame):
+    """All that a step has for one gateway."""
+
+    deltas: list[TextDelta]
+    stamp_s: float = 0.0
+
+
+# --- steps: scheduler <-> gpu_worker ------------------------------------------------------------------
+
+
+class Attach(Frame):
+    """Take a worker: it ends the plan it is on, drops queued plans and all slots, and keeps its KV."""
+
+    scheduler: int  # incarnation; from here on the worker obeys this one only
+    num_slots: int  # slots are 0 to num_slots - 1
+    depth: int  # plans that may be queued besides the running one
+
+
+class Geometry(Record):
+    """What a worker group settled at start-up."""
+
+    num_blocks: int
+    block_size: int  # tokens
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: list[int]
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    bytes_per_block: int = 0
+
+
+class Attached(Frame):
+    worker: int  # incarnation
+    scheduler: int
+    geometry: Geometry
+    block_ids: list[int] = []  # full blocks whose plan completed ...
+    block_names: bytes = b""  # ... and their names, 16 bytes each
+
+
+class Fenced(Frame):
+    """The worker obeys another scheduler: whoever gets this ends."""
+
+    scheduler: int  # the one that was refused
+
+
+class OutOfStep(Frame):
+    """worker -> scheduler: a plan did not decode or was out of order; slots are gone, attach again."""
+
+    worker: int
+    expected: int  # plan number
+
+
+class SlotStart(Record):
+    """A choice enters a slot with all its ids."""
+
+    slot: int
+    token_ids: bytes  # prompt and the outputs known so far
+    num_prompt_tokens: int
+    num_computed: int  # leading tokens whose KV is in `blocks` already
+    blocks: list[int]
+    sampling: Sampling
+    choice: int
+    prompt_logprobs_from: int = 0  # positions before it were delivered already
+
+
+class SlotBlocks(Record):
+    """Blocks appended to a slot's block table."""
+
+    slot: int
+    blocks: list[int]
+
+
+class SlotRun(Record):
+    """A slot that runs in this plan. Neither position nor length: only the device knows them."""
+
+    slot: int
+    max_tokens: int  # tokens whose KV this step computes, at most
+
+
+class BlockName(Record):
+    """The block is full once this plan completed."""
+
+    block: int
+    name: bytes
+
+
+class StepPlan(Frame):
+    """What changed since the last plan, then who runs. Applied in the order of the fields."""
+
+    scheduler: int
+    number: int  # the last plan's plus one; 1 after Attach
+    ends: list[int]  # slots; they write nothing any more
+    starts: list[SlotStart]
+    blocks: list[SlotBlocks]
+    runs: list[SlotRun]
+    names: list[BlockName] = []
+
+
+class SlotResult(Record):
+    """0 to m tokens of one slot. A finished slot stays silent until its end is planned."""
+
+    slot: int
+    token_ids: list[int]
+    num_computed: int  # tokens whose KV is written now
+    finish: FinishReason | None = None
+    stop_token: int | None = None
+    logprobs: list[TokenLogprobs] = []
+    first_prompt: int = 0
+    prompt_logprobs: list[TokenLogprobs] = []
+    detail: str = ""
+
+
+class StepResult(Frame):
+    """Answers one plan, in order. Slots that ran appear; those that had ended produce nothing."""
+
+    worker: int
+    number: int
+    slots: list[SlotResult]
+    stamp_s: float  # CLOCK_REALTIME at the step's end
+    step_s: float = 0.0  # time the step took on the worker
+
+
+# --- metrics: api_gateway <-> api_gateway -------------------------------------------------------------
+
+
+class Scrape(Frame):
+    request_id: str
+
+
+class Scraped(Frame):
+    request_id: str
+    text: str  # Prometheus exposition format
+
+
+# --- what each service accepts, nothing else ----------------------------------------------------------
+
+RegistryIn = Announce | Leave | LinkLost
+MemberIn = Members  # from the registry, on the registry link
+GatewayIn = (
+    Tokenized | Detokenized | TextRejected | Accepted | Refused | RoomChanged | TextBatch | Scrape | Scraped
+)
+TokenizerIn = Tokenize | Detokenize
+SchedulerIn = Generate | Cancel | Stop | Attached | Fenced | OutOfStep | StepResult
+DetokenizerIn = TokenBatch
+WorkerIn = Attach | StepPlan
