@@ -1,0 +1,57 @@
+"""Settings of an API gateway."""
+
+import msgspec
+
+from blockyard.shared.config.process import ProcessConfig
+
+
+class CorsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    allow_credentials: bool = False
+    allowed_origins: list[str] = ["*"]
+    allowed_methods: list[str] = ["*"]
+    allowed_headers: list[str] = ["*"]
+
+
+class TlsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    keyfile: str
+    certfile: str
+    ca_certs: str = ""
+    cert_reqs: int = 0  # a constant of the ssl module: 0 none, 1 optional, 2 required
+
+
+class SamplingDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a request that does not say gets. `max_new_tokens` also caps what a request may ask for."""
+
+    temperature: float = 1.0
+    top_k: int = 0  # 0 is all
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    max_new_tokens: int | None = None
+
+
+class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One HTTP server. Replicas differ in `process.name` and `metrics_port` alone."""
+
+    process: ProcessConfig
+    host: str = ""  # empty: all addresses
+    port: int = 8000
+    reuse_port: bool = True  # replicas on one host share the port
+    metrics_port: int = 0  # this replica's own /metrics; 0: none
+    root_path: str = ""  # prefix under which a proxy shows this server
+    api_keys: list[str] = []  # empty: no key is asked for
+    tls: TlsConfig | None = None
+    cors: CorsConfig = CorsConfig()
+    served_model_names: list[str] = []  # the first is echoed; for messages before a scheduler has joined
+    response_role: str = "assistant"
+    defaults: SamplingDefaults = SamplingDefaults()
+    max_logprobs: int = 20
+    return_tokens_as_token_ids: bool = False
+    enable_request_id_headers: bool = False
+    enable_prompt_tokens_details: bool = False
+    log_requests: bool = True
+    max_body_bytes: int = 32 * 2**20
+    client_timeout_s: float = 60.0  # a client that takes nothing for so long is cancelled
+    stall_timeout_s: float = 60.0  # a stream for which nothing came for so long is sent again
+    shutdown_timeout_s: float = 30.0  # running requests may end within it after SIGTERM
+    keepalive_s: float = 15.0  # a comment line this often while nothing is sent

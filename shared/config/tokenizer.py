@@ -1,0 +1,15 @@
+"""Settings of a tokenizer."""
+
+import msgspec
+
+from blockyard.shared.config.process import ProcessConfig
+
+
+class TokenizerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    process: ProcessConfig
+    tokenizer_path: str  # folder with tokenizer.json
+    served_model_names: list[str]  # requests for these come here
+    chat_template: str | None = None  # the template's text; None: the model's own
+    block_size: int = 16  # tokens a KV block: full blocks get names
+    block_scope: str = ""  # model, revision and KV dtype in words, hashed into every chain's first block name
+    trust_request_chat_template: bool = True  # a request may bring its own template (rendered in the sandbox)

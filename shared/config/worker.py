@@ -1,0 +1,52 @@
+"""Settings of a worker."""
+
+from typing import Literal
+
+import msgspec
+
+from blockyard.shared.config.process import ProcessConfig
+
+Dtype = Literal["auto", "half", "float16", "bfloat16", "float", "float32"]
+
+
+class MockConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The worker without a model: `--worker-cls mock`."""
+
+    step_ms: float = 0.0  # a step takes at least this long
+    vocab_size: int = 0  # 0: the model's
+    num_blocks: int = 65536
+    max_model_len: int = 32768  # where neither a flag nor a model says
+    echo: bool = False  # tokens repeat the prompt's, in place of pseudo-random ones
+
+
+class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    process: ProcessConfig
+    model_path: str  # folder with config.json and the weights
+    served_model_names: list[str] = []
+    worker_cls: Literal["auto", "mock"] = "auto"
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    dtype: Dtype = "auto"
+    load_format: Literal["auto", "pt", "safetensors", "dummy"] = "auto"
+    ignore_patterns: list[str] = []  # file names not loaded
+    config_overrides: str = "{}"  # JSON object laid over config.json: --hf-overrides, --rope-scaling, --rope-theta
+    max_model_len: int | None = None  # None: what config.json says
+    block_size: int = 16  # tokens
+    gpu_memory_utilization: float = 0.9
+    cpu_kv_gib: float | None = (
+        None  # KV memory on CPU; None: what max_num_seqs and max_model_len can use, within limits
+    )
+    num_gpu_blocks_override: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    enforce_eager: bool = False  # no CUDA graphs
+    seed: int = 0  # of dummy weights
+    threads: int = 0  # compute threads on CPU; 0: cores minus one
+    group: int = 0  # worker group
+    mock: MockConfig = MockConfig()
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")

@@ -1,0 +1,28 @@
+"""The errors of the product. Messages carry the value that was wrong and are fit to be shown as one line."""
+
+
+class BlockyardError(Exception):
+    """Base of all that is raised on purpose."""
+
+    exit_code = 1  # of a process that ends because of it
+
+
+class ConfigError(BlockyardError):
+    """A flag, a file or an environment variable is wrong: starting again without a change cannot help."""
+
+    exit_code = 2
+
+
+class LoadError(BlockyardError):
+    """The model, its tokenizer or the memory for them is not there or not usable."""
+
+    exit_code = 3
+
+
+class RequestError(BlockyardError):
+    """A request cannot be served; `field` names what is wrong with it, `status` is the HTTP status."""
+
+    def __init__(self, message: str, field: str = "", status: int = 400) -> None:
+        super().__init__(message)
+        self.field = field
+        self.status = status
