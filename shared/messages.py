@@ -40,7 +40,7 @@ class Frame(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
 # --- membership: member <-> message_bus ---------------------------------------------------------------
 
 
-class ModelCard(Record):
+class ModelCard(Record, frozen=True):
     """What a scheduler settled with its workers; gateways validate requests against it."""
 
     names: list[str]  # served names, the first is echoed in answers
@@ -50,7 +50,7 @@ class ModelCard(Record):
     created: int  # seconds since the epoch
 
 
-class Stats(Record):
+class Stats(Record, frozen=True):
     """Counters since start and gauges, as far as they apply to a role; the rest stays 0."""
 
     running: int = 0  # choices in the batch; open streams at gateways and detokenizers
@@ -66,7 +66,7 @@ class Stats(Record):
     malformed_total: int = 0  # frames that did not decode
 
 
-class Member(Record):
+class Member(Record, frozen=True):
     """One process of the ring, as the membership list shows it."""
 
     name: str
@@ -84,25 +84,25 @@ class Member(Record):
     stats: Stats = Stats()
 
 
-class Announce(Frame):
+class Announce(Frame, frozen=True):
     """Heartbeat and news in one: whoever the list does not hold is added by it."""
 
     member: Member
 
 
-class Leave(Frame):
+class Leave(Frame, frozen=True):
     """A member ends on purpose."""
 
     incarnation: int
 
 
-class LinkLost(Frame):
+class LinkLost(Frame, frozen=True):
     """A peer's link closed and did not come back in time: the member is to be taken off the list."""
 
     incarnation: int
 
 
-class Members(Frame):
+class Members(Frame, frozen=True):
     """The list. Until it is settled (4 s after a registry's start) nobody may be missed from it."""
 
     registry: int  # incarnation
@@ -113,7 +113,7 @@ class Members(Frame):
 # --- links --------------------------------------------------------------------------------------------
 
 
-class Hello(Frame):
+class Hello(Frame, frozen=True):
     """First frame of a link, both ways. A receiver that is not `to` answers, and drops all that follows."""
 
     version: int
@@ -125,7 +125,7 @@ class Hello(Frame):
 # --- text: api_gateway <-> tokenizer_pool -------------------------------------------------------------
 
 
-class Tokenize(Frame):
+class Tokenize(Frame, frozen=True):
     """One prompt to ids: exactly one of `text`, `messages` and `token_ids` is set."""
 
     request_id: str
@@ -145,7 +145,7 @@ class Tokenize(Frame):
     want_pieces: bool = False  # each token's text comes back too
 
 
-class Tokenized(Frame):
+class Tokenized(Frame, frozen=True):
     request_id: str
     token_ids: bytes
     block_names: bytes  # of the full blocks
@@ -154,18 +154,18 @@ class Tokenized(Frame):
     pieces: list[str] = []
 
 
-class Detokenize(Frame):
+class Detokenize(Frame, frozen=True):
     request_id: str
     model: str
     token_ids: bytes
 
 
-class Detokenized(Frame):
+class Detokenized(Frame, frozen=True):
     request_id: str
     text: str
 
 
-class TextRejected(Frame):
+class TextRejected(Frame, frozen=True):
     """The input cannot be turned into ids, or ids into text: a 4xx that names the field."""
 
     request_id: str
@@ -176,7 +176,7 @@ class TextRejected(Frame):
 # --- requests: api_gateway <-> scheduler --------------------------------------------------------------
 
 
-class Sampling(Record):
+class Sampling(Record, frozen=True):
     """How tokens are chosen; the worker's business, from the gateway on already validated."""
 
     max_tokens: int  # output tokens of one choice, over all attempts
@@ -198,7 +198,7 @@ class Sampling(Record):
     num_prompt_logprobs: int | None = None
 
 
-class TextOptions(Record):
+class TextOptions(Record, frozen=True):
     """How ids become text; the detokenizer's business."""
 
     stop: list[str] = []
@@ -208,7 +208,7 @@ class TextOptions(Record):
     tokens_as_ids: bool = False  # logprob tokens are shown as `token_id:N`
 
 
-class Choice(Record):
+class Choice(Record, frozen=True):
     """One of the `n` continuations of a prompt, with what was delivered of it before this attempt."""
 
     index: int
@@ -216,7 +216,7 @@ class Choice(Record):
     chars_sent: int = 0
 
 
-class Generate(Frame):
+class Generate(Frame, frozen=True):
     """Admit a prompt and its choices. `attempt` rises by one each time the gateway sends it again."""
 
     request_id: str
@@ -235,14 +235,14 @@ class Generate(Frame):
     crashes: int = 0  # worker deaths this request was part of
 
 
-class Cancel(Frame):
+class Cancel(Frame, frozen=True):
     """Caller is gone: drop all state of this request, up to this attempt. Unknown ids are ignored."""
 
     request_id: str
     attempt: int
 
 
-class Room(Record):
+class Room(Record, frozen=True):
     """What the waiting queue still takes; gateways answer 429 by it before anything is tokenized."""
 
     requests: int
@@ -250,14 +250,14 @@ class Room(Record):
     retry_after_s: float = 1.0
 
 
-class Accepted(Frame):
+class Accepted(Frame, frozen=True):
     request_id: str
     attempt: int
     detokenizer: int  # incarnation its text will come from
     room: Room
 
 
-class Refused(Frame):
+class Refused(Frame, frozen=True):
     request_id: str
     attempt: int
     status: int  # HTTP status
@@ -266,7 +266,7 @@ class Refused(Frame):
     room: Room
 
 
-class RoomChanged(Frame):
+class RoomChanged(Frame, frozen=True):
     """From full to not full or back, to every gateway that has a link."""
 
     room: Room
@@ -275,7 +275,7 @@ class RoomChanged(Frame):
 # --- tokens: scheduler -> detokenizer -> api_gateway --------------------------------------------------
 
 
-class TokenLogprobs(Record):
+class TokenLogprobs(Record, frozen=True):
     """Log-probabilities at one position: of its token, and of the likeliest candidates."""
 
     token_id: int
@@ -285,7 +285,7 @@ class TokenLogprobs(Record):
     top_logprobs: list[float]
 
 
-class StreamOpen(Record):
+class StreamOpen(Record, frozen=True):
     """One choice's text begins, or goes on after `output_ids` and `chars_sent`, at this detokenizer."""
 
     request_id: str
@@ -298,7 +298,7 @@ class StreamOpen(Record):
     options: TextOptions
 
 
-class TokenStep(Record):
+class TokenStep(Record, frozen=True):
     """Tokens one scheduler step produced for one choice, in order."""
 
     request_id: str
@@ -315,7 +315,7 @@ class TokenStep(Record):
     cached_tokens: int = 0  # prompt tokens found in the prefix cache
 
 
-class TokenBatch(Frame):
+class TokenBatch(Frame, frozen=True):
     """All that a step has for one detokenizer, in the order opens, steps, closes."""
 
     opens: list[StreamOpen]
@@ -324,19 +324,19 @@ class TokenBatch(Frame):
     stamp_s: float = 0.0  # when the worker ended the step: seconds of CLOCK_REALTIME
 
 
-class StreamRef(Record):
+class StreamRef(Record, frozen=True):
     request_id: str
     attempt: int
     choice: int
 
 
-class Stop(Frame):
+class Stop(Frame, frozen=True):
     """detokenizer -> scheduler: stop strings were found; these choices need no more tokens."""
 
     streams: list[StreamRef]
 
 
-class TextLogprobs(Record):
+class TextLogprobs(Record, frozen=True):
     """`TokenLogprobs` with each token's text; bytes because one token may be part of a character."""
 
     token_id: int
@@ -348,7 +348,7 @@ class TextLogprobs(Record):
     top_logprobs: list[float]
 
 
-class TextDelta(Record):
+class TextDelta(Record, frozen=True):
     """Final text and the ids it accounts for; `text` is empty while characters are held back."""
 
     request_id: str
@@ -366,7 +366,7 @@ class TextDelta(Record):
     cached_tokens: int = 0
 
 
-class TextBatch(Frame):
+class TextBatch(Frame, frozen=True):
     """All that a step has for one gateway."""
 
     deltas: list[TextDelta]
@@ -376,7 +376,7 @@ class TextBatch(Frame):
 # --- steps: scheduler <-> gpu_worker ------------------------------------------------------------------
 
 
-class Attach(Frame):
+class Attach(Frame, frozen=True):
     """Take a worker: it ends the plan it is on, drops queued plans and all slots, and keeps its KV."""
 
     scheduler: int  # incarnation; from here on the worker obeys this one only
@@ -384,7 +384,7 @@ class Attach(Frame):
     depth: int  # plans that may be queued besides the running one
 
 
-class Geometry(Record):
+class Geometry(Record, frozen=True):
     """What a worker group settled at start-up."""
 
     num_blocks: int
@@ -397,7 +397,7 @@ class Geometry(Record):
     bytes_per_block: int = 0
 
 
-class Attached(Frame):
+class Attached(Frame, frozen=True):
     worker: int  # incarnation
     scheduler: int
     geometry: Geometry
@@ -405,20 +405,20 @@ class Attached(Frame):
     block_names: bytes = b""  # ... and their names, 16 bytes each
 
 
-class Fenced(Frame):
+class Fenced(Frame, frozen=True):
     """The worker obeys another scheduler: whoever gets this ends."""
 
     scheduler: int  # the one that was refused
 
 
-class OutOfStep(Frame):
+class OutOfStep(Frame, frozen=True):
     """worker -> scheduler: a plan did not decode or was out of order; slots are gone, attach again."""
 
     worker: int
     expected: int  # plan number
 
 
-class SlotStart(Record):
+class SlotStart(Record, frozen=True):
     """A choice enters a slot with all its ids."""
 
     slot: int
@@ -431,28 +431,28 @@ class SlotStart(Record):
     prompt_logprobs_from: int = 0  # positions before it were delivered already
 
 
-class SlotBlocks(Record):
+class SlotBlocks(Record, frozen=True):
     """Blocks appended to a slot's block table."""
 
     slot: int
     blocks: list[int]
 
 
-class SlotRun(Record):
+class SlotRun(Record, frozen=True):
     """A slot that runs in this plan. Neither position nor length: only the device knows them."""
 
     slot: int
     max_tokens: int  # tokens whose KV this step computes, at most
 
 
-class BlockName(Record):
+class BlockName(Record, frozen=True):
     """The block is full once this plan completed."""
 
     block: int
     name: bytes
 
 
-class StepPlan(Frame):
+class StepPlan(Frame, frozen=True):
     """What changed since the last plan, then who runs. Applied in the order of the fields."""
 
     scheduler: int
@@ -464,7 +464,7 @@ class StepPlan(Frame):
     names: list[BlockName] = []
 
 
-class SlotResult(Record):
+class SlotResult(Record, frozen=True):
     """0 to m tokens of one slot. A finished slot stays silent until its end is planned."""
 
     slot: int
@@ -478,7 +478,7 @@ class SlotResult(Record):
     detail: str = ""
 
 
-class StepResult(Frame):
+class StepResult(Frame, frozen=True):
     """Answers one plan, in order. Slots that ran appear; those that had ended produce nothing."""
 
     worker: int
@@ -491,11 +491,11 @@ class StepResult(Frame):
 # --- metrics: api_gateway <-> api_gateway -------------------------------------------------------------
 
 
-class Scrape(Frame):
+class Scrape(Frame, frozen=True):
     request_id: str
 
 
-class Scraped(Frame):
+class Scraped(Frame, frozen=True):
     request_id: str
     text: str  # Prometheus exposition format
 
@@ -504,9 +504,7 @@ class Scraped(Frame):
 
 RegistryIn = Announce | Leave | LinkLost
 MemberIn = Members  # from the registry, on the registry link
-GatewayIn = (
-    Tokenized | Detokenized | TextRejected | Accepted | Refused | RoomChanged | TextBatch | Scrape | Scraped
-)
+GatewayIn = Tokenized | Detokenized | TextRejected | Accepted | Refused | RoomChanged | TextBatch | Scrape | Scraped
 TokenizerIn = Tokenize | Detokenize
 SchedulerIn = Generate | Cancel | Stop | Attached | Fenced | OutOfStep | StepResult
 DetokenizerIn = TokenBatch

@@ -1,0 +1,26 @@
+"""`python -m blockyard.services.message_bus SETTINGS`: the membership list."""
+
+import signal
+import sys
+import threading
+import time
+
+from blockyard.services.message_bus.roster import Roster
+from blockyard.services.message_bus.service import Registry
+from blockyard.shared import settings
+from blockyard.shared.config.registry import RegistryConfig
+from blockyard.shared.registry_socket import RegistrySocket
+
+
+def serve(config: RegistryConfig) -> None:
+    stopped = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stopped.set())
+    socket = RegistrySocket(config.process.bus)
+    try:
+        Registry(socket, Roster(time.monotonic(), config.dead_after_s, config.settle_s)).run(stopped)
+    finally:
+        socket.close()
+
+
+if __name__ == "__main__":
+    sys.exit(settings.run(RegistryConfig, serve))

@@ -1,0 +1,27 @@
+"""The registry's loop: hear, decide, push the list when it changed."""
+
+import threading
+import time
+
+from blockyard.services.message_bus.roster import Roster
+from blockyard.shared.bus import new_incarnation
+from blockyard.shared.messages import Members
+from blockyard.shared.registry_socket import RegistrySocket
+
+TICK_S = 0.1
+
+
+class Registry:
+    def __init__(self, socket: RegistrySocket, roster: Roster) -> None:
+        self._socket, self._roster = socket, roster
+        self._incarnation = new_incarnation()
+
+    def run(self, stopped: threading.Event) -> None:
+        """Serves until `stopped` is set."""
+        while not stopped.is_set():
+            frames = self._socket.poll(TICK_S)
+            now = time.monotonic()
+            for frame in frames:
+                self._roster.hear(frame, now)
+            if self._roster.due(now):
+                self._socket.push(Members(self._incarnation, self._roster.settled(now), self._roster.members()))

@@ -1,0 +1,41 @@
+"""Stands in for `Links` in tests: keeps what was sent, and lets the test say who is a member."""
+
+from typing import Any
+
+import msgspec
+
+from blockyard.shared.messages import Frame, Member, Role, Stats
+
+
+class FakeLinks:
+    """`sent` and `answered` hold (incarnation, frame) in order. `full` lists incarnations that take nothing."""
+
+    def __init__(self, me: Member, *members: Member) -> None:
+        self.me = me
+        self.members: dict[int, Member] = {m.incarnation: m for m in members}
+        self.sent: list[tuple[int, Frame]] = []
+        self.answered: list[tuple[int, Frame]] = []
+        self.full: set[int] = set()
+
+    def of(self, role: Role, model: str = "") -> list[Member]:
+        return [
+            m for m in self.members.values() if m.role == role and m.ready and (not model or m.model in ("", model))
+        ]
+
+    def send(self, to: int, frame: Frame) -> bool:
+        if to not in self.members or to in self.full:
+            return False
+        self.sent.append((to, frame))
+        return True
+
+    def answer(self, to: int, frame: Frame) -> bool:
+        if to in self.full:
+            return False
+        self.answered.append((to, frame))
+        return True
+
+    def update(self, **fields: Any) -> None:
+        self.me = msgspec.structs.replace(self.me, **fields)
+
+    def count(self, stats: Stats) -> None:
+        self.update(stats=stats)

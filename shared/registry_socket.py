@@ -1,0 +1,60 @@
+"""The registry's one socket: everybody's heartbeats come in, the list goes out."""
+
+import logging
+
+import msgspec
+import zmq
+
+from blockyard.shared.config.process import BusConfig
+from blockyard.shared.errors import ConfigError
+from blockyard.shared.messages import Announce, Frame, Members, RegistryIn
+from blockyard.shared.sockets import Sockets, readable
+
+log = logging.getLogger(__name__)
+
+
+class RegistrySocket:
+    """Raises ConfigError if the endpoint is taken."""
+
+    def __init__(self, bus: BusConfig) -> None:
+        self._sockets = Sockets(bus)
+        endpoint = bus.registry
+        if endpoint.startswith("tcp://"):  # dialled by name, bound on every interface
+            endpoint = f"tcp://0.0.0.0:{endpoint.rpartition(':')[2]}"
+        try:
+            self._socket = self._sockets.bind_router(endpoint).socket
+        except zmq.ZMQError as e:
+            raise ConfigError(f"cannot bind the message bus to {endpoint}: {e}") from e
+        self._decoder: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(RegistryIn)
+        self._listeners: dict[bytes, int] = {}  # routing id -> incarnation
+        self.malformed = 0
+
+    def poll(self, timeout_s: float) -> list[Frame]:
+        """What has arrived, waiting up to `timeout_s` for the first of it."""
+        self._socket.poll(int(1000 * timeout_s))
+        frames: list[Frame] = []
+        while readable(self._socket):
+            route, *parts = self._socket.recv_multipart(zmq.NOBLOCK)
+            try:
+                frame = self._decoder.decode(parts[0] if parts else b"")
+            except msgspec.DecodeError as e:
+                self.malformed += 1
+                log.warning("dropped a malformed frame (%d so far): %s", self.malformed, e)
+                continue
+            if isinstance(frame, Announce) and route.startswith(b"m"):  # "h" sockets only repeat heartbeats
+                self._listeners[route] = frame.member.incarnation
+            frames.append(frame)
+        return frames
+
+    def push(self, news: Members) -> None:
+        """To every listener; those that vanished or do not read are forgotten until they announce again."""
+        data = msgspec.msgpack.encode(news)
+        for route in list(self._listeners):
+            try:
+                self._socket.send_multipart((route, data), zmq.NOBLOCK)
+            except zmq.ZMQError:
+                del self._listeners[route]
+
+    def close(self) -> None:
+        self._socket.close(0)
+        self._sockets.close()

@@ -1,0 +1,119 @@
+"""ZeroMQ sockets as every member opens them: one ROUTER bound, one DEALER a peer, Curve on tcp.
+
+Nothing here blocks and nothing lingers unless asked; a send that cannot be queued raises `zmq.Again`.
+"""
+
+import itertools
+import os
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from blockyard.shared.config.process import BusConfig
+from blockyard.shared.curve import KeyPair, read_keys
+
+TCP_HEARTBEAT_MS = 1000
+TCP_SILENCE_MS = 4000
+RECONNECT_MS = 50
+
+_routing_ids = itertools.count()
+
+
+def readable(sock: "zmq.Socket[Any]") -> bool:
+    """True if a message waits."""
+    return bool(int(sock.get(zmq.EVENTS)) & zmq.POLLIN)
+
+
+def descriptor(sock: "zmq.Socket[Any]") -> int:
+    """The file descriptor an event loop may watch: edge-triggered, and for reading only."""
+    return int(sock.get(zmq.FD))
+
+
+class _OneKey:
+    """Credentials provider of the ZAP handler: the deployment's own key (Z85) and no other."""
+
+    def __init__(self, public: bytes) -> None:
+        self._public = public
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return key == self._public
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A bound ROUTER and the endpoint peers dial."""
+
+    socket: zmq.Socket[bytes]
+    endpoint: str
+
+
+class Sockets:
+    """One ZeroMQ context with the deployment's security; makes and closes sockets."""
+
+    def __init__(self, bus: BusConfig) -> None:
+        self._bus = bus
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._keys: KeyPair | None = None
+        self._zap: ThreadAuthenticator | None = None
+        if bus.curve_public:
+            self._keys = read_keys(bus.curve_public, bus.curve_secret)
+            self._zap = ThreadAuthenticator(self._context)
+            self._zap.start()
+            self._zap.configure_curve_callback(domain="blockyard", credentials_provider=_OneKey(self._keys.public))
+
+    def bind_router(self, endpoint: str | None = None) -> Bound:
+        """Binds to `endpoint`, or to a fresh address of the configured kind. Raises zmq.ZMQError if taken."""
+        router = self._context.socket(zmq.ROUTER)
+        router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._set_common(router)
+        if self._keys is not None:
+            router.curve_server = True
+            router.curve_publickey = self._keys.public
+            router.curve_secretkey = self._keys.secret
+            router.zap_domain = b"blockyard"
+        if endpoint is None:
+            endpoint = self._fresh_address()
+        router.bind(endpoint)
+        return Bound(router, self._dialled_as(router.getsockopt_string(zmq.LAST_ENDPOINT)))
+
+    def connect_dealer(self, endpoint: str, prefix: bytes, only_when_connected: bool = False) -> zmq.Socket[bytes]:
+        """A DEALER whose routing id is new: a link opened again is never taken for the one that broke."""
+        dealer = self._context.socket(zmq.DEALER)
+        dealer.setsockopt(zmq.ROUTING_ID, b"%b-%b-%d" % (prefix, os.urandom(6).hex().encode(), next(_routing_ids)))
+        dealer.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+        dealer.setsockopt(zmq.IMMEDIATE, int(only_when_connected))
+        self._set_common(dealer)
+        if self._keys is not None:
+            dealer.curve_serverkey = self._keys.public
+            dealer.curve_publickey = self._keys.public
+            dealer.curve_secretkey = self._keys.secret
+        dealer.connect(endpoint)
+        return dealer
+
+    def close(self) -> None:
+        """Sockets must be closed already; waits for their linger."""
+        if self._zap is not None:
+            self._zap.stop()
+        self._context.term()
+
+    def _set_common(self, sock: zmq.Socket[bytes]) -> None:
+        sock.setsockopt(zmq.LINGER, 0)
+        sock.setsockopt(zmq.SNDHWM, self._bus.link_frames)
+        sock.setsockopt(zmq.RCVHWM, self._bus.link_frames)
+        # libzmq answers these by itself, so a member deep in a step still counts as alive
+        sock.setsockopt(zmq.HEARTBEAT_IVL, TCP_HEARTBEAT_MS)
+        sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, TCP_SILENCE_MS)
+
+    def _fresh_address(self) -> str:
+        if self._bus.bind.startswith("ipc://"):
+            return f"{self._bus.bind}/{os.urandom(6).hex()}"
+        return f"{self._bus.bind}:*"
+
+    def _dialled_as(self, bound: str) -> str:
+        if not bound.startswith("tcp://"):
+            return bound
+        host = self._bus.advertise or socket.gethostname()
+        return f"tcp://{host}:{bound.rpartition(':')[2]}"
