@@ -1,0 +1,72 @@
+# Two commands do everything: `make serve` and `make test`. Each sets up what it needs in .venv.
+#
+#   PORT=9000        another port for `make serve`; FLAGS="..." goes to `blockyard serve` as it is
+#   PYTHON=python3.12  the Python that .venv is made with
+#   TORCH="torch==2.11.0"  another torch than the one chosen below
+#   NO_INSTALL=1     installs nothing and uses PYTHON as it is (GPU machines without network)
+
+PORT ?= 8000
+MODEL ?= demo
+FLAGS ?=
+PYTHON ?= python3
+TORCH_CPU := torch==2.13.0
+TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
+
+ifeq ($(NO_INSTALL),1)
+PY := $(PYTHON)
+base-ready test-ready:
+else
+PY := .venv/bin/python
+base-ready: .venv/.base
+test-ready: .venv/.base .venv/.test
+endif
+RUN := PYTHONPATH=.src $(PY)
+PIP := .venv/bin/python -m pip --disable-pip-version-check
+
+.PHONY: serve test check pytest test-compose bench lock clean base-ready test-ready
+
+serve: base-ready
+	@exec env PYTHONPATH=.src $(PY) -m blockyard serve $(MODEL) --port $(PORT) $(FLAGS)
+
+test: check pytest
+
+check: test-ready
+	$(RUN) -m ruff check services shared kernels tests .src/blockyard/__init__.py .src/blockyard/__main__.py
+	$(RUN) -m ruff format --check --quiet services shared kernels tests
+	$(RUN) -m mypy
+
+pytest: test-ready
+	$(RUN) -m pytest $(ARGS)
+
+# Builds the compose stack in a real engine: needs root on Debian or Ubuntu, and half an hour the first time.
+test-compose:
+	sh compose/test.sh
+
+bench: test-ready
+	$(RUN) tests/bench/report.py
+
+.venv/.base: .requirements/base.txt
+	$(PYTHON) -m venv .venv
+	$(PIP) install --quiet -r .requirements/base.txt
+	$(install-torch)
+	$(PIP) install --quiet --no-deps --editable .
+	@touch $@
+
+.venv/.test: .requirements/test.txt .venv/.base
+	$(PIP) install --quiet -r .requirements/test.txt
+	@touch $@
+
+# The lock holds what torch's CPU build needs, so that its index is asked for nothing else.
+define install-torch
+	if [ -n "$(TORCH)" ]; then $(PIP) install "$(TORCH)"; \
+	elif nvidia-smi >/dev/null 2>&1; then $(PIP) install "torch>=2.8"; \
+	else $(PIP) install --quiet --no-deps --retries 0 --timeout 15 --index-url $(TORCH_CPU_INDEX) $(TORCH_CPU) 2>/dev/null \
+	  || $(PIP) install --quiet $(TORCH_CPU); fi
+endef
+
+# Writes .requirements/ anew from the ranges in pyproject.toml; torch is its own step above.
+lock:
+	python3 .requirements/lock.py
+
+clean:
+	rm -rf .venv build dist .src/*.egg-info

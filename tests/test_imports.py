@@ -1,0 +1,66 @@
+"""Who may import whom, who may import torch and zmq, and what the processes really load."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SERVICES = sorted(p.name for p in (ROOT / "services").iterdir() if (p / "__init__.py").exists())
+MAY_TORCH = {"gpu_worker", "kv_transfer"}
+ZMQ_HOMES = {"shared/sockets.py", "shared/outlink.py", "shared/inlinks.py", "shared/heart.py", "shared/bus.py"}
+ZMQ_HOMES |= {"shared/registry_socket.py", "shared/curve.py"}
+HEAVY = ("torch", "triton", "transformers", "numpy")
+
+
+def product_files() -> list[Path]:
+    return sorted(p for top in ("services", "shared", "kernels") for p in (ROOT / top).rglob("*.py"))
+
+
+def imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("path", product_files(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_arrows_point_one_way(path: Path) -> None:
+    parts = path.relative_to(ROOT).parts
+    own = f"blockyard.services.{parts[1]}" if parts[0] == "services" else ""
+    for name in imports(path):
+        top = name.split(".")[0]
+        if name.startswith("blockyard.services"):
+            allowed = own and (name == own or name.startswith(own + "."))
+            worker_to_transfer = own.endswith("gpu_worker") and name.startswith("blockyard.services.kv_transfer")
+            assert allowed or worker_to_transfer, f"imports {name}"
+        elif name.startswith("blockyard.kernels"):
+            assert parts[0] == "kernels" or (parts[0] == "services" and parts[1] in MAY_TORCH), f"imports {name}"
+        elif name.startswith("blockyard."):
+            assert name.startswith("blockyard.shared"), f"imports {name}"
+        elif top in ("torch", "triton", "safetensors"):
+            assert parts[0] == "kernels" or (parts[0] == "services" and parts[1] in MAY_TORCH), f"imports {name}"
+        elif top == "zmq":
+            assert "/".join(parts) in ZMQ_HOMES or parts[:2] == ("services", "kv_transfer"), f"imports {name}"
+        assert top not in ("pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"), f"imports {name}"
+
+
+@pytest.mark.parametrize("service", [s for s in SERVICES if s not in MAY_TORCH])
+def test_a_service_process_never_loads_torch(service: str) -> None:
+    """Imports everything the service's process imports and looks at what came along."""
+    module = f"blockyard.services.{service}" + (".cli" if service == "launcher" else ".__main__")
+    code = f"import sys, {module}; print([m for m in {HEAVY!r} if m in sys.modules])"
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PYTHONPATH": str(ROOT / ".src")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip() == "[]"
