@@ -1,0 +1,71 @@
+"""Token streams for training: every epoch holds the whole corpus once and fresh draws of chats and snippets."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer
+
+from .chat_examples import conversations, snippets
+from .corpus import SourceFile, Split
+from .train_tokenizer import BOS, EOS
+
+Ids = npt.NDArray[np.uint16]
+
+
+def encode_documents(tokenizer: Tokenizer, documents: list[str], bos: bool = True) -> list[Ids]:
+    """One array a document: <bos>, its ids, <eos>. `bos=False` for text that brings its own."""
+    head = [tokenizer.token_to_id(BOS)] if bos else []
+    tail = [tokenizer.token_to_id(EOS)]
+    encodings = tokenizer.encode_batch(documents, add_special_tokens=False)
+    return [np.array([*head, *encoding.ids, *tail], dtype=np.uint16) for encoding in encodings]
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    plain: list[Ids]
+    chats: list[Ids]
+    snippets: list[Ids]
+    chat_share: float  # of an epoch's tokens
+    snippet_share: float
+
+    def epoch(self, rng: np.random.Generator) -> Ids:
+        """One epoch as one stream, the documents in random order."""
+        num_plain = sum(map(len, self.plain))
+        total = num_plain / (1 - self.chat_share - self.snippet_share)
+        documents = [
+            *self.plain,
+            *draw(self.chats, total * self.chat_share, rng),
+            *draw(self.snippets, total * self.snippet_share, rng),
+        ]
+        order = rng.permutation(len(documents))
+        return np.concatenate([documents[index] for index in order])
+
+
+def draw(documents: list[Ids], num_tokens: float, rng: np.random.Generator) -> list[Ids]:
+    """Random documents, none twice, until they hold `num_tokens` or are all taken."""
+    order = rng.permutation(len(documents))
+    ends = np.cumsum([len(documents[index]) for index in order])
+    return [documents[index] for index in order[: int(np.searchsorted(ends, num_tokens))]]
+
+
+def build_mixture(
+    tokenizer: Tokenizer, files: list[SourceFile], chat_share: float, snippet_share: float, seed: int
+) -> Mixture:
+    train = [file for file in files if file.split is Split.TRAIN]
+    return Mixture(
+        plain=encode_documents(tokenizer, [file.text for file in train]),
+        chats=encode_documents(tokenizer, conversations(train, seed), bos=False),
+        snippets=encode_documents(tokenizer, snippets(train)),
+        chat_share=chat_share,
+        snippet_share=snippet_share,
+    )
+
+
+def windows(stream: Ids, length: int, rng: np.random.Generator) -> Ids:
+    """[count, length + 1] windows of the stream in random order; inputs and targets overlap by one."""
+    offset = int(rng.integers(0, length))
+    count = (len(stream) - 1 - offset) // length
+    starts = offset + length * rng.permutation(count)
+    cut: Ids = stream[starts[:, None] + np.arange(length + 1)]
+    return cut
