@@ -1,0 +1,184 @@
+"""Starts the real thing for benchmarks and reads its streams; nothing here is timed by pytest."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+import msgspec
+
+ROOT = Path(__file__).parents[2]
+START_LIMIT_S = 120.0
+
+
+@dataclass
+class Server:
+    """A running `blockyard serve`."""
+
+    process: subprocess.Popen[bytes]
+    port: int
+    launched_s: float  # perf_counter at launch
+    ready_s: float = 0.0  # seconds from launch until /ready said yes
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def children(self) -> dict[str, int]:
+        """Process ids by title, e.g. {"blockyard: scheduler": 123}."""
+        found: dict[str, int] = {}
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            with contextlib.suppress(OSError):
+                stat = (entry / "stat").read_text()
+                if int(stat.rpartition(")")[2].split()[1]) == self.process.pid:
+                    title = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+                    found[title] = int(entry.name)
+        return found
+
+
+@contextlib.contextmanager
+def serve(*flags: str, log: Path | None = None) -> Iterator[Server]:
+    """Runs `blockyard serve FLAGS` on a free port until the block ends."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    env = os.environ | {"PYTHONPATH": str(ROOT / ".src")}
+    command = [sys.executable, "-m", "blockyard", "serve", *flags, "--host", "127.0.0.1", "--port", str(port)]
+    with (log or Path(os.devnull)).open("wb") as out:
+        launched = time.perf_counter()
+        process = subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT)
+        server = Server(process, port, launched)
+        try:
+            _wait_ready(server)
+            yield server
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(40)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _wait_ready(server: Server) -> None:
+    while True:
+        with (
+            contextlib.suppress(urllib.error.URLError, ConnectionError),
+            urllib.request.urlopen(f"{server.url}/ready", timeout=5) as answer,
+        ):
+            if answer.status == 200:
+                break
+        if server.process.poll() is not None:
+            raise RuntimeError(f"blockyard serve ended with {server.process.returncode} before it was ready")
+        if time.perf_counter() - server.launched_s > START_LIMIT_S:
+            raise RuntimeError("blockyard serve was not ready in time")
+        time.sleep(0.02)
+    server.ready_s = time.perf_counter() - server.launched_s
+
+
+class _Choice(msgspec.Struct):
+    text: str = ""
+
+
+class Chunk(msgspec.Struct):
+    """What benchmarks read of a streamed completion chunk."""
+
+    choices: list[_Choice] = []
+    stamp: float = 0.0
+
+
+@dataclass
+class StreamLog:
+    """One stream as its client saw it."""
+
+    started_s: float  # perf_counter
+    events_s: list[float] = field(default_factory=list)  # perf_counter of each read, once per event in it
+    lags_s: list[float] = field(default_factory=list)  # from the worker's stamp to the client's read
+    text: str = ""
+
+    @property
+    def num_events(self) -> int:
+        return len(self.events_s)
+
+
+_decode = msgspec.json.Decoder(Chunk).decode
+
+
+async def stream(session: aiohttp.ClientSession, url: str, body: dict[str, object], parse: bool = True) -> StreamLog:
+    """POSTs a streaming completion and reads it to its end. Without `parse` events are only counted."""
+    log = StreamLog(time.perf_counter())
+    async with session.post(f"{url}/v1/completions", json=body | {"stream": True}) as answer:
+        if answer.status != 200:
+            raise RuntimeError(f"{answer.status}: {await answer.text()}")
+        rest = b""
+        async for data in answer.content.iter_any():
+            now, wall = time.perf_counter(), time.time()
+            *events, rest = (rest + data).split(b"\n\n")
+            for event in events:
+                if not event.startswith(b"data: ") or event == b"data: [DONE]":
+                    continue
+                log.events_s.append(now)
+                if parse:
+                    chunk = _decode(event[6:])
+                    if chunk.stamp:
+                        log.lags_s.append(wall - chunk.stamp)
+                    log.text += "".join(c.text for c in chunk.choices)
+    return log
+
+
+async def streams(url: str, bodies: list[dict[str, object]], parse: bool = True) -> list[StreamLog]:
+    """All bodies at once, a connection each."""
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(600)) as session:
+        return await asyncio.gather(*(stream(session, url, body, parse) for body in bodies))
+
+
+def completion(num_tokens: int, **fields: object) -> dict[str, object]:
+    """A greedy completion of exactly so many tokens."""
+    return {"prompt": "def main():", "max_tokens": num_tokens, "ignore_eos": True, "temperature": 0.0} | fields
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def rss_mib(pid: int) -> float:
+    """Resident memory, MiB."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) / 1024
+    raise RuntimeError(f"no VmRSS of process {pid}")
+
+
+def percentile(values: list[float], share: float) -> float:
+    """The smallest value that at least `share` of all are not above."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def median(values: list[float]) -> float:
+    return statistics.median(values)
+
+
+Row = tuple[str, str, str]
+
+
+def table(rows: list[Row]) -> str:
+    """A Markdown table of what, measured, bar."""
+    lines = ["| what | measured | bar |", "|---|---|---|", *(f"| {a} | {b} | {c} |" for a, b, c in rows)]
+    return "\n".join(lines)
