@@ -1,0 +1,28 @@
+"""Every flag there is, by group. One declaration a flag."""
+
+from blockyard.shared.config.flags import engine, features, model, ring, server
+from blockyard.shared.config.flags.flag import Flag
+
+GROUPS: dict[str, tuple[Flag, ...]] = {
+    "HTTP server": server.SERVER,
+    "Security": server.SECURITY,
+    "Model": model.MODEL,
+    "Loading": model.LOADING,
+    "Tokenizer": model.TOKENIZER,
+    "Scheduling": engine.SCHEDULER,
+    "KV memory": engine.CACHE,
+    "Execution": engine.EXECUTION,
+    "Parallelism": engine.PARALLEL,
+    "The ring": ring.RING,
+    "Observability": features.OBSERVABILITY,
+    "Mock worker": ring.MOCK,
+    "Quantization": features.QUANTIZATION,
+    "Adapters": features.LORA,
+    "Speculative decoding": features.SPECULATIVE,
+    "Images": features.MULTIMODAL,
+    "Structured output, tools, disaggregation": features.STRUCTURED,
+}
+
+FLAGS: dict[str, Flag] = {flag.name: flag for group in GROUPS.values() for flag in group}
+
+SPELLINGS: dict[str, Flag] = FLAGS | {alias: flag for flag in FLAGS.values() for alias in flag.aliases}

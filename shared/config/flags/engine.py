@@ -1,0 +1,232 @@
+"""Flags of memory, scheduling, parallelism and execution."""
+
+from blockyard.shared.config.flags.flag import FOREIGN, Flag, Kind, not_built
+
+_RAY = not_built("Ray; workers are processes of this machine, or `blockyard run gpu-worker` on another")
+_GRAPHS = "step graphs do not depend on the sequence length; --enforce-eager turns them off"
+
+PARALLEL = (
+    Flag(
+        "tensor-parallel-size",
+        Kind.INT,
+        1,
+        "GPUs that share every layer.",
+        aliases=("tp",),
+        least=1,
+        refused=not_built("tensor parallelism; use 1"),
+    ),
+    Flag(
+        "pipeline-parallel-size",
+        Kind.INT,
+        1,
+        "Pipeline stages.",
+        aliases=("pp",),
+        least=1,
+        refused=not_built("pipeline parallelism; use 1"),
+    ),
+    Flag(
+        "data-parallel-size",
+        Kind.INT,
+        1,
+        "Replicas of the model.",
+        aliases=("dp",),
+        least=1,
+        refused=not_built("data parallelism; use 1"),
+    ),
+    Flag("enable-expert-parallel", Kind.BOOL, False, "Spread experts.", refused=not_built("expert parallelism")),
+    Flag(
+        "distributed-executor-backend",
+        Kind.TEXT,
+        "mp",
+        "How workers are started.",
+        choices=("mp",),
+        refused_values={
+            "ray": _RAY,
+            "uni": "a worker is a process of its own; use mp",
+            "external_launcher": not_built("torchrun; `blockyard run gpu-worker` starts a worker by hand"),
+        },
+    ),
+    Flag("worker-use-ray", Kind.BOOL, False, "Start workers with Ray.", refused=_RAY),
+    Flag("engine-use-ray", Kind.BOOL, False, "Start the engine with Ray.", refused=_RAY),
+    Flag("ray-workers-use-nsight", Kind.BOOL, False, "Profile Ray workers.", refused=_RAY),
+    Flag(
+        "disable-custom-all-reduce",
+        Kind.BOOL,
+        False,
+        "Use NCCL's all-reduce.",
+        mapped="a worker group is one device, nothing is reduced",
+    ),
+    Flag(
+        "worker-cls",
+        Kind.TEXT,
+        "auto",
+        "Kind of worker; mock: no model, tokens at a set pace.",
+        ("worker.worker_cls",),
+        choices=("auto", "mock"),
+    ),
+)
+
+CACHE = (
+    Flag(
+        "block-size",
+        Kind.INT,
+        16,
+        "Tokens a KV block.",
+        ("worker.block_size", "scheduler.block_size", "tokenizer.block_size"),
+        choices=("8", "16", "32", "64", "128"),
+    ),
+    Flag(
+        "enable-prefix-caching",
+        Kind.BOOL,
+        True,
+        "Find KV blocks of earlier requests by what is in them.",
+        ("scheduler.enable_prefix_caching",),
+    ),
+    Flag(
+        "gpu-memory-utilization",
+        Kind.FLOAT,
+        0.9,
+        "Share of the GPU's memory for weights and KV.",
+        ("worker.gpu_memory_utilization",),
+        least=0.01,
+        most=1,
+    ),
+    Flag(
+        "swap-space",
+        Kind.FLOAT,
+        None,
+        "Host memory for preempted KV blocks, in GiB.",
+        least=0,
+        mapped="not built yet: the host tier; preempted requests are recomputed and no host memory is taken",
+    ),
+    Flag(
+        "cpu-offload-gb",
+        Kind.FLOAT,
+        0.0,
+        "Host memory that extends the GPU's, in GiB.",
+        least=0,
+        refused=not_built("weights or KV in host memory; use 0"),
+    ),
+    Flag(
+        "num-gpu-blocks-override",
+        Kind.INT,
+        None,
+        "KV blocks, in place of what memory allows.",
+        ("worker.num_gpu_blocks_override",),
+        least=1,
+    ),
+    Flag(
+        "use-v2-block-manager",
+        Kind.BOOL,
+        True,
+        "Choose a block manager.",
+        mapped="there is one block manager",
+    ),
+    Flag("cpu-kv-gib", Kind.FLOAT, None, "KV memory on CPU, in GiB; unset: by need.", ("worker.cpu_kv_gib",), least=0),
+)
+
+SCHEDULER = (
+    Flag("max-num-batched-tokens", Kind.INT, None, "Tokens of one step; unset: 2048 on a GPU, 512 on CPU.", least=1),
+    Flag(
+        "max-num-seqs",
+        Kind.INT,
+        256,
+        "Choices that run at a time.",
+        ("worker.max_num_seqs", "scheduler.max_num_seqs"),
+        least=1,
+    ),
+    Flag(
+        "enable-chunked-prefill",
+        Kind.BOOL,
+        True,
+        "Prefill in chunks beside decodes, decodes first.",
+        ("scheduler.enable_chunked_prefill",),
+    ),
+    Flag(
+        "scheduler-delay-factor",
+        Kind.FLOAT,
+        0.0,
+        "Wait before the next prompt is scheduled.",
+        least=0,
+        refused="prefill is chunked and decodes come first, no prompt has to be held back; use 0",
+    ),
+    Flag(
+        "num-scheduler-steps",
+        Kind.INT,
+        1,
+        "Steps a scheduler call.",
+        least=1,
+        most=64,
+        mapped="N above 1 is --run-ahead N-1; 1 leaves it at its default",
+    ),
+    Flag(
+        "run-ahead", Kind.INT, None, "Plans sent ahead of the running one; 0 is lockstep; unset: 1.", least=0, most=63
+    ),
+    Flag(
+        "multi-step-stream-outputs",
+        Kind.BOOL,
+        True,
+        "Stream each step's tokens.",
+        refused="tokens are always sent as they come",
+    ),
+    Flag("num-lookahead-slots", Kind.INT, 0, "Slots for drafts.", refused=not_built("speculative decoding"), least=0),
+    Flag(
+        "preemption-mode",
+        Kind.TEXT,
+        "recompute",
+        "What becomes of a preempted request's KV.",
+        choices=("recompute",),
+        refused_values={"swap": not_built("the host tier for KV blocks; use recompute")},
+    ),
+    Flag(
+        "scheduling-policy",
+        Kind.TEXT,
+        "fcfs",
+        "Who is next.",
+        choices=("fcfs",),
+        refused_values={"priority": not_built("priorities; use fcfs")},
+    ),
+    Flag(
+        "disable-async-output-proc",
+        Kind.BOOL,
+        False,
+        "Process outputs between steps.",
+        mapped="the same as --run-ahead 0",
+    ),
+    Flag("max-queue-len", Kind.INT, 1024, "Waiting requests; more are a 429.", ("scheduler.max_queue_len",), least=1),
+    Flag(
+        "max-queue-tokens",
+        Kind.INT,
+        2**22,
+        "Prompt tokens of waiting requests; more are a 429.",
+        ("scheduler.max_queue_tokens",),
+        least=1,
+    ),
+)
+
+EXECUTION = (
+    Flag("enforce-eager", Kind.BOOL, False, "No CUDA graphs.", ("worker.enforce_eager",)),
+    Flag("max-seq-len-to-capture", Kind.INT, None, "Longest sequence in CUDA graphs.", least=1, mapped=_GRAPHS),
+    Flag("max-context-len-to-capture", Kind.INT, None, "Longest sequence in CUDA graphs.", least=1, mapped=_GRAPHS),
+    Flag(
+        "compilation-config",
+        Kind.TEXT,
+        None,
+        "torch.compile level 0 to 3, or JSON.",
+        aliases=("O",),
+        refused=not_built("torch.compile; use 0 or leave it out"),
+        harmless=("0",),
+    ),
+    Flag("enable-sleep-mode", Kind.BOOL, False, "Release GPU memory while idle.", refused=not_built("sleep mode")),
+    Flag(
+        "device",
+        Kind.TEXT,
+        "auto",
+        "Where the model runs; auto: a GPU where there is one.",
+        ("worker.device",),
+        choices=("auto", "cuda", "cpu"),
+        refused_values=dict.fromkeys(("neuron", "openvino", "tpu", "xpu", "hpu"), FOREIGN),
+    ),
+    Flag("override-neuron-config", Kind.JSON, None, "Settings of Neuron devices.", refused=FOREIGN),
+    Flag("cpu-threads", Kind.INT, 0, "Compute threads on CPU; 0: cores minus one.", ("worker.threads",), least=0),
+)

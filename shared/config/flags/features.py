@@ -1,0 +1,177 @@
+"""Flags of features that are not built yet, and of observability."""
+
+from blockyard.shared.config.flags.flag import Flag, Kind, not_built
+
+_QUANTIZATION = not_built("quantized weights")
+_LORA = not_built("LoRA adapters")
+_PROMPT_ADAPTERS = not_built("prompt adapters")
+_SPECULATION = not_built("speculative decoding")
+_IMAGES = not_built("image and video input")
+_TRACES = not_built("OpenTelemetry traces")
+_GUIDED = not_built("structured output")
+_TOOLS = not_built("tool calling")
+_REASONING = not_built("reasoning output")
+_METHODS = (
+    "aqlm awq deepspeedfp tpu_int8 fp8 fbgemm_fp8 modelopt marlin gguf gptq_marlin_24 gptq_marlin awq_marlin gptq "
+    "compressed-tensors bitsandbytes qqq hqq experts_int8 neuron_quant ipex quark moe_wna16 squeezellm"
+).split()
+
+QUANTIZATION = (
+    Flag(
+        "quantization",
+        Kind.TEXT,
+        None,
+        "Weight quantization.",
+        aliases=("q",),
+        refused_values=dict.fromkeys(_METHODS, _QUANTIZATION),
+        refused=_QUANTIZATION,
+    ),
+)
+
+LORA = (
+    Flag("enable-lora", Kind.BOOL, False, "Serve LoRA adapters.", refused=_LORA),
+    Flag("enable-lora-bias", Kind.BOOL, False, "Bias in adapters.", refused=_LORA),
+    Flag("lora-modules", Kind.LIST, [], "Adapters as name=path.", refused=_LORA),
+    Flag("max-loras", Kind.INT, 1, "Adapters in a batch.", refused=_LORA, least=1),
+    Flag("max-lora-rank", Kind.INT, 16, "Largest rank.", refused=_LORA, least=1),
+    Flag("lora-extra-vocab-size", Kind.INT, 256, "Extra vocabulary an adapter may add.", refused=_LORA, least=0),
+    Flag(
+        "lora-dtype",
+        Kind.TEXT,
+        "auto",
+        "Type of adapters.",
+        choices=("auto", "float16", "bfloat16", "float32"),
+        refused=_LORA,
+    ),
+    Flag("long-lora-scaling-factors", Kind.TEXT, None, "Scaling factors.", refused=_LORA),
+    Flag("max-cpu-loras", Kind.INT, None, "Adapters kept in host memory.", refused=_LORA, least=1),
+    Flag("fully-sharded-loras", Kind.BOOL, False, "Shard adapters fully.", refused=_LORA),
+    Flag("qlora-adapter-name-or-path", Kind.TEXT, None, "QLoRA adapter.", refused=_LORA),
+    Flag("enable-prompt-adapter", Kind.BOOL, False, "Serve prompt adapters.", refused=_PROMPT_ADAPTERS),
+    Flag("max-prompt-adapters", Kind.INT, 1, "Prompt adapters in a batch.", refused=_PROMPT_ADAPTERS, least=1),
+    Flag("max-prompt-adapter-token", Kind.INT, 0, "Tokens of a prompt adapter.", refused=_PROMPT_ADAPTERS, least=0),
+)
+
+SPECULATIVE = (
+    Flag("speculative-model", Kind.TEXT, None, "Draft model, or [ngram].", refused=_SPECULATION),
+    Flag(
+        "speculative-model-quantization",
+        Kind.TEXT,
+        None,
+        "Quantization of the draft model.",
+        refused_values=dict.fromkeys(_METHODS, _SPECULATION),
+        refused=_SPECULATION,
+    ),
+    Flag(
+        "num-speculative-tokens", Kind.INT, None, "Tokens drafted a step.", refused=_SPECULATION, least=0, harmless=(0,)
+    ),
+    Flag("speculative-disable-mqa-scorer", Kind.BOOL, False, "Score drafts by batch expansion.", refused=_SPECULATION),
+    Flag(
+        "speculative-draft-tensor-parallel-size",
+        Kind.INT,
+        None,
+        "GPUs of the draft model.",
+        aliases=("spec-draft-tp",),
+        least=1,
+        refused=_SPECULATION,
+    ),
+    Flag("speculative-max-model-len", Kind.INT, None, "Context of the draft model.", refused=_SPECULATION, least=1),
+    Flag("speculative-disable-by-batch-size", Kind.INT, None, "No drafts above it.", refused=_SPECULATION, least=1),
+    Flag("ngram-prompt-lookup-max", Kind.INT, None, "Longest n-gram looked up.", refused=_SPECULATION, least=1),
+    Flag("ngram-prompt-lookup-min", Kind.INT, None, "Shortest n-gram looked up.", refused=_SPECULATION, least=1),
+    Flag(
+        "spec-decoding-acceptance-method",
+        Kind.TEXT,
+        "rejection_sampler",
+        "How drafts are accepted.",
+        choices=("rejection_sampler", "typical_acceptance_sampler"),
+        refused=_SPECULATION,
+    ),
+    Flag(
+        "typical-acceptance-sampler-posterior-threshold",
+        Kind.FLOAT,
+        0.09,
+        "Threshold of typical acceptance.",
+        refused=_SPECULATION,
+    ),
+    Flag(
+        "typical-acceptance-sampler-posterior-alpha",
+        Kind.FLOAT,
+        0.3,
+        "Scale of typical acceptance.",
+        refused=_SPECULATION,
+    ),
+    Flag(
+        "disable-logprobs-during-spec-decoding",
+        Kind.BOOL,
+        True,
+        "No log-probabilities with drafts.",
+        refused=_SPECULATION,
+    ),
+)
+
+MULTIMODAL = (
+    Flag("limit-mm-per-prompt", Kind.TEXT, None, "Images and videos a prompt may have.", refused=_IMAGES),
+    Flag("mm-processor-kwargs", Kind.JSON, None, "Settings of the image processor.", refused=_IMAGES),
+    Flag("disable-mm-preprocessor-cache", Kind.BOOL, False, "Do not keep processed images.", refused=_IMAGES),
+    Flag(
+        "image-input-type",
+        Kind.TEXT,
+        None,
+        "Kind of image input.",
+        choices=("pixel_values", "image_features"),
+        refused=_IMAGES,
+    ),
+    Flag("image-token-id", Kind.INT, None, "Id of the image token.", refused=_IMAGES),
+    Flag("image-input-shape", Kind.TEXT, None, "Largest image.", refused=_IMAGES),
+    Flag("image-feature-size", Kind.INT, None, "Tokens of an image.", refused=_IMAGES),
+    Flag("image-processor", Kind.TEXT, None, "Image processor.", refused=_IMAGES),
+    Flag("image-processor-revision", Kind.TEXT, None, "Revision of the image processor.", refused=_IMAGES),
+    Flag("disable-image-processor", Kind.BOOL, False, "Use no image processor.", refused=_IMAGES),
+)
+
+OBSERVABILITY = (
+    Flag("otlp-traces-endpoint", Kind.TEXT, None, "Where traces are sent.", refused=_TRACES),
+    Flag(
+        "collect-detailed-traces",
+        Kind.TEXT,
+        None,
+        "Parts traced in detail.",
+        choices=("model", "worker", "all"),
+        refused=_TRACES,
+    ),
+    Flag("disable-log-stats", Kind.BOOL, False, "No periodic line of statistics.", ("!scheduler.log_stats",)),
+    Flag("disable-log-requests", Kind.BOOL, False, "No line for each request.", ("!gateway.log_requests",)),
+    Flag(
+        "max-log-len",
+        Kind.INT,
+        None,
+        "Prompt characters printed in logs.",
+        least=0,
+        mapped="logs hold ids and lengths of prompts, never their text: it is 0 always",
+    ),
+)
+
+STRUCTURED = (
+    Flag(
+        "guided-decoding-backend",
+        Kind.TEXT,
+        None,
+        "Engine of structured output.",
+        choices=("outlines", "lm-format-enforcer", "xgrammar"),
+        refused=_GUIDED,
+    ),
+    Flag(
+        "logits-processor-pattern",
+        Kind.TEXT,
+        None,
+        "Names of logits processors that requests may use.",
+        refused=not_built("logits processors of requests"),
+    ),
+    Flag("enable-auto-tool-choice", Kind.BOOL, False, "The model may call tools.", refused=_TOOLS),
+    Flag("tool-call-parser", Kind.TEXT, None, "Parser of tool calls.", refused=_TOOLS),
+    Flag("tool-parser-plugin", Kind.TEXT, "", "File with more parsers.", refused=_TOOLS),
+    Flag("enable-reasoning", Kind.BOOL, False, "Return reasoning content.", refused=_REASONING),
+    Flag("reasoning-parser", Kind.TEXT, None, "Parser of reasoning.", refused=_REASONING),
+    Flag("kv-transfer-config", Kind.JSON, None, "Disaggregated KV transfer.", refused=not_built("disaggregation")),
+)

@@ -1,0 +1,183 @@
+"""Flags of the model: which one, how it is loaded, its tokenizer."""
+
+from blockyard.shared.config.flags.flag import Flag, Kind, not_built
+
+_POOLING = not_built("pooling models")
+_REMOTE_CODE = "no code from model folders is ever run; the supported families are built in"
+
+MODEL = (
+    Flag("model", Kind.TEXT, "facebook/opt-125m", "Model folder, hub name, or `demo` for the one that is shipped."),
+    Flag(
+        "task",
+        Kind.TEXT,
+        "auto",
+        "What the model is served for.",
+        choices=("auto", "generate"),
+        refused_values=dict.fromkeys(("embedding", "embed", "classify", "score", "reward"), _POOLING),
+    ),
+    Flag("revision", Kind.TEXT, None, "Branch, tag or commit of the model."),
+    Flag("code-revision", Kind.TEXT, None, "Branch, tag or commit of the model's code.", mapped=_REMOTE_CODE),
+    Flag(
+        "config-format",
+        Kind.TEXT,
+        "auto",
+        "Format of the model's configuration.",
+        choices=("auto", "hf"),
+        refused_values={"mistral": not_built("Mistral's params.json; use the folder with config.json")},
+    ),
+    Flag(
+        "max-model-len",
+        Kind.INT,
+        None,
+        "Context length, prompt plus output, in tokens; unset: the model's.",
+        ("worker.max_model_len",),
+        least=1,
+    ),
+    Flag("rope-scaling", Kind.JSON, None, 'RoPE scaling, e.g. {"rope_type": "dynamic", "factor": 2.0}.'),
+    Flag("rope-theta", Kind.FLOAT, None, "RoPE base."),
+    Flag("hf-overrides", Kind.JSON, None, "Values laid over the model's config.json."),
+    Flag(
+        "model-impl",
+        Kind.TEXT,
+        "auto",
+        "Which implementation of the model.",
+        choices=("auto",),
+        refused_values={
+            "vllm": "another system's; use auto",
+            "transformers": not_built("running models through transformers"),
+        },
+    ),
+    Flag("generation-config", Kind.TEXT, None, "Where sampling defaults come from: None, auto (the model), a folder."),
+    Flag("override-generation-config", Kind.JSON, None, 'Sampling defaults, e.g. {"temperature": 0.7}.'),
+    Flag("override-pooler-config", Kind.JSON, None, "Pooling of pooling models.", refused=_POOLING),
+    Flag("disable-sliding-window", Kind.BOOL, False, "Full attention, with the context capped to the window."),
+    Flag(
+        "max-logprobs",
+        Kind.INT,
+        20,
+        "Log-probabilities a request may ask for at a position.",
+        ("gateway.max_logprobs",),
+        least=0,
+    ),
+    Flag(
+        "seed",
+        Kind.INT,
+        0,
+        "Seed of dummy weights and of the offline LLM; requests bring their own.",
+        ("worker.seed",),
+        least=0,
+        most=2**63 - 1,
+    ),
+)
+
+LOADING = (
+    Flag("download-dir", Kind.TEXT, None, "Folder that hub models are downloaded to; unset: the hub's cache."),
+    Flag(
+        "load-format",
+        Kind.TEXT,
+        "auto",
+        "Weight files; auto: safetensors, else pt; dummy: random weights.",
+        ("worker.load_format",),
+        choices=("auto", "pt", "safetensors", "dummy"),
+        refused_values={
+            "npcache": not_built("numpy weight caches; safetensors load by mmap without one"),
+            "tensorizer": not_built("tensorizer files"),
+            "sharded_state": not_built("per-rank weight files"),
+            "gguf": not_built("GGUF weights"),
+            "bitsandbytes": not_built("bitsandbytes weights"),
+            "mistral": not_built("Mistral's consolidated files; use the folder with config.json"),
+            "runai_streamer": not_built("streamed loading; safetensors load by mmap"),
+        },
+    ),
+    Flag(
+        "model-loader-extra-config",
+        Kind.JSON,
+        None,
+        "Settings of a weight loader.",
+        refused=not_built("weight loaders with settings of their own"),
+        harmless=({},),
+    ),
+    Flag(
+        "ignore-patterns",
+        Kind.LIST,
+        ["original/**/*"],
+        "File patterns that are neither downloaded nor loaded.",
+        ("worker.ignore_patterns",),
+    ),
+    Flag(
+        "max-parallel-loading-workers",
+        Kind.INT,
+        None,
+        "Load in batches of so many workers.",
+        refused=not_built("tensor parallelism; weights are mapped, not copied through host memory"),
+        least=1,
+        harmless=(1,),
+    ),
+    Flag(
+        "dtype",
+        Kind.TEXT,
+        "auto",
+        "Type of weights and activations; auto: float32 on CPU, the model's 16-bit type on a GPU.",
+        ("worker.dtype",),
+        choices=("auto", "half", "float16", "bfloat16", "float", "float32"),
+    ),
+    Flag(
+        "kv-cache-dtype",
+        Kind.TEXT,
+        "auto",
+        "Type of the KV cache; auto: the model's.",
+        choices=("auto",),
+        refused_values=dict.fromkeys(("fp8", "fp8_e5m2", "fp8_e4m3"), not_built("KV in 8 bits")),
+    ),
+    Flag("quantization-param-path", Kind.TEXT, None, "File of KV scales.", refused=not_built("KV in 8 bits")),
+    Flag("calculate-kv-scales", Kind.BOOL, False, "Compute KV scales.", refused=not_built("KV in 8 bits")),
+)
+
+TOKENIZER = (
+    Flag("tokenizer", Kind.TEXT, None, "Tokenizer folder or hub name; unset: --model."),
+    Flag(
+        "tokenizer-mode",
+        Kind.TEXT,
+        "auto",
+        "Kind of tokenizer.",
+        choices=("auto",),
+        refused_values={
+            "slow": "tokenizers are read from tokenizer.json alone; use auto",
+            "mistral": not_built("Mistral's tekken files; use a folder with tokenizer.json"),
+        },
+    ),
+    Flag("tokenizer-revision", Kind.TEXT, None, "Branch, tag or commit of the tokenizer; unset: --revision."),
+    Flag(
+        "skip-tokenizer-init",
+        Kind.BOOL,
+        False,
+        "Token ids in, token ids out.",
+        refused=not_built("serving without a tokenizer; prompts may be given as token ids all the same"),
+    ),
+    Flag("tokenizers", Kind.INT, 1, "Tokenizer processes.", least=1, most=256),
+    Flag(
+        "tokenizer-pool-size",
+        Kind.INT,
+        None,
+        "Tokenizer processes.",
+        least=0,
+        most=256,
+        mapped="the same as --tokenizers, where 0 means 1",
+    ),
+    Flag(
+        "tokenizer-pool-type",
+        Kind.TEXT,
+        None,
+        "Kind of tokenizer pool.",
+        choices=("ray",),
+        mapped="the pool is the tokenizer processes of --tokenizers, Ray is not used",
+    ),
+    Flag(
+        "tokenizer-pool-extra-config",
+        Kind.JSON,
+        None,
+        "Settings of the tokenizer pool.",
+        refused="the pool has no settings besides --tokenizers",
+        harmless=({},),
+    ),
+)

@@ -1,0 +1,60 @@
+"""Flags of the ring itself: replicas, timeouts, links, the mock worker."""
+
+from blockyard.shared.config.flags.flag import Flag, Kind
+
+RING = (
+    Flag("config", Kind.TEXT, None, "YAML file of flags; the command line and the environment come before it."),
+    Flag("api-gateways", Kind.INT, 1, "Gateway processes; they share the port.", least=1, most=256),
+    Flag("detokenizers", Kind.INT, 1, "Detokenizer processes.", least=1, most=256),
+    Flag(
+        "log-level", Kind.TEXT, "info", "Log level.", choices=("trace", "debug", "info", "warning", "error", "critical")
+    ),
+    Flag(
+        "metrics-port",
+        Kind.INT,
+        0,
+        "Gateway N shows its own metrics on this port plus N; 0: nowhere.",
+        least=0,
+        most=65535,
+    ),
+    Flag(
+        "shutdown-timeout",
+        Kind.FLOAT,
+        30.0,
+        "Seconds that running requests have to end after SIGTERM.",
+        ("gateway.shutdown_timeout_s",),
+        least=0,
+    ),
+    Flag(
+        "client-timeout",
+        Kind.FLOAT,
+        60.0,
+        "Seconds after which a client that takes nothing is cancelled.",
+        ("gateway.client_timeout_s",),
+        least=0.1,
+    ),
+    Flag(
+        "stall-timeout",
+        Kind.FLOAT,
+        60.0,
+        "Seconds after which a stream for which nothing came is sent again.",
+        ("gateway.stall_timeout_s",),
+        least=0.1,
+    ),
+    Flag("max-body-bytes", Kind.INT, 32 * 2**20, "Largest HTTP body.", ("gateway.max_body_bytes",), least=1024),
+    Flag("run-dir", Kind.TEXT, None, "Private folder of the sockets; unset: a new one under the temporary folder."),
+    Flag("message-bus", Kind.TEXT, None, "`run`: where the registry is, e.g. tcp://message-bus:5700."),
+    Flag("bind", Kind.TEXT, None, "`run`: where this process listens, e.g. tcp://0.0.0.0."),
+    Flag("advertise", Kind.TEXT, None, "`run`: the address that others reach this process at; unset: the host name."),
+    Flag("curve-keys", Kind.TEXT, None, "`run`: folder that `blockyard keys` wrote; needed on tcp."),
+    Flag("name", Kind.TEXT, None, "`run`: this process's name in the membership list; unset: service and host name."),
+)
+
+MOCK = (
+    Flag(
+        "mock-step-ms", Kind.FLOAT, 0.0, "A step of the mock worker takes so long.", ("worker.mock.step_ms",), least=0
+    ),
+    Flag("mock-vocab-size", Kind.INT, 0, "Its vocabulary; 0: the model's.", ("worker.mock.vocab_size",), least=0),
+    Flag("mock-blocks", Kind.INT, 65536, "Its KV blocks.", ("worker.mock.num_blocks",), least=1),
+    Flag("mock-echo", Kind.BOOL, False, "It repeats the prompt.", ("worker.mock.echo",)),
+)

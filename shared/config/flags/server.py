@@ -1,0 +1,88 @@
+"""Flags of the HTTP server."""
+
+from blockyard.shared.config.flags.flag import Flag, Kind, not_built
+
+SERVER = (
+    Flag("host", Kind.TEXT, None, "Host name or address the API server binds to; unset: all.", ("gateway.host",)),
+    Flag("port", Kind.INT, 8000, "TCP port of the API server.", ("gateway.port",), least=1, most=65535),
+    Flag(
+        "uvicorn-log-level",
+        Kind.TEXT,
+        None,
+        "Log level of the HTTP server; unset: --log-level.",
+        choices=("debug", "info", "warning", "error", "critical", "trace"),
+        mapped="sets the log level of the gateway processes",
+    ),
+    Flag("root-path", Kind.TEXT, None, "Path prefix behind a path-based routing proxy.", ("gateway.root_path",)),
+    Flag(
+        "middleware",
+        Kind.LIST,
+        [],
+        "Extra ASGI middleware by import path.",
+        refused=not_built("the gateway is no ASGI application; put a proxy in front of it"),
+    ),
+    Flag("chat-template", Kind.TEXT, None, "Chat template: a file, or the template itself."),
+    Flag("response-role", Kind.TEXT, "assistant", "Role in answers of the chat endpoint.", ("gateway.response_role",)),
+    Flag("served-model-name", Kind.LIST, [], "Model names in the API, the first is echoed; unset: --model."),
+    Flag(
+        "return-tokens-as-token-ids",
+        Kind.BOOL,
+        False,
+        "Show the tokens of log-probabilities as token_id:N.",
+        ("gateway.return_tokens_as_token_ids",),
+    ),
+    Flag(
+        "disable-frontend-multiprocessing",
+        Kind.BOOL,
+        False,
+        "Run the API server in the engine's process.",
+        refused="services are processes of their own; --api-gateways 1 is the least",
+    ),
+    Flag(
+        "enable-request-id-headers",
+        Kind.BOOL,
+        False,
+        "Add X-Request-Id to every answer.",
+        ("gateway.enable_request_id_headers",),
+    ),
+    Flag(
+        "disable-fastapi-docs",
+        Kind.BOOL,
+        False,
+        "Turn off the OpenAPI pages.",
+        mapped="no OpenAPI pages are served, there is nothing to turn off",
+    ),
+    Flag(
+        "enable-prompt-tokens-details",
+        Kind.BOOL,
+        False,
+        "Include prompt_tokens_details in usage.",
+        ("gateway.enable_prompt_tokens_details",),
+    ),
+)
+
+SECURITY = (
+    Flag("allow-credentials", Kind.BOOL, False, "CORS: allow credentials.", ("gateway.cors.allow_credentials",)),
+    Flag("allowed-origins", Kind.LIST, ["*"], "CORS: allowed origins.", ("gateway.cors.allowed_origins",)),
+    Flag("allowed-methods", Kind.LIST, ["*"], "CORS: allowed methods.", ("gateway.cors.allowed_methods",)),
+    Flag("allowed-headers", Kind.LIST, ["*"], "CORS: allowed headers.", ("gateway.cors.allowed_headers",)),
+    Flag("api-key", Kind.LIST, [], "Keys of which a client has to present one.", ("gateway.api_keys",)),
+    Flag("ssl-keyfile", Kind.TEXT, None, "TLS private key file.", ("gateway.tls.keyfile",)),
+    Flag("ssl-certfile", Kind.TEXT, None, "TLS certificate file.", ("gateway.tls.certfile",)),
+    Flag("ssl-ca-certs", Kind.TEXT, None, "File of the CA certificates that clients' ones are checked against."),
+    Flag("ssl-cert-reqs", Kind.INT, 0, "Client certificates: 0 none, 1 optional, 2 required.", least=0, most=2),
+    Flag(
+        "allowed-local-media-path",
+        Kind.TEXT,
+        None,
+        "Folder from which requests may read images.",
+        refused=not_built("image and video input"),
+    ),
+    Flag(
+        "trust-remote-code",
+        Kind.BOOL,
+        False,
+        "Run code that comes with a model.",
+        mapped="no code from model folders is ever run; the supported families are built in",
+    ),
+)
