@@ -5,11 +5,15 @@ import msgspec
 from blockyard.shared.config.process import ProcessConfig
 
 
+def _anyone() -> list[str]:
+    return ["*"]
+
+
 class CorsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     allow_credentials: bool = False
-    allowed_origins: list[str] = ["*"]
-    allowed_methods: list[str] = ["*"]
-    allowed_headers: list[str] = ["*"]
+    allowed_origins: list[str] = msgspec.field(default_factory=_anyone)
+    allowed_methods: list[str] = msgspec.field(default_factory=_anyone)
+    allowed_headers: list[str] = msgspec.field(default_factory=_anyone)
 
 
 class TlsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -41,10 +41,8 @@ def from_command_line(args: Sequence[str]) -> tuple[GivenFlags, list[str]]:
         if not _is_flag(word):
             positionals.append(word)
             continue
-        flag, value, where = _split(word)
-        if value is None:
-            value = _take_value(flag, rest, where)
-        typed = coerce(flag, value, where)
+        flag, text, where = _split(word)
+        typed = coerce(flag, _take_value(flag, rest, where) if text is None else text, where)
         if flag.kind is Kind.LIST and flag.name in given and isinstance(typed, list):
             before = given[flag.name].value
             typed = [*before, *typed] if isinstance(before, list) else typed

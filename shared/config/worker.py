@@ -15,7 +15,7 @@ class MockConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     step_ms: float = 0.0  # a step takes at least this long
     vocab_size: int = 0  # 0: the model's
     num_blocks: int = 65536
-    max_model_len: int = 32768  # where neither a flag nor a model says
+    max_model_len: int = 32768  # where WorkerConfig.max_model_len is None
     echo: bool = False  # tokens repeat the prompt's, in place of pseudo-random ones
 
 

@@ -12,9 +12,10 @@ _GUIDED = not_built("structured output")
 _TOOLS = not_built("tool calling")
 _REASONING = not_built("reasoning output")
 _METHODS = (
-    "aqlm awq deepspeedfp tpu_int8 fp8 fbgemm_fp8 modelopt marlin gguf gptq_marlin_24 gptq_marlin awq_marlin gptq "
-    "compressed-tensors bitsandbytes qqq hqq experts_int8 neuron_quant ipex quark moe_wna16 squeezellm"
-).split()
+    *("aqlm", "awq", "awq_marlin", "bitsandbytes", "compressed-tensors", "deepspeedfp", "experts_int8", "fbgemm_fp8"),
+    *("fp8", "gguf", "gptq", "gptq_marlin", "gptq_marlin_24", "hqq", "ipex", "marlin", "modelopt", "moe_wna16"),
+    *("neuron_quant", "qqq", "quark", "squeezellm", "tpu_int8"),
+)
 
 QUANTIZATION = (
     Flag(

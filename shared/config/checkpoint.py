@@ -1,0 +1,93 @@
+"""What settings need to know of a model's files, and the settings that follow from them."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from blockyard.shared.config.gateway import SamplingDefaults
+from blockyard.shared.config.given import Values
+from blockyard.shared.errors import ConfigError
+
+_LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length")
+_NEUTRAL = SamplingDefaults()
+
+
+class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """A model folder on this machine. `config` and `generation` are its JSON files as they are."""
+
+    name: str  # as the user gave it
+    path: Path
+    tokenizer_path: Path
+    config: dict[str, Any] = {}
+    generation: dict[str, Any] = {}
+    revision: str = ""
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file. Raises ConfigError naming it."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except OSError as e:
+        raise ConfigError(f"cannot read {path}: {e.strerror}") from e
+    except msgspec.DecodeError as e:
+        raise ConfigError(f"{path} is not a JSON object: {e}") from e
+
+
+def model_length(config: dict[str, Any]) -> int | None:
+    """Tokens the model was made for, as config.json says."""
+    return next((config[key] for key in _LENGTH_KEYS if isinstance(config.get(key), int)), None)
+
+
+def config_overrides(values: Values, config: dict[str, Any]) -> dict[str, Any]:
+    """What is laid over config.json: --hf-overrides, then the RoPE flags, then --disable-sliding-window."""
+    overrides: dict[str, Any] = dict(values.maybe("hf-overrides", dict) or {})
+    scaling, theta = values.maybe("rope-scaling", dict), values.maybe("rope-theta", float)
+    parameters = config.get("rope_parameters")  # where newer files keep both
+    if isinstance(parameters, dict) and (scaling is not None or theta is not None):
+        overrides["rope_parameters"] = parameters | (scaling or {}) | ({} if theta is None else {"rope_theta": theta})
+    else:
+        overrides |= {} if scaling is None else {"rope_scaling": scaling}
+        overrides |= {} if theta is None else {"rope_theta": theta}
+    if values.get("disable-sliding-window", bool):
+        overrides["sliding_window"] = None
+    return overrides
+
+
+def context_limit(values: Values, config: dict[str, Any]) -> int | None:
+    """--max-model-len, capped to the window that --disable-sliding-window gives up. None: the model's."""
+    asked = values.maybe("max-model-len", int)
+    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+    if not values.get("disable-sliding-window", bool) or not isinstance(window, int):
+        return asked
+    if asked is not None and asked > window:
+        raise ConfigError(
+            f"{values.where('max-model-len')} {asked}: at most the sliding window, {window}, with "
+            "--disable-sliding-window"
+        )
+    return asked or min(window, model_length(config) or window)
+
+
+def sampling_defaults(values: Values, generation: dict[str, Any]) -> SamplingDefaults:
+    """What --generation-config and --override-generation-config make the defaults of requests.
+
+    `generation` is the model's own generation_config.json, used with `auto`. Raises ConfigError.
+    """
+    source = values.maybe("generation-config", str)
+    found: dict[str, Any] = {}
+    if source == "auto":
+        found = generation
+    elif source is not None:
+        path = Path(source)
+        found = read_json(path / "generation_config.json" if path.is_dir() else path)
+    known = SamplingDefaults.__struct_fields__
+    settings = {key: value for key, value in found.items() if key in known and value is not None}
+    override = values.maybe("override-generation-config", dict) or {}
+    unknown = [key for key in override if key not in known]
+    where = values.where("override-generation-config")
+    if unknown:
+        raise ConfigError(f"{where}: {unknown[0]!r} is none of {', '.join(known)}")
+    try:
+        return msgspec.convert(settings | override, SamplingDefaults)
+    except msgspec.ValidationError as e:
+        raise ConfigError(f"{where if override else 'generation_config.json'}: {e}") from e

@@ -1,0 +1,257 @@
+"""From flags to each service's settings. "auto" and what follows from other flags are settled here."""
+
+import os
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from blockyard.shared.config.checkpoint import (
+    Checkpoint,
+    config_overrides,
+    context_limit,
+    model_length,
+    sampling_defaults,
+)
+from blockyard.shared.config.detokenizer import DetokenizerConfig
+from blockyard.shared.config.flags import FLAGS
+from blockyard.shared.config.gateway import GatewayConfig
+from blockyard.shared.config.given import Values
+from blockyard.shared.config.process import BusConfig, LogLevel, ProcessConfig
+from blockyard.shared.config.registry import RegistryConfig
+from blockyard.shared.config.scheduler import SchedulerConfig
+from blockyard.shared.config.tokenizer import TokenizerConfig
+from blockyard.shared.config.worker import WorkerConfig
+from blockyard.shared.errors import ConfigError
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+GPU_STEP_TOKENS = 2048
+MOCK_LENGTH = 32768  # of a mock worker beside a model that does not say
+CPU_STEP_TOKENS = 512  # a longer prefill chunk would hold up the decodes beside it
+
+
+class Deployment(msgspec.Struct, frozen=True, kw_only=True):
+    """The settings of every process of one machine's ring."""
+
+    registry: RegistryConfig
+    gateways: list[GatewayConfig]
+    tokenizers: list[TokenizerConfig]
+    detokenizers: list[DetokenizerConfig]
+    scheduler: SchedulerConfig
+    workers: list[WorkerConfig]
+    notes: list[str]  # lines to say at the start
+
+
+def resolve(values: Values, model: Checkpoint, bus: BusConfig) -> Deployment:
+    """The whole ring on one bus. Raises ConfigError."""
+
+    def process(name: str) -> ProcessConfig:
+        return process_config(values, name, bus)
+
+    return Deployment(
+        registry=registry(process("message_bus")),
+        gateways=[
+            gateway(values, model, process(name), i) for i, name in _numbered("api_gateway", values, "api-gateways")
+        ],
+        tokenizers=[tokenizer(values, model, process(f"tokenizer_pool {i}")) for i in range(num_tokenizers(values))],
+        detokenizers=[
+            detokenizer(values, model, process(name)) for _, name in _numbered("detokenizer", values, "detokenizers")
+        ],
+        scheduler=scheduler(values, model, process("scheduler")),
+        workers=[worker(values, model, process("gpu_worker"))],
+        notes=values.notes(),
+    )
+
+
+def process_config(values: Values, name: str, bus: BusConfig) -> ProcessConfig:
+    level = values.get("log-level", str)
+    if name.startswith("api_gateway"):
+        level = values.maybe("uvicorn-log-level", str) or level
+    return ProcessConfig(name=name, bus=bus, log_level=msgspec.convert(level, LogLevel))
+
+
+def registry(process: ProcessConfig) -> RegistryConfig:
+    return RegistryConfig(process=process)
+
+
+def gateway(values: Values, model: Checkpoint, process: ProcessConfig, index: int = 0) -> GatewayConfig:
+    fields = _fields(values, "gateway")
+    tls = fields.pop("tls", {})
+    if bool(tls.get("keyfile")) != bool(tls.get("certfile")):
+        raise ConfigError("--ssl-keyfile and --ssl-certfile come together")
+    if tls:
+        tls["ca_certs"] = values.maybe("ssl-ca-certs", str) or ""
+        tls["cert_reqs"] = values.get("ssl-cert-reqs", int)
+        fields["tls"] = tls
+        for name in ("ssl-keyfile", "ssl-certfile", "ssl-ca-certs"):
+            _must_be_file(values, name)
+    elif values.is_given("ssl-ca-certs") or values["ssl-cert-reqs"]:
+        raise ConfigError(f"{values.where('ssl-ca-certs')}: needs --ssl-keyfile and --ssl-certfile")
+    base = values.get("metrics-port", int)
+    if base and base + index > 65535:
+        raise ConfigError(f"{values.where('metrics-port')}: {base} plus {index} gateways is beyond 65535")
+    return _struct(
+        GatewayConfig,
+        process,
+        fields
+        | {
+            "metrics_port": base + index if base else 0,
+            "served_model_names": served_names(values),
+            "defaults": msgspec.to_builtins(sampling_defaults(values, model.generation)),
+        },
+    )
+
+
+def tokenizer(values: Values, model: Checkpoint, process: ProcessConfig) -> TokenizerConfig:
+    overrides = config_overrides(values, model.config)
+    scope = [model.name, model.revision, values.get("kv-cache-dtype", str), msgspec.json.encode(overrides).decode()]
+    return _struct(
+        TokenizerConfig,
+        process,
+        _fields(values, "tokenizer")
+        | {
+            "tokenizer_path": str(model.tokenizer_path),
+            "served_model_names": served_names(values),
+            "chat_template": chat_template(values),
+            "block_scope": "|".join(scope),
+        },
+    )
+
+
+def detokenizer(values: Values, model: Checkpoint, process: ProcessConfig) -> DetokenizerConfig:
+    return DetokenizerConfig(
+        process=process, tokenizer_path=str(model.tokenizer_path), served_model_names=served_names(values)
+    )
+
+
+def scheduler(values: Values, model: Checkpoint, process: ProcessConfig) -> SchedulerConfig:
+    fields = _fields(values, "scheduler")
+    budget = step_tokens(values, model)
+    if not values.get("enable-chunked-prefill", bool):
+        length = context_limit(values, model.config) or model_length(model.config) or 0
+        if budget < length:
+            raise ConfigError(
+                f"{values.where('max-num-batched-tokens')} {budget}: without chunked prefill a step must hold the "
+                f"longest prompt, {length} tokens"
+            )
+    return _struct(
+        SchedulerConfig,
+        process,
+        fields
+        | {
+            "served_model_names": served_names(values),
+            "root": model.name,
+            "max_num_batched_tokens": budget,
+            "depth": run_ahead(values),
+        },
+    )
+
+
+def worker(values: Values, model: Checkpoint, process: ProcessConfig) -> WorkerConfig:
+    fields = _fields(values, "worker")
+    fields["mock"]["vocab_size"] = fields["mock"]["vocab_size"] or model.config.get("vocab_size", 0)
+    fields["mock"]["max_model_len"] = model_length(model.config) or MOCK_LENGTH
+    return _struct(
+        WorkerConfig,
+        process,
+        fields
+        | {
+            "model_path": str(model.path),
+            "served_model_names": served_names(values),
+            "max_num_batched_tokens": step_tokens(values, model),
+            "max_model_len": context_limit(values, model.config),
+            "config_overrides": msgspec.json.encode(config_overrides(values, model.config)).decode(),
+        },
+    )
+
+
+def served_names(values: Values) -> list[str]:
+    return values.get("served-model-name", list) or [values.get("model", str)]
+
+
+def num_tokenizers(values: Values) -> int:
+    """--tokenizers, or the field's name for it."""
+    pool = values.maybe("tokenizer-pool-size", int)
+    if pool is None:
+        return values.get("tokenizers", int)
+    if values.is_given("tokenizers") and values["tokenizers"] != max(1, pool):
+        raise ConfigError(f"--tokenizers {values['tokenizers']} and --tokenizer-pool-size {pool} disagree")
+    return max(1, pool)
+
+
+def run_ahead(values: Values) -> int:
+    """Plans sent ahead of the running one."""
+    depth = values.maybe("run-ahead", int)
+    if depth is not None:
+        return depth
+    if values.get("disable-async-output-proc", bool):
+        return 0
+    return max(1, values.get("num-scheduler-steps", int) - 1)
+
+
+def step_tokens(values: Values, model: Checkpoint) -> int:
+    """Tokens of one step. Raises ConfigError if they cannot hold one of each running choice."""
+    asked = values.maybe("max-num-batched-tokens", int)
+    least = values.get("max-num-seqs", int)
+    if asked is not None:
+        if asked < least:
+            raise ConfigError(
+                f"{values.where('max-num-batched-tokens')} {asked}: at least --max-num-seqs, {least}, is needed"
+            )
+        return asked
+    usual = GPU_STEP_TOKENS if on_gpu(values.get("device", str)) else CPU_STEP_TOKENS
+    if not values.get("enable-chunked-prefill", bool):
+        usual = max(usual, context_limit(values, model.config) or model_length(model.config) or 0)
+    return max(usual, least)
+
+
+def on_gpu(device: str) -> bool:
+    """Where the worker will run, as far as that can be told without torch."""
+    return device == "cuda" or (device == "auto" and os.path.exists("/dev/nvidiactl"))
+
+
+def chat_template(values: Values) -> str | None:
+    """The template's text from --chat-template, which is a file or the text itself."""
+    given = values.maybe("chat-template", str)
+    if given is None or "{{" in given or "{%" in given:
+        return given
+    path = Path(given)
+    try:
+        return path.read_text("utf-8")
+    except (OSError, ValueError) as e:
+        reason = e.strerror if isinstance(e, OSError) else "is not UTF-8"
+        raise ConfigError(f"{values.where('chat-template')} {given}: {reason}") from e
+
+
+def _must_be_file(values: Values, name: str) -> None:
+    path = values.maybe(name, str)
+    if path is not None and not os.path.isfile(path):
+        raise ConfigError(f"{values.where(name)} {path}: no such file")
+
+
+def _numbered(role: str, values: Values, flag: str) -> list[tuple[int, str]]:
+    return [(i, f"{role} {i}") for i in range(values.get(flag, int))]
+
+
+def _fields(values: Values, service: str) -> dict[str, Any]:
+    """The values that flags' `to` sends to this service's struct, nested as it is. Unset ones are left out."""
+    fields: dict[str, Any] = {}
+    for flag in FLAGS.values():
+        for target in flag.to:
+            path = target.lstrip("!").split(".")
+            value = values[flag.name]
+            if path[0] != service or value is None:
+                continue
+            inner = fields
+            for name in path[1:-1]:
+                inner = inner.setdefault(name, {})
+            inner[path[-1]] = not value if target.startswith("!") else value
+    return fields
+
+
+def _struct(kind: type[S], process: ProcessConfig, fields: dict[str, Any]) -> S:
+    try:
+        return msgspec.convert(fields | {"process": msgspec.to_builtins(process)}, kind)
+    except msgspec.ValidationError as e:
+        raise ConfigError(str(e)) from e

@@ -1,0 +1,93 @@
+"""The flags in words: help text for the terminal and the table in README.md."""
+
+import textwrap
+
+from blockyard.shared.config.flags import FLAGS, GROUPS
+from blockyard.shared.config.flags.flag import Flag, Kind
+from blockyard.shared.errors import ConfigError
+
+BEGIN = "<!-- flags: written by `blockyard flags --write README.md` -->"
+END = "<!-- end of flags -->"
+_SAID_AS = {"honoured": "", "mapped": "mapped: ", "refused": "refused: "}
+
+
+def help_text(show_refused: bool = False) -> str:
+    """Every flag that does something, by group; with `show_refused` all there are."""
+    lines: list[str] = []
+    for group, flags in GROUPS.items():
+        shown = [flag for flag in flags if show_refused or not flag.refused]
+        if not shown:
+            continue
+        lines += ["", f"{group}:"]
+        for flag in shown:
+            lines.append(f"  {spelling(flag)}")
+            lines += textwrap.wrap(_terminal_words(flag), 110, initial_indent=" " * 8, subsequent_indent=" " * 8)
+    return "\n".join(lines[1:])
+
+
+def markdown() -> str:
+    """The table, a row a flag."""
+    rows = ["| flag | default | what it does |", "|---|---|---|"]
+    for group, flags in GROUPS.items():
+        rows.append(f"| **{group}** | | |")
+        rows += [f"| {_names(flag)} | {_default(flag)} | {_cell(flag)} |" for flag in flags]
+    counts = {status: sum(flag.status == status for flag in FLAGS.values()) for status in _SAID_AS}
+    summary = ", ".join(f"{number} {status}" for status, number in counts.items())
+    return f"{len(FLAGS)} flags: {summary}.\n\n" + "\n".join(rows)
+
+
+def with_table(document: str) -> str:
+    """The document with today's table between its two marker comments. Raises ConfigError without them."""
+    head, begin, rest = document.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not begin or not end:
+        raise ConfigError(f"the document has no lines {BEGIN!r} and {END!r}")
+    return f"{head}{BEGIN}\n\n{markdown()}\n\n{END}{tail}"
+
+
+def spelling(flag: Flag) -> str:
+    """As in `-tp, --tensor-parallel-size integer`."""
+    names = ", ".join([*(f"-{alias}" for alias in flag.aliases), f"--{flag.name}"])
+    if flag.kind is Kind.BOOL:
+        return names if not flag.default else f"{names}, --no-{flag.name}"
+    return f"{names} {{{','.join(flag.choices)}}}" if flag.choices else f"{names} {flag.kind}"
+
+
+def _terminal_words(flag: Flag) -> str:
+    said = flag.help
+    if flag.kind is not Kind.BOOL and flag.default not in (None, [], ""):
+        said += f" Default: {_plain(flag.default)}."
+    if flag.mapped or flag.refused:
+        said += f" {_SAID_AS[flag.status]}{flag.mapped or flag.refused}."
+    return said
+
+
+def _names(flag: Flag) -> str:
+    return ", ".join(f"`{name}`" for name in (f"--{flag.name}", *(f"-{alias}" for alias in flag.aliases)))
+
+
+def _default(flag: Flag) -> str:
+    if flag.kind is Kind.BOOL:
+        return "on" if flag.default else "off"
+    return "" if flag.default in (None, [], "") else f"`{_plain(flag.default)}`"
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, list):
+        return " ".join(str(item) for item in value)
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _cell(flag: Flag) -> str:
+    said = flag.help
+    if flag.choices:
+        said += f" One of {', '.join(flag.choices)}."
+    if flag.mapped or flag.refused:
+        said += f" *{_SAID_AS[flag.status].strip()}* {flag.mapped or flag.refused}."
+    reasons: dict[str, list[str]] = {}
+    for choice, reason in flag.refused_values.items():
+        reasons.setdefault(reason, []).append(choice)
+    for reason, choices in reasons.items():
+        if reason != flag.refused:
+            said += f" *refused:* {', '.join(choices)} ({reason})."
+    return said.replace("|", "\\|")

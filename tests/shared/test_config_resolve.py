@@ -1,0 +1,204 @@
+"""From flags to every service's settings."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from blockyard.shared.config import given, resolve
+from blockyard.shared.config.checkpoint import Checkpoint
+from blockyard.shared.config.gateway import SamplingDefaults
+from blockyard.shared.config.process import BusConfig
+from blockyard.shared.config.resolve import Deployment
+from blockyard.shared.errors import ConfigError
+
+BUS = BusConfig(registry="ipc:///run/x/message-bus", bind="ipc:///run/x")
+CONFIG = {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 4096, "vocab_size": 4096}
+
+
+def deploy(
+    *args: str, config: dict[str, object] | None = None, generation: dict[str, object] | None = None
+) -> Deployment:
+    values = given.Values(given.from_command_line(args)[0])
+    model = Checkpoint(
+        name="org/m",
+        path=Path("/m"),
+        tokenizer_path=Path("/t"),
+        config=CONFIG | (config or {}),
+        generation=generation or {},
+    )
+    return resolve.resolve(values, model, BUS)
+
+
+def test_the_default_ring() -> None:
+    ring = deploy("--model", "org/m", "--device", "cpu")
+    assert [len(part) for part in (ring.gateways, ring.tokenizers, ring.detokenizers, ring.workers)] == [1, 1, 1, 1]
+    assert ring.scheduler.served_model_names == ["org/m"]
+    assert (ring.scheduler.depth, ring.scheduler.max_num_seqs, ring.scheduler.max_num_batched_tokens) == (1, 256, 512)
+    assert ring.workers[0].max_num_batched_tokens == 512
+    assert ring.workers[0].max_model_len is None
+    assert ring.gateways[0].defaults == SamplingDefaults()
+    assert ring.gateways[0].tls is None
+    assert ring.notes == []
+
+
+def test_every_struct_survives_its_settings_file() -> None:
+    ring = deploy("--api-gateways", "2", "--allowed-origins", "https://a.example")
+    for config in (ring.registry, *ring.gateways, *ring.tokenizers, *ring.detokenizers, ring.scheduler, *ring.workers):
+        assert msgspec.json.decode(msgspec.json.encode(config), type=type(config)) == config
+
+
+def test_replicas_are_told_apart_by_name_and_metrics_port() -> None:
+    ring = deploy("--api-gateways", "3", "--tokenizers", "2", "--detokenizers", "2", "--metrics-port", "9100")
+    assert [g.process.name for g in ring.gateways] == ["api_gateway 0", "api_gateway 1", "api_gateway 2"]
+    assert [g.metrics_port for g in ring.gateways] == [9100, 9101, 9102]
+    assert {g.port for g in ring.gateways} == {8000}
+    assert [t.process.name for t in ring.tokenizers] == ["tokenizer_pool 0", "tokenizer_pool 1"]
+    assert [d.process.name for d in ring.detokenizers] == ["detokenizer 0", "detokenizer 1"]
+
+
+def test_block_size_is_one_number_for_all() -> None:
+    ring = deploy("--block-size", "32")
+    assert (ring.tokenizers[0].block_size, ring.scheduler.block_size, ring.workers[0].block_size) == (32, 32, 32)
+
+
+@pytest.mark.parametrize(
+    ("args", "number"),
+    [
+        ([], 1),
+        (["--tokenizers", "3"], 3),
+        (["--tokenizer-pool-size", "0"], 1),
+        (["--tokenizer-pool-size", "4"], 4),
+        (["--tokenizer-pool-size", "4", "--tokenizers", "4"], 4),
+    ],
+)
+def test_tokenizers_and_the_fields_name_for_them(args: list[str], number: int) -> None:
+    ring = deploy(*args)
+    assert len(ring.tokenizers) == number
+    assert len(ring.notes) == ("--tokenizer-pool-size" in args)
+
+
+@pytest.mark.parametrize(
+    ("args", "depth"),
+    [
+        ([], 1),
+        (["--run-ahead", "0"], 0),
+        (["--num-scheduler-steps", "1"], 1),
+        (["--num-scheduler-steps", "2"], 1),
+        (["--num-scheduler-steps", "8"], 7),
+        (["--num-scheduler-steps", "8", "--run-ahead", "2"], 2),
+        (["--disable-async-output-proc"], 0),
+    ],
+)
+def test_run_ahead(args: list[str], depth: int) -> None:
+    assert deploy(*args).scheduler.depth == depth
+
+
+def test_log_levels() -> None:
+    ring = deploy("--log-level", "warning", "--uvicorn-log-level", "debug")
+    assert (ring.gateways[0].process.log_level, ring.scheduler.process.log_level) == ("debug", "warning")
+    assert deploy("--log-level", "warning").gateways[0].process.log_level == "warning"
+
+
+def test_switches_that_turn_something_off() -> None:
+    ring = deploy("--disable-log-stats", "--disable-log-requests")
+    assert (ring.scheduler.log_stats, ring.gateways[0].log_requests) == (False, False)
+    assert (deploy().scheduler.log_stats, deploy().gateways[0].log_requests) == (True, True)
+
+
+def overrides(*args: str, config: dict[str, object] | None = None) -> dict[str, object]:
+    found = msgspec.json.decode(deploy(*args, config=config).workers[0].config_overrides)
+    assert isinstance(found, dict)
+    return found
+
+
+def test_config_overrides() -> None:
+    scaling = ("--rope-scaling", '{"rope_type": "linear", "factor": 2.0}')
+    assert overrides() == {}
+    assert overrides("--hf-overrides", '{"a": 1}', "--rope-theta", "5e5", *scaling) == {
+        "a": 1,
+        "rope_theta": 500000.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+    }
+    newer = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+    assert overrides(*scaling, config=newer) == {
+        "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+    }
+
+
+def test_overrides_change_the_names_of_blocks() -> None:
+    assert deploy().tokenizers[0].block_scope != deploy("--rope-theta", "7").tokenizers[0].block_scope
+
+
+def test_disable_sliding_window_caps_the_context() -> None:
+    window: dict[str, object] = {"sliding_window": 1024}
+    assert deploy("--disable-sliding-window", config=window).workers[0].max_model_len == 1024
+    assert overrides("--disable-sliding-window", config=window) == {"sliding_window": None}
+    off: dict[str, object] = window | {"use_sliding_window": False}
+    assert deploy("--disable-sliding-window", config=off).workers[0].max_model_len is None
+    with pytest.raises(ConfigError, match="--max-model-len 2048: at most the sliding window, 1024"):
+        deploy("--disable-sliding-window", "--max-model-len", "2048", config=window)
+
+
+def test_sampling_defaults(tmp_path: Path) -> None:
+    own: dict[str, object] = {"temperature": 0.7, "top_p": 0.95, "do_sample": True, "eos_token_id": [1]}
+    assert deploy(generation=own).gateways[0].defaults == SamplingDefaults()
+    auto = deploy("--generation-config", "auto", "--override-generation-config", '{"top_p": 0.5}', generation=own)
+    assert auto.gateways[0].defaults == SamplingDefaults(temperature=0.7, top_p=0.5)
+    (tmp_path / "generation_config.json").write_text('{"max_new_tokens": 9}')
+    folder = deploy("--generation-config", str(tmp_path), generation=own)
+    assert folder.gateways[0].defaults == SamplingDefaults(max_new_tokens=9)
+
+
+@pytest.mark.parametrize(
+    ("args", "line"),
+    [
+        (["--max-num-batched-tokens", "64"], "--max-num-batched-tokens 64: at least --max-num-seqs, 256, is needed"),
+        (
+            ["--no-enable-chunked-prefill", "--max-num-batched-tokens", "512"],
+            "--max-num-batched-tokens 512: without chunked prefill a step must hold the longest prompt, 4096 tokens",
+        ),
+        (["--ssl-keyfile", "k"], "--ssl-keyfile and --ssl-certfile come together"),
+        (["--ssl-keyfile", "/no/k", "--ssl-certfile", "/no/c"], "--ssl-keyfile /no/k: no such file"),
+        (["--ssl-ca-certs", "x"], "--ssl-ca-certs: needs --ssl-keyfile and --ssl-certfile"),
+        (["--chat-template", "/no/such.jinja"], "--chat-template /no/such.jinja: No such file or directory"),
+        (["--tokenizers", "2", "--tokenizer-pool-size", "3"], "--tokenizers 2 and --tokenizer-pool-size 3 disagree"),
+        (["--generation-config", "/no/such"], "cannot read /no/such: No such file or directory"),
+        (
+            ["--override-generation-config", '{"beam": 1}'],
+            "--override-generation-config: 'beam' is none of temperature, top_k, top_p, min_p, repetition_penalty, "
+            "max_new_tokens",
+        ),
+        (["--metrics-port", "65535", "--api-gateways", "2"], "--metrics-port: 65535 plus 1 gateways is beyond 65535"),
+    ],
+)
+def test_what_does_not_fit_together_is_one_line(args: list[str], line: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        deploy(*args)
+    assert str(error.value) == line
+
+
+def test_without_chunked_prefill_a_step_holds_the_longest_prompt() -> None:
+    assert deploy("--no-enable-chunked-prefill").scheduler.max_num_batched_tokens == 4096
+
+
+def test_chat_template_is_a_file_or_the_text(tmp_path: Path) -> None:
+    path = tmp_path / "t.jinja"
+    path.write_text("{{ messages[0].content }}")
+    assert deploy("--chat-template", str(path)).tokenizers[0].chat_template == "{{ messages[0].content }}"
+    assert deploy("--chat-template", "{{ 1 }}").tokenizers[0].chat_template == "{{ 1 }}"
+
+
+def test_tls(tmp_path: Path) -> None:
+    for name in ("k", "c"):
+        (tmp_path / name).write_text("pem")
+    ring = deploy("--ssl-keyfile", f"{tmp_path}/k", "--ssl-certfile", f"{tmp_path}/c", "--ssl-cert-reqs", "2")
+    tls = ring.gateways[0].tls
+    assert tls is not None
+    assert (tls.keyfile, tls.certfile, tls.ca_certs, tls.cert_reqs) == (f"{tmp_path}/k", f"{tmp_path}/c", "", 2)
+
+
+def test_the_mock_worker_knows_the_models_size() -> None:
+    mock = deploy("--worker-cls", "mock", "--mock-step-ms", "20").workers[0].mock
+    assert (mock.vocab_size, mock.max_model_len, mock.step_ms) == (4096, 4096, 20.0)
+    assert deploy("--mock-vocab-size", "7").workers[0].mock.vocab_size == 7
