@@ -206,6 +206,7 @@ class TextOptions(Record, frozen=True):
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     tokens_as_ids: bool = False  # logprob tokens are shown as `token_id:N`
+    min_tokens: int = 0  # stop strings do not count in the text of this many output tokens
 
 
 class Choice(Record, frozen=True):

@@ -1,0 +1,72 @@
+"""The loop of a detokenizer: tokens from schedulers in, one batch of text a step out to each gateway."""
+
+from typing import Protocol
+
+from blockyard.services.detokenizer.streams import TextStreams
+from blockyard.services.detokenizer.token_table import TokenTable
+from blockyard.shared.bus import Changed, Gone, Joined, Links
+from blockyard.shared.member_list import Event
+from blockyard.shared.messages import DetokenizerIn, Frame, Member, Stats, Stop, TextBatch, TokenBatch
+from blockyard.shared.serving import rss_bytes
+
+
+class Sends(Protocol):
+    """What the service needs of its links."""
+
+    def send(self, to: int, frame: Frame) -> bool: ...
+
+    def answer(self, to: int, frame: Frame) -> bool: ...
+
+    def count(self, stats: Stats) -> None: ...
+
+
+class Detokenizer:
+    """One replica. A stream stays with the one its scheduler chose."""
+
+    def __init__(self, links: Sends, table: TokenTable, served_model_names: list[str]) -> None:
+        self._links = links
+        self._table = table
+        self._names = frozenset(served_model_names)
+        self.streams = TextStreams(table)
+        self._steps_total = 0
+
+    async def run(self, links: "Links[DetokenizerIn]") -> None:
+        """Serves until cancelled."""
+        async for peer, event in links:
+            self.handle(peer, event)
+
+    def handle(self, peer: int, event: "DetokenizerIn | Event") -> None:
+        match event:
+            case TokenBatch():
+                self._on_batch(peer, event)
+            case Gone():
+                self.streams.drop_peer(event.member.incarnation)
+            case Joined() | Changed():
+                self._learn(event.member)
+
+    def count(self) -> None:
+        """Publishes the counters."""
+        self._links.count(
+            Stats(
+                running=self.streams.num_open,
+                requests_total=self.streams.opened_total,
+                output_tokens_total=self.streams.tokens_total,
+                steps_total=self._steps_total,
+                rss_bytes=rss_bytes(),
+            )
+        )
+
+    def _on_batch(self, scheduler: int, batch: TokenBatch) -> None:
+        self._steps_total += 1
+        outcome = self.streams.apply(scheduler, batch)
+        if outcome.stops:
+            self._links.answer(scheduler, Stop(outcome.stops))
+        for gateway, deltas in outcome.deltas.items():
+            if not self._links.send(gateway, TextBatch(deltas, batch.stamp_s)):
+                self.streams.drop_peer(gateway)  # it recovers what it still wants with a new attempt
+
+    def _learn(self, member: Member) -> None:
+        """A model may know more ids than its tokenizer: padding of its embedding, without any text."""
+        card = member.card
+        if card is not None and (not self._names or self._names.intersection(card.names)):
+            self._table.vocab_size = max(self._table.vocab_size, card.vocab_size)

@@ -1,0 +1,103 @@
+"""One choice's way from token ids to text."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from blockyard.services.detokenizer.stops import StopFinder
+from blockyard.services.detokenizer.text_decoder import new_decoder
+from blockyard.services.detokenizer.token_table import TokenTable, UnknownToken
+from blockyard.shared.messages import StreamOpen
+from blockyard.shared.token_ids import unpack
+
+
+class Taken(NamedTuple):
+    """What became of some token ids: `used` of them are accounted for by `text`, now or later."""
+
+    text: str
+    used: int
+    stop: str | None = None  # the stop string that ended the stream
+    error: str = ""  # the id after the used ones has no text
+
+
+class Stream:
+    """Decoder, stop strings and position of one choice. Fed by `take`, ended by `end`."""
+
+    __slots__ = (
+        "_decoder",
+        "_min_tokens",
+        "_stops",
+        "_uncut",
+        "as_ids",
+        "attempt",
+        "choice",
+        "count",
+        "gap_seen",
+        "gateway",
+        "request_id",
+        "scheduler",
+    )
+
+    def __init__(self, scheduler: int, opened: StreamOpen, table: TokenTable) -> None:
+        options = opened.options
+        self.request_id = opened.request_id
+        self.attempt = opened.attempt
+        self.choice = opened.choice
+        self.gateway = opened.gateway
+        self.scheduler = scheduler
+        self.as_ids = options.tokens_as_ids
+        self.count = 0  # output tokens so far
+        self.gap_seen = False
+        self._decoder = new_decoder(table, options.skip_special_tokens, options.spaces_between_special_tokens)
+        self._stops = StopFinder(options.stop, options.include_stop) if options.stop else None
+        self._min_tokens = options.min_tokens
+        self._uncut = opened.chars_sent  # characters that an earlier attempt delivered
+
+    def replay(self, opened: StreamOpen) -> Taken:
+        """Advances over the context, which is not shown, and over what an earlier attempt delivered."""
+        try:
+            for token_id in unpack(opened.context_ids):
+                self._decoder.push(token_id)
+        except UnknownToken as e:
+            return Taken("", 0, error=str(e))
+        return self.take(unpack(opened.output_ids))
+
+    def take(self, token_ids: Sequence[int]) -> Taken:
+        """Output tokens in order. Ends early at a stop string or an unknown id; the caller then calls `end`."""
+        push = self._decoder.push
+        text = ""
+        used = 0
+        try:
+            if self._stops is None:
+                for token_id in token_ids:
+                    text += push(token_id)
+                    used += 1
+            else:
+                for token_id in token_ids:
+                    new = push(token_id)
+                    used += 1
+                    # as vLLM: a stop string does not count before min_tokens tokens have gone by
+                    text += self._stops.push(new, self.count + used > self._min_tokens)
+                    if self._stops.found is not None:
+                        break
+        except UnknownToken as e:
+            self.count += used
+            return Taken(self._cut(text), used, error=str(e))
+        self.count += used
+        return Taken(self._cut(text), used, None if self._stops is None else self._stops.found)
+
+    def end(self, hidden: int = 0) -> Taken:
+        """All text still held back, after `hidden` ids whose text is not shown. A stop string may end in it."""
+        self.count += hidden
+        if self._stops is None:
+            return Taken(self._cut(self._decoder.flush()), hidden)
+        if self._stops.found is not None:
+            return Taken("", hidden, self._stops.found)
+        text = self._stops.push(self._decoder.flush(), self.count > self._min_tokens)
+        return Taken(self._cut(text + self._stops.flush()), hidden, self._stops.found)
+
+    def _cut(self, text: str) -> str:
+        if self._uncut:
+            cut = min(self._uncut, len(text))
+            self._uncut -= cut
+            return text[cut:]
+        return text

@@ -1,0 +1,194 @@
+"""All open streams of a detokenizer: what a batch of tokens becomes, and for whom."""
+
+import logging
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import msgspec
+
+from blockyard.services.detokenizer.logprobs import with_tokens
+from blockyard.services.detokenizer.stream import Stream, Taken
+from blockyard.services.detokenizer.token_table import TokenTable, UnknownToken
+from blockyard.shared.messages import (
+    FinishReason,
+    StreamOpen,
+    StreamRef,
+    TextDelta,
+    TextLogprobs,
+    TokenBatch,
+    TokenStep,
+)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What one batch asks to be sent."""
+
+    deltas: defaultdict[int, list[TextDelta]] = field(default_factory=lambda: defaultdict(list))  # by gateway
+    stops: list[StreamRef] = field(default_factory=list)  # choices that need no more tokens
+
+
+class TextStreams:
+    """Streams by request and choice. The highest attempt wins, and every stream ends with one final delta."""
+
+    def __init__(self, table: TokenTable) -> None:
+        self._table = table
+        self._streams: dict[str, dict[int, Stream]] = {}
+        self.num_open = 0
+        self.opened_total = 0
+        self.tokens_total = 0
+
+    def apply(self, scheduler: int, batch: TokenBatch) -> Outcome:
+        """Opens, steps and closes, in this order."""
+        outcome = Outcome()
+        for opened in batch.opens:
+            self._open(scheduler, opened, outcome)
+        streams = self._streams
+        deltas = outcome.deltas
+        for step in batch.steps:
+            choices = streams.get(step.request_id)
+            stream = choices.get(step.choice) if choices is not None else None
+            if stream is None or stream.attempt != step.attempt:
+                continue  # ended here already, or of an attempt that is over
+            delta = self._step(stream, step, outcome)
+            if delta is not None:
+                deltas[stream.gateway].append(delta)
+        for close in batch.closes:
+            self._close(close.request_id, close.attempt)
+        return outcome
+
+    def drop_peer(self, incarnation: int) -> None:
+        """A gateway or scheduler is gone: nobody reads its streams, or nobody feeds them."""
+        for request_id in list(self._streams):
+            for stream in list(self._streams[request_id].values()):
+                if incarnation in (stream.gateway, stream.scheduler):
+                    self._forget(stream)
+
+    def _open(self, scheduler: int, opened: StreamOpen, outcome: Outcome) -> None:
+        before = self._streams.get(opened.request_id, {}).get(opened.choice)
+        if before is not None:
+            if before.attempt >= opened.attempt:
+                return
+            self._forget(before)
+        stream = Stream(scheduler, opened, self._table)
+        self._streams.setdefault(opened.request_id, {})[opened.choice] = stream
+        self.num_open += 1
+        self.opened_total += 1
+        taken = stream.replay(opened)._replace(used=0)  # those ids were accounted for by an earlier attempt
+        if taken.stop is not None or taken.error:
+            delta = self._final(stream, taken, [], outcome)
+        elif taken.text:  # more than was delivered, though all its ids were
+            delta = _delta(stream, [], taken.text)
+        else:
+            return
+        outcome.deltas[stream.gateway].append(delta)
+
+    def _step(self, stream: Stream, step: TokenStep, outcome: Outcome) -> TextDelta | None:
+        token_ids = step.token_ids
+        known = stream.count - step.first
+        if known < 0:
+            if not stream.gap_seen:
+                stream.gap_seen = True
+                log.warning(
+                    "%s/%d: tokens %d to %d are missing", step.request_id, step.choice, stream.count, step.first
+                )
+            return None  # the gateway will miss them too, and asks again
+        if known:
+            token_ids = token_ids[known:]
+            if not token_ids and step.finish is None and not step.prompt_logprobs:
+                return None
+        if step.finish is not None or step.logprobs or step.prompt_logprobs or step.cached_tokens:
+            return self._full_step(stream, step, token_ids, known, outcome)
+        # the short way, for nearly every step
+        taken = stream.take(token_ids)
+        if taken.stop is not None or taken.error:
+            return self._final(stream, taken, token_ids, outcome)
+        self.tokens_total += taken.used
+        return TextDelta(step.request_id, step.attempt, step.choice, stream.count - taken.used, token_ids, taken.text)
+
+    def _full_step(
+        self, stream: Stream, step: TokenStep, token_ids: list[int], known: int, outcome: Outcome
+    ) -> TextDelta | None:
+        # the id that ended it (end-of-sequence, a stop id) is counted but not shown
+        hidden = 1 if step.finish is FinishReason.STOP and token_ids else 0
+        taken = stream.take(token_ids[: len(token_ids) - hidden])
+        logprobs: list[TextLogprobs] = []
+        prompt_logprobs: list[TextLogprobs] = []
+        try:
+            logprobs = with_tokens(step.logprobs[known:], self._table, stream.as_ids)
+            prompt_logprobs = with_tokens(step.prompt_logprobs, self._table, stream.as_ids)
+        except UnknownToken as e:
+            taken = taken._replace(error=taken.error or str(e))
+        if taken.stop is None and not taken.error and step.finish is None:
+            self.tokens_total += taken.used
+            delta = _delta(stream, token_ids, taken.text)
+        else:
+            delta = self._final(stream, taken, token_ids, outcome, step, hidden)
+        return _with_extras(delta, step, logprobs, prompt_logprobs)
+
+    def _final(
+        self,
+        stream: Stream,
+        taken: Taken,
+        token_ids: list[int],
+        outcome: Outcome,
+        step: TokenStep | None = None,
+        hidden: int = 0,
+    ) -> TextDelta:
+        """The one final delta; the stream is forgotten. An error counts before a stop string, that before `step`."""
+        ended_early = taken.stop is not None or bool(taken.error)
+        last = stream.end(0 if ended_early else hidden)
+        used = taken.used + last.used
+        stop = taken.stop if taken.stop is not None else last.stop
+        finish, detail = FinishReason.FAILED, taken.error
+        reason: int | str | None = None
+        if stop is not None and not taken.error:
+            finish, reason = FinishReason.STOP, stop
+        elif not taken.error and step is not None and step.finish is not None:
+            finish, reason, detail = step.finish, step.stop_token, step.detail
+        if step is None or step.finish is None:
+            outcome.stops.append(StreamRef(stream.request_id, stream.attempt, stream.choice))
+        self.tokens_total += used
+        self._forget(stream)
+        return TextDelta(
+            stream.request_id,
+            stream.attempt,
+            stream.choice,
+            stream.count - used,
+            token_ids[:used],
+            taken.text + last.text,
+            finish,
+            reason,
+            detail,
+        )
+
+    def _close(self, request_id: str, attempt: int) -> None:
+        for stream in list(self._streams.get(request_id, {}).values()):
+            if stream.attempt <= attempt:
+                self._forget(stream)
+
+    def _forget(self, stream: Stream) -> None:
+        choices = self._streams[stream.request_id]
+        del choices[stream.choice]
+        if not choices:
+            del self._streams[stream.request_id]
+        self.num_open -= 1
+
+
+def _delta(stream: Stream, token_ids: list[int], text: str) -> TextDelta:
+    first = stream.count - len(token_ids)
+    return TextDelta(stream.request_id, stream.attempt, stream.choice, first, token_ids, text)
+
+
+def _with_extras(
+    delta: TextDelta, step: TokenStep, logprobs: list[TextLogprobs], prompt_logprobs: list[TextLogprobs]
+) -> TextDelta:
+    return msgspec.structs.replace(
+        delta,
+        logprobs=logprobs[: len(delta.token_ids)],
+        first_prompt=step.first_prompt,
+        prompt_logprobs=prompt_logprobs,
+        cached_tokens=step.cached_tokens,
+    )

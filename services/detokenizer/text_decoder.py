@@ -1,0 +1,138 @@
+"""Incremental token ids to text: a character whose bytes are not all there is held back."""
+
+import codecs
+from typing import Protocol
+
+from tokenizers import Tokenizer
+
+from blockyard.services.detokenizer.token_table import Kind, TokenTable
+
+
+class TextDecoder(Protocol):
+    def push(self, token_id: int) -> str:
+        """Text that this token completes. Raises UnknownToken, and is then unchanged."""
+        ...
+
+    def flush(self) -> str:
+        """The end: what is still held back, as replacement characters."""
+        ...
+
+
+def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
+    """Sentencepiece's way: one replacement character a byte, not one for what was meant to be a character."""
+    assert isinstance(error, UnicodeDecodeError)
+    return "\ufffd" * (error.end - error.start), error.end
+
+
+codecs.register_error("blockyard.replace_each_byte", _replace_each_byte)
+
+
+class PieceDecoder:
+    """Joins table entries. Equal to the tokenizer's own decode of all ids, however they are cut into pushes.
+
+    One difference: after byte tokens that form whole characters, a broken one does not undo them (tokenizers
+    turns the whole run into replacement characters, which a stream that has already sent them cannot).
+    """
+
+    __slots__ = ("_drop_in_first", "_errors", "_pending", "_pieces", "_strip", "_strip_left", "_table")
+
+    def __init__(self, table: TokenTable, skip_special: bool) -> None:
+        decoding = table.decoding
+        self._table = table
+        self._pieces = table.pieces_without_special if skip_special else table.pieces
+        self._pending = b""
+        self._errors = "replace" if decoding.kind is Kind.BYTES else "blockyard.replace_each_byte"
+        self._strip = decoding.strip
+        self._strip_left = decoding.strip_count if decoding.strip else 0
+        self._drop_in_first = decoding.drop_in_first
+
+    def push(self, token_id: int) -> str:
+        piece = self._pieces[token_id]
+        if self._strip_left or self._drop_in_first:
+            return self._start(token_id, piece)
+        if piece.__class__ is str and not self._pending:
+            return piece
+        return self._join(piece)
+
+    def flush(self) -> str:
+        text, _ = codecs.utf_8_decode(self._pending, self._errors, True)
+        self._pending = b""
+        return self._cut_start(text) if self._strip_left else text
+
+    def _join(self, piece: str | bytes) -> str:
+        if isinstance(piece, str):  # begins a character: what was pending will never be one
+            text, _ = codecs.utf_8_decode(self._pending, self._errors, True)
+            self._pending = b""
+            return text + piece
+        data = self._pending + piece
+        text, used = codecs.utf_8_decode(data, self._errors, False)
+        self._pending = data[used:]
+        return text
+
+    def _start(self, token_id: int, piece: str | bytes) -> str:
+        """The text's beginning, where sentencepiece's leading space is not shown."""
+        if piece == b"":
+            return ""
+        if self._drop_in_first:
+            piece = (self._table.token(token_id) or "").replace(self._drop_in_first, "")
+            self._drop_in_first = ""
+        text = self._join(piece)
+        return self._cut_start(text) if self._strip_left else text
+
+    def _cut_start(self, text: str) -> str:
+        if not text:
+            return text
+        cut = 0
+        while cut < min(self._strip_left, len(text)) and text[cut] == self._strip:
+            cut += 1
+        self._strip_left = self._strip_left - cut if cut == len(text) else 0
+        return text[cut:]
+
+
+class WindowDecoder:
+    """For tokenizers whose neighbours decide: decodes the ids since the last two boundaries anew each time."""
+
+    __slots__ = ("_ids", "_last_added", "_shown", "_skip_special", "_spaces", "_start", "_table", "_tokenizer")
+
+    def __init__(self, table: TokenTable, skip_special: bool, spaces_between_special: bool) -> None:
+        self._table = table
+        self._tokenizer: Tokenizer = table.tokenizer
+        self._skip_special = skip_special
+        self._spaces = skip_special or spaces_between_special
+        self._last_added = False
+        self._ids: list[int] = []
+        self._start = 0  # of the ids whose text is not yet the context of later ones
+        self._shown = ""  # text of `_ids` that was given out
+
+    def push(self, token_id: int) -> str:
+        token = self._table.token(token_id)
+        self._ids.append(token_id)
+        text = self._decode(self._ids)
+        new = text[len(self._shown) :]
+        if not new or new.endswith("\ufffd"):
+            return ""
+        self._advance()
+        added, self._last_added = self._last_added, self._table.is_added(token_id)
+        if added and self._last_added and not self._spaces:
+            return token or ""
+        return new
+
+    def flush(self) -> str:
+        new = self._decode(self._ids)[len(self._shown) :]
+        self._advance()
+        return new
+
+    def _advance(self) -> None:
+        self._ids = self._ids[self._start :]
+        self._start = len(self._ids)
+        self._shown = self._decode(self._ids)
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=self._skip_special))
+
+
+def new_decoder(table: TokenTable, skip_special: bool, spaces_between_special: bool) -> TextDecoder:
+    """`spaces_between_special` matters only where the tokenizer puts spaces between tokens at all."""
+    if table.decoding.kind is Kind.WINDOW:
+        return WindowDecoder(table, skip_special, spaces_between_special)
+    return PieceDecoder(table, skip_special)

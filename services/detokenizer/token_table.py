@@ -1,0 +1,186 @@
+"""What each token id stands for, looked up once: the bytes of byte-level tokens, text of the others.
+
+Three kinds of decoders cover all tokenizers. Byte-level BPE and sentencepiece-like ones give every token a text
+of its own, so a stream joins table entries and only keeps the bytes of an unfinished character. For any other
+(WordPiece and the like) the neighbours decide, and the tokenizer decodes a window of ids.
+"""
+
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any, NamedTuple
+
+import msgspec
+from tokenizers import Tokenizer
+
+from blockyard.shared.errors import RequestError
+
+
+class UnknownToken(RequestError):
+    """A token id that no vocabulary of this model has."""
+
+
+class Kind(Enum):
+    BYTES = auto()  # ByteLevel
+    PIECES = auto()  # sentencepiece-like: replacements, `<0xNN>` byte tokens, a start that is stripped
+    WINDOW = auto()  # anything else
+
+
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """How the tokenizer's decoder joins tokens, as far as a stream needs to know."""
+
+    kind: Kind
+    replaces: tuple[tuple[str, str], ...] = ()  # within each token, in order
+    byte_fallback: bool = False
+    strip: str = ""  # this character is cut from the start of the text ...
+    strip_count: int = 0  # ... so many times at most
+    drop_in_first: str = ""  # Metaspace: this character is not a space but nothing in the first token
+
+
+class _Step(msgspec.Struct):
+    """One decoder of a tokenizer.json, any type."""
+
+    type: str
+    decoders: list[Any] = []
+    pattern: dict[str, str] = {}
+    content: str = ""
+    start: int = 0
+    stop: int = 0
+    replacement: str = ""
+    prepend_scheme: str = "always"
+
+
+class Entry(NamedTuple):
+    raw: bytes
+    special: bool
+
+
+def decoding_of(tokenizer: Tokenizer) -> Decoding:
+    """Reads the decoder's own description."""
+    if tokenizer.decoder is None:
+        return Decoding(Kind.WINDOW)
+    step = msgspec.json.decode(tokenizer.decoder.__getstate__(), type=_Step)
+    steps = [msgspec.convert(s, _Step) for s in step.decoders] if step.type == "Sequence" else [step]
+    kinds = [s.type for s in steps]
+    if kinds == ["ByteLevel"]:
+        return Decoding(Kind.BYTES)
+    if kinds == ["Metaspace"]:
+        mark = steps[0].replacement
+        first = "" if steps[0].prepend_scheme == "never" else mark
+        return Decoding(Kind.PIECES, ((mark, " "),), drop_in_first=first)
+    return _pieces(steps) or Decoding(Kind.WINDOW)
+
+
+def _pieces(steps: list[_Step]) -> Decoding | None:
+    """Replace*, ByteFallback?, Fuse, Strip(left)?: what converted sentencepiece models have."""
+    replaces: list[tuple[str, str]] = []
+    byte_fallback = False
+    rest = list(steps)
+    while rest and rest[0].type == "Replace" and "String" in rest[0].pattern:
+        replaces.append((rest[0].pattern["String"], rest.pop(0).content))
+    if rest and rest[0].type == "ByteFallback":
+        byte_fallback = True
+        rest.pop(0)
+    if not rest or rest.pop(0).type != "Fuse":
+        return None
+    if not rest:
+        return Decoding(Kind.PIECES, tuple(replaces), byte_fallback)
+    if len(rest) == 1 and rest[0].type == "Strip" and rest[0].stop == 0:
+        return Decoding(Kind.PIECES, tuple(replaces), byte_fallback, rest[0].content, rest[0].start)
+    return None
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's: printable Latin-1 characters stand for themselves, the other bytes for U+0100 and up."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(0x100 + n): b for n, b in enumerate(others)}
+
+
+BYTE_OF = _byte_alphabet()
+
+
+class TokenTable:
+    """One tokenizer's tokens. `vocab_size` may be raised to the model's: its padding ids have no text."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.decoding = decoding_of(tokenizer)
+        self._added = tokenizer.get_added_tokens_decoder()
+        self.pieces = Pieces(self, skip_special=False)
+        self.pieces_without_special = Pieces(self, skip_special=True)
+        self._raw: dict[int, bytes] = {}
+
+    def is_added(self, token_id: int) -> bool:
+        return token_id in self._added
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id in self._added and self._added[token_id].special
+
+    def token(self, token_id: int) -> str | None:
+        """As the vocabulary spells it; None for an id that only pads the model's. Raises UnknownToken."""
+        if not 0 <= token_id < self.vocab_size:
+            raise UnknownToken(f"token id {token_id} is outside the vocabulary of {self.vocab_size}")
+        text: str | None = self.tokenizer.id_to_token(token_id)
+        return text
+
+    def raw(self, token_id: int) -> bytes:
+        """The token's own bytes, special or not: what log-probabilities show. Raises UnknownToken."""
+        data = self._raw.get(token_id)
+        if data is None:
+            data = self._raw[token_id] = self._bytes_of(token_id)
+        return data
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        token = self.token(token_id)
+        if token is None:
+            return b""
+        if self.decoding.kind is Kind.WINDOW:
+            return self.tokenizer.decode([token_id], skip_special_tokens=False).encode()
+        if self.decoding.kind is Kind.BYTES:
+            try:
+                return bytes([BYTE_OF[c] for c in token])
+            except KeyError:  # an added token with characters of its own
+                return token.encode()
+        for pattern, content in self.decoding.replaces:
+            token = token.replace(pattern, content)
+        if self.decoding.byte_fallback and (byte := _fallback_byte(token)) is not None:
+            return byte
+        return token.encode()
+
+    def piece(self, token_id: int, skip_special: bool) -> str | bytes:
+        """Text that stands for itself, or bytes that may be part of a character; b"" adds nothing."""
+        data = self.raw(token_id)
+        if skip_special and self.is_special(token_id):
+            return b""
+        if self.decoding.kind is Kind.PIECES and self.decoding.byte_fallback:
+            token = self.token(token_id)
+            if token is not None and _fallback_byte(token) is not None:
+                return data  # joins its neighbours even if it is ASCII
+        try:
+            return data.decode() or b""
+        except UnicodeDecodeError:
+            return data
+
+
+def _fallback_byte(token: str) -> bytes | None:
+    """`<0xNN>` as sentencepiece writes byte tokens."""
+    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        try:
+            return bytes.fromhex(token[3:5])
+        except ValueError:
+            return None
+    return None
+
+
+class Pieces(dict[int, str | bytes]):
+    """`TokenTable.piece` by id, filled as ids are met."""
+
+    def __init__(self, table: TokenTable, skip_special: bool) -> None:
+        super().__init__()
+        self._table, self._skip_special = table, skip_special
+
+    def __missing__(self, token_id: int) -> str | bytes:
+        piece = self[token_id] = self._table.piece(token_id, self._skip_special)
+        return piece

@@ -1,0 +1,162 @@
+"""Chat messages to one prompt text, through the template of the model or of the request."""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2 import Template
+from jinja2.exceptions import TemplateError, TemplateSyntaxError
+
+from blockyard.services.tokenizer_pool.chat_messages import ContentStyle, Message, content_style, for_template
+from blockyard.services.tokenizer_pool.render_limits import RenderLimits
+from blockyard.services.tokenizer_pool.sandbox import Sandbox
+from blockyard.shared.errors import RequestError
+
+MAX_COMPILED = 16
+CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # its space shows whether the template trims
+RESERVED = frozenset({"messages", "tools", "chat_template", "tokenize"})
+# What running a template may raise; each is the template's or its input's fault.
+RENDER_ERRORS = (
+    TemplateError,
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    template: Template
+    style: ContentStyle
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """One rendering: the request's part in it."""
+
+    messages: list[Message]
+    tools: list[Any]
+    kwargs: dict[str, Any]
+    template: str | None
+    add_generation_prompt: bool
+    continue_final_message: bool
+
+
+class ChatTemplates:
+    """The model's templates by name, the sandbox, and what was compiled last."""
+
+    def __init__(
+        self,
+        templates: Mapping[str, str],
+        special_tokens: Mapping[str, str],
+        limits: RenderLimits,
+        max_chars: int = 16_000_000,
+    ) -> None:
+        self._templates = templates
+        self._special_tokens = special_tokens
+        self._limits = limits
+        self._max_chars = max_chars
+        self._sandbox = Sandbox()
+        self._compiled: OrderedDict[str, Compiled] = OrderedDict()
+
+    def render(self, chat: Chat) -> str:
+        """The prompt. Raises RequestError naming the field at fault."""
+        source = self._pick(chat)
+        if not chat.messages:
+            raise RequestError("messages must not be empty", "messages")
+        if reserved := RESERVED & chat.kwargs.keys():
+            raise RequestError(f"{sorted(reserved)[0]!r} cannot be set here", "chat_template_kwargs")
+        if chat.continue_final_message and chat.add_generation_prompt:
+            raise RequestError(
+                "continue_final_message and add_generation_prompt cannot both be set", "continue_final_message"
+            )
+        with self._limits.applied("messages"):
+            return self._render(chat, self._compile(source, "messages" if chat.template is None else "chat_template"))
+
+    def _pick(self, chat: Chat) -> str:
+        if chat.template is not None:
+            return chat.template
+        name = "tool_use" if chat.tools and "tool_use" in self._templates else "default"
+        if name not in self._templates:
+            has = f"only {sorted(self._templates)}" if self._templates else "none"
+            raise RequestError(
+                f"the model's tokenizer has no chat template ({has}); start with --chat-template", "messages"
+            )
+        return self._templates[name]
+
+    def _compile(self, source: str, field: str) -> Compiled:
+        compiled = self._compiled.get(source)
+        if compiled is None:
+            try:
+                compiled = Compiled(self._sandbox.from_string(source), content_style(self._sandbox.parse(source)))
+            except TemplateSyntaxError as e:
+                raise RequestError(f"the chat template is wrong in line {e.lineno}: {e.message}", field) from e
+            except (RuntimeError, SyntaxError, TypeError, ValueError) as e:  # too deep, or names Python rejects
+                raise RequestError(f"the chat template does not compile: {e}", field) from e
+            self._compiled[source] = compiled
+            if len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(source)
+        return compiled
+
+    def _render(self, chat: Chat, compiled: Compiled) -> str:
+        messages = for_template(chat.messages, compiled.style)
+        final = _tag_final(messages) if chat.continue_final_message else ""
+        context = {
+            **self._special_tokens,
+            "documents": None,
+            "add_generation_prompt": chat.add_generation_prompt,
+            **chat.kwargs,
+            "messages": messages,
+            "tools": chat.tools or None,
+        }
+        try:
+            text = self._join(compiled.template.generate(context))
+        except RENDER_ERRORS as e:
+            raise RequestError(str(e) or repr(e), "messages") from e
+        return _cut_at_tag(text, final) if chat.continue_final_message else text
+
+    def _join(self, parts: Iterable[str]) -> str:
+        taken: list[str] = []
+        num_chars = 0
+        for part in parts:
+            num_chars += len(part)
+            if num_chars > self._max_chars:
+                raise ValueError(f"a prompt may have {self._max_chars} characters")
+            taken.append(part)
+        return "".join(taken)
+
+
+def _tag_final(messages: list[Message]) -> str:
+    """Marks the end of the last message's text, and returns that text."""
+    last = messages[-1]
+    content = last.get("content")
+    if isinstance(content, str):
+        last["content"] = content + CONTINUE_TAG
+        return content
+    if isinstance(content, list):
+        for index in range(len(content) - 1, -1, -1):
+            text = content[index].get("text")
+            if isinstance(text, str):
+                last["content"] = [
+                    *content[:index],
+                    {**content[index], "text": text + CONTINUE_TAG},
+                    *content[index + 1 :],
+                ]
+                return text
+    raise RequestError("the final message has no text to continue", "continue_final_message")
+
+
+def _cut_at_tag(text: str, final: str) -> str:
+    """The prompt up to where the final message's text ends."""
+    at = text.rfind(CONTINUE_TAG.strip())
+    if at < 0 or final.strip() not in text:
+        raise RequestError("the chat template does not show the final message as it is", "continue_final_message")
+    if text.startswith(CONTINUE_TAG, at):
+        return text[:at]
+    return text[:at].rstrip()  # the template trims messages

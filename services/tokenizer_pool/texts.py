@@ -1,0 +1,134 @@
+"""Text, chats and ids to token ids with block names, and ids to text. No sockets: one call, one answer."""
+
+from collections.abc import Iterable
+from typing import TypeVar
+
+import msgspec
+from tokenizers import Tokenizer
+
+from blockyard.services.tokenizer_pool.chat_template import Chat, ChatTemplates
+from blockyard.shared.block_names import block_names, root_name
+from blockyard.shared.errors import RequestError
+from blockyard.shared.messages import Detokenize, Detokenized, TextRejected, Tokenize, Tokenized
+from blockyard.shared.token_ids import pack, unpack
+
+T = TypeVar("T")
+
+
+class Texts:
+    """One tokenizer with its templates. `vocab_size` may be changed to the model's once that is known."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        templates: ChatTemplates,
+        block_size: int,
+        block_scope: str,
+        trust_request_template: bool = True,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self._templates = templates
+        self._block_size = block_size
+        self._block_scope = block_scope
+        self._trust_request_template = trust_request_template
+
+    def tokenize(self, request: Tokenize) -> Tokenized | TextRejected:
+        try:
+            return self._tokenize(request)
+        except RequestError as e:
+            return TextRejected(request.request_id, e.field, str(e))
+
+    def detokenize(self, request: Detokenize) -> Detokenized | TextRejected:
+        try:
+            ids = _unpacked(request.token_ids, "tokens")
+            self._check(ids, "tokens")
+            return Detokenized(request.request_id, self._text_of(ids))
+        except RequestError as e:
+            return TextRejected(request.request_id, e.field, str(e))
+
+    def _tokenize(self, request: Tokenize) -> Tokenized:
+        if sum(given is not None for given in (request.text, request.messages, request.token_ids)) != 1:
+            raise RequestError("one of text, messages and token ids is needed", "prompt")
+        text = request.text
+        if request.messages is not None:
+            text = self._templates.render(self._chat(request, request.messages))
+        field = "messages" if request.messages is not None else "prompt"
+        if text is not None:
+            special = request.add_special_tokens
+            ids = self._encode(text, request.messages is None if special is None else special, field)
+        else:
+            ids = _unpacked(request.token_ids or b"", field)
+        self._check(ids, field)
+        data = pack(ids)
+        root = root_name(self._block_scope, cache_salt=request.cache_salt)
+        if not request.want_text:
+            text = ""
+        elif text is None:
+            text = self._text_of(ids)
+        return Tokenized(
+            request.request_id,
+            data,
+            block_names(root, data, self._block_size),
+            self._bad_words(request.bad_words),
+            text,
+            [self._tokenizer.id_to_token(i) or "" for i in ids] if request.want_pieces else [],
+        )
+
+    def _chat(self, request: Tokenize, messages: bytes) -> Chat:
+        if request.chat_template is not None and not self._trust_request_template:
+            raise RequestError("this server does not take chat templates with requests", "chat_template")
+        parsed = _json(messages, list[dict[str, object]], "messages")
+        return Chat(
+            parsed,
+            _json(request.tools or b"[]", list[object], "tools"),
+            _json(request.template_kwargs or b"{}", dict[str, object], "chat_template_kwargs"),
+            request.chat_template,
+            request.add_generation_prompt,
+            request.continue_final_message,
+        )
+
+    def _encode(self, text: str, add_special_tokens: bool, field: str) -> list[int]:
+        try:
+            return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        except TypeError as e:  # what tokenizers makes of a str that is not Unicode
+            raise RequestError("the text has half a surrogate pair in it", field) from e
+
+    def _text_of(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
+
+    def _check(self, ids: Iterable[int], field: str) -> None:
+        largest = max(ids, default=0)
+        if largest >= self.vocab_size:
+            raise RequestError(f"token id {largest} is outside the vocabulary of {self.vocab_size}", field)
+
+    def _bad_words(self, words: list[str]) -> list[list[int]]:
+        """Ids of each word as it begins a text and, where that is as long, as it follows a space (as vLLM)."""
+        banned: list[list[int]] = []
+        for word in words:
+            if not word.strip():
+                raise RequestError(f"a bad word must not be empty, got {word!r}", "bad_words")
+            plain = self._encode(word.lstrip(), False, "bad_words")
+            spaced = self._encode(" " + word.lstrip(), False, "bad_words")
+            for ids in (plain, spaced):
+                self._check(ids, "bad_words")
+            if plain:
+                banned.append(plain)
+            if plain and spaced and spaced[0] != plain[0] and len(spaced) == len(plain):
+                banned.append(spaced)
+        return banned
+
+
+def _unpacked(data: bytes, field: str) -> list[int]:
+    try:
+        return unpack(data)
+    except ValueError as e:
+        raise RequestError(str(e), field) from e
+
+
+def _json(data: bytes, kind: type[T], field: str) -> T:
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+        raise RequestError(str(e), field) from e

@@ -1,0 +1,71 @@
+"""Small tokenizers of the two great families, trained here, for every test that turns text into ids."""
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+CORPUS = [
+    "def stop(text: str, stops: list[str]) -> str:\n    return text",
+    "The quick brown fox jumps over the lazy dog; it isn't the first time, is it?",
+    "naïve café, Übergröße, 東京都, привет мир, 🎉 party 🙂 time",
+    "one two three four five six seven eight nine ten " * 3,
+]
+SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+
+
+@pytest.fixture(scope="session")
+def byte_tokenizer() -> Tokenizer:
+    """Byte-level BPE, a BOS by its post-processor, an added token that is not special."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=SPECIAL,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.add_tokens([AddedToken("<think> é", special=False), AddedToken("[TOOL]", special=False)])
+    bos = tokenizer.token_to_id("<s>")
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s>:0 $A:0", special_tokens=[("<s>", bos)])
+    return tokenizer
+
+
+def _sentencepiece_like(decoder: decoders.Decoder) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoder
+    byte_tokens = [f"<0x{b:02X}>" for b in range(256)]
+    trainer = trainers.BpeTrainer(
+        vocab_size=420, special_tokens=["<unk>", *SPECIAL], limit_alphabet=60, show_progress=False
+    )
+    plain = [text for text in CORPUS if text.isascii()]
+    tokenizer.train_from_iterator(plain, trainer)
+    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in byte_tokens])
+    return tokenizer
+
+
+@pytest.fixture(scope="session")
+def sentence_tokenizer() -> Tokenizer:
+    """As Llama 2's: byte fallback, a leading space that decoding strips."""
+    return _sentencepiece_like(
+        decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        )
+    )
+
+
+@pytest.fixture(scope="session")
+def metaspace_tokenizer() -> Tokenizer:
+    return _sentencepiece_like(decoders.Metaspace("▁", "always"))
+
+
+@pytest.fixture(scope="session")
+def word_tokenizer() -> Tokenizer:
+    """WordPiece: its decoder puts spaces between tokens, so neighbours decide."""
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.decoder = decoders.WordPiece(cleanup=False)
+    trainer = trainers.WordPieceTrainer(vocab_size=300, special_tokens=["[UNK]", "[CLS]"], show_progress=False)
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return tokenizer
