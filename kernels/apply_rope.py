@@ -1,0 +1,27 @@
+"""Rotary position embedding on interleaved pairs.
+
+Checkpoints pair element i of a head with element i + head_dim/2. The loader brings the rows of the q and k weights
+(and of the q and k norms) into the order 0, d/2, 1, d/2+1, ...: then a pair is one complex number, the rotation of
+q and k together one multiplication, and since both are reordered alike their products do not change.
+"""
+
+import torch
+from torch import Tensor
+
+
+def interleave_pairs(rows: Tensor, head_dim: int) -> Tensor:
+    """[heads * head_dim, ...] in checkpoint order -> the same rows with the two halves of each head interleaved."""
+    heads = rows.reshape(-1, 2, head_dim // 2, *rows.shape[1:])
+    return heads.transpose(1, 2).reshape(rows.shape)
+
+
+def apply_rope_reference(x: Tensor, rotation: Tensor) -> None:
+    """Rotates x [tokens, heads, head_dim] in place by rotation [tokens, 1, head_dim/2] complex64.
+
+    The last dimension of x must be contiguous. Other dtypes than float32 are rotated in float32.
+    """
+    pairs = x.view(*x.shape[:-1], -1, 2)
+    if x.dtype == torch.float32:
+        torch.view_as_complex(pairs).mul_(rotation)
+    else:
+        pairs.copy_(torch.view_as_real(torch.view_as_complex(pairs.float()).mul_(rotation)))

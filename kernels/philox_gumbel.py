@@ -1,0 +1,75 @@
+"""Gumbel noise as a pure function of (seed, choice, index of the new token in its sequence, token id).
+
+Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). Key: the request's 64-bit seed,
+low word first. Counter: (token_id // 4, index, choice, 0); of the four words that come out, token_id % 4 picks one.
+The draw therefore knows neither batch nor slot, worker, preemption or restart.
+"""
+
+import torch
+from torch import Tensor
+
+_M0, _M1 = 0xD2511F53, 0xCD9E8D57
+_W0, _W1 = 0x9E3779B9, 0xBB67AE85
+_MASK = 0xFFFFFFFF
+_ROUNDS = 10
+
+# Bounds of what `to_gumbel` can return: v is at least 2**-33 and at most 1 - 2**-24.
+GUMBEL_MAX = 22.88
+GUMBEL_MIN = -2.82
+
+
+def philox4x32(counter: Tensor, key: Tensor) -> Tensor:
+    """counter [4, ...], key [2, ...] (broadcast against each other), int64 words below 2**32 -> words [4, ...].
+
+    int64 products wrap, which leaves their low 64 bits right; the words are cut out of them by shift and mask.
+    """
+    shape = torch.broadcast_shapes(counter.shape[1:], key.shape[1:])  # type: ignore[no-untyped-call]
+    multipliers = torch.tensor([_M0, _M1], device=counter.device).view(2, *[1] * len(shape))
+    steps = torch.tensor([_W0, _W1], device=counter.device).view(2, *[1] * (key.ndim - 1))
+    even = counter[0::2].expand(2, *shape)  # words 0 and 2: multiplied
+    odd = counter[1::2].expand(2, *shape)  # words 1 and 3: mixed in
+    for _ in range(_ROUNDS):
+        product = even * multipliers
+        # the high half of word 2's product meets word 1, that of word 0's product meets word 3
+        even = ((product >> 32) & _MASK).flip(0).bitwise_xor_(odd).bitwise_xor_(key)
+        odd = product.bitwise_and_(_MASK).flip(0)
+        key = (key + steps) & _MASK
+    return torch.stack((even[0], odd[0], even[1], odd[1]))
+
+
+def to_gumbel(words: Tensor) -> Tensor:
+    """32-bit words (int64) -> float32 noise -log(-log(u)) with u = 1 - v, v = (word + 0.5) / 2**32.
+
+    Taking the logarithm of 1 - v keeps float32 exact where the noise is large, at small v.
+    """
+    v = words.to(torch.float32).add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)
+    return v.neg_().log1p_().neg_().log_().neg_()
+
+
+def split_seed(seed: int) -> tuple[int, int]:
+    """A 64-bit seed as the two words of the key."""
+    return seed & _MASK, (seed >> 32) & _MASK
+
+
+def gumbel_rows(key: Tensor, index: Tensor, choice: Tensor, vocab_size: int) -> Tensor:
+    """Noise of all tokens: key [2, rows], index [rows], choice [rows], int64 -> [rows, vocab_size] float32."""
+    rows = index.shape[0]
+    groups = torch.arange((vocab_size + 3) // 4, device=index.device)
+    size = (rows, groups.shape[0])
+    counter = torch.stack(
+        (
+            groups.expand(size),
+            index[:, None].expand(size),
+            choice[:, None].expand(size),
+            groups.new_zeros(()).expand(size),
+        )
+    )
+    words = philox4x32(counter, key[:, :, None])  # [4, rows, groups]
+    return to_gumbel(words).permute(1, 2, 0).reshape(rows, -1)[:, :vocab_size]
+
+
+def gumbel_at(key: Tensor, index: Tensor, choice: Tensor, token_ids: Tensor) -> Tensor:
+    """Noise of single tokens: key [2, n], the others [n], int64 -> [n] float32. Same values as `gumbel_rows`."""
+    counter = torch.stack((token_ids >> 2, index, choice, torch.zeros_like(index)))
+    words = philox4x32(counter, key)
+    return to_gumbel(words.gather(0, (token_ids & 3)[None])[0])

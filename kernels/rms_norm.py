@@ -1,0 +1,40 @@
+"""Root-mean-square normalisation over the last dimension."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class RMSNorm:
+    """x * weight / sqrt(mean(x^2) + eps).
+
+    On CPU in float32 it is written as x * (weight * sqrt(n)) / hypot(|x|, sqrt(n * eps)): four small kernels take a
+    third of the time of torch's `rms_norm`, which has no fused one there.
+    """
+
+    __slots__ = ("_floor", "_scaled", "eps", "weight")
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        self.weight = weight  # [..., n]: leading dimensions give heads weights of their own
+        self.eps = eps
+        self._scaled: Tensor | None = None
+        self._floor: Tensor | None = None
+
+    def prepare(self) -> None:
+        """Call once the weight is loaded."""
+        if self.weight.device.type == "cpu" and self.weight.dtype == torch.float32:
+            size = self.weight.shape[-1]
+            self._scaled = self.weight * math.sqrt(size)
+            self._floor = torch.tensor(math.sqrt(size * self.eps))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [..., n] -> new tensor of the same shape."""
+        if self._scaled is not None and self._floor is not None:
+            length = torch.linalg.vector_norm(x, 2, (-1,), True).hypot_(self._floor)
+            return torch.mul(x, self._scaled).div_(length)
+        size = x.shape[-1:]
+        if self.weight.ndim == 1:
+            return F.rms_norm(x, size, self.weight, self.eps)
+        return F.rms_norm(x, size, None, self.eps).mul_(self.weight)

@@ -1,0 +1,42 @@
+"""`python -m blockyard.services.gpu_worker SETTINGS`: one worker, real or mock."""
+
+import gc
+import importlib
+import signal
+import sys
+import threading
+from collections.abc import Callable
+
+from blockyard.services.gpu_worker.service import StepRunner, Worker
+from blockyard.shared import settings
+from blockyard.shared.bus import Links
+from blockyard.shared.config.worker import WorkerConfig
+from blockyard.shared.messages import Role, WorkerIn
+
+# The real one imports torch, the mock must not: so they are found by name, here alone.
+ENGINES = {"auto": "blockyard.services.gpu_worker.engine", "mock": "blockyard.services.gpu_worker.mock"}
+
+
+def serve(config: WorkerConfig) -> None:
+    stopped = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stopped.set())
+    model = config.served_model_names[0] if config.served_model_names else config.model_path
+    links: Links[WorkerIn] = Links(
+        config.process.name, Role.GPU_WORKER, config.process.bus, WorkerIn, model=model, own_heartbeat=True
+    )
+    with links:
+        links.update(group=config.group)
+
+        def report(phase: str, progress: float, notes: list[str]) -> None:
+            links.update(phase=phase, progress=progress, notes=list(notes))
+
+        start: Callable[..., StepRunner] = importlib.import_module(ENGINES[config.worker_cls]).start
+        runner = start(config, report)
+        links.update(ready=True, phase="ready", progress=1.0)
+        gc.collect()
+        gc.freeze()
+        Worker(links, runner).run(stopped)
+
+
+if __name__ == "__main__":
+    sys.exit(settings.run(WorkerConfig, serve))

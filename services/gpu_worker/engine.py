@@ -1,0 +1,154 @@
+"""From settings to a runner that is ready: device, weights, memory. Imports torch; `__main__` loads it by need."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from blockyard.services.gpu_worker import checkpoint
+from blockyard.services.gpu_worker.kv_pool import KVPool, block_bytes
+from blockyard.services.gpu_worker.memory import MemoryPlan, Need, plan_cpu, plan_cuda
+from blockyard.services.gpu_worker.models.decoder import Model
+from blockyard.services.gpu_worker.models.folder import read_config, read_eos_ids
+from blockyard.services.gpu_worker.models.registry import find_family
+from blockyard.services.gpu_worker.profile import peak_bytes
+from blockyard.services.gpu_worker.runner import Runner
+from blockyard.shared.config.worker import WorkerConfig
+from blockyard.shared.errors import ConfigError, LoadError
+from blockyard.shared.messages import Geometry
+
+Report = Callable[[str, float, list[str]], None]  # phase, fraction done, notes so far
+
+DTYPES = {
+    "half": torch.float16,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float": torch.float32,
+    "float32": torch.float32,
+}
+
+
+def start(config: WorkerConfig, report: Report) -> Runner:
+    """Raises ConfigError or LoadError, each fit to be shown as one line."""
+    device = pick_device(config.device)
+    notes: list[str] = []
+    if device.type == "cpu":
+        torch.set_num_threads(config.threads or default_threads())
+        notes.append(f"device: cpu, {torch.get_num_threads()} compute threads")
+    else:
+        notes.append(f"device: {torch.cuda.get_device_name(device)}")
+    report("reading the configuration", 0.0, notes)
+    folder = Path(config.model_path)
+    settings = read_config(folder, config.config_overrides)
+    dtype = pick_dtype(config.dtype, settings.get("dtype") or settings.get("torch_dtype"), device)
+    model = find_family(settings)(settings, dtype, device)
+    max_model_len = pick_length(config.max_model_len, model.shape.max_positions)
+    notes.append(f"model: {settings['architectures'][0]}, {str(dtype).removeprefix('torch.')}")
+
+    def progress(fraction: float) -> None:
+        report("loading weights", fraction, notes)
+
+    with torch.inference_mode():
+        loaded = checkpoint.load(
+            model.table, folder, config.load_format, config.ignore_patterns, config.seed, Throttle(progress)
+        )
+        notes.append(str(loaded))
+        report("preparing weights", 0.0, notes)
+        model.prepare(max_model_len)
+        need = Need(
+            block_size=config.block_size,
+            block_bytes=block_bytes(model.shape, config.block_size, dtype),
+            max_model_len=max_model_len,
+            max_num_seqs=config.max_num_seqs,
+        )
+        report("planning memory", 0.0, notes)
+        plan = plan_memory(config, model, need, dtype, device)
+        notes.extend(plan.notes)
+        report("reserving KV memory", 0.0, notes)
+        pool = KVPool(model.shape, plan.num_blocks, config.block_size, dtype, device)
+    geometry = Geometry(
+        num_blocks=plan.num_blocks,
+        block_size=config.block_size,
+        max_model_len=max_model_len,
+        vocab_size=model.shape.vocab_size,
+        eos_token_ids=read_eos_ids(folder, settings),
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        bytes_per_block=need.block_bytes,
+    )
+    report("ready", 1.0, notes)
+    return Runner(model, pool, geometry, dtype)
+
+
+class Throttle:
+    """Passes on a fraction when it has grown by a hundredth: a report each weight would be thousands."""
+
+    def __init__(self, progress: Callable[[float], None]) -> None:
+        self._progress, self._last = progress, -1.0
+
+    def __call__(self, fraction: float) -> None:
+        if fraction - self._last >= 0.01:
+            self._last = fraction
+            self._progress(fraction)
+
+
+def pick_device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch finds no usable GPU here; --device cpu runs on this machine")
+    return torch.device(name, 0) if name == "cuda" else torch.device(name)
+
+
+def pick_dtype(name: str, configured: object, device: torch.device) -> torch.dtype:
+    """`auto` is float32 on CPU and config.json's dtype elsewhere."""
+    if name != "auto":
+        return DTYPES[name]
+    if device.type == "cpu":
+        return torch.float32
+    known = DTYPES.get(configured) if isinstance(configured, str) else None
+    if known is None and configured is not None:
+        raise ConfigError(f"config.json: dtype {configured!r} is not one of {', '.join(DTYPES)}; --dtype sets one")
+    return known or torch.bfloat16
+
+
+def pick_length(asked: int | None, made_for: int) -> int:
+    if asked is not None and asked > made_for:
+        raise ConfigError(
+            f"--max-model-len {asked} is more than the {made_for} tokens config.json allows; "
+            "--hf-overrides or --rope-scaling can extend that"
+        )
+    return asked or made_for
+
+
+def default_threads() -> int:
+    """Cores minus one: the rest of the ring needs one, and two threads on one core wait for each other."""
+    return max(len(os.sched_getaffinity(0)) - 1, 1)
+
+
+def plan_memory(config: WorkerConfig, model: Model, need: Need, dtype: torch.dtype, device: torch.device) -> MemoryPlan:
+    override = config.num_gpu_blocks_override
+    if device.type == "cpu":
+        return plan_cpu(need, free_memory(), config.cpu_kv_gib, override)
+    tokens = min(config.max_num_batched_tokens, need.max_model_len)
+    try:
+        peak = peak_bytes(model, tokens, config.block_size, dtype, device)
+    except torch.OutOfMemoryError as e:
+        raise LoadError(
+            f"not enough GPU memory for a step of {tokens} tokens beside the weights; lower --max-num-batched-tokens"
+        ) from e
+    _, total = torch.cuda.mem_get_info(device)
+    return plan_cuda(need, total, config.gpu_memory_utilization, torch.cuda.memory_allocated(device), peak, override)
+
+
+def free_memory() -> int:
+    """Bytes that this process can still take: the machine's, or its container's if that is less."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for line in Path("/proc/meminfo").read_text("ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            free = int(line.split()[1]) * 1024
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.is_file() and used.is_file() and (text := limit.read_text("ascii").strip()) != "max":
+        free = min(free, max(int(text) - int(used.read_text("ascii")), 0))
+    return free

@@ -1,0 +1,115 @@
+"""How many KV blocks there is memory for, and the arithmetic in words."""
+
+import math
+from dataclasses import dataclass
+
+from blockyard.shared.errors import LoadError
+
+GIB = 1 << 30
+CPU_SHARE = 0.5  # of free memory at most, where no flag says how much
+CPU_USUAL = 1 * GIB  # more only if one sequence needs it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """What the memory is for."""
+
+    block_size: int  # tokens
+    block_bytes: int  # all layers
+    max_model_len: int
+    max_num_seqs: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    num_blocks: int
+    notes: list[str]
+
+
+def blocks_of(tokens: int, block_size: int) -> int:
+    return -(-tokens // block_size)
+
+
+def plan_cpu(need: Need, free_bytes: int, cpu_kv_gib: float | None, override: int | None) -> MemoryPlan:
+    """Raises LoadError if one sequence of max_model_len does not fit."""
+    if override is not None:
+        return _plan(need, override, [f"{override} blocks by --num-gpu-blocks-override"], "--num-gpu-blocks-override")
+    if cpu_kv_gib is not None:
+        return _plan(need, int(cpu_kv_gib * GIB) // need.block_bytes, [f"{cpu_kv_gib:g} GiB as asked"], "--cpu-kv-gib")
+    most = int(free_bytes * CPU_SHARE)
+    budget = min(max(CPU_USUAL, _bytes_of_one(need)), most)
+    useful = need.max_num_seqs * blocks_of(need.max_model_len, need.block_size)
+    fit = budget // need.block_bytes
+    if useful <= fit:
+        why = f"all that {need.max_num_seqs} sequences of {need.max_model_len} tokens can use"
+    elif budget == most:
+        why = f"{_gib(budget)}, {CPU_SHARE:.0%} of {_gib(free_bytes)} free memory"
+    else:
+        why = f"{_gib(budget)} by default (--cpu-kv-gib)"
+    return _plan(need, min(fit, useful), [why], "--cpu-kv-gib")
+
+
+def plan_cuda(
+    need: Need, total_bytes: int, utilization: float, weights_bytes: int, peak_bytes: int, override: int | None
+) -> MemoryPlan:
+    """peak_bytes: the most that a forward of the largest step needs besides weights and KV. Raises LoadError."""
+    if override is not None:
+        return _plan(need, override, [f"{override} blocks by --num-gpu-blocks-override"], "--num-gpu-blocks-override")
+    left = int(total_bytes * utilization) - weights_bytes - peak_bytes
+    why = (
+        f"{_gib(total_bytes)} x {utilization:g} (--gpu-memory-utilization) - {_gib(weights_bytes)} weights"
+        f" - {_gib(peak_bytes)} for a step = {_gib(max(left, 0))}"
+    )
+    plan = _try(need, max(left, 0) // need.block_bytes, [why])
+    if plan is not None:
+        return plan
+    enough = _bytes_of_one(need) + weights_bytes + peak_bytes
+    if enough <= 0.98 * total_bytes:
+        remedy = f"set --gpu-memory-utilization {_up(enough / total_bytes):.2f} or more, or "
+    else:
+        remedy = ""
+    raise LoadError(_too_small(need, max(left, 0) // need.block_bytes, remedy))
+
+
+def _plan(need: Need, num_blocks: int, why: list[str], flag: str) -> MemoryPlan:
+    plan = _try(need, num_blocks, why)
+    if plan is None:
+        blocks = blocks_of(need.max_model_len, need.block_size)
+        value = f"{blocks}" if flag == "--num-gpu-blocks-override" else f"{_up(_bytes_of_one(need) / GIB):.2f}"
+        raise LoadError(_too_small(need, num_blocks, f"set {flag} {value} or more, or "))
+    return plan
+
+
+def _try(need: Need, num_blocks: int, why: list[str]) -> MemoryPlan | None:
+    if num_blocks * need.block_size < need.max_model_len:
+        return None
+    per_block = f"{need.block_bytes / 1024:.4g} KiB"
+    tokens = num_blocks * need.block_size
+    notes = [
+        f"KV memory: {'; '.join(why)}",
+        f"KV blocks: {num_blocks} of {need.block_size} tokens, {per_block} each, {_gib(num_blocks * need.block_bytes)}",
+        f"KV room: {tokens} tokens, {tokens / need.max_model_len:.1f} x max_model_len {need.max_model_len}",
+    ]
+    return MemoryPlan(num_blocks, notes)
+
+
+def _too_small(need: Need, num_blocks: int, remedy: str) -> str:
+    tokens = num_blocks * need.block_size
+    shorter = f"--max-model-len {tokens} or less" if tokens else "a smaller --max-model-len"
+    return (
+        f"not enough memory for one sequence: {need.max_model_len} tokens need {_gib(_bytes_of_one(need))} of KV,"
+        f" there is room for {tokens}; {remedy}set {shorter}"
+    )
+
+
+def _bytes_of_one(need: Need) -> int:
+    return blocks_of(need.max_model_len, need.block_size) * need.block_bytes
+
+
+def _up(value: float) -> float:
+    """To two digits, rounded up."""
+    return math.ceil(value * 100) / 100
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / (1 << 20):.1f} MiB"

@@ -1,0 +1,191 @@
+"""The decoder block that the families share: what they differ in is a field of `DecoderShape`."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from blockyard.kernels.apply_rope import apply_rope_reference, interleave_pairs
+from blockyard.kernels.rms_norm import RMSNorm
+from blockyard.services.gpu_worker.linear import Linear
+from blockyard.services.gpu_worker.models.rope import RopeParameters, extended_length, rotation_table
+from blockyard.services.gpu_worker.step import Step
+from blockyard.services.gpu_worker.weights import WeightTable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """What the runner, the memory plan and the scheduler have to know of a model."""
+
+    vocab_size: int
+    num_layers: int
+    num_heads: int
+    kv_heads: int
+    head_dim: int
+    max_positions: int  # longest sequence the model was made for
+    scale: float  # on the scores
+    windows: tuple[int | None, ...]  # a layer: how many of the last keys, itself included, a token sees; None all
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderShape:
+    """A Llama-like model in numbers."""
+
+    vocab_size: int
+    hidden: int
+    inner: int
+    num_layers: int
+    num_heads: int
+    kv_heads: int
+    head_dim: int
+    max_positions: int
+    norm_eps: float
+    rope: RopeParameters
+    windows: tuple[int | None, ...]
+    tied: bool = False  # the output matrix is the embedding
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False  # RMSNorm over each head of q and k, before the rotation
+
+
+class Model(Protocol):
+    shape: ModelShape
+    table: WeightTable
+
+    def prepare(self, max_model_len: int) -> None: ...
+    def forward(self, step: Step) -> Tensor: ...
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+
+class Attention:
+    """q, k and v in one product; q and k rotated in place, then handed over with v as one row."""
+
+    def __init__(self, shape: DecoderShape, layer: int, new: "WeightTable", prefix: str) -> None:
+        heads, kv_heads, head_dim = shape.num_heads, shape.kv_heads, shape.head_dim
+        self._layer, self._heads, self._head_dim = layer, heads, head_dim
+        self._rotated = heads + kv_heads
+        self._all = heads + 2 * kv_heads
+
+        def reorder(rows: Tensor) -> Tensor:
+            return interleave_pairs(rows, head_dim)
+
+        sizes = {"q_proj": heads * head_dim, "k_proj": kv_heads * head_dim, "v_proj": kv_heads * head_dim}
+        arrange = {"q_proj": reorder, "k_proj": reorder}
+        self.qkv = Linear(*new.packed(f"{prefix}.self_attn", sizes, shape.hidden, shape.qkv_bias, arrange))
+        self.out = Linear(
+            new.matrix(f"{prefix}.self_attn.o_proj.weight", shape.hidden, heads * head_dim),
+            new.vector(f"{prefix}.self_attn.o_proj.bias", shape.hidden) if shape.out_bias else None,
+        )
+        self.norm: RMSNorm | None = None
+        if shape.qk_norm:  # one weight for all q heads, one for all k heads
+            weight = new.empty(self._rotated, head_dim)
+            new.place(f"{prefix}.self_attn.q_norm.weight", weight[:heads], (head_dim,), reorder)
+            new.place(f"{prefix}.self_attn.k_norm.weight", weight[heads:], (head_dim,), reorder)
+            self.norm = RMSNorm(weight, shape.norm_eps)
+
+    def prepare(self) -> None:
+        self.qkv.prepare()
+        self.out.prepare()
+        if self.norm is not None:
+            self.norm.prepare()
+
+    def forward(self, residual: Tensor, x: Tensor, rotation: Tensor, step: Step) -> Tensor:
+        """residual, x [tokens, hidden], rotation [tokens, 1, head_dim/2] -> [tokens, hidden]."""
+        qkv = self.qkv(x).view(-1, self._all, self._head_dim)
+        qk = qkv[:, : self._rotated]
+        if self.norm is not None:
+            qk = self.norm(qk)
+        apply_rope_reference(qk, rotation)
+        if self.norm is not None:
+            qkv[:, : self._rotated] = qk
+        return self.out.add_to(residual, step.attend(self._layer, qkv[:, : self._heads], qkv[:, self._heads :]))
+
+
+class GatedMLP:
+    """down(silu(gate(x)) * up(x)), gate and up in one product."""
+
+    def __init__(self, shape: DecoderShape, new: "WeightTable", prefix: str) -> None:
+        sizes = {"gate_proj": shape.inner, "up_proj": shape.inner}
+        self.gate_up = Linear(*new.packed(f"{prefix}.mlp", sizes, shape.hidden, shape.mlp_bias))
+        self.down = Linear(
+            new.matrix(f"{prefix}.mlp.down_proj.weight", shape.hidden, shape.inner),
+            new.vector(f"{prefix}.mlp.down_proj.bias", shape.hidden) if shape.mlp_bias else None,
+        )
+
+    def prepare(self) -> None:
+        self.gate_up.prepare()
+        self.down.prepare()
+
+    def forward(self, residual: Tensor, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.down.add_to(residual, F.silu(gate).mul_(up))
+
+
+class Block:
+    def __init__(self, shape: DecoderShape, layer: int, new: "WeightTable") -> None:
+        prefix = f"model.layers.{layer}"
+        self.norm1 = RMSNorm(new.vector(f"{prefix}.input_layernorm.weight", shape.hidden), shape.norm_eps)
+        self.attention = Attention(shape, layer, new, prefix)
+        self.norm2 = RMSNorm(new.vector(f"{prefix}.post_attention_layernorm.weight", shape.hidden), shape.norm_eps)
+        self.mlp = GatedMLP(shape, new, prefix)
+
+    def prepare(self) -> None:
+        for part in (self.norm1, self.attention, self.norm2, self.mlp):
+            part.prepare()
+
+    def forward(self, x: Tensor, rotation: Tensor, step: Step) -> Tensor:
+        x = self.attention.forward(x, self.norm1(x), rotation, step)
+        return self.mlp.forward(x, self.norm2(x))
+
+
+class Decoder:
+    """A whole model. Build it, load `table`, call `prepare`."""
+
+    def __init__(self, shape: DecoderShape, dtype: torch.dtype, device: torch.device) -> None:
+        self._decoder = shape
+        self.shape = ModelShape(
+            vocab_size=shape.vocab_size,
+            num_layers=shape.num_layers,
+            num_heads=shape.num_heads,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            max_positions=extended_length(shape.rope, shape.max_positions),
+            scale=shape.head_dim**-0.5,
+            windows=shape.windows,
+        )
+        self.table = new = WeightTable(dtype, device)
+        self._embedding = new.matrix("model.embed_tokens.weight", shape.vocab_size, shape.hidden)
+        self._blocks = [Block(shape, layer, new) for layer in range(shape.num_layers)]
+        self._norm = RMSNorm(new.vector("model.norm.weight", shape.hidden), shape.norm_eps)
+        if shape.tied:
+            new.ignore("lm_head.weight")
+            self._head = Linear(self._embedding)
+        else:
+            self._head = Linear(new.matrix("lm_head.weight", shape.vocab_size, shape.hidden))
+        new.ignore_suffix(".rotary_emb.inv_freq")
+        self._rotations = torch.empty(0)
+
+    def prepare(self, max_model_len: int) -> None:
+        """Call once the weights are loaded."""
+        for block in self._blocks:
+            block.prepare()
+        self._norm.prepare()
+        self._head.prepare()
+        shape = self._decoder
+        table = rotation_table(shape.rope, shape.head_dim, shape.max_positions, max_model_len)
+        self._rotations = table.unsqueeze(1).to(self._embedding.device)
+
+    def forward(self, step: Step) -> Tensor:
+        """[tokens, hidden], normalised: ready for `logits`."""
+        x = F.embedding(step.token_ids, self._embedding)
+        rotation = self._rotations.index_select(0, step.positions)
+        for block in self._blocks:
+            x = block.forward(x, rotation, step)
+        return self._norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden] -> [rows, vocab_size] in the model's dtype."""
+        return self._head(hidden)

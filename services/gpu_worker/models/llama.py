@@ -1,0 +1,60 @@
+"""Llama 2, 3 and 3.x, and what shares their architecture."""
+
+from typing import Any
+
+import msgspec
+import torch
+
+from blockyard.services.gpu_worker.models.decoder import Decoder, DecoderShape
+from blockyard.services.gpu_worker.models.folder import parse
+from blockyard.services.gpu_worker.models.rope import read_rope
+from blockyard.shared.errors import ConfigError
+
+
+class LlamaConfig(msgspec.Struct, frozen=True):
+    """The fields of config.json that matter; the defaults are transformers'."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    max_position_embeddings: int = 2048
+    rms_norm_eps: float = 1e-6
+    hidden_act: str = "silu"
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+
+
+def build(config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> Decoder:
+    fields = parse(config, LlamaConfig)
+    return Decoder(decoder_shape(fields, config), dtype, device)
+
+
+def decoder_shape(fields: LlamaConfig, config: dict[str, Any]) -> DecoderShape:
+    """Raises ConfigError for what the shared block does not do."""
+    if fields.hidden_act != "silu":
+        raise ConfigError(f"config.json: hidden_act {fields.hidden_act!r} is not supported; 'silu' is")
+    kv_heads = fields.num_key_value_heads or fields.num_attention_heads
+    if fields.num_attention_heads % kv_heads:
+        raise ConfigError(f"config.json: {fields.num_attention_heads} heads cannot share {kv_heads} key/value heads")
+    return DecoderShape(
+        vocab_size=fields.vocab_size,
+        hidden=fields.hidden_size,
+        inner=fields.intermediate_size,
+        num_layers=fields.num_hidden_layers,
+        num_heads=fields.num_attention_heads,
+        kv_heads=kv_heads,
+        head_dim=fields.head_dim or fields.hidden_size // fields.num_attention_heads,
+        max_positions=fields.max_position_embeddings,
+        norm_eps=fields.rms_norm_eps,
+        rope=read_rope(config, fields.max_position_embeddings),
+        windows=(None,) * fields.num_hidden_layers,
+        tied=fields.tie_word_embeddings,
+        qkv_bias=fields.attention_bias,
+        out_bias=fields.attention_bias,
+        mlp_bias=fields.mlp_bias,
+    )

@@ -1,0 +1,25 @@
+"""Which family builds which architecture. A new family is a file and a line here."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from blockyard.services.gpu_worker.models import llama
+from blockyard.services.gpu_worker.models.decoder import Model
+from blockyard.shared.errors import ConfigError
+
+Build = Callable[[dict[str, Any], torch.dtype, torch.device], Model]
+
+FAMILIES: dict[str, Build] = {
+    "LlamaForCausalLM": llama.build,
+}
+
+
+def find_family(config: dict[str, Any]) -> Build:
+    """By config.json's first known architecture. Raises ConfigError with the list of what is supported."""
+    for name in config["architectures"]:
+        if name in FAMILIES:
+            return FAMILIES[name]
+    named = ", ".join(config["architectures"])
+    raise ConfigError(f"architecture {named} is not supported; supported are {', '.join(sorted(FAMILIES))}")

@@ -1,0 +1,35 @@
+"""Measures what a forward pass needs on a GPU besides weights and KV."""
+
+import numpy as np
+import torch
+
+from blockyard.services.gpu_worker.kv_pool import KVPool, ReadPlanner
+from blockyard.services.gpu_worker.models.decoder import Model
+from blockyard.services.gpu_worker.step import Step
+
+
+def peak_bytes(model: Model, tokens: int, block_size: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Runs one prefill of `tokens` with its logits on a pool just large enough; cuda only."""
+    blocks = -(-tokens // block_size)
+    before = torch.cuda.memory_allocated(device)
+    pool = KVPool(model.shape, blocks, block_size, dtype, device)
+    torch.cuda.reset_peak_memory_stats(device)
+    held = torch.cuda.memory_allocated(device)
+    positions = np.arange(tokens)
+    attend = ReadPlanner(pool, dtype).attention(
+        positions // block_size,
+        positions % block_size,
+        np.arange(blocks)[None],
+        np.array([tokens]),
+        np.array([tokens]),
+        num_decodes=int(tokens == 1),
+    )
+    index = torch.from_numpy(positions).to(device)
+    hidden = model.forward(Step(torch.zeros_like(index), index, attend))
+    model.logits(hidden[-256:]).float().log_softmax(-1)
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device) - held
+    del pool, hidden, attend
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_allocated(device) <= before + (1 << 20)  # the pool of the trial is gone
+    return peak + (256 << 20)  # libraries' workspaces and fragments

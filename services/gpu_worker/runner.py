@@ -1,0 +1,150 @@
+"""Runs step plans on a model: applies what changed, computes, samples, says what each slot produced."""
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from blockyard.services.gpu_worker.block_names import BlockNames
+from blockyard.services.gpu_worker.kv_pool import KVPool, ReadPlanner
+from blockyard.services.gpu_worker.models.decoder import Model
+from blockyard.services.gpu_worker.prompt_scores import PromptScores
+from blockyard.services.gpu_worker.sampler.sampler import Sampler
+from blockyard.services.gpu_worker.slots import Slots
+from blockyard.services.gpu_worker.step import Step
+from blockyard.shared.messages import FinishReason, Geometry, SlotResult, StepPlan
+
+Ints = npt.NDArray[np.int64]
+
+
+class Runner:
+    """The device state of one worker and the loop body over it."""
+
+    def __init__(self, model: Model, pool: KVPool, geometry: Geometry, dtype: torch.dtype) -> None:
+        self.geometry = geometry
+        self.names = BlockNames(pool.num_blocks)
+        self._model, self._pool = model, pool
+        self._planner = ReadPlanner(pool, dtype)
+        self._sampler = Sampler(geometry.vocab_size, geometry.eos_token_ids, pool.device)
+        self._prompt_scores = PromptScores(model)
+        self._eos = frozenset(geometry.eos_token_ids)
+        self.reset(0)
+
+    def reset(self, num_slots: int) -> None:
+        """Drops all slots; KV and its names stay."""
+        shape = self.geometry
+        self._slots = Slots(num_slots, shape.max_model_len, shape.block_size, shape.vocab_size, shape.num_blocks)
+        self._sampler.reset(num_slots)
+
+    def execute(self, plan: StepPlan) -> list[SlotResult]:
+        """Applies and runs one plan. A slot that cannot run or sample fails alone."""
+        self._apply(plan)
+        results = self._broken(plan)
+        slots, counts = self._slots.grant(plan.runs)
+        if len(slots):
+            with torch.inference_mode():
+                results.extend(self._step(slots, counts))
+        self.names.learn(plan.names)
+        for result in results:
+            if result.finish == FinishReason.FAILED and result.slot in self._slots.slots:
+                self.names.forget(self._blocks_of(result.slot))
+        return results
+
+    def _apply(self, plan: StepPlan) -> None:
+        for slot in plan.ends:
+            self._slots.end(slot)
+            self._sampler.end(slot)
+        for start in plan.starts:
+            self._sampler.end(start.slot)
+            if self._slots.start(start):
+                problem = self._sampler.start(start)
+                if problem:
+                    self._slots.errors[start.slot] = problem
+                    self._slots.fail(start.slot)
+        for added in plan.blocks:
+            self._slots.add_blocks(added)
+
+    def _broken(self, plan: StepPlan) -> list[SlotResult]:
+        """What is said, once, of slots that cannot run."""
+        errors = self._slots.errors
+        if not errors:
+            return []
+        broken = [r.slot for r in plan.runs if r.slot in errors]
+        return [SlotResult(s, [], 0, finish=FinishReason.FAILED, detail=errors.pop(s)) for s in broken]
+
+    def _step(self, slots: Ints, counts: Ints) -> list[SlotResult]:
+        table = self._slots
+        begin = table.computed[slots]
+        lengths = begin + counts
+        num_decodes = int((counts == 1).sum())
+        rows, positions = slots, begin
+        if num_decodes < len(slots):
+            rows = np.repeat(slots, counts)
+            first = np.cumsum(counts) - counts
+            positions = np.arange(len(rows)) - np.repeat(first - begin, counts)
+        blocks = table.tables[rows, positions // table.block_size]
+        self.names.forget(blocks)
+        attend = self._planner.attention(
+            blocks, positions % table.block_size, table.tables[slots], counts, lengths, num_decodes
+        )
+        step = Step(self._tensor(table.token_ids[rows, positions]), self._tensor(positions), attend)
+        hidden = self._model.forward(step)
+        table.computed[slots] = lengths
+        results = self._sample(slots, np.cumsum(counts) - 1, hidden)
+        return self._prompt_scores.add(table, slots, counts, begin, hidden, results)
+
+    def _sample(self, slots: Ints, last: Ints, hidden: Tensor) -> list[SlotResult]:
+        """Tokens for the slots whose known tokens are all computed. `last` is each slot's last row of `hidden`."""
+        table = self._slots
+        lengths = table.computed[slots].tolist()
+        at_end = (table.computed[slots] == table.known[slots]).tolist()
+        results: list[SlotResult] = []
+        ready: list[int] = []  # places in `slots`
+        for place, slot in enumerate(slots.tolist()):
+            full = lengths[place] >= table.slots[slot].max_known
+            if at_end[place] and not full:
+                ready.append(place)
+                continue
+            finish = FinishReason.LENGTH if at_end[place] else None
+            if finish is not None:
+                table.live[slot] = False
+            results.append(SlotResult(slot, [], lengths[place], finish))
+        if not ready:
+            return results
+        chosen = slots[ready]
+        rows = hidden if len(ready) == len(hidden) else hidden.index_select(0, self._tensor(last[ready]))
+        sampled = self._sampler.sample(self._model.logits(rows), chosen, table)
+        table.append(chosen, np.array(sampled.token_ids, np.int64))
+        for i, slot in enumerate(chosen.tolist()):
+            length = lengths[ready[i]]
+            if (problem := sampled.problems.get(i)) is not None:
+                self._drop(slot)
+                results.append(SlotResult(slot, [], length, FinishReason.FAILED, detail=problem))
+                continue
+            token = sampled.token_ids[i]
+            finish, stop = self._finish(slot, token, length + 1)
+            if finish is not None:
+                table.live[slot] = False
+            logprobs = sampled.logprobs.get(i)
+            results.append(SlotResult(slot, [token], length, finish, stop, [logprobs] if logprobs else []))
+        return results
+
+    def _finish(self, slot: int, token: int, known: int) -> tuple[FinishReason | None, int | None]:
+        """Whether this token ends the choice, and the stop id that did."""
+        state = self._slots.slots[slot]
+        if token in self._eos and not state.sampling.ignore_eos:
+            return FinishReason.STOP, None
+        if token in state.stop_ids:
+            return FinishReason.STOP, token
+        return (FinishReason.LENGTH if known >= state.max_known else None), None
+
+    def _drop(self, slot: int) -> None:
+        """After logits that are not numbers: what it wrote must not reach the next owner of its blocks."""
+        self._slots.fail(slot)
+        self._pool.scrub(self._blocks_of(slot))
+
+    def _blocks_of(self, slot: int) -> Ints:
+        return self._slots.tables[slot, : self._slots.num_blocks[slot]]
+
+    def _tensor(self, values: Ints) -> Tensor:
+        return torch.from_numpy(values).to(self._pool.device, non_blocking=True)

@@ -1,0 +1,135 @@
+"""The worker's loop: takes plans in order, runs them one by one, answers each. A plain thread; no torch in here."""
+
+import logging
+import threading
+import time
+from collections import deque
+from typing import Protocol
+
+from blockyard.shared.bus import Event, Gone
+from blockyard.shared.messages import (
+    Attach,
+    Attached,
+    Fenced,
+    Frame,
+    Geometry,
+    Member,
+    OutOfStep,
+    SlotResult,
+    Stats,
+    StepPlan,
+    StepResult,
+    WorkerIn,
+)
+
+log = logging.getLogger(__name__)
+
+IDLE_POLL_S = 0.5
+STATS_EVERY_S = 0.5
+
+
+class Names(Protocol):
+    def listed(self) -> tuple[list[int], bytes]: ...
+
+
+class StepRunner(Protocol):
+    """What executes plans: the model's runner, or one without a model."""
+
+    @property
+    def geometry(self) -> Geometry: ...
+    @property
+    def names(self) -> Names: ...
+    def reset(self, num_slots: int) -> None: ...
+    def execute(self, plan: StepPlan) -> list[SlotResult]: ...
+
+
+class WorkerLinks(Protocol):
+    """The part of `Links` that is used here."""
+
+    @property
+    def me(self) -> Member: ...
+    def poll(self, timeout_s: float) -> "list[tuple[int, Event | WorkerIn]]": ...
+    def answer(self, to: int, frame: Frame) -> bool: ...
+    def count(self, stats: Stats) -> None: ...
+
+
+class Worker:
+    """Obeys the scheduler that attached last. Plans wait in `plans` while a step runs."""
+
+    def __init__(self, links: WorkerLinks, runner: StepRunner) -> None:
+        self._links, self._runner = links, runner
+        self.plans: deque[StepPlan] = deque()
+        self._scheduler: int | None = None
+        self._next = 0  # number of the plan that is to come; 0: none before the next Attach
+        self._stats = Stats(blocks_total=runner.geometry.num_blocks)
+        self._counted_at = 0.0
+        self._steps = self._tokens = 0
+
+    def run(self, stopped: threading.Event) -> None:
+        """Serves until `stopped`; the plan it is on is finished first."""
+        while not stopped.is_set():
+            for peer, event in self._links.poll(0.0 if self.plans else IDLE_POLL_S):
+                self.handle(peer, event)
+            self.step()
+
+    def handle(self, peer: int, event: "Event | WorkerIn") -> None:
+        match event:
+            case Attach():
+                self._attach(peer, event)
+            case StepPlan():
+                self._take(peer, event)
+            case Gone() if peer == self._scheduler:
+                self.plans.clear()  # nobody is left to answer; KV and slots wait for the next Attach
+
+    def step(self) -> None:
+        """Runs the oldest plan, if there is one, and answers it."""
+        if not self.plans:
+            return
+        plan = self.plans.popleft()
+        start = time.perf_counter()
+        results = self._runner.execute(plan)
+        elapsed = time.perf_counter() - start
+        answer = StepResult(self._links.me.incarnation, plan.number, results, time.time(), elapsed)
+        self._links.answer(plan.scheduler, answer)
+        self._count(results)
+
+    def _attach(self, peer: int, attach: Attach) -> None:
+        self.plans.clear()
+        self._runner.reset(attach.num_slots)
+        self._scheduler, self._next = attach.scheduler, 1
+        block_ids, names = self._runner.names.listed()
+        me = self._links.me.incarnation
+        self._links.answer(peer, Attached(me, attach.scheduler, self._runner.geometry, block_ids, names))
+        log.info("attached to scheduler %x with %d slots", attach.scheduler, attach.num_slots)
+
+    def _take(self, peer: int, plan: StepPlan) -> None:
+        if plan.scheduler != self._scheduler:
+            log.warning("refused a plan of scheduler %x", plan.scheduler)
+            self._links.answer(peer, Fenced(plan.scheduler))
+        elif self._next == 0:
+            return  # out of step, and said so: what is still under way from before counts no more
+        elif plan.number != self._next:
+            log.error("plan %d came where %d was due: slots dropped", plan.number, self._next)
+            self._links.answer(peer, OutOfStep(self._links.me.incarnation, self._next))
+            self.plans.clear()
+            self._runner.reset(0)
+            self._next = 0
+        else:
+            self._next += 1
+            self.plans.append(plan)
+
+    def _count(self, results: list[SlotResult]) -> None:
+        self._steps += 1
+        self._tokens += sum(len(r.token_ids) for r in results)
+        now = time.monotonic()
+        if now - self._counted_at >= STATS_EVERY_S:
+            self._counted_at = now
+            geometry = self._runner.geometry
+            self._links.count(
+                Stats(
+                    running=len(results),
+                    output_tokens_total=self._tokens,
+                    blocks_total=geometry.num_blocks,
+                    steps_total=self._steps,
+                )
+            )

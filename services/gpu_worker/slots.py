@@ -1,0 +1,136 @@
+"""The running choices: ids, lengths and block tables, one row a slot. No torch, no sampling."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from blockyard.shared.messages import Sampling, SlotBlocks, SlotRun, SlotStart
+
+Ints = npt.NDArray[np.int64]
+
+
+class SlotError(Exception):
+    """This slot cannot run: it fails alone, with this message."""
+
+
+@dataclass(slots=True)
+class Slot:
+    """What is known of a choice besides its row in the arrays."""
+
+    sampling: Sampling
+    choice: int
+    num_prompt_tokens: int
+    max_known: int  # with that many tokens it has reached max_tokens or max_model_len
+    prompt_logprobs_from: int = 0
+    stop_ids: frozenset[int] = field(default_factory=frozenset)
+
+
+class Slots:
+    """Rows of slots. A slot is `live` from its start until it finishes, fails or is ended."""
+
+    def __init__(self, num_slots: int, max_model_len: int, block_size: int, vocab_size: int, num_blocks: int) -> None:
+        self._limits = (max_model_len, vocab_size, num_blocks)
+        self.block_size = block_size
+        self.token_ids = np.zeros((num_slots, max_model_len), np.int64)
+        self.tables = np.zeros((num_slots, -(-max_model_len // block_size)), np.int64)
+        self.known = np.zeros(num_slots, np.int64)  # tokens whose ids are here
+        self.computed = np.zeros(num_slots, np.int64)  # tokens whose KV is written
+        self.num_blocks = np.zeros(num_slots, np.int64)
+        self.live = np.zeros(num_slots, np.bool_)
+        self.slots: dict[int, Slot] = {}
+        self.errors: dict[int, str] = {}  # of slots that are to fail when they are next run
+
+    def start(self, start: SlotStart) -> bool:
+        """False if it cannot run; `errors` then says why, which its first run answers."""
+        self.end(start.slot)
+        try:
+            self._start(start)
+        except SlotError as e:
+            self.errors[start.slot] = str(e)
+            return False
+        return True
+
+    def end(self, slot: int) -> None:
+        """It writes nothing any more. Unknown slots are ignored."""
+        self.errors.pop(slot, None)
+        if self.slots.pop(slot, None) is not None:
+            self.live[slot] = False
+            self.known[slot] = self.computed[slot] = self.num_blocks[slot] = 0
+
+    def fail(self, slot: int) -> None:
+        self.live[slot] = False
+
+    def clear(self) -> None:
+        for slot in [*self.slots, *self.errors]:
+            self.end(slot)
+
+    def add_blocks(self, added: SlotBlocks) -> None:
+        slot = added.slot
+        if slot not in self.slots:
+            return
+        try:
+            self._append_blocks(slot, added.blocks)
+        except SlotError as e:
+            self.live[slot] = False
+            self.errors[slot] = str(e)
+
+    def grant(self, runs: list[SlotRun]) -> tuple[Ints, Ints]:
+        """Slots that compute something in this step and how many tokens each, decodes first.
+
+        A slot takes the least of what it may, what it knows and what it has blocks for; ended ones are left out.
+        """
+        wanted = np.array([(r.slot, r.max_tokens) for r in runs if r.slot in self.slots], np.int64).reshape(-1, 2)
+        slots, most = wanted[:, 0], wanted[:, 1]
+        room = np.minimum(self.known[slots], self.num_blocks[slots] * self.block_size) - self.computed[slots]
+        counts = np.minimum(most, room)
+        runs_now = self.live[slots] & (counts > 0)
+        slots, counts = slots[runs_now], counts[runs_now]
+        if len(counts) and (counts.max() > 1):
+            order = np.argsort(counts > 1, kind="stable")
+            slots, counts = slots[order], counts[order]
+        return slots, counts
+
+    def append(self, slots: Ints, token_ids: Ints) -> None:
+        """One new token each. One that has reached the end of its row (max_model_len) does not need it any more."""
+        known = self.known[slots]
+        fits = known < self.token_ids.shape[1]
+        self.token_ids[slots[fits], known[fits]] = token_ids[fits]
+        self.known[slots] = known + 1
+
+    def _start(self, start: SlotStart) -> None:
+        max_model_len, vocab_size, _ = self._limits
+        slot, ids = start.slot, np.frombuffer(start.token_ids, "<u4")
+        if not 0 <= slot < len(self.live):
+            raise SlotError(f"slot {slot} is outside of 0 to {len(self.live) - 1}")
+        if not 0 < len(ids) <= max_model_len:
+            raise SlotError(f"{len(ids)} tokens do not fit a context of {max_model_len}")
+        if ids.max() >= vocab_size:
+            raise SlotError(f"token id {ids.max()} is outside of the vocabulary of {vocab_size}")
+        if not 0 <= start.num_computed < len(ids):
+            raise SlotError(f"{start.num_computed} of {len(ids)} tokens cannot be computed already")
+        if not 0 < start.num_prompt_tokens <= len(ids):
+            raise SlotError(f"{start.num_prompt_tokens} of {len(ids)} tokens cannot be the prompt")
+        self.token_ids[slot, : len(ids)] = ids
+        self.known[slot], self.computed[slot], self.num_blocks[slot] = len(ids), start.num_computed, 0
+        self._append_blocks(slot, start.blocks)
+        if start.num_computed > len(start.blocks) * self.block_size:
+            raise SlotError(f"{len(start.blocks)} blocks cannot hold {start.num_computed} computed tokens")
+        self.slots[slot] = Slot(
+            start.sampling,
+            start.choice,
+            start.num_prompt_tokens,
+            min(start.num_prompt_tokens + start.sampling.max_tokens, max_model_len),
+            start.prompt_logprobs_from,
+            frozenset(start.sampling.stop_token_ids),
+        )
+        self.live[slot] = True
+
+    def _append_blocks(self, slot: int, blocks: list[int]) -> None:
+        num_blocks = self._limits[2]
+        have = int(self.num_blocks[slot])
+        blocks = blocks[: self.tables.shape[1] - have]  # a grant may reach beyond the context; nothing is written there
+        if blocks and (min(blocks) < 0 or max(blocks) >= num_blocks):
+            raise SlotError(f"blocks {blocks} are outside of the pool of {num_blocks}")
+        self.tables[slot, have : have + len(blocks)] = blocks
+        self.num_blocks[slot] = have + len(blocks)

@@ -1,0 +1,99 @@
+"""Where each weight of a checkpoint goes, and a count of what has arrived."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from blockyard.shared.errors import LoadError
+
+Arrange = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Part of a parameter, and the shape the checkpoint has it in."""
+
+    target: Tensor
+    shape: tuple[int, ...]
+    arrange: Arrange | None
+
+
+class WeightTable:
+    """A model allocates its parameters here, each under the names that checkpoints use."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype, self.device = dtype, device
+        self.places: dict[str, Place] = {}
+        self.size_bytes = 0
+        self._ignored: set[str] = set()
+        self._ignored_suffixes: tuple[str, ...] = ()
+        self._loaded: set[str] = set()
+
+    def empty(self, *shape: int) -> Tensor:
+        tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
+        self.size_bytes += tensor.nbytes
+        return tensor
+
+    def place(self, name: str, target: Tensor, shape: tuple[int, ...], arrange: Arrange | None = None) -> None:
+        """A checkpoint's `name` of `shape` goes to `target`, rows rearranged; a smaller shape is repeated."""
+        self.places[name] = Place(target, shape, arrange)
+
+    def matrix(self, name: str, rows: int, columns: int) -> Tensor:
+        target = self.empty(rows, columns)
+        self.place(name, target, (rows, columns))
+        return target
+
+    def vector(self, name: str, size: int) -> Tensor:
+        target = self.empty(size)
+        self.place(name, target, (size,))
+        return target
+
+    def packed(
+        self,
+        prefix: str,
+        rows: Mapping[str, int],
+        columns: int,
+        bias: bool,
+        arrange: Mapping[str, Arrange] | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """One matrix (and bias) of several that share their input: `rows` names them in order."""
+        total = sum(rows.values())
+        weight, vector = self.empty(total, columns), self.empty(total) if bias else None
+        start = 0
+        for name, count in rows.items():
+            how = (arrange or {}).get(name)
+            self.place(f"{prefix}.{name}.weight", weight[start : start + count], (count, columns), how)
+            if vector is not None:
+                self.place(f"{prefix}.{name}.bias", vector[start : start + count], (count,), how)
+            start += count
+        return weight, vector
+
+    def ignore(self, name: str) -> None:
+        self._ignored.add(name)
+
+    def ignore_suffix(self, suffix: str) -> None:
+        self._ignored_suffixes = (*self._ignored_suffixes, suffix)
+
+    def wants(self, name: str) -> bool:
+        """Raises LoadError for a name that the model has no use for."""
+        if name in self.places:
+            return True
+        if name in self._ignored or name.endswith(self._ignored_suffixes):
+            return False
+        raise LoadError(f"the checkpoint has a weight that the model does not: {name}")
+
+    def put(self, name: str, value: Tensor) -> None:
+        """Copies one weight in, converting it. Raises LoadError if the shape is not the config's."""
+        place = self.places[name]
+        if tuple(value.shape) != place.shape:
+            raise LoadError(f"{name}: the checkpoint has {list(value.shape)}, config.json means {list(place.shape)}")
+        place.target.copy_(place.arrange(value) if place.arrange else value)
+        self._loaded.add(name)
+
+    def check_complete(self) -> None:
+        missing = sorted(self.places.keys() - self._loaded)
+        if missing:
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise LoadError(f"the checkpoint lacks {missing[0]}{more}")

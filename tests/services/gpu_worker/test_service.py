@@ -1,0 +1,119 @@
+"""The worker's protocol: attach, order of plans, fencing. The runner is a stand-in."""
+
+from blockyard.services.gpu_worker.service import Worker
+from blockyard.shared.bus import Gone
+from blockyard.shared.fake_links import FakeLinks
+from blockyard.shared.messages import (
+    Attach,
+    Attached,
+    Fenced,
+    Geometry,
+    Member,
+    OutOfStep,
+    Role,
+    SlotResult,
+    SlotRun,
+    StepPlan,
+    StepResult,
+)
+
+ME, OLD, NEW = 7, 100, 200
+
+
+class StubNames:
+    def listed(self) -> tuple[list[int], bytes]:
+        return [3], b"n" * 16
+
+
+class StubRunner:
+    def __init__(self) -> None:
+        self.geometry = Geometry(8, 16, 64, 100, [1], 4, 32)
+        self.names = StubNames()
+        self.log: list[tuple[str, int]] = []
+
+    def reset(self, num_slots: int) -> None:
+        self.log.append(("reset", num_slots))
+
+    def execute(self, plan: StepPlan) -> list[SlotResult]:
+        self.log.append(("plan", plan.number))
+        return [SlotResult(r.slot, [5], 1) for r in plan.runs]
+
+
+def plan(number: int, scheduler: int = OLD) -> StepPlan:
+    return StepPlan(scheduler, number, [], [], [], [SlotRun(2, 1)])
+
+
+def worker() -> tuple[Worker, FakeLinks, StubRunner]:
+    links = FakeLinks(Member("worker", Role.GPU_WORKER, ME, "ipc://w"))
+    runner = StubRunner()
+    return Worker(links, runner), links, runner
+
+
+def test_attach_answers_geometry_and_named_blocks() -> None:
+    it, links, runner = worker()
+    it.handle(OLD, Attach(OLD, num_slots=9, depth=1))
+    assert links.answered == [(OLD, Attached(ME, OLD, runner.geometry, [3], b"n" * 16))]
+    assert runner.log == [("reset", 9)]
+
+
+def test_plans_run_in_order_and_each_is_answered() -> None:
+    it, links, runner = worker()
+    it.handle(OLD, Attach(OLD, 9, 1))
+    it.handle(OLD, plan(1))
+    it.handle(OLD, plan(2))
+    it.step()
+    it.step()
+    it.step()  # nothing left: does nothing
+    assert runner.log[1:] == [("plan", 1), ("plan", 2)]
+    answers = [frame for _, frame in links.answered if isinstance(frame, StepResult)]
+    assert [(a.worker, a.number, a.slots[0].token_ids) for a in answers] == [(ME, 1, [5]), (ME, 2, [5])]
+    assert all(a.stamp_s > 1e9 and a.step_s >= 0 for a in answers)
+
+
+def test_attach_drops_what_is_queued_and_fences_the_older_scheduler() -> None:
+    it, links, runner = worker()
+    it.handle(OLD, Attach(OLD, 9, 1))
+    it.handle(OLD, plan(1))
+    it.handle(NEW, Attach(NEW, 5, 1))
+    it.step()
+    assert ("plan", 1) not in runner.log
+    it.handle(OLD, plan(2))
+    assert links.answered[-1] == (OLD, Fenced(OLD))
+    it.handle(NEW, plan(1, NEW))
+    it.step()
+    assert links.answered[-1][0] == NEW
+
+
+def test_a_gap_drops_slots_and_asks_to_be_attached_again() -> None:
+    it, links, runner = worker()
+    it.handle(OLD, Attach(OLD, 9, 1))
+    it.handle(OLD, plan(1))
+    it.handle(OLD, plan(3))
+    assert links.answered[-1] == (OLD, OutOfStep(ME, 2))
+    assert runner.log[-1] == ("reset", 0)
+    count = len(links.answered)
+    it.handle(OLD, plan(4))  # was under way: said once is enough
+    it.step()
+    assert len(links.answered) == count
+    it.handle(OLD, Attach(OLD, 9, 1))
+    it.handle(OLD, plan(1))
+    it.step()
+    assert runner.log[-1] == ("plan", 1)
+
+
+def test_a_plan_before_any_attach_is_refused() -> None:
+    it, links, _ = worker()
+    it.handle(OLD, plan(1))
+    assert links.answered == [(OLD, Fenced(OLD))]
+
+
+def test_queued_plans_of_a_dead_scheduler_are_not_run() -> None:
+    it, _, runner = worker()
+    scheduler = Member("scheduler", Role.SCHEDULER, OLD, "ipc://s")
+    it.handle(OLD, Attach(OLD, 9, 1))
+    it.handle(OLD, plan(1))
+    it.handle(NEW, Gone(Member("other", Role.DETOKENIZER, NEW, "")))
+    assert len(it.plans) == 1
+    it.handle(OLD, Gone(scheduler))
+    it.step()
+    assert runner.log == [("reset", 9)]
