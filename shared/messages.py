@@ -110,6 +110,12 @@ class Members(Frame, frozen=True):
     members: list[Member]
 
 
+class AskMembers(Frame, frozen=True):
+    """One look at the list by somebody who is no member: answered with Members once."""
+
+    asker: str
+
+
 # --- links --------------------------------------------------------------------------------------------
 
 
@@ -503,7 +509,7 @@ class Scraped(Frame, frozen=True):
 
 # --- what each service accepts, nothing else ----------------------------------------------------------
 
-RegistryIn = Announce | Leave | LinkLost
+RegistryIn = Announce | Leave | LinkLost | AskMembers
 MemberIn = Members  # from the registry, on the registry link
 GatewayIn = Tokenized | Detokenized | TextRejected | Accepted | Refused | RoomChanged | TextBatch | Scrape | Scraped
 TokenizerIn = Tokenize | Detokenize

@@ -1,5 +1,6 @@
 """The registry's one socket: everybody's heartbeats come in, the list goes out."""
 
+import contextlib
 import logging
 
 import msgspec
@@ -7,7 +8,7 @@ import zmq
 
 from blockyard.shared.config.process import BusConfig
 from blockyard.shared.errors import ConfigError
-from blockyard.shared.messages import Announce, Frame, Members, RegistryIn
+from blockyard.shared.messages import Announce, AskMembers, Frame, Members, RegistryIn
 from blockyard.shared.sockets import Sockets, readable
 
 log = logging.getLogger(__name__)
@@ -27,6 +28,7 @@ class RegistrySocket:
             raise ConfigError(f"cannot bind the message bus to {endpoint}: {e}") from e
         self._decoder: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(RegistryIn)
         self._listeners: dict[bytes, int] = {}  # routing id -> incarnation
+        self._askers: list[bytes] = []
         self.malformed = 0
 
     def poll(self, timeout_s: float) -> list[Frame]:
@@ -43,6 +45,8 @@ class RegistrySocket:
                 continue
             if isinstance(frame, Announce) and route.startswith(b"m"):  # "h" sockets only repeat heartbeats
                 self._listeners[route] = frame.member.incarnation
+            elif isinstance(frame, AskMembers):
+                self._askers.append(route)
             frames.append(frame)
         return frames
 
@@ -54,6 +58,18 @@ class RegistrySocket:
                 self._socket.send_multipart((route, data), zmq.NOBLOCK)
             except zmq.ZMQError:
                 del self._listeners[route]
+
+    @property
+    def asked(self) -> bool:
+        """Somebody who is no listener waits for the list."""
+        return bool(self._askers)
+
+    def answer(self, news: Members) -> None:
+        """To those who asked."""
+        askers, self._askers = self._askers, []
+        for route in askers:
+            with contextlib.suppress(zmq.ZMQError):  # gone meanwhile
+                self._socket.send_multipart((route, msgspec.msgpack.encode(news)), zmq.NOBLOCK)
 
     def close(self) -> None:
         self._socket.close(0)

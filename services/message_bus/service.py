@@ -23,5 +23,9 @@ class Registry:
             now = time.monotonic()
             for frame in frames:
                 self._roster.hear(frame, now)
-            if self._roster.due(now):
-                self._socket.push(Members(self._incarnation, self._roster.settled(now), self._roster.members()))
+            due = self._roster.due(now)
+            if due or self._socket.asked:
+                news = Members(self._incarnation, self._roster.settled(now), self._roster.members())
+                if due:
+                    self._socket.push(news)
+                self._socket.answer(news)
