@@ -1,0 +1,157 @@
+// One answer on the page: text or coloured tokens as they arrive, its figures, its error.
+
+import { ApiError, streamEvents } from "./api.js";
+import { copyText, element, renderText } from "./text.js";
+import { TokenSpans, readTokens } from "./tokens.js";
+
+const FINISH = { stop: "complete", length: "cut at max tokens" };
+
+export class Answer {
+  text = "";
+  #tokens = [];
+  #drawn = 0; // tokens that have their spans
+  #spans = null;
+  #timing = { started: 0, first: null, last: null, pieces: 0 };
+  #usage = null;
+  #finish = null;
+  #colours;
+  #markup;
+  #frame = 0;
+
+  /** `markup`: the text may hold code fences; else it is shown as it is. */
+  constructor({ colours, markup }) {
+    this.#colours = colours;
+    this.#markup = markup;
+    this.root = element("article", "", "message answer streaming");
+    this.root.setAttribute("aria-label", "Answer");
+    this.body = element("div", "", markup ? "body" : "body code");
+    this.figures = element("div", "", "figures");
+    this.actions = element("div", "", "actions");
+    const foot = element("footer");
+    foot.append(this.figures, this.actions);
+    this.root.append(this.body, foot);
+    this.body.append(waitingBlocks());
+  }
+
+  /** Streams the answer to `body`. Returns "done", "stopped" or "failed"; never throws. */
+  async run(path, body, signal) {
+    this.#timing.started = performance.now();
+    let outcome = "done";
+    try {
+      for await (const event of streamEvents(path, body, signal)) this.#take(event);
+    } catch (error) {
+      outcome = signal.aborted ? "stopped" : "failed";
+      if (outcome === "failed") this.#fail(error);
+    }
+    cancelAnimationFrame(this.#frame);
+    this.#finish ??= outcome === "stopped" ? "stopped by you" : null;
+    this.root.classList.remove("streaming");
+    this.#draw();
+    if (this.text) this.addAction("Copy", (button) => this.#copy(button));
+    return outcome;
+  }
+
+  addAction(label, act) {
+    const button = element("button", label, "quiet");
+    button.type = "button";
+    button.addEventListener("click", () => act(button));
+    this.actions.append(button);
+  }
+
+  showColours(colours) {
+    this.#colours = colours;
+    this.#spans = null;
+    this.#draw();
+  }
+
+  #take(event) {
+    this.#usage = event.usage ?? this.#usage;
+    const choice = event.choices?.[0];
+    if (!choice) return;
+    const piece = choice.delta?.content ?? choice.text ?? "";
+    const tokens = readTokens(choice.logprobs);
+    this.#finish = choice.finish_reason ?? this.#finish;
+    if (piece === "" && tokens.length === 0) return;
+    const now = performance.now();
+    this.#timing.first ??= now;
+    this.#timing.last = now;
+    this.#timing.pieces += tokens.length || 1;
+    this.text += piece;
+    this.#tokens.push(...tokens);
+    this.#frame ||= requestAnimationFrame(() => this.#draw());
+  }
+
+  #draw() {
+    this.#frame = 0;
+    if (this.#colours && this.#tokens.length) {
+      if (!this.#spans) {
+        this.#spans = new TokenSpans(this.body);
+        this.#drawn = 0;
+      }
+      this.#spans.append(this.#tokens.slice(this.#drawn));
+      this.#drawn = this.#tokens.length;
+    } else {
+      this.body.classList.remove("tokens");
+      if (this.text === "" && this.root.classList.contains("streaming")) return;
+      if (this.#markup) renderText(this.body, this.text);
+      else this.body.textContent = this.text;
+    }
+    this.#drawFigures();
+    this.root.dispatchEvent(new CustomEvent("grow", { bubbles: true }));
+  }
+
+  #drawFigures() {
+    const { started, first, last, pieces } = this.#timing;
+    const tokens = this.#usage?.completion_tokens ?? pieces;
+    const about = this.#usage ? "" : "≈ ";
+    const shown = [];
+    if (first !== null) shown.push([duration(first - started), "to first token"]);
+    if (tokens > 1 && last > first) shown.push([rate(((tokens - 1) * 1000) / (last - first)), "tokens/s"]);
+    if (this.#usage) shown.push([String(this.#usage.prompt_tokens), "in"]);
+    if (tokens) shown.push([about + tokens, "out"]);
+    const cached = this.#usage?.prompt_tokens_details?.cached_tokens;
+    if (cached) shown.push([String(cached), "cached"]);
+    if (this.#finish) shown.push(["", FINISH[this.#finish] ?? this.#finish]);
+    this.figures.replaceChildren(...shown.map(([value, unit]) => {
+      const figure = element("span", "", "figure");
+      figure.append(...(value ? [element("b", value), ` ${unit}`] : [unit]));
+      return figure;
+    }));
+  }
+
+  #fail(error) {
+    const known = error instanceof ApiError;
+    if (!known) console.error(error);
+    const box = element("div", "", "error");
+    box.setAttribute("role", "alert");
+    box.append(element("strong", known ? heading(error) : "Something in this page broke"));
+    box.append(element("p", error.message));
+    if (known && error.field) box.append(element("p", `Parameter: ${error.field}`, "field-name"));
+    this.body.after(box);
+  }
+
+  async #copy(button) {
+    await copyText(this.text);
+    button.textContent = "Copied";
+    setTimeout(() => (button.textContent = "Copy"), 1500);
+  }
+}
+
+function heading({ status }) {
+  if (status === 401 || status === 403) return "The server wants an API key";
+  if (status === 404) return "Not found";
+  if (status === 429) return "The yard is full";
+  if (status >= 400 && status < 500) return "The request was refused";
+  if (status >= 500) return "The server failed";
+  return "The answer broke off";
+}
+
+function waitingBlocks() {
+  const blocks = element("span", "", "stacking");
+  blocks.setAttribute("aria-hidden", "true");
+  blocks.append(element("i"), element("i"), element("i"));
+  return blocks;
+}
+
+const duration = (ms) => (ms < 1000 ? `${Math.round(ms)} ms` : `${(ms / 1000).toFixed(2)} s`);
+const rate = (value) => value.toFixed(value < 100 ? 1 : 0);

@@ -1,0 +1,135 @@
+// Token-by-token probabilities: coloured spans, the legend, and the card with the other candidates.
+
+import { element } from "./text.js";
+
+const BANDS = [
+  { name: "sure", from: 0.9, label: "90 – 100 %" },
+  { name: "likely", from: 0.6, label: "60 – 90 %" },
+  { name: "even", from: 0.3, label: "30 – 60 %" },
+  { name: "odd", from: 0.1, label: "10 – 30 %" },
+  { name: "rare", from: 0, label: "under 10 %" },
+];
+
+const band = (logprob) => BANDS.find(({ from }) => Math.exp(logprob) >= from) ?? BANDS[BANDS.length - 1];
+
+/** One choice's logprobs, chat's or completion's shape, as [{text, bytes, logprob, top}]. */
+export function readTokens(logprobs) {
+  if (!logprobs) return [];
+  if (logprobs.content) {
+    return logprobs.content.map(({ token, bytes, logprob, top_logprobs: top }) => ({
+      text: token,
+      bytes,
+      logprob,
+      top: (top ?? []).map((other) => ({ text: other.token, logprob: other.logprob })),
+    }));
+  }
+  return (logprobs.tokens ?? []).map((text, index) => ({
+    text,
+    bytes: null,
+    logprob: logprobs.token_logprobs?.[index] ?? 0,
+    top: Object.entries(logprobs.top_logprobs?.[index] ?? {}).map(([other, logprob]) => ({ text: other, logprob })),
+  }));
+}
+
+/** Spans in `target`, one a token. Left and right arrows move between them. */
+export class TokenSpans {
+  #target;
+  #decoder = new TextDecoder();
+
+  constructor(target) {
+    this.#target = target;
+    target.classList.add("tokens");
+    target.replaceChildren();
+  }
+
+  append(tokens) {
+    for (const token of tokens) {
+      // A character may be spread over several tokens: it shows at the one that completes it.
+      const text = token.bytes ? this.#decoder.decode(new Uint8Array(token.bytes), { stream: true }) : token.text;
+      const span = element("span", text, `token ${band(token.logprob).name}`);
+      span.tabIndex = this.#target.firstElementChild ? -1 : 0;
+      if (text === "") span.classList.add("part");
+      if (text.includes("\n")) span.classList.add("break");
+      facts.set(span, token);
+      this.#target.append(span);
+    }
+  }
+}
+
+const facts = new WeakMap(); // span -> its token
+
+export function drawLegend(target) {
+  target.append(element("span", "Chance of each token", "unseen"));
+  for (const { name, label } of [...BANDS].reverse()) {
+    target.append(element("span", label, `token ${name}`));
+  }
+}
+
+/** The card of one token, for all token spans of the page. */
+export function watchTokens(root, card) {
+  let shown = null;
+  const show = (span) => {
+    if (!span || span === shown) return;
+    hide();
+    shown = span;
+    span.setAttribute("aria-describedby", card.id);
+    fillCard(card, facts.get(span));
+    card.hidden = false;
+    place(card, span);
+  };
+  const hide = () => {
+    shown?.removeAttribute("aria-describedby");
+    shown = null;
+    card.hidden = true;
+  };
+  const spanOf = (event) => {
+    const span = event.target.closest?.(".tokens > .token");
+    return span && facts.has(span) ? span : null;
+  };
+  root.addEventListener("pointerover", (event) => (spanOf(event) ? show(spanOf(event)) : hide()));
+  root.addEventListener("pointerleave", hide);
+  root.addEventListener("focusin", (event) => show(spanOf(event)));
+  root.addEventListener("focusout", hide);
+  root.addEventListener("scroll", hide, true);
+  root.addEventListener("click", (event) => spanOf(event)?.focus());
+  root.addEventListener("keydown", (event) => {
+    const span = spanOf(event);
+    const next = { ArrowRight: span?.nextElementSibling, ArrowLeft: span?.previousElementSibling }[event.key];
+    if (!next || !facts.has(next)) return;
+    event.preventDefault();
+    span.tabIndex = -1;
+    next.tabIndex = 0;
+    next.focus();
+  });
+}
+
+function fillCard(card, token) {
+  const rows = [...token.top].sort((a, b) => b.logprob - a.logprob);
+  if (!rows.some(({ text }) => text === token.text)) rows.push(token);
+  const list = element("ol");
+  for (const row of rows) {
+    const item = element("li", "", row.text === token.text ? "taken" : "");
+    const bar = element("span", "", "bar");
+    bar.style.setProperty("--share", `${Math.exp(row.logprob) * 100}%`);
+    item.append(element("code", visible(row.text)), bar, element("span", percent(row.logprob), "share"));
+    list.append(item);
+  }
+  card.replaceChildren(list);
+}
+
+function visible(text) {
+  return text === "" ? "∅" : text.replaceAll(" ", "␣").replaceAll("\n", "⏎").replaceAll("\t", "⇥");
+}
+
+function percent(logprob) {
+  const share = Math.exp(logprob) * 100;
+  if (share < 0.1) return "< 0.1 %";
+  return `${share.toFixed(share >= 99.95 ? 0 : 1)} %`;
+}
+
+function place(card, span) {
+  const at = span.getClientRects()[0] ?? span.getBoundingClientRect();
+  const below = at.bottom + card.offsetHeight + 12 < innerHeight;
+  card.style.top = `${below ? at.bottom + 6 : Math.max(6, at.top - card.offsetHeight - 6)}px`;
+  card.style.left = `${Math.max(8, Math.min(at.left, innerWidth - card.offsetWidth - 8))}px`;
+}
