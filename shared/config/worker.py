@@ -17,6 +17,9 @@ class MockConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     num_blocks: int = 65536
     max_model_len: int = 32768  # where WorkerConfig.max_model_len is None
     echo: bool = False  # tokens repeat the prompt's, in place of pseudo-random ones
+    first_id: int = 0  # tokens come from first_id to end_id - 1; 0: the middle of the vocabulary
+    end_id: int = 0
+    eos_every: int = 0  # about one token in so many ends its sequence; 0: never
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

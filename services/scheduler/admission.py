@@ -1,0 +1,42 @@
+"""Whether a Generate may be taken at all."""
+
+from dataclasses import dataclass
+
+from blockyard.services.scheduler.capacity import Capacity
+from blockyard.services.scheduler.requests import ID_BYTES, num_ids
+from blockyard.services.scheduler.waiting import WaitingQueue
+from blockyard.shared.messages import Generate
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    status: int  # HTTP status
+    field: str
+    message: str
+
+
+class Admission:
+    def __init__(self, names: list[str], waiting: WaitingQueue) -> None:
+        self.capacity: Capacity | None = None  # None until a first group is attached
+        self._names, self._waiting = names, waiting
+
+    def refuse(self, frame: Generate) -> Refusal | None:
+        """What is wrong with the request itself, or no room for it. A resubmitted one had its room before."""
+        if frame.model not in self._names:
+            return Refusal(404, "model", f"the model {frame.model!r} does not exist")
+        if not frame.prompt_ids or len(frame.prompt_ids) % ID_BYTES:
+            return Refusal(400, "prompt", f"the prompt must hold at least one token, got {len(frame.prompt_ids)} bytes")
+        indexes = {choice.index for choice in frame.choices}
+        if not indexes or len(indexes) != len(frame.choices):
+            return Refusal(400, "n", f"choices must be at least one and distinct, got {len(frame.choices)}")
+        if any(len(choice.output_ids) % ID_BYTES for choice in frame.choices):
+            return Refusal(400, "choices", "output ids must be 4 bytes each")
+        if frame.sampling.max_tokens < 0:
+            return Refusal(400, "max_tokens", f"max_tokens must be at least 0, got {frame.sampling.max_tokens}")
+        num_prompt = num_ids(frame.prompt_ids)
+        problem = self.capacity.problem(num_prompt, frame.sampling.max_tokens) if self.capacity else ""
+        if problem:
+            return Refusal(400, "prompt", problem)
+        if frame.attempt == 0 and not self._waiting.takes(num_prompt * len(frame.choices)):
+            return Refusal(429, "", "the waiting queue is full")
+        return None

@@ -1,0 +1,186 @@
+"""The scheduler without its sockets: events in, frames out."""
+
+import logging
+from dataclasses import dataclass
+
+from blockyard.services.scheduler.admission import Admission
+from blockyard.services.scheduler.capacity import capacity_of
+from blockyard.services.scheduler.groups import BatchLimits, Group, Groups
+from blockyard.services.scheduler.intake import Intake
+from blockyard.services.scheduler.lifecycle import Lifecycle
+from blockyard.services.scheduler.outbox import Outbox, Outgoing
+from blockyard.services.scheduler.planner import Planner
+from blockyard.services.scheduler.policy import POLICIES
+from blockyard.services.scheduler.results import Results
+from blockyard.services.scheduler.streams import Streams
+from blockyard.services.scheduler.waiting import WaitingQueue
+from blockyard.shared.errors import BlockyardError
+from blockyard.shared.messages import (
+    Attached,
+    Cancel,
+    Fenced,
+    Generate,
+    Member,
+    ModelCard,
+    OutOfStep,
+    Role,
+    RoomChanged,
+    SchedulerIn,
+    Stats,
+    StepResult,
+    Stop,
+)
+
+log = logging.getLogger(__name__)
+
+
+class FencedError(BlockyardError):
+    """Another scheduler has taken the workers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerSettings:
+    names: list[str]  # served names
+    root: str
+    batch: BatchLimits
+    max_queue_len: int
+    max_queue_tokens: int
+    whole_prompts: bool = False  # no chunked prefill: a prompt waits for a step that takes all of it
+    policy: str = "fcfs"
+
+
+class Scheduler:
+    """Call `handle` for everything that happened, then `turn` for what is to be sent."""
+
+    def __init__(self, incarnation: int, settings: SchedulerSettings, created: int) -> None:
+        self.card: ModelCard | None = None  # once a group is attached; a new object whenever it changed
+        self.notes: list[str] = []
+        self._settings, self._created = settings, created
+        self._outbox = Outbox()
+        self._waiting = WaitingQueue(settings.max_queue_len, settings.max_queue_tokens)
+        self._groups = Groups(incarnation, settings.batch)
+        self._streams = Streams()
+        self._lifecycle = Lifecycle(self._waiting, self._groups, self._streams)
+        self._admission = Admission(settings.names, self._waiting)
+        self._intake = Intake(
+            self._admission, self._waiting, self._lifecycle, self._streams, self._outbox, POLICIES[settings.policy]
+        )
+        self._planner = Planner(incarnation, self._waiting, self._lifecycle, settings.whole_prompts)
+        self._results = Results(self._waiting, self._lifecycle)
+        self._gateways: set[int] = set()
+        self._was_full = False
+        self._num_steps = 0
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is in flight."""
+        return not any(group.flight for group in self._groups.attached.values())
+
+    def handle(self, peer: int, frame: SchedulerIn, now: float) -> None:
+        """Takes one frame. Raises FencedError when this scheduler has been replaced."""
+        match frame:
+            case StepResult():
+                self._result(peer, frame, now)
+            case Generate():
+                self._gateways.add(peer)
+                self._intake.generate(peer, frame, now)
+            case Cancel():
+                self._intake.cancel(frame)
+            case Stop():
+                self._intake.stop(frame)
+            case Attached():
+                self._attached(peer, frame)
+            case OutOfStep():
+                log.warning("worker %x expected plan %d: attaching it again", peer, frame.expected)
+                self._attach_again(peer, now)
+            case Fenced():
+                raise FencedError(f"another scheduler has taken worker {peer:x}: this one ends")
+
+    def present(self, member: Member, now: float) -> None:
+        """A member joined, or its entry changed."""
+        if member.model not in ("", *self._settings.names):
+            return
+        if member.role is Role.GPU_WORKER and member.ready:
+            if not self._groups.knows(member.incarnation):
+                self._outbox.send(member.incarnation, self._groups.ask(member.incarnation, now))
+        elif member.role is Role.DETOKENIZER and member.ready:
+            self._streams.join(member.incarnation)
+            self._intake.detokenizer_joined()
+        elif member.role is Role.API_GATEWAY:
+            self._gateways.add(member.incarnation)
+
+    def gone(self, incarnation: int) -> None:
+        """A member died, or what was sent to it is lost."""
+        group = self._groups.detach(incarnation)
+        if group is not None:
+            self._clear(group)
+        sink = self._streams.leave(incarnation)
+        if sink is not None:
+            self._lifecycle.unbind_from(sink)
+        if incarnation in self._gateways:
+            self._gateways.discard(incarnation)
+            self._lifecycle.drop_of_gateway(incarnation)
+
+    def turn(self, now: float) -> list[Outgoing]:
+        """Decides what happens next; plans come first, so that no worker waits for text."""
+        self._intake.expire(now)
+        for worker in self._groups.unanswered(now):
+            self._outbox.send(worker, self._groups.ask(worker, now))
+        for group in self._groups.attached.values():
+            while (plan := self._planner.plan(group)) is not None:
+                self._outbox.send(group.worker, plan)
+        self._streams.flush(self._outbox)
+        if self._waiting.is_full() != self._was_full:
+            self._was_full = not self._was_full
+            for gateway in self._gateways:
+                self._outbox.answer(gateway, RoomChanged(self._waiting.room()))
+        return self._outbox.take()
+
+    def next_deadline(self) -> float | None:
+        return self._intake.deadlines.next()
+
+    def stats(self) -> Stats:
+        groups = self._groups.attached.values()
+        return Stats(
+            running=sum(len(group.running) for group in groups),
+            waiting=len(self._waiting),
+            requests_total=self._intake.num_requests,
+            prompt_tokens_total=self._results.num_prompt_tokens,
+            output_tokens_total=self._results.num_output_tokens,
+            preemptions_total=self._lifecycle.num_preemptions,
+            blocks_used=sum(group.blocks.num_used for group in groups),
+            blocks_total=sum(group.blocks.num_ids for group in groups),
+            steps_total=self._num_steps,
+        )
+
+    def _result(self, peer: int, frame: StepResult, now: float) -> None:
+        group = self._groups.attached.get(peer)
+        if group is None:
+            return  # of plans sent before the worker was asked again
+        record = group.answered(frame.number)
+        if record is None:
+            log.error("worker %x answered plan %d, which is not the next: attaching it again", peer, frame.number)
+            self._attach_again(peer, now)
+            return
+        self._num_steps += 1
+        self._results.apply(record, frame)
+
+    def _attached(self, peer: int, frame: Attached) -> None:
+        if self._groups.attach(peer, frame) is None:
+            return
+        groups = list(self._groups.attached.values())
+        capacity = self._admission.capacity = capacity_of([g.geometry for g in groups])
+        settings = self._settings
+        self.notes = capacity.notes(groups)
+        self.card = capacity.card(settings.names, settings.root, self._created)
+
+    def _attach_again(self, worker: int, now: float) -> None:
+        group = self._groups.detach(worker)
+        if group is None:
+            return
+        self._clear(group)
+        self._outbox.send(worker, self._groups.ask(worker, now))
+
+    def _clear(self, group: Group) -> None:
+        log.warning("worker %x is lost with %d running sequences: they wait again", group.worker, len(group.running))
+        self._lifecycle.clear(group)

@@ -1,0 +1,139 @@
+"""A worker group: its batch, its blocks and slots, and the plans it has not answered yet."""
+
+from bisect import insort
+from collections import deque
+from dataclasses import dataclass, field
+from operator import attrgetter
+
+from blockyard.services.scheduler.blocks import BlockPool
+from blockyard.services.scheduler.id_pool import Horizon, IdPool
+from blockyard.services.scheduler.requests import Choice, Phase, Seat
+from blockyard.shared.messages import Attach, Attached, Geometry, SlotRun
+
+ATTACH_AGAIN_S = 5.0
+
+_by_key = attrgetter("key")
+
+
+@dataclass(slots=True)
+class PlanRecord:
+    """A plan in flight: who ran in which slot, so that a slot may have a new owner before its result is in."""
+
+    number: int
+    seats: dict[int, Seat] = field(default_factory=dict)
+    chunks: dict[int, int] = field(default_factory=dict)  # tokens granted to a slot, where it is not one
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLimits:
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    depth: int  # plans that may be queued besides the running one
+
+    @property
+    def num_slots(self) -> int:
+        """When plans run ahead a slot rests for a while after its choice: spare ones keep the batch full."""
+        return self.max_num_seqs + (-(-self.max_num_seqs // 8) if self.depth else 0)
+
+
+class Group:
+    """Everything here dies with the worker or with its attachment."""
+
+    def __init__(self, worker: int, geometry: Geometry, limits: BatchLimits) -> None:
+        self.worker = worker
+        self.geometry = geometry
+        self.depth = limits.depth
+        self.max_num_seqs = min(limits.max_num_seqs, geometry.max_num_seqs)
+        self.max_num_batched_tokens = min(limits.max_num_batched_tokens, geometry.max_num_batched_tokens)
+        self.horizon = Horizon()
+        self.blocks = BlockPool(geometry.num_blocks, geometry.block_size, self.horizon)
+        self.slots = IdPool(limits.num_slots, self.horizon)
+        self.max_model_len = min(geometry.max_model_len, self.blocks.num_tokens)
+        self.running: list[Seat] = []  # by key: the last is preempted first
+        self.ends: list[int] = []  # slots to be ended in the next plan
+        self.flight: deque[PlanRecord] = deque()
+
+    def may_send(self) -> bool:
+        return len(self.flight) <= self.depth
+
+    def admit(self, choice: Choice, num_blocks: int) -> Seat:
+        """The caller has looked at free slots and blocks."""
+        request = choice.request
+        limit = min(request.num_prompt + request.frame.sampling.max_tokens, self.max_model_len)
+        slot = self.slots.take(1)[0]
+        blocks = self.blocks.take(num_blocks)
+        seat = Seat(
+            choice,
+            self.worker,
+            self.horizon,
+            slot,
+            choice.key,
+            prefill_end=choice.known,
+            limit=limit,
+            ceiling=max(choice.known, limit - 1),  # the last token is sampled and never computed
+            blocks=blocks,
+            capacity=num_blocks * self.blocks.block_size,
+            decode=SlotRun(slot, 1),
+        )
+        choice.seat = seat
+        choice.phase = Phase.RUNNING
+        insort(self.running, seat, key=_by_key)
+        return seat
+
+    def vacate(self, seat: Seat) -> None:
+        """The seat's choice runs no more: its slot ends with the next plan, its blocks rest."""
+        self.running.remove(seat)
+        self.ends.append(seat.slot)
+        self.slots.release([seat.slot])
+        self.blocks.release(seat.blocks)
+
+    def sent(self, record: PlanRecord) -> None:
+        self.horizon.sent = record.number
+        self.flight.append(record)
+
+    def answered(self, number: int) -> PlanRecord | None:
+        """The record of the oldest plan in flight; None if that is not `number`."""
+        if not self.flight or self.flight[0].number != number:
+            return None
+        record = self.flight.popleft()
+        self.horizon.done = number
+        self.blocks.settle()
+        self.slots.settle()
+        return record
+
+    def abandon(self) -> list[Choice]:
+        """What was in flight will never be answered. Returns the choices that ran."""
+        self.horizon.done = self.horizon.sent
+        return [seat.choice for seat in self.running]
+
+
+class Groups:
+    """Workers this scheduler has attached, and those it has asked."""
+
+    def __init__(self, scheduler: int, limits: BatchLimits) -> None:
+        self.attached: dict[int, Group] = {}
+        self._scheduler, self._limits = scheduler, limits
+        self._asked: dict[int, float] = {}
+
+    def knows(self, worker: int) -> bool:
+        return worker in self.attached or worker in self._asked
+
+    def ask(self, worker: int, now: float) -> Attach:
+        self._asked[worker] = now
+        return Attach(self._scheduler, self._limits.num_slots, self._limits.depth)
+
+    def unanswered(self, now: float) -> list[int]:
+        """Workers that were asked long ago."""
+        return [worker for worker, asked in self._asked.items() if now - asked > ATTACH_AGAIN_S]
+
+    def attach(self, worker: int, frame: Attached) -> Group | None:
+        """None for an answer to another scheduler, or to an Attach that was answered already."""
+        if frame.scheduler != self._scheduler or self._asked.pop(worker, None) is None:
+            return None
+        group = self.attached[worker] = Group(worker, frame.geometry, self._limits)
+        return group
+
+    def detach(self, worker: int) -> Group | None:
+        """Forgets a worker; its group, if it had one, is for the caller to clear."""
+        self._asked.pop(worker, None)
+        return self.attached.pop(worker, None)

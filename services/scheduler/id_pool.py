@@ -1,0 +1,63 @@
+"""Integers given out and taken back, with a rest for those that a plan in flight may still touch."""
+
+from collections import deque
+
+
+class Horizon:
+    """Numbers of the last plan sent to a worker and of the last one whose result is in."""
+
+    __slots__ = ("done", "sent")
+
+    def __init__(self) -> None:
+        self.sent = 0
+        self.done = 0
+
+
+class IdPool:
+    """Ids 0 to n - 1. What is released rests until every plan sent by then has its result.
+
+    free + resting + given out is always n; the caller keeps those given out and returns each exactly once.
+    """
+
+    def __init__(self, num_ids: int, horizon: Horizon) -> None:
+        self.num_ids = num_ids
+        self.num_resting = 0
+        self._horizon = horizon
+        self._free = list(range(num_ids - 1, -1, -1))
+        self._resting: deque[tuple[int, list[int]]] = deque()
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_ids - len(self._free) - self.num_resting
+
+    def take_one(self) -> int | None:
+        return self._free.pop() if self._free else None
+
+    def take(self, count: int) -> list[int]:
+        """The caller has looked at `num_free`."""
+        assert count <= len(self._free), f"{count} ids wanted, {len(self._free)} free"
+        if not count:
+            return []
+        taken = self._free[-count:]
+        del self._free[-count:]
+        taken.reverse()
+        return taken
+
+    def release(self, ids: list[int]) -> None:
+        """The pool keeps the list."""
+        if self._horizon.sent == self._horizon.done:
+            self._free.extend(ids)
+        else:
+            self._resting.append((self._horizon.sent, ids))
+            self.num_resting += len(ids)
+
+    def settle(self) -> None:
+        """To be called when `horizon.done` has moved."""
+        while self._resting and self._resting[0][0] <= self._horizon.done:
+            _, ids = self._resting.popleft()
+            self.num_resting -= len(ids)
+            self._free.extend(ids)

@@ -1,0 +1,67 @@
+"""The live requests, and every way in which one of their choices leaves the batch or the queue."""
+
+from blockyard.services.scheduler.groups import Group, Groups
+from blockyard.services.scheduler.requests import Choice, Phase, Request, Seat
+from blockyard.services.scheduler.sinks import TextSink
+from blockyard.services.scheduler.streams import Streams
+from blockyard.services.scheduler.waiting import WaitingQueue
+from blockyard.shared.messages import FinishReason
+
+
+class Lifecycle:
+    def __init__(self, waiting: WaitingQueue, groups: Groups, streams: Streams) -> None:
+        self.requests: dict[str, Request] = {}
+        self.num_preemptions = 0
+        self._waiting, self._groups, self._streams = waiting, groups, streams
+
+    def end(self, choice: Choice) -> None:
+        """The choice is over: results still to come are dropped. Whoever needs to know was told before."""
+        if choice.phase is Phase.RUNNING and choice.seat is not None:
+            self._groups.attached[choice.seat.worker].vacate(choice.seat)
+        else:
+            self._waiting.discard(choice)
+        choice.phase = Phase.ENDED
+        choice.seat = None  # cuts the circle; the collector rarely runs here
+        request = choice.request
+        if request.sink is not None:
+            request.sink.num_streams -= 1
+        del request.choices[choice.index]
+        if not request.choices:
+            del self.requests[request.id]
+
+    def conclude(self, choice: Choice, finish: FinishReason, detail: str = "") -> None:
+        """Ends a choice for a reason the worker does not know of."""
+        self._streams.conclude(choice, finish, detail)
+        self.end(choice)
+
+    def drop(self, request: Request) -> None:
+        """Ends all choices in silence, at the detokenizer too."""
+        self._streams.unbind(request)
+        for choice in list(request.choices.values()):
+            self.end(choice)
+
+    def drop_of_gateway(self, gateway: int) -> None:
+        for request in [r for r in self.requests.values() if r.gateway == gateway]:
+            self.drop(request)
+
+    def unbind_from(self, sink: TextSink) -> None:
+        """A detokenizer is gone. Its requests go on; their gateways will say where their text broke off."""
+        for request in self.requests.values():
+            if request.sink is sink:
+                request.sink = None
+
+    def preempt(self, group: Group, seat: Seat) -> None:
+        """Takes a choice's seat; it is computed again, with all its tokens, once there is room."""
+        group.vacate(seat)
+        self.num_preemptions += 1
+        self._wait(seat.choice)
+
+    def clear(self, group: Group) -> None:
+        """A group is lost: its choices wait again, with what is known of them."""
+        for choice in group.abandon():
+            choice.seat = None
+            self._wait(choice)
+
+    def _wait(self, choice: Choice) -> None:
+        choice.phase = Phase.WAITING
+        self._waiting.push(choice)

@@ -1,0 +1,142 @@
+"""One plan: decodes first, then prefills with what is left of the budget, then newcomers."""
+
+from blockyard.services.scheduler.groups import Group, PlanRecord
+from blockyard.services.scheduler.lifecycle import Lifecycle
+from blockyard.services.scheduler.requests import Choice, Seat
+from blockyard.services.scheduler.waiting import WaitingQueue
+from blockyard.shared.messages import FinishReason, SlotBlocks, SlotRun, SlotStart, StepPlan
+
+
+class Draft:
+    """A plan in the making."""
+
+    __slots__ = ("blocks", "budget", "num_owed", "record", "runs", "starts")
+
+    def __init__(self, number: int, budget: int) -> None:
+        self.record = PlanRecord(number)
+        self.budget = budget  # tokens
+        self.starts: list[SlotStart] = []
+        self.blocks: list[SlotBlocks] = []
+        self.runs: list[SlotRun] = []
+        self.num_owed = 0  # blocks that somebody waits for in vain
+
+    def grant(self, seat: Seat, num_tokens: int) -> None:
+        self.runs.append(SlotRun(seat.slot, num_tokens))
+        self.record.seats[seat.slot] = seat
+        self.record.chunks[seat.slot] = num_tokens
+        seat.granted += num_tokens
+        seat.last_plan = self.record.number
+        self.budget -= num_tokens
+
+
+class Planner:
+    def __init__(self, scheduler: int, waiting: WaitingQueue, lifecycle: Lifecycle, whole_prompts: bool) -> None:
+        self._scheduler, self._waiting, self._lifecycle = scheduler, waiting, lifecycle
+        self._whole_prompts = whole_prompts
+
+    def plan(self, group: Group) -> StepPlan | None:
+        """The next plan of a group, or None if nothing can run in it now."""
+        if not group.may_send():
+            return None
+        draft = Draft(group.horizon.sent + 1, group.max_num_batched_tokens)
+        for seat in self._decodes(group, draft):
+            if not draft.budget:
+                break
+            draft.grant(seat, min(seat.prefill_end - seat.granted, draft.budget))
+        self._newcomers(group, draft)
+        if not draft.runs:
+            return None
+        ends, group.ends = group.ends, []
+        group.sent(draft.record)
+        return StepPlan(self._scheduler, draft.record.number, ends, draft.starts, draft.blocks, draft.runs)
+
+    def _decodes(self, group: Group, draft: Draft) -> list[Seat]:
+        """Grants each decoding seat one token, oldest first. Returns the seats that are in prefill."""
+        prefills: list[Seat] = []
+        running, number, budget = group.running, draft.record.number, draft.budget
+        runs, seats = draft.runs, draft.record.seats
+        i = 0
+        while i < len(running):  # preemption shortens it from the end
+            seat = running[i]
+            i += 1
+            granted = seat.granted
+            if granted < seat.prefill_end:
+                prefills.append(seat)
+            elif granted < seat.ceiling and budget:
+                if granted == seat.capacity and not self._extend(group, draft, seat):
+                    continue
+                seat.granted = granted + 1
+                seat.last_plan = number
+                runs.append(seat.decode)
+                seats[seat.slot] = seat
+                budget -= 1
+        draft.budget = budget
+        return prefills
+
+    def _extend(self, group: Group, draft: Draft, seat: Seat) -> bool:
+        """One more block for a seat. Where there is none, younger seats are preempted until enough will be free.
+
+        What they held rests while plans are in flight: False means not in this plan.
+        """
+        pool = group.blocks
+        block = pool.take_one()
+        if block is None:
+            draft.num_owed += 1
+            while pool.num_free + pool.num_resting < draft.num_owed and group.running[-1] is not seat:
+                self._lifecycle.preempt(group, group.running[-1])
+            block = pool.take_one()
+            if block is None:
+                return False
+            draft.num_owed -= 1
+        seat.blocks.append(block)
+        seat.capacity += pool.block_size
+        draft.blocks.append(SlotBlocks(seat.slot, [block]))
+        return True
+
+    def _newcomers(self, group: Group, draft: Draft) -> None:
+        """Seats those who wait, in order, and never past one who does not fit yet."""
+        while draft.budget and not draft.num_owed:
+            choice = self._waiting.peek()
+            if choice is None or not choice.request.accepted or choice.awaits_results():
+                return
+            if self._over(group, choice):
+                continue
+            num_blocks = group.blocks.blocks_for(choice.known)
+            if len(group.running) >= group.max_num_seqs or not group.slots.num_free:
+                return
+            if not group.blocks.admits(num_blocks, alone=not group.running):
+                return
+            if self._whole_prompts and draft.budget < min(choice.known, group.max_num_batched_tokens):
+                return
+            self._waiting.discard(choice)
+            self._start(draft, group.admit(choice, num_blocks))
+
+    def _over(self, group: Group, choice: Choice) -> bool:
+        """Ends a choice that has all its tokens or can never run here."""
+        sampling = choice.request.frame.sampling
+        num_prompt = choice.request.num_prompt
+        if choice.outputs and choice.known >= min(num_prompt + sampling.max_tokens, group.max_model_len):
+            self._lifecycle.conclude(choice, FinishReason.LENGTH)
+        elif num_prompt + min(1, sampling.max_tokens) > group.max_model_len:
+            detail = f"the prompt has {num_prompt} tokens, the worker that is left takes {group.max_model_len}"
+            self._lifecycle.conclude(choice, FinishReason.FAILED, detail)
+        else:
+            return False
+        return True
+
+    def _start(self, draft: Draft, seat: Seat) -> None:
+        choice = seat.choice
+        frame = choice.request.frame
+        draft.starts.append(
+            SlotStart(
+                seat.slot,
+                frame.prompt_ids + choice.outputs.tobytes(),
+                choice.request.num_prompt,
+                num_computed=0,
+                blocks=list(seat.blocks),
+                sampling=frame.sampling,
+                choice=choice.index,
+                prompt_logprobs_from=choice.prompt_next,
+            )
+        )
+        draft.grant(seat, min(seat.prefill_end, draft.budget))

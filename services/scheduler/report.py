@@ -1,0 +1,51 @@
+"""What a scheduler tells people: a line every few seconds, and that it had to preempt."""
+
+import logging
+
+from blockyard.shared.messages import Stats
+
+log = logging.getLogger(__name__)
+
+WARN_EVERY = 50  # preemptions
+
+
+class Report:
+    """Compares counters with those of the last time."""
+
+    def __init__(self, interval_s: float, enabled: bool, now: float) -> None:
+        self._interval_s, self._enabled = interval_s, enabled
+        self._since = now
+        self._last = Stats()
+        self._warn_at = 1
+
+    def due(self, now: float) -> bool:
+        return now - self._since >= self._interval_s
+
+    def tell(self, stats: Stats, now: float) -> None:
+        """Logs what was going on since the last time; nothing if nothing was."""
+        self.warn(stats.preemptions_total)
+        elapsed_s = now - self._since
+        last, self._last, self._since = self._last, stats, now
+        busy = stats.running or stats.waiting or stats.steps_total != last.steps_total
+        if self._enabled and busy:
+            log.info(
+                "prompt %.1f tokens/s, generation %.1f tokens/s, running %d, waiting %d, KV usage %.1f%%, "
+                "preemptions %d",
+                (stats.prompt_tokens_total - last.prompt_tokens_total) / elapsed_s,
+                (stats.output_tokens_total - last.output_tokens_total) / elapsed_s,
+                stats.running,
+                stats.waiting,
+                100 * stats.blocks_used / (stats.blocks_total or 1),
+                stats.preemptions_total,
+            )
+
+    def warn(self, num_preemptions: int) -> None:
+        """The first preemption and every fiftieth after it."""
+        if num_preemptions >= self._warn_at:
+            self._warn_at = num_preemptions - num_preemptions % WARN_EVERY + WARN_EVERY
+            log.warning(
+                "a sequence was preempted by RECOMPUTE mode because there is not enough KV cache space. This can "
+                "affect the end-to-end performance. Increase gpu_memory_utilization or tensor_parallel_size to "
+                "provide more KV cache memory, or lower max_num_seqs. total_cumulative_preemption_cnt=%d",
+                num_preemptions,
+            )

@@ -1,0 +1,106 @@
+"""What the scheduler knows of a request, its choices, and the seats they take in a worker's batch."""
+
+import enum
+from array import array
+from dataclasses import dataclass, field
+
+from blockyard.services.scheduler.id_pool import Horizon
+from blockyard.services.scheduler.policy import Key
+from blockyard.services.scheduler.sinks import TextSink
+from blockyard.shared.messages import Generate, SlotRun, TokenLogprobs
+
+ID_BYTES = 4  # of a token id on the wire
+
+
+def num_ids(ids: bytes) -> int:
+    return len(ids) // ID_BYTES
+
+
+class Phase(enum.Enum):
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    ENDED = enum.auto()
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One prompt. `choices` holds those that have not ended; the request ends with the last of them."""
+
+    id: str
+    attempt: int
+    frame: Generate  # of the highest attempt
+    gateway: int  # incarnation
+    arrival: int
+    num_prompt: int
+    choices: dict[int, "Choice"] = field(default_factory=dict)
+    sink: TextSink | None = None  # None while no live detokenizer has its streams
+    detokenizer: int = 0  # the one that has or last had them; 0: none yet
+    accepted: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Choice:
+    """One continuation: the tokens that are known of it. What is granted of it is its seat's affair."""
+
+    request: Request
+    index: int
+    key: Key
+    outputs: "array[int]"
+    known: int  # tokens of prompt and outputs
+    phase: Phase = Phase.WAITING
+    ticket: int = 0  # its entry in the waiting queue, 0: none
+    seat: "Seat | None" = None  # the one it runs in, or, while it waits, the last one: its results may be out still
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # one an output where asked, from `logprobs_from` on
+    logprobs_from: int = 0
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_first: int = 0  # prompt position of prompt_logprobs[0]
+
+    @property
+    def prompt_next(self) -> int:
+        """The first prompt position whose log-probabilities have not come."""
+        return self.prompt_first + len(self.prompt_logprobs)
+
+    def awaits_results(self) -> bool:
+        """Left its seat while plans with it were in flight: what they say are its tokens still."""
+        seat = self.seat
+        return seat is not None and seat.last_plan > seat.horizon.done
+
+
+@dataclass(slots=True, eq=False)
+class Seat:
+    """A choice in a slot of a worker's batch. Positions here are counts of tokens of prompt and outputs.
+
+    `granted` is how many tokens have KV at most, once all plans in flight have run. It goes past what is known,
+    because a sampled token feeds the next step on the device, and never past `ceiling`.
+    """
+
+    choice: Choice
+    worker: int  # incarnation
+    horizon: Horizon
+    slot: int
+    key: Key
+    prefill_end: int  # ids it started with
+    limit: int  # known tokens at which it ends: max_tokens or the model's length
+    ceiling: int
+    blocks: list[int]
+    capacity: int  # tokens that fit in `blocks`
+    decode: SlotRun  # the same in every plan
+    granted: int = 0
+    computed: int = 0  # tokens with KV as of the last result
+    last_plan: int = 0  # number of the last plan it runs in
+
+
+def make_choice(request: Request, index: int, key: Key, output_ids: bytes) -> Choice:
+    """A choice that goes on after `output_ids`; if there are any, its prompt's log-probabilities came before them."""
+    outputs = array("I")
+    outputs.frombytes(output_ids)
+    delivered = len(outputs)
+    return Choice(
+        request,
+        index,
+        key,
+        outputs,
+        known=request.num_prompt + delivered,
+        logprobs_from=delivered,
+        prompt_first=request.num_prompt if delivered else 0,
+    )

@@ -1,0 +1,87 @@
+"""The scheduler's loop, a plain thread: drain the links, decide, send."""
+
+import gc
+import threading
+import time
+from typing import Protocol
+
+from blockyard.services.scheduler.core import Scheduler
+from blockyard.services.scheduler.outbox import Outgoing, Verb
+from blockyard.services.scheduler.report import Report
+from blockyard.shared.member_list import Changed, Event, Gone, Joined
+from blockyard.shared.messages import Frame, ModelCard, SchedulerIn, Stats
+
+TICK_S = 0.25  # at most this late are deadlines, reports and SIGTERM
+STATS_S = 0.5
+COLLECT_S = 10.0  # between collections, which happen only when nothing is in flight
+
+
+class SchedulerLinks(Protocol):
+    def poll(self, timeout_s: float) -> list[tuple[int, Event | SchedulerIn]]: ...
+    def send(self, to: int, frame: Frame) -> bool: ...
+    def answer(self, to: int, frame: Frame) -> bool: ...
+    def update(
+        self, *, card: ModelCard | None = ..., ready: bool = ..., phase: str = ..., notes: list[str] = ...
+    ) -> None: ...
+    def count(self, stats: Stats) -> None: ...
+
+
+class Service:
+    def __init__(self, links: SchedulerLinks, core: Scheduler, report: Report) -> None:
+        self._links, self._core, self._report = links, core, report
+        self._card: ModelCard | None = None
+        self._stats_at = 0.0
+        self._collected_at = time.monotonic()
+
+    def run(self, stopped: threading.Event) -> None:
+        """Serves until `stopped` is set. Raises FencedError when another scheduler has taken over."""
+        gc.collect()
+        gc.freeze()
+        gc.disable()  # a full collection would hold up a step by milliseconds
+        while not stopped.is_set():
+            for peer, event in self._links.poll(self._timeout(time.monotonic())):
+                self.handle(peer, event, time.monotonic())
+            self.turn(time.monotonic())
+
+    def handle(self, peer: int, event: Event | SchedulerIn, now: float) -> None:
+        match event:
+            case Joined(member) | Changed(member):
+                self._core.present(member, now)
+            case Gone():
+                self._core.gone(peer)
+            case _:
+                self._core.handle(peer, event, now)
+
+    def turn(self, now: float) -> None:
+        """Sends what the core decided; a member that cannot be sent to is lost, and that is decided upon again."""
+        outgoing = self._core.turn(now)
+        while outgoing:
+            lost = {o.to for o in outgoing if not self._send(o) and o.verb is Verb.SEND}
+            for incarnation in lost:
+                self._core.gone(incarnation)
+            outgoing = self._core.turn(now) if lost else []
+        self._publish(now)
+
+    def _send(self, outgoing: Outgoing) -> bool:
+        if outgoing.verb is Verb.SEND:
+            return self._links.send(outgoing.to, outgoing.frame)
+        return self._links.answer(outgoing.to, outgoing.frame)
+
+    def _publish(self, now: float) -> None:
+        if self._core.card is not self._card:
+            self._card = self._core.card
+            self._links.update(card=self._card, ready=True, phase="serving", notes=self._core.notes)
+        if now >= self._stats_at:
+            self._stats_at = now + STATS_S
+            stats = self._core.stats()
+            self._links.count(stats)
+            self._report.warn(stats.preemptions_total)
+            if self._report.due(now):
+                self._report.tell(stats, now)
+            if self._core.idle and now - self._collected_at > COLLECT_S:
+                self._collected_at = now
+                gc.collect()
+
+    def _timeout(self, now: float) -> float:
+        deadline = self._core.next_deadline()
+        return TICK_S if deadline is None else min(TICK_S, max(0.0, deadline - now))

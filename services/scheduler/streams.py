@@ -1,0 +1,89 @@
+"""Which detokenizer makes a request's text, and what each gets at the end of a turn."""
+
+from blockyard.services.scheduler.outbox import Outbox
+from blockyard.services.scheduler.requests import ID_BYTES, Choice, Request
+from blockyard.services.scheduler.sinks import TextSink
+from blockyard.shared import messages
+from blockyard.shared.messages import Cancel, FinishReason, StreamOpen, TokenStep
+
+CONTEXT_IDS = 8  # ids of the prompt's end that a detokenizer gets
+
+
+class Streams:
+    def __init__(self) -> None:
+        self._sinks: dict[int, TextSink] = {}
+
+    def __len__(self) -> int:
+        return len(self._sinks)
+
+    def join(self, incarnation: int) -> None:
+        self._sinks.setdefault(incarnation, TextSink(incarnation))
+
+    def leave(self, incarnation: int) -> TextSink | None:
+        """What it had is lost; its requests are for the caller to unbind."""
+        return self._sinks.pop(incarnation, None)
+
+    def bind(self, request: Request, listed: list[messages.Choice]) -> bool:
+        """Opens a stream for each listed choice at the detokenizer with the fewest. False if none is alive."""
+        sink = min(self._sinks.values(), key=lambda s: s.num_streams, default=None)
+        request.sink = sink
+        if sink is None:
+            return False
+        request.detokenizer = sink.incarnation
+        context = request.frame.prompt_ids[-CONTEXT_IDS * ID_BYTES :]
+        for choice in listed:
+            sink.opens.append(
+                StreamOpen(
+                    request.id,
+                    request.attempt,
+                    choice.index,
+                    request.gateway,
+                    context,
+                    choice.output_ids,
+                    choice.chars_sent,
+                    request.frame.text,
+                )
+            )
+        sink.num_streams += len(listed)
+        return True
+
+    def unbind(self, request: Request) -> None:
+        """Closes what the request has open."""
+        sink = request.sink
+        if sink is not None:
+            sink.closes.append(Cancel(request.id, request.attempt))
+            sink.num_streams -= len(request.choices)
+            request.sink = None
+
+    def catch_up(self, choice: Choice, num_delivered: int) -> None:
+        """Sends a newly bound stream what is known beyond the ids its gateway has."""
+        sink = choice.request.sink
+        ids = choice.outputs[num_delivered:].tolist()
+        prompt_logprobs = [] if num_delivered else choice.prompt_logprobs
+        if sink is not None and (ids or prompt_logprobs):
+            sink.steps.append(
+                TokenStep(
+                    choice.request.id,
+                    choice.request.attempt,
+                    choice.index,
+                    num_delivered,
+                    ids,
+                    logprobs=choice.logprobs[num_delivered - choice.logprobs_from :],
+                    first_prompt=choice.prompt_first,
+                    prompt_logprobs=prompt_logprobs,
+                )
+            )
+
+    def conclude(self, choice: Choice, finish: FinishReason, detail: str = "") -> None:
+        """A final step without tokens."""
+        request = choice.request
+        if request.sink is not None:
+            request.sink.steps.append(
+                TokenStep(request.id, request.attempt, choice.index, len(choice.outputs), [], finish, detail=detail)
+            )
+
+    def flush(self, outbox: Outbox) -> None:
+        for sink in self._sinks.values():
+            batch = sink.take()
+            if batch is not None:
+                outbox.send(sink.incarnation, batch)

@@ -1,0 +1,79 @@
+"""The waiting queue: bounded in requests and tokens, ordered by policy."""
+
+import heapq
+from collections import Counter
+
+from blockyard.services.scheduler.policy import Key
+from blockyard.services.scheduler.requests import Choice
+from blockyard.shared.messages import Room
+
+RETRY_AFTER_S = 1.0
+
+
+class WaitingQueue:
+    """Choices that are in no batch: new ones, and preempted ones with the tokens known so far.
+
+    The bounds hold for newcomers; whoever was admitted before comes back whatever they say.
+    """
+
+    def __init__(self, max_requests: int, max_tokens: int) -> None:
+        self._max_requests, self._max_tokens = max_requests, max_tokens
+        self._heap: list[tuple[Key, int, Choice]] = []  # entries whose ticket is not the choice's are stale
+        self._tickets = 0
+        self._requests: Counter[str] = Counter()  # waiting choices of each request
+        self._num_tokens = 0
+        self._num_choices = 0
+
+    def __len__(self) -> int:
+        return self._num_choices
+
+    def room(self) -> Room:
+        return Room(
+            max(0, self._max_requests - len(self._requests)),
+            max(0, self._max_tokens - self._num_tokens),
+            RETRY_AFTER_S,
+        )
+
+    def is_full(self) -> bool:
+        return len(self._requests) >= self._max_requests or self._num_tokens >= self._max_tokens
+
+    def takes(self, num_tokens: int) -> bool:
+        """Whether a newcomer with so many tokens may wait. A long one is not kept out of an empty queue."""
+        if self.is_full():
+            return False
+        return not self._num_choices or self._num_tokens + num_tokens <= self._max_tokens
+
+    def push(self, choice: Choice) -> None:
+        self._tickets += 1
+        choice.ticket = self._tickets
+        heapq.heappush(self._heap, (choice.key, choice.ticket, choice))
+        self._requests[choice.request.id] += 1
+        self._num_tokens += choice.known
+        self._num_choices += 1
+
+    def peek(self) -> Choice | None:
+        while self._heap:
+            _, ticket, choice = self._heap[0]
+            if choice.ticket == ticket:
+                return choice
+            heapq.heappop(self._heap)
+        return None
+
+    def discard(self, choice: Choice) -> None:
+        """Takes a choice out, wherever it stands; nothing happens if it is not in."""
+        if not choice.ticket:
+            return
+        choice.ticket = 0
+        self._num_tokens -= choice.known
+        self._num_choices -= 1
+        self._requests[choice.request.id] -= 1
+        if not self._requests[choice.request.id]:
+            del self._requests[choice.request.id]
+        if len(self._heap) > 2 * self._num_choices + 64:
+            self._heap = [entry for entry in self._heap if entry[2].ticket == entry[1]]
+            heapq.heapify(self._heap)
+
+    def grow(self, choice: Choice, num_tokens: int) -> None:
+        """A waiting choice learned of more tokens, from plans that were in flight when it was preempted."""
+        if choice.ticket:
+            self._num_tokens += num_tokens
