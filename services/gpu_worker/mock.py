@@ -9,7 +9,7 @@ from blockyard.services.gpu_worker.mock_model import describe
 from blockyard.services.gpu_worker.mock_plans import MockPlans
 from blockyard.shared.bus import Links
 from blockyard.shared.config.worker import WorkerConfig
-from blockyard.shared.messages import Attach, Role, Stats, StepPlan, WorkerIn
+from blockyard.shared.messages import Attach, Fenced, Role, Stats, StepPlan, WorkerIn
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +46,8 @@ class MockWorker:
     def handle(self, peer: int, frame: WorkerIn, now: float) -> None:
         if isinstance(frame, Attach):
             log.info("attached by scheduler %x", frame.scheduler)
+            if self._scheduler not in (0, peer):  # it may wait for results of plans that are dropped now
+                self._links.answer(self._scheduler, Fenced(self._scheduler))
             self._scheduler = peer
             self._links.answer(peer, self._plans.attach(frame))
             return

@@ -1,0 +1,167 @@
+"""A gateway and a detokenizer that believe nothing: each frame must fit what they have."""
+
+from array import array
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from blockyard.shared.messages import (
+    Accepted,
+    Cancel,
+    Choice,
+    FinishReason,
+    Frame,
+    Generate,
+    Refused,
+    Sampling,
+    Stop,
+    StreamRef,
+    TextOptions,
+    TokenBatch,
+    TokenLogprobs,
+    TokenStep,
+)
+
+# request id, attempt, choice, first, ids, finish
+Delta = tuple[str, int, int, int, list[int], FinishReason | None]
+
+
+def ids_bytes(ids: list[int]) -> bytes:
+    return array("I", ids).tobytes()
+
+
+def ids_list(data: bytes) -> list[int]:
+    ids = array("I")
+    ids.frombytes(data)
+    return ids.tolist()
+
+
+@dataclass
+class Output:
+    """What the gateway's journal has of a choice."""
+
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    finish: FinishReason | None = None
+    detail: str = ""
+
+
+@dataclass
+class Journal:
+    frame: Generate
+    outputs: dict[int, Output]
+    detokenizer: int | None = None  # of the current attempt, once accepted
+    refused: Refused | None = None
+    cancelled: bool = False
+
+    def open(self) -> list[int]:
+        if self.cancelled or self.refused is not None:
+            return []
+        return [i for i, out in self.outputs.items() if out.finish is None]
+
+
+@dataclass
+class FakeGateway:
+    incarnation: int
+    journals: dict[str, Journal] = field(default_factory=dict)
+    rooms: list[Frame] = field(default_factory=list)
+
+    def new(self, request_id: str, prompt: list[int], sampling: Sampling, n: int, **more: object) -> Generate:
+        choices = [Choice(i) for i in range(n)]
+        frame = Generate(request_id, 0, "m", ids_bytes(prompt), b"", sampling, TextOptions(), choices, **more)
+        self.journals[request_id] = Journal(frame, {i: Output() for i in range(n)})
+        return frame
+
+    def again(self, request_id: str) -> Generate:
+        """The same request with the next attempt and the ids that have come."""
+        journal = self.journals[request_id]
+        old = journal.frame
+        choices = [Choice(i, ids_bytes(journal.outputs[i].ids), len(journal.outputs[i].ids)) for i in journal.open()]
+        journal.frame = Generate(
+            request_id, old.attempt + 1, old.model, old.prompt_ids, b"", old.sampling, old.text, choices
+        )
+        journal.detokenizer = None
+        return journal.frame
+
+    def take(self, frame: Frame) -> None:
+        """An answer of the scheduler's."""
+        if not isinstance(frame, Accepted | Refused):
+            self.rooms.append(frame)
+            return
+        journal = self.journals[frame.request_id]
+        if frame.attempt != journal.frame.attempt:
+            return
+        if isinstance(frame, Refused):
+            assert journal.refused is None, f"{frame.request_id} was refused twice"
+            journal.refused = frame
+        else:
+            assert journal.refused is None
+            journal.detokenizer = frame.detokenizer
+
+    def read(self, step: TokenStep) -> None:
+        """A delta of a detokenizer's."""
+        journal = self.journals[step.request_id]
+        if step.attempt != journal.frame.attempt or journal.cancelled:
+            return
+        out = journal.outputs[step.choice]
+        assert journal.refused is None, f"text of {step.request_id}, which was refused"
+        assert out.finish is None, f"{step.request_id}/{step.choice} ended {out.finish} and again: {step}"
+        assert step.first == len(out.ids), f"{step.request_id}/{step.choice} has {len(out.ids)} ids, got {step}"
+        out.ids += step.token_ids
+        out.logprobs += step.logprobs
+        for i, logprob in enumerate(step.prompt_logprobs):
+            out.prompt_logprobs[step.first_prompt + i] = logprob
+        out.finish, out.detail = step.finish, step.detail
+
+
+@dataclass
+class Stream:
+    attempt: int
+    gateway: int
+    num_ids: int
+
+
+@dataclass
+class FakeDetokenizer:
+    incarnation: int
+    stops: Callable[[TokenStep], bool]  # whether a stop string ends with this step
+    streams: dict[tuple[str, int], Stream] = field(default_factory=dict)
+    inbox: deque[TokenBatch] = field(default_factory=deque)
+
+    def work(self, read: Callable[[int, TokenStep], None]) -> list[Stop]:
+        """Handles one batch: deltas go to `read`, and what is to be told to the scheduler comes back."""
+        if not self.inbox:
+            return []
+        batch = self.inbox.popleft()
+        for new in batch.opens:
+            old = self.streams.get((new.request_id, new.choice))
+            if old is None or old.attempt < new.attempt:
+                num_ids = len(ids_list(new.output_ids))
+                self.streams[new.request_id, new.choice] = Stream(new.attempt, new.gateway, num_ids)
+        found = [ref for step in batch.steps if (ref := self._step(step, read)) is not None]
+        for close in batch.closes:
+            self._close(close)
+        return [Stop(found)] if found else []
+
+    def _step(self, step: TokenStep, read: Callable[[int, TokenStep], None]) -> StreamRef | None:
+        stream = self.streams.get((step.request_id, step.choice))
+        if stream is None or stream.attempt != step.attempt:
+            return None
+        assert step.first == stream.num_ids, f"stream has {stream.num_ids} ids, got {step}"
+        stream.num_ids += len(step.token_ids)
+        if step.finish is None and step.token_ids and self.stops(step):
+            stopped = TokenStep(
+                step.request_id, step.attempt, step.choice, step.first, step.token_ids, FinishReason.STOP
+            )
+            read(stream.gateway, stopped)
+            del self.streams[step.request_id, step.choice]
+            return StreamRef(step.request_id, step.attempt, step.choice)
+        read(stream.gateway, step)
+        if step.finish is not None:
+            del self.streams[step.request_id, step.choice]
+        return None
+
+    def _close(self, close: Cancel) -> None:
+        for key in [k for k, s in self.streams.items() if k[0] == close.request_id and s.attempt <= close.attempt]:
+            del self.streams[key]
