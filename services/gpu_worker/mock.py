@@ -1,64 +1,48 @@
-"""A worker without a model: the same messages, tokens at a set pace."""
+"""A runner without a model: the same plans and results, tokens at a set pace or as fast as asked."""
 
-import logging
-import signal
-import threading
 import time
+from collections.abc import Callable
 
+from blockyard.services.gpu_worker.mock_batch import MockBatch, Pattern
 from blockyard.services.gpu_worker.mock_model import describe
-from blockyard.services.gpu_worker.mock_plans import MockPlans
-from blockyard.shared.bus import Links
 from blockyard.shared.config.worker import WorkerConfig
-from blockyard.shared.messages import Attach, Fenced, Role, Stats, StepPlan, WorkerIn
+from blockyard.shared.messages import Geometry, SlotResult, StepPlan
 
-log = logging.getLogger(__name__)
-
-IDLE_S = 0.1
+BEHIND_S = 0.002  # a step that begins this soon after the last one was waiting for it
 
 
-def serve(config: WorkerConfig) -> None:
-    """Runs until SIGTERM. Raises PlanError if the scheduler contradicts itself."""
+class NoNames:
+    """A mock keeps no KV, so no block of it can be found again."""
+
+    def listed(self) -> tuple[list[int], bytes]:
+        return [], b""
+
+
+class MockRunner:
+    def __init__(self, geometry: Geometry, pattern: Pattern, step_s: float) -> None:
+        self.geometry, self.names = geometry, NoNames()
+        self._pattern, self._step_s = pattern, step_s
+        self._batch = MockBatch(geometry, 0, pattern)
+        self._done_at = 0.0
+
+    def reset(self, num_slots: int) -> None:
+        self._batch = MockBatch(self.geometry, num_slots, self._pattern)
+
+    def execute(self, plan: StepPlan) -> list[SlotResult]:
+        """Takes `step_s`. Raises PlanError if the plan contradicts what came before: the process then ends."""
+        results = self._batch.step(plan)
+        if self._step_s:
+            now = time.monotonic()
+            start = self._done_at if now - self._done_at < BEHIND_S else now
+            self._done_at = start + self._step_s
+            time.sleep(max(0.0, self._done_at - now))
+        return results
+
+
+def start(config: WorkerConfig, report: Callable[[str, float, list[str]], None]) -> MockRunner:
+    """Raises LoadError if the model's config.json does not decode."""
     geometry, pattern = describe(config)
-    stopped = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stopped.set())
-    model = config.served_model_names[0] if config.served_model_names else ""
-    with Links[WorkerIn](config.process.name, Role.GPU_WORKER, config.process.bus, WorkerIn, model) as links:
-        plans = MockPlans(links.me.incarnation, geometry, pattern, config.mock.step_ms / 1000)
-        note = f"mock worker: {geometry.num_blocks} KV blocks of {geometry.block_size} tokens, no weights"
-        links.update(ready=True, phase="serving", progress=1.0, notes=[note], group=config.group)
-        MockWorker(links, plans).run(stopped)
-
-
-class MockWorker:
-    def __init__(self, links: Links[WorkerIn], plans: MockPlans) -> None:
-        self._links, self._plans = links, plans
-        self._scheduler = 0  # incarnation that gets results
-
-    def run(self, stopped: threading.Event) -> None:
-        while not stopped.is_set():
-            due = self._plans.due()
-            timeout_s = IDLE_S if due is None else min(IDLE_S, max(0.0, due - time.monotonic()))
-            for peer, event in self._links.poll(timeout_s):
-                if isinstance(event, Attach | StepPlan):
-                    self.handle(peer, event, time.monotonic())
-            self.complete_due(time.monotonic())
-
-    def handle(self, peer: int, frame: WorkerIn, now: float) -> None:
-        if isinstance(frame, Attach):
-            log.info("attached by scheduler %x", frame.scheduler)
-            if self._scheduler not in (0, peer):  # it may wait for results of plans that are dropped now
-                self._links.answer(self._scheduler, Fenced(self._scheduler))
-            self._scheduler = peer
-            self._links.answer(peer, self._plans.attach(frame))
-            return
-        problem = self._plans.take(frame, now)
-        if problem is not None:
-            log.warning("plan %d of scheduler %x: %s", frame.number, frame.scheduler, type(problem).__name__)
-            self._links.answer(peer, problem)
-
-    def complete_due(self, now: float) -> None:
-        """Runs one plan if it is due, so that frames which came meanwhile are seen before the next."""
-        due = self._plans.due()
-        if due is not None and due <= now:
-            self._links.answer(self._scheduler, self._plans.complete(time.time()))
-            self._links.count(Stats(steps_total=self._plans.num_steps))
+    pace = f"{config.mock.step_ms} ms a step" if config.mock.step_ms else "as fast as it can"
+    note = f"mock worker: no weights, {geometry.num_blocks} KV blocks of {geometry.block_size} tokens, {pace}"
+    report("ready", 1.0, [note])
+    return MockRunner(geometry, pattern, config.mock.step_ms / 1000)

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from typing import Protocol
 
-from blockyard.shared.bus import Event, Gone
+from blockyard.shared.bus import Event, Gone, Joined
 from blockyard.shared.messages import (
     Attach,
     Attached,
@@ -80,6 +80,9 @@ class Worker:
                 self._take(peer, event)
             case Gone() if peer == self._scheduler:
                 self.plans.clear()  # nobody is left to answer; KV and slots wait for the next Attach
+                self._next = 0
+            case Joined() if peer == self._scheduler:  # it lived after all, and waits for results
+                self._links.answer(peer, OutOfStep(self._links.me.incarnation, 1))
 
     def step(self) -> None:
         """Runs the oldest plan, if there is one, and answers it."""
@@ -94,6 +97,8 @@ class Worker:
         self._count(results)
 
     def _attach(self, peer: int, attach: Attach) -> None:
+        if self._scheduler not in (None, attach.scheduler):  # it may wait for results of plans that are dropped now
+            self._links.answer(self._scheduler, Fenced(self._scheduler))
         self.plans.clear()
         self._runner.reset(attach.num_slots)
         self._scheduler, self._next = attach.scheduler, 1

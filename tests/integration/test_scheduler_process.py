@@ -35,7 +35,7 @@ from blockyard.shared.messages import (
 )
 
 ROOT = Path(__file__).parents[2]
-LIMIT_S = 20.0
+LIMIT_S = 15.0
 
 
 class Ring:
@@ -64,7 +64,13 @@ class Ring:
 
     def worker(self, **mock: object) -> subprocess.Popen[bytes]:
         process = ProcessConfig(name="gpu_worker 0", bus=self.bus)
-        config = WorkerConfig(process=process, model_path=str(self.folder), worker_cls="mock", mock=MockConfig(**mock))
+        config = WorkerConfig(
+            process=process,
+            model_path=str(self.folder),
+            served_model_names=["m"],
+            worker_cls="mock",
+            mock=MockConfig(**mock),
+        )
         return self.start("gpu_worker", config)
 
 

@@ -1,7 +1,7 @@
 """The worker's protocol: attach, order of plans, fencing. The runner is a stand-in."""
 
 from blockyard.services.gpu_worker.service import Worker
-from blockyard.shared.bus import Gone
+from blockyard.shared.bus import Gone, Joined
 from blockyard.shared.fake_links import FakeLinks
 from blockyard.shared.messages import (
     Attach,
@@ -75,6 +75,7 @@ def test_attach_drops_what_is_queued_and_fences_the_older_scheduler() -> None:
     it.handle(OLD, Attach(OLD, 9, 1))
     it.handle(OLD, plan(1))
     it.handle(NEW, Attach(NEW, 5, 1))
+    assert (OLD, Fenced(OLD)) in links.answered  # told at once: it may have no more plans to send
     it.step()
     assert ("plan", 1) not in runner.log
     it.handle(OLD, plan(2))
@@ -117,3 +118,15 @@ def test_queued_plans_of_a_dead_scheduler_are_not_run() -> None:
     it.handle(OLD, Gone(scheduler))
     it.step()
     assert runner.log == [("reset", 9)]
+
+
+def test_a_scheduler_that_was_only_thought_dead_attaches_again() -> None:
+    it, links, _ = worker()
+    scheduler = Member("scheduler", Role.SCHEDULER, OLD, "ipc://s")
+    it.handle(OLD, Attach(OLD, 9, 1))
+    it.handle(OLD, plan(1))
+    it.handle(OLD, Gone(scheduler))
+    it.handle(OLD, plan(2))  # ignored: the one before was dropped
+    it.handle(OLD, Joined(scheduler))
+    assert links.answered[-1] == (OLD, OutOfStep(ME, 1))
+    assert not it.plans

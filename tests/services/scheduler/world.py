@@ -5,11 +5,13 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from blockyard.services.gpu_worker.mock import MockRunner
 from blockyard.services.gpu_worker.mock_batch import Pattern
-from blockyard.services.gpu_worker.mock_plans import MockPlans
+from blockyard.services.gpu_worker.service import Worker
 from blockyard.services.scheduler.core import Scheduler, SchedulerSettings
 from blockyard.services.scheduler.groups import BatchLimits
 from blockyard.services.scheduler.outbox import Outgoing
+from blockyard.shared.fake_links import FakeLinks
 from blockyard.shared.messages import (
     Attach,
     Frame,
@@ -41,10 +43,11 @@ class InFlight:
 
 @dataclass
 class FakeWorker:
-    """A mock worker behind a link that delivers when the test says so."""
+    """The worker's loop and the mock runner, behind a link that delivers when the test says so."""
 
     incarnation: int
-    plans: MockPlans
+    links: FakeLinks
+    loop: Worker
     inbox: deque[Frame] = field(default_factory=deque)
     tables: dict[int, set[int]] = field(default_factory=dict)  # as of the last plan sent
     flight: list[InFlight] = field(default_factory=list)
@@ -72,19 +75,21 @@ class FakeWorker:
         blocks = set().union(*(self.tables[slot] for slot in slots))
         self.flight.append(InFlight(frame.number, slots, blocks))
 
-    def work(self) -> Frame | None:
-        """Takes one frame off the link, or runs one plan; the answer, if there is one."""
+    def busy(self) -> bool:
+        return bool(self.inbox or self.loop.plans)
+
+    def work(self) -> list[Frame]:
+        """Takes one frame off the link, or else runs one plan; the answers."""
         if self.inbox:
-            frame = self.inbox.popleft()
-            if isinstance(frame, Attach):
-                return self.plans.attach(frame)
-            assert isinstance(frame, StepPlan)
-            return self.plans.take(frame, 0.0)
-        if self.plans.due() is None:
-            return None
-        result = self.plans.complete(stamp_s=1.0)
-        assert self.flight.pop(0).number == result.number
-        return result
+            self.loop.handle(SCHEDULER, self.inbox.popleft())
+        else:
+            self.loop.step()
+        answers = [frame for _, frame in self.links.answered]
+        self.links.answered.clear()
+        for answer in answers:
+            if isinstance(answer, StepResult):
+                assert self.flight.pop(0).number == answer.number
+        return answers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +145,8 @@ class World:
         geometry = Geometry(
             s.num_blocks, s.block_size, s.max_model_len, 1000, [7], s.max_num_seqs, s.max_num_batched_tokens
         )
-        worker = FakeWorker(incarnation, MockPlans(incarnation, geometry, self.pattern, 0.0))
+        links = FakeLinks(Member("gpu_worker", Role.GPU_WORKER, incarnation, "", ready=True))
+        worker = FakeWorker(incarnation, links, Worker(links, MockRunner(geometry, self.pattern, 0.0)))
         self.workers[incarnation] = worker
         self._present(incarnation, Role.GPU_WORKER)
         return worker
@@ -187,10 +193,8 @@ class World:
         return frame
 
     def work(self, worker: FakeWorker) -> None:
-        answer = worker.work()
-        if answer is not None:
-            if isinstance(answer, StepResult):
-                self.num_steps += 1
+        for answer in worker.work():
+            self.num_steps += isinstance(answer, StepResult)
             self.tell(worker.incarnation, answer)
 
     def detokenize(self, detokenizer: FakeDetokenizer) -> None:
@@ -213,7 +217,7 @@ class World:
     def settle(self, max_steps: int = 100_000) -> None:
         """Lets everybody work until there is nothing left to do."""
         for _ in range(max_steps):
-            workers = [w for w in self.workers.values() if w.inbox or w.plans.due() is not None]
+            workers = [w for w in self.workers.values() if w.busy()]
             detokenizers = [d for d in self.detokenizers.values() if d.inbox]
             if not workers and not detokenizers:
                 return
