@@ -1,0 +1,85 @@
+"""Which models are served, by which scheduler, and whether there is room: known before anything is tokenized."""
+
+from collections.abc import Iterable
+
+from blockyard.services.api_gateway.errors import ApiError
+from blockyard.shared.messages import Member, ModelCard, Role, Room
+
+FULL_FOR_S = 5.0  # a scheduler said full so long ago that it is asked again, should the news of room be lost
+
+
+class Admission:
+    """Pure: fed with members and Room frames."""
+
+    def __init__(self, served_model_names: list[str]) -> None:
+        self._expected = set(served_model_names)  # names to wait for: 503 and not 404 while they are missing
+        self._schedulers: dict[int, Member] = {}
+        self._rooms: dict[int, tuple[Room, float]] = {}
+
+    def changed(self, member: Member) -> None:
+        if member.role != Role.SCHEDULER:
+            return
+        if member.ready and member.card is not None:
+            self._schedulers[member.incarnation] = member
+            self._expected.update(member.card.names)
+        else:
+            self._schedulers.pop(member.incarnation, None)
+
+    def gone(self, member: Member) -> None:
+        self._schedulers.pop(member.incarnation, None)
+        self._rooms.pop(member.incarnation, None)
+
+    def cards(self) -> list[ModelCard]:
+        """One a model, though several schedulers may serve it."""
+        return list({card.names[0]: card for m in self._schedulers.values() if (card := m.card)}.values())
+
+    def card(self, model: str | None) -> ModelCard:
+        """The card for a request's `model`; without one, the only model there is. Raises ApiError."""
+        cards = self.cards()
+        if not model and len(cards) == 1:
+            return cards[0]
+        if not model:
+            raise ApiError("which model? `model` is missing", "model") if cards else not_ready("any model")
+        for card in cards:
+            if model in card.names:
+                return card
+        if model in self._expected or not (self._expected or cards):
+            raise not_ready(f"the model `{model}`")
+        raise ApiError(f"The model `{model}` does not exist.", "model", 404, code="model_not_found")
+
+    def schedulers(self, model: str) -> list[int]:
+        return [i for i, m in self._schedulers.items() if m.card is not None and model in m.card.names]
+
+    def heard(self, scheduler: int, room: Room, now: float) -> None:
+        self._rooms[scheduler] = (room, now)
+
+    def check_room(self, model: str, now: float) -> None:
+        """Raises a 429 if every scheduler of the model said that it is full."""
+        rooms = [self._rooms.get(s) for s in self.schedulers(model)]
+        full = [known[0] for known in rooms if known is not None and _is_full(known, now)]
+        if full and len(full) == len(rooms):
+            raise too_busy(min(r.retry_after_s for r in full))
+
+    def roomiest(self, schedulers: Iterable[int], now: float) -> int | None:
+        """The scheduler to send to: one that is not full, of those the one with most room; None of none."""
+        best: tuple[bool, int] | None = None
+        chosen = None
+        for scheduler in schedulers:
+            known = self._rooms.get(scheduler)
+            rank = (known is None or not _is_full(known, now), known[0].tokens if known else 2**63)
+            if best is None or rank > best:
+                best, chosen = rank, scheduler
+        return chosen
+
+
+def _is_full(known: tuple[Room, float], now: float) -> bool:
+    room, heard_s = known
+    return (room.requests <= 0 or room.tokens <= 0) and now - heard_s < FULL_FOR_S
+
+
+def too_busy(retry_after_s: float) -> ApiError:
+    return ApiError("The server has as many requests waiting as it takes.", status=429, retry_after_s=retry_after_s)
+
+
+def not_ready(what: str) -> ApiError:
+    return ApiError(f"No scheduler is ready to serve {what} yet.", "model", 503, retry_after_s=1.0)

@@ -1,0 +1,150 @@
+"""Whole answers: what the choices collected, in OpenAI's shapes."""
+
+import msgspec
+
+from blockyard.services.api_gateway.call import Call, Usage
+from blockyard.services.api_gateway.journal import Entry
+from blockyard.services.api_gateway.logprobs import (
+    ChatLogprobs,
+    CompletionLogprobs,
+    PromptToken,
+    chat_logprobs,
+    completion_logprobs,
+    prompt_logprobs,
+)
+from blockyard.services.api_gateway.meters import REASONS
+from blockyard.services.api_gateway.prompts import Echo, without_output
+from blockyard.shared.messages import FinishReason, TextDelta, TextLogprobs
+
+PromptLogprobs = list[dict[int, PromptToken] | None]
+
+
+class AnswerMessage(msgspec.Struct, frozen=True):
+    role: str
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct, frozen=True):
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str
+    stop_reason: int | str | None
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatAnswer(msgspec.Struct, frozen=True):
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class CompletionChoice(msgspec.Struct, frozen=True):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str
+    stop_reason: int | str | None
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class CompletionAnswer(msgspec.Struct, frozen=True):
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class Collected:
+    """A journal sink that keeps everything until the answer is whole."""
+
+    def __init__(self, no_output: bool) -> None:
+        self._no_output = no_output
+        self.text: list[str] = []
+        self.logprobs: list[TextLogprobs] = []
+        self.finish = FinishReason.FAILED
+        self.stop_reason: int | str | None = None
+        self.echo: Echo | None = None
+
+    def push(self, delta: TextDelta, now: float, stamp_s: float) -> None:
+        if self._no_output:
+            delta = without_output(delta)
+        self.text.append(delta.text)
+        self.logprobs.extend(delta.logprobs)
+        if delta.finish is not None:
+            self.finish, self.stop_reason = delta.finish, delta.stop_reason
+
+
+def ids_of(data: bytes) -> list[int]:
+    return memoryview(data).cast("I").tolist()
+
+
+def answer(call: Call) -> bytes:
+    """The body of a finished call whose sinks are Collected."""
+    shape = call.job.shape
+    pairs = [(entry, c.sink) for entry in call.entries for c in entry.choices]
+    collected = [(entry, sink) for entry, sink in pairs if isinstance(sink, Collected)]
+    if not shape.chat:
+        choices = [_completion_choice(call, i, entry, sink) for i, (entry, sink) in enumerate(collected)]
+        return msgspec.json.encode(
+            CompletionAnswer(shape.answer_id, "text_completion", shape.created, shape.model, choices, call.usage())
+        )
+    entry = call.entries[0]
+    chat_choices = [_chat_choice(call, i, entry, sink) for i, (entry, sink) in enumerate(collected)]
+    return msgspec.json.encode(
+        ChatAnswer(
+            shape.answer_id,
+            "chat.completion",
+            shape.created,
+            shape.model,
+            chat_choices,
+            call.usage(),
+            _prompt_logprobs(call, entry),
+            ids_of(entry.prompt_ids) if shape.token_ids else msgspec.UNSET,
+        )
+    )
+
+
+def _chat_choice(call: Call, index: int, entry: Entry, sink: Collected) -> ChatChoice:
+    shape = call.job.shape
+    return ChatChoice(
+        index,
+        AnswerMessage(shape.role, "".join(sink.text)),
+        chat_logprobs(sink.logprobs, shape.num_top) if shape.logprobs else None,
+        REASONS[sink.finish],
+        sink.stop_reason,
+        entry.choices[index].output_ids.tolist() if shape.token_ids else msgspec.UNSET,
+    )
+
+
+def _completion_choice(call: Call, index: int, entry: Entry, sink: Collected) -> CompletionChoice:
+    shape, text, tokens, first_piece = call.job.shape, "".join(sink.text), sink.logprobs, None
+    if sink.echo is not None:
+        text = sink.echo.text + text
+        tokens, first_piece = [*sink.echo.logprobs, *tokens], sink.echo.first_piece
+    output_ids = [] if shape.no_output else entry.choices[index % call.job.n].output_ids.tolist()
+    return CompletionChoice(
+        index,
+        text,
+        completion_logprobs(tokens, shape.num_top, 0, first_piece) if shape.logprobs else None,
+        REASONS[sink.finish],
+        sink.stop_reason,
+        _prompt_logprobs(call, entry),
+        output_ids if shape.token_ids else msgspec.UNSET,
+        ids_of(entry.prompt_ids) if shape.token_ids else msgspec.UNSET,
+    )
+
+
+def _prompt_logprobs(call: Call, entry: Entry) -> PromptLogprobs | msgspec.UnsetType:
+    num_top = call.job.shape.prompt_logprobs
+    return msgspec.UNSET if num_top is None else prompt_logprobs(entry.prompt_logprobs, num_top)

@@ -1,0 +1,74 @@
+"""A step's text to its streams: the hot path, which waits for nobody."""
+
+from collections import OrderedDict
+
+from blockyard.services.api_gateway.dispatch import Dispatch
+from blockyard.services.api_gateway.errors import ApiError
+from blockyard.services.api_gateway.journal import Journal
+from blockyard.services.api_gateway.meters import Meters
+from blockyard.services.api_gateway.ring_links import RingLinks
+from blockyard.shared.messages import Cancel, FinishReason, Role, TextBatch, TextDelta
+
+STRAY_CANCEL_S = 1.0  # frames for an unknown id within it are answered with one Cancel
+MAX_CANCELLED = 10_000
+
+
+class Fanout:
+    def __init__(self, links: RingLinks, journal: Journal, dispatch: Dispatch, meters: Meters) -> None:
+        self._links, self._journal, self._dispatch, self._meters = links, journal, dispatch, meters
+        self._cancelled: OrderedDict[str, float] = OrderedDict()  # stray ids -> when a Cancel went out
+
+    def text(self, batch: TextBatch, now: float) -> None:
+        take, meters, stamp_s = self._journal.take, self._meters, batch.stamp_s
+        for delta in batch.deltas:
+            choice = take(delta, now)
+            if choice is None:
+                continue
+            meters.output_tokens += len(delta.token_ids)
+            if choice.arrived_s:
+                meters.between_tokens(now - choice.arrived_s)
+            else:
+                self._first(delta, now)
+            choice.arrived_s = now
+            if delta.finish is None:
+                choice.sink.push(delta, now, stamp_s)
+            else:
+                meters.choice_ended(delta.finish)
+                if delta.finish <= FinishReason.LENGTH:
+                    choice.sink.push(delta, now, stamp_s)
+                self._ended(delta)
+        if self._journal.gapped or self._journal.strays:
+            self._mend(now)
+
+    def _first(self, delta: TextDelta, now: float) -> None:
+        entry = self._journal.entries[delta.request_id]
+        if delta.token_ids:
+            self._meters.first_token(now - entry.opened_s)
+        if delta.finish != FinishReason.FAILED:  # a failure before anything else is a status code
+            entry.accept()
+
+    def _ended(self, delta: TextDelta) -> None:
+        entry = self._journal.entries[delta.request_id]
+        if delta.finish in (FinishReason.FAILED, FinishReason.CANCELLED):
+            self._dispatch.fail(entry, ApiError(delta.detail or "the ring gave this request up", status=500))
+        elif entry.num_open == 0:
+            self._journal.close(delta.request_id)
+            entry.owner.finished(entry)
+
+    def _mend(self, now: float) -> None:
+        """What the last batch showed to be lost is asked for again; what nobody waits for is cancelled."""
+        gapped, self._journal.gapped = self._journal.gapped, []
+        for entry in {id(e): e for e in gapped}.values():
+            self._dispatch.mend(entry, now)
+        strays, self._journal.strays = self._journal.strays, {}
+        for request_id, attempt in strays.items():
+            if now - self._cancelled.get(request_id, -STRAY_CANCEL_S) >= STRAY_CANCEL_S:
+                self._cancel(request_id, attempt, now)
+
+    def _cancel(self, request_id: str, attempt: int, now: float) -> None:
+        self._cancelled[request_id] = now
+        self._cancelled.move_to_end(request_id)
+        if len(self._cancelled) > MAX_CANCELLED:
+            self._cancelled.popitem(last=False)
+        for scheduler in self._links.of(Role.SCHEDULER):
+            self._links.send(scheduler.incarnation, Cancel(request_id, attempt))

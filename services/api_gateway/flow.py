@@ -1,0 +1,115 @@
+"""From a checked request to its text: tokenize, settle lengths, open the journal entries."""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from blockyard.services.api_gateway.admission import Admission
+from blockyard.services.api_gateway.answers import Collected
+from blockyard.services.api_gateway.call import Call
+from blockyard.services.api_gateway.dispatch import Dispatch
+from blockyard.services.api_gateway.job import Job
+from blockyard.services.api_gateway.journal import ChoiceLog, Entry
+from blockyard.services.api_gateway.meters import Meters
+from blockyard.services.api_gateway.outlet import Outlet
+from blockyard.services.api_gateway.prompts import Echo
+from blockyard.services.api_gateway.sse import EventStream
+from blockyard.services.api_gateway.text_work import TextWork
+from blockyard.shared.messages import Detokenize, Detokenized, Tokenize, Tokenized
+
+Sink = Collected | EventStream
+
+
+class Flow:
+    def __init__(
+        self,
+        text_work: TextWork,
+        admission: Admission,
+        dispatch: Dispatch,
+        meters: Meters,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._text_work, self.admission, self._dispatch, self._meters = text_work, admission, dispatch, meters
+        self.clock = clock
+
+    async def open(self, job: Job, name: str, tenant: str, outlet: Outlet | None) -> Call:
+        """Sends the job's prompts into the ring; text goes to `outlet`, or is collected. Raises ApiError.
+
+        `name` is unique: ids of requests in the ring begin with it.
+        """
+        arrived_s = self.clock()
+        self.admission.check_room(job.card.names[0], arrived_s)
+        prompts = await self.tokenize(job.prompts, name, job.truncate)
+        samplings = [job.settle(len(p.token_ids) // 4, p.bad_words) for p in prompts]
+        call = Call(job, arrived_s, self._dispatch.close)
+        for i, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
+            sinks = [_sink(call, i * job.n + k, outlet) for k in range(job.n)]
+            entry = Entry(
+                request_id=prompt.request_id,
+                model=job.card.names[0],
+                prompt_ids=prompt.token_ids,
+                block_names=prompt.block_names,
+                sampling=sampling,
+                text=job.text,
+                choices=[ChoiceLog(k, sink) for k, sink in enumerate(sinks)],
+                owner=call,
+                now=arrived_s,
+                priority=job.priority,
+                tenant=tenant,
+                cache_salt=job.cache_salt,
+            )
+            if job.shape.echo:
+                for sink in sinks:
+                    sink.echo = _echo(job.prompts[i], prompt, entry)
+            call.entries.append(entry)
+        self._meters.opened(call.entries)
+        for entry in call.entries:
+            self._dispatch.open(entry, self.clock())
+        return call
+
+    async def tokenize(self, prompts: list[Tokenize], name: str, truncate: int | None = None) -> list[Tokenized]:
+        """In order, as many at once as the pool takes. Raises ApiError."""
+        named = [msgspec.structs.replace(p, request_id=f"{name}-{i}") for i, p in enumerate(prompts)]
+        done = await self._all(named)
+        if truncate is None:
+            return done
+        cut = [
+            msgspec.structs.replace(
+                p, text=None, messages=None, token_ids=d.token_ids[-4 * truncate :], want_text=p.want_text or p.want_pieces
+            )
+            for p, d in zip(named, done, strict=True)
+        ]
+        return await self._all(cut)
+
+    async def detokenize(self, work: Detokenize) -> Detokenized:
+        answer = await self._text_work.submit(work)
+        assert isinstance(answer, Detokenized)
+        return answer
+
+    def closed(self, call: Call) -> None:
+        """The handler is done with the call, however it ended."""
+        call.close()
+        if call.is_finished() and call.error is None:
+            self._meters.closed(call.entries, self.clock() - call.arrived_s)
+
+    async def _all(self, works: list[Tokenize]) -> list[Tokenized]:
+        futures = [self._text_work.submit(work) for work in works]
+        try:
+            answers = await asyncio.gather(*futures)
+        finally:
+            for future in futures:
+                future.cancel()
+        return [a for a in answers if isinstance(a, Tokenized)]
+
+
+def _sink(call: Call, index: int, outlet: Outlet | None) -> Sink:
+    if outlet is None:
+        return Collected(call.job.shape.no_output)
+    return EventStream(call.job.shape, index, outlet, call.usage_json)
+
+
+def _echo(asked: Tokenize, prompt: Tokenized, entry: Entry) -> Echo:
+    text = prompt.text or asked.text or ""
+    return Echo(text, prompt.pieces[0] if prompt.pieces else "", entry.prompt_logprobs)

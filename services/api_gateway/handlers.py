@@ -1,0 +1,100 @@
+"""The endpoints that need the ring: generation, tokenize, detokenize, models."""
+
+import secrets
+from array import array
+
+import msgspec
+from aiohttp import web
+
+from blockyard.services.api_gateway.answers import answer, ids_of
+from blockyard.services.api_gateway.errors import ApiError
+from blockyard.services.api_gateway.flow import Flow
+from blockyard.services.api_gateway.job import Job
+from blockyard.services.api_gateway.outlet import Outlet
+from blockyard.services.api_gateway.prompt_fields import chat_prompt, completion_prompts
+from blockyard.services.api_gateway.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    decode,
+)
+from blockyard.services.api_gateway.streams import Streams
+from blockyard.services.api_gateway.validate import read_chat, read_completion
+from blockyard.shared.config.gateway import GatewayConfig
+from blockyard.shared.messages import Detokenize
+
+JSON = "application/json"
+REQUEST_ID = web.RequestKey("request_id", str)  # of the caller, or ours
+TENANT = web.RequestKey("tenant", str)
+
+
+class TokenizeAnswer(msgspec.Struct, frozen=True):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeAnswer(msgspec.Struct, frozen=True):
+    prompt: str
+
+
+class Handlers:
+    def __init__(self, config: GatewayConfig, flow: Flow, streams: Streams) -> None:
+        self._config, self._flow, self._streams = config, flow, streams
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        asked = decode(await request.read(), ChatRequest)
+        card = self._flow.admission.card(asked.model)
+        name = asked.request_id or request[REQUEST_ID]
+        return await self._generate(request, read_chat(asked, card, self._config, name))
+
+    async def completion(self, request: web.Request) -> web.StreamResponse:
+        asked = decode(await request.read(), CompletionRequest)
+        card = self._flow.admission.card(asked.model)
+        name = asked.request_id or request[REQUEST_ID]
+        return await self._generate(request, read_completion(asked, card, self._config, name))
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        asked = decode(await request.read(), TokenizeRequest)
+        card = self._flow.admission.card(asked.model)
+        if (asked.prompt is None) == (asked.messages is None):
+            raise ApiError("either prompt or messages, and not both", "prompt")
+        if asked.messages is not None:
+            work = chat_prompt(asked, card)
+        else:
+            work = msgspec.structs.replace(
+                completion_prompts(asked.prompt, card)[0], add_special_tokens=asked.add_special_tokens
+            )
+        work = msgspec.structs.replace(work, want_pieces=bool(asked.return_token_strs))
+        done = (await self._flow.tokenize([work], secrets.token_hex(8)))[0]
+        ids = ids_of(done.token_ids)
+        strs = done.pieces if asked.return_token_strs else None
+        return json_response(TokenizeAnswer(len(ids), card.max_model_len, ids, strs))
+
+    async def detokenize(self, request: web.Request) -> web.Response:
+        asked = decode(await request.read(), DetokenizeRequest)
+        card = self._flow.admission.card(asked.model)
+        if any(not 0 <= t < card.vocab_size for t in asked.tokens):
+            raise ApiError(f"tokens must be in the vocabulary of {card.vocab_size}", "tokens")
+        work = Detokenize(secrets.token_hex(8), card.names[0], array("I", asked.tokens).tobytes())
+        return json_response(DetokenizeAnswer((await self._flow.detokenize(work)).text))
+
+    async def _generate(self, request: web.Request, job: Job) -> web.StreamResponse:
+        outlet = Outlet() if job.shape.stream else None
+        call = await self._flow.open(job, secrets.token_hex(10), request.get(TENANT, ""), outlet)
+        try:
+            if outlet is not None:
+                await call.settle()
+                return await self._streams.run(request, call, outlet)
+            await call.finish()
+            if call.error is not None:
+                raise call.error
+            return web.Response(body=answer(call), content_type=JSON)
+        finally:
+            self._flow.closed(call)
+
+
+def json_response(value: msgspec.Struct) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), content_type=JSON)

@@ -1,0 +1,205 @@
+"""The journal: what was asked and delivered of every open request, so that any of it can be asked for again.
+
+A request whose member is lost, or from which nothing comes, is sent again with attempt + 1 and the ids
+delivered so far. Of what arrives only the next ids of the current attempt count, so that lost, late and doubled
+frames are one case: every token is delivered once and every choice ends once.
+"""
+
+from array import array
+from collections.abc import Iterator
+from typing import Protocol
+
+from blockyard.services.api_gateway.errors import ApiError
+from blockyard.shared.messages import Choice, FinishReason, Generate, Sampling, TextDelta, TextLogprobs, TextOptions
+
+MAX_GAPS = 8  # in a row, without a token in between: then the ring is at fault in a way that trying does not mend
+
+
+class Sink(Protocol):
+    """Where the text of one choice goes."""
+
+    def push(self, delta: TextDelta, now: float, stamp_s: float) -> None: ...
+
+
+class Owner(Protocol):
+    """Who is told what becomes of a request; each is called at most once per request and event."""
+
+    def accepted(self, entry: "Entry") -> None: ...
+    def failed(self, entry: "Entry", error: ApiError) -> None: ...
+    def finished(self, entry: "Entry") -> None: ...
+
+
+class ChoiceLog:
+    """One continuation: what was delivered of it."""
+
+    __slots__ = ("arrived_s", "chars_sent", "finish", "index", "output_ids", "sink")
+
+    def __init__(self, index: int, sink: Sink) -> None:
+        self.index = index
+        self.sink = sink
+        self.output_ids = array("I")
+        self.chars_sent = 0
+        self.finish: FinishReason | None = None
+        self.arrived_s = 0.0  # when its last text came; 0 before the first
+
+
+class Entry:
+    """One open request: a prompt and its choices."""
+
+    __slots__ = (
+        "accepted",
+        "attempt",
+        "block_names",
+        "cache_salt",
+        "cached_tokens",
+        "choices",
+        "crashes",
+        "detokenizer",
+        "gaps",
+        "heard_s",
+        "model",
+        "not_before_s",
+        "num_open",
+        "opened_s",
+        "owner",
+        "priority",
+        "prompt_ids",
+        "prompt_logprobs",
+        "request_id",
+        "sampling",
+        "scheduler",
+        "tenant",
+        "text",
+    )
+
+    def __init__(  # noqa: PLR0913 -- one call site, all by name
+        self,
+        *,
+        request_id: str,
+        model: str,
+        prompt_ids: bytes,
+        block_names: bytes,
+        sampling: Sampling,
+        text: TextOptions,
+        choices: list[ChoiceLog],
+        owner: Owner,
+        now: float,
+        priority: int = 0,
+        tenant: str = "",
+        cache_salt: str = "",
+    ) -> None:
+        self.request_id = request_id
+        self.model = model
+        self.prompt_ids = prompt_ids
+        self.block_names = block_names
+        self.sampling = sampling
+        self.text = text
+        self.choices = choices
+        self.owner = owner
+        self.priority = priority
+        self.tenant = tenant
+        self.cache_salt = cache_salt
+        self.crashes = 0
+        self.attempt = 0
+        self.scheduler: int | None = None  # incarnation; None while there is none to send to
+        self.detokenizer: int | None = None
+        self.accepted = False  # by any attempt
+        self.num_open = len(choices)
+        self.opened_s = now
+        self.heard_s = now  # when anything last came for it
+        self.not_before_s = 0.0  # a refused repetition waits until then
+        self.gaps = 0
+        self.cached_tokens = 0
+        self.prompt_logprobs: list[TextLogprobs] = []  # of prompt position 1 onwards: 0 has none
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_ids) // 4
+
+    def accept(self) -> None:
+        """The ring has taken it: from here on a failure is an event in the answer, not a status code."""
+        if not self.accepted:
+            self.accepted = True
+            self.owner.accepted(self)
+
+    def generate(self) -> Generate:
+        """The frame that starts or continues this attempt."""
+        return Generate(
+            request_id=self.request_id,
+            attempt=self.attempt,
+            model=self.model,
+            prompt_ids=self.prompt_ids,
+            block_names=self.block_names,
+            sampling=self.sampling,
+            text=self.text,
+            choices=[Choice(c.index, c.output_ids.tobytes(), c.chars_sent) for c in self.choices if c.finish is None],
+            priority=self.priority,
+            tenant=self.tenant,
+            cache_salt=self.cache_salt,
+            crashes=self.crashes,
+        )
+
+
+class Journal:
+    """All open requests of this gateway."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, Entry] = {}
+        self.strays: dict[str, int] = {}  # ids that frames came for and nobody waits for -> their attempt
+        self.gapped: list[Entry] = []  # something was lost: to be sent again
+
+    def open(self, entry: Entry) -> None:
+        self.entries[entry.request_id] = entry
+
+    def close(self, request_id: str) -> Entry | None:
+        return self.entries.pop(request_id, None)
+
+    def take(self, delta: TextDelta, now: float) -> ChoiceLog | None:
+        """Notes what `delta` delivers and returns its choice; None if it is not to be delivered."""
+        entry = self.entries.get(delta.request_id)
+        if entry is None:
+            self.strays[delta.request_id] = delta.attempt
+            return None
+        if delta.attempt != entry.attempt or not 0 <= delta.choice < len(entry.choices):
+            return None
+        choice = entry.choices[delta.choice]
+        if choice.finish is not None:
+            return None
+        known = len(choice.output_ids)
+        if delta.first != known:
+            if delta.first + len(delta.token_ids) > known or delta.finish is not None:
+                self.gapped.append(entry)
+            return None
+        if delta.prompt_logprobs and not self._take_prompt_logprobs(entry, delta):
+            return None
+        if delta.token_ids:
+            if not known and delta.cached_tokens and entry.attempt == 0:
+                entry.cached_tokens = delta.cached_tokens
+            choice.output_ids.extend(delta.token_ids)
+            choice.chars_sent += len(delta.text)
+            entry.gaps = 0
+        else:
+            choice.chars_sent += len(delta.text)
+        entry.heard_s = now
+        if delta.finish is not None:
+            choice.finish = delta.finish
+            entry.num_open -= 1
+        return choice
+
+    def _take_prompt_logprobs(self, entry: Entry, delta: TextDelta) -> bool:
+        """They come in prompt order, from any choice and again after a repetition."""
+        known = len(entry.prompt_logprobs)
+        skip = known - (delta.first_prompt - 1)
+        if skip < 0:
+            self.gapped.append(entry)
+            return False
+        entry.prompt_logprobs.extend(delta.prompt_logprobs[skip:])
+        return True
+
+    def through(self, member: int) -> Iterator[Entry]:
+        """The open requests that pass through this member."""
+        return (e for e in list(self.entries.values()) if member in (e.scheduler, e.detokenizer))
+
+    def silent_since(self, then: float) -> Iterator[Entry]:
+        """The open requests with a scheduler for which nothing came after `then`."""
+        return (e for e in list(self.entries.values()) if e.heard_s < then and e.scheduler is not None)

@@ -1,0 +1,74 @@
+"""Ranges of the sampling fields: each out-of-range value is a 400 that names its field."""
+
+import math
+from collections.abc import Iterable
+
+from blockyard.services.api_gateway.errors import ApiError
+
+MAX_CHOICES = 128  # of one prompt
+MAX_PROMPTS = 2048  # of one HTTP request
+MAX_STOPS = 16
+MAX_STOP_CHARS = 1024
+MAX_LISTED = 1024  # entries of logit_bias, bad_words, stop_token_ids
+MAX_SALT_CHARS = 256
+
+
+def number(
+    field: str,
+    value: float | None,
+    default: float,
+    low: float,
+    high: float = math.inf,
+    above_low: bool = False,
+) -> float:
+    """`value` or the default. Must be finite, in [low, high], or in (low, high] with `above_low`."""
+    if value is None:
+        return default
+    if not math.isfinite(value) or value < low or value > high or (above_low and value == low):
+        left = f"greater than {low:g}" if above_low else f"at least {low:g}"
+        right = "" if math.isinf(high) else f" and at most {high:g}"
+        raise ApiError(f"{field} must be {left}{right}, got {value:g}", field)
+    return value
+
+
+def integer(field: str, value: int | None, default: int, low: int, high: int | None = None) -> int:
+    if value is None:
+        return default
+    if value < low or (high is not None and value > high):
+        right = "" if high is None else f" and at most {high}"
+        raise ApiError(f"{field} must be at least {low}{right}, got {value}", field)
+    return value
+
+
+def short(field: str, values: list[object] | dict[str, float] | list[int] | list[str], most: int) -> None:
+    if len(values) > most:
+        raise ApiError(f"{field} may have at most {most} entries, got {len(values)}", field)
+
+
+def token_ids(field: str, ids: Iterable[int], vocab_size: int) -> list[int]:
+    ids = list(ids)
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+        wrong = next(i for i in ids if not 0 <= i < vocab_size)
+        raise ApiError(f"{field}: token id {wrong} is outside the vocabulary of {vocab_size}", field)
+    return ids
+
+
+def logit_bias(bias: dict[str, float] | None, vocab_size: int) -> list[tuple[int, float]]:
+    field, out = "logit_bias", []
+    short(field, bias or {}, MAX_LISTED)
+    for key, value in (bias or {}).items():
+        if not key.isascii() or not key.isdigit():
+            raise ApiError(f"{field} keys are token ids, got {key[:40]!r}", field)
+        number(field, value, 0.0, -100.0, 100.0)
+        out.append((int(key[:20]), value))
+    token_ids(field, (i for i, _ in out), vocab_size)
+    return out
+
+
+def stop_strings(stop: str | list[str] | None) -> list[str]:
+    stops = [stop] if isinstance(stop, str) else stop or []
+    short("stop", stops, MAX_STOPS)
+    for text in stops:
+        if not text or len(text) > MAX_STOP_CHARS:
+            raise ApiError(f"each stop string has 1 to {MAX_STOP_CHARS} characters, got {len(text)}", "stop")
+    return stops

@@ -1,0 +1,98 @@
+"""Log-probabilities in OpenAI's two shapes, and the field's shape for those of the prompt."""
+
+import msgspec
+
+from blockyard.shared.messages import TextLogprobs
+
+FLOOR = -9999.0  # stands for minus infinity, which JSON cannot say
+
+
+class TopToken(msgspec.Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ContentToken(msgspec.Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopToken]
+
+
+class ChatLogprobs(msgspec.Struct, frozen=True):
+    content: list[ContentToken]
+    refusal: None = None
+
+
+class CompletionLogprobs(msgspec.Struct, frozen=True):
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class PromptToken(msgspec.Struct, frozen=True):
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+def show(token: bytes) -> str:
+    return token.decode("utf-8", "replace")
+
+
+def floored(logprob: float) -> float:
+    return logprob if logprob > FLOOR else FLOOR
+
+
+def chat_logprobs(tokens: list[TextLogprobs], num_top: int) -> ChatLogprobs:
+    return ChatLogprobs(
+        [
+            ContentToken(
+                show(t.token),
+                floored(t.logprob),
+                list(t.token),
+                [
+                    TopToken(show(token), floored(logprob), list(token))
+                    for token, logprob in zip(t.top_tokens[:num_top], t.top_logprobs, strict=False)
+                ],
+            )
+            for t in tokens
+        ]
+    )
+
+
+def completion_logprobs(
+    tokens: list[TextLogprobs], num_top: int, offset: int, first_piece: str | None = None
+) -> CompletionLogprobs:
+    """`offset` is where the first token's text begins; `first_piece` is a token before them that has none."""
+    out = CompletionLogprobs([], [], [], [])
+    if first_piece is not None:
+        out.text_offset.append(offset)
+        out.token_logprobs.append(None)
+        out.tokens.append(first_piece)
+        out.top_logprobs.append(None)
+        offset += len(first_piece)
+    for t in tokens:
+        text = show(t.token)
+        top = {show(k): floored(v) for k, v in zip(t.top_tokens[:num_top], t.top_logprobs, strict=False)}
+        top.setdefault(text, floored(t.logprob))
+        out.text_offset.append(offset)
+        out.token_logprobs.append(floored(t.logprob))
+        out.tokens.append(text)
+        out.top_logprobs.append(top)
+        offset += len(text)
+    return out
+
+
+def prompt_logprobs(tokens: list[TextLogprobs], num_top: int) -> list[dict[int, PromptToken] | None]:
+    """One entry a prompt token, the first of which has none; the token itself and the likeliest candidates."""
+    out: list[dict[int, PromptToken] | None] = [None]
+    for t in tokens:
+        entry = {t.token_id: PromptToken(floored(t.logprob), t.rank, show(t.token))}
+        candidates = zip(t.top_ids[:num_top], t.top_tokens, t.top_logprobs, strict=False)
+        for rank, (token_id, token, logprob) in enumerate(candidates, start=1):
+            entry.setdefault(token_id, PromptToken(floored(logprob), rank, show(token)))
+        out.append(entry)
+    return out

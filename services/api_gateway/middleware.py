@@ -1,0 +1,151 @@
+"""What every answer goes through: request ids, keys, CORS, and errors in OpenAI's shape."""
+
+import hmac
+import logging
+import math
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+
+from blockyard.services.api_gateway.errors import ApiError
+from blockyard.services.api_gateway.handlers import JSON, REQUEST_ID, TENANT
+from blockyard.services.api_gateway.meters import Meters
+from blockyard.shared.config.gateway import CorsConfig, GatewayConfig
+
+log = logging.getLogger(__name__)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Middleware = Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]
+
+GUARDED = ("/v1", "/tokenize", "/detokenize", "/ring")  # ask for a key, if there are keys
+MAX_ID_CHARS = 128
+
+
+def error_response(error: ApiError) -> web.Response:
+    headers = {}
+    if error.retry_after_s is not None:
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return web.Response(status=error.status, body=error.body(), content_type=JSON, headers=headers)
+
+
+def errors(meters: Meters) -> Middleware:
+    """Outermost but for the request id: whatever is refused is refused in one shape."""
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            response = await handler(request)
+        except ApiError as e:
+            response = error_response(e)
+        except web.HTTPException as e:
+            if e.status < 400:
+                raise
+            response = error_response(_known(request, e))
+        meters.responded(response.status)
+        return response
+
+    return middleware
+
+
+def request_ids(config: GatewayConfig) -> Middleware:
+    """The caller's X-Request-Id, or one of ours, in answers' ids and, if the deployment wants it, in a header."""
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        given = request.headers.get("X-Request-Id", "")
+        sound = given.isascii() and given.isprintable() and 0 < len(given) <= MAX_ID_CHARS
+        request[REQUEST_ID] = given if sound else secrets.token_hex(16)
+        began = time.monotonic()
+        response = await handler(request)
+        if config.log_requests and request.method == "POST":
+            took_ms = 1000 * (time.monotonic() - began)
+            log.info("%s %s %d in %.0f ms", request[REQUEST_ID], request.path, response.status, took_ms)
+        return response
+
+    return middleware
+
+
+def api_keys(config: GatewayConfig) -> Middleware:
+    """Bearer keys. The key's place in the list is the tenant."""
+    keys = [key.encode() for key in config.api_keys]
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if keys and _is_guarded(request, config.root_path) and request.method != "OPTIONS":
+            scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+            matches = [hmac.compare_digest(key, given.strip().encode()) for key in keys]
+            if scheme.lower() != "bearer" or not any(matches):
+                raise ApiError("The API key is missing or wrong: send `Authorization: Bearer KEY`.", status=401)
+            request[TENANT] = f"key-{matches.index(True)}"
+        return await handler(request)
+
+    return middleware
+
+
+def draining(is_draining: Callable[[], bool]) -> Middleware:
+    """After SIGTERM connections that are open still bring requests: they are told to come again elsewhere."""
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if is_draining() and request.method == "POST":
+            error = ApiError("The server is shutting down.", status=503, retry_after_s=1.0)
+            response = error_response(error)
+            response.force_close()
+            return response
+        return await handler(request)
+
+    return middleware
+
+
+def cors(config: CorsConfig) -> tuple[Middleware, Callable[[web.Request, web.StreamResponse], Awaitable[None]]]:
+    """Answers preflights; the second function puts the headers on every response, streamed ones too."""
+
+    def allowed(request: web.Request) -> str:
+        origin = request.headers.get("Origin", "")
+        if origin and "*" in config.allowed_origins:
+            return origin if config.allow_credentials else "*"
+        return origin if origin in config.allowed_origins else ""
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        asked = request.headers.get("Access-Control-Request-Method")
+        if request.method != "OPTIONS" or asked is None:
+            return await handler(request)
+        if not allowed(request):
+            raise ApiError(f"origin {request.headers.get('Origin', '')[:200]!r} is not allowed", "Origin", 403)
+        headers = request.headers.get("Access-Control-Request-Headers", "")
+        methods = asked if "*" in config.allowed_methods else ", ".join(config.allowed_methods)
+        if "*" not in config.allowed_headers:
+            headers = ", ".join(config.allowed_headers)
+        preflight = {"Access-Control-Allow-Methods": methods, "Access-Control-Max-Age": "600"}
+        if headers:
+            preflight["Access-Control-Allow-Headers"] = headers
+        return web.Response(status=200, headers=preflight)
+
+    async def on_prepare(request: web.Request, response: web.StreamResponse) -> None:
+        if origin := allowed(request):
+            response.headers["Access-Control-Allow-Origin"] = origin
+            response.headers["Vary"] = "Origin"
+            response.headers["Access-Control-Expose-Headers"] = "X-Request-Id, Retry-After"
+            if config.allow_credentials:
+                response.headers["Access-Control-Allow-Credentials"] = "true"
+
+    return middleware, on_prepare
+
+
+def _known(request: web.Request, e: web.HTTPException) -> ApiError:
+    if e.status == 404:
+        return ApiError(f"There is nothing at {request.path[:200]}.", status=404, code="not_found")
+    if e.status == 405:
+        return ApiError(f"{request.path[:200]} does not take {request.method}.", status=405, code="method_not_allowed")
+    if e.status == 413:
+        return ApiError("The body is larger than this server takes.", "body", status=413)
+    return ApiError(e.text or e.reason, status=e.status)
+
+
+def _is_guarded(request: web.Request, root_path: str) -> bool:
+    return request.path.removeprefix(root_path.rstrip("/")).startswith(GUARDED)

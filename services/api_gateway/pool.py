@@ -1,0 +1,81 @@
+"""Work for any member of a role: each job goes to the live member with the fewest of ours, the rest waits here."""
+
+from collections import OrderedDict
+from typing import Generic, TypeVar
+
+F = TypeVar("F")
+
+MAX_WAITING = 2  # of ours at one member: enough that it never idles, few enough that short jobs do not queue behind long
+
+
+class _Member(Generic[F]):
+    def __init__(self, model: str) -> None:
+        self.model = model  # "" serves any
+        self.jobs: dict[str, tuple[str, F] | None] = {}  # unanswered: model and frame, None where nobody waits any more
+
+
+class Pool(Generic[F]):
+    """Pure bookkeeping; methods return the (member, frame) pairs that are to be sent now."""
+
+    def __init__(self) -> None:
+        self._members: dict[int, _Member[F]] = {}
+        self._queues: dict[str, OrderedDict[str, F]] = {}  # by model, each job -> frame
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(map(len, self._queues.values()))
+
+    def serves(self, model: str) -> bool:
+        return any(m.model in ("", model) for m in self._members.values())
+
+    def join(self, member: int, model: str) -> list[tuple[int, F]]:
+        if member not in self._members:
+            self._members[member] = _Member(model)
+        return self._hand_out()
+
+    def gone(self, member: int) -> list[tuple[int, F]]:
+        """Its unanswered jobs go first in the queue again, in their order."""
+        lost = self._members.pop(member, None)
+        for job, kept in reversed(lost.jobs.items() if lost else ()):
+            if kept is not None:
+                queue = self._queues.setdefault(kept[0], OrderedDict())
+                queue[job] = kept[1]
+                queue.move_to_end(job, last=False)
+        return self._hand_out()
+
+    def submit(self, job: str, model: str, frame: F) -> list[tuple[int, F]]:
+        self._queues.setdefault(model, OrderedDict())[job] = frame
+        return self._hand_out()
+
+    def answered(self, member: int, job: str) -> list[tuple[int, F]]:
+        if member in self._members:
+            self._members[member].jobs.pop(job, None)
+        return self._hand_out()
+
+    def forget(self, job: str) -> None:
+        """Nobody waits for it. If a member has it, it counts there until answered."""
+        for queue in self._queues.values():
+            queue.pop(job, None)
+        for member in self._members.values():
+            if job in member.jobs:
+                member.jobs[job] = None
+
+    def _hand_out(self) -> list[tuple[int, F]]:
+        out = []
+        for model, queue in list(self._queues.items()):
+            while queue and (chosen := self._least_loaded(model)):
+                incarnation, member = chosen
+                job, frame = queue.popitem(last=False)
+                member.jobs[job] = (model, frame)
+                out.append((incarnation, frame))
+            if not queue:
+                del self._queues[model]
+        return out
+
+    def _least_loaded(self, model: str) -> tuple[int, _Member[F]] | None:
+        free = [
+            (incarnation, member)
+            for incarnation, member in self._members.items()
+            if member.model in ("", model) and len(member.jobs) < MAX_WAITING
+        ]
+        return min(free, key=lambda pair: len(pair[1].jobs)) if free else None

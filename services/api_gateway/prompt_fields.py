@@ -1,0 +1,123 @@
+"""The prompt in its many forms, as the Tokenize frames that turn it into ids."""
+
+from array import array
+
+import msgspec
+
+from blockyard.services.api_gateway import limits
+from blockyard.services.api_gateway.errors import ApiError, not_built
+from blockyard.services.api_gateway.schemas import NULL, ChatRequest, ContentPart, Message, TokenizeRequest
+from blockyard.shared.messages import ModelCard, Tokenize
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+class TemplateMessage(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a chat template sees of a message; parts are joined to one text."""
+
+    role: str
+    content: str
+    name: str | None = None
+    reasoning_content: str | None = None
+
+
+def completion_prompts(prompt: str | list[str | int | list[int]] | None, card: ModelCard) -> list[Tokenize]:
+    """One frame a prompt, of a text, a list of ids, or a list of either. Raises ApiError."""
+    if prompt is None:
+        raise ApiError("`prompt` is missing", "prompt")
+    if isinstance(prompt, str):
+        return [_text(prompt, "prompt", card)]
+    if not prompt:
+        raise ApiError("`prompt` is empty", "prompt")
+    if all(isinstance(p, int) for p in prompt):
+        return [_ids([p for p in prompt if isinstance(p, int)], "prompt", card)]
+    if len(prompt) > limits.MAX_PROMPTS:
+        raise ApiError(f"at most {limits.MAX_PROMPTS} prompts a request, got {len(prompt)}", "prompt")
+    out = []
+    for i, p in enumerate(prompt):
+        if isinstance(p, int):
+            raise ApiError("`prompt` mixes ids with texts or lists", f"prompt[{i}]")
+        out.append(_text(p, f"prompt[{i}]", card) if isinstance(p, str) else _ids(p, f"prompt[{i}]", card))
+    return out
+
+
+def chat_prompt(request: ChatRequest | TokenizeRequest, card: ModelCard) -> Tokenize:
+    if request.continue_final_message and request.add_generation_prompt:
+        raise ApiError(
+            "continue_final_message and add_generation_prompt cannot both be true", "continue_final_message"
+        )
+    kwargs = dict(request.chat_template_kwargs or {})
+    if isinstance(request, ChatRequest) and request.documents is not None:
+        kwargs["documents"] = request.documents
+    continues = bool(request.continue_final_message)
+    return Tokenize(
+        request_id="",
+        model=card.names[0],
+        messages=_messages(request.messages),
+        template_kwargs=msgspec.json.encode(kwargs) if kwargs else b"",
+        chat_template=request.chat_template,
+        add_generation_prompt=not continues if request.add_generation_prompt is None else request.add_generation_prompt,
+        continue_final_message=continues,
+        add_special_tokens=request.add_special_tokens,
+    )
+
+
+def check_length(num_tokens: int, field: str, card: ModelCard) -> None:
+    if num_tokens >= card.max_model_len:
+        raise ApiError(
+            f"This model's maximum context length is {card.max_model_len} tokens. However, the {field} alone has "
+            f"{num_tokens}. Please reduce its length.",
+            field,
+            code="context_length_exceeded",
+        )
+
+
+def _text(text: str, field: str, card: ModelCard) -> Tokenize:
+    if not text:
+        raise ApiError(f"`{field}` is empty", field)
+    return Tokenize(request_id="", model=card.names[0], text=text)
+
+
+def _ids(ids: list[int], field: str, card: ModelCard) -> Tokenize:
+    if not ids:
+        raise ApiError(f"`{field}` is empty", field)
+    limits.token_ids(field, ids, card.vocab_size)
+    return Tokenize(request_id="", model=card.names[0], token_ids=array("I", ids).tobytes())
+
+
+def _messages(messages: list[Message] | None) -> bytes:
+    if not messages:
+        raise ApiError("`messages` is empty" if messages == [] else "`messages` is missing", "messages")
+    return msgspec.json.encode([_message(m, f"messages[{i}]") for i, m in enumerate(messages)])
+
+
+def _message(message: Message, where: str) -> TemplateMessage:
+    if message.role not in ROLES:
+        raise ApiError(f"role must be one of {', '.join(ROLES)}, got {message.role[:40]!r}", f"{where}.role")
+    if message.role == "tool":
+        raise not_built(f"{where}.role", "messages of the role tool need tool calls")
+    for name in ("tool_calls", "function_call", "audio"):
+        if bytes(getattr(message, name)) not in (bytes(NULL), b"[]"):
+            raise not_built(f"{where}.{name}")
+    content = message.content
+    if content is None:
+        if message.role != "assistant":
+            raise ApiError("content is missing", f"{where}.content")
+        content = message.refusal or ""
+    if not isinstance(content, str):
+        content = "\n".join(_part(p, f"{where}.content[{i}]") for i, p in enumerate(content))
+    return TemplateMessage(message.role, content, message.name, message.reasoning_content or message.reasoning)
+
+
+def _part(part: ContentPart, where: str) -> str:
+    if part.type == "text" and part.text is not None:
+        return part.text
+    if part.type == "refusal" and part.refusal is not None:
+        return part.refusal
+    if part.type in ("text", "refusal"):
+        raise ApiError(f"a part of type {part.type} needs the field {part.type}", f"{where}.{part.type}")
+    raise ApiError(
+        f"this model takes text alone: parts of type {part.type[:40]!r} are not built yet",
+        f"{where}.type",
+        code="unsupported_content",
+    )

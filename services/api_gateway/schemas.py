@@ -1,0 +1,239 @@
+"""What the endpoints accept, decoded strictly: a wrong type or an unknown field is a 400 that names it.
+
+Fields typed `Raw` are known and not looked into: `IGNORED` has no effect on an answer, `NOT_BUILT` would have
+one and is refused unless it holds one of the values listed, which ask for nothing.
+"""
+
+import re
+from typing import Any, TypeVar
+
+import msgspec
+
+from blockyard.services.api_gateway.errors import ApiError, not_built
+
+NULL = msgspec.Raw(b"null")
+
+# field -> values that ask for nothing; null is always one
+NOT_BUILT: dict[str, tuple[object, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "reasoning_effort": (),
+    "verbosity": (),
+    "web_search_options": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "structured_outputs": (),
+    "logits_processors": ([],),
+    "mm_processor_kwargs": (),
+    "kv_transfer_params": (),
+    "vllm_xargs": (),
+    "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+    "early_stopping": (False,),
+    "suffix": ("",),
+}
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class GenerationFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What /v1/completions and /v1/chat/completions have in common."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    best_of: int | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    logit_bias: dict[str, float] | None = None
+    prompt_logprobs: int | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    return_tokens_as_token_ids: bool | None = None
+    return_token_ids: bool | None = None
+    return_stamps: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+    # no effect on an answer
+    user: msgspec.Raw = NULL
+    metadata: msgspec.Raw = NULL
+    store: msgspec.Raw = NULL
+    service_tier: msgspec.Raw = NULL
+    safety_identifier: msgspec.Raw = NULL
+    prompt_cache_key: msgspec.Raw = NULL
+    prompt_cache_retention: msgspec.Raw = NULL
+    # refused by name
+    response_format: msgspec.Raw = NULL
+    guided_json: msgspec.Raw = NULL
+    guided_regex: msgspec.Raw = NULL
+    guided_choice: msgspec.Raw = NULL
+    guided_grammar: msgspec.Raw = NULL
+    structured_outputs: msgspec.Raw = NULL
+    logits_processors: msgspec.Raw = NULL
+    mm_processor_kwargs: msgspec.Raw = NULL
+    kv_transfer_params: msgspec.Raw = NULL
+    vllm_xargs: msgspec.Raw = NULL
+    use_beam_search: msgspec.Raw = NULL
+    length_penalty: msgspec.Raw = NULL
+    early_stopping: msgspec.Raw = NULL
+
+
+class CompletionRequest(GenerationFields):
+    prompt: str | list[str | int | list[int]] | None = None
+    echo: bool | None = None
+    logprobs: int | None = None
+    suffix: msgspec.Raw = NULL
+
+
+class ContentPart(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+    image_url: msgspec.Raw = NULL
+    input_audio: msgspec.Raw = NULL
+    video_url: msgspec.Raw = NULL
+    audio_url: msgspec.Raw = NULL
+    file: msgspec.Raw = NULL
+    detail: msgspec.Raw = NULL
+    uuid: msgspec.Raw = NULL
+    annotations: msgspec.Raw = NULL
+
+
+class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Also takes what a client sends back of an earlier answer."""
+
+    role: str
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    refusal: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    annotations: msgspec.Raw = NULL
+    tool_calls: msgspec.Raw = NULL
+    tool_call_id: msgspec.Raw = NULL
+    function_call: msgspec.Raw = NULL
+    audio: msgspec.Raw = NULL
+
+
+class ChatRequest(GenerationFields):
+    messages: list[Message] | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    echo: bool | None = None
+    # no effect on an answer
+    parallel_tool_calls: msgspec.Raw = NULL
+    prediction: msgspec.Raw = NULL
+    # refused by name
+    tools: msgspec.Raw = NULL
+    tool_choice: msgspec.Raw = NULL
+    functions: msgspec.Raw = NULL
+    function_call: msgspec.Raw = NULL
+    modalities: msgspec.Raw = NULL
+    audio: msgspec.Raw = NULL
+    reasoning_effort: msgspec.Raw = NULL
+    verbosity: msgspec.Raw = NULL
+    web_search_options: msgspec.Raw = NULL
+
+
+class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Either `prompt` or `messages`."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    model: str | None = None
+    tokens: list[int]
+
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+_UNKNOWN_FIELD = re.compile(r"unknown field `(.*?)`")
+_MISSING_FIELD = re.compile(r"missing required field `(.*?)`")
+_PATH = re.compile(r" - at `\$\.?(.*?)`$")
+_BYTE = re.compile(r"\(byte (\d+)\)")
+_LAST_KEY = re.compile(rb'"((?:[^"\\]|\\.){1,200})"\s*:\s*[^"]{0,80}\Z')
+
+
+def decode(body: bytes, kind: type[T]) -> T:
+    """The request in `body`. Raises ApiError naming the field, as far as one can be named."""
+    try:
+        body.decode("utf-8")
+        request = msgspec.json.decode(body, type=kind)
+    except UnicodeDecodeError as e:
+        raise ApiError(f"the body is not valid UTF-8: {e.reason} at byte {e.start}", _field_before(body, e.start)) from e
+    except RecursionError as e:
+        raise ApiError("the body is nested too deeply") from e
+    except msgspec.ValidationError as e:
+        raise _invalid(str(e)) from e
+    except msgspec.DecodeError as e:
+        at = _BYTE.search(str(e))
+        field = _field_before(body, int(at[1])) if at else ""
+        raise ApiError(f"the body is not valid JSON: {e}" + (f", in `{field}`" if field else ""), field) from e
+    _refuse_unbuilt(request)
+    return request
+
+
+def _invalid(text: str) -> ApiError:
+    path = _PATH.search(text)
+    field = path[1] if path else ""
+    for pattern in (_UNKNOWN_FIELD, _MISSING_FIELD):
+        if name := pattern.search(text):
+            field = f"{field}.{name[1]}" if field else name[1]
+    return ApiError(text.replace("`$.", "`"), field)
+
+
+def _field_before(body: bytes, at: int) -> str:
+    """The key whose value holds byte `at` of malformed JSON, or "" where that is not plain to see."""
+    key = _LAST_KEY.search(body[max(0, at - 300) : at])
+    return key[1].decode("utf-8", "replace") if key else ""
+
+
+def _refuse_unbuilt(request: msgspec.Struct) -> None:
+    for name in NOT_BUILT.keys() & set(request.__struct_fields__):
+        value = msgspec.json.decode(getattr(request, name))
+        if value is not None and value not in NOT_BUILT[name]:
+            raise not_built(name)

@@ -1,0 +1,72 @@
+"""Tokenize and Detokenize: handed to the tokenizer pool, awaited by the request that needs them."""
+
+import asyncio
+
+from blockyard.services.api_gateway.errors import ApiError
+from blockyard.services.api_gateway.pool import Pool
+from blockyard.services.api_gateway.ring_links import RingLinks
+from blockyard.shared.messages import Detokenize, Detokenized, Member, Role, TextRejected, Tokenize, Tokenized
+
+Answer = Tokenized | Detokenized
+Work = Tokenize | Detokenize
+
+
+class TextWork:
+    """A tokenizer that dies costs its texts a second trip and nothing else."""
+
+    def __init__(self, links: RingLinks) -> None:
+        self._links = links
+        self._pool: Pool[Work] = Pool()
+        self._waiting: dict[str, tuple[asyncio.Future[Answer], str, float]] = {}  # with model and when it came
+
+    @property
+    def num_waiting(self) -> int:
+        return self._pool.num_waiting
+
+    def serves(self, model: str) -> bool:
+        return self._pool.serves(model)
+
+    def submit(self, work: Work) -> asyncio.Future[Answer]:
+        """The answer, or an ApiError. Cancelling the future gives the work up."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Answer] = loop.create_future()
+        self._waiting[work.request_id] = (future, work.model, loop.time())
+        future.add_done_callback(lambda _: self._forget(work.request_id))
+        self._send(self._pool.submit(work.request_id, work.model, work))
+        return future
+
+    def answered(self, peer: int, frame: Answer | TextRejected) -> None:
+        future, _, _ = self._waiting.get(frame.request_id, (None, "", 0.0))
+        if future is not None and not future.done():
+            if isinstance(frame, TextRejected):
+                future.set_exception(ApiError(frame.message, frame.field))
+            else:
+                future.set_result(frame)
+        self._send(self._pool.answered(peer, frame.request_id))
+
+    def changed(self, member: Member) -> None:
+        if member.role == Role.TOKENIZER_POOL:
+            if member.ready:
+                self._send(self._pool.join(member.incarnation, member.model))
+            else:
+                self.gone(member)
+
+    def gone(self, member: Member) -> None:
+        if member.role == Role.TOKENIZER_POOL:
+            self._send(self._pool.gone(member.incarnation))
+
+    def tick(self, now: float, patience_s: float) -> None:
+        """Gives up what has waited so long while there was nobody to do it."""
+        for future, model, since in list(self._waiting.values()):
+            if now - since > patience_s and not self._pool.serves(model) and not future.done():
+                future.set_exception(ApiError("No tokenizer is ready.", status=503, retry_after_s=1.0))
+
+    def _forget(self, request_id: str) -> None:
+        self._waiting.pop(request_id, None)
+        self._pool.forget(request_id)
+
+    def _send(self, out: list[tuple[int, Work]]) -> None:
+        """A send that fails means the member is lost: its Gone is on the way and brings the work back."""
+        for member, frame in out:
+            self._links.send(member, frame)
+
