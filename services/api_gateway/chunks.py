@@ -42,7 +42,7 @@ def head(shape: Shape, index: int) -> bytes:
     return b'data: %b,"choices":[{"index":%d,%b' % (meta[:-1], index, text)
 
 
-def tail(  # noqa: PLR0913 -- the fields of an event, each by name
+def tail(
     shape: Shape,
     *,
     logprobs: bytes = NULL,

@@ -50,4 +50,6 @@ class ApiError(RequestError):
 
 def not_built(field: str, instead: str = "") -> ApiError:
     """A field we know, whose effect we do not have: saying so beats an answer that ignored it."""
-    return ApiError(f"`{field}` is not built yet{'; ' + instead if instead else ''}", field, code="unsupported_parameter")
+    return ApiError(
+        f"`{field}` is not built yet{'; ' + instead if instead else ''}", field, code="unsupported_parameter"
+    )

@@ -10,6 +10,7 @@ from blockyard.services.api_gateway.admission import Admission
 from blockyard.services.api_gateway.answers import Collected
 from blockyard.services.api_gateway.call import Call
 from blockyard.services.api_gateway.dispatch import Dispatch
+from blockyard.services.api_gateway.errors import ApiError
 from blockyard.services.api_gateway.job import Job
 from blockyard.services.api_gateway.journal import ChoiceLog, Entry
 from blockyard.services.api_gateway.meters import Meters
@@ -33,6 +34,7 @@ class Flow:
     ) -> None:
         self._text_work, self.admission, self._dispatch, self._meters = text_work, admission, dispatch, meters
         self.clock = clock
+        self._calls: set[Call] = set()
 
     async def open(self, job: Job, name: str, tenant: str, outlet: Outlet | None) -> Call:
         """Sends the job's prompts into the ring; text goes to `outlet`, or is collected. Raises ApiError.
@@ -41,7 +43,7 @@ class Flow:
         """
         arrived_s = self.clock()
         self.admission.check_room(job.card.names[0], arrived_s)
-        prompts = await self.tokenize(job.prompts, name, job.truncate)
+        prompts = await self.tokenize(job.prompts, name, job.truncate, job.shape.echo)
         samplings = [job.settle(len(p.token_ids) // 4, p.bad_words) for p in prompts]
         call = Call(job, arrived_s, self._dispatch.close)
         for i, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
@@ -61,24 +63,26 @@ class Flow:
                 cache_salt=job.cache_salt,
             )
             if job.shape.echo:
+                echo = await self._echo(job, i, prompt, entry)
                 for sink in sinks:
-                    sink.echo = _echo(job.prompts[i], prompt, entry)
+                    sink.echo = echo
             call.entries.append(entry)
+        self._calls.add(call)
         self._meters.opened(call.entries)
         for entry in call.entries:
             self._dispatch.open(entry, self.clock())
         return call
 
-    async def tokenize(self, prompts: list[Tokenize], name: str, truncate: int | None = None) -> list[Tokenized]:
+    async def tokenize(
+        self, prompts: list[Tokenize], name: str, truncate: int | None = None, echo: bool = False
+    ) -> list[Tokenized]:
         """In order, as many at once as the pool takes. Raises ApiError."""
         named = [msgspec.structs.replace(p, request_id=f"{name}-{i}") for i, p in enumerate(prompts)]
         done = await self._all(named)
         if truncate is None:
             return done
         cut = [
-            msgspec.structs.replace(
-                p, text=None, messages=None, token_ids=d.token_ids[-4 * truncate :], want_text=p.want_text or p.want_pieces
-            )
+            msgspec.structs.replace(p, text=None, messages=None, token_ids=d.token_ids[-4 * truncate :], want_text=echo)
             for p, d in zip(named, done, strict=True)
         ]
         return await self._all(cut)
@@ -90,9 +94,26 @@ class Flow:
 
     def closed(self, call: Call) -> None:
         """The handler is done with the call, however it ended."""
+        self._calls.discard(call)
         call.close()
         if call.is_finished() and call.error is None:
             self._meters.closed(call.entries, self.clock() - call.arrived_s)
+
+    def abandon(self, error: ApiError) -> None:
+        """Fails every open call: the process is about to end."""
+        for call in list(self._calls):
+            call.fail(error)
+
+    async def _echo(self, job: Job, index: int, prompt: Tokenized, entry: Entry) -> Echo:
+        """The first token has no log-probability to bring its text along, so that is asked for."""
+        text, first = prompt.text or job.prompts[index].text or "", ""
+        if job.shape.logprobs and job.text.tokens_as_ids:
+            first = f"token_id:{int.from_bytes(prompt.token_ids[:4], 'little')}"
+        elif job.shape.logprobs:
+            first = (
+                await self.detokenize(Detokenize(f"{prompt.request_id}-first", entry.model, prompt.token_ids[:4]))
+            ).text
+        return Echo(text, first, entry.prompt_logprobs)
 
     async def _all(self, works: list[Tokenize]) -> list[Tokenized]:
         futures = [self._text_work.submit(work) for work in works]
@@ -108,8 +129,3 @@ def _sink(call: Call, index: int, outlet: Outlet | None) -> Sink:
     if outlet is None:
         return Collected(call.job.shape.no_output)
     return EventStream(call.job.shape, index, outlet, call.usage_json)
-
-
-def _echo(asked: Tokenize, prompt: Tokenized, entry: Entry) -> Echo:
-    text = prompt.text or asked.text or ""
-    return Echo(text, prompt.pieces[0] if prompt.pieces else "", entry.prompt_logprobs)

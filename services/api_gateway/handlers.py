@@ -25,8 +25,8 @@ from blockyard.shared.config.gateway import GatewayConfig
 from blockyard.shared.messages import Detokenize
 
 JSON = "application/json"
-REQUEST_ID = web.RequestKey("request_id", str)  # of the caller, or ours
-TENANT = web.RequestKey("tenant", str)
+REQUEST_ID = "request_id"  # of the caller, or ours
+TENANT = "tenant"
 
 
 class TokenizeAnswer(msgspec.Struct, frozen=True):

@@ -32,7 +32,7 @@ class Owner(Protocol):
 class ChoiceLog:
     """One continuation: what was delivered of it."""
 
-    __slots__ = ("arrived_s", "chars_sent", "finish", "index", "output_ids", "sink")
+    __slots__ = ("arrived_s", "chars_sent", "finish", "index", "output_ids", "reopened", "sink")
 
     def __init__(self, index: int, sink: Sink) -> None:
         self.index = index
@@ -40,6 +40,7 @@ class ChoiceLog:
         self.output_ids = array("I")
         self.chars_sent = 0
         self.finish: FinishReason | None = None
+        self.reopened = -1  # attempt whose opening brought text of ids delivered before
         self.arrived_s = 0.0  # when its last text came; 0 before the first
 
 
@@ -178,7 +179,10 @@ class Journal:
             choice.output_ids.extend(delta.token_ids)
             choice.chars_sent += len(delta.text)
             entry.gaps = 0
-        else:
+        elif delta.text and delta.finish is None:  # once an attempt at most: nothing else tells a doubled one
+            if choice.reopened == entry.attempt:
+                return None
+            choice.reopened = entry.attempt
             choice.chars_sent += len(delta.text)
         entry.heard_s = now
         if delta.finish is not None:

@@ -93,7 +93,9 @@ class Meters:
         for finish, count in self.ended.items():
             ended.add_metric([*model, REASONS[finish]], count)
         yield ended
-        answers = CounterMetricFamily("blockyard:http_responses", "HTTP answers by status", labels=["model_name", "status"])
+        answers = CounterMetricFamily(
+            "blockyard:http_responses", "HTTP answers by status", labels=["model_name", "status"]
+        )
         for status, count in sorted(self.responses.items()):
             answers.add_metric([*model, status], count)
         yield answers

@@ -8,16 +8,14 @@ import time
 from collections.abc import Awaitable, Callable
 
 from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
 
 from blockyard.services.api_gateway.errors import ApiError
 from blockyard.services.api_gateway.handlers import JSON, REQUEST_ID, TENANT
-from blockyard.services.api_gateway.meters import Meters
+from blockyard.services.api_gateway.service import Gateway
 from blockyard.shared.config.gateway import CorsConfig, GatewayConfig
 
 log = logging.getLogger(__name__)
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-Middleware = Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]
 
 GUARDED = ("/v1", "/tokenize", "/detokenize", "/ring")  # ask for a key, if there are keys
 MAX_ID_CHARS = 128
@@ -32,7 +30,7 @@ def error_response(error: ApiError) -> web.Response:
     return web.Response(status=error.status, body=error.body(), content_type=JSON, headers=headers)
 
 
-def errors(meters: Meters) -> Middleware:
+def errors(gateway: Gateway) -> Middleware:
     """Outermost but for the request id: whatever is refused is refused in one shape."""
 
     @web.middleware
@@ -45,7 +43,7 @@ def errors(meters: Meters) -> Middleware:
             if e.status < 400:
                 raise
             response = error_response(_known(request, e))
-        meters.responded(response.status)
+        gateway.meters.responded(response.status)
         return response
 
     return middleware
@@ -86,17 +84,22 @@ def api_keys(config: GatewayConfig) -> Middleware:
     return middleware
 
 
-def draining(is_draining: Callable[[], bool]) -> Middleware:
-    """After SIGTERM connections that are open still bring requests: they are told to come again elsewhere."""
+def counted(gateway: Gateway) -> Middleware:
+    """Counts what the drain waits for, and refuses what open connections still bring after SIGTERM."""
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if is_draining() and request.method == "POST":
-            error = ApiError("The server is shutting down.", status=503, retry_after_s=1.0)
-            response = error_response(error)
+        if request.method != "POST":
+            return await handler(request)
+        if gateway.draining:
+            response = error_response(ApiError("The server is shutting down.", status=503, retry_after_s=1.0))
             response.force_close()
             return response
-        return await handler(request)
+        gateway.num_active += 1
+        try:
+            return await handler(request)
+        finally:
+            gateway.num_active -= 1
 
     return middleware
 

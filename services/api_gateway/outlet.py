@@ -23,7 +23,17 @@ class Outlet:
     Until `start` and while `behind`, choices keep their text; they register what will bring it later.
     """
 
-    __slots__ = ("_catch_up", "_left", "_ready", "_resume_below", "behind", "chunked", "moved_s", "transport", "wrote_s")
+    __slots__ = (
+        "_catch_up",
+        "_left",
+        "_ready",
+        "_resume_below",
+        "behind",
+        "chunked",
+        "moved_s",
+        "transport",
+        "wrote_s",
+    )
 
     def __init__(self) -> None:
         self.transport: asyncio.WriteTransport | None = None

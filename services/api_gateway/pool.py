@@ -5,7 +5,9 @@ from typing import Generic, TypeVar
 
 F = TypeVar("F")
 
-MAX_WAITING = 2  # of ours at one member: enough that it never idles, few enough that short jobs do not queue behind long
+MAX_WAITING = (
+    2  # of ours at one member: enough that it never idles, few enough that short jobs do not queue behind long
+)
 
 
 class _Member(Generic[F]):

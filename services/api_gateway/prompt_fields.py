@@ -43,9 +43,7 @@ def completion_prompts(prompt: str | list[str | int | list[int]] | None, card: M
 
 def chat_prompt(request: ChatRequest | TokenizeRequest, card: ModelCard) -> Tokenize:
     if request.continue_final_message and request.add_generation_prompt:
-        raise ApiError(
-            "continue_final_message and add_generation_prompt cannot both be true", "continue_final_message"
-        )
+        raise ApiError("continue_final_message and add_generation_prompt cannot both be true", "continue_final_message")
     kwargs = dict(request.chat_template_kwargs or {})
     if isinstance(request, ChatRequest) and request.documents is not None:
         kwargs["documents"] = request.documents

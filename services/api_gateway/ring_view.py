@@ -73,7 +73,17 @@ def progresses(links: RingLinks) -> bool:
 def _member(m: Member) -> MemberView:
     stats = StatsView(**{field: getattr(m.stats, field) for field in StatsView.__struct_fields__})
     return MemberView(
-        m.name, m.role.value, f"{m.incarnation:016x}", m.model, m.ready, m.phase, m.progress, m.notes, m.group, m.rank, stats
+        m.name,
+        m.role.value,
+        f"{m.incarnation:016x}",
+        m.model,
+        m.ready,
+        m.phase,
+        m.progress,
+        m.notes,
+        m.group,
+        m.rank,
+        stats,
     )
 
 

@@ -46,10 +46,10 @@ def build_app(config: GatewayConfig, gateway: Gateway) -> web.Application:
         client_max_size=config.max_body_bytes,
         middlewares=[
             middleware.request_ids(config),
-            middleware.errors(gateway.meters),
+            middleware.errors(gateway),
             preflights,
             middleware.api_keys(config),
-            middleware.draining(lambda: gateway.draining),
+            middleware.counted(gateway),
         ],
     )
     app.on_response_prepare.append(cors_headers)
@@ -100,7 +100,7 @@ class _Views:
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        self._version = metadata.version("blockyard") if _is_installed() else "0"
+        self._version = _version()
         self._page = _page_files()
 
     async def models(self, _: web.Request) -> web.Response:
@@ -144,6 +144,13 @@ class _Views:
         return web.Response(body=self._page[name], content_type=kind, charset="utf-8" if "text" in kind else None)
 
 
+def _version() -> str:
+    try:
+        return metadata.version("blockyard")
+    except metadata.PackageNotFoundError:  # run from a checkout
+        return "0+checkout"
+
+
 def _page_files() -> dict[str, bytes]:
     """Read once: a request's path never reaches the file system."""
     folder = resources.files("blockyard.services.api_gateway") / "page"
@@ -157,7 +164,3 @@ def _model(card: ModelCard, name: str) -> ModelView:
 async def _name_response(request: web.Request, response: web.StreamResponse) -> None:
     if REQUEST_ID in request:
         response.headers["X-Request-Id"] = request[REQUEST_ID]
-
-
-def _is_installed() -> bool:
-    return any(d.name == "blockyard" for d in metadata.distributions(name="blockyard"))

@@ -47,6 +47,7 @@ def read_text_options(request: GenerationFields, tokens_as_ids: bool) -> TextOpt
         skip_special_tokens=request.skip_special_tokens is not False,
         spaces_between_special_tokens=request.spaces_between_special_tokens is not False,
         tokens_as_ids=tokens_as_ids if asked is None else asked,
+        min_tokens=request.min_tokens or 0,
     )
 
 

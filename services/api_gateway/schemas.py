@@ -204,7 +204,9 @@ def decode(body: bytes, kind: type[T]) -> T:
         body.decode("utf-8")
         request = msgspec.json.decode(body, type=kind)
     except UnicodeDecodeError as e:
-        raise ApiError(f"the body is not valid UTF-8: {e.reason} at byte {e.start}", _field_before(body, e.start)) from e
+        raise ApiError(
+            f"the body is not valid UTF-8: {e.reason} at byte {e.start}", _field_before(body, e.start)
+        ) from e
     except RecursionError as e:
         raise ApiError("the body is nested too deeply") from e
     except msgspec.ValidationError as e:

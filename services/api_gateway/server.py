@@ -1,11 +1,15 @@
 """The HTTP servers around a gateway, from the first listening socket to the last drained request."""
 
 import asyncio
+import errno
 import logging
 import ssl
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 
 from aiohttp import web
 
+from blockyard.services.api_gateway.errors import ApiError
 from blockyard.services.api_gateway.routes import build_app, build_metrics_app
 from blockyard.services.api_gateway.service import Gateway
 from blockyard.shared.config.gateway import GatewayConfig, TlsConfig
@@ -13,5 +17,87 @@ from blockyard.shared.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-BACKLOG = 1024
+BACKLOG = 2048
+KEEPALIVE_S = 75.0  # an idle connection is closed after it
 POLL_S = 0.05
+LAST_WORDS_S = 1.0  # for writing the error to those whom the drain has cut off
+
+
+class Server:
+    """Listening sockets of one gateway."""
+
+    def __init__(self, gateway: Gateway, runners: list[web.AppRunner], timeout_s: float) -> None:
+        self._gateway, self._runners, self._timeout_s = gateway, runners, timeout_s
+        self.port: int = runners[0].addresses[0][1]  # the one bound, where the settings said 0
+
+    async def drain(self) -> None:
+        """No new requests; those that run have the shutdown timeout to end, then they are told."""
+        self._gateway.drain()
+        for runner in self._runners:
+            for site in list(runner.sites):
+                await site.stop()
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self._timeout_s
+        while self._gateway.num_active and loop.time() < until:
+            await asyncio.sleep(POLL_S)
+        if left := self._gateway.num_active:
+            log.warning("%d requests did not end within %.0f s", left, self._timeout_s)
+            self._gateway.flow.abandon(ApiError("The server is shutting down.", status=503, retry_after_s=1.0))
+            until = loop.time() + LAST_WORDS_S
+            while self._gateway.num_active and loop.time() < until:
+                await asyncio.sleep(POLL_S)
+
+
+@asynccontextmanager
+async def listening(config: GatewayConfig, gateway: Gateway) -> AsyncIterator[Server]:
+    """Binds and serves HTTP inside the block. Raises ConfigError if the port or the key files cannot be had."""
+    context = None if config.tls is None else tls_context(config.tls)
+    async with AsyncExitStack() as stack:
+        app = build_app(config, gateway)
+        runners = [await _serve(stack, app, config.host, config.port, reuse_port=config.reuse_port, context=context)]
+        if config.metrics_port:
+            runners.append(await _serve(stack, build_metrics_app(gateway), config.host, config.metrics_port))
+        yield Server(gateway, runners, config.shutdown_timeout_s)
+
+
+async def _serve(
+    stack: AsyncExitStack,
+    app: web.Application,
+    host: str,
+    port: int,
+    reuse_port: bool = False,
+    context: ssl.SSLContext | None = None,
+) -> web.AppRunner:
+    runner = web.AppRunner(
+        app,
+        handler_cancellation=True,  # a client that leaves cancels what it waited for
+        access_log=None,
+        keepalive_timeout=KEEPALIVE_S,
+        shutdown_timeout=LAST_WORDS_S,
+    )
+    await runner.setup()
+    stack.push_async_callback(runner.cleanup)
+    site = web.TCPSite(runner, host or None, port, ssl_context=context, backlog=BACKLOG, reuse_port=reuse_port)
+    await _start(site, port)
+    return runner
+
+
+async def _start(site: web.TCPSite, port: int) -> None:
+    try:
+        await site.start()
+    except OSError as e:
+        if e.errno == errno.EADDRINUSE:
+            raise ConfigError(f"port {port} is in use: --port takes another") from e
+        raise ConfigError(f"cannot listen on port {port}: {e.strerror or e}") from e
+
+
+def tls_context(tls: TlsConfig) -> ssl.SSLContext:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(tls.certfile, tls.keyfile)
+        if tls.ca_certs:
+            context.load_verify_locations(tls.ca_certs)
+        context.verify_mode = ssl.VerifyMode(tls.cert_reqs)
+    except (OSError, ValueError) as e:  # ssl.SSLError is an OSError
+        raise ConfigError(f"TLS: {e}; --ssl-keyfile {tls.keyfile}, --ssl-certfile {tls.certfile}") from e
+    return context

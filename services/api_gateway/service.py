@@ -30,6 +30,7 @@ from blockyard.shared.messages import (
     TextRejected,
     Tokenized,
 )
+from blockyard.shared.serving import rss_bytes
 
 TICK_S = 0.5
 
@@ -40,6 +41,7 @@ class Gateway:
     def __init__(self, config: GatewayConfig, links: RingLinks, clock: Callable[[], float] = time.monotonic) -> None:
         self.links, self._config, self._clock = links, config, clock
         self.draining = False
+        self.num_active = 0  # HTTP requests that POST
         self.meters = Meters(config.served_model_names[0] if config.served_model_names else "")
         self.metrics = Metrics(links, self.meters)
         self.streams = Streams(config.keepalive_s, config.client_timeout_s)
@@ -111,5 +113,5 @@ class Gateway:
             requests_total=self.meters.requests,
             prompt_tokens_total=self.meters.prompt_tokens,
             output_tokens_total=self.meters.output_tokens,
-            rss_bytes=resident_bytes(),
+            rss_bytes=rss_bytes(),
         )

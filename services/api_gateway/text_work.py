@@ -69,4 +69,3 @@ class TextWork:
         """A send that fails means the member is lost: its Gone is on the way and brings the work back."""
         for member, frame in out:
             self._links.send(member, frame)
-

@@ -56,7 +56,6 @@ def read_completion(request: CompletionRequest, card: ModelCard, config: Gateway
             p,
             add_special_tokens=request.add_special_tokens,
             want_text=echo and p.text is None,
-            want_pieces=echo and num_top is not None,
         )
         for p in completion_prompts(request.prompt, card)
     ]
@@ -96,7 +95,7 @@ def _shape(request: GenerationFields, card: ModelCard, config: GatewayConfig, na
     )
 
 
-def _job(  # noqa: PLR0913 -- the parts in which the endpoints differ
+def _job(
     request: GenerationFields,
     shape: Shape,
     card: ModelCard,

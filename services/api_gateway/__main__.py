@@ -1,0 +1,41 @@
+"""`python -m blockyard.services.api_gateway SETTINGS`: HTTP in, text out."""
+
+import asyncio
+import gc
+import signal
+import sys
+
+import uvloop
+
+from blockyard.services.api_gateway.server import listening
+from blockyard.services.api_gateway.service import Gateway
+from blockyard.shared import settings
+from blockyard.shared.bus import Links
+from blockyard.shared.config.gateway import GatewayConfig
+from blockyard.shared.messages import GatewayIn, Role
+
+
+async def serve_async(config: GatewayConfig) -> None:
+    stopped = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    links: Links[GatewayIn] = Links(config.process.name, Role.API_GATEWAY, config.process.bus, GatewayIn)
+    with links:
+        gateway = Gateway(config, links)
+        async with listening(config, gateway) as server, asyncio.TaskGroup() as tasks:
+            ring = tasks.create_task(gateway.run(links))
+            gc.collect()
+            gc.freeze()
+            links.update(ready=True, phase="ready", progress=1.0, notes=[f"port {config.port}"])
+            await stopped.wait()
+            await server.drain()
+            ring.cancel()
+
+
+def serve(config: GatewayConfig) -> None:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve_async(config))
+
+
+if __name__ == "__main__":
+    sys.exit(settings.run(GatewayConfig, serve))

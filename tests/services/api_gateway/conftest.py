@@ -1,0 +1,90 @@
+"""A real HTTP server on a real socket over a ring that lives in the test's own loop."""
+
+import asyncio
+import inspect
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+import uvloop
+
+from blockyard.services.api_gateway.fake_ring import FakeRing
+from blockyard.services.api_gateway.server import Server, listening
+from blockyard.services.api_gateway.service import Gateway
+from blockyard.shared.config.gateway import GatewayConfig
+from blockyard.shared.config.process import BusConfig, ProcessConfig
+
+PROCESS = ProcessConfig(name="api_gateway", bus=BusConfig(registry="ipc:///none", bind="ipc:///none"))
+
+
+@dataclass
+class Rig:
+    ring: FakeRing
+    gateway: Gateway
+    server: Server
+    port: int
+    http: aiohttp.ClientSession
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def post(self, path: str, body: Any, **kwargs: Any) -> tuple[int, Any]:
+        """Status and decoded body. `body` is bytes, or goes out as JSON."""
+        data = body if isinstance(body, bytes) else msgspec.json.encode(body)
+        async with self.http.post(path, data=data, **kwargs) as response:
+            return response.status, msgspec.json.decode(await response.read())
+
+    async def events(self, path: str, body: dict[str, Any]) -> list[Any]:
+        """The data of a streamed answer's events, decoded; "[DONE]" as it is."""
+        async with self.http.post(path, json=body | {"stream": True}) as response:
+            assert response.status == 200, await response.text()
+            text = await response.text()
+        data = [e.removeprefix("data: ") for e in text.split("\n\n") if e.startswith("data: ")]
+        return [d if d == "[DONE]" else msgspec.json.decode(d) for d in data]
+
+    async def until(self, condition: Callable[[], bool], patience_s: float = 5.0) -> None:
+        async with asyncio.timeout(patience_s):
+            while not condition():
+                await asyncio.sleep(0.005)
+
+
+async def _silence() -> AsyncIterator[Any]:
+    await asyncio.Event().wait()
+    yield
+
+
+@asynccontextmanager
+async def _rig(join: bool = True, **fields: Any) -> AsyncIterator[Rig]:
+    config = GatewayConfig(process=PROCESS, **{"host": "127.0.0.1", "port": 0, "reuse_port": False} | fields)
+    ring = FakeRing()
+    gateway = Gateway(config, ring)
+    ring.receive = gateway.handle
+    async with listening(config, gateway) as server:
+        loop = asyncio.create_task(gateway.run(_silence()))
+        if join:
+            ring.join_all()
+        port = server.port
+        async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http:
+            yield Rig(ring, gateway, server, port, http)
+        loop.cancel()
+
+
+@pytest.fixture
+def rig() -> Callable[..., AbstractAsyncContextManager[Rig]]:
+    """`async with rig(**fields of GatewayConfig) as r`."""
+    return _rig
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Runs tests that are coroutines, each in a loop of its own, as the service runs."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    uvloop.run(pyfuncitem.obj(**arguments))
+    return True
