@@ -7,6 +7,7 @@ import msgspec
 from aiohttp import web
 
 from blockyard.services.api_gateway.answers import answer, ids_of
+from blockyard.services.api_gateway.caller import REQUEST_ID, TENANT
 from blockyard.services.api_gateway.errors import ApiError
 from blockyard.services.api_gateway.flow import Flow
 from blockyard.services.api_gateway.job import Job
@@ -25,8 +26,6 @@ from blockyard.shared.config.gateway import GatewayConfig
 from blockyard.shared.messages import Detokenize
 
 JSON = "application/json"
-REQUEST_ID = "request_id"  # of the caller, or ours
-TENANT = "tenant"
 
 
 class TokenizeAnswer(msgspec.Struct, frozen=True):
@@ -47,13 +46,13 @@ class Handlers:
     async def chat(self, request: web.Request) -> web.StreamResponse:
         asked = decode(await request.read(), ChatRequest)
         card = self._flow.admission.card(asked.model)
-        name = asked.request_id or request[REQUEST_ID]
+        name = asked.request_id or REQUEST_ID.get()
         return await self._generate(request, read_chat(asked, card, self._config, name))
 
     async def completion(self, request: web.Request) -> web.StreamResponse:
         asked = decode(await request.read(), CompletionRequest)
         card = self._flow.admission.card(asked.model)
-        name = asked.request_id or request[REQUEST_ID]
+        name = asked.request_id or REQUEST_ID.get()
         return await self._generate(request, read_completion(asked, card, self._config, name))
 
     async def tokenize(self, request: web.Request) -> web.Response:
@@ -83,7 +82,7 @@ class Handlers:
 
     async def _generate(self, request: web.Request, job: Job) -> web.StreamResponse:
         outlet = Outlet() if job.shape.stream else None
-        call = await self._flow.open(job, secrets.token_hex(10), request.get(TENANT, ""), outlet)
+        call = await self._flow.open(job, secrets.token_hex(10), TENANT.get(), outlet)
         try:
             if outlet is not None:
                 await call.settle()

@@ -10,8 +10,9 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
+from blockyard.services.api_gateway.caller import REQUEST_ID, TENANT
 from blockyard.services.api_gateway.errors import ApiError
-from blockyard.services.api_gateway.handlers import JSON, REQUEST_ID, TENANT
+from blockyard.services.api_gateway.handlers import JSON
 from blockyard.services.api_gateway.service import Gateway
 from blockyard.shared.config.gateway import CorsConfig, GatewayConfig
 
@@ -56,12 +57,12 @@ def request_ids(config: GatewayConfig) -> Middleware:
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         given = request.headers.get("X-Request-Id", "")
         sound = given.isascii() and given.isprintable() and 0 < len(given) <= MAX_ID_CHARS
-        request[REQUEST_ID] = given if sound else secrets.token_hex(16)
+        REQUEST_ID.set(given if sound else secrets.token_hex(16))
         began = time.monotonic()
         response = await handler(request)
         if config.log_requests and request.method == "POST":
             took_ms = 1000 * (time.monotonic() - began)
-            log.info("%s %s %d in %.0f ms", request[REQUEST_ID], request.path, response.status, took_ms)
+            log.info("%s %s %d in %.0f ms", REQUEST_ID.get(), request.path, response.status, took_ms)
         return response
 
     return middleware
@@ -78,7 +79,7 @@ def api_keys(config: GatewayConfig) -> Middleware:
             matches = [hmac.compare_digest(key, given.strip().encode()) for key in keys]
             if scheme.lower() != "bearer" or not any(matches):
                 raise ApiError("The API key is missing or wrong: send `Authorization: Bearer KEY`.", status=401)
-            request[TENANT] = f"key-{matches.index(True)}"
+            TENANT.set(f"key-{matches.index(True)}")
         return await handler(request)
 
     return middleware

@@ -7,8 +7,9 @@ import msgspec
 from aiohttp import web
 
 from blockyard.services.api_gateway import middleware, ring_view
+from blockyard.services.api_gateway.caller import REQUEST_ID
 from blockyard.services.api_gateway.errors import ApiError
-from blockyard.services.api_gateway.handlers import REQUEST_ID, Handlers, json_response
+from blockyard.services.api_gateway.handlers import Handlers, json_response
 from blockyard.services.api_gateway.service import Gateway
 from blockyard.shared.config.gateway import GatewayConfig
 from blockyard.shared.messages import ModelCard
@@ -162,5 +163,4 @@ def _model(card: ModelCard, name: str) -> ModelView:
 
 
 async def _name_response(request: web.Request, response: web.StreamResponse) -> None:
-    if REQUEST_ID in request:
-        response.headers["X-Request-Id"] = request[REQUEST_ID]
+    response.headers["X-Request-Id"] = REQUEST_ID.get()

@@ -1,0 +1,9 @@
+"""Who is being answered: set by middleware for the task that serves the request.
+
+Context variables, because aiohttp's own place for it (`web.RequestKey`) is younger than the versions we run on.
+"""
+
+from contextvars import ContextVar
+
+REQUEST_ID: ContextVar[str] = ContextVar("request_id")  # the caller's X-Request-Id, or one of ours
+TENANT: ContextVar[str] = ContextVar("tenant", default="")  # by API key
