@@ -10,7 +10,6 @@ from blockyard.shared.config.given import Values
 from blockyard.shared.errors import ConfigError
 
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length")
-_NEUTRAL = SamplingDefaults()
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,16 +38,15 @@ def model_length(config: dict[str, Any]) -> int | None:
     return next((config[key] for key in _LENGTH_KEYS if isinstance(config.get(key), int)), None)
 
 
-def config_overrides(values: Values, config: dict[str, Any]) -> dict[str, Any]:
-    """What is laid over config.json: --hf-overrides, then the RoPE flags, then --disable-sliding-window."""
+def config_overrides(values: Values) -> dict[str, Any]:
+    """What is merged over config.json: --hf-overrides, then the RoPE flags, then --disable-sliding-window.
+
+    Merged as RFC 7396 says: objects key by key, and None removes a key.
+    """
     overrides: dict[str, Any] = dict(values.maybe("hf-overrides", dict) or {})
-    scaling, theta = values.maybe("rope-scaling", dict), values.maybe("rope-theta", float)
-    parameters = config.get("rope_parameters")  # where newer files keep both
-    if isinstance(parameters, dict) and (scaling is not None or theta is not None):
-        overrides["rope_parameters"] = parameters | (scaling or {}) | ({} if theta is None else {"rope_theta": theta})
-    else:
-        overrides |= {} if scaling is None else {"rope_scaling": scaling}
-        overrides |= {} if theta is None else {"rope_theta": theta}
+    for flag, key in (("rope-scaling", "rope_scaling"), ("rope-theta", "rope_theta")):
+        if values[flag] is not None:
+            overrides[key] = values[flag]
     if values.get("disable-sliding-window", bool):
         overrides["sliding_window"] = None
     return overrides

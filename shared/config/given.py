@@ -99,6 +99,10 @@ class Values:
         if refusals:
             raise ConfigError("\n".join(refusals))
 
+    def with_given(self, more: GivenFlags) -> "Values":
+        """A copy in which `more` comes first."""
+        return Values(more, self._given)
+
     def __getitem__(self, name: str) -> object:
         return self._given[name].value if name in self._given else FLAGS[name].default
 

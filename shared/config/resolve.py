@@ -24,6 +24,7 @@ from blockyard.shared.config.tokenizer import TokenizerConfig
 from blockyard.shared.config.worker import WorkerConfig
 from blockyard.shared.errors import ConfigError
 
+ServiceStruct = RegistryConfig | GatewayConfig | TokenizerConfig | DetokenizerConfig | SchedulerConfig | WorkerConfig
 S = TypeVar("S", bound=msgspec.Struct)
 
 GPU_STEP_TOKENS = 2048
@@ -104,7 +105,7 @@ def gateway(values: Values, model: Checkpoint, process: ProcessConfig, index: in
 
 
 def tokenizer(values: Values, model: Checkpoint, process: ProcessConfig) -> TokenizerConfig:
-    overrides = config_overrides(values, model.config)
+    overrides = config_overrides(values)
     scope = [model.name, model.revision, values.get("kv-cache-dtype", str), msgspec.json.encode(overrides).decode()]
     return _struct(
         TokenizerConfig,
@@ -161,7 +162,7 @@ def worker(values: Values, model: Checkpoint, process: ProcessConfig) -> WorkerC
             "served_model_names": served_names(values),
             "max_num_batched_tokens": step_tokens(values, model),
             "max_model_len": context_limit(values, model.config),
-            "config_overrides": msgspec.json.encode(config_overrides(values, model.config)).decode(),
+            "config_overrides": msgspec.json.encode(config_overrides(values)).decode(),
         },
     )
 

@@ -11,6 +11,8 @@ from blockyard.shared.config.given import Values
 from blockyard.shared.errors import ConfigError
 
 FIELD_FLAGS = (Path(__file__).parent / "data/field_flags.txt").read_text().split()
+RESOLVE = Path(__file__).parents[2] / "shared/config"
+LAUNCHER = Path(__file__).parents[2] / "services/launcher"
 
 
 def example(flag: Flag) -> list[str]:
@@ -46,6 +48,15 @@ def test_every_flag_of_the_field_has_an_effect_a_note_or_a_refusal(spelled: str)
 
 def test_the_list_of_the_field_is_whole() -> None:
     assert len(set(FIELD_FLAGS)) == 141
+
+
+@pytest.mark.parametrize("flag", [flag for flag in FLAGS.values() if flag.status == "honoured"], ids=lambda f: f.name)
+def test_an_honoured_flag_is_read_somewhere(flag: Flag) -> None:
+    if flag.to or flag.name == "task":  # of task, the only values that are not refused are the one there is
+        return
+    sources = [*RESOLVE.glob("*.py"), *LAUNCHER.glob("*.py")]
+    fixed = flag.choices and {*flag.choices} <= {str(flag.default), "auto", "hf"}  # one value, the others are refused
+    assert fixed or any(f'"{flag.name}"' in path.read_text() for path in sources), flag.name
 
 
 def test_no_name_is_declared_twice() -> None:

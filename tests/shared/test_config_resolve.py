@@ -120,10 +120,6 @@ def test_config_overrides() -> None:
         "rope_theta": 500000.0,
         "rope_scaling": {"rope_type": "linear", "factor": 2.0},
     }
-    newer = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
-    assert overrides(*scaling, config=newer) == {
-        "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
-    }
 
 
 def test_overrides_change_the_names_of_blocks() -> None:

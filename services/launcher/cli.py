@@ -1,0 +1,65 @@
+"""The command line: `blockyard COMMAND`. A wrong flag is one line on stderr and exit code 2."""
+
+import difflib
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+
+import blockyard
+from blockyard.shared.errors import BlockyardError, ConfigError
+
+USAGE = """\
+usage: blockyard serve [MODEL] [flags]    serve a model on this machine
+       blockyard run SERVICE [flags]      one process of a ring over several machines or containers
+       blockyard keys DIR                 write the key pair that all members of such a ring share
+       blockyard flags [--markdown]       every flag there is, also those that are refused and why
+       blockyard version
+
+MODEL is a folder, a name on the Hugging Face hub, or `demo` for the model that is shipped.
+Flags may also stand in a YAML file (--config FILE) or in the environment (BLOCKYARD_MAX_NUM_SEQS=64)."""
+
+# By name of module: a command imports what it needs and nothing else.
+COMMANDS = {
+    "serve": "blockyard.services.launcher.serve",
+    "run": "blockyard.services.launcher.run_service",
+    "keys": "blockyard.services.launcher.keys",
+    "flags": "blockyard.services.launcher.flags",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    command = words.pop(0) if words else "help"
+    if command in ("version", "--version", "-V"):
+        print(f"blockyard {blockyard.__version__}")
+        return 0
+    if command in ("help", "--help", "-h"):
+        print(USAGE)
+        return 0
+    try:
+        return _run(command, words)
+    except BlockyardError as e:
+        for line in str(e).splitlines():
+            print(f"blockyard {command}: error: {line}", file=sys.stderr)
+        return e.exit_code
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(command: str, words: list[str]) -> int:
+    if command not in COMMANDS:
+        close = difflib.get_close_matches(command, COMMANDS, n=1)
+        raise ConfigError(
+            "no such command" + (f"; did you mean {close[0]}?" if close else f"; try {', '.join(COMMANDS)}")
+        )
+    if {"-h", "--help"} & {*words} and command in ("serve", "run"):
+        print(USAGE, _module("flags").help_text(), sep="\n\n")
+        return 0
+    run: Callable[[Sequence[str]], int] = _module(command).main
+    return run(words)
+
+
+def _module(command: str) -> ModuleType:
+    return importlib.import_module(COMMANDS[command])

@@ -1,0 +1,68 @@
+"""Downloads models by their hub names. Without a network, what an earlier download left is used."""
+
+import fnmatch
+from pathlib import Path
+
+from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub.errors import (  # type: ignore[attr-defined] # HTTPError is imported there
+    GatedRepoError,
+    HFValidationError,
+    HTTPError,  # of whichever HTTP library it uses; covers failed connections
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from blockyard.shared.errors import ConfigError
+
+SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "merges*", "vocab*")
+SAFETENSORS = ("*.safetensors",)
+REACH_S = 10.0
+TORCH = ("*.bin", "*.pt", "*.pth")
+
+
+def download(
+    name: str, revision: str | None, folder: str | None, load_format: str, ignore: list[str], weights: bool
+) -> Path:
+    """The local folder of a hub model. Raises ConfigError with one line that says what went wrong."""
+    try:
+        info = HfApi().model_info(name, revision=revision, timeout=REACH_S)
+        files = [sibling.rfilename for sibling in info.siblings or ()]
+        wanted = [*SMALL_FILES, *(weight_patterns(files, load_format, ignore) if weights else ())]
+        found = snapshot_download(
+            name, revision=revision, cache_dir=folder, allow_patterns=wanted, ignore_patterns=ignore
+        )
+    except GatedRepoError as e:
+        raise ConfigError(f"model {name}: access to it has to be granted by its owners; log in to the hub") from e
+    except RevisionNotFoundError as e:
+        raise ConfigError(f"model {name}: has no revision {revision}") from e
+    except (RepositoryNotFoundError, HFValidationError) as e:
+        raise ConfigError(f"model {name}: neither a folder here nor a model on the hub") from e
+    except (HTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as e:
+        return _cached(name, revision, folder, e)
+    return Path(found)
+
+
+def weight_patterns(files: list[str], load_format: str, ignore: list[str]) -> tuple[str, ...]:
+    """Which weight files to fetch: one format, though a repository may hold both."""
+    if load_format == "dummy":
+        return ()
+    if load_format != "auto":
+        return SAFETENSORS if load_format == "safetensors" else TORCH
+    kept = [file for file in files if not any(fnmatch.fnmatch(file, pattern) for pattern in ignore)]
+    return SAFETENSORS if any(fnmatch.fnmatch(file, SAFETENSORS[0]) for file in kept) else TORCH
+
+
+def first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def _cached(name: str, revision: str | None, folder: str | None, reason: Exception) -> Path:
+    try:
+        return Path(snapshot_download(name, revision=revision, cache_dir=folder, local_files_only=True))
+    except (LocalEntryNotFoundError, OSError) as e:
+        raise ConfigError(
+            f"model {name}: not on this machine, and the hub cannot be reached ({first_line(reason)}); "
+            "give a local folder, or `demo` for the shipped model"
+        ) from e

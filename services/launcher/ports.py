@@ -1,0 +1,45 @@
+"""Whether the server's ports are to be had, asked before anything is started."""
+
+import errno
+import socket
+
+from blockyard.shared.config.gateway import GatewayConfig
+from blockyard.shared.errors import ConfigError
+
+
+def check(gateways: list[GatewayConfig]) -> None:
+    """Raises ConfigError naming the flag for a port that is taken or not allowed, or a host that is not here."""
+    if gateways:
+        check_free(gateways[0].host, gateways[0].port, "--port")
+    for gateway in gateways:
+        if gateway.metrics_port:
+            check_free(gateway.host, gateway.metrics_port, "--metrics-port")
+
+
+def check_free(host: str, port: int, flag: str) -> None:
+    """Binds without SO_REUSEPORT: another ring of the same user counts as taken too."""
+    try:
+        addresses = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as e:
+        raise ConfigError(f"--host {host}: {e.strerror}") from e
+    for family, kind, protocol, _, address in addresses:
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            try:
+                probe.bind(address)
+            except OSError as e:
+                if e.errno == errno.EADDRINUSE:
+                    raise ConfigError(f"port {port} is in use; choose another with {flag}") from e
+                if e.errno == errno.EACCES:
+                    raise ConfigError(f"port {port}: not allowed; choose another with {flag}") from e
+                if host or e.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):  # this machine has no IPv6
+                    raise ConfigError(f"--host {host or address[0]}: {e.strerror}") from e
+
+
+def url(gateway: GatewayConfig) -> str:
+    """Where a browser on this machine finds the server."""
+    host = "localhost" if gateway.host in ("", "0.0.0.0", "::") else gateway.host
+    shown = f"[{host}]" if ":" in host else host
+    return f"{'https' if gateway.tls else 'http'}://{shown}:{gateway.port}{gateway.root_path}"

@@ -1,0 +1,108 @@
+"""`blockyard run SERVICE`: one process of a ring that spans machines or containers."""
+
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from blockyard.services.launcher import model_files, sources
+from blockyard.services.launcher.child import command, environment
+from blockyard.shared.config import resolve
+from blockyard.shared.config.checkpoint import Checkpoint
+from blockyard.shared.config.given import Given, Values
+from blockyard.shared.config.process import BusConfig
+from blockyard.shared.config.resolve import ServiceStruct
+from blockyard.shared.curve import PUBLIC_NAME, SECRET_NAME
+from blockyard.shared.errors import ConfigError
+
+SERVICES = ("message_bus", "api_gateway", "tokenizer_pool", "scheduler", "detokenizer", "gpu_worker")
+REGISTRY_PORT = 5700
+
+
+def main(args: Sequence[str]) -> int:
+    """Becomes the service's process. Raises ConfigError."""
+    values, positionals, notes = sources.read(args, os.environ)
+    service = (positionals or [""])[0].replace("-", "_")
+    if service not in SERVICES:
+        known = ", ".join(name.replace("_", "-") for name in SERVICES)
+        raise ConfigError(f"run {service or 'SERVICE'}: the services are {known}")
+    if len(positionals) > 2:
+        raise ConfigError(f"run {service}: expected one model, got {' '.join(positionals[1:])}")
+    if len(positionals) == 2:
+        values = values.with_given({"model": Given(positionals[1], "model")})
+    config = service_config(service, values)
+    for note in (*notes, *values.notes()):
+        print(note, file=sys.stderr)
+    # no file is left behind that could outlive the process: it may hold API keys
+    fd = os.memfd_create("settings", 0)
+    os.write(fd, msgspec.json.encode(config))
+    words = command(service, Path(f"/proc/self/fd/{fd}"))
+    os.execve(words[0], words, environment())
+
+
+def service_config(service: str, values: Values) -> ServiceStruct:
+    """The struct of one service. Only the files that it needs are looked for. Raises ConfigError."""
+    name = values.maybe("name", str) or f"{service} {socket.gethostname()}"
+    process = resolve.process_config(values, name, bus_config(values))
+    model = find_model(service, values)
+    match service:
+        case "message_bus":
+            return resolve.registry(process)
+        case "api_gateway":
+            return resolve.gateway(values, model, process)
+        case "tokenizer_pool":
+            return resolve.tokenizer(values, model, process)
+        case "detokenizer":
+            return resolve.detokenizer(values, model, process)
+        case "scheduler":
+            return resolve.scheduler(values, model, process)
+        case _:
+            return resolve.worker(values, model, process)
+
+
+def find_model(service: str, values: Values) -> Checkpoint:
+    """Weights for a worker, a tokenizer for those who handle text, and nothing for the rest unless a flag needs it."""
+    if service == "gpu_worker":
+        return model_files.find(values)
+    needs_files = {
+        "tokenizer_pool": True,
+        "detokenizer": True,
+        "api_gateway": values["generation-config"] == "auto",
+        "scheduler": not values.get("enable-chunked-prefill", bool) or values.get("disable-sliding-window", bool),
+    }
+    if needs_files.get(service, False):
+        return model_files.find(values, weights=False)
+    return Checkpoint(name=values.get("model", str), path=Path(), tokenizer_path=Path())
+
+
+def bus_config(values: Values) -> BusConfig:
+    """From --message-bus, or a --run-dir that all processes share. On tcp --curve-keys is needed."""
+    run_dir, registry = values.maybe("run-dir", str), values.maybe("message-bus", str)
+    if registry is None and run_dir is None:
+        raise ConfigError(f"run: --message-bus is needed, e.g. tcp://message-bus:{REGISTRY_PORT}")
+    if registry is None:
+        return BusConfig(registry=f"ipc://{run_dir}/message-bus", bind=values.maybe("bind", str) or f"ipc://{run_dir}")
+    try:
+        if registry.startswith("ipc://"):
+            return BusConfig(registry=registry, bind=values.maybe("bind", str) or registry.rpartition("/")[0])
+        return _tcp_bus(values, registry)
+    except ValueError as e:
+        raise ConfigError(str(e)) from e
+
+
+def _tcp_bus(values: Values, registry: str) -> BusConfig:
+    keys = values.maybe("curve-keys", str)
+    if keys is None:
+        raise ConfigError(f"--message-bus {registry}: tcp needs --curve-keys DIR; `blockyard keys DIR` writes them")
+    if not registry.rpartition(":")[2].isdigit():
+        registry = f"{registry}:{REGISTRY_PORT}"
+    return BusConfig(
+        registry=registry,
+        bind=values.maybe("bind", str) or "tcp://0.0.0.0",
+        advertise=values.maybe("advertise", str) or "",
+        curve_public=str(Path(keys) / PUBLIC_NAME),
+        curve_secret=str(Path(keys) / SECRET_NAME),
+    )

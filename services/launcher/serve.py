@@ -1,0 +1,99 @@
+"""`blockyard serve`: the whole ring on this machine."""
+
+import asyncio
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from setproctitle import setproctitle
+
+from blockyard.services.launcher import model_files, ports, sources
+from blockyard.services.launcher.child import specs
+from blockyard.services.launcher.ring import Ring, local_bus
+from blockyard.services.launcher.run_dir import RunDir
+from blockyard.services.launcher.start_up import Display, PlainDisplay
+from blockyard.shared import logs
+from blockyard.shared.config.given import Given, GivenFlags, Values
+from blockyard.shared.config.resolve import Deployment, resolve
+from blockyard.shared.errors import ConfigError
+
+RUN_ONLY = ("message-bus", "bind", "advertise", "curve-keys", "name")
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def main(args: Sequence[str]) -> int:
+    """Serves until SIGTERM; returns the exit code. Raises BlockyardError if the ring does not start."""
+    values, notes = read_values(args)
+    for name in RUN_ONLY:
+        if values.is_given(name):
+            raise ConfigError(f"{values.where(name)}: is for `blockyard run`; serve makes a ring of its own")
+    with RunDir(values.maybe("run-dir", str)) as run_dir:
+        deployment = resolve(values, model_files.find(values), local_bus(run_dir.path))
+        ports.check(deployment.gateways)
+        setproctitle("blockyard: launcher")
+        logs.setup("launcher", values.get("log-level", str))
+        for note in (*notes, *deployment.notes):
+            print(note, flush=True)
+        display = make_display(deployment)
+        ring = Ring(deployment, run_dir.path, display)
+        asyncio.run(_serve(ring, display, deployment, values))
+    return 0
+
+
+def read_values(args: Sequence[str]) -> tuple[Values, list[str]]:
+    """The flags and notes of `serve`, where MODEL may stand without --model. Raises ConfigError."""
+    values, positionals, notes = sources.read(args, os.environ)
+    if len(positionals) > 1:
+        raise ConfigError(f"expected one model, got {' '.join(positionals)}")
+    if positionals and values.is_given("model") and values["model"] != positionals[0]:
+        raise ConfigError(f"model {positionals[0]} and {values.where('model')} {values['model']}: which one?")
+    model: GivenFlags = {"model": Given(positionals[0], "model")} if positionals else {}
+    if not positionals and not values.is_given("model") and values["worker-cls"] == "mock":
+        model = {"model": Given(model_files.DEMO, "model")}  # any tokenizer will do, this one needs no network
+    return values.with_given(model), notes
+
+
+def make_display(deployment: Deployment) -> Display:
+    """Bars on a terminal, lines elsewhere. rich is imported for bars alone."""
+    if not sys.stdout.isatty():
+        return PlainDisplay(sys.stdout)
+    bars = importlib.import_module("blockyard.services.launcher.bars")
+    display: Display = bars.Bars([spec.name for spec in specs(deployment)])
+    return display
+
+
+async def _serve(ring: Ring, display: Display, deployment: Deployment, values: Values) -> None:
+    drain_s = values.get("shutdown-timeout", float)
+
+    def on_signal() -> None:
+        if ring.stop.is_set():
+            display.say("stopping at once")
+            ring.kill.set()
+        else:
+            display.close()
+            display.say(f"stopping: running requests have {drain_s:g} s to end; a second signal ends them now")
+            ring.stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in STOP_SIGNALS:
+        loop.add_signal_handler(number, on_signal)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            greeter = tasks.create_task(_greet(ring, display, deployment))
+            await ring.run(drain_s)
+            greeter.cancel()
+    except ExceptionGroup as group:
+        raise group.exceptions[0] from None
+    finally:
+        display.close()
+
+
+async def _greet(ring: Ring, display: Display, deployment: Deployment) -> None:
+    """The one line that says that it is done, and where."""
+    await ring.ready.wait()
+    display.close()
+    gateway = deployment.gateways[0]
+    served = ", ".join(gateway.served_model_names)
+    display.say(f"{served} is served at {ports.url(gateway)} after {ring.start_up.seconds:.1f} s")

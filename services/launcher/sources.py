@@ -1,0 +1,36 @@
+"""Where flags come from: the command line, BLOCKYARD_* variables and the YAML file of --config."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import yaml
+
+from blockyard.shared.config import given
+from blockyard.shared.config.given import GivenFlags, Values
+from blockyard.shared.errors import ConfigError
+
+
+def read(args: Sequence[str], environ: Mapping[str, str]) -> tuple[Values, list[str], list[str]]:
+    """(values, positional arguments, notes). Raises ConfigError, also for values that are refused."""
+    line, positionals = given.from_command_line(args)
+    environment, notes = given.from_environment(environ)
+    path = (line.get("config") or environment.get("config") or given.Given(None, "")).value
+    file = read_yaml(Path(path)) if isinstance(path, str) else {}
+    return Values(line, environment, file), positionals, notes
+
+
+def read_yaml(path: Path) -> GivenFlags:
+    """The flags in a YAML file, which is one mapping of names to values. Raises ConfigError."""
+    try:
+        content = yaml.safe_load(path.read_text("utf-8"))
+    except OSError as e:
+        raise ConfigError(f"--config {path}: {e.strerror}") from e
+    except (yaml.YAMLError, UnicodeDecodeError) as e:
+        raise ConfigError(f"--config {path}: not YAML: {' '.join(str(e).split())}") from e
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"--config {path}: expected a mapping of flags to values")
+    if "config" in content:
+        raise ConfigError(f"--config {path}: a file cannot name another")
+    return given.from_mapping(content, path.name)
