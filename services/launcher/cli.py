@@ -12,6 +12,7 @@ from blockyard.shared.errors import BlockyardError, ConfigError
 USAGE = """\
 usage: blockyard serve [MODEL] [flags]    serve a model on this machine
        blockyard run SERVICE [flags]      one process of a ring over several machines or containers
+       blockyard ring [--check]           who is in that ring; --check: is this host's part ready
        blockyard keys DIR                 write the key pair that all members of such a ring share
        blockyard flags [--markdown]       every flag there is, also those that are refused and why
        blockyard version
@@ -23,6 +24,7 @@ Flags may also stand in a YAML file (--config FILE) or in the environment (BLOCK
 COMMANDS = {
     "serve": "blockyard.services.launcher.serve",
     "run": "blockyard.services.launcher.run_service",
+    "ring": "blockyard.services.launcher.ring_status",
     "keys": "blockyard.services.launcher.keys",
     "flags": "blockyard.services.launcher.flags",
 }
@@ -54,7 +56,7 @@ def _run(command: str, words: list[str]) -> int:
         raise ConfigError(
             "no such command" + (f"; did you mean {close[0]}?" if close else f"; try {', '.join(COMMANDS)}")
         )
-    if {"-h", "--help"} & {*words} and command in ("serve", "run"):
+    if {"-h", "--help"} & {*words} and command in ("serve", "run", "ring"):
         print(USAGE, _module("flags").help_text(), sep="\n\n")
         return 0
     run: Callable[[Sequence[str]], int] = _module(command).main

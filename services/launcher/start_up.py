@@ -20,7 +20,7 @@ class Display(Protocol):
 @dataclass(slots=True)
 class _Row:
     incarnation: int = 0
-    phase: str = ""
+    phase: str = "starting"
     progress: float = 0.0
     ready: bool = False
     notes_told: int = 0

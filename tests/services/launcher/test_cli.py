@@ -1,0 +1,137 @@
+"""The command line as users see it: real processes, exit codes, one line an error."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from blockyard.services.launcher import cli
+from blockyard.shared.config import table
+from blockyard.shared.curve import PUBLIC_NAME, SECRET_NAME
+
+SRC = Path(__file__).parents[3] / ".src"
+
+
+def blockyard(*args: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("BLOCKYARD_")}
+    return subprocess.run(
+        [sys.executable, "-m", "blockyard", *args],
+        env=kept | {"PYTHONPATH": str(SRC)} | variables,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("args", "line"),
+    [
+        (["serve", "--prot", "1"], "blockyard serve: error: --prot: no such flag; did you mean --port?"),
+        (["serve", "-tp", "2"], "blockyard serve: error: -tp 2: not built yet: tensor parallelism; use 1"),
+        (
+            ["serve", "/no/such"],
+            "blockyard serve: error: model /no/such: no such folder, and no name that the hub could know",
+        ),
+        (
+            ["serve", "demo", "--chat-template", "/no.jinja"],
+            "blockyard serve: error: --chat-template /no.jinja: No such file or directory",
+        ),
+        (
+            ["serve", "demo", "--bind", "tcp://x"],
+            "blockyard serve: error: --bind: is for `blockyard run`; serve makes a ring of its own",
+        ),
+        (["run", "scheduler"], "blockyard run: error: run: --message-bus is needed, e.g. tcp://message-bus:5700"),
+        (["sreve"], "blockyard sreve: error: no such command; did you mean serve?"),
+        (["ring", "x", "--run-dir", "/x"], "blockyard ring: error: expected flags and --check, got x"),
+        (["keys"], "blockyard keys: error: expected a folder: blockyard keys DIR"),
+    ],
+)
+def test_a_wrong_line_is_one_line_and_exit_code_2(args: list[str], line: str) -> None:
+    done = blockyard(*args)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"{line}\n")
+
+
+def test_unknown_services_are_told_which_there_are() -> None:
+    done = blockyard("run", "schedular", "--run-dir", "/x")
+    assert done.returncode == 2
+    assert "message-bus, api-gateway, tokenizer-pool, scheduler, detokenizer, gpu-worker" in done.stderr
+
+
+def test_a_wrong_variable_is_one_line_too() -> None:
+    done = blockyard("serve", "demo", BLOCKYARD_DTYPE="int8")
+    assert done.returncode == 2
+    assert done.stderr == (
+        "blockyard serve: error: BLOCKYARD_DTYPE: 'int8' is none of auto, half, float16, bfloat16, float, float32\n"
+    )
+
+
+def test_a_taken_port_is_one_line() -> None:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        sock.listen()
+        port = sock.getsockname()[1]
+        done = blockyard("serve", "demo", "--host", "127.0.0.1", "--port", str(port))
+    assert (done.returncode, done.stderr) == (
+        2,
+        f"blockyard serve: error: port {port} is in use; choose another with --port\n",
+    )
+
+
+def test_keys_are_written_once_and_private(tmp_path: Path) -> None:
+    folder = tmp_path / "keys"
+    assert blockyard("keys", str(folder)).returncode == 0
+    for name in (PUBLIC_NAME, SECRET_NAME):
+        assert (folder / name).stat().st_mode & 0o777 == 0o600
+    again = blockyard("keys", str(folder))
+    assert again.returncode == 2
+    assert again.stderr.count("\n") == 1
+
+
+def test_a_service_run_alone_becomes_that_service(tmp_path: Path) -> None:
+    """A registry on tcp without readable keys: the service itself says so, after the exec."""
+    done = blockyard("run", "message-bus", "--message-bus", "tcp://127.0.0.1:1", "--curve-keys", str(tmp_path))
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: cannot read key file")
+    assert done.stderr.count("\n") == 1
+
+
+def test_help_version_and_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 0
+    assert "blockyard serve [MODEL]" in capsys.readouterr().out
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("blockyard 0.")
+    assert cli.main(["serve", "--help"]) == 0
+    assert "--max-num-seqs" in capsys.readouterr().out
+    assert cli.main(["flags"]) == 0
+    assert "--enable-lora" in capsys.readouterr().out
+    assert cli.main(["flags", "--markdown"]) == 0
+    assert capsys.readouterr().out.strip() == table.markdown()
+
+
+def test_the_table_is_written_into_a_document(tmp_path: Path) -> None:
+    path = tmp_path / "README.md"
+    path.write_text(f"before\n{table.BEGIN}\nbygone\n{table.END}\nafter\n")
+    assert cli.main(["flags", "--write", str(path)]) == 0
+    assert path.read_text() == table.with_table(path.read_text())
+    assert "bygone" not in path.read_text()
+    assert path.read_text().startswith("before\n")
+    assert path.read_text().endswith("\nafter\n")
+
+
+PROBE = """
+import sys
+from blockyard.services.launcher import cli, ring, run_service, serve
+heavy = ("torch", "numpy", "rich", "huggingface_hub", "transformers", "aiohttp", "tokenizers")
+print([name for name in heavy if name in sys.modules])
+"""
+
+
+def test_the_launcher_imports_nothing_heavy() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE], env={"PYTHONPATH": str(SRC)}, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[]\n"

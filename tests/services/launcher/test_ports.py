@@ -1,0 +1,59 @@
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rings import deployment
+
+from blockyard.services.launcher import ports
+from blockyard.shared.errors import ConfigError
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as another ring's gateway
+        sock.bind(("127.0.0.1", 0))
+        sock.listen()
+        yield sock.getsockname()[1]
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "", "localhost"])
+def test_a_taken_port_is_one_line(taken: int, host: str) -> None:
+    with pytest.raises(ConfigError, match=f"^port {taken} is in use; choose another with --port$"):
+        ports.check_free(host, taken, "--port")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "", "localhost"])
+def test_a_free_port_passes(host: str) -> None:
+    ports.check_free(host, free_port(), "--port")
+
+
+def test_a_host_that_is_not_here(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--host 203\.0\.113\.7: Cannot assign requested address"):
+        ports.check_free("203.0.113.7", free_port(), "--port")
+
+
+def test_metrics_ports_are_asked_too(tmp_path: Path, taken: int) -> None:
+    flags = ("--host", "127.0.0.1", "--port", str(free_port()), "--metrics-port", str(taken))
+    with pytest.raises(ConfigError, match="choose another with --metrics-port"):
+        ports.check(deployment(tmp_path, *flags).gateways)
+
+
+@pytest.mark.parametrize(
+    ("flags", "url"),
+    [
+        (["--port", "9"], "http://localhost:9"),
+        (["--port", "9", "--host", "0.0.0.0", "--root-path", "/llm"], "http://localhost:9/llm"),
+        (["--port", "9", "--host", "::1"], "http://[::1]:9"),
+        (["--port", "9", "--host", "10.0.0.1"], "http://10.0.0.1:9"),
+    ],
+)
+def test_urls(tmp_path: Path, flags: list[str], url: str) -> None:
+    assert ports.url(deployment(tmp_path, *flags).gateways[0]) == url

@@ -1,0 +1,75 @@
+"""`blockyard run SERVICE`: one process's settings."""
+
+import socket
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from blockyard.services.launcher.run_service import SERVICES, bus_config, service_config
+from blockyard.shared.config.gateway import GatewayConfig
+from blockyard.shared.config.given import Values, from_command_line
+from blockyard.shared.errors import ConfigError
+
+TCP = ("--message-bus", "tcp://message-bus:5700", "--curve-keys", "/keys")
+
+
+def values(*args: str) -> Values:
+    return Values(from_command_line(args)[0])
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_every_service_has_settings_of_its_own(service: str) -> None:
+    config = service_config(service, values("--model", "demo", *TCP))
+    assert config.process.name == f"{service} {socket.gethostname()}"
+    assert msgspec.json.decode(msgspec.json.encode(config), type=type(config)) == config
+
+
+@pytest.mark.parametrize("service", ["message_bus", "api_gateway", "scheduler"])
+def test_who_needs_no_files_looks_for_none(service: str) -> None:
+    service_config(service, values("--model", "/no/such/folder", *TCP))
+
+
+@pytest.mark.parametrize("service", ["tokenizer_pool", "detokenizer", "gpu_worker"])
+def test_who_needs_files_says_that_they_are_missing(service: str) -> None:
+    with pytest.raises(ConfigError, match="no such folder"):
+        service_config(service, values("--model", "/no/such/folder", *TCP))
+
+
+def test_generation_defaults_reach_a_gateway_run_alone() -> None:
+    config = service_config("api_gateway", values("--model", "demo", "--generation-config", "auto", *TCP))
+    assert isinstance(config, GatewayConfig)
+    assert config.defaults.temperature == 0.7
+
+
+@pytest.mark.parametrize(
+    ("args", "registry", "bind"),
+    [
+        (TCP, "tcp://message-bus:5700", "tcp://0.0.0.0"),
+        (("--message-bus", "tcp://bus", "--curve-keys", "/k"), "tcp://bus:5700", "tcp://0.0.0.0"),
+        ((*TCP, "--bind", "tcp://10.0.0.1"), "tcp://message-bus:5700", "tcp://10.0.0.1"),
+        (("--message-bus", "ipc:///run/by/message-bus"), "ipc:///run/by/message-bus", "ipc:///run/by"),
+        (("--run-dir", "/run/by"), "ipc:///run/by/message-bus", "ipc:///run/by"),
+    ],
+)
+def test_buses(args: tuple[str, ...], registry: str, bind: str) -> None:
+    bus = bus_config(values(*args))
+    assert (bus.registry, bus.bind) == (registry, bind)
+    assert bool(bus.curve_secret) == registry.startswith("tcp")
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ((), "--message-bus is needed"),
+        (("--message-bus", "tcp://b:1"), "tcp needs --curve-keys DIR"),
+        (("--message-bus", "udp://b:1", "--curve-keys", "/k"), "must begin with ipc:// or tcp://, got 'udp://b:1'"),
+    ],
+)
+def test_bad_buses(args: tuple[str, ...], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        bus_config(values(*args))
+
+
+def test_advertise(tmp_path: Path) -> None:
+    assert bus_config(values(*TCP, "--advertise", "10.0.0.9")).advertise == "10.0.0.9"
