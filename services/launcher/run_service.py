@@ -58,6 +58,8 @@ def service_config(service: str, values: Values) -> ServiceStruct:
         case "detokenizer":
             return resolve.detokenizer(values, model, process)
         case "scheduler":
+            if values["device"] == "auto":  # the workers are elsewhere, and each says what its device takes
+                values = values.with_given({"device": Given("cuda", "device")})
             return resolve.scheduler(values, model, process)
         case _:
             return resolve.worker(values, model, process)

@@ -84,6 +84,7 @@ async def _serve(ring: Ring, display: Display, deployment: Deployment, values: V
             greeter = tasks.create_task(_greet(ring, display, deployment))
             await ring.run(drain_s)
             greeter.cancel()
+        display.say("stopped")
     except ExceptionGroup as group:
         raise group.exceptions[0] from None
     finally:

@@ -55,7 +55,7 @@ class StartUp:
         row.notes_told = len(member.notes)
         if member.ready and not row.ready:
             self._ready(member.name, row)
-        elif not member.ready and (member.phase, member.progress) != (row.phase, row.progress):
+        elif not self.complete and not member.ready and (member.phase, member.progress) != (row.phase, row.progress):
             row.phase, row.progress = member.phase, member.progress
             self._display.phase(member.name, member.phase, member.progress)
         if self.complete or not all(row.ready for row in self._rows.values()):
@@ -87,7 +87,7 @@ class PlainDisplay:
         self._phases: dict[str, str] = {}
 
     def phase(self, name: str, phase: str, progress: float) -> None:
-        if self._phases.get(name) != phase:  # progress within a phase is for bars
+        if self._phases.get(name) != phase and phase != "ready":  # progress within a phase is for bars
             self._phases[name] = phase
             self.say(f"{name}: {phase}")
 

@@ -33,6 +33,19 @@ class SamplingDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     repetition_penalty: float = 1.0
     max_new_tokens: int | None = None
 
+    def __post_init__(self) -> None:
+        in_range = {
+            "temperature": self.temperature >= 0,
+            "top_k": self.top_k >= -1,
+            "top_p": 0 < self.top_p <= 1,
+            "min_p": 0 <= self.min_p <= 1,
+            "repetition_penalty": self.repetition_penalty > 0,
+            "max_new_tokens": self.max_new_tokens is None or self.max_new_tokens >= 1,
+        }
+        for name, fits in in_range.items():
+            if not fits:
+                raise ValueError(f"{name} is out of range: {getattr(self, name)}")
+
 
 class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One HTTP server. Replicas differ in `process.name` and `metrics_port` alone."""

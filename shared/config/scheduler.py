@@ -13,9 +13,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     root: str = ""  # path or hub name of the weights, as /v1/models shows it
     max_num_seqs: int = 256  # choices in the batch
     max_num_batched_tokens: int = 2048  # of one step
-    block_size: int = 16
     enable_chunked_prefill: bool = True
-    enable_prefix_caching: bool = True
     depth: int = 1  # plans sent ahead of the running one; 0 is lockstep
     max_queue_len: int = 1024  # waiting requests
     max_queue_tokens: int = 2**22  # prompt tokens of waiting requests
@@ -23,7 +21,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     stats_interval_s: float = 10.0
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "max_queue_len", "max_queue_tokens"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_queue_len", "max_queue_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
         if self.depth < 0:

@@ -35,13 +35,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     max_model_len: int | None = None  # None: what config.json says
     block_size: int = 16  # tokens
     gpu_memory_utilization: float = 0.9
-    cpu_kv_gib: float | None = (
-        None  # KV memory on CPU; None: what max_num_seqs and max_model_len can use, within limits
-    )
+    cpu_kv_gib: float | None = None  # KV memory on CPU; None: by need, within limits
     num_gpu_blocks_override: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
-    enforce_eager: bool = False  # no CUDA graphs
     seed: int = 0  # of dummy weights
     threads: int = 0  # compute threads on CPU; 0: cores minus one
     group: int = 0  # worker group

@@ -118,7 +118,7 @@ def test_an_overruled_value_is_not_refused() -> None:
 def test_yaml_types() -> None:
     given = from_mapping(
         {
-            "enable-prefix-caching": False,
+            "enable-chunked-prefill": False,
             "rope_scaling": {"rope_type": "linear", "factor": 2.0},
             "served-model-name": ["a", "b"],
             "api-key": "one",

@@ -59,7 +59,7 @@ def test_replicas_are_told_apart_by_name_and_metrics_port() -> None:
 
 def test_block_size_is_one_number_for_all() -> None:
     ring = deploy("--block-size", "32")
-    assert (ring.tokenizers[0].block_size, ring.scheduler.block_size, ring.workers[0].block_size) == (32, 32, 32)
+    assert (ring.tokenizers[0].block_size, ring.workers[0].block_size) == (32, 32)
 
 
 @pytest.mark.parametrize(
@@ -164,6 +164,10 @@ def test_sampling_defaults(tmp_path: Path) -> None:
             ["--override-generation-config", '{"beam": 1}'],
             "--override-generation-config: 'beam' is none of temperature, top_k, top_p, min_p, repetition_penalty, "
             "max_new_tokens",
+        ),
+        (
+            ["--override-generation-config", '{"top_p": 2}'],
+            "--override-generation-config: top_p is out of range: 2.0",
         ),
         (["--metrics-port", "65535", "--api-gateways", "2"], "--metrics-port: 65535 plus 1 gateways is beyond 65535"),
     ],

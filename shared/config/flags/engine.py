@@ -3,7 +3,7 @@
 from blockyard.shared.config.flags.flag import FOREIGN, Flag, Kind, not_built
 
 _RAY = not_built("Ray; workers are processes of this machine, or `blockyard run gpu-worker` on another")
-_GRAPHS = "step graphs do not depend on the sequence length; --enforce-eager turns them off"
+_GRAPHS = "not built yet: CUDA graphs; all steps are eager"
 
 PARALLEL = (
     Flag(
@@ -72,15 +72,15 @@ CACHE = (
         Kind.INT,
         16,
         "Tokens a KV block.",
-        ("worker.block_size", "scheduler.block_size", "tokenizer.block_size"),
+        ("worker.block_size", "tokenizer.block_size"),
         choices=("8", "16", "32", "64", "128"),
     ),
     Flag(
         "enable-prefix-caching",
         Kind.BOOL,
-        True,
+        False,
         "Find KV blocks of earlier requests by what is in them.",
-        ("scheduler.enable_prefix_caching",),
+        refused=not_built("prefix caching; every prompt is computed"),
     ),
     Flag(
         "gpu-memory-utilization",
@@ -205,7 +205,7 @@ SCHEDULER = (
 )
 
 EXECUTION = (
-    Flag("enforce-eager", Kind.BOOL, False, "No CUDA graphs.", ("worker.enforce_eager",)),
+    Flag("enforce-eager", Kind.BOOL, False, "No CUDA graphs.", mapped=_GRAPHS),
     Flag("max-seq-len-to-capture", Kind.INT, None, "Longest sequence in CUDA graphs.", least=1, mapped=_GRAPHS),
     Flag("max-context-len-to-capture", Kind.INT, None, "Longest sequence in CUDA graphs.", least=1, mapped=_GRAPHS),
     Flag(

@@ -56,5 +56,8 @@ MOCK = (
     ),
     Flag("mock-vocab-size", Kind.INT, 0, "Its vocabulary; 0: the model's.", ("worker.mock.vocab_size",), least=0),
     Flag("mock-blocks", Kind.INT, 65536, "Its KV blocks.", ("worker.mock.num_blocks",), least=1),
+    Flag(
+        "mock-eos-every", Kind.INT, 0, "One token in so many ends a text; 0: none.", ("worker.mock.eos_every",), least=0
+    ),
     Flag("mock-echo", Kind.BOOL, False, "It repeats the prompt.", ("worker.mock.echo",)),
 )

@@ -9,6 +9,7 @@ import pytest
 from blockyard.services.launcher.run_service import SERVICES, bus_config, service_config
 from blockyard.shared.config.gateway import GatewayConfig
 from blockyard.shared.config.given import Values, from_command_line
+from blockyard.shared.config.scheduler import SchedulerConfig
 from blockyard.shared.errors import ConfigError
 
 TCP = ("--message-bus", "tcp://message-bus:5700", "--curve-keys", "/keys")
@@ -34,6 +35,12 @@ def test_who_needs_no_files_looks_for_none(service: str) -> None:
 def test_who_needs_files_says_that_they_are_missing(service: str) -> None:
     with pytest.raises(ConfigError, match="no such folder"):
         service_config(service, values("--model", "/no/such/folder", *TCP))
+
+
+def test_a_scheduler_alone_leaves_the_step_to_the_workers_geometry() -> None:
+    config = service_config("scheduler", values(*TCP))
+    assert isinstance(config, SchedulerConfig)
+    assert config.max_num_batched_tokens == 2048
 
 
 def test_generation_defaults_reach_a_gateway_run_alone() -> None:

@@ -66,6 +66,7 @@ def test_plain_lines() -> None:
     start = StartUp(["message_bus", "gpu_worker"], PlainDisplay(out), clock=lambda: next(ticks))
     for progress in (0.1, 0.9):
         start.saw(replace(WORKER, phase="loading weights", progress=progress))
+    start.saw(replace(WORKER, phase="ready"))
     start.saw(replace(WORKER, phase="ready", ready=True, notes=["weights: 1 GB in 2 s (0.5 GB/s)"]))
     assert out.getvalue().splitlines() == [
         "message_bus: ready after 1.0 s",

@@ -1,0 +1,33 @@
+"""No setting is ignored: each field of a service's struct is read by that service."""
+
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from blockyard.shared.config.detokenizer import DetokenizerConfig
+from blockyard.shared.config.gateway import CorsConfig, GatewayConfig, SamplingDefaults, TlsConfig
+from blockyard.shared.config.registry import RegistryConfig
+from blockyard.shared.config.scheduler import SchedulerConfig
+from blockyard.shared.config.tokenizer import TokenizerConfig
+from blockyard.shared.config.worker import MockConfig, WorkerConfig
+
+SERVICES = Path(__file__).parents[2] / "services"
+READERS: list[tuple[str, type[msgspec.Struct]]] = [
+    *(("api_gateway", kind) for kind in (GatewayConfig, CorsConfig, TlsConfig, SamplingDefaults)),
+    *(("gpu_worker", kind) for kind in (WorkerConfig, MockConfig)),
+    ("detokenizer", DetokenizerConfig),
+    ("message_bus", RegistryConfig),
+    ("scheduler", SchedulerConfig),
+    ("tokenizer_pool", TokenizerConfig),
+]
+
+
+@pytest.mark.parametrize(
+    ("service", "field"),
+    [(service, field) for service, kind in READERS for field in kind.__struct_fields__],
+)
+def test_a_setting_is_read(service: str, field: str) -> None:
+    read = re.compile(rf"\b(_?config|cors|tls|defaults|mock)\.{field}\b")
+    assert any(read.search(path.read_text("utf-8")) for path in (SERVICES / service).rglob("*.py"))
