@@ -1,0 +1,101 @@
+"""kill -9 of a service in mid-stream: every stream ends with the text it would have had."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import aiohttp
+import pytest
+from rig import Server, StreamLog, completion, serve, stream
+
+STEP_MS = 10
+NUM_TOKENS = 200
+NUM_STREAMS = 8
+
+
+@pytest.fixture(scope="module")
+def ring() -> Iterator[Server]:
+    flags = ("--worker-cls", "mock", "--mock-step-ms", str(STEP_MS), "--detokenizers", "2", "--tokenizers", "2")
+    with serve("demo", *flags) as server:
+        yield server
+
+
+def bodies() -> list[dict[str, object]]:
+    return [completion(NUM_TOKENS, prompt=f"def stream_{i}():", seed=i) for i in range(NUM_STREAMS)]
+
+
+async def run_and_kill(server: Server, *titles: str) -> list[StreamLog]:
+    """All streams at once; each named process is killed in the middle, half a second apart."""
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(60)) as session:
+        tasks = [asyncio.create_task(stream(session, server.url, body)) for body in bodies()]
+        for title in titles:
+            await asyncio.sleep(0.5)
+            assert not any(task.done() for task in tasks), "the kill comes too late to mean anything"
+            pid = next(pid for name, pid in server.children().items() if title in name)
+            os.kill(pid, signal.SIGKILL)
+        return await asyncio.gather(*tasks)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(ring: Server) -> list[str]:
+    texts = [log.text for log in asyncio.run(run_and_kill(ring))]
+    assert all(texts)
+    return texts
+
+
+def wait_until_whole(server: Server, *titles: str) -> None:
+    deadline = time.monotonic() + 20
+    while not all(any(t in name for name in server.children()) for t in titles):
+        assert time.monotonic() < deadline, "the launcher did not restart what was killed"
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    "victims",
+    [
+        ("detokenizer",),
+        ("gpu_worker",),
+        ("scheduler",),
+        ("tokenizer_pool",),
+        ("message_bus",),
+        ("message_bus", "scheduler"),
+    ],
+    ids="+".join,
+)
+def test_streams_survive(ring: Server, undisturbed: list[str], victims: tuple[str, ...]) -> None:
+    logs = asyncio.run(run_and_kill(ring, *victims))
+    assert [log.text for log in logs] == undisturbed
+    wait_until_whole(ring, *victims)
+
+
+def test_a_killed_gateway_frees_what_its_clients_had(ring: Server) -> None:
+    """Its connections drop, and the scheduler cancels its requests: blocks go back to 0."""
+
+    async def doomed() -> None:
+        async with aiohttp.ClientSession() as session:
+            task = asyncio.create_task(stream(session, ring.url, completion(100_000 // 50)))
+            await asyncio.sleep(1.0)
+            pid = next(pid for name, pid in ring.children().items() if "api_gateway" in name)
+            os.kill(pid, signal.SIGKILL)
+            with pytest.raises(aiohttp.ClientError):
+                await task
+
+    asyncio.run(doomed())
+    asyncio.run(blocks_become_free(ring))
+
+
+async def blocks_become_free(server: Server) -> None:
+    deadline = time.monotonic() + 20
+    async with aiohttp.ClientSession() as session:
+        while time.monotonic() < deadline:
+            try:
+                async with session.get(f"{server.url}/ring") as answer:
+                    totals = (await answer.json())["totals"]
+                    if totals["blocks_total"] and not totals["blocks_used"] and not totals["running"]:
+                        return
+            except aiohttp.ClientError:
+                pass  # the gateway is being restarted
+            await asyncio.sleep(0.2)
+    pytest.fail("blocks of a request that nobody waits for are still in use")
