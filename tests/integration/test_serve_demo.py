@@ -3,6 +3,7 @@
 import asyncio
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 
 import aiohttp
