@@ -56,7 +56,7 @@ def serve(*flags: str, log: Path | None = None) -> Iterator[Server]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     env = os.environ | {"PYTHONPATH": str(ROOT / ".src")}
-    command = [sys.executable, "-m", "blockyard", "serve", *flags, "--host", "127.0.0.1", "--port", str(port)]
+    command = [sys.executable, "-m", "blockyard", "serve", "--host", "127.0.0.1", "--port", str(port), *flags]
     with (log or Path(os.devnull)).open("wb") as out:
         launched = time.perf_counter()
         process = subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT)

@@ -134,7 +134,7 @@ def test_sigterm_lets_running_requests_finish() -> None:
     with serve("demo", "--worker-cls", "mock", "--mock-step-ms", "20") as server:
 
         async def drain() -> str:
-            task = asyncio.create_task(streams(server.url, [completion(100)]))
+            task = asyncio.create_task(streams(server.url, [completion(100, seed=1)]))
             await asyncio.sleep(0.7)
             server.process.send_signal(signal.SIGTERM)
             return (await task)[0].text
@@ -142,7 +142,7 @@ def test_sigterm_lets_running_requests_finish() -> None:
         text = asyncio.run(drain())
         assert server.process.wait(15) == 0
     with serve("demo", "--worker-cls", "mock", "--mock-step-ms", "1") as server:
-        assert asyncio.run(streams(server.url, [completion(100)]))[0].text == text
+        assert asyncio.run(streams(server.url, [completion(100, seed=1)]))[0].text == text
 
 
 def test_a_port_in_use_is_one_line(ring: Server) -> None:
