@@ -78,7 +78,7 @@ class WeightTable:
 
     def wants(self, name: str) -> bool:
         """Raises LoadError for a name that the model has no use for."""
-        if name in self.places:
+        if self._known(name) in self.places:
             return True
         if name in self._ignored or name.endswith(self._ignored_suffixes):
             return False
@@ -86,11 +86,16 @@ class WeightTable:
 
     def put(self, name: str, value: Tensor) -> None:
         """Copies one weight in, converting it. Raises LoadError if the shape is not the config's."""
+        name = self._known(name)
         place = self.places[name]
         if tuple(value.shape) != place.shape:
             raise LoadError(f"{name}: the checkpoint has {list(value.shape)}, config.json means {list(place.shape)}")
         place.target.copy_(place.arrange(value) if place.arrange else value)
         self._loaded.add(name)
+
+    def _known(self, name: str) -> str:
+        """Checkpoints of a bare decoder leave the first word out."""
+        return f"model.{name}" if f"model.{name}" in self.places else name
 
     def check_complete(self) -> None:
         missing = sorted(self.places.keys() - self._loaded)

@@ -96,12 +96,13 @@ class Attention:
         """residual, x [tokens, hidden], rotation [tokens, 1, head_dim/2] -> [tokens, hidden]."""
         qkv = self.qkv(x).view(-1, self._all, self._head_dim)
         qk = qkv[:, : self._rotated]
-        if self.norm is not None:
+        if self.norm is None:
+            apply_rope_reference(qk, rotation)
+        else:
             qk = self.norm(qk)
-        apply_rope_reference(qk, rotation)
-        if self.norm is not None:
-            qkv[:, : self._rotated] = qk
-        return self.out.add_to(residual, step.attend(self._layer, qkv[:, : self._heads], qkv[:, self._heads :]))
+            apply_rope_reference(qk, rotation)
+            qkv[:, self._heads : self._rotated] = qk[:, self._heads :]
+        return self.out.add_to(residual, step.attend(self._layer, qk[:, : self._heads], qkv[:, self._heads :]))
 
 
 class GatedMLP:

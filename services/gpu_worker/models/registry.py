@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from blockyard.services.gpu_worker.models import llama
+from blockyard.services.gpu_worker.models import llama, mistral, opt, qwen2, qwen3
 from blockyard.services.gpu_worker.models.decoder import Model
 from blockyard.shared.errors import ConfigError
 
@@ -13,6 +13,10 @@ Build = Callable[[dict[str, Any], torch.dtype, torch.device], Model]
 
 FAMILIES: dict[str, Build] = {
     "LlamaForCausalLM": llama.build,
+    "MistralForCausalLM": mistral.build,
+    "OPTForCausalLM": opt.build,
+    "Qwen2ForCausalLM": qwen2.build,
+    "Qwen3ForCausalLM": qwen3.build,
 }
 
 

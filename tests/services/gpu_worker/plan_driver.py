@@ -39,6 +39,7 @@ class Stream:
     blocks: list[int] = field(default_factory=list)
     planned: int = 0  # tokens computed once all plans sent are done, at most
     known: int = 0  # tokens known once all plans sent are done, at most
+    last_run: int = 0  # the last plan it was in
     preempt_at: set[int] = field(default_factory=set)  # numbers of output tokens
 
     @property
@@ -57,6 +58,8 @@ class Driver:
         random.Random(seed).shuffle(self.free_blocks)
         self.streams: list[Stream] = []
         self.numbers = itertools.count(1)
+        self.completed = 0
+        self.preempted: dict[int, Stream] = {}  # by the slot it had, until the plan that ends it is done
         self.queued: deque[StepPlan] = deque()
         self.ends: list[int] = []
         self.released: deque[tuple[int, list[int], list[int]]] = deque()  # after this plan: slots, blocks
@@ -81,7 +84,7 @@ class Driver:
         for s in self.streams:
             if s.finish is not None:
                 continue
-            if s.slot is None and not (self.queued and s.output):  # a preempted one waits for its results
+            if s.slot is None and s.last_run <= self.completed:  # a preempted one waits for its results
                 if not self.free_slots:
                     continue
                 s.slot, s.planned, s.known = self.free_slots.pop(0), 0, len(s.ids)
@@ -110,6 +113,7 @@ class Driver:
                 more = self._take(need)
                 s.blocks += more
                 blocks.append(SlotBlocks(s.slot, more))
+            s.last_run = number
             runs.append(SlotRun(s.slot, count))
         ends, self.ends = self.ends, []
         return StepPlan(1, number, ends, starts, blocks, runs)
@@ -117,12 +121,16 @@ class Driver:
     def step(self) -> list[SlotResult]:
         plan = self.queued.popleft()
         results = self.runner.execute(plan)
+        self.completed = plan.number
         by_slot = {s.slot: s for s in self.streams if s.slot is not None}
         for result in results:
             if result.slot in by_slot:
                 self._take_result(by_slot[result.slot], result)
+            elif result.slot in self.preempted:  # tokens of a plan that was under way: still its own
+                self._take_result(self.preempted[result.slot], result)
         while self.released and self.released[0][0] <= plan.number:
             _, slots, blocks = self.released.popleft()
+            del self.preempted[slots[0]]
             self.free_slots += slots
             self.free_blocks += blocks
         return results
@@ -135,7 +143,7 @@ class Driver:
             assert result.first_prompt + i not in s.prompt_logprobs
             s.prompt_logprobs[result.first_prompt + i] = entry
         s.finish, s.stop_token, s.detail = result.finish, result.stop_token, result.detail
-        if s.finish is not None or len(s.output) in s.preempt_at:
+        if s.slot is not None and (s.finish is not None or len(s.output) in s.preempt_at):
             s.preempt_at.discard(len(s.output))
             self._release(s)
 
@@ -143,6 +151,7 @@ class Driver:
         """Slot and blocks come back when the plan that ends the slot is done; until then later plans may hold it."""
         assert s.slot is not None
         self.ends.append(s.slot)
+        self.preempted[s.slot] = s
         number = next(self.numbers)
         self.numbers = itertools.count(number)
         self.released.append((number, [s.slot], s.blocks))

@@ -1,1 +1,158 @@
-"""placeholder"""
+"""Random checkpoints of every family and RoPE kind, small enough for a test, and runners on them."""
+
+import copy
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from blockyard.services.gpu_worker import engine
+from blockyard.services.gpu_worker.runner import Runner
+from blockyard.shared.config.process import BusConfig, ProcessConfig
+from blockyard.shared.config.worker import WorkerConfig
+
+VOCAB = 211
+BASE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "eos_token_id": 1,
+    "bos_token_id": 0,
+    "pad_token_id": None,
+}
+LLAMA = BASE | {
+    "intermediate_size": 96,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "tie_word_embeddings": False,
+}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+YARN = {"factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@dataclass(frozen=True)
+class Tiny:
+    name: str
+    config: Any
+    model: Any
+    fields: dict[str, Any]
+    rope: dict[str, Any] | None = None
+    old_spelling: bool = False  # rope_scaling with "type", rope_theta beside it
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def save(self, folder: Path) -> PreTrainedModel:
+        """Writes the checkpoint and returns transformers' model, float32."""
+        fields = copy.deepcopy(self.fields)
+        if self.rope is not None:
+            fields["rope_parameters"] = {"rope_theta": 5000.0, **self.rope}
+        config = self.config(**fields)
+        config._attn_implementation = "eager"
+        torch.manual_seed(11)
+        model = self.model(config).eval()
+        with torch.no_grad():  # norms and biases start as ones and zeros, which would hide mistakes
+            for name, value in model.named_parameters():
+                if "norm" in name and name.endswith("weight"):
+                    value.add_(torch.randn_like(value), alpha=0.1)
+                elif name.endswith("bias"):
+                    value.normal_(0, 0.1)
+        model.save_pretrained(folder, max_shard_size="150KB")
+        if self.old_spelling:
+            self._spell_old(folder / "config.json")
+        return model
+
+    def _spell_old(self, path: Path) -> None:
+        config = json.loads(path.read_text())
+        rope = config.pop("rope_parameters")
+        config["rope_theta"] = rope.pop("rope_theta")
+        rope["type"] = rope.pop("rope_type")
+        config["rope_scaling"] = rope
+        path.write_text(json.dumps(config))
+
+
+def _llama(name: str, rope: dict[str, Any], old: bool = False, **fields: Any) -> Tiny:
+    return Tiny(name, LlamaConfig, LlamaForCausalLM, LLAMA | fields, rope, old)
+
+
+MODELS = [
+    _llama("llama", {"rope_type": "default"}),
+    _llama("llama-linear", {"rope_type": "linear", "factor": 2.5}),
+    _llama("llama-linear-old", {"rope_type": "linear", "factor": 2.5}, old=True),
+    _llama("llama-dynamic", {"rope_type": "dynamic", "factor": 3.0}),
+    _llama("llama-llama3", {"rope_type": "llama3", **LLAMA3}),
+    _llama("llama-llama3-old", {"rope_type": "llama3", **LLAMA3}, old=True),
+    _llama("llama-yarn", {"rope_type": "yarn", **YARN}),
+    _llama("llama-yarn-old", {"rope_type": "yarn", **YARN, "mscale": 0.7, "mscale_all_dim": 1.1}, old=True),
+    _llama("llama-odd", {"rope_type": "default"}, head_dim=24, attention_bias=True, mlp_bias=True),
+    _llama("llama-tied", {"rope_type": "default"}, tie_word_embeddings=True, num_key_value_heads=4),
+    Tiny("mistral-window", MistralConfig, MistralForCausalLM, LLAMA | {"sliding_window": 20}, {"rope_type": "default"}),
+    Tiny("mistral", MistralConfig, MistralForCausalLM, LLAMA | {"sliding_window": None}, {"rope_type": "default"}),
+    Tiny("qwen2", Qwen2Config, Qwen2ForCausalLM, LLAMA, {"rope_type": "default"}),
+    Tiny(
+        "qwen2-window",
+        Qwen2Config,
+        Qwen2ForCausalLM,
+        LLAMA | {"use_sliding_window": True, "sliding_window": 17, "max_window_layers": 1},
+        {"rope_type": "default"},
+    ),
+    Tiny("qwen3", Qwen3Config, Qwen3ForCausalLM, LLAMA | {"head_dim": 32}, {"rope_type": "default"}),
+    Tiny(
+        "opt",
+        OPTConfig,
+        OPTForCausalLM,
+        BASE | {"ffn_dim": 96, "max_position_embeddings": 256, "init_std": 0.2, "word_embed_proj_dim": 64},
+    ),
+    Tiny(
+        "opt-350m-like",
+        OPTConfig,
+        OPTForCausalLM,
+        BASE
+        | {
+            "ffn_dim": 96,
+            "max_position_embeddings": 256,
+            "init_std": 0.2,
+            "word_embed_proj_dim": 32,
+            "do_layer_norm_before": False,
+        },
+    ),
+]
+BY_NAME = {tiny.name: tiny for tiny in MODELS}
+
+
+def settings(folder: Path, **fields: Any) -> WorkerConfig:
+    bus = BusConfig(registry="ipc:///unused", bind="ipc:///unused")
+    defaults = {"device": "cpu", "threads": 1, "num_gpu_blocks_override": 400, "block_size": 8, "dtype": "float32"}
+    process = ProcessConfig(name="worker", bus=bus)
+    return WorkerConfig(process=process, model_path=str(folder), **(defaults | fields))
+
+
+def start(folder: Path, **fields: Any) -> Runner:
+    return engine.start(settings(folder, **fields), lambda phase, progress, notes: None)
+
+
+def greedy_score(model: PreTrainedModel) -> Any:
+    """For `Ties`: float64 logits of transformers' model."""
+    exact = copy.deepcopy(model).double()
+
+    def score(ids: list[int]) -> Tensor:
+        with torch.no_grad():
+            return exact(torch.tensor([ids], device=exact.device)).logits[0, -1]
+
+    return score

@@ -1,0 +1,32 @@
+"""Mistral: Llama with a sliding window in every layer (null in later releases)."""
+
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import torch
+
+from blockyard.services.gpu_worker.models.decoder import Decoder
+from blockyard.services.gpu_worker.models.folder import parse
+from blockyard.services.gpu_worker.models.llama import LlamaConfig, decoder_shape
+
+
+class MistralConfig(msgspec.Struct, frozen=True):
+    """What is Mistral's own; a folder that says nothing means 4096."""
+
+    sliding_window: int | None = 4096
+    max_position_embeddings: int = 4096 * 32
+    num_key_value_heads: int | None = 8
+
+
+def build(config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> Decoder:
+    own = parse(config, MistralConfig)
+    fields = msgspec.structs.replace(
+        parse(config, LlamaConfig),
+        max_position_embeddings=own.max_position_embeddings,
+        num_key_value_heads=own.num_key_value_heads,
+        attention_bias=False,
+        mlp_bias=False,
+    )
+    shape = decoder_shape(fields, config)
+    return Decoder(replace(shape, windows=(own.sliding_window,) * shape.num_layers), dtype, device)

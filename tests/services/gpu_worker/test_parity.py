@@ -1,0 +1,132 @@
+"""Every family and RoPE kind against transformers, in float32."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from plan_driver import Driver
+from ties import Ties
+from tiny_models import BY_NAME, MODELS, VOCAB, Tiny, greedy_score, start
+from transformers import PreTrainedModel
+
+from blockyard.services.gpu_worker.runner import Runner
+from blockyard.services.gpu_worker.step import Step
+from blockyard.shared.messages import Sampling
+
+PROMPT_LENGTHS = (1, 3, 8, 9, 17, 30, 45, 64)
+OUTPUT = 64
+
+
+@dataclass
+class Pair:
+    tiny: Tiny
+    theirs: PreTrainedModel
+    ours: Runner
+    folder: Path
+
+
+def prompts() -> list[list[int]]:
+    rng = np.random.default_rng(3)
+    return [rng.integers(2, VOCAB, n).tolist() for n in PROMPT_LENGTHS]
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def device(request: pytest.FixtureRequest) -> str:
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    return request.param
+
+
+@pytest.fixture(scope="module", params=MODELS, ids=lambda tiny: tiny.name)
+def pair(request: pytest.FixtureRequest, device: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    tiny: Tiny = request.param
+    folder = tmp_path_factory.mktemp(tiny.name)
+    theirs = tiny.save(folder).to(device)
+    yield Pair(tiny, theirs, start(folder, device=device), folder)
+
+
+def all_logits(runner: Runner, ids: list[int], chunks: list[int]) -> torch.Tensor:
+    """Logits at every position, computed in chunks of the given sizes on blocks in no order."""
+    size = runner.geometry.block_size
+    table = np.random.default_rng(5).permutation(runner.geometry.num_blocks)[: -(-len(ids) // size)]
+    device = runner._pool.device
+    parts, done = [], 0
+    with torch.inference_mode():
+        for count in chunks:
+            positions = np.arange(done, done + count)
+            done += count
+            attend = runner._planner.attention(
+                table[positions // size],
+                positions % size,
+                table[None],
+                np.array([count]),
+                np.array([done]),
+                num_decodes=int(count == 1),
+            )
+            tokens = torch.tensor(ids, device=device)[positions]
+            hidden = runner._model.forward(Step(tokens, torch.from_numpy(positions).to(device), attend))
+            parts.append(runner._model.logits(hidden))
+    assert done == len(ids)
+    return torch.cat(parts)
+
+
+def test_logits(pair: Pair) -> None:
+    ids = np.random.default_rng(4).integers(2, VOCAB, 120).tolist()
+    with torch.no_grad():
+        expected = pair.theirs(torch.tensor([ids], device=pair.theirs.device)).logits[0]
+    assert float(expected.std()) > 0.3, "a checkpoint with flat logits would show nothing"
+    for chunks in ([120], [1] * 20 + [100], [50, 1, 20, 8, 1, 40]):
+        difference = float((all_logits(pair.ours, ids, chunks) - expected).abs().max())
+        assert difference <= 1e-4, f"largest difference {difference}"
+
+
+def test_greedy_tokens_alone_and_in_company(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
+    """Alone equals transformers; batched, chunked and preempted equal alone. All up to ties."""
+    sampling = Sampling(max_tokens=OUTPUT, temperature=0.0, ignore_eos=True)
+    score, ties = greedy_score(pair.theirs), Ties()
+    alone = []
+    for i, prompt in enumerate(prompts()):
+        driver = Driver(pair.ours, seed=i)
+        stream = driver.add(prompt, sampling)
+        driver.run()
+        alone.append(stream.output)
+        # their choice at each position, given our tokens so far: equal everywhere means their own run is this one
+        with torch.no_grad():
+            logits = pair.theirs(torch.tensor([prompt + stream.output], device=pair.theirs.device)).logits[0]
+        theirs = logits.argmax(-1)[len(prompt) - 1 : -1].tolist()
+        ties.compare(f"{pair.tiny.name} prompt {i}", prompt, theirs, stream.output, score)
+    runs = {
+        "batched": ({}, ()),
+        "batched, one plan ahead": ({"depth": 1}, ()),
+        "chunked": ({"chunk": 7, "depth": 1}, ()),
+        "preempted": ({"chunk": 20, "depth": 1}, (5, 31, 32)),
+    }
+    for name, (options, preempt_at) in runs.items():
+        driver = Driver(pair.ours, seed=9, **options)
+        streams = [driver.add(p, sampling, preempt_at=preempt_at[i % 3 :]) for i, p in enumerate(prompts())]
+        driver.run()
+        for i, stream in enumerate(streams):
+            ties.compare(f"{pair.tiny.name} {name} {i}", stream.prompt, alone[i], stream.output, score)
+    with capsys.disabled():
+        print(f"\n{pair.tiny.name}: {ties.check()}", end="")
+
+
+def test_transformers_own_generate(tmp_path: Path) -> None:
+    """The comparison above feeds their model our tokens; here it generates by itself, beyond a dynamic RoPE's length."""
+    tiny = BY_NAME["llama-dynamic"]
+    tiny.fields["max_position_embeddings"] = 40
+    try:
+        theirs = tiny.save(tmp_path)
+    finally:
+        tiny.fields["max_position_embeddings"] = 256
+    prompt = prompts()[4]
+    expected = theirs.generate(
+        torch.tensor([prompt]), max_new_tokens=OUTPUT, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    driver = Driver(start(tmp_path))
+    stream = driver.add(prompt, Sampling(max_tokens=OUTPUT, temperature=0.0, ignore_eos=True))
+    driver.run()
+    assert stream.output == expected[0, len(prompt) :].tolist()
