@@ -40,6 +40,9 @@ def errors(gateway: Gateway) -> Middleware:
             response = await handler(request)
         except ApiError as e:
             response = error_response(e)
+        except web.RequestPayloadError as e:
+            response = error_response(ApiError(f"the body cannot be read: {e.__cause__ or e}", "body"))
+            response.force_close()
         except web.HTTPException as e:
             if e.status < 400:
                 raise
