@@ -30,7 +30,7 @@ VERB_LIST = (
 VERBS = frozenset(VERB_LIST.split())
 # Half of all definitions are unit tests; this many of them are asked for.
 TEST_SHARE = 0.4
-SMALL_TALK_SHARE = 0.02
+SMALL_TALK_SHARE = 0.04
 GREETINGS = (
     "Hi",
     "Hello",

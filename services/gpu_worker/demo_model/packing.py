@@ -1,6 +1,8 @@
 """Token streams for training: every epoch holds the whole corpus once and fresh draws of chats and snippets."""
 
+import random
 from dataclasses import dataclass
+from itertools import chain, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +21,43 @@ def encode_documents(tokenizer: Tokenizer, documents: list[str], bos: bool = Tru
     tail = [tokenizer.token_to_id(EOS)]
     encodings = tokenizer.encode_batch(documents, add_special_tokens=False)
     return [np.array([*head, *encoding.ids, *tail], dtype=np.uint16) for encoding in encodings]
+
+
+def cut_text(text: str, every_chars: int, rng: random.Random) -> list[str]:
+    """Pieces of about `every_chars`, which joined are the text again.
+
+    Encoded one by one they show the model what a prompt's end does to tokens: a line break alone, where running text
+    has it in one token with the indentation that follows. Without them a prompt that ends with a line break is
+    answered as if the next line could not be indented.
+    """
+    places = {rng.randrange(len(text)) for _ in range(len(text) // every_chars)}
+    ends = {0, len(text)}
+    for place in places:
+        kind = rng.random()
+        line_break = text.find("\n", place)
+        if line_break < 0 or kind < 0.2:
+            ends.add(place)  # anywhere
+        elif kind < 0.7:
+            ends.add(line_break + 1)  # the prompt ends with the line break
+        else:
+            rest = text[line_break + 1 : line_break + 64]
+            ends.add(line_break + 1 + len(rest) - len(rest.lstrip(" ")))  # or with the indentation after it
+    marks = sorted(ends)
+    return [text[start:end] for start, end in pairwise(marks)]
+
+
+def encode_cut_documents(tokenizer: Tokenizer, documents: list[str], every_chars: int, seed: int) -> list[Ids]:
+    """As `encode_documents`, the text cut before it is encoded; 0 cuts nothing."""
+    if every_chars == 0:
+        return encode_documents(tokenizer, documents)
+    rng = random.Random(seed)
+    bos, eos = [tokenizer.token_to_id(BOS)], [tokenizer.token_to_id(EOS)]
+    result = []
+    for document in documents:
+        encodings = tokenizer.encode_batch(cut_text(document, every_chars, rng), add_special_tokens=False)
+        ids = chain(bos, chain.from_iterable(encoding.ids for encoding in encodings), eos)
+        result.append(np.fromiter(ids, dtype=np.uint16))
+    return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +89,13 @@ def draw(documents: list[Ids], num_tokens: float, rng: np.random.Generator) -> l
 
 
 def build_mixture(
-    tokenizer: Tokenizer, files: list[SourceFile], chat_share: float, snippet_share: float, seed: int
+    tokenizer: Tokenizer, files: list[SourceFile], chat_share: float, snippet_share: float, cut_every: int, seed: int
 ) -> Mixture:
     train = [file for file in files if file.split is Split.TRAIN]
     return Mixture(
-        plain=encode_documents(tokenizer, [file.text for file in train]),
+        plain=encode_cut_documents(tokenizer, [file.text for file in train], cut_every, seed),
         chats=encode_documents(tokenizer, conversations(train, seed), bos=False),
-        snippets=encode_documents(tokenizer, snippets(train)),
+        snippets=encode_cut_documents(tokenizer, snippets(train), cut_every, seed),
         chat_share=chat_share,
         snippet_share=snippet_share,
     )

@@ -25,7 +25,7 @@ from torch import Tensor
 from .chat_examples import conversations
 from .checkpoint_files import write_configs
 from .corpus import Split, load_corpus
-from .llama import Llama, Shape, num_parameters, save_weights
+from .llama import Llama, Shape, load_weights, num_parameters, save_weights
 from .packing import Ids, Mixture, build_mixture, encode_documents, windows
 from .scoring import bits_per_byte, total_nats
 
@@ -38,16 +38,18 @@ class Options:
     tokenizer: Path
     out: Path
     corpus: Path | None = None
+    init: Path | None = None  # weights to go on from
     epochs: float = 40.0
     minutes: float = 1e9
     max_steps: int = 10**9
     batch_tokens: int = 65536
     window: int = 1024
     rate: float = 3e-3
-    weight_decay: float = 0.1
+    weight_decay: float = 1.0
     dropout: float = 0.1
     chat_share: float = 0.18
     snippet_share: float = 0.07
+    cut_every: int = 400  # characters between the places where text is cut before it is encoded; 0 cuts nothing
     log_every: int = 200
     seed: int = 0
     compile: bool = True
@@ -71,10 +73,10 @@ class HeldOut:
     chats: list[Ids]
     device: torch.device
 
-    def score(self, model: Llama) -> tuple[float, float]:
-        """(bits per byte of the files, nats per token of the chats)."""
-        nats = total_nats(model, self.documents, 2048, 1024, self.device)
-        chat_nats = total_nats(model, self.chats, 2048, 2048, self.device)
+    def score(self, model: Llama, window: int) -> tuple[float, float]:
+        """(bits per byte of the files, nats per token of the chats), within the positions trained so far."""
+        nats = total_nats(model, self.documents, window, window // 2, self.device)
+        chat_nats = total_nats(model, self.chats, window, window // 2, self.device)
         return bits_per_byte(nats, self.num_bytes), chat_nats / sum(len(chat) - 1 for chat in self.chats)
 
 
@@ -175,7 +177,7 @@ def train(model: Llama, mixture: Mixture, held_out: HeldOut, options: Options) -
         if step % options.log_every == 0 or last:
             candidate = shipped(model)
             with autocast(device):
-                bits, chat_nats = held_out.score(candidate)
+                bits, chat_nats = held_out.score(candidate, min(batch.shape[1] - 1, 2048))
             mean_loss = torch.stack(losses).mean().item()
             losses.clear()
             epoch = tokens / clock.epoch_tokens
@@ -195,9 +197,10 @@ def parse_options() -> Options:
     parser.add_argument("--tokenizer", type=Path, required=True, help="folder with tokenizer.json")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--corpus", type=Path)
+    parser.add_argument("--init", type=Path, help="model.safetensors to go on from")
     for name in ("epochs", "minutes", "rate", "weight-decay", "dropout", "chat-share", "snippet-share"):
         parser.add_argument(f"--{name}", type=float, default=argparse.SUPPRESS)
-    for name in ("max-steps", "batch-tokens", "window", "log-every", "seed"):
+    for name in ("max-steps", "batch-tokens", "window", "log-every", "cut-every", "seed"):
         parser.add_argument(f"--{name}", type=int, default=argparse.SUPPRESS)
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     return Options(**vars(parser.parse_args()))
@@ -210,7 +213,9 @@ def main() -> None:
     torch.set_float32_matmul_precision("high")
     files = load_corpus(options.corpus)
     tokenizer = Tokenizer.from_file(str(options.tokenizer / "tokenizer.json"))
-    mixture = build_mixture(tokenizer, files, options.chat_share, options.snippet_share, options.seed)
+    mixture = build_mixture(
+        tokenizer, files, options.chat_share, options.snippet_share, options.cut_every, options.seed
+    )
     validation = [file for file in files if file.split is Split.VALIDATION]
     held_out = HeldOut(
         # without the closing <eos>: bits per byte counts text alone
@@ -221,7 +226,10 @@ def main() -> None:
     )
     shape = Shape()
     write_configs(shape, options.out)
-    model = Llama(shape, options.dropout).to(device)
+    model = Llama(shape, options.dropout)
+    if options.init is not None:
+        load_weights(model, options.init)
+    model.to(device)
     sizes = [sum(map(len, part)) for part in (mixture.plain, mixture.chats, mixture.snippets)]
     print(f"{num_parameters(model):,} parameters on {device}; tokens: plain, chats, snippets = {sizes}", flush=True)
     log = train(model, mixture, held_out, options)
