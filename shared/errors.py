@@ -19,10 +19,23 @@ class LoadError(BlockyardError):
     exit_code = 3
 
 
-class RequestError(BlockyardError):
-    """A request cannot be served; `field` names what is wrong with it, `status` is the HTTP status."""
+class RequestError(BlockyardError, ValueError):
+    """A request cannot be served; `field` names what is wrong with it, `status` is the HTTP status.
 
-    def __init__(self, message: str, field: str = "", status: int = 400) -> None:
+    Also a ValueError, which users of the offline API expect. `code` is OpenAI's word for it, where there is one
+    besides what follows from the status; it may help to ask again after `retry_after_s`.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        field: str = "",
+        status: int = 400,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
         super().__init__(message)
         self.field = field
         self.status = status
+        self.code = code
+        self.retry_after_s = retry_after_s

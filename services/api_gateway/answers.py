@@ -3,7 +3,6 @@
 import msgspec
 
 from blockyard.services.api_gateway.call import Call, Usage
-from blockyard.services.api_gateway.journal import Entry
 from blockyard.services.api_gateway.logprobs import (
     ChatLogprobs,
     CompletionLogprobs,
@@ -12,9 +11,10 @@ from blockyard.services.api_gateway.logprobs import (
     completion_logprobs,
     prompt_logprobs,
 )
-from blockyard.services.api_gateway.meters import REASONS
 from blockyard.services.api_gateway.prompts import Echo, without_output
 from blockyard.shared.messages import FinishReason, TextDelta, TextLogprobs
+from blockyard.shared.ring_client.journal import Entry
+from blockyard.shared.ring_client.meters import REASONS
 
 PromptLogprobs = list[dict[int, PromptToken] | None]
 

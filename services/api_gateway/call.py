@@ -8,7 +8,7 @@ import msgspec
 from blockyard.services.api_gateway.chunks import encode
 from blockyard.services.api_gateway.errors import ApiError
 from blockyard.services.api_gateway.job import Job
-from blockyard.services.api_gateway.journal import Entry
+from blockyard.shared.ring_client.journal import Entry
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):

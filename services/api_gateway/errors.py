@@ -28,24 +28,13 @@ class ErrorBody(msgspec.Struct, frozen=True):
     error: ErrorInfo
 
 
-class ApiError(RequestError):
-    """A refusal as the caller sees it. `retry_after_s` becomes the Retry-After header."""
+ApiError = RequestError
 
-    def __init__(
-        self,
-        message: str,
-        field: str = "",
-        status: int = 400,
-        code: str | None = None,
-        retry_after_s: float | None = None,
-    ) -> None:
-        super().__init__(message, field, status)
-        self.code = code or _CODES.get(status)
-        self.retry_after_s = retry_after_s
 
-    def body(self) -> bytes:
-        kind = _KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return msgspec.json.encode(ErrorBody(ErrorInfo(str(self), kind, self.field or None, self.code)))
+def body(error: RequestError) -> bytes:
+    kind = _KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
+    code = error.code or _CODES.get(error.status)
+    return msgspec.json.encode(ErrorBody(ErrorInfo(str(error), kind, error.field or None, code)))
 
 
 def not_built(field: str, instead: str = "") -> ApiError:

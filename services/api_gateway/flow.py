@@ -6,19 +6,19 @@ from collections.abc import Callable
 
 import msgspec
 
-from blockyard.services.api_gateway.admission import Admission
 from blockyard.services.api_gateway.answers import Collected
 from blockyard.services.api_gateway.call import Call
-from blockyard.services.api_gateway.dispatch import Dispatch
 from blockyard.services.api_gateway.errors import ApiError
 from blockyard.services.api_gateway.job import Job
-from blockyard.services.api_gateway.journal import ChoiceLog, Entry
-from blockyard.services.api_gateway.meters import Meters
 from blockyard.services.api_gateway.outlet import Outlet
 from blockyard.services.api_gateway.prompts import Echo
 from blockyard.services.api_gateway.sse import EventStream
-from blockyard.services.api_gateway.text_work import TextWork
 from blockyard.shared.messages import Detokenize, Detokenized, Tokenize, Tokenized
+from blockyard.shared.ring_client.admission import Admission
+from blockyard.shared.ring_client.dispatch import Dispatch
+from blockyard.shared.ring_client.journal import ChoiceLog, Entry
+from blockyard.shared.ring_client.meters import Meters
+from blockyard.shared.ring_client.text_work import TextWork
 
 Sink = Collected | EventStream
 

@@ -8,9 +8,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from blockyard.services.api_gateway.meters import Meters
-from blockyard.services.api_gateway.ring_links import RingLinks
+from blockyard.services.api_gateway.exposition import MeterFamilies
 from blockyard.shared.messages import Member, Role, Scrape, Scraped
+from blockyard.shared.ring_client.meters import Meters
+from blockyard.shared.ring_client.ring_links import RingLinks
 
 SCRAPE_TIMEOUT_S = 0.5  # a gateway that does not answer within it is left out
 
@@ -33,7 +34,7 @@ _LABELS = ["model_name", "member", "role"]
 class Metrics:
     def __init__(self, links: RingLinks, meters: Meters) -> None:
         self._links = links
-        self._own = _registry(meters)
+        self._own = _registry(MeterFamilies(meters))
         self._ring = _registry(_RingGauges(links, meters))
         self._scraping: dict[str, tuple[list[str], int, asyncio.Event]] = {}  # texts, how many, all there
 
@@ -120,7 +121,7 @@ class _RingGauges:
         return [self._meters.model_name, member.name, member.role.value]
 
 
-def _registry(collector: Meters | _RingGauges) -> CollectorRegistry:
+def _registry(collector: MeterFamilies | _RingGauges) -> CollectorRegistry:
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Adapter(collector))
     return registry
@@ -129,7 +130,7 @@ def _registry(collector: Meters | _RingGauges) -> CollectorRegistry:
 class _Adapter(Collector):
     """prometheus_client's base class, kept out of our own types."""
 
-    def __init__(self, source: Meters | _RingGauges) -> None:
+    def __init__(self, source: MeterFamilies | _RingGauges) -> None:
         self._source = source
 
     def collect(self) -> Iterator[Metric]:

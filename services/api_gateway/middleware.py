@@ -11,7 +11,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from blockyard.services.api_gateway.caller import REQUEST_ID, TENANT
-from blockyard.services.api_gateway.errors import ApiError
+from blockyard.services.api_gateway.errors import ApiError, body
 from blockyard.services.api_gateway.handlers import JSON
 from blockyard.services.api_gateway.service import Gateway
 from blockyard.shared.config.gateway import CorsConfig, GatewayConfig
@@ -28,7 +28,7 @@ def error_response(error: ApiError) -> web.Response:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    return web.Response(status=error.status, body=error.body(), content_type=JSON, headers=headers)
+    return web.Response(status=error.status, body=body(error), content_type=JSON, headers=headers)
 
 
 def errors(gateway: Gateway) -> Middleware:

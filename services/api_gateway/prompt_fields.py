@@ -4,10 +4,10 @@ from array import array
 
 import msgspec
 
-from blockyard.services.api_gateway import limits
 from blockyard.services.api_gateway.errors import ApiError, not_built
 from blockyard.services.api_gateway.schemas import NULL, ChatRequest, ContentPart, Message, TokenizeRequest
 from blockyard.shared.messages import ModelCard, Tokenize
+from blockyard.shared.ring_client import limits
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 

@@ -2,8 +2,8 @@
 
 import msgspec
 
-from blockyard.services.api_gateway.ring_links import RingLinks
 from blockyard.shared.messages import Member, Role
+from blockyard.shared.ring_client.ring_links import RingLinks
 
 NEEDED = (Role.TOKENIZER_POOL, Role.SCHEDULER, Role.GPU_WORKER, Role.DETOKENIZER)
 

@@ -1,10 +1,10 @@
 """The sampling and text fields of a request, checked against their ranges and the model's vocabulary."""
 
-from blockyard.services.api_gateway import limits
 from blockyard.services.api_gateway.errors import ApiError
 from blockyard.services.api_gateway.schemas import GenerationFields
 from blockyard.shared.config.gateway import SamplingDefaults
 from blockyard.shared.messages import ModelCard, Sampling, TextOptions
+from blockyard.shared.ring_client import limits
 
 SEED_LOW, SEED_HIGH = -(2**63), 2**64 - 1  # as signed or as unsigned
 

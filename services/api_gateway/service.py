@@ -4,16 +4,9 @@ import asyncio
 import time
 from collections.abc import AsyncIterable, Callable
 
-from blockyard.services.api_gateway.admission import Admission
-from blockyard.services.api_gateway.dispatch import Dispatch
-from blockyard.services.api_gateway.fanout import Fanout
 from blockyard.services.api_gateway.flow import Flow
-from blockyard.services.api_gateway.journal import Journal
-from blockyard.services.api_gateway.meters import Meters
 from blockyard.services.api_gateway.metrics import Metrics
-from blockyard.services.api_gateway.ring_links import RingLinks
 from blockyard.services.api_gateway.streams import Streams
-from blockyard.services.api_gateway.text_work import TextWork
 from blockyard.shared.bus import Changed, Event, Gone, Joined
 from blockyard.shared.config.gateway import GatewayConfig
 from blockyard.shared.messages import (
@@ -30,6 +23,13 @@ from blockyard.shared.messages import (
     TextRejected,
     Tokenized,
 )
+from blockyard.shared.ring_client.admission import Admission
+from blockyard.shared.ring_client.dispatch import Dispatch
+from blockyard.shared.ring_client.fanout import Fanout
+from blockyard.shared.ring_client.journal import Journal
+from blockyard.shared.ring_client.meters import Meters
+from blockyard.shared.ring_client.ring_links import RingLinks
+from blockyard.shared.ring_client.text_work import TextWork
 from blockyard.shared.serving import rss_bytes
 
 TICK_S = 0.5

@@ -7,6 +7,7 @@ from aiohttp import web
 
 from blockyard.services.api_gateway.call import Call
 from blockyard.services.api_gateway.chunks import usage_event
+from blockyard.services.api_gateway.errors import body
 from blockyard.services.api_gateway.outlet import Outlet
 
 log = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ class Streams:
 
 def _ending(call: Call) -> bytes:
     if call.error is not None:
-        return b"data: " + call.error.body() + b"\n\n"
+        return b"data: " + body(call.error) + b"\n\n"
     if call.job.shape.include_usage:
         return usage_event(call.job.shape, call.usage_json()) + DONE
     return DONE

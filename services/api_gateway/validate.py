@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import msgspec
 
-from blockyard.services.api_gateway import limits
 from blockyard.services.api_gateway.chunks import Shape
 from blockyard.services.api_gateway.errors import ApiError
 from blockyard.services.api_gateway.job import Job
@@ -14,6 +13,7 @@ from blockyard.services.api_gateway.sampling_fields import read_bad_words, read_
 from blockyard.services.api_gateway.schemas import ChatRequest, CompletionRequest, GenerationFields
 from blockyard.shared.config.gateway import GatewayConfig
 from blockyard.shared.messages import ModelCard, Tokenize
+from blockyard.shared.ring_client import limits
 
 DEFAULT_COMPLETION_TOKENS = 16
 

@@ -10,14 +10,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 
 import msgspec
 from rig import ROOT, Row, cpu_seconds, rss_mib, table
 
-from blockyard.services.api_gateway.fake_ring import CARD, tokenized
 from blockyard.shared.bus import Links
 from blockyard.shared.config.gateway import GatewayConfig
 from blockyard.shared.config.process import BusConfig, ProcessConfig
@@ -35,6 +33,7 @@ from blockyard.shared.messages import (
     Tokenize,
     TokenizerIn,
 )
+from blockyard.shared.ring_client.fake_ring import CARD, tokenized
 
 STREAMS, TOKENS, PORT = 256, 400, 18231
 WORDS = [f" word{i % 97}" for i in range(TOKENS)]
@@ -65,7 +64,9 @@ class Ring:
                     self.tokenizer.answer(peer, tokenized(frame))
             for peer, frame in self.scheduler.poll(0.001):
                 if isinstance(frame, Generate):
-                    accepted = Accepted(frame.request_id, frame.attempt, self.detokenizer.me.incarnation, Room(9999, 10**9))
+                    accepted = Accepted(
+                        frame.request_id, frame.attempt, self.detokenizer.me.incarnation, Room(9999, 10**9)
+                    )
                     self.scheduler.answer(peer, accepted)
                     self.requests.append(frame.request_id)
                     self.gateway = peer

@@ -12,11 +12,11 @@ import msgspec
 import pytest
 import uvloop
 
-from blockyard.services.api_gateway.fake_ring import FakeRing
 from blockyard.services.api_gateway.server import Server, listening
 from blockyard.services.api_gateway.service import Gateway
 from blockyard.shared.config.gateway import GatewayConfig
 from blockyard.shared.config.process import BusConfig, ProcessConfig
+from blockyard.shared.ring_client.fake_ring import FakeRing
 
 PROCESS = ProcessConfig(name="api_gateway", bus=BusConfig(registry="ipc:///none", bind="ipc:///none"))
 

@@ -2,12 +2,12 @@
 
 from collections import OrderedDict
 
-from blockyard.services.api_gateway.dispatch import Dispatch
-from blockyard.services.api_gateway.errors import ApiError
-from blockyard.services.api_gateway.journal import Journal
-from blockyard.services.api_gateway.meters import Meters
-from blockyard.services.api_gateway.ring_links import RingLinks
+from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import Cancel, FinishReason, Role, TextBatch, TextDelta
+from blockyard.shared.ring_client.dispatch import Dispatch
+from blockyard.shared.ring_client.journal import Journal
+from blockyard.shared.ring_client.meters import Meters
+from blockyard.shared.ring_client.ring_links import RingLinks
 
 STRAY_CANCEL_S = 1.0  # frames for an unknown id within it are answered with one Cancel
 MAX_CANCELLED = 10_000
@@ -50,7 +50,7 @@ class Fanout:
     def _ended(self, delta: TextDelta) -> None:
         entry = self._journal.entries[delta.request_id]
         if delta.finish in (FinishReason.FAILED, FinishReason.CANCELLED):
-            self._dispatch.fail(entry, ApiError(delta.detail or "the ring gave this request up", status=500))
+            self._dispatch.fail(entry, RequestError(delta.detail or "the ring gave this request up", status=500))
         elif entry.num_open == 0:
             self._journal.close(delta.request_id)
             entry.owner.finished(entry)

@@ -7,13 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from blockyard.services.api_gateway.admission import Admission
-from blockyard.services.api_gateway.dispatch import Dispatch
-from blockyard.services.api_gateway.errors import ApiError
-from blockyard.services.api_gateway.fake_ring import CARD, member
-from blockyard.services.api_gateway.fanout import Fanout
-from blockyard.services.api_gateway.journal import MAX_GAPS, ChoiceLog, Entry, Journal
-from blockyard.services.api_gateway.meters import Meters
+from blockyard.shared.errors import RequestError
 from blockyard.shared.fake_links import FakeLinks
 from blockyard.shared.messages import (
     Accepted,
@@ -29,6 +23,12 @@ from blockyard.shared.messages import (
     TextDelta,
     TextOptions,
 )
+from blockyard.shared.ring_client.admission import Admission
+from blockyard.shared.ring_client.dispatch import Dispatch
+from blockyard.shared.ring_client.fake_ring import CARD, member
+from blockyard.shared.ring_client.fanout import Fanout
+from blockyard.shared.ring_client.journal import MAX_GAPS, ChoiceLog, Entry, Journal
+from blockyard.shared.ring_client.meters import Meters
 from blockyard.shared.token_ids import unpack
 
 ROOM = Room(10, 1000)
@@ -70,7 +70,7 @@ class Caller:
 
     num_accepted: int = 0
     num_finished: int = 0
-    error: ApiError | None = None
+    error: RequestError | None = None
 
     def accepted(self, entry: Entry) -> None:
         self.num_accepted += 1
@@ -78,7 +78,7 @@ class Caller:
     def finished(self, entry: Entry) -> None:
         self.num_finished += 1
 
-    def failed(self, entry: Entry, error: ApiError) -> None:
+    def failed(self, entry: Entry, error: RequestError) -> None:
         self.error = error
 
 

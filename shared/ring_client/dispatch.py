@@ -3,12 +3,12 @@
 import logging
 from collections import OrderedDict
 
-from blockyard.services.api_gateway.admission import Admission, not_ready, too_busy
-from blockyard.services.api_gateway.errors import ApiError
-from blockyard.services.api_gateway.journal import MAX_GAPS, Entry, Journal
-from blockyard.services.api_gateway.meters import Meters
-from blockyard.services.api_gateway.ring_links import RingLinks
+from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import Accepted, Cancel, Member, Refused, Role
+from blockyard.shared.ring_client.admission import Admission, not_ready, too_busy
+from blockyard.shared.ring_client.journal import MAX_GAPS, Entry, Journal
+from blockyard.shared.ring_client.meters import Meters
+from blockyard.shared.ring_client.ring_links import RingLinks
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class Dispatch:
         if entry.num_open and entry.scheduler is not None:
             self._links.send(entry.scheduler, Cancel(entry.request_id, entry.attempt))
 
-    def fail(self, entry: Entry, error: ApiError) -> None:
+    def fail(self, entry: Entry, error: RequestError) -> None:
         self.close(entry)
         entry.owner.failed(entry, error)
 
@@ -64,7 +64,7 @@ class Dispatch:
             entry.not_before_s = now + frame.room.retry_after_s
             self._no_home(entry)
             return
-        error = ApiError(frame.message, frame.field, frame.status)
+        error = RequestError(frame.message, frame.field, frame.status)
         if frame.status == 429:
             error = too_busy(frame.room.retry_after_s)
         elif frame.status == 503:
@@ -102,7 +102,7 @@ class Dispatch:
             return
         entry.gaps += 1
         if entry.gaps > MAX_GAPS:
-            self.fail(entry, ApiError("the answer arrived with gaps that repetition did not close", status=500))
+            self.fail(entry, RequestError("the answer arrived with gaps that repetition did not close", status=500))
         else:
             self.again(entry, now)
 

@@ -1,12 +1,9 @@
-"""What a gateway counts. Plain integers and lists: an observation costs a tenth of a microsecond."""
+"""What a client of the ring counts. Plain integers and lists: an observation costs a tenth of a microsecond."""
 
 from bisect import bisect_left
-from collections.abc import Iterator
 
-from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily, Metric
-
-from blockyard.services.api_gateway.journal import Entry
 from blockyard.shared.messages import FinishReason
+from blockyard.shared.ring_client.journal import Entry
 
 TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 ITL_S = (0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
@@ -41,7 +38,7 @@ class Histogram:
 
 
 class Meters:
-    """Counters since start, and their Prometheus form (prometheus_client calls `collect`)."""
+    """Counters since start."""
 
     def __init__(self, model_name: str) -> None:
         self.model_name = model_name  # the first served name; set once a scheduler has joined
@@ -75,37 +72,3 @@ class Meters:
 
     def responded(self, status: int) -> None:
         self.responses[str(status)] = self.responses.get(str(status), 0) + 1
-
-    def collect(self) -> Iterator[Metric]:
-        model = [self.model_name]
-        for name, text, value in (
-            ("requests", "Generation requests that were sent into the ring", self.requests),
-            ("prompt_tokens", "Prompt tokens", self.prompt_tokens),
-            ("generation_tokens", "Generated tokens", self.output_tokens),
-            ("requests_resent", "Requests sent again after a member was lost or fell silent", self.resent),
-        ):
-            counter = CounterMetricFamily(f"blockyard:{name}", text, labels=["model_name"])
-            counter.add_metric(model, value)
-            yield counter
-        ended = CounterMetricFamily(
-            "blockyard:request_success", "Choices that ended, by reason", labels=["model_name", "finished_reason"]
-        )
-        for finish, count in self.ended.items():
-            ended.add_metric([*model, REASONS[finish]], count)
-        yield ended
-        answers = CounterMetricFamily(
-            "blockyard:http_responses", "HTTP answers by status", labels=["model_name", "status"]
-        )
-        for status, count in sorted(self.responses.items()):
-            answers.add_metric([*model, status], count)
-        yield answers
-        for name, text, histogram in (
-            ("time_to_first_token_seconds", "From the prompt's ids to its first token", self.ttft),
-            ("inter_token_latency_seconds", "Between two pieces of text of one choice", self.itl),
-            ("e2e_request_latency_seconds", "From the HTTP request to its last token", self.e2e),
-            ("request_prompt_tokens", "Prompt tokens of a prompt", self.prompt_sizes),
-            ("request_generation_tokens", "Generated tokens of a prompt's choices", self.output_sizes),
-        ):
-            family = HistogramMetricFamily(f"blockyard:{name}", text, labels=["model_name"])
-            family.add_metric(model, histogram.buckets(), histogram.total)
-            yield family

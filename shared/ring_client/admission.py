@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from blockyard.services.api_gateway.errors import ApiError
+from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import Member, ModelCard, Role, Room
 
 FULL_FOR_S = 5.0  # a scheduler said full so long ago that it is asked again, should the news of room be lost
@@ -34,18 +34,18 @@ class Admission:
         return list({card.names[0]: card for m in self._schedulers.values() if (card := m.card)}.values())
 
     def card(self, model: str | None) -> ModelCard:
-        """The card for a request's `model`; without one, the only model there is. Raises ApiError."""
+        """The card for a request's `model`; without one, the only model there is. Raises RequestError."""
         cards = self.cards()
         if not model and len(cards) == 1:
             return cards[0]
         if not model:
-            raise ApiError("which model? `model` is missing", "model") if cards else not_ready("any model")
+            raise RequestError("which model? `model` is missing", "model") if cards else not_ready("any model")
         for card in cards:
             if model in card.names:
                 return card
         if model in self._expected or not (self._expected or cards):
             raise not_ready(f"the model `{model}`")
-        raise ApiError(f"The model `{model}` does not exist.", "model", 404, code="model_not_found")
+        raise RequestError(f"The model `{model}` does not exist.", "model", 404, code="model_not_found")
 
     def schedulers(self, model: str) -> list[int]:
         return [i for i, m in self._schedulers.items() if m.card is not None and model in m.card.names]
@@ -77,9 +77,9 @@ def _is_full(known: tuple[Room, float], now: float) -> bool:
     return (room.requests <= 0 or room.tokens <= 0) and now - heard_s < FULL_FOR_S
 
 
-def too_busy(retry_after_s: float) -> ApiError:
-    return ApiError("The server has as many requests waiting as it takes.", status=429, retry_after_s=retry_after_s)
+def too_busy(retry_after_s: float) -> RequestError:
+    return RequestError("The server has as many requests waiting as it takes.", status=429, retry_after_s=retry_after_s)
 
 
-def not_ready(what: str) -> ApiError:
-    return ApiError(f"No scheduler is ready to serve {what} yet.", "model", 503, retry_after_s=1.0)
+def not_ready(what: str) -> RequestError:
+    return RequestError(f"No scheduler is ready to serve {what} yet.", "model", 503, retry_after_s=1.0)

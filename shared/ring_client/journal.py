@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Iterator
 from typing import Protocol
 
-from blockyard.services.api_gateway.errors import ApiError
+from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import Choice, FinishReason, Generate, Sampling, TextDelta, TextLogprobs, TextOptions
 
 MAX_GAPS = 8  # in a row, without a token in between: then the ring is at fault in a way that trying does not mend
@@ -25,7 +25,7 @@ class Owner(Protocol):
     """Who is told what becomes of a request; each is called at most once per request and event."""
 
     def accepted(self, entry: "Entry") -> None: ...
-    def failed(self, entry: "Entry", error: ApiError) -> None: ...
+    def failed(self, entry: "Entry", error: RequestError) -> None: ...
     def finished(self, entry: "Entry") -> None: ...
 
 

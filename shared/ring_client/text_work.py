@@ -2,10 +2,10 @@
 
 import asyncio
 
-from blockyard.services.api_gateway.errors import ApiError
-from blockyard.services.api_gateway.pool import Pool
-from blockyard.services.api_gateway.ring_links import RingLinks
+from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import Detokenize, Detokenized, Member, Role, TextRejected, Tokenize, Tokenized
+from blockyard.shared.ring_client.pool import Pool
+from blockyard.shared.ring_client.ring_links import RingLinks
 
 Answer = Tokenized | Detokenized
 Work = Tokenize | Detokenize
@@ -27,7 +27,7 @@ class TextWork:
         return self._pool.serves(model)
 
     def submit(self, work: Work) -> asyncio.Future[Answer]:
-        """The answer, or an ApiError. Cancelling the future gives the work up."""
+        """The answer, or a RequestError. Cancelling the future gives the work up."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Answer] = loop.create_future()
         self._waiting[work.request_id] = (future, work.model, loop.time())
@@ -39,7 +39,7 @@ class TextWork:
         future, _, _ = self._waiting.get(frame.request_id, (None, "", 0.0))
         if future is not None and not future.done():
             if isinstance(frame, TextRejected):
-                future.set_exception(ApiError(frame.message, frame.field))
+                future.set_exception(RequestError(frame.message, frame.field))
             else:
                 future.set_result(frame)
         self._send(self._pool.answered(peer, frame.request_id))
@@ -59,7 +59,7 @@ class TextWork:
         """Gives up what has waited so long while there was nobody to do it."""
         for future, model, since in list(self._waiting.values()):
             if now - since > patience_s and not self._pool.serves(model) and not future.done():
-                future.set_exception(ApiError("No tokenizer is ready.", status=503, retry_after_s=1.0))
+                future.set_exception(RequestError("No tokenizer is ready.", status=503, retry_after_s=1.0))
 
     def _forget(self, request_id: str) -> None:
         self._waiting.pop(request_id, None)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable
 
-from blockyard.services.api_gateway.errors import ApiError
+from blockyard.shared.errors import RequestError
 
 MAX_CHOICES = 128  # of one prompt
 MAX_PROMPTS = 2048  # of one HTTP request
@@ -27,7 +27,7 @@ def number(
     if not math.isfinite(value) or value < low or value > high or (above_low and value == low):
         left = f"greater than {low:g}" if above_low else f"at least {low:g}"
         right = "" if math.isinf(high) else f" and at most {high:g}"
-        raise ApiError(f"{field} must be {left}{right}, got {value:g}", field)
+        raise RequestError(f"{field} must be {left}{right}, got {value:g}", field)
     return value
 
 
@@ -36,20 +36,20 @@ def integer(field: str, value: int | None, default: int, low: int, high: int | N
         return default
     if value < low or (high is not None and value > high):
         right = "" if high is None else f" and at most {high}"
-        raise ApiError(f"{field} must be at least {low}{right}, got {value}", field)
+        raise RequestError(f"{field} must be at least {low}{right}, got {value}", field)
     return value
 
 
 def short(field: str, values: list[object] | dict[str, float] | list[int] | list[str], most: int) -> None:
     if len(values) > most:
-        raise ApiError(f"{field} may have at most {most} entries, got {len(values)}", field)
+        raise RequestError(f"{field} may have at most {most} entries, got {len(values)}", field)
 
 
 def token_ids(field: str, ids: Iterable[int], vocab_size: int) -> list[int]:
     ids = list(ids)
     if ids and (min(ids) < 0 or max(ids) >= vocab_size):
         wrong = next(i for i in ids if not 0 <= i < vocab_size)
-        raise ApiError(f"{field}: token id {wrong} is outside the vocabulary of {vocab_size}", field)
+        raise RequestError(f"{field}: token id {wrong} is outside the vocabulary of {vocab_size}", field)
     return ids
 
 
@@ -58,7 +58,7 @@ def logit_bias(bias: dict[str, float] | None, vocab_size: int) -> list[tuple[int
     short(field, bias or {}, MAX_LISTED)
     for key, value in (bias or {}).items():
         if not key.isascii() or not key.isdigit():
-            raise ApiError(f"{field} keys are token ids, got {key[:40]!r}", field)
+            raise RequestError(f"{field} keys are token ids, got {key[:40]!r}", field)
         number(field, value, 0.0, -100.0, 100.0)
         out.append((int(key[:20]), value))
     token_ids(field, (i for i, _ in out), vocab_size)
@@ -70,5 +70,5 @@ def stop_strings(stop: str | list[str] | None) -> list[str]:
     short("stop", stops, MAX_STOPS)
     for text in stops:
         if not text or len(text) > MAX_STOP_CHARS:
-            raise ApiError(f"each stop string has 1 to {MAX_STOP_CHARS} characters, got {len(text)}", "stop")
+            raise RequestError(f"each stop string has 1 to {MAX_STOP_CHARS} characters, got {len(text)}", "stop")
     return stops
