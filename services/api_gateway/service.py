@@ -32,7 +32,8 @@ from blockyard.shared.ring_client.ring_links import RingLinks
 from blockyard.shared.ring_client.text_work import TextWork
 from blockyard.shared.serving import rss_bytes
 
-TICK_S = 0.5
+TICK_S = 0.1
+TICKS_A_ROUND = 5  # of what is looked at less often
 
 
 class Gateway:
@@ -100,11 +101,12 @@ class Gateway:
 
     async def _tick(self) -> None:
         while True:
-            now = self._clock()
-            self._dispatch.tick(now)
-            self._text_work.tick(now, self._config.stall_timeout_s)
+            self._dispatch.tick(self._clock())
+            self._text_work.tick(self._clock(), self._config.stall_timeout_s)
             self.links.count(self._stats())
-            await asyncio.sleep(TICK_S)
+            for _ in range(TICKS_A_ROUND):
+                self._dispatch.retry(self._clock())
+                await asyncio.sleep(TICK_S)
 
     def _stats(self) -> Stats:
         return Stats(

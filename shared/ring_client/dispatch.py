@@ -12,6 +12,7 @@ from blockyard.shared.ring_client.ring_links import RingLinks
 
 log = logging.getLogger(__name__)
 
+LOST_RETRY_S = 0.1
 MAX_LOST = 1000  # members gone of late that are remembered
 
 
@@ -23,7 +24,7 @@ class Dispatch:
     ) -> None:
         self._links, self._journal, self._admission, self._meters = links, journal, admission, meters
         self._stall_timeout_s = stall_timeout_s
-        self._homeless: dict[str, Entry] = {}  # no scheduler to send to, or not before some time
+        self._waiting: dict[str, Entry] = {}  # to be sent again once there is a scheduler, and it is time
         self._lost: OrderedDict[int, None] = OrderedDict()
 
     def open(self, entry: Entry, now: float) -> None:
@@ -34,7 +35,7 @@ class Dispatch:
         """The request is over for its caller; what still runs of it is cancelled."""
         if self._journal.close(entry.request_id) is None:
             return
-        self._homeless.pop(entry.request_id, None)
+        self._waiting.pop(entry.request_id, None)
         if entry.num_open and entry.scheduler is not None:
             self._links.send(entry.scheduler, Cancel(entry.request_id, entry.attempt))
 
@@ -51,8 +52,9 @@ class Dispatch:
             entry.heard_s = now
             entry.detokenizer = frame.detokenizer
             entry.accept()
-            if frame.detokenizer in self._lost:
-                self.again(entry, now)
+            if frame.detokenizer in self._lost:  # the scheduler will learn of it any moment
+                entry.not_before_s = now + LOST_RETRY_S
+                self._waiting[entry.request_id] = entry
 
     def refused(self, peer: int, frame: Refused, now: float) -> None:
         self._admission.heard(peer, frame.room, now)
@@ -64,6 +66,7 @@ class Dispatch:
             entry.not_before_s = now + frame.room.retry_after_s
             self._no_home(entry)
             return
+        entry.scheduler = None  # it keeps nothing that would have to be cancelled
         error = RequestError(frame.message, frame.field, frame.status)
         if frame.status == 429:
             error = too_busy(frame.room.retry_after_s)
@@ -74,7 +77,7 @@ class Dispatch:
     def changed(self, member: Member, now: float) -> None:
         self._lost.pop(member.incarnation, None)
         if member.role == Role.SCHEDULER:
-            self._place_homeless(now)
+            self.retry(now)
 
     def gone(self, member: Member, now: float) -> None:
         self._lost[member.incarnation] = None
@@ -87,14 +90,19 @@ class Dispatch:
             self.again(entry, now)
 
     def tick(self, now: float) -> None:
-        """Once a second or so: repeats what is silent, and places what found no scheduler."""
+        """Twice a second or so: repeats what is silent, gives up what never found a scheduler."""
         for entry in self._journal.silent_since(now - self._stall_timeout_s):
             log.warning("nothing came for %s in %.0f s: sent again", entry.request_id, self._stall_timeout_s)
             self.again(entry, now)
-        for entry in list(self._homeless.values()):
+        for entry in list(self._waiting.values()):
             if not entry.accepted and now - entry.opened_s > self._stall_timeout_s:
                 self.fail(entry, not_ready(f"the model `{entry.model}`"))
-        self._place_homeless(now)
+
+    def retry(self, now: float) -> None:
+        """Every 0.1 s or so: sends again what waited for a time or a scheduler."""
+        for entry in list(self._waiting.values()):
+            if entry.not_before_s <= now and self._admission.schedulers(entry.model):
+                self.again(entry, now)
 
     def mend(self, entry: Entry, now: float) -> None:
         """Frames of it were lost: the ids after the gap are asked for again."""
@@ -121,15 +129,10 @@ class Dispatch:
             self._no_home(entry)
             return
         entry.scheduler = chosen
-        self._homeless.pop(entry.request_id, None)
+        self._waiting.pop(entry.request_id, None)
         if before is not None and before != chosen and before not in self._lost:
             self._links.send(before, Cancel(entry.request_id, entry.attempt - 1))
 
     def _no_home(self, entry: Entry) -> None:
         entry.scheduler = None
-        self._homeless[entry.request_id] = entry
-
-    def _place_homeless(self, now: float) -> None:
-        for entry in list(self._homeless.values()):
-            if entry.not_before_s <= now and self._admission.schedulers(entry.model):
-                self.again(entry, now)
+        self._waiting[entry.request_id] = entry

@@ -14,7 +14,6 @@ from blockyard.shared.member_list import Event, Gone, Joined
 from blockyard.shared.messages import (
     Accepted,
     Cancel,
-    Choice,
     Detokenize,
     Detokenized,
     FinishReason,
@@ -82,6 +81,7 @@ class FakeRing(FakeLinks):
         self.script = words
         self.fail_at: int | None = None  # token at which a choice fails
         self.stamp_s = 0.0
+        self.detokenizer = DETOKENIZER  # named in Accepted
         self._stepping = False
 
     def join_all(self) -> None:
@@ -126,7 +126,7 @@ class FakeRing(FakeLinks):
             return
         done = {c.index: len(c.output_ids) // 4 for c in frame.choices}
         self.running[frame.request_id] = Running(frame, to, done)
-        self.receive(to, Accepted(frame.request_id, frame.attempt, DETOKENIZER, self.room))
+        self.receive(to, Accepted(frame.request_id, frame.attempt, self.detokenizer, self.room))
         if not self._stepping:
             self._stepping = True
             asyncio.get_running_loop().call_later(self.step_s, self._step)
@@ -135,7 +135,7 @@ class FakeRing(FakeLinks):
         """One token for every choice in the batch, one frame for all of them."""
         deltas = [d for running in list(self.running.values()) for d in self._deltas(running)]
         if Role.DETOKENIZER not in self.silent and deltas:
-            self.receive(DETOKENIZER, TextBatch(deltas, self.stamp_s))
+            self.receive(self.detokenizer, TextBatch(deltas, self.stamp_s))
         self._stepping = bool(self.running)
         if self._stepping:
             asyncio.get_running_loop().call_later(self.step_s, self._step)
@@ -203,8 +203,3 @@ def logprobs(token: int, num: int) -> TextLogprobs:
     return TextLogprobs(
         token, bytes([token]), -1.5, 2, tops, [bytes([t]) for t in tops], [-0.5 - i for i in range(num)]
     )
-
-
-def resumed(choice: Choice) -> int:
-    """Output tokens a choice brings along."""
-    return len(choice.output_ids) // 4

@@ -181,6 +181,7 @@ class World:
         elif what == "stall":
             self.now += STALL_S + 1
             self.dispatch.tick(self.now)
+            self.dispatch.retry(self.now)
             self.serve()
         elif what == "late" and self.late:
             self.deliver(self.late.pop(which % len(self.late)))
@@ -313,10 +314,10 @@ def test_a_repetition_that_is_refused_waits_or_fails(status: int, retry: bool) -
     assert (world.caller.error is None) is retry
     if retry:
         world.now += 1
-        world.dispatch.tick(world.now)
+        world.dispatch.retry(world.now)
         assert len(world.links.sent) == world.seen, "sent again before its time"
         world.now += 2
-        world.dispatch.tick(world.now)
+        world.dispatch.retry(world.now)
         world.serve()
         world.settle()
         assert world.readers[0].finals == 1 and world.caller.num_finished == 1

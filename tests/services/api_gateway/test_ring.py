@@ -1,0 +1,199 @@
+"""The gateway as a member of the ring: recovery through real HTTP, health, metrics, models that come and go."""
+
+import asyncio
+from typing import Any
+
+import msgspec
+from prometheus_client.parser import text_string_to_metric_families
+
+from blockyard.services.api_gateway.fake_ring import (
+    CARD,
+    DETOKENIZER,
+    MEMBERS,
+    SCHEDULER,
+    TOKENIZER,
+    WORKER,
+    member,
+)
+from blockyard.shared.messages import Generate, Member, Role, Scrape, Scraped, Stats, Tokenize
+from blockyard.shared.token_ids import unpack
+
+COMPLETION = "/v1/completions"
+
+
+def completion(**fields: Any) -> dict[str, Any]:
+    return {"prompt": "hello", "max_tokens": 40} | fields
+
+
+async def test_a_killed_scheduler_is_a_pause(rig) -> None:
+    async with rig() as r:
+        r.ring.step_s = 0.005
+        asked = asyncio.create_task(r.events(COMPLETION, completion(n=2, logprobs=1)))
+        await r.until(lambda: r.gateway.meters.output_tokens > 10)
+        r.ring.running.clear()
+        r.ring.lose(SCHEDULER)
+        await asyncio.sleep(0.05)
+        assert not asked.done()
+        r.ring.join(member(Role.SCHEDULER, 22, card=CARD))
+        events = await asyncio.wait_for(asked, 5)
+        to, again = r.ring.sent[-1]
+    assert to == 22 and isinstance(again, Generate) and again.attempt > 0
+    known = [unpack(c.output_ids) for c in again.choices]
+    assert [len(ids) > 4 for ids in known] == [True, True]
+    for choice in (0, 1):
+        mine = [e["choices"][0] for e in events[:-1] if e["choices"][0]["index"] == choice]
+        assert "".join(c["text"] for c in mine) == "".join(f"w{i} " for i in range(40))
+        assert sum(len(c["logprobs"]["tokens"]) for c in mine) == 40
+
+
+async def test_a_killed_detokenizer_is_a_pause(rig) -> None:
+    async with rig() as r:
+        r.ring.step_s = 0.005
+        asked = asyncio.create_task(r.post(COMPLETION, completion()))
+        await r.until(lambda: r.gateway.meters.output_tokens > 5)
+        r.ring.join(member(Role.DETOKENIZER, 44))
+        r.ring.detokenizer = 44
+        r.ring.lose(DETOKENIZER)
+        status, answer = await asyncio.wait_for(asked, 5)
+        generates = r.ring.frames(Generate)
+    assert status == 200 and answer["choices"][0]["text"] == "".join(f"w{i} " for i in range(40))
+    assert answer["usage"]["completion_tokens"] == 40
+    assert [g.attempt for g in generates] == [0, 1] and generates[0].sampling.seed == generates[1].sampling.seed
+
+
+async def test_a_scheduler_that_has_not_heard_of_a_death_is_not_flooded(rig) -> None:
+    async with rig() as r:
+        r.ring.lose(DETOKENIZER)
+        r.ring.silent = {Role.DETOKENIZER}
+        asked = asyncio.create_task(r.post(COMPLETION, completion()))
+        await asyncio.sleep(0.5)
+        assert 2 <= len(r.ring.frames(Generate)) <= 6
+        r.ring.join(member(Role.DETOKENIZER, 44))
+        r.ring.detokenizer, r.ring.silent = 44, set()
+        status, answer = await asyncio.wait_for(asked, 5)
+    assert status == 200 and answer["usage"]["completion_tokens"] == 40
+
+
+async def test_a_killed_tokenizer_is_not_seen(rig) -> None:
+    async with rig() as r:
+        r.ring.silent = {Role.TOKENIZER_POOL}
+        asked = [asyncio.create_task(r.post(COMPLETION, completion(max_tokens=2))) for _ in range(5)]
+        await r.until(lambda: len(r.ring.frames(Tokenize)) == 2)  # no more wait at one
+        r.ring.silent = set()
+        r.ring.lose(TOKENIZER)
+        await asyncio.sleep(0.02)
+        r.ring.join(member(Role.TOKENIZER_POOL, 11))
+        answers = await asyncio.wait_for(asyncio.gather(*asked), 5)
+        frames = [(to, f.request_id) for to, f in r.ring.sent if isinstance(f, Tokenize)]
+    assert [status for status, _ in answers] == [200] * 5
+    assert len([f for f in frames if f[0] == 11]) == 5 and {i for _, i in frames[2:4]} == {i for _, i in frames[:2]}
+
+
+async def test_silence_is_asked_again(rig) -> None:
+    async with rig(stall_timeout_s=0.3) as r:
+        r.ring.silent = {Role.DETOKENIZER}
+        asked = asyncio.create_task(r.post(COMPLETION, completion(max_tokens=3)))
+        await r.until(lambda: len(r.ring.frames(Generate)) == 2)
+        r.ring.silent = set()
+        status, answer = await asyncio.wait_for(asked, 5)
+    assert status == 200 and answer["choices"][0]["text"] == "w0 w1 w2 "
+
+
+async def test_nobody_there_is_503(rig) -> None:
+    async with rig(join=False, served_model_names=["tiny"], stall_timeout_s=0.2) as r:
+        status, answer = await r.post(COMPLETION, completion(model="tiny"))
+        assert (status, answer["error"]["code"]) == (503, "service_unavailable")
+        assert (await r.post(COMPLETION, completion()))[0] == 503
+        assert (await r.post(COMPLETION, completion(model="other")))[0] == 404
+        del r.ring.members[TOKENIZER]
+        r.ring.join_all()
+        status, answer = await r.post(COMPLETION, completion(model="tiny"))
+        assert status == 503 and "tokenizer" in answer["error"]["message"]
+
+
+async def test_health_ready_and_live(rig) -> None:
+    async with rig() as r:
+
+        async def status(path: str) -> int:
+            async with r.http.get(path) as response:
+                return response.status
+
+        assert [await status(p) for p in ("/health", "/ready", "/live")] == [200, 200, 200]
+        r.ring.lose(DETOKENIZER)
+        assert [await status(p) for p in ("/health", "/ready", "/live")] == [200, 503, 200]
+        r.ring.lose(WORKER)
+        assert [await status(p) for p in ("/health", "/ready", "/live")] == [503, 503, 200]
+        r.ring.join(member(Role.GPU_WORKER, WORKER, ready=False))
+        assert await status("/health") == 503
+
+
+async def test_metrics_are_the_sum_of_all_gateways(rig) -> None:
+    async with rig() as r:
+        r.ring.members[SCHEDULER] = msgspec.structs.replace(
+            MEMBERS[1], stats=Stats(running=3, waiting=2, preemptions_total=7, blocks_used=5, blocks_total=20)
+        )
+        await r.post(COMPLETION, completion(prompt="abc", max_tokens=4))
+        r.ring.join(Member("api_gateway 1", Role.API_GATEWAY, 77, "ipc:///77", ready=True))
+        asked = asyncio.create_task(get(r, "/metrics"))
+        await r.until(lambda: bool(r.ring.frames(Scrape)))
+        r.gateway.handle(77, Scraped(r.ring.frames(Scrape)[0].request_id, r.gateway.metrics.own()))
+        found = samples(await asked)
+        alone = samples(await get(r, "/metrics"))  # 77 does not answer this time
+    tiny = (("model_name", "tiny"),)
+    assert found["blockyard:requests_total", tiny] == 2 and alone["blockyard:requests_total", tiny] == 1
+    assert found["blockyard:prompt_tokens_total", tiny] == 6
+    assert found["blockyard:generation_tokens_total", tiny] == 8
+    assert found["blockyard:time_to_first_token_seconds_count", tiny] == 2
+    assert found["blockyard:inter_token_latency_seconds_count", tiny] == 6
+    assert found["blockyard:e2e_request_latency_seconds_count", tiny] == 2
+    assert found["blockyard:request_success_total", (("finished_reason", "length"), *tiny)] == 2
+    scheduler = (("member", "scheduler"), *tiny, ("role", "scheduler"))
+    assert found["blockyard:num_requests_running", scheduler] == 3
+    assert found["blockyard:num_preemptions_total", scheduler] == 7
+    assert found["blockyard:kv_cache_usage_perc", scheduler] == 0.25
+
+
+async def get(r: Any, path: str) -> str:
+    async with r.http.get(path) as response:
+        assert response.status == 200
+        return await response.text()
+
+
+def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    return {
+        (s.name, tuple(sorted(s.labels.items()))): s.value
+        for family in text_string_to_metric_families(text)
+        for s in family.samples
+    }
+
+
+async def test_it_answers_other_gateways(rig) -> None:
+    async with rig() as r:
+        r.gateway.handle(77, Scrape("s"))
+        [(to, answer)] = r.ring.answered
+    assert to == 77 and answer.request_id == "s" and "blockyard:requests_total" in answer.text
+
+
+async def test_its_own_metrics_port(rig, unused_port: int) -> None:
+    async with rig(metrics_port=unused_port) as r:
+        async with r.http.get(f"http://127.0.0.1:{unused_port}/metrics") as response:
+            assert "blockyard:requests_total" in await response.text()
+        async with r.http.get(f"http://127.0.0.1:{unused_port}/v1/models") as response:
+            assert response.status == 404
+
+
+async def test_the_ring_for_the_playground(rig) -> None:
+    async with rig() as r:
+        await r.post(COMPLETION, completion(max_tokens=2))
+        await r.until(lambda: r.ring.me.stats.requests_total == 1)
+        r.ring.members[SCHEDULER] = msgspec.structs.replace(
+            MEMBERS[1], stats=Stats(running=2, blocks_used=4, blocks_total=9, output_tokens_total=5)
+        )
+        view = msgspec.json.decode(await get(r, "/ring"))
+    roles = ["api_gateway", "tokenizer_pool", "scheduler", "gpu_worker", "detokenizer"]
+    assert [m["role"] for m in view["members"]] == roles
+    assert view["members"][2]["stats"]["blocks_used"] == 4 and view["members"][2]["ready"] is True
+    assert view["members"][0]["stats"]["rss_bytes"] > 2**20
+    totals = view["totals"]
+    assert (totals["requests_total"], totals["output_tokens_total"]) == (1, 5)
+    assert (totals["running"], totals["blocks_used"], totals["blocks_total"]) == (2, 4, 9)
