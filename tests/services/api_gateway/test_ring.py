@@ -6,7 +6,8 @@ from typing import Any
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from blockyard.services.api_gateway.fake_ring import (
+from blockyard.shared.messages import Generate, Member, Role, Scrape, Scraped, Stats, Tokenize
+from blockyard.shared.ring_client.fake_ring import (
     CARD,
     DETOKENIZER,
     MEMBERS,
@@ -15,7 +16,6 @@ from blockyard.services.api_gateway.fake_ring import (
     WORKER,
     member,
 )
-from blockyard.shared.messages import Generate, Member, Role, Scrape, Scraped, Stats, Tokenize
 from blockyard.shared.token_ids import unpack
 
 COMPLETION = "/v1/completions"

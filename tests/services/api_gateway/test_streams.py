@@ -8,8 +8,8 @@ import aiohttp
 import msgspec
 import pytest
 
-from blockyard.services.api_gateway.fake_ring import SCHEDULER
 from blockyard.shared.messages import Cancel, Generate, Refused, Role, Room, RoomChanged, Tokenize
+from blockyard.shared.ring_client.fake_ring import SCHEDULER
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 USER = [{"role": "user", "content": "hi"}]
