@@ -1,6 +1,6 @@
 """The playground in headless Chromium.
 
-`ring_url` is all most tests know of the server: they hold for any gateway that serves the page. Those that take
+Tests that take `any_page` hold for any gateway and run against a fake one and the demo model's ring. Those that take
 `fake` need its canned answers or its view of what the page sent.
 """
 
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rig import Server, serve
 from selenium import webdriver
 from selenium.common.exceptions import WebDriverException
 from selenium.webdriver.common.by import By
@@ -38,7 +39,7 @@ class FakeGateway(http.server.ThreadingHTTPServer):
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server_port}/"
+        self.url = f"http://127.0.0.1:{self.server_port}"
         self.requests: list[dict[str, Any]] = []
         self.seen: list[tuple[str, str | None]] = []  # path, key
         self.tokens = 0
@@ -134,9 +135,10 @@ def fake() -> Iterator[FakeGateway]:
         thread.join()
 
 
-@pytest.fixture
-def ring_url(fake: FakeGateway) -> str:  # the one place to put a real ring's address
-    return fake.url
+@pytest.fixture(scope="module")
+def demo() -> Iterator[Server]:
+    with serve("demo", "--dtype", "float32") as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -189,14 +191,25 @@ class Page:
 
 
 @pytest.fixture
-def page(browser: webdriver.Chrome, ring_url: str) -> Iterator[Page]:
-    yield Page(browser, ring_url)
+def page(browser: webdriver.Chrome, fake: FakeGateway) -> Iterator[Page]:
+    yield Page(browser, f"{fake.url}/")
+    no_faults(browser)
+
+
+@pytest.fixture(params=["fake", "demo"])
+def any_page(browser: webdriver.Chrome, request: pytest.FixtureRequest) -> Iterator[Page]:
+    yield Page(browser, f"{request.getfixturevalue(request.param).url}/")
+    no_faults(browser)
+
+
+def no_faults(browser: webdriver.Chrome) -> None:
     faults = [entry["message"] for entry in browser.get_log("browser") if entry["source"] != "network"]
     browser.get("about:blank")
     assert not faults
 
 
-def test_chat_streams_and_shows_its_figures(page: Page) -> None:
+def test_chat_streams_and_shows_its_figures(any_page: Page) -> None:
+    page = any_page
     page.ask("Say hello")
     early = page.until(lambda: page.text(".answer.streaming .prose"), "the first words")
     page.finished()
@@ -209,7 +222,8 @@ def test_chat_streams_and_shows_its_figures(page: Page) -> None:
     assert page.one("#chat-intro").is_displayed() and not page.all(".message")
 
 
-def test_completion_goes_on_from_the_prompt(page: Page) -> None:
+def test_completion_goes_on_from_the_prompt(any_page: Page) -> None:
+    page = any_page
     page.one("#tab-completion").click()
     page.ask("def f(", "completion")
     page.finished()
@@ -217,7 +231,8 @@ def test_completion_goes_on_from_the_prompt(page: Page) -> None:
 
 
 @pytest.mark.parametrize("pane", ["chat", "completion"])
-def test_tokens_are_coloured_and_name_the_other_candidates(page: Page, pane: str) -> None:
+def test_tokens_are_coloured_and_name_the_other_candidates(any_page: Page, pane: str) -> None:
+    page = any_page
     page.one(f"#tab-{pane}").click()
     page.one(".switch").click()
     page.ask("Say hello", pane)
@@ -261,7 +276,8 @@ def test_ring_shows_members_and_load(page: Page, fake: FakeGateway) -> None:
         page.until(lambda words=words: words in page.text("#ring-state"), words)
 
 
-def test_a_refused_request_is_readable_and_can_be_repeated(page: Page) -> None:
+def test_a_refused_request_is_readable_and_can_be_repeated(any_page: Page) -> None:
+    page = any_page
     page.set("max_tokens", "999999999")
     page.ask("Say hello")
     page.finished()
@@ -279,7 +295,7 @@ def test_an_error_in_mid_stream_keeps_what_came_before(page: Page, fake: FakeGat
 
 
 def test_parameters_key_and_history_are_sent_behind_a_root_path(browser: webdriver.Chrome, fake: FakeGateway) -> None:
-    page = Page(browser, fake.url + "proxied/")
+    page = Page(browser, fake.url + "/proxied/")
     entered = {"temperature": "0.5", "top_k": "7", "seed": "11", "stop": "\\n\\n", "system": "Be brief"}
     for name, value in entered.items():
         page.set(name, value)
