@@ -1,11 +1,5 @@
 """From a checked request to its text: tokenize, settle lengths, open the journal entries."""
 
-import asyncio
-import time
-from collections.abc import Callable
-
-import msgspec
-
 from blockyard.services.api_gateway.answers import Collected
 from blockyard.services.api_gateway.call import Call
 from blockyard.services.api_gateway.errors import ApiError
@@ -13,27 +7,17 @@ from blockyard.services.api_gateway.job import Job
 from blockyard.services.api_gateway.outlet import Outlet
 from blockyard.services.api_gateway.prompts import Echo
 from blockyard.services.api_gateway.sse import EventStream
-from blockyard.shared.messages import Detokenize, Detokenized, Tokenize, Tokenized
-from blockyard.shared.ring_client.admission import Admission
-from blockyard.shared.ring_client.dispatch import Dispatch
+from blockyard.shared.messages import Detokenize, Detokenized, Tokenized
+from blockyard.shared.ring_client.client import RingClient
 from blockyard.shared.ring_client.journal import ChoiceLog, Entry
-from blockyard.shared.ring_client.meters import Meters
-from blockyard.shared.ring_client.text_work import TextWork
 
 Sink = Collected | EventStream
 
 
 class Flow:
-    def __init__(
-        self,
-        text_work: TextWork,
-        admission: Admission,
-        dispatch: Dispatch,
-        meters: Meters,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._text_work, self.admission, self._dispatch, self._meters = text_work, admission, dispatch, meters
-        self.clock = clock
+    def __init__(self, client: RingClient) -> None:
+        self.text_work, self.admission, self._dispatch = client.text_work, client.admission, client.dispatch
+        self._meters, self.clock = client.meters, client.clock
         self._calls: set[Call] = set()
 
     async def open(self, job: Job, name: str, tenant: str, outlet: Outlet | None) -> Call:
@@ -43,7 +27,7 @@ class Flow:
         """
         arrived_s = self.clock()
         self.admission.check_room(job.card.names[0], arrived_s)
-        prompts = await self.tokenize(job.prompts, name, job.truncate, job.shape.echo)
+        prompts = await self.text_work.tokenize(job.prompts, name, job.truncate, job.shape.echo)
         samplings = [job.settle(len(p.token_ids) // 4, p.bad_words) for p in prompts]
         call = Call(job, arrived_s, self._dispatch.close)
         for i, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
@@ -73,22 +57,8 @@ class Flow:
             self._dispatch.open(entry, self.clock())
         return call
 
-    async def tokenize(
-        self, prompts: list[Tokenize], name: str, truncate: int | None = None, echo: bool = False
-    ) -> list[Tokenized]:
-        """In order, as many at once as the pool takes. Raises ApiError."""
-        named = [msgspec.structs.replace(p, request_id=f"{name}-{i}") for i, p in enumerate(prompts)]
-        done = await self._all(named)
-        if truncate is None:
-            return done
-        cut = [
-            msgspec.structs.replace(p, text=None, messages=None, token_ids=d.token_ids[-4 * truncate :], want_text=echo)
-            for p, d in zip(named, done, strict=True)
-        ]
-        return await self._all(cut)
-
     async def detokenize(self, work: Detokenize) -> Detokenized:
-        answer = await self._text_work.submit(work)
+        answer = await self.text_work.submit(work)
         assert isinstance(answer, Detokenized)
         return answer
 
@@ -114,15 +84,6 @@ class Flow:
                 await self.detokenize(Detokenize(f"{prompt.request_id}-first", entry.model, prompt.token_ids[:4]))
             ).text
         return Echo(text, first, entry.prompt_logprobs)
-
-    async def _all(self, works: list[Tokenize]) -> list[Tokenized]:
-        futures = [self._text_work.submit(work) for work in works]
-        try:
-            answers = await asyncio.gather(*futures)
-        finally:
-            for future in futures:
-                future.cancel()
-        return [a for a in answers if isinstance(a, Tokenized)]
 
 
 def _sink(call: Call, index: int, outlet: Outlet | None) -> Sink:

@@ -67,7 +67,7 @@ class Handlers:
                 completion_prompts(asked.prompt, card)[0], add_special_tokens=asked.add_special_tokens
             )
         work = msgspec.structs.replace(work, want_pieces=bool(asked.return_token_strs))
-        done = (await self._flow.tokenize([work], secrets.token_hex(8)))[0]
+        done = (await self._flow.text_work.tokenize([work], secrets.token_hex(8)))[0]
         ids = ids_of(done.token_ids)
         strs = done.pieces if asked.return_token_strs else None
         return json_response(TokenizeAnswer(len(ids), card.max_model_len, ids, strs))

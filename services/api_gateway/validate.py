@@ -9,11 +9,18 @@ from blockyard.services.api_gateway.chunks import Shape
 from blockyard.services.api_gateway.errors import ApiError
 from blockyard.services.api_gateway.job import Job
 from blockyard.services.api_gateway.prompt_fields import chat_prompt, completion_prompts
-from blockyard.services.api_gateway.sampling_fields import read_bad_words, read_salt, read_sampling, read_text_options
 from blockyard.services.api_gateway.schemas import ChatRequest, CompletionRequest, GenerationFields
 from blockyard.shared.config.gateway import GatewayConfig
 from blockyard.shared.messages import ModelCard, Tokenize
 from blockyard.shared.ring_client import limits
+from blockyard.shared.ring_client.sampling_fields import (
+    read_bad_words,
+    read_num_choices,
+    read_salt,
+    read_sampling,
+    read_text_options,
+    read_truncation,
+)
 
 DEFAULT_COMPLETION_TOKENS = 16
 
@@ -104,20 +111,17 @@ def _job(
     num_logprobs: int | None,
     num_prompt_logprobs: int | None,
 ) -> Job:
-    n = limits.integer("n", request.n, 1, 1, limits.MAX_CHOICES)
-    if request.best_of not in (None, n):
-        raise ApiError(f"best_of other than n is not built yet, got best_of {request.best_of} with n {n}", "best_of")
-    salt, bad_words = read_salt(request), read_bad_words(request)
-    truncate = request.truncate_prompt_tokens
-    limits.integer("truncate_prompt_tokens", truncate, 1, 1)
-    sampling = read_sampling(request, card, config.defaults)
+    n = read_num_choices(request)
+    salt, bad_words, truncate = read_salt(request.cache_salt), read_bad_words(request), read_truncation(request)
+    as_ids = request.return_tokens_as_token_ids
+    sampling = read_sampling(request, card.vocab_size, config.defaults)
     return Job(
         card=card,
         shape=shape,
         prompts=[msgspec.structs.replace(p, bad_words=bad_words, cache_salt=salt) for p in prompts],
         prompt_field="prompt",
         sampling=msgspec.structs.replace(sampling, num_logprobs=num_logprobs, num_prompt_logprobs=num_prompt_logprobs),
-        text=read_text_options(request, config.return_tokens_as_token_ids),
+        text=read_text_options(request, config.return_tokens_as_token_ids if as_ids is None else as_ids),
         n=n,
         seed=request.seed,
         max_tokens=None,

@@ -1,7 +1,7 @@
 """Ranges of the sampling fields: each out-of-range value is a 400 that names its field."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sized
 
 from blockyard.shared.errors import RequestError
 
@@ -40,27 +40,34 @@ def integer(field: str, value: int | None, default: int, low: int, high: int | N
     return value
 
 
-def short(field: str, values: list[object] | dict[str, float] | list[int] | list[str], most: int) -> None:
+def short(field: str, values: Sized, most: int) -> None:
     if len(values) > most:
         raise RequestError(f"{field} may have at most {most} entries, got {len(values)}", field)
 
 
-def token_ids(field: str, ids: Iterable[int], vocab_size: int) -> list[int]:
+def token_ids(field: str, ids: Iterable[int], vocab_size: int | None) -> list[int]:
+    """Ids inside the vocabulary; None: its size is not known yet."""
     ids = list(ids)
-    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
-        wrong = next(i for i in ids if not 0 <= i < vocab_size)
-        raise RequestError(f"{field}: token id {wrong} is outside the vocabulary of {vocab_size}", field)
+    if ids and (min(ids) < 0 or (vocab_size is not None and max(ids) >= vocab_size)):
+        wrong = next(i for i in ids if i < 0 or (vocab_size is not None and i >= vocab_size))
+        raise RequestError(
+            f"{field}: token id {wrong} is outside the vocabulary" + (f" of {vocab_size}" if vocab_size else ""), field
+        )
     return ids
 
 
-def logit_bias(bias: dict[str, float] | None, vocab_size: int) -> list[tuple[int, float]]:
+def logit_bias(
+    bias: Mapping[str, float] | Mapping[int, float] | None, vocab_size: int | None
+) -> list[tuple[int, float]]:
+    """By token id; JSON has ids as text."""
     field, out = "logit_bias", []
     short(field, bias or {}, MAX_LISTED)
     for key, value in (bias or {}).items():
-        if not key.isascii() or not key.isdigit():
-            raise RequestError(f"{field} keys are token ids, got {key[:40]!r}", field)
+        text = str(key)
+        if not text.isascii() or not text.isdigit():
+            raise RequestError(f"{field} keys are token ids, got {text[:40]!r}", field)
         number(field, value, 0.0, -100.0, 100.0)
-        out.append((int(key[:20]), value))
+        out.append((int(text[:20]), value))
     token_ids(field, (i for i, _ in out), vocab_size)
     return out
 

@@ -2,6 +2,8 @@
 
 import asyncio
 
+import msgspec
+
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import Detokenize, Detokenized, Member, Role, TextRejected, Tokenize, Tokenized
 from blockyard.shared.ring_client.pool import Pool
@@ -35,6 +37,25 @@ class TextWork:
         self._send(self._pool.submit(work.request_id, work.model, work))
         return future
 
+    async def tokenize(
+        self, prompts: list[Tokenize], name: str, truncate: int | None = None, want_text: bool = False
+    ) -> list[Tokenized]:
+        """In order, as many at once as the pool takes; their ids begin with `name`. Raises RequestError.
+
+        With `truncate` only so many of a prompt's last ids are kept; `want_text` is then the text of those.
+        """
+        named = [msgspec.structs.replace(p, request_id=f"{name}-{i}") for i, p in enumerate(prompts)]
+        done = await self._all(named)
+        if truncate is None:
+            return done
+        cut = [
+            msgspec.structs.replace(
+                p, text=None, messages=None, token_ids=d.token_ids[-4 * truncate :], want_text=want_text
+            )
+            for p, d in zip(named, done, strict=True)
+        ]
+        return await self._all(cut)
+
     def answered(self, peer: int, frame: Answer | TextRejected) -> None:
         future, _, _ = self._waiting.get(frame.request_id, (None, "", 0.0))
         if future is not None and not future.done():
@@ -60,6 +81,15 @@ class TextWork:
         for future, model, since in list(self._waiting.values()):
             if now - since > patience_s and not self._pool.serves(model) and not future.done():
                 future.set_exception(RequestError("No tokenizer is ready.", status=503, retry_after_s=1.0))
+
+    async def _all(self, works: list[Tokenize]) -> list[Tokenized]:
+        futures = [self.submit(work) for work in works]
+        try:
+            answers = await asyncio.gather(*futures)
+        finally:
+            for future in futures:
+                future.cancel()
+        return [a for a in answers if isinstance(a, Tokenized)]
 
     def _forget(self, request_id: str) -> None:
         self._waiting.pop(request_id, None)

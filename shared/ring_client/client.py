@@ -1,0 +1,90 @@
+"""One client's parts put together: frames and membership to those that own them."""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from blockyard.shared.bus import Changed, Event, Gone, Joined
+from blockyard.shared.messages import (
+    Accepted,
+    Detokenized,
+    GatewayIn,
+    Member,
+    Refused,
+    RoomChanged,
+    TextBatch,
+    TextRejected,
+    Tokenized,
+)
+from blockyard.shared.ring_client.admission import Admission
+from blockyard.shared.ring_client.dispatch import Dispatch
+from blockyard.shared.ring_client.fanout import Fanout
+from blockyard.shared.ring_client.journal import Journal
+from blockyard.shared.ring_client.meters import Meters
+from blockyard.shared.ring_client.ring_links import RingLinks
+from blockyard.shared.ring_client.text_work import TextWork
+
+TICK_S = 0.1
+TICKS_A_ROUND = 5  # of what is looked at less often
+
+
+class RingClient:
+    """`handle` decides and sends; it never waits."""
+
+    def __init__(
+        self,
+        links: RingLinks,
+        served_model_names: list[str],
+        stall_timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._stall_timeout_s, self.clock = stall_timeout_s, clock
+        self.meters = Meters(served_model_names[0] if served_model_names else "")
+        self.journal = Journal()
+        self.admission = Admission(served_model_names)
+        self.text_work = TextWork(links)
+        self.dispatch = Dispatch(links, self.journal, self.admission, self.meters, stall_timeout_s)
+        self._fanout = Fanout(links, self.journal, self.dispatch, self.meters)
+
+    def handle(self, peer: int, event: Event | GatewayIn) -> None:
+        match event:
+            case TextBatch():
+                self._fanout.text(event, self.clock())
+            case Tokenized() | Detokenized() | TextRejected():
+                self.text_work.answered(peer, event)
+            case Accepted():
+                self.dispatch.accepted(peer, event, self.clock())
+            case Refused():
+                self.dispatch.refused(peer, event, self.clock())
+            case RoomChanged():
+                self.admission.heard(peer, event.room, self.clock())
+            case Joined() | Changed():
+                self._changed(event.member)
+            case Gone():
+                self._gone(event.member)
+
+    async def keep_time(self, count: Callable[[], None]) -> None:
+        """For ever: what time brings about. `count` is called about twice a second, to publish counters."""
+        while True:
+            self.dispatch.tick(self.clock())
+            self.text_work.tick(self.clock(), self._stall_timeout_s)
+            count()
+            for _ in range(TICKS_A_ROUND):
+                self.dispatch.retry(self.clock())
+                await asyncio.sleep(TICK_S)
+
+    def num_open(self) -> int:
+        """Choices that have not ended."""
+        return sum(entry.num_open for entry in self.journal.entries.values())
+
+    def _changed(self, member: Member) -> None:
+        self.admission.changed(member)
+        self.text_work.changed(member)
+        self.dispatch.changed(member, self.clock())
+        if not self.meters.model_name and (cards := self.admission.cards()):
+            self.meters.model_name = cards[0].names[0]
+
+    def _gone(self, member: Member) -> None:
+        self.admission.gone(member)
+        self.text_work.gone(member)
+        self.dispatch.gone(member, self.clock())

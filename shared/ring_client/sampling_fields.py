@@ -1,0 +1,134 @@
+"""The sampling and text fields of a request, checked against their ranges and the model's vocabulary."""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from blockyard.shared.config.gateway import SamplingDefaults
+from blockyard.shared.errors import RequestError
+from blockyard.shared.messages import Sampling, TextOptions
+from blockyard.shared.ring_client import limits
+
+SEED_LOW, SEED_HIGH = -(2**63), 2**64 - 1  # as signed or as unsigned
+
+
+class SamplingRequest(Protocol):
+    """What HTTP requests and the offline API's SamplingParams have in common. None: not said."""
+
+    @property
+    def n(self) -> int | None: ...
+    @property
+    def best_of(self) -> int | None: ...
+    @property
+    def temperature(self) -> float | None: ...
+    @property
+    def top_p(self) -> float | None: ...
+    @property
+    def top_k(self) -> int | None: ...
+    @property
+    def min_p(self) -> float | None: ...
+    @property
+    def repetition_penalty(self) -> float | None: ...
+    @property
+    def presence_penalty(self) -> float | None: ...
+    @property
+    def frequency_penalty(self) -> float | None: ...
+    @property
+    def seed(self) -> int | None: ...
+    @property
+    def stop(self) -> str | list[str] | None: ...
+    @property
+    def stop_token_ids(self) -> list[int] | None: ...
+    @property
+    def include_stop_str_in_output(self) -> bool | None: ...
+    @property
+    def min_tokens(self) -> int | None: ...
+    @property
+    def ignore_eos(self) -> bool | None: ...
+    @property
+    def skip_special_tokens(self) -> bool | None: ...
+    @property
+    def spaces_between_special_tokens(self) -> bool | None: ...
+    @property
+    def bad_words(self) -> list[str] | None: ...
+    @property
+    def allowed_token_ids(self) -> list[int] | None: ...
+    @property
+    def logit_bias(self) -> Mapping[str, float] | Mapping[int, float] | None: ...
+    @property
+    def truncate_prompt_tokens(self) -> int | None: ...
+
+
+def read_sampling(request: SamplingRequest, vocab_size: int | None, defaults: SamplingDefaults) -> Sampling:
+    """All but max_tokens, the seed, bad words and the numbers of log-probabilities. Raises RequestError.
+
+    `vocab_size` None: the model is not known yet, ids are checked later.
+    """
+    allowed = request.allowed_token_ids
+    if allowed is not None and not allowed:
+        raise RequestError("allowed_token_ids is empty: no token would be left", "allowed_token_ids")
+    stop_ids = request.stop_token_ids or []
+    limits.short("stop_token_ids", stop_ids, limits.MAX_LISTED)
+    top_k = limits.integer("top_k", request.top_k, defaults.top_k, -1)
+    limits.integer("seed", request.seed, 0, SEED_LOW, SEED_HIGH)
+    return Sampling(
+        max_tokens=1,
+        temperature=limits.number("temperature", request.temperature, defaults.temperature, 0.0, 100.0),
+        top_k=0 if top_k <= 0 or (vocab_size is not None and top_k >= vocab_size) else top_k,
+        top_p=limits.number("top_p", request.top_p, defaults.top_p, 0.0, 1.0, above_low=True),
+        min_p=limits.number("min_p", request.min_p, defaults.min_p, 0.0, 1.0),
+        repetition_penalty=limits.number(
+            "repetition_penalty", request.repetition_penalty, defaults.repetition_penalty, 0.0, 100.0, above_low=True
+        ),
+        presence_penalty=limits.number("presence_penalty", request.presence_penalty, 0.0, -2.0, 2.0),
+        frequency_penalty=limits.number("frequency_penalty", request.frequency_penalty, 0.0, -2.0, 2.0),
+        min_tokens=limits.integer("min_tokens", request.min_tokens, 0, 0),
+        ignore_eos=bool(request.ignore_eos),
+        stop_token_ids=limits.token_ids("stop_token_ids", stop_ids, vocab_size),
+        logit_bias=limits.logit_bias(request.logit_bias, vocab_size),
+        allowed_token_ids=sorted(set(limits.token_ids("allowed_token_ids", allowed or [], vocab_size))),
+    )
+
+
+def read_text_options(request: SamplingRequest, tokens_as_ids: bool = False) -> TextOptions:
+    return TextOptions(
+        stop=limits.stop_strings(request.stop),
+        include_stop=bool(request.include_stop_str_in_output),
+        skip_special_tokens=request.skip_special_tokens is not False,
+        spaces_between_special_tokens=request.spaces_between_special_tokens is not False,
+        tokens_as_ids=tokens_as_ids,
+        min_tokens=request.min_tokens or 0,
+    )
+
+
+def read_num_choices(request: SamplingRequest) -> int:
+    n = limits.integer("n", request.n, 1, 1, limits.MAX_CHOICES)
+    if request.best_of not in (None, n):
+        raise RequestError(
+            f"best_of other than n is not built yet, got best_of {request.best_of} with n {n}", "best_of"
+        )
+    return n
+
+
+def read_truncation(request: SamplingRequest) -> int | None:
+    """How many of the prompt's last ids are kept; None: all."""
+    limits.integer("truncate_prompt_tokens", request.truncate_prompt_tokens, 1, 1)
+    return request.truncate_prompt_tokens
+
+
+def read_bad_words(request: SamplingRequest) -> list[str]:
+    words = request.bad_words or []
+    limits.short("bad_words", words, limits.MAX_LISTED)
+    for word in words:
+        if not word or len(word) > limits.MAX_STOP_CHARS:
+            raise RequestError(
+                f"each bad word has 1 to {limits.MAX_STOP_CHARS} characters, got {len(word)}", "bad_words"
+            )
+    return words
+
+
+def read_salt(salt: str | None) -> str:
+    if salt is None:
+        return ""
+    if not 1 <= len(salt) <= limits.MAX_SALT_CHARS:
+        raise RequestError(f"cache_salt has 1 to {limits.MAX_SALT_CHARS} characters, got {len(salt)}", "cache_salt")
+    return salt
