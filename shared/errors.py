@@ -39,3 +39,10 @@ class RequestError(BlockyardError, ValueError):
         self.status = status
         self.code = code
         self.retry_after_s = retry_after_s
+
+
+def not_built(field: str, instead: str = "") -> RequestError:
+    """A field we know, whose effect we do not have: saying so beats an answer that ignored it."""
+    return RequestError(
+        f"`{field}` is not built yet{'; ' + instead if instead else ''}", field, code="unsupported_parameter"
+    )

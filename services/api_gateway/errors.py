@@ -35,10 +35,3 @@ def body(error: RequestError) -> bytes:
     kind = _KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
     code = error.code or _CODES.get(error.status)
     return msgspec.json.encode(ErrorBody(ErrorInfo(str(error), kind, error.field or None, code)))
-
-
-def not_built(field: str, instead: str = "") -> ApiError:
-    """A field we know, whose effect we do not have: saying so beats an answer that ignored it."""
-    return ApiError(
-        f"`{field}` is not built yet{'; ' + instead if instead else ''}", field, code="unsupported_parameter"
-    )

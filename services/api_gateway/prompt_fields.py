@@ -4,21 +4,11 @@ from array import array
 
 import msgspec
 
-from blockyard.services.api_gateway.errors import ApiError, not_built
-from blockyard.services.api_gateway.schemas import NULL, ChatRequest, ContentPart, Message, TokenizeRequest
+from blockyard.services.api_gateway.errors import ApiError
+from blockyard.services.api_gateway.schemas import ChatRequest, TokenizeRequest
 from blockyard.shared.messages import ModelCard, Tokenize
 from blockyard.shared.ring_client import limits
-
-ROLES = ("system", "developer", "user", "assistant", "tool")
-
-
-class TemplateMessage(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a chat template sees of a message; parts are joined to one text."""
-
-    role: str
-    content: str
-    name: str | None = None
-    reasoning_content: str | None = None
+from blockyard.shared.ring_client.chat_messages import read_messages
 
 
 def completion_prompts(prompt: str | list[str | int | list[int]] | None, card: ModelCard) -> list[Tokenize]:
@@ -51,7 +41,7 @@ def chat_prompt(request: ChatRequest | TokenizeRequest, card: ModelCard) -> Toke
     return Tokenize(
         request_id="",
         model=card.names[0],
-        messages=_messages(request.messages),
+        messages=read_messages(request.messages),
         template_kwargs=msgspec.json.encode(kwargs) if kwargs else b"",
         chat_template=request.chat_template,
         add_generation_prompt=not continues if request.add_generation_prompt is None else request.add_generation_prompt,
@@ -81,41 +71,3 @@ def _ids(ids: list[int], field: str, card: ModelCard) -> Tokenize:
         raise ApiError(f"`{field}` is empty", field)
     limits.token_ids(field, ids, card.vocab_size)
     return Tokenize(request_id="", model=card.names[0], token_ids=array("I", ids).tobytes())
-
-
-def _messages(messages: list[Message] | None) -> bytes:
-    if not messages:
-        raise ApiError("`messages` is empty" if messages == [] else "`messages` is missing", "messages")
-    return msgspec.json.encode([_message(m, f"messages[{i}]") for i, m in enumerate(messages)])
-
-
-def _message(message: Message, where: str) -> TemplateMessage:
-    if message.role not in ROLES:
-        raise ApiError(f"role must be one of {', '.join(ROLES)}, got {message.role[:40]!r}", f"{where}.role")
-    if message.role == "tool":
-        raise not_built(f"{where}.role", "messages of the role tool need tool calls")
-    for name in ("tool_calls", "function_call", "audio"):
-        if bytes(getattr(message, name)) not in (bytes(NULL), b"[]"):
-            raise not_built(f"{where}.{name}")
-    content = message.content
-    if content is None:
-        if message.role != "assistant":
-            raise ApiError("content is missing", f"{where}.content")
-        content = message.refusal or ""
-    if not isinstance(content, str):
-        content = "\n".join(_part(p, f"{where}.content[{i}]") for i, p in enumerate(content))
-    return TemplateMessage(message.role, content, message.name, message.reasoning_content or message.reasoning)
-
-
-def _part(part: ContentPart, where: str) -> str:
-    if part.type == "text" and part.text is not None:
-        return part.text
-    if part.type == "refusal" and part.refusal is not None:
-        return part.refusal
-    if part.type in ("text", "refusal"):
-        raise ApiError(f"a part of type {part.type} needs the field {part.type}", f"{where}.{part.type}")
-    raise ApiError(
-        f"this model takes text alone: parts of type {part.type[:40]!r} are not built yet",
-        f"{where}.type",
-        code="unsupported_content",
-    )

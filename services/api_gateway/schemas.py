@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from blockyard.services.api_gateway.errors import ApiError, not_built
-
-NULL = msgspec.Raw(b"null")
+from blockyard.services.api_gateway.errors import ApiError
+from blockyard.shared.errors import not_built
+from blockyard.shared.ring_client.chat_messages import NULL, Message
 
 # field -> values that ask for nothing; null is always one
 NOT_BUILT: dict[str, tuple[object, ...]] = {
@@ -112,36 +112,6 @@ class CompletionRequest(GenerationFields):
     echo: bool | None = None
     logprobs: int | None = None
     suffix: msgspec.Raw = NULL
-
-
-class ContentPart(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    type: str
-    text: str | None = None
-    refusal: str | None = None
-    image_url: msgspec.Raw = NULL
-    input_audio: msgspec.Raw = NULL
-    video_url: msgspec.Raw = NULL
-    audio_url: msgspec.Raw = NULL
-    file: msgspec.Raw = NULL
-    detail: msgspec.Raw = NULL
-    uuid: msgspec.Raw = NULL
-    annotations: msgspec.Raw = NULL
-
-
-class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Also takes what a client sends back of an earlier answer."""
-
-    role: str
-    content: str | list[ContentPart] | None = None
-    name: str | None = None
-    refusal: str | None = None
-    reasoning: str | None = None
-    reasoning_content: str | None = None
-    annotations: msgspec.Raw = NULL
-    tool_calls: msgspec.Raw = NULL
-    tool_call_id: msgspec.Raw = NULL
-    function_call: msgspec.Raw = NULL
-    audio: msgspec.Raw = NULL
 
 
 class ChatRequest(GenerationFields):

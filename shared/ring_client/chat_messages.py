@@ -1,0 +1,87 @@
+"""Chat messages as callers write them, checked and turned into what a chat template sees."""
+
+import msgspec
+
+from blockyard.shared.errors import RequestError, not_built
+
+NULL = msgspec.Raw(b"null")
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+class ContentPart(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+    image_url: msgspec.Raw = NULL
+    input_audio: msgspec.Raw = NULL
+    video_url: msgspec.Raw = NULL
+    audio_url: msgspec.Raw = NULL
+    file: msgspec.Raw = NULL
+    detail: msgspec.Raw = NULL
+    uuid: msgspec.Raw = NULL
+    annotations: msgspec.Raw = NULL
+
+
+class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Also takes what a client sends back of an earlier answer."""
+
+    role: str
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    refusal: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    annotations: msgspec.Raw = NULL
+    tool_calls: msgspec.Raw = NULL
+    tool_call_id: msgspec.Raw = NULL
+    function_call: msgspec.Raw = NULL
+    audio: msgspec.Raw = NULL
+
+
+class TemplateMessage(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a chat template sees of a message; parts are joined to one text."""
+
+    role: str
+    content: str
+    name: str | None = None
+    reasoning_content: str | None = None
+
+
+def read_messages(messages: list[Message] | None) -> bytes:
+    """As Tokenize carries them. Raises RequestError."""
+    if not messages:
+        raise RequestError("`messages` is empty" if messages == [] else "`messages` is missing", "messages")
+    return msgspec.json.encode([_message(m, f"messages[{i}]") for i, m in enumerate(messages)])
+
+
+def _message(message: Message, where: str) -> TemplateMessage:
+    if message.role not in ROLES:
+        raise RequestError(f"role must be one of {', '.join(ROLES)}, got {message.role[:40]!r}", f"{where}.role")
+    if message.role == "tool":
+        raise not_built(f"{where}.role", "messages of the role tool need tool calls")
+    for name in ("tool_calls", "function_call", "audio"):
+        if bytes(getattr(message, name)) not in (bytes(NULL), b"[]"):
+            raise not_built(f"{where}.{name}")
+    content = message.content
+    if content is None:
+        if message.role != "assistant":
+            raise RequestError("content is missing", f"{where}.content")
+        content = message.refusal or ""
+    if not isinstance(content, str):
+        content = "\n".join(_part(p, f"{where}.content[{i}]") for i, p in enumerate(content))
+    return TemplateMessage(message.role, content, message.name, message.reasoning_content or message.reasoning)
+
+
+def _part(part: ContentPart, where: str) -> str:
+    if part.type == "text" and part.text is not None:
+        return part.text
+    if part.type == "refusal" and part.refusal is not None:
+        return part.refusal
+    if part.type in ("text", "refusal"):
+        raise RequestError(f"a part of type {part.type} needs the field {part.type}", f"{where}.{part.type}")
+    raise RequestError(
+        f"this model takes text alone: parts of type {part.type[:40]!r} are not built yet",
+        f"{where}.type",
+        code="unsupported_content",
+    )
