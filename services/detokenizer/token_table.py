@@ -145,19 +145,14 @@ class TokenTable:
                 return token.encode()
         for pattern, content in self.decoding.replaces:
             token = token.replace(pattern, content)
-        if self.decoding.byte_fallback and (byte := _fallback_byte(token)) is not None:
-            return byte
-        return token.encode()
+        byte = _fallback_byte(token) if self.decoding.byte_fallback else None
+        return token.encode() if byte is None else byte
 
     def piece(self, token_id: int, skip_special: bool) -> str | bytes:
         """Text that stands for itself, or bytes that may be part of a character; b"" adds nothing."""
         data = self.raw(token_id)
         if skip_special and self.is_special(token_id):
             return b""
-        if self.decoding.kind is Kind.PIECES and self.decoding.byte_fallback:
-            token = self.token(token_id)
-            if token is not None and _fallback_byte(token) is not None:
-                return data  # joins its neighbours even if it is ASCII
         try:
             return data.decode() or b""
         except UnicodeDecodeError:

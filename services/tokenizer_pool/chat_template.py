@@ -75,8 +75,8 @@ class ChatTemplates:
             raise RequestError(
                 "continue_final_message and add_generation_prompt cannot both be set", "continue_final_message"
             )
-        with self._limits.applied("messages"):
-            return self._render(chat, self._compile(source, "messages" if chat.template is None else "chat_template"))
+        field = "messages" if chat.template is None else "chat_template"
+        return self._limits.run("messages", lambda: self._render(chat, self._compile(source, field)))
 
     def _pick(self, chat: Chat) -> str:
         if chat.template is not None:

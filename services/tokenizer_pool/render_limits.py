@@ -3,13 +3,17 @@
 import os
 import resource
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+import traceback
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
+from typing import TypeVar
 
 from blockyard.shared.errors import RequestError
 
-AGAIN_S = 0.1  # should something swallow the first alarm
+AGAIN_S = 0.1  # a destructor may swallow an alarm
+
+T = TypeVar("T")
 
 
 class _OutOfTime(BaseException):
@@ -23,35 +27,41 @@ class RenderLimits:
     space on top of what the process has; it stops single huge strings, which no alarm can interrupt.
     """
 
-    def __init__(self, cpu_s: float = 2.0, memory_bytes: int = 512 << 20) -> None:
+    def __init__(self, cpu_s: float = 2.0, memory_bytes: int = 256 << 20) -> None:
         self._cpu_s = cpu_s
         self._memory_bytes = memory_bytes
-        self._armed = False
-        signal.signal(signal.SIGPROF, self._alarm)
+        signal.signal(signal.SIGPROF, _alarm)
 
-    @contextmanager
-    def applied(self, field: str) -> Iterator[None]:
-        """Raises RequestError naming `field` when the block takes too much."""
+    def run(self, field: str, work: Callable[[], T]) -> T:
+        """What `work` returns. Raises RequestError naming `field` when it takes too much."""
         soft, hard = resource.getrlimit(resource.RLIMIT_AS)
         limit = _address_space_bytes() + self._memory_bytes
         try:
-            try:
-                self._armed = True
-                signal.setitimer(signal.ITIMER_PROF, self._cpu_s, AGAIN_S)
-                resource.setrlimit(resource.RLIMIT_AS, (limit if soft < 0 else min(soft, limit), hard))
-                yield
-            finally:
-                self._armed = False
-                signal.setitimer(signal.ITIMER_PROF, 0)
-                resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-        except _OutOfTime:
-            raise RequestError(f"the chat template took more than {self._cpu_s:g} s", field) from None
-        except MemoryError:
-            raise RequestError("the chat template needs too much memory", field) from None
+            resource.setrlimit(resource.RLIMIT_AS, (limit if soft < 0 else min(soft, limit), hard))
+            signal.setitimer(signal.ITIMER_PROF, self._cpu_s, AGAIN_S)
+            return _interruptible(work)
+        except _OutOfTime as e:
+            why = f"takes more than {self._cpu_s:g} s"
+            traceback.clear_frames(e.__traceback__)  # they hold what it had made so far
+        except MemoryError as e:
+            why = "needs too much memory"
+            traceback.clear_frames(e.__traceback__)
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        raise RequestError(f"the chat template {why}", field)
 
-    def _alarm(self, *_: object) -> None:
-        if self._armed:
+
+def _interruptible(work: Callable[[], T]) -> T:
+    return work()
+
+
+def _alarm(_: int, frame: FrameType | None) -> None:
+    """Raises only below `_interruptible`, so never while limits are set up or taken back."""
+    while frame is not None:
+        if frame.f_code is _interruptible.__code__:
             raise _OutOfTime
+        frame = frame.f_back
 
 
 def _address_space_bytes() -> int:

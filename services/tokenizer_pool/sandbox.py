@@ -12,7 +12,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-MAX_REPEATED = 16_000_000  # characters or items that one `*` may make
+MAX_REPEATED = 4_000_000  # characters or items that one `*` may make
 MAX_BITS = 16_384  # of an integer that `*` or `**` makes
 
 

@@ -1,0 +1,182 @@
+"""Text, chats and ids to token ids with block names, and back; what cannot be is rejected by field."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from blockyard.services.tokenizer_pool.chat_template import ChatTemplates
+from blockyard.services.tokenizer_pool.render_limits import RenderLimits
+from blockyard.services.tokenizer_pool.service import TokenizerPool
+from blockyard.services.tokenizer_pool.texts import Texts
+from blockyard.shared.block_names import block_names, root_name
+from blockyard.shared.bus import Changed, Joined
+from blockyard.shared.fake_links import FakeLinks
+from blockyard.shared.messages import (
+    Detokenize,
+    Detokenized,
+    Member,
+    ModelCard,
+    Role,
+    TextRejected,
+    Tokenize,
+    Tokenized,
+)
+from blockyard.shared.token_ids import pack, unpack
+
+TEMPLATE = "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}:{{ m.content }}<|im_end|>{% endfor %}"
+USER = b'[{"role": "user", "content": "the fox"}]'
+
+
+@pytest.fixture
+def texts(byte_tokenizer: Tokenizer) -> Iterator[Texts]:
+    templates = ChatTemplates({"default": TEMPLATE}, {"bos_token": "<s>"}, RenderLimits())
+    yield Texts(byte_tokenizer, byte_tokenizer.get_vocab_size(), templates, 4, "scope")
+
+
+def done(texts: Texts, **fields: Any) -> Tokenized:
+    answer = texts.tokenize(Tokenize("r", "m", **fields))
+    assert isinstance(answer, Tokenized), answer
+    assert answer.request_id == "r"
+    return answer
+
+
+def rejected(texts: Texts, **fields: Any) -> TextRejected:
+    answer = texts.tokenize(Tokenize("r", "m", **fields))
+    assert isinstance(answer, TextRejected), answer
+    assert answer.request_id == "r" and answer.message
+    return answer
+
+
+def test_text(texts: Texts, byte_tokenizer: Tokenizer) -> None:
+    answer = done(texts, text="the quick fox jumps", cache_salt="salt")
+    ids = byte_tokenizer.encode("the quick fox jumps").ids
+    assert unpack(answer.token_ids) == ids and ids[0] == 0
+    assert answer.block_names == block_names(root_name("scope", cache_salt="salt"), pack(ids), 4)
+    assert len(answer.block_names) == 16 * (len(ids) // 4) > 0
+    assert (answer.text, answer.pieces, answer.bad_words) == ("", [], [])
+    plain = unpack(done(texts, text="the quick fox jumps", add_special_tokens=False).token_ids)
+    assert plain == ids[1:]
+    assert done(texts, text="the quick fox jumps").block_names != answer.block_names
+
+
+def test_chat_gets_special_tokens_from_its_template_alone(texts: Texts, byte_tokenizer: Tokenizer) -> None:
+    answer = done(texts, messages=USER, want_text=True, want_pieces=True)
+    assert answer.text == "<s><|im_start|>user:the fox<|im_end|>"
+    assert unpack(answer.token_ids) == byte_tokenizer.encode(answer.text, add_special_tokens=False).ids
+    assert answer.pieces == [byte_tokenizer.id_to_token(i) for i in unpack(answer.token_ids)]
+    assert unpack(done(texts, messages=USER, add_special_tokens=True).token_ids)[:2] == [0, 0]
+
+
+def test_ids(texts: Texts, byte_tokenizer: Tokenizer) -> None:
+    ids = byte_tokenizer.encode("the fox").ids
+    answer = done(texts, token_ids=pack(ids), want_text=True)
+    assert unpack(answer.token_ids) == ids
+    assert answer.text == "<s>the fox"
+    assert answer.block_names == done(texts, text="the fox").block_names
+    bad = rejected(texts, token_ids=pack([1, texts.vocab_size]))
+    assert bad.field == "prompt" and str(texts.vocab_size) in bad.message
+    assert rejected(texts, token_ids=b"abc").field == "prompt"
+    texts.vocab_size += 1
+    done(texts, token_ids=pack([texts.vocab_size - 1]))
+
+
+def test_ids_that_the_model_does_not_know(texts: Texts) -> None:
+    texts.vocab_size = 10
+    assert rejected(texts, text="the fox").field == "prompt"
+    assert rejected(texts, messages=USER).field == "messages"
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({}, "prompt"),
+        ({"text": "a", "messages": b"[]"}, "prompt"),
+        ({"text": "a\ud800"}, "prompt"),
+        ({"messages": b"[]"}, "messages"),
+        ({"messages": b"{"}, "messages"),
+        ({"messages": b"[1]"}, "messages"),
+        ({"messages": b'[{"role": "\xff"}]'}, "messages"),
+        ({"messages": b'[{"role": "\\ud800"}]'}, "messages"),
+        ({"messages": b"[" * 100_000}, "messages"),
+        ({"messages": USER, "tools": b"{}"}, "tools"),
+        ({"messages": USER, "template_kwargs": b"[]"}, "chat_template_kwargs"),
+        ({"messages": USER, "template_kwargs": b'{"messages": 1}'}, "chat_template_kwargs"),
+        ({"messages": USER, "chat_template": "{% x %}"}, "chat_template"),
+        ({"messages": USER, "chat_template": "{{ '\\ud800' }}"}, "messages"),
+        ({"messages": USER, "chat_template": "{{ raise_exception('no') }}"}, "messages"),
+        ({"messages": USER, "continue_final_message": True}, "continue_final_message"),
+        ({"text": "a", "bad_words": ["b", " "]}, "bad_words"),
+        ({"text": "a", "bad_words": ["\udfff"]}, "bad_words"),
+    ],
+)
+def test_rejected_by_field(texts: Texts, fields: dict[str, Any], field: str) -> None:
+    assert rejected(texts, **fields).field == field
+
+
+def test_templates_of_requests_may_be_forbidden(byte_tokenizer: Tokenizer) -> None:
+    templates = ChatTemplates({"default": "x"}, {}, RenderLimits())
+    texts = Texts(byte_tokenizer, 1000, templates, 4, "", trust_request_template=False)
+    assert rejected(texts, messages=USER, chat_template="y").field == "chat_template"
+
+
+def test_bad_words_with_and_without_a_space(texts: Texts, byte_tokenizer: Tokenizer) -> None:
+    def ids(text: str) -> list[int]:
+        return list(byte_tokenizer.encode(text, add_special_tokens=False).ids)
+
+    assert len(ids("two")) > len(ids(" two")) == 1  # the spaced form is another length: left out, as in vLLM
+    assert done(texts, text="a", bad_words=["two"]).bad_words == [ids("two")]
+    one = next(w for w in ("e", "t", "o", "s", "f") if len(ids(" " + w)) == len(ids(w)) == 1)
+    assert done(texts, text="a", bad_words=["  " + one]).bad_words == [ids(one), ids(" " + one)]
+
+
+def test_a_bad_word_that_a_space_does_not_change(word_tokenizer: Tokenizer) -> None:
+    texts = Texts(word_tokenizer, 1000, ChatTemplates({}, {}, RenderLimits()), 4, "")
+    assert done(texts, text="a", bad_words=["fox"]).bad_words == [word_tokenizer.encode("fox").ids]
+
+
+def test_detokenize(texts: Texts, byte_tokenizer: Tokenizer) -> None:
+    ids = byte_tokenizer.encode("naïve 🎉").ids
+    assert texts.detokenize(Detokenize("d", "m", pack(ids))) == Detokenized("d", "<s>naïve 🎉")
+    assert texts.detokenize(Detokenize("d", "m", b"")) == Detokenized("d", "")
+    for bad in (pack([10**6]), b"x"):
+        answer = texts.detokenize(Detokenize("d", "m", bad))
+        assert isinstance(answer, TextRejected) and answer.field == "tokens"
+
+
+@pytest.fixture
+def links() -> FakeLinks:
+    return FakeLinks(Member("tokenizer", Role.TOKENIZER_POOL, 1, "ipc://x"))
+
+
+def test_service_answers_in_order_and_counts(links: FakeLinks, texts: Texts) -> None:
+    pool = TokenizerPool(links, texts, ["m"])
+    pool.handle(5, Tokenize("a", "m", text="the fox"))
+    pool.handle(6, Tokenize("b", "m"))
+    pool.handle(5, Detokenize("c", "m", b""))
+    assert [(to, type(frame)) for to, frame in links.answered] == [(5, Tokenized), (6, TextRejected), (5, Detokenized)]
+    pool.count()
+    first = links.answered[0][1]
+    assert isinstance(first, Tokenized)
+    assert links.me.stats.requests_total == 3
+    assert links.me.stats.prompt_tokens_total == len(first.token_ids) // 4
+    assert links.me.stats.rss_bytes > 0
+
+
+def test_service_learns_the_models_vocabulary(links: FakeLinks, texts: Texts) -> None:
+    pool = TokenizerPool(links, texts, ["m"])
+    member = Member("s", Role.SCHEDULER, 9, "ipc://s")
+    pool.handle(9, Joined(member))
+    for name, vocab_size in (("other", 3), ("m", 7)):
+        card = ModelCard([name], "", 10, vocab_size, 0)
+        pool.handle(9, Changed(Member("s", Role.SCHEDULER, 9, "ipc://s", card=card)))
+    assert texts.vocab_size == 7
+
+
+def test_deeply_nested_content_is_no_crash(texts: Texts) -> None:
+    content: Any = "x"
+    for _ in range(400):
+        content = [content]
+    assert rejected(texts, messages=json.dumps([{"role": "user", "content": content}]).encode()).field == "messages"

@@ -1,0 +1,65 @@
+"""Names of KV blocks: chained, of full blocks only, and different whenever KV would differ."""
+
+import hashlib
+import struct
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from blockyard.shared.block_names import NAME_BYTES, block_names, root_name
+from blockyard.shared.token_ids import pack, unpack
+
+ids_lists = st.lists(st.integers(0, 2**32 - 1), max_size=40)
+
+
+def split(names: bytes) -> list[bytes]:
+    return [names[i : i + NAME_BYTES] for i in range(0, len(names), NAME_BYTES)]
+
+
+def test_known_value() -> None:
+    """Changing how names are made must be seen: processes of two versions would disagree silently."""
+    root = hashlib.sha256(b"".join(struct.pack("<Q", len(part)) + part for part in (b"m", b"a", b"s"))).digest()[:16]
+    assert root_name("m", "a", "s") == root
+    first = hashlib.sha256(root + struct.pack("<2I", 1, 2)).digest()[:16]
+    second = hashlib.sha256(first + struct.pack("<2I", 3, 4)).digest()[:16]
+    assert block_names(root, pack([1, 2, 3, 4, 5]), 2) == first + second
+
+
+@given(ids=ids_lists, more=ids_lists, block_size=st.integers(1, 8))
+def test_chain(ids: list[int], more: list[int], block_size: int) -> None:
+    root = root_name("m")
+    names = split(block_names(root, pack(ids), block_size))
+    assert len(names) == len(ids) // block_size
+    longer = split(block_names(root, pack(ids + more), block_size))
+    assert longer[: len(names)] == names
+    # the scheduler goes on from the last full block
+    start = len(names) * block_size
+    rest = split(block_names(names[-1] if names else root, pack((ids + more)[start:]), block_size))
+    assert names + rest == longer
+    assert len(set(longer)) == len(longer)
+
+
+@given(ids=st.lists(st.integers(0, 99), min_size=8, max_size=8), at=st.integers(0, 7))
+def test_a_change_renames_its_block_and_all_after(ids: list[int], at: int) -> None:
+    changed = [*ids[:at], ids[at] + 1, *ids[at + 1 :]]
+    before, after = (split(block_names(root_name("m"), pack(i), 2)) for i in (ids, changed))
+    assert [a == b for a, b in zip(before, after, strict=True)] == [n < at // 2 for n in range(4)]
+
+
+def test_whatever_else_kv_depends_on_is_in_the_root() -> None:
+    roots = [
+        root_name("m"),
+        root_name("n"),
+        root_name("m", adapter="x"),
+        root_name("m", cache_salt="x"),
+        root_name("mx"),
+        root_name("m", "", "", [b"x"]),
+        root_name("m", "", "", [b"x", b""]),
+    ]
+    assert len(set(roots)) == len(roots)
+
+
+@given(ids=ids_lists)
+def test_token_ids_travel_as_little_endian_uint32(ids: list[int]) -> None:
+    assert unpack(pack(ids)) == ids
+    assert pack([258]) == b"\x02\x01\x00\x00"
