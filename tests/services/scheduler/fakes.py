@@ -5,6 +5,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from blockyard.shared.messages import (
     Accepted,
     Cancel,
@@ -21,9 +23,6 @@ from blockyard.shared.messages import (
     TokenLogprobs,
     TokenStep,
 )
-
-# request id, attempt, choice, first, ids, finish
-Delta = tuple[str, int, int, int, list[int], FinishReason | None]
 
 
 def ids_bytes(ids: list[int]) -> bytes:
@@ -151,9 +150,7 @@ class FakeDetokenizer:
         assert step.first == stream.num_ids, f"stream has {stream.num_ids} ids, got {step}"
         stream.num_ids += len(step.token_ids)
         if step.finish is None and step.token_ids and self.stops(step):
-            stopped = TokenStep(
-                step.request_id, step.attempt, step.choice, step.first, step.token_ids, FinishReason.STOP
-            )
+            stopped = msgspec.structs.replace(step, finish=FinishReason.STOP)
             read(stream.gateway, stopped)
             del self.streams[step.request_id, step.choice]
             return StreamRef(step.request_id, step.attempt, step.choice)

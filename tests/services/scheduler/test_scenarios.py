@@ -2,35 +2,339 @@
 
 import pytest
 
-from blockyard.shared.messages import FinishReason, StepPlan
+from blockyard.services.scheduler.core import FencedError
+from blockyard.shared.messages import (
+    Attach,
+    Attached,
+    Cancel,
+    Fenced,
+    FinishReason,
+    Geometry,
+    StepPlan,
+    StepResult,
+    Stop,
+    StreamRef,
+    TokenBatch,
+)
 
-from .fakes import FakeGateway
-from .world import Shape, World
+from .conftest import Ring
+from .fakes import ids_bytes
+from .world import World
 
-
-def ring(shape: Shape, **more: object) -> tuple[World, FakeGateway]:
-    world = World(shape, **more)
-    gateway = world.add_gateway()
-    world.add_worker()
-    world.add_detokenizer()
-    world.settle()
-    return world, gateway
-
-
-def finished(world: World) -> None:
-    world.settle()
-    world.check_outputs()
-    world.check_idle()
-
-
-@pytest.mark.parametrize("depth", [0, 1, 3])
-def test_a_request_runs_to_its_length(depth: int) -> None:
-    world, gateway = ring(Shape(depth=depth))
-    world.submit(gateway, "a", 5, max_tokens=8)
-    finished(world)
-    out = gateway.journals["a"].outputs[0]
-    assert (len(out.ids), out.finish) == (8, FinishReason.LENGTH)
+LENGTH, STOP = FinishReason.LENGTH, FinishReason.STOP
 
 
 def plans(world: World) -> list[StepPlan]:
     return [o.frame for o in world.sent if isinstance(o.frame, StepPlan)]
+
+
+def batches(world: World) -> list[TokenBatch]:
+    return [o.frame for o in world.sent if isinstance(o.frame, TokenBatch)]
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_a_request_runs_to_its_length(ring: type[Ring], depth: int) -> None:
+    it = ring(depth=depth)
+    it.submit("a", 5, max_tokens=8)
+    it.finish()
+    assert (len(it.output("a").ids), it.output("a").finish) == (8, LENGTH)
+    assert len(plans(it.world)) == 8  # none is wasted: the end by max_tokens is foreseen
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_plans_leave_before_the_results_of_earlier_ones_are_in(ring: type[Ring], depth: int) -> None:
+    it = ring(depth=depth)
+    it.submit("a", 5, max_tokens=20)
+    assert len(it.worker.flight) == depth + 1
+    for plan in plans(it.world)[1:]:
+        assert [run.max_tokens for run in plan.runs] == [1]
+    it.steps(3)
+    assert len(it.worker.flight) == depth + 1
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_length_of_the_model_ends_a_choice(ring: type[Ring], depth: int) -> None:
+    it = ring(depth=depth, max_model_len=20)
+    it.submit("a", 12, max_tokens=100)
+    it.finish()
+    assert (len(it.output("a").ids), it.output("a").finish) == (8, LENGTH)
+
+
+def test_a_pool_smaller_than_the_model_length_is_the_limit(ring: type[Ring]) -> None:
+    it = ring(max_model_len=64, num_blocks=5, block_size=4)
+    card = it.world.core.card
+    assert card is not None
+    assert card.max_model_len == 20
+    assert any("20, not 64" in note for note in it.world.core.notes)
+    it.submit("a", 12, max_tokens=100)
+    it.finish()
+    assert (len(it.output("a").ids), it.output("a").finish) == (8, LENGTH)
+
+
+def test_scoring_a_prompt_takes_no_token(ring: type[Ring]) -> None:
+    it = ring(max_num_batched_tokens=4)
+    it.submit("a", 10, max_tokens=0, num_prompt_logprobs=1)
+    it.finish()
+    out = it.output("a")
+    assert (out.ids, out.finish) == ([], LENGTH)
+    assert sorted(out.prompt_logprobs) == list(range(1, 10))
+
+
+def test_end_of_sequence_ends_a_choice_and_its_slot_is_given_back(ring: type[Ring]) -> None:
+    it = ring(eos_every=3)
+    for i in range(12):
+        it.submit(f"{i}", 3, max_tokens=50, seed=i)
+    it.finish()
+    assert {it.output(f"{i}").finish for i in range(12)} == {STOP}
+
+
+def test_decodes_come_first_and_a_long_prompt_takes_what_is_left(ring: type[Ring]) -> None:
+    it = ring(max_num_batched_tokens=8, depth=0)
+    it.submit("a", 3, max_tokens=20)
+    it.submit("b", 3, max_tokens=20)
+    it.steps(2)
+    it.submit("long", 20, max_tokens=2)
+    it.steps(1)
+    assert [run.max_tokens for run in plans(it.world)[-1].runs] == [1, 1, 6]
+    it.finish()
+
+
+def test_without_chunks_a_prompt_waits_for_a_step_that_takes_all_of_it(ring: type[Ring]) -> None:
+    it = ring(max_num_batched_tokens=20, depth=0, whole_prompts=True)
+    it.submit("a", 12, max_tokens=4)
+    it.submit("b", 20, max_tokens=4)
+    it.finish()
+    chunks = [run.max_tokens for plan in plans(it.world) for run in plan.runs if run.max_tokens > 1]
+    assert chunks == [12, 20]
+    assert not any(20 in [r.max_tokens for r in p.runs] and len(p.runs) > 1 for p in plans(it.world))
+
+
+def test_no_more_sequences_than_allowed(ring: type[Ring]) -> None:
+    it = ring(max_num_seqs=2, max_num_batched_tokens=64)
+    it.submit("a", 3, n=5)
+    it.finish()
+    assert max(len(plan.runs) for plan in plans(it.world)) == 2
+
+
+def test_the_newest_is_preempted_and_its_results_still_count(ring: type[Ring]) -> None:
+    it = ring(num_blocks=8, block_size=4, depth=1)
+    it.submit("old", 10, max_tokens=20)
+    it.submit("new", 10, max_tokens=20)
+    while not it.world.core.stats().preemptions_total:
+        it.steps(1)
+    new = it.world.core._lifecycle.requests["new"].choices[0]
+    assert new.ticket, "the newest waits"
+    assert new.awaits_results()
+    known = new.known
+    it.steps(1)
+    assert new.known == known + 1  # of the plan that was in flight
+    it.finish()
+    resumed = [s for p in plans(it.world) for s in p.starts if len(s.token_ids) // 4 > s.num_prompt_tokens]
+    assert [len(s.token_ids) // 4 for s in resumed] == [known + 1]
+    assert resumed[0].num_prompt_tokens == 10
+
+
+def test_nobody_is_preempted_for_blocks_that_will_be_free_anyway(ring: type[Ring]) -> None:
+    it = ring(num_blocks=8, block_size=4, depth=1)
+    it.submit("a", 9, max_tokens=6)
+    it.submit("c", 1, max_tokens=20)
+    it.submit("b", 12, max_tokens=4)
+    it.steps(2)
+    group = it.world.core._groups.attached[it.worker.incarnation]
+    assert group.blocks.num_free == 0
+    it.journal("c").cancelled = True
+    it.world.tell(it.gateway.incarnation, Cancel("c", 0))
+    assert group.blocks.num_resting == 1
+    it.steps(1)
+    assert [run.slot for run in plans(it.world)[-1].runs] == [2], "a needs a block and waits for c's"
+    it.finish()
+    assert it.world.core.stats().preemptions_total == 0
+
+
+def test_logprobs_that_were_never_kept_are_computed_again(ring: type[Ring]) -> None:
+    it = ring()
+    it.submit("a", 5, max_tokens=30, num_logprobs=0)
+    it.steps(6)
+    it.world.tell(it.gateway.incarnation, it.gateway.again("a"))
+    out = it.output("a")
+    choice = it.world.core._lifecycle.requests["a"].choices[0]
+    choice.logprobs_from, choice.logprobs = len(out.ids), choice.logprobs[len(out.ids) :]
+    out.ids.pop()
+    out.logprobs.pop()  # a journal older than what this scheduler began with
+    it.world.tell(it.gateway.incarnation, it.gateway.again("a"))
+    it.finish()
+
+
+def test_cancel_frees_everything_and_closes_the_stream(ring: type[Ring]) -> None:
+    it = ring()
+    it.submit("a", 10, n=3, max_tokens=40)
+    it.steps(3)
+    it.journal("a").cancelled = True
+    for _ in range(2):
+        it.world.tell(it.gateway.incarnation, Cancel("a", 0))
+    assert batches(it.world)[-1].closes == [Cancel("a", 0)]
+    it.submit("b", 5)
+    it.finish()
+
+
+def test_cancel_of_an_earlier_attempt_or_an_unknown_id_is_ignored(ring: type[Ring]) -> None:
+    it = ring()
+    it.submit("a", 10, max_tokens=10)
+    it.world.tell(it.gateway.incarnation, it.gateway.again("a"))
+    it.world.tell(it.gateway.incarnation, Cancel("a", 0))
+    it.world.tell(it.gateway.incarnation, Cancel("nobody", 9))
+    it.finish()
+    assert len(it.output("a").ids) == 10
+
+
+def test_stop_ends_a_choice_without_a_final_step(ring: type[Ring]) -> None:
+    it = ring()
+    it.submit("a", 5, n=2, max_tokens=30)
+    it.steps(3)
+    it.world.tell(it.detokenizer.incarnation, Stop([StreamRef("a", 0, 1), StreamRef("a", 7, 0), StreamRef("x", 0, 0)]))
+    del it.detokenizer.streams["a", 1]
+    it.output("a", 1).finish = STOP  # the detokenizer wrote it
+    sent = len(batches(it.world))
+    it.finish()
+    assert {step.choice for batch in batches(it.world)[sent:] for step in batch.steps} == {0}
+
+
+def test_the_same_generate_twice_is_answered_twice_and_run_once(ring: type[Ring]) -> None:
+    it = ring()
+    it.submit("a", 5, max_tokens=6)
+    it.world.tell(it.gateway.incarnation, it.journal("a").frame)
+    it.finish()
+    assert sum(len(p.starts) for p in plans(it.world)) == 1
+    assert len(it.output("a").ids) == 6
+
+
+@pytest.mark.parametrize("lost", ["detokenizer", "worker"])
+def test_a_death_in_mid_stream_loses_and_repeats_nothing(ring: type[Ring], lost: str) -> None:
+    it = ring()
+    it.submit("a", 5, n=2, max_tokens=30)
+    it.steps(6)
+    if lost == "detokenizer":
+        it.world.work(it.worker)
+        it.world.work(it.worker)  # what these brought is lost with the detokenizer
+        it.world.kill(it.detokenizer.incarnation)
+        it.world.settle()
+        it.world.add_detokenizer()
+    else:
+        it.world.kill(it.worker.incarnation)
+        it.world.settle()
+        assert it.world.core.stats().waiting == 2
+        it.world.add_worker()
+    it.finish()
+    assert [len(it.output("a", i).ids) for i in range(2)] == [30, 30]
+
+
+def test_a_rebound_request_runs_on_and_only_its_stream_is_new(ring: type[Ring]) -> None:
+    it = ring()
+    it.submit("a", 5, max_tokens=30)
+    it.steps(6)
+    second = it.world.add_detokenizer()
+    it.world.kill(it.detokenizer.incarnation)
+    opened = [new for batch in batches(it.world) for new in batch.opens][-1]
+    assert (opened.attempt, opened.chars_sent) == (1, len(it.output("a").ids))
+    assert it.journal("a").detokenizer == second.incarnation
+    it.finish()
+    assert sum(len(p.starts) for p in plans(it.world)) == 1
+
+
+def test_ids_that_are_not_the_beginning_of_what_is_known_start_over(ring: type[Ring]) -> None:
+    it = ring()
+    it.submit("a", 5, max_tokens=30)
+    it.steps(6)
+    it.output("a").ids[:] = [1, 2, 3]
+    frame = it.gateway.again("a")
+    it.world.tell(it.gateway.incarnation, frame)
+    it.steps(3)
+    start = [s for p in plans(it.world) for s in p.starts][-1]
+    assert start.token_ids == frame.prompt_ids + ids_bytes([1, 2, 3])
+    assert start.num_prompt_tokens == 5
+
+
+def test_choices_that_are_not_listed_any_more_end(ring: type[Ring]) -> None:
+    it = ring()
+    it.submit("a", 5, n=3, max_tokens=20)
+    it.steps(4)
+    it.output("a", 1).finish = STOP  # the gateway has its final delta, we have not heard yet
+    it.world.tell(it.gateway.incarnation, it.gateway.again("a"))
+    assert sorted(it.world.core._lifecycle.requests["a"].choices) == [0, 2]
+    it.finish()
+
+
+def test_a_choice_that_comes_back_complete_ends_at_once(ring: type[Ring]) -> None:
+    it = ring()
+    frame = it.gateway.new("a", [1, 2, 3], it.world.sampling(max_tokens=2), 1)
+    out = it.output("a")
+    out.ids += [it.world.pattern.token(frame.sampling, 0, p, [1, 2, 3], []) for p in (3, 4)]
+    it.world.tell(it.gateway.incarnation, it.gateway.again("a"))
+    it.finish()
+    assert out.finish is LENGTH
+    assert not plans(it.world)
+
+
+def test_a_dead_gateway_takes_its_requests_with_it(ring: type[Ring]) -> None:
+    it = ring()
+    it.submit("a", 5, max_tokens=30)
+    it.steps(2)
+    it.world.kill(it.gateway.incarnation)
+    it.finish()
+
+
+def test_out_of_step_means_attach_again(ring: type[Ring]) -> None:
+    it = ring()
+    it.submit("a", 5, max_tokens=30)
+    it.steps(4)
+    it.worker.skip()
+    it.finish()
+    assert sum(isinstance(o.frame, Attach) for o in it.world.sent) == 2
+    assert len(it.output("a").ids) == 30
+
+
+def test_a_result_that_is_not_the_next_means_attach_again(ring: type[Ring]) -> None:
+    it = ring()
+    it.submit("a", 5, max_tokens=30)
+    it.steps(4)
+    it.world.tell(it.worker.incarnation, StepResult(it.worker.incarnation, 99, [], 0.0))
+    it.finish()
+    assert sum(isinstance(o.frame, Attach) for o in it.world.sent) == 2
+    assert len(it.output("a").ids) == 30
+
+
+def test_an_attachment_to_another_scheduler_is_ignored(ring: type[Ring]) -> None:
+    world = World(ring().world.shape)
+    worker = world.add_worker()
+    geometry = Geometry(64, 4, 64, 1000, [], 4, 16)
+    world.tell(worker.incarnation, Attached(worker.incarnation, 99, geometry))
+    assert world.core.card is None
+    world.settle()
+    assert world.core.card is not None
+
+
+def test_a_worker_that_does_not_answer_is_asked_again(ring: type[Ring]) -> None:
+    world = World(ring().world.shape)
+    worker = world.add_worker()
+    worker.inbox.clear()
+    world.now += 6.0
+    world.turn()
+    assert sum(isinstance(o.frame, Attach) for o in world.sent) == 2
+
+
+def test_fenced_ends_the_scheduler(ring: type[Ring]) -> None:
+    it = ring()
+    with pytest.raises(FencedError, match="another scheduler has taken"):
+        it.world.tell(it.worker.incarnation, Fenced(1))
+
+
+def test_two_groups_share_the_queue(ring: type[Ring]) -> None:
+    it = ring(max_num_seqs=2)
+    other = it.world.add_worker()
+    it.world.settle()
+    for i in range(4):
+        it.submit(f"{i}", 5, max_tokens=10)
+    for worker in (it.worker, other) * 4:
+        it.world.work(worker)
+    assert len(it.worker.tables) == len(other.tables) == 2
+    it.finish()

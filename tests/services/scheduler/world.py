@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from blockyard.services.gpu_worker.mock import MockRunner
-from blockyard.services.gpu_worker.mock_batch import Pattern
+from blockyard.services.gpu_worker.mock_batch import MockBatch, Pattern
 from blockyard.services.gpu_worker.service import Worker
 from blockyard.services.scheduler.core import Scheduler, SchedulerSettings
 from blockyard.services.scheduler.groups import BatchLimits
@@ -14,6 +14,7 @@ from blockyard.services.scheduler.outbox import Outgoing
 from blockyard.shared.fake_links import FakeLinks
 from blockyard.shared.messages import (
     Attach,
+    FinishReason,
     Frame,
     Generate,
     Geometry,
@@ -21,6 +22,8 @@ from blockyard.shared.messages import (
     Role,
     Sampling,
     SchedulerIn,
+    SlotResult,
+    SlotRun,
     StepPlan,
     StepResult,
     TokenBatch,
@@ -30,6 +33,7 @@ from blockyard.shared.messages import (
 from .fakes import FakeDetokenizer, FakeGateway, Journal, ids_list
 
 SCHEDULER = 1
+EOS = 7
 
 
 @dataclass
@@ -75,6 +79,11 @@ class FakeWorker:
         blocks = set().union(*(self.tables[slot] for slot in slots))
         self.flight.append(InFlight(frame.number, slots, blocks))
 
+    def skip(self) -> None:
+        """The next plan on the link does not reach the worker's loop, or one of a number that is not due does."""
+        plan = StepPlan(SCHEDULER, 10**9, [], [], [], [])
+        self.inbox.append(plan)
+
     def busy(self) -> bool:
         return bool(self.inbox or self.loop.plans)
 
@@ -92,6 +101,25 @@ class FakeWorker:
         return answers
 
 
+class StutteringBatch(MockBatch):
+    """Now and then a slot gets nowhere in a step, as with a mask that comes late; it repeats its position later."""
+
+    num_stutters = 0
+
+    def _run(self, run: SlotRun) -> SlotResult | None:
+        slot = self.slots.get(run.slot)
+        if slot is not None and not slot.finished and (slot.num_computed * 5 + run.slot) % 11 == 10:
+            self.num_stutters += 1
+            if self.num_stutters % 4:
+                return SlotResult(run.slot, [], slot.num_computed) if self.num_stutters % 2 else None
+        return super()._run(run)
+
+
+class StutteringRunner(MockRunner):
+    def reset(self, num_slots: int) -> None:
+        self._batch = StutteringBatch(self.geometry, num_slots, self._pattern)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Shape:
     depth: int = 1
@@ -104,6 +132,12 @@ class Shape:
     max_queue_len: int = 100
     max_queue_tokens: int = 10_000
     whole_prompts: bool = False
+    stutters: bool = False
+
+    @property
+    def limit(self) -> int:
+        """Tokens of the longest sequence."""
+        return min(self.max_model_len, self.num_blocks * self.block_size)
 
 
 class World:
@@ -143,10 +177,11 @@ class World:
         incarnation = next(self._incarnations)
         s = self.shape
         geometry = Geometry(
-            s.num_blocks, s.block_size, s.max_model_len, 1000, [7], s.max_num_seqs, s.max_num_batched_tokens
+            s.num_blocks, s.block_size, s.max_model_len, 1000, [EOS], s.max_num_seqs, s.max_num_batched_tokens
         )
         links = FakeLinks(Member("gpu_worker", Role.GPU_WORKER, incarnation, "", ready=True))
-        worker = FakeWorker(incarnation, links, Worker(links, MockRunner(geometry, self.pattern, 0.0)))
+        runner = StutteringRunner if s.stutters else MockRunner
+        worker = FakeWorker(incarnation, links, Worker(links, runner(geometry, self.pattern, 0.0)))
         self.workers[incarnation] = worker
         self._present(incarnation, Role.GPU_WORKER)
         return worker
@@ -184,13 +219,22 @@ class World:
         self.turn()
 
     def submit(
-        self, gateway: FakeGateway, request_id: str, num_prompt: int, n: int = 1, **sampling: object
+        self,
+        gateway: FakeGateway,
+        request_id: str,
+        num_prompt: int,
+        n: int = 1,
+        deadline_s: float | None = None,
+        **sampling: object,
     ) -> Generate:
         sampling.setdefault("max_tokens", 8)
         prompt = [(i * 7 + num_prompt) % 50 for i in range(num_prompt)]
-        frame = gateway.new(request_id, prompt, Sampling(**sampling), n)
+        frame = gateway.new(request_id, prompt, Sampling(**sampling), n, deadline_s=deadline_s)
         self.tell(gateway.incarnation, frame)
         return frame
+
+    def sampling(self, **sampling: object) -> Sampling:
+        return Sampling(**sampling)
 
     def work(self, worker: FakeWorker) -> None:
         for answer in worker.work():
@@ -238,7 +282,7 @@ class World:
         journals = [j for g in self.gateways.values() for j in g.journals.values()]
         for journal in journals + self.done:
             assert not journal.open(), f"{journal.frame.request_id} never ended"
-            check_tokens(journal, self.pattern)
+            check_tokens(journal, self.pattern, self.shape.limit)
 
     def check_idle(self) -> None:
         stats = self.core.stats()
@@ -253,14 +297,27 @@ class World:
             assert not detokenizer.streams, "a detokenizer's stream was never closed"
 
 
-def check_tokens(journal: Journal, pattern: Pattern) -> None:
+def check_tokens(journal: Journal, pattern: Pattern, max_model_len: int) -> None:
+    """Ids, log-probabilities and the reason of the end are those that an undisturbed run would have."""
     prompt = ids_list(journal.frame.prompt_ids)
+    sampling = journal.frame.sampling
+    room = min(sampling.max_tokens, max_model_len - len(prompt))
     for index, out in journal.outputs.items():
-        expected = [
-            pattern.token(journal.frame.sampling, index, len(prompt) + i, prompt, [7]) for i in range(len(out.ids))
-        ]
-        assert out.ids == expected, f"{journal.frame.request_id}/{index}"
-        assert len(out.ids) <= journal.frame.sampling.max_tokens
+        name = f"{journal.frame.request_id}/{index}"
+        expected = [pattern.token(sampling, index, len(prompt) + i, prompt, [EOS]) for i in range(len(out.ids))]
+        assert out.ids == expected, name
+        assert EOS not in out.ids[:-1], f"{name} went on after its end"
+        assert len(out.ids) <= max(room, 0), name
+        if out.finish is FinishReason.LENGTH:
+            assert len(out.ids) == room, name
+        elif out.finish is FinishReason.FAILED:
+            too_long = len(prompt) + min(1, sampling.max_tokens) > max_model_len
+            assert too_long or journal.frame.deadline_s is not None, f"{name}: {out.detail}"
+        if sampling.num_logprobs is not None:
+            assert [p.token_id for p in out.logprobs] == out.ids, name
+        if sampling.num_prompt_logprobs is not None and (out.ids or out.finish is FinishReason.LENGTH):
+            found = {p: logprobs.token_id for p, logprobs in out.prompt_logprobs.items()}
+            assert found == dict(enumerate(prompt[1:], 1)), name
 
 
 def check(core: Scheduler) -> None:
@@ -277,12 +334,16 @@ def check(core: Scheduler) -> None:
             assert len(resting) == pool.num_resting
             assert sorted(pool._free + resting + used) == list(range(pool.num_ids)), "an id is lost or has two owners"
         for seat in group.running:
-            assert seat.granted <= seat.ceiling
+            request = seat.choice.request
+            last = request.num_prompt + request.frame.sampling.max_tokens - 1  # is sampled, never computed
+            assert seat.granted <= max(seat.prefill_end, min(last, group.max_model_len - 1))
             assert seat.granted <= seat.capacity == len(seat.blocks) * group.blocks.block_size
             assert seat.granted - (seat.choice.known - 1) <= group.depth + 1 or seat.granted <= seat.prefill_end
     waiting = [c for r in core._lifecycle.requests.values() for c in r.choices.values() if c.ticket]
     assert len(waiting) == len(core._waiting)
     assert sum(c.known for c in waiting) == core._waiting._num_tokens
-    for sink in core._streams._sinks.values():
+    live = core._streams._sinks.values()
+    assert all(r.sink is None or r.sink in live for r in core._lifecycle.requests.values())
+    for sink in live:
         bound = sum(len(r.choices) for r in core._lifecycle.requests.values() if r.sink is sink)
         assert sink.num_streams == bound

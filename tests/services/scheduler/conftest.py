@@ -1,0 +1,44 @@
+import pytest
+
+from .fakes import FakeDetokenizer, FakeGateway, Journal, Output
+from .world import FakeWorker, Shape, World
+
+
+class Ring:
+    """A world with one of each, attached and ready."""
+
+    def __init__(self, **shape: object) -> None:
+        self.world = World(Shape(**shape))
+        self.gateway: FakeGateway = self.world.add_gateway()
+        self.worker: FakeWorker = self.world.add_worker()
+        self.detokenizer: FakeDetokenizer = self.world.add_detokenizer()
+        self.world.settle()
+
+    def submit(self, request_id: str, num_prompt: int, n: int = 1, **more: object) -> None:
+        self.world.submit(self.gateway, request_id, num_prompt, n, **more)
+
+    def journal(self, request_id: str) -> Journal:
+        return self.gateway.journals[request_id]
+
+    def output(self, request_id: str, choice: int = 0) -> Output:
+        return self.journal(request_id).outputs[choice]
+
+    def steps(self, count: int) -> None:
+        """The worker answers so many plans, and the detokenizer keeps up."""
+        until = self.world.num_steps + count
+        while self.world.num_steps < until:
+            assert self.worker.busy(), "nothing to do"
+            self.world.work(self.worker)
+            while self.detokenizer.inbox:
+                self.world.detokenize(self.detokenizer)
+
+    def finish(self) -> None:
+        """Everything ends, rightly, and nothing is left."""
+        self.world.settle()
+        self.world.check_outputs()
+        self.world.check_idle()
+
+
+@pytest.fixture
+def ring() -> type[Ring]:
+    return Ring

@@ -1,0 +1,151 @@
+"""Bytes to a history: arrivals, aborts, deaths and delays in any order. All zeros is a quiet one."""
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from blockyard.shared.messages import Cancel, TokenStep
+
+from .fakes import FakeGateway
+from .world import Shape, World
+
+BYTES_PER_STEP = 3
+MAX_MEMBERS = 2
+
+T = TypeVar("T")
+
+
+def stops(step: TokenStep) -> bool:
+    """Stop strings of this world: every third request has one, which most of its choices meet early."""
+    return int(step.request_id) % 3 == 2 and (step.first * 5 + step.choice) % 7 == 6
+
+
+class Program:
+    def __init__(self, shape: Shape) -> None:
+        self.world = World(shape, stops)
+        self.world.add_gateway()
+        self.world.add_worker()
+        self.world.add_detokenizer()
+        self.num_requests = 0
+        quiet = [self.work, self.submit, self.work, self.detokenize, self.work, self.submit, self.detokenize]
+        self._rules: list[Callable[[int, int], None]] = quiet * 7
+        self._rules += [
+            self.cancel,
+            self.resubmit,
+            self.repeat,
+            self.kill_worker,
+            self.add_worker,
+            self.kill_detokenizer,
+            self.add_detokenizer,
+            self.kill_gateway,
+            self.out_of_step,
+            self.wait,
+            self.cancel,
+            self.resubmit,
+        ]
+
+    def run(self, data: bytes) -> None:
+        """Runs a history, then lets everything come to its end and checks what came of it."""
+        for i in range(0, len(data) - BYTES_PER_STEP + 1, BYTES_PER_STEP):
+            rule, a, b = data[i : i + BYTES_PER_STEP]
+            self._rules[rule % len(self._rules)](a, b)
+        world = self.world
+        if not world.workers:
+            world.add_worker()
+        if not world.detokenizers:
+            world.add_detokenizer()
+        world.settle()
+        world.check_outputs()
+        world.check_idle()
+
+    def work(self, a: int, b: int) -> None:
+        worker = pick(list(self.world.workers.values()), a)
+        for _ in range(1 + b % 4 if worker else 0):
+            self.world.work(worker)
+
+    def detokenize(self, a: int, b: int) -> None:
+        detokenizer = pick(list(self.world.detokenizers.values()), a)
+        if detokenizer:
+            self.world.detokenize(detokenizer)
+
+    def submit(self, a: int, b: int) -> None:
+        gateway = pick(list(self.world.gateways.values()), a)
+        if gateway is None:
+            gateway = self.world.add_gateway()
+        self.num_requests += 1
+        number = self.num_requests
+        longest = self.world.shape.max_model_len + 3 if a % 4 == 3 else 10
+        num_prompt = 1 + (a * 5 + b) % longest
+        sampling: dict[str, object] = {"max_tokens": b % 12 if b < 128 else b % 40, "seed": number}
+        if a % 5 == 4:
+            sampling["num_logprobs"] = 2
+        if a % 7 == 6:
+            sampling["num_prompt_logprobs"] = 1
+        if b % 9 == 8:
+            sampling["ignore_eos"] = True
+        deadline_s = 2.0 if b % 11 == 10 else None
+        self.world.submit(gateway, str(number), num_prompt, 1 + a % 3, deadline_s, **sampling)
+
+    def cancel(self, a: int, b: int) -> None:
+        for gateway, request_id in self._open(a):
+            journal = gateway.journals[request_id]
+            journal.cancelled = True
+            for _ in range(1 + b % 2):
+                self.world.tell(gateway.incarnation, Cancel(request_id, journal.frame.attempt))
+
+    def resubmit(self, a: int, b: int) -> None:
+        """A gateway lost patience, or something on the way."""
+        for gateway, request_id in self._open(a):
+            self.world.tell(gateway.incarnation, gateway.again(request_id))
+
+    def repeat(self, a: int, b: int) -> None:
+        """A Generate comes twice while it is live, and a Cancel of an earlier attempt comes late."""
+        for gateway, request_id in self._open(a):
+            frame = gateway.journals[request_id].frame
+            if request_id in self.world.core._lifecycle.requests:
+                self.world.tell(gateway.incarnation, frame)
+            self.world.tell(gateway.incarnation, Cancel(request_id, frame.attempt - 1))
+
+    def kill_worker(self, a: int, b: int) -> None:
+        worker = pick(list(self.world.workers.values()), a)
+        if worker:
+            self.world.kill(worker.incarnation)
+
+    def add_worker(self, a: int, b: int) -> None:
+        if len(self.world.workers) < MAX_MEMBERS:
+            self.world.add_worker()
+
+    def kill_detokenizer(self, a: int, b: int) -> None:
+        detokenizer = pick(list(self.world.detokenizers.values()), a)
+        if detokenizer:
+            self.world.kill(detokenizer.incarnation)
+
+    def add_detokenizer(self, a: int, b: int) -> None:
+        if len(self.world.detokenizers) < MAX_MEMBERS:
+            self.world.add_detokenizer()
+
+    def kill_gateway(self, a: int, b: int) -> None:
+        if len(self.world.gateways) == MAX_MEMBERS:
+            self.world.kill(list(self.world.gateways)[a % MAX_MEMBERS])
+        else:
+            self.world.add_gateway()
+
+    def out_of_step(self, a: int, b: int) -> None:
+        """A worker could not decode a plan."""
+        worker = pick(list(self.world.workers.values()), a)
+        if worker and b % 3 == 0:
+            worker.skip()
+            self.world.work(worker)
+
+    def wait(self, a: int, b: int) -> None:
+        self.world.now += a / 200
+        self.world.turn()
+
+    def _open(self, a: int) -> list[tuple[FakeGateway, str]]:
+        """One open request, if there is any."""
+        found = [(g, r) for g in self.world.gateways.values() for r, j in g.journals.items() if j.open()]
+        one = pick(found, a)
+        return [one] if one else []
+
+
+def pick(things: Sequence[T], a: int) -> T | None:
+    return things[a % len(things)] if things else None
