@@ -78,7 +78,7 @@ class Intake:
                     self._lifecycle.conclude(choice, FinishReason.FAILED, text)
             else:
                 room = self._waiting.room()
-                self._outbox.answer(request.gateway, Refused(request_id, attempt, 503, "deadline_s", text, room))
+                self._outbox.answer(request.gateway, Refused(request_id, attempt, 504, "deadline_s", text, room))
                 self._lifecycle.drop(request)
 
     def detokenizer_joined(self) -> None:

@@ -128,7 +128,7 @@ def test_a_deadline_fails_what_runs_and_refuses_what_was_never_accepted(ring: ty
     it.world.turn()
     refused = it.journal("waiting").refused
     assert refused is not None
-    assert (refused.status, refused.field) == (503, "deadline_s")
+    assert (refused.status, refused.field) == (504, "deadline_s")
     it.finish()
 
 

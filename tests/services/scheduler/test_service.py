@@ -1,0 +1,159 @@
+"""The loop around the core: what is published, what a failed send means, what people are told."""
+
+import logging
+
+import pytest
+
+from blockyard.services.scheduler.core import Scheduler, SchedulerSettings
+from blockyard.services.scheduler.groups import BatchLimits
+from blockyard.services.scheduler.report import Report
+from blockyard.services.scheduler.service import Service
+from blockyard.shared.fake_links import FakeLinks
+from blockyard.shared.member_list import Changed, Gone, Joined
+from blockyard.shared.messages import (
+    Accepted,
+    Attach,
+    Attached,
+    Choice,
+    Generate,
+    Geometry,
+    Member,
+    Role,
+    Sampling,
+    SlotResult,
+    Stats,
+    StepPlan,
+    StepResult,
+    TextOptions,
+    TokenBatch,
+)
+
+ME = Member("scheduler", Role.SCHEDULER, 1, "")
+WORKER = Member("gpu_worker", Role.GPU_WORKER, 2, "", ready=True)
+DETOKENIZER = Member("detokenizer", Role.DETOKENIZER, 3, "", ready=True)
+GATEWAY = Member("api_gateway", Role.API_GATEWAY, 4, "")
+GEOMETRY = Geometry(64, 16, 512, 1000, [2], 8, 64)
+
+
+def service() -> tuple[Service, FakeLinks]:
+    links = FakeLinks(ME, WORKER, DETOKENIZER, GATEWAY)
+    settings = SchedulerSettings(
+        names=["m", "alias"], root="/models/m", batch=BatchLimits(4, 32, 1), max_queue_len=10, max_queue_tokens=1000
+    )
+    it = Service(links, Scheduler(ME.incarnation, settings, created=5), Report(10.0, True, 0.0))
+    for member in (WORKER, DETOKENIZER, GATEWAY):
+        it.handle(member.incarnation, Joined(member), 0.0)
+    it.turn(0.0)
+    return it, links
+
+
+def attached() -> tuple[Service, FakeLinks]:
+    it, links = service()
+    it.handle(WORKER.incarnation, Attached(WORKER.incarnation, ME.incarnation, GEOMETRY), 0.0)
+    it.turn(0.0)
+    return it, links
+
+
+def generate(it: Service, request_id: str = "r") -> None:
+    frame = Generate(request_id, 0, "m", b"\1\0\0\0" * 4, b"", Sampling(8), TextOptions(), [Choice(0)])
+    it.handle(GATEWAY.incarnation, frame, 0.0)
+    it.turn(0.0)
+
+
+def test_ready_with_the_settled_card_once_a_worker_is_attached() -> None:
+    it, links = service()
+    assert links.sent == [(2, Attach(1, num_slots=5, depth=1))]
+    assert not links.me.ready
+    it.handle(2, Attached(2, 1, GEOMETRY), 0.0)
+    it.turn(0.0)
+    assert links.me.ready
+    assert links.me.card is not None
+    assert (links.me.card.names, links.me.card.root) == (["m", "alias"], "/models/m")
+    assert (links.me.card.max_model_len, links.me.card.vocab_size, links.me.card.created) == (512, 1000, 5)
+    assert any("64 KV blocks of 16 tokens" in note for note in links.me.notes)
+
+
+def test_a_worker_is_asked_when_it_is_ready_and_serves_this_model() -> None:
+    it, links = service()
+    loading = Member("gpu_worker 1", Role.GPU_WORKER, 8, "")
+    other = Member("gpu_worker 2", Role.GPU_WORKER, 9, "", model="other", ready=True)
+    links.members |= {8: loading, 9: other}
+    links.sent.clear()
+    it.handle(8, Joined(loading), 0.0)
+    it.handle(9, Joined(other), 0.0)
+    it.turn(0.0)
+    assert not links.sent
+    it.handle(8, Changed(Member("gpu_worker 1", Role.GPU_WORKER, 8, "", model="m", ready=True)), 0.0)
+    it.turn(0.0)
+    assert [to for to, _ in links.sent] == [8]
+
+
+def test_one_turn_sends_the_plan_before_the_text() -> None:
+    it, links = attached()
+    generate(it)
+    assert [type(frame) for _, frame in links.answered] == [Accepted]
+    links.sent.clear()
+    it.handle(2, StepResult(2, 1, [SlotResult(0, [7], 4)], stamp_s=9.0), 0.0)
+    it.turn(0.0)
+    assert [type(frame) for _, frame in links.sent] == [StepPlan, TokenBatch]
+    batch = links.sent[1][1]
+    assert isinstance(batch, TokenBatch)
+    assert (batch.stamp_s, batch.steps[0].token_ids) == (9.0, [7])
+
+
+@pytest.mark.parametrize("lost", [WORKER, DETOKENIZER], ids=lambda m: m.name)
+def test_whoever_cannot_be_sent_to_is_lost_and_comes_back(lost: Member) -> None:
+    it, links = attached()
+    links.full.add(lost.incarnation)
+    generate(it)
+    assert it._core.stats().running == (0 if lost is WORKER else 1)
+    links.full.clear()
+    links.sent.clear()
+    it.handle(lost.incarnation, Gone(lost), 0.0)
+    it.handle(lost.incarnation, Joined(lost), 0.0)
+    it.turn(0.0)
+    if lost is WORKER:
+        assert isinstance(links.sent[0][1], Attach)
+
+
+def test_a_result_of_a_worker_that_is_gone_is_dropped() -> None:
+    it, _ = attached()
+    generate(it)
+    it.handle(2, Gone(WORKER), 0.0)
+    it.handle(2, StepResult(2, 1, [SlotResult(0, [7], 4)], stamp_s=9.0), 0.0)
+    it.turn(0.0)
+    assert (it._core.stats().waiting, it._core.stats().output_tokens_total) == (1, 0)
+
+
+def test_stats_are_published() -> None:
+    it, links = attached()
+    generate(it)
+    it.turn(1.0)
+    stats = links.me.stats
+    assert (stats.running, stats.requests_total, stats.blocks_used, stats.blocks_total) == (1, 1, 1, 64)
+
+
+def test_the_report_tells_rates_and_keeps_quiet_when_idle(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    report = Report(10.0, True, 0.0)
+    stats = Stats(running=3, waiting=1, output_tokens_total=500, steps_total=9, blocks_used=25, blocks_total=100)
+    assert not report.due(9.9)
+    assert report.due(10.0)
+    report.tell(stats, 10.0)
+    assert "generation 50.0 tokens/s, running 3, waiting 1, KV usage 25.0%" in caplog.text
+    caplog.clear()
+    idle = Stats(output_tokens_total=500, steps_total=9)
+    report.tell(idle, 20.0)
+    assert not caplog.text
+    Report(10.0, False, 0.0).tell(stats, 10.0)
+    assert not caplog.text
+
+
+def test_preemptions_warn_with_the_count_and_the_flags(caplog: pytest.LogCaptureFixture) -> None:
+    report = Report(10.0, False, 0.0)
+    for count in (0, 1, 2, 49, 50, 51, 120):
+        report.warn(count)
+    counts = [r.getMessage().rpartition("=")[2] for r in caplog.records]
+    assert counts == ["1", "50", "120"]
+    assert "not enough KV cache space" in caplog.text
+    assert "gpu_memory_utilization" in caplog.text
