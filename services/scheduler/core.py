@@ -182,5 +182,6 @@ class Scheduler:
         self._outbox.send(worker, self._groups.ask(worker, now))
 
     def _clear(self, group: Group) -> None:
-        log.warning("worker %x is lost with %d running sequences: they wait again", group.worker, len(group.running))
+        level = logging.WARNING if group.running else logging.INFO
+        log.log(level, "worker %x is lost; %d sequences that ran on it wait again", group.worker, len(group.running))
         self._lifecycle.clear(group)

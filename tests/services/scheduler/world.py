@@ -1,123 +1,31 @@
 """A scheduler core with everything around it faked, and the invariants that must hold after every step."""
 
 import itertools
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from blockyard.services.gpu_worker.mock import MockRunner
-from blockyard.services.gpu_worker.mock_batch import MockBatch, Pattern
+from blockyard.services.gpu_worker.mock_batch import Pattern
 from blockyard.services.gpu_worker.service import Worker
 from blockyard.services.scheduler.core import Scheduler, SchedulerSettings
 from blockyard.services.scheduler.groups import BatchLimits
 from blockyard.services.scheduler.outbox import Outgoing
 from blockyard.shared.fake_links import FakeLinks
 from blockyard.shared.messages import (
-    Attach,
-    FinishReason,
-    Frame,
     Generate,
     Geometry,
     Member,
     Role,
     Sampling,
     SchedulerIn,
-    SlotResult,
-    SlotRun,
-    StepPlan,
     StepResult,
     TokenBatch,
     TokenStep,
 )
 
-from .fakes import FakeDetokenizer, FakeGateway, Journal, ids_list
-
-SCHEDULER = 1
-EOS = 7
-
-
-@dataclass
-class InFlight:
-    """What a plan may touch until its result is in."""
-
-    number: int
-    slots: set[int]
-    blocks: set[int]
-
-
-@dataclass
-class FakeWorker:
-    """The worker's loop and the mock runner, behind a link that delivers when the test says so."""
-
-    incarnation: int
-    links: FakeLinks
-    loop: Worker
-    inbox: deque[Frame] = field(default_factory=deque)
-    tables: dict[int, set[int]] = field(default_factory=dict)  # as of the last plan sent
-    flight: list[InFlight] = field(default_factory=list)
-
-    def sent(self, frame: Frame) -> None:
-        """Checks a frame against what is in flight as it leaves the scheduler."""
-        self.inbox.append(frame)
-        if isinstance(frame, Attach):
-            self.tables, self.flight = {}, []
-            return
-        assert isinstance(frame, StepPlan)
-        busy_slots = set().union(*(f.slots for f in self.flight))
-        busy_blocks = set().union(*(f.blocks for f in self.flight))
-        assert frame.runs, "a plan in which nothing runs"
-        for slot in frame.ends:
-            del self.tables[slot]
-        for start in frame.starts:
-            assert start.slot not in busy_slots, f"slot {start.slot} starts while a plan in flight runs it"
-            assert busy_blocks.isdisjoint(start.blocks), f"slot {start.slot} gets blocks of plans in flight"
-            self.tables[start.slot] = set(start.blocks)
-        for more in frame.blocks:
-            assert busy_blocks.isdisjoint(more.blocks), f"slot {more.slot} gets blocks of plans in flight"
-            self.tables[more.slot] |= set(more.blocks)
-        slots = {run.slot for run in frame.runs}
-        blocks = set().union(*(self.tables[slot] for slot in slots))
-        self.flight.append(InFlight(frame.number, slots, blocks))
-
-    def skip(self) -> None:
-        """The next plan on the link does not reach the worker's loop, or one of a number that is not due does."""
-        plan = StepPlan(SCHEDULER, 10**9, [], [], [], [])
-        self.inbox.append(plan)
-
-    def busy(self) -> bool:
-        return bool(self.inbox or self.loop.plans)
-
-    def work(self) -> list[Frame]:
-        """Takes one frame off the link, or else runs one plan; the answers."""
-        if self.inbox:
-            self.loop.handle(SCHEDULER, self.inbox.popleft())
-        else:
-            self.loop.step()
-        answers = [frame for _, frame in self.links.answered]
-        self.links.answered.clear()
-        for answer in answers:
-            if isinstance(answer, StepResult):
-                assert self.flight.pop(0).number == answer.number
-        return answers
-
-
-class StutteringBatch(MockBatch):
-    """Now and then a slot gets nowhere in a step, as with a mask that comes late; it repeats its position later."""
-
-    num_stutters = 0
-
-    def _run(self, run: SlotRun) -> SlotResult | None:
-        slot = self.slots.get(run.slot)
-        if slot is not None and not slot.finished and (slot.num_computed * 5 + run.slot) % 11 == 10:
-            self.num_stutters += 1
-            if self.num_stutters % 4:
-                return SlotResult(run.slot, [], slot.num_computed) if self.num_stutters % 2 else None
-        return super()._run(run)
-
-
-class StutteringRunner(MockRunner):
-    def reset(self, num_slots: int) -> None:
-        self._batch = StutteringBatch(self.geometry, num_slots, self._pattern)
+from .fake_worker import SCHEDULER, FakeWorker, StutteringRunner
+from .fakes import FakeDetokenizer, FakeGateway, Journal
+from .invariants import EOS, check, check_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,55 +203,3 @@ class World:
             assert sink.num_streams == 0
         for detokenizer in self.detokenizers.values():
             assert not detokenizer.streams, "a detokenizer's stream was never closed"
-
-
-def check_tokens(journal: Journal, pattern: Pattern, max_model_len: int) -> None:
-    """Ids, log-probabilities and the reason of the end are those that an undisturbed run would have."""
-    prompt = ids_list(journal.frame.prompt_ids)
-    sampling = journal.frame.sampling
-    room = min(sampling.max_tokens, max_model_len - len(prompt))
-    for index, out in journal.outputs.items():
-        name = f"{journal.frame.request_id}/{index}"
-        expected = [pattern.token(sampling, index, len(prompt) + i, prompt, [EOS]) for i in range(len(out.ids))]
-        assert out.ids == expected, name
-        assert EOS not in out.ids[:-1], f"{name} went on after its end"
-        assert len(out.ids) <= max(room, 0), name
-        if out.finish is FinishReason.LENGTH:
-            assert len(out.ids) == room, name
-        elif out.finish is FinishReason.FAILED:
-            too_long = len(prompt) + min(1, sampling.max_tokens) > max_model_len
-            assert too_long or journal.frame.deadline_s is not None, f"{name}: {out.detail}"
-        if sampling.num_logprobs is not None:
-            assert [p.token_id for p in out.logprobs] == out.ids, name
-        if sampling.num_prompt_logprobs is not None and (out.ids or out.finish is FinishReason.LENGTH):
-            found = {p: logprobs.token_id for p, logprobs in out.prompt_logprobs.items()}
-            assert found == dict(enumerate(prompt[1:], 1)), name
-
-
-def check(core: Scheduler) -> None:
-    """Invariants of the core's state."""
-    for group in core._groups.attached.values():
-        assert len(group.running) <= group.max_num_seqs
-        assert [s.key for s in group.running] == sorted(s.key for s in group.running)
-        assert len(group.flight) <= group.depth + 1
-        for pool, used in (
-            (group.blocks, [b for seat in group.running for b in seat.blocks]),
-            (group.slots, [seat.slot for seat in group.running]),
-        ):
-            resting = [i for _, ids in pool._resting for i in ids]
-            assert len(resting) == pool.num_resting
-            assert sorted(pool._free + resting + used) == list(range(pool.num_ids)), "an id is lost or has two owners"
-        for seat in group.running:
-            request = seat.choice.request
-            last = request.num_prompt + request.frame.sampling.max_tokens - 1  # is sampled, never computed
-            assert seat.granted <= max(seat.prefill_end, min(last, group.max_model_len - 1))
-            assert seat.granted <= seat.capacity == len(seat.blocks) * group.blocks.block_size
-            assert seat.granted - (seat.choice.known - 1) <= group.depth + 1 or seat.granted <= seat.prefill_end
-    waiting = [c for r in core._lifecycle.requests.values() for c in r.choices.values() if c.ticket]
-    assert len(waiting) == len(core._waiting)
-    assert sum(c.known for c in waiting) == core._waiting._num_tokens
-    live = core._streams._sinks.values()
-    assert all(r.sink is None or r.sink in live for r in core._lifecycle.requests.values())
-    for sink in live:
-        bound = sum(len(r.choices) for r in core._lifecycle.requests.values() if r.sink is sink)
-        assert sink.num_streams == bound

@@ -1,0 +1,96 @@
+"""A worker on a link that delivers when the test says so; what leaves for it is checked against what is in flight."""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from blockyard.services.gpu_worker.mock import MockRunner
+from blockyard.services.gpu_worker.mock_batch import MockBatch
+from blockyard.services.gpu_worker.service import Worker
+from blockyard.shared.fake_links import FakeLinks
+from blockyard.shared.messages import Attach, Frame, SlotResult, SlotRun, StepPlan, StepResult
+
+SCHEDULER = 1
+
+
+@dataclass
+class InFlight:
+    """What a plan may touch until its result is in."""
+
+    number: int
+    slots: set[int]
+    blocks: set[int]
+
+
+@dataclass
+class FakeWorker:
+    """The worker's loop and the mock runner, behind a link that delivers when the test says so."""
+
+    incarnation: int
+    links: FakeLinks
+    loop: Worker
+    inbox: deque[Frame] = field(default_factory=deque)
+    tables: dict[int, set[int]] = field(default_factory=dict)  # as of the last plan sent
+    flight: list[InFlight] = field(default_factory=list)
+
+    def sent(self, frame: Frame) -> None:
+        """Checks a frame against what is in flight as it leaves the scheduler."""
+        self.inbox.append(frame)
+        if isinstance(frame, Attach):
+            self.tables, self.flight = {}, []
+            return
+        assert isinstance(frame, StepPlan)
+        busy_slots = set().union(*(f.slots for f in self.flight))
+        busy_blocks = set().union(*(f.blocks for f in self.flight))
+        assert frame.runs, "a plan in which nothing runs"
+        for slot in frame.ends:
+            del self.tables[slot]
+        for start in frame.starts:
+            assert start.slot not in busy_slots, f"slot {start.slot} starts while a plan in flight runs it"
+            assert busy_blocks.isdisjoint(start.blocks), f"slot {start.slot} gets blocks of plans in flight"
+            self.tables[start.slot] = set(start.blocks)
+        for more in frame.blocks:
+            assert busy_blocks.isdisjoint(more.blocks), f"slot {more.slot} gets blocks of plans in flight"
+            self.tables[more.slot] |= set(more.blocks)
+        slots = {run.slot for run in frame.runs}
+        blocks = set().union(*(self.tables[slot] for slot in slots))
+        self.flight.append(InFlight(frame.number, slots, blocks))
+
+    def skip(self) -> None:
+        """The next plan on the link does not reach the worker's loop, or one of a number that is not due does."""
+        plan = StepPlan(SCHEDULER, 10**9, [], [], [], [])
+        self.inbox.append(plan)
+
+    def busy(self) -> bool:
+        return bool(self.inbox or self.loop.plans)
+
+    def work(self) -> list[Frame]:
+        """Takes one frame off the link, or else runs one plan; the answers."""
+        if self.inbox:
+            self.loop.handle(SCHEDULER, self.inbox.popleft())
+        else:
+            self.loop.step()
+        answers = [frame for _, frame in self.links.answered]
+        self.links.answered.clear()
+        for answer in answers:
+            if isinstance(answer, StepResult):
+                assert self.flight.pop(0).number == answer.number
+        return answers
+
+
+class StutteringBatch(MockBatch):
+    """Now and then a slot gets nowhere in a step, as with a mask that comes late; it repeats its position later."""
+
+    num_stutters = 0
+
+    def _run(self, run: SlotRun) -> SlotResult | None:
+        slot = self.slots.get(run.slot)
+        if slot is not None and not slot.finished and (slot.num_computed * 5 + run.slot) % 11 == 10:
+            self.num_stutters += 1
+            if self.num_stutters % 4:
+                return SlotResult(run.slot, [], slot.num_computed) if self.num_stutters % 2 else None
+        return super()._run(run)
+
+
+class StutteringRunner(MockRunner):
+    def reset(self, num_slots: int) -> None:
+        self._batch = StutteringBatch(self.geometry, num_slots, self._pattern)

@@ -1,0 +1,61 @@
+"""What must hold: of the core's state after every step, and of the outputs in the end."""
+
+from blockyard.services.gpu_worker.mock_batch import Pattern
+from blockyard.services.scheduler.core import Scheduler
+from blockyard.shared.messages import FinishReason
+
+from .fakes import Journal, ids_list
+
+EOS = 7
+
+
+def check_tokens(journal: Journal, pattern: Pattern, max_model_len: int) -> None:
+    """Ids, log-probabilities and the reason of the end are those that an undisturbed run would have."""
+    prompt = ids_list(journal.frame.prompt_ids)
+    sampling = journal.frame.sampling
+    room = min(sampling.max_tokens, max_model_len - len(prompt))
+    for index, out in journal.outputs.items():
+        name = f"{journal.frame.request_id}/{index}"
+        expected = [pattern.token(sampling, index, len(prompt) + i, prompt, [EOS]) for i in range(len(out.ids))]
+        assert out.ids == expected, name
+        assert EOS not in out.ids[:-1], f"{name} went on after its end"
+        assert len(out.ids) <= max(room, 0), name
+        if out.finish is FinishReason.LENGTH:
+            assert len(out.ids) == room, name
+        elif out.finish is FinishReason.FAILED:
+            too_long = len(prompt) + min(1, sampling.max_tokens) > max_model_len
+            assert too_long or journal.frame.deadline_s is not None, f"{name}: {out.detail}"
+        if sampling.num_logprobs is not None:
+            assert [p.token_id for p in out.logprobs] == out.ids, name
+        if sampling.num_prompt_logprobs is not None and (out.ids or out.finish is FinishReason.LENGTH):
+            found = {p: logprobs.token_id for p, logprobs in out.prompt_logprobs.items()}
+            assert found == dict(enumerate(prompt[1:], 1)), name
+
+
+def check(core: Scheduler) -> None:
+    """Invariants of the core's state."""
+    for group in core._groups.attached.values():
+        assert len(group.running) <= group.max_num_seqs
+        assert [s.key for s in group.running] == sorted(s.key for s in group.running)
+        assert len(group.flight) <= group.depth + 1
+        for pool, used in (
+            (group.blocks, [b for seat in group.running for b in seat.blocks]),
+            (group.slots, [seat.slot for seat in group.running]),
+        ):
+            resting = [i for _, ids in pool._resting for i in ids]
+            assert len(resting) == pool.num_resting
+            assert sorted(pool._free + resting + used) == list(range(pool.num_ids)), "an id is lost or has two owners"
+        for seat in group.running:
+            request = seat.choice.request
+            last = request.num_prompt + request.frame.sampling.max_tokens - 1  # is sampled, never computed
+            assert seat.granted <= max(seat.prefill_end, min(last, group.max_model_len - 1))
+            assert seat.granted <= seat.capacity == len(seat.blocks) * group.blocks.block_size
+            assert seat.granted - (seat.choice.known - 1) <= group.depth + 1 or seat.granted <= seat.prefill_end
+    waiting = [c for r in core._lifecycle.requests.values() for c in r.choices.values() if c.ticket]
+    assert len(waiting) == len(core._waiting)
+    assert sum(c.known for c in waiting) == core._waiting._num_tokens
+    live = core._streams._sinks.values()
+    assert all(r.sink is None or r.sink in live for r in core._lifecycle.requests.values())
+    for sink in live:
+        bound = sum(len(r.choices) for r in core._lifecycle.requests.values() if r.sink is sink)
+        assert sink.num_streams == bound
