@@ -18,6 +18,7 @@ class Bars:
             TimeElapsedColumn(),
             TextColumn("[dim]{task.fields[phase]}"),
             console=console,
+            refresh_per_second=5,  # the cores are for those who start
         )
         self._tasks: dict[str, TaskID] = {
             name: self._bars.add_task(name, total=None, phase="starting") for name in names
