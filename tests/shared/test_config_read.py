@@ -1,4 +1,4 @@
-"""No setting is ignored: each field of a service's struct is read by that service."""
+"""No setting is ignored: each field of a service's struct is read by that service, or by what it shares."""
 
 import re
 from pathlib import Path
@@ -13,7 +13,8 @@ from blockyard.shared.config.scheduler import SchedulerConfig
 from blockyard.shared.config.tokenizer import TokenizerConfig
 from blockyard.shared.config.worker import MockConfig, WorkerConfig
 
-SERVICES = Path(__file__).parents[2] / "services"
+ROOT = Path(__file__).parents[2]
+SHARED = [path for path in (ROOT / "shared").rglob("*.py") if "config" not in path.relative_to(ROOT).parts]
 READERS: list[tuple[str, type[msgspec.Struct]]] = [
     *(("api_gateway", kind) for kind in (GatewayConfig, CorsConfig, TlsConfig, SamplingDefaults)),
     *(("gpu_worker", kind) for kind in (WorkerConfig, MockConfig)),
@@ -30,4 +31,5 @@ READERS: list[tuple[str, type[msgspec.Struct]]] = [
 )
 def test_a_setting_is_read(service: str, field: str) -> None:
     read = re.compile(rf"\b(_?config|cors|tls|defaults|mock)\.{field}\b")
-    assert any(read.search(path.read_text("utf-8")) for path in (SERVICES / service).rglob("*.py"))
+    sources = [*(ROOT / "services" / service).rglob("*.py"), *SHARED]
+    assert any(read.search(path.read_text("utf-8")) for path in sources)
