@@ -31,14 +31,14 @@ serve: base-ready
 test: check pytest
 
 check: test-ready
-	$(RUN) -m ruff check services shared kernels tests .src/blockyard/__init__.py .src/blockyard/__main__.py
-	$(RUN) -m ruff format --check --quiet services shared kernels tests
+	$(RUN) -m ruff check services shared kernels tests compose .src/blockyard/__init__.py .src/blockyard/__main__.py
+	$(RUN) -m ruff format --check --quiet services shared kernels tests compose
 	$(RUN) -m mypy
 
 pytest: test-ready
 	$(RUN) -m pytest $(ARGS)
 
-# Builds the compose stack in a real engine: needs root on Debian or Ubuntu, and half an hour the first time.
+# Builds the compose stack in a real engine: needs root on Debian or Ubuntu, 4 GB and some minutes.
 test-compose:
 	sh compose/test.sh
 
