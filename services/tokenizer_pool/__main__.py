@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import logging
 import sys
 
 import uvloop
@@ -13,8 +14,11 @@ from blockyard.services.tokenizer_pool.texts import Texts
 from blockyard.shared import settings, tokenizer_files
 from blockyard.shared.bus import Links
 from blockyard.shared.config.tokenizer import TokenizerConfig
+from blockyard.shared.errors import ConfigError, RequestError
 from blockyard.shared.messages import Role, TokenizerIn
 from blockyard.shared.serving import publish, run_until_stopped
+
+log = logging.getLogger(__name__)
 
 
 def load_texts(config: TokenizerConfig) -> tuple[Texts, list[str]]:
@@ -22,6 +26,12 @@ def load_texts(config: TokenizerConfig) -> tuple[Texts, list[str]]:
     files = tokenizer_files.load(config.tokenizer_path)
     templates = files.chat_templates if config.chat_template is None else {"default": config.chat_template}
     chats = ChatTemplates(templates, files.special_tokens, RenderLimits())
+    try:
+        chats.check()
+    except RequestError as e:
+        if config.chat_template is not None:
+            raise ConfigError(f"--chat-template: {e}") from e
+        log.warning("chats will be refused: %s", e)
     texts = Texts(
         files.tokenizer,
         files.vocab_size,

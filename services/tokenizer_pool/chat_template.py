@@ -78,6 +78,11 @@ class ChatTemplates:
         field = "messages" if chat.template is None else "chat_template"
         return self._limits.run("messages", lambda: self._render(chat, self._compile(source, field)))
 
+    def check(self) -> None:
+        """Compiles the model's templates ahead of the first request. Raises RequestError for one that is malformed."""
+        for source in self._templates.values():
+            self._compile(source, "chat_template")
+
     def _pick(self, chat: Chat) -> str:
         if chat.template is not None:
             return chat.template

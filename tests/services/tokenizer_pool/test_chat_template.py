@@ -270,3 +270,9 @@ def test_bad_kwargs_and_no_messages(limits: RenderLimits) -> None:
 
 def test_strftime_now(limits: RenderLimits) -> None:
     assert render(limits, "{{ strftime_now('%Y') }}").isdigit()
+
+
+def test_a_malformed_template_is_found_before_the_first_request() -> None:
+    with pytest.raises(RequestError, match="line 1"):
+        ChatTemplates({"default": "{% for %}"}, SPECIAL, RenderLimits()).check()
+    ChatTemplates({"default": CHATML}, SPECIAL, RenderLimits()).check()
