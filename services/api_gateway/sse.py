@@ -37,7 +37,7 @@ class EventStream:
         self._tail = self._open_tail + close(None) + CRLF
         self._fixed = len(self._head) + len(self._tail) - len(CRLF)
         # what differs from event to event in more than its text and stamp takes the long way
-        self._plain = not (shape.logprobs or shape.continuous_usage or shape.token_ids or shape.stamps or shape.echo)
+        self._plain = not (shape.logprobs or shape.continuous_usage or shape.token_ids or shape.echo)
         self._kept: list[tuple[TextDelta, float]] = []
         self._offset = 0  # where the next token's text begins, for text_offset
         self.echo: Echo | None = None
@@ -52,18 +52,21 @@ class EventStream:
             self._kept.append((delta, stamp_s))
         elif self._plain and delta.finish is None and outlet.chunked:
             if delta.text:
-                self._write_plain(delta.text, now)
+                self._write_plain(delta.text, now, stamp_s)
         else:
             self._write(delta, now, stamp_s)
 
-    def _write_plain(self, text: str, now: float) -> None:
-        outlet, encoded = self._outlet, encode(text)
+    def _write_plain(self, text: str, now: float, stamp_s: float) -> None:
+        outlet, encoded, tail = self._outlet, encode(text), self._tail
         transport = outlet.transport
         size = self._fixed + len(encoded)
+        if self._shape.stamps:
+            tail = self._open_tail + close(stamp_s) + CRLF
+            size += len(tail) - len(self._tail)
         if transport is None or transport.is_closing():  # the write would raise, or be counted as an error
             return
         size_line = SIZES[size] if size < len(SIZES) else b"%x\r\n" % size
-        transport.write(b"".join((size_line, self._head, encoded, self._tail)))
+        transport.write(b"".join((size_line, self._head, encoded, tail)))
         outlet.wrote_s = now
         if transport.get_write_buffer_size() > BUFFER_LIMIT:
             outlet.fall_behind(now)
