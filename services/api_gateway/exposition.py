@@ -38,7 +38,12 @@ class MeterFamilies:
             answers.add_metric([*model, status], count)
         yield answers
         for name, text, histogram in (
-            ("time_to_first_token_seconds", "From the prompt's ids to its first token", meters.ttft),
+            (
+                "tokenize_seconds",
+                "From the HTTP request to the ids of its prompts: waiting and work",
+                meters.tokenizing,
+            ),
+            ("time_to_first_token_seconds", "From the HTTP request to a prompt's first token", meters.ttft),
             ("inter_token_latency_seconds", "Between two pieces of text of one choice", meters.itl),
             ("e2e_request_latency_seconds", "From the HTTP request to its last token", meters.e2e),
             ("request_prompt_tokens", "Prompt tokens of a prompt", meters.prompt_sizes),

@@ -1,5 +1,7 @@
 """From a checked request to its text: tokenize, settle lengths, open the journal entries."""
 
+import asyncio
+
 from blockyard.services.api_gateway.answers import Collected
 from blockyard.services.api_gateway.call import Call
 from blockyard.services.api_gateway.errors import ApiError
@@ -28,7 +30,9 @@ class Flow:
         arrived_s = self.clock()
         self.admission.check_room(job.card.names[0], arrived_s)
         prompts = await self.text_work.tokenize(job.prompts, name, job.truncate, job.shape.echo)
+        self._meters.tokenized(self.clock() - arrived_s)
         samplings = [job.settle(len(p.token_ids) // 4, p.bad_words) for p in prompts]
+        echoes = await self._echoes(job, prompts) if job.shape.echo else []
         call = Call(job, arrived_s, self._dispatch.close)
         for i, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
             sinks = [_sink(call, i * job.n + k, outlet) for k in range(job.n)]
@@ -46,10 +50,9 @@ class Flow:
                 tenant=tenant,
                 cache_salt=job.cache_salt,
             )
-            if job.shape.echo:
-                echo = await self._echo(job, i, prompt, entry)
+            if echoes:
                 for sink in sinks:
-                    sink.echo = echo
+                    sink.echo = Echo(*echoes[i], entry.prompt_logprobs)
             call.entries.append(entry)
         self._calls.add(call)
         self._meters.opened(call.entries)
@@ -74,16 +77,20 @@ class Flow:
         for call in list(self._calls):
             call.fail(error)
 
-    async def _echo(self, job: Job, index: int, prompt: Tokenized, entry: Entry) -> Echo:
-        """The first token has no log-probability to bring its text along, so that is asked for."""
-        text, first = prompt.text or job.prompts[index].text or "", ""
-        if job.shape.logprobs and job.text.tokens_as_ids:
-            first = f"token_id:{int.from_bytes(prompt.token_ids[:4], 'little')}"
-        elif job.shape.logprobs:
-            first = (
-                await self.detokenize(Detokenize(f"{prompt.request_id}-first", entry.model, prompt.token_ids[:4]))
-            ).text
-        return Echo(text, first, entry.prompt_logprobs)
+    async def _echoes(self, job: Job, prompts: list[Tokenized]) -> list[tuple[str, str]]:
+        """Each prompt's text and, with log-probabilities, its first token's: that has none to bring it along."""
+        texts = [p.text or asked.text or "" for asked, p in zip(job.prompts, prompts, strict=True)]
+        if not job.shape.logprobs:
+            return [(text, "") for text in texts]
+        first_ids = [p.token_ids[:4] for p in prompts]
+        if job.text.tokens_as_ids:
+            return [(t, f"token_id:{int.from_bytes(i, 'little')}") for t, i in zip(texts, first_ids, strict=True)]
+        names = [f"{p.request_id}-first" for p in prompts]
+        model = job.card.names[0]
+        firsts = await asyncio.gather(
+            *(self.detokenize(Detokenize(n, model, i)) for n, i in zip(names, first_ids, strict=True))
+        )
+        return [(text, first.text) for text, first in zip(texts, firsts, strict=True)]
 
 
 def _sink(call: Call, index: int, outlet: Outlet | None) -> Sink:

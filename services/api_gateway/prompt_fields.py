@@ -37,11 +37,13 @@ def chat_prompt(request: ChatRequest | TokenizeRequest, card: ModelCard) -> Toke
     kwargs = dict(request.chat_template_kwargs or {})
     if isinstance(request, ChatRequest) and request.documents is not None:
         kwargs["documents"] = request.documents
+    messages = read_messages(request.messages)
+    check_chars(len(messages), "messages", card)
     continues = bool(request.continue_final_message)
     return Tokenize(
         request_id="",
         model=card.names[0],
-        messages=read_messages(request.messages),
+        messages=messages,
         template_kwargs=msgspec.json.encode(kwargs) if kwargs else b"",
         chat_template=request.chat_template,
         add_generation_prompt=not continues if request.add_generation_prompt is None else request.add_generation_prompt,
@@ -50,11 +52,12 @@ def chat_prompt(request: ChatRequest | TokenizeRequest, card: ModelCard) -> Toke
     )
 
 
-def check_length(num_tokens: int, field: str, card: ModelCard) -> None:
-    if num_tokens >= card.max_model_len:
+def check_chars(num_chars: int, field: str, card: ModelCard) -> None:
+    """Raises ApiError for what no tokenizer could fit into the context, before one spends seconds on it."""
+    if num_chars > card.max_model_len * limits.MAX_TOKEN_CHARS:
         raise ApiError(
-            f"This model's maximum context length is {card.max_model_len} tokens. However, the {field} alone has "
-            f"{num_tokens}. Please reduce its length.",
+            f"This model's maximum context length is {card.max_model_len} tokens, and the {field} has {num_chars} "
+            f"characters. Please reduce its length.",
             field,
             code="context_length_exceeded",
         )
@@ -63,6 +66,7 @@ def check_length(num_tokens: int, field: str, card: ModelCard) -> None:
 def _text(text: str, field: str, card: ModelCard) -> Tokenize:
     if not text:
         raise ApiError(f"`{field}` is empty", field)
+    check_chars(len(text), field, card)
     return Tokenize(request_id="", model=card.names[0], text=text)
 
 

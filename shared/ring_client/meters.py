@@ -48,11 +48,13 @@ class Meters:
         self.resent = 0
         self.ended = dict.fromkeys(FinishReason, 0)
         self.responses: dict[str, int] = {}  # HTTP status -> answers
+        self.tokenizing = Histogram(TTFT_S)
         self.ttft = Histogram(TTFT_S)
         self.itl = Histogram(ITL_S)
         self.e2e = Histogram(E2E_S)
         self.prompt_sizes = Histogram(TOKENS)
         self.output_sizes = Histogram(TOKENS)
+        self.tokenized = self.tokenizing.observe
         self.first_token = self.ttft.observe
         self.between_tokens = self.itl.observe
 

@@ -144,6 +144,7 @@ async def test_metrics_are_the_sum_of_all_gateways(rig) -> None:
     assert found["blockyard:prompt_tokens_total", tiny] == 6
     assert found["blockyard:generation_tokens_total", tiny] == 8
     assert found["blockyard:time_to_first_token_seconds_count", tiny] == 2
+    assert found["blockyard:tokenize_seconds_count", tiny] == 2
     assert found["blockyard:inter_token_latency_seconds_count", tiny] == 6
     assert found["blockyard:e2e_request_latency_seconds_count", tiny] == 2
     assert found["blockyard:request_success_total", (("finished_reason", "length"), *tiny)] == 2

@@ -1,0 +1,82 @@
+"""The process itself: what it says and how it ends."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from blockyard.shared.config.gateway import GatewayConfig
+from blockyard.shared.config.process import BusConfig, ProcessConfig
+
+ROOT = Path(__file__).parents[3]
+
+
+def start(folder: Path, port: int) -> subprocess.Popen[str]:
+    bus = BusConfig(registry=f"ipc://{folder}/message-bus", bind=f"ipc://{folder}")
+    process = ProcessConfig(name="api_gateway 0", bus=bus)
+    settings = folder / "gateway.json"
+    settings.write_bytes(msgspec.json.encode(GatewayConfig(process=process, host="127.0.0.1", port=port)))
+    command = [sys.executable, "-m", "blockyard.services.api_gateway", str(settings)]
+    env = os.environ | {"PYTHONPATH": str(ROOT / ".src")}
+    return subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
+
+
+def status(port: int, path: str) -> int:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as e:
+        return e.code
+    except urllib.error.URLError:
+        return 0
+
+
+@pytest.fixture
+def gateway(tmp_path: Path, unused_port: int):
+    process = start(tmp_path, unused_port)
+    try:
+        deadline = time.monotonic() + 20
+        while status(unused_port, "/live") != 200:
+            assert process.poll() is None, process.communicate()[1]
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_it_lives_without_a_ring_and_ends_when_told(gateway, unused_port: int) -> None:
+    """No registry, no members: live, not healthy, small, and gone with exit code 0."""
+    assert status(unused_port, "/health") == 503 and status(unused_port, "/ready") == 503
+    rss_mib = int(Path(f"/proc/{gateway.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE") / 2**20
+    assert rss_mib <= 70
+    assert Path(f"/proc/{gateway.pid}/cmdline").read_bytes().startswith(b"blockyard: api_gateway 0")
+    gateway.send_signal(signal.SIGTERM)
+    assert gateway.wait(10) == 0
+
+
+def test_a_port_in_use_is_one_line(gateway, tmp_path: Path, unused_port: int) -> None:
+    """Replicas share a port by SO_REUSEPORT; a stranger that listens without it does not."""
+    gateway.send_signal(signal.SIGTERM)
+    gateway.wait(10)
+    stranger = subprocess.Popen(
+        [sys.executable, "-m", "http.server", "--bind", "127.0.0.1", str(unused_port)], stderr=subprocess.DEVNULL
+    )
+    try:
+        while status(unused_port, "/") == 0:
+            time.sleep(0.02)
+        second = start(tmp_path, unused_port)
+        _, said = second.communicate(timeout=20)
+    finally:
+        stranger.kill()
+        stranger.wait()
+    assert second.returncode == 2
+    assert said == f"error: port {unused_port} is in use: --port takes another\n"
