@@ -112,6 +112,8 @@ def _job(
     num_prompt_logprobs: int | None,
 ) -> Job:
     n = read_num_choices(request)
+    if n * len(prompts) > limits.MAX_ANSWERS:
+        raise ApiError(f"{len(prompts)} prompts with {n} choices each are more than {limits.MAX_ANSWERS} answers", "n")
     salt, bad_words, truncate = read_salt(request.cache_salt), read_bad_words(request), read_truncation(request)
     as_ids = request.return_tokens_as_token_ids
     sampling = read_sampling(request, card.vocab_size, config.defaults)
