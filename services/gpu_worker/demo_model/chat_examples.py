@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from .corpus import SourceFile
-from .definitions import Definition, definitions
-from .train_tokenizer import BOS, CHAT_TEMPLATE
+from blockyard.services.gpu_worker.demo_model.corpus import SourceFile
+from blockyard.services.gpu_worker.demo_model.definitions import Definition, definitions
+from blockyard.services.gpu_worker.demo_model.train_tokenizer import BOS, CHAT_TEMPLATE
 
 SYSTEM_PROMPTS = (
     "You are a helpful assistant.",

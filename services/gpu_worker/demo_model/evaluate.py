@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from .baselines import NgramModel
-from .corpus import Split, load_corpus, texts
-from .llama import Llama, Shape, load_weights
-from .packing import encode_documents
-from .scoring import bits_per_byte, total_nats
+from blockyard.services.gpu_worker.demo_model.baselines import NgramModel
+from blockyard.services.gpu_worker.demo_model.corpus import Split, load_corpus, texts
+from blockyard.services.gpu_worker.demo_model.llama import Llama, Shape, load_weights
+from blockyard.services.gpu_worker.demo_model.packing import encode_documents
+from blockyard.services.gpu_worker.demo_model.scoring import bits_per_byte, total_nats
 
 
 @dataclass(frozen=True, slots=True)

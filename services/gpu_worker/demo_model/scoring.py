@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .packing import Ids
+from blockyard.services.gpu_worker.demo_model.packing import Ids
 
 Wide = npt.NDArray[np.int64]
 

@@ -22,12 +22,12 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from .chat_examples import conversations
-from .checkpoint_files import write_configs
-from .corpus import Split, load_corpus
-from .llama import Llama, Shape, load_weights, num_parameters, save_weights
-from .packing import Ids, Mixture, build_mixture, encode_documents, windows
-from .scoring import bits_per_byte, total_nats
+from blockyard.services.gpu_worker.demo_model.chat_examples import conversations
+from blockyard.services.gpu_worker.demo_model.checkpoint_files import write_configs
+from blockyard.services.gpu_worker.demo_model.corpus import Split, load_corpus
+from blockyard.services.gpu_worker.demo_model.llama import Llama, Shape, load_weights, num_parameters, save_weights
+from blockyard.services.gpu_worker.demo_model.packing import Ids, Mixture, build_mixture, encode_documents, windows
+from blockyard.services.gpu_worker.demo_model.scoring import bits_per_byte, total_nats
 
 WARM_UP = 0.02  # of the whole run
 LONG_PHASE = 0.85  # from here on windows have the full context
@@ -62,7 +62,7 @@ class LogEntry(msgspec.Struct, frozen=True):
     window: int
     rate: float
     train_nats: float  # a token, mean since the last entry
-    validation_bits_per_byte: float
+    validation_bits_per_byte: float | None
     validation_chat_nats: float  # a token
 
 
