@@ -99,11 +99,12 @@ class Outlet:
         if self.transport is not None:
             self.transport.abort()
 
-    async def emptied(self, now: float) -> None:
+    async def emptied(self) -> None:
         """Waits until the client's side of the connection has taken everything."""
+        await asyncio.sleep(0)  # what was just written leaves at the end of the loop's round
         self._resume_below = 1
         if self.transport is not None and self.transport.get_write_buffer_size():
-            self.fall_behind(now)
+            self.fall_behind(asyncio.get_running_loop().time())
         await self.drained()
 
     async def drained(self) -> None:

@@ -42,8 +42,8 @@ class Streams:
             await call.finish()
             await outlet.drained()
             outlet.write(_ending(call), loop.time())
-            await outlet.emptied(loop.time())
             await response.write_eof()
+            await outlet.emptied()
             if call.error is not None:
                 request.protocol.close()  # once this handler has returned
         finally:
