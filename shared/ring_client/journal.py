@@ -176,14 +176,16 @@ class Journal:
         if delta.token_ids:
             if not known and delta.cached_tokens and entry.attempt == 0:
                 entry.cached_tokens = delta.cached_tokens
-            choice.output_ids.extend(delta.token_ids)
-            choice.chars_sent += len(delta.text)
-            entry.gaps = 0
-        elif delta.text and delta.finish is None:  # once an attempt at most: nothing else tells a doubled one
-            if choice.reopened == entry.attempt:
+            try:
+                choice.output_ids.extend(delta.token_ids)
+            except OverflowError:  # no token id: whatever made this frame, its ids are asked for again
+                del choice.output_ids[known:]
+                self.gapped.append(entry)
                 return None
-            choice.reopened = entry.attempt
-            choice.chars_sent += len(delta.text)
+            entry.gaps = 0
+        elif _is_doubled(choice, delta):
+            return None
+        choice.chars_sent += len(delta.text)
         entry.heard_s = now
         if delta.finish is not None:
             choice.finish = delta.finish
@@ -207,3 +209,12 @@ class Journal:
     def silent_since(self, then: float) -> Iterator[Entry]:
         """The open requests with a scheduler for which nothing came after `then`."""
         return (e for e in list(self.entries.values()) if e.heard_s < then and e.scheduler is not None)
+
+
+def _is_doubled(choice: ChoiceLog, delta: TextDelta) -> bool:
+    """A stream that is opened anew may bring text of ids delivered before: once an attempt, and nothing else tells."""
+    if not delta.text or delta.finish is not None:
+        return False
+    doubled = choice.reopened == delta.attempt
+    choice.reopened = delta.attempt
+    return doubled

@@ -331,3 +331,12 @@ def test_a_ring_that_always_loses_is_given_up() -> None:
         world.wire = [d for d in world.wire if d.attempt == world.entry.attempt]
     assert world.caller.error is not None and world.caller.error.status == 500
     assert world.journal.entries == {}
+
+
+@pytest.mark.parametrize("bad", [-1, 2**32])
+def test_an_id_that_cannot_be_one_costs_its_frame_only(bad: int) -> None:
+    world = World(1, 3)
+    world.deliver(TextDelta("r", 0, 0, 0, [5, bad], "x"))
+    assert world.readers[0].ids == [] and world.entry.attempt == 1
+    world.settle()
+    assert len(world.readers[0].ids) == 3 and world.caller.num_finished == 1
