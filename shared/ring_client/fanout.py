@@ -24,12 +24,13 @@ class Fanout:
             choice = take(delta, now)
             if choice is None:
                 continue
-            meters.output_tokens += len(delta.token_ids)
-            if choice.arrived_s:
-                meters.between_tokens(now - choice.arrived_s)
-            else:
-                self._first(delta, now)
-            choice.arrived_s = now
+            if delta.token_ids:
+                meters.output_tokens += len(delta.token_ids)
+                if choice.arrived_s:
+                    meters.between_tokens(now - choice.arrived_s)
+                else:
+                    self._first(delta, now)
+                choice.arrived_s = now
             if delta.finish is None:
                 choice.sink.push(delta, now, stamp_s)
             else:
@@ -42,8 +43,7 @@ class Fanout:
 
     def _first(self, delta: TextDelta, now: float) -> None:
         entry = self._journal.entries[delta.request_id]
-        if delta.token_ids:
-            self._meters.first_token(now - entry.opened_s)
+        self._meters.first_token(now - entry.opened_s)
         if delta.finish != FinishReason.FAILED:  # a failure before anything else is a status code
             entry.accept()
 
@@ -53,6 +53,7 @@ class Fanout:
             self._dispatch.fail(entry, RequestError(delta.detail or "the ring gave this request up", status=500))
         elif entry.num_open == 0:
             self._journal.close(delta.request_id)
+            entry.accept()  # where not one token came before the end
             entry.owner.finished(entry)
 
     def _mend(self, now: float) -> None:

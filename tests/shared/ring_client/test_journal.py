@@ -340,3 +340,12 @@ def test_an_id_that_cannot_be_one_costs_its_frame_only(bad: int) -> None:
     assert world.readers[0].ids == [] and world.entry.attempt == 1
     world.settle()
     assert len(world.readers[0].ids) == 3 and world.caller.num_finished == 1
+
+
+def test_an_answer_without_a_token_ends_too() -> None:
+    """As where Accepted is late and the text ends at once."""
+    world = World(1, 3)
+    world.caller.num_accepted, world.entry.accepted = 0, False
+    world.deliver(TextDelta("r", 0, 0, 0, [], "", FinishReason.STOP))
+    assert (world.caller.num_accepted, world.caller.num_finished, world.readers[0].finals) == (1, 1, 1)
+    assert sum(world.meters.ttft.counts) == 0
