@@ -20,7 +20,6 @@ def serve(config: SchedulerConfig) -> None:
     signal.signal(signal.SIGTERM, lambda *_: stopped.set())
     names = config.served_model_names
     with Links[SchedulerIn](config.process.name, Role.SCHEDULER, config.process.bus, SchedulerIn, names[0]) as links:
-        links.update(phase="waiting for a worker")
         core = Scheduler(
             links.me.incarnation,
             SchedulerSettings(

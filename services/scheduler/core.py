@@ -65,11 +65,16 @@ class Scheduler:
         self._intake = Intake(
             self._admission, self._waiting, self._lifecycle, self._streams, self._outbox, POLICIES[settings.policy]
         )
+        self.deadlines = self._intake.deadlines
         self._planner = Planner(incarnation, self._waiting, self._lifecycle, settings.whole_prompts)
         self._results = Results(self._waiting, self._lifecycle)
         self._gateways: set[int] = set()
         self._was_full = False
         self._num_steps = 0
+
+    @property
+    def phase(self) -> str:
+        return "serving" if self._groups.attached else "waiting for a worker"
 
     @property
     def idle(self) -> bool:
@@ -114,9 +119,7 @@ class Scheduler:
         group = self._groups.detach(incarnation)
         if group is not None:
             self._clear(group)
-        sink = self._streams.leave(incarnation)
-        if sink is not None:
-            self._lifecycle.unbind_from(sink)
+        self._streams.leave(incarnation, self._lifecycle.requests.values())
         if incarnation in self._gateways:
             self._gateways.discard(incarnation)
             self._lifecycle.drop_of_gateway(incarnation)
@@ -135,9 +138,6 @@ class Scheduler:
             for gateway in self._gateways:
                 self._outbox.answer(gateway, RoomChanged(self._waiting.room()))
         return self._outbox.take()
-
-    def next_deadline(self) -> float | None:
-        return self._intake.deadlines.next()
 
     def stats(self) -> Stats:
         groups = self._groups.attached.values()
@@ -175,11 +175,9 @@ class Scheduler:
         self.card = capacity.card(settings.names, settings.root, self._created)
 
     def _attach_again(self, worker: int, now: float) -> None:
-        group = self._groups.detach(worker)
-        if group is None:
-            return
-        self._clear(group)
-        self._outbox.send(worker, self._groups.ask(worker, now))
+        if worker in self._groups.attached:  # if not, it has been asked already
+            self._clear(self._groups.attached.pop(worker))
+            self._outbox.send(worker, self._groups.ask(worker, now))
 
     def _clear(self, group: Group) -> None:
         level = logging.WARNING if group.running else logging.INFO

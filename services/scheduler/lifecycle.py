@@ -2,7 +2,6 @@
 
 from blockyard.services.scheduler.groups import Group, Groups
 from blockyard.services.scheduler.requests import Choice, Phase, Request, Seat
-from blockyard.services.scheduler.sinks import TextSink
 from blockyard.services.scheduler.streams import Streams
 from blockyard.services.scheduler.waiting import WaitingQueue
 from blockyard.shared.messages import FinishReason
@@ -43,12 +42,6 @@ class Lifecycle:
     def drop_of_gateway(self, gateway: int) -> None:
         for request in [r for r in self.requests.values() if r.gateway == gateway]:
             self.drop(request)
-
-    def unbind_from(self, sink: TextSink) -> None:
-        """A detokenizer is gone. Its requests go on; their gateways will say where their text broke off."""
-        for request in self.requests.values():
-            if request.sink is sink:
-                request.sink = None
 
     def preempt(self, group: Group, seat: Seat) -> None:
         """Takes a choice's seat; it is computed again, with all its tokens, once there is room."""

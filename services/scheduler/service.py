@@ -5,11 +5,14 @@ import threading
 import time
 from typing import Protocol
 
+import msgspec
+
 from blockyard.services.scheduler.core import Scheduler
 from blockyard.services.scheduler.outbox import Outgoing, Verb
 from blockyard.services.scheduler.report import Report
 from blockyard.shared.member_list import Changed, Event, Gone, Joined
 from blockyard.shared.messages import Frame, ModelCard, SchedulerIn, Stats
+from blockyard.shared.serving import rss_bytes
 
 TICK_S = 0.25  # at most this late are deadlines, reports and SIGTERM
 STATS_S = 0.5
@@ -30,6 +33,7 @@ class Service:
     def __init__(self, links: SchedulerLinks, core: Scheduler, report: Report) -> None:
         self._links, self._core, self._report = links, core, report
         self._card: ModelCard | None = None
+        self._phase = ""
         self._stats_at = 0.0
         self._collected_at = time.monotonic()
 
@@ -68,20 +72,22 @@ class Service:
         return self._links.answer(outgoing.to, outgoing.frame)
 
     def _publish(self, now: float) -> None:
-        if self._core.card is not self._card:
-            self._card = self._core.card
-            self._links.update(card=self._card, ready=True, phase="serving", notes=self._core.notes)
+        core = self._core
+        if core.card is not self._card or core.phase != self._phase:
+            self._card, self._phase = core.card, core.phase
+            ready = core.card is not None  # and stays so while a worker is away: requests wait
+            self._links.update(card=core.card, ready=ready, phase=core.phase, notes=core.notes)
         if now >= self._stats_at:
             self._stats_at = now + STATS_S
-            stats = self._core.stats()
-            self._links.count(stats)
+            stats = core.stats()
+            self._links.count(msgspec.structs.replace(stats, rss_bytes=rss_bytes()))
             self._report.warn(stats.preemptions_total)
             if self._report.due(now):
                 self._report.tell(stats, now)
-            if self._core.idle and now - self._collected_at > COLLECT_S:
+            if core.idle and now - self._collected_at > COLLECT_S:
                 self._collected_at = now
                 gc.collect()
 
     def _timeout(self, now: float) -> float:
-        deadline = self._core.next_deadline()
+        deadline = self._core.deadlines.next()
         return TICK_S if deadline is None else min(TICK_S, max(0.0, deadline - now))

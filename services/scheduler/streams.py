@@ -1,27 +1,42 @@
 """Which detokenizer makes a request's text, and what each gets at the end of a turn."""
 
+from collections.abc import Iterable
+
 from blockyard.services.scheduler.outbox import Outbox
 from blockyard.services.scheduler.requests import ID_BYTES, Choice, Request
 from blockyard.services.scheduler.sinks import TextSink
 from blockyard.shared import messages
 from blockyard.shared.messages import Cancel, FinishReason, StreamOpen, TokenStep
 
+MAX_LEFT = 8
 CONTEXT_IDS = 8  # ids of the prompt's end that a detokenizer gets
 
 
 class Streams:
     def __init__(self) -> None:
         self._sinks: dict[int, TextSink] = {}
+        self._left: dict[int, list[Cancel]] = {}  # what those that left lately had open
 
     def __len__(self) -> int:
         return len(self._sinks)
 
     def join(self, incarnation: int) -> None:
-        self._sinks.setdefault(incarnation, TextSink(incarnation))
+        """One that returns lost only its link: it still has streams that nobody will continue."""
+        if incarnation not in self._sinks:
+            self._sinks[incarnation] = TextSink(incarnation)
+            self._sinks[incarnation].closes += self._left.pop(incarnation, [])
 
-    def leave(self, incarnation: int) -> TextSink | None:
-        """What it had is lost; its requests are for the caller to unbind."""
-        return self._sinks.pop(incarnation, None)
+    def leave(self, incarnation: int, requests: Iterable[Request]) -> None:
+        """A member is gone. Its requests go on; their gateways will say where their text broke off."""
+        sink = self._sinks.pop(incarnation, None)
+        if sink is None:
+            return
+        bound = [request for request in requests if request.sink is sink]
+        for request in bound:
+            request.sink = None
+        self._left[incarnation] = [Cancel(request.id, request.attempt) for request in bound]
+        while len(self._left) > MAX_LEFT:
+            del self._left[next(iter(self._left))]
 
     def bind(self, request: Request, listed: list[messages.Choice]) -> bool:
         """Opens a stream for each listed choice at the detokenizer with the fewest. False if none is alive."""

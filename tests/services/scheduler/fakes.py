@@ -127,6 +127,7 @@ class FakeDetokenizer:
     stops: Callable[[TokenStep], bool]  # whether a stop string ends with this step
     streams: dict[tuple[str, int], Stream] = field(default_factory=dict)
     inbox: deque[TokenBatch] = field(default_factory=deque)
+    lost_frames: bool = False  # closes may be among them
 
     def work(self, read: Callable[[int, TokenStep], None]) -> list[Stop]:
         """Handles one batch: deltas go to `read`, and what is to be told to the scheduler comes back."""

@@ -39,6 +39,7 @@ class Program:
             self.kill_gateway,
             self.out_of_step,
             self.wait,
+            self.blink,
             self.cancel,
             self.resubmit,
         ]
@@ -135,6 +136,11 @@ class Program:
         if worker and b % 3 == 0:
             worker.skip()
             self.world.work(worker)
+
+    def blink(self, a: int, b: int) -> None:
+        member = pick([*self.world.workers, *self.world.detokenizers], a)
+        if member is not None:
+            self.world.blink(member)
 
     def wait(self, a: int, b: int) -> None:
         self.world.now += a / 200

@@ -9,6 +9,7 @@ from blockyard.shared.messages import (
     Fenced,
     FinishReason,
     Geometry,
+    OutOfStep,
     StepPlan,
     StepResult,
     TokenBatch,
@@ -122,6 +123,16 @@ def test_a_result_that_is_not_the_next_means_attach_again(ring: type[Ring]) -> N
     it.finish()
     assert sum(isinstance(o.frame, Attach) for o in it.world.sent) == 2
     assert len(it.output("a").ids) == 30
+
+
+def test_out_of_step_while_it_is_asked_changes_nothing(ring: type[Ring]) -> None:
+    it = ring()
+    it.submit("a", 5, max_tokens=30)
+    it.steps(4)
+    for _ in range(2):
+        it.world.tell(it.worker.incarnation, OutOfStep(it.worker.incarnation, 1))
+    it.finish()
+    assert sum(isinstance(o.frame, Attach) for o in it.world.sent) == 2
 
 
 def test_an_attachment_to_another_scheduler_is_ignored(ring: type[Ring]) -> None:

@@ -14,6 +14,7 @@ from blockyard.shared.messages import (
     Accepted,
     Attach,
     Attached,
+    Cancel,
     Choice,
     Generate,
     Geometry,
@@ -112,8 +113,19 @@ def test_whoever_cannot_be_sent_to_is_lost_and_comes_back(lost: Member) -> None:
     it.handle(lost.incarnation, Gone(lost), 0.0)
     it.handle(lost.incarnation, Joined(lost), 0.0)
     it.turn(0.0)
+    (back,) = [frame for to, frame in links.sent if to == lost.incarnation]
     if lost is WORKER:
-        assert isinstance(links.sent[0][1], Attach)
+        assert isinstance(back, Attach)
+    else:
+        assert back == TokenBatch([], [], [Cancel("r", 0)]), "the stream it has will not go on"
+
+
+def test_the_phase_says_that_no_worker_is_there() -> None:
+    it, links = attached()
+    assert links.me.phase == "serving"
+    it.handle(2, Gone(WORKER), 0.0)
+    it.turn(0.0)
+    assert (links.me.phase, links.me.ready) == ("waiting for a worker", True)
 
 
 def test_a_result_of_a_worker_that_is_gone_is_dropped() -> None:
@@ -130,6 +142,7 @@ def test_stats_are_published() -> None:
     generate(it)
     it.turn(1.0)
     stats = links.me.stats
+    assert stats.rss_bytes > 2**20
     assert (stats.running, stats.requests_total, stats.blocks_used, stats.blocks_total) == (1, 1, 1, 64)
 
 

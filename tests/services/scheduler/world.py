@@ -109,6 +109,22 @@ class World:
             self.done += gateway.journals.values()
             for journal in gateway.journals.values():
                 journal.cancelled = True
+        self._lost(incarnation)
+
+    def blink(self, incarnation: int) -> None:
+        """The link to a worker or detokenizer breaks and comes back: what was on it is lost, the member is not."""
+        worker, detokenizer = self.workers.get(incarnation), self.detokenizers.get(incarnation)
+        if worker is not None:
+            worker.inbox.clear()
+            self._lost(incarnation)
+            self._present(incarnation, Role.GPU_WORKER)
+        elif detokenizer is not None:
+            detokenizer.inbox.clear()
+            detokenizer.lost_frames = True
+            self._lost(incarnation)
+            self._present(incarnation, Role.DETOKENIZER)
+
+    def _lost(self, incarnation: int) -> None:
         self.core.gone(incarnation)
         self.turn()
         for other in self.gateways.values():
@@ -202,4 +218,4 @@ class World:
         for sink in self.core._streams._sinks.values():
             assert sink.num_streams == 0
         for detokenizer in self.detokenizers.values():
-            assert not detokenizer.streams, "a detokenizer's stream was never closed"
+            assert not detokenizer.streams or detokenizer.lost_frames, "a detokenizer's stream was never closed"
