@@ -21,6 +21,7 @@ from blockyard.shared.ring_client.dispatch import Dispatch
 from blockyard.shared.ring_client.fanout import Fanout
 from blockyard.shared.ring_client.journal import Journal
 from blockyard.shared.ring_client.meters import Meters
+from blockyard.shared.ring_client.recovery import Recovery
 from blockyard.shared.ring_client.ring_links import RingLinks
 from blockyard.shared.ring_client.text_work import TextWork
 
@@ -43,8 +44,9 @@ class RingClient:
         self.journal = Journal()
         self.admission = Admission(served_model_names)
         self.text_work = TextWork(links)
-        self.dispatch = Dispatch(links, self.journal, self.admission, self.meters, stall_timeout_s)
-        self._fanout = Fanout(links, self.journal, self.dispatch, self.meters)
+        self.dispatch = Dispatch(links, self.journal, self.admission, self.meters)
+        self._recovery = Recovery(links, self.journal, self.admission, self.dispatch, stall_timeout_s)
+        self._fanout = Fanout(links, self.journal, self.dispatch, self._recovery, self.meters)
 
     def handle(self, peer: int, event: Event | GatewayIn) -> None:
         match event:
@@ -53,9 +55,9 @@ class RingClient:
             case Tokenized() | Detokenized() | TextRejected():
                 self.text_work.answered(peer, event)
             case Accepted():
-                self.dispatch.accepted(peer, event, self.clock())
+                self._recovery.accepted(peer, event, self.clock())
             case Refused():
-                self.dispatch.refused(peer, event, self.clock())
+                self._recovery.refused(peer, event, self.clock())
             case RoomChanged():
                 self.admission.heard(peer, event.room, self.clock())
             case Joined() | Changed():
@@ -66,7 +68,7 @@ class RingClient:
     async def keep_time(self, count: Callable[[], None]) -> None:
         """For ever: what time brings about. `count` is called about twice a second, to publish counters."""
         while True:
-            self.dispatch.tick(self.clock())
+            self._recovery.tick(self.clock())
             self.text_work.tick(self.clock(), self._stall_timeout_s)
             count()
             for _ in range(TICKS_A_ROUND):
@@ -80,11 +82,11 @@ class RingClient:
     def _changed(self, member: Member) -> None:
         self.admission.changed(member)
         self.text_work.changed(member)
-        self.dispatch.changed(member, self.clock())
+        self._recovery.changed(member, self.clock())
         if not self.meters.model_name and (cards := self.admission.cards()):
             self.meters.model_name = cards[0].names[0]
 
     def _gone(self, member: Member) -> None:
         self.admission.gone(member)
         self.text_work.gone(member)
-        self.dispatch.gone(member, self.clock())
+        self._recovery.gone(member, self.clock())

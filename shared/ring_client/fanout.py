@@ -7,6 +7,7 @@ from blockyard.shared.messages import Cancel, FinishReason, Role, TextBatch, Tex
 from blockyard.shared.ring_client.dispatch import Dispatch
 from blockyard.shared.ring_client.journal import Journal
 from blockyard.shared.ring_client.meters import Meters
+from blockyard.shared.ring_client.recovery import Recovery
 from blockyard.shared.ring_client.ring_links import RingLinks
 
 STRAY_CANCEL_S = 1.0  # frames for an unknown id within it are answered with one Cancel
@@ -14,8 +15,11 @@ MAX_CANCELLED = 10_000
 
 
 class Fanout:
-    def __init__(self, links: RingLinks, journal: Journal, dispatch: Dispatch, meters: Meters) -> None:
-        self._links, self._journal, self._dispatch, self._meters = links, journal, dispatch, meters
+    def __init__(
+        self, links: RingLinks, journal: Journal, dispatch: Dispatch, recovery: Recovery, meters: Meters
+    ) -> None:
+        self._links, self._journal, self._meters = links, journal, meters
+        self._dispatch, self._recovery = dispatch, recovery
         self._cancelled: OrderedDict[str, float] = OrderedDict()  # stray ids -> when a Cancel went out
 
     def text(self, batch: TextBatch, now: float) -> None:
@@ -60,7 +64,7 @@ class Fanout:
         """What the last batch showed to be lost is asked for again; what nobody waits for is cancelled."""
         gapped, self._journal.gapped = self._journal.gapped, []
         for entry in {id(e): e for e in gapped}.values():
-            self._dispatch.mend(entry, now)
+            self._recovery.mend(entry, now)
         strays, self._journal.strays = self._journal.strays, {}
         for request_id, attempt in strays.items():
             if now - self._cancelled.get(request_id, -STRAY_CANCEL_S) >= STRAY_CANCEL_S:

@@ -29,6 +29,7 @@ from blockyard.shared.ring_client.fake_ring import CARD, member
 from blockyard.shared.ring_client.fanout import Fanout
 from blockyard.shared.ring_client.journal import MAX_GAPS, ChoiceLog, Entry, Journal
 from blockyard.shared.ring_client.meters import Meters
+from blockyard.shared.ring_client.recovery import Recovery
 from blockyard.shared.token_ids import unpack
 
 ROOM = Room(10, 1000)
@@ -92,8 +93,9 @@ class World:
         self.num_tokens = num_tokens
         self.links = FakeLinks(Member("api_gateway", Role.API_GATEWAY, 99, "ipc:///99"))
         self.journal, self.admission, self.meters = Journal(), Admission([]), Meters("tiny")
-        self.dispatch = Dispatch(self.links, self.journal, self.admission, self.meters, STALL_S)
-        self.fanout = Fanout(self.links, self.journal, self.dispatch, self.meters)
+        self.dispatch = Dispatch(self.links, self.journal, self.admission, self.meters)
+        self.recovery = Recovery(self.links, self.journal, self.admission, self.dispatch, STALL_S)
+        self.fanout = Fanout(self.links, self.journal, self.dispatch, self.recovery, self.meters)
         self.caller, self.readers = Caller(), [Reader() for _ in range(num_choices)]
         self.scheduler, self.detokenizer = 10, 1000
         self.wire: list[TextDelta] = []  # in order
@@ -118,12 +120,12 @@ class World:
         m = member(Role.SCHEDULER, self.scheduler, card=CARD)
         self.links.members[self.scheduler] = m
         self.admission.changed(m)
-        self.dispatch.changed(m, self.now)
+        self.recovery.changed(m, self.now)
 
     def lose(self, role: Role, incarnation: int) -> None:
         m = self.links.members.pop(incarnation, None) or member(role, incarnation)
         self.admission.gone(m)
-        self.dispatch.gone(m, self.now)
+        self.recovery.gone(m, self.now)
         self.serve()
 
     def serve(self) -> None:
@@ -131,7 +133,7 @@ class World:
         sent, self.seen = self.links.sent[self.seen :], len(self.links.sent)
         for to, frame in sent:
             if isinstance(frame, Generate) and to in self.links.members:
-                self.dispatch.accepted(to, Accepted("r", frame.attempt, self.detokenizer, ROOM), self.now)
+                self.recovery.accepted(to, Accepted("r", frame.attempt, self.detokenizer, ROOM), self.now)
                 for choice in frame.choices:
                     self.write(frame.attempt, choice.index, unpack(choice.output_ids), choice.chars_sent)
         if len(self.links.sent) > self.seen:
@@ -180,7 +182,7 @@ class World:
             self.serve()
         elif what == "stall":
             self.now += STALL_S + 1
-            self.dispatch.tick(self.now)
+            self.recovery.tick(self.now)
             self.dispatch.retry(self.now)
             self.serve()
         elif what == "late" and self.late:
@@ -283,7 +285,7 @@ def test_frames_of_the_unknown_are_answered_with_one_cancel() -> None:
     world.now += 2
     world.deliver(stray)
     assert len([f for _, f in world.links.sent if isinstance(f, Cancel)]) == 2
-    world.dispatch.accepted(10, Accepted("nobody", 7, 1000, ROOM), world.now)
+    world.recovery.accepted(10, Accepted("nobody", 7, 1000, ROOM), world.now)
     assert world.links.sent[-1] == (10, Cancel("nobody", 7))
 
 
@@ -307,10 +309,10 @@ def test_a_repetition_that_is_refused_waits_or_fails(status: int, retry: bool) -
     m = member(Role.SCHEDULER, 11, card=CARD)
     world.links.members[11] = m
     world.admission.changed(m)
-    world.dispatch.changed(m, world.now)
+    world.recovery.changed(m, world.now)
     full = Refused("r", world.entry.attempt, status, "", "no", msgspec.structs.replace(ROOM, retry_after_s=2.0))
     world.seen = len(world.links.sent)
-    world.dispatch.refused(11, full, world.now)
+    world.recovery.refused(11, full, world.now)
     assert (world.caller.error is None) is retry
     if retry:
         world.now += 1
