@@ -40,7 +40,7 @@ class Dispatch:
         self._send(entry)
 
     def later(self, entry: Entry, when: float) -> None:
-        """Sends it again at that time, and until then no other way."""
+        """Sends it again at that time, unless something else does before."""
         entry.not_before_s = when
         self.waiting[entry.request_id] = entry
 
