@@ -1,12 +1,12 @@
 """The demo model through the whole ring against `transformers` generate, interleaved in one run on the CPU."""
 
-import asyncio
 import time
 import warnings
 from pathlib import Path
 
 import torch
-from rig import ROOT, Row, completion, median, serve, streams, table
+from raw_client import raw_streams
+from rig import ROOT, Row, completion, median, serve, table
 from transformers import AutoModelForCausalLM
 
 MODEL = ROOT / "shared" / "demo_model"
@@ -47,9 +47,9 @@ class Transformers:
 def ring_tokens_per_s(url: str, num: int) -> float:
     bodies = [completion(NUM_OUT, prompt=ids) for ids in prompts(num)]
     start = time.perf_counter()
-    logs = asyncio.run(streams(url, bodies, parse=False))
+    logs = raw_streams(url, bodies)
     seconds = time.perf_counter() - start
-    assert len(logs) == num
+    assert all(log.events()[-1][1].choices[0].finish_reason == "length" for log in logs)
     return num * NUM_OUT / seconds
 
 

@@ -4,6 +4,7 @@ import asyncio
 import time
 from pathlib import Path
 
+from raw_client import raw_streams
 from rig import Row, Server, completion, cpu_seconds, percentile, rss_mib, serve, streams, table
 
 MOCK = ("demo", "--worker-cls", "mock")
@@ -40,8 +41,8 @@ def token_way() -> list[Row]:
     """From the worker's stamp to the client's read: 32 streams at 20 ms a step."""
     with serve(*MOCK, "--mock-step-ms", "20") as server:
         bodies = [completion(200, return_stamps=True) for _ in range(32)]
-        logs = asyncio.run(streams(server.url, bodies))
-    lags = [lag for log in logs for lag in log.lags_s[2:]]
+        logs = raw_streams(server.url, bodies)
+    lags = [at - chunk.stamp for log in logs for at, chunk in log.events()[2:] if chunk.stamp]
     text = f"p50 {1e3 * percentile(lags, 0.5):.2f} ms, p99 {1e3 * percentile(lags, 0.99):.2f} ms ({len(lags)} events)"
     return [("worker's stamp to client's read, 32 streams, 20 ms a step", text, "p50 3 ms, p99 8 ms")]
 
@@ -50,11 +51,11 @@ def events_a_core() -> list[Row]:
     """One gateway, 256 streams, an event a token, the mock as fast as it can: events per second of gateway CPU."""
     with serve(*MOCK, "--mock-step-ms", "0", "--max-num-seqs", "256") as server:
         gateway = find(server, "api_gateway")
-        asyncio.run(streams(server.url, [completion(16)] * 256, parse=False))
+        raw_streams(server.url, [completion(16)] * 256)
         before, start = cpu_seconds(gateway), time.perf_counter()
-        logs = asyncio.run(streams(server.url, [completion(512)] * 256, parse=False))
+        logs = raw_streams(server.url, [completion(512)] * 256)
         cpu, wall = cpu_seconds(gateway) - before, time.perf_counter() - start
-    events = sum(log.num_events for log in logs)
+    events = sum(len(log.events()) for log in logs)
     text = f"{events / cpu:,.0f} events/s ({events:,} events, {cpu:.2f} s of CPU in {wall:.1f} s)"
     return [("one gateway, 256 streams, one event a token, per core", text, "50,000")]
 
