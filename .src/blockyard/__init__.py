@@ -5,17 +5,20 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from blockyard.services.launcher.llm import LLM
-    from blockyard.shared.outputs import CompletionOutput, RequestOutput
-    from blockyard.shared.sampling_params import SamplingParams
+    from blockyard.services.launcher.offline.errors import GenerationError
+    from blockyard.services.launcher.offline.outputs import CompletionOutput, Logprob, RequestOutput
+    from blockyard.services.launcher.offline.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = ["LLM", "CompletionOutput", "GenerationError", "Logprob", "RequestOutput", "SamplingParams", "__version__"]
 
 _HOMES = {
     "LLM": "blockyard.services.launcher.llm",
-    "CompletionOutput": "blockyard.shared.outputs",
-    "RequestOutput": "blockyard.shared.outputs",
-    "SamplingParams": "blockyard.shared.sampling_params",
+    "CompletionOutput": "blockyard.services.launcher.offline.outputs",
+    "GenerationError": "blockyard.services.launcher.offline.errors",
+    "Logprob": "blockyard.services.launcher.offline.outputs",
+    "RequestOutput": "blockyard.services.launcher.offline.outputs",
+    "SamplingParams": "blockyard.services.launcher.offline.sampling_params",
 }
 
 

@@ -1,6 +1,7 @@
 """The start-up report on a terminal: a bar for each service."""
 
 from collections.abc import Sequence
+from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
@@ -37,3 +38,7 @@ class Bars:
 
     def close(self) -> None:
         self._bars.stop()
+
+
+def bars_on(out: TextIO, names: Sequence[str]) -> Bars:
+    return Bars(names, Console(file=out))

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from typing import TextIO
 
 from setproctitle import setproctitle
 
@@ -36,7 +37,7 @@ def main(args: Sequence[str]) -> int:
         logs.setup("launcher", values.get("log-level", str))
         for note in (*notes, *deployment.notes):
             print(note, flush=True)
-        display = make_display(deployment)
+        display = make_display(deployment, sys.stdout)
         ring = Ring(deployment, run_dir.path, display)
         asyncio.run(_serve(ring, display, deployment, values))
     return 0
@@ -55,12 +56,12 @@ def read_values(args: Sequence[str]) -> tuple[Values, list[str]]:
     return values.with_given(model), notes
 
 
-def make_display(deployment: Deployment) -> Display:
+def make_display(deployment: Deployment, out: TextIO) -> Display:
     """Bars on a terminal, lines elsewhere. rich is imported for bars alone."""
-    if not sys.stdout.isatty():
-        return PlainDisplay(sys.stdout)
+    if not out.isatty():
+        return PlainDisplay(out)
     bars = importlib.import_module("blockyard.services.launcher.bars")
-    display: Display = bars.Bars([spec.name for spec in specs(deployment)])
+    display: Display = bars.bars_on(out, [spec.name for spec in specs(deployment)])
     return display
 
 

@@ -99,3 +99,19 @@ class PlainDisplay:
 
     def close(self) -> None:
         pass
+
+
+class QuietDisplay:
+    """Says nothing."""
+
+    def phase(self, name: str, phase: str, progress: float) -> None:
+        pass
+
+    def ready(self, name: str, seconds: float) -> None:
+        pass
+
+    def say(self, line: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

@@ -6,6 +6,7 @@ from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import Member, ModelCard, Role, Room
 
 FULL_FOR_S = 5.0  # a scheduler said full so long ago that it is asked again, should the news of room be lost
+UNHEARD = Room(16, 2**16)
 
 
 class Admission:
@@ -59,6 +60,19 @@ class Admission:
         full = [known[0] for known in rooms if known is not None and _is_full(known, now)]
         if full and len(full) == len(rooms):
             raise too_busy(min(r.retry_after_s for r in full))
+
+    def takes(self, model: str, requests: int, tokens: int, now: float) -> bool:
+        """Whether a scheduler has room for so many more, counted from what it said last.
+
+        One that has said nothing yet is taken to have a little, and one whose news are old is worth one try.
+        """
+        for scheduler in self.schedulers(model):
+            room, heard_s = self._rooms.get(scheduler, (UNHEARD, now))
+            if requests <= room.requests and (tokens <= room.tokens or (requests == 1 and room.tokens > 0)):
+                return True
+            if requests == 1 and now - heard_s >= room.retry_after_s:
+                return True
+        return False
 
     def roomiest(self, schedulers: Iterable[int], now: float) -> int | None:
         """The scheduler to send to: one that is not full, of those the one with most room; None of none."""

@@ -48,12 +48,7 @@ class TextWork:
         done = await self._all(named)
         if truncate is None:
             return done
-        cut = [
-            msgspec.structs.replace(
-                p, text=None, messages=None, token_ids=d.token_ids[-4 * truncate :], want_text=want_text
-            )
-            for p, d in zip(named, done, strict=True)
-        ]
+        cut = [kept_end(p, d, truncate, want_text) for p, d in zip(named, done, strict=True)]
         return await self._all(cut)
 
     def answered(self, peer: int, frame: Answer | TextRejected) -> None:
@@ -99,3 +94,9 @@ class TextWork:
         """A send that fails means the member is lost: its Gone is on the way and brings the work back."""
         for member, frame in out:
             self._links.send(member, frame)
+
+
+def kept_end(work: Tokenize, done: Tokenized, num_tokens: int, want_text: bool = False) -> Tokenize:
+    """The work of naming the blocks of a prompt of which only so many last ids are kept."""
+    ids = done.token_ids[-4 * num_tokens :]
+    return msgspec.structs.replace(work, text=None, messages=None, token_ids=ids, want_text=want_text)

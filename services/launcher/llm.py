@@ -1,0 +1,176 @@
+"""The offline API: a model to call from Python."""
+
+import concurrent.futures
+import importlib
+import os
+import sys
+import weakref
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from blockyard.services.launcher.offline import engine_args
+from blockyard.services.launcher.offline.batch import Batch, Job, derived_seed
+from blockyard.services.launcher.offline.errors import GenerationError
+from blockyard.services.launcher.offline.outputs import RequestOutput
+from blockyard.services.launcher.offline.prompts import ChatOptions, Prompt, read_conversations, read_prompts
+from blockyard.services.launcher.offline.sampling_params import Asked, SamplingParams, read
+from blockyard.services.launcher.offline.session import Session
+from blockyard.services.launcher.serve import make_display
+from blockyard.services.launcher.start_up import QuietDisplay
+from blockyard.shared import tokenizer_files
+from blockyard.shared.errors import RequestError, not_built
+
+REFRESH_S = 0.1  # of the progress bar
+
+
+class LLM:
+    """The services of `blockyard serve` as child processes of this one, without HTTP.
+
+    `model` and the keywords are the flags of `blockyard serve` with `_` for `-`; an unknown or refused one is a
+    ConfigError before anything is started. The ring ends with `close`, at the end of a `with` block, or with the
+    interpreter. Calls from several threads are served side by side.
+    """
+
+    def __init__(self, model: str | os.PathLike[str] | None = None, **arguments: Any) -> None:
+        values, notes = engine_args.read(model, arguments, os.environ)
+        loud = values.get("log-level", str) in ("trace", "debug", "info")
+        session = Session(values, lambda ring: make_display(ring, sys.stderr) if loud else QuietDisplay())
+        self._session = session
+        self._seed = values.get("seed", int)
+        self._num_seeded = 0  # requests that had no seed of their own
+        self._close = weakref.finalize(self, session.close)  # also called when the interpreter ends
+        for note in notes:
+            print(note, file=sys.stderr)
+        try:
+            session.start()
+        except BaseException:
+            self._close()
+            raise
+
+    def generate(
+        self,
+        prompts: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        lora_request: None = None,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Completes prompts: a text, token ids, {"prompt": ...}, {"prompt_token_ids": ...}, or a list of these.
+
+        One SamplingParams, or one for each prompt; without, the model's own defaults. Outputs are in the order
+        of the prompts. Raises RequestError, a ValueError, before anything runs if something cannot be served,
+        and GenerationError once all others are done if prompts failed.
+        """
+        _refuse("lora_request", lora_request)
+        return self._run(read_prompts(prompts, self._model), sampling_params, use_tqdm, priority)
+
+    def chat(
+        self,
+        messages: Sequence[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        lora_request: None = None,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers one conversation, a list of messages, or each of a list of conversations; else as `generate`."""
+        _refuse("lora_request", lora_request)
+        _refuse("tools", tools)
+        if chat_template_content_format != "auto":
+            raise not_built("chat_template_content_format", "what a template wants is read from the template")
+        options = ChatOptions(chat_template, add_generation_prompt, continue_final_message, chat_template_kwargs)
+        return self._run(read_conversations(messages, options, self._model), sampling_params, use_tqdm, None)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's, as the `tokenizers` library has it; a new one at each call."""
+        return tokenizer_files.load(self._session.tokenizer_path).tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `generate` uses where none are given: --generation-config says where from."""
+        own = self._session.config.defaults
+        return SamplingParams(
+            temperature=own.temperature,
+            top_k=own.top_k,
+            top_p=own.top_p,
+            min_p=own.min_p,
+            repetition_penalty=own.repetition_penalty,
+            max_tokens=own.max_new_tokens or 16,
+        )
+
+    def close(self) -> None:
+        """Ends all processes of the ring; what runs in other threads fails. May be called again."""
+        self._close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    @property
+    def _model(self) -> str:
+        return self._session.card.names[0]
+
+    def _run(
+        self,
+        prompts: list[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        show_bar: bool,
+        priority: Sequence[int] | None,
+    ) -> list[RequestOutput]:
+        if not isinstance(show_bar, bool):
+            raise not_built("use_tqdm", "it is True or False")
+        priorities = [0] * len(prompts) if priority is None else list(priority)
+        if len(priorities) != len(prompts):
+            raise RequestError(f"{len(priorities)} priorities for {len(prompts)} prompts", "priority")
+        asked = self._asked(params, len(prompts))
+        jobs = [Job(p, a, self._next_seed(a), i) for p, a, i in zip(prompts, asked, priorities, strict=True)]
+        batch, future = self._session.submit(jobs)
+        try:
+            _wait(batch, future, len(jobs) if show_bar else 0)
+        finally:
+            future.cancel()  # has an effect if waiting was interrupted
+        if batch.failures:
+            raise GenerationError(batch.failures, batch.outputs)
+        return [output for output in batch.outputs if output is not None]
+
+    def _asked(self, params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int) -> list[Asked]:
+        card, most = self._session.card, self._session.config.max_logprobs
+        if params is None:
+            params = self.get_default_sampling_params()
+        if isinstance(params, SamplingParams):
+            return [read(params, card.vocab_size, most)] * num_prompts
+        if len(params) != num_prompts:
+            raise RequestError(f"{len(params)} sampling_params for {num_prompts} prompts", "sampling_params")
+        return [read(one, card.vocab_size, most) for one in params]
+
+    def _next_seed(self, asked: Asked) -> int:
+        if asked.seed is not None:
+            return asked.seed
+        self._num_seeded += 1
+        return derived_seed(self._seed, self._num_seeded)
+
+
+def _wait(batch: Batch, future: "concurrent.futures.Future[None]", num_prompts: int) -> None:
+    """Until the batch is done; with a bar if there are `num_prompts`. rich is imported for bars alone."""
+    if not num_prompts:
+        future.result()
+        return
+    with importlib.import_module("blockyard.services.launcher.offline.bar").Bar(num_prompts) as bar:
+        bar.show(batch.progress)
+        while concurrent.futures.wait([future], REFRESH_S).not_done:
+            bar.show(batch.progress)
+        bar.show(batch.progress)
+    future.result()
+
+
+def _refuse(name: str, value: object) -> None:
+    if value:
+        raise not_built(name)

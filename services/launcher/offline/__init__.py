@@ -1,0 +1,1 @@
+"""What stands behind `blockyard.LLM`: a ring of this process's own, and the gateway's place in it."""

@@ -1,0 +1,57 @@
+"""The keyword arguments of `LLM`: the flags of `blockyard serve`, without those of its HTTP server."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from blockyard.services.launcher import model_files
+from blockyard.services.launcher.sources import read_yaml
+from blockyard.shared.config import given
+from blockyard.shared.config.flags import FLAGS, GROUPS
+from blockyard.shared.config.given import Given, GivenFlags, Values
+from blockyard.shared.errors import ConfigError
+
+SOURCE = "LLM"  # begins each error
+ALSO_OFFLINE = ("chat-template", "served-model-name", "trust-remote-code", "allowed-local-media-path")
+SERVER_ONLY = {flag.name for group in ("HTTP server", "Security") for flag in GROUPS[group]} - {*ALSO_OFFLINE} | {
+    "api-gateways",
+    "metrics-port",
+    "client-timeout",
+    "max-body-bytes",
+    "shutdown-timeout",
+    "message-bus",
+    "bind",
+    "advertise",
+    "curve-keys",
+    "name",
+}
+
+
+def read(
+    model: str | os.PathLike[str] | None, arguments: Mapping[str, object], environ: Mapping[str, str]
+) -> tuple[Values, list[str]]:
+    """The flags' values and notes to tell. Arguments come before BLOCKYARD_* and the file that `config` names.
+
+    Raises ConfigError with a line for each that is unknown or refused. What the environment or the file say of
+    the HTTP server is left alone: it is said to `serve`.
+    """
+    plain: dict[object, object] = {
+        key: os.fspath(value) if isinstance(value, os.PathLike) else value for key, value in arguments.items()
+    }
+    if model is not None:
+        plain["model"] = os.fspath(model)
+    spoken = given.from_mapping(plain, SOURCE)
+    for name, one in spoken.items():
+        if name in SERVER_ONLY:
+            raise ConfigError(f"{one.where}: is for `blockyard serve` and `run`; the offline API has no HTTP server")
+    environment, notes = given.from_environment(environ)
+    path = (spoken.get("config") or environment.get("config") or Given(None, "")).value
+    file = read_yaml(Path(path)) if isinstance(path, str) else {}
+    values = Values(spoken, _without_server(environment), _without_server(file))
+    if not values.is_given("model") and values["worker-cls"] == "mock":
+        values = values.with_given({"model": Given(model_files.DEMO, "model")})
+    return values, [*notes, *values.notes()]
+
+
+def _without_server(flags: GivenFlags) -> GivenFlags:
+    return {name: one for name, one in flags.items() if name not in SERVER_ONLY and name in FLAGS}

@@ -1,0 +1,63 @@
+"""Lets requests into the ring as its waiting queue has room for them: a thousand prompts at once are no flood."""
+
+from collections import OrderedDict
+
+from blockyard.shared.ring_client.admission import not_ready
+from blockyard.shared.ring_client.client import RingClient
+from blockyard.shared.ring_client.journal import Entry
+
+
+class Gate:
+    """Requests in the order they came. Its owner calls `pump` whenever there may be room again."""
+
+    def __init__(self, client: RingClient, model: str, patience_s: float) -> None:
+        self._client, self._model, self._patience_s = client, model, patience_s
+        self._served_s = client.clock()  # when there last was a scheduler
+        self._queue: OrderedDict[str, Entry] = OrderedDict()
+        self._unanswered: dict[str, int] = {}  # id -> tokens of those sent and neither accepted nor refused
+        self._num_tokens = 0  # of the unanswered
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def put(self, entry: Entry) -> None:
+        self._queue[entry.request_id] = entry
+
+    def drop(self, entry: Entry) -> None:
+        """Nobody wants it any more. Whether it was sent does not matter."""
+        self._queue.pop(entry.request_id, None)
+        self.answered(entry)
+
+    def answered(self, entry: Entry) -> None:
+        """It was accepted, or has ended otherwise."""
+        self._num_tokens -= self._unanswered.pop(entry.request_id, 0)
+
+    def refused(self, entry: Entry) -> None:
+        """There was no room for it: it is next once there is."""
+        self.answered(entry)
+        self.put(entry)
+        self._queue.move_to_end(entry.request_id, last=False)
+
+    def pump(self) -> None:
+        now = self._client.clock()
+        if not self._client.admission.schedulers(self._model):
+            self._wait_for_scheduler(now)
+            return
+        self._served_s = now
+        while self._queue:
+            entry = next(iter(self._queue.values()))
+            tokens = entry.num_prompt_tokens * len(entry.choices)
+            if not self._client.admission.takes(self._model, len(self._unanswered) + 1, self._num_tokens + tokens, now):
+                return
+            del self._queue[entry.request_id]
+            self._unanswered[entry.request_id] = tokens
+            self._num_tokens += tokens
+            entry.opened_s = entry.heard_s = now
+            self._client.dispatch.open(entry, now)
+
+    def _wait_for_scheduler(self, now: float) -> None:
+        """It is being restarted. Not for ever: a script is better told."""
+        if now - self._served_s > self._patience_s:
+            failed, self._queue = self._queue, OrderedDict()
+            for entry in failed.values():
+                entry.owner.failed(entry, not_ready(f"the model `{self._model}`"))

@@ -1,0 +1,145 @@
+"""Prompts and conversations in the forms users of this field pass them, as the Tokenize frames they become."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from blockyard.shared.errors import RequestError, not_built
+from blockyard.shared.messages import Tokenize
+from blockyard.shared.ring_client.chat_messages import Message, read_messages
+from blockyard.shared.ring_client.sampling_fields import read_salt
+from blockyard.shared.token_ids import pack
+
+NOT_BUILT = ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs", "prompt_embeds", "encoder_prompt")
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    where: str  # how errors name it
+    work: Tokenize  # without request id and bad words
+    text: str | None = None  # as outputs show it; None: what the tokenizer says, or nothing for ids
+
+
+def read_prompts(prompts: object, model: str) -> list[Prompt]:
+    """Of one prompt or a list of them: texts, lists of ids, or {"prompt": ...}, {"prompt_token_ids": ...}.
+
+    Raises RequestError naming the prompt.
+    """
+    if isinstance(prompts, str | Mapping) or _is_ids(prompts):
+        return [_prompt(prompts, "prompts", model)]
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes | bytearray):
+        raise RequestError(f"prompts must be a text, token ids or a list of them, got {_kind(prompts)}", "prompts")
+    return [_prompt(p, f"prompts[{i}]", model) for i, p in enumerate(prompts)]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """What `LLM.chat` says of how messages become a prompt."""
+
+    chat_template: str | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    template_kwargs: Mapping[str, Any] | None = None
+
+
+def read_conversations(messages: object, options: ChatOptions, model: str) -> list[Prompt]:
+    """Of one conversation, which is a list of messages, or a list of conversations. Raises RequestError."""
+    if options.continue_final_message and options.add_generation_prompt:
+        raise RequestError(
+            "continue_final_message and add_generation_prompt cannot both be true", "continue_final_message"
+        )
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
+        raise RequestError(f"messages must be a list of messages or of such lists, got {_kind(messages)}", "messages")
+    if not messages:
+        return []
+    if isinstance(messages[0], Mapping):
+        return [_conversation(messages, "messages", options, model)]
+    return [_conversation(m, f"messages[{i}]", options, model) for i, m in enumerate(messages)]
+
+
+def _prompt(prompt: object, where: str, model: str) -> Prompt:
+    if isinstance(prompt, str):
+        return _text(prompt, where, model)
+    if isinstance(prompt, Mapping):
+        return _mapping(prompt, where, model)
+    if isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray):
+        return _ids(prompt, where, model)
+    raise RequestError(f"{where} must be a text, token ids or a dict of either, got {_kind(prompt)}", where)
+
+
+def _mapping(prompt: Mapping[Any, Any], where: str, model: str) -> Prompt:
+    given = {key: value for key, value in prompt.items() if value is not None}
+    for name in NOT_BUILT:
+        if name in given:
+            raise not_built(f"{where}.{name}")
+    if unknown := given.keys() - {"prompt", "prompt_token_ids", "cache_salt"}:
+        raise RequestError(f"{where} has an unknown field {sorted(map(str, unknown))[0]!r}", where)
+    text, ids, salt = given.get("prompt"), given.get("prompt_token_ids"), given.get("cache_salt")
+    if salt is not None and not isinstance(salt, str):
+        raise RequestError(f"{where}.cache_salt must be a text, got {_kind(salt)}", f"{where}.cache_salt")
+    if text is not None and not isinstance(text, str):
+        raise RequestError(f"{where}.prompt must be a text, got {_kind(text)}", f"{where}.prompt")
+    if ids is not None:
+        made = _ids(ids, f"{where}.prompt_token_ids", model, text)
+    elif text is not None:
+        made = _text(text, f"{where}.prompt", model)
+    else:
+        raise RequestError(f"{where} needs prompt or prompt_token_ids", where)
+    return Prompt(where, msgspec.structs.replace(made.work, cache_salt=read_salt(salt)), made.text)
+
+
+def _text(text: str, where: str, model: str) -> Prompt:
+    if not text:
+        raise RequestError(f"`{where}` is empty", where)
+    return Prompt(where, Tokenize("", model, text=text), text)
+
+
+def _ids(ids: Any, where: str, model: str, text: str | None = None) -> Prompt:
+    """The vocabulary is the tokenizer's to check."""
+    try:
+        plain = msgspec.convert(ids, list[int])
+        data = pack(plain)
+    except (msgspec.ValidationError, ValueError, OverflowError) as e:
+        raise RequestError(f"{where}: not a list of token ids: {e}", where) from e
+    if not plain:
+        raise RequestError(f"`{where}` is empty", where)
+    return Prompt(where, Tokenize("", model, token_ids=data), text)
+
+
+def _conversation(messages: object, where: str, options: ChatOptions, model: str) -> Prompt:
+    try:
+        typed = msgspec.json.decode(msgspec.json.encode(messages), type=list[Message])
+        kwargs = msgspec.json.encode(dict(options.template_kwargs)) if options.template_kwargs else b""
+    except (msgspec.MsgspecError, TypeError, RecursionError) as e:
+        raise RequestError(f"{where}: {str(e).replace('`$', f'`{where}')}", where) from e
+    try:
+        data = read_messages(typed)
+    except RequestError as e:
+        field = e.field.replace("messages", where, 1)
+        raise RequestError(f"{field}: {e}", field, code=e.code) from e
+    work = Tokenize(
+        "",
+        model,
+        messages=data,
+        template_kwargs=kwargs,
+        chat_template=options.chat_template,
+        add_generation_prompt=options.add_generation_prompt,
+        continue_final_message=options.continue_final_message,
+        want_text=True,
+    )
+    return Prompt(where, work)
+
+
+def _is_ids(prompts: object) -> bool:
+    return (
+        isinstance(prompts, Sequence)
+        and not isinstance(prompts, str | bytes | bytearray)
+        and len(prompts) > 0
+        and all(isinstance(p, int) for p in prompts)
+    )
+
+
+def _kind(value: object) -> str:
+    return type(value).__name__

@@ -1,0 +1,129 @@
+"""How tokens are chosen, in the words users of this field know."""
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from blockyard.shared.config.gateway import SamplingDefaults
+from blockyard.shared.errors import RequestError, not_built
+from blockyard.shared.messages import Sampling, TextOptions
+from blockyard.shared.ring_client import limits
+from blockyard.shared.ring_client.sampling_fields import (
+    read_bad_words,
+    read_num_choices,
+    read_sampling,
+    read_text_options,
+    read_truncation,
+)
+
+# fields we know and do not have -> values that ask for nothing
+NOT_BUILT: dict[str, tuple[object, ...]] = {
+    "logits_processors": (None, []),
+    "structured_outputs": (None,),
+    "guided_decoding": (None,),
+    "use_beam_search": (False,),
+    "early_stopping": (False,),
+    "length_penalty": (1.0,),
+    "output_kind": (None,),
+    "extra_args": (None,),
+}
+
+
+class SamplingParams(msgspec.Struct, kw_only=True):
+    """Raises RequestError, a ValueError, for what is out of range; checked again when it is used."""
+
+    n: int = 1
+    best_of: int | None = None  # n, or unset
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 and -1 are all
+    min_p: float = 0.0
+    seed: int | None = None  # None: drawn from the LLM's own `seed`
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    max_tokens: int | None = 16  # None: what the context leaves
+    min_tokens: int = 0
+    logprobs: int | None = None  # candidates besides the token itself
+    prompt_logprobs: int | None = None
+    detokenize: bool = True  # False: ids alone
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    truncate_prompt_tokens: int | None = None  # keep so many of the prompt's last tokens
+    # refused by name
+    logits_processors: Any = None
+    structured_outputs: Any = None
+    guided_decoding: Any = None
+    use_beam_search: Any = False
+    early_stopping: Any = False
+    length_penalty: Any = 1.0
+    output_kind: Any = None
+    extra_args: Any = None
+
+    def __post_init__(self) -> None:
+        read(self)
+
+    def clone(self) -> "SamplingParams":
+        return copy.deepcopy(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """SamplingParams once they are checked."""
+
+    sampling: Sampling  # max_tokens, seed and bad words are settled with the prompt
+    text: TextOptions
+    n: int
+    seed: int | None
+    max_tokens: int | None
+    truncate: int | None
+    bad_words: list[str]
+    detokenize: bool
+
+
+def read(params: SamplingParams, vocab_size: int | None = None, max_logprobs: int | None = None) -> Asked:
+    """Raises RequestError. Without `vocab_size` and `max_logprobs`, what depends on the model is not looked at."""
+    _check_types(params)
+    for name, harmless in NOT_BUILT.items():
+        if getattr(params, name) not in harmless:
+            raise not_built(name)
+    if not params.detokenize and params.stop:
+        raise RequestError("stop strings need text: detokenize must be true", "stop")
+    for name in ("logprobs", "prompt_logprobs"):
+        limits.integer(name, getattr(params, name), 0, 0, max_logprobs)
+    limits.integer("max_tokens", params.max_tokens, 1, 1)
+    if params.max_tokens is not None and params.min_tokens > params.max_tokens:
+        raise RequestError(
+            f"min_tokens is {params.min_tokens}, more than max_tokens, {params.max_tokens}", "min_tokens"
+        )
+    sampling = read_sampling(params, vocab_size, SamplingDefaults())
+    return Asked(
+        sampling=msgspec.structs.replace(
+            sampling, num_logprobs=params.logprobs, num_prompt_logprobs=params.prompt_logprobs
+        ),
+        text=read_text_options(params),
+        n=read_num_choices(params),
+        seed=params.seed,
+        max_tokens=params.max_tokens,
+        truncate=read_truncation(params),
+        bad_words=read_bad_words(params),
+        detokenize=params.detokenize,
+    )
+
+
+def _check_types(params: SamplingParams) -> None:
+    """Python checks none. Tuples become lists, whole numbers fractions."""
+    for field in msgspec.structs.fields(SamplingParams):
+        try:
+            setattr(params, field.name, msgspec.convert(getattr(params, field.name), field.type))
+        except msgspec.ValidationError as e:
+            raise RequestError(f"{field.name}: {e}", field.name) from e

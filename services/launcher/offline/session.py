@@ -1,0 +1,172 @@
+"""A ring and its one client, on an event loop in a thread of their own."""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from blockyard.services.launcher import model_files
+from blockyard.services.launcher.child import MakeCommand
+from blockyard.services.launcher.offline.batch import Batch, Job
+from blockyard.services.launcher.offline.errors import RingLost
+from blockyard.services.launcher.offline.gate import Gate
+from blockyard.services.launcher.ring import Ring, local_bus
+from blockyard.services.launcher.run_dir import RunDir
+from blockyard.services.launcher.start_up import Display
+from blockyard.shared.bus import Changed, Joined, Links
+from blockyard.shared.config.gateway import GatewayConfig
+from blockyard.shared.config.given import Values
+from blockyard.shared.config.resolve import Deployment, resolve
+from blockyard.shared.errors import BlockyardError
+from blockyard.shared.messages import GatewayIn, ModelCard, Role, RoomChanged, Stats
+from blockyard.shared.ring_client.client import RingClient
+
+NAME = "llm"
+MakeDisplay = Callable[[Deployment], Display]
+
+
+class Session:
+    """`start`, then `submit` from any thread, then `close`. Everything else lives on the session's own loop."""
+
+    def __init__(self, values: Values, display: MakeDisplay, make_command: MakeCommand | None = None) -> None:
+        """Finds the model and checks all flags; nothing is started yet. Raises ConfigError."""
+        with contextlib.ExitStack() as undo:
+            run_dir = undo.enter_context(RunDir(values.maybe("run-dir", str)))
+            whole = resolve(values, model_files.find(values), local_bus(run_dir.path))
+            self.config: GatewayConfig = whole.gateways[0]
+            self.tokenizer_path = Path(whole.tokenizers[0].tokenizer_path)
+            self._deployment = msgspec.structs.replace(whole, gateways=[])
+            self._display = display(self._deployment)
+            self._ring = Ring(self._deployment, run_dir.path, self._display, make_command)
+            self._tidy_up = undo.pop_all()
+        self._pid = os.getpid()
+        self._ready: concurrent.futures.Future[ModelCard] = concurrent.futures.Future()
+        self._served = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._num_batches = 0
+        self._end = ""  # why there is no ring any more
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="blockyard ring", daemon=True)
+
+    @property
+    def card(self) -> ModelCard:
+        """Of the model, once it is served."""
+        return self._ready.result()
+
+    def start(self) -> None:
+        """Returns when prompts can be served. Raises BlockyardError if that will not be."""
+        self._thread.start()
+        self._ready.result()
+
+    def submit(self, jobs: list[Job]) -> tuple[Batch, "concurrent.futures.Future[None]"]:
+        """Cancelling the future cancels what runs. Raises RingLost, as the future does if the ring ends meanwhile."""
+        if self._end:
+            raise RingLost(self._end)
+        self._num_batches += 1
+        batch = Batch(f"llm{self._num_batches}", jobs, self.card, self._client, self._gate)
+        return batch, asyncio.run_coroutine_threadsafe(self._serve(batch), self._loop)
+
+    def close(self) -> None:
+        """Stops the ring and waits until its last process is gone. May be called again, and in a fork."""
+        if os.getpid() != self._pid or not self._thread.is_alive():
+            return
+        with contextlib.suppress(RuntimeError):  # the loop has closed this very moment
+            self._loop.call_soon_threadsafe(self._ring.stop.set)
+        if threading.current_thread() is not self._thread:  # the garbage collector runs anywhere
+            self._thread.join()
+
+    def _run(self) -> None:
+        """The thread."""
+        try:
+            with self._tidy_up, asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+                runner.run(self._main())
+        except BlockyardError as e:
+            self._ended(str(e), e)
+        except BaseException as e:
+            self._ended(f"{type(e).__name__}: {e}", e)
+            raise
+        self._ended("the LLM is closed", RingLost("the LLM was closed before it was ready"))
+
+    def _ended(self, why: str, error: BaseException) -> None:
+        self._end = self._end or why
+        if not self._ready.done():
+            self._ready.set_exception(error)
+
+    async def _main(self) -> None:
+        bus = self._deployment.registry.process.bus
+        links: Links[GatewayIn] = Links(NAME, Role.API_GATEWAY, bus, GatewayIn)
+        names, patience_s = self.config.served_model_names, self.config.stall_timeout_s
+        self._client = RingClient(links, names, patience_s)
+        self._gate = Gate(self._client, names[0], patience_s)
+        try:
+            with links:
+                links.update(ready=True, phase="ready")
+                async with asyncio.TaskGroup() as tasks:
+                    helpers = [
+                        tasks.create_task(self._listen(links)),
+                        tasks.create_task(self._client.keep_time(lambda: self._count(links))),
+                        tasks.create_task(self._greet()),
+                    ]
+                    await self._ring.run(drain_s=0.0)
+                    for helper in helpers:
+                        helper.cancel()
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None
+        finally:
+            self._display.close()
+            await self._give_up()
+
+    async def _listen(self, links: Links[GatewayIn]) -> None:
+        async for peer, event in links:
+            self._client.handle(peer, event)
+            if isinstance(event, Joined | Changed | RoomChanged):
+                self._gate.pump()
+                model = self.config.served_model_names[0]
+                if self._client.admission.schedulers(model) and self._client.text_work.serves(model):
+                    self._served.set()
+
+    async def _greet(self) -> None:
+        await self._ring.ready.wait()
+        await self._served.wait()
+        self._display.close()
+        self._display.say(f"{NAME}: ready after {self._ring.start_up.seconds:.1f} s")
+        self._ready.set_result(self._client.admission.card(self.config.served_model_names[0]))
+
+    def _count(self, links: Links[GatewayIn]) -> None:
+        meters = self._client.meters
+        links.count(
+            Stats(
+                running=self._client.num_open(),
+                waiting=self._client.text_work.num_waiting + len(self._gate),
+                requests_total=meters.requests,
+                prompt_tokens_total=meters.prompt_tokens,
+                output_tokens_total=meters.output_tokens,
+            )
+        )
+        self._gate.pump()
+
+    async def _serve(self, batch: Batch) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            await batch.run()
+        except asyncio.CancelledError:
+            if self._end:
+                raise RingLost(self._end) from None
+            raise
+        finally:
+            self._tasks.discard(task)
+
+    async def _give_up(self) -> None:
+        """Nobody is left waiting for a ring that is gone."""
+        self._end = "the LLM was closed while it was at work" if self._ring.stop.is_set() else "the ring has ended"
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
