@@ -66,12 +66,12 @@ class Child:
         self._write_settings()
         self.starts += 1
         began = time.monotonic()
-        # a group of its own: Ctrl-C in the terminal reaches the launcher alone, which then drains
+        # a session of its own: Ctrl-C in the terminal reaches the launcher alone, which then drains
         self._process = process = await asyncio.create_subprocess_exec(
             *self._command(self.spec.service, self._settings),
             stdin=asyncio.subprocess.DEVNULL,
             env=environment(),
-            process_group=0,
+            start_new_session=True,
         )
         try:
             return await process.wait()

@@ -11,8 +11,9 @@ from blockyard.shared.errors import BlockyardError
 
 log = logging.getLogger(__name__)
 
-# Gateways first, for they finish what runs; the registry last, for the others take leave of it.
-WAVES = (("api_gateway",), ("scheduler", "gpu_worker", "tokenizer_pool", "detokenizer"), ("message_bus",))
+# Gateways first, for they finish what runs; the scheduler before those whose loss it would report; the registry
+# last, for the others take leave of it.
+WAVES = (("api_gateway",), ("scheduler",), ("gpu_worker", "tokenizer_pool", "detokenizer"), ("message_bus",))
 STARTS_AT_MOST = 3  # of a child before the ring was ready for the first time
 GRACE_S = 5.0  # beyond what a child was promised, before it is killed
 

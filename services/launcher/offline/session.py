@@ -22,7 +22,6 @@ from blockyard.shared.bus import Changed, Joined, Links
 from blockyard.shared.config.gateway import GatewayConfig
 from blockyard.shared.config.given import Values
 from blockyard.shared.config.resolve import Deployment, resolve
-from blockyard.shared.errors import BlockyardError
 from blockyard.shared.messages import GatewayIn, ModelCard, Role, RoomChanged, Stats
 from blockyard.shared.ring_client.client import RingClient
 
@@ -76,7 +75,7 @@ class Session:
         if os.getpid() != self._pid or not self._thread.is_alive():
             return
         with contextlib.suppress(RuntimeError):  # the loop has closed this very moment
-            self._loop.call_soon_threadsafe(self._ring.stop.set)
+            self._loop.call_soon_threadsafe(self._stop)
         if threading.current_thread() is not self._thread:  # the garbage collector runs anywhere
             self._thread.join()
 
@@ -85,17 +84,12 @@ class Session:
         try:
             with self._tidy_up, asyncio.Runner(loop_factory=lambda: self._loop) as runner:
                 runner.run(self._main())
-        except BlockyardError as e:
-            self._ended(str(e), e)
         except BaseException as e:
-            self._ended(f"{type(e).__name__}: {e}", e)
-            raise
-        self._ended("the LLM is closed", RingLost("the LLM was closed before it was ready"))
-
-    def _ended(self, why: str, error: BaseException) -> None:
-        self._end = self._end or why
+            if self._ready.done():
+                raise
+            self._ready.set_exception(e)
         if not self._ready.done():
-            self._ready.set_exception(error)
+            self._ready.set_exception(RingLost(self._end))
 
     async def _main(self) -> None:
         bus = self._deployment.registry.process.bus
@@ -119,7 +113,8 @@ class Session:
             raise group.exceptions[0] from None
         finally:
             self._display.close()
-            await self._give_up()
+            self._give_up("the ring has ended")
+            await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _listen(self, links: Links[GatewayIn]) -> None:
         async for peer, event in links:
@@ -163,10 +158,12 @@ class Session:
         finally:
             self._tasks.discard(task)
 
-    async def _give_up(self) -> None:
+    def _stop(self) -> None:
+        self._give_up("the LLM is closed")
+        self._ring.stop.set()
+
+    def _give_up(self, why: str) -> None:
         """Nobody is left waiting for a ring that is gone."""
-        self._end = "the LLM was closed while it was at work" if self._ring.stop.is_set() else "the ring has ended"
-        tasks = list(self._tasks)
-        for task in tasks:
+        self._end = self._end or why
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
