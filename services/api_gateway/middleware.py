@@ -47,6 +47,9 @@ def errors(gateway: Gateway) -> Middleware:
             if e.status < 400:
                 raise
             response = error_response(_known(request, e))
+        except Exception:  # a fault of ours: the caller gets an answer, the log the story
+            log.exception("%s %s failed", request.method, request.path)
+            response = error_response(ApiError("The server failed at this request.", status=500))
         gateway.meters.responded(response.status)
         return response
 

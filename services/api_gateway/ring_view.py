@@ -65,9 +65,10 @@ def missing(links: RingLinks) -> list[str]:
     return [role.value for role in NEEDED if not links.of(role)]
 
 
-def progresses(links: RingLinks) -> bool:
-    """True if some worker group and its scheduler are there."""
-    return bool(links.of(Role.SCHEDULER) and links.of(Role.GPU_WORKER))
+def progresses(links: RingLinks, stalled: frozenset[int]) -> bool:
+    """True if some worker group is there, and a scheduler whose steps do not stand still."""
+    moving = [m for m in links.of(Role.SCHEDULER) if m.incarnation not in stalled]
+    return bool(moving and links.of(Role.GPU_WORKER))
 
 
 def _member(m: Member) -> MemberView:

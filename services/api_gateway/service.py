@@ -6,6 +6,7 @@ from collections.abc import AsyncIterable, Callable
 
 from blockyard.services.api_gateway.flow import Flow
 from blockyard.services.api_gateway.metrics import Metrics
+from blockyard.services.api_gateway.progress import Progress
 from blockyard.services.api_gateway.streams import Streams
 from blockyard.shared.bus import Event
 from blockyard.shared.config.gateway import GatewayConfig
@@ -27,6 +28,8 @@ class Gateway:
         self.metrics = Metrics(links, self.meters)
         self.streams = Streams(config.keepalive_s, config.client_timeout_s)
         self.flow = Flow(self.client)
+        self.progress = Progress(config.stall_timeout_s / 2)
+        self._clock = clock
 
     async def run(self, events: AsyncIterable[tuple[int, Event | GatewayIn]]) -> None:
         """Serves the ring until cancelled."""
@@ -60,3 +63,4 @@ class Gateway:
             rss_bytes=rss_bytes(),
         )
         self.links.count(stats)
+        self.progress.observe(self.links.members.values(), self._clock())
