@@ -2,7 +2,9 @@
 
 One pattern: each member binds one ROUTER and opens one DEALER to each member it sends to; answers return on
 the same link. A link serves one incarnation of its peer. When it breaks, the peer is Gone at once; if the same
-incarnation answers a new link within 0.3 s it is Joined again, otherwise the registry is told.
+incarnation answers a new link within 0.3 s it is Joined again, otherwise the registry is told. The other end sees
+the second link of the same incarnation, and for it too the peer is Gone and Joined: a link that broke is one case
+with a death, on both sides.
 """
 
 import asyncio
@@ -52,7 +54,7 @@ class Links(Generic[In]):
         self._sockets = Sockets(bus)
         bound = self._sockets.bind_router()
         self.me = Member(name, role, new_incarnation(), bound.endpoint, model=model)
-        self._in: InLinks = InLinks(bound.socket, self.me, accepts)
+        self._in: InLinks = InLinks(bound.socket, self.me, accepts, self._opened_again)
         self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(accepts | Hello)
         self._encode = msgspec.msgpack.Encoder().encode
         self._list = MemberList(self.me.incarnation)
@@ -227,6 +229,10 @@ class Links(Generic[In]):
         del self._out[link.member.incarnation]
         self._unwatch(link)
         link.close()
+
+    def _opened_again(self, peer: int) -> list[Event]:
+        member = self._list.members.get(peer)
+        return [Gone(member), Joined(member)] if member is not None else []
 
     def _happened(self, events: list[Event]) -> None:
         self._events.extend((event.member.incarnation, event) for event in events)

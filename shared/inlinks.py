@@ -1,11 +1,13 @@
 """The links that peers opened to this process: one bound ROUTER, a Hello first on each."""
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import zmq
 
+from blockyard.shared.member_list import Event
 from blockyard.shared.messages import PROTOCOL_VERSION, Hello, Member
 
 log = logging.getLogger(__name__)
@@ -16,10 +18,14 @@ MAX_ROUTES = 4096
 class InLinks:
     """Knows each link's sender by its Hello; frames before one, or meant for another incarnation, are dropped."""
 
-    def __init__(self, router: "zmq.Socket[bytes]", me: Member, accepts: Any) -> None:
+    def __init__(
+        self, router: "zmq.Socket[bytes]", me: Member, accepts: Any, again: Callable[[int], list[Event]]
+    ) -> None:
+        """`again`: what it means to this member that a peer opened a second link, its first being lost."""
         self.socket = router
         self.malformed = 0
         self._me = me
+        self._again = again
         self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(accepts | Hello)
         self._hello = msgspec.msgpack.encode(Hello(PROTOCOL_VERSION, me.incarnation, me.name))
         self._sender: dict[bytes, int] = {}  # routing id -> incarnation
@@ -42,7 +48,7 @@ class InLinks:
                 self.count_malformed(self._sender.get(route, route), e)
                 continue
             if isinstance(frame, Hello):
-                self._greet(route, frame)
+                self._greet(route, frame, events)
             elif (sender := self._sender.get(route)) is not None:
                 events.append((sender, frame))
             else:
@@ -72,10 +78,12 @@ class InLinks:
             self._complained.add(sender)
             log.warning("dropped a malformed frame of %s: %s", sender, error)
 
-    def _greet(self, route: bytes, hello: Hello) -> None:
+    def _greet(self, route: bytes, hello: Hello, events: list[tuple[int, Any]]) -> None:
         if hello.to == self._me.incarnation and hello.version == PROTOCOL_VERSION:
             if len(self._sender) >= MAX_ROUTES:  # the oldest are of peers long gone
                 del self._sender[next(iter(self._sender))]
+            if hello.incarnation in self._route:  # what was on the way on its first link is lost
+                events.extend((hello.incarnation, event) for event in self._again(hello.incarnation))
             self._sender[route] = hello.incarnation
             self._route[hello.incarnation] = route
         elif hello.version != PROTOCOL_VERSION:

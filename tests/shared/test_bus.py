@@ -238,6 +238,26 @@ def test_a_hello_for_another_incarnation_is_answered_and_the_link_ignored(tmp_pa
         assert not frames(seen, "b")
 
 
+def test_a_link_that_broke_is_a_death_and_a_return_on_both_sides(tmp_path: Path) -> None:
+    bus = BusConfig(registry=f"ipc://{tmp_path}/bus", bind=f"ipc://{tmp_path}")
+    with registry(bus):
+        a, b = pair(bus)
+        with a, b:
+            until(lambda: bool(a.members) and bool(b.members), a, b)
+            seen: list = []
+            a.send(b.me.incarnation, Cancel("before", 1))
+            until(lambda: len(frames(seen, "b")) == 1, a, b, seen=seen)
+            a._broke(a._out[b.me.incarnation])
+            until(lambda: any(to == "a" and isinstance(e, Joined) for to, _, e in seen), a, b, seen=seen)
+            a.send(b.me.incarnation, Cancel("after", 1))
+            until(lambda: len(frames(seen, "b")) == 2, a, b, seen=seen)
+            for name, peer in (("a", "b"), ("b", "a")):
+                told = [type(e) for to, _, e in seen if to == name and isinstance(e, Gone | Joined)]
+                assert told[-2:] == [Gone, Joined], f"{name} of {peer}"
+            assert b.answer(a.me.incarnation, Cancel("answer", 1))
+            until(lambda: bool(frames(seen, "a")), a, b, seen=seen)
+
+
 def test_a_stranger_with_a_fresh_key_is_not_let_in(tmp_path: Path) -> None:
     """Without a ZAP handler libzmq accepts any client key."""
     write_keys(tmp_path / "keys")
