@@ -5,8 +5,12 @@ low word first. Counter: (token_id // 4, index, choice, 0); of the four words th
 The draw therefore knows neither batch nor slot, worker, preemption or restart.
 """
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+
+Words = npt.NDArray[np.uint64]
 
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
@@ -53,23 +57,46 @@ def split_seed(seed: int) -> tuple[int, int]:
 
 def gumbel_rows(key: Tensor, index: Tensor, choice: Tensor, vocab_size: int) -> Tensor:
     """Noise of all tokens: key [2, rows], index [rows], choice [rows], int64 -> [rows, vocab_size] float32."""
-    rows = index.shape[0]
     groups = torch.arange((vocab_size + 3) // 4, device=index.device)
-    size = (rows, groups.shape[0])
-    counter = torch.stack(
-        (
-            groups.expand(size),
-            index[:, None].expand(size),
-            choice[:, None].expand(size),
-            groups.new_zeros(()).expand(size),
-        )
-    )
-    words = philox4x32(counter, key[:, :, None])  # [4, rows, groups]
-    return to_gumbel(words).permute(1, 2, 0).reshape(rows, -1)[:, :vocab_size]
+    words = _words(key, index, choice, groups[None])
+    return to_gumbel(words).permute(1, 2, 0).reshape(index.shape[0], -1)[:, :vocab_size]
 
 
 def gumbel_at(key: Tensor, index: Tensor, choice: Tensor, token_ids: Tensor) -> Tensor:
-    """Noise of single tokens: key [2, n], the others [n], int64 -> [n] float32. Same values as `gumbel_rows`."""
-    counter = torch.stack((token_ids >> 2, index, choice, torch.zeros_like(index)))
-    words = philox4x32(counter, key)
+    """Noise of some tokens, token_ids [rows, n] -> [rows, n] float32. Same values as `gumbel_rows`."""
+    words = _words(key, index, choice, token_ids >> 2)
     return to_gumbel(words.gather(0, (token_ids & 3)[None])[0])
+
+
+def _words(key: Tensor, index: Tensor, choice: Tensor, groups: Tensor) -> Tensor:
+    """key [2, rows], index [rows], choice [rows], groups [rows or 1, n] -> [4, rows, n]."""
+    size = (index.shape[0], groups.shape[1])
+    counter = (groups, index[:, None], choice[:, None], index.new_zeros(()))
+    if key.device.type != "cpu":
+        return philox4x32(torch.stack([c.expand(size) for c in counter]), key[:, :, None])
+    even, odd = np.empty((2, *size), np.uint64), np.empty((2, *size), np.uint64)
+    for i, word in enumerate(counter):
+        (odd if i % 2 else even)[i // 2] = word.numpy()
+    words = philox4x32_numpy(even, odd, key.numpy().view(np.uint64)[:, :, None])
+    return torch.from_numpy(words.view(np.int64))
+
+
+def philox4x32_numpy(even: Words, odd: Words, key: Words) -> Words:
+    """`philox4x32` in half its time on CPU: unsigned shifts need no mask, and a reversed view costs nothing.
+
+    even, odd [2, ...]: words 0 and 2, 1 and 3 of the counter; both are overwritten.
+    """
+    ones = (1,) * (key.ndim - 1)
+    multipliers = np.array([_M0, _M1], np.uint64).reshape(2, *ones)
+    rounds = np.arange(_ROUNDS, dtype=np.uint64).reshape(_ROUNDS, 1, *ones)
+    mask, shift = np.uint64(_MASK), np.uint64(32)
+    keys = (key + rounds * np.array([_W0, _W1], np.uint64).reshape(2, *ones)) & mask
+    product, high = np.empty_like(even), np.empty_like(even)
+    product_flipped, high_flipped = product[::-1], high[::-1]
+    for round_key in keys:
+        np.multiply(even, multipliers, out=product)
+        np.right_shift(product, shift, out=high)
+        np.bitwise_xor(high_flipped, odd, out=even)
+        np.bitwise_xor(even, round_key, out=even)
+        np.bitwise_and(product_flipped, mask, out=odd)
+    return np.stack((even[0], odd[0], even[1], odd[1]))

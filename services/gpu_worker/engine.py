@@ -78,7 +78,7 @@ def start(config: WorkerConfig, report: Report) -> Runner:
         bytes_per_block=need.block_bytes,
     )
     report("ready", 1.0, notes)
-    return Runner(model, pool, geometry, dtype)
+    return Runner(model, pool, geometry)
 
 
 class Throttle:

@@ -8,13 +8,13 @@ Measured on CPU with one thread (AMD EPYC, AVX-512, torch 2.13), microseconds, w
     256 x 4096   16       916           756               392
     256 x 256     1         8             7                17
     256 x 256    16        29            27                32
-    704 x 256     1        15            18                26
-    704 x 256    16        77            74                67
+    1024 x 256    1        21            26                31
+    1024 x 256    2        39            48                31
     2048 x 2048   1       790           651               639
     2048 x 2048  16      2566          2953              1383
 
-So in float32: packed from two rows on, and at one row the transposed copy where the matrix is small enough for a
-second copy to cost little memory. In bfloat16 packed is best at every row count and shape.
+So in float32: packed from two rows on, and for one row a second copy where the matrix is small enough for it to cost
+little memory: transposed, or as it is where it is wider than high. In bfloat16 packed is best everywhere.
 """
 
 from typing import Any
@@ -23,19 +23,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-SECOND_COPY_ELEMENTS = 1_500_000  # above it one row is bound by memory in either layout
-TINY_ELEMENTS = 65_536  # up to here `mm` keeps up with packed
+SECOND_COPY_ELEMENTS = 1_500_000  # above it one row is bound by memory in any layout
+TINY_ELEMENTS = 65_536  # up to here the transposed copy keeps up with packed
 TINY_ROWS = 16
 
 _dnn: Any = torch.ops.mkldnn
 
 
-def transposed_rows(in_features: int, out_features: int, dtype: torch.dtype) -> int:
-    """Up to how many rows the product is taken with the transposed copy on CPU; 0 keeps no such copy."""
+def second_copy(in_features: int, out_features: int, dtype: torch.dtype) -> tuple[bool, int]:
+    """Of the copy beside the packed one on CPU: whether it is transposed, and up to how many rows it is used.
+
+    0 rows: there is none.
+    """
     elements = in_features * out_features
     if dtype != torch.float32 or elements > SECOND_COPY_ELEMENTS:
-        return 0
-    return TINY_ROWS if elements <= TINY_ELEMENTS else 1
+        return False, 0
+    if elements <= TINY_ELEMENTS:
+        return True, TINY_ROWS
+    return in_features <= out_features, 1
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -50,40 +55,39 @@ def can_pack(weight: Tensor) -> bool:
 class Linear:
     """x [rows, in] -> [rows, out]. `weight` [out, in] takes the checkpoint's; `prepare` then picks the layouts."""
 
-    __slots__ = ("_packed", "_transposed", "_transposed_rows", "bias", "shape", "weight")
+    __slots__ = ("_packed", "_second_rows", "_transposed", "bias", "shape", "weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight: Tensor | None = weight
         self.bias = bias
         self.shape = (weight.shape[1], weight.shape[0])  # in, out
         self._transposed: Tensor | None = None
-        self._transposed_rows = 0
+        self._second_rows = 0
         self._packed: Tensor | None = None
 
     def prepare(self) -> None:
-        """Call once the weight is loaded; on CPU it is replaced by the prepared copies."""
+        """Call once the weight is loaded; on CPU the prepared copies take its place."""
         weight = self.weight
         if weight is None or not can_pack(weight):
             return
-        self._transposed_rows = transposed_rows(*self.shape, weight.dtype)
-        if self._transposed_rows:
-            self._transposed = weight.t().contiguous()
+        transposed, self._second_rows = second_copy(*self.shape, weight.dtype)
         self._packed = _dnn._reorder_linear_weight(weight)
-        self.weight = None
+        if transposed:
+            self._transposed = weight.t().contiguous()
+        if transposed or not self._second_rows:
+            self.weight = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self._transposed is not None and x.shape[0] <= self._transposed_rows:
-            if self.bias is None:
-                return torch.mm(x, self._transposed)
-            return torch.addmm(self.bias, x, self._transposed)
-        if self._packed is not None:
+        if self._packed is not None and x.shape[0] > self._second_rows:
             out: Tensor = _dnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
             return out
-        assert self.weight is not None
-        return F.linear(x, self.weight, self.bias)
+        if self._transposed is None:
+            assert self.weight is not None
+            return F.linear(x, self.weight, self.bias)
+        if self.bias is None:
+            return torch.mm(x, self._transposed)
+        return torch.addmm(self.bias, x, self._transposed)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        """residual + self(x), in one kernel where there is one. May write to `residual`."""
-        if self._transposed is not None and self.bias is None and x.shape[0] <= self._transposed_rows:
-            return torch.addmm(residual, x, self._transposed)
+        """residual + self(x). May write to `residual`."""
         return residual.add_(self(x))

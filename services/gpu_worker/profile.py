@@ -3,8 +3,9 @@
 import numpy as np
 import torch
 
-from blockyard.services.gpu_worker.kv_pool import KVPool, ReadPlanner
+from blockyard.services.gpu_worker.kv_pool import KVPool
 from blockyard.services.gpu_worker.models.decoder import Model
+from blockyard.services.gpu_worker.reads import ReadPlanner
 from blockyard.services.gpu_worker.step import Step
 
 
@@ -16,12 +17,13 @@ def peak_bytes(model: Model, tokens: int, block_size: int, dtype: torch.dtype, d
     torch.cuda.reset_peak_memory_stats(device)
     held = torch.cuda.memory_allocated(device)
     positions = np.arange(tokens)
-    attend = ReadPlanner(pool, dtype).attention(
+    attend = ReadPlanner(pool).attention(
         positions // block_size,
         positions % block_size,
         np.arange(blocks)[None],
         np.array([tokens]),
         np.array([tokens]),
+        np.array([0]),
         num_decodes=int(tokens == 1),
     )
     index = torch.from_numpy(positions).to(device)

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from blockyard.services.gpu_worker.block_names import BlockNames
-from blockyard.services.gpu_worker.kv_pool import KVPool, ReadPlanner
+from blockyard.services.gpu_worker.kv_pool import KVPool
 from blockyard.services.gpu_worker.models.decoder import Model
 from blockyard.services.gpu_worker.prompt_scores import PromptScores
+from blockyard.services.gpu_worker.reads import ReadPlanner
 from blockyard.services.gpu_worker.sampler.sampler import Sampler
 from blockyard.services.gpu_worker.slots import Slots
 from blockyard.services.gpu_worker.step import Step
@@ -20,11 +21,11 @@ Ints = npt.NDArray[np.int64]
 class Runner:
     """The device state of one worker and the loop body over it."""
 
-    def __init__(self, model: Model, pool: KVPool, geometry: Geometry, dtype: torch.dtype) -> None:
+    def __init__(self, model: Model, pool: KVPool, geometry: Geometry) -> None:
         self.geometry = geometry
         self.names = BlockNames(pool.num_blocks)
         self._model, self._pool = model, pool
-        self._planner = ReadPlanner(pool, dtype)
+        self._planner = ReadPlanner(pool)
         self._sampler = Sampler(geometry.vocab_size, geometry.eos_token_ids, pool.device)
         self._prompt_scores = PromptScores(model)
         self._eos = frozenset(geometry.eos_token_ids)
@@ -35,6 +36,7 @@ class Runner:
         shape = self.geometry
         self._slots = Slots(num_slots, shape.max_model_len, shape.block_size, shape.vocab_size, shape.num_blocks)
         self._sampler.reset(num_slots)
+        self._planner.forget()
 
     def execute(self, plan: StepPlan) -> list[SlotResult]:
         """Applies and runs one plan. A slot that cannot run or sample fails alone."""
@@ -85,7 +87,7 @@ class Runner:
         blocks = table.tables[rows, positions // table.block_size]
         self.names.forget(blocks)
         attend = self._planner.attention(
-            blocks, positions % table.block_size, table.tables[slots], counts, lengths, num_decodes
+            blocks, positions % table.block_size, table.tables[slots], counts, lengths, table.owners[slots], num_decodes
         )
         step = Step(self._tensor(table.token_ids[rows, positions]), self._tensor(positions), attend)
         hidden = self._model.forward(step)

@@ -1,5 +1,6 @@
 """The running choices: ids, lengths and block tables, one row a slot. No torch, no sampling."""
 
+import itertools
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -37,6 +38,8 @@ class Slots:
         self.known = np.zeros(num_slots, np.int64)  # tokens whose ids are here
         self.computed = np.zeros(num_slots, np.int64)  # tokens whose KV is written
         self.num_blocks = np.zeros(num_slots, np.int64)
+        self.owners = np.zeros(num_slots, np.int64)  # a number no other start ever had
+        self._starts = itertools.count(1)
         self.live = np.zeros(num_slots, np.bool_)
         self.slots: dict[int, Slot] = {}
         self.errors: dict[int, str] = {}  # of slots that are to fail when they are next run
@@ -113,6 +116,7 @@ class Slots:
             raise SlotError(f"{start.num_prompt_tokens} of {len(ids)} tokens cannot be the prompt")
         self.token_ids[slot, : len(ids)] = ids
         self.known[slot], self.computed[slot], self.num_blocks[slot] = len(ids), start.num_computed, 0
+        self.owners[slot] = next(self._starts)
         self._append_blocks(slot, start.blocks)
         if start.num_computed > len(start.blocks) * self.block_size:
             raise SlotError(f"{len(start.blocks)} blocks cannot hold {start.num_computed} computed tokens")

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,6 +12,7 @@ from blockyard.kernels.philox_gumbel import (
     gumbel_at,
     gumbel_rows,
     philox4x32,
+    philox4x32_numpy,
     split_seed,
     to_gumbel,
 )
@@ -32,6 +34,13 @@ def test_known_answers(counter: str, key: str, result: str) -> None:
     assert philox4x32(torch.tensor(words(counter)), torch.tensor(words(key))).tolist() == words(result)
 
 
+def test_the_quick_way_on_cpu_gives_the_same_words() -> None:
+    counter = torch.randint(0, 2**32, (4, 50), generator=torch.Generator().manual_seed(1))
+    key = torch.randint(0, 2**32, (2, 50), generator=torch.Generator().manual_seed(2))
+    even, odd, both = (t.numpy().astype(np.uint64) for t in (counter[0::2], counter[1::2], key))
+    assert philox4x32_numpy(even, odd, both).tolist() == philox4x32(counter, key).tolist()
+
+
 def test_rows_and_single_tokens_agree() -> None:
     vocab_size = 1003  # not a multiple of the four words of a counter
     seeds = [0, 7, 2**64 - 1]
@@ -41,9 +50,10 @@ def test_rows_and_single_tokens_agree() -> None:
     assert rows.shape == (3, vocab_size)
     for r in range(3):
         ids = torch.tensor([0, 1, 2, 3, 4, 501, 1002])
-        n = len(ids)
-        single = gumbel_at(key[:, r : r + 1].expand(2, n), index[r].expand(n), choice[r].expand(n), ids)
-        assert torch.equal(single, rows[r, ids])
+        single = gumbel_at(key[:, r : r + 1], index[r : r + 1], choice[r : r + 1], ids[None])
+        assert torch.equal(single[0], rows[r, ids])
+    ids = torch.tensor([[5, 9], [9, 1000], [0, 5]])
+    assert torch.equal(gumbel_at(key, index, choice, ids), rows.gather(1, ids))
 
 
 def test_the_counter_is_the_one_that_is_documented() -> None:

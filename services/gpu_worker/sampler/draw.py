@@ -1,7 +1,7 @@
 """Draws a token a row: the largest of logits / temperature plus noise, among what top-k, top-p and min-p leave.
 
-Sorting is avoided: the tokens they leave are nearly always among the few likeliest, and only those get noise then.
-Which way a row takes changes nothing about its token, as noise belongs to the token id.
+Nothing is sorted: where the tokens that they leave are among the few likeliest, only those get noise; else all get
+it, and the limits are tested on the winner. Which way a row takes follows from the row alone.
 """
 
 from dataclasses import dataclass
@@ -39,49 +39,71 @@ class Noise:
 
 
 def draw(scaled: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
-    """scaled [rows, vocab] -> token ids and what they won with, [rows] each."""
+    """scaled [rows, vocab] -> what won, and the token ids, [rows] each."""
     noisy = gumbel_rows(noise.key, noise.index, noise.choice, scaled.shape[1]).add_(scaled)
-    values, tokens = noisy.max(dim=-1)
-    return tokens, values
+    won, tokens = noisy.max(dim=-1)
+    return won, tokens
 
 
 def draw_limited(scaled: Tensor, limits: Limits, noise: Noise) -> tuple[Tensor, Tensor]:
     """As `draw`, among what the limits leave: min-p first, then top-k, then top-p of the rest's mass, as in vLLM."""
-    vocab_size = scaled.shape[1]
-    some = int(torch.where(limits.top_k < vocab_size, limits.top_k, CANDIDATES).max())
-    values, ids, kept = _candidates(scaled, limits, min(max(some, CANDIDATES), vocab_size))
-    tokens, won = _draw_among(values, ids, kept, noise)
-    if values.shape[1] == vocab_size:
-        return tokens, won
-    wide = kept[:, -1].nonzero()[:, 0]  # more than the candidates may be left: rank everything
-    if len(wide):
-        values, _, kept = _candidates(scaled[wide], limits.take(wide), vocab_size)
-        least = values.masked_fill(~kept, float("inf")).amin(-1, keepdim=True)
-        rest = scaled[wide]
-        rest = rest.masked_fill(rest < least, float("-inf"))
-        tokens[wide], won[wide] = draw(rest, noise.take(wide))
-    return tokens, won
+    logs = scaled.log_softmax(-1)
+    values, ids = logs.topk(min(CANDIDATES, logs.shape[1]), dim=-1)
+    kept, is_whole = _within(values, limits, logs.shape[1])
+    if is_whole.all():
+        return _draw_among(values, ids, kept, noise)
+    tokens, won = ids.new_empty(len(ids)), values.new_empty(len(ids))
+    for rows, narrow in ((is_whole.nonzero()[:, 0], True), ((~is_whole).nonzero()[:, 0], False)):
+        if narrow and len(rows):
+            won[rows], tokens[rows] = _draw_among(values[rows], ids[rows], kept[rows], noise.take(rows))
+        elif len(rows):
+            won[rows], tokens[rows] = _draw_and_check(logs[rows], limits.take(rows), noise.take(rows))
+    return won, tokens
 
 
-def _candidates(scaled: Tensor, limits: Limits, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The `count` likeliest of each row, likeliest first: values, ids and which of them the limits leave."""
-    values, ids = scaled.topk(count, dim=-1)
+def _within(values: Tensor, limits: Limits, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """values [rows, candidates], the likeliest logs in order: which are left, and for which rows that is all."""
+    count = values.shape[1]
+    least = values[:, :1] + limits.min_p.log()[:, None]
     last = (limits.top_k.clamp(max=count) - 1)[:, None]
-    least = torch.maximum(values[:, :1] + limits.min_p.log()[:, None], values.gather(1, last))
-    least = torch.where(limits.top_k[:, None] <= count, least, values[:, :1] + limits.min_p.log()[:, None])
-    mass = scaled.masked_fill(scaled < least, float("-inf")).logsumexp(-1, keepdim=True)
-    kept = values >= least
-    shares = (values - mass).exp().masked_fill(~kept, 0.0)
+    kept = (values >= least) & (values >= values.gather(1, last))
+    is_cut = ~kept[:, -1] | (limits.top_k <= count) | (count == vocab_size)  # min-p and top-k reach no further
+    shares = values.exp().masked_fill_(~kept, 0.0)
+    mass = torch.where(is_cut, shares.sum(-1), 1.0)[:, None]
     before = shares.cumsum(-1) - shares
-    kept &= (before < limits.top_p[:, None]) | (limits.top_p[:, None] >= 1)
+    top_p = limits.top_p[:, None]
+    kept &= (before < top_p * mass) | (top_p >= 1)
     kept[:, 0] = True
-    return values, ids, kept
+    is_plain = (limits.min_p == 0) & (limits.top_k == vocab_size)  # then the mass above is right in any case
+    return kept, is_cut | (is_plain & ~kept[:, -1])
+
+
+def _draw_and_check(logs: Tensor, limits: Limits, noise: Noise) -> tuple[Tensor, Tensor]:
+    """Draws from all tokens: a winner that the limits leave is also the winner among those they leave.
+
+    One that they do not takes all tokens that are no likelier with it, and the draw is repeated among the rest.
+    """
+    least = logs.amax(-1) + limits.min_p.log()
+    ranked = (limits.top_k < logs.shape[1]).nonzero()[:, 0]
+    if len(ranked):
+        top_k = limits.top_k[ranked]
+        kth = logs[ranked].topk(int(top_k.max()), dim=-1).values.gather(1, top_k[:, None] - 1)[:, 0]
+        least[ranked] = torch.maximum(least[ranked], kth)
+    logs = torch.where(logs < least[:, None], float("-inf"), logs)
+    shares = logs.softmax(-1)
+    noisy = gumbel_rows(noise.key, noise.index, noise.choice, logs.shape[1]).add_(logs)
+    while True:
+        won, tokens = noisy.max(dim=-1)
+        level = logs.gather(1, tokens[:, None])
+        likelier = logs > level
+        before = torch.where(likelier, shares, 0.0).sum(-1)
+        outside = (before >= limits.top_p) & (limits.top_p < 1)
+        if not outside.any():
+            return won, tokens
+        noisy = torch.where(outside[:, None] & ~likelier, float("-inf"), noisy)
 
 
 def _draw_among(values: Tensor, ids: Tensor, kept: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
-    shape = ids.shape
-    index, choice = (t[:, None].expand(shape).reshape(-1) for t in (noise.index, noise.choice))
-    key = noise.key[:, :, None].expand(2, *shape).reshape(2, -1)
-    gumbel = gumbel_at(key, index, choice, ids.reshape(-1)).view(shape)
-    won, places = (values + gumbel).masked_fill(~kept, float("-inf")).max(dim=-1)
-    return ids.gather(1, places[:, None])[:, 0], won
+    noisy = gumbel_at(noise.key, noise.index, noise.choice, ids).add_(values)
+    won, places = torch.where(kept, noisy, float("-inf")).max(dim=-1)
+    return won, ids.gather(1, places[:, None])[:, 0]

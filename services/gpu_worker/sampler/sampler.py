@@ -63,7 +63,8 @@ class Sampler:
     def sample(self, logits: Tensor, slots: Ints, table: Slots) -> Sampled:
         """logits [rows, vocab] of these slots; may be written to."""
         if self._settings.plain[slots].all():
-            return _finish(*reversed(logits.max(dim=-1)))
+            values, tokens = logits.max(dim=-1)
+            return _finish(logits, values, tokens)
         rows = slots.tolist()
         logits = logits.float()
         scores = self._log_softmax(logits, slots)
@@ -73,7 +74,7 @@ class Sampler:
         penalised = self._penalties.rows(rows)
         if penalised:
             self._penalties.apply(logits, penalised)
-        sampled = _finish(*self._choose(logits, slots, table))
+        sampled = _finish(logits, *self._choose(logits, slots, table))
         if penalised:
             self._penalties.count(penalised, sampled.token_ids)
         for places, logprobs, num_top in scores:
@@ -85,51 +86,52 @@ class Sampler:
         """Rows that want log-probabilities, grouped by how many: taken here, before anything changes the logits."""
         wanted = self._settings.num_logprobs[slots]
         groups = []
-        for num_top in np.unique(wanted[wanted >= 0]).tolist():
+        for num_top in sorted({num for num in wanted.tolist() if num >= 0}):
             places = np.flatnonzero(wanted == num_top)
             rows = logits if len(places) == len(slots) else logits[self._tensor(places)]
             groups.append((places.tolist(), rows.log_softmax(-1), num_top))
         return groups
 
     def _choose(self, logits: Tensor, slots: Ints, table: Slots) -> tuple[Tensor, Tensor]:
-        """Token ids and the values they won with."""
-        settings = self._settings
-        noisy, limited = settings.noisy[slots], settings.limited[slots]
-        values, tokens = (None, None) if noisy.all() else logits.max(dim=-1)
-        for places, is_limited in ((np.flatnonzero(noisy & ~limited), False), (np.flatnonzero(limited), True)):
-            if not len(places):
-                continue
-            index = self._tensor(places)
-            chosen = slots[places]
-            part = logits if len(places) == len(slots) else logits[index]
-            scaled = part / self._tensor(settings.temperature[chosen])[:, None]
-            noise = Noise(
-                self._tensor(settings.key[:, chosen]),
-                self._tensor(table.known[chosen]),
-                self._tensor(settings.choice[chosen]),
-            )
-            drawn, won = self._draw_limited(scaled, chosen, noise) if is_limited else draw(scaled, noise)
-            if values is None or tokens is None:
-                values, tokens = logits.new_empty(len(slots)), drawn.new_empty(len(slots))
-            tokens[index], values[index] = drawn, won
-        assert tokens is not None
-        assert values is not None
-        return tokens, values
+        """What won, and the token ids."""
+        noisy, limited = self._settings.noisy[slots], self._settings.limited[slots]
+        if limited.all():
+            return self._draw_limited(logits, slots, table)
+        if noisy.all() and not limited.any():
+            return self._draw(logits, slots, table)
+        values, tokens = logits.max(dim=-1)
+        for rows, how in ((noisy & ~limited, self._draw), (limited, self._draw_limited)):
+            places = np.flatnonzero(rows)
+            if len(places):
+                index = self._tensor(places)
+                values[index], tokens[index] = how(logits[index], slots[places], table)
+        return values, tokens
 
-    def _draw_limited(self, scaled: Tensor, slots: Ints, noise: Noise) -> tuple[Tensor, Tensor]:
+    def _draw(self, logits: Tensor, slots: Ints, table: Slots) -> tuple[Tensor, Tensor]:
+        return draw(self._scale(logits, slots), self._noise(slots, table))
+
+    def _draw_limited(self, logits: Tensor, slots: Ints, table: Slots) -> tuple[Tensor, Tensor]:
         settings = self._settings
         limits = Limits(*(self._tensor(a[slots]) for a in (settings.top_k, settings.top_p, settings.min_p)))
-        return draw_limited(scaled, limits, noise)
+        return draw_limited(self._scale(logits, slots), limits, self._noise(slots, table))
+
+    def _scale(self, logits: Tensor, slots: Ints) -> Tensor:
+        return logits / self._tensor(self._settings.temperature[slots])[:, None]
+
+    def _noise(self, slots: Ints, table: Slots) -> Noise:
+        settings = self._settings
+        arrays = (settings.key[:, slots], table.known[slots], settings.choice[slots])
+        return Noise(*(self._tensor(a) for a in arrays))
 
     def _tensor(self, values: npt.NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(values).to(self._device, non_blocking=True)
 
 
-def _finish(tokens: Tensor, values: Tensor) -> Sampled:
+def _finish(logits: Tensor, values: Tensor, tokens: Tensor) -> Sampled:
     """To the host, with the rows where nothing could win."""
     sampled = Sampled(tokens.tolist())
     for row, value in enumerate(values.tolist()):
         if not math.isfinite(value):
-            none_left = value == -math.inf
+            none_left = bool((logits[row] == -math.inf).all())
             sampled.problems[row] = "no token is allowed here" if none_left else "the model's logits are not finite"
     return sampled

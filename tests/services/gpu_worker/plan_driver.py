@@ -50,12 +50,15 @@ class Stream:
 class Driver:
     """Owns slots and blocks of a runner. `depth` plans are queued besides the running one."""
 
-    def __init__(self, runner: Runner, num_slots: int = 32, depth: int = 0, chunk: int = 10**6, seed: int = 0) -> None:
+    def __init__(
+        self, runner: Runner, num_slots: int = 32, depth: int = 0, chunk: int = 10**6, seed: int | None = 0
+    ) -> None:
         self.runner, self.depth, self.chunk = runner, depth, chunk
         runner.reset(num_slots)
         self.free_slots = list(range(num_slots))
         self.free_blocks = list(range(runner.geometry.num_blocks))
-        random.Random(seed).shuffle(self.free_blocks)
+        if seed is not None:
+            random.Random(seed).shuffle(self.free_blocks)
         self.streams: list[Stream] = []
         self.numbers = itertools.count(1)
         self.completed = 0

@@ -64,6 +64,7 @@ def all_logits(runner: Runner, ids: list[int], chunks: list[int]) -> torch.Tenso
                 table[None],
                 np.array([count]),
                 np.array([done]),
+                np.array([0]),
                 num_decodes=int(count == 1),
             )
             tokens = torch.tensor(ids, device=device)[positions]
@@ -115,7 +116,7 @@ def test_greedy_tokens_alone_and_in_company(pair: Pair, capsys: pytest.CaptureFi
 
 
 def test_transformers_own_generate(tmp_path: Path) -> None:
-    """The comparison above feeds their model our tokens; here it generates by itself, beyond a dynamic RoPE's length."""
+    """The comparison above feeds their model our tokens; here it generates by itself, past a dynamic RoPE length."""
     tiny = BY_NAME["llama-dynamic"]
     tiny.fields["max_position_embeddings"] = 40
     try:

@@ -1,0 +1,86 @@
+"""Attention of one step over the pool: what is written, what each layer reads, and the calls."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from blockyard.kernels.paged_attention import (
+    decode_attention_reference,
+    gather_kv_reference,
+    prefill_attention_reference,
+    write_kv_reference,
+)
+from blockyard.services.gpu_worker.kept_kv import KeptKV
+from blockyard.services.gpu_worker.kv_pool import KVPool
+
+
+@dataclass(frozen=True, slots=True)
+class Decodes:
+    """Sequences of which one token is computed: the first rows of the batch, one call a layer."""
+
+    count: int
+    length: int  # keys that are looked at
+    chunks: Tensor | None  # flat, see chunk_index; None where `kept` has them
+    mask: Tensor | None  # [count, 1, 1, length]
+    kept: KeptKV | None
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """Several tokens of one sequence, in a row of the batch."""
+
+    start: int
+    count: int
+    length: int
+    chunks: Tensor
+    mask: Tensor | None  # [count, length]
+
+
+@dataclass(frozen=True, slots=True)
+class Reads:
+    """What layers of one window look at."""
+
+    decodes: Decodes | None
+    prefills: list[Prefill]
+
+
+class PagedAttention:
+    """For `Step.attend`."""
+
+    def __init__(self, pool: KVPool, rows: Tensor, reads: dict[int | None, Reads]) -> None:
+        self._pool, self._rows, self._shape = pool, rows, pool.shape
+        self._reads = [reads[window] for window in pool.shape.windows]
+
+    def __call__(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
+        write_kv_reference(self._pool.rows[layer], self._rows, kv)
+        reads = self._reads[layer]
+        decodes = reads.decodes
+        if not reads.prefills:
+            assert decodes is not None
+            return self._decode(layer, decodes, q, kv)
+        parts = []
+        if decodes is not None:
+            parts.append(self._decode(layer, decodes, q[: decodes.count], kv[: decodes.count]))
+        for prefill in reads.prefills:
+            known = self._gather(layer, prefill.chunks, 1)[:, :, :, : prefill.length]
+            rows = q[prefill.start : prefill.start + prefill.count]
+            parts.append(prefill_attention_reference(rows, known, prefill.mask, self._shape.scale))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _decode(self, layer: int, decodes: Decodes, q: Tensor, kv: Tensor) -> Tensor:
+        kept = decodes.kept
+        if decodes.chunks is not None:
+            known = self._gather(layer, decodes.chunks, decodes.count)
+            if kept is not None:
+                kept.fill(known)
+        else:
+            assert kept is not None
+            known = kept.add(layer, kv)
+        known = known.narrow(3, 0, decodes.length)
+        return decode_attention_reference(q, known, decodes.mask, self._shape.scale)
+
+    def _gather(self, layer: int, chunks: Tensor, num_seqs: int) -> Tensor:
+        return gather_kv_reference(
+            self._pool.chunks[layer], chunks, num_seqs, self._shape.kv_heads, self._shape.head_dim
+        )
