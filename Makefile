@@ -20,13 +20,13 @@ PY := .venv/bin/python
 base-ready: .venv/.base
 test-ready: .venv/.base .venv/.test
 endif
-RUN := PYTHONPATH=.src $(PY)
+RUN := PYTHONPATH=.src:$(PYTHONPATH) $(PY)
 PIP := .venv/bin/python -m pip --disable-pip-version-check
 
 .PHONY: serve test check pytest test-compose bench lock clean base-ready test-ready
 
 serve: base-ready
-	@exec env PYTHONPATH=.src $(PY) -m blockyard serve $(MODEL) --port $(PORT) $(FLAGS)
+	@exec env PYTHONPATH=.src:$(PYTHONPATH) $(PY) -m blockyard serve $(MODEL) --port $(PORT) $(FLAGS)
 
 test: check pytest
 

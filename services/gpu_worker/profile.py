@@ -12,7 +12,6 @@ from blockyard.services.gpu_worker.step import Step
 def peak_bytes(model: Model, tokens: int, block_size: int, dtype: torch.dtype, device: torch.device) -> int:
     """Runs one prefill of `tokens` with its logits on a pool just large enough; cuda only."""
     blocks = -(-tokens // block_size)
-    before = torch.cuda.memory_allocated(device)
     pool = KVPool(model.shape, blocks, block_size, dtype, device)
     torch.cuda.reset_peak_memory_stats(device)
     held = torch.cuda.memory_allocated(device)
@@ -33,5 +32,4 @@ def peak_bytes(model: Model, tokens: int, block_size: int, dtype: torch.dtype, d
     peak = torch.cuda.max_memory_allocated(device) - held
     del pool, hidden, attend
     torch.cuda.empty_cache()
-    assert torch.cuda.memory_allocated(device) <= before + (1 << 20)  # the pool of the trial is gone
-    return peak + (256 << 20)  # libraries' workspaces and fragments
+    return peak + (256 << 20)  # fragments; the libraries' own workspaces stay allocated and count by themselves

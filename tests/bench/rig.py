@@ -55,7 +55,7 @@ def serve(*flags: str, log: Path | None = None) -> Iterator[Server]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    env = os.environ | {"PYTHONPATH": str(ROOT / ".src")}
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / ".src"), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-m", "blockyard", "serve", "--host", "127.0.0.1", "--port", str(port), *flags]
     with (log or Path(os.devnull)).open("wb") as out:
         launched = time.perf_counter()

@@ -27,6 +27,7 @@ CHROMIUM, DRIVER = Path("/usr/bin/chromium"), Path("/usr/bin/chromedriver")
 FLAGS = ["headless=new", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "disable-background-networking"]
 FLAGS += ["disable-component-update", "disable-sync", "disable-dev-shm-usage"]
 PATIENCE_S = 20
+QUESTION = "Write a function that reads a file and returns its lines."  # the demo model has a long answer to it
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 ROLES = ("api_gateway", "tokenizer_pool", "scheduler", "gpu_worker", "detokenizer")
 STATS = {"running": 3, "waiting": 0, "requests_total": 12, "output_tokens_total": 90, "rss_bytes": 212_000_000}
@@ -198,7 +199,9 @@ def page(browser: webdriver.Chrome, fake: FakeGateway) -> Iterator[Page]:
 
 @pytest.fixture(params=["fake", "demo"])
 def any_page(browser: webdriver.Chrome, request: pytest.FixtureRequest) -> Iterator[Page]:
-    yield Page(browser, f"{request.getfixturevalue(request.param).url}/")
+    page = Page(browser, f"{request.getfixturevalue(request.param).url}/")
+    page.set("temperature", "0")
+    yield page
     no_faults(browser)
 
 
@@ -210,11 +213,11 @@ def no_faults(browser: webdriver.Chrome) -> None:
 
 def test_chat_streams_and_shows_its_figures(any_page: Page) -> None:
     page = any_page
-    page.ask("Say hello")
-    early = page.until(lambda: page.text(".answer.streaming .prose"), "the first words")
+    page.ask(QUESTION)
+    early = page.until(lambda: page.text(".answer.streaming .body"), "the first words")
     page.finished()
-    assert len(page.text(".answer .prose")) > len(early)
-    assert page.text(".question") == "Say hello"
+    assert len(page.text(".answer .body")) > len(early)
+    assert page.text(".question") == QUESTION
     assert all(figure in page.text(".figures") for figure in ("to first token", "tokens/s", "in", "out"))
     page.ask("And again")
     page.finished(answers=2)
@@ -235,7 +238,7 @@ def test_tokens_are_coloured_and_name_the_other_candidates(any_page: Page, pane:
     page = any_page
     page.one(f"#tab-{pane}").click()
     page.one(".switch").click()
-    page.ask("Say hello", pane)
+    page.ask(QUESTION if pane == "chat" else "def f(", pane)
     page.finished()
     spans = page.all(".answer .tokens .token")[:5]
     assert len(spans) >= 2 and page.one("#legend").is_displayed()
@@ -279,12 +282,12 @@ def test_ring_shows_members_and_load(page: Page, fake: FakeGateway) -> None:
 def test_a_refused_request_is_readable_and_can_be_repeated(any_page: Page) -> None:
     page = any_page
     page.set("max_tokens", "999999999")
-    page.ask("Say hello")
+    page.ask(QUESTION)
     page.finished()
     assert "refused" in page.text(".error strong") and "max_tokens" in page.text(".error")
     page.set("max_tokens", "16")
     page.one(".actions button").click()
-    page.until(lambda: page.text(".answer .prose") and not page.all(".error"), "the answer to the second try")
+    page.until(lambda: page.text(".answer .body") and not page.all(".error"), "the answer to the second try")
 
 
 def test_an_error_in_mid_stream_keeps_what_came_before(page: Page, fake: FakeGateway) -> None:

@@ -90,7 +90,8 @@ export function watchTokens(root, card) {
   root.addEventListener("pointerleave", hide);
   root.addEventListener("focusin", (event) => show(spanOf(event)));
   root.addEventListener("focusout", hide);
-  root.addEventListener("scroll", hide, true);
+  const follow = () => (shown && shown === document.activeElement ? place(card, shown) : hide());
+  root.addEventListener("scroll", follow, true); // focusing a token may itself scroll it into view
   root.addEventListener("click", (event) => spanOf(event)?.focus());
   root.addEventListener("keydown", (event) => {
     const span = spanOf(event);
