@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -12,6 +12,7 @@ from blockyard.shared.ring_client.chat_messages import Message, read_messages
 from blockyard.shared.ring_client.sampling_fields import read_salt
 from blockyard.shared.token_ids import pack
 
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 NOT_BUILT = ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs", "prompt_embeds", "encoder_prompt")
 
 
@@ -99,13 +100,12 @@ def _text(text: str, where: str, model: str) -> Prompt:
 def _ids(ids: Any, where: str, model: str, text: str | None = None) -> Prompt:
     """The vocabulary is the tokenizer's to check."""
     try:
-        plain = msgspec.convert(ids, list[int])
-        data = pack(plain)
-    except (msgspec.ValidationError, ValueError, OverflowError) as e:
+        plain = msgspec.convert(ids, list[TokenId])
+    except msgspec.ValidationError as e:
         raise RequestError(f"{where}: not a list of token ids: {e}", where) from e
     if not plain:
         raise RequestError(f"`{where}` is empty", where)
-    return Prompt(where, Tokenize("", model, token_ids=data), text)
+    return Prompt(where, Tokenize("", model, token_ids=pack(plain)), text)
 
 
 def _conversation(messages: object, where: str, options: ChatOptions, model: str) -> Prompt:

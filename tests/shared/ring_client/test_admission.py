@@ -1,60 +1,50 @@
-"""Which models are served and where there is room."""
+"""What a client may send by what the schedulers said of their room."""
 
-import msgspec
-import pytest
-
-from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import Role, Room
-from blockyard.shared.ring_client.admission import FULL_FOR_S, Admission
-from blockyard.shared.ring_client.fake_ring import CARD, member
-
-FULL, FREE = Room(0, 100, 2.5), Room(3, 100)
+from blockyard.shared.ring_client.admission import UNHEARD, Admission
+from blockyard.shared.ring_client.fake_ring import CARD, SCHEDULER, member
 
 
-def scheduler(incarnation: int, ready: bool = True, name: str = "tiny") -> object:
-    return member(Role.SCHEDULER, incarnation, ready, msgspec.structs.replace(CARD, names=[name]))
+def admission(*schedulers: int) -> Admission:
+    out = Admission([])
+    for incarnation in schedulers:
+        out.changed(member(Role.SCHEDULER, incarnation, card=CARD))
+    return out
 
 
-def status(admission: Admission, model: str | None) -> int:
-    try:
-        admission.card(model)
-    except RequestError as e:
-        return e.status
-    return 200
+def test_without_a_scheduler_there_is_no_room() -> None:
+    assert not admission().takes("tiny", 1, 1, 0.0)
+    assert not admission(SCHEDULER).takes("another model", 1, 1, 0.0)
 
 
-def test_models_come_and_go() -> None:
-    admission = Admission(["tiny"])
-    assert [status(admission, m) for m in ("tiny", "other", None)] == [503, 404, 503]
-    admission.changed(scheduler(1))
-    assert [status(admission, m) for m in ("tiny", "other", None)] == [200, 404, 200]
-    admission.changed(scheduler(2, name="other"))
-    assert [status(admission, m) for m in ("tiny", "other", None)] == [200, 200, 400]
-    admission.gone(scheduler(2, name="other"))
-    assert [status(admission, m) for m in ("tiny", "other", None)] == [200, 503, 200], "it will be back"
-    admission.changed(scheduler(1, ready=False))
-    assert [status(admission, m) for m in ("tiny", "nix")] == [503, 404]
+def test_a_scheduler_that_said_nothing_takes_a_little() -> None:
+    one = admission(SCHEDULER)
+    assert one.takes("tiny", UNHEARD.requests, UNHEARD.tokens, 0.0)
+    assert not one.takes("tiny", UNHEARD.requests + 1, 1, 0.0)
+    assert not one.takes("tiny", 2, UNHEARD.tokens + 1, 0.0)
 
 
-def test_before_anything_is_known_nothing_is_denied() -> None:
-    assert status(Admission([]), "whatever") == 503
+def test_room_bounds_requests_and_tokens_and_a_long_prompt_may_go_alone() -> None:
+    one = admission(SCHEDULER)
+    one.heard(SCHEDULER, Room(3, 100), 0.0)
+    assert one.takes("tiny", 3, 100, 0.0)
+    assert not one.takes("tiny", 4, 4, 0.0)
+    assert not one.takes("tiny", 2, 101, 0.0)
+    assert one.takes("tiny", 1, 5000, 0.0)
 
 
-def test_full_means_full_everywhere_and_lately() -> None:
-    admission = Admission([])
-    admission.changed(scheduler(1))
-    admission.changed(scheduler(2))
-    admission.heard(1, FULL, 10.0)
-    admission.check_room("tiny", 10.0)
-    admission.heard(2, Room(5, 0, 1.5), 10.0)
-    with pytest.raises(RequestError) as caught:
-        admission.check_room("tiny", 10.0)
-    assert (caught.value.status, caught.value.retry_after_s) == (429, 1.5)
-    admission.check_room("tiny", 10.0 + FULL_FOR_S)  # should the news of room have been lost
-    admission.heard(1, FREE, 11.0)
-    admission.check_room("tiny", 11.0)
-    assert admission.roomiest([1, 2], 11.0) == 1
-    admission.gone(scheduler(1))
-    with pytest.raises(RequestError):
-        admission.check_room("tiny", 11.0)
-    assert admission.roomiest([], 11.0) is None
+def test_old_news_are_worth_one_try() -> None:
+    one = admission(SCHEDULER)
+    one.heard(SCHEDULER, Room(0, 0, retry_after_s=2.0), 10.0)
+    assert not one.takes("tiny", 1, 1, 11.9)
+    assert one.takes("tiny", 1, 1, 12.0)
+    assert not one.takes("tiny", 2, 2, 12.0)
+
+
+def test_any_scheduler_with_room_will_do() -> None:
+    two = admission(2, 22)
+    two.heard(2, Room(0, 0), 0.0)
+    two.heard(22, Room(9, 900), 0.0)
+    assert two.takes("tiny", 9, 900, 0.0)
+    two.gone(member(Role.SCHEDULER, 22))
+    assert not two.takes("tiny", 1, 1, 0.0)
