@@ -107,6 +107,7 @@ class LLM:
     def close(self) -> None:
         """Ends all processes of the ring; what runs in other threads fails. May be called again."""
         self._close()
+        self._session.close()  # waits, where another thread is at it
 
     def __enter__(self) -> "LLM":
         return self

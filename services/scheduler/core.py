@@ -133,10 +133,7 @@ class Scheduler:
             while (plan := self._planner.plan(group)) is not None:
                 self._outbox.send(group.worker, plan)
         self._streams.flush(self._outbox)
-        if self._waiting.is_full() != self._was_full:
-            self._was_full = not self._was_full
-            for gateway in self._gateways:
-                self._outbox.answer(gateway, RoomChanged(self._waiting.room()))
+        self._tell_room()
         return self._outbox.take()
 
     def stats(self) -> Stats:
@@ -152,6 +149,16 @@ class Scheduler:
             blocks_total=sum(group.blocks.num_ids for group in groups),
             steps_total=self._num_steps,
         )
+
+    def _tell_room(self) -> None:
+        """From full to not full or back; also if it was full for a moment, of which an answer told."""
+        full, waiting = self._waiting.is_full(), self._waiting
+        if full == self._was_full and (full or not waiting.told_full):
+            return
+        self._was_full = full
+        for gateway in self._gateways:
+            self._outbox.answer(gateway, RoomChanged(waiting.room()))
+        waiting.told_full = full
 
     def _result(self, peer: int, frame: StepResult, now: float) -> None:
         group = self._groups.attached.get(peer)

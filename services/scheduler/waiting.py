@@ -23,11 +23,14 @@ class WaitingQueue:
         self._requests: Counter[str] = Counter()  # waiting choices of each request
         self._num_tokens = 0
         self._num_choices = 0
+        self.told_full = False
 
     def __len__(self) -> int:
         return self._num_choices
 
     def room(self) -> Room:
+        """For somebody who is told at once: `told_full` remembers that there was none."""
+        self.told_full = self.told_full or self.is_full()
         return Room(
             max(0, self._max_requests - len(self._requests)),
             max(0, self._max_tokens - self._num_tokens),

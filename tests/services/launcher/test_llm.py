@@ -184,9 +184,7 @@ def test_closing_ends_all_processes_and_what_runs(tmp_path: Path) -> None:
         llm.generate(["a"] * 5, SamplingParams(max_tokens=1000), use_tqdm=False)
     llm.close()
     assert not any(alive(pid) for pid in children.values())
-    assert not any(
-        thread.name == "blockyard ring" and thread is llm._session._thread for thread in threading.enumerate()
-    )
+    assert not llm._session._thread.is_alive()
     with pytest.raises(RingLost, match="the LLM is closed"):
         llm.generate("a", use_tqdm=False)
 
@@ -199,16 +197,21 @@ def test_an_llm_nobody_holds_is_closed() -> None:
     assert not any(alive(pid) for pid in children)
 
 
-def test_what_keeps_the_ring_from_starting_is_raised() -> None:
+def ring_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "blockyard ring"}
+
+
+def test_what_keeps_the_ring_from_starting_is_raised(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such folder"):
         LLM("./not/there")
-    with pytest.raises(BlockyardError, match=r"gpu_worker: .*mock ids"):
-        LLM(worker_cls="mock", mock_vocab_size=3, log_level="error")
-    assert not [t for t in threading.enumerate() if t.name == "blockyard ring" and not t.daemon]
+    before = ring_threads()
+    with pytest.raises(BlockyardError, match=r"tokenizer 0: .*has neither tokenizer\.json nor"):
+        LLM(worker_cls="mock", tokenizer=tmp_path, log_level="error")
+    assert ring_threads() == before
 
 
 def script(body: str, *args: str) -> subprocess.CompletedProcess[str]:
-    head = "import os, sys\nfrom blockyard import LLM, SamplingParams\n"
+    head = "import os, sys\nfrom blockyard import LLM, SamplingParams\n"  # as a user's script begins
     return subprocess.run(
         [sys.executable, "-X", "dev", "-c", head + textwrap.dedent(body), *args],
         env=os.environ | {"PYTHONPATH": str(SRC), "TMPDIR": tempfile.gettempdir()},
@@ -217,9 +220,6 @@ def script(body: str, *args: str) -> subprocess.CompletedProcess[str]:
         timeout=60,
         check=False,
     )
-
-
-SHOW_PIDS = "print(*(c.pid for c in llm._session._ring.supervisor.children))\n"
 
 
 def test_the_callers_process_loads_no_torch_and_leaves_nothing_behind() -> None:
@@ -240,9 +240,15 @@ def test_the_callers_process_loads_no_torch_and_leaves_nothing_behind() -> None:
 
 
 def test_a_script_that_fails_takes_the_ring_along() -> None:
-    run = script("llm = LLM(worker_cls='mock', log_level='error')\n" + SHOW_PIDS + "raise ValueError('oops')\n")
+    run = script(
+        """
+        llm = LLM(worker_cls="mock", log_level="error")
+        print(*(c.pid for c in llm._session._ring.supervisor.children))
+        raise ValueError("oops")
+        """
+    )
     assert run.returncode == 1 and "oops" in run.stderr
-    assert not any(alive(int(pid)) for pid in run.stdout.split())
+    assert len(run.stdout.split()) == 5 and not any(alive(int(pid)) for pid in run.stdout.split())
 
 
 def test_a_fork_does_not_close_its_parents_ring() -> None:

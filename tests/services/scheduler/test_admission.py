@@ -64,6 +64,18 @@ def test_the_queue_is_bounded_in_requests(ring: type[Ring]) -> None:
     assert [frame.room.requests > 0 for frame in it.gateway.rooms] == [False, True]
 
 
+def test_room_that_was_gone_for_a_moment_is_told_again(ring: type[Ring]) -> None:
+    """Requests that come together fill the queue, and are all planned before anybody looks at it."""
+    it = ring(max_queue_len=3, max_num_seqs=8)
+    gateway, sampling = it.gateway, it.world.sampling(max_tokens=2)
+    for name in "abc":
+        frame = gateway.new(name, [1, 2], sampling, 1)
+        it.world.core.handle(gateway.incarnation, frame, it.world.now)
+    it.world.turn()
+    it.finish()
+    assert [frame.room.requests for frame in gateway.rooms] == [3]
+
+
 def test_the_queue_is_bounded_in_tokens_but_takes_one_long_prompt(ring: type[Ring]) -> None:
     it = ring(max_queue_tokens=30, max_num_seqs=1)
     it.submit("running", 5)

@@ -1,0 +1,119 @@
+"""The demo model through `blockyard.LLM`, as its users meet it."""
+
+import math
+from collections.abc import Iterator
+
+import pytest
+
+from blockyard import LLM, CompletionOutput, RequestOutput, SamplingParams
+
+CODE = "def read_file(path):\n    with open("
+GREEDY = SamplingParams(temperature=0, max_tokens=40)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM("demo", dtype="float32", log_level="error", seed=3) as llm:
+        yield llm
+
+
+def first(outputs: list[RequestOutput]) -> CompletionOutput:
+    return outputs[0].outputs[0]
+
+
+def text(llm: LLM, prompt: object, params: SamplingParams) -> str:
+    return first(llm.generate(prompt, params, use_tqdm=False)).text
+
+
+def test_prompts_in_one_call_equal_each_alone(llm: LLM) -> None:
+    """Greedy in fp32: equal up to ties, and these prompts have none."""
+    prompts = [f"class Stream{i}:\n    def " for i in range(6)]
+    together = llm.generate(prompts, GREEDY, use_tqdm=False)
+    assert [o.prompt for o in together] == prompts
+    assert [o.outputs[0].text for o in together] == [text(llm, prompt, GREEDY) for prompt in prompts]
+
+
+def test_ids_and_text_are_the_same_prompt(llm: LLM) -> None:
+    tokenizer = llm.get_tokenizer()
+    ids = tokenizer.encode(CODE).ids
+    (output,) = llm.generate({"prompt_token_ids": ids}, GREEDY, use_tqdm=False)
+    assert output.prompt_token_ids == ids
+    assert output.outputs[0].text == text(llm, CODE, GREEDY)
+    assert output.outputs[0].text == tokenizer.decode(output.outputs[0].token_ids, skip_special_tokens=True)
+
+
+def test_chat_renders_the_models_template(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "Write a function that returns the larger of two numbers."}]
+    (answer,) = llm.chat(messages, GREEDY, use_tqdm=False)
+    assert answer.prompt is not None and messages[0]["content"] in answer.prompt
+    assert answer.prompt_token_ids == llm.get_tokenizer().encode(answer.prompt, add_special_tokens=False).ids
+    assert text(llm, {"prompt_token_ids": answer.prompt_token_ids}, GREEDY) == answer.outputs[0].text
+    (bare,) = llm.chat(messages, GREEDY, use_tqdm=False, add_generation_prompt=False)
+    assert len(bare.prompt_token_ids) < len(answer.prompt_token_ids)
+
+
+def test_log_probabilities_of_output_and_prompt(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=8, logprobs=3, prompt_logprobs=2, ignore_eos=True)
+    (output,) = llm.generate(CODE, params, use_tqdm=False)
+    choice = output.outputs[0]
+    assert choice.logprobs is not None and len(choice.logprobs) == len(choice.token_ids) == 8
+    for token_id, position in zip(choice.token_ids, choice.logprobs, strict=True):
+        assert len(position) == 3 and position[token_id].rank == 1, "greedy takes the likeliest"
+        assert math.fsum(math.exp(one.logprob) for one in position.values()) <= 1 + 1e-5
+    sampled = [position[token_id] for token_id, position in zip(choice.token_ids, choice.logprobs, strict=True)]
+    assert choice.cumulative_logprob == pytest.approx(sum(one.logprob for one in sampled))
+    assert "".join(one.decoded_token or "" for one in sampled) == choice.text
+    assert output.prompt_logprobs is not None and len(output.prompt_logprobs) == len(output.prompt_token_ids)
+    assert output.prompt_logprobs[0] is None
+    for token_id, position_or_none in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True):
+        assert position_or_none is not None and token_id in position_or_none and 2 <= len(position_or_none) <= 3
+
+
+def test_what_a_prompt_says_of_itself_is_what_generating_it_said(llm: LLM) -> None:
+    """The log-probabilities of generated tokens come back as those of a prompt that holds them."""
+    params = SamplingParams(temperature=0, max_tokens=12, logprobs=0, ignore_eos=True)
+    (made,) = llm.generate(CODE, params, use_tqdm=False)
+    choice = made.outputs[0]
+    assert choice.logprobs is not None
+    whole = [*made.prompt_token_ids, *choice.token_ids]
+    (scored,) = llm.generate([whole], SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
+    assert scored.prompt_logprobs is not None
+    tail = scored.prompt_logprobs[len(made.prompt_token_ids) :]
+    for token_id, generated, read in zip(choice.token_ids, choice.logprobs, tail, strict=True):
+        assert read is not None
+        assert read[token_id].logprob == pytest.approx(generated[token_id].logprob, abs=1e-3)
+
+
+def test_stop_strings_end_the_text(llm: LLM) -> None:
+    free = text(llm, CODE, GREEDY)
+    stop = free[len(free) // 2 : len(free) // 2 + 3]
+    cut = first(llm.generate(CODE, SamplingParams(temperature=0, max_tokens=40, stop=[stop]), use_tqdm=False))
+    assert (cut.text, cut.finish_reason, cut.stop_reason) == (free[: free.index(stop)], "stop", stop)
+    token_id = first(llm.generate(CODE, GREEDY, use_tqdm=False)).token_ids[5]
+    params = SamplingParams(temperature=0, max_tokens=40, stop_token_ids=[token_id])
+    ended = first(llm.generate(CODE, params, use_tqdm=False))
+    assert ended.stop_reason == token_id and token_id not in ended.token_ids[:-1]
+
+
+def test_seeds_make_texts_repeatable_and_choices_differ(llm: LLM) -> None:
+    params = SamplingParams(temperature=1.0, max_tokens=24, n=3, seed=7)
+    (once,) = llm.generate(CODE, params, use_tqdm=False)
+    (twice,) = llm.generate(CODE, params, use_tqdm=False)
+    assert [c.text for c in once.outputs] == [c.text for c in twice.outputs]
+    assert [c.index for c in once.outputs] == [0, 1, 2] and len({c.text for c in once.outputs}) == 3
+
+
+def test_the_llms_own_seed_is_repeatable_too(llm: LLM) -> None:
+    with LLM("demo", dtype="float32", log_level="error", seed=5, max_num_seqs=4) as one:
+        drawn = [o.outputs[0].text for o in one.generate([CODE] * 6, SamplingParams(max_tokens=20), use_tqdm=False)]
+    with LLM("demo", dtype="float32", log_level="error", seed=5) as other:
+        again = [o.outputs[0].text for o in other.generate([CODE] * 6, SamplingParams(max_tokens=20), use_tqdm=False)]
+    assert drawn == again and len(set(drawn)) == 6
+
+
+def test_the_models_own_defaults_hold_where_none_are_given(llm: LLM) -> None:
+    assert llm.get_default_sampling_params() == SamplingParams()
+    with LLM("demo", generation_config="auto", worker_cls="mock", log_level="error") as own:
+        params = own.get_default_sampling_params()
+        assert (params.temperature, params.top_p) != (1.0, 1.0), "as generation_config.json has it"
+        assert len(first(own.generate("a", use_tqdm=False)).token_ids) == params.max_tokens
