@@ -205,9 +205,9 @@ def test_what_keeps_the_ring_from_starting_is_raised(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such folder"):
         LLM("./not/there")
     before = ring_threads()
-    with pytest.raises(BlockyardError, match=r"tokenizer 0: .*has neither tokenizer\.json nor"):
+    with pytest.raises(BlockyardError, match=r"tokenizer(_pool)? 0: .*has neither tokenizer\.json nor"):
         LLM(worker_cls="mock", tokenizer=tmp_path, log_level="error")
-    assert ring_threads() == before
+    assert ring_threads() <= before
 
 
 def script(body: str, *args: str) -> subprocess.CompletedProcess[str]:
