@@ -251,6 +251,24 @@ def test_a_script_that_fails_takes_the_ring_along() -> None:
     assert len(run.stdout.split()) == 5 and not any(alive(int(pid)) for pid in run.stdout.split())
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_script_that_is_killed_takes_the_ring_along(number: signal.Signals) -> None:
+    run = script(
+        """
+        llm = LLM(worker_cls="mock", log_level="error")
+        print(*(c.pid for c in llm._session._ring.supervisor.children), flush=True)
+        os.kill(os.getpid(), int(sys.argv[1]))
+        """,
+        str(int(number)),
+    )
+    assert run.returncode == -number, run.stderr
+    children = [int(pid) for pid in run.stdout.split()]
+    deadline = time.monotonic() + 5
+    while any(alive(pid) for pid in children) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert len(children) == 5 and not any(alive(pid) for pid in children)
+
+
 def test_a_fork_does_not_close_its_parents_ring() -> None:
     run = script(
         """
