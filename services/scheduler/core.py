@@ -69,7 +69,6 @@ class Scheduler:
         self._planner = Planner(incarnation, self._waiting, self._lifecycle, settings.whole_prompts)
         self._results = Results(self._waiting, self._lifecycle)
         self._gateways: set[int] = set()
-        self._was_full = False
         self._num_steps = 0
 
     @property
@@ -133,7 +132,9 @@ class Scheduler:
             while (plan := self._planner.plan(group)) is not None:
                 self._outbox.send(group.worker, plan)
         self._streams.flush(self._outbox)
-        self._tell_room()
+        if (room := self._waiting.news()) is not None:
+            for gateway in self._gateways:
+                self._outbox.answer(gateway, RoomChanged(room))
         return self._outbox.take()
 
     def stats(self) -> Stats:
@@ -149,16 +150,6 @@ class Scheduler:
             blocks_total=sum(group.blocks.num_ids for group in groups),
             steps_total=self._num_steps,
         )
-
-    def _tell_room(self) -> None:
-        """From full to not full or back; also if it was full for a moment, of which an answer told."""
-        full, waiting = self._waiting.is_full(), self._waiting
-        if full == self._was_full and (full or not waiting.told_full):
-            return
-        self._was_full = full
-        for gateway in self._gateways:
-            self._outbox.answer(gateway, RoomChanged(waiting.room()))
-        waiting.told_full = full
 
     def _result(self, peer: int, frame: StepResult, now: float) -> None:
         group = self._groups.attached.get(peer)

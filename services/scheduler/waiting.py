@@ -23,19 +23,28 @@ class WaitingQueue:
         self._requests: Counter[str] = Counter()  # waiting choices of each request
         self._num_tokens = 0
         self._num_choices = 0
-        self.told_full = False
+        self._was_full = False  # when `news` was last asked for
+        self._told_full = False  # somebody was told so since
 
     def __len__(self) -> int:
         return self._num_choices
 
     def room(self) -> Room:
-        """For somebody who is told at once: `told_full` remembers that there was none."""
-        self.told_full = self.told_full or self.is_full()
+        """For somebody who is told at once."""
+        self._told_full = self._told_full or self.is_full()
         return Room(
             max(0, self._max_requests - len(self._requests)),
             max(0, self._max_tokens - self._num_tokens),
             RETRY_AFTER_S,
         )
+
+    def news(self) -> Room | None:
+        """For everybody: it became full or has room again, also if it was full only while an answer said so."""
+        full = self.is_full()
+        if full == self._was_full and (full or not self._told_full):
+            return None
+        self._was_full = self._told_full = full
+        return self.room()
 
     def is_full(self) -> bool:
         return len(self._requests) >= self._max_requests or self._num_tokens >= self._max_tokens

@@ -97,13 +97,18 @@ class Session:
         names, patience_s = self.config.served_model_names, self.config.stall_timeout_s
         self._client = RingClient(links, names, patience_s)
         self._gate = Gate(self._client, names[0], patience_s)
+
+        def each_round() -> None:
+            links.count(_stats(self._client, len(self._gate)))
+            self._gate.pump()
+
         try:
             with links:
                 links.update(ready=True, phase="ready")
                 async with asyncio.TaskGroup() as tasks:
                     helpers = [
                         tasks.create_task(self._listen(links)),
-                        tasks.create_task(self._client.keep_time(lambda: self._count(links))),
+                        tasks.create_task(self._client.keep_time(each_round)),
                         tasks.create_task(self._greet()),
                     ]
                     await self._ring.run(drain_s=0.0)
@@ -132,19 +137,6 @@ class Session:
         self._display.say(f"{NAME}: ready after {self._ring.start_up.seconds:.1f} s")
         self._ready.set_result(self._client.admission.card(self.config.served_model_names[0]))
 
-    def _count(self, links: Links[GatewayIn]) -> None:
-        meters = self._client.meters
-        links.count(
-            Stats(
-                running=self._client.num_open(),
-                waiting=self._client.text_work.num_waiting + len(self._gate),
-                requests_total=meters.requests,
-                prompt_tokens_total=meters.prompt_tokens,
-                output_tokens_total=meters.output_tokens,
-            )
-        )
-        self._gate.pump()
-
     async def _serve(self, batch: Batch) -> None:
         task = asyncio.current_task()
         assert task is not None
@@ -167,3 +159,13 @@ class Session:
         self._end = self._end or why
         for task in self._tasks:
             task.cancel()
+
+
+def _stats(client: RingClient, num_waiting: int) -> Stats:
+    return Stats(
+        running=client.num_open(),
+        waiting=client.text_work.num_waiting + num_waiting,
+        requests_total=client.meters.requests,
+        prompt_tokens_total=client.meters.prompt_tokens,
+        output_tokens_total=client.meters.output_tokens,
+    )
