@@ -73,7 +73,7 @@ class PagedAttention:
         if decodes.chunks is not None:
             known = self._gather(layer, decodes.chunks, decodes.count)
             if kept is not None:
-                kept.fill(known)
+                kept.fill(layer, known)
         else:
             assert kept is not None
             known = kept.add(layer, kv)

@@ -25,8 +25,8 @@ class KeptKV:
         self._owners, self._lengths = owners, lengths
         self._base = np.arange(len(owners)) * (2 * pool.shape.kv_heads * capacity)
         self._heads = np.arange(2 * pool.shape.kv_heads) * capacity
-        self._layers: list[Tensor] = []
-        self._rows: list[Tensor] = []
+        self._layers: dict[int, Tensor] = {}
+        self._rows: dict[int, Tensor] = {}
         self.index: Tensor | None = None  # where this step's tokens go; None while it is being filled
 
     def advance(self, owners: Ints, lengths: Ints) -> bool:
@@ -42,10 +42,10 @@ class KeptKV:
             self.index = torch.from_numpy((self._base + lengths - 1)[:, None] + self._heads)
         return fits
 
-    def fill(self, kv: Tensor) -> None:
-        """The next layer's, as gathered with this step's tokens in it."""
-        self._layers.append(kv)
-        self._rows.append(kv.view(-1, kv.shape[-1]))
+    def fill(self, layer: int, kv: Tensor) -> None:
+        """What was gathered, this step's tokens included."""
+        self._layers[layer] = kv
+        self._rows[layer] = kv.view(-1, kv.shape[-1])
 
     def add(self, layer: int, kv: Tensor) -> Tensor:
         """Adds this step's tokens, kv [seqs, 2 * kv_heads, head_dim]; returns all of them."""
@@ -54,6 +54,6 @@ class KeptKV:
         return self._layers[layer]
 
 
-def kept_bytes(num_seqs: int, capacity: int, pool: KVPool) -> int:
+def size_bytes(num_seqs: int, capacity: int, pool: KVPool) -> int:
     shape = pool.shape
     return shape.num_layers * num_seqs * 2 * shape.kv_heads * capacity * shape.head_dim * pool.dtype.itemsize

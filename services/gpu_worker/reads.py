@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from blockyard.kernels.paged_attention import chunk_index, row_index
+from blockyard.services.gpu_worker import kept_kv
 from blockyard.services.gpu_worker.attention import Decodes, PagedAttention, Prefill, Reads
-from blockyard.services.gpu_worker.kept_kv import MOST_BYTES, ROOM, KeptKV, kept_bytes
+from blockyard.services.gpu_worker.kept_kv import KeptKV
 from blockyard.services.gpu_worker.kv_pool import KVPool
 
 Ints = npt.NDArray[np.int64]
@@ -51,9 +52,9 @@ class ReadPlanner:
         if self._kept is not None and self._kept.advance(owners, lengths):
             return Decodes(count, length, None, mask, self._kept)
         size = self._pool.block_size
-        num = min(-(-(length + ROOM) // size), tables.shape[1])
+        num = min(-(-(length + kept_kv.ROOM) // size), tables.shape[1])
         self._kept = None
-        if self._pool.device.type == "cpu" and kept_bytes(count, num * size, self._pool) <= MOST_BYTES:
+        if self._pool.device.type == "cpu" and kept_kv.size_bytes(count, num * size, self._pool) <= kept_kv.MOST_BYTES:
             self._kept = KeptKV(owners, lengths, num * size, self._pool)
         else:
             num = -(-length // size)

@@ -80,6 +80,8 @@ class Driver:
                 self.step()
         while self.queued:
             self.step()
+        self.queued.append(self.plan())  # the ends of those that finished last
+        self.step()
 
     def plan(self) -> StepPlan:
         number = next(self.numbers)

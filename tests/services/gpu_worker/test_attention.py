@@ -1,0 +1,154 @@
+"""Paged attention of any mixture of decodes and prefills against dense attention, sequence by sequence."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from blockyard.services.gpu_worker import kept_kv
+from blockyard.services.gpu_worker.kv_pool import KVPool
+from blockyard.services.gpu_worker.models.decoder import ModelShape
+from blockyard.services.gpu_worker.reads import ReadPlanner
+
+HEADS, KV_HEADS, DIM, SIZE, BLOCKS = 4, 2, 8, 4, 200
+WINDOWS = (None, 6, None, 1)
+
+
+def shape() -> ModelShape:
+    return ModelShape(
+        vocab_size=10,
+        num_layers=len(WINDOWS),
+        num_heads=HEADS,
+        kv_heads=KV_HEADS,
+        head_dim=DIM,
+        max_positions=64,
+        scale=DIM**-0.5,
+        windows=WINDOWS,
+    )
+
+
+@dataclass
+class Sequence:
+    """Its K and V, dense, a layer: [layers, 2 * kv_heads, tokens, dim]."""
+
+    owner: int
+    table: np.ndarray
+    kv: torch.Tensor
+    computed: int = 0
+
+
+def dense(seq: Sequence, layer: int, q: torch.Tensor, begin: int) -> torch.Tensor:
+    """q [tokens, heads, dim] at positions from `begin`."""
+    window, rows = WINDOWS[layer], []
+    for i in range(len(q)):
+        position = begin + i
+        first = 0 if window is None else max(position - window + 1, 0)
+        heads = []
+        for h in range(HEADS):
+            keys = seq.kv[layer, h // 2, first : position + 1]
+            values = seq.kv[layer, KV_HEADS + h // 2, first : position + 1]
+            weights = (keys @ q[i, h] * DIM**-0.5).softmax(0)
+            heads.append(weights @ values)
+        rows.append(torch.cat(heads))
+    return torch.stack(rows)
+
+
+class Rig:
+    def __init__(self, num: int, seed: int) -> None:
+        self.pool = KVPool(shape(), BLOCKS, SIZE, torch.float32, torch.device("cpu"))
+        self.planner = ReadPlanner(self.pool)
+        self.random = torch.Generator().manual_seed(seed)
+        order = np.random.default_rng(seed).permutation(BLOCKS)[: num * 16].reshape(num, 16)
+        self.seqs = [Sequence(i + 1, order[i], self.randn(len(WINDOWS), 2 * KV_HEADS, 64, DIM)) for i in range(num)]
+
+    def randn(self, *size: int) -> torch.Tensor:
+        return torch.randn(size, generator=self.random)
+
+    def step(self, counts: list[int]) -> None:
+        """Computes so many tokens of each sequence and compares every layer's output."""
+        running = sorted((i for i, n in enumerate(counts) if n), key=lambda i: counts[i] > 1)
+        if not running:
+            return
+        seqs, n = [self.seqs[i] for i in running], np.array([counts[i] for i in running])
+        begin = np.array([s.computed for s in seqs])
+        positions = np.concatenate([np.arange(b, b + c) for b, c in zip(begin, n, strict=True)])
+        rows = np.repeat(np.arange(len(seqs)), n)
+        tables = np.stack([s.table for s in seqs])
+        attend = self.planner.attention(
+            tables[rows, positions // SIZE],
+            positions % SIZE,
+            tables,
+            n,
+            begin + n,
+            np.array([s.owner for s in seqs]),
+            int((n == 1).sum()),
+        )
+        for layer in range(len(WINDOWS)):
+            q = self.randn(len(positions), HEADS, DIM)
+            kv = torch.stack([seqs[r].kv[layer, :, p] for r, p in zip(rows, positions, strict=True)])
+            got = attend(layer, q, kv)
+            start = 0
+            for s, b, c in zip(seqs, begin, n, strict=True):
+                want = dense(s, layer, q[start : start + c], int(b))
+                torch.testing.assert_close(got[start : start + c], want, atol=1e-5, rtol=1e-4)
+                start += c
+        for s, c in zip(seqs, n, strict=True):
+            s.computed += int(c)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    num=st.integers(1, 4),
+    steps=st.lists(
+        st.lists(st.sampled_from([0, 1, 1, 1, 1, 2, 5, 9]), min_size=4, max_size=4), min_size=1, max_size=12
+    ),
+    seed=st.integers(0, 99),
+    room=st.sampled_from([0, 3, 64]),
+)
+def test_any_order_of_steps(num: int, steps: list[list[int]], seed: int, room: int) -> None:
+    before, kept_kv.ROOM = kept_kv.ROOM, room
+    try:
+        rig = Rig(num, seed)
+        for counts in steps:
+            rig.step([min(c, 64 - s.computed) for c, s in zip(counts, rig.seqs, strict=False)])
+    finally:
+        kept_kv.ROOM = before
+
+
+def test_decodes_of_one_batch_gather_once() -> None:
+    rig = Rig(3, 0)
+    rig.step([7, 3, 9])
+    rig.step([1, 1, 1])
+    kept = rig.planner._kept
+    for _ in range(20):
+        rig.step([1, 1, 1])
+    assert rig.planner._kept is kept
+    rig.step([1, 0, 1])  # another batch: gathered anew
+    assert rig.planner._kept is not kept
+
+
+def test_a_slot_given_to_another_sequence_is_not_mistaken_for_the_first() -> None:
+    rig = Rig(2, 0)
+    rig.step([5, 5])
+    rig.step([1, 1])
+    first = rig.seqs[1]
+    other = Sequence(99, np.arange(BLOCKS - 16, BLOCKS), rig.randn(len(WINDOWS), 2 * KV_HEADS, 64, DIM))
+    rig.seqs[1] = other
+    rig.step([0, 6])
+    rig.seqs[0].computed, other.computed = 6, 6
+    rig.step([1, 1])
+    assert first.owner != other.owner
+
+
+def test_what_is_too_large_is_not_kept() -> None:
+    before, kept_kv.MOST_BYTES = kept_kv.MOST_BYTES, 1000
+    try:
+        rig = Rig(3, 0)
+        rig.step([7, 3, 9])
+        for _ in range(5):
+            rig.step([1, 1, 1])
+        assert rig.planner._kept is None
+    finally:
+        kept_kv.MOST_BYTES = before

@@ -1,0 +1,230 @@
+"""config.json: overrides, RoPE in both spellings, families, and what is refused."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import LLAMA, settings
+
+from blockyard.services.gpu_worker import engine
+from blockyard.services.gpu_worker.models.decoder import Decoder
+from blockyard.services.gpu_worker.models.folder import read_config, read_eos_ids
+from blockyard.services.gpu_worker.models.registry import FAMILIES, find_family
+from blockyard.services.gpu_worker.models.rope import extended_length, read_rope
+from blockyard.shared.errors import ConfigError
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+def write(folder: Path, **fields: Any) -> Path:
+    (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]} | LLAMA | fields))
+    return folder
+
+
+def build(folder: Path, overrides: str = "{}") -> Any:
+    config = read_config(folder, overrides)
+    return find_family(config)(config, torch.float32, torch.device("meta"))
+
+
+def refusal(folder: Path, overrides: str = "{}", **fields: Any) -> str:
+    with pytest.raises(ConfigError) as error:
+        build(write(folder, **fields), overrides)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_overrides_are_merged(tmp_path: Path) -> None:
+    write(tmp_path, rope_theta=1.0, nested={"a": 1, "b": 2}, gone=3)
+    config = read_config(tmp_path, '{"rope_theta": 5.0, "nested": {"b": null, "c": 4}, "gone": null}')
+    assert config["rope_theta"] == 5.0
+    assert config["nested"] == {"a": 1, "c": 4}
+    assert "gone" not in config
+
+
+@pytest.mark.parametrize(
+    ("fields", "overrides"),
+    [
+        ({"rope_theta": 9.0, "rope_scaling": LLAMA3}, "{}"),
+        ({"rope_theta": 9.0, "rope_scaling": {"type": "llama3"} | LLAMA3}, "{}"),
+        ({"rope_parameters": {"rope_theta": 9.0} | LLAMA3}, "{}"),
+        ({"rope_theta": 9.0, "rope_scaling": {"type": "yarn", "factor": 2}}, json.dumps({"rope_scaling": LLAMA3})),
+        ({"rope_parameters": {"rope_theta": 9.0, "rope_type": "default"}}, json.dumps({"rope_scaling": LLAMA3})),
+        ({"rope_parameters": {"rope_theta": 1.0} | LLAMA3}, '{"rope_theta": 9.0}'),
+        ({}, json.dumps({"rope_theta": 9.0, "rope_scaling": LLAMA3})),
+    ],
+)
+def test_rope_spellings(tmp_path: Path, fields: dict[str, Any], overrides: str) -> None:
+    rope = read_rope(read_config(write(tmp_path, **fields), overrides), 256)
+    assert (rope.rope_type, rope.rope_theta, rope.factor) == ("llama3", 9.0, 8.0)
+    assert rope.original_max_position_embeddings == 256
+
+
+@pytest.mark.parametrize(
+    ("scaling", "length"),
+    [
+        (None, 256),
+        ({"rope_type": "linear", "factor": 4}, 1024),
+        ({"rope_type": "dynamic", "factor": 2.0}, 512),
+        (LLAMA3, 256),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 256),
+        ({"rope_type": "yarn", "factor": 4.0}, 1024),
+    ],
+)
+def test_how_long_a_scaling_reaches(tmp_path: Path, scaling: dict[str, Any] | None, length: int) -> None:
+    rope = read_rope(read_config(write(tmp_path, rope_scaling=scaling)), 256)
+    assert extended_length(rope, 256) == length
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    listed = refusal(tmp_path, architectures=["FancyForCausalLM"])
+    assert "FancyForCausalLM is not supported" in listed
+    assert all(name in listed for name in FAMILIES)
+    assert "names no architecture" in refusal(tmp_path, architectures=None)
+    assert "names no architecture" in refusal(tmp_path, architectures=[])
+    assert "$.hidden_size" in refusal(tmp_path, hidden_size="64")
+    assert "missing required field" in refusal(tmp_path, '{"vocab_size": null}')
+    assert "'gelu' is not supported" in refusal(tmp_path, hidden_act="gelu")
+    assert "heads cannot share" in refusal(tmp_path, num_key_value_heads=3)
+    assert "'longrope' is not supported" in refusal(tmp_path, rope_scaling={"type": "longrope", "factor": 2})
+    assert "needs `factor`" in refusal(tmp_path, rope_scaling={"type": "linear"})
+    assert "low_freq_factor" in refusal(tmp_path, rope_scaling={"rope_type": "llama3", "factor": 2})
+    assert "partial_rotary_factor" in refusal(tmp_path, rope_scaling={"partial_rotary_factor": 0.5})
+    assert "overrides" in refusal(tmp_path, "{nonsense")
+    assert "layer_types" in refusal(tmp_path, architectures=["Qwen2ForCausalLM"], layer_types=["linear_attention"])
+    (tmp_path / "config.json").write_text("{broken")
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        read_config(tmp_path)
+    with pytest.raises(ConfigError, match="No such file"):
+        read_config(tmp_path / "nowhere")
+
+
+def test_end_of_sequence_ids(tmp_path: Path) -> None:
+    write(tmp_path)
+    assert read_eos_ids(tmp_path, {"eos_token_id": 5}) == [5]
+    assert read_eos_ids(tmp_path, {"eos_token_id": [5, 6]}) == [5, 6]
+    assert read_eos_ids(tmp_path, {}) == []
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
+    assert read_eos_ids(tmp_path, {"eos_token_id": 5}) == [7, 8]
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": "x"}')
+    with pytest.raises(ConfigError, match="eos_token_id"):
+        read_eos_ids(tmp_path, {})
+
+
+@pytest.mark.parametrize(
+    ("fields", "windows"),
+    [
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 8}, (8, 8, 8)),
+        ({"architectures": ["MistralForCausalLM"]}, (4096, 4096, 4096)),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, (None,) * 3),
+        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 8}, (None,) * 3),
+        (
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "sliding_window": 8,
+                "use_sliding_window": True,
+                "max_window_layers": 2,
+            },
+            (None, None, 8),
+        ),
+        (
+            {
+                "architectures": ["Qwen3ForCausalLM"],
+                "sliding_window": 8,
+                "use_sliding_window": True,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            },
+            (8, None, 8),
+        ),
+        ({"architectures": ["LlamaForCausalLM"], "sliding_window": 8}, (None,) * 3),
+    ],
+)
+def test_windows(tmp_path: Path, fields: dict[str, Any], windows: tuple[int | None, ...]) -> None:
+    model = build(write(tmp_path, **fields))
+    assert isinstance(model, Decoder)
+    assert model.shape.windows == windows
+
+
+PUBLISHED = {  # the shapes of models that people run, without their weights
+    "llama-3.1-8b": (
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "max_position_embeddings": 131072,
+            "num_attention_heads": 32,
+            "num_hidden_layers": 32,
+            "num_key_value_heads": 8,
+            "rope_scaling": LLAMA3 | {"original_max_position_embeddings": 8192},
+            "rope_theta": 500000.0,
+            "tie_word_embeddings": False,
+            "vocab_size": 128256,
+        },
+        8_030_261_248,
+    ),
+    "qwen3-0.6b": (
+        {
+            "architectures": ["Qwen3ForCausalLM"],
+            "head_dim": 128,
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "num_attention_heads": 16,
+            "num_hidden_layers": 28,
+            "num_key_value_heads": 8,
+            "rope_scaling": None,
+            "sliding_window": None,
+            "tie_word_embeddings": True,
+            "vocab_size": 151936,
+        },
+        596_049_920,
+    ),
+    "opt-125m": (
+        {
+            "architectures": ["OPTForCausalLM"],
+            "do_layer_norm_before": True,
+            "ffn_dim": 3072,
+            "hidden_size": 768,
+            "max_position_embeddings": 2048,
+            "num_attention_heads": 12,
+            "num_hidden_layers": 12,
+            "vocab_size": 50272,
+            "word_embed_proj_dim": 768,
+        },
+        125_239_296,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_shapes_have_the_published_sizes(tmp_path: Path, name: str) -> None:
+    fields, parameters = PUBLISHED[name]
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    places = build(tmp_path).table.places.values()
+    assert sum(math.prod(place.shape) for place in places) == parameters
+
+
+def test_dtypes() -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert engine.pick_dtype("auto", "bfloat16", cpu) == torch.float32
+    assert engine.pick_dtype("auto", "bfloat16", cuda) == torch.bfloat16
+    assert engine.pick_dtype("auto", None, cuda) == torch.bfloat16
+    assert engine.pick_dtype("half", "bfloat16", cpu) == torch.float16
+    assert engine.pick_dtype("float", "bfloat16", cpu) == torch.float32
+    with pytest.raises(ConfigError, match="int3"):
+        engine.pick_dtype("auto", "int3", cuda)
+
+
+def test_lengths() -> None:
+    assert engine.pick_length(None, 256) == 256
+    assert engine.pick_length(100, 256) == 100
+    with pytest.raises(ConfigError, match="--max-model-len 300 is more than the 256"):
+        engine.pick_length(300, 256)
+
+
+def test_a_device_that_is_not_there(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("it is there")
+    with pytest.raises(ConfigError, match="--device cpu"):
+        engine.start(settings(write(tmp_path), device="cuda"), lambda *report: None)

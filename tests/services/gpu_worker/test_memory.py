@@ -1,0 +1,68 @@
+"""The memory plan's arithmetic, and the line that says which flag to change."""
+
+import re
+
+import pytest
+
+from blockyard.services.gpu_worker.memory import GIB, Need, plan_cpu, plan_cuda
+from blockyard.shared.errors import LoadError
+
+KIB = 1 << 10
+
+
+def need(max_model_len: int = 4096, block_bytes: int = 96 * KIB, max_num_seqs: int = 256) -> Need:
+    return Need(block_size=16, block_bytes=block_bytes, max_model_len=max_model_len, max_num_seqs=max_num_seqs)
+
+
+def test_cpu_defaults() -> None:
+    plan = plan_cpu(need(), free_bytes=20 * GIB, cpu_kv_gib=None, override=None)
+    assert plan.num_blocks == GIB // (96 * KIB)
+    assert plan_cpu(need(max_num_seqs=2), 20 * GIB, None, None).num_blocks == 512  # all they can use
+    one = need(max_model_len=131072, block_bytes=1024 * KIB)
+    assert plan_cpu(one, 20 * GIB, None, None).num_blocks == 8192  # 8 GiB, as one sequence needs them
+    assert plan_cpu(need(), 1 * GIB, None, None).num_blocks == GIB // 2 // (96 * KIB)
+
+
+def test_what_a_flag_says_is_done() -> None:
+    assert plan_cpu(need(), 20 * GIB, 2.0, None).num_blocks == 2 * GIB // (96 * KIB)
+    plan = plan_cpu(need(), 20 * GIB, 2.0, 300)
+    assert plan.num_blocks == 300
+    assert "300 blocks by --num-gpu-blocks-override" in plan.notes[0]
+    assert plan_cuda(need(), 80 * GIB, 0.9, 0, 0, 300).num_blocks == 300
+
+
+def test_cuda_arithmetic_is_shown() -> None:
+    plan = plan_cuda(need(), 80 * GIB, 0.9, weights_bytes=16 * GIB, peak_bytes=2 * GIB, override=None)
+    assert plan.num_blocks == (72 - 18) * GIB // (96 * KIB)
+    assert plan.notes[0] == (
+        "KV memory: 80.00 GiB x 0.9 (--gpu-memory-utilization) - 16.00 GiB weights - 2.00 GiB for a step = 54.00 GiB"
+    )
+    assert plan.notes[1].startswith(f"KV blocks: {plan.num_blocks} of 16 tokens, 96 KiB each")
+    assert "x max_model_len 4096" in plan.notes[2]
+
+
+def refused(*args: object, cuda: bool = False) -> str:
+    with pytest.raises(LoadError) as error:
+        (plan_cuda if cuda else plan_cpu)(*args)  # type: ignore[operator]
+    assert str(error.value).startswith("not enough memory for one sequence: ")
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_too_little_names_the_flag_and_a_value_that_works() -> None:
+    line = refused(need(), 20 * GIB, 0.01, None)
+    value = float(re.search(r"set --cpu-kv-gib ([\d.]+) or more", line)[1])  # type: ignore[index]
+    plan_cpu(need(), 20 * GIB, value, None)
+    shorter = int(re.search(r"--max-model-len (\d+) or less", line)[1])  # type: ignore[index]
+    plan_cpu(need(max_model_len=shorter), 20 * GIB, 0.01, None)
+
+    line = refused(need(), 20 * GIB, None, 255)
+    assert "set --num-gpu-blocks-override 256 or more, or set --max-model-len 4080 or less" in line
+
+    line = refused(need(131072), 80 * GIB, 0.25, 16 * GIB, 3.9 * GIB, None, cuda=True)
+    value = float(re.search(r"--gpu-memory-utilization ([\d.]+) or more", line)[1])  # type: ignore[index]
+    plan_cuda(need(131072), 80 * GIB, value, 16 * GIB, int(3.9 * GIB), None)
+
+    line = refused(need(131072, 1024 * KIB), 16 * GIB, 0.9, 15 * GIB, 2 * GIB, None, cuda=True)
+    assert "--gpu-memory-utilization" not in line  # no share of this GPU would do
+    assert "a smaller --max-model-len" in line
