@@ -64,5 +64,9 @@ def find(server: Server, title: str) -> int:
     return next(pid for name, pid in server.children().items() if title in name)
 
 
+def ring_rows() -> list[Row]:
+    return [*idle_memory(), *start_up(), *token_way(), *events_a_core()]
+
+
 if __name__ == "__main__":
-    print(table([*start_up(), *idle_memory(), *token_way(), *events_a_core()]))
+    print(table(ring_rows()))
