@@ -21,6 +21,7 @@ from blockyard.shared.messages import (
     StepResult,
     WorkerIn,
 )
+from blockyard.shared.serving import rss_bytes
 
 log = logging.getLogger(__name__)
 
@@ -61,9 +62,8 @@ class Worker:
         self.plans: deque[StepPlan] = deque()
         self._scheduler: int | None = None
         self._next = 0  # number of the plan that is to come; 0: none before the next Attach
-        self._stats = Stats(blocks_total=runner.geometry.num_blocks)
         self._counted_at = 0.0
-        self._steps = self._tokens = 0
+        self._running = self._steps = self._tokens = 0
 
     def run(self, stopped: threading.Event) -> None:
         """Serves until `stopped`; the plan it is on is finished first."""
@@ -71,6 +71,7 @@ class Worker:
             for peer, event in self._links.poll(0.0 if self.plans else IDLE_POLL_S):
                 self.handle(peer, event)
             self.step()
+            self.count()
 
     def handle(self, peer: int, event: "Event | WorkerIn") -> None:
         match event:
@@ -87,6 +88,7 @@ class Worker:
     def step(self) -> None:
         """Runs the oldest plan, if there is one, and answers it."""
         if not self.plans:
+            self._running = 0
             return
         plan = self.plans.popleft()
         start = time.perf_counter()
@@ -94,7 +96,9 @@ class Worker:
         elapsed = time.perf_counter() - start
         answer = StepResult(self._links.me.incarnation, plan.number, results, time.time(), elapsed)
         self._links.answer(plan.scheduler, answer)
-        self._count(results)
+        self._running = len(results)
+        self._steps += 1
+        self._tokens += sum(len(r.token_ids) for r in results)
 
     def _attach(self, peer: int, attach: Attach) -> None:
         if self._scheduler not in (None, attach.scheduler):  # it may wait for results of plans that are dropped now
@@ -123,18 +127,17 @@ class Worker:
             self._next += 1
             self.plans.append(plan)
 
-    def _count(self, results: list[SlotResult]) -> None:
-        self._steps += 1
-        self._tokens += sum(len(r.token_ids) for r in results)
+    def count(self) -> None:
+        """Publishes the counters, twice a second at most."""
         now = time.monotonic()
-        if now - self._counted_at >= STATS_EVERY_S:
-            self._counted_at = now
-            geometry = self._runner.geometry
-            self._links.count(
-                Stats(
-                    running=len(results),
-                    output_tokens_total=self._tokens,
-                    blocks_total=geometry.num_blocks,
-                    steps_total=self._steps,
-                )
-            )
+        if now - self._counted_at < STATS_EVERY_S:
+            return
+        self._counted_at = now
+        stats = Stats(
+            running=self._running,
+            output_tokens_total=self._tokens,
+            blocks_total=self._runner.geometry.num_blocks,
+            steps_total=self._steps,
+            rss_bytes=rss_bytes(),
+        )
+        self._links.count(stats)
