@@ -17,8 +17,9 @@ from blockyard.services.gpu_worker.kv_pool import KVPool
 
 @dataclass(frozen=True, slots=True)
 class Decodes:
-    """Sequences of which one token is computed: the first rows of the batch, one call a layer."""
+    """Sequences of which one token is computed, in a row of the batch: one call a layer."""
 
+    start: int
     count: int
     length: int  # keys that are looked at
     chunks: Tensor | None  # flat, see chunk_index; None where `kept` has them
@@ -41,7 +42,7 @@ class Prefill:
 class Reads:
     """What layers of one window look at."""
 
-    decodes: Decodes | None
+    decodes: list[Decodes]  # from the first row on
     prefills: list[Prefill]
 
 
@@ -55,13 +56,12 @@ class PagedAttention:
     def __call__(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
         write_kv_reference(self._pool.rows[layer], self._rows, kv)
         reads = self._reads[layer]
-        decodes = reads.decodes
-        if not reads.prefills:
-            assert decodes is not None
-            return self._decode(layer, decodes, q, kv)
+        if len(reads.decodes) == 1 and not reads.prefills:
+            return self._decode(layer, reads.decodes[0], q, kv)
         parts = []
-        if decodes is not None:
-            parts.append(self._decode(layer, decodes, q[: decodes.count], kv[: decodes.count]))
+        for decodes in reads.decodes:
+            part = slice(decodes.start, decodes.start + decodes.count)
+            parts.append(self._decode(layer, decodes, q[part], kv[part]))
         for prefill in reads.prefills:
             known = self._gather(layer, prefill.chunks, 1)[:, :, :, : prefill.length]
             rows = q[prefill.start : prefill.start + prefill.count]

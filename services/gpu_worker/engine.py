@@ -62,6 +62,7 @@ def start(config: WorkerConfig, report: Report) -> Runner:
             block_bytes=block_bytes(model.shape, config.block_size, dtype),
             max_model_len=max_model_len,
             max_num_seqs=config.max_num_seqs,
+            num_layers=model.shape.num_layers,
         )
         report("planning memory", 0.0, notes)
         plan = plan_memory(config, model, need, dtype, device)
@@ -134,7 +135,7 @@ def plan_memory(config: WorkerConfig, model: Model, need: Need, dtype: torch.dty
         return plan_cpu(need, free_memory(), config.cpu_kv_gib, override)
     tokens = min(config.max_num_batched_tokens, need.max_model_len)
     try:
-        peak = peak_bytes(model, tokens, config.block_size, dtype, device)
+        peak = peak_bytes(model, tokens, need, dtype, device)
     except torch.OutOfMemoryError as e:
         raise LoadError(
             f"not enough GPU memory for a step of {tokens} tokens beside the weights; lower --max-num-batched-tokens"

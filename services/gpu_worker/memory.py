@@ -7,6 +7,7 @@ from blockyard.shared.errors import LoadError
 
 GIB = 1 << 30
 CPU_SHARE = 0.5  # of free memory at most, where no flag says how much
+GATHERED = 2  # layers' worth of KV that a decode step copies out of the pool at most: one, with padding
 CPU_USUAL = 1 * GIB  # more only if one sequence needs it
 
 
@@ -18,6 +19,7 @@ class Need:
     block_bytes: int  # all layers
     max_model_len: int
     max_num_seqs: int
+    num_layers: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,19 +58,22 @@ def plan_cuda(
     if override is not None:
         return _plan(need, override, [f"{override} blocks by --num-gpu-blocks-override"], "--num-gpu-blocks-override")
     left = int(total_bytes * utilization) - weights_bytes - peak_bytes
+    gathered = GATHERED / need.num_layers
+    share = gathered / (1 + gathered)
     why = (
         f"{_gib(total_bytes)} x {utilization:g} (--gpu-memory-utilization) - {_gib(weights_bytes)} weights"
-        f" - {_gib(peak_bytes)} for a step = {_gib(max(left, 0))}"
+        f" - {_gib(peak_bytes)} for a step = {_gib(max(left, 0))}, of which {share:.0%} to gather into"
     )
-    plan = _try(need, max(left, 0) // need.block_bytes, [why])
+    num_blocks = int(max(left, 0) / (need.block_bytes * (1 + gathered)))
+    plan = _try(need, num_blocks, [why])
     if plan is not None:
         return plan
-    enough = _bytes_of_one(need) + weights_bytes + peak_bytes
+    enough = math.ceil(_bytes_of_one(need) * (1 + gathered)) + weights_bytes + peak_bytes
     if enough <= 0.98 * total_bytes:
         remedy = f"set --gpu-memory-utilization {_up(enough / total_bytes):.2f} or more, or "
     else:
         remedy = ""
-    raise LoadError(_too_small(need, max(left, 0) // need.block_bytes, remedy))
+    raise LoadError(_too_small(need, num_blocks, remedy))
 
 
 def _plan(need: Need, num_blocks: int, why: list[str], flag: str) -> MemoryPlan:

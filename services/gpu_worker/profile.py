@@ -1,35 +1,54 @@
-"""Measures what a forward pass needs on a GPU besides weights and KV."""
+"""Measures what a step needs on a GPU besides weights and KV."""
 
 import numpy as np
 import torch
 
 from blockyard.services.gpu_worker.kv_pool import KVPool
+from blockyard.services.gpu_worker.memory import Need, blocks_of
 from blockyard.services.gpu_worker.models.decoder import Model
 from blockyard.services.gpu_worker.reads import ReadPlanner
+from blockyard.services.gpu_worker.sampler.draw import Limits, Noise, draw_limited
 from blockyard.services.gpu_worker.step import Step
 
+WORKSPACE = 256 << 20  # libraries' own memory, and fragments
 
-def peak_bytes(model: Model, tokens: int, block_size: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Runs one prefill of `tokens` with its logits on a pool just large enough; cuda only."""
-    blocks = -(-tokens // block_size)
-    pool = KVPool(model.shape, blocks, block_size, dtype, device)
-    torch.cuda.reset_peak_memory_stats(device)
+
+def peak_bytes(model: Model, tokens: int, need: Need, dtype: torch.dtype, device: torch.device) -> int:
+    """Of the largest prefill at the end of the longest context, then of sampling the most rows; cuda only.
+
+    The context's blocks are a few that repeat: what is read is as large as it can be, what is held is not.
+    """
+    size, length = need.block_size, need.max_model_len
+    blocks = blocks_of(tokens, size)
+    pool = KVPool(model.shape, blocks, size, dtype, device)
     held = torch.cuda.memory_allocated(device)
-    positions = np.arange(tokens)
+    torch.cuda.reset_peak_memory_stats(device)
+    positions = np.arange(length - tokens, length)
+    table = np.arange(blocks_of(length, size)) % blocks
     attend = ReadPlanner(pool).attention(
-        positions // block_size,
-        positions % block_size,
-        np.arange(blocks)[None],
+        table[positions // size],
+        positions % size,
+        table[None],
         np.array([tokens]),
-        np.array([tokens]),
+        np.array([length]),
         np.array([0]),
         num_decodes=int(tokens == 1),
     )
     index = torch.from_numpy(positions).to(device)
     hidden = model.forward(Step(torch.zeros_like(index), index, attend))
-    model.logits(hidden[-256:]).float().log_softmax(-1)
+    del attend
+    _sample(model.logits(hidden[-min(need.max_num_seqs, tokens) :]).float())
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - held
-    del pool, hidden, attend
+    del pool, hidden
     torch.cuda.empty_cache()
-    return peak + (256 << 20)  # fragments; the libraries' own workspaces stay allocated and count by themselves
+    return peak + WORKSPACE
+
+
+def _sample(logits: torch.Tensor) -> None:
+    """With limits that leave every token, the costliest case."""
+    rows = len(logits)
+    zeros = torch.zeros(rows, dtype=torch.int64, device=logits.device)
+    ones = torch.ones(rows, device=logits.device)
+    limits = Limits(zeros + logits.shape[1], ones, zeros.float())
+    draw_limited(logits, limits, Noise(zeros.expand(2, rows), zeros, zeros))

@@ -13,6 +13,30 @@ from blockyard.services.gpu_worker.kv_pool import KVPool
 
 Ints = npt.NDArray[np.int64]
 
+SPLIT_FROM = 256  # sequences up to this length are never worth a call of their own
+SPLIT_RATIO = 2  # how much longer the longest of a group may be than the shortest
+
+
+def by_length(lengths: Ints) -> Ints | None:
+    """An order for decodes in which `length_groups` can keep padding low; None where any order will do."""
+    if len(lengths) < 2 or len(lengths) * int(lengths.max()) <= SPLIT_RATIO * int(
+        np.maximum(lengths, SPLIT_FROM).sum()
+    ):
+        return None
+    return np.argsort(lengths, kind="stable")
+
+
+def length_groups(lengths: Ints) -> list[tuple[int, int]]:
+    """Decodes are one call, padded to the longest; where most of that were padding, one a range of lengths."""
+    if by_length(lengths) is None:
+        return [(0, len(lengths))]
+    groups, start = [], 0
+    for i, length in enumerate(lengths.tolist()):
+        if length > SPLIT_RATIO * max(int(lengths[start]), SPLIT_FROM):
+            groups.append((start, i))
+            start = i
+    return [*groups, (start, len(lengths))]
+
 
 class ReadPlanner:
     """Builds each step's attention. Holds what decode steps may keep from one to the next."""
@@ -20,11 +44,11 @@ class ReadPlanner:
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
         self._windows = tuple(dict.fromkeys(pool.shape.windows))
-        self._kept: KeptKV | None = None
+        self._kept: list[KeptKV | None] = []  # of each group of decodes
 
     def forget(self) -> None:
         """Owners' numbers begin anew."""
-        self._kept = None
+        self._kept = []
 
     def attention(
         self, blocks: Ints, offsets: Ints, tables: Ints, counts: Ints, lengths: Ints, owners: Ints, num_decodes: int
@@ -36,29 +60,42 @@ class ReadPlanner:
         rows = row_index(blocks, offsets, pool.shape.kv_heads, pool.block_size)
         reads = {}
         for window in self._windows:
-            decodes = None
+            decodes: list[Decodes] = []
             if num_decodes:
                 part = (tables[:num_decodes], lengths[:num_decodes])
-                decodes = self._whole(*part, owners[:num_decodes]) if window is None else self._recent(window, *part)
+                decodes = self._whole(*part, owners[:num_decodes]) if window is None else [self._recent(window, *part)]
             reads[window] = Reads(decodes, self._prefills(window, tables, counts, lengths, num_decodes))
         return PagedAttention(pool, self._tensor(rows), reads)
 
-    def _whole(self, tables: Ints, lengths: Ints, owners: Ints) -> Decodes:
+    def _whole(self, tables: Ints, lengths: Ints, owners: Ints) -> list[Decodes]:
         """Decodes that look at all their keys."""
+        groups = length_groups(lengths)
+        before, self._kept = self._kept, []
+        decodes = []
+        for i, (start, end) in enumerate(groups):
+            part = slice(start, end)
+            kept = before[i] if i < len(before) else None
+            decodes.append(self._group(start, tables[part], lengths[part], owners[part], kept, len(groups)))
+            self._kept.append(decodes[-1].kept)
+        return decodes
+
+    def _group(
+        self, start: int, tables: Ints, lengths: Ints, owners: Ints, kept: KeptKV | None, num_groups: int
+    ) -> Decodes:
         count, length = len(lengths), int(lengths.max())
         mask = None
         if count > 1 and int(lengths.min()) != length:
             mask = self._mask(np.arange(length) < lengths[:, None])[:, None, None, :]
-        if self._kept is not None and self._kept.advance(owners, lengths):
-            return Decodes(count, length, None, mask, self._kept)
-        size = self._pool.block_size
+        if kept is not None and kept.advance(owners, lengths):
+            return Decodes(start, count, length, None, mask, kept)
+        pool, size = self._pool, self._pool.block_size
         num = min(-(-(length + kept_kv.ROOM) // size), tables.shape[1])
-        self._kept = None
-        if self._pool.device.type == "cpu" and kept_kv.size_bytes(count, num * size, self._pool) <= kept_kv.MOST_BYTES:
-            self._kept = KeptKV(owners, lengths, num * size, self._pool)
+        fits = num_groups * kept_kv.size_bytes(count, num * size, pool) <= kept_kv.MOST_BYTES
+        if pool.device.type == "cpu" and fits:
+            kept = KeptKV(owners, lengths, num * size, pool)
         else:
-            num = -(-length // size)
-        return Decodes(count, length, self._chunks(tables[:, :num]), mask, self._kept)
+            kept, num = None, -(-length // size)
+        return Decodes(start, count, length, self._chunks(tables[:, :num]), mask, kept)
 
     def _recent(self, window: int, tables: Ints, lengths: Ints) -> Decodes:
         """Decodes that look at their last `window` keys; blocks before those are not read."""
@@ -70,7 +107,7 @@ class ReadPlanner:
         columns = np.minimum(skipped[:, None] + np.arange(-(-length // size)), tables.shape[1] - 1)
         keys = np.arange(length)
         mask = self._mask((keys < end[:, None]) & (keys >= begin[:, None]))[:, None, None, :]
-        return Decodes(len(lengths), length, self._chunks(np.take_along_axis(tables, columns, axis=1)), mask, None)
+        return Decodes(0, len(lengths), length, self._chunks(np.take_along_axis(tables, columns, axis=1)), mask, None)
 
     def _prefills(
         self, window: int | None, tables: Ints, counts: Ints, lengths: Ints, num_decodes: int

@@ -9,7 +9,7 @@ from blockyard.services.gpu_worker.block_names import BlockNames
 from blockyard.services.gpu_worker.kv_pool import KVPool
 from blockyard.services.gpu_worker.models.decoder import Model
 from blockyard.services.gpu_worker.prompt_scores import PromptScores
-from blockyard.services.gpu_worker.reads import ReadPlanner
+from blockyard.services.gpu_worker.reads import ReadPlanner, by_length
 from blockyard.services.gpu_worker.sampler.sampler import Sampler
 from blockyard.services.gpu_worker.slots import Slots
 from blockyard.services.gpu_worker.step import Step
@@ -79,6 +79,9 @@ class Runner:
         begin = table.computed[slots]
         lengths = begin + counts
         num_decodes = int((counts == 1).sum())
+        if (order := by_length(lengths[:num_decodes])) is not None:
+            for array in (slots, begin, lengths):
+                array[:num_decodes] = array[:num_decodes][order]
         rows, positions = slots, begin
         if num_decodes < len(slots):
             rows = np.repeat(slots, counts)

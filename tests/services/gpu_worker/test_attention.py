@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from blockyard.services.gpu_worker import kept_kv
+from blockyard.services.gpu_worker import kept_kv, reads
 from blockyard.services.gpu_worker.kv_pool import KVPool
 from blockyard.services.gpu_worker.models.decoder import ModelShape
-from blockyard.services.gpu_worker.reads import ReadPlanner
+from blockyard.services.gpu_worker.reads import ReadPlanner, by_length, length_groups
 
 HEADS, KV_HEADS, DIM, SIZE, BLOCKS = 4, 2, 8, 4, 200
 WINDOWS = (None, 6, None, 1)
@@ -68,7 +68,10 @@ class Rig:
 
     def step(self, counts: list[int]) -> None:
         """Computes so many tokens of each sequence and compares every layer's output."""
-        running = sorted((i for i, n in enumerate(counts) if n), key=lambda i: counts[i] > 1)
+        running = [i for i, n in enumerate(counts) if n == 1]
+        order = by_length(np.array([self.seqs[i].computed + 1 for i in running], np.int64))
+        running = [running[i] for i in (range(len(running)) if order is None else order)]
+        running += [i for i, n in enumerate(counts) if n > 1]
         if not running:
             return
         seqs, n = [self.seqs[i] for i in running], np.array([counts[i] for i in running])
@@ -106,27 +109,40 @@ class Rig:
     ),
     seed=st.integers(0, 99),
     room=st.sampled_from([0, 3, 64]),
+    split_from=st.sampled_from([1, 4, 256]),
 )
-def test_any_order_of_steps(num: int, steps: list[list[int]], seed: int, room: int) -> None:
-    before, kept_kv.ROOM = kept_kv.ROOM, room
+def test_any_order_of_steps(num: int, steps: list[list[int]], seed: int, room: int, split_from: int) -> None:
+    before, kept_kv.ROOM, reads.SPLIT_FROM = (kept_kv.ROOM, reads.SPLIT_FROM), room, split_from
     try:
         rig = Rig(num, seed)
         for counts in steps:
             rig.step([min(c, 64 - s.computed) for c, s in zip(counts, rig.seqs, strict=False)])
     finally:
-        kept_kv.ROOM = before
+        kept_kv.ROOM, reads.SPLIT_FROM = before
+
+
+def test_uneven_lengths_are_split_and_even_ones_are_not() -> None:
+    even = np.array([200, 900, 500, 1000])
+    assert by_length(even) is None
+    assert length_groups(even) == [(0, 4)]
+    uneven = np.array([4000, 100, 300, 90, 700, 120, 80])
+    order = by_length(uneven)
+    assert order is not None
+    groups = length_groups(uneven[order])
+    assert [uneven[order][a:b].tolist() for a, b in groups] == [[80, 90, 100, 120, 300], [700], [4000]]
+    assert by_length(np.array([9], np.int64)) is None
 
 
 def test_decodes_of_one_batch_gather_once() -> None:
     rig = Rig(3, 0)
     rig.step([7, 3, 9])
     rig.step([1, 1, 1])
-    kept = rig.planner._kept
+    (kept,) = rig.planner._kept
     for _ in range(20):
         rig.step([1, 1, 1])
-    assert rig.planner._kept is kept
+    assert rig.planner._kept == [kept]
     rig.step([1, 0, 1])  # another batch: gathered anew
-    assert rig.planner._kept is not kept
+    assert rig.planner._kept != [kept]
 
 
 def test_a_slot_given_to_another_sequence_is_not_mistaken_for_the_first() -> None:
@@ -149,6 +165,6 @@ def test_what_is_too_large_is_not_kept() -> None:
         rig.step([7, 3, 9])
         for _ in range(5):
             rig.step([1, 1, 1])
-        assert rig.planner._kept is None
+        assert rig.planner._kept == [None]
     finally:
         kept_kv.MOST_BYTES = before

@@ -11,7 +11,13 @@ KIB = 1 << 10
 
 
 def need(max_model_len: int = 4096, block_bytes: int = 96 * KIB, max_num_seqs: int = 256) -> Need:
-    return Need(block_size=16, block_bytes=block_bytes, max_model_len=max_model_len, max_num_seqs=max_num_seqs)
+    return Need(
+        block_size=16,
+        block_bytes=block_bytes,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        num_layers=32,
+    )
 
 
 def test_cpu_defaults() -> None:
@@ -33,9 +39,10 @@ def test_what_a_flag_says_is_done() -> None:
 
 def test_cuda_arithmetic_is_shown() -> None:
     plan = plan_cuda(need(), 80 * GIB, 0.9, weights_bytes=16 * GIB, peak_bytes=2 * GIB, override=None)
-    assert plan.num_blocks == (72 - 18) * GIB // (96 * KIB)
+    assert plan.num_blocks == int(54 * GIB / (96 * KIB * (1 + 2 / 32)))
     assert plan.notes[0] == (
-        "KV memory: 80.00 GiB x 0.9 (--gpu-memory-utilization) - 16.00 GiB weights - 2.00 GiB for a step = 54.00 GiB"
+        "KV memory: 80.00 GiB x 0.9 (--gpu-memory-utilization) - 16.00 GiB weights - 2.00 GiB for a step = 54.00 GiB,"
+        " of which 6% to gather into"
     )
     assert plan.notes[1].startswith(f"KV blocks: {plan.num_blocks} of 16 tokens, 96 KiB each")
     assert "x max_model_len 4096" in plan.notes[2]
