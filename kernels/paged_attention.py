@@ -56,6 +56,10 @@ def prefill_attention_reference(q: Tensor, kv: Tensor, mask: Tensor | None, scal
     None for plain causal attention with tokens == known. Returns [tokens, heads * head_dim].
     """
     keys, values = kv.unbind(1)
+    if mask is not None and q.device.type == "cuda":
+        # with a mask and shared heads torch falls back there to a kernel that holds all scores: gigabytes
+        groups = q.shape[1] // keys.shape[1]
+        keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
     out = F.scaled_dot_product_attention(
         q.transpose(0, 1)[None], keys, values, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
     )

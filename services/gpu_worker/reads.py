@@ -43,6 +43,8 @@ class ReadPlanner:
 
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
+        self._zero = torch.zeros((), dtype=pool.dtype, device=pool.device)
+        self._minus = torch.full((), float("-inf"), dtype=pool.dtype, device=pool.device)
         self._windows = tuple(dict.fromkeys(pool.shape.windows))
         self._kept: list[KeptKV | None] = []  # of each group of decodes
 
@@ -85,7 +87,7 @@ class ReadPlanner:
         count, length = len(lengths), int(lengths.max())
         mask = None
         if count > 1 and int(lengths.min()) != length:
-            mask = self._mask(np.arange(length) < lengths[:, None])[:, None, None, :]
+            mask = self._mask(torch.from_numpy(np.arange(length) < lengths[:, None]))[:, None, None, :]
         if kept is not None and kept.advance(owners, lengths):
             return Decodes(start, count, length, None, mask, kept)
         pool, size = self._pool, self._pool.block_size
@@ -106,7 +108,7 @@ class ReadPlanner:
         length = int(end.max())
         columns = np.minimum(skipped[:, None] + np.arange(-(-length // size)), tables.shape[1] - 1)
         keys = np.arange(length)
-        mask = self._mask((keys < end[:, None]) & (keys >= begin[:, None]))[:, None, None, :]
+        mask = self._mask(torch.from_numpy((keys < end[:, None]) & (keys >= begin[:, None])))[:, None, None, :]
         return Decodes(0, len(lengths), length, self._chunks(np.take_along_axis(tables, columns, axis=1)), mask, None)
 
     def _prefills(
@@ -126,8 +128,8 @@ class ReadPlanner:
         length -= skipped * size
         mask = None
         if count != length or (window is not None and window < length):
-            queries = np.arange(length - count, length)[:, None]
-            keys = np.arange(length)
+            queries = torch.arange(length - count, length, device=self._pool.device)[:, None]
+            keys = torch.arange(length, device=self._pool.device)
             seen = keys <= queries
             if window is not None:
                 seen &= keys > queries - window
@@ -137,9 +139,9 @@ class ReadPlanner:
     def _chunks(self, tables: Ints) -> Tensor:
         return self._tensor(chunk_index(tables, self._pool.shape.kv_heads))
 
-    def _mask(self, seen: npt.NDArray[np.bool_]) -> Tensor:
-        mask = torch.from_numpy(np.where(seen, np.float32(0), np.float32("-inf")))
-        return mask.to(self._pool.device, self._pool.dtype)
+    def _mask(self, seen: Tensor) -> Tensor:
+        seen = seen.to(self._pool.device, non_blocking=True)
+        return torch.where(seen, self._zero, self._minus)
 
     def _tensor(self, values: Ints) -> Tensor:
         tensor = torch.from_numpy(values)
