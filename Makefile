@@ -20,13 +20,15 @@ PY := .venv/bin/python
 base-ready: .venv/.base
 test-ready: .venv/.base .venv/.test
 endif
-RUN := PYTHONPATH=.src:$(PYTHONPATH) $(PY)
+export PYTHONPATH := .src$(if $(PYTHONPATH),:$(PYTHONPATH))
+# -P: the repository root stays off sys.path, where `kernels` would be taken for the package of that name
+RUN := $(PY) -P
 PIP := .venv/bin/python -m pip --disable-pip-version-check
 
 .PHONY: serve test check pytest test-compose bench lock clean base-ready test-ready
 
 serve: base-ready
-	@exec env PYTHONPATH=.src:$(PYTHONPATH) $(PY) -m blockyard serve $(MODEL) --port $(PORT) $(FLAGS)
+	@exec $(RUN) -m blockyard serve $(MODEL) --port $(PORT) $(FLAGS)
 
 test: check pytest
 
@@ -43,17 +45,18 @@ test-compose:
 	sh compose/test.sh
 
 bench: test-ready
-	$(RUN) tests/bench/report.py
+	$(PY) tests/bench/report.py
 
 .venv/.base: .requirements/base.txt
-	$(PYTHON) -m venv .venv
-	$(PIP) install --quiet -r .requirements/base.txt
-	$(install-torch)
-	$(PIP) install --quiet --no-deps --editable .
+	@echo "making .venv; this takes a minute"
+	@$(PYTHON) -m venv .venv
+	@$(PIP) install --quiet -r .requirements/base.txt
+	@$(install-torch)
+	@$(PIP) install --quiet --no-deps --editable .
 	@touch $@
 
 .venv/.test: .requirements/test.txt .venv/.base
-	$(PIP) install --quiet -r .requirements/test.txt
+	@$(PIP) install --quiet -r .requirements/test.txt
 	@touch $@
 
 # The lock holds what torch's CPU build needs, so that its index is asked for nothing else.

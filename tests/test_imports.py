@@ -64,3 +64,8 @@ def test_a_service_process_never_loads_torch(service: str) -> None:
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == "[]"
+
+
+def test_the_repository_root_is_not_on_the_path() -> None:
+    """transformers would take the folder `kernels` for the package of that name; `make test` passes -P for this."""
+    assert ROOT not in {Path(entry).resolve() for entry in sys.path}

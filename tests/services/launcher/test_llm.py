@@ -153,9 +153,11 @@ def test_results_do_not_show_that_a_service_was_killed(llm: LLM, service: str) -
 
 
 def test_an_interrupted_call_frees_what_it_had(llm: LLM) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs begin with it ignored
     threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
         llm.generate(["a"] * 60, SamplingParams(max_tokens=3000), use_tqdm=False)
+    signal.signal(signal.SIGINT, before)
     deadline = time.monotonic() + 10
     members = llm._session._client.dispatch._links.members
     while any(m.stats.blocks_used or m.stats.running for m in list(members.values()) if m.role == "scheduler"):
