@@ -7,7 +7,8 @@ import sys
 import threading
 from collections.abc import Callable
 
-from blockyard.services.gpu_worker.service import StepRunner, Worker
+from blockyard.services.gpu_worker.interfaces import StepRunner
+from blockyard.services.gpu_worker.service import Worker
 from blockyard.shared import settings
 from blockyard.shared.bus import Links
 from blockyard.shared.config.worker import WorkerConfig
@@ -35,6 +36,7 @@ def serve(config: WorkerConfig) -> None:
         links.update(ready=True, phase="ready", progress=1.0)
         gc.collect()
         gc.freeze()
+        gc.disable()  # a collection would hold up a step
         Worker(links, runner).run(stopped)
 
 

@@ -31,6 +31,8 @@ class Loaded:
     files: int
 
     def __str__(self) -> str:
+        if not self.files:
+            return f"weights: {self.size_bytes / 1e9:.3f} GB of made-up numbers in {self.seconds:.2f} s"
         rate = self.size_bytes / max(self.seconds, 1e-9) / 1e9
         return (
             f"weights: {self.size_bytes / 1e9:.3f} GB from {self.files} files in {self.seconds:.2f} s ({rate:.2f} GB/s)"
@@ -44,7 +46,7 @@ def load(
     start = time.perf_counter()
     if load_format == "dummy":
         fill_dummy(table, seed, progress)
-        return Loaded(table.size_bytes, time.perf_counter() - start, 0)
+        return Loaded(table.size_bytes, _elapsed(table, start), 0)
     files = find_files(folder, load_format, ignore_patterns)
     total = sum(f.stat().st_size for f in files)
     done = 0
@@ -55,7 +57,13 @@ def load(
             progress(min(done / max(total, 1), 1.0))
     table.check_complete()
     progress(1.0)
-    return Loaded(total, time.perf_counter() - start, len(files))
+    return Loaded(total, _elapsed(table, start), len(files))
+
+
+def _elapsed(table: WeightTable, start: float) -> float:
+    if table.device.type == "cuda":
+        torch.cuda.synchronize(table.device)
+    return time.perf_counter() - start
 
 
 def fill_dummy(table: WeightTable, seed: int, progress: Progress) -> None:

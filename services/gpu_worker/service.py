@@ -4,54 +4,15 @@ import logging
 import threading
 import time
 from collections import deque
-from typing import Protocol
 
+from blockyard.services.gpu_worker.counters import Counters
+from blockyard.services.gpu_worker.interfaces import StepRunner, WorkerLinks
 from blockyard.shared.bus import Event, Gone, Joined
-from blockyard.shared.messages import (
-    Attach,
-    Attached,
-    Fenced,
-    Frame,
-    Geometry,
-    Member,
-    OutOfStep,
-    SlotResult,
-    Stats,
-    StepPlan,
-    StepResult,
-    WorkerIn,
-)
-from blockyard.shared.serving import rss_bytes
+from blockyard.shared.messages import Attach, Attached, Fenced, OutOfStep, StepPlan, StepResult, WorkerIn
 
 log = logging.getLogger(__name__)
 
 IDLE_POLL_S = 0.5
-STATS_EVERY_S = 0.5
-
-
-class Names(Protocol):
-    def listed(self) -> tuple[list[int], bytes]: ...
-
-
-class StepRunner(Protocol):
-    """What executes plans: the model's runner, or one without a model."""
-
-    @property
-    def geometry(self) -> Geometry: ...
-    @property
-    def names(self) -> Names: ...
-    def reset(self, num_slots: int) -> None: ...
-    def execute(self, plan: StepPlan) -> list[SlotResult]: ...
-
-
-class WorkerLinks(Protocol):
-    """The part of `Links` that is used here."""
-
-    @property
-    def me(self) -> Member: ...
-    def poll(self, timeout_s: float) -> "list[tuple[int, Event | WorkerIn]]": ...
-    def answer(self, to: int, frame: Frame) -> bool: ...
-    def count(self, stats: Stats) -> None: ...
 
 
 class Worker:
@@ -62,8 +23,7 @@ class Worker:
         self.plans: deque[StepPlan] = deque()
         self._scheduler: int | None = None
         self._next = 0  # number of the plan that is to come; 0: none before the next Attach
-        self._counted_at = 0.0
-        self._running = self._steps = self._tokens = 0
+        self.counters = Counters(links, runner.geometry.num_blocks)
 
     def run(self, stopped: threading.Event) -> None:
         """Serves until `stopped`; the plan it is on is finished first."""
@@ -71,7 +31,7 @@ class Worker:
             for peer, event in self._links.poll(0.0 if self.plans else IDLE_POLL_S):
                 self.handle(peer, event)
             self.step()
-            self.count()
+            self.counters.publish()
 
     def handle(self, peer: int, event: "Event | WorkerIn") -> None:
         match event:
@@ -88,7 +48,7 @@ class Worker:
     def step(self) -> None:
         """Runs the oldest plan, if there is one, and answers it."""
         if not self.plans:
-            self._running = 0
+            self.counters.idle()
             return
         plan = self.plans.popleft()
         start = time.perf_counter()
@@ -96,9 +56,7 @@ class Worker:
         elapsed = time.perf_counter() - start
         answer = StepResult(self._links.me.incarnation, plan.number, results, time.time(), elapsed)
         self._links.answer(plan.scheduler, answer)
-        self._running = len(results)
-        self._steps += 1
-        self._tokens += sum(len(r.token_ids) for r in results)
+        self.counters.stepped(results)
 
     def _attach(self, peer: int, attach: Attach) -> None:
         if self._scheduler not in (None, attach.scheduler):  # it may wait for results of plans that are dropped now
@@ -126,18 +84,3 @@ class Worker:
         else:
             self._next += 1
             self.plans.append(plan)
-
-    def count(self) -> None:
-        """Publishes the counters, twice a second at most."""
-        now = time.monotonic()
-        if now - self._counted_at < STATS_EVERY_S:
-            return
-        self._counted_at = now
-        stats = Stats(
-            running=self._running,
-            output_tokens_total=self._tokens,
-            blocks_total=self._runner.geometry.num_blocks,
-            steps_total=self._steps,
-            rss_bytes=rss_bytes(),
-        )
-        self._links.count(stats)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from blockyard.services.gpu_worker import service
+from blockyard.services.gpu_worker import counters
 from blockyard.services.gpu_worker.service import Worker
 from blockyard.shared.bus import Gone, Joined
 from blockyard.shared.fake_links import FakeLinks
@@ -136,14 +136,14 @@ def test_a_scheduler_that_was_only_thought_dead_attaches_again() -> None:
 
 
 def test_counters_say_what_runs_and_that_nothing_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "STATS_EVERY_S", 0.0)
+    monkeypatch.setattr(counters, "PUBLISH_S", 0.0)
     it, links, _ = worker()
     it.handle(OLD, Attach(OLD, 9, 1))
     it.handle(OLD, plan(1))
     seen = []
     for _ in range(2):
         it.step()
-        it.count()
+        it.counters.publish()
         seen.append((links.me.stats.running, links.me.stats.steps_total, links.me.stats.output_tokens_total))
     assert seen == [(1, 1, 1), (0, 1, 1)]
     assert links.me.stats.rss_bytes > 0

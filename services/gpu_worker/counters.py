@@ -1,0 +1,47 @@
+"""What a worker has done so far, as the membership list shows it."""
+
+import gc
+import time
+
+from blockyard.services.gpu_worker.interfaces import WorkerLinks
+from blockyard.shared.messages import SlotResult, Stats
+from blockyard.shared.serving import rss_bytes
+
+PUBLISH_S = 0.5
+COLLECT_S = 10.0  # between collections of garbage, which happen only when nothing is to be done
+
+
+class Counters:
+    def __init__(self, links: WorkerLinks, num_blocks: int) -> None:
+        self._links, self._num_blocks = links, num_blocks
+        self._published_at = 0.0
+        self._collected_at = time.monotonic()
+        self._running = self._steps = self._tokens = 0
+
+    def stepped(self, results: list[SlotResult]) -> None:
+        self._running = len(results)
+        self._steps += 1
+        self._tokens += sum(len(r.token_ids) for r in results)
+
+    def idle(self) -> None:
+        """Nothing waits: a collection holds up no step now."""
+        self._running = 0
+        now = time.monotonic()
+        if now - self._collected_at >= COLLECT_S:
+            self._collected_at = now
+            gc.collect()
+
+    def publish(self) -> None:
+        """Twice a second at most."""
+        now = time.monotonic()
+        if now - self._published_at < PUBLISH_S:
+            return
+        self._published_at = now
+        stats = Stats(
+            running=self._running,
+            output_tokens_total=self._tokens,
+            blocks_total=self._num_blocks,
+            steps_total=self._steps,
+            rss_bytes=rss_bytes(),
+        )
+        self._links.count(stats)
