@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from blockyard.services.gpu_worker.block_names import BlockNames
+from blockyard.services.gpu_worker.kept_kv import ROOM
 from blockyard.services.gpu_worker.kv_pool import KVPool
 from blockyard.services.gpu_worker.models.decoder import Model
 from blockyard.services.gpu_worker.prompt_scores import PromptScores
@@ -87,10 +88,12 @@ class Runner:
             rows = np.repeat(slots, counts)
             first = np.cumsum(counts) - counts
             positions = np.arange(len(rows)) - np.repeat(first - begin, counts)
-        blocks = table.tables[rows, positions // table.block_size]
+        size = table.block_size
+        blocks = table.tables[rows, positions // size]
+        tables = table.tables[:, : (int(lengths.max()) + ROOM) // size + 1][slots]  # not the whole of a long context
         self.names.forget(blocks)
         attend = self._planner.attention(
-            blocks, positions % table.block_size, table.tables[slots], counts, lengths, table.owners[slots], num_decodes
+            blocks, positions % size, tables, counts, lengths, table.owners[slots], num_decodes
         )
         step = Step(self._tensor(table.token_ids[rows, positions]), self._tensor(positions), attend)
         hidden = self._model.forward(step)

@@ -84,6 +84,19 @@ def test_logits(pair: Pair) -> None:
         assert difference <= 1e-4, f"largest difference {difference}"
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "half"])
+@pytest.mark.parametrize("name", ["llama-yarn", "mistral-window", "qwen3", "opt"])
+def test_lower_precision_stays_near(name: str, dtype: str, device: str, tmp_path: Path) -> None:
+    """Against float32: the error is that of the dtype. One run decodes and prefills."""
+    theirs = BY_NAME[name].save(tmp_path).to(device)
+    ids = np.random.default_rng(4).integers(2, VOCAB, 90).tolist()
+    with torch.no_grad():
+        expected = theirs(torch.tensor([ids], device=device)).logits[0]
+    got = all_logits(start(tmp_path, device=device, dtype=dtype), ids, [30, 1, 1, 58]).float()
+    error = float((got - expected).square().mean().sqrt() / expected.std())
+    assert error < {"bfloat16": 0.06, "half": 0.01}[dtype]
+
+
 def test_greedy_tokens_alone_and_in_company(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
     """Alone equals transformers; batched, chunked and preempted equal alone. All up to ties."""
     sampling = Sampling(max_tokens=OUTPUT, temperature=0.0, ignore_eos=True)
