@@ -126,7 +126,17 @@ def pick_length(asked: int | None, made_for: int) -> int:
 
 def default_threads() -> int:
     """Cores minus one: the rest of the ring needs one, and two threads on one core wait for each other."""
-    return max(len(os.sched_getaffinity(0)) - 1, 1)
+    return max(usable_cores() - 1, 1)
+
+
+def usable_cores(limit_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """The machine's, or what its container may use of them."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = limit_file.read_text("ascii").split()
+        return min(cores, max(int(quota) // int(period), 1))
+    except (OSError, ValueError):  # no such file, or "max 100000": no limit
+        return cores
 
 
 def plan_memory(config: WorkerConfig, model: Model, need: Need, dtype: torch.dtype, device: torch.device) -> MemoryPlan:

@@ -44,12 +44,11 @@ def second_copy(in_features: int, out_features: int, dtype: torch.dtype) -> tupl
 
 
 def can_pack(weight: Tensor) -> bool:
-    return (
-        weight.device.type == "cpu"
-        and weight.dtype in (torch.float32, torch.bfloat16)
-        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-        and hasattr(_dnn, "_reorder_linear_weight")
-    )
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    if weight.dtype == torch.bfloat16:
+        return hasattr(_dnn, "_is_mkldnn_bf16_supported") and bool(_dnn._is_mkldnn_bf16_supported())
+    return weight.dtype == torch.float32 and hasattr(_dnn, "_reorder_linear_weight")
 
 
 class Linear:
