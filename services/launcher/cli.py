@@ -11,6 +11,7 @@ from blockyard.shared.errors import BlockyardError, ConfigError
 
 USAGE = """\
 usage: blockyard serve [MODEL] [flags]    serve a model on this machine
+       blockyard bench WHAT [flags]       measure a server or a model: serve, latency, throughput
        blockyard run SERVICE [flags]      one process of a ring over several machines or containers
        blockyard ring [--check]           who is in that ring; --check: is this host's part ready
        blockyard keys DIR                 write the key pair that all members of such a ring share
@@ -23,6 +24,7 @@ Flags may also stand in a YAML file (--config FILE) or in the environment (BLOCK
 # By name of module: a command imports what it needs and nothing else.
 COMMANDS = {
     "serve": "blockyard.services.launcher.serve",
+    "bench": "blockyard.services.launcher.bench.command",
     "run": "blockyard.services.launcher.run_service",
     "ring": "blockyard.services.launcher.ring_status",
     "keys": "blockyard.services.launcher.keys",

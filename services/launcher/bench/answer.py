@@ -1,0 +1,115 @@
+"""Reads an HTTP answer that is over: which server-sent event was whole when. Pure."""
+
+import bisect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+Pieces = Sequence[tuple[float, bytes]]  # (when it was read, what was read)
+
+
+class BrokenAnswer(Exception):
+    """Not HTTP as a server should speak it."""
+
+
+class Chunks:
+    """Takes HTTP's chunked encoding off, piece by piece."""
+
+    def __init__(self) -> None:
+        self.ended = False
+        self._line = b""
+        self._left = 0  # bytes of the current chunk
+        self._skip = 0  # bytes of the line end behind it
+
+    def feed(self, data: bytes) -> bytes:
+        """The payload in `data`. Raises BrokenAnswer."""
+        found, at = [], 0
+        while at < len(data) and not self.ended:
+            if self._left:
+                piece = data[at : at + self._left]
+                found.append(piece)
+                at += len(piece)
+                self._left -= len(piece)
+                self._skip = 0 if self._left else 2
+            elif self._skip:
+                step = min(self._skip, len(data) - at)
+                at += step
+                self._skip -= step
+            else:
+                at = self._read_size(data, at)
+        return b"".join(found)
+
+    def _read_size(self, data: bytes, at: int) -> int:
+        end = data.find(b"\n", at)
+        if end < 0:
+            self._line += data[at:]
+            return len(data)
+        line, self._line = self._line + data[at:end], b""
+        try:
+            self._left = int(line.partition(b";")[0], 16)
+        except ValueError:
+            raise BrokenAnswer(f"chunk size {line[:40]!r}") from None
+        self.ended = self._left == 0
+        return end + 1
+
+
+@dataclass(slots=True)
+class Answer:
+    """The body and when which part of it was there."""
+
+    status: int
+    body: bytes
+    ends: list[int] = field(default_factory=list)  # of the body after each piece
+    times_s: list[float] = field(default_factory=list)  # when that piece was read
+    complete: bool = True  # False: the connection ended before the answer did
+
+    def whole_at(self, end: int) -> float:
+        """When the body's first `end` bytes were all there."""
+        return self.times_s[bisect.bisect_left(self.ends, end)]
+
+    def events(self) -> Iterator[tuple[float, bytes]]:
+        """When each server-sent event with data was whole, and its data. Comments are left out."""
+        data: list[bytes] = []
+        start = 0
+        while (newline := self.body.find(b"\n", start)) >= 0:
+            line = self.body[start:newline].removesuffix(b"\r")
+            start = newline + 1
+            if line.startswith(b"data:"):
+                data.append(line[5:].removeprefix(b" "))
+            elif not line and data:
+                yield self.whole_at(start), b"\n".join(data)
+                data = []
+
+
+def read(pieces: Pieces) -> Answer:
+    """Raises BrokenAnswer, also if there is not even a head."""
+    head, status, rest_of, chunked, length = b"", 0, 0, False, -1
+    for index, (_, piece) in enumerate(pieces):
+        head += piece
+        if (end := head.find(b"\r\n\r\n")) >= 0:
+            status, chunked, length = _read_head(head[:end])
+            first, rest_of = head[end + 4 :], index
+            break
+    else:
+        raise BrokenAnswer(f"the connection ended before an answer: {head[:80]!r}")
+    chunks = Chunks()
+    parts, answer, size = [], Answer(status, b""), 0
+    for at, piece in [(pieces[rest_of][0], first), *pieces[rest_of + 1 :]]:
+        part = chunks.feed(piece) if chunked else piece
+        parts.append(part)
+        size += len(part)
+        answer.ends.append(size)
+        answer.times_s.append(at)
+    answer.body = b"".join(parts)
+    answer.complete = chunks.ended if chunked else size >= length
+    return answer
+
+
+def _read_head(head: bytes) -> tuple[int, bool, int]:
+    """(status, is chunked, length of the body or -1)"""
+    first, *lines = head.split(b"\r\n")
+    words = first.split()
+    if len(words) < 2 or not words[0].startswith(b"HTTP/1.") or not words[1].isdigit():
+        raise BrokenAnswer(f"not HTTP/1: {first[:80]!r}")
+    fields = {name.strip().lower(): value.strip().lower() for name, _, value in (x.partition(b":") for x in lines)}
+    length = fields.get(b"content-length", b"")
+    return int(words[1]), b"chunked" in fields.get(b"transfer-encoding", b""), int(length) if length.isdigit() else -1

@@ -1,0 +1,164 @@
+"""`blockyard bench serve`."""
+
+import argparse
+import asyncio
+import datetime
+import math
+import random
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import uvloop
+
+import blockyard
+from blockyard.services.launcher.bench import (
+    arrivals,
+    client,
+    datasets,
+    flags,
+    metrics,
+    outcome,
+    plots,
+    report,
+    server,
+    watch,
+    workload,
+)
+from blockyard.services.launcher.bench.client import Course, Plan, Target
+from blockyard.services.launcher.bench.datasets import Ask, Draw
+from blockyard.services.launcher.bench.outcome import Outcome
+from blockyard.services.launcher.bench.server import BenchError, Server
+from blockyard.shared.errors import ConfigError
+
+WARM_UP_OUTPUT = 16  # tokens
+
+
+def main(args: Sequence[str]) -> int:
+    """Raises BlockyardError. 1 if nothing was completed, or not at the length --ignore-eos asked for."""
+    given = flags.serve_parser().parse_args(list(args))
+    workload.check(given)
+    limits = metrics.read_limits(given.goodput)
+    extra = read_extra(given.extra_body)
+    found = server.find(given.base_url, given.api_key)
+    model = given.model or found.first_model()
+    draw = _draw(given, found, model)
+    count = _counter(found, model) if given.dataset_path else datasets.estimate_tokens
+    asked = workload.asks(given, draw, count)
+    target = found.target(given.endpoint)
+
+    def encode(ask: Ask) -> bytes:
+        return target.request(body(given, model, ask) | extra)
+
+    _warm_up(given, target, draw, asked[0], encode)
+    rng = random.Random(given.seed + 1)  # other numbers than the prompts'
+    due_s = arrivals.due_times(len(asked), given.request_rate, given.burstiness, rng)
+    plan = Plan([encode(ask) for ask in asked], due_s, given.max_concurrency, given.timeout)
+    course, watched = _run(target, plan)
+    outcomes = [outcome.read(x, ask.num_output) for x, ask in zip(course.exchanges, asked, strict=True)]
+    done = _report(given, model, found, course, watched, outcomes, limits)
+    print(report.text(done))
+    if given.output:
+        report.write(Path(given.output), report.as_json(done))
+    if given.html:
+        report.write(Path(given.html), plots.page(done, outcomes, course.started_s).encode())
+    short = given.ignore_eos and done.summary.requests_off_length > 0
+    return 1 if short or not done.summary.completed else 0
+
+
+def body(given: argparse.Namespace, model: str, ask: Ask) -> dict[str, object]:
+    """The request's JSON."""
+    fields: dict[str, object] = {
+        "model": model,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "temperature": given.temperature,
+    }
+    if given.endpoint == "chat":
+        fields |= {"messages": [{"role": "user", "content": ask.prompt}], "max_completion_tokens": ask.num_output}
+    else:
+        fields |= {"prompt": ask.prompt, "max_tokens": ask.num_output}
+    if given.ignore_eos:
+        fields["ignore_eos"] = True
+    return fields
+
+
+def read_extra(text: str) -> dict[str, object]:
+    try:
+        return msgspec.json.decode(text, type=dict[str, object])
+    except msgspec.DecodeError as e:
+        raise ConfigError(f"--extra-body {text}: not a JSON object: {e}") from e
+
+
+def _draw(given: argparse.Namespace, found: Server, model: str) -> Draw:
+    if given.endpoint == "completions":
+        return datasets.RandomIds(*flags.vocab_range(given.vocab_range))
+    try:
+        num = found.num_tokens(model, " ".join(datasets.WORDS))
+    except BenchError:
+        return datasets.RandomWords()
+    return datasets.RandomWords(max(num, 1) / len(datasets.WORDS))
+
+
+def _counter(found: Server, model: str) -> Callable[[str], int]:
+    """The server's own count, or an estimate if it has no /tokenize."""
+    try:
+        found.num_tokens(model, "a")
+    except BenchError as e:
+        print(f"lengths are estimated at {datasets.CHARS_PER_TOKEN:g} characters a token: {e}", file=sys.stderr)
+        return datasets.estimate_tokens
+    return lambda text: found.num_tokens(model, text)
+
+
+def _warm_up(given: argparse.Namespace, target: Target, draw: Draw, like: Ask, encode: Callable[[Ask], bytes]) -> None:
+    """Prompts of their own, so that no prefix of the run is cached. Raises BenchError if one fails."""
+    rng = random.Random(given.seed - 1)
+    num_output = min(like.num_output, WARM_UP_OUTPUT)
+    asked = [Ask(draw(rng, like.num_input), like.num_input, num_output) for _ in range(given.warmups)]
+    course, _ = _run(target, Plan([encode(ask) for ask in asked], [0.0] * len(asked), 1, given.timeout), shown=False)
+    for exchange in course.exchanges:
+        one = outcome.read(exchange, num_output)
+        if one.failure:
+            raise BenchError(f"the first request failed: {one.failure}")
+
+
+def _run(target: Target, plan: Plan, shown: bool = True) -> tuple[Course, watch.Watch]:
+    course = Course()
+    display = watch.display(len(plan.requests)) if shown else watch.NoDisplay()
+    watched = watch.Watch(course, display)
+
+    async def measure() -> None:
+        async with watched:
+            await client.run(target, plan, course)
+
+    with client.QuietProcess(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        try:
+            runner.run(measure())
+        except OSError as e:
+            raise BenchError(f"{target.host}: {e.strerror or e}") from e
+    return course, watched
+
+
+def _report(
+    given: argparse.Namespace,
+    model: str,
+    found: Server,
+    course: Course,
+    watched: watch.Watch,
+    outcomes: list[Outcome],
+    limits: dict[str, float],
+) -> report.ServeReport:
+    late_s = [] if math.isinf(given.request_rate) else [max(0.0, one.sent_s - one.due_s) for one in outcomes]
+    settings = {name: value for name, value in vars(given).items() if name != "api_key"}
+    return report.ServeReport(
+        version=blockyard.__version__,
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        url=found.base_url,
+        model=model,
+        settings=settings | {"request_rate": str(given.request_rate), "burstiness": str(given.burstiness)},
+        summary=metrics.summarize(outcomes, course.ended_s - course.started_s, limits),
+        client=report.ClientLoad(watched.cpu_share, watched.peak_cpu_share, metrics.spread(late_s, 1000)),
+        failures=metrics.failures(outcomes),
+        requests=report.requests(outcomes, course.started_s),
+    )
