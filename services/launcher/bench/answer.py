@@ -61,6 +61,7 @@ class Answer:
     ends: list[int] = field(default_factory=list)  # of the body after each piece
     times_s: list[float] = field(default_factory=list)  # when that piece was read
     complete: bool = True  # False: the connection ended before the answer did
+    ends_itself: bool = False  # complete by its own account, whatever the connection does
 
     def whole_at(self, end: int) -> float:
         """When the body's first `end` bytes were all there."""
@@ -101,6 +102,7 @@ def read(pieces: Pieces) -> Answer:
         answer.times_s.append(at)
     answer.body = b"".join(parts)
     answer.complete = chunks.ended if chunked else size >= length
+    answer.ends_itself = answer.complete and (chunked or length >= 0)
     return answer
 
 

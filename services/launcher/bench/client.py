@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from blockyard.services.launcher.bench import answer
+
 LAST_CHUNK = b"\r\n0\r\n\r\n"  # ends a chunked body; before it stands the end of another chunk
 Clock = Callable[[], float]
 
@@ -54,6 +56,7 @@ class Exchange(asyncio.Protocol):
         self.failure = ""  # of the connection; what the answer says is read later
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._request, self._clock = request, clock
+        self._is_stream = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # uvloop's is none
         self._transport = transport
@@ -62,8 +65,12 @@ class Exchange(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self.pieces.append((self._clock(), data))
+        if len(self.pieces) == 1:
+            self._is_stream = b" 200 " in data[:16]
         if data.endswith(LAST_CHUNK) or (len(data) < len(LAST_CHUNK) and self._tail().endswith(LAST_CHUNK)):
             self._transport.close()
+        elif not self._is_stream and self._is_whole():
+            self._transport.close()  # an error, from a server that would keep the connection
 
     def connection_lost(self, exc: Exception | None) -> None:
         if exc is not None and not self.failure:
@@ -81,6 +88,12 @@ class Exchange(asyncio.Protocol):
         """A cheap look, for the progress bar."""
         begin = b"".join(piece for _, piece in self.pieces[:16])[:16]
         return bool(self.failure) or b" 200 " not in begin
+
+    def _is_whole(self) -> bool:
+        try:
+            return answer.read(self.pieces).ends_itself
+        except answer.BrokenAnswer:
+            return False
 
     def _tail(self) -> bytes:
         return b"".join(piece for _, piece in self.pieces[-len(LAST_CHUNK) :])
