@@ -11,8 +11,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SERVICES = sorted(p.name for p in (ROOT / "services").iterdir() if (p / "__init__.py").exists())
 MAY_TORCH = {"gpu_worker", "kv_transfer"}
-ZMQ_HOMES = {"shared/sockets.py", "shared/outlink.py", "shared/inlinks.py", "shared/heart.py", "shared/bus.py"}
-ZMQ_HOMES |= {"shared/registry_socket.py", "shared/curve.py"}
+ZMQ_HOMES = {"shared/sockets.py", "shared/outlink.py", "shared/inlinks.py", "shared/heart.py"}
+ZMQ_HOMES |= {"shared/registry_socket.py", "shared/curve.py", "shared/outlinks.py", "shared/watch.py"}
 HEAVY = ("torch", "triton", "transformers", "numpy")
 
 

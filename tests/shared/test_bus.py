@@ -247,7 +247,7 @@ def test_a_link_that_broke_is_a_death_and_a_return_on_both_sides(tmp_path: Path)
             seen: list = []
             a.send(b.me.incarnation, Cancel("before", 1))
             until(lambda: len(frames(seen, "b")) == 1, a, b, seen=seen)
-            a._broke(a._out[b.me.incarnation])
+            a._out.broke(b.me.incarnation)
             until(lambda: any(to == "a" and isinstance(e, Joined) for to, _, e in seen), a, b, seen=seen)
             a.send(b.me.incarnation, Cancel("after", 1))
             until(lambda: len(frames(seen, "b")) == 2, a, b, seen=seen)
