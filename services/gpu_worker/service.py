@@ -42,7 +42,7 @@ class Worker:
             case Gone() if peer == self._scheduler:
                 self.plans.clear()  # nobody is left to answer; KV and slots wait for the next Attach
                 self._next = 0
-            case Joined() if peer == self._scheduler:  # it lived after all, and waits for results
+            case Joined() if peer == self._scheduler and self._next == 0:  # it lived after all, and waits for results
                 self._links.answer(peer, OutOfStep(self._links.me.incarnation, 1))
 
     def step(self) -> None:

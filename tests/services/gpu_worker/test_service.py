@@ -147,3 +147,12 @@ def test_counters_say_what_runs_and_that_nothing_does(monkeypatch: pytest.Monkey
         seen.append((links.me.stats.running, links.me.stats.steps_total, links.me.stats.output_tokens_total))
     assert seen == [(1, 1, 1), (0, 1, 1)]
     assert links.me.stats.rss_bytes > 0
+
+
+def test_a_scheduler_that_is_listed_only_after_it_attached_is_not_asked_to_attach_again() -> None:
+    it, links, _ = worker()
+    it.handle(OLD, Attach(OLD, 9, 1))
+    it.handle(OLD, Joined(Member("scheduler", Role.SCHEDULER, OLD, "ipc://s")))
+    it.handle(OLD, plan(1))
+    it.step()
+    assert [type(frame) for _, frame in links.answered] == [Attached, StepResult]
