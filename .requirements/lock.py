@@ -7,6 +7,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 # torch is a step of its own in the Makefile, and brings these with its CUDA builds
 ITS_OWN_STEP = re.compile(r"^(torch|triton|nvidia-.*|cuda-.*)==")
+TRITON = "triton==3.9.0 ; sys_platform == 'linux'"  # for tests, beside torch's CPU build
 COMPILE = ["uv", "pip", "compile", "--universal", "--python-version", "3.11", "--no-header", "--no-annotate", "--quiet"]
 
 
@@ -19,4 +20,5 @@ def pins(*extra: str) -> list[str]:
 base = pins()
 (HERE / "base.txt").write_text("\n".join(base) + "\n")
 # what is served is the same under test
-(HERE / "test.txt").write_text("\n".join(pins("--extra", "test", "--constraint", ".requirements/base.txt")) + "\n")
+test = sorted([*pins("--extra", "test", "--constraint", ".requirements/base.txt"), TRITON])
+(HERE / "test.txt").write_text("\n".join(test) + "\n")

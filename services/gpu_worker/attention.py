@@ -5,12 +5,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from blockyard.kernels.apply_rope import apply_rope_reference
 from blockyard.kernels.paged_attention import (
     decode_attention_reference,
     gather_kv_reference,
     prefill_attention_reference,
     write_kv_reference,
 )
+from blockyard.kernels.rms_norm import RMSNorm
 from blockyard.services.gpu_worker.kept_kv import KeptKV
 from blockyard.services.gpu_worker.kv_pool import KVPool
 
@@ -53,7 +55,16 @@ class PagedAttention:
         self._pool, self._rows, self._shape = pool, rows, pool.shape
         self._reads = [reads[window] for window in pool.shape.windows]
 
-    def __call__(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
+    def __call__(self, layer: int, qkv: Tensor, rotation: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:
+        heads, rotated = self._shape.num_heads, self._shape.num_heads + self._shape.kv_heads
+        qk, kv = qkv[:, :rotated], qkv[:, heads:]
+        if norm is not None:
+            qk = norm(qk)
+        if rotation is not None:
+            apply_rope_reference(qk, rotation)
+        if norm is not None:
+            qkv[:, heads:rotated] = qk[:, heads:]
+        q = qk[:, :heads]
         write_kv_reference(self._pool.rows[layer], self._rows, kv)
         reads = self._reads[layer]
         if len(reads.decodes) == 1 and not reads.prefills:

@@ -1,8 +1,10 @@
 """From settings to a runner that is ready: device, weights, memory. Imports torch; `__main__` loads it by need."""
 
+import importlib
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -69,6 +71,12 @@ def start(config: WorkerConfig, report: Report) -> Runner:
         notes.extend(plan.notes)
         report("reserving KV memory", 0.0, notes)
         pool = KVPool(model.shape, plan.num_blocks, config.block_size, dtype, device)
+        decode_steps = None
+        if device.type == "cuda":
+            decode_steps = find_decode_steps().DecodeSteps(model, pool, config.max_num_seqs, max_model_len)
+            if not config.enforce_eager:
+                report("capturing CUDA graphs", 0.0, notes)
+                notes.append(decode_steps.capture())
     geometry = Geometry(
         num_blocks=plan.num_blocks,
         block_size=config.block_size,
@@ -80,7 +88,12 @@ def start(config: WorkerConfig, report: Report) -> Runner:
         bytes_per_block=need.block_bytes,
     )
     report("ready", 1.0, notes)
-    return Runner(model, pool, geometry)
+    return Runner(model, pool, geometry, decode_steps)
+
+
+def find_decode_steps() -> Any:
+    """Its module imports Triton: loaded by name, for a GPU alone."""
+    return importlib.import_module("blockyard.services.gpu_worker.decode_steps")
 
 
 class Throttle:
@@ -146,12 +159,14 @@ def plan_memory(config: WorkerConfig, model: Model, need: Need, dtype: torch.dty
     tokens = min(config.max_num_batched_tokens, need.max_model_len)
     try:
         peak = peak_bytes(model, tokens, need, dtype, device)
+        graphs = find_decode_steps().graph_bytes(model, need.max_num_seqs, need.block_size, need.max_model_len, dtype)
     except torch.OutOfMemoryError as e:
         raise LoadError(
             f"not enough GPU memory for a step of {tokens} tokens beside the weights; lower --max-num-batched-tokens"
         ) from e
     _, total = torch.cuda.mem_get_info(device)
-    return plan_cuda(need, total, config.gpu_memory_utilization, torch.cuda.memory_allocated(device), peak, override)
+    weights = torch.cuda.memory_allocated(device)
+    return plan_cuda(need, total, config.gpu_memory_utilization, weights, peak, override, graphs)
 
 
 def free_memory() -> int:

@@ -52,23 +52,31 @@ def plan_cpu(need: Need, free_bytes: int, cpu_kv_gib: float | None, override: in
 
 
 def plan_cuda(
-    need: Need, total_bytes: int, utilization: float, weights_bytes: int, peak_bytes: int, override: int | None
+    need: Need,
+    total_bytes: int,
+    utilization: float,
+    weights_bytes: int,
+    peak_bytes: int,
+    override: int | None,
+    graph_bytes: int = 0,
 ) -> MemoryPlan:
-    """peak_bytes: the most that a forward of the largest step needs besides weights and KV. Raises LoadError."""
+    """peak_bytes: the most that a forward of the largest step needs besides weights and KV; graph_bytes: what CUDA
+    graphs and the buffers of decode steps hold on to. Raises LoadError."""
     if override is not None:
         return _plan(need, override, [f"{override} blocks by --num-gpu-blocks-override"], "--num-gpu-blocks-override")
-    left = int(total_bytes * utilization) - weights_bytes - peak_bytes
+    left = int(total_bytes * utilization) - weights_bytes - peak_bytes - graph_bytes
     gathered = GATHERED / need.num_layers
     share = gathered / (1 + gathered)
     why = (
         f"{_gib(total_bytes)} x {utilization:g} (--gpu-memory-utilization) - {_gib(weights_bytes)} weights"
-        f" - {_gib(peak_bytes)} for a step = {_gib(max(left, 0))}, of which {share:.0%} to gather into"
+        f" - {_gib(peak_bytes)} for a step - {_gib(graph_bytes)} for CUDA graphs"
+        f" = {_gib(max(left, 0))}, of which {share:.0%} to gather into"
     )
     num_blocks = int(max(left, 0) / (need.block_bytes * (1 + gathered)))
     plan = _try(need, num_blocks, [why])
     if plan is not None:
         return plan
-    enough = math.ceil(_bytes_of_one(need) * (1 + gathered)) + weights_bytes + peak_bytes
+    enough = math.ceil(_bytes_of_one(need) * (1 + gathered)) + weights_bytes + peak_bytes + graph_bytes
     if enough <= 0.98 * total_bytes:
         remedy = f"set --gpu-memory-utilization {_up(enough / total_bytes):.2f} or more, or "
     else:

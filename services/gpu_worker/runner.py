@@ -1,5 +1,7 @@
 """Runs step plans on a model: applies what changed, computes, samples, says what each slot produced."""
 
+from typing import Protocol
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -19,14 +21,29 @@ from blockyard.shared.messages import FinishReason, Geometry, SlotResult, StepPl
 Ints = npt.NDArray[np.int64]
 
 
+class Output(Protocol):
+    @property
+    def hidden(self) -> Tensor: ...
+    @property
+    def logits(self) -> Tensor: ...
+
+
+class DecodeSteps(Protocol):
+    """How steps without prefill run on a GPU; see decode_steps.py."""
+
+    def forget(self) -> None: ...
+    def takes(self, slots: Ints) -> bool: ...
+    def run(self, slots: Ints, table: Slots) -> Output: ...
+
+
 class Runner:
     """The device state of one worker and the loop body over it."""
 
-    def __init__(self, model: Model, pool: KVPool, geometry: Geometry) -> None:
+    def __init__(self, model: Model, pool: KVPool, geometry: Geometry, decode_steps: DecodeSteps | None = None) -> None:
         self.geometry = geometry
         self.names = BlockNames(pool.num_blocks)
         self._model, self._pool = model, pool
-        self._planner = ReadPlanner(pool)
+        self._planner, self._decode_steps = ReadPlanner(pool), decode_steps
         self._sampler = Sampler(geometry.vocab_size, geometry.eos_token_ids, pool.device)
         self._prompt_scores = PromptScores(model)
         self._eos = frozenset(geometry.eos_token_ids)
@@ -38,6 +55,8 @@ class Runner:
         self._slots = Slots(num_slots, shape.max_model_len, shape.block_size, shape.vocab_size, shape.num_blocks)
         self._sampler.reset(num_slots)
         self._planner.forget()
+        if self._decode_steps is not None:
+            self._decode_steps.forget()
 
     def execute(self, plan: StepPlan) -> list[SlotResult]:
         """Applies and runs one plan. A slot that cannot run or sample fails alone."""
@@ -77,6 +96,21 @@ class Runner:
 
     def _step(self, slots: Ints, counts: Ints) -> list[SlotResult]:
         table = self._slots
+        if self._decode_steps is not None and counts.max() == 1 and self._decode_steps.takes(slots):
+            begin = table.computed[slots]
+            self.names.forget(table.tables[slots, begin // table.block_size])
+            output = self._decode_steps.run(slots, table)
+            hidden, logits = output.hidden, output.logits
+        else:
+            slots, begin, hidden = self._forward(slots, counts)
+            logits = None
+        table.computed[slots] = begin + counts
+        results = self._sample(slots, np.cumsum(counts) - 1, hidden, logits)
+        return self._prompt_scores.add(table, slots, counts, begin, hidden, results)
+
+    def _forward(self, slots: Ints, counts: Ints) -> tuple[Ints, Ints, Tensor]:
+        """Slots, in the order that was computed, the tokens each had, and the hidden rows of the new ones."""
+        table = self._slots
         begin = table.computed[slots]
         lengths = begin + counts
         num_decodes = int((counts == 1).sum())
@@ -96,13 +130,13 @@ class Runner:
             blocks, positions % size, tables, counts, lengths, table.owners[slots], num_decodes
         )
         step = Step(self._tensor(table.token_ids[rows, positions]), self._tensor(positions), attend)
-        hidden = self._model.forward(step)
-        table.computed[slots] = lengths
-        results = self._sample(slots, np.cumsum(counts) - 1, hidden)
-        return self._prompt_scores.add(table, slots, counts, begin, hidden, results)
+        return slots, begin, self._model.forward(step)
 
-    def _sample(self, slots: Ints, last: Ints, hidden: Tensor) -> list[SlotResult]:
-        """Tokens for the slots whose known tokens are all computed. `last` is each slot's last row of `hidden`."""
+    def _sample(self, slots: Ints, last: Ints, hidden: Tensor, logits: Tensor | None) -> list[SlotResult]:
+        """Tokens for the slots whose known tokens are all computed. `last` is each slot's last row of `hidden`.
+
+        `logits`: of all rows, where they are known already.
+        """
         table = self._slots
         lengths = table.computed[slots].tolist()
         at_end = (table.computed[slots] == table.known[slots]).tolist()
@@ -120,8 +154,10 @@ class Runner:
         if not ready:
             return results
         chosen = slots[ready]
-        rows = hidden if len(ready) == len(hidden) else hidden.index_select(0, self._tensor(last[ready]))
-        sampled = self._sampler.sample(self._model.logits(rows), chosen, table)
+        rows = hidden if logits is None else logits
+        if len(ready) < len(rows):
+            rows = rows.index_select(0, self._tensor(last[ready]))
+        sampled = self._sampler.sample(self._model.logits(rows) if logits is None else rows, chosen, table)
         table.append(chosen, np.array(sampled.token_ids, np.int64))
         for i, slot in enumerate(chosen.tolist()):
             length = lengths[ready[i]]

@@ -1,13 +1,20 @@
 """What a forward pass is told about its tokens: built anew each step, the same for every layer."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
-# layer, q [tokens, heads, head_dim], kv [tokens, 2 * kv_heads, head_dim] (K heads, then V heads)
-# -> [tokens, heads * head_dim]; stores the K and V of these tokens first
-Attend = Callable[[int, Tensor, Tensor], Tensor]
+from blockyard.kernels.rms_norm import RMSNorm
+
+
+class Attend(Protocol):
+    def __call__(self, layer: int, qkv: Tensor, rotation: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:
+        """qkv [tokens, heads + 2 * kv_heads, head_dim] -> [tokens, heads * head_dim]; qkv may be written to.
+
+        First q and k are normalised and rotated by rotation [tokens, 1, head_dim/2], where given, and the K and V of
+        these tokens are stored.
+        """
 
 
 @dataclass(frozen=True, slots=True)

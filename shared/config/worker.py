@@ -43,6 +43,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     threads: int = 0  # compute threads on CPU; 0: cores minus one
     group: int = 0  # worker group
     mock: MockConfig = MockConfig()
+    enforce_eager: bool = False  # no CUDA graphs
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):

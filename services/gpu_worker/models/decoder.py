@@ -7,10 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from blockyard.kernels.apply_rope import apply_rope_reference, interleave_pairs
+from blockyard.kernels.apply_rope import interleave_pairs
 from blockyard.kernels.rms_norm import RMSNorm
 from blockyard.services.gpu_worker.linear import Linear
 from blockyard.services.gpu_worker.models.rope import RopeParameters, extended_length, rotation_table
+from blockyard.services.gpu_worker.ops import Ops, find_ops
 from blockyard.services.gpu_worker.step import Step
 from blockyard.services.gpu_worker.weights import WeightTable
 
@@ -61,12 +62,11 @@ class Model(Protocol):
 
 
 class Attention:
-    """q, k and v in one product; q and k rotated in place, then handed over with v as one row."""
+    """q, k and v in one product, handed over as one row; q and k are still to be normalised and rotated."""
 
     def __init__(self, shape: DecoderShape, layer: int, new: "WeightTable", prefix: str) -> None:
         heads, kv_heads, head_dim = shape.num_heads, shape.kv_heads, shape.head_dim
-        self._layer, self._heads, self._head_dim = layer, heads, head_dim
-        self._rotated = heads + kv_heads
+        self._layer, self._head_dim = layer, head_dim
         self._all = heads + 2 * kv_heads
 
         def reorder(rows: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ class Attention:
         )
         self.norm: RMSNorm | None = None
         if shape.qk_norm:  # one weight for all q heads, one for all k heads
-            weight = new.empty(self._rotated, head_dim)
+            weight = new.empty(heads + kv_heads, head_dim)
             new.place(f"{prefix}.self_attn.q_norm.weight", weight[:heads], (head_dim,), reorder)
             new.place(f"{prefix}.self_attn.k_norm.weight", weight[heads:], (head_dim,), reorder)
             self.norm = RMSNorm(weight, shape.norm_eps)
@@ -92,23 +92,17 @@ class Attention:
         if self.norm is not None:
             self.norm.prepare()
 
-    def forward(self, residual: Tensor, x: Tensor, rotation: Tensor, step: Step) -> Tensor:
-        """residual, x [tokens, hidden], rotation [tokens, 1, head_dim/2] -> [tokens, hidden]."""
+    def forward(self, x: Tensor, rotation: Tensor, step: Step) -> Tensor:
+        """x [tokens, hidden], rotation [tokens, 1, head_dim/2] -> [tokens, hidden]."""
         qkv = self.qkv(x).view(-1, self._all, self._head_dim)
-        qk = qkv[:, : self._rotated]
-        if self.norm is None:
-            apply_rope_reference(qk, rotation)
-        else:
-            qk = self.norm(qk)
-            apply_rope_reference(qk, rotation)
-            qkv[:, self._heads : self._rotated] = qk[:, self._heads :]
-        return self.out.add_to(residual, step.attend(self._layer, qk[:, : self._heads], qkv[:, self._heads :]))
+        return self.out(step.attend(self._layer, qkv, rotation, self.norm))
 
 
 class GatedMLP:
     """down(silu(gate(x)) * up(x)), gate and up in one product."""
 
-    def __init__(self, shape: DecoderShape, new: "WeightTable", prefix: str) -> None:
+    def __init__(self, shape: DecoderShape, new: "WeightTable", prefix: str, ops: Ops) -> None:
+        self._ops = ops
         sizes = {"gate_proj": shape.inner, "up_proj": shape.inner}
         self.gate_up = Linear(*new.packed(f"{prefix}.mlp", sizes, shape.hidden, shape.mlp_bias))
         self.down = Linear(
@@ -120,26 +114,27 @@ class GatedMLP:
         self.gate_up.prepare()
         self.down.prepare()
 
-    def forward(self, residual: Tensor, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, -1)
-        return self.down.add_to(residual, F.silu(gate).mul_(up))
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self._ops.gate(self.gate_up(x)))
 
 
 class Block:
-    def __init__(self, shape: DecoderShape, layer: int, new: "WeightTable") -> None:
+    def __init__(self, shape: DecoderShape, layer: int, new: "WeightTable", ops: Ops) -> None:
+        self._ops = ops
         prefix = f"model.layers.{layer}"
         self.norm1 = RMSNorm(new.vector(f"{prefix}.input_layernorm.weight", shape.hidden), shape.norm_eps)
         self.attention = Attention(shape, layer, new, prefix)
         self.norm2 = RMSNorm(new.vector(f"{prefix}.post_attention_layernorm.weight", shape.hidden), shape.norm_eps)
-        self.mlp = GatedMLP(shape, new, prefix)
+        self.mlp = GatedMLP(shape, new, prefix, ops)
 
     def prepare(self) -> None:
         for part in (self.norm1, self.attention, self.norm2, self.mlp):
             part.prepare()
 
-    def forward(self, x: Tensor, rotation: Tensor, step: Step) -> Tensor:
-        x = self.attention.forward(x, self.norm1(x), rotation, step)
-        return self.mlp.forward(x, self.norm2(x))
+    def forward(self, residual: Tensor, delta: Tensor | None, rotation: Tensor, step: Step) -> Tensor:
+        """What the layer before left to be added goes to `residual`; returns what this one does."""
+        delta = self.attention.forward(self._ops.add_norm(residual, delta, self.norm1), rotation, step)
+        return self.mlp.forward(self._ops.add_norm(residual, delta, self.norm2))
 
 
 class Decoder:
@@ -159,7 +154,8 @@ class Decoder:
         )
         self.table = new = WeightTable(dtype, device)
         self._embedding = new.matrix("model.embed_tokens.weight", shape.vocab_size, shape.hidden)
-        self._blocks = [Block(shape, layer, new) for layer in range(shape.num_layers)]
+        self._ops = ops = find_ops(device)
+        self._blocks = [Block(shape, layer, new, ops) for layer in range(shape.num_layers)]
         self._norm = RMSNorm(new.vector("model.norm.weight", shape.hidden), shape.norm_eps)
         if shape.tied:
             new.ignore("lm_head.weight")
@@ -181,11 +177,11 @@ class Decoder:
 
     def forward(self, step: Step) -> Tensor:
         """[tokens, hidden], normalised: ready for `logits`."""
-        x = F.embedding(step.token_ids, self._embedding)
+        residual, delta = F.embedding(step.token_ids, self._embedding), None
         rotation = self._rotations.index_select(0, step.positions)
         for block in self._blocks:
-            x = block.forward(x, rotation, step)
-        return self._norm(x)
+            delta = block.forward(residual, delta, rotation, step)
+        return self._ops.add_norm(residual, delta, self._norm)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] -> [rows, vocab_size] in the model's dtype."""

@@ -77,8 +77,7 @@ class Block:
         """[tokens, hidden] -> [tokens, hidden]; may write to x."""
         qkv = self.qkv(self.norm1(x) if self._before else x)
         qkv = qkv.view(-1, 3 * self._heads, x.shape[1] // self._heads)
-        attended = step.attend(self._layer, qkv[:, : self._heads], qkv[:, self._heads :])
-        x = self.out.add_to(x, attended)
+        x = self.out.add_to(x, step.attend(self._layer, qkv))
         if not self._before:
             x = self.norm1(x)
         x = self.fc2.add_to(x, self.fc1(self.norm2(x) if self._before else x).relu_())

@@ -3,7 +3,7 @@
 from blockyard.shared.config.flags.flag import FOREIGN, Flag, Kind, not_built
 
 _RAY = not_built("Ray; workers are processes of this machine, or `blockyard run gpu-worker` on another")
-_GRAPHS = "not built yet: CUDA graphs; all steps are eager"
+_GRAPHS = "decode steps of any length are in CUDA graphs; --enforce-eager turns them off"
 
 PARALLEL = (
     Flag(
@@ -205,7 +205,7 @@ SCHEDULER = (
 )
 
 EXECUTION = (
-    Flag("enforce-eager", Kind.BOOL, False, "No CUDA graphs.", mapped=_GRAPHS),
+    Flag("enforce-eager", Kind.BOOL, False, "No CUDA graphs.", ("worker.enforce_eager",)),
     Flag("max-seq-len-to-capture", Kind.INT, None, "Longest sequence in CUDA graphs.", least=1, mapped=_GRAPHS),
     Flag("max-context-len-to-capture", Kind.INT, None, "Longest sequence in CUDA graphs.", least=1, mapped=_GRAPHS),
     Flag(

@@ -1,8 +1,14 @@
 """Makes this folder's own modules importable: `tests/` is off sys.path, its `kernels` would hide another package."""
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
+
+import torch
+
+if not torch.cuda.is_available():  # said before anything imports Triton
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 def _module(name: str, path: Path) -> None:

@@ -91,7 +91,7 @@ class Rig:
         for layer in range(len(WINDOWS)):
             q = self.randn(len(positions), HEADS, DIM)
             kv = torch.stack([seqs[r].kv[layer, :, p] for r, p in zip(rows, positions, strict=True)])
-            got = attend(layer, q, kv)
+            got = attend(layer, torch.cat((q, kv), 1))
             start = 0
             for s, b, c in zip(seqs, begin, n, strict=True):
                 want = dense(s, layer, q[start : start + c], int(b))

@@ -138,7 +138,14 @@ BY_NAME = {tiny.name: tiny for tiny in MODELS}
 
 def settings(folder: Path, **fields: Any) -> WorkerConfig:
     bus = BusConfig(registry="ipc:///unused", bind="ipc:///unused")
-    defaults = {"device": "cpu", "threads": 1, "num_gpu_blocks_override": 400, "block_size": 8, "dtype": "float32"}
+    defaults = {
+        "device": "cpu",
+        "threads": 1,
+        "num_gpu_blocks_override": 400,
+        "block_size": 8,
+        "dtype": "float32",
+        "max_num_seqs": 32,
+    }
     process = ProcessConfig(name="worker", bus=bus)
     return WorkerConfig(process=process, model_path=str(folder), **(defaults | fields))
 

@@ -1,0 +1,131 @@
+"""Head norm, rotation and the write of K and V into the pool, in one pass over the new tokens of a decode step."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from blockyard.kernels.apply_rope import apply_rope_reference
+from blockyard.kernels.paged_decode import Sequences
+
+
+def rope_write_kv_reference(
+    qkv: Tensor, layer: Tensor, seqs: Sequences, rotation: Tensor | None, weight: Tensor | None, eps: float
+) -> None:
+    kv_heads, block_size = layer.shape[2], layer.shape[3]
+    heads = qkv.shape[1] - 2 * kv_heads
+    qk = qkv[:, : heads + kv_heads]
+    if weight is not None:
+        x = qk.float()
+        qk.copy_(x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float())
+    if rotation is not None:
+        apply_rope_reference(qk, rotation)
+    for row, (slot, position) in enumerate(zip(seqs.slots.tolist(), seqs.positions.tolist(), strict=True)):
+        if slot >= 0:
+            block = int(seqs.tables[slot, position // block_size])
+            layer[block, :, :, position % block_size] = qkv[row, heads:].view(2, kv_heads, -1)
+
+
+@triton.jit
+def _rope_write_kv_kernel(
+    qkv_ptr,
+    layer_ptr,
+    slots_ptr,
+    positions_ptr,
+    tables_ptr,
+    rotation_ptr,
+    weight_ptr,
+    row_stride,
+    table_stride,
+    eps,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROTATE: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    # program (i, j) has head j of row i: q heads, then K heads, then V heads; element pairs (2n, 2n + 1)
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    pairs = tl.arange(0, HALF)
+    inside = pairs < HEAD_DIM // 2
+    source = qkv_ptr + row * row_stride + head * HEAD_DIM + 2 * pairs
+    even = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    odd = tl.load(source + 1, mask=inside, other=0.0).to(tl.float32)
+    if head < HEADS + KV_HEADS:
+        if NORM:
+            scale = tl.rsqrt(tl.sum(even * even + odd * odd, 0) / HEAD_DIM + eps)
+            weight = weight_ptr + head * HEAD_DIM + 2 * pairs
+            even *= scale * tl.load(weight, mask=inside, other=0.0).to(tl.float32)
+            odd *= scale * tl.load(weight + 1, mask=inside, other=0.0).to(tl.float32)
+        if ROTATE:
+            angle = rotation_ptr + row * HEAD_DIM + 2 * pairs
+            cos = tl.load(angle, mask=inside, other=0.0)
+            sin = tl.load(angle + 1, mask=inside, other=0.0)
+            turned = even * cos - odd * sin
+            odd = even * sin + odd * cos
+            even = turned
+    if head < HEADS:
+        tl.store(source, even, mask=inside)
+        tl.store(source + 1, odd, mask=inside)
+    else:
+        slot = tl.load(slots_ptr + row)
+        if slot >= 0:
+            position = tl.load(positions_ptr + row)
+            block = tl.load(tables_ptr + slot * table_stride + position // BLOCK_SIZE).to(tl.int64)
+            line = (block * (2 * KV_HEADS) + head - HEADS) * BLOCK_SIZE + position % BLOCK_SIZE
+            target = layer_ptr + line * HEAD_DIM + 2 * pairs
+            tl.store(target, even, mask=inside)
+            tl.store(target + 1, odd, mask=inside)
+
+
+def rope_write_kv(
+    qkv: Tensor, layer: Tensor, seqs: Sequences, rotation: Tensor | None, weight: Tensor | None, eps: float
+) -> None:
+    """q and k of qkv [rows, heads + 2 * kv_heads, head_dim] are normalised by weight [heads + kv_heads, head_dim] and
+    rotated by rotation [rows, 1, head_dim/2] complex64, each where given; q stays in qkv, K and V go to the pool.
+
+    layer [num_blocks, 2, kv_heads, block_size, head_dim]. What is left of k in qkv is not defined. Rows of no slot
+    write no KV. Blocks and positions must be right: not checked on device. Raises ValueError for other shapes.
+    """
+    rows, all_heads, head_dim = qkv.shape
+    kv_heads, block_size = layer.shape[2], layer.shape[3]
+    heads = all_heads - 2 * kv_heads
+    seqs.check(rows)
+    if head_dim % 2 or layer.shape[4] != head_dim or heads < 1 or not layer.is_contiguous():
+        raise ValueError(f"qkv {list(qkv.shape)} does not fit a layer {list(layer.shape)}, or that is not contiguous")
+    if qkv.stride(2) != 1 or qkv.stride(1) != head_dim or qkv.dtype != layer.dtype:
+        raise ValueError(
+            f"the heads of a row must be contiguous and of the pool's dtype, got {qkv.stride()}, {qkv.dtype}"
+        )
+    if weight is not None and (weight.shape != (heads + kv_heads, head_dim) or not weight.is_contiguous()):
+        raise ValueError(f"weight {list(weight.shape)} does not fit {heads + kv_heads} heads of {head_dim}")
+    angles = qkv
+    if rotation is not None:
+        if rotation.shape != (rows, 1, head_dim // 2) or rotation.dtype != torch.complex64:
+            raise ValueError(f"rotation {list(rotation.shape)} {rotation.dtype} does not fit {rows} rows of {head_dim}")
+        angles = torch.view_as_real(rotation.contiguous())
+    if rows == 0:
+        return
+    _rope_write_kv_kernel[(rows, all_heads)](
+        qkv,
+        layer,
+        seqs.slots,
+        seqs.positions,
+        seqs.tables,
+        angles,
+        qkv if weight is None else weight,
+        qkv.stride(0),
+        seqs.tables.stride(0),
+        eps,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        HEAD_DIM=head_dim,
+        HALF=triton.next_power_of_2(head_dim // 2),
+        BLOCK_SIZE=block_size,
+        ROTATE=rotation is not None,
+        NORM=weight is not None,
+        num_warps=1,
+    )

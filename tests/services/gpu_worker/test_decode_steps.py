@@ -1,0 +1,113 @@
+"""Decode steps through the Triton kernels and the device's block tables, against the plain path."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from plan_driver import Driver
+from tiny_models import BY_NAME, VOCAB, settings, start
+
+from blockyard.services.gpu_worker import engine
+from blockyard.services.gpu_worker.decode_steps import DecodeSteps, ladder
+from blockyard.services.gpu_worker.models import decoder
+from blockyard.services.gpu_worker.runner import Runner
+from blockyard.services.gpu_worker.triton_ops import TritonOps
+from blockyard.shared.messages import Sampling
+
+SRC = Path(__file__).parents[3] / ".src"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def outputs(runner: Runner) -> list[list[int]]:
+    """Streams that begin and end at different steps, one ahead, one preempted, more of them than there are slots."""
+    driver = Driver(runner, num_slots=3, depth=1, seed=2)
+    streams = []
+    for i, (num_in, num_out) in enumerate(((5, 3), (1, 5), (9, 2), (7, 4))):
+        prompt = np.random.default_rng(i).integers(2, VOCAB, num_in).tolist()
+        greedy = Sampling(max_tokens=num_out, temperature=0.0, ignore_eos=True)
+        streams.append(driver.add(prompt, greedy, preempt_at=(2,) if i == 1 else ()))
+    driver.run()
+    assert [len(s.output) for s in streams] == [3, 5, 2, 4]
+    return [s.output for s in streams]
+
+
+@pytest.mark.parametrize("name", ["llama-odd", "mistral-window", "qwen3", "opt"])
+def test_same_tokens_as_the_plain_path(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    BY_NAME[name].save(tmp_path)
+    plain = start(tmp_path, device=DEVICE)
+    plain._decode_steps = None
+    want = outputs(plain)
+    monkeypatch.setattr(decoder, "find_ops", lambda device: TritonOps())
+    fast = start(tmp_path, device=DEVICE)
+    steps = DecodeSteps(fast._model, fast._pool, 3, fast.geometry.max_model_len)
+    fast._decode_steps = steps
+    ran = []
+    run = steps.run
+    monkeypatch.setattr(steps, "run", lambda slots, table: ran.append(len(slots)) or run(slots, table))
+    assert outputs(fast) == want
+    assert max(ran) == 3
+    assert outputs(fast) == want, "the tables of the last owners must not be taken for these"
+
+
+def test_more_slots_than_it_was_made_for(tmp_path: Path) -> None:
+    BY_NAME["llama"].save(tmp_path)
+    runner = start(tmp_path, device=DEVICE)
+    steps = DecodeSteps(runner._model, runner._pool, 2, 64)
+    assert steps.takes(np.array([0, 1]))
+    assert not steps.takes(np.array([2]))
+    assert not steps.takes(np.array([0, 1, 1]))
+
+
+@pytest.mark.parametrize(
+    ("most", "sizes"),
+    [
+        (1, [1]),
+        (3, [1, 2, 3]),
+        (16, [1, 2, 4, 8, 16]),
+        (70, [1, 2, 4, 8, 16, 32, 48, 64, 70]),
+        (256, [1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256]),
+    ],
+)
+def test_ladder(most: int, sizes: list[int]) -> None:
+    assert ladder(most) == sizes
+    assert ladder(most + 1000)[-1] == most + 1000
+
+
+def test_triton_is_not_loaded_on_cpu(tmp_path: Path) -> None:
+    BY_NAME["llama"].save(tmp_path)
+    code = f"""
+import sys
+from blockyard.services.gpu_worker import engine
+from blockyard.shared.config.process import BusConfig, ProcessConfig
+from blockyard.shared.config.worker import WorkerConfig
+process = ProcessConfig(name="worker", bus=BusConfig(registry="ipc:///unused", bind="ipc:///unused"))
+engine.start(WorkerConfig(process=process, model_path={str(tmp_path)!r}, device="cpu", threads=1), lambda *_: None)
+print([m for m in sys.modules if m.startswith("triton") or "triton_ops" in m or "decode_steps" in m])
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", code], env={"PYTHONPATH": str(SRC)}, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip() == "[]"
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_graph_that_cannot_be_captured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    BY_NAME["llama"].save(tmp_path)
+    want = outputs(start(tmp_path, device="cuda"))
+
+    def fails(*args: object, **kwargs: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch.cuda, "graph", fails)
+    notes: list[str] = []
+    runner = engine.start(settings(tmp_path, device="cuda"), lambda phase, done, lines: notes.extend(lines))
+    assert "CUDA graphs: none, decode steps are eager: CUDA out of memory" in notes
+    assert len(caplog.records) == 1
+    assert outputs(runner) == want
