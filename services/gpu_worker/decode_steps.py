@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from blockyard.services.gpu_worker.kv_pool import KVPool
-from blockyard.services.gpu_worker.memory import blocks_of
+from blockyard.services.gpu_worker.memory import Need, blocks_of
 from blockyard.services.gpu_worker.models.decoder import Model
 from blockyard.services.gpu_worker.slots import Slots
 from blockyard.services.gpu_worker.step import Step
@@ -23,6 +23,7 @@ from blockyard.services.gpu_worker.triton_ops import DecodeAttention
 log = logging.getLogger(__name__)
 
 Ints = npt.NDArray[np.int64]
+SLOTS = 2
 GRAPH_BYTES = 8 << 20  # of one graph besides its tensors, more than was seen
 
 
@@ -44,7 +45,7 @@ class Captured:
 
 
 class DecodeSteps:
-    """For up to `capacity` sequences in slots 0 to capacity - 1."""
+    """For up to `capacity` sequences, in slots below SLOTS times that: schedulers keep spare ones."""
 
     def __init__(self, model: Model, pool: KVPool, capacity: int, max_model_len: int) -> None:
         self._model, self._pool, self._capacity = model, pool, capacity
@@ -52,8 +53,8 @@ class DecodeSteps:
         self._host = torch.zeros((3, capacity), dtype=torch.int64, pin_memory=device.type == "cuda")
         self._inputs = torch.zeros((3, capacity), dtype=torch.int64, device=device)  # ids, positions, slots
         self._copied = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._tables = torch.zeros((capacity, width), dtype=torch.int32, device=device)
-        self._owners, self._sent = np.zeros(capacity, np.int64), np.zeros(capacity, np.int64)
+        self._tables = torch.zeros((SLOTS * capacity, width), dtype=torch.int32, device=device)
+        self._owners, self._sent = np.zeros((2, SLOTS * capacity), np.int64)
         self._ladder = ladder(capacity)
         self._graphs: dict[int, Captured] = {}
 
@@ -62,7 +63,7 @@ class DecodeSteps:
         self._owners[:] = 0
 
     def takes(self, slots: Ints) -> bool:
-        return len(slots) <= self._capacity and int(slots.max()) < self._capacity
+        return len(slots) <= self._capacity and int(slots.max()) < len(self._owners)
 
     def run(self, slots: Ints, table: Slots) -> Output:
         """Computes the next token of each slot, one row each in their order."""
@@ -148,13 +149,13 @@ def ladder(most: int) -> list[int]:
     return [*(n for n in sizes if n < most), most]
 
 
-def graph_bytes(model: Model, capacity: int, block_size: int, max_model_len: int, dtype: torch.dtype) -> int:
+def graph_bytes(model: Model, need: Need, dtype: torch.dtype) -> int:
     """What the buffers and graphs of `DecodeSteps` will take, measured on its largest step; cuda only."""
-    device = model.table.device
+    device, capacity = model.table.device, need.max_num_seqs
     torch.cuda.synchronize(device)
     held = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    steps = DecodeSteps(model, KVPool(model.shape, 1, block_size, dtype, device), capacity, max_model_len)
+    steps = DecodeSteps(model, KVPool(model.shape, 1, need.block_size, dtype, device), capacity, need.max_model_len)
     steps._send_inputs(np.empty((3, 0), np.int64))
     output = steps.forward(capacity)
     row_bytes = (output.hidden.nbytes + output.logits.nbytes) / capacity

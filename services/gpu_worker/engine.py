@@ -159,7 +159,7 @@ def plan_memory(config: WorkerConfig, model: Model, need: Need, dtype: torch.dty
     tokens = min(config.max_num_batched_tokens, need.max_model_len)
     try:
         peak = peak_bytes(model, tokens, need, dtype, device)
-        graphs = find_decode_steps().graph_bytes(model, need.max_num_seqs, need.block_size, need.max_model_len, dtype)
+        graphs = 0 if config.enforce_eager else find_decode_steps().graph_bytes(model, need, dtype)
     except torch.OutOfMemoryError as e:
         raise LoadError(
             f"not enough GPU memory for a step of {tokens} tokens beside the weights; lower --max-num-batched-tokens"

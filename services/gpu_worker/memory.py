@@ -69,7 +69,7 @@ def plan_cuda(
     share = gathered / (1 + gathered)
     why = (
         f"{_gib(total_bytes)} x {utilization:g} (--gpu-memory-utilization) - {_gib(weights_bytes)} weights"
-        f" - {_gib(peak_bytes)} for a step - {_gib(graph_bytes)} for CUDA graphs"
+        f" - {_gib(peak_bytes)} for a step{f' - {_gib(graph_bytes)} for CUDA graphs' if graph_bytes else ''}"
         f" = {_gib(max(left, 0))}, of which {share:.0%} to gather into"
     )
     num_blocks = int(max(left, 0) / (need.block_bytes * (1 + gathered)))

@@ -48,6 +48,12 @@ def test_cuda_arithmetic_is_shown() -> None:
     assert "x max_model_len 4096" in plan.notes[2]
 
 
+def test_memory_of_graphs_is_left_out_and_named() -> None:
+    plan = plan_cuda(need(), 80 * GIB, 0.9, 16 * GIB, 2 * GIB, None, graph_bytes=GIB)
+    assert plan.num_blocks == int(53 * GIB / (96 * KIB * (1 + 2 / 32)))
+    assert "- 2.00 GiB for a step - 1.00 GiB for CUDA graphs = 53.00 GiB" in plan.notes[0]
+
+
 def refused(*args: object, cuda: bool = False) -> str:
     with pytest.raises(LoadError) as error:
         (plan_cuda if cuda else plan_cpu)(*args)  # type: ignore[operator]
