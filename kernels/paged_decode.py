@@ -13,7 +13,8 @@ from torch import Tensor
 
 MIN_SPLIT = 128  # keys
 MAX_SPLITS = 32
-_TILE = 64  # keys
+_TILE_BYTES = 64 * 256  # of the keys of a tile: with values and two stages 64 KiB of shared memory
+_MOST_KEYS = 64
 _PROGRAMS = 4 * 132  # enough for the largest GPUs; more splits than that are looped over
 
 
@@ -113,16 +114,16 @@ def _attend_kernel(
             k = tl.load(
                 layer_ptr + lines[None, :] * HEAD_DIM + dims[:, None], mask=known[None, :] & in_head[:, None], other=0.0
             )
-            scores = tl.dot(q, k, input_precision="ieee") * scale
-            scores = tl.where(known[None, :], scores, float("-inf"))
-            higher = tl.maximum(top, tl.max(scores, 1))  # finite: a tile has at least one known key
-            shares = tl.exp(scores - higher[:, None])
-            fade = tl.exp(top - higher)
             v = tl.load(
                 layer_ptr + (lines + KV_HEADS * BLOCK_SIZE)[:, None] * HEAD_DIM + dims[None, :],
                 mask=known[:, None] & in_head[None, :],
                 other=0.0,
             )
+            scores = tl.dot(q, k, input_precision="ieee") * scale
+            scores = tl.where(known[None, :], scores, float("-inf"))
+            higher = tl.maximum(top, tl.max(scores, 1))  # finite: a tile has at least one known key
+            shares = tl.exp(scores - higher[:, None])
+            fade = tl.exp(top - higher)
             mass = mass * fade + tl.sum(shares, 1)
             total = total * fade[:, None] + tl.dot(shares.to(v.dtype), v, input_precision="ieee")
             top = higher
@@ -185,8 +186,9 @@ def paged_decode(q: Tensor, layer: Tensor, seqs: Sequences, scale: float, window
         return out
     partial = torch.empty((rows, heads, most, head_dim), dtype=torch.float32, device=q.device)
     weight = torch.empty((rows, heads, most), dtype=torch.float32, device=q.device)
-    cut = {"WINDOW": window or 0, "MIN": MIN_SPLIT, "MOST": most, "TILE": _TILE}
     dim = max(triton.next_power_of_2(head_dim), 16)
+    tile = max(min(_TILE_BYTES // (dim * q.element_size()), _MOST_KEYS), 16)
+    cut = {"WINDOW": window or 0, "MIN": MIN_SPLIT, "MOST": most, "TILE": tile}
     programs = min(most, triton.cdiv(_PROGRAMS, rows * kv_heads))
     _attend_kernel[(rows, kv_heads, programs)](
         q,
@@ -206,7 +208,7 @@ def paged_decode(q: Tensor, layer: Tensor, seqs: Sequences, scale: float, window
         DIM=dim,
         BLOCK_SIZE=block_size,
         num_warps=4,
-        num_stages=3 if q.element_size() == 2 else 1,
+        num_stages=2 if q.element_size() == 2 else 1,
         **cut,
     )
     _combine_kernel[(rows, heads)](

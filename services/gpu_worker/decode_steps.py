@@ -19,6 +19,7 @@ from blockyard.services.gpu_worker.models.decoder import Model
 from blockyard.services.gpu_worker.slots import Slots
 from blockyard.services.gpu_worker.step import Step
 from blockyard.services.gpu_worker.triton_ops import DecodeAttention
+from blockyard.shared.errors import LoadError
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +49,8 @@ class DecodeSteps:
     """For up to `capacity` sequences, in slots below SLOTS times that: schedulers keep spare ones."""
 
     def __init__(self, model: Model, pool: KVPool, capacity: int, max_model_len: int) -> None:
+        if pool.shape.head_dim % 2:
+            raise LoadError(f"a head size of {pool.shape.head_dim} is not supported on a GPU, only even ones are")
         self._model, self._pool, self._capacity = model, pool, capacity
         width, device = blocks_of(max_model_len, pool.block_size), pool.device
         self._host = torch.zeros((3, capacity), dtype=torch.int64, pin_memory=device.type == "cuda")

@@ -101,6 +101,7 @@ def pool_layer(seqs: Sequences, num_blocks: int, kv_heads: int, block_size: int,
         ([140, 20, 64], 4, 4, 16, 8, 20),
         ([0, 0], 4, 2, 16, 8, None),
         ([129], 20, 1, 32, 5, 1000),
+        ([40, 33], 2, 1, 200, 16, None),  # shorter tiles
         ([], 4, 2, 16, 8, None),
     ],
 )

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from blockyard.services.gpu_worker.decode_steps import DecodeSteps, ladder
 from blockyard.services.gpu_worker.models import decoder
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.services.gpu_worker.triton_ops import TritonOps
+from blockyard.shared.errors import LoadError
 from blockyard.shared.messages import Sampling
 
 SRC = Path(__file__).parents[3] / ".src"
@@ -60,6 +62,14 @@ def test_more_slots_than_it_was_made_for(tmp_path: Path) -> None:
     assert steps.takes(np.array([0, 3]))
     assert not steps.takes(np.array([4]))
     assert not steps.takes(np.array([0, 1, 2]))
+
+
+def test_an_odd_head_size_is_refused_by_name(tmp_path: Path) -> None:
+    BY_NAME["llama"].save(tmp_path)
+    runner = start(tmp_path, device=DEVICE)
+    runner._pool.shape = replace(runner._pool.shape, head_dim=15)
+    with pytest.raises(LoadError, match="a head size of 15 is not supported"):
+        DecodeSteps(runner._model, runner._pool, 2, 64)
 
 
 @pytest.mark.parametrize(
