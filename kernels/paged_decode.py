@@ -15,7 +15,7 @@ MIN_SPLIT = 128  # keys
 MAX_SPLITS = 32
 _TILE_BYTES = 64 * 256  # of the keys of a tile: with values and two stages 64 KiB of shared memory
 _MOST_KEYS = 64
-_PROGRAMS = 4 * 132  # enough for the largest GPUs; more splits than that are looped over
+_PROGRAMS = 32 * 132  # beyond it programs loop over splits; most find none, but one long sequence needs them
 
 
 @dataclass(frozen=True, slots=True)
