@@ -64,6 +64,8 @@ class Stats(Record, frozen=True):
     steps_total: int = 0
     rss_bytes: int = 0
     malformed_total: int = 0  # frames that did not decode
+    prefix_queries_total: int = 0  # tokens looked up in the prefix cache
+    prefix_hits_total: int = 0  # tokens found there
 
 
 class Member(Record, frozen=True):

@@ -26,6 +26,8 @@ _GAUGES = (
 _COUNTERS = (
     ("num_preemptions", "Preemptions", "preemptions_total"),
     ("steps", "Steps", "steps_total"),
+    ("prefix_cache_queries", "Tokens looked up in the prefix cache", "prefix_queries_total"),
+    ("prefix_cache_hits", "Tokens found in the prefix cache", "prefix_hits_total"),
     ("malformed_frames", "Frames that did not decode", "malformed_total"),
 )
 _LABELS = ["model_name", "member", "role"]

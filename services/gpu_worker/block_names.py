@@ -9,15 +9,20 @@ from blockyard.shared.messages import BlockName
 
 
 class BlockNames:
-    """A name is learnt when the plan that filled its block has completed, and lost when the block is written again."""
+    """A name is learnt when the plan that filled its block has completed, and lost when the block is written again.
+
+    Plans name blocks before it is known that their slot failed: those of a failed slot are barred until it ends.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         self._named = np.zeros(num_blocks, np.bool_)
         self._names: dict[int, bytes] = {}
+        self._barred: dict[int, set[int]] = {}  # by slot
 
     def learn(self, names: Iterable[BlockName]) -> None:
+        barred: set[int] = set().union(*self._barred.values()) if self._barred else set()
         for entry in names:
-            if 0 <= entry.block < len(self._named):
+            if 0 <= entry.block < len(self._named) and entry.block not in barred:
                 self._named[entry.block] = True
                 self._names[entry.block] = entry.name
 
@@ -27,6 +32,18 @@ class BlockNames:
             self._named[hit] = False
             for block in hit.tolist():
                 self._names.pop(block, None)
+
+    def bar(self, slot: int, blocks: list[int]) -> None:
+        """This slot failed: its blocks do not hold what plans say."""
+        known = [block for block in blocks if 0 <= block < len(self._named)]
+        self.forget(np.array(known, np.int64))
+        self._barred[slot] = set(known)
+
+    def admit(self, slot: int) -> None:
+        self._barred.pop(slot, None)
+
+    def admit_all(self) -> None:
+        self._barred.clear()
 
     def listed(self) -> tuple[list[int], bytes]:
         """Blocks, and their names in the same order."""

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 
 from blockyard.services.gpu_worker.mock_batch import MockBatch, Pattern
+from blockyard.services.gpu_worker.mock_kv import MockKV
 from blockyard.services.gpu_worker.mock_model import describe
 from blockyard.shared.config.worker import WorkerConfig
 from blockyard.shared.messages import Geometry, SlotResult, StepPlan
@@ -11,26 +12,20 @@ from blockyard.shared.messages import Geometry, SlotResult, StepPlan
 BEHIND_S = 0.002  # a step that begins this soon after the last one was waiting for it
 
 
-class NoNames:
-    """A mock keeps no KV, so no block of it can be found again."""
-
-    def listed(self) -> tuple[list[int], bytes]:
-        return [], b""
-
-
 class MockRunner:
     def __init__(self, geometry: Geometry, pattern: Pattern, step_s: float) -> None:
-        self.geometry, self.names = geometry, NoNames()
+        self.geometry, self.names = geometry, MockKV(geometry.block_size)
         self._pattern, self._step_s = pattern, step_s
-        self._batch = MockBatch(geometry, 0, pattern)
+        self._batch = MockBatch(geometry, 0, pattern, self.names)
         self._done_at = 0.0
 
     def reset(self, num_slots: int) -> None:
-        self._batch = MockBatch(self.geometry, num_slots, self._pattern)
+        self._batch = MockBatch(self.geometry, num_slots, self._pattern, self.names)
 
     def execute(self, plan: StepPlan) -> list[SlotResult]:
         """Takes `step_s`. Raises PlanError if the plan contradicts what came before: the process then ends."""
         results = self._batch.step(plan)
+        self.names.learn(plan.names)
         if self._step_s:
             now = time.monotonic()
             start = self._done_at if now - self._done_at < BEHIND_S else now

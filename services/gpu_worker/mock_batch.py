@@ -6,6 +6,7 @@ It trusts nothing: a plan that contradicts what came before is a PlanError. Test
 from array import array
 from dataclasses import dataclass, field
 
+from blockyard.services.gpu_worker.mock_kv import MockKV, advance, states_of
 from blockyard.shared.errors import BlockyardError
 from blockyard.shared.messages import (
     FinishReason,
@@ -55,6 +56,7 @@ class MockSlot:
     sampling: Sampling
     choice: int
     prompt_logprobs_next: int
+    states: "array[int]"  # of all tokens known to the device, as `advance` has them
     finished: bool = False
 
 
@@ -63,8 +65,9 @@ class MockBatch:
     geometry: Geometry
     num_slots: int
     pattern: Pattern
+    kv: MockKV
     slots: dict[int, MockSlot] = field(default_factory=dict)
-    owners: dict[int, int] = field(default_factory=dict)  # block -> live slot
+    owners: dict[int, set[int]] = field(default_factory=dict)  # block -> live slots
 
     def step(self, plan: StepPlan) -> list[SlotResult]:
         """Applies a plan and computes. Raises PlanError, after which the batch is not to be used."""
@@ -89,7 +92,10 @@ class MockBatch:
         if slot is None:
             raise PlanError(f"end of slot {number}, which is not live")
         for block in slot.blocks:
-            del self.owners[block]
+            owners = self.owners[block]
+            owners.discard(number)
+            if not owners:
+                del self.owners[block]
 
     def _start(self, start: SlotStart) -> None:
         _check(0 <= start.slot < self.num_slots, f"slot {start.slot} is outside 0 to {self.num_slots - 1}")
@@ -99,7 +105,12 @@ class MockBatch:
         _check(0 < start.num_prompt_tokens <= len(ids), f"{start.num_prompt_tokens} prompt tokens of {len(ids)}")
         _check(len(ids) <= self.geometry.max_model_len, f"{len(ids)} tokens start, limit {self.geometry.max_model_len}")
         _check(0 <= start.num_computed < len(ids), f"{start.num_computed} of {len(ids)} tokens computed at start")
-        self.slots[start.slot] = MockSlot(
+        num_found, rest = divmod(start.num_computed, self.geometry.block_size)
+        _check(not rest, f"{start.num_computed} computed tokens end within a block")
+        states = states_of(ids)
+        different = self.kv.first_difference(start.blocks[:num_found], states[: start.num_computed])
+        _check(different is None, f"slot {start.slot} starts on KV that is not its own at {different}")
+        slot = self.slots[start.slot] = MockSlot(
             ids[: start.num_prompt_tokens],
             len(ids),
             start.num_computed,
@@ -107,15 +118,20 @@ class MockBatch:
             start.sampling,
             start.choice,
             start.prompt_logprobs_from,
+            states,
         )
-        self._append(SlotBlocks(start.slot, start.blocks))
+        for block in start.blocks[:num_found]:
+            self.owners.setdefault(block, set()).add(start.slot)
+            slot.blocks.append(block)
+        self._append(SlotBlocks(start.slot, start.blocks[num_found:]))
 
     def _append(self, more: SlotBlocks) -> None:
         slot = self._live(more.slot)
         for block in more.blocks:
             _check(0 <= block < self.geometry.num_blocks, f"block {block} of {self.geometry.num_blocks}")
-            _check(block not in self.owners, f"block {block} of slot {more.slot} is slot {self.owners.get(block)}'s")
-            self.owners[block] = more.slot
+            owners = self.owners.get(block)
+            _check(not owners, f"block {block} of slot {more.slot} is slot {min(owners or [0])}'s")
+            self.owners[block] = {more.slot}
             slot.blocks.append(block)
 
     def _run(self, run: SlotRun) -> SlotResult | None:
@@ -127,6 +143,7 @@ class MockBatch:
         slot.num_computed = min(before + run.max_tokens, slot.num_tokens)
         room = len(slot.blocks) * self.geometry.block_size
         _check(slot.num_computed <= room, f"slot {run.slot} computes {slot.num_computed} tokens, blocks hold {room}")
+        self.kv.write(slot.blocks, before, slot.states[before : slot.num_computed])
         first, prompt_logprobs = self._prompt_logprobs(slot, before)
         if slot.num_computed < slot.num_tokens:
             return SlotResult(run.slot, [], slot.num_computed, None, None, [], first, prompt_logprobs)
@@ -144,6 +161,7 @@ class MockBatch:
         eos = self.geometry.eos_token_ids
         token = self.pattern.token(sampling, slot.choice, slot.num_tokens, slot.prompt, eos)
         slot.num_tokens += 1
+        slot.states.append(advance(slot.states[-1], token))
         num_outputs = slot.num_tokens - num_prompt
         if num_outputs > sampling.min_tokens and token in sampling.stop_token_ids:
             return [token], FinishReason.STOP, token

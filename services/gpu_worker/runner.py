@@ -52,6 +52,7 @@ class Runner:
     def reset(self, num_slots: int) -> None:
         """Drops all slots; KV and its names stay."""
         shape = self.geometry
+        self.names.admit_all()
         self._slots = Slots(num_slots, shape.max_model_len, shape.block_size, shape.vocab_size, shape.num_blocks)
         self._sampler.reset(num_slots)
         self._planner.forget()
@@ -69,20 +70,24 @@ class Runner:
         self.names.learn(plan.names)
         for result in results:
             if result.finish == FinishReason.FAILED and result.slot in self._slots.slots:
-                self.names.forget(self._blocks_of(result.slot))
+                self.names.bar(result.slot, self._blocks_of(result.slot).tolist())
         return results
 
     def _apply(self, plan: StepPlan) -> None:
         for slot in plan.ends:
+            self.names.admit(slot)
             self._slots.end(slot)
             self._sampler.end(slot)
         for start in plan.starts:
+            self.names.admit(start.slot)
             self._sampler.end(start.slot)
             if self._slots.start(start):
                 problem = self._sampler.start(start)
                 if problem:
                     self._slots.errors[start.slot] = problem
                     self._slots.fail(start.slot)
+            if start.slot in self._slots.errors:
+                self.names.bar(start.slot, start.blocks)
         for added in plan.blocks:
             self._slots.add_blocks(added)
 

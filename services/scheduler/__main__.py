@@ -29,6 +29,8 @@ def serve(config: SchedulerConfig) -> None:
                 max_queue_len=config.max_queue_len,
                 max_queue_tokens=config.max_queue_tokens,
                 whole_prompts=not config.enable_chunked_prefill,
+                prefix_caching=config.enable_prefix_caching,
+                block_scope=config.block_scope,
             ),
             created=int(time.time()),
         )

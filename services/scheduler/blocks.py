@@ -1,15 +1,37 @@
-"""KV blocks of one worker group, counted in integers."""
+"""KV blocks of one worker group: shared by count, and findable by what they hold."""
+
+from collections.abc import Sequence
 
 from blockyard.services.scheduler.id_pool import Horizon, IdPool
+from blockyard.services.scheduler.prefix_index import PrefixIndex
 
 
-class BlockPool(IdPool):
-    """Whoever holds blocks keeps their table; the pool knows only what is free and what rests."""
+class BlockPool:
+    """Whoever holds blocks keeps their table; the pool knows how many hold each, and which are free.
+
+    Each block is in one place: used (held by somebody), bare (in `bare`, free or at rest) or kept (in `index`, idle
+    or cooling). Kept ones that are idle count as free.
+    """
 
     def __init__(self, num_blocks: int, block_size: int, horizon: Horizon) -> None:
-        super().__init__(num_blocks, horizon)
+        self.num_ids = num_blocks
         self.block_size = block_size  # tokens
+        self.bare = IdPool(num_blocks, horizon)
+        self.index = PrefixIndex(horizon)
+        self._holders = [0] * num_blocks
         self._watermark = max(1, num_blocks // 100)
+
+    @property
+    def num_free(self) -> int:
+        return self.bare.num_free + self.index.num_idle
+
+    @property
+    def num_resting(self) -> int:
+        return self.bare.num_resting + self.index.num_cooling
+
+    @property
+    def num_used(self) -> int:
+        return self.num_ids - self.num_free - self.num_resting
 
     @property
     def num_tokens(self) -> int:
@@ -18,6 +40,68 @@ class BlockPool(IdPool):
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def admits(self, num_blocks: int, alone: bool) -> bool:
-        """Whether a newcomer may take so many. Beside others it leaves a little, or it is the next to be preempted."""
-        return num_blocks + (0 if alone else self._watermark) <= self.num_free
+    def admits(self, num_blocks: int, found: list[int], alone: bool) -> bool:
+        """Whether a newcomer may take so many beside those found for it.
+
+        Beside others it leaves a little, or it is the next to be preempted.
+        """
+        room = self.num_free - (0 if alone else self._watermark)
+        return num_blocks <= room and num_blocks + self.index.num_idle_of(found) <= room
+
+    def take_one(self) -> int | None:
+        block = self.bare.take_one()
+        if block is None:
+            block = self.index.reclaim()
+            if block is None:
+                return None
+        self._holders[block] = 1
+        return block
+
+    def take(self, count: int) -> list[int]:
+        """The caller has looked at `num_free`."""
+        assert count <= self.num_free, f"{count} blocks wanted, {self.num_free} free"
+        taken = self.bare.take(min(count, self.bare.num_free))
+        while len(taken) < count and (block := self.index.reclaim()) is not None:
+            taken.append(block)
+        for block in taken:
+            self._holders[block] = 1
+        return taken
+
+    def share(self, blocks: list[int]) -> None:
+        """One more holds these, which were found in the index."""
+        for block in blocks:
+            if not self._holders[block]:
+                self.index.wake(block)
+            self._holders[block] += 1
+
+    def release(self, blocks: list[int], names: Sequence[bytes]) -> None:
+        """One less holds these. `names` are of the first of them, as far as they are full once sent plans have run.
+
+        The leaf is given up before its parents: it is of no use without them.
+        """
+        holders, index = self._holders, self.index
+        bare: list[int] = []
+        for i in range(len(blocks) - 1, -1, -1):
+            block = blocks[i]
+            holders[block] -= 1
+            if holders[block]:
+                continue
+            if index.has(block) or (i < len(names) and index.touch(names[i]) is None and index.put(block, names[i])):
+                index.rest(block)
+            else:
+                bare.append(block)
+        if bare:
+            self.bare.release(bare)
+
+    def spoil(self, blocks: list[int]) -> None:
+        """What these hold is not what their names say."""
+        self.bare.release([block for block in blocks if self.index.drop(block)])
+
+    def adopt(self, blocks: list[int], names: list[bytes]) -> None:
+        """Of a worker that was just attached."""
+        self.bare.remove(self.index.adopt(blocks, names))
+
+    def settle(self) -> None:
+        """To be called when the horizon's `done` has moved."""
+        self.bare.settle()
+        self.index.settle()

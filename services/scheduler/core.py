@@ -11,6 +11,7 @@ from blockyard.services.scheduler.lifecycle import Lifecycle
 from blockyard.services.scheduler.outbox import Outbox, Outgoing
 from blockyard.services.scheduler.planner import Planner
 from blockyard.services.scheduler.policy import POLICIES
+from blockyard.services.scheduler.prefix import PrefixCache
 from blockyard.services.scheduler.results import Results
 from blockyard.services.scheduler.streams import Streams
 from blockyard.services.scheduler.waiting import WaitingQueue
@@ -47,6 +48,8 @@ class SchedulerSettings:
     max_queue_tokens: int
     whole_prompts: bool = False  # no chunked prefill: a prompt waits for a step that takes all of it
     policy: str = "fcfs"
+    prefix_caching: bool = True
+    block_scope: str = ""  # what else than tokens the KV of a block depends on, in words
 
 
 class Scheduler:
@@ -60,14 +63,15 @@ class Scheduler:
         self._waiting = WaitingQueue(settings.max_queue_len, settings.max_queue_tokens)
         self._groups = Groups(incarnation, settings.batch)
         self._streams = Streams()
-        self._lifecycle = Lifecycle(self._waiting, self._groups, self._streams)
+        self._prefix = PrefixCache(settings.block_scope, settings.prefix_caching)
+        self._lifecycle = Lifecycle(self._waiting, self._groups, self._streams, self._prefix)
         self._admission = Admission(settings.names, self._waiting)
         self._intake = Intake(
             self._admission, self._waiting, self._lifecycle, self._streams, self._outbox, POLICIES[settings.policy]
         )
         self.deadlines = self._intake.deadlines
-        self._planner = Planner(incarnation, self._waiting, self._lifecycle, settings.whole_prompts)
-        self._results = Results(self._waiting, self._lifecycle)
+        self._planner = Planner(incarnation, self._waiting, self._lifecycle, self._prefix, settings.whole_prompts)
+        self._results = Results(self._waiting, self._lifecycle, self._prefix)
         self._gateways: set[int] = set()
         self._num_steps = 0
 
@@ -149,6 +153,8 @@ class Scheduler:
             blocks_used=sum(group.blocks.num_used for group in groups),
             blocks_total=sum(group.blocks.num_ids for group in groups),
             steps_total=self._num_steps,
+            prefix_queries_total=self._prefix.num_queries,
+            prefix_hits_total=self._prefix.num_hits,
         )
 
     def _result(self, peer: int, frame: StepResult, now: float) -> None:
@@ -161,11 +167,13 @@ class Scheduler:
             self._attach_again(peer, now)
             return
         self._num_steps += 1
-        self._results.apply(record, frame)
+        self._results.apply(group, record, frame)
 
     def _attached(self, peer: int, frame: Attached) -> None:
-        if self._groups.attach(peer, frame) is None:
+        group = self._groups.attach(peer, frame)
+        if group is None:
             return
+        self._prefix.adopt(group, frame)
         groups = list(self._groups.attached.values())
         capacity = self._admission.capacity = capacity_of([g.geometry for g in groups])
         settings = self._settings

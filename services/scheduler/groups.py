@@ -7,7 +7,7 @@ from operator import attrgetter
 
 from blockyard.services.scheduler.blocks import BlockPool
 from blockyard.services.scheduler.id_pool import Horizon, IdPool
-from blockyard.services.scheduler.requests import Choice, Phase, Seat
+from blockyard.services.scheduler.requests import NEVER, Choice, Phase, Seat
 from blockyard.shared.messages import Attach, Attached, Geometry, SlotRun
 
 ATTACH_AGAIN_S = 5.0
@@ -52,16 +52,18 @@ class Group:
         self.running: list[Seat] = []  # by key: the last is preempted first
         self.ends: list[int] = []  # slots to be ended in the next plan
         self.flight: deque[PlanRecord] = deque()
+        self.due: deque[Seat] = deque()  # whose generated tokens have filled blocks that are still to be named
 
     def may_send(self) -> bool:
         return len(self.flight) <= self.depth
 
-    def admit(self, choice: Choice, num_blocks: int) -> Seat:
-        """The caller has looked at free slots and blocks."""
+    def admit(self, choice: Choice, num_blocks: int, found: list[int]) -> Seat:
+        """Takes so many blocks beside those found. The caller has looked at free slots and blocks."""
         request = choice.request
         limit = min(request.num_prompt + request.frame.sampling.max_tokens, self.max_model_len)
         slot = self.slots.take(1)[0]
-        blocks = self.blocks.take(num_blocks)
+        self.blocks.share(found)
+        blocks = found + self.blocks.take(num_blocks)
         seat = Seat(
             choice,
             self.worker,
@@ -72,7 +74,7 @@ class Group:
             limit=limit,
             ceiling=max(choice.known, limit - 1),  # the last token is sampled and never computed
             blocks=blocks,
-            capacity=num_blocks * self.blocks.block_size,
+            capacity=len(blocks) * self.blocks.block_size,
             decode=SlotRun(slot, 1),
         )
         choice.seat = seat
@@ -83,9 +85,10 @@ class Group:
     def vacate(self, seat: Seat) -> None:
         """The seat's choice runs no more: its slot ends with the next plan, its blocks rest."""
         self.running.remove(seat)
+        seat.name_at = NEVER
         self.ends.append(seat.slot)
         self.slots.release([seat.slot])
-        self.blocks.release(seat.blocks)
+        self.blocks.release(seat.blocks, seat.choice.names[: seat.num_named])
 
     def sent(self, record: PlanRecord) -> None:
         self.horizon.sent = record.number

@@ -30,10 +30,6 @@ class IdPool:
     def num_free(self) -> int:
         return len(self._free)
 
-    @property
-    def num_used(self) -> int:
-        return self.num_ids - len(self._free) - self.num_resting
-
     def take_one(self) -> int | None:
         return self._free.pop() if self._free else None
 
@@ -46,6 +42,11 @@ class IdPool:
         del self._free[-count:]
         taken.reverse()
         return taken
+
+    def remove(self, ids: list[int]) -> None:
+        """These free ones are somebody else's from now on, until they are released here."""
+        gone = set(ids)
+        self._free = [i for i in self._free if i not in gone]
 
     def release(self, ids: list[int]) -> None:
         """The pool keeps the list."""

@@ -1,6 +1,7 @@
 """The live requests, and every way in which one of their choices leaves the batch or the queue."""
 
 from blockyard.services.scheduler.groups import Group, Groups
+from blockyard.services.scheduler.prefix import PrefixCache
 from blockyard.services.scheduler.requests import Choice, Phase, Request, Seat
 from blockyard.services.scheduler.streams import Streams
 from blockyard.services.scheduler.waiting import WaitingQueue
@@ -8,15 +9,15 @@ from blockyard.shared.messages import FinishReason
 
 
 class Lifecycle:
-    def __init__(self, waiting: WaitingQueue, groups: Groups, streams: Streams) -> None:
+    def __init__(self, waiting: WaitingQueue, groups: Groups, streams: Streams, prefix: PrefixCache) -> None:
         self.requests: dict[str, Request] = {}
         self.num_preemptions = 0
-        self._waiting, self._groups, self._streams = waiting, groups, streams
+        self._waiting, self._groups, self._streams, self._prefix = waiting, groups, streams, prefix
 
     def end(self, choice: Choice) -> None:
         """The choice is over: results still to come are dropped. Whoever needs to know was told before."""
         if choice.phase is Phase.RUNNING and choice.seat is not None:
-            self._groups.attached[choice.seat.worker].vacate(choice.seat)
+            self._vacate(self._groups.attached[choice.seat.worker], choice.seat)
         else:
             self._waiting.discard(choice)
         choice.phase = Phase.ENDED
@@ -45,8 +46,16 @@ class Lifecycle:
 
     def preempt(self, group: Group, seat: Seat) -> None:
         """Takes a choice's seat; it is computed again, with all its tokens, once there is room."""
-        group.vacate(seat)
+        self._vacate(group, seat)
         self.num_preemptions += 1
+        self._wait(seat.choice)
+
+    def restart(self, group: Group, seat: Seat) -> None:
+        """What a seat reads is worth nothing: its choice waits again, and what comes of plans in flight is dropped."""
+        self._vacate(group, seat)
+        for record in group.flight:
+            if record.seats.get(seat.slot) is seat:
+                del record.seats[seat.slot]
         self._wait(seat.choice)
 
     def clear(self, group: Group) -> None:
@@ -54,6 +63,10 @@ class Lifecycle:
         for choice in group.abandon():
             choice.seat = None
             self._wait(choice)
+
+    def _vacate(self, group: Group, seat: Seat) -> None:
+        self._prefix.leave(group, seat)
+        group.vacate(seat)
 
     def _wait(self, choice: Choice) -> None:
         choice.phase = Phase.WAITING

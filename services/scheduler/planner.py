@@ -2,6 +2,7 @@
 
 from blockyard.services.scheduler.groups import Group, PlanRecord
 from blockyard.services.scheduler.lifecycle import Lifecycle
+from blockyard.services.scheduler.prefix import PrefixCache
 from blockyard.services.scheduler.requests import Choice, Seat
 from blockyard.services.scheduler.waiting import WaitingQueue
 from blockyard.shared.messages import FinishReason, SlotBlocks, SlotRun, SlotStart, StepPlan
@@ -10,7 +11,7 @@ from blockyard.shared.messages import FinishReason, SlotBlocks, SlotRun, SlotSta
 class Draft:
     """A plan in the making."""
 
-    __slots__ = ("blocks", "budget", "num_owed", "record", "runs", "starts")
+    __slots__ = ("blocks", "budget", "fills", "num_owed", "record", "runs", "starts")
 
     def __init__(self, number: int, budget: int) -> None:
         self.record = PlanRecord(number)
@@ -18,6 +19,7 @@ class Draft:
         self.starts: list[SlotStart] = []
         self.blocks: list[SlotBlocks] = []
         self.runs: list[SlotRun] = []
+        self.fills: dict[bytes, int] = {}  # blocks by name, to be found by later plans
         self.num_owed = 0  # blocks that somebody waits for in vain
 
     def grant(self, seat: Seat, num_tokens: int) -> None:
@@ -30,25 +32,41 @@ class Draft:
 
 
 class Planner:
-    def __init__(self, scheduler: int, waiting: WaitingQueue, lifecycle: Lifecycle, whole_prompts: bool) -> None:
-        self._scheduler, self._waiting, self._lifecycle = scheduler, waiting, lifecycle
+    def __init__(
+        self,
+        scheduler: int,
+        waiting: WaitingQueue,
+        lifecycle: Lifecycle,
+        prefix: PrefixCache,
+        whole_prompts: bool,
+    ) -> None:
+        self._scheduler, self._waiting, self._lifecycle, self._prefix = scheduler, waiting, lifecycle, prefix
         self._whole_prompts = whole_prompts
 
     def plan(self, group: Group) -> StepPlan | None:
         """The next plan of a group, or None if nothing can run in it now."""
         if not group.may_send():
             return None
+        self._prefix.catch_up(group)
         draft = Draft(group.horizon.sent + 1, group.max_num_batched_tokens)
         for seat in self._decodes(group, draft):
             if not draft.budget:
                 break
-            draft.grant(seat, min(seat.prefill_end - seat.granted, draft.budget))
+            self._prefill(group, draft, seat)
         self._newcomers(group, draft)
         if not draft.runs:
             return None
         ends, group.ends = group.ends, []
         group.sent(draft.record)
-        return StepPlan(self._scheduler, draft.record.number, ends, draft.starts, draft.blocks, draft.runs)
+        for name, block in draft.fills.items():
+            group.blocks.index.put(block, name)
+        names = self._prefix.news(group)
+        return StepPlan(self._scheduler, draft.record.number, ends, draft.starts, draft.blocks, draft.runs, names)
+
+    def _prefill(self, group: Group, draft: Draft, seat: Seat) -> None:
+        draft.grant(seat, min(seat.prefill_end - seat.granted, draft.budget))
+        for name, block in self._prefix.fills(group, seat).items():
+            draft.fills.setdefault(name, block)
 
     def _decodes(self, group: Group, draft: Draft) -> list[Seat]:
         """Grants each decoding seat one token, oldest first. Returns the seats that are in prefill."""
@@ -101,15 +119,21 @@ class Planner:
                 return
             if self._over(group, choice):
                 continue
-            num_blocks = group.blocks.blocks_for(choice.known)
             if len(group.running) >= group.max_num_seqs or not group.slots.num_free:
                 return
-            if not group.blocks.admits(num_blocks, alone=not group.running):
+            found = self._prefix.find(group, choice)
+            if found.next_name in draft.fills:
+                return  # this plan computes what the next one will find
+            num_blocks = group.blocks.blocks_for(choice.known) - len(found.blocks)
+            if not group.blocks.admits(num_blocks, found.blocks, alone=not group.running):
                 return
-            if self._whole_prompts and draft.budget < min(choice.known, group.max_num_batched_tokens):
+            num_tokens = choice.known - len(found.blocks) * group.blocks.block_size
+            if self._whole_prompts and draft.budget < min(num_tokens, group.max_num_batched_tokens):
                 return
             self._waiting.discard(choice)
-            self._start(draft, group.admit(choice, num_blocks))
+            seat = group.admit(choice, num_blocks, found.blocks)
+            self._prefix.seated(group, seat, found)
+            self._start(group, draft, seat)
 
     def _over(self, group: Group, choice: Choice) -> bool:
         """Ends a choice that has all its tokens or can never run here."""
@@ -124,7 +148,7 @@ class Planner:
             return False
         return True
 
-    def _start(self, draft: Draft, seat: Seat) -> None:
+    def _start(self, group: Group, draft: Draft, seat: Seat) -> None:
         choice = seat.choice
         frame = choice.request.frame
         draft.starts.append(
@@ -132,11 +156,11 @@ class Planner:
                 seat.slot,
                 frame.prompt_ids + choice.outputs.tobytes(),
                 choice.request.num_prompt,
-                num_computed=0,
+                num_computed=seat.granted,
                 blocks=list(seat.blocks),
                 sampling=frame.sampling,
                 choice=choice.index,
                 prompt_logprobs_from=choice.prompt_next,
             )
         )
-        draft.grant(seat, min(seat.prefill_end, draft.budget))
+        self._prefill(group, draft, seat)

@@ -27,16 +27,18 @@ class Report:
         elapsed_s = now - self._since
         last, self._last, self._since = self._last, stats, now
         busy = stats.running or stats.waiting or stats.steps_total != last.steps_total
+        num_queries = stats.prefix_queries_total - last.prefix_queries_total
         if self._enabled and busy:
             log.info(
                 "prompt %.1f tokens/s, generation %.1f tokens/s, running %d, waiting %d, KV usage %.1f%%, "
-                "preemptions %d",
+                "preemptions %d, prefix cache hits %.1f%%",
                 (stats.prompt_tokens_total - last.prompt_tokens_total) / elapsed_s,
                 (stats.output_tokens_total - last.output_tokens_total) / elapsed_s,
                 stats.running,
                 stats.waiting,
                 100 * stats.blocks_used / (stats.blocks_total or 1),
                 stats.preemptions_total,
+                100 * (stats.prefix_hits_total - last.prefix_hits_total) / (num_queries or 1),
             )
 
     def warn(self, num_preemptions: int) -> None:

@@ -10,6 +10,7 @@ from blockyard.services.scheduler.sinks import TextSink
 from blockyard.shared.messages import Generate, SlotRun, TokenLogprobs
 
 ID_BYTES = 4  # of a token id on the wire
+NEVER = 1 << 62  # tokens that no sequence reaches
 
 
 def num_ids(ids: bytes) -> int:
@@ -54,6 +55,9 @@ class Choice:
     logprobs_from: int = 0
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_first: int = 0  # prompt position of prompt_logprobs[0]
+    names: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they were asked for
+    names_size: int = 0  # tokens of the blocks that are named; 0: nobody asked
+    num_cached: int | None = None  # prompt tokens found when it first got a seat
 
     @property
     def prompt_next(self) -> int:
@@ -88,6 +92,10 @@ class Seat:
     granted: int = 0
     computed: int = 0  # tokens with KV as of the last result
     last_plan: int = 0  # number of the last plan it runs in
+    num_found: int = 0  # leading blocks that were there already: others may have them too
+    num_named: int = 0  # leading blocks that were offered to the index
+    name_at: int = NEVER  # computed tokens with which the next block is to be named
+    is_due: bool = False  # it has as many, and is in its group's list for that
 
 
 def make_choice(request: Request, index: int, key: Key, output_ids: bytes) -> Choice:

@@ -1,7 +1,8 @@
 """What a StepResult means for the choices that ran."""
 
-from blockyard.services.scheduler.groups import PlanRecord
+from blockyard.services.scheduler.groups import Group, PlanRecord
 from blockyard.services.scheduler.lifecycle import Lifecycle
+from blockyard.services.scheduler.prefix import PrefixCache
 from blockyard.services.scheduler.requests import Choice, Phase, Seat
 from blockyard.services.scheduler.waiting import WaitingQueue
 from blockyard.shared.messages import FinishReason, SlotResult, StepResult, TokenStep
@@ -10,66 +11,78 @@ from blockyard.shared.messages import FinishReason, SlotResult, StepResult, Toke
 class Results:
     """Turns results into TokenSteps and ends what the worker ended. Counts what it saw."""
 
-    def __init__(self, waiting: WaitingQueue, lifecycle: Lifecycle) -> None:
+    def __init__(self, waiting: WaitingQueue, lifecycle: Lifecycle, prefix: PrefixCache) -> None:
         self.num_output_tokens = 0
         self.num_prompt_tokens = 0  # of prompts and of what was computed again
-        self._waiting, self._lifecycle = waiting, lifecycle
+        self._waiting, self._lifecycle, self._prefix = waiting, lifecycle, prefix
 
-    def apply(self, record: PlanRecord, result: StepResult) -> None:
+    def apply(self, group: Group, record: PlanRecord, result: StepResult) -> None:
         """Slots that did not run in the plan are ignored; those that did and are silent produced nothing."""
-        seats, chunks, stamp_s = record.seats, record.chunks, result.stamp_s
+        seats, chunks, take = record.seats, record.chunks, self._take
         for slot in result.slots:
             seat = seats.pop(slot.slot, None)
-            if seat is None or seat.choice.phase is Phase.ENDED:
+            if seat is None:
                 continue
-            choice = seat.choice
-            self._count(seat, slot.num_computed, chunks.get(slot.slot, 1))
-            num_tokens = len(slot.token_ids)
-            finish = slot.finish
-            if num_tokens:
-                if finish is None and choice.known + num_tokens >= seat.limit:
-                    finish = FinishReason.LENGTH  # where the worker's own limit is farther than ours
-                self.num_output_tokens += num_tokens
-            elif finish is None and not slot.prompt_logprobs:
-                continue
-            request = choice.request
-            sink = request.sink
-            if sink is not None:
-                sink.stamp(stamp_s)
-                sink.steps.append(
-                    TokenStep(
-                        request.id,
-                        request.attempt,
-                        choice.index,
-                        len(choice.outputs),
-                        slot.token_ids,
-                        finish,
-                        slot.stop_token,
-                        slot.detail,
-                        slot.logprobs,
-                        slot.first_prompt,
-                        slot.prompt_logprobs,
-                    )
-                )
-            if choice.ticket:
-                self._waiting.grow(choice, num_tokens)
-            choice.known += num_tokens
-            if finish is not None:
-                self._lifecycle.end(choice)
-            else:
-                _remember(choice, slot)
-        for number, seat in seats.items():
+            if slot.finish is not None and slot.finish is FinishReason.FAILED:
+                self._spoil(group, seat)
             if seat.choice.phase is not Phase.ENDED:
-                self._count(seat, seat.computed, chunks.get(number, 1))
+                take(group, seat, slot, chunks.get(slot.slot, 1), result.stamp_s)
+        for number, seat in seats.items():
+            seat.granted -= chunks.get(number, 1)
 
-    def _count(self, seat: Seat, num_computed: int, granted: int) -> None:
-        """A step may compute less than granted: the rest is to be granted again."""
+    def _take(self, group: Group, seat: Seat, slot: SlotResult, granted: int, stamp_s: float) -> None:
+        """What a slot produced goes to its text, and to what is known of its choice.
+
+        A step may compute less than granted: the rest is to be granted again.
+        """
+        choice, finish, num_tokens = seat.choice, slot.finish, len(slot.token_ids)
+        num_computed = slot.num_computed
         done = num_computed - seat.computed
         if done != granted:
             seat.granted -= granted - done
         if seat.computed < seat.prefill_end:
-            self.num_prompt_tokens += done
+            self.num_prompt_tokens += max(0, done)
         seat.computed = num_computed
+        if num_computed >= seat.name_at:
+            self._prefix.due(group, seat)
+        if num_tokens:
+            if finish is None and choice.known + num_tokens >= seat.limit:
+                finish = FinishReason.LENGTH  # where the worker's own limit is farther than ours
+            self.num_output_tokens += num_tokens
+        elif finish is None and not slot.prompt_logprobs:
+            return
+        request = choice.request
+        first = len(choice.outputs)
+        sink = request.sink
+        if sink is not None:
+            sink.stamp(stamp_s)
+            sink.steps.append(
+                TokenStep(
+                    request.id,
+                    request.attempt,
+                    choice.index,
+                    first,
+                    slot.token_ids,
+                    finish,
+                    slot.stop_token,
+                    slot.detail,
+                    slot.logprobs,
+                    slot.first_prompt,
+                    slot.prompt_logprobs,
+                    0 if first else choice.num_cached or 0,
+                )
+            )
+        if choice.ticket:
+            self._waiting.grow(choice, num_tokens)
+        choice.known += num_tokens
+        if finish is not None:
+            self._lifecycle.end(choice)
+        else:
+            _remember(choice, slot)
+
+    def _spoil(self, group: Group, seat: Seat) -> None:
+        for reader in self._prefix.spoilt(group, seat):
+            self._lifecycle.restart(group, reader)
 
 
 def _remember(choice: Choice, slot: SlotResult) -> None:

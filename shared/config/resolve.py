@@ -105,8 +105,6 @@ def gateway(values: Values, model: Checkpoint, process: ProcessConfig, index: in
 
 
 def tokenizer(values: Values, model: Checkpoint, process: ProcessConfig) -> TokenizerConfig:
-    overrides = config_overrides(values)
-    scope = [model.name, model.revision, values.get("kv-cache-dtype", str), msgspec.json.encode(overrides).decode()]
     return _struct(
         TokenizerConfig,
         process,
@@ -115,7 +113,7 @@ def tokenizer(values: Values, model: Checkpoint, process: ProcessConfig) -> Toke
             "tokenizer_path": str(model.tokenizer_path),
             "served_model_names": served_names(values),
             "chat_template": chat_template(values),
-            "block_scope": "|".join(scope),
+            "block_scope": block_scope(values, model),
         },
     )
 
@@ -145,6 +143,7 @@ def scheduler(values: Values, model: Checkpoint, process: ProcessConfig) -> Sche
             "root": model.name,
             "max_num_batched_tokens": budget,
             "depth": run_ahead(values),
+            "block_scope": block_scope(values, model),
         },
     )
 
@@ -165,6 +164,12 @@ def worker(values: Values, model: Checkpoint, process: ProcessConfig) -> WorkerC
             "config_overrides": msgspec.json.encode(config_overrides(values)).decode(),
         },
     )
+
+
+def block_scope(values: Values, model: Checkpoint) -> str:
+    """What else than tokens the KV of a block depends on: tokenizers and scheduler must have the same."""
+    overrides = msgspec.json.encode(config_overrides(values)).decode()
+    return "|".join([model.name, model.revision, values.get("kv-cache-dtype", str), overrides])
 
 
 def served_names(values: Values) -> list[str]:

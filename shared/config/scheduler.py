@@ -14,6 +14,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     max_num_seqs: int = 256  # choices in the batch
     max_num_batched_tokens: int = 2048  # of one step
     enable_chunked_prefill: bool = True
+    enable_prefix_caching: bool = True
+    block_scope: str = ""  # as the tokenizers have it: names of generated blocks go on from theirs
     depth: int = 1  # plans sent ahead of the running one; 0 is lockstep
     max_queue_len: int = 1024  # waiting requests
     max_queue_tokens: int = 2**22  # prompt tokens of waiting requests

@@ -2,6 +2,8 @@
 
 On a machine that others use too, the CPU figures are the scheduler's own and the others are the wait for a core.
 
+Also what a newcomer costs whose prompt of 32k tokens is in the prefix cache, with and without names of its blocks.
+
     python tests/bench/bench_scheduler.py [--running 256] [--steps 3000] [--profile]
 """
 
@@ -21,6 +23,7 @@ import msgspec
 
 from blockyard.services.scheduler.core import Scheduler, SchedulerSettings
 from blockyard.services.scheduler.groups import BatchLimits
+from blockyard.shared.block_names import block_names, root_name
 from blockyard.shared.messages import (
     Attached,
     Choice,
@@ -104,6 +107,37 @@ def measure(running: int, depth: int, steps: int) -> None:
     )
 
 
+def measure_lookup(num_tokens: int, rounds: int) -> None:
+    """A prompt that is found whole, seated in the turn in which it comes: all that the scheduler does for it."""
+    batch = BatchLimits(8, num_tokens, 0)
+    core = Scheduler(
+        ME, SchedulerSettings(names=["m"], root="", batch=batch, max_queue_len=9, max_queue_tokens=10**9), 0
+    )
+    core.present(Member("w", Role.GPU_WORKER, WORKER, "", ready=True), 0.0)
+    core.present(Member("d", Role.DETOKENIZER, DETOKENIZER, "", ready=True), 0.0)
+    core.turn(0.0)
+    core.handle(WORKER, Attached(WORKER, ME, Geometry(num_tokens // 8, 16, 10**6, 32000, [2], 8, num_tokens)), 0.0)
+    prompt = array("I", range(num_tokens)).tobytes()
+    names = block_names(root_name(""), prompt, 16)
+    for label, given in (("names arrive with it", names), ("names to be hashed", b"")):
+        times, found = [], []
+        for i in range(rounds + 1):  # the first fills the cache
+            frame = Generate(f"{label} {i}", 0, "m", prompt, given, Sampling(1), TextOptions(), [Choice(0)])
+            begun = time.perf_counter()
+            core.handle(GATEWAY, frame, 0.0)
+            frames = [outgoing.frame for outgoing in core.turn(0.0)]
+            times.append(1000 * (time.perf_counter() - begun))
+            ((number, start),) = [(f.number, s) for f in frames if isinstance(f, StepPlan) for s in f.starts]
+            found.append(start.num_computed)
+            core.handle(WORKER, StepResult(WORKER, number, [SlotResult(start.slot, [7], num_tokens)], 1.0), 0.0)
+            core.turn(0.0)
+        assert found[-1] == num_tokens - 16, "the last block holds the last token, which is computed"
+        print(
+            f"prompt of {num_tokens} tokens, found, {label}: p50 {statistics.median(times[1:]):.3f} ms, "
+            f"max {max(times[1:]):.3f} ms from Generate to plan"
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--running", type=int, nargs="*", default=[64, 256, 1024])
@@ -113,6 +147,7 @@ def main() -> None:
     for running in args.running:
         for depth in (0, 1):
             measure(running, depth, args.steps)
+    measure_lookup(32768, 40)
     if args.profile:
         bench = Bench(256, 1, args.steps + 100)
         with cProfile.Profile() as profile:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from bench_demo import demo_rows
+from bench_prefix import prefix_rows
 from bench_ring import ring_rows
 from rig import table
 
@@ -20,4 +21,4 @@ def machine() -> str:
 if __name__ == "__main__":
     print(machine())
     print(f"load average at the start: {os.getloadavg()[0]:.2f}\n")
-    print(table([*demo_rows(), *ring_rows()]))
+    print(table([*demo_rows(), *ring_rows(), *prefix_rows()]))

@@ -123,7 +123,15 @@ def test_config_overrides() -> None:
 
 
 def test_overrides_change_the_names_of_blocks() -> None:
-    assert deploy().tokenizers[0].block_scope != deploy("--rope-theta", "7").tokenizers[0].block_scope
+    plain, other = deploy(), deploy("--rope-theta", "7")
+    assert plain.tokenizers[0].block_scope != other.tokenizers[0].block_scope
+    for it in (plain, other):
+        assert it.scheduler.block_scope == it.tokenizers[0].block_scope, "they name the blocks of one chain"
+
+
+def test_prefix_caching_is_on_unless_switched_off() -> None:
+    assert deploy().scheduler.enable_prefix_caching
+    assert not deploy("--no-enable-prefix-caching").scheduler.enable_prefix_caching
 
 
 def test_disable_sliding_window_caps_the_context() -> None:

@@ -78,9 +78,9 @@ CACHE = (
     Flag(
         "enable-prefix-caching",
         Kind.BOOL,
-        False,
+        True,
         "Find KV blocks of earlier requests by what is in them.",
-        refused=not_built("prefix caching; every prompt is computed"),
+        ("scheduler.enable_prefix_caching",),
     ),
     Flag(
         "gpu-memory-utilization",

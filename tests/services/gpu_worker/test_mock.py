@@ -8,15 +8,18 @@ from array import array
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from blockyard.services.gpu_worker.mock import MockRunner, start
 from blockyard.services.gpu_worker.mock_batch import MockBatch, Pattern, PlanError
+from blockyard.services.gpu_worker.mock_kv import MockKV
 from blockyard.services.gpu_worker.mock_model import describe
 from blockyard.shared.config.process import BusConfig, ProcessConfig
 from blockyard.shared.config.worker import MockConfig, WorkerConfig
 from blockyard.shared.errors import LoadError
 from blockyard.shared.messages import (
+    BlockName,
     FinishReason,
     Geometry,
     Sampling,
@@ -38,6 +41,10 @@ def seat(slot: int, blocks: list[int], ids: list[int] = PROMPT, choice: int = 0,
     return SlotStart(slot, array("I", ids).tobytes(), len(PROMPT), 0, blocks, Sampling(**sampling), choice)
 
 
+def found(slot: int, blocks: list[int], num_computed: int, ids: list[int] = PROMPT) -> SlotStart:
+    return msgspec.structs.replace(seat(slot, blocks, ids), num_computed=num_computed)
+
+
 def plan(
     *runs: tuple[int, int],
     ends: Sequence[int] = (),
@@ -48,7 +55,7 @@ def plan(
 
 
 def batch(pattern: Pattern = PATTERN, geometry: Geometry = GEOMETRY) -> MockBatch:
-    return MockBatch(geometry, 4, pattern)
+    return MockBatch(geometry, 4, pattern, MockKV(geometry.block_size))
 
 
 def tokens(it: MockBatch, slot: int, steps: int = 30) -> tuple[list[int], SlotResult | None]:
@@ -166,6 +173,10 @@ BAD = {
     "a slot runs twice": plan((0, 1), (0, 1)),
     "17 tokens granted, the limit is 16": plan((0, 17)),
     "4 runs, the limit is 3": plan((0, 1), (1, 1), (2, 1), (3, 1)),
+    "slot 1 starts on KV that is not its own at 1": plan((1, 1), starts=[found(1, [0, 2], 4, [11, 9, 13, 14, 15])]),
+    "slot 1 starts on KV that is not its own at 0": plan((1, 1), starts=[found(1, [3, 2], 4)]),
+    "3 computed tokens end within a block": plan((1, 2), starts=[found(1, [0, 2], 3)]),
+    "block 0 of slot 1 is slot 0's": plan((1, 5), starts=[seat(1, [0, 2])]),
     "21 tokens start, limit 20": plan((1, 1), starts=[seat(1, [2], list(range(21)))]),
 }
 
@@ -176,6 +187,32 @@ def test_contradictions_are_fatal(says: str) -> None:
     it.step(plan((0, 5), starts=[seat(0, [0, 1])]))
     with pytest.raises(PlanError, match=says):
         it.step(BAD[says])
+
+
+def test_blocks_are_shared_by_those_that_begin_alike() -> None:
+    it = batch()
+    it.step(plan((0, 5), starts=[seat(0, [0, 1])]))
+    (own,) = it.step(plan((1, 5), starts=[seat(1, [2, 3], seed=3)]))
+    (shared,) = it.step(
+        plan((2, 1), ends=[1], starts=[msgspec.structs.replace(found(2, [0, 4], 4), sampling=Sampling(4, seed=3))])
+    )
+    assert (shared.num_computed, shared.token_ids) == (5, own.token_ids)
+    it.step(plan((2, 1), ends=[0]))
+    with pytest.raises(PlanError, match="block 0 of slot 3 is slot 2's"):
+        it.step(plan((3, 5), starts=[seat(3, [0, 5])]))
+
+
+def test_kv_and_names_outlive_slots() -> None:
+    runner = MockRunner(GEOMETRY, PATTERN, step_s=0.0)
+    runner.reset(4)
+    named = msgspec.structs.replace(plan((0, 5), starts=[seat(0, [3, 1])]), names=[BlockName(3, b"n" * 16)])
+    runner.execute(named)
+    runner.reset(4)
+    assert runner.names.listed() == ([3], b"n" * 16)
+    (result,) = runner.execute(plan((0, 1), starts=[found(0, [3, 2], 4)]))
+    assert result.num_computed == 5
+    runner.execute(plan((1, 5), ends=[0], starts=[seat(1, [3, 1], [1, 2, 3, 4, 5])]))
+    assert runner.names.listed() == ([], b"")
 
 
 def test_an_ended_slot_and_its_blocks_have_a_new_life_in_the_same_plan() -> None:

@@ -46,7 +46,8 @@ class FakeWorker:
             del self.tables[slot]
         for start in frame.starts:
             assert start.slot not in busy_slots, f"slot {start.slot} starts while a plan in flight runs it"
-            assert busy_blocks.isdisjoint(start.blocks), f"slot {start.slot} gets blocks of plans in flight"
+            fresh = start.blocks[start.num_computed // self.loop._runner.geometry.block_size :]
+            assert busy_blocks.isdisjoint(fresh), f"slot {start.slot} gets blocks of plans in flight"
             self.tables[start.slot] = set(start.blocks)
         for more in frame.blocks:
             assert busy_blocks.isdisjoint(more.blocks), f"slot {more.slot} gets blocks of plans in flight"
@@ -78,19 +79,27 @@ class FakeWorker:
 
 
 class StutteringBatch(MockBatch):
-    """Now and then a slot gets nowhere in a step, as with a mask that comes late; it repeats its position later."""
+    """Now and then a slot gets no token, as with a mask that comes late: it repeats its last position later.
+
+    The KV of all that it was granted is there all the same, so that others may read it.
+    """
 
     num_stutters = 0
 
     def _run(self, run: SlotRun) -> SlotResult | None:
         slot = self.slots.get(run.slot)
-        if slot is not None and not slot.finished and (slot.num_computed * 5 + run.slot) % 11 == 10:
-            self.num_stutters += 1
-            if self.num_stutters % 4:
-                return SlotResult(run.slot, [], slot.num_computed) if self.num_stutters % 2 else None
-        return super()._run(run)
+        if slot is None or slot.finished or (slot.num_computed * 5 + run.slot) % 11 != 10:
+            return super()._run(run)
+        begin, end = slot.num_computed, slot.num_tokens
+        self.num_stutters += begin + run.max_tokens >= end
+        scores = slot.sampling.num_prompt_logprobs is not None and begin < end - 1
+        if begin + run.max_tokens < end or scores or not self.num_stutters % 4:
+            return super()._run(run)
+        self.kv.write(slot.blocks, begin, slot.states[begin:end])
+        slot.num_computed = end - 1
+        return SlotResult(run.slot, [], end - 1) if self.num_stutters % 2 or begin < end - 1 else None
 
 
 class StutteringRunner(MockRunner):
     def reset(self, num_slots: int) -> None:
-        self._batch = StutteringBatch(self.geometry, num_slots, self._pattern)
+        self._batch = StutteringBatch(self.geometry, num_slots, self._pattern, self.names)

@@ -44,6 +44,7 @@ class Output:
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     finish: FinishReason | None = None
     detail: str = ""
+    num_cached: int | None = None  # as the first step of the first attempt said
 
 
 @dataclass
@@ -66,9 +67,11 @@ class FakeGateway:
     journals: dict[str, Journal] = field(default_factory=dict)
     rooms: list[Frame] = field(default_factory=list)
 
-    def new(self, request_id: str, prompt: list[int], sampling: Sampling, n: int, **more: object) -> Generate:
+    def new(
+        self, request_id: str, prompt: list[int], sampling: Sampling, n: int, names: bytes = b"", **more: object
+    ) -> Generate:
         choices = [Choice(i) for i in range(n)]
-        frame = Generate(request_id, 0, "m", ids_bytes(prompt), b"", sampling, TextOptions(), choices, **more)
+        frame = Generate(request_id, 0, "m", ids_bytes(prompt), names, sampling, TextOptions(), choices, **more)
         self.journals[request_id] = Journal(frame, {i: Output() for i in range(n)})
         return frame
 
@@ -77,9 +80,7 @@ class FakeGateway:
         journal = self.journals[request_id]
         old = journal.frame
         choices = [Choice(i, ids_bytes(journal.outputs[i].ids), len(journal.outputs[i].ids)) for i in journal.open()]
-        journal.frame = Generate(
-            request_id, old.attempt + 1, old.model, old.prompt_ids, b"", old.sampling, old.text, choices
-        )
+        journal.frame = msgspec.structs.replace(old, attempt=old.attempt + 1, choices=choices, deadline_s=None)
         journal.detokenizer = None
         return journal.frame
 
@@ -107,6 +108,10 @@ class FakeGateway:
         assert journal.refused is None, f"text of {step.request_id}, which was refused"
         assert out.finish is None, f"{step.request_id}/{step.choice} ended {out.finish} and again: {step}"
         assert step.first == len(out.ids), f"{step.request_id}/{step.choice} has {len(out.ids)} ids, got {step}"
+        if out.num_cached is None:
+            out.num_cached = step.cached_tokens
+        else:
+            assert not step.cached_tokens or journal.frame.attempt, "cached tokens are said once"
         out.ids += step.token_ids
         out.logprobs += step.logprobs
         for i, logprob in enumerate(step.prompt_logprobs):

@@ -1,7 +1,10 @@
 """What must hold: of the core's state after every step, and of the outputs in the end."""
 
+from collections import Counter
+
 from blockyard.services.gpu_worker.mock_batch import Pattern
 from blockyard.services.scheduler.core import Scheduler
+from blockyard.services.scheduler.groups import Group
 from blockyard.shared.messages import FinishReason
 
 from .fakes import Journal, ids_list
@@ -32,19 +35,37 @@ def check_tokens(journal: Journal, pattern: Pattern, max_model_len: int) -> None
             assert found == dict(enumerate(prompt[1:], 1)), name
 
 
+def check_blocks(group: Group) -> None:
+    """Each block is in one place, and whoever holds it is counted; what has a name has one."""
+    pool, index = group.blocks, group.blocks.index
+    held = Counter(b for seat in group.running for b in seat.blocks)
+    assert [held[b] for b in range(pool.num_ids)] == pool._holders, "holders are miscounted"
+    for seat in group.running:
+        assert len(set(seat.blocks)) == len(seat.blocks)
+    shared = {b for b, count in held.items() if count > 1}
+    assert all(b in seat.blocks[: seat.num_named] for seat in group.running for b in shared & set(seat.blocks))
+    resting = [i for _, ids in pool.bare._resting for i in ids]
+    assert len(resting) == pool.bare.num_resting
+    places = pool.bare._free + resting + list(index._idle) + list(index._cooling) + list(held)
+    assert sorted(places) == list(range(pool.num_ids)), "a block is lost or in two places"
+    assert pool.num_free + pool.num_resting + pool.num_used == pool.num_ids
+    assert pool.num_used == len(held)
+    assert {b: n for n, b in index._block_of.items()} == index._name_of
+    assert index._idle.keys() | index._cooling.keys() <= index._name_of.keys() <= set(places) - {*pool.bare._free}
+    assert list(index._cooling.values()) == sorted(index._cooling.values())
+
+
 def check(core: Scheduler) -> None:
     """Invariants of the core's state."""
     for group in core._groups.attached.values():
         assert len(group.running) <= group.max_num_seqs
         assert [s.key for s in group.running] == sorted(s.key for s in group.running)
         assert len(group.flight) <= group.depth + 1
-        for pool, used in (
-            (group.blocks, [b for seat in group.running for b in seat.blocks]),
-            (group.slots, [seat.slot for seat in group.running]),
-        ):
-            resting = [i for _, ids in pool._resting for i in ids]
-            assert len(resting) == pool.num_resting
-            assert sorted(pool._free + resting + used) == list(range(pool.num_ids)), "an id is lost or has two owners"
+        resting = [i for _, ids in group.slots._resting for i in ids]
+        assert len(resting) == group.slots.num_resting
+        used = [seat.slot for seat in group.running]
+        assert sorted(group.slots._free + resting + used) == list(range(group.slots.num_ids)), "a slot is lost"
+        check_blocks(group)
         for seat in group.running:
             request = seat.choice.request
             last = request.num_prompt + request.frame.sampling.max_tokens - 1  # is sampled, never computed

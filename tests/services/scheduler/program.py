@@ -5,7 +5,7 @@ from typing import TypeVar
 
 from blockyard.shared.messages import Cancel, TokenStep
 
-from .fakes import FakeGateway
+from .fakes import FakeGateway, ids_list
 from .world import Shape, World
 
 BYTES_PER_STEP = 3
@@ -84,7 +84,18 @@ class Program:
         if b % 9 == 8:
             sampling["ignore_eos"] = True
         deadline_s = 2.0 if b % 11 == 10 else None
-        self.world.submit(gateway, str(number), num_prompt, 1 + a % 3, deadline_s, **sampling)
+        self.world.submit(
+            gateway, str(number), num_prompt, 1 + a % 3, deadline_s, self._prompt(a, b, num_prompt), **sampling
+        )
+
+    def _prompt(self, a: int, b: int, num_prompt: int) -> list[int]:
+        """Many begin alike, and some go on where another request has ended."""
+        prompt = [(i * 7 + b % 2) % 50 for i in range(num_prompt)]
+        journals = [j for g in self.world.gateways.values() for j in g.journals.values()]
+        earlier = pick(journals, b)
+        if earlier is not None and a % 3 == 1:
+            prompt = (ids_list(earlier.frame.prompt_ids) + earlier.outputs[0].ids + prompt)[:num_prompt]
+        return prompt
 
     def cancel(self, a: int, b: int) -> None:
         for gateway, request_id in self._open(a):

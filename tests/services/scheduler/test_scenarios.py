@@ -112,7 +112,7 @@ def test_no_more_sequences_than_allowed(ring: type[Ring]) -> None:
 def test_the_newest_is_preempted_and_its_results_still_count(ring: type[Ring]) -> None:
     it = ring(num_blocks=8, block_size=4, depth=1)
     it.submit("old", 10, max_tokens=20)
-    it.submit("new", 10, max_tokens=20)
+    it.submit("new", 10, max_tokens=20, salt="shares nothing")
     while not it.world.core.stats().preemptions_total:
         it.steps(1)
     new = it.world.core._lifecycle.requests["new"].choices[0]

@@ -149,13 +149,23 @@ def test_stats_are_published() -> None:
 def test_the_report_tells_rates_and_keeps_quiet_when_idle(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     report = Report(10.0, True, 0.0)
-    stats = Stats(running=3, waiting=1, output_tokens_total=500, steps_total=9, blocks_used=25, blocks_total=100)
+    stats = Stats(
+        running=3,
+        waiting=1,
+        output_tokens_total=500,
+        steps_total=9,
+        blocks_used=25,
+        blocks_total=100,
+        prefix_queries_total=80,
+        prefix_hits_total=20,
+    )
     assert not report.due(9.9)
     assert report.due(10.0)
     report.tell(stats, 10.0)
+    assert "prefix cache hits 25.0%" in caplog.text
     assert "generation 50.0 tokens/s, running 3, waiting 1, KV usage 25.0%" in caplog.text
     caplog.clear()
-    idle = Stats(output_tokens_total=500, steps_total=9)
+    idle = Stats(output_tokens_total=500, steps_total=9, prefix_queries_total=80)
     report.tell(idle, 20.0)
     assert not caplog.text
     Report(10.0, False, 0.0).tell(stats, 10.0)

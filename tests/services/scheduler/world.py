@@ -1,17 +1,21 @@
 """A scheduler core with everything around it faked, and the invariants that must hold after every step."""
 
 import itertools
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from blockyard.services.gpu_worker.mock import MockRunner
 from blockyard.services.gpu_worker.mock_batch import Pattern
+from blockyard.services.gpu_worker.mock_kv import states_of
 from blockyard.services.gpu_worker.service import Worker
 from blockyard.services.scheduler.core import Scheduler, SchedulerSettings
 from blockyard.services.scheduler.groups import BatchLimits
 from blockyard.services.scheduler.outbox import Outgoing
+from blockyard.shared.block_names import block_names, root_name
 from blockyard.shared.fake_links import FakeLinks
 from blockyard.shared.messages import (
+    Attached,
     Generate,
     Geometry,
     Member,
@@ -24,8 +28,10 @@ from blockyard.shared.messages import (
 )
 
 from .fake_worker import SCHEDULER, FakeWorker, StutteringRunner
-from .fakes import FakeDetokenizer, FakeGateway, Journal
+from .fakes import FakeDetokenizer, FakeGateway, Journal, ids_bytes, ids_list
 from .invariants import EOS, check, check_tokens
+
+SCOPE = "m|main"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +47,7 @@ class Shape:
     max_queue_tokens: int = 10_000
     whole_prompts: bool = False
     stutters: bool = False
+    prefix_caching: bool = True
 
     @property
     def limit(self) -> int:
@@ -63,6 +70,8 @@ class World:
                 max_queue_len=shape.max_queue_len,
                 max_queue_tokens=shape.max_queue_tokens,
                 whole_prompts=shape.whole_prompts,
+                prefix_caching=shape.prefix_caching,
+                block_scope=SCOPE,
             ),
             created=0,
         )
@@ -149,11 +158,24 @@ class World:
         num_prompt: int,
         n: int = 1,
         deadline_s: float | None = None,
+        prompt: list[int] | None = None,
+        salt: str = "",
         **sampling: object,
     ) -> Generate:
+        """Every other request brings the names of its blocks. `prompt` replaces the usual one of this length."""
         sampling.setdefault("max_tokens", 8)
-        prompt = [(i * 7 + num_prompt) % 50 for i in range(num_prompt)]
-        frame = gateway.new(request_id, prompt, Sampling(**sampling), n, deadline_s=deadline_s)
+        prompt = prompt or [(i * 7 + num_prompt) % 50 for i in range(num_prompt)]
+        named = len(gateway.journals) % 2
+        names = block_names(root_name(SCOPE, cache_salt=salt), ids_bytes(prompt), self.shape.block_size)
+        frame = gateway.new(
+            request_id,
+            prompt,
+            Sampling(**sampling),
+            n,
+            names if named else b"",
+            deadline_s=deadline_s,
+            cache_salt=salt,
+        )
         self.tell(gateway.incarnation, frame)
         return frame
 
@@ -163,6 +185,8 @@ class World:
     def work(self, worker: FakeWorker) -> None:
         for answer in worker.work():
             self.num_steps += isinstance(answer, StepResult)
+            if isinstance(answer, Attached):
+                self.check_names(worker)
             self.tell(worker.incarnation, answer)
 
     def detokenize(self, detokenizer: FakeDetokenizer) -> None:
@@ -208,6 +232,21 @@ class World:
             assert not journal.open(), f"{journal.frame.request_id} never ended"
             check_tokens(journal, self.pattern, self.shape.limit)
 
+    def check_names(self, worker: FakeWorker) -> None:
+        """What a worker says its blocks hold is what they hold, as far as journals know the tokens."""
+        kv, size = worker.loop._runner.names, self.shape.block_size
+        states: dict[bytes, int] = {}
+        for journal in [j for g in self.gateways.values() for j in g.journals.values()] + self.done:
+            root = root_name(SCOPE, cache_salt=journal.frame.cache_salt)
+            for out in journal.outputs.values():
+                ids = array("I", ids_list(journal.frame.prompt_ids) + out.ids)
+                names = block_names(root, ids.tobytes(), size)
+                ends = states_of(ids)[size - 1 :: size]
+                states |= {names[16 * i : 16 * i + 16]: state for i, state in enumerate(ends)}
+        for block, name in kv.names.items():
+            held = kv._states[block * size + size - 1]
+            assert states.get(name, held) == held, f"block {block} does not hold what its name says"
+
     def check_idle(self) -> None:
         stats = self.core.stats()
         assert (stats.running, stats.waiting, stats.blocks_used) == (0, 0, 0)
@@ -215,6 +254,8 @@ class World:
         for group in self.core._groups.attached.values():
             assert group.blocks.num_free == group.blocks.num_ids
             assert group.slots.num_free == group.slots.num_ids
+        for worker in self.workers.values():
+            self.check_names(worker)
         for sink in self.core._streams._sinks.values():
             assert sink.num_streams == 0
         for detokenizer in self.detokenizers.values():

@@ -1,0 +1,119 @@
+"""Which blocks hold what, by name, and in which order those that nobody uses are given up."""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from blockyard.services.scheduler.id_pool import Horizon
+
+
+class PrefixIndex:
+    """Names of full blocks. A block without users stays findable until it is reclaimed, least recently used first.
+
+    One that was left under a plan in flight may be found, and read by later plans, at once; it cools until that
+    plan's result is in, before which nobody may write it.
+    """
+
+    def __init__(self, horizon: Horizon) -> None:
+        self._horizon = horizon
+        self._block_of: dict[bytes, int] = {}
+        self._name_of: dict[int, bytes] = {}
+        self._cooling: OrderedDict[int, int] = OrderedDict()  # block -> last plan sent when it was left
+        self._idle: OrderedDict[int, None] = OrderedDict()
+        self._news: dict[int, bytes] = {}  # what the worker has not been told
+
+    @property
+    def num_cooling(self) -> int:
+        return len(self._cooling)
+
+    @property
+    def num_idle(self) -> int:
+        return len(self._idle)
+
+    def find(self, names: list[bytes], most: int) -> list[int]:
+        """Blocks of the first names, `most` of them, up to the first that is not here."""
+        found: list[int] = []
+        block_of = self._block_of
+        for i in range(min(most, len(names))):
+            block = block_of.get(names[i])
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def put(self, block: int, name: bytes) -> bool:
+        """Makes a block findable for plans not yet sent. False if another one has that name."""
+        if self._block_of.setdefault(name, block) != block:
+            return False
+        self._name_of[block] = name
+        self._news[block] = name
+        return True
+
+    def has(self, block: int) -> bool:
+        return block in self._name_of
+
+    def adopt(self, blocks: Iterable[int], names: list[bytes]) -> list[int]:
+        """Takes over what a worker's blocks hold, oldest first. Returns the blocks it took."""
+        for block, name in zip(blocks, names, strict=True):
+            if self.put(block, name):
+                self._idle[block] = None
+        self._news.clear()  # it comes from the worker
+        return list(self._idle)
+
+    def drop(self, block: int) -> bool:
+        """Forgets a name. True if nobody used the block, which is the caller's then and still to be rested."""
+        name = self._name_of.pop(block, None)
+        if name is None:
+            return False
+        del self._block_of[name]
+        self._news.pop(block, None)
+        if block in self._idle:
+            del self._idle[block]
+            return True
+        return self._cooling.pop(block, None) is not None
+
+    def wake(self, block: int) -> None:
+        """A block without users gets one."""
+        if block in self._idle:
+            del self._idle[block]
+        else:
+            del self._cooling[block]
+
+    def rest(self, block: int) -> None:
+        """The last user of a named block has left it."""
+        if self._horizon.sent == self._horizon.done:
+            self._idle[block] = None
+        else:
+            self._cooling[block] = self._horizon.sent
+
+    def touch(self, name: bytes) -> int | None:
+        """A block was left that holds the same as the one with this name: that one counts as left now, too."""
+        block = self._block_of.get(name)
+        if block is not None and (block in self._idle or block in self._cooling):
+            self.wake(block)
+            self.rest(block)
+        return block
+
+    def settle(self) -> None:
+        """To be called when `horizon.done` has moved."""
+        while self._cooling:
+            block = next(iter(self._cooling))
+            if self._cooling[block] > self._horizon.done:
+                return
+            del self._cooling[block]
+            self._idle[block] = None
+
+    def reclaim(self) -> int | None:
+        """Gives up the block that was left first."""
+        if not self._idle:
+            return None
+        block, _ = self._idle.popitem(last=False)
+        del self._block_of[self._name_of.pop(block)]
+        self._news.pop(block, None)
+        return block
+
+    def num_idle_of(self, blocks: list[int]) -> int:
+        return sum(block in self._idle for block in blocks)
+
+    def take_news(self) -> dict[int, bytes]:
+        news, self._news = self._news, {}
+        return news

@@ -1,0 +1,113 @@
+"""A slot that starts on blocks of earlier ones goes on as if it had computed them itself, up to ties."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from plan_driver import Driver, as_bytes
+from ties import Score, Ties
+from tiny_models import BY_NAME, VOCAB, greedy_score, start
+
+from blockyard.services.gpu_worker.runner import Runner
+from blockyard.shared.messages import BlockName, FinishReason, Sampling, SlotRun, SlotStart, StepPlan
+
+GREEDY = Sampling(max_tokens=30, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Runner, Score]:
+    folder: Path = tmp_path_factory.mktemp("tiny")
+    theirs = BY_NAME["llama"].save(folder)
+    return start(folder, max_model_len=256), greedy_score(theirs)
+
+
+def prompt_of(n: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(2, VOCAB, n).tolist()
+
+
+def plain(runner: Runner, prompt: list[int]) -> list[int]:
+    driver = Driver(runner)
+    stream = driver.add(prompt, GREEDY)
+    driver.run()
+    return stream.output
+
+
+def seat(slot: int, prompt: list[int], blocks: list[int], num_computed: int = 0) -> SlotStart:
+    return SlotStart(slot, as_bytes(prompt), len(prompt), num_computed, blocks, GREEDY, 0)
+
+
+def run(runner: Runner, starts: list[SlotStart], chunk: int) -> dict[int, list[int]]:
+    """Runs some slots together to their ends; what each produced."""
+    outputs: dict[int, list[int]] = {s.slot: [] for s in starts}
+    live = set(outputs)
+    number = 0
+    while live:
+        number += 1
+        runs = [SlotRun(slot, chunk) for slot in sorted(live)]
+        for result in runner.execute(StepPlan(1, number, [], starts if number == 1 else [], [], runs)):
+            outputs[result.slot] += result.token_ids
+            if result.finish is not None:
+                assert result.finish is FinishReason.LENGTH
+                live.discard(result.slot)
+    runner.execute(StepPlan(1, number + 1, list(outputs), [], [], []))
+    return outputs
+
+
+@pytest.mark.parametrize("chunk", [3, 16, 1000])
+def test_turns_of_a_conversation_on_shared_blocks(
+    tiny: tuple[Runner, Score], chunk: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Second turns read the prompt's and the generated blocks of the first, two at once beside a stranger."""
+    runner, score = tiny
+    size, ties = runner.geometry.block_size, Ties()
+    first, stranger = prompt_of(45, 1), prompt_of(30, 2)
+    expected = plain(runner, first)
+    runner.reset(8)
+    table = [*range(30, 30 + 10)]
+    (output,) = run(runner, [seat(0, first, table)], chunk).values()
+    ties.compare("first turn", first, expected, output, score)
+    full = (len(first) + len(output) - 1) // size  # the last token was sampled and never computed
+    assert full * size > len(first) + size, "a block of generated tokens alone is among them"
+    said = first + output
+    turns = [said + prompt_of(9, 3), said[: full * size] + prompt_of(1, 4), stranger]
+    expected_turns = [plain(runner, turn) for turn in turns]
+    runner.reset(8)  # a scheduler that attaches: KV stays
+    # `plain` took blocks of its own choice: the first turn is computed once more where it was
+    run(runner, [seat(0, first, table)], chunk)
+    starts = [
+        seat(3, turns[0], [*table[:full], *range(50, 60)], full * size),
+        seat(1, turns[1], [*table[:full], *range(60, 70)], full * size),
+        seat(2, turns[2], [*range(70, 80)]),
+    ]
+    outputs = run(runner, starts, chunk)
+    for slot, turn, wanted in zip((3, 1, 2), turns, expected_turns, strict=True):
+        ties.compare(f"slot {slot}", turn, wanted, outputs[slot], score)
+    with capsys.disabled():
+        print(f"\nprefix hits, chunks of {chunk}: {ties.check()}", end="")
+
+
+def test_blocks_that_are_read_keep_their_names(tiny: tuple[Runner, Score]) -> None:
+    runner, _ = tiny
+    runner.reset(4)
+    size = runner.geometry.block_size
+    prompt = prompt_of(2 * size + 3, 5)
+    names = [BlockName(5, b"a" * 16), BlockName(6, b"b" * 16)]
+    runner.execute(StepPlan(1, 1, [], [seat(0, prompt, [5, 6, 7])], [], [SlotRun(0, 1000)], names))
+    runner.execute(StepPlan(1, 2, [0], [seat(1, prompt, [5, 6, 8], 2 * size)], [], [SlotRun(1, 1000)]))
+    assert {5, 6} <= set(runner.names.listed()[0])
+
+
+def test_names_of_a_slot_that_could_not_start_are_not_learnt(tiny: tuple[Runner, Score]) -> None:
+    """Plans name its blocks in good faith, also those sent before the failure was known."""
+    runner, _ = tiny
+    runner.reset(4)
+    size = runner.geometry.block_size
+    bad = seat(0, [*prompt_of(2 * size, 6), VOCAB], [20, 21, 22])
+    (result,) = runner.execute(StepPlan(1, 1, [], [bad], [], [SlotRun(0, size)], [BlockName(20, b"a" * 16)]))
+    assert result.finish is FinishReason.FAILED
+    runner.execute(StepPlan(1, 2, [], [], [], [SlotRun(0, size)], [BlockName(21, b"b" * 16)]))
+    assert not {20, 21} & set(runner.names.listed()[0])
+    good = seat(1, prompt_of(2 * size + 1, 7), [20, 21, 22])
+    names = [BlockName(20, b"c" * 16), BlockName(21, b"d" * 16)]
+    runner.execute(StepPlan(1, 3, [0], [good], [], [SlotRun(1, 1000)], names))
+    assert {20, 21} <= set(runner.names.listed()[0])
