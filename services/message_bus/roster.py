@@ -1,8 +1,12 @@
 """Who is alive: decided from heartbeats, farewells and reports of broken links."""
 
-from blockyard.shared.messages import Announce, Frame, Leave, LinkLost, Member
+import msgspec
+
+from blockyard.shared.messages import Announce, Frame, Leave, LinkLost, Member, Stats
 
 PUSH_STATS_S = 0.5
+
+_NO_STATS = Stats()
 
 
 class Roster:
@@ -65,5 +69,5 @@ class Roster:
             self._changed = True
 
 
-def _without_stats(member: Member) -> tuple[object, ...]:
-    return (member.endpoint, member.model, member.ready, member.phase, member.progress, member.notes, member.card)
+def _without_stats(member: Member) -> Member:
+    return msgspec.structs.replace(member, stats=_NO_STATS)

@@ -8,6 +8,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -17,6 +18,11 @@ from pathlib import Path
 
 import aiohttp
 import msgspec
+
+from blockyard.services.message_bus.roster import Roster
+from blockyard.services.message_bus.service import Registry
+from blockyard.shared.config.process import BusConfig
+from blockyard.shared.registry_socket import RegistrySocket
 
 ROOT = Path(__file__).parents[2]
 START_LIMIT_S = 120.0
@@ -174,3 +180,19 @@ def table(rows: list[Row]) -> str:
     """A Markdown table of what, measured, bar."""
     lines = ["| what | measured | bar |", "|---|---|---|", *(f"| {a} | {b} | {c} |" for a, b, c in rows)]
     return "\n".join(lines)
+
+
+@contextlib.contextmanager
+def registry(bus: BusConfig) -> Iterator[None]:
+    """A message bus in a thread of this process, quicker to give up on the silent than the real one."""
+    stopped = threading.Event()
+    server = RegistrySocket(bus)
+    loop = Registry(server, Roster(time.monotonic(), dead_after_s=1.5, settle_s=1.2))
+    thread = threading.Thread(target=loop.run, args=(stopped,))
+    thread.start()
+    try:
+        yield
+    finally:
+        stopped.set()
+        thread.join()
+        server.close()

@@ -1,46 +1,27 @@
 """Links over real sockets and processes: delivery, order, death, restart, strangers."""
 
 import asyncio
-import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
 import textwrap
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
 import zmq
+from rig import registry
 
-from blockyard.services.message_bus.roster import Roster
-from blockyard.services.message_bus.service import Registry
 from blockyard.shared.bus import Gone, Joined, Links
 from blockyard.shared.config.process import BusConfig
 from blockyard.shared.curve import write_keys
 from blockyard.shared.messages import Announce, Cancel, Hello, Member, Members, Role, Stop, StreamRef
-from blockyard.shared.registry_socket import RegistrySocket
 
 Accepts = Cancel | Stop
-
-
-@contextlib.contextmanager
-def registry(bus: BusConfig) -> Iterator[None]:
-    stopped = threading.Event()
-    server = RegistrySocket(bus)
-    loop = Registry(server, Roster(time.monotonic(), dead_after_s=1.5, settle_s=1.2))
-    thread = threading.Thread(target=loop.run, args=(stopped,))
-    thread.start()
-    try:
-        yield
-    finally:
-        stopped.set()
-        thread.join()
-        server.close()
 
 
 @pytest.fixture(params=["ipc", "tcp"])

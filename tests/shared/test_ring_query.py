@@ -1,22 +1,17 @@
 """A look at the membership list from outside: answered once, joins nobody, shows who is not ready."""
 
-import contextlib
 import socket
-import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rig import registry
 
-from blockyard.services.message_bus.roster import Roster
-from blockyard.services.message_bus.service import Registry
 from blockyard.shared.bus import Links
 from blockyard.shared.config.process import BusConfig
 from blockyard.shared.curve import write_keys
 from blockyard.shared.errors import BlockyardError
 from blockyard.shared.messages import Cancel, Member, Role
-from blockyard.shared.registry_socket import RegistrySocket
 from blockyard.shared.ring_query import as_lines, ask_members, not_ready
 
 
@@ -36,21 +31,6 @@ def bus(tmp_path: Path) -> BusConfig:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return bus_config(tmp_path / "keys", probe.getsockname()[1])
-
-
-@contextlib.contextmanager
-def registry(bus: BusConfig) -> Iterator[None]:
-    stopped = threading.Event()
-    server = RegistrySocket(bus)
-    loop = Registry(server, Roster(time.monotonic(), dead_after_s=1.5, settle_s=1.2))
-    thread = threading.Thread(target=loop.run, args=(stopped,))
-    thread.start()
-    try:
-        yield
-    finally:
-        stopped.set()
-        thread.join()
-        server.close()
 
 
 def test_a_look_shows_the_members_and_adds_none(bus: BusConfig) -> None:
