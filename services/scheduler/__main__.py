@@ -5,8 +5,8 @@ import sys
 import threading
 import time
 
-from blockyard.services.scheduler.core import Scheduler, SchedulerSettings
-from blockyard.services.scheduler.groups import BatchLimits
+from blockyard.services.scheduler.core import Scheduler
+from blockyard.services.scheduler.from_config import settings_of
 from blockyard.services.scheduler.report import Report
 from blockyard.services.scheduler.service import Service
 from blockyard.shared import settings
@@ -20,20 +20,7 @@ def serve(config: SchedulerConfig) -> None:
     signal.signal(signal.SIGTERM, lambda *_: stopped.set())
     names = config.served_model_names
     with Links[SchedulerIn](config.process.name, Role.SCHEDULER, config.process.bus, SchedulerIn, names[0]) as links:
-        core = Scheduler(
-            links.me.incarnation,
-            SchedulerSettings(
-                names=names,
-                root=config.root,
-                batch=BatchLimits(config.max_num_seqs, config.max_num_batched_tokens, config.depth),
-                max_queue_len=config.max_queue_len,
-                max_queue_tokens=config.max_queue_tokens,
-                whole_prompts=not config.enable_chunked_prefill,
-                prefix_caching=config.enable_prefix_caching,
-                block_scope=config.block_scope,
-            ),
-            created=int(time.time()),
-        )
+        core = Scheduler(links.me.incarnation, settings_of(config), created=int(time.time()))
         Service(links, core, Report(config.stats_interval_s, config.log_stats, time.monotonic())).run(stopped)
 
 

@@ -1,0 +1,18 @@
+"""What a scheduler is told by its settings; the simulator reads them with the same words."""
+
+from blockyard.services.scheduler.core import SchedulerSettings
+from blockyard.services.scheduler.groups import BatchLimits
+from blockyard.shared.config.scheduler import SchedulerConfig
+
+
+def settings_of(config: SchedulerConfig) -> SchedulerSettings:
+    return SchedulerSettings(
+        names=config.served_model_names,
+        root=config.root,
+        batch=BatchLimits(config.max_num_seqs, config.max_num_batched_tokens, config.depth),
+        max_queue_len=config.max_queue_len,
+        max_queue_tokens=config.max_queue_tokens,
+        whole_prompts=not config.enable_chunked_prefill,
+        prefix_caching=config.enable_prefix_caching,
+        block_scope=config.block_scope,
+    )
