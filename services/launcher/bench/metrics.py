@@ -8,24 +8,15 @@ E2EL  from sending a request to its last token
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
 from blockyard.services.launcher.bench.outcome import Outcome
 from blockyard.shared.errors import ConfigError
+from blockyard.shared.spread import Spread, spread
 
 LIMITED = ("ttft", "tpot", "itl", "e2el")
-
-
-class Spread(msgspec.Struct, frozen=True):
-    """How values lie, in their own unit."""
-
-    mean: float
-    p50: float
-    p90: float
-    p99: float
-    max: float
 
 
 class Summary(msgspec.Struct, frozen=True):
@@ -50,22 +41,6 @@ class Summary(msgspec.Struct, frozen=True):
     tpot_ms: Spread | None
     itl_ms: Spread | None
     e2el_ms: Spread | None
-
-
-def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Of ascending values, interpolated between neighbours as numpy does by default."""
-    at = (len(ordered) - 1) * percent / 100
-    low = int(at)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
-
-
-def spread(values: Iterable[float], scale: float = 1.0) -> Spread | None:
-    ordered = sorted(value * scale for value in values)
-    if not ordered:
-        return None
-    p50, p90, p99 = (percentile(ordered, percent) for percent in (50, 90, 99))
-    return Spread(sum(ordered) / len(ordered), p50, p90, p99, ordered[-1])
 
 
 def ttft_s(one: Outcome) -> float:

@@ -9,15 +9,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import blockyard
-from blockyard.services.launcher.bench import flags, metrics, report, workload
+from blockyard.services.launcher.bench import flags, report, workload
 from blockyard.services.launcher.bench.datasets import Ask, RandomIds
-from blockyard.services.launcher.bench.metrics import Spread
 from blockyard.services.launcher.bench.server import BenchError
 from blockyard.services.launcher.llm import LLM
 from blockyard.services.launcher.offline.outputs import RequestOutput
 from blockyard.services.launcher.offline.sampling_params import SamplingParams
 from blockyard.shared.config import given as given_flags
 from blockyard.shared.errors import ConfigError
+from blockyard.shared.spread import Spread, spread, spread_head, spread_row
 
 Figures = dict[str, float | Spread | None]
 
@@ -33,7 +33,7 @@ def latency(args: Sequence[str]) -> int:
             prompts = [draw(rng, given.input_len) for _ in range(given.batch_size)]  # anew: none is cached
             asks = [Ask(prompt, given.input_len, given.output_len) for prompt in prompts]
             seconds.append(timed(llm, asks, show_bar=False))
-    values = metrics.spread(seconds[given.num_iters_warmup :], 1000)
+    values = spread(seconds[given.num_iters_warmup :], 1000)
     assert values is not None, "at least one iteration"
     figures: Figures = {
         "latency_ms": values,
@@ -45,7 +45,7 @@ def latency(args: Sequence[str]) -> int:
         f"{given.batch_size} prompts of {given.input_len} tokens, {given.output_len} tokens out each,"
         f" {given.num_iters} times"
     )
-    print(report.spread_head("ms"), report.spread_row("batch", values), sep="\n")
+    print(spread_head("ms"), spread_row("batch", values), sep="\n")
     print(
         f"{figures['per_output_token_ms']:.3f} ms an output token (p50),"
         f" {figures['output_tokens_per_s']:,.1f} tokens out/s"

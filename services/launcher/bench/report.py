@@ -5,9 +5,10 @@ from pathlib import Path
 
 import msgspec
 
-from blockyard.services.launcher.bench.metrics import Spread, Summary, e2el_s, gaps_s, tpot_s, ttft_s
+from blockyard.services.launcher.bench.metrics import Summary, e2el_s, gaps_s, tpot_s, ttft_s
 from blockyard.services.launcher.bench.outcome import Outcome
 from blockyard.shared.errors import ConfigError
+from blockyard.shared.spread import Spread, spread_head, spread_row
 
 BUSY = 0.8  # share of a core from which on the client may be what is measured
 MAX_FAILURES = 5  # shown on the terminal
@@ -88,17 +89,6 @@ def write(path: Path, data: bytes) -> None:
 
 def as_json(report: ServeReport | OfflineReport) -> bytes:
     return msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n"
-
-
-def spread_row(name: str, values: Spread | None) -> str:
-    if values is None:
-        return f"{name:<10}" + f"{'-':>11}" * 5
-    cells = (values.mean, values.p50, values.p90, values.p99, values.max)
-    return f"{name:<10}" + "".join(f"{cell:>11,.2f}" for cell in cells)
-
-
-def spread_head(unit: str) -> str:
-    return f"{unit:<10}" + "".join(f"{name:>11}" for name in ("mean", "p50", "p90", "p99", "max"))
 
 
 def text(report: ServeReport) -> str:

@@ -31,6 +31,7 @@ from blockyard.services.launcher.bench.datasets import Ask, Draw
 from blockyard.services.launcher.bench.outcome import Outcome
 from blockyard.services.launcher.bench.server import BenchError, Server
 from blockyard.shared.errors import ConfigError
+from blockyard.shared.spread import spread
 
 WARM_UP_OUTPUT = 16  # tokens
 
@@ -158,7 +159,7 @@ def _report(
         model=model,
         settings=settings | {"request_rate": str(given.request_rate), "burstiness": str(given.burstiness)},
         summary=metrics.summarize(outcomes, course.ended_s - course.started_s, limits),
-        client=report.ClientLoad(watched.cpu_share, watched.peak_cpu_share, metrics.spread(late_s, 1000)),
+        client=report.ClientLoad(watched.cpu_share, watched.peak_cpu_share, spread(late_s, 1000)),
         failures=metrics.failures(outcomes),
         requests=report.requests(outcomes, course.started_s),
     )

@@ -3,7 +3,6 @@
 import pytest
 
 from blockyard.services.launcher.bench import metrics
-from blockyard.services.launcher.bench.metrics import Spread
 from blockyard.services.launcher.bench.outcome import Outcome
 from blockyard.shared.errors import ConfigError
 
@@ -31,14 +30,6 @@ def test_a_run_by_hand() -> None:
     assert s.itl_ms is not None  # 20, 40 and 60 in one pool
     assert (s.itl_ms.mean, s.itl_ms.p50, s.itl_ms.p90) == (pytest.approx(40), pytest.approx(40), pytest.approx(56))
     assert s.e2el_ms is not None and s.e2el_ms.mean == pytest.approx((160 + 300 + 100) / 3)
-
-
-def test_percentiles_interpolate() -> None:
-    ordered = [float(i) for i in range(11)]
-    assert [metrics.percentile(ordered, p) for p in (0, 50, 90, 95, 100)] == pytest.approx([0, 5, 9, 9.5, 10])
-    assert metrics.percentile([3.0], 99) == 3.0
-    assert metrics.spread([3.0, 1.0], 1000) == Spread(2000.0, 2000.0, 2800.0, 2980.0, 3000.0)
-    assert metrics.spread([]) is None
 
 
 @pytest.mark.parametrize(

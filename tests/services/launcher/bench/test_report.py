@@ -12,6 +12,7 @@ from blockyard.services.launcher.bench import metrics, plots, report, watch
 from blockyard.services.launcher.bench.bar import Bar
 from blockyard.services.launcher.bench.client import Course
 from blockyard.services.launcher.bench.outcome import Outcome
+from blockyard.shared import charts
 from blockyard.shared.errors import ConfigError
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -80,28 +81,16 @@ def test_the_page_is_one_well_formed_file_with_three_plots() -> None:
     for line in root.iter(f"{SVG}polyline"):
         for point in line.attrib["points"].split():
             x, y = map(float, point.split(","))
-            assert 0 <= x <= plots.WIDTH and 0 <= y <= plots.HEIGHT
+            assert 0 <= x <= charts.WIDTH and 0 <= y <= charts.HEIGHT
     failed = plots.page(reported(found[-1:]), found[-1:], 0.0)
     assert failed.count("<svg") == 1, "only the running requests can be drawn"
 
 
-def test_curves() -> None:
-    assert plots.cdf([3.0, 1.0]) == [(1.0, 0.5), (3.0, 1.0)]
-    many = plots.cdf([float(i) for i in range(100_000)])
-    assert len(many) <= plots.MAX_POINTS + 1
-    assert (many[0], many[-1]) == ((0.0, 1e-5), (99_999.0, 1.0))
+def test_the_timeline_has_a_step_for_each_change() -> None:
     steps = plots.timeline([Outcome(1.0, 3.0), Outcome(2.0, 3.0)], 1.0)
     rise, fall = [(0.0, 0.0), (0.0, 0.0), (0.0, 1.0), (1.0, 1.0), (1.0, 2.0)], [(2.0, 2.0), (2.0, 1.0), (2.0, 1.0)]
     assert steps == [*rise, *fall, (2.0, 0.0)]
     assert plots.timeline([], 0.0) == []
-    assert plots.svg("t", "x", "y", []) == ""
-
-
-@pytest.mark.parametrize(("high", "ticks"), [(1.0, [0, 0.2, 0.4, 0.6, 0.8, 1]), (9.0, [0, 2, 4, 6, 8]), (1e-6, None)])
-def test_ticks_are_round(high: float, ticks: list[float] | None) -> None:
-    found = plots.Axis(0.0, high, 0.0, 100.0).ticks()
-    assert 4 <= len(found) <= 7
-    assert ticks is None or found == pytest.approx(ticks)
 
 
 def test_the_bar_counts() -> None:
