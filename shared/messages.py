@@ -66,6 +66,10 @@ class Stats(Record, frozen=True):
     malformed_total: int = 0  # frames that did not decode
     prefix_queries_total: int = 0  # tokens looked up in the prefix cache
     prefix_hits_total: int = 0  # tokens found there
+    host_blocks_used: int = 0  # KV blocks in host memory
+    host_blocks_total: int = 0
+    blocks_saved_total: int = 0  # from the device to host memory
+    blocks_fetched_total: int = 0  # and back
 
 
 class Member(Record, frozen=True):
@@ -404,6 +408,8 @@ class Geometry(Record, frozen=True):
     max_num_seqs: int
     max_num_batched_tokens: int
     bytes_per_block: int = 0
+    num_host_blocks: int = 0  # in host memory, of the same size
+    window: int | None = None  # keys that a token sees at most, itself included; None: in some layer it sees all
 
 
 class Attached(Frame, frozen=True):
@@ -412,6 +418,8 @@ class Attached(Frame, frozen=True):
     geometry: Geometry
     block_ids: list[int] = []  # full blocks whose plan completed ...
     block_names: bytes = b""  # ... and their names, 16 bytes each
+    host_block_ids: list[int] = []  # blocks in host memory that hold something ...
+    host_block_names: bytes = b""  # ... and their names
 
 
 class Fenced(Frame, frozen=True):
@@ -461,8 +469,24 @@ class BlockName(Record, frozen=True):
     name: bytes
 
 
+class BlockSave(Record, frozen=True):
+    """A block of the device is kept in host memory, before anything of this plan writes to it."""
+
+    block: int
+    host: int
+    name: bytes
+
+
+class BlockFetch(Record, frozen=True):
+    """A block of host memory comes to the device, before anything of this plan reads it, and after its saves."""
+
+    host: int
+    block: int
+
+
 class StepPlan(Frame, frozen=True):
-    """What changed since the last plan, then who runs. Applied in the order of the fields."""
+    """What changed since the last plan, then who runs. Applied in the order of the fields, but copies of blocks
+    come after `ends` and before `starts`."""
 
     scheduler: int
     number: int  # the last plan's plus one; 1 after Attach
@@ -471,6 +495,8 @@ class StepPlan(Frame, frozen=True):
     blocks: list[SlotBlocks]
     runs: list[SlotRun]
     names: list[BlockName] = []
+    saves: list[BlockSave] = []
+    fetches: list[BlockFetch] = []
 
 
 class SlotResult(Record, frozen=True):
@@ -495,6 +521,7 @@ class StepResult(Frame, frozen=True):
     slots: list[SlotResult]
     stamp_s: float  # CLOCK_REALTIME at the step's end
     step_s: float = 0.0  # time the step took on the worker
+    failed_fetches: list[int] = []  # blocks of the device that do not hold what was to be fetched
 
 
 # --- metrics: api_gateway <-> api_gateway -------------------------------------------------------------

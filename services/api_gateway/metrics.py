@@ -21,6 +21,8 @@ _GAUGES = (
     ("num_requests_waiting", "Requests that wait", "waiting"),
     ("kv_blocks_used", "KV blocks in use", "blocks_used"),
     ("kv_blocks", "KV blocks", "blocks_total"),
+    ("host_kv_blocks_used", "KV blocks in host memory that hold something", "host_blocks_used"),
+    ("host_kv_blocks", "KV blocks in host memory", "host_blocks_total"),
     ("resident_bytes", "Resident memory", "rss_bytes"),
 )
 _COUNTERS = (
@@ -28,6 +30,8 @@ _COUNTERS = (
     ("steps", "Steps", "steps_total"),
     ("prefix_cache_queries", "Tokens looked up in the prefix cache", "prefix_queries_total"),
     ("prefix_cache_hits", "Tokens found in the prefix cache", "prefix_hits_total"),
+    ("kv_blocks_saved", "KV blocks copied to host memory", "blocks_saved_total"),
+    ("kv_blocks_fetched", "KV blocks copied back from host memory", "blocks_fetched_total"),
     ("malformed_frames", "Frames that did not decode", "malformed_total"),
 )
 _LABELS = ["model_name", "member", "role"]
