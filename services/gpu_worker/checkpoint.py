@@ -1,4 +1,4 @@
-"""Reads the weights of a local folder into a model's table: safetensors by mmap, torch files, or made-up numbers."""
+"""Reads the weights of a local folder into a model's table: safetensors, torch files, or made-up numbers."""
 
 import fnmatch
 import json
@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from blockyard.services.gpu_worker import parallel_load
 from blockyard.services.gpu_worker.weights import WeightTable
 from blockyard.shared.errors import LoadError
 
@@ -49,15 +50,22 @@ def load(
         return Loaded(table.size_bytes, _elapsed(table, start), 0)
     files = find_files(folder, load_format, ignore_patterns)
     total = sum(f.stat().st_size for f in files)
+    if table.device.type == "cuda" and files[0].suffix == ".safetensors":
+        parallel_load.load(files, table, progress)
+    else:
+        _load_in_turn(files, total, table, progress)
+    table.check_complete()
+    progress(1.0)
+    return Loaded(total, _elapsed(table, start), len(files))
+
+
+def _load_in_turn(files: list[Path], total: int, table: WeightTable, progress: Progress) -> None:
     done = 0
     for file in files:
         for name, value in _read(file, table.wants):
             table.put(name, value)
             done += value.nbytes
             progress(min(done / max(total, 1), 1.0))
-    table.check_complete()
-    progress(1.0)
-    return Loaded(total, _elapsed(table, start), len(files))
 
 
 def _elapsed(table: WeightTable, start: float) -> float:

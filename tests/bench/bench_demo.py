@@ -1,5 +1,9 @@
-"""The demo model through the whole ring against `transformers` generate, interleaved in one run on the CPU."""
+"""The demo model through the whole ring against fp32 `transformers` generate, interleaved in one run on the CPU.
 
+`bench_demo.py [float32|bfloat16]`: what the ring computes in.
+"""
+
+import sys
 import time
 import warnings
 from dataclasses import dataclass, field
@@ -88,22 +92,35 @@ def measure(num: int, peer: Transformers, loops: list[Bare], url: str) -> Rates:
     return rates
 
 
-def demo_rows() -> list[Row]:
+# by dtype: (streams, bar against transformers, bar against the bare loop)
+BARS = {
+    "float32": ((1, "1.5 (aim 1.8)", "60 %"), (16, "1.2 (aim 1.5)", "60 %")),
+    "bfloat16": ((1, "2.5 (aim 3.2)", "75 %"), (16, "1.8 (aim 2.3)", "75 %")),
+}
+
+
+def bare_loops(dtype: str) -> list[Bare]:
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=getattr(torch, dtype))
+    kinds = [kind for kind in KINDS if kind != "packed" or dtype == "float32"]  # packs float32 alone
+    return [Bare(model, kind) for kind in kinds]
+
+
+def demo_rows(dtype: str = "float32") -> list[Row]:
     rows: list[Row] = []
     peer = Transformers()
-    loops = [Bare(peer.model, kind) for kind in KINDS]
-    with serve("demo", "--dtype", "float32", "--no-enable-prefix-caching") as server:  # the rounds repeat their prompts
-        for num, bar in ((1, "1.5 (aim 1.8)"), (16, "1.2 (aim 1.5)")):
+    loops = bare_loops(dtype)
+    with serve("demo", "--dtype", dtype, "--no-enable-prefix-caching") as server:  # the rounds repeat their prompts
+        for num, bar, bare_bar in BARS[dtype]:
             measure(num, peer, loops, server.url)  # warms all
             rates = measure(num, peer, loops, server.url)
-            what = f"demo model through the ring, fp32, {num} stream{'s' if num > 1 else ''}"
+            what = f"demo model through the ring, {dtype}, {num} stream{'s' if num > 1 else ''}"
             tokens = f"{median(rates.ring):,.0f} to {median(rates.peer):,.0f} tokens/s"
             text = f"{rates.against(rates.peer):.2f} times ({tokens})"
-            rows.append((f"{what}, against `transformers` generate", text, bar))
+            rows.append((f"{what}, against fp32 `transformers` generate", text, bar))
             text = f"{100 * rates.against(rates.bare):.0f} % of {median(rates.bare):,.0f} tokens/s"
-            rows.append((f"{what}, against the best bare loop", text, "60 %"))
+            rows.append((f"{what}, against the best bare loop", text, bare_bar))
     return rows
 
 
 if __name__ == "__main__":
-    print(table(demo_rows()))
+    print(table(demo_rows(*sys.argv[1:])))

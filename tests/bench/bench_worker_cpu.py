@@ -64,8 +64,8 @@ class Bare:
             self.blocks.append((*[prepare(w) for w in weights], *norms))
         inverse = 1.0 / config.rope_parameters["rope_theta"] ** (torch.arange(0, self.dim, 2).float() / self.dim)
         angles = torch.arange(NUM_IN + NUM_OUT).float()[:, None] * inverse
-        self.cos = torch.cat((angles, angles), -1).cos()
-        self.sin = torch.cat((angles, angles), -1).sin()
+        self.cos = torch.cat((angles, angles), -1).cos().to(self.norm.dtype)
+        self.sin = torch.cat((angles, angles), -1).sin().to(self.norm.dtype)
 
     def rotate(self, x: Tensor, start: int, end: int) -> Tensor:
         low, high = x.chunk(2, -1)
@@ -93,7 +93,8 @@ class Bare:
 
     def generate(self, prompts: Tensor) -> list[list[int]]:
         rows = len(prompts)
-        cache = torch.zeros(len(self.blocks), 2, rows, self.kv_heads, NUM_IN + NUM_OUT, self.dim)
+        size = (len(self.blocks), 2, rows, self.kv_heads, NUM_IN + NUM_OUT, self.dim)
+        cache = torch.zeros(size, dtype=self.norm.dtype)
         token = self.forward(prompts, cache, 0)
         out = [token.tolist()]
         for i in range(NUM_OUT - 1):
