@@ -20,8 +20,8 @@ from torch import Tensor
 from blockyard.services.gpu_worker.weights import WeightTable
 from blockyard.shared.errors import LoadError
 
-READERS = 8
-CHUNK_BYTES = 16 << 20
+READERS = 4
+CHUNK_BYTES = 4 << 20
 
 DTYPES = {
     "BF16": torch.bfloat16,

@@ -54,11 +54,13 @@ def first_token_s(launched: float) -> float:
     body = msgspec.json.encode(completion(1, prompt=[11, 12, 13]))
     request = urllib.request.Request(f"http://127.0.0.1:{PORT}/v1/completions", body)
     request.add_header("Content-Type", "application/json")
-    while True:
-        with contextlib.suppress(urllib.error.URLError, ConnectionError):
-            urllib.request.urlopen(request, timeout=120).read()
-            return time.perf_counter() - launched
+    ready = False
+    while not ready:
         time.sleep(0.01)
+        with contextlib.suppress(urllib.error.URLError, ConnectionError):
+            ready = urllib.request.urlopen(f"http://127.0.0.1:{PORT}/ready", timeout=5).status == 200
+    urllib.request.urlopen(request, timeout=120).read()
+    return time.perf_counter() - launched
 
 
 def start(model: str, *flags: str) -> None:
