@@ -16,11 +16,12 @@ class Counters:
         self._links, self._num_blocks = links, num_blocks
         self._published_at = 0.0
         self._collected_at = time.monotonic()
-        self._running = self._steps = self._tokens = 0
+        self.steps = 0
+        self._running = self._tokens = 0
 
     def stepped(self, results: list[SlotResult]) -> None:
         self._running = len(results)
-        self._steps += 1
+        self.steps += 1
         self._tokens += sum(len(r.token_ids) for r in results)
 
     def idle(self) -> None:
@@ -41,7 +42,7 @@ class Counters:
             running=self._running,
             output_tokens_total=self._tokens,
             blocks_total=self._num_blocks,
-            steps_total=self._steps,
+            steps_total=self.steps,
             rss_bytes=rss_bytes(),
         )
         self._links.count(stats)

@@ -1,9 +1,20 @@
 """What the worker's loop needs of its runner and of its links."""
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from blockyard.shared.bus import Event
 from blockyard.shared.messages import Frame, Geometry, Member, SlotResult, Stats, StepPlan, WorkerIn
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A plan that has run, and what its slots produced."""
+
+    plan: StepPlan
+    slots: list[SlotResult]
+    stamp_s: float  # CLOCK_REALTIME when that was known
+    step_s: float  # time the step took, without what it waited for steps before it
 
 
 class Names(Protocol):
@@ -11,14 +22,28 @@ class Names(Protocol):
 
 
 class StepRunner(Protocol):
-    """What executes plans: the model's runner, or one without a model."""
+    """What executes plans: the model's runner, or one without a model. Plans run in the order they were launched."""
 
     @property
     def geometry(self) -> Geometry: ...
     @property
     def names(self) -> Names: ...
-    def reset(self, num_slots: int) -> None: ...
-    def execute(self, plan: StepPlan) -> list[SlotResult]: ...
+
+    @property
+    def in_flight(self) -> int:
+        """Plans that were launched and not collected."""
+
+    def reset(self, num_slots: int) -> None:
+        """Waits for what is in flight and drops its results and all slots; KV and its names stay."""
+
+    def can_launch(self) -> bool:
+        """False while as many plans are in flight as it keeps count of."""
+
+    def launch(self, plan: StepPlan) -> None:
+        """Begins a plan. A runner that cannot compute beside the caller computes it here."""
+
+    def collect(self) -> list[Done]:
+        """The plans that are done and were not returned yet, oldest first. Never waits."""
 
 
 class WorkerLinks(Protocol):

@@ -3,6 +3,8 @@
 import time
 from collections.abc import Callable
 
+from blockyard.services.gpu_worker.interfaces import Done
+from blockyard.services.gpu_worker.lockstep import Lockstep
 from blockyard.services.gpu_worker.mock_batch import MockBatch, Pattern
 from blockyard.services.gpu_worker.mock_kv import MockKV
 from blockyard.services.gpu_worker.mock_model import describe
@@ -18,8 +20,23 @@ class MockRunner:
         self._pattern, self._step_s = pattern, step_s
         self._batch = MockBatch(geometry, 0, pattern, self.names)
         self._done_at = 0.0
+        self._steps = Lockstep(self.execute)
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._steps)
+
+    def can_launch(self) -> bool:
+        return not self._steps
+
+    def launch(self, plan: StepPlan) -> None:
+        self._steps.launch(plan)
+
+    def collect(self) -> list[Done]:
+        return self._steps.collect()
 
     def reset(self, num_slots: int) -> None:
+        self._steps.collect()
         self._batch = MockBatch(self.geometry, num_slots, self._pattern, self.names)
 
     def execute(self, plan: StepPlan) -> list[SlotResult]:

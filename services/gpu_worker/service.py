@@ -1,12 +1,15 @@
-"""The worker's loop: takes plans in order, runs them one by one, answers each. A plain thread; no torch in here."""
+"""The worker's loop: takes plans in order, launches them, answers each when it is done. A plain thread, without torch.
+
+While steps are in flight it polls, links and runner in turn: one thread runs Python, and a wait inside the driver would
+keep it from the next plan.
+"""
 
 import logging
 import threading
-import time
 from collections import deque
 
 from blockyard.services.gpu_worker.counters import Counters
-from blockyard.services.gpu_worker.interfaces import StepRunner, WorkerLinks
+from blockyard.services.gpu_worker.interfaces import Done, StepRunner, WorkerLinks
 from blockyard.shared.bus import Event, Gone, Joined
 from blockyard.shared.messages import Attach, Attached, Fenced, OutOfStep, StepPlan, StepResult, WorkerIn
 
@@ -16,7 +19,7 @@ IDLE_POLL_S = 0.5
 
 
 class Worker:
-    """Obeys the scheduler that attached last. Plans wait in `plans` while a step runs."""
+    """Obeys the scheduler that attached last. Plans that the runner cannot take yet wait in `plans`."""
 
     def __init__(self, links: WorkerLinks, runner: StepRunner) -> None:
         self._links, self._runner = links, runner
@@ -26,12 +29,16 @@ class Worker:
         self.counters = Counters(links, runner.geometry.num_blocks)
 
     def run(self, stopped: threading.Event) -> None:
-        """Serves until `stopped`; the plan it is on is finished first."""
+        """Serves until `stopped`; the plans in flight are finished first."""
         while not stopped.is_set():
-            for peer, event in self._links.poll(0.0 if self.plans else IDLE_POLL_S):
+            busy = self.plans or self._runner.in_flight
+            for peer, event in self._links.poll(0.0 if busy else IDLE_POLL_S):
                 self.handle(peer, event)
             self.step()
             self.counters.publish()
+        self.plans.clear()
+        while self._runner.in_flight:
+            self.step()
 
     def handle(self, peer: int, event: "Event | WorkerIn") -> None:
         match event:
@@ -46,17 +53,22 @@ class Worker:
                 self._links.answer(peer, OutOfStep(self._links.me.incarnation, 1))
 
     def step(self) -> None:
-        """Runs the oldest plan, if there is one, and answers it."""
-        if not self.plans:
+        """Launches the oldest plan, if there is room for one, and answers those that are done."""
+        if self.plans and self._runner.can_launch():
+            self._runner.launch(self.plans.popleft())
+        elif not self._runner.in_flight:
             self.counters.idle()
             return
-        plan = self.plans.popleft()
-        start = time.perf_counter()
-        results = self._runner.execute(plan)
-        elapsed = time.perf_counter() - start
-        answer = StepResult(self._links.me.incarnation, plan.number, results, time.time(), elapsed)
-        self._links.answer(plan.scheduler, answer)
-        self.counters.stepped(results)
+        for done in self._runner.collect():
+            self._answer(done)
+
+    def _answer(self, done: Done) -> None:
+        """To nobody, where the scheduler is lost: its successor asks for the state, not for results."""
+        plan = done.plan
+        if self._next and plan.scheduler == self._scheduler:
+            me = self._links.me.incarnation
+            self._links.answer(plan.scheduler, StepResult(me, plan.number, done.slots, done.stamp_s, done.step_s))
+        self.counters.stepped(done.slots)
 
     def _attach(self, peer: int, attach: Attach) -> None:
         if self._scheduler not in (None, attach.scheduler):  # it may wait for results of plans that are dropped now

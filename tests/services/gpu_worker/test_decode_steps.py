@@ -41,12 +41,12 @@ def outputs(runner: Runner) -> list[list[int]]:
 def test_same_tokens_as_the_plain_path(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     BY_NAME[name].save(tmp_path)
     plain = start(tmp_path, device=DEVICE)
-    plain._decode_steps = None
+    plain.host.decode_steps = None
     want = outputs(plain)
     monkeypatch.setattr(decoder, "find_ops", lambda device: TritonOps())
     fast = start(tmp_path, device=DEVICE)
-    steps = DecodeSteps(fast._model, fast._pool, 3, fast.geometry.max_model_len)
-    fast._decode_steps = steps
+    steps = DecodeSteps(fast.model, fast.pool, 3, fast.geometry.max_model_len)
+    fast.host.decode_steps = steps
     ran = []
     run = steps.run
     monkeypatch.setattr(steps, "run", lambda slots, table: ran.append(len(slots)) or run(slots, table))
@@ -58,7 +58,7 @@ def test_same_tokens_as_the_plain_path(name: str, tmp_path: Path, monkeypatch: p
 def test_more_slots_than_it_was_made_for(tmp_path: Path) -> None:
     BY_NAME["llama"].save(tmp_path)
     runner = start(tmp_path, device=DEVICE)
-    steps = DecodeSteps(runner._model, runner._pool, 2, 64)
+    steps = DecodeSteps(runner.model, runner.pool, 2, 64)
     assert steps.takes(np.array([0, 3]))
     assert not steps.takes(np.array([4]))
     assert not steps.takes(np.array([0, 1, 2]))
@@ -67,9 +67,9 @@ def test_more_slots_than_it_was_made_for(tmp_path: Path) -> None:
 def test_an_odd_head_size_is_refused_by_name(tmp_path: Path) -> None:
     BY_NAME["llama"].save(tmp_path)
     runner = start(tmp_path, device=DEVICE)
-    runner._pool.shape = replace(runner._pool.shape, head_dim=15)
+    runner.pool.shape = replace(runner.pool.shape, head_dim=15)
     with pytest.raises(LoadError, match="a head size of 15 is not supported"):
-        DecodeSteps(runner._model, runner._pool, 2, 64)
+        DecodeSteps(runner.model, runner.pool, 2, 64)
 
 
 @pytest.mark.parametrize(

@@ -52,13 +52,13 @@ def all_logits(runner: Runner, ids: list[int], chunks: list[int]) -> torch.Tenso
     """Logits at every position, computed in chunks of the given sizes on blocks in no order."""
     size = runner.geometry.block_size
     table = np.random.default_rng(5).permutation(runner.geometry.num_blocks)[: -(-len(ids) // size)]
-    device = runner._pool.device
+    device = runner.pool.device
     parts, done = [], 0
     with torch.inference_mode():
         for count in chunks:
             positions = np.arange(done, done + count)
             done += count
-            attend = runner._planner.attention(
+            attend = runner.host.planner.attention(
                 table[positions // size],
                 positions % size,
                 table[None],
@@ -68,8 +68,8 @@ def all_logits(runner: Runner, ids: list[int], chunks: list[int]) -> torch.Tenso
                 num_decodes=int(count == 1),
             )
             tokens = torch.tensor(ids, device=device)[positions]
-            hidden = runner._model.forward(Step(tokens, torch.from_numpy(positions).to(device), attend))
-            parts.append(runner._model.logits(hidden))
+            hidden = runner.model.forward(Step(tokens, torch.from_numpy(positions).to(device), attend))
+            parts.append(runner.model.logits(hidden))
     assert done == len(ids)
     return torch.cat(parts)
 

@@ -1,8 +1,12 @@
 """The worker's protocol: attach, order of plans, fencing. The runner is a stand-in."""
 
+import threading
+import time
+
 import pytest
 
 from blockyard.services.gpu_worker import counters
+from blockyard.services.gpu_worker.interfaces import Done
 from blockyard.services.gpu_worker.service import Worker
 from blockyard.shared.bus import Gone, Joined
 from blockyard.shared.fake_links import FakeLinks
@@ -29,17 +33,34 @@ class StubNames:
 
 
 class StubRunner:
+    """Two plans may be in flight; `held` ones are not done until somebody says so."""
+
     def __init__(self) -> None:
         self.geometry = Geometry(8, 16, 64, 100, [1], 4, 32)
         self.names = StubNames()
         self.log: list[tuple[str, int]] = []
+        self.flight: list[StepPlan] = []
+        self.held = False
+
+    @property
+    def in_flight(self) -> int:
+        return len(self.flight)
+
+    def can_launch(self) -> bool:
+        return len(self.flight) < 2
 
     def reset(self, num_slots: int) -> None:
+        self.flight.clear()
         self.log.append(("reset", num_slots))
 
-    def execute(self, plan: StepPlan) -> list[SlotResult]:
+    def launch(self, plan: StepPlan) -> None:
         self.log.append(("plan", plan.number))
-        return [SlotResult(r.slot, [5], 1) for r in plan.runs]
+        self.flight.append(plan)
+
+    def collect(self) -> list[Done]:
+        done = [] if self.held else self.flight[:]
+        self.flight = self.flight[len(done) :]
+        return [Done(p, [SlotResult(r.slot, [5], 1) for r in p.runs], time.time(), 0.001) for p in done]
 
 
 def plan(number: int, scheduler: int = OLD) -> StepPlan:
@@ -156,3 +177,70 @@ def test_a_scheduler_that_is_listed_only_after_it_attached_is_not_asked_to_attac
     it.handle(OLD, plan(1))
     it.step()
     assert [type(frame) for _, frame in links.answered] == [Attached, StepResult]
+
+
+def test_the_next_plan_is_launched_while_one_runs_and_results_keep_their_order() -> None:
+    it, links, runner = worker()
+    it.handle(OLD, Attach(OLD, 9, 2))
+    runner.held = True
+    for number in (1, 2, 3):
+        it.handle(OLD, plan(number))
+        it.step()
+    assert runner.log[1:] == [("plan", 1), ("plan", 2)]
+    assert [p.number for p in it.plans] == [3]  # as many as the runner keeps count of are in flight
+    assert [type(frame) for _, frame in links.answered] == [Attached]
+    runner.held = False
+    it.step()
+    it.step()
+    assert [frame.number for _, frame in links.answered[1:]] == [1, 2, 3]
+
+
+def test_results_in_flight_of_a_dropped_scheduler_are_dropped() -> None:
+    it, links, runner = worker()
+    it.handle(OLD, Attach(OLD, 9, 1))
+    runner.held = True
+    it.handle(OLD, plan(1))
+    it.step()
+    it.handle(OLD, Gone(Member("scheduler", Role.SCHEDULER, OLD, "ipc://s")))
+    runner.held = False
+    it.step()
+    assert [type(frame) for _, frame in links.answered] == [Attached]
+    assert it.counters.steps == 1
+    it.handle(OLD, Attach(OLD, 9, 1))
+    runner.held = True
+    it.handle(OLD, plan(1))
+    it.step()
+    it.handle(NEW, Attach(NEW, 9, 1))
+    assert runner.log[-1] == ("reset", 9)  # which waits for what is in flight
+    runner.held = False
+    it.handle(NEW, plan(1, NEW))
+    it.step()
+    assert [(to, type(frame)) for to, frame in links.answered[-2:]] == [(NEW, Attached), (NEW, StepResult)]
+
+
+def test_an_error_of_the_device_ends_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    it, links, runner = worker()
+    it.handle(OLD, Attach(OLD, 9, 1))
+    it.handle(OLD, plan(1))
+
+    def fails() -> list[Done]:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(runner, "collect", fails)
+    monkeypatch.setattr(links, "poll", lambda timeout_s: [], raising=False)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        it.run(threading.Event())
+    assert [type(frame) for _, frame in links.answered] == [Attached]
+
+
+def test_plans_in_flight_are_answered_before_it_ends() -> None:
+    it, links, runner = worker()
+    it.handle(OLD, Attach(OLD, 9, 1))
+    runner.held = True
+    it.handle(OLD, plan(1))
+    it.step()
+    runner.held = False
+    stopped = threading.Event()
+    stopped.set()
+    it.run(stopped)
+    assert [frame.number for _, frame in links.answered[1:]] == [1]

@@ -1,0 +1,107 @@
+"""The running choices as the host knows them: their rows, what they ask of the sampler, the names of their blocks."""
+
+from collections import deque
+
+import numpy as np
+import numpy.typing as npt
+
+from blockyard.services.gpu_worker.block_names import BlockNames
+from blockyard.services.gpu_worker.kv_pool import KVPool
+from blockyard.services.gpu_worker.sampler.sampler import Sampler
+from blockyard.services.gpu_worker.slots import Slots
+from blockyard.shared.messages import FinishReason, Geometry, SlotResult, StepPlan
+
+Ints = npt.NDArray[np.int64]
+
+
+class Batch:
+    """Changes with every plan twice: `apply` when it is launched, `settle` when its results are known.
+
+    Between the two, later plans may be applied: a slot that a result speaks of may have ended, or have a new owner.
+    """
+
+    def __init__(self, geometry: Geometry, pool: KVPool) -> None:
+        self.names = BlockNames(pool.num_blocks)
+        self.sampler = Sampler(geometry.vocab_size, geometry.eos_token_ids, pool.device)
+        self._eos = frozenset(geometry.eos_token_ids)
+        self._geometry, self._pool = geometry, pool
+        self.reset(0)
+
+    def reset(self, num_slots: int) -> None:
+        """Drops all slots; KV and its names stay."""
+        shape = self._geometry
+        self.names.admit_all()
+        self.slots = Slots(num_slots, shape.max_model_len, shape.block_size, shape.vocab_size, shape.num_blocks)
+        self.sampler.reset(num_slots)
+        self._ended: dict[int, Ints] = {}  # blocks by owner, until the plan that ended it is settled
+        self._endings: deque[list[int]] = deque()  # owners that plans ended, a list a plan
+        self._spoilt: list[tuple[int, Ints]] = []  # slots and blocks, of the plan that is being settled
+
+    def apply(self, plan: StepPlan) -> list[SlotResult]:
+        """Ends, starts and blocks; returns what is said, once, of slots that were to run and cannot."""
+        slots = self.slots
+        endings: list[int] = []
+        for slot in [*plan.ends, *(start.slot for start in plan.starts)]:
+            if slot in slots.slots:
+                endings.append(owner := int(slots.owners[slot]))
+                self._ended[owner] = self.blocks_of(slot).copy()
+            slots.end(slot)
+            self.sampler.end(slot)
+        self._endings.append(endings)
+        for start in plan.starts:
+            if slots.start(start):
+                problem = self.sampler.start(start)
+                if problem:
+                    slots.errors[start.slot] = problem
+                    slots.fail(start.slot)
+        for added in plan.blocks:
+            slots.add_blocks(added)
+        errors = slots.errors
+        if not errors:
+            return []
+        broken = [r.slot for r in plan.runs if r.slot in errors]
+        return [SlotResult(s, [], 0, finish=FinishReason.FAILED, detail=errors.pop(s)) for s in broken]
+
+    def settle(self, plan: StepPlan, results: list[SlotResult]) -> None:
+        """The plan has run: its names hold, but for those of slots that failed."""
+        names, slots = self.names, self.slots
+        failed = {r.slot for r in results if r.finish is FinishReason.FAILED}
+        for slot in plan.ends:
+            names.admit(slot)
+        for start in plan.starts:
+            names.admit(start.slot)
+            if start.slot in failed or start.slot in slots.errors:
+                names.bar(start.slot, start.blocks)
+        names.learn(plan.names)
+        for slot in failed:
+            if slot in slots.slots:
+                names.bar(slot, self.blocks_of(slot).tolist())
+        for slot, blocks in self._spoilt:
+            names.bar(slot, blocks.tolist())
+        self._spoilt.clear()
+        for owner in self._endings.popleft():
+            del self._ended[owner]
+
+    def drop(self, slot: int, owner: int) -> None:
+        """After logits that are not numbers: what it wrote must not reach the next owner of its blocks.
+
+        To be called before any later plan is launched than those in flight: they may not touch the blocks of others.
+        """
+        blocks = self._ended.get(owner)
+        if blocks is None:
+            self.slots.fail(slot)
+            blocks = self.blocks_of(slot)
+        self._spoilt.append((slot, blocks))
+        self._pool.scrub(blocks)
+
+    def finish_of(self, slot: int, token: int, known: int) -> tuple[FinishReason | None, int | None]:
+        """Whether this token, with which so many are known, ends the choice, and the stop id that did."""
+        state = self.slots.slots[slot]
+        if token in self._eos and not state.sampling.ignore_eos:
+            return FinishReason.STOP, None
+        if token in state.stop_ids:
+            return FinishReason.STOP, token
+        return (FinishReason.LENGTH if known >= state.max_known else None), None
+
+    def blocks_of(self, slot: int) -> Ints:
+        return self.slots.tables[slot, : self.slots.num_blocks[slot]]

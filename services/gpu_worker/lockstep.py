@@ -1,0 +1,27 @@
+"""For runners that compute where they are called: a plan is done when its launch returns."""
+
+import time
+from collections.abc import Callable
+
+from blockyard.services.gpu_worker.interfaces import Done
+from blockyard.shared.messages import SlotResult, StepPlan
+
+
+class Lockstep:
+    """Keeps what `run` made of plans until it is collected."""
+
+    def __init__(self, run: Callable[[StepPlan], list[SlotResult]]) -> None:
+        self._run = run
+        self._done: list[Done] = []
+
+    def __len__(self) -> int:
+        return len(self._done)
+
+    def launch(self, plan: StepPlan) -> None:
+        start = time.perf_counter()
+        slots = self._run(plan)
+        self._done.append(Done(plan, slots, time.time(), time.perf_counter() - start))
+
+    def collect(self) -> list[Done]:
+        done, self._done = self._done, []
+        return done
