@@ -246,6 +246,7 @@ class Generate(Frame, frozen=True):
     adapter: str = ""
     cache_salt: str = ""
     crashes: int = 0  # worker deaths this request was part of
+    user: str = ""  # divides the tenant's share
 
 
 class Cancel(Frame, frozen=True):

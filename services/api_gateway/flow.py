@@ -48,6 +48,7 @@ class Flow:
                 now=arrived_s,
                 priority=job.priority,
                 tenant=tenant,
+                user=job.user,
                 cache_salt=job.cache_salt,
             )
             if echoes:

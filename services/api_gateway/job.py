@@ -22,6 +22,7 @@ class Job:
     max_new_tokens: int | None  # cap of the deployment
     truncate: int | None  # keep so many of the prompt's last ids
     priority: int
+    user: str
     cache_salt: str
 
     def settle(self, num_prompt_tokens: int, bad_words: list[list[int]]) -> Sampling:

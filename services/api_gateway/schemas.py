@@ -83,8 +83,8 @@ class GenerationFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     priority: int | None = None
     cache_salt: str | None = None
     request_id: str | None = None
+    user: str | None = None
     # no effect on an answer
-    user: msgspec.Raw = NULL
     metadata: msgspec.Raw = NULL
     store: msgspec.Raw = NULL
     service_tier: msgspec.Raw = NULL

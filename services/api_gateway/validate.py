@@ -130,6 +130,7 @@ def _job(
         max_tokens_field="max_tokens",
         max_new_tokens=config.defaults.max_new_tokens,
         truncate=truncate,
+        user=limits.name("user", request.user, limits.MAX_USER_CHARS),
         priority=limits.integer("priority", request.priority, 0, -(2**31), 2**31 - 1),
         cache_salt=salt,
     )

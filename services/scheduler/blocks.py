@@ -40,6 +40,11 @@ class BlockPool:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
+    @property
+    def num_admissible(self) -> int:
+        """What a newcomer may take beside others, once nothing rests any more."""
+        return self.num_free + self.num_resting - self._watermark
+
     def admits(self, num_blocks: int, found: list[int], alone: bool) -> bool:
         """Whether a newcomer may take so many beside those found for it.
 

@@ -10,7 +10,7 @@ from blockyard.services.scheduler.intake import Intake
 from blockyard.services.scheduler.lifecycle import Lifecycle
 from blockyard.services.scheduler.outbox import Outbox, Outgoing
 from blockyard.services.scheduler.planner import Planner
-from blockyard.services.scheduler.policy import POLICIES
+from blockyard.services.scheduler.policies import POLICIES
 from blockyard.services.scheduler.prefix import PrefixCache
 from blockyard.services.scheduler.results import Results
 from blockyard.services.scheduler.streams import Streams
@@ -60,17 +60,18 @@ class Scheduler:
         self.notes: list[str] = []
         self._settings, self._created = settings, created
         self._outbox = Outbox()
-        self._waiting = WaitingQueue(settings.max_queue_len, settings.max_queue_tokens)
+        policy = POLICIES[settings.policy]()
+        self._waiting = WaitingQueue(policy, settings.max_queue_len, settings.max_queue_tokens)
         self._groups = Groups(incarnation, settings.batch)
         self._streams = Streams()
         self._prefix = PrefixCache(settings.block_scope, settings.prefix_caching)
-        self._lifecycle = Lifecycle(self._waiting, self._groups, self._streams, self._prefix)
+        self._lifecycle = Lifecycle(self._waiting, self._groups, self._streams, self._prefix, policy)
         self._admission = Admission(settings.names, self._waiting)
-        self._intake = Intake(
-            self._admission, self._waiting, self._lifecycle, self._streams, self._outbox, POLICIES[settings.policy]
-        )
+        self._intake = Intake(self._admission, self._waiting, self._lifecycle, self._streams, self._outbox)
         self.deadlines = self._intake.deadlines
-        self._planner = Planner(incarnation, self._waiting, self._lifecycle, self._prefix, settings.whole_prompts)
+        self._planner = Planner(
+            incarnation, self._waiting, self._lifecycle, self._prefix, policy, settings.whole_prompts
+        )
         self._results = Results(self._waiting, self._lifecycle, self._prefix)
         self._gateways: set[int] = set()
         self._num_steps = 0

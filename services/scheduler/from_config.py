@@ -13,6 +13,7 @@ def settings_of(config: SchedulerConfig) -> SchedulerSettings:
         max_queue_len=config.max_queue_len,
         max_queue_tokens=config.max_queue_tokens,
         whole_prompts=not config.enable_chunked_prefill,
+        policy=config.scheduling_policy,
         prefix_caching=config.enable_prefix_caching,
         block_scope=config.block_scope,
     )

@@ -4,7 +4,6 @@ from blockyard.services.scheduler.admission import Admission
 from blockyard.services.scheduler.deadlines import Deadlines
 from blockyard.services.scheduler.lifecycle import Lifecycle
 from blockyard.services.scheduler.outbox import Outbox
-from blockyard.services.scheduler.policy import Policy
 from blockyard.services.scheduler.requests import Choice, Request, make_choice, num_ids
 from blockyard.services.scheduler.streams import Streams
 from blockyard.services.scheduler.waiting import WaitingQueue
@@ -20,12 +19,11 @@ class Intake:
         lifecycle: Lifecycle,
         streams: Streams,
         outbox: Outbox,
-        policy: Policy,
     ) -> None:
         self.num_requests = 0
         self.deadlines = Deadlines()
         self._admission, self._waiting, self._lifecycle = admission, waiting, lifecycle
-        self._streams, self._outbox, self._policy = streams, outbox, policy
+        self._streams, self._outbox = streams, outbox
         self._arrivals = 0
 
     def generate(self, gateway: int, frame: Generate, now: float) -> None:
@@ -127,8 +125,7 @@ class Intake:
             self._streams.catch_up(request.choices[index], num_ids(listed.output_ids))
 
     def _add_choice(self, request: Request, listed: messages.Choice) -> None:
-        key = self._policy.key(request.arrival, listed.index, request.frame.priority)
-        choice = make_choice(request, listed.index, key, listed.output_ids)
+        choice = make_choice(request, listed.index, listed.output_ids)
         request.choices[listed.index] = choice
         self._waiting.push(choice)
 

@@ -1,6 +1,7 @@
 """The live requests, and every way in which one of their choices leaves the batch or the queue."""
 
 from blockyard.services.scheduler.groups import Group, Groups
+from blockyard.services.scheduler.policy import Policy
 from blockyard.services.scheduler.prefix import PrefixCache
 from blockyard.services.scheduler.requests import Choice, Phase, Request, Seat
 from blockyard.services.scheduler.streams import Streams
@@ -9,10 +10,13 @@ from blockyard.shared.messages import FinishReason
 
 
 class Lifecycle:
-    def __init__(self, waiting: WaitingQueue, groups: Groups, streams: Streams, prefix: PrefixCache) -> None:
+    def __init__(
+        self, waiting: WaitingQueue, groups: Groups, streams: Streams, prefix: PrefixCache, policy: Policy
+    ) -> None:
         self.requests: dict[str, Request] = {}
         self.num_preemptions = 0
         self._waiting, self._groups, self._streams, self._prefix = waiting, groups, streams, prefix
+        self._policy = policy
 
     def end(self, choice: Choice) -> None:
         """The choice is over: results still to come are dropped. Whoever needs to know was told before."""
@@ -62,11 +66,13 @@ class Lifecycle:
         """A group is lost: its choices wait again, with what is known of them."""
         for choice in group.abandon():
             choice.seat = None
+            self._policy.vacated(choice)
             self._wait(choice)
 
     def _vacate(self, group: Group, seat: Seat) -> None:
         self._prefix.leave(group, seat)
         group.vacate(seat)
+        self._policy.vacated(seat.choice)
 
     def _wait(self, choice: Choice) -> None:
         choice.phase = Phase.WAITING

@@ -2,6 +2,8 @@
 
 from blockyard.services.scheduler.groups import Group, PlanRecord
 from blockyard.services.scheduler.lifecycle import Lifecycle
+from blockyard.services.scheduler.policy import Policy
+from blockyard.services.scheduler.preemption import Preemption
 from blockyard.services.scheduler.prefix import PrefixCache
 from blockyard.services.scheduler.requests import Choice, Seat
 from blockyard.services.scheduler.waiting import WaitingQueue
@@ -38,16 +40,19 @@ class Planner:
         waiting: WaitingQueue,
         lifecycle: Lifecycle,
         prefix: PrefixCache,
+        policy: Policy,
         whole_prompts: bool,
     ) -> None:
+        self.preemption = Preemption(waiting, policy, lifecycle, prefix)
         self._scheduler, self._waiting, self._lifecycle, self._prefix = scheduler, waiting, lifecycle, prefix
-        self._whole_prompts = whole_prompts
+        self._policy, self._whole_prompts = policy, whole_prompts
 
     def plan(self, group: Group) -> StepPlan | None:
         """The next plan of a group, or None if nothing can run in it now."""
         if not group.may_send():
             return None
         self._prefix.catch_up(group)
+        self.preemption.make_way(group)
         draft = Draft(group.horizon.sent + 1, group.max_num_batched_tokens)
         for seat in self._decodes(group, draft):
             if not draft.budget:
@@ -131,6 +136,8 @@ class Planner:
             if self._whole_prompts and draft.budget < min(num_tokens, group.max_num_batched_tokens):
                 return
             self._waiting.discard(choice)
+            choice.key = self._policy.key(choice)
+            self._policy.seated(choice, num_tokens if choice.num_cached is None else 0)
             seat = group.admit(choice, num_blocks, found.blocks)
             self._prefix.seated(group, seat, found)
             self._start(group, draft, seat)

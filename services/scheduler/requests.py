@@ -3,14 +3,16 @@
 import enum
 from array import array
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from blockyard.services.scheduler.id_pool import Horizon
-from blockyard.services.scheduler.policy import Key
 from blockyard.services.scheduler.sinks import TextSink
 from blockyard.shared.messages import Generate, SlotRun, TokenLogprobs
 
 ID_BYTES = 4  # of a token id on the wire
 NEVER = 1 << 62  # tokens that no sequence reaches
+
+Key = tuple[int, ...]  # the smallest is served first and preempted last
 
 
 def num_ids(ids: bytes) -> int:
@@ -21,6 +23,12 @@ class Phase(enum.Enum):
     WAITING = enum.auto()
     RUNNING = enum.auto()
     ENDED = enum.auto()
+
+
+class Payer(Protocol):
+    """Who pays for what a request is served, where that is counted."""
+
+    def charge(self, num_outputs: int) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -37,6 +45,7 @@ class Request:
     sink: TextSink | None = None  # None while no live detokenizer has its streams
     detokenizer: int = 0  # the one that has or last had them; 0: none yet
     accepted: bool = False
+    payer: Payer | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -45,10 +54,10 @@ class Choice:
 
     request: Request
     index: int
-    key: Key
     outputs: "array[int]"
     known: int  # tokens of prompt and outputs
     phase: Phase = Phase.WAITING
+    key: Key = ()  # of the seat it has or had last
     ticket: int = 0  # its entry in the waiting queue, 0: none
     seat: "Seat | None" = None  # the one it runs in, or, while it waits, the last one: its results may be out still
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # one an output where asked, from `logprobs_from` on
@@ -98,7 +107,7 @@ class Seat:
     is_due: bool = False  # it has as many, and is in its group's list for that
 
 
-def make_choice(request: Request, index: int, key: Key, output_ids: bytes) -> Choice:
+def make_choice(request: Request, index: int, output_ids: bytes) -> Choice:
     """A choice that goes on after `output_ids`; if there are any, its prompt's log-probabilities came before them."""
     outputs = array("I")
     outputs.frombytes(output_ids)
@@ -106,7 +115,6 @@ def make_choice(request: Request, index: int, key: Key, output_ids: bytes) -> Ch
     return Choice(
         request,
         index,
-        key,
         outputs,
         known=request.num_prompt + delivered,
         logprobs_from=delivered,

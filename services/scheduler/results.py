@@ -49,6 +49,8 @@ class Results:
             if finish is None and choice.known + num_tokens >= seat.limit:
                 finish = FinishReason.LENGTH  # where the worker's own limit is farther than ours
             self.num_output_tokens += num_tokens
+            if choice.request.payer is not None:
+                choice.request.payer.charge(num_tokens)
         elif finish is None and not slot.prompt_logprobs:
             return
         request = choice.request

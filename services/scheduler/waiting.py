@@ -1,9 +1,8 @@
 """The waiting queue: bounded in requests and tokens, ordered by policy."""
 
-import heapq
 from collections import Counter
 
-from blockyard.services.scheduler.policy import Key
+from blockyard.services.scheduler.policy import Policy
 from blockyard.services.scheduler.requests import Choice
 from blockyard.shared.messages import Room
 
@@ -16,9 +15,10 @@ class WaitingQueue:
     The bounds hold for newcomers; whoever was admitted before comes back whatever they say.
     """
 
-    def __init__(self, max_requests: int, max_tokens: int) -> None:
+    def __init__(self, policy: Policy, max_requests: int, max_tokens: int) -> None:
+        self._policy = policy
+        self.peek = policy.peek
         self._max_requests, self._max_tokens = max_requests, max_tokens
-        self._heap: list[tuple[Key, int, Choice]] = []  # entries whose ticket is not the choice's are stale
         self._tickets = 0
         self._requests: Counter[str] = Counter()  # waiting choices of each request
         self._num_tokens = 0
@@ -58,18 +58,10 @@ class WaitingQueue:
     def push(self, choice: Choice) -> None:
         self._tickets += 1
         choice.ticket = self._tickets
-        heapq.heappush(self._heap, (choice.key, choice.ticket, choice))
+        self._policy.push(choice)
         self._requests[choice.request.id] += 1
         self._num_tokens += choice.known
         self._num_choices += 1
-
-    def peek(self) -> Choice | None:
-        while self._heap:
-            _, ticket, choice = self._heap[0]
-            if choice.ticket == ticket:
-                return choice
-            heapq.heappop(self._heap)
-        return None
 
     def discard(self, choice: Choice) -> None:
         """Takes a choice out, wherever it stands; nothing happens if it is not in."""
@@ -81,9 +73,7 @@ class WaitingQueue:
         self._requests[choice.request.id] -= 1
         if not self._requests[choice.request.id]:
             del self._requests[choice.request.id]
-        if len(self._heap) > 2 * self._num_choices + 64:
-            self._heap = [entry for entry in self._heap if entry[2].ticket == entry[1]]
-            heapq.heapify(self._heap)
+        self._policy.left(choice)
 
     def grow(self, choice: Choice, num_tokens: int) -> None:
         """A waiting choice learned of more tokens, from plans that were in flight when it was preempted."""

@@ -1,5 +1,7 @@
 """Settings of a scheduler."""
 
+from typing import Literal
+
 import msgspec
 
 from blockyard.shared.config.process import ProcessConfig
@@ -14,6 +16,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     max_num_seqs: int = 256  # choices in the batch
     max_num_batched_tokens: int = 2048  # of one step
     enable_chunked_prefill: bool = True
+    scheduling_policy: Literal["fcfs", "priority", "fair"] = "fcfs"
     enable_prefix_caching: bool = True
     block_scope: str = ""  # as the tokenizers have it: names of generated blocks go on from theirs
     depth: int = 1  # plans sent ahead of the running one; 0 is lockstep

@@ -71,6 +71,7 @@ class Entry:
         "scheduler",
         "tenant",
         "text",
+        "user",
     )
 
     def __init__(  # noqa: PLR0913 -- one call site, all by name
@@ -87,6 +88,7 @@ class Entry:
         now: float,
         priority: int = 0,
         tenant: str = "",
+        user: str = "",
         cache_salt: str = "",
     ) -> None:
         self.request_id = request_id
@@ -99,6 +101,7 @@ class Entry:
         self.owner = owner
         self.priority = priority
         self.tenant = tenant
+        self.user = user
         self.cache_salt = cache_salt
         self.crashes = 0
         self.attempt = 0
@@ -136,6 +139,7 @@ class Entry:
             choices=[Choice(c.index, c.output_ids.tobytes(), c.chars_sent) for c in self.choices if c.finish is None],
             priority=self.priority,
             tenant=self.tenant,
+            user=self.user,
             cache_salt=self.cache_salt,
             crashes=self.crashes,
         )

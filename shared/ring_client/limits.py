@@ -13,6 +13,7 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_LISTED = 1024  # entries of logit_bias, bad_words, stop_token_ids
 MAX_SALT_CHARS = 256
+MAX_USER_CHARS = 512
 
 
 def number(
@@ -40,6 +41,13 @@ def integer(field: str, value: int | None, default: int, low: int, high: int | N
         right = "" if high is None else f" and at most {high}"
         raise RequestError(f"{field} must be at least {low}{right}, got {value}", field)
     return value
+
+
+def name(field: str, value: str | None, most: int) -> str:
+    """Text of at most so many characters; None is none."""
+    if value is not None and len(value) > most:
+        raise RequestError(f"{field} has at most {most} characters, got {len(value)}", field)
+    return value or ""
 
 
 def short(field: str, values: Sized, most: int) -> None:

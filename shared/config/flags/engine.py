@@ -182,9 +182,9 @@ SCHEDULER = (
         "scheduling-policy",
         Kind.TEXT,
         "fcfs",
-        "Who is next.",
-        choices=("fcfs",),
-        refused_values={"priority": not_built("priorities; use fcfs")},
+        "Who is next: first come, the lower `priority`, or the API key that was served least (its `user`s likewise).",
+        ("scheduler.scheduling_policy",),
+        choices=("fcfs", "priority", "fair"),
     ),
     Flag(
         "disable-async-output-proc",

@@ -39,6 +39,7 @@ BOTH = {  # field -> values that either endpoint refuses
     "prompt_logprobs": [-1, 21, True, "1"],
     "truncate_prompt_tokens": [0, -1],
     "priority": [2**31, 1.5],
+    "user": [5, "x" * 513],
     "cache_salt": ["", "x" * 257, 5],
     "stream": ["yes", 1],
     "ignore_eos": ["yes"],

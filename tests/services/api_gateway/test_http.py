@@ -182,6 +182,7 @@ async def test_every_sampling_field_reaches_the_scheduler(rig) -> None:
         "spaces_between_special_tokens": False,
         "return_tokens_as_token_ids": True,
         "priority": -3,
+        "user": "ann",
         "cache_salt": "pepper",
         "add_special_tokens": False,
     }
@@ -207,8 +208,9 @@ async def test_every_sampling_field_reaches_the_scheduler(rig) -> None:
         False,
     )
     assert (t.tokens_as_ids, t.min_tokens) == (True, 1)
-    assert (frame.priority, frame.cache_salt, tokenize.cache_salt, tokenize.add_special_tokens) == (
+    assert (frame.priority, frame.user, frame.cache_salt, tokenize.cache_salt, tokenize.add_special_tokens) == (
         -3,
+        "ann",
         "pepper",
         "pepper",
         False,

@@ -4,7 +4,9 @@ from collections import Counter
 
 from blockyard.services.gpu_worker.mock_batch import Pattern
 from blockyard.services.scheduler.core import Scheduler
+from blockyard.services.scheduler.fair import Fair
 from blockyard.services.scheduler.groups import Group
+from blockyard.services.scheduler.requests import Choice
 from blockyard.shared.messages import FinishReason
 
 from .fakes import Journal, ids_list
@@ -55,6 +57,29 @@ def check_blocks(group: Group) -> None:
     assert list(index._cooling.values()) == sorted(index._cooling.values())
 
 
+def check_policy(core: Scheduler, waiting: list[Choice]) -> None:
+    """Somebody is next while anybody waits, and fair shares count who is there."""
+    policy = core._planner._policy
+    head = policy.peek()
+    assert (head is not None) == bool(waiting)
+    assert head is None or head in waiting
+    if not isinstance(policy, Fair):
+        assert head is None or policy.key(head) == min(policy.key(choice) for choice in waiting)
+        return
+    waits = Counter((c.request.frame.tenant, c.request.frame.user) for c in waiting)
+    seats = [seat for group in core._groups.attached.values() for seat in group.running]
+    runs = Counter((s.choice.request.frame.tenant, s.choice.request.frame.user) for s in seats)
+    for tenant in policy.tenants.shares.values():
+        for user in tenant.users.shares.values():
+            name = (tenant.name, user.name)
+            assert (user.num_waiting, user.num_running) == (waits.pop(name, 0), runs.pop(name, 0)), name
+        assert tenant.num_waiting == sum(user.num_waiting for user in tenant.users.shares.values())
+        assert tenant.num_running == sum(user.num_running for user in tenant.users.shares.values())
+        assert tenant.users.num_here == sum(user.is_here for user in tenant.users.shares.values())
+    assert not +waits
+    assert not +runs
+
+
 def check(core: Scheduler) -> None:
     """Invariants of the core's state."""
     for group in core._groups.attached.values():
@@ -75,6 +100,7 @@ def check(core: Scheduler) -> None:
     waiting = [c for r in core._lifecycle.requests.values() for c in r.choices.values() if c.ticket]
     assert len(waiting) == len(core._waiting)
     assert sum(c.known for c in waiting) == core._waiting._num_tokens
+    check_policy(core, waiting)
     live = core._streams._sinks.values()
     assert all(r.sink is None or r.sink in live for r in core._lifecycle.requests.values())
     for sink in live:

@@ -85,7 +85,16 @@ class Program:
             sampling["ignore_eos"] = True
         deadline_s = 2.0 if b % 11 == 10 else None
         self.world.submit(
-            gateway, str(number), num_prompt, 1 + a % 3, deadline_s, self._prompt(a, b, num_prompt), **sampling
+            gateway,
+            str(number),
+            num_prompt,
+            1 + a % 3,
+            deadline_s,
+            self._prompt(a, b, num_prompt),
+            tenant=f"key-{a % 3}",
+            user=f"{b % 2}",
+            priority=a % 5 - 2,
+            **sampling,
         )
 
     def _prompt(self, a: int, b: int, num_prompt: int) -> list[int]:

@@ -22,6 +22,7 @@ shapes = st.builds(
     max_queue_tokens=st.sampled_from([60, 10_000]),
     whole_prompts=st.booleans(),
     stutters=st.booleans(),
+    policy=st.sampled_from(["fcfs", "priority", "fair"]),
     prefix_caching=st.sampled_from([True, True, True, False]),
 )
 

@@ -48,6 +48,7 @@ class Shape:
     whole_prompts: bool = False
     stutters: bool = False
     prefix_caching: bool = True
+    policy: str = "fcfs"
 
     @property
     def limit(self) -> int:
@@ -70,6 +71,7 @@ class World:
                 max_queue_len=shape.max_queue_len,
                 max_queue_tokens=shape.max_queue_tokens,
                 whole_prompts=shape.whole_prompts,
+                policy=shape.policy,
                 prefix_caching=shape.prefix_caching,
                 block_scope=SCOPE,
             ),
@@ -160,6 +162,9 @@ class World:
         deadline_s: float | None = None,
         prompt: list[int] | None = None,
         salt: str = "",
+        tenant: str = "",
+        user: str = "",
+        priority: int = 0,
         **sampling: object,
     ) -> Generate:
         """Every other request brings the names of its blocks. `prompt` replaces the usual one of this length."""
@@ -175,6 +180,9 @@ class World:
             names if named else b"",
             deadline_s=deadline_s,
             cache_salt=salt,
+            tenant=tenant,
+            user=user,
+            priority=priority,
         )
         self.tell(gateway.incarnation, frame)
         return frame

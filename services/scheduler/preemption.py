@@ -1,0 +1,42 @@
+"""Whose place is taken: by somebody who waits and whom the policy puts in a lower class."""
+
+from blockyard.services.scheduler.groups import Group
+from blockyard.services.scheduler.lifecycle import Lifecycle
+from blockyard.services.scheduler.policy import Policy
+from blockyard.services.scheduler.prefix import PrefixCache
+from blockyard.services.scheduler.requests import Choice
+from blockyard.services.scheduler.waiting import WaitingQueue
+
+
+class Preemption:
+    def __init__(self, waiting: WaitingQueue, policy: Policy, lifecycle: Lifecycle, prefix: PrefixCache) -> None:
+        self.num_displaced = 0
+        self._waiting, self._policy, self._lifecycle, self._prefix = waiting, policy, lifecycle, prefix
+
+    def make_way(self, group: Group) -> None:
+        """Before a plan: whoever is next gets the seat and the blocks that it lacks from higher classes.
+
+        What is taken may rest for some plans, after which it fits. Nobody is preempted for one who would not.
+        """
+        running = group.running
+        choice = self._waiting.peek()
+        if choice is None or not running or not choice.request.detokenizer or choice.awaits_results():
+            return
+        rank = self._policy.key(choice)[0]
+        if rank >= running[-1].key[0]:
+            return
+        found = self._prefix.find(group, choice).blocks
+        above = sum(len(seat.blocks) for seat in running if seat.key[0] > rank)
+        if self._lacks(group, choice, found) > above:
+            return
+        while running and running[-1].key[0] > rank:
+            if len(running) < group.max_num_seqs and self._lacks(group, choice, found) <= 0:
+                return
+            self.num_displaced += 1
+            self._lifecycle.preempt(group, running[-1])
+
+    def _lacks(self, group: Group, choice: Choice, found: list[int]) -> int:
+        """Blocks that would be missing even if nothing rested."""
+        pool = group.blocks
+        need = pool.blocks_for(choice.known) - len(found) + pool.index.num_idle_of(found)
+        return need - pool.num_admissible
