@@ -12,6 +12,7 @@ from blockyard.shared.errors import BlockyardError, ConfigError
 USAGE = """\
 usage: blockyard serve [MODEL] [flags]    serve a model on this machine
        blockyard bench WHAT [flags]       measure a server or a model: serve, latency, throughput
+       blockyard simulate TRACE [flags]   the scheduler on a trace, in virtual time: a report
        blockyard run SERVICE [flags]      one process of a ring over several machines or containers
        blockyard ring [--check]           who is in that ring; --check: is this host's part ready
        blockyard keys DIR                 write the key pair that all members of such a ring share
@@ -25,6 +26,7 @@ Flags may also stand in a YAML file (--config FILE) or in the environment (BLOCK
 COMMANDS = {
     "serve": "blockyard.services.launcher.serve",
     "bench": "blockyard.services.launcher.bench.command",
+    "simulate": "blockyard.services.launcher.simulate",
     "run": "blockyard.services.launcher.run_service",
     "ring": "blockyard.services.launcher.ring_status",
     "keys": "blockyard.services.launcher.keys",

@@ -63,9 +63,11 @@ class Scheduler:
         policy = POLICIES[settings.policy]()
         self._waiting = WaitingQueue(policy, settings.max_queue_len, settings.max_queue_tokens)
         self._groups = Groups(incarnation, settings.batch)
+        self.groups = self._groups.attached  # by worker's incarnation, for those who look on
         self._streams = Streams()
         self._prefix = PrefixCache(settings.block_scope, settings.prefix_caching)
         self._lifecycle = Lifecycle(self._waiting, self._groups, self._streams, self._prefix, policy)
+        self.preempting = self._lifecycle.preempting
         self._admission = Admission(settings.names, self._waiting)
         self._intake = Intake(self._admission, self._waiting, self._lifecycle, self._streams, self._outbox)
         self.deadlines = self._intake.deadlines

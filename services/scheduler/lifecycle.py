@@ -1,5 +1,7 @@
 """The live requests, and every way in which one of their choices leaves the batch or the queue."""
 
+from collections.abc import Callable
+
 from blockyard.services.scheduler.groups import Group, Groups
 from blockyard.services.scheduler.policy import Policy
 from blockyard.services.scheduler.prefix import PrefixCache
@@ -15,6 +17,7 @@ class Lifecycle:
     ) -> None:
         self.requests: dict[str, Request] = {}
         self.num_preemptions = 0
+        self.preempting: list[Callable[[Group], None]] = []  # who wants to look before a seat is taken
         self._waiting, self._groups, self._streams, self._prefix = waiting, groups, streams, prefix
         self._policy = policy
 
@@ -50,6 +53,8 @@ class Lifecycle:
 
     def preempt(self, group: Group, seat: Seat) -> None:
         """Takes a choice's seat; it is computed again, with all its tokens, once there is room."""
+        for look in self.preempting:
+            look(group)
         self._vacate(group, seat)
         self.num_preemptions += 1
         self._wait(seat.choice)

@@ -1,0 +1,126 @@
+"""What happened in a simulation: to each request, between tokens, and to queue, batch and blocks over time."""
+
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from blockyard.services.scheduler.groups import Group
+from blockyard.services.scheduler.simulator.trace import TraceRequest
+from blockyard.shared.messages import Refused, TokenBatch
+
+MAX_SAMPLES = 1000  # beyond it every second one goes, and they are taken half as often
+
+
+@dataclass(slots=True)
+class Flow:
+    """One request. Times are those of the simulation."""
+
+    request: TraceRequest
+    last_s: list[float | None]  # of each choice: when its last token came
+    num_open: int  # choices
+    first_s: float | None = None  # its first token
+    ended_s: float | None = None
+    num_cached: int = 0
+    refused: int = 0  # HTTP status
+    detail: str = ""  # why it failed
+
+    @property
+    def ttft_s(self) -> float:
+        assert self.first_s is not None
+        return self.first_s - self.request.arrival_s
+
+
+@dataclass(slots=True)
+class Gaps:
+    """Between two tokens of a choice, with the time of the later one."""
+
+    at_s: "array[float]" = field(default_factory=lambda: array("d"))
+    gap_s: "array[float]" = field(default_factory=lambda: array("d"))
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    at_s: float
+    waiting: int
+    running: list[int]  # of each worker
+    used: float  # share of all blocks
+    unfilled: float  # share of the used blocks' token slots that no token will fill
+    output_tokens: int  # so far
+
+
+@dataclass(frozen=True, slots=True)
+class FirstPreemption:
+    """Of the worker on which it happened, the moment before."""
+
+    at_s: float
+    used: float
+    unfilled: float
+
+
+class Record:
+    """Takes frames as gateways and detokenizers do. Nothing of it changes what happens."""
+
+    def __init__(self, requests: Sequence[TraceRequest]) -> None:
+        self.flows = [Flow(request, [None] * request.n, request.n) for request in requests]
+        self.gaps: dict[str, Gaps] = {request.tenant: Gaps() for request in requests}
+        self.samples: list[Sample] = []
+        self.first_preemption: FirstPreemption | None = None
+        self.num_open = len(self.flows)
+        self.num_output_tokens = 0
+        self._every_s = 0.01
+        self._next_s = 0.0
+
+    def tokens(self, batch: TokenBatch, now: float) -> None:
+        flows, gaps = self.flows, self.gaps
+        for step in batch.steps:
+            flow = flows[int(step.request_id)]
+            if step.token_ids:
+                self.num_output_tokens += len(step.token_ids)
+                last, flow.last_s[step.choice] = flow.last_s[step.choice], now
+                if last is not None:
+                    found = gaps[flow.request.tenant]
+                    found.at_s.append(now)
+                    found.gap_s.append(now - last)
+                elif flow.first_s is None:
+                    flow.first_s, flow.num_cached = now, step.cached_tokens
+            if step.finish is not None:
+                flow.detail = flow.detail or step.detail
+                flow.num_open -= 1
+                if not flow.num_open:
+                    flow.ended_s = now
+                    self.num_open -= 1
+
+    def refused(self, frame: Refused, now: float) -> None:
+        flow = self.flows[int(frame.request_id)]
+        flow.refused, flow.detail, flow.ended_s = frame.status, frame.message, now
+        self.num_open -= 1
+
+    def preempting(self, group: Group, now: float) -> None:
+        """A seat is about to be taken away for want of blocks."""
+        if self.first_preemption is None:
+            pool = group.blocks
+            self.first_preemption = FirstPreemption(now, pool.num_used / pool.num_ids, self._unfilled([group]))
+
+    def sample(self, now: float, look: Callable[[], tuple[int, list[Group]]]) -> None:
+        """`look` says how many wait, and which groups there are; it is called now and then."""
+        if now < self._next_s:
+            return
+        waiting, groups = look()
+        used, total = sum(g.blocks.num_used for g in groups), sum(g.blocks.num_ids for g in groups)
+        running = [len(group.running) for group in groups]
+        unfilled = self._unfilled(groups)
+        self.samples.append(Sample(now, waiting, running, used / max(total, 1), unfilled, self.num_output_tokens))
+        if len(self.samples) > MAX_SAMPLES:
+            del self.samples[1::2]
+            self._every_s *= 2
+        self._next_s = now + self._every_s
+
+    def _unfilled(self, groups: list[Group]) -> float:
+        """Of each seat's last block, what lies behind the last token it will ever compute."""
+        wasted = slots = 0
+        for group in groups:
+            slots += group.blocks.num_used * group.blocks.block_size
+            for seat in group.running:
+                request = self.flows[int(seat.choice.request.id)].request
+                wasted += max(0, seat.capacity - (request.prompt_tokens + request.output_tokens - 1))
+        return wasted / slots if slots else 0.0

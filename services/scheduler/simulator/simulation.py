@@ -1,0 +1,133 @@
+"""The ring in virtual time: a heap of what comes when, the scheduler as it is, and nobody who waits."""
+
+import heapq
+from collections.abc import Sequence
+
+from blockyard.services.scheduler.core import Scheduler
+from blockyard.services.scheduler.from_config import settings_of
+from blockyard.services.scheduler.groups import Group
+from blockyard.services.scheduler.outbox import Outgoing
+from blockyard.services.scheduler.simulator.record import Record
+from blockyard.services.scheduler.simulator.trace import TraceRequest, frames
+from blockyard.services.scheduler.simulator.worker import Pace, SimWorker
+from blockyard.shared.config.simulation import SimulationConfig
+from blockyard.shared.errors import BlockyardError
+from blockyard.shared.messages import (
+    Attach,
+    Generate,
+    Geometry,
+    Member,
+    Refused,
+    Role,
+    SchedulerIn,
+    StepPlan,
+    TokenBatch,
+)
+
+SCHEDULER, GATEWAY, DETOKENIZER, FIRST_WORKER = 1, 2, 3, 4
+TICK_S = 0.25  # as the service's: at most this late the scheduler is asked again when nothing happens
+PATIENCE_S = 600.0  # without an event, though requests are open
+
+
+class StuckError(BlockyardError):
+    """Requests are open and nothing will ever happen to them."""
+
+
+class Simulation:
+    def __init__(self, config: SimulationConfig, requests: Sequence[TraceRequest]) -> None:
+        settings = settings_of(config.scheduler)
+        self.core = Scheduler(SCHEDULER, settings, 0)
+        self.record = Record(requests)
+        self.num_events = 0
+        self.now = 0.0
+        limits = settings.batch
+        geometry = Geometry(
+            config.num_blocks,
+            config.block_size,
+            min(config.max_model_len, config.num_blocks * config.block_size),
+            1 << 32,
+            [],
+            limits.max_num_seqs,
+            limits.max_num_batched_tokens,
+        )
+        pace, first = Pace(config.cost), FIRST_WORKER
+        self.workers = {first + i: SimWorker(first + i, geometry, pace, requests) for i in range(config.num_workers)}
+        self._hop_s = config.cost.hop_s
+        self._arrivals = iter(zip(requests, frames(requests, settings.names[0]), strict=True))
+        self._events: list[tuple[float, int, int, SchedulerIn]] = []  # when, in which order, from whom, what
+        self._num_pushed = 0
+        self._quiet_since = 0.0
+        self.core.preempting.append(self._preempting)
+
+    def run(self) -> None:
+        """Until every request has ended. Raises StuckError."""
+        self._join()
+        self._arrive()
+        while self.record.num_open:
+            self._advance()
+            while self._events and self._events[0][0] <= self.now:
+                _, _, peer, frame = heapq.heappop(self._events)
+                self.num_events += 1
+                self.core.handle(peer, frame, self.now)
+                if isinstance(frame, Generate):
+                    self._arrive()
+            self._turn()
+            self.record.sample(self.now, self._look)
+
+    def _join(self) -> None:
+        self.core.present(Member("gateway", Role.API_GATEWAY, GATEWAY, "", ready=True), 0.0)
+        self.core.present(Member("detokenizer", Role.DETOKENIZER, DETOKENIZER, "", ready=True), 0.0)
+        for incarnation in self.workers:
+            self.core.present(Member("worker", Role.GPU_WORKER, incarnation, "", ready=True), 0.0)
+        self._turn()
+        while self._events:
+            _, _, peer, frame = heapq.heappop(self._events)
+            self.core.handle(peer, frame, 0.0)
+
+    def _arrive(self) -> None:
+        """Only the next arrival is among the events."""
+        request, frame = next(self._arrivals, (None, None))
+        if request is not None and frame is not None:
+            self._push(request.arrival_s, GATEWAY, frame)
+
+    def _push(self, when: float, peer: int, frame: SchedulerIn) -> None:
+        self._num_pushed += 1
+        heapq.heappush(self._events, (max(when, self.now), self._num_pushed, peer, frame))
+
+    def _advance(self) -> None:
+        """To the next event, deadline or tick."""
+        if self._events:
+            self.now = self._quiet_since = self._events[0][0]
+            deadline = self.core.deadlines.next()
+            if deadline is not None and deadline < self.now:
+                self.now = deadline
+            return
+        self.now += TICK_S
+        if self.now - self._quiet_since > PATIENCE_S:
+            raise StuckError(
+                f"{self.record.num_open} requests are open at {self.now:.1f} s and nothing happens to them"
+            )
+
+    def _turn(self) -> None:
+        for outgoing in self.core.turn(self.now):
+            self._deliver(outgoing)
+
+    def _deliver(self, outgoing: Outgoing) -> None:
+        frame = outgoing.frame
+        match frame:
+            case StepPlan():
+                worker = self.workers[outgoing.to]
+                ends_at, result = worker.run(frame, self.now + self._hop_s)
+                self._push(ends_at + self._hop_s, outgoing.to, result)
+            case TokenBatch():
+                self.record.tokens(frame, self.now)
+            case Attach():
+                self._push(self.now, outgoing.to, self.workers[outgoing.to].attach(frame))
+            case Refused():
+                self.record.refused(frame, self.now)
+
+    def _look(self) -> tuple[int, list[Group]]:
+        return self.core.stats().waiting, list(self.core.groups.values())
+
+    def _preempting(self, group: Group) -> None:
+        self.record.preempting(group, self.now)

@@ -1,0 +1,82 @@
+"""What is asked of a simulated ring, and when: JSON lines to Generate frames."""
+
+import struct
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from blockyard.shared.errors import ConfigError
+from blockyard.shared.messages import Choice, Generate, Sampling, TextOptions
+
+# No two of these are ever the same token, so that only what is meant to be shared is found.
+GROUP_IDS, PROMPT_IDS, OUTPUT_IDS = 0, 1 << 30, 1 << 31
+
+
+class TraceRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A line of a trace."""
+
+    arrival_s: float
+    prompt_tokens: int
+    output_tokens: int  # of each choice
+    max_tokens: int | None = None  # None: the request asks for what it gets
+    tenant: str = ""
+    priority: int = 0
+    prefix_group: str = ""  # requests of one group begin with the same tokens
+    prefix_tokens: int | None = None  # as many of them; None: all, as far as both go
+    n: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("prompt_tokens", "output_tokens", "n"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.max_tokens is not None and self.max_tokens < self.output_tokens:
+            raise ValueError(f"max_tokens {self.max_tokens} is less than output_tokens {self.output_tokens}")
+        if self.prefix_tokens is not None and not 0 <= self.prefix_tokens <= self.prompt_tokens:
+            raise ValueError(f"prefix_tokens must be 0 to {self.prompt_tokens}, got {self.prefix_tokens}")
+
+
+def read_trace(path: Path) -> list[TraceRequest]:
+    """In the order of arrival. Raises ConfigError naming file and line."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as e:
+        raise ConfigError(f"trace {path}: {e.strerror}") from e
+    decode = msgspec.json.Decoder(TraceRequest).decode
+    found: list[TraceRequest] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            if line.strip():
+                found.append(decode(line))
+        except msgspec.DecodeError as e:
+            raise ConfigError(f"trace {path}, line {number}: {e}") from e
+    if not found:
+        raise ConfigError(f"trace {path}: holds no request")
+    return sorted(found, key=lambda request: request.arrival_s)
+
+
+def frames(requests: Iterable[TraceRequest], model: str) -> list[Generate]:
+    """Their ids, and the seeds that tell a worker which it is, are their indexes."""
+    groups: dict[str, int] = {}
+    made = []
+    for serial, request in enumerate(requests):
+        shared = 0
+        if request.prefix_group:
+            shared = request.prompt_tokens if request.prefix_tokens is None else request.prefix_tokens
+        group = groups.setdefault(request.prefix_group, len(groups))
+        own = struct.pack("I", PROMPT_IDS + serial) * (request.prompt_tokens - shared)
+        made.append(
+            Generate(
+                str(serial),
+                0,
+                model,
+                struct.pack("I", GROUP_IDS + group) * shared + own,
+                b"",
+                Sampling(request.max_tokens or request.output_tokens, seed=serial, ignore_eos=True),
+                TextOptions(),
+                [Choice(i) for i in range(request.n)],
+                priority=request.priority,
+                tenant=request.tenant,
+            )
+        )
+    return made

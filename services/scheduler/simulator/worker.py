@@ -1,0 +1,109 @@
+"""A worker that takes plans in order, knows how long each takes, and what comes out: no tensor, no clock."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from blockyard.services.scheduler.simulator.trace import OUTPUT_IDS, TraceRequest
+from blockyard.shared.config.simulation import CostModel
+from blockyard.shared.messages import Attach, Attached, FinishReason, Geometry, SlotResult, StepPlan, StepResult
+
+CHOICES = 64  # told apart by the tokens that come out
+
+
+class Pace:
+    """Seconds of a step."""
+
+    def __init__(self, cost: CostModel) -> None:
+        self._cost = cost
+        self._known: dict[int, float] = {}
+
+    def step_s(self, num_rows: int, context_tokens: int, pairs: int) -> float:
+        cost = self._cost
+        rows_s = self._known.get(num_rows)
+        if rows_s is None:
+            rows_s = self._known[num_rows] = _rows_s(cost, num_rows)
+        return rows_s + cost.context_token_s * context_tokens + cost.pair_s * pairs
+
+
+@dataclass(slots=True, eq=False)
+class SimSlot:
+    num_tokens: int  # known to the device
+    num_computed: int
+    end: int  # tokens with which it is finished
+    finish: FinishReason
+    sampled: list[int]  # what each of its steps brings
+    finished: bool = False
+
+
+class SimWorker:
+    """`run` takes a plan; the caller delivers the result when it says."""
+
+    def __init__(self, incarnation: int, geometry: Geometry, pace: Pace, requests: Sequence[TraceRequest]) -> None:
+        self.incarnation, self.geometry = incarnation, geometry
+        self.busy_s = 0.0
+        self.num_steps = 0
+        self._pace, self._requests = pace, requests
+        self._slots: dict[int, SimSlot] = {}
+        self._free_at = 0.0
+
+    def attach(self, frame: Attach) -> Attached:
+        self._slots = {}
+        return Attached(self.incarnation, frame.scheduler, self.geometry)
+
+    def run(self, plan: StepPlan, came_at: float) -> tuple[float, StepResult]:
+        """When the step ends, and its result. Plans run one after the other."""
+        self._apply(plan)
+        slots, results = self._slots, []
+        num_rows = context_tokens = pairs = 0
+        for run in plan.runs:
+            slot = slots[run.slot]
+            before, granted = slot.num_computed, run.max_tokens
+            num_rows += granted
+            if slot.finished:
+                continue
+            if granted == 1:
+                context_tokens += before
+                slot.num_computed = before + 1
+            else:
+                computed = slot.num_computed = min(before + granted, slot.num_tokens)
+                pairs += (computed - before) * (computed + before) // 2
+            results.append(self._result(run.slot, slot))
+        step_s = self._pace.step_s(num_rows, context_tokens, pairs)
+        ends_at = self._free_at = max(self._free_at, came_at) + step_s
+        self.busy_s += step_s
+        self.num_steps += 1
+        return ends_at, StepResult(self.incarnation, plan.number, results, ends_at, step_s)
+
+    def _apply(self, plan: StepPlan) -> None:
+        for number in plan.ends:
+            del self._slots[number]
+        for start in plan.starts:
+            request = self._requests[start.sampling.seed]
+            num_known = len(start.token_ids) // 4
+            asked = start.num_prompt_tokens + start.sampling.max_tokens
+            end = min(start.num_prompt_tokens + request.output_tokens, self.geometry.max_model_len)
+            finish = FinishReason.LENGTH if end >= min(asked, self.geometry.max_model_len) else FinishReason.STOP
+            sampled = [OUTPUT_IDS + (start.sampling.seed * CHOICES + start.choice) % OUTPUT_IDS]
+            self._slots[start.slot] = SimSlot(num_known, start.num_computed, end, finish, sampled)
+
+    def _result(self, number: int, slot: SimSlot) -> SlotResult:
+        if slot.num_computed < slot.num_tokens:
+            return SlotResult(number, [], slot.num_computed)
+        slot.num_tokens += 1
+        if slot.num_tokens < slot.end:
+            return SlotResult(number, slot.sampled, slot.num_computed)
+        slot.finished = True
+        return SlotResult(number, slot.sampled, slot.num_computed, slot.finish)
+
+
+def _rows_s(cost: CostModel, num_rows: int) -> float:
+    """Along the table's lines; below its first point as there, beyond the last one at `row_s` each."""
+    table = cost.rows_s
+    if num_rows <= table[0][0]:
+        return table[0][1]
+    for (low, low_s), (high, high_s) in itertools.pairwise(table):
+        if num_rows <= high:
+            return low_s + (high_s - low_s) * (num_rows - low) / (high - low)
+    last, last_s = table[-1]
+    return last_s + cost.row_s * (num_rows - last)

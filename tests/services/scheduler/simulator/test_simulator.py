@@ -1,0 +1,187 @@
+"""The simulator: time passes as its cost model says, and what it reports is what happened."""
+
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from blockyard.services.scheduler.simulator import report
+from blockyard.services.scheduler.simulator.simulation import Simulation, StuckError
+from blockyard.services.scheduler.simulator.trace import TraceRequest, frames, read_trace
+from blockyard.services.scheduler.simulator.worker import Pace
+from blockyard.shared import charts
+from blockyard.shared.config.process import BusConfig, ProcessConfig
+from blockyard.shared.config.scheduler import SchedulerConfig
+from blockyard.shared.config.simulation import CostModel, SimulationConfig
+from blockyard.shared.errors import ConfigError
+
+# 10 ms a step, 1 ms a row beyond the first, frames take no time
+ROUND = CostModel(rows_s=((1, 0.01),), row_s=0.001, context_token_s=0.0, pair_s=0.0, hop_s=0.0)
+
+
+def config(cost: CostModel = ROUND, more: dict[str, object] | None = None, **scheduler: object) -> SimulationConfig:
+    process = ProcessConfig(name="simulator", bus=BusConfig(registry="ipc://none", bind="ipc://none"))
+    settings: dict[str, object] = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "depth": 0, **scheduler}
+    made = SchedulerConfig(process=process, served_model_names=["m"], **settings)
+    return SimulationConfig(
+        process=process, scheduler=made, trace="t.jsonl", cost=cost, **({"num_blocks": 100} | (more or {}))
+    )
+
+
+def ask(at: float, prompt: int, output: int, **more: object) -> TraceRequest:
+    return TraceRequest(arrival_s=at, prompt_tokens=prompt, output_tokens=output, **more)
+
+
+def simulate(settings: SimulationConfig, *requests: TraceRequest) -> Simulation:
+    simulation = Simulation(settings, requests)
+    simulation.run()
+    for group in simulation.core.groups.values():
+        assert not group.running and group.blocks.num_free + group.blocks.num_resting == group.blocks.num_ids
+    return simulation
+
+
+def test_a_request_takes_its_prefill_and_a_step_for_each_token() -> None:
+    simulation = simulate(config(), ask(1.0, 40, 3))
+    (flow,) = simulation.record.flows
+    assert flow.ttft_s == pytest.approx(0.01 + 39 * 0.001)
+    assert simulation.record.gaps[""].gap_s.tolist() == pytest.approx([0.01, 0.01])
+    assert flow.ended_s == simulation.now == pytest.approx(1.0 + 0.049 + 0.02)
+    (worker,) = simulation.workers.values()
+    assert (worker.num_steps, worker.busy_s) == (3, pytest.approx(0.069))
+
+
+def test_running_ahead_hides_the_way_between_scheduler_and_worker() -> None:
+    slow = msgspec.structs.replace(ROUND, hop_s=0.002)
+    lockstep = simulate(config(slow, depth=0), ask(0.0, 1, 20)).record.gaps[""].gap_s
+    ahead = simulate(config(slow, depth=1), ask(0.0, 1, 20)).record.gaps[""].gap_s
+    assert lockstep.tolist() == pytest.approx([0.014] * 19)
+    assert ahead.tolist() == pytest.approx([0.01] * 19)
+
+
+def test_a_step_costs_rows_context_and_pairs() -> None:
+    pace = Pace(CostModel(rows_s=((1, 1.0), (3, 2.0)), row_s=10.0, context_token_s=100.0, pair_s=1000.0))
+    assert [pace.step_s(rows, 0, 0) for rows in (0, 1, 2, 3, 5)] == [1.0, 1.0, 1.5, 2.0, 22.0]
+    assert pace.step_s(1, 2, 3) == 3201.0
+    eight = CostModel()
+    assert Pace(eight).step_s(64, 64 * 230, 0) == pytest.approx(5.64e-3, rel=0.01)
+    assert Pace(eight).step_s(256, 256 * 230, 0) == pytest.approx(10.41e-3, rel=0.01)
+    assert Pace(eight).step_s(2048, 0, 2048 * 1024) / 2048 == pytest.approx(24e-6, rel=0.02)
+
+
+def test_what_is_shared_is_found_and_nothing_else() -> None:
+    shared = [ask(i, 48, 4, prefix_group="a", prefix_tokens=32) for i in range(3)]
+    other = ask(3.0, 48, 4, prefix_group="b", prefix_tokens=32)
+    alone = [ask(4.0, 48, 4), ask(5.0, 48, 4)]
+    found = [flow.num_cached for flow in simulate(config(), *shared, other, *alone).record.flows]
+    assert found == [0, 32, 32, 0, 0, 0]
+    off = simulate(config(enable_prefix_caching=False), *shared)
+    assert [flow.num_cached for flow in off.record.flows] == [0, 0, 0]
+
+
+def test_choices_stops_and_limits() -> None:
+    simulation = simulate(
+        config(more={"max_model_len": 50}), ask(0, 10, 5, n=3), ask(0, 10, 5, max_tokens=30), ask(0, 40, 99)
+    )
+    assert [flow.num_open for flow in simulation.record.flows] == [0, 0, 0]
+    assert simulation.record.num_output_tokens == 3 * 5 + 5 + 10
+
+
+def test_the_queue_refuses_what_it_cannot_hold() -> None:
+    simulation = simulate(config(max_queue_len=2, max_num_seqs=1), *(ask(0.0, 8, 8) for _ in range(5)))
+    refused = [flow.refused for flow in simulation.record.flows]
+    assert sorted(refused)[-1] == 429 and 1 <= refused.count(429) <= 3
+    summary = report.summarize(simulation, 1.0)
+    assert summary.refused == refused.count(429) and summary.completed == 5 - summary.refused
+
+
+def test_blocks_are_full_when_the_first_preemption_comes() -> None:
+    requests = [ask(0.001 * i, 20 + i % 30, 60 + i % 50) for i in range(200)]
+    simulation = simulate(config(max_num_seqs=64, more={"num_blocks": 128}), *requests)
+    first = simulation.record.first_preemption
+    assert first is not None and simulation.core.stats().preemptions_total > 0
+    assert 0.96 <= first.used <= 1.0
+    assert 0 <= first.unfilled <= 0.04
+    assert f"the first at {first.at_s:.1f} s" in report.table(config(), simulation, report.summarize(simulation, 1.0))
+
+
+def test_slots_that_no_token_fills_are_counted() -> None:
+    """17 tokens are computed: of the second block 15 slots stay empty, from its first token on."""
+    simulation = simulate(config(), ask(0.0, 17, 1))
+    assert simulation.record.samples[0].unfilled in (0.0, 15 / 32)
+    whole = simulate(config(), ask(0.0, 31, 200), ask(0.0, 17, 200))
+    assert all(sample.unfilled < 0.05 for sample in whole.record.samples)
+
+
+def test_more_workers_take_more() -> None:
+    requests = [ask(0.0, 10, 50) for _ in range(16)]
+    one = simulate(config(max_num_seqs=4), *requests)
+    four = simulate(config(max_num_seqs=4, more={"num_workers": 4}), *requests)
+    assert four.now < 0.35 * one.now
+    assert [worker.num_steps > 0 for worker in four.workers.values()] == [True] * 4
+
+
+def test_a_simulation_is_the_same_each_time() -> None:
+    requests = [ask(0.01 * i, 5 + i % 7, 3 + i % 11, tenant="ab"[i % 2]) for i in range(50)]
+    once, again = (simulate(config(more={"num_workers": 3}), *requests) for _ in range(2))
+    assert [flow.ended_s for flow in once.record.flows] == [flow.ended_s for flow in again.record.flows]
+
+
+def test_a_scheduler_that_never_answers_is_not_waited_for() -> None:
+    simulation = Simulation(config(more={"num_workers": 1}), [ask(0.0, 8, 8)])
+    simulation.workers.clear()
+    with pytest.raises(StuckError, match="1 requests are open"):
+        simulation.run()
+
+
+def test_the_report_has_every_chart_and_tenant() -> None:
+    requests = [ask(0.05 * i, 10, 8, tenant="light" if i % 5 else "heavy") for i in range(40)]
+    simulation = simulate(config(more={"num_workers": 2}), *requests)
+    text = report.table(config(more={"num_workers": 2}), simulation, report.summarize(simulation, 2.0))
+    rows = [line.split("  ")[0] for line in text.splitlines()]
+    assert {"TTFT", "ITL", "TTFT of light", "ITL of heavy"} <= set(rows)
+    assert "40 requests completed, in " in text and "400 in" in text and "320 out" in text
+    drawn = report.charts(simulation)
+    assert len(drawn) == 9
+    page = ET.fromstring(charts.page("t", text, drawn).removeprefix("<!DOCTYPE html>"))
+    titles = [svg[0].text for svg in page.iter("{http://www.w3.org/2000/svg}svg")]
+    assert titles[:4] == ["Queue", "Batch", "KV blocks", "Throughput"]
+    single = simulate(config(), ask(0.0, 1, 1))
+    assert "TTFT of" not in report.table(config(), single, report.summarize(single, 1.0))
+    assert len(report.charts(single)) >= 4
+
+
+def test_frames_name_tenants_and_priorities() -> None:
+    (frame,) = frames([ask(0.0, 4, 2, tenant="t", priority=-3, n=2, max_tokens=9)], "m")
+    assert (frame.tenant, frame.priority, len(frame.choices), frame.sampling.max_tokens) == ("t", -3, 2, 9)
+    assert len(frame.prompt_ids) == 16
+
+
+def test_traces_are_checked_line_by_line(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text(
+        '{"arrival_s":2,"prompt_tokens":1,"output_tokens":1}\n\n{"arrival_s":1,"prompt_tokens":2,"output_tokens":1}'
+    )
+    assert [request.arrival_s for request in read_trace(path)] == [1, 2]
+    for line, message in (
+        ('{"arrival_s":1,"prompt_tokens":0,"output_tokens":1}', "line 1: prompt_tokens must be at least 1"),
+        ('{"arrival_s":1,"prompt_tokens":1,"output_tokens":2,"max_tokens":1}', "max_tokens 1 is less"),
+        ('{"arrival_s":1,"prompt_tokens":1,"output_tokens":1,"prefix_tokens":2}', "prefix_tokens must be 0 to 1"),
+        ('{"arrival_s":1,"prompt_tokens":1}', "output_tokens"),
+        ('{"arrival_s":1,"prompt_tokens":1,"output_tokens":1,"tenants":"a"}', "unknown field `tenants`"),
+        ("", "holds no request"),
+    ):
+        path.write_text(line)
+        with pytest.raises(ConfigError, match=message):
+            read_trace(path)
+    with pytest.raises(ConfigError, match="No such file"):
+        read_trace(tmp_path / "none")
+
+
+def test_costs_are_checked() -> None:
+    with pytest.raises(ValueError, match="rising rows"):
+        CostModel(rows_s=((2, 0.1), (1, 0.1)))
+    with pytest.raises(ValueError, match="below 0"):
+        CostModel(row_s=-1.0)
+    with pytest.raises(ValueError, match="num_workers"):
+        config(more={"num_workers": 0})
