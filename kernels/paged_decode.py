@@ -68,7 +68,7 @@ def _cut(
     return slot, first, end, split, tl.cdiv(end - first, split)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr", "positions_ptr"])
 def _attend_kernel(
     q_ptr,
     layer_ptr,
@@ -132,7 +132,7 @@ def _attend_kernel(
         tl.store(weight_ptr + place, top + tl.log(mass), mask=group < GROUP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr", "positions_ptr"])
 def _combine_kernel(
     slots_ptr,
     positions_ptr,
@@ -165,12 +165,20 @@ def _combine_kernel(
     tl.store(out_ptr + place * HEAD_DIM + dims, tl.sum(parts * weight[:, None], 0) / mass, mask=in_head)
 
 
-def paged_decode(q: Tensor, layer: Tensor, seqs: Sequences, scale: float, window: int | None, longest: int) -> Tensor:
+def paged_decode(
+    q: Tensor,
+    layer: Tensor,
+    seqs: Sequences,
+    scale: float,
+    window: int | None,
+    longest: int,
+    out: Tensor | None = None,
+) -> Tensor:
     """q [rows, heads, head_dim], rows may be strided; layer [num_blocks, 2, kv_heads, block_size, head_dim].
 
     `window`: how many of the last keys are attended to, None all. `longest`: no position is beyond it; it only sizes
-    buffers. Returns [rows, heads * head_dim]; zeros in rows of no slot. Blocks and positions must be right: not
-    checked on device. Raises ValueError for other shapes and dtypes.
+    buffers. Returns `out` [rows, heads * head_dim], contiguous, made if None; zeros in rows of no slot. Blocks and
+    positions must be right: not checked on device. Raises ValueError for other shapes and dtypes.
     """
     rows, heads, head_dim = q.shape
     kv_heads, block_size = layer.shape[2], layer.shape[3]
@@ -181,7 +189,10 @@ def paged_decode(q: Tensor, layer: Tensor, seqs: Sequences, scale: float, window
         raise ValueError(f"the heads of a row must be contiguous and of the pool's dtype, got {q.stride()}, {q.dtype}")
     seen = longest if window is None else min(window, longest)
     most = triton.next_power_of_2(min(MAX_SPLITS, triton.cdiv(seen, MIN_SPLIT)))
-    out = torch.empty((rows, heads * head_dim), dtype=q.dtype, device=q.device)
+    if out is None:
+        out = torch.empty((rows, heads * head_dim), dtype=q.dtype, device=q.device)
+    if out.shape != (rows, heads * head_dim) or out.dtype != q.dtype or not out.is_contiguous():
+        raise ValueError(f"out {list(out.shape)} {out.dtype} does not fit q {list(q.shape)}, or is not contiguous")
     if rows == 0:
         return out
     partial = torch.empty((rows, heads, most, head_dim), dtype=torch.float32, device=q.device)

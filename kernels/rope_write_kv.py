@@ -1,4 +1,4 @@
-"""Head norm, rotation and the write of K and V into the pool, in one pass over the new tokens of a decode step."""
+"""Head norm, rotation and the write of K and V into the pool, in one pass over the new tokens of a step."""
 
 import torch
 import triton
@@ -7,6 +7,9 @@ from torch import Tensor
 
 from blockyard.kernels.apply_rope import apply_rope_reference
 from blockyard.kernels.paged_decode import Sequences
+
+_TILE = 8  # heads of a program
+_FEW = 16 * 132  # with fewer heads in all, a program has one
 
 
 def rope_write_kv_reference(
@@ -26,7 +29,7 @@ def rope_write_kv_reference(
             layer[block, :, :, position % block_size] = qkv[row, heads:].view(2, kv_heads, -1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr", "positions_ptr"])
 def _rope_write_kv_kernel(
     qkv_ptr,
     layer_ptr,
@@ -41,44 +44,39 @@ def _rope_write_kv_kernel(
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    HALF: tl.constexpr,
+    DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROTATE: tl.constexpr,
     NORM: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    # program (i, j) has head j of row i: q heads, then K heads, then V heads; element pairs (2n, 2n + 1)
+    # program (i, j) has TILE heads of row i: q heads, then K heads, then V heads; elements in pairs (2n, 2n + 1)
     row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    pairs = tl.arange(0, HALF)
-    inside = pairs < HEAD_DIM // 2
-    source = qkv_ptr + row * row_stride + head * HEAD_DIM + 2 * pairs
-    even = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-    odd = tl.load(source + 1, mask=inside, other=0.0).to(tl.float32)
-    if head < HEADS + KV_HEADS:
-        if NORM:
-            scale = tl.rsqrt(tl.sum(even * even + odd * odd, 0) / HEAD_DIM + eps)
-            weight = weight_ptr + head * HEAD_DIM + 2 * pairs
-            even *= scale * tl.load(weight, mask=inside, other=0.0).to(tl.float32)
-            odd *= scale * tl.load(weight + 1, mask=inside, other=0.0).to(tl.float32)
-        if ROTATE:
-            angle = rotation_ptr + row * HEAD_DIM + 2 * pairs
-            cos = tl.load(angle, mask=inside, other=0.0)
-            sin = tl.load(angle + 1, mask=inside, other=0.0)
-            turned = even * cos - odd * sin
-            odd = even * sin + odd * cos
-            even = turned
-    if head < HEADS:
-        tl.store(source, even, mask=inside)
-        tl.store(source + 1, odd, mask=inside)
-    else:
-        slot = tl.load(slots_ptr + row)
-        if slot >= 0:
-            position = tl.load(positions_ptr + row)
-            block = tl.load(tables_ptr + slot * table_stride + position // BLOCK_SIZE).to(tl.int64)
-            line = (block * (2 * KV_HEADS) + head - HEADS) * BLOCK_SIZE + position % BLOCK_SIZE
-            target = layer_ptr + line * HEAD_DIM + 2 * pairs
-            tl.store(target, even, mask=inside)
-            tl.store(target + 1, odd, mask=inside)
+    heads = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    dims = tl.arange(0, DIM)
+    in_head = dims < HEAD_DIM
+    inside = (heads < HEADS + 2 * KV_HEADS)[:, None] & in_head[None, :]
+    columns = heads[:, None] * HEAD_DIM + dims[None, :]
+    x = tl.load(qkv_ptr + row * row_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    turns = (heads < HEADS + KV_HEADS)[:, None]
+    if NORM:
+        scale = tl.rsqrt(tl.sum(x * x, 1) / HEAD_DIM + eps)
+        weight = tl.load(weight_ptr + columns, mask=inside & turns, other=0.0).to(tl.float32)
+        x = tl.where(turns, x * scale[:, None] * weight, x)
+    if ROTATE:
+        angle = tl.load(rotation_ptr + row * HEAD_DIM + dims, mask=in_head, other=0.0)
+        cos, sin = tl.split(tl.reshape(angle, [1, DIM // 2, 2]))
+        even, odd = tl.split(tl.reshape(x, [TILE, DIM // 2, 2]))
+        turned = tl.join(even * cos - odd * sin, even * sin + odd * cos)
+        x = tl.where(turns, tl.reshape(turned, [TILE, DIM]), x)
+    tl.store(qkv_ptr + row * row_stride + columns, x, mask=inside & (heads < HEADS)[:, None])
+    slot = tl.load(slots_ptr + row)
+    if slot >= 0:
+        position = tl.load(positions_ptr + row)
+        block = tl.load(tables_ptr + slot * table_stride + position // BLOCK_SIZE).to(tl.int64)
+        lines = (block * (2 * KV_HEADS) + heads - HEADS) * BLOCK_SIZE + position % BLOCK_SIZE
+        stored = inside & (heads >= HEADS)[:, None]
+        tl.store(layer_ptr + lines[:, None] * HEAD_DIM + dims[None, :], x, mask=stored)
 
 
 def rope_write_kv(
@@ -109,7 +107,8 @@ def rope_write_kv(
         angles = torch.view_as_real(rotation.contiguous())
     if rows == 0:
         return
-    _rope_write_kv_kernel[(rows, all_heads)](
+    tile = 1 if rows * all_heads <= _FEW else _TILE
+    _rope_write_kv_kernel[(rows, triton.cdiv(all_heads, tile))](
         qkv,
         layer,
         seqs.slots,
@@ -123,9 +122,10 @@ def rope_write_kv(
         HEADS=heads,
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
-        HALF=triton.next_power_of_2(head_dim // 2),
+        DIM=triton.next_power_of_2(head_dim),
         BLOCK_SIZE=block_size,
         ROTATE=rotation is not None,
         NORM=weight is not None,
-        num_warps=1,
+        TILE=tile,
+        num_warps=max(tile // 4, 1),
     )

@@ -18,7 +18,7 @@ from blockyard.services.gpu_worker.memory import Need, blocks_of
 from blockyard.services.gpu_worker.models.decoder import Model
 from blockyard.services.gpu_worker.slots import Slots
 from blockyard.services.gpu_worker.step import Step
-from blockyard.services.gpu_worker.triton_ops import DecodeAttention
+from blockyard.services.gpu_worker.triton_ops import MixedAttention
 from blockyard.shared.errors import LoadError
 
 log = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ class DecodeSteps:
     def forward(self, rows: int) -> Output:
         """Over the buffers as they are."""
         ids, positions, slots = self._inputs[:, :rows]
-        attend = DecodeAttention(self._pool, slots, positions, self._tables)
+        attend = MixedAttention(self._pool, slots, positions, self._tables)
         hidden = self._model.forward(Step(ids, positions, attend))
         return Output(hidden, self._model.logits(hidden))
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from blockyard.kernels import add_rms_norm as norm_file
 from blockyard.kernels import paged_decode as decode_file
+from blockyard.kernels import rope_write_kv as rope_file
 from blockyard.kernels import silu_mul as silu_file
 from blockyard.kernels.add_rms_norm import add_rms_norm, add_rms_norm_reference
 from blockyard.kernels.paged_decode import Sequences, paged_decode, paged_decode_reference
@@ -138,11 +139,19 @@ def test_splits_of_a_row_do_not_depend_on_the_others() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 16), (3, 1, 24)])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "few"), [(4, 2, 16, 99), (3, 1, 24, 99), (9, 2, 16, 0)])
 @pytest.mark.parametrize(("normed", "rotated"), [(True, True), (False, True), (False, False)])
 def test_rope_write_kv(
-    heads: int, kv_heads: int, head_dim: int, normed: bool, rotated: bool, dtype: torch.dtype
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    normed: bool,
+    rotated: bool,
+    few: int,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(rope_file, "_FEW", few)  # one head a program, or several
     seqs = sequences([9, 0, 1, 16], 8, 20)
     rows, width = 4, heads + 2 * kv_heads
     layer = torch.randn(20, 2, kv_heads, 8, head_dim, device=DEVICE).to(dtype)

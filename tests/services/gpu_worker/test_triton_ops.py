@@ -1,0 +1,59 @@
+"""Attention of mixed steps through the Triton kernels, against their references."""
+
+import pytest
+import torch
+
+from blockyard.kernels.paged_decode import Sequences
+from blockyard.kernels.paged_prefill import paged_prefill_reference
+from blockyard.kernels.rms_norm import RMSNorm
+from blockyard.kernels.rope_write_kv import rope_write_kv_reference
+from blockyard.services.gpu_worker.kv_pool import KVPool
+from blockyard.services.gpu_worker.models.decoder import ModelShape
+from blockyard.services.gpu_worker.triton_ops import MixedAttention
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+HEADS, KV_HEADS, DIM, SIZE = 4, 2, 16, 4
+WINDOWS = (None, 6)
+
+
+@pytest.mark.parametrize(("num_decodes", "counts"), [(0, (5, 3)), (2, (3,)), (2, ())])
+def test_decodes_and_prefills_in_one_step(num_decodes: int, counts: tuple[int, ...]) -> None:
+    """Everything that was there before is known, the last sequence has no slot any more."""
+    shape = ModelShape(
+        vocab_size=10,
+        num_layers=len(WINDOWS),
+        num_heads=HEADS,
+        kv_heads=KV_HEADS,
+        head_dim=DIM,
+        max_positions=64,
+        scale=DIM**-0.5,
+        windows=WINDOWS,
+    )
+    sizes = torch.tensor([1] * num_decodes + list(counts), dtype=torch.int64)
+    torch.manual_seed(len(sizes))
+    befores = torch.arange(len(sizes)) * 5
+    slots = torch.randperm(len(sizes) + 1)[: len(sizes)]
+    slots[-1] = -1
+    first = sizes.cumsum(0) - sizes
+    positions = torch.arange(int(sizes.sum())) + (befores - first).repeat_interleave(sizes)
+    tables = torch.randperm(90)[: (len(sizes) + 1) * 9].view(-1, 9).int().to(DEVICE)
+    starts = torch.cat((first, sizes.sum()[None])).int().to(DEVICE)
+    pool = KVPool(shape, 90, SIZE, torch.float32, DEVICE)
+    pool.memory.normal_()
+    want_memory = pool.memory.clone()
+    seqs = Sequences(slots.repeat_interleave(sizes).to(DEVICE), positions.to(DEVICE), tables)
+    attend = MixedAttention(
+        pool, seqs.slots, seqs.positions, tables, starts[num_decodes:] if counts else None, num_decodes
+    )
+    angles = torch.randn(len(positions), 1, DIM // 2)
+    rotation = torch.polar(torch.ones_like(angles), angles).to(DEVICE)
+    norm = RMSNorm(torch.randn(HEADS + KV_HEADS, DIM, device=DEVICE), 1e-6)
+    for layer, window in enumerate(WINDOWS):
+        qkv = torch.randn(len(positions), HEADS + 2 * KV_HEADS, DIM, device=DEVICE)
+        want_qkv = qkv.clone()
+        rope_write_kv_reference(want_qkv, want_memory[layer], seqs, rotation, norm.weight, norm.eps)
+        want = paged_prefill_reference(
+            want_qkv[:, :HEADS], want_memory[layer], seqs, starts, shape.scale, window, soft_cap=None
+        )
+        torch.testing.assert_close(attend(layer, qkv, rotation, norm), want, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(pool.memory[layer], want_memory[layer], atol=1e-5, rtol=1e-4)
