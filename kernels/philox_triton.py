@@ -1,0 +1,51 @@
+"""The noise of `philox_gumbel` for Triton kernels: the same words, the same Gumbel values up to float32 rounding."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def philox(group, index, choice, key0, key1):
+    """group [n] integers; index, choice, key0, key1 uint32 scalars -> the four words of each group, uint32 [n]."""
+    c0 = group.to(tl.uint32)
+    c1 = tl.zeros_like(c0) + index
+    c2 = tl.zeros_like(c0) + choice
+    c3 = tl.zeros_like(c0)
+    for _ in tl.static_range(10):
+        even = c0.to(tl.uint64) * 0xD2511F53
+        odd = c2.to(tl.uint64) * 0xCD9E8D57
+        c0 = (odd >> 32).to(tl.uint32) ^ c1 ^ key0
+        c2 = (even >> 32).to(tl.uint32) ^ c3 ^ key1
+        c1 = odd.to(tl.uint32)
+        c3 = even.to(tl.uint32)
+        key0 += 0x9E3779B9
+        key1 += 0xBB67AE85
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def gumbel(word):
+    """uint32 words -> float32 noise, as `philox_gumbel.to_gumbel`.
+
+    log1p(-v) is log(u) * v / (1 - u) with the rounded u = 1 - v (Kahan), which is exact where v is small.
+    """
+    v = tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.9999999403953552)
+    u = 1.0 - v
+    lost = u == 1.0
+    log_u = tl.where(lost, -v, tl.log(u) * (v / tl.where(lost, 1.0, 1.0 - u)))
+    return -tl.log(-log_u)
+
+
+@triton.jit
+def gumbel_at(tokens, index, choice, key0, key1):
+    """tokens [n] integers -> float32 [n]: each token's noise, where they follow each other in no order."""
+    w0, w1, w2, w3 = philox(tokens >> 2, index, choice, key0, key1)
+    lane = tokens & 3
+    return gumbel(tl.where(lane < 2, tl.where(lane == 0, w0, w1), tl.where(lane == 2, w2, w3)))
+
+
+@triton.jit
+def gumbel_run(first, index, choice, key0, key1, COUNT: tl.constexpr):
+    """float32 [COUNT]: the noise of the tokens from `first` on; both are multiples of 4."""
+    w0, w1, w2, w3 = philox((first >> 2) + tl.arange(0, COUNT // 4), index, choice, key0, key1)
+    return gumbel(tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [COUNT]))
