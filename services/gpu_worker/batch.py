@@ -9,6 +9,8 @@ from blockyard.services.gpu_worker.block_names import BlockNames
 from blockyard.services.gpu_worker.kv_pool import KVPool
 from blockyard.services.gpu_worker.sampler.sampler import Sampler
 from blockyard.services.gpu_worker.slots import Slots
+from blockyard.services.gpu_worker.transfers import Transfers
+from blockyard.services.kv_transfer.host_store import BlockStore
 from blockyard.shared.messages import FinishReason, Geometry, SlotResult, StepPlan
 
 Ints = npt.NDArray[np.int64]
@@ -20,8 +22,10 @@ class Batch:
     Between the two, later plans may be applied: a slot that a result speaks of may have ended, or have a new owner.
     """
 
-    def __init__(self, geometry: Geometry, pool: KVPool) -> None:
+    def __init__(self, geometry: Geometry, pool: KVPool, store: BlockStore | None = None) -> None:
+        """`store`: host memory for blocks, if there is any."""
         self.names = BlockNames(pool.num_blocks)
+        self.transfers = Transfers(self.names, geometry.block_size, store)
         self.sampler = Sampler(geometry.vocab_size, geometry.eos_token_ids, pool.device)
         self._eos = frozenset(geometry.eos_token_ids)
         self._geometry, self._pool = geometry, pool
@@ -31,6 +35,7 @@ class Batch:
         """Drops all slots; KV and its names stay."""
         shape = self._geometry
         self.names.admit_all()
+        self.transfers.reset()
         self.slots = Slots(num_slots, shape.max_model_len, shape.block_size, shape.vocab_size, shape.num_blocks)
         self.sampler.reset(num_slots)
         self._ended: dict[int, Ints] = {}  # blocks by owner, until the plan that ended it is settled
@@ -48,14 +53,19 @@ class Batch:
             slots.end(slot)
             self.sampler.end(slot)
         self._endings.append(endings)
+        self.transfers.begin(plan)
         for start in plan.starts:
+            lost = self.transfers.loses(start)
             if slots.start(start):
+                if lost:
+                    slots.fail(start.slot)
                 problem = self.sampler.start(start)
                 if problem:
                     slots.errors[start.slot] = problem
                     slots.fail(start.slot)
         for added in plan.blocks:
             slots.add_blocks(added)
+        self.transfers.extend(plan.blocks)
         errors = slots.errors
         if not errors:
             return []
@@ -72,6 +82,8 @@ class Batch:
             names.admit(start.slot)
             if start.slot in failed or start.slot in slots.errors:
                 names.bar(start.slot, start.blocks)
+        for slot in self.transfers.lost:
+            names.bar(slot, self.blocks_of(slot).tolist())
         names.learn(plan.names)
         for slot in failed:
             if slot in slots.slots:

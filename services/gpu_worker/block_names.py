@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from blockyard.shared.messages import BlockName
+from blockyard.shared.messages import BlockName, BlockSave
 
 
 class BlockNames:
@@ -18,6 +18,7 @@ class BlockNames:
         self._named = np.zeros(num_blocks, np.bool_)
         self._names: dict[int, bytes] = {}
         self._barred: dict[int, set[int]] = {}  # by slot
+        self._host: dict[int, bytes] = {}  # of blocks in host memory
 
     def learn(self, names: Iterable[BlockName]) -> None:
         barred: set[int] = set().union(*self._barred.values()) if self._barred else set()
@@ -44,6 +45,19 @@ class BlockNames:
 
     def admit_all(self) -> None:
         self._barred.clear()
+
+    def saved(self, saves: Iterable[BlockSave], good: Iterable[BlockSave]) -> None:
+        """Blocks of host memory are overwritten; the good ones hold what they are called."""
+        for save in saves:
+            self._host.pop(save.host, None)
+        self._host.update((save.host, save.name) for save in good)
+
+    def in_host(self, host: int) -> bool:
+        return host in self._host
+
+    def host_listed(self) -> tuple[list[int], bytes]:
+        """Blocks of host memory in the order they were saved, and their names."""
+        return list(self._host), b"".join(self._host.values())
 
     def listed(self) -> tuple[list[int], bytes]:
         """Blocks, and their names in the same order."""

@@ -15,10 +15,12 @@ class Done:
     slots: list[SlotResult]
     stamp_s: float  # CLOCK_REALTIME when that was known
     step_s: float  # time the step took, without what it waited for steps before it
+    failed_fetches: list[int]  # blocks that do not hold what was to be fetched
 
 
 class Names(Protocol):
     def listed(self) -> tuple[list[int], bytes]: ...
+    def host_listed(self) -> tuple[list[int], bytes]: ...
 
 
 class StepRunner(Protocol):

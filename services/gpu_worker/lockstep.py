@@ -8,10 +8,10 @@ from blockyard.shared.messages import SlotResult, StepPlan
 
 
 class Lockstep:
-    """Keeps what `run` made of plans until it is collected."""
+    """Keeps what `run` made of plans until it is collected; `failed` then says which blocks could not be fetched."""
 
-    def __init__(self, run: Callable[[StepPlan], list[SlotResult]]) -> None:
-        self._run = run
+    def __init__(self, run: Callable[[StepPlan], list[SlotResult]], failed: Callable[[StepPlan], list[int]]) -> None:
+        self._run, self._failed = run, failed
         self._done: list[Done] = []
 
     def __len__(self) -> int:
@@ -20,7 +20,7 @@ class Lockstep:
     def launch(self, plan: StepPlan) -> None:
         start = time.perf_counter()
         slots = self._run(plan)
-        self._done.append(Done(plan, slots, time.time(), time.perf_counter() - start))
+        self._done.append(Done(plan, slots, time.time(), time.perf_counter() - start, self._failed(plan)))
 
     def collect(self) -> list[Done]:
         done, self._done = self._done, []

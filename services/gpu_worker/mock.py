@@ -20,7 +20,7 @@ class MockRunner:
         self._pattern, self._step_s = pattern, step_s
         self._batch = MockBatch(geometry, 0, pattern, self.names)
         self._done_at = 0.0
-        self._steps = Lockstep(self.execute)
+        self._steps = Lockstep(self.execute, lambda plan: self._batch.failed)
 
     @property
     def in_flight(self) -> int:

@@ -58,6 +58,7 @@ class MockSlot:
     prompt_logprobs_next: int
     states: "array[int]"  # of all tokens known to the device, as `advance` has them
     finished: bool = False
+    lost: bool = False  # it began on blocks that could not be fetched: it stays silent
 
 
 @dataclass(slots=True)
@@ -68,11 +69,13 @@ class MockBatch:
     kv: MockKV
     slots: dict[int, MockSlot] = field(default_factory=dict)
     owners: dict[int, set[int]] = field(default_factory=dict)  # block -> live slots
+    failed: list[int] = field(default_factory=list)  # fetches of the last step
 
     def step(self, plan: StepPlan) -> list[SlotResult]:
         """Applies a plan and computes. Raises PlanError, after which the batch is not to be used."""
         for slot in plan.ends:
             self._end(slot)
+        self._copy(plan)
         for start in plan.starts:
             self._start(start)
         for more in plan.blocks:
@@ -97,6 +100,19 @@ class MockBatch:
             if not owners:
                 del self.owners[block]
 
+    def _copy(self, plan: StepPlan) -> None:
+        for save in plan.saves:
+            _check(0 <= save.host < self.geometry.num_host_blocks, f"host block {save.host}")
+            _check(save.block not in self.owners, f"block {save.block} is saved while somebody has it")
+            _check(self.kv.save(save), f"block {save.block} is saved as what it is not")
+        self.failed = []
+        for fetch in plan.fetches:
+            _check(fetch.block not in self.owners, f"fetch into block {fetch.block}, which somebody has")
+            _check(self.kv.has(fetch.host), f"host block {fetch.host} holds nothing to be fetched")
+            if not self.kv.fetch(fetch):
+                self.failed.append(fetch.block)
+                self.kv.bad.add(fetch.block)
+
     def _start(self, start: SlotStart) -> None:
         _check(0 <= start.slot < self.num_slots, f"slot {start.slot} is outside 0 to {self.num_slots - 1}")
         _check(start.slot not in self.slots, f"start in slot {start.slot}, which is live")
@@ -108,8 +124,10 @@ class MockBatch:
         num_found, rest = divmod(start.num_computed, self.geometry.block_size)
         _check(not rest, f"{start.num_computed} computed tokens end within a block")
         states = states_of(ids)
-        different = self.kv.first_difference(start.blocks[:num_found], states[: start.num_computed])
-        _check(different is None, f"slot {start.slot} starts on KV that is not its own at {different}")
+        found = start.blocks[:num_found]
+        lost = not self.kv.bad.isdisjoint(found)
+        different = self.kv.first_difference(found, states[: start.num_computed])
+        _check(lost or different is None, f"slot {start.slot} starts on KV that is not its own at {different}")
         slot = self.slots[start.slot] = MockSlot(
             ids[: start.num_prompt_tokens],
             len(ids),
@@ -119,8 +137,10 @@ class MockBatch:
             start.choice,
             start.prompt_logprobs_from,
             states,
+            finished=lost,
+            lost=lost,
         )
-        for block in start.blocks[:num_found]:
+        for block in found:
             self.owners.setdefault(block, set()).add(start.slot)
             slot.blocks.append(block)
         self._append(SlotBlocks(start.slot, start.blocks[num_found:]))
@@ -133,6 +153,8 @@ class MockBatch:
             _check(not owners, f"block {block} of slot {more.slot} is slot {min(owners or [0])}'s")
             self.owners[block] = {more.slot}
             slot.blocks.append(block)
+            if slot.lost:
+                self.kv.bad.add(block)
 
     def _run(self, run: SlotRun) -> SlotResult | None:
         slot = self._live(run.slot)

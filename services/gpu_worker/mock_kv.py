@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from blockyard.shared.messages import BlockName
+from blockyard.shared.messages import BlockFetch, BlockName, BlockSave
 
 EMPTY = 0  # the state before a sequence's first token
 
@@ -29,7 +29,9 @@ class MockKV:
 
     block_size: int
     names: dict[int, bytes] = field(default_factory=dict)
+    bad: set[int] = field(default_factory=set)  # blocks that could not be fetched, and what was to be made of them
     _states: dict[int, int] = field(default_factory=dict)  # by place: block times size plus offset
+    _host: dict[int, tuple[bytes, list[int]]] = field(default_factory=dict)  # name and states of a host block
 
     def write(self, blocks: list[int], first: int, states: Sequence[int]) -> None:
         """A sequence with this block table has computed its tokens from position `first` on."""
@@ -38,6 +40,27 @@ class MockKV:
             block = blocks[position // size]
             self._states[block * size + position % size] = state
             self.names.pop(block, None)
+            self.bad.discard(block)
+
+    def save(self, save: BlockSave) -> bool:
+        """False if the block does not hold what it is called, as far as that is known."""
+        first = save.block * self.block_size
+        states = [self._states.get(place, EMPTY) for place in range(first, first + self.block_size)]
+        self._host.pop(save.host, None)
+        self._host[save.host] = (save.name, states)
+        return save.block not in self.bad and self.names.get(save.block, save.name) == save.name and all(states)
+
+    def has(self, host: int) -> bool:
+        return host in self._host
+
+    def fetch(self, fetch: BlockFetch) -> bool:
+        """Whether the copy could be made; `has` says so."""
+        _, states = self._host[fetch.host]
+        for offset, state in enumerate(states):
+            self._states[fetch.block * self.block_size + offset] = state
+        self.names.pop(fetch.block, None)
+        self.bad.discard(fetch.block)
+        return True
 
     def first_difference(self, blocks: list[int], states: Sequence[int]) -> int | None:
         """The first position at which the blocks do not hold what a sequence would have computed itself."""
@@ -49,8 +72,12 @@ class MockKV:
 
     def learn(self, names: Iterable[BlockName]) -> None:
         for entry in names:
-            self.names[entry.block] = entry.name
+            if entry.block not in self.bad:
+                self.names[entry.block] = entry.name
 
     def listed(self) -> tuple[list[int], bytes]:
         """Blocks, and their names in the same order."""
         return list(self.names), b"".join(self.names.values())
+
+    def host_listed(self) -> tuple[list[int], bytes]:
+        return list(self._host), b"".join(name for name, _ in self._host.values())

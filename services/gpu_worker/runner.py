@@ -11,17 +11,25 @@ from blockyard.services.gpu_worker.interfaces import Done
 from blockyard.services.gpu_worker.kv_pool import KVPool
 from blockyard.services.gpu_worker.lockstep import Lockstep
 from blockyard.services.gpu_worker.models.decoder import Model
+from blockyard.services.kv_transfer.host_store import BlockStore
 from blockyard.shared.messages import Geometry, SlotResult, StepPlan
 
 
 class Runner:
     """The state of one worker's batch and the loop body over it."""
 
-    def __init__(self, model: Model, pool: KVPool, geometry: Geometry, decode_steps: DecodeSteps | None = None) -> None:
+    def __init__(
+        self,
+        model: Model,
+        pool: KVPool,
+        geometry: Geometry,
+        decode_steps: DecodeSteps | None = None,
+        store: BlockStore | None = None,
+    ) -> None:
         self.geometry, self.model, self.pool = geometry, model, pool
-        self._batch = Batch(geometry, pool)
+        self._batch = Batch(geometry, pool, store)
         self.host = HostSteps(model, pool, self._batch, decode_steps)
-        self._lockstep = Lockstep(self._run)
+        self._lockstep = Lockstep(self._run, self._batch.transfers.take_failed)
         self.reset(0)
 
     @property

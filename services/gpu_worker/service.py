@@ -66,8 +66,9 @@ class Worker:
         """To nobody, where the scheduler is lost: its successor asks for the state, not for results."""
         plan = done.plan
         if self._next and plan.scheduler == self._scheduler:
-            me = self._links.me.incarnation
-            self._links.answer(plan.scheduler, StepResult(me, plan.number, done.slots, done.stamp_s, done.step_s))
+            me, failed = self._links.me.incarnation, done.failed_fetches
+            answer = StepResult(me, plan.number, done.slots, done.stamp_s, done.step_s, failed)
+            self._links.answer(plan.scheduler, answer)
         self.counters.stepped(done.slots)
 
     def _attach(self, peer: int, attach: Attach) -> None:
@@ -78,7 +79,8 @@ class Worker:
         self._scheduler, self._next = attach.scheduler, 1
         block_ids, names = self._runner.names.listed()
         me = self._links.me.incarnation
-        self._links.answer(peer, Attached(me, attach.scheduler, self._runner.geometry, block_ids, names))
+        host = self._runner.names.host_listed()
+        self._links.answer(peer, Attached(me, attach.scheduler, self._runner.geometry, block_ids, names, *host))
         log.info("attached to scheduler %x with %d slots", attach.scheduler, attach.num_slots)
 
     def _take(self, peer: int, plan: StepPlan) -> None:

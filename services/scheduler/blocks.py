@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from blockyard.services.scheduler.host_tier import HostTier
 from blockyard.services.scheduler.id_pool import Horizon, IdPool
 from blockyard.services.scheduler.prefix_index import PrefixIndex
 
@@ -10,14 +11,15 @@ class BlockPool:
     """Whoever holds blocks keeps their table; the pool knows how many hold each, and which are free.
 
     Each block is in one place: used (held by somebody), bare (in `bare`, free or at rest) or kept (in `index`, idle
-    or cooling). Kept ones that are idle count as free.
+    or cooling). Kept ones that are idle count as free. What is reclaimed of them goes to `host`.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, horizon: Horizon) -> None:
+    def __init__(self, num_blocks: int, block_size: int, horizon: Horizon, num_host_blocks: int = 0) -> None:
         self.num_ids = num_blocks
         self.block_size = block_size  # tokens
         self.bare = IdPool(num_blocks, horizon)
         self.index = PrefixIndex(horizon)
+        self.host = HostTier(num_host_blocks, horizon)
         self._holders = [0] * num_blocks
         self._watermark = max(1, num_blocks // 100)
 
@@ -56,7 +58,7 @@ class BlockPool:
     def take_one(self) -> int | None:
         block = self.bare.take_one()
         if block is None:
-            block = self.index.reclaim()
+            block = self._reclaim()
             if block is None:
                 return None
         self._holders[block] = 1
@@ -66,7 +68,7 @@ class BlockPool:
         """The caller has looked at `num_free`."""
         assert count <= self.num_free, f"{count} blocks wanted, {self.num_free} free"
         taken = self.bare.take(min(count, self.bare.num_free))
-        while len(taken) < count and (block := self.index.reclaim()) is not None:
+        while len(taken) < count and (block := self._reclaim()) is not None:
             taken.append(block)
         for block in taken:
             self._holders[block] = 1
@@ -110,3 +112,11 @@ class BlockPool:
         """To be called when the horizon's `done` has moved."""
         self.bare.settle()
         self.index.settle()
+        self.host.settle()
+
+    def _reclaim(self) -> int | None:
+        given_up = self.index.reclaim()
+        if given_up is None:
+            return None
+        self.host.save(*given_up)
+        return given_up[0]

@@ -158,6 +158,10 @@ class Scheduler:
             steps_total=self._num_steps,
             prefix_queries_total=self._prefix.num_queries,
             prefix_hits_total=self._prefix.num_hits,
+            host_blocks_used=sum(group.blocks.host.num_used for group in groups),
+            host_blocks_total=sum(group.blocks.host.num_ids for group in groups),
+            blocks_saved_total=sum(group.blocks.host.num_saved for group in groups),
+            blocks_fetched_total=sum(group.blocks.host.num_fetched for group in groups),
         )
 
     def _result(self, peer: int, frame: StepResult, now: float) -> None:

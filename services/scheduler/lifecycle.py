@@ -23,6 +23,7 @@ class Lifecycle:
 
     def end(self, choice: Choice) -> None:
         """The choice is over: results still to come are dropped. Whoever needs to know was told before."""
+        group = self._groups.attached.get(choice.seat.worker) if choice.seat is not None else None
         if choice.phase is Phase.RUNNING and choice.seat is not None:
             self._vacate(self._groups.attached[choice.seat.worker], choice.seat)
         else:
@@ -35,6 +36,8 @@ class Lifecycle:
         del request.choices[choice.index]
         if not request.choices:
             del self.requests[request.id]
+        if group is not None:
+            self._prefix.forget(group, choice)
 
     def conclude(self, choice: Choice, finish: FinishReason, detail: str = "") -> None:
         """Ends a choice for a reason the worker does not know of."""
@@ -52,20 +55,22 @@ class Lifecycle:
             self.drop(request)
 
     def preempt(self, group: Group, seat: Seat) -> None:
-        """Takes a choice's seat; it is computed again, with all its tokens, once there is room."""
+        """Takes a choice's seat. Once there is room it begins anew, with what is found of it then."""
         for look in self.preempting:
             look(group)
+        self._prefix.pause(group, seat)
         self._vacate(group, seat)
         self.num_preemptions += 1
         self._wait(seat.choice)
 
     def restart(self, group: Group, seat: Seat) -> None:
         """What a seat reads is worth nothing: its choice waits again, and what comes of plans in flight is dropped."""
-        self._vacate(group, seat)
         for record in group.flight:
             if record.seats.get(seat.slot) is seat:
                 del record.seats[seat.slot]
-        self._wait(seat.choice)
+        if seat in group.running:
+            self._vacate(group, seat)
+            self._wait(seat.choice)
 
     def clear(self, group: Group) -> None:
         """A group is lost: its choices wait again, with what is known of them."""

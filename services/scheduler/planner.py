@@ -65,8 +65,11 @@ class Planner:
         group.sent(draft.record)
         for name, block in draft.fills.items():
             group.blocks.index.put(block, name)
-        names = self._prefix.news(group)
-        return StepPlan(self._scheduler, draft.record.number, ends, draft.starts, draft.blocks, draft.runs, names)
+        names, number = self._prefix.news(group), draft.record.number
+        saves, fetches = group.blocks.host.take()
+        return StepPlan(
+            self._scheduler, number, ends, draft.starts, draft.blocks, draft.runs, names, saves, fetches
+        )
 
     def _prefill(self, group: Group, draft: Draft, seat: Seat) -> None:
         draft.grant(seat, min(seat.prefill_end - seat.granted, draft.budget))
@@ -129,15 +132,16 @@ class Planner:
             found = self._prefix.find(group, choice)
             if found.next_name in draft.fills:
                 return  # this plan computes what the next one will find
-            num_blocks = group.blocks.blocks_for(choice.known) - len(found.blocks)
+            num_blocks = group.blocks.blocks_for(choice.known) - len(found.blocks)  # to be fetched, and to be computed
             if not group.blocks.admits(num_blocks, found.blocks, alone=not group.running):
                 return
-            num_tokens = choice.known - len(found.blocks) * group.blocks.block_size
+            num_tokens = choice.known - found.num_tokens
             if self._whole_prompts and draft.budget < min(num_tokens, group.max_num_batched_tokens):
                 return
             self._waiting.discard(choice)
             choice.key = self._policy.key(choice)
             self._policy.seated(choice, num_tokens if choice.num_cached is None else 0)
+            group.blocks.host.hold(list(found.host.values()))
             seat = group.admit(choice, num_blocks, found.blocks)
             self._prefix.seated(group, seat, found)
             self._start(group, draft, seat)

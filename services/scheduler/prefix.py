@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from blockyard.services.scheduler.groups import Group
+from blockyard.services.scheduler.groups import Group, PlanRecord
 from blockyard.services.scheduler.requests import ID_BYTES, NEVER, Choice, Seat
 from blockyard.shared.block_names import NAME_BYTES, block_names, root_name
 from blockyard.shared.messages import Attached, BlockName
@@ -10,11 +10,13 @@ from blockyard.shared.messages import Attached, BlockName
 
 @dataclass(slots=True)
 class Found:
-    """What the index has of a waiting choice."""
+    """What there is of a waiting choice's leading blocks."""
 
-    blocks: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)  # those on the device, in their order
     next_name: bytes | None = None  # of the first block that is to be computed, if that could be found at all
     counts: bool = False  # the choice asked
+    num_tokens: int = 0  # that need not be computed
+    host: dict[int, bytes] = field(default_factory=dict)  # places, between or behind those, of what is to be fetched
 
 
 class PrefixCache:
@@ -27,21 +29,28 @@ class PrefixCache:
 
     def find(self, group: Group, choice: Choice) -> Found:
         """Leading full blocks of a choice that have been computed. Its last known token never is among them."""
-        if not self._enabled:
+        if not (self._enabled or group.blocks.host.num_ids):
             return Found()
         names = self._names(choice, group.blocks.block_size, choice.known)
         if choice.request.frame.sampling.num_prompt_logprobs is not None:
             return Found()  # they are computed along with the KV
         most = (choice.known - 1) // group.blocks.block_size
-        blocks = group.blocks.index.find(names, most)
-        return Found(blocks, names[len(blocks)] if len(blocks) < most else None, True)
+        found = Found(group.blocks.index.find(names, most), counts=self._enabled)
+        if len(found.blocks) < most and group.blocks.host.num_used:
+            _find_in_host(group, names[:most], found)
+        num_found = len(found.blocks) + len(found.host)
+        found.num_tokens = num_found * group.blocks.block_size
+        found.next_name = names[num_found] if num_found < most else None
+        return found
 
     def seated(self, group: Group, seat: Seat, found: Found) -> None:
         """The choice has its seat, with what was found."""
         size = group.blocks.block_size
         choice = seat.choice
-        seat.num_found = seat.num_named = len(found.blocks)
-        seat.granted = seat.computed = seat.num_found * size
+        if found.host:
+            _fetch(group, seat, found)
+        seat.num_found = seat.num_named = len(found.blocks) + len(found.host)
+        seat.granted = seat.computed = found.num_tokens
         if self._enabled:
             seat.name_at = (seat.num_named + 1) * size
         if found.counts:
@@ -81,6 +90,20 @@ class PrefixCache:
         if seat.name_at != NEVER:
             self._computed(group, seat)
 
+    def pause(self, group: Group, seat: Seat) -> None:
+        """A seat is about to be preempted: what is not for others gets names for when its choice comes back."""
+        if not self._enabled and group.blocks.host.num_ids:
+            self._computed(group, seat)
+
+    def forget(self, group: Group, choice: Choice) -> None:
+        """A choice has ended: where blocks are not for others, nobody will ask for its own again."""
+        if self._enabled or not choice.names:
+            return
+        request, index = choice.request, group.blocks.index
+        names = choice.names[request.num_prompt // choice.names_size if request.choices else 0 :]
+        group.blocks.spoil([block for name in names if (block := index.get(name)) is not None])
+        group.blocks.host.forget(names)
+
     def _computed(self, group: Group, seat: Seat) -> None:
         size = group.blocks.block_size
         choice = seat.choice
@@ -96,16 +119,35 @@ class PrefixCache:
     def spoilt(self, group: Group, failed: Seat) -> list[Seat]:
         """A seat failed, and its worker has scrubbed its blocks: nobody finds what it wrote, or what was made of it.
 
-        Returns the running seats that read it and have to start over.
+        Returns the seats that read it, as far as results of theirs are still to come.
         """
-        bad = set(failed.blocks[failed.num_found :])
+        readers = self._readers(group, set(failed.blocks[failed.num_found :]), [])
+        group.blocks.spoil(failed.blocks)
+        failed.num_named, failed.name_at = 0, NEVER
+        return [seat for seat in readers if seat is not failed]
+
+    def unfetched(self, group: Group, record: PlanRecord, blocks: list[int]) -> list[Seat]:
+        """As `spoilt`, of blocks that were to be fetched by a plan whose result is in. They will be computed."""
+        index = group.blocks.index
+        names = [name for block in blocks if (name := index.name_of(block)) is not None]
+        readers = self._readers(group, set(blocks), list(record.seats.values()))
+        group.blocks.spoil(blocks)
+        group.blocks.host.forget(names)
+        return readers
+
+    def _readers(self, group: Group, bad: set[int], more: list[Seat]) -> list[Seat]:
+        """Seats that read these blocks, or what was made of them; nobody finds what they wrote."""
         near = {id(seat): seat for record in group.flight for seat in record.seats.values()}
-        near |= {id(seat): seat for seat in group.running}
-        readers = [s for s in near.values() if s is not failed and not bad.isdisjoint(s.blocks[: s.num_found])]
-        for seat in (failed, *readers):
-            group.blocks.spoil(seat.blocks if seat is failed else seat.blocks[seat.num_found :])
-            seat.num_named, seat.name_at = 0, NEVER
-        return [seat for seat in readers if seat in group.running]
+        near |= {id(seat): seat for seat in [*group.running, *more]}
+        readers: list[Seat] = []
+        while found := [s for s in near.values() if not bad.isdisjoint(s.blocks[: s.num_found])]:
+            for seat in found:
+                del near[id(seat)]
+                bad.update(seat.blocks[seat.num_found :])
+                group.blocks.spoil(seat.blocks[seat.num_found :])
+                seat.num_named, seat.name_at = 0, NEVER
+            readers += found
+        return readers
 
     def adopt(self, group: Group, frame: Attached) -> None:
         """A worker that was attached says what its blocks hold."""
@@ -113,6 +155,10 @@ class PrefixCache:
         fits = len(names) == len(blocks) * NAME_BYTES and all(0 <= b < group.blocks.num_ids for b in blocks)
         if self._enabled and fits:
             group.blocks.adopt(blocks, _split(names))
+        host, names = frame.host_block_ids, frame.host_block_names
+        fits = len(names) == len(host) * NAME_BYTES and all(0 <= b < group.blocks.host.num_ids for b in host)
+        if self._enabled and fits:
+            group.blocks.host.adopt(host, _split(names))
 
     def news(self, group: Group) -> list[BlockName]:
         """What is to be told with the next plan: full once that has run."""
@@ -134,13 +180,42 @@ class PrefixCache:
 
     def _prompt_names(self, choice: Choice, block_size: int) -> list[bytes]:
         """As they came with the request; none if they are those of another block size."""
-        given = choice.request.frame.block_names
+        given = choice.request.frame.block_names if self._enabled else b""
         fits = len(given) == choice.request.num_prompt // block_size * NAME_BYTES
         return _split(given) if fits else []
 
     def _root(self, choice: Choice) -> bytes:
         frame = choice.request.frame
-        return root_name(self._scope, frame.adapter, frame.cache_salt)
+        if self._enabled:
+            return root_name(self._scope, frame.adapter, frame.cache_salt)
+        own = frame.request_id.encode("utf-8", "surrogatepass")
+        return root_name(self._scope, frame.adapter, frame.cache_salt, [own])  # found by this request alone
+
+
+def _find_in_host(group: Group, names: list[bytes], found: Found) -> None:
+    """Goes on, block by block, where the device has no more of a chain from its beginning."""
+    on_device, in_host = group.blocks.index.get, group.blocks.host.get
+    for place in range(len(found.blocks), len(names)):
+        name = names[place]
+        if (block := on_device(name)) is not None:
+            found.blocks.append(block)
+        elif in_host(name) is not None:
+            found.host[place] = name
+        else:
+            return
+
+
+def _fetch(group: Group, seat: Seat, found: Found) -> None:
+    """Of the seat's own blocks, behind those that were found, the first ones are filled from host memory."""
+    num_here = len(found.blocks)
+    reserved = seat.blocks[num_here : num_here + len(found.host)]
+    here, fresh = iter(seat.blocks[:num_here]), iter(reserved)
+    table = [next(fresh if place in found.host else here) for place in range(num_here + len(found.host))]
+    seat.blocks[: len(table)] = table
+    names = list(found.host.values())
+    group.blocks.host.fetch(names, reserved)
+    for name, block in zip(names, reserved, strict=True):
+        group.blocks.index.put(block, name)
 
 
 def _split(names: bytes) -> list[bytes]:

@@ -40,6 +40,12 @@ class PrefixIndex:
             found.append(block)
         return found
 
+    def get(self, name: bytes) -> int | None:
+        return self._block_of.get(name)
+
+    def name_of(self, block: int) -> bytes | None:
+        return self._name_of.get(block)
+
     def put(self, block: int, name: bytes) -> bool:
         """Makes a block findable for plans not yet sent. False if another one has that name."""
         if self._block_of.setdefault(name, block) != block:
@@ -102,14 +108,15 @@ class PrefixIndex:
             del self._cooling[block]
             self._idle[block] = None
 
-    def reclaim(self) -> int | None:
-        """Gives up the block that was left first."""
+    def reclaim(self) -> tuple[int, bytes] | None:
+        """Gives up the block that was left first, and its name."""
         if not self._idle:
             return None
         block, _ = self._idle.popitem(last=False)
-        del self._block_of[self._name_of.pop(block)]
+        name = self._name_of.pop(block)
+        del self._block_of[name]
         self._news.pop(block, None)
-        return block
+        return block, name
 
     def num_idle_of(self, blocks: list[int]) -> int:
         return sum(block in self._idle for block in blocks)

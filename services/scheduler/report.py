@@ -23,7 +23,7 @@ class Report:
 
     def tell(self, stats: Stats, now: float) -> None:
         """Logs what was going on since the last time; nothing if nothing was."""
-        self.warn(stats.preemptions_total)
+        self.warn(stats)
         elapsed_s = now - self._since
         last, self._last, self._since = self._last, stats, now
         busy = stats.running or stats.waiting or stats.steps_total != last.steps_total
@@ -41,13 +41,17 @@ class Report:
                 100 * (stats.prefix_hits_total - last.prefix_hits_total) / (num_queries or 1),
             )
 
-    def warn(self, num_preemptions: int) -> None:
+    def warn(self, stats: Stats) -> None:
         """The first preemption and every fiftieth after it."""
+        num_preemptions = stats.preemptions_total
         if num_preemptions >= self._warn_at:
             self._warn_at = num_preemptions - num_preemptions % WARN_EVERY + WARN_EVERY
+            swaps = stats.host_blocks_total > 0
             log.warning(
-                "a sequence was preempted by RECOMPUTE mode because there is not enough KV cache space. This can "
+                "a sequence was preempted by %s mode because there is not enough KV cache space. This can "
                 "affect the end-to-end performance. Increase gpu_memory_utilization or tensor_parallel_size to "
-                "provide more KV cache memory, or lower max_num_seqs. total_cumulative_preemption_cnt=%d",
+                "provide more KV cache memory, or lower max_num_seqs%s. total_cumulative_preemption_cnt=%d",
+                "SWAP" if swaps else "RECOMPUTE",
+                "" if swaps else "; preemption_mode swap keeps it in host memory (swap_space) in place of computing it again",
                 num_preemptions,
             )

@@ -18,6 +18,8 @@ class Results:
 
     def apply(self, group: Group, record: PlanRecord, result: StepResult) -> None:
         """Slots that did not run in the plan are ignored; those that did and are silent produced nothing."""
+        if result.failed_fetches:
+            self._unfetched(group, record, result.failed_fetches)
         seats, chunks, take = record.seats, record.chunks, self._take
         for slot in result.slots:
             seat = seats.pop(slot.slot, None)
@@ -84,6 +86,12 @@ class Results:
 
     def _spoil(self, group: Group, seat: Seat) -> None:
         for reader in self._prefix.spoilt(group, seat):
+            self._lifecycle.restart(group, reader)
+
+    def _unfetched(self, group: Group, record: PlanRecord, blocks: list[int]) -> None:
+        for reader in self._prefix.unfetched(group, record, blocks):
+            if record.seats.get(reader.slot) is reader:
+                del record.seats[reader.slot]
             self._lifecycle.restart(group, reader)
 
 

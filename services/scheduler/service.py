@@ -81,7 +81,7 @@ class Service:
             self._stats_at = now + STATS_S
             stats = core.stats()
             self._links.count(msgspec.structs.replace(stats, rss_bytes=rss_bytes()))
-            self._report.warn(stats.preemptions_total)
+            self._report.warn(stats)
             if self._report.due(now):
                 self._report.tell(stats, now)
             if core.idle and now - self._collected_at > COLLECT_S:

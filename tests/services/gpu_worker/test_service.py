@@ -31,6 +31,9 @@ class StubNames:
     def listed(self) -> tuple[list[int], bytes]:
         return [3], b"n" * 16
 
+    def host_listed(self) -> tuple[list[int], bytes]:
+        return [5], b"h" * 16
+
 
 class StubRunner:
     """Two plans may be in flight; `held` ones are not done until somebody says so."""
@@ -60,7 +63,7 @@ class StubRunner:
     def collect(self) -> list[Done]:
         done = [] if self.held else self.flight[:]
         self.flight = self.flight[len(done) :]
-        return [Done(p, [SlotResult(r.slot, [5], 1) for r in p.runs], time.time(), 0.001) for p in done]
+        return [Done(p, [SlotResult(r.slot, [5], 1) for r in p.runs], time.time(), 0.001, []) for p in done]
 
 
 def plan(number: int, scheduler: int = OLD) -> StepPlan:
@@ -76,7 +79,7 @@ def worker() -> tuple[Worker, FakeLinks, StubRunner]:
 def test_attach_answers_geometry_and_named_blocks() -> None:
     it, links, runner = worker()
     it.handle(OLD, Attach(OLD, num_slots=9, depth=1))
-    assert links.answered == [(OLD, Attached(ME, OLD, runner.geometry, [3], b"n" * 16))]
+    assert links.answered == [(OLD, Attached(ME, OLD, runner.geometry, [3], b"n" * 16, [5], b"h" * 16))]
     assert runner.log == [("reset", 9)]
 
 

@@ -5,9 +5,10 @@ from dataclasses import dataclass, field
 
 from blockyard.services.gpu_worker.mock import MockRunner
 from blockyard.services.gpu_worker.mock_batch import MockBatch
+from blockyard.services.gpu_worker.mock_kv import MockKV
 from blockyard.services.gpu_worker.service import Worker
 from blockyard.shared.fake_links import FakeLinks
-from blockyard.shared.messages import Attach, Frame, SlotResult, SlotRun, StepPlan, StepResult
+from blockyard.shared.messages import Attach, BlockFetch, Frame, SlotResult, SlotRun, StepPlan, StepResult
 
 SCHEDULER = 1
 
@@ -19,6 +20,7 @@ class InFlight:
     number: int
     slots: set[int]
     blocks: set[int]
+    host: set[int]
 
 
 @dataclass
@@ -41,9 +43,16 @@ class FakeWorker:
         assert isinstance(frame, StepPlan)
         busy_slots = set().union(*(f.slots for f in self.flight))
         busy_blocks = set().union(*(f.blocks for f in self.flight))
+        busy_host = set().union(*(f.host for f in self.flight))
         assert frame.runs, "a plan in which nothing runs"
         for slot in frame.ends:
             del self.tables[slot]
+        for save in frame.saves:
+            assert save.block not in busy_blocks, f"block {save.block} is given up while a plan in flight has it"
+            assert save.host not in busy_host, f"host block {save.host} is overwritten while a plan in flight copies it"
+            busy_host.add(save.host)
+        for fetch in frame.fetches:
+            assert fetch.block not in busy_blocks, f"block {fetch.block} is written while a plan in flight has it"
         for start in frame.starts:
             assert start.slot not in busy_slots, f"slot {start.slot} starts while a plan in flight runs it"
             fresh = start.blocks[start.num_computed // self.loop._runner.geometry.block_size :]
@@ -54,7 +63,8 @@ class FakeWorker:
             self.tables[more.slot] |= set(more.blocks)
         slots = {run.slot for run in frame.runs}
         blocks = set().union(*(self.tables[slot] for slot in slots))
-        self.flight.append(InFlight(frame.number, slots, blocks))
+        host = {copy.host for copy in [*frame.saves, *frame.fetches]}
+        self.flight.append(InFlight(frame.number, slots, blocks, host))
 
     def skip(self) -> None:
         """The next plan on the link does not reach the worker's loop, or one of a number that is not due does."""
@@ -103,3 +113,13 @@ class StutteringBatch(MockBatch):
 class StutteringRunner(MockRunner):
     def reset(self, num_slots: int) -> None:
         self._batch = StutteringBatch(self.geometry, num_slots, self._pattern, self.names)
+
+
+class FailingKV(MockKV):
+    """Every fourth fetch from host memory fails."""
+
+    num_fetches = 0
+
+    def fetch(self, fetch: BlockFetch) -> bool:
+        self.num_fetches += 1
+        return super().fetch(fetch) and self.num_fetches % 4 != 0

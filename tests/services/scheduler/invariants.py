@@ -55,6 +55,18 @@ def check_blocks(group: Group) -> None:
     assert {b: n for n, b in index._block_of.items()} == index._name_of
     assert index._idle.keys() | index._cooling.keys() <= index._name_of.keys() <= set(places) - {*pool.bare._free}
     assert list(index._cooling.values()) == sorted(index._cooling.values())
+    check_host(group)
+
+
+def check_host(group: Group) -> None:
+    """Each host block is in one place, and what is to be copied with the next plan has its name and its block."""
+    host = group.blocks.host
+    resting = [i for _, ids in host._ids._resting for i in ids]
+    assert sorted(host._ids._free + resting + list(host._block_of.values())) == list(range(host.num_ids))
+    for save in host._saves:
+        assert host.get(save.name) == save.host
+        assert host._copied_by[save.host] > group.horizon.sent
+    assert not host._fetches, "fetches leave with the plan that seats the choice"
 
 
 def check_policy(core: Scheduler, waiting: list[Choice]) -> None:

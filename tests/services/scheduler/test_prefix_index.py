@@ -29,7 +29,7 @@ def test_nothing_is_told_of_a_block_that_was_given_up_since() -> None:
     for block, name in ((1, A), (2, B), (3, C)):
         index.put(block, name)
     index.rest(1)
-    assert index.reclaim() == 1
+    assert index.reclaim() == (1, A)
     index.drop(2)
     assert index.take_news() == {3: C}
     assert index.take_news() == {}
@@ -44,13 +44,13 @@ def test_what_was_left_under_a_plan_in_flight_is_found_but_not_given_up() -> Non
     horizon.sent = 3
     index.rest(1)
     assert (index.find([A], 1), index.num_cooling, index.num_idle) == ([1], 1, 1)
-    assert (index.reclaim(), index.reclaim()) == (2, None)
+    assert (index.reclaim(), index.reclaim()) == ((2, B), None)
     horizon.done = 2
     index.settle()
     assert index.reclaim() is None
     horizon.done = 3
     index.settle()
-    assert index.reclaim() == 1
+    assert index.reclaim() == (1, A)
     assert index.find([A], 1) == []
 
 
@@ -61,11 +61,11 @@ def test_a_touched_block_is_given_up_last() -> None:
         index.rest(block)
     assert index.touch(A) == 1
     assert index.touch(C) is None
-    assert (index.reclaim(), index.reclaim()) == (2, 1)
+    assert (index.reclaim(), index.reclaim()) == ((2, B), (1, A))
 
 
 def test_of_an_attached_worker_each_name_is_taken_once_and_not_told_back() -> None:
     index = PrefixIndex(Horizon())
     assert index.adopt([5, 6, 7], [A, B, A]) == [5, 6]
     assert index.take_news() == {}
-    assert index.reclaim() == 5
+    assert index.reclaim() == (5, A)

@@ -24,6 +24,8 @@ shapes = st.builds(
     stutters=st.booleans(),
     policy=st.sampled_from(["fcfs", "priority", "fair"]),
     prefix_caching=st.sampled_from([True, True, True, False]),
+    num_host_blocks=st.sampled_from([0, 1, 5, 40]),
+    failing=st.booleans(),
 )
 
 

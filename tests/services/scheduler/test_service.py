@@ -175,8 +175,14 @@ def test_the_report_tells_rates_and_keeps_quiet_when_idle(caplog: pytest.LogCapt
 def test_preemptions_warn_with_the_count_and_the_flags(caplog: pytest.LogCaptureFixture) -> None:
     report = Report(10.0, False, 0.0)
     for count in (0, 1, 2, 49, 50, 51, 120):
-        report.warn(count)
+        report.warn(Stats(preemptions_total=count))
     counts = [r.getMessage().rpartition("=")[2] for r in caplog.records]
     assert counts == ["1", "50", "120"]
     assert "not enough KV cache space" in caplog.text
     assert "gpu_memory_utilization" in caplog.text
+    assert "preempted by RECOMPUTE mode" in caplog.text
+    assert "preemption_mode swap" in caplog.text
+    caplog.clear()
+    report.warn(Stats(preemptions_total=200, host_blocks_total=9))
+    assert "preempted by SWAP mode" in caplog.text
+    assert "preemption_mode" not in caplog.text

@@ -27,7 +27,7 @@ from blockyard.shared.messages import (
     TokenStep,
 )
 
-from .fake_worker import SCHEDULER, FakeWorker, StutteringRunner
+from .fake_worker import SCHEDULER, FailingKV, FakeWorker, StutteringRunner
 from .fakes import FakeDetokenizer, FakeGateway, Journal, ids_bytes, ids_list
 from .invariants import EOS, check, check_tokens
 
@@ -49,6 +49,8 @@ class Shape:
     stutters: bool = False
     prefix_caching: bool = True
     policy: str = "fcfs"
+    num_host_blocks: int = 0
+    failing: bool = False  # now and then a fetch from host memory does
 
     @property
     def limit(self) -> int:
@@ -96,11 +98,20 @@ class World:
         incarnation = next(self._incarnations)
         s = self.shape
         geometry = Geometry(
-            s.num_blocks, s.block_size, s.max_model_len, 1000, [EOS], s.max_num_seqs, s.max_num_batched_tokens
+            s.num_blocks,
+            s.block_size,
+            s.max_model_len,
+            1000,
+            [EOS],
+            s.max_num_seqs,
+            s.max_num_batched_tokens,
+            num_host_blocks=s.num_host_blocks,
         )
         links = FakeLinks(Member("gpu_worker", Role.GPU_WORKER, incarnation, "", ready=True))
-        runner = StutteringRunner if s.stutters else MockRunner
-        worker = FakeWorker(incarnation, links, Worker(links, runner(geometry, self.pattern, 0.0)))
+        runner = (StutteringRunner if s.stutters else MockRunner)(geometry, self.pattern, 0.0)
+        if s.failing:
+            runner.names = FailingKV(s.block_size)
+        worker = FakeWorker(incarnation, links, Worker(links, runner))
         self.workers[incarnation] = worker
         self._present(incarnation, Role.GPU_WORKER)
         return worker
@@ -254,6 +265,8 @@ class World:
         for block, name in kv.names.items():
             held = kv._states[block * size + size - 1]
             assert states.get(name, held) == held, f"block {block} does not hold what its name says"
+        for block, (name, held_states) in kv._host.items():
+            assert states.get(name, held_states[-1]) == held_states[-1], f"host block {block} is not what its name says"
 
     def check_idle(self) -> None:
         stats = self.core.stats()
