@@ -46,9 +46,7 @@ class Group:
         self.max_num_seqs = min(limits.max_num_seqs, geometry.max_num_seqs)
         self.max_num_batched_tokens = min(limits.max_num_batched_tokens, geometry.max_num_batched_tokens)
         self.horizon = Horizon()
-        self.blocks = BlockPool(
-            geometry.num_blocks, geometry.block_size, self.horizon, geometry.num_host_blocks
-        )
+        self.blocks = BlockPool(geometry.num_blocks, geometry.block_size, self.horizon, geometry.num_host_blocks)
         self.slots = IdPool(limits.num_slots, self.horizon)
         self.max_model_len = min(geometry.max_model_len, self.blocks.num_tokens)
         self.running: list[Seat] = []  # by key: the last is preempted first

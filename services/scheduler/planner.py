@@ -67,9 +67,7 @@ class Planner:
             group.blocks.index.put(block, name)
         names, number = self._prefix.news(group), draft.record.number
         saves, fetches = group.blocks.host.take()
-        return StepPlan(
-            self._scheduler, number, ends, draft.starts, draft.blocks, draft.runs, names, saves, fetches
-        )
+        return StepPlan(self._scheduler, number, ends, draft.starts, draft.blocks, draft.runs, names, saves, fetches)
 
     def _prefill(self, group: Group, draft: Draft, seat: Seat) -> None:
         draft.grant(seat, min(seat.prefill_end - seat.granted, draft.budget))

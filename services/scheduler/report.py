@@ -52,6 +52,8 @@ class Report:
                 "affect the end-to-end performance. Increase gpu_memory_utilization or tensor_parallel_size to "
                 "provide more KV cache memory, or lower max_num_seqs%s. total_cumulative_preemption_cnt=%d",
                 "SWAP" if swaps else "RECOMPUTE",
-                "" if swaps else "; preemption_mode swap keeps it in host memory (swap_space) in place of computing it again",
+                ""
+                if swaps
+                else "; preemption_mode swap keeps it in host memory (swap_space) in place of computing it again",
                 num_preemptions,
             )
