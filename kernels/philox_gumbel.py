@@ -27,7 +27,7 @@ def philox4x32(counter: Tensor, key: Tensor) -> Tensor:
 
     int64 products wrap, which leaves their low 64 bits right; the words are cut out of them by shift and mask.
     """
-    shape = torch.broadcast_shapes(counter.shape[1:], key.shape[1:])  # type: ignore[no-untyped-call]
+    shape = np.broadcast_shapes(counter.shape[1:], key.shape[1:])  # torch's imports sympy: 2.3 s of a start
     multipliers = torch.tensor([_M0, _M1], device=counter.device).view(2, *[1] * len(shape))
     steps = torch.tensor([_W0, _W1], device=counter.device).view(2, *[1] * (key.ndim - 1))
     even = counter[0::2].expand(2, *shape)  # words 0 and 2: multiplied
