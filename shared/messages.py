@@ -262,6 +262,8 @@ class Room(Record, frozen=True):
     requests: int
     tokens: int
     retry_after_s: float = 1.0
+    tenant: str | None = None  # when it is full: the one that has to give way, and so the only one ...
+    user: str | None = None  # ... and its user, for whom it is; None: it is for everybody
 
 
 class Accepted(Frame, frozen=True):

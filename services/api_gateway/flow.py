@@ -28,7 +28,7 @@ class Flow:
         `name` is unique: ids of requests in the ring begin with it.
         """
         arrived_s = self.clock()
-        self.admission.check_room(job.card.names[0], arrived_s)
+        self.admission.check_room(job.card.names[0], arrived_s, tenant, job.user)
         prompts = await self.text_work.tokenize(job.prompts, name, job.truncate, job.shape.echo)
         self._meters.tokenized(self.clock() - arrived_s)
         samplings = [job.settle(len(p.token_ids) // 4, p.bad_words) for p in prompts]

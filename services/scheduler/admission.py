@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from blockyard.services.scheduler.capacity import Capacity
 from blockyard.services.scheduler.requests import ID_BYTES, num_ids
-from blockyard.services.scheduler.waiting import WaitingQueue
 from blockyard.shared.messages import Generate
 
 
@@ -16,12 +15,12 @@ class Refusal:
 
 
 class Admission:
-    def __init__(self, names: list[str], waiting: WaitingQueue) -> None:
+    def __init__(self, names: list[str]) -> None:
         self.capacity: Capacity | None = None  # None until a first group is attached
-        self._names, self._waiting = names, waiting
+        self._names = names
 
     def refuse(self, frame: Generate) -> Refusal | None:
-        """What is wrong with the request itself, or no room for it. A resubmitted one had its room before."""
+        """What is wrong with the request itself."""
         if frame.model not in self._names:
             return Refusal(404, "model", f"the model {frame.model!r} does not exist")
         if not frame.prompt_ids or len(frame.prompt_ids) % ID_BYTES:
@@ -35,8 +34,4 @@ class Admission:
             return Refusal(400, "max_tokens", f"max_tokens must be at least 0, got {frame.sampling.max_tokens}")
         num_prompt = num_ids(frame.prompt_ids)
         problem = self.capacity.problem(num_prompt, frame.sampling.max_tokens) if self.capacity else ""
-        if problem:
-            return Refusal(400, "prompt", problem)
-        if frame.attempt == 0 and not self._waiting.takes(num_prompt * len(frame.choices)):
-            return Refusal(429, "", "the waiting queue is full")
-        return None
+        return Refusal(400, "prompt", problem) if problem else None

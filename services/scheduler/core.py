@@ -12,6 +12,7 @@ from blockyard.services.scheduler.outbox import Outbox, Outgoing
 from blockyard.services.scheduler.planner import Planner
 from blockyard.services.scheduler.policies import POLICIES
 from blockyard.services.scheduler.prefix import PrefixCache
+from blockyard.services.scheduler.promises import Promises
 from blockyard.services.scheduler.results import Results
 from blockyard.services.scheduler.streams import Streams
 from blockyard.services.scheduler.waiting import WaitingQueue
@@ -46,6 +47,7 @@ class SchedulerSettings:
     batch: BatchLimits
     max_queue_len: int
     max_queue_tokens: int
+    max_queue_delay_s: float | None = None  # that a newcomer may wait
     whole_prompts: bool = False  # no chunked prefill: a prompt waits for a step that takes all of it
     policy: str = "fcfs"
     prefix_caching: bool = True
@@ -61,18 +63,20 @@ class Scheduler:
         self._settings, self._created = settings, created
         self._outbox = Outbox()
         policy = POLICIES[settings.policy]()
-        self._waiting = WaitingQueue(policy, settings.max_queue_len, settings.max_queue_tokens)
+        delay_s = settings.max_queue_delay_s
+        self._waiting = WaitingQueue(policy, settings.max_queue_len, settings.max_queue_tokens, delay_s)
         self._groups = Groups(incarnation, settings.batch)
         self.groups = self._groups.attached  # by worker's incarnation, for those who look on
         self._streams = Streams()
+        promises = Promises(self._waiting, self._streams, self._outbox, delay_s)
         self._prefix = PrefixCache(settings.block_scope, settings.prefix_caching)
         self._lifecycle = Lifecycle(self._waiting, self._groups, self._streams, self._prefix, policy)
         self.preempting = self._lifecycle.preempting
-        self._admission = Admission(settings.names, self._waiting)
-        self._intake = Intake(self._admission, self._waiting, self._lifecycle, self._streams, self._outbox)
+        self._admission = Admission(settings.names)
+        self._intake = Intake(self._admission, self._waiting, self._lifecycle, self._streams, self._outbox, promises)
         self.deadlines = self._intake.deadlines
         self._planner = Planner(
-            incarnation, self._waiting, self._lifecycle, self._prefix, policy, settings.whole_prompts
+            incarnation, self._waiting, self._lifecycle, self._prefix, policy, promises, settings.whole_prompts
         )
         self._results = Results(self._waiting, self._lifecycle, self._prefix)
         self._gateways: set[int] = set()
@@ -138,6 +142,7 @@ class Scheduler:
         for group in self._groups.attached.values():
             while (plan := self._planner.plan(group)) is not None:
                 self._outbox.send(group.worker, plan)
+        self._waiting.rate.tick(now, len(self._waiting) > 0)
         self._streams.flush(self._outbox)
         if (room := self._waiting.news()) is not None:
             for gateway in self._gateways:

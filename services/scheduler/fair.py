@@ -157,9 +157,9 @@ class Fair:
         payer = choice.request.payer
         if isinstance(payer, User):
             return payer
-        frame = choice.request.frame
-        tenant = self.tenants.shares.get(frame.tenant) or self.tenants.add(Tenant(frame.tenant))
-        return tenant.users.shares.get(frame.user) or tenant.users.add(User(frame.user, tenant))
+        tenant_name, user_name = choice.request.owner
+        tenant = self.tenants.shares.get(tenant_name) or self.tenants.add(Tenant(tenant_name))
+        return tenant.users.shares.get(user_name) or tenant.users.add(User(user_name, tenant))
 
     def _count(self, user: User, waiting: int, running: int) -> None:
         user.tenant.users.count(user, waiting, running)

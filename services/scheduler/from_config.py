@@ -12,6 +12,7 @@ def settings_of(config: SchedulerConfig) -> SchedulerSettings:
         batch=BatchLimits(config.max_num_seqs, config.max_num_batched_tokens, config.depth),
         max_queue_len=config.max_queue_len,
         max_queue_tokens=config.max_queue_tokens,
+        max_queue_delay_s=config.max_queue_delay_s,
         whole_prompts=not config.enable_chunked_prefill,
         policy=config.scheduling_policy,
         prefix_caching=config.enable_prefix_caching,

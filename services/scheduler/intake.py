@@ -1,14 +1,20 @@
 """Requests as they come: new, doubled, sent again, cancelled, stopped, out of time."""
 
-from blockyard.services.scheduler.admission import Admission
+from collections import Counter
+
+from blockyard.services.scheduler.admission import Admission, Refusal
 from blockyard.services.scheduler.deadlines import Deadlines
 from blockyard.services.scheduler.lifecycle import Lifecycle
 from blockyard.services.scheduler.outbox import Outbox
+from blockyard.services.scheduler.promises import Promises
 from blockyard.services.scheduler.requests import Choice, Request, make_choice, num_ids
 from blockyard.services.scheduler.streams import Streams
 from blockyard.services.scheduler.waiting import WaitingQueue
 from blockyard.shared import messages
-from blockyard.shared.messages import Accepted, Cancel, FinishReason, Generate, Refused, Stop
+from blockyard.shared.messages import Cancel, FinishReason, Generate, Refused, Stop
+
+
+FULL = Refusal(429, "", "the waiting queue is full")
 
 
 class Intake:
@@ -19,35 +25,35 @@ class Intake:
         lifecycle: Lifecycle,
         streams: Streams,
         outbox: Outbox,
+        promises: Promises,
     ) -> None:
         self.num_requests = 0
+        self.num_refused: Counter[str] = Counter()  # by reason
         self.deadlines = Deadlines()
         self._admission, self._waiting, self._lifecycle = admission, waiting, lifecycle
-        self._streams, self._outbox = streams, outbox
+        self._streams, self._outbox, self._promises = streams, outbox, promises
         self._arrivals = 0
 
     def generate(self, gateway: int, frame: Generate, now: float) -> None:
-        """Answered with Accepted or Refused; with Accepted later if no detokenizer is alive."""
+        """Answered with Accepted or Refused, now or when it is known."""
         request = self._lifecycle.requests.get(frame.request_id)
         if request is not None and frame.attempt <= request.attempt:
             if frame.attempt == request.attempt and request.accepted:
-                self._accept(request)  # sent twice, answered twice
+                self._promises.tell(request)  # sent twice, answered twice
             return
         refusal = self._admission.refuse(frame)
         if refusal is not None:
             if request is not None:
                 self._lifecycle.drop(request)
-            room = self._waiting.room()
-            self._outbox.answer(
-                gateway,
-                Refused(frame.request_id, frame.attempt, refusal.status, refusal.field, refusal.message, room),
-            )
+            self._answer(gateway, frame.request_id, frame.attempt, refusal, "invalid")
+            return
+        if frame.attempt == 0 and not self._make_room(gateway, frame):  # a resubmitted one had its room before
             return
         going_on = self._going_on(request, frame)
         if request is not None and going_on:
             self._rebind(request, gateway, frame, going_on)
         else:
-            self._start(request, gateway, frame)
+            self._start(request, gateway, frame, now)
         if frame.deadline_s is not None:
             self.deadlines.add(now + frame.deadline_s, frame.request_id, frame.attempt)
 
@@ -75,15 +81,38 @@ class Intake:
                 for choice in list(request.choices.values()):
                     self._lifecycle.conclude(choice, FinishReason.FAILED, text)
             else:
-                room = self._waiting.room()
-                self._outbox.answer(request.gateway, Refused(request_id, attempt, 504, "deadline_s", text, room))
-                self._lifecycle.drop(request)
+                self._refuse(request, Refusal(504, "deadline_s", text), "deadline")
+        for request in self._promises.overdue(now):
+            self._refuse(request, Refusal(503, "", "nobody could serve it in time"), "overdue")
+
+    def _make_room(self, gateway: int, frame: Generate) -> bool:
+        """Whether a newcomer may wait. If the queue is full either it is refused, or others are in its place."""
+        owner = (frame.tenant, frame.user)
+        gone = self._waiting.make_room(owner, num_ids(frame.prompt_ids) * len(frame.choices))
+        if gone is None:
+            reason = "delay" if self._waiting.is_long() else "full"
+            self._answer(gateway, frame.request_id, frame.attempt, FULL, reason)
+            return False
+        for request in gone:
+            self._refuse(request, FULL, "displaced")
+        return True
+
+    def _refuse(self, request: Request, refusal: Refusal, reason: str) -> None:
+        """One that waits and that nothing was promised to."""
+        self._lifecycle.drop(request)
+        self._answer(request.gateway, request.id, request.attempt, refusal, reason)
+
+    def _answer(self, gateway: int, request_id: str, attempt: int, refusal: Refusal, reason: str) -> None:
+        self.num_refused[reason] += 1
+        room = self._waiting.room()
+        frame = Refused(request_id, attempt, refusal.status, refusal.field, refusal.message, room)
+        self._outbox.answer(gateway, frame)
 
     def detokenizer_joined(self) -> None:
-        """Those who came while there was none are accepted now."""
+        """Those that were sent again while there was none are accepted now."""
         for request in self._lifecycle.requests.values():
-            if not request.accepted:
-                self._bind(request)
+            if request.attempt:
+                self._promises.keep(request)
 
     def _going_on(self, request: Request | None, frame: Generate) -> dict[int, messages.Choice]:
         """The listed choices that only need a new stream. None do while no detokenizer could open it."""
@@ -96,7 +125,7 @@ class Intake:
             if index in listed and _continues(choice, listed[index].output_ids)
         }
 
-    def _start(self, old: Request | None, gateway: int, frame: Generate) -> None:
+    def _start(self, old: Request | None, gateway: int, frame: Generate, now: float) -> None:
         """A request from the ids it brings, in the place in the queue that it had."""
         if old is not None:
             self._lifecycle.drop(old)
@@ -105,10 +134,11 @@ class Intake:
             self._arrivals += 1
         arrival = old.arrival if old is not None else self._arrivals
         request = Request(frame.request_id, frame.attempt, frame, gateway, arrival, num_ids(frame.prompt_ids))
+        request.owner = old.owner if old is not None else (frame.tenant, frame.user)
         self._lifecycle.requests[request.id] = request
         for choice in frame.choices:
             self._add_choice(request, choice)
-        self._bind(request)
+        self._promises.came(request, now)
 
     def _rebind(self, request: Request, gateway: int, frame: Generate, going_on: dict[int, messages.Choice]) -> None:
         """A live request gets a new stream; its choices run on, or start from the ids they bring."""
@@ -120,7 +150,8 @@ class Intake:
         for listed in frame.choices:
             if listed.index not in going_on:
                 self._add_choice(request, listed)
-        self._bind(request)
+        request.accepted = False
+        self._promises.keep(request)
         for index, listed in going_on.items():
             self._streams.catch_up(request.choices[index], num_ids(listed.output_ids))
 
@@ -128,15 +159,6 @@ class Intake:
         choice = make_choice(request, listed.index, listed.output_ids)
         request.choices[listed.index] = choice
         self._waiting.push(choice)
-
-    def _bind(self, request: Request) -> None:
-        if self._streams.bind(request, request.frame.choices):
-            request.accepted = True
-            self._accept(request)
-
-    def _accept(self, request: Request) -> None:
-        room = self._waiting.room()
-        self._outbox.answer(request.gateway, Accepted(request.id, request.attempt, request.detokenizer, room))
 
 
 def _continues(choice: Choice, output_ids: bytes) -> bool:

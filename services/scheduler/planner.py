@@ -5,6 +5,7 @@ from blockyard.services.scheduler.lifecycle import Lifecycle
 from blockyard.services.scheduler.policy import Policy
 from blockyard.services.scheduler.preemption import Preemption
 from blockyard.services.scheduler.prefix import PrefixCache
+from blockyard.services.scheduler.promises import Promises
 from blockyard.services.scheduler.requests import Choice, Seat
 from blockyard.services.scheduler.waiting import WaitingQueue
 from blockyard.shared.messages import FinishReason, SlotBlocks, SlotRun, SlotStart, StepPlan
@@ -41,11 +42,12 @@ class Planner:
         lifecycle: Lifecycle,
         prefix: PrefixCache,
         policy: Policy,
+        promises: Promises,
         whole_prompts: bool,
     ) -> None:
         self.preemption = Preemption(waiting, policy, lifecycle, prefix)
         self._scheduler, self._waiting, self._lifecycle, self._prefix = scheduler, waiting, lifecycle, prefix
-        self._policy, self._whole_prompts = policy, whole_prompts
+        self._policy, self._promises, self._whole_prompts = policy, promises, whole_prompts
 
     def plan(self, group: Group) -> StepPlan | None:
         """The next plan of a group, or None if nothing can run in it now."""
@@ -121,7 +123,7 @@ class Planner:
         """Seats those who wait, in order, and never past one who does not fit yet."""
         while draft.budget and not draft.num_owed:
             choice = self._waiting.peek()
-            if choice is None or not choice.request.accepted or choice.awaits_results():
+            if choice is None or not self._promises.possible(choice.request) or choice.awaits_results():
                 return
             if self._over(group, choice):
                 continue
@@ -136,7 +138,8 @@ class Planner:
             num_tokens = choice.known - found.num_tokens
             if self._whole_prompts and draft.budget < min(num_tokens, group.max_num_batched_tokens):
                 return
-            self._waiting.discard(choice)
+            self._promises.keep(choice.request)
+            self._waiting.take(choice)
             choice.key = self._policy.key(choice)
             self._policy.seated(choice, num_tokens if choice.num_cached is None else 0)
             group.blocks.host.hold(list(found.host.values()))
@@ -149,9 +152,11 @@ class Planner:
         sampling = choice.request.frame.sampling
         num_prompt = choice.request.num_prompt
         if choice.outputs and choice.known >= min(num_prompt + sampling.max_tokens, group.max_model_len):
+            self._promises.keep(choice.request)
             self._lifecycle.conclude(choice, FinishReason.LENGTH)
         elif num_prompt + min(1, sampling.max_tokens) > group.max_model_len:
             detail = f"the prompt has {num_prompt} tokens, the worker that is left takes {group.max_model_len}"
+            self._promises.keep(choice.request)
             self._lifecycle.conclude(choice, FinishReason.FAILED, detail)
         else:
             return False

@@ -20,7 +20,7 @@ class Preemption:
         """
         running = group.running
         choice = self._waiting.peek()
-        if choice is None or not running or not choice.request.detokenizer or choice.awaits_results():
+        if choice is None or not running or choice.awaits_results():
             return
         rank = self._policy.key(choice)[0]
         if rank >= running[-1].key[0]:

@@ -46,6 +46,7 @@ class Request:
     detokenizer: int = 0  # the one that has or last had them; 0: none yet
     accepted: bool = False
     payer: Payer | None = None
+    owner: tuple[str, str] = ("", "")  # tenant, and user of it: those of the first attempt
 
 
 @dataclass(slots=True, eq=False)

@@ -127,6 +127,12 @@ def detokenizer(values: Values, model: Checkpoint, process: ProcessConfig) -> De
 def scheduler(values: Values, model: Checkpoint, process: ProcessConfig) -> SchedulerConfig:
     fields = _fields(values, "scheduler")
     budget = step_tokens(values, model)
+    delay_s, stall_s = values.maybe("max-queue-delay", float), values.get("stall-timeout", float)
+    if delay_s is not None and delay_s >= stall_s:
+        raise ConfigError(
+            f"{values.where('max-queue-delay')} {delay_s:g}: less than --stall-timeout, {stall_s:g}, is needed, "
+            "after which a gateway sends again what waits"
+        )
     if not values.get("enable-chunked-prefill", bool):
         length = context_limit(values, model.config) or model_length(model.config) or 0
         if budget < length:

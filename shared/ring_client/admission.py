@@ -54,10 +54,10 @@ class Admission:
     def heard(self, scheduler: int, room: Room, now: float) -> None:
         self._rooms[scheduler] = (room, now)
 
-    def check_room(self, model: str, now: float) -> None:
-        """Raises a 429 if every scheduler of the model said that it is full."""
+    def check_room(self, model: str, now: float, tenant: str = "", user: str = "") -> None:
+        """Raises a 429 if every scheduler of the model said that it is full for this caller."""
         rooms = [self._rooms.get(s) for s in self.schedulers(model)]
-        full = [known[0] for known in rooms if known is not None and _is_full(known, now)]
+        full = [k[0] for k in rooms if k is not None and _is_full(k, now) and _concerns(k[0], tenant, user)]
         if full and len(full) == len(rooms):
             raise too_busy(min(r.retry_after_s for r in full))
 
@@ -89,6 +89,11 @@ class Admission:
 def _is_full(known: tuple[Room, float], now: float) -> bool:
     room, heard_s = known
     return (room.requests <= 0 or room.tokens <= 0) and now - heard_s < FULL_FOR_S
+
+
+def _concerns(room: Room, tenant: str, user: str) -> bool:
+    """In a full queue others may take the place of the one that has most there."""
+    return room.tenant is None or (room.tenant, room.user) == (tenant, user)
 
 
 def too_busy(retry_after_s: float) -> RequestError:

@@ -202,6 +202,14 @@ SCHEDULER = (
         ("scheduler.max_queue_tokens",),
         least=1,
     ),
+    Flag(
+        "max-queue-delay",
+        Kind.FLOAT,
+        None,
+        "Seconds a request may wait for its first step; one that would wait longer is a 429, one that has is a 503.",
+        ("scheduler.max_queue_delay_s",),
+        least=0.1,
+    ),
 )
 
 EXECUTION = (

@@ -259,6 +259,18 @@ async def test_no_room_is_429_before_anything_is_tokenized(rig) -> None:
         assert (await r.post(COMPLETION, completion(stream=False)))[0] == 200
 
 
+async def test_a_queue_that_one_tenant_fills_is_open_to_others(rig) -> None:
+    async with rig(api_keys=["sk-a", "sk-b"]) as r:
+        r.ring.room = Room(0, 0, 6.2, "key-0", "ann")
+
+        async def ask(key: str, user: str) -> int:
+            headers = {"Authorization": f"Bearer {key}"}
+            return (await r.post(COMPLETION, completion(stream=False, user=user), headers=headers))[0]
+
+        assert await ask("sk-b", "ann") == 200  # its answer says that it is full for the other one
+        assert [await ask("sk-a", "ann"), await ask("sk-a", "bob"), await ask("sk-b", "ann")] == [429, 200, 200]
+
+
 @pytest.mark.parametrize("stream", [True, False])
 async def test_what_the_scheduler_refuses_is_a_status_code(rig, stream: bool) -> None:
     async with rig() as r:

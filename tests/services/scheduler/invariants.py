@@ -111,7 +111,7 @@ def check(core: Scheduler) -> None:
             assert seat.granted - (seat.choice.known - 1) <= group.depth + 1 or seat.granted <= seat.prefill_end
     waiting = [c for r in core._lifecycle.requests.values() for c in r.choices.values() if c.ticket]
     assert len(waiting) == len(core._waiting)
-    assert sum(c.known for c in waiting) == core._waiting._num_tokens
+    assert sum(c.known for c in waiting) == core._waiting.num_tokens
     check_policy(core, waiting)
     live = core._streams._sinks.values()
     assert all(r.sink is None or r.sink in live for r in core._lifecycle.requests.values())

@@ -109,11 +109,12 @@ def test_without_a_detokenizer_requests_wait_and_are_accepted_later(ring: type[R
 
 
 def test_streams_go_where_the_fewest_are(ring: type[Ring]) -> None:
-    it = ring()
+    it = ring(max_num_batched_tokens=64, max_num_seqs=8)
     other = it.world.add_detokenizer()
     it.submit("a", 5, n=3)
     it.submit("b", 5)
     it.submit("c", 5)
+    it.steps(2)
     homes = [it.journal(r).detokenizer for r in "abc"]
     assert homes == [it.detokenizer.incarnation, other.incarnation, other.incarnation]
     it.finish()

@@ -133,7 +133,8 @@ tickets = itertools.count(1)
 def ask(tenant: str, user: str = "", arrival: int = 0) -> Choice:
     ids = b"\0\0\0\0" * 100
     frame = Generate("r", 0, "m", ids, b"", Sampling(9), TextOptions(), [messages.Choice(0)], tenant=tenant, user=user)
-    choice = make_choice(Request("r", 0, frame, 0, arrival, 100), 0, b"")
+    request = Request("r", 0, frame, 0, arrival, 100, owner=(tenant, user))
+    choice = make_choice(request, 0, b"")
     choice.ticket = next(tickets)
     return choice
 

@@ -20,6 +20,7 @@ shapes = st.builds(
     eos_every=st.sampled_from([0, 6]),
     max_queue_len=st.sampled_from([3, 100]),
     max_queue_tokens=st.sampled_from([60, 10_000]),
+    max_queue_delay_s=st.sampled_from([None, 1.0]),
     whole_prompts=st.booleans(),
     stutters=st.booleans(),
     policy=st.sampled_from(["fcfs", "priority", "fair"]),

@@ -45,6 +45,7 @@ class Shape:
     eos_every: int = 0
     max_queue_len: int = 100
     max_queue_tokens: int = 10_000
+    max_queue_delay_s: float | None = None
     whole_prompts: bool = False
     stutters: bool = False
     prefix_caching: bool = True
@@ -72,6 +73,7 @@ class World:
                 batch=BatchLimits(shape.max_num_seqs, shape.max_num_batched_tokens, shape.depth),
                 max_queue_len=shape.max_queue_len,
                 max_queue_tokens=shape.max_queue_tokens,
+                max_queue_delay_s=shape.max_queue_delay_s,
                 whole_prompts=shape.whole_prompts,
                 policy=shape.policy,
                 prefix_caching=shape.prefix_caching,
