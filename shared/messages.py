@@ -487,6 +487,14 @@ class BlockFetch(Record, frozen=True):
     block: int
 
 
+class BlockCopy(Record, frozen=True):
+    """All that a block holds, in another one: what earlier plans wrote, before anything of this one runs, and after
+    its fetches."""
+
+    src: int
+    dst: int
+
+
 class StepPlan(Frame, frozen=True):
     """What changed since the last plan, then who runs. Applied in the order of the fields, but copies of blocks
     come after `ends` and before `starts`."""
@@ -500,6 +508,7 @@ class StepPlan(Frame, frozen=True):
     names: list[BlockName] = []
     saves: list[BlockSave] = []
     fetches: list[BlockFetch] = []
+    copies: list[BlockCopy] = []
 
 
 class SlotResult(Record, frozen=True):

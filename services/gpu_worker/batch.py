@@ -5,6 +5,7 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
+from blockyard.services.gpu_worker.block_copies import copy_blocks
 from blockyard.services.gpu_worker.block_names import BlockNames
 from blockyard.services.gpu_worker.kv_pool import KVPool
 from blockyard.services.gpu_worker.sampler.sampler import Sampler
@@ -54,6 +55,8 @@ class Batch:
             self.sampler.end(slot)
         self._endings.append(endings)
         self.transfers.begin(plan)
+        if plan.copies:
+            copy_blocks(self._pool, self.names, plan.copies)
         for start in plan.starts:
             lost = self.transfers.loses(start)
             if slots.start(start):

@@ -71,6 +71,9 @@ class MockBatch:
     owners: dict[int, set[int]] = field(default_factory=dict)  # block -> live slots
     failed: list[int] = field(default_factory=list)  # fetches of the last step
 
+    def __post_init__(self) -> None:
+        self.kv.bad.clear()  # they have lost their names, and what was to be made of them was never written
+
     def step(self, plan: StepPlan) -> list[SlotResult]:
         """Applies a plan and computes. Raises PlanError, after which the batch is not to be used."""
         for slot in plan.ends:
@@ -111,7 +114,12 @@ class MockBatch:
             _check(self.kv.has(fetch.host), f"host block {fetch.host} holds nothing to be fetched")
             if not self.kv.fetch(fetch):
                 self.failed.append(fetch.block)
+                self.kv.names.pop(fetch.block, None)
                 self.kv.bad.add(fetch.block)
+        for copy in plan.copies:
+            owners = self.owners.get(copy.dst)
+            _check(not owners, f"block {copy.dst} is written by a copy and is slot {min(owners or [0])}'s")
+            self.kv.copy(copy.src, copy.dst)
 
     def _start(self, start: SlotStart) -> None:
         _check(0 <= start.slot < self.num_slots, f"slot {start.slot} is outside 0 to {self.num_slots - 1}")
@@ -121,10 +129,9 @@ class MockBatch:
         _check(0 < start.num_prompt_tokens <= len(ids), f"{start.num_prompt_tokens} prompt tokens of {len(ids)}")
         _check(len(ids) <= self.geometry.max_model_len, f"{len(ids)} tokens start, limit {self.geometry.max_model_len}")
         _check(0 <= start.num_computed < len(ids), f"{start.num_computed} of {len(ids)} tokens computed at start")
-        num_found, rest = divmod(start.num_computed, self.geometry.block_size)
-        _check(not rest, f"{start.num_computed} computed tokens end within a block")
+        num_full, rest = divmod(start.num_computed, self.geometry.block_size)
         states = states_of(ids)
-        found = start.blocks[:num_found]
+        found = start.blocks[: num_full + bool(rest)]
         lost = not self.kv.bad.isdisjoint(found)
         different = self.kv.first_difference(found, states[: start.num_computed])
         _check(lost or different is None, f"slot {start.slot} starts on KV that is not its own at {different}")
@@ -140,10 +147,10 @@ class MockBatch:
             finished=lost,
             lost=lost,
         )
-        for block in found:
+        for block in found[:num_full]:
             self.owners.setdefault(block, set()).add(start.slot)
             slot.blocks.append(block)
-        self._append(SlotBlocks(start.slot, start.blocks[num_found:]))
+        self._append(SlotBlocks(start.slot, start.blocks[num_full:]))
 
     def _append(self, more: SlotBlocks) -> None:
         slot = self._live(more.slot)

@@ -62,6 +62,15 @@ class MockKV:
         self.bad.discard(fetch.block)
         return True
 
+    def copy(self, src: int, dst: int) -> None:
+        size = self.block_size
+        self.names.pop(dst, None)
+        for offset in range(size):
+            self._states[dst * size + offset] = self._states.get(src * size + offset, EMPTY)
+        self.bad.discard(dst)
+        if src in self.bad:
+            self.bad.add(dst)
+
     def first_difference(self, blocks: list[int], states: Sequence[int]) -> int | None:
         """The first position at which the blocks do not hold what a sequence would have computed itself."""
         size = self.block_size

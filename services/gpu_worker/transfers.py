@@ -36,6 +36,10 @@ class Transfers:
             self._save(plan.saves)
         if plan.fetches and (failed := self._fetch(plan.fetches)):
             self._failed[plan.number] = failed
+        for copy in plan.copies:
+            self._bad.discard(copy.dst)
+            if copy.src in self._bad:
+                self._bad.add(copy.dst)
 
     def take_failed(self, plan: StepPlan) -> list[int]:
         """Blocks that a plan was to fetch and did not; for its result."""

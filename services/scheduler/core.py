@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from blockyard.services.scheduler.admission import Admission
 from blockyard.services.scheduler.capacity import capacity_of
+from blockyard.services.scheduler.fork import Forks
 from blockyard.services.scheduler.groups import BatchLimits, Group, Groups
 from blockyard.services.scheduler.intake import Intake
 from blockyard.services.scheduler.lifecycle import Lifecycle
@@ -70,13 +71,23 @@ class Scheduler:
         self._streams = Streams()
         promises = Promises(self._waiting, self._streams, self._outbox, delay_s)
         self._prefix = PrefixCache(settings.block_scope, settings.prefix_caching)
-        self._lifecycle = Lifecycle(self._waiting, self._groups, self._streams, self._prefix, policy)
+        self._forks = Forks(self._waiting)
+        self._lifecycle = Lifecycle(self._waiting, self._groups, self._streams, self._prefix, policy, self._forks)
         self.preempting = self._lifecycle.preempting
         self._admission = Admission(settings.names)
-        self._intake = Intake(self._admission, self._waiting, self._lifecycle, self._streams, self._outbox, promises)
+        self._intake = Intake(
+            self._admission, self._waiting, self._lifecycle, self._streams, self._outbox, promises, self._forks
+        )
         self.deadlines = self._intake.deadlines
         self._planner = Planner(
-            incarnation, self._waiting, self._lifecycle, self._prefix, policy, promises, settings.whole_prompts
+            incarnation,
+            self._waiting,
+            self._lifecycle,
+            self._prefix,
+            policy,
+            promises,
+            self._forks,
+            settings.whole_prompts,
         )
         self._results = Results(self._waiting, self._lifecycle, self._prefix)
         self._gateways: set[int] = set()
@@ -153,7 +164,7 @@ class Scheduler:
         groups = self._groups.attached.values()
         return Stats(
             running=sum(len(group.running) for group in groups),
-            waiting=len(self._waiting),
+            waiting=len(self._waiting) + self._forks.num_parked,
             requests_total=self._intake.num_requests,
             prompt_tokens_total=self._results.num_prompt_tokens,
             output_tokens_total=self._results.num_output_tokens,

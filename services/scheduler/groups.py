@@ -23,6 +23,10 @@ class PlanRecord:
     seats: dict[int, Seat] = field(default_factory=dict)
     chunks: dict[int, int] = field(default_factory=dict)  # tokens granted to a slot, where it is not one
 
+    def granted(self, seat: Seat) -> int:
+        """Tokens granted to a seat by this plan."""
+        return self.chunks.get(seat.slot, 1) if self.seats.get(seat.slot) is seat else 0
+
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:

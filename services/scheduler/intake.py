@@ -4,6 +4,7 @@ from collections import Counter
 
 from blockyard.services.scheduler.admission import Admission, Refusal
 from blockyard.services.scheduler.deadlines import Deadlines
+from blockyard.services.scheduler.fork import Forks
 from blockyard.services.scheduler.lifecycle import Lifecycle
 from blockyard.services.scheduler.outbox import Outbox
 from blockyard.services.scheduler.promises import Promises
@@ -12,7 +13,6 @@ from blockyard.services.scheduler.streams import Streams
 from blockyard.services.scheduler.waiting import WaitingQueue
 from blockyard.shared import messages
 from blockyard.shared.messages import Cancel, FinishReason, Generate, Refused, Stop
-
 
 FULL = Refusal(429, "", "the waiting queue is full")
 
@@ -26,12 +26,13 @@ class Intake:
         streams: Streams,
         outbox: Outbox,
         promises: Promises,
+        forks: Forks,
     ) -> None:
         self.num_requests = 0
         self.num_refused: Counter[str] = Counter()  # by reason
         self.deadlines = Deadlines()
         self._admission, self._waiting, self._lifecycle = admission, waiting, lifecycle
-        self._streams, self._outbox, self._promises = streams, outbox, promises
+        self._streams, self._outbox, self._promises, self._forks = streams, outbox, promises, forks
         self._arrivals = 0
 
     def generate(self, gateway: int, frame: Generate, now: float) -> None:
@@ -136,8 +137,7 @@ class Intake:
         request = Request(frame.request_id, frame.attempt, frame, gateway, arrival, num_ids(frame.prompt_ids))
         request.owner = old.owner if old is not None else (frame.tenant, frame.user)
         self._lifecycle.requests[request.id] = request
-        for choice in frame.choices:
-            self._add_choice(request, choice)
+        self._add_choices(request, frame.choices)
         self._promises.came(request, now)
 
     def _rebind(self, request: Request, gateway: int, frame: Generate, going_on: dict[int, messages.Choice]) -> None:
@@ -147,18 +147,16 @@ class Intake:
             if choice.index not in going_on:
                 self._lifecycle.end(choice)
         request.attempt, request.frame, request.gateway = frame.attempt, frame, gateway
-        for listed in frame.choices:
-            if listed.index not in going_on:
-                self._add_choice(request, listed)
+        self._add_choices(request, [listed for listed in frame.choices if listed.index not in going_on])
         request.accepted = False
         self._promises.keep(request)
         for index, listed in going_on.items():
             self._streams.catch_up(request.choices[index], num_ids(listed.output_ids))
 
-    def _add_choice(self, request: Request, listed: messages.Choice) -> None:
-        choice = make_choice(request, listed.index, listed.output_ids)
-        request.choices[listed.index] = choice
-        self._waiting.push(choice)
+    def _add_choices(self, request: Request, listed: list[messages.Choice]) -> None:
+        choices = [make_choice(request, one.index, one.output_ids) for one in listed]
+        request.choices |= {choice.index: choice for choice in choices}
+        self._forks.add(request, choices)
 
 
 def _continues(choice: Choice, output_ids: bytes) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from blockyard.services.scheduler.fork import Forks
 from blockyard.services.scheduler.groups import Group, Groups
 from blockyard.services.scheduler.policy import Policy
 from blockyard.services.scheduler.prefix import PrefixCache
@@ -13,13 +14,19 @@ from blockyard.shared.messages import FinishReason
 
 class Lifecycle:
     def __init__(
-        self, waiting: WaitingQueue, groups: Groups, streams: Streams, prefix: PrefixCache, policy: Policy
+        self,
+        waiting: WaitingQueue,
+        groups: Groups,
+        streams: Streams,
+        prefix: PrefixCache,
+        policy: Policy,
+        forks: Forks,
     ) -> None:
         self.requests: dict[str, Request] = {}
         self.num_preemptions = 0
         self.preempting: list[Callable[[Group], None]] = []  # who wants to look before a seat is taken
         self._waiting, self._groups, self._streams, self._prefix = waiting, groups, streams, prefix
-        self._policy = policy
+        self._policy, self._forks = policy, forks
 
     def end(self, choice: Choice) -> None:
         """The choice is over: results still to come are dropped. Whoever needs to know was told before."""
@@ -34,6 +41,7 @@ class Lifecycle:
         if request.sink is not None:
             request.sink.num_streams -= 1
         del request.choices[choice.index]
+        self._forks.left(choice)
         if not request.choices:
             del self.requests[request.id]
         if group is not None:

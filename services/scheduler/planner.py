@@ -1,20 +1,21 @@
 """One plan: decodes first, then prefills with what is left of the budget, then newcomers."""
 
+from blockyard.services.scheduler.fork import Forks
 from blockyard.services.scheduler.groups import Group, PlanRecord
 from blockyard.services.scheduler.lifecycle import Lifecycle
 from blockyard.services.scheduler.policy import Policy
 from blockyard.services.scheduler.preemption import Preemption
 from blockyard.services.scheduler.prefix import PrefixCache
 from blockyard.services.scheduler.promises import Promises
-from blockyard.services.scheduler.requests import Choice, Seat
+from blockyard.services.scheduler.requests import Choice, Request, Seat
 from blockyard.services.scheduler.waiting import WaitingQueue
-from blockyard.shared.messages import FinishReason, SlotBlocks, SlotRun, SlotStart, StepPlan
+from blockyard.shared.messages import BlockCopy, FinishReason, SlotBlocks, SlotRun, SlotStart, StepPlan
 
 
 class Draft:
     """A plan in the making."""
 
-    __slots__ = ("blocks", "budget", "fills", "num_owed", "record", "runs", "starts")
+    __slots__ = ("blocks", "budget", "copies", "fills", "num_owed", "record", "runs", "starts", "written")
 
     def __init__(self, number: int, budget: int) -> None:
         self.record = PlanRecord(number)
@@ -22,6 +23,8 @@ class Draft:
         self.starts: list[SlotStart] = []
         self.blocks: list[SlotBlocks] = []
         self.runs: list[SlotRun] = []
+        self.copies: list[BlockCopy] = []
+        self.written: list[Request] = []  # with choices that may wait for the prompt that this plan writes the end of
         self.fills: dict[bytes, int] = {}  # blocks by name, to be found by later plans
         self.num_owed = 0  # blocks that somebody waits for in vain
 
@@ -43,11 +46,12 @@ class Planner:
         prefix: PrefixCache,
         policy: Policy,
         promises: Promises,
+        forks: Forks,
         whole_prompts: bool,
     ) -> None:
         self.preemption = Preemption(waiting, policy, lifecycle, prefix)
         self._scheduler, self._waiting, self._lifecycle, self._prefix = scheduler, waiting, lifecycle, prefix
-        self._policy, self._promises, self._whole_prompts = policy, promises, whole_prompts
+        self._policy, self._promises, self._forks, self._whole_prompts = policy, promises, forks, whole_prompts
 
     def plan(self, group: Group) -> StepPlan | None:
         """The next plan of a group, or None if nothing can run in it now."""
@@ -67,14 +71,19 @@ class Planner:
         group.sent(draft.record)
         for name, block in draft.fills.items():
             group.blocks.index.put(block, name)
+        for request in draft.written:
+            self._forks.written(request)
         names, number = self._prefix.news(group), draft.record.number
         saves, fetches = group.blocks.host.take()
-        return StepPlan(self._scheduler, number, ends, draft.starts, draft.blocks, draft.runs, names, saves, fetches)
+        changes = (draft.starts, draft.blocks, draft.runs, names, saves, fetches, draft.copies)
+        return StepPlan(self._scheduler, number, ends, *changes)
 
     def _prefill(self, group: Group, draft: Draft, seat: Seat) -> None:
         draft.grant(seat, min(seat.prefill_end - seat.granted, draft.budget))
         for name, block in self._prefix.fills(group, seat).items():
             draft.fills.setdefault(name, block)
+        if seat.granted == seat.prefill_end and len(seat.choice.request.choices) > 1:
+            draft.written.append(seat.choice.request)
 
     def _decodes(self, group: Group, draft: Draft) -> list[Seat]:
         """Grants each decoding seat one token, oldest first. Returns the seats that are in prefill."""
@@ -129,7 +138,9 @@ class Planner:
                 continue
             if len(group.running) >= group.max_num_seqs or not group.slots.num_free:
                 return
-            found = self._prefix.find(group, choice)
+            found = self._forks.find(group, draft.record, choice, self._prefix.find(group, choice))
+            if found is None:
+                continue
             if found.next_name in draft.fills:
                 return  # this plan computes what the next one will find
             num_blocks = group.blocks.blocks_for(choice.known) - len(found.blocks)  # to be fetched, and to be computed
@@ -145,6 +156,8 @@ class Planner:
             group.blocks.host.hold(list(found.host.values()))
             seat = group.admit(choice, num_blocks, found.blocks)
             self._prefix.seated(group, seat, found)
+            if found.copy_from is not None:
+                draft.copies.append(BlockCopy(found.copy_from, seat.blocks[len(found.blocks)]))
             self._start(group, draft, seat)
 
     def _over(self, group: Group, choice: Choice) -> bool:

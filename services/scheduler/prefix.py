@@ -16,6 +16,7 @@ class Found:
     next_name: bytes | None = None  # of the first block that is to be computed, if that could be found at all
     counts: bool = False  # the choice asked
     num_tokens: int = 0  # that need not be computed
+    copy_from: int | None = None  # block that holds the last of those, and is to be copied
     host: dict[int, bytes] = field(default_factory=dict)  # places, between or behind those, of what is to be fetched
 
 
@@ -51,6 +52,7 @@ class PrefixCache:
             _fetch(group, seat, found)
         seat.num_found = seat.num_named = len(found.blocks) + len(found.host)
         seat.granted = seat.computed = found.num_tokens
+        seat.copied_from = found.copy_from
         if self._enabled:
             seat.name_at = (seat.num_named + 1) * size
         if found.counts:
@@ -140,7 +142,7 @@ class PrefixCache:
         near = {id(seat): seat for record in group.flight for seat in record.seats.values()}
         near |= {id(seat): seat for seat in [*group.running, *more]}
         readers: list[Seat] = []
-        while found := [s for s in near.values() if not bad.isdisjoint(s.blocks[: s.num_found])]:
+        while found := [s for s in near.values() if not bad.isdisjoint([s.copied_from, *s.blocks[: s.num_found]])]:
             for seat in found:
                 del near[id(seat)]
                 bad.update(seat.blocks[seat.num_found :])

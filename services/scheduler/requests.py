@@ -45,6 +45,7 @@ class Request:
     sink: TextSink | None = None  # None while no live detokenizer has its streams
     detokenizer: int = 0  # the one that has or last had them; 0: none yet
     accepted: bool = False
+    parked: list["Choice"] = field(default_factory=list)  # of `choices`: they begin when another has written the prompt
     payer: Payer | None = None
     owner: tuple[str, str] = ("", "")  # tenant, and user of it: those of the first attempt
 
@@ -103,6 +104,7 @@ class Seat:
     computed: int = 0  # tokens with KV as of the last result
     last_plan: int = 0  # number of the last plan it runs in
     num_found: int = 0  # leading blocks that were there already: others may have them too
+    copied_from: int | None = None  # block whose contents it began with, in one of its own
     num_named: int = 0  # leading blocks that were offered to the index
     name_at: int = NEVER  # computed tokens with which the next block is to be named
     is_due: bool = False  # it has as many, and is in its group's list for that

@@ -74,7 +74,7 @@ class Streams:
         """Sends a newly bound stream what is known beyond the ids its gateway has."""
         sink = choice.request.sink
         ids = choice.outputs[num_delivered:].tolist()
-        prompt_logprobs = [] if num_delivered else choice.prompt_logprobs
+        prompt_logprobs = [] if num_delivered else list(choice.prompt_logprobs)
         if sink is not None and (ids or prompt_logprobs):
             sink.steps.append(
                 TokenStep(

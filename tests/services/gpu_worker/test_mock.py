@@ -19,6 +19,7 @@ from blockyard.shared.config.process import BusConfig, ProcessConfig
 from blockyard.shared.config.worker import MockConfig, WorkerConfig
 from blockyard.shared.errors import LoadError
 from blockyard.shared.messages import (
+    BlockCopy,
     BlockName,
     FinishReason,
     Geometry,
@@ -50,8 +51,10 @@ def plan(
     ends: Sequence[int] = (),
     starts: Sequence[SlotStart] = (),
     blocks: Sequence[SlotBlocks] = (),
+    copies: Sequence[BlockCopy] = (),
 ) -> StepPlan:
-    return StepPlan(1, 1, list(ends), list(starts), list(blocks), [SlotRun(slot, n) for slot, n in runs])
+    runs_ = [SlotRun(slot, n) for slot, n in runs]
+    return StepPlan(1, 1, list(ends), list(starts), list(blocks), runs_, copies=list(copies))
 
 
 def batch(pattern: Pattern = PATTERN, geometry: Geometry = GEOMETRY) -> MockBatch:
@@ -175,7 +178,10 @@ BAD = {
     "4 runs, the limit is 3": plan((0, 1), (1, 1), (2, 1), (3, 1)),
     "slot 1 starts on KV that is not its own at 1": plan((1, 1), starts=[found(1, [0, 2], 4, [11, 9, 13, 14, 15])]),
     "slot 1 starts on KV that is not its own at 0": plan((1, 1), starts=[found(1, [3, 2], 4)]),
-    "3 computed tokens end within a block": plan((1, 2), starts=[found(1, [0, 2], 3)]),
+    "block 1 is written by a copy and is slot 0's": plan((0, 1), copies=[BlockCopy(0, 1)]),
+    "slot 1 starts on KV that is not its own at 3": plan(
+        (1, 1), starts=[found(1, [2, 3], 4, [11, 12, 13, 99, 15])], copies=[BlockCopy(0, 2)]
+    ),
     "block 0 of slot 1 is slot 0's": plan((1, 5), starts=[seat(1, [0, 2])]),
     "21 tokens start, limit 20": plan((1, 1), starts=[seat(1, [2], list(range(21)))]),
 }
@@ -187,6 +193,15 @@ def test_contradictions_are_fatal(says: str) -> None:
     it.step(plan((0, 5), starts=[seat(0, [0, 1])]))
     with pytest.raises(PlanError, match=says):
         it.step(BAD[says])
+
+
+def test_a_copied_block_is_a_slots_own() -> None:
+    it = batch()
+    it.step(plan((0, 5), starts=[seat(0, [0, 1])]))
+    (own,) = it.step(plan((1, 5), starts=[seat(1, [2, 3], seed=3)]))
+    start = msgspec.structs.replace(found(2, [0, 4], 5 - 1), sampling=Sampling(4, seed=3))
+    (copied,) = it.step(plan((2, 1), ends=[1], starts=[start], copies=[BlockCopy(1, 4)]))
+    assert (copied.num_computed, copied.token_ids) == (5, own.token_ids)
 
 
 def test_blocks_are_shared_by_those_that_begin_alike() -> None:

@@ -118,27 +118,29 @@ def test_generation_after_a_prompt_of_less_than_a_block_is_named(ring: type[Ring
 
 
 def test_what_a_plan_fills_is_found_by_the_next_one(ring: type[Ring]) -> None:
-    it = ring(depth=1, max_num_batched_tokens=64)
-    it.submit("a", 0, n=2, prompt=PROMPT)
-    first, second = plans(it)
+    it = ring(depth=2, max_num_batched_tokens=64)
+    it.submit("a", 0, prompt=PROMPT, max_tokens=2)
+    it.submit("b", 0, prompt=PROMPT)
+    first, _, third = plans(it)
     assert [n.name for n in first.names] == names_of(PROMPT)
     assert [n.block for n in first.names] == first.starts[0].blocks[:5]
-    assert (second.starts[0].num_computed, second.starts[0].blocks[:5]) == (20, first.starts[0].blocks[:5])
-    assert not second.names
+    assert (third.starts[0].num_computed, third.starts[0].blocks[:5]) == (20, first.starts[0].blocks[:5])
+    assert not third.names
     it.finish()
 
 
 @pytest.mark.parametrize("num_batched", [8, 64])
-def test_choices_of_a_request_share_its_prompt(ring: type[Ring], num_batched: int) -> None:
+def test_requests_that_come_together_share_their_prompt(ring: type[Ring], num_batched: int) -> None:
     it = ring(max_num_batched_tokens=num_batched, depth=1)
-    it.submit("a", 0, n=4, prompt=PROMPT)
+    for name in "abcd":
+        it.submit(name, 0, prompt=PROMPT)
     assert len(plans(it)[0].starts) == 1, "the others wait for what this plan computes"
     it.steps(4)
     tables = [start.blocks[:5] for start in starts(it)]
     assert tables == [tables[0]] * 4
     assert it.world.core.stats().blocks_used <= 5 + 4 * 2
     it.finish()
-    assert [it.output("a", i).num_cached for i in range(4)] == [0, 20, 20, 20]
+    assert [it.output(name).num_cached for name in "abcd"] == [0, 20, 20, 20]
     assert sum(run.max_tokens for plan in plans(it) for run in plan.runs if run.max_tokens > 1) == 22 + 3 * 2
 
 
@@ -256,20 +258,23 @@ def test_a_lost_worker_takes_its_blocks_along(ring: type[Ring]) -> None:
 
 
 @pytest.mark.parametrize("ended", [False, True])
-def test_nobody_goes_on_with_what_a_failed_slot_has_written(ring: type[Ring], ended: bool) -> None:
+@pytest.mark.parametrize(("prompt", "named"), [(PROMPT, True), (PROMPT, False), (PROMPT[:3], True)])
+def test_nobody_goes_on_with_what_a_failed_slot_has_written(
+    ring: type[Ring], ended: bool, prompt: list[int], named: bool
+) -> None:
     """The second choice reads blocks of the first, whose failure is on its way: it starts over, and is right."""
-    it = ring(depth=1, max_num_batched_tokens=64)
-    it.submit("a", 0, n=2, prompt=PROMPT, max_tokens=20)
+    it = ring(depth=1, max_num_batched_tokens=64, prefix_caching=named)
+    it.submit("a", 0, n=2, prompt=prompt, max_tokens=20)
     it.world.detokenize(it.detokenizer)
-    assert [s.num_computed for s in starts(it)] == [0, 20]
+    assert [s.num_computed for s in starts(it)] == [0, len(prompt) - 1]
     if ended:  # before we hear of its failure
         it.world.tell(it.detokenizer.incarnation, Stop([StreamRef("a", 0, 0)]))
         del it.detokenizer.streams["a", 0]
-    assert set(names_of(PROMPT)) == index_of(it).keys()
+    assert set(names_of(prompt) if named else []) == index_of(it).keys()
     runner, answer = it.worker.loop._runner, it.worker.links.answer
 
     def fail(to: int, frame: StepResult) -> bool:
-        failed = [SlotResult(s.slot, [], 22, FinishReason.FAILED, detail="not a number") for s in frame.slots]
+        failed = [SlotResult(s.slot, [], len(prompt), FinishReason.FAILED, detail="not a number") for s in frame.slots]
         return answer(to, msgspec.structs.replace(frame, slots=failed))
 
     it.worker.links.answer = fail
@@ -280,8 +285,8 @@ def test_nobody_goes_on_with_what_a_failed_slot_has_written(ring: type[Ring], en
     runner.names.names.clear()
     assert not index_of(it)
     it.world.settle()
-    assert [s.num_computed for s in starts(it)] == [0, 20, 0]
-    assert starts(it)[2].token_ids == ids_bytes(PROMPT), "what was made of it is dropped"
+    assert [s.num_computed for s in starts(it)] == [0, len(prompt) - 1, 0]
+    assert starts(it)[2].token_ids == ids_bytes(prompt), "what was made of it is dropped"
     assert (it.output("a", 0).finish is None) == ended
     it.journal("a").outputs.pop(0)
     it.finish()

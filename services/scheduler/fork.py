@@ -1,0 +1,91 @@
+"""Choices of one request compute their prompt once.
+
+The first of them, the leader, goes ahead; the others are parked until a plan that writes the last of its prompt has
+been sent. Plans run in order, so that a later one may read it: each of the others shares the full blocks by count, its
+worker copies the block that the prompt ends in, and it computes the prompt's last token itself, because it draws its
+own token from there.
+"""
+
+from collections.abc import Iterable
+
+from blockyard.services.scheduler.groups import Group, PlanRecord
+from blockyard.services.scheduler.prefix import Found
+from blockyard.services.scheduler.requests import Choice, Phase, Request, Seat
+from blockyard.services.scheduler.waiting import WaitingQueue
+
+
+class Forks:
+    """Holds back the choices that are better started later; says what those that start can begin with."""
+
+    def __init__(self, waiting: WaitingQueue) -> None:
+        self.num_parked = 0
+        self._waiting = waiting
+
+    def add(self, request: Request, choices: Iterable[Choice]) -> None:
+        """These wait from now on, each in the queue or parked."""
+        for choice in choices:
+            if request.num_prompt > 1 and any(_leads(other) for other in request.choices.values()):
+                self._park(choice)
+            else:
+                self._waiting.push(choice)
+
+    def written(self, request: Request) -> None:
+        """The plan that writes the last of one choice's prompt has been sent: the others may begin."""
+        parked, request.parked = request.parked, []
+        self.num_parked -= len(parked)
+        for choice in parked:
+            self._waiting.push(choice)
+
+    def left(self, choice: Choice) -> None:
+        """A choice has ended. If it was the leader, in the middle of its prompt, the next one takes over."""
+        request = choice.request
+        if not request.parked:
+            return
+        if choice in request.parked:
+            request.parked.remove(choice)
+            self.num_parked -= 1
+        elif not any(_leads(other) for other in request.choices.values()):
+            self._waiting.push(request.parked.pop(0))
+            self.num_parked -= 1
+
+    def find(self, group: Group, record: PlanRecord, choice: Choice, found: Found) -> Found | None:
+        """What a choice may begin with in this plan; None if it has been parked: a sibling is at its prompt.
+
+        `found` is what there is of it without siblings.
+        """
+        request = choice.request
+        num_tokens = min(request.num_prompt, choice.known - 1)
+        if len(request.choices) < 2 or num_tokens <= found.num_tokens:
+            return found
+        is_near = False
+        for other in request.choices.values():
+            seat = other.seat
+            if seat is None or other.phase is not Phase.RUNNING or seat.worker != group.worker:
+                continue
+            if seat.granted - record.granted(seat) >= num_tokens:  # copies are made before anything runs
+                return self._fork(choice, seat, num_tokens, group.blocks.block_size)
+            is_near = True
+        if not is_near or num_tokens - found.num_tokens < group.blocks.block_size:
+            return found
+        self._waiting.discard(choice)
+        self._park(choice)
+        return None
+
+    def _park(self, choice: Choice) -> None:
+        choice.request.parked.append(choice)
+        self.num_parked += 1
+
+    def _fork(self, choice: Choice, source: Seat, num_tokens: int, block_size: int) -> Found:
+        num_full, rest = divmod(num_tokens, block_size)
+        if choice.num_cached is None:
+            choice.num_cached = source.choice.num_cached  # one prompt, found once
+        return Found(
+            source.blocks[:num_full], num_tokens=num_tokens, copy_from=source.blocks[num_full] if rest else None
+        )
+
+
+def _leads(choice: Choice) -> bool:
+    """It will write the prompt, and a plan that does has not been sent."""
+    if choice.phase is Phase.RUNNING:
+        return choice.seat is not None and choice.seat.granted < choice.seat.prefill_end
+    return bool(choice.ticket)
