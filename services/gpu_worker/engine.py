@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from blockyard.services.gpu_worker import checkpoint
+from blockyard.services.gpu_worker import checkpoint, host_blocks
 from blockyard.services.gpu_worker.kv_pool import KVPool, block_bytes
-from blockyard.services.gpu_worker.memory import MemoryPlan, Need, plan_cpu, plan_cuda
+from blockyard.services.gpu_worker.memory import MemoryPlan, Need, plan_cpu, plan_cuda, plan_host
 from blockyard.services.gpu_worker.models.decoder import Model
 from blockyard.services.gpu_worker.models.folder import read_config, read_eos_ids
 from blockyard.services.gpu_worker.models.registry import find_family
@@ -34,13 +34,7 @@ DTYPES = {
 def start(config: WorkerConfig, report: Report) -> Runner:
     """Raises ConfigError or LoadError, each fit to be shown as one line."""
     device = pick_device(config.device)
-    notes: list[str] = []
-    if device.type == "cpu":
-        torch.set_num_threads(config.threads or default_threads())
-        notes.append(f"device: cpu, {torch.get_num_threads()} compute threads")
-    else:
-        torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN plans anew, 40 ms, for every length a sequence reaches
-        notes.append(f"device: {torch.cuda.get_device_name(device)}")
+    notes = [set_up(device, config.threads)]
     report("reading the configuration", 0.0, notes)
     folder = Path(config.model_path)
     settings = read_config(folder, config.config_overrides)
@@ -67,10 +61,12 @@ def start(config: WorkerConfig, report: Report) -> Runner:
             num_layers=model.shape.num_layers,
         )
         report("planning memory", 0.0, notes)
-        plan = plan_memory(config, model, need, dtype, device)
-        notes.extend(plan.notes)
+        host_plan = plan_host(need, free_memory(), config.swap_space_gib)
+        plan = plan_memory(config, model, need, dtype, device, host_blocks.staging_bytes(device.type, host_plan))
+        notes.extend([*plan.notes, *host_plan.notes])
         report("reserving KV memory", 0.0, notes)
         pool = KVPool(model.shape, plan.num_blocks, config.block_size, dtype, device)
+        store = host_blocks.make_store(host_plan, pool)
         decode_steps = None
         if device.type == "cuda":
             decode_steps = find_decode_steps().DecodeSteps(model, pool, config.max_num_seqs, max_model_len)
@@ -86,9 +82,10 @@ def start(config: WorkerConfig, report: Report) -> Runner:
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         bytes_per_block=need.block_bytes,
+        num_host_blocks=host_plan.num_blocks,
     )
     report("ready", 1.0, notes)
-    return Runner(model, pool, geometry, decode_steps)
+    return Runner(model, pool, geometry, decode_steps, store)
 
 
 def find_decode_steps() -> Any:
@@ -114,6 +111,15 @@ def pick_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch finds no usable GPU here; --device cpu runs on this machine")
     return torch.device(name, 0) if name == "cuda" else torch.device(name)
+
+
+def set_up(device: torch.device, threads: int) -> str:
+    """Returns what to say of it."""
+    if device.type == "cpu":
+        torch.set_num_threads(threads or default_threads())
+        return f"device: cpu, {torch.get_num_threads()} compute threads"
+    torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN plans anew, 40 ms, for every length a sequence reaches
+    return f"device: {torch.cuda.get_device_name(device)}"
 
 
 def pick_dtype(name: str, configured: object, device: torch.device) -> torch.dtype:
@@ -152,7 +158,9 @@ def usable_cores(limit_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
         return cores
 
 
-def plan_memory(config: WorkerConfig, model: Model, need: Need, dtype: torch.dtype, device: torch.device) -> MemoryPlan:
+def plan_memory(
+    config: WorkerConfig, model: Model, need: Need, dtype: torch.dtype, device: torch.device, staging_bytes: int
+) -> MemoryPlan:
     override = config.num_gpu_blocks_override
     if device.type == "cpu":
         return plan_cpu(need, free_memory(), config.cpu_kv_gib, override)
@@ -166,7 +174,7 @@ def plan_memory(config: WorkerConfig, model: Model, need: Need, dtype: torch.dty
         ) from e
     _, total = torch.cuda.mem_get_info(device)
     weights = torch.cuda.memory_allocated(device)
-    return plan_cuda(need, total, config.gpu_memory_utilization, weights, peak, override, graphs)
+    return plan_cuda(need, total, config.gpu_memory_utilization, weights, peak, override, graphs, staging_bytes)
 
 
 def free_memory() -> int:

@@ -59,29 +59,44 @@ def plan_cuda(
     peak_bytes: int,
     override: int | None,
     graph_bytes: int = 0,
+    staging_bytes: int = 0,
 ) -> MemoryPlan:
     """peak_bytes: the most that a forward of the largest step needs besides weights and KV; graph_bytes: what CUDA
-    graphs and the buffers of decode steps hold on to. Raises LoadError."""
+    graphs and the buffers of decode steps hold on to; staging_bytes: what blocks go through on their way to the host
+    and back. Raises LoadError."""
     if override is not None:
         return _plan(need, override, [f"{override} blocks by --num-gpu-blocks-override"], "--num-gpu-blocks-override")
-    left = int(total_bytes * utilization) - weights_bytes - peak_bytes - graph_bytes
+    left = int(total_bytes * utilization) - weights_bytes - peak_bytes - graph_bytes - staging_bytes
     gathered = GATHERED / need.num_layers
     share = gathered / (1 + gathered)
     why = (
         f"{_gib(total_bytes)} x {utilization:g} (--gpu-memory-utilization) - {_gib(weights_bytes)} weights"
         f" - {_gib(peak_bytes)} for a step{f' - {_gib(graph_bytes)} for CUDA graphs' if graph_bytes else ''}"
+        f"{f' - {_gib(staging_bytes)} to move blocks' if staging_bytes else ''}"
         f" = {_gib(max(left, 0))}, of which {share:.0%} to gather into"
     )
     num_blocks = int(max(left, 0) / (need.block_bytes * (1 + gathered)))
     plan = _try(need, num_blocks, [why])
     if plan is not None:
         return plan
-    enough = math.ceil(_bytes_of_one(need) * (1 + gathered)) + weights_bytes + peak_bytes + graph_bytes
+    enough = math.ceil(_bytes_of_one(need) * (1 + gathered)) + weights_bytes + peak_bytes + graph_bytes + staging_bytes
     if enough <= 0.98 * total_bytes:
         remedy = f"set --gpu-memory-utilization {_up(enough / total_bytes):.2f} or more, or "
     else:
         remedy = ""
     raise LoadError(_too_small(need, num_blocks, remedy))
+
+
+def plan_host(need: Need, free_bytes: int, swap_space_gib: float) -> MemoryPlan:
+    """KV blocks in host memory. Raises LoadError if there is not as much, or not enough for one block."""
+    size = int(swap_space_gib * GIB)
+    if size > free_bytes:
+        raise LoadError(f"--swap-space {swap_space_gib:g}: {_gib(free_bytes)} of host memory are free")
+    num_blocks = size // need.block_bytes
+    if size and not num_blocks:
+        raise LoadError(f"--swap-space {swap_space_gib:g}: one KV block has {need.block_bytes / 1024:.4g} KiB")
+    note = f"host memory for KV: {num_blocks} blocks, {_gib(num_blocks * need.block_bytes)} (--swap-space)"
+    return MemoryPlan(num_blocks, [note] if size else [])
 
 
 def _plan(need: Need, num_blocks: int, why: list[str], flag: str) -> MemoryPlan:

@@ -37,6 +37,7 @@ def describe(config: WorkerConfig) -> tuple[Geometry, Pattern]:
         eos_ids,
         config.max_num_seqs,
         config.max_num_batched_tokens,
+        num_host_blocks=mock.num_host_blocks if config.swap_space_gib else 0,
     )
     # Tokenizers keep their special tokens and single bytes at the ends; what lies between is text.
     first_id = mock.first_id or vocab_size // 8

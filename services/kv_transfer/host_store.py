@@ -38,10 +38,12 @@ class PlainStore:
         self._host = torch.from_numpy(np.empty((num_host_blocks, layers, size), np.uint8))
 
     def save(self, blocks: list[int], hosts: list[int]) -> None:
-        self._host[hosts] = self._memory[:, blocks].transpose(0, 1)
+        with torch.inference_mode():
+            self._host[hosts] = self._memory[:, blocks].transpose(0, 1)
 
     def fetch(self, hosts: list[int], blocks: list[int]) -> None:
-        self._memory[:, blocks] = self._host[hosts].transpose(0, 1)
+        with torch.inference_mode():
+            self._memory[:, blocks] = self._host[hosts].transpose(0, 1)
 
     def drain(self) -> None:
         """Nothing is under way."""

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from blockyard.shared.config import host_memory
 from blockyard.shared.config.checkpoint import (
     Checkpoint,
     config_overrides,
@@ -61,7 +62,7 @@ def resolve(values: Values, model: Checkpoint, bus: BusConfig) -> Deployment:
         ],
         scheduler=scheduler(values, model, process("scheduler")),
         workers=[worker(values, model, process("gpu_worker"))],
-        notes=values.notes(),
+        notes=[*values.notes(), *host_memory.notes(values)],
     )
 
 
@@ -167,6 +168,7 @@ def worker(values: Values, model: Checkpoint, process: ProcessConfig) -> WorkerC
             "served_model_names": served_names(values),
             "max_num_batched_tokens": step_tokens(values, model),
             "max_model_len": context_limit(values, model.config),
+            "swap_space_gib": host_memory.swap_space(values),
             "config_overrides": msgspec.json.encode(config_overrides(values)).decode(),
         },
     )

@@ -15,6 +15,7 @@ class MockConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     step_ms: float = 0.0  # a step takes at least this long
     vocab_size: int = 0  # 0: the model's
     num_blocks: int = 65536
+    num_host_blocks: int = 65536  # where WorkerConfig.swap_space_gib is not 0
     max_model_len: int = 32768  # where WorkerConfig.max_model_len is None
     echo: bool = False  # tokens repeat the prompt's, in place of pseudo-random ones
     first_id: int = 0  # tokens come from first_id to end_id - 1; 0: the middle of the vocabulary
@@ -37,6 +38,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     gpu_memory_utilization: float = 0.9
     cpu_kv_gib: float | None = None  # KV memory on CPU; None: by need, within limits
     num_gpu_blocks_override: int | None = None
+    swap_space_gib: float = 0.0  # host memory that keeps KV blocks
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     seed: int = 0  # of dummy weights

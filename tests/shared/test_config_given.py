@@ -82,6 +82,8 @@ def test_positionals_are_kept() -> None:
         (["--port", "http"], "--port: expected an integer, got 'http'"),
         (["--port", "0"], "--port: must be at least 1, got 0"),
         (["--port", "70000"], "--port: must be at most 65535, got 70000"),
+        (["--swap-space", "-1"], "--swap-space: must be at least 0, got -1.0"),
+        (["--preemption-mode", "drop"], "--preemption-mode: 'drop' is none of recompute, swap"),
         (["--swap-space", "nan"], "--swap-space: expected a number, got 'nan'"),
         (["--seed", "-1"], "--seed: must be at least 0, got -1"),
         (["--gpu-memory-utilization", "1.5"], "--gpu-memory-utilization: must be at most 1, got 1.5"),

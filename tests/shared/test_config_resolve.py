@@ -177,6 +177,10 @@ def test_sampling_defaults(tmp_path: Path) -> None:
             ["--override-generation-config", '{"top_p": 2}'],
             "--override-generation-config: top_p is out of range: 2.0",
         ),
+        (
+            ["--preemption-mode", "swap", "--swap-space", "0"],
+            "--swap-space 0: --preemption-mode swap needs some; give it, or use recompute",
+        ),
         (["--metrics-port", "65535", "--api-gateways", "2"], "--metrics-port: 65535 plus 1 gateways is beyond 65535"),
     ],
 )
@@ -210,3 +214,27 @@ def test_the_mock_worker_knows_the_models_size() -> None:
     mock = deploy("--worker-cls", "mock", "--mock-step-ms", "20").workers[0].mock
     assert (mock.vocab_size, mock.max_model_len, mock.step_ms) == (4096, 4096, 20.0)
     assert deploy("--mock-vocab-size", "7").workers[0].mock.vocab_size == 7
+
+
+@pytest.mark.parametrize(
+    ("args", "gib"),
+    [
+        ([], 0.0),
+        (["--preemption-mode", "recompute"], 0.0),
+        (["--preemption-mode", "swap"], 4.0),
+        (["--preemption-mode", "swap", "--swap-space", "0.5"], 0.5),
+        (["--swap-space", "0.5"], 0.5),
+        (["--swap-space", "0"], 0.0),
+        (["--swap-space", "0.5", "--preemption-mode", "recompute"], 0.0),
+    ],
+)
+def test_host_memory_for_kv(args: list[str], gib: float) -> None:
+    ring = deploy(*args)
+    assert ring.workers[0].swap_space_gib == gib
+    vain = "--swap-space: no host memory is taken, --preemption-mode is recompute"
+    assert (vain in ring.notes) == (len(args) == 4 and not gib)
+
+
+def test_more_host_memory_than_there_is_is_refused_with_what_there_is() -> None:
+    with pytest.raises(ConfigError, match=r"--swap-space 1e\+06: there are [0-9.]+ GiB of memory on this machine"):
+        deploy("--swap-space", "1000000")

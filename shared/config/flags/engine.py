@@ -95,9 +95,8 @@ CACHE = (
         "swap-space",
         Kind.FLOAT,
         None,
-        "Host memory for preempted KV blocks, in GiB.",
+        "Host memory that keeps KV blocks that leave the device, in GiB a worker; unset: 4 to swap, else 0.",
         least=0,
-        mapped="not built yet: the host tier; preempted requests are recomputed and no host memory is taken",
     ),
     Flag(
         "cpu-offload-gb",
@@ -174,9 +173,8 @@ SCHEDULER = (
         "preemption-mode",
         Kind.TEXT,
         "recompute",
-        "What becomes of a preempted request's KV.",
-        choices=("recompute",),
-        refused_values={"swap": not_built("the host tier for KV blocks; use recompute")},
+        "What becomes of a preempted request's KV: computed again, or kept in host memory (--swap-space).",
+        choices=("recompute", "swap"),
     ),
     Flag(
         "scheduling-policy",

@@ -24,3 +24,4 @@ _HERE = Path(__file__).parent
 _module("ties", _HERE.parents[1] / "ties.py")
 _module("plan_driver", _HERE / "plan_driver.py")
 _module("tiny_models", _HERE / "tiny_models.py")
+_module("core_loop", _HERE / "core_loop.py")

@@ -1,0 +1,50 @@
+"""How much host memory keeps KV blocks: --swap-space and --preemption-mode together."""
+
+import os
+from pathlib import Path
+
+from blockyard.shared.config.given import Values
+from blockyard.shared.errors import ConfigError
+
+USUAL_GIB = 4.0
+GIB = 1 << 30
+
+
+def swap_space(values: Values, there_is: int | None = None) -> float:
+    """GiB a worker. `there_is`: bytes of memory, by default this machine's. Raises ConfigError.
+
+    --preemption-mode swap asks for some, recompute for none; where the mode is not given, --swap-space alone says.
+    """
+    asked = values.maybe("swap-space", float)
+    if values.get("preemption-mode", str) == "swap":
+        size = USUAL_GIB if asked is None else asked
+        if not size:
+            raise ConfigError(
+                f"{values.where('swap-space')} 0: --preemption-mode swap needs some; give it, or use recompute"
+            )
+    elif values.is_given("preemption-mode"):
+        return 0.0
+    else:
+        size = asked or 0.0
+    there_is = total_memory() if there_is is None else there_is
+    if size * GIB > there_is:
+        raise ConfigError(
+            f"{values.where('swap-space')} {size:g}: there are {there_is / GIB:.1f} GiB of memory on this machine"
+        )
+    return size
+
+
+def notes(values: Values) -> list[str]:
+    """A line if --swap-space is given in vain."""
+    if values.maybe("swap-space", float) and values.is_given("preemption-mode") and not swap_space(values):
+        return [f"{values.where('swap-space')}: no host memory is taken, --preemption-mode is recompute"]
+    return []
+
+
+def total_memory(limit_file: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
+    """Bytes of this machine, or of its container if that has less."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        return min(total, int(limit_file.read_text("ascii")))
+    except (OSError, ValueError):  # no such file, or "max"
+        return total

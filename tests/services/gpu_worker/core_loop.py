@@ -1,0 +1,81 @@
+"""The scheduler's core and a model's runner, with no more between them than a queue of plans."""
+
+from array import array
+from collections import deque
+
+from plan_driver import as_bytes
+
+from blockyard.services.gpu_worker.runner import Runner
+from blockyard.services.scheduler.core import Scheduler, SchedulerSettings
+from blockyard.services.scheduler.groups import BatchLimits
+from blockyard.shared.messages import (
+    Attached,
+    Choice,
+    Generate,
+    Member,
+    Role,
+    Sampling,
+    Stats,
+    StepPlan,
+    StepResult,
+    TextOptions,
+    TokenBatch,
+)
+
+ME, WORKER, DETOKENIZER, GATEWAY = 1, 2, 3, 4
+
+
+class CoreLoop:
+    """`outputs` by request and choice. A small pool makes it preempt; with host memory for blocks it swaps."""
+
+    def __init__(
+        self, runner: Runner, depth: int = 1, max_num_seqs: int = 8, chunk: int = 64, **settings: object
+    ) -> None:
+        self.runner, self.plans = runner, deque[StepPlan]()
+        self.outputs: dict[tuple[str, int], list[int]] = {}
+        batch = BatchLimits(max_num_seqs, chunk, depth)
+        self.core = Scheduler(
+            ME,
+            SchedulerSettings(
+                names=["m"], root="", batch=batch, max_queue_len=10**6, max_queue_tokens=10**9, **settings
+            ),
+            0,
+        )
+        for role, incarnation in ((Role.GPU_WORKER, WORKER), (Role.DETOKENIZER, DETOKENIZER)):
+            self.core.present(Member(role.value, role, incarnation, "", ready=True), 0.0)
+        self.core.turn(0.0)
+        runner.reset(batch.num_slots)
+        held, host = runner.names.listed(), runner.names.host_listed()
+        self.core.handle(WORKER, Attached(WORKER, ME, runner.geometry, *held, *host), 0.0)
+
+    def add(self, request_id: str, prompt: list[int], sampling: Sampling, n: int = 1) -> None:
+        choices = [Choice(i) for i in range(n)]
+        frame = Generate(request_id, 0, "m", as_bytes(prompt), b"", sampling, TextOptions(), choices)
+        self.core.handle(GATEWAY, frame, 0.0)
+
+    def run(self) -> Stats:
+        """Until nothing is left to do."""
+        self._turn()
+        while self.plans:
+            plan = self.plans.popleft()
+            self.runner.launch(plan)
+            while not (done := self.runner.collect()):
+                pass
+            result = StepResult(WORKER, plan.number, done[0].slots, 0.0, 0.0, done[0].failed_fetches)
+            self.core.handle(WORKER, result, 0.0)
+            self._turn()
+        stats = self.core.stats()
+        assert (stats.running, stats.waiting, stats.blocks_used) == (0, 0, 0)
+        return stats
+
+    def _turn(self) -> None:
+        for outgoing in self.core.turn(0.0):
+            frame = outgoing.frame
+            if isinstance(frame, StepPlan):
+                self.plans.append(frame)
+            elif isinstance(frame, TokenBatch):
+                for step in frame.steps:
+                    assert not step.detail, step.detail
+                    ids = self.outputs.setdefault((step.request_id, step.choice), [])
+                    assert step.first == len(ids)
+                    ids += array("I", step.token_ids)

@@ -1,0 +1,81 @@
+"""Blocks to host memory and back: the plain store, and on a GPU the one with streams."""
+
+import importlib
+
+import pytest
+import torch
+
+from blockyard.services.kv_transfer.host_store import BlockStore, PlainStore, as_bytes
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+SHAPE = (3, 40, 2, 2, 8, 16)  # layers, blocks, K and V, heads, tokens, head size
+
+
+def make(dtype: torch.dtype, num_host_blocks: int) -> tuple[torch.Tensor, BlockStore]:
+    torch.manual_seed(1)
+    memory = torch.randn(SHAPE, device=DEVICE).to(dtype)
+    if not GPU:
+        return memory, PlainStore(memory, num_host_blocks)
+    module = importlib.import_module("blockyard.services.kv_transfer.stream_store")
+    return memory, module.StreamStore(memory, num_host_blocks)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_what_was_saved_comes_back_wherever_it_is_wanted(dtype: torch.dtype) -> None:
+    memory, store = make(dtype, 9)
+    before = as_bytes(memory).clone()
+    store.save([4, 0, 39], [2, 8, 3])
+    as_bytes(memory)[:, [4, 0, 39]] = 7  # new owners
+    store.fetch([3, 2, 8], [10, 11, 12])
+    store.drain()
+    assert torch.equal(as_bytes(memory)[:, [10, 11, 12]], before[:, [39, 4, 0]])
+    rest = [block for block in range(40) if block not in (0, 4, 39, 10, 11, 12)]
+    assert torch.equal(as_bytes(memory)[:, rest], before[:, rest])
+
+
+def test_a_host_block_is_saved_again_and_fetched_twice() -> None:
+    memory, store = make(torch.float32, 2)
+    before = as_bytes(memory).clone()
+    store.save([1], [0])
+    store.save([2], [0])
+    store.fetch([0], [5])
+    store.fetch([0], [6])
+    store.drain()
+    assert torch.equal(as_bytes(memory)[:, 5], before[:, 2])
+    assert torch.equal(as_bytes(memory)[:, 6], before[:, 2])
+
+
+def test_memory_must_be_contiguous() -> None:
+    with pytest.raises(ValueError, match="contiguous"):
+        PlainStore(torch.zeros(4, 6, 8).transpose(0, 1), 1)
+
+
+@pytest.mark.skipif(not GPU, reason="needs a GPU")
+def test_many_blocks_beside_a_busy_gpu() -> None:
+    """More than the staging holds, into blocks that are saved in the same plan, while the compute stream works."""
+    module = importlib.import_module("blockyard.services.kv_transfer.stream_store")
+    memory = torch.randint(0, 255, (4, 600, 1 << 18), dtype=torch.uint8, device=DEVICE)  # 1 MiB a block
+    before = memory.clone()
+    store = module.StreamStore(memory, 400)
+    x = torch.randn(4096, 4096, device=DEVICE)
+    for _ in range(20):
+        x = x @ x / 64
+    store.save(list(range(300)), list(range(300)))
+    memory[:, :300] = 1
+    store.fetch(list(range(150)), list(range(299, 149, -1)))
+    store.save(list(range(300, 400)), list(range(300, 400)))
+    memory[:, 300:400] = 2
+    store.fetch(list(range(300, 400)), list(range(400, 500)))
+    total = memory[:, 150:300].clone(), memory[:, 400:500].clone()
+    assert torch.equal(total[0], before[:, :150].flip(1))
+    assert torch.equal(total[1], before[:, 300:400])
+    assert torch.equal(memory[:, 500:], before[:, 500:])
+
+
+def test_adjacent_runs() -> None:
+    if not GPU:
+        pytest.importorskip("triton")
+    adjacent = importlib.import_module("blockyard.services.kv_transfer.stream_store").adjacent
+    assert list(adjacent([3, 4, 5, 9, 11, 12])) == [(0, 3, 3), (3, 9, 1), (4, 11, 2)]
+    assert list(adjacent([])) == []
