@@ -55,6 +55,9 @@ class BlockPool:
         room = self.num_free - (0 if alone else self._watermark)
         return num_blocks <= room and num_blocks + self.index.num_idle_of(found) <= room
 
+    def holds(self, name: bytes) -> bool:
+        return self.index.get(name) is not None or self.host.get(name) is not None
+
     def take_one(self) -> int | None:
         block = self.bare.take_one()
         if block is None:

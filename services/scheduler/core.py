@@ -10,6 +10,7 @@ from blockyard.services.scheduler.groups import BatchLimits, Group, Groups
 from blockyard.services.scheduler.intake import Intake
 from blockyard.services.scheduler.lifecycle import Lifecycle
 from blockyard.services.scheduler.outbox import Outbox, Outgoing
+from blockyard.services.scheduler.placement import Placement
 from blockyard.services.scheduler.planner import Planner
 from blockyard.services.scheduler.policies import POLICIES
 from blockyard.services.scheduler.prefix import PrefixCache
@@ -79,6 +80,7 @@ class Scheduler:
             self._admission, self._waiting, self._lifecycle, self._streams, self._outbox, promises, self._forks
         )
         self.deadlines = self._intake.deadlines
+        self._placement = Placement(self._waiting, self._groups.attached, self._prefix, policy, promises)
         self._planner = Planner(
             incarnation,
             self._waiting,
@@ -87,6 +89,7 @@ class Scheduler:
             policy,
             promises,
             self._forks,
+            self._placement,
             settings.whole_prompts,
         )
         self._results = Results(self._waiting, self._lifecycle, self._prefix)
@@ -104,10 +107,13 @@ class Scheduler:
 
     def handle(self, peer: int, frame: SchedulerIn, now: float) -> None:
         """Takes one frame. Raises FencedError when this scheduler has been replaced."""
+        if isinstance(frame, StepResult):
+            self._result(peer, frame, now)
+            return
+        if not isinstance(frame, Generate) or len(self.groups) < 2:
+            self._groups.stir(self.groups.values())  # whatever else happens may concern any of them
         match frame:
-            case StepResult():
-                self._result(peer, frame, now)
-            case Generate():
+            case Generate():  # of several groups one gets its choices
                 self._gateways.add(peer)
                 self._intake.generate(peer, frame, now)
             case Cancel():
@@ -130,6 +136,7 @@ class Scheduler:
             if not self._groups.knows(member.incarnation):
                 self._outbox.send(member.incarnation, self._groups.ask(member.incarnation, now))
         elif member.role is Role.DETOKENIZER and member.ready:
+            self._groups.stir(self.groups.values())
             self._streams.join(member.incarnation)
             self._intake.detokenizer_joined()
         elif member.role is Role.API_GATEWAY:
@@ -140,6 +147,7 @@ class Scheduler:
         group = self._groups.detach(incarnation)
         if group is not None:
             self._clear(group)
+        self._groups.stir(self.groups.values())
         self._streams.leave(incarnation, self._lifecycle.requests.values())
         if incarnation in self._gateways:
             self._gateways.discard(incarnation)
@@ -150,9 +158,12 @@ class Scheduler:
         self._intake.expire(now)
         for worker in self._groups.unanswered(now):
             self._outbox.send(worker, self._groups.ask(worker, now))
-        for group in self._groups.attached.values():
-            while (plan := self._planner.plan(group)) is not None:
-                self._outbox.send(group.worker, plan)
+        self._groups.stir(self._placement.place())
+        while stirred := self._groups.take_stirred(now):
+            for group in stirred:
+                while (plan := self._planner.plan(group)) is not None:
+                    self._outbox.send(group.worker, plan)
+            self._groups.stir(self._placement.place())  # those who had to give way may run elsewhere
         self._waiting.rate.tick(now, len(self._waiting) > 0)
         self._streams.flush(self._outbox)
         if (room := self._waiting.news()) is not None:
@@ -190,6 +201,7 @@ class Scheduler:
             self._attach_again(peer, now)
             return
         self._num_steps += 1
+        self._groups.stir((group,))
         self._results.apply(group, record, frame)
 
     def _attached(self, peer: int, frame: Attached) -> None:
@@ -197,6 +209,7 @@ class Scheduler:
         if group is None:
             return
         self._prefix.adopt(group, frame)
+        self._groups.stir((group,))
         groups = list(self._groups.attached.values())
         capacity = self._admission.capacity = capacity_of([g.geometry for g in groups])
         settings = self._settings
@@ -211,4 +224,5 @@ class Scheduler:
     def _clear(self, group: Group) -> None:
         level = logging.WARNING if group.running else logging.INFO
         log.log(level, "worker %x is lost; %d sequences that ran on it wait again", group.worker, len(group.running))
+        self._placement.forget(group)
         self._lifecycle.clear(group)

@@ -2,6 +2,7 @@
 
 from bisect import insort
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -11,6 +12,7 @@ from blockyard.services.scheduler.requests import NEVER, Choice, Phase, Seat
 from blockyard.shared.messages import Attach, Attached, Geometry, SlotRun
 
 ATTACH_AGAIN_S = 5.0
+LOOK_S = 0.25
 
 _by_key = attrgetter("key")
 
@@ -119,6 +121,8 @@ class Groups:
 
     def __init__(self, scheduler: int, limits: BatchLimits) -> None:
         self.attached: dict[int, Group] = {}
+        self._stirred: dict[int, Group] = {}
+        self._look_at = 0.0
         self._scheduler, self._limits = scheduler, limits
         self._asked: dict[int, float] = {}
 
@@ -128,6 +132,22 @@ class Groups:
     def ask(self, worker: int, now: float) -> Attach:
         self._asked[worker] = now
         return Attach(self._scheduler, self._limits.num_slots, self._limits.depth)
+
+    def stir(self, groups: Iterable[Group]) -> None:
+        """Something happened to these: a plan may be possible that was not."""
+        for group in groups:
+            self._stirred[group.worker] = group
+
+    def take_stirred(self, now: float) -> list[Group]:
+        """Groups to make plans for, so that of a thousand only those are looked at that have something to do.
+
+        Now and then it is all of them, whatever happened.
+        """
+        stirred, self._stirred = self._stirred, {}
+        if now >= self._look_at:
+            self._look_at = now + LOOK_S
+            return list(self.attached.values())
+        return [group for worker, group in stirred.items() if self.attached.get(worker) is group]
 
     def unanswered(self, now: float) -> list[int]:
         """Workers that were asked long ago."""

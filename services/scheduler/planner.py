@@ -3,6 +3,7 @@
 from blockyard.services.scheduler.fork import Forks
 from blockyard.services.scheduler.groups import Group, PlanRecord
 from blockyard.services.scheduler.lifecycle import Lifecycle
+from blockyard.services.scheduler.placement import Placement
 from blockyard.services.scheduler.policy import Policy
 from blockyard.services.scheduler.preemption import Preemption
 from blockyard.services.scheduler.prefix import PrefixCache
@@ -47,11 +48,18 @@ class Planner:
         policy: Policy,
         promises: Promises,
         forks: Forks,
+        placement: Placement,
         whole_prompts: bool,
     ) -> None:
-        self.preemption = Preemption(waiting, policy, lifecycle, prefix)
+        self.preemption = Preemption(placement, policy, lifecycle, prefix)
         self._scheduler, self._waiting, self._lifecycle, self._prefix = scheduler, waiting, lifecycle, prefix
-        self._policy, self._promises, self._forks, self._whole_prompts = policy, promises, forks, whole_prompts
+        self._policy, self._placement, self._promises, self._forks, self._whole_prompts = (
+            policy,
+            placement,
+            promises,
+            forks,
+            whole_prompts,
+        )
 
     def plan(self, group: Group) -> StepPlan | None:
         """The next plan of a group, or None if nothing can run in it now."""
@@ -131,7 +139,7 @@ class Planner:
     def _newcomers(self, group: Group, draft: Draft) -> None:
         """Seats those who wait, in order, and never past one who does not fit yet."""
         while draft.budget and not draft.num_owed:
-            choice = self._waiting.peek()
+            choice = self._placement.next(group)
             if choice is None or not self._promises.possible(choice.request) or choice.awaits_results():
                 return
             if self._over(group, choice):

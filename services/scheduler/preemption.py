@@ -2,16 +2,16 @@
 
 from blockyard.services.scheduler.groups import Group
 from blockyard.services.scheduler.lifecycle import Lifecycle
+from blockyard.services.scheduler.placement import Placement
 from blockyard.services.scheduler.policy import Policy
 from blockyard.services.scheduler.prefix import PrefixCache
 from blockyard.services.scheduler.requests import Choice
-from blockyard.services.scheduler.waiting import WaitingQueue
 
 
 class Preemption:
-    def __init__(self, waiting: WaitingQueue, policy: Policy, lifecycle: Lifecycle, prefix: PrefixCache) -> None:
+    def __init__(self, placement: Placement, policy: Policy, lifecycle: Lifecycle, prefix: PrefixCache) -> None:
         self.num_displaced = 0
-        self._waiting, self._policy, self._lifecycle, self._prefix = waiting, policy, lifecycle, prefix
+        self._placement, self._policy, self._lifecycle, self._prefix = placement, policy, lifecycle, prefix
 
     def make_way(self, group: Group) -> None:
         """Before a plan: whoever is next gets the seat and the blocks that it lacks from higher classes.
@@ -19,7 +19,7 @@ class Preemption:
         What is taken may rest for some plans, after which it fits. Nobody is preempted for one who would not.
         """
         running = group.running
-        choice = self._waiting.peek()
+        choice = self._placement.next(group)
         if choice is None or not running or choice.awaits_results():
             return
         rank = self._policy.key(choice)[0]
@@ -29,6 +29,7 @@ class Preemption:
         above = sum(len(seat.blocks) for seat in running if seat.key[0] > rank)
         if self._lacks(group, choice, found) > above:
             return
+        self._placement.claim(group, choice)
         while running and running[-1].key[0] > rank:
             if len(running) < group.max_num_seqs and self._lacks(group, choice, found) <= 0:
                 return

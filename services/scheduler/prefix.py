@@ -44,6 +44,15 @@ class PrefixCache:
         found.next_name = names[num_found] if num_found < most else None
         return found
 
+    def first_name(self, group: Group, choice: Choice) -> bytes | None:
+        """Of a choice's first full block, if that could be found."""
+        size = group.blocks.block_size
+        if not (self._enabled or group.blocks.host.num_ids) or choice.known <= size:
+            return None
+        if choice.request.frame.sampling.num_prompt_logprobs is not None:
+            return None
+        return self._names(choice, size, choice.known)[0]
+
     def seated(self, group: Group, seat: Seat, found: Found) -> None:
         """The choice has its seat, with what was found."""
         size = group.blocks.block_size

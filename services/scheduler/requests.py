@@ -61,6 +61,7 @@ class Choice:
     phase: Phase = Phase.WAITING
     key: Key = ()  # of the seat it has or had last
     ticket: int = 0  # its entry in the waiting queue, 0: none
+    aside: bool = False  # it waits at a group's desk
     seat: "Seat | None" = None  # the one it runs in, or, while it waits, the last one: its results may be out still
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # one an output where asked, from `logprobs_from` on
     logprobs_from: int = 0

@@ -115,7 +115,22 @@ class WaitingQueue:
             del self._requests[request.id]
             self._ledger.settled(request)
         self._ledger.add(request, -choice.known)
+        if choice.aside:
+            choice.aside = False
+        else:
+            self._policy.left(choice)
+
+    def set_aside(self, choice: Choice) -> None:
+        """It waits on, but somewhere else than in the order of the policy."""
         self._policy.left(choice)
+        self._tickets += 1
+        choice.ticket, choice.aside = self._tickets, True
+
+    def put_back(self, choice: Choice) -> None:
+        """One that was set aside is among the others again."""
+        self._tickets += 1
+        choice.ticket, choice.aside = self._tickets, False
+        self._policy.push(choice)
 
     def promised(self, request: Request) -> None:
         """It gives way to nobody any more."""

@@ -99,6 +99,18 @@ def check_policy(core: Scheduler, waiting: list[Choice]) -> None:
     assert not +runs
 
 
+def check_desks(core: Scheduler, aside: list[Choice]) -> None:
+    """Who stands at a desk stands at one, before a group that is there; and no group idles while somebody could run."""
+    desks, groups = core._placement._desks, core._groups.attached
+    assert all(groups.get(worker) is desk.group for worker, desk in desks.items())
+    standing = [comer.choice for desk in desks.values() for comer in desk.queue if comer.waits]
+    assert len(standing) == len(aside) and {*map(id, standing)} == {*map(id, aside)}
+    idle = [g for w, g in groups.items() if not g.running and not g.flight and not (w in desks and desks[w].queue)]
+    head = core._waiting.peek()
+    ready = head is not None and core._planner._promises.possible(head.request) and not head.awaits_results()
+    assert not (idle and ready), "a group idles"
+
+
 def check(core: Scheduler) -> None:
     """Invariants of the core's state."""
     for group in core._groups.attached.values():
@@ -119,7 +131,8 @@ def check(core: Scheduler) -> None:
     waiting = [c for r in core._lifecycle.requests.values() for c in r.choices.values() if c.ticket]
     assert len(waiting) == len(core._waiting)
     assert sum(c.known for c in waiting) == core._waiting.num_tokens
-    check_policy(core, waiting)
+    check_policy(core, [choice for choice in waiting if not choice.aside])
+    check_desks(core, [choice for choice in waiting if choice.aside])
     parked = [r for r in core._lifecycle.requests.values() if r.parked]
     assert sum(len(r.parked) for r in parked) == core._forks.num_parked
     for request in parked:
