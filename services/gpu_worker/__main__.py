@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import os
 import signal
 import sys
 import threading
@@ -19,6 +20,8 @@ ENGINES = {"auto": "blockyard.services.gpu_worker.engine", "mock": "blockyard.se
 
 
 def serve(config: WorkerConfig) -> None:
+    if config.gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = own_gpu(os.environ.get("CUDA_VISIBLE_DEVICES"), config.gpu)
     stopped = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopped.set())
     model = config.served_model_names[0] if config.served_model_names else config.model_path
@@ -38,6 +41,11 @@ def serve(config: WorkerConfig) -> None:
         gc.freeze()
         gc.disable()  # a collection would hold up a step
         Worker(links, runner).run(stopped)
+
+
+def own_gpu(visible: str | None, place: int) -> str:
+    """CUDA's name of the GPU in that place among those that may be seen; the launcher has counted them."""
+    return str(place) if visible is None else visible.split(",")[place].strip()
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ DTYPES = {
 def start(config: WorkerConfig, report: Report) -> Runner:
     """Raises ConfigError or LoadError, each fit to be shown as one line."""
     device = pick_device(config.device)
-    notes = [set_up(device, config.threads)]
+    notes = [set_up(device, config.threads or default_threads(config.replicas))]
     report("reading the configuration", 0.0, notes)
     folder = Path(config.model_path)
     settings = read_config(folder, config.config_overrides)
@@ -61,7 +61,7 @@ def start(config: WorkerConfig, report: Report) -> Runner:
             num_layers=model.shape.num_layers,
         )
         report("planning memory", 0.0, notes)
-        host_plan = plan_host(need, free_memory(), config.swap_space_gib)
+        host_plan = plan_host(need, free_memory() // config.replicas, config.swap_space_gib)
         plan = plan_memory(config, model, need, dtype, device, host_blocks.staging_bytes(device.type, host_plan))
         notes.extend([*plan.notes, *host_plan.notes])
         report("reserving KV memory", 0.0, notes)
@@ -116,7 +116,7 @@ def pick_device(name: str) -> torch.device:
 def set_up(device: torch.device, threads: int) -> str:
     """Returns what to say of it."""
     if device.type == "cpu":
-        torch.set_num_threads(threads or default_threads())
+        torch.set_num_threads(threads)
         return f"device: cpu, {torch.get_num_threads()} compute threads"
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN plans anew, 40 ms, for every length a sequence reaches
     return f"device: {torch.cuda.get_device_name(device)}"
@@ -143,9 +143,12 @@ def pick_length(asked: int | None, made_for: int) -> int:
     return asked or made_for
 
 
-def default_threads() -> int:
-    """Cores minus one: the rest of the ring needs one, and two threads on one core wait for each other."""
-    return max(usable_cores() - 1, 1)
+def default_threads(replicas: int = 1) -> int:
+    """Cores minus one, shared by all replicas: the rest of the ring needs one.
+
+    Two threads on one core wait for each other.
+    """
+    return max(round((usable_cores() - 1) / replicas), 1)
 
 
 def usable_cores(limit_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
@@ -163,7 +166,7 @@ def plan_memory(
 ) -> MemoryPlan:
     override = config.num_gpu_blocks_override
     if device.type == "cpu":
-        return plan_cpu(need, free_memory(), config.cpu_kv_gib, override)
+        return plan_cpu(need, free_memory() // config.replicas, config.cpu_kv_gib, override)
     tokens = min(config.max_num_batched_tokens, need.max_model_len)
     try:
         peak = peak_bytes(model, tokens, need, dtype, device)

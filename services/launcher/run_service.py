@@ -33,6 +33,9 @@ def main(args: Sequence[str]) -> int:
         raise ConfigError(f"run {service}: expected one model, got {' '.join(positionals[1:])}")
     if len(positionals) == 2:
         values = values.with_given({"model": Given(positionals[1], "model")})
+    if values.get("data-parallel-size", int) > 1:
+        where = values.where("data-parallel-size")
+        raise ConfigError(f"{where}: `run` starts one process; start as many gpu-workers, they share one scheduler")
     config = service_config(service, values)
     for note in (*notes, *values.notes()):
         print(note, file=sys.stderr)

@@ -10,7 +10,7 @@ from typing import TextIO
 
 from setproctitle import setproctitle
 
-from blockyard.services.launcher import model_files, ports, sources
+from blockyard.services.launcher import gpus, model_files, ports, sources
 from blockyard.services.launcher.child import specs
 from blockyard.services.launcher.ring import Ring, local_bus
 from blockyard.services.launcher.run_dir import RunDir
@@ -33,6 +33,7 @@ def main(args: Sequence[str]) -> int:
     with RunDir(values.maybe("run-dir", str)) as run_dir:
         deployment = resolve(values, model_files.find(values), local_bus(run_dir.path))
         ports.check(deployment.gateways)
+        gpus.check(deployment.workers, os.environ)
         setproctitle("blockyard: launcher")
         logs.setup("launcher", values.get("log-level", str))
         for note in (*notes, *deployment.notes):

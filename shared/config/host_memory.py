@@ -27,9 +27,11 @@ def swap_space(values: Values, there_is: int | None = None) -> float:
     else:
         size = asked or 0.0
     there_is = total_memory() if there_is is None else there_is
-    if size * GIB > there_is:
+    replicas = values.get("data-parallel-size", int)
+    if size * GIB * replicas > there_is:
+        each = f" for each of {replicas} replicas" if replicas > 1 else ""
         raise ConfigError(
-            f"{values.where('swap-space')} {size:g}: there are {there_is / GIB:.1f} GiB of memory on this machine"
+            f"{values.where('swap-space')} {size:g}{each}: there are {there_is / GIB:.1f} GiB of memory on this machine"
         )
     return size
 

@@ -1,6 +1,7 @@
 """From flags to each service's settings. "auto" and what follows from other flags are settled here."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -61,7 +62,7 @@ def resolve(values: Values, model: Checkpoint, bus: BusConfig) -> Deployment:
             detokenizer(values, model, process(name)) for _, name in _numbered("detokenizer", values, "detokenizers")
         ],
         scheduler=scheduler(values, model, process("scheduler")),
-        workers=[worker(values, model, process("gpu_worker"))],
+        workers=workers(values, model, process),
         notes=[*values.notes(), *host_memory.notes(values)],
     )
 
@@ -172,6 +173,19 @@ def worker(values: Values, model: Checkpoint, process: ProcessConfig) -> WorkerC
             "config_overrides": msgspec.json.encode(config_overrides(values)).decode(),
         },
     )
+
+
+def workers(values: Values, model: Checkpoint, process: Callable[[str], ProcessConfig]) -> list[WorkerConfig]:
+    """One for each replica."""
+    num = values.get("data-parallel-size", int)
+    if num == 1:
+        return [worker(values, model, process("gpu_worker"))]
+    has_gpu = on_gpu(values.get("device", str)) and values["worker-cls"] != "mock"
+    made = [worker(values, model, process(f"gpu_worker {i}")) for i in range(num)]
+    return [
+        msgspec.structs.replace(config, group=i, replicas=num, gpu=i if has_gpu else None)
+        for i, config in enumerate(made)
+    ]
 
 
 def block_scope(values: Values, model: Checkpoint) -> str:

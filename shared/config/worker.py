@@ -44,6 +44,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     seed: int = 0  # of dummy weights
     threads: int = 0  # compute threads on CPU; 0: cores minus one
     group: int = 0  # worker group
+    replicas: int = 1  # workers that share this machine's cores and memory
+    gpu: int | None = None  # its place among the GPUs that may be seen, where it is to have one to itself
     mock: MockConfig = MockConfig()
     enforce_eager: bool = False  # no CUDA graphs
 

@@ -57,6 +57,16 @@ def test_replicas_are_told_apart_by_name_and_metrics_port() -> None:
     assert [d.process.name for d in ring.detokenizers] == ["detokenizer 0", "detokenizer 1"]
 
 
+def test_each_replica_of_the_model_is_a_worker() -> None:
+    (one,) = deploy("--device", "cpu").workers
+    assert (one.process.name, one.group, one.replicas, one.gpu) == ("gpu_worker", 0, 1, None)
+    on_cpu = deploy("--device", "cpu", "--data-parallel-size", "3").workers
+    assert [w.process.name for w in on_cpu] == ["gpu_worker 0", "gpu_worker 1", "gpu_worker 2"]
+    assert [(w.group, w.replicas, w.gpu) for w in on_cpu] == [(0, 3, None), (1, 3, None), (2, 3, None)]
+    assert [w.gpu for w in deploy("--device", "cuda", "-dp", "2").workers] == [0, 1]
+    assert [w.gpu for w in deploy("--device", "cuda", "-dp", "2", "--worker-cls", "mock").workers] == [None, None]
+
+
 def test_block_size_is_one_number_for_all() -> None:
     ring = deploy("--block-size", "32")
     assert (ring.tokenizers[0].block_size, ring.workers[0].block_size) == (32, 32)

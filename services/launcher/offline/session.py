@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from blockyard.services.launcher import model_files
+from blockyard.services.launcher import gpus, model_files
 from blockyard.services.launcher.child import MakeCommand
 from blockyard.services.launcher.offline.batch import Batch, Job
 from blockyard.services.launcher.offline.errors import RingLost
@@ -39,6 +39,7 @@ class Session:
             whole = resolve(values, model_files.find(values), local_bus(run_dir.path))
             self.config: GatewayConfig = whole.gateways[0]
             self.tokenizer_path = Path(whole.tokenizers[0].tokenizer_path)
+            gpus.check(whole.workers, os.environ)
             self._deployment = msgspec.structs.replace(whole, gateways=[])
             self._display = display(self._deployment)
             self._ring = Ring(self._deployment, run_dir.path, self._display, make_command)

@@ -28,10 +28,10 @@ PARALLEL = (
         "data-parallel-size",
         Kind.INT,
         1,
-        "Replicas of the model.",
+        "Replicas of the model, each on a GPU of its own, or with its share of the cores.",
         aliases=("dp",),
         least=1,
-        refused=not_built("data parallelism; use 1"),
+        most=1024,
     ),
     Flag("enable-expert-parallel", Kind.BOOL, False, "Spread experts.", refused=not_built("expert parallelism")),
     Flag(

@@ -234,6 +234,7 @@ def test_threads_leave_a_core_to_the_ring(tmp_path: Path, monkeypatch: pytest.Mo
     assert engine.default_threads() == 1
     monkeypatch.setattr(engine, "usable_cores", lambda: 4)
     assert engine.default_threads() == 3
+    assert [engine.default_threads(replicas) for replicas in (2, 3, 8)] == [2, 1, 1]
 
 
 def test_a_device_that_is_not_there(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import time
 import pytest
 
 from blockyard.services.gpu_worker import counters
+from blockyard.services.gpu_worker.__main__ import own_gpu
 from blockyard.services.gpu_worker.interfaces import Done
 from blockyard.services.gpu_worker.service import Worker
 from blockyard.shared.bus import Gone, Joined
@@ -247,3 +248,8 @@ def test_plans_in_flight_are_answered_before_it_ends() -> None:
     stopped.set()
     it.run(stopped)
     assert [frame.number for _, frame in links.answered[1:]] == [1]
+
+
+def test_a_replica_has_its_own_of_the_gpus_that_may_be_seen() -> None:
+    assert [own_gpu(None, i) for i in (0, 3)] == ["0", "3"]
+    assert [own_gpu("4, 6", i) for i in (0, 1)] == ["4", "6"]

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from blockyard.services.launcher.run_service import SERVICES, bus_config, service_config
+from blockyard.services.launcher.run_service import SERVICES, bus_config, main, service_config
 from blockyard.shared.config.gateway import GatewayConfig
 from blockyard.shared.config.given import Values, from_command_line
 from blockyard.shared.config.scheduler import SchedulerConfig
@@ -80,3 +80,8 @@ def test_bad_buses(args: tuple[str, ...], words: str) -> None:
 
 def test_advertise(tmp_path: Path) -> None:
     assert bus_config(values(*TCP, "--advertise", "10.0.0.9")).advertise == "10.0.0.9"
+
+
+def test_a_process_is_one_worker() -> None:
+    with pytest.raises(ConfigError, match="--data-parallel-size: `run` starts one process"):
+        main(["gpu-worker", "demo", *TCP, "--data-parallel-size", "2"])

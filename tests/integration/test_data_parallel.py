@@ -1,0 +1,88 @@
+"""Replicas of a model under one scheduler: one cache, one queue, and a killed one costs a pause."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import aiohttp
+import pytest
+from rig import Server, StreamLog, completion, serve, stream
+
+NUM_STREAMS = 6
+PREFIX = 160  # tokens that prompts of one kind begin with: ten blocks
+
+
+@pytest.fixture(scope="module")
+def ring() -> Iterator[Server]:
+    flags = ("--device", "cpu", "--dtype", "float32", "--data-parallel-size", "2", "--enable-prompt-tokens-details")
+    with serve("demo", *flags) as server:
+        yield server
+
+
+def bodies(num_tokens: int) -> list[dict[str, object]]:
+    return [completion(num_tokens, prompt=f"def stream_{i}():", seed=i) for i in range(NUM_STREAMS)]
+
+
+async def post(server: Server, **fields: object) -> dict[str, Any]:
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{server.url}/v1/completions", json=completion(4, **fields)) as answer,
+    ):
+        assert answer.status == 200, await answer.text()
+        return await answer.json()
+
+
+async def steps(server: Server) -> dict[str, int]:
+    """Of each worker, as its heartbeat says."""
+    async with aiohttp.ClientSession() as session, session.get(f"{server.url}/ring") as answer:
+        members = (await answer.json())["members"]
+        return {m["name"]: m["stats"]["steps_total"] for m in members if m["role"] == "gpu_worker"}
+
+
+async def run(server: Server, num_tokens: int, victim: str = "") -> list[StreamLog]:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(60)) as session:
+        tasks = [asyncio.create_task(stream(session, server.url, body)) for body in bodies(num_tokens)]
+        if victim:
+            await asyncio.sleep(0.4)
+            assert not any(task.done() for task in tasks), "the kill comes too late to mean anything"
+            os.kill(next(pid for name, pid in server.children().items() if victim in name), signal.SIGKILL)
+        return await asyncio.gather(*tasks)
+
+
+def test_both_work_and_what_was_computed_is_found_where_it_is(ring: Server) -> None:
+    kinds = [[300 + kind] * PREFIX for kind in range(4)]
+    for turn in range(3):
+        for kind, prefix in enumerate(kinds):
+            body = asyncio.run(post(ring, prompt=[*prefix, 700 + turn, 701 + turn]))
+            cached = body["usage"]["prompt_tokens_details"]["cached_tokens"]
+            assert cached == (PREFIX if turn else 0), f"kind {kind}, turn {turn}"
+    asyncio.run(run(ring, 40))
+    deadline = time.monotonic() + 10
+    while not (worked := asyncio.run(steps(ring))) or min(worked.values()) < 20:
+        assert time.monotonic() < deadline, worked
+        time.sleep(0.2)
+    assert worked.keys() == {"gpu_worker 0", "gpu_worker 1"}
+
+
+def test_a_killed_replica_costs_a_pause(ring: Server) -> None:
+    """Greedy and float32: the demo model has no ties on these prompts, whoever computes them."""
+    undisturbed = [log.text for log in asyncio.run(run(ring, 300))]
+    assert all(undisturbed)
+    assert [log.text for log in asyncio.run(run(ring, 300, "gpu_worker 1"))] == undisturbed
+    deadline = time.monotonic() + 20
+    while not any("gpu_worker 1" in name for name in ring.children()):
+        assert time.monotonic() < deadline, "the launcher did not restart what was killed"
+        time.sleep(0.1)
+
+
+def test_too_few_gpus_are_refused_at_the_start() -> None:
+    command = [sys.executable, "-m", "blockyard", "serve", "demo", "--device", "cuda", "--data-parallel-size", "2"]
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": "0"}
+    run = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert run.returncode == 2
+    assert "--data-parallel-size 2" in run.stderr and "there is 1 here" in run.stderr
