@@ -413,6 +413,7 @@ class Geometry(Record, frozen=True):
     bytes_per_block: int = 0
     num_host_blocks: int = 0  # in host memory, of the same size
     window: int | None = None  # keys that a token sees at most, itself included; None: in some layer it sees all
+    step_s: float = 0.0  # measured time of a decode step of one choice; 0: nobody measured it
 
 
 class Attached(Frame, frozen=True):

@@ -1,36 +1,39 @@
-"""Steps in which every sequence computes one token, on a GPU: fixed buffers, replayed as CUDA graphs.
+"""Steps in which every sequence computes one token, on a GPU: over the slots that live there, as CUDA graphs.
 
-Block tables stay on the device, a row a slot; a step sends ids, positions and slots in one copy, and the blocks that
-were added since. Loaded by name, on a GPU alone.
+Two graphs a size: `forward` from the slots' next tokens to the logits, `sample` from there to the slots' new state.
+Loaded by name, on a GPU alone.
 """
 
 import logging
 import time
 from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from blockyard.kernels.gather_rows import Rows
+from blockyard.services.gpu_worker.device_ops import DeviceOps, TritonDeviceOps
+from blockyard.services.gpu_worker.device_slots import DeviceSlots
 from blockyard.services.gpu_worker.kv_pool import KVPool
 from blockyard.services.gpu_worker.memory import Need, blocks_of
 from blockyard.services.gpu_worker.models.decoder import Model
-from blockyard.services.gpu_worker.slots import Slots
+from blockyard.services.gpu_worker.pinned_ring import PinnedRing
 from blockyard.services.gpu_worker.step import Step
-from blockyard.services.gpu_worker.triton_ops import MixedAttention
 from blockyard.shared.errors import LoadError
 
 log = logging.getLogger(__name__)
 
-Ints = npt.NDArray[np.int64]
-SLOTS = 2
-GRAPH_BYTES = 8 << 20  # of one graph besides its tensors, more than was seen
+SLOTS = 2  # times as many as rows: schedulers keep spare ones
+IN_FLIGHT = 8  # steps, at most
+MEASURED = 5
+CAPTURE_S = 3.0  # spent on graphs before the worker is ready
+GRAPH_BYTES = 16 << 20  # of two graphs besides their tensors, more than was seen
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Of a step; overwritten by the next one."""
+    """Of a forward pass; overwritten by the next one."""
 
     hidden: Tensor  # [rows, hidden]
     logits: Tensor  # [rows, vocab_size]
@@ -41,109 +44,139 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    graph: torch.cuda.CUDAGraph
+    forward: torch.cuda.CUDAGraph
     output: Output
+    sample: torch.cuda.CUDAGraph
 
 
 class DecodeSteps:
-    """For up to `capacity` sequences, in slots below SLOTS times that: schedulers keep spare ones."""
+    """For up to `capacity` sequences, in slots below SLOTS times that."""
 
-    def __init__(self, model: Model, pool: KVPool, capacity: int, max_model_len: int) -> None:
+    def __init__(
+        self,
+        model: Model,
+        pool: KVPool,
+        capacity: int,
+        max_model_len: int,
+        eos_token_ids: list[int],
+        ops: DeviceOps | None = None,
+        ring: PinnedRing | None = None,
+    ) -> None:
         if pool.shape.head_dim % 2:
             raise LoadError(f"a head size of {pool.shape.head_dim} is not supported on a GPU, only even ones are")
-        self._model, self._pool, self._capacity = model, pool, capacity
-        width, device = blocks_of(max_model_len, pool.block_size), pool.device
-        self._host = torch.zeros((3, capacity), dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._inputs = torch.zeros((3, capacity), dtype=torch.int64, device=device)  # ids, positions, slots
-        self._copied = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._tables = torch.zeros((SLOTS * capacity, width), dtype=torch.int32, device=device)
-        self._owners, self._sent = np.zeros((2, SLOTS * capacity), np.int64)
+        self.capacity, self.ops = capacity, ops or TritonDeviceOps()
+        width, device, vocab = blocks_of(max_model_len, pool.block_size), pool.device, pool.shape.vocab_size
+        self.slots = DeviceSlots(SLOTS * capacity, capacity, width, vocab, device)
+        self.ring = ring or PinnedRing(IN_FLIGHT, capacity, device)
+        self.model, self.pool = model, pool
+        self._rows = Rows.make(capacity, device)
+        self._tokens = torch.zeros(capacity, dtype=torch.int64, device=device)
+        self._best = torch.zeros(capacity, dtype=torch.float32, device=device)
+        self._eos = torch.tensor([i for i in eos_token_ids if 0 <= i < vocab], dtype=torch.int32, device=device)
         self._ladder = ladder(capacity)
         self._graphs: dict[int, Captured] = {}
+        self._missing: list[int] = []  # sizes that are still to be captured
+        self._graph_pool: Any = None
+        self._problem = ""  # why there are no graphs
 
-    def forget(self) -> None:
-        """Owners' numbers begin anew."""
-        self._owners[:] = 0
+    def padded(self, rows: int) -> int:
+        """The size of the step that so many rows are computed in."""
+        return min((n for n in self._graphs if n >= rows), default=rows)
 
-    def takes(self, slots: Ints) -> bool:
-        return len(slots) <= self._capacity and int(slots.max()) < len(self._owners)
-
-    def run(self, slots: Ints, table: Slots) -> Output:
-        """Computes the next token of each slot, one row each in their order."""
-        rows, positions = len(slots), table.computed[slots]
-        self._send_blocks(slots, table)
-        self._send_inputs(np.stack((table.token_ids[slots, positions], positions, slots)))
-        return self._replay(rows)
-
-    def _replay(self, rows: int) -> Output:
-        padded = next((n for n in self._ladder if n >= rows), self._capacity)
-        captured = self._graphs.get(padded)
-        if captured is None:
-            return self.forward(rows)
-        captured.graph.replay()
-        return captured.output.first(rows)
+    def fits(self, rows: int) -> int:
+        """The least size of the ladder for so many rows. Kernels are compiled for these."""
+        return next((n for n in self._ladder if n >= rows), self.capacity)
 
     def forward(self, rows: int) -> Output:
-        """Over the buffers as they are."""
-        ids, positions, slots = self._inputs[:, :rows]
-        attend = MixedAttention(self._pool, slots, positions, self._tables)
-        hidden = self._model.forward(Step(ids, positions, attend))
-        return Output(hidden, self._model.logits(hidden))
+        """Computes the next token of the slots in the first rows, as many as `padded` said."""
+        captured = self._graphs.get(rows)
+        if captured is None:
+            return self._forward(rows)
+        captured.forward.replay()
+        return captured.output
 
-    def _send_inputs(self, values: Ints) -> None:
-        rows = values.shape[1]
-        if self._copied is not None:
-            self._copied.synchronize()
-        host = self._host.numpy()
-        host[:, :rows] = values
-        host[2, rows:] = -1
-        host[:2, rows:] = 0
-        self._inputs.copy_(self._host, non_blocking=True)
-        if self._copied is not None:
-            self._copied.record()
+    def sample(self, rows: int, output: Output) -> None:
+        """Draws from what `forward` returned; the slots go on or end, and the ring has what became of them."""
+        captured = self._graphs.get(rows)
+        if captured is None:
+            self._sample(rows, output)
+        else:
+            captured.sample.replay()
 
-    def _send_blocks(self, slots: Ints, table: Slots) -> None:
-        """What the device's tables lack."""
-        owners, numbers = table.owners[slots], table.num_blocks[slots]
-        changed = slots[self._owners[slots] != owners]
-        if len(changed):
-            self._owners[slots] = owners
-            self._sent[changed] = 0
-        behind = slots[self._sent[slots] < numbers]
-        if not len(behind):
-            return
-        ranges = [(slot, int(self._sent[slot]), int(table.num_blocks[slot])) for slot in behind.tolist()]
-        width = self._tables.shape[1]
-        index = np.concatenate([np.arange(slot * width + start, slot * width + end) for slot, start, end in ranges])
-        blocks = np.concatenate([table.tables[slot, start:end] for slot, start, end in ranges])
-        sent = torch.from_numpy(np.stack((index, blocks))).to(self._pool.device)
-        self._tables.view(-1).index_copy_(0, sent[0], sent[1].int())
-        self._sent[behind] = table.num_blocks[behind]
+    def _forward(self, rows: int) -> Output:
+        now = self._rows.first(rows)
+        self.ops.gather(self.slots.state, now)
+        attend = self.ops.attend(self.pool, now, self.slots.state.tables)
+        hidden = self.model.forward(Step(now.token_ids, now.positions, attend))
+        return Output(hidden, self.model.logits(hidden))
+
+    def _sample(self, rows: int, output: Output) -> None:
+        self.draw(self._rows.first(rows), output.logits)
+
+    def draw(self, rows: Rows, logits: Tensor, counts: Tensor | None = None) -> None:
+        """Each row's slot gets a token; `counts` are the tokens that rows computed, None: one each."""
+        tokens, best = self._tokens[: len(logits)], self._best[: len(logits)]
+        self.ops.draw(logits, rows, self.slots.params, tokens, best)
+        self.ops.advance(self.slots.state, rows, tokens, best, self._eos, self.ring.results, counts)
 
     def capture(self) -> str:
-        """All sizes, the largest first, so that the others find their memory there. Says what came of it."""
-        device = self._pool.device
+        """All sizes as far as CAPTURE_S reaches, the others when `capture_one` is called. Says what came of it.
+
+        The largest comes first, so that the others find their memory there.
+        """
+        device = self.pool.device
         start, before = time.perf_counter(), torch.cuda.memory_reserved(device)
-        pool = torch.cuda.graph_pool_handle()
-        self._send_inputs(np.empty((3, 0), np.int64))  # rows that pad touch no KV
+        self._graph_pool = torch.cuda.graph_pool_handle()
+        self._missing = [self._ladder[-1], *self._ladder[:-1]]
+        while time.perf_counter() - start < CAPTURE_S and self.capture_one():
+            pass
+        if self._problem:
+            return f"CUDA graphs: none, decode steps are eager: {self._problem}"
+        took, size = time.perf_counter() - start, torch.cuda.memory_reserved(device) - before
+        left = f", {len(self._missing)} more when idle" if self._missing else ""
+        return (
+            f"CUDA graphs: {len(self._graphs)} of up to {self.capacity} rows in {took:.1f} s, "
+            f"{size / 2**30:.2f} GiB{left}"
+        )
+
+    def capture_one(self) -> bool:
+        """A size that has no graph yet; False: none is left. What cannot be captured stays eager."""
+        if not self._missing:
+            return False
+        rows = self._missing.pop(0)
         try:
-            for rows in reversed(self._ladder):
-                self.forward(rows)  # compiles and loads what it needs
-                torch.cuda.synchronize(device)
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                    output = self.forward(rows)
-                self._graphs[rows] = Captured(graph, output)
+            with torch.inference_mode():
+                self._graphs[rows] = self._capture(rows)
+            self.slots.count_step(self.ring.step)  # the trial was one too
         except RuntimeError as e:  # OutOfMemoryError and CUDA's own are among them
             self._graphs.clear()
+            self._missing.clear()
             torch.cuda.empty_cache()
-            why = str(e).splitlines()[0]
-            log.warning("CUDA graphs could not be captured, decode steps are eager: %s", why)
-            return f"CUDA graphs: none, decode steps are eager: {why}"
-        took, size = time.perf_counter() - start, torch.cuda.memory_reserved(device) - before
-        return (
-            f"CUDA graphs: {len(self._ladder)} of up to {self._capacity} rows in {took:.1f} s, {size / 2**30:.2f} GiB"
-        )
+            self._problem = str(e).splitlines()[0]
+            log.warning("CUDA graphs could not be captured, decode steps are eager: %s", self._problem)
+        return bool(self._missing)
+
+    def _capture(self, rows: int) -> Captured:
+        self.slots.clear_rows()  # rows that pad touch no KV
+        self._sample(rows, self._forward(rows))  # compiles and loads what it needs
+        torch.cuda.synchronize(self.pool.device)
+        forward, sample = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(forward, pool=self._graph_pool, capture_error_mode="thread_local"):
+            output = self._forward(rows)
+        with torch.cuda.graph(sample, pool=self._graph_pool, capture_error_mode="thread_local"):
+            self._sample(rows, output)
+        return Captured(forward, output, sample)
+
+    def measure(self) -> float:
+        """Seconds that a step of the smallest size takes, best of a few; its row pads."""
+        rows, best = self.padded(1), float("inf")
+        for _ in range(MEASURED):
+            torch.cuda.synchronize(self.pool.device)
+            start = time.perf_counter()
+            self.sample(rows, self.forward(rows))
+            torch.cuda.synchronize(self.pool.device)
+            best = min(best, time.perf_counter() - start)
+        return best
 
 
 def ladder(most: int) -> list[int]:
@@ -158,9 +191,10 @@ def graph_bytes(model: Model, need: Need, dtype: torch.dtype) -> int:
     torch.cuda.synchronize(device)
     held = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    steps = DecodeSteps(model, KVPool(model.shape, 1, need.block_size, dtype, device), capacity, need.max_model_len)
-    steps._send_inputs(np.empty((3, 0), np.int64))
+    pool = KVPool(model.shape, 1, need.block_size, dtype, device)
+    steps = DecodeSteps(model, pool, capacity, need.max_model_len, [0])
     output = steps.forward(capacity)
+    steps.sample(capacity, output)
     row_bytes = (output.hidden.nbytes + output.logits.nbytes) / capacity
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - held

@@ -67,12 +67,6 @@ def start(config: WorkerConfig, report: Report) -> Runner:
         report("reserving KV memory", 0.0, notes)
         pool = KVPool(model.shape, plan.num_blocks, config.block_size, dtype, device)
         store = host_blocks.make_store(host_plan, pool)
-        decode_steps = None
-        if device.type == "cuda":
-            decode_steps = find_decode_steps().DecodeSteps(model, pool, config.max_num_seqs, max_model_len)
-            if not config.enforce_eager:
-                report("capturing CUDA graphs", 0.0, notes)
-                notes.append(decode_steps.capture())
     geometry = Geometry(
         num_blocks=plan.num_blocks,
         block_size=config.block_size,
@@ -84,13 +78,28 @@ def start(config: WorkerConfig, report: Report) -> Runner:
         bytes_per_block=need.block_bytes,
         num_host_blocks=host_plan.num_blocks,
     )
+    runner = Runner(model, pool, geometry, store)
+    if device.type == "cuda":
+        run_ahead(runner, config, report, notes)
     report("ready", 1.0, notes)
-    return Runner(model, pool, geometry, decode_steps, store)
+    return runner
 
 
-def find_decode_steps() -> Any:
+def run_ahead(runner: Runner, config: WorkerConfig, report: Report, notes: list[str]) -> None:
+    """Moves the batch to the GPU."""
+    loop = find_device_loop().start(runner.batch, runner.model, runner.pool, runner.geometry)
+    with torch.inference_mode():
+        if not config.enforce_eager:
+            report("capturing CUDA graphs", 0.0, notes)
+            notes.append(loop.steps.capture())
+        step_s = loop.steps.measure()
+    notes.append(f"a decode step of one choice: {1e3 * step_s:.2f} ms without its context")
+    runner.run_ahead(loop, step_s)
+
+
+def find_device_loop() -> Any:
     """Its module imports Triton: loaded by name, for a GPU alone."""
-    return importlib.import_module("blockyard.services.gpu_worker.decode_steps")
+    return importlib.import_module("blockyard.services.gpu_worker.device_loop")
 
 
 class Throttle:
@@ -170,7 +179,7 @@ def plan_memory(
     tokens = min(config.max_num_batched_tokens, need.max_model_len)
     try:
         peak = peak_bytes(model, tokens, need, dtype, device)
-        graphs = 0 if config.enforce_eager else find_decode_steps().graph_bytes(model, need, dtype)
+        graphs = 0 if config.enforce_eager else find_device_loop().graph_bytes(model, need, dtype)
     except torch.OutOfMemoryError as e:
         raise LoadError(
             f"not enough GPU memory for a step of {tokens} tokens beside the weights; lower --max-num-batched-tokens"

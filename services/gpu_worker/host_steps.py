@@ -13,51 +13,42 @@ from blockyard.services.gpu_worker.kv_pool import KVPool
 from blockyard.services.gpu_worker.models.decoder import Model
 from blockyard.services.gpu_worker.prompt_scores import PromptScores
 from blockyard.services.gpu_worker.reads import ReadPlanner, by_length
-from blockyard.services.gpu_worker.slots import Slots
 from blockyard.services.gpu_worker.step import Step
 from blockyard.shared.messages import FinishReason, SlotResult
 
 Ints = npt.NDArray[np.int64]
 
 
-class Output(Protocol):
-    @property
-    def hidden(self) -> Tensor: ...
-    @property
-    def logits(self) -> Tensor: ...
-
-
-class DecodeSteps(Protocol):
-    """How steps without prefill run on a GPU; see decode_steps.py."""
+class DeviceSteps(Protocol):
+    """How steps are computed on a GPU; see device_loop.py."""
 
     def forget(self) -> None: ...
     def takes(self, slots: Ints) -> bool: ...
-    def run(self, slots: Ints, table: Slots) -> Output: ...
+    def run(self, slots: Ints, counts: Ints) -> tuple[Tensor, Tensor | None]: ...
 
 
 class HostSteps:
-    def __init__(self, model: Model, pool: KVPool, batch: Batch, decode_steps: DecodeSteps | None) -> None:
-        self.planner, self.decode_steps = ReadPlanner(pool), decode_steps
+    def __init__(self, model: Model, pool: KVPool, batch: Batch) -> None:
+        self.planner = ReadPlanner(pool)
+        self.device: DeviceSteps | None = None
         self._model, self._pool, self._batch = model, pool, batch
         self._prompt_scores = PromptScores(model)
 
     def forget(self) -> None:
         """Owners' numbers begin anew."""
         self.planner.forget()
-        if self.decode_steps is not None:
-            self.decode_steps.forget()
+        if self.device is not None:
+            self.device.forget()
 
     def run(self, slots: Ints, counts: Ints) -> list[SlotResult]:
         """The next `counts` tokens of each slot, decodes first. A slot whose logits are not finite fails alone."""
         table = self._batch.slots
-        if self.decode_steps is not None and counts.max() == 1 and self.decode_steps.takes(slots):
+        logits: Tensor | None = None
+        if self.device is not None and self.device.takes(slots):
             begin = table.computed[slots]
-            self._batch.names.forget(table.tables[slots, begin // table.block_size])
-            output = self.decode_steps.run(slots, table)
-            hidden, logits = output.hidden, output.logits
+            hidden, logits = self.device.run(slots, counts)
         else:
             slots, begin, hidden = self._forward(slots, counts)
-            logits = None
         table.computed[slots] = begin + counts
         results = self._sample(slots, np.cumsum(counts) - 1, hidden, logits)
         return self._prompt_scores.add(table, slots, counts, begin, hidden, results)

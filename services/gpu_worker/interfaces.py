@@ -41,6 +41,9 @@ class StepRunner(Protocol):
     def can_launch(self) -> bool:
         """False while as many plans are in flight as it keeps count of."""
 
+    def idle(self) -> bool:
+        """Called when nothing is to be done: does a piece of what could wait; False: there is none left."""
+
     def launch(self, plan: StepPlan) -> None:
         """Begins a plan. A runner that cannot compute beside the caller computes it here."""
 

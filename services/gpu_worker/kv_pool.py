@@ -29,6 +29,7 @@ class KVPool:
         self.rows = [layer.view(-1, shape.head_dim) for layer in layers]  # as writes see a layer
         self.chunks = [layer.view(-1, block_size * shape.head_dim) for layer in layers]  # as reads see it
 
+    @torch.inference_mode()
     def scrub(self, blocks: Ints) -> None:
         """Replaces what is not finite, before it reaches a later owner of these blocks."""
         index = torch.from_numpy(blocks).to(self.device)

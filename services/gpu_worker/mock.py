@@ -29,6 +29,9 @@ class MockRunner:
     def can_launch(self) -> bool:
         return not self._steps
 
+    def idle(self) -> bool:
+        return False
+
     def launch(self, plan: StepPlan) -> None:
         self._steps.launch(plan)
 

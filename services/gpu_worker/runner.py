@@ -1,73 +1,117 @@
 """Runs step plans on a model: applies what changed, computes, samples, says what each slot produced."""
 
 import time
+from typing import Protocol
 
+import msgspec
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from blockyard.services.gpu_worker.batch import Batch
 from blockyard.services.gpu_worker.block_names import BlockNames
-from blockyard.services.gpu_worker.host_steps import DecodeSteps, HostSteps
+from blockyard.services.gpu_worker.host_steps import DeviceSteps, HostSteps
 from blockyard.services.gpu_worker.interfaces import Done
 from blockyard.services.gpu_worker.kv_pool import KVPool
-from blockyard.services.gpu_worker.lockstep import Lockstep
 from blockyard.services.gpu_worker.models.decoder import Model
 from blockyard.services.kv_transfer.host_store import BlockStore
 from blockyard.shared.messages import Geometry, SlotResult, StepPlan
 
+Ints = npt.NDArray[np.int64]
+
+
+class RunAhead(DeviceSteps, Protocol):
+    """How steps run ahead of the host on a GPU; see device_loop.py."""
+
+    @property
+    def in_flight(self) -> int: ...
+    def can_launch(self) -> bool: ...
+    def idle(self) -> bool: ...
+    def note(self, plan: StepPlan) -> None: ...
+    def runs_ahead(self, slots: Ints, counts: Ints) -> bool: ...
+    def launch(self, plan: StepPlan, results: list[SlotResult], slots: Ints, counts: Ints) -> None: ...
+    def collect(self) -> Done | None: ...
+    def wait(self) -> Done: ...
+    def renew(self, slots: Ints) -> None: ...
+
 
 class Runner:
-    """The state of one worker's batch and the loop body over it."""
+    """The state of one worker's batch and the loop body over it.
 
-    def __init__(
-        self,
-        model: Model,
-        pool: KVPool,
-        geometry: Geometry,
-        decode_steps: DecodeSteps | None = None,
-        store: BlockStore | None = None,
-    ) -> None:
+    Steps whose slots need no host between their tokens run ahead on the device. Before any other step, what is in
+    flight is waited for; then it runs in lockstep.
+    """
+
+    def __init__(self, model: Model, pool: KVPool, geometry: Geometry, store: BlockStore | None = None) -> None:
         self.geometry, self.model, self.pool = geometry, model, pool
-        self._batch = Batch(geometry, pool, store)
-        self.host = HostSteps(model, pool, self._batch, decode_steps)
-        self._lockstep = Lockstep(self._run, self._batch.transfers.take_failed)
+        self.batch = Batch(geometry, pool, store)
+        self.host = HostSteps(model, pool, self.batch)
+        self.ahead: RunAhead | None = None
+        self._done: list[Done] = []  # and not collected
+        self.reset(0)
+
+    def run_ahead(self, loop: RunAhead, step_s: float = 0.0) -> None:
+        """From now on, where it can. To be called before the first plan. step_s: what a decode step takes."""
+        self.geometry = msgspec.structs.replace(self.geometry, step_s=step_s)
+        self.ahead = self.host.device = loop
         self.reset(0)
 
     @property
     def names(self) -> BlockNames:
-        return self._batch.names
+        return self.batch.names
 
     @property
     def in_flight(self) -> int:
-        return len(self._lockstep)
+        return len(self._done) + (self.ahead.in_flight if self.ahead is not None else 0)
 
     def can_launch(self) -> bool:
-        return not self._lockstep
+        return not self._done if self.ahead is None else self.ahead.can_launch()
+
+    def idle(self) -> bool:
+        """Does a piece of what can wait until nothing else is to be done; False: there is none left."""
+        return self.ahead is not None and self.ahead.idle()
 
     def reset(self, num_slots: int) -> None:
-        """Drops all slots; KV and its names stay."""
-        self._lockstep.collect()
-        self._batch.reset(num_slots)
+        """Waits for what is in flight and drops its results and all slots; KV and its names stay."""
+        self._settle()
+        self._done.clear()
+        self.batch.reset(num_slots)
         self.host.forget()
 
     def launch(self, plan: StepPlan) -> None:
         """A slot that cannot run or sample fails alone."""
-        self._lockstep.launch(plan)
+        start = time.perf_counter()
+        results = self.batch.apply(plan)
+        slots, counts = self.batch.slots.grant(plan.runs)
+        with torch.inference_mode():
+            if self.ahead is not None:
+                self.ahead.note(plan)
+                if self.ahead.runs_ahead(slots, counts):
+                    self.ahead.launch(plan, results, slots, counts)
+                    return
+                self._settle()
+                slots, counts = self.batch.slots.grant(plan.runs)  # some may have ended
+            if len(slots):
+                results.extend(self.host.run(slots, counts))
+                if self.ahead is not None:
+                    self.ahead.renew(slots)
+        self.batch.settle(plan, results)
+        failed = self.batch.transfers.take_failed(plan)
+        self._done.append(Done(plan, results, time.time(), time.perf_counter() - start, failed))
 
     def collect(self) -> list[Done]:
-        return self._lockstep.collect()
+        done, self._done = self._done, []
+        while self.ahead is not None and (one := self.ahead.collect()) is not None:
+            done.append(one)
+        return done
 
     def execute(self, plan: StepPlan) -> list[SlotResult]:
         """Launches a plan and waits for it, where nothing else is in flight."""
         self.launch(plan)
-        while not (done := self.collect()):
-            time.sleep(0)
-        return done[0].slots
+        self._settle()
+        return self.collect()[0].slots
 
-    def _run(self, plan: StepPlan) -> list[SlotResult]:
-        results = self._batch.apply(plan)
-        slots, counts = self._batch.slots.grant(plan.runs)
-        if len(slots):
-            with torch.inference_mode():
-                results.extend(self.host.run(slots, counts))
-        self._batch.settle(plan, results)
-        return results
+    def _settle(self) -> None:
+        """Waits until nothing is in flight."""
+        while self.ahead is not None and self.ahead.in_flight:
+            self._done.append(self.ahead.wait())

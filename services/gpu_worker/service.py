@@ -26,12 +26,13 @@ class Worker:
         self.plans: deque[StepPlan] = deque()
         self._scheduler: int | None = None
         self._next = 0  # number of the plan that is to come; 0: none before the next Attach
+        self._has_chores = True  # the runner may have work for idle times
         self.counters = Counters(links, runner.geometry.num_blocks)
 
     def run(self, stopped: threading.Event) -> None:
         """Serves until `stopped`; the plans in flight are finished first."""
         while not stopped.is_set():
-            busy = self.plans or self._runner.in_flight
+            busy = self.plans or self._runner.in_flight or self._has_chores
             for peer, event in self._links.poll(0.0 if busy else IDLE_POLL_S):
                 self.handle(peer, event)
             self.step()
@@ -58,6 +59,7 @@ class Worker:
             self._runner.launch(self.plans.popleft())
         elif not self._runner.in_flight:
             self.counters.idle()
+            self._has_chores = self._runner.idle()
             return
         for done in self._runner.collect():
             self._answer(done)

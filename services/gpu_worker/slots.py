@@ -37,6 +37,7 @@ class Slots:
         self.tables = np.zeros((num_slots, -(-max_model_len // block_size)), np.int64)
         self.known = np.zeros(num_slots, np.int64)  # tokens whose ids are here
         self.computed = np.zeros(num_slots, np.int64)  # tokens whose KV is written
+        self.given = np.zeros(num_slots, np.int64)  # tokens whose ids it started with
         self.num_blocks = np.zeros(num_slots, np.int64)
         self.owners = np.zeros(num_slots, np.int64)  # a number no other start ever had
         self._starts = itertools.count(1)
@@ -115,7 +116,8 @@ class Slots:
         if not 0 < start.num_prompt_tokens <= len(ids):
             raise SlotError(f"{start.num_prompt_tokens} of {len(ids)} tokens cannot be the prompt")
         self.token_ids[slot, : len(ids)] = ids
-        self.known[slot], self.computed[slot], self.num_blocks[slot] = len(ids), start.num_computed, 0
+        self.known[slot] = self.given[slot] = len(ids)
+        self.computed[slot], self.num_blocks[slot] = start.num_computed, 0
         self.owners[slot] = next(self._starts)
         self._append_blocks(slot, start.blocks)
         if start.num_computed > len(start.blocks) * self.block_size:

@@ -1,5 +1,6 @@
 """A worker group: its batch, its blocks and slots, and the plans it has not answered yet."""
 
+import math
 from bisect import insort
 from collections import deque
 from collections.abc import Iterable
@@ -13,6 +14,8 @@ from blockyard.shared.messages import Attach, Attached, Geometry, SlotRun
 
 ATTACH_AGAIN_S = 5.0
 LOOK_S = 0.25
+AHEAD_S = 0.002  # device time that plans ahead cover where nobody says how many: a hop there and back, and its jitter
+MOST_AHEAD = 7
 
 _by_key = attrgetter("key")
 
@@ -34,12 +37,18 @@ class PlanRecord:
 class BatchLimits:
     max_num_seqs: int
     max_num_batched_tokens: int
-    depth: int  # plans that may be queued besides the running one
+    depth: int | None  # plans that may be queued besides the running one; None: by the worker's step time
 
     @property
     def num_slots(self) -> int:
         """When plans run ahead a slot rests for a while after its choice: spare ones keep the batch full."""
-        return self.max_num_seqs + (-(-self.max_num_seqs // 8) if self.depth else 0)
+        return self.max_num_seqs + (-(-self.max_num_seqs // 8) if self.depth != 0 else 0)
+
+    def depth_for(self, step_s: float) -> int:
+        """Plans ahead of a worker whose decode steps take so long; 0: it does not say."""
+        if self.depth is not None:
+            return self.depth
+        return min(max(math.ceil(AHEAD_S / step_s), 1), MOST_AHEAD) if step_s > 0 else 1
 
 
 class Group:
@@ -48,7 +57,7 @@ class Group:
     def __init__(self, worker: int, geometry: Geometry, limits: BatchLimits) -> None:
         self.worker = worker
         self.geometry = geometry
-        self.depth = limits.depth
+        self.depth = limits.depth_for(geometry.step_s)
         self.max_num_seqs = min(limits.max_num_seqs, geometry.max_num_seqs)
         self.max_num_batched_tokens = min(limits.max_num_batched_tokens, geometry.max_num_batched_tokens)
         self.horizon = Horizon()
@@ -131,7 +140,7 @@ class Groups:
 
     def ask(self, worker: int, now: float) -> Attach:
         self._asked[worker] = now
-        return Attach(self._scheduler, self._limits.num_slots, self._limits.depth)
+        return Attach(self._scheduler, self._limits.num_slots, self._limits.depth_for(0.0))
 
     def stir(self, groups: Iterable[Group]) -> None:
         """Something happened to these: a plan may be possible that was not."""

@@ -208,14 +208,15 @@ def num_tokenizers(values: Values) -> int:
     return max(1, pool)
 
 
-def run_ahead(values: Values) -> int:
-    """Plans sent ahead of the running one."""
+def run_ahead(values: Values) -> int | None:
+    """Plans sent ahead of the running one; None: the scheduler sees how long steps take."""
     depth = values.maybe("run-ahead", int)
     if depth is not None:
         return depth
     if values.get("disable-async-output-proc", bool):
         return 0
-    return max(1, values.get("num-scheduler-steps", int) - 1)
+    steps = values.get("num-scheduler-steps", int)
+    return steps - 1 if steps > 1 else None
 
 
 def step_tokens(values: Values, model: Checkpoint) -> int:

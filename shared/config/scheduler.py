@@ -19,7 +19,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     scheduling_policy: Literal["fcfs", "priority", "fair"] = "fcfs"
     enable_prefix_caching: bool = True
     block_scope: str = ""  # as the tokenizers have it: names of generated blocks go on from theirs
-    depth: int = 1  # plans sent ahead of the running one; 0 is lockstep
+    depth: int | None = None  # plans sent ahead of the running one; 0 is lockstep, None: by the worker's step time
     max_queue_len: int = 1024  # waiting requests
     max_queue_tokens: int = 2**22  # prompt tokens of waiting requests
     max_queue_delay_s: float | None = None  # a newcomer that would wait longer, or has, is refused
@@ -30,5 +30,5 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_queue_len", "max_queue_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
-        if self.depth < 0:
+        if self.depth is not None and self.depth < 0:
             raise ValueError(f"depth must be >= 0, got {self.depth}")

@@ -34,7 +34,11 @@ def test_the_default_ring() -> None:
     ring = deploy("--model", "org/m", "--device", "cpu")
     assert [len(part) for part in (ring.gateways, ring.tokenizers, ring.detokenizers, ring.workers)] == [1, 1, 1, 1]
     assert ring.scheduler.served_model_names == ["org/m"]
-    assert (ring.scheduler.depth, ring.scheduler.max_num_seqs, ring.scheduler.max_num_batched_tokens) == (1, 256, 512)
+    assert (ring.scheduler.depth, ring.scheduler.max_num_seqs, ring.scheduler.max_num_batched_tokens) == (
+        None,
+        256,
+        512,
+    )
     assert ring.workers[0].max_num_batched_tokens == 512
     assert ring.workers[0].max_model_len is None
     assert ring.gateways[0].defaults == SamplingDefaults()
@@ -75,7 +79,7 @@ def test_block_size_is_one_number_for_all() -> None:
 @pytest.mark.parametrize(
     ("args", "number"),
     [
-        ([], 1),
+        ([], None),
         (["--tokenizers", "3"], 3),
         (["--tokenizer-pool-size", "0"], 1),
         (["--tokenizer-pool-size", "4"], 4),
@@ -91,16 +95,16 @@ def test_tokenizers_and_the_fields_name_for_them(args: list[str], number: int) -
 @pytest.mark.parametrize(
     ("args", "depth"),
     [
-        ([], 1),
+        ([], None),
         (["--run-ahead", "0"], 0),
-        (["--num-scheduler-steps", "1"], 1),
+        (["--num-scheduler-steps", "1"], None),
         (["--num-scheduler-steps", "2"], 1),
         (["--num-scheduler-steps", "8"], 7),
         (["--num-scheduler-steps", "8", "--run-ahead", "2"], 2),
         (["--disable-async-output-proc"], 0),
     ],
 )
-def test_run_ahead(args: list[str], depth: int) -> None:
+def test_run_ahead(args: list[str], depth: int | None) -> None:
     assert deploy(*args).scheduler.depth == depth
 
 

@@ -159,7 +159,12 @@ SCHEDULER = (
         mapped="N above 1 is --run-ahead N-1; 1 leaves it at its default",
     ),
     Flag(
-        "run-ahead", Kind.INT, None, "Plans sent ahead of the running one; 0 is lockstep; unset: 1.", least=0, most=63
+        "run-ahead",
+        Kind.INT,
+        None,
+        "Plans sent ahead of the running one; 0 is lockstep; unset: what covers 2 ms of steps.",
+        least=0,
+        most=63,
     ),
     Flag(
         "multi-step-stream-outputs",

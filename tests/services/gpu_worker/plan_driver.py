@@ -40,6 +40,7 @@ class Stream:
     planned: int = 0  # tokens computed once all plans sent are done, at most
     known: int = 0  # tokens known once all plans sent are done, at most
     last_run: int = 0  # the last plan it was in
+    started: int = 0  # the plan that gave it its slot
     preempt_at: set[int] = field(default_factory=set)  # numbers of output tokens
 
     @property
@@ -74,11 +75,10 @@ class Driver:
 
     def run(self) -> None:
         while any(s.finish is None for s in self.streams):
-            plan = self.plan()
-            self.queued.append(plan)
-            while len(self.queued) > self.depth:
+            self.queued.append(self.plan())
+            while len(self.queued) + self.runner.in_flight > self.depth:
                 self.step()
-        while self.queued:
+        while self.queued or self.runner.in_flight:
             self.step()
         self.queued.append(self.plan())  # the ends of those that finished last
         self.step()
@@ -92,7 +92,7 @@ class Driver:
             if s.slot is None and s.last_run <= self.completed:  # a preempted one waits for its results
                 if not self.free_slots:
                     continue
-                s.slot, s.planned, s.known = self.free_slots.pop(0), 0, len(s.ids)
+                s.slot, s.planned, s.known, s.started = self.free_slots.pop(0), 0, len(s.ids), number
                 s.blocks = self._take(1)
                 starts.append(
                     SlotStart(
@@ -123,13 +123,21 @@ class Driver:
         ends, self.ends = self.ends, []
         return StepPlan(1, number, ends, starts, blocks, runs)
 
-    def step(self) -> list[SlotResult]:
-        plan = self.queued.popleft()
-        results = self.runner.execute(plan)
+    def step(self) -> None:
+        """Launches what can be launched, and waits for one plan at least."""
+        while self.queued and self.runner.can_launch():
+            self.runner.launch(self.queued.popleft())
+        while not (done := self.runner.collect()):
+            pass
+        for one in done:
+            self._take_results(one.plan, one.slots)
+
+    def _take_results(self, plan: StepPlan, results: list[SlotResult]) -> None:
+        assert plan.number == self.completed + 1
         self.completed = plan.number
         by_slot = {s.slot: s for s in self.streams if s.slot is not None}
         for result in results:
-            if result.slot in by_slot:
+            if result.slot in by_slot and by_slot[result.slot].started <= plan.number:
                 self._take_result(by_slot[result.slot], result)
             elif result.slot in self.preempted:  # tokens of a plan that was under way: still its own
                 self._take_result(self.preempted[result.slot], result)
@@ -138,7 +146,6 @@ class Driver:
             del self.preempted[slots[0]]
             self.free_slots += slots
             self.free_blocks += blocks
-        return results
 
     def _take_result(self, s: Stream, result: SlotResult) -> None:
         assert s.finish is None, "a finished slot must stay silent"

@@ -14,6 +14,8 @@ from tiny_models import BY_NAME, VOCAB, settings, start
 
 from blockyard.services.gpu_worker import engine
 from blockyard.services.gpu_worker.decode_steps import DecodeSteps, ladder
+from blockyard.services.gpu_worker.device_loop import DeviceLoop
+from blockyard.services.gpu_worker.device_ops import DeviceOps
 from blockyard.services.gpu_worker.models import decoder
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.services.gpu_worker.triton_ops import TritonOps
@@ -37,19 +39,28 @@ def outputs(runner: Runner) -> list[list[int]]:
     return [s.output for s in streams]
 
 
-@pytest.mark.parametrize("name", ["llama-odd", "mistral-window", "qwen3", "opt"])
+def loop_of(runner: Runner, capacity: int, ops: DeviceOps | None = None) -> DeviceLoop:
+    shape = runner.geometry
+    steps = DecodeSteps(runner.model, runner.pool, capacity, shape.max_model_len, shape.eos_token_ids, ops)
+    return DeviceLoop(steps, runner.batch)
+
+
+NAMES = ["llama-odd", "mistral-window", "qwen3", "opt"]
+
+
+@pytest.mark.parametrize("name", NAMES if DEVICE == "cuda" else NAMES[:2])  # the interpreter takes its time
 def test_same_tokens_as_the_plain_path(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     BY_NAME[name].save(tmp_path)
     plain = start(tmp_path, device=DEVICE)
-    plain.host.decode_steps = None
+    plain.ahead = plain.host.device = None
     want = outputs(plain)
     monkeypatch.setattr(decoder, "find_ops", lambda device: TritonOps())
     fast = start(tmp_path, device=DEVICE)
-    steps = DecodeSteps(fast.model, fast.pool, 3, fast.geometry.max_model_len)
-    fast.host.decode_steps = steps
+    loop = loop_of(fast, 3)
+    fast.run_ahead(loop)
     ran = []
-    run = steps.run
-    monkeypatch.setattr(steps, "run", lambda slots, table: ran.append(len(slots)) or run(slots, table))
+    launch = loop.launch
+    monkeypatch.setattr(loop, "launch", lambda *step: ran.append(len(step[2])) or launch(*step))
     assert outputs(fast) == want
     assert max(ran) == 3
     assert outputs(fast) == want, "the tables of the last owners must not be taken for these"
@@ -57,11 +68,10 @@ def test_same_tokens_as_the_plain_path(name: str, tmp_path: Path, monkeypatch: p
 
 def test_more_slots_than_it_was_made_for(tmp_path: Path) -> None:
     BY_NAME["llama"].save(tmp_path)
-    runner = start(tmp_path, device=DEVICE)
-    steps = DecodeSteps(runner.model, runner.pool, 2, 64)
-    assert steps.takes(np.array([0, 3]))
-    assert not steps.takes(np.array([4]))
-    assert not steps.takes(np.array([0, 1, 2]))
+    loop = loop_of(start(tmp_path, device=DEVICE), 2)
+    assert loop.takes(np.array([0, 3]))
+    assert not loop.takes(np.array([4]))
+    assert not loop.takes(np.array([0, 1, 2]))
 
 
 def test_an_odd_head_size_is_refused_by_name(tmp_path: Path) -> None:
@@ -69,7 +79,7 @@ def test_an_odd_head_size_is_refused_by_name(tmp_path: Path) -> None:
     runner = start(tmp_path, device=DEVICE)
     runner.pool.shape = replace(runner.pool.shape, head_dim=15)
     with pytest.raises(LoadError, match="a head size of 15 is not supported"):
-        DecodeSteps(runner.model, runner.pool, 2, 64)
+        loop_of(runner, 2)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +106,7 @@ from blockyard.shared.config.process import BusConfig, ProcessConfig
 from blockyard.shared.config.worker import WorkerConfig
 process = ProcessConfig(name="worker", bus=BusConfig(registry="ipc:///unused", bind="ipc:///unused"))
 engine.start(WorkerConfig(process=process, model_path={str(tmp_path)!r}, device="cpu", threads=1), lambda *_: None)
-print([m for m in sys.modules if m.startswith("triton") or "triton_ops" in m or "decode_steps" in m])
+print([m for m in sys.modules if m.startswith("triton") or "triton_ops" in m or "gpu_worker.device_" in m])
 """
     env = os.environ | {"PYTHONPATH": f"{SRC}:{os.environ.get('PYTHONPATH', '')}"}
     run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)

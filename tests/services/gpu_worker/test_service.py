@@ -45,6 +45,7 @@ class StubRunner:
         self.log: list[tuple[str, int]] = []
         self.flight: list[StepPlan] = []
         self.held = False
+        self.chores = 0
 
     @property
     def in_flight(self) -> int:
@@ -56,6 +57,10 @@ class StubRunner:
     def reset(self, num_slots: int) -> None:
         self.flight.clear()
         self.log.append(("reset", num_slots))
+
+    def idle(self) -> bool:
+        self.chores = max(self.chores - 1, 0)
+        return self.chores > 0
 
     def launch(self, plan: StepPlan) -> None:
         self.log.append(("plan", plan.number))
@@ -253,3 +258,21 @@ def test_plans_in_flight_are_answered_before_it_ends() -> None:
 def test_a_replica_has_its_own_of_the_gpus_that_may_be_seen() -> None:
     assert [own_gpu(None, i) for i in (0, 3)] == ["0", "3"]
     assert [own_gpu("4, 6", i) for i in (0, 1)] == ["4", "6"]
+
+
+def test_what_can_wait_is_done_in_idle_times_without_waiting_for_the_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    it, links, runner = worker()
+    runner.chores = 3
+    stopped = threading.Event()
+    waits: list[float] = []
+
+    def poll(timeout_s: float) -> list[tuple[int, StepPlan]]:
+        waits.append(timeout_s)
+        if timeout_s:
+            stopped.set()
+        return []
+
+    monkeypatch.setattr(links, "poll", poll, raising=False)
+    it.run(stopped)
+    assert waits == [0.0, 0.0, 0.0, 0.5]
+    assert runner.chores == 0

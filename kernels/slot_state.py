@@ -1,0 +1,74 @@
+"""What the device knows of the slots of a batch: one arena of 32-bit words, changed by scattered writes.
+
+A field of all slots is a row of `fields`; `rows` says which slot a step's row has; `tables` are the block tables. A
+plan's changes are pairs (index in the arena, value), whatever they are about: one kernel writes them all.
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+MOST_STOPS = 8  # stop ids of a slot that fit; a slot with more is looked after by the host
+
+
+class Field(IntEnum):
+    """Of a slot. Floats are kept by their bits."""
+
+    NEXT = 0  # token to be computed next
+    POSITION = 1  # tokens whose KV is written
+    KNOWN = 2  # tokens whose ids are known
+    MAX_KNOWN = 3  # with that many it has reached max_tokens or max_model_len
+    LIVE = 4
+    IGNORE_EOS = 5
+    NUM_STOPS = 6
+    TEMPERATURE = 7
+    TOP_K = 8
+    TOP_P = 9
+    MIN_P = 10
+    KEY = 11  # two words
+    CHOICE = 13
+    STOPS = 14  # the first of MOST_STOPS
+
+
+NUM_FIELDS = Field.STOPS + MOST_STOPS
+
+
+@dataclass(frozen=True, slots=True)
+class SlotState:
+    """Views of one arena, in this order."""
+
+    arena: Tensor  # [words] int32
+    fields: Tensor  # [NUM_FIELDS, num_slots]
+    rows: Tensor  # [capacity] slots, below 0: a row that pads
+    step: Tensor  # [1] steps that have begun
+    tables: Tensor  # [num_slots, width] blocks
+
+    @classmethod
+    def make(cls, num_slots: int, capacity: int, width: int, device: torch.device) -> "SlotState":
+        """All rows pad, nothing is live. Sizes are rounded up so that every view is aligned."""
+        num_slots, width = -(-num_slots // 16) * 16, -(-width // 16) * 16
+        padded = -(-capacity // 16) * 16
+        sizes = [NUM_FIELDS * num_slots, padded, 16, num_slots * width]
+        arena = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        fields, rows, step, tables = torch.split(arena, sizes)
+        rows.fill_(-1)
+        return cls(arena, fields.view(NUM_FIELDS, num_slots), rows[:capacity], step[:1], tables.view(num_slots, width))
+
+    def floats(self, field: Field) -> Tensor:
+        """[num_slots] float32."""
+        return self.fields[field].view(torch.float32)
+
+    def place(self, view: Tensor) -> int:
+        """Index in the arena of a view's first element."""
+        return int(view.storage_offset())
+
+    def check(self) -> None:
+        """Raises ValueError."""
+        for name in ("arena", "fields", "rows", "step", "tables"):
+            one: Tensor = getattr(self, name)
+            if one.dtype != torch.int32 or not one.is_contiguous():
+                raise ValueError(f"{name}: expected contiguous int32, got {one.dtype}, strides {one.stride()}")
+        if self.fields.shape[0] != NUM_FIELDS or self.fields.shape[1] != self.tables.shape[0]:
+            raise ValueError(f"fields {list(self.fields.shape)} and tables {list(self.tables.shape)} do not fit")

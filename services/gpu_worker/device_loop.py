@@ -1,0 +1,188 @@
+"""Steps ahead of the host: the batch lives on the device, and what came of a step is read when it is done."""
+
+import time
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from blockyard.kernels.advance_slots import Outcome
+from blockyard.services.gpu_worker.batch import Batch
+from blockyard.services.gpu_worker.decode_steps import DecodeSteps, graph_bytes
+from blockyard.services.gpu_worker.interfaces import Done
+from blockyard.services.gpu_worker.kv_pool import KVPool
+from blockyard.services.gpu_worker.mixed_steps import MixedSteps
+from blockyard.services.gpu_worker.models.decoder import Model
+from blockyard.services.gpu_worker.pinned_ring import Entry
+from blockyard.shared.messages import FinishReason, Geometry, SlotResult, StepPlan
+
+__all__ = ["DeviceLoop", "graph_bytes", "start"]
+
+Ints = npt.NDArray[np.int64]
+
+FINISH = {
+    Outcome.END_OF_SEQUENCE: FinishReason.STOP,
+    Outcome.STOP: FinishReason.STOP,
+    Outcome.LENGTH: FinishReason.LENGTH,
+    Outcome.FULL: FinishReason.LENGTH,
+}
+PROBLEMS = {
+    Outcome.NOT_FINITE: "the model's logits are not finite",
+    Outcome.NONE_ALLOWED: "no token is allowed here",
+}
+
+
+@dataclass(slots=True)
+class Flight:
+    """A plan that runs on the device."""
+
+    plan: StepPlan
+    results: list[SlotResult]  # of slots that could not run
+    slots: Ints  # in the order of the step's rows
+    owners: Ints
+    entry: Entry
+    launched_s: float
+
+
+class DeviceLoop:
+    """Launches steps and collects them in order.
+
+    In `Batch.slots`, lengths are those after all steps in flight, should no slot end in them: a slot that does takes
+    part in none of the later ones. Ids of tokens arrive when a step is collected.
+    """
+
+    def __init__(self, steps: DecodeSteps, batch: Batch) -> None:
+        self.steps, self._batch, self._mixed = steps, batch, MixedSteps(steps)
+        self.flights: deque[Flight] = deque()
+        self._done_s = 0.0  # when the last step was found to be done
+
+    def forget(self) -> None:
+        """All slots are gone. Nothing may be in flight."""
+        self.steps.slots.reset(self.steps.ring.step)
+
+    def idle(self) -> bool:
+        """Captures a size that was left out at the start; False: none is left."""
+        return self.steps.capture_one()
+
+    def note(self, plan: StepPlan) -> None:
+        """What a plan changed, once the batch has it."""
+        self.steps.slots.note(plan, self._batch.slots)
+
+    @property
+    def in_flight(self) -> int:
+        return len(self.flights)
+
+    def can_launch(self) -> bool:
+        return len(self.flights) < len(self.steps.ring)
+
+    def runs_ahead(self, slots: Ints, counts: Ints) -> bool:
+        """Whether no slot of this step needs the host between its tokens."""
+        return len(slots) > 0 and self.takes(slots) and bool(self.steps.slots.drawn[slots].all())
+
+    def takes(self, slots: Ints) -> bool:
+        """Whether a step of these slots can be computed on the device's state."""
+        return len(slots) <= self.steps.capacity and int(slots.max()) < self.steps.slots.num_slots
+
+    def launch(self, plan: StepPlan, results: list[SlotResult], slots: Ints, counts: Ints) -> None:
+        """The next `counts` tokens of each slot, ones first. `results` are given out with the step's."""
+        table = self._batch.slots
+        entry = self._begin(slots, counts)
+        if counts[-1] == 1:
+            rows = self.steps.padded(len(slots))
+            self.steps.sample(rows, self.steps.forward(rows))
+        else:
+            step = self._mixed.prepare(entry, slots, counts, table)
+            step.sample(step.forward())
+        entry.done.record()
+        positions = table.computed[slots] + counts
+        table.computed[slots] = positions
+        table.known[slots] += positions == table.known[slots]
+        self.flights.append(Flight(plan, results, slots, table.owners[slots], entry, time.perf_counter()))
+
+    def collect(self) -> Done | None:
+        """The oldest plan in flight if it is done."""
+        if not self.flights or not self.flights[0].entry.done.query():
+            return None
+        return self._finish(self.flights.popleft())
+
+    def wait(self) -> Done:
+        """The oldest plan in flight."""
+        flight = self.flights.popleft()
+        flight.entry.done.synchronize()
+        return self._finish(flight)
+
+    def run(self, slots: Ints, counts: Ints) -> tuple[Tensor, Tensor | None]:
+        """Hidden rows of a step of which the host picks the tokens; logits too, where every count is one.
+
+        Nothing may be in flight, and `renew` has to follow.
+        """
+        entry = self._begin(slots, counts)
+        if counts[-1] == 1:
+            output = self.steps.forward(self.steps.padded(len(slots))).first(len(slots))
+            entry.done.record()
+            return output.hidden, output.logits
+        hidden = self._mixed.prepare(entry, slots, counts, self._batch.slots).forward()
+        entry.done.record()
+        return hidden, None
+
+    def renew(self, slots: Ints) -> None:
+        """The host has computed a step of these slots."""
+        self.steps.slots.renew(slots, self._batch.slots)
+
+    def _begin(self, slots: Ints, counts: Ints) -> Entry:
+        """Brings the device's state up to date."""
+        table, steps = self._batch.slots, self.steps
+        num_decodes = int((counts == 1).sum())
+        decodes = slots[:num_decodes]
+        positions, size = table.computed[slots], table.block_size
+        self._batch.names.forget(table.tables[decodes, positions[:num_decodes] // size])
+        for slot, begin, count in zip(slots[num_decodes:], positions[num_decodes:], counts[num_decodes:], strict=True):
+            self._batch.names.forget(table.tables[slot, begin // size : -(-(begin + count) // size)])
+        steps.slots.feed(decodes[positions[:num_decodes] < table.given[decodes]], table)
+        entry = steps.ring.take()
+        steps.slots.assign(decodes, steps.padded(num_decodes) if num_decodes == len(slots) else num_decodes)
+        if not num_decodes:
+            steps.slots.count_step(steps.ring.step)
+        index, values = steps.slots.take()
+        if len(index):
+            entry.write(index, values)
+            steps.ops.scatter(steps.slots.state.arena, entry.pairs, len(index))
+        return entry
+
+    def _finish(self, flight: Flight) -> Done:
+        now = time.perf_counter()
+        step_s, self._done_s = now - max(flight.launched_s, self._done_s), now
+        table, results = self._batch.slots, flight.results
+        count = len(flight.slots)
+        outcomes, tokens, computed = flight.entry.results[:, :count].tolist()
+        held = (table.owners[flight.slots] == flight.owners).tolist()
+        for i, slot in enumerate(flight.slots.tolist()):
+            outcome, token, length = outcomes[i], tokens[i], computed[i]
+            if outcome == Outcome.TOKEN:
+                results.append(SlotResult(slot, [token], length))
+                if held[i]:
+                    table.token_ids[slot, length] = token
+            elif outcome == Outcome.PART:
+                results.append(SlotResult(slot, [], length))
+            elif outcome != Outcome.NOTHING:
+                results.append(self._ended(slot, int(flight.owners[i]), Outcome(outcome), token, length))
+                if held[i]:
+                    table.live[slot] = False
+        self._batch.settle(flight.plan, results)
+        return Done(flight.plan, results, time.time(), step_s, self._batch.transfers.take_failed(flight.plan))
+
+    def _ended(self, slot: int, owner: int, outcome: Outcome, token: int, length: int) -> SlotResult:
+        problem = PROBLEMS.get(outcome)
+        if problem is not None:
+            self._batch.drop(slot, owner)
+            return SlotResult(slot, [], length, FinishReason.FAILED, detail=problem)
+        ids = [] if outcome == Outcome.FULL else [token]
+        return SlotResult(slot, ids, length, FINISH[outcome], token if outcome == Outcome.STOP else None)
+
+
+def start(batch: Batch, model: Model, pool: KVPool, geometry: Geometry) -> DeviceLoop:
+    """Raises LoadError for a model that the kernels do not take."""
+    steps = DecodeSteps(model, pool, geometry.max_num_seqs, geometry.max_model_len, geometry.eos_token_ids)
+    return DeviceLoop(steps, batch)

@@ -1,0 +1,92 @@
+"""Host memory that the device reads and writes while the host is elsewhere: one entry for each step in flight."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from blockyard.kernels.advance_slots import NUM_RESULTS
+
+Words = npt.NDArray[np.int32]
+
+FIRST_PAIRS = 4096  # an entry starts with room for so many
+
+
+class Mark(Protocol):
+    """A place in the device's work, as `torch.cuda.Event`."""
+
+    def record(self) -> None: ...
+    def query(self) -> bool: ...
+    def synchronize(self) -> None: ...
+
+
+class Passed:
+    """The mark of a device that has done what it was asked when the call returns."""
+
+    def record(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None: ...
+
+
+@dataclass(slots=True)
+class Entry:
+    """What goes to the device for a step, and what comes back. Free again when `done` has passed."""
+
+    results: Words  # [NUM_RESULTS, capacity]
+    done: Mark
+    pairs: Tensor  # [2, some] int32
+    _words: Tensor  # [some] int64
+
+    def words(self, count: int) -> Tensor:
+        """[count] int64 for a step's rows."""
+        if count > len(self._words):
+            self._words = torch.empty(1 << (count - 1).bit_length(), dtype=torch.int64, pin_memory=self._pinned)
+        return self._words[:count]
+
+    def write(self, index: Words, values: Words) -> None:
+        """Pairs for `scatter_words`."""
+        count = len(index)
+        if count > self.pairs.shape[1]:
+            size = 1 << (count - 1).bit_length()
+            self.pairs = torch.empty((2, size), dtype=torch.int32, pin_memory=self._pinned)
+        host = self.pairs.numpy()
+        host[0, :count], host[1, :count] = index, values
+
+    @property
+    def _pinned(self) -> bool:
+        return self.pairs.is_pinned()
+
+
+class PinnedRing:
+    """Entries in turn, one a step. The device finds its results' place by counting steps: see `gather_rows`."""
+
+    def __init__(self, size: int, capacity: int, device: torch.device, mark: Callable[[], Mark] | None = None) -> None:
+        pinned = device.type == "cuda"
+        if mark is None:
+            mark = torch.cuda.Event if pinned else Passed
+        self.results = torch.zeros((size, NUM_RESULTS, capacity), dtype=torch.int32, pin_memory=pinned)
+        self._entries = [
+            Entry(
+                one.numpy(),
+                mark(),
+                torch.zeros((2, FIRST_PAIRS), dtype=torch.int32, pin_memory=pinned),
+                torch.empty(0, dtype=torch.int64),
+            )
+            for one in self.results
+        ]
+        self.step = 0  # the last one that took an entry
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def take(self) -> Entry:
+        """The next step's. Its last use must be over."""
+        self.step += 1
+        return self._entries[self.step % len(self._entries)]

@@ -1,0 +1,96 @@
+"""Steps of the device loop in plain torch, and a device that is slow to say that it is done."""
+
+import random
+
+from torch import Tensor
+
+from blockyard.kernels.advance_slots import advance_slots_reference
+from blockyard.kernels.draw_reference import draw_tokens_reference
+from blockyard.kernels.draw_tokens import DrawParams
+from blockyard.kernels.gather_rows import Rows, gather_rows_reference
+from blockyard.kernels.paged_decode import Sequences, paged_decode_reference
+from blockyard.kernels.rms_norm import RMSNorm
+from blockyard.kernels.rope_write_kv import rope_write_kv_reference
+from blockyard.kernels.scatter_words import scatter_words_reference
+from blockyard.kernels.slot_state import SlotState
+from blockyard.services.gpu_worker.decode_steps import IN_FLIGHT, DecodeSteps
+from blockyard.services.gpu_worker.device_loop import DeviceLoop
+from blockyard.services.gpu_worker.kv_pool import KVPool
+from blockyard.services.gpu_worker.pinned_ring import PinnedRing
+from blockyard.services.gpu_worker.runner import Runner
+
+
+class ReferenceAttention:
+    def __init__(self, pool: KVPool, seqs: Sequences) -> None:
+        self._pool, self._seqs = pool, seqs
+
+    def __call__(self, layer: int, qkv: Tensor, rotation: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:
+        shape, memory = self._pool.shape, self._pool.memory[layer]
+        weight, eps = (norm.weight, norm.eps) if norm is not None else (None, 0.0)
+        rope_write_kv_reference(qkv, memory, self._seqs, rotation, weight, eps)
+        q = qkv[:, : shape.num_heads].contiguous()
+        return paged_decode_reference(q, memory, self._seqs, shape.scale, shape.windows[layer])
+
+
+class ReferenceOps:
+    """For `DeviceOps`."""
+
+    def scatter(self, arena: Tensor, pairs: Tensor, count: int) -> None:
+        assert len(set(pairs[0, :count].tolist())) == count, "no place may be written twice"
+        scatter_words_reference(arena, pairs, count)
+
+    def gather(self, state: SlotState, rows: Rows) -> None:
+        gather_rows_reference(state, rows)
+
+    def attend(
+        self, pool: KVPool, rows: Rows, tables: Tensor, starts: Tensor | None = None, num_decodes: int = 0
+    ) -> ReferenceAttention:
+        if starts is not None:
+            assert (int(starts[0]), int(starts[-1])) == (num_decodes, len(rows.slots))
+        return ReferenceAttention(pool, Sequences(rows.slots, rows.positions, tables))
+
+    def draw(self, logits: Tensor, rows: Rows, params: DrawParams, tokens: Tensor, best: Tensor) -> None:
+        drawn, won = draw_tokens_reference(logits, rows.slots, rows.index, params)
+        tokens.copy_(drawn)
+        best.copy_(won)
+
+    def advance(
+        self,
+        state: SlotState,
+        rows: Rows,
+        tokens: Tensor,
+        best: Tensor,
+        eos: Tensor,
+        results: Tensor,
+        counts: Tensor | None,
+    ) -> None:
+        advance_slots_reference(state, rows, tokens, best, eos, results, counts)
+
+
+class SlowMark:
+    """Passes when it has been asked a few times."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng, self._left = rng, 0
+
+    def record(self) -> None:
+        self._left = self._rng.randrange(4)
+
+    def query(self) -> bool:
+        self._left -= 1
+        return self._left < 0
+
+    def synchronize(self) -> None:
+        self._left = 0
+
+
+def run_ahead(runner: Runner, capacity: int, seed: int = 0) -> DeviceLoop:
+    """Gives a runner on CPU a device loop."""
+    rng, shape = random.Random(seed), runner.geometry
+    ring = PinnedRing(IN_FLIGHT, capacity, runner.pool.device, lambda: SlowMark(rng))
+    steps = DecodeSteps(
+        runner.model, runner.pool, capacity, shape.max_model_len, shape.eos_token_ids, ReferenceOps(), ring
+    )
+    loop = DeviceLoop(steps, runner.batch)
+    runner.run_ahead(loop)
+    return loop
