@@ -59,9 +59,11 @@ class DecodeSteps:
         capacity: int,
         max_model_len: int,
         eos_token_ids: list[int],
+        sizes: list[int] | None = None,
         ops: DeviceOps | None = None,
         ring: PinnedRing | None = None,
     ) -> None:
+        """`sizes`: of graphs, in place of a ladder. Raises LoadError for a head size that kernels do not take."""
         if pool.shape.head_dim % 2:
             raise LoadError(f"a head size of {pool.shape.head_dim} is not supported on a GPU, only even ones are")
         self.capacity, self.ops = capacity, ops or TritonDeviceOps()
@@ -73,7 +75,7 @@ class DecodeSteps:
         self._tokens = torch.zeros(capacity, dtype=torch.int64, device=device)
         self._best = torch.zeros(capacity, dtype=torch.float32, device=device)
         self._eos = torch.tensor([i for i in eos_token_ids if 0 <= i < vocab], dtype=torch.int32, device=device)
-        self._ladder = ladder(capacity)
+        self._ladder = [n for n in sizes or [] if n <= capacity] or ladder(capacity)
         self._graphs: dict[int, Captured] = {}
         self._missing: list[int] = []  # sizes that are still to be captured
         self._graph_pool: Any = None

@@ -182,7 +182,7 @@ class DeviceLoop:
         return SlotResult(slot, ids, length, FINISH[outcome], token if outcome == Outcome.STOP else None)
 
 
-def start(batch: Batch, model: Model, pool: KVPool, geometry: Geometry) -> DeviceLoop:
+def start(batch: Batch, model: Model, pool: KVPool, geometry: Geometry, sizes: list[int]) -> DeviceLoop:
     """Raises LoadError for a model that the kernels do not take."""
-    steps = DecodeSteps(model, pool, geometry.max_num_seqs, geometry.max_model_len, geometry.eos_token_ids)
+    steps = DecodeSteps(model, pool, geometry.max_num_seqs, geometry.max_model_len, geometry.eos_token_ids, sizes)
     return DeviceLoop(steps, batch)

@@ -87,7 +87,7 @@ def start(config: WorkerConfig, report: Report) -> Runner:
 
 def run_ahead(runner: Runner, config: WorkerConfig, report: Report, notes: list[str]) -> None:
     """Moves the batch to the GPU."""
-    loop = find_device_loop().start(runner.batch, runner.model, runner.pool, runner.geometry)
+    loop = find_device_loop().start(runner.batch, runner.model, runner.pool, runner.geometry, config.graph_sizes)
     with torch.inference_mode():
         if not config.enforce_eager:
             report("capturing CUDA graphs", 0.0, notes)

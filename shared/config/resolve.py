@@ -15,6 +15,7 @@ from blockyard.shared.config.checkpoint import (
     model_length,
     sampling_defaults,
 )
+from blockyard.shared.config.compilation import graph_fields
 from blockyard.shared.config.detokenizer import DetokenizerConfig
 from blockyard.shared.config.flags import FLAGS
 from blockyard.shared.config.gateway import GatewayConfig
@@ -170,6 +171,7 @@ def worker(values: Values, model: Checkpoint, process: ProcessConfig) -> WorkerC
             "max_num_batched_tokens": step_tokens(values, model),
             "max_model_len": context_limit(values, model.config),
             "swap_space_gib": host_memory.swap_space(values),
+            **graph_fields(values),
             "config_overrides": msgspec.json.encode(config_overrides(values)).decode(),
         },
     )

@@ -48,6 +48,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     gpu: int | None = None  # its place among the GPUs that may be seen, where it is to have one to itself
     mock: MockConfig = MockConfig()
     enforce_eager: bool = False  # no CUDA graphs
+    graph_sizes: list[int] = []  # rows of decode steps that have graphs; empty: a ladder up to max_num_seqs
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):

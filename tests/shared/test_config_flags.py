@@ -79,7 +79,6 @@ def test_the_default_given_explicitly_is_fine(flag: Flag) -> None:
         (["-tp", "2"], "-tp 2: not built yet: tensor parallelism; use 1"),
         (["--device=tpu"], "--device tpu: foreign hardware: blockyard runs on cuda and cpu"),
         (["-q", "awq"], "-q awq: not built yet: quantized weights"),
-        (["-O3"], "-O3 3: not built yet: torch.compile; use 0 or leave it out"),
         (["--enable_lora"], "--enable_lora: not built yet: LoRA adapters"),
         (["--kv-transfer-config", "{}"], "--kv-transfer-config: not built yet: disaggregation"),
         (

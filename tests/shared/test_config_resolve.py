@@ -252,3 +252,26 @@ def test_host_memory_for_kv(args: list[str], gib: float) -> None:
 def test_more_host_memory_than_there_is_is_refused_with_what_there_is() -> None:
     with pytest.raises(ConfigError, match=r"--swap-space 1e\+06: there are [0-9.]+ GiB of memory on this machine"):
         deploy("--swap-space", "1000000")
+
+
+@pytest.mark.parametrize(
+    ("args", "eager", "sizes"),
+    [
+        ([], False, []),
+        (["-O0"], True, []),
+        (["-O3"], False, []),
+        (["-O", "1", "--enforce-eager"], True, []),
+        (["-O", '{"level": 2, "cudagraph_capture_sizes": [8, 1, 8]}'], False, [1, 8]),
+        (["-O", '{"use_cudagraph": false}'], True, []),
+    ],
+)
+def test_compilation_levels(args: list[str], eager: bool, sizes: list[int]) -> None:
+    ring = deploy(*args)
+    assert (ring.workers[0].enforce_eager, ring.workers[0].graph_sizes) == (eager, sizes)
+    assert sum("no torch.compile" in note for note in ring.notes) == ("-O" in "".join(args))
+
+
+@pytest.mark.parametrize("value", ["4", "fast", '{"backend": "inductor"}', '{"cudagraph_capture_sizes": [0]}'])
+def test_compilation_levels_that_nobody_knows(value: str) -> None:
+    with pytest.raises(ConfigError, match="compilation-config"):
+        deploy("--compilation-config", value)

@@ -223,10 +223,9 @@ EXECUTION = (
         "compilation-config",
         Kind.TEXT,
         None,
-        "torch.compile level 0 to 3, or JSON.",
+        "Level 0 to 3, or a JSON object with `level`, `use_cudagraph`, `cudagraph_capture_sizes`.",
         aliases=("O",),
-        refused=not_built("torch.compile; use 0 or leave it out"),
-        harmless=("0",),
+        mapped="level 0 is --enforce-eager; 1 to 3 are one: kernels written by hand, in CUDA graphs, no torch.compile",
     ),
     Flag("enable-sleep-mode", Kind.BOOL, False, "Release GPU memory while idle.", refused=not_built("sleep mode")),
     Flag(

@@ -89,7 +89,7 @@ def run_ahead(runner: Runner, capacity: int, seed: int = 0) -> DeviceLoop:
     rng, shape = random.Random(seed), runner.geometry
     ring = PinnedRing(IN_FLIGHT, capacity, runner.pool.device, lambda: SlowMark(rng))
     steps = DecodeSteps(
-        runner.model, runner.pool, capacity, shape.max_model_len, shape.eos_token_ids, ReferenceOps(), ring
+        runner.model, runner.pool, capacity, shape.max_model_len, shape.eos_token_ids, ops=ReferenceOps(), ring=ring
     )
     loop = DeviceLoop(steps, runner.batch)
     runner.run_ahead(loop)
