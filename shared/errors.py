@@ -19,6 +19,12 @@ class LoadError(BlockyardError):
     exit_code = 3
 
 
+class DeviceError(BlockyardError):
+    """What computes failed, a GPU most likely: the process ends, and is worth starting again."""
+
+    exit_code = 4
+
+
 class RequestError(BlockyardError, ValueError):
     """A request cannot be served; `field` names what is wrong with it, `status` is the HTTP status.
 

@@ -11,6 +11,7 @@ from collections import deque
 from blockyard.services.gpu_worker.counters import Counters
 from blockyard.services.gpu_worker.interfaces import Done, StepRunner, WorkerLinks
 from blockyard.shared.bus import Event, Gone, Joined
+from blockyard.shared.errors import DeviceError
 from blockyard.shared.messages import Attach, Attached, Fenced, OutOfStep, StepPlan, StepResult, WorkerIn
 
 log = logging.getLogger(__name__)
@@ -54,7 +55,18 @@ class Worker:
                 self._links.answer(peer, OutOfStep(self._links.me.incarnation, 1))
 
     def step(self) -> None:
-        """Launches the oldest plan, if there is room for one, and answers those that are done."""
+        """Launches the oldest plan, if there is room for one, and answers those that are done.
+
+        Raises DeviceError after an error of the runner's: of CUDA's nothing can be computed any more.
+        """
+        try:
+            self._step()
+        except RuntimeError as e:
+            log.exception("the step loop ends")
+            lines = str(e).splitlines() or [type(e).__name__]
+            raise DeviceError(f"the device failed with {self._runner.in_flight} plans in flight: {lines[0]}") from e
+
+    def _step(self) -> None:
         if self.plans and self._runner.can_launch():
             self._runner.launch(self.plans.popleft())
         elif not self._runner.in_flight:

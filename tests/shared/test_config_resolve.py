@@ -79,7 +79,7 @@ def test_block_size_is_one_number_for_all() -> None:
 @pytest.mark.parametrize(
     ("args", "number"),
     [
-        ([], None),
+        ([], 1),
         (["--tokenizers", "3"], 3),
         (["--tokenizer-pool-size", "0"], 1),
         (["--tokenizer-pool-size", "4"], 4),

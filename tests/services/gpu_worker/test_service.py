@@ -10,6 +10,7 @@ from blockyard.services.gpu_worker.__main__ import own_gpu
 from blockyard.services.gpu_worker.interfaces import Done
 from blockyard.services.gpu_worker.service import Worker
 from blockyard.shared.bus import Gone, Joined
+from blockyard.shared.errors import DeviceError
 from blockyard.shared.fake_links import FakeLinks
 from blockyard.shared.messages import (
     Attach,
@@ -237,8 +238,9 @@ def test_an_error_of_the_device_ends_the_loop(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(runner, "collect", fails)
     monkeypatch.setattr(links, "poll", lambda timeout_s: [], raising=False)
-    with pytest.raises(RuntimeError, match="illegal memory access"):
+    with pytest.raises(DeviceError, match="failed with 1 plans in flight: CUDA error: an illegal memory access") as e:
         it.run(threading.Event())
+    assert e.value.exit_code == 4
     assert [type(frame) for _, frame in links.answered] == [Attached]
 
 
