@@ -4,6 +4,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from blockyard.kernels.overlap import can_overlap, options
 
 LONGEST_ROW = 32768  # a row is one tile
 
@@ -27,11 +30,17 @@ def _add_rms_norm_kernel(
     eps,
     ADD: tl.constexpr,
     TILE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     # program i has row i, whole
+    if OVERLAP:
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, TILE)
     inside = cols < size
+    weight = tl.load(weight_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+    if OVERLAP:
+        gdc_wait()
     residual = residual_ptr + row * residual_stride + cols
     x = tl.load(residual, mask=inside, other=0.0).to(tl.float32)
     if ADD:
@@ -40,7 +49,6 @@ def _add_rms_norm_kernel(
         tl.store(residual, rounded, mask=inside)
         x = rounded.to(tl.float32)  # what later layers will see
     scale = tl.rsqrt(tl.sum(x * x, 0) / size + eps)
-    weight = tl.load(weight_ptr + cols, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * size + cols, x * scale * weight, mask=inside)
 
 
@@ -62,7 +70,7 @@ def add_rms_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: fl
         raise ValueError(f"rows of {size} are longer than {LONGEST_ROW}")
     out = torch.empty((rows, size), dtype=residual.dtype, device=residual.device)
     if out.numel():
-        tile = triton.next_power_of_2(size)
+        tile, overlap = triton.next_power_of_2(size), can_overlap(residual.device)
         _add_rms_norm_kernel[(rows,)](
             residual,
             delta,
@@ -74,6 +82,8 @@ def add_rms_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: fl
             eps,
             ADD=add,
             TILE=tile,
+            OVERLAP=overlap,
             num_warps=min(max(tile // 512, 1), 16),
+            **options(overlap),
         )
     return out

@@ -5,6 +5,9 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from blockyard.kernels.overlap import can_overlap, options
 
 _TILE = 1024
 
@@ -15,8 +18,11 @@ def silu_mul_reference(gate_up: Tensor) -> Tensor:
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up_ptr, out_ptr, stride, inner, TILE: tl.constexpr):
+def _silu_mul_kernel(gate_up_ptr, out_ptr, stride, inner, TILE: tl.constexpr, OVERLAP: tl.constexpr):
     # program (i, j) has tile j of row i
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = cols < inner
@@ -37,6 +43,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, inner), dtype=gate_up.dtype, device=gate_up.device)
     if out.numel():
-        grid = (rows, triton.cdiv(inner, _TILE))
-        _silu_mul_kernel[grid](gate_up, out, gate_up.stride(0), inner, TILE=_TILE)
+        grid, overlap = (rows, triton.cdiv(inner, _TILE)), can_overlap(gate_up.device)
+        stride = gate_up.stride(0)
+        _silu_mul_kernel[grid](gate_up, out, stride, inner, TILE=_TILE, OVERLAP=overlap, **options(overlap))
     return out
