@@ -23,24 +23,68 @@ def bisect(keys, weights, target, low, high):
 
 
 @triton.jit
-def gather(logits_ptr, spans_ptr, values_ptr, ids_ptr, num, least, vocab, SHIFT: tl.constexpr, SPAN: tl.constexpr,
-            CHUNK: tl.constexpr, MOST: tl.constexpr):  # fmt: skip
-    """Lists the tokens of `num` listed spans whose key is `least` or more, in order. How many there are."""
-    count = 0
+def reach_down(values, weights, goal, low, high, STEPS: tl.constexpr):
+    """A value between `low` and `high`, as large as few steps find it, at or above which lies the weight `goal`.
+
+    `low` where even that is too high.
+    """
+    for _ in tl.static_range(STEPS):
+        middle = 0.5 * (low + high)
+        enough = tl.sum(tl.where(values >= middle, weights, 0.0), 0) >= goal
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle)
+    return low
+
+
+@triton.jit
+def first_guess(tops, real, top, masses, scale, top_k, top_p, least, vocab, plain, goal):
+    """A logit below which no token is kept; where top-p alone limits, a guess that other tokens have to confirm."""
+    bound = tl.full([], -3.4e38, tl.float32)
+    if plain:  # what is lower weighs less than 1 - top_p of the largest alone
+        low = top - (tl.log(vocab.to(tl.float32)) - tl.log(tl.maximum(1 - top_p, 1e-7))) / scale
+        bound = tl.maximum(reach_down(tops, masses, goal, low, top, 8), bound)
+    if top_k < vocab:  # the k-th largest token is not below the k-th largest span
+        wanted, ones = top_k.to(tl.float32), tl.where(real, 1.0, 0.0)
+        low = tl.maximum(tl.min(tl.where(real, tops, top), 0), top - 100)
+        if tl.sum(tl.where(tops >= low, ones, 0.0), 0) >= wanted:
+            bound = reach_down(tops, ones, wanted, low, top, 8)
+    return tl.maximum(bound, least)
+
+
+@triton.jit
+def gather(
+    logits_ptr,
+    spans_ptr,
+    values_ptr,
+    ids_ptr,
+    num,
+    bound,
+    scale,
+    top,
+    vocab,
+    SPAN: tl.constexpr,
+    CHUNK: tl.constexpr,
+    MOST: tl.constexpr,
+):
+    """Lists the tokens of `num` listed spans whose logit is `bound` or more, in order: their number and their mass."""
+    count = tl.full([], 0, tl.int32)
+    mass = tl.full([], 0.0, tl.float32)
     for start in range(0, num, CHUNK):
         which = start + tl.arange(0, CHUNK)
         spans = tl.load(spans_ptr + which, mask=which < num, other=0)
         cols = spans[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
         there = (which < num)[:, None] & (cols < vocab)
         x = tl.load(logits_ptr + cols, mask=there, other=float("-inf")).to(tl.float32)
-        taken = (there & (key_of(x, SHIFT) >= least)).to(tl.int32)
-        each = tl.sum(taken, 1)
-        places = count + (tl.cumsum(each, 0) - each)[:, None] + tl.cumsum(taken, 1) - 1
-        fits = (taken > 0) & (places < MOST)
+        taken = there & (x >= bound)
+        mass += tl.sum(tl.sum(tl.where(taken, tl.exp((x - top) * scale), 0.0), 1), 0)
+        ones = taken.to(tl.int32)
+        each = tl.sum(ones, 1)
+        places = count + (tl.cumsum(each, 0) - each)[:, None] + tl.cumsum(ones, 1) - 1
+        fits = taken & (places < MOST)
         tl.store(values_ptr + places, x, mask=fits)
         tl.store(ids_ptr + places, cols, mask=fits)
         count += tl.sum(each, 0)
-    return count
+    return count, mass
 
 
 @triton.jit
@@ -69,6 +113,7 @@ def draw_narrow(
     CHUNK: tl.constexpr,
     MOST_SPANS: tl.constexpr,
     MOST: tl.constexpr,
+    FAST: tl.constexpr,
 ):
     """Value and token that win among what the limits keep, and whether these are too many: then neither is meant.
 
@@ -77,43 +122,49 @@ def draw_narrow(
     """
     best = tl.full([], 0.0, tl.float32)
     token = tl.full([], 0, tl.int32)
-    wide = True
-    keys = key_of(tops, SHIFT)
-    highest, lowest = key_of(top, SHIFT), key_of(tl.full([], -3.4e38, tl.float32), SHIFT) - 1
+    count = tl.full([], MOST + 1, tl.int32)
+    bound = tl.full([], 0.0, tl.float32)
     whole = tl.sum(masses, 0)
     plain = (top_k >= vocab) & (min_p <= 0)
-    from_key = lowest + 1  # no token below it is kept
-    if plain:  # a guess: other tokens of these spans weigh something too. Checked below
-        from_key = bisect(keys, masses, whole * (top_p + 0.25 * (1 - top_p)), lowest, highest)
-    if top_k < vocab:  # the k-th largest token is not below the k-th largest span
-        from_key = bisect(keys, tl.where(real, 1.0, 0.0), top_k.to(tl.float32), lowest, highest)
-    if min_p > 0:
-        from_key = tl.maximum(from_key, key_of(least, SHIFT))
-    near = (real & (keys >= from_key)).to(tl.int32)
-    num = tl.sum(near, 0)
-    if num <= MOST_SPANS:
-        tl.store(spans_ptr + tl.cumsum(near, 0) - 1, spans, mask=near > 0)
-        tl.debug_barrier()
-        count = gather(logits_ptr, spans_ptr, values_ptr, ids_ptr, num, from_key, vocab, SHIFT, SPAN, CHUNK, MOST)
-        tl.debug_barrier()
-        if count <= MOST:
-            places = tl.arange(0, MOST)
-            there = places < count
-            x = tl.load(values_ptr + places, mask=there, other=float("-inf"))
-            ids = tl.load(ids_ptr + places, mask=there, other=0)
-            keys = key_of(x, SHIFT)
-            if top_k < vocab:
-                kth = bisect(keys, tl.where(there, 1.0, 0.0), top_k.to(tl.float32), from_key - 1, highest)
-                there = there & (keys >= kth)
-            there = there & (x >= least)
-            shares = tl.where(there, tl.exp((x - top) * scale), 0.0)
-            left = tl.sum(shares, 0)
-            whole = tl.where(plain, whole, left)
-            wide = left < top_p * whole
-            if top_p < 1.0:
-                there = there & (keys >= bisect(keys, shares, top_p * whole, from_key - 1, highest))
-            value = (x - top) * scale + gumbel_at(ids, index, choice, key0, key1)
-            value = tl.where(there, value, float("-inf"))
-            best = tl.max(value, 0)
-            token = tl.min(tl.where(there & (value == best), ids, 0x7FFFFFFF), 0)
-    return best, token, wide
+    goal = whole * (top_p + 0.25 * (1 - top_p))  # more than is kept: it counts tokens of these spans that are not
+    tries = 0
+    while tries < 3:
+        tries += 1
+        bound = first_guess(tops, real, top, masses, scale, top_k, top_p, least, vocab, plain, goal)
+        near = (real & (tops >= bound)).to(tl.int32)
+        num = tl.sum(near, 0)
+        count = tl.full([], MOST + 1, tl.int32)
+        if num <= MOST_SPANS:
+            tl.store(spans_ptr + tl.cumsum(near, 0) - 1, spans, mask=near > 0)
+            tl.debug_barrier()
+            count, found = gather(
+                logits_ptr, spans_ptr, values_ptr, ids_ptr, num, bound, scale, top, vocab, SPAN, CHUNK, MOST
+            )
+            tl.debug_barrier()
+            lacking = top_p * whole - found
+            if plain & (lacking > 0):
+                goal = tl.minimum(goal + 1.5 * lacking, whole)
+                count = tl.full([], MOST + 1, tl.int32)
+            else:
+                tries = 3
+        else:
+            tries = 3
+    if count <= MOST:
+        places = tl.arange(0, MOST)
+        there = places < count
+        x = tl.load(values_ptr + places, mask=there, other=float("-inf"))
+        ids = tl.load(ids_ptr + places, mask=there, other=0)
+        keys = key_of(x, SHIFT)
+        low, high = key_of(bound, SHIFT) - 1, key_of(top, SHIFT)
+        if top_k < vocab:
+            kth = bisect(keys, tl.where(there, 1.0, 0.0), top_k.to(tl.float32), low, high)
+            there = there & (keys >= kth)
+        shares = tl.where(there, tl.exp((x - top) * scale), 0.0)
+        if top_p < 1.0:
+            kept = top_p * tl.where(plain, whole, tl.sum(shares, 0))
+            there = there & (keys >= bisect(keys, shares, kept, low, high))
+        value = (x - top) * scale + gumbel_at(ids, index, choice, key0, key1, FAST)
+        value = tl.where(there, value, float("-inf"))
+        best = tl.max(value, 0)
+        token = tl.min(tl.where(there & (value == best), ids, 0x7FFFFFFF), 0)
+    return best, token, count > MOST

@@ -1,9 +1,9 @@
-"""Draws a token a row without sorting, in two kernels of fixed grids: for CUDA graphs.
+"""Draws a token a row without sorting, in three kernels of fixed grids: for CUDA graphs.
 
 Every limit (min-p, top-k, top-p) keeps the tokens from some logit upwards. The first kernel reads all logits once and
 leaves the largest of each span of tokens and its mass; rows without limits get their noise there. The second, a
 program a row, sees from the spans which few can hold a token that is kept, gathers these tokens, finds the exact
-threshold among them by bisection and draws. Rows whose tokens to keep are too many for that take `draw_wide`'s way.
+threshold among them by bisection and draws. Rows with too many tokens to keep for that are left to the third.
 """
 
 from dataclasses import dataclass
@@ -14,14 +14,17 @@ import triton.language as tl
 from torch import Tensor
 
 from blockyard.kernels.draw_narrow import draw_narrow
-from blockyard.kernels.draw_wide import LOWEST, best_noisy, draw_wide
+from blockyard.kernels.draw_wide import LOWEST, best_noisy, least_kept, settle
 
 _SPAN = 128  # tokens
 _SPANS = 32  # a tile of the first kernel
-_CHUNK = 32  # spans that are gathered at once
-_MOST_SPANS = 384  # that are gathered
+_TILE = 2048  # tokens that get noise at once
+_CHUNK = 16  # spans that are gathered at once
+_MOST_SPANS = 512  # that are gathered
 _CANDIDATES = 1024
-_PROGRAMS = 8 * 132  # of the first kernel, at most
+_PROGRAMS = 64 * 132  # of the first kernel, at most
+_WIDE_PROGRAMS = 8 * 132  # of the third
+_WARPS = (8, 8, 8)  # of the three kernels
 _SHIFT = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # low bits of a key that are always the same
 
 
@@ -90,6 +93,8 @@ def _scan_kernel(
     tiles,
     SPAN: tl.constexpr,
     SPANS: tl.constexpr,
+    TILE: tl.constexpr,
+    FAST: tl.constexpr,
 ):
     # program (i, j) has `tiles` tiles of row i, from tile j * tiles on
     row = tl.program_id(0).to(tl.int64)
@@ -112,11 +117,12 @@ def _scan_kernel(
             tl.store(span_mass_ptr + row * num_spans + spans, mass, mask=spans < num_spans)
     else:
         index, choice, key0, key1 = _noise_key(row, slot, index_ptr, key_ptr, choice_ptr, num_slots)
-        begin = first * (SPANS * SPAN)
-        end = tl.minimum(begin + tiles * (SPANS * SPAN), vocab)
-        best, token, _won = best_noisy(
-            logits_ptr, begin, end, scale, LOWEST, float("-inf"), 0.0, index, choice, key0, key1, 0, SPANS * SPAN
-        )
+        each: tl.constexpr = SPANS * SPAN // TILE
+        end = tl.minimum((first + tiles) * each, tl.cdiv(vocab, TILE))
+        best, token = best_noisy(
+            logits_ptr, vocab, first * each, end, scale, LOWEST, float("-inf"), 0.0, index, choice, key0, key1,
+            0, TILE, FAST,
+        )  # fmt: skip
         place = row * tl.num_programs(1) + tl.program_id(1)
         tl.store(best_ptr + place, best)
         tl.store(token_ptr + place, token)
@@ -140,6 +146,7 @@ def _choose_kernel(
     spans_ptr,
     values_ptr,
     ids_ptr,
+    arrived_ptr,
     tokens_ptr,
     out_ptr,
     stride,
@@ -154,7 +161,7 @@ def _choose_kernel(
     CHUNK: tl.constexpr,
     MOST_SPANS: tl.constexpr,
     MOST: tl.constexpr,
-    TILE: tl.constexpr,
+    FAST: tl.constexpr,
 ):
     # program i has row i
     row = tl.program_id(0).to(tl.int64)
@@ -182,30 +189,88 @@ def _choose_kernel(
                 best = top
             else:
                 index, choice, key0, key1 = _noise_key(row, slot, index_ptr, key_ptr, choice_ptr, num_slots)
-                least_log = tl.log(tl.where(min_p > 0, min_p, 1.0))
-                least = tl.where(min_p > 0, top + least_log / scale, float("-inf"))
+                least = least_kept(top, scale, min_p)
                 masses = mass * tl.exp((tops - top) * scale)
                 best, token, wide = draw_narrow(
                     logits_ptr, vocab, scale, top_k, top_p, min_p, least, spans, real, tops, top, masses,
                     index, choice, key0, key1, spans_ptr + row * MOST_SPANS, values_ptr + row * MOST,
-                    ids_ptr + row * MOST, SHIFT, SPAN, CHUNK, MOST_SPANS, MOST,
+                    ids_ptr + row * MOST, SHIFT, SPAN, CHUNK, MOST_SPANS, MOST, FAST,
                 )  # fmt: skip
-                if wide:
-                    best, token = draw_wide(
-                        logits_ptr, vocab, scale, top_k, top_p, least, top, index, choice, key0, key1, SHIFT, TILE
-                    )
+                token = tl.where(wide, -1, token)  # left to the third kernel, which needs the largest logit
+                best = tl.where(wide, top, best)
         else:
-            places = tl.arange(0, PROGRAMS)
-            inside = places < programs
-            values = tl.load(best_ptr + row * programs + places, mask=inside, other=float("-inf"))
-            ids = tl.load(token_ptr + row * programs + places, mask=inside, other=0)
-            best = tl.max(values, 0)
-            token = tl.min(tl.where(inside & (values == best), ids, 0x7FFFFFFF), 0)
-            if tl.max(tl.where(values < float("inf"), 0, 1), 0) > 0:
-                best = tl.full([], float("nan"), tl.float32)
-            token = tl.where(best > float("-inf"), token, 0)
+            best, token = _best_part(best_ptr, token_ptr, row, programs, PROGRAMS)
+    tl.store(arrived_ptr + row, 0)
     tl.store(tokens_ptr + row, token.to(tl.int64))
     tl.store(out_ptr + row, best)
+
+
+@triton.jit
+def _wide_kernel(
+    logits_ptr,
+    slots_ptr,
+    index_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    key_ptr,
+    choice_ptr,
+    best_ptr,
+    token_ptr,
+    arrived_ptr,
+    tokens_ptr,
+    out_ptr,
+    stride,
+    vocab,
+    num_slots,
+    tiles,
+    SHIFT: tl.constexpr,
+    TILE: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    # program (i, j) has `tiles` tiles of row i, from tile j * tiles on; the last of a row to arrive puts it together
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(tokens_ptr + row) >= 0:
+        return
+    slot, _greedy, scale, top_k, top_p, min_p, _in_spans = _settings(
+        row, slots_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, vocab
+    )
+    index, choice, key0, key1 = _noise_key(row, slot, index_ptr, key_ptr, choice_ptr, num_slots)
+    top = tl.load(out_ptr + row)
+    least = least_kept(top, scale, min_p)
+    logits_ptr += row * stride
+    first, programs = tl.program_id(1) * tiles, tl.num_programs(1)
+    end = tl.minimum(first + tiles, tl.cdiv(vocab, TILE))
+    best, token = best_noisy(
+        logits_ptr, vocab, first, end, scale, LOWEST, least, top, index, choice, key0, key1, SHIFT, TILE, FAST
+    )
+    tl.store(best_ptr + row * programs + tl.program_id(1), best)
+    tl.store(token_ptr + row * programs + tl.program_id(1), token)
+    tl.debug_barrier()
+    if tl.atomic_add(arrived_ptr + row, 1) < programs - 1:
+        return
+    best, token = _best_part(best_ptr, token_ptr, row, programs, PROGRAMS)
+    best, token = settle(
+        best, token, logits_ptr, vocab, scale, top_k, top_p, least, top, index, choice, key0, key1, SHIFT, TILE, FAST
+    )
+    tl.store(tokens_ptr + row, token.to(tl.int64))
+    tl.store(out_ptr + row, best)
+
+
+@triton.jit
+def _best_part(best_ptr, token_ptr, row, programs, PROGRAMS: tl.constexpr):
+    """Of what the programs of a row found: NaN if one is, else the largest and the lowest token that has it."""
+    places = tl.arange(0, PROGRAMS)
+    inside = places < programs
+    values = tl.load(best_ptr + row * programs + places, mask=inside, other=float("-inf"))
+    ids = tl.load(token_ptr + row * programs + places, mask=inside, other=0x7FFFFFFF)
+    best = tl.max(values, 0)
+    token = tl.min(tl.where(values == best, ids, 0x7FFFFFFF), 0)
+    token = tl.where(best > float("-inf"), token, 0)
+    broken = tl.max(tl.where(values < float("inf"), 0, 1), 0) > 0
+    return tl.where(broken, float("nan"), best), tl.where(broken, 0, token)
 
 
 def draw_tokens(logits: Tensor, slots: Tensor, index: Tensor, params: DrawParams, tokens: Tensor, best: Tensor) -> None:
@@ -225,30 +290,38 @@ def draw_tokens(logits: Tensor, slots: Tensor, index: Tensor, params: DrawParams
         return
     device, num_slots = logits.device, params.temperature.shape[0]
     num_spans = triton.cdiv(vocab, _SPAN)
-    num_tiles = triton.cdiv(num_spans, _SPANS)
-    tiles = triton.cdiv(num_tiles, max(1, min(num_tiles, _PROGRAMS // rows)))
-    programs = triton.cdiv(num_tiles, tiles)
+    tiles, programs = _split(triton.cdiv(num_spans, _SPANS), _PROGRAMS // rows)
+    wide_tiles, wide_programs = _split(triton.cdiv(vocab, _TILE), _WIDE_PROGRAMS // rows)
+    most = max(programs, wide_programs)
     span_top, span_mass = torch.empty((2, rows, num_spans), dtype=torch.float32, device=device)
-    part_best = torch.empty((rows, programs), dtype=torch.float32, device=device)
-    part_token = torch.empty((rows, programs), dtype=torch.int32, device=device)
+    part_best = torch.empty((rows, most), dtype=torch.float32, device=device)
+    part_token = torch.empty((rows, most), dtype=torch.int32, device=device)
     spans = torch.empty((rows, _MOST_SPANS), dtype=torch.int32, device=device)
     ids = torch.empty((rows, _CANDIDATES), dtype=torch.int32, device=device)
     values = torch.empty((rows, _CANDIDATES), dtype=torch.float32, device=device)
+    arrived = torch.empty(rows, dtype=torch.int32, device=device)
     settings = (params.temperature, params.top_k, params.top_p, params.min_p, params.key, params.choice)
-    inputs = (logits, slots, index, *settings, span_top, span_mass, part_best, part_token)
+    inputs, parts, sizes = (
+        (logits, slots, index, *settings),
+        (part_best, part_token),
+        (logits.stride(0), vocab, num_slots),
+    )
+    ways = {"FAST": logits.is_cuda, "TILE": _TILE}
     _scan_kernel[(rows, programs)](
-        *inputs, logits.stride(0), vocab, num_slots, num_spans, tiles, SPAN=_SPAN, SPANS=_SPANS, num_warps=8
+        *inputs, span_top, span_mass, *parts, *sizes, num_spans, tiles, SPAN=_SPAN, SPANS=_SPANS, num_warps=_WARPS[0], **ways
     )
     _choose_kernel[(rows,)](
         *inputs,
+        span_top,
+        span_mass,
+        *parts,
         spans,
         values,
         ids,
+        arrived,
         tokens,
         best,
-        logits.stride(0),
-        vocab,
-        num_slots,
+        *sizes,
         num_spans,
         programs,
         SHIFT=_SHIFT[logits.dtype],
@@ -258,9 +331,28 @@ def draw_tokens(logits: Tensor, slots: Tensor, index: Tensor, params: DrawParams
         CHUNK=_CHUNK,
         MOST_SPANS=_MOST_SPANS,
         MOST=_CANDIDATES,
-        TILE=_SPAN * _SPANS,
-        num_warps=8,
+        FAST=logits.is_cuda,
+        num_warps=_WARPS[1],
     )
+    _wide_kernel[(rows, wide_programs)](
+        *inputs,
+        *parts,
+        arrived,
+        tokens,
+        best,
+        *sizes,
+        wide_tiles,
+        SHIFT=_SHIFT[logits.dtype],
+        PROGRAMS=triton.next_power_of_2(wide_programs),
+        num_warps=_WARPS[2],
+        **ways,
+    )
+
+
+def _split(tiles: int, programs: int) -> tuple[int, int]:
+    """How many tiles a program of a row has, and the number of programs, `programs` at most."""
+    each = triton.cdiv(tiles, max(1, min(tiles, programs)))
+    return each, triton.cdiv(tiles, each)
 
 
 def _check_inputs(logits: Tensor, slots: Tensor, index: Tensor, tokens: Tensor, best: Tensor) -> None:

@@ -24,28 +24,39 @@ def philox(group, index, choice, key0, key1):
 
 
 @triton.jit
-def gumbel(word):
+def gumbel(word, FAST: tl.constexpr):
     """uint32 words -> float32 noise, as `philox_gumbel.to_gumbel`.
 
-    log1p(-v) is log(u) * v / (1 - u) with the rounded u = 1 - v (Kahan), which is exact where v is small.
+    FAST, on a GPU: a series for log1p(-v) up to 1/16 (its next term is below 1e-8 of it), then the hardware's
+    logarithm, whose error there is 2e-6 of it at most. Else log(u) * v / (1 - u) with the rounded u = 1 - v (Kahan).
     """
     v = tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.9999999403953552)
     u = 1.0 - v
-    lost = u == 1.0
-    log_u = tl.where(lost, -v, tl.log(u) * (v / tl.where(lost, 1.0, 1.0 - u)))
-    return -tl.log(-log_u)
+    if FAST:
+        series = v * (1 + v * (0.5 + v * (0.33333334 + v * (0.25 + v * (0.2 + v * 0.16666667)))))
+        rare = tl.where(v < 0.0625, series, -0.6931471805599453 * _log2(u))
+        noise = -0.6931471805599453 * _log2(rare)
+    else:
+        lost = u == 1.0
+        noise = -tl.log(-tl.where(lost, -v, tl.log(u) * (v / tl.where(lost, 1.0, 1.0 - u))))
+    return noise
 
 
 @triton.jit
-def gumbel_at(tokens, index, choice, key0, key1):
+def _log2(x):
+    return tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def gumbel_at(tokens, index, choice, key0, key1, FAST: tl.constexpr):
     """tokens [n] integers -> float32 [n]: each token's noise, where they follow each other in no order."""
     w0, w1, w2, w3 = philox(tokens >> 2, index, choice, key0, key1)
     lane = tokens & 3
-    return gumbel(tl.where(lane < 2, tl.where(lane == 0, w0, w1), tl.where(lane == 2, w2, w3)))
+    return gumbel(tl.where(lane < 2, tl.where(lane == 0, w0, w1), tl.where(lane == 2, w2, w3)), FAST)
 
 
 @triton.jit
-def gumbel_run(first, index, choice, key0, key1, COUNT: tl.constexpr):
+def gumbel_run(first, index, choice, key0, key1, COUNT: tl.constexpr, FAST: tl.constexpr):
     """float32 [COUNT]: the noise of the tokens from `first` on; both are multiples of 4."""
     w0, w1, w2, w3 = philox((first >> 2) + tl.arange(0, COUNT // 4), index, choice, key0, key1)
-    return gumbel(tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [COUNT]))
+    return gumbel(tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [COUNT]), FAST)

@@ -19,7 +19,14 @@ SLOTS = 12
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Lists so short that small vocabularies take every way."""
-    for name, value in (("_SPAN", 16), ("_SPANS", 16), ("_CHUNK", 4), ("_MOST_SPANS", 16), ("_CANDIDATES", 64)):
+    for name, value in (
+        ("_SPAN", 16),
+        ("_SPANS", 16),
+        ("_CHUNK", 4),
+        ("_TILE", 256),
+        ("_MOST_SPANS", 16),
+        ("_CANDIDATES", 64),
+    ):
         monkeypatch.setattr(file, name, value)
     torch.manual_seed(3)
     yield
