@@ -1,11 +1,12 @@
 """The scheduler without its sockets: events in, frames out."""
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from blockyard.services.scheduler.admission import Admission
 from blockyard.services.scheduler.capacity import capacity_of
 from blockyard.services.scheduler.fork import Forks
+from blockyard.services.scheduler.gate import Gate
 from blockyard.services.scheduler.groups import BatchLimits, Group, Groups
 from blockyard.services.scheduler.intake import Intake
 from blockyard.services.scheduler.lifecycle import Lifecycle
@@ -13,8 +14,10 @@ from blockyard.services.scheduler.outbox import Outbox, Outgoing
 from blockyard.services.scheduler.placement import Placement
 from blockyard.services.scheduler.planner import Planner
 from blockyard.services.scheduler.policies import POLICIES
+from blockyard.services.scheduler.prefill_shares import PrefillShares
 from blockyard.services.scheduler.prefix import PrefixCache
 from blockyard.services.scheduler.promises import Promises
+from blockyard.services.scheduler.queue_bounds import QueueBounds
 from blockyard.services.scheduler.results import Results
 from blockyard.services.scheduler.streams import Streams
 from blockyard.services.scheduler.waiting import WaitingQueue
@@ -50,6 +53,8 @@ class SchedulerSettings:
     max_queue_len: int
     max_queue_tokens: int
     max_queue_delay_s: float | None = None  # that a newcomer may wait
+    delay_factor: float = 0.0  # of the last prompt's step that the next one waits
+    prefills: PrefillShares = field(default_factory=PrefillShares)
     whole_prompts: bool = False  # no chunked prefill: a prompt waits for a step that takes all of it
     policy: str = "fcfs"
     prefix_caching: bool = True
@@ -65,22 +70,32 @@ class Scheduler:
         self._settings, self._created = settings, created
         self._outbox = Outbox()
         policy = POLICIES[settings.policy]()
-        delay_s = settings.max_queue_delay_s
-        self._waiting = WaitingQueue(policy, settings.max_queue_len, settings.max_queue_tokens, delay_s)
+        self._waiting = WaitingQueue(policy)
+        self._bounds = QueueBounds(
+            self._waiting, settings.max_queue_len, settings.max_queue_tokens, settings.max_queue_delay_s
+        )
         self._groups = Groups(incarnation, settings.batch)
         self.groups = self._groups.attached  # by worker's incarnation, for those who look on
         self._streams = Streams()
-        promises = Promises(self._waiting, self._streams, self._outbox, delay_s)
+        promises = Promises(self._waiting, self._bounds, self._streams, self._outbox)
         self._prefix = PrefixCache(settings.block_scope, settings.prefix_caching)
         self._forks = Forks(self._waiting)
         self._lifecycle = Lifecycle(self._waiting, self._groups, self._streams, self._prefix, policy, self._forks)
         self.preempting = self._lifecycle.preempting
         self._admission = Admission(settings.names)
         self._intake = Intake(
-            self._admission, self._waiting, self._lifecycle, self._streams, self._outbox, promises, self._forks
+            self._admission,
+            self._waiting,
+            self._bounds,
+            self._lifecycle,
+            self._streams,
+            self._outbox,
+            promises,
+            self._forks,
         )
         self.deadlines = self._intake.deadlines
         self._placement = Placement(self._waiting, self._groups.attached, self._prefix, policy, promises)
+        self._gate = Gate(settings.delay_factor)
         self._planner = Planner(
             incarnation,
             self._waiting,
@@ -90,6 +105,8 @@ class Scheduler:
             promises,
             self._forks,
             self._placement,
+            self._gate,
+            settings.prefills,
             settings.whole_prompts,
         )
         self._results = Results(self._waiting, self._lifecycle, self._prefix)
@@ -155,6 +172,7 @@ class Scheduler:
 
     def turn(self, now: float) -> list[Outgoing]:
         """Decides what happens next; plans come first, so that no worker waits for text."""
+        self._gate.tick(now)
         self._intake.expire(now)
         for worker in self._groups.unanswered(now):
             self._outbox.send(worker, self._groups.ask(worker, now))
@@ -166,7 +184,7 @@ class Scheduler:
             self._groups.stir(self._placement.place())  # those who had to give way may run elsewhere
         self._waiting.rate.tick(now, len(self._waiting) > 0)
         self._streams.flush(self._outbox)
-        if (room := self._waiting.news()) is not None:
+        if (room := self._bounds.news()) is not None:
             for gateway in self._gateways:
                 self._outbox.answer(gateway, RoomChanged(room))
         return self._outbox.take()
@@ -202,6 +220,8 @@ class Scheduler:
             return
         self._num_steps += 1
         self._groups.stir((group,))
+        if record.chunks:
+            self._gate.took(frame.step_s)
         self._results.apply(group, record, frame)
 
     def _attached(self, peer: int, frame: Attached) -> None:

@@ -2,6 +2,7 @@
 
 from blockyard.services.scheduler.core import SchedulerSettings
 from blockyard.services.scheduler.groups import BatchLimits
+from blockyard.services.scheduler.prefill_shares import PrefillShares
 from blockyard.shared.config.scheduler import SchedulerConfig
 
 
@@ -13,6 +14,12 @@ def settings_of(config: SchedulerConfig) -> SchedulerSettings:
         max_queue_len=config.max_queue_len,
         max_queue_tokens=config.max_queue_tokens,
         max_queue_delay_s=config.max_queue_delay_s,
+        delay_factor=config.delay_factor,
+        prefills=PrefillShares(
+            max_partial=config.max_num_partial_prefills,
+            max_long=config.max_long_partial_prefills,
+            long_tokens=config.long_prefill_token_threshold,
+        ),
         whole_prompts=not config.enable_chunked_prefill,
         policy=config.scheduling_policy,
         prefix_caching=config.enable_prefix_caching,

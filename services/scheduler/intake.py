@@ -8,6 +8,7 @@ from blockyard.services.scheduler.fork import Forks
 from blockyard.services.scheduler.lifecycle import Lifecycle
 from blockyard.services.scheduler.outbox import Outbox
 from blockyard.services.scheduler.promises import Promises
+from blockyard.services.scheduler.queue_bounds import QueueBounds
 from blockyard.services.scheduler.requests import Choice, Request, make_choice, num_ids
 from blockyard.services.scheduler.streams import Streams
 from blockyard.services.scheduler.waiting import WaitingQueue
@@ -22,6 +23,7 @@ class Intake:
         self,
         admission: Admission,
         waiting: WaitingQueue,
+        bounds: QueueBounds,
         lifecycle: Lifecycle,
         streams: Streams,
         outbox: Outbox,
@@ -31,7 +33,7 @@ class Intake:
         self.num_requests = 0
         self.num_refused: Counter[str] = Counter()  # by reason
         self.deadlines = Deadlines()
-        self._admission, self._waiting, self._lifecycle = admission, waiting, lifecycle
+        self._admission, self._waiting, self._bounds, self._lifecycle = admission, waiting, bounds, lifecycle
         self._streams, self._outbox, self._promises, self._forks = streams, outbox, promises, forks
         self._arrivals = 0
 
@@ -89,9 +91,9 @@ class Intake:
     def _make_room(self, gateway: int, frame: Generate) -> bool:
         """Whether a newcomer may wait. If the queue is full either it is refused, or others are in its place."""
         owner = (frame.tenant, frame.user)
-        gone = self._waiting.make_room(owner, num_ids(frame.prompt_ids) * len(frame.choices))
+        gone = self._bounds.make_room(owner, num_ids(frame.prompt_ids) * len(frame.choices))
         if gone is None:
-            reason = "delay" if self._waiting.is_long() else "full"
+            reason = "delay" if self._bounds.is_long() else "full"
             self._answer(gateway, frame.request_id, frame.attempt, FULL, reason)
             return False
         for request in gone:
@@ -105,7 +107,7 @@ class Intake:
 
     def _answer(self, gateway: int, request_id: str, attempt: int, refusal: Refusal, reason: str) -> None:
         self.num_refused[reason] += 1
-        room = self._waiting.room()
+        room = self._bounds.room()
         frame = Refused(request_id, attempt, refusal.status, refusal.field, refusal.message, room)
         self._outbox.answer(gateway, frame)
 
@@ -135,6 +137,7 @@ class Intake:
             self._arrivals += 1
         arrival = old.arrival if old is not None else self._arrivals
         request = Request(frame.request_id, frame.attempt, frame, gateway, arrival, num_ids(frame.prompt_ids))
+        request.came_s = old.came_s if old is not None else now
         request.owner = old.owner if old is not None else (frame.tenant, frame.user)
         self._lifecycle.requests[request.id] = request
         self._add_choices(request, frame.choices)

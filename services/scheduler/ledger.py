@@ -71,7 +71,7 @@ class Ledger:
             if request is None:
                 return None
             num_gone[heaviest] += 1
-            freed[heaviest] += request.num_prompt * len(request.choices)
+            freed[heaviest] += sum(choice.known for choice in request.choices.values() if choice.ticket)
             gone.append(request)
         return gone
 

@@ -1,16 +1,20 @@
 """One plan: decodes first, then prefills with what is left of the budget, then newcomers."""
 
 from blockyard.services.scheduler.fork import Forks
+from blockyard.services.scheduler.gate import Gate
 from blockyard.services.scheduler.groups import Group, PlanRecord
 from blockyard.services.scheduler.lifecycle import Lifecycle
 from blockyard.services.scheduler.placement import Placement
 from blockyard.services.scheduler.policy import Policy
 from blockyard.services.scheduler.preemption import Preemption
-from blockyard.services.scheduler.prefix import PrefixCache
+from blockyard.services.scheduler.prefill_shares import HeldBack, LongPrompts, PrefillShares
+from blockyard.services.scheduler.prefix import Found, PrefixCache
 from blockyard.services.scheduler.promises import Promises
 from blockyard.services.scheduler.requests import Choice, Request, Seat
 from blockyard.services.scheduler.waiting import WaitingQueue
 from blockyard.shared.messages import BlockCopy, FinishReason, SlotBlocks, SlotRun, SlotStart, StepPlan
+
+NO_CLASS = 1 << 62  # is above every class
 
 
 class Draft:
@@ -49,30 +53,25 @@ class Planner:
         promises: Promises,
         forks: Forks,
         placement: Placement,
+        gate: Gate,
+        shares: PrefillShares,
         whole_prompts: bool,
     ) -> None:
         self.preemption = Preemption(placement, policy, lifecycle, prefix)
         self._scheduler, self._waiting, self._lifecycle, self._prefix = scheduler, waiting, lifecycle, prefix
-        self._policy, self._placement, self._promises, self._forks, self._whole_prompts = (
-            policy,
-            placement,
-            promises,
-            forks,
-            whole_prompts,
-        )
+        self._policy, self._placement, self._promises, self._forks = policy, placement, promises, forks
+        self._gate, self._shares, self._whole_prompts = gate, shares, whole_prompts
+        self._held = HeldBack(waiting)
 
     def plan(self, group: Group) -> StepPlan | None:
         """The next plan of a group, or None if nothing can run in it now."""
-        if not group.may_send():
+        if self._gate.frozen or not group.may_send():
             return None
         self._prefix.catch_up(group)
-        self.preemption.make_way(group)
+        if (choice := self._next(group)) is not None:
+            self.preemption.make_way(group, choice)
         draft = Draft(group.horizon.sent + 1, group.max_num_batched_tokens)
-        for seat in self._decodes(group, draft):
-            if not draft.budget:
-                break
-            self._prefill(group, draft, seat)
-        self._newcomers(group, draft)
+        self._prefills(group, draft, self._decodes(group, draft))
         if not draft.runs:
             return None
         ends, group.ends = group.ends, []
@@ -86,8 +85,25 @@ class Planner:
         changes = (draft.starts, draft.blocks, draft.runs, names, saves, fetches, draft.copies)
         return StepPlan(self._scheduler, number, ends, *changes)
 
-    def _prefill(self, group: Group, draft: Draft, seat: Seat) -> None:
-        draft.grant(seat, min(seat.prefill_end - seat.granted, draft.budget))
+    def _prefills(self, group: Group, draft: Draft, seats: list[Seat]) -> None:
+        """What decodes left goes to prompts: those under way, then newcomers, lower classes first and long ones last."""
+        longs = LongPrompts(self._shares, draft.budget)
+        shorts: list[Seat] = []
+        for seat in seats:
+            if self._shares.is_long(group, seat.prefill_end - seat.granted):
+                longs.add(seat)
+            else:
+                shorts.append(seat)
+        for seat in shorts:
+            self._newcomers(group, draft, longs, seat.key[0])
+            if draft.budget > longs.reserved:
+                self._prefill(group, draft, seat, draft.budget - longs.reserved)
+        self._newcomers(group, draft, longs, NO_CLASS)
+        for seat, num_tokens in longs.divide(draft.budget):
+            self._prefill(group, draft, seat, num_tokens)
+
+    def _prefill(self, group: Group, draft: Draft, seat: Seat, most: int) -> None:
+        draft.grant(seat, min(seat.prefill_end - seat.granted, most))
         for name, block in self._prefix.fills(group, seat).items():
             draft.fills.setdefault(name, block)
         if seat.granted == seat.prefill_end and len(seat.choice.request.choices) > 1:
@@ -136,11 +152,20 @@ class Planner:
         draft.blocks.append(SlotBlocks(seat.slot, [block]))
         return True
 
-    def _newcomers(self, group: Group, draft: Draft) -> None:
-        """Seats those who wait, in order, and never past one who does not fit yet."""
-        while draft.budget and not draft.num_owed:
-            choice = self._placement.next(group)
-            if choice is None or not self._promises.possible(choice.request) or choice.awaits_results():
+    def _next(self, group: Group) -> Choice | None:
+        """Who is to be seated next, if anybody may be now."""
+        choice = self._placement.next(group)
+        if choice is None or choice.awaits_results() or not self._promises.possible(choice.request):
+            return None
+        return choice if self._gate.is_open(choice.request, len(group.running)) else None
+
+    def _newcomers(self, group: Group, draft: Draft, longs: LongPrompts, below: int) -> None:
+        """Seats those of lower classes who wait, in order, and never past one who does not fit yet, unless it is long."""
+        if longs.take_more():
+            self._held.release()
+        while (budget := draft.budget - longs.reserved) > 0 and not draft.num_owed:
+            choice = self._next(group)
+            if choice is None or self._policy.key(choice)[0] >= below:
                 return
             if self._over(group, choice):
                 continue
@@ -151,22 +176,37 @@ class Planner:
                 continue
             if found.next_name in draft.fills:
                 return  # this plan computes what the next one will find
+            num_tokens = choice.known - found.num_tokens
+            is_long = self._shares.is_long(group, num_tokens)
+            if is_long and not longs.take_more():
+                self._held.hold(choice)
+                continue
             num_blocks = group.blocks.blocks_for(choice.known) - len(found.blocks)  # to be fetched, and to be computed
             if not group.blocks.admits(num_blocks, found.blocks, alone=not group.running):
                 return
-            num_tokens = choice.known - found.num_tokens
-            if self._whole_prompts and draft.budget < min(num_tokens, group.max_num_batched_tokens):
+            if self._whole_prompts and budget < min(num_tokens, group.max_num_batched_tokens):
                 return
-            self._promises.keep(choice.request)
-            self._waiting.take(choice)
-            choice.key = self._policy.key(choice)
-            self._policy.seated(choice, num_tokens if choice.num_cached is None else 0)
-            group.blocks.host.hold(list(found.host.values()))
-            seat = group.admit(choice, num_blocks, found.blocks)
-            self._prefix.seated(group, seat, found)
-            if found.copy_from is not None:
-                draft.copies.append(BlockCopy(found.copy_from, seat.blocks[len(found.blocks)]))
-            self._start(group, draft, seat)
+            if num_tokens > budget and not longs.leave_parts():
+                return
+            seat = self._seat(group, draft, choice, found)
+            self._start(draft, seat)
+            if is_long:
+                longs.add(seat)
+            else:
+                self._prefill(group, draft, seat, budget)
+
+    def _seat(self, group: Group, draft: Draft, choice: Choice, found: Found) -> Seat:
+        """The caller has looked at free slots and blocks."""
+        self._promises.keep(choice.request)
+        self._waiting.take(choice)
+        choice.key = self._policy.key(choice)
+        self._policy.seated(choice, choice.known - found.num_tokens if choice.num_cached is None else 0)
+        group.blocks.host.hold(list(found.host.values()))
+        seat = group.admit(choice, group.blocks.blocks_for(choice.known) - len(found.blocks), found.blocks)
+        self._prefix.seated(group, seat, found)
+        if found.copy_from is not None:
+            draft.copies.append(BlockCopy(found.copy_from, seat.blocks[len(found.blocks)]))
+        return seat
 
     def _over(self, group: Group, choice: Choice) -> bool:
         """Ends a choice that has all its tokens or can never run here."""
@@ -183,7 +223,7 @@ class Planner:
             return False
         return True
 
-    def _start(self, group: Group, draft: Draft, seat: Seat) -> None:
+    def _start(self, draft: Draft, seat: Seat) -> None:
         choice = seat.choice
         frame = choice.request.frame
         draft.starts.append(
@@ -198,4 +238,3 @@ class Planner:
                 prompt_logprobs_from=choice.prompt_next,
             )
         )
-        self._prefill(group, draft, seat)

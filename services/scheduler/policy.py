@@ -50,7 +50,7 @@ class KeyQueue:
         heapq.heappush(self._heap, (key, choice.ticket, choice))
 
     def left(self) -> None:
-        """One of them has no ticket any more."""
+        """One of them has another ticket now, or none."""
         self._num_live -= 1
         if len(self._heap) > 2 * self._num_live + COMPACT_FROM:
             self._heap = [entry for entry in self._heap if entry[2].ticket == entry[1]]

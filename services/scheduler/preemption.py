@@ -13,17 +13,14 @@ class Preemption:
         self.num_displaced = 0
         self._placement, self._policy, self._lifecycle, self._prefix = placement, policy, lifecycle, prefix
 
-    def make_way(self, group: Group) -> None:
-        """Before a plan: whoever is next gets the seat and the blocks that it lacks from higher classes.
+    def make_way(self, group: Group, choice: Choice) -> None:
+        """Before a plan: the one who is next gets the seat and the blocks that it lacks from higher classes.
 
         What is taken may rest for some plans, after which it fits. Nobody is preempted for one who would not.
         """
         running = group.running
-        choice = self._placement.next(group)
-        if choice is None or not running or choice.awaits_results():
-            return
         rank = self._policy.key(choice)[0]
-        if rank >= running[-1].key[0]:
+        if not running or rank >= running[-1].key[0]:
             return
         found = self._prefix.find(group, choice).blocks
         above = sum(len(seat.blocks) for seat in running if seat.key[0] > rank)

@@ -7,6 +7,7 @@ that is put off later would get an error event in an answer that began with 200.
 from collections import deque
 
 from blockyard.services.scheduler.outbox import Outbox
+from blockyard.services.scheduler.queue_bounds import QueueBounds
 from blockyard.services.scheduler.requests import Request
 from blockyard.services.scheduler.streams import Streams
 from blockyard.services.scheduler.waiting import WaitingQueue
@@ -16,10 +17,10 @@ PATIENCE_S = 5.0  # that a caller may be without an answer, where no longest wai
 
 
 class Promises:
-    def __init__(self, waiting: WaitingQueue, streams: Streams, outbox: Outbox, max_delay_s: float | None) -> None:
-        self._waiting, self._streams, self._outbox = waiting, streams, outbox
-        self._refuses = max_delay_s is not None
-        self._patience_s = PATIENCE_S if max_delay_s is None else max_delay_s
+    def __init__(self, waiting: WaitingQueue, bounds: QueueBounds, streams: Streams, outbox: Outbox) -> None:
+        self._waiting, self._bounds, self._streams, self._outbox = waiting, bounds, streams, outbox
+        self._refuses = bounds.max_delay_s is not None
+        self._patience_s = PATIENCE_S if bounds.max_delay_s is None else bounds.max_delay_s
         self._open: deque[tuple[float, Request]] = deque()  # when their patience ends
 
     def came(self, request: Request, now: float) -> None:
@@ -43,7 +44,7 @@ class Promises:
         return True
 
     def tell(self, request: Request) -> None:
-        room = self._waiting.room()
+        room = self._bounds.room()
         self._outbox.answer(request.gateway, Accepted(request.id, request.attempt, request.detokenizer, room))
 
     def overdue(self, now: float) -> list[Request]:
@@ -58,7 +59,3 @@ class Promises:
             elif not self.keep(request):
                 self._open.append((now + self._patience_s, request))
         return refused
-
-    def next(self) -> float | None:
-        """When to look again."""
-        return self._open[0][0] if self._open else None

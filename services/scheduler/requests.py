@@ -47,6 +47,7 @@ class Request:
     accepted: bool = False
     parked: list["Choice"] = field(default_factory=list)  # of `choices`: they begin when another has written the prompt
     payer: Payer | None = None
+    came_s: float = 0.0
     owner: tuple[str, str] = ("", "")  # tenant, and user of it: those of the first attempt
 
 

@@ -217,8 +217,8 @@ def run_ahead(values: Values) -> int | None:
         return depth
     if values.get("disable-async-output-proc", bool):
         return 0
-    steps = values.get("num-scheduler-steps", int)
-    return steps - 1 if steps > 1 else None
+    steps = max(values.get("num-scheduler-steps", int) - 1, values.get("num-lookahead-slots", int))
+    return steps or None
 
 
 def step_tokens(values: Values, model: Checkpoint) -> int:

@@ -102,6 +102,8 @@ def test_tokenizers_and_the_fields_name_for_them(args: list[str], number: int) -
         (["--num-scheduler-steps", "8"], 7),
         (["--num-scheduler-steps", "8", "--run-ahead", "2"], 2),
         (["--disable-async-output-proc"], 0),
+        (["--num-lookahead-slots", "4"], 4),
+        (["--num-lookahead-slots", "4", "--num-scheduler-steps", "8"], 7),
     ],
 )
 def test_run_ahead(args: list[str], depth: int | None) -> None:

@@ -7,7 +7,7 @@ from blockyard.services.scheduler.core import Scheduler
 from blockyard.services.scheduler.fair import Fair
 from blockyard.services.scheduler.fork import _leads
 from blockyard.services.scheduler.groups import Group
-from blockyard.services.scheduler.requests import Choice
+from blockyard.services.scheduler.requests import Choice, Phase
 from blockyard.shared.messages import FinishReason
 
 from .fakes import Journal, ids_list
@@ -130,13 +130,15 @@ def check(core: Scheduler) -> None:
             assert seat.granted - (seat.choice.known - 1) <= group.depth + 1 or seat.granted <= seat.prefill_end
     waiting = [c for r in core._lifecycle.requests.values() for c in r.choices.values() if c.ticket]
     assert len(waiting) == len(core._waiting)
-    assert sum(c.known for c in waiting) == core._waiting.num_tokens
+    assert sum(c.known for c in waiting) == core._waiting.ledger.num_tokens
+    held = {id(choice) for choice in core._planner._held.choices()}
     check_policy(core, [choice for choice in waiting if not choice.aside])
-    check_desks(core, [choice for choice in waiting if choice.aside])
+    check_desks(core, [choice for choice in waiting if choice.aside and id(choice) not in held])
     parked = [r for r in core._lifecycle.requests.values() if r.parked]
     assert sum(len(r.parked) for r in parked) == core._forks.num_parked
     for request in parked:
-        assert all(r in request.choices.values() and not r.ticket and r.seat is None for r in request.parked)
+        assert all(c in request.choices.values() and not c.ticket for c in request.parked)
+        assert all(c.phase is Phase.WAITING and not c.awaits_results() for c in request.parked)
         assert any(_leads(c) for c in request.choices.values()), "choices are parked and nobody goes ahead"
     live = core._streams._sinks.values()
     assert all(r.sink is None or r.sink in live for r in core._lifecycle.requests.values())

@@ -3,6 +3,8 @@
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from blockyard.services.scheduler.prefill_shares import PrefillShares
+
 from .program import BYTES_PER_STEP, Program
 from .world import Shape
 
@@ -21,6 +23,10 @@ shapes = st.builds(
     max_queue_len=st.sampled_from([3, 100]),
     max_queue_tokens=st.sampled_from([60, 10_000]),
     max_queue_delay_s=st.sampled_from([None, 1.0]),
+    prefills=st.sampled_from(
+        [PrefillShares(), PrefillShares(max_partial=2, long_tokens=5), PrefillShares(max_partial=3, max_long=2)]
+    ),
+    delay_factor=st.sampled_from([0.0, 0.5]),
     whole_prompts=st.booleans(),
     stutters=st.booleans(),
     policy=st.sampled_from(["fcfs", "priority", "fair"]),

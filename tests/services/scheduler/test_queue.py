@@ -3,7 +3,7 @@
 import pytest
 
 from blockyard.services.scheduler.promises import PATIENCE_S
-from blockyard.services.scheduler.waiting import MOST_RETRY_S
+from blockyard.services.scheduler.queue_bounds import MOST_RETRY_S
 from blockyard.shared.messages import Accepted, RoomChanged
 
 from .conftest import Ring

@@ -3,7 +3,7 @@
 import itertools
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from blockyard.services.gpu_worker.mock import MockRunner
 from blockyard.services.gpu_worker.mock_batch import Pattern
@@ -12,6 +12,7 @@ from blockyard.services.gpu_worker.service import Worker
 from blockyard.services.scheduler.core import Scheduler, SchedulerSettings
 from blockyard.services.scheduler.groups import BatchLimits
 from blockyard.services.scheduler.outbox import Outgoing
+from blockyard.services.scheduler.prefill_shares import PrefillShares
 from blockyard.shared.block_names import block_names, root_name
 from blockyard.shared.fake_links import FakeLinks
 from blockyard.shared.messages import (
@@ -47,6 +48,8 @@ class Shape:
     max_queue_tokens: int = 10_000
     max_queue_delay_s: float | None = None
     whole_prompts: bool = False
+    prefills: PrefillShares = field(default_factory=PrefillShares)
+    delay_factor: float = 0.0
     stutters: bool = False
     prefix_caching: bool = True
     policy: str = "fcfs"
@@ -75,6 +78,8 @@ class World:
                 max_queue_tokens=shape.max_queue_tokens,
                 max_queue_delay_s=shape.max_queue_delay_s,
                 whole_prompts=shape.whole_prompts,
+                prefills=shape.prefills,
+                delay_factor=shape.delay_factor,
                 policy=shape.policy,
                 prefix_caching=shape.prefix_caching,
                 block_scope=SCOPE,

@@ -1,0 +1,36 @@
+"""Whether those who wait are seated now: not while the scheduler is paused, nor before their delay is over."""
+
+from blockyard.services.scheduler.requests import Request
+
+
+class Gate:
+    """`delay_factor`: the next prompt waits so many times as long as the last step with a prompt took.
+
+    With 0.5 and steps of 0.4 s prompts that come within 0.2 s of each other are computed in the same step, to which
+    those that run already lose their time but once. Where nothing runs nobody waits.
+    """
+
+    def __init__(self, delay_factor: float) -> None:
+        self.paused = False  # nobody is seated
+        self.frozen = False  # nobody runs either
+        self._delay_factor = delay_factor
+        self._now = 0.0
+        self._is_open = False  # for all who come after the one that it was opened for, in this turn
+        self._prompt_s = 0.0  # the last step with a prompt
+
+    def tick(self, now: float) -> None:
+        self._now, self._is_open = now, False
+
+    def took(self, step_s: float) -> None:
+        """A step with a prompt."""
+        self._prompt_s = step_s
+
+    def is_open(self, request: Request, num_running: int) -> bool:
+        """For the request that is next."""
+        if self.paused:
+            return False
+        if not self._delay_factor or not num_running:
+            return True
+        if not self._is_open:
+            self._is_open = self._now - request.came_s > self._delay_factor * self._prompt_s
+        return self._is_open
