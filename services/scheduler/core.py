@@ -55,7 +55,6 @@ class SchedulerSettings:
     max_queue_delay_s: float | None = None  # that a newcomer may wait
     delay_factor: float = 0.0  # of the last prompt's step that the next one waits
     prefills: PrefillShares = field(default_factory=PrefillShares)
-    whole_prompts: bool = False  # no chunked prefill: a prompt waits for a step that takes all of it
     policy: str = "fcfs"
     prefix_caching: bool = True
     block_scope: str = ""  # what else than tokens the KV of a block depends on, in words
@@ -107,7 +106,6 @@ class Scheduler:
             self._placement,
             self._gate,
             settings.prefills,
-            settings.whole_prompts,
         )
         self._results = Results(self._waiting, self._lifecycle, self._prefix)
         self._gateways: set[int] = set()

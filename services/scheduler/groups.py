@@ -69,6 +69,10 @@ class Group:
         self.flight: deque[PlanRecord] = deque()
         self.due: deque[Seat] = deque()  # whose generated tokens have filled blocks that are still to be named
 
+    @property
+    def has_seat(self) -> bool:
+        return len(self.running) < self.max_num_seqs and self.slots.num_free > 0
+
     def may_send(self) -> bool:
         return len(self.flight) <= self.depth
 

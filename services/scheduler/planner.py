@@ -55,12 +55,11 @@ class Planner:
         placement: Placement,
         gate: Gate,
         shares: PrefillShares,
-        whole_prompts: bool,
     ) -> None:
         self.preemption = Preemption(placement, policy, lifecycle, prefix)
         self._scheduler, self._waiting, self._lifecycle, self._prefix = scheduler, waiting, lifecycle, prefix
         self._policy, self._placement, self._promises, self._forks = policy, placement, promises, forks
-        self._gate, self._shares, self._whole_prompts = gate, shares, whole_prompts
+        self._gate, self._shares = gate, shares
         self._held = HeldBack(waiting)
 
     def plan(self, group: Group) -> StepPlan | None:
@@ -86,7 +85,7 @@ class Planner:
         return StepPlan(self._scheduler, number, ends, *changes)
 
     def _prefills(self, group: Group, draft: Draft, seats: list[Seat]) -> None:
-        """What decodes left goes to prompts: those under way, then newcomers, lower classes first and long ones last."""
+        """What decodes left goes to prompts under way, then to newcomers; lower classes first, long ones last."""
         longs = LongPrompts(self._shares, draft.budget)
         shorts: list[Seat] = []
         for seat in seats:
@@ -160,7 +159,7 @@ class Planner:
         return choice if self._gate.is_open(choice.request, len(group.running)) else None
 
     def _newcomers(self, group: Group, draft: Draft, longs: LongPrompts, below: int) -> None:
-        """Seats those of lower classes who wait, in order, and never past one who does not fit yet, unless it is long."""
+        """Seats those of lower classes, in order, and never past one who does not fit yet, unless it is long."""
         if longs.take_more():
             self._held.release()
         while (budget := draft.budget - longs.reserved) > 0 and not draft.num_owed:
@@ -169,7 +168,7 @@ class Planner:
                 return
             if self._over(group, choice):
                 continue
-            if len(group.running) >= group.max_num_seqs or not group.slots.num_free:
+            if not group.has_seat:
                 return
             found = self._forks.find(group, draft.record, choice, self._prefix.find(group, choice))
             if found is None:
@@ -184,9 +183,7 @@ class Planner:
             num_blocks = group.blocks.blocks_for(choice.known) - len(found.blocks)  # to be fetched, and to be computed
             if not group.blocks.admits(num_blocks, found.blocks, alone=not group.running):
                 return
-            if self._whole_prompts and budget < min(num_tokens, group.max_num_batched_tokens):
-                return
-            if num_tokens > budget and not longs.leave_parts():
+            if num_tokens > budget and not longs.leave_part(min(num_tokens, group.max_num_batched_tokens) > budget):
                 return
             seat = self._seat(group, draft, choice, found)
             self._start(draft, seat)

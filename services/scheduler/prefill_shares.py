@@ -18,6 +18,7 @@ class PrefillShares:
     max_partial: int = 1  # prompts that may be computed in parts at a time
     max_long: int = 1  # of those, long ones
     long_tokens: int = 0  # longer prompts are long; 0: 4 % of the model's length
+    whole: bool = False  # no chunked prefill: a prompt waits for a step that takes all of it
 
     def is_long(self, group: Group, num_tokens: int) -> bool:
         """So many tokens are to be computed of a prompt."""
@@ -43,9 +44,9 @@ class LongPrompts:
     def take_more(self) -> bool:
         return len(self._seats) < self._shares.max_long
 
-    def leave_parts(self) -> bool:
-        """Whether another prompt may be computed in part."""
-        return len(self._seats) < self._shares.max_partial
+    def leave_part(self, could_be_whole: bool) -> bool:
+        """Whether another prompt may be computed in part; `could_be_whole`: another step would take all of it."""
+        return len(self._seats) < self._shares.max_partial and not (self._shares.whole and could_be_whole)
 
     def divide(self, budget: int) -> Iterator[tuple[Seat, int]]:
         """What is left of the step in the end, `budget` tokens of it: seats and their tokens."""

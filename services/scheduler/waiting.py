@@ -1,4 +1,4 @@
-"""The waiting queue: who is in it and how much that is. Its order is the policy's, its bounds are in queue_bounds.py."""
+"""The waiting queue: who is in it and how much. Its order is the policy's, its bounds are in queue_bounds.py."""
 
 from collections import Counter
 

@@ -3,7 +3,7 @@
 import itertools
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from blockyard.services.gpu_worker.mock import MockRunner
 from blockyard.services.gpu_worker.mock_batch import Pattern
@@ -77,8 +77,7 @@ class World:
                 max_queue_len=shape.max_queue_len,
                 max_queue_tokens=shape.max_queue_tokens,
                 max_queue_delay_s=shape.max_queue_delay_s,
-                whole_prompts=shape.whole_prompts,
-                prefills=shape.prefills,
+                prefills=replace(shape.prefills, whole=shape.whole_prompts),
                 delay_factor=shape.delay_factor,
                 policy=shape.policy,
                 prefix_caching=shape.prefix_caching,
