@@ -58,7 +58,6 @@ def start(config: WorkerConfig, report: Report) -> Runner:
             block_bytes=block_bytes(model.shape, config.block_size, dtype),
             max_model_len=max_model_len,
             max_num_seqs=config.max_num_seqs,
-            num_layers=model.shape.num_layers,
         )
         report("planning memory", 0.0, notes)
         host_plan = plan_host(need, free_memory() // config.replicas, config.swap_space_gib)

@@ -7,7 +7,6 @@ from blockyard.shared.errors import LoadError
 
 GIB = 1 << 30
 CPU_SHARE = 0.5  # of free memory at most, where no flag says how much
-GATHERED = 2  # layers' worth of KV that a decode step copies out of the pool at most: one, with padding
 CPU_USUAL = 1 * GIB  # more only if one sequence needs it
 
 
@@ -19,7 +18,6 @@ class Need:
     block_bytes: int  # all layers
     max_model_len: int
     max_num_seqs: int
-    num_layers: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,19 +65,17 @@ def plan_cuda(
     if override is not None:
         return _plan(need, override, [f"{override} blocks by --num-gpu-blocks-override"], "--num-gpu-blocks-override")
     left = int(total_bytes * utilization) - weights_bytes - peak_bytes - graph_bytes - staging_bytes
-    gathered = GATHERED / need.num_layers
-    share = gathered / (1 + gathered)
     why = (
         f"{_gib(total_bytes)} x {utilization:g} (--gpu-memory-utilization) - {_gib(weights_bytes)} weights"
         f" - {_gib(peak_bytes)} for a step{f' - {_gib(graph_bytes)} for CUDA graphs' if graph_bytes else ''}"
         f"{f' - {_gib(staging_bytes)} to move blocks' if staging_bytes else ''}"
-        f" = {_gib(max(left, 0))}, of which {share:.0%} to gather into"
+        f" = {_gib(max(left, 0))}"
     )
-    num_blocks = int(max(left, 0) / (need.block_bytes * (1 + gathered)))
+    num_blocks = max(left, 0) // need.block_bytes
     plan = _try(need, num_blocks, [why])
     if plan is not None:
         return plan
-    enough = math.ceil(_bytes_of_one(need) * (1 + gathered)) + weights_bytes + peak_bytes + graph_bytes + staging_bytes
+    enough = _bytes_of_one(need) + weights_bytes + peak_bytes + graph_bytes + staging_bytes
     if enough <= 0.98 * total_bytes:
         remedy = f"set --gpu-memory-utilization {_up(enough / total_bytes):.2f} or more, or "
     else:

@@ -1,12 +1,12 @@
 """Measures what a step needs on a GPU besides weights and KV."""
 
-import numpy as np
+import importlib
+
 import torch
 
 from blockyard.services.gpu_worker.kv_pool import KVPool
 from blockyard.services.gpu_worker.memory import Need, blocks_of
 from blockyard.services.gpu_worker.models.decoder import Model
-from blockyard.services.gpu_worker.reads import ReadPlanner
 from blockyard.services.gpu_worker.sampler.draw import Limits, Noise, draw_limited
 from blockyard.services.gpu_worker.step import Step
 
@@ -23,19 +23,12 @@ def peak_bytes(model: Model, tokens: int, need: Need, dtype: torch.dtype, device
     pool = KVPool(model.shape, blocks, size, dtype, device)
     held = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    positions = np.arange(length - tokens, length)
-    table = np.arange(blocks_of(length, size)) % blocks
-    attend = ReadPlanner(pool).attention(
-        table[positions // size],
-        positions % size,
-        table[None],
-        np.array([tokens]),
-        np.array([length]),
-        np.array([0]),
-        num_decodes=int(tokens == 1),
-    )
-    index = torch.from_numpy(positions).to(device)
-    hidden = model.forward(Step(torch.zeros_like(index), index, attend))
+    positions = torch.arange(length - tokens, length, device=device)
+    table = torch.arange(blocks_of(length, size), dtype=torch.int32, device=device)[None] % blocks
+    slots, starts = torch.zeros_like(positions), torch.tensor([0, tokens], dtype=torch.int32, device=device)
+    triton_ops = importlib.import_module("blockyard.services.gpu_worker.triton_ops")  # for a GPU alone
+    attend = triton_ops.MixedAttention(pool, slots, positions, table, starts)
+    hidden = model.forward(Step(torch.zeros_like(positions), positions, attend))
     del attend
     _sample(model.logits(hidden[-min(need.max_num_seqs, tokens) :]).float())
     torch.cuda.synchronize(device)

@@ -16,7 +16,6 @@ def need(max_model_len: int = 4096, block_bytes: int = 96 * KIB, max_num_seqs: i
         block_bytes=block_bytes,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
-        num_layers=32,
     )
 
 
@@ -39,10 +38,9 @@ def test_what_a_flag_says_is_done() -> None:
 
 def test_cuda_arithmetic_is_shown() -> None:
     plan = plan_cuda(need(), 80 * GIB, 0.9, weights_bytes=16 * GIB, peak_bytes=2 * GIB, override=None)
-    assert plan.num_blocks == int(54 * GIB / (96 * KIB * (1 + 2 / 32)))
+    assert plan.num_blocks == 54 * GIB // (96 * KIB)
     assert plan.notes[0] == (
-        "KV memory: 80.00 GiB x 0.9 (--gpu-memory-utilization) - 16.00 GiB weights - 2.00 GiB for a step = 54.00 GiB,"
-        " of which 6% to gather into"
+        "KV memory: 80.00 GiB x 0.9 (--gpu-memory-utilization) - 16.00 GiB weights - 2.00 GiB for a step = 54.00 GiB"
     )
     assert plan.notes[1].startswith(f"KV blocks: {plan.num_blocks} of 16 tokens, 96 KiB each")
     assert "x max_model_len 4096" in plan.notes[2]
@@ -50,7 +48,7 @@ def test_cuda_arithmetic_is_shown() -> None:
 
 def test_memory_of_graphs_is_left_out_and_named() -> None:
     plan = plan_cuda(need(), 80 * GIB, 0.9, 16 * GIB, 2 * GIB, None, graph_bytes=GIB)
-    assert plan.num_blocks == int(53 * GIB / (96 * KIB * (1 + 2 / 32)))
+    assert plan.num_blocks == 53 * GIB // (96 * KIB)
     assert "- 2.00 GiB for a step - 1.00 GiB for CUDA graphs = 53.00 GiB" in plan.notes[0]
 
 
