@@ -69,7 +69,7 @@ class Runner:
 
     def idle(self) -> bool:
         """Does a piece of what can wait until nothing else is to be done; False: there is none left."""
-        return self.ahead is not None and self.ahead.idle()
+        return self.ahead is not None and (bool(self.batch.slots.live.any()) or self.ahead.idle())
 
     def reset(self, num_slots: int) -> None:
         """Waits for what is in flight and drops its results and all slots; KV and its names stay."""

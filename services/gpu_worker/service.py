@@ -17,6 +17,7 @@ from blockyard.shared.messages import Attach, Attached, Fenced, OutOfStep, StepP
 log = logging.getLogger(__name__)
 
 IDLE_POLL_S = 0.5
+CHORE_POLL_S = 0.1  # after so long without anything to do the runner may do what takes a while
 
 
 class Worker:
@@ -33,9 +34,12 @@ class Worker:
     def run(self, stopped: threading.Event) -> None:
         """Serves until `stopped`; the plans in flight are finished first."""
         while not stopped.is_set():
-            busy = self.plans or self._runner.in_flight or self._has_chores
-            for peer, event in self._links.poll(0.0 if busy else IDLE_POLL_S):
+            busy = self.plans or self._runner.in_flight
+            events = self._links.poll(0.0 if busy else CHORE_POLL_S if self._has_chores else IDLE_POLL_S)
+            for peer, event in events:
                 self.handle(peer, event)
+            if self._has_chores and not events and not busy:
+                self._has_chores = self._runner.idle()
             self.step()
             self.counters.publish()
         self.plans.clear()
@@ -71,7 +75,6 @@ class Worker:
             self._runner.launch(self.plans.popleft())
         elif not self._runner.in_flight:
             self.counters.idle()
-            self._has_chores = self._runner.idle()
             return
         for done in self._runner.collect():
             self._answer(done)

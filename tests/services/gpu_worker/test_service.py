@@ -8,7 +8,7 @@ import pytest
 from blockyard.services.gpu_worker import counters
 from blockyard.services.gpu_worker.__main__ import own_gpu
 from blockyard.services.gpu_worker.interfaces import Done
-from blockyard.services.gpu_worker.service import Worker
+from blockyard.services.gpu_worker.service import CHORE_POLL_S, IDLE_POLL_S, Worker
 from blockyard.shared.bus import Gone, Joined
 from blockyard.shared.errors import DeviceError
 from blockyard.shared.fake_links import FakeLinks
@@ -270,11 +270,11 @@ def test_what_can_wait_is_done_in_idle_times_without_waiting_for_the_links(monke
 
     def poll(timeout_s: float) -> list[tuple[int, StepPlan]]:
         waits.append(timeout_s)
-        if timeout_s:
+        if timeout_s == IDLE_POLL_S:
             stopped.set()
-        return []
+        return [(OLD, plan(1))] if len(waits) == 2 else []
 
     monkeypatch.setattr(links, "poll", poll, raising=False)
     it.run(stopped)
-    assert waits == [0.0, 0.0, 0.0, 0.5]
+    assert waits == [CHORE_POLL_S] * 4 + [IDLE_POLL_S], "not when something came"
     assert runner.chores == 0
