@@ -229,6 +229,22 @@ class Choice(Record, frozen=True):
     chars_sent: int = 0
 
 
+class BeamStop(enum.IntEnum):
+    """When a beam search with `width` finished hypotheses ends; the words of `early_stopping`."""
+
+    LIKELY = 0  # false: the best live one is worse, as it is now, than the worst finished one
+    FIRST = 1  # true: at once
+    NEVER = 2  # "never": the best live one could not become better
+
+
+class Beam(Record, frozen=True):
+    """The request's choices are the best that a beam search finds, in their order."""
+
+    width: int
+    length_penalty: float = 1.0
+    stop: BeamStop = BeamStop.LIKELY
+
+
 class Generate(Frame, frozen=True):
     """Admit a prompt and its choices. `attempt` rises by one each time the gateway sends it again."""
 
@@ -247,6 +263,7 @@ class Generate(Frame, frozen=True):
     cache_salt: str = ""
     crashes: int = 0  # worker deaths this request was part of
     user: str = ""  # divides the tenant's share
+    beam: Beam | None = None
 
 
 class Cancel(Frame, frozen=True):

@@ -178,9 +178,8 @@ class MockBatch:
             return SlotResult(run.slot, [], slot.num_computed, None, None, [], first, prompt_logprobs)
         token_ids, finish, stop_token = self._sample(slot)
         slot.finished = finish is not None
-        logprobs = [_logprobs(token, slot.sampling.num_logprobs) for token in token_ids]
-        if slot.sampling.num_logprobs is None:
-            logprobs = []
+        num_candidates, state = slot.sampling.num_logprobs, slot.states[slot.num_computed - 1]
+        logprobs = [] if num_candidates is None else [likeliest(token, num_candidates, state) for token in token_ids]
         return SlotResult(run.slot, token_ids, slot.num_computed, finish, stop_token, logprobs, first, prompt_logprobs)
 
     def _sample(self, slot: MockSlot) -> tuple[list[int], FinishReason | None, int | None]:
@@ -188,7 +187,8 @@ class MockBatch:
         if slot.num_tokens - num_prompt >= sampling.max_tokens or slot.num_tokens >= self.geometry.max_model_len:
             return [], FinishReason.LENGTH, None
         eos = self.geometry.eos_token_ids
-        token = self.pattern.token(sampling, slot.choice, slot.num_tokens, slot.prompt, eos)
+        choice = slot.choice if sampling.temperature else 0
+        token = self.pattern.token(sampling, choice, slot.num_tokens, slot.prompt, eos)
         slot.num_tokens += 1
         slot.states.append(advance(slot.states[-1], token))
         num_outputs = slot.num_tokens - num_prompt
@@ -206,7 +206,7 @@ class MockBatch:
             return 0, []
         first = max(before + 1, slot.prompt_logprobs_next)
         end = min(slot.num_computed + 1, len(slot.prompt))
-        return first, [_logprobs(slot.prompt[p], slot.sampling.num_prompt_logprobs) for p in range(first, end)]
+        return first, [likeliest(slot.prompt[p], slot.sampling.num_prompt_logprobs) for p in range(first, end)]
 
     def _live(self, number: int) -> MockSlot:
         slot = self.slots.get(number)
@@ -220,7 +220,7 @@ def _check(condition: bool, message: str) -> None:
         raise PlanError(message)
 
 
-def _logprobs(token: int, num_candidates: int | None) -> TokenLogprobs:
-    """Made up, but in order and with the token among the candidates."""
-    top = [token, *range(num_candidates - 1)] if num_candidates else []
-    return TokenLogprobs(token, -0.5, 1, top, [-0.5 - i for i in range(len(top))])
+def likeliest(token: int, num_candidates: int, state: int = 0) -> TokenLogprobs:
+    """Made up, but in order, with the token the first of the candidates: `state` decides the others and how likely."""
+    top = [token, *(i for i in range(state % 50, state % 50 + num_candidates) if i != token)][:num_candidates]
+    return TokenLogprobs(token, -0.5, 1, top, [-0.5 - i - (state >> i) % 1009 / 1200 for i in range(len(top))])

@@ -4,6 +4,7 @@ import logging
 from dataclasses import dataclass, field
 
 from blockyard.services.scheduler.admission import Admission
+from blockyard.services.scheduler.beams import Beams
 from blockyard.services.scheduler.capacity import capacity_of
 from blockyard.services.scheduler.fork import Forks
 from blockyard.services.scheduler.gate import Gate
@@ -81,6 +82,7 @@ class Scheduler:
         self._forks = Forks(self._waiting)
         self._lifecycle = Lifecycle(self._waiting, self._groups, self._streams, self._prefix, policy, self._forks)
         self.preempting = self._lifecycle.preempting
+        beams = Beams(self._waiting, self._groups, self._lifecycle, self._forks)
         self._admission = Admission(settings.names)
         self._intake = Intake(
             self._admission,
@@ -91,6 +93,7 @@ class Scheduler:
             self._outbox,
             promises,
             self._forks,
+            beams,
         )
         self.deadlines = self._intake.deadlines
         self._placement = Placement(self._waiting, self._groups.attached, self._prefix, policy, promises)
@@ -104,10 +107,11 @@ class Scheduler:
             promises,
             self._forks,
             self._placement,
+            beams,
             self._gate,
             settings.prefills,
         )
-        self._results = Results(self._waiting, self._lifecycle, self._prefix)
+        self._results = Results(self._waiting, self._lifecycle, self._prefix, beams)
         self._gateways: set[int] = set()
         self._num_steps = 0
 

@@ -24,7 +24,7 @@ class Forks:
     def add(self, request: Request, choices: Iterable[Choice]) -> None:
         """These wait from now on, each in the queue or parked."""
         for choice in choices:
-            if request.num_prompt > 1 and any(_leads(other) for other in request.choices.values()):
+            if choice.fork_of is None and request.num_prompt > 1 and any(_leads(other) for other in request.members):
                 self._park(choice)
             else:
                 self._waiting.push(choice)
@@ -44,7 +44,7 @@ class Forks:
         if choice in request.parked:
             request.parked.remove(choice)
             self.num_parked -= 1
-        elif not any(_leads(other) for other in request.choices.values()):
+        elif not any(_leads(other) for other in request.members):
             self._waiting.push(request.parked.pop(0))
             self.num_parked -= 1
 
@@ -54,15 +54,17 @@ class Forks:
         `found` is what there is of it without siblings.
         """
         request = choice.request
+        if choice.fork_of is not None and _has(choice.fork_of, group, record, choice.known - 1):
+            return self._fork(choice, choice.fork_of, choice.known - 1, group.blocks.block_size)
         num_tokens = min(request.num_prompt, choice.known - 1)
-        if len(request.choices) < 2 or num_tokens <= found.num_tokens:
+        if len(request.members) < 2 or num_tokens <= found.num_tokens:
             return found
         is_near = False
-        for other in request.choices.values():
+        for other in request.members:
             seat = other.seat
-            if seat is None or other.phase is not Phase.RUNNING or seat.worker != group.worker:
+            if seat is None or not _runs(seat, group):
                 continue
-            if seat.granted - record.granted(seat) >= num_tokens:  # copies are made before anything runs
+            if _has(seat, group, record, num_tokens):
                 return self._fork(choice, seat, num_tokens, group.blocks.block_size)
             is_near = True
         if not is_near or num_tokens - found.num_tokens < group.blocks.block_size:
@@ -82,6 +84,15 @@ class Forks:
         return Found(
             source.blocks[:num_full], num_tokens=num_tokens, copy_from=source.blocks[num_full] if rest else None
         )
+
+
+def _runs(seat: Seat, group: Group) -> bool:
+    return seat.worker == group.worker and seat.choice.seat is seat and seat.choice.phase is Phase.RUNNING
+
+
+def _has(seat: Seat, group: Group, record: PlanRecord, num_tokens: int) -> bool:
+    """Whether plans sent before this one have a seat's KV written that far: copies are made before anything runs."""
+    return _runs(seat, group) and seat.granted - record.granted(seat) >= num_tokens
 
 
 def _leads(choice: Choice) -> bool:

@@ -66,6 +66,7 @@ class Group:
         self.max_model_len = min(geometry.max_model_len, self.blocks.num_tokens)
         self.running: list[Seat] = []  # by key: the last is preempted first
         self.ends: list[int] = []  # slots to be ended in the next plan
+        self.restarts: list[Seat] = []  # whose last token is another than the one their worker drew
         self.flight: deque[PlanRecord] = deque()
         self.due: deque[Seat] = deque()  # whose generated tokens have filled blocks that are still to be named
 
@@ -91,7 +92,8 @@ class Group:
             choice.key,
             prefill_end=choice.known,
             limit=limit,
-            ceiling=max(choice.known, limit - 1),  # the last token is sampled and never computed
+            # the last token is sampled and never computed; the next one of a hypothesis is chosen here
+            ceiling=max(choice.known, limit - 1) if choice.hypothesis is None else choice.known,
             blocks=blocks,
             capacity=len(blocks) * self.blocks.block_size,
             decode=SlotRun(slot, 1),

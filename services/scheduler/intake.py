@@ -3,6 +3,7 @@
 from collections import Counter
 
 from blockyard.services.scheduler.admission import Admission, Refusal
+from blockyard.services.scheduler.beams import Beams
 from blockyard.services.scheduler.deadlines import Deadlines
 from blockyard.services.scheduler.fork import Forks
 from blockyard.services.scheduler.lifecycle import Lifecycle
@@ -29,12 +30,14 @@ class Intake:
         outbox: Outbox,
         promises: Promises,
         forks: Forks,
+        beams: Beams,
     ) -> None:
         self.num_requests = 0
         self.num_refused: Counter[str] = Counter()  # by reason
         self.deadlines = Deadlines()
         self._admission, self._waiting, self._bounds, self._lifecycle = admission, waiting, bounds, lifecycle
-        self._streams, self._outbox, self._promises, self._forks = streams, outbox, promises, forks
+        self._streams, self._outbox, self._promises = streams, outbox, promises
+        self._forks, self._beams = forks, beams
         self._arrivals = 0
 
     def generate(self, gateway: int, frame: Generate, now: float) -> None:
@@ -119,8 +122,8 @@ class Intake:
 
     def _going_on(self, request: Request | None, frame: Generate) -> dict[int, messages.Choice]:
         """The listed choices that only need a new stream. None do while no detokenizer could open it."""
-        if request is None or not request.accepted or not len(self._streams):
-            return {}
+        if request is None or not request.accepted or not len(self._streams) or request.search is not None:
+            return {}  # a beam search starts over
         listed = {c.index: c for c in frame.choices}
         return {
             index: listed[index]
@@ -159,7 +162,10 @@ class Intake:
     def _add_choices(self, request: Request, listed: list[messages.Choice]) -> None:
         choices = [make_choice(request, one.index, one.output_ids) for one in listed]
         request.choices |= {choice.index: choice for choice in choices}
-        self._forks.add(request, choices)
+        if request.frame.beam is None:
+            self._forks.add(request, choices)
+        else:
+            self._beams.begin(request, request.frame.beam)
 
 
 def _continues(choice: Choice, output_ids: bytes) -> bool:

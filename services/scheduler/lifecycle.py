@@ -30,20 +30,28 @@ class Lifecycle:
 
     def end(self, choice: Choice) -> None:
         """The choice is over: results still to come are dropped. Whoever needs to know was told before."""
+        request = choice.request
+        if request.sink is not None:
+            request.sink.num_streams -= 1
+        del request.choices[choice.index]
+        self.release(choice)
+        if not request.choices:
+            del self.requests[request.id]
+            if request.search is not None:
+                hypotheses, request.search.choices = request.search.choices, []
+                for hypothesis in hypotheses:
+                    self.release(hypothesis)
+
+    def release(self, choice: Choice) -> None:
+        """A choice, or a hypothesis of a beam search, neither runs nor waits any more. It is no member by now."""
         group = self._groups.attached.get(choice.seat.worker) if choice.seat is not None else None
         if choice.phase is Phase.RUNNING and choice.seat is not None:
             self._vacate(self._groups.attached[choice.seat.worker], choice.seat)
         else:
             self._waiting.discard(choice)
         choice.phase = Phase.ENDED
-        choice.seat = None  # cuts the circle; the collector rarely runs here
-        request = choice.request
-        if request.sink is not None:
-            request.sink.num_streams -= 1
-        del request.choices[choice.index]
+        choice.seat = choice.fork_of = None  # cuts the circle; the collector rarely runs here
         self._forks.left(choice)
-        if not request.choices:
-            del self.requests[request.id]
         if group is not None:
             self._prefix.forget(group, choice)
 
@@ -51,6 +59,12 @@ class Lifecycle:
         """Ends a choice for a reason the worker does not know of."""
         self._streams.conclude(choice, finish, detail)
         self.end(choice)
+
+    def fail(self, choice: Choice, detail: str) -> None:
+        """Ends a choice that cannot go on; with a hypothesis of a beam search its whole request."""
+        hit = [choice] if choice.request.search is None else list(choice.request.choices.values())
+        for one in hit:
+            self.conclude(one, FinishReason.FAILED, detail)
 
     def drop(self, request: Request) -> None:
         """Ends all choices in silence, at the detokenizer too."""
@@ -76,6 +90,8 @@ class Lifecycle:
         for record in group.flight:
             if record.seats.get(seat.slot) is seat:
                 del record.seats[seat.slot]
+        if seat.choice.hypothesis is not None:
+            seat.choice.hypothesis.top = None
         if seat in group.running:
             self._vacate(group, seat)
             self._wait(seat.choice)
@@ -94,4 +110,5 @@ class Lifecycle:
 
     def _wait(self, choice: Choice) -> None:
         choice.phase = Phase.WAITING
-        self._waiting.push(choice)
+        if choice.hypothesis is None or choice.hypothesis.top is None:  # else it only waits for its siblings
+            self._waiting.push(choice)

@@ -1,5 +1,6 @@
 """One plan: decodes first, then prefills with what is left of the budget, then newcomers."""
 
+from blockyard.services.scheduler.beams import Beams
 from blockyard.services.scheduler.fork import Forks
 from blockyard.services.scheduler.gate import Gate
 from blockyard.services.scheduler.groups import Group, PlanRecord
@@ -53,13 +54,14 @@ class Planner:
         promises: Promises,
         forks: Forks,
         placement: Placement,
+        beams: Beams,
         gate: Gate,
         shares: PrefillShares,
     ) -> None:
         self.preemption = Preemption(placement, policy, lifecycle, prefix)
         self._scheduler, self._waiting, self._lifecycle, self._prefix = scheduler, waiting, lifecycle, prefix
         self._policy, self._placement, self._promises, self._forks = policy, placement, promises, forks
-        self._gate, self._shares = gate, shares
+        self._beams, self._gate, self._shares = beams, gate, shares
         self._held = HeldBack(waiting)
 
     def plan(self, group: Group) -> StepPlan | None:
@@ -70,9 +72,12 @@ class Planner:
         if (choice := self._next(group)) is not None:
             self.preemption.make_way(group, choice)
         draft = Draft(group.horizon.sent + 1, group.max_num_batched_tokens)
+        restarts = [(seat, _slot_start(group, seat)) for seat in group.restarts]
         self._prefills(group, draft, self._decodes(group, draft))
+        relieved = self._beams.relieve(group)
         if not draft.runs:
-            return None
+            return self.plan(group) if relieved else None
+        self._restart(group, draft, restarts)
         ends, group.ends = group.ends, []
         group.sent(draft.record)
         for name, block in draft.fills.items():
@@ -105,7 +110,7 @@ class Planner:
         draft.grant(seat, min(seat.prefill_end - seat.granted, most))
         for name, block in self._prefix.fills(group, seat).items():
             draft.fills.setdefault(name, block)
-        if seat.granted == seat.prefill_end and len(seat.choice.request.choices) > 1:
+        if seat.granted == seat.prefill_end and len(seat.choice.request.members) > 1:
             draft.written.append(seat.choice.request)
 
     def _decodes(self, group: Group, draft: Draft) -> list[Seat]:
@@ -186,7 +191,7 @@ class Planner:
             if num_tokens > budget and not longs.leave_part(min(num_tokens, group.max_num_batched_tokens) > budget):
                 return
             seat = self._seat(group, draft, choice, found)
-            self._start(draft, seat)
+            draft.starts.append(_slot_start(group, seat))
             if is_long:
                 longs.add(seat)
             else:
@@ -211,27 +216,40 @@ class Planner:
         num_prompt = choice.request.num_prompt
         if choice.outputs and choice.known >= min(num_prompt + sampling.max_tokens, group.max_model_len):
             self._promises.keep(choice.request)
-            self._lifecycle.conclude(choice, FinishReason.LENGTH)
+            if choice.hypothesis is None:
+                self._lifecycle.conclude(choice, FinishReason.LENGTH)
+            else:
+                self._lifecycle.fail(choice, f"the worker that is left takes {group.max_model_len} tokens")
         elif num_prompt + min(1, sampling.max_tokens) > group.max_model_len:
             detail = f"the prompt has {num_prompt} tokens, the worker that is left takes {group.max_model_len}"
             self._promises.keep(choice.request)
-            self._lifecycle.conclude(choice, FinishReason.FAILED, detail)
+            self._lifecycle.fail(choice, detail)
         else:
             return False
         return True
 
-    def _start(self, draft: Draft, seat: Seat) -> None:
-        choice = seat.choice
-        frame = choice.request.frame
-        draft.starts.append(
-            SlotStart(
-                seat.slot,
-                frame.prompt_ids + choice.outputs.tobytes(),
-                choice.request.num_prompt,
-                num_computed=seat.granted,
-                blocks=list(seat.blocks),
-                sampling=frame.sampling,
-                choice=choice.index,
-                prompt_logprobs_from=choice.prompt_next,
-            )
-        )
+    def _restart(self, group: Group, draft: Draft, restarts: list[tuple[Seat, SlotStart]]) -> None:
+        """Seats that stay where they are and go on with another token than their worker has."""
+        group.restarts.clear()
+        for seat, start in restarts:
+            if seat in group.running:  # not preempted since
+                group.ends.append(seat.slot)
+                draft.starts.append(start)
+
+
+def _slot_start(group: Group, seat: Seat) -> SlotStart:
+    """As of now: before this plan grants it anything."""
+    choice, request = seat.choice, seat.choice.request
+    sampling = request.frame.sampling
+    if request.search is not None:
+        sampling = request.search.sampling(sampling, group.geometry.eos_token_ids)
+    return SlotStart(
+        seat.slot,
+        request.frame.prompt_ids + choice.outputs.tobytes(),
+        request.num_prompt,
+        num_computed=seat.granted,
+        blocks=list(seat.blocks),
+        sampling=sampling,
+        choice=choice.index,
+        prompt_logprobs_from=choice.prompt_next,
+    )

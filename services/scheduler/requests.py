@@ -2,12 +2,16 @@
 
 import enum
 from array import array
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+
+from blockyard.services.scheduler.beam_search import BeamSearch, Hypothesis
 from blockyard.services.scheduler.id_pool import Horizon
 from blockyard.services.scheduler.sinks import TextSink
-from blockyard.shared.messages import Generate, SlotRun, TokenLogprobs
+from blockyard.shared.messages import Generate, Sampling, SlotRun, TokenLogprobs
 
 ID_BYTES = 4  # of a token id on the wire
 NEVER = 1 << 62  # tokens that no sequence reaches
@@ -45,10 +49,38 @@ class Request:
     sink: TextSink | None = None  # None while no live detokenizer has its streams
     detokenizer: int = 0  # the one that has or last had them; 0: none yet
     accepted: bool = False
-    parked: list["Choice"] = field(default_factory=list)  # of `choices`: they begin when another has written the prompt
+    parked: list["Choice"] = field(default_factory=list)  # members that begin when another has written the prompt
+
     payer: Payer | None = None
     came_s: float = 0.0
     owner: tuple[str, str] = ("", "")  # tenant, and user of it: those of the first attempt
+    search: "Search | None" = None
+
+    @property
+    def members(self) -> Collection["Choice"]:
+        """What runs and waits for it."""
+        return self.choices.values() if self.search is None else self.search.choices
+
+
+@dataclass(slots=True, eq=False)
+class Search:
+    """A beam search: `choices` are its live hypotheses, those of the request what it will be answered with."""
+
+    steps: BeamSearch
+    choices: list["Choice"]
+    num_cached: int = 0  # prompt tokens that the first one found
+    stalled: dict[int, int] = field(default_factory=dict)  # by worker: last plan sent when none of it could run there
+
+    def sampling(self, asked: Sampling, eos: Sequence[int]) -> Sampling:
+        """For the worker, which draws a token that may not be the one taken, and ends nothing."""
+        return msgspec.structs.replace(
+            asked,
+            max_tokens=asked.max_tokens + 1,
+            temperature=0.0,
+            ignore_eos=True,
+            stop_token_ids=[],
+            num_logprobs=max(self.steps.width + len(self.steps.ends(eos)), asked.num_logprobs or 0),
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -71,6 +103,8 @@ class Choice:
     names: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they were asked for
     names_size: int = 0  # tokens of the blocks that are named; 0: nobody asked
     num_cached: int | None = None  # prompt tokens found when it first got a seat
+    hypothesis: Hypothesis | None = None  # of a beam search
+    fork_of: "Seat | None" = None  # has computed all its tokens but the last
 
     @property
     def prompt_next(self) -> int:

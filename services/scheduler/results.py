@@ -1,5 +1,6 @@
 """What a StepResult means for the choices that ran."""
 
+from blockyard.services.scheduler.beams import Beams
 from blockyard.services.scheduler.groups import Group, PlanRecord
 from blockyard.services.scheduler.lifecycle import Lifecycle
 from blockyard.services.scheduler.prefix import PrefixCache
@@ -11,10 +12,10 @@ from blockyard.shared.messages import FinishReason, SlotResult, StepResult, Toke
 class Results:
     """Turns results into TokenSteps and ends what the worker ended. Counts what it saw."""
 
-    def __init__(self, waiting: WaitingQueue, lifecycle: Lifecycle, prefix: PrefixCache) -> None:
+    def __init__(self, waiting: WaitingQueue, lifecycle: Lifecycle, prefix: PrefixCache, beams: Beams) -> None:
         self.num_output_tokens = 0
         self.num_prompt_tokens = 0  # of prompts and of what was computed again
-        self._waiting, self._lifecycle, self._prefix = waiting, lifecycle, prefix
+        self._waiting, self._lifecycle, self._prefix, self._beams = waiting, lifecycle, prefix, beams
 
     def apply(self, group: Group, record: PlanRecord, result: StepResult) -> None:
         """Slots that did not run in the plan are ignored; those that did and are silent produced nothing."""
@@ -54,6 +55,9 @@ class Results:
             if choice.request.payer is not None:
                 choice.request.payer.charge(num_tokens)
         elif finish is None and not slot.prompt_logprobs:
+            return
+        if choice.hypothesis is not None:
+            self._beams.take(group, choice, slot)
             return
         request = choice.request
         first = len(choice.outputs)

@@ -20,6 +20,7 @@ from blockyard.shared.messages import (
     StepResult,
     TextOptions,
     TokenBatch,
+    TokenLogprobs,
 )
 
 ME, WORKER, DETOKENIZER, GATEWAY = 1, 2, 3, 4
@@ -33,6 +34,7 @@ class CoreLoop:
     ) -> None:
         self.runner, self.plans = runner, deque[StepPlan]()
         self.outputs: dict[tuple[str, int], list[int]] = {}
+        self.logprobs: dict[tuple[str, int], list[TokenLogprobs]] = {}
         batch = BatchLimits(max_num_seqs, chunk, depth)
         self.core = Scheduler(
             ME,
@@ -48,9 +50,9 @@ class CoreLoop:
         held, host = runner.names.listed(), runner.names.host_listed()
         self.core.handle(WORKER, Attached(WORKER, ME, runner.geometry, *held, *host), 0.0)
 
-    def add(self, request_id: str, prompt: list[int], sampling: Sampling, n: int = 1) -> None:
+    def add(self, request_id: str, prompt: list[int], sampling: Sampling, n: int = 1, **more: object) -> None:
         choices = [Choice(i) for i in range(n)]
-        frame = Generate(request_id, 0, "m", as_bytes(prompt), b"", sampling, TextOptions(), choices)
+        frame = Generate(request_id, 0, "m", as_bytes(prompt), b"", sampling, TextOptions(), choices, **more)
         self.core.handle(GATEWAY, frame, 0.0)
 
     def run(self) -> Stats:
@@ -79,3 +81,4 @@ class CoreLoop:
                     ids = self.outputs.setdefault((step.request_id, step.choice), [])
                     assert step.first == len(ids)
                     ids += array("I", step.token_ids)
+                    self.logprobs.setdefault((step.request_id, step.choice), []).extend(step.logprobs)

@@ -2,6 +2,8 @@
 
 from collections import Counter
 
+import pytest
+
 from blockyard.services.gpu_worker.mock_batch import Pattern
 from blockyard.services.scheduler.core import Scheduler
 from blockyard.services.scheduler.fair import Fair
@@ -10,6 +12,7 @@ from blockyard.services.scheduler.groups import Group
 from blockyard.services.scheduler.requests import Choice, Phase
 from blockyard.shared.messages import FinishReason
 
+from .beam_reference import beam_reference
 from .fakes import Journal, ids_list
 
 EOS = 7
@@ -20,6 +23,9 @@ def check_tokens(journal: Journal, pattern: Pattern, max_model_len: int) -> None
     prompt = ids_list(journal.frame.prompt_ids)
     sampling = journal.frame.sampling
     room = min(sampling.max_tokens, max_model_len - len(prompt))
+    if journal.frame.beam is not None:
+        check_beams(journal, pattern, max_model_len)
+        return
     for index, out in journal.outputs.items():
         name = f"{journal.frame.request_id}/{index}"
         expected = [pattern.token(sampling, index, len(prompt) + i, prompt, [EOS]) for i in range(len(out.ids))]
@@ -43,6 +49,24 @@ def check_tokens(journal: Journal, pattern: Pattern, max_model_len: int) -> None
             assert found == dict(enumerate(prompt[1:], 1)), name
 
 
+def check_beams(journal: Journal, pattern: Pattern, max_model_len: int) -> None:
+    """What the search finds where nothing disturbs it."""
+    frame = journal.frame
+    if len(ids_list(frame.prompt_ids)) >= max_model_len:
+        return
+    best = beam_reference(frame, pattern, [EOS], max_model_len)
+    for index, out in journal.outputs.items():
+        name = f"{frame.request_id}/{index}"
+        if out.finish not in (FinishReason.STOP, FinishReason.LENGTH):
+            assert not out.ids, f"{name} was told before it was over"
+            assert out.finish is None or frame.deadline_s is not None, f"{name}: {out.detail}"
+            continue
+        assert (out.ids, out.finish) == (best[index].hypothesis.outputs.tolist(), best[index].finish), name
+        if frame.sampling.num_logprobs is not None:
+            assert [p.token_id for p in out.logprobs] == out.ids, name
+            assert sum(p.logprob for p in out.logprobs) == pytest.approx(best[index].hypothesis.total)
+
+
 def check_blocks(group: Group) -> None:
     """Each block is in one place, and whoever holds it is counted; what has a name has one."""
     pool, index = group.blocks, group.blocks.index
@@ -52,7 +76,8 @@ def check_blocks(group: Group) -> None:
         assert len(set(seat.blocks)) == len(seat.blocks)
     shared = {b for b, count in held.items() if count > 1}
     for seat in group.running:
-        assert shared.isdisjoint(seat.blocks[seat.granted // pool.block_size :]), "one that is shared is still written"
+        written = seat.granted + 1  # its last position may be repeated
+        assert shared.isdisjoint(seat.blocks[written // pool.block_size :]), "one that is shared is still written"
     resting = [i for _, ids in pool.bare._resting for i in ids]
     assert len(resting) == pool.bare.num_resting
     places = pool.bare._free + resting + list(index._idle) + list(index._cooling) + list(held)
@@ -128,7 +153,7 @@ def check(core: Scheduler) -> None:
             assert seat.granted <= max(seat.prefill_end, min(last, group.max_model_len - 1))
             assert seat.granted <= seat.capacity == len(seat.blocks) * group.blocks.block_size
             assert seat.granted - (seat.choice.known - 1) <= group.depth + 1 or seat.granted <= seat.prefill_end
-    waiting = [c for r in core._lifecycle.requests.values() for c in r.choices.values() if c.ticket]
+    waiting = [c for r in core._lifecycle.requests.values() for c in r.members if c.ticket]
     assert len(waiting) == len(core._waiting)
     assert sum(c.known for c in waiting) == core._waiting.ledger.num_tokens
     held = {id(choice) for choice in core._planner._held.choices()}
@@ -137,9 +162,9 @@ def check(core: Scheduler) -> None:
     parked = [r for r in core._lifecycle.requests.values() if r.parked]
     assert sum(len(r.parked) for r in parked) == core._forks.num_parked
     for request in parked:
-        assert all(c in request.choices.values() and not c.ticket for c in request.parked)
+        assert all(c in request.members and not c.ticket for c in request.parked)
         assert all(c.phase is Phase.WAITING and not c.awaits_results() for c in request.parked)
-        assert any(_leads(c) for c in request.choices.values()), "choices are parked and nobody goes ahead"
+        assert any(_leads(c) for c in request.members), "choices are parked and nobody goes ahead"
     live = core._streams._sinks.values()
     assert all(r.sink is None or r.sink in live for r in core._lifecycle.requests.values())
     for sink in live:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from blockyard.shared.messages import Cancel, TokenStep
+from blockyard.shared.messages import Beam, BeamStop, Cancel, TokenStep
 
 from .fakes import FakeGateway, ids_list
 from .world import Shape, World
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 def stops(step: TokenStep) -> bool:
     """Stop strings of this world: every third request has one, which most of its choices meet early."""
-    return int(step.request_id) % 3 == 2 and (step.first * 5 + step.choice) % 7 == 6
+    return int(step.request_id) % 3 == 2 and step.finish is None and (step.first * 5 + step.choice) % 7 == 6
 
 
 class Program:
@@ -83,6 +83,11 @@ class Program:
             sampling["num_prompt_logprobs"] = 1
         if b % 9 == 8:
             sampling["ignore_eos"] = True
+        beam = None
+        if b % 7 == 3:
+            beam = Beam(1 + a % 3 + b % 2, (1.0, 0.0, -0.5, 2.0)[b % 4], BeamStop(a % 3))
+            sampling |= {"temperature": 0.0, "max_tokens": 1 + b % 12}
+            sampling.pop("num_prompt_logprobs", None)
         deadline_s = 2.0 if b % 11 == 10 else None
         self.world.submit(
             gateway,
@@ -94,6 +99,7 @@ class Program:
             tenant=f"key-{a % 3}",
             user=f"{b % 2}",
             priority=a % 5 - 2,
+            beam=beam,
             **sampling,
         )
 

@@ -17,6 +17,7 @@ from blockyard.shared.block_names import block_names, root_name
 from blockyard.shared.fake_links import FakeLinks
 from blockyard.shared.messages import (
     Attached,
+    Beam,
     Generate,
     Geometry,
     Member,
@@ -170,7 +171,7 @@ class World:
         self.core.handle(peer, frame, self.now)
         self.turn()
 
-    def submit(
+    def submit(  # noqa: PLR0917 -- by name
         self,
         gateway: FakeGateway,
         request_id: str,
@@ -182,6 +183,7 @@ class World:
         tenant: str = "",
         user: str = "",
         priority: int = 0,
+        beam: Beam | None = None,
         **sampling: object,
     ) -> Generate:
         """Every other request brings the names of its blocks. `prompt` replaces the usual one of this length."""
@@ -200,6 +202,7 @@ class World:
             tenant=tenant,
             user=user,
             priority=priority,
+            beam=beam,
         )
         self.tell(gateway.incarnation, frame)
         return frame

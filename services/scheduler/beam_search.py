@@ -1,0 +1,110 @@
+"""Beam search over log-probabilities that somebody else computes: which hypotheses go on, and when to end.
+
+As in transformers' `generate(num_beams=...)`: a step ranks the continuations of all hypotheses by the sum of their
+log-probabilities. Those that end and are among the best `width` are finished; the best `width` of the others go on.
+A finished one is kept by its sum over its length (output tokens, the ending one included) to the power of the length
+penalty.
+"""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from blockyard.shared.messages import Beam, BeamStop, FinishReason, Sampling, TokenLogprobs
+
+
+@dataclass(slots=True)
+class Hypothesis:
+    """Output tokens with the sum of their log-probabilities, and what may follow them once that is known."""
+
+    outputs: "array[int]"
+    total: float = 0.0
+    entries: list[TokenLogprobs] = field(default_factory=list)  # one a token, where asked for
+    top: TokenLogprobs | None = None  # the likeliest next tokens
+
+    def extended(self, entry: TokenLogprobs, keep: bool) -> "Hypothesis":
+        entries = [*self.entries, entry] if keep else []
+        return Hypothesis(self.outputs + array("I", [entry.token_id]), self.total + entry.logprob, entries)
+
+
+@dataclass(slots=True)
+class Finished:
+    score: float
+    hypothesis: Hypothesis
+    finish: FinishReason
+    stop_token: int | None  # None for end-of-sequence
+
+
+class BeamSearch:
+    def __init__(self, beam: Beam, sampling: Sampling) -> None:
+        self.width = beam.width
+        self.finished: list[Finished] = []  # the best first, `width` at most
+        self._beam, self._max_tokens, self._num_logprobs = beam, sampling.max_tokens, sampling.num_logprobs
+        self._stops, self._ignores_eos = set(sampling.stop_token_ids), sampling.ignore_eos
+
+    def ends(self, eos: Sequence[int]) -> set[int]:
+        """Ids that end a hypothesis. Of each, as many of the likeliest tokens as these and `width` have to be known."""
+        return self._stops if self._ignores_eos else self._stops.union(eos)
+
+    def shorten(self, max_tokens: int) -> None:
+        """So many are what a worker's context leaves."""
+        self._max_tokens = min(self._max_tokens, max_tokens)
+
+    def step(self, live: Sequence[Hypothesis], eos: Sequence[int]) -> list[tuple[int, Hypothesis]]:
+        """What the live hypotheses become, each with the place of the one it extends; empty once the search is over.
+
+        The live ones are equally long, and what follows each is known.
+        """
+        tops, ends = [h.top for h in live if h.top is not None], self.ends(eos)
+        ranked = sorted(
+            (-(h.total + logprob), place, rank)
+            for place, (h, top) in enumerate(zip(live, tops, strict=True))
+            for rank, logprob in enumerate(top.top_logprobs)
+        )
+        length = len(live[0].outputs) + 1
+        goes_on: list[tuple[int, Hypothesis]] = []
+        for order, (_, place, rank) in enumerate(ranked):
+            token = tops[place].top_ids[rank]
+            is_last = token in ends or length >= self._max_tokens
+            if order >= self.width if is_last else len(goes_on) == self.width:
+                continue
+            hypothesis = live[place].extended(self._entry(tops[place], rank), self._num_logprobs is not None)
+            if is_last:
+                self._finish(hypothesis, token in ends, length)
+            else:
+                goes_on.append((place, hypothesis))
+        if not goes_on or self._is_over(max(h.total for _, h in goes_on), length):
+            return []
+        return goes_on
+
+    def _finish(self, hypothesis: Hypothesis, is_end: bool, length: int) -> None:
+        token = hypothesis.outputs[-1]
+        finish = FinishReason.STOP if is_end else FinishReason.LENGTH
+        score = hypothesis.total / length**self._beam.length_penalty
+        self.finished.append(Finished(score, hypothesis, finish, token if is_end and token in self._stops else None))
+        self.finished.sort(key=lambda f: -f.score)
+        del self.finished[self.width :]
+
+    def _is_over(self, best: float, length: int) -> bool:
+        """Whether nothing better is to be expected of hypotheses of this length, the best of which has this sum."""
+        if len(self.finished) < self.width:
+            return False
+        if self._beam.stop is BeamStop.FIRST:
+            return True
+        hopes = self._beam.stop is BeamStop.NEVER and self._beam.length_penalty > 0
+        longest = self._max_tokens if hopes else length
+        return bool(best / longest**self._beam.length_penalty <= self.finished[-1].score)
+
+    def _entry(self, top: TokenLogprobs, rank: int) -> TokenLogprobs:
+        """As if the token had been drawn there."""
+        shown = self._num_logprobs or 0
+        return msgspec.structs.replace(
+            top,
+            token_id=top.top_ids[rank],
+            logprob=top.top_logprobs[rank],
+            rank=rank + 1,
+            top_ids=top.top_ids[:shown],
+            top_logprobs=top.top_logprobs[:shown],
+        )

@@ -1,0 +1,29 @@
+"""A beam search on the mock worker's log-probabilities, without a scheduler."""
+
+from array import array
+
+import msgspec
+
+from blockyard.services.gpu_worker.mock_batch import Pattern, likeliest
+from blockyard.services.gpu_worker.mock_kv import states_of
+from blockyard.services.scheduler.beam_search import BeamSearch, Finished, Hypothesis
+from blockyard.shared.messages import Generate
+
+from .fakes import ids_list
+
+
+def beam_reference(frame: Generate, pattern: Pattern, eos: list[int], max_model_len: int) -> list[Finished]:
+    assert frame.beam is not None
+    prompt = ids_list(frame.prompt_ids)
+    steps = BeamSearch(frame.beam, frame.sampling)
+    steps.shorten(max_model_len - len(prompt))
+    asked = msgspec.structs.replace(frame.sampling, ignore_eos=True)
+    num = max(frame.beam.width + len(steps.ends(eos)), frame.sampling.num_logprobs or 0)
+    live = [Hypothesis(array("I"))]
+    while live:
+        for hypothesis in live:
+            ids = prompt + hypothesis.outputs.tolist()
+            token = pattern.token(asked, 0, len(ids), array("I", prompt), eos)
+            hypothesis.top = likeliest(token, num, states_of(ids)[-1])
+        live = [hypothesis for _, hypothesis in steps.step(live, eos)]
+    return steps.finished
