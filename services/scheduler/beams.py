@@ -47,6 +47,8 @@ class Beams:
         self._forks.left(choice)
         live = [c.hypothesis for c in search.choices if c.hypothesis is not None]
         if any(h.top is None for h in live):
+            near = {c.seat.worker for c in search.choices if c.seat is not None and c.phase is Phase.RUNNING}
+            self._groups.stir(self._groups.attached[worker] for worker in near)  # one may have to give way there
             return
         search.num_cached = max(search.num_cached, choice.num_cached or 0)
         search.steps.shorten(group.max_model_len - request.num_prompt)
@@ -102,8 +104,10 @@ class Beams:
         """A hypothesis in its parent's seat. Its worker has the next token already if that is the one it drew."""
         before, seat = choice.hypothesis, choice.seat
         assert seat is not None
+        group = self._groups.attached[seat.worker]
+        self._groups.stir([group])
         if before is None or before.top is None or hypothesis.outputs[-1] != before.top.token_id:
-            self._groups.attached[seat.worker].restarts.append(seat)
+            group.restarts.append(seat)
         choice.hypothesis, choice.outputs = hypothesis, hypothesis.outputs
         choice.known += 1
         choice.fork_of = None  # that one goes its own way now

@@ -235,7 +235,7 @@ class Placement:
 
 def _siblings(choice: Choice) -> set[int]:
     """Groups where others of the same prompt run."""
-    others = choice.request.choices
+    others = choice.request.members
     if len(others) < 2:
         return set()
-    return {c.seat.worker for c in others.values() if c.seat is not None and c.phase is Phase.RUNNING}
+    return {c.seat.worker for c in others if c.seat is not None and c.phase is Phase.RUNNING}
