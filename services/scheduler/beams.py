@@ -21,7 +21,8 @@ class Beams:
     """All live searches. `Request.search` says of which choices one consists."""
 
     def __init__(self, waiting: WaitingQueue, groups: Groups, lifecycle: Lifecycle, forks: Forks) -> None:
-        self._waiting, self._groups, self._lifecycle, self._forks = waiting, groups, lifecycle, forks
+        self.forks = forks
+        self._waiting, self._groups, self._lifecycle = waiting, groups, lifecycle
         self._live: dict[str, Request] = {}  # and some that have ended since
 
     def begin(self, request: Request, beam: Beam) -> None:
@@ -30,7 +31,7 @@ class Beams:
         first.hypothesis = Hypothesis(first.outputs)
         request.search = Search(BeamSearch(beam, request.frame.sampling), [first])
         self._live[request.id] = request
-        self._forks.add(request, [first])
+        self.forks.add(request, [first])
 
     def take(self, group: Group, choice: Choice, slot: SlotResult) -> None:
         """What a slot produced for a hypothesis."""
@@ -44,7 +45,7 @@ class Beams:
             return  # of a part of its prompt, or of nothing
         hypothesis.top = slot.logprobs[0]
         self._waiting.discard(choice)  # if it was preempted since, it needs no seat any more
-        self._forks.left(choice)
+        self.forks.left(choice)
         live = [c.hypothesis for c in search.choices if c.hypothesis is not None]
         if any(h.top is None for h in live):
             near = {c.seat.worker for c in search.choices if c.seat is not None and c.phase is Phase.RUNNING}
@@ -98,7 +99,7 @@ class Beams:
             self._lifecycle.release(choice)
         for place, hypothesis in stay.items():
             self._go_on(before[place], hypothesis)
-        self._forks.add(before[0].request, [choice for choice in search.choices if choice not in before])
+        self.forks.add(before[0].request, [choice for choice in search.choices if choice not in before])
 
     def _go_on(self, choice: Choice, hypothesis: Hypothesis) -> None:
         """A hypothesis in its parent's seat. Its worker has the next token already if that is the one it drew."""

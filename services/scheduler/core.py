@@ -105,7 +105,6 @@ class Scheduler:
             self._prefix,
             policy,
             promises,
-            self._forks,
             self._placement,
             beams,
             self._gate,

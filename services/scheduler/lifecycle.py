@@ -46,7 +46,9 @@ class Lifecycle:
         """A choice, or a hypothesis of a beam search, neither runs nor waits any more. It is no member by now."""
         group = self._groups.attached.get(choice.seat.worker) if choice.seat is not None else None
         if choice.phase is Phase.RUNNING and choice.seat is not None:
-            self._vacate(self._groups.attached[choice.seat.worker], choice.seat)
+            left = self._groups.attached[choice.seat.worker]
+            self._vacate(left, choice.seat)
+            self._groups.stir([left])  # what is heard of one group may end a hypothesis in another
         else:
             self._waiting.discard(choice)
         choice.phase = Phase.ENDED

@@ -1,7 +1,6 @@
 """One plan: decodes first, then prefills with what is left of the budget, then newcomers."""
 
 from blockyard.services.scheduler.beams import Beams
-from blockyard.services.scheduler.fork import Forks
 from blockyard.services.scheduler.gate import Gate
 from blockyard.services.scheduler.groups import Group, PlanRecord
 from blockyard.services.scheduler.lifecycle import Lifecycle
@@ -52,7 +51,6 @@ class Planner:
         prefix: PrefixCache,
         policy: Policy,
         promises: Promises,
-        forks: Forks,
         placement: Placement,
         beams: Beams,
         gate: Gate,
@@ -60,7 +58,7 @@ class Planner:
     ) -> None:
         self.preemption = Preemption(placement, policy, lifecycle, prefix)
         self._scheduler, self._waiting, self._lifecycle, self._prefix = scheduler, waiting, lifecycle, prefix
-        self._policy, self._placement, self._promises, self._forks = policy, placement, promises, forks
+        self._policy, self._placement, self._promises, self._forks = policy, placement, promises, beams.forks
         self._beams, self._gate, self._shares = beams, gate, shares
         self._held = HeldBack(waiting)
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from blockyard.services.scheduler.prefill_shares import PrefillShares
 from blockyard.shared.messages import Beam, BeamStop, Cancel, TokenStep
 
 from .fakes import FakeGateway, ids_list
@@ -10,6 +11,31 @@ from .world import Shape, World
 
 BYTES_PER_STEP = 3
 MAX_MEMBERS = 2
+
+SHAPES: dict[str, list[object]] = {
+    "depth": [0, 1, 2, 3],
+    "num_blocks": list(range(6, 31)),
+    "block_size": [1, 2, 3, 4, 5],
+    "max_num_seqs": list(range(1, 9)),
+    "max_num_batched_tokens": list(range(1, 25)),
+    "max_model_len": list(range(16, 61)),
+    "eos_every": [0, 6],
+    "max_queue_len": [3, 100],
+    "max_queue_tokens": [60, 10_000],
+    "max_queue_delay_s": [None, 1.0],
+    "prefills": [
+        PrefillShares(),
+        PrefillShares(max_partial=2, long_tokens=5),
+        PrefillShares(max_partial=3, max_long=2),
+    ],
+    "delay_factor": [0.0, 0.5],
+    "whole_prompts": [False, True],
+    "stutters": [False, True],
+    "policy": ["fcfs", "priority", "fair"],
+    "prefix_caching": [True, True, True, False],
+    "num_host_blocks": [0, 1, 5, 40],
+    "failing": [False, True],
+}  # of a world, by field
 
 T = TypeVar("T")
 
@@ -25,7 +51,7 @@ class Program:
         self.world.add_gateway()
         self.world.add_worker()
         self.world.add_detokenizer()
-        self.num_requests = 0
+        self.num_requests = self.num_searches = 0
         quiet = [self.work, self.submit, self.work, self.detokenize, self.work, self.submit, self.detokenize]
         self._rules: list[Callable[[int, int], None]] = quiet * 7
         self._rules += [
@@ -85,6 +111,7 @@ class Program:
             sampling["ignore_eos"] = True
         beam = None
         if b % 7 == 3:
+            self.num_searches += 1
             beam = Beam(1 + a % 3 + b % 2, (1.0, 0.0, -0.5, 2.0)[b % 4], BeamStop(a % 3))
             sampling |= {"temperature": 0.0, "max_tokens": 1 + b % 12}
             sampling.pop("num_prompt_logprobs", None)

@@ -24,6 +24,7 @@ from blockyard.shared.messages import (
     Role,
     Sampling,
     SchedulerIn,
+    StepPlan,
     StepResult,
     TokenBatch,
     TokenStep,
@@ -67,7 +68,9 @@ class World:
     def __init__(self, shape: Shape, stops: Callable[[TokenStep], bool] = lambda step: False) -> None:
         self.shape, self.stops = shape, stops
         self.now = 0.0
-        self.num_steps = 0
+        self.num_steps = 0  # plans that were answered
+        self.num_copies = 0
+        self.num_turns = 0  # after each, the invariants are checked
         self.pattern = Pattern(100, 900, shape.eos_every)
         self.core = Scheduler(
             SCHEDULER,
@@ -227,11 +230,13 @@ class World:
             to, frame = outgoing.to, outgoing.frame
             if to in self.workers:
                 self.workers[to].sent(frame)
+                self.num_copies += len(frame.copies) if isinstance(frame, StepPlan) else 0
             elif to in self.detokenizers:
                 assert isinstance(frame, TokenBatch)
                 self.detokenizers[to].inbox.append(frame)
             elif to in self.gateways:
                 self.gateways[to].take(frame)
+        self.num_turns += 1
         check(self.core)
 
     def settle(self, max_steps: int = 100_000) -> None:

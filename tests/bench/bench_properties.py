@@ -1,0 +1,53 @@
+"""A million steps of the scheduler through random histories, the invariants checked after each; by hand.
+
+PYTHONPATH=.src python tests/bench/bench_properties.py [STEPS] [FIRST_SEED]
+"""
+
+import logging
+import random
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tests.services.scheduler.program import BYTES_PER_STEP, SHAPES, Program
+from tests.services.scheduler.world import Shape
+
+EVENTS = 420
+
+
+def main(num_steps: int, seed: int) -> int:
+    logging.disable(logging.CRITICAL)  # deaths of workers, by the thousand
+    began, counted, failed = time.monotonic(), Counter[str](), False
+    while counted["steps"] < num_steps:
+        rng = random.Random(seed)
+        shape = Shape(**{name: rng.choice(values) for name, values in SHAPES.items()})
+        program = Program(shape)
+        try:
+            program.run(rng.randbytes(EVENTS * BYTES_PER_STEP))
+        except Exception as e:  # noqa: BLE001 -- whatever it is, the seed is what helps
+            failed = True
+            print(f"seed {seed}: {type(e).__name__}: {e}; {shape}", flush=True)
+        world = program.world
+        stats = world.core.stats()
+        counted["histories"] += 1
+        counted["steps"] += world.num_turns
+        counted["plans answered"] += world.num_steps
+        counted["requests"] += program.num_requests
+        counted["preemptions"] += stats.preemptions_total
+        counted["blocks saved to host memory"] += stats.blocks_saved_total
+        counted["blocks fetched from there"] += stats.blocks_fetched_total
+        counted["blocks copied for forks"] += world.num_copies
+        counted["beam searches"] += program.num_searches
+        seed += 1
+    counted["seconds"] = round(time.monotonic() - began)
+    for name, count in counted.items():
+        print(f"{count:>12,} {name}")
+    return failed
+
+
+if __name__ == "__main__":
+    numbers = [int(argument.replace("_", "")) for argument in sys.argv[1:]]
+    sys.exit(main(*(numbers + [1_000_000, 0][len(numbers) :])))
