@@ -308,7 +308,17 @@ def draw_tokens(logits: Tensor, slots: Tensor, index: Tensor, params: DrawParams
     )
     ways = {"FAST": logits.is_cuda, "TILE": _TILE}
     _scan_kernel[(rows, programs)](
-        *inputs, span_top, span_mass, *parts, *sizes, num_spans, tiles, SPAN=_SPAN, SPANS=_SPANS, num_warps=_WARPS[0], **ways
+        *inputs,
+        span_top,
+        span_mass,
+        *parts,
+        *sizes,
+        num_spans,
+        tiles,
+        SPAN=_SPAN,
+        SPANS=_SPANS,
+        num_warps=_WARPS[0],
+        **ways,
     )
     _choose_kernel[(rows,)](
         *inputs,

@@ -53,6 +53,7 @@ def start(config: WorkerConfig, report: Report) -> Runner:
         notes.append(str(loaded))
         report("preparing weights", 0.0, notes)
         model.prepare(max_model_len)
+        notes.extend(pick_products(model, config, device))
         need = Need(
             block_size=config.block_size,
             block_bytes=block_bytes(model.shape, config.block_size, dtype),
@@ -99,6 +100,16 @@ def run_ahead(runner: Runner, config: WorkerConfig, report: Report, notes: list[
 def find_device_loop() -> Any:
     """Its module imports Triton: loaded by name, for a GPU alone."""
     return importlib.import_module("blockyard.services.gpu_worker.device_loop")
+
+
+def pick_products(model: Model, config: WorkerConfig, device: torch.device) -> list[str]:
+    """What computes the linear layers of this model."""
+    if device.type == "cuda" and config.batch_invariant:
+        return [importlib.import_module("blockyard.services.gpu_worker.linear_tuning").Tuner(model.linears()).freeze()]
+    if config.batch_invariant:
+        for linear in model.linears():
+            linear.freeze()
+    return []
 
 
 class Throttle:

@@ -15,8 +15,15 @@ Measured on CPU with one thread (AMD EPYC, AVX-512, torch 2.13), microseconds, w
 
 So in float32: packed from two rows on, and for one row a second copy where the matrix is small enough for it to cost
 little memory: transposed, or as it is where it is wider than high. In bfloat16 packed is best everywhere.
+
+**Rows that do not depend on each other.** Each of these takes another path for another number of rows: on the same
+machine one row in float32 had other bits in F.linear up to 5 or 13 rows, in mm for 1 and from 256, packed for 1. What
+holds is one call of one shape on memory of one alignment: `freeze` computes GROUP rows at a time out of a fresh copy,
+the last group padded, and a row's bits were the same at every place in its group, in all three layouts, on one thread
+and on two. (Rows read where they lay, at other alignments, had other bits.)
 """
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -26,6 +33,9 @@ from torch import Tensor
 SECOND_COPY_ELEMENTS = 1_500_000  # above it one row is bound by memory in any layout
 TINY_ELEMENTS = 65_536  # up to here the transposed copy keeps up with packed
 TINY_ROWS = 16
+GROUP = 16  # rows of every product once frozen
+
+Product = Callable[[Tensor], Tensor]  # [rows, in] -> [rows, out]
 
 _dnn: Any = torch.ops.mkldnn
 
@@ -54,7 +64,7 @@ def can_pack(weight: Tensor) -> bool:
 class Linear:
     """x [rows, in] -> [rows, out]. `weight` [out, in] takes the checkpoint's; `prepare` then picks the layouts."""
 
-    __slots__ = ("_packed", "_second_rows", "_transposed", "bias", "shape", "weight")
+    __slots__ = ("_otherwise", "_packed", "_products", "_second_rows", "_transposed", "bias", "shape", "weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight: Tensor | None = weight
@@ -63,6 +73,8 @@ class Linear:
         self._transposed: Tensor | None = None
         self._second_rows = 0
         self._packed: Tensor | None = None
+        self._products: Mapping[int, Product] = {}
+        self._otherwise: Product = self._plain
 
     def prepare(self) -> None:
         """Call once the weight is loaded; on CPU the prepared copies take its place."""
@@ -76,7 +88,20 @@ class Linear:
         if transposed or not self._second_rows:
             self.weight = None
 
+    def use(self, products: Mapping[int, Product], otherwise: Product | None = None) -> None:
+        """What computes so many rows, and what all others; None leaves these as they are."""
+        self._products = products
+        if otherwise is not None:
+            self._otherwise = otherwise
+
+    def freeze(self) -> None:
+        """From now on a row's result follows from that row alone."""
+        self.use({}, in_groups(self._plain))
+
     def __call__(self, x: Tensor) -> Tensor:
+        return self._products.get(x.shape[0], self._otherwise)(x)
+
+    def _plain(self, x: Tensor) -> Tensor:
         if self._packed is not None and x.shape[0] > self._second_rows:
             out: Tensor = _dnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
             return out
@@ -90,3 +115,14 @@ class Linear:
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """residual + self(x). May write to `residual`."""
         return residual.add_(self(x))
+
+
+def in_groups(product: Product) -> Product:
+    """The same, GROUP rows at a time, so that every call has one shape."""
+
+    def grouped(x: Tensor) -> Tensor:
+        rows = x.shape[0]
+        padded = F.pad(x, (0, 0, 0, max(-(-rows // GROUP), 1) * GROUP - rows))
+        return torch.cat([product(some) for some in padded.view(-1, GROUP, x.shape[1])])[:rows]
+
+    return grouped

@@ -49,6 +49,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     mock: MockConfig = MockConfig()
     enforce_eager: bool = False  # no CUDA graphs
     graph_sizes: list[int] = []  # rows of decode steps that have graphs; empty: a ladder up to max_num_seqs
+    batch_invariant: bool = False  # a row's logits follow from that row alone
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):

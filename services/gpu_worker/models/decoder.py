@@ -57,6 +57,7 @@ class Model(Protocol):
     table: WeightTable
 
     def prepare(self, max_model_len: int) -> None: ...
+    def linears(self) -> list[Linear]: ...
     def forward(self, step: Step) -> Tensor: ...
     def logits(self, hidden: Tensor) -> Tensor: ...
 
@@ -131,6 +132,9 @@ class Block:
         for part in (self.norm1, self.attention, self.norm2, self.mlp):
             part.prepare()
 
+    def linears(self) -> list[Linear]:
+        return [self.attention.qkv, self.attention.out, self.mlp.gate_up, self.mlp.down]
+
     def forward(self, residual: Tensor, delta: Tensor | None, rotation: Tensor, step: Step) -> Tensor:
         """What the layer before left to be added goes to `residual`; returns what this one does."""
         delta = self.attention.forward(self._ops.add_norm(residual, delta, self.norm1), rotation, step)
@@ -174,6 +178,10 @@ class Decoder:
         shape = self._decoder
         table = rotation_table(shape.rope, shape.head_dim, shape.max_positions, max_model_len)
         self._rotations = table.unsqueeze(1).to(self._embedding.device)
+
+    def linears(self) -> list[Linear]:
+        """In the order in which a step uses them."""
+        return [*(linear for block in self._blocks for linear in block.linears()), self._head]
 
     def forward(self, step: Step) -> Tensor:
         """[tokens, hidden], normalised: ready for `logits`."""

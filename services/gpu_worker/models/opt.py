@@ -69,9 +69,8 @@ class Block:
         self.fc1 = _linear(new, f"{prefix}.fc1", config.ffn_dim, hidden, bias)
         self.fc2 = _linear(new, f"{prefix}.fc2", hidden, config.ffn_dim, bias)
 
-    def prepare(self) -> None:
-        for linear in (self.qkv, self.out, self.fc1, self.fc2):
-            linear.prepare()
+    def linears(self) -> list[Linear]:
+        return [self.qkv, self.out, self.fc1, self.fc2]
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]; may write to x."""
@@ -119,12 +118,13 @@ class OPT:
 
     def prepare(self, max_model_len: int) -> None:
         """Call once the weights are loaded."""
-        for block in self._blocks:
-            block.prepare()
-        for linear in (self._project_in, self._project_out, self._head):
-            if linear is not None:
-                linear.prepare()
+        for linear in self.linears():
+            linear.prepare()
         self._positions = self._positions[POSITION_OFFSET : POSITION_OFFSET + max_model_len]
+
+    def linears(self) -> list[Linear]:
+        around = [linear for linear in (self._project_in, self._project_out) if linear is not None]
+        return [*(linear for block in self._blocks for linear in block.linears()), *around, self._head]
 
     def forward(self, step: Step) -> Tensor:
         """[tokens, hidden], ready for `logits`."""

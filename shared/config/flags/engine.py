@@ -249,6 +249,13 @@ SCHEDULER = (
 
 EXECUTION = (
     Flag("enforce-eager", Kind.BOOL, False, "No CUDA graphs.", ("worker.enforce_eager",)),
+    Flag(
+        "batch-invariant",
+        Kind.BOOL,
+        False,
+        "A sequence's logits do not depend on what else is in its steps; slower.",
+        ("worker.batch_invariant",),
+    ),
     Flag("max-seq-len-to-capture", Kind.INT, None, "Longest sequence in CUDA graphs.", least=1, mapped=_GRAPHS),
     Flag("max-context-len-to-capture", Kind.INT, None, "Longest sequence in CUDA graphs.", least=1, mapped=_GRAPHS),
     Flag(

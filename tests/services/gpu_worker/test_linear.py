@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from blockyard.services.gpu_worker.linear import Linear, second_copy
+from blockyard.services.gpu_worker.linear import GROUP, Linear, in_groups, second_copy
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -42,3 +42,41 @@ def test_no_copy_is_left_behind() -> None:
     large = Linear(torch.randn(1300, 1200))
     large.prepare()
     assert large.weight is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("inner", "outer"), [(64, 48), (256, 300), (1024, 256), (1300, 1200), (1, 5)])
+def test_frozen_rows_do_not_depend_on_the_others(inner: int, outer: int, dtype: torch.dtype) -> None:
+    linear = Linear(torch.randn(outer, inner).to(dtype), torch.randn(outer).to(dtype))
+    linear.prepare()
+    linear.freeze()
+    x = torch.randn(150, inner).to(dtype)
+    together = linear(x)
+    for rows in (1, 2, 5, 15, 16, 17, 64):
+        for start in (0, 3, 16, 77):
+            assert torch.equal(linear(x[start : start + rows]), together[start : start + rows])
+    assert linear(x[:0]).shape == (0, outer)
+
+
+def test_a_group_is_the_only_shape() -> None:
+    seen = set()
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        seen.add(x.shape[0])
+        return x
+
+    x = torch.randn(40, 3)
+    for rows in (0, 1, 16, 40):
+        assert torch.equal(in_groups(product)(x[:rows]), x[:rows])
+    assert seen == {GROUP}
+
+
+def test_products_by_rows() -> None:
+    """Those of their number of rows, else the other one, else the plain product."""
+    linear = Linear(torch.ones(2, 3))
+    x = torch.ones(2, 3)
+    linear.use({2: lambda x: x[:, :2] * 7})
+    assert torch.equal(linear(x), torch.full((2, 2), 7.0))
+    assert torch.equal(linear(x[:1]), torch.full((1, 2), 3.0))
+    linear.use({}, lambda x: x[:, :2] * 9)
+    assert torch.equal(linear(x), torch.full((2, 2), 9.0))

@@ -1,0 +1,171 @@
+"""Which kernel computes a linear layer for a number of rows: what there is to try, and which of it was best.
+
+Plain functions over numbers, and the file that keeps what was measured. What measures is `linear_tuning`.
+"""
+
+import logging
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+log = logging.getLogger(__name__)
+
+EDITION = 2  # of the candidates below: a file of another one is measured anew
+MARGIN = 0.98  # of the library's time, to be taken in its place: less is noise
+MOST_ROWS = 256  # beyond it products are bound by arithmetic, which the library does best
+SHARED_BYTES = 226 << 10  # a program's at most, on compute capability 9.0
+FETCH_ELEMENTS = 1 << 26  # a weight below it is over so soon that its first bytes are worth asking for early
+FEWEST_STEPS = 3  # of a part of a tile
+
+# out_tile, tile, warps by rows
+FEW = {
+    1: ((4, 2048, 4), (1, 4096, 4), (2, 1024, 4), (8, 512, 4), (4, 1024, 4)),
+    2: ((4, 512, 2), (4, 1024, 4), (2, 2048, 4)),
+    4: ((2, 1024, 4), (4, 1024, 4), (2, 512, 2)),
+}
+# out_tile, row_tile, in_tile, stages, warps by the most rows they are for
+TILES = {
+    16: ((64, 16, 128, 5, 4), (64, 16, 256, 5, 4), (128, 16, 128, 3, 4)),
+    32: ((64, 32, 128, 5, 4), (64, 32, 128, 8, 4), (128, 32, 128, 3, 4), (128, 32, 128, 5, 4)),
+    64: ((64, 64, 128, 6, 4), (128, 64, 64, 4, 4), (64, 64, 128, 3, 4), (64, 64, 64, 8, 4)),
+    128: ((64, 64, 128, 6, 4), (128, 128, 64, 3, 4), (64, 128, 64, 8, 4), (128, 128, 64, 6, 8)),
+    256: ((128, 128, 64, 6, 8), (64, 128, 64, 8, 4), (128, 256, 64, 4, 8), (128, 128, 64, 3, 4)),
+}
+FROZEN = (128, 128, 64, 3, 8)
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """How one product is computed."""
+
+    kernel: Literal["library", "few", "tiles"] = "library"
+    out_tile: int = 0
+    row_tile: int = 0
+    in_tile: int = 0
+    stages: int = 0
+    warps: int = 0
+    split: int = 1  # parts of a tile's sum
+    fetch: int = 0  # cache lines of each output's weights asked for before the kernel's turn
+
+
+LIBRARY = Plan()
+
+
+class Layer(msgspec.Struct, frozen=True, order=True):
+    """Linear layers of one shape."""
+
+    ins: int
+    outs: int
+    count: int
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """What was measured once for all layers of a model: one plan a layer."""
+
+    layers: list[Layer]
+    dtype: str
+    rows: int
+    plans: list[Plan]
+
+
+class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The file."""
+
+    edition: int
+    choices: list[Choice]
+
+
+def candidates(layer: Layer, rows: int, element_bytes: int, processors: int) -> list[Plan]:
+    """What is worth measuring beside the library; nothing for types and shapes that the kernels do not take."""
+    if rows > MOST_ROWS or element_bytes != 2 or layer.ins * element_bytes % 16:
+        return []
+    plans = [Plan("few", out, 0, size, 0, warps) for out, size, warps in FEW.get(rows, ()) if size <= 2 * layer.ins]
+    if rows > 1:
+        for shape in TILES[next(most for most in TILES if rows <= most)]:
+            plans += [_tiles(layer, shape, split) for split in splits(layer, rows, shape, element_bytes, processors)]
+    return plans
+
+
+def splits(
+    layer: Layer, rows: int, shape: tuple[int, int, int, int, int], element_bytes: int, processors: int
+) -> list[int]:
+    """None; and in so many parts that the programs that run at a time are all busy, or half as many."""
+    out_tile, row_tile, in_tile, stages, _ = shape
+    tiles = -(-layer.outs // out_tile) * -(-rows // row_tile)
+    together = processors * max(SHARED_BYTES // ((out_tile + row_tile) * in_tile * element_bytes * stages), 1)
+    most = max(min(together // tiles, layer.ins // in_tile // FEWEST_STEPS), 1)
+    return sorted({1, most, max(most // 2, 1)})
+
+
+def frozen_plan(layer: Layer, element_bytes: int, processors: int) -> Plan:
+    """The one of a layer under --batch-invariant, for any number of rows; the library's: the kernels do not take it."""
+    if element_bytes != 2 or layer.ins * element_bytes % 16:
+        return LIBRARY
+    out_tile, _, in_tile, _, _ = FROZEN
+    split = max(min(round(processors / -(-layer.outs // out_tile)), layer.ins // in_tile // FEWEST_STEPS), 1)
+    return _tiles(layer, FROZEN, split)
+
+
+def _tiles(layer: Layer, shape: tuple[int, int, int, int, int], split: int) -> Plan:
+    fetch = 4 if layer.ins * layer.outs <= FETCH_ELEMENTS else 0
+    return Plan("tiles", *shape, split, fetch)
+
+
+def pick(times: Mapping[Plan, float]) -> Plan:
+    """The quickest; the library unless another is clearly quicker. `times` has the library's."""
+    quickest = min(times, key=lambda plan: times[plan])
+    return quickest if times[quickest] < MARGIN * times[LIBRARY] else LIBRARY
+
+
+def pick_set(times: Sequence[tuple[Sequence[Plan], float]]) -> list[Plan]:
+    """Of ways to compute all layers of a step, the first being the library alone: the quickest, as `pick` would."""
+    plans, took = min(times, key=lambda one: one[1])
+    return list(plans if took < MARGIN * times[0][1] else times[0][0])
+
+
+def table_path(device: str, versions: Sequence[str], environ: Mapping[str, str] = os.environ) -> Path:
+    """Of a kind of GPU under the versions of what compiles for it."""
+    base = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    name = re.sub(r"[^A-Za-z0-9.+]+", "-", "-".join((device, *versions)))
+    return base / "blockyard" / f"linear-{name}.json"
+
+
+def read_table(path: Path) -> list[Choice]:
+    """Nothing where there is no file of this edition that can be read."""
+    try:
+        measured = msgspec.json.decode(path.read_bytes(), type=Measured)
+    except FileNotFoundError:
+        return []
+    except (OSError, msgspec.MsgspecError) as e:
+        log.warning("%s cannot be used, linear layers are measured anew: %s", path, e)
+        return []
+    return measured.choices if measured.edition == EDITION else []
+
+
+def write_table(path: Path, choices: Sequence[Choice]) -> None:
+    """Whole or not at all. A folder that cannot be written to costs the next start its time, no more."""
+    whole = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        whole.write_bytes(msgspec.json.format(msgspec.json.encode(Measured(EDITION, list(choices))), indent=1))
+        whole.replace(path)
+    except OSError as e:
+        log.warning("%s cannot be written, the next start measures linear layers again: %s", path, e)
+
+
+def merge(old: Sequence[Choice], new: Sequence[Choice]) -> list[Choice]:
+    """The new ones, and the old ones of other models and rows."""
+    keys = {_key(choice) for choice in new}
+    return [*(choice for choice in old if _key(choice) not in keys), *new]
+
+
+def find(choices: Sequence[Choice], layers: list[Layer], dtype: str, rows: int) -> list[Plan] | None:
+    wanted = (tuple(layers), dtype, rows)
+    return next((c.plans for c in choices if _key(c) == wanted and len(c.plans) == len(layers)), None)
+
+
+def _key(choice: Choice) -> tuple[tuple[Layer, ...], str, int]:
+    return tuple(choice.layers), choice.dtype, choice.rows
