@@ -281,6 +281,7 @@ class Room(Record, frozen=True):
     retry_after_s: float = 1.0
     tenant: str | None = None  # when it is full: the one that has to give way, and so the only one ...
     user: str | None = None  # ... and its user, for whom it is; None: it is for everybody
+    asleep: bool = False  # nothing is served until somebody wakes it up
 
 
 class Accepted(Frame, frozen=True):
@@ -303,6 +304,52 @@ class RoomChanged(Frame, frozen=True):
     """From full to not full or back, to every gateway that has a link."""
 
     room: Room
+
+
+# --- operations: api_gateway <-> scheduler <-> gpu_worker ---------------------------------------------
+
+
+class Verb(enum.IntEnum):
+    LOOK = 0
+    RESET_PREFIX_CACHE = 1
+    PAUSE = 2
+    RESUME = 3
+    SLEEP = 4
+    WAKE_UP = 5
+
+
+class Control(Frame, frozen=True):
+    """What an operator asks of a scheduler. Doing it twice is doing it once."""
+
+    request_id: str
+    verb: Verb
+    level: int = 1  # of sleep: 1 weights to host memory, 2 no weights; KV is dropped at both
+    drain: bool = False  # pause: those that run end first; if not, they stand still
+    clear_cache: bool = True  # pause: KV is computed again, as after a change of weights
+
+
+class Controlled(Frame, frozen=True):
+    """The answer to Control, once it is done: how things stand."""
+
+    request_id: str
+    status: int  # HTTP status
+    message: str
+    sleep_level: int
+    paused: bool
+    freed_bytes: int = 0  # by the workers that sleep now
+
+
+class Sleep(Frame, frozen=True):
+    """scheduler -> gpu_worker: drop plans and slots, give memory back. The next Attach wakes it up."""
+
+    scheduler: int
+    level: int
+
+
+class Slept(Frame, frozen=True):
+    worker: int
+    level: int
+    freed_bytes: int
 
 
 # --- tokens: scheduler -> detokenizer -> api_gateway --------------------------------------------------
@@ -415,6 +462,7 @@ class Attach(Frame, frozen=True):
     scheduler: int  # incarnation; from here on the worker obeys this one only
     num_slots: int  # slots are 0 to num_slots - 1
     depth: int  # plans that may be queued besides the running one
+    forget: bool = False  # what blocks hold counts no more, on the device and in host memory
 
 
 class Geometry(Record, frozen=True):
@@ -570,8 +618,19 @@ class Scraped(Frame, frozen=True):
 
 RegistryIn = Announce | Leave | LinkLost | AskMembers
 MemberIn = Members  # from the registry, on the registry link
-GatewayIn = Tokenized | Detokenized | TextRejected | Accepted | Refused | RoomChanged | TextBatch | Scrape | Scraped
+GatewayIn = (
+    Tokenized
+    | Detokenized
+    | TextRejected
+    | Accepted
+    | Refused
+    | RoomChanged
+    | TextBatch
+    | Scrape
+    | Scraped
+    | Controlled
+)
 TokenizerIn = Tokenize | Detokenize
-SchedulerIn = Generate | Cancel | Stop | Attached | Fenced | OutOfStep | StepResult
+SchedulerIn = Generate | Cancel | Stop | Attached | Fenced | OutOfStep | StepResult | Control | Slept
 DetokenizerIn = TokenBatch
-WorkerIn = Attach | StepPlan
+WorkerIn = Attach | StepPlan | Sleep

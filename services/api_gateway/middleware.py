@@ -13,12 +13,13 @@ from aiohttp.typedefs import Handler, Middleware
 from blockyard.services.api_gateway.caller import REQUEST_ID, TENANT
 from blockyard.services.api_gateway.errors import ApiError, body
 from blockyard.services.api_gateway.handlers import JSON
+from blockyard.services.api_gateway.operations import PATHS as OPERATIONS
 from blockyard.services.api_gateway.service import Gateway
 from blockyard.shared.config.gateway import CorsConfig, GatewayConfig
 
 log = logging.getLogger(__name__)
 
-GUARDED = ("/v1", "/tokenize", "/detokenize", "/ring")  # ask for a key, if there are keys
+GUARDED = ("/v1", "/tokenize", "/detokenize", "/ring", *OPERATIONS)  # ask for a key, if there are keys
 MAX_ID_CHARS = 128
 
 

@@ -4,6 +4,8 @@ from collections.abc import Iterable
 
 from blockyard.shared.messages import Member, Role
 
+PAUSED = "paused"  # phase of a scheduler whose steps stand still on purpose
+
 
 class Progress:
     """Watches the steps that schedulers count. `patience_s`: how long one step may take while choices run."""
@@ -20,6 +22,7 @@ class Progress:
             if member.role == Role.SCHEDULER:
                 before = self._seen.get(member.incarnation)
                 moved = before is None or before[0] != member.stats.steps_total or not member.stats.running
+                moved = moved or member.phase == PAUSED
                 seen[member.incarnation] = (member.stats.steps_total, now) if moved or before is None else before
         self._seen = seen
         self.stalled = frozenset(i for i, (_, since) in seen.items() if now - since > self._patience_s)

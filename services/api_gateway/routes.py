@@ -10,6 +10,7 @@ from blockyard.services.api_gateway import middleware, ring_view
 from blockyard.services.api_gateway.caller import REQUEST_ID
 from blockyard.services.api_gateway.errors import ApiError
 from blockyard.services.api_gateway.handlers import Handlers, json_response
+from blockyard.services.api_gateway.operations import Operations
 from blockyard.services.api_gateway.service import Gateway
 from blockyard.shared.config.gateway import GatewayConfig
 from blockyard.shared.messages import ModelCard
@@ -94,6 +95,7 @@ def _add_routes(app: web.Application, prefix: str, config: GatewayConfig, gatewa
         "/page/{name}": views.page,
     }.items():
         app.router.add_get(prefix + path, view)
+    Operations(gateway.client.controls).add_routes(app, prefix)
 
 
 class _Views:

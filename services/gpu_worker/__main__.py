@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from blockyard.services.gpu_worker.interfaces import StepRunner
 from blockyard.services.gpu_worker.service import Worker
+from blockyard.services.gpu_worker.sleep import SleepingRunner
 from blockyard.shared import settings
 from blockyard.shared.bus import Links
 from blockyard.shared.config.worker import WorkerConfig
@@ -17,6 +18,8 @@ from blockyard.shared.messages import Role, WorkerIn
 
 # The real one imports torch, the mock must not: so they are found by name, here alone.
 ENGINES = {"auto": "blockyard.services.gpu_worker.engine", "mock": "blockyard.services.gpu_worker.mock"}
+
+Report = Callable[[str, float, list[str]], None]  # phase, fraction done, notes so far
 
 
 def serve(config: WorkerConfig) -> None:
@@ -34,13 +37,20 @@ def serve(config: WorkerConfig) -> None:
         def report(phase: str, progress: float, notes: list[str]) -> None:
             links.update(phase=phase, progress=progress, notes=list(notes))
 
-        start: Callable[..., StepRunner] = importlib.import_module(ENGINES[config.worker_cls]).start
-        runner = start(config, report)
+        engine = importlib.import_module(ENGINES[config.worker_cls])
+        start: Callable[[WorkerConfig, Report], StepRunner] = engine.start
+        held_bytes: Callable[[WorkerConfig], int] = engine.held_bytes
+        runner = SleepingRunner(lambda: start(config, report), lambda: held_bytes(config), freeze)
         links.update(ready=True, phase="ready", progress=1.0)
-        gc.collect()
-        gc.freeze()
+        freeze()
         gc.disable()  # a collection would hold up a step
         Worker(links, runner).run(stopped)
+
+
+def freeze() -> None:
+    """What there is now is there to stay."""
+    gc.collect()
+    gc.freeze()
 
 
 def own_gpu(visible: str | None, place: int) -> str:

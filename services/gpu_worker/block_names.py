@@ -34,6 +34,12 @@ class BlockNames:
             for block in hit.tolist():
                 self._names.pop(block, None)
 
+    def forget_all(self) -> None:
+        """Blocks in host memory too."""
+        self._named[:] = False
+        self._names.clear()
+        self._host.clear()
+
     def bar(self, slot: int, blocks: list[int]) -> None:
         """This slot failed: its blocks do not hold what plans say."""
         known = [block for block in blocks if 0 <= block < len(self._named)]

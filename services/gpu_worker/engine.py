@@ -14,11 +14,13 @@ from blockyard.services.gpu_worker.memory import MemoryPlan, Need, plan_cpu, pla
 from blockyard.services.gpu_worker.models.decoder import Model
 from blockyard.services.gpu_worker.models.folder import read_config, read_eos_ids
 from blockyard.services.gpu_worker.models.registry import find_family
+from blockyard.services.gpu_worker.parking import free_cache
 from blockyard.services.gpu_worker.profile import peak_bytes
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.shared.config.worker import WorkerConfig
 from blockyard.shared.errors import ConfigError, LoadError
 from blockyard.shared.messages import Geometry
+from blockyard.shared.serving import rss_bytes
 
 Report = Callable[[str, float, list[str]], None]  # phase, fraction done, notes so far
 
@@ -81,8 +83,18 @@ def start(config: WorkerConfig, report: Report) -> Runner:
     runner = Runner(model, pool, geometry, store)
     if device.type == "cuda":
         run_ahead(runner, config, report, notes)
+        runner.on_wake = lambda again: run_ahead(again, config, report, [])
     report("ready", 1.0, notes)
     return runner
+
+
+def held_bytes(config: WorkerConfig) -> int:
+    """Memory of the device that this process holds."""
+    device = pick_device(config.device)
+    if device.type == "cpu":
+        return rss_bytes()
+    free_cache(device)
+    return torch.cuda.memory_reserved(device)
 
 
 def run_ahead(runner: Runner, config: WorkerConfig, report: Report, notes: list[str]) -> None:

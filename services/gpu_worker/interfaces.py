@@ -38,6 +38,15 @@ class StepRunner(Protocol):
     def reset(self, num_slots: int) -> None:
         """Waits for what is in flight and drops its results and all slots; KV and its names stay."""
 
+    def forget_kv(self) -> None:
+        """No name of a block counts any more, here or in host memory."""
+
+    def park(self) -> None:
+        """Gives back the memory of KV, which is forgotten, and of weights that can wait in host memory."""
+
+    def unpark(self) -> None:
+        """As before `park`, with KV that is empty."""
+
     def can_launch(self) -> bool:
         """False while as many plans are in flight as it keeps count of."""
 
@@ -49,6 +58,13 @@ class StepRunner(Protocol):
 
     def collect(self) -> list[Done]:
         """The plans that are done and were not returned yet, oldest first. Never waits."""
+
+
+class Sleeper(StepRunner, Protocol):
+    """A runner that can sleep; `reset` wakes it up."""
+
+    def sleep(self, level: int) -> int:
+        """Returns the bytes that were freed."""
 
 
 class WorkerLinks(Protocol):

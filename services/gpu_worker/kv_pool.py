@@ -1,6 +1,7 @@
 """The memory that K and V live in."""
 
 import math
+import mmap
 
 import numpy as np
 import numpy.typing as npt
@@ -24,10 +25,32 @@ class KVPool:
         self.shape, self.num_blocks, self.block_size, self.device = shape, num_blocks, block_size, device
         self.dtype = dtype
         size = (shape.num_layers, num_blocks, 2, shape.kv_heads, block_size, shape.head_dim)
-        self.memory = _zeros(size, dtype, device)
+        self._pages: mmap.mmap | None = None  # of a pool in host memory
+        self.memory = self._zeros(size)
         layers = self.memory.unbind(0)
         self.rows = [layer.view(-1, shape.head_dim) for layer in layers]  # as writes see a layer
         self.chunks = [layer.view(-1, block_size * shape.head_dim) for layer in layers]  # as reads see it
+
+    def drop(self) -> None:
+        """Gives the memory back; what was in it is gone. Not to be touched before `restore`."""
+        if self._pages is not None:
+            self._pages.madvise(mmap.MADV_DONTNEED)
+        else:
+            self.memory.untyped_storage().resize_(0)
+
+    def restore(self) -> None:
+        """After `drop`: all zeros, and elsewhere on a GPU."""
+        if self._pages is None:
+            self.memory.untyped_storage().resize_(self.memory.numel() * self.dtype.itemsize)
+            self.memory.zero_()
+
+    def _zeros(self, size: tuple[int, ...]) -> Tensor:
+        if self.device.type != "cpu":
+            return torch.zeros(size, dtype=self.dtype, device=self.device)
+        # the kernel hands out zeroed pages on first use, where torch would touch gigabytes at start-up
+        num_bytes = math.prod(size) * self.dtype.itemsize
+        self._pages = mmap.mmap(-1, max(1, num_bytes), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return torch.from_numpy(np.frombuffer(self._pages, np.uint8, num_bytes)).view(self.dtype).view(size)
 
     @torch.inference_mode()
     def scrub(self, blocks: Ints) -> None:
@@ -39,11 +62,3 @@ class KVPool:
 def block_bytes(shape: ModelShape, block_size: int, dtype: torch.dtype) -> int:
     """Of one block in all layers."""
     return shape.num_layers * 2 * shape.kv_heads * block_size * shape.head_dim * dtype.itemsize
-
-
-def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    if device.type != "cpu":
-        return torch.zeros(size, dtype=dtype, device=device)
-    # numpy leaves it to the kernel to hand out zeroed pages on first use: torch would touch gigabytes at start-up
-    raw = np.zeros(math.prod(size) * dtype.itemsize, np.uint8)
-    return torch.from_numpy(raw).view(dtype).view(size)

@@ -10,6 +10,7 @@ from blockyard.services.gpu_worker.mock_kv import MockKV
 from blockyard.services.gpu_worker.mock_model import describe
 from blockyard.shared.config.worker import WorkerConfig
 from blockyard.shared.messages import Geometry, SlotResult, StepPlan
+from blockyard.shared.serving import rss_bytes
 
 BEHIND_S = 0.002  # a step that begins this soon after the last one was waiting for it
 
@@ -42,6 +43,15 @@ class MockRunner:
         self._steps.collect()
         self._batch = MockBatch(self.geometry, num_slots, self._pattern, self.names)
 
+    def forget_kv(self) -> None:
+        self.names.forget_all()
+
+    def park(self) -> None:
+        """There is no memory to give back."""
+
+    def unpark(self) -> None:
+        """There is no memory to take."""
+
     def execute(self, plan: StepPlan) -> list[SlotResult]:
         """Takes `step_s`. Raises PlanError if the plan contradicts what came before: the process then ends."""
         results = self._batch.step(plan)
@@ -52,6 +62,10 @@ class MockRunner:
             self._done_at = start + self._step_s
             time.sleep(max(0.0, self._done_at - now))
         return results
+
+
+def held_bytes(config: WorkerConfig) -> int:
+    return rss_bytes()
 
 
 def start(config: WorkerConfig, report: Callable[[str, float, list[str]], None]) -> MockRunner:

@@ -84,6 +84,13 @@ class MockKV:
             if entry.block not in self.bad:
                 self.names[entry.block] = entry.name
 
+    def forget_all(self) -> None:
+        """What is in the blocks, too: nobody may read it."""
+        self.names.clear()
+        self.bad.clear()
+        self._states.clear()
+        self._host.clear()
+
     def listed(self) -> tuple[list[int], bytes]:
         """Blocks, and their names in the same order."""
         return list(self.names), b"".join(self.names.values())

@@ -1,6 +1,7 @@
 """Runs step plans on a model: applies what changed, computes, samples, says what each slot produced."""
 
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
@@ -14,6 +15,7 @@ from blockyard.services.gpu_worker.host_steps import DeviceSteps, HostSteps
 from blockyard.services.gpu_worker.interfaces import Done
 from blockyard.services.gpu_worker.kv_pool import KVPool
 from blockyard.services.gpu_worker.models.decoder import Model
+from blockyard.services.gpu_worker.parking import Parking, free_cache
 from blockyard.services.kv_transfer.host_store import BlockStore
 from blockyard.shared.messages import Geometry, SlotResult, StepPlan
 
@@ -47,6 +49,8 @@ class Runner:
         self.batch = Batch(geometry, pool, store)
         self.host = HostSteps(model, pool, self.batch)
         self.ahead: RunAhead | None = None
+        self.on_wake: Callable[[Runner], None] | None = None  # moves the batch to the device again
+        self._parked: Parking | None = None
         self._done: list[Done] = []  # and not collected
         self.reset(0)
 
@@ -77,6 +81,25 @@ class Runner:
         self._done.clear()
         self.batch.reset(num_slots)
         self.host.forget()
+
+    def forget_kv(self) -> None:
+        self.batch.names.forget_all()
+
+    def park(self) -> None:
+        """On CPU weights are where they belong, and KV alone is given back."""
+        self.ahead = self.host.device = None
+        self._parked = Parking(self.model)
+        self.pool.drop()
+        free_cache(self.pool.device)
+
+    def unpark(self) -> None:
+        if self._parked is not None:
+            self._parked.undo()
+            self._parked = None
+        self.pool.restore()
+        self.host.forget()
+        if self.on_wake is not None:
+            self.on_wake(self)
 
     def launch(self, plan: StepPlan) -> None:
         """A slot that cannot run or sample fails alone."""

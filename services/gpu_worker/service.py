@@ -9,10 +9,10 @@ import threading
 from collections import deque
 
 from blockyard.services.gpu_worker.counters import Counters
-from blockyard.services.gpu_worker.interfaces import Done, StepRunner, WorkerLinks
+from blockyard.services.gpu_worker.interfaces import Done, Sleeper, WorkerLinks
 from blockyard.shared.bus import Event, Gone, Joined
 from blockyard.shared.errors import DeviceError
-from blockyard.shared.messages import Attach, Attached, Fenced, OutOfStep, StepPlan, StepResult, WorkerIn
+from blockyard.shared.messages import Attach, Attached, Fenced, OutOfStep, Sleep, Slept, StepPlan, StepResult, WorkerIn
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ CHORE_POLL_S = 0.1  # after so long without anything to do the runner may do wha
 class Worker:
     """Obeys the scheduler that attached last. Plans that the runner cannot take yet wait in `plans`."""
 
-    def __init__(self, links: WorkerLinks, runner: StepRunner) -> None:
+    def __init__(self, links: WorkerLinks, runner: Sleeper) -> None:
         self._links, self._runner = links, runner
         self.plans: deque[StepPlan] = deque()
         self._scheduler: int | None = None
@@ -52,6 +52,8 @@ class Worker:
                 self._attach(peer, event)
             case StepPlan():
                 self._take(peer, event)
+            case Sleep():
+                self._sleep(peer, event)
             case Gone() if peer == self._scheduler:
                 self.plans.clear()  # nobody is left to answer; KV and slots wait for the next Attach
                 self._next = 0
@@ -93,12 +95,24 @@ class Worker:
             self._links.answer(self._scheduler, Fenced(self._scheduler))
         self.plans.clear()
         self._runner.reset(attach.num_slots)
+        if attach.forget:
+            self._runner.forget_kv()
         self._scheduler, self._next = attach.scheduler, 1
         block_ids, names = self._runner.names.listed()
         me = self._links.me.incarnation
         host = self._runner.names.host_listed()
         self._links.answer(peer, Attached(me, attach.scheduler, self._runner.geometry, block_ids, names, *host))
         log.info("attached to scheduler %x with %d slots", attach.scheduler, attach.num_slots)
+
+    def _sleep(self, peer: int, frame: Sleep) -> None:
+        """Until the next Attach. Only the scheduler that has this worker may send it there."""
+        if frame.scheduler != self._scheduler:
+            self._links.answer(peer, Fenced(frame.scheduler))
+            return
+        self.plans.clear()
+        self._next = 0
+        freed = self._runner.sleep(frame.level)
+        self._links.answer(peer, Slept(self._links.me.incarnation, frame.level, freed))
 
     def _take(self, peer: int, plan: StepPlan) -> None:
         if plan.scheduler != self._scheduler:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from blockyard.services.scheduler.admission import Admission
 from blockyard.services.scheduler.beams import Beams
 from blockyard.services.scheduler.capacity import capacity_of
+from blockyard.services.scheduler.controls import Controls
 from blockyard.services.scheduler.fork import Forks
 from blockyard.services.scheduler.gate import Gate
 from blockyard.services.scheduler.groups import BatchLimits, Group, Groups
@@ -26,6 +27,7 @@ from blockyard.shared.errors import BlockyardError
 from blockyard.shared.messages import (
     Attached,
     Cancel,
+    Control,
     Fenced,
     Generate,
     Member,
@@ -34,6 +36,7 @@ from blockyard.shared.messages import (
     Role,
     RoomChanged,
     SchedulerIn,
+    Slept,
     Stats,
     StepResult,
     Stop,
@@ -57,6 +60,7 @@ class SchedulerSettings:
     delay_factor: float = 0.0  # of the last prompt's step that the next one waits
     prefills: PrefillShares = field(default_factory=PrefillShares)
     policy: str = "fcfs"
+    may_sleep: bool = False
     prefix_caching: bool = True
     block_scope: str = ""  # what else than tokens the KV of a block depends on, in words
 
@@ -110,13 +114,16 @@ class Scheduler:
             self._gate,
             settings.prefills,
         )
+        self._controls = Controls(
+            incarnation, self._groups, self._gate, self._bounds, self._outbox, self._clear, settings.may_sleep
+        )
         self._results = Results(self._waiting, self._lifecycle, self._prefix, beams)
         self._gateways: set[int] = set()
         self._num_steps = 0
 
     @property
     def phase(self) -> str:
-        return "serving" if self._groups.attached else "waiting for a worker"
+        return self._controls.phase or ("serving" if self._groups.attached else "waiting for a worker")
 
     @property
     def idle(self) -> bool:
@@ -140,6 +147,11 @@ class Scheduler:
                 self._intake.stop(frame)
             case Attached():
                 self._attached(peer, frame)
+            case Control():
+                self._gateways.add(peer)
+                self._controls.take(peer, frame, now)
+            case Slept():
+                self._controls.slept(peer, frame)
             case OutOfStep():
                 log.warning("worker %x expected plan %d: attaching it again", peer, frame.expected)
                 self._attach_again(peer, now)
@@ -151,7 +163,7 @@ class Scheduler:
         if member.model not in ("", *self._settings.names):
             return
         if member.role is Role.GPU_WORKER and member.ready:
-            if not self._groups.knows(member.incarnation):
+            if not self._groups.knows(member.incarnation) and not self._controls.rests(member.incarnation):
                 self._outbox.send(member.incarnation, self._groups.ask(member.incarnation, now))
         elif member.role is Role.DETOKENIZER and member.ready:
             self._groups.stir(self.groups.values())
@@ -165,6 +177,7 @@ class Scheduler:
         group = self._groups.detach(incarnation)
         if group is not None:
             self._clear(group)
+        self._controls.gone(incarnation)
         self._groups.stir(self.groups.values())
         self._streams.leave(incarnation, self._lifecycle.requests.values())
         if incarnation in self._gateways:
@@ -183,6 +196,7 @@ class Scheduler:
                 while (plan := self._planner.plan(group)) is not None:
                     self._outbox.send(group.worker, plan)
             self._groups.stir(self._placement.place())  # those who had to give way may run elsewhere
+        self._controls.settle(now)
         self._waiting.rate.tick(now, len(self._waiting) > 0)
         self._streams.flush(self._outbox)
         if (room := self._bounds.news()) is not None:
@@ -236,14 +250,15 @@ class Scheduler:
         settings = self._settings
         self.notes = capacity.notes(groups)
         self.card = capacity.card(settings.names, settings.root, self._created)
+        self._controls.attached(group)
 
     def _attach_again(self, worker: int, now: float) -> None:
         if worker in self._groups.attached:  # if not, it has been asked already
             self._clear(self._groups.attached.pop(worker))
             self._outbox.send(worker, self._groups.ask(worker, now))
 
-    def _clear(self, group: Group) -> None:
-        level = logging.WARNING if group.running else logging.INFO
-        log.log(level, "worker %x is lost; %d sequences that ran on it wait again", group.worker, len(group.running))
+    def _clear(self, group: Group, what: str = "is lost") -> None:
+        level, num_running = logging.WARNING if group.running else logging.INFO, len(group.running)
+        log.log(level, "worker %x %s; %d sequences that ran on it wait again", group.worker, what, num_running)
         self._placement.forget(group)
         self._lifecycle.clear(group)

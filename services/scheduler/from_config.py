@@ -22,6 +22,7 @@ def settings_of(config: SchedulerConfig) -> SchedulerSettings:
             whole=not config.enable_chunked_prefill,
         ),
         policy=config.scheduling_policy,
+        may_sleep=config.enable_sleep_mode,
         prefix_caching=config.enable_prefix_caching,
         block_scope=config.block_scope,
     )

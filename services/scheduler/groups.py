@@ -144,9 +144,10 @@ class Groups:
     def knows(self, worker: int) -> bool:
         return worker in self.attached or worker in self._asked
 
-    def ask(self, worker: int, now: float) -> Attach:
+    def ask(self, worker: int, now: float, forget: bool = False) -> Attach:
+        """`forget`: what its blocks hold counts no more."""
         self._asked[worker] = now
-        return Attach(self._scheduler, self._limits.num_slots, self._limits.depth_for(0.0))
+        return Attach(self._scheduler, self._limits.num_slots, self._limits.depth_for(0.0), forget)
 
     def stir(self, groups: Iterable[Group]) -> None:
         """Something happened to these: a plan may be possible that was not."""

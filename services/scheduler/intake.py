@@ -17,6 +17,7 @@ from blockyard.shared import messages
 from blockyard.shared.messages import Cancel, FinishReason, Generate, Refused, Stop
 
 FULL = Refusal(429, "", "the waiting queue is full")
+ASLEEP = Refusal(503, "", "the workers sleep and the waiting queue is full")
 
 
 class Intake:
@@ -97,7 +98,7 @@ class Intake:
         gone = self._bounds.make_room(owner, num_ids(frame.prompt_ids) * len(frame.choices))
         if gone is None:
             reason = "delay" if self._bounds.is_long() else "full"
-            self._answer(gateway, frame.request_id, frame.attempt, FULL, reason)
+            self._answer(gateway, frame.request_id, frame.attempt, ASLEEP if self._bounds.asleep else FULL, reason)
             return False
         for request in gone:
             self._refuse(request, FULL, "displaced")

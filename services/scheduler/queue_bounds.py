@@ -16,6 +16,7 @@ class QueueBounds:
     ) -> None:
         self.max_delay_s = max_delay_s
         self._waiting, self._max_requests, self._max_tokens = waiting, max_requests, max_tokens
+        self.asleep = False  # nothing is served until somebody wakes the workers up
         self._was_full = False  # when `news` was last asked for
         self._told_full = False  # somebody was told so since
 
@@ -38,6 +39,7 @@ class QueueBounds:
             self._retry_after_s(),
             tenant,
             user,
+            self.asleep,
         )
 
     def news(self) -> Room | None:

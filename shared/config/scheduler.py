@@ -27,6 +27,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     max_queue_len: int = 1024  # waiting requests
     max_queue_tokens: int = 2**22  # prompt tokens of waiting requests
     max_queue_delay_s: float | None = None  # a newcomer that would wait longer, or has, is refused
+    enable_sleep_mode: bool = False
     log_stats: bool = True
     stats_interval_s: float = 10.0
 

@@ -59,7 +59,7 @@ class Admission:
         rooms = [self._rooms.get(s) for s in self.schedulers(model)]
         full = [k[0] for k in rooms if k is not None and _is_full(k, now) and _concerns(k[0], tenant, user)]
         if full and len(full) == len(rooms):
-            raise too_busy(min(r.retry_after_s for r in full))
+            raise too_busy(min(r.retry_after_s for r in full), asleep=full[0].asleep)
 
     def takes(self, model: str, requests: int, tokens: int, now: float) -> bool:
         """Whether a scheduler has room for so many more, counted from what it said last.
@@ -96,8 +96,9 @@ def _concerns(room: Room, tenant: str, user: str) -> bool:
     return room.tenant is None or (room.tenant, room.user) == (tenant, user)
 
 
-def too_busy(retry_after_s: float) -> RequestError:
-    return RequestError("The server has as many requests waiting as it takes.", status=429, retry_after_s=retry_after_s)
+def too_busy(retry_after_s: float, asleep: bool = False) -> RequestError:
+    text, status = "The server has as many requests waiting as it takes.", 503 if asleep else 429
+    return RequestError(text, status=status, retry_after_s=retry_after_s)
 
 
 def not_ready(what: str) -> RequestError:

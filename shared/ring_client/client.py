@@ -7,6 +7,7 @@ from collections.abc import Callable
 from blockyard.shared.bus import Changed, Event, Gone, Joined
 from blockyard.shared.messages import (
     Accepted,
+    Controlled,
     Detokenized,
     GatewayIn,
     Member,
@@ -17,6 +18,7 @@ from blockyard.shared.messages import (
     Tokenized,
 )
 from blockyard.shared.ring_client.admission import Admission
+from blockyard.shared.ring_client.controls import Controls
 from blockyard.shared.ring_client.dispatch import Dispatch
 from blockyard.shared.ring_client.fanout import Fanout
 from blockyard.shared.ring_client.journal import Journal
@@ -44,6 +46,7 @@ class RingClient:
         self.journal = Journal()
         self.admission = Admission(served_model_names)
         self.text_work = TextWork(links)
+        self.controls = Controls(links)
         self.dispatch = Dispatch(links, self.journal, self.admission, self.meters)
         self._recovery = Recovery(links, self.journal, self.admission, self.dispatch, stall_timeout_s)
         self._fanout = Fanout(links, self.journal, self.dispatch, self._recovery, self.meters)
@@ -60,6 +63,8 @@ class RingClient:
                 self._recovery.refused(peer, event, self.clock())
             case RoomChanged():
                 self.admission.heard(peer, event.room, self.clock())
+            case Controlled():
+                self.controls.answered(peer, event)
             case Joined() | Changed():
                 self._changed(event.member)
             case Gone():
@@ -89,4 +94,5 @@ class RingClient:
     def _gone(self, member: Member) -> None:
         self.admission.gone(member)
         self.text_work.gone(member)
+        self.controls.gone(member)
         self._recovery.gone(member, self.clock())

@@ -14,6 +14,8 @@ from blockyard.shared.member_list import Event, Gone, Joined
 from blockyard.shared.messages import (
     Accepted,
     Cancel,
+    Control,
+    Controlled,
     Detokenize,
     Detokenized,
     FinishReason,
@@ -76,6 +78,7 @@ class FakeRing(FakeLinks):
         self.running: dict[str, Running] = {}
         self.room = Room(100, 100_000)
         self.refuse: Callable[[Generate], Refused | None] = lambda frame: None
+        self.control: Callable[[Control], Controlled] = lambda frame: Controlled(frame.request_id, 200, "", 0, False)
         self.silent: set[Role] = set()  # roles that answer nothing
         self.step_s = 0.0
         self.script = words
@@ -115,6 +118,8 @@ class FakeRing(FakeLinks):
                 )
             case Generate():
                 self._admit(to, frame)
+            case Control():
+                self.receive(to, self.control(frame))
             case Cancel():
                 running = self.running.get(frame.request_id)
                 if running is not None and running.frame.attempt <= frame.attempt:

@@ -266,7 +266,13 @@ EXECUTION = (
         aliases=("O",),
         mapped="level 0 is --enforce-eager; 1 to 3 are one: kernels written by hand, in CUDA graphs, no torch.compile",
     ),
-    Flag("enable-sleep-mode", Kind.BOOL, False, "Release GPU memory while idle.", refused=not_built("sleep mode")),
+    Flag(
+        "enable-sleep-mode",
+        Kind.BOOL,
+        False,
+        "Allow POST /sleep, which frees the memory of weights and KV until POST /wake_up.",
+        ("scheduler.enable_sleep_mode",),
+    ),
     Flag(
         "device",
         Kind.TEXT,

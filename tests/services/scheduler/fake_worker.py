@@ -8,7 +8,7 @@ from blockyard.services.gpu_worker.mock_batch import MockBatch
 from blockyard.services.gpu_worker.mock_kv import MockKV
 from blockyard.services.gpu_worker.service import Worker
 from blockyard.shared.fake_links import FakeLinks
-from blockyard.shared.messages import Attach, BlockFetch, Frame, SlotResult, SlotRun, StepPlan, StepResult
+from blockyard.shared.messages import Attach, BlockFetch, Frame, Sleep, SlotResult, SlotRun, StepPlan, StepResult
 
 SCHEDULER = 1
 
@@ -37,7 +37,7 @@ class FakeWorker:
     def sent(self, frame: Frame) -> None:
         """Checks a frame against what is in flight as it leaves the scheduler."""
         self.inbox.append(frame)
-        if isinstance(frame, Attach):
+        if isinstance(frame, Attach | Sleep):
             self.tables, self.flight = {}, []
             return
         assert isinstance(frame, StepPlan)

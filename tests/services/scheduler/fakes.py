@@ -11,6 +11,7 @@ from blockyard.shared.messages import (
     Accepted,
     Cancel,
     Choice,
+    Controlled,
     FinishReason,
     Frame,
     Generate,
@@ -66,6 +67,7 @@ class FakeGateway:
     incarnation: int
     journals: dict[str, Journal] = field(default_factory=dict)
     rooms: list[Frame] = field(default_factory=list)
+    controlled: list[Controlled] = field(default_factory=list)
 
     def new(
         self, request_id: str, prompt: list[int], sampling: Sampling, n: int, names: bytes = b"", **more: object
@@ -86,6 +88,9 @@ class FakeGateway:
 
     def take(self, frame: Frame) -> None:
         """An answer of the scheduler's."""
+        if isinstance(frame, Controlled):
+            self.controlled.append(frame)
+            return
         if not isinstance(frame, Accepted | Refused):
             self.rooms.append(frame)
             return

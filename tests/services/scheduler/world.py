@@ -9,6 +9,7 @@ from blockyard.services.gpu_worker.mock import MockRunner
 from blockyard.services.gpu_worker.mock_batch import Pattern
 from blockyard.services.gpu_worker.mock_kv import states_of
 from blockyard.services.gpu_worker.service import Worker
+from blockyard.services.gpu_worker.sleep import SleepingRunner
 from blockyard.services.scheduler.core import Scheduler, SchedulerSettings
 from blockyard.services.scheduler.groups import BatchLimits
 from blockyard.services.scheduler.outbox import Outgoing
@@ -55,6 +56,7 @@ class Shape:
     stutters: bool = False
     prefix_caching: bool = True
     policy: str = "fcfs"
+    may_sleep: bool = True
     num_host_blocks: int = 0
     failing: bool = False  # now and then a fetch from host memory does
 
@@ -84,6 +86,7 @@ class World:
                 prefills=replace(shape.prefills, whole=shape.whole_prompts),
                 delay_factor=shape.delay_factor,
                 policy=shape.policy,
+                may_sleep=shape.may_sleep,
                 prefix_caching=shape.prefix_caching,
                 block_scope=SCOPE,
             ),
@@ -121,7 +124,7 @@ class World:
         runner = (StutteringRunner if s.stutters else MockRunner)(geometry, self.pattern, 0.0)
         if s.failing:
             runner.names = FailingKV(s.block_size)
-        worker = FakeWorker(incarnation, links, Worker(links, runner))
+        worker = FakeWorker(incarnation, links, Worker(links, SleepingRunner(lambda: runner, lambda: 0)))
         self.workers[incarnation] = worker
         self._present(incarnation, Role.GPU_WORKER)
         return worker

@@ -1,0 +1,59 @@
+"""Weights of a GPU wait in host memory; the storages of their tensors stay, so that whoever holds one need not know."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+_OURS = "blockyard."
+
+
+class Parking:
+    """Of the tensors that are on a GPU and reachable from `owner`. Their addresses are others afterwards."""
+
+    def __init__(self, owner: object) -> None:
+        self._host: list[tuple[torch.UntypedStorage, Tensor]] = []
+        for storage in {s.data_ptr(): s for s in storages(owner)}.values():
+            bytes_ = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            self._host.append((storage, bytes_.cpu()))
+            del bytes_
+            storage.resize_(0)
+
+    def undo(self) -> None:
+        for storage, kept in self._host:
+            storage.resize_(kept.numel())
+            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).copy_(kept)
+        self._host.clear()
+
+
+def storages(owner: object) -> Iterator[torch.UntypedStorage]:
+    """Of all GPU tensors in an object of ours, and in what it holds."""
+    seen: set[int] = set()
+    rest = [owner]
+    while rest:
+        thing = rest.pop()
+        if id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, Tensor):
+            if thing.device.type != "cpu" and thing.untyped_storage().nbytes():
+                yield thing.untyped_storage()
+        elif isinstance(thing, dict):
+            rest.extend(thing.values())
+        elif isinstance(thing, list | tuple | set | frozenset):
+            rest.extend(thing)
+        elif type(thing).__module__.startswith(_OURS):
+            rest.extend(_fields(thing))
+
+
+def _fields(thing: object) -> Iterator[object]:
+    yield from getattr(thing, "__dict__", {}).values()
+    for kind in type(thing).__mro__:
+        for name in getattr(kind, "__slots__", ()):
+            if hasattr(thing, name):
+                yield getattr(thing, name)
+
+
+def free_cache(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

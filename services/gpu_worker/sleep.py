@@ -1,0 +1,100 @@
+"""A runner that can give its memory back for a while: what the worker's loop runs, awake or asleep. Without torch."""
+
+import gc
+import logging
+import time
+from collections.abc import Callable
+
+from blockyard.services.gpu_worker.interfaces import Done, Names, StepRunner
+from blockyard.shared.messages import Geometry, StepPlan
+
+log = logging.getLogger(__name__)
+
+WEIGHTS_ON_HOST, NOTHING_LEFT = 1, 2  # levels of sleep
+
+
+class SleepingRunner:
+    """Passes everything on to the runner that `start` made; `reset` wakes it up.
+
+    At level 1 the runner keeps its weights in host memory and nothing of its KV; at level 2 there is no runner, and
+    waking up is a start as the first one was: weights are read again. `held_bytes`: memory that this process holds
+    where it is short, the GPU's or the host's. `settled` is called when there is a runner that will stay for a while.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[], StepRunner],
+        held_bytes: Callable[[], int],
+        settled: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.level = 0
+        self.freed_bytes = 0
+        self._start, self._held_bytes, self._settled = start, held_bytes, settled
+        self._runner: StepRunner | None = start()
+        self._geometry = self._runner.geometry
+
+    @property
+    def geometry(self) -> Geometry:
+        return self._geometry
+
+    @property
+    def names(self) -> Names:
+        return self._awake().names
+
+    @property
+    def in_flight(self) -> int:
+        return 0 if self._runner is None else self._runner.in_flight
+
+    def can_launch(self) -> bool:
+        return self._awake().can_launch()
+
+    def idle(self) -> bool:
+        return not self.level and self._awake().idle()
+
+    def launch(self, plan: StepPlan) -> None:
+        self._awake().launch(plan)
+
+    def collect(self) -> list[Done]:
+        return [] if self._runner is None else self._runner.collect()
+
+    def reset(self, num_slots: int) -> None:
+        if self.level:
+            self._wake()
+        self._awake().reset(num_slots)
+
+    def forget_kv(self) -> None:
+        self._awake().forget_kv()
+
+    def sleep(self, level: int) -> int:
+        """Waits for what is in flight and drops it. Returns the bytes that were freed; deeper sleep stays."""
+        if level <= self.level:
+            return self.freed_bytes
+        before = self._held_bytes() + self.freed_bytes
+        if not self.level:
+            self._awake().reset(0)
+            self._awake().forget_kv()
+        if level == NOTHING_LEFT:
+            self._runner = None
+        else:
+            self._awake().park()
+        gc.unfreeze()
+        gc.collect()
+        self.level = level
+        self.freed_bytes = max(0, before - self._held_bytes())
+        log.info("asleep at level %d: %.1f MiB were freed", level, self.freed_bytes / 2**20)
+        return self.freed_bytes
+
+    def _wake(self) -> None:
+        began = time.monotonic()
+        if self._runner is None:
+            self._runner = self._start()
+            self._geometry = self._runner.geometry
+        else:
+            self._runner.unpark()
+        self.level, self.freed_bytes = 0, 0
+        self._settled()
+        log.info("awake after %.2f s", time.monotonic() - began)
+
+    def _awake(self) -> StepRunner:
+        assert self._runner is not None, "there is no runner in deep sleep"
+        return self._runner

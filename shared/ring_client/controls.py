@@ -1,0 +1,52 @@
+"""Operators' requests to schedulers: sent to each, awaited from each."""
+
+import asyncio
+import secrets
+
+import msgspec
+
+from blockyard.shared.errors import RequestError
+from blockyard.shared.messages import Control, Controlled, Member, Role
+from blockyard.shared.ring_client.ring_links import RingLinks
+
+
+class Controls:
+    def __init__(self, links: RingLinks) -> None:
+        self._links = links
+        self._waiting: dict[tuple[int, str], asyncio.Future[Controlled]] = {}  # by scheduler and request
+
+    async def ask(self, control: Control) -> list[Controlled]:
+        """Of every scheduler. Raises RequestError if there is none, or one refuses or is lost before it answers."""
+        control = msgspec.structs.replace(control, request_id=secrets.token_hex(8))
+        loop = asyncio.get_running_loop()
+        futures: list[asyncio.Future[Controlled]] = []
+        for scheduler in self._links.of(Role.SCHEDULER):
+            future: asyncio.Future[Controlled] = loop.create_future()
+            self._waiting[scheduler.incarnation, control.request_id] = future
+            futures.append(future)
+            if not self._links.send(scheduler.incarnation, control):
+                future.set_exception(_lost())
+        try:
+            answers = await asyncio.gather(*futures)
+        finally:
+            self._waiting = {key: f for key, f in self._waiting.items() if key[1] != control.request_id}
+        if not answers:
+            raise RequestError("No scheduler is ready.", status=503, retry_after_s=1.0)
+        for answer in answers:
+            if answer.status >= 400:
+                raise RequestError(answer.message, status=answer.status)
+        return answers
+
+    def answered(self, peer: int, frame: Controlled) -> None:
+        future = self._waiting.get((peer, frame.request_id))
+        if future is not None and not future.done():
+            future.set_result(frame)
+
+    def gone(self, member: Member) -> None:
+        for (scheduler, _), future in self._waiting.items():
+            if scheduler == member.incarnation and not future.done():
+                future.set_exception(_lost())
+
+
+def _lost() -> RequestError:
+    return RequestError("The scheduler was lost before it answered.", status=503, retry_after_s=1.0)

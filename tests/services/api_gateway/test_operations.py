@@ -1,0 +1,95 @@
+"""Operators' endpoints: what reaches the scheduler, and what comes back."""
+
+import asyncio
+
+import pytest
+
+from blockyard.shared.messages import Control, Controlled, Role, Room, RoomChanged, Verb
+from blockyard.shared.ring_client.fake_ring import SCHEDULER
+
+
+@pytest.mark.parametrize(
+    ("path", "control"),
+    [
+        ("/reset_prefix_cache", Control("", Verb.RESET_PREFIX_CACHE)),
+        ("/pause", Control("", Verb.PAUSE)),
+        ("/pause?mode=wait&clear_cache=false", Control("", Verb.PAUSE, drain=True, clear_cache=False)),
+        ("/resume", Control("", Verb.RESUME)),
+        ("/sleep", Control("", Verb.SLEEP)),
+        ("/sleep?level=2", Control("", Verb.SLEEP, level=2)),
+        ("/wake_up", Control("", Verb.WAKE_UP)),
+    ],
+)
+async def test_each_is_one_frame_and_its_answer(rig, path: str, control: Control) -> None:
+    async with rig() as r:
+        r.ring.control = lambda frame: Controlled(frame.request_id, 200, "", 2, True, 77)
+        assert await r.post(path, {}) == (200, {"sleep_level": 2, "paused": True, "freed_bytes": 77})
+        [sent] = r.ring.frames(Control)
+        assert (sent.verb, sent.level, sent.drain, sent.clear_cache) == (
+            control.verb,
+            control.level,
+            control.drain,
+            control.clear_cache,
+        )
+
+
+async def test_questions(rig) -> None:
+    async with rig() as r:
+        for level in (0, 1):
+            r.ring.control = lambda frame, level=level: Controlled(frame.request_id, 200, "", level, not level)
+            async with r.http.get("/is_sleeping") as answer:
+                assert await answer.json() == {"is_sleeping": bool(level)}
+            async with r.http.get("/is_paused") as answer:
+                assert await answer.json() == {"is_paused": not level}
+        assert {frame.verb for frame in r.ring.frames(Control)} == {Verb.LOOK}
+
+
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        ("/sleep?level=3", "level"),
+        ("/sleep?level=x", "level"),
+        ("/pause?mode=abort", "mode"),
+        ("/pause?clear_cache=maybe", "clear_cache"),
+        ("/wake_up?tags=weights", "tags"),
+    ],
+)
+async def test_what_it_does_not_know_is_a_400(rig, path: str, field: str) -> None:
+    async with rig() as r:
+        status, body = await r.post(path, {})
+        assert (status, body["error"]["param"]) == (400, field)
+        assert not r.ring.frames(Control)
+
+
+async def test_a_refusal_is_passed_on(rig) -> None:
+    async with rig() as r:
+        r.ring.control = lambda frame: Controlled(frame.request_id, 400, "start it with --enable-sleep-mode", 0, False)
+        status, body = await r.post("/sleep", {})
+        assert (status, body["error"]["message"]) == (400, "start it with --enable-sleep-mode")
+
+
+async def test_they_ask_for_the_key(rig) -> None:
+    async with rig(api_keys=["sk-a"]) as r:
+        for path in ("/reset_prefix_cache", "/pause", "/resume", "/sleep", "/wake_up"):
+            assert (await r.post(path, {}))[0] == 401, path
+        async with r.http.get("/is_sleeping") as answer:
+            assert answer.status == 401
+        headers = {"Authorization": "Bearer sk-a"}
+        assert (await r.post("/sleep", {}, headers=headers))[0] == 200
+
+
+async def test_a_scheduler_that_is_lost_meanwhile_is_a_503(rig) -> None:
+    async with rig() as r:
+        r.ring.silent.add(Role.SCHEDULER)
+        asked = asyncio.create_task(r.post("/sleep", {}))
+        await r.until(lambda: bool(r.ring.frames(Control)))
+        r.ring.lose(SCHEDULER)
+        assert (await asked)[0] == 503
+        assert (await r.post("/sleep", {}))[0] == 503
+
+
+async def test_a_full_queue_of_sleepers_is_a_503_with_retry_after(rig) -> None:
+    async with rig() as r:
+        r.ring.receive(SCHEDULER, RoomChanged(Room(0, 0, 4.0, asleep=True)))
+        async with r.http.post("/v1/completions", json={"prompt": "x"}) as answer:
+            assert (answer.status, answer.headers["Retry-After"]) == (503, "4")
