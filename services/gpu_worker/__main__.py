@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable
 
-from blockyard.services.gpu_worker.interfaces import StepRunner
+from blockyard.services.gpu_worker.interfaces import ParkedRunner
 from blockyard.services.gpu_worker.service import Worker
 from blockyard.services.gpu_worker.sleep import SleepingRunner
 from blockyard.shared import settings
@@ -38,7 +38,7 @@ def serve(config: WorkerConfig) -> None:
             links.update(phase=phase, progress=progress, notes=list(notes))
 
         engine = importlib.import_module(ENGINES[config.worker_cls])
-        start: Callable[[WorkerConfig, Report], StepRunner] = engine.start
+        start: Callable[[WorkerConfig, Report], ParkedRunner] = engine.start
         held_bytes: Callable[[WorkerConfig], int] = engine.held_bytes
         runner = SleepingRunner(lambda: start(config, report), lambda: held_bytes(config), freeze)
         links.update(ready=True, phase="ready", progress=1.0)

@@ -41,12 +41,6 @@ class StepRunner(Protocol):
     def forget_kv(self) -> None:
         """No name of a block counts any more, here or in host memory."""
 
-    def park(self) -> None:
-        """Gives back the memory of KV, which is forgotten, and of weights that can wait in host memory."""
-
-    def unpark(self) -> None:
-        """As before `park`, with KV that is empty."""
-
     def can_launch(self) -> bool:
         """False while as many plans are in flight as it keeps count of."""
 
@@ -58,6 +52,16 @@ class StepRunner(Protocol):
 
     def collect(self) -> list[Done]:
         """The plans that are done and were not returned yet, oldest first. Never waits."""
+
+
+class ParkedRunner(StepRunner, Protocol):
+    """A runner that can do without its memory for a while."""
+
+    def park(self) -> None:
+        """Gives back the memory of KV, which is forgotten, and of weights that can wait in host memory."""
+
+    def unpark(self) -> None:
+        """As before `park`, with KV that is empty."""
 
 
 class Sleeper(StepRunner, Protocol):

@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from blockyard.services.gpu_worker.interfaces import Done, Names, StepRunner
+from blockyard.services.gpu_worker.interfaces import Done, Names, ParkedRunner
 from blockyard.shared.messages import Geometry, StepPlan
 
 log = logging.getLogger(__name__)
@@ -23,14 +23,14 @@ class SleepingRunner:
 
     def __init__(
         self,
-        start: Callable[[], StepRunner],
+        start: Callable[[], ParkedRunner],
         held_bytes: Callable[[], int],
         settled: Callable[[], None] = lambda: None,
     ) -> None:
         self.level = 0
         self.freed_bytes = 0
         self._start, self._held_bytes, self._settled = start, held_bytes, settled
-        self._runner: StepRunner | None = start()
+        self._runner: ParkedRunner | None = start()
         self._geometry = self._runner.geometry
 
     @property
@@ -95,6 +95,6 @@ class SleepingRunner:
         self._settled()
         log.info("awake after %.2f s", time.monotonic() - began)
 
-    def _awake(self) -> StepRunner:
+    def _awake(self) -> ParkedRunner:
         assert self._runner is not None, "there is no runner in deep sleep"
         return self._runner
