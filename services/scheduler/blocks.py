@@ -79,10 +79,10 @@ class BlockPool:
 
     def share(self, blocks: list[int]) -> None:
         """One more holds these, which were found in the index."""
+        holders = self._holders
+        self.index.wake_all([block for block in blocks if not holders[block]])
         for block in blocks:
-            if not self._holders[block]:
-                self.index.wake(block)
-            self._holders[block] += 1
+            holders[block] += 1
 
     def release(self, blocks: list[int], names: Sequence[bytes]) -> None:
         """One less holds these. `names` are of the first of them, as far as they are full once sent plans have run.

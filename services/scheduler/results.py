@@ -24,7 +24,7 @@ class Results:
         seats, chunks, take = record.seats, record.chunks, self._take
         for slot in result.slots:
             seat = seats.pop(slot.slot, None)
-            if seat is None:
+            if seat is None or self._decoded(group, seat, slot, result.stamp_s):
                 continue
             if slot.finish is not None and slot.finish is FinishReason.FAILED:
                 self._spoil(group, seat)
@@ -32,6 +32,40 @@ class Results:
                 take(group, seat, slot, chunks.get(slot.slot, 1), result.stamp_s)
         for number, seat in seats.items():
             seat.granted -= chunks.get(number, 1)
+
+    def _decoded(self, group: Group, seat: Seat, slot: SlotResult, stamp_s: float) -> bool:
+        """What nearly every slot did in nearly every step, one token and nothing else, by a shorter way.
+
+        False if it was something else.
+        """
+        computed, known, choice = seat.computed, seat.choice.known, seat.choice
+        request, token_ids, num_computed = choice.request, slot.token_ids, slot.num_computed
+        sink = request.sink
+        if (
+            num_computed != computed + 1
+            or computed < seat.prefill_end  # a token of the prompt was computed
+            or slot.finish is not None
+            or known + 1 >= seat.limit
+            or len(token_ids) != 1
+            or slot.logprobs
+            or choice.phase is not Phase.RUNNING
+            or choice.seat is not seat
+            or sink is None
+        ):
+            return False
+        seat.computed = num_computed
+        if num_computed >= seat.name_at:
+            self._prefix.due(group, seat)
+        self.num_output_tokens += 1
+        if request.payer is not None:
+            request.payer.charge(1)
+        if not sink.stamp_s:
+            sink.stamp_s = stamp_s
+        first = known - request.num_prompt
+        sink.steps.append(TokenStep(request.id, request.attempt, choice.index, first, token_ids))
+        choice.known = known + 1
+        choice.outputs.append(token_ids[0])
+        return True
 
     def _take(self, group: Group, seat: Seat, slot: SlotResult, granted: int, stamp_s: float) -> None:
         """What a slot produced goes to its text, and to what is known of its choice.
