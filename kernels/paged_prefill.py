@@ -88,12 +88,17 @@ def attend_keys(
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Passes over the tiles of keys from begin to stop; no key from `end` on is read. `scale` is in powers of two."""
+    """Passes over the tiles of keys from begin to stop; none from `end` on, or behind all rows' windows, is read.
+
+    `scale` is in powers of two.
+    """
     dims = tl.arange(0, DIM)
     in_head = dims < HEAD_DIM
     for start in range(begin, stop, TILE):
         keys = start + tl.arange(0, TILE)
         known = keys < end
+        if WINDOW > 0:  # blocks that lie wholly behind it may be somebody else's
+            known = known & (keys > tl.min(positions, 0) - WINDOW)
         if MASK:
             blocks = tl.load(table_ptr + keys // BLOCK_SIZE, mask=known, other=0).to(tl.int64)
         else:

@@ -2,7 +2,7 @@
 
 import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,8 @@ def start(config: WorkerConfig, report: Report) -> Runner:
             block_bytes=block_bytes(model.shape, config.block_size, dtype),
             max_model_len=max_model_len,
             max_num_seqs=config.max_num_seqs,
+            window=window_of(model.shape.windows, max_model_len),
+            max_step_tokens=config.max_num_batched_tokens,
         )
         report("planning memory", 0.0, notes)
         host_plan = plan_host(need, free_memory() // config.replicas, config.swap_space_gib)
@@ -79,6 +81,7 @@ def start(config: WorkerConfig, report: Report) -> Runner:
         max_num_batched_tokens=config.max_num_batched_tokens,
         bytes_per_block=need.block_bytes,
         num_host_blocks=host_plan.num_blocks,
+        window=need.window,
     )
     runner = Runner(model, pool, geometry, store)
     if device.type == "cuda":
@@ -163,6 +166,12 @@ def pick_dtype(name: str, configured: object, device: torch.device) -> torch.dty
     if known is None and configured is not None:
         raise ConfigError(f"config.json: dtype {configured!r} is not one of {', '.join(DTYPES)}; --dtype sets one")
     return known or torch.bfloat16
+
+
+def window_of(windows: Sequence[int | None], max_model_len: int) -> int | None:
+    """How many of the last keys a token sees in the layer that sees most; None if it sees all in some layer."""
+    most = [max_model_len if window is None else window for window in windows]
+    return max(most) if most and max(most) < max_model_len else None
 
 
 def pick_length(asked: int | None, made_for: int) -> int:

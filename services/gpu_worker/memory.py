@@ -18,6 +18,20 @@ class Need:
     block_bytes: int  # all layers
     max_model_len: int
     max_num_seqs: int
+    window: int | None = None  # tokens that any layer sees at most; None: all
+    max_step_tokens: int = 0  # counts where there is a window
+
+    @property
+    def tokens_held(self) -> int:
+        """That one sequence holds at a time at least: all, where some layer sees all."""
+        if self.window is None:
+            return self.max_model_len
+        return min(self.max_model_len, self.window + 2 * self.block_size)
+
+    @property
+    def tokens_useful(self) -> int:
+        """That one sequence has use for at a time: a step of a prompt comes to what it holds."""
+        return min(self.max_model_len, self.tokens_held + self.max_step_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +52,7 @@ def plan_cpu(need: Need, free_bytes: int, cpu_kv_gib: float | None, override: in
         return _plan(need, int(cpu_kv_gib * GIB) // need.block_bytes, [f"{cpu_kv_gib:g} GiB as asked"], "--cpu-kv-gib")
     most = int(free_bytes * CPU_SHARE)
     budget = min(max(CPU_USUAL, _bytes_of_one(need)), most)
-    useful = need.max_num_seqs * blocks_of(need.max_model_len, need.block_size)
+    useful = need.max_num_seqs * blocks_of(need.tokens_useful, need.block_size)
     fit = budget // need.block_bytes
     if useful <= fit:
         why = f"all that {need.max_num_seqs} sequences of {need.max_model_len} tokens can use"
@@ -98,21 +112,21 @@ def plan_host(need: Need, free_bytes: int, swap_space_gib: float) -> MemoryPlan:
 def _plan(need: Need, num_blocks: int, why: list[str], flag: str) -> MemoryPlan:
     plan = _try(need, num_blocks, why)
     if plan is None:
-        blocks = blocks_of(need.max_model_len, need.block_size)
+        blocks = blocks_of(need.tokens_held, need.block_size)
         value = f"{blocks}" if flag == "--num-gpu-blocks-override" else f"{_up(_bytes_of_one(need) / GIB):.2f}"
         raise LoadError(_too_small(need, num_blocks, f"set {flag} {value} or more, or "))
     return plan
 
 
 def _try(need: Need, num_blocks: int, why: list[str]) -> MemoryPlan | None:
-    if num_blocks * need.block_size < need.max_model_len:
+    if num_blocks * need.block_size < need.tokens_held:
         return None
     per_block = f"{need.block_bytes / 1024:.4g} KiB"
     tokens = num_blocks * need.block_size
     notes = [
         f"KV memory: {'; '.join(why)}",
         f"KV blocks: {num_blocks} of {need.block_size} tokens, {per_block} each, {_gib(num_blocks * need.block_bytes)}",
-        f"KV room: {tokens} tokens, {tokens / need.max_model_len:.1f} x max_model_len {need.max_model_len}",
+        f"KV room: {tokens} tokens, {tokens / need.tokens_held:.1f} x {_held(need)}",
     ]
     return MemoryPlan(num_blocks, notes)
 
@@ -121,13 +135,19 @@ def _too_small(need: Need, num_blocks: int, remedy: str) -> str:
     tokens = num_blocks * need.block_size
     shorter = f"--max-model-len {tokens} or less" if tokens else "a smaller --max-model-len"
     return (
-        f"not enough memory for one sequence: {need.max_model_len} tokens need {_gib(_bytes_of_one(need))} of KV,"
+        f"not enough memory for one sequence: {need.tokens_held} tokens need {_gib(_bytes_of_one(need))} of KV,"
         f" there is room for {tokens}; {remedy}set {shorter}"
     )
 
 
+def _held(need: Need) -> str:
+    if need.tokens_held == need.max_model_len:
+        return f"max_model_len {need.max_model_len}"
+    return f"the {need.tokens_held} that a sequence holds (sliding window {need.window})"
+
+
 def _bytes_of_one(need: Need) -> int:
-    return blocks_of(need.max_model_len, need.block_size) * need.block_bytes
+    return blocks_of(need.tokens_held, need.block_size) * need.block_bytes
 
 
 def _up(value: float) -> float:

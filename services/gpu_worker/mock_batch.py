@@ -59,6 +59,7 @@ class MockSlot:
     states: "array[int]"  # of all tokens known to the device, as `advance` has them
     finished: bool = False
     lost: bool = False  # it began on blocks that could not be fetched: it stays silent
+    num_passed: int = 0  # leading blocks that are behind the window: they may have other owners
 
 
 @dataclass(slots=True)
@@ -97,7 +98,7 @@ class MockBatch:
         slot = self.slots.pop(number, None)
         if slot is None:
             raise PlanError(f"end of slot {number}, which is not live")
-        for block in slot.blocks:
+        for block in slot.blocks[slot.num_passed :]:
             owners = self.owners[block]
             owners.discard(number)
             if not owners:
@@ -132,22 +133,25 @@ class MockBatch:
         num_full, rest = divmod(start.num_computed, self.geometry.block_size)
         states = states_of(ids)
         found = start.blocks[: num_full + bool(rest)]
-        lost = not self.kv.bad.isdisjoint(found)
-        different = self.kv.first_difference(found, states[: start.num_computed])
+        seen = self._first_seen(start.num_computed)
+        passed = seen // self.geometry.block_size
+        lost = not self.kv.bad.isdisjoint(found[passed:])
+        different = self.kv.first_difference(found, states[: start.num_computed], seen)
         _check(lost or different is None, f"slot {start.slot} starts on KV that is not its own at {different}")
         slot = self.slots[start.slot] = MockSlot(
             ids[: start.num_prompt_tokens],
             len(ids),
             start.num_computed,
-            [],
+            found[:passed],
             start.sampling,
             start.choice,
             start.prompt_logprobs_from,
             states,
             finished=lost,
             lost=lost,
+            num_passed=passed,
         )
-        for block in found[:num_full]:
+        for block in found[passed:num_full]:
             self.owners.setdefault(block, set()).add(start.slot)
             slot.blocks.append(block)
         self._append(SlotBlocks(start.slot, start.blocks[num_full:]))
@@ -172,7 +176,10 @@ class MockBatch:
         slot.num_computed = min(before + run.max_tokens, slot.num_tokens)
         room = len(slot.blocks) * self.geometry.block_size
         _check(slot.num_computed <= room, f"slot {run.slot} computes {slot.num_computed} tokens, blocks hold {room}")
+        different = self.kv.first_difference(slot.blocks, slot.states[:before], self._first_seen(before, before))
+        _check(different is None, f"slot {run.slot} reads KV that is not its own at {different}")
         self.kv.write(slot.blocks, before, slot.states[before : slot.num_computed])
+        self._pass(run.slot, slot)
         first, prompt_logprobs = self._prompt_logprobs(slot, before)
         if slot.num_computed < slot.num_tokens:
             return SlotResult(run.slot, [], slot.num_computed, None, None, [], first, prompt_logprobs)
@@ -181,6 +188,20 @@ class MockBatch:
         num_candidates, state = slot.sampling.num_logprobs, slot.states[slot.num_computed - 1]
         logprobs = [] if num_candidates is None else [likeliest(token, num_candidates, state) for token in token_ids]
         return SlotResult(run.slot, token_ids, slot.num_computed, finish, stop_token, logprobs, first, prompt_logprobs)
+
+    def _first_seen(self, num_computed: int, without: int = 0) -> int:
+        """The first token that is seen from the next one; `without` a window."""
+        window = self.geometry.window
+        return without if window is None else max(0, num_computed - window + 1)
+
+    def _pass(self, number: int, slot: MockSlot) -> None:
+        """Blocks that nobody sees any more from this slot may have other owners."""
+        passed = self._first_seen(slot.num_computed) // self.geometry.block_size
+        for block in slot.blocks[slot.num_passed : passed]:
+            self.owners[block].discard(number)
+            if not self.owners[block]:
+                del self.owners[block]
+        slot.num_passed = max(slot.num_passed, passed)
 
     def _sample(self, slot: MockSlot) -> tuple[list[int], FinishReason | None, int | None]:
         sampling, num_prompt = slot.sampling, len(slot.prompt)

@@ -71,11 +71,11 @@ class MockKV:
         if src in self.bad:
             self.bad.add(dst)
 
-    def first_difference(self, blocks: list[int], states: Sequence[int]) -> int | None:
-        """The first position at which the blocks do not hold what a sequence would have computed itself."""
+    def first_difference(self, blocks: list[int], states: Sequence[int], begin: int = 0) -> int | None:
+        """The first position from `begin` on at which the blocks do not hold what a sequence would have computed."""
         size = self.block_size
-        for position, state in enumerate(states):
-            if self._states.get(blocks[position // size] * size + position % size) != state:
+        for position in range(begin, len(states)):
+            if self._states.get(blocks[position // size] * size + position % size) != states[position]:
                 return position
         return None
 

@@ -5,6 +5,7 @@ host on a stream of their own. A fetch comes up packed, and is put in its blocks
 blocks are one.
 """
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -115,13 +116,15 @@ def adjacent(hosts: list[int]) -> Iterator[tuple[int, int, int]]:
 
 
 def pinned(num_bytes: int) -> Tensor:
-    """Host memory that the GPU copies by itself, never given back. Torch would take the next power of 2."""
-    memory = torch.from_numpy(np.empty(num_bytes, np.uint8))
+    """Host memory that the GPU copies by itself. Torch's own would take the next power of 2."""
+    memory = np.empty(num_bytes, np.uint8)
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    error = runtime.cudaHostRegister(memory.data_ptr(), num_bytes, 0)
+    error = runtime.cudaHostRegister(memory.ctypes.data, num_bytes, 0)
     if int(error) != 0:
         raise LoadError(
             f"{num_bytes / 2**30:.2f} GiB of host memory cannot be pinned ({error}): lower --swap-space, or raise the "
             "limit of locked memory (ulimit -l)"
         )
-    return memory
+    # before the memory goes back: the driver would take what is mapped there next for it
+    weakref.finalize(memory, runtime.cudaHostUnregister, memory.ctypes.data).atexit = False
+    return torch.from_numpy(memory)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from blockyard.services.scheduler.groups import Group
+from blockyard.services.scheduler.window import Window
 from blockyard.shared.messages import Geometry, ModelCard
 
 
@@ -14,18 +15,19 @@ class Capacity:
     num_blocks: int
     block_size: int
     vocab_size: int
+    longest: int  # tokens of a sequence that the blocks hold, or what its model's window needs of them
 
     @property
     def max_model_len(self) -> int:
-        return min(self.model_len, self.num_blocks * self.block_size)
+        return min(self.model_len, self.longest)
 
     def problem(self, num_prompt: int, max_tokens: int) -> str:
         """Why a prompt can never run, with the number it would need; empty if it can."""
         need = num_prompt + min(1, max_tokens)
         if need > self.model_len:
             return f"the prompt's {num_prompt} tokens need a context of {need}, this model has {self.model_len}"
-        num_blocks = -(-need // self.block_size)
-        if num_blocks > self.num_blocks:
+        if need > self.longest:
+            num_blocks = -(-need // self.block_size)
             return (
                 f"the prompt's {num_prompt} tokens need {num_blocks} KV blocks of {self.block_size} tokens, "
                 f"there are {self.num_blocks}: raise --gpu-memory-utilization or --num-gpu-blocks-override"
@@ -58,4 +60,5 @@ def capacity_of(geometries: list[Geometry]) -> Capacity:
         min(g.num_blocks for g in geometries),
         geometries[0].block_size,
         min(g.vocab_size for g in geometries),
+        min(Window(g.window, g.block_size, g.max_num_batched_tokens).longest(g.num_blocks) for g in geometries),
     )

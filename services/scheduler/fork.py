@@ -55,7 +55,7 @@ class Forks:
         """
         request = choice.request
         if choice.fork_of is not None and _has(choice.fork_of, group, record, choice.known - 1):
-            return self._fork(choice, choice.fork_of, choice.known - 1, group.blocks.block_size)
+            return self._fork(group, choice, choice.fork_of, choice.known - 1)
         num_tokens = min(request.num_prompt, choice.known - 1)
         if len(request.members) < 2 or num_tokens <= found.num_tokens:
             return found
@@ -64,8 +64,10 @@ class Forks:
             seat = other.seat
             if seat is None or not _runs(seat, group):
                 continue
+            if seat.num_freed > group.window.first_seen(num_tokens):
+                continue  # it has given up what this one would have to see
             if _has(seat, group, record, num_tokens):
-                return self._fork(choice, seat, num_tokens, group.blocks.block_size)
+                return self._fork(group, choice, seat, num_tokens)
             is_near = True
         if not is_near or num_tokens - found.num_tokens < group.blocks.block_size:
             return found
@@ -77,13 +79,13 @@ class Forks:
         choice.request.parked.append(choice)
         self.num_parked += 1
 
-    def _fork(self, choice: Choice, source: Seat, num_tokens: int, block_size: int) -> Found:
-        num_full, rest = divmod(num_tokens, block_size)
+    def _fork(self, group: Group, choice: Choice, source: Seat, num_tokens: int) -> Found:
+        num_full, rest = divmod(num_tokens, group.blocks.block_size)
         if choice.num_cached is None:
             choice.num_cached = source.choice.num_cached  # one prompt, found once
-        return Found(
-            source.blocks[:num_full], num_tokens=num_tokens, copy_from=source.blocks[num_full] if rest else None
-        )
+        first = group.window.first_seen(num_tokens)
+        copied = source.blocks[num_full] if rest else None
+        return Found(source.blocks[first:num_full], num_tokens=num_tokens, copy_from=copied, first=first)
 
 
 def _runs(seat: Seat, group: Group) -> bool:
@@ -91,8 +93,13 @@ def _runs(seat: Seat, group: Group) -> bool:
 
 
 def _has(seat: Seat, group: Group, record: PlanRecord, num_tokens: int) -> bool:
-    """Whether plans sent before this one have a seat's KV written that far: copies are made before anything runs."""
-    return _runs(seat, group) and seat.granted - record.granted(seat) >= num_tokens
+    """Whether plans sent before this one have a seat's KV written that far: copies are made before anything runs.
+
+    And whether it still holds what is seen from there.
+    """
+    if not _runs(seat, group) or seat.num_freed > group.window.first_seen(num_tokens):
+        return False
+    return seat.granted - record.granted(seat) >= num_tokens
 
 
 def _leads(choice: Choice) -> bool:

@@ -10,6 +10,7 @@ from operator import attrgetter
 from blockyard.services.scheduler.blocks import BlockPool
 from blockyard.services.scheduler.id_pool import Horizon, IdPool
 from blockyard.services.scheduler.requests import NEVER, Choice, Phase, Seat
+from blockyard.services.scheduler.window import Window
 from blockyard.shared.messages import Attach, Attached, Geometry, SlotRun
 
 ATTACH_AGAIN_S = 5.0
@@ -63,7 +64,8 @@ class Group:
         self.horizon = Horizon()
         self.blocks = BlockPool(geometry.num_blocks, geometry.block_size, self.horizon, geometry.num_host_blocks)
         self.slots = IdPool(limits.num_slots, self.horizon)
-        self.max_model_len = min(geometry.max_model_len, self.blocks.num_tokens)
+        self.window = Window(geometry.window, geometry.block_size, self.max_num_batched_tokens)
+        self.max_model_len = min(geometry.max_model_len, self.window.longest(geometry.num_blocks))
         self.running: list[Seat] = []  # by key: the last is preempted first
         self.ends: list[int] = []  # slots to be ended in the next plan
         self.restarts: list[Seat] = []  # whose last token is another than the one their worker drew
@@ -103,13 +105,32 @@ class Group:
         insort(self.running, seat, key=_by_key)
         return seat
 
+    def to_take(self, known: int, num_found: int, first: int, found: list[int]) -> int:
+        """Blocks that a choice with so many tokens takes beside those found, which begin with its block `first`."""
+        pool = self.blocks
+        least, wanted = (
+            pool.blocks_for(n) - first - len(found) for n in (num_found + 1, self.window.at_first(known, num_found))
+        )
+        if self.window.size is None or self.running:
+            return wanted
+        return max(least, min(wanted, pool.num_free - pool.index.num_idle_of(found)))  # alone it may do with less
+
     def vacate(self, seat: Seat) -> None:
         """The seat's choice runs no more: its slot ends with the next plan, its blocks rest."""
         self.running.remove(seat)
         seat.name_at = NEVER
         self.ends.append(seat.slot)
         self.slots.release([seat.slot])
-        self.blocks.release(seat.blocks, seat.choice.names[: seat.num_named])
+        first = seat.num_freed
+        self.blocks.release(seat.blocks[first:], seat.choice.names[first : seat.num_named])
+
+    def trim(self, seat: Seat) -> None:
+        """Gives up what is behind the window. The caller has named what was filled."""
+        passed = self.window.passed(seat)
+        if passed:
+            names = seat.choice.names[passed.start : min(passed.stop, seat.num_named)]
+            self.blocks.release(seat.blocks[passed.start : passed.stop], names)
+            seat.num_freed = passed.stop
 
     def sent(self, record: PlanRecord) -> None:
         self.horizon.sent = record.number

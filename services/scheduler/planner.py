@@ -105,7 +105,10 @@ class Planner:
             self._prefill(group, draft, seat, num_tokens)
 
     def _prefill(self, group: Group, draft: Draft, seat: Seat, most: int) -> None:
-        draft.grant(seat, min(seat.prefill_end - seat.granted, most))
+        num_tokens = min(seat.prefill_end - seat.granted, most)
+        if seat.granted + num_tokens > seat.capacity:
+            num_tokens = self._reach(group, draft, seat, num_tokens)
+        draft.grant(seat, num_tokens)
         for name, block in self._prefix.fills(group, seat).items():
             draft.fills.setdefault(name, block)
         if seat.granted == seat.prefill_end and len(seat.choice.request.members) > 1:
@@ -122,7 +125,8 @@ class Planner:
             i += 1
             granted = seat.granted
             if granted < seat.prefill_end:
-                prefills.append(seat)
+                if granted < seat.capacity or self._extend(group, draft, seat):
+                    prefills.append(seat)
             elif granted < seat.ceiling and budget:
                 if granted == seat.capacity and not self._extend(group, draft, seat):
                     continue
@@ -140,6 +144,9 @@ class Planner:
         What they held rests while plans are in flight: False means not in this plan.
         """
         pool = group.blocks
+        if group.window.size is not None:
+            self._prefix.leave(group, seat)
+            group.trim(seat)
         block = pool.take_one()
         if block is None:
             draft.num_owed += 1
@@ -153,6 +160,19 @@ class Planner:
         seat.capacity += pool.block_size
         draft.blocks.append(SlotBlocks(seat.slot, [block]))
         return True
+
+    def _reach(self, group: Group, draft: Draft, seat: Seat, num_tokens: int) -> int:
+        """Blocks for so many more tokens of a prompt, or for as many as there are free blocks. Returns the tokens."""
+        pool = group.blocks
+        self._prefix.leave(group, seat)
+        group.trim(seat)
+        missing = pool.blocks_for(seat.granted + num_tokens) - len(seat.blocks)
+        taken = pool.take(min(missing, pool.num_free))
+        if taken:
+            seat.blocks += taken
+            seat.capacity += len(taken) * pool.block_size
+            draft.blocks.append(SlotBlocks(seat.slot, taken))
+        return min(num_tokens, seat.capacity - seat.granted)
 
     def _next(self, group: Group) -> Choice | None:
         """Who is to be seated next, if anybody may be now."""
@@ -183,29 +203,29 @@ class Planner:
             if is_long and not longs.take_more():
                 self._held.hold(choice)
                 continue
-            num_blocks = group.blocks.blocks_for(choice.known) - len(found.blocks)  # to be fetched, and to be computed
+            num_blocks = group.to_take(choice.known, found.num_tokens, found.first, found.blocks)  # some to be fetched
             if not group.blocks.admits(num_blocks, found.blocks, alone=not group.running):
                 return
             if num_tokens > budget and not longs.leave_part(min(num_tokens, group.max_num_batched_tokens) > budget):
                 return
-            seat = self._seat(group, draft, choice, found)
+            seat = self._seat(group, draft, choice, found, num_blocks)
             draft.starts.append(_slot_start(group, seat))
             if is_long:
                 longs.add(seat)
             else:
                 self._prefill(group, draft, seat, budget)
 
-    def _seat(self, group: Group, draft: Draft, choice: Choice, found: Found) -> Seat:
+    def _seat(self, group: Group, draft: Draft, choice: Choice, found: Found, num_blocks: int) -> Seat:
         """The caller has looked at free slots and blocks."""
         self._promises.keep(choice.request)
         self._waiting.take(choice)
         choice.key = self._policy.key(choice)
         self._policy.seated(choice, choice.known - found.num_tokens if choice.num_cached is None else 0)
         group.blocks.host.hold(list(found.host.values()))
-        seat = group.admit(choice, group.blocks.blocks_for(choice.known) - len(found.blocks), found.blocks)
+        seat = group.admit(choice, num_blocks, found.blocks)
         self._prefix.seated(group, seat, found)
         if found.copy_from is not None:
-            draft.copies.append(BlockCopy(found.copy_from, seat.blocks[len(found.blocks)]))
+            draft.copies.append(BlockCopy(found.copy_from, seat.blocks[seat.num_found]))
         return seat
 
     def _over(self, group: Group, choice: Choice) -> bool:

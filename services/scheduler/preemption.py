@@ -4,7 +4,7 @@ from blockyard.services.scheduler.groups import Group
 from blockyard.services.scheduler.lifecycle import Lifecycle
 from blockyard.services.scheduler.placement import Placement
 from blockyard.services.scheduler.policy import Policy
-from blockyard.services.scheduler.prefix import PrefixCache
+from blockyard.services.scheduler.prefix import Found, PrefixCache
 from blockyard.services.scheduler.requests import Choice
 
 
@@ -22,8 +22,8 @@ class Preemption:
         rank = self._policy.key(choice)[0]
         if not running or rank >= running[-1].key[0]:
             return
-        found = self._prefix.find(group, choice).blocks
-        above = sum(len(seat.blocks) for seat in running if seat.key[0] > rank)
+        found = self._prefix.find(group, choice)
+        above = sum(len(seat.blocks) - seat.num_freed for seat in running if seat.key[0] > rank)
         if self._lacks(group, choice, found) > above:
             return
         self._placement.claim(group, choice)
@@ -33,8 +33,9 @@ class Preemption:
             self.num_displaced += 1
             self._lifecycle.preempt(group, running[-1])
 
-    def _lacks(self, group: Group, choice: Choice, found: list[int]) -> int:
+    def _lacks(self, group: Group, choice: Choice, found: Found) -> int:
         """Blocks that would be missing even if nothing rested."""
         pool = group.blocks
-        need = pool.blocks_for(choice.known) - len(found) + pool.index.num_idle_of(found)
+        need = group.to_take(choice.known, found.num_tokens, found.first, found.blocks)
+        need += pool.index.num_idle_of(found.blocks)
         return need - pool.num_admissible

@@ -12,12 +12,18 @@ from blockyard.shared.messages import Attached, BlockName
 class Found:
     """What there is of a waiting choice's leading blocks."""
 
-    blocks: list[int] = field(default_factory=list)  # those on the device, in their order
+    blocks: list[int] = field(default_factory=list)  # those on the device, in their order, behind `first`
     next_name: bytes | None = None  # of the first block that is to be computed, if that could be found at all
     counts: bool = False  # the choice asked
     num_tokens: int = 0  # that need not be computed
     copy_from: int | None = None  # block that holds the last of those, and is to be copied
     host: dict[int, bytes] = field(default_factory=dict)  # places, between or behind those, of what is to be fetched
+    first: int = 0  # leading places that are behind the model's window: nothing is needed there
+
+    @property
+    def num_places(self) -> int:
+        """Leading blocks that need not be computed."""
+        return self.first + len(self.blocks) + len(self.host)
 
 
 class PrefixCache:
@@ -36,10 +42,14 @@ class PrefixCache:
         if choice.request.frame.sampling.num_prompt_logprobs is not None:
             return Found()  # they are computed along with the KV
         most = (choice.known - 1) // group.blocks.block_size
-        found = Found(group.blocks.index.find(names, most), counts=self._enabled)
-        if len(found.blocks) < most and group.blocks.host.num_used:
-            _find_in_host(group, names[:most], found)
-        num_found = len(found.blocks) + len(found.host)
+        if group.window.size is not None:
+            found = _find_window(group, names[:most])
+        else:
+            found = Found(group.blocks.index.find(names, most))
+            if len(found.blocks) < most and group.blocks.host.num_used:
+                _find_in_host(group, names[:most], found)
+        found.counts = self._enabled
+        num_found = found.num_places
         found.num_tokens = num_found * group.blocks.block_size
         found.next_name = names[num_found] if num_found < most else None
         return found
@@ -59,7 +69,11 @@ class PrefixCache:
         choice = seat.choice
         if found.host:
             _fetch(group, seat, found)
-        seat.num_found = seat.num_named = len(found.blocks) + len(found.host)
+        if found.first:
+            seat.num_freed = found.first
+            seat.blocks[:0] = seat.blocks[:1] * found.first
+            seat.capacity += found.first * size
+        seat.num_found = seat.num_named = found.num_places
         seat.granted = seat.computed = found.num_tokens
         seat.copied_from = found.copy_from
         if self._enabled:
@@ -122,7 +136,7 @@ class PrefixCache:
         end = max(seat.num_named, min(seat.computed, known) // size)
         names = self._names(choice, size, end * size)
         put, blocks = group.blocks.index.put, seat.blocks
-        for i in range(seat.num_named, end):
+        for i in range(max(seat.num_named, seat.num_freed), end):
             put(blocks[i], names[i])
         seat.num_named = end
         seat.name_at = (end + 1) * size
@@ -203,6 +217,19 @@ class PrefixCache:
         return root_name(self._scope, frame.adapter, frame.cache_salt, [own])  # found by this request alone
 
 
+def _find_window(group: Group, names: list[bytes]) -> Found:
+    """The most that a choice may begin with where only its window's blocks are needed."""
+    on_device, in_host = group.blocks.index.get, group.blocks.host.get
+    num_found, first = group.window.best(names, lambda n: on_device(n) is not None or in_host(n) is not None)
+    found = Found(first=first)
+    for place in range(first, num_found):
+        if (block := on_device(names[place])) is not None:
+            found.blocks.append(block)
+        else:
+            found.host[place] = names[place]
+    return found
+
+
 def _find_in_host(group: Group, names: list[bytes], found: Found) -> None:
     """Goes on, block by block, where the device has no more of a chain from its beginning."""
     on_device, in_host = group.blocks.index.get, group.blocks.host.get
@@ -221,7 +248,8 @@ def _fetch(group: Group, seat: Seat, found: Found) -> None:
     num_here = len(found.blocks)
     reserved = seat.blocks[num_here : num_here + len(found.host)]
     here, fresh = iter(seat.blocks[:num_here]), iter(reserved)
-    table = [next(fresh if place in found.host else here) for place in range(num_here + len(found.host))]
+    places = range(found.first, found.num_places)
+    table = [next(fresh if place in found.host else here) for place in places]
     seat.blocks[: len(table)] = table
     names = list(found.host.values())
     group.blocks.host.fetch(names, reserved)

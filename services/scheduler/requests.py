@@ -142,6 +142,7 @@ class Seat:
     num_found: int = 0  # leading blocks that were there already: others may have them too
     copied_from: int | None = None  # block whose contents it began with, in one of its own
     num_named: int = 0  # leading blocks that were offered to the index
+    num_freed: int = 0  # leading places in `blocks` that it does not hold: they are behind its model's window
     name_at: int = NEVER  # computed tokens with which the next block is to be named
     is_due: bool = False  # it has as many, and is in its group's list for that
 

@@ -8,7 +8,17 @@ from blockyard.services.gpu_worker.mock_batch import MockBatch
 from blockyard.services.gpu_worker.mock_kv import MockKV
 from blockyard.services.gpu_worker.service import Worker
 from blockyard.shared.fake_links import FakeLinks
-from blockyard.shared.messages import Attach, BlockFetch, Frame, Sleep, SlotResult, SlotRun, StepPlan, StepResult
+from blockyard.shared.messages import (
+    Attach,
+    BlockFetch,
+    Frame,
+    Geometry,
+    Sleep,
+    SlotResult,
+    SlotRun,
+    StepPlan,
+    StepResult,
+)
 
 SCHEDULER = 1
 
@@ -24,6 +34,18 @@ class InFlight:
 
 
 @dataclass
+class Table:
+    since: int  # plan
+    num_computed: int  # tokens, as of the last result
+    blocks: list[int]
+
+    def seen(self, geometry: Geometry) -> set[int]:
+        """Those that the slot may still look at, or write."""
+        first = 0 if geometry.window is None else max(0, self.num_computed - geometry.window + 1)
+        return set(self.blocks[first // geometry.block_size :])
+
+
+@dataclass
 class FakeWorker:
     """The worker's loop and the mock runner, behind a link that delivers when the test says so."""
 
@@ -31,7 +53,7 @@ class FakeWorker:
     links: FakeLinks
     loop: Worker
     inbox: deque[Frame] = field(default_factory=deque)
-    tables: dict[int, set[int]] = field(default_factory=dict)  # as of the last plan sent
+    tables: dict[int, "Table"] = field(default_factory=dict)  # as of the last plan sent
     flight: list[InFlight] = field(default_factory=list)
 
     def sent(self, frame: Frame) -> None:
@@ -57,12 +79,13 @@ class FakeWorker:
             assert start.slot not in busy_slots, f"slot {start.slot} starts while a plan in flight runs it"
             fresh = start.blocks[start.num_computed // self.loop._runner.geometry.block_size :]
             assert busy_blocks.isdisjoint(fresh), f"slot {start.slot} gets blocks of plans in flight"
-            self.tables[start.slot] = set(start.blocks)
+            self.tables[start.slot] = Table(frame.number, start.num_computed, list(start.blocks))
         for more in frame.blocks:
             assert busy_blocks.isdisjoint(more.blocks), f"slot {more.slot} gets blocks of plans in flight"
-            self.tables[more.slot] |= set(more.blocks)
+            self.tables[more.slot].blocks += more.blocks
         slots = {run.slot for run in frame.runs}
-        blocks = set().union(*(self.tables[slot] for slot in slots))
+        geometry = self.loop._runner.geometry
+        blocks = set().union(*(self.tables[slot].seen(geometry) for slot in slots))
         host = {copy.host for copy in [*frame.saves, *frame.fetches]}
         self.flight.append(InFlight(frame.number, slots, blocks, host))
 
@@ -85,6 +108,10 @@ class FakeWorker:
         for answer in answers:
             if isinstance(answer, StepResult):
                 assert self.flight.pop(0).number == answer.number
+                for slot in answer.slots:
+                    table = self.tables.get(slot.slot)
+                    if table is not None and table.since <= answer.number:
+                        table.num_computed = slot.num_computed
         return answers
 
 

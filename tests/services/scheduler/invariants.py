@@ -70,10 +70,11 @@ def check_beams(journal: Journal, pattern: Pattern, max_model_len: int) -> None:
 def check_blocks(group: Group) -> None:
     """Each block is in one place, and whoever holds it is counted; what has a name has one."""
     pool, index = group.blocks, group.blocks.index
-    held = Counter(b for seat in group.running for b in seat.blocks)
+    held = Counter(b for seat in group.running for b in seat.blocks[seat.num_freed :])
     assert [held[b] for b in range(pool.num_ids)] == pool._holders, "holders are miscounted"
     for seat in group.running:
-        assert len(set(seat.blocks)) == len(seat.blocks)
+        assert len(set(seat.blocks[seat.num_freed :])) == len(seat.blocks) - seat.num_freed
+        assert seat.num_freed <= group.window.first_seen(seat.computed)
     shared = {b for b, count in held.items() if count > 1}
     for seat in group.running:
         written = seat.granted + 1  # its last position may be repeated

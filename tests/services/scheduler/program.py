@@ -35,6 +35,7 @@ SHAPES: dict[str, list[object]] = {
     "prefix_caching": [True, True, True, False],
     "num_host_blocks": [0, 1, 5, 40],
     "failing": [False, True],
+    "window": [None, None, None, 1, 5, 12],
 }  # of a world, by field
 
 T = TypeVar("T")

@@ -58,11 +58,14 @@ class Shape:
     policy: str = "fcfs"
     may_sleep: bool = True
     num_host_blocks: int = 0
+    window: int | None = None  # tokens, of every layer
     failing: bool = False  # now and then a fetch from host memory does
 
     @property
     def limit(self) -> int:
         """Tokens of the longest sequence."""
+        if self.window is not None and self.num_blocks >= -(-self.window // self.block_size) + 2:
+            return self.max_model_len
         return min(self.max_model_len, self.num_blocks * self.block_size)
 
 
@@ -119,6 +122,7 @@ class World:
             s.max_num_seqs,
             s.max_num_batched_tokens,
             num_host_blocks=s.num_host_blocks,
+            window=s.window,
         )
         links = FakeLinks(Member("gpu_worker", Role.GPU_WORKER, incarnation, "", ready=True))
         runner = (StutteringRunner if s.stutters else MockRunner)(geometry, self.pattern, 0.0)
