@@ -105,6 +105,10 @@ class Group:
         insort(self.running, seat, key=_by_key)
         return seat
 
+    def may_hold(self, first: bytes) -> bool:
+        """Whether something may be found of a chain whose first block has this name."""
+        return self.window.size is not None or self.blocks.holds(first)
+
     def to_take(self, known: int, num_found: int, first: int, found: list[int]) -> int:
         """Blocks that a choice with so many tokens takes beside those found, which begin with its block `first`."""
         pool = self.blocks

@@ -12,7 +12,7 @@ from operator import attrgetter
 
 from blockyard.services.scheduler.groups import Group
 from blockyard.services.scheduler.policy import Policy
-from blockyard.services.scheduler.prefix import PrefixCache
+from blockyard.services.scheduler.prefix import Found, PrefixCache
 from blockyard.services.scheduler.promises import Promises
 from blockyard.services.scheduler.requests import Choice, Key, Phase
 from blockyard.services.scheduler.waiting import WaitingQueue
@@ -22,7 +22,7 @@ TOO_LONG = 1 << 40  # what it costs to end at a group's limit, where another mig
 PATIENCE = 4  # plans after which somebody who got no seat at a desk may go elsewhere
 
 _by_key = attrgetter("key")
-_NOTHING: list[int] = []
+_NOTHING = Found()
 
 
 def cost(num_tokens: int, backlog: int, num_running: int) -> tuple[int, int]:
@@ -159,7 +159,7 @@ class Placement:
     def claim(self, group: Group, choice: Choice) -> None:
         """Others have given way to this choice in this group: it is not to take anybody's place elsewhere, too."""
         if len(self._groups) > 1 and not choice.aside:
-            self._add(self._desk(group), choice, choice.known, group.blocks.blocks_for(choice.known))
+            self._add(self._desk(group), choice, choice.known, group.to_take(choice.known, 0, 0, []))
 
     def forget(self, group: Group) -> None:
         """A group is lost: those at its desk wait for another."""
@@ -192,7 +192,7 @@ class Placement:
             if pool.block_size != size:
                 size, first = pool.block_size, self._prefix.first_name(desk.group, choice)
             num_tokens, backlog, found = known, desk.backlog, _NOTHING
-            if first is not None and (pool.holds(first) or (desk.comers and desk.awaits(first))):
+            if first is not None and (desk.group.may_hold(first) or (desk.comers and desk.awaits(first))):
                 num_tokens, backlog, found = self._find(desk, choice)
             elif desk.group.worker in near:
                 num_tokens = own
@@ -202,13 +202,13 @@ class Placement:
             price = cost(num_tokens, backlog + too_long, len(desk.group.running) + len(desk.queue))
             if lowest is not None and price >= lowest:
                 continue
-            num_blocks = pool.blocks_for(known) - len(found)
-            if pool.admits(num_blocks + desk.num_blocks, found, alone=not desk.num_choices):
+            num_blocks = desk.group.to_take(known, found.num_tokens, found.first, found.blocks)
+            if pool.admits(num_blocks + desk.num_blocks, found.blocks, alone=not desk.num_choices):
                 best, lowest = (desk, num_tokens, num_blocks), price
         return best
 
-    def _find(self, desk: Desk, choice: Choice) -> tuple[int, int, list[int]]:
-        """Tokens that are lacking, those before them, and the blocks that are there.
+    def _find(self, desk: Desk, choice: Choice) -> tuple[int, int, Found]:
+        """Tokens that are lacking, those before them, and what is there.
 
         What somebody before computes for both counts for neither.
         """
@@ -217,7 +217,7 @@ class Placement:
             num_found = found.num_tokens // size
             coming = (desk.num_coming(choice.names, num_found) - num_found) * size
         num_tokens = choice.known - found.num_tokens - coming
-        return max(1, num_tokens), max(0, desk.backlog - coming), found.blocks
+        return max(1, num_tokens), max(0, desk.backlog - coming), found
 
     def _add(self, desk: Desk, choice: Choice, num_tokens: int, num_blocks: int) -> None:
         key = self._policy.key(choice)
