@@ -7,8 +7,8 @@ listed, and the exact threshold is found by bisection over the keys of the list.
 import triton
 import triton.language as tl
 
-from blockyard.kernels.draw_wide import key_of
-from blockyard.kernels.philox_triton import gumbel_at
+from blockyard.kernels.draw_wide import key_of, least_kept
+from blockyard.kernels.philox_triton import exp_of, gumbel_at
 
 
 @triton.jit
@@ -53,7 +53,7 @@ def first_guess(tops, real, top, masses, scale, top_k, top_p, least, vocab, plai
 
 @triton.jit
 def gather(
-    logits_ptr,
+    row_ptr,
     spans_ptr,
     values_ptr,
     ids_ptr,
@@ -65,6 +65,7 @@ def gather(
     SPAN: tl.constexpr,
     CHUNK: tl.constexpr,
     MOST: tl.constexpr,
+    FAST: tl.constexpr,
 ):
     """Lists the tokens of `num` listed spans whose logit is `bound` or more, in order: their number and their mass."""
     count = tl.full([], 0, tl.int32)
@@ -74,9 +75,9 @@ def gather(
         spans = tl.load(spans_ptr + which, mask=which < num, other=0)
         cols = spans[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
         there = (which < num)[:, None] & (cols < vocab)
-        x = tl.load(logits_ptr + cols, mask=there, other=float("-inf")).to(tl.float32)
+        x = tl.load(row_ptr + cols, mask=there, other=float("-inf")).to(tl.float32)
         taken = there & (x >= bound)
-        mass += tl.sum(tl.sum(tl.where(taken, tl.exp((x - top) * scale), 0.0), 1), 0)
+        mass += tl.sum(tl.sum(tl.where(taken, exp_of(x - top, scale, FAST), 0.0), 1), 0)
         ones = taken.to(tl.int32)
         each = tl.sum(ones, 1)
         places = count + (tl.cumsum(each, 0) - each)[:, None] + tl.cumsum(ones, 1) - 1
@@ -89,26 +90,21 @@ def gather(
 
 @triton.jit
 def draw_narrow(
-    logits_ptr,
+    row_ptr,
     vocab,
     scale,
     top_k,
     top_p,
     min_p,
-    least,
     spans,
     real,
     tops,
     top,
     masses,
-    index,
-    choice,
-    key0,
-    key1,
-    spans_ptr,
-    values_ptr,
-    ids_ptr,
-    SHIFT: tl.constexpr,
+    whole,
+    noise,
+    lists,
+    shift,
     SPAN: tl.constexpr,
     CHUNK: tl.constexpr,
     MOST_SPANS: tl.constexpr,
@@ -118,15 +114,16 @@ def draw_narrow(
     """Value and token that win among what the limits keep, and whether these are too many: then neither is meant.
 
     spans, real, tops, masses [all spans]: their numbers, which there are, their largest logits and masses in
-    exp((logit - top) * scale). `least` is the logit that min-p asks for. Lists: spans_ptr, values_ptr and ids_ptr.
+    exp((logit - top) * scale). whole: the sum of these. lists: where spans, logits and ids are listed.
     """
+    spans_ptr, values_ptr, ids_ptr = lists
+    least = least_kept(top, scale, min_p)
     best = tl.full([], 0.0, tl.float32)
     token = tl.full([], 0, tl.int32)
     count = tl.full([], MOST + 1, tl.int32)
     bound = tl.full([], 0.0, tl.float32)
-    whole = tl.sum(masses, 0)
     plain = (top_k >= vocab) & (min_p <= 0)
-    goal = whole * (top_p + 0.25 * (1 - top_p))  # more than is kept: it counts tokens of these spans that are not
+    goal = whole * (top_p + 0.5 * (1 - top_p))  # more than is kept: it counts tokens of these spans that are not
     tries = 0
     while tries < 3:
         tries += 1
@@ -138,7 +135,7 @@ def draw_narrow(
             tl.store(spans_ptr + tl.cumsum(near, 0) - 1, spans, mask=near > 0)
             tl.debug_barrier()
             count, found = gather(
-                logits_ptr, spans_ptr, values_ptr, ids_ptr, num, bound, scale, top, vocab, SPAN, CHUNK, MOST
+                row_ptr, spans_ptr, values_ptr, ids_ptr, num, bound, scale, top, vocab, SPAN, CHUNK, MOST, FAST
             )
             tl.debug_barrier()
             lacking = top_p * whole - found
@@ -154,16 +151,16 @@ def draw_narrow(
         there = places < count
         x = tl.load(values_ptr + places, mask=there, other=float("-inf"))
         ids = tl.load(ids_ptr + places, mask=there, other=0)
-        keys = key_of(x, SHIFT)
-        low, high = key_of(bound, SHIFT) - 1, key_of(top, SHIFT)
+        keys = key_of(x, shift)
+        low, high = key_of(bound, shift) - 1, key_of(top, shift)
         if top_k < vocab:
             kth = bisect(keys, tl.where(there, 1.0, 0.0), top_k.to(tl.float32), low, high)
             there = there & (keys >= kth)
-        shares = tl.where(there, tl.exp((x - top) * scale), 0.0)
+        shares = tl.where(there, exp_of(x - top, scale, FAST), 0.0)
         if top_p < 1.0:
             kept = top_p * tl.where(plain, whole, tl.sum(shares, 0))
             there = there & (keys >= bisect(keys, shares, kept, low, high))
-        value = (x - top) * scale + gumbel_at(ids, index, choice, key0, key1, FAST)
+        value = (x - top) * scale + gumbel_at(ids, noise, FAST)
         value = tl.where(there, value, float("-inf"))
         best = tl.max(value, 0)
         token = tl.min(tl.where(there & (value == best), ids, 0x7FFFFFFF), 0)

@@ -10,21 +10,21 @@ from dataclasses import dataclass
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
-from blockyard.kernels.draw_narrow import draw_narrow
-from blockyard.kernels.draw_wide import LOWEST, best_noisy, least_kept, settle
+from blockyard.kernels.draw_stages import choose_kernel, scan_kernel, wide_kernel
 
 _SPAN = 128  # tokens
 _SPANS = 32  # a tile of the first kernel
-_TILE = 2048  # tokens that get noise at once
+_TILE = 1024  # tokens that get noise at once: 4 a thread, as many as a counter gives words
 _CHUNK = 16  # spans that are gathered at once
 _MOST_SPANS = 512  # that are gathered
 _CANDIDATES = 1024
 _PROGRAMS = 64 * 132  # of the first kernel, at most
 _WIDE_PROGRAMS = 8 * 132  # of the third
-_WARPS = (8, 8, 8)  # of the three kernels
+_WEIGHED = 4096  # tokens that are weighed at once
+_WARPS = (8, 4, 8)  # of the three kernels
+_STAGES = (3, 2)  # loads under way, first and third kernel
 _SHIFT = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # low bits of a key that are always the same
 
 
@@ -49,233 +49,25 @@ class DrawParams:
         _check_one("key", self.key, (2, num), (torch.int32, torch.int64))
 
 
-@triton.jit
-def _settings(row, slots_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, vocab):
-    """slot, is greedy, 1 / temperature, top-k, top-p, min-p, has to be seen in spans."""
-    slot = tl.load(slots_ptr + row)
-    real = slot >= 0
-    temperature = tl.load(temperature_ptr + slot, mask=real, other=0.0)
-    top_k = tl.load(top_k_ptr + slot, mask=real, other=1)
-    top_p = tl.load(top_p_ptr + slot, mask=real, other=1.0)
-    min_p = tl.load(min_p_ptr + slot, mask=real, other=0.0)
-    greedy = temperature < 1e-5
-    in_spans = greedy | (top_k < vocab) | (top_p < 1.0) | (min_p > 0.0)
-    return slot, greedy, 1.0 / tl.where(greedy, 1.0, temperature), top_k, top_p, min_p, in_spans
+@dataclass(frozen=True, slots=True)
+class Adjusted:
+    """Logits that count in place of the raw ones, of the slots that have such a row."""
+
+    row: Tensor  # [num_slots] int32; below 0: none
+    logits: Tensor  # [adjusted rows, vocab] float32, rows may be strided
 
 
-@triton.jit
-def _noise_key(row, slot, index_ptr, key_ptr, choice_ptr, num_slots):
-    index = tl.load(index_ptr + row).to(tl.uint32)
-    choice = tl.load(choice_ptr + slot).to(tl.uint32)
-    key0 = tl.load(key_ptr + slot).to(tl.uint32)
-    return index, choice, key0, tl.load(key_ptr + num_slots + slot).to(tl.uint32)
-
-
-@triton.jit
-def _scan_kernel(
-    logits_ptr,
-    slots_ptr,
-    index_ptr,
-    temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    key_ptr,
-    choice_ptr,
-    span_top_ptr,
-    span_mass_ptr,
-    best_ptr,
-    token_ptr,
-    stride,
-    vocab,
-    num_slots,
-    num_spans,
-    tiles,
-    SPAN: tl.constexpr,
-    SPANS: tl.constexpr,
-    TILE: tl.constexpr,
-    FAST: tl.constexpr,
-):
-    # program (i, j) has `tiles` tiles of row i, from tile j * tiles on
-    row = tl.program_id(0).to(tl.int64)
-    slot, _greedy, scale, _top_k, _top_p, _min_p, in_spans = _settings(
-        row, slots_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, vocab
-    )
-    if slot < 0:
-        return
-    logits_ptr += row * stride
-    first = tl.program_id(1) * tiles
-    if in_spans:
-        for tile in range(first, tl.minimum(first + tiles, tl.cdiv(num_spans, SPANS))):
-            spans = tile * SPANS + tl.arange(0, SPANS)
-            cols = spans[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
-            x = tl.load(logits_ptr + cols, mask=cols < vocab, other=float("-inf")).to(tl.float32)
-            top = tl.max(x, 1)
-            # the bound keeps a span of nothing but -inf from becoming NaN; NaN and +inf do become NaN
-            mass = tl.sum(tl.exp((x - tl.maximum(top, -3e38)[:, None]) * scale), 1)
-            tl.store(span_top_ptr + row * num_spans + spans, top, mask=spans < num_spans)
-            tl.store(span_mass_ptr + row * num_spans + spans, mass, mask=spans < num_spans)
-    else:
-        index, choice, key0, key1 = _noise_key(row, slot, index_ptr, key_ptr, choice_ptr, num_slots)
-        each: tl.constexpr = SPANS * SPAN // TILE
-        end = tl.minimum((first + tiles) * each, tl.cdiv(vocab, TILE))
-        best, token = best_noisy(
-            logits_ptr, vocab, first * each, end, scale, LOWEST, float("-inf"), 0.0, index, choice, key0, key1,
-            0, TILE, FAST,
-        )  # fmt: skip
-        place = row * tl.num_programs(1) + tl.program_id(1)
-        tl.store(best_ptr + place, best)
-        tl.store(token_ptr + place, token)
-
-
-@triton.jit
-def _choose_kernel(
-    logits_ptr,
-    slots_ptr,
-    index_ptr,
-    temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    key_ptr,
-    choice_ptr,
-    span_top_ptr,
-    span_mass_ptr,
-    best_ptr,
-    token_ptr,
-    spans_ptr,
-    values_ptr,
-    ids_ptr,
-    arrived_ptr,
-    tokens_ptr,
-    out_ptr,
-    stride,
-    vocab,
-    num_slots,
-    num_spans,
-    programs,
-    SHIFT: tl.constexpr,
-    SPAN: tl.constexpr,
-    ALL_SPANS: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    MOST_SPANS: tl.constexpr,
-    MOST: tl.constexpr,
-    FAST: tl.constexpr,
-):
-    # program i has row i
-    row = tl.program_id(0).to(tl.int64)
-    slot, greedy, scale, top_k, top_p, min_p, in_spans = _settings(
-        row, slots_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, vocab
-    )
-    logits_ptr += row * stride
-    best = tl.full([], 0.0, tl.float32)
-    token = tl.full([], 0, tl.int32)
-    if slot >= 0:
-        if in_spans:
-            spans = tl.arange(0, ALL_SPANS)
-            real = spans < num_spans
-            tops = tl.load(span_top_ptr + row * num_spans + spans, mask=real, other=float("-inf"))
-            mass = tl.load(span_mass_ptr + row * num_spans + spans, mask=real, other=0.0)
-            top = tl.max(tops, 0)
-            broken = tl.max(tl.where(mass < float("inf"), 0, 1), 0) > 0
-            if broken | (top == float("-inf")):
-                best = tl.where(broken, float("nan"), float("-inf"))
-            elif greedy:
-                span = tl.min(tl.where(tops == top, spans, ALL_SPANS), 0)
-                cols = span * SPAN + tl.arange(0, SPAN)
-                x = tl.load(logits_ptr + cols, mask=cols < vocab, other=float("-inf")).to(tl.float32)
-                token = tl.min(tl.where(x == top, cols, 0x7FFFFFFF), 0)
-                best = top
-            else:
-                index, choice, key0, key1 = _noise_key(row, slot, index_ptr, key_ptr, choice_ptr, num_slots)
-                least = least_kept(top, scale, min_p)
-                masses = mass * tl.exp((tops - top) * scale)
-                best, token, wide = draw_narrow(
-                    logits_ptr, vocab, scale, top_k, top_p, min_p, least, spans, real, tops, top, masses,
-                    index, choice, key0, key1, spans_ptr + row * MOST_SPANS, values_ptr + row * MOST,
-                    ids_ptr + row * MOST, SHIFT, SPAN, CHUNK, MOST_SPANS, MOST, FAST,
-                )  # fmt: skip
-                token = tl.where(wide, -1, token)  # left to the third kernel, which needs the largest logit
-                best = tl.where(wide, top, best)
-        else:
-            best, token = _best_part(best_ptr, token_ptr, row, programs, PROGRAMS)
-    tl.store(arrived_ptr + row, 0)
-    tl.store(tokens_ptr + row, token.to(tl.int64))
-    tl.store(out_ptr + row, best)
-
-
-@triton.jit
-def _wide_kernel(
-    logits_ptr,
-    slots_ptr,
-    index_ptr,
-    temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    key_ptr,
-    choice_ptr,
-    best_ptr,
-    token_ptr,
-    arrived_ptr,
-    tokens_ptr,
-    out_ptr,
-    stride,
-    vocab,
-    num_slots,
-    tiles,
-    SHIFT: tl.constexpr,
-    TILE: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    FAST: tl.constexpr,
-):
-    # program (i, j) has `tiles` tiles of row i, from tile j * tiles on; the last of a row to arrive puts it together
-    row = tl.program_id(0).to(tl.int64)
-    if tl.load(tokens_ptr + row) >= 0:
-        return
-    slot, _greedy, scale, top_k, top_p, min_p, _in_spans = _settings(
-        row, slots_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, vocab
-    )
-    index, choice, key0, key1 = _noise_key(row, slot, index_ptr, key_ptr, choice_ptr, num_slots)
-    top = tl.load(out_ptr + row)
-    least = least_kept(top, scale, min_p)
-    logits_ptr += row * stride
-    first, programs = tl.program_id(1) * tiles, tl.num_programs(1)
-    end = tl.minimum(first + tiles, tl.cdiv(vocab, TILE))
-    best, token = best_noisy(
-        logits_ptr, vocab, first, end, scale, LOWEST, least, top, index, choice, key0, key1, SHIFT, TILE, FAST
-    )
-    tl.store(best_ptr + row * programs + tl.program_id(1), best)
-    tl.store(token_ptr + row * programs + tl.program_id(1), token)
-    tl.debug_barrier()
-    if tl.atomic_add(arrived_ptr + row, 1) < programs - 1:
-        return
-    best, token = _best_part(best_ptr, token_ptr, row, programs, PROGRAMS)
-    best, token = settle(
-        best, token, logits_ptr, vocab, scale, top_k, top_p, least, top, index, choice, key0, key1, SHIFT, TILE, FAST
-    )
-    tl.store(tokens_ptr + row, token.to(tl.int64))
-    tl.store(out_ptr + row, best)
-
-
-@triton.jit
-def _best_part(best_ptr, token_ptr, row, programs, PROGRAMS: tl.constexpr):
-    """Of what the programs of a row found: NaN if one is, else the largest and the lowest token that has it."""
-    places = tl.arange(0, PROGRAMS)
-    inside = places < programs
-    values = tl.load(best_ptr + row * programs + places, mask=inside, other=float("-inf"))
-    ids = tl.load(token_ptr + row * programs + places, mask=inside, other=0x7FFFFFFF)
-    best = tl.max(values, 0)
-    token = tl.min(tl.where(values == best, ids, 0x7FFFFFFF), 0)
-    token = tl.where(best > float("-inf"), token, 0)
-    broken = tl.max(tl.where(values < float("inf"), 0, 1), 0) > 0
-    return tl.where(broken, float("nan"), best), tl.where(broken, 0, token)
-
-
-def draw_tokens(logits: Tensor, slots: Tensor, index: Tensor, params: DrawParams, tokens: Tensor, best: Tensor) -> None:
+def draw_tokens(
+    logits: Tensor,
+    slots: Tensor,
+    index: Tensor,
+    params: DrawParams,
+    tokens: Tensor,
+    best: Tensor,
+    adjusted: Adjusted | None = None,
+) -> None:
     """logits [rows, vocab] bfloat16, float16 or float32, rows may be strided; slots [rows] int64, below 0: a row that
-    pads; index [rows] int64, of the new token in its sequence, the noise's counter.
+    pads; index [rows] int64, of the new token in its sequence, the noise's counter; adjusted: see `penalize_logits`.
 
     Writes tokens [rows] int64 and best [rows] float32: what won with its noise, in no fixed scale (the logit itself
     where a slot is greedy). `best` is -inf where no token is allowed and NaN where a logit is NaN or +inf; the token
@@ -286,77 +78,45 @@ def draw_tokens(logits: Tensor, slots: Tensor, index: Tensor, params: DrawParams
     rows, vocab = logits.shape
     _check_inputs(logits, slots, index, tokens, best)
     params.check()
+    if adjusted is not None:
+        _check_adjusted(adjusted, params.temperature.shape[0], vocab)
     if rows == 0:
         return
-    device, num_slots = logits.device, params.temperature.shape[0]
     num_spans = triton.cdiv(vocab, _SPAN)
     tiles, programs = _split(triton.cdiv(num_spans, _SPANS), _PROGRAMS // rows)
     wide_tiles, wide_programs = _split(triton.cdiv(vocab, _TILE), _WIDE_PROGRAMS // rows)
+    f32, i32, device = torch.float32, torch.int32, logits.device
     most = max(programs, wide_programs)
-    span_top, span_mass = torch.empty((2, rows, num_spans), dtype=torch.float32, device=device)
-    part_best = torch.empty((rows, most), dtype=torch.float32, device=device)
-    part_token = torch.empty((rows, most), dtype=torch.int32, device=device)
-    spans = torch.empty((rows, _MOST_SPANS), dtype=torch.int32, device=device)
-    ids = torch.empty((rows, _CANDIDATES), dtype=torch.int32, device=device)
-    values = torch.empty((rows, _CANDIDATES), dtype=torch.float32, device=device)
-    arrived = torch.empty(rows, dtype=torch.int32, device=device)
-    settings = (params.temperature, params.top_k, params.top_p, params.min_p, params.key, params.choice)
-    inputs, parts, sizes = (
-        (logits, slots, index, *settings),
-        (part_best, part_token),
-        (logits.stride(0), vocab, num_slots),
+    parts = (
+        torch.empty((rows, most), dtype=f32, device=device),
+        torch.empty((rows, most), dtype=i32, device=device),
     )
-    ways = {"FAST": logits.is_cuda, "TILE": _TILE}
-    _scan_kernel[(rows, programs)](
-        *inputs,
-        span_top,
-        span_mass,
-        *parts,
-        *sizes,
-        num_spans,
-        tiles,
-        SPAN=_SPAN,
-        SPANS=_SPANS,
+    top, mass = torch.empty((2, rows, num_spans), dtype=f32, device=device)
+    lists = (
+        torch.empty((rows, _MOST_SPANS), dtype=i32, device=device),
+        torch.empty((rows, _CANDIDATES), dtype=f32, device=device),
+        torch.empty((rows, _CANDIDATES), dtype=i32, device=device),
+    )
+    arrived, whole = torch.empty(rows, dtype=i32, device=device), torch.empty(rows, dtype=f32, device=device)
+    settings = (params.temperature, params.top_k, params.top_p, params.min_p, params.key, params.choice)
+    other = (slots, logits, 0) if adjusted is None else (adjusted.row, adjusted.logits, adjusted.logits.stride(0))
+    shared, sizes = (logits, (slots, index), settings, other), (logits.stride(0), vocab, params.temperature.shape[0])
+    out, shift, ways = (tokens, best), _SHIFT[logits.dtype], {"OTHER": adjusted is not None, "FAST": logits.is_cuda}
+    scan_kernel[(rows, programs)](
+        *shared, (top, mass), parts, *sizes, num_spans, tiles, SPAN=_SPAN, SPANS=_SPANS, TILE=_TILE, STAGES=_STAGES[0],
         num_warps=_WARPS[0],
         **ways,
-    )
-    _choose_kernel[(rows,)](
-        *inputs,
-        span_top,
-        span_mass,
-        *parts,
-        spans,
-        values,
-        ids,
-        arrived,
-        tokens,
-        best,
-        *sizes,
-        num_spans,
-        programs,
-        SHIFT=_SHIFT[logits.dtype],
-        SPAN=_SPAN,
-        ALL_SPANS=triton.next_power_of_2(num_spans),
-        PROGRAMS=triton.next_power_of_2(programs),
-        CHUNK=_CHUNK,
-        MOST_SPANS=_MOST_SPANS,
-        MOST=_CANDIDATES,
-        FAST=logits.is_cuda,
-        num_warps=_WARPS[1],
-    )
-    _wide_kernel[(rows, wide_programs)](
-        *inputs,
-        *parts,
-        arrived,
-        tokens,
-        best,
-        *sizes,
-        wide_tiles,
-        SHIFT=_SHIFT[logits.dtype],
-        PROGRAMS=triton.next_power_of_2(wide_programs),
-        num_warps=_WARPS[2],
-        **ways,
-    )
+    )  # fmt: skip
+    choose_kernel[(rows,)](
+        *shared, (top, mass), parts, lists, out, arrived, whole, *sizes, num_spans, programs, SHIFT=shift, SPAN=_SPAN,
+        ALL_SPANS=triton.next_power_of_2(num_spans), PROGRAMS=triton.next_power_of_2(programs), CHUNK=_CHUNK,
+        MOST_SPANS=_MOST_SPANS, MOST=_CANDIDATES, num_warps=_WARPS[1], **ways,
+    )  # fmt: skip
+    wide_kernel[(rows, wide_programs)](
+        *shared, parts, out, arrived, whole, *sizes, wide_tiles, SHIFT=shift, TILE=_TILE, WEIGHED=_WEIGHED,
+        STAGES=_STAGES[1],
+        PROGRAMS=triton.next_power_of_2(wide_programs), num_warps=_WARPS[2], **ways,
+    )  # fmt: skip
 
 
 def _split(tiles: int, programs: int) -> tuple[int, int]:
@@ -372,6 +132,13 @@ def _check_inputs(logits: Tensor, slots: Tensor, index: Tensor, tokens: Tensor, 
     for name, one in (("slots", slots), ("index", index), ("tokens", tokens)):
         _check_one(name, one, (rows,), (torch.int64,))
     _check_one("best", best, (rows,), (torch.float32,))
+
+
+def _check_adjusted(adjusted: Adjusted, num_slots: int, vocab: int) -> None:
+    _check_one("adjusted.row", adjusted.row, (num_slots,), (torch.int32,))
+    given = adjusted.logits
+    if given.dtype != torch.float32 or given.ndim != 2 or given.shape[1] != vocab or given.stride(1) != 1:
+        raise ValueError(f"adjusted: expected float32 rows of {vocab}, got {given.dtype} {list(given.shape)}")
 
 
 def _check_one(name: str, one: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:

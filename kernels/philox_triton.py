@@ -1,12 +1,16 @@
-"""The noise of `philox_gumbel` for Triton kernels: the same words, the same Gumbel values up to float32 rounding."""
+"""The noise of `philox_gumbel` for Triton kernels: the same words, the same Gumbel values up to float32 rounding.
+
+FAST, on a GPU, takes the hardware's exp2 and log2, which Triton's interpreter does not know.
+"""
 
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def philox(group, index, choice, key0, key1):
-    """group [n] integers; index, choice, key0, key1 uint32 scalars -> the four words of each group, uint32 [n]."""
+def philox(group, counter):
+    """group [n] integers; counter: index, choice and the words of the key, uint32 scalars -> four words, uint32 [n]."""
+    index, choice, key0, key1 = counter
     c0 = group.to(tl.uint32)
     c1 = tl.zeros_like(c0) + index
     c2 = tl.zeros_like(c0) + choice
@@ -27,13 +31,13 @@ def philox(group, index, choice, key0, key1):
 def gumbel(word, FAST: tl.constexpr):
     """uint32 words -> float32 noise, as `philox_gumbel.to_gumbel`.
 
-    FAST, on a GPU: a series for log1p(-v) up to 1/16 (its next term is below 1e-8 of it), then the hardware's
-    logarithm, whose error there is 2e-6 of it at most. Else log(u) * v / (1 - u) with the rounded u = 1 - v (Kahan).
+    FAST: a series for -log1p(-v) up to 1/16 (its next term is below 2e-7 of it), then the hardware's logarithm, whose
+    error there is 2e-6 of it at most. Else log(u) * v / (1 - u) with the rounded u = 1 - v (Kahan).
     """
     v = tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.9999999403953552)
     u = 1.0 - v
     if FAST:
-        series = v * (1 + v * (0.5 + v * (0.33333334 + v * (0.25 + v * (0.2 + v * 0.16666667)))))
+        series = v * (1 + v * (0.5 + v * (0.33333334 + v * (0.25 + v * 0.2))))
         rare = tl.where(v < 0.0625, series, -0.6931471805599453 * _log2(u))
         noise = -0.6931471805599453 * _log2(rare)
     else:
@@ -44,19 +48,31 @@ def gumbel(word, FAST: tl.constexpr):
 
 @triton.jit
 def _log2(x):
-    return tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
-def gumbel_at(tokens, index, choice, key0, key1, FAST: tl.constexpr):
+def exp_of(x, scale, FAST: tl.constexpr):
+    """exp(x * scale), 0 where that is below 1e-38."""
+    if FAST:
+        power = tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * (scale * 1.4426950408889634)], tl.float32, True, 1
+        )
+    else:
+        power = tl.exp(x * scale)
+    return power
+
+
+@triton.jit
+def gumbel_at(tokens, counter, FAST: tl.constexpr):
     """tokens [n] integers -> float32 [n]: each token's noise, where they follow each other in no order."""
-    w0, w1, w2, w3 = philox(tokens >> 2, index, choice, key0, key1)
+    w0, w1, w2, w3 = philox(tokens >> 2, counter)
     lane = tokens & 3
     return gumbel(tl.where(lane < 2, tl.where(lane == 0, w0, w1), tl.where(lane == 2, w2, w3)), FAST)
 
 
 @triton.jit
-def gumbel_run(first, index, choice, key0, key1, COUNT: tl.constexpr, FAST: tl.constexpr):
+def gumbel_run(first, counter, COUNT: tl.constexpr, FAST: tl.constexpr):
     """float32 [COUNT]: the noise of the tokens from `first` on; both are multiples of 4."""
-    w0, w1, w2, w3 = philox((first >> 2) + tl.arange(0, COUNT // 4), index, choice, key0, key1)
+    w0, w1, w2, w3 = philox((first >> 2) + tl.arange(0, COUNT // 4), counter)
     return gumbel(tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [COUNT]), FAST)

@@ -11,7 +11,7 @@ from blockyard.shared.errors import BlockyardError, ConfigError
 
 USAGE = """\
 usage: blockyard serve [MODEL] [flags]    serve a model on this machine
-       blockyard bench WHAT [flags]       measure a server or a model: serve, latency, throughput
+       blockyard bench WHAT [flags]       measure a server, a model or the GPU: serve, latency, suite, ...
        blockyard simulate TRACE [flags]   the scheduler on a trace, in virtual time: a report
        blockyard run SERVICE [flags]      one process of a ring over several machines or containers
        blockyard ring [--check]           who is in that ring; --check: is this host's part ready

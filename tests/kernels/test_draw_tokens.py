@@ -20,12 +20,13 @@ SLOTS = 12
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Lists so short that small vocabularies take every way."""
     for name, value in (
-        ("_SPAN", 16),
-        ("_SPANS", 16),
+        ("_SPAN", 8),
+        ("_SPANS", 32),
         ("_CHUNK", 4),
         ("_TILE", 256),
+        ("_WEIGHED", 256),
         ("_MOST_SPANS", 16),
-        ("_CANDIDATES", 64),
+        ("_CANDIDATES", 32),
     ):
         monkeypatch.setattr(file, name, value)
     torch.manual_seed(3)
@@ -63,18 +64,16 @@ LIMITS = [
     (1.0, 2**30, 1.0, 0.0),
     (0.0, 2**30, 1.0, 0.0),
     (1.0, 2**30, 0.9, 0.0),
-    (1.0, 2**30, 0.2, 0.0),
-    (0.8, 5, 1.0, 0.0),
-    (1.0, 100, 1.0, 0.0),
     (1.0, 2**30, 1.0, 0.1),
     (0.7, 40, 0.8, 0.01),
-    (1.6, 300, 0.7, 0.0),
-    (1.3, 2**30, 0.95, 0.02),
+    (1.6, 100, 0.7, 0.0),
 ]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("vocab", "spread"), [(1003, 4.0), (1003, 0.5), (7, 1.0)])
+@pytest.mark.parametrize(
+    ("vocab", "spread", "dtype"),
+    [(517, 4.0, torch.float32), (517, 0.5, DTYPES[-1]), (7, 1.0, torch.float16)],  # peaked, flat, short
+)
 def test_the_tokens_are_those_of_the_reference(vocab: int, spread: float, dtype: torch.dtype) -> None:
     """All limits in one step, in slots of no order, with a row that pads; rows are strided."""
     given, num = params(), len(LIMITS)
@@ -93,11 +92,11 @@ def test_the_tokens_are_those_of_the_reference(vocab: int, spread: float, dtype:
     assert best[1] == values[1]
 
 
-@pytest.mark.parametrize("limits", [{"top_p": 0.5}, {"top_k": 7}, {"top_k": 70}, {"temperature": 0.0}], ids=str)
+@pytest.mark.parametrize("limits", [{"top_p": 0.5}, {"top_k": 40}, {"temperature": 0.0}], ids=str)
 def test_equal_logits_stay_together_and_the_lowest_wins(limits: dict[str, float]) -> None:
-    logits = torch.randint(-2, 3, (3, 600)).float()
+    logits = torch.randint(-2, 3, (2, 400)).float()
     logits[0] = 0.0
-    slots, index = torch.arange(3), torch.arange(3)
+    slots, index = torch.arange(len(logits)), torch.arange(len(logits))
     given = params(**limits)
     tokens, _ = run(logits, slots, index, given)
     assert tokens.tolist() == draw_tokens_reference(logits.double(), slots, index, given)[0].tolist()
@@ -120,10 +119,10 @@ def test_logits_that_are_not_numbers(limits: dict[str, float]) -> None:
     assert tokens.tolist() == [0, 0, 0, 260]
 
 
-@pytest.mark.parametrize("limits", [{"top_p": 0.8}, {"top_k": 30, "top_p": 0.9}, {"min_p": 0.05}], ids=str)
+@pytest.mark.parametrize("limits", [{"top_p": 0.8}, {"top_k": 30, "top_p": 0.9}], ids=str)
 def test_the_sampler_on_cpu_draws_the_same(limits: dict[str, float]) -> None:
     logits = torch.randn(3, 700) * 3
-    given, slots, index = params(**limits), torch.arange(3), torch.arange(3)
+    given, slots, index = params(**limits), torch.arange(len(logits)), torch.arange(len(logits))
     top_k = given.top_k[:3].long().clamp(max=700)
     tokens = draw_limited(
         logits, Limits(top_k, given.top_p[:3], given.min_p[:3]), Noise(given.key[:, :3], index, given.choice[:3].long())

@@ -1,1 +1,1 @@
-"""Kernels against the hardware's ceilings, one file a kind; each has `measure() -> list[Row]`. Run on a GPU."""
+"""The kernel table: a module a family of kernels, with `measure`."""

@@ -108,9 +108,8 @@ def test_refusals_are_failures(server: Server, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "line"),
     [
-        (["kernels"], "kernels: not built yet; there is serve, latency, throughput"),
-        (["suite"], "suite: not built yet; there is serve, latency, throughput"),
-        (["speed"], "speed: no such benchmark; there is serve, latency, throughput"),
+        (["speed"], "speed: no such benchmark; there is serve, latency, throughput, kernels, suite"),
+        (["suite", "itl-9b"], "itl-9b: no such item; there is itl-8b, decode-64"),
         (
             ["serve", "--goodput", "x:1"],
             "--goodput x:1: expected one of ttft, tpot, itl, e2el and a limit in ms above 0",
@@ -138,6 +137,19 @@ def test_what_the_server_says_is_told(server: Server) -> None:
     assert done.stderr.startswith("blockyard bench: error: the first request failed: HTTP 400: ")
     done = bench("serve", "--base-url", "http://127.0.0.1:1")
     assert done.returncode == 1 and "127.0.0.1:1/v1/models" in done.stderr and "refused" in done.stderr
+
+
+@pytest.mark.skipif(os.path.exists("/dev/nvidia0"), reason="there is a GPU to measure")
+def test_kernels_need_a_gpu() -> None:
+    done = bench("kernels")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == ("blockyard bench kernels: torch sees no GPU on this machine, and the kernels run on one\n")
+
+
+def test_the_suite_lists_its_items() -> None:
+    done = bench("suite", "--list", program=("-c", LOADED))
+    assert done.returncode == 0 and "itl-8b " in done.stdout
+    assert done.stdout.endswith("['tokenizers']\n"), "torch is not loaded"
 
 
 def test_help_defines_the_figures() -> None:

@@ -1,0 +1,38 @@
+"""Times kernels as a decode step runs them: in a CUDA graph, back to back."""
+
+import statistics
+from collections.abc import Callable, Sequence
+
+import torch
+
+CACHE_BYTES = 256 << 20  # several times the L2 cache: inputs that go round over so much come from memory
+RUNS = 9
+
+
+def copies(num_bytes: int, most: int = 64) -> int:
+    """How many inputs of that size are enough for none to be in the cache when its turn comes."""
+    return max(2, min(most, -(-CACHE_BYTES // max(num_bytes, 1))))
+
+
+def graph_seconds(calls: Sequence[Callable[[], object]]) -> float:
+    """Seconds a call, launch gaps included: the median of several replays of one graph of all."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # compiles and allocates what happens once
+        for call in calls:
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    times: list[float] = []
+    for _ in range(RUNS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return statistics.median(times) / len(calls)

@@ -1,0 +1,112 @@
+"""A `blockyard serve` of the suite's own, and requests to it."""
+
+import asyncio
+import contextlib
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvloop
+
+from blockyard.services.launcher.bench import client, outcome
+from blockyard.services.launcher.bench.client import Course, Plan
+from blockyard.services.launcher.bench.datasets import Ask, RandomIds
+from blockyard.services.launcher.bench.outcome import Outcome
+from blockyard.services.launcher.bench.server import BenchError, find
+from blockyard.services.launcher.model_files import demo_folder
+
+READY_S = 600.0  # that a start may take
+END_S = 60.0
+VOCAB = (100, 4000)  # ids of prompts; the tokenizer knows them
+LOG_TAIL = 2000  # characters of a server's output that are shown when it fails
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A server that answers. Times are perf_counter's."""
+
+    url: str
+    launched_s: float
+    ready_s: float  # from launch
+
+    def stream(self, asks: Sequence[Ask]) -> list[Outcome]:
+        """All at once, a connection each. Raises BenchError if one fails or has not the length that was asked for."""
+        target = find(self.url, None).target("completions")
+        requests = [target.request(_body(ask)) for ask in asks]
+        course = Course()
+        with client.QuietProcess(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(client.run(target, Plan(requests, [0.0] * len(requests)), course))
+        outcomes = [outcome.read(x, ask.num_output) for x, ask in zip(course.exchanges, asks, strict=True)]
+        for ask, one in zip(asks, outcomes, strict=True):
+            if one.failure:
+                raise BenchError(f"a request failed: {one.failure}")
+            if (one.num_input, one.num_output) != (ask.num_input, ask.num_output):
+                raise BenchError(
+                    f"a request of {ask.num_input} and {ask.num_output} tokens was {one.num_input} and {one.num_output}"
+                )
+        return outcomes
+
+
+def random_asks(num: int, num_input: int, num_output: int, seed: int) -> list[Ask]:
+    """Prompts that share no prefix."""
+    draw, rng = RandomIds(*VOCAB), random.Random(seed)
+    return [Ask(draw(rng, num_input), num_input, num_output) for _ in range(num)]
+
+
+def _body(ask: Ask) -> dict[str, object]:
+    return {
+        "prompt": ask.prompt,
+        "max_tokens": ask.num_output,
+        "ignore_eos": True,
+        "temperature": 0.0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+
+
+@contextlib.contextmanager
+def serve(model: Path, flags: Sequence[str], log: Path) -> Iterator[Served]:
+    """`model` on a free port of this host until the block ends. Raises BenchError if it does not get ready."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    url = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-P", "-m", "blockyard", "serve", str(model), "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--tokenizer", str(demo_folder()), "--load-format", "dummy", *flags]
+    with log.open("wb") as out:
+        launched_s = time.perf_counter()
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+        try:
+            _wait_ready(url, process, launched_s, log)
+            yield Served(url, launched_s, time.perf_counter() - launched_s)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _wait_ready(url: str, process: "subprocess.Popen[bytes]", launched_s: float, log: Path) -> None:
+    while True:
+        with (
+            contextlib.suppress(urllib.error.URLError, ConnectionError),
+            urllib.request.urlopen(f"{url}/ready", timeout=5) as answer,
+        ):
+            if answer.status == 200:
+                return
+        if process.poll() is not None:
+            tail = log.read_text(errors="replace")[-LOG_TAIL:]
+            raise BenchError(f"the server ended with {process.returncode} before it was ready:\n{tail}")
+        if time.perf_counter() - launched_s > READY_S:
+            raise BenchError(f"the server was not ready within {READY_S:g} s")
+        time.sleep(0.01)
