@@ -5,15 +5,30 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from blockyard.services.launcher.llm import LLM
+    from blockyard.services.launcher.offline.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from blockyard.services.launcher.offline.errors import GenerationError
     from blockyard.services.launcher.offline.outputs import CompletionOutput, Logprob, RequestOutput
     from blockyard.services.launcher.offline.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "CompletionOutput", "GenerationError", "Logprob", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
+    "CompletionOutput",
+    "GenerationError",
+    "Logprob",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+]
 
 _HOMES = {
     "LLM": "blockyard.services.launcher.llm",
+    "BeamSearchOutput": "blockyard.services.launcher.offline.beam_search",
+    "BeamSearchParams": "blockyard.services.launcher.offline.beam_search",
+    "BeamSearchSequence": "blockyard.services.launcher.offline.beam_search",
     "CompletionOutput": "blockyard.services.launcher.offline.outputs",
     "GenerationError": "blockyard.services.launcher.offline.errors",
     "Logprob": "blockyard.services.launcher.offline.outputs",

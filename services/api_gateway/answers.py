@@ -13,7 +13,8 @@ from blockyard.services.api_gateway.logprobs import (
 )
 from blockyard.services.api_gateway.prompts import Echo, without_output
 from blockyard.shared.messages import FinishReason, TextDelta, TextLogprobs
-from blockyard.shared.ring_client.journal import Entry
+from blockyard.shared.ring_client.choices import best
+from blockyard.shared.ring_client.journal import ChoiceLog, Entry
 from blockyard.shared.ring_client.meters import REASONS
 
 PromptLogprobs = list[dict[int, PromptToken] | None]
@@ -92,15 +93,14 @@ def ids_of(data: bytes) -> list[int]:
 def answer(call: Call) -> bytes:
     """The body of a finished call whose sinks are Collected."""
     shape = call.job.shape
-    pairs = [(entry, c.sink) for entry in call.entries for c in entry.choices]
-    collected = [(entry, sink) for entry, sink in pairs if isinstance(sink, Collected)]
+    collected = [(entry, *pair) for entry in call.entries for pair in _best(entry, call.job.choices.returned)]
     if not shape.chat:
-        choices = [_completion_choice(call, i, entry, sink) for i, (entry, sink) in enumerate(collected)]
+        choices = [_completion_choice(call, i, *one) for i, one in enumerate(collected)]
         return msgspec.json.encode(
             CompletionAnswer(shape.answer_id, "text_completion", shape.created, shape.model, choices, call.usage())
         )
     entry = call.entries[0]
-    chat_choices = [_chat_choice(call, i, entry, sink) for i, (entry, sink) in enumerate(collected)]
+    chat_choices = [_chat_choice(call, i, *one) for i, one in enumerate(collected)]
     return msgspec.json.encode(
         ChatAnswer(
             shape.answer_id,
@@ -115,7 +115,12 @@ def answer(call: Call) -> bytes:
     )
 
 
-def _chat_choice(call: Call, index: int, entry: Entry, sink: Collected) -> ChatChoice:
+def _best(entry: Entry, count: int) -> list[tuple[ChoiceLog, Collected]]:
+    pairs = [(choice, choice.sink) for choice in entry.choices if isinstance(choice.sink, Collected)]
+    return best(pairs, [sink.logprobs for _, sink in pairs], count)
+
+
+def _chat_choice(call: Call, index: int, entry: Entry, choice: ChoiceLog, sink: Collected) -> ChatChoice:
     shape = call.job.shape
     return ChatChoice(
         index,
@@ -123,16 +128,16 @@ def _chat_choice(call: Call, index: int, entry: Entry, sink: Collected) -> ChatC
         chat_logprobs(sink.logprobs, shape.num_top) if shape.logprobs else None,
         REASONS[sink.finish],
         sink.stop_reason,
-        entry.choices[index].output_ids.tolist() if shape.token_ids else msgspec.UNSET,
+        choice.output_ids.tolist() if shape.token_ids else msgspec.UNSET,
     )
 
 
-def _completion_choice(call: Call, index: int, entry: Entry, sink: Collected) -> CompletionChoice:
+def _completion_choice(call: Call, index: int, entry: Entry, choice: ChoiceLog, sink: Collected) -> CompletionChoice:
     shape, text, tokens, first_piece = call.job.shape, "".join(sink.text), sink.logprobs, None
     if sink.echo is not None:
         text = sink.echo.text + text
         tokens, first_piece = [*sink.echo.logprobs, *tokens], sink.echo.first_piece
-    output_ids = [] if shape.no_output else entry.choices[index % call.job.n].output_ids.tolist()
+    output_ids = [] if shape.no_output else choice.output_ids.tolist()
     return CompletionChoice(
         index,
         text,

@@ -35,7 +35,8 @@ class Flow:
         echoes = await self._echoes(job, prompts) if job.shape.echo else []
         call = Call(job, arrived_s, self._dispatch.close)
         for i, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
-            sinks = [_sink(call, i * job.n + k, outlet) for k in range(job.n)]
+            num = job.choices.computed
+            sinks = [_sink(call, i * num + k, outlet) for k in range(num)]
             entry = Entry(
                 request_id=prompt.request_id,
                 model=job.card.names[0],
@@ -50,6 +51,7 @@ class Flow:
                 tenant=tenant,
                 user=job.user,
                 cache_salt=job.cache_salt,
+                beam=job.choices.beam,
             )
             if echoes:
                 for sink in sinks:

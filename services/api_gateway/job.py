@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from blockyard.services.api_gateway.chunks import Shape
 from blockyard.shared.messages import ModelCard, Sampling, TextOptions, Tokenize
+from blockyard.shared.ring_client.choices import Choices
 from blockyard.shared.ring_client.settle import settle
 
 
@@ -15,7 +16,7 @@ class Job:
     prompt_field: str  # "messages" or "prompt"
     sampling: Sampling  # max_tokens, seed and bad_words are settled once the prompt's ids are known
     text: TextOptions
-    n: int
+    choices: Choices
     seed: int | None
     max_tokens: int | None  # None: what the context leaves
     max_tokens_field: str

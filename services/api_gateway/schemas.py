@@ -34,9 +34,6 @@ NOT_BUILT: dict[str, tuple[object, ...]] = {
     "mm_processor_kwargs": (),
     "kv_transfer_params": (),
     "vllm_xargs": (),
-    "use_beam_search": (False,),
-    "length_penalty": (1, 1.0),
-    "early_stopping": (False,),
     "suffix": ("",),
 }
 
@@ -55,6 +52,9 @@ class GenerationFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     stream_options: StreamOptions | None = None
     n: int | None = None
     best_of: int | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | str | None = None
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -102,9 +102,6 @@ class GenerationFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     mm_processor_kwargs: msgspec.Raw = NULL
     kv_transfer_params: msgspec.Raw = NULL
     vllm_xargs: msgspec.Raw = NULL
-    use_beam_search: msgspec.Raw = NULL
-    length_penalty: msgspec.Raw = NULL
-    early_stopping: msgspec.Raw = NULL
 
 
 class CompletionRequest(GenerationFields):

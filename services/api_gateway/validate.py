@@ -13,9 +13,9 @@ from blockyard.services.api_gateway.schemas import ChatRequest, CompletionReques
 from blockyard.shared.config.gateway import GatewayConfig
 from blockyard.shared.messages import ModelCard, Tokenize
 from blockyard.shared.ring_client import limits
+from blockyard.shared.ring_client.choices import read_choices
 from blockyard.shared.ring_client.sampling_fields import (
     read_bad_words,
-    read_num_choices,
     read_salt,
     read_sampling,
     read_text_options,
@@ -111,8 +111,11 @@ def _job(
     num_logprobs: int | None,
     num_prompt_logprobs: int | None,
 ) -> Job:
-    n = read_num_choices(request)
-    if n * len(prompts) > limits.MAX_ANSWERS:
+    choices = read_choices(request, bool(request.stream))
+    n = choices.returned
+    if choices.beam is not None and num_prompt_logprobs is not None:
+        raise ApiError("log-probabilities of the prompt are not part of a beam search", "use_beam_search")
+    if choices.computed * len(prompts) > limits.MAX_ANSWERS:
         raise ApiError(f"{len(prompts)} prompts with {n} choices each are more than {limits.MAX_ANSWERS} answers", "n")
     salt, bad_words, truncate = read_salt(request.cache_salt), read_bad_words(request), read_truncation(request)
     as_ids = request.return_tokens_as_token_ids
@@ -122,9 +125,11 @@ def _job(
         shape=shape,
         prompts=[msgspec.structs.replace(p, bad_words=bad_words, cache_salt=salt) for p in prompts],
         prompt_field="prompt",
-        sampling=msgspec.structs.replace(sampling, num_logprobs=num_logprobs, num_prompt_logprobs=num_prompt_logprobs),
+        sampling=choices.sampling(
+            msgspec.structs.replace(sampling, num_logprobs=num_logprobs, num_prompt_logprobs=num_prompt_logprobs)
+        ),
         text=read_text_options(request, config.return_tokens_as_token_ids if as_ids is None else as_ids),
-        n=n,
+        choices=choices,
         seed=request.seed,
         max_tokens=None,
         max_tokens_field="max_tokens",

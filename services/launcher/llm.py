@@ -12,7 +12,8 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from blockyard.services.launcher.offline import engine_args
-from blockyard.services.launcher.offline.batch import Batch, Job, derived_seed
+from blockyard.services.launcher.offline.batch import Batch, Job, Seeds
+from blockyard.services.launcher.offline.beam_search import BeamSearchOutput, BeamSearchParams, beam_output
 from blockyard.services.launcher.offline.errors import GenerationError
 from blockyard.services.launcher.offline.outputs import RequestOutput
 from blockyard.services.launcher.offline.prompts import ChatOptions, Prompt, read_conversations, read_prompts
@@ -39,8 +40,7 @@ class LLM:
         loud = values.get("log-level", str) in ("trace", "debug", "info")
         session = Session(values, lambda ring: make_display(ring, sys.stderr) if loud else QuietDisplay())
         self._session = session
-        self._seed = values.get("seed", int)
-        self._num_seeded = 0  # requests that had no seed of their own
+        self._seeds = Seeds(values.get("seed", int))
         self._close = weakref.finalize(self, session.close)  # also called when the interpreter ends
         for note in notes:
             print(note, file=sys.stderr)
@@ -88,6 +88,15 @@ class LLM:
         options = ChatOptions(chat_template, add_generation_prompt, continue_final_message, chat_template_kwargs)
         return self._run(read_conversations(messages, options, self._model), sampling_params, use_tqdm, None)
 
+    def beam_search(
+        self, prompts: Any, params: BeamSearchParams, lora_request: None = None, use_tqdm: bool = False
+    ) -> list[BeamSearchOutput]:
+        """The `beam_width` best sequences of each prompt, given as to `generate`. Raises what that does."""
+        _refuse("lora_request", lora_request)
+        outputs = self._run(read_prompts(prompts, self._model), params.sampling(), use_tqdm, None)
+        tokenizer = self.get_tokenizer()
+        return [beam_output(output, params, tokenizer) for output in outputs]
+
     def get_tokenizer(self) -> Tokenizer:
         """The model's, as the `tokenizers` library has it; a new one at each call."""
         return tokenizer_files.load(self._session.tokenizer_path).tokenizer
@@ -132,7 +141,7 @@ class LLM:
         if len(priorities) != len(prompts):
             raise RequestError(f"{len(priorities)} priorities for {len(prompts)} prompts", "priority")
         asked = self._asked(params, len(prompts))
-        jobs = [Job(p, a, self._next_seed(a), i) for p, a, i in zip(prompts, asked, priorities, strict=True)]
+        jobs = [Job(p, a, self._seeds.next(a), i) for p, a, i in zip(prompts, asked, priorities, strict=True)]
         batch, future = self._session.submit(jobs)
         try:
             _wait(batch, future, len(jobs) if show_bar else 0)
@@ -151,12 +160,6 @@ class LLM:
         if len(params) != num_prompts:
             raise RequestError(f"{len(params)} sampling_params for {num_prompts} prompts", "sampling_params")
         return [read(one, card.vocab_size, most) for one in params]
-
-    def _next_seed(self, asked: Asked) -> int:
-        if asked.seed is not None:
-            return asked.seed
-        self._num_seeded += 1
-        return derived_seed(self._seed, self._num_seeded)
 
 
 def _wait(batch: Batch, future: "concurrent.futures.Future[None]", num_prompts: int) -> None:

@@ -10,7 +10,16 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from blockyard.shared.errors import RequestError
-from blockyard.shared.messages import Choice, FinishReason, Generate, Sampling, TextDelta, TextLogprobs, TextOptions
+from blockyard.shared.messages import (
+    Beam,
+    Choice,
+    FinishReason,
+    Generate,
+    Sampling,
+    TextDelta,
+    TextLogprobs,
+    TextOptions,
+)
 
 MAX_GAPS = 8  # in a row, without a token in between: then the ring is at fault in a way that trying does not mend
 
@@ -50,6 +59,7 @@ class Entry:
     __slots__ = (
         "accepted",
         "attempt",
+        "beam",
         "block_names",
         "cache_salt",
         "cached_tokens",
@@ -90,6 +100,7 @@ class Entry:
         tenant: str = "",
         user: str = "",
         cache_salt: str = "",
+        beam: Beam | None = None,
     ) -> None:
         self.request_id = request_id
         self.model = model
@@ -103,6 +114,7 @@ class Entry:
         self.tenant = tenant
         self.user = user
         self.cache_salt = cache_salt
+        self.beam = beam
         self.crashes = 0
         self.attempt = 0
         self.scheduler: int | None = None  # incarnation; None while there is none to send to
@@ -142,6 +154,7 @@ class Entry:
             user=self.user,
             cache_salt=self.cache_salt,
             crashes=self.crashes,
+            beam=self.beam,
         )
 
 

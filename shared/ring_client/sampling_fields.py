@@ -100,15 +100,6 @@ def read_text_options(request: SamplingRequest, tokens_as_ids: bool = False) -> 
     )
 
 
-def read_num_choices(request: SamplingRequest) -> int:
-    n = limits.integer("n", request.n, 1, 1, limits.MAX_CHOICES)
-    if request.best_of not in (None, n):
-        raise RequestError(
-            f"best_of other than n is not built yet, got best_of {request.best_of} with n {n}", "best_of"
-        )
-    return n
-
-
 def read_truncation(request: SamplingRequest) -> int | None:
     """How many of the prompt's last ids are kept; None: all."""
     limits.integer("truncate_prompt_tokens", request.truncate_prompt_tokens, 1, 1)

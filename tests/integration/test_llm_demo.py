@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from blockyard import LLM, CompletionOutput, RequestOutput, SamplingParams
+from blockyard import LLM, BeamSearchParams, CompletionOutput, RequestOutput, SamplingParams
 
 CODE = "def read_file(path):\n    with open("
 GREEDY = SamplingParams(temperature=0, max_tokens=40)
@@ -117,3 +117,29 @@ def test_the_models_own_defaults_hold_where_none_are_given(llm: LLM) -> None:
         params = own.get_default_sampling_params()
         assert (params.temperature, params.top_p) != (1.0, 1.0), "as generation_config.json has it"
         assert len(first(own.generate("a", use_tqdm=False)).token_ids) == params.max_tokens
+
+
+def test_beam_search(llm: LLM) -> None:
+    params = BeamSearchParams(beam_width=3, max_tokens=12)
+    by_text, by_ids = llm.beam_search([CODE, {"prompt_token_ids": llm.get_tokenizer().encode(CODE).ids}], params)
+    assert by_text == by_ids
+    prompt = llm.get_tokenizer().encode(CODE).ids
+    scores = []
+    for found in by_text.sequences:
+        assert found.tokens[: len(prompt)] == prompt
+        assert found.text.startswith(CODE)
+        assert found.cum_logprob == pytest.approx(
+            sum(max(p.values(), key=lambda c: c.logprob).logprob for p in found.logprobs)
+        )
+        scores.append(found.cum_logprob / len(found.logprobs))
+    assert len(scores) == 3
+    assert scores == sorted(scores, reverse=True)
+    (plain,) = llm.generate(
+        CODE,
+        SamplingParams(n=3, use_beam_search=True, early_stopping="never", temperature=0, max_tokens=12),
+        use_tqdm=False,
+    )
+    texts = [CODE + choice.text for choice in plain.outputs]
+    assert [found.text for found in by_text.sequences] == texts
+    with pytest.raises(ValueError, match="beam_width"):
+        llm.beam_search(CODE, BeamSearchParams(beam_width=0, max_tokens=4))

@@ -161,3 +161,36 @@ def test_no_process_is_left(ring: Server) -> None:
         listed = ["ps", "-o", "stat=", "-p", ",".join(map(str, children))]
         alive = subprocess.run(listed, capture_output=True, text=True, check=False).stdout.split()
         assert not [state for state in alive if not state.startswith("Z")]
+
+
+def test_best_of_returns_the_likeliest_a_token(client: openai.OpenAI, model: str) -> None:
+    """The choices of `n` and of `best_of` are the same ones, of which the second leaves out most."""
+    asked = {"model": model, "prompt": CODE, "max_tokens": 12, "temperature": 1.0, "seed": 5, "logprobs": 0}
+    every = client.completions.create(n=6, **asked)
+    best = client.completions.create(n=2, best_of=6, **asked)
+
+    def mean(choice: openai.types.CompletionChoice) -> float:
+        assert choice.logprobs is not None and choice.logprobs.token_logprobs is not None
+        return sum(choice.logprobs.token_logprobs) / len(choice.logprobs.token_logprobs)
+
+    ranked = sorted(every.choices, key=mean, reverse=True)
+    assert [c.text for c in best.choices] == [c.text for c in ranked[:2]]
+    assert [c.index for c in best.choices] == [0, 1]
+    assert best.usage is not None and every.usage is not None
+    assert best.usage.completion_tokens == every.usage.completion_tokens, "what was computed is what it cost"
+    with pytest.raises(openai.BadRequestError, match="best_of"):
+        client.completions.create(n=2, best_of=6, stream=True, **asked)
+
+
+def test_beam_search_finds_what_is_likelier_than_greedy(client: openai.OpenAI, model: str) -> None:
+    asked = {"model": model, "prompt": CODE, "max_tokens": 16, "temperature": 0, "logprobs": 0}
+    greedy = client.completions.create(**asked).choices[0]
+    beams = client.completions.create(n=4, extra_body={"use_beam_search": True, "length_penalty": 0.0}, **asked)
+    totals = [sum(c.logprobs.token_logprobs or []) for c in beams.choices if c.logprobs is not None]
+    assert totals == sorted(totals, reverse=True)
+    assert len({c.text for c in beams.choices}) == 4
+    assert greedy.logprobs is not None
+    assert totals[0] >= sum(greedy.logprobs.token_logprobs or []) - 1e-3
+    for wrong, field in (({"stream": True}, "use_beam_search"), ({"temperature": 0.7}, "temperature")):
+        with pytest.raises(openai.BadRequestError, match=field):
+            client.completions.create(n=4, extra_body={"use_beam_search": True}, **(asked | wrong))

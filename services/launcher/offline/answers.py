@@ -4,6 +4,7 @@ from typing import Protocol
 
 from blockyard.services.launcher.offline.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
 from blockyard.shared.messages import FinishReason, TextDelta, TextLogprobs
+from blockyard.shared.ring_client.choices import best
 from blockyard.shared.ring_client.journal import ChoiceLog, Entry
 from blockyard.shared.token_ids import unpack
 
@@ -35,8 +36,10 @@ class Collected:
             self.finish, self.stop_reason = delta.finish, delta.stop_reason
 
 
-def request_output(entry: Entry, prompt: str | None) -> RequestOutput:
-    """Of an entry whose choices have all ended and whose sinks are Collected."""
+def request_output(entry: Entry, prompt: str | None, count: int, num_logprobs: int | None) -> RequestOutput:
+    """The best `count` of an entry whose choices have all ended and whose sinks are Collected."""
+    pairs = [(choice, choice.sink) for choice in entry.choices if isinstance(choice.sink, Collected)]
+    chosen = best(pairs, [sink.logprobs for _, sink in pairs], count)
     num_prompt_logprobs = entry.sampling.num_prompt_logprobs
     of_prompt: list[PositionLogprobs | None] | None = None
     if num_prompt_logprobs is not None:
@@ -45,19 +48,17 @@ def request_output(entry: Entry, prompt: str | None) -> RequestOutput:
         request_id=entry.request_id,
         prompt=prompt,
         prompt_token_ids=unpack(entry.prompt_ids),
-        outputs=[_completion(choice, entry.sampling.num_logprobs) for choice in entry.choices],
+        outputs=[_completion(i, choice, sink, num_logprobs) for i, (choice, sink) in enumerate(chosen)],
         prompt_logprobs=of_prompt,
         num_cached_tokens=entry.cached_tokens,
         finished=True,
     )
 
 
-def _completion(choice: ChoiceLog, num_logprobs: int | None) -> CompletionOutput:
-    sink = choice.sink
-    assert isinstance(sink, Collected)
+def _completion(index: int, choice: ChoiceLog, sink: Collected, num_logprobs: int | None) -> CompletionOutput:
     asked = num_logprobs is not None
     return CompletionOutput(
-        index=choice.index,
+        index=index,
         text="".join(sink.text),
         token_ids=choice.output_ids.tolist(),
         cumulative_logprob=sum(t.logprob for t in sink.logprobs) if asked else None,

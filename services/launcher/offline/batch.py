@@ -84,7 +84,7 @@ class Batch:
         index = self._indexes[entry.request_id]
         job, prompt = self._jobs[index], self._prompts[index]
         text = job.prompt.text if job.prompt.text is not None else prompt.text or None
-        self.outputs[index] = request_output(entry, text)
+        self.outputs[index] = request_output(entry, text, job.asked.choices.returned, job.asked.num_logprobs)
         self.progress.num_prompt_tokens += entry.num_prompt_tokens
         self._ended(entry)
 
@@ -157,11 +157,12 @@ class Batch:
             block_names=prompt.block_names,
             sampling=sampling,
             text=asked.text,
-            choices=[ChoiceLog(i, Collected(self.progress, asked.detokenize)) for i in range(asked.n)],
+            choices=[ChoiceLog(i, Collected(self.progress, asked.detokenize)) for i in range(asked.choices.computed)],
             owner=self,
             now=self._client.clock(),
             priority=job.priority,
             cache_salt=job.prompt.work.cache_salt,
+            beam=asked.choices.beam,
         )
 
     def _located(self, error: RequestError, index: int) -> BlockyardError:
@@ -170,6 +171,19 @@ class Batch:
         if error.status >= 500:
             return RingLost(f"{where}: {error}")
         return RequestError(f"{where}: {error}", where, error.status, error.code, error.retry_after_s)
+
+
+class Seeds:
+    """For requests that bring none of their own."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed, self._number = seed, 0
+
+    def next(self, asked: Asked) -> int:
+        if asked.seed is not None:
+            return asked.seed
+        self._number += 1
+        return derived_seed(self._seed, self._number)
 
 
 def derived_seed(seed: int, number: int) -> int:

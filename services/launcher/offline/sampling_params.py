@@ -10,9 +10,9 @@ from blockyard.shared.config.gateway import SamplingDefaults
 from blockyard.shared.errors import RequestError, not_built
 from blockyard.shared.messages import Sampling, TextOptions
 from blockyard.shared.ring_client import limits
+from blockyard.shared.ring_client.choices import Choices, read_choices
 from blockyard.shared.ring_client.sampling_fields import (
     read_bad_words,
-    read_num_choices,
     read_sampling,
     read_text_options,
     read_truncation,
@@ -23,9 +23,6 @@ NOT_BUILT: dict[str, tuple[object, ...]] = {
     "logits_processors": (None, []),
     "structured_outputs": (None,),
     "guided_decoding": (None,),
-    "use_beam_search": (False,),
-    "early_stopping": (False,),
-    "length_penalty": (1.0,),
     "output_kind": (None,),
     "extra_args": (None,),
 }
@@ -35,7 +32,10 @@ class SamplingParams(msgspec.Struct, kw_only=True):
     """Raises RequestError, a ValueError, for what is out of range; checked again when it is used."""
 
     n: int = 1
-    best_of: int | None = None  # n, or unset
+    best_of: int | None = None  # so many are computed, and the n likeliest of them returned
+    use_beam_search: bool = False
+    length_penalty: float = 1.0  # of a beam search, as is
+    early_stopping: bool | str = False  # or "never"
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -63,9 +63,6 @@ class SamplingParams(msgspec.Struct, kw_only=True):
     logits_processors: Any = None
     structured_outputs: Any = None
     guided_decoding: Any = None
-    use_beam_search: Any = False
-    early_stopping: Any = False
-    length_penalty: Any = 1.0
     output_kind: Any = None
     extra_args: Any = None
 
@@ -82,12 +79,13 @@ class Asked:
 
     sampling: Sampling  # max_tokens, seed and bad words are settled with the prompt
     text: TextOptions
-    n: int
+    choices: Choices
     seed: int | None
     max_tokens: int | None
     truncate: int | None
     bad_words: list[str]
     detokenize: bool
+    num_logprobs: int | None  # as outputs show them
 
 
 def read(params: SamplingParams, vocab_size: int | None = None, max_logprobs: int | None = None) -> Asked:
@@ -105,18 +103,21 @@ def read(params: SamplingParams, vocab_size: int | None = None, max_logprobs: in
         raise RequestError(
             f"min_tokens is {params.min_tokens}, more than max_tokens, {params.max_tokens}", "min_tokens"
         )
-    sampling = read_sampling(params, vocab_size, SamplingDefaults())
+    sampling, choices = read_sampling(params, vocab_size, SamplingDefaults()), read_choices(params)
+    if choices.beam is not None and params.prompt_logprobs is not None:
+        raise RequestError("log-probabilities of the prompt are not part of a beam search", "prompt_logprobs")
     return Asked(
-        sampling=msgspec.structs.replace(
-            sampling, num_logprobs=params.logprobs, num_prompt_logprobs=params.prompt_logprobs
+        sampling=choices.sampling(
+            msgspec.structs.replace(sampling, num_logprobs=params.logprobs, num_prompt_logprobs=params.prompt_logprobs)
         ),
         text=read_text_options(params),
-        n=read_num_choices(params),
+        choices=choices,
         seed=params.seed,
         max_tokens=params.max_tokens,
         truncate=read_truncation(params),
         bad_words=read_bad_words(params),
         detokenize=params.detokenize,
+        num_logprobs=params.logprobs,
     )
 
 

@@ -27,7 +27,9 @@ BOTH = {  # field -> values that either endpoint refuses
     "presence_penalty": [-2.1, 2.1],
     "frequency_penalty": [-2.1, 2.1, "x"],
     "n": [0, -1, 129, 1.5, "2"],
-    "best_of": [2, 0],
+    "best_of": [21, 0, -1, "2"],
+    "length_penalty": [2.0, "x"],  # without use_beam_search
+    "early_stopping": [True, "never", 5],
     "max_tokens": [-1, 1.5, "7", 10**6, 10**30],
     "min_tokens": [-1, 3],
     "seed": [2**64, -(2**63) - 1, "a", 1.5],
@@ -46,7 +48,7 @@ BOTH = {  # field -> values that either endpoint refuses
     "response_format": [{"type": "json_object"}, {"type": "json_schema", "json_schema": {}}],
     "guided_json": [{"type": "object"}],
     "structured_outputs": [{"regex": "a+"}],
-    "use_beam_search": [True],
+    "use_beam_search": ["yes", 1],
     "logits_processors": [["x.y"]],
     "stream_options": [{"include_usage": True}],  # not streamed
     "no_such_field": [1, None],

@@ -16,7 +16,13 @@ VOCAB = 1000
 def test_defaults_ask_for_nothing_special() -> None:
     asked = read(SamplingParams(), VOCAB, 20)
     assert asked.sampling == msgspec.structs.replace(asked.sampling, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
-    assert (asked.n, asked.max_tokens, asked.seed, asked.truncate, asked.detokenize) == (1, 16, None, None, True)
+    assert (asked.choices.computed, asked.max_tokens, asked.seed, asked.truncate, asked.detokenize) == (
+        1,
+        16,
+        None,
+        None,
+        True,
+    )
     assert asked.sampling.num_logprobs is None and asked.text.stop == []
 
 
@@ -61,7 +67,13 @@ def test_every_field_goes_somewhere() -> None:
     assert (sampling.logit_bias, sampling.allowed_token_ids) == ([(3, 1.0), (4, -2.5)], [8, 9])
     assert (text.stop, text.include_stop, text.min_tokens) == (["END", "STOP"], True, 2)
     assert (text.skip_special_tokens, text.spaces_between_special_tokens) == (False, False)
-    assert (asked.n, asked.seed, asked.max_tokens, asked.truncate, asked.bad_words) == (3, 11, 99, 64, ["no"])
+    assert (asked.choices.returned, asked.seed, asked.max_tokens, asked.truncate, asked.bad_words) == (
+        3,
+        11,
+        99,
+        64,
+        ["no"],
+    )
 
 
 @pytest.mark.parametrize(
@@ -80,7 +92,10 @@ def test_every_field_goes_somewhere() -> None:
         ({"frequency_penalty": -2.1}, "frequency_penalty"),
         ({"n": 0}, "n"),
         ({"n": True}, "n"),
-        ({"best_of": 2}, "best_of"),
+        ({"best_of": 21}, "best_of"),
+        ({"n": 3, "best_of": 2}, "best_of"),
+        ({"length_penalty": 2.0}, "length_penalty"),
+        ({"early_stopping": True}, "early_stopping"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"min_tokens": 17}, "min_tokens"),
         ({"seed": 2**64}, "seed"),
@@ -95,7 +110,11 @@ def test_every_field_goes_somewhere() -> None:
         ({"allowed_token_ids": []}, "allowed_token_ids"),
         ({"stop_token_ids": [-5]}, "stop_token_ids"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
-        ({"use_beam_search": True}, "use_beam_search"),
+        ({"use_beam_search": True, "temperature": 0.7}, "temperature"),
+        ({"use_beam_search": True, "stop": "x"}, "stop"),
+        ({"use_beam_search": True, "prompt_logprobs": 0}, "prompt_logprobs"),
+        ({"use_beam_search": True, "early_stopping": "often"}, "early_stopping"),
+        ({"use_beam_search": True, "n": 65}, "n"),
         ({"structured_outputs": {"json": {}}}, "structured_outputs"),
         ({"logits_processors": [print]}, "logits_processors"),
     ],
