@@ -10,6 +10,7 @@ from torch import Tensor
 from blockyard.kernels.slot_state import Field, SlotState
 
 _TILE = 128
+NUM_WORDS = 5  # of a row
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,17 +21,18 @@ class Rows:
     positions: Tensor
     slots: Tensor  # below 0: a row that pads, or whose slot has ended
     index: Tensor  # of the token that will follow, in its sequence
+    draws: Tensor  # the slot, below 0 also where the token that follows is known already
 
     @classmethod
     def make(cls, capacity: int, device: torch.device) -> "Rows":
-        return cls(*torch.zeros((4, -(-capacity // 2) * 2), dtype=torch.int64, device=device)[:, :capacity])
+        return cls(*torch.zeros((NUM_WORDS, -(-capacity // 2) * 2), dtype=torch.int64, device=device)[:, :capacity])
 
     def first(self, rows: int) -> "Rows":
-        return Rows(self.token_ids[:rows], self.positions[:rows], self.slots[:rows], self.index[:rows])
+        return Rows(*(one[:rows] for one in (self.token_ids, self.positions, self.slots, self.index, self.draws)))
 
     def check(self, rows: int) -> None:
         """Raises ValueError."""
-        for one in (self.token_ids, self.positions, self.slots, self.index):
+        for one in (self.token_ids, self.positions, self.slots, self.index, self.draws):
             if one.shape != (rows,) or one.dtype != torch.int64 or not one.is_contiguous():
                 raise ValueError(f"expected contiguous [{rows}] int64, got {list(one.shape)} of {one.dtype}")
 
@@ -42,6 +44,7 @@ def gather_rows_reference(state: SlotState, rows: Rows) -> None:
         out.copy_(torch.where(live, state.fields[field][slots.clamp(min=0)].long(), 0))
     rows.slots.copy_(torch.where(live, slots, -1))
     rows.index.copy_(rows.positions + 1)
+    rows.draws.copy_(torch.where(state.fields[Field.KNOWN][slots.clamp(min=0)] <= rows.index, rows.slots, -1))
     state.step.add_(1)
 
 
@@ -54,10 +57,12 @@ def _gather_rows_kernel(
     positions_ptr,
     slots_ptr,
     index_ptr,
+    draws_ptr,
     count,
     num_slots,
     NEXT: tl.constexpr,
     POSITION: tl.constexpr,
+    KNOWN: tl.constexpr,
     LIVE: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -74,6 +79,8 @@ def _gather_rows_kernel(
     tl.store(positions_ptr + row, position.to(tl.int64), mask=inside)
     tl.store(slots_ptr + row, tl.where(live, slot, -1).to(tl.int64), mask=inside)
     tl.store(index_ptr + row, position.to(tl.int64) + 1, mask=inside)
+    draws = live & (tl.load(fields_ptr + KNOWN * num_slots + slot, mask=live, other=0) <= position + 1)
+    tl.store(draws_ptr + row, tl.where(draws, slot, -1).to(tl.int64), mask=inside)
 
 
 def gather_rows(state: SlotState, rows: Rows) -> None:
@@ -97,10 +104,12 @@ def gather_rows(state: SlotState, rows: Rows) -> None:
         rows.positions,
         rows.slots,
         rows.index,
+        rows.draws,
         count,
         state.fields.shape[1],
         NEXT=int(Field.NEXT),
         POSITION=int(Field.POSITION),
+        KNOWN=int(Field.KNOWN),
         LIVE=int(Field.LIVE),
         TILE=_TILE,
         num_warps=1,

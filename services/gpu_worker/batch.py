@@ -109,6 +109,12 @@ class Batch:
         self._spoilt.append((slot, blocks))
         self._pool.scrub(blocks)
 
+    def recount(self, slot: int) -> None:
+        """The sampler's counts of a slot's tokens begin anew, from what is known."""
+        table = self.slots
+        state, ids = table.slots[slot], table.token_ids[slot, : table.known[slot]]
+        self.sampler.recount(slot, state.sampling, ids, state.num_prompt_tokens)
+
     def finish_of(self, slot: int, token: int, known: int) -> tuple[FinishReason | None, int | None]:
         """Whether this token, with which so many are known, ends the choice, and the stop id that did."""
         state = self.slots.slots[slot]

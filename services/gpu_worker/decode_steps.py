@@ -1,6 +1,7 @@
 """Steps in which every sequence computes one token, on a GPU: over the slots that live there, as CUDA graphs.
 
-Two graphs a size: `forward` from the slots' next tokens to the logits, `sample` from there to the slots' new state.
+Two graphs a size: `forward` from the slots' next tokens to the logits, `sample` from there to the slots' new state;
+of the latter a second one, where a slot asks for more than a draw.
 Loaded by name, on a GPU alone.
 """
 
@@ -28,7 +29,7 @@ SLOTS = 2  # times as many as rows: schedulers keep spare ones
 IN_FLIGHT = 8  # steps, at most
 MEASURED = 5
 CAPTURE_S = 3.0  # spent on graphs before the worker is ready
-GRAPH_BYTES = 16 << 20  # of two graphs besides their tensors, more than was seen
+GRAPH_BYTES = 24 << 20  # of three graphs besides their tensors, more than was seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,7 @@ class Captured:
     forward: torch.cuda.CUDAGraph
     output: Output
     sample: torch.cuda.CUDAGraph
+    sample_asked: torch.cuda.CUDAGraph
 
 
 class DecodeSteps:
@@ -68,7 +70,7 @@ class DecodeSteps:
             raise LoadError(f"a head size of {pool.shape.head_dim} is not supported on a GPU, only even ones are")
         self.capacity, self.ops = capacity, ops or TritonDeviceOps()
         width, device, vocab = blocks_of(max_model_len, pool.block_size), pool.device, pool.shape.vocab_size
-        self.slots = DeviceSlots(SLOTS * capacity, capacity, width, vocab, device)
+        self.slots = DeviceSlots(SLOTS * capacity, capacity, width, vocab, eos_token_ids, device)
         self.ring = ring or PinnedRing(IN_FLIGHT, capacity, device)
         self.model, self.pool = model, pool
         self._rows = Rows.make(capacity, device)
@@ -97,13 +99,16 @@ class DecodeSteps:
         captured.forward.replay()
         return captured.output
 
-    def sample(self, rows: int, output: Output) -> None:
-        """Draws from what `forward` returned; the slots go on or end, and the ring has what became of them."""
+    def sample(self, rows: int, output: Output, asked: bool) -> None:
+        """Draws from what `forward` returned; the slots go on or end, and the ring has what became of them.
+
+        asked: some slots change their logits, or want log-probabilities.
+        """
         captured = self._graphs.get(rows)
         if captured is None:
-            self._sample(rows, output)
+            self._sample(rows, output, asked)
         else:
-            captured.sample.replay()
+            (captured.sample_asked if asked else captured.sample).replay()
 
     def _forward(self, rows: int) -> Output:
         now = self._rows.first(rows)
@@ -112,13 +117,18 @@ class DecodeSteps:
         hidden = self.model.forward(Step(now.token_ids, now.positions, attend))
         return Output(hidden, self.model.logits(hidden))
 
-    def _sample(self, rows: int, output: Output) -> None:
-        self.draw(self._rows.first(rows), output.logits)
+    def _sample(self, rows: int, output: Output, asked: bool) -> None:
+        self.draw(self._rows.first(rows), output.logits, asked)
 
-    def draw(self, rows: Rows, logits: Tensor, counts: Tensor | None = None) -> None:
+    def draw(self, rows: Rows, logits: Tensor, asked: bool, counts: Tensor | None = None) -> None:
         """Each row's slot gets a token; `counts` are the tokens that rows computed, None: one each."""
-        tokens, best = self._tokens[: len(logits)], self._best[: len(logits)]
-        self.ops.draw(logits, rows, self.slots.params, tokens, best)
+        tokens, best, wishes = self._tokens[: len(logits)], self._best[: len(logits)], self.slots.wishes
+        if asked:
+            self.ops.adjust(logits, rows, wishes.wishes)
+        self.ops.draw(logits, rows, self.slots.params, tokens, best, wishes.adjusted if asked else None)
+        if asked:
+            self.ops.count(tokens, best, rows, wishes.wishes)
+            self.ops.score(logits, rows, tokens, wishes.num_top, wishes.scores(len(logits)))
         self.ops.advance(self.slots.state, rows, tokens, best, self._eos, self.ring.results, counts)
 
     def capture(self) -> str:
@@ -160,14 +170,17 @@ class DecodeSteps:
 
     def _capture(self, rows: int) -> Captured:
         self.slots.clear_rows()  # rows that pad touch no KV
-        self._sample(rows, self._forward(rows))  # compiles and loads what it needs
+        output = self._forward(rows)
+        for asked in (False, True):
+            self._sample(rows, output, asked)  # compiles and loads what it needs
         torch.cuda.synchronize(self.pool.device)
-        forward, sample = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        forward, *samples = (torch.cuda.CUDAGraph() for _ in range(3))
         with torch.cuda.graph(forward, pool=self._graph_pool, capture_error_mode="thread_local"):
             output = self._forward(rows)
-        with torch.cuda.graph(sample, pool=self._graph_pool, capture_error_mode="thread_local"):
-            self._sample(rows, output)
-        return Captured(forward, output, sample)
+        for asked, sample in zip((False, True), samples, strict=True):
+            with torch.cuda.graph(sample, pool=self._graph_pool, capture_error_mode="thread_local"):
+                self._sample(rows, output, asked)
+        return Captured(forward, output, *samples)
 
     def measure(self) -> float:
         """Seconds that a step of the smallest size takes, best of a few; its row pads."""
@@ -175,7 +188,7 @@ class DecodeSteps:
         for _ in range(MEASURED):
             torch.cuda.synchronize(self.pool.device)
             start = time.perf_counter()
-            self.sample(rows, self.forward(rows))
+            self.sample(rows, self.forward(rows), asked=False)
             torch.cuda.synchronize(self.pool.device)
             best = min(best, time.perf_counter() - start)
         return best
@@ -196,7 +209,7 @@ def graph_bytes(model: Model, need: Need, dtype: torch.dtype) -> int:
     pool = KVPool(model.shape, 1, need.block_size, dtype, device)
     steps = DecodeSteps(model, pool, capacity, need.max_model_len, [0])
     output = steps.forward(capacity)
-    steps.sample(capacity, output)
+    steps.sample(capacity, output, asked=True)
     row_bytes = (output.hidden.nbytes + output.logits.nbytes) / capacity
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - held

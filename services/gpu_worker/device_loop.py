@@ -4,6 +4,7 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
@@ -44,6 +45,7 @@ class Flight:
     owners: Ints
     entry: Entry
     launched_s: float
+    scored: dict[int, int]  # slots that want log-probabilities, and how many of the likeliest
 
 
 class DeviceLoop:
@@ -88,18 +90,22 @@ class DeviceLoop:
     def launch(self, plan: StepPlan, results: list[SlotResult], slots: Ints, counts: Ints) -> None:
         """The next `counts` tokens of each slot, ones first. `results` are given out with the step's."""
         table = self._batch.slots
-        entry = self._begin(slots, counts)
+        entry, wishes = self._begin(slots, counts), self.steps.slots.wishes
+        asked = wishes.asked(slots)
         if counts[-1] == 1:
             rows = self.steps.padded(len(slots))
-            self.steps.sample(rows, self.steps.forward(rows))
+            self.steps.sample(rows, self.steps.forward(rows), asked)
         else:
             step = self._mixed.prepare(entry, slots, counts, table)
-            step.sample(step.forward())
+            step.sample(step.forward(), asked)
+        if wishes.scored:
+            entry.take_scores(wishes.buffer)
         entry.done.record()
         positions = table.computed[slots] + counts
         table.computed[slots] = positions
         table.known[slots] += positions == table.known[slots]
-        self.flights.append(Flight(plan, results, slots, table.owners[slots], entry, time.perf_counter()))
+        scored = {s: wishes.scored[s] for s in slots.tolist() if s in wishes.scored} if wishes.scored else {}
+        self.flights.append(Flight(plan, results, slots, table.owners[slots], entry, time.perf_counter(), scored))
 
     def collect(self) -> Done | None:
         """The oldest plan in flight if it is done."""
@@ -118,6 +124,9 @@ class DeviceLoop:
 
         Nothing may be in flight, and `renew` has to follow.
         """
+        for slot in slots.tolist():
+            if self.steps.slots.wishes.has_row(slot):  # steps that ran ahead were counted on the device alone
+                self._batch.recount(slot)
         entry = self._begin(slots, counts)
         if counts[-1] == 1:
             output = self.steps.forward(self.steps.padded(len(slots))).first(len(slots))
@@ -170,8 +179,20 @@ class DeviceLoop:
                 results.append(self._ended(slot, int(flight.owners[i]), Outcome(outcome), token, length))
                 if held[i]:
                     table.live[slot] = False
+        if flight.scored:
+            self._add_scores(flight)
         self._batch.settle(flight.plan, results)
         return Done(flight.plan, results, time.time(), step_s, self._batch.transfers.take_failed(flight.plan))
+
+    def _add_scores(self, flight: Flight) -> None:
+        assert flight.entry.scores is not None
+        words, places = flight.entry.scores.numpy(), {s: i for i, s in enumerate(flight.slots.tolist())}
+        for i, result in enumerate(flight.results):
+            num_top = flight.scored.get(result.slot)
+            if num_top is not None and result.token_ids:
+                place, token = places[result.slot], result.token_ids[0]
+                entry = self.steps.slots.wishes.read(words, place, token, num_top)
+                flight.results[i] = msgspec.structs.replace(result, logprobs=[entry])
 
     def _ended(self, slot: int, owner: int, outcome: Outcome, token: int, length: int) -> SlotResult:
         problem = PROBLEMS.get(outcome)

@@ -5,9 +5,11 @@ from typing import Protocol
 from torch import Tensor
 
 from blockyard.kernels.advance_slots import advance_slots
-from blockyard.kernels.draw_tokens import DrawParams, draw_tokens
+from blockyard.kernels.draw_tokens import Adjusted, DrawParams, draw_tokens
 from blockyard.kernels.gather_rows import Rows, gather_rows
+from blockyard.kernels.penalize_logits import Wishes, count_tokens, penalize_logits
 from blockyard.kernels.scatter_words import scatter_words
+from blockyard.kernels.score_tokens import Scores, score_tokens
 from blockyard.kernels.slot_state import SlotState
 from blockyard.services.gpu_worker.kv_pool import KVPool
 from blockyard.services.gpu_worker.step import Attend
@@ -20,7 +22,18 @@ class DeviceOps(Protocol):
     def attend(
         self, pool: KVPool, rows: Rows, tables: Tensor, starts: Tensor | None = None, num_decodes: int = 0
     ) -> Attend: ...
-    def draw(self, logits: Tensor, rows: Rows, params: DrawParams, tokens: Tensor, best: Tensor) -> None: ...
+    def adjust(self, logits: Tensor, rows: Rows, wishes: Wishes) -> None: ...
+    def draw(
+        self,
+        logits: Tensor,
+        rows: Rows,
+        params: DrawParams,
+        tokens: Tensor,
+        best: Tensor,
+        adjusted: Adjusted | None,
+    ) -> None: ...
+    def count(self, tokens: Tensor, best: Tensor, rows: Rows, wishes: Wishes) -> None: ...
+    def score(self, logits: Tensor, rows: Rows, tokens: Tensor, num_top: Tensor, out: Scores) -> None: ...
     def advance(
         self,
         state: SlotState,
@@ -47,8 +60,25 @@ class TritonDeviceOps:
     ) -> Attend:
         return MixedAttention(pool, rows.slots, rows.positions, tables, starts, num_decodes)
 
-    def draw(self, logits: Tensor, rows: Rows, params: DrawParams, tokens: Tensor, best: Tensor) -> None:
-        draw_tokens(logits, rows.slots, rows.index, params, tokens, best)
+    def adjust(self, logits: Tensor, rows: Rows, wishes: Wishes) -> None:
+        penalize_logits(logits, rows.draws, rows.index, wishes)
+
+    def draw(
+        self,
+        logits: Tensor,
+        rows: Rows,
+        params: DrawParams,
+        tokens: Tensor,
+        best: Tensor,
+        adjusted: Adjusted | None,
+    ) -> None:
+        draw_tokens(logits, rows.draws, rows.index, params, tokens, best, adjusted)
+
+    def count(self, tokens: Tensor, best: Tensor, rows: Rows, wishes: Wishes) -> None:
+        count_tokens(tokens, best, rows.draws, wishes)
+
+    def score(self, logits: Tensor, rows: Rows, tokens: Tensor, num_top: Tensor, out: Scores) -> None:
+        score_tokens(logits, rows.draws, tokens, num_top, out)
 
     def advance(
         self,

@@ -7,31 +7,26 @@ import torch
 from blockyard.kernels.draw_tokens import DrawParams
 from blockyard.kernels.philox_gumbel import split_seed
 from blockyard.kernels.slot_state import MOST_STOPS, NUM_FIELDS, Field, SlotState
+from blockyard.services.gpu_worker.device_wishes import DeviceWishes
 from blockyard.services.gpu_worker.slots import Slots
-from blockyard.shared.messages import Sampling, SlotStart, StepPlan
+from blockyard.shared.messages import SlotStart, StepPlan
 
 Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.int32]
 
 
-def can_draw(sampling: Sampling) -> bool:
-    """Whether a slot needs no host between its tokens."""
-    return not (
-        sampling.num_logprobs is not None
-        or sampling.num_prompt_logprobs is not None
-        or sampling.logit_bias
-        or sampling.bad_words
-        or sampling.allowed_token_ids
-        or sampling.min_tokens
-        or len(set(sampling.stop_token_ids)) > MOST_STOPS
-        or (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) != (1.0, 0.0, 0.0)
-    )
-
-
 class DeviceSlots:
     """Keeps track of what the device knows of a `Slots`, and collects what it lacks."""
 
-    def __init__(self, num_slots: int, capacity: int, width: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        capacity: int,
+        width: int,
+        vocab_size: int,
+        eos_token_ids: list[int],
+        device: torch.device,
+    ) -> None:
         self.state = state = SlotState.make(num_slots, capacity, width, device)
         self.params = DrawParams(
             temperature=state.floats(Field.TEMPERATURE),
@@ -41,7 +36,8 @@ class DeviceSlots:
             key=state.fields[Field.KEY : Field.KEY + 2],
             choice=state.fields[Field.CHOICE],
         )
-        self.num_slots, self._vocab_size = num_slots, vocab_size
+        self.wishes = DeviceWishes(state, capacity, vocab_size)
+        self.num_slots, self._vocab_size, self._eos = num_slots, vocab_size, eos_token_ids
         self._field_places = np.arange(NUM_FIELDS) * state.fields.shape[1]
         self._rows = np.full(capacity, -1, np.int64)  # as the device has them
         self.drawn = np.zeros(num_slots, np.bool_)  # slots that need no host between their tokens
@@ -52,6 +48,7 @@ class DeviceSlots:
     def reset(self, step: int) -> None:
         """No slot is live, and so many steps have begun."""
         self._index, self._values = [], []
+        self.wishes.reset()
         self.drawn[:] = False
         self._sent[:] = 0
         self._rows[:] = -1
@@ -73,8 +70,7 @@ class DeviceSlots:
         """What a plan changed, once `table` has it."""
         for slot in plan.ends:
             if slot < self.num_slots:
-                self._set(Field.LIVE, np.array([slot]), 0)
-                self.drawn[slot] = False
+                self._stop(slot)
         for start in plan.starts:
             if start.slot < self.num_slots:
                 self._start(start, table)
@@ -94,6 +90,8 @@ class DeviceSlots:
         """The host has computed a step of these slots by itself."""
         slots = slots[slots < self.num_slots]
         self.feed(slots, table)
+        for slot in slots.tolist():
+            self.wishes.count(slot, table)
         self._set(Field.POSITION, slots, table.computed[slots])
         self._set(Field.KNOWN, slots, table.known[slots])
         self._set(Field.LIVE, slots, table.live[slots])
@@ -122,13 +120,18 @@ class DeviceSlots:
 
     def _start(self, start: SlotStart, table: Slots) -> None:
         slot, sampling = start.slot, start.sampling
+        self._stop(slot)
         state = table.slots.get(slot)
         if state is None or not table.live[slot]:
-            self._set(Field.LIVE, np.array([slot]), 0)
-            self.drawn[slot] = False
             return
-        self.drawn[slot] = can_draw(sampling)
         words = np.zeros(NUM_FIELDS, np.int32)
+        endings = [i for i in {*self._eos, *state.stop_ids} if 0 <= i < self._vocab_size]
+        change = self.wishes.start(slot, sampling, table, endings) if len(state.stop_ids) <= MOST_STOPS else None
+        self.drawn[slot] = change is not None
+        words[Field.WISH_ROW] = words[Field.NUM_TOP] = -1
+        if change is not None:
+            change.put(words)
+            self._add(*self.wishes.places(slot, change.listed))
         stops = [i for i in state.stop_ids if 0 <= i < self._vocab_size][:MOST_STOPS]
         top_k = sampling.top_k if 0 < sampling.top_k < self._vocab_size else self._vocab_size
         for field, value in (
@@ -152,6 +155,11 @@ class DeviceSlots:
         self._sent[slot] = 0
         self._send_blocks(slot, table)
 
+    def _stop(self, slot: int) -> None:
+        self._set(Field.LIVE, np.array([slot]), 0)
+        self.wishes.end(slot)
+        self.drawn[slot] = False
+
     def _send_blocks(self, slot: int, table: Slots) -> None:
         state = self.state
         begin, end = int(self._sent[slot]), int(table.num_blocks[slot])
@@ -163,6 +171,6 @@ class DeviceSlots:
     def _set(self, field: Field, slots: Ints, values: "npt.NDArray[np.generic] | int") -> None:
         self._add(slots + self._field_places[field], np.broadcast_to(values, slots.shape))
 
-    def _add(self, index: Ints, values: "npt.NDArray[np.generic]") -> None:
+    def _add(self, index: "npt.NDArray[np.generic]", values: "npt.NDArray[np.generic]") -> None:
         self._index.append(index.astype(np.int32))
         self._values.append(values.astype(np.int32))

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from blockyard.kernels.gather_rows import Rows
+from blockyard.kernels.gather_rows import NUM_WORDS, Rows
 from blockyard.services.gpu_worker.decode_steps import DecodeSteps
 from blockyard.services.gpu_worker.pinned_ring import Entry
 from blockyard.services.gpu_worker.slots import Slots
@@ -20,7 +20,6 @@ from blockyard.services.gpu_worker.step import Step
 Ints = npt.NDArray[np.int64]
 
 ALIGNED = 16  # words: views at other places would have kernels compiled anew
-NUM_TOKEN_WORDS = 4  # as in Rows
 
 
 def _up(size: int) -> int:
@@ -42,7 +41,7 @@ class Layout:
     @property
     def parts(self) -> list[int]:
         """Tokens, last token of each sequence twice, counts, first row of each prefill."""
-        sizes = (NUM_TOKEN_WORDS * self.pitch, self.seqs, self.seqs, (self.seqs + 1) // 2, self.prefills // 2 + 1)
+        sizes = (NUM_WORDS * self.pitch, self.seqs, self.seqs, (self.seqs + 1) // 2, self.prefills // 2 + 1)
         return [_up(size) for size in sizes]
 
 
@@ -60,15 +59,16 @@ class MixedSteps:
         words = entry.words(sum(layout.parts))
         host = [part.numpy() for part in torch.split(words, layout.parts)]
         ends = np.cumsum(counts)
-        rows = host[0].reshape(NUM_TOKEN_WORDS, -1)
+        rows = host[0].reshape(NUM_WORDS, -1)
         rows[:, layout.tokens :] = 0
-        rows[2, layout.tokens :] = -1
+        rows[[2, 4], layout.tokens :] = -1
         prefills, many = slots[num_decodes:], counts[num_decodes:]
         owners = np.repeat(prefills, many)
         begins = table.computed[prefills]
         positions = np.arange(num_decodes, layout.tokens) - np.repeat(ends[num_decodes:] - many - begins, many)
         part = rows[:, num_decodes : layout.tokens]
-        part[:] = table.token_ids[owners, positions], positions, owners, positions + 1
+        draws = np.where(positions + 1 >= table.known[owners], owners, -1)
+        part[:] = table.token_ids[owners, positions], positions, owners, positions + 1, draws
         host[1][:] = layout.tokens
         host[2][:] = 0
         host[1][: len(slots)] = host[2][: len(slots)] = ends - 1
@@ -85,7 +85,7 @@ class MixedStep:
 
     def __init__(self, steps: DecodeSteps, layout: Layout, num_decodes: int, words: list[Tensor]) -> None:
         self._steps, self._layout, self._num_decodes, self._words = steps, layout, num_decodes, words
-        self._rows = Rows(*(row[: layout.tokens] for row in words[0].view(NUM_TOKEN_WORDS, -1)))
+        self._rows = Rows(*(row[: layout.tokens] for row in words[0].view(NUM_WORDS, -1)))
 
     def forward(self) -> Tensor:
         """Hidden rows of all tokens, [tokens, hidden]."""
@@ -96,9 +96,9 @@ class MixedStep:
         attend = steps.ops.attend(steps.pool, rows, steps.slots.state.tables, starts, self._num_decodes)
         return steps.model.forward(Step(rows.token_ids, rows.positions, attend))
 
-    def sample(self, hidden: Tensor) -> None:
+    def sample(self, hidden: Tensor, asked: bool) -> None:
         """The slots whose known tokens are all computed draw; all go on or end."""
         steps, words, seqs = self._steps, self._words, self._layout.seqs
-        last = words[0].view(NUM_TOKEN_WORDS, -1).index_select(1, words[1][:seqs])
+        last = words[0].view(NUM_WORDS, -1).index_select(1, words[1][:seqs])
         logits = steps.model.logits(hidden.index_select(0, words[2][:seqs]))
-        steps.draw(Rows(*last), logits, words[3].view(torch.int32)[:seqs])
+        steps.draw(Rows(*last), logits, asked, words[3].view(torch.int32)[:seqs])

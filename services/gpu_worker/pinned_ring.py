@@ -43,6 +43,13 @@ class Entry:
     done: Mark
     pairs: Tensor  # [2, some] int32
     _words: Tensor  # [some] int64
+    scores: Tensor | None = None  # int32, log-probabilities of the step; None: nobody asked yet
+
+    def take_scores(self, buffer: Tensor) -> None:
+        """Brings a step's log-probabilities here, once it has computed them."""
+        if self.scores is None:
+            self.scores = torch.empty(buffer.shape, dtype=buffer.dtype, pin_memory=self._pinned)
+        self.scores.copy_(buffer, non_blocking=True)
 
     def words(self, count: int) -> Tensor:
         """[count] int64 for a step's rows."""

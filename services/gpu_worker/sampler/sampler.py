@@ -18,7 +18,7 @@ from blockyard.services.gpu_worker.sampler.logprobs import score
 from blockyard.services.gpu_worker.sampler.penalties import Penalties
 from blockyard.services.gpu_worker.sampler.settings import Settings, problem_with
 from blockyard.services.gpu_worker.slots import Slots
-from blockyard.shared.messages import SlotStart, TokenLogprobs
+from blockyard.shared.messages import Sampling, SlotStart, TokenLogprobs
 
 Ints = npt.NDArray[np.int64]
 
@@ -55,6 +55,11 @@ class Sampler:
             self._edits[slot] = edit
         self._settings.start(start, adjusted=penalised or edit is not None)
         return ""
+
+    def recount(self, slot: int, asked: Sampling, token_ids: Ints, num_prompt_tokens: int) -> None:
+        """Tokens that were not sampled here are counted too."""
+        self._penalties.end(slot)
+        self._penalties.start(slot, asked, token_ids, num_prompt_tokens)
 
     def end(self, slot: int) -> None:
         self._penalties.end(slot)

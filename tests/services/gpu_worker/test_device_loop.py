@@ -64,9 +64,25 @@ STREAMS: list[tuple[list[int], Sampling]] = [
     (prompt_of(17, 4), Sampling(max_tokens=20, temperature=2.0, top_k=40, min_p=0.01, seed=3)),
     (prompt_of(50, 5), greedy(max_tokens=40)),  # the context ends it
     (prompt_of(6, 6), greedy(max_tokens=20, stop_token_ids=list(range(40, 60)))),  # more stop ids than fit
-    (prompt_of(5, 7), greedy(max_tokens=12, repetition_penalty=1.3, num_logprobs=2)),  # the host's
+    (prompt_of(5, 7), greedy(max_tokens=12, repetition_penalty=1.3, num_logprobs=2)),
     (prompt_of(7, 8), greedy(max_tokens=1)),
     (prompt_of(4, 9), greedy(max_tokens=0)),
+    (
+        prompt_of(8, 11),
+        greedy(
+            max_tokens=15,
+            logit_bias=[(8, 3.0), (9, -2.0)],
+            bad_words=[[5]],
+            presence_penalty=0.5,
+            frequency_penalty=0.3,
+            num_logprobs=0,
+        ),
+    ),
+    (
+        prompt_of(6, 12),
+        Sampling(max_tokens=15, temperature=0.9, seed=5, allowed_token_ids=[*range(10, 60)], min_tokens=8),
+    ),
+    (prompt_of(9, 13), greedy(max_tokens=12, bad_words=[[60, 61]], repetition_penalty=1.2)),  # the host's
     (prompt_of(11, 10), Sampling(max_tokens=30, temperature=1.5, seed=11, stop_token_ids=[*range(100, 108)])),
 ]
 
@@ -114,7 +130,11 @@ def test_the_same_tokens_and_ends_as_in_lockstep(
             ties.compare(f"stream {i}", stream.prompt, want.output, stream.output, logits_of)
         else:
             assert (stream.finish, stream.stop_token, stream.detail) == (want.finish, want.stop_token, want.detail)
-            assert [e.top_ids for e in stream.logprobs] == [e.top_ids for e in want.logprobs]
+            for entry, other in zip(stream.logprobs, want.logprobs, strict=True):
+                assert (entry.token_id, entry.rank, entry.top_ids) == (other.token_id, other.rank, other.top_ids)
+                assert [entry.logprob, *entry.top_logprobs] == pytest.approx(
+                    [other.logprob, *other.top_logprobs], abs=1e-4
+                )
     ties.check()
     assert len(driver.free_blocks) == ahead.geometry.num_blocks
 
@@ -216,7 +236,7 @@ def test_what_runs_ahead_is_settled_before_a_step_in_lockstep(ahead: Runner) -> 
     ahead.reset(4)
     starts = [
         started(0, prompt_of(2), greedy(), [3]),
-        started(1, prompt_of(2, 3), greedy(logit_bias=[(5, 1.0)]), [4]),
+        started(1, prompt_of(2, 3), greedy(bad_words=[[5, 6]]), [4]),
     ]
     ahead.launch(StepPlan(1, 1, [], starts, [], [SlotRun(0, 2), SlotRun(1, 2)]))
     ahead.launch(plan(2, 0))
@@ -226,3 +246,30 @@ def test_what_runs_ahead_is_settled_before_a_step_in_lockstep(ahead: Runner) -> 
     assert list(results) == [1, 2, 3, 4]
     assert [results[n][0].num_computed for n in results] == [2, 3, 4, 5]
     assert [results[n][1].num_computed for n in (1, 3)] == [2, 3]
+
+
+def test_what_the_device_does_by_itself(ahead: Runner) -> None:
+    ahead.reset(6)
+    asked = [sampling for _, sampling in STREAMS[-5:]]
+    starts = [started(i, prompt_of(3, i), sampling, [3 + i]) for i, sampling in enumerate(asked)]
+    ahead.launch(StepPlan(1, 1, [], starts, [], [SlotRun(i, 3) for i in range(len(asked))]))
+    collected(ahead)
+    loop = ahead.ahead
+    assert loop is not None
+    alone = [loop.runs_ahead(np.array([i]), np.array([1])) for i in range(len(asked))]
+    assert alone == [True, True, True, False, True]
+
+
+def test_slots_that_change_their_logits_have_rows_as_long_as_there_are_some(ahead: Runner) -> None:
+    ahead.reset(12)
+    loop = ahead.ahead
+    assert loop is not None
+    wants = greedy(repetition_penalty=1.5)
+    starts = [started(i, prompt_of(2, i), wants, [3 + i]) for i in range(7)]
+    ahead.launch(StepPlan(1, 1, [], starts, [], [SlotRun(0, 2)]))
+    collected(ahead)
+    able = [loop.runs_ahead(np.array([i]), np.array([1])) for i in range(7)]
+    assert able == [True] * 6 + [False], "one for each row of a step"
+    ahead.launch(StepPlan(1, 2, [2], [started(7, prompt_of(2), wants, [20])], [], [SlotRun(0, 1)]))
+    collected(ahead)
+    assert loop.runs_ahead(np.array([7]), np.array([1])), "the row of the one that ended"

@@ -1,0 +1,188 @@
+"""What slots ask for beside a draw, on the device: penalties, tokens favoured or forbidden, log-probabilities.
+
+A slot that changes its logits has one of a few rows, of counts of its tokens and of adjusted logits. What does not fit
+a list, and bans of several tokens in a row, is the host's.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from blockyard.kernels.draw_tokens import Adjusted
+from blockyard.kernels.penalize_logits import Wishes, count_known
+from blockyard.kernels.score_tokens import MOST_TOP, Scores
+from blockyard.kernels.slot_state import MOST_LISTED, Field, SlotState
+from blockyard.services.gpu_worker.slots import Slots
+from blockyard.shared.messages import Sampling, TokenLogprobs
+
+Ints = npt.NDArray[np.int64]
+Words = npt.NDArray[np.int32]
+
+MOST_ROWS = 64  # slots that change their logits at a time; one takes 8 bytes for each token of the vocabulary
+SCORE_WORDS = 2 + 2 * MOST_TOP  # of a row
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """Tokens that a slot favours or forbids."""
+
+    only: bool  # all others are forbidden
+    ids: list[int]
+    bias: list[float]
+    until: list[int]  # forbidden as long as the new token's index is below
+
+
+def listed_of(sampling: Sampling, num_prompt: int, endings: list[int]) -> Listed:
+    """In the sampler's order: what is forbidden stays so whatever its bias."""
+    only = bool(sampling.allowed_token_ids)
+    entries: dict[int, tuple[float, int]] = dict.fromkeys(sampling.allowed_token_ids, (0.0, 0))
+    for token, bias in sampling.logit_bias:
+        if not only or token in entries:
+            entries[token] = (entries.get(token, (0.0, 0))[0] + bias, 0)
+    for words in sampling.bad_words:
+        entries[words[0]] = (-math.inf, 0)
+    if sampling.min_tokens:
+        for token in endings:
+            if not only or token in entries:
+                entries[token] = (entries.get(token, (0.0, 0))[0], num_prompt + sampling.min_tokens)
+    return Listed(only, list(entries), [b for b, _ in entries.values()], [u for _, u in entries.values()])
+
+
+def needs_host(sampling: Sampling) -> bool:
+    """Whether there is something that the device does not do, whatever room there is."""
+    return (
+        sampling.num_prompt_logprobs is not None
+        or (sampling.num_logprobs or 0) > MOST_TOP
+        or any(len(words) > 1 for words in sampling.bad_words)
+    )
+
+
+class DeviceWishes:
+    """The rows, who has them, and what a step's log-probabilities are read from."""
+
+    def __init__(self, state: SlotState, capacity: int, vocab_size: int) -> None:
+        device = state.arena.device
+        rows = min(capacity, MOST_ROWS)
+        counts = torch.zeros((rows, vocab_size), dtype=torch.int32, device=device)
+        self.wishes = Wishes(
+            row=state.fields[Field.WISH_ROW],
+            repetition=state.floats(Field.REPETITION),
+            presence=state.floats(Field.PRESENCE),
+            frequency=state.floats(Field.FREQUENCY),
+            only_listed=state.fields[Field.ONLY_LISTED],
+            num_listed=state.fields[Field.NUM_LISTED],
+            listed=state.listed,
+            bias=state.bias.view(torch.float32),
+            until=state.until.view(torch.int64),
+            counts=counts,
+            logits=torch.zeros((rows, vocab_size), dtype=torch.float32, device=device),
+        )
+        self.adjusted = Adjusted(self.wishes.row, self.wishes.logits)
+        self.num_top = state.fields[Field.NUM_TOP]
+        self._state, self._capacity, self._num_rows = state, capacity, rows
+        self.buffer = torch.zeros(SCORE_WORDS * capacity, dtype=torch.int32, device=device)
+        self.reset()
+
+    def reset(self) -> None:
+        self._rows: dict[int, int] = {}  # by slot
+        self._free = list(range(self._num_rows))
+        self.scored: dict[int, int] = {}  # slots that ask for log-probabilities, and how many of the likeliest
+
+    def asked(self, slots: Ints) -> bool:
+        """Whether any of these asks for anything."""
+        return bool(self._rows or self.scored) and any(s in self._rows or s in self.scored for s in slots.tolist())
+
+    def end(self, slot: int) -> None:
+        self.scored.pop(slot, None)
+        row = self._rows.pop(slot, None)
+        if row is not None:
+            self._free.append(row)
+
+    def start(self, slot: int, sampling: Sampling, table: Slots, endings: list[int]) -> "Change | None":
+        """What is to be written of a slot; None if the host has to look after it. Its ids are in `table`."""
+        num_prompt = table.slots[slot].num_prompt_tokens
+        penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
+        listed = listed_of(sampling, num_prompt, endings)
+        changes = bool(listed.ids) or penalties != (1.0, 0.0, 0.0)
+        if needs_host(sampling) or len(listed.ids) > MOST_LISTED or (changes and not self._free):
+            return None
+        row = -1
+        if changes:
+            row = self._rows[slot] = self._free.pop()
+            self.count(slot, table)
+        num_top = -1 if sampling.num_logprobs is None else sampling.num_logprobs
+        if num_top >= 0:
+            self.scored[slot] = num_top
+        return Change(row, penalties, listed, num_top)
+
+    def count(self, slot: int, table: Slots) -> None:
+        """Counts all that is known of a slot anew, if it has a row."""
+        row = self._rows.get(slot)
+        if row is None:
+            return
+        ids = torch.from_numpy(table.token_ids[slot, : table.known[slot]].copy())
+        counts = self.wishes.counts
+        if counts.is_cuda:
+            ids = ids.pin_memory().to(counts.device, non_blocking=True)
+        count_known(counts[row], ids, table.slots[slot].num_prompt_tokens)
+
+    def has_row(self, slot: int) -> bool:
+        return slot in self._rows
+
+    def places(self, slot: int, listed: Listed) -> tuple[Words, Words]:
+        """Index and value of the words of a list."""
+        state, count = self._state, len(listed.ids)
+        at = np.arange(count)
+        index = np.concatenate(
+            [
+                state.place(state.listed) + slot * MOST_LISTED + at,
+                state.place(state.bias) + slot * MOST_LISTED + at,
+                state.place(state.until) + slot * 2 * MOST_LISTED + np.arange(2 * count),
+            ]
+        )
+        values = (
+            np.array(listed.ids, np.int32),
+            np.array(listed.bias, np.float32).view(np.int32),
+            np.array(listed.until, np.int64).view(np.int32),
+        )
+        return index.astype(np.int32), np.concatenate(values)
+
+    def scores(self, rows: int) -> Scores:
+        """What a step of so many rows writes."""
+        cap, most = self._capacity, MOST_TOP
+        parts = torch.split(self.buffer, [cap, cap, most * cap, most * cap])
+        return Scores(
+            parts[0][:rows].view(torch.float32),
+            parts[1][:rows],
+            parts[2][: most * rows].view(rows, most),
+            parts[3][: most * rows].view(torch.float32).view(rows, most),
+        )
+
+    def read(self, words: Words, place: int, token: int, num_top: int) -> TokenLogprobs:
+        """Of a row, from the host's copy of `buffer`."""
+        cap, most = self._capacity, MOST_TOP
+        floats, start = words.view(np.float32), 2 * cap + place * most
+        top = slice(start, start + num_top)
+        logs = slice(start + most * cap, start + most * cap + num_top)
+        rank = int(words[cap + place])
+        return TokenLogprobs(token, float(floats[place]), rank, words[top].tolist(), floats[logs].tolist())
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Of a slot that starts."""
+
+    row: int
+    penalties: tuple[float, float, float]
+    listed: Listed
+    num_top: int
+
+    def put(self, words: Words) -> None:
+        """Into the words of the slot's fields."""
+        floats = words.view(np.float32)
+        words[Field.WISH_ROW], words[Field.NUM_TOP] = self.row, self.num_top
+        words[Field.ONLY_LISTED], words[Field.NUM_LISTED] = self.listed.only, len(self.listed.ids)
+        floats[Field.REPETITION], floats[Field.PRESENCE], floats[Field.FREQUENCY] = self.penalties
