@@ -17,6 +17,7 @@ from blockyard.services.gpu_worker.models.registry import find_family
 from blockyard.services.gpu_worker.parking import free_cache
 from blockyard.services.gpu_worker.profile import peak_bytes
 from blockyard.services.gpu_worker.runner import Runner
+from blockyard.services.gpu_worker.warm_up import warm_up
 from blockyard.shared.config.worker import WorkerConfig
 from blockyard.shared.errors import ConfigError, LoadError
 from blockyard.shared.messages import Geometry
@@ -110,6 +111,8 @@ def run_ahead(runner: Runner, config: WorkerConfig, report: Report, notes: list[
         step_s = loop.steps.measure()
     notes.append(f"a decode step of one choice: {1e3 * step_s:.2f} ms without its context")
     runner.run_ahead(loop, step_s)
+    report("first steps", 0.0, notes)
+    warm_up(runner)
 
 
 def find_device_loop() -> Any:

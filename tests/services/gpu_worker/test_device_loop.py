@@ -18,6 +18,7 @@ from tiny_models import BY_NAME, VOCAB, greedy_score, start
 
 from blockyard.services.gpu_worker.decode_steps import IN_FLIGHT
 from blockyard.services.gpu_worker.runner import Runner
+from blockyard.services.gpu_worker.warm_up import warm_up
 from blockyard.shared.messages import BlockName, FinishReason, Sampling, SlotRun, SlotStart, StepPlan
 
 EOS = [1, *range(20, 30)]  # so many that some streams meet one
@@ -273,3 +274,19 @@ def test_slots_that_change_their_logits_have_rows_as_long_as_there_are_some(ahea
     ahead.launch(StepPlan(1, 2, [2], [started(7, prompt_of(2), wants, [20])], [], [SlotRun(0, 1)]))
     collected(ahead)
     assert loop.runs_ahead(np.array([7]), np.array([1])), "the row of the one that ended"
+
+
+@pytest.mark.parametrize(
+    "limits", [{}, {"max_num_batched_tokens": 32}, {"num_gpu_blocks_override": 2, "max_model_len": 16}]
+)
+def test_first_steps_leave_nothing_behind(folder: Path, logits_of: Score, limits: dict[str, int]) -> None:
+    runner = start(folder, **({"max_model_len": 64} | limits))
+    run_ahead(runner, capacity=6)
+    names = [BlockName(300, b"n" * 16)] if not limits else []
+    runner.batch.names.learn(names)
+    assert warm_up(runner) > 1
+    assert (runner.in_flight, runner.collect(), runner.names.listed()[0]) == (0, [], [n.block for n in names])
+    assert bool(runner.pool.memory.isfinite().all())
+    runner.reset(2)
+    runner.launch(plan(1, 0, starts=[started(0, prompt_of(1), greedy(), [1])]))
+    assert collected(runner)[1][0].num_computed == 1
