@@ -1,7 +1,7 @@
 """Host memory for KV blocks on a GPU: copies of blocks of an 8B model, alone and beside products, and the time to the
 first token of a long prompt whose blocks come from host memory against one that is computed.
 
-`python tests/bench/bench_swap_gpu.py [--prompt 16384]`
+`python tests/bench/bench_swap_gpu.py [--prompt 16384] [--rounds 4] [--blocks 1 16 128 1024]`
 """
 
 import argparse
@@ -39,7 +39,7 @@ def core_loop() -> Any:
     return sys.modules["core_loop"].CoreLoop
 
 
-def measure_copies() -> None:
+def measure_copies(sizes: list[int]) -> None:
     memory = torch.randint(0, 2**15, SHAPE, dtype=torch.int16, device="cuda").view(torch.bfloat16)
     block_bytes = memory[:, 0].numel() * 2
     start = time.perf_counter()
@@ -68,7 +68,7 @@ def measure_copies() -> None:
             f"compute waits {waits:7.2f} ms, the host {1000 * host:6.2f} ms"
         )
 
-    for num in (1, 16, 128, 1024):
+    for num in sizes:
         near = list(range(num))
         far = random.Random(1).sample(range(2048), num)
         timed("save, adjacent on the host", partial(store.save, order[:num], near), num)
@@ -101,7 +101,7 @@ def measure_copies() -> None:
     print(f"60 products {alone:.1f} ms; with a save of 16 blocks before each {saving:.1f}, a fetch {fetching:.1f} ms")
 
 
-def measure_first_token(num_tokens: int) -> None:
+def measure_first_token(num_tokens: int, rounds: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(CONFIG))
         process = ProcessConfig(name="bench", bus=BusConfig(registry="ipc:///unused", bind="ipc:///unused"))
@@ -113,9 +113,11 @@ def measure_first_token(num_tokens: int) -> None:
             max_model_len=num_tokens + 1024,
             num_gpu_blocks_override=(num_tokens + 1024) // 16,
             swap_space_gib=6.0,
-            enforce_eager=True,
+            graph_sizes=[1],
         )
-        runner = engine.start(config, lambda phase, progress, lines: None)
+        notes: list[str] = []
+        runner = engine.start(config, lambda phase, progress, lines: notes.__setitem__(slice(None), lines))
+    print("\n".join(notes))
     ids = random.Random(0)
     loop = core_loop()(runner, depth=1, chunk=2048)
 
@@ -127,13 +129,15 @@ def measure_first_token(num_tokens: int) -> None:
         return time.perf_counter() - start
 
     prompts = [ids.choices(range(1000, 100000), k=num_tokens) for _ in range(2)]
-    for i in range(4):
+    for i in range(rounds):
         new = [first_token_s(f"new {i} {j}", [i, *p[1:]]) for j, p in enumerate(prompts)]
         again = first_token_s(f"again {i}", [i, *prompts[0][1:], 7, 8, 9])  # the other prompt has taken the device
+        here = first_token_s(f"here {i}", [i, *prompts[0][1:], 7, 8, 10])
         stats = loop.core.stats()
         print(
             f"round {i}: first token of {num_tokens} tokens, new {1000 * new[0]:.1f} and {1000 * new[1]:.1f} ms, "
-            f"fetched {1000 * again:.1f} ms ({again / new[0]:.3f}); "
+            f"fetched {1000 * again:.1f} ms ({again / new[0]:.3f}), found on the device {1000 * here:.1f} ms "
+            f"({here / new[0]:.3f}); "
             f"{stats.blocks_saved_total} blocks saved, {stats.blocks_fetched_total} fetched so far"
         )
 
@@ -141,10 +145,12 @@ def measure_first_token(num_tokens: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prompt", type=int, default=16384)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--blocks", type=int, nargs="*", default=[1, 16, 128, 1024])
     args = parser.parse_args()
-    measure_copies()
+    measure_copies(args.blocks)
     torch.cuda.empty_cache()
-    measure_first_token(args.prompt)
+    measure_first_token(args.prompt, args.rounds)
 
 
 if __name__ == "__main__":

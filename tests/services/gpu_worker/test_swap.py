@@ -4,16 +4,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from core_loop import CoreLoop
 from plan_driver import Driver, as_bytes
 from ties import Score, Ties
-from tiny_models import BY_NAME, VOCAB, greedy_score, start
+from tiny_models import BY_NAME, VOCAB, greedy_score
+from tiny_models import start as start_on
 
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.shared.errors import LoadError
 from blockyard.shared.messages import BlockFetch, BlockName, BlockSave, Sampling, SlotRun, SlotStart, Stats, StepPlan
 
 NUM_STREAMS = 6
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TINY_BLOCK = 3 * 2 * 2 * 8 * 16 * 4  # bytes: layers, K and V, heads, tokens, head size, float32
 
 
@@ -21,6 +24,10 @@ TINY_BLOCK = 3 * 2 * 2 * 8 * 16 * 4  # bytes: layers, K and V, heads, tokens, he
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Score]:
     folder: Path = tmp_path_factory.mktemp("tiny")
     return folder, greedy_score(BY_NAME["llama"].save(folder))
+
+
+def start(folder: Path, **fields: object) -> Runner:
+    return start_on(folder, device=DEVICE, **fields)
 
 
 def prompt_of(seed: int) -> list[int]:

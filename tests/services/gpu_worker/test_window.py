@@ -8,7 +8,8 @@ import torch
 from core_loop import CoreLoop
 from plan_driver import Driver
 from ties import Score, Ties
-from tiny_models import BY_NAME, VOCAB, greedy_score, start
+from tiny_models import BY_NAME, VOCAB, greedy_score
+from tiny_models import start as start_on
 
 from blockyard.services.gpu_worker.engine import window_of
 from blockyard.services.gpu_worker.memory import GIB, Need, plan_cpu
@@ -17,12 +18,17 @@ from blockyard.shared.errors import LoadError
 from blockyard.shared.messages import Sampling
 
 WINDOW, SIZE, NUM_STREAMS = 20, 8, 5
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Score]:
     folder: Path = tmp_path_factory.mktemp("window")
     return folder, greedy_score(BY_NAME["mistral-window"].save(folder))
+
+
+def start(folder: Path, **fields: object) -> Runner:
+    return start_on(folder, device=DEVICE, **fields)
 
 
 def prompt_of(seed: int) -> list[int]:
