@@ -71,8 +71,10 @@ class BlockPool:
         """The caller has looked at `num_free`."""
         assert count <= self.num_free, f"{count} blocks wanted, {self.num_free} free"
         taken = self.bare.take(min(count, self.bare.num_free))
-        while len(taken) < count and (block := self._reclaim()) is not None:
-            taken.append(block)
+        if len(taken) < count:
+            given_up = self.index.reclaim_all(count - len(taken))
+            self.host.save_all(given_up)
+            taken += given_up
         for block in taken:
             self._holders[block] = 1
         return taken

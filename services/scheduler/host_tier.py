@@ -20,6 +20,7 @@ class HostTier:
         self._horizon = horizon
         self._ids = IdPool(num_blocks, horizon)
         self._block_of: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
+        self.get = self._block_of.get  # the host block of a name
         self._copied_by: dict[int, int] = {}  # host block -> the last plan that copies it
         self._saves: list[BlockSave] = []
         self._fetches: list[BlockFetch] = []
@@ -32,18 +33,22 @@ class HostTier:
     def num_used(self) -> int:
         return len(self._block_of)
 
-    def get(self, name: bytes) -> int | None:
-        return self._block_of.get(name)
-
     def hold(self, names: Sequence[bytes]) -> None:
         """The plan that is being made will fetch these, which were found: they stay. A chain's names, in its order."""
+        touch, number = self._block_of.move_to_end, self._horizon.sent + 1
         for name in reversed(names):  # a leaf is of no use without its parents: it goes first
-            self._block_of.move_to_end(name)
-            self._copied_by[self._block_of[name]] = self._horizon.sent + 1
+            touch(name)
+        self._copied_by.update((self._block_of[name], number) for name in names)
 
     def fetch(self, names: Sequence[bytes], blocks: Iterable[int]) -> None:
         """Named blocks, which are held, into blocks of the device that are reserved for them."""
         self._fetches += [BlockFetch(self._block_of[n], b) for n, b in zip(names, blocks, strict=True)]
+
+    def save_all(self, names: dict[int, bytes]) -> None:
+        """Names by block, in the order in which they are given up."""
+        if self._ids.num_ids:
+            for block, name in names.items():
+                self.save(block, name)
 
     def save(self, block: int, name: bytes) -> None:
         """A block of the device is about to be written by somebody else. It is lost where there is no room."""

@@ -232,13 +232,13 @@ def _find_window(group: Group, names: list[bytes]) -> Found:
 
 def _find_in_host(group: Group, names: list[bytes], found: Found) -> None:
     """Goes on, block by block, where the device has no more of a chain from its beginning."""
-    on_device, in_host = group.blocks.index.get, group.blocks.host.get
+    on_device, in_host, host = group.blocks.index.get, group.blocks.host.get, found.host
     for place in range(len(found.blocks), len(names)):
         name = names[place]
         if (block := on_device(name)) is not None:
             found.blocks.append(block)
         elif in_host(name) is not None:
-            found.host[place] = name
+            host[place] = name
         else:
             return
 
@@ -247,14 +247,14 @@ def _fetch(group: Group, seat: Seat, found: Found) -> None:
     """Of the seat's own blocks, behind those that were found, the first ones are filled from host memory."""
     num_here = len(found.blocks)
     reserved = seat.blocks[num_here : num_here + len(found.host)]
-    here, fresh = iter(seat.blocks[:num_here]), iter(reserved)
-    places = range(found.first, found.num_places)
-    table = [next(fresh if place in found.host else here) for place in places]
-    seat.blocks[: len(table)] = table
+    if next(iter(found.host)) < found.first + num_here:  # some stand between those that are here
+        here, fresh = iter(seat.blocks[:num_here]), iter(reserved)
+        places = range(found.first, found.num_places)
+        table = [next(fresh if place in found.host else here) for place in places]
+        seat.blocks[: len(table)] = table
     names = list(found.host.values())
     group.blocks.host.fetch(names, reserved)
-    for name, block in zip(names, reserved, strict=True):
-        group.blocks.index.put(block, name)
+    group.blocks.index.put_new(reserved, names)
 
 
 def _split(names: bytes) -> list[bytes]:

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from itertools import islice
 from typing import cast
 
 from blockyard.services.scheduler.id_pool import Horizon
@@ -19,6 +20,7 @@ class PrefixIndex:
     def __init__(self, horizon: Horizon) -> None:
         self._horizon = horizon
         self._block_of: dict[bytes, int] = {}
+        self.get = self._block_of.get  # the block of a name
         self._name_of: dict[int, bytes] = {}
         self._cooling: OrderedDict[int, int] = OrderedDict()  # block -> last plan sent when it was left
         self._idle: OrderedDict[int, None] = OrderedDict()
@@ -46,11 +48,15 @@ class PrefixIndex:
             first += FIND_AT_ONCE
         return found
 
-    def get(self, name: bytes) -> int | None:
-        return self._block_of.get(name)
-
     def name_of(self, block: int) -> bytes | None:
         return self._name_of.get(block)
+
+    def put_new(self, blocks: list[int], names: list[bytes]) -> None:
+        """As `put`, of names that nobody has."""
+        self._block_of.update(zip(names, blocks, strict=True))
+        named = dict(zip(blocks, names, strict=True))
+        self._name_of.update(named)
+        self._news.update(named)
 
     def put(self, block: int, name: bytes) -> bool:
         """Makes a block findable for plans not yet sent. False if another one has that name."""
@@ -118,6 +124,17 @@ class PrefixIndex:
                 return
             del self._cooling[block]
             self._idle[block] = None
+
+    def reclaim_all(self, count: int) -> dict[int, bytes]:
+        """As `reclaim`, so many at once or all there are: names by block, in the order in which they were left."""
+        idle, name_of, block_of = self._idle, self._name_of, self._block_of
+        given_up = {block: name_of.pop(block) for block in islice(idle, count)}
+        for block, name in given_up.items():
+            del idle[block], block_of[name]
+        if self._news:
+            for block in given_up:
+                self._news.pop(block, None)
+        return given_up
 
     def reclaim(self) -> tuple[int, bytes] | None:
         """Gives up the block that was left first, and its name."""

@@ -45,7 +45,7 @@ ME, WORKER, DETOKENIZER, GATEWAY = 1, 2, 3, 4
 class Bench:
     """A worker that answers each plan at once, outside the time that is taken."""
 
-    def __init__(self, running: int, depth: int, max_tokens: int) -> None:
+    def __init__(self, running: int, depth: int, max_tokens: int, host: bool = False) -> None:
         batch = BatchLimits(running, 16 * running, depth)
         settings = SchedulerSettings(names=["m"], root="", batch=batch, max_queue_len=10**6, max_queue_tokens=10**9)
         self.core = Scheduler(ME, settings, 0)
@@ -56,8 +56,12 @@ class Bench:
         self.core.present(Member("d", Role.DETOKENIZER, DETOKENIZER, "", ready=True), 0.0)
         self._turn()
         num_blocks = running * (16 + max_tokens) // 16 + running + 2 * running
-        geometry = Geometry(num_blocks, 16, 10**6, 32000, [2], running, 16 * running)
-        self.core.handle(WORKER, Attached(WORKER, ME, geometry), 0.0)
+        geometry = Geometry(
+            num_blocks, 16, 10**6, 32000, [2], running, 16 * running, num_host_blocks=host * num_blocks // 2
+        )
+        held = range(host * num_blocks)
+        names = b"".join(block.to_bytes(16, "little") for block in held)
+        self.core.handle(WORKER, Attached(WORKER, ME, geometry, list(held), names), 0.0)
         prompt = array("I", range(16)).tobytes()
         for i in range(running):
             frame = Generate(str(i), 0, "m", prompt, b"", Sampling(max_tokens), TextOptions(), [Choice(0)])
@@ -89,8 +93,9 @@ class Bench:
         return frames
 
 
-def measure(running: int, depth: int, steps: int) -> None:
-    bench = Bench(running, depth, steps + 100)
+def measure(running: int, depth: int, steps: int, host: bool = False) -> None:
+    """With `host` every block of the device holds something, and whoever needs one has that saved first."""
+    bench = Bench(running, depth, steps + 100, host)
     gc.collect()
     gc.freeze()
     gc.disable()  # as the service does
@@ -99,43 +104,59 @@ def measure(running: int, depth: int, steps: int) -> None:
     times, cpu, encoding = zip(*(bench.cycle() for _ in range(steps)), strict=True)
     gc.enable()
     ordered, busy = sorted(1000 * t for t in times), sorted(1000 * t for t in cpu)
+    kind = ", saving to host memory" if host else ""
     print(
-        f"{running:5d} running, depth {depth}: p50 {statistics.median(ordered):.3f} ms, "
+        f"{running:5d} running, depth {depth}{kind}: p50 {statistics.median(ordered):.3f} ms, "
         f"p99 {ordered[int(0.99 * len(ordered))]:.3f} ms, max {ordered[-1]:.3f} ms; "
         f"CPU p50 {statistics.median(busy):.3f}, p99 {busy[int(0.99 * len(busy))]:.3f}, max {busy[-1]:.3f} ms; "
         f"encoding p50 {1000 * statistics.median(encoding):.3f} ms"
     )
 
 
-def measure_lookup(num_tokens: int, rounds: int) -> None:
-    """A prompt that is found whole, seated in the turn in which it comes: all that the scheduler does for it."""
+def measure_lookup(num_tokens: int, rounds: int, host: bool) -> None:
+    """A prompt that is found whole, seated in the turn in which it comes: all that the scheduler does for it.
+
+    With `host` each time in host memory, because another one has taken the device since.
+    """
     batch = BatchLimits(8, num_tokens, 0)
-    core = Scheduler(
-        ME, SchedulerSettings(names=["m"], root="", batch=batch, max_queue_len=9, max_queue_tokens=10**9), 0
-    )
+    settings = SchedulerSettings(names=["m"], root="", batch=batch, max_queue_len=9, max_queue_tokens=10**9)
+    core = Scheduler(ME, settings, 0)
     core.present(Member("w", Role.GPU_WORKER, WORKER, "", ready=True), 0.0)
     core.present(Member("d", Role.DETOKENIZER, DETOKENIZER, "", ready=True), 0.0)
     core.turn(0.0)
-    core.handle(WORKER, Attached(WORKER, ME, Geometry(num_tokens // 8, 16, 10**6, 32000, [2], 8, num_tokens)), 0.0)
-    prompt = array("I", range(num_tokens)).tobytes()
-    names = block_names(root_name(""), prompt, 16)
-    for label, given in (("names arrive with it", names), ("names to be hashed", b"")):
+    num_blocks = num_tokens // 16 + 1 if host else num_tokens // 8
+    num_host_blocks = num_tokens // 4 if host else 0
+    geometry = Geometry(num_blocks, 16, 10**6, 32000, [2], 8, num_tokens, num_host_blocks=num_host_blocks)
+    core.handle(WORKER, Attached(WORKER, ME, geometry), 0.0)
+
+    def seat(request_id: str, prompt: bytes, given: bytes) -> tuple[float, int]:
+        frame = Generate(request_id, 0, "m", prompt, given, Sampling(1), TextOptions(), [Choice(0)])
+        begun = time.perf_counter()
+        core.handle(GATEWAY, frame, 0.0)
+        frames = [outgoing.frame for outgoing in core.turn(0.0)]
+        elapsed = time.perf_counter() - begun
+        ((number, start),) = [(f.number, s) for f in frames if isinstance(f, StepPlan) for s in f.starts]
+        core.handle(WORKER, StepResult(WORKER, number, [SlotResult(start.slot, [7], num_tokens)], 1.0), 0.0)
+        core.turn(0.0)
+        return 1000 * elapsed, start.num_computed
+
+    prompts = [array("I", range(first, first + num_tokens)).tobytes() for first in (0, 7)]
+    names = [block_names(root_name(""), prompt, 16) for prompt in prompts]
+    for label, has_names in (("names arrive with it", True), ("names to be hashed", False)):
         times, found = [], []
         for i in range(rounds + 1):  # the first fills the cache
-            frame = Generate(f"{label} {i}", 0, "m", prompt, given, Sampling(1), TextOptions(), [Choice(0)])
-            begun = time.perf_counter()
-            core.handle(GATEWAY, frame, 0.0)
-            frames = [outgoing.frame for outgoing in core.turn(0.0)]
-            times.append(1000 * (time.perf_counter() - begun))
-            ((number, start),) = [(f.number, s) for f in frames if isinstance(f, StepPlan) for s in f.starts]
-            found.append(start.num_computed)
-            core.handle(WORKER, StepResult(WORKER, number, [SlotResult(start.slot, [7], num_tokens)], 1.0), 0.0)
-            core.turn(0.0)
+            if host:
+                seat(f"{label} other {i}", prompts[1], names[1])
+            elapsed, num_found = seat(f"{label} {i}", prompts[0], names[0] if has_names else b"")
+            times.append(elapsed)
+            found.append(num_found)
         assert found[-1] == num_tokens - 16, "the last block holds the last token, which is computed"
         print(
-            f"prompt of {num_tokens} tokens, found, {label}: p50 {statistics.median(times[1:]):.3f} ms, "
-            f"max {max(times[1:]):.3f} ms from Generate to plan"
+            f"prompt of {num_tokens} tokens, found{' in host memory' if host else ''}, {label}: "
+            f"p50 {statistics.median(times[1:]):.3f} ms, max {max(times[1:]):.3f} ms from Generate to plan"
         )
+    if host:
+        assert core.stats().blocks_fetched_total > rounds * num_tokens // 16
 
 
 def main() -> None:
@@ -147,7 +168,9 @@ def main() -> None:
     for running in args.running:
         for depth in (0, 1):
             measure(running, depth, args.steps)
-    measure_lookup(32768, 40)
+    measure(256, 1, args.steps, host=True)
+    for host in (False, True):
+        measure_lookup(32768, 40, host)
     if args.profile:
         bench = Bench(256, 1, args.steps + 100)
         with cProfile.Profile() as profile:
