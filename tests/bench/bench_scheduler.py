@@ -52,9 +52,19 @@ ME, DETOKENIZER, GATEWAY, WORKER = 1, 2, 3, 4  # more workers have the numbers b
 class Bench:
     """Workers that answer each plan at once, outside the time that is taken."""
 
-    def __init__(self, running: int, depth: int, max_tokens: int, num_groups: int = 1) -> None:
+    def __init__(
+        self,
+        running: int,
+        depth: int,
+        max_tokens: int,
+        num_groups: int = 1,
+        policy: str = "fcfs",
+        waiting: int = 0,
+    ) -> None:
         batch = BatchLimits(running, 16 * running, depth)
-        settings = SchedulerSettings(names=["m"], root="", batch=batch, max_queue_len=10**6, max_queue_tokens=10**9)
+        settings = SchedulerSettings(
+            names=["m"], root="", batch=batch, max_queue_len=10**6, max_queue_tokens=10**9, policy=policy
+        )
         self.core = Scheduler(ME, settings, 0)
         self.plans: list[tuple[int, StepPlan]] = []  # with the worker that it is for
         self.encode = msgspec.msgpack.Encoder().encode
@@ -66,9 +76,21 @@ class Bench:
             self.core.present(Member("w", Role.GPU_WORKER, worker, "", ready=True), 0.0)
             self._turn()
             self.core.handle(worker, Attached(worker, ME, geometry), 0.0)
-        for i in range(running * num_groups):
-            prompt = array("I", [i] * 16).tobytes()
-            frame = Generate(str(i), 0, "m", prompt, b"", Sampling(max_tokens), TextOptions(), [Choice(0)])
+        for i in range(running * num_groups + waiting):  # of 8 keys with 4 users each
+            prompt, choices = array("I", [i] * 16).tobytes(), [Choice(0)]
+            frame = Generate(
+                str(i),
+                0,
+                "m",
+                prompt,
+                b"",
+                Sampling(max_tokens),
+                TextOptions(),
+                choices,
+                priority=i // 50,
+                tenant=f"key-{i % 8}",
+                user=f"user-{i % 32}",
+            )
             self.core.handle(GATEWAY, frame, 0.0)
         self._turn()
 
@@ -97,8 +119,8 @@ class Bench:
         return [outgoing.frame for outgoing in sent]
 
 
-def measure(running: int, depth: int, steps: int, num_groups: int = 1) -> str:
-    bench = Bench(running, depth, steps + 200, num_groups)
+def measure(running: int, depth: int, steps: int, num_groups: int = 1, policy: str = "fcfs", waiting: int = 0) -> str:
+    bench = Bench(running, depth, steps + 200, num_groups, policy, waiting)
     gc.collect()
     gc.freeze()
     gc.disable()  # as the service does
@@ -156,6 +178,9 @@ def schedule_rows(running: list[int], steps: int) -> list[Row]:
         rows.append((f"a step's schedule, {num} running, one plan ahead", measure(num, 1, steps), bars.get(num, "")))
     rows.append(("the same, lockstep, 256 running", measure(256, 0, steps), bars[256]))
     rows.append(("the same, each of 8 groups with 256 running", measure(256, 1, steps, 8), bars[256]))
+    for policy in ("priority", "fair"):
+        text = measure(256, 1, steps, policy=policy, waiting=500)
+        rows.append((f"the same, 256 running, 500 waiting, {policy}", text, bars[256]))
     return rows
 
 
