@@ -13,10 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blockyard.kernels.paged_decode import Sequences
+from blockyard.kernels import prefill_hopper
+from blockyard.kernels.kv_types import check_types
+from blockyard.kernels.prefill_tiles import attend_keys, find_tile
+from blockyard.kernels.sequences import Sequences
 
 _LOG2E = 1.4426950408889634
-_PROGRAMS = 132  # with fewer, tiles are shared
+_PROGRAMS = 132  # multiprocessors: with fewer programs, tiles are shared
 _MOST_SPLITS = 16
 _LONG = 1024  # sequences that may be longer are worth a second kernel
 
@@ -65,99 +68,6 @@ def paged_prefill_reference(
     return out[bounds[0] :].flatten(1)
 
 
-@triton.jit
-def attend_keys(
-    q,
-    total,
-    mass,
-    top,
-    positions,
-    begin,
-    stop,
-    end,
-    table_ptr,
-    layer_ptr,
-    head,
-    scale,
-    MASK: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CAP: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Passes over the tiles of keys from begin to stop; none from `end` on, or behind all rows' windows, is read.
-
-    `scale` is in powers of two.
-    """
-    dims = tl.arange(0, DIM)
-    in_head = dims < HEAD_DIM
-    for start in range(begin, stop, TILE):
-        keys = start + tl.arange(0, TILE)
-        known = keys < end
-        if WINDOW > 0:  # blocks that lie wholly behind it may be somebody else's
-            known = known & (keys > tl.min(positions, 0) - WINDOW)
-        if MASK:
-            blocks = tl.load(table_ptr + keys // BLOCK_SIZE, mask=known, other=0).to(tl.int64)
-        else:
-            blocks = tl.load(table_ptr + keys // BLOCK_SIZE).to(tl.int64)
-        lines = ((blocks * (2 * KV_HEADS) + head) * BLOCK_SIZE + keys % BLOCK_SIZE) * HEAD_DIM
-        k_ptr = layer_ptr + lines[None, :] + dims[:, None]
-        v_ptr = layer_ptr + KV_HEADS * BLOCK_SIZE * HEAD_DIM + lines[:, None] + dims[None, :]
-        if MASK:
-            k = tl.load(k_ptr, mask=known[None, :] & in_head[:, None], other=0.0)
-            v = tl.load(v_ptr, mask=known[:, None] & in_head[None, :], other=0.0)
-        elif DIM > HEAD_DIM:
-            k = tl.load(k_ptr, mask=in_head[:, None], other=0.0)
-            v = tl.load(v_ptr, mask=in_head[None, :], other=0.0)
-        else:
-            k = tl.load(k_ptr)
-            v = tl.load(v_ptr)
-        scores = tl.dot(q, k, input_precision="ieee")
-        if CAP > 0:
-            scores = (2 * tl.sigmoid(scores * (2 * scale / CAP)) - 1) * (CAP * 1.4426950408889634)
-        else:
-            scores = scores * scale
-        if MASK:
-            seen = keys[None, :] <= positions[:, None]
-            if WINDOW > 0:
-                seen = seen & (keys[None, :] > positions[:, None] - WINDOW)
-            scores = tl.where(seen, scores, float("-inf"))
-            higher = tl.maximum(top, tl.max(scores, 1))
-            base = tl.where(higher == float("-inf"), 0.0, higher)  # a row may see none of these keys
-        else:
-            higher = tl.maximum(top, tl.max(scores, 1))
-            base = higher
-        shares = tl.exp2(scores - base[:, None])
-        fade = tl.exp2(top - base)
-        mass = mass * fade + tl.sum(shares, 1)
-        total = total * fade[:, None]
-        total = tl.dot(shares.to(v.dtype), v, total, input_precision="ieee")
-        top = higher
-    return total, mass, top
-
-
-@triton.jit
-def _find_tile(starts_ptr, num_seqs, tile, GROUP: tl.constexpr, ROWS: tl.constexpr):
-    """Of a tile: its sequence, that one's first row, the row after its last, and the tile's first line in it.
-
-    Sequence i has the tiles from starts[i] * GROUP // ROWS + i on, as many as it needs at most. A line is a token and
-    one of the heads that share a K/V head.
-    """
-    base = tl.load(starts_ptr)
-    seq = -1
-    for i in range(0, num_seqs, 32):
-        index = i + tl.arange(0, 32)
-        start = tl.load(starts_ptr + index, mask=index < num_seqs, other=0)
-        first = (start - base) * GROUP // ROWS + index
-        seq += tl.sum(((first <= tile) & (index < num_seqs)).to(tl.int32), 0)
-    start = tl.load(starts_ptr + seq)
-    first = (start - base) * GROUP // ROWS + seq
-    return seq, start, tl.load(starts_ptr + seq + 1), (tile - first) * ROWS
-
-
 @triton.jit(
     do_not_specialize=["num_seqs"],
     do_not_specialize_on_alignment=["slots_ptr", "positions_ptr", "starts_ptr", "out_ptr"],
@@ -171,10 +81,12 @@ def _prefill_kernel(
     starts_ptr,
     out_ptr,
     weight_ptr,
+    scales_ptr,
     q_stride,
     table_stride,
     num_seqs,
     scale,
+    SCALED: tl.constexpr,
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
     GROUP: tl.constexpr,
@@ -184,12 +96,12 @@ def _prefill_kernel(
     DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SHARED: tl.constexpr,
 ):
     # program (i, j, k) has part k of the keys of K/V head i of tile j from the end: the longest come first
     head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
-    _, start, row_end, first_line = _find_tile(starts_ptr, num_seqs, tile, GROUP, ROWS)
+    _, start, row_end, first_line = find_tile(starts_ptr, num_seqs, tile, GROUP, ROWS)
     num_lines = (row_end - start) * GROUP
     if first_line >= num_lines:
         return
@@ -205,12 +117,16 @@ def _prefill_kernel(
         begin = tl.maximum(lowest - WINDOW + 1, 0) // TILE * TILE
         unmasked_from = tl.cdiv(tl.maximum(end - WINDOW, 0), TILE) * TILE
     stop = end
-    if SPLITS > 1:
-        part = tl.cdiv(tl.cdiv(end - begin, TILE), SPLITS) * TILE
+    if SHARED:
+        part = tl.cdiv(tl.cdiv(end - begin, TILE), tl.num_programs(2)) * TILE
         begin += tl.program_id(2) * part
         stop = tl.minimum(begin + part, end)
     unmasked_to = tl.maximum(tl.minimum((lowest + 1) // TILE * TILE, stop), begin)
 
+    v_scale = 1.0
+    if SCALED:
+        scale *= tl.load(scales_ptr)
+        v_scale = tl.load(scales_ptr + 1)
     dims = tl.arange(0, DIM)
     row = (start + lines // GROUP).to(tl.int64)
     heads = head * GROUP + lines % GROUP
@@ -235,26 +151,30 @@ def _prefill_kernel(
         q, total, mass, top, positions, unmasked_to, stop, end, table, layer_ptr, head, scale,
         True, WINDOW, CAP, KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, TILE,
     )  # fmt: skip
-    total = total / tl.where(mass > 0, mass, 1.0)[:, None]  # zeros where a row has seen nothing
+    total = total * (v_scale / tl.where(mass > 0, mass, 1.0))[:, None]  # zeros where a row has seen nothing
     place = (row - tl.load(starts_ptr)) * (KV_HEADS * GROUP) + heads
-    if SPLITS > 1:
-        place = place * SPLITS + tl.program_id(2)
+    if SHARED:
+        place = place * tl.num_programs(2) + tl.program_id(2)
         tl.store(weight_ptr + place, top + tl.log2(tl.where(mass > 0, mass, 1.0)), mask=lines < num_lines)
     tl.store(out_ptr + place[:, None] * HEAD_DIM + dims[None, :], total, mask=inside)
 
 
-@triton.jit(do_not_specialize_on_alignment=["out_ptr"])
-def _combine_kernel(partial_ptr, weight_ptr, out_ptr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr):
+@triton.jit(do_not_specialize=["splits"], do_not_specialize_on_alignment=["out_ptr"])
+def _combine_kernel(
+    partial_ptr, weight_ptr, out_ptr, splits, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, MOST: tl.constexpr
+):
     # program i has a token and head
     place = tl.program_id(0).to(tl.int64)
-    splits, dims = tl.arange(0, SPLITS), tl.arange(0, DIM)
+    split, dims = tl.arange(0, MOST), tl.arange(0, DIM)
     in_head = dims < HEAD_DIM
-    weight = tl.load(weight_ptr + place * SPLITS + splits)
+    weight = tl.load(weight_ptr + place * splits + split, mask=split < splits, other=float("-inf"))
     top = tl.max(weight, 0)
     weight = tl.exp2(weight - tl.where(top == float("-inf"), 0.0, top))
     mass = tl.sum(weight, 0)
     parts = tl.load(
-        partial_ptr + (place * SPLITS + splits)[:, None] * HEAD_DIM + dims[None, :], mask=in_head[None, :], other=0.0
+        partial_ptr + (place * splits + split)[:, None] * HEAD_DIM + dims[None, :],
+        mask=(weight > 0)[:, None] & in_head[None, :],  # a part without keys has written none
+        other=0.0,
     )
     total = tl.sum(parts * weight[:, None], 0) / tl.where(mass > 0, mass, 1.0)
     tl.store(out_ptr + place * HEAD_DIM + dims, total, mask=in_head)
@@ -270,75 +190,90 @@ def paged_prefill(
     longest: int,
     out: Tensor,
     soft_cap: float | None = None,
+    scales: Tensor | None = None,
 ) -> None:
     """Causal attention of the rows from starts[0] on; the K and V of all of them are in the pool already.
 
     q [rows, heads, head_dim], rows may be strided; layer [num_blocks, 2, kv_heads, block_size, head_dim]. starts
     [num_seqs + 1] int32: first row of each sequence, and `rows`; the rows of one follow each other, and so do their
     positions. `window`: how many of the last keys a token sees, None all. `soft_cap`: scores become
-    soft_cap * tanh(score / soft_cap). `longest`: no position is beyond it; it only says how work is shared. out
-    [rows - starts[0], heads * head_dim], contiguous, is written whole, with zeros for sequences of no slot. Blocks,
-    positions and starts must be right: not checked on device. Raises ValueError for other shapes and dtypes.
+    soft_cap * tanh(score / soft_cap). `longest`: no position is beyond it; it only says how work is shared. `scales`:
+    of a pool of 8-bit floats, see `check_types`. out [rows - starts[0], heads * head_dim], contiguous, is written
+    whole, with zeros for sequences of no slot. Blocks, positions and starts must be right: not checked on device.
+    Raises ValueError for other shapes and dtypes.
     """
     rows, heads, head_dim = q.shape
     kv_heads, block_size = layer.shape[2], layer.shape[3]
     seqs.check(rows)
     if layer.shape[4] != head_dim or heads % kv_heads or not layer.is_contiguous():
         raise ValueError(f"q {list(q.shape)} does not fit a layer {list(layer.shape)}, or that is not contiguous")
-    if q.stride(2) != 1 or q.stride(1) != head_dim or not q.dtype == layer.dtype == out.dtype:
-        raise ValueError(f"the heads of a row must be contiguous and of the pool's dtype, got {q.stride()}, {q.dtype}")
+    check_types(q, layer, scales)
+    if q.stride(2) != 1 or q.stride(1) != head_dim:
+        raise ValueError(f"the heads of a row must be contiguous, got strides {q.stride()}")
     if starts.ndim != 1 or starts.dtype != torch.int32 or starts.stride(0) != 1:
         raise ValueError(f"starts must be [num_seqs + 1] int32, got {list(starts.shape)} {starts.dtype}")
-    if out.ndim != 2 or out.shape[1] != heads * head_dim or len(out) > rows or not out.is_contiguous():
-        raise ValueError(f"out {list(out.shape)} does not fit q {list(q.shape)}, or is not contiguous")
+    if (
+        out.ndim != 2
+        or out.shape[1] != heads * head_dim
+        or len(out) > rows
+        or not out.is_contiguous()
+        or out.dtype != q.dtype
+    ):
+        raise ValueError(f"out {list(out.shape)} {out.dtype} does not fit q {list(q.shape)}, or is not contiguous")
     num_seqs = len(starts) - 1
     if num_seqs < 1 or not len(out):
         return
+    hopper = scales is None and soft_cap is None and prefill_hopper.fits(q, layer)
     config, group = pick_config(head_dim, q.dtype), heads // kv_heads
-    tiles = len(out) * group // config.rows + num_seqs
-    splits = _num_splits(tiles * kv_heads, longest if window is None else min(window + len(out), longest))
+    lines = prefill_hopper.ROWS if hopper else config.rows
+    tiles = len(out) * group // lines + num_seqs
+    seen = longest if window is None else min(window + len(out), longest)
+    splits = _num_splits(tiles * kv_heads, seen, _PROGRAMS if hopper else 2 * _PROGRAMS)
     target, weight = out, out
     if splits > 1:
         target = torch.empty((len(out), heads, splits, head_dim), dtype=torch.float32, device=q.device)
         weight = torch.empty((len(out), heads, splits), dtype=torch.float32, device=q.device)
     dim = max(triton.next_power_of_2(head_dim), 16)
-    _prefill_kernel[(kv_heads, tiles, splits)](
-        q,
-        layer,
-        seqs.slots,
-        seqs.positions,
-        seqs.tables,
-        starts,
-        target,
-        weight,
-        q.stride(0),
-        seqs.tables.stride(0),
-        num_seqs,
-        scale if soft_cap is not None else scale * _LOG2E,
-        WINDOW=window or 0,
-        CAP=soft_cap or 0.0,
-        GROUP=group,
-        ROWS=config.rows,
-        KV_HEADS=kv_heads,
-        HEAD_DIM=head_dim,
-        DIM=dim,
-        BLOCK_SIZE=block_size,
-        TILE=config.keys,
-        SPLITS=splits,
-        num_warps=config.warps,
-        num_stages=config.stages,
-    )
+    if hopper:
+        prefill_hopper.prefill_hopper(q, layer, seqs, starts, scale, window, target, weight, splits)
+    else:
+        _prefill_kernel[(kv_heads, tiles, splits)](
+            q,
+            layer,
+            seqs.slots,
+            seqs.positions,
+            seqs.tables,
+            starts,
+            target,
+            weight,
+            q if scales is None else scales,
+            q.stride(0),
+            seqs.tables.stride(0),
+            num_seqs,
+            scale if soft_cap is not None else scale * _LOG2E,
+            SCALED=scales is not None,
+            WINDOW=window or 0,
+            CAP=soft_cap or 0.0,
+            GROUP=group,
+            ROWS=config.rows,
+            KV_HEADS=kv_heads,
+            HEAD_DIM=head_dim,
+            DIM=dim,
+            BLOCK_SIZE=block_size,
+            TILE=config.keys,
+            SHARED=splits > 1,
+            num_warps=config.warps,
+            num_stages=config.stages,
+        )
     if splits > 1:
         _combine_kernel[(len(out) * heads,)](
-            target, weight, out, HEAD_DIM=head_dim, DIM=dim, SPLITS=splits, num_warps=1
+            target, weight, out, splits, HEAD_DIM=head_dim, DIM=dim, MOST=_MOST_SPLITS, num_warps=1
         )
 
 
-def _num_splits(programs: int, longest: int) -> int:
-    """A power of two, so that there are few kernels to compile."""
-    if longest < _LONG:
-        return 1
+def _num_splits(programs: int, longest: int, most: int) -> int:
+    """Of the keys of each program, so that there are no more than `most`; a power of two."""
     splits = 1
-    while splits < _MOST_SPLITS and 2 * splits * programs <= 2 * _PROGRAMS:
+    while longest >= _LONG and splits < _MOST_SPLITS and 2 * splits * programs <= most:
         splits *= 2
     return splits

@@ -6,14 +6,21 @@ import triton.language as tl
 from torch import Tensor
 
 from blockyard.kernels.apply_rope import apply_rope_reference
-from blockyard.kernels.paged_decode import Sequences
+from blockyard.kernels.kv_types import LARGEST, check_types
+from blockyard.kernels.sequences import Sequences
 
 _TILE = 8  # heads of a program
 _FEW = 16 * 132  # with fewer heads in all, a program has one
 
 
 def rope_write_kv_reference(
-    qkv: Tensor, layer: Tensor, seqs: Sequences, rotation: Tensor | None, weight: Tensor | None, eps: float
+    qkv: Tensor,
+    layer: Tensor,
+    seqs: Sequences,
+    rotation: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+    scales: Tensor | None = None,
 ) -> None:
     kv_heads, block_size = layer.shape[2], layer.shape[3]
     heads = qkv.shape[1] - 2 * kv_heads
@@ -26,7 +33,11 @@ def rope_write_kv_reference(
     for row, (slot, position) in enumerate(zip(seqs.slots.tolist(), seqs.positions.tolist(), strict=True)):
         if slot >= 0:
             block = int(seqs.tables[slot, position // block_size])
-            layer[block, :, :, position % block_size] = qkv[row, heads:].view(2, kv_heads, -1)
+            kv = qkv[row, heads:].view(2, kv_heads, -1)
+            if scales is not None:
+                largest = LARGEST[layer.dtype]
+                kv = (kv / scales.view(2, 1, 1)).clamp(-largest, largest)
+            layer[block, :, :, position % block_size] = kv.to(layer.dtype)
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots_ptr", "positions_ptr"])
@@ -38,9 +49,11 @@ def _rope_write_kv_kernel(
     tables_ptr,
     rotation_ptr,
     weight_ptr,
+    scales_ptr,
     row_stride,
     table_stride,
     eps,
+    LARGEST: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -76,17 +89,30 @@ def _rope_write_kv_kernel(
         block = tl.load(tables_ptr + slot * table_stride + position // BLOCK_SIZE).to(tl.int64)
         lines = (block * (2 * KV_HEADS) + heads - HEADS) * BLOCK_SIZE + position % BLOCK_SIZE
         stored = inside & (heads >= HEADS)[:, None]
+        if LARGEST > 0:
+            k_scale, v_scale = tl.load(scales_ptr), tl.load(scales_ptr + 1)
+            x = x / tl.where(heads < HEADS + KV_HEADS, k_scale, v_scale)[:, None]
+            x = tl.minimum(tl.maximum(x, -LARGEST), LARGEST)
         tl.store(layer_ptr + lines[:, None] * HEAD_DIM + dims[None, :], x, mask=stored)
 
 
 def rope_write_kv(
-    qkv: Tensor, layer: Tensor, seqs: Sequences, rotation: Tensor | None, weight: Tensor | None, eps: float
+    qkv: Tensor,
+    layer: Tensor,
+    seqs: Sequences,
+    rotation: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+    scales: Tensor | None = None,
+    uniform: bool = False,
 ) -> None:
     """q and k of qkv [rows, heads + 2 * kv_heads, head_dim] are normalised by weight [heads + kv_heads, head_dim] and
     rotated by rotation [rows, 1, head_dim/2] complex64, each where given; q stays in qkv, K and V go to the pool.
 
     layer [num_blocks, 2, kv_heads, block_size, head_dim]. What is left of k in qkv is not defined. Rows of no slot
-    write no KV. Blocks and positions must be right: not checked on device. Raises ValueError for other shapes.
+    write no KV. `scales`: of a pool of 8-bit floats, see `check_types`: K and V are divided by them.
+    `uniform`: rows are rounded alike however many there are. Blocks and positions must be right: not checked on
+    device. Raises ValueError for other shapes.
     """
     rows, all_heads, head_dim = qkv.shape
     kv_heads, block_size = layer.shape[2], layer.shape[3]
@@ -94,10 +120,9 @@ def rope_write_kv(
     seqs.check(rows)
     if head_dim % 2 or layer.shape[4] != head_dim or heads < 1 or not layer.is_contiguous():
         raise ValueError(f"qkv {list(qkv.shape)} does not fit a layer {list(layer.shape)}, or that is not contiguous")
-    if qkv.stride(2) != 1 or qkv.stride(1) != head_dim or qkv.dtype != layer.dtype:
-        raise ValueError(
-            f"the heads of a row must be contiguous and of the pool's dtype, got {qkv.stride()}, {qkv.dtype}"
-        )
+    check_types(qkv, layer, scales)
+    if qkv.stride(2) != 1 or qkv.stride(1) != head_dim:
+        raise ValueError(f"the heads of a row must be contiguous, got strides {qkv.stride()}")
     if weight is not None and (weight.shape != (heads + kv_heads, head_dim) or not weight.is_contiguous()):
         raise ValueError(f"weight {list(weight.shape)} does not fit {heads + kv_heads} heads of {head_dim}")
     angles = qkv
@@ -107,7 +132,7 @@ def rope_write_kv(
         angles = torch.view_as_real(rotation.contiguous())
     if rows == 0:
         return
-    tile = 1 if rows * all_heads <= _FEW else _TILE
+    tile = 1 if rows * all_heads <= _FEW and not uniform else _TILE
     _rope_write_kv_kernel[(rows, triton.cdiv(all_heads, tile))](
         qkv,
         layer,
@@ -116,9 +141,11 @@ def rope_write_kv(
         seqs.tables,
         angles,
         qkv if weight is None else weight,
+        qkv if scales is None else scales,
         qkv.stride(0),
         seqs.tables.stride(0),
         eps,
+        LARGEST=LARGEST.get(layer.dtype, 0.0),
         HEADS=heads,
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,

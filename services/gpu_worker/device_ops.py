@@ -13,7 +13,7 @@ from blockyard.kernels.score_tokens import Scores, score_tokens
 from blockyard.kernels.slot_state import SlotState
 from blockyard.services.gpu_worker.kv_pool import KVPool
 from blockyard.services.gpu_worker.step import Attend
-from blockyard.services.gpu_worker.triton_ops import MixedAttention
+from blockyard.services.gpu_worker.triton_ops import mixed_attention
 
 
 class DeviceOps(Protocol):
@@ -58,7 +58,7 @@ class TritonDeviceOps:
     def attend(
         self, pool: KVPool, rows: Rows, tables: Tensor, starts: Tensor | None = None, num_decodes: int = 0
     ) -> Attend:
-        return MixedAttention(pool, rows.slots, rows.positions, tables, starts, num_decodes)
+        return mixed_attention(pool, rows.slots, rows.positions, tables, starts, num_decodes)
 
     def adjust(self, logits: Tensor, rows: Rows, wishes: Wishes) -> None:
         penalize_logits(logits, rows.draws, rows.index, wishes)

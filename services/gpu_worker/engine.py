@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from blockyard.services.gpu_worker import checkpoint, host_blocks
+from blockyard.services.gpu_worker import checkpoint, host_blocks, kv_scales
 from blockyard.services.gpu_worker.kv_pool import KVPool, block_bytes
 from blockyard.services.gpu_worker.memory import MemoryPlan, Need, plan_cpu, plan_cuda, plan_host
 from blockyard.services.gpu_worker.models.decoder import Model
@@ -42,7 +42,9 @@ def start(config: WorkerConfig, report: Report) -> Runner:
     folder = Path(config.model_path)
     settings = read_config(folder, config.config_overrides)
     dtype = pick_dtype(config.dtype, settings.get("dtype") or settings.get("torch_dtype"), device)
+    kv_dtype = kv_scales.pick_kv_dtype(config.kv_cache_dtype, dtype, device)
     model = find_family(settings)(settings, dtype, device)
+    scales = kv_scales.claim(model.table, model.shape.num_layers, kv_scales.from_checkpoint(config))
     max_model_len = pick_length(config.max_model_len, model.shape.max_positions)
     notes.append(f"model: {settings['architectures'][0]}, {str(dtype).removeprefix('torch.')}")
 
@@ -59,7 +61,7 @@ def start(config: WorkerConfig, report: Report) -> Runner:
         notes.extend(pick_products(model, config, device))
         need = Need(
             block_size=config.block_size,
-            block_bytes=block_bytes(model.shape, config.block_size, dtype),
+            block_bytes=block_bytes(model.shape, config.block_size, kv_dtype),
             max_model_len=max_model_len,
             max_num_seqs=config.max_num_seqs,
             window=window_of(model.shape.windows, max_model_len),
@@ -67,10 +69,11 @@ def start(config: WorkerConfig, report: Report) -> Runner:
         )
         report("planning memory", 0.0, notes)
         host_plan = plan_host(need, free_memory() // config.replicas, config.swap_space_gib)
-        plan = plan_memory(config, model, need, dtype, device, host_blocks.staging_bytes(device.type, host_plan))
+        plan = plan_memory(config, model, need, kv_dtype, device, host_blocks.staging_bytes(device.type, host_plan))
         notes.extend([*plan.notes, *host_plan.notes])
         report("reserving KV memory", 0.0, notes)
-        pool = KVPool(model.shape, plan.num_blocks, config.block_size, dtype, device)
+        pool = KVPool(model.shape, plan.num_blocks, config.block_size, kv_dtype, device)
+        notes.extend(kv_scales.give(pool, scales, config))
         store = host_blocks.make_store(host_plan, pool)
     geometry = Geometry(
         num_blocks=plan.num_blocks,

@@ -8,15 +8,21 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from blockyard.kernels.kv_types import LARGEST
 from blockyard.services.gpu_worker.models.decoder import ModelShape
 
 Ints = npt.NDArray[np.int64]
+
+_K_RANGE, _V_RANGE = 200.0, 100.0  # what vLLM takes
+_SMALLEST = 1e-6  # of the largest numbers: scales stay above 0
 
 
 class KVPool:
     """One pool of blocks for all layers, [layers, num_blocks, 2, kv_heads, block_size, head_dim].
 
-    Starts at zero and is kept finite: what lies behind a sequence's end is read and multiplied by 0.
+    Starts at zero and is kept finite: what lies behind a sequence's end is read and multiplied by 0. In 8 bits it has
+    `scales` [layers, 2] float32, what stored K and V are multiplied by; while `scales_pending`, the next step with a
+    prefill sets them.
     """
 
     def __init__(
@@ -24,6 +30,9 @@ class KVPool:
     ) -> None:
         self.shape, self.num_blocks, self.block_size, self.device = shape, num_blocks, block_size, device
         self.dtype = dtype
+        self.scales = torch.ones((shape.num_layers, 2), device=device) if dtype in LARGEST else None
+        self.scales_pending = False
+        self.batch_invariant = False  # read so that a row's result depends on that row alone
         size = (shape.num_layers, num_blocks, 2, shape.kv_heads, block_size, shape.head_dim)
         self._pages: mmap.mmap | None = None  # of a pool in host memory
         self.memory = self._zeros(size)
@@ -52,11 +61,22 @@ class KVPool:
         self._pages = mmap.mmap(-1, max(1, num_bytes), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         return torch.from_numpy(np.frombuffer(self._pages, np.uint8, num_bytes)).view(self.dtype).view(size)
 
+    def measure_scales(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """From the K and V of a prompt, so that the largest are this far from the middle: room for larger ones."""
+        assert self.scales is not None
+        self.scales[layer, 0] = keys.abs().max().float().clamp_min(_SMALLEST) / _K_RANGE
+        self.scales[layer, 1] = values.abs().max().float().clamp_min(_SMALLEST) / _V_RANGE
+        if layer == self.shape.num_layers - 1:
+            self.scales_pending = False
+
     @torch.inference_mode()
     def scrub(self, blocks: Ints) -> None:
         """Replaces what is not finite, before it reaches a later owner of these blocks."""
         index = torch.from_numpy(blocks).to(self.device)
-        self.memory[:, index] = torch.nan_to_num(self.memory[:, index], posinf=0.0, neginf=0.0)
+        values = self.memory[:, index]
+        if self.scales is not None:
+            values = values.float()
+        self.memory[:, index] = torch.nan_to_num(values, posinf=0.0, neginf=0.0).to(self.dtype)
 
 
 def block_bytes(shape: ModelShape, block_size: int, dtype: torch.dtype) -> int:

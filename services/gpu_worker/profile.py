@@ -11,31 +11,34 @@ from blockyard.services.gpu_worker.sampler.draw import Limits, Noise, draw_limit
 from blockyard.services.gpu_worker.step import Step
 
 WORKSPACE = 256 << 20  # libraries' own memory, and fragments
+FEW = 2  # tokens of a prefill whose keys several programs share
 
 
 def peak_bytes(model: Model, tokens: int, need: Need, dtype: torch.dtype, device: torch.device) -> int:
-    """Of the largest prefill at the end of the longest context, then of sampling the most rows; cuda only.
-
-    The context's blocks are a few that repeat: what is read is as large as it can be, what is held is not.
-    """
-    size, length = need.block_size, need.max_model_len
-    blocks = blocks_of(tokens, size)
-    pool = KVPool(model.shape, blocks, size, dtype, device)
+    """Of the largest prefill, then of sampling the most rows; cuda only. Attention reads the pool where it lies: how
+    much was computed before does not matter. Kernels that steps with prefill need are compiled on the way."""
+    pool = KVPool(model.shape, blocks_of(tokens, need.block_size), need.block_size, dtype, device)
     held = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    positions = torch.arange(length - tokens, length, device=device)
-    table = torch.arange(blocks_of(length, size), dtype=torch.int32, device=device)[None] % blocks
-    slots, starts = torch.zeros_like(positions), torch.tensor([0, tokens], dtype=torch.int32, device=device)
-    triton_ops = importlib.import_module("blockyard.services.gpu_worker.triton_ops")  # for a GPU alone
-    attend = triton_ops.MixedAttention(pool, slots, positions, table, starts)
-    hidden = model.forward(Step(torch.zeros_like(positions), positions, attend))
-    del attend
+    hidden = _prefill(model, pool, tokens, need.max_model_len)
     _sample(model.logits(hidden[-min(need.max_num_seqs, tokens) :]).float())
+    _prefill(model, pool, min(tokens, FEW), need.max_model_len)
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - held
     del pool, hidden
     torch.cuda.empty_cache()
     return peak + WORKSPACE
+
+
+def _prefill(model: Model, pool: KVPool, tokens: int, longest: int) -> torch.Tensor:
+    """Triton is loaded by name: this module is imported on CPU too."""
+    ops = importlib.import_module("blockyard.services.gpu_worker.triton_ops")
+    positions = torch.arange(tokens, device=pool.device)
+    slots = torch.zeros_like(positions)
+    tables = torch.arange(pool.num_blocks, dtype=torch.int32, device=pool.device)[None]
+    starts = torch.tensor([0, tokens], dtype=torch.int32, device=pool.device)
+    attend = ops.mixed_attention(pool, slots, positions, tables, starts, longest=longest)
+    return model.forward(Step(slots, positions, attend))
 
 
 def _sample(logits: torch.Tensor) -> None:

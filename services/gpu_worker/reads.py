@@ -10,6 +10,8 @@ from blockyard.services.gpu_worker import kept_kv
 from blockyard.services.gpu_worker.attention import Decodes, PagedAttention, Prefill, Reads
 from blockyard.services.gpu_worker.kept_kv import KeptKV
 from blockyard.services.gpu_worker.kv_pool import KVPool
+from blockyard.services.gpu_worker.row_by_row import RowByRow
+from blockyard.services.gpu_worker.step import Attend
 
 Ints = npt.NDArray[np.int64]
 
@@ -54,11 +56,13 @@ class ReadPlanner:
 
     def attention(
         self, blocks: Ints, offsets: Ints, tables: Ints, counts: Ints, lengths: Ints, owners: Ints, num_decodes: int
-    ) -> PagedAttention:
+    ) -> Attend:
         """blocks, offsets [tokens] say where K and V go; the rest, [seqs], what is read: tables [seqs, blocks],
         counts of new tokens, lengths with them, and owners, a number that no other sequence has until `forget`.
         The first `num_decodes` sequences have one new token each."""
         pool = self._pool
+        if pool.batch_invariant:
+            return RowByRow(pool, blocks, offsets, tables, counts, lengths)
         rows = row_index(blocks, offsets, pool.shape.kv_heads, pool.block_size)
         reads = {}
         for window in self._windows:

@@ -1,12 +1,17 @@
 """A decoder's steps on a GPU, as Triton kernels. Loaded by name, on a GPU alone."""
 
+import torch
 from torch import Tensor
 
 from blockyard.kernels.add_rms_norm import add_rms_norm
-from blockyard.kernels.paged_decode import Sequences, paged_decode
+from blockyard.kernels.apply_rope import apply_rope_reference
+from blockyard.kernels.cut_decodes import Pieces
+from blockyard.kernels.invariant_attention import invariant_attention
+from blockyard.kernels.paged_decode import cut, paged_decode
 from blockyard.kernels.paged_prefill import paged_prefill
 from blockyard.kernels.rms_norm import RMSNorm
 from blockyard.kernels.rope_write_kv import rope_write_kv
+from blockyard.kernels.sequences import Sequences
 from blockyard.kernels.silu_mul import silu_mul
 from blockyard.services.gpu_worker.kv_pool import KVPool
 
@@ -43,17 +48,74 @@ class MixedAttention:
         self._num_decodes = len(slots) if starts is None else num_decodes
         self._decodes = Sequences(slots[: self._num_decodes], positions[: self._num_decodes], tables)
         self._longest = longest or tables.shape[1] * pool.block_size
+        self._pieces: dict[int | None, Pieces] = {}  # of each window
 
     def __call__(self, layer: int, qkv: Tensor, rotation: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:
         memory, shape, num_decodes = self._pool.memory[layer], self._shape, self._num_decodes
+        scales = self._scales(layer, qkv, rotation, norm)
         weight, eps = (norm.weight, norm.eps) if norm is not None else (None, 0.0)
-        rope_write_kv(qkv, memory, self._seqs, rotation, weight, eps)
+        rope_write_kv(qkv, memory, self._seqs, rotation, weight, eps, scales, uniform=self._pool.batch_invariant)
         q, window = qkv[:, : shape.num_heads], shape.windows[layer]
         out = qkv.new_empty((len(qkv), shape.num_heads * shape.head_dim))
         if num_decodes:
-            q_decodes, out_decodes = q[:num_decodes], out[:num_decodes]
-            paged_decode(q_decodes, memory, self._decodes, shape.scale, window, self._longest, out_decodes)
+            self._decode(q[:num_decodes], memory, window, out[:num_decodes], scales)
         if self._starts is not None:
-            out_prefills = out[num_decodes:]
-            paged_prefill(q, memory, self._seqs, self._starts, shape.scale, window, self._longest, out_prefills)
+            self._prefill(q, memory, window, out[num_decodes:], scales)
         return out
+
+    def _decode(self, q: Tensor, memory: Tensor, window: int | None, out: Tensor, scales: Tensor | None) -> None:
+        seqs, longest = self._decodes, self._longest
+        if window not in self._pieces:  # the first layer of a window cuts for all
+            self._pieces[window] = cut(q, memory, seqs, window, longest)
+        pieces = self._pieces[window]
+        paged_decode(q, memory, seqs, self._shape.scale, window, longest, out, pieces=pieces, scales=scales)
+
+    def _prefill(self, q: Tensor, memory: Tensor, window: int | None, out: Tensor, scales: Tensor | None) -> None:
+        seqs, starts, longest = self._seqs, self._starts, self._longest
+        assert starts is not None
+        paged_prefill(q, memory, seqs, starts, self._shape.scale, window, longest, out, scales=scales)
+
+    def _scales(self, layer: int, qkv: Tensor, rotation: Tensor | None, norm: RMSNorm | None) -> Tensor | None:
+        """[2], of K and V stored in 8 bits."""
+        pool = self._pool
+        if pool.scales is None:
+            return None
+        if pool.scales_pending and self._starts is not None:
+            heads, rotated = self._shape.num_heads, self._shape.num_heads + self._shape.kv_heads
+            qk = qkv[:, :rotated].clone() if norm is None else norm(qkv[:, :rotated])
+            if rotation is not None:
+                apply_rope_reference(qk, rotation)
+            pool.measure_scales(layer, qk[:, heads:], qkv[:, rotated:])
+        return pool.scales[layer]
+
+
+class InvariantAttention(MixedAttention):
+    """What a row gets is a function of that row alone, to the last bit: --batch-invariant."""
+
+    def _decode(self, q: Tensor, memory: Tensor, window: int | None, out: Tensor, scales: Tensor | None) -> None:
+        seqs, reach = self._decodes, self._reach()
+        starts = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
+        invariant_attention(q, memory, seqs, starts, self._shape.scale, window, reach, out, True, scales=scales)
+
+    def _prefill(self, q: Tensor, memory: Tensor, window: int | None, out: Tensor, scales: Tensor | None) -> None:
+        seqs, starts, reach = self._seqs, self._starts, self._reach()
+        assert starts is not None
+        invariant_attention(q, memory, seqs, starts, self._shape.scale, window, reach, out, False, scales=scales)
+
+    def _reach(self) -> int:
+        """Splits are as long as this asks for: it may not depend on what a step is known to need."""
+        return self._seqs.tables.shape[1] * self._pool.block_size
+
+
+def mixed_attention(
+    pool: KVPool,
+    slots: Tensor,
+    positions: Tensor,
+    tables: Tensor,
+    starts: Tensor | None = None,
+    num_decodes: int = 0,
+    longest: int | None = None,
+) -> MixedAttention:
+    """As the pool is to be read."""
+    kind = InvariantAttention if pool.batch_invariant else MixedAttention
+    return kind(pool, slots, positions, tables, starts, num_decodes, longest)

@@ -26,6 +26,7 @@ class WeightTable:
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype, self.device = dtype, device
         self.places: dict[str, Place] = {}
+        self.numbers: dict[str, Tensor] = {}  # single ones, which a checkpoint may have or not
         self.size_bytes = 0
         self._ignored: set[str] = set()
         self._ignored_suffixes: tuple[str, ...] = ()
@@ -78,7 +79,7 @@ class WeightTable:
 
     def wants(self, name: str) -> bool:
         """Raises LoadError for a name that the model has no use for."""
-        if self._known(name) in self.places:
+        if self._known(name) in self.places or self._known(name) in self.numbers:
             return True
         if name in self._ignored or name.endswith(self._ignored_suffixes):
             return False
@@ -87,6 +88,11 @@ class WeightTable:
     def put(self, name: str, value: Tensor) -> None:
         """Copies one weight in, converting it. Raises LoadError if the shape is not the config's."""
         name = self._known(name)
+        if name in self.numbers:
+            if value.numel() != 1:
+                raise LoadError(f"{name}: the checkpoint has {list(value.shape)}, expected one number")
+            self.numbers[name].copy_(value.reshape(()))
+            return
         place = self.places[name]
         if tuple(value.shape) != place.shape:
             raise LoadError(f"{name}: the checkpoint has {list(value.shape)}, config.json means {list(place.shape)}")
@@ -95,7 +101,8 @@ class WeightTable:
 
     def _known(self, name: str) -> str:
         """Checkpoints of a bare decoder leave the first word out."""
-        return f"model.{name}" if f"model.{name}" in self.places else name
+        longer = f"model.{name}"
+        return longer if longer in self.places or longer in self.numbers else name
 
     def check_complete(self) -> None:
         missing = sorted(self.places.keys() - self._loaded)

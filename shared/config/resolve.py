@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from blockyard.shared.config import host_memory
+from blockyard.shared.config import host_memory, kv_cache
 from blockyard.shared.config.checkpoint import (
     Checkpoint,
     config_overrides,
@@ -158,6 +158,7 @@ def scheduler(values: Values, model: Checkpoint, process: ProcessConfig) -> Sche
 
 
 def worker(values: Values, model: Checkpoint, process: ProcessConfig) -> WorkerConfig:
+    kv_cache.check(values)
     fields = _fields(values, "worker")
     fields["mock"]["vocab_size"] = fields["mock"]["vocab_size"] or model.config.get("vocab_size", 0)
     fields["mock"]["max_model_len"] = model_length(model.config) or MOCK_LENGTH
@@ -193,7 +194,7 @@ def workers(values: Values, model: Checkpoint, process: Callable[[str], ProcessC
 def block_scope(values: Values, model: Checkpoint) -> str:
     """What else than tokens the KV of a block depends on: tokenizers and scheduler must have the same."""
     overrides = msgspec.json.encode(config_overrides(values)).decode()
-    return "|".join([model.name, model.revision, values.get("kv-cache-dtype", str), overrides])
+    return "|".join([model.name, model.revision, kv_cache.scope(values), overrides])
 
 
 def served_names(values: Values) -> list[str]:

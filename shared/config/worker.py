@@ -50,6 +50,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     enforce_eager: bool = False  # no CUDA graphs
     graph_sizes: list[int] = []  # rows of decode steps that have graphs; empty: a ladder up to max_num_seqs
     batch_invariant: bool = False  # a row's logits follow from that row alone
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"
+    kv_scales_path: str | None = None  # JSON file
+    calculate_kv_scales: bool = False  # from the first prompt
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):

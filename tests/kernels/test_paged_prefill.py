@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from blockyard.kernels import paged_prefill as file
-from blockyard.kernels.paged_decode import Sequences
 from blockyard.kernels.paged_prefill import paged_prefill, paged_prefill_reference
+from blockyard.kernels.sequences import Sequences
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ERROR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # norm of the difference over the norm
@@ -131,10 +131,11 @@ def test_tiles_are_shared(window: int | None, dtype: torch.dtype, monkeypatch: p
 
 
 def test_splits_by_work() -> None:
-    assert file._num_splits(32, 16_000) == 8
-    assert file._num_splits(32, 500) == 1
-    assert file._num_splits(200, 16_000) == 1
-    assert file._num_splits(1, 16_000) == file._MOST_SPLITS
+    assert file._num_splits(32, 16_000, 264) == 8
+    assert file._num_splits(32, 16_000, 132) == 4
+    assert file._num_splits(32, 500, 264) == 1
+    assert file._num_splits(200, 16_000, 264) == 1
+    assert file._num_splits(1, 16_000, 264) == file._MOST_SPLITS
 
 
 def test_what_does_not_fit_is_refused() -> None:

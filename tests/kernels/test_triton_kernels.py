@@ -7,12 +7,15 @@ import torch
 from torch import Tensor
 
 from blockyard.kernels import add_rms_norm as norm_file
+from blockyard.kernels import cut_decodes as cut_file
 from blockyard.kernels import paged_decode as decode_file
 from blockyard.kernels import rope_write_kv as rope_file
 from blockyard.kernels import silu_mul as silu_file
 from blockyard.kernels.add_rms_norm import add_rms_norm, add_rms_norm_reference
-from blockyard.kernels.paged_decode import Sequences, paged_decode, paged_decode_reference
+from blockyard.kernels.cut_decodes import cut_decodes
+from blockyard.kernels.paged_decode import paged_decode, paged_decode_reference
 from blockyard.kernels.rope_write_kv import rope_write_kv, rope_write_kv_reference
+from blockyard.kernels.sequences import Sequences
 from blockyard.kernels.silu_mul import silu_mul, silu_mul_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -26,13 +29,14 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(int.from_bytes(torch.randint(256, (4,)).numpy().tobytes()[:1]))
 
     def empty(*args: Any, **kwargs: Any) -> Tensor:
-        return torch.full(*args, float("nan"), **kwargs)
+        floats = kwargs["dtype"].is_floating_point
+        return torch.full(args[0] if isinstance(args[0], tuple) else args, float("nan") if floats else -99, **kwargs)
 
     class Torch:
         def __getattr__(self, name: str) -> Any:
             return empty if name == "empty" else getattr(torch, name)
 
-    for file in (norm_file, decode_file, silu_file):
+    for file in (norm_file, cut_file, decode_file, silu_file):
         monkeypatch.setattr(file, "torch", Torch())
 
 
@@ -122,20 +126,60 @@ def test_paged_decode(
     assert_close(paged_decode(q, layer, seqs, 0.2, window, longest=400), want, dtype)
 
 
-def test_splits_of_a_row_do_not_depend_on_the_others() -> None:
-    """One row alone and in company: the same bits, though fewer programs share the work."""
-    lengths = [290] * 3
-    seqs = sequences(lengths, 16, 90)
-    layer = pool_layer(seqs, 90, 1, 16, 16).to(DEVICE)
-    q = torch.randn(3, 1, 16, device=DEVICE)
-    before = decode_file._PROGRAMS
-    try:
-        decode_file._PROGRAMS = 3
-        together = paged_decode(q, layer, seqs, 0.2, None, longest=400)
-    finally:
-        decode_file._PROGRAMS = before
-    alone = Sequences(seqs.slots[1:2], seqs.positions[1:2], seqs.tables)
-    assert torch.equal(paged_decode(q[1:2], layer, alone, 0.2, None, longest=400)[0], together[1])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 200])
+def test_pieces_are_put_together_layer_by_layer(window: int | None, dtype: torch.dtype) -> None:
+    """What is kept for all layers serves the second as it did the first; one row has many pieces, one has none."""
+    seqs = sequences([1200, 0, 70], 16, 240)
+    q = torch.randn(3, 3, 24, device=DEVICE).to(dtype)
+    layers = [pool_layer(seqs, 240, 1, 16, 24).to(DEVICE, dtype) for _ in range(2)]
+    pieces = cut_decodes(seqs, 3, 1, 24, window, 1300, programs=5)
+    assert int(pieces.count) > 6
+    for layer in layers:
+        want = paged_decode_reference(q.double(), layer.double(), seqs, 0.2, window)
+        assert_close(paged_decode(q, layer, seqs, 0.2, window, 1300, pieces=pieces), want, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_decode_scores_are_capped(dtype: torch.dtype) -> None:
+    seqs = sequences([90, 3], 8, 90)
+    layer = pool_layer(seqs, 90, 2, 8, 16).to(DEVICE, dtype)
+    q = torch.randn(2, 4, 16, device=DEVICE).to(dtype)
+    want = paged_decode_reference(q.double(), layer.double(), seqs, 0.2, None, soft_cap=0.5)
+    assert_close(paged_decode(q, layer, seqs, 0.2, None, longest=400, soft_cap=0.5), want, dtype)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "window", "programs"),
+    [
+        ([131072, *[4096] * 31], None, 49),
+        ([300], None, 49),
+        ([0, 1, 64, 65, 0, 5000], 1000, 3),
+        ([0], None, 8),
+        ([7000, 129, 1], None, 1),
+    ],
+)
+def test_pieces_cover_every_key_once(lengths: list[int], window: int | None, programs: int) -> None:
+    positions = torch.tensor([max(n - 1, 0) for n in lengths], device=DEVICE)
+    slots = torch.tensor([5 * i if n else -1 for i, n in enumerate(lengths)], device=DEVICE)
+    seqs = Sequences(slots, positions, torch.zeros(1, 1, dtype=torch.int32, device=DEVICE))
+    pieces = cut_decodes(seqs, 4, 2, 16, window, max(*lengths, 1), programs)
+    count = int(pieces.count)
+    assert count <= pieces.fields.shape[1]
+    found: dict[int, list[tuple[int, int]]] = {row: [] for row in range(len(lengths))}
+    for i, (row, slot, begin, stop, parts) in enumerate(pieces.fields[:, :count].T.tolist()):
+        assert slot == slots[row]
+        base = int(pieces.of_row[0, row])
+        assert parts == pieces.of_row[1, row]
+        assert base + len(found[row]) == i < base + parts
+        found[row].append((begin, stop))
+    for row, length in enumerate(lengths):
+        edges = [found[row][0][0], *(stop for _, stop in found[row])]
+        assert edges == sorted(edges)
+        assert [begin for begin, _ in found[row]] == edges[:-1], "each begins where the one before ends"
+        assert (edges[0], edges[-1]) == (max(length - (window or length), 0), length)
+    fair = sum(min(n, window or n) for n in lengths) * 2 / programs
+    assert max(stop - begin for its in found.values() for begin, stop in its) <= max(fair, cut_file.LEAST) + 64
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -125,12 +125,24 @@ LOADING = (
         "kv-cache-dtype",
         Kind.TEXT,
         "auto",
-        "Type of the KV cache; auto: the model's.",
-        choices=("auto",),
-        refused_values=dict.fromkeys(("fp8", "fp8_e5m2", "fp8_e4m3"), not_built("KV in 8 bits")),
+        "Type of the KV cache; auto: the model's; fp8 is fp8_e4m3. 8 bits need a GPU.",
+        ("worker.kv_cache_dtype",),
+        choices=("auto", "fp8", "fp8_e4m3", "fp8_e5m2"),
     ),
-    Flag("quantization-param-path", Kind.TEXT, None, "File of KV scales.", refused=not_built("KV in 8 bits")),
-    Flag("calculate-kv-scales", Kind.BOOL, False, "Compute KV scales.", refused=not_built("KV in 8 bits")),
+    Flag(
+        "quantization-param-path",
+        Kind.TEXT,
+        None,
+        "JSON file of KV scales; without it the checkpoint's, or 1.",
+        ("worker.kv_scales_path",),
+    ),
+    Flag(
+        "calculate-kv-scales",
+        Kind.BOOL,
+        False,
+        "Compute KV scales from the first prompt.",
+        ("worker.calculate_kv_scales",),
+    ),
 )
 
 TOKENIZER = (

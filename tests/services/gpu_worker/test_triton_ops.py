@@ -3,21 +3,23 @@
 import pytest
 import torch
 
-from blockyard.kernels.paged_decode import Sequences
 from blockyard.kernels.paged_prefill import paged_prefill_reference
 from blockyard.kernels.rms_norm import RMSNorm
 from blockyard.kernels.rope_write_kv import rope_write_kv_reference
+from blockyard.kernels.sequences import Sequences
 from blockyard.services.gpu_worker.kv_pool import KVPool
 from blockyard.services.gpu_worker.models.decoder import ModelShape
-from blockyard.services.gpu_worker.triton_ops import MixedAttention
+from blockyard.services.gpu_worker.triton_ops import InvariantAttention, mixed_attention
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HEADS, KV_HEADS, DIM, SIZE = 4, 2, 16, 4
 WINDOWS = (None, 6)
 
 
-@pytest.mark.parametrize(("num_decodes", "counts"), [(0, (5, 3)), (2, (3,)), (2, ())])
-def test_decodes_and_prefills_in_one_step(num_decodes: int, counts: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("num_decodes", "counts", "invariant"), [(0, (5, 3), False), (2, (3,), False), (2, (), False), (2, (3,), True)]
+)
+def test_decodes_and_prefills_in_one_step(num_decodes: int, counts: tuple[int, ...], invariant: bool) -> None:
     """Everything that was there before is known, the last sequence has no slot any more."""
     shape = ModelShape(
         vocab_size=10,
@@ -40,11 +42,13 @@ def test_decodes_and_prefills_in_one_step(num_decodes: int, counts: tuple[int, .
     starts = torch.cat((first, sizes.sum()[None])).int().to(DEVICE)
     pool = KVPool(shape, 90, SIZE, torch.float32, DEVICE)
     pool.memory.normal_()
+    pool.batch_invariant = invariant
     want_memory = pool.memory.clone()
     seqs = Sequences(slots.repeat_interleave(sizes).to(DEVICE), positions.to(DEVICE), tables)
-    attend = MixedAttention(
+    attend = mixed_attention(
         pool, seqs.slots, seqs.positions, tables, starts[num_decodes:] if counts else None, num_decodes
     )
+    assert isinstance(attend, InvariantAttention) == invariant
     angles = torch.randn(len(positions), 1, DIM // 2)
     rotation = torch.polar(torch.ones_like(angles), angles).to(DEVICE)
     norm = RMSNorm(torch.randn(HEADS + KV_HEADS, DIM, device=DEVICE), 1e-6)

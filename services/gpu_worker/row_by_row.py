@@ -1,0 +1,49 @@
+"""Attention on CPU in which a row's result is a function of that row alone: --batch-invariant.
+
+Products of several rows are rounded as their number asks for, so each row has products of its own, with exactly the
+keys that it sees, copied to where nothing else lies.
+"""
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from blockyard.kernels.apply_rope import apply_rope_reference
+from blockyard.kernels.paged_attention import row_index, write_kv_reference
+from blockyard.kernels.rms_norm import RMSNorm
+from blockyard.services.gpu_worker.kv_pool import KVPool
+
+Ints = npt.NDArray[np.int64]
+
+
+class RowByRow:
+    """For `Step.attend`."""
+
+    def __init__(self, pool: KVPool, blocks: Ints, offsets: Ints, tables: Ints, counts: Ints, lengths: Ints) -> None:
+        """As in `ReadPlanner.attention`."""
+        self._pool, self._shape = pool, pool.shape
+        self._rows = torch.from_numpy(row_index(blocks, offsets, pool.shape.kv_heads, pool.block_size))
+        self._seqs = list(zip(tables, counts.tolist(), lengths.tolist(), strict=True))
+
+    def __call__(self, layer: int, qkv: Tensor, rotation: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:
+        heads, rotated = self._shape.num_heads, self._shape.num_heads + self._shape.kv_heads
+        qk = qkv[:, :rotated]
+        if norm is not None:
+            qk = torch.cat([norm(row) for row in qk.split(1)])
+        if rotation is not None:
+            apply_rope_reference(qk, rotation)
+        write_kv_reference(self._pool.rows[layer], self._rows, torch.cat((qk[:, heads:], qkv[:, rotated:]), 1))
+        out = qkv.new_empty((len(qkv), heads, self._shape.head_dim))
+        row, window = 0, self._shape.windows[layer]
+        for table, count, length in self._seqs:
+            blocks = torch.from_numpy(table[: -(-length // self._pool.block_size)])
+            known = self._pool.memory[layer][blocks].permute(1, 2, 0, 3, 4).flatten(2, 3)  # [2, kv_heads, tokens, dim]
+            for end in range(length - count + 1, length + 1):
+                first = 0 if window is None else max(end - window, 0)
+                keys, values = known[:, :, first:end].contiguous().unbind(0)
+                q = qk[row, :heads].reshape(self._shape.kv_heads, -1, self._shape.head_dim)
+                shares = torch.softmax(q @ keys.mT * self._shape.scale, -1)
+                out[row] = (shares @ values).view(heads, -1)
+                row += 1
+        return out.flatten(1)

@@ -1,0 +1,70 @@
+"""On CPU with --batch-invariant: the same bits in any company and in any chunks, and the right ones."""
+
+import numpy as np
+import pytest
+import torch
+
+from blockyard.kernels.rms_norm import RMSNorm
+from blockyard.services.gpu_worker.kv_pool import KVPool
+from blockyard.services.gpu_worker.models.decoder import ModelShape
+from blockyard.services.gpu_worker.reads import ReadPlanner
+
+LENGTH, SIZE, HEADS, KV_HEADS, DIM = 70, 16, 4, 2, 32
+WINDOWS = (None, 20)
+SHAPE = ModelShape(
+    vocab_size=10,
+    num_layers=2,
+    num_heads=HEADS,
+    kv_heads=KV_HEADS,
+    head_dim=DIM,
+    max_positions=128,
+    scale=DIM**-0.5,
+    windows=WINDOWS,
+)
+
+
+class Rig:
+    """One sequence of interest in blocks 0 to 7, others beside it in the blocks behind."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        torch.manual_seed(3)
+        self.pool = KVPool(SHAPE, 40, SIZE, dtype, torch.device("cpu"))
+        self.planner = ReadPlanner(self.pool)
+        self.qkv = torch.randn(LENGTH, HEADS + 2 * KV_HEADS, DIM).to(dtype)
+        angles = torch.randn(LENGTH, 1, DIM // 2)
+        self.rotation = torch.polar(torch.ones_like(angles), angles)
+        self.norm = RMSNorm(torch.randn(HEADS + KV_HEADS, DIM).to(dtype), 1e-6)
+
+    def step(self, spans: list[tuple[int, int]], layer: int) -> list[torch.Tensor]:
+        """Computes such tokens of sequences 0, 1, ...: all are the same one, in blocks of their own."""
+        order = sorted(range(len(spans)), key=lambda i: spans[i][1] - spans[i][0] > 1)
+        begins, counts = (np.array([f(*spans[i]) for i in order]) for f in (lambda a, b: a, lambda a, b: b - a))
+        positions = np.concatenate([np.arange(*spans[i]) for i in order])
+        tables = np.stack([np.arange(8) + 8 * i for i in order])
+        rows = np.repeat(np.arange(len(order)), counts)
+        attend = self.planner.attention(
+            tables[rows, positions // SIZE],
+            positions % SIZE,
+            tables,
+            counts,
+            begins + counts,
+            np.array(order) + 1,
+            int((counts == 1).sum()),
+        )
+        out = attend(layer, self.qkv[positions].clone(), self.rotation[positions], self.norm)
+        parts = dict(zip(order, out.split(counts.tolist()), strict=True))
+        return [parts[i] for i in range(len(spans))]
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_same_bits(dtype: torch.dtype, layer: int) -> None:
+    usual, rig = Rig(dtype), Rig(dtype)
+    rig.pool.batch_invariant = True
+    (whole,) = rig.step([(0, LENGTH)], layer)
+    (want,) = usual.step([(0, LENGTH)], layer)
+    torch.testing.assert_close(whole, want, atol=1e-5 if dtype == torch.float32 else 2e-2, rtol=1e-2)
+    chunks = [rig.step([span], layer)[0] for span in ((0, 31), (31, 32), (32, 61))]
+    first, *_ = rig.step([(61, 62), (0, 1), (0, 17), (0, 1)], layer)
+    rest = [rig.step([(at, at + 1), (1, 9), (1, 2)], layer)[0] for at in range(62, LENGTH)]
+    assert torch.equal(torch.cat([*chunks, first, *rest]), whole)
