@@ -207,6 +207,7 @@ def graph_bytes(model: Model, need: Need, dtype: torch.dtype) -> int:
     held = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     pool = KVPool(model.shape, 1, need.block_size, dtype, device)
+    pool.batch_invariant = need.batch_invariant
     steps = DecodeSteps(model, pool, capacity, need.max_model_len, [0])
     output = steps.forward(capacity)
     steps.sample(capacity, output, asked=True)

@@ -66,6 +66,7 @@ def start(config: WorkerConfig, report: Report) -> Runner:
             max_num_seqs=config.max_num_seqs,
             window=window_of(model.shape.windows, max_model_len),
             max_step_tokens=config.max_num_batched_tokens,
+            batch_invariant=config.batch_invariant,
         )
         report("planning memory", 0.0, notes)
         host_plan = plan_host(need, free_memory() // config.replicas, config.swap_space_gib)
@@ -73,6 +74,7 @@ def start(config: WorkerConfig, report: Report) -> Runner:
         notes.extend([*plan.notes, *host_plan.notes])
         report("reserving KV memory", 0.0, notes)
         pool = KVPool(model.shape, plan.num_blocks, config.block_size, kv_dtype, device)
+        pool.batch_invariant = config.batch_invariant
         notes.extend(kv_scales.give(pool, scales, config))
         store = host_blocks.make_store(host_plan, pool)
     geometry = Geometry(

@@ -20,6 +20,7 @@ class Need:
     max_num_seqs: int
     window: int | None = None  # tokens that any layer sees at most; None: all
     max_step_tokens: int = 0  # counts where there is a window
+    batch_invariant: bool = False
 
     @property
     def tokens_held(self) -> int:

@@ -18,6 +18,7 @@ def peak_bytes(model: Model, tokens: int, need: Need, dtype: torch.dtype, device
     """Of the largest prefill, then of sampling the most rows; cuda only. Attention reads the pool where it lies: how
     much was computed before does not matter. Kernels that steps with prefill need are compiled on the way."""
     pool = KVPool(model.shape, blocks_of(tokens, need.block_size), need.block_size, dtype, device)
+    pool.batch_invariant = need.batch_invariant
     held = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     hidden = _prefill(model, pool, tokens, need.max_model_len)

@@ -30,7 +30,7 @@ class RowByRow:
         heads, rotated = self._shape.num_heads, self._shape.num_heads + self._shape.kv_heads
         qk = qkv[:, :rotated]
         if norm is not None:
-            qk = torch.cat([norm(row) for row in qk.split(1)])
+            qk = torch.cat([norm(qk[i : i + 1]) for i in range(len(qk))])
         if rotation is not None:
             apply_rope_reference(qk, rotation)
         write_kv_reference(self._pool.rows[layer], self._rows, torch.cat((qk[:, heads:], qkv[:, rotated:]), 1))

@@ -277,3 +277,28 @@ def test_compilation_levels(args: list[str], eager: bool, sizes: list[int]) -> N
 def test_compilation_levels_that_nobody_knows(value: str) -> None:
     with pytest.raises(ConfigError, match="compilation-config"):
         deploy("--compilation-config", value)
+
+
+def test_a_kv_cache_in_8_bits(tmp_path: Path) -> None:
+    file = tmp_path / "scales.json"
+    file.write_text("{}")
+    fp8 = ("--kv-cache-dtype", "fp8")
+    rings = [deploy(), deploy(*fp8), deploy(*fp8, "--calculate-kv-scales")]
+    rings.append(deploy(*fp8, "--quantization-param-path", str(file)))
+    workers = [ring.workers[0] for ring in rings]
+    assert [w.kv_cache_dtype for w in workers] == ["auto", "fp8", "fp8", "fp8"]
+    assert [(w.calculate_kv_scales, w.kv_scales_path) for w in workers[1:]] == [
+        (False, None),
+        (True, None),
+        (False, str(file)),
+    ]
+    assert len({ring.scheduler.block_scope for ring in rings}) == 4, "what one stored is not what another reads"
+    for args, message in (
+        (("--calculate-kv-scales",), "--kv-cache-dtype fp8 asks for one"),
+        (("--quantization-param-path", str(file)), "--kv-cache-dtype fp8 asks for one"),
+        ((*fp8, "--calculate-kv-scales", "--quantization-param-path", str(file)), "gives them already"),
+        ((*fp8, "--quantization-param-path", "/no/such"), "is not a file"),
+        ((*fp8, "--device", "cpu"), "need a GPU"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            deploy(*args)

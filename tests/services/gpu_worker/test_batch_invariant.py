@@ -1,0 +1,42 @@
+"""--batch-invariant: log-probabilities of a stream to the last bit, alone, in company, in chunks and preempted."""
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from plan_driver import Driver, Stream
+from tiny_models import BY_NAME, VOCAB, settings
+
+from blockyard.services.gpu_worker import engine
+from blockyard.services.gpu_worker.runner import Runner
+from blockyard.shared.messages import Sampling
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def stream(driver: Driver, length: int, preempt_at: tuple[int, ...] = ()) -> Stream:
+    prompt = np.random.default_rng(length).integers(2, VOCAB, length).tolist()
+    return driver.add(prompt, Sampling(max_tokens=6, ignore_eos=True, seed=7, num_logprobs=2), preempt_at=preempt_at)
+
+
+def run(runner: Runner, others: tuple[int, ...], chunk: int = 10**6, preempt_at: tuple[int, ...] = ()) -> bytes:
+    driver = Driver(runner, num_slots=4, seed=len(others), chunk=chunk)
+    it = stream(driver, 23, preempt_at)
+    for other in others:
+        stream(driver, other)
+    driver.run()
+    assert len(it.output) == 6
+    return msgspec.msgpack.encode((it.output, it.logprobs))
+
+
+@pytest.mark.parametrize("name", ["llama-odd", "mistral-window", "qwen3"])
+def test_a_stream_is_itself_in_any_company(name: str, tmp_path: Path) -> None:
+    BY_NAME[name].save(tmp_path)
+    config = msgspec.structs.replace(settings(tmp_path, device=DEVICE), batch_invariant=True)
+    runner = engine.start(config, lambda *_: None)
+    alone = run(runner, ())
+    assert run(runner, (5, 31, 1)) == alone
+    assert run(runner, (12,), chunk=4) == alone
+    assert run(runner, (9, 2), chunk=7, preempt_at=(2,)) == alone
