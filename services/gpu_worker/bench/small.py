@@ -5,8 +5,8 @@ from functools import partial
 import torch
 
 from blockyard.kernels.add_rms_norm import add_rms_norm
-from blockyard.kernels.paged_decode import Sequences
 from blockyard.kernels.rope_write_kv import rope_write_kv
+from blockyard.kernels.sequences import Sequences
 from blockyard.kernels.silu_mul import silu_mul
 from blockyard.services.gpu_worker.bench.row import Row, row
 from blockyard.services.gpu_worker.bench.timing import copies, graph_seconds
