@@ -2,6 +2,7 @@
 
 from array import array
 from collections import deque
+from collections.abc import Sequence
 
 from plan_driver import as_bytes
 
@@ -23,16 +24,27 @@ from blockyard.shared.messages import (
     TokenLogprobs,
 )
 
-ME, WORKER, DETOKENIZER, GATEWAY = 1, 2, 3, 4
+ME, WORKER, DETOKENIZER, GATEWAY, MORE = 1, 2, 3, 4, 5
 
 
 class CoreLoop:
-    """`outputs` by request and choice. A small pool makes it preempt; with host memory for blocks it swaps."""
+    """`outputs` by request and choice. A small pool makes it preempt; with host memory for blocks it swaps.
+
+    `more` are further worker groups beside the first.
+    """
 
     def __init__(
-        self, runner: Runner, depth: int = 1, max_num_seqs: int = 8, chunk: int = 64, **settings: object
+        self,
+        runner: Runner,
+        depth: int = 1,
+        max_num_seqs: int = 8,
+        chunk: int = 64,
+        more: Sequence[Runner] = (),
+        **settings: object,
     ) -> None:
-        self.runner, self.plans = runner, deque[StepPlan]()
+        self.runners = {WORKER: runner} | {MORE + i: other for i, other in enumerate(more)}
+        self.plans = deque[tuple[int, StepPlan]]()
+        self.num_plans = dict.fromkeys(self.runners, 0)
         self.outputs: dict[tuple[str, int], list[int]] = {}
         self.logprobs: dict[tuple[str, int], list[TokenLogprobs]] = {}
         batch = BatchLimits(max_num_seqs, chunk, depth)
@@ -43,15 +55,19 @@ class CoreLoop:
             ),
             0,
         )
-        for role, incarnation in ((Role.GPU_WORKER, WORKER), (Role.DETOKENIZER, DETOKENIZER)):
+        for role, incarnation in (*((Role.GPU_WORKER, w) for w in self.runners), (Role.DETOKENIZER, DETOKENIZER)):
             self.core.present(Member(role.value, role, incarnation, "", ready=True), 0.0)
         self.core.turn(0.0)
-        runner.reset(batch.num_slots)
-        held, host = runner.names.listed(), runner.names.host_listed()
-        self.core.handle(WORKER, Attached(WORKER, ME, runner.geometry, *held, *host), 0.0)
+        for worker, one in self.runners.items():
+            one.reset(batch.num_slots)
+            held, host = one.names.listed(), one.names.host_listed()
+            self.core.handle(worker, Attached(worker, ME, one.geometry, *held, *host), 0.0)
 
-    def add(self, request_id: str, prompt: list[int], sampling: Sampling, n: int = 1, **more: object) -> None:
-        choices = [Choice(i) for i in range(n)]
+    def add(
+        self, request_id: str, prompt: list[int], sampling: Sampling, n: int | Sequence[int] = 1, **more: object
+    ) -> None:
+        """`n` choices, or those of these indexes."""
+        choices = [Choice(i) for i in (range(n) if isinstance(n, int) else n)]
         frame = Generate(request_id, 0, "m", as_bytes(prompt), b"", sampling, TextOptions(), choices, **more)
         self.core.handle(GATEWAY, frame, 0.0)
 
@@ -59,22 +75,28 @@ class CoreLoop:
         """Until nothing is left to do."""
         self._turn()
         while self.plans:
-            plan = self.plans.popleft()
-            self.runner.launch(plan)
-            while not (done := self.runner.collect()):
-                pass
-            result = StepResult(WORKER, plan.number, done[0].slots, 0.0, 0.0, done[0].failed_fetches)
-            self.core.handle(WORKER, result, 0.0)
-            self._turn()
+            self.step()
         stats = self.core.stats()
         assert (stats.running, stats.waiting, stats.blocks_used) == (0, 0, 0)
         return stats
+
+    def step(self) -> None:
+        """The oldest plan runs and is answered."""
+        worker, plan = self.plans.popleft()
+        runner = self.runners[worker]
+        self.num_plans[worker] += 1
+        runner.launch(plan)
+        while not (done := runner.collect()):
+            pass
+        result = StepResult(worker, plan.number, done[0].slots, 0.0, 0.0, done[0].failed_fetches)
+        self.core.handle(worker, result, 0.0)
+        self._turn()
 
     def _turn(self) -> None:
         for outgoing in self.core.turn(0.0):
             frame = outgoing.frame
             if isinstance(frame, StepPlan):
-                self.plans.append(frame)
+                self.plans.append((outgoing.to, frame))
             elif isinstance(frame, TokenBatch):
                 for step in frame.steps:
                     assert not step.detail, step.detail

@@ -1,0 +1,46 @@
+"""The equality matrix at length, by hand: greedy and seeded outputs under every condition, float32 on CPU.
+
+PYTHONPATH=.src python -P tests/bench/bench_equality.py [TOKENS] [--batch-invariant]
+"""
+
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+TESTS = Path(__file__).parents[1]
+sys.path += [str(TESTS), str(TESTS / "services" / "gpu_worker")]
+
+from equality import CONDITIONS, Bench, requests  # noqa: E402 -- found by the line above
+from ties import Ties  # noqa: E402
+
+COUNT = 24  # requests of a round
+MAX_TOKENS = 60
+
+
+def main(num_tokens: int, batch_invariant: bool) -> None:
+    torch.set_num_threads(1)
+    began, round_ = time.monotonic(), 0
+    ties = {name: Ties() for name in CONDITIONS}
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(Path(folder), batch_invariant)
+        while sum(t.tokens for t in ties.values()) < num_tokens:
+            asked = requests(COUNT, MAX_TOKENS, first=round_ * COUNT)
+            expected = bench.alone(asked)
+            for name, condition in CONDITIONS.items():
+                bench.compare(name, asked, expected, condition(bench, asked), ties[name])
+            round_ += 1
+    print(f"float32, CPU, {'batch-invariant, ' if batch_invariant else ''}{time.monotonic() - began:.0f} s")
+    for name, found in ties.items():
+        print(f"{name:24} {found.tokens:9,} equal tokens, {len(found.ties)} ties {' '.join(found.ties)}")
+    total = Ties()
+    total.tokens = sum(t.tokens for t in ties.values())
+    total.ties = [tie for t in ties.values() for tie in t.ties]
+    print(total.check())
+
+
+if __name__ == "__main__":
+    numbers = [int(a.replace("_", "")) for a in sys.argv[1:] if not a.startswith("--")]
+    main(*(numbers or [200_000]), "--batch-invariant" in sys.argv)
