@@ -33,6 +33,12 @@ def test_prompts_in_one_call_equal_each_alone(llm: LLM) -> None:
     assert [o.outputs[0].text for o in together] == [text(llm, prompt, GREEDY) for prompt in prompts]
 
 
+def test_choices_that_share_a_prompt_equal_one_alone(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=40, n=3)
+    (output,) = llm.generate(CODE, params, use_tqdm=False)
+    assert [choice.text for choice in output.outputs] == [text(llm, CODE, GREEDY)] * 3
+
+
 def test_ids_and_text_are_the_same_prompt(llm: LLM) -> None:
     tokenizer = llm.get_tokenizer()
     ids = tokenizer.encode(CODE).ids

@@ -12,6 +12,7 @@ from blockyard.services.scheduler.groups import BatchLimits
 from blockyard.shared.messages import (
     Attached,
     Choice,
+    FinishReason,
     Generate,
     Member,
     Role,
@@ -46,6 +47,7 @@ class CoreLoop:
         self.plans = deque[tuple[int, StepPlan]]()
         self.num_plans = dict.fromkeys(self.runners, 0)
         self.outputs: dict[tuple[str, int], list[int]] = {}
+        self.finishes: dict[tuple[str, int], tuple[FinishReason, int | None]] = {}
         self.logprobs: dict[tuple[str, int], list[TokenLogprobs]] = {}
         batch = BatchLimits(max_num_seqs, chunk, depth)
         self.core = Scheduler(
@@ -73,7 +75,7 @@ class CoreLoop:
 
     def run(self) -> Stats:
         """Until nothing is left to do."""
-        self._turn()
+        self.turn()
         while self.plans:
             self.step()
         stats = self.core.stats()
@@ -90,9 +92,9 @@ class CoreLoop:
             pass
         result = StepResult(worker, plan.number, done[0].slots, 0.0, 0.0, done[0].failed_fetches)
         self.core.handle(worker, result, 0.0)
-        self._turn()
+        self.turn()
 
-    def _turn(self) -> None:
+    def turn(self) -> None:
         for outgoing in self.core.turn(0.0):
             frame = outgoing.frame
             if isinstance(frame, StepPlan):
@@ -104,3 +106,5 @@ class CoreLoop:
                     assert step.first == len(ids)
                     ids += array("I", step.token_ids)
                     self.logprobs.setdefault((step.request_id, step.choice), []).extend(step.logprobs)
+                    if step.finish is not None:
+                        self.finishes[step.request_id, step.choice] = (step.finish, step.stop_token)

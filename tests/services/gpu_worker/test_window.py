@@ -47,8 +47,8 @@ class Poisoned(CoreLoop):
 
     most_used = 0
 
-    def _turn(self) -> None:
-        super()._turn()
+    def turn(self) -> None:
+        super().turn()
         (group,) = self.core._groups.attached.values()
         memory = self.runner.pool.memory
         self.most_used = max(self.most_used, group.blocks.num_used)
