@@ -43,6 +43,7 @@ class CoreLoop:
         more: Sequence[Runner] = (),
         **settings: object,
     ) -> None:
+        self.runner = runner
         self.runners = {WORKER: runner} | {MORE + i: other for i, other in enumerate(more)}
         self.plans = deque[tuple[int, StepPlan]]()
         self.num_plans = dict.fromkeys(self.runners, 0)
