@@ -15,15 +15,15 @@ from torch import Tensor
 from blockyard.kernels.draw_stages import choose_kernel, scan_kernel, wide_kernel
 
 _SPAN = 128  # tokens
-_SPANS = 32  # a tile of the first kernel
-_TILE = 1024  # tokens that get noise at once: 4 a thread, as many as a counter gives words
+_SPANS = 16  # a tile of the first kernel
+_TILE = 1024  # tokens that get noise at once
 _CHUNK = 16  # spans that are gathered at once
 _MOST_SPANS = 512  # that are gathered
 _CANDIDATES = 1024
-_PROGRAMS = 64 * 132  # of the first kernel, at most
+_PROGRAMS = 8 * 132  # of the first kernel, at most
 _WIDE_PROGRAMS = 8 * 132  # of the third
 _WEIGHED = 4096  # tokens that are weighed at once
-_WARPS = (8, 4, 8)  # of the three kernels
+_WARPS = (4, 4, 8)  # of the three kernels
 _STAGES = (3, 2)  # loads under way, first and third kernel
 _SHIFT = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # low bits of a key that are always the same
 

@@ -1,7 +1,8 @@
 """Draws a token a row: the largest of logits / temperature plus noise, among what top-k, top-p and min-p leave.
 
 Nothing is sorted: where the tokens that they leave are among the few likeliest, only those get noise; else all get
-it, and the limits are tested on the winner. Which way a row takes follows from the row alone.
+it, and the limits are tested on the winner. Which way a row takes follows from the row alone. Tokens as likely as the
+last one that top-k or top-p leaves are left too, either way.
 """
 
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from blockyard.kernels.philox_gumbel import gumbel_at, gumbel_rows
 
-CANDIDATES = 64
+CANDIDATES = 80  # more than the top-k that are usual
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +68,14 @@ def _within(values: Tensor, limits: Limits, vocab_size: int) -> tuple[Tensor, Te
     least = values[:, :1] + limits.min_p.log()[:, None]
     last = (limits.top_k.clamp(max=count) - 1)[:, None]
     kept = (values >= least) & (values >= values.gather(1, last))
-    is_cut = ~kept[:, -1] | (limits.top_k <= count) | (count == vocab_size)  # min-p and top-k reach no further
+    is_cut = ~kept[:, -1] | (count == vocab_size)  # min-p and top-k reach no further
     shares = values.exp().masked_fill_(~kept, 0.0)
     mass = torch.where(is_cut, shares.sum(-1), 1.0)[:, None]
     before = shares.cumsum(-1) - shares
     top_p = limits.top_p[:, None]
-    kept &= (before < top_p * mass) | (top_p >= 1)
+    inside = kept & ((before < top_p * mass) | (top_p >= 1))
+    inside[:, 0] = True
+    kept &= values >= torch.where(inside, values, float("inf")).amin(-1, keepdim=True)
     kept[:, 0] = True
     is_plain = (limits.min_p == 0) & (limits.top_k == vocab_size)  # then the mass above is right in any case
     return kept, is_cut | (is_plain & ~kept[:, -1])

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blockyard.kernels.philox_gumbel import gumbel_rows, split_seed
+from blockyard.services.gpu_worker.sampler import draw
 from blockyard.services.gpu_worker.sampler.sampler import Sampled, Sampler
 from blockyard.services.gpu_worker.slots import Slots
 from blockyard.shared.messages import Sampling, SlotStart
@@ -211,3 +212,21 @@ def test_penalties_of_an_ended_slot_are_forgotten() -> None:
         bench.add(Sampling(max_tokens=9, temperature=0.0, repetition_penalty=50.0), [5])
         assert bench.sample(logits).token_ids == [3]
     assert len(bench.sampler._penalties._weights) == 4
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(VOCAB, 0.5), (7, 1.0), (9, 0.4)])
+def test_equal_logits_stay_together_whichever_way_a_row_takes(
+    top_k: int, top_p: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = 40
+    logits = torch.randint(-3, 4, (rows, VOCAB), generator=torch.Generator().manual_seed(3)).float()
+    logits[:, 5] = 5.0
+    limits = draw.Limits(torch.full((rows,), top_k), torch.full((rows,), top_p), torch.zeros(rows))
+    key = torch.tensor([split_seed(s) for s in range(rows)]).T
+    drawn = []
+    for candidates in (4, draw.CANDIDATES, VOCAB):
+        monkeypatch.setattr(draw, "CANDIDATES", candidates)
+        noise = draw.Noise(key, torch.arange(rows), torch.zeros(rows).long())
+        drawn.append(draw.draw_limited(logits, limits, noise)[1].tolist())
+    assert drawn[0] == drawn[1] == drawn[2]
+    assert len({*drawn[0]}) > 20  # the tokens of the next value are kept, all of them
