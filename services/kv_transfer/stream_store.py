@@ -45,15 +45,11 @@ class StreamStore:
         self._next = 0
         self._incoming = torch.empty(size, dtype=torch.int32, device=device)
         self._pack, self._down, self._up = _streams(device)
-        self._packed, self._saved, self._fetched = _events(3)
-        self._packing: dict[int, torch.cuda.Event] = {}  # blocks of the device that were on their way, and when packed
+        self._packed, self._saved, self._fetched = _events()
         self._saving: set[int] = set()  # host blocks that were on their way when that was last looked at
         torch.cuda.synchronize(device)  # the pool is there for all streams
 
     def save(self, blocks: list[int], hosts: list[int]) -> None:
-        if self._saved.query():  # type: ignore[no-untyped-call]
-            self._saving.clear()
-            self._packing.clear()
         for part_blocks, part_hosts in self._in_parts(blocks, hosts):
             part = self._parts[self._next]
             self._next = (self._next + 1) % NUM_PARTS
@@ -62,9 +58,6 @@ class StreamStore:
                 self._pack.wait_event(part.empty)
                 gather_blocks(self._memory, self._ids(part_blocks), packed)
                 part.full.record(self._pack)
-                (done,) = _events(1)
-                done.record(self._pack)
-                self._packing.update(dict.fromkeys(part_blocks, done))
             with torch.inference_mode(), torch.cuda.stream(self._down):
                 self._down.wait_event(part.full)
                 for first, host, count in adjacent(part_hosts):
@@ -72,19 +65,20 @@ class StreamStore:
                 part.empty.record(self._down)
         self._packed.record(self._pack)
         torch.cuda.current_stream(self._memory.device).wait_event(self._packed)
+        if self._saved.query():  # type: ignore[no-untyped-call]
+            self._saving.clear()
         self._saving.update(hosts)
         self._saved.record(self._down)
 
     def fetch(self, hosts: list[int], blocks: list[int]) -> None:
+        self._up.wait_event(self._packed)  # what these blocks held may have been saved just now
         if not self._saving.isdisjoint(hosts):
             self._up.wait_event(self._saved)
         with torch.inference_mode(), torch.cuda.stream(self._up):
-            for part_blocks, part_hosts in self._soonest(self._in_parts(blocks, hosts)):
+            for part_blocks, part_hosts in self._in_parts(blocks, hosts):
                 packed = self._incoming[: len(part_blocks)]
                 for first, host, count in adjacent(part_hosts):
                     packed[first : first + count].copy_(self._host[host : host + count], non_blocking=True)
-                for event in {self._packing[b] for b in part_blocks if b in self._packing}:
-                    self._up.wait_event(event)  # what these blocks held is saved just now
                 scatter_blocks(self._memory, self._ids(part_blocks), packed)
             self._fetched.record(self._up)
         torch.cuda.current_stream(self._memory.device).wait_event(self._fetched)
@@ -99,11 +93,6 @@ class StreamStore:
             part = pairs[start : start + self._per_part]
             yield [block for _, block in part], [host for host, _ in part]
 
-    def _soonest(self, parts: Iterator[tuple[list[int], list[int]]]) -> list[tuple[list[int], list[int]]]:
-        """Those first whose blocks are packed first: saves and fetches of one plan go both ways at a time."""
-        order = {block: place for place, block in enumerate(self._packing)}
-        return sorted(parts, key=lambda part: max(order.get(block, -1) for block in part[0]))
-
     def _ids(self, blocks: list[int]) -> Tensor:
         ids = torch.tensor(blocks, dtype=torch.int32).pin_memory()
         return ids.to(self._memory.device, non_blocking=True)
@@ -113,8 +102,8 @@ def _streams(device: torch.device) -> list[torch.cuda.Stream]:
     return [torch.cuda.Stream(device) for _ in range(3)]  # type: ignore[no-untyped-call]
 
 
-def _events(count: int) -> list[torch.cuda.Event]:
-    return [torch.cuda.Event() for _ in range(count)]  # type: ignore[no-untyped-call]
+def _events() -> list[torch.cuda.Event]:
+    return [torch.cuda.Event() for _ in range(3)]  # type: ignore[no-untyped-call]
 
 
 def adjacent(hosts: list[int]) -> Iterator[tuple[int, int, int]]:

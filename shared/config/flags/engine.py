@@ -102,9 +102,10 @@ CACHE = (
         "cpu-offload-gb",
         Kind.FLOAT,
         0.0,
-        "Host memory that extends the GPU's, in GiB.",
+        "Weights in host memory, in GiB.",
         least=0,
-        refused=not_built("weights or KV in host memory; use 0"),
+        refused="weights stay on the GPU: read over a host link of 55 GB/s, each GiB of them would add 20 ms to every "
+        "step; use a smaller or quantized checkpoint, and --swap-space for KV",
     ),
     Flag(
         "num-gpu-blocks-override",
