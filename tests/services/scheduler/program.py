@@ -11,6 +11,7 @@ from .world import Shape, World
 
 BYTES_PER_STEP = 3
 MAX_MEMBERS = 2
+PATIENCE = 4  # plans a token
 
 SHAPES: dict[str, list[object]] = {
     "depth": [0, 1, 2, 3],
@@ -81,9 +82,19 @@ class Program:
             world.add_worker()
         if not world.detokenizers:
             world.add_detokenizer()
-        world.settle()
+        self._settle()
         world.check_outputs()
         world.check_idle()
+
+    def _settle(self) -> None:
+        """Nobody starves: what is left ends within a number of plans that its tokens bound, preemption included."""
+        world = self.world
+        live = world.core._lifecycle.requests.values()
+        widths = [len(r.choices) if r.frame.beam is None else r.frame.beam.width for r in live]
+        tokens = sum(w * (r.num_prompt + r.frame.sampling.max_tokens) for w, r in zip(widths, live, strict=True))
+        before = world.num_steps
+        world.settle()
+        assert world.num_steps - before <= PATIENCE * (tokens + 20), f"{tokens} tokens took too many plans"
 
     def work(self, a: int, b: int) -> None:
         worker = pick(list(self.world.workers.values()), a)
