@@ -50,6 +50,20 @@ class ModelCard(Record, frozen=True):
     created: int  # seconds since the epoch
 
 
+class Refusals(Record, frozen=True):
+    reason: str
+    total: int
+
+
+class TenantShare(Record, frozen=True):
+    """What one tenant has of a scheduler."""
+
+    tenant: str
+    running: int  # choices
+    waiting: int
+    served: int  # weighted tokens, as they are compared
+
+
 class Stats(Record, frozen=True):
     """Counters since start and gauges, as far as they apply to a role; the rest stays 0."""
 
@@ -70,6 +84,11 @@ class Stats(Record, frozen=True):
     host_blocks_total: int = 0
     blocks_saved_total: int = 0  # from the device to host memory
     blocks_fetched_total: int = 0  # and back
+    waiting_tokens: int = 0
+    wait_s: float = 0.0  # until what waits now is served, by the measured rate
+    displaced_total: int = 0  # of the preemptions those for somebody whom the policy puts first
+    refused: list[Refusals] = []  # by reason
+    tenants: list[TenantShare] = []  # fair sharing: those that were served most
 
 
 class Member(Record, frozen=True):

@@ -9,6 +9,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from blockyard.services.api_gateway.exposition import MeterFamilies
+from blockyard.services.api_gateway.queue_metrics import queue_families
 from blockyard.shared.messages import Member, Role, Scrape, Scraped
 from blockyard.shared.ring_client.meters import Meters
 from blockyard.shared.ring_client.ring_links import RingLinks
@@ -122,6 +123,7 @@ class _RingGauges:
                 usage.add_metric(self._labels(m), m.stats.blocks_used / m.stats.blocks_total)
         yield usage
         yield ready
+        yield from queue_families(members, self._meters.model_name)
 
     def _labels(self, member: Member) -> list[str]:
         return [self._meters.model_name, member.name, member.role.value]

@@ -33,6 +33,7 @@ from blockyard.shared.messages import (
     Member,
     ModelCard,
     OutOfStep,
+    Refusals,
     Role,
     RoomChanged,
     SchedulerIn,
@@ -43,6 +44,8 @@ from blockyard.shared.messages import (
 )
 
 log = logging.getLogger(__name__)
+
+MAX_TENANTS = 32  # in metrics
 
 
 class FencedError(BlockyardError):
@@ -73,7 +76,7 @@ class Scheduler:
         self.notes: list[str] = []
         self._settings, self._created = settings, created
         self._outbox = Outbox()
-        policy = POLICIES[settings.policy]()
+        policy = self._policy = POLICIES[settings.policy]()
         self._waiting = WaitingQueue(policy)
         self._bounds = QueueBounds(
             self._waiting, settings.max_queue_len, settings.max_queue_tokens, settings.max_queue_delay_s
@@ -222,6 +225,11 @@ class Scheduler:
             host_blocks_total=sum(group.blocks.host.num_ids for group in groups),
             blocks_saved_total=sum(group.blocks.host.num_saved for group in groups),
             blocks_fetched_total=sum(group.blocks.host.num_fetched for group in groups),
+            waiting_tokens=self._waiting.ledger.num_tokens,
+            wait_s=self._bounds.wait_s,
+            displaced_total=self._planner.preemption.num_displaced,
+            refused=[Refusals(reason, total) for reason, total in self._intake.num_refused.items()],
+            tenants=self._policy.largest(MAX_TENANTS),
         )
 
     def _result(self, peer: int, frame: StepResult, now: float) -> None:

@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 
 from blockyard.services.scheduler.policy import KeyQueue
 from blockyard.services.scheduler.requests import Choice, Key
+from blockyard.shared.messages import TenantShare
 
 PROMPT_WEIGHT, OUTPUT_WEIGHT = 1, 2  # of a token, as in the paper
 KEEP = 256  # names that are kept without a look at who has gone
@@ -152,6 +153,11 @@ class Fair:
 
     def vacated(self, choice: Choice) -> None:
         self._count(self._user(choice), 0, -1)
+
+    def largest(self, most: int) -> list[TenantShare]:
+        """The tenants that were served most."""
+        tenants = heapq.nlargest(most, self.tenants.shares.values(), key=lambda tenant: tenant.served)
+        return [TenantShare(t.name, t.num_running, t.num_waiting, t.served) for t in tenants]
 
     def _user(self, choice: Choice) -> User:
         payer = choice.request.payer

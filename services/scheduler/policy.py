@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from blockyard.services.scheduler.requests import Choice, Key
+from blockyard.shared.messages import TenantShare
 
 COMPACT_FROM = 64  # stale entries beyond the live ones
 
@@ -33,6 +34,9 @@ class Policy(Protocol):
 
     def vacated(self, choice: Choice) -> None:
         """It runs no more."""
+
+    def largest(self, most: int) -> list[TenantShare]:
+        """For metrics: so many tenants at most, where tenants are told apart."""
 
 
 class KeyQueue:
@@ -87,6 +91,9 @@ class Ordered:
 
     def vacated(self, choice: Choice) -> None:
         pass
+
+    def largest(self, most: int) -> list[TenantShare]:
+        return []
 
 
 def fcfs() -> Policy:

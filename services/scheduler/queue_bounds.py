@@ -36,7 +36,7 @@ class QueueBounds:
         return Room(
             max(0, self._max_requests - waiting.num_requests),
             max(0, self.max_tokens - waiting.ledger.num_tokens),
-            self._retry_after_s(),
+            max(LEAST_RETRY_S, self.wait_s),
             tenant,
             user,
             self.asleep,
@@ -75,9 +75,10 @@ class QueueBounds:
 
         return waiting.ledger.give_way(owner, num_tokens, lacks)
 
-    def _retry_after_s(self) -> float:
+    @property
+    def wait_s(self) -> float:
         """Until what waits now has been served, as far as one can tell."""
         rate = self._waiting.rate.tokens_per_s
         if not len(self._waiting) or rate is None:
-            return LEAST_RETRY_S
-        return min(MOST_RETRY_S, max(LEAST_RETRY_S, self._waiting.ledger.num_tokens / max(rate, 1e-9)))
+            return 0.0
+        return min(MOST_RETRY_S, self._waiting.ledger.num_tokens / max(rate, 1e-9))

@@ -31,7 +31,7 @@ class Report:
         if self._enabled and busy:
             log.info(
                 "prompt %.1f tokens/s, generation %.1f tokens/s, running %d, waiting %d, KV usage %.1f%%, "
-                "preemptions %d, prefix cache hits %.1f%%",
+                "preemptions %d, prefix cache hits %.1f%%, wait %.1f s, refused %d",
                 (stats.prompt_tokens_total - last.prompt_tokens_total) / elapsed_s,
                 (stats.output_tokens_total - last.output_tokens_total) / elapsed_s,
                 stats.running,
@@ -39,11 +39,13 @@ class Report:
                 100 * stats.blocks_used / (stats.blocks_total or 1),
                 stats.preemptions_total,
                 100 * (stats.prefix_hits_total - last.prefix_hits_total) / (num_queries or 1),
+                stats.wait_s,
+                sum(one.total for one in stats.refused),
             )
 
     def warn(self, stats: Stats) -> None:
         """The first preemption and every fiftieth after it."""
-        num_preemptions = stats.preemptions_total
+        num_preemptions = stats.preemptions_total - stats.displaced_total
         if num_preemptions >= self._warn_at:
             self._warn_at = num_preemptions - num_preemptions % WARN_EVERY + WARN_EVERY
             swaps = stats.host_blocks_total > 0

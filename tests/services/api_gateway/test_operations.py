@@ -1,10 +1,12 @@
 """Operators' endpoints: what reaches the scheduler, and what comes back."""
 
 import asyncio
+import re
 
+import msgspec
 import pytest
 
-from blockyard.shared.messages import Control, Controlled, Role, Room, RoomChanged, Verb
+from blockyard.shared.messages import Control, Controlled, Refusals, Role, Room, RoomChanged, Stats, TenantShare, Verb
 from blockyard.shared.ring_client.fake_ring import SCHEDULER
 
 
@@ -93,3 +95,28 @@ async def test_a_full_queue_of_sleepers_is_a_503_with_retry_after(rig) -> None:
         r.ring.receive(SCHEDULER, RoomChanged(Room(0, 0, 4.0, asleep=True)))
         async with r.http.post("/v1/completions", json={"prompt": "x"}) as answer:
             assert (answer.status, answer.headers["Retry-After"]) == (503, "4")
+
+
+async def test_metrics_show_the_queue(rig) -> None:
+    stats = Stats(
+        preemptions_total=5,
+        displaced_total=2,
+        waiting_tokens=70,
+        wait_s=1.5,
+        refused=[Refusals("full", 3)],
+        tenants=[TenantShare("key-1", 4, 6, 900)],
+    )
+    async with rig() as r:
+        r.ring.members[SCHEDULER] = msgspec.structs.replace(r.ring.members[SCHEDULER], stats=stats)
+        async with r.http.get("/metrics") as answer:
+            lines = [line for line in (await answer.text()).splitlines() if 'member="scheduler"' in line]
+    found = {re.sub(r"blockyard:|(member|model_name)=\"[^\"]*\",?", "", line).replace(",}", "}") for line in lines}
+    assert "queue_tokens{} 70.0" in found
+    assert "queue_wait_seconds{} 1.5" in found
+    assert 'requests_refused_total{reason="full"} 3.0' in found
+    assert {line for line in found if line.startswith("preemptions")} == {
+        'preemptions_total{mode="recompute"} 3.0',
+        'preemptions_total{mode="displaced"} 2.0',
+    }
+    assert 'tenant_served_tokens_total{tenant="key-1"} 900.0' in found
+    assert 'tenant_waiting{tenant="key-1"} 6.0' in found

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from blockyard.services.scheduler.prefill_shares import PrefillShares
-from blockyard.shared.messages import Beam, BeamStop, Cancel, TokenStep
+from blockyard.shared.messages import Beam, BeamStop, Cancel, Control, TokenStep, Verb
 
 from .fakes import FakeGateway, ids_list
 from .world import Shape, World
@@ -53,7 +53,7 @@ class Program:
         self.world.add_gateway()
         self.world.add_worker()
         self.world.add_detokenizer()
-        self.num_requests = self.num_searches = 0
+        self.num_requests = self.num_searches = self.num_told = 0
         quiet = [self.work, self.submit, self.work, self.detokenize, self.work, self.submit, self.detokenize]
         self._rules: list[Callable[[int, int], None]] = quiet * 7
         self._rules += [
@@ -68,6 +68,7 @@ class Program:
             self.out_of_step,
             self.wait,
             self.blink,
+            self.operate,
             self.cancel,
             self.resubmit,
         ]
@@ -78,6 +79,8 @@ class Program:
             rule, a, b = data[i : i + BYTES_PER_STEP]
             self._rules[rule % len(self._rules)](a, b)
         world = self.world
+        self._tell(Verb.WAKE_UP)
+        self._tell(Verb.RESUME)
         if not world.workers:
             world.add_worker()
         if not world.detokenizers:
@@ -206,6 +209,21 @@ class Program:
         member = pick([*self.world.workers, *self.world.detokenizers], a)
         if member is not None:
             self.world.blink(member)
+
+    def operate(self, a: int, b: int) -> None:
+        """Somebody pauses it, sends it to sleep or empties its cache, and mostly lets it go on soon."""
+        off, on = ((Verb.PAUSE, Verb.RESUME), (Verb.SLEEP, Verb.WAKE_UP), (Verb.RESET_PREFIX_CACHE, Verb.LOOK))[a % 3]
+        self._tell(off, level=1 + b % 2, drain=b % 3 == 0, clear_cache=b % 5 > 1)
+        for worker in list(self.world.workers.values()):
+            for _ in range(b % 4):
+                self.world.work(worker)
+        if b % 7:
+            self._tell(on)
+
+    def _tell(self, verb: Verb, **more: object) -> None:
+        gateway = pick(list(self.world.gateways.values()), 0) or self.world.add_gateway()
+        self.num_told += 1
+        self.world.tell(gateway.incarnation, Control(f"{self.num_told}", verb, **more))
 
     def wait(self, a: int, b: int) -> None:
         self.world.now += a / 200

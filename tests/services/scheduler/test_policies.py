@@ -174,3 +174,31 @@ def test_who_has_gone_is_forgotten() -> None:
         serve(policy, choice, 1)
     assert len(policy.tenants.shares) == 2
     assert max(len(tenant.users.shares) for tenant in policy.tenants.shares.values()) <= 2 * KEEP
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "fair"])
+def test_nobody_starves(ring: type[Ring], policy: str) -> None:
+    """More comes than is served, for ever: everybody gets a seat within a bound, the flood itself too."""
+    it = ring(policy=policy, max_num_seqs=4, num_blocks=120, max_queue_len=40, max_queue_tokens=10**6)
+    waits: dict[str, int] = {}
+    served: dict[str, int] = {}
+    for step in range(300):
+        for i in range(2):
+            it.submit(f"heavy {step}.{i}", 6 + step % 5, tenant="heavy", user=f"{i}", max_tokens=6)
+        if step % 15 == 0:
+            it.submit(f"light {step}", 9, tenant="light", max_tokens=6)
+        it.steps(1)
+        for name, journal in it.gateway.journals.items():
+            if journal.outputs[0].ids and name not in served:
+                served[name] = step - int(name.split()[1].split(".")[0])
+            elif journal.refused is None and name not in served:
+                waits[name] = step - int(name.split()[1].split(".")[0])
+    longest = {tenant: max(n for name, n in served.items() if name.startswith(tenant)) for tenant in ("heavy", "light")}
+    assert max(waits[name] for name in waits if name not in served) <= 90, "those that were taken on do not wait long"
+    assert longest["heavy"] <= 90
+    assert sum(name.startswith("heavy") for name in served) > 100
+    if policy == "fair":
+        lights = [journal for name, journal in it.gateway.journals.items() if name.startswith("light")]
+        assert all(journal.refused is None for journal in lights)
+        assert longest["light"] <= 6
+    it.finish()

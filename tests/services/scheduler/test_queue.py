@@ -148,3 +148,20 @@ def test_retry_after_is_long_where_nothing_moves(ring: type[Ring]) -> None:
     assert refused is not None
     assert refused.room.retry_after_s == MOST_RETRY_S
     it.finish()
+
+
+def test_the_queue_is_visible(ring: type[Ring]) -> None:
+    it = busy(ring, max_queue_len=3, policy="fair")
+    for i in range(4):
+        it.submit(f"{i}", 10 + i, tenant="heavy")
+    it.submit("light", 7, tenant="light")
+    stats = it.world.core.stats()
+    assert stats.waiting_tokens == 10 + 11 + 7
+    assert {(one.reason, one.total) for one in stats.refused} == {("full", 1), ("displaced", 1)}
+    assert {(one.tenant, one.running, one.waiting) for one in stats.tenants} == {
+        ("", 1, 0),
+        ("heavy", 0, 2),
+        ("light", 0, 1),
+    }
+    assert (stats.displaced_total, stats.preemptions_total) == (0, 0)
+    it.finish()
