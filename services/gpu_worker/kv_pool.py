@@ -47,6 +47,7 @@ class KVPool:
         else:
             self.memory.untyped_storage().resize_(0)
 
+    @torch.inference_mode()
     def restore(self) -> None:
         """After `drop`: all zeros, and elsewhere on a GPU."""
         if self._pages is None:

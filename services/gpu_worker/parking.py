@@ -11,6 +11,7 @@ _OURS = "blockyard."
 class Parking:
     """Of the tensors that are on a GPU and reachable from `owner`. Their addresses are others afterwards."""
 
+    @torch.inference_mode()
     def __init__(self, owner: object) -> None:
         self._host: list[tuple[torch.UntypedStorage, Tensor]] = []
         for storage in {s.data_ptr(): s for s in storages(owner)}.values():
@@ -19,6 +20,7 @@ class Parking:
             del bytes_
             storage.resize_(0)
 
+    @torch.inference_mode()
     def undo(self) -> None:
         for storage, kept in self._host:
             storage.resize_(kept.numel())

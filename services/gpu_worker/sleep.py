@@ -86,14 +86,23 @@ class SleepingRunner:
 
     def _wake(self) -> None:
         began = time.monotonic()
+        if self._runner is not None:
+            self._unpark(self._runner)
         if self._runner is None:
             self._runner = self._start()
             self._geometry = self._runner.geometry
-        else:
-            self._runner.unpark()
         self.level, self.freed_bytes = 0, 0
         self._settled()
         log.info("awake after %.2f s", time.monotonic() - began)
+
+    def _unpark(self, runner: ParkedRunner) -> None:
+        try:
+            runner.unpark()
+        except RuntimeError:  # out of memory, most likely: a new runner looks at what there is
+            log.exception("what was parked does not come back: starting anew")
+            self._runner = None
+            del runner
+            gc.collect()
 
     def _awake(self) -> ParkedRunner:
         assert self._runner is not None, "there is no runner in deep sleep"

@@ -59,6 +59,25 @@ def test_tokens_are_the_same_before_and_after(folder: Path, level: int) -> None:
     assert answer(runners[-1]) == before
 
 
+def test_a_runner_that_does_not_come_back_is_made_anew(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runners: list[Runner] = []
+
+    def begin() -> Runner:
+        runners.append(start(folder, max_model_len=256))
+        return runners[-1]
+
+    def fail(self: Runner) -> None:
+        raise RuntimeError("CUDA out of memory")
+
+    sleeper = SleepingRunner(begin, rss_bytes)
+    before = answer(runners[0])
+    sleeper.sleep(1)
+    monkeypatch.setattr(Runner, "unpark", fail)
+    sleeper.reset(4)
+    assert (len(runners), sleeper.level) == (2, 0)
+    assert answer(runners[1]) == before
+
+
 def test_a_pool_in_host_memory_gives_its_pages_back() -> None:
     shape = start_shape()
     pool = KVPool(shape, 4096, 16, torch.float32, torch.device("cpu"))
