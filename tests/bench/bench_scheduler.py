@@ -20,6 +20,7 @@ import sys
 import time
 from array import array
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2] / ".src"))
 
@@ -60,7 +61,9 @@ class Bench:
         num_groups: int = 1,
         policy: str = "fcfs",
         waiting: int = 0,
+        host: bool = False,
     ) -> None:
+        """With `host` every block of the device holds something, and whoever needs one has that saved first."""
         batch = BatchLimits(running, 16 * running, depth)
         settings = SchedulerSettings(
             names=["m"], root="", batch=batch, max_queue_len=10**6, max_queue_tokens=10**9, policy=policy
@@ -71,11 +74,13 @@ class Bench:
         self.computed: dict[tuple[int, int], int] = {}
         self.core.present(Member("d", Role.DETOKENIZER, DETOKENIZER, "", ready=True), 0.0)
         num_blocks = running * (16 + max_tokens) // 16 + running + 2 * running
-        geometry = Geometry(num_blocks, 16, 10**6, 32000, [2], running, 16 * running)
+        held = list(range(host * num_blocks))
+        names = b"".join(block.to_bytes(16, "little") for block in held)
+        geometry = Geometry(num_blocks, 16, 10**6, 32000, [2], running, 16 * running, num_host_blocks=len(held) // 2)
         for worker in range(WORKER, WORKER + num_groups):
             self.core.present(Member("w", Role.GPU_WORKER, worker, "", ready=True), 0.0)
             self._turn()
-            self.core.handle(worker, Attached(worker, ME, geometry), 0.0)
+            self.core.handle(worker, Attached(worker, ME, geometry, held, names), 0.0)
         for i in range(running * num_groups + waiting):  # of 8 keys with 4 users each
             prompt, choices = array("I", [i] * 16).tobytes(), [Choice(0)]
             frame = Generate(
@@ -119,8 +124,8 @@ class Bench:
         return [outgoing.frame for outgoing in sent]
 
 
-def measure(running: int, depth: int, steps: int, num_groups: int = 1, policy: str = "fcfs", waiting: int = 0) -> str:
-    bench = Bench(running, depth, steps + 200, num_groups, policy, waiting)
+def measure(running: int, depth: int, steps: int, num_groups: int = 1, **more: Any) -> str:
+    bench = Bench(running, depth, steps + 200, num_groups, **more)
     gc.collect()
     gc.freeze()
     gc.disable()  # as the service does
@@ -140,34 +145,53 @@ def _spread(seconds: list[float]) -> str:
     )
 
 
-def lookup_rows(num_tokens: int, rounds: int) -> list[Row]:
-    """A prompt that is found whole, seated in the turn in which it comes: all that the scheduler does for it."""
+class Lookups:
+    """Prompts that are seated in the turn in which they come: all that the scheduler does for them."""
+
+    def __init__(self, num_tokens: int, num_blocks: int, num_host_blocks: int) -> None:
+        self.num_tokens = num_tokens
+        batch = BatchLimits(8, num_tokens, 0)
+        settings = SchedulerSettings(names=["m"], root="", batch=batch, max_queue_len=9, max_queue_tokens=10**9)
+        self.core = core = Scheduler(ME, settings, 0)
+        core.present(Member("w", Role.GPU_WORKER, WORKER, "", ready=True), 0.0)
+        core.present(Member("d", Role.DETOKENIZER, DETOKENIZER, "", ready=True), 0.0)
+        core.turn(0.0)
+        geometry = Geometry(num_blocks, 16, 10**6, 32000, [2], 8, num_tokens, num_host_blocks=num_host_blocks)
+        core.handle(WORKER, Attached(WORKER, ME, geometry), 0.0)
+
+    def seat(self, request_id: str, prompt: bytes, names: bytes) -> tuple[float, int]:
+        """Milliseconds from Generate to plan, and tokens found."""
+        core = self.core
+        frame = Generate(request_id, 0, "m", prompt, names, Sampling(1), TextOptions(), [Choice(0)])
+        begun = time.perf_counter()
+        core.handle(GATEWAY, frame, 0.0)
+        frames = [outgoing.frame for outgoing in core.turn(0.0)]
+        elapsed = time.perf_counter() - begun
+        ((number, start),) = [(f.number, s) for f in frames if isinstance(f, StepPlan) for s in f.starts]
+        result = StepResult(WORKER, number, [SlotResult(start.slot, [7], self.num_tokens)], 1.0)
+        core.handle(WORKER, result, 0.0)
+        core.turn(0.0)
+        return 1000 * elapsed, start.num_computed
+
+
+def lookup_rows(num_tokens: int, rounds: int, host: bool = False) -> list[Row]:
+    """With `host` all of it is in host memory each time, because another prompt has taken the device since."""
     rows: list[Row] = []
-    batch = BatchLimits(8, num_tokens, 0)
-    core = Scheduler(
-        ME, SchedulerSettings(names=["m"], root="", batch=batch, max_queue_len=9, max_queue_tokens=10**9), 0
-    )
-    core.present(Member("w", Role.GPU_WORKER, WORKER, "", ready=True), 0.0)
-    core.present(Member("d", Role.DETOKENIZER, DETOKENIZER, "", ready=True), 0.0)
-    core.turn(0.0)
-    core.handle(WORKER, Attached(WORKER, ME, Geometry(num_tokens // 8, 16, 10**6, 32000, [2], 8, num_tokens)), 0.0)
-    prompt = array("I", range(num_tokens)).tobytes()
-    names = block_names(root_name(""), prompt, 16)
-    for label, given in (("names arrive with it", names), ("names to be hashed", b"")):
+    lookups = Lookups(num_tokens, num_tokens // (16 if host else 8) + host, host * num_tokens // 4)
+    prompts = [array("I", range(first, first + num_tokens)).tobytes() for first in (0, 7)]
+    names = [block_names(root_name(""), prompt, 16) for prompt in prompts]
+    for label, given in (("names arrive with it", names[0]), ("names to be hashed", b"")):
         times, found = [], []
         for i in range(rounds + 1):  # the first fills the cache
-            frame = Generate(f"{label} {i}", 0, "m", prompt, given, Sampling(1), TextOptions(), [Choice(0)])
-            begun = time.perf_counter()
-            core.handle(GATEWAY, frame, 0.0)
-            frames = [outgoing.frame for outgoing in core.turn(0.0)]
-            times.append(1000 * (time.perf_counter() - begun))
-            ((number, start),) = [(f.number, s) for f in frames if isinstance(f, StepPlan) for s in f.starts]
-            found.append(start.num_computed)
-            core.handle(WORKER, StepResult(WORKER, number, [SlotResult(start.slot, [7], num_tokens)], 1.0), 0.0)
-            core.turn(0.0)
+            if host:
+                lookups.seat(f"other {label} {i}", prompts[1], names[1])
+            elapsed, num_found = lookups.seat(f"{label} {i}", prompts[0], given)
+            times.append(elapsed)
+            found.append(num_found)
         assert found[-1] == num_tokens - 16, "the last block holds the last token, which is computed"
         text = f"p50 {statistics.median(times[1:]):.3f}, max {max(times[1:]):.3f} ms from Generate to plan"
-        rows.append((f"prompt of {num_tokens:,} tokens, found, {label}", text, "1 ms" if given else "3 ms"))
+        where = "found in host memory, as many saved" if host else "found"
+        rows.append((f"prompt of {num_tokens:,} tokens, {where}, {label}", text, "1 ms" if given else "3 ms"))
     return rows
 
 
@@ -178,6 +202,7 @@ def schedule_rows(running: list[int], steps: int) -> list[Row]:
         rows.append((f"a step's schedule, {num} running, one plan ahead", measure(num, 1, steps), bars.get(num, "")))
     rows.append(("the same, lockstep, 256 running", measure(256, 0, steps), bars[256]))
     rows.append(("the same, each of 8 groups with 256 running", measure(256, 1, steps, 8), bars[256]))
+    rows.append(("the same, what blocks hold is saved to host memory", measure(256, 1, steps, host=True), bars[256]))
     for policy in ("priority", "fair"):
         text = measure(256, 1, steps, policy=policy, waiting=500)
         rows.append((f"the same, 256 running, 500 waiting, {policy}", text, bars[256]))
@@ -207,7 +232,8 @@ def main() -> None:
         pstats.Stats(profile).sort_stats("tottime").print_stats(15)
         return
     load = os.getloadavg()[0]
-    rows = [*schedule_rows(args.running, args.steps), *lookup_rows(32768, 40), *simulator_rows()]
+    rows = [*schedule_rows(args.running, args.steps), *lookup_rows(32768, 40), *lookup_rows(32768, 40, host=True)]
+    rows += simulator_rows()
     if not args.quick:
         rows += [*prefix_rows(), *equality_rows()]
     print(f"{platform.processor() or platform.machine()}, Python {platform.python_version()}, load {load:.1f}\n")
