@@ -1,6 +1,6 @@
 """Blocks in host memory, of one worker group: they keep what is reclaimed from the device, by name."""
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 
 from blockyard.services.scheduler.id_pool import Horizon, IdPool
@@ -35,10 +35,8 @@ class HostTier:
 
     def hold(self, names: Sequence[bytes]) -> None:
         """The plan that is being made will fetch these, which were found: they stay. A chain's names, in its order."""
-        touch, number = self._block_of.move_to_end, self._horizon.sent + 1
-        for name in reversed(names):  # a leaf is of no use without its parents: it goes first
-            touch(name)
-        self._copied_by.update((self._block_of[name], number) for name in names)
+        self._touch(reversed(names))  # a leaf is of no use without its parents: it goes first
+        self._copied_by.update(dict.fromkeys(map(self._block_of.__getitem__, names), self._horizon.sent + 1))
 
     def fetch(self, names: Sequence[bytes], blocks: Iterable[int]) -> None:
         """Named blocks, which are held, into blocks of the device that are reserved for them."""
@@ -47,8 +45,11 @@ class HostTier:
     def save_all(self, names: dict[int, bytes]) -> None:
         """Names by block, in the order in which they are given up."""
         if self._ids.num_ids:
+            known = self._block_of
+            self._touch([name for name in names.values() if name in known])
             for block, name in names.items():
-                self.save(block, name)
+                if name not in known:
+                    self.save(block, name)
 
     def save(self, block: int, name: bytes) -> None:
         """A block of the device is about to be written by somebody else. It is lost where there is no room."""
@@ -88,6 +89,9 @@ class HostTier:
     def settle(self) -> None:
         """To be called when the horizon's `done` has moved."""
         self._ids.settle()
+
+    def _touch(self, names: Iterable[bytes]) -> None:
+        deque(map(self._block_of.move_to_end, names), maxlen=0)  # thousands at a time, at C's speed
 
     def _give_up(self) -> int | None:
         if not self._block_of:

@@ -233,7 +233,16 @@ def _find_window(group: Group, names: list[bytes]) -> Found:
 def _find_in_host(group: Group, names: list[bytes], found: Found) -> None:
     """Goes on, block by block, where the device has no more of a chain from its beginning."""
     on_device, in_host, host = group.blocks.index.get, group.blocks.host.get, found.host
-    for place in range(len(found.blocks), len(names)):
+    start = len(found.blocks)
+    if in_host(names[start]) is None:
+        return
+    rest = names[start:]
+    if not any(map(group.blocks.index.named, rest)):  # most often: then it is one look at all, at C's speed
+        there = [*map(in_host, rest)]
+        end = there.index(None) if None in there else len(there)
+        found.host = dict(zip(range(start, start + end), rest[:end], strict=True))
+        return
+    for place in range(start, len(names)):
         name = names[place]
         if (block := on_device(name)) is not None:
             found.blocks.append(block)

@@ -21,6 +21,7 @@ class PrefixIndex:
         self._horizon = horizon
         self._block_of: dict[bytes, int] = {}
         self.get = self._block_of.get  # the block of a name
+        self.named = self._block_of.__contains__
         self._name_of: dict[int, bytes] = {}
         self._cooling: OrderedDict[int, int] = OrderedDict()  # block -> last plan sent when it was left
         self._idle: OrderedDict[int, None] = OrderedDict()
