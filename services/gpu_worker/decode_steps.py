@@ -159,13 +159,13 @@ class DecodeSteps:
         try:
             with torch.inference_mode():
                 self._graphs[rows] = self._capture(rows)
-            self.slots.count_step(self.ring.step)  # the trial was one too
         except RuntimeError as e:  # OutOfMemoryError and CUDA's own are among them
             self._graphs.clear()
             self._missing.clear()
             torch.cuda.empty_cache()
             self._problem = str(e).splitlines()[0]
             log.warning("CUDA graphs could not be captured, decode steps are eager: %s", self._problem)
+        self.slots.count_step(self.ring.step)  # the device has counted the trial
         return bool(self._missing)
 
     def _capture(self, rows: int) -> Captured:
