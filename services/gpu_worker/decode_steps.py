@@ -48,7 +48,7 @@ class Captured:
     forward: torch.cuda.CUDAGraph
     output: Output
     sample: torch.cuda.CUDAGraph
-    sample_asked: torch.cuda.CUDAGraph
+    sample_asked: torch.cuda.CUDAGraph | None  # None: no slot can ask
 
 
 class DecodeSteps:
@@ -62,15 +62,17 @@ class DecodeSteps:
         max_model_len: int,
         eos_token_ids: list[int],
         sizes: list[int] | None = None,
+        wishes: bool = False,
         ops: DeviceOps | None = None,
         ring: PinnedRing | None = None,
     ) -> None:
-        """`sizes`: of graphs, in place of a ladder. Raises LoadError for a head size that kernels do not take."""
+        """`sizes`: of graphs, in place of a ladder; `wishes`: see DeviceSlots. Raises LoadError for a head size that
+        kernels do not take."""
         if pool.shape.head_dim % 2:
             raise LoadError(f"a head size of {pool.shape.head_dim} is not supported on a GPU, only even ones are")
         self.capacity, self.ops = capacity, ops or TritonDeviceOps()
         width, device, vocab = blocks_of(max_model_len, pool.block_size), pool.device, pool.shape.vocab_size
-        self.slots = DeviceSlots(SLOTS * capacity, capacity, width, vocab, eos_token_ids, device)
+        self.slots = DeviceSlots(SLOTS * capacity, capacity, width, vocab, eos_token_ids, device, wishes)
         self.ring = ring or PinnedRing(IN_FLIGHT, capacity, device)
         self.model, self.pool = model, pool
         self._rows = Rows.make(capacity, device)
@@ -105,10 +107,11 @@ class DecodeSteps:
         asked: some slots change their logits, or want log-probabilities.
         """
         captured = self._graphs.get(rows)
-        if captured is None:
+        graph = None if captured is None else captured.sample_asked if asked else captured.sample
+        if graph is None:
             self._sample(rows, output, asked)
         else:
-            (captured.sample_asked if asked else captured.sample).replay()
+            graph.replay()
 
     def _forward(self, rows: int) -> Output:
         now = self._rows.first(rows)
@@ -171,16 +174,17 @@ class DecodeSteps:
     def _capture(self, rows: int) -> Captured:
         self.slots.clear_rows()  # rows that pad touch no KV
         output = self._forward(rows)
-        for asked in (False, True):
+        ways = (False, True) if self.slots.wishes.enabled else (False,)
+        for asked in ways:
             self._sample(rows, output, asked)  # compiles and loads what it needs
         torch.cuda.synchronize(self.pool.device)
-        forward, *samples = (torch.cuda.CUDAGraph() for _ in range(3))
+        forward, samples = torch.cuda.CUDAGraph(), [torch.cuda.CUDAGraph() for _ in ways]
         with torch.cuda.graph(forward, pool=self._graph_pool, capture_error_mode="thread_local"):
             output = self._forward(rows)
-        for asked, sample in zip((False, True), samples, strict=True):
+        for asked, sample in zip(ways, samples, strict=True):
             with torch.cuda.graph(sample, pool=self._graph_pool, capture_error_mode="thread_local"):
                 self._sample(rows, output, asked)
-        return Captured(forward, output, *samples)
+        return Captured(forward, output, samples[0], samples[1] if len(samples) > 1 else None)
 
     def measure(self) -> float:
         """Seconds that a step of the smallest size takes, best of a few; its row pads."""
@@ -200,7 +204,7 @@ def ladder(most: int) -> list[int]:
     return [*(n for n in sizes if n < most), most]
 
 
-def graph_bytes(model: Model, need: Need, dtype: torch.dtype) -> int:
+def graph_bytes(model: Model, need: Need, dtype: torch.dtype, wishes: bool) -> int:
     """What the buffers and graphs of `DecodeSteps` will take, measured on its largest step; cuda only."""
     device, capacity = model.table.device, need.max_num_seqs
     torch.cuda.synchronize(device)
@@ -208,9 +212,9 @@ def graph_bytes(model: Model, need: Need, dtype: torch.dtype) -> int:
     torch.cuda.reset_peak_memory_stats(device)
     pool = KVPool(model.shape, 1, need.block_size, dtype, device)
     pool.batch_invariant = need.batch_invariant
-    steps = DecodeSteps(model, pool, capacity, need.max_model_len, [0])
+    steps = DecodeSteps(model, pool, capacity, need.max_model_len, [0], wishes=wishes)
     output = steps.forward(capacity)
-    steps.sample(capacity, output, asked=True)
+    steps.sample(capacity, output, asked=wishes)
     row_bytes = (output.hidden.nbytes + output.logits.nbytes) / capacity
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - held

@@ -203,7 +203,8 @@ class DeviceLoop:
         return SlotResult(slot, ids, length, FINISH[outcome], token if outcome == Outcome.STOP else None)
 
 
-def start(batch: Batch, model: Model, pool: KVPool, geometry: Geometry, sizes: list[int]) -> DeviceLoop:
+def start(batch: Batch, model: Model, pool: KVPool, geometry: Geometry, sizes: list[int], wishes: bool) -> DeviceLoop:
     """Raises LoadError for a model that the kernels do not take."""
-    steps = DecodeSteps(model, pool, geometry.max_num_seqs, geometry.max_model_len, geometry.eos_token_ids, sizes)
+    eos, length = geometry.eos_token_ids, geometry.max_model_len
+    steps = DecodeSteps(model, pool, geometry.max_num_seqs, length, eos, sizes, wishes)
     return DeviceLoop(steps, batch)

@@ -26,7 +26,9 @@ class DeviceSlots:
         vocab_size: int,
         eos_token_ids: list[int],
         device: torch.device,
+        wishes: bool = False,
     ) -> None:
+        """`wishes`: penalties, lists of tokens and log-probabilities are the device's too."""
         self.state = state = SlotState.make(num_slots, capacity, width, device)
         self.params = DrawParams(
             temperature=state.floats(Field.TEMPERATURE),
@@ -36,7 +38,7 @@ class DeviceSlots:
             key=state.fields[Field.KEY : Field.KEY + 2],
             choice=state.fields[Field.CHOICE],
         )
-        self.wishes = DeviceWishes(state, capacity, vocab_size)
+        self.wishes = DeviceWishes(state, capacity, vocab_size, wishes)
         self.num_slots, self._vocab_size, self._eos = num_slots, vocab_size, eos_token_ids
         self._field_places = np.arange(NUM_FIELDS) * state.fields.shape[1]
         self._rows = np.full(capacity, -1, np.int64)  # as the device has them

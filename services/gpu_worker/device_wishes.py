@@ -63,9 +63,10 @@ def needs_host(sampling: Sampling) -> bool:
 class DeviceWishes:
     """The rows, who has them, and what a step's log-probabilities are read from."""
 
-    def __init__(self, state: SlotState, capacity: int, vocab_size: int) -> None:
-        device = state.arena.device
-        rows = min(capacity, MOST_ROWS)
+    def __init__(self, state: SlotState, capacity: int, vocab_size: int, enabled: bool) -> None:
+        """Not enabled: whatever slots ask for is the host's."""
+        device, self.enabled = state.arena.device, enabled
+        rows = min(capacity, MOST_ROWS) if enabled else 0
         counts = torch.zeros((rows, vocab_size), dtype=torch.int32, device=device)
         self.wishes = Wishes(
             row=state.fields[Field.WISH_ROW],
@@ -83,7 +84,7 @@ class DeviceWishes:
         self.adjusted = Adjusted(self.wishes.row, self.wishes.logits)
         self.num_top = state.fields[Field.NUM_TOP]
         self._state, self._capacity, self._num_rows = state, capacity, rows
-        self.buffer = torch.zeros(SCORE_WORDS * capacity, dtype=torch.int32, device=device)
+        self.buffer = torch.zeros(SCORE_WORDS * capacity if enabled else 0, dtype=torch.int32, device=device)
         self.reset()
 
     def reset(self) -> None:
@@ -108,6 +109,8 @@ class DeviceWishes:
         listed = listed_of(sampling, num_prompt, endings)
         changes = bool(listed.ids) or penalties != (1.0, 0.0, 0.0)
         if needs_host(sampling) or len(listed.ids) > MOST_LISTED or (changes and not self._free):
+            return None
+        if sampling.num_logprobs is not None and not self.enabled:
             return None
         row = -1
         if changes:

@@ -108,7 +108,9 @@ def held_bytes(config: WorkerConfig) -> int:
 
 def run_ahead(runner: Runner, config: WorkerConfig, report: Report, notes: list[str]) -> None:
     """Moves the batch to the GPU."""
-    loop = find_device_loop().start(runner.batch, runner.model, runner.pool, runner.geometry, config.graph_sizes)
+    loop = find_device_loop().start(
+        runner.batch, runner.model, runner.pool, runner.geometry, config.graph_sizes, config.run_ahead_penalties
+    )
     with torch.inference_mode():
         if not config.enforce_eager:
             report("capturing CUDA graphs", 0.0, notes)
@@ -209,6 +211,11 @@ def usable_cores(limit_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
         return cores
 
 
+def _graph_bytes(config: WorkerConfig, model: Model, need: Need, dtype: torch.dtype) -> int:
+    size: int = find_device_loop().graph_bytes(model, need, dtype, config.run_ahead_penalties)
+    return size
+
+
 def plan_memory(
     config: WorkerConfig, model: Model, need: Need, dtype: torch.dtype, device: torch.device, staging_bytes: int
 ) -> MemoryPlan:
@@ -218,7 +225,7 @@ def plan_memory(
     tokens = min(config.max_num_batched_tokens, need.max_model_len)
     try:
         peak = peak_bytes(model, tokens, need, dtype, device)
-        graphs = 0 if config.enforce_eager else find_device_loop().graph_bytes(model, need, dtype)
+        graphs = 0 if config.enforce_eager else _graph_bytes(config, model, need, dtype)
     except torch.OutOfMemoryError as e:
         raise LoadError(
             f"not enough GPU memory for a step of {tokens} tokens beside the weights; lower --max-num-batched-tokens"

@@ -192,6 +192,13 @@ SCHEDULER = (
         most=63,
     ),
     Flag(
+        "run-ahead-penalties",
+        Kind.BOOL,
+        False,
+        "On a GPU, steps with penalties, lists of tokens or log-probabilities run ahead too; off: in lockstep.",
+        ("worker.run_ahead_penalties",),
+    ),
+    Flag(
         "multi-step-stream-outputs",
         Kind.BOOL,
         True,

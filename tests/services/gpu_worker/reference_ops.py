@@ -109,12 +109,19 @@ class SlowMark:
         self._left = 0
 
 
-def run_ahead(runner: Runner, capacity: int, seed: int = 0) -> DeviceLoop:
+def run_ahead(runner: Runner, capacity: int, seed: int = 0, wishes: bool = True) -> DeviceLoop:
     """Gives a runner on CPU a device loop."""
     rng, shape = random.Random(seed), runner.geometry
     ring = PinnedRing(IN_FLIGHT, capacity, runner.pool.device, lambda: SlowMark(rng))
     steps = DecodeSteps(
-        runner.model, runner.pool, capacity, shape.max_model_len, shape.eos_token_ids, ops=ReferenceOps(), ring=ring
+        runner.model,
+        runner.pool,
+        capacity,
+        shape.max_model_len,
+        shape.eos_token_ids,
+        wishes=wishes,
+        ops=ReferenceOps(),
+        ring=ring,
     )
     loop = DeviceLoop(steps, runner.batch)
     runner.run_ahead(loop)

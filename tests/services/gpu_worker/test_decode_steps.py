@@ -49,7 +49,9 @@ def outputs(runner: Runner) -> list[list[int]]:
 
 def loop_of(runner: Runner, capacity: int, ops: DeviceOps | None = None) -> DeviceLoop:
     shape = runner.geometry
-    steps = DecodeSteps(runner.model, runner.pool, capacity, shape.max_model_len, shape.eos_token_ids, ops=ops)
+    steps = DecodeSteps(
+        runner.model, runner.pool, capacity, shape.max_model_len, shape.eos_token_ids, wishes=True, ops=ops
+    )
     return DeviceLoop(steps, runner.batch)
 
 

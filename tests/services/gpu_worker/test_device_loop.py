@@ -249,16 +249,19 @@ def test_what_runs_ahead_is_settled_before_a_step_in_lockstep(ahead: Runner) -> 
     assert [results[n][1].num_computed for n in (1, 3)] == [2, 3]
 
 
-def test_what_the_device_does_by_itself(ahead: Runner) -> None:
+@pytest.mark.parametrize("wishes", [True, False])
+def test_what_the_device_does_by_itself(folder: Path, logits_of: Score, wishes: bool) -> None:
+    ahead = start(folder, max_model_len=64)
+    run_ahead(ahead, capacity=6, wishes=wishes)
     ahead.reset(6)
-    asked = [sampling for _, sampling in STREAMS[-5:]]
+    asked = [sampling for _, sampling in (STREAMS[0], *STREAMS[-4:])]
     starts = [started(i, prompt_of(3, i), sampling, [3 + i]) for i, sampling in enumerate(asked)]
     ahead.launch(StepPlan(1, 1, [], starts, [], [SlotRun(i, 3) for i in range(len(asked))]))
     collected(ahead)
     loop = ahead.ahead
     assert loop is not None
     alone = [loop.runs_ahead(np.array([i]), np.array([1])) for i in range(len(asked))]
-    assert alone == [True, True, True, False, True]
+    assert alone == ([True, True, True, False, True] if wishes else [True, False, False, False, True])
 
 
 def test_slots_that_change_their_logits_have_rows_as_long_as_there_are_some(ahead: Runner) -> None:
