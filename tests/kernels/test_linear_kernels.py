@@ -104,9 +104,9 @@ def test_rows_that_are_strided(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("split", [1, 3])
 def test_a_row_does_not_depend_on_the_others(split: int, dtype: torch.dtype) -> None:
     """Alone, at another place, among more rows, and where the workspace makes several launches: the same bits."""
-    x, weight, bias = operands(40, 160, 100, True, dtype)
+    x, weight, bias = operands(24, 96, 70, True, dtype)
     together = linear_rows(x, weight, bias, tiling(16), workspace(), split)
-    for rows in (slice(0, 1), slice(5, 6), slice(7, 24), slice(20, 40)):
+    for rows in (slice(0, 1), slice(5, 6), slice(7, 24)):
         assert torch.equal(linear_rows(x[rows], weight, bias, tiling(16), workspace(), split), together[rows])
     assert torch.equal(linear_rows(x, weight, bias, tiling(16), workspace(2 * split), split), together)
 

@@ -3,7 +3,10 @@
 import pytest
 import torch
 
+from blockyard.services.gpu_worker import engine
 from blockyard.services.gpu_worker.linear import GROUP, Linear, in_groups, second_copy
+from blockyard.shared.config.process import BusConfig, ProcessConfig
+from blockyard.shared.config.worker import WorkerConfig
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -80,3 +83,19 @@ def test_products_by_rows() -> None:
     assert torch.equal(linear(x[:1]), torch.full((1, 2), 3.0))
     linear.use({}, lambda x: x[:, :2] * 9)
     assert torch.equal(linear(x), torch.full((2, 2), 9.0))
+
+
+@pytest.mark.parametrize("batch_invariant", [True, False])
+def test_the_flag_freezes_every_linear_layer(batch_invariant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    linears = [Linear(torch.ones(2, 3)) for _ in range(3)]
+    frozen: list[Linear] = []
+    monkeypatch.setattr(Linear, "freeze", lambda self: frozen.append(self))
+
+    class Model:
+        def linears(self) -> list[Linear]:
+            return linears
+
+    process = ProcessConfig(name="one", bus=BusConfig(registry="ipc:///unused", bind="ipc:///unused"))
+    config = WorkerConfig(process=process, model_path="unused", batch_invariant=batch_invariant)
+    engine.pick_products(Model(), config, torch.device("cpu"))  # type: ignore[arg-type]
+    assert frozen == (linears if batch_invariant else [])

@@ -1,0 +1,86 @@
+"""Linear layers picked by measuring, and frozen ones; on a GPU."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from blockyard.services.gpu_worker.linear import Linear
+
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+
+SHAPES = [(384, 256), (256, 384), (1024, 256)]  # out, in
+
+
+def tuner_of(linears: list[Linear]) -> Any:
+    from blockyard.services.gpu_worker.linear_tuning import Tuner
+
+    return Tuner(linears)
+
+
+def layers(bias: bool = False) -> list[Linear]:
+    return [
+        Linear(
+            torch.randn(*shape, device="cuda", dtype=torch.bfloat16),
+            torch.randn(shape[0], device="cuda", dtype=torch.bfloat16) if bias else None,
+        )
+        for shape in SHAPES * 2
+    ]
+
+
+def rows_of(linear: Linear, rows: int) -> torch.Tensor:
+    return torch.randn(rows, linear.shape[0], device="cuda", dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_tuned_products_are_right_and_measured_once(bias: bool, tmp_path: Path) -> None:
+    linears, path = layers(bias), tmp_path / "table.json"
+    reports: list[float] = []
+    assert "measured 3 of 3" in tuner_of(linears).tune([1, 4, 40], reports.append, path)
+    assert len(reports) == 3
+    assert "as measured before" in tuner_of(linears).tune([1, 4, 40], reports.append, path)
+    assert "measured 1 of 2" in tuner_of(linears).tune([1, 8], reports.append, path)
+    with torch.inference_mode():
+        for linear in linears:
+            for rows in (1, 4, 8, 33, 40):
+                x = rows_of(linear, rows)
+                assert linear.weight is not None
+                want = x.double() @ linear.weight.double().T
+                want = want if linear.bias is None else want + linear.bias.double()
+                assert float((linear(x).double() - want).norm() / want.norm()) < 6e-3
+
+
+def test_every_candidate_is_right(tmp_path: Path) -> None:
+    """Also in a chain, where each begins before the last one ended and asks for the next one's weights."""
+    from blockyard.services.gpu_worker import linear_tuning
+
+    linears = layers()
+    tuner = tuner_of(linears)
+    sizes = (1, 2, 4, 16, 20, 64, 128, 256)
+    tuner._compile(sizes)
+    with torch.inference_mode():
+        for rows in sizes:
+            for layer, group in zip(tuner.layers, tuner.groups, strict=True):
+                x = rows_of(group[0], rows)
+                wants = [x.double() @ linear.weight.double().T for linear in group]
+                for plan in tuner._candidates(layer, rows):
+                    order = [(plan, linear) for linear in group] * 2
+                    products = [
+                        tuner.product(*one, linear_tuning._ahead(*after))
+                        for one, after in zip(order, [*order[1:], order[0]], strict=True)
+                    ]
+                    for got, want in zip([product(x) for product in products], wants * 2, strict=True):
+                        assert float((got.double() - want).norm() / want.norm()) < 6e-3, plan
+
+
+def test_frozen_rows_do_not_depend_on_the_others() -> None:
+    linears = layers(bias=True)
+    tuner_of(linears).freeze()
+    with torch.inference_mode():
+        for linear in linears:
+            x = rows_of(linear, 700)
+            together = linear(x)
+            for rows in (1, 2, 16, 63, 64, 128, 129, 500):
+                for start in (0, 1, 37, 200):
+                    assert torch.equal(linear(x[start : start + rows]), together[start : start + rows])
