@@ -11,7 +11,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from blockyard.kernels.fetch_ahead import Ahead, fetch_ahead, nothing
 from blockyard.kernels.overlap import options
 
 MOST_ROWS = 8
@@ -21,7 +20,7 @@ def linear_few_rows_reference(x: Tensor, weight: Tensor, bias: Tensor | None = N
     return F.linear(x, weight, bias)
 
 
-@triton.jit(do_not_specialize=["rows", "ahead_lines", "ahead_width", "ahead_parts", "ahead_step", "ahead_size"])
+@triton.jit(do_not_specialize=["rows"])
 def _linear_few_rows_kernel(
     x_ptr,
     weight_ptr,
@@ -30,18 +29,11 @@ def _linear_few_rows_kernel(
     rows,
     outs,
     size,
-    ahead_ptr,
-    ahead_lines,
-    ahead_width,
-    ahead_parts,
-    ahead_step,
-    ahead_size,
     ROWS: tl.constexpr,
     OUT_TILE: tl.constexpr,
     TILE: tl.constexpr,
     BIAS: tl.constexpr,
     OVERLAP: tl.constexpr,
-    AHEAD: tl.constexpr,
 ):
     # program i has columns i * OUT_TILE ... of the output, all rows
     if OVERLAP:
@@ -65,17 +57,6 @@ def _linear_few_rows_kernel(
             x = tl.load(x_ptr + row * size + start + cols, mask=start + cols < tl.where(rows > row, size, 0), other=0.0)
             sums += (totals[row] + weight.to(tl.float32) * x.to(tl.float32)[None, :],)  # type: ignore[assignment]
         totals = sums
-    if AHEAD:
-        fetch_ahead(
-            ahead_ptr,
-            ahead_lines,
-            ahead_width,
-            ahead_parts,
-            ahead_step,
-            ahead_size,
-            tl.program_id(0),
-            tl.num_programs(0),
-        )
     for row in tl.static_range(ROWS):
         y = tl.sum(totals[row], 1)
         if BIAS:
@@ -92,7 +73,6 @@ def linear_few_rows(
     tile: int,
     warps: int,
     overlap: bool,
-    ahead: Ahead | None = None,
 ) -> Tensor:
     """x [rows, in] of at most MOST_ROWS rows, weight [out, in], bias [out] -> [rows, out], summed in float32.
 
@@ -118,13 +98,11 @@ def linear_few_rows(
         rows,
         outs,
         size,
-        **(nothing(weight) if ahead is None else ahead.arguments()),
         ROWS=triton.next_power_of_2(rows),
         OUT_TILE=out_tile,
         TILE=tile,
         BIAS=bias is not None,
         OVERLAP=overlap,
-        AHEAD=ahead is not None,
         num_warps=warps,
         **options(overlap),
     )

@@ -25,7 +25,6 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from blockyard.kernels.fetch_ahead import Ahead, fetch_ahead, nothing
 from blockyard.kernels.overlap import options
 
 ALIGNMENT = 16  # bytes, of rows that are copied by descriptor
@@ -60,8 +59,8 @@ class Workspace:
         return min(self.parts.numel() // (tiling.out_tile * tiling.row_tile), self.arrived.numel())
 
 
-@triton.jit(do_not_specialize=["rows", "ahead_lines", "ahead_width", "ahead_parts", "ahead_step", "ahead_size"])
-def _linear_rows_kernel(  # noqa: C901, one loop over tiles
+@triton.jit(do_not_specialize=["rows"])
+def _linear_rows_kernel(
     x_desc,
     weight_desc,
     weight_ptr,
@@ -72,12 +71,6 @@ def _linear_rows_kernel(  # noqa: C901, one loop over tiles
     rows,
     outs,
     size,
-    ahead_ptr,
-    ahead_lines,
-    ahead_width,
-    ahead_parts,
-    ahead_step,
-    ahead_size,
     OUT_TILE: tl.constexpr,
     ROW_TILE: tl.constexpr,
     IN_TILE: tl.constexpr,
@@ -85,7 +78,6 @@ def _linear_rows_kernel(  # noqa: C901, one loop over tiles
     BIAS: tl.constexpr,
     OVERLAP: tl.constexpr,
     FETCH: tl.constexpr,
-    AHEAD: tl.constexpr,
 ):
     # program p has steps p * work / programs to (p + 1) * work / programs
     program = tl.program_id(0).to(tl.int64)
@@ -123,19 +115,8 @@ def _linear_rows_kernel(  # noqa: C901, one loop over tiles
             x = x_desc.load([row_start, step * IN_TILE])
             total = tl.dot(weight, x.T, total, input_precision="ieee")
         end = tile * steps + first
-        if end <= begin:
-            if AHEAD:
-                fetch_ahead(
-                    ahead_ptr,
-                    ahead_lines,
-                    ahead_width,
-                    ahead_parts,
-                    ahead_step,
-                    ahead_size,
-                    tl.program_id(0),
-                    tl.num_programs(0),
-                )
-            if OVERLAP:
+        if OVERLAP:  # noqa: SIM102, known when this is compiled
+            if end <= begin:
                 gdc_launch_dependents()
         if last < steps:
             tl.store(parts_ptr + program * OUT_TILE * ROW_TILE + place, total)
@@ -168,7 +149,6 @@ def linear_rows(
     workspace: Workspace,
     split: int,
     programs: int = 0,
-    ahead: Ahead | None = None,
 ) -> Tensor:
     """x [rows, in], weight [out, in], bias [out] -> [rows, out], summed in float32.
 
@@ -209,7 +189,6 @@ def linear_rows(
             len(some),
             outs,
             size,
-            **(nothing(weight) if ahead is None else ahead.arguments()),
             OUT_TILE=tiling.out_tile,
             ROW_TILE=tiling.row_tile,
             IN_TILE=tiling.in_tile,
@@ -217,7 +196,6 @@ def linear_rows(
             BIAS=bias is not None,
             OVERLAP=tiling.overlap,
             FETCH=tiling.fetch,
-            AHEAD=ahead is not None,
             num_warps=tiling.warps,
             num_stages=tiling.stages,
             **options(tiling.overlap),

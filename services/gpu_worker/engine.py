@@ -58,7 +58,7 @@ def start(config: WorkerConfig, report: Report) -> Runner:
         notes.append(str(loaded))
         report("preparing weights", 0.0, notes)
         model.prepare(max_model_len)
-        notes.extend(pick_products(model, config, device))
+        notes.extend(pick_products(model, config, device, lambda done: report("measuring linear layers", done, notes)))
         need = Need(
             block_size=config.block_size,
             block_bytes=block_bytes(model.shape, config.block_size, kv_dtype),
@@ -127,10 +127,17 @@ def find_device_loop() -> Any:
     return importlib.import_module("blockyard.services.gpu_worker.device_loop")
 
 
-def pick_products(model: Model, config: WorkerConfig, device: torch.device) -> list[str]:
+def pick_products(
+    model: Model, config: WorkerConfig, device: torch.device, progress: Callable[[float], None]
+) -> list[str]:
     """What computes the linear layers of this model."""
-    if device.type == "cuda" and config.batch_invariant:
-        return [importlib.import_module("blockyard.services.gpu_worker.linear_tuning").Tuner(model.linears()).freeze()]
+    if device.type == "cuda" and (config.batch_invariant or not config.enforce_eager):
+        tuner = importlib.import_module("blockyard.services.gpu_worker.linear_tuning").Tuner(model.linears())
+        if config.batch_invariant:
+            return [tuner.freeze()]
+        ladder = importlib.import_module("blockyard.services.gpu_worker.decode_steps").ladder
+        sizes = [n for n in config.graph_sizes if n <= config.max_num_seqs] or ladder(config.max_num_seqs)
+        return [tuner.tune(sizes, progress)]
     if config.batch_invariant:
         for linear in model.linears():
             linear.freeze()

@@ -18,10 +18,10 @@ import torch
 import torch.nn.functional as F
 import triton
 from torch import Tensor
+from triton.errors import TritonError
 from triton.runtime.errors import OutOfResources
 
 from blockyard.kernels.add_rms_norm import add_rms_norm
-from blockyard.kernels.fetch_ahead import LINE_BYTES, Ahead
 from blockyard.kernels.linear_few_rows import linear_few_rows
 from blockyard.kernels.linear_rows import ALIGNMENT, Tiling, Workspace, linear_rows
 from blockyard.kernels.overlap import can_overlap
@@ -38,7 +38,6 @@ LAUNCHES = 4  # of one measurement at least
 REPEATS = 3
 ROUNDS = 2
 COMPILERS = 16
-AHEAD_BYTES = 8 << 20  # of the next layer's weights brought to the L2 cache while a layer ends
 
 
 class Tuner:
@@ -61,25 +60,36 @@ class Tuner:
         self._impossible: set[tuple[Plan, int]] = set()
 
     def tune(self, sizes: Sequence[int], report: Callable[[float], None], table: Path | None = None) -> str:
-        """For steps of each of these numbers of rows. Says what came of it."""
+        """For steps of each of these numbers of rows. Says what came of it; the library computes what cannot be."""
         start, path = time.perf_counter(), table or self._path()
-        known, new = picker.read_table(path), []
-        dtype = str(self._dtype).removeprefix("torch.")
+        known, dtype = picker.read_table(path), str(self._dtype).removeprefix("torch.")
         found = {rows: picker.find(known, self.layers, dtype, rows) for rows in sizes}
-        missing = [rows for rows, plans in found.items() if plans is None]
-        with torch.inference_mode():
-            self._compile(missing)
-            for i, rows in enumerate(missing):
-                report(i / len(missing))
-                found[rows] = plans = self.measure(rows)
-                new.append(Choice(self.layers, dtype, rows, plans))
+        plans = {rows: some for rows, some in found.items() if some is not None}
+        missing = [rows for rows in sizes if rows not in plans]
+        try:
+            new = self._measure_all(missing, report)
+        except (RuntimeError, TritonError) as e:  # OutOfMemoryError is among them
+            why = str(e).splitlines()[0]
+            log.warning("linear layers could not be measured: %s", why)
+            return f"linear layers: in the library's kernels, own ones could not be measured: {why}"
         if new:
-            picker.write_table(path, picker.merge(picker.read_table(path), new))
-        self._install({rows: plans for rows, plans in found.items() if plans is not None})
-        ours = sum(plan != LIBRARY for plans in found.values() if plans is not None for plan in plans)
+            choices = [Choice(self.layers, dtype, rows, some) for rows, some in new.items()]
+            picker.write_table(path, picker.merge(picker.read_table(path), choices))
+        plans |= new
+        self._install(plans)
+        ours = sum(plan != LIBRARY for some in plans.values() for plan in some)
         took = f"measured {len(missing)} of {len(found)} sizes in {time.perf_counter() - start:.1f} s"
         how = took if missing else "as measured before"
         return f"linear layers: {ours} of {len(found) * len(self.layers)} shapes in own kernels, {how}"
+
+    def _measure_all(self, sizes: Sequence[int], report: Callable[[float], None]) -> dict[int, list[Plan]]:
+        plans = {}
+        with torch.inference_mode():
+            self.compile(sizes)
+            for i, rows in enumerate(sizes):
+                report(i / len(sizes))
+                plans[rows] = self.measure(rows)
+        return plans
 
     def freeze(self) -> str:
         """One plan a layer for every number of rows."""
@@ -90,18 +100,18 @@ class Tuner:
                 linear.use({}, in_groups(product) if plan == LIBRARY else product)
         return "linear layers: one configuration each for any number of rows (--batch-invariant)"
 
-    def product(self, plan: Plan, linear: Linear, ahead: Ahead | None = None) -> Product:
+    def product(self, plan: Plan, linear: Linear) -> Product:
         weight, bias = _weight(linear), linear.bias
         if plan.kernel == "library":
             return lambda x: F.linear(x, weight, bias)
         if plan.kernel == "few":
             out_tile, tile, warps, overlap = plan.out_tile, plan.in_tile, plan.warps, self._overlap
             return lambda x: linear_few_rows(
-                x, weight, bias, out_tile=out_tile, tile=tile, warps=warps, overlap=overlap, ahead=ahead
+                x, weight, bias, out_tile=out_tile, tile=tile, warps=warps, overlap=overlap
             )
         tiling = Tiling(plan.out_tile, plan.row_tile, plan.in_tile, plan.stages, plan.warps, self._overlap, plan.fetch)
         workspace, split = self._workspace, plan.split
-        return lambda x: linear_rows(x, weight, bias, tiling, workspace, split, ahead=ahead)
+        return lambda x: linear_rows(x, weight, bias, tiling, workspace, split)
 
     def _path(self) -> Path:
         return picker.table_path(self._name, (f"torch{torch.__version__}", f"triton{triton.__version__}"))
@@ -113,7 +123,7 @@ class Tuner:
         plans = picker.candidates(layer, rows, self._dtype.itemsize, self._processors)
         return [plan for plan in plans if _binary(plan, rows) not in self._impossible]
 
-    def _compile(self, sizes: Sequence[int]) -> None:
+    def compile(self, sizes: Sequence[int]) -> None:
         """Side by side, each takes about a second; those that this GPU has no room for are left out from here on."""
         binaries = {_binary(p, rows) for rows in sizes for layer in self.layers for p in self._candidates(layer, rows)}
         with ThreadPoolExecutor(min(COMPILERS, os.cpu_count() or 1)) as threads:
@@ -126,8 +136,7 @@ class Tuner:
             for bias in {linear.bias is not None for linear in self._linears}:
                 weight = torch.zeros(256, 256, dtype=self._dtype, device=self._device)
                 try:
-                    linear = Linear(weight, weight[0] if bias else None)
-                    self.product(plan, linear, _ahead(plan, linear))(weight[:rows])
+                    self.product(plan, Linear(weight, weight[0] if bias else None))(weight[:rows])
                 except OutOfResources as e:
                     log.debug("%s: %s", plan, e)
                     return False
@@ -147,8 +156,7 @@ class Tuner:
         if best == library:
             return library
         sets = [library, best] if best == ours else [library, best, ours]
-        steps = [self._step(self._order(plans), rows) for plans in sets]
-        rounds = [[_replay(step) for step in steps] for _ in range(ROUNDS)]  # in turn: clocks sink as the GPU warms up
+        rounds = [[self.step_seconds(p, rows) for p in sets] for _ in range(ROUNDS)]  # in turn: clocks sink meanwhile
         took = [min(one[i] for one in rounds) for i in range(len(sets))]
         return picker.pick_set(list(zip(sets, took, strict=True)))
 
@@ -158,52 +166,36 @@ class Tuner:
         order = [(plan, linear) for linear in some] * -(-LAUNCHES // len(some))
         return _replay(self._step(order, rows)) / len(order)
 
+    def step_seconds(self, plans: Sequence[Plan], rows: int, norms: bool = True) -> float:
+        """Of all layers, by one plan a shape."""
+        return _replay(self._step(self._order(plans), rows, norms))
+
     def _order(self, plans: Sequence[Plan]) -> list[tuple[Plan, Linear]]:
         """The plan of each layer, in the model's order."""
         by_shape = dict(zip(((layer.ins, layer.outs) for layer in self.layers), plans, strict=True))
         return [(by_shape[linear.shape], linear) for linear in self._linears]
 
-    def _products(self, order: Sequence[tuple[Plan, Linear]]) -> list[Product]:
-        """Each with the next one's weights ahead; the last one's next is the first, of the next step."""
-        following = [*order[1:], order[0]]
-        return [self.product(*one, _ahead(*after)) for one, after in zip(order, following, strict=True)]
-
-    def _step(self, order: Sequence[tuple[Plan, Linear]], rows: int) -> Callable[[], None]:
-        """All of these products, a norm before each."""
+    def _step(self, order: Sequence[tuple[Plan, Linear]], rows: int, norms: bool = True) -> Callable[[], None]:
+        """All of these products, and where asked for a norm before each."""
         sizes = {linear.shape[0] for _, linear in order}
         inputs = {n: torch.randn(rows, n, dtype=self._dtype, device=self._device) for n in sizes}
         weights = {n: torch.ones(n, dtype=self._dtype, device=self._device) for n in sizes}
-        products = [
-            (product, linear.shape[0]) for product, (_, linear) in zip(self._products(order), order, strict=True)
-        ]
+        products = [(self.product(plan, linear), linear.shape[0]) for plan, linear in order]
 
         def step() -> None:
             for product, n in products:
-                product(add_rms_norm(inputs[n], None, weights[n], 1e-6))
+                product(add_rms_norm(inputs[n], None, weights[n], 1e-6) if norms else inputs[n])
 
         return step
 
     def _install(self, plans: dict[int, list[Plan]]) -> None:
         products: list[dict[int, Product]] = [{} for _ in self._linears]
         for rows, some in plans.items():
-            order = self._order(some)
-            for i, product in enumerate(self._products(order)):
-                if order[i][0] != LIBRARY:
-                    products[i][rows] = product
+            for i, (plan, linear) in enumerate(self._order(some)):
+                if plan != LIBRARY:
+                    products[i][rows] = self.product(plan, linear)
         for linear, one in zip(self._linears, products, strict=True):
             linear.use(one)
-
-
-def _ahead(plan: Plan, linear: Linear) -> Ahead:
-    """What a kernel of this plan reads first."""
-    weight = _weight(linear)
-    outs, size = weight.shape
-    budget = AHEAD_BYTES // weight.element_size()
-    if plan.kernel != "tiles":
-        return Ahead(weight, min(outs, max(budget // size, 1)), size, 1)
-    line = LINE_BYTES // weight.element_size()
-    width = min(max(budget // (outs * plan.split) // line, 1) * line, size // plan.split)
-    return Ahead(weight, min(outs, budget // (width * plan.split)), width, plan.split)
 
 
 def _binary(plan: Plan, rows: int) -> tuple[Plan, int]:

@@ -1,10 +1,12 @@
-"""Linear layers of decode steps: each shape of Llama-3.1-8B, in cuBLAS and as picked."""
+"""Linear layers of Llama-3.1-8B's decode steps, in cuBLAS and as picked: each shape, and all of a step."""
+
+from collections.abc import Iterator
 
 import torch
 
 from blockyard.services.gpu_worker.bench.row import Row, row
 from blockyard.services.gpu_worker.linear import Linear
-from blockyard.services.gpu_worker.linear_picker import LIBRARY
+from blockyard.services.gpu_worker.linear_picker import LIBRARY, Layer
 from blockyard.services.gpu_worker.linear_tuning import Tuner
 
 SHAPES = {
@@ -12,28 +14,39 @@ SHAPES = {
     "out": (4096, 4096),
     "gate and up": (28672, 4096),
     "down": (4096, 14336),
-    "head": (128256, 4096),
 }
+HEAD = (128256, 4096)
+LAYERS = 32
+NAMES = {"library": "cuBLAS", "few": "rows in registers", "tiles": "tensor cores"}
 ROWS = (1, 8, 64, 128, 256)
-WEIGHT_BYTES = 400 << 20  # of each shape: several times the L2 cache
 
 
 def measure() -> list[Row]:
-    """A norm runs before each product, as in a step, and is in its time."""
+    """15 GB of weights. Shapes are timed with a norm before each product, as in a step; steps are products alone."""
     with torch.inference_mode():
-        tuner = Tuner([linear for shape in SHAPES.values() for linear in _linears(*shape)])
-        rows = []
-        for num in ROWS:
-            plans = tuner.measure(num)
-            for name, layer, plan, group in zip(SHAPES, tuner.layers, plans, tuner.groups, strict=True):
-                shape = f"{num} x {layer.ins} -> {layer.outs}"
-                read, operations = 2 * layer.ins * layer.outs, 2 * num * layer.ins * layer.outs
-                rows.append(row(f"{name}, cuBLAS", shape, tuner.seconds(LIBRARY, group, num), read, operations))
-                if plan != LIBRARY:
-                    rows.append(row(f"{name}, ours", shape, tuner.seconds(plan, group, num), read, operations))
-    return rows
+        linears = [_linear(*shape) for _ in range(LAYERS) for shape in SHAPES.values()]
+        tuner = Tuner([*linears, _linear(*HEAD)])
+        tuner.compile(ROWS)
+        return [one for num in ROWS for one in _rows(tuner, num)]
 
 
-def _linears(outs: int, ins: int) -> list[Linear]:
-    count = max(WEIGHT_BYTES // (2 * ins * outs), 1)
-    return [Linear(torch.randn(outs, ins, dtype=torch.bfloat16, device="cuda") * 0.02) for _ in range(count)]
+def _rows(tuner: Tuner, num: int) -> Iterator[Row]:
+    picked, library = tuner.measure(num), [LIBRARY] * len(tuner.layers)
+    for name, layer, plan, group in zip((*SHAPES, "head"), tuner.layers, picked, tuner.groups, strict=True):
+        shape = f"{num} x {layer.ins} -> {layer.outs}"
+        for one in dict.fromkeys((LIBRARY, plan)):
+            seconds = tuner.seconds(one, group, num)
+            yield row(f"{name}, {NAMES[one.kernel]}", shape, seconds, *_work([layer], num, layer.count))
+    for label, plans in (("cuBLAS", library), ("as picked", picked)):
+        seconds = tuner.step_seconds(plans, num, norms=False)
+        yield row(f"all of a step, {label}", f"{num} rows", seconds, *_work(tuner.layers, num))
+
+
+def _work(layers: list[Layer], num: int, share: int = 1) -> tuple[float, float]:
+    """Bytes of weights and operations."""
+    elements = sum(layer.ins * layer.outs * layer.count for layer in layers) / share
+    return 2 * elements, 2 * num * elements
+
+
+def _linear(outs: int, ins: int) -> Linear:
+    return Linear(torch.randn(outs, ins, dtype=torch.bfloat16, device="cuda").mul_(0.02))

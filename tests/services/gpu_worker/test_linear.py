@@ -89,7 +89,11 @@ def test_products_by_rows() -> None:
 def test_the_flag_freezes_every_linear_layer(batch_invariant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     linears = [Linear(torch.ones(2, 3)) for _ in range(3)]
     frozen: list[Linear] = []
-    monkeypatch.setattr(Linear, "freeze", lambda self: frozen.append(self))
+
+    def freeze(self: Linear) -> None:
+        frozen.append(self)
+
+    monkeypatch.setattr(Linear, "freeze", freeze)
 
     class Model:
         def linears(self) -> list[Linear]:
@@ -97,5 +101,5 @@ def test_the_flag_freezes_every_linear_layer(batch_invariant: bool, monkeypatch:
 
     process = ProcessConfig(name="one", bus=BusConfig(registry="ipc:///unused", bind="ipc:///unused"))
     config = WorkerConfig(process=process, model_path="unused", batch_invariant=batch_invariant)
-    engine.pick_products(Model(), config, torch.device("cpu"))  # type: ignore[arg-type]
+    engine.pick_products(Model(), config, torch.device("cpu"), print)  # type: ignore[arg-type]
     assert frozen == (linears if batch_invariant else [])
