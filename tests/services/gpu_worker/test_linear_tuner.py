@@ -1,0 +1,99 @@
+"""The tuner with clocks and GPU made up: products in Triton's interpreter, on a GPU as they are."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from blockyard.services.gpu_worker import linear_tuning
+from blockyard.services.gpu_worker.linear import Linear
+from blockyard.services.gpu_worker.linear_picker import LIBRARY, Plan
+from blockyard.services.gpu_worker.linear_tuning import Tuner
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SHAPES = [(80, 256), (64, 512)]  # out, in
+TILES = Plan("tiles", 64, 16, 32, 3, 4, 2)
+
+
+@pytest.fixture
+def linears(monkeypatch: pytest.MonkeyPatch) -> list[Linear]:
+    properties = SimpleNamespace(multi_processor_count=4, name="none")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(linear_tuning, "WORKSPACE_ELEMENTS", 1 << 16)
+    return [Linear(torch.randn(*shape).to(DEVICE, torch.float16)) for shape in SHAPES * 2]
+
+
+def made_up(tuner: Tuner, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Plan, int]]:
+    """Tiles are quick for the first shape, few rows for the second, the library at 3 rows. What was timed."""
+    timed = []
+
+    def seconds(plan: Plan, group: list[Linear], rows: int) -> float:
+        timed.append((plan, rows))
+        quick = plan.kernel == ("tiles" if group[0].shape == (256, 80) and rows > 1 else "few")
+        return 0.5 if quick and rows != 3 else 1.0
+
+    monkeypatch.setattr(tuner, "compile", lambda sizes: None)
+    monkeypatch.setattr(tuner, "seconds", seconds)
+    monkeypatch.setattr(tuner, "step_seconds", lambda plans, rows: sum(2 - (p != LIBRARY) for p in plans))
+    return timed
+
+
+def test_the_quickest_products_are_used_and_kept(
+    linears: list[Linear], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "table.json"
+    tuner = Tuner(linears)
+    timed = made_up(tuner, monkeypatch)
+    done: list[float] = []
+    assert tuner.tune([1, 2, 3], done.append, path).startswith(
+        "linear layers: 4 of 6 shapes in own kernels, measured 3"
+    )
+    assert done == [0, 1 / 3, 2 / 3]
+    assert (LIBRARY, 3) in timed
+    assert [sorted(linear._products) for linear in linears] == [[1, 2]] * 4
+
+    again = Tuner(linears)
+    timed = made_up(again, monkeypatch)
+    assert again.tune([1, 2, 3], done.append, path).endswith("4 of 6 shapes in own kernels, as measured before")
+    assert not timed
+    for linear in linears:
+        assert linear.weight is not None
+        for rows in (1, 2, 3):
+            x = torch.randn(rows, linear.shape[0]).to(DEVICE, torch.float16)
+            want = x.double() @ linear.weight.double().T
+            assert float((linear(x).double() - want).norm() / want.norm()) < 1e-3
+
+
+def test_a_step_that_is_no_quicker_is_the_library_s(
+    linears: list[Linear], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuner = Tuner(linears)
+    made_up(tuner, monkeypatch)
+    monkeypatch.setattr(tuner, "step_seconds", lambda plans, rows: 1.0)
+    assert "0 of 2 shapes" in tuner.tune([2], lambda done: None, tmp_path / "table.json")
+    assert not any(linear._products for linear in linears)
+
+
+def test_what_cannot_be_measured_is_left_to_the_library(
+    linears: list[Linear], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuner = Tuner(linears)
+    made_up(tuner, monkeypatch)
+
+    def fail(rows: int) -> None:
+        raise torch.OutOfMemoryError("no memory is left\nat all")
+
+    monkeypatch.setattr(tuner, "measure", fail)
+    assert tuner.tune([1], print, tmp_path / "table.json").endswith("could not be measured: no memory is left")
+    assert not any(linear._products for linear in linears)
+
+
+def test_frozen_rows_do_not_depend_on_the_others(linears: list[Linear], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_tuning.picker, "frozen_plan", lambda layer, size, processors: TILES)
+    Tuner(linears).freeze()
+    for linear in linears[:2]:
+        x = torch.randn(20, linear.shape[0]).to(DEVICE, torch.float16)
+        together = linear(x)
+        for rows in (slice(0, 1), slice(3, 20), slice(17, 18)):
+            assert torch.equal(linear(x[rows]), together[rows])
