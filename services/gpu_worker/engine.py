@@ -48,13 +48,9 @@ def start(config: WorkerConfig, report: Report) -> Runner:
     max_model_len = pick_length(config.max_model_len, model.shape.max_positions)
     notes.append(f"model: {settings['architectures'][0]}, {str(dtype).removeprefix('torch.')}")
 
-    def progress(fraction: float) -> None:
-        report("loading weights", fraction, notes)
-
+    progress = Throttle(lambda done: report("loading weights", done, notes))
     with torch.inference_mode():
-        loaded = checkpoint.load(
-            model.table, folder, config.load_format, config.ignore_patterns, config.seed, Throttle(progress)
-        )
+        loaded = checkpoint.load(model.table, folder, config.load_format, config.ignore_patterns, config.seed, progress)
         notes.append(str(loaded))
         report("preparing weights", 0.0, notes)
         model.prepare(max_model_len)
