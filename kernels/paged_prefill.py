@@ -21,6 +21,7 @@ from blockyard.kernels.sequences import Sequences
 _LOG2E = 1.4426950408889634
 _PROGRAMS = 132  # multiprocessors: with fewer programs, tiles are shared
 _MOST_SPLITS = 16
+_MUCH = 1 << 22  # elements of q; with fewer a step may wait for the host, to which `prefill_hopper` costs more
 _LONG = 1024  # sequences that may be longer are worth a second kernel
 
 
@@ -223,7 +224,8 @@ def paged_prefill(
     num_seqs = len(starts) - 1
     if num_seqs < 1 or not len(out):
         return
-    hopper = scales is None and soft_cap is None and prefill_hopper.fits(q, layer)
+    much = len(out) * heads * head_dim > _MUCH
+    hopper = much and scales is None and soft_cap is None and prefill_hopper.fits(q, layer)
     config, group = pick_config(head_dim, q.dtype), heads // kv_heads
     lines = prefill_hopper.ROWS if hopper else config.rows
     tiles = len(out) * group // lines + num_seqs

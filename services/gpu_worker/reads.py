@@ -45,8 +45,9 @@ class ReadPlanner:
 
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
-        self._zero = torch.zeros((), dtype=pool.dtype, device=pool.device)
-        self._minus = torch.full((), float("-inf"), dtype=pool.dtype, device=pool.device)
+        dtype = pool.dtype if pool.scales is None else torch.float32  # 8 bits are not read this way
+        self._zero = torch.zeros((), dtype=dtype, device=pool.device)
+        self._minus = torch.full((), float("-inf"), dtype=dtype, device=pool.device)
         self._windows = tuple(dict.fromkeys(pool.shape.windows))
         self._kept: list[KeptKV | None] = []  # of each group of decodes
 

@@ -12,6 +12,7 @@ from blockyard.kernels.rms_norm import RMSNorm
 from blockyard.services.gpu_worker import engine, kv_scales
 from blockyard.services.gpu_worker.kv_pool import KVPool
 from blockyard.services.gpu_worker.models.decoder import ModelShape
+from blockyard.services.gpu_worker.reads import ReadPlanner
 from blockyard.services.gpu_worker.triton_ops import MixedAttention
 from blockyard.services.gpu_worker.weights import WeightTable
 from blockyard.shared.config.worker import WorkerConfig
@@ -111,6 +112,7 @@ def test_what_is_not_finite_is_scrubbed_from_8_bits() -> None:
     it = pool()
     it.memory[1, 3] = torch.full((2, 2, 8, 16), float("nan"), device=DEVICE).to(it.dtype)
     it.memory[1, 4] = torch.full((2, 2, 8, 16), 2.0, device=DEVICE).to(it.dtype)
+    ReadPlanner(it)  # every worker has one, also where it is not used
     it.scrub(np.array([3, 4]))
     assert torch.equal(it.memory[1, 3:5].float().amax((1, 2, 3, 4)).cpu(), torch.tensor([0.0, 2.0]))
 
