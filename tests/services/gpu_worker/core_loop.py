@@ -46,6 +46,7 @@ class CoreLoop:
         self.runner = runner
         self.runners = {WORKER: runner} | {MORE + i: other for i, other in enumerate(more)}
         self.plans = deque[tuple[int, StepPlan]]()
+        self.most_launched = 0  # before the first of them was done
         self.num_plans = dict.fromkeys(self.runners, 0)
         self.outputs: dict[tuple[str, int], list[int]] = {}
         self.finishes: dict[tuple[str, int], tuple[FinishReason, int | None]] = {}
@@ -84,16 +85,21 @@ class CoreLoop:
         return stats
 
     def step(self) -> None:
-        """The oldest plan runs and is answered."""
+        """The oldest plan runs and is answered, with those behind it that its worker takes before it is done."""
         worker, plan = self.plans.popleft()
-        runner = self.runners[worker]
-        self.num_plans[worker] += 1
+        runner, launched = self.runners[worker], [plan]
         runner.launch(plan)
-        while not (done := runner.collect()):
-            pass
-        result = StepResult(worker, plan.number, done[0].slots, 0.0, 0.0, done[0].failed_fetches)
-        self.core.handle(worker, result, 0.0)
-        self.turn()
+        while self.plans and self.plans[0][0] == worker and runner.can_launch():
+            launched.append(self.plans.popleft()[1])
+            runner.launch(launched[-1])
+        self.most_launched = max(self.most_launched, len(launched))
+        done = [*runner.collect()]
+        while len(done) < len(launched):
+            done += runner.collect()
+        for one, it in zip(launched, done, strict=True):
+            self.num_plans[worker] += 1
+            self.core.handle(worker, StepResult(worker, one.number, it.slots, 0.0, 0.0, it.failed_fetches), 0.0)
+            self.turn()
 
     def turn(self) -> None:
         for outgoing in self.core.turn(0.0):

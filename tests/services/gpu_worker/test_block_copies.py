@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from plan_driver import Driver, as_bytes
 from ties import Score, Ties
 from tiny_models import BY_NAME, VOCAB, greedy_score, start
@@ -14,11 +15,14 @@ from blockyard.shared.messages import BlockCopy, BlockName, FinishReason, Sampli
 GREEDY = Sampling(max_tokens=12, temperature=0.0, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Runner, Score]:
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
+
+
+@pytest.fixture(scope="module", params=DEVICES)
+def tiny(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> tuple[Runner, Score]:
     folder: Path = tmp_path_factory.mktemp("tiny")
     theirs = BY_NAME["llama"].save(folder)
-    return start(folder, max_model_len=128), greedy_score(theirs)
+    return start(folder, max_model_len=128, device=request.param), greedy_score(theirs)
 
 
 def seat(slot: int, ids: list[int], blocks: list[int], num_computed: int = 0) -> SlotStart:

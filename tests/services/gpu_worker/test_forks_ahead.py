@@ -1,0 +1,64 @@
+"""Forks and beam searches where the batch lives on the device and steps are launched ahead of the host.
+
+With the torch references in place of Triton's kernels where there is no GPU.
+"""
+
+from pathlib import Path
+
+import pytest
+from core_loop import CoreLoop
+from equality import noisy, requests
+from reference_ops import run_ahead
+from ties import Score, Ties
+from tiny_models import BY_NAME, greedy_score, start
+
+from blockyard.services.gpu_worker.runner import Runner
+from blockyard.shared.messages import Beam, Sampling
+
+Runners = tuple[Runner, Runner, Score]  # in lockstep, and ahead
+
+
+@pytest.fixture(scope="module")
+def runners(tmp_path_factory: pytest.TempPathFactory) -> Runners:
+    folder: Path = tmp_path_factory.mktemp("tiny")
+    score = greedy_score(BY_NAME["llama"].save(folder))
+    plain, ahead = (start(folder, max_model_len=128, num_gpu_blocks_override=60) for _ in range(2))
+    run_ahead(ahead, capacity=10)
+    return plain, ahead, score
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_choices_that_share_a_prompt(runners: Runners, prefix_caching: bool) -> None:
+    plain, ahead, score = runners
+    asked = [request for request in requests(6, max_tokens=14) if request.n > 1]
+    loop = CoreLoop(ahead, depth=2, prefix_caching=prefix_caching)
+    for request in asked:
+        loop.add(request.name, request.prompt, request.sampling, request.n)
+    loop.run()
+    assert loop.most_launched > 1
+    ties = Ties()
+    for request in asked:
+        for choice in range(request.n):
+            alone = CoreLoop(plain, depth=0, prefix_caching=False)
+            alone.add("alone", request.prompt, request.sampling, [choice])
+            alone.run()
+            expected, got = alone.outputs["alone", choice], loop.outputs[request.name, choice]
+            ties.compare("", request.prompt, expected, got, noisy(score, request.sampling, choice))
+    ties.check()
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_beam_searches(runners: Runners, depth: int) -> None:
+    """Beside a stream that runs ahead: hypotheses go on in their slots with other tokens than were drawn there."""
+    plain, ahead, _ = runners
+    found = []
+    for runner, ahead_by in ((plain, 0), (ahead, depth)):
+        loop = CoreLoop(runner, depth=ahead_by, max_num_seqs=9)
+        for request in requests(2, max_tokens=14, first=4):
+            sampling = Sampling(max_tokens=14, temperature=0.0, stop_token_ids=[9, 10, 11], num_logprobs=0)
+            loop.add(request.name, request.prompt, sampling, 3, beam=Beam(4))
+        loop.add("beside", [5, 6, 7], Sampling(max_tokens=30, temperature=0.0, ignore_eos=True))
+        loop.run()
+        found.append((loop.outputs, {place: sum(p.logprob for p in ps) for place, ps in loop.logprobs.items()}))
+    assert found[1][0] == found[0][0]
+    assert found[1][1] == pytest.approx(found[0][1], abs=1e-3)
