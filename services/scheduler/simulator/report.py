@@ -100,7 +100,7 @@ def charts(simulation: Simulation) -> list[str]:
     per_tenant = [Curve(cdf([1000 * f.ttft_s for f in found]), legend(n)) for n, found in by_tenant.items()]
     itls = [Curve(cdf([1000 * gap for gap in record.gaps[name].gap_s]), legend(name)) for name in names]
     drawn = [
-        svg("Queue", "s", "waiting requests' choices", Curve(waiting)),
+        svg("Queue", "s", "waiting choices", Curve(waiting)),
         svg("Batch", "s", "running choices of a worker", *_batches(simulation)),
         svg("KV blocks", "s", "%", Curve(used, "in use"), Curve(unfilled, "of their slots never filled")),
         svg("Throughput", "s", "tokens out a second", Curve(_rates(simulation))),
