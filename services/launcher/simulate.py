@@ -25,7 +25,7 @@ from blockyard.shared.errors import ConfigError
 
 KINDS = ("sharegpt", "random", "prefix-shared")
 # What a simulation heeds of the flags of `serve`, besides those that become a scheduler's settings.
-HEEDED = {flag.name for flag in GROUPS["Scheduling"]} | {
+HEEDED = {flag.name for flag in GROUPS["Scheduling"]} - {"preemption-mode"} | {
     "block-size",
     "config",
     "data-parallel-size",

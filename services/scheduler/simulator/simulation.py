@@ -41,6 +41,7 @@ class Simulation:
         self.num_events = 0
         self.now = 0.0
         limits = settings.batch
+        pace, first = Pace(config.cost), FIRST_WORKER
         geometry = Geometry(
             config.num_blocks,
             config.block_size,
@@ -49,8 +50,8 @@ class Simulation:
             [],
             limits.max_num_seqs,
             limits.max_num_batched_tokens,
+            step_s=pace.step_s(1, 0, 0),
         )
-        pace, first = Pace(config.cost), FIRST_WORKER
         self.workers = {first + i: SimWorker(first + i, geometry, pace, requests) for i in range(config.num_workers)}
         self._hop_s = config.cost.hop_s
         self._arrivals = iter(zip(requests, frames(requests, settings.names[0]), strict=True))

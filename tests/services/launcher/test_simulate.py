@@ -42,6 +42,7 @@ def test_what_changes_nothing_is_refused() -> None:
     for args, message in (
         (("t", "--port", "1"), "--port: changes nothing"),
         (("t", "--gpu-memory-utilization", "0.5"), "changes nothing"),
+        (("t", "--preemption-mode", "swap"), "changes nothing"),
         (("t", "u"), "expected one trace, got t u"),
         ((), "expected one trace, got none"),
         (("t", "--max-num-seq", "1"), "did you mean"),
