@@ -1,0 +1,46 @@
+"""A tenant that floods and one that does not: how long the second one waits for its first token."""
+
+import random
+
+from blockyard.services.scheduler.simulator.simulation import Simulation
+from blockyard.services.scheduler.simulator.trace import TraceRequest
+from blockyard.shared.config.process import BusConfig, ProcessConfig
+from blockyard.shared.config.scheduler import SchedulerConfig
+from blockyard.shared.config.simulation import SimulationConfig
+
+SECONDS, RATE, FLOOD = 12.0, 2.0, 100
+
+
+def load(tenant: str, rate: float, seed: int) -> list[TraceRequest]:
+    """Lengths as of chats."""
+    rng, now, requests = random.Random(seed), 0.0, []
+    while (now := now + rng.expovariate(rate)) < SECONDS:
+        prompt = min(2000, max(4, int(rng.lognormvariate(4.8, 1.1))))
+        output = min(600, max(2, int(rng.lognormvariate(4.6, 0.9))))
+        requests.append(TraceRequest(arrival_s=now, prompt_tokens=prompt, output_tokens=output, tenant=tenant))
+    return requests
+
+
+def p95_s(policy: str, requests: list[TraceRequest]) -> float:
+    process = ProcessConfig(name="simulator", bus=BusConfig(registry="ipc://none", bind="ipc://none"))
+    settings = SchedulerConfig(
+        process=process,
+        served_model_names=["m"],
+        scheduling_policy=policy,
+        max_num_seqs=64,
+        max_num_batched_tokens=256,
+        depth=1,
+        max_queue_len=400,
+    )
+    requests = sorted(requests, key=lambda request: request.arrival_s)
+    simulation = Simulation(SimulationConfig(process=process, scheduler=settings, trace=""), requests)
+    simulation.run()
+    light = [flow for flow in simulation.record.flows if flow.request.tenant == "light"]
+    assert all(flow.first_s is not None for flow in light), "none of them was refused"
+    return sorted(flow.ttft_s for flow in light)[int(0.95 * len(light))]
+
+
+def test_a_flood_of_a_hundred_times_the_load_at_most_doubles_the_wait() -> None:
+    light, heavy = load("light", RATE, 1), load("heavy", RATE * FLOOD, 2)
+    alone = p95_s("fair", light)
+    assert p95_s("fair", light + heavy) <= 2 * alone
