@@ -17,6 +17,7 @@ shapes = st.builds(Shape, **{name: st.sampled_from(values) for name, values in S
 counted: Counter[str] = Counter()
 
 
+@pytest.mark.timeout(600)  # a minute on an idle core
 @settings(
     max_examples=HISTORIES,
     deadline=None,
