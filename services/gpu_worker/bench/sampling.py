@@ -9,28 +9,29 @@ from blockyard.kernels.draw_tokens import DrawParams, draw_tokens
 from blockyard.kernels.penalize_logits import count_known, make_wishes, penalize_logits
 from blockyard.kernels.score_tokens import Scores, score_tokens
 from blockyard.services.gpu_worker.bench.row import Row, row
-from blockyard.services.gpu_worker.bench.timing import copies, graph_seconds
+from blockyard.services.gpu_worker.bench.timing import DEVICE, copies, graph_seconds
 
 VOCAB = 128256
+DTYPE = torch.bfloat16
 ROWS = (1, 64, 256)
 ALL = 2**30
 
 
 def peaked(rows: int, num: int, high: float, spread: float) -> Tensor:
     """A trained model's: most tokens out of the question, `num` that are likely."""
-    logits = 2 * torch.randn(rows, VOCAB, device="cuda")
-    likely = torch.randint(0, VOCAB, (rows, num), device="cuda")
-    return logits.scatter_(1, likely, high + spread * torch.randn(rows, num, device="cuda")).bfloat16()
+    logits = 2 * torch.randn(rows, VOCAB)
+    likely = torch.randint(0, VOCAB, (rows, num))
+    return logits.scatter_(1, likely, high + spread * torch.randn(rows, num)).to(DTYPE)
 
 
 def flat(rows: int) -> Tensor:
     """Random weights': all tokens are likely."""
-    return torch.randn(rows, VOCAB, device="cuda").bfloat16()
+    return torch.randn(rows, VOCAB).to(DTYPE)
 
 
 def measure() -> list[Row]:
     torch.manual_seed(0)
-    with torch.inference_mode():
+    with torch.inference_mode(), torch.device(DEVICE):
         return [one for rows in ROWS for one in (*_draws(rows), _penalties(rows), _scores(rows))]
 
 
@@ -50,8 +51,8 @@ def _draws(rows: int) -> list[Row]:
         "broad": [peaked(rows, 600, 13, 1.2) for _ in range(num)],
         "flat": [flat(rows) for _ in range(num)],
     }
-    slots, index = torch.randperm(rows, device="cuda"), torch.randint(0, 2**17, (rows,), device="cuda")
-    tokens, best = torch.zeros(rows, dtype=torch.int64, device="cuda"), torch.zeros(rows, device="cuda")
+    slots, index = torch.randperm(rows), torch.randint(0, 2**17, (rows,))
+    tokens, best = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows)
     found = []
     for name, (kind, values) in cases.items():
         params = _params(rows, values)
@@ -62,14 +63,14 @@ def _draws(rows: int) -> list[Row]:
 
 def _params(rows: int, values: dict[str, float]) -> DrawParams:
     def full(name: str, default: float, dtype: torch.dtype) -> Tensor:
-        return torch.full((rows,), values.get(name, default), dtype=dtype, device="cuda")
+        return torch.full((rows,), values.get(name, default), dtype=dtype)
 
     return DrawParams(
         temperature=full("temperature", 1.0, torch.float32),
         top_k=full("top_k", ALL, torch.int32),
         top_p=full("top_p", 1.0, torch.float32),
         min_p=full("min_p", 0.0, torch.float32),
-        key=torch.randint(0, 2**32, (2, rows), device="cuda"),
+        key=torch.randint(0, 2**32, (2, rows)),
         choice=full("choice", 0, torch.int32),
     )
 
@@ -77,12 +78,12 @@ def _params(rows: int, values: dict[str, float]) -> DrawParams:
 def _penalties(rows: int) -> Row:
     """All rows ask: logits and counts in, adjusted logits out."""
     logits = [flat(rows) for _ in range(copies(rows * VOCAB * 10))]
-    wishes = make_wishes(rows, rows, 64, VOCAB, torch.device("cuda"))
+    wishes = make_wishes(rows, rows, 64, VOCAB, torch.device(DEVICE))
     wishes.row.copy_(torch.arange(rows))
     wishes.repetition.fill_(1.2)
     for counts in wishes.counts:
-        count_known(counts, torch.randint(0, VOCAB, (1000,), device="cuda"), 500)
-    slots = torch.arange(rows, device="cuda")
+        count_known(counts, torch.randint(0, VOCAB, (1000,)), 500)
+    slots = torch.arange(rows)
     seconds = graph_seconds([partial(penalize_logits, x, slots, slots, wishes) for x in logits])
     return row("penalties", f"{rows} x {VOCAB}", seconds, rows * VOCAB * 10)
 
@@ -90,13 +91,13 @@ def _penalties(rows: int) -> Row:
 def _scores(rows: int) -> Row:
     """All rows ask for the token's log-probability, its rank and the five likeliest."""
     logits = [peaked(rows, 60, 14, 2) for _ in range(copies(rows * VOCAB * 2))]
-    slots, tokens = torch.arange(rows, device="cuda"), torch.randint(0, VOCAB, (rows,), device="cuda")
-    num_top = torch.full((rows,), 5, dtype=torch.int32, device="cuda")
+    slots, tokens = torch.arange(rows), torch.randint(0, VOCAB, (rows,))
+    num_top = torch.full((rows,), 5, dtype=torch.int32)
     out = Scores(
-        logprob=torch.zeros(rows, device="cuda"),
+        logprob=torch.zeros(rows),
         rank=num_top.clone(),
-        top_ids=torch.zeros(rows, 5, dtype=torch.int32, device="cuda"),
-        top_logprobs=torch.zeros(rows, 5, device="cuda"),
+        top_ids=torch.zeros(rows, 5, dtype=torch.int32),
+        top_logprobs=torch.zeros(rows, 5),
     )
     seconds = graph_seconds([partial(score_tokens, x, slots, tokens, num_top, out) for x in logits])
     return row("log-probability, rank, top 5", f"{rows} x {VOCAB}", seconds, rows * VOCAB * 2)

@@ -9,29 +9,30 @@ from blockyard.kernels.rope_write_kv import rope_write_kv
 from blockyard.kernels.sequences import Sequences
 from blockyard.kernels.silu_mul import silu_mul
 from blockyard.services.gpu_worker.bench.row import Row, row
-from blockyard.services.gpu_worker.bench.timing import copies, graph_seconds
+from blockyard.services.gpu_worker.bench.timing import DEVICE, copies, graph_seconds
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM = 4096, 14336, 32, 8, 128
 BLOCK_SIZE = 16
+DTYPE = torch.bfloat16
 ROWS = (1, 64, 256, 2048)
 
 
 def measure() -> list[Row]:
-    with torch.inference_mode():
+    with torch.inference_mode(), torch.device(DEVICE):
         return [one for rows in ROWS for one in (_norm(rows), _gate(rows), _rope(rows, False), _rope(rows, True))]
 
 
 def _norm(rows: int) -> Row:
-    weight = torch.randn(HIDDEN, device="cuda").bfloat16()
+    weight = torch.randn(HIDDEN).to(DTYPE)
     num_bytes = 4 * rows * HIDDEN * 2  # residual and delta in, residual and result out
-    pairs = [torch.randn(2, rows, HIDDEN, device="cuda").bfloat16() for _ in range(copies(num_bytes))]
+    pairs = [torch.randn(2, rows, HIDDEN).to(DTYPE) for _ in range(copies(num_bytes))]
     seconds = graph_seconds([partial(add_rms_norm, residual, delta, weight, 1e-5) for residual, delta in pairs])
     return row("residual add + RMSNorm", f"{rows} x {HIDDEN}", seconds, num_bytes)
 
 
 def _gate(rows: int) -> Row:
     num_bytes = 3 * rows * INNER * 2
-    given = [torch.randn(rows, 2 * INNER, device="cuda").bfloat16() for _ in range(copies(num_bytes))]
+    given = [torch.randn(rows, 2 * INNER).to(DTYPE) for _ in range(copies(num_bytes))]
     seconds = graph_seconds([partial(silu_mul, x) for x in given])
     return row("SiLU and mul", f"{rows} x {2 * INNER}", seconds, num_bytes)
 
@@ -40,13 +41,13 @@ def _rope(rows: int, normed: bool) -> Row:
     """Each row a sequence of its own."""
     width = HEADS + 2 * KV_HEADS
     num_bytes = rows * (width + HEADS + 2 * KV_HEADS) * HEAD_DIM * 2
-    given = [torch.randn(rows, width, HEAD_DIM, device="cuda").bfloat16() for _ in range(copies(num_bytes))]
-    layer = torch.zeros(rows, 2, KV_HEADS, BLOCK_SIZE, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
-    tables = torch.randperm(rows, device="cuda").int()[:, None].contiguous()
-    seqs = Sequences(torch.arange(rows, device="cuda"), torch.randint(0, BLOCK_SIZE, (rows,), device="cuda"), tables)
-    angles = torch.randn(rows, 1, HEAD_DIM // 2, device="cuda")
+    given = [torch.randn(rows, width, HEAD_DIM).to(DTYPE) for _ in range(copies(num_bytes))]
+    layer = torch.zeros(rows, 2, KV_HEADS, BLOCK_SIZE, HEAD_DIM, dtype=DTYPE)
+    tables = torch.randperm(rows).int()[:, None].contiguous()
+    seqs = Sequences(torch.arange(rows), torch.randint(0, BLOCK_SIZE, (rows,)), tables)
+    angles = torch.randn(rows, 1, HEAD_DIM // 2)
     rotation = torch.polar(torch.ones_like(angles), angles)
-    weight = torch.randn(HEADS + KV_HEADS, HEAD_DIM, device="cuda").bfloat16() if normed else None
+    weight = torch.randn(HEADS + KV_HEADS, HEAD_DIM).to(DTYPE) if normed else None
     seconds = graph_seconds([partial(rope_write_kv, x, layer, seqs, rotation, weight, 1e-6) for x in given])
     name = "norm of q and k + rotation + KV write" if normed else "rotation + KV write"
     return row(name, f"{rows} x {width} x {HEAD_DIM}", seconds, num_bytes)

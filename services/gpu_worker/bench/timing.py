@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+DEVICE = "cuda"
 CACHE_BYTES = 256 << 20  # several times the L2 cache: inputs that go round over so much come from memory
 RUNS = 9
 

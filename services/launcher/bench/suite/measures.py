@@ -123,13 +123,13 @@ def cached_first_token(num_cached: int, num_new: int) -> Callable[[Served], Meas
 
 
 def streamed_rate(num: int, num_input: int, num_output: int) -> Callable[[Served], Measured]:
-    """Output tokens/s over HTTP, from the first request's sending to the last one's end."""
+    """Output tokens/s over HTTP, from the first request's sending to the last one's end; gaps are between events."""
 
     def measure(served: Served) -> Measured:
         warm_up(served, num, num_input)
         runs, every = [], []
         for run in range(RUNS):
-            outcomes = served.stream(random_asks(num, num_input, num_output, seed=run))
+            outcomes = served.stream(random_asks(num, num_input, num_output, seed=run), each_token=False)
             duration_s = max(one.ended_s for one in outcomes) - min(one.sent_s for one in outcomes)
             runs.append(num * num_output / duration_s)
             every += outcomes

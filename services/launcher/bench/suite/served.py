@@ -37,10 +37,15 @@ class Served:
     launched_s: float
     ready_s: float  # from launch
 
-    def stream(self, asks: Sequence[Ask]) -> list[Outcome]:
-        """All at once, a connection each. Raises BenchError if one fails or has not the length that was asked for."""
+    def stream(self, asks: Sequence[Ask], each_token: bool = True) -> list[Outcome]:
+        """All at once, a connection each. Raises BenchError if one fails or has not the length that was asked for.
+
+        `each_token`: tokens without text are events too, by their ids; random weights draw many that the tokenizer
+        makes no text of. The last one may come with the end of the answer. BenchError if others are missing.
+        """
         target = find(self.url, None).target("completions")
-        requests = [target.request(_body(ask)) for ask in asks]
+        more = {"return_token_ids": True} if each_token else {}
+        requests = [target.request(_body(ask) | more) for ask in asks]
         course = Course()
         with client.QuietProcess(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(client.run(target, Plan(requests, [0.0] * len(requests)), course))
@@ -52,6 +57,8 @@ class Served:
                 raise BenchError(
                     f"a request of {ask.num_input} and {ask.num_output} tokens was {one.num_input} and {one.num_output}"
                 )
+            if each_token and len(one.tokens_s) < ask.num_output - 1:
+                raise BenchError(f"{len(one.tokens_s)} events for {ask.num_output} tokens: the gaps are not a token's")
         return outcomes
 
 

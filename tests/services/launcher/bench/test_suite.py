@@ -58,6 +58,15 @@ def test_other_lengths_than_asked_for_are_errors(server: Served) -> None:
         server.stream([Ask([10**6], 1, 5)])
 
 
+def test_tokens_without_text_are_events(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        served.outcome, "read", lambda x, asked: Outcome(0, 1, tokens_s=[1.0], num_input=20, num_output=5)
+    )
+    with pytest.raises(BenchError, match="1 events for 5 tokens"):
+        server.stream(random_asks(1, 20, 5, seed=0))
+    assert len(server.stream(random_asks(1, 20, 5, seed=0), each_token=False)) == 1
+
+
 def test_prompts_differ_from_run_to_run() -> None:
     prompts = [ask.prompt for seed in range(3) for ask in random_asks(4, 9, 1, seed)]
     assert len({tuple(p) for p in prompts}) == 12

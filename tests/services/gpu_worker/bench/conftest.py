@@ -1,0 +1,8 @@
+"""Without a GPU the Triton kernels of this folder run in Triton's interpreter; said before anything imports them."""
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"

@@ -1,0 +1,56 @@
+"""The rows of the kernel table, with clocks and sizes that need no GPU: each kernel is called as it will be timed."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+from blockyard.services.gpu_worker.bench import row as row_file
+from blockyard.services.gpu_worker.bench import sampling, small, timing
+from blockyard.services.gpu_worker.bench.row import Ceilings, Row, row
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call takes 10 us; ceilings are round."""
+
+    def graph_seconds(calls: Sequence[Callable[[], object]]) -> float:
+        calls[0]()
+        return 1e-5
+
+    monkeypatch.setattr(row_file, "ceilings", lambda: Ceilings(4e12, 4e12, 800e12, 1e-6))
+    for file in (small, sampling):
+        monkeypatch.setattr(file, "graph_seconds", graph_seconds)
+        monkeypatch.setattr(file, "copies", lambda num_bytes: 1)
+        monkeypatch.setattr(file, "ROWS", (2,))
+        monkeypatch.setattr(file, "DEVICE", DEVICE)
+    monkeypatch.setattr(sampling, "VOCAB", 260)
+
+
+def test_the_slower_ceiling_is_what_a_kernel_is_held_to() -> None:
+    assert row("a", "s", 1e-5, 4e6, 1e6) == Row("a", "s", pytest.approx(10), "400 GB/s", pytest.approx(0.1))
+    assert row("b", "s", 1e-5, 4e6, 4e9) == Row("b", "s", pytest.approx(10), "400 TFLOP/s", pytest.approx(0.5))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_all_small_kernels_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"HIDDEN": 64, "INNER": 48, "HEADS": 4, "KV_HEADS": 2, "HEAD_DIM": 16}.items():
+        monkeypatch.setattr(small, name, value)
+    monkeypatch.setattr(small, "DTYPE", torch.float16)  # bfloat16 only on a GPU
+    assert [one.shape for one in small.measure()] == ["2 x 64", "2 x 96", "2 x 8 x 16", "2 x 8 x 16"]
+
+
+def test_all_ways_to_draw_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "DTYPE", torch.float16)
+    rows = sampling.measure()
+    assert len({one.name for one in rows}) == len(rows) == 9
+    assert all(one.us == pytest.approx(10) for one in rows)
+    assert rows[0].rate == f"{2 * 260 * 2 / 1e-5 / 1e9:,.0f} GB/s"
+
+
+def test_inputs_go_round_over_more_than_the_cache() -> None:
+    assert timing.copies(65 << 20) * (65 << 20) >= timing.CACHE_BYTES
+    assert timing.copies(1) == 64
+    assert timing.copies(1 << 40) == 2
