@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass, field
 
-from blockyard.services.scheduler.groups import Group, PlanRecord
-from blockyard.services.scheduler.requests import ID_BYTES, NEVER, Choice, Seat
-from blockyard.shared.block_names import NAME_BYTES, block_names, root_name
+from blockyard.services.scheduler.groups import Group
+from blockyard.services.scheduler.naming import Naming, split_names
+from blockyard.services.scheduler.requests import NEVER, Choice, Seat
+from blockyard.shared.block_names import NAME_BYTES
 from blockyard.shared.messages import Attached, BlockName
 
 
@@ -32,13 +33,13 @@ class PrefixCache:
     def __init__(self, scope: str, enabled: bool) -> None:
         self.num_queries = 0  # tokens that were looked up
         self.num_hits = 0  # tokens that were found
-        self._scope, self._enabled = scope, enabled
+        self._naming, self._enabled = Naming(scope, enabled), enabled
 
     def find(self, group: Group, choice: Choice) -> Found:
         """Leading full blocks of a choice that have been computed. Its last known token never is among them."""
         if not (self._enabled or group.blocks.host.num_ids):
             return Found()
-        names = self._names(choice, group.blocks.block_size, choice.known)
+        names = self._naming.names(choice, group.blocks.block_size, choice.known)
         if choice.request.frame.sampling.num_prompt_logprobs is not None:
             return Found()  # they are computed along with the KV
         most = (choice.known - 1) // group.blocks.block_size
@@ -61,7 +62,7 @@ class PrefixCache:
             return None
         if choice.request.frame.sampling.num_prompt_logprobs is not None:
             return None
-        return self._names(choice, size, choice.known)[0]
+        return self._naming.names(choice, size, choice.known)[0]
 
     def seated(self, group: Group, seat: Seat, found: Found) -> None:
         """The choice has its seat, with what was found."""
@@ -134,87 +135,28 @@ class PrefixCache:
         choice = seat.choice
         known = choice.request.num_prompt + len(choice.outputs)
         end = max(seat.num_named, min(seat.computed, known) // size)
-        names = self._names(choice, size, end * size)
+        names = self._naming.names(choice, size, end * size)
         put, blocks = group.blocks.index.put, seat.blocks
         for i in range(max(seat.num_named, seat.num_freed), end):
             put(blocks[i], names[i])
         seat.num_named = end
         seat.name_at = (end + 1) * size
 
-    def spoilt(self, group: Group, failed: Seat) -> list[Seat]:
-        """A seat failed, and its worker has scrubbed its blocks: nobody finds what it wrote, or what was made of it.
-
-        Returns the seats that read it, as far as results of theirs are still to come.
-        """
-        readers = self._readers(group, set(failed.blocks[failed.num_found :]), [])
-        group.blocks.spoil(failed.blocks)
-        failed.num_named, failed.name_at = 0, NEVER
-        return [seat for seat in readers if seat is not failed]
-
-    def unfetched(self, group: Group, record: PlanRecord, blocks: list[int]) -> list[Seat]:
-        """As `spoilt`, of blocks that were to be fetched by a plan whose result is in. They will be computed."""
-        index = group.blocks.index
-        names = [name for block in blocks if (name := index.name_of(block)) is not None]
-        readers = self._readers(group, set(blocks), list(record.seats.values()))
-        group.blocks.spoil(blocks)
-        group.blocks.host.forget(names)
-        return readers
-
-    def _readers(self, group: Group, bad: set[int], more: list[Seat]) -> list[Seat]:
-        """Seats that read these blocks, or what was made of them; nobody finds what they wrote."""
-        near = {id(seat): seat for record in group.flight for seat in record.seats.values()}
-        near |= {id(seat): seat for seat in [*group.running, *more]}
-        readers: list[Seat] = []
-        while found := [s for s in near.values() if not bad.isdisjoint([s.copied_from, *s.blocks[: s.num_found]])]:
-            for seat in found:
-                del near[id(seat)]
-                bad.update(seat.blocks[seat.num_found :])
-                group.blocks.spoil(seat.blocks[seat.num_found :])
-                seat.num_named, seat.name_at = 0, NEVER
-            readers += found
-        return readers
-
     def adopt(self, group: Group, frame: Attached) -> None:
         """A worker that was attached says what its blocks hold."""
         names, blocks = frame.block_names, frame.block_ids
         fits = len(names) == len(blocks) * NAME_BYTES and all(0 <= b < group.blocks.num_ids for b in blocks)
         if self._enabled and fits:
-            group.blocks.adopt(blocks, _split(names))
+            group.blocks.adopt(blocks, split_names(names))
         host, names = frame.host_block_ids, frame.host_block_names
         fits = len(names) == len(host) * NAME_BYTES and all(0 <= b < group.blocks.host.num_ids for b in host)
         if self._enabled and fits:
-            group.blocks.host.adopt(host, _split(names))
+            group.blocks.host.adopt(host, split_names(names))
 
     def news(self, group: Group) -> list[BlockName]:
         """What is to be told with the next plan: full once that has run."""
         news = group.blocks.index.take_news()
         return [BlockName(block, name) for block, name in news.items()] if news else []
-
-    def _names(self, choice: Choice, block_size: int, num_tokens: int) -> list[bytes]:
-        """Names of the choice's full blocks, kept with it; the first `num_tokens` of its tokens are known."""
-        if choice.names_size != block_size:
-            choice.names_size, choice.names = block_size, self._prompt_names(choice, block_size)
-        names = choice.names
-        missing = num_tokens // block_size - len(names)
-        if missing > 0:
-            first = len(names) * block_size
-            parent = names[-1] if names else self._root(choice)
-            new = block_names(parent, _ids(choice, first, first + missing * block_size), block_size)
-            names += [new] if missing == 1 else _split(new)
-        return names
-
-    def _prompt_names(self, choice: Choice, block_size: int) -> list[bytes]:
-        """As they came with the request; none if they are those of another block size."""
-        given = choice.request.frame.block_names if self._enabled else b""
-        fits = len(given) == choice.request.num_prompt // block_size * NAME_BYTES
-        return _split(given) if fits else []
-
-    def _root(self, choice: Choice) -> bytes:
-        frame = choice.request.frame
-        if self._enabled:
-            return root_name(self._scope, frame.adapter, frame.cache_salt)
-        own = frame.request_id.encode("utf-8", "surrogatepass")
-        return root_name(self._scope, frame.adapter, frame.cache_salt, [own])  # found by this request alone
 
 
 def _find_window(group: Group, names: list[bytes]) -> Found:
@@ -264,17 +206,3 @@ def _fetch(group: Group, seat: Seat, found: Found) -> None:
     names = list(found.host.values())
     group.blocks.host.fetch(names, reserved)
     group.blocks.index.put_new(reserved, names)
-
-
-def _split(names: bytes) -> list[bytes]:
-    return [names[i : i + NAME_BYTES] for i in range(0, len(names), NAME_BYTES)]
-
-
-def _ids(choice: Choice, first: int, end: int) -> bytes:
-    """Token ids from `first` to before `end`, which runs from the prompt into the outputs."""
-    request = choice.request
-    start = first - request.num_prompt
-    if start >= 0:
-        return choice.outputs[start : end - request.num_prompt].tobytes()
-    ids = request.frame.prompt_ids[first * ID_BYTES : end * ID_BYTES]
-    return ids + choice.outputs[: max(0, end - request.num_prompt)].tobytes()

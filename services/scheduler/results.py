@@ -5,6 +5,7 @@ from blockyard.services.scheduler.groups import Group, PlanRecord
 from blockyard.services.scheduler.lifecycle import Lifecycle
 from blockyard.services.scheduler.prefix import PrefixCache
 from blockyard.services.scheduler.requests import Choice, Phase, Seat
+from blockyard.services.scheduler.spoilt import spoilt, unfetched
 from blockyard.services.scheduler.waiting import WaitingQueue
 from blockyard.shared.messages import FinishReason, SlotResult, StepResult, TokenStep
 
@@ -123,11 +124,11 @@ class Results:
             _remember(choice, slot)
 
     def _spoil(self, group: Group, seat: Seat) -> None:
-        for reader in self._prefix.spoilt(group, seat):
+        for reader in spoilt(group, seat):
             self._lifecycle.restart(group, reader)
 
     def _unfetched(self, group: Group, record: PlanRecord, blocks: list[int]) -> None:
-        for reader in self._prefix.unfetched(group, record, blocks):
+        for reader in unfetched(group, record, blocks):
             if record.seats.get(reader.slot) is reader:
                 del record.seats[reader.slot]
             self._lifecycle.restart(group, reader)

@@ -1,0 +1,51 @@
+"""What the blocks of a choice are called, as far as its tokens are known."""
+
+from blockyard.services.scheduler.requests import ID_BYTES, Choice
+from blockyard.shared.block_names import NAME_BYTES, block_names, root_name
+
+
+class Naming:
+    """`shared`: blocks are for everybody who asks for the same tokens; if not, for the choices of one request."""
+
+    def __init__(self, scope: str, shared: bool) -> None:
+        self._scope, self._shared = scope, shared
+
+    def names(self, choice: Choice, block_size: int, num_tokens: int) -> list[bytes]:
+        """Names of the choice's full blocks, kept with it; the first `num_tokens` of its tokens are known."""
+        if choice.names_size != block_size:
+            choice.names_size, choice.names = block_size, self._prompt_names(choice, block_size)
+        names = choice.names
+        missing = num_tokens // block_size - len(names)
+        if missing > 0:
+            first = len(names) * block_size
+            parent = names[-1] if names else self._root(choice)
+            new = block_names(parent, _ids(choice, first, first + missing * block_size), block_size)
+            names += [new] if missing == 1 else split_names(new)
+        return names
+
+    def _prompt_names(self, choice: Choice, block_size: int) -> list[bytes]:
+        """As they came with the request; none if they are those of another block size."""
+        given = choice.request.frame.block_names if self._shared else b""
+        fits = len(given) == choice.request.num_prompt // block_size * NAME_BYTES
+        return split_names(given) if fits else []
+
+    def _root(self, choice: Choice) -> bytes:
+        frame = choice.request.frame
+        if self._shared:
+            return root_name(self._scope, frame.adapter, frame.cache_salt)
+        own = frame.request_id.encode("utf-8", "surrogatepass")
+        return root_name(self._scope, frame.adapter, frame.cache_salt, [own])  # found by this request alone
+
+
+def split_names(names: bytes) -> list[bytes]:
+    return [names[i : i + NAME_BYTES] for i in range(0, len(names), NAME_BYTES)]
+
+
+def _ids(choice: Choice, first: int, end: int) -> bytes:
+    """Token ids from `first` to before `end`, which runs from the prompt into the outputs."""
+    request = choice.request
+    start = first - request.num_prompt
+    if start >= 0:
+        return choice.outputs[start : end - request.num_prompt].tobytes()
+    ids = request.frame.prompt_ids[first * ID_BYTES : end * ID_BYTES]
+    return ids + choice.outputs[: max(0, end - request.num_prompt)].tobytes()
