@@ -225,7 +225,8 @@ def paged_prefill(
     if num_seqs < 1 or not len(out):
         return
     much = len(out) * heads * head_dim > _MUCH
-    hopper = much and scales is None and soft_cap is None and prefill_hopper.fits(q, layer)
+    plain = scales is None and soft_cap is None and window is None
+    hopper = much and plain and prefill_hopper.fits(q, layer)
     config, group = pick_config(head_dim, q.dtype), heads // kv_heads
     lines = prefill_hopper.ROWS if hopper else config.rows
     tiles = len(out) * group // lines + num_seqs

@@ -21,7 +21,7 @@ from blockyard.services.gpu_worker.memory import Need, blocks_of
 from blockyard.services.gpu_worker.models.decoder import Model
 from blockyard.services.gpu_worker.pinned_ring import PinnedRing
 from blockyard.services.gpu_worker.step import Step
-from blockyard.shared.errors import LoadError
+from blockyard.services.gpu_worker.triton_ops import check_head_size
 
 log = logging.getLogger(__name__)
 
@@ -68,8 +68,7 @@ class DecodeSteps:
     ) -> None:
         """`sizes`: of graphs, in place of a ladder; `wishes`: see DeviceSlots. Raises LoadError for a head size that
         kernels do not take."""
-        if pool.shape.head_dim % 2:
-            raise LoadError(f"a head size of {pool.shape.head_dim} is not supported on a GPU, only even ones are")
+        check_head_size(pool.shape.head_dim)
         self.capacity, self.ops = capacity, ops or TritonDeviceOps()
         width, device, vocab = blocks_of(max_model_len, pool.block_size), pool.device, pool.shape.vocab_size
         self.slots = DeviceSlots(SLOTS * capacity, capacity, width, vocab, eos_token_ids, device, wishes)

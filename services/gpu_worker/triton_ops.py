@@ -14,6 +14,9 @@ from blockyard.kernels.rope_write_kv import rope_write_kv
 from blockyard.kernels.sequences import Sequences
 from blockyard.kernels.silu_mul import silu_mul
 from blockyard.services.gpu_worker.kv_pool import KVPool
+from blockyard.shared.errors import LoadError
+
+LARGEST_HEAD = 256
 
 
 class TritonOps:
@@ -24,6 +27,15 @@ class TritonOps:
 
     def gate(self, gate_up: Tensor) -> Tensor:
         return silu_mul(gate_up)
+
+
+def check_head_size(head_dim: int) -> None:
+    """Raises LoadError for one that the kernels do not take."""
+    if head_dim % 2 or head_dim > LARGEST_HEAD:
+        raise LoadError(
+            f"a head size of {head_dim} is not supported on a GPU, only even ones up to {LARGEST_HEAD} are; "
+            "--device cpu takes others"
+        )
 
 
 class MixedAttention:

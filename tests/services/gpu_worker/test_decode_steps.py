@@ -12,7 +12,7 @@ import torch
 from plan_driver import Driver
 from tiny_models import BY_NAME, VOCAB, settings, start
 
-from blockyard.services.gpu_worker import engine
+from blockyard.services.gpu_worker import engine, profile
 from blockyard.services.gpu_worker.decode_steps import DecodeSteps, ladder
 from blockyard.services.gpu_worker.device_loop import DeviceLoop
 from blockyard.services.gpu_worker.device_ops import DeviceOps
@@ -85,12 +85,15 @@ def test_more_slots_than_it_was_made_for(tmp_path: Path) -> None:
     assert not loop.takes(np.array([0, 1, 2]))
 
 
-def test_an_odd_head_size_is_refused_by_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize("head_dim", [15, 258])
+def test_a_head_size_is_refused_by_name(head_dim: int, tmp_path: Path) -> None:
     BY_NAME["llama"].save(tmp_path)
     runner = start(tmp_path, device=DEVICE)
-    runner.pool.shape = replace(runner.pool.shape, head_dim=15)
-    with pytest.raises(LoadError, match="a head size of 15 is not supported"):
+    runner.model.shape = runner.pool.shape = replace(runner.pool.shape, head_dim=head_dim)
+    with pytest.raises(LoadError, match=f"a head size of {head_dim} is not supported"):
         loop_of(runner, 2)
+    with pytest.raises(LoadError, match=f"a head size of {head_dim} is not supported"):
+        profile._prefill(runner.model, runner.pool, 4, 64)
 
 
 @pytest.mark.parametrize(
