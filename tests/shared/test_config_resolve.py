@@ -302,3 +302,32 @@ def test_a_kv_cache_in_8_bits(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             deploy(*args)
+
+
+def test_scheduling_flags_reach_the_scheduler() -> None:
+    flags = ["--scheduling-policy", "fair", "--max-queue-delay", "9", "--scheduler-delay-factor", "0.5"]
+    flags += ["--max-num-partial-prefills", "4", "--max-long-partial-prefills", "2"]
+    made = deploy(*flags, "--long-prefill-token-threshold", "500", "--enable-sleep-mode").scheduler
+    assert (made.scheduling_policy, made.max_queue_delay_s, made.delay_factor) == ("fair", 9.0, 0.5)
+    assert (made.max_num_partial_prefills, made.max_long_partial_prefills) == (4, 2)
+    assert (made.long_prefill_token_threshold, made.enable_sleep_mode) == (500, True)
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--scheduling-policy", "lottery"], "scheduling-policy"),
+        (["--max-queue-delay", "60"], "--stall-timeout"),
+        (["--max-queue-delay", "-1"], "max-queue-delay"),
+        (["--max-num-partial-prefills", "2", "--max-long-partial-prefills", "3"], "max_long_partial_prefills"),
+        (["--max-num-partial-prefills", "2", "--no-enable-chunked-prefill"], "chunked prefill"),
+    ],
+)
+def test_scheduling_flags_that_cannot_be(args: list[str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        deploy(*args)
+
+
+def test_flags_that_say_what_happens_in_their_place() -> None:
+    notes = deploy("--no-multi-step-stream-outputs", "--num-lookahead-slots", "2").notes
+    assert ["tokens are always sent as they come" in notes[0], "--run-ahead" in notes[1]] == [True, True]
