@@ -93,15 +93,23 @@ class BlockPool:
         """
         holders, index = self._holders, self.index
         bare: list[int] = []
+        kept: list[int] = []  # in the order in which they rest
         for i in range(len(blocks) - 1, -1, -1):
             block = blocks[i]
             holders[block] -= 1
             if holders[block]:
                 continue
-            if index.has(block) or (i < len(names) and index.touch(names[i]) is None and index.put(block, names[i])):
-                index.rest(block)
-            else:
-                bare.append(block)
+            if index.has(block):
+                kept.append(block)
+                continue
+            if i < len(names):
+                index.rest_all(kept)  # before the one that is touched
+                kept = []
+                if index.touch(names[i]) is None and index.put(block, names[i]):
+                    kept.append(block)
+                    continue
+            bare.append(block)
+        index.rest_all(kept)
         if bare:
             self.bare.release(bare)
 

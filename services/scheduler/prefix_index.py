@@ -104,10 +104,13 @@ class PrefixIndex:
 
     def rest(self, block: int) -> None:
         """The last user of a named block has left it."""
+        self.rest_all((block,))
+
+    def rest_all(self, blocks: Iterable[int]) -> None:
         if self._horizon.sent == self._horizon.done:
-            self._idle[block] = None
+            self._idle.update(dict.fromkeys(blocks))
         else:
-            self._cooling[block] = self._horizon.sent
+            self._cooling.update(dict.fromkeys(blocks, self._horizon.sent))
 
     def touch(self, name: bytes) -> int | None:
         """A block was left that holds the same as the one with this name: that one counts as left now, too."""
