@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from blockyard.shared.config import given, resolve
+from blockyard.shared.config import given, host_memory, resolve
 from blockyard.shared.config.checkpoint import Checkpoint
 from blockyard.shared.config.gateway import SamplingDefaults
 from blockyard.shared.config.process import BusConfig
@@ -69,6 +69,14 @@ def test_each_replica_of_the_model_is_a_worker() -> None:
     assert [(w.group, w.replicas, w.gpu) for w in on_cpu] == [(0, 3, None), (1, 3, None), (2, 3, None)]
     assert [w.gpu for w in deploy("--device", "cuda", "-dp", "2").workers] == [0, 1]
     assert [w.gpu for w in deploy("--device", "cuda", "-dp", "2", "--worker-cls", "mock").workers] == [None, None]
+
+
+def test_each_replica_takes_its_own_host_memory() -> None:
+    line, _ = given.from_command_line(["--preemption-mode", "swap", "--swap-space", "3", "--data-parallel-size", "2"])
+    values = given.Values(line)
+    assert host_memory.swap_space(values, there_is=6 << 30) == 3.0
+    with pytest.raises(ConfigError, match="--swap-space 3 for each of 2 replicas: there are 5"):
+        host_memory.swap_space(values, there_is=5 << 30)
 
 
 def test_block_size_is_one_number_for_all() -> None:
