@@ -20,6 +20,7 @@ from blockyard.services.scheduler.prefill_shares import PrefillShares
 from blockyard.services.scheduler.prefix import PrefixCache
 from blockyard.services.scheduler.promises import Promises
 from blockyard.services.scheduler.queue_bounds import QueueBounds
+from blockyard.services.scheduler.rest import Rest
 from blockyard.services.scheduler.results import Results
 from blockyard.services.scheduler.streams import Streams
 from blockyard.services.scheduler.waiting import WaitingQueue
@@ -117,9 +118,8 @@ class Scheduler:
             self._gate,
             settings.prefills,
         )
-        self._controls = Controls(
-            incarnation, self._groups, self._gate, self._bounds, self._outbox, self._clear, settings.may_sleep
-        )
+        self._rest = Rest(incarnation, self._groups, self._bounds, self._outbox, self._clear)
+        self._controls = Controls(self._groups, self._gate, self._rest, self._outbox, settings.may_sleep)
         self._results = Results(self._waiting, self._lifecycle, self._prefix, beams)
         self._gateways: set[int] = set()
         self._num_steps = 0
@@ -154,7 +154,7 @@ class Scheduler:
                 self._gateways.add(peer)
                 self._controls.take(peer, frame, now)
             case Slept():
-                self._controls.slept(peer, frame)
+                self._rest.slept(peer, frame)
             case OutOfStep():
                 log.warning("worker %x expected plan %d: attaching it again", peer, frame.expected)
                 self._attach_again(peer, now)
@@ -166,7 +166,7 @@ class Scheduler:
         if member.model not in ("", *self._settings.names):
             return
         if member.role is Role.GPU_WORKER and member.ready:
-            if not self._groups.knows(member.incarnation) and not self._controls.rests(member.incarnation):
+            if not self._groups.knows(member.incarnation) and not self._rest.has(member.incarnation):
                 self._outbox.send(member.incarnation, self._groups.ask(member.incarnation, now))
         elif member.role is Role.DETOKENIZER and member.ready:
             self._groups.stir(self.groups.values())
@@ -258,7 +258,7 @@ class Scheduler:
         settings = self._settings
         self.notes = capacity.notes(groups)
         self.card = capacity.card(settings.names, settings.root, self._created)
-        self._controls.attached(group)
+        self._rest.attached(group)
 
     def _attach_again(self, worker: int, now: float) -> None:
         if worker in self._groups.attached:  # if not, it has been asked already
