@@ -11,7 +11,7 @@ from blockyard.services.gpu_worker.sampler.draw import Limits, Noise, draw_limit
 from blockyard.services.gpu_worker.step import Step
 
 WORKSPACE = 256 << 20  # libraries' own memory, and fragments
-FEW = 2  # tokens of a prefill whose keys several programs share
+FEW = 2  # tokens of a small prefill
 
 
 def peak_bytes(model: Model, tokens: int, need: Need, dtype: torch.dtype, device: torch.device) -> int:
@@ -23,7 +23,8 @@ def peak_bytes(model: Model, tokens: int, need: Need, dtype: torch.dtype, device
     torch.cuda.reset_peak_memory_stats(device)
     hidden = _prefill(model, pool, tokens, need.max_model_len)
     _sample(model.logits(hidden[-min(need.max_num_seqs, tokens) :]).float())
-    _prefill(model, pool, min(tokens, FEW), need.max_model_len)
+    for longest in (need.max_model_len, FEW):  # with keys shared by programs, and without
+        _prefill(model, pool, min(tokens, FEW), longest)
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - held
     del pool, hidden
