@@ -16,11 +16,12 @@ from tests.services.scheduler.program import BYTES_PER_STEP, SHAPES, Program
 from tests.services.scheduler.world import Shape
 
 EVENTS = 420
+TELL_EVERY = 50_000  # steps
 
 
 def main(num_steps: int, seed: int) -> int:
     logging.disable(logging.CRITICAL)  # deaths of workers, by the thousand
-    began, counted, failed = time.monotonic(), Counter[str](), False
+    began, counted, failed, told = time.monotonic(), Counter[str](), False, 0
     while counted["steps"] < num_steps:
         rng = random.Random(seed)
         shape = Shape(**{name: rng.choice(values) for name, values in SHAPES.items()})
@@ -42,9 +43,10 @@ def main(num_steps: int, seed: int) -> int:
         counted["blocks copied for forks"] += world.num_copies
         counted["beam searches"] += program.num_searches
         seed += 1
-    counted["seconds"] = round(time.monotonic() - began)
-    for name, count in counted.items():
-        print(f"{count:>12,} {name}")
+        counted["seconds"] = round(time.monotonic() - began)
+        if counted["steps"] >= told + TELL_EVERY or counted["steps"] >= num_steps:
+            told = counted["steps"]
+            print(", ".join(f"{count:,} {name}" for name, count in counted.items()), flush=True)
     return failed
 
 

@@ -3,7 +3,7 @@
 import itertools
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from blockyard.services.gpu_worker.mock import MockRunner
 from blockyard.services.gpu_worker.mock_batch import Pattern
@@ -13,7 +13,6 @@ from blockyard.services.gpu_worker.sleep import SleepingRunner
 from blockyard.services.scheduler.core import Scheduler, SchedulerSettings
 from blockyard.services.scheduler.groups import BatchLimits
 from blockyard.services.scheduler.outbox import Outgoing
-from blockyard.services.scheduler.prefill_shares import PrefillShares
 from blockyard.shared.block_names import block_names, root_name
 from blockyard.shared.fake_links import FakeLinks
 from blockyard.shared.messages import (
@@ -34,39 +33,9 @@ from blockyard.shared.messages import (
 from .fake_worker import SCHEDULER, FailingKV, FakeWorker, StutteringRunner
 from .fakes import FakeDetokenizer, FakeGateway, Journal, ids_bytes, ids_list
 from .invariants import EOS, check, check_tokens
+from .shape import Shape
 
 SCOPE = "m|main"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    depth: int = 1
-    num_blocks: int = 64
-    block_size: int = 4
-    max_num_seqs: int = 4
-    max_num_batched_tokens: int = 16
-    max_model_len: int = 64
-    eos_every: int = 0
-    max_queue_len: int = 100
-    max_queue_tokens: int = 10_000
-    max_queue_delay_s: float | None = None
-    whole_prompts: bool = False
-    prefills: PrefillShares = field(default_factory=PrefillShares)
-    delay_factor: float = 0.0
-    stutters: bool = False
-    prefix_caching: bool = True
-    policy: str = "fcfs"
-    may_sleep: bool = True
-    num_host_blocks: int = 0
-    window: int | None = None  # tokens, of every layer
-    failing: bool = False  # now and then a fetch from host memory does
-
-    @property
-    def limit(self) -> int:
-        """Tokens of the longest sequence."""
-        if self.window is not None and self.num_blocks >= -(-self.window // self.block_size) + 2:
-            return self.max_model_len
-        return min(self.max_model_len, self.num_blocks * self.block_size)
 
 
 class World:

@@ -1,0 +1,36 @@
+"""The settings of a world: its scheduler's, its workers' and what goes wrong there."""
+
+from dataclasses import dataclass, field
+
+from blockyard.services.scheduler.prefill_shares import PrefillShares
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    depth: int = 1
+    num_blocks: int = 64
+    block_size: int = 4
+    max_num_seqs: int = 4
+    max_num_batched_tokens: int = 16
+    max_model_len: int = 64
+    eos_every: int = 0
+    max_queue_len: int = 100
+    max_queue_tokens: int = 10_000
+    max_queue_delay_s: float | None = None
+    whole_prompts: bool = False
+    prefills: PrefillShares = field(default_factory=PrefillShares)
+    delay_factor: float = 0.0
+    stutters: bool = False
+    prefix_caching: bool = True
+    policy: str = "fcfs"
+    may_sleep: bool = True
+    num_host_blocks: int = 0
+    window: int | None = None  # tokens, of every layer
+    failing: bool = False  # now and then a fetch from host memory does
+
+    @property
+    def limit(self) -> int:
+        """Tokens of the longest sequence."""
+        if self.window is not None and self.num_blocks >= -(-self.window // self.block_size) + 2:
+            return self.max_model_len
+        return min(self.max_model_len, self.num_blocks * self.block_size)
