@@ -158,10 +158,10 @@ class Stub:
 def test_the_loop_sleeps_for_its_scheduler_alone() -> None:
     links, runner = FakeLinks(Member("worker", Role.GPU_WORKER, 3, "ipc://w")), Stub()
     it = Worker(links, runner)
-    it.handle(1, Attach(1, num_slots=4, depth=1))
-    it.handle(2, Sleep(2, 1))
-    it.handle(1, Sleep(1, 2))
-    it.handle(1, Attach(1, num_slots=4, depth=1, forget=True))
+    it.orders.handle(1, Attach(1, num_slots=4, depth=1))
+    it.orders.handle(2, Sleep(2, 1))
+    it.orders.handle(1, Sleep(1, 2))
+    it.orders.handle(1, Attach(1, num_slots=4, depth=1, forget=True))
     assert runner.log == ["reset", "sleep 2", "reset", "forget"]
     kinds = [type(frame) for _, frame in links.answered]
     assert kinds == [Attached, Fenced, Slept, Attached]

@@ -95,12 +95,12 @@ class FakeWorker:
         self.inbox.append(plan)
 
     def busy(self) -> bool:
-        return bool(self.inbox or self.loop.plans)
+        return bool(self.inbox or self.loop.orders.plans)
 
     def work(self) -> list[Frame]:
         """Takes one frame off the link, or else runs one plan; the answers."""
         if self.inbox:
-            self.loop.handle(SCHEDULER, self.inbox.popleft())
+            self.loop.orders.handle(SCHEDULER, self.inbox.popleft())
         else:
             self.loop.step()
         answers = [frame for _, frame in self.links.answered]

@@ -1,0 +1,78 @@
+"""Whom a worker obeys, and its plans in order: attach, fencing, plans that are missing, sleep. No torch in here."""
+
+import logging
+from collections import deque
+
+from blockyard.services.gpu_worker.interfaces import Sleeper, WorkerLinks
+from blockyard.shared.bus import Event, Gone, Joined
+from blockyard.shared.messages import Attach, Attached, Fenced, OutOfStep, Sleep, Slept, StepPlan, WorkerIn
+
+log = logging.getLogger(__name__)
+
+
+class Orders:
+    """Obeys the scheduler that attached last. Plans that are to be launched wait in `plans`."""
+
+    def __init__(self, links: WorkerLinks, runner: Sleeper) -> None:
+        self._links, self._runner = links, runner
+        self.plans: deque[StepPlan] = deque()
+        self._scheduler: int | None = None
+        self._next = 0  # number of the plan that is to come; 0: none before the next Attach
+
+    def awaits(self, plan: StepPlan) -> bool:
+        """Whether somebody waits for its result. A lost scheduler's successor asks for the state, not for results."""
+        return self._next > 0 and plan.scheduler == self._scheduler
+
+    def handle(self, peer: int, event: "Event | WorkerIn") -> None:
+        match event:
+            case Attach():
+                self._attach(peer, event)
+            case StepPlan():
+                self._take(peer, event)
+            case Sleep():
+                self._sleep(peer, event)
+            case Gone() if peer == self._scheduler:
+                self.plans.clear()  # nobody is left to answer; KV and slots wait for the next Attach
+                self._next = 0
+            case Joined() if peer == self._scheduler and self._next == 0:  # it lived after all, and waits for results
+                self._links.answer(peer, OutOfStep(self._links.me.incarnation, 1))
+
+    def _attach(self, peer: int, attach: Attach) -> None:
+        if self._scheduler not in (None, attach.scheduler):  # it may wait for results of plans that are dropped now
+            self._links.answer(self._scheduler, Fenced(self._scheduler))
+        self.plans.clear()
+        self._runner.reset(attach.num_slots)
+        if attach.forget:
+            self._runner.forget_kv()
+        self._scheduler, self._next = attach.scheduler, 1
+        block_ids, names = self._runner.names.listed()
+        me = self._links.me.incarnation
+        host = self._runner.names.host_listed()
+        self._links.answer(peer, Attached(me, attach.scheduler, self._runner.geometry, block_ids, names, *host))
+        log.info("attached to scheduler %x with %d slots", attach.scheduler, attach.num_slots)
+
+    def _sleep(self, peer: int, frame: Sleep) -> None:
+        """Until the next Attach. Only the scheduler that has this worker may send it there."""
+        if frame.scheduler != self._scheduler:
+            self._links.answer(peer, Fenced(frame.scheduler))
+            return
+        self.plans.clear()
+        self._next = 0
+        freed = self._runner.sleep(frame.level)
+        self._links.answer(peer, Slept(self._links.me.incarnation, frame.level, freed))
+
+    def _take(self, peer: int, plan: StepPlan) -> None:
+        if plan.scheduler != self._scheduler:
+            log.warning("refused a plan of scheduler %x", plan.scheduler)
+            self._links.answer(peer, Fenced(plan.scheduler))
+        elif self._next == 0:
+            return  # out of step, and said so: what is still under way from before counts no more
+        elif plan.number != self._next:
+            log.error("plan %d came where %d was due: slots dropped", plan.number, self._next)
+            self._links.answer(peer, OutOfStep(self._links.me.incarnation, self._next))
+            self.plans.clear()
+            self._runner.reset(0)
+            self._next = 0
+        else:
+            self._next += 1
+            self.plans.append(plan)
