@@ -60,12 +60,15 @@ class Forks:
         if len(request.members) < 2 or num_tokens <= found.num_tokens:
             return found
         is_near = False
+        scored = request.frame.sampling.num_prompt_logprobs is not None
         for other in request.members:
             seat = other.seat
             if seat is None or not _runs(seat, group):
                 continue
             if seat.num_freed > group.window.first_seen(num_tokens):
                 continue  # it has given up what this one would have to see
+            if scored and (seat.num_found or seat.copied_from is not None):
+                continue  # a fork itself: nobody may be left who has the log-probabilities of the prompt
             if _has(seat, group, record, num_tokens):
                 return self._fork(group, choice, seat, num_tokens)
             is_near = True
