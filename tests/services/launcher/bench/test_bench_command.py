@@ -66,7 +66,8 @@ def test_a_run_end_to_end(server: Server, tmp_path: Path) -> None:
     assert all(10 <= r["input_tokens"] <= 40 for r in found["requests"])
     assert s["good_share"] == 1 and s["goodput_per_s"] == pytest.approx(s["requests_per_s"])
     for name in ("ttft_ms", "tpot_ms", "itl_ms", "e2el_ms"):
-        assert 0 < s[name]["p50"] <= s[name]["p90"] <= s[name]["p99"] <= s[name]["max"]
+        assert 0 <= s[name]["p50"] <= s[name]["p90"] <= s[name]["p99"] <= s[name]["max"]
+        assert s[name]["max"] > 0  # a busy machine may bring several events in one read: gaps of 0
     assert s["tpot_ms"]["p50"] >= 1.5, "a step takes 2 ms"
     assert s["e2el_ms"]["mean"] == pytest.approx(s["ttft_ms"]["mean"] + 11 * s["tpot_ms"]["mean"])
     assert 0 < found["client"]["cpu_share"] < 1 and found["client"]["late_ms"]["p50"] < 100
