@@ -11,9 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blockyard.kernels.kv_types import check_types
 from blockyard.kernels.prefill_tiles import attend_keys, find_tile
-from blockyard.kernels.sequences import Sequences
+from blockyard.kernels.sequences import Sequences, check_ranges, check_reads
 
 _LOG2E = 1.4426950408889634
 _MOST_SPLITS = 64  # of the longest sequence
@@ -146,12 +145,8 @@ def invariant_attention(
     one row, and starts is 0, 1, ..., rows. Raises ValueError for other shapes and dtypes."""
     rows, heads, head_dim = q.shape
     kv_heads, block_size = layer.shape[2], layer.shape[3]
-    seqs.check(rows)
-    check_types(q, layer, scales)
-    if layer.shape[4] != head_dim or heads % kv_heads or not layer.is_contiguous():
-        raise ValueError(f"q {list(q.shape)} does not fit a layer {list(layer.shape)}, or that is not contiguous")
-    if q.stride(2) != 1 or q.stride(1) != head_dim or out.shape[1:] != (heads * head_dim,) or not out.is_contiguous():
-        raise ValueError(f"heads of a row must be contiguous: q {q.stride()}, out {list(out.shape)} {out.stride()}")
+    check_reads(q, layer, seqs, scales)
+    check_ranges(q, starts, out)
     num_seqs, split = len(starts) - 1, split_length(longest)
     if num_seqs < 1 or not len(out):
         return

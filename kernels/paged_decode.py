@@ -12,8 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from blockyard.kernels.cut_decodes import TILE, Pieces, cut_decodes
-from blockyard.kernels.kv_types import check_types
-from blockyard.kernels.sequences import Sequences
+from blockyard.kernels.sequences import Sequences, check_reads
 
 _LOG2E = 1.4426950408889634
 _PROGRAMS = 4  # that share a multiprocessor
@@ -182,12 +181,7 @@ def paged_decode(
     """
     rows, heads, head_dim = q.shape
     kv_heads, block_size = layer.shape[2], layer.shape[3]
-    seqs.check(rows)
-    if layer.shape[4] != head_dim or heads % kv_heads or not layer.is_contiguous():
-        raise ValueError(f"q {list(q.shape)} does not fit a layer {list(layer.shape)}, or that is not contiguous")
-    check_types(q, layer, scales)
-    if q.stride(2) != 1 or q.stride(1) != head_dim:
-        raise ValueError(f"the heads of a row must be contiguous, got strides {q.stride()}")
+    check_reads(q, layer, seqs, scales)
     if out is None:
         out = torch.empty((rows, heads * head_dim), dtype=q.dtype, device=q.device)
     if out.shape != (rows, heads * head_dim) or out.dtype != q.dtype or not out.is_contiguous():

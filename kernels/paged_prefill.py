@@ -14,9 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from blockyard.kernels import prefill_hopper
-from blockyard.kernels.kv_types import check_types
 from blockyard.kernels.prefill_tiles import attend_keys, find_tile
-from blockyard.kernels.sequences import Sequences
+from blockyard.kernels.sequences import Sequences, check_ranges, check_reads
 
 _LOG2E = 1.4426950408889634
 _PROGRAMS = 132  # multiprocessors: with fewer programs, tiles are shared
@@ -203,24 +202,10 @@ def paged_prefill(
     whole, with zeros for sequences of no slot. Blocks, positions and starts must be right: not checked on device.
     Raises ValueError for other shapes and dtypes.
     """
-    rows, heads, head_dim = q.shape
+    _, heads, head_dim = q.shape
     kv_heads, block_size = layer.shape[2], layer.shape[3]
-    seqs.check(rows)
-    if layer.shape[4] != head_dim or heads % kv_heads or not layer.is_contiguous():
-        raise ValueError(f"q {list(q.shape)} does not fit a layer {list(layer.shape)}, or that is not contiguous")
-    check_types(q, layer, scales)
-    if q.stride(2) != 1 or q.stride(1) != head_dim:
-        raise ValueError(f"the heads of a row must be contiguous, got strides {q.stride()}")
-    if starts.ndim != 1 or starts.dtype != torch.int32 or starts.stride(0) != 1:
-        raise ValueError(f"starts must be [num_seqs + 1] int32, got {list(starts.shape)} {starts.dtype}")
-    if (
-        out.ndim != 2
-        or out.shape[1] != heads * head_dim
-        or len(out) > rows
-        or not out.is_contiguous()
-        or out.dtype != q.dtype
-    ):
-        raise ValueError(f"out {list(out.shape)} {out.dtype} does not fit q {list(q.shape)}, or is not contiguous")
+    check_reads(q, layer, seqs, scales)
+    check_ranges(q, starts, out)
     num_seqs = len(starts) - 1
     if num_seqs < 1 or not len(out):
         return
