@@ -41,7 +41,7 @@ def serve(config: WorkerConfig) -> None:
         start: Callable[[WorkerConfig, Report], ParkedRunner] = engine.start
         held_bytes: Callable[[WorkerConfig], int] = engine.held_bytes
         runner = SleepingRunner(lambda: start(config, report), lambda: held_bytes(config), freeze)
-        links.update(ready=True, phase="ready", progress=1.0)
+        links.update(ready=True)
         freeze()
         gc.disable()  # a collection would hold up a step
         Worker(links, runner).run(stopped)

@@ -83,6 +83,7 @@ class DecodeSteps:
         self._missing: list[int] = []  # sizes that are still to be captured
         self._graph_pool: Any = None
         self._problem = ""  # why there are no graphs
+        self._capture_s, self._graphs_bytes = 0.0, 0
 
     def padded(self, rows: int) -> int:
         """The size of the step that so many rows are computed in."""
@@ -133,34 +134,38 @@ class DecodeSteps:
             self.ops.score(logits, rows, tokens, wishes.num_top, wishes.scores(len(logits)))
         self.ops.advance(self.slots.state, rows, tokens, best, self._eos, self.ring.results, counts)
 
-    def capture(self) -> str:
-        """All sizes as far as CAPTURE_S reaches, the others when `capture_one` is called. Says what came of it.
-
-        The largest comes first, so that the others find their memory there.
-        """
-        device = self.pool.device
-        start, before = time.perf_counter(), torch.cuda.memory_reserved(device)
+    def capture(self) -> None:
+        """All sizes as far as CAPTURE_S reaches, the others when `capture_one` is called."""
+        start = time.perf_counter()
         self._graph_pool = torch.cuda.graph_pool_handle()
-        self._missing = [self._ladder[-1], *self._ladder[:-1]]
+        self._missing = by_halves(self._ladder)
         while time.perf_counter() - start < CAPTURE_S and self.capture_one():
             pass
+
+    @property
+    def captured(self) -> float:
+        """The part of the sizes that need no graph any more; 1.0 where there will be none."""
+        return 1.0 - len(self._missing) / len(self._ladder)
+
+    def describe(self) -> str:
+        """What there is of graphs, in a line."""
         if self._problem:
             return f"CUDA graphs: none, decode steps are eager: {self._problem}"
-        took, size = time.perf_counter() - start, torch.cuda.memory_reserved(device) - before
         left = f", {len(self._missing)} more when idle" if self._missing else ""
-        return (
-            f"CUDA graphs: {len(self._graphs)} of up to {self.capacity} rows in {took:.1f} s, "
-            f"{size / 2**30:.2f} GiB{left}"
-        )
+        took, size = self._capture_s, self._graphs_bytes / 2**30
+        return f"CUDA graphs: {len(self._graphs)} of up to {self.capacity} rows in {took:.1f} s, {size:.2f} GiB{left}"
 
     def capture_one(self) -> bool:
         """A size that has no graph yet; False: none is left. What cannot be captured stays eager."""
         if not self._missing:
             return False
         rows = self._missing.pop(0)
+        start, before = time.perf_counter(), torch.cuda.memory_reserved(self.pool.device)
         try:
             with torch.inference_mode():
                 self._graphs[rows] = self._capture(rows)
+            self._capture_s += time.perf_counter() - start
+            self._graphs_bytes += torch.cuda.memory_reserved(self.pool.device) - before
         except RuntimeError as e:  # OutOfMemoryError and CUDA's own are among them
             self._graphs.clear()
             self._missing.clear()
@@ -201,6 +206,19 @@ def ladder(most: int) -> list[int]:
     """Sizes that steps are padded to: small ones by powers of two, then every 16, every 32 and every 64."""
     sizes = [1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, *range(320, most + 64, 64)]
     return [*(n for n in sizes if n < most), most]
+
+
+def by_halves(sizes: list[int]) -> list[int]:
+    """The largest first, so that the others find their memory there; then the middle of the rest, and of its parts, so
+    that no step is padded by much while some are missing."""
+    order, parts = [sizes[-1]], [sizes[:-1]]
+    while parts:
+        part = parts.pop(0)
+        if part:
+            middle = len(part) // 2
+            order.append(part[middle])
+            parts += [part[:middle], part[middle + 1 :]]
+    return order
 
 
 def graph_bytes(model: Model, need: Need, dtype: torch.dtype, wishes: bool) -> int:

@@ -2,6 +2,7 @@
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -58,6 +59,7 @@ class DeviceLoop:
     def __init__(self, steps: DecodeSteps, batch: Batch) -> None:
         self.steps, self._batch, self._mixed = steps, batch, MixedSteps(steps)
         self.flights: deque[Flight] = deque()
+        self.on_captured: Callable[[], None] = lambda: None  # `idle` did a piece of its work
         self._done_s = 0.0  # when the last step was found to be done
 
     def forget(self) -> None:
@@ -66,7 +68,9 @@ class DeviceLoop:
 
     def idle(self) -> bool:
         """Captures a size that was left out at the start; False: none is left."""
-        return self.steps.capture_one()
+        more = self.steps.capture_one()
+        self.on_captured()
+        return more
 
     def note(self, plan: StepPlan) -> None:
         """What a plan changed, once the batch has it."""

@@ -88,8 +88,9 @@ def start(config: WorkerConfig, report: Report) -> Runner:
     runner = Runner(model, pool, geometry, store)
     if device.type == "cuda":
         run_ahead(runner, config, report, notes)
-        runner.on_wake = lambda again: run_ahead(again, config, report, [])
-    report("ready", 1.0, notes)
+        runner.on_wake = lambda again: run_ahead(again, config, report, notes)
+    else:
+        report("ready", 1.0, notes)
     return runner
 
 
@@ -103,19 +104,27 @@ def held_bytes(config: WorkerConfig) -> int:
 
 
 def run_ahead(runner: Runner, config: WorkerConfig, report: Report, notes: list[str]) -> None:
-    """Moves the batch to the GPU."""
+    """Moves the batch to the GPU. Graphs that are captured later are reported as progress of what is ready."""
     loop = find_device_loop().start(
         runner.batch, runner.model, runner.pool, runner.geometry, config.graph_sizes, config.run_ahead_penalties
     )
+    steps = loop.steps
     with torch.inference_mode():
         if not config.enforce_eager:
             report("capturing CUDA graphs", 0.0, notes)
-            notes.append(loop.steps.capture())
-        step_s = loop.steps.measure()
-    notes.append(f"a decode step of one choice: {1e3 * step_s:.2f} ms without its context")
+            steps.capture()
+        step_s = steps.measure()
+    step_note = f"a decode step of one choice: {1e3 * step_s:.2f} ms without its context"
+
+    def report_ready() -> None:
+        graphs = [] if config.enforce_eager else [steps.describe()]
+        report("ready", steps.captured, [*notes, *graphs, step_note])
+
     runner.run_ahead(loop, step_s)
     report("first steps", 0.0, notes)
     warm_up(runner)
+    report_ready()
+    loop.on_captured = report_ready
 
 
 def find_device_loop() -> Any:

@@ -13,7 +13,7 @@ from plan_driver import Driver
 from tiny_models import BY_NAME, VOCAB, settings, start
 
 from blockyard.services.gpu_worker import engine, profile
-from blockyard.services.gpu_worker.decode_steps import DecodeSteps, ladder
+from blockyard.services.gpu_worker.decode_steps import DecodeSteps, by_halves, ladder
 from blockyard.services.gpu_worker.device_loop import DeviceLoop
 from blockyard.services.gpu_worker.device_ops import DeviceOps
 from blockyard.services.gpu_worker.models import decoder
@@ -109,6 +109,11 @@ def test_a_head_size_is_refused_by_name(head_dim: int, tmp_path: Path) -> None:
 def test_ladder(most: int, sizes: list[int]) -> None:
     assert ladder(most) == sizes
     assert ladder(most + 1000)[-1] == most + 1000
+    assert sorted(by_halves(sizes)) == sizes
+
+
+def test_with_few_graphs_no_step_is_padded_by_much() -> None:
+    assert by_halves(ladder(256)) == [256, 48, 8, 160, 2, 32, 96, 224, 1, 4, 16, 64, 128, 192]
 
 
 def test_triton_is_not_loaded_on_cpu(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ TILES = Plan("tiles", 64, 16, 32, 3, 4, 2)
 
 @pytest.fixture
 def linears(monkeypatch: pytest.MonkeyPatch) -> list[Linear]:
+    torch.zeros(1, device=DEVICE)  # CUDA reads the true properties as it begins
     properties = SimpleNamespace(multi_processor_count=4, name="none")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(linear_tuning, "WORKSPACE_ELEMENTS", 1 << 16)

@@ -291,6 +291,6 @@ def test_a_mock_process_never_loads_torch() -> None:
         "import sys, blockyard.services.gpu_worker.__main__, blockyard.services.gpu_worker.mock; "
         "print('torch' in sys.modules, 'numpy' in sys.modules)"
     )
-    env = os.environ | {"PYTHONPATH": str(ROOT / ".src")}
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / ".src"), os.environ.get("PYTHONPATH", "")])}
     run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     assert run.stdout.split() == ["False", "False"]

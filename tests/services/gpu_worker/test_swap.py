@@ -11,6 +11,7 @@ from ties import Score, Ties
 from tiny_models import BY_NAME, VOCAB, greedy_score
 from tiny_models import start as start_on
 
+from blockyard.services.gpu_worker.interfaces import Done
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.shared.errors import LoadError
 from blockyard.shared.messages import BlockFetch, BlockName, BlockSave, Sampling, SlotRun, SlotStart, Stats, StepPlan
@@ -119,6 +120,13 @@ def test_a_scheduler_that_attaches_finds_what_is_in_host_memory(tiny: tuple[Path
     assert second.outputs["again", 0] == first.outputs["a0", 0]
 
 
+def done_by(runner: Runner, plan: StepPlan) -> Done:
+    runner.launch(plan)
+    while not (done := runner.collect()):
+        pass
+    return done[0]
+
+
 def test_a_fetch_that_fails_is_said_and_its_slot_is_silent(tiny: tuple[Path, Score]) -> None:
     """Host block 1 holds nothing: the slot that begins on it says nothing, nor does one that reads what it writes."""
     folder, _ = tiny
@@ -133,22 +141,20 @@ def test_a_fetch_that_fails_is_said_and_its_slot_is_silent(tiny: tuple[Path, Sco
     names = [BlockName(i, bytes([i]) * 16) for i in range(3)]
     runner.execute(StepPlan(1, 1, [], [begin(0, list(range(10)), 0)], [], [SlotRun(0, 100)], names))
     saves = [BlockSave(i, i * 2, bytes([i]) * 16) for i in range(3)]
-    runner.launch(StepPlan(1, 2, [0], [], [], [], [], saves))
-    assert runner.collect()[0].failed_fetches == []
+    assert done_by(runner, StepPlan(1, 2, [0], [], [], [], [], saves)).failed_fetches == []
     fetches = [BlockFetch(0, 20), BlockFetch(1, 21), BlockFetch(4, 22)]
     starts = [begin(1, [20, 21, 22, *range(30, 37)], 3), begin(2, [20, *range(40, 49)], 1)]
     told = [BlockName(b, b"t" * 16) for b in (20, 21, 33)]
-    runner.launch(StepPlan(1, 3, [], starts, [], [SlotRun(1, 100), SlotRun(2, 100)], told, fetches=fetches))
-    (done,) = runner.collect()
+    done = done_by(runner, StepPlan(1, 3, [], starts, [], [SlotRun(1, 100), SlotRun(2, 100)], told, fetches=fetches))
     assert done.failed_fetches == [21]
     assert [r.slot for r in done.slots] == [2]
     assert {21, 33}.isdisjoint(runner.names.listed()[0])
-    runner.launch(StepPlan(1, 4, [], [begin(3, [33, *range(50, 59)], 1)], [], [SlotRun(1, 1), SlotRun(3, 100)]))
-    (done,) = runner.collect()
+    reads = [begin(3, [33, *range(50, 59)], 1)]
+    done = done_by(runner, StepPlan(1, 4, [], reads, [], [SlotRun(1, 1), SlotRun(3, 100)]))
     assert (done.failed_fetches, done.slots) == ([], [])
     again = begin(4, [21, *range(60, 69)], 0)
-    runner.launch(StepPlan(1, 5, [1, 3], [again], [], [SlotRun(4, 100)]))
-    assert [r.slot for r in runner.collect()[0].slots] == [4]
+    done = done_by(runner, StepPlan(1, 5, [1, 3], [again], [], [SlotRun(4, 100)]))
+    assert [r.slot for r in done.slots] == [4]
 
 
 def test_more_than_there_is_and_less_than_a_block(tiny: tuple[Path, Score]) -> None:

@@ -120,6 +120,7 @@ def _on_one_server(items: Sequence[Item], place: Place) -> Iterator[Line]:
     with contextlib.ExitStack() as stack:
         try:
             served = stack.enter_context(serve(place.model, place.flags, place.logs / f"{items[0].name}.log"))
+            served.wait_complete()
         except BenchError as e:
             yield from (_failed(item, e) for item in items)
             return

@@ -80,6 +80,8 @@ ITEMS = (
          True, alone=measures.offline_rate(_uniform)),
     Item("start-8b", "8B, launch to first token, not the first start", "s", B8, ONE, 10, 3, False,
          alone=measures.launch_to_first_token),
+    Item("graphs-8b", "8B, launch to full graphs, not the first start", "s", B8, ONE, 15, 4, False,
+         alone=measures.launch_to_full_graphs),
     Item("ring-cost", "8B, 64 streams, server by offline loop", "of 1", B8, ONE, 0.97, 1.0, True,
          alone=measures.cost_of_the_ring(64, 512, 256)),
 )  # fmt: skip

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import uvloop
 
 from blockyard.services.launcher.bench import client, outcome
@@ -22,6 +23,7 @@ from blockyard.services.launcher.bench.datasets import Ask, RandomIds
 from blockyard.services.launcher.bench.outcome import Outcome
 from blockyard.services.launcher.bench.server import BenchError, find
 from blockyard.services.launcher.model_files import demo_folder
+from blockyard.shared.messages import Role
 
 READY_S = 600.0  # that a start may take
 END_S = 60.0
@@ -36,6 +38,14 @@ class Served:
     url: str
     launched_s: float
     ready_s: float  # from launch
+
+    def wait_complete(self) -> float:
+        """Waits until workers have captured all their graphs. Seconds from launch."""
+        while any(member.role == Role.GPU_WORKER and member.progress < 1.0 for member in _members(self.url)):
+            if time.perf_counter() - self.launched_s > READY_S:
+                raise BenchError(f"graphs were not captured within {READY_S:g} s")
+            time.sleep(0.02)
+        return time.perf_counter() - self.launched_s
 
     def stream(self, asks: Sequence[Ask], each_token: bool = True) -> list[Outcome]:
         """All at once, a connection each. Raises BenchError if one fails or has not the length that was asked for.
@@ -101,6 +111,24 @@ def serve(model: Path, flags: Sequence[str], log: Path) -> Iterator[Served]:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """What `/ring` shows of a member, as far as it is needed here."""
+
+    role: str
+    progress: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Ring:
+    members: list[_Shown]
+
+
+def _members(url: str) -> list[_Shown]:
+    with urllib.request.urlopen(f"{url}/ring", timeout=5) as answer:
+        return msgspec.json.decode(answer.read(), type=_Ring).members
 
 
 def _wait_ready(url: str, process: "subprocess.Popen[bytes]", launched_s: float, log: Path) -> None:

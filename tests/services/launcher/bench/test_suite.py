@@ -38,6 +38,16 @@ def test_gaps_are_the_mock_steps(server: Served) -> None:
     assert {*found.spreads} == {"itl", "tpot", "ttft"}
 
 
+def test_a_worker_with_graphs_to_capture_is_waited_for(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert server.wait_complete() >= server.ready_s  # the mock has none
+    seen = iter([0.25, 0.75, 1.0])
+    monkeypatch.setattr(
+        served, "_members", lambda url: [served._Shown("gpu_worker", next(seen)), served._Shown("scheduler", 0.0)]
+    )
+    server.wait_complete()
+    assert next(seen, None) is None
+
+
 def test_rates_count_tokens(server: Served) -> None:
     """4 streams at one token in 4 ms each are 1000 a second at most."""
     for measure in (measures.rate_while_all_run(4, 20, 40), measures.streamed_rate(4, 20, 40)):
