@@ -48,7 +48,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     gpu: int | None = None  # its place among the GPUs that may be seen, where it is to have one to itself
     mock: MockConfig = MockConfig()
     enforce_eager: bool = False  # no CUDA graphs
-    run_ahead_penalties: bool = False  # penalties, token lists and log-probabilities need no host between tokens
+    run_ahead_penalties: bool = True  # penalties, token lists and log-probabilities need no host between tokens
     graph_sizes: list[int] = []  # rows of decode steps that have graphs; empty: a ladder up to max_num_seqs
     batch_invariant: bool = False  # a row's logits follow from that row alone
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"

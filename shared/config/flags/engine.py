@@ -194,7 +194,7 @@ SCHEDULER = (
     Flag(
         "run-ahead-penalties",
         Kind.BOOL,
-        False,
+        True,
         "On a GPU, steps with penalties, lists of tokens or log-probabilities run ahead too; off: in lockstep.",
         ("worker.run_ahead_penalties",),
     ),
