@@ -114,12 +114,13 @@ class Course:
     """How a run goes; watched by whoever shows it."""
 
     clock: Clock = time.perf_counter
-    started_s: float = 0.0
+    started_s: float = 0.0  # 0: it starts when it is run
     ended_s: float = 0.0
     exchanges: list[Exchange] = field(default_factory=list)
     num_running: int = 0
     num_ended: int = 0
     num_refused: int = 0
+    cpu_s: Callable[[], float] = time.process_time  # of the busiest process that takes part
 
 
 async def run(target: Target, plan: Plan, course: Course) -> None:
@@ -150,7 +151,7 @@ async def run(target: Target, plan: Plan, course: Course) -> None:
         course.num_refused += exchange.is_refused
         free.release()
 
-    course.started_s = course.clock()
+    course.started_s = course.started_s or course.clock()
     async with asyncio.TaskGroup() as tasks:
         for request, due_s in zip(plan.requests, plan.due_s, strict=True):
             wait_s = course.started_s + due_s - course.clock()

@@ -37,6 +37,11 @@ def serve_parser() -> Parser:
         "--burstiness", type=positive, default=1.0, help="1: Poisson, less: in bursts, inf: a steady beat (%(default)s)"
     )
     add("--max-concurrency", type=count, help="requests under way at most; others wait unsent")
+    add(
+        "--client-processes",
+        type=count,
+        help="that the load comes from (one for 128 requests at a time, if this machine has four cores for each)",
+    )
     add("--timeout", type=positive, default=3600.0, help="seconds a request may take (%(default)s)")
     add("--warmups", type=int, default=1, help="requests before the run, with other prompts (%(default)s)")
     add = parser.add_argument_group("report").add_argument

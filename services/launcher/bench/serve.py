@@ -19,8 +19,8 @@ from blockyard.services.launcher.bench import (
     datasets,
     flags,
     metrics,
-    outcome,
     plots,
+    processes,
     report,
     server,
     watch,
@@ -56,8 +56,7 @@ def main(args: Sequence[str]) -> int:
     rng = random.Random(given.seed + 1)  # other numbers than the prompts'
     due_s = arrivals.due_times(len(asked), given.request_rate, given.burstiness, rng)
     plan = Plan([encode(ask) for ask in asked], due_s, given.max_concurrency, given.timeout)
-    course, watched = _run(target, plan)
-    outcomes = [outcome.read(x, ask.num_output) for x, ask in zip(course.exchanges, asked, strict=True)]
+    outcomes, course, watched = _run(target, plan, [ask.num_output for ask in asked], given.client_processes)
     done = _report(given, model, found, course, watched, outcomes, limits)
     print(report.text(done))
     if given.output:
@@ -117,28 +116,32 @@ def _warm_up(given: argparse.Namespace, target: Target, draw: Draw, like: Ask, e
     rng = random.Random(given.seed - 1)
     num_output = min(like.num_output, WARM_UP_OUTPUT)
     asked = [Ask(draw(rng, like.num_input), like.num_input, num_output) for _ in range(given.warmups)]
-    course, _ = _run(target, Plan([encode(ask) for ask in asked], [0.0] * len(asked), 1, given.timeout), shown=False)
-    for exchange in course.exchanges:
-        one = outcome.read(exchange, num_output)
+    plan = Plan([encode(ask) for ask in asked], [0.0] * len(asked), 1, given.timeout)
+    outcomes, _, _ = _run(target, plan, [num_output] * len(asked), 1, shown=False)
+    for one in outcomes:
         if one.failure:
             raise BenchError(f"the first request failed: {one.failure}")
 
 
-def _run(target: Target, plan: Plan, shown: bool = True) -> tuple[Course, watch.Watch]:
+def _run(
+    target: Target, plan: Plan, asked: list[int], num: int | None, shown: bool = True
+) -> tuple[list[Outcome], Course, watch.Watch]:
+    """`num`: processes to do it with, None for as many as it takes."""
     course = Course()
     display = watch.display(len(plan.requests)) if shown else watch.NoDisplay()
     watched = watch.Watch(course, display)
+    streams = plan.max_concurrency or len(plan.requests)
 
-    async def measure() -> None:
+    async def measure() -> Callable[[], list[Outcome]]:
         async with watched:
-            await client.run(target, plan, course)
+            return await processes.run(target, plan, asked, course, num or processes.num_for(streams))
 
     with client.QuietProcess(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
-            runner.run(measure())
+            read = runner.run(measure())
         except OSError as e:
             raise BenchError(f"{target.host}: {e.strerror or e}") from e
-    return course, watched
+    return read(), course, watched
 
 
 def _report(

@@ -65,7 +65,8 @@ class Watch:
             self._shown.show(self._course)
 
     def _mark(self) -> tuple[float, float]:
-        return time.perf_counter(), time.process_time()
+        now, ended_s = time.perf_counter(), self._course.ended_s  # what comes back is read after that
+        return min(now, ended_s) if ended_s else now, self._course.cpu_s()
 
 
 def share(before: tuple[float, float], now: tuple[float, float]) -> float:

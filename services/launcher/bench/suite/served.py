@@ -17,12 +17,11 @@ from pathlib import Path
 import msgspec
 import uvloop
 
-from blockyard.services.launcher.bench import client, outcome
+from blockyard.services.launcher.bench import client, processes
 from blockyard.services.launcher.bench.client import Course, Plan
 from blockyard.services.launcher.bench.datasets import Ask, RandomIds
 from blockyard.services.launcher.bench.outcome import Outcome
 from blockyard.services.launcher.bench.server import BenchError, find
-from blockyard.services.launcher.model_files import demo_folder
 from blockyard.shared.messages import Role
 
 READY_S = 600.0  # that a start may take
@@ -56,10 +55,10 @@ class Served:
         target = find(self.url, None).target("completions")
         more = {"return_token_ids": True} if each_token else {}
         requests = [target.request(_body(ask) | more) for ask in asks]
-        course = Course()
+        plan, asked = Plan(requests, [0.0] * len(requests)), [ask.num_output for ask in asks]
         with client.QuietProcess(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(client.run(target, Plan(requests, [0.0] * len(requests)), course))
-        outcomes = [outcome.read(x, ask.num_output) for x, ask in zip(course.exchanges, asks, strict=True)]
+            read = runner.run(processes.run(target, plan, asked, Course(), processes.num_for(len(asks))))
+        outcomes = read()
         for ask, one in zip(asks, outcomes, strict=True):
             if one.failure:
                 raise BenchError(f"a request failed: {one.failure}")
@@ -97,7 +96,7 @@ def serve(model: Path, flags: Sequence[str], log: Path) -> Iterator[Served]:
         port = int(probe.getsockname()[1])
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-P", "-m", "blockyard", "serve", str(model), "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--tokenizer", str(demo_folder()), "--load-format", "dummy", *flags]
+    command += ["--tokenizer", str(model), "--load-format", "dummy", *flags]
     with log.open("wb") as out:
         launched_s = time.perf_counter()
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)

@@ -1,8 +1,11 @@
-"""The models of the suite: true shapes, random weights; the tokenizer is the demo's."""
+"""The models of the suite: true shapes, random weights; the demo's tokenizer, with as many tokens as they have."""
 
+import shutil
 from pathlib import Path
 
 import msgspec
+
+from blockyard.services.launcher.model_files import demo_folder
 
 LLAMA_ROPE = {
     "rope_type": "llama3",
@@ -60,8 +63,20 @@ SHAPES: dict[str, dict[str, object]] = {
 
 
 def write(name: str, folder: Path) -> Path:
-    """The model's own folder in `folder`; it has config.json alone."""
+    """The model's own folder in `folder`: config.json and a tokenizer, no weights."""
     made = folder / name
     made.mkdir(parents=True, exist_ok=True)
     (made / "config.json").write_bytes(msgspec.json.encode(SHAPES[name]))
+    shutil.copy(demo_folder() / "tokenizer_config.json", made)
+    (made / "tokenizer.json").write_bytes(_tokenizer(SHAPES[name]["vocab_size"]))
     return made
+
+
+def _tokenizer(num_tokens: object) -> bytes:
+    """The demo's tokenizer, in which ids that it does not know are words: random weights draw any id, and a token
+    without text is no event of a stream. Random weights would draw ids of the demo's own once in forty tokens."""
+    assert isinstance(num_tokens, int), "a vocabulary's size"
+    whole = msgspec.json.decode((demo_folder() / "tokenizer.json").read_bytes())
+    vocab = whole["model"]["vocab"]
+    vocab |= {f"\u0120w{i}": i for i in range(len(vocab), num_tokens)}  # U+0120 is a byte-level space
+    return msgspec.json.encode(whole)

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 from rig import serve as rig_serve
 
+from blockyard.services.launcher.bench import outcome
 from blockyard.services.launcher.bench.datasets import Ask
 from blockyard.services.launcher.bench.outcome import Outcome
 from blockyard.services.launcher.bench.server import BenchError
@@ -14,6 +15,7 @@ from blockyard.services.launcher.bench.suite import command, measures, served, s
 from blockyard.services.launcher.bench.suite.items import ITEMS, Item
 from blockyard.services.launcher.bench.suite.measures import Measured, Place
 from blockyard.services.launcher.bench.suite.served import Served, random_asks
+from blockyard.shared import tokenizer_files
 from blockyard.shared.config import given as given_flags
 
 MOCK = ("--worker-cls", "mock", "--mock-step-ms", "4")
@@ -69,9 +71,7 @@ def test_other_lengths_than_asked_for_are_errors(server: Served) -> None:
 
 
 def test_tokens_without_text_are_events(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        served.outcome, "read", lambda x, asked: Outcome(0, 1, tokens_s=[1.0], num_input=20, num_output=5)
-    )
+    monkeypatch.setattr(outcome, "read", lambda x, asked: Outcome(0, 1, tokens_s=[1.0], num_input=20, num_output=5))
     with pytest.raises(BenchError, match="1 events for 5 tokens"):
         server.stream(random_asks(1, 20, 5, seed=0))
     assert len(server.stream(random_asks(1, 20, 5, seed=0), each_token=False)) == 1
@@ -126,6 +126,19 @@ def test_every_item_has_flags_that_exist_and_a_model(tmp_path: Path) -> None:
         assert (item.of_server is None) != (item.alone is None)
         config = msgspec.json.decode((shapes.write(item.model, tmp_path) / "config.json").read_bytes())
         assert config["vocab_size"] > served.VOCAB[1]
+
+
+def test_every_token_has_text(tmp_path: Path) -> None:
+    files = tokenizer_files.load(shapes.write("qwen3-0.6b", tmp_path))
+    assert files.vocab_size == 151936
+    assert files.tokenizer.decode([4095, 4096, 151935]) == " release w4096 w151935"
+
+
+def test_streams_without_an_event_a_token_are_not_measured(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measures, "warm_up", lambda *_: None)
+    monkeypatch.setattr(outcome, "read", lambda x, n: Outcome(0, 1, tokens_s=[1.0], num_input=20, num_output=n))
+    with pytest.raises(BenchError, match="8 events for 160 tokens"):
+        measures.streamed_rate(8, 20, 20)(server)
 
 
 def test_flags_become_keywords_of_the_offline_api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
