@@ -9,6 +9,7 @@ import zmq
 
 from blockyard.shared.member_list import Event
 from blockyard.shared.messages import PROTOCOL_VERSION, Hello, Member
+from blockyard.shared.sockets import readable
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +35,8 @@ class InLinks:
 
     def receive(self, events: list[tuple[int, Any]], at_most: int) -> None:
         """Appends (sender, frame) for up to `at_most` frames that wait."""
+        if not readable(self.socket):
+            return
         for _ in range(at_most):
             try:
                 route, data = self.socket.recv_multipart(zmq.NOBLOCK)[:2]

@@ -11,7 +11,7 @@ import zmq
 from blockyard.shared.member_list import Event, MemberList
 from blockyard.shared.messages import PROTOCOL_VERSION, Hello, Member
 from blockyard.shared.outlink import OutLink
-from blockyard.shared.sockets import Sockets
+from blockyard.shared.sockets import Sockets, readable
 from blockyard.shared.watch import Watch
 
 log = logging.getLogger(__name__)
@@ -83,6 +83,8 @@ class OutLinks:
             link.close(linger_ms=200)
 
     def _receive(self, link: OutLink, at_most: int) -> None:
+        if not readable(link.socket):  # nearly always: most links carry frames one way
+            return
         peer = link.member.incarnation
         for _ in range(at_most):
             try:

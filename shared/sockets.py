@@ -20,11 +20,12 @@ TCP_SILENCE_MS = 4000
 RECONNECT_MS = 50
 
 _routing_ids = itertools.count()
+EVENTS, POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)  # arithmetic on zmq's enums costs more than the question
 
 
 def readable(sock: "zmq.Socket[Any]") -> bool:
-    """True if a message waits."""
-    return bool(int(sock.get(zmq.EVENTS)) & zmq.POLLIN)
+    """True if a message waits. A third of what a `recv` costs that finds none."""
+    return bool(sock.get(EVENTS) & POLLIN)
 
 
 def descriptor(sock: "zmq.Socket[Any]") -> int:
