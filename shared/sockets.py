@@ -25,7 +25,7 @@ EVENTS, POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)  # arithmetic on zmq's enums c
 
 def readable(sock: "zmq.Socket[Any]") -> bool:
     """True if a message waits. A third of what a `recv` costs that finds none."""
-    return bool(sock.get(EVENTS) & POLLIN)
+    return bool(int(sock.get(EVENTS)) & POLLIN)
 
 
 def descriptor(sock: "zmq.Socket[Any]") -> int:
