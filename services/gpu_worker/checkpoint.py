@@ -81,7 +81,8 @@ def fill_dummy(table: WeightTable, seed: int, progress: Progress) -> None:
         if len(place.shape) == 1 and "norm" in name and name.endswith("weight"):
             place.target.fill_(1.0)
         else:
-            place.target.normal_(0.0, 0.02, generator=generator)
+            made = torch.empty_like(place.target, device=table.device)  # the same numbers wherever it goes
+            place.target.copy_(made.normal_(0.0, 0.02, generator=generator))
         progress((i + 1) / len(table.places))
 
 

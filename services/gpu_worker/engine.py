@@ -13,11 +13,13 @@ from blockyard.services.gpu_worker.kv_pool import KVPool, block_bytes
 from blockyard.services.gpu_worker.memory import MemoryPlan, Need, plan_cpu, plan_cuda, plan_host
 from blockyard.services.gpu_worker.models.decoder import Model
 from blockyard.services.gpu_worker.models.folder import read_config, read_eos_ids
-from blockyard.services.gpu_worker.models.registry import find_family
+from blockyard.services.gpu_worker.models.registry import Build, find_family
+from blockyard.services.gpu_worker.offload import HostWeights, share_of_layers
 from blockyard.services.gpu_worker.parking import free_cache
 from blockyard.services.gpu_worker.profile import peak_bytes
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.services.gpu_worker.warm_up import warm_up
+from blockyard.services.gpu_worker.weights import WeightTable
 from blockyard.shared.config.worker import WorkerConfig
 from blockyard.shared.errors import ConfigError, LoadError
 from blockyard.shared.messages import Geometry
@@ -43,7 +45,9 @@ def start(config: WorkerConfig, report: Report) -> Runner:
     settings = read_config(folder, config.config_overrides)
     dtype = pick_dtype(config.dtype, settings.get("dtype") or settings.get("torch_dtype"), device)
     kv_dtype = kv_scales.pick_kv_dtype(config.kv_cache_dtype, dtype, device)
-    model = find_family(settings)(settings, dtype, device)
+    build = find_family(settings)
+    table = WeightTable(dtype, device, host_share(build, settings, dtype, config, device))
+    model = build(settings, table)
     scales = kv_scales.claim(model.table, model.shape.num_layers, kv_scales.from_checkpoint(config))
     max_model_len = pick_length(config.max_model_len, model.shape.max_positions)
     notes.append(f"model: {settings['architectures'][0]}, {str(dtype).removeprefix('torch.')}")
@@ -53,8 +57,14 @@ def start(config: WorkerConfig, report: Report) -> Runner:
         loaded = checkpoint.load(model.table, folder, config.load_format, config.ignore_patterns, config.seed, progress)
         notes.append(str(loaded))
         report("preparing weights", 0.0, notes)
+        on_host = HostWeights(model.linears(), table) if table.on_host else None
         model.prepare(max_model_len)
         notes.extend(pick_products(model, config, device, lambda done: report("measuring linear layers", done, notes)))
+        if on_host is not None:
+            on_host.install()
+            notes.append(str(on_host))
+        elif config.cpu_offload_gib:
+            notes.append("weights in host memory: all, this is a CPU (--cpu-offload-gb)")
         need = Need(
             block_size=config.block_size,
             block_bytes=block_bytes(model.shape, config.block_size, kv_dtype),
@@ -92,6 +102,15 @@ def start(config: WorkerConfig, report: Report) -> Runner:
     else:
         report("ready", 1.0, notes)
     return runner
+
+
+def host_share(
+    build: Build, settings: dict[str, Any], dtype: torch.dtype, config: WorkerConfig, device: torch.device
+) -> float:
+    """The part of the layers' matrices that waits in host memory; on CPU all are there anyway."""
+    if device.type == "cpu":
+        return 0.0
+    return share_of_layers(build, settings, dtype, config.cpu_offload_gib, free_memory() // config.replicas)
 
 
 def held_bytes(config: WorkerConfig) -> int:

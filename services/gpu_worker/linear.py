@@ -94,6 +94,11 @@ class Linear:
         if otherwise is not None:
             self._otherwise = otherwise
 
+    def wrap(self, around: Callable[[Product], Product]) -> None:
+        """What is to be done before and after each product."""
+        self._products = {rows: around(product) for rows, product in self._products.items()}
+        self._otherwise = around(self._otherwise)
+
     def freeze(self) -> None:
         """From now on a row's result follows from that row alone."""
         self.use({}, in_groups(self._plain))

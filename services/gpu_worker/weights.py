@@ -10,6 +10,8 @@ from blockyard.shared.errors import LoadError
 
 Arrange = Callable[[Tensor], Tensor]
 
+HOST_SLACK = 0.5  # bytes: a share is a quotient
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -23,8 +25,12 @@ class Place:
 class WeightTable:
     """A model allocates its parameters here, each under the names that checkpoints use."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device, host_share: float = 0.0) -> None:
+        """host_share: the part of the layers' matrices that is in host memory, spread over the layers."""
         self.dtype, self.device = dtype, device
+        self.layer_bytes = 0  # of the layers' matrices, wherever they are
+        self.on_host: list[Tensor] = []
+        self._host_share, self._host_bytes = host_share, 0
         self.places: dict[str, Place] = {}
         self.numbers: dict[str, Tensor] = {}  # single ones, which a checkpoint may have or not
         self.size_bytes = 0
@@ -42,9 +48,23 @@ class WeightTable:
         self.places[name] = Place(target, shape, arrange)
 
     def matrix(self, name: str, rows: int, columns: int) -> Tensor:
-        target = self.empty(rows, columns)
+        target = self._matrix(name, rows, columns)
         self.place(name, target, (rows, columns))
         return target
+
+    def _matrix(self, name: str, rows: int, columns: int) -> Tensor:
+        if ".layers." not in name:
+            return self.empty(rows, columns)
+        size = rows * columns * self.dtype.itemsize
+        self.layer_bytes += size
+        if self._host_bytes + size > self._host_share * self.layer_bytes + HOST_SLACK:
+            return self.empty(rows, columns)
+        self._host_bytes += size
+        self.size_bytes += size
+        host = self.device if self.device.type == "meta" else torch.device("cpu")
+        pinned = self.device.type == "cuda"
+        self.on_host.append(torch.empty(rows, columns, dtype=self.dtype, device=host, pin_memory=pinned))
+        return self.on_host[-1]
 
     def vector(self, name: str, size: int) -> Tensor:
         target = self.empty(size)
@@ -61,7 +81,7 @@ class WeightTable:
     ) -> tuple[Tensor, Tensor | None]:
         """One matrix (and bias) of several that share their input: `rows` names them in order."""
         total = sum(rows.values())
-        weight, vector = self.empty(total, columns), self.empty(total) if bias else None
+        weight, vector = self._matrix(prefix, total, columns), self.empty(total) if bias else None
         start = 0
         for name, count in rows.items():
             how = (arrange or {}).get(name)

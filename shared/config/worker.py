@@ -39,6 +39,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     cpu_kv_gib: float | None = None  # KV memory on CPU; None: by need, within limits
     num_gpu_blocks_override: int | None = None
     swap_space_gib: float = 0.0  # host memory that keeps KV blocks
+    cpu_offload_gib: float = 0.0  # of the layers' matrices that stay in host memory
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     seed: int = 0  # of dummy weights

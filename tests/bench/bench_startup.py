@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 
 from blockyard.services.gpu_worker.models.folder import read_config
 from blockyard.services.gpu_worker.models.registry import find_family
+from blockyard.services.gpu_worker.weights import WeightTable
 
 PORT = 8123
 FLAGS = ("--tokenizer", str(ROOT / "shared/demo_model"), "--max-model-len", "8192", "--port", str(PORT))
@@ -32,7 +33,7 @@ def write_checkpoint(folder: Path, target: Path) -> None:
     """bfloat16 shards with an index, under the names that checkpoints use."""
     settings = read_config(folder, {})
     (target / "config.json").write_bytes((folder / "config.json").read_bytes())
-    table = find_family(settings)(settings, torch.bfloat16, torch.device("meta")).table
+    table = find_family(settings)(settings, WeightTable(torch.bfloat16, torch.device("meta"))).table
     shards: list[dict[str, torch.Tensor]] = [{}]
     size = 0
     for name, place in table.places.items():

@@ -144,7 +144,7 @@ class Block:
 class Decoder:
     """A whole model. Build it, load `table`, call `prepare`."""
 
-    def __init__(self, shape: DecoderShape, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, shape: DecoderShape, table: WeightTable) -> None:
         self._decoder = shape
         self.shape = ModelShape(
             vocab_size=shape.vocab_size,
@@ -156,9 +156,9 @@ class Decoder:
             scale=shape.head_dim**-0.5,
             windows=shape.windows,
         )
-        self.table = new = WeightTable(dtype, device)
+        self.table = new = table
         self._embedding = new.matrix("model.embed_tokens.weight", shape.vocab_size, shape.hidden)
-        self._ops = ops = find_ops(device)
+        self._ops = ops = find_ops(table.device)
         self._blocks = [Block(shape, layer, new, ops) for layer in range(shape.num_layers)]
         self._norm = RMSNorm(new.vector("model.norm.weight", shape.hidden), shape.norm_eps)
         if shape.tied:

@@ -3,11 +3,11 @@
 from typing import Any
 
 import msgspec
-import torch
 
 from blockyard.services.gpu_worker.models.decoder import Decoder, DecoderShape
 from blockyard.services.gpu_worker.models.folder import parse
 from blockyard.services.gpu_worker.models.rope import read_rope
+from blockyard.services.gpu_worker.weights import WeightTable
 from blockyard.shared.errors import ConfigError
 
 
@@ -29,9 +29,9 @@ class LlamaConfig(msgspec.Struct, frozen=True):
     mlp_bias: bool = False
 
 
-def build(config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> Decoder:
+def build(config: dict[str, Any], table: WeightTable) -> Decoder:
     fields = parse(config, LlamaConfig)
-    return Decoder(decoder_shape(fields, config), dtype, device)
+    return Decoder(decoder_shape(fields, config), table)
 
 
 def decoder_shape(fields: LlamaConfig, config: dict[str, Any]) -> DecoderShape:

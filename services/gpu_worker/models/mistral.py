@@ -4,11 +4,11 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
-import torch
 
 from blockyard.services.gpu_worker.models.decoder import Decoder
 from blockyard.services.gpu_worker.models.folder import parse
 from blockyard.services.gpu_worker.models.llama import LlamaConfig, decoder_shape
+from blockyard.services.gpu_worker.weights import WeightTable
 
 
 class MistralConfig(msgspec.Struct, frozen=True):
@@ -19,7 +19,7 @@ class MistralConfig(msgspec.Struct, frozen=True):
     num_key_value_heads: int | None = 8
 
 
-def build(config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> Decoder:
+def build(config: dict[str, Any], table: WeightTable) -> Decoder:
     own = parse(config, MistralConfig)
     fields = msgspec.structs.replace(
         parse(config, LlamaConfig),
@@ -29,4 +29,4 @@ def build(config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> D
         mlp_bias=False,
     )
     shape = decoder_shape(fields, config)
-    return Decoder(replace(shape, windows=(own.sliding_window,) * shape.num_layers), dtype, device)
+    return Decoder(replace(shape, windows=(own.sliding_window,) * shape.num_layers), table)

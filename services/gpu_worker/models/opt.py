@@ -3,7 +3,6 @@
 from typing import Any
 
 import msgspec
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -33,13 +32,13 @@ class OPTConfig(msgspec.Struct, frozen=True, rename={"remove_final_layer_norm": 
     tie_word_embeddings: bool = True
 
 
-def build(config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> "OPT":
+def build(config: dict[str, Any], table: WeightTable) -> "OPT":
     fields = parse(config, OPTConfig)
     if fields.activation_function != "relu":
         raise ConfigError(f"config.json: activation_function {fields.activation_function!r} is not supported")
     if fields.hidden_size % fields.num_attention_heads:
         raise ConfigError(f"config.json: {fields.num_attention_heads} heads do not divide {fields.hidden_size}")
-    return OPT(fields, dtype, device)
+    return OPT(fields, table)
 
 
 class LayerNorm:
@@ -86,7 +85,7 @@ class Block:
 class OPT:
     """Build it, load `table`, call `prepare`."""
 
-    def __init__(self, config: OPTConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: OPTConfig, table: WeightTable) -> None:
         hidden, heads = config.hidden_size, config.num_attention_heads
         narrow = config.word_embed_proj_dim or hidden
         self.shape = ModelShape(
@@ -99,7 +98,7 @@ class OPT:
             scale=(hidden // heads) ** -0.5,
             windows=(None,) * config.num_hidden_layers,
         )
-        self.table = new = WeightTable(dtype, device)
+        self.table = new = table
         self._embedding = new.matrix("model.decoder.embed_tokens.weight", config.vocab_size, narrow)
         rows = config.max_position_embeddings + POSITION_OFFSET
         self._positions = new.matrix("model.decoder.embed_positions.weight", rows, hidden)

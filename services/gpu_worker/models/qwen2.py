@@ -4,11 +4,11 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
-import torch
 
 from blockyard.services.gpu_worker.models.decoder import Decoder
 from blockyard.services.gpu_worker.models.folder import parse
 from blockyard.services.gpu_worker.models.llama import LlamaConfig, decoder_shape
+from blockyard.services.gpu_worker.weights import WeightTable
 from blockyard.shared.errors import ConfigError
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -21,11 +21,11 @@ class WindowConfig(msgspec.Struct, frozen=True):
     layer_types: list[str] | None = None  # says it layer by layer, in newer folders
 
 
-def build(config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> Decoder:
+def build(config: dict[str, Any], table: WeightTable) -> Decoder:
     fields = parse(config | {"max_position_embeddings": config.get("max_position_embeddings", 32768)}, LlamaConfig)
     fields = msgspec.structs.replace(fields, attention_bias=False, mlp_bias=False)
     shape = decoder_shape(fields, config)
-    return Decoder(replace(shape, qkv_bias=True, windows=read_windows(config, shape.num_layers)), dtype, device)
+    return Decoder(replace(shape, qkv_bias=True, windows=read_windows(config, shape.num_layers)), table)
 
 
 def read_windows(config: dict[str, Any], num_layers: int) -> tuple[int | None, ...]:

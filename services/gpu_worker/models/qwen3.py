@@ -4,17 +4,17 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
-import torch
 
 from blockyard.services.gpu_worker.models.decoder import Decoder
 from blockyard.services.gpu_worker.models.folder import parse
 from blockyard.services.gpu_worker.models.llama import LlamaConfig, decoder_shape
 from blockyard.services.gpu_worker.models.qwen2 import read_windows
+from blockyard.services.gpu_worker.weights import WeightTable
 
 DEFAULTS = {"head_dim": 128, "max_position_embeddings": 32768}  # where a folder is silent
 
 
-def build(config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> Decoder:
+def build(config: dict[str, Any], table: WeightTable) -> Decoder:
     fields = msgspec.structs.replace(parse(DEFAULTS | config, LlamaConfig), mlp_bias=False)
     shape = decoder_shape(fields, config)
-    return Decoder(replace(shape, qk_norm=True, windows=read_windows(config, shape.num_layers)), dtype, device)
+    return Decoder(replace(shape, qk_norm=True, windows=read_windows(config, shape.num_layers)), table)

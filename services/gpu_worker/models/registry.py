@@ -3,13 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from blockyard.services.gpu_worker.models import llama, mistral, opt, qwen2, qwen3
 from blockyard.services.gpu_worker.models.decoder import Model
+from blockyard.services.gpu_worker.weights import WeightTable
 from blockyard.shared.errors import ConfigError
 
-Build = Callable[[dict[str, Any], torch.dtype, torch.device], Model]
+Build = Callable[[dict[str, Any], WeightTable], Model]  # of a config.json
 
 FAMILIES: dict[str, Build] = {
     "LlamaForCausalLM": llama.build,

@@ -37,7 +37,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def load(folder: Path, load_format: str = "auto", ignore: tuple[str, ...] = (), seed: int = 0) -> WeightTable:
     config = read_config(folder)
-    model = find_family(config)(config, torch.float32, torch.device("cpu"))
+    model = find_family(config)(config, WeightTable(torch.float32, torch.device("cpu")))
     fractions: list[float] = []
     checkpoint.load(model.table, folder, load_format, list(ignore), seed, fractions.append)
     assert fractions == sorted(fractions)

@@ -14,6 +14,7 @@ from blockyard.services.gpu_worker.models.decoder import Decoder
 from blockyard.services.gpu_worker.models.folder import read_config, read_eos_ids
 from blockyard.services.gpu_worker.models.registry import FAMILIES, find_family
 from blockyard.services.gpu_worker.models.rope import extended_length, read_rope
+from blockyard.services.gpu_worker.weights import WeightTable
 from blockyard.shared.errors import ConfigError
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -26,7 +27,7 @@ def write(folder: Path, **fields: Any) -> Path:
 
 def build(folder: Path, overrides: str = "{}") -> Any:
     config = read_config(folder, overrides)
-    return find_family(config)(config, torch.float32, torch.device("meta"))
+    return find_family(config)(config, WeightTable(torch.float32, torch.device("meta")))
 
 
 def refusal(folder: Path, overrides: str = "{}", **fields: Any) -> str:

@@ -17,7 +17,7 @@ from blockyard.shared.errors import LoadError
 
 def empty_table(folder: Path, dtype: torch.dtype = torch.float32) -> WeightTable:
     config = read_config(folder)
-    return find_family(config)(config, dtype, torch.device("cpu")).table
+    return find_family(config)(config, WeightTable(dtype, torch.device("cpu"))).table
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32, chunk_bytes: int = 1000) -> WeightTable:
