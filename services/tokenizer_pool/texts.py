@@ -58,10 +58,11 @@ class Texts:
         if text is not None:
             special = request.add_special_tokens
             ids = self._encode(text, request.messages is None if special is None else special, field)
+            data = pack(ids)
         else:
-            ids = _unpacked(request.token_ids or b"", field)
+            data = request.token_ids or b""
+            ids = _unpacked(data, field)
         self._check(ids, field)
-        data = pack(ids)
         root = root_name(self._block_scope, cache_salt=request.cache_salt)
         if not request.want_text:
             text = ""

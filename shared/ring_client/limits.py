@@ -57,7 +57,7 @@ def short(field: str, values: Sized, most: int) -> None:
 
 def token_ids(field: str, ids: Iterable[int], vocab_size: int | None) -> list[int]:
     """Ids inside the vocabulary; None: its size is not known yet."""
-    ids = list(ids)
+    ids = ids if isinstance(ids, list) else list(ids)
     if ids and (min(ids) < 0 or (vocab_size is not None and max(ids) >= vocab_size)):
         wrong = next(i for i in ids if i < 0 or (vocab_size is not None and i >= vocab_size))
         raise RequestError(

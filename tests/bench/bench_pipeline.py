@@ -26,7 +26,7 @@ from blockyard.services.launcher.bench.suite.served import Served, random_asks
 from blockyard.shared.spread import percentile
 
 LOG = Path(tempfile.gettempdir()) / "bench_pipeline.log"
-HOT = 14  # functions that are shown
+HOT = 30  # functions that are shown
 
 
 def processes(server: Server) -> dict[str, int]:
@@ -98,7 +98,7 @@ def spy(served: Served, pids: dict[str, int], streams: int, tokens: int, program
         jobs = []
         for title in wanted:
             out = Path(folder) / title.replace(" ", "")
-            command = [program, "record", "-p", str(pids[title]), "-f", "raw", "-o", str(out), "-r", "250", "-d", "60"]
+            command = [program, "record", "-p", str(pids[title]), "-f", "raw", "-o", str(out), "-r", "500", "-d", "60"]
             jobs.append((title, out, subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)))
         time.sleep(1.5)
         served.stream(random_asks(streams, 32, tokens, seed=99), each_token=False)
@@ -113,7 +113,7 @@ def hottest(stacks: list[str]) -> str:
     within: Counter[str] = Counter()
     for stack in stacks:
         frames, _, count = stack.rpartition(" ")
-        names = [frame.rpartition("/")[2].replace("blockyard", "") for frame in frames.split(";")]
+        names = [f"{f.partition(' (')[0]} {f.rpartition('/')[2].rstrip(')')}" for f in frames.split(";")]
         own[names[-1]] += int(count)
         for name in {name.rpartition(":")[0] for name in names}:
             within[name] += int(count)
