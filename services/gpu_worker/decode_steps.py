@@ -134,6 +134,11 @@ class DecodeSteps:
             self.ops.score(logits, rows, tokens, wishes.num_top, wishes.scores(len(logits)))
         self.ops.advance(self.slots.state, rows, tokens, best, self._eos, self.ring.results, counts)
 
+    def pass_over(self, rows: Rows, counts: Tensor) -> None:
+        """Each row's slot has computed `counts` tokens and is due for none."""
+        tokens, best = self._tokens[: len(counts)], self._best[: len(counts)]
+        self.ops.advance(self.slots.state, rows, tokens, best, self._eos, self.ring.results, counts)
+
     def capture(self) -> None:
         """All sizes as far as CAPTURE_S reaches, the others when `capture_one` is called."""
         start = time.perf_counter()

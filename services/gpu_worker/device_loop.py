@@ -15,6 +15,7 @@ from blockyard.services.gpu_worker.batch import Batch
 from blockyard.services.gpu_worker.decode_steps import DecodeSteps, graph_bytes
 from blockyard.services.gpu_worker.interfaces import Done
 from blockyard.services.gpu_worker.kv_pool import KVPool
+from blockyard.services.gpu_worker.mixed_graphs import MixedGraphs
 from blockyard.services.gpu_worker.mixed_steps import MixedSteps
 from blockyard.services.gpu_worker.models.decoder import Model
 from blockyard.services.gpu_worker.pinned_ring import Entry
@@ -56,8 +57,10 @@ class DeviceLoop:
     part in none of the later ones. Ids of tokens arrive when a step is collected.
     """
 
-    def __init__(self, steps: DecodeSteps, batch: Batch) -> None:
+    def __init__(self, steps: DecodeSteps, batch: Batch, most_tokens: int) -> None:
+        """most_tokens: of a step."""
         self.steps, self._batch, self._mixed = steps, batch, MixedSteps(steps)
+        self._graphs = MixedGraphs(steps, most_tokens)
         self.flights: deque[Flight] = deque()
         self.on_captured: Callable[[], None] = lambda: None  # `idle` did a piece of its work
         self._done_s = 0.0  # when the last step was found to be done
@@ -66,9 +69,23 @@ class DeviceLoop:
         """All slots are gone. Nothing may be in flight."""
         self.steps.slots.reset(self.steps.ring.step)
 
+    def capture(self) -> None:
+        """CUDA graphs, as many as there is time for now; `idle` captures the others."""
+        self.steps.capture()
+        self._graphs.capture()
+
+    @property
+    def captured(self) -> float:
+        """The part of the sizes that need no graph any more; 1.0 where there will be none."""
+        return (self.steps.captured + self._graphs.captured) / 2
+
+    def describe(self) -> list[str]:
+        """What there is of graphs, in lines."""
+        return [self.steps.describe(), self._graphs.describe()]
+
     def idle(self) -> bool:
         """Captures a size that was left out at the start; False: none is left."""
-        more = self.steps.capture_one()
+        more = self.steps.capture_one() or self._graphs.capture_one()
         self.on_captured()
         return more
 
@@ -93,14 +110,19 @@ class DeviceLoop:
 
     def launch(self, plan: StepPlan, results: list[SlotResult], slots: Ints, counts: Ints) -> None:
         """The next `counts` tokens of each slot, ones first. `results` are given out with the step's."""
-        table = self._batch.slots
-        entry, wishes = self._begin(slots, counts), self.steps.slots.wishes
+        table, wishes = self._batch.slots, self.steps.slots.wishes
         asked = wishes.asked(slots)
         if counts[-1] == 1:
             rows = self.steps.padded(len(slots))
+            entry = self._begin(slots, counts, rows)
             self.steps.sample(rows, self.steps.forward(rows), asked)
+        elif (graph := self._graphs.find(counts)) is not None:
+            entry = self._begin(slots, counts, graph.layout.decodes)
+            graph.run(entry, slots, counts, table, asked)
         else:
-            step = self._mixed.prepare(entry, slots, counts, table)
+            layout = self._mixed.layout(counts)
+            entry = self._begin(slots, counts, layout.decodes)
+            step = self._mixed.prepare(entry, layout, slots, counts, table)
             step.sample(step.forward(), asked)
         if wishes.scored:
             entry.take_scores(wishes.buffer)
@@ -131,12 +153,15 @@ class DeviceLoop:
         for slot in slots.tolist():
             if self.steps.slots.wishes.has_row(slot):  # steps that ran ahead were counted on the device alone
                 self._batch.recount(slot)
-        entry = self._begin(slots, counts)
         if counts[-1] == 1:
-            output = self.steps.forward(self.steps.padded(len(slots))).first(len(slots))
+            rows = self.steps.padded(len(slots))
+            entry = self._begin(slots, counts, rows)
+            output = self.steps.forward(rows).first(len(slots))
             entry.done.record()
             return output.hidden, output.logits
-        hidden = self._mixed.prepare(entry, slots, counts, self._batch.slots).forward()
+        layout = self._mixed.layout(counts)
+        entry = self._begin(slots, counts, layout.decodes)
+        hidden = self._mixed.prepare(entry, layout, slots, counts, self._batch.slots).forward_all()
         entry.done.record()
         return hidden, None
 
@@ -144,8 +169,8 @@ class DeviceLoop:
         """The host has computed a step of these slots."""
         self.steps.slots.renew(slots, self._batch.slots)
 
-    def _begin(self, slots: Ints, counts: Ints) -> Entry:
-        """Brings the device's state up to date."""
+    def _begin(self, slots: Ints, counts: Ints, num_rows: int) -> Entry:
+        """Brings the device's state up to date. num_rows: those of decodes, some may pad."""
         table, steps = self._batch.slots, self.steps
         num_decodes = int((counts == 1).sum())
         decodes = slots[:num_decodes]
@@ -155,7 +180,7 @@ class DeviceLoop:
             self._batch.names.forget(table.tables[slot, begin // size : -(-(begin + count) // size)])
         steps.slots.feed(decodes[positions[:num_decodes] < table.given[decodes]], table)
         entry = steps.ring.take()
-        steps.slots.assign(decodes, steps.padded(num_decodes) if num_decodes == len(slots) else num_decodes)
+        steps.slots.assign(decodes, num_rows)
         if not num_decodes:
             steps.slots.count_step(steps.ring.step)
         index, values = steps.slots.take()
@@ -211,4 +236,4 @@ def start(batch: Batch, model: Model, pool: KVPool, geometry: Geometry, sizes: l
     """Raises LoadError for a model that the kernels do not take."""
     eos, length = geometry.eos_token_ids, geometry.max_model_len
     steps = DecodeSteps(model, pool, geometry.max_num_seqs, length, eos, sizes, wishes)
-    return DeviceLoop(steps, batch)
+    return DeviceLoop(steps, batch, min(geometry.max_num_batched_tokens, length))

@@ -12,7 +12,7 @@ from blockyard.kernels.scatter_words import scatter_words
 from blockyard.kernels.score_tokens import Scores, score_tokens
 from blockyard.kernels.slot_state import SlotState
 from blockyard.services.gpu_worker.kv_pool import KVPool
-from blockyard.services.gpu_worker.step import Attend
+from blockyard.services.gpu_worker.step import Attend, Wanted
 from blockyard.services.gpu_worker.triton_ops import mixed_attention
 
 
@@ -20,7 +20,13 @@ class DeviceOps(Protocol):
     def scatter(self, arena: Tensor, pairs: Tensor, count: int) -> None: ...
     def gather(self, state: SlotState, rows: Rows) -> None: ...
     def attend(
-        self, pool: KVPool, rows: Rows, tables: Tensor, starts: Tensor | None = None, num_decodes: int = 0
+        self,
+        pool: KVPool,
+        rows: Rows,
+        tables: Tensor,
+        starts: Tensor | None = None,
+        num_decodes: int = 0,
+        wanted: Wanted | None = None,
     ) -> Attend: ...
     def adjust(self, logits: Tensor, rows: Rows, wishes: Wishes) -> None: ...
     def draw(
@@ -56,9 +62,15 @@ class TritonDeviceOps:
         gather_rows(state, rows)
 
     def attend(
-        self, pool: KVPool, rows: Rows, tables: Tensor, starts: Tensor | None = None, num_decodes: int = 0
+        self,
+        pool: KVPool,
+        rows: Rows,
+        tables: Tensor,
+        starts: Tensor | None = None,
+        num_decodes: int = 0,
+        wanted: Wanted | None = None,
     ) -> Attend:
-        return mixed_attention(pool, rows.slots, rows.positions, tables, starts, num_decodes)
+        return mixed_attention(pool, rows.slots, rows.positions, tables, starts, num_decodes, wanted=wanted)
 
     def adjust(self, logits: Tensor, rows: Rows, wishes: Wishes) -> None:
         penalize_logits(logits, rows.draws, rows.index, wishes)

@@ -127,17 +127,16 @@ def run_ahead(runner: Runner, config: WorkerConfig, report: Report, notes: list[
     loop = find_device_loop().start(
         runner.batch, runner.model, runner.pool, runner.geometry, config.graph_sizes, config.run_ahead_penalties
     )
-    steps = loop.steps
     with torch.inference_mode():
         if not config.enforce_eager:
             report("capturing CUDA graphs", 0.0, notes)
-            steps.capture()
-        step_s = steps.measure()
+            loop.capture()
+        step_s = loop.steps.measure()
     step_note = f"a decode step of one choice: {1e3 * step_s:.2f} ms without its context"
 
     def report_ready() -> None:
-        graphs = [] if config.enforce_eager else [steps.describe()]
-        report("ready", steps.captured, [*notes, *graphs, step_note])
+        graphs = [] if config.enforce_eager else loop.describe()
+        report("ready", loop.captured, [*notes, *graphs, step_note])
 
     runner.run_ahead(loop, step_s)
     report("first steps", 0.0, notes)

@@ -1,7 +1,8 @@
 """Steps with prefill ahead of the host: it knows which tokens of prompts are computed, the device knows the others.
 
 Rows are those of decodes first, whose ids and positions are gathered from the slots, then those of prefills, which come
-from the host with everything else in one copy. No graphs: there are as many shapes as prompts.
+from the host with everything else in one copy. The last layer and the logits are computed for the last token of each
+sequence alone, and not at all where no sequence comes to its end.
 """
 
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from blockyard.kernels.gather_rows import NUM_WORDS, Rows
 from blockyard.services.gpu_worker.decode_steps import DecodeSteps
 from blockyard.services.gpu_worker.pinned_ring import Entry
 from blockyard.services.gpu_worker.slots import Slots
-from blockyard.services.gpu_worker.step import Step
+from blockyard.services.gpu_worker.step import Step, Wanted
 
 Ints = npt.NDArray[np.int64]
 
@@ -30,9 +31,14 @@ def _up(size: int) -> int:
 class Layout:
     """Of the words of a step, int64. Behind the tokens there is one of no slot, for sequences that pad."""
 
-    tokens: int
-    seqs: int  # padded
+    decodes: int  # rows of them; the last ones may pad, as in all that follows
+    fresh: int  # tokens of prompts; those that pad are one more prefill, of no slot
     prefills: int
+    seqs: int  # that may draw a token
+
+    @property
+    def tokens(self) -> int:
+        return self.decodes + self.fresh
 
     @property
     def pitch(self) -> int:
@@ -45,60 +51,106 @@ class Layout:
         return [_up(size) for size in sizes]
 
 
+def clear(words: Tensor, layout: Layout) -> None:
+    """Writes a step on the host in which everything pads."""
+    rows, last, places, counts, starts = (part.numpy() for part in torch.split(words, layout.parts))
+    table = rows.reshape(NUM_WORDS, -1)
+    table[:] = 0
+    table[[2, 4]] = -1
+    last[:] = layout.tokens
+    places[:] = counts[:] = 0
+    starts.view(np.int32)[: layout.prefills] = layout.decodes
+    starts.view(np.int32)[layout.prefills] = layout.tokens
+
+
+def fill(words: Tensor, layout: Layout, slots: Ints, counts: Ints, table: Slots) -> bool:
+    """Writes a step on the host: `counts` tokens of each slot, ones first. Where there are more, the host knows them
+    all. Returns whether a slot may be due for a token."""
+    clear(words, layout)
+    host = [part.numpy() for part in torch.split(words, layout.parts)]
+    num_decodes = int((counts == 1).sum())
+    prefills, many = slots[num_decodes:], counts[num_decodes:]
+    ends = layout.decodes + np.cumsum(many)
+    end = int(ends[-1]) if len(ends) else layout.decodes
+    rows = host[0].reshape(NUM_WORDS, -1)
+    owners = np.repeat(prefills, many)
+    positions = np.arange(layout.decodes, end) - np.repeat(ends - many - table.computed[prefills], many)
+    draws = np.where(positions + 1 >= table.known[owners], owners, -1)
+    rows[:, layout.decodes : end] = table.token_ids[owners, positions], positions, owners, positions + 1, draws
+    last = np.concatenate((np.arange(num_decodes), ends - 1))
+    host[1][: len(slots)] = host[2][: len(slots)] = last
+    host[3].view(np.int32)[: len(slots)] = counts
+    starts = host[4].view(np.int32)
+    starts[1 : layout.prefills] = end
+    starts[1 : len(many) + 1] = ends
+    return num_decodes > 0 or bool((rows[4, ends - 1] >= 0).any())
+
+
 class MixedSteps:
     """On the slots, buffers and kernels of the decode steps."""
 
     def __init__(self, steps: DecodeSteps) -> None:
         self._steps, self._device = steps, steps.pool.device
 
-    def prepare(self, entry: Entry, slots: Ints, counts: Ints, table: Slots) -> "MixedStep":
-        """`counts` tokens of each slot, ones first. Where there are more, the host knows them all."""
+    def layout(self, counts: Ints) -> Layout:
+        """Of so many tokens of each slot."""
         num_decodes = int((counts == 1).sum())
-        seqs = self._steps.fits(len(slots))
-        layout = Layout(int(counts.sum()), seqs, len(slots) - num_decodes)
+        fresh, num_seqs = int(counts.sum()) - num_decodes, len(counts)
+        return Layout(num_decodes, fresh, num_seqs - num_decodes, self._steps.fits(num_seqs))
+
+    def prepare(self, entry: Entry, layout: Layout, slots: Ints, counts: Ints, table: Slots) -> "MixedStep":
         words = entry.words(sum(layout.parts))
-        host = [part.numpy() for part in torch.split(words, layout.parts)]
-        ends = np.cumsum(counts)
-        rows = host[0].reshape(NUM_WORDS, -1)
-        rows[:, layout.tokens :] = 0
-        rows[[2, 4], layout.tokens :] = -1
-        prefills, many = slots[num_decodes:], counts[num_decodes:]
-        owners = np.repeat(prefills, many)
-        begins = table.computed[prefills]
-        positions = np.arange(num_decodes, layout.tokens) - np.repeat(ends[num_decodes:] - many - begins, many)
-        part = rows[:, num_decodes : layout.tokens]
-        draws = np.where(positions + 1 >= table.known[owners], owners, -1)
-        part[:] = table.token_ids[owners, positions], positions, owners, positions + 1, draws
-        host[1][:] = layout.tokens
-        host[2][:] = 0
-        host[1][: len(slots)] = host[2][: len(slots)] = ends - 1
-        host[3].view(np.int32)[: len(slots)] = counts
-        starts = host[4].view(np.int32)
-        starts[0] = num_decodes
-        starts[1 : layout.prefills + 1] = ends[num_decodes:]
-        device = torch.split(words.to(self._device, non_blocking=True), layout.parts)
-        return MixedStep(self._steps, layout, num_decodes, list(device))
+        is_due = fill(words, layout, slots, counts, table)
+        return MixedStep(self._steps, layout, words.to(self._device, non_blocking=True), is_due)
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """What a forward pass leaves for the sampler, of each sequence."""
+
+    last: Rows  # its last token
+    counts: Tensor  # [seqs] int32, tokens computed
+    logits: Tensor | None  # [seqs, vocab_size]; None: no sequence is due for a token
 
 
 class MixedStep:
-    """One of them, prepared."""
+    """One of them, prepared: words as from `fill`, on the device."""
 
-    def __init__(self, steps: DecodeSteps, layout: Layout, num_decodes: int, words: list[Tensor]) -> None:
-        self._steps, self._layout, self._num_decodes, self._words = steps, layout, num_decodes, words
-        self._rows = Rows(*(row[: layout.tokens] for row in words[0].view(NUM_WORDS, -1)))
+    def __init__(self, steps: DecodeSteps, layout: Layout, words: Tensor, is_due: bool = True) -> None:
+        """is_due: a slot may draw a token."""
+        self._steps, self._layout, self._is_due = steps, layout, is_due
+        self._words = list(torch.split(words, layout.parts))
+        self._table = self._words[0].view(NUM_WORDS, -1)
+        self._rows = Rows(*(row[: layout.tokens] for row in self._table))
 
-    def forward(self) -> Tensor:
+    def forward_all(self) -> Tensor:
         """Hidden rows of all tokens, [tokens, hidden]."""
-        steps, layout, rows = self._steps, self._layout, self._rows
-        if self._num_decodes:
-            steps.ops.gather(steps.slots.state, rows.first(self._num_decodes))
-        starts = self._words[4].view(torch.int32)[: layout.prefills + 1]
-        attend = steps.ops.attend(steps.pool, rows, steps.slots.state.tables, starts, self._num_decodes)
-        return steps.model.forward(Step(rows.token_ids, rows.positions, attend))
+        self._gather()
+        return self._forward(None)
 
-    def sample(self, hidden: Tensor, asked: bool) -> None:
-        """The slots whose known tokens are all computed draw; all go on or end."""
-        steps, words, seqs = self._steps, self._words, self._layout.seqs
-        last = words[0].view(NUM_WORDS, -1).index_select(1, words[1][:seqs])
-        logits = steps.model.logits(hidden.index_select(0, words[2][:seqs]))
-        steps.draw(Rows(*last), logits, asked, words[3].view(torch.int32)[:seqs])
+    def forward(self) -> Due:
+        seqs, is_due = self._layout.seqs, self._is_due
+        self._gather()
+        last = Rows(*(row[:seqs] for row in self._table.index_select(1, self._words[1])))
+        num_wanted = seqs if is_due else 0
+        wanted = Wanted(self._words[2][:num_wanted], last.slots[:num_wanted], last.positions[:num_wanted])
+        hidden, counts = self._forward(wanted), self._words[3].view(torch.int32)[:seqs]
+        return Due(last, counts, self._steps.model.logits(hidden) if is_due else None)
+
+    def sample(self, due: Due, asked: bool) -> None:
+        """The slots whose known tokens are all computed draw; all go on or end. asked: see `DecodeSteps.sample`."""
+        if due.logits is not None:
+            self._steps.draw(due.last, due.logits, asked, due.counts)
+        else:
+            self._steps.pass_over(due.last, due.counts)
+
+    def _gather(self) -> None:
+        if self._layout.decodes:
+            self._steps.ops.gather(self._steps.slots.state, self._rows.first(self._layout.decodes))
+
+    def _forward(self, wanted: Wanted | None) -> Tensor:
+        steps, layout, rows = self._steps, self._layout, self._rows
+        starts = self._words[4].view(torch.int32)[: layout.prefills + 1]
+        attend = steps.ops.attend(steps.pool, rows, steps.slots.state.tables, starts, layout.decodes, wanted)
+        chosen = None if wanted is None else wanted.rows
+        return steps.model.forward(Step(rows.token_ids, rows.positions, attend, chosen))

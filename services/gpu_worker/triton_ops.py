@@ -14,6 +14,7 @@ from blockyard.kernels.rope_write_kv import rope_write_kv
 from blockyard.kernels.sequences import Sequences
 from blockyard.kernels.silu_mul import silu_mul
 from blockyard.services.gpu_worker.kv_pool import KVPool
+from blockyard.services.gpu_worker.step import Wanted
 from blockyard.shared.errors import LoadError
 
 LARGEST_HEAD = 256
@@ -51,16 +52,18 @@ class MixedAttention:
         starts: Tensor | None = None,
         num_decodes: int = 0,
         longest: int | None = None,
+        wanted: Wanted | None = None,
     ) -> None:
         """slots and positions [rows], tables [slots, blocks] as in `Sequences`. starts [prefills + 1] int32: the row
         that each prefill begins at, `num_decodes` the first, and `rows`; None: all rows are decodes. No position is
-        beyond `longest`, None: as far as the tables reach."""
-        self._pool, self._shape = pool, pool.shape
+        beyond `longest`, None: as far as the tables reach. `wanted`: all that the last layer computes, None: all
+        rows."""
+        self._pool, self._shape, self._wanted = pool, pool.shape, wanted
         self._seqs, self._starts = Sequences(slots, positions, tables), starts
         self._num_decodes = len(slots) if starts is None else num_decodes
         self._decodes = Sequences(slots[: self._num_decodes], positions[: self._num_decodes], tables)
         self._longest = longest or tables.shape[1] * pool.block_size
-        self._pieces: dict[int | None, Pieces] = {}  # of each window
+        self._pieces: dict[int | None, Pieces | None] = {}  # of each window
 
     def __call__(self, layer: int, qkv: Tensor, rotation: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:
         memory, shape, num_decodes = self._pool.memory[layer], self._shape, self._num_decodes
@@ -68,19 +71,43 @@ class MixedAttention:
         weight, eps = (norm.weight, norm.eps) if norm is not None else (None, 0.0)
         rope_write_kv(qkv, memory, self._seqs, rotation, weight, eps, scales, uniform=self._pool.batch_invariant)
         q, window = qkv[:, : shape.num_heads], shape.windows[layer]
+        if self._wanted is not None and layer == shape.num_layers - 1:
+            return self._last(q, memory, window, self._wanted, scales)
         out = qkv.new_empty((len(qkv), shape.num_heads * shape.head_dim))
         if num_decodes:
-            self._decode(q[:num_decodes], memory, window, out[:num_decodes], scales)
+            if window not in self._pieces:  # the first layer of a window cuts for all
+                self._pieces[window] = self._cut(q[:num_decodes], memory, self._decodes, window)
+            pieces = self._pieces[window]
+            self._decode(q[:num_decodes], memory, self._decodes, window, out[:num_decodes], scales, pieces)
         if self._starts is not None:
             self._prefill(q, memory, window, out[num_decodes:], scales)
         return out
 
-    def _decode(self, q: Tensor, memory: Tensor, window: int | None, out: Tensor, scales: Tensor | None) -> None:
-        seqs, longest = self._decodes, self._longest
-        if window not in self._pieces:  # the first layer of a window cuts for all
-            self._pieces[window] = cut(q, memory, seqs, window, longest)
-        pieces = self._pieces[window]
-        paged_decode(q, memory, seqs, self._shape.scale, window, longest, out, pieces=pieces, scales=scales)
+    def _last(
+        self, q: Tensor, memory: Tensor, window: int | None, wanted: Wanted, scales: Tensor | None
+    ) -> Tensor:
+        """The wanted rows alone: each of its own, as decodes are."""
+        seqs = Sequences(wanted.slots, wanted.positions, self._seqs.tables)
+        out = q.new_empty((len(wanted.rows), q.shape[1] * q.shape[2]))
+        if len(out):
+            chosen = q.index_select(0, wanted.rows)
+            self._decode(chosen, memory, seqs, window, out, scales, self._cut(chosen, memory, seqs, window))
+        return out
+
+    def _cut(self, q: Tensor, memory: Tensor, seqs: Sequences, window: int | None) -> Pieces | None:
+        return cut(q, memory, seqs, window, self._longest)
+
+    def _decode(
+        self,
+        q: Tensor,
+        memory: Tensor,
+        seqs: Sequences,
+        window: int | None,
+        out: Tensor,
+        scales: Tensor | None,
+        pieces: Pieces | None,
+    ) -> None:
+        paged_decode(q, memory, seqs, self._shape.scale, window, self._longest, out, pieces=pieces, scales=scales)
 
     def _prefill(self, q: Tensor, memory: Tensor, window: int | None, out: Tensor, scales: Tensor | None) -> None:
         seqs, starts, longest = self._seqs, self._starts, self._longest
@@ -104,8 +131,20 @@ class MixedAttention:
 class InvariantAttention(MixedAttention):
     """What a row gets is a function of that row alone, to the last bit: --batch-invariant."""
 
-    def _decode(self, q: Tensor, memory: Tensor, window: int | None, out: Tensor, scales: Tensor | None) -> None:
-        seqs, reach = self._decodes, self._reach()
+    def _cut(self, q: Tensor, memory: Tensor, seqs: Sequences, window: int | None) -> None:
+        return None
+
+    def _decode(
+        self,
+        q: Tensor,
+        memory: Tensor,
+        seqs: Sequences,
+        window: int | None,
+        out: Tensor,
+        scales: Tensor | None,
+        pieces: Pieces | None,
+    ) -> None:
+        reach = self._reach()
         starts = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
         invariant_attention(q, memory, seqs, starts, self._shape.scale, window, reach, out, True, scales=scales)
 
@@ -127,7 +166,8 @@ def mixed_attention(
     starts: Tensor | None = None,
     num_decodes: int = 0,
     longest: int | None = None,
+    wanted: Wanted | None = None,
 ) -> MixedAttention:
     """As the pool is to be read."""
     kind = InvariantAttention if pool.batch_invariant else MixedAttention
-    return kind(pool, slots, positions, tables, starts, num_decodes, longest)
+    return kind(pool, slots, positions, tables, starts, num_decodes, longest, wanted)

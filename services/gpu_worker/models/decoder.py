@@ -94,7 +94,7 @@ class Attention:
             self.norm.prepare()
 
     def forward(self, x: Tensor, rotation: Tensor, step: Step) -> Tensor:
-        """x [tokens, hidden], rotation [tokens, 1, head_dim/2] -> [tokens, hidden]."""
+        """x [tokens, hidden], rotation [tokens, 1, head_dim/2] -> [tokens, hidden], of those that `attend` returns."""
         qkv = self.qkv(x).view(-1, self._all, self._head_dim)
         return self.out(step.attend(self._layer, qkv, rotation, self.norm))
 
@@ -135,10 +135,15 @@ class Block:
     def linears(self) -> list[Linear]:
         return [self.attention.qkv, self.attention.out, self.mlp.gate_up, self.mlp.down]
 
-    def forward(self, residual: Tensor, delta: Tensor | None, rotation: Tensor, step: Step) -> Tensor:
-        """What the layer before left to be added goes to `residual`; returns what this one does."""
+    def forward(
+        self, residual: Tensor, delta: Tensor | None, rotation: Tensor, step: Step, wanted: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """What the layer before left to be added goes to `residual`. Returns that and what this one leaves to be added,
+        of the rows in `wanted`, None: of all."""
         delta = self.attention.forward(self._ops.add_norm(residual, delta, self.norm1), rotation, step)
-        return self.mlp.forward(self._ops.add_norm(residual, delta, self.norm2))
+        if wanted is not None:
+            residual = residual.index_select(0, wanted)
+        return residual, self.mlp.forward(self._ops.add_norm(residual, delta, self.norm2))
 
 
 class Decoder:
@@ -184,11 +189,13 @@ class Decoder:
         return [*(linear for block in self._blocks for linear in block.linears()), self._head]
 
     def forward(self, step: Step) -> Tensor:
-        """[tokens, hidden], normalised: ready for `logits`."""
+        """[tokens, hidden], normalised: ready for `logits`. Rows that are not wanted end with their K and V."""
         residual, delta = F.embedding(step.token_ids, self._embedding), None
         rotation = self._rotations.index_select(0, step.positions)
+        last = self._blocks[-1]
         for block in self._blocks:
-            delta = block.forward(residual, delta, rotation, step)
+            wanted = step.wanted if block is last else None
+            residual, delta = block.forward(residual, delta, rotation, step, wanted)
         return self._ops.add_norm(residual, delta, self._norm)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -20,18 +20,21 @@ from blockyard.services.gpu_worker.device_loop import DeviceLoop
 from blockyard.services.gpu_worker.kv_pool import KVPool
 from blockyard.services.gpu_worker.pinned_ring import PinnedRing
 from blockyard.services.gpu_worker.runner import Runner
+from blockyard.services.gpu_worker.step import Wanted
 
 
 class ReferenceAttention:
-    def __init__(self, pool: KVPool, seqs: Sequences) -> None:
-        self._pool, self._seqs = pool, seqs
+    def __init__(self, pool: KVPool, seqs: Sequences, wanted: Wanted | None) -> None:
+        self._pool, self._seqs, self._wanted = pool, seqs, wanted
 
     def __call__(self, layer: int, qkv: Tensor, rotation: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:
         shape, memory = self._pool.shape, self._pool.memory[layer]
         weight, eps = (norm.weight, norm.eps) if norm is not None else (None, 0.0)
         rope_write_kv_reference(qkv, memory, self._seqs, rotation, weight, eps)
-        q = qkv[:, : shape.num_heads].contiguous()
-        return paged_decode_reference(q, memory, self._seqs, shape.scale, shape.windows[layer])
+        q, seqs, wanted = qkv[:, : shape.num_heads].contiguous(), self._seqs, self._wanted
+        if wanted is not None and layer == shape.num_layers - 1:
+            q, seqs = q[wanted.rows], Sequences(wanted.slots, wanted.positions, seqs.tables)
+        return paged_decode_reference(q, memory, seqs, shape.scale, shape.windows[layer])
 
 
 class ReferenceOps:
@@ -45,11 +48,17 @@ class ReferenceOps:
         gather_rows_reference(state, rows)
 
     def attend(
-        self, pool: KVPool, rows: Rows, tables: Tensor, starts: Tensor | None = None, num_decodes: int = 0
+        self,
+        pool: KVPool,
+        rows: Rows,
+        tables: Tensor,
+        starts: Tensor | None = None,
+        num_decodes: int = 0,
+        wanted: Wanted | None = None,
     ) -> ReferenceAttention:
         if starts is not None:
             assert (int(starts[0]), int(starts[-1])) == (num_decodes, len(rows.slots))
-        return ReferenceAttention(pool, Sequences(rows.slots, rows.positions, tables))
+        return ReferenceAttention(pool, Sequences(rows.slots, rows.positions, tables), wanted)
 
     def adjust(self, logits: Tensor, rows: Rows, wishes: Wishes) -> None:
         penalize_logits_reference(logits, rows.draws, rows.index, wishes)
@@ -123,6 +132,6 @@ def run_ahead(runner: Runner, capacity: int, seed: int = 0, wishes: bool = True)
         ops=ReferenceOps(),
         ring=ring,
     )
-    loop = DeviceLoop(steps, runner.batch)
+    loop = DeviceLoop(steps, runner.batch, shape.max_num_batched_tokens)
     runner.run_ahead(loop)
     return loop

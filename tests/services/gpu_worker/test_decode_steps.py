@@ -52,7 +52,7 @@ def loop_of(runner: Runner, capacity: int, ops: DeviceOps | None = None) -> Devi
     steps = DecodeSteps(
         runner.model, runner.pool, capacity, shape.max_model_len, shape.eos_token_ids, wishes=True, ops=ops
     )
-    return DeviceLoop(steps, runner.batch)
+    return DeviceLoop(steps, runner.batch, 64)
 
 
 NAMES = ["llama-odd", "mistral-window", "qwen3", "opt"]
