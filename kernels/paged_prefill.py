@@ -21,6 +21,7 @@ _LOG2E = 1.4426950408889634
 _PROGRAMS = 132  # multiprocessors: with fewer programs, tiles are shared
 _MOST_SPLITS = 16
 _MUCH = 1 << 22  # elements of q; with fewer a step may wait for the host, to which `prefill_hopper` costs more
+_COMBINE = 0.02  # rounds of whole sequences that each part costs later
 _LONG = 1024  # sequences that may be longer are worth a second kernel
 
 
@@ -216,7 +217,8 @@ def paged_prefill(
     lines = prefill_hopper.ROWS if hopper else config.rows
     tiles = len(out) * group // lines + num_seqs
     seen = longest if window is None else min(window + len(out), longest)
-    splits = _num_splits(tiles * kv_heads, seen, _PROGRAMS if hopper else 2 * _PROGRAMS)
+    work = triton.cdiv(len(out) * group, lines) * kv_heads  # of one sequence: of several some tiles are not full
+    splits = _num_splits(work, seen, _PROGRAMS if hopper else 2 * _PROGRAMS)
     target, weight = out, out
     if splits > 1:
         target = torch.empty((len(out), heads, splits, head_dim), dtype=torch.float32, device=q.device)
@@ -260,8 +262,7 @@ def paged_prefill(
 
 
 def _num_splits(programs: int, longest: int, most: int) -> int:
-    """Of the keys of each program, so that there are no more than `most`; a power of two."""
-    splits = 1
-    while longest >= _LONG and splits < _MOST_SPLITS and 2 * splits * programs <= most:
-        splits *= 2
-    return splits
+    """Of the keys of each program, `most` of which run at a time: what takes the fewest rounds of whole sequences."""
+    if longest < _LONG:
+        return 1
+    return min(range(1, _MOST_SPLITS + 1), key=lambda n: triton.cdiv(programs * n, most) / n + _COMBINE * n)

@@ -27,6 +27,7 @@ class DeviceOps(Protocol):
         starts: Tensor | None = None,
         num_decodes: int = 0,
         wanted: Wanted | None = None,
+        reach: int | None = None,
     ) -> Attend: ...
     def adjust(self, logits: Tensor, rows: Rows, wishes: Wishes) -> None: ...
     def draw(
@@ -69,8 +70,9 @@ class TritonDeviceOps:
         starts: Tensor | None = None,
         num_decodes: int = 0,
         wanted: Wanted | None = None,
+        reach: int | None = None,
     ) -> Attend:
-        return mixed_attention(pool, rows.slots, rows.positions, tables, starts, num_decodes, wanted=wanted)
+        return mixed_attention(pool, rows.slots, rows.positions, tables, starts, num_decodes, wanted=wanted, reach=reach)
 
     def adjust(self, logits: Tensor, rows: Rows, wishes: Wishes) -> None:
         penalize_logits(logits, rows.draws, rows.index, wishes)

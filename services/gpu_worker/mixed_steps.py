@@ -100,8 +100,8 @@ class MixedSteps:
 
     def prepare(self, entry: Entry, layout: Layout, slots: Ints, counts: Ints, table: Slots) -> "MixedStep":
         words = entry.words(sum(layout.parts))
-        is_due = fill(words, layout, slots, counts, table)
-        return MixedStep(self._steps, layout, words.to(self._device, non_blocking=True), is_due)
+        is_due, reach = fill(words, layout, slots, counts, table), int((table.computed[slots] + counts).max())
+        return MixedStep(self._steps, layout, words.to(self._device, non_blocking=True), is_due, reach)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +116,11 @@ class Due:
 class MixedStep:
     """One of them, prepared: words as from `fill`, on the device."""
 
-    def __init__(self, steps: DecodeSteps, layout: Layout, words: Tensor, is_due: bool = True) -> None:
-        """is_due: a slot may draw a token."""
-        self._steps, self._layout, self._is_due = steps, layout, is_due
+    def __init__(
+        self, steps: DecodeSteps, layout: Layout, words: Tensor, is_due: bool = True, reach: int | None = None
+    ) -> None:
+        """is_due: a slot may draw a token. No position of a prompt is beyond `reach`."""
+        self._steps, self._layout, self._is_due, self._reach = steps, layout, is_due, reach
         self._words = list(torch.split(words, layout.parts))
         self._table = self._words[0].view(NUM_WORDS, -1)
         self._rows = Rows(*(row[: layout.tokens] for row in self._table))
@@ -151,6 +153,6 @@ class MixedStep:
     def _forward(self, wanted: Wanted | None) -> Tensor:
         steps, layout, rows = self._steps, self._layout, self._rows
         starts = self._words[4].view(torch.int32)[: layout.prefills + 1]
-        attend = steps.ops.attend(steps.pool, rows, steps.slots.state.tables, starts, layout.decodes, wanted)
+        attend = steps.ops.attend(steps.pool, rows, steps.slots.state.tables, starts, layout.decodes, wanted, self._reach)
         chosen = None if wanted is None else wanted.rows
         return steps.model.forward(Step(rows.token_ids, rows.positions, attend, chosen))

@@ -53,16 +53,18 @@ class MixedAttention:
         num_decodes: int = 0,
         longest: int | None = None,
         wanted: Wanted | None = None,
+        reach: int | None = None,
     ) -> None:
         """slots and positions [rows], tables [slots, blocks] as in `Sequences`. starts [prefills + 1] int32: the row
         that each prefill begins at, `num_decodes` the first, and `rows`; None: all rows are decodes. No position is
-        beyond `longest`, None: as far as the tables reach. `wanted`: all that the last layer computes, None: all
-        rows."""
+        beyond `longest`, None: as far as the tables reach; none of a prefill's beyond `reach`, None: the same.
+        `wanted`: all that the last layer computes, None: all rows."""
         self._pool, self._shape, self._wanted = pool, pool.shape, wanted
         self._seqs, self._starts = Sequences(slots, positions, tables), starts
         self._num_decodes = len(slots) if starts is None else num_decodes
         self._decodes = Sequences(slots[: self._num_decodes], positions[: self._num_decodes], tables)
         self._longest = longest or tables.shape[1] * pool.block_size
+        self._prefill_reach = reach or self._longest
         self._pieces: dict[int | None, Pieces | None] = {}  # of each window
 
     def __call__(self, layer: int, qkv: Tensor, rotation: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:
@@ -110,9 +112,9 @@ class MixedAttention:
         paged_decode(q, memory, seqs, self._shape.scale, window, self._longest, out, pieces=pieces, scales=scales)
 
     def _prefill(self, q: Tensor, memory: Tensor, window: int | None, out: Tensor, scales: Tensor | None) -> None:
-        seqs, starts, longest = self._seqs, self._starts, self._longest
+        seqs, starts = self._seqs, self._starts
         assert starts is not None
-        paged_prefill(q, memory, seqs, starts, self._shape.scale, window, longest, out, scales=scales)
+        paged_prefill(q, memory, seqs, starts, self._shape.scale, window, self._prefill_reach, out, scales=scales)
 
     def _scales(self, layer: int, qkv: Tensor, rotation: Tensor | None, norm: RMSNorm | None) -> Tensor | None:
         """[2], of K and V stored in 8 bits."""
@@ -167,7 +169,8 @@ def mixed_attention(
     num_decodes: int = 0,
     longest: int | None = None,
     wanted: Wanted | None = None,
+    reach: int | None = None,
 ) -> MixedAttention:
     """As the pool is to be read."""
     kind = InvariantAttention if pool.batch_invariant else MixedAttention
-    return kind(pool, slots, positions, tables, starts, num_decodes, longest, wanted)
+    return kind(pool, slots, positions, tables, starts, num_decodes, longest, wanted, reach)

@@ -131,11 +131,12 @@ def test_tiles_are_shared(window: int | None, dtype: torch.dtype, monkeypatch: p
 
 
 def test_splits_by_work() -> None:
-    assert file._num_splits(32, 16_000, 264) == 8
     assert file._num_splits(32, 16_000, 132) == 4
-    assert file._num_splits(32, 500, 264) == 1
-    assert file._num_splits(200, 16_000, 264) == 1
-    assert file._num_splits(1, 16_000, 264) == file._MOST_SPLITS
+    assert file._num_splits(64, 16_000, 132) == 2
+    assert file._num_splits(32, 500, 132) == 1
+    assert file._num_splits(128, 16_000, 132) == 1
+    assert file._num_splits(160, 16_000, 132) == 4  # two rounds for whole sequences, five for quarters
+    assert file._num_splits(1, 16_000, 264) == 7  # more are not worth putting together
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -55,9 +55,11 @@ class ReferenceOps:
         starts: Tensor | None = None,
         num_decodes: int = 0,
         wanted: Wanted | None = None,
+        reach: int | None = None,
     ) -> ReferenceAttention:
         if starts is not None:
             assert (int(starts[0]), int(starts[-1])) == (num_decodes, len(rows.slots))
+            assert reach is None or int(rows.positions[num_decodes:].max()) < reach
         return ReferenceAttention(pool, Sequences(rows.slots, rows.positions, tables), wanted)
 
     def adjust(self, logits: Tensor, rows: Rows, wishes: Wishes) -> None:
