@@ -72,7 +72,6 @@ class DeviceLoop:
     def capture(self) -> None:
         """CUDA graphs, as many as there is time for now; `idle` captures the others."""
         self.steps.capture()
-        self._graphs.capture()
 
     @property
     def captured(self) -> float:

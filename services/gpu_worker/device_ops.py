@@ -72,7 +72,9 @@ class TritonDeviceOps:
         wanted: Wanted | None = None,
         reach: int | None = None,
     ) -> Attend:
-        return mixed_attention(pool, rows.slots, rows.positions, tables, starts, num_decodes, wanted=wanted, reach=reach)
+        return mixed_attention(
+            pool, rows.slots, rows.positions, tables, starts, num_decodes, wanted=wanted, reach=reach
+        )
 
     def adjust(self, logits: Tensor, rows: Rows, wishes: Wishes) -> None:
         penalize_logits(logits, rows.draws, rows.index, wishes)

@@ -153,6 +153,8 @@ class MixedStep:
     def _forward(self, wanted: Wanted | None) -> Tensor:
         steps, layout, rows = self._steps, self._layout, self._rows
         starts = self._words[4].view(torch.int32)[: layout.prefills + 1]
-        attend = steps.ops.attend(steps.pool, rows, steps.slots.state.tables, starts, layout.decodes, wanted, self._reach)
+        attend = steps.ops.attend(
+            steps.pool, rows, steps.slots.state.tables, starts, layout.decodes, wanted, self._reach
+        )
         chosen = None if wanted is None else wanted.rows
         return steps.model.forward(Step(rows.token_ids, rows.positions, attend, chosen))

@@ -85,9 +85,7 @@ class MixedAttention:
             self._prefill(q, memory, window, out[num_decodes:], scales)
         return out
 
-    def _last(
-        self, q: Tensor, memory: Tensor, window: int | None, wanted: Wanted, scales: Tensor | None
-    ) -> Tensor:
+    def _last(self, q: Tensor, memory: Tensor, window: int | None, wanted: Wanted, scales: Tensor | None) -> Tensor:
         """The wanted rows alone: each of its own, as decodes are."""
         seqs = Sequences(wanted.slots, wanted.positions, self._seqs.tables)
         out = q.new_empty((len(wanted.rows), q.shape[1] * q.shape[2]))
