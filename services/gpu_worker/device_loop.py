@@ -24,6 +24,7 @@ from blockyard.shared.messages import FinishReason, Geometry, SlotResult, StepPl
 __all__ = ["DeviceLoop", "graph_bytes", "start"]
 
 Ints = npt.NDArray[np.int64]
+Words = npt.NDArray[np.int32]
 
 FINISH = {
     Outcome.END_OF_SEQUENCE: FinishReason.STOP,
@@ -191,26 +192,33 @@ class DeviceLoop:
     def _finish(self, flight: Flight) -> Done:
         now = time.perf_counter()
         step_s, self._done_s = now - max(flight.launched_s, self._done_s), now
-        table, results = self._batch.slots, flight.results
-        count = len(flight.slots)
-        outcomes, tokens, computed = flight.entry.results[:, :count].tolist()
-        held = (table.owners[flight.slots] == flight.owners).tolist()
-        for i, slot in enumerate(flight.slots.tolist()):
-            outcome, token, length = outcomes[i], tokens[i], computed[i]
-            if outcome == Outcome.TOKEN:
-                results.append(SlotResult(slot, [token], length))
-                if held[i]:
-                    table.token_ids[slot, length] = token
-            elif outcome == Outcome.PART:
-                results.append(SlotResult(slot, [], length))
-            elif outcome != Outcome.NOTHING:
-                results.append(self._ended(slot, int(flight.owners[i]), Outcome(outcome), token, length))
-                if held[i]:
-                    table.live[slot] = False
+        results, slots = flight.results, flight.slots
+        outcomes, tokens, computed = flight.entry.results[:, : len(slots)]
+        plain = outcomes == Outcome.TOKEN  # what nearly every row is
+        held = self._batch.slots.owners[slots] == flight.owners
+        self._note_tokens(plain & held, slots, tokens, computed)
+        rows = zip(slots[plain].tolist(), tokens[plain].tolist(), computed[plain].tolist(), strict=True)
+        results += [SlotResult(slot, [token], length) for slot, token, length in rows]
+        for i in np.flatnonzero(~plain).tolist():
+            self._take_other(flight, i, Outcome(outcomes[i]), bool(held[i]))
         if flight.scored:
             self._add_scores(flight)
         self._batch.settle(flight.plan, results)
         return Done(flight.plan, results, time.time(), step_s, self._batch.transfers.take_failed(flight.plan))
+
+    def _note_tokens(self, rows: "npt.NDArray[np.bool_]", slots: Ints, tokens: Words, computed: Words) -> None:
+        """What these rows drew, where their slots still have the owner that it is for."""
+        self._batch.slots.token_ids[slots[rows], computed[rows]] = tokens[rows]
+
+    def _take_other(self, flight: Flight, row: int, outcome: Outcome, held: bool) -> None:
+        """A row that did not draw a token and go on."""
+        slot, (token, length) = int(flight.slots[row]), flight.entry.results[1:, row].tolist()
+        if outcome == Outcome.PART:
+            flight.results.append(SlotResult(slot, [], length))
+        elif outcome != Outcome.NOTHING:
+            flight.results.append(self._ended(slot, int(flight.owners[row]), outcome, token, length))
+            if held:
+                self._batch.slots.live[slot] = False
 
     def _add_scores(self, flight: Flight) -> None:
         assert flight.entry.scores is not None

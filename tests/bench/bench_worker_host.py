@@ -1,0 +1,68 @@
+"""What a decode step costs the worker's thread around the device: plan in, slots granted, results out, answer.
+
+No device takes part: its results stand in memory. CPU time, medians. `python tests/bench/bench_worker_host.py [rows]`
+"""
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2] / ".src"))
+
+import msgspec
+import numpy as np
+from rig import Row, median, table
+
+from blockyard.kernels.advance_slots import NUM_RESULTS, Outcome
+from blockyard.services.gpu_worker.device_loop import DeviceLoop, Flight
+from blockyard.services.gpu_worker.slots import Slots
+from blockyard.shared.messages import Sampling, SlotRun, SlotStart, StepPlan, StepResult, WorkerIn
+
+ROUNDS = 100
+
+
+def ms(work: Callable[[], Any]) -> float:
+    times = []
+    for _ in range(ROUNDS):
+        start = time.thread_time()
+        work()
+        times.append(time.thread_time() - start)
+    return 1000 * median(times)
+
+
+def measure(rows: int) -> Row:
+    slots = Slots(rows + 128, 8192, 16, 151936, 4 * rows)
+    prompt = np.arange(32, dtype="<u4").tobytes()
+    for slot in range(rows):
+        assert slots.start(SlotStart(slot, prompt, 32, 0, list(range(4 * slot, 4 * slot + 4)), Sampling(256), 0))
+    results = np.zeros((NUM_RESULTS, rows), np.int32)
+    results[0], results[1], results[2] = Outcome.TOKEN, np.random.default_rng(0).integers(0, 151936, rows), 33
+    transfers = SimpleNamespace(take_failed=lambda plan: [])
+    batch: Any = SimpleNamespace(slots=slots, settle=lambda plan, done: None, transfers=transfers)
+    loop = DeviceLoop.__new__(DeviceLoop)
+    loop._batch, loop._done_s = batch, 0.0
+    plan = StepPlan(1, 1, [], [], [], [SlotRun(slot, 1) for slot in range(rows)])
+    entry: Any = SimpleNamespace(results=results, scores=None)
+    everyone = np.arange(rows)
+
+    def finish() -> StepResult:
+        done = loop._finish(Flight(plan, [], everyone, slots.owners[everyone], entry, 0.0, {}))
+        return StepResult(1, 1, done.slots, done.stamp_s)
+
+    encode, decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(WorkerIn).decode
+    answer, data = finish(), encode(plan)
+    parts = {
+        "plan decoded": ms(lambda: decode(data)),
+        "slots granted": ms(lambda: slots.grant(plan.runs)),
+        "results read": ms(finish),
+        "answer encoded": ms(lambda: encode(answer)),
+    }
+    text = ", ".join(f"{what} {cost:.2f}" for what, cost in parts.items())
+    return (f"{rows:,} rows, ms a step", f"{text}: {sum(parts.values()):.2f}", "")
+
+
+if __name__ == "__main__":
+    print(table([measure(rows) for rows in map(int, sys.argv[1:] or ("252", "1020"))]))
