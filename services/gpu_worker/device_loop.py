@@ -8,14 +8,17 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from blockyard.kernels.advance_slots import Outcome
+from blockyard.services.gpu_worker import decode_steps
 from blockyard.services.gpu_worker.batch import Batch
-from blockyard.services.gpu_worker.decode_steps import DecodeSteps, graph_bytes
+from blockyard.services.gpu_worker.decode_steps import DecodeSteps
 from blockyard.services.gpu_worker.interfaces import Done
 from blockyard.services.gpu_worker.kv_pool import KVPool
-from blockyard.services.gpu_worker.mixed_graphs import MixedGraphs
+from blockyard.services.gpu_worker.memory import Need
+from blockyard.services.gpu_worker.mixed_graphs import MOST_BYTES, MixedGraphs
 from blockyard.services.gpu_worker.mixed_steps import MixedSteps
 from blockyard.services.gpu_worker.models.decoder import Model
 from blockyard.services.gpu_worker.pinned_ring import Entry
@@ -73,6 +76,7 @@ class DeviceLoop:
     def capture(self) -> None:
         """CUDA graphs, as many as there is time for now; `idle` captures the others."""
         self.steps.capture()
+        self._graphs.capture()
 
     @property
     def captured(self) -> float:
@@ -237,6 +241,11 @@ class DeviceLoop:
             return SlotResult(slot, [], length, FinishReason.FAILED, detail=problem)
         ids = [] if outcome == Outcome.FULL else [token]
         return SlotResult(slot, ids, length, FINISH[outcome], token if outcome == Outcome.STOP else None)
+
+
+def graph_bytes(model: Model, need: Need, dtype: torch.dtype, wishes: bool) -> int:
+    """What the buffers and graphs of all steps will take, measured on the largest decode step; cuda only."""
+    return decode_steps.graph_bytes(model, need, dtype, wishes) + MOST_BYTES
 
 
 def start(batch: Batch, model: Model, pool: KVPool, geometry: Geometry, sizes: list[int], wishes: bool) -> DeviceLoop:

@@ -111,6 +111,8 @@ def test_the_smallest_that_fits_is_found(runner: Runner) -> None:
 
 
 def test_sizes() -> None:
-    assert sizes(1, 100) == [(0, 64), (0, 32)]
-    assert sizes(20, 2048)[:8] == [*((0, n) for n in (2048, 1024, 512, 256, 128, 64, 32)), (16, 512)]
-    assert max(d for d, _ in sizes(200, 2048)) == 128
+    assert sizes(1, 100) == [(0, 64), (0, 32), (0, 96)]
+    some = sizes(20, 2048)
+    assert some[:6] == [*((0, n) for n in (512, 128, 256, 64, 32)), (16, 512)]
+    assert (0, 2048) in some
+    assert {rows for rows, _ in sizes(200, 2048)} == {0, 16, 64, 128}
