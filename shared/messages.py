@@ -9,6 +9,7 @@ import enum
 import msgspec
 
 PROTOCOL_VERSION = 1
+NO_TOKEN = 0xFFFFFFFF  # where a list of token ids has none
 
 
 class Role(enum.StrEnum):
@@ -395,6 +396,7 @@ class StreamOpen(Record, frozen=True):
     output_ids: bytes
     chars_sent: int
     options: TextOptions
+    stream: int = 0  # what its scheduler calls it in `TokenRows`; 0: it never does
 
 
 class TokenStep(Record, frozen=True):
@@ -414,13 +416,26 @@ class TokenStep(Record, frozen=True):
     cached_tokens: int = 0  # prompt tokens found in the prefix cache
 
 
+class TokenRows(Record, frozen=True):
+    """One more token of each of many streams that go on: what nearly all have in nearly every step. uint32 each."""
+
+    streams: bytes  # as they were called when they were opened
+    firsts: bytes  # index of the token among its choice's output tokens
+    token_ids: bytes
+
+    def __post_init__(self) -> None:
+        if not len(self.streams) == len(self.firsts) == len(self.token_ids) or len(self.streams) % 4:
+            raise ValueError(f"{len(self.streams)}, {len(self.firsts)} and {len(self.token_ids)} bytes of uint32")
+
+
 class TokenBatch(Frame, frozen=True):
-    """All that a step has for one detokenizer, in the order opens, steps, closes."""
+    """All that a step has for one detokenizer, in the order opens, rows, steps, closes."""
 
     opens: list[StreamOpen]
     steps: list[TokenStep]
     closes: list[Cancel] = []
     stamp_s: float = 0.0  # when the worker ended the step: seconds of CLOCK_REALTIME
+    rows: list[TokenRows] = []
 
 
 class StreamRef(Record, frozen=True):
@@ -619,6 +634,10 @@ class StepResult(Frame, frozen=True):
     stamp_s: float  # CLOCK_REALTIME at the step's end
     step_s: float = 0.0  # time the step took on the worker
     failed_fetches: list[int] = []  # blocks of the device that do not hold what was to be fetched
+    token_ids: bytes = (
+        b""  # uint32 a run of the plan, in its order: of slots that computed one token, drew this one ...
+    )
+    # ... and have nothing else to say. NO_TOKEN of others, which are in `slots` or produced nothing. Empty: all are.
 
 
 # --- metrics: api_gateway <-> api_gateway -------------------------------------------------------------

@@ -33,6 +33,7 @@ class Stream:
         "count",
         "gap_seen",
         "gateway",
+        "number",
         "request_id",
         "scheduler",
     )
@@ -44,6 +45,7 @@ class Stream:
         self.choice = opened.choice
         self.gateway = opened.gateway
         self.scheduler = scheduler
+        self.number = opened.stream  # what the scheduler calls it
         self.as_ids = options.tokens_as_ids
         self.count = 0  # output tokens so far
         self.gap_seen = False

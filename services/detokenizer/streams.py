@@ -16,8 +16,10 @@ from blockyard.shared.messages import (
     TextDelta,
     TextLogprobs,
     TokenBatch,
+    TokenRows,
     TokenStep,
 )
+from blockyard.shared.token_ids import unpack
 
 log = logging.getLogger(__name__)
 
@@ -36,17 +38,20 @@ class TextStreams:
     def __init__(self, table: TokenTable) -> None:
         self._table = table
         self._streams: dict[str, dict[int, Stream]] = {}
+        self._called: defaultdict[int, dict[int, Stream]] = defaultdict(dict)  # by scheduler and what it calls them
         self.num_open = 0
         self.opened_total = 0
         self.tokens_total = 0
 
     def apply(self, scheduler: int, batch: TokenBatch) -> Outcome:
-        """Opens, steps and closes, in this order."""
+        """Opens, rows, steps and closes, in this order."""
         outcome = Outcome()
         for opened in batch.opens:
             self._open(scheduler, opened, outcome)
         streams = self._streams
         deltas = outcome.deltas
+        for rows in batch.rows:
+            self._rows(self._called[scheduler], rows, outcome)
         for step in batch.steps:
             choices = streams.get(step.request_id)
             stream = choices.get(step.choice) if choices is not None else None
@@ -65,6 +70,7 @@ class TextStreams:
             for stream in list(self._streams[request_id].values()):
                 if incarnation in (stream.gateway, stream.scheduler):
                     self._forget(stream)
+        self._called.pop(incarnation, None)
 
     def _open(self, scheduler: int, opened: StreamOpen, outcome: Outcome) -> None:
         before = self._streams.get(opened.request_id, {}).get(opened.choice)
@@ -74,6 +80,8 @@ class TextStreams:
             self._forget(before)
         stream = Stream(scheduler, opened, self._table)
         self._streams.setdefault(opened.request_id, {})[opened.choice] = stream
+        if opened.stream:
+            self._called[scheduler][opened.stream] = stream
         self.num_open += 1
         self.opened_total += 1
         taken = stream.replay(opened)._replace(used=0)  # those ids were accounted for by an earlier attempt
@@ -84,6 +92,31 @@ class TextStreams:
         else:
             return
         outcome.deltas[stream.gateway].append(delta)
+
+    def _rows(self, called: dict[int, Stream], rows: TokenRows, outcome: Outcome) -> None:
+        """One more token each."""
+        columns = unpack(rows.streams), unpack(rows.firsts), unpack(rows.token_ids)
+        for number, first, token_id in zip(*columns, strict=True):
+            stream = called.get(number)
+            if stream is None:
+                continue  # ended here already
+            token_ids = [token_id]
+            if stream.count != first:
+                step = TokenStep(stream.request_id, stream.attempt, stream.choice, first, token_ids)
+                delta = self._step(stream, step, outcome)
+            else:
+                delta = self._plain(stream, token_ids, outcome)
+            if delta is not None:
+                outcome.deltas[stream.gateway].append(delta)
+
+    def _plain(self, stream: Stream, token_ids: list[int], outcome: Outcome) -> TextDelta:
+        """The short way, for nearly every token: there is nothing else to say."""
+        taken = stream.take(token_ids)
+        if taken.stop is not None or taken.error:
+            return self._final(stream, taken, token_ids, outcome)
+        self.tokens_total += taken.used
+        first = stream.count - taken.used
+        return TextDelta(stream.request_id, stream.attempt, stream.choice, first, token_ids, taken.text)
 
     def _step(self, stream: Stream, step: TokenStep, outcome: Outcome) -> TextDelta | None:
         token_ids = step.token_ids
@@ -101,12 +134,7 @@ class TextStreams:
                 return None
         if step.finish is not None or step.logprobs or step.prompt_logprobs or step.cached_tokens:
             return self._full_step(stream, step, token_ids, known, outcome)
-        # the short way, for nearly every step
-        taken = stream.take(token_ids)
-        if taken.stop is not None or taken.error:
-            return self._final(stream, taken, token_ids, outcome)
-        self.tokens_total += taken.used
-        return TextDelta(step.request_id, step.attempt, step.choice, stream.count - taken.used, token_ids, taken.text)
+        return self._plain(stream, token_ids, outcome)
 
     def _full_step(
         self, stream: Stream, step: TokenStep, token_ids: list[int], known: int, outcome: Outcome
@@ -174,6 +202,7 @@ class TextStreams:
         del choices[stream.choice]
         if not choices:
             del self._streams[stream.request_id]
+        self._called[stream.scheduler].pop(stream.number, None)
         self.num_open -= 1
 
 

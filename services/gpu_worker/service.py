@@ -7,6 +7,7 @@ keep it from the next plan.
 import logging
 import threading
 
+from blockyard.services.gpu_worker.answers import packed
 from blockyard.services.gpu_worker.counters import Counters
 from blockyard.services.gpu_worker.interfaces import Done, Sleeper, WorkerLinks
 from blockyard.services.gpu_worker.orders import Orders
@@ -68,6 +69,7 @@ class Worker:
         plan = done.plan
         if self.orders.awaits(plan):
             me, failed = self._links.me.incarnation, done.failed_fetches
-            answer = StepResult(me, plan.number, done.slots, done.stamp_s, done.step_s, failed)
+            slots, token_ids = packed(plan, done.slots)
+            answer = StepResult(me, plan.number, slots, done.stamp_s, done.step_s, failed, token_ids)
             self._links.answer(plan.scheduler, answer)
         self.counters.stepped(done.slots)

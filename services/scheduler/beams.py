@@ -110,7 +110,6 @@ class Beams:
         if before is None or before.top is None or hypothesis.outputs[-1] != before.top.token_id:
             group.restarts.append(seat)
         choice.hypothesis, choice.outputs = hypothesis, hypothesis.outputs
-        choice.known += 1
         choice.fork_of = None  # that one goes its own way now
         seat.ceiling = choice.known
 
@@ -137,7 +136,6 @@ def _fork(index: int, parent: Choice, hypothesis: Hypothesis) -> Choice:
         parent.request,
         index,
         hypothesis.outputs,
-        known=parent.known + 1,
         names=list(parent.names),
         names_size=parent.names_size,
         num_cached=parent.num_cached or 0,

@@ -84,7 +84,7 @@ class Scheduler:
         )
         self._groups = Groups(incarnation, settings.batch)
         self.groups = self._groups.attached  # by worker's incarnation, for those who look on
-        self._streams = Streams()
+        self._streams = Streams(self._groups.attached)
         promises = Promises(self._waiting, self._bounds, self._streams, self._outbox)
         self._prefix = PrefixCache(settings.block_scope, settings.prefix_caching)
         self._forks = Forks(self._waiting)
@@ -123,6 +123,7 @@ class Scheduler:
         self._results = Results(self._waiting, self._lifecycle, self._prefix, beams)
         self._gateways: set[int] = set()
         self._num_steps = 0
+        self._heard: set[int] = set()  # workers with a result since the last turn
 
     @property
     def phase(self) -> str:
@@ -202,6 +203,7 @@ class Scheduler:
         self._controls.settle(now)
         self._waiting.rate.tick(now, len(self._waiting) > 0)
         self._streams.flush(self._outbox)
+        self._heard.clear()
         if (room := self._bounds.news()) is not None:
             for gateway in self._gateways:
                 self._outbox.answer(gateway, RoomChanged(room))
@@ -237,11 +239,14 @@ class Scheduler:
         if group is None:
             return  # of plans sent before the worker was asked again
         record = group.answered(frame.number)
-        if record is None:
-            log.error("worker %x answered plan %d, which is not the next: attaching it again", peer, frame.number)
+        if record is None or not record.fits(frame.token_ids):
+            log.error("worker %x answered plan %d, which is not what was sent: attaching it again", peer, frame.number)
             self._attach_again(peer, now)
             return
         self._num_steps += 1
+        if peer in self._heard:
+            self._streams.seal()
+        self._heard.add(peer)
         self._groups.stir((group,))
         if record.chunks:
             self._gate.took(frame.step_s)

@@ -8,7 +8,8 @@ own token from there.
 
 from collections.abc import Iterable
 
-from blockyard.services.scheduler.groups import Group, PlanRecord
+from blockyard.services.scheduler.groups import Group
+from blockyard.services.scheduler.plan_record import PlanRecord
 from blockyard.services.scheduler.prefix import Found
 from blockyard.services.scheduler.requests import Choice, Phase, Request, Seat
 from blockyard.services.scheduler.waiting import WaitingQueue

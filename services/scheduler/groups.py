@@ -4,11 +4,13 @@ import math
 from bisect import insort
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import attrgetter
 
 from blockyard.services.scheduler.blocks import BlockPool
 from blockyard.services.scheduler.id_pool import Horizon, IdPool
+from blockyard.services.scheduler.lane import Lane
+from blockyard.services.scheduler.plan_record import PlanRecord
 from blockyard.services.scheduler.requests import NEVER, Choice, Phase, Seat
 from blockyard.services.scheduler.window import Window
 from blockyard.shared.messages import Attach, Attached, Geometry, SlotRun
@@ -19,19 +21,6 @@ AHEAD_S = 0.002  # device time that plans ahead cover where nobody says how many
 MOST_AHEAD = 7
 
 _by_key = attrgetter("key")
-
-
-@dataclass(slots=True)
-class PlanRecord:
-    """A plan in flight: who ran in which slot, so that a slot may have a new owner before its result is in."""
-
-    number: int
-    seats: dict[int, Seat] = field(default_factory=dict)
-    chunks: dict[int, int] = field(default_factory=dict)  # tokens granted to a slot, where it is not one
-
-    def granted(self, seat: Seat) -> int:
-        """Tokens granted to a seat by this plan."""
-        return self.chunks.get(seat.slot, 1) if self.seats.get(seat.slot) is seat else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +56,7 @@ class Group:
         self.window = Window(geometry.window, geometry.block_size, self.max_num_batched_tokens)
         self.max_model_len = min(geometry.max_model_len, self.window.longest(geometry.num_blocks))
         self.running: list[Seat] = []  # by key: the last is preempted first
+        self.lane = Lane(geometry.block_size)  # some of those, in step
         self.ends: list[int] = []  # slots to be ended in the next plan
         self.restarts: list[Seat] = []  # whose last token is another than the one their worker drew
         self.flight: deque[PlanRecord] = deque()
@@ -103,7 +93,15 @@ class Group:
         choice.seat = seat
         choice.phase = Phase.RUNNING
         insort(self.running, seat, key=_by_key)
+        self.lane.enter(seat)
         return seat
+
+    def single_out(self, seat: Seat) -> None:
+        """Something happens to it: what comes of plans in flight is looked at by itself, too."""
+        for record in self.flight:
+            record.apart.add(seat.slot)
+        if self.lane.has(seat):
+            self.lane.leave(seat)
 
     def may_hold(self, first: bytes) -> bool:
         """Whether something may be found of a chain whose first block has this name."""
@@ -122,6 +120,8 @@ class Group:
     def vacate(self, seat: Seat) -> None:
         """The seat's choice runs no more: its slot ends with the next plan, its blocks rest."""
         self.running.remove(seat)
+        self.single_out(seat)
+        self.lane.apart.remove(seat)
         seat.name_at = NEVER
         self.ends.append(seat.slot)
         self.slots.release([seat.slot])

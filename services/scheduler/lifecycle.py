@@ -90,8 +90,7 @@ class Lifecycle:
     def restart(self, group: Group, seat: Seat) -> None:
         """What a seat reads is worth nothing: its choice waits again, and what comes of plans in flight is dropped."""
         for record in group.flight:
-            if record.seats.get(seat.slot) is seat:
-                del record.seats[seat.slot]
+            record.drop(seat)
         if seat.choice.hypothesis is not None:
             seat.choice.hypothesis.top = None
         if seat in group.running:

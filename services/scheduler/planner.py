@@ -1,8 +1,10 @@
 """One plan: decodes first, then prefills with what is left of the budget, then newcomers."""
 
 from blockyard.services.scheduler.beams import Beams
+from blockyard.services.scheduler.decodes import Decodes
+from blockyard.services.scheduler.draft import Draft
 from blockyard.services.scheduler.gate import Gate
-from blockyard.services.scheduler.groups import Group, PlanRecord
+from blockyard.services.scheduler.groups import Group
 from blockyard.services.scheduler.lifecycle import Lifecycle
 from blockyard.services.scheduler.placement import Placement
 from blockyard.services.scheduler.policy import Policy
@@ -10,36 +12,11 @@ from blockyard.services.scheduler.preemption import Preemption
 from blockyard.services.scheduler.prefill_shares import HeldBack, LongPrompts, PrefillShares
 from blockyard.services.scheduler.prefix import Found, PrefixCache
 from blockyard.services.scheduler.promises import Promises
-from blockyard.services.scheduler.requests import Choice, Request, Seat
+from blockyard.services.scheduler.requests import Choice, Seat
 from blockyard.services.scheduler.waiting import WaitingQueue
-from blockyard.shared.messages import BlockCopy, FinishReason, SlotBlocks, SlotRun, SlotStart, StepPlan
+from blockyard.shared.messages import BlockCopy, FinishReason, SlotBlocks, SlotStart, StepPlan
 
 NO_CLASS = 1 << 62  # is above every class
-
-
-class Draft:
-    """A plan in the making."""
-
-    __slots__ = ("blocks", "budget", "copies", "fills", "num_owed", "record", "runs", "starts", "written")
-
-    def __init__(self, number: int, budget: int) -> None:
-        self.record = PlanRecord(number)
-        self.budget = budget  # tokens
-        self.starts: list[SlotStart] = []
-        self.blocks: list[SlotBlocks] = []
-        self.runs: list[SlotRun] = []
-        self.copies: list[BlockCopy] = []
-        self.written: list[Request] = []  # with choices that may wait for the prompt that this plan writes the end of
-        self.fills: dict[bytes, int] = {}  # blocks by name, to be found by later plans
-        self.num_owed = 0  # blocks that somebody waits for in vain
-
-    def grant(self, seat: Seat, num_tokens: int) -> None:
-        self.runs.append(SlotRun(seat.slot, num_tokens))
-        self.record.seats[seat.slot] = seat
-        self.record.chunks[seat.slot] = num_tokens
-        seat.granted += num_tokens
-        seat.last_plan = self.record.number
-        self.budget -= num_tokens
 
 
 class Planner:
@@ -61,6 +38,7 @@ class Planner:
         self._policy, self._placement, self._promises, self._forks = policy, placement, promises, beams.forks
         self._beams, self._gate, self._shares = beams, gate, shares
         self._held = HeldBack(waiting)
+        self._decodes = Decodes(lifecycle, prefix)
 
     def plan(self, group: Group) -> StepPlan | None:
         """The next plan of a group, or None if nothing can run in it now."""
@@ -71,12 +49,14 @@ class Planner:
             self.preemption.make_way(group, choice)
         draft = Draft(group.horizon.sent + 1, group.max_num_batched_tokens)
         restarts = [(seat, _slot_start(group, seat)) for seat in group.restarts]
-        self._prefills(group, draft, self._decodes(group, draft))
+        self._prefills(group, draft, self._decodes.grant(group, draft))
         relieved = self._beams.relieve(group)
+        self._decodes.in_step(group, draft)
         if not draft.runs:
             return self.plan(group) if relieved else None
         self._restart(group, draft, restarts)
         ends, group.ends = group.ends, []
+        draft.record.runs = draft.runs
         group.sent(draft.record)
         for name, block in draft.fills.items():
             group.blocks.index.put(block, name)
@@ -113,53 +93,6 @@ class Planner:
             draft.fills.setdefault(name, block)
         if seat.granted == seat.prefill_end and len(seat.choice.request.members) > 1:
             draft.written.append(seat.choice.request)
-
-    def _decodes(self, group: Group, draft: Draft) -> list[Seat]:
-        """Grants each decoding seat one token, oldest first. Returns the seats that are in prefill."""
-        prefills: list[Seat] = []
-        running, number, budget = group.running, draft.record.number, draft.budget
-        runs, seats = draft.runs, draft.record.seats
-        i = 0
-        while i < len(running):  # preemption shortens it from the end
-            seat = running[i]
-            i += 1
-            granted = seat.granted
-            if granted < seat.prefill_end:
-                if granted < seat.capacity or self._extend(group, draft, seat):
-                    prefills.append(seat)
-            elif granted < seat.ceiling and budget:
-                if granted == seat.capacity and not self._extend(group, draft, seat):
-                    continue
-                seat.granted = granted + 1
-                seat.last_plan = number
-                runs.append(seat.decode)
-                seats[seat.slot] = seat
-                budget -= 1
-        draft.budget = budget
-        return prefills
-
-    def _extend(self, group: Group, draft: Draft, seat: Seat) -> bool:
-        """One more block for a seat. Where there is none, younger seats are preempted until enough will be free.
-
-        What they held rests while plans are in flight: False means not in this plan.
-        """
-        pool = group.blocks
-        if group.window.size is not None:
-            self._prefix.leave(group, seat)
-            group.trim(seat)
-        block = pool.take_one()
-        if block is None:
-            draft.num_owed += 1
-            while pool.num_free + pool.num_resting < draft.num_owed and group.running[-1] is not seat:
-                self._lifecycle.preempt(group, group.running[-1])
-            block = pool.take_one()
-            if block is None:
-                return False
-            draft.num_owed -= 1
-        seat.blocks.append(block)
-        seat.capacity += pool.block_size
-        draft.blocks.append(SlotBlocks(seat.slot, [block]))
-        return True
 
     def _reach(self, group: Group, draft: Draft, seat: Seat, num_tokens: int) -> int:
         """Blocks for so many more tokens of a prompt, or for as many as there are free blocks. Returns the tokens."""

@@ -90,7 +90,6 @@ class Choice:
     request: Request
     index: int
     outputs: "array[int]"
-    known: int  # tokens of prompt and outputs
     phase: Phase = Phase.WAITING
     key: Key = ()  # of the seat it has or had last
     ticket: int = 0  # its entry in the waiting queue, 0: none
@@ -105,6 +104,12 @@ class Choice:
     num_cached: int | None = None  # prompt tokens found when it first got a seat
     hypothesis: Hypothesis | None = None  # of a beam search
     fork_of: "Seat | None" = None  # has computed all its tokens but the last
+    stream: int = 0  # what its detokenizer knows it by, 0: it has none
+
+    @property
+    def known(self) -> int:
+        """Tokens of prompt and outputs."""
+        return self.request.num_prompt + len(self.outputs)
 
     @property
     def prompt_next(self) -> int:
@@ -117,12 +122,25 @@ class Choice:
         return seat is not None and seat.last_plan > seat.horizon.done
 
 
+class Pace:
+    """What all seats of a lane have in common."""
+
+    __slots__ = ("granted", "last_plan")
+
+    def __init__(self) -> None:
+        self.granted = 0  # tokens a seat
+        self.last_plan = 0
+
+
+ALONE = Pace()  # of a seat in no lane; never moves
+
+
 @dataclass(slots=True, eq=False)
 class Seat:
     """A choice in a slot of a worker's batch. Positions here are counts of tokens of prompt and outputs.
 
-    `granted` is how many tokens have KV at most, once all plans in flight have run. It goes past what is known,
-    because a sampled token feeds the next step on the device, and never past `ceiling`.
+    What changes with every step is not written down for each seat, or a step would cost as much as there are seats:
+    see lane.py.
     """
 
     choice: Choice
@@ -136,15 +154,55 @@ class Seat:
     blocks: list[int]
     capacity: int  # tokens that fit in `blocks`
     decode: SlotRun  # the same in every plan
-    granted: int = 0
-    computed: int = 0  # tokens with KV as of the last result
-    last_plan: int = 0  # number of the last plan it runs in
+    pace: Pace = ALONE  # its lane's
+    drawn: bool = False  # a token has come: from then on all that is known but the last one is computed
     num_found: int = 0  # leading blocks that were there already: others may have them too
     copied_from: int | None = None  # block whose contents it began with, in one of its own
     num_named: int = 0  # leading blocks that were offered to the index
     num_freed: int = 0  # leading places in `blocks` that it does not hold: they are behind its model's window
     name_at: int = NEVER  # computed tokens with which the next block is to be named
     is_due: bool = False  # it has as many, and is in its group's list for that
+    row: int = 0  # its place in its lane
+    look_at: int = 0  # when its lane looks at it, by its pace
+    _granted: int = 0  # besides its lane's
+    _computed: int = 0  # until a token is drawn
+    _last_plan: int = 0  # before its lane's
+
+    @property
+    def granted(self) -> int:
+        """How many tokens have KV at most, once all plans in flight have run.
+
+        It goes past what is known, because a sampled token feeds the next step on the device, and never past `ceiling`.
+        """
+        return self._granted + self.pace.granted
+
+    @granted.setter
+    def granted(self, num_tokens: int) -> None:
+        self._granted = num_tokens - self.pace.granted
+
+    @property
+    def computed(self) -> int:
+        """Tokens with KV as of the last result."""
+        return self.choice.known - 1 if self.drawn else self._computed
+
+    @computed.setter
+    def computed(self, num_tokens: int) -> None:
+        self._computed = num_tokens
+
+    @property
+    def last_plan(self) -> int:
+        """Number of the last plan it runs in."""
+        return max(self._last_plan, self.pace.last_plan)
+
+    @last_plan.setter
+    def last_plan(self, number: int) -> None:
+        self._last_plan = number
+
+    def keep_to(self, pace: Pace) -> None:
+        """Goes on at this pace, from where it is."""
+        self._last_plan = self.last_plan
+        self._granted += self.pace.granted - pace.granted
+        self.pace = pace
 
 
 def make_choice(request: Request, index: int, output_ids: bytes) -> Choice:
@@ -156,7 +214,6 @@ def make_choice(request: Request, index: int, output_ids: bytes) -> Choice:
         request,
         index,
         outputs,
-        known=request.num_prompt + delivered,
         logprobs_from=delivered,
         prompt_first=request.num_prompt if delivered else 0,
     )

@@ -1,13 +1,18 @@
 """What a StepResult means for the choices that ran."""
 
+from array import array
+from collections import deque
+
 from blockyard.services.scheduler.beams import Beams
-from blockyard.services.scheduler.groups import Group, PlanRecord
+from blockyard.services.scheduler.groups import Group
+from blockyard.services.scheduler.lane import Rows
 from blockyard.services.scheduler.lifecycle import Lifecycle
+from blockyard.services.scheduler.plan_record import PlanRecord
 from blockyard.services.scheduler.prefix import PrefixCache
 from blockyard.services.scheduler.requests import Choice, Phase, Seat
 from blockyard.services.scheduler.spoilt import spoilt, unfetched
 from blockyard.services.scheduler.waiting import WaitingQueue
-from blockyard.shared.messages import FinishReason, SlotResult, StepResult, TokenStep
+from blockyard.shared.messages import NO_TOKEN, FinishReason, SlotResult, StepResult, TokenRows, TokenStep
 
 
 class Results:
@@ -22,51 +27,62 @@ class Results:
         """Slots that did not run in the plan are ignored; those that did and are silent produced nothing."""
         if result.failed_fetches:
             self._unfetched(group, record, result.failed_fetches)
-        seats, chunks, take = record.seats, record.chunks, self._take
+        self._tokens(group, record, result)
         for slot in result.slots:
-            seat = seats.pop(slot.slot, None)
-            if seat is None or self._decoded(group, seat, slot, result.stamp_s):
-                continue
-            if slot.finish is not None and slot.finish is FinishReason.FAILED:
-                self._spoil(group, seat)
-            if seat.choice.phase is not Phase.ENDED:
-                take(group, seat, slot, chunks.get(slot.slot, 1), result.stamp_s)
-        for number, seat in seats.items():
-            seat.granted -= chunks.get(number, 1)
+            seat = record.seats.pop(slot.slot, None)
+            if seat is not None:
+                self._slot(group, record, seat, slot, result.stamp_s)
+        for number, seat in record.seats.items():
+            seat.granted -= record.chunks.get(number, 1)
+        for seat in record.filled:
+            if seat.computed >= seat.name_at:
+                self._prefix.due(group, seat)
 
-    def _decoded(self, group: Group, seat: Seat, slot: SlotResult, stamp_s: float) -> bool:
-        """What nearly every slot did in nearly every step, one token and nothing else, by a shorter way.
+    def _tokens(self, group: Group, record: PlanRecord, result: StepResult) -> None:
+        """Those of slots that have no more to say. In `record.seats` are the others after it, rows among them."""
+        if not result.token_ids:
+            for rows in record.rows:
+                record.seats |= {
+                    slot: seat for slot, seat in zip(rows.slots, rows.seats, strict=True) if slot not in record.dropped
+                }
+            return
+        token_ids = array("I", result.token_ids)
+        alone: list[tuple[Seat, int]] = []
+        begin = 0
+        for rows in record.rows:
+            tokens = token_ids[begin : begin + len(rows)]
+            begin += len(rows)
+            places = _places(tokens, NO_TOKEN)
+            places |= {rows.slots.index(slot) for slot in record.apart if slot in rows.slots}
+            for i in sorted(places, reverse=True):
+                seat, token = rows.seats[i], tokens.pop(i)
+                if seat.slot not in record.dropped:
+                    record.seats[seat.slot] = seat
+                    alone.append((seat, token))
+            self._rows(rows.without(places) if places else rows, tokens, result.stamp_s)
+        others = zip(record.runs[begin:], token_ids[begin:], strict=True)
+        alone += [(seat, token) for run, token in others if (seat := record.seats.get(run.slot)) is not None]
+        for seat, token in alone:
+            if token != NO_TOKEN:
+                del record.seats[seat.slot]
+                self._slot(group, record, seat, SlotResult(seat.slot, [token], seat.computed + 1), result.stamp_s)
 
-        False if it was something else.
-        """
-        computed, known, choice = seat.computed, seat.choice.known, seat.choice
-        request, token_ids, num_computed = choice.request, slot.token_ids, slot.num_computed
-        sink = request.sink
-        if (
-            num_computed != computed + 1
-            or computed < seat.prefill_end  # a token of the prompt was computed
-            or slot.finish is not None
-            or known + 1 >= seat.limit
-            or len(token_ids) != 1
-            or slot.logprobs
-            or choice.phase is not Phase.RUNNING
-            or choice.seat is not seat
-            or sink is None
-        ):
-            return False
-        seat.computed = num_computed
-        if num_computed >= seat.name_at:
-            self._prefix.due(group, seat)
-        self.num_output_tokens += 1
-        if request.payer is not None:
-            request.payer.charge(1)
-        if not sink.stamp_s:
-            sink.stamp_s = stamp_s
-        first = known - request.num_prompt
-        sink.steps.append(TokenStep(request.id, request.attempt, choice.index, first, token_ids))
-        choice.known = known + 1
-        choice.outputs.append(token_ids[0])
-        return True
+    def _rows(self, rows: Rows, tokens: "array[int]", stamp_s: float) -> None:
+        """One token each, at C's speed: this is what a step consists of."""
+        if tokens:
+            firsts = array("I", map(len, rows.outputs))
+            rows.sink.stamp(stamp_s)
+            rows.sink.rows.append(TokenRows(rows.streams.tobytes(), firsts.tobytes(), tokens.tobytes()))
+            deque(map(array.append, rows.outputs, tokens), maxlen=0)
+            self.num_output_tokens += len(tokens)
+            for payer, num_rows in rows.payers.items():
+                payer.charge(num_rows)
+
+    def _slot(self, group: Group, record: PlanRecord, seat: Seat, slot: SlotResult, stamp_s: float) -> None:
+        if slot.finish is not None and slot.finish is FinishReason.FAILED:
+            self._spoil(group, seat)
+        if seat.choice.phase is not Phase.ENDED:
+            self._take(group, seat, slot, record.chunks.get(slot.slot, 1), stamp_s)
 
     def _take(self, group: Group, seat: Seat, slot: SlotResult, granted: int, stamp_s: float) -> None:
         """What a slot produced goes to its text, and to what is known of its choice.
@@ -117,11 +133,10 @@ class Results:
             )
         if choice.ticket:
             self._waiting.grow(choice, num_tokens)
-        choice.known += num_tokens
+        _remember(choice, slot)
+        seat.drawn = seat.drawn or num_tokens > 0
         if finish is not None:
             self._lifecycle.end(choice)
-        else:
-            _remember(choice, slot)
 
     def _spoil(self, group: Group, seat: Seat) -> None:
         for reader in spoilt(group, seat):
@@ -129,9 +144,18 @@ class Results:
 
     def _unfetched(self, group: Group, record: PlanRecord, blocks: list[int]) -> None:
         for reader in unfetched(group, record, blocks):
-            if record.seats.get(reader.slot) is reader:
-                del record.seats[reader.slot]
+            record.drop(reader)
             self._lifecycle.restart(group, reader)
+
+
+def _places(tokens: "array[int]", token: int) -> set[int]:
+    """Where it is."""
+    places: set[int] = set()
+    place = -1
+    for _ in range(tokens.count(token)):
+        place = tokens.index(token, place + 1)
+        places.add(place)
+    return places
 
 
 def _remember(choice: Choice, slot: SlotResult) -> None:

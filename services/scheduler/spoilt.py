@@ -1,6 +1,7 @@
 """Blocks that do not hold what their names say, and all that was made of them."""
 
-from blockyard.services.scheduler.groups import Group, PlanRecord
+from blockyard.services.scheduler.groups import Group
+from blockyard.services.scheduler.plan_record import PlanRecord
 from blockyard.services.scheduler.requests import NEVER, Seat
 
 
@@ -19,7 +20,7 @@ def unfetched(group: Group, record: PlanRecord, blocks: list[int]) -> list[Seat]
     """As `spoilt`, of blocks that were to be fetched by a plan whose result is in. They will be computed."""
     index = group.blocks.index
     names = [name for block in blocks if (name := index.name_of(block)) is not None]
-    readers = _readers(group, set(blocks), list(record.seats.values()))
+    readers = _readers(group, set(blocks), record.all_seats())
     group.blocks.spoil(blocks)
     group.blocks.host.forget(names)
     return readers
@@ -27,7 +28,7 @@ def unfetched(group: Group, record: PlanRecord, blocks: list[int]) -> list[Seat]
 
 def _readers(group: Group, bad: set[int], more: list[Seat]) -> list[Seat]:
     """Seats that read these blocks, or what was made of them; nobody finds what they wrote."""
-    near = {id(seat): seat for record in group.flight for seat in record.seats.values()}
+    near = {id(seat): seat for record in group.flight for seat in record.all_seats()}
     near |= {id(seat): seat for seat in [*group.running, *more]}
     readers: list[Seat] = []
     while found := [s for s in near.values() if not bad.isdisjoint([s.copied_from, *s.blocks[: s.num_found]])]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from blockyard.services.scheduler.groups import Group
 from blockyard.services.scheduler.outbox import Outbox
 from blockyard.services.scheduler.requests import ID_BYTES, Choice, Request
 from blockyard.services.scheduler.sinks import TextSink
@@ -9,11 +10,15 @@ from blockyard.shared import messages
 from blockyard.shared.messages import Cancel, FinishReason, StreamOpen, TokenStep
 
 MAX_LEFT = 8
+MOST_STREAMS = 0xFFFFFFFE  # that are told apart: they are called by 32 bits
 CONTEXT_IDS = 8  # ids of the prompt's end that a detokenizer gets
 
 
 class Streams:
-    def __init__(self) -> None:
+    def __init__(self, groups: dict[int, Group]) -> None:
+        """`groups` by worker."""
+        self._groups = groups
+        self._stream = 0  # what the last one is called
         self._sinks: dict[int, TextSink] = {}
         self._left: dict[int, list[Cancel]] = {}  # what those that left lately had open
 
@@ -33,7 +38,7 @@ class Streams:
             return
         bound = [request for request in requests if request.sink is sink]
         for request in bound:
-            request.sink = None
+            self._unbound(request)
         self._left[incarnation] = [Cancel(request.id, request.attempt) for request in bound]
         while len(self._left) > MAX_LEFT:
             del self._left[next(iter(self._left))]
@@ -47,6 +52,9 @@ class Streams:
         request.detokenizer = sink.incarnation
         context = request.frame.prompt_ids[-CONTEXT_IDS * ID_BYTES :]
         for choice in listed:
+            stream = self._stream = self._stream % MOST_STREAMS + 1
+            if choice.index in request.choices:
+                request.choices[choice.index].stream = stream
             sink.opens.append(
                 StreamOpen(
                     request.id,
@@ -57,6 +65,7 @@ class Streams:
                     choice.output_ids,
                     choice.chars_sent,
                     request.frame.text,
+                    stream,
                 )
             )
         sink.num_streams += len(listed)
@@ -68,7 +77,14 @@ class Streams:
         if sink is not None:
             sink.closes.append(Cancel(request.id, request.attempt))
             sink.num_streams -= len(request.choices)
-            request.sink = None
+            self._unbound(request)
+
+    def _unbound(self, request: Request) -> None:
+        for choice in request.choices.values():
+            choice.stream = 0
+            if choice.seat is not None and (group := self._groups.get(choice.seat.worker)) is not None:
+                group.single_out(choice.seat)
+        request.sink = None
 
     def catch_up(self, choice: Choice, num_delivered: int) -> None:
         """Sends a newly bound stream what is known beyond the ids its gateway has."""
@@ -99,6 +115,10 @@ class Streams:
 
     def flush(self, outbox: Outbox) -> None:
         for sink in self._sinks.values():
-            batch = sink.take()
-            if batch is not None:
+            for batch in sink.take():
                 outbox.send(sink.incarnation, batch)
+
+    def seal(self) -> None:
+        """Another result of a worker has come in the same turn."""
+        for sink in self._sinks.values():
+            sink.seal()

@@ -33,6 +33,7 @@ from blockyard.services.scheduler.core import Scheduler, SchedulerSettings
 from blockyard.services.scheduler.groups import BatchLimits
 from blockyard.shared.block_names import block_names, root_name
 from blockyard.shared.messages import (
+    NO_TOKEN,
     Attached,
     Choice,
     Frame,
@@ -71,7 +72,6 @@ class Bench:
         self.core = Scheduler(ME, settings, 0)
         self.plans: list[tuple[int, StepPlan]] = []  # with the worker that it is for
         self.encode = msgspec.msgpack.Encoder().encode
-        self.computed: dict[tuple[int, int], int] = {}
         self.core.present(Member("d", Role.DETOKENIZER, DETOKENIZER, "", ready=True), 0.0)
         num_blocks = running * (16 + max_tokens) // 16 + running + 2 * running
         held = list(range(host * num_blocks))
@@ -102,13 +102,9 @@ class Bench:
     def cycle(self) -> tuple[float, float, float]:
         """Seconds in the scheduler for one result by the clock and of CPU, and seconds to encode what left."""
         worker, plan = self.plans.pop(0)
-        slots = []
-        for start in plan.starts:
-            self.computed[worker, start.slot] = 0
-        for run in plan.runs:
-            num_computed = self.computed[worker, run.slot] = self.computed[worker, run.slot] + run.max_tokens
-            slots.append(SlotResult(run.slot, [7], num_computed))
-        result = StepResult(worker, plan.number, slots, 1.0)
+        slots = [SlotResult(run.slot, [7], run.max_tokens) for run in plan.runs if run.max_tokens > 1]  # prompts
+        token_ids = array("I", [7 if run.max_tokens == 1 else NO_TOKEN for run in plan.runs]).tobytes()
+        result = StepResult(worker, plan.number, slots, 1.0, token_ids=token_ids)
         begun, cpu = time.perf_counter(), time.thread_time()
         self.core.handle(worker, result, 0.0)
         frames = self._turn()

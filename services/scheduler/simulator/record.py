@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from blockyard.services.scheduler.groups import Group
 from blockyard.services.scheduler.simulator.trace import TraceRequest
 from blockyard.shared.messages import Refused, TokenBatch
+from blockyard.shared.token_ids import unpack
 
 MAX_SAMPLES = 1000  # beyond it every second one goes, and they are taken half as often
 
@@ -66,29 +67,37 @@ class Record:
         self.samples: list[Sample] = []
         self.first_preemption: FirstPreemption | None = None
         self.num_open = len(self.flows)
+        self._streams: dict[int, tuple[Flow, int]] = {}  # with its choice, as the scheduler calls it
         self.num_output_tokens = 0
         self._every_s = 0.01
         self._next_s = 0.0
 
     def tokens(self, batch: TokenBatch, now: float) -> None:
-        flows, gaps = self.flows, self.gaps
+        for opened in batch.opens:
+            self._streams[opened.stream] = (self.flows[int(opened.request_id)], opened.choice)
+        for rows in batch.rows:
+            for stream in unpack(rows.streams):
+                self._token(*self._streams[stream], 1, now)
         for step in batch.steps:
-            flow = flows[int(step.request_id)]
+            flow = self.flows[int(step.request_id)]
             if step.token_ids:
-                self.num_output_tokens += len(step.token_ids)
-                last, flow.last_s[step.choice] = flow.last_s[step.choice], now
-                if last is not None:
-                    found = gaps[flow.request.tenant]
-                    found.at_s.append(now)
-                    found.gap_s.append(now - last)
-                elif flow.first_s is None:
+                if flow.first_s is None:
                     flow.first_s, flow.num_cached = now, step.cached_tokens
+                self._token(flow, step.choice, len(step.token_ids), now)
             if step.finish is not None:
                 flow.detail = flow.detail or step.detail
                 flow.num_open -= 1
                 if not flow.num_open:
                     flow.ended_s = now
                     self.num_open -= 1
+
+    def _token(self, flow: Flow, choice: int, num_tokens: int, now: float) -> None:
+        self.num_output_tokens += num_tokens
+        last, flow.last_s[choice] = flow.last_s[choice], now
+        if last is not None:
+            found = self.gaps[flow.request.tenant]
+            found.at_s.append(now)
+            found.gap_s.append(now - last)
 
     def refused(self, frame: Refused, now: float) -> None:
         flow = self.flows[int(frame.request_id)]

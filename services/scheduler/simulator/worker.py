@@ -1,12 +1,22 @@
 """A worker that takes plans in order, knows how long each takes, and what comes out: no tensor, no clock."""
 
 import itertools
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from blockyard.services.scheduler.simulator.trace import OUTPUT_IDS, TraceRequest
 from blockyard.shared.config.simulation import CostModel
-from blockyard.shared.messages import Attach, Attached, FinishReason, Geometry, SlotResult, StepPlan, StepResult
+from blockyard.shared.messages import (
+    NO_TOKEN,
+    Attach,
+    Attached,
+    FinishReason,
+    Geometry,
+    SlotResult,
+    StepPlan,
+    StepResult,
+)
 
 CHOICES = 64  # told apart by the tokens that come out
 
@@ -55,8 +65,9 @@ class SimWorker:
         """When the step ends, and its result. Plans run one after the other."""
         self._apply(plan)
         slots, results = self._slots, []
+        token_ids = array("I", [NO_TOKEN]) * len(plan.runs)
         num_rows = context_tokens = pairs = 0
-        for run in plan.runs:
+        for i, run in enumerate(plan.runs):
             slot = slots[run.slot]
             before, granted = slot.num_computed, run.max_tokens
             num_rows += granted
@@ -65,6 +76,10 @@ class SimWorker:
             if granted == 1:
                 context_tokens += before
                 slot.num_computed = before + 1
+                if before + 1 == slot.num_tokens < slot.end - 1:
+                    slot.num_tokens += 1
+                    token_ids[i] = slot.sampled[0]
+                    continue
             else:
                 computed = slot.num_computed = min(before + granted, slot.num_tokens)
                 pairs += (computed - before) * (computed + before) // 2
@@ -73,7 +88,9 @@ class SimWorker:
         ends_at = self._free_at = max(self._free_at, came_at) + step_s
         self.busy_s += step_s
         self.num_steps += 1
-        return ends_at, StepResult(self.incarnation, plan.number, results, ends_at, step_s)
+        return ends_at, StepResult(
+            self.incarnation, plan.number, results, ends_at, step_s, token_ids=token_ids.tobytes()
+        )
 
     def _apply(self, plan: StepPlan) -> None:
         for number in plan.ends:

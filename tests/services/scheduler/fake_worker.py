@@ -3,12 +3,15 @@
 from collections import deque
 from dataclasses import dataclass, field
 
+import msgspec
+
 from blockyard.services.gpu_worker.mock import MockRunner
 from blockyard.services.gpu_worker.mock_batch import MockBatch
 from blockyard.services.gpu_worker.mock_kv import MockKV
 from blockyard.services.gpu_worker.service import Worker
 from blockyard.shared.fake_links import FakeLinks
 from blockyard.shared.messages import (
+    NO_TOKEN,
     Attach,
     BlockFetch,
     Frame,
@@ -20,6 +23,8 @@ from blockyard.shared.messages import (
     StepResult,
 )
 
+from .fakes import ids_bytes, ids_list
+
 SCHEDULER = 1
 
 
@@ -28,7 +33,7 @@ class InFlight:
     """What a plan may touch until its result is in."""
 
     number: int
-    slots: set[int]
+    runs: list[int]  # slots, in the plan's order
     blocks: set[int]
     host: set[int]
 
@@ -63,7 +68,7 @@ class FakeWorker:
             self.tables, self.flight = {}, []
             return
         assert isinstance(frame, StepPlan)
-        busy_slots = set().union(*(f.slots for f in self.flight))
+        busy_slots = set().union(*(f.runs for f in self.flight))
         busy_blocks = set().union(*(f.blocks for f in self.flight))
         busy_host = set().union(*(f.host for f in self.flight))
         assert frame.runs, "a plan in which nothing runs"
@@ -83,7 +88,7 @@ class FakeWorker:
         for more in frame.blocks:
             assert busy_blocks.isdisjoint(more.blocks), f"slot {more.slot} gets blocks of plans in flight"
             self.tables[more.slot].blocks += more.blocks
-        slots = {run.slot for run in frame.runs}
+        slots = [run.slot for run in frame.runs]
         geometry = self.loop._runner.geometry
         blocks = set().union(*(self.tables[slot].seen(geometry) for slot in slots))
         host = {copy.host for copy in [*frame.saves, *frame.fetches]}
@@ -103,16 +108,37 @@ class FakeWorker:
             self.loop.orders.handle(SCHEDULER, self.inbox.popleft())
         else:
             self.loop.step()
-        answers = [frame for _, frame in self.links.answered]
-        self.links.answered.clear()
-        for answer in answers:
+        answers: list[Frame] = []
+        for _, frame in self.links.answered:
+            answer = frame
             if isinstance(answer, StepResult):
-                assert self.flight.pop(0).number == answer.number
+                record = self.flight.pop(0)
+                assert record.number == answer.number
                 for slot in answer.slots:
-                    table = self.tables.get(slot.slot)
-                    if table is not None and table.since <= answer.number:
+                    if (table := self._table(slot.slot, answer)) is not None:
                         table.num_computed = slot.num_computed
+                for slot, token in zip(record.runs, ids_list(answer.token_ids), strict=bool(answer.token_ids)):
+                    if token != NO_TOKEN and (table := self._table(slot, answer)) is not None:
+                        table.num_computed += 1
+                answer = self._in_words(answer, record.runs) if answer.number % 5 == 4 else answer
+            answers.append(answer)
+        self.links.answered.clear()
         return answers
+
+    def _in_words(self, answer: StepResult, runs: list[int]) -> StepResult:
+        """The same with a result for each slot, as far as it can be said how much each has computed."""
+        slots, token_ids = list(answer.slots), ids_list(answer.token_ids)
+        for i, token in enumerate(token_ids):
+            if token != NO_TOKEN and (table := self._table(runs[i], answer)) is not None:
+                slots.append(SlotResult(runs[i], [token], table.num_computed))
+                token_ids[i] = NO_TOKEN
+        left = ids_bytes(token_ids) if {*token_ids} - {NO_TOKEN} else b""
+        return msgspec.structs.replace(answer, slots=slots, token_ids=left)
+
+    def _table(self, slot: int, answer: StepResult) -> Table | None:
+        """Of the slot that ran, if it is there still."""
+        table = self.tables.get(slot)
+        return table if table is not None and table.since <= answer.number else None
 
 
 class StutteringBatch(MockBatch):

@@ -1,0 +1,95 @@
+"""What a plan grants to those that run already: a token to each that decodes, and blocks for it."""
+
+from blockyard.services.scheduler.draft import Draft
+from blockyard.services.scheduler.groups import Group
+from blockyard.services.scheduler.lifecycle import Lifecycle
+from blockyard.services.scheduler.prefix import PrefixCache
+from blockyard.services.scheduler.requests import Phase, Seat
+from blockyard.shared.messages import SlotBlocks
+
+
+class Decodes:
+    def __init__(self, lifecycle: Lifecycle, prefix: PrefixCache) -> None:
+        self._lifecycle, self._prefix = lifecycle, prefix
+
+    def grant(self, group: Group, draft: Draft) -> list[Seat]:
+        """Grants each decoding seat one token, oldest first. Returns the seats that are in prefill.
+
+        Those in the lane are in the plan once `in_step` is called.
+        """
+        lane = group.lane
+        fits = len(group.running) <= draft.budget
+        if not fits:
+            lane.break_up()  # the oldest ones run
+        elif len(lane):
+            self._look_at(group, draft, lane.take_due())
+        prefills: list[Seat] = []
+        for seat in lane.apart.copy():
+            if seat.choice.phase is not Phase.RUNNING:
+                continue  # preempted for one before it
+            granted = seat.granted
+            if granted < seat.prefill_end:
+                if granted < seat.capacity or self._extend(group, draft, seat):
+                    prefills.append(seat)
+            elif granted < seat.ceiling and draft.budget:
+                if granted == seat.capacity and not self._extend(group, draft, seat):
+                    continue
+                if fits and lane.takes(seat):
+                    lane.join(seat, draft.record.number)
+                else:
+                    draft.decode(seat)
+        draft.budget -= len(lane)
+        return prefills
+
+    def in_step(self, group: Group, draft: Draft) -> None:
+        """The lane runs in this plan, which is about to be sent."""
+        if len(group.lane):
+            runs, draft.record.rows = group.lane.advance(draft.record.number)
+            draft.runs = runs + draft.runs
+
+    def _look_at(self, group: Group, draft: Draft, due: list[Seat]) -> None:
+        """Seats of the lane that have come to the end of a block, or of their tokens.
+
+        Where blocks are scarce they are looked at with all others, in the order in which these get blocks.
+        """
+        lane, pool, size = group.lane, group.blocks, group.blocks.block_size
+        at_end = [seat for seat in due if seat.granted % size == 0]
+        draft.record.filled = at_end
+        if group.window.size is not None or pool.num_free < len(due) + len(lane.apart):
+            for seat in due:
+                lane.leave(seat)
+            return
+        for seat in due:
+            granted = seat.granted
+            if granted + 1 < seat.ceiling:
+                lane.note(seat, granted + (granted % size == 0))
+            else:
+                lane.leave(seat)
+        extended = [seat for seat in at_end if seat.granted == seat.capacity and lane.has(seat)]
+        for seat, block in zip(extended, pool.take(len(extended)), strict=True):
+            seat.blocks.append(block)
+            seat.capacity += size
+            draft.blocks.append(SlotBlocks(seat.slot, [block]))
+
+    def _extend(self, group: Group, draft: Draft, seat: Seat) -> bool:
+        """One more block for a seat. Where there is none, younger seats are preempted until enough will be free.
+
+        What they held rests while plans are in flight: False means not in this plan.
+        """
+        pool = group.blocks
+        if group.window.size is not None:
+            self._prefix.leave(group, seat)
+            group.trim(seat)
+        block = pool.take_one()
+        if block is None:
+            draft.num_owed += 1
+            while pool.num_free + pool.num_resting < draft.num_owed and group.running[-1] is not seat:
+                self._lifecycle.preempt(group, group.running[-1])
+            block = pool.take_one()
+            if block is None:
+                return False
+            draft.num_owed -= 1
+        seat.blocks.append(block)
+        seat.capacity += pool.block_size
+        draft.blocks.append(SlotBlocks(seat.slot, [block]))
+        return True

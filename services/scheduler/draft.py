@@ -1,0 +1,36 @@
+"""A plan in the making."""
+
+from blockyard.services.scheduler.plan_record import PlanRecord
+from blockyard.services.scheduler.requests import Request, Seat
+from blockyard.shared.messages import BlockCopy, SlotBlocks, SlotRun, SlotStart
+
+
+class Draft:
+    __slots__ = ("blocks", "budget", "copies", "fills", "num_owed", "record", "runs", "starts", "written")
+
+    def __init__(self, number: int, budget: int) -> None:
+        self.record = PlanRecord(number)
+        self.budget = budget  # tokens
+        self.starts: list[SlotStart] = []
+        self.blocks: list[SlotBlocks] = []
+        self.runs: list[SlotRun] = []
+        self.copies: list[BlockCopy] = []
+        self.written: list[Request] = []  # with choices that may wait for the prompt that this plan writes the end of
+        self.fills: dict[bytes, int] = {}  # blocks by name, to be found by later plans
+        self.num_owed = 0  # blocks that somebody waits for in vain
+
+    def grant(self, seat: Seat, num_tokens: int) -> None:
+        self.runs.append(SlotRun(seat.slot, num_tokens))
+        self.record.seats[seat.slot] = seat
+        self.record.chunks[seat.slot] = num_tokens
+        seat.granted += num_tokens
+        seat.last_plan = self.record.number
+        self.budget -= num_tokens
+
+    def decode(self, seat: Seat) -> None:
+        """The next token of a seat outside of the lane."""
+        self.runs.append(seat.decode)
+        self.record.seats[seat.slot] = seat
+        seat.granted += 1
+        seat.last_plan = self.record.number
+        self.budget -= 1

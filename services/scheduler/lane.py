@@ -1,0 +1,181 @@
+"""Seats that decode in step: each is granted one token by every plan and says one with every result, no more.
+
+A step costs as much as what changes in it. What all of a lane's seats have in common is written down once: how far they
+have been granted (`Pace`), and lists of what a plan and a batch of text need of each, which are copied and not made
+anew. A calendar says with which plan a seat comes to the end of a block or of its tokens: until then nobody looks at
+it. Whatever else happens to a seat happens outside of the lane, which it leaves for that and joins again later.
+"""
+
+from array import array
+from bisect import insort
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from operator import attrgetter
+
+from blockyard.services.scheduler.requests import ALONE, NEVER, Pace, Payer, Seat
+from blockyard.services.scheduler.sinks import TextSink
+from blockyard.shared.messages import SlotRun
+
+_by_key = attrgetter("key")
+
+
+@dataclass(slots=True)
+class Rows:
+    """Those of a lane whose text one detokenizer makes, side by side, as of one plan. Not to be changed."""
+
+    sink: TextSink
+    seats: list[Seat]
+    slots: "array[int]"
+    outputs: "list[array[int]]"  # of their choices
+    streams: "array[int]"  # what the detokenizer calls them
+    payers: dict[Payer, int]  # how many rows each pays for
+
+    def __len__(self) -> int:
+        return len(self.seats)
+
+    def without(self, places: Iterable[int]) -> "Rows":
+        """All but these."""
+        seats, slots, outputs = self.seats.copy(), self.slots[:], self.outputs.copy()
+        streams, payers = self.streams[:], self.payers.copy()
+        for i in sorted(places, reverse=True):
+            payer = seats[i].choice.request.payer
+            if payer is not None:
+                payers[payer] -= 1
+            del seats[i], slots[i], outputs[i], streams[i]
+        return Rows(self.sink, seats, slots, outputs, streams, payers)
+
+
+class Bunch:
+    """Rows that change: one who leaves has the last one in its place."""
+
+    def __init__(self, sink: TextSink) -> None:
+        self.runs: list[SlotRun] = []
+        self._now = Rows(sink, [], array("I"), [], array("I"), {})
+        self._copy: Rows | None = None  # as it is now
+
+    def add(self, seat: Seat) -> None:
+        now, choice = self._now, seat.choice
+        seat.row = len(now.seats)
+        self._copy = None
+        self.runs.append(seat.decode)
+        now.seats.append(seat)
+        now.slots.append(seat.slot)
+        now.outputs.append(choice.outputs)
+        now.streams.append(choice.stream)
+        payer = choice.request.payer
+        if payer is not None:
+            now.payers[payer] = now.payers.get(payer, 0) + 1
+
+    def remove(self, seat: Seat) -> None:
+        now, i = self._now, seat.row
+        self._copy = None
+        now.seats[-1].row = i
+        for column in (self.runs, now.seats, now.slots, now.outputs, now.streams):
+            column[i] = column[-1]
+            del column[-1]
+        payer = seat.choice.request.payer
+        if payer is not None:
+            now.payers[payer] -= 1
+            if not now.payers[payer]:
+                del now.payers[payer]
+
+    def copy(self) -> Rows:
+        if self._copy is None:
+            now = self._now
+            self._copy = Rows(
+                now.sink, now.seats.copy(), now.slots[:], now.outputs.copy(), now.streams[:], now.payers.copy()
+            )
+        return self._copy
+
+
+class Lane:
+    """The lane of one worker group. `advance` belongs to each plan that is sent."""
+
+    def __init__(self, block_size: int) -> None:
+        self.apart: list[Seat] = []  # those of the group's seats that are not in here, by key
+        self._pace = Pace()
+        self._block_size = block_size
+        self._bunches: dict[TextSink, Bunch] = {}
+        self._calendar: defaultdict[int, list[Seat]] = defaultdict(list)  # by what the pace will have granted then
+        self._num_seats = 0
+
+    def __len__(self) -> int:
+        return self._num_seats
+
+    def enter(self, seat: Seat) -> None:
+        """A new seat of the group."""
+        insort(self.apart, seat, key=_by_key)
+
+    def has(self, seat: Seat) -> bool:
+        return seat.pace is self._pace
+
+    def takes(self, seat: Seat) -> bool:
+        """Whether a seat that is to decode now may do so in here, and not only for its last token."""
+        choice = seat.choice
+        return (
+            seat.drawn
+            and seat.granted + 1 < seat.ceiling
+            and choice.stream > 0
+            and choice.hypothesis is None
+            and choice.request.frame.sampling.num_logprobs is None
+        )
+
+    def join(self, seat: Seat, number: int) -> None:
+        """From the plan of this number on, which is being made, it decodes here."""
+        sink = seat.choice.request.sink
+        assert sink is not None
+        self.apart.remove(seat)
+        seat.last_plan = number
+        seat.keep_to(self._pace)
+        self._num_seats += 1
+        bunch = self._bunches.get(sink)
+        if bunch is None:
+            bunch = self._bunches[sink] = Bunch(sink)
+        bunch.add(seat)
+        self.note(seat, seat.granted + 1)
+
+    def leave(self, seat: Seat) -> None:
+        sink = seat.choice.request.sink
+        assert sink is not None
+        seat.keep_to(ALONE)
+        self._num_seats -= 1
+        self._bunches[sink].remove(seat)
+        insort(self.apart, seat, key=_by_key)
+
+    def break_up(self) -> None:
+        """All leave."""
+        for bunch in self._bunches.values():
+            for seat in bunch.copy().seats:
+                self.leave(seat)
+
+    def note(self, seat: Seat, granted: int) -> None:
+        """It is to be looked at where a block ends, and before its last token; the plans before that it goes through.
+
+        `granted`: what it will have been granted when it may be looked at first.
+        """
+        size = self._block_size
+        at = min(-(-granted // size) * size, seat.ceiling - 1)
+        seat.look_at = self._pace.granted + at - seat.granted
+        self._calendar[seat.look_at].append(seat)
+
+    def take_due(self) -> list[Seat]:
+        """Seats to be looked at before the next plan: they are noted anew, or leave."""
+        now = self._pace.granted
+        due: list[Seat] = []
+        for seat in self._calendar.pop(now, ()):
+            if seat.pace is self._pace and seat.look_at == now:  # else it has left since
+                seat.look_at = NEVER  # who left and came back may be there twice
+                due.append(seat)
+        return due
+
+    def advance(self, number: int) -> tuple[list[SlotRun], list[Rows]]:
+        """All run in the plan of this number, which is about to be sent: how the plan and its record say it."""
+        if not self._num_seats:
+            return [], []
+        self._pace.granted += 1
+        self._pace.last_plan = number
+        bunches = [bunch for bunch in self._bunches.values() if bunch.runs]
+        if len(bunches) < len(self._bunches):
+            self._bunches = {bunch.copy().sink: bunch for bunch in bunches}
+        return [run for bunch in bunches for run in bunch.runs], [bunch.copy() for bunch in bunches]
