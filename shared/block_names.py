@@ -19,6 +19,11 @@ def root_name(scope: str, adapter: str = "", cache_salt: str = "", image_hashes:
     return hashlib.sha256(framed).digest()[:NAME_BYTES]
 
 
+def block_name(parent: bytes, token_ids: bytes) -> bytes:
+    """The name of one block, all of whose tokens these are (uint32 each)."""
+    return hashlib.sha256(parent + token_ids).digest()[:NAME_BYTES]
+
+
 def block_names(parent: bytes, token_ids: bytes, block_size: int) -> bytes:
     """Names of the full blocks of `token_ids` (uint32 each), 16 bytes each, chained from `parent`."""
     sha256 = hashlib.sha256

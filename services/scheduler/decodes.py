@@ -22,7 +22,7 @@ class Decodes:
         if not fits:
             lane.break_up()  # the oldest ones run
         elif len(lane):
-            self._look_at(group, draft, lane.take_due())
+            self._look(group, draft)
         prefills: list[Seat] = []
         for seat in lane.apart.copy():
             if seat.choice.phase is not Phase.RUNNING:
@@ -47,28 +47,18 @@ class Decodes:
             runs, draft.record.rows = group.lane.advance(draft.record.number)
             draft.runs = runs + draft.runs
 
-    def _look_at(self, group: Group, draft: Draft, due: list[Seat]) -> None:
-        """Seats of the lane that have come to the end of a block, or of their tokens.
+    def _look(self, group: Group, draft: Draft) -> None:
+        """Blocks for seats of the lane.
 
-        Where blocks are scarce they are looked at with all others, in the order in which these get blocks.
+        Where they are scarce these seats are looked at with all others, in the order in which these get blocks.
         """
-        lane, pool, size = group.lane, group.blocks, group.blocks.block_size
-        at_end = [seat for seat in due if seat.granted % size == 0]
-        draft.record.filled = at_end
-        if group.window.size is not None or pool.num_free < len(due) + len(lane.apart):
-            for seat in due:
-                lane.leave(seat)
-            return
-        for seat in due:
-            granted = seat.granted
-            if granted + 1 < seat.ceiling:
-                lane.note(seat, granted + (granted % size == 0))
-            else:
-                lane.leave(seat)
-        extended = [seat for seat in at_end if seat.granted == seat.capacity and lane.has(seat)]
+        lane, pool = group.lane, group.blocks
+        is_scarce = pool.num_free < lane.num_due + len(lane.apart)
+        at_end = draft.record.filled = lane.look(leave=is_scarce or group.window.size is not None)
+        extended = [seat for seat in at_end if lane.has(seat) and seat.granted == seat.capacity]
         for seat, block in zip(extended, pool.take(len(extended)), strict=True):
             seat.blocks.append(block)
-            seat.capacity += size
+            seat.capacity += pool.block_size
             draft.blocks.append(SlotBlocks(seat.slot, [block]))
 
     def _extend(self, group: Group, draft: Draft, seat: Seat) -> bool:

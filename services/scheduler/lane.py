@@ -9,9 +9,10 @@ it. Whatever else happens to a seat happens outside of the lane, which it leaves
 from array import array
 from bisect import insort
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, MutableSequence
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import Any
 
 from blockyard.services.scheduler.requests import ALONE, NEVER, Pace, Payer, Seat
 from blockyard.services.scheduler.sinks import TextSink
@@ -71,7 +72,8 @@ class Bunch:
         now, i = self._now, seat.row
         self._copy = None
         now.seats[-1].row = i
-        for column in (self.runs, now.seats, now.slots, now.outputs, now.streams):
+        columns: tuple[MutableSequence[Any], ...] = (self.runs, now.seats, now.slots, now.outputs, now.streams)
+        for column in columns:
             column[i] = column[-1]
             del column[-1]
         payer = seat.choice.request.payer
@@ -133,7 +135,7 @@ class Lane:
         if bunch is None:
             bunch = self._bunches[sink] = Bunch(sink)
         bunch.add(seat)
-        self.note(seat, seat.granted + 1)
+        self._note(seat, seat.granted, seat.granted + 1)
 
     def leave(self, seat: Seat) -> None:
         sink = seat.choice.request.sink
@@ -149,25 +151,31 @@ class Lane:
             for seat in bunch.copy().seats:
                 self.leave(seat)
 
-    def note(self, seat: Seat, granted: int) -> None:
-        """It is to be looked at where a block ends, and before its last token; the plans before that it goes through.
+    @property
+    def num_due(self) -> int:
+        """Seats to be looked at before the next plan, at most."""
+        return len(self._calendar.get(self._pace.granted, ()))
 
-        `granted`: what it will have been granted when it may be looked at first.
+    def look(self, leave: bool) -> list[Seat]:
+        """Before a plan: returns the seats that have come to the end of a block.
+
+        Those with one more token to go leave, or, if `leave`, all that are due.
         """
-        size = self._block_size
-        at = min(-(-granted // size) * size, seat.ceiling - 1)
-        seat.look_at = self._pace.granted + at - seat.granted
-        self._calendar[seat.look_at].append(seat)
-
-    def take_due(self) -> list[Seat]:
-        """Seats to be looked at before the next plan: they are noted anew, or leave."""
-        now = self._pace.granted
-        due: list[Seat] = []
+        pace, now, size = self._pace, self._pace.granted, self._block_size
+        at_end: list[Seat] = []
         for seat in self._calendar.pop(now, ()):
-            if seat.pace is self._pace and seat.look_at == now:  # else it has left since
-                seat.look_at = NEVER  # who left and came back may be there twice
-                due.append(seat)
-        return due
+            if seat.pace is not pace or seat.look_at != now:
+                continue  # it has left since
+            seat.look_at = NEVER  # who left and came back may be there twice
+            granted = seat.base + now
+            is_at_end = granted % size == 0
+            if is_at_end:
+                at_end.append(seat)
+            if leave or granted + 1 >= seat.ceiling:
+                self.leave(seat)
+            else:
+                self._note(seat, granted, granted + is_at_end)
+        return at_end
 
     def advance(self, number: int) -> tuple[list[SlotRun], list[Rows]]:
         """All run in the plan of this number, which is about to be sent: how the plan and its record say it."""
@@ -178,4 +186,19 @@ class Lane:
         bunches = [bunch for bunch in self._bunches.values() if bunch.runs]
         if len(bunches) < len(self._bunches):
             self._bunches = {bunch.copy().sink: bunch for bunch in bunches}
-        return [run for bunch in bunches for run in bunch.runs], [bunch.copy() for bunch in bunches]
+        runs = bunches[0].runs.copy()
+        for bunch in bunches[1:]:
+            runs += bunch.runs
+        return runs, [bunch.copy() for bunch in bunches]
+
+    def _note(self, seat: Seat, granted: int, least: int) -> None:
+        """It is to be looked at where a block ends, and before its last token; the plans before that it goes through.
+
+        `least`: what it will have been granted when it may be looked at first.
+        """
+        size = self._block_size
+        at = -(-least // size) * size
+        if at >= seat.ceiling:
+            at = seat.ceiling - 1
+        seat.look_at = when = self._pace.granted + at - granted
+        self._calendar[when].append(seat)

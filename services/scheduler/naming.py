@@ -1,7 +1,7 @@
 """What the blocks of a choice are called, as far as its tokens are known."""
 
 from blockyard.services.scheduler.requests import ID_BYTES, Choice
-from blockyard.shared.block_names import NAME_BYTES, block_names, root_name
+from blockyard.shared.block_names import NAME_BYTES, block_name, block_names, root_name
 
 
 class Naming:
@@ -19,8 +19,11 @@ class Naming:
         if missing > 0:
             first = len(names) * block_size
             parent = names[-1] if names else self._root(choice)
-            new = block_names(parent, _ids(choice, first, first + missing * block_size), block_size)
-            names += [new] if missing == 1 else split_names(new)
+            ids = _ids(choice, first, first + missing * block_size)
+            if missing == 1:  # as generation goes on
+                names.append(block_name(parent, ids))
+            else:
+                names += split_names(block_names(parent, ids, block_size))
         return names
 
     def _prompt_names(self, choice: Choice, block_size: int) -> list[bytes]:

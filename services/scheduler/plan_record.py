@@ -35,6 +35,11 @@ class PlanRecord:
             self.apart.add(seat.slot)
             self.dropped.add(seat.slot)
 
+    def take_apart(self, rows: Rows, places: set[int]) -> None:
+        """These rows are looked at by themselves."""
+        slots = [rows.slots[i] for i in places]
+        self.seats |= {slot: rows.seats[i] for slot, i in zip(slots, places, strict=True) if slot not in self.dropped}
+
     def fits(self, token_ids: bytes) -> bool:
         """Whether there is one for each run, or none at all."""
         return len(token_ids) in {0, ID_BYTES * len(self.runs)}

@@ -96,19 +96,18 @@ class PrefixCache:
         return dict(zip(seat.choice.names[first:end], seat.blocks[first:end], strict=True))
 
     def due(self, group: Group, seat: Seat) -> None:
-        """Results say that a seat has KV up to `seat.computed`: generated tokens have filled a block."""
+        """Results say that a seat outside of the lane has KV up to `seat.computed`: it has filled a block."""
         if not seat.is_due:
             seat.is_due = True
-            seat.name_at += group.blocks.block_size  # until then there is no need to ask again
             group.due.append(seat)
 
     def catch_up(self, group: Group) -> None:
         """Names what has been filled. Some seats a plan: they may all fill a block in the same step."""
         due = group.due
-        for _ in range(min(len(due), len(due) // 2 + 16)):
+        for _ in range(min(len(due), len(due) // 8 + 16)):
             seat = due.popleft()
             seat.is_due = False
-            if seat.name_at != NEVER:
+            if seat.computed >= seat.name_at:
                 self._computed(group, seat)
 
     def leave(self, group: Group, seat: Seat) -> None:
@@ -133,8 +132,7 @@ class PrefixCache:
     def _computed(self, group: Group, seat: Seat) -> None:
         size = group.blocks.block_size
         choice = seat.choice
-        known = choice.request.num_prompt + len(choice.outputs)
-        end = max(seat.num_named, min(seat.computed, known) // size)
+        end = max(seat.num_named, min(seat.computed, choice.known) // size)
         names = self._naming.names(choice, size, end * size)
         put, blocks = group.blocks.index.put, seat.blocks
         for i in range(max(seat.num_named, seat.num_freed), end):

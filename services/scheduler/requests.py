@@ -164,7 +164,7 @@ class Seat:
     is_due: bool = False  # it has as many, and is in its group's list for that
     row: int = 0  # its place in its lane
     look_at: int = 0  # when its lane looks at it, by its pace
-    _granted: int = 0  # besides its lane's
+    base: int = 0  # tokens granted besides its lane's
     _computed: int = 0  # until a token is drawn
     _last_plan: int = 0  # before its lane's
 
@@ -174,11 +174,11 @@ class Seat:
 
         It goes past what is known, because a sampled token feeds the next step on the device, and never past `ceiling`.
         """
-        return self._granted + self.pace.granted
+        return self.base + self.pace.granted
 
     @granted.setter
     def granted(self, num_tokens: int) -> None:
-        self._granted = num_tokens - self.pace.granted
+        self.base = num_tokens - self.pace.granted
 
     @property
     def computed(self) -> int:
@@ -201,7 +201,7 @@ class Seat:
     def keep_to(self, pace: Pace) -> None:
         """Goes on at this pace, from where it is."""
         self._last_plan = self.last_plan
-        self._granted += self.pace.granted - pace.granted
+        self.base += self.pace.granted - pace.granted
         self.pace = pace
 
 

@@ -34,38 +34,25 @@ class Results:
                 self._slot(group, record, seat, slot, result.stamp_s)
         for number, seat in record.seats.items():
             seat.granted -= record.chunks.get(number, 1)
-        for seat in record.filled:
-            if seat.computed >= seat.name_at:
-                self._prefix.due(group, seat)
+        group.due.extend(record.filled)
 
     def _tokens(self, group: Group, record: PlanRecord, result: StepResult) -> None:
         """Those of slots that have no more to say. In `record.seats` are the others after it, rows among them."""
-        if not result.token_ids:
-            for rows in record.rows:
-                record.seats |= {
-                    slot: seat for slot, seat in zip(rows.slots, rows.seats, strict=True) if slot not in record.dropped
-                }
-            return
-        token_ids = array("I", result.token_ids)
-        alone: list[tuple[Seat, int]] = []
-        begin = 0
+        token_ids, begin = array("I", result.token_ids), 0
+        alone: list[tuple[int, int]] = []  # slots and tokens
         for rows in record.rows:
-            tokens = token_ids[begin : begin + len(rows)]
+            tokens = token_ids[begin : begin + len(rows)] or array("I", [NO_TOKEN]) * len(rows)
             begin += len(rows)
             places = _places(tokens, NO_TOKEN)
             places |= {rows.slots.index(slot) for slot in record.apart if slot in rows.slots}
-            for i in sorted(places, reverse=True):
-                seat, token = rows.seats[i], tokens.pop(i)
-                if seat.slot not in record.dropped:
-                    record.seats[seat.slot] = seat
-                    alone.append((seat, token))
+            record.take_apart(rows, places)
+            alone += [(rows.slots[i], tokens.pop(i)) for i in sorted(places, reverse=True)]
             self._rows(rows.without(places) if places else rows, tokens, result.stamp_s)
-        others = zip(record.runs[begin:], token_ids[begin:], strict=True)
-        alone += [(seat, token) for run, token in others if (seat := record.seats.get(run.slot)) is not None]
-        for seat, token in alone:
-            if token != NO_TOKEN:
-                del record.seats[seat.slot]
-                self._slot(group, record, seat, SlotResult(seat.slot, [token], seat.computed + 1), result.stamp_s)
+        alone += [(run.slot, token) for run, token in zip(record.runs[begin:], token_ids[begin:], strict=False)]
+        for slot, token in alone:
+            seat = record.seats.pop(slot, None) if token != NO_TOKEN else None
+            if seat is not None:
+                self._slot(group, record, seat, SlotResult(slot, [token], seat.computed + 1), result.stamp_s)
 
     def _rows(self, rows: Rows, tokens: "array[int]", stamp_s: float) -> None:
         """One token each, at C's speed: this is what a step consists of."""

@@ -25,6 +25,7 @@ from blockyard.shared.messages import (
     StepPlan,
     StepResult,
 )
+from blockyard.shared.token_ids import unpack
 
 ME, OLD, NEW = 7, 100, 200
 
@@ -100,7 +101,7 @@ def test_plans_run_in_order_and_each_is_answered() -> None:
     it.step()  # nothing left: does nothing
     assert runner.log[1:] == [("plan", 1), ("plan", 2)]
     answers = [frame for _, frame in links.answered if isinstance(frame, StepResult)]
-    assert [(a.worker, a.number, a.slots[0].token_ids) for a in answers] == [(ME, 1, [5]), (ME, 2, [5])]
+    assert [(a.worker, a.number, unpack(a.token_ids)) for a in answers] == [(ME, 1, [5]), (ME, 2, [5])]
     assert all(a.stamp_s > 1e9 and a.step_s >= 0 for a in answers)
 
 

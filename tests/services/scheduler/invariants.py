@@ -137,6 +137,34 @@ def check_desks(core: Scheduler, aside: list[Choice]) -> None:
     assert core._gate.paused or not (idle and ready), "a group idles"
 
 
+def check_lane(group: Group) -> None:
+    """Who runs is in the lane or apart, and what the lane's lists say of its seats is so."""
+    lane = group.lane
+    rows = [bunch.copy() for bunch in lane._bunches.values()]
+    inside = [seat for one in rows for seat in one.seats]
+    assert len(inside) == len(lane)
+    assert {*map(id, inside), *map(id, lane.apart)} == {*map(id, group.running)}
+    assert len(inside) + len(lane.apart) == len(group.running)
+    assert [s.key for s in lane.apart] == sorted(s.key for s in lane.apart)
+    assert not any(map(lane.has, lane.apart))
+    for sink, bunch in lane._bunches.items():
+        now = bunch.copy()
+        choices = [seat.choice for seat in now.seats]
+        assert now.seats == [seat for seat in now.seats if lane.has(seat) and seat.choice.request.sink is sink]
+        assert [seat.row for seat in now.seats] == list(range(len(now)))
+        assert [run.slot for run in bunch.runs] == [seat.slot for seat in now.seats] == list(now.slots)
+        assert all(outputs is choice.outputs for outputs, choice in zip(now.outputs, choices, strict=True))
+        assert list(now.streams) == [choice.stream for choice in choices]
+        assert now.payers == Counter(c.request.payer for c in choices if c.request.payer is not None)
+    size, pace = group.blocks.block_size, lane._pace.granted
+    for seat in inside:
+        last = min(seat.capacity, seat.ceiling - 1)
+        assert seat.prefill_end <= seat.granted <= last, "it has room for its tokens until it is looked at"
+        assert pace <= seat.look_at <= pace + last - seat.granted, "nobody looks at it when it has no more"
+        assert seat.look_at - pace <= size
+        assert seat in lane._calendar[seat.look_at]
+
+
 def check(core: Scheduler) -> None:
     """Invariants of the core's state."""
     for group in core._groups.attached.values():
@@ -148,6 +176,7 @@ def check(core: Scheduler) -> None:
         used = [seat.slot for seat in group.running]
         assert sorted(group.slots._free + resting + used) == list(range(group.slots.num_ids)), "a slot is lost"
         check_blocks(group)
+        check_lane(group)
         for seat in group.running:
             request = seat.choice.request
             last = request.num_prompt + request.frame.sampling.max_tokens - 1  # is sampled, never computed

@@ -102,7 +102,9 @@ class Program:
     def work(self, a: int, b: int) -> None:
         worker = pick(list(self.world.workers.values()), a)
         for _ in range(1 + b % 4 if worker else 0):
-            self.world.work(worker)
+            self.world.work(worker, turn=b % 3 > 0)
+        if not b % 3:
+            self.world.turn()
 
     def detokenize(self, a: int, b: int) -> None:
         detokenizer = pick(list(self.world.detokenizers.values()), a)

@@ -33,6 +33,7 @@ def test_any_history(shape: Shape, data: bytes) -> None:
     finally:
         counted["steps"] += program.world.num_turns
         counted["plans"] += program.world.num_steps
+        counted["rows"] += sum(detokenizer.num_rows for detokenizer in program.world.detokenizers.values())
 
 
 def test_how_many_steps_that_were(capsys: pytest.CaptureFixture[str]) -> None:
@@ -40,5 +41,7 @@ def test_how_many_steps_that_were(capsys: pytest.CaptureFixture[str]) -> None:
     if not counted:
         pytest.skip("the histories were not run")
     with capsys.disabled():
-        print(f"\n{counted['steps']} steps of the scheduler, {counted['plans']} plans answered", end="")
+        text = "{steps} steps of the scheduler, {plans} plans answered, {rows} tokens of seats in step"
+        print("\n" + text.format(**counted), end="")
     assert counted["steps"] >= LEAST
+    assert counted["rows"] > counted["plans"] / 10

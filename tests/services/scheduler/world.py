@@ -189,12 +189,15 @@ class World:
     def sampling(self, **sampling: object) -> Sampling:
         return Sampling(**sampling)
 
-    def work(self, worker: FakeWorker) -> None:
+    def work(self, worker: FakeWorker, turn: bool = True) -> None:
+        """Without `turn` the scheduler hears more before it decides."""
         for answer in worker.work():
             self.num_steps += isinstance(answer, StepResult)
             if isinstance(answer, Attached):
                 self.check_names(worker)
-            self.tell(worker.incarnation, answer)
+            self.core.handle(worker.incarnation, answer, self.now)
+            if turn:
+                self.turn()
 
     def detokenize(self, detokenizer: FakeDetokenizer) -> None:
         for stop in detokenizer.work(self._read):

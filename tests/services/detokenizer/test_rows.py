@@ -1,0 +1,84 @@
+"""Tokens side by side: streams by the number that their scheduler gave them, and the same text as by steps."""
+
+from typing import Any
+
+import pytest
+
+from blockyard.shared.messages import Cancel, FinishReason, StreamRef, TokenBatch, TokenRows, TokenStep
+from blockyard.shared.token_ids import pack
+
+
+def rows(*entries: tuple[int, int, int]) -> TokenRows:
+    """Of (stream, first, token id) each."""
+    streams, firsts, token_ids = map(list, zip(*entries, strict=True))
+    return TokenRows(pack(streams), pack(firsts), pack(token_ids))
+
+
+def test_rows_become_the_text_that_steps_would(bench: Any) -> None:
+    ids, others = bench.ids("The quick fox"), bench.ids("Ein 🎉 Fuchs")
+    bench.open("a", stream=5)
+    bench.open("b", stream=6)
+    count = min(len(ids), len(others))
+    for n in range(count):
+        bench.apply(TokenBatch([], [], rows=[rows((6, n, others[n]), (5, n, ids[n]))]))
+    for name, rest in (("a", ids[count:]), ("b", others[count:])):
+        bench.step(count, rest, name, finish=FinishReason.LENGTH)
+    texts = {name: "".join(d.text for d in bench.deltas if d.request_id == name) for name in "ab"}
+    assert texts == {"a": "The quick fox", "b": "Ein 🎉 Fuchs"}
+    firsts = [(d.first, d.token_ids) for d in bench.deltas if d.request_id == "a"]
+    assert firsts == [(n, [ids[n]]) for n in range(count)] + [(count, ids[count:])]
+    assert bench.streams.tokens_total == len(ids) + len(others)
+    assert bench.streams.num_open == 0
+
+
+def test_rows_come_before_the_steps_of_their_batch(bench: Any) -> None:
+    first, second = bench.ids("ab")
+    bench.open(stream=1)
+    bench.apply(TokenBatch([], [TokenStep("r", 1, 0, 1, [second], FinishReason.LENGTH)], rows=[rows((1, 0, first))]))
+    assert [d.token_ids for d in bench.deltas] == [[first], [second]]
+    assert bench.deltas[-1].finish is FinishReason.LENGTH
+
+
+def test_a_stop_string_may_end_in_a_row(bench: Any) -> None:
+    ids = bench.ids("one two")
+    bench.open(stop=["two"], stream=9)
+    for n, token_id in enumerate(ids):
+        bench.apply(TokenBatch([], [], rows=[rows((9, n, token_id))]))
+    assert bench.text == "one "
+    assert bench.stops == [StreamRef("r", 1, 0)]
+    said = len(bench.deltas)
+    bench.apply(TokenBatch([], [], rows=[rows((9, len(ids), ids[0]))]))
+    assert len(bench.deltas) == said, "it has ended"
+
+
+@pytest.mark.parametrize("end", ["close", "peer", "attempt"])
+def test_a_number_means_nobody_once_its_stream_is_gone(bench: Any, end: str) -> None:
+    token_id = bench.ids("a")[0]
+    bench.open(stream=3)
+    if end == "close":
+        bench.apply(TokenBatch([], [], [Cancel("r", 1)]))
+    elif end == "peer":
+        bench.streams.drop_peer(77)
+    else:
+        bench.open(attempt=2, stream=4)
+    bench.apply(TokenBatch([], [], rows=[rows((3, 0, token_id))]))
+    assert not bench.deltas
+    if end == "attempt":
+        bench.apply(TokenBatch([], [], rows=[rows((4, 0, token_id))]))
+        assert [d.attempt for d in bench.deltas] == [2]
+
+
+def test_each_scheduler_has_numbers_of_its_own(bench: Any) -> None:
+    token_id = bench.ids("a")[0]
+    bench.open("a", stream=3)
+    bench.apply(TokenBatch([], [], rows=[rows((3, 0, token_id))]), scheduler=78)
+    assert not bench.deltas
+
+
+@pytest.mark.parametrize(("first", "said"), [(0, 0), (1, 1), (2, 0)])
+def test_a_token_is_said_once_and_none_behind_a_gap(bench: Any, first: int, said: int) -> None:
+    token_id = bench.ids("a")[0]
+    bench.open(stream=1)
+    bench.step(0, [token_id])
+    bench.apply(TokenBatch([], [], rows=[rows((1, first, token_id))]))
+    assert len(bench.deltas) == 1 + said

@@ -1,0 +1,136 @@
+"""Seats that decode in step: who does, what leaves for them, and what happens when something happens to one."""
+
+import itertools
+
+import msgspec
+import pytest
+
+from blockyard.services.scheduler.groups import Group
+from blockyard.shared.messages import NO_TOKEN, Cancel, Frame, StepPlan, StepResult, TokenBatch
+
+from .conftest import Ring
+from .fakes import ids_list
+
+
+def group_of(it: Ring) -> Group:
+    (group,) = it.world.core.groups.values()
+    return group
+
+
+def last(it: Ring, kind: type[Frame]) -> Frame:
+    return [o.frame for o in it.world.sent if isinstance(o.frame, kind)][-1]
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_decodes_are_in_step_and_their_tokens_side_by_side(ring: type[Ring], depth: int) -> None:
+    it = ring(depth=depth, num_blocks=200, max_num_seqs=8)
+    for i in range(6):
+        it.submit(str(i), 5 + i, max_tokens=40)
+    it.steps(15)
+    assert len(group_of(it).lane) == 6
+    batch = last(it, TokenBatch)
+    assert isinstance(batch, TokenBatch)
+    assert [len(ids_list(rows.token_ids)) for rows in batch.rows] == [6]
+    assert not batch.steps
+    assert it.detokenizer.num_rows > 6
+    it.finish()
+
+
+def test_a_seat_is_not_looked_at_between_two_blocks(ring: type[Ring]) -> None:
+    it = ring(num_blocks=200, block_size=5)
+    it.submit("a", 4, max_tokens=40)
+    it.steps(6)
+    (seat,) = group_of(it).running
+    looks = []
+    for _ in range(20):
+        it.steps(1)
+        looks.append(seat.look_at)
+    assert len(set(looks)) in {4, 5}
+    assert seat.granted > 20
+    it.finish()
+
+
+def test_somebody_who_leaves_the_lane_leaves_the_others_in_it(ring: type[Ring]) -> None:
+    it = ring(num_blocks=200, max_num_seqs=8)
+    for i in range(4):
+        it.submit(str(i), 5, max_tokens=24 + 6 * i)
+    it.steps(10)
+    assert len(group_of(it).lane) == 4
+    it.journal("2").cancelled = True
+    it.world.tell(it.gateway.incarnation, Cancel("2", 0))
+    assert len(group_of(it).lane) == 3
+    it.steps(16)
+    assert 0 < len(group_of(it).lane) < 3
+    it.finish()
+
+
+@pytest.mark.parametrize("together", [2, 3])
+def test_results_that_come_in_one_turn_reach_the_text_in_their_order(ring: type[Ring], together: int) -> None:
+    """The first token of a seat is said by itself, those that follow in rows: a batch has its rows first."""
+    it = ring(depth=3, num_blocks=200, max_num_seqs=8)
+    for i in range(4):
+        it.submit(str(i), 5, max_tokens=30)
+    it.steps(12)
+    for i in range(4):  # these come while others are in step, and go while results are out
+        it.submit(f"late {i}", 5, max_tokens=6 + i)
+    while it.worker.busy():
+        for _ in range(2 * together):
+            it.world.work(it.worker, turn=False)
+        it.world.turn()
+    batches = [o.frame for o in it.world.sent if isinstance(o.frame, TokenBatch)]
+    assert any(later.rows and earlier.steps for earlier, later in itertools.pairwise(batches))
+    it.finish()
+
+
+def test_those_who_want_log_probabilities_are_looked_at_one_by_one(ring: type[Ring]) -> None:
+    it = ring(num_blocks=200, max_num_seqs=8)
+    it.submit("a", 5, max_tokens=20, num_logprobs=2)
+    it.submit("b", 5, max_tokens=20)
+    it.steps(10)
+    assert [seat.choice.request.id for seat in group_of(it).lane.apart] == ["a"]
+    it.finish()
+
+
+def test_where_a_step_has_no_room_for_all_the_oldest_run(ring: type[Ring]) -> None:
+    """Nobody is seated for whom a step has no room; but if it came to that, a plan is not to be too large."""
+    it = ring(depth=0, num_blocks=200, max_num_seqs=8)
+    for i in range(5):
+        it.submit(str(i), 2, max_tokens=15)
+    it.steps(6)
+    group = group_of(it)
+    assert len(group.lane) == 5
+    group.max_num_batched_tokens = 3
+    it.steps(1)
+    plan = last(it, StepPlan)
+    assert isinstance(plan, StepPlan)
+    assert [run.slot for run in plan.runs] == [seat.slot for seat in group.running[:3]]
+    assert not len(group.lane)
+    it.finish()
+
+
+@pytest.mark.parametrize("kept", [0, 4, 8])
+def test_tokens_for_another_number_of_runs_are_no_answer(ring: type[Ring], kept: int) -> None:
+    it = ring(depth=0, num_blocks=200, max_num_seqs=8)
+    for i in range(3):
+        it.submit(str(i), 5, max_tokens=20)
+    it.steps(8)
+    assert len(group_of(it).lane) == 3
+    plan = last(it, StepPlan)
+    assert isinstance(plan, StepPlan)
+    answer = StepResult(it.worker.incarnation, plan.number, [], 0.0, token_ids=bytes(kept))
+    before = it.world.core.groups[it.worker.incarnation]
+    it.worker.flight.clear()
+    it.world.tell(it.worker.incarnation, answer)
+    asked = it.worker.incarnation not in it.world.core.groups
+    assert asked == (kept != 0), "no tokens at all: all were silent"
+    assert before.running or asked
+
+
+def test_no_token_is_four_bytes_that_no_vocabulary_has() -> None:
+    assert ids_list(NO_TOKEN.to_bytes(4, "little")) == [NO_TOKEN]
+
+
+def test_rows_of_different_lengths_do_not_decode() -> None:
+    frame = msgspec.msgpack.encode(["TokenBatch", [], [], [], 0.0, [[b"1234", b"1234", b""]]])
+    with pytest.raises(msgspec.ValidationError, match="bytes of uint32"):
+        msgspec.msgpack.decode(frame, type=TokenBatch)
