@@ -7,11 +7,13 @@ import subprocess
 import sys
 import time
 from array import array
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
+from token_rows import steps_of
 
 from blockyard.shared.bus import Links
 from blockyard.shared.config.process import BusConfig, ProcessConfig
@@ -29,6 +31,7 @@ from blockyard.shared.messages import (
     Member,
     Role,
     Sampling,
+    StreamOpen,
     TextOptions,
     TokenBatch,
     TokenStep,
@@ -93,6 +96,7 @@ class Ends:
         self.gateway, self.detokenizer = gateway, detokenizer
         self.accepted: list[Accepted] = []
         self.steps: list[TokenStep] = []
+        self.streams: defaultdict[int, dict[int, StreamOpen]] = defaultdict(dict)  # by scheduler
         detokenizer.update(ready=True)
 
     def until(self, true: Callable[[], object]) -> None:
@@ -100,9 +104,9 @@ class Ends:
         while not true():
             assert time.monotonic() < until, "nothing came"
             self.accepted += [e for _, e in self.gateway.poll(0.01) if isinstance(e, Accepted)]
-            for _, event in self.detokenizer.poll(0.01):
+            for scheduler, event in self.detokenizer.poll(0.01):
                 if isinstance(event, TokenBatch):
-                    self.steps += event.steps
+                    self.steps += steps_of(event, self.streams[scheduler])
 
     def ids(self) -> list[int]:
         return [token for step in self.steps for token in step.token_ids]

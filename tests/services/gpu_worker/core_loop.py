@@ -5,7 +5,9 @@ from collections import deque
 from collections.abc import Sequence
 
 from plan_driver import as_bytes
+from token_rows import steps_of
 
+from blockyard.services.gpu_worker.answers import packed
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.services.scheduler.core import Scheduler, SchedulerSettings
 from blockyard.services.scheduler.groups import BatchLimits
@@ -20,6 +22,7 @@ from blockyard.shared.messages import (
     Stats,
     StepPlan,
     StepResult,
+    StreamOpen,
     TextOptions,
     TokenBatch,
     TokenLogprobs,
@@ -49,6 +52,7 @@ class CoreLoop:
         self.most_launched = 0  # before the first of them was done
         self.num_plans = dict.fromkeys(self.runners, 0)
         self.outputs: dict[tuple[str, int], list[int]] = {}
+        self.streams: dict[int, StreamOpen] = {}
         self.finishes: dict[tuple[str, int], tuple[FinishReason, int | None]] = {}
         self.logprobs: dict[tuple[str, int], list[TokenLogprobs]] = {}
         batch = BatchLimits(max_num_seqs, chunk, depth)
@@ -98,7 +102,9 @@ class CoreLoop:
             done += runner.collect()
         for one, it in zip(launched, done, strict=True):
             self.num_plans[worker] += 1
-            self.core.handle(worker, StepResult(worker, one.number, it.slots, 0.0, 0.0, it.failed_fetches), 0.0)
+            slots, token_ids = packed(one, it.slots)
+            result = StepResult(worker, one.number, slots, 0.0, 0.0, it.failed_fetches, token_ids)
+            self.core.handle(worker, result, 0.0)
             self.turn()
 
     def turn(self) -> None:
@@ -107,7 +113,7 @@ class CoreLoop:
             if isinstance(frame, StepPlan):
                 self.plans.append((outgoing.to, frame))
             elif isinstance(frame, TokenBatch):
-                for step in frame.steps:
+                for step in steps_of(frame, self.streams):
                     assert not step.detail, step.detail
                     ids = self.outputs.setdefault((step.request_id, step.choice), [])
                     assert step.first == len(ids)

@@ -2,10 +2,11 @@
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
+from token_rows import steps_of
 
 from blockyard.shared.messages import (
     Accepted,
@@ -18,6 +19,7 @@ from blockyard.shared.messages import (
     Refused,
     Sampling,
     Stop,
+    StreamOpen,
     StreamRef,
     TextOptions,
     TokenBatch,
@@ -129,7 +131,6 @@ class Stream:
     attempt: int
     gateway: int
     num_ids: int
-    key: tuple[str, int]
 
 
 @dataclass
@@ -137,7 +138,7 @@ class FakeDetokenizer:
     incarnation: int
     stops: Callable[[TokenStep], bool]  # whether a stop string ends with this step
     streams: dict[tuple[str, int], Stream] = field(default_factory=dict)
-    called: dict[int, Stream] = field(default_factory=dict)  # as the scheduler calls them
+    called: dict[int, StreamOpen] = field(default_factory=dict)  # all there were, as the scheduler calls them
     inbox: deque[TokenBatch] = field(default_factory=deque)
     num_rows: int = 0
     lost_frames: bool = False  # closes may be among them
@@ -151,25 +152,13 @@ class FakeDetokenizer:
             old = self.streams.get((new.request_id, new.choice))
             if old is None or old.attempt < new.attempt:
                 num_ids = len(ids_list(new.output_ids))
-                key = (new.request_id, new.choice)
-                assert new.stream not in self.called, "two streams are called the same"
-                self.streams[key] = self.called[new.stream] = Stream(new.attempt, new.gateway, num_ids, key)
-        steps = [*self._rows(batch), *batch.steps]
+                self.streams[new.request_id, new.choice] = Stream(new.attempt, new.gateway, num_ids)
+        steps = steps_of(batch, self.called)
+        self.num_rows += len(steps) - len(batch.steps)
         found = [ref for step in steps if (ref := self._step(step, read)) is not None]
         for close in batch.closes:
             self._close(close)
         return [Stop(found)] if found else []
-
-    def _rows(self, batch: TokenBatch) -> Iterator[TokenStep]:
-        for rows in batch.rows:
-            columns = ids_list(rows.streams), ids_list(rows.firsts), ids_list(rows.token_ids)
-            for number, first, token_id in zip(*columns, strict=True):
-                stream = self.called.get(number)
-                if stream is None:
-                    assert self.lost_frames, f"{number} is no stream's"
-                    continue
-                self.num_rows += 1
-                yield TokenStep(stream.key[0], stream.attempt, stream.key[1], first, [token_id])
 
     def _step(self, step: TokenStep, read: Callable[[int, TokenStep], None]) -> StreamRef | None:
         stream = self.streams.get((step.request_id, step.choice))
