@@ -5,6 +5,7 @@ a list, and bans of several tokens in a row, is the host's.
 """
 
 import math
+from array import array
 from dataclasses import dataclass
 
 import numpy as np
@@ -183,9 +184,13 @@ class Change:
     listed: Listed
     num_top: int
 
-    def put(self, words: Words) -> None:
+    def put(self, words: list[int]) -> None:
         """Into the words of the slot's fields."""
-        floats = words.view(np.float32)
         words[Field.WISH_ROW], words[Field.NUM_TOP] = self.row, self.num_top
         words[Field.ONLY_LISTED], words[Field.NUM_LISTED] = self.listed.only, len(self.listed.ids)
-        floats[Field.REPETITION], floats[Field.PRESENCE], floats[Field.FREQUENCY] = self.penalties
+        words[Field.REPETITION], words[Field.PRESENCE], words[Field.FREQUENCY] = float_words(*self.penalties)
+
+
+def float_words(*values: float) -> list[int]:
+    """The bits of each as a float32."""
+    return array("i", array("f", values).tobytes()).tolist()
