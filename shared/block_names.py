@@ -1,14 +1,19 @@
 """Names of KV blocks: whoever computes the same block of the same model calls it the same.
 
-A name is 16 bytes of SHA-256 over (the parent's name, the block's token ids). What else its KV depends on
-(model, revision, KV dtype, adapter, cache salt, images) is hashed into the root, the parent of the first block.
-The tokenizer names a prompt's full blocks, the scheduler goes on with those that generation fills.
+A name is 16 bytes of BLAKE2b over (the parent's name, the block's token ids): tenants may choose the ids, so that names
+must not collide even where somebody tries. It takes such a block in one round, where SHA-256 takes two. What else a
+block's KV depends on (model, revision, KV dtype, adapter, cache salt, images) is hashed into the root, the parent of
+the first block. The tokenizer names a prompt's full blocks, the scheduler goes on with those that generation fills.
 """
 
-import hashlib
+import struct
 from collections.abc import Sequence
+from hashlib import blake2b
+from itertools import chain
 
 NAME_BYTES = 16
+_MANY = 64
+_names = struct.Struct(f"{NAME_BYTES}s" * _MANY)
 
 
 def root_name(scope: str, adapter: str = "", cache_salt: str = "", image_hashes: Sequence[bytes] = ()) -> bytes:
@@ -16,20 +21,31 @@ def root_name(scope: str, adapter: str = "", cache_salt: str = "", image_hashes:
     parts = [text.encode("utf-8", "surrogatepass") for text in (scope, adapter, cache_salt)]
     # Lengths stand before the parts, so that no two lists of parts read the same.
     framed = b"".join(len(part).to_bytes(8, "little") + part for part in [*parts, *image_hashes])
-    return hashlib.sha256(framed).digest()[:NAME_BYTES]
+    return blake2b(framed, digest_size=NAME_BYTES).digest()
 
 
 def block_name(parent: bytes, token_ids: bytes) -> bytes:
     """The name of one block, all of whose tokens these are (uint32 each)."""
-    return hashlib.sha256(parent + token_ids).digest()[:NAME_BYTES]
+    return blake2b(parent + token_ids, digest_size=NAME_BYTES).digest()
+
+
+def name_list(parent: bytes, token_ids: bytes, block_size: int) -> list[bytes]:
+    """Names of the full blocks of `token_ids` (uint32 each), chained from `parent`."""
+    step = 4 * block_size
+    names = []
+    for (ids,) in struct.iter_unpack(f"{step}s", token_ids[: len(token_ids) // step * step]):
+        parent = blake2b(parent + ids, digest_size=NAME_BYTES).digest()
+        names.append(parent)
+    return names
 
 
 def block_names(parent: bytes, token_ids: bytes, block_size: int) -> bytes:
-    """Names of the full blocks of `token_ids` (uint32 each), 16 bytes each, chained from `parent`."""
-    sha256 = hashlib.sha256
-    step = 4 * block_size
-    names = []
-    for end in range(step, len(token_ids) + 1, step):
-        parent = sha256(parent + token_ids[end - step : end]).digest()[:NAME_BYTES]
-        names.append(parent)
-    return b"".join(names)
+    """As `name_list`, 16 bytes each."""
+    return b"".join(name_list(parent, token_ids, block_size))
+
+
+def split_names(names: bytes) -> list[bytes]:
+    """A list of what stands side by side: many at once, in a tenth of the time that slices take."""
+    end = len(names) // _names.size * _names.size
+    rest = [names[i : i + NAME_BYTES] for i in range(end, len(names), NAME_BYTES)]
+    return [*chain.from_iterable(_names.iter_unpack(names[:end])), *rest]

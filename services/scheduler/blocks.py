@@ -91,15 +91,15 @@ class BlockPool:
 
         The leaf is given up before its parents: it is of no use without them.
         """
-        holders, index = self._holders, self.index
+        holders, index, has = self._holders, self.index, self.index.has
         bare: list[int] = []
         kept: list[int] = []  # in the order in which they rest
         for i in range(len(blocks) - 1, -1, -1):
             block = blocks[i]
-            holders[block] -= 1
-            if holders[block]:
+            holders[block] = left = holders[block] - 1
+            if left:
                 continue
-            if index.has(block):
+            if has(block):
                 kept.append(block)
                 continue
             if i < len(names):

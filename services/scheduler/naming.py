@@ -1,7 +1,7 @@
 """What the blocks of a choice are called, as far as its tokens are known."""
 
 from blockyard.services.scheduler.requests import ID_BYTES, Choice
-from blockyard.shared.block_names import NAME_BYTES, block_name, block_names, root_name
+from blockyard.shared.block_names import NAME_BYTES, block_name, name_list, root_name, split_names
 
 
 class Naming:
@@ -23,7 +23,7 @@ class Naming:
             if missing == 1:  # as generation goes on
                 names.append(block_name(parent, ids))
             else:
-                names += split_names(block_names(parent, ids, block_size))
+                names += name_list(parent, ids, block_size)
         return names
 
     def _prompt_names(self, choice: Choice, block_size: int) -> list[bytes]:
@@ -38,10 +38,6 @@ class Naming:
             return root_name(self._scope, frame.adapter, frame.cache_salt)
         own = frame.request_id.encode("utf-8", "surrogatepass")
         return root_name(self._scope, frame.adapter, frame.cache_salt, [own])  # found by this request alone
-
-
-def split_names(names: bytes) -> list[bytes]:
-    return [names[i : i + NAME_BYTES] for i in range(0, len(names), NAME_BYTES)]
 
 
 def _ids(choice: Choice, first: int, end: int) -> bytes:

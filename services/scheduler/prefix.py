@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 
 from blockyard.services.scheduler.groups import Group
-from blockyard.services.scheduler.naming import Naming, split_names
+from blockyard.services.scheduler.naming import Naming
 from blockyard.services.scheduler.requests import NEVER, Choice, Seat
-from blockyard.shared.block_names import NAME_BYTES
+from blockyard.shared.block_names import NAME_BYTES, split_names
 from blockyard.shared.messages import Attached, BlockName
 
 

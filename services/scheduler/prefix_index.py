@@ -1,13 +1,13 @@
 """Which blocks hold what, by name, and in which order those that nobody uses are given up."""
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable
 from itertools import islice
 from typing import cast
 
 from blockyard.services.scheduler.id_pool import Horizon
 
-FIND_AT_ONCE = 64  # names
+FIND_AT_ONCE = 256  # names
 
 
 class PrefixIndex:
@@ -23,6 +23,7 @@ class PrefixIndex:
         self.get = self._block_of.get  # the block of a name
         self.named = self._block_of.__contains__
         self._name_of: dict[int, bytes] = {}
+        self.has = self._name_of.__contains__  # whether a block has a name
         self._cooling: OrderedDict[int, int] = OrderedDict()  # block -> last plan sent when it was left
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._news: dict[int, bytes] = {}  # what the worker has not been told
@@ -67,9 +68,6 @@ class PrefixIndex:
         self._news[block] = name
         return True
 
-    def has(self, block: int) -> bool:
-        return block in self._name_of
-
     def adopt(self, blocks: Iterable[int], names: list[bytes]) -> list[int]:
         """Takes over what a worker's blocks hold, oldest first. Returns the blocks it took."""
         for block, name in zip(blocks, names, strict=True):
@@ -96,11 +94,12 @@ class PrefixIndex:
 
     def wake_all(self, blocks: Iterable[int]) -> None:
         idle, cooling = self._idle, self._cooling
-        for block in blocks:
-            if block in idle:
-                del idle[block]
-            else:
-                del cooling[block]
+        if cooling:
+            blocks = list(blocks)
+            cool = {block for block in blocks if block in cooling}
+            deque(map(cooling.pop, cool), maxlen=0)
+            blocks = [block for block in blocks if block not in cool]
+        deque(map(idle.pop, blocks), maxlen=0)  # thousands at a time, at C's speed
 
     def rest(self, block: int) -> None:
         """The last user of a named block has left it."""

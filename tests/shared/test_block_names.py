@@ -3,10 +3,11 @@
 import hashlib
 import struct
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blockyard.shared.block_names import NAME_BYTES, block_names, root_name
+from blockyard.shared.block_names import NAME_BYTES, block_name, block_names, name_list, root_name, split_names
 from blockyard.shared.token_ids import pack, unpack
 
 ids_lists = st.lists(st.integers(0, 2**32 - 1), max_size=40)
@@ -16,13 +17,25 @@ def split(names: bytes) -> list[bytes]:
     return [names[i : i + NAME_BYTES] for i in range(0, len(names), NAME_BYTES)]
 
 
+def name(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()
+
+
 def test_known_value() -> None:
     """Changing how names are made must be seen: processes of two versions would disagree silently."""
-    root = hashlib.sha256(b"".join(struct.pack("<Q", len(part)) + part for part in (b"m", b"a", b"s"))).digest()[:16]
+    root = name(b"".join(struct.pack("<Q", len(part)) + part for part in (b"m", b"a", b"s")))
     assert root_name("m", "a", "s") == root
-    first = hashlib.sha256(root + struct.pack("<2I", 1, 2)).digest()[:16]
-    second = hashlib.sha256(first + struct.pack("<2I", 3, 4)).digest()[:16]
+    first = name(root + struct.pack("<2I", 1, 2))
+    second = name(first + struct.pack("<2I", 3, 4))
     assert block_names(root, pack([1, 2, 3, 4, 5]), 2) == first + second
+    assert block_name(root, pack([1, 2])) == first
+
+
+@pytest.mark.parametrize("num_names", [0, 1, 63, 64, 65, 200])
+def test_names_side_by_side_and_in_a_list_are_the_same(num_names: int) -> None:
+    names = name_list(root_name("m"), pack(list(range(2 * num_names + 1))), 2)
+    assert len(names) == num_names
+    assert split_names(b"".join(names)) == names
 
 
 @given(ids=ids_lists, more=ids_lists, block_size=st.integers(1, 8))
