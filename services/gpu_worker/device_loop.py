@@ -106,9 +106,9 @@ class DeviceLoop:
 
     def runs_ahead(self, slots: Ints, counts: Ints) -> bool:
         """Whether no slot of this step needs the host between its tokens."""
-        return len(slots) > 0 and self.takes(slots) and bool(self.steps.slots.drawn[slots].all())
+        return len(slots) > 0 and self.takes(slots, counts) and bool(self.steps.slots.drawn[slots].all())
 
-    def takes(self, slots: Ints) -> bool:
+    def takes(self, slots: Ints, counts: Ints) -> bool:
         """Whether a step of these slots can be computed on the device's state."""
         return len(slots) <= self.steps.capacity and int(slots.max()) < self.steps.slots.num_slots
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from blockyard.services.gpu_worker import checkpoint, host_blocks, kv_scales
+from blockyard.services.gpu_worker import checkpoint, compiled_steps, host_blocks, kv_scales
+from blockyard.services.gpu_worker.compiled_steps import CompiledSteps
 from blockyard.services.gpu_worker.kv_pool import KVPool, block_bytes
 from blockyard.services.gpu_worker.memory import MemoryPlan, Need, plan_cpu, plan_cuda, plan_host
 from blockyard.services.gpu_worker.models.decoder import Model
@@ -58,6 +59,10 @@ def start(config: WorkerConfig, report: Report) -> Runner:
         notes.append(str(loaded))
         report("preparing weights", 0.0, notes)
         on_host = HostWeights(model.linears(), table) if table.on_host else None
+        compiled: CompiledSteps | None = None
+        if config.compiled_steps and not config.batch_invariant and device.type == "cpu":
+            compiled, note = compiled_steps.make(model, free_memory())
+            notes.append(note)
         model.prepare(max_model_len)
         notes.extend(pick_products(model, config, device, lambda done: report("measuring linear layers", done, notes)))
         if on_host is not None:
@@ -96,6 +101,9 @@ def start(config: WorkerConfig, report: Report) -> Runner:
         window=need.window,
     )
     runner = Runner(model, pool, geometry, store)
+    if compiled is not None:
+        compiled.serve(runner)
+        runner.on_wake = compiled.serve
     if device.type == "cuda":
         run_ahead(runner, config, report, notes)
         runner.on_wake = lambda again: run_ahead(again, config, report, notes)

@@ -20,10 +20,10 @@ Ints = npt.NDArray[np.int64]
 
 
 class DeviceSteps(Protocol):
-    """How steps are computed on a GPU; see device_loop.py."""
+    """How steps are computed on a GPU, or compiled ones on the CPU; see device_loop.py and compiled_steps.py."""
 
     def forget(self) -> None: ...
-    def takes(self, slots: Ints) -> bool: ...
+    def takes(self, slots: Ints, counts: Ints) -> bool: ...
     def run(self, slots: Ints, counts: Ints) -> tuple[Tensor, Tensor | None]: ...
 
 
@@ -44,16 +44,16 @@ class HostSteps:
         """The next `counts` tokens of each slot, decodes first. A slot whose logits are not finite fails alone."""
         table = self._batch.slots
         logits: Tensor | None = None
-        if self.device is not None and self.device.takes(slots):
+        if self.device is not None and self.device.takes(slots, counts):
             begin = table.computed[slots]
             hidden, logits = self.device.run(slots, counts)
         else:
-            slots, begin, hidden = self._forward(slots, counts)
+            slots, begin, hidden = self.forward(slots, counts)
         table.computed[slots] = begin + counts
         results = self._sample(slots, np.cumsum(counts) - 1, hidden, logits)
         return self._prompt_scores.add(table, slots, counts, begin, hidden, results)
 
-    def _forward(self, slots: Ints, counts: Ints) -> tuple[Ints, Ints, Tensor]:
+    def forward(self, slots: Ints, counts: Ints) -> tuple[Ints, Ints, Tensor]:
         """Slots, in the order that was computed, the tokens each had, and the hidden rows of the new ones."""
         table = self._batch.slots
         begin = table.computed[slots]

@@ -30,6 +30,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from blockyard.kernels.decode_step import Weight
+
 SECOND_COPY_ELEMENTS = 1_500_000  # above it one row is bound by memory in any layout
 TINY_ELEMENTS = 65_536  # up to here the transposed copy keeps up with packed
 TINY_ROWS = 16
@@ -75,6 +77,11 @@ class Linear:
         self._packed: Tensor | None = None
         self._products: Mapping[int, Product] = {}
         self._otherwise: Product = self._plain
+
+    def raw(self) -> Weight:
+        """As the checkpoint has it; not to be asked for once `prepare` was called."""
+        assert self.weight is not None
+        return Weight(self.weight, self.bias)
 
     def prepare(self) -> None:
         """Call once the weight is loaded; on CPU the prepared copies take its place."""

@@ -20,11 +20,13 @@ class Compilation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def graph_fields(values: Values) -> dict[str, Any]:
-    """Of WorkerConfig: whether there are CUDA graphs, and of which sizes. Raises ConfigError."""
+    """Of WorkerConfig: CUDA graphs and of which sizes, on CPU compiled steps. Raises ConfigError."""
     given = values.maybe(FLAG, str)
     asked = _read(values, given) if given is not None else Compilation()
+    eager = values.get("enforce-eager", bool) or asked.level == 0
     return {
-        "enforce_eager": values.get("enforce-eager", bool) or asked.level == 0 or not asked.use_cudagraph,
+        "enforce_eager": eager or not asked.use_cudagraph,
+        "compiled_steps": not eager,
         "graph_sizes": sorted(set(asked.cudagraph_capture_sizes)),
     }
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blockyard.kernels.apply_rope import interleave_pairs
+from blockyard.kernels.decode_step import DecoderWeights, LayerWeights
 from blockyard.kernels.rms_norm import RMSNorm
 from blockyard.services.gpu_worker.linear import Linear
 from blockyard.services.gpu_worker.models.rope import RopeParameters, extended_length, rotation_table
@@ -55,9 +56,11 @@ class DecoderShape:
 class Model(Protocol):
     shape: ModelShape
     table: WeightTable
+    rotations: Tensor | None  # [positions, 1, head_dim / 2] complex64, once it is prepared
 
     def prepare(self, max_model_len: int) -> None: ...
     def linears(self) -> list[Linear]: ...
+    def decode_weights(self) -> DecoderWeights | None: ...
     def forward(self, step: Step) -> Tensor: ...
     def logits(self, hidden: Tensor) -> Tensor: ...
 
@@ -135,6 +138,19 @@ class Block:
     def linears(self) -> list[Linear]:
         return [self.attention.qkv, self.attention.out, self.mlp.gate_up, self.mlp.down]
 
+    def decode_weights(self, window: int | None) -> LayerWeights:
+        attention, norm = self.attention, self.attention.norm
+        return LayerWeights(
+            norm1=self.norm1.weight,
+            qkv=attention.qkv.raw(),
+            qk_norm=None if norm is None else norm.weight,
+            out=attention.out.raw(),
+            norm2=self.norm2.weight,
+            gate_up=self.mlp.gate_up.raw(),
+            down=self.mlp.down.raw(),
+            window=window,
+        )
+
     def forward(
         self, residual: Tensor, delta: Tensor | None, rotation: Tensor, step: Step, wanted: Tensor | None
     ) -> tuple[Tensor, Tensor]:
@@ -172,7 +188,7 @@ class Decoder:
         else:
             self._head = Linear(new.matrix("lm_head.weight", shape.vocab_size, shape.hidden))
         new.ignore_suffix(".rotary_emb.inv_freq")
-        self._rotations = torch.empty(0)
+        self.rotations: Tensor | None = None
 
     def prepare(self, max_model_len: int) -> None:
         """Call once the weights are loaded."""
@@ -182,16 +198,32 @@ class Decoder:
         self._head.prepare()
         shape = self._decoder
         table = rotation_table(shape.rope, shape.head_dim, shape.max_positions, max_model_len)
-        self._rotations = table.unsqueeze(1).to(self._embedding.device)
+        self.rotations = table.unsqueeze(1).to(self._embedding.device)
 
     def linears(self) -> list[Linear]:
         """In the order in which a step uses them."""
         return [*(linear for block in self._blocks for linear in block.linears()), self._head]
 
+    def decode_weights(self) -> DecoderWeights:
+        """For steps in one call. Not to be asked for once `prepare` was called: linear layers drop them."""
+        shape = self._decoder
+        return DecoderWeights(
+            num_heads=shape.num_heads,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            eps=shape.norm_eps,
+            scale=self.shape.scale,
+            embedding=self._embedding,
+            layers=[block.decode_weights(window) for block, window in zip(self._blocks, shape.windows, strict=True)],
+            norm=self._norm.weight,
+            head=self._head.raw(),
+        )
+
     def forward(self, step: Step) -> Tensor:
         """[tokens, hidden], normalised: ready for `logits`. Rows that are not wanted end with their K and V."""
         residual, delta = F.embedding(step.token_ids, self._embedding), None
-        rotation = self._rotations.index_select(0, step.positions)
+        assert self.rotations is not None
+        rotation = self.rotations.index_select(0, step.positions)
         last = self._blocks[-1]
         for block in self._blocks:
             wanted = step.wanted if block is last else None

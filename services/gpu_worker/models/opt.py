@@ -100,6 +100,7 @@ class OPT:
             windows=(None,) * config.num_hidden_layers,
         )
         self.table = new = table
+        self.rotations: Tensor | None = None
         self._embedding = new.matrix("model.decoder.embed_tokens.weight", config.vocab_size, narrow)
         rows = config.max_position_embeddings + POSITION_OFFSET
         self._positions = new.matrix("model.decoder.embed_positions.weight", rows, hidden)
@@ -125,6 +126,9 @@ class OPT:
     def linears(self) -> list[Linear]:
         around = [linear for linear in (self._project_in, self._project_out) if linear is not None]
         return [*(linear for block in self._blocks for linear in block.linears()), *around, self._head]
+
+    def decode_weights(self) -> None:
+        """It is not built of the blocks that `DecoderWeights` describes."""
 
     def forward(self, step: Step) -> Tensor:
         """[tokens, hidden], ready for `logits`."""

@@ -255,7 +255,13 @@ SCHEDULER = (
 )
 
 EXECUTION = (
-    Flag("enforce-eager", Kind.BOOL, False, "No CUDA graphs.", ("worker.enforce_eager",)),
+    Flag(
+        "enforce-eager",
+        Kind.BOOL,
+        False,
+        "No CUDA graphs; on CPU, no compiled decode steps.",
+        ("worker.enforce_eager",),
+    ),
     Flag(
         "batch-invariant",
         Kind.BOOL,
@@ -271,7 +277,8 @@ EXECUTION = (
         None,
         "Level 0 to 3, or a JSON object with `level`, `use_cudagraph`, `cudagraph_capture_sizes`.",
         aliases=("O",),
-        mapped="level 0 is --enforce-eager; 1 to 3 are one: kernels written by hand, in CUDA graphs, no torch.compile",
+        mapped="level 0 is --enforce-eager; 1 to 3 are one: kernels written by hand, in CUDA graphs or, for the CPU,"
+        " compiled C++; no torch.compile",
     ),
     Flag(
         "enable-sleep-mode",

@@ -80,9 +80,9 @@ def test_same_tokens_as_the_plain_path(name: str, tmp_path: Path, monkeypatch: p
 def test_more_slots_than_it_was_made_for(tmp_path: Path) -> None:
     BY_NAME["llama"].save(tmp_path)
     loop = loop_of(start(tmp_path, device=DEVICE), 2)
-    assert loop.takes(np.array([0, 3]))
-    assert not loop.takes(np.array([4]))
-    assert not loop.takes(np.array([0, 1, 2]))
+    assert loop.takes(np.array([0, 3]), np.array([1, 1]))
+    assert not loop.takes(np.array([4]), np.array([1]))
+    assert not loop.takes(np.array([0, 1, 2]), np.array([1, 1, 1]))
 
 
 @pytest.mark.parametrize("head_dim", [15, 258])

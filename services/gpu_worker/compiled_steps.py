@@ -1,0 +1,136 @@
+"""Decode steps on the CPU as one call each, by the machine's C++ compiler.
+
+It runs beside the start, at the lowest priority; until its library is there, and for steps with prefill, steps are
+plain. The first steps of each size are computed both ways: they must agree, and the quicker way stays.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from blockyard.kernels import decode_step
+from blockyard.kernels.compile_cpp import COMPILERS, Library, cache_folder, find_compiler
+from blockyard.kernels.decode_step import DecodeStep, Rows
+from blockyard.services.gpu_worker.models.decoder import Model
+from blockyard.services.gpu_worker.runner import Runner
+from blockyard.services.gpu_worker.step_trials import Trials
+
+log = logging.getLogger(__name__)
+
+Ints = npt.NDArray[np.int64]
+Plain = Callable[[Ints, Ints], tuple[Ints, Ints, Tensor]]  # see HostSteps.forward
+
+MOST_COPY_BYTES = 2 << 30  # of weights, held beside those of plain steps
+COPY_SHARE = 4  # and at most one part in so many of the memory that is free
+TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # of a row's logits, as a share of their length
+
+
+def make(model: Model, free_bytes: int) -> "tuple[CompiledSteps | None, str]":
+    """Or none, and what to say of it. To be called before `model.prepare`, which drops what is copied here."""
+    problem, compiler = why_none(model, free_bytes), find_compiler()
+    if not problem and compiler is None:
+        problem = f"no C++ compiler ($CXX, {', '.join(COMPILERS)})"
+    if problem or compiler is None:
+        return None, f"decode steps: plain; compiled ones: {problem}"
+    library = Library(decode_step.SOURCE, cache_folder(), compiler)
+    how = "compiled" if library.path.is_file() else f"plain until {compiler} has compiled them"
+    return CompiledSteps(model, library), f"decode steps: {how}"
+
+
+def why_none(model: Model, free_bytes: int) -> str:
+    """Why steps stay plain; empty if there is no reason to."""
+    weights = model.decode_weights()
+    if weights is None:
+        return "this architecture has none"
+    if problem := decode_step.why_not(weights):
+        return f"none for {problem}"
+    size, most = decode_step.size_bytes(weights), min(MOST_COPY_BYTES, free_bytes // COPY_SHARE)
+    if size > most:
+        return f"their copy of the weights would take {size / 2**30:.2f} GiB, more than {most / 2**30:.2f}"
+    return ""
+
+
+class CompiledSteps:
+    """For HostSteps.device."""
+
+    def __init__(self, model: Model, library: Library) -> None:
+        weights = model.decode_weights()
+        assert weights is not None
+        self._model, self._library, self._dtype = model, library, weights.norm.dtype
+        self._step = DecodeStep(weights)
+        self._trials = Trials()
+        self._ready = self._stopped = False
+        library.start()
+
+    def serve(self, runner: Runner) -> None:
+        """From now on, as soon as the library is there."""
+        self._pool, self._batch, self._plain = runner.pool, runner.batch, runner.host.forward
+        runner.host.device = self
+
+    def forget(self) -> None:
+        """Nothing is kept from step to step."""
+
+    def takes(self, slots: Ints, counts: Ints) -> bool:
+        """Decodes alone."""
+        if self._stopped or int(counts[-1]) != 1 or not (self._ready or self._poll()):
+            return False
+        return self._trials.prefers_compiled(len(slots))
+
+    def run(self, slots: Ints, counts: Ints) -> tuple[Tensor, Tensor]:
+        """Hidden rows in the model's dtype and logits in float32."""
+        if self._trials.is_over(len(slots)):
+            return self._forward(slots)
+        return self._try(slots, counts)
+
+    def _poll(self) -> bool:
+        library = self._library.poll()
+        if library is not None:
+            self._step.bind(library, list(self._pool.memory), self._model.rotations, torch.get_num_threads())
+            self._ready = True
+        elif self._library.problem:
+            self._stop(f"cannot be compiled: {self._library.problem}")
+        return self._ready
+
+    def _forward(self, slots: Ints) -> tuple[Tensor, Tensor]:
+        table = self._batch.slots
+        positions = table.computed[slots]
+        width = int(positions.max()) // table.block_size + 1
+        tables = table.tables[slots, :width]
+        self._batch.names.forget(tables[np.arange(len(slots)), positions // table.block_size])
+        ids = table.token_ids[slots, positions]
+        hidden, logits = self._step(Rows(*(torch.from_numpy(a) for a in (ids, positions, tables))))
+        return hidden.to(self._dtype), logits
+
+    def _try(self, slots: Ints, counts: Ints) -> tuple[Tensor, Tensor]:
+        """Both ways. Tokens come from the plain one."""
+        start = time.perf_counter()
+        order, _, plain = self._plain(slots.copy(), counts)
+        expected = self._model.logits(plain)
+        middle = time.perf_counter()
+        _, logits = self._forward(order)
+        num = len(slots)
+        self._trials.add(num, middle - start, time.perf_counter() - middle)
+        distance = _distance(logits, expected.float())
+        if distance > TOLERANCES[self._dtype]:
+            self._stop(f"differ from plain ones by {distance:.2g} of the logits")
+        elif self._trials.is_over(num):
+            log.info("compiled decode steps: %s", self._trials.told(num))
+        place = {slot: i for i, slot in enumerate(order.tolist())}
+        back = torch.tensor([place[slot] for slot in slots.tolist()])
+        return plain.index_select(0, back), expected.index_select(0, back)
+
+    def _stop(self, why: str) -> None:
+        log.warning("decode steps stay plain, the compiled ones %s", why)
+        self._stopped = True
+
+
+def _distance(logits: Tensor, expected: Tensor) -> float:
+    """Of the row that is furthest off, as a share of its length; rows that are not finite are not looked at."""
+    rows = torch.isfinite(expected).all(-1)
+    away = (logits - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(1e-9)
+    return float(away[rows].nan_to_num(nan=torch.inf).max()) if bool(rows.any()) else 0.0
