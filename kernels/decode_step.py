@@ -245,7 +245,7 @@ def decode_step_reference(
         if layer.qk_norm is not None:
             qk = norm(qk, layer.qk_norm)
         pairs = torch.view_as_complex(qk.reshape(len(qk), -1, 2)) * rotations[position].to(torch.complex128)
-        q, k = torch.split(torch.view_as_real(pairs).flatten(1), (weights.num_heads, weights.kv_heads))
+        q, k = torch.split(torch.view_as_real(pairs).flatten(1), [weights.num_heads, weights.kv_heads])
         memory[rows.tables[row, position // size], :, :, position % size] = torch.stack((k, v)).to(memory.dtype)
         known = memory[rows.tables[row]].double().permute(1, 2, 0, 3, 4).flatten(2, 3)
         first = 0 if layer.window is None else max(position + 1 - layer.window, 0)

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
