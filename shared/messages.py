@@ -638,6 +638,7 @@ class StepResult(Frame, frozen=True):
         b""  # uint32 a run of the plan, in its order: of slots that computed one token, drew this one ...
     )
     # ... and have nothing else to say. NO_TOKEN of others, which are in `slots` or produced nothing. Empty: all are.
+    launch_s: float = 0.0  # time the host took to launch the step, where the device computes meanwhile
 
 
 # --- metrics: api_gateway <-> api_gateway -------------------------------------------------------------

@@ -50,7 +50,8 @@ class Flight:
     slots: Ints  # in the order of the step's rows
     owners: Ints
     entry: Entry
-    launched_s: float
+    began_s: float  # its launch
+    launch_s: float  # how long that took
     scored: dict[int, int]  # slots that want log-probabilities, and how many of the likeliest
 
 
@@ -114,6 +115,7 @@ class DeviceLoop:
 
     def launch(self, plan: StepPlan, results: list[SlotResult], slots: Ints, counts: Ints) -> None:
         """The next `counts` tokens of each slot, ones first. `results` are given out with the step's."""
+        began_s = time.perf_counter()
         table, wishes = self._batch.slots, self.steps.slots.wishes
         asked = wishes.asked(slots)
         if counts[-1] == 1:
@@ -135,7 +137,8 @@ class DeviceLoop:
         table.computed[slots] = positions
         table.known[slots] += positions == table.known[slots]
         scored = {s: wishes.scored[s] for s in slots.tolist() if s in wishes.scored} if wishes.scored else {}
-        self.flights.append(Flight(plan, results, slots, table.owners[slots], entry, time.perf_counter(), scored))
+        launch_s = time.perf_counter() - began_s
+        self.flights.append(Flight(plan, results, slots, table.owners[slots], entry, began_s, launch_s, scored))
 
     def collect(self) -> Done | None:
         """The oldest plan in flight if it is done."""
@@ -195,7 +198,7 @@ class DeviceLoop:
 
     def _finish(self, flight: Flight) -> Done:
         now = time.perf_counter()
-        step_s, self._done_s = now - max(flight.launched_s, self._done_s), now
+        step_s, self._done_s = now - max(flight.began_s, self._done_s), now
         results, slots = flight.results, flight.slots
         outcomes, tokens, computed = flight.entry.results[:, : len(slots)]
         plain = outcomes == Outcome.TOKEN  # what nearly every row is
@@ -208,7 +211,8 @@ class DeviceLoop:
         if flight.scored:
             self._add_scores(flight)
         self._batch.settle(flight.plan, results)
-        return Done(flight.plan, results, time.time(), step_s, self._batch.transfers.take_failed(flight.plan))
+        failed = self._batch.transfers.take_failed(flight.plan)
+        return Done(flight.plan, results, time.time(), step_s, failed, flight.launch_s)
 
     def _note_tokens(self, rows: "npt.NDArray[np.bool_]", slots: Ints, tokens: Words, computed: Words) -> None:
         """What these rows drew, where their slots still have the owner that it is for."""

@@ -14,8 +14,9 @@ class Done:
     plan: StepPlan
     slots: list[SlotResult]
     stamp_s: float  # CLOCK_REALTIME when that was known
-    step_s: float  # time the step took, without what it waited for steps before it
+    step_s: float  # time the step took from its launch on, without what it waited for steps before it
     failed_fetches: list[int]  # blocks that do not hold what was to be fetched
+    launch_s: float = 0.0  # time the host took to launch the step, where the device computes meanwhile
 
 
 class Names(Protocol):

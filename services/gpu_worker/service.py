@@ -70,6 +70,6 @@ class Worker:
         if self.orders.awaits(plan):
             me, failed = self._links.me.incarnation, done.failed_fetches
             slots, token_ids = packed(plan, done.slots)
-            answer = StepResult(me, plan.number, slots, done.stamp_s, done.step_s, failed, token_ids)
+            answer = StepResult(me, plan.number, slots, done.stamp_s, done.step_s, failed, token_ids, done.launch_s)
             self._links.answer(plan.scheduler, answer)
         self.counters.stepped(done.slots)

@@ -44,7 +44,7 @@ class Capacity:
             f"{len(limits)} worker group{'s' if len(limits) != 1 else ''}, each with {self.num_blocks} KV blocks "
             f"of {self.block_size} tokens: {tokens} tokens, {tokens / self.max_model_len:.1f} requests of full length",
             f"batch: {limits[0].max_num_seqs} sequences, {limits[0].max_num_batched_tokens} tokens a step, "
-            f"{limits[0].depth} plan{'s' if limits[0].depth != 1 else ''} ahead",
+            f"{limits[0].departures.text}",
         ]
         if self.max_model_len < self.model_len:
             notes.append(

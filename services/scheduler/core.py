@@ -4,6 +4,7 @@ import logging
 from dataclasses import dataclass, field
 
 from blockyard.services.scheduler.admission import Admission
+from blockyard.services.scheduler.alarms import Alarms
 from blockyard.services.scheduler.beams import Beams
 from blockyard.services.scheduler.capacity import capacity_of
 from blockyard.services.scheduler.controls import Controls
@@ -105,7 +106,7 @@ class Scheduler:
         )
         self.deadlines = self._intake.deadlines
         self._placement = Placement(self._waiting, self._groups.attached, self._prefix, policy, promises)
-        self._gate = Gate(settings.delay_factor)
+        self._gate, self._alarms = Gate(settings.delay_factor), Alarms()
         self._planner = Planner(
             incarnation,
             self._waiting,
@@ -195,9 +196,11 @@ class Scheduler:
         for worker in self._groups.unanswered(now):
             self._outbox.send(worker, self._groups.ask(worker, now))
         self._groups.stir(self._placement.place())
+        self._groups.stir(self.groups[worker] for worker in self._alarms.take(now) if worker in self.groups)
         while stirred := self._groups.take_stirred(now):
             for group in stirred:
-                while (plan := self._planner.plan(group)) is not None:
+                while self._alarms.may_send(group, now) and (plan := self._planner.plan(group)) is not None:
+                    group.departures.sent(group.flight[-1].load, now)
                     self._outbox.send(group.worker, plan)
             self._groups.stir(self._placement.place())  # those who had to give way may run elsewhere
         self._controls.settle(now)
@@ -208,6 +211,11 @@ class Scheduler:
             for gateway in self._gateways:
                 self._outbox.answer(gateway, RoomChanged(room))
         return self._outbox.take()
+
+    def wake_at(self) -> float | None:
+        """When to call `turn` though nothing has happened."""
+        times = [at for at in (self.deadlines.next(), self._alarms.next()) if at is not None]
+        return min(times, default=None)
 
     def stats(self) -> Stats:
         groups = self._groups.attached.values()
@@ -244,6 +252,7 @@ class Scheduler:
             self._attach_again(peer, now)
             return
         self._num_steps += 1
+        group.departures.answered(frame.step_s, frame.launch_s, frame.stamp_s, now)
         if peer in self._heard:
             self._streams.seal()
         self._heard.add(peer)

@@ -14,6 +14,7 @@ from blockyard.services.scheduler.requests import Choice, Key
 from blockyard.shared.messages import TenantShare
 
 PROMPT_WEIGHT, OUTPUT_WEIGHT = 1, 2  # of a token, as in the paper
+LATELY_S = 60.0  # who asked within it may ask again
 KEEP = 256  # names that are kept without a look at who has gone
 
 
@@ -121,10 +122,13 @@ class Tenant(Share):
 class Fair:
     def __init__(self) -> None:
         self.tenants: Division[Tenant] = Division()
+        self._lately: dict[str, float] = {}  # tenants by when they asked last, in that order
+        self._now = 0.0
 
     def push(self, choice: Choice) -> None:
         user = self._user(choice)
         choice.request.payer = user
+        self._asked(user.tenant.name, choice.request.came_s)
         self._count(user, 1, 0)
         user.queue.push((0, choice.request.arrival, choice.index), choice)
 
@@ -145,6 +149,15 @@ class Fair:
         place = min(tenant.num_running + 1, (user.num_running + 1) * max(1, tenant.users.num_here))
         return (place, choice.request.arrival, choice.index)
 
+    def yields(self, seated: Choice, rank: int) -> bool:
+        """Of n that a tenant has running none is above class n: it was when it was seated, and others have left."""
+        return min(seated.key[0], self._user(seated).tenant.num_running) > rank
+
+    def is_over(self, choice: Choice, num_seats: int) -> bool:
+        """His share of them if one tenant more were here."""
+        tenant, num_tenants = self._user(choice).tenant, self.tenants.num_here
+        return len(self._lately) > 1 and (tenant.num_running + tenant.num_waiting) * (num_tenants + 1) > num_seats
+
     def seated(self, choice: Choice, num_tokens: int) -> None:
         user = self._user(choice)
         self._count(user, 0, 1)
@@ -158,6 +171,15 @@ class Fair:
         """The tenants that were served most."""
         tenants = heapq.nlargest(most, self.tenants.shares.values(), key=lambda tenant: tenant.served)
         return [TenantShare(t.name, t.num_running, t.num_waiting, t.served) for t in tenants]
+
+    def _asked(self, name: str, now: float) -> None:
+        """Who waits again after a preemption is here now, whenever it came."""
+        lately = self._lately
+        now = self._now = max(now, self._now)
+        lately.pop(name, None)
+        lately[name] = now
+        while lately[first := next(iter(lately))] < now - LATELY_S:
+            del lately[first]
 
     def _user(self, choice: Choice) -> User:
         payer = choice.request.payer

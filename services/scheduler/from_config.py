@@ -10,7 +10,9 @@ def settings_of(config: SchedulerConfig) -> SchedulerSettings:
     return SchedulerSettings(
         names=config.served_model_names,
         root=config.root,
-        batch=BatchLimits(config.max_num_seqs, config.max_num_batched_tokens, config.depth),
+        batch=BatchLimits(
+            config.max_num_seqs, config.max_num_batched_tokens, config.depth, late=config.scheduling_policy == "fair"
+        ),
         max_queue_len=config.max_queue_len,
         max_queue_tokens=config.max_queue_tokens,
         max_queue_delay_s=config.max_queue_delay_s,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from blockyard.services.scheduler.blocks import BlockPool
+from blockyard.services.scheduler.departures import LEAD_S, MOST_AHEAD, Departures
 from blockyard.services.scheduler.id_pool import Horizon, IdPool
 from blockyard.services.scheduler.lane import Lane
 from blockyard.services.scheduler.plan_record import PlanRecord
@@ -17,8 +18,6 @@ from blockyard.shared.messages import Attach, Attached, Geometry, SlotRun
 
 ATTACH_AGAIN_S = 5.0
 LOOK_S = 0.25
-AHEAD_S = 0.002  # device time that plans ahead cover where nobody says how many: a hop there and back, and its jitter
-MOST_AHEAD = 7
 
 _by_key = attrgetter("key")
 
@@ -28,6 +27,7 @@ class BatchLimits:
     max_num_seqs: int
     max_num_batched_tokens: int
     depth: int | None  # plans that may be queued besides the running one; None: by the worker's step time
+    late: bool = False  # and then they leave no sooner than they have to
 
     @property
     def num_slots(self) -> int:
@@ -38,7 +38,7 @@ class BatchLimits:
         """Plans ahead of a worker whose decode steps take so long; 0: it does not say."""
         if self.depth is not None:
             return self.depth
-        return min(max(math.ceil(AHEAD_S / step_s), 1), MOST_AHEAD) if step_s > 0 else 1
+        return min(max(math.ceil(LEAD_S / step_s), 1), MOST_AHEAD) if step_s > 0 else 1
 
 
 class Group:
@@ -47,7 +47,9 @@ class Group:
     def __init__(self, worker: int, geometry: Geometry, limits: BatchLimits) -> None:
         self.worker = worker
         self.geometry = geometry
-        self.depth = limits.depth_for(geometry.step_s)
+        late = limits.late and limits.depth is None
+        self.depth = MOST_AHEAD if late else limits.depth_for(geometry.step_s)
+        self.departures = Departures(geometry.step_s, None if late else self.depth)
         self.max_num_seqs = min(limits.max_num_seqs, geometry.max_num_seqs)
         self.max_num_batched_tokens = min(limits.max_num_batched_tokens, geometry.max_num_batched_tokens)
         self.horizon = Horizon()
@@ -55,6 +57,7 @@ class Group:
         self.slots = IdPool(limits.num_slots, self.horizon)
         self.window = Window(geometry.window, geometry.block_size, self.max_num_batched_tokens)
         self.max_model_len = min(geometry.max_model_len, self.window.longest(geometry.num_blocks))
+        self.apart = 0  # the last plan with somebody who went before others
         self.running: list[Seat] = []  # by key: the last is preempted first
         self.lane = Lane(geometry.block_size)  # some of those, in step
         self.ends: list[int] = []  # slots to be ended in the next plan
@@ -65,9 +68,6 @@ class Group:
     @property
     def has_seat(self) -> bool:
         return len(self.running) < self.max_num_seqs and self.slots.num_free > 0
-
-    def may_send(self) -> bool:
-        return len(self.flight) <= self.depth
 
     def admit(self, choice: Choice, num_blocks: int, found: list[int]) -> Seat:
         """Takes so many blocks beside those found. The caller has looked at free slots and blocks."""

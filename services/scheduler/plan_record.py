@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from blockyard.services.scheduler.lane import Rows
 from blockyard.services.scheduler.requests import ID_BYTES, Seat
+from blockyard.services.scheduler.step_times import Load
 from blockyard.shared.messages import SlotRun
 
 
@@ -19,6 +20,10 @@ class PlanRecord:
     filled: list[Seat] = field(default_factory=list)  # the plan before this one was to write the last of a block
     apart: set[int] = field(default_factory=set)  # slots to which something has happened since: no rows any more
     dropped: set[int] = field(default_factory=set)  # those whose results count no more
+
+    @property
+    def load(self) -> Load:
+        return Load(len(self.runs) - len(self.chunks), sum(self.chunks.values()))
 
     def granted(self, seat: Seat) -> int:
         """Tokens granted by this plan to a seat outside of the lane."""

@@ -13,6 +13,7 @@ from blockyard.services.scheduler.prefill_shares import HeldBack, LongPrompts, P
 from blockyard.services.scheduler.prefix import Found, PrefixCache
 from blockyard.services.scheduler.promises import Promises
 from blockyard.services.scheduler.requests import Choice, Seat
+from blockyard.services.scheduler.short_steps import ShortSteps
 from blockyard.services.scheduler.waiting import WaitingQueue
 from blockyard.shared.messages import BlockCopy, FinishReason, SlotBlocks, SlotStart, StepPlan
 
@@ -37,21 +38,22 @@ class Planner:
         self._scheduler, self._waiting, self._lifecycle, self._prefix = scheduler, waiting, lifecycle, prefix
         self._policy, self._placement, self._promises, self._forks = policy, placement, promises, beams.forks
         self._beams, self._gate, self._shares = beams, gate, shares
-        self._held = HeldBack(waiting)
+        self._held, self._short = HeldBack(waiting), ShortSteps(policy)
         self._decodes = Decodes(lifecycle, prefix)
 
     def plan(self, group: Group) -> StepPlan | None:
         """The next plan of a group, or None if nothing can run in it now."""
-        if self._gate.frozen or not group.may_send():
+        if self._gate.frozen:
             return None
         self._prefix.catch_up(group)
         if (choice := self._next(group)) is not None:
             self.preemption.make_way(group, choice)
         draft = Draft(group.horizon.sent + 1, group.max_num_batched_tokens)
         restarts = [(seat, _slot_start(group, seat)) for seat in group.restarts]
-        self._prefills(group, draft, self._decodes.grant(group, draft))
+        decodes = self._share_out(group, draft, choice)
         relieved = self._beams.relieve(group)
-        self._decodes.in_step(group, draft)
+        if decodes:
+            self._decodes.in_step(group, draft)
         if not draft.runs:
             return self.plan(group) if relieved else None
         self._restart(group, draft, restarts)
@@ -67,7 +69,23 @@ class Planner:
         changes = (draft.starts, draft.blocks, draft.runs, names, saves, fetches, draft.copies)
         return StepPlan(self._scheduler, number, ends, *changes)
 
-    def _prefills(self, group: Group, draft: Draft, seats: list[Seat]) -> None:
+    def _share_out(self, group: Group, draft: Draft, choice: Choice | None) -> bool:
+        """Decodes first, but perhaps none if `choice`, who is next, goes before others; no prompts of theirs then.
+
+        Returns whether there are decodes.
+        """
+        goes_first = choice is not None and self._short.goes_first(group, choice)
+        goes_alone = goes_first and self._short.goes_alone(group)
+        seats = [] if goes_alone else self._decodes.grant(group, draft)
+        if choice is not None and goes_first:
+            self._prefills(group, draft, [], self._policy.key(choice)[0] + 1)
+            if draft.starts:
+                group.apart = draft.record.number
+                return not goes_alone
+        self._prefills(group, draft, self._decodes.grant(group, draft) if goes_alone else seats)
+        return True
+
+    def _prefills(self, group: Group, draft: Draft, seats: list[Seat], below: int = NO_CLASS) -> None:
         """What decodes left goes to prompts under way, then to newcomers; lower classes first, long ones last."""
         longs = LongPrompts(self._shares, draft.budget)
         shorts: list[Seat] = []
@@ -78,11 +96,19 @@ class Planner:
                 shorts.append(seat)
         for seat in shorts:
             self._newcomers(group, draft, longs, seat.key[0])
-            if draft.budget > longs.reserved:
-                self._prefill(group, draft, seat, draft.budget - longs.reserved)
-        self._newcomers(group, draft, longs, NO_CLASS)
+            if (room := self._room(group, draft, longs, seat.choice)) > 0:
+                self._prefill(group, draft, seat, room)
+        self._newcomers(group, draft, longs, below)
         for seat, num_tokens in longs.divide(draft.budget):
-            self._prefill(group, draft, seat, num_tokens)
+            if (room := self._room(group, draft, None, seat.choice)) > 0:
+                self._prefill(group, draft, seat, min(num_tokens, room))
+
+    def _room(self, group: Group, draft: Draft, longs: LongPrompts | None, choice: Choice) -> int:
+        """Tokens of the step for this one's prompt; 0 or less: none."""
+        room = draft.budget - (longs.reserved if longs is not None else 0)
+        if self._shares.whole:
+            return room
+        return min(room, self._short.most_tokens(group, choice) - sum(draft.record.chunks.values()))
 
     def _prefill(self, group: Group, draft: Draft, seat: Seat, most: int) -> None:
         num_tokens = min(seat.prefill_end - seat.granted, most)
@@ -118,13 +144,14 @@ class Planner:
         """Seats those of lower classes, in order, and never past one who does not fit yet, unless it is long."""
         if longs.take_more():
             self._held.release()
-        while (budget := draft.budget - longs.reserved) > 0 and not draft.num_owed:
+        while draft.budget > longs.reserved and not draft.num_owed:
             choice = self._next(group)
             if choice is None or self._policy.key(choice)[0] >= below:
                 return
+            budget = self._room(group, draft, longs, choice)
             if self._over(group, choice):
                 continue
-            if not group.has_seat:
+            if budget <= 0 or not group.has_seat:
                 return
             found = self._forks.find(group, draft.record, choice, self._prefix.find(group, choice))
             if found is None:

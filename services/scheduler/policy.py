@@ -29,6 +29,12 @@ class Policy(Protocol):
     def key(self, choice: Choice) -> Key:
         """What it would be ranked by if it were seated now. Keys of two choices differ."""
 
+    def yields(self, seated: Choice, rank: int) -> bool:
+        """Whether one that runs gives way to one of this class."""
+
+    def is_over(self, choice: Choice, num_seats: int) -> bool:
+        """Whether its owner has more here than his share of so many seats, and others may come."""
+
     def seated(self, choice: Choice, num_tokens: int) -> None:
         """It runs, and so many tokens are computed for it that it had not paid for."""
 
@@ -85,6 +91,12 @@ class Ordered:
 
     def key(self, choice: Choice) -> Key:
         return (self._class_of(choice), choice.request.arrival, choice.index)
+
+    def yields(self, seated: Choice, rank: int) -> bool:
+        return seated.key[0] > rank
+
+    def is_over(self, choice: Choice, num_seats: int) -> bool:
+        return False
 
     def seated(self, choice: Choice, num_tokens: int) -> None:
         pass

@@ -20,18 +20,16 @@ class Preemption:
         """
         running = group.running
         rank = self._policy.key(choice)[0]
-        if not running or rank >= running[-1].key[0]:
+        if not running or not self._policy.yields(running[-1].choice, rank):
             return
         found = self._prefix.find(group, choice)
-        above = sum(len(seat.blocks) - seat.num_freed for seat in running if seat.key[0] > rank)
-        if self._lacks(group, choice, found) > above:
+        above = [seat for seat in running if self._policy.yields(seat.choice, rank)]
+        if self._lacks(group, choice, found) > sum(len(seat.blocks) - seat.num_freed for seat in above):
             return
         self._placement.claim(group, choice)
-        while running and running[-1].key[0] > rank:
-            if len(running) < group.max_num_seqs and self._lacks(group, choice, found) <= 0:
-                return
+        while above and (len(running) >= group.max_num_seqs or self._lacks(group, choice, found) > 0):
             self.num_displaced += 1
-            self._lifecycle.preempt(group, running[-1])
+            self._lifecycle.preempt(group, above.pop())
 
     def _lacks(self, group: Group, choice: Choice, found: Found) -> int:
         """Blocks that would be missing even if nothing rested."""

@@ -89,5 +89,5 @@ class Service:
                 gc.collect()
 
     def _timeout(self, now: float) -> float:
-        deadline = self._core.deadlines.next()
-        return TICK_S if deadline is None else min(TICK_S, max(0.0, deadline - now))
+        wake_at = self._core.wake_at()
+        return TICK_S if wake_at is None else min(TICK_S, max(0.0, wake_at - now))

@@ -99,9 +99,9 @@ class Simulation:
         """To the next event, deadline or tick."""
         if self._events:
             self.now = self._quiet_since = self._events[0][0]
-            deadline = self.core.deadlines.next()
-            if deadline is not None and deadline < self.now:
-                self.now = deadline
+            wake_at = self.core.wake_at()
+            if wake_at is not None and wake_at < self.now:
+                self.now = wake_at
             return
         self.now += TICK_S
         if self.now - self._quiet_since > PATIENCE_S:

@@ -14,7 +14,7 @@ MAX_MEMBERS = 2
 PATIENCE = 4  # plans a token
 
 SHAPES: dict[str, list[object]] = {
-    "depth": [0, 1, 2, 3],
+    "depth": [0, 1, 2, 3, None],
     "num_blocks": list(range(6, 31)),
     "block_size": [1, 2, 3, 4, 5],
     "max_num_seqs": list(range(1, 9)),

@@ -7,7 +7,7 @@ from blockyard.services.scheduler.prefill_shares import PrefillShares
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    depth: int = 1
+    depth: int | None = 1
     num_blocks: int = 64
     block_size: int = 4
     max_num_seqs: int = 4

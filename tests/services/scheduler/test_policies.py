@@ -195,7 +195,7 @@ def test_nobody_starves(ring: type[Ring], policy: str) -> None:
                 waits[name] = step - int(name.split()[1].split(".")[0])
     longest = {tenant: max(n for name, n in served.items() if name.startswith(tenant)) for tenant in ("heavy", "light")}
     assert max(waits[name] for name in waits if name not in served) <= 90, "those that were taken on do not wait long"
-    assert longest["heavy"] <= 90
+    assert longest["heavy"] <= 110, "of 300 steps 20 begin with the light one alone"
     assert sum(name.startswith("heavy") for name in served) > 100
     if policy == "fair":
         lights = [journal for name, journal in it.gateway.journals.items() if name.startswith("light")]

@@ -5,6 +5,8 @@ from array import array
 from collections.abc import Callable
 from dataclasses import replace
 
+import msgspec
+
 from blockyard.services.gpu_worker.mock import MockRunner
 from blockyard.services.gpu_worker.mock_batch import Pattern
 from blockyard.services.gpu_worker.mock_kv import states_of
@@ -36,6 +38,7 @@ from .invariants import EOS, check, check_tokens
 from .shape import Shape
 
 SCOPE = "m|main"
+STEP_S = 0.001  # of a step, and of each choice in it
 
 
 class World:
@@ -51,7 +54,7 @@ class World:
             SchedulerSettings(
                 names=["m"],
                 root="",
-                batch=BatchLimits(shape.max_num_seqs, shape.max_num_batched_tokens, shape.depth),
+                batch=BatchLimits(shape.max_num_seqs, shape.max_num_batched_tokens, shape.depth, late=True),
                 max_queue_len=shape.max_queue_len,
                 max_queue_tokens=shape.max_queue_tokens,
                 max_queue_delay_s=shape.max_queue_delay_s,
@@ -192,12 +195,24 @@ class World:
     def work(self, worker: FakeWorker, turn: bool = True) -> None:
         """Without `turn` the scheduler hears more before it decides."""
         for answer in worker.work():
-            self.num_steps += isinstance(answer, StepResult)
             if isinstance(answer, Attached):
                 self.check_names(worker)
-            self.core.handle(worker.incarnation, answer, self.now)
+            heard = self._timed(answer) if isinstance(answer, StepResult) else answer
+            self.core.handle(worker.incarnation, heard, self.now)
             if turn:
                 self.turn()
+
+    def _timed(self, answer: StepResult) -> StepResult:
+        """As if its step had taken the same time in every run. Where plans go by the clock that moves on."""
+        self.num_steps += 1
+        step_s = STEP_S * (1 + len(answer.slots) + len(answer.token_ids) // 4)
+        if self.shape.depth is None:
+            ends = self.now + step_s
+            while (at := self.core.wake_at()) is not None and at < ends:
+                self.now = max(self.now, at)
+                self.turn()
+            self.now = ends
+        return msgspec.structs.replace(answer, step_s=step_s, stamp_s=self.now)
 
     def detokenize(self, detokenizer: FakeDetokenizer) -> None:
         for stop in detokenizer.work(self._read):

@@ -1,0 +1,38 @@
+"""Groups whose next plan may be made, but leaves later."""
+
+import heapq
+import math
+
+from blockyard.services.scheduler.groups import Group
+
+SLACK_S = 0.001  # a plan may leave so much before it is due: no timer is more exact
+
+
+class Alarms:
+    def __init__(self) -> None:
+        self._due: list[tuple[float, int]] = []  # with the worker
+        self._set: dict[int, float] = {}  # the alarm that counts, by worker
+
+    def may_send(self, group: Group, now: float) -> bool:
+        """Whether it is time for a group's next plan. If it is too early an alarm is set."""
+        due_s = group.departures.due_s - SLACK_S
+        if due_s <= now:
+            return True
+        if due_s < self._set.get(group.worker, math.inf):
+            self._set[group.worker] = due_s
+            heapq.heappush(self._due, (due_s, group.worker))
+        return False
+
+    def next(self) -> float | None:
+        """When the next one goes off."""
+        return self._due[0][0] if self._due else None
+
+    def take(self, now: float) -> list[int]:
+        """Workers whose alarm has gone off."""
+        workers = []
+        while self._due and self._due[0][0] <= now:
+            due_s, worker = heapq.heappop(self._due)
+            if self._set.get(worker) == due_s:
+                del self._set[worker]
+                workers.append(worker)
+        return workers

@@ -1,0 +1,160 @@
+"""Nobody's prompts make a step long that others may wait for, and who waits does not wait for others' tokens."""
+
+from itertools import pairwise
+
+import pytest
+
+from blockyard.services.scheduler.step_times import Load
+from blockyard.shared.messages import StepPlan
+
+from .conftest import Ring
+
+TOKEN_S = 0.001
+TOKENS = 64  # of a step
+
+
+def tokens_of(it: Ring, begin: int) -> list[dict[int, int]]:
+    """Of each plan sent from there on: tokens by slot."""
+    plans = [o.frame for o in it.world.sent[begin:] if isinstance(o.frame, StepPlan)]
+    return [{run.slot: run.max_tokens for run in plan.runs} for plan in plans]
+
+
+def make(ring: type[Ring], policy: str, **shape: object) -> Ring:
+    """Steps take 2 ms, 1 ms more for each decode, and for each token of a prompt."""
+    shape = {"max_num_seqs": 8, "num_blocks": 200, "max_model_len": 200, "max_num_batched_tokens": TOKENS} | shape
+    it = ring(policy=policy, depth=0, **shape)
+    (group,) = it.world.core.groups.values()
+    for load in (Load(1, 0), Load(8, 0), Load(4, 0), Load(2, TOKENS), Load(3, 20)) * 40:
+        group.departures.times.took(load, 0.002 + 0.001 * load.decodes + TOKEN_S * load.tokens)
+    group.departures.times.took = lambda load, step_s: None
+    return it
+
+
+def largest(it: Ring, begin: int) -> int:
+    return max(sum(n for n in tokens.values() if n > 1) for tokens in tokens_of(it, begin))
+
+
+@pytest.mark.parametrize(("policy", "most"), [("fair", 10), ("fcfs", TOKENS), ("priority", TOKENS)])
+def test_prompts_of_a_flood_leave_steps_short_where_others_ask_too(ring: type[Ring], policy: str, most: int) -> None:
+    it = make(ring, policy)
+    it.submit("light", 8, tenant="light", max_tokens=1)
+    it.finish()
+    for i in range(8):
+        it.submit(f"heavy {i}", 30, prompt=[i] * 30, tenant="heavy", max_tokens=30)
+    begin = len(it.world.sent)
+    it.steps(20)
+    assert most - 3 <= largest(it, begin) <= most
+    it.finish()
+
+
+def test_where_nobody_else_asks_they_take_what_there_is(ring: type[Ring]) -> None:
+    it = make(ring, "fair")
+    it.submit("first", 8, tenant="heavy", max_tokens=8)
+    begin = len(it.world.sent)
+    for i in range(8):
+        it.submit(f"heavy {i}", 30, prompt=[i] * 30, tenant="heavy", max_tokens=30)
+    it.steps(10)
+    assert largest(it, begin) > TOKENS - 8
+    it.finish()
+
+
+def test_others_are_forgotten_after_a_minute(ring: type[Ring]) -> None:
+    it = make(ring, "fair")
+    it.submit("light", 8, tenant="light", max_tokens=1)
+    it.finish()
+    it.world.now += 61.0
+    it.submit("first", 8, tenant="heavy", max_tokens=8)
+    begin = len(it.world.sent)
+    for i in range(8):
+        it.submit(f"heavy {i}", 30, prompt=[i] * 30, tenant="heavy", max_tokens=30)
+    it.steps(10)
+    assert largest(it, begin) > TOKENS - 8
+    it.finish()
+
+
+def test_who_asks_for_little_has_all_the_tokens_of_a_step(ring: type[Ring]) -> None:
+    it = make(ring, "fair")
+    for i in range(4):
+        it.submit(f"heavy {i}", 8, prompt=[i] * 8, tenant="heavy", max_tokens=60)
+    it.steps(10)
+    begin = len(it.world.sent)
+    it.submit("light", 60, tenant="light", max_tokens=1)
+    it.steps(2)
+    assert largest(it, begin) == 60
+    it.finish()
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_prompt_that_may_not_be_computed_in_parts_is_not_held_up(ring: type[Ring], whole: bool) -> None:
+    it = make(ring, "fair", whole_prompts=whole)
+    it.submit("light", 8, tenant="light", max_tokens=1)
+    for i in range(12):
+        it.submit(f"heavy {i}", 60, prompt=[i] * 60, tenant="heavy", max_tokens=3)
+    begin = len(it.world.sent)
+    it.steps(6)
+    assert (largest(it, begin) >= 60) == whole
+    it.finish()
+
+
+def crowd(ring: type[Ring], policy: str, num: int) -> tuple[Ring, int]:
+    """So many of the heavy one decode when the light one comes."""
+    it = make(ring, policy)
+    for i in range(num):
+        it.submit(f"heavy {i}", 8, prompt=[i] * 8, tenant="heavy", priority=5, max_tokens=60)
+    it.steps(20)
+    begin = len(it.world.sent)
+    it.submit("light", 20, prompt=[99] * 20, tenant="light", max_tokens=8)
+    it.steps(3)
+    return it, begin
+
+
+@pytest.mark.parametrize("policy", ["fair", "priority"])
+def test_who_comes_from_a_lower_class_has_the_next_step_to_himself(ring: type[Ring], policy: str) -> None:
+    it, begin = crowd(ring, policy, 6)
+    alone, together = tokens_of(it, begin)[:2]
+    assert list(alone.values()) == [20]
+    assert len(together) == 7
+    it.finish()
+
+
+def test_first_come_first_served_knows_no_classes(ring: type[Ring]) -> None:
+    it, begin = crowd(ring, "fcfs", 6)
+    assert len(tokens_of(it, begin)[0]) == 7
+    it.finish()
+
+
+def test_a_step_that_is_hardly_longer_with_the_others_has_them(ring: type[Ring]) -> None:
+    it, begin = crowd(ring, "fair", 1)
+    assert len(tokens_of(it, begin)[0]) == 2
+    it.finish()
+
+
+def test_those_who_decode_miss_no_two_steps_in_a_row(ring: type[Ring]) -> None:
+    it = make(ring, "priority", max_num_seqs=16, max_queue_len=1000)
+    for i in range(6):
+        it.submit(f"low {i}", 8, prompt=[i] * 8, priority=50, max_tokens=80)
+    it.steps(20)
+    begin = len(it.world.sent)
+    for i in range(30):
+        it.submit(f"high {i}", 4, prompt=[i] * 4, priority=-i, max_tokens=1)
+        it.steps(1)
+    decodes = [sum(n == 1 for n in tokens.values()) for tokens in tokens_of(it, begin)]
+    assert 0 in decodes
+    assert all(max(pair) >= 6 for pair in pairwise(decodes))
+    it.finish()
+
+
+def test_a_tenant_does_not_take_its_own_seats(ring: type[Ring]) -> None:
+    """Those that are left are in the classes that they had when there were more."""
+    it = ring(policy="fair", max_num_seqs=4, depth=0, num_blocks=100, max_num_batched_tokens=64)
+    for i in range(4):
+        it.submit(f"heavy {i}", 4, prompt=[i] * 4, tenant="heavy", max_tokens=4 + 10 * i)
+    it.steps(2)
+    for i in range(4, 8):
+        it.submit(f"heavy {i}", 4, prompt=[i] * 4, tenant="heavy", max_tokens=30)
+    it.submit("light", 4, tenant="light", max_tokens=30)
+    it.steps(2)
+    assert it.world.core.stats().displaced_total == 1, "the light one's"
+    it.steps(12)
+    assert it.world.core.stats().displaced_total == 1
+    it.finish()
