@@ -218,6 +218,13 @@ def test_without_chunked_prefill_a_step_holds_the_longest_prompt() -> None:
     assert deploy("--no-enable-chunked-prefill").scheduler.max_num_batched_tokens == 4096
 
 
+def test_a_full_batch_leaves_room_for_prompts() -> None:
+    ring = deploy("--max-num-seqs", "1500")
+    assert ring.scheduler.max_num_batched_tokens == ring.workers[0].max_num_batched_tokens == 3000
+    asked = deploy("--max-num-seqs", "1500", "--max-num-batched-tokens", "1500")
+    assert asked.scheduler.max_num_batched_tokens == 1500
+
+
 def test_chat_template_is_a_file_or_the_text(tmp_path: Path) -> None:
     path = tmp_path / "t.jinja"
     path.write_text("{{ messages[0].content }}")

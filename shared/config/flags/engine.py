@@ -125,7 +125,13 @@ CACHE = (
 )
 
 SCHEDULER = (
-    Flag("max-num-batched-tokens", Kind.INT, None, "Tokens of one step; unset: 2048 on a GPU, 512 on CPU.", least=1),
+    Flag(
+        "max-num-batched-tokens",
+        Kind.INT,
+        None,
+        "Tokens of one step; unset: 2048 on a GPU, 512 on CPU, but twice --max-num-seqs at least.",
+        least=1,
+    ),
     Flag(
         "max-num-seqs",
         Kind.INT,

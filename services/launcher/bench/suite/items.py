@@ -13,7 +13,7 @@ B8, B1, Q06 = "llama-3.1-8b", "llama-3.2-1b", "qwen3-0.6b"
 UNCACHED = ("--no-enable-prefix-caching",)
 SHORT, LONG = ("--max-model-len", "8192"), ("--max-model-len", "40000")
 MANY = ("--max-num-seqs", "1024", "--max-queue-len", "4096")
-SPREAD = ("--api-gateways", "4", "--detokenizers", "2")
+SPREAD = ("--api-gateways", "6", "--detokenizers", "2")
 
 
 @dataclass(frozen=True, slots=True)

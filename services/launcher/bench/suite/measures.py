@@ -46,7 +46,7 @@ def median_of(runs: Sequence[float], **spreads: Spread | None) -> Measured:
 
 def warm_up(served: Served, num: int = 1, num_input: int = 64) -> None:
     """What happens once, happens now."""
-    served.stream(random_asks(num, num_input, 8, seed=-1))
+    served.stream(random_asks(num, num_input, 8, seed=-1), each_token=False)
 
 
 def inter_token(num: int, num_input: int, num_output: int) -> Callable[[Served], Measured]:
