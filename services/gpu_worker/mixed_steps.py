@@ -67,23 +67,29 @@ def fill(words: Tensor, layout: Layout, slots: Ints, counts: Ints, table: Slots)
     """Writes a step on the host: `counts` tokens of each slot, ones first. Where there are more, the host knows them
     all. Returns whether a slot may be due for a token."""
     clear(words, layout)
-    host = [part.numpy() for part in torch.split(words, layout.parts)]
-    num_decodes = int((counts == 1).sum())
-    prefills, many = slots[num_decodes:], counts[num_decodes:]
-    ends = layout.decodes + np.cumsum(many)
-    end = int(ends[-1]) if len(ends) else layout.decodes
-    rows = host[0].reshape(NUM_WORDS, -1)
-    owners = np.repeat(prefills, many)
-    positions = np.arange(layout.decodes, end) - np.repeat(ends - many - table.computed[prefills], many)
-    draws = np.where(positions + 1 >= table.known[owners], owners, -1)
-    rows[:, layout.decodes : end] = table.token_ids[owners, positions], positions, owners, positions + 1, draws
-    last = np.concatenate((np.arange(num_decodes), ends - 1))
-    host[1][: len(slots)] = host[2][: len(slots)] = last
-    host[3].view(np.int32)[: len(slots)] = counts
-    starts = host[4].view(np.int32)
-    starts[1 : layout.prefills] = end
-    starts[1 : len(many) + 1] = ends
-    return num_decodes > 0 or bool((rows[4, ends - 1] >= 0).any())
+    rows, last, places, sizes, starts = (part.numpy() for part in torch.split(words, layout.parts))
+    ids, positions, owners, index, draws = rows.reshape(NUM_WORDS, -1)
+    first_rows = starts.view(np.int32)
+    num_decodes, row = int((counts == 1).sum()), layout.decodes
+    is_due = num_decodes > 0
+    last[: len(slots)] = np.arange(len(slots))
+    for i in range(num_decodes, len(slots)):
+        slot, count = int(slots[i]), int(counts[i])
+        begin, end, stop = int(table.computed[slot]), row + count, int(table.computed[slot]) + count
+        ids[row:end] = table.token_ids[slot, begin:stop]
+        positions[row:end] = np.arange(begin, stop)
+        index[row:end] = np.arange(begin + 1, stop + 1)
+        owners[row:end] = slot
+        due = int(table.known[slot]) - 1 - begin  # the row from which on tokens that follow are not known
+        if due < count:
+            draws[row + max(due, 0) : end] = slot
+            is_due = True
+        last[i] = end - 1
+        first_rows[i - num_decodes + 1] = row = end
+    places[: len(slots)] = last[: len(slots)]
+    sizes.view(np.int32)[: len(slots)] = counts
+    first_rows[len(slots) - num_decodes + 1 : layout.prefills] = row
+    return is_due
 
 
 class MixedSteps:
