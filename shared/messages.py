@@ -634,10 +634,8 @@ class StepResult(Frame, frozen=True):
     stamp_s: float  # CLOCK_REALTIME at the step's end
     step_s: float = 0.0  # time the step took on the worker
     failed_fetches: list[int] = []  # blocks of the device that do not hold what was to be fetched
-    token_ids: bytes = (
-        b""  # uint32 a run of the plan, in its order: of slots that computed one token, drew this one ...
-    )
-    # ... and have nothing else to say. NO_TOKEN of others, which are in `slots` or produced nothing. Empty: all are.
+    token_ids: bytes = b""  # uint32 a run, in the plan's order: of slots that computed one token, drew this one and
+    # have nothing else to say. NO_TOKEN of others, which are in `slots` or produced nothing. Empty: all are.
     launch_s: float = 0.0  # time the host took to launch the step, where the device computes meanwhile
 
 

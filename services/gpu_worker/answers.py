@@ -1,26 +1,29 @@
 """What a step's slots produced, as the scheduler is told."""
 
 from array import array
-from collections.abc import Sequence
 
-from blockyard.shared.messages import NO_TOKEN, SlotResult, StepPlan
+from blockyard.services.gpu_worker.interfaces import Done
+from blockyard.shared.messages import NO_TOKEN, SlotResult
 
 
-def packed(plan: StepPlan, results: Sequence[SlotResult]) -> tuple[list[SlotResult], bytes]:
+def packed(done: Done) -> tuple[list[SlotResult], bytes]:
     """The results of slots that have more to say than one token, and the tokens of the others, by the plan's runs."""
-    token_ids = array("I", [NO_TOKEN]) * len(plan.runs)
-    places = {run.slot: i for i, run in enumerate(plan.runs) if run.max_tokens == 1}
+    runs, rows = done.plan.runs, done.rows
+    token_ids = array("I", rows.by_run(runs)) if rows else array("I", [NO_TOKEN]) * len(runs)
+    if not done.others:
+        return [], token_ids.tobytes() if rows else b""
+    places = {run.slot: i for i, run in enumerate(runs) if run.max_tokens == 1}
     others: list[SlotResult] = []
-    for result in results:
+    for result in done.others:
         place = places.get(result.slot)
-        if place is None or not is_plain(result):
+        if place is None or not _is_plain(result):
             others.append(result)
         else:
             token_ids[place] = result.token_ids[0]
-    return others, token_ids.tobytes() if len(others) < len(results) else b""
+    return others, token_ids.tobytes() if rows or len(others) < len(done.others) else b""
 
 
-def is_plain(result: SlotResult) -> bool:
+def _is_plain(result: SlotResult) -> bool:
     """It says one token and nothing else."""
     return (
         len(result.token_ids) == 1

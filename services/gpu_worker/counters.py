@@ -3,8 +3,8 @@
 import gc
 import time
 
-from blockyard.services.gpu_worker.interfaces import WorkerLinks
-from blockyard.shared.messages import SlotResult, Stats
+from blockyard.services.gpu_worker.interfaces import Done, WorkerLinks
+from blockyard.shared.messages import Stats
 from blockyard.shared.serving import rss_bytes
 
 PUBLISH_S = 0.5
@@ -19,10 +19,11 @@ class Counters:
         self.steps = 0
         self._running = self._tokens = 0
 
-    def stepped(self, results: list[SlotResult]) -> None:
-        self._running = len(results)
+    def stepped(self, done: Done) -> None:
+        num_rows = len(done.rows or ())
+        self._running = num_rows + len(done.others)
         self.steps += 1
-        self._tokens += sum(len(r.token_ids) for r in results)
+        self._tokens += num_rows + sum(len(r.token_ids) for r in done.others)
 
     def idle(self) -> None:
         """Nothing waits: a collection holds up no step now."""

@@ -22,6 +22,7 @@ from blockyard.services.gpu_worker.mixed_graphs import MOST_BYTES, MixedGraphs
 from blockyard.services.gpu_worker.mixed_steps import MixedSteps
 from blockyard.services.gpu_worker.models.decoder import Model
 from blockyard.services.gpu_worker.pinned_ring import Entry
+from blockyard.services.gpu_worker.rows import Rows
 from blockyard.shared.messages import FinishReason, Geometry, SlotResult, StepPlan
 
 __all__ = ["DeviceLoop", "graph_bytes", "start"]
@@ -53,6 +54,7 @@ class Flight:
     began_s: float  # its launch
     launch_s: float  # how long that took
     scored: dict[int, int]  # slots that want log-probabilities, and how many of the likeliest
+    num_decodes: int  # leading rows that compute one token
 
 
 class DeviceLoop:
@@ -137,8 +139,9 @@ class DeviceLoop:
         table.computed[slots] = positions
         table.known[slots] += positions == table.known[slots]
         scored = {s: wishes.scored[s] for s in slots.tolist() if s in wishes.scored} if wishes.scored else {}
+        owners, num_decodes = table.owners[slots], int((counts == 1).sum())
         launch_s = time.perf_counter() - began_s
-        self.flights.append(Flight(plan, results, slots, table.owners[slots], entry, began_s, launch_s, scored))
+        self.flights.append(Flight(plan, results, slots, owners, entry, began_s, launch_s, scored, num_decodes))
 
     def collect(self) -> Done | None:
         """The oldest plan in flight if it is done."""
@@ -204,15 +207,18 @@ class DeviceLoop:
         plain = outcomes == Outcome.TOKEN  # what nearly every row is
         held = self._batch.slots.owners[slots] == flight.owners
         self._note_tokens(plain & held, slots, tokens, computed)
-        rows = zip(slots[plain].tolist(), tokens[plain].tolist(), computed[plain].tolist(), strict=True)
-        results += [SlotResult(slot, [token], length) for slot, token, length in rows]
+        single = plain & (np.arange(len(slots)) < flight.num_decodes)
+        if flight.scored:
+            single &= ~np.isin(slots, list(flight.scored))
+        rows, others = (Rows(slots[which], tokens[which], computed[which]) for which in (single, plain & ~single))
+        results += others.in_words()
         for i in np.flatnonzero(~plain).tolist():
             self._take_other(flight, i, Outcome(outcomes[i]), bool(held[i]))
         if flight.scored:
             self._add_scores(flight)
         self._batch.settle(flight.plan, results)
         failed = self._batch.transfers.take_failed(flight.plan)
-        return Done(flight.plan, results, time.time(), step_s, failed, flight.launch_s)
+        return Done(flight.plan, results, time.time(), step_s, failed, flight.launch_s, rows)
 
     def _note_tokens(self, rows: "npt.NDArray[np.bool_]", slots: Ints, tokens: Words, computed: Words) -> None:
         """What these rows drew, where their slots still have the owner that it is for."""

@@ -1,10 +1,23 @@
 """What the worker's loop needs of its runner and of its links."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from blockyard.shared.bus import Event
-from blockyard.shared.messages import Frame, Geometry, Member, SlotResult, Stats, StepPlan, WorkerIn
+from blockyard.shared.messages import Frame, Geometry, Member, SlotResult, SlotRun, Stats, StepPlan, WorkerIn
+
+
+class Told(Protocol):
+    """Slots that computed one more token, drew one, and have nothing else to say, side by side."""
+
+    def __len__(self) -> int: ...
+
+    def in_words(self) -> list[SlotResult]:
+        """One by one."""
+
+    def by_run(self, runs: Sequence[SlotRun]) -> bytes:
+        """Their tokens as in StepResult: uint32 a run, NO_TOKEN of others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,11 +25,17 @@ class Done:
     """A plan that has run, and what its slots produced."""
 
     plan: StepPlan
-    slots: list[SlotResult]
+    others: list[SlotResult]  # besides `rows`
     stamp_s: float  # CLOCK_REALTIME when that was known
     step_s: float  # time the step took from its launch on, without what it waited for steps before it
     failed_fetches: list[int]  # blocks that do not hold what was to be fetched
     launch_s: float = 0.0  # time the host took to launch the step, where the device computes meanwhile
+    rows: Told | None = None
+
+    @property
+    def slots(self) -> list[SlotResult]:
+        """All, one by one."""
+        return self.others if self.rows is None else [*self.rows.in_words(), *self.others]
 
 
 class Names(Protocol):

@@ -69,7 +69,7 @@ class Worker:
         plan = done.plan
         if self.orders.awaits(plan):
             me, failed = self._links.me.incarnation, done.failed_fetches
-            slots, token_ids = packed(plan, done.slots)
+            slots, token_ids = packed(done)
             answer = StepResult(me, plan.number, slots, done.stamp_s, done.step_s, failed, token_ids, done.launch_s)
             self._links.answer(plan.scheduler, answer)
-        self.counters.stepped(done.slots)
+        self.counters.stepped(done)

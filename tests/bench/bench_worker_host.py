@@ -17,6 +17,7 @@ import numpy as np
 from rig import Row, median, table
 
 from blockyard.kernels.advance_slots import NUM_RESULTS, Outcome
+from blockyard.services.gpu_worker.answers import packed
 from blockyard.services.gpu_worker.device_loop import DeviceLoop, Flight
 from blockyard.services.gpu_worker.slots import Slots
 from blockyard.shared.messages import Sampling, SlotRun, SlotStart, StepPlan, StepResult, WorkerIn
@@ -49,8 +50,9 @@ def measure(rows: int) -> Row:
     everyone = np.arange(rows)
 
     def finish() -> StepResult:
-        done = loop._finish(Flight(plan, [], everyone, slots.owners[everyone], entry, 0.0, {}))
-        return StepResult(1, 1, done.slots, done.stamp_s)
+        done = loop._finish(Flight(plan, [], everyone, slots.owners[everyone], entry, 0.0, 0.0, {}, rows))
+        others, token_ids = packed(done)
+        return StepResult(1, 1, others, done.stamp_s, token_ids=token_ids)
 
     encode, decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(WorkerIn).decode
     answer, data = finish(), encode(plan)

@@ -102,7 +102,7 @@ class CoreLoop:
             done += runner.collect()
         for one, it in zip(launched, done, strict=True):
             self.num_plans[worker] += 1
-            slots, token_ids = packed(one, it.slots)
+            slots, token_ids = packed(it)
             result = StepResult(worker, one.number, slots, 0.0, 0.0, it.failed_fetches, token_ids)
             self.core.handle(worker, result, 0.0)
             self.turn()

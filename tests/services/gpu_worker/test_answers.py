@@ -1,6 +1,10 @@
 """What the scheduler is told of a step: plain tokens as bytes in the plan's order, the rest in words."""
 
+import numpy as np
+
 from blockyard.services.gpu_worker.answers import packed
+from blockyard.services.gpu_worker.interfaces import Done
+from blockyard.services.gpu_worker.rows import Rows
 from blockyard.shared.messages import NO_TOKEN, FinishReason, SlotResult, SlotRun, StepPlan, TokenLogprobs
 from blockyard.shared.token_ids import unpack
 
@@ -9,10 +13,14 @@ def plan_of(*runs: tuple[int, int]) -> StepPlan:
     return StepPlan(1, 1, [], [], [], [SlotRun(slot, count) for slot, count in runs])
 
 
+def done(plan: StepPlan, results: list[SlotResult], rows: Rows | None = None) -> Done:
+    return Done(plan, results, 0.0, 0.0, [], rows=rows)
+
+
 def test_plain_tokens_stand_in_the_order_of_the_runs() -> None:
     plan = plan_of((4, 1), (2, 1), (9, 1))
     results = [SlotResult(9, [90], 5), SlotResult(4, [40], 7), SlotResult(2, [20], 3)]
-    assert packed(plan, results) == ([], b"".join(t.to_bytes(4, "little") for t in (40, 20, 90)))
+    assert packed(done(plan, results)) == ([], b"".join(t.to_bytes(4, "little") for t in (40, 20, 90)))
 
 
 def test_whoever_has_more_to_say_says_it() -> None:
@@ -27,12 +35,22 @@ def test_whoever_has_more_to_say_says_it() -> None:
         SlotResult(7, [10], 12),  # a prompt of which more than a token was computed
     ]
     plan = plan_of(*((slot, 1) for slot in range(7)), (7, 12), (8, 1))
-    slots, token_ids = packed(plan, [SlotResult(0, [99], 2), *more])
+    slots, token_ids = packed(done(plan, [SlotResult(0, [99], 2), *more]))
     assert slots == more
     assert unpack(token_ids) == [99, *[NO_TOKEN] * 8], "slot 8 was silent"
 
 
 def test_where_nobody_says_just_a_token_there_are_none() -> None:
     results = [SlotResult(0, [5], 9, FinishReason.STOP)]
-    assert packed(plan_of((0, 1)), results) == (results, b"")
-    assert packed(plan_of((0, 1)), []) == ([], b"")
+    assert packed(done(plan_of((0, 1)), results)) == (results, b"")
+    assert packed(done(plan_of((0, 1)), [])) == ([], b"")
+
+
+def test_rows_are_told_as_results_would_be() -> None:
+    plan = plan_of((4, 1), (2, 1), (9, 1), (0, 7), (6, 1))
+    rows = Rows(np.array([9, 2]), np.array([90, 20], np.int32), np.array([5, 3]))
+    more = [SlotResult(0, [1], 7), SlotResult(6, [60], 8)]
+    told = done(plan, more, rows)
+    assert packed(told) == packed(done(plan, [*more, SlotResult(2, [20], 3), SlotResult(9, [90], 5)]))
+    assert unpack(packed(told)[1]) == [NO_TOKEN, 20, 90, NO_TOKEN, 60]
+    assert {result.slot: result.token_ids for result in told.slots} == {0: [1], 6: [60], 9: [90], 2: [20]}

@@ -1,0 +1,36 @@
+"""Results of a step side by side, as they come from the device."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from blockyard.shared.messages import NO_TOKEN, SlotResult, SlotRun
+
+Integers = npt.NDArray[np.integer[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Slots that computed one more token, drew one, and have nothing else to say."""
+
+    slots: Integers
+    token_ids: Integers
+    computed: Integers  # tokens with KV now
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def in_words(self) -> list[SlotResult]:
+        columns = self.slots.tolist(), self.token_ids.tolist(), self.computed.tolist()
+        return [SlotResult(slot, [token], computed) for slot, token, computed in zip(*columns, strict=True)]
+
+    def by_run(self, runs: Sequence[SlotRun]) -> bytes:
+        """Tokens as in StepResult: uint32 a run, NO_TOKEN of others."""
+        slots = np.array([run.slot for run in runs])
+        by_slot = np.full(slots.max() + 1, NO_TOKEN, "<u4")
+        by_slot[self.slots] = self.token_ids
+        token_ids: bytes = by_slot[slots].tobytes()
+        return token_ids
