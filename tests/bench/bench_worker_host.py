@@ -1,4 +1,4 @@
-"""What a decode step costs the worker's thread around the device: plan in, slots granted, results out, answer.
+"""What steps cost the worker's thread around the device: plan in, slots granted, results out, answer; new requests.
 
 No device takes part: its results stand in memory. CPU time, medians. `python tests/bench/bench_worker_host.py [rows]`
 """
@@ -14,11 +14,14 @@ sys.path.insert(0, str(Path(__file__).parents[2] / ".src"))
 
 import msgspec
 import numpy as np
+import torch
 from rig import Row, median, table
 
 from blockyard.kernels.advance_slots import NUM_RESULTS, Outcome
 from blockyard.services.gpu_worker.answers import packed
 from blockyard.services.gpu_worker.device_loop import DeviceLoop, Flight
+from blockyard.services.gpu_worker.device_slots import DeviceSlots
+from blockyard.services.gpu_worker.sampler.sampler import Sampler
 from blockyard.services.gpu_worker.slots import Slots
 from blockyard.shared.messages import Sampling, SlotRun, SlotStart, StepPlan, StepResult, WorkerIn
 
@@ -66,5 +69,28 @@ def measure(rows: int) -> Row:
     return (f"{rows:,} rows, ms a step", f"{text}: {sum(parts.values()):.2f}", "")
 
 
+def starts(num: int) -> Row:
+    """Requests that begin in one step: the host's slots, the sampler's, and what the device gets to know."""
+    slots, device = Slots(1152, 8192, 16, 151936, 4096), torch.device("cpu")
+    on_device = DeviceSlots(2048, 1024, 512, 151936, [151645], device, wishes=True)
+    sampler = Sampler(151936, [151645], device)
+    sampler.reset(1152)
+    prompt, asked = np.arange(32, dtype="<u4").tobytes(), Sampling(256, temperature=0.0, ignore_eos=True)
+    all_of_them = [SlotStart(i, prompt, 32, 0, [3 * i, 3 * i + 1, 3 * i + 2], asked, 0) for i in range(num)]
+    plan = StepPlan(1, 1, [], all_of_them, [], [SlotRun(i, 32) for i in range(num)])
+
+    def note() -> None:
+        on_device.note(plan, slots)
+        on_device.take()
+
+    parts = {
+        "slots": ms(lambda: [slots.start(one) for one in all_of_them]),
+        "sampler": ms(lambda: [sampler.start(one) for one in all_of_them]),
+        "device": ms(note),
+    }
+    text = ", ".join(f"{what} {cost:.2f}" for what, cost in parts.items())
+    return (f"{num} requests begin, ms", f"{text}: {sum(parts.values()):.2f}", "")
+
+
 if __name__ == "__main__":
-    print(table([measure(rows) for rows in map(int, sys.argv[1:] or ("252", "1020"))]))
+    print(table([*(measure(rows) for rows in map(int, sys.argv[1:] or ("252", "1020"))), starts(64)]))
