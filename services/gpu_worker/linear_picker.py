@@ -14,8 +14,10 @@ import msgspec
 
 log = logging.getLogger(__name__)
 
-EDITION = 2  # of the candidates below: a file of another one is measured anew
+EDITION = 3  # of the candidates below: a file of another one is measured anew
 MARGIN = 0.98  # of the library's time, to be taken in its place: less is noise
+CLEARLY = 0.997  # of a few layers' time, to be taken beside the others
+TRIES = 3
 MOST_ROWS = 256  # beyond it products are bound by arithmetic, which the library does best
 SHARED_BYTES = 226 << 10  # a program's at most, on compute capability 9.0
 FETCH_ELEMENTS = 1 << 26  # a weight below it is over so soon that its first bytes are worth asking for early
@@ -118,6 +120,22 @@ def pick(times: Mapping[Plan, float]) -> Plan:
     """The quickest; the library unless another is clearly quicker. `times` has the library's."""
     quickest = min(times, key=lambda plan: times[plan])
     return quickest if times[quickest] < MARGIN * times[LIBRARY] else LIBRARY
+
+
+def own(times: Mapping[Plan, float]) -> Plan:
+    """The quickest but the library, which is taken where there is no other."""
+    others = [plan for plan in times if plan != LIBRARY]
+    return min(others, key=lambda plan: times[plan]) if others else LIBRARY
+
+
+def distinct(sets: Sequence[list[Plan]]) -> list[list[Plan]]:
+    return [plans for i, plans in enumerate(sets) if plans not in sets[:i]]
+
+
+def next_best(times: Mapping[Plan, float], taken: Plan) -> list[Plan]:
+    """What else to try: the next quickest, and the library."""
+    others = sorted((plan for plan in times if plan != taken), key=lambda plan: times[plan])
+    return list(dict.fromkeys([*others[:TRIES], *(plan for plan in others if plan == LIBRARY)]))
 
 
 def pick_set(times: Sequence[tuple[Sequence[Plan], float]]) -> list[Plan]:

@@ -1,41 +1,30 @@
 """Gives each linear layer on a GPU what computes it quickest, by measuring; loaded by name, on a GPU alone.
 
-A layer is measured in a CUDA graph that goes through the weights of the model's layers of that shape, so that the L2
-cache helps no more than in a step, with a norm before each product as in a step. Then whole steps are measured, since
-what is best alone is not always best beside the others.
+First each shape alone, then, since what is best alone is not always best beside the others, one shape after the other
+in a few layers, and in the end whole steps against the library's.
 """
 
-import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
 import torch
-import torch.nn.functional as F
 import triton
-from torch import Tensor
 from triton.errors import TritonError
-from triton.runtime.errors import OutOfResources
 
-from blockyard.kernels.add_rms_norm import add_rms_norm
-from blockyard.kernels.linear_few_rows import linear_few_rows
-from blockyard.kernels.linear_rows import ALIGNMENT, Tiling, Workspace, linear_rows
-from blockyard.kernels.overlap import can_overlap
+from blockyard.kernels.linear_rows import ALIGNMENT
 from blockyard.services.gpu_worker import linear_picker as picker
 from blockyard.services.gpu_worker.linear import Linear, Product, in_groups
 from blockyard.services.gpu_worker.linear_picker import LIBRARY, Choice, Layer, Plan
+from blockyard.services.gpu_worker.linear_products import Products, weight_of
+from blockyard.services.gpu_worker.linear_timing import LinearTimer
 
 log = logging.getLogger(__name__)
 
-WORKSPACE_ELEMENTS = 6 << 20  # a tile of 128 x 256 for each of 192 programs
-WORKSPACE_PROGRAMS = 1 << 14
-WEIGHT_BYTES = 400 << 20  # of different weights in one measurement: several times the L2 cache
-LAUNCHES = 4  # of one measurement at least
-REPEATS = 3
 ROUNDS = 2
 COMPILERS = 16
 
@@ -45,7 +34,7 @@ class Tuner:
 
     def __init__(self, linears: Sequence[Linear]) -> None:
         self._linears = list(linears)
-        weights = [_weight(linear) for linear in self._linears]
+        weights = [weight_of(linear) for linear in self._linears]
         self._device, self._dtype = weights[0].device, weights[0].dtype
         groups: dict[tuple[int, int], list[Linear]] = {}
         for linear in self._linears:
@@ -54,8 +43,8 @@ class Tuner:
         self.layers = [Layer(*group[0].shape, len(group)) for group in self.groups]
         properties = torch.cuda.get_device_properties(self._device)
         self._processors: int = properties.multi_processor_count
-        self._overlap = can_overlap(self._device)
-        self._workspace = Workspace(WORKSPACE_ELEMENTS, WORKSPACE_PROGRAMS, self._device)
+        self.products = Products(self._device)
+        self.timer = LinearTimer(self._linears, self.layers, self.products)
         self._name: str = properties.name
         self._impossible: set[tuple[Plan, int]] = set()
 
@@ -96,29 +85,16 @@ class Tuner:
         for layer, group in zip(self.layers, self.groups, strict=True):
             plan = picker.frozen_plan(layer, self._dtype.itemsize, self._processors)
             for linear in group:
-                product = self.product(plan, linear)
+                product = self.products.of(plan, linear)
                 linear.use({}, in_groups(product) if plan == LIBRARY else product)
         return "linear layers: one configuration each for any number of rows (--batch-invariant)"
-
-    def product(self, plan: Plan, linear: Linear) -> Product:
-        weight, bias = _weight(linear), linear.bias
-        if plan.kernel == "library":
-            return lambda x: F.linear(x, weight, bias)
-        if plan.kernel == "few":
-            out_tile, tile, warps, overlap = plan.out_tile, plan.in_tile, plan.warps, self._overlap
-            return lambda x: linear_few_rows(
-                x, weight, bias, out_tile=out_tile, tile=tile, warps=warps, overlap=overlap
-            )
-        tiling = Tiling(plan.out_tile, plan.row_tile, plan.in_tile, plan.stages, plan.warps, self._overlap, plan.fetch)
-        workspace, split = self._workspace, plan.split
-        return lambda x: linear_rows(x, weight, bias, tiling, workspace, split)
 
     def _path(self) -> Path:
         return picker.table_path(self._name, (f"torch{torch.__version__}", f"triton{triton.__version__}"))
 
     def _candidates(self, layer: Layer, rows: int) -> list[Plan]:
         group = self.groups[self.layers.index(layer)]
-        if any(_weight(linear).data_ptr() % ALIGNMENT for linear in group):
+        if any(weight_of(linear).data_ptr() % ALIGNMENT for linear in group):
             return []
         plans = picker.candidates(layer, rows, self._dtype.itemsize, self._processors)
         return [plan for plan in plans if _binary(plan, rows) not in self._impossible]
@@ -136,8 +112,8 @@ class Tuner:
             for bias in {linear.bias is not None for linear in self._linears}:
                 weight = torch.zeros(256, 256, dtype=self._dtype, device=self._device)
                 try:
-                    self.product(plan, Linear(weight, weight[0] if bias else None))(weight[:rows])
-                except OutOfResources as e:
+                    self.products.of(plan, Linear(weight, weight[0] if bias else None))(weight[:rows])
+                except TritonError as e:  # too little shared memory, or another Triton that does not compile it
                     log.debug("%s: %s", plan, e)
                     return False
         return True
@@ -147,53 +123,38 @@ class Tuner:
         library = [LIBRARY] * len(self.layers)
         if not any(self._candidates(layer, rows) for layer in self.layers):
             return library
-        best, ours = [], []
-        for layer, group in zip(self.layers, self.groups, strict=True):
-            times = {p: self.seconds(p, group, rows) for p in (LIBRARY, *self._candidates(layer, rows))}
-            best.append(picker.pick(times))
-            own = {plan: took for plan, took in times.items() if plan != LIBRARY}
-            ours.append(min(own, key=lambda plan: own[plan]) if own else LIBRARY)
-        if best == library:
+        times = [
+            {plan: self.timer.seconds(plan, group, rows) for plan in (LIBRARY, *self._candidates(layer, rows))}
+            for layer, group in zip(self.layers, self.groups, strict=True)
+        ]
+        alone = [picker.pick(some) for some in times]
+        sets = picker.distinct([library, alone, self._refine(alone, times, rows)])
+        if len(sets) == 1:
             return library
-        sets = [library, best] if best == ours else [library, best, ours]
-        rounds = [[self.step_seconds(p, rows) for p in sets] for _ in range(ROUNDS)]  # in turn: clocks sink meanwhile
+        # in turn: clocks sink meanwhile
+        rounds = [[self.timer.step_seconds(plans, rows) for plans in sets] for _ in range(ROUNDS)]
         took = [min(one[i] for one in rounds) for i in range(len(sets))]
         return picker.pick_set(list(zip(sets, took, strict=True)))
 
-    def seconds(self, plan: Plan, group: Sequence[Linear], rows: int) -> float:
-        """Of one layer, over layers of one shape."""
-        some = group[: max(WEIGHT_BYTES // _weight(group[0]).nbytes, 1)]
-        order = [(plan, linear) for linear in some] * -(-LAUNCHES // len(some))
-        return _replay(self._step(order, rows)) / len(order)
-
-    def step_seconds(self, plans: Sequence[Plan], rows: int, norms: bool = True) -> float:
-        """Of all layers, by one plan a shape."""
-        return _replay(self._step(self._order(plans), rows, norms))
-
-    def _order(self, plans: Sequence[Plan]) -> list[tuple[Plan, Linear]]:
-        """The plan of each layer, in the model's order."""
-        by_shape = dict(zip(((layer.ins, layer.outs) for layer in self.layers), plans, strict=True))
-        return [(by_shape[linear.shape], linear) for linear in self._linears]
-
-    def _step(self, order: Sequence[tuple[Plan, Linear]], rows: int, norms: bool = True) -> Callable[[], None]:
-        """All of these products, and where asked for a norm before each."""
-        sizes = {linear.shape[0] for _, linear in order}
-        inputs = {n: torch.randn(rows, n, dtype=self._dtype, device=self._device) for n in sizes}
-        weights = {n: torch.ones(n, dtype=self._dtype, device=self._device) for n in sizes}
-        products = [(self.product(plan, linear), linear.shape[0]) for plan, linear in order]
-
-        def step() -> None:
-            for product, n in products:
-                product(add_rms_norm(inputs[n], None, weights[n], 1e-6) if norms else inputs[n])
-
-        return step
+    def _refine(self, alone: list[Plan], times: Sequence[Mapping[Plan, float]], rows: int) -> list[Plan]:
+        """From what is quickest alone, or from own kernels throughout: one shape after the other in the plan that is
+        quickest beside the others, in the first layers."""
+        starts = picker.distinct([alone, [picker.own(some) for some in times]])
+        took, plans = min((self.timer.excerpt_seconds(plans, rows), i, plans) for i, plans in enumerate(starts))[::2]
+        for i, some in enumerate(times):
+            for plan in picker.next_best(some, plans[i]):
+                others = [*plans[:i], plan, *plans[i + 1 :]]
+                seconds = self.timer.excerpt_seconds(others, rows)
+                if seconds < picker.CLEARLY * took:
+                    plans, took = others, seconds
+        return plans
 
     def _install(self, plans: dict[int, list[Plan]]) -> None:
         products: list[dict[int, Product]] = [{} for _ in self._linears]
         for rows, some in plans.items():
-            for i, (plan, linear) in enumerate(self._order(some)):
+            for i, (plan, linear) in enumerate(self.timer.order(some)):
                 if plan != LIBRARY:
-                    products[i][rows] = self.product(plan, linear)
+                    products[i][rows] = self.products.of(plan, linear)
         for linear, one in zip(self._linears, products, strict=True):
             linear.use(one)
 
@@ -201,29 +162,3 @@ class Tuner:
 def _binary(plan: Plan, rows: int) -> tuple[Plan, int]:
     """What is compiled for a plan: the same for any split, and for any rows unless they are few."""
     return msgspec.structs.replace(plan, split=1), rows if plan.kernel == "few" else 1
-
-
-def _weight(linear: Linear) -> Tensor:
-    assert linear.weight is not None
-    return linear.weight
-
-
-def _replay(step: Callable[[], None]) -> float:
-    """Seconds that it takes in a CUDA graph, the best of REPEATS."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    graph = torch.cuda.CUDAGraph()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            step()
-        graph.replay()
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(REPEATS + 1)]  # type: ignore[no-untyped-call]
-        events[0].record()
-        for event in events[1:]:
-            graph.replay()
-            event.record()
-        events[-1].synchronize()
-    torch.cuda.current_stream().wait_stream(stream)
-    took: list[float] = [before.elapsed_time(after) for before, after in itertools.pairwise(events)]
-    return min(took) / 1e3

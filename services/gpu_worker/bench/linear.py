@@ -35,10 +35,10 @@ def _rows(tuner: Tuner, num: int) -> Iterator[Row]:
     for name, layer, plan, group in zip((*SHAPES, "head"), tuner.layers, picked, tuner.groups, strict=True):
         shape = f"{num} x {layer.ins} -> {layer.outs}"
         for one in dict.fromkeys((LIBRARY, plan)):
-            seconds = tuner.seconds(one, group, num)
+            seconds = tuner.timer.seconds(one, group, num)
             yield row(f"{name}, {NAMES[one.kernel]}", shape, seconds, *_work([layer], num, layer.count))
     for label, plans in (("cuBLAS", library), ("as picked", picked)):
-        seconds = tuner.step_seconds(plans, num, norms=False)
+        seconds = tuner.timer.step_seconds(plans, num, norms=False)
         yield row(f"all of a step, {label}", f"{num} rows", seconds, *_work(tuner.layers, num))
 
 

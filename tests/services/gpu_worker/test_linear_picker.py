@@ -33,6 +33,14 @@ def test_a_set_that_is_slower_as_a_whole_is_not_picked() -> None:
     assert picker.pick_set([(library, 4.0), (ours, 3.99)]) == library
 
 
+def test_what_is_tried_next() -> None:
+    times = {LIBRARY: 9.0, FEW: 3.0, TILES: 2.0, **{Plan("few", i): float(i) for i in (4, 5, 6)}}
+    assert picker.next_best(times, TILES) == [FEW, Plan("few", 5), Plan("few", 6), LIBRARY]
+    assert picker.next_best({LIBRARY: 1.0, TILES: 2.0}, LIBRARY) == [TILES]
+    assert picker.own({LIBRARY: 1.0, FEW: 3.0, TILES: 2.0}) == TILES
+    assert picker.own({LIBRARY: 1.0}) == LIBRARY
+
+
 def test_candidates_fit_their_rows() -> None:
     layer = Layer(4096, 6144, 32)
     assert {plan.kernel for plan in picker.candidates(layer, 1, 2, 132)} == {"few"}

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from blockyard.services.gpu_worker import linear_tuning
+from blockyard.services.gpu_worker import linear_products, linear_tuning
 from blockyard.services.gpu_worker.linear import Linear
 from blockyard.services.gpu_worker.linear_picker import LIBRARY, Plan
 from blockyard.services.gpu_worker.linear_tuning import Tuner
@@ -21,7 +21,7 @@ def linears(monkeypatch: pytest.MonkeyPatch) -> list[Linear]:
     torch.zeros(1, device=DEVICE)  # CUDA reads the true properties as it begins
     properties = SimpleNamespace(multi_processor_count=4, name="none")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(linear_tuning, "WORKSPACE_ELEMENTS", 1 << 16)
+    monkeypatch.setattr(linear_products, "WORKSPACE_ELEMENTS", 1 << 16)
     return [Linear(torch.randn(*shape).to(DEVICE, torch.float16)) for shape in SHAPES * 2]
 
 
@@ -35,8 +35,9 @@ def made_up(tuner: Tuner, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Plan, i
         return 0.5 if quick and rows != 3 else 1.0
 
     monkeypatch.setattr(tuner, "compile", lambda sizes: None)
-    monkeypatch.setattr(tuner, "seconds", seconds)
-    monkeypatch.setattr(tuner, "step_seconds", lambda plans, rows: sum(2 - (p != LIBRARY) for p in plans))
+    monkeypatch.setattr(tuner.timer, "seconds", seconds)
+    monkeypatch.setattr(tuner.timer, "excerpt_seconds", lambda plans, rows: 1.0)
+    monkeypatch.setattr(tuner.timer, "step_seconds", lambda plans, rows: sum(2 - (p != LIBRARY) for p in plans))
     return timed
 
 
@@ -71,9 +72,24 @@ def test_a_step_that_is_no_quicker_is_the_library_s(
 ) -> None:
     tuner = Tuner(linears)
     made_up(tuner, monkeypatch)
-    monkeypatch.setattr(tuner, "step_seconds", lambda plans, rows: 1.0)
+    monkeypatch.setattr(tuner.timer, "step_seconds", lambda plans, rows: 1.0)
     assert "0 of 2 shapes" in tuner.tune([2], lambda done: None, tmp_path / "table.json")
     assert not any(linear._products for linear in linears)
+
+
+def test_what_is_best_alone_gives_way_to_what_is_best_beside_the_others(
+    linears: list[Linear], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuner = Tuner(linears)
+    made_up(tuner, monkeypatch)
+
+    def beside(plans: list[Plan], rows: int) -> float:
+        tiles = [plan.kernel == "tiles" for plan in plans]
+        return 5.0 - sum(tiles) + 3.0 * all(tiles)  # one after the other they are slow
+
+    for name in ("step_seconds", "excerpt_seconds"):
+        monkeypatch.setattr(tuner.timer, name, beside)
+    assert [plan.kernel == "tiles" for plan in tuner.measure(5)] == [True, False]
 
 
 def test_what_cannot_be_measured_is_left_to_the_library(

@@ -63,7 +63,7 @@ def test_every_candidate_is_right(tmp_path: Path) -> None:
                 x = rows_of(group[0], rows)
                 wants = [x.double() @ linear.weight.double().T for linear in group]
                 for plan in tuner._candidates(layer, rows):
-                    products = [tuner.product(plan, linear) for linear in group * 2]
+                    products = [tuner.products.of(plan, linear) for linear in group * 2]
                     for got, want in zip([product(x) for product in products], wants * 2, strict=True):
                         assert float((got.double() - want).norm() / want.norm()) < 6e-3, plan
 

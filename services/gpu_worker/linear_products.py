@@ -1,0 +1,40 @@
+"""The products that linear layers are computed by, as their plans say; on a GPU alone."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from blockyard.kernels.linear_few_rows import linear_few_rows
+from blockyard.kernels.linear_rows import Tiling, Workspace, linear_rows
+from blockyard.kernels.overlap import can_overlap
+from blockyard.services.gpu_worker.linear import Linear, Product
+from blockyard.services.gpu_worker.linear_picker import Plan
+
+WORKSPACE_ELEMENTS = 6 << 20  # a tile of 128 x 256 for each of 192 programs
+WORKSPACE_PROGRAMS = 1 << 14
+
+
+class Products:
+    """On one GPU, for one stream: they share a workspace."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._overlap = can_overlap(device)
+        self._workspace = Workspace(WORKSPACE_ELEMENTS, WORKSPACE_PROGRAMS, device)
+
+    def of(self, plan: Plan, linear: Linear) -> Product:
+        weight, bias, overlap = weight_of(linear), linear.bias, self._overlap
+        if plan.kernel == "library":
+            return lambda x: F.linear(x, weight, bias)
+        if plan.kernel == "few":
+            out_tile, tile, warps = plan.out_tile, plan.in_tile, plan.warps
+            return lambda x: linear_few_rows(
+                x, weight, bias, out_tile=out_tile, tile=tile, warps=warps, overlap=overlap
+            )
+        workspace, split = self._workspace, plan.split
+        tiling = Tiling(plan.out_tile, plan.row_tile, plan.in_tile, plan.stages, plan.warps, overlap, plan.fetch)
+        return lambda x: linear_rows(x, weight, bias, tiling, workspace, split)
+
+
+def weight_of(linear: Linear) -> Tensor:
+    assert linear.weight is not None
+    return linear.weight

@@ -1,0 +1,83 @@
+"""Times linear layers on a GPU, by plans that are to be compared.
+
+In a CUDA graph that goes through the weights of the model's layers, so that the L2 cache helps no more than in a step,
+with a norm before each product as in a step.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import torch
+
+from blockyard.kernels.add_rms_norm import add_rms_norm
+from blockyard.services.gpu_worker.linear import Linear
+from blockyard.services.gpu_worker.linear_picker import Layer, Plan
+from blockyard.services.gpu_worker.linear_products import Products, weight_of
+
+WEIGHT_BYTES = 400 << 20  # of different weights in one measurement: several times the L2 cache
+LAUNCHES = 4  # of one measurement at least
+REPEATS = 3
+EXCERPT = 24  # layers in which shapes are tried beside each other
+EXCERPT_REPEATS = 6
+
+
+class LinearTimer:
+    """For the linear layers of one model, in its order, which are of the shapes of `layers`."""
+
+    def __init__(self, linears: Sequence[Linear], layers: Sequence[Layer], products: Products) -> None:
+        self._linears, self._layers, self._products = linears, layers, products
+        weight = weight_of(linears[0])
+        self._device, self._dtype = weight.device, weight.dtype
+
+    def seconds(self, plan: Plan, group: Sequence[Linear], rows: int) -> float:
+        """Of one layer, over layers of one shape."""
+        some = group[: max(WEIGHT_BYTES // weight_of(group[0]).nbytes, 1)]
+        order = [(plan, linear) for linear in some] * -(-LAUNCHES // len(some))
+        return _replay(self._step(order, rows)) / len(order)
+
+    def step_seconds(self, plans: Sequence[Plan], rows: int, norms: bool = True) -> float:
+        """Of all layers, by one plan a shape."""
+        return _replay(self._step(self.order(plans), rows, norms))
+
+    def excerpt_seconds(self, plans: Sequence[Plan], rows: int) -> float:
+        """Of the first layers, by one plan a shape."""
+        return _replay(self._step(self.order(plans)[:EXCERPT], rows), EXCERPT_REPEATS)
+
+    def order(self, plans: Sequence[Plan]) -> list[tuple[Plan, Linear]]:
+        """The plan of each layer, in the model's order."""
+        by_shape = dict(zip(((layer.ins, layer.outs) for layer in self._layers), plans, strict=True))
+        return [(by_shape[linear.shape], linear) for linear in self._linears]
+
+    def _step(self, order: Sequence[tuple[Plan, Linear]], rows: int, norms: bool = True) -> Callable[[], None]:
+        """All of these products, and where asked for a norm before each."""
+        sizes = {linear.shape[0] for _, linear in order}
+        inputs = {n: torch.randn(rows, n, dtype=self._dtype, device=self._device) for n in sizes}
+        weights = {n: torch.ones(n, dtype=self._dtype, device=self._device) for n in sizes}
+        products = [(self._products.of(plan, linear), linear.shape[0]) for plan, linear in order]
+
+        def step() -> None:
+            for product, n in products:
+                product(add_rms_norm(inputs[n], None, weights[n], 1e-6) if norms else inputs[n])
+
+        return step
+
+
+def _replay(step: Callable[[], None], repeats: int = REPEATS) -> float:
+    """Seconds that it takes in a CUDA graph, the best of so many."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    graph = torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            step()
+        graph.replay()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]  # type: ignore[no-untyped-call]
+        events[0].record()
+        for event in events[1:]:
+            graph.replay()
+            event.record()
+        events[-1].synchronize()
+    torch.cuda.current_stream().wait_stream(stream)
+    took: list[float] = [before.elapsed_time(after) for before, after in itertools.pairwise(events)]
+    return min(took) / 1e3
