@@ -20,7 +20,7 @@ from blockyard.kernels.sequences import Sequences, check_ranges, check_reads
 _LOG2E = 1.4426950408889634
 _PROGRAMS = 132  # multiprocessors: with fewer programs, tiles are shared
 _MOST_SPLITS = 16
-_MUCH = 1 << 22  # elements of q; with fewer a step may wait for the host, to which `prefill_hopper` costs more
+_MUCH = 1 << 22  # elements of q; with fewer, `prefill_hopper` has not been timed within graphs
 _COMBINE = 0.02  # rounds of whole sequences that each part costs later
 _LONG = 1024  # sequences that may be longer are worth a second kernel
 
