@@ -21,7 +21,7 @@ from blockyard.services.gpu_worker import linear_picker as picker
 from blockyard.services.gpu_worker.linear import Linear, Product, in_groups
 from blockyard.services.gpu_worker.linear_picker import LIBRARY, Choice, Layer, Plan
 from blockyard.services.gpu_worker.linear_products import Products, weight_of
-from blockyard.services.gpu_worker.linear_timing import LinearTimer
+from blockyard.services.gpu_worker.linear_timing import EXCERPT, LinearTimer
 
 log = logging.getLogger(__name__)
 
@@ -141,8 +141,9 @@ class Tuner:
         quickest beside the others, in the first layers."""
         starts = picker.distinct([alone, [picker.own(some) for some in times]])
         took, plans = min((self.timer.excerpt_seconds(plans, rows), i, plans) for i, plans in enumerate(starts))[::2]
-        for i, some in enumerate(times):
-            for plan in picker.next_best(some, plans[i]):
+        shapes = {linear.shape for linear in self._linears[:EXCERPT]}  # of others only noise would be seen
+        for i, (layer, some) in enumerate(zip(self.layers, times, strict=True)):
+            for plan in picker.next_best(some, plans[i]) if (layer.ins, layer.outs) in shapes else []:
                 others = [*plans[:i], plan, *plans[i + 1 :]]
                 seconds = self.timer.excerpt_seconds(others, rows)
                 if seconds < picker.CLEARLY * took:

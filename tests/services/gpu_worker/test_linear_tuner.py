@@ -92,6 +92,24 @@ def test_what_is_best_alone_gives_way_to_what_is_best_beside_the_others(
     assert [plan.kernel == "tiles" for plan in tuner.measure(5)] == [True, False]
 
 
+def test_shapes_that_are_not_among_the_first_layers_stay_as_they_are_alone(
+    linears: list[Linear], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear_tuning, "EXCERPT", 1)
+    tuner = Tuner(linears)
+    made_up(tuner, monkeypatch)
+    tried: list[list[Plan]] = []
+
+    def noise(plans: list[Plan], rows: int) -> float:
+        tried.append(plans)
+        return 1.0 / len(tried)
+
+    monkeypatch.setattr(tuner.timer, "excerpt_seconds", noise)
+    tuner.measure(5)
+    assert len({plans[0] for plans in tried}) > 1
+    assert len({plans[1] for plans in tried[2:]}) == 1
+
+
 def test_what_cannot_be_measured_is_left_to_the_library(
     linears: list[Linear], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
