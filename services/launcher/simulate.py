@@ -15,7 +15,7 @@ from blockyard.services.launcher.bench import datasets
 from blockyard.services.launcher.bench.arrivals import due_times
 from blockyard.services.launcher.bench.flags import Parser, count, positive
 from blockyard.services.launcher.child import command, environment
-from blockyard.shared.config import given, resolve
+from blockyard.shared.config import given, host_memory, resolve
 from blockyard.shared.config.checkpoint import Checkpoint
 from blockyard.shared.config.flags import FLAGS, GROUPS
 from blockyard.shared.config.given import Given, Values
@@ -25,7 +25,7 @@ from blockyard.shared.errors import ConfigError
 
 KINDS = ("sharegpt", "random", "prefix-shared")
 # What a simulation heeds of the flags of `serve`, besides those that become a scheduler's settings.
-HEEDED = {flag.name for flag in GROUPS["Scheduling"]} - {"preemption-mode"} | {
+HEEDED = {flag.name for flag in GROUPS["Scheduling"]} | {
     "block-size",
     "config",
     "data-parallel-size",
@@ -33,10 +33,12 @@ HEEDED = {flag.name for flag in GROUPS["Scheduling"]} - {"preemption-mode"} | {
     "max-model-len",
     "model",
     "num-gpu-blocks-override",
+    "swap-space",
 }
 EPILOG = """
 Every flag of `blockyard serve` that the scheduler heeds may follow: --max-num-seqs, --max-num-batched-tokens,
---scheduling-policy, ... KV blocks of a worker are --num-gpu-blocks-override and --block-size.
+--scheduling-policy, ... KV blocks of a worker are --num-gpu-blocks-override and --block-size, in host memory as many as
+fit in --swap-space.
 
 A trace has a JSON object a line: arrival_s, prompt_tokens, output_tokens, and, where wanted, max_tokens (what is asked
 for, if more than what comes), tenant, priority, prefix_group (requests of one group begin with the same tokens),
@@ -128,11 +130,18 @@ def simulation_config(parsed: argparse.Namespace, rest: Sequence[str]) -> Simula
         cost=cost,
         num_workers=parsed.workers or values.get("data-parallel-size", int),
         num_blocks=values.maybe("num-gpu-blocks-override", int) or cost.num_blocks,
+        num_host_blocks=_host_blocks(values, cost),
         block_size=values.get("block-size", int),
         max_model_len=max_model_len,
         html=parsed.html or f"{'simulation' if positionals[0] == '-' else Path(trace).stem}.html",
         svg=parsed.svg or "",
     )
+
+
+def _host_blocks(values: Values, cost: CostModel) -> int:
+    """Of each worker. This machine's memory is not the simulated one's."""
+    size = host_memory.swap_space(values, there_is=sys.maxsize) * host_memory.GIB
+    return int(size) // (values.get("block-size", int) * cost.token_bytes)
 
 
 def read_cost(path: str | None) -> CostModel:

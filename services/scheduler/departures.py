@@ -57,7 +57,7 @@ class Departures:
     def sent(self, load: Load, now: float) -> None:
         if not self._flight:
             self._began_s, self._under_way_s = now, 0.0
-        seconds = self.times.least(load)
+        seconds = self.times.least(load) if self._ahead is None else 0.0
         self._under_way_s += seconds
         self._flight.append((load, seconds, bool(self._flight)))
 

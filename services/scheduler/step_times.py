@@ -8,7 +8,7 @@ pairs of a long prompt are not among them: they change slowly, and the fit goes 
 
 from typing import NamedTuple
 
-HALF_LIFE = 32  # steps
+FADE = 0.5 ** (1 / 32)  # of a step's weight, with each later one
 DECODES, TOKENS = 64.0, 512.0  # that count as one, so that all three weigh alike
 MOST_TOKENS = 1 << 30
 PRIOR = 0.02  # the weight of what was believed, in steps
@@ -27,8 +27,7 @@ class StepTimes:
         self.num_steps = 0
         self._base, self._decode, self._token = step_s, 0.0, 0.0  # seconds, the latter of so many
         self._off_s = 0.0  # what the last ones were off by
-        self._sums = [0.0] * 9  # of steps: 1, d, t, dd, dt, tt, y, dy, ty
-        self._fade = 0.5 ** (1 / HALF_LIFE)
+        self._sums = (0.0,) * 9  # of steps with d decodes, t tokens and y seconds: 1, d, t, dd, dt, tt, y, dy, ty
 
     @property
     def known(self) -> bool:
@@ -53,10 +52,19 @@ class StepTimes:
         off_s = abs(step_s - self.expect(load))
         self._off_s += (min(off_s, step_s) - self._off_s) / 16 if self.num_steps else 0.0
         self.num_steps += 1
-        d, t, y = load.decodes / DECODES, load.tokens / TOKENS, step_s
-        fade = self._fade
-        seen = (1.0, d, t, d * d, d * t, t * t, y, d * y, t * y)
-        self._sums = [s * fade + v for s, v in zip(self._sums, seen, strict=True)]
+        d, t = load.decodes / DECODES, load.tokens / TOKENS
+        n, sd, st, sdd, sdt, stt, sy, sdy, sty = self._sums
+        self._sums = (
+            n * FADE + 1.0,
+            sd * FADE + d,
+            st * FADE + t,
+            sdd * FADE + d * d,
+            sdt * FADE + d * t,
+            stt * FADE + t * t,
+            sy * FADE + step_s,
+            sdy * FADE + d * step_s,
+            sty * FADE + t * step_s,
+        )
         self._fit()
 
     def _fit(self) -> None:
@@ -68,6 +76,9 @@ class StepTimes:
         dd, dt, dy = dd - a * d, dt - a * t, dy - a * y
         tt, ty = tt - b * t, ty - b * y
         c = dt / dd
-        token = max(0.0, (ty - c * dy) / (tt - c * dt))
-        decode = max(0.0, (dy - dt * token) / dd)
-        self._base, self._decode, self._token = max(0.0, (y - d * decode - t * token) / n), decode, token
+        token = (ty - c * dy) / (tt - c * dt)
+        token = token if token > 0.0 else 0.0
+        decode = (dy - dt * token) / dd
+        decode = decode if decode > 0.0 else 0.0
+        base = (y - d * decode - t * token) / n
+        self._base, self._decode, self._token = base if base > 0.0 else 0.0, decode, token

@@ -2,8 +2,7 @@
 
     python tests/bench/bench_fairness.py [--seconds 30] [--gaps] [MODEL FLAG ...]
 
-MODEL is the demo model unless given. With `--gaps` instead: the mock worker's steps, and how much more than a step passes
-from one to the next. The second column of each row says which scheduler.
+MODEL is the demo model unless given. With `--gaps` instead: what passes from one step of the mock worker to the next.
 """
 
 import argparse
@@ -11,6 +10,7 @@ import asyncio
 import random
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / ".src"))
@@ -89,7 +89,7 @@ def gap_rows(seconds: float) -> list[Row]:
                 num = int(1000 * seconds / step_ms / len(STEP_MS))
                 logs = raw_streams(server.url, [completion(min(num, 3000), return_stamps=True) for _ in range(8)])
             stamps = sorted({chunk.stamp for log in logs for _, chunk in log.events()[20:-1] if chunk.stamp})
-            gaps = [1e3 * (b - a) for a, b in zip(stamps, stamps[1:], strict=False)]
+            gaps = [1e3 * (b - a) for a, b in pairwise(stamps)]
             mean = (stamps[-1] - stamps[0]) * 1e3 / len(gaps)
             text = f"mean {mean:.3f}, p50 {percentile(gaps, 0.5):.3f}, p99 {percentile(gaps, 0.99):.2f} ms"
             rows.append((f"mock worker, from one step's end to the next one's, {name}", text, f"{step_ms} ms"))

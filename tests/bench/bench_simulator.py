@@ -90,17 +90,33 @@ def preemption_rows() -> list[Row]:
 
 def fair_rows() -> list[Row]:
     """One tenant sends 100 times as much as the other, and more than there is room for."""
-    light, heavy = sharegpt(50, 0.8, 1, "light"), sharegpt(5000, 80.0, 2, "heavy")
+    light, heavy = sharegpt(80, 1.6, 1, "light"), sharegpt(8000, 160.0, 2, "heavy")
     alone, _ = simulate(light, scheduling_policy="fair")
+    before = ttft_p95(alone, "light")
     rows: list[Row] = []
-    for policy, running, bar in (("fair", 128, "2 times"), ("fair", 256, "2 times"), ("fcfs", 128, "-")):
-        flooded, _ = simulate(light + heavy, scheduling_policy=policy, max_num_seqs=running, max_queue_len=10_000)
-        before, after = ttft_p95(alone, "light"), ttft_p95(flooded, "light")
+    for policy, running, tokens in (
+        ("fair", 256, 2048),
+        ("fair", 256, 512),
+        ("fair", 128, 2048),
+        ("fair", 64, 2048),
+        ("fair", 64, 256),
+        ("fcfs", 256, 2048),
+    ):
+        flooded, _ = simulate(
+            light + heavy,
+            scheduling_policy=policy,
+            max_num_seqs=running,
+            max_num_batched_tokens=tokens,
+            max_queue_len=1000,
+        )
+        after, record = ttft_p95(flooded, "light"), flooded.record
         text = (
             f"{after / before:.2f} times ({1000 * after:,.0f} ms to {1000 * before:,.0f} ms; "
-            f"heavy {1000 * ttft_p95(flooded, 'heavy'):,.0f} ms)"
+            f"heavy {1000 * ttft_p95(flooded, 'heavy'):,.0f} ms; all {record.num_output_tokens / flooded.now:,.0f} "
+            f"tokens/s out, heavy's p99 ITL {1000 * percentile(sorted(record.gaps['heavy'].gap_s), 99):.0f} ms)"
         )
-        rows.append((f"light tenant's p95 TTFT, flooded to alone, {policy}, {running} running", text, bar))
+        what = f"light tenant's p95 TTFT, flooded to alone, {policy}, {running} running, {tokens:,} tokens a step"
+        rows.append((what, text, "2 times" if policy == "fair" else "-"))
     return rows
 
 

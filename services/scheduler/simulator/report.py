@@ -58,6 +58,10 @@ def summarize(simulation: Simulation, wall_s: float) -> Summary:
     )
 
 
+def _host_text(config: SimulationConfig) -> str:
+    return f" and {config.num_host_blocks:,} in host memory" if config.num_host_blocks else ""
+
+
 def table(config: SimulationConfig, simulation: Simulation, s: Summary) -> str:
     """For the terminal, and at the head of the page."""
     per_s = 1 / max(s.duration_s, 1e-9)
@@ -65,8 +69,9 @@ def table(config: SimulationConfig, simulation: Simulation, s: Summary) -> str:
     lost += f", {s.failed} failed" if s.failed else ""
     workers = f"{config.num_workers} worker{'s' if config.num_workers > 1 else ''}"
     lines = [
-        f"{config.cost.name}: {workers}, each {config.num_blocks:,} KV blocks of {config.block_size} tokens, "
-        f"{config.scheduler.max_num_seqs} sequences, {config.scheduler.max_num_batched_tokens:,} tokens a step",
+        f"{config.cost.name}: {workers}, each {config.num_blocks:,} KV blocks of {config.block_size} tokens"
+        f"{_host_text(config)}, {config.scheduler.max_num_seqs} sequences, "
+        f"{config.scheduler.max_num_batched_tokens:,} tokens a step",
         f"{s.completed:,} requests completed{lost}, in {s.duration_s:,.1f} s; "
         f"simulated in {s.wall_s:.1f} s: {s.num_steps:,} steps, {s.num_events:,} events",
         f"tokens      {s.input_tokens:,} in, of which {s.cached_tokens:,} were found in the prefix cache; "

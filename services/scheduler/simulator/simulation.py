@@ -50,6 +50,7 @@ class Simulation:
             [],
             limits.max_num_seqs,
             limits.max_num_batched_tokens,
+            num_host_blocks=config.num_host_blocks,
             step_s=pace.step_s(1, 0, 0),
         )
         self.workers = {first + i: SimWorker(first + i, geometry, pace, requests) for i in range(config.num_workers)}

@@ -35,6 +35,10 @@ class Pace:
             rows_s = self._known[num_rows] = _rows_s(cost, num_rows)
         return rows_s + cost.context_token_s * context_tokens + cost.pair_s * pairs
 
+    def fetch_s(self, num_tokens: int) -> float:
+        """That a step waits for so many tokens' KV from host memory."""
+        return self._cost.fetch_token_s * num_tokens
+
 
 @dataclass(slots=True, eq=False)
 class SimSlot:
@@ -85,6 +89,7 @@ class SimWorker:
                 pairs += (computed - before) * (computed + before) // 2
             results.append(self._result(run.slot, slot))
         step_s = self._pace.step_s(num_rows, context_tokens, pairs)
+        step_s += self._pace.fetch_s(len(plan.fetches) * self.geometry.block_size)
         ends_at = self._free_at = max(self._free_at, came_at) + step_s
         self.busy_s += step_s
         self.num_steps += 1

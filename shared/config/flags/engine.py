@@ -192,7 +192,7 @@ SCHEDULER = (
         "run-ahead",
         Kind.INT,
         None,
-        "Plans sent ahead of the running one; 0 is lockstep; unset: what covers 2 ms of steps.",
+        "Plans sent ahead of the running one; 0 is lockstep; unset: what covers 2 ms of steps, with fair no sooner.",
         least=0,
         most=63,
     ),

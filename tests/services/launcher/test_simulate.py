@@ -38,11 +38,17 @@ def test_flags_of_serve_reach_the_scheduler_and_the_workers() -> None:
     assert whole.scheduler.max_num_batched_tokens == 5000 and not whole.scheduler.enable_chunked_prefill
 
 
+def test_host_memory_is_counted_in_blocks() -> None:
+    assert settings("t").num_host_blocks == 0
+    assert settings("t", "--preemption-mode", "swap").num_host_blocks == 4 * 2**30 // (16 * 131_072)
+    assert settings("t", "--swap-space", "64000", "--block-size", "32").num_host_blocks == 64000 * 2**30 // 2**22
+
+
 def test_what_changes_nothing_is_refused() -> None:
     for args, message in (
         (("t", "--port", "1"), "--port: changes nothing"),
         (("t", "--gpu-memory-utilization", "0.5"), "changes nothing"),
-        (("t", "--preemption-mode", "swap"), "changes nothing"),
+        (("t", "--preemption-mode", "swap", "--swap-space", "0"), "needs some"),
         (("t", "u"), "expected one trace, got t u"),
         ((), "expected one trace, got none"),
         (("t", "--max-num-seq", "1"), "did you mean"),

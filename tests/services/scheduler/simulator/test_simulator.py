@@ -51,6 +51,20 @@ def test_a_request_takes_its_prefill_and_a_step_for_each_token() -> None:
     assert (worker.num_steps, worker.busy_s) == (3, pytest.approx(0.069))
 
 
+def test_what_is_in_host_memory_is_fetched_and_not_computed() -> None:
+    """The third prompt is the first one, which had to make room for the second."""
+    cost = msgspec.structs.replace(ROUND, fetch_token_s=0.0001)
+    settings = {"max_num_batched_tokens": 256}
+    asked = [
+        ask(at, 161, 2, prefix_group=group, prefix_tokens=160) for at, group in ((0.0, "a"), (1.0, "b"), (2.0, "a"))
+    ]
+    computed = simulate(config(cost, {"num_blocks": 11}, **settings), *asked).record.flows[2]
+    fetched = simulate(config(cost, {"num_blocks": 11, "num_host_blocks": 20}, **settings), *asked).record.flows[2]
+    assert (computed.num_cached, fetched.num_cached) == (0, 160)
+    assert computed.ttft_s == pytest.approx(0.01 + 160 * 0.001)
+    assert fetched.ttft_s == pytest.approx(0.01 + 160 * 0.0001)
+
+
 def test_running_ahead_hides_the_way_between_scheduler_and_worker() -> None:
     slow = msgspec.structs.replace(ROUND, hop_s=0.002)
     lockstep = simulate(config(slow, depth=0), ask(0.0, 1, 20)).record.gaps[""].gap_s
