@@ -36,8 +36,8 @@ class CostModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         rows = [at for at, _ in self.rows_s]
         if not rows or rows != sorted(set(rows)) or rows[0] < 1:
             raise ValueError(f"rows_s must be points of rising rows from 1 on, got {self.rows_s}")
-        times = (self.row_s, self.context_token_s, self.pair_s, self.fetch_token_s, self.hop_s)
-        times += tuple(seconds for _, seconds in self.rows_s)
+        times = [self.row_s, self.context_token_s, self.pair_s, self.fetch_token_s, self.hop_s]
+        times += [seconds for _, seconds in self.rows_s]
         if min(times) < 0:
             raise ValueError(f"no time may be below 0, got {min(times)}")
         if self.token_bytes < 1:
