@@ -91,8 +91,6 @@ def preemption_rows() -> list[Row]:
 def fair_rows() -> list[Row]:
     """One tenant sends 100 times as much as the other, and more than there is room for."""
     light, heavy = sharegpt(80, 1.6, 1, "light"), sharegpt(8000, 160.0, 2, "heavy")
-    alone, _ = simulate(light, scheduling_policy="fair")
-    before = ttft_p95(alone, "light")
     rows: list[Row] = []
     for policy, running, tokens in (
         ("fair", 256, 2048),
@@ -102,14 +100,17 @@ def fair_rows() -> list[Row]:
         ("fair", 64, 256),
         ("fcfs", 256, 2048),
     ):
-        flooded, _ = simulate(
-            light + heavy,
-            scheduling_policy=policy,
-            max_num_seqs=running,
-            max_num_batched_tokens=tokens,
-            max_queue_len=1000,
+        alone, flooded = (
+            simulate(
+                requests,
+                scheduling_policy=policy,
+                max_num_seqs=running,
+                max_num_batched_tokens=tokens,
+                max_queue_len=1000,
+            )[0]
+            for requests in (light, light + heavy)
         )
-        after, record = ttft_p95(flooded, "light"), flooded.record
+        before, after, record = ttft_p95(alone, "light"), ttft_p95(flooded, "light"), flooded.record
         text = (
             f"{after / before:.2f} times ({1000 * after:,.0f} ms to {1000 * before:,.0f} ms; "
             f"heavy {1000 * ttft_p95(flooded, 'heavy'):,.0f} ms; all {record.num_output_tokens / flooded.now:,.0f} "
