@@ -54,7 +54,7 @@ class DecoderWeights:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """One new token each."""
+    """New tokens, those of one sequence in order."""
 
     token_ids: Tensor  # [rows] int64
     positions: Tensor  # [rows] int64, in their sequences
@@ -171,8 +171,9 @@ class DecodeStep:
         self._count.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 3]
         self._threads = threads
 
-    def __call__(self, rows: Rows) -> tuple[Tensor, Tensor]:
-        """Hidden rows [rows, hidden], normalised, and logits [rows, vocab], both float32; K and V are stored.
+    def __call__(self, rows: Rows, logits: Tensor | None = None) -> Tensor:
+        """Hidden rows [rows, hidden], normalised, float32; K and V are stored. `logits` [rows, vocab] float32 is
+        filled, where given.
 
         Ids, positions and blocks must be of the vocabulary, the rotations and the pool: that is not checked.
         """
@@ -180,7 +181,9 @@ class DecodeStep:
         for tensor in (rows.token_ids, rows.positions, rows.tables):
             if tensor.dtype != torch.int64 or not tensor.is_contiguous() or len(tensor) != num:
                 raise ValueError(f"rows must be contiguous int64 of {num}, got {tensor.dtype} {tuple(tensor.shape)}")
-        hidden, logits = torch.empty((num, self._hidden)), torch.empty((num, self._vocab))
+        if logits is not None and (logits.shape != (num, self._vocab) or not logits.is_contiguous()):
+            raise ValueError(f"logits must be contiguous {(num, self._vocab)}, got {tuple(logits.shape)}")
+        hidden = torch.empty((num, self._hidden))
         longest = width * self._model.block_size
         needed = self._count(ctypes.byref(self._model), num, longest, self._threads)
         if needed > len(self._scratch):
@@ -192,12 +195,12 @@ class DecodeStep:
             rows.tables.data_ptr(),
             width,
             hidden.data_ptr(),
-            logits.data_ptr(),
+            None if logits is None else logits.data_ptr(),
             self._scratch.data_ptr(),
             self._threads,
         )
         self._run(ctypes.byref(self._model), ctypes.byref(step))
-        return hidden, logits
+        return hidden
 
     def _layer(self, layer: LayerWeights) -> _Layer:
         gate, up = layer.gate_up.matrix.chunk(2)

@@ -1,4 +1,4 @@
-// One decode step of a Llama-like model on the CPU: from token ids to logits in one call.
+// One step of a Llama-like model on the CPU, of few tokens: from their ids to logits in one call.
 //
 // Steps of few rows are bound by reading weights, and by what each of some hundred small operators costs to call. Here
 // the whole step is one parallel region: activations stay float32 in cache, weights and KV are float32 or bfloat16.
@@ -39,7 +39,7 @@ struct Step {
     const int64_t *token_ids, *positions;  // [rows]
     const int64_t* tables;                 // [rows, width]
     int64_t width;
-    float *hidden, *logits;  // [rows, hidden] normalised, [rows, vocab]
+    float *hidden, *logits;  // [rows, hidden] normalised, [rows, vocab] or null
     float* scratch;          // see scratch_floats
     int64_t threads;
 };
@@ -79,6 +79,7 @@ class Decode {
         }
         for (int64_t i = 0; i < m.num_layers; i++) layer(m.layers[i]);
         norm_rows(m.norm, s.hidden);
+        if (!s.logits) return;
         const int64_t vocab = m.head.out;
         product(m.head, s.hidden, [&](int64_t row, int64_t column, int64_t count, const float* values) {
             std::memcpy(s.logits + row * vocab + column, values, count * sizeof(float));
@@ -107,6 +108,8 @@ class Decode {
             std::memcpy(qkv + row * qkv_size + column, values, count * sizeof(float));
         });
         Share mine(s.rows * m.kv_heads, t, n);
+        for (int64_t i = mine.begin; i < mine.end; i++) place(l, i / m.kv_heads, i % m.kv_heads);
+        barrier();  // rows may be of one sequence
         for (int64_t i = mine.begin; i < mine.end; i++) attend(l, i / m.kv_heads, i % m.kv_heads);
         barrier();
         product(l.out, attended, add);
@@ -174,12 +177,22 @@ class Decode {
         }
     }
 
-    // the heads of one row that share a K/V head
-    void attend(const Layer& l, int64_t row, int64_t kv_head) {
+    // where row `row`'s keys and values of a head lie
+    Blocks<T> blocks(const Layer& l, int64_t row, int64_t kv_head) {
+        const int64_t head = m.block_size * m.head_dim;
+        return {static_cast<T*>(l.kv), s.tables + row * s.width, 2 * m.kv_heads * head, kv_head * head,
+                m.kv_heads * head,     m.block_size,             m.head_dim};
+    }
+
+    float* query(int64_t row, int64_t kv_head) {
+        return qkv + row * qkv_size + kv_head * (m.heads / m.kv_heads) * m.head_dim;
+    }
+
+    // normalises and rotates the heads of one row that share a K/V head, and stores its K and V
+    void place(const Layer& l, int64_t row, int64_t kv_head) {
         const int64_t dim = m.head_dim, group = m.heads / m.kv_heads, position = s.positions[row];
-        float* q = qkv + row * qkv_size + kv_head * group * dim;
-        float* k = qkv + row * qkv_size + (m.heads + kv_head) * dim;
-        float* v = k + m.kv_heads * dim;
+        float *q = query(row, kv_head), *k = qkv + row * qkv_size + (m.heads + kv_head) * dim;
+        const float* v = k + m.kv_heads * dim;
         if (l.qk_norm) {
             for (int64_t g = 0; g < group; g++)
                 norm(q + g * dim, l.qk_norm + (kv_head * group + g) * dim, dim, q + g * dim);
@@ -189,16 +202,18 @@ class Decode {
             for (int64_t g = 0; g < group; g++) rotate(q + g * dim, position);
             rotate(k, position);
         }
-        const int64_t head = m.block_size * dim;
-        Blocks<T> kv{static_cast<T*>(l.kv),         s.tables + row * s.width, 2 * m.kv_heads * head,
-                     kv_head * head, m.kv_heads * head,       m.block_size,             dim};
+        Blocks<T> kv = blocks(l, row, kv_head);
         T* here = kv.keys(position / m.block_size) + position % m.block_size * dim;
         for (int64_t i = 0; i < dim; i += LANES)
             store(here + i, load(k + i)), store(here + kv.values + i, load(v + i));
-        const int64_t end = position + 1, seen = l.window ? std::max<int64_t>(end - l.window, 0) : 0;
+    }
+
+    void attend(const Layer& l, int64_t row, int64_t kv_head) {
+        const int64_t group = m.heads / m.kv_heads, end = s.positions[row] + 1;
+        const int64_t seen = l.window ? std::max<int64_t>(end - l.window, 0) : 0;
         float* mine = scores + t * score_floats(s.width * m.block_size, m.block_size);
-        float* out = attended + (row * m.heads + kv_head * group) * dim;
-        ::attend(kv, seen, end, q, group, m.scale, mine, out);
+        float* out = attended + (row * m.heads + kv_head * group) * m.head_dim;
+        ::attend(blocks(l, row, kv_head), seen, end, query(row, kv_head), group, m.scale, mine, out);
     }
 };
 

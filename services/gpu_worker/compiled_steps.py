@@ -1,7 +1,7 @@
-"""Decode steps on the CPU as one call each, by the machine's C++ compiler.
+"""Steps on the CPU as one call for each 64 tokens, compiled by the machine's C++ compiler.
 
-It runs beside the start, at the lowest priority; until its library is there, and for steps with prefill, steps are
-plain. The first steps of each size are computed both ways: they must agree, and the quicker way stays.
+It runs beside the start, at the lowest priority; until its library is there steps are plain. The first steps of each
+size are computed both ways: they must agree, and the quicker way stays.
 """
 
 import logging
@@ -26,8 +26,10 @@ Ints = npt.NDArray[np.int64]
 Plain = Callable[[Ints, Ints], tuple[Ints, Ints, Tensor]]  # see HostSteps.forward
 
 MOST_COPY_BYTES = 2 << 30  # of weights, held beside those of plain steps
+AT_ONCE = 64  # rows of a call: their activations stay in cache
+MOST_KEYS = 512  # that tokens of a step with prompts may have before them, on the average
 COPY_SHARE = 4  # and at most one part in so many of the memory that is free
-TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # of a row's logits, as a share of their length
+TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # of a hidden row, as a share of its length
 
 
 def make(model: Model, free_bytes: int) -> "tuple[CompiledSteps | None, str]":
@@ -76,15 +78,20 @@ class CompiledSteps:
         """Nothing is kept from step to step."""
 
     def takes(self, slots: Ints, counts: Ints) -> bool:
-        """Decodes alone."""
-        if self._stopped or int(counts[-1]) != 1 or not (self._ready or self._poll()):
+        """All decodes; prompts while they are short, since each of their tokens reads its keys alone."""
+        if self._stopped or not (self._ready or self._poll()):
             return False
-        return self._trials.prefers_compiled(len(slots))
+        rows = int(counts.sum())
+        if rows > len(slots):
+            keys = self._batch.slots.computed[slots] + counts / 2  # on the average
+            if float(keys @ counts) > MOST_KEYS * rows:
+                return False
+        return self._trials.prefers_compiled(rows)
 
-    def run(self, slots: Ints, counts: Ints) -> tuple[Tensor, Tensor]:
-        """Hidden rows in the model's dtype and logits in float32."""
-        if self._trials.is_over(len(slots)):
-            return self._forward(slots)
+    def run(self, slots: Ints, counts: Ints) -> tuple[Tensor, Tensor | None]:
+        """Hidden rows in the model's dtype and, where every count is one, logits in float32."""
+        if self._trials.is_over(int(counts.sum())):
+            return self._forward(slots, counts)
         return self._try(slots, counts)
 
     def _poll(self) -> bool:
@@ -96,41 +103,50 @@ class CompiledSteps:
             self._stop(f"cannot be compiled: {self._library.problem}")
         return self._ready
 
-    def _forward(self, slots: Ints) -> tuple[Tensor, Tensor]:
+    def _forward(self, slots: Ints, counts: Ints) -> tuple[Tensor, Tensor | None]:
         table = self._batch.slots
-        positions = table.computed[slots]
-        width = int(positions.max()) // table.block_size + 1
-        tables = table.tables[slots, :width]
-        self._batch.names.forget(tables[np.arange(len(slots)), positions // table.block_size])
-        ids = table.token_ids[slots, positions]
-        hidden, logits = self._step(Rows(*(torch.from_numpy(a) for a in (ids, positions, tables))))
-        return hidden.to(self._dtype), logits
+        rows, positions = slots, table.computed[slots]
+        if decodes := int(counts[-1]) == 1:
+            logits = torch.empty((len(slots), self._model.shape.vocab_size))
+        else:
+            rows = np.repeat(slots, counts)
+            positions = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts - positions, counts)
+        ids, size = table.token_ids[rows, positions], table.block_size
+        self._batch.names.forget(table.tables[rows, positions // size])
+        hidden = []
+        for start in range(0, len(rows), AT_ONCE):
+            part = slice(start, start + AT_ONCE)
+            tables = table.tables[rows[part], : int(positions[part].max()) // size + 1]
+            arrays = (ids[part], positions[part], tables)
+            hidden.append(self._step(Rows(*map(torch.from_numpy, arrays)), logits[part] if decodes else None))
+        whole = hidden[0] if len(hidden) == 1 else torch.cat(hidden)
+        return whole.to(self._dtype), logits if decodes else None
 
-    def _try(self, slots: Ints, counts: Ints) -> tuple[Tensor, Tensor]:
+    def _try(self, slots: Ints, counts: Ints) -> tuple[Tensor, Tensor | None]:
         """Both ways. Tokens come from the plain one."""
         start = time.perf_counter()
         order, _, plain = self._plain(slots.copy(), counts)
-        expected = self._model.logits(plain)
         middle = time.perf_counter()
-        _, logits = self._forward(order)
-        num = len(slots)
-        self._trials.add(num, middle - start, time.perf_counter() - middle)
-        distance = _distance(logits, expected.float())
+        hidden, _ = self._forward(order, counts)
+        rows = len(hidden)
+        self._trials.add(rows, middle - start, time.perf_counter() - middle)
+        distance = _distance(hidden, plain)
         if distance > TOLERANCES[self._dtype]:
-            self._stop(f"differ from plain ones by {distance:.2g} of the logits")
-        elif self._trials.is_over(num):
-            log.info("compiled decode steps: %s", self._trials.told(num))
-        place = {slot: i for i, slot in enumerate(order.tolist())}
-        back = torch.tensor([place[slot] for slot in slots.tolist()])
-        return plain.index_select(0, back), expected.index_select(0, back)
+            self._stop(f"differ from plain ones by {distance:.2g} of the hidden rows")
+        elif self._trials.is_over(rows):
+            log.info("compiled steps: %s", self._trials.told(rows))
+        place = {slot: i for i, slot in enumerate(order.tolist())}  # decodes may have changed places
+        decodes = [place[slot] for slot in slots[: int((counts == 1).sum())].tolist()]
+        plain = torch.cat((plain[decodes], plain[len(decodes) :]))
+        return plain, None
 
     def _stop(self, why: str) -> None:
         log.warning("decode steps stay plain, the compiled ones %s", why)
         self._stopped = True
 
 
-def _distance(logits: Tensor, expected: Tensor) -> float:
+def _distance(hidden: Tensor, expected: Tensor) -> float:
     """Of the row that is furthest off, as a share of its length; rows that are not finite are not looked at."""
     rows = torch.isfinite(expected).all(-1)
-    away = (logits - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(1e-9)
+    away = (hidden.float() - expected.float()).norm(dim=-1) / expected.float().norm(dim=-1).clamp_min(1e-9)
     return float(away[rows].nan_to_num(nan=torch.inf).max()) if bool(rows.any()) else 0.0

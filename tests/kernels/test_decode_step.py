@@ -89,7 +89,8 @@ def run(library: ctypes.CDLL, weights: DecoderWeights, rows: int, size: int = 16
     step, own = DecodeStep(weights), pool.clone()
     step.bind(library, list(own), rotations, threads)
     batch = Rows(torch.randint(0, len(weights.embedding), (rows,)), positions, tables)
-    found = step(batch)
+    logits = torch.full((rows, len(weights.head.matrix)), torch.nan)
+    found = step(batch, logits), logits
     expected = decode_step_reference(weights, list(pool), rotations, batch)
     errors = [float(((a - b).norm(dim=-1) / b.norm(dim=-1)).max()) for a, b in zip(found, expected, strict=True)]
     return errors, own, pool
@@ -138,12 +139,30 @@ def test_odd_sizes(library: ctypes.CDLL, hidden: int, inner: int, vocab: int) ->
     check(library, decoder(torch.float32, hidden=hidden, inner=inner, vocab=vocab), rows=9)
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", list(CLOSE))
+def test_tokens_of_one_sequence_see_those_before_them(library: ctypes.CDLL, dtype: torch.dtype, threads: int) -> None:
+    weights, num = decoder(dtype, windows=(None, 7)), 21
+    ids, tables = torch.randint(0, 101, (num,)), torch.tensor([[3, 0, 1]])
+    pool = torch.zeros(2, 4, 2, 2, 8, 32).to(dtype)
+    angles = torch.rand(num, 1, 16) * 6
+    rotations = torch.polar(torch.ones_like(angles), angles)
+    step, own = DecodeStep(weights), pool.clone()
+    step.bind(library, list(own), rotations, threads)
+    found = step(Rows(ids, torch.arange(num), tables.expand(num, 3).contiguous()))
+    for i in range(num):
+        row = Rows(ids[i : i + 1], torch.tensor([i]), tables)
+        expected, _ = decode_step_reference(weights, list(pool), rotations, row)
+        assert (found[i] - expected).norm() < 2 * CLOSE[dtype] * expected.norm()
+
+
 def test_a_token_that_is_not_finite_spoils_its_row_alone(library: ctypes.CDLL) -> None:
     weights = decoder(torch.float32)
     weights.embedding[7] = torch.nan
     step, pool = DecodeStep(weights), torch.zeros(2, 4, 2, 2, 16, 32)
     step.bind(library, list(pool), None, 1)
-    _, logits = step(Rows(torch.tensor([3, 7, 5]), torch.tensor([0, 5, 17]), torch.tensor([[0, 0], [1, 1], [2, 3]])))
+    logits = torch.empty(3, 101)
+    step(Rows(torch.tensor([3, 7, 5]), torch.tensor([0, 5, 17]), torch.tensor([[0, 0], [1, 1], [2, 3]])), logits)
     assert torch.isfinite(logits).all(-1).tolist() == [True, False, True]
 
 
@@ -172,6 +191,8 @@ def test_wrong_tensors_are_refused(library: ctypes.CDLL) -> None:
     rows = Rows(torch.tensor([1]), torch.tensor([0]), torch.tensor([[2]]))
     with pytest.raises(ValueError, match="int32"):
         step(replace(rows, positions=torch.tensor([0], dtype=torch.int32)))
+    with pytest.raises(ValueError, match=r"\(1, 100\)"):
+        step(rows, torch.empty(1, 100))
     with pytest.raises(ValueError, match=r"\(2,\)"):
         step(replace(rows, token_ids=torch.tensor([1, 2])))
 

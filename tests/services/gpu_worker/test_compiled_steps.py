@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from blockyard.kernels import compile_cpp
 from blockyard.kernels.decode_step import Rows
 from blockyard.services.gpu_worker import compiled_steps, engine
-from blockyard.services.gpu_worker.compiled_steps import CompiledSteps
+from blockyard.services.gpu_worker.compiled_steps import CompiledSteps, Ints
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.services.gpu_worker.step_trials import TRIALS, Trials
 from blockyard.shared.messages import Sampling
@@ -66,9 +66,9 @@ def count_calls(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     steps, seen = steps_of(runner), []
     forward = steps._forward
 
-    def counted(slots: compiled_steps.Ints) -> tuple[torch.Tensor, torch.Tensor]:
-        seen.append(len(slots))
-        return forward(slots)
+    def counted(slots: Ints, counts: Ints) -> tuple[torch.Tensor, torch.Tensor | None]:
+        seen.append(int(counts.sum()))
+        return forward(slots, counts)
 
     monkeypatch.setattr(steps, "_forward", counted)
     return seen
@@ -99,7 +99,8 @@ def test_the_tokens_of_transformers(name: str, tmp_path: Path, monkeypatch: pyte
         ties.compare(name, stream.prompt, out[0, ids.shape[1] :].tolist(), stream.output, greedy_score(theirs))
     ties.check()
     assert len(seen) > TRIALS
-    assert max(seen) == len(LENGTHS)
+    assert len(LENGTHS) in seen
+    assert max(seen) > 3 * len(LENGTHS)  # steps with prompts too
 
 
 def test_bfloat16_is_near_float32(saved: tuple[Path, PreTrainedModel], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,9 +181,8 @@ def test_steps_that_disagree_are_not_used(
         def bind(self, *args: object) -> None:
             right.bind(*args)
 
-        def __call__(self, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
-            hidden, logits = right(rows)
-            return hidden, logits.flip(-1)
+        def __call__(self, rows: Rows, logits: torch.Tensor | None) -> torch.Tensor:
+            return right(rows, logits).flip(-1)
 
     monkeypatch.setattr(steps, "_step", Wrong())
     plain, ours = generate(start(folder)), generate(runner)
@@ -274,3 +274,11 @@ def test_a_copy_that_is_too_large(saved: tuple[Path, PreTrainedModel], monkeypat
         settings(saved[0], compiled_steps=True), lambda phase, done, lines: notes.__setitem__(slice(None), lines)
     )
     assert sum("copy of the weights would take" in note for note in notes) == 1
+
+
+def test_long_prompts_stay_plain(saved: tuple[Path, PreTrainedModel], monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = compiled(saved[0])
+    monkeypatch.setattr(compiled_steps, "MOST_KEYS", 8)
+    seen = count_calls(runner, monkeypatch)
+    generate(runner)
+    assert [rows for rows in seen if rows > len(LENGTHS)] == [34]  # the first chunks, without keys before them

@@ -18,11 +18,12 @@ def test_the_best_of_each_way_decides() -> None:
 def test_sizes_are_decided_one_by_one() -> None:
     trials = Trials()
     for _ in range(TRIALS):
-        trials.add(16, 1.0, 1.5)
+        trials.add(16, 1.0, 1.25)
     assert not trials.prefers_compiled(16)
     assert not trials.prefers_compiled(9)
     assert trials.prefers_compiled(8)
     assert not trials.is_over(17)
+    assert trials.prefers_compiled(1000)
 
 
 def test_many_rows_stay_plain() -> None:
