@@ -1,9 +1,9 @@
 """Draws a token a row without sorting, in three kernels of fixed grids: for CUDA graphs.
 
-Every limit (min-p, top-k, top-p) keeps the tokens from some logit upwards. The first kernel reads all logits once and
-leaves the largest of each span of tokens and its mass; rows without limits get their noise there. The second, a
-program a row, sees from the spans which few can hold a token that is kept, gathers these tokens, finds the exact
-threshold among them by bisection and draws. Rows with too many tokens to keep for that are left to the third.
+Every limit (min-p, top-k, top-p) keeps the tokens from some logit upwards. The first kernel (`draw_scan`) reads all
+logits once and leaves the largest of each span of tokens, and which spans can hold the token that wins with its noise.
+The second (`draw_choose`), a program a row, reads few spans again: those that can hold a token that is kept, where
+these are few, else those that can hold the winner. Winners that top-p may rule out go to the third (`draw_wide`).
 """
 
 from dataclasses import dataclass
@@ -12,19 +12,25 @@ import torch
 import triton
 from torch import Tensor
 
-from blockyard.kernels.draw_stages import choose_kernel, scan_kernel, wide_kernel
+from blockyard.kernels.draw_choose import choose_kernel
+from blockyard.kernels.draw_scan import scan_kernel
+from blockyard.kernels.draw_wide import wide_kernel
+from blockyard.kernels.overlap import can_overlap, options
 
-_SPAN = 128  # tokens
-_SPANS = 16  # a tile of the first kernel
-_TILE = 1024  # tokens that get noise at once
-_CHUNK = 16  # spans that are gathered at once
-_MOST_SPANS = 512  # that are gathered
-_CANDIDATES = 1024
+_LANES = 128  # of a tile: the first and third kernel's threads
+_RUNS = 4  # of 8 tokens that a lane has in a tile
+_CHANCES = 16.0  # tokens that may have noise enough, on average: none of them wins in one draw of exp(16)
+_CHUNK = 64  # spans that are read again at once
+_MOST_SPANS = 1024  # that are read again; at least _LANES
+_CANDIDATES = 2048  # tokens among which the exact threshold is looked for
+_STEPS = 8  # of the search for the logit from which on spans are read again
+_TILE = 1024  # tokens that get noise at once where one program draws alone
 _PROGRAMS = 8 * 132  # of the first kernel, at most
 _WIDE_PROGRAMS = 8 * 132  # of the third
-_WEIGHED = 4096  # tokens that are weighed at once
-_WARPS = (4, 4, 8)  # of the three kernels
-_STAGES = (3, 2)  # loads under way, first and third kernel
+_WARPS = (4, 8, 4)  # of the three kernels
+_REGISTERS = 128  # a thread of the second kernel has at most: two programs a multiprocessor
+_EARLY = True  # the second and third kernel are set up while the one before them ends, where the GPU can
+_STAGES = (1, 1)  # loads under way, first and third kernel
 _SHIFT = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # low bits of a key that are always the same
 
 
@@ -82,41 +88,52 @@ def draw_tokens(
         _check_adjusted(adjusted, params.temperature.shape[0], vocab)
     if rows == 0:
         return
-    num_spans = triton.cdiv(vocab, _SPAN)
-    tiles, programs = _split(triton.cdiv(num_spans, _SPANS), _PROGRAMS // rows)
-    wide_tiles, wide_programs = _split(triton.cdiv(vocab, _TILE), _WIDE_PROGRAMS // rows)
-    f32, i32, device = torch.float32, torch.int32, logits.device
-    most = max(programs, wide_programs)
-    parts = (
-        torch.empty((rows, most), dtype=f32, device=device),
-        torch.empty((rows, most), dtype=i32, device=device),
-    )
-    top, mass = torch.empty((2, rows, num_spans), dtype=f32, device=device)
-    lists = (
-        torch.empty((rows, _MOST_SPANS), dtype=i32, device=device),
-        torch.empty((rows, _CANDIDATES), dtype=f32, device=device),
-        torch.empty((rows, _CANDIDATES), dtype=i32, device=device),
-    )
-    arrived, whole = torch.empty(rows, dtype=i32, device=device), torch.empty(rows, dtype=f32, device=device)
+    num_tiles = triton.cdiv(vocab, _LANES * _RUNS * 8)
+    num_spans = num_tiles * _LANES
+    tiles, programs = _split(num_tiles, _PROGRAMS // rows)
+    wide_tiles, wide_programs = _split(num_tiles, _WIDE_PROGRAMS // rows)
+    made = _Scratch(logits.device, rows)
+    spans = made.floats(num_spans), made.make(torch.int8, num_spans)
+    parts, limit = (made.floats(programs), made.floats(programs)), made.floats(1)
+    lists = made.ints(_MOST_SPANS), made.floats(_CANDIDATES), made.ints(_CANDIDATES)
+    wide, sums, arrived = (made.floats(4), made.ints(4), made.floats(1)), made.floats(wide_programs * 4), made.ints(1)
     settings = (params.temperature, params.top_k, params.top_p, params.min_p, params.key, params.choice)
     other = (slots, logits, 0) if adjusted is None else (adjusted.row, adjusted.logits, adjusted.logits.stride(0))
     shared, sizes = (logits, (slots, index), settings, other), (logits.stride(0), vocab, params.temperature.shape[0])
-    out, shift, ways = (tokens, best), _SHIFT[logits.dtype], {"OTHER": adjusted is not None, "FAST": logits.is_cuda}
+    out, shift = (tokens, best), _SHIFT[logits.dtype]
+    early = _EARLY and can_overlap(logits.device)
+    ways = {"LANES": _LANES, "RUNS": _RUNS, "OTHER": adjusted is not None, "FAST": logits.is_cuda, "OVERLAP": early}
     scan_kernel[(rows, programs)](
-        *shared, (top, mass), parts, *sizes, num_spans, tiles, SPAN=_SPAN, SPANS=_SPANS, TILE=_TILE, STAGES=_STAGES[0],
-        num_warps=_WARPS[0],
-        **ways,
+        *shared, spans, parts, limit, *sizes, num_spans, tiles, CHANCES=_CHANCES, STAGES=_STAGES[0],
+        num_warps=_WARPS[0], **ways,
     )  # fmt: skip
     choose_kernel[(rows,)](
-        *shared, (top, mass), parts, lists, out, arrived, whole, *sizes, num_spans, programs, SHIFT=shift, SPAN=_SPAN,
+        *shared, spans, parts, limit, lists, wide, out, arrived, *sizes, num_spans, programs, SHIFT=shift,
         ALL_SPANS=triton.next_power_of_2(num_spans), PROGRAMS=triton.next_power_of_2(programs), CHUNK=_CHUNK,
-        MOST_SPANS=_MOST_SPANS, MOST=_CANDIDATES, num_warps=_WARPS[1], **ways,
+        MOST_SPANS=_MOST_SPANS, MOST=_CANDIDATES, STEPS=_STEPS, num_warps=_WARPS[1],
+        maxnreg=_REGISTERS, **ways, **options(early),
     )  # fmt: skip
     wide_kernel[(rows, wide_programs)](
-        *shared, parts, out, arrived, whole, *sizes, wide_tiles, SHIFT=shift, TILE=_TILE, WEIGHED=_WEIGHED,
-        STAGES=_STAGES[1],
-        PROGRAMS=triton.next_power_of_2(wide_programs), num_warps=_WARPS[2], **ways,
+        *shared, wide, sums, out, arrived, *sizes, wide_tiles, SHIFT=shift, TILE=_TILE, STAGES=_STAGES[1],
+        PROGRAMS=triton.next_power_of_2(wide_programs), num_warps=_WARPS[2], **ways, **options(early),
     )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Scratch:
+    """What the kernels leave each other."""
+
+    device: torch.device
+    rows: int
+
+    def make(self, dtype: torch.dtype, width: int) -> Tensor:
+        return torch.empty((self.rows, width), dtype=dtype, device=self.device)
+
+    def floats(self, width: int) -> Tensor:
+        return self.make(torch.float32, width)
+
+    def ints(self, width: int) -> Tensor:
+        return self.make(torch.int32, width)
 
 
 def _split(tiles: int, programs: int) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from blockyard.kernels import draw_tokens as file
 from blockyard.kernels.draw_reference import draw_tokens_reference
-from blockyard.kernels.draw_tokens import DrawParams, draw_tokens
+from blockyard.kernels.draw_tokens import Adjusted, DrawParams, draw_tokens
 from blockyard.services.gpu_worker.sampler.draw import Limits, Noise, draw_limited
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -20,12 +20,11 @@ SLOTS = 12
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Lists so short that small vocabularies take every way."""
     for name, value in (
-        ("_SPAN", 8),
-        ("_SPANS", 32),
-        ("_CHUNK", 4),
+        ("_LANES", 16),
+        ("_RUNS", 2),
+        ("_CHUNK", 16),
         ("_TILE", 256),
-        ("_WEIGHED", 256),
-        ("_MOST_SPANS", 16),
+        ("_MOST_SPANS", 16),  # of 16 tokens,
         ("_CANDIDATES", 32),
     ):
         monkeypatch.setattr(file, name, value)
@@ -90,6 +89,43 @@ def test_the_tokens_are_those_of_the_reference(vocab: int, spread: float, dtype:
     assert best[4] == 0
     assert best.isfinite().all()
     assert best[1] == values[1]
+
+
+@pytest.mark.parametrize(
+    ("chances", "limits"),
+    [
+        (0.01, {}),
+        (0.01, {"top_p": 0.7}),
+        (16.0, {"top_p": 0.3}),
+        (16.0, {"top_p": 0.6, "min_p": 0.2}),
+        (16.0, {"min_p": 0.3}),
+    ],
+    ids=str,
+)
+def test_flat_rows(chances: float, limits: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Winners that top-p rules out, one after the other, and rows where no span promised the winner."""
+    monkeypatch.setattr(file, "_CHANCES", chances)
+    logits = torch.randn(6, 500) * 0.5
+    slots, index = torch.arange(6), torch.arange(6) * 7
+    given = params(**limits)
+    tokens, best = run(logits, slots, index, given)
+    assert tokens.tolist() == draw_tokens_reference(logits.double(), slots, index, given)[0].tolist()
+    assert best.isfinite().all()
+
+
+@pytest.mark.parametrize("limits", [{}, {"top_p": 0.9}], ids=str)
+def test_adjusted_rows_count_in_place_of_the_raw_ones(limits: dict[str, float]) -> None:
+    logits, instead = torch.randn(3, 300).half(), torch.randn(2, 300) * 3
+    slots, index, given = torch.tensor([4, 0, 2]), torch.arange(3), params(**limits)
+    row = torch.full((SLOTS,), -1, dtype=torch.int32)
+    row[4], row[2] = 1, 0
+    tokens, best = torch.zeros(3, dtype=torch.int64, device=DEVICE), torch.zeros(3, device=DEVICE)
+    draw_tokens(
+        logits.to(DEVICE), slots.to(DEVICE), index.to(DEVICE), to_device(given), tokens, best,
+        Adjusted(row.to(DEVICE), instead.to(DEVICE)),
+    )  # fmt: skip
+    want = torch.stack((instead[1], logits[1].float(), instead[0])).double()
+    assert tokens.tolist() == draw_tokens_reference(want, slots, index, given)[0].tolist()
 
 
 @pytest.mark.parametrize("limits", [{"top_p": 0.5}, {"top_k": 40}, {"temperature": 0.0}], ids=str)

@@ -38,9 +38,10 @@ def measure() -> list[Row]:
 def _draws(rows: int) -> list[Row]:
     cases = {
         "draw, greedy": ("peaked", {"temperature": 0.0}),
-        "draw, top-p 0.9, nucleus of 20": ("peaked", {"top_p": 0.9}),
-        "draw, top-p 0.9, nucleus of 300": ("broad", {"top_p": 0.9}),
-        "draw, top-p 0.9, flat": ("flat", {"top_p": 0.9}),
+        "draw, top-p 0.9, nucleus of 17": ("peaked", {"top_p": 0.9}),
+        "draw, top-p 0.9, nucleus of 325": ("broad", {"top_p": 0.9}),
+        "draw, top-p 0.9, nucleus of 5,600": ("spread", {"top_p": 0.9}),
+        "draw, top-p 0.9, nucleus of 78,000": ("flat", {"top_p": 0.9}),
         "draw, top-k 50, top-p 0.9": ("peaked", {"top_k": 50.0, "top_p": 0.9}),
         "draw, min-p 0.05": ("peaked", {"min_p": 0.05}),
         "draw, no limit": ("flat", {}),
@@ -49,6 +50,7 @@ def _draws(rows: int) -> list[Row]:
     logits = {
         "peaked": [peaked(rows, 60, 14, 2) for _ in range(num)],
         "broad": [peaked(rows, 600, 13, 1.2) for _ in range(num)],
+        "spread": [flat(rows) * 3 for _ in range(num)],
         "flat": [flat(rows) for _ in range(num)],
     }
     slots, index = torch.randperm(rows), torch.randint(0, 2**17, (rows,))

@@ -45,7 +45,7 @@ def test_all_small_kernels_are_measured(monkeypatch: pytest.MonkeyPatch) -> None
 def test_all_ways_to_draw_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "DTYPE", torch.float16)
     rows = sampling.measure()
-    assert len({one.name for one in rows}) == len(rows) == 9
+    assert len({one.name for one in rows}) == len(rows) == 10
     assert all(one.us == pytest.approx(10) for one in rows)
     assert rows[0].rate == f"{2 * 260 * 2 / 1e-5 / 1e9:,.0f} GB/s"
 
