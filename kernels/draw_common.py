@@ -1,6 +1,7 @@
 """What the kernels of `draw_tokens` share: what a row asks for, keys, powers, and tiles of logits.
 
-A tile is RUNS x LANES x 8 tokens, in this order. The RUNS x 8 tokens of a lane are a span: nothing crosses lanes before it is stored.
+A tile is RUNS x LANES x 8 tokens, in this order. The RUNS x 8 tokens of a lane are a span: nothing crosses lanes
+before it is stored.
 Powers are of 2: weights are 2 ** (logit * scale - reference), one fused multiply-add and one instruction.
 """
 

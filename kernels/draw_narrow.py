@@ -41,12 +41,11 @@ def lowest_kept(tops, real, top, reference, whole, scale, top_k, top_p, least, v
                 FAST: tl.constexpr):  # fmt: skip
     """A logit below which the limits keep no token. tops [spans] are tokens too, of other spans each."""
     bound = tl.maximum(tl.full([], -3.4e38, tl.float32), least)
-    if top_p < 1.0:
-        if (top_k >= vocab) & (least <= -3.4e38):  # else a share of what is not known yet
-            # what is lower weighs less than 1 - top_p of the largest alone
-            low = top - (tl.log2(vocab.to(tl.float32)) - tl.log2(tl.maximum(1 - top_p, 1e-7))) / scale
-            weights = tl.where(real, weight(tops, scale, reference, FAST), 0.0)
-            bound = tl.maximum(reach_down(tops, weights, top_p * whole, low, top, STEPS), bound)
+    if (top_p < 1.0) & (top_k >= vocab) & (least <= -3.4e38):  # else a share of what is not known yet
+        # what is lower weighs less than 1 - top_p of the largest alone
+        low = top - (tl.log2(vocab.to(tl.float32)) - tl.log2(tl.maximum(1 - top_p, 1e-7))) / scale
+        weights = tl.where(real, weight(tops, scale, reference, FAST), 0.0)
+        bound = tl.maximum(reach_down(tops, weights, top_p * whole, low, top, STEPS), bound)
     if top_k < vocab:  # the k-th largest token is not below the k-th largest span
         wanted, ones = top_k.to(tl.float32), tl.where(real, 1.0, 0.0)
         low = tl.maximum(tl.min(tl.where(real, tops, top), 0), top - 100)
@@ -67,6 +66,15 @@ def list_spans(spans_ptr, near, numbers, MOST_SPANS: tl.constexpr):
 
 
 @triton.jit
+def read_spans(row_ptr, spans_ptr, start, num, vocab, LANES: tl.constexpr, RUNS: tl.constexpr, CHUNK: tl.constexpr):
+    """Of the listed spans from `start` on: which tokens there are, their ids and logits, [CHUNK, RUNS * 8] each."""
+    which = start + tl.arange(0, CHUNK)
+    ids = span_tokens(tl.load(spans_ptr + which, mask=which < num, other=0), LANES, RUNS)
+    there = (which < num)[:, None] & (ids < vocab)
+    return there, ids, tl.load(row_ptr + ids, mask=there, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
 def gather(
     row_ptr,
     spans_ptr,
@@ -83,10 +91,7 @@ def gather(
     """Lists the tokens of `num` listed spans whose logit is `bound` or more: how many there are, MOST are listed."""
     count = tl.full([], 0, tl.int32)
     for start in range(0, num, CHUNK):
-        which = start + tl.arange(0, CHUNK)
-        cols = span_tokens(tl.load(spans_ptr + which, mask=which < num, other=0), LANES, RUNS)
-        there = (which < num)[:, None] & (cols < vocab)
-        x = tl.load(row_ptr + cols, mask=there, other=float("-inf")).to(tl.float32)
+        there, cols, x = read_spans(row_ptr, spans_ptr, start, num, vocab, LANES, RUNS, CHUNK)
         taken = there & (x >= bound)
         ones = taken.to(tl.int32)
         each = tl.sum(ones, 1)
@@ -99,10 +104,19 @@ def gather(
 
 
 @triton.jit
-def draw_listed(
-    values_ptr,
-    ids_ptr,
-    count,
+def read_list(values_ptr, ids_ptr, count, MOST: tl.constexpr):
+    """The same of listed tokens, [MOST] each."""
+    places = tl.arange(0, MOST)
+    there = places < count
+    x = tl.load(values_ptr + places, mask=there, other=float("-inf"))
+    return there, tl.load(ids_ptr + places, mask=there, other=0), x
+
+
+@triton.jit
+def draw_among(
+    there,
+    ids,
+    x,
     bound,
     top,
     reference,
@@ -114,17 +128,13 @@ def draw_listed(
     vocab,
     noise,
     shift,
-    MOST: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """Value and token that win among what the limits keep of the listed tokens, which are all of `bound` or more.
+    """Value and token that win among what the limits keep of these tokens, which have all of `bound` or more.
 
     plain: top-p alone limits. whole: the row's mass, in weights against `reference`.
     """
-    places = tl.arange(0, MOST)
-    there = places < count
-    x = tl.load(values_ptr + places, mask=there, other=float("-inf"))
-    ids = tl.load(ids_ptr + places, mask=there, other=0)
+    there = there & (x >= bound)
     keys = key_of(x, shift)
     low, high = key_of(bound, shift) - 1, key_of(top, shift)
     if top_k < vocab:

@@ -1,6 +1,6 @@
 """The first kernel of `draw_tokens`: all logits are read, once.
 
-It leaves the largest logit of each span of tokens, the mass of what each program read, and, where there is noise,
+It leaves the largest logit of each span of tokens, the mass of what each program read, and, of rows without limits,
 the spans that can hold the token with the largest noisy logit. Such a token has -log(u) <= limit * its weight for a
 uniform u, and -log(1 - v) >= v: the words of Philox are compared as they are, and logarithms are left to those that
 pass.
@@ -68,50 +68,67 @@ def sampled_limit(row_ptr, vocab, scale, CHANCES: tl.constexpr, LANES: tl.conste
 
 
 @triton.jit
+def noisy_tile(row_ptr, tile, vocab, scale, limit, noise, LANES: tl.constexpr, RUNS: tl.constexpr,
+               FAST: tl.constexpr, DOUBLE: tl.constexpr):  # fmt: skip
+    """[LANES] each: the largest logit, the reference of the weights, their sum, can the span hold the winner."""
+    cols = tile_tokens(tile, LANES, RUNS)
+    x = to_float(tl.load(row_ptr + cols, mask=cols < vocab, other=float("-inf")), FAST)
+    x0, x1, x2, x3 = four_of(x, LANES, RUNS)
+    top = lane_best(x0, x1, x2, x3)
+    reference = bounded(top, scale)
+    other = reference[:, None, None]
+    x0 = weight(x0, scale, other, FAST)
+    x1 = weight(x1, scale, other, FAST)
+    x2 = weight(x2, scale, other, FAST)
+    x3 = weight(x3, scale, other, FAST)
+    mass = tl.sum(tl.sum((x0 + x1) + (x2 + x3), 2), 1)
+    reach = power(tl.minimum(reference + limit, 60.0), FAST)[:, None, None]
+    groups = _beside(four_of(cols, LANES, RUNS)[0] >> 2, x0, FAST)
+    w0, w1, w2, w3 = philox(groups, noise, DOUBLE if FAST else 0)
+    low = tl.minimum(
+        tl.minimum(_short(w0, x0 * reach, FAST), _short(w1, x1 * reach, FAST)),
+        tl.minimum(_short(w2, x2 * reach, FAST), _short(w3, x3 * reach, FAST)),
+    )
+    return top, reference, mass, tl.min(tl.min(low, 2), 1) <= 1.0
+
+
+@triton.jit
 def _scan_row(row, slot, row_ptr, rows, limits, spans, parts, limit_ptr, vocab, num_slots, num_spans, tiles,
-              CHANCES: tl.constexpr, LANES: tl.constexpr, RUNS: tl.constexpr, STAGES: tl.constexpr,
-              FAST: tl.constexpr):  # fmt: skip
-    greedy, scale, _top_k, _top_p, _min_p, _limited = settings(slot, limits, vocab)
-    tops_ptr, hits_ptr = spans
+              CHANCES: tl.constexpr, LANES: tl.constexpr, RUNS: tl.constexpr, FAST: tl.constexpr,
+              DOUBLE: tl.constexpr):  # fmt: skip
+    greedy, scale, _top_k, _top_p, _min_p, limited = settings(slot, limits, vocab)
     first = tl.program_id(1) * tiles
     last = tl.minimum(first + tiles, tl.cdiv(num_spans, LANES))
     lanes = tl.arange(0, LANES)
+    tops_ptr, hits_ptr = spans[0] + row * num_spans + lanes, spans[1] + row * num_spans + lanes
     references = tl.full([LANES], -3e38, tl.float32)
     masses = tl.zeros([LANES], tl.float32)
     if greedy:
-        for tile in tl.range(first, last, num_stages=STAGES):
+        for tile in range(first, last):
             cols = tile_tokens(tile, LANES, RUNS)
             x = tl.load(row_ptr + cols, mask=cols < vocab, other=float("-inf")).to(tl.float32)
             x0, x1, x2, x3 = four_of(x, LANES, RUNS)
-            tl.store(tops_ptr + row * num_spans + tile * LANES + lanes, lane_best(x0, x1, x2, x3))
+            tl.store(tops_ptr + tile * LANES, lane_best(x0, x1, x2, x3))
             masses += tl.sum(tl.sum(tl.where(x < float("inf"), 0.0, float("nan")), 2), 1)
+    elif limited:
+        for tile in range(first, last):
+            cols = tile_tokens(tile, LANES, RUNS)
+            x = to_float(tl.load(row_ptr + cols, mask=cols < vocab, other=float("-inf")), FAST)
+            top = tl.max(tl.max(x, 2), 1)
+            reference = bounded(top, scale)
+            mass = tl.sum(tl.sum(weight(x, scale, reference[:, None, None], FAST), 2), 1)
+            tl.store(tops_ptr + tile * LANES, top)
+            higher = tl.maximum(references, reference)
+            masses = masses * power(references - higher, FAST) + mass * power(reference - higher, FAST)
+            references = higher
     else:
         noise = counter(row, slot, rows, limits, num_slots)
         limit = sampled_limit(row_ptr, vocab, scale, CHANCES, LANES, FAST)
         tl.store(limit_ptr + row, limit)
-        for tile in tl.range(first, last, num_stages=STAGES):
-            cols = tile_tokens(tile, LANES, RUNS)
-            x = to_float(tl.load(row_ptr + cols, mask=cols < vocab, other=float("-inf")), FAST)
-            x0, x1, x2, x3 = four_of(x, LANES, RUNS)
-            top = lane_best(x0, x1, x2, x3)
-            reference = bounded(top, scale)
-            other = reference[:, None, None]
-            x0 = weight(x0, scale, other, FAST)
-            x1 = weight(x1, scale, other, FAST)
-            x2 = weight(x2, scale, other, FAST)
-            x3 = weight(x3, scale, other, FAST)
-            mass = tl.sum(tl.sum((x0 + x1) + (x2 + x3), 2), 1)
-            reach = power(tl.minimum(reference + limit, 60.0), FAST)[:, None, None]
-            groups = _beside(four_of(cols, LANES, RUNS)[0] >> 2, x0, FAST)
-            w0, w1, w2, w3 = philox(groups, noise)
-            low = tl.minimum(
-                tl.minimum(_short(w0, x0 * reach, FAST), _short(w1, x1 * reach, FAST)),
-                tl.minimum(_short(w2, x2 * reach, FAST), _short(w3, x3 * reach, FAST)),
-            )
-            hit = tl.min(tl.min(low, 2), 1) <= 1.0
-            place = row * num_spans + tile * LANES + lanes
-            tl.store(tops_ptr + place, top)
-            tl.store(hits_ptr + place, hit.to(tl.int8))
+        for tile in range(first, last):
+            top, reference, mass, hit = noisy_tile(row_ptr, tile, vocab, scale, limit, noise, LANES, RUNS, FAST, DOUBLE)
+            tl.store(tops_ptr + tile * LANES, top)
+            tl.store(hits_ptr + tile * LANES, hit.to(tl.int8))
             higher = tl.maximum(references, reference)
             masses = masses * power(references - higher, FAST) + mass * power(reference - higher, FAST)
             references = higher
@@ -138,9 +155,9 @@ def scan_kernel(
     CHANCES: tl.constexpr,
     LANES: tl.constexpr,
     RUNS: tl.constexpr,
-    STAGES: tl.constexpr,
     OTHER: tl.constexpr,
     FAST: tl.constexpr,
+    DOUBLE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     # program (i, j) has `tiles` tiles of row i, from tile j * tiles on
@@ -154,7 +171,7 @@ def scan_kernel(
         other_ptr, is_adjusted = adjusted(slot, other)
         if is_adjusted:
             _scan_row(row, slot, other_ptr, rows, limits, spans, parts, limit_ptr, vocab, num_slots, num_spans, tiles,
-                      CHANCES, LANES, RUNS, STAGES, FAST)  # fmt: skip
+                      CHANCES, LANES, RUNS, FAST, DOUBLE)  # fmt: skip
             return
     _scan_row(row, slot, logits_ptr + row * stride, rows, limits, spans, parts, limit_ptr, vocab, num_slots, num_spans,
-              tiles, CHANCES, LANES, RUNS, STAGES, FAST)  # fmt: skip
+              tiles, CHANCES, LANES, RUNS, FAST, DOUBLE)  # fmt: skip

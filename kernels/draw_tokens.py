@@ -1,9 +1,9 @@
-"""Draws a token a row without sorting, in three kernels of fixed grids: for CUDA graphs.
+"""Draws a token a row without sorting, in four kernels of fixed grids: for CUDA graphs.
 
 Every limit (min-p, top-k, top-p) keeps the tokens from some logit upwards. The first kernel (`draw_scan`) reads all
-logits once and leaves the largest of each span of tokens, and which spans can hold the token that wins with its noise.
-The second (`draw_choose`), a program a row, reads few spans again: those that can hold a token that is kept, where
-these are few, else those that can hold the winner. Winners that top-p may rule out go to the third (`draw_wide`).
+logits once and leaves the largest of each span of tokens and, where nothing is limited, which spans can hold the token
+that wins with its noise. The second (`draw_choose`), a program a row, reads few spans again: those that can hold a
+token that is kept, or the winner. Rows with too many tokens to keep for that go to the others (`draw_wide`).
 """
 
 from dataclasses import dataclass
@@ -14,23 +14,25 @@ from torch import Tensor
 
 from blockyard.kernels.draw_choose import choose_kernel
 from blockyard.kernels.draw_scan import scan_kernel
-from blockyard.kernels.draw_wide import wide_kernel
+from blockyard.kernels.draw_wide import noise_kernel, wide_kernel
 from blockyard.kernels.overlap import can_overlap, options
 
 _LANES = 128  # of a tile: the first and third kernel's threads
 _RUNS = 4  # of 8 tokens that a lane has in a tile
 _CHANCES = 16.0  # tokens that may have noise enough, on average: none of them wins in one draw of exp(16)
 _CHUNK = 64  # spans that are read again at once
+_FEW = 32  # the same in the third kernel
 _MOST_SPANS = 1024  # that are read again; at least _LANES
 _CANDIDATES = 2048  # tokens among which the exact threshold is looked for
-_STEPS = 8  # of the search for the logit from which on spans are read again
+_STEPS = 7  # of the search for the logit from which on spans are read again
+_DOUBLE = 2  # products of the noise by the units for float64, see `philox`
 _TILE = 1024  # tokens that get noise at once where one program draws alone
 _PROGRAMS = 8 * 132  # of the first kernel, at most
-_WIDE_PROGRAMS = 8 * 132  # of the third
-_WARPS = (4, 8, 4)  # of the three kernels
-_REGISTERS = 128  # a thread of the second kernel has at most: two programs a multiprocessor
-_EARLY = True  # the second and third kernel are set up while the one before them ends, where the GPU can
-_STAGES = (1, 1)  # loads under way, first and third kernel
+_WIDE_PROGRAMS = 8 * 132  # of the fourth
+_WARPS = (4, 8, 4, 4)  # of the four kernels
+_REGISTERS = (64, 128, None, 64)  # a thread of each has at most
+_EARLY = True  # all kernels but the first are set up while the one before them ends, where the GPU can
+_STAGES = 1  # loads under way in the fourth kernel
 _SHIFT = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # low bits of a key that are always the same
 
 
@@ -96,26 +98,29 @@ def draw_tokens(
     spans = made.floats(num_spans), made.make(torch.int8, num_spans)
     parts, limit = (made.floats(programs), made.floats(programs)), made.floats(1)
     lists = made.ints(_MOST_SPANS), made.floats(_CANDIDATES), made.ints(_CANDIDATES)
-    wide, sums, arrived = (made.floats(4), made.ints(4), made.floats(1)), made.floats(wide_programs * 4), made.ints(1)
+    wide, sums, arrived = (made.floats(4), made.ints(4), made.floats(1)), made.floats(wide_programs * 4), made.ints(2)
     settings = (params.temperature, params.top_k, params.top_p, params.min_p, params.key, params.choice)
     other = (slots, logits, 0) if adjusted is None else (adjusted.row, adjusted.logits, adjusted.logits.stride(0))
     shared, sizes = (logits, (slots, index), settings, other), (logits.stride(0), vocab, params.temperature.shape[0])
-    out, shift = (tokens, best), _SHIFT[logits.dtype]
+    out, shift, all_spans = (tokens, best), _SHIFT[logits.dtype], triton.next_power_of_2(num_spans)
     early = _EARLY and can_overlap(logits.device)
     ways = {"LANES": _LANES, "RUNS": _RUNS, "OTHER": adjusted is not None, "FAST": logits.is_cuda, "OVERLAP": early}
     scan_kernel[(rows, programs)](
-        *shared, spans, parts, limit, *sizes, num_spans, tiles, CHANCES=_CHANCES, STAGES=_STAGES[0],
-        num_warps=_WARPS[0], **ways,
+        *shared, spans, parts, limit, *sizes, num_spans, tiles, CHANCES=_CHANCES, DOUBLE=_DOUBLE, num_warps=_WARPS[0], maxnreg=_REGISTERS[0],
+        **ways,
     )  # fmt: skip
     choose_kernel[(rows,)](
-        *shared, spans, parts, limit, lists, wide, out, arrived, *sizes, num_spans, programs, SHIFT=shift,
-        ALL_SPANS=triton.next_power_of_2(num_spans), PROGRAMS=triton.next_power_of_2(programs), CHUNK=_CHUNK,
-        MOST_SPANS=_MOST_SPANS, MOST=_CANDIDATES, STEPS=_STEPS, num_warps=_WARPS[1],
-        maxnreg=_REGISTERS, **ways, **options(early),
+        *shared, spans, parts, limit, lists, wide[2], out, arrived, *sizes, num_spans, programs, SHIFT=shift,
+        ALL_SPANS=all_spans, PROGRAMS=triton.next_power_of_2(programs), CHUNK=_CHUNK, MOST_SPANS=_MOST_SPANS,
+        MOST=_CANDIDATES, STEPS=_STEPS, num_warps=_WARPS[1], maxnreg=_REGISTERS[1], **ways, **options(early),
+    )  # fmt: skip
+    noise_kernel[(rows, programs)](
+        *shared, spans[1], lists, wide, out, arrived, *sizes, num_spans, tiles, CHANCES=_CHANCES, ALL_SPANS=all_spans,
+        CHUNK=_FEW, MOST_SPANS=_MOST_SPANS, DOUBLE=_DOUBLE, num_warps=_WARPS[2], maxnreg=_REGISTERS[2], **ways, **options(early),
     )  # fmt: skip
     wide_kernel[(rows, wide_programs)](
-        *shared, wide, sums, out, arrived, *sizes, wide_tiles, SHIFT=shift, TILE=_TILE, STAGES=_STAGES[1],
-        PROGRAMS=triton.next_power_of_2(wide_programs), num_warps=_WARPS[2], **ways, **options(early),
+        *shared, wide, sums, out, arrived, *sizes, wide_tiles, SHIFT=shift, TILE=_TILE, STAGES=_STAGES,
+        PROGRAMS=triton.next_power_of_2(wide_programs), num_warps=_WARPS[3], maxnreg=_REGISTERS[3], **ways, **options(early),
     )  # fmt: skip
 
 

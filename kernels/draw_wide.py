@@ -1,16 +1,16 @@
-"""The third kernel of `draw_tokens`, for rows whose limits keep many tokens.
+"""The last two kernels of `draw_tokens`, for rows whose limits keep many tokens.
 
-The threshold is not looked for. The second kernel has drawn winners of smaller and smaller sets, each of the tokens
-that are likelier than the last: the first of them that what is likelier leaves room for is the winner among what
-top-p keeps. What is likelier than each is weighed by several programs a row, in one read. A row for which no winner
-is known so is drawn by one program alone: rare, and slow.
+The threshold is not looked for. The third kernel finds the spans where the noise can have made a winner, now that the
+row's mass is known, and winners of smaller and smaller sets: of all tokens, then each of those that are likelier than
+the last winner. The first of them that what is likelier leaves room for is the winner among what top-p keeps. The
+fourth weighs what is likelier than each, in one read. Several programs a row; the last of them to arrive goes on.
 """
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from blockyard.kernels.draw_choose import least_kept
+from blockyard.kernels.draw_choose import best_above, least_kept, sure_from
 from blockyard.kernels.draw_common import (
     adjusted,
     bounded,
@@ -22,69 +22,95 @@ from blockyard.kernels.draw_common import (
     value_of,
     weight,
 )
-from blockyard.kernels.philox_triton import gumbel_run
+from blockyard.kernels.draw_narrow import list_spans
+from blockyard.kernels.draw_scan import noisy_tile
+from blockyard.kernels.draw_settle import settle
 
 
 @triton.jit
-def _best_noisy(row_ptr, vocab, scale, least, top, noise, TILE: tl.constexpr, FAST: tl.constexpr):
-    """The largest (logit - top) * scale + noise of the row's tokens of `least` or more, and the lowest that has it."""
-    values = tl.full([TILE], float("-inf"), tl.float32)
-    tokens = tl.full([TILE], 0x7FFFFFFF, tl.int32)
-    for tile in range(tl.cdiv(vocab, TILE)):
-        cols = tile * TILE + tl.arange(0, TILE)
-        x = tl.load(row_ptr + cols, mask=cols < vocab, other=float("-inf")).to(tl.float32)
-        value = (x - top) * (scale * 0.6931471805599453) + gumbel_run(tile * TILE, noise, TILE, FAST)
-        value = tl.where(x >= least, value, float("-inf"))
-        tokens = tl.where(value > values, cols, tokens)
-        values = tl.maximum(value, values)
-    best = tl.max(values, 0)
-    return best, tl.min(tl.where(values == best, tokens, 0x7FFFFFFF), 0)
+def _noise_row(row, slot, row_ptr, rows, limits, hits_ptr, lists, wide, out, arrived_ptr, vocab, num_slots, num_spans,
+               tiles, CHANCES: tl.constexpr, LANES: tl.constexpr, RUNS: tl.constexpr, ALL_SPANS: tl.constexpr,
+               CHUNK: tl.constexpr, MOST_SPANS: tl.constexpr, FAST: tl.constexpr, DOUBLE: tl.constexpr):  # fmt: skip
+    _greedy, scale, _top_k, top_p, min_p, _limited = settings(slot, limits, vocab)
+    noise = counter(row, slot, rows, limits, num_slots)
+    top = tl.load(out[1] + row)
+    reference = bounded(top, scale)
+    # so many of what top-p keeps; what min-p rules out is not known
+    limit = tl.log2(CHANCES / (tl.load(wide[2] + row) * tl.maximum(top_p, 0.01))) - reference
+    first, programs = tl.program_id(1) * tiles, tl.num_programs(1)
+    hits_ptr += row * num_spans
+    lanes = tl.arange(0, LANES)
+    for tile in range(first, tl.minimum(first + tiles, tl.cdiv(num_spans, LANES))):
+        _top, _reference, _mass, hit = noisy_tile(row_ptr, tile, vocab, scale, limit, noise, LANES, RUNS, FAST, DOUBLE)
+        tl.store(hits_ptr + tile * LANES + lanes, hit.to(tl.int8))
+    tl.debug_barrier()
+    if tl.atomic_add(arrived_ptr + row * 2, 1) == programs - 1:
+        spans_ptr = lists[0] + row * MOST_SPANS
+        numbers = tl.arange(0, ALL_SPANS)
+        hits = tl.load(hits_ptr + numbers, mask=numbers < num_spans, other=0) > 0
+        num = list_spans(spans_ptr, hits, numbers, MOST_SPANS)
+        sure = sure_from(limit, reference, num, MOST_SPANS)
+        num = tl.minimum(num, MOST_SPANS)
+        least = least_kept(top, scale, min_p)
+        floor = tl.full([], float("-inf"), tl.float32)
+        token = tl.full([], 0, tl.int32)
+        turn = 0
+        while turn < 4:
+            best, token, floor = best_above(
+                row_ptr, spans_ptr, num, floor, least, top, scale, vocab, noise, LANES, RUNS, CHUNK, FAST
+            )
+            known = best >= sure
+            tl.store(wide[0] + row * 4 + turn, tl.where(known, best, float("-inf")))
+            tl.store(wide[1] + row * 4 + turn, token)
+            floor = tl.where(known, floor, float("inf"))  # a smaller set's winner is no better: nothing is left
+            turn += 1
 
 
 @triton.jit
-def _weigh(row_ptr, vocab, scale, least, reference, LANES: tl.constexpr, RUNS: tl.constexpr, FAST: tl.constexpr):
-    """Mass against `reference`, and number, of the row's tokens whose logit is `least` or more."""
-    mass = tl.zeros([LANES], tl.float32)
-    number = tl.zeros([LANES], tl.int32)
-    for tile in range(tl.cdiv(vocab, LANES * RUNS * 8)):
-        cols = tile_tokens(tile, LANES, RUNS)
-        x = tl.load(row_ptr + cols, mask=cols < vocab, other=float("-inf")).to(tl.float32)
-        mass += tl.sum(tl.sum(tl.where(x >= least, weight(x, scale, reference, FAST), 0.0), 2), 1)
-        number += tl.sum(tl.sum((x >= least).to(tl.int32), 2), 1)
-    return tl.sum(mass, 0), tl.sum(number, 0)
-
-
-@triton.jit
-def _settle(row_ptr, vocab, scale, top_k, top_p, least, top, reference, whole, noise, SHIFT: tl.constexpr,
-            LANES: tl.constexpr, RUNS: tl.constexpr, TILE: tl.constexpr, FAST: tl.constexpr):  # fmt: skip
-    """Value and token that win among what the limits keep, by one program: the draw from all tokens of `least` or more
-    is repeated above each winner that top-p rules out, 1 + ln(1 / top_p) rounds on average."""
-    if top_k < vocab:
-        low, high = key_of(tl.full([], -3.4e38, tl.float32), SHIFT) - 1, key_of(top, SHIFT)
-        while low + 1 < high:  # as `bisect` in draw_narrow, over the whole row
-            middle = (low >> 1) + (high >> 1) + (low & high & 1)
-            _, number = _weigh(row_ptr, vocab, scale, value_of(middle + 1, SHIFT), reference, LANES, RUNS, FAST)
-            less = number < top_k
-            high = tl.where(less, middle, high)
-            low = tl.where(less, low, middle)
-        least = tl.maximum(least, value_of(high, SHIFT))
-    bound = top_p * whole
-    if least > -3.4e38:
-        left, _ = _weigh(row_ptr, vocab, scale, least, reference, LANES, RUNS, FAST)
-        bound = top_p * left
-    best = tl.full([], float("-inf"), tl.float32)
-    token = tl.full([], 0, tl.int32)
-    searching = True
-    while searching:
-        best, token = _best_noisy(row_ptr, vocab, scale, least, top, noise, TILE, FAST)
-        outside = False
-        if top_p < 1.0:
-            above = value_of(key_of(tl.load(row_ptr + token).to(tl.float32), SHIFT) + 1, SHIFT)
-            before, _ = _weigh(row_ptr, vocab, scale, above, reference, LANES, RUNS, FAST)
-            outside = before >= bound
-            least = tl.where(outside, above, least)
-        searching = outside
-    return best, token
+def noise_kernel(
+    logits_ptr,
+    rows,
+    limits,
+    other,
+    hits_ptr,
+    lists,
+    wide,
+    out,
+    arrived_ptr,
+    stride,
+    vocab,
+    num_slots,
+    num_spans,
+    tiles,
+    CHANCES: tl.constexpr,
+    LANES: tl.constexpr,
+    RUNS: tl.constexpr,
+    ALL_SPANS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    MOST_SPANS: tl.constexpr,
+    OTHER: tl.constexpr,
+    FAST: tl.constexpr,
+    DOUBLE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    # program (i, j) has `tiles` tiles of row i, from tile j * tiles on
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(out[0] + row) != -1:
+        return
+    slot = tl.load(rows[0] + row)
+    if OTHER:
+        other_ptr, is_adjusted = adjusted(slot, other)
+        if is_adjusted:
+            _noise_row(row, slot, other_ptr, rows, limits, hits_ptr, lists, wide, out, arrived_ptr, vocab, num_slots,
+                       num_spans, tiles, CHANCES, LANES, RUNS, ALL_SPANS, CHUNK, MOST_SPANS, FAST,
+                       DOUBLE)  # fmt: skip
+            return
+    _noise_row(row, slot, logits_ptr + row * stride, rows, limits, hits_ptr, lists, wide, out, arrived_ptr, vocab,
+               num_slots, num_spans, tiles, CHANCES, LANES, RUNS, ALL_SPANS, CHUNK, MOST_SPANS, FAST,
+               DOUBLE)  # fmt: skip
 
 
 @triton.jit
@@ -141,7 +167,7 @@ def _wide_row(row, slot, row_ptr, rows, limits, wide, sums_ptr, out, arrived_ptr
         tl.store(place + 2, tl.sum(m2, 0))
         tl.store(place + 3, tl.sum(m3, 0))
         tl.debug_barrier()
-        last = tl.atomic_add(arrived_ptr + row, 1) == programs - 1
+        last = tl.atomic_add(arrived_ptr + row * 2 + 1, 1) == programs - 1
         if last:
             each = tl.arange(0, PROGRAMS)
             turn = 0
@@ -160,7 +186,7 @@ def _wide_row(row, slot, row_ptr, rows, limits, wide, sums_ptr, out, arrived_ptr
         last = tl.program_id(1) == 0
     if last:
         if token < 0:
-            best, token = _settle(
+            best, token = settle(
                 row_ptr, vocab, scale, top_k, top_p, least, top, reference, whole, noise, SHIFT, LANES, RUNS, TILE, FAST
             )
         tl.store(out[0] + row, token.to(tl.int64))

@@ -22,7 +22,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, value in (
         ("_LANES", 16),
         ("_RUNS", 2),
-        ("_CHUNK", 16),
+        ("_CHUNK", 2),
+        ("_FEW", 8),
         ("_TILE", 256),
         ("_MOST_SPANS", 16),  # of 16 tokens,
         ("_CANDIDATES", 32),
@@ -71,7 +72,7 @@ LIMITS = [
 
 @pytest.mark.parametrize(
     ("vocab", "spread", "dtype"),
-    [(517, 4.0, torch.float32), (517, 0.5, DTYPES[-1]), (7, 1.0, torch.float16)],  # peaked, flat, short
+    [(421, 4.0, torch.float32), (421, 0.5, DTYPES[-1]), (7, 1.0, torch.float16)],  # peaked, flat, short
 )
 def test_the_tokens_are_those_of_the_reference(vocab: int, spread: float, dtype: torch.dtype) -> None:
     """All limits in one step, in slots of no order, with a row that pads; rows are strided."""
@@ -105,8 +106,8 @@ def test_the_tokens_are_those_of_the_reference(vocab: int, spread: float, dtype:
 def test_flat_rows(chances: float, limits: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
     """Winners that top-p rules out, one after the other, and rows where no span promised the winner."""
     monkeypatch.setattr(file, "_CHANCES", chances)
-    logits = torch.randn(6, 500) * 0.5
-    slots, index = torch.arange(6), torch.arange(6) * 7
+    logits = torch.randn(3, 300) * 0.5
+    slots, index = torch.arange(3), torch.arange(3) * 7
     given = params(**limits)
     tokens, best = run(logits, slots, index, given)
     assert tokens.tolist() == draw_tokens_reference(logits.double(), slots, index, given)[0].tolist()
@@ -157,9 +158,9 @@ def test_logits_that_are_not_numbers(limits: dict[str, float]) -> None:
 
 @pytest.mark.parametrize("limits", [{"top_p": 0.8}, {"top_k": 30, "top_p": 0.9}], ids=str)
 def test_the_sampler_on_cpu_draws_the_same(limits: dict[str, float]) -> None:
-    logits = torch.randn(3, 700) * 3
+    logits = torch.randn(3, 400) * 3
     given, slots, index = params(**limits), torch.arange(len(logits)), torch.arange(len(logits))
-    top_k = given.top_k[:3].long().clamp(max=700)
+    top_k = given.top_k[:3].long().clamp(max=400)
     tokens = draw_limited(
         logits, Limits(top_k, given.top_p[:3], given.min_p[:3]), Noise(given.key[:, :3], index, given.choice[:3].long())
     )[1]
