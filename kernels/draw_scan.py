@@ -69,7 +69,7 @@ def sampled_limit(row_ptr, vocab, scale, CHANCES: tl.constexpr, LANES: tl.conste
 
 @triton.jit
 def noisy_tile(row_ptr, tile, vocab, scale, limit, noise, LANES: tl.constexpr, RUNS: tl.constexpr,
-               FAST: tl.constexpr, DOUBLE: tl.constexpr):  # fmt: skip
+               FAST: tl.constexpr):  # fmt: skip
     """[LANES] each: the largest logit, the reference of the weights, their sum, can the span hold the winner."""
     cols = tile_tokens(tile, LANES, RUNS)
     x = to_float(tl.load(row_ptr + cols, mask=cols < vocab, other=float("-inf")), FAST)
@@ -84,7 +84,7 @@ def noisy_tile(row_ptr, tile, vocab, scale, limit, noise, LANES: tl.constexpr, R
     mass = tl.sum(tl.sum((x0 + x1) + (x2 + x3), 2), 1)
     reach = power(tl.minimum(reference + limit, 60.0), FAST)[:, None, None]
     groups = _beside(four_of(cols, LANES, RUNS)[0] >> 2, x0, FAST)
-    w0, w1, w2, w3 = philox(groups, noise, DOUBLE if FAST else 0)
+    w0, w1, w2, w3 = philox(groups, noise)
     low = tl.minimum(
         tl.minimum(_short(w0, x0 * reach, FAST), _short(w1, x1 * reach, FAST)),
         tl.minimum(_short(w2, x2 * reach, FAST), _short(w3, x3 * reach, FAST)),
@@ -94,8 +94,7 @@ def noisy_tile(row_ptr, tile, vocab, scale, limit, noise, LANES: tl.constexpr, R
 
 @triton.jit
 def _scan_row(row, slot, row_ptr, rows, limits, spans, parts, limit_ptr, vocab, num_slots, num_spans, tiles,
-              CHANCES: tl.constexpr, LANES: tl.constexpr, RUNS: tl.constexpr, FAST: tl.constexpr,
-              DOUBLE: tl.constexpr):  # fmt: skip
+              CHANCES: tl.constexpr, LANES: tl.constexpr, RUNS: tl.constexpr, FAST: tl.constexpr):  # fmt: skip
     greedy, scale, _top_k, _top_p, _min_p, limited = settings(slot, limits, vocab)
     first = tl.program_id(1) * tiles
     last = tl.minimum(first + tiles, tl.cdiv(num_spans, LANES))
@@ -126,7 +125,7 @@ def _scan_row(row, slot, row_ptr, rows, limits, spans, parts, limit_ptr, vocab, 
         limit = sampled_limit(row_ptr, vocab, scale, CHANCES, LANES, FAST)
         tl.store(limit_ptr + row, limit)
         for tile in range(first, last):
-            top, reference, mass, hit = noisy_tile(row_ptr, tile, vocab, scale, limit, noise, LANES, RUNS, FAST, DOUBLE)
+            top, reference, mass, hit = noisy_tile(row_ptr, tile, vocab, scale, limit, noise, LANES, RUNS, FAST)
             tl.store(tops_ptr + tile * LANES, top)
             tl.store(hits_ptr + tile * LANES, hit.to(tl.int8))
             higher = tl.maximum(references, reference)
@@ -157,7 +156,6 @@ def scan_kernel(
     RUNS: tl.constexpr,
     OTHER: tl.constexpr,
     FAST: tl.constexpr,
-    DOUBLE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     # program (i, j) has `tiles` tiles of row i, from tile j * tiles on
@@ -171,7 +169,7 @@ def scan_kernel(
         other_ptr, is_adjusted = adjusted(slot, other)
         if is_adjusted:
             _scan_row(row, slot, other_ptr, rows, limits, spans, parts, limit_ptr, vocab, num_slots, num_spans, tiles,
-                      CHANCES, LANES, RUNS, FAST, DOUBLE)  # fmt: skip
+                      CHANCES, LANES, RUNS, FAST)  # fmt: skip
             return
     _scan_row(row, slot, logits_ptr + row * stride, rows, limits, spans, parts, limit_ptr, vocab, num_slots, num_spans,
-              tiles, CHANCES, LANES, RUNS, FAST, DOUBLE)  # fmt: skip
+              tiles, CHANCES, LANES, RUNS, FAST)  # fmt: skip

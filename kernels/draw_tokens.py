@@ -24,8 +24,7 @@ _CHUNK = 64  # spans that are read again at once
 _FEW = 32  # the same in the third kernel
 _MOST_SPANS = 1024  # that are read again; at least _LANES
 _CANDIDATES = 2048  # tokens among which the exact threshold is looked for
-_STEPS = 7  # of the search for the logit from which on spans are read again
-_DOUBLE = 2  # products of the noise by the units for float64, see `philox`
+_STEPS = 5  # of the search for the logit from which on spans are read again
 _TILE = 1024  # tokens that get noise at once where one program draws alone
 _PROGRAMS = 8 * 132  # of the first kernel, at most
 _WIDE_PROGRAMS = 8 * 132  # of the fourth
@@ -106,8 +105,8 @@ def draw_tokens(
     early = _EARLY and can_overlap(logits.device)
     ways = {"LANES": _LANES, "RUNS": _RUNS, "OTHER": adjusted is not None, "FAST": logits.is_cuda, "OVERLAP": early}
     scan_kernel[(rows, programs)](
-        *shared, spans, parts, limit, *sizes, num_spans, tiles, CHANCES=_CHANCES, DOUBLE=_DOUBLE, num_warps=_WARPS[0], maxnreg=_REGISTERS[0],
-        **ways,
+        *shared, spans, parts, limit, *sizes, num_spans, tiles, CHANCES=_CHANCES, num_warps=_WARPS[0],
+        maxnreg=_REGISTERS[0], **ways,
     )  # fmt: skip
     choose_kernel[(rows,)](
         *shared, spans, parts, limit, lists, wide[2], out, arrived, *sizes, num_spans, programs, SHIFT=shift,
@@ -116,11 +115,12 @@ def draw_tokens(
     )  # fmt: skip
     noise_kernel[(rows, programs)](
         *shared, spans[1], lists, wide, out, arrived, *sizes, num_spans, tiles, CHANCES=_CHANCES, ALL_SPANS=all_spans,
-        CHUNK=_FEW, MOST_SPANS=_MOST_SPANS, DOUBLE=_DOUBLE, num_warps=_WARPS[2], maxnreg=_REGISTERS[2], **ways, **options(early),
+        CHUNK=_FEW, MOST_SPANS=_MOST_SPANS, num_warps=_WARPS[2], maxnreg=_REGISTERS[2], **ways, **options(early),
     )  # fmt: skip
     wide_kernel[(rows, wide_programs)](
         *shared, wide, sums, out, arrived, *sizes, wide_tiles, SHIFT=shift, TILE=_TILE, STAGES=_STAGES,
-        PROGRAMS=triton.next_power_of_2(wide_programs), num_warps=_WARPS[3], maxnreg=_REGISTERS[3], **ways, **options(early),
+        PROGRAMS=triton.next_power_of_2(wide_programs), num_warps=_WARPS[3], maxnreg=_REGISTERS[3], **ways,
+        **options(early),
     )  # fmt: skip
 
 

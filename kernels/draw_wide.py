@@ -30,7 +30,7 @@ from blockyard.kernels.draw_settle import settle
 @triton.jit
 def _noise_row(row, slot, row_ptr, rows, limits, hits_ptr, lists, wide, out, arrived_ptr, vocab, num_slots, num_spans,
                tiles, CHANCES: tl.constexpr, LANES: tl.constexpr, RUNS: tl.constexpr, ALL_SPANS: tl.constexpr,
-               CHUNK: tl.constexpr, MOST_SPANS: tl.constexpr, FAST: tl.constexpr, DOUBLE: tl.constexpr):  # fmt: skip
+               CHUNK: tl.constexpr, MOST_SPANS: tl.constexpr, FAST: tl.constexpr):  # fmt: skip
     _greedy, scale, _top_k, top_p, min_p, _limited = settings(slot, limits, vocab)
     noise = counter(row, slot, rows, limits, num_slots)
     top = tl.load(out[1] + row)
@@ -41,7 +41,7 @@ def _noise_row(row, slot, row_ptr, rows, limits, hits_ptr, lists, wide, out, arr
     hits_ptr += row * num_spans
     lanes = tl.arange(0, LANES)
     for tile in range(first, tl.minimum(first + tiles, tl.cdiv(num_spans, LANES))):
-        _top, _reference, _mass, hit = noisy_tile(row_ptr, tile, vocab, scale, limit, noise, LANES, RUNS, FAST, DOUBLE)
+        _top, _reference, _mass, hit = noisy_tile(row_ptr, tile, vocab, scale, limit, noise, LANES, RUNS, FAST)
         tl.store(hits_ptr + tile * LANES + lanes, hit.to(tl.int8))
     tl.debug_barrier()
     if tl.atomic_add(arrived_ptr + row * 2, 1) == programs - 1:
@@ -90,7 +90,6 @@ def noise_kernel(
     MOST_SPANS: tl.constexpr,
     OTHER: tl.constexpr,
     FAST: tl.constexpr,
-    DOUBLE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     # program (i, j) has `tiles` tiles of row i, from tile j * tiles on
@@ -105,12 +104,10 @@ def noise_kernel(
         other_ptr, is_adjusted = adjusted(slot, other)
         if is_adjusted:
             _noise_row(row, slot, other_ptr, rows, limits, hits_ptr, lists, wide, out, arrived_ptr, vocab, num_slots,
-                       num_spans, tiles, CHANCES, LANES, RUNS, ALL_SPANS, CHUNK, MOST_SPANS, FAST,
-                       DOUBLE)  # fmt: skip
+                       num_spans, tiles, CHANCES, LANES, RUNS, ALL_SPANS, CHUNK, MOST_SPANS, FAST)  # fmt: skip
             return
     _noise_row(row, slot, logits_ptr + row * stride, rows, limits, hits_ptr, lists, wide, out, arrived_ptr, vocab,
-               num_slots, num_spans, tiles, CHANCES, LANES, RUNS, ALL_SPANS, CHUNK, MOST_SPANS, FAST,
-               DOUBLE)  # fmt: skip
+               num_slots, num_spans, tiles, CHANCES, LANES, RUNS, ALL_SPANS, CHUNK, MOST_SPANS, FAST)  # fmt: skip
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 """The noise of `philox_gumbel` for Triton kernels: the same words, the same Gumbel values up to float32 rounding.
 
-FAST, on a GPU, takes the hardware's exp2 and log2, which Triton's interpreter does not know.
+FAST, on a GPU, takes the hardware's log2, which Triton's interpreter does not know.
 """
 
 import triton
@@ -8,67 +8,32 @@ import triton.language as tl
 
 
 @triton.jit
-def philox(group, counter, DOUBLE: tl.constexpr = 0):
+def philox(group, counter):
     """group [n] integers; counter: index, choice and the words of the key, uint32 scalars -> four words, uint32 [n].
 
-    DOUBLE, on a GPU: the high halves of none (0), half (1) or all (2) of the products come from the units for float64,
-    which nothing else wants. What the first two rounds do to scalars alone is done with scalars.
+    What the first two rounds do to scalars alone is done with scalars.
     """
     index, choice, key0, key1 = counter
-    c2, c3 = _times_even(group.to(tl.uint32), DOUBLE)
-    c2 ^= key1
-    product = choice.to(tl.uint64) * 0xCD9E8D57
-    c0_alone = (product >> 32).to(tl.uint32) ^ index ^ key0
-    c1_alone = product.to(tl.uint32)
+    even = group.to(tl.uint32).to(tl.uint64) * 0xD2511F53
+    alone = choice.to(tl.uint64) * 0xCD9E8D57
+    c0_alone, c1_alone = (alone >> 32).to(tl.uint32) ^ index ^ key0, alone.to(tl.uint32)
+    c2, c3 = (even >> 32).to(tl.uint32) ^ key1, even.to(tl.uint32)
     key0 += 0x9E3779B9
     key1 += 0xBB67AE85
-    product = c0_alone.to(tl.uint64) * 0xD2511F53
-    c0, c1 = _times_odd(c2, DOUBLE)
-    c0 = c0 ^ (c1_alone ^ key0)
-    c2 = c3 ^ ((product >> 32).to(tl.uint32) ^ key1)
-    c3 = tl.zeros_like(c0) + product.to(tl.uint32)
+    alone = c0_alone.to(tl.uint64) * 0xD2511F53
+    odd = c2.to(tl.uint64) * 0xCD9E8D57
+    c0, c1 = (odd >> 32).to(tl.uint32) ^ (c1_alone ^ key0), odd.to(tl.uint32)
+    c2 = c3 ^ ((alone >> 32).to(tl.uint32) ^ key1)
+    c3 = tl.zeros_like(c0) + alone.to(tl.uint32)
     for _ in tl.static_range(8):
         key0 += 0x9E3779B9
         key1 += 0xBB67AE85
-        even_high, even_low = _times_even(c0, DOUBLE)
-        odd_high, odd_low = _times_odd(c2, DOUBLE)
-        c0 = odd_high ^ c1 ^ key0
-        c2 = even_high ^ c3 ^ key1
-        c1, c3 = odd_low, even_low
+        even = c0.to(tl.uint64) * 0xD2511F53
+        odd = c2.to(tl.uint64) * 0xCD9E8D57
+        c0 = (odd >> 32).to(tl.uint32) ^ c1 ^ key0
+        c2 = (even >> 32).to(tl.uint32) ^ c3 ^ key1
+        c1, c3 = odd.to(tl.uint32), even.to(tl.uint32)
     return c0, c1, c2, c3
-
-
-@triton.jit
-def _times_even(x, DOUBLE: tl.constexpr):
-    """uint32 by 0xD2511F53: the high and the low half of the product."""
-    if DOUBLE > 1:
-        # 2**52 + x is a float64 with x for its low word; rounded to zero at 2**84, the product's high half is its low
-        high = tl.inline_asm_elementwise(
-            "{.reg .f64 d; .reg .b32 t; mov.b64 d, {$1, 0x43300000};"
-            "fma.rz.f64 d, d, 0d41EA4A23EA600000, 0d4506D77056800000; mov.b64 {$0, t}, d;}",
-            "=r,r", [x], tl.uint32, True, 1,
-        )  # fmt: skip
-        low = x * 0xD2511F53
-    else:
-        product = x.to(tl.uint64) * 0xD2511F53
-        high, low = (product >> 32).to(tl.uint32), product.to(tl.uint32)
-    return high, low
-
-
-@triton.jit
-def _times_odd(x, DOUBLE: tl.constexpr):
-    """uint32 by 0xCD9E8D57: the high and the low half of the product."""
-    if DOUBLE > 0:
-        high = tl.inline_asm_elementwise(
-            "{.reg .f64 d; .reg .b32 t; mov.b64 d, {$1, 0x43300000};"
-            "fma.rz.f64 d, d, 0d41E9B3D1AAE00000, 0d450930B954800000; mov.b64 {$0, t}, d;}",
-            "=r,r", [x], tl.uint32, True, 1,
-        )  # fmt: skip
-        low = x * 0xCD9E8D57
-    else:
-        product = x.to(tl.uint64) * 0xCD9E8D57
-        high, low = (product >> 32).to(tl.uint32), product.to(tl.uint32)
-    return high, low
 
 
 @triton.jit
