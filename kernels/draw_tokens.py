@@ -79,9 +79,9 @@ def draw_tokens(
     Writes tokens [rows] int64 and best [rows] float32: what won with its noise, in no fixed scale (the logit itself
     where a slot is greedy). `best` is -inf where no token is allowed and NaN where a logit is NaN or +inf; the token
     is 0 then. Rows that pad get token 0 and best 0. Among equal values the lowest token wins; tokens as likely as the
-    last one that top-k or top-p keeps are kept. In which order a row's mass is summed follows from the number of rows: a
-    token for which top-p decides within the rounding of that sum (1e-6 of it) may differ. No host sync, grids that follow from the shapes alone: for CUDA
-    graphs. Slots must lie below num_slots: not checked on device. Raises ValueError for other shapes and dtypes.
+    last one that top-k or top-p keeps are kept; how a mass is summed, and its last bits (1e-6 of it), follow from the
+    number of rows. No host sync, grids that follow from the shapes alone: for CUDA graphs. Slots must lie below
+    num_slots: not checked on device. Raises ValueError for other shapes and dtypes.
     """
     rows, vocab = logits.shape
     _check_inputs(logits, slots, index, tokens, best)
@@ -112,8 +112,8 @@ def draw_tokens(
     )  # fmt: skip
     choose_kernel[(rows,)](
         *shared, spans, parts, limit, lists, wide[2], out, arrived, *sizes, num_spans, programs, SHIFT=shift,
-        ALL_SPANS=all_spans, PROGRAMS=most, CHUNK=_CHUNK, MOST_SPANS=_MOST_SPANS,
-        MOST=_CANDIDATES, STEPS=_STEPS, num_warps=_WARPS[1], maxnreg=_REGISTERS[1], **ways, **options(early),
+        ALL_SPANS=all_spans, PROGRAMS=most, CHUNK=_CHUNK, MOST_SPANS=_MOST_SPANS, MOST=_CANDIDATES, STEPS=_STEPS,
+        num_warps=_WARPS[1], maxnreg=_REGISTERS[1], **ways, **options(early),
     )  # fmt: skip
     noise_kernel[(rows, programs)](
         *shared, spans[1], lists, wide, out, arrived, *sizes, num_spans, tiles, CHANCES=_CHANCES, ALL_SPANS=all_spans,
@@ -121,8 +121,7 @@ def draw_tokens(
     )  # fmt: skip
     wide_kernel[(rows, wide_programs)](
         *shared, wide, sums, out, arrived, *sizes, wide_tiles, SHIFT=shift, TILE=_TILE, STAGES=_STAGES,
-        PROGRAMS=most, num_warps=_WARPS[3], maxnreg=_REGISTERS[3], **ways,
-        **options(early),
+        PROGRAMS=most, num_warps=_WARPS[3], maxnreg=_REGISTERS[3], **ways, **options(early),
     )  # fmt: skip
 
 
