@@ -132,7 +132,7 @@ class PrefixCache:
     def _computed(self, group: Group, seat: Seat) -> None:
         size = group.blocks.block_size
         choice = seat.choice
-        end = max(seat.num_named, min(seat.computed, choice.known) // size)
+        end = max(seat.num_named, seat.computed // size)
         names = self._naming.names(choice, size, end * size)
         put, blocks = group.blocks.index.put, seat.blocks
         for i in range(max(seat.num_named, seat.num_freed), end):

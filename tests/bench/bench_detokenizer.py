@@ -23,8 +23,10 @@ from blockyard.shared.messages import (
     TextOptions,
     TokenBatch,
     TokenLogprobs,
+    TokenRows,
     TokenStep,
 )
+from blockyard.shared.token_ids import pack
 from blockyard.shared.tokenizer_files import TokenizerFiles
 
 ROOT = Path(__file__).parents[2]
@@ -44,21 +46,26 @@ def frames(ids: list[int], num_logprobs: int) -> list[bytes]:
     """One a step, as the scheduler sends them."""
     encode = msgspec.msgpack.Encoder().encode
     out = []
+    streams = range(NUM_STREAMS)
     for step in range(NUM_STEPS):
-        steps = []
-        for stream in range(NUM_STREAMS):
-            token = ids[(step + 7 * stream) % len(ids)]
+        tokens = [ids[(step + 7 * stream) % len(ids)] for stream in streams]
+        batch = TokenBatch([], [], [], time.time())
+        if num_logprobs:
             top = ids[step : step + num_logprobs]
-            logprobs = [TokenLogprobs(token, -1.0, 1, top, [-1.0] * len(top))] if num_logprobs else []
-            steps.append(TokenStep(name(stream), 1, 0, step, [token], logprobs=logprobs))
-        out.append(encode(TokenBatch([], steps, [], time.time())))
+            for stream, token in zip(streams, tokens, strict=True):
+                logprobs = [TokenLogprobs(token, -1.0, 1, top, [-1.0] * len(top))]
+                batch.steps.append(TokenStep(name(stream), 1, 0, step, [token], logprobs=logprobs))
+        else:
+            numbers = [1 + stream for stream in streams]
+            batch.rows.append(TokenRows(pack(numbers), pack([step] * NUM_STREAMS), pack(tokens)))
+        out.append(encode(batch))
     return out
 
 
 def run(files: TokenizerFiles, data: list[bytes], options: TextOptions) -> float:
     """Tokens a second."""
     streams = TextStreams(TokenTable(files.tokenizer, files.vocab_size))
-    opens = [StreamOpen(name(stream), 1, 0, 9, b"", b"", 0, options) for stream in range(NUM_STREAMS)]
+    opens = [StreamOpen(name(stream), 1, 0, 9, b"", b"", 0, options, 1 + stream) for stream in range(NUM_STREAMS)]
     streams.apply(7, TokenBatch(opens, []))
     decode = msgspec.msgpack.Decoder(DetokenizerIn).decode
     encode = msgspec.msgpack.Encoder().encode

@@ -36,6 +36,7 @@ from blockyard.shared.messages import (
     NO_TOKEN,
     Attached,
     Choice,
+    FinishReason,
     Frame,
     Generate,
     Geometry,
@@ -63,8 +64,12 @@ class Bench:
         policy: str = "fcfs",
         waiting: int = 0,
         host: bool = False,
+        churn: int = 0,
     ) -> None:
-        """With `host` every block of the device holds something, and whoever needs one has that saved first."""
+        """With `host` every block of the device holds something, and whoever needs one has that saved first.
+
+        With `churn` choices have 1 to 2 times so many tokens, and whenever one ends another comes.
+        """
         batch = BatchLimits(running, 16 * running, depth)
         settings = SchedulerSettings(
             names=["m"], root="", batch=batch, max_queue_len=10**6, max_queue_tokens=10**9, policy=policy
@@ -81,30 +86,19 @@ class Bench:
             self.core.present(Member("w", Role.GPU_WORKER, worker, "", ready=True), 0.0)
             self._turn()
             self.core.handle(worker, Attached(worker, ME, geometry, held, names), 0.0)
-        for i in range(running * num_groups + waiting):  # of 8 keys with 4 users each
-            prompt, choices = array("I", [i] * 16).tobytes(), [Choice(0)]
-            frame = Generate(
-                str(i),
-                0,
-                "m",
-                prompt,
-                b"",
-                Sampling(max_tokens),
-                TextOptions(),
-                choices,
-                priority=i // 50,
-                tenant=f"key-{i % 8}",
-                user=f"user-{i % 32}",
-            )
-            self.core.handle(GATEWAY, frame, 0.0)
+        self.max_tokens, self.churn, self.num_come = max_tokens, churn, 0
+        self.said: dict[tuple[int, int], tuple[int, int]] = {}  # tokens of a worker's slot, and how many it will say
+        for _ in range(running * num_groups + waiting):
+            self._come()
         self._turn()
 
     def cycle(self) -> tuple[float, float, float]:
         """Seconds in the scheduler for one result by the clock and of CPU, and seconds to encode what left."""
         worker, plan = self.plans.pop(0)
-        slots = [SlotResult(run.slot, [7], run.max_tokens) for run in plan.runs if run.max_tokens > 1]  # prompts
-        token_ids = array("I", [7 if run.max_tokens == 1 else NO_TOKEN for run in plan.runs]).tobytes()
-        result = StepResult(worker, plan.number, slots, 1.0, token_ids=token_ids)
+        result = self._result(worker, plan)
+        for slot in result.slots:
+            if slot.finish is not None:
+                self._come()
         begun, cpu = time.perf_counter(), time.thread_time()
         self.core.handle(worker, result, 0.0)
         frames = self._turn()
@@ -113,6 +107,40 @@ class Bench:
         for frame in frames:
             self.encode(frame)
         return decided - begun, cpu, time.perf_counter() - decided
+
+    def _come(self) -> None:
+        """Another request, of 8 keys with 4 users each."""
+        i = self.num_come = self.num_come + 1
+        prompt, choices = array("I", [i] * 16).tobytes(), [Choice(0)]
+        max_tokens = self.churn + i * 7919 % self.churn if self.churn else self.max_tokens
+        frame = Generate(
+            str(i),
+            0,
+            "m",
+            prompt,
+            b"",
+            Sampling(max_tokens),
+            TextOptions(),
+            choices,
+            priority=i // 50,
+            tenant=f"key-{i % 8}",
+            user=f"user-{i % 32}",
+        )
+        self.core.handle(GATEWAY, frame, 0.0)
+
+    def _result(self, worker: int, plan: StepPlan) -> StepResult:
+        slots, token_ids = [], array("I")
+        for start in plan.starts:
+            self.said[worker, start.slot] = (0, start.sampling.max_tokens)
+        for run in plan.runs:
+            num_said, most = self.said[worker, run.slot]
+            self.said[worker, run.slot] = (num_said + 1, most)
+            plain = run.max_tokens == 1 and num_said + 1 < most
+            token_ids.append(7 if plain else NO_TOKEN)
+            if not plain and num_said < most:
+                finish = FinishReason.LENGTH if num_said + 1 == most else None
+                slots.append(SlotResult(run.slot, [7], 16 + num_said, finish))
+        return StepResult(worker, plan.number, slots, 1.0, token_ids=token_ids.tobytes())
 
     def _turn(self) -> list[Frame]:
         sent = self.core.turn(0.0)
@@ -198,6 +226,8 @@ def schedule_rows(running: list[int], steps: int) -> list[Row]:
         rows.append((f"a step's schedule, {num} running, one plan ahead", measure(num, 1, steps), bars.get(num, "")))
     rows.append(("the same, lockstep, 256 running", measure(256, 0, steps), bars[256]))
     rows.append(("the same, each of 8 groups with 256 running", measure(256, 1, steps, 8), bars[256]))
+    text = measure(256, 1, steps, churn=200)
+    rows.append(("the same, 256 running, one ends and another comes in nearly every step", text, bars[256]))
     rows.append(("the same, what blocks hold is saved to host memory", measure(256, 1, steps, host=True), bars[256]))
     for policy in ("priority", "fair"):
         text = measure(256, 1, steps, policy=policy, waiting=500)
