@@ -639,6 +639,13 @@ class StepResult(Frame, frozen=True):
     launch_s: float = 0.0  # time the host took to launch the step, where the device computes meanwhile
 
 
+class Broken(Frame, frozen=True):
+    """The worker's device failed: it ends, and what was in flight is lost."""
+
+    worker: int
+    detail: str
+
+
 # --- metrics: api_gateway <-> api_gateway -------------------------------------------------------------
 
 
@@ -668,6 +675,6 @@ GatewayIn = (
     | Controlled
 )
 TokenizerIn = Tokenize | Detokenize
-SchedulerIn = Generate | Cancel | Stop | Attached | Fenced | OutOfStep | StepResult | Control | Slept
+SchedulerIn = Generate | Cancel | Stop | Attached | Fenced | OutOfStep | StepResult | Control | Slept | Broken
 DetokenizerIn = TokenBatch
 WorkerIn = Attach | StepPlan | Sleep

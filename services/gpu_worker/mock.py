@@ -1,6 +1,7 @@
 """A runner without a model: the same plans and results, tokens at a set pace or as fast as asked."""
 
 import time
+from array import array
 from collections.abc import Callable
 
 from blockyard.services.gpu_worker.interfaces import Done
@@ -16,8 +17,9 @@ BEHIND_S = 0.002  # a step that begins this soon after the last one was waiting 
 
 
 class MockRunner:
-    def __init__(self, geometry: Geometry, pattern: Pattern, step_s: float) -> None:
+    def __init__(self, geometry: Geometry, pattern: Pattern, step_s: float, fatal_id: int = 0) -> None:
         self.geometry, self.names = geometry, MockKV(geometry.block_size)
+        self._fatal_id = fatal_id
         self._pattern, self._step_s = pattern, step_s
         self._batch = MockBatch(geometry, 0, pattern, self.names)
         self._done_at = 0.0
@@ -53,7 +55,10 @@ class MockRunner:
         """There is no memory to take."""
 
     def execute(self, plan: StepPlan) -> list[SlotResult]:
-        """Takes `step_s`. Raises PlanError if the plan contradicts what came before: the process then ends."""
+        """Takes `step_s`. Raises PlanError if the plan contradicts what came before, RuntimeError for what breaks the
+        device: the process then ends."""
+        if self._fatal_id and any(self._fatal_id in array("I", start.token_ids) for start in plan.starts):
+            raise RuntimeError(f"the mock's device fails on id {self._fatal_id}")
         results = self._batch.step(plan)
         self.names.learn(plan.names)
         if self._step_s:
@@ -74,4 +79,4 @@ def start(config: WorkerConfig, report: Callable[[str, float, list[str]], None])
     pace = f"{config.mock.step_ms} ms a step" if config.mock.step_ms else "as fast as it can"
     note = f"mock worker: no weights, {geometry.num_blocks} KV blocks of {geometry.block_size} tokens, {pace}"
     report("ready", 1.0, [note])
-    return MockRunner(geometry, pattern, config.mock.step_ms / 1000)
+    return MockRunner(geometry, pattern, config.mock.step_ms / 1000, config.mock.fatal_id)

@@ -5,7 +5,7 @@ from collections import deque
 
 from blockyard.services.gpu_worker.interfaces import Sleeper, WorkerLinks
 from blockyard.shared.bus import Event, Gone, Joined
-from blockyard.shared.messages import Attach, Attached, Fenced, OutOfStep, Sleep, Slept, StepPlan, WorkerIn
+from blockyard.shared.messages import Attach, Attached, Broken, Fenced, OutOfStep, Sleep, Slept, StepPlan, WorkerIn
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +36,11 @@ class Orders:
                 self._next = 0
             case Joined() if peer == self._scheduler and self._next == 0:  # it lived after all, and waits for results
                 self._links.answer(peer, OutOfStep(self._links.me.incarnation, 1))
+
+    def tell_broken(self, detail: str) -> None:
+        """The device failed: whoever waits for results will get none."""
+        if self._scheduler is not None and self._next > 0:
+            self._links.answer(self._scheduler, Broken(self._links.me.incarnation, detail))
 
     def _attach(self, peer: int, attach: Attach) -> None:
         if self._scheduler not in (None, attach.scheduler):  # it may wait for results of plans that are dropped now

@@ -54,6 +54,7 @@ class Worker:
         except RuntimeError as e:
             log.exception("the step loop ends")
             lines = str(e).splitlines() or [type(e).__name__]
+            self.orders.tell_broken(lines[0])
             raise DeviceError(f"the device failed with {self._runner.in_flight} plans in flight: {lines[0]}") from e
 
     def _step(self) -> None:

@@ -28,6 +28,7 @@ from blockyard.services.scheduler.waiting import WaitingQueue
 from blockyard.shared.errors import BlockyardError
 from blockyard.shared.messages import (
     Attached,
+    Broken,
     Cancel,
     Control,
     Fenced,
@@ -160,6 +161,9 @@ class Scheduler:
             case OutOfStep():
                 log.warning("worker %x expected plan %d: attaching it again", peer, frame.expected)
                 self._attach_again(peer, now)
+            case Broken() if peer in self.groups:
+                self._gate.suspects.accuse(self.groups[peer], frame.detail, now, self._lifecycle.fail)
+                self.gone(peer)
             case Fenced():
                 raise FencedError(f"another scheduler has taken worker {peer:x}: this one ends")
 

@@ -1,6 +1,9 @@
-"""Whether those who wait are seated now: not while the scheduler is paused, nor before their delay is over."""
+"""Whether those who wait are seated now: not while the scheduler is paused, before their delay is over, or beside
+somebody who is suspected of breaking workers."""
 
-from blockyard.services.scheduler.requests import Request
+from blockyard.services.scheduler.groups import Group
+from blockyard.services.scheduler.requests import Choice, Request
+from blockyard.services.scheduler.suspects import Suspects
 
 
 class Gate:
@@ -13,6 +16,7 @@ class Gate:
     def __init__(self, delay_factor: float) -> None:
         self.paused = False  # nobody is seated
         self.frozen = False  # nobody runs either
+        self.suspects = Suspects()
         self._delay_factor = delay_factor
         self._now = 0.0
         self._is_open = False  # for all who come after the one that it was opened for, in this turn
@@ -20,14 +24,21 @@ class Gate:
 
     def tick(self, now: float) -> None:
         self._now, self._is_open = now, False
+        if self.suspects:
+            self.suspects.settle()
 
     def took(self, step_s: float) -> None:
         """A step with a prompt."""
         self._prompt_s = step_s
 
-    def is_open(self, request: Request, num_running: int) -> bool:
+    def first(self, group: Group) -> Choice | None:
+        """Who is to be seated in this group before whoever is next."""
+        return self.suspects.next(group) if self.suspects else None
+
+    def is_open(self, request: Request, group: Group) -> bool:
         """For the request that is next."""
-        if self.paused:
+        num_running = len(group.running)
+        if self.paused or (self.suspects and not self.suspects.admit(group, request, self._now)):
             return False
         if not self._delay_factor or not num_running:
             return True

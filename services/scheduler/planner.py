@@ -135,10 +135,10 @@ class Planner:
 
     def _next(self, group: Group) -> Choice | None:
         """Who is to be seated next, if anybody may be now."""
-        choice = self._placement.next(group)
+        choice = self._gate.first(group) or self._placement.next(group)
         if choice is None or choice.awaits_results() or not self._promises.possible(choice.request):
             return None
-        return choice if self._gate.is_open(choice.request, len(group.running)) else None
+        return choice if self._gate.is_open(choice.request, group) else None
 
     def _newcomers(self, group: Group, draft: Draft, longs: LongPrompts, below: int) -> None:
         """Seats those of lower classes, in order, and never past one who does not fit yet, unless it is long."""

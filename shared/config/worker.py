@@ -20,6 +20,7 @@ class MockConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     echo: bool = False  # tokens repeat the prompt's, in place of pseudo-random ones
     first_id: int = 0  # tokens come from first_id to end_id - 1; 0: the middle of the vocabulary
     end_id: int = 0
+    fatal_id: int = 0  # its device fails on a prompt with this id; 0: never
     eos_every: int = 0  # about one token in so many ends its sequence; 0: never
 
 

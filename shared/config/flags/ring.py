@@ -59,5 +59,13 @@ MOCK = (
     Flag(
         "mock-eos-every", Kind.INT, 0, "One token in so many ends a text; 0: none.", ("worker.mock.eos_every",), least=0
     ),
+    Flag(
+        "mock-fatal-id",
+        Kind.INT,
+        0,
+        "Its device fails on a prompt with this id, as a GPU may; 0: never.",
+        ("worker.mock.fatal_id",),
+        least=0,
+    ),
     Flag("mock-echo", Kind.BOOL, False, "It repeats the prompt.", ("worker.mock.echo",)),
 )

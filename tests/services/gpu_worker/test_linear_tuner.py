@@ -19,7 +19,7 @@ TILES = Plan("tiles", 64, 16, 32, 3, 4, 2)
 @pytest.fixture
 def linears(monkeypatch: pytest.MonkeyPatch) -> list[Linear]:
     torch.zeros(1, device=DEVICE)  # CUDA reads the true properties as it begins
-    properties = SimpleNamespace(multi_processor_count=4, name="none")
+    properties = SimpleNamespace(multi_processor_count=4, name="none", major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(linear_products, "WORKSPACE_ELEMENTS", 1 << 16)
     return [Linear(torch.randn(*shape).to(DEVICE, torch.float16)) for shape in SHAPES * 2]

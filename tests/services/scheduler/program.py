@@ -179,7 +179,10 @@ class Program:
     def kill_worker(self, a: int, b: int) -> None:
         worker = pick(list(self.world.workers.values()), a)
         if worker:
-            self.world.kill(worker.incarnation)
+            if b % 3 == 2:
+                self.world.break_down(worker.incarnation)
+            else:
+                self.world.kill(worker.incarnation)
 
     def add_worker(self, a: int, b: int) -> None:
         if len(self.world.workers) < MAX_MEMBERS:

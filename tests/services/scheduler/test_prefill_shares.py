@@ -1,8 +1,11 @@
 """How prompts divide a step, and when the next one is let in."""
 
+from unittest.mock import Mock
+
 import pytest
 
 from blockyard.services.scheduler.gate import Gate
+from blockyard.services.scheduler.groups import BatchLimits, Group
 from blockyard.services.scheduler.prefill_shares import PrefillShares
 from blockyard.services.scheduler.requests import Request
 from blockyard.services.scheduler.simulator.simulation import Simulation
@@ -10,7 +13,7 @@ from blockyard.services.scheduler.simulator.trace import TraceRequest
 from blockyard.shared.config.process import BusConfig, ProcessConfig
 from blockyard.shared.config.scheduler import SchedulerConfig
 from blockyard.shared.config.simulation import SimulationConfig
-from blockyard.shared.messages import Choice, Generate, Sampling, StepPlan, TextOptions
+from blockyard.shared.messages import Choice, Generate, Geometry, Sampling, StepPlan, TextOptions
 
 from .conftest import Ring
 
@@ -66,6 +69,12 @@ def test_as_many_long_prompts_as_are_allowed_share_a_step(ring: type[Ring]) -> N
     it.finish()
 
 
+def group_of(num_running: int) -> Group:
+    group = Group(1, Geometry(9, 4, 64, 10, [], 8, 64), BatchLimits(8, 64, 1))
+    group.running = [Mock()] * num_running
+    return group
+
+
 @pytest.mark.parametrize(("factor", "waits"), [(0.0, False), (0.5, True)])
 def test_the_next_prompt_waits_by_the_delay_factor(factor: float, waits: bool) -> None:
     frame = Generate("r", 0, "m", b"\0\0\0\0", b"", Sampling(9), TextOptions(), [Choice(0)])
@@ -73,10 +82,10 @@ def test_the_next_prompt_waits_by_the_delay_factor(factor: float, waits: bool) -
     gate = Gate(factor)
     gate.took(0.4)
     gate.tick(10.1)
-    assert gate.is_open(request, 3) != waits
-    assert gate.is_open(request, 0), "nothing runs that could be held up"
+    assert gate.is_open(request, group_of(3)) != waits
+    assert gate.is_open(request, group_of(0)), "nothing runs that could be held up"
     gate.tick(10.21)
-    assert gate.is_open(request, 3)
+    assert gate.is_open(request, group_of(3))
 
 
 def test_with_a_delay_prompts_are_computed_together() -> None:

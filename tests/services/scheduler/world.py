@@ -20,6 +20,7 @@ from blockyard.shared.fake_links import FakeLinks
 from blockyard.shared.messages import (
     Attached,
     Beam,
+    Broken,
     Generate,
     Geometry,
     Member,
@@ -121,6 +122,11 @@ class World:
             for journal in gateway.journals.values():
                 journal.cancelled = True
         self._lost(incarnation)
+
+    def break_down(self, incarnation: int, detail: str = "CUDA error") -> None:
+        """A worker's device fails: it says so and is gone; nothing of what was in flight comes back."""
+        self.core.handle(incarnation, Broken(incarnation, detail), self.now)
+        self.kill(incarnation)
 
     def blink(self, incarnation: int) -> None:
         """The link to a worker or detokenizer breaks and comes back: what was on it is lost, the member is not."""

@@ -119,8 +119,9 @@ def _on_one_server(items: Sequence[Item], place: Place) -> Iterator[Line]:
         return
     with contextlib.ExitStack() as stack:
         try:
-            served = stack.enter_context(serve(place.model, place.flags, place.logs / f"{items[0].name}.log"))
-            served.wait_complete()
+            served = stack.enter_context(
+                serve(place.model, place.flags, place.logs / f"{items[0].name}.log")
+            ).complete()
         except BenchError as e:
             yield from (_failed(item, e) for item in items)
             return

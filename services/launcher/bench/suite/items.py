@@ -57,6 +57,8 @@ ITEMS = (
           measures.inter_token(64, 960, 128)),
     _more("decode-256", "8B, 256 running at context 1,024", B8, ONE, 16800, 19700,
           measures.rate_while_all_run(256, 896, 256)),
+    _less("graphs-8b", "8B, launch to full graphs, not the first start", "s", B8, (*ONE, *SPREAD), 15, 4,
+          measures.launch_to_full_graphs),
     _more("http-8b", "8B over HTTP, 252 streams, 512 in / 256 out", B8, (*ONE, *SPREAD), 10500, None,
           measures.streamed_rate(252, 512, 256)),
     *(
@@ -80,8 +82,6 @@ ITEMS = (
          True, alone=measures.offline_rate(_uniform)),
     Item("start-8b", "8B, launch to first token, not the first start", "s", B8, ONE, 10, 3, False,
          alone=measures.launch_to_first_token),
-    Item("graphs-8b", "8B, launch to full graphs, not the first start", "s", B8, ONE, 15, 4, False,
-         alone=measures.launch_to_full_graphs),
     Item("ring-cost", "8B, 64 streams, server by offline loop", "of 1", B8, ONE, 0.97, 1.0, True,
          alone=measures.cost_of_the_ring(64, 512, 256)),
 )  # fmt: skip

@@ -151,13 +151,9 @@ def launch_to_first_token(place: Place) -> Measured:
     return median_of(runs[1:])
 
 
-def launch_to_full_graphs(place: Place) -> Measured:
-    """Seconds until decode steps of every size have their graph, likewise."""
-    runs = []
-    for run in range(1 + RUNS):
-        with serve(place.model, place.flags, place.logs / f"full-start-{run}.log") as served:
-            runs.append(served.wait_complete())
-    return median_of(runs[1:])
+def launch_to_full_graphs(served: Served) -> Measured:
+    """Seconds until decode steps of every size had their graph."""
+    return median_of([served.full_s])
 
 
 def offline_rate(make_asks: Callable[[], list[Ask]]) -> Callable[[Place], Measured]:

@@ -11,7 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -37,14 +37,15 @@ class Served:
     url: str
     launched_s: float
     ready_s: float  # from launch
+    full_s: float = 0.0  # from launch until decode steps of all sizes had their graph, once that was waited for
 
-    def wait_complete(self) -> float:
-        """Waits until workers have captured all their graphs. Seconds from launch."""
+    def complete(self) -> "Served":
+        """The same, once its workers have captured all their graphs."""
         while any(member.role == Role.GPU_WORKER and member.progress < 1.0 for member in _members(self.url)):
             if time.perf_counter() - self.launched_s > READY_S:
                 raise BenchError(f"graphs were not captured within {READY_S:g} s")
             time.sleep(0.02)
-        return time.perf_counter() - self.launched_s
+        return replace(self, full_s=time.perf_counter() - self.launched_s)
 
     def stream(self, asks: Sequence[Ask], each_token: bool = True) -> list[Outcome]:
         """All at once, a connection each. Raises BenchError if one fails or has not the length that was asked for.

@@ -41,12 +41,12 @@ def test_gaps_are_the_mock_steps(server: Served) -> None:
 
 
 def test_a_worker_with_graphs_to_capture_is_waited_for(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert server.wait_complete() >= server.ready_s  # the mock has none
+    assert server.complete().full_s >= server.ready_s  # the mock has none
     seen = iter([0.25, 0.75, 1.0])
     monkeypatch.setattr(
         served, "_members", lambda url: [served._Shown("gpu_worker", next(seen)), served._Shown("scheduler", 0.0)]
     )
-    server.wait_complete()
+    assert measures.launch_to_full_graphs(server.complete()).value > 0
     assert next(seen, None) is None
 
 
