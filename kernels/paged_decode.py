@@ -10,8 +10,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from blockyard.kernels.cut_decodes import TILE, Pieces, cut_decodes
+from blockyard.kernels.overlap import can_overlap, options
 from blockyard.kernels.sequences import Sequences, check_reads
 
 _LOG2E = 1.4426950408889634
@@ -83,9 +85,12 @@ def _attend(
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["out_ptr"])
 def _combine_kernel(
     of_row_ptr, partial_ptr, weight_ptr, out_ptr, rows,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     # program (i, j) has head j of row i
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     row, head = tl.program_id(0), tl.program_id(1)
     base = tl.load(of_row_ptr + row)
     parts = tl.load(of_row_ptr + rows + row)
@@ -119,8 +124,11 @@ def _decode_kernel(
     q_ptr, layer_ptr, tables_ptr, fields_ptr, count_ptr, partial_ptr, weight_ptr, out_ptr, scales_ptr,
     q_stride, table_stride, most, scale,
     SCALED: tl.constexpr, CAP: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     # program i has a piece and K/V head each of i, i + programs, ...
     group, dims = tl.arange(0, ROWS), tl.arange(0, DIM)
     v_scale = 1.0
@@ -192,7 +200,7 @@ def paged_decode(
         pieces = cut(q, layer, seqs, window, longest)
     if pieces.of_row.shape != (2, rows) or pieces.partial.shape[1:] != (heads, head_dim):
         raise ValueError(f"pieces were cut for {pieces.of_row.shape[1]} rows, {list(pieces.partial.shape)}")
-    dim, group = max(triton.next_power_of_2(head_dim), 16), heads // kv_heads
+    dim, group, overlap = max(triton.next_power_of_2(head_dim), 16), heads // kv_heads, can_overlap(q.device)
     _decode_kernel[(pieces.programs,)](
         q,
         layer,
@@ -217,8 +225,10 @@ def paged_decode(
         BLOCK_SIZE=block_size,
         TILE=_tile(dim, q.element_size()),
         num_warps=_WARPS,
+        OVERLAP=overlap,
         maxnreg=_REGISTERS,
         num_stages=_STAGES if q.element_size() <= 2 else 1,
+        **options(overlap),
     )
     if len(pieces.weight) > rows:
         _combine_kernel[(rows, heads)](
@@ -231,7 +241,9 @@ def paged_decode(
             HEAD_DIM=head_dim,
             DIM=dim,
             PARTS=_PARTS,
+            OVERLAP=overlap,
             num_warps=4,
+            **options(overlap),
         )
     return out
 

@@ -4,9 +4,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from blockyard.kernels.apply_rope import apply_rope_reference
 from blockyard.kernels.kv_types import LARGEST, check_types
+from blockyard.kernels.overlap import can_overlap, options
 from blockyard.kernels.sequences import Sequences
 
 _TILE = 8  # heads of a program
@@ -62,8 +64,12 @@ def _rope_write_kv_kernel(
     ROTATE: tl.constexpr,
     NORM: tl.constexpr,
     TILE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     # program (i, j) has TILE heads of row i: q heads, then K heads, then V heads; elements in pairs (2n, 2n + 1)
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * TILE + tl.arange(0, TILE)
     dims = tl.arange(0, DIM)
@@ -117,22 +123,10 @@ def rope_write_kv(
     rows, all_heads, head_dim = qkv.shape
     kv_heads, block_size = layer.shape[2], layer.shape[3]
     heads = all_heads - 2 * kv_heads
-    seqs.check(rows)
-    if head_dim % 2 or layer.shape[4] != head_dim or heads < 1 or not layer.is_contiguous():
-        raise ValueError(f"qkv {list(qkv.shape)} does not fit a layer {list(layer.shape)}, or that is not contiguous")
-    check_types(qkv, layer, scales)
-    if qkv.stride(2) != 1 or qkv.stride(1) != head_dim:
-        raise ValueError(f"the heads of a row must be contiguous, got strides {qkv.stride()}")
-    if weight is not None and (weight.shape != (heads + kv_heads, head_dim) or not weight.is_contiguous()):
-        raise ValueError(f"weight {list(weight.shape)} does not fit {heads + kv_heads} heads of {head_dim}")
-    angles = qkv
-    if rotation is not None:
-        if rotation.shape != (rows, 1, head_dim // 2) or rotation.dtype != torch.complex64:
-            raise ValueError(f"rotation {list(rotation.shape)} {rotation.dtype} does not fit {rows} rows of {head_dim}")
-        angles = torch.view_as_real(rotation.contiguous())
+    angles = check_qkv(qkv, layer, seqs, rotation, weight, scales)
     if rows == 0:
         return
-    tile = 1 if rows * all_heads <= _FEW and not uniform else _TILE
+    tile, overlap = 1 if rows * all_heads <= _FEW and not uniform else _TILE, can_overlap(qkv.device)
     _rope_write_kv_kernel[(rows, triton.cdiv(all_heads, tile))](
         qkv,
         layer,
@@ -154,5 +148,28 @@ def rope_write_kv(
         ROTATE=rotation is not None,
         NORM=weight is not None,
         TILE=tile,
+        OVERLAP=overlap,
         num_warps=max(tile // 4, 1),
+        **options(overlap),
     )
+
+
+def check_qkv(
+    qkv: Tensor, layer: Tensor, seqs: Sequences, rotation: Tensor | None, weight: Tensor | None, scales: Tensor | None
+) -> Tensor:
+    """Raises ValueError for what `rope_write_kv` refuses; the angles as numbers, anything where there are none."""
+    rows, all_heads, head_dim = qkv.shape
+    heads, kv_heads = all_heads - 2 * layer.shape[2], layer.shape[2]
+    seqs.check(rows)
+    if head_dim % 2 or layer.shape[4] != head_dim or heads < 1 or not layer.is_contiguous():
+        raise ValueError(f"qkv {list(qkv.shape)} does not fit a layer {list(layer.shape)}, or that is not contiguous")
+    check_types(qkv, layer, scales)
+    if qkv.stride(2) != 1 or qkv.stride(1) != head_dim:
+        raise ValueError(f"the heads of a row must be contiguous, got strides {qkv.stride()}")
+    if weight is not None and (weight.shape != (heads + kv_heads, head_dim) or not weight.is_contiguous()):
+        raise ValueError(f"weight {list(weight.shape)} does not fit {heads + kv_heads} heads of {head_dim}")
+    if rotation is None:
+        return qkv
+    if rotation.shape != (rows, 1, head_dim // 2) or rotation.dtype != torch.complex64:
+        raise ValueError(f"rotation {list(rotation.shape)} {rotation.dtype} does not fit {rows} rows of {head_dim}")
+    return torch.view_as_real(rotation.contiguous())

@@ -8,6 +8,7 @@ from blockyard.kernels.advance_slots import advance_slots
 from blockyard.kernels.draw_tokens import Adjusted, DrawParams, draw_tokens
 from blockyard.kernels.gather_rows import Rows, gather_rows
 from blockyard.kernels.penalize_logits import Wishes, count_tokens, penalize_logits
+from blockyard.kernels.rope_attend import MOST_ROWS, Arrivals
 from blockyard.kernels.scatter_words import scatter_words
 from blockyard.kernels.score_tokens import Scores, score_tokens
 from blockyard.kernels.slot_state import SlotState
@@ -54,7 +55,10 @@ class DeviceOps(Protocol):
 
 
 class TritonDeviceOps:
-    """For `DeviceOps`."""
+    """For `DeviceOps`, on one stream."""
+
+    def __init__(self) -> None:
+        self._arrivals: Arrivals | None = None
 
     def scatter(self, arena: Tensor, pairs: Tensor, count: int) -> None:
         scatter_words(arena, pairs, count)
@@ -72,8 +76,11 @@ class TritonDeviceOps:
         wanted: Wanted | None = None,
         reach: int | None = None,
     ) -> Attend:
+        if self._arrivals is None:
+            self._arrivals = Arrivals(MOST_ROWS * pool.shape.num_heads, pool.device)
+        arrivals = self._arrivals
         return mixed_attention(
-            pool, rows.slots, rows.positions, tables, starts, num_decodes, wanted=wanted, reach=reach
+            pool, rows.slots, rows.positions, tables, starts, num_decodes, None, wanted, reach, arrivals
         )
 
     def adjust(self, logits: Tensor, rows: Rows, wishes: Wishes) -> None:

@@ -24,20 +24,32 @@ and on two. (Rows read where they lay, at other alignments, had other bits.)
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from blockyard.kernels.decode_step import Weight
+from blockyard.kernels.rms_norm import RMSNorm
 
 SECOND_COPY_ELEMENTS = 1_500_000  # above it one row is bound by memory in any layout
 TINY_ELEMENTS = 65_536  # up to here the transposed copy keeps up with packed
 TINY_ROWS = 16
 GROUP = 16  # rows of every product once frozen
 
+Around = Literal["", "norm", "add", "gate"]
 Product = Callable[[Tensor], Tensor]  # [rows, in] -> [rows, out]
+
+
+class Fused(Protocol):
+    """A product with what comes before and after it, in one kernel."""
+
+    def __call__(
+        self, x: Tensor, norm: RMSNorm | None = None, gated: bool = False, add_to: Tensor | None = None
+    ) -> Tensor:
+        """Of norm(x), or of silu(gate) * up where x is [rows, 2 * in]; added to `add_to` in place, where given."""
+
 
 _dnn: Any = torch.ops.mkldnn
 
@@ -66,16 +78,31 @@ def can_pack(weight: Tensor) -> bool:
 class Linear:
     """x [rows, in] -> [rows, out]. `weight` [out, in] takes the checkpoint's; `prepare` then picks the layouts."""
 
-    __slots__ = ("_otherwise", "_packed", "_products", "_second_rows", "_transposed", "bias", "shape", "weight")
+    __slots__ = (
+        "_fused",
+        "_otherwise",
+        "_packed",
+        "_products",
+        "_second_rows",
+        "_transposed",
+        "around",
+        "bias",
+        "shape",
+        "weight",
+    )
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, around: Around = "") -> None:
+        """`around`: in a model x is a norm's result ("norm"), or what comes out is added to something ("add"), of which
+        x may be silu(gate) * up ("gate")."""
         self.weight: Tensor | None = weight
         self.bias = bias
+        self.around: Around = around
         self.shape = (weight.shape[1], weight.shape[0])  # in, out
         self._transposed: Tensor | None = None
         self._second_rows = 0
         self._packed: Tensor | None = None
         self._products: Mapping[int, Product] = {}
+        self._fused: Mapping[int, Fused] = {}
         self._otherwise: Product = self._plain
 
     def raw(self) -> Weight:
@@ -95,20 +122,30 @@ class Linear:
         if transposed or not self._second_rows:
             self.weight = None
 
-    def use(self, products: Mapping[int, Product], otherwise: Product | None = None) -> None:
-        """What computes so many rows, and what all others; None leaves these as they are."""
-        self._products = products
+    def use(
+        self,
+        products: Mapping[int, Product],
+        otherwise: Product | None = None,
+        fused: Mapping[int, Fused] | None = None,
+    ) -> None:
+        """What computes so many rows, and what all others, None leaves these as they are; for which rows that can take
+        in what is around it."""
+        self._products, self._fused = products, fused or {}
         if otherwise is not None:
             self._otherwise = otherwise
 
     def wrap(self, around: Callable[[Product], Product]) -> None:
-        """What is to be done before and after each product."""
+        """What is to be done before and after each product; none takes in what is around it from then on."""
+        self._fused = {}
         self._products = {rows: around(product) for rows, product in self._products.items()}
         self._otherwise = around(self._otherwise)
 
     def freeze(self) -> None:
         """From now on a row's result follows from that row alone."""
         self.use({}, in_groups(self._plain))
+
+    def fused(self, rows: int) -> Fused | None:
+        return self._fused.get(rows)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._products.get(x.shape[0], self._otherwise)(x)

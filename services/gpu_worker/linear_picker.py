@@ -14,7 +14,7 @@ import msgspec
 
 log = logging.getLogger(__name__)
 
-EDITION = 3  # of the candidates below: a file of another one is measured anew
+EDITION = 4  # of the candidates below: a file of another one is measured anew
 MARGIN = 0.98  # of the library's time, to be taken in its place: less is noise
 CLEARLY = 0.997  # of a few layers' time, to be taken beside the others
 TRIES = 3
@@ -23,12 +23,14 @@ SHARED_BYTES = 226 << 10  # a program's at most, on compute capability 9.0
 FETCH_ELEMENTS = 1 << 26  # a weight below it is over so soon that its first bytes are worth asking for early
 FEWEST_STEPS = 3  # of a part of a tile
 
-# out_tile, tile, warps by rows
+# out_tile, tile, tiles before its turn, warps by rows
 FEW = {
-    1: ((4, 2048, 4), (1, 4096, 4), (2, 1024, 4), (8, 512, 4), (4, 1024, 4)),
-    2: ((4, 512, 2), (4, 1024, 4), (2, 2048, 4)),
-    4: ((2, 1024, 4), (4, 1024, 4), (2, 512, 2)),
-}
+    1: ((4, 512, 2, 2), (4, 1024, 2, 4), (8, 512, 2, 4), (8, 1024, 1, 4), (8, 1024, 3, 8), (4, 1024, 3, 4),
+        (4, 2048, 1, 4), (4, 2048, 2, 4), (1, 4096, 1, 4), (8, 512, 1, 4), (2, 1024, 1, 1), (1, 2048, 1, 1),
+        (1, 1024, 3, 1)),
+    2: ((4, 512, 1, 2), (4, 1024, 1, 4), (2, 2048, 1, 4), (4, 512, 2, 2), (4, 1024, 3, 4)),
+    4: ((2, 1024, 1, 4), (4, 1024, 1, 4), (2, 512, 1, 2), (2, 1024, 3, 4)),
+}  # fmt: skip
 # out_tile, row_tile, in_tile, stages, warps by the most rows they are for
 TILES = {
     16: ((64, 16, 128, 5, 4), (64, 16, 256, 5, 4), (128, 16, 128, 3, 4)),
@@ -47,7 +49,7 @@ class Plan(msgspec.Struct, frozen=True):
     out_tile: int = 0
     row_tile: int = 0
     in_tile: int = 0
-    stages: int = 0
+    stages: int = 0  # tiles on their way; of few rows, before its turn
     warps: int = 0
     split: int = 1  # parts of a tile's sum
     fetch: int = 0  # cache lines of each output's weights asked for before the kernel's turn
@@ -84,7 +86,11 @@ def candidates(layer: Layer, rows: int, element_bytes: int, processors: int) -> 
     """What is worth measuring beside the library; nothing for types and shapes that the kernels do not take."""
     if rows > MOST_ROWS or element_bytes != 2 or layer.ins * element_bytes % 16:
         return []
-    plans = [Plan("few", out, 0, size, 0, warps) for out, size, warps in FEW.get(rows, ()) if size <= 2 * layer.ins]
+    plans = [
+        Plan("few", out, 0, size, early, warps)
+        for out, size, early, warps in FEW.get(rows, ())
+        if size * early <= 2 * layer.ins
+    ]
     if rows > 1:
         for shape in TILES[next(most for most in TILES if rows <= most)]:
             plans += [_tiles(layer, shape, split) for split in splits(layer, rows, shape, element_bytes, processors)]

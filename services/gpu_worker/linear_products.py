@@ -7,7 +7,8 @@ from torch import Tensor
 from blockyard.kernels.linear_few_rows import linear_few_rows
 from blockyard.kernels.linear_rows import Tiling, Workspace, linear_rows
 from blockyard.kernels.overlap import can_overlap
-from blockyard.services.gpu_worker.linear import Linear, Product
+from blockyard.kernels.rms_norm import RMSNorm
+from blockyard.services.gpu_worker.linear import Fused, Linear, Product
 from blockyard.services.gpu_worker.linear_picker import Plan
 
 WORKSPACE_ELEMENTS = 6 << 20  # a tile of 128 x 256 for each of 192 programs
@@ -26,13 +27,22 @@ class Products:
         if plan.kernel == "library":
             return lambda x: F.linear(x, weight, bias)
         if plan.kernel == "few":
-            out_tile, tile, warps = plan.out_tile, plan.in_tile, plan.warps
-            return lambda x: linear_few_rows(
-                x, weight, bias, out_tile=out_tile, tile=tile, warps=warps, overlap=overlap
-            )
+            return self.fused(plan, linear)
         workspace, split = self._workspace, plan.split
         tiling = Tiling(plan.out_tile, plan.row_tile, plan.in_tile, plan.stages, plan.warps, overlap, plan.fetch)
         return lambda x: linear_rows(x, weight, bias, tiling, workspace, split)
+
+    def fused(self, plan: Plan, linear: Linear) -> Fused:
+        """Of a plan for few rows."""
+        weight, bias, overlap = weight_of(linear), linear.bias, self._overlap
+        tiles = {"out_tile": plan.out_tile, "tile": plan.in_tile, "warps": plan.warps, "early": plan.stages}
+
+        def product(
+            x: Tensor, norm: RMSNorm | None = None, gated: bool = False, add_to: Tensor | None = None
+        ) -> Tensor:
+            return linear_few_rows(x, weight, bias, overlap=overlap, norm=norm, gated=gated, add_to=add_to, **tiles)
+
+        return product
 
 
 def weight_of(linear: Linear) -> Tensor:

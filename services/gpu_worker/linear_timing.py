@@ -1,15 +1,17 @@
 """Times linear layers on a GPU, by plans that are to be compared.
 
 In a CUDA graph that goes through the weights of the model's layers, so that the L2 cache helps no more than in a step,
-with a norm before each product as in a step.
+with a norm before each product, or what its kernel takes in, as in a step.
 """
 
 import itertools
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from blockyard.kernels.add_rms_norm import add_rms_norm
+from blockyard.kernels.rms_norm import RMSNorm
 from blockyard.services.gpu_worker.linear import Linear
 from blockyard.services.gpu_worker.linear_picker import Layer, Plan
 from blockyard.services.gpu_worker.linear_products import Products, weight_of
@@ -28,6 +30,7 @@ class LinearTimer:
         self._linears, self._layers, self._products = linears, layers, products
         weight = weight_of(linears[0])
         self._device, self._dtype = weight.device, weight.dtype
+        self._inputs: dict[tuple[int, int], Tensor] = {}
 
     def seconds(self, plan: Plan, group: Sequence[Linear], rows: int) -> float:
         """Of one layer, over layers of one shape."""
@@ -50,16 +53,39 @@ class LinearTimer:
 
     def _step(self, order: Sequence[tuple[Plan, Linear]], rows: int, norms: bool = True) -> Callable[[], None]:
         """All of these products, and where asked for a norm before each."""
-        sizes = {linear.shape[0] for _, linear in order}
-        inputs = {n: torch.randn(rows, n, dtype=self._dtype, device=self._device) for n in sizes}
-        weights = {n: torch.ones(n, dtype=self._dtype, device=self._device) for n in sizes}
-        products = [(self._products.of(plan, linear), linear.shape[0]) for plan, linear in order]
+        calls = [self.call(plan, linear, rows, norms) for plan, linear in order]
 
         def step() -> None:
-            for product, n in products:
-                product(add_rms_norm(inputs[n], None, weights[n], 1e-6) if norms else inputs[n])
+            for call in calls:
+                call()
 
         return step
+
+    def call(self, plan: Plan, linear: Linear, rows: int, norms: bool = True) -> Callable[[], object]:
+        """Of one product. Where its kernel takes in what is around it, that takes the place of the norm."""
+        ins, outs = linear.shape
+        x, norm = self._rows(rows, ins), RMSNorm(self._rows(1, ins)[0], 1e-6)
+        product = self._products.of(plan, linear)
+        if not norms:
+            return lambda: product(x)
+        if plan.kernel != "few" or not linear.around:
+            return lambda: product(add_rms_norm(x, None, norm.weight, norm.eps))
+        fused = self._products.fused(plan, linear)
+        if linear.around == "norm":
+            return lambda: fused(x, norm)
+        gated, total = linear.around == "gate", self._rows(rows, outs)
+        given = self._rows(rows, 2 * ins) if gated else x
+        return lambda: fused(given, gated=gated, add_to=total)
+
+    def _rows(self, rows: int, size: int) -> Tensor:
+        """Of one memory for each shape."""
+        if (rows, size) not in self._inputs:
+            self._inputs[rows, size] = torch.randn(rows, size, dtype=self._dtype, device=self._device)
+        return self._inputs[rows, size]
+
+    def forget(self) -> None:
+        """What products were timed on."""
+        self._inputs.clear()
 
 
 def _replay(step: Callable[[], None], repeats: int = REPEATS) -> float:

@@ -18,7 +18,7 @@ from triton.errors import TritonError
 
 from blockyard.kernels.linear_rows import ALIGNMENT
 from blockyard.services.gpu_worker import linear_picker as picker
-from blockyard.services.gpu_worker.linear import Linear, Product, in_groups
+from blockyard.services.gpu_worker.linear import Around, Fused, Linear, Product, in_groups
 from blockyard.services.gpu_worker.linear_picker import LIBRARY, Choice, Layer, Plan
 from blockyard.services.gpu_worker.linear_products import Products, weight_of
 from blockyard.services.gpu_worker.linear_timing import EXCERPT, LinearTimer
@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 ROUNDS = 2
 COMPILERS = 16
+
+Binary = tuple[Plan, int, Around]
 
 
 class Tuner:
@@ -46,7 +48,7 @@ class Tuner:
         self.products = Products(self._device)
         self.timer = LinearTimer(self._linears, self.layers, self.products)
         self._name: str = properties.name
-        self._impossible: set[tuple[Plan, int]] = set()
+        self._impossible: set[Binary] = set()
 
     def tune(self, sizes: Sequence[int], report: Callable[[float], None], table: Path | None = None) -> str:
         """For steps of each of these numbers of rows. Says what came of it; the library computes what cannot be."""
@@ -66,6 +68,7 @@ class Tuner:
             picker.write_table(path, picker.merge(picker.read_table(path), choices))
         plans |= new
         self._install(plans)
+        self.timer.forget()
         ours = sum(plan != LIBRARY for some in plans.values() for plan in some)
         took = f"measured {len(missing)} of {len(found)} sizes in {time.perf_counter() - start:.1f} s"
         how = took if missing else "as measured before"
@@ -97,22 +100,29 @@ class Tuner:
         if any(weight_of(linear).data_ptr() % ALIGNMENT for linear in group):
             return []
         plans = picker.candidates(layer, rows, self._dtype.itemsize, self._processors)
-        return [plan for plan in plans if _binary(plan, rows) not in self._impossible]
+        return [plan for plan in plans if _binary(plan, rows, group[0]) not in self._impossible]
 
     def compile(self, sizes: Sequence[int]) -> None:
         """Side by side, each takes about a second; those that this GPU has no room for are left out from here on."""
-        binaries = {_binary(p, rows) for rows in sizes for layer in self.layers for p in self._candidates(layer, rows)}
+        binaries = {
+            _binary(plan, rows, group[0])
+            for rows in sizes
+            for layer, group in zip(self.layers, self.groups, strict=True)
+            for plan in self._candidates(layer, rows)
+        }
         with ThreadPoolExecutor(min(COMPILERS, os.cpu_count() or 1)) as threads:
             possible = zip(binaries, threads.map(self._compiles, binaries), strict=True)
         self._impossible |= {binary for binary, is_possible in possible if not is_possible}
 
-    def _compiles(self, binary: tuple[Plan, int]) -> bool:
-        plan, rows = binary
+    def _compiles(self, binary: Binary) -> bool:
+        plan, rows, around = binary
+        size = max(plan.in_tile * plan.stages, 256) if plan.kernel == "few" else 256
         with torch.inference_mode():
             for bias in {linear.bias is not None for linear in self._linears}:
-                weight = torch.zeros(256, 256, dtype=self._dtype, device=self._device)
+                weight = torch.zeros(256, size, dtype=self._dtype, device=self._device)
+                vector = torch.zeros(256, dtype=self._dtype, device=self._device) if bias else None
                 try:
-                    self.products.of(plan, Linear(weight, weight[0] if bias else None))(weight[:rows])
+                    self.timer.call(plan, Linear(weight, vector, around), rows)()
                 except TritonError as e:  # too little shared memory, or another Triton that does not compile it
                     log.debug("%s: %s", plan, e)
                     return False
@@ -152,14 +162,18 @@ class Tuner:
 
     def _install(self, plans: dict[int, list[Plan]]) -> None:
         products: list[dict[int, Product]] = [{} for _ in self._linears]
+        fused: list[dict[int, Fused]] = [{} for _ in self._linears]
         for rows, some in plans.items():
             for i, (plan, linear) in enumerate(self.timer.order(some)):
                 if plan != LIBRARY:
                     products[i][rows] = self.products.of(plan, linear)
-        for linear, one in zip(self._linears, products, strict=True):
-            linear.use(one)
+                if plan.kernel == "few":
+                    fused[i][rows] = self.products.fused(plan, linear)
+        for linear, one, whole in zip(self._linears, products, fused, strict=True):
+            linear.use(one, fused=whole)
 
 
-def _binary(plan: Plan, rows: int) -> tuple[Plan, int]:
-    """What is compiled for a plan: the same for any split, and for any rows unless they are few."""
-    return msgspec.structs.replace(plan, split=1), rows if plan.kernel == "few" else 1
+def _binary(plan: Plan, rows: int, linear: Linear) -> Binary:
+    """What is compiled for a plan: the same for any split, and anywhere for any rows unless they are few."""
+    few = plan.kernel == "few"
+    return msgspec.structs.replace(plan, split=1), rows if few else 1, linear.around if few else ""

@@ -8,14 +8,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blockyard.kernels.rms_norm import RMSNorm
+from blockyard.services.gpu_worker.linear import Linear
 
 
 class Ops(Protocol):
     def add_norm(self, residual: Tensor, delta: Tensor | None, norm: RMSNorm) -> Tensor:
         """[rows, hidden]: adds delta to residual in place, returns the norm of the sum."""
 
-    def gate(self, gate_up: Tensor) -> Tensor:
-        """[rows, 2 * inner] -> silu(gate) * up, [rows, inner]; may write to gate_up."""
+    def enter(self, linear: Linear, residual: Tensor, delta: Tensor | None, norm: RMSNorm) -> Tensor:
+        """linear(add_norm(residual, delta, norm))."""
+
+    def leave(self, linear: Linear, x: Tensor, residual: Tensor, gated: bool = False) -> Tensor | None:
+        """linear(x), still to be added to residual; None: it has been. `gated`: x [rows, 2 * in] is silu(gate) * up
+        first, and may be written to."""
 
 
 class TorchOps:
@@ -24,9 +29,14 @@ class TorchOps:
             residual.add_(delta)
         return norm(residual)
 
-    def gate(self, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, -1)
-        return F.silu(gate).mul_(up)
+    def enter(self, linear: Linear, residual: Tensor, delta: Tensor | None, norm: RMSNorm) -> Tensor:
+        return linear(self.add_norm(residual, delta, norm))
+
+    def leave(self, linear: Linear, x: Tensor, residual: Tensor, gated: bool = False) -> Tensor | None:
+        if gated:
+            gate, up = x.chunk(2, -1)
+            x = F.silu(gate).mul_(up)
+        return linear(x)
 
 
 def find_ops(device: torch.device) -> Ops:

@@ -10,10 +10,12 @@ from blockyard.kernels.invariant_attention import invariant_attention
 from blockyard.kernels.paged_decode import cut, paged_decode
 from blockyard.kernels.paged_prefill import paged_prefill
 from blockyard.kernels.rms_norm import RMSNorm
+from blockyard.kernels.rope_attend import Arrivals, rope_attend, takes
 from blockyard.kernels.rope_write_kv import rope_write_kv
 from blockyard.kernels.sequences import Sequences
 from blockyard.kernels.silu_mul import silu_mul
 from blockyard.services.gpu_worker.kv_pool import KVPool
+from blockyard.services.gpu_worker.linear import Linear
 from blockyard.services.gpu_worker.step import Wanted
 from blockyard.shared.errors import LoadError
 
@@ -26,8 +28,18 @@ class TritonOps:
     def add_norm(self, residual: Tensor, delta: Tensor | None, norm: RMSNorm) -> Tensor:
         return add_rms_norm(residual, delta, norm.weight, norm.eps)
 
-    def gate(self, gate_up: Tensor) -> Tensor:
-        return silu_mul(gate_up)
+    def enter(self, linear: Linear, residual: Tensor, delta: Tensor | None, norm: RMSNorm) -> Tensor:
+        fused = linear.fused(len(residual))
+        if fused is not None and delta is None:
+            return fused(residual, norm=norm)
+        return linear(self.add_norm(residual, delta, norm))
+
+    def leave(self, linear: Linear, x: Tensor, residual: Tensor, gated: bool = False) -> Tensor | None:
+        fused = linear.fused(len(x))
+        if fused is None:
+            return linear(silu_mul(x) if gated else x)
+        fused(x, gated=gated, add_to=residual)
+        return None
 
 
 def check_head_size(head_dim: int) -> None:
@@ -54,22 +66,30 @@ class MixedAttention:
         longest: int | None = None,
         wanted: Wanted | None = None,
         reach: int | None = None,
+        arrivals: Arrivals | None = None,
     ) -> None:
         """slots and positions [rows], tables [slots, blocks] as in `Sequences`. starts [prefills + 1] int32: the row
         that each prefill begins at, `num_decodes` the first, and `rows`; None: all rows are decodes. No position is
         beyond `longest`, None: as far as the tables reach; none of a prefill's beyond `reach`, None: the same.
-        `wanted`: all that the last layer computes, None: all rows."""
+        `wanted`: all that the last layer computes, None: all rows. `arrivals`: few decodes may be one kernel."""
         self._pool, self._shape, self._wanted = pool, pool.shape, wanted
         self._seqs, self._starts = Sequences(slots, positions, tables), starts
         self._num_decodes = len(slots) if starts is None else num_decodes
         self._decodes = Sequences(slots[: self._num_decodes], positions[: self._num_decodes], tables)
         self._longest = longest or tables.shape[1] * pool.block_size
         self._prefill_reach = reach or self._longest
+        few = starts is None and wanted is None and takes(len(slots), self._longest)
+        self._arrivals = arrivals if few else None
         self._pieces: dict[int | None, Pieces | None] = {}  # of each window
 
     def __call__(self, layer: int, qkv: Tensor, rotation: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:
         memory, shape, num_decodes = self._pool.memory[layer], self._shape, self._num_decodes
         scales = self._scales(layer, qkv, rotation, norm)
+        if self._arrivals is not None:
+            window, scale, longest = shape.windows[layer], shape.scale, self._longest
+            return rope_attend(
+                qkv, memory, self._seqs, rotation, norm, scale, window, longest, self._arrivals, scales=scales
+            )
         weight, eps = (norm.weight, norm.eps) if norm is not None else (None, 0.0)
         rope_write_kv(qkv, memory, self._seqs, rotation, weight, eps, scales, uniform=self._pool.batch_invariant)
         q, window = qkv[:, : shape.num_heads], shape.windows[layer]
@@ -168,7 +188,9 @@ def mixed_attention(
     longest: int | None = None,
     wanted: Wanted | None = None,
     reach: int | None = None,
+    arrivals: Arrivals | None = None,
 ) -> MixedAttention:
     """As the pool is to be read."""
-    kind = InvariantAttention if pool.batch_invariant else MixedAttention
-    return kind(pool, slots, positions, tables, starts, num_decodes, longest, wanted, reach)
+    if pool.batch_invariant:
+        return InvariantAttention(pool, slots, positions, tables, starts, num_decodes, longest, wanted, reach)
+    return MixedAttention(pool, slots, positions, tables, starts, num_decodes, longest, wanted, reach, arrivals)

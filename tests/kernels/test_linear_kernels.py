@@ -10,6 +10,7 @@ from blockyard.kernels import linear_few_rows as few_file
 from blockyard.kernels import linear_rows as rows_file
 from blockyard.kernels.linear_few_rows import linear_few_rows, linear_few_rows_reference
 from blockyard.kernels.linear_rows import Tiling, Workspace, linear_rows, linear_rows_reference
+from blockyard.kernels.rms_norm import RMSNorm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OVERLAP = DEVICE == "cuda" and torch.cuda.get_device_capability() >= (9, 0)
@@ -70,6 +71,26 @@ def test_few_rows(rows: int, size: int, outs: int, bias: bool, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "size", "outs", "bias"), [(1, 200, 33, True), (3, 129, 5, False), (4, 64, 8, True)])
+@pytest.mark.parametrize("around", ["norm", "add", "gate", "norm, add", "gate, add"])
+def test_few_rows_and_what_is_around_them(
+    around: str, rows: int, size: int, outs: int, bias: bool, dtype: torch.dtype
+) -> None:
+    """Tiles that are read before the kernel's turn, and others after them."""
+    x, weight, vector = operands(rows, size, outs, bias, dtype)
+    gated = "gate" in around
+    if gated:
+        x = torch.randn(rows, 2 * size, device=DEVICE).to(dtype)
+    norm = RMSNorm(torch.randn(size, device=DEVICE).to(dtype), 1e-5) if "norm" in around else None
+    total = torch.randn(rows, outs, device=DEVICE).to(dtype) if "add" in around else None
+    want = linear_few_rows_reference(x.double(), weight.double(), double(vector), norm, gated, double(total))
+    tiles = {"out_tile": 4, "tile": 32, "warps": 2, "early": 3}
+    got = linear_few_rows(x, weight, vector, overlap=OVERLAP, norm=norm, gated=gated, add_to=total, **tiles)
+    assert_close(got, want, dtype)
+    assert total is None or got is total
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("rows", "size", "outs", "bias", "split", "programs"),
     [
@@ -127,6 +148,10 @@ def test_what_does_not_fit_is_refused() -> None:
             call(x.half(), weight, bias)
         with pytest.raises(ValueError, match="contiguous"):
             call(x.T.contiguous().T, weight, bias)
+    with pytest.raises(ValueError, match="either normalised or gated"):
+        linear_few_rows(x, weight[:, :32].contiguous(), None, norm=RMSNorm(bias, 1e-5), gated=True, **few)
+    with pytest.raises(ValueError, match="do not fit"):
+        linear_few_rows(x, weight, None, add_to=x, **few)
     with pytest.raises(ValueError, match="over 8"):
         linear_few_rows(x.repeat(5, 1), weight, bias, **few)
     with pytest.raises(ValueError, match="aligned"):

@@ -77,10 +77,12 @@ class Attention:
 
         sizes = {"q_proj": heads * head_dim, "k_proj": kv_heads * head_dim, "v_proj": kv_heads * head_dim}
         arrange = {"q_proj": reorder, "k_proj": reorder}
-        self.qkv = Linear(*new.packed(f"{prefix}.self_attn", sizes, shape.hidden, shape.qkv_bias, arrange))
+        packed = new.packed(f"{prefix}.self_attn", sizes, shape.hidden, shape.qkv_bias, arrange)
+        self.qkv = Linear(*packed, around="norm")
         self.out = Linear(
             new.matrix(f"{prefix}.self_attn.o_proj.weight", shape.hidden, heads * head_dim),
             new.vector(f"{prefix}.self_attn.o_proj.bias", shape.hidden) if shape.out_bias else None,
+            around="add",
         )
         self.norm: RMSNorm | None = None
         if shape.qk_norm:  # one weight for all q heads, one for all k heads
@@ -95,30 +97,27 @@ class Attention:
         if self.norm is not None:
             self.norm.prepare()
 
-    def forward(self, x: Tensor, rotation: Tensor, step: Step) -> Tensor:
-        """x [tokens, hidden], rotation [tokens, 1, head_dim/2] -> [tokens, hidden], of those that `attend` returns."""
-        qkv = self.qkv(x).view(-1, self._all, self._head_dim)
-        return self.out(step.attend(self._layer, qkv, rotation, self.norm))
+    def forward(self, qkv: Tensor, rotation: Tensor, step: Step) -> Tensor:
+        """qkv [tokens, heads of all * head_dim], rotation [tokens, 1, head_dim/2] -> [tokens, heads * head_dim], of
+        those that `attend` returns."""
+        return step.attend(self._layer, qkv.view(-1, self._all, self._head_dim), rotation, self.norm)
 
 
 class GatedMLP:
     """down(silu(gate(x)) * up(x)), gate and up in one product."""
 
-    def __init__(self, shape: DecoderShape, new: "WeightTable", prefix: str, ops: Ops) -> None:
-        self._ops = ops
+    def __init__(self, shape: DecoderShape, new: "WeightTable", prefix: str) -> None:
         sizes = {"gate_proj": shape.inner, "up_proj": shape.inner}
-        self.gate_up = Linear(*new.packed(f"{prefix}.mlp", sizes, shape.hidden, shape.mlp_bias))
+        self.gate_up = Linear(*new.packed(f"{prefix}.mlp", sizes, shape.hidden, shape.mlp_bias), around="norm")
         self.down = Linear(
             new.matrix(f"{prefix}.mlp.down_proj.weight", shape.hidden, shape.inner),
             new.vector(f"{prefix}.mlp.down_proj.bias", shape.hidden) if shape.mlp_bias else None,
+            around="gate",
         )
 
     def prepare(self) -> None:
         self.gate_up.prepare()
         self.down.prepare()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self._ops.gate(self.gate_up(x)))
 
 
 class Block:
@@ -128,7 +127,7 @@ class Block:
         self.norm1 = RMSNorm(new.vector(f"{prefix}.input_layernorm.weight", shape.hidden), shape.norm_eps)
         self.attention = Attention(shape, layer, new, prefix)
         self.norm2 = RMSNorm(new.vector(f"{prefix}.post_attention_layernorm.weight", shape.hidden), shape.norm_eps)
-        self.mlp = GatedMLP(shape, new, prefix, ops)
+        self.mlp = GatedMLP(shape, new, prefix)
 
     def prepare(self) -> None:
         for part in (self.norm1, self.attention, self.norm2, self.mlp):
@@ -152,13 +151,16 @@ class Block:
 
     def forward(
         self, residual: Tensor, delta: Tensor | None, rotation: Tensor, step: Step, wanted: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """What the layer before left to be added goes to `residual`. Returns that and what this one leaves to be added,
         of the rows in `wanted`, None: of all."""
-        delta = self.attention.forward(self._ops.add_norm(residual, delta, self.norm1), rotation, step)
+        ops, attention, mlp = self._ops, self.attention, self.mlp
+        mixed = attention.forward(ops.enter(attention.qkv, residual, delta, self.norm1), rotation, step)
         if wanted is not None:
             residual = residual.index_select(0, wanted)
-        return residual, self.mlp.forward(self._ops.add_norm(residual, delta, self.norm2))
+        delta = ops.leave(attention.out, mixed, residual)
+        gate_up = ops.enter(mlp.gate_up, residual, delta, self.norm2)
+        return residual, ops.leave(mlp.down, gate_up, residual, gated=True)
 
 
 class Decoder:
@@ -220,7 +222,8 @@ class Decoder:
 
     def forward(self, step: Step) -> Tensor:
         """[tokens, hidden], normalised: ready for `logits`. Rows that are not wanted end with their K and V."""
-        residual, delta = F.embedding(step.token_ids, self._embedding), None
+        residual = F.embedding(step.token_ids, self._embedding)
+        delta: Tensor | None = None
         assert self.rotations is not None
         rotation = self.rotations.index_select(0, step.positions)
         last = self._blocks[-1]

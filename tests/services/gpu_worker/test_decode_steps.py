@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +13,13 @@ import torch
 from plan_driver import Driver
 from tiny_models import BY_NAME, VOCAB, settings, start
 
+from blockyard.kernels.linear_few_rows import linear_few_rows
+from blockyard.kernels.overlap import can_overlap
 from blockyard.services.gpu_worker import engine, profile
 from blockyard.services.gpu_worker.decode_steps import DecodeSteps, by_halves, ladder
 from blockyard.services.gpu_worker.device_loop import DeviceLoop
 from blockyard.services.gpu_worker.device_ops import DeviceOps
+from blockyard.services.gpu_worker.linear import Linear
 from blockyard.services.gpu_worker.models import decoder
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.services.gpu_worker.triton_ops import TritonOps
@@ -55,6 +59,14 @@ def loop_of(runner: Runner, capacity: int, ops: DeviceOps | None = None) -> Devi
     return DeviceLoop(steps, runner.batch, 64)
 
 
+def take_in(linear: Linear) -> None:
+    """Steps of up to three rows compute this layer and what is around it in one kernel."""
+    weight, tiles = linear.weight, {"out_tile": 4, "tile": 64, "warps": 1, "early": 2}
+    assert weight is not None
+    fused = partial(linear_few_rows, weight=weight, bias=linear.bias, overlap=can_overlap(weight.device), **tiles)
+    linear.use({}, fused=dict.fromkeys((1, 2, 3), fused))
+
+
 NAMES = ["llama-odd", "mistral-window", "qwen3", "opt"]
 
 
@@ -65,7 +77,10 @@ def test_same_tokens_as_the_plain_path(name: str, tmp_path: Path, monkeypatch: p
     plain.ahead = plain.host.device = None
     want = outputs(plain)
     monkeypatch.setattr(decoder, "find_ops", lambda device: TritonOps())
+    monkeypatch.setattr(Linear, "prepare", lambda linear: None)  # weights stay as they are
     fast = start(tmp_path, device=DEVICE)
+    for linear in fast.model.linears():
+        take_in(linear)
     loop = loop_of(fast, 3)
     fast.run_ahead(loop)
     ran = []

@@ -54,6 +54,8 @@ def test_the_quickest_products_are_used_and_kept(
     assert done == [0, 1 / 3, 2 / 3]
     assert (LIBRARY, 3) in timed
     assert [sorted(linear._products) for linear in linears] == [[1, 2]] * 4
+    assert [linear.fused(1) is not None for linear in linears] == [True] * 4
+    assert [linear.fused(2) is not None for linear in linears] == [False, True] * 2, "tiles take nothing in"
 
     again = Tuner(linears)
     timed = made_up(again, monkeypatch)
