@@ -15,6 +15,7 @@ from blockyard.kernels.advance_slots import Outcome
 from blockyard.services.gpu_worker import decode_steps
 from blockyard.services.gpu_worker.batch import Batch
 from blockyard.services.gpu_worker.decode_steps import DecodeSteps
+from blockyard.services.gpu_worker.device_ops import TritonDeviceOps
 from blockyard.services.gpu_worker.interfaces import Done
 from blockyard.services.gpu_worker.kv_pool import KVPool
 from blockyard.services.gpu_worker.memory import Need
@@ -258,8 +259,10 @@ def graph_bytes(model: Model, need: Need, dtype: torch.dtype, wishes: bool) -> i
     return decode_steps.graph_bytes(model, need, dtype, wishes) + MOST_BYTES
 
 
-def start(batch: Batch, model: Model, pool: KVPool, geometry: Geometry, sizes: list[int], wishes: bool) -> DeviceLoop:
-    """Raises LoadError for a model that the kernels do not take."""
+def start(
+    batch: Batch, model: Model, pool: KVPool, geometry: Geometry, sizes: list[int], wishes: bool, fused: bool
+) -> DeviceLoop:
+    """Raises LoadError for a model that the kernels do not take. `fused`: see TritonDeviceOps."""
     eos, length = geometry.eos_token_ids, geometry.max_model_len
-    steps = DecodeSteps(model, pool, geometry.max_num_seqs, length, eos, sizes, wishes)
+    steps = DecodeSteps(model, pool, geometry.max_num_seqs, length, eos, sizes, wishes, TritonDeviceOps(fused))
     return DeviceLoop(steps, batch, min(geometry.max_num_batched_tokens, length))

@@ -57,7 +57,9 @@ class DeviceOps(Protocol):
 class TritonDeviceOps:
     """For `DeviceOps`, on one stream."""
 
-    def __init__(self) -> None:
+    def __init__(self, fused: bool = False) -> None:
+        """`fused`: attention of few rows is one kernel."""
+        self._fused = fused
         self._arrivals: Arrivals | None = None
 
     def scatter(self, arena: Tensor, pairs: Tensor, count: int) -> None:
@@ -76,7 +78,7 @@ class TritonDeviceOps:
         wanted: Wanted | None = None,
         reach: int | None = None,
     ) -> Attend:
-        if self._arrivals is None:
+        if self._fused and self._arrivals is None:
             self._arrivals = Arrivals(MOST_ROWS * pool.shape.num_heads, pool.device)
         arrivals = self._arrivals
         return mixed_attention(

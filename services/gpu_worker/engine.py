@@ -133,7 +133,13 @@ def held_bytes(config: WorkerConfig) -> int:
 def run_ahead(runner: Runner, config: WorkerConfig, report: Report, notes: list[str]) -> None:
     """Moves the batch to the GPU. Graphs that are captured later are reported as progress of what is ready."""
     loop = find_device_loop().start(
-        runner.batch, runner.model, runner.pool, runner.geometry, config.graph_sizes, config.run_ahead_penalties
+        runner.batch,
+        runner.model,
+        runner.pool,
+        runner.geometry,
+        config.graph_sizes,
+        config.run_ahead_penalties,
+        config.fused_steps,
     )
     with torch.inference_mode():
         if not config.enforce_eager:
@@ -168,7 +174,7 @@ def pick_products(
             return [tuner.freeze()]
         ladder = importlib.import_module("blockyard.services.gpu_worker.decode_steps").ladder
         sizes = [n for n in config.graph_sizes if n <= config.max_num_seqs] or ladder(config.max_num_seqs)
-        return [tuner.tune(sizes, progress)]
+        return [tuner.tune(sizes, progress, fused=config.fused_steps)]
     if config.batch_invariant:
         for linear in model.linears():
             linear.freeze()

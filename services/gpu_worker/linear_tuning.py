@@ -50,8 +50,13 @@ class Tuner:
         self._name: str = properties.name
         self._impossible: set[Binary] = set()
 
-    def tune(self, sizes: Sequence[int], report: Callable[[float], None], table: Path | None = None) -> str:
-        """For steps of each of these numbers of rows. Says what came of it; the library computes what cannot be."""
+    def tune(
+        self, sizes: Sequence[int], report: Callable[[float], None], table: Path | None = None, fused: bool = True
+    ) -> str:
+        """For steps of each of these numbers of rows. Says what came of it; the library computes what cannot be.
+        `fused`: products may take in what is around them."""
+        for linear in () if fused else self._linears:
+            linear.around = ""
         start, path = time.perf_counter(), table or self._path()
         known, dtype = picker.read_table(path), str(self._dtype).removeprefix("torch.")
         found = {rows: picker.find(known, self.layers, dtype, rows) for rows in sizes}
@@ -167,7 +172,7 @@ class Tuner:
             for i, (plan, linear) in enumerate(self.timer.order(some)):
                 if plan != LIBRARY:
                     products[i][rows] = self.products.of(plan, linear)
-                if plan.kernel == "few":
+                if plan.kernel == "few" and linear.around:
                     fused[i][rows] = self.products.fused(plan, linear)
         for linear, one, whole in zip(self._linears, products, fused, strict=True):
             linear.use(one, fused=whole)

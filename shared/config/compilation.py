@@ -14,19 +14,20 @@ LEVELS = range(4)
 class Compilation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What of the field's JSON has a counterpart."""
 
-    level: int = 3
+    level: int = 2
     use_cudagraph: bool = True
     cudagraph_capture_sizes: list[int] = []
 
 
 def graph_fields(values: Values) -> dict[str, Any]:
-    """Of WorkerConfig: CUDA graphs and of which sizes, on CPU compiled steps. Raises ConfigError."""
+    """Of WorkerConfig: CUDA graphs, of which sizes and how many kernels, on CPU compiled steps. Raises ConfigError."""
     given = values.maybe(FLAG, str)
     asked = _read(values, given) if given is not None else Compilation()
     eager = values.get("enforce-eager", bool) or asked.level == 0
     return {
         "enforce_eager": eager or not asked.use_cudagraph,
         "compiled_steps": not eager,
+        "fused_steps": asked.level == 3,
         "graph_sizes": sorted(set(asked.cudagraph_capture_sizes)),
     }
 

@@ -285,6 +285,7 @@ def test_more_host_memory_than_there_is_is_refused_with_what_there_is() -> None:
 def test_compilation_levels(args: list[str], eager: bool, sizes: list[int]) -> None:
     ring = deploy(*args)
     assert (ring.workers[0].enforce_eager, ring.workers[0].graph_sizes) == (eager, sizes)
+    assert ring.workers[0].fused_steps == (args == ["-O3"])
     assert ring.workers[0].compiled_steps == (not eager or "use_cudagraph" in "".join(args))
     assert sum("no torch.compile" in note for note in ring.notes) == ("-O" in "".join(args))
 

@@ -283,8 +283,8 @@ EXECUTION = (
         None,
         "Level 0 to 3, or a JSON object with `level`, `use_cudagraph`, `cudagraph_capture_sizes`.",
         aliases=("O",),
-        mapped="level 0 is --enforce-eager; 1 to 3 are one: kernels written by hand, in CUDA graphs or, for the CPU,"
-        " compiled C++; no torch.compile",
+        mapped="level 0 is --enforce-eager; 1 and 2, the default, are one: kernels written by hand, in CUDA graphs or,"
+        " for the CPU, compiled C++; 3: on a GPU also fewer kernels a layer where rows are few; no torch.compile",
     ),
     Flag(
         "enable-sleep-mode",

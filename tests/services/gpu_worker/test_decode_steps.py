@@ -18,7 +18,7 @@ from blockyard.kernels.overlap import can_overlap
 from blockyard.services.gpu_worker import engine, profile
 from blockyard.services.gpu_worker.decode_steps import DecodeSteps, by_halves, ladder
 from blockyard.services.gpu_worker.device_loop import DeviceLoop
-from blockyard.services.gpu_worker.device_ops import DeviceOps
+from blockyard.services.gpu_worker.device_ops import DeviceOps, TritonDeviceOps
 from blockyard.services.gpu_worker.linear import Linear
 from blockyard.services.gpu_worker.models import decoder
 from blockyard.services.gpu_worker.runner import Runner
@@ -61,7 +61,7 @@ def loop_of(runner: Runner, capacity: int, ops: DeviceOps | None = None) -> Devi
 
 def take_in(linear: Linear) -> None:
     """Steps of up to three rows compute this layer and what is around it in one kernel."""
-    weight, tiles = linear.weight, {"out_tile": 4, "tile": 64, "warps": 1, "early": 2}
+    weight, tiles = linear.weight, {"out_tile": 64, "tile": 64, "warps": 4, "early": 2}
     assert weight is not None
     fused = partial(linear_few_rows, weight=weight, bias=linear.bias, overlap=can_overlap(weight.device), **tiles)
     linear.use({}, fused=dict.fromkeys((1, 2, 3), fused))
@@ -81,7 +81,7 @@ def test_same_tokens_as_the_plain_path(name: str, tmp_path: Path, monkeypatch: p
     fast = start(tmp_path, device=DEVICE)
     for linear in fast.model.linears():
         take_in(linear)
-    loop = loop_of(fast, 3)
+    loop = loop_of(fast, 3, TritonDeviceOps(fused=True))
     fast.run_ahead(loop)
     ran = []
     launch = loop.launch

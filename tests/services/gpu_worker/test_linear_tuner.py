@@ -22,7 +22,7 @@ def linears(monkeypatch: pytest.MonkeyPatch) -> list[Linear]:
     properties = SimpleNamespace(multi_processor_count=4, name="none", major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(linear_products, "WORKSPACE_ELEMENTS", 1 << 16)
-    return [Linear(torch.randn(*shape).to(DEVICE, torch.float16)) for shape in SHAPES * 2]
+    return [Linear(torch.randn(*shape).to(DEVICE, torch.float16), around="norm") for shape in SHAPES * 2]
 
 
 def made_up(tuner: Tuner, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Plan, int]]:
@@ -67,6 +67,16 @@ def test_the_quickest_products_are_used_and_kept(
             x = torch.randn(rows, linear.shape[0]).to(DEVICE, torch.float16)
             want = x.double() @ linear.weight.double().T
             assert float((linear(x).double() - want).norm() / want.norm()) < 1e-3
+
+
+def test_products_may_be_asked_to_take_nothing_in(
+    linears: list[Linear], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuner = Tuner(linears)
+    made_up(tuner, monkeypatch)
+    tuner.tune([1, 2], lambda done: None, tmp_path / "table.json", fused=False)
+    assert [sorted(linear._products) for linear in linears] == [[1, 2]] * 4
+    assert not any(linear.fused(rows) for linear in linears for rows in (1, 2))
 
 
 def test_a_step_that_is_no_quicker_is_the_library_s(
