@@ -71,7 +71,8 @@ def fairness_rows(seconds: float, rate: float, model: list[str]) -> list[Row]:
             flooded = run(server.port, {"light-key": light, "heavy-key": heavy})
         before, after = percentile(alone, 0.95), percentile(flooded["light-key"], 0.95)
         text = (
-            f"{after / before:.2f} times ({1e3 * after:.0f} ms to {1e3 * before:.0f} ms, {len(alone)} requests; "
+            f"{after / before:.2f} times ({1e3 * after:.0f} ms to {1e3 * before:.0f} ms, {len(alone)} requests, "
+            f"p50 {1e3 * percentile(flooded['light-key'], 0.5):.0f} ms to {1e3 * percentile(alone, 0.5):.0f} ms; "
             f"heavy {1e3 * percentile(flooded['heavy-key'] or [0.0], 0.95):,.0f} ms, "
             f"{len(flooded['heavy-key'])} of {len(heavy[0])} taken)"
         )
