@@ -9,7 +9,7 @@ import warnings
 from dataclasses import dataclass, field
 
 import torch
-from bench_worker_cpu import KINDS, Bare
+from bench_worker_cpu import Bare, kinds
 from raw_client import raw_streams
 from rig import ROOT, Row, completion, median, serve, table
 from transformers import AutoModelForCausalLM
@@ -101,8 +101,7 @@ BARS = {
 
 def bare_loops(dtype: str) -> list[Bare]:
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=getattr(torch, dtype))
-    kinds = [kind for kind in KINDS if kind != "packed" or dtype == "float32"]  # packs float32 alone
-    return [Bare(model, kind) for kind in kinds]
+    return [Bare(model, kind) for kind in kinds(dtype)]
 
 
 def demo_rows(dtype: str = "float32") -> list[Row]:
