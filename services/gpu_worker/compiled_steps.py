@@ -6,7 +6,6 @@ size are computed both ways: they must agree, and the quicker way stays.
 
 import logging
 import time
-from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -23,13 +22,12 @@ from blockyard.services.gpu_worker.step_trials import Trials
 log = logging.getLogger(__name__)
 
 Ints = npt.NDArray[np.int64]
-Plain = Callable[[Ints, Ints], tuple[Ints, Ints, Tensor]]  # see HostSteps.forward
 
 MOST_COPY_BYTES = 2 << 30  # of weights, held beside those of plain steps
 AT_ONCE = 64  # rows of a call: their activations stay in cache
 MOST_KEYS = 512  # that tokens of a step with prompts may have before them, on the average
 COPY_SHARE = 4  # and at most one part in so many of the memory that is free
-TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # of a hidden row, as a share of its length
+TOLERANCES = {torch.float32: 1e-2, torch.bfloat16: 0.3}  # of a hidden row, as a share of its length
 
 
 def make(model: Model, free_bytes: int) -> "tuple[CompiledSteps | None, str]":
@@ -71,7 +69,7 @@ class CompiledSteps:
 
     def serve(self, runner: Runner) -> None:
         """From now on, as soon as the library is there."""
-        self._pool, self._batch, self._plain = runner.pool, runner.batch, runner.host.forward
+        self._pool, self._batch, self._host = runner.pool, runner.batch, runner.host
         runner.host.device = self
 
     def forget(self) -> None:
@@ -125,7 +123,8 @@ class CompiledSteps:
     def _try(self, slots: Ints, counts: Ints) -> tuple[Tensor, Tensor | None]:
         """Both ways. Tokens come from the plain one."""
         start = time.perf_counter()
-        order, _, plain = self._plain(slots.copy(), counts)
+        order, _, plain = self._host.forward(slots.copy(), counts)
+        logits = self._model.logits(plain) if int(counts[-1]) == 1 else None
         middle = time.perf_counter()
         hidden, _ = self._forward(order, counts)
         rows = len(hidden)
@@ -135,10 +134,11 @@ class CompiledSteps:
             self._stop(f"differ from plain ones by {distance:.2g} of the hidden rows")
         elif self._trials.is_over(rows):
             log.info("compiled steps: %s", self._trials.told(rows))
+            self._host.planner.forget()  # what plain steps keep for the next one takes memory
         place = {slot: i for i, slot in enumerate(order.tolist())}  # decodes may have changed places
         decodes = [place[slot] for slot in slots[: int((counts == 1).sum())].tolist()]
         plain = torch.cat((plain[decodes], plain[len(decodes) :]))
-        return plain, None
+        return plain, None if logits is None else logits[decodes]
 
     def _stop(self, why: str) -> None:
         log.warning("decode steps stay plain, the compiled ones %s", why)
