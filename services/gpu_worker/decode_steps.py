@@ -82,7 +82,7 @@ class DecodeSteps:
         self._graphs: dict[int, Captured] = {}
         self._missing: list[int] = []  # sizes that are still to be captured
         self._graph_pool: Any = None
-        self._problem = ""  # why there are no graphs
+        self.problem = ""  # why there are no graphs
         self._capture_s, self._graphs_bytes = 0.0, 0
 
     def padded(self, rows: int) -> int:
@@ -154,8 +154,8 @@ class DecodeSteps:
 
     def describe(self) -> str:
         """What there is of graphs, in a line."""
-        if self._problem:
-            return f"CUDA graphs: none, decode steps are eager: {self._problem}"
+        if self.problem:
+            return f"CUDA graphs: none, decode steps are eager: {self.problem}"
         left = f", {len(self._missing)} more when idle" if self._missing else ""
         took, size = self._capture_s, self._graphs_bytes / 2**30
         return f"CUDA graphs: {len(self._graphs)} of up to {self.capacity} rows in {took:.1f} s, {size:.2f} GiB{left}"
@@ -175,8 +175,8 @@ class DecodeSteps:
             self._graphs.clear()
             self._missing.clear()
             torch.cuda.empty_cache()
-            self._problem = str(e).splitlines()[0]
-            log.warning("CUDA graphs could not be captured, decode steps are eager: %s", self._problem)
+            self.problem = str(e).splitlines()[0]
+            log.warning("CUDA graphs could not be captured, decode steps are eager: %s", self.problem)
         self.slots.count_step(self.ring.step)  # the device has counted the trial
         return bool(self._missing)
 

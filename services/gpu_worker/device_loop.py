@@ -80,7 +80,8 @@ class DeviceLoop:
     def capture(self) -> None:
         """CUDA graphs, as many as there is time for now; `idle` captures the others."""
         self.steps.capture()
-        self._graphs.capture()
+        if not self.steps.problem:
+            self._graphs.capture()
 
     @property
     def captured(self) -> float:
@@ -89,7 +90,7 @@ class DeviceLoop:
 
     def describe(self) -> list[str]:
         """What there is of graphs, in lines."""
-        return [self.steps.describe(), self._graphs.describe()]
+        return [self.steps.describe(), *([self._graphs.describe()] if not self.steps.problem else [])]
 
     def idle(self) -> bool:
         """Captures a size that was left out at the start; False: none is left."""

@@ -26,7 +26,7 @@ def graph_fields(values: Values) -> dict[str, Any]:
     eager = values.get("enforce-eager", bool) or asked.level == 0
     return {
         "enforce_eager": eager or not asked.use_cudagraph,
-        "compiled_steps": not eager,
+        "compiled_steps": not eager and asked.level == 3,
         "fused_steps": asked.level == 3,
         "graph_sizes": sorted(set(asked.cudagraph_capture_sizes)),
     }

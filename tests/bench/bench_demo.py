@@ -1,6 +1,6 @@
 """The demo model through the whole ring against fp32 `transformers` generate, interleaved in one run on the CPU.
 
-`bench_demo.py [float32|bfloat16]`: what the ring computes in.
+`bench_demo.py [float32|bfloat16 [LEVEL]]`: what the ring computes in, and its `-O`.
 """
 
 import sys
@@ -104,15 +104,16 @@ def bare_loops(dtype: str) -> list[Bare]:
     return [Bare(model, kind) for kind in kinds(dtype)]
 
 
-def demo_rows(dtype: str = "float32") -> list[Row]:
+def demo_rows(dtype: str = "float32", level: str = "2") -> list[Row]:
     rows: list[Row] = []
     peer = Transformers()
     loops = bare_loops(dtype)
-    with serve("demo", "--dtype", dtype, "--no-enable-prefix-caching") as server:  # the rounds repeat their prompts
+    flags = ("--dtype", dtype, "-O", level, "--no-enable-prefix-caching")  # the rounds repeat their prompts
+    with serve("demo", *flags) as server:
         for num, bar, bare_bar in BARS[dtype]:
             measure(num, peer, loops, server.url)  # warms all
             rates = measure(num, peer, loops, server.url)
-            what = f"demo model through the ring, {dtype}, {num} stream{'s' if num > 1 else ''}"
+            what = f"demo model through the ring, {dtype}, -O{level}, {num} stream{'s' if num > 1 else ''}"
             tokens = f"{median(rates.ring):,.0f} to {median(rates.peer):,.0f} tokens/s"
             text = f"{rates.against(rates.peer):.2f} times ({tokens})"
             rows.append((f"{what}, against fp32 `transformers` generate", text, bar))

@@ -265,7 +265,7 @@ EXECUTION = (
         "enforce-eager",
         Kind.BOOL,
         False,
-        "No CUDA graphs; on CPU, no compiled decode steps.",
+        "No CUDA graphs; on CPU, no compiled steps.",
         ("worker.enforce_eager",),
     ),
     Flag(
@@ -283,8 +283,9 @@ EXECUTION = (
         None,
         "Level 0 to 3, or a JSON object with `level`, `use_cudagraph`, `cudagraph_capture_sizes`.",
         aliases=("O",),
-        mapped="level 0 is --enforce-eager; 1 and 2, the default, are one: kernels written by hand, in CUDA graphs or,"
-        " for the CPU, compiled C++; 3: on a GPU also fewer kernels a layer where rows are few; no torch.compile",
+        mapped="level 0 is --enforce-eager; 1 and 2, the default, are one: kernels written by hand, in CUDA graphs;"
+        " 3: on a GPU also fewer kernels a layer where rows are few, on CPU steps in one call each, of C++ that this"
+        " machine's compiler makes beside the start; no torch.compile",
     ),
     Flag(
         "enable-sleep-mode",

@@ -15,6 +15,7 @@ from blockyard.shared.fake_links import FakeLinks
 from blockyard.shared.messages import (
     Attach,
     Attached,
+    Broken,
     Fenced,
     Geometry,
     Member,
@@ -242,7 +243,7 @@ def test_an_error_of_the_device_ends_the_loop(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(DeviceError, match="failed with 1 plans in flight: CUDA error: an illegal memory access") as e:
         it.run(threading.Event())
     assert e.value.exit_code == 4
-    assert [type(frame) for _, frame in links.answered] == [Attached]
+    assert [type(frame) for _, frame in links.answered] == [Attached, Broken]
 
 
 def test_plans_in_flight_are_answered_before_it_ends() -> None:
