@@ -14,16 +14,17 @@ TESTS = Path(__file__).parents[1]
 sys.path += [str(TESTS), str(TESTS / "services" / "gpu_worker")]
 
 from equality import CONDITIONS, Bench, requests  # noqa: E402 -- found by the line above
+from rig import Row  # noqa: E402
 from ties import Ties  # noqa: E402
 
 COUNT = 24  # requests of a round
 MAX_TOKENS = 60
 
 
-def main(num_tokens: int, batch_invariant: bool) -> None:
+def measure(num_tokens: int, batch_invariant: bool) -> dict[str, Ties]:
+    """Rounds of requests until so many tokens were compared; by condition."""
     torch.set_num_threads(1)
-    began, round_ = time.monotonic(), 0
-    ties = {name: Ties() for name in CONDITIONS}
+    round_, ties = 0, {name: Ties() for name in CONDITIONS}
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(Path(folder), batch_invariant)
         while sum(t.tokens for t in ties.values()) < num_tokens:
@@ -32,12 +33,33 @@ def main(num_tokens: int, batch_invariant: bool) -> None:
             for name, condition in CONDITIONS.items():
                 bench.compare(name, asked, expected, condition(bench, asked), ties[name])
             round_ += 1
-    print(f"float32, CPU, {'batch-invariant, ' if batch_invariant else ''}{time.monotonic() - began:.0f} s")
-    for name, found in ties.items():
-        print(f"{name:24} {found.tokens:9,} equal tokens, {len(found.ties)} ties {' '.join(found.ties)}")
+    return ties
+
+
+def all_of(ties: dict[str, Ties]) -> Ties:
     total = Ties()
     total.tokens = sum(t.tokens for t in ties.values())
     total.ties = [tie for t in ties.values() for tie in t.ties]
+    return total
+
+
+def equality_rows(num_tokens: int = 20_000) -> list[Row]:
+    """For the scheduling table."""
+    rows: list[Row] = []
+    for batch_invariant, bar in ((False, "1 in 100,000"), (True, "none")):
+        found = all_of(measure(num_tokens, batch_invariant))
+        what = f"ties under {len(CONDITIONS)} conditions, fp32{', --batch-invariant' if batch_invariant else ''}"
+        rows.append((what, f"{len(found.ties)} in {found.tokens:,} equal tokens", bar))
+    return rows
+
+
+def main(num_tokens: int, batch_invariant: bool) -> None:
+    began = time.monotonic()
+    ties = measure(num_tokens, batch_invariant)
+    print(f"float32, CPU, {'batch-invariant, ' if batch_invariant else ''}{time.monotonic() - began:.0f} s")
+    for name, found in ties.items():
+        print(f"{name:24} {found.tokens:9,} equal tokens, {len(found.ties)} ties {' '.join(found.ties)}")
+    total = all_of(ties)
     print(total.check())
 
 

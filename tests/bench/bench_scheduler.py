@@ -10,8 +10,6 @@ others are the wait for a core.
 import argparse
 import cProfile
 import gc
-import importlib
-import importlib.util
 import os
 import platform
 import pstats
@@ -25,6 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2] / ".src"))
 
 import msgspec
+from bench_equality import equality_rows
 from bench_prefix import prefix_rows
 from bench_simulator import simulator_rows
 from rig import Row, table
@@ -232,14 +231,6 @@ def schedule_rows(running: list[int], steps: int) -> list[Row]:
     for policy in ("priority", "fair"):
         text = measure(256, 1, steps, policy=policy, waiting=500)
         rows.append((f"the same, 256 running, 500 waiting, {policy}", text, bars[256]))
-    return rows
-
-
-def equality_rows() -> list[Row]:
-    """Counted by a script of its own, which runs the demo model."""
-    if importlib.util.find_spec("bench_equality") is None:
-        return []
-    rows: list[Row] = importlib.import_module("bench_equality").equality_rows()
     return rows
 
 
