@@ -58,18 +58,7 @@ def start(config: WorkerConfig, report: Report) -> Runner:
         loaded = checkpoint.load(model.table, folder, config.load_format, config.ignore_patterns, config.seed, progress)
         notes.append(str(loaded))
         report("preparing weights", 0.0, notes)
-        on_host = HostWeights(model.linears(), table) if table.on_host else None
-        compiled: CompiledSteps | None = None
-        if config.compiled_steps and not config.batch_invariant and device.type == "cpu":
-            compiled, note = compiled_steps.make(model, free_memory())
-            notes.append(note)
-        model.prepare(max_model_len)
-        notes.extend(pick_products(model, config, device, lambda done: report("measuring linear layers", done, notes)))
-        if on_host is not None:
-            on_host.install()
-            notes.append(str(on_host))
-        elif config.cpu_offload_gib:
-            notes.append("weights in host memory: all, this is a CPU (--cpu-offload-gb)")
+        compiled = prepare(model, config, max_model_len, report, notes)
         need = Need(
             block_size=config.block_size,
             block_bytes=block_bytes(model.shape, config.block_size, kv_dtype),
@@ -110,6 +99,25 @@ def start(config: WorkerConfig, report: Report) -> Runner:
     else:
         report("ready", 1.0, notes)
     return runner
+
+
+def prepare(
+    model: Model, config: WorkerConfig, max_model_len: int, report: Report, notes: list[str]
+) -> CompiledSteps | None:
+    """Settles where the weights are and what computes them. Returns what computes whole steps, if there is any."""
+    device, compiled = model.table.device, None
+    on_host = HostWeights(model.linears(), model.table) if model.table.on_host else None
+    if config.compiled_steps and not config.batch_invariant and device.type == "cpu":
+        compiled, note = compiled_steps.make(model, free_memory())
+        notes.append(note)
+    model.prepare(max_model_len)
+    notes.extend(pick_products(model, config, device, lambda done: report("measuring linear layers", done, notes)))
+    if on_host is not None:
+        on_host.install()
+        notes.append(str(on_host))
+    elif config.cpu_offload_gib:
+        notes.append("weights in host memory: all, this is a CPU (--cpu-offload-gb)")
+    return compiled
 
 
 def host_share(
