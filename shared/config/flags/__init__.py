@@ -1,6 +1,6 @@
 """Every flag there is, by group. One declaration a flag."""
 
-from blockyard.shared.config.flags import engine, features, model, ring, server
+from blockyard.shared.config.flags import engine, execution, features, model, ring, server
 from blockyard.shared.config.flags.flag import Flag
 
 GROUPS: dict[str, tuple[Flag, ...]] = {
@@ -11,7 +11,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
     "Tokenizer": model.TOKENIZER,
     "Scheduling": engine.SCHEDULER,
     "KV memory": engine.CACHE,
-    "Execution": engine.EXECUTION,
+    "Execution": execution.EXECUTION,
     "Parallelism": engine.PARALLEL,
     "The ring": ring.RING,
     "Observability": features.OBSERVABILITY,

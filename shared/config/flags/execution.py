@@ -1,0 +1,52 @@
+"""Flags of how steps are computed, and where."""
+
+from blockyard.shared.config.flags.flag import FOREIGN, Flag, Kind
+
+_GRAPHS = "decode steps of any length are in CUDA graphs; --enforce-eager turns them off"
+
+EXECUTION = (
+    Flag(
+        "enforce-eager",
+        Kind.BOOL,
+        False,
+        "No CUDA graphs; on CPU, no compiled steps.",
+        ("worker.enforce_eager",),
+    ),
+    Flag(
+        "batch-invariant",
+        Kind.BOOL,
+        False,
+        "A sequence's logits do not depend on what else is in its steps; slower.",
+        ("worker.batch_invariant",),
+    ),
+    Flag("max-seq-len-to-capture", Kind.INT, None, "Longest sequence in CUDA graphs.", least=1, mapped=_GRAPHS),
+    Flag("max-context-len-to-capture", Kind.INT, None, "Longest sequence in CUDA graphs.", least=1, mapped=_GRAPHS),
+    Flag(
+        "compilation-config",
+        Kind.TEXT,
+        None,
+        "Level 0 to 3, or a JSON object with `level`, `use_cudagraph`, `cudagraph_capture_sizes`.",
+        aliases=("O",),
+        mapped="level 0 is --enforce-eager; 1 and 2, the default, are one: kernels written by hand, in CUDA graphs;"
+        " 3: on a GPU also fewer kernels a layer where rows are few, on CPU steps in one call each, of C++ that this"
+        " machine's compiler makes beside the start; no torch.compile",
+    ),
+    Flag(
+        "enable-sleep-mode",
+        Kind.BOOL,
+        False,
+        "Allow POST /sleep, which frees the memory of weights and KV until POST /wake_up.",
+        ("scheduler.enable_sleep_mode",),
+    ),
+    Flag(
+        "device",
+        Kind.TEXT,
+        "auto",
+        "Where the model runs; auto: a GPU where there is one.",
+        ("worker.device",),
+        choices=("auto", "cuda", "cpu"),
+        refused_values=dict.fromkeys(("neuron", "openvino", "tpu", "xpu", "hpu"), FOREIGN),
+    ),
+    Flag("override-neuron-config", Kind.JSON, None, "Settings of Neuron devices.", refused=FOREIGN),
+    Flag("cpu-threads", Kind.INT, 0, "Compute threads on CPU; 0: cores minus one.", ("worker.threads",), least=0),
+)
