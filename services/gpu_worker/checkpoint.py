@@ -81,8 +81,11 @@ def fill_dummy(table: WeightTable, seed: int, progress: Progress) -> None:
         if len(place.shape) == 1 and "norm" in name and name.endswith("weight"):
             place.target.fill_(1.0)
         else:
-            made = torch.empty_like(place.target, device=table.device)  # the same numbers wherever it goes
-            place.target.copy_(made.normal_(0.0, 0.02, generator=generator))
+            target = place.target
+            made = target if target.device == table.device else torch.empty_like(target, device=table.device)
+            made.normal_(0.0, 0.02, generator=generator)  # the same numbers wherever they go
+            if made is not target:
+                target.copy_(made)
         progress((i + 1) / len(table.places))
 
 

@@ -13,9 +13,8 @@ from blockyard.services.scheduler.step_times import Load, StepTimes
 LEAD_S = 0.002  # device time under way when the next plan leaves: a hop there and back, the plan, its launch, jitter
 ROW_S = 4e-6  # more for each choice in it, which scheduler, link and worker all look at
 MOST_LEAD_S = 0.008
-LATE_S = (
-    0.0003  # a step that begins so much later than it could was waited for, and one launched so shortly before its end
-)
+# a step that begins so much later than it could was waited for, and one launched so shortly before its end
+LATE_S = 0.0003
 FADE = 0.99  # of what was added to the lead, with each step
 MOST_AHEAD = 7  # plans besides the running one
 

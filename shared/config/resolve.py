@@ -235,9 +235,8 @@ def step_tokens(values: Values, model: Checkpoint) -> int:
     usual = GPU_STEP_TOKENS if on_gpu(values.get("device", str)) else CPU_STEP_TOKENS
     if not values.get("enable-chunked-prefill", bool):
         usual = max(usual, context_limit(values, model.config) or model_length(model.config) or 0)
-    return max(
-        usual, 2 * least
-    )  # a full batch must leave room for prompts, or the last to come wait for the others' end
+    # a full batch must leave room for prompts, or the last to come wait for the others' end
+    return max(usual, 2 * least)
 
 
 def on_gpu(device: str) -> bool:

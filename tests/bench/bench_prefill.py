@@ -12,12 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from gpu_runner import start_runner
 from torch.profiler import ProfilerActivity, profile
 
-from blockyard.services.gpu_worker import engine
 from blockyard.services.gpu_worker.runner import Runner
-from blockyard.shared.config.process import BusConfig, ProcessConfig
-from blockyard.shared.config.worker import WorkerConfig
 from blockyard.shared.messages import Sampling, SlotRun, SlotStart, StepPlan
 
 GREEDY = Sampling(8, temperature=0.0, ignore_eos=True)
@@ -38,24 +36,6 @@ KINDS = (
     ("_few_rows", "products"),
     ("_tiles", "products"),
 )
-
-
-def start_runner(folder: Path, length: int, eager: bool) -> Runner:
-    process = ProcessConfig(name="bench", bus=BusConfig(registry="ipc:///unused", bind="ipc:///unused"))
-    config = WorkerConfig(
-        process=process,
-        model_path=str(folder),
-        device="cuda",
-        load_format="dummy",
-        max_model_len=length,
-        num_gpu_blocks_override=2 * -(-length // 16) + 1,
-        enforce_eager=eager,
-    )
-    notes: list[str] = []
-    began = time.perf_counter()
-    runner = engine.start(config, lambda phase, done, lines: notes.__setitem__(slice(None), lines))
-    print(f"ready after {time.perf_counter() - began:.1f} s; {'; '.join(notes[-3:])}", flush=True)
-    return runner
 
 
 class Prompt:
@@ -140,7 +120,8 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--kernels", action="store_true", help="the largest kernels by name")
     args = parser.parse_args()
-    runner = start_runner(args.folder, max([*args.prompts, args.cached + max([0, *args.new])]) + 64, args.eager)
+    longest = max([*args.prompts, args.cached + max([0, *args.new])]) + 64
+    runner = start_runner(args.folder, 2, longest, enforce_eager=args.eager)
     cases = [(length, 0) for length in args.prompts]
     if args.new:
         Prompt(runner, args.cached + 1, 0, 2048, 1).run()

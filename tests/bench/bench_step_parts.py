@@ -11,7 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from bench_timeline import Kernel, Loop, kernels_of, run_steps, start_runner
+from bench_timeline import Kernel, Loop, kernels_of, run_steps
+from gpu_runner import start_runner
 
 GREEDY = {"temperature": 0.0}
 
@@ -52,7 +53,8 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=230)
     parser.add_argument("--steps", type=int, default=40)
     args = parser.parse_args()
-    runner = start_runner(args.folder, args.rows, args.context + 4 * args.steps + 64)
+    length = args.context + 4 * args.steps + 64
+    runner = start_runner(args.folder, args.rows, length, max_num_seqs=args.rows)
     loop = Loop(runner, args.rows, args.context, GREEDY)
     run_steps(loop, 10, 3)
     took = min(run_steps(loop, args.steps, 3)[0] for _ in range(2))

@@ -13,12 +13,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from gpu_runner import start_runner
 from torch.profiler import ProfilerActivity, profile
 
-from blockyard.services.gpu_worker import engine
 from blockyard.services.gpu_worker.runner import Runner
-from blockyard.shared.config.process import BusConfig, ProcessConfig
-from blockyard.shared.config.worker import WorkerConfig
 from blockyard.shared.messages import Sampling, SlotBlocks, SlotRun, SlotStart, StepPlan
 
 LAST_KERNEL = "_advance_slots_kernel"
@@ -30,24 +28,6 @@ class Kernel:
     name: str
     start_us: float
     end_us: float
-
-
-def start_runner(folder: Path, most: int, length: int) -> Runner:
-    process = ProcessConfig(name="bench", bus=BusConfig(registry="ipc:///unused", bind="ipc:///unused"))
-    config = WorkerConfig(
-        process=process,
-        model_path=str(folder),
-        device="cuda",
-        load_format="dummy",
-        max_num_seqs=most,
-        max_model_len=length,
-        num_gpu_blocks_override=most * -(-length // 16) + 1,
-    )
-    notes: list[str] = []
-    began = time.perf_counter()
-    runner = engine.start(config, lambda phase, done, lines: notes.__setitem__(slice(None), lines))
-    print(f"ready after {time.perf_counter() - began:.1f} s; {notes[-1]}")
-    return runner
 
 
 class Loop:
@@ -172,7 +152,8 @@ def main() -> None:
     parser.add_argument("--kernels", type=int, default=16)
     parser.add_argument("--svg", type=Path)
     args = parser.parse_args()
-    runner = start_runner(args.folder, max(args.batch), args.context + 6 * args.steps + 64)
+    most = max(args.batch)
+    runner = start_runner(args.folder, most, args.context + 6 * args.steps + 64, max_num_seqs=most)
     for batch in args.batch:
         for name, sampling in (("top-p 0.9", {"temperature": 0.8, "top_p": 0.9}), ("greedy", {"temperature": 0.0})):
             loop = Loop(runner, batch, args.context, sampling)

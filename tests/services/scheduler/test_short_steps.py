@@ -34,6 +34,16 @@ def largest(it: Ring, begin: int) -> int:
     return max(sum(n for n in tokens.values() if n > 1) for tokens in tokens_of(it, begin))
 
 
+def flood_after_the_first(it: Ring) -> int:
+    """A tenant's prompts behind one that has left. Returns the largest number of tokens of prompts in a step."""
+    it.submit("first", 8, tenant="heavy", max_tokens=8)
+    begin = len(it.world.sent)
+    for i in range(8):
+        it.submit(f"heavy {i}", 30, prompt=[i] * 30, tenant="heavy", max_tokens=30)
+    it.steps(10)
+    return largest(it, begin)
+
+
 @pytest.mark.parametrize(("policy", "most"), [("fair", 10), ("fcfs", TOKENS), ("priority", TOKENS)])
 def test_prompts_of_a_flood_leave_steps_short_where_others_ask_too(ring: type[Ring], policy: str, most: int) -> None:
     it = make(ring, policy)
@@ -49,12 +59,7 @@ def test_prompts_of_a_flood_leave_steps_short_where_others_ask_too(ring: type[Ri
 
 def test_where_nobody_else_asks_they_take_what_there_is(ring: type[Ring]) -> None:
     it = make(ring, "fair")
-    it.submit("first", 8, tenant="heavy", max_tokens=8)
-    begin = len(it.world.sent)
-    for i in range(8):
-        it.submit(f"heavy {i}", 30, prompt=[i] * 30, tenant="heavy", max_tokens=30)
-    it.steps(10)
-    assert largest(it, begin) > TOKENS - 8
+    assert flood_after_the_first(it) > TOKENS - 8
     it.finish()
 
 
@@ -63,12 +68,7 @@ def test_others_are_forgotten_after_a_minute(ring: type[Ring]) -> None:
     it.submit("light", 8, tenant="light", max_tokens=1)
     it.finish()
     it.world.now += 61.0
-    it.submit("first", 8, tenant="heavy", max_tokens=8)
-    begin = len(it.world.sent)
-    for i in range(8):
-        it.submit(f"heavy {i}", 30, prompt=[i] * 30, tenant="heavy", max_tokens=30)
-    it.steps(10)
-    assert largest(it, begin) > TOKENS - 8
+    assert flood_after_the_first(it) > TOKENS - 8
     it.finish()
 
 
