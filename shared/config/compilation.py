@@ -27,7 +27,7 @@ def graph_fields(values: Values) -> dict[str, Any]:
     return {
         "enforce_eager": eager or not asked.use_cudagraph,
         "compiled_steps": not eager and asked.level == 3,
-        "fused_steps": asked.level == 3,
+        "fused_steps": asked.level >= 2,
         "graph_sizes": sorted(set(asked.cudagraph_capture_sizes)),
     }
 

@@ -57,7 +57,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"
     kv_scales_path: str | None = None  # JSON file
     calculate_kv_scales: bool = False  # from the first prompt
-    fused_steps: bool = False  # on a GPU, steps of few rows in few kernels a layer
+    fused_steps: bool = True  # on a GPU, steps of few rows in few kernels a layer
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):

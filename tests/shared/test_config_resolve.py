@@ -272,20 +272,21 @@ def test_more_host_memory_than_there_is_is_refused_with_what_there_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "eager", "sizes"),
+    ("args", "eager", "fused", "sizes"),
     [
-        ([], False, []),
-        (["-O0"], True, []),
-        (["-O3"], False, []),
-        (["-O", "1", "--enforce-eager"], True, []),
-        (["-O", '{"level": 2, "cudagraph_capture_sizes": [8, 1, 8]}'], False, [1, 8]),
-        (["-O", '{"use_cudagraph": false}'], True, []),
+        ([], False, True, []),
+        (["-O0"], True, False, []),
+        (["-O1"], False, False, []),
+        (["-O3"], False, True, []),
+        (["-O", "1", "--enforce-eager"], True, False, []),
+        (["-O", '{"level": 2, "cudagraph_capture_sizes": [8, 1, 8]}'], False, True, [1, 8]),
+        (["-O", '{"use_cudagraph": false}'], True, True, []),
     ],
 )
-def test_compilation_levels(args: list[str], eager: bool, sizes: list[int]) -> None:
+def test_compilation_levels(args: list[str], eager: bool, fused: bool, sizes: list[int]) -> None:
     ring = deploy(*args)
     assert (ring.workers[0].enforce_eager, ring.workers[0].graph_sizes) == (eager, sizes)
-    assert ring.workers[0].fused_steps == (args == ["-O3"])
+    assert ring.workers[0].fused_steps == fused
     assert ring.workers[0].compiled_steps == (args == ["-O3"])
     assert sum("no torch.compile" in note for note in ring.notes) == ("-O" in "".join(args))
 
