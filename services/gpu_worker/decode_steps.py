@@ -33,6 +33,14 @@ GRAPH_BYTES = 24 << 20  # of three graphs besides their tensors, more than was s
 
 
 @dataclass(frozen=True, slots=True)
+class Size:
+    """Of a step."""
+
+    rows: int  # the last ones may pad
+    near: bool  # no sequence is beyond `DeviceOps.near`
+
+
+@dataclass(frozen=True, slots=True)
 class Output:
     """Of a forward pass; overwritten by the next one."""
 
@@ -79,44 +87,53 @@ class DecodeSteps:
         self._best = torch.zeros(capacity, dtype=torch.float32, device=device)
         self._eos = torch.tensor([i for i in eos_token_ids if 0 <= i < vocab], dtype=torch.int32, device=device)
         self._ladder = [n for n in sizes or [] if n <= capacity] or ladder(capacity)
-        self._graphs: dict[int, Captured] = {}
-        self._missing: list[int] = []  # sizes that are still to be captured
+        self._sizes = [size for rows in by_halves(self._ladder) for size in self._ways(rows, max_model_len)]
+        self._graphs: dict[Size, Captured] = {}
+        self._missing: list[Size] = []  # that are still to be captured
         self._graph_pool: Any = None
         self.problem = ""  # why there are no graphs
         self._capture_s, self._graphs_bytes = 0.0, 0
 
-    def padded(self, rows: int) -> int:
-        """The size of the step that so many rows are computed in."""
-        return min((n for n in self._graphs if n >= rows), default=rows)
+    def _ways(self, rows: int, max_model_len: int) -> list[Size]:
+        near = self.ops.near(rows)
+        return [*([Size(rows, False)] if near < max_model_len else []), *([Size(rows, True)] if near else [])]
+
+    def padded(self, rows: int, reach: int) -> Size:
+        """Of the step that so many rows are computed in, no position of which is beyond `reach`."""
+        fitting = (
+            one for one in self._graphs if one.rows >= rows and (not one.near or reach <= self.ops.near(one.rows))
+        )
+        return min(fitting, key=lambda one: (one.rows, not one.near), default=Size(rows, reach <= self.ops.near(rows)))
 
     def fits(self, rows: int) -> int:
         """The least size of the ladder for so many rows. Kernels are compiled for these."""
         return next((n for n in self._ladder if n >= rows), self.capacity)
 
-    def forward(self, rows: int) -> Output:
-        """Computes the next token of the slots in the first rows, as many as `padded` said."""
-        captured = self._graphs.get(rows)
+    def forward(self, size: Size) -> Output:
+        """Computes the next token of the slots in the first rows; `size` is as `padded` said."""
+        captured = self._graphs.get(size)
         if captured is None:
-            return self._forward(rows)
+            return self._forward(size)
         captured.forward.replay()
         return captured.output
 
-    def sample(self, rows: int, output: Output, asked: bool) -> None:
+    def sample(self, size: Size, output: Output, asked: bool) -> None:
         """Draws from what `forward` returned; the slots go on or end, and the ring has what became of them.
 
         asked: some slots change their logits, or want log-probabilities.
         """
-        captured = self._graphs.get(rows)
+        captured = self._graphs.get(size)
         graph = None if captured is None else captured.sample_asked if asked else captured.sample
         if graph is None:
-            self._sample(rows, output, asked)
+            self._sample(size.rows, output, asked)
         else:
             graph.replay()
 
-    def _forward(self, rows: int) -> Output:
-        now = self._rows.first(rows)
+    def _forward(self, size: Size) -> Output:
+        now = self._rows.first(size.rows)
         self.ops.gather(self.slots.state, now)
-        attend = self.ops.attend(self.pool, now, self.slots.state.tables)
+        longest = self.ops.near(size.rows) if size.near else None
+        attend = self.ops.attend(self.pool, now, self.slots.state.tables, longest=longest)
         hidden = self.model.forward(Step(now.token_ids, now.positions, attend))
         return Output(hidden, self.model.logits(hidden))
 
@@ -143,14 +160,14 @@ class DecodeSteps:
         """All sizes as far as CAPTURE_S reaches, the others when `capture_one` is called."""
         start = time.perf_counter()
         self._graph_pool = torch.cuda.graph_pool_handle()
-        self._missing = by_halves(self._ladder)
+        self._missing = list(self._sizes)
         while time.perf_counter() - start < CAPTURE_S and self.capture_one():
             pass
 
     @property
     def captured(self) -> float:
         """The part of the sizes that need no graph any more; 1.0 where there will be none."""
-        return 1.0 - len(self._missing) / len(self._ladder)
+        return 1.0 - len(self._missing) / len(self._sizes)
 
     def describe(self) -> str:
         """What there is of graphs, in a line."""
@@ -164,11 +181,11 @@ class DecodeSteps:
         """A size that has no graph yet; False: none is left. What cannot be captured stays eager."""
         if not self._missing:
             return False
-        rows = self._missing.pop(0)
+        size = self._missing.pop(0)
         start, before = time.perf_counter(), torch.cuda.memory_reserved(self.pool.device)
         try:
             with torch.inference_mode():
-                self._graphs[rows] = self._capture(rows)
+                self._graphs[size] = self._capture(size)
             self._capture_s += time.perf_counter() - start
             self._graphs_bytes += torch.cuda.memory_reserved(self.pool.device) - before
         except RuntimeError as e:  # OutOfMemoryError and CUDA's own are among them
@@ -180,28 +197,28 @@ class DecodeSteps:
         self.slots.count_step(self.ring.step)  # the device has counted the trial
         return bool(self._missing)
 
-    def _capture(self, rows: int) -> Captured:
+    def _capture(self, size: Size) -> Captured:
         self.slots.clear_rows()  # rows that pad touch no KV
-        output = self._forward(rows)
+        output = self._forward(size)
         ways = (False, True) if self.slots.wishes.enabled else (False,)
         for asked in ways:
-            self._sample(rows, output, asked)  # compiles and loads what it needs
+            self._sample(size.rows, output, asked)  # compiles and loads what it needs
         torch.cuda.synchronize(self.pool.device)
         forward, samples = torch.cuda.CUDAGraph(), [torch.cuda.CUDAGraph() for _ in ways]
         with torch.cuda.graph(forward, pool=self._graph_pool, capture_error_mode="thread_local"):
-            output = self._forward(rows)
+            output = self._forward(size)
         for asked, sample in zip(ways, samples, strict=True):
             with torch.cuda.graph(sample, pool=self._graph_pool, capture_error_mode="thread_local"):
-                self._sample(rows, output, asked)
+                self._sample(size.rows, output, asked)
         return Captured(forward, output, samples[0], samples[1] if len(samples) > 1 else None)
 
     def measure(self) -> float:
         """Seconds that a step of the smallest size takes, best of a few; its row pads."""
-        rows, best = self.padded(1), float("inf")
+        size, best = self.padded(1, 1), float("inf")
         for _ in range(MEASURED):
             torch.cuda.synchronize(self.pool.device)
             start = time.perf_counter()
-            self.sample(rows, self.forward(rows), asked=False)
+            self.sample(size, self.forward(size), asked=False)
             torch.cuda.synchronize(self.pool.device)
             best = min(best, time.perf_counter() - start)
         return best
@@ -235,8 +252,9 @@ def graph_bytes(model: Model, need: Need, dtype: torch.dtype, wishes: bool) -> i
     pool = KVPool(model.shape, 1, need.block_size, dtype, device)
     pool.batch_invariant = need.batch_invariant
     steps = DecodeSteps(model, pool, capacity, need.max_model_len, [0], wishes=wishes)
-    output = steps.forward(capacity)
-    steps.sample(capacity, output, asked=wishes)
+    size = steps.padded(capacity, need.max_model_len)
+    output = steps.forward(size)
+    steps.sample(size, output, asked=wishes)
     row_bytes = (output.hidden.nbytes + output.logits.nbytes) / capacity
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - held

@@ -14,7 +14,7 @@ from torch import Tensor
 from blockyard.kernels.advance_slots import Outcome
 from blockyard.services.gpu_worker import decode_steps
 from blockyard.services.gpu_worker.batch import Batch
-from blockyard.services.gpu_worker.decode_steps import DecodeSteps
+from blockyard.services.gpu_worker.decode_steps import DecodeSteps, Size
 from blockyard.services.gpu_worker.device_ops import TritonDeviceOps
 from blockyard.services.gpu_worker.interfaces import Done
 from blockyard.services.gpu_worker.kv_pool import KVPool
@@ -123,9 +123,9 @@ class DeviceLoop:
         table, wishes = self._batch.slots, self.steps.slots.wishes
         asked = wishes.asked(slots)
         if counts[-1] == 1:
-            rows = self.steps.padded(len(slots))
-            entry = self._begin(slots, counts, rows)
-            self.steps.sample(rows, self.steps.forward(rows), asked)
+            size = self._size(slots)
+            entry = self._begin(slots, counts, size.rows)
+            self.steps.sample(size, self.steps.forward(size), asked)
         elif (graph := self._graphs.find(counts)) is not None:
             entry = self._begin(slots, counts, graph.layout.decodes)
             graph.run(entry, slots, counts, table, asked)
@@ -166,9 +166,9 @@ class DeviceLoop:
             if self.steps.slots.wishes.has_row(slot):  # steps that ran ahead were counted on the device alone
                 self._batch.recount(slot)
         if counts[-1] == 1:
-            rows = self.steps.padded(len(slots))
-            entry = self._begin(slots, counts, rows)
-            output = self.steps.forward(rows).first(len(slots))
+            size = self._size(slots)
+            entry = self._begin(slots, counts, size.rows)
+            output = self.steps.forward(size).first(len(slots))
             entry.done.record()
             return output.hidden, output.logits
         layout = self._mixed.layout(counts)
@@ -180,6 +180,9 @@ class DeviceLoop:
     def renew(self, slots: Ints) -> None:
         """The host has computed a step of these slots."""
         self.steps.slots.renew(slots, self._batch.slots)
+
+    def _size(self, slots: Ints) -> Size:
+        return self.steps.padded(len(slots), int(self._batch.slots.computed[slots].max()) + 1)
 
     def _begin(self, slots: Ints, counts: Ints, num_rows: int) -> Entry:
         """Brings the device's state up to date. num_rows: those of decodes, some may pad."""

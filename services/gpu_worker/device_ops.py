@@ -8,7 +8,7 @@ from blockyard.kernels.advance_slots import advance_slots
 from blockyard.kernels.draw_tokens import Adjusted, DrawParams, draw_tokens
 from blockyard.kernels.gather_rows import Rows, gather_rows
 from blockyard.kernels.penalize_logits import Wishes, count_tokens, penalize_logits
-from blockyard.kernels.rope_attend import MOST_ROWS, Arrivals
+from blockyard.kernels.rope_attend import FURTHEST, MOST_ROWS, Arrivals
 from blockyard.kernels.scatter_words import scatter_words
 from blockyard.kernels.score_tokens import Scores, score_tokens
 from blockyard.kernels.slot_state import SlotState
@@ -18,6 +18,10 @@ from blockyard.services.gpu_worker.triton_ops import mixed_attention
 
 
 class DeviceOps(Protocol):
+    def near(self, rows: int) -> int:
+        """The longest that sequences may be for the quicker way that there is for a decode step of so few rows; 0: no
+        such way."""
+
     def scatter(self, arena: Tensor, pairs: Tensor, count: int) -> None: ...
     def gather(self, state: SlotState, rows: Rows) -> None: ...
     def attend(
@@ -29,6 +33,7 @@ class DeviceOps(Protocol):
         num_decodes: int = 0,
         wanted: Wanted | None = None,
         reach: int | None = None,
+        longest: int | None = None,
     ) -> Attend: ...
     def adjust(self, logits: Tensor, rows: Rows, wishes: Wishes) -> None: ...
     def draw(
@@ -62,6 +67,9 @@ class TritonDeviceOps:
         self._fused = fused
         self._arrivals: Arrivals | None = None
 
+    def near(self, rows: int) -> int:
+        return FURTHEST if self._fused and 0 < rows <= MOST_ROWS else 0
+
     def scatter(self, arena: Tensor, pairs: Tensor, count: int) -> None:
         scatter_words(arena, pairs, count)
 
@@ -77,12 +85,13 @@ class TritonDeviceOps:
         num_decodes: int = 0,
         wanted: Wanted | None = None,
         reach: int | None = None,
+        longest: int | None = None,
     ) -> Attend:
         if self._fused and self._arrivals is None:
             self._arrivals = Arrivals(MOST_ROWS * pool.shape.num_heads, pool.device)
         arrivals = self._arrivals
         return mixed_attention(
-            pool, rows.slots, rows.positions, tables, starts, num_decodes, None, wanted, reach, arrivals
+            pool, rows.slots, rows.positions, tables, starts, num_decodes, longest, wanted, reach, arrivals
         )
 
     def adjust(self, logits: Tensor, rows: Rows, wishes: Wishes) -> None:

@@ -76,7 +76,8 @@ class MixedAttention:
         self._seqs, self._starts = Sequences(slots, positions, tables), starts
         self._num_decodes = len(slots) if starts is None else num_decodes
         self._decodes = Sequences(slots[: self._num_decodes], positions[: self._num_decodes], tables)
-        self._longest = longest or tables.shape[1] * pool.block_size
+        width = tables.shape[1] * pool.block_size
+        self._longest = min(longest or width, width)
         self._prefill_reach = reach or self._longest
         few = starts is None and wanted is None and takes(len(slots), self._longest)
         self._arrivals = arrivals if few else None

@@ -60,10 +60,10 @@ def main() -> None:
     took = min(run_steps(loop, args.steps, 3)[0] for _ in range(2))
     kernels = kernels_of(loop, args.steps, 3)
     steps = runner.ahead.steps
-    rows = steps.padded(args.rows)
-    output = steps.forward(rows)
-    forward = replay_ms(lambda: steps.forward(rows))
-    sample = replay_ms(lambda: steps.sample(rows, output, asked=False))
+    size = steps.padded(args.rows, length)
+    output = steps.forward(size)
+    forward = replay_ms(lambda: steps.forward(size))
+    sample = replay_ms(lambda: steps.sample(size, output, asked=False))
     print(
         f"{args.folder.name}, {args.rows} rows, context {args.context}: {took:.4f} ms a step run ahead;"
         f" graphs: forward {forward:.4f}, sample {sample:.4f} ms"

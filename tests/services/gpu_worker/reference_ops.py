@@ -22,6 +22,8 @@ from blockyard.services.gpu_worker.pinned_ring import PinnedRing
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.services.gpu_worker.step import Wanted
 
+NEAR = 8  # keys
+
 
 class ReferenceAttention:
     def __init__(self, pool: KVPool, seqs: Sequences, wanted: Wanted | None) -> None:
@@ -40,6 +42,9 @@ class ReferenceAttention:
 class ReferenceOps:
     """For `DeviceOps`."""
 
+    def near(self, rows: int) -> int:
+        return NEAR if rows == 1 else 0
+
     def scatter(self, arena: Tensor, pairs: Tensor, count: int) -> None:
         assert len(set(pairs[0, :count].tolist())) == count, "no place may be written twice"
         scatter_words_reference(arena, pairs, count)
@@ -56,7 +61,9 @@ class ReferenceOps:
         num_decodes: int = 0,
         wanted: Wanted | None = None,
         reach: int | None = None,
+        longest: int | None = None,
     ) -> ReferenceAttention:
+        assert longest is None or int(rows.positions.max()) < longest
         if starts is not None:
             assert (int(starts[0]), int(starts[-1])) == (num_decodes, len(rows.slots))
             assert reach is None or int(rows.positions[num_decodes:].max()) < reach

@@ -15,8 +15,8 @@ from tiny_models import BY_NAME, VOCAB, settings, start
 
 from blockyard.kernels.linear_few_rows import linear_few_rows
 from blockyard.kernels.overlap import can_overlap
-from blockyard.services.gpu_worker import engine, profile
-from blockyard.services.gpu_worker.decode_steps import DecodeSteps, by_halves, ladder
+from blockyard.services.gpu_worker import device_ops, engine, profile
+from blockyard.services.gpu_worker.decode_steps import DecodeSteps, Size, by_halves, ladder
 from blockyard.services.gpu_worker.device_loop import DeviceLoop
 from blockyard.services.gpu_worker.device_ops import DeviceOps, TritonDeviceOps
 from blockyard.services.gpu_worker.linear import Linear
@@ -49,6 +49,14 @@ def outputs(runner: Runner) -> list[list[int]]:
     scores = [[entry.rank, *entry.top_ids] for s in streams for entry in s.logprobs]
     assert len(scores) == 5
     return [*(s.output for s in streams), *scores]
+
+
+def alone(runner: Runner) -> list[int]:
+    """A stream of eight tokens after five."""
+    driver = Driver(runner, num_slots=1, depth=1, seed=2)
+    stream = driver.add([3, 5, 7, 9, 11], Sampling(max_tokens=8, temperature=0.0, ignore_eos=True))
+    driver.run()
+    return stream.output
 
 
 def loop_of(runner: Runner, capacity: int, ops: DeviceOps | None = None) -> DeviceLoop:
@@ -90,6 +98,33 @@ def test_same_tokens_as_the_plain_path(name: str, tmp_path: Path, monkeypatch: p
     assert max(ran) == 3
     if DEVICE == "cuda":
         assert outputs(fast) == want, "the tables of the last owners must not be taken for these"
+
+
+def test_the_quicker_way_ends_where_a_sequence_is_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    BY_NAME["llama"].save(tmp_path)
+    monkeypatch.setattr(device_ops, "FURTHEST", 8)
+    steps = loop_of(start(tmp_path, device=DEVICE), 2, TritonDeviceOps(fused=True)).steps
+    assert steps.padded(1, 8) == Size(1, near=True)
+    assert steps.padded(1, 9) == Size(1, near=False)
+    assert steps.padded(2, 1) == Size(2, near=False)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_stream_that_outgrows_the_quicker_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    BY_NAME["qwen3"].save(tmp_path)
+    want = alone(start(tmp_path, device="cpu"))
+    monkeypatch.setattr(device_ops, "FURTHEST", 8)
+    runner = start(tmp_path, device="cuda")
+    replayed: list[tuple[bool, bool]] = []
+    forward = runner.ahead.steps.forward
+    monkeypatch.setattr(
+        runner.ahead.steps,
+        "forward",
+        lambda size: replayed.append((size.near, size in runner.ahead.steps._graphs)) or forward(size),
+    )
+    assert alone(runner) == want
+    assert replayed == [(True, True)] * 3 + [(False, True)] * 4
 
 
 def test_more_slots_than_it_was_made_for(tmp_path: Path) -> None:
