@@ -13,6 +13,7 @@ from itertools import chain
 
 NAME_BYTES = 16
 _MANY = 64
+_begin = blake2b(digest_size=NAME_BYTES)  # copied, never fed
 _names = struct.Struct(f"{NAME_BYTES}s" * _MANY)
 
 
@@ -33,8 +34,11 @@ def name_list(parent: bytes, token_ids: bytes, block_size: int) -> list[bytes]:
     """Names of the full blocks of `token_ids` (uint32 each), chained from `parent`."""
     step = 4 * block_size
     names = []
+    begin = _begin.copy  # for less than what the constructor takes to read its arguments
     for (ids,) in struct.iter_unpack(f"{step}s", token_ids[: len(token_ids) // step * step]):
-        parent = blake2b(parent + ids, digest_size=NAME_BYTES).digest()
+        block = begin()
+        block.update(parent + ids)
+        parent = block.digest()
         names.append(parent)
     return names
 

@@ -1,7 +1,6 @@
 """The endpoints that need the ring: generation, tokenize, detokenize, models."""
 
 import secrets
-from array import array
 
 import msgspec
 from aiohttp import web
@@ -24,6 +23,8 @@ from blockyard.services.api_gateway.streams import Streams
 from blockyard.services.api_gateway.validate import read_chat, read_completion
 from blockyard.shared.config.gateway import GatewayConfig
 from blockyard.shared.messages import Detokenize
+from blockyard.shared.ring_client import limits
+from blockyard.shared.token_ids import pack
 
 JSON = "application/json"
 
@@ -75,9 +76,8 @@ class Handlers:
     async def detokenize(self, request: web.Request) -> web.Response:
         asked = decode(await request.read(), DetokenizeRequest)
         card = self._flow.admission.card(asked.model)
-        if any(not 0 <= t < card.vocab_size for t in asked.tokens):
-            raise ApiError(f"tokens must be in the vocabulary of {card.vocab_size}", "tokens")
-        work = Detokenize(secrets.token_hex(8), card.names[0], array("I", asked.tokens).tobytes())
+        limits.token_ids("tokens", asked.tokens, card.vocab_size)
+        work = Detokenize(secrets.token_hex(8), card.names[0], pack(asked.tokens))
         return json_response(DetokenizeAnswer((await self._flow.detokenize(work)).text))
 
     async def _generate(self, request: web.Request, job: Job) -> web.StreamResponse:

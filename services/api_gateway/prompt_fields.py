@@ -1,6 +1,5 @@
 """The prompt in its many forms, as the Tokenize frames that turn it into ids."""
 
-from array import array
 from typing import cast
 
 import msgspec
@@ -10,6 +9,7 @@ from blockyard.services.api_gateway.schemas import ChatRequest, TokenizeRequest
 from blockyard.shared.messages import ModelCard, Tokenize
 from blockyard.shared.ring_client import limits
 from blockyard.shared.ring_client.chat_messages import read_messages
+from blockyard.shared.token_ids import first_outside, pack
 
 
 def completion_prompts(prompt: str | list[str | int | list[int]] | None, card: ModelCard) -> list[Tokenize]:
@@ -20,14 +20,14 @@ def completion_prompts(prompt: str | list[str | int | list[int]] | None, card: M
         return [_text(prompt, "prompt", card)]
     if not prompt:
         raise ApiError("`prompt` is empty", "prompt")
-    if set(map(type, prompt)) == {int}:  # 32k ids in 0.5 ms, where a loop takes four
+    if isinstance(prompt[0], int):
         return [_ids(cast(list[int], prompt), "prompt", card)]
     if len(prompt) > limits.MAX_PROMPTS:
         raise ApiError(f"at most {limits.MAX_PROMPTS} prompts a request, got {len(prompt)}", "prompt")
     out = []
     for i, p in enumerate(prompt):
         if isinstance(p, int):
-            raise ApiError("`prompt` mixes ids with texts or lists", f"prompt[{i}]")
+            raise _mixed(i)
         out.append(_text(p, f"prompt[{i}]", card) if isinstance(p, str) else _ids(p, f"prompt[{i}]", card))
     return out
 
@@ -72,7 +72,20 @@ def _text(text: str, field: str, card: ModelCard) -> Tokenize:
 
 
 def _ids(ids: list[int], field: str, card: ModelCard) -> Tokenize:
+    """The one place where a prompt of ids is looked at one by one, at C's speed: 32k in 0.8 ms."""
     if not ids:
         raise ApiError(f"`{field}` is empty", field)
-    limits.token_ids(field, ids, card.vocab_size)
-    return Tokenize(request_id="", model=card.names[0], token_ids=array("I", ids).tobytes())
+    try:
+        data = pack(ids)
+        if first_outside(data, card.vocab_size) is not None:
+            raise OverflowError
+    except OverflowError:
+        limits.token_ids(field, ids, card.vocab_size)  # says which
+        raise
+    except TypeError:  # the first one was an id
+        raise _mixed(0) from None
+    return Tokenize(request_id="", model=card.names[0], token_ids=data)
+
+
+def _mixed(place: int) -> ApiError:
+    return ApiError("`prompt` mixes ids with texts or lists", f"prompt[{place}]")

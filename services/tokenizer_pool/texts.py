@@ -1,6 +1,5 @@
 """Text, chats and ids to token ids with block names, and ids to text. No sockets: one call, one answer."""
 
-from collections.abc import Iterable
 from typing import TypeVar
 
 import msgspec
@@ -10,7 +9,7 @@ from blockyard.services.tokenizer_pool.chat_template import Chat, ChatTemplates
 from blockyard.shared.block_names import block_names, root_name
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import Detokenize, Detokenized, TextRejected, Tokenize, Tokenized
-from blockyard.shared.token_ids import pack, unpack
+from blockyard.shared.token_ids import count, first_outside, pack, unpack
 
 T = TypeVar("T")
 
@@ -42,9 +41,8 @@ class Texts:
 
     def detokenize(self, request: Detokenize) -> Detokenized | TextRejected:
         try:
-            ids = _unpacked(request.token_ids, "tokens")
-            self._check(ids, "tokens")
-            return Detokenized(request.request_id, self._text_of(ids))
+            self._check(request.token_ids, "tokens")
+            return Detokenized(request.request_id, self._text_of(request.token_ids))
         except RequestError as e:
             return TextRejected(request.request_id, e.field, str(e))
 
@@ -57,24 +55,22 @@ class Texts:
         field = "messages" if request.messages is not None else "prompt"
         if text is not None:
             special = request.add_special_tokens
-            ids = self._encode(text, request.messages is None if special is None else special, field)
-            data = pack(ids)
+            data = pack(self._encode(text, request.messages is None if special is None else special, field))
         else:
             data = request.token_ids or b""
-            ids = _unpacked(data, field)
-        self._check(ids, field)
+        self._check(data, field)
         root = root_name(self._block_scope, cache_salt=request.cache_salt)
         if not request.want_text:
             text = ""
         elif text is None:
-            text = self._text_of(ids)
+            text = self._text_of(data)
         return Tokenized(
             request.request_id,
             data,
             block_names(root, data, self._block_size),
             self._bad_words(request.bad_words),
             text,
-            [self._tokenizer.id_to_token(i) or "" for i in ids] if request.want_pieces else [],
+            [self._tokenizer.id_to_token(i) or "" for i in unpack(data)] if request.want_pieces else [],
         )
 
     def _chat(self, request: Tokenize, messages: bytes) -> Chat:
@@ -91,18 +87,23 @@ class Texts:
         )
 
     def _encode(self, text: str, add_special_tokens: bool, field: str) -> list[int]:
-        try:
-            return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        try:  # the batch's fast way notes no offsets, which nobody asks for here: a sixth of the time
+            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except TypeError as e:  # what tokenizers makes of a str that is not Unicode
             raise RequestError("the text has half a surrogate pair in it", field) from e
+        return encoding.ids
 
-    def _text_of(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
+    def _text_of(self, ids: bytes) -> str:
+        return str(self._tokenizer.decode(unpack(ids), skip_special_tokens=False))
 
-    def _check(self, ids: Iterable[int], field: str) -> None:
-        largest = max(ids, default=0)
-        if largest >= self.vocab_size:
-            raise RequestError(f"token id {largest} is outside the vocabulary of {self.vocab_size}", field)
+    def _check(self, ids: bytes, field: str) -> None:
+        try:
+            count(ids)
+        except ValueError as e:
+            raise RequestError(str(e), field) from e
+        outside = first_outside(ids, self.vocab_size)
+        if outside is not None:
+            raise RequestError(f"token id {outside} is outside the vocabulary of {self.vocab_size}", field)
 
     def _bad_words(self, words: list[str]) -> list[list[int]]:
         """Ids of each word as it begins a text and, where that is as long, as it follows a space (as vLLM)."""
@@ -113,19 +114,12 @@ class Texts:
             plain = self._encode(word.lstrip(), False, "bad_words")
             spaced = self._encode(" " + word.lstrip(), False, "bad_words")
             for ids in (plain, spaced):
-                self._check(ids, "bad_words")
+                self._check(pack(ids), "bad_words")
             if plain:
                 banned.append(plain)
             if plain and spaced and spaced[0] != plain[0] and len(spaced) == len(plain):
                 banned.append(spaced)
         return banned
-
-
-def _unpacked(data: bytes, field: str) -> list[int]:
-    try:
-        return unpack(data)
-    except ValueError as e:
-        raise RequestError(str(e), field) from e
 
 
 def _json(data: bytes, kind: type[T], field: str) -> T:
