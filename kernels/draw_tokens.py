@@ -72,6 +72,7 @@ def draw_tokens(
     tokens: Tensor,
     best: Tensor,
     adjusted: Adjusted | None = None,
+    uniform: bool = False,
 ) -> None:
     """logits [rows, vocab] bfloat16, float16 or float32, rows may be strided; slots [rows] int64, below 0: a row that
     pads; index [rows] int64, of the new token in its sequence, the noise's counter; adjusted: see `penalize_logits`.
@@ -79,9 +80,9 @@ def draw_tokens(
     Writes tokens [rows] int64 and best [rows] float32: what won with its noise, in no fixed scale (the logit itself
     where a slot is greedy). `best` is -inf where no token is allowed and NaN where a logit is NaN or +inf; the token
     is 0 then. Rows that pad get token 0 and best 0. Among equal values the lowest token wins; tokens as likely as the
-    last one that top-k or top-p keeps are kept; how a mass is summed, and its last bits (1e-6 of it), follow from the
-    number of rows. No host sync, grids that follow from the shapes alone: for CUDA graphs. Slots must lie below
-    num_slots: not checked on device. Raises ValueError for other shapes and dtypes.
+    last one that top-k or top-p keeps are kept. How a mass is summed, and its last bits (1e-6 of it), follow from the
+    number of rows unless `uniform`. No host sync, grids that follow from the shapes alone: for CUDA graphs. Slots must
+    lie below num_slots: not checked on device. Raises ValueError for other shapes and dtypes.
     """
     rows, vocab = logits.shape
     _check_inputs(logits, slots, index, tokens, best)
@@ -92,8 +93,9 @@ def draw_tokens(
         return
     num_tiles = triton.cdiv(vocab, _LANES * _RUNS * 8)
     num_spans = num_tiles * _LANES
-    tiles, programs = _split(num_tiles, _PROGRAMS // rows)
-    wide_tiles, wide_programs = _split(num_tiles, _WIDE_PROGRAMS // rows)
+    sharing = 1 if uniform else rows
+    tiles, programs = _split(num_tiles, _PROGRAMS // sharing)
+    wide_tiles, wide_programs = _split(num_tiles, _WIDE_PROGRAMS // sharing)
     made = _Scratch(logits.device, rows)
     spans = made.floats(num_spans), made.make(torch.int8, num_spans)
     parts, limit = (made.floats(programs), made.floats(programs)), made.floats(1)

@@ -268,5 +268,6 @@ def start(
 ) -> DeviceLoop:
     """Raises LoadError for a model that the kernels do not take. `fused`: see TritonDeviceOps."""
     eos, length = geometry.eos_token_ids, geometry.max_model_len
-    steps = DecodeSteps(model, pool, geometry.max_num_seqs, length, eos, sizes, wishes, TritonDeviceOps(fused))
+    ops = TritonDeviceOps(fused and not pool.batch_invariant, pool.batch_invariant)
+    steps = DecodeSteps(model, pool, geometry.max_num_seqs, length, eos, sizes, wishes, ops)
     return DeviceLoop(steps, batch, min(geometry.max_num_batched_tokens, length))

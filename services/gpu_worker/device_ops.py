@@ -62,9 +62,9 @@ class DeviceOps(Protocol):
 class TritonDeviceOps:
     """For `DeviceOps`, on one stream."""
 
-    def __init__(self, fused: bool = False) -> None:
-        """`fused`: attention of few rows is one kernel."""
-        self._fused = fused
+    def __init__(self, fused: bool = False, uniform: bool = False) -> None:
+        """`fused`: attention of few rows is one kernel. `uniform`: a row's token follows from that row alone."""
+        self._fused, self._uniform = fused, uniform
         self._arrivals: Arrivals | None = None
 
     def near(self, rows: int) -> int:
@@ -106,7 +106,7 @@ class TritonDeviceOps:
         best: Tensor,
         adjusted: Adjusted | None,
     ) -> None:
-        draw_tokens(logits, rows.draws, rows.index, params, tokens, best, adjusted)
+        draw_tokens(logits, rows.draws, rows.index, params, tokens, best, adjusted, self._uniform)
 
     def count(self, tokens: Tensor, best: Tensor, rows: Rows, wishes: Wishes) -> None:
         count_tokens(tokens, best, rows.draws, wishes)

@@ -192,6 +192,21 @@ def test_what_does_not_fit_is_refused() -> None:
         draw_tokens(logits.long(), slots, index, params(), slots.clone(), torch.zeros(2))
 
 
+@pytest.mark.parametrize("uniform", [True, False])
+def test_a_row_is_split_as_it_is_alone(uniform: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file, "_PROGRAMS", 4)
+    monkeypatch.setattr(file, "_WIDE_PROGRAMS", 4)
+    splits: list[tuple[int, int]] = []
+    split = file._split
+    monkeypatch.setattr(file, "_split", lambda *of: splits.append(split(*of)) or splits[-1])
+    for num in (1, 3):
+        logits, rows = torch.randn(num, 1000, device=DEVICE), torch.arange(num, device=DEVICE)
+        given, best = to_device(params(top_p=0.9)), torch.zeros(num, device=DEVICE)
+        draw_tokens(logits, rows, rows + 5, given, rows.clone(), best, uniform=uniform)
+    alone, among = splits[:2], splits[2:]
+    assert (alone == among) == uniform
+
+
 def test_no_rows() -> None:
     none = torch.zeros(0, dtype=torch.int64)
     assert run(torch.zeros(0, 10), none, none, params())[0].tolist() == []
