@@ -1,8 +1,9 @@
-"""The equality matrix at length, by hand: greedy and seeded outputs under every condition, float32 on CPU.
+"""The equality matrix at length, by hand: greedy and seeded outputs under every condition, in float32.
 
-PYTHONPATH=.src python -P tests/bench/bench_equality.py [TOKENS] [--batch-invariant]
+PYTHONPATH=.src python -P tests/bench/bench_equality.py [TOKENS] [--batch-invariant] [--device cuda]
 """
 
+import argparse
 import sys
 import tempfile
 import time
@@ -21,12 +22,12 @@ COUNT = 24  # requests of a round
 MAX_TOKENS = 60
 
 
-def measure(num_tokens: int, batch_invariant: bool) -> dict[str, Ties]:
+def measure(num_tokens: int, batch_invariant: bool, device: str = "cpu") -> dict[str, Ties]:
     """Rounds of requests until so many tokens were compared; by condition."""
     torch.set_num_threads(1)
     round_, ties = 0, {name: Ties() for name in CONDITIONS}
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(Path(folder), batch_invariant)
+        bench = Bench(Path(folder), batch_invariant, device)
         while sum(t.tokens for t in ties.values()) < num_tokens:
             asked = requests(COUNT, MAX_TOKENS, first=round_ * COUNT)
             expected = bench.alone(asked)
@@ -53,16 +54,20 @@ def equality_rows(num_tokens: int = 20_000) -> list[Row]:
     return rows
 
 
-def main(num_tokens: int, batch_invariant: bool) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tokens", type=int, nargs="?", default=200_000)
+    parser.add_argument("--batch-invariant", action="store_true")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    args = parser.parse_args()
     began = time.monotonic()
-    ties = measure(num_tokens, batch_invariant)
-    print(f"float32, CPU, {'batch-invariant, ' if batch_invariant else ''}{time.monotonic() - began:.0f} s")
+    ties = measure(args.tokens, args.batch_invariant, args.device)
+    how = ", batch-invariant" if args.batch_invariant else ""
+    print(f"float32, {args.device}{how}, {time.monotonic() - began:.0f} s")
     for name, found in ties.items():
         print(f"{name:24} {found.tokens:9,} equal tokens, {len(found.ties)} ties {' '.join(found.ties)}")
-    total = all_of(ties)
-    print(total.check())
+    print(all_of(ties).check())
 
 
 if __name__ == "__main__":
-    numbers = [int(a.replace("_", "")) for a in sys.argv[1:] if not a.startswith("--")]
-    main(*(numbers or [200_000]), "--batch-invariant" in sys.argv)
+    main()

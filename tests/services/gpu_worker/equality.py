@@ -1,6 +1,6 @@
 """The same requests under every way of scheduling them, on one real model: what each gives against each choice alone.
 
-Without services between: the scheduler's core and runners in float32 on CPU.
+Without services between: the scheduler's core and runners in float32.
 """
 
 from collections.abc import Callable
@@ -58,9 +58,9 @@ def noisy(score: Score, sampling: Sampling, choice: int) -> Score:
 class Bench:
     """Runners on one checkpoint, and what each request gives alone."""
 
-    def __init__(self, folder: Path, batch_invariant: bool = False) -> None:
+    def __init__(self, folder: Path, batch_invariant: bool = False, device: str = "cpu") -> None:
         self.score: Score = greedy_score(BY_NAME["llama"].save(folder))
-        fields = {"max_model_len": MAX_MODEL_LEN, "batch_invariant": batch_invariant}
+        fields = {"max_model_len": MAX_MODEL_LEN, "batch_invariant": batch_invariant, "device": device}
         host_gib = 300 * BLOCK_BYTES / 2**30
         self.roomy, self.second = start(folder, **fields), start(folder, **fields)
         self.small = start(folder, num_gpu_blocks_override=FEW, **fields)

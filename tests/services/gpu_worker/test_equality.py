@@ -4,6 +4,7 @@ tests/bench/bench_equality.py does the same with many more tokens.
 """
 
 import pytest
+import torch
 from equality import CONDITIONS, Bench, Request, requests
 from ties import Ties
 
@@ -13,15 +14,22 @@ def asked() -> list[Request]:
     return requests(8, max_tokens=20)
 
 
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
 @pytest.fixture(scope="module", params=[False, True], ids=["plain", "batch-invariant"])
-def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Bench, bool]:
-    return Bench(tmp_path_factory.mktemp("tiny"), request.param), request.param
+def batch_invariant(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+@pytest.fixture(scope="module", params=DEVICES)
+def it(request: pytest.FixtureRequest, batch_invariant: bool, tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("tiny"), batch_invariant, request.param)
 
 
 def test_every_condition_gives_what_each_choice_gives_alone(
-    bench: tuple[Bench, bool], asked: list[Request], capsys: pytest.CaptureFixture[str]
+    it: Bench, batch_invariant: bool, asked: list[Request], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    it, batch_invariant = bench
     expected, ties = it.alone(asked), Ties()
     for name, condition in CONDITIONS.items():
         it.compare(name, asked, expected, condition(it, asked), ties)
