@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 TESTS = Path(__file__).parents[1]
-sys.path += [str(TESTS), str(TESTS / "services" / "gpu_worker")]
+sys.path += [str(TESTS), str(TESTS / "bench"), str(TESTS / "services" / "gpu_worker")]
 
 from equality import CONDITIONS, Bench, requests  # noqa: E402 -- found by the line above
 from rig import Row  # noqa: E402
