@@ -51,8 +51,9 @@ class Report:
             swaps = stats.host_blocks_total > 0
             log.warning(
                 "a sequence was preempted by %s mode because there is not enough KV cache space. This can "
-                "affect the end-to-end performance. Increase gpu_memory_utilization or tensor_parallel_size to "
-                "provide more KV cache memory, or lower max_num_seqs%s. total_cumulative_preemption_cnt=%d",
+                "affect the end-to-end performance. Increase gpu_memory_utilization (cpu_kv_gib on CPU) to provide "
+                "more KV cache memory or data_parallel_size to have more workers, or lower max_num_seqs%s. "
+                "total_cumulative_preemption_cnt=%d",
                 "SWAP" if swaps else "RECOMPUTE",
                 ""
                 if swaps

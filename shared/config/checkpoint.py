@@ -9,6 +9,7 @@ from blockyard.shared.config.gateway import SamplingDefaults
 from blockyard.shared.config.given import Values
 from blockyard.shared.errors import ConfigError
 
+UNSAID_WINDOWS = {"MistralForCausalLM": 4096}  # tokens, of folders whose config.json names no sliding_window
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length")
 
 
@@ -41,21 +42,23 @@ def model_length(config: dict[str, Any]) -> int | None:
 def config_overrides(values: Values) -> dict[str, Any]:
     """What is merged over config.json: --hf-overrides, then the RoPE flags, then --disable-sliding-window.
 
-    Merged as RFC 7396 says: objects key by key, and None removes a key.
+    Merged as RFC 7396 says: objects key by key, and None removes a key. A window is 0 and not removed: a family may
+    have one where its folder says nothing.
     """
     overrides: dict[str, Any] = dict(values.maybe("hf-overrides", dict) or {})
     for flag, key in (("rope-scaling", "rope_scaling"), ("rope-theta", "rope_theta")):
         if values[flag] is not None:
             overrides[key] = values[flag]
     if values.get("disable-sliding-window", bool):
-        overrides["sliding_window"] = None
+        overrides["sliding_window"] = 0
     return overrides
 
 
 def context_limit(values: Values, config: dict[str, Any]) -> int | None:
     """--max-model-len, capped to the window that --disable-sliding-window gives up. None: the model's."""
     asked = values.maybe("max-model-len", int)
-    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+    unsaid = UNSAID_WINDOWS.get(next(iter(config.get("architectures") or []), ""))
+    window = config.get("sliding_window", unsaid) if config.get("use_sliding_window", True) else None
     if not values.get("disable-sliding-window", bool) or not isinstance(window, int):
         return asked
     if asked is not None and asked > window:

@@ -161,7 +161,11 @@ def test_prefix_caching_is_on_unless_switched_off() -> None:
 def test_disable_sliding_window_caps_the_context() -> None:
     window: dict[str, object] = {"sliding_window": 1024}
     assert deploy("--disable-sliding-window", config=window).workers[0].max_model_len == 1024
-    assert overrides("--disable-sliding-window", config=window) == {"sliding_window": None}
+    assert overrides("--disable-sliding-window", config=window) == {"sliding_window": 0}
+    unsaid = deploy("--disable-sliding-window", config={"architectures": ["MistralForCausalLM"]})
+    assert unsaid.workers[0].max_model_len == 4096
+    full: dict[str, object] = {"architectures": ["MistralForCausalLM"], "sliding_window": None}
+    assert deploy("--disable-sliding-window", config=full).workers[0].max_model_len is None
     off: dict[str, object] = window | {"use_sliding_window": False}
     assert deploy("--disable-sliding-window", config=off).workers[0].max_model_len is None
     with pytest.raises(ConfigError, match="--max-model-len 2048: at most the sliding window, 1024"):
@@ -335,6 +339,7 @@ def test_scheduling_flags_reach_the_scheduler() -> None:
     ("args", "says"),
     [
         (["--scheduling-policy", "lottery"], "scheduling-policy"),
+        (["--preemption-mode", "prayer"], "preemption-mode"),
         (["--max-queue-delay", "60"], "--stall-timeout"),
         (["--max-queue-delay", "-1"], "max-queue-delay"),
         (["--max-num-partial-prefills", "2", "--max-long-partial-prefills", "3"], "max_long_partial_prefills"),

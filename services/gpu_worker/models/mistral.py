@@ -12,7 +12,7 @@ from blockyard.services.gpu_worker.weights import WeightTable
 
 
 class MistralConfig(msgspec.Struct, frozen=True):
-    """What is Mistral's own; a folder that says nothing means 4096."""
+    """What is Mistral's own; a folder that says nothing means a window of 4096, and 0 is none."""
 
     sliding_window: int | None = 4096
     max_position_embeddings: int = 4096 * 32
@@ -29,4 +29,4 @@ def build(config: dict[str, Any], table: WeightTable) -> Decoder:
         mlp_bias=False,
     )
     shape = decoder_shape(fields, config)
-    return Decoder(replace(shape, windows=(own.sliding_window,) * shape.num_layers), table)
+    return Decoder(replace(shape, windows=(own.sliding_window or None,) * shape.num_layers), table)

@@ -16,7 +16,7 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 
 class WindowConfig(msgspec.Struct, frozen=True):
     use_sliding_window: bool = False
-    sliding_window: int | None = 4096
+    sliding_window: int | None = 4096  # 0 is none, too
     max_window_layers: int = 28  # layers from this one on have the window
     layer_types: list[str] | None = None  # says it layer by layer, in newer folders
 
@@ -31,7 +31,7 @@ def build(config: dict[str, Any], table: WeightTable) -> Decoder:
 def read_windows(config: dict[str, Any], num_layers: int) -> tuple[int | None, ...]:
     """Each layer's window. Raises ConfigError for a kind of layer that is not attention."""
     fields = parse(config, WindowConfig)
-    window = fields.sliding_window if fields.use_sliding_window else None
+    window = (fields.sliding_window or None) if fields.use_sliding_window else None
     if fields.layer_types is None:
         return tuple(window if layer >= fields.max_window_layers else None for layer in range(num_layers))
     unknown = [kind for kind in fields.layer_types if kind not in LAYER_TYPES]

@@ -11,7 +11,7 @@ import pytest
 from blockyard.services.api_gateway.server import tls_context
 from blockyard.shared.config.gateway import CorsConfig, SamplingDefaults, TlsConfig
 from blockyard.shared.errors import ConfigError
-from blockyard.shared.messages import Generate, Role, Tokenize
+from blockyard.shared.messages import Beam, BeamStop, Generate, Role, Tokenize
 from blockyard.shared.ring_client.fake_ring import CARD, member
 from blockyard.shared.token_ids import unpack
 
@@ -215,6 +215,16 @@ async def test_every_sampling_field_reaches_the_scheduler(rig) -> None:
         "pepper",
         False,
     )
+
+
+async def test_choices_and_beams_reach_the_scheduler(rig) -> None:
+    beams = {"n": 2, "use_beam_search": True, "length_penalty": 0.5, "early_stopping": True, "temperature": 0}
+    async with rig() as r:
+        _, best = await r.post(COMPLETION, {"prompt": "x", "max_tokens": 3, "n": 2, "best_of": 5})
+        await r.post(COMPLETION, {"prompt": "x", "max_tokens": 3} | beams)
+        first, second = r.ring.frames(Generate)
+    assert (len(first.choices), first.beam, first.sampling.num_logprobs, len(best["choices"])) == (5, None, 0, 2)
+    assert (len(second.choices), second.beam) == (2, Beam(2, 0.5, BeamStop.FIRST))
 
 
 async def test_defaults_of_the_deployment(rig) -> None:

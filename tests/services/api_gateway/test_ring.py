@@ -130,7 +130,16 @@ async def test_health_ready_and_live(rig) -> None:
 async def test_metrics_are_the_sum_of_all_gateways(rig) -> None:
     async with rig() as r:
         r.ring.members[SCHEDULER] = msgspec.structs.replace(
-            MEMBERS[1], stats=Stats(running=3, waiting=2, preemptions_total=7, blocks_used=5, blocks_total=20)
+            MEMBERS[1],
+            stats=Stats(
+                running=3,
+                waiting=2,
+                preemptions_total=7,
+                blocks_used=5,
+                blocks_total=20,
+                prefix_queries_total=80,
+                prefix_hits_total=20,
+            ),
         )
         await r.post(COMPLETION, completion(prompt="abc", max_tokens=4))
         r.ring.join(Member("api_gateway 1", Role.API_GATEWAY, 77, "ipc:///77", ready=True))
@@ -151,6 +160,8 @@ async def test_metrics_are_the_sum_of_all_gateways(rig) -> None:
     scheduler = (("member", "scheduler"), *tiny, ("role", "scheduler"))
     assert found["blockyard:num_requests_running", scheduler] == 3
     assert found["blockyard:num_preemptions_total", scheduler] == 7
+    assert found["blockyard:prefix_cache_queries_total", scheduler] == 80
+    assert found["blockyard:prefix_cache_hits_total", scheduler] == 20
     assert found["blockyard:kv_cache_usage_perc", scheduler] == 0.25
 
 

@@ -15,6 +15,8 @@ from blockyard.services.gpu_worker.models.folder import read_config, read_eos_id
 from blockyard.services.gpu_worker.models.registry import FAMILIES, find_family
 from blockyard.services.gpu_worker.models.rope import extended_length, read_rope
 from blockyard.services.gpu_worker.weights import WeightTable
+from blockyard.shared.config.checkpoint import config_overrides
+from blockyard.shared.config.given import Values, from_command_line
 from blockyard.shared.errors import ConfigError
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -146,6 +148,9 @@ def test_windows(tmp_path: Path, fields: dict[str, Any], windows: tuple[int | No
     model = build(write(tmp_path, **fields))
     assert isinstance(model, Decoder)
     assert model.shape.windows == windows
+    values = Values(from_command_line(["--disable-sliding-window"])[0])
+    disabled = build(tmp_path, json.dumps(config_overrides(values)))
+    assert disabled.shape.windows == (None,) * 3
 
 
 PUBLISHED = {  # the shapes of models that people run, without their weights

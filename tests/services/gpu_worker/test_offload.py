@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from plan_driver import Driver
-from tiny_models import BASE, BY_NAME, VOCAB, start
+from tiny_models import BASE, BY_NAME, VOCAB, settings, start
 
 from blockyard.services.gpu_worker import engine, linear, offload
 from blockyard.services.gpu_worker.models.registry import find_family
@@ -74,11 +74,23 @@ def test_all_layers_at_most(tmp_path: Path) -> None:
         share_of_layers(build, CONFIG, torch.float32, 1e-6, free_bytes=GIB)
 
 
+def test_the_flag_says_how_much_stays_unless_this_is_a_cpu(tmp_path: Path) -> None:
+    config = settings(tmp_path, cpu_offload_gib=0.25 * 10 * LAYER_BYTES / GIB)
+    shares = [
+        engine.host_share(find_family(CONFIG), CONFIG, torch.float32, config, torch.device(device))
+        for device in ("meta", "cpu")
+    ]
+    assert shares == [pytest.approx(0.25), 0.0]
+
+
 def test_on_cpu_they_are_there_anyway(tmp_path: Path) -> None:
     BY_NAME["llama"].save(tmp_path)
-    if DEVICE == "cpu":
-        runner = start(tmp_path, device="cpu", cpu_offload_gib=1.0)
-        assert not runner.model.table.on_host
+    seen: list[str] = []
+    runner = engine.start(
+        settings(tmp_path, device="cpu", cpu_offload_gib=1.0), lambda phase, progress, notes: seen.extend(notes)
+    )
+    assert not runner.model.table.on_host
+    assert "weights in host memory: all, this is a CPU (--cpu-offload-gb)" in seen
 
 
 @pytest.mark.cuda

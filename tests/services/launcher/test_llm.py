@@ -68,6 +68,16 @@ def test_params_for_each_prompt_and_forms_of_prompts(llm: LLM) -> None:
     assert llm.generate([], use_tqdm=False) == []
 
 
+def test_priorities_are_those_of_their_prompts(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    submit, jobs = llm._session.submit, []
+    monkeypatch.setattr(llm._session, "submit", lambda asked: (jobs.extend(asked), submit(asked))[1])
+    llm.generate(["a", "b"], SamplingParams(max_tokens=1), use_tqdm=False, priority=[3, -1])
+    llm.generate("c", SamplingParams(max_tokens=1), use_tqdm=False)
+    assert [job.priority for job in jobs] == [3, -1, 0]
+    with pytest.raises(ValueError, match="1 priorities for 2 prompts"):
+        llm.generate(["a", "b"], use_tqdm=False, priority=[3])
+
+
 def test_chat_shows_the_prompt_it_made(llm: LLM) -> None:
     conversations = [[{"role": "user", "content": word}] for word in ("hello", "goodbye")]
     outputs = llm.chat(conversations, SamplingParams(max_tokens=2), use_tqdm=False)

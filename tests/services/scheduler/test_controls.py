@@ -132,11 +132,12 @@ def test_paused_requests_stand_still_and_go_on(ring: type[Ring], clear: bool) ->
     assert more == (2 if clear else 1), "with another cache what ran starts again"
 
 
-def test_a_pause_that_waits_is_answered_when_all_that_ran_has_ended(ring: type[Ring]) -> None:
+@pytest.mark.parametrize("clear", [True, False])
+def test_a_pause_that_waits_is_answered_when_all_that_ran_has_ended(ring: type[Ring], clear: bool) -> None:
     it = ring()
     it.submit("a", 10, max_tokens=20)
     it.steps(4)
-    tell(it, Verb.PAUSE, drain=True)
+    tell(it, Verb.PAUSE, drain=True, clear_cache=clear)
     it.submit("b", 6)
     it.steps(4)
     assert answers(it) == []
@@ -144,7 +145,9 @@ def test_a_pause_that_waits_is_answered_when_all_that_ran_has_ended(ring: type[R
     assert answers(it) == [("PAUSE", 200)]
     assert (len(it.output("a").ids), it.output("b").ids) == (20, [])
     tell(it, Verb.RESUME)
+    it.submit("a again", 10)
     it.finish()
+    assert bool(it.output("a again").num_cached) != clear
 
 
 def test_a_forgotten_cache_finds_nothing(ring: type[Ring]) -> None:

@@ -114,6 +114,22 @@ def test_long_outputs_count(ring: type[Ring]) -> None:
     assert sum(name.startswith("long") for name in order(it)[:12]) <= 5
 
 
+def test_long_prompts_count(ring: type[Ring]) -> None:
+    """What is found of them does not."""
+    it = ring(policy="fair", max_num_seqs=1, max_model_len=200, max_num_batched_tokens=200)
+    for i in range(12):
+        it.submit(f"long {i}", 100 + i, tenant="long", max_tokens=2, salt=f"long {i}")
+        it.submit(f"short {i}", 5 + i, tenant="short", max_tokens=2, salt=f"short {i}")
+    it.finish()
+    assert sum(name.startswith("long") for name in order(it)[:12]) <= 3
+    again = ring(policy="fair", max_num_seqs=1, max_model_len=200, max_num_batched_tokens=200)
+    for i in range(12):
+        again.submit(f"long {i}", 100 + i, prompt=[7] * (100 + i), tenant="long", max_tokens=2)
+        again.submit(f"short {i}", 5 + i, tenant="short", max_tokens=2, salt=f"short {i}")
+    again.finish()
+    assert sum(name.startswith("long") for name in order(again)[:12]) >= 5
+
+
 def test_seats_are_shared_between_tenants(ring: type[Ring]) -> None:
     it = ring(policy="fair", max_num_seqs=4, max_num_batched_tokens=32)
     for i in range(8):

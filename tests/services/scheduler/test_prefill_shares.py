@@ -66,6 +66,7 @@ def test_as_many_long_prompts_as_are_allowed_share_a_step(ring: type[Ring]) -> N
     it.steps(2)
     plans = [o.frame for o in it.world.sent if isinstance(o.frame, StepPlan)]
     assert [run.max_tokens for run in plans[1].runs] == [8, 8]
+    assert [len(start.token_ids) // 4 for plan in plans[:2] for start in plan.starts] == [101, 102]
     it.finish()
 
 

@@ -1,6 +1,7 @@
 """The loop around the core: what is published, what a failed send means, what people are told."""
 
 import logging
+import re
 
 import pytest
 
@@ -8,6 +9,7 @@ from blockyard.services.scheduler.core import Scheduler, SchedulerSettings
 from blockyard.services.scheduler.groups import BatchLimits
 from blockyard.services.scheduler.report import Report
 from blockyard.services.scheduler.service import Service
+from blockyard.shared.config.flags import FLAGS
 from blockyard.shared.fake_links import FakeLinks
 from blockyard.shared.member_list import Changed, Gone, Joined
 from blockyard.shared.messages import (
@@ -179,10 +181,25 @@ def test_preemptions_warn_with_the_count_and_the_flags(caplog: pytest.LogCapture
     counts = [r.getMessage().rpartition("=")[2] for r in caplog.records]
     assert counts == ["1", "50", "120"]
     assert "not enough KV cache space" in caplog.text
-    assert "gpu_memory_utilization" in caplog.text
     assert "preempted by RECOMPUTE mode" in caplog.text
     assert "preemption_mode swap" in caplog.text
+    named = {name.replace("_", "-") for name in re.findall(r"[a-z]+(?:_[a-z]+)+", caplog.records[0].getMessage())}
+    helpful = {"gpu-memory-utilization", "cpu-kv-gib", "data-parallel-size", "max-num-seqs", "preemption-mode"}
+    assert named == helpful | {"swap-space", "total-cumulative-preemption-cnt"}
+    assert not any(FLAGS[name].refused for name in helpful)
     caplog.clear()
     report.warn(Stats(preemptions_total=200, host_blocks_total=9))
     assert "preempted by SWAP mode" in caplog.text
     assert "preemption_mode" not in caplog.text
+
+
+def test_a_preemption_is_warned_of_though_statistics_are_not_logged(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it, _ = service()
+    monkeypatch.setattr(it, "_report", Report(10.0, False, 0.0))
+    monkeypatch.setattr(Scheduler, "stats", lambda core: Stats(preemptions_total=3))
+    it.turn(1.0)
+    assert [record.getMessage().rpartition("=")[2] for record in caplog.records] == ["3"]
+    it.turn(12.0)
+    assert len(caplog.records) == 1, "it was said before"

@@ -309,6 +309,18 @@ def test_stop_strings_bad_words_salt_and_truncation_reach_the_ring() -> None:
     play(FakeRing(), scene)
 
 
+def test_priorities_and_beams_reach_the_ring() -> None:
+    async def scene(rig: Rig) -> None:
+        params = SamplingParams(n=2, use_beam_search=True, temperature=0, max_tokens=2)
+        asked = [read(params, CARD.vocab_size, 20), read(SamplingParams(), CARD.vocab_size, 20)]
+        jobs = [Job(p, a, 1, i) for p, a, i in zip(read_prompts(["a", "b"], "tiny"), asked, [-3, 5], strict=True)]
+        await Batch("b", jobs, CARD, rig.client, rig.gate).run()
+        found = {f.request_id: (f.priority, f.beam.width if f.beam else 0) for f in sent(rig.ring, Generate)}
+        assert found == {"b-0": (-3, 2), "b-1": (5, 0)}
+
+    play(FakeRing(), scene)
+
+
 def test_seeds_are_asked_ones_or_derived() -> None:
     async def scene(rig: Rig) -> None:
         batch = rig.batch(["a", "a", "a"], SamplingParams(), SamplingParams(seed=-1), SamplingParams(seed=5))
