@@ -6,7 +6,7 @@ It trusts nothing: a plan that contradicts what came before is a PlanError. Test
 from array import array
 from dataclasses import dataclass, field
 
-from blockyard.services.gpu_worker.mock_kv import MockKV, advance, states_of
+from blockyard.services.gpu_worker.mock_kv import MockKV, Trail
 from blockyard.shared.errors import BlockyardError
 from blockyard.shared.messages import (
     FinishReason,
@@ -56,7 +56,7 @@ class MockSlot:
     sampling: Sampling
     choice: int
     prompt_logprobs_next: int
-    states: "array[int]"  # of all tokens known to the device, as `advance` has them
+    trail: Trail  # of all tokens known to the device
     finished: bool = False
     lost: bool = False  # it began on blocks that could not be fetched: it stays silent
     num_passed: int = 0  # leading blocks that are behind the window: they may have other owners
@@ -131,12 +131,12 @@ class MockBatch:
         _check(len(ids) <= self.geometry.max_model_len, f"{len(ids)} tokens start, limit {self.geometry.max_model_len}")
         _check(0 <= start.num_computed < len(ids), f"{start.num_computed} of {len(ids)} tokens computed at start")
         num_full, rest = divmod(start.num_computed, self.geometry.block_size)
-        states = states_of(ids)
+        trail = Trail(start.token_ids, self.geometry.block_size)
         found = start.blocks[: num_full + bool(rest)]
         seen = self._first_seen(start.num_computed)
         passed = seen // self.geometry.block_size
         lost = not self.kv.bad.isdisjoint(found[passed:])
-        different = self.kv.first_difference(found, states[: start.num_computed], seen)
+        different = self.kv.first_difference(found, trail, start.num_computed, seen)
         _check(lost or different is None, f"slot {start.slot} starts on KV that is not its own at {different}")
         slot = self.slots[start.slot] = MockSlot(
             ids[: start.num_prompt_tokens],
@@ -146,26 +146,28 @@ class MockBatch:
             start.sampling,
             start.choice,
             start.prompt_logprobs_from,
-            states,
+            trail,
             finished=lost,
             lost=lost,
             num_passed=passed,
         )
         for block in found[passed:num_full]:
             self.owners.setdefault(block, set()).add(start.slot)
-            slot.blocks.append(block)
+        slot.blocks += found[passed:num_full]
         self._append(SlotBlocks(start.slot, start.blocks[num_full:]))
 
     def _append(self, more: SlotBlocks) -> None:
         slot = self._live(more.slot)
+        limit, all_owners = self.geometry.num_blocks, self.owners
         for block in more.blocks:
-            _check(0 <= block < self.geometry.num_blocks, f"block {block} of {self.geometry.num_blocks}")
-            owners = self.owners.get(block)
-            _check(not owners, f"block {block} of slot {more.slot} is slot {min(owners or [0])}'s")
-            self.owners[block] = {more.slot}
-            slot.blocks.append(block)
-            if slot.lost:
-                self.kv.bad.add(block)
+            if not 0 <= block < limit:
+                raise PlanError(f"block {block} of {limit}")
+            if owners := all_owners.get(block):
+                raise PlanError(f"block {block} of slot {more.slot} is slot {min(owners)}'s")
+            all_owners[block] = {more.slot}
+        slot.blocks += more.blocks
+        if slot.lost:
+            self.kv.bad.update(more.blocks)
 
     def _run(self, run: SlotRun) -> SlotResult | None:
         slot = self._live(run.slot)
@@ -176,17 +178,20 @@ class MockBatch:
         slot.num_computed = min(before + run.max_tokens, slot.num_tokens)
         room = len(slot.blocks) * self.geometry.block_size
         _check(slot.num_computed <= room, f"slot {run.slot} computes {slot.num_computed} tokens, blocks hold {room}")
-        different = self.kv.first_difference(slot.blocks, slot.states[:before], self._first_seen(before, before))
+        different = self.kv.first_difference(slot.blocks, slot.trail, before, self._first_seen(before, before))
         _check(different is None, f"slot {run.slot} reads KV that is not its own at {different}")
-        self.kv.write(slot.blocks, before, slot.states[before : slot.num_computed])
+        self.kv.write(slot.blocks, before, slot.num_computed, slot.trail)
         self._pass(run.slot, slot)
         first, prompt_logprobs = self._prompt_logprobs(slot, before)
         if slot.num_computed < slot.num_tokens:
             return SlotResult(run.slot, [], slot.num_computed, None, None, [], first, prompt_logprobs)
         token_ids, finish, stop_token = self._sample(slot)
         slot.finished = finish is not None
-        num_candidates, state = slot.sampling.num_logprobs, slot.states[slot.num_computed - 1]
-        logprobs = [] if num_candidates is None else [likeliest(token, num_candidates, state) for token in token_ids]
+        num_candidates = slot.sampling.num_logprobs
+        logprobs = []
+        if num_candidates is not None:
+            state = slot.trail.state(slot.num_computed)
+            logprobs = [likeliest(token, num_candidates, state) for token in token_ids]
         return SlotResult(run.slot, token_ids, slot.num_computed, finish, stop_token, logprobs, first, prompt_logprobs)
 
     def _first_seen(self, num_computed: int, without: int = 0) -> int:
@@ -211,7 +216,7 @@ class MockBatch:
         choice = slot.choice if sampling.temperature else 0
         token = self.pattern.token(sampling, choice, slot.num_tokens, slot.prompt, eos)
         slot.num_tokens += 1
-        slot.states.append(advance(slot.states[-1], token))
+        slot.trail.append(token)
         num_outputs = slot.num_tokens - num_prompt
         if num_outputs > sampling.min_tokens and token in sampling.stop_token_ids:
             return [token], FinishReason.STOP, token

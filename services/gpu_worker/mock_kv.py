@@ -1,26 +1,57 @@
-"""What a mock worker has instead of KV: for each place in its blocks, which tokens led up to it."""
+"""What a mock worker has instead of KV: for each of its blocks the tokens in it, and which ones led up to them."""
 
-from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from os.path import commonprefix
+from zlib import crc32
 
 from blockyard.shared.messages import BlockFetch, BlockName, BlockSave
+from blockyard.shared.token_ids import ID_BYTES
 
-EMPTY = 0  # the state before a sequence's first token
+Held = tuple[int, bytes]  # what a block holds: the state before it, and the ids of its tokens
+NOTHING: Held = (-1, b"")  # nobody has written the block, or not from its beginning: no sequence has this
 
 
-def advance(state: int, token_id: int) -> int:
+def state_of(ids: bytes) -> int:
     """A number for "these tokens in this order": KV depends on all that came before it."""
-    return hash((state, token_id))
+    return crc32(ids)
 
 
-def states_of(token_ids: Iterable[int]) -> "array[int]":
-    """After each of a sequence's tokens."""
-    states, state = array("q"), EMPTY
-    for token in token_ids:
-        state = advance(state, token)
-        states.append(state)
-    return states
+class Trail:
+    """A sequence's tokens as they stand in its blocks, the last of which may not be full."""
+
+    __slots__ = ("_blocks", "_size_bytes")
+
+    def __init__(self, ids: bytes, block_size: int) -> None:
+        self._size_bytes = size = block_size * ID_BYTES
+        self._blocks: list[Held] = []
+        state = 0
+        for first in range(0, len(ids), size):
+            block = ids[first : first + size]
+            self._blocks.append((state, block))
+            state = crc32(block, state)
+
+    def append(self, token: int) -> None:
+        ids = token.to_bytes(ID_BYTES, "little")
+        before, last = self._blocks[-1]
+        if len(last) < self._size_bytes:
+            self._blocks[-1] = (before, last + ids)
+        else:
+            self._blocks.append((crc32(last, before), ids))
+
+    def state(self, num_tokens: int) -> int:
+        """After so many tokens, at least one."""
+        (last,) = self.held(num_tokens, (num_tokens - 1) * ID_BYTES // self._size_bytes)
+        return _state_after(last)
+
+    def held(self, end: int, first: int = 0) -> list[Held]:
+        """By its blocks from `first` on, once so many tokens are computed."""
+        full, rest = divmod(end * ID_BYTES, self._size_bytes)
+        held = self._blocks[first:full]
+        if rest:
+            before, ids = self._blocks[full]
+            held.append((before, ids[:rest]))
+        return held
 
 
 @dataclass(slots=True)
@@ -30,54 +61,68 @@ class MockKV:
     block_size: int
     names: dict[int, bytes] = field(default_factory=dict)
     bad: set[int] = field(default_factory=set)  # blocks that could not be fetched, and what was to be made of them
-    _states: dict[int, int] = field(default_factory=dict)  # by place: block times size plus offset
-    _host: dict[int, tuple[bytes, list[int]]] = field(default_factory=dict)  # name and states of a host block
+    _held: dict[int, Held] = field(default_factory=dict)
+    _host: dict[int, tuple[bytes, Held]] = field(default_factory=dict)  # name and contents of a host block
 
-    def write(self, blocks: list[int], first: int, states: Sequence[int]) -> None:
-        """A sequence with this block table has computed its tokens from position `first` on."""
-        size = self.block_size
-        for position, state in enumerate(states, first):
-            block = blocks[position // size]
-            self._states[block * size + position % size] = state
+    def write(self, blocks: list[int], first: int, end: int, trail: Trail) -> None:
+        """A sequence with this block table has computed its tokens from position `first` to before `end`."""
+        begin, offset = divmod(first, self.block_size)
+        for block, (before, ids) in zip(blocks[begin:], trail.held(end, begin), strict=False):
+            kept = self._held.get(block, NOTHING) if offset else (before, b"")
+            is_ours = kept[0] == before and kept[1][: offset * ID_BYTES] == ids[: offset * ID_BYTES]
+            self._held[block] = (before, ids) if is_ours else NOTHING
             self.names.pop(block, None)
             self.bad.discard(block)
+            offset = 0
+
+    def state(self, block: int) -> int:
+        """Of a full block, after its last token."""
+        return _state_after(self._held[block])
+
+    def host_states(self) -> Iterable[tuple[int, bytes, int]]:
+        """Blocks of host memory, their names and the state after their last token."""
+        return ((host, name, _state_after(held)) for host, (name, held) in self._host.items())
 
     def save(self, save: BlockSave) -> bool:
         """False if the block does not hold what it is called, as far as that is known."""
-        first = save.block * self.block_size
-        states = [self._states.get(place, EMPTY) for place in range(first, first + self.block_size)]
+        held = self._held.get(save.block, NOTHING)
         self._host.pop(save.host, None)
-        self._host[save.host] = (save.name, states)
-        return save.block not in self.bad and self.names.get(save.block, save.name) == save.name and all(states)
+        self._host[save.host] = (save.name, held)
+        is_full = len(held[1]) == self.block_size * ID_BYTES
+        return save.block not in self.bad and self.names.get(save.block, save.name) == save.name and is_full
 
     def has(self, host: int) -> bool:
         return host in self._host
 
     def fetch(self, fetch: BlockFetch) -> bool:
         """Whether the copy could be made; `has` says so."""
-        _, states = self._host[fetch.host]
-        for offset, state in enumerate(states):
-            self._states[fetch.block * self.block_size + offset] = state
+        _, self._held[fetch.block] = self._host[fetch.host]
         self.names.pop(fetch.block, None)
         self.bad.discard(fetch.block)
         return True
 
     def copy(self, src: int, dst: int) -> None:
-        size = self.block_size
         self.names.pop(dst, None)
-        for offset in range(size):
-            self._states[dst * size + offset] = self._states.get(src * size + offset, EMPTY)
+        self._held[dst] = self._held.get(src, NOTHING)
         self.bad.discard(dst)
         if src in self.bad:
             self.bad.add(dst)
 
-    def first_difference(self, blocks: list[int], states: Sequence[int], begin: int = 0) -> int | None:
-        """The first position from `begin` on at which the blocks do not hold what a sequence would have computed."""
+    def first_difference(self, blocks: list[int], trail: Trail, end: int, begin: int = 0) -> int | None:
+        """The first position from `begin` to before `end` at which the blocks do not hold what the sequence would
+        have computed."""
         size = self.block_size
-        for position in range(begin, len(states)):
-            if self._states.get(blocks[position // size] * size + position % size) != states[position]:
-                return position
-        return None
+        first = begin // size
+        expected = trail.held(end, first)
+        there = [*map(self._held.get, blocks[first : first + len(expected)])]
+        if there == expected:
+            return None
+        for i, (before, ids) in enumerate(expected):
+            known, written = (there[i] if i < len(there) else None) or NOTHING
+            if known != before or not written.startswith(ids):
+                same = 0 if known != before else len(commonprefix([written, ids])) // ID_BYTES
+                return max(begin, (first + i) * size + same)
+        return None  # somebody has gone on in the last of them
 
     def learn(self, names: Iterable[BlockName]) -> None:
         for entry in names:
@@ -88,7 +133,7 @@ class MockKV:
         """What is in the blocks, too: nobody may read it."""
         self.names.clear()
         self.bad.clear()
-        self._states.clear()
+        self._held.clear()
         self._host.clear()
 
     def listed(self) -> tuple[list[int], bytes]:
@@ -97,3 +142,8 @@ class MockKV:
 
     def host_listed(self) -> tuple[list[int], bytes]:
         return list(self._host), b"".join(name for name, _ in self._host.values())
+
+
+def _state_after(held: Held) -> int:
+    before, ids = held
+    return crc32(ids, max(before, 0))

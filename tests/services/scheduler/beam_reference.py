@@ -5,7 +5,7 @@ from array import array
 import msgspec
 
 from blockyard.services.gpu_worker.mock_batch import Pattern, likeliest
-from blockyard.services.gpu_worker.mock_kv import states_of
+from blockyard.services.gpu_worker.mock_kv import state_of
 from blockyard.services.scheduler.beam_search import BeamSearch, Finished, Hypothesis
 from blockyard.shared.messages import Generate
 
@@ -24,6 +24,6 @@ def beam_reference(frame: Generate, pattern: Pattern, eos: list[int], max_model_
         for hypothesis in live:
             ids = prompt + hypothesis.outputs.tolist()
             token = pattern.token(asked, 0, len(ids), array("I", prompt), eos)
-            hypothesis.top = likeliest(token, num, states_of(ids)[-1])
+            hypothesis.top = likeliest(token, num, state_of(array("I", ids).tobytes()))
         live = [hypothesis for _, hypothesis in steps.step(live, eos)]
     return steps.finished

@@ -9,13 +9,13 @@ import msgspec
 
 from blockyard.services.gpu_worker.mock import MockRunner
 from blockyard.services.gpu_worker.mock_batch import Pattern
-from blockyard.services.gpu_worker.mock_kv import states_of
+from blockyard.services.gpu_worker.mock_kv import state_of
 from blockyard.services.gpu_worker.service import Worker
 from blockyard.services.gpu_worker.sleep import SleepingRunner
 from blockyard.services.scheduler.core import Scheduler, SchedulerSettings
 from blockyard.services.scheduler.groups import BatchLimits
 from blockyard.services.scheduler.outbox import Outgoing
-from blockyard.shared.block_names import block_names, root_name
+from blockyard.shared.block_names import block_names, root_name, split_names
 from blockyard.shared.fake_links import FakeLinks
 from blockyard.shared.messages import (
     Attached,
@@ -273,14 +273,13 @@ class World:
             root = root_name(SCOPE, cache_salt=journal.frame.cache_salt)
             for out in journal.outputs.values():
                 ids = array("I", ids_list(journal.frame.prompt_ids) + out.ids)
-                names = block_names(root, ids.tobytes(), size)
-                ends = states_of(ids)[size - 1 :: size]
-                states |= {names[16 * i : 16 * i + 16]: state for i, state in enumerate(ends)}
+                names = split_names(block_names(root, ids.tobytes(), size))
+                states |= {name: state_of(ids[: size * end].tobytes()) for end, name in enumerate(names, 1)}
         for block, name in kv.names.items():
-            held = kv._states[block * size + size - 1]
+            held = kv.state(block)
             assert states.get(name, held) == held, f"block {block} does not hold what its name says"
-        for block, (name, held_states) in kv._host.items():
-            assert states.get(name, held_states[-1]) == held_states[-1], f"host block {block} is not what its name says"
+        for block, name, held in kv.host_states():
+            assert states.get(name, held) == held, f"host block {block} is not what its name says"
 
     def check_idle(self) -> None:
         stats = self.core.stats()
