@@ -199,14 +199,16 @@ class Scheduler:
         self._intake.expire(now)
         for worker in self._groups.unanswered(now):
             self._outbox.send(worker, self._groups.ask(worker, now))
-        self._groups.stir(self._placement.place())
+        self._groups.stir(self._placement.place(bool(self._gate.suspects)))
         self._groups.stir(self.groups[worker] for worker in self._alarms.take(now) if worker in self.groups)
         while stirred := self._groups.take_stirred(now):
             for group in stirred:
                 while self._alarms.may_send(group, now) and (plan := self._planner.plan(group)) is not None:
                     group.departures.sent(group.flight[-1].load, now)
                     self._outbox.send(group.worker, plan)
-            self._groups.stir(self._placement.place())  # those who had to give way may run elsewhere
+            self._groups.stir(
+                self._placement.place(bool(self._gate.suspects))
+            )  # those who had to give way may run elsewhere
         self._controls.settle(now)
         self._waiting.rate.tick(now, len(self._waiting) > 0)
         self._streams.flush(self._outbox)

@@ -124,9 +124,17 @@ class Placement:
         self._promises = promises
         self._desks: dict[int, Desk] = {}
 
-    def place(self) -> list[Group]:
-        """Sends those who wait to desks, as far as there is room. Returns the groups that somebody was sent to."""
+    def place(self, suspects: bool = False) -> list[Group]:
+        """Sends those who wait to desks, as far as there is room. Returns the groups that somebody was sent to.
+
+        `suspects`: some are to be tried alone, before others. Then nobody stands at a desk, or one of them might stand
+        behind somebody who is to wait for its trial.
+        """
         chosen: list[Group] = []
+        if suspects:
+            for desk in self._desks.values():
+                self._clear(desk)
+            return chosen
         if len(self._groups) < 2 or self._next() is None:
             return chosen
         desks = [self._desk(group) for group in self._groups.values()]
@@ -164,9 +172,8 @@ class Placement:
     def forget(self, group: Group) -> None:
         """A group is lost: those at its desk wait for another."""
         desk = self._desks.pop(group.worker, None)
-        for comer in desk.queue if desk is not None else ():
-            if comer.waits:
-                self._waiting.put_back(comer.choice)
+        if desk is not None:
+            self._clear(desk)
 
     def _next(self) -> Choice | None:
         """Who is next, if he may be seated."""
@@ -228,9 +235,15 @@ class Placement:
         """Those whom plan after plan passed over."""
         sent = desk.group.horizon.sent
         if desk.queue and sent - min(comer.since for comer in desk.queue) > PATIENCE:
-            for comer in desk.queue:
-                self._waiting.put_back(comer.choice)
+            self._clear(desk)
             desk.refresh()
+
+    def _clear(self, desk: Desk) -> None:
+        """All who stand there wait among the others again."""
+        for comer in desk.queue:
+            if comer.waits:
+                self._waiting.put_back(comer.choice)
+        desk.queue = []
 
 
 def _siblings(choice: Choice) -> set[int]:

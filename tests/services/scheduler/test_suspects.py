@@ -142,3 +142,20 @@ def test_without_another_worker_groups_are_emptied_for_them_in_the_end() -> None
             break
     assert i < 80, "it was tried"
     it.finish()
+
+
+def test_a_suspect_behind_others_of_a_lower_class_is_tried_where_several_workers_come_at_once() -> None:
+    it = Ring(policy="priority", max_num_seqs=4, max_num_batched_tokens=64)
+    world = it.world
+    it.submit("suspect", 6, max_tokens=12, priority=5)
+    it.steps(2)
+    world.break_down(it.worker.incarnation)
+    for name in "abcd":
+        it.submit(name, 6, max_tokens=12, priority=0)
+    workers = [world.add_worker() for _ in range(2)]
+    while any(worker.incarnation not in world.core.groups for worker in workers):
+        for worker in workers:
+            world.work(worker, turn=False)
+    world.turn()
+    it.finish()
+    assert {it.output(name).finish for name in ("suspect", *"abcd")} == {LENGTH}
