@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from os.path import commonprefix
+from itertools import zip_longest
 from zlib import crc32
 
 from blockyard.shared.messages import BlockFetch, BlockName, BlockSave
@@ -120,7 +120,8 @@ class MockKV:
         for i, (before, ids) in enumerate(expected):
             known, written = (there[i] if i < len(there) else None) or NOTHING
             if known != before or not written.startswith(ids):
-                same = 0 if known != before else len(commonprefix([written, ids])) // ID_BYTES
+                differ = (at for at, pair in enumerate(zip_longest(written, ids)) if pair[0] != pair[1])
+                same = 0 if known != before else next(differ) // ID_BYTES
                 return max(begin, (first + i) * size + same)
         return None  # somebody has gone on in the last of them
 

@@ -1,6 +1,7 @@
 """KV blocks of one worker group: shared by count, and findable by what they hold."""
 
 from collections.abc import Sequence
+from itertools import filterfalse
 
 from blockyard.services.scheduler.host_tier import HostTier
 from blockyard.services.scheduler.id_pool import Horizon, IdPool
@@ -18,18 +19,19 @@ class BlockPool:
         self.num_ids = num_blocks
         self.block_size = block_size  # tokens
         self.bare = IdPool(num_blocks, horizon)
-        self.index = PrefixIndex(horizon)
+        self.index = PrefixIndex(num_blocks, horizon)
+        self._shelf = self.index.shelf
         self.host = HostTier(num_host_blocks, horizon)
         self._holders = [0] * num_blocks
         self._watermark = max(1, num_blocks // 100)
 
     @property
     def num_free(self) -> int:
-        return self.bare.num_free + self.index.num_idle
+        return self.bare.num_free + self._shelf.num_idle
 
     @property
     def num_resting(self) -> int:
-        return self.bare.num_resting + self.index.num_cooling
+        return self.bare.num_resting + self._shelf.num_cooling
 
     @property
     def num_used(self) -> int:
@@ -53,7 +55,9 @@ class BlockPool:
         Beside others it leaves a little, or it is the next to be preempted.
         """
         room = self.num_free - (0 if alone else self._watermark)
-        return num_blocks <= room and num_blocks + self.index.num_idle_of(found) <= room
+        if num_blocks + len(found) <= room:  # most often: then nobody needs to know which of them are idle
+            return True
+        return num_blocks <= room and num_blocks + self._shelf.num_idle_of(found) <= room
 
     def holds(self, name: bytes) -> bool:
         return self.index.get(name) is not None or self.host.get(name) is not None
@@ -72,9 +76,9 @@ class BlockPool:
         assert count <= self.num_free, f"{count} blocks wanted, {self.num_free} free"
         taken = self.bare.take(min(count, self.bare.num_free))
         if len(taken) < count:
-            given_up = self.index.reclaim_all(count - len(taken))
-            self.host.save_all(given_up)
-            taken += given_up
+            blocks, names = self.index.reclaim_all(count - len(taken))
+            self.host.save_all(blocks, names)
+            taken += blocks
         for block in taken:
             self._holders[block] = 1
         return taken
@@ -82,7 +86,7 @@ class BlockPool:
     def share(self, blocks: list[int]) -> None:
         """One more holds these, which were found in the index."""
         holders = self._holders
-        self.index.wake_all([block for block in blocks if not holders[block]])
+        self._shelf.take([*filterfalse(holders.__getitem__, blocks)])
         for block in blocks:
             holders[block] += 1
 
@@ -103,13 +107,13 @@ class BlockPool:
                 kept.append(block)
                 continue
             if i < len(names):
-                index.rest_all(kept)  # before the one that is touched
+                self._shelf.put(kept)  # before the one that is touched
                 kept = []
                 if index.touch(names[i]) is None and index.put(block, names[i]):
                     kept.append(block)
                     continue
             bare.append(block)
-        index.rest_all(kept)
+        self._shelf.put(kept)
         if bare:
             self.bare.release(bare)
 
@@ -124,7 +128,7 @@ class BlockPool:
     def settle(self) -> None:
         """To be called when the horizon's `done` has moved."""
         self.bare.settle()
-        self.index.settle()
+        self._shelf.settle()
         self.host.settle()
 
     def _reclaim(self) -> int | None:

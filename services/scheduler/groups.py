@@ -115,7 +115,7 @@ class Group:
         )
         if self.window.size is None or self.running:
             return wanted
-        return max(least, min(wanted, pool.num_free - pool.index.num_idle_of(found)))  # alone it may do with less
+        return max(least, min(wanted, pool.num_free - pool.index.shelf.num_idle_of(found)))  # alone it may do with less
 
     def vacate(self, seat: Seat) -> None:
         """The seat's choice runs no more: its slot ends with the next plan, its blocks rest."""

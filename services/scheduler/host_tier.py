@@ -2,6 +2,7 @@
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
+from itertools import filterfalse
 
 from blockyard.services.scheduler.id_pool import Horizon, IdPool
 from blockyard.shared.messages import BlockFetch, BlockSave
@@ -21,7 +22,7 @@ class HostTier:
         self._ids = IdPool(num_blocks, horizon)
         self._block_of: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
         self.get = self._block_of.get  # the host block of a name
-        self._copied_by: dict[int, int] = {}  # host block -> the last plan that copies it
+        self._copied_by = [0] * num_blocks  # the last plan that copies each host block
         self._saves: list[BlockSave] = []
         self._fetches: list[BlockFetch] = []
 
@@ -33,23 +34,35 @@ class HostTier:
     def num_used(self) -> int:
         return len(self._block_of)
 
-    def hold(self, names: Sequence[bytes]) -> None:
-        """The plan that is being made will fetch these, which were found: they stay. A chain's names, in its order."""
+    def hold(self, names: Sequence[bytes]) -> list[int]:
+        """The plan that is being made will fetch these, which were found: they stay. A chain's names, in its order.
+
+        Returns the host blocks.
+        """
         self._touch(reversed(names))  # a leaf is of no use without its parents: it goes first
-        self._copied_by.update(dict.fromkeys(map(self._block_of.__getitem__, names), self._horizon.sent + 1))
+        hosts = [*map(self._block_of.__getitem__, names)]
+        number = self._horizon.sent + 1
+        for host in hosts:
+            self._copied_by[host] = number
+        return hosts
 
-    def fetch(self, names: Sequence[bytes], blocks: Iterable[int]) -> None:
-        """Named blocks, which are held, into blocks of the device that are reserved for them."""
-        self._fetches += [BlockFetch(self._block_of[n], b) for n, b in zip(names, blocks, strict=True)]
+    def fetch(self, hosts: Iterable[int], blocks: Iterable[int]) -> None:
+        """Host blocks that are held, into blocks of the device that are reserved for them."""
+        self._fetches += map(BlockFetch, hosts, blocks)
 
-    def save_all(self, names: dict[int, bytes]) -> None:
-        """Names by block, in the order in which they are given up."""
-        if self._ids.num_ids:
-            known = self._block_of
-            self._touch([name for name in names.values() if name in known])
-            for block, name in names.items():
-                if name not in known:
-                    self.save(block, name)
+    def save_all(self, blocks: list[int], names: list[bytes]) -> None:
+        """As `save`, in the order in which they are given up."""
+        if not self._ids.num_ids:
+            return
+        unknown = [*filterfalse(self._block_of.__contains__, names)]
+        if not unknown:
+            self._touch(names)
+            return
+        missing = set(unknown)
+        self._touch([name for name in names if name not in missing])  # first, or the others might take their places
+        for block, name in zip(blocks, names, strict=True):
+            if name in missing:
+                self.save(block, name)
 
     def save(self, block: int, name: bytes) -> None:
         """A block of the device is about to be written by somebody else. It is lost where there is no room."""
@@ -97,7 +110,7 @@ class HostTier:
         if not self._block_of:
             return None
         name, block = next(iter(self._block_of.items()))
-        if self._copied_by.get(block, 0) > self._horizon.done:
+        if self._copied_by[block] > self._horizon.done:
             return None
         del self._block_of[name]
         return block

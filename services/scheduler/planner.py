@@ -181,7 +181,7 @@ class Planner:
         self._waiting.take(choice)
         choice.key = self._policy.key(choice)
         self._policy.seated(choice, choice.known - found.num_tokens if choice.num_cached is None else 0)
-        group.blocks.host.hold(list(found.host.values()))
+        found.held = group.blocks.host.hold(list(found.host.values()))
         seat = group.admit(choice, num_blocks, found.blocks)
         self._prefix.seated(group, seat, found)
         if found.copy_from is not None:

@@ -35,5 +35,5 @@ class Preemption:
         """Blocks that would be missing even if nothing rested."""
         pool = group.blocks
         need = group.to_take(choice.known, found.num_tokens, found.first, found.blocks)
-        need += pool.index.num_idle_of(found.blocks)
+        need += pool.index.shelf.num_idle_of(found.blocks)
         return need - pool.num_admissible

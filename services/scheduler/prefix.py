@@ -19,6 +19,7 @@ class Found:
     num_tokens: int = 0  # that need not be computed
     copy_from: int | None = None  # block that holds the last of those, and is to be copied
     host: dict[int, bytes] = field(default_factory=dict)  # places, between or behind those, of what is to be fetched
+    held: list[int] = field(default_factory=list)  # where in host memory, once it is decided that they are fetched
     first: int = 0  # leading places that are behind the model's window: nothing is needed there
 
     @property
@@ -154,7 +155,7 @@ class PrefixCache:
     def news(self, group: Group) -> list[BlockName]:
         """What is to be told with the next plan: full once that has run."""
         news = group.blocks.index.take_news()
-        return [BlockName(block, name) for block, name in news.items()] if news else []
+        return [*map(BlockName, news.keys(), news.values())] if news else []
 
 
 def _find_window(group: Group, names: list[bytes]) -> Found:
@@ -201,6 +202,5 @@ def _fetch(group: Group, seat: Seat, found: Found) -> None:
         places = range(found.first, found.num_places)
         table = [next(fresh if place in found.host else here) for place in places]
         seat.blocks[: len(table)] = table
-    names = list(found.host.values())
-    group.blocks.host.fetch(names, reserved)
-    group.blocks.index.put_new(reserved, names)
+    group.blocks.host.fetch(found.held, reserved)
+    group.blocks.index.put_new(reserved, list(found.host.values()))

@@ -9,7 +9,9 @@ from blockyard.services.scheduler.core import Scheduler
 from blockyard.services.scheduler.fair import Fair
 from blockyard.services.scheduler.fork import _leads
 from blockyard.services.scheduler.groups import Group
+from blockyard.services.scheduler.id_pool import Horizon
 from blockyard.services.scheduler.requests import Choice, Phase
+from blockyard.services.scheduler.shelf import SLACK, Shelf
 from blockyard.shared.messages import FinishReason
 
 from .beam_reference import beam_reference
@@ -60,7 +62,8 @@ def check_beams(journal: Journal, pattern: Pattern, max_model_len: int) -> None:
         name = f"{frame.request_id}/{index}"
         if out.finish not in (FinishReason.STOP, FinishReason.LENGTH):
             assert not out.ids, f"{name} was told before it was over"
-            assert out.finish is None or frame.deadline_s is not None, f"{name}: {out.detail}"
+            broke = out.detail.startswith("workers broke")
+            assert out.finish is None or broke or frame.deadline_s is not None, f"{name}: {out.detail}"
             continue
         assert (out.ids, out.finish) == (best[index].hypothesis.outputs.tolist(), best[index].finish), name
         if frame.sampling.num_logprobs is not None:
@@ -82,14 +85,29 @@ def check_blocks(group: Group) -> None:
         assert shared.isdisjoint(seat.blocks[written // pool.block_size :]), "one that is shared is still written"
     resting = [i for _, ids in pool.bare._resting for i in ids]
     assert len(resting) == pool.bare.num_resting
-    places = pool.bare._free + resting + list(index._idle) + list(index._cooling) + list(held)
+    check_shelf(index.shelf, group.horizon)
+    shelved = [block for block, _ in index.shelf.listed()]
+    places = pool.bare._free + resting + shelved + list(held)
     assert sorted(places) == list(range(pool.num_ids)), "a block is lost or in two places"
     assert pool.num_free + pool.num_resting + pool.num_used == pool.num_ids
     assert pool.num_used == len(held)
     assert {b: n for n, b in index._block_of.items()} == index._name_of
-    assert index._idle.keys() | index._cooling.keys() <= index._name_of.keys() <= set(places) - {*pool.bare._free}
-    assert list(index._cooling.values()) == sorted(index._cooling.values())
+    assert set(shelved) <= index._name_of.keys() <= set(places) - {*pool.bare._free}
     check_host(group)
+
+
+def check_shelf(shelf: Shelf, horizon: Horizon) -> None:
+    """Blocks are counted, those that cool are so for a plan in flight, and no leaving outlives its blocks."""
+    assert Counter(is_idle for _, is_idle in shelf.listed()) == +Counter(
+        {True: shelf.num_idle, False: shelf.num_cooling}
+    )
+    plans = [leaving.plan for leaving in shelf._cooling]
+    assert plans == sorted(plans)
+    assert all(plan > horizon.done for plan in plans)
+    for leaving in [*shelf._idle, *shelf._cooling]:
+        own = [block for block in leaving.listed if shelf._left[block] is leaving]
+        assert len(own) == leaving.num_blocks > 0
+        assert len(leaving.listed) <= 2 * len(own) + SLACK
 
 
 def check_host(group: Group) -> None:

@@ -41,8 +41,7 @@ def test_what_a_plan_in_flight_copies_stays() -> None:
     tier.save(8, B)  # there is no room for it: that of A is being written
     tier.take()
     sent(horizon)
-    tier.hold([A])
-    tier.fetch([A], [5])
+    tier.fetch(tier.hold([A]), [5])
     tier.save(8, B)
     assert tier.take() == ([], [BlockFetch(0, 5)])
     sent(horizon, done=False)
@@ -77,7 +76,7 @@ def test_of_an_attached_worker_the_oldest_goes_first() -> None:
 
 def test_without_memory_nothing_is_saved() -> None:
     tier = HostTier(0, Horizon())
-    tier.save_all({1: A})
+    tier.save_all([1], [A])
     tier.save(1, A)
     assert tier.take() == ([], [])
 
