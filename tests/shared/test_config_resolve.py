@@ -351,6 +351,15 @@ def test_scheduling_flags_that_cannot_be(args: list[str], says: str) -> None:
         deploy(*args)
 
 
-def test_flags_that_say_what_happens_in_their_place() -> None:
-    notes = deploy("--no-multi-step-stream-outputs", "--num-lookahead-slots", "2").notes
-    assert ["tokens are always sent as they come" in notes[0], "--run-ahead" in notes[1]] == [True, True]
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--no-multi-step-stream-outputs"], "tokens are always sent as they come"),
+        (["--num-lookahead-slots", "2"], "N is --run-ahead N"),
+        (["--num-scheduler-steps", "4"], "N above 1 is --run-ahead N-1"),
+        (["--disable-async-output-proc"], "the same as --run-ahead 0"),
+    ],
+)
+def test_flags_that_say_what_happens_in_their_place(args: list[str], says: str) -> None:
+    (note,) = deploy(*args).notes
+    assert note.startswith(args[0]) and says in note

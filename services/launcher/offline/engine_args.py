@@ -6,7 +6,7 @@ from pathlib import Path
 
 from blockyard.services.launcher import model_files
 from blockyard.services.launcher.sources import read_yaml
-from blockyard.shared.config import given
+from blockyard.shared.config import given, host_memory
 from blockyard.shared.config.flags import FLAGS, GROUPS
 from blockyard.shared.config.given import Given, GivenFlags, Values
 from blockyard.shared.errors import ConfigError
@@ -50,7 +50,7 @@ def read(
     values = Values(spoken, _without_server(environment), _without_server(file))
     if not values.is_given("model") and values["worker-cls"] == "mock":
         values = values.with_given({"model": Given(model_files.DEMO, "model")})
-    return values, [*notes, *values.notes()]
+    return values, [*notes, *values.notes(), *host_memory.notes(values)]
 
 
 def _without_server(flags: GivenFlags) -> GivenFlags:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from blockyard.services.launcher import cli
+from blockyard.services.launcher import cli, serve
 from blockyard.shared.config import table
 from blockyard.shared.curve import PUBLIC_NAME, SECRET_NAME
 
@@ -97,6 +97,23 @@ def test_a_service_run_alone_becomes_that_service(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("error: cannot read key file")
     assert done.stderr.count("\n") == 1
+
+
+def test_what_a_flag_does_in_its_place_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    async def end(*_: object) -> None:
+        """In place of a ring."""
+
+    monkeypatch.setattr(serve, "_serve", end)
+    monkeypatch.setattr(serve, "setproctitle", lambda title: None)
+    monkeypatch.setattr(serve.logs, "setup", lambda name, level: None)
+    monkeypatch.setattr(serve.ports, "check", lambda gateways: None)
+    flags = ["--num-scheduler-steps", "4", "--swap-space", "0.5", "--preemption-mode", "recompute"]
+    assert serve.main(["demo", "--worker-cls", "mock", "--run-dir", str(tmp_path / "r"), *flags]) == 0
+    said = capsys.readouterr().out
+    assert "--num-scheduler-steps 4: N above 1 is --run-ahead N-1" in said
+    assert "--swap-space: no host memory is taken, --preemption-mode is recompute" in said
 
 
 def test_help_version_and_flags(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,6 @@
 """`blockyard run SERVICE`: one process's settings."""
 
+import os
 import socket
 from pathlib import Path
 
@@ -85,3 +86,15 @@ def test_advertise(tmp_path: Path) -> None:
 def test_a_process_is_one_worker() -> None:
     with pytest.raises(ConfigError, match="--data-parallel-size: `run` starts one process"):
         main(["gpu-worker", "demo", *TCP, "--data-parallel-size", "2"])
+
+
+@pytest.mark.parametrize(("service", "num_notes"), [("gpu-worker", 2), ("scheduler", 1)])
+def test_what_a_flag_does_in_its_place_is_said(
+    service: str, num_notes: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "execve", lambda path, words, environ: None)
+    flags = ["--num-scheduler-steps", "4", "--swap-space", "0.5", "--preemption-mode", "recompute"]
+    main([service, "demo", "--worker-cls", "mock", *TCP, *flags])
+    said = capsys.readouterr().err.splitlines()
+    expected = ["N above 1 is --run-ahead N-1", "no host memory is taken"][:num_notes]
+    assert len(said) == num_notes and all(words in line for words, line in zip(expected, said, strict=True))

@@ -45,6 +45,11 @@ def test_a_setting_arrives(name: str, value: object, where: str) -> None:
     assert name == "max_num_partial_prefills" or found(where) != value
 
 
+@pytest.mark.parametrize("depth", [None, 0, 2])
+def test_no_depth_is_not_lockstep(depth: int | None) -> None:
+    assert found("batch.depth", depth=depth) == depth
+
+
 def test_what_is_turned_round() -> None:
     assert [found("prefills.whole", enable_chunked_prefill=on, max_num_partial_prefills=1) for on in (True, False)] == [
         False,
