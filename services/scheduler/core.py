@@ -205,7 +205,7 @@ class Scheduler:
             for group in stirred:
                 while self._alarms.may_send(group, now) and (plan := self._planner.plan(group)) is not None:
                     group.departures.sent(group.flight[-1].load, now)
-                    self._outbox.send(group.worker, plan)
+                    self._outbox.plan(group.worker, plan)
             self._groups.stir(
                 self._placement.place(bool(self._gate.suspects))
             )  # those who had to give way may run elsewhere
