@@ -20,9 +20,11 @@ from blockyard.kernels.sequences import Sequences, check_ranges, check_reads
 _LOG2E = 1.4426950408889634
 _PROGRAMS = 132  # multiprocessors: with fewer programs, tiles are shared
 _MOST_SPLITS = 16
-_MUCH = 1 << 22  # elements of q; with fewer, `prefill_hopper` has not been timed within graphs
-_COMBINE = 0.02  # rounds of whole sequences that each part costs later
 _LONG = 1024  # sequences that may be longer are worth a second kernel
+_KEY_US = 0.04  # of a program here, two of which run at a time on a processor: its rows on a key
+_HOPPER_KEY_US = 0.0125
+_COMBINE_US = 3.0  # a second kernel
+_PART_US = 3.2e-6  # an element of a part, written and read: 8 bytes at 2.5 TB/s
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,15 +212,16 @@ def paged_prefill(
     num_seqs = len(starts) - 1
     if num_seqs < 1 or not len(out):
         return
-    much = len(out) * heads * head_dim > _MUCH
-    plain = scales is None and soft_cap is None and window is None
-    hopper = much and plain and prefill_hopper.fits(q, layer)
+    hopper = scales is None and soft_cap is None and window is None and prefill_hopper.fits(q, layer)
     config, group = pick_config(head_dim, q.dtype), heads // kv_heads
     lines = prefill_hopper.ROWS if hopper else config.rows
     tiles = len(out) * group // lines + num_seqs
     seen = longest if window is None else min(window + len(out), longest)
     work = triton.cdiv(len(out) * group, lines) * kv_heads  # of one sequence: of several some tiles are not full
-    splits = _num_splits(work, seen, _PROGRAMS if hopper else 2 * _PROGRAMS)
+    if hopper:
+        splits = _num_splits(work, seen, _PROGRAMS, _HOPPER_KEY_US, out.numel())
+    else:
+        splits = _num_splits(work, seen, 2 * _PROGRAMS, _KEY_US, out.numel())
     target, weight = out, out
     if splits > 1:
         target = torch.empty((len(out), heads, splits, head_dim), dtype=torch.float32, device=q.device)
@@ -261,8 +264,15 @@ def paged_prefill(
         )
 
 
-def _num_splits(programs: int, longest: int, most: int) -> int:
-    """Of the keys of each program, `most` of which run at a time: what takes the fewest rounds of whole sequences."""
+def _num_splits(programs: int, longest: int, most: int, key_us: float, elements: int) -> int:
+    """Of the keys of each program, `most` of which run at a time and take `key_us` for a key: what is soonest over with
+    the kernel that puts the parts of so many elements together."""
     if longest < _LONG:
         return 1
-    return min(range(1, _MOST_SPLITS + 1), key=lambda n: triton.cdiv(programs * n, most) / n + _COMBINE * n)
+
+    def took_us(splits: int) -> float:
+        rounds = -(-programs * splits // most)
+        combined = _COMBINE_US + splits * elements * _PART_US if splits > 1 else 0.0
+        return rounds * longest / splits * key_us + combined
+
+    return min(range(1, _MOST_SPLITS + 1), key=took_us)

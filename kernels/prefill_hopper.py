@@ -6,203 +6,145 @@ shares, the products of the tile before run. Blocks behind a sequence's end are 
 its last block is, and multiplied by 0: it must be finite.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from blockyard.kernels.load_tiles_hopper import produce
+from blockyard.kernels.attend_tiles_hopper import attend_item
+from blockyard.kernels.load_tiles_hopper import count_tiles, find_item, find_range, find_sequence, produce, uniform
 from blockyard.kernels.sequences import Sequences
 
 ROWS = 128  # queries of a program, half of them a group of warps
 _KEYS = 128
 _STAGES = 2
+_SEQS = 16  # looked at together
+_ROUNDS = 3  # of programs: with fewer each has one item, for those that pad are over soon
 _LOG2E = 1.4426950408889634
 
 
 @gluon.jit
-def _release(barrier):
-    gl.thread_barrier()
-    mbarrier.arrive(barrier, count=1)
+def _leave_out(weight_ptr, row, line, num_lines, head, part, parts,
+               GROUP: gl.constexpr, KV_HEADS: gl.constexpr, LINES: gl.constexpr):  # fmt: skip
+    """There are fewer tiles of keys than parts: this one has none."""
+    lines = line + gl.arange(0, LINES, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    places = (row + lines // GROUP).to(gl.int64) * (KV_HEADS * GROUP) + head * GROUP + lines % GROUP
+    gl.store(weight_ptr + places * parts + part, float("-inf"), mask=lines < num_lines)
 
 
 @gluon.jit
-def _shares(scores, top, mass, tile, positions, scale,
-            MASK: gl.constexpr, WINDOW: gl.constexpr, KEYS: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
-    if MASK:
-        keys = tile * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(0, LAYOUT))
-        seen = keys[None, :] <= positions[:, None]
-        if WINDOW > 0:
-            seen = seen & (keys[None, :] > positions[:, None] - WINDOW)
-        scores = gl.where(seen, scores, float("-inf"))
-    higher = gl.maximum(top, gl.max(scores, 1) * scale)
-    base = higher
-    if MASK:
-        base = gl.where(higher == float("-inf"), 0.0, higher)
-    shares = gl.exp2(scores * scale - base[:, None])
-    fade = gl.exp2(top - base)
-    mass = mass * fade + gl.sum(shares, 1)
-    return shares, fade, higher, mass
-
-
-@gluon.jit
-def _steps(
-    begin, stop, top_tile, q, total, top, mass, shares, positions, scale, k_tiles, v_tiles, k_full, k_empty, v_full,
-    v_empty, MASK: gl.constexpr, WINDOW: gl.constexpr, LINES: gl.constexpr, KEYS: gl.constexpr,
-    STAGES: gl.constexpr, SCORES: gl.constexpr, TOTAL: gl.constexpr,
+def _store(
+    q, total, weight, out_ptr, weight_ptr, row, line, num_lines, head, part, parts,
+    GROUP: gl.constexpr, KV_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, LINES: gl.constexpr, SHARED: gl.constexpr,
+    LOAD: gl.constexpr, TOTAL: gl.constexpr,
 ):  # fmt: skip
-    """Scores of tiles begin to stop, and what the shares of the tile before each add to the total."""
-    for i in range(begin, stop):
-        stage = i % STAGES
-        mbarrier.wait(k_full.index(stage), (i // STAGES) & 1)
-        zeros = gl.zeros([LINES, KEYS], gl.float32, layout=SCORES)
-        scores = warpgroup_mma(q, k_tiles.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-        before = (i - 1) % STAGES
-        mbarrier.wait(v_full.index(before), ((i - 1) // STAGES) & 1)
-        total = warpgroup_mma(shares, v_tiles.index(before), total, is_async=True)
-        scores = warpgroup_mma_wait(1, deps=[scores])
-        _release(k_empty.index(stage))
-        next_shares, fade, top, mass = _shares(
-            scores, top, mass, top_tile - i, positions, scale, MASK, WINDOW, KEYS, SCORES
-        )
-        total, shares = warpgroup_mma_wait(0, deps=[total, shares])
-        _release(v_empty.index(before))
-        fade = gl.convert_layout(fade, gl.SliceLayout(1, TOTAL))
-        total = total * fade[:, None]
-        shares = gl.convert_layout(next_shares.to(q.dtype), gl.DotOperandLayout(0, TOTAL, 2))
-    return total, top, mass, shares
+    OWN: gl.constexpr = TOTAL if out_ptr.dtype.element_ty == gl.float32 else LOAD
+    lines = line + gl.arange(0, LINES, layout=gl.SliceLayout(1, OWN))
+    dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, OWN))
+    inside = (lines < num_lines)[:, None] & (dims < HEAD_DIM)[None, :]
+    places = (row + lines // GROUP).to(gl.int64) * (KV_HEADS * GROUP) + head * GROUP + lines % GROUP
+    if SHARED:
+        places = places * parts + part
+        gl.store(weight_ptr + places, gl.convert_layout(weight, gl.SliceLayout(1, OWN)), mask=lines < num_lines)
+    pointers = out_ptr + places[:, None] * HEAD_DIM + dims[None, :]
+    if out_ptr.dtype.element_ty == gl.float32:
+        gl.store(pointers, total, mask=inside)
+    else:
+        q.store(total.to(out_ptr.dtype.element_ty))  # whole rows of it lie in several threads
+        gl.thread_barrier()
+        gl.store(pointers, q.load(LOAD), mask=inside)
 
 
 @gluon.jit
 def _consume(
-    part, q_ptr, out_ptr, weight_ptr, q_stride, start, first_row, first_line, num_lines, before, top_tile, num_tiles,
-    num_masked, num_whole, head, scale, known, q_tiles, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
-    WINDOW: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
-    LINES: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, SHARED: gl.constexpr,
+    half, q_ptr, slots_ptr, positions_ptr, starts_ptr, out_ptr, weight_ptr, q_stride, num_seqs, all_tiles, parts, scale,
+    q_tiles, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, turns,
+    FIRST: gl.constexpr, WINDOW: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
+    ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, SHARED: gl.constexpr,
+    SEQS: gl.constexpr,
 ):  # fmt: skip
-    """Four warps: attention of LINES queries, a token and head each, to all tiles."""
+    """Four warps: attention of half the rows of each item to all its keys."""
+    LINES: gl.constexpr = ROWS // 2
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     TOTAL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    line = first_line + part * LINES
-    lines = line + gl.arange(0, LINES, layout=gl.SliceLayout(1, LOAD))
-    dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, LOAD))
-    row = (start + lines // GROUP).to(gl.int64)
-    columns = (head * GROUP + lines % GROUP) * HEAD_DIM
-    inside = (lines < num_lines)[:, None] & (dims < HEAD_DIM)[None, :]
-    loaded = gl.load(q_ptr + (row * q_stride + columns)[:, None] + dims[None, :], mask=inside, other=0.0)
-    q = q_tiles.index(part)
-    q.store(loaded)
-    fence_async_shared()
-    gl.thread_barrier()
-    positions = before + (line + gl.arange(0, LINES, layout=gl.SliceLayout(1, SCORES))) // GROUP
-    top = gl.full([LINES], float("-inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
-    mass = gl.zeros([LINES], gl.float32, layout=gl.SliceLayout(1, SCORES))
-    total = gl.zeros([LINES, HEAD_DIM], gl.float32, layout=TOTAL)
-
-    mbarrier.wait(k_full.index(0), 0)
-    zeros = gl.zeros([LINES, KEYS], gl.float32, layout=SCORES)
-    scores = warpgroup_mma(q, k_tiles.index(0).permute((1, 0)), zeros, use_acc=False)
-    _release(k_empty.index(0))
-    first, _, top, mass = _shares(scores, top, mass, top_tile, positions, scale, True, WINDOW, KEYS, SCORES)
-    shares = gl.convert_layout(first.to(q.dtype), gl.DotOperandLayout(0, TOTAL, 2))
-    total, top, mass, shares = _steps(
-        1, num_masked, top_tile, q, total, top, mass, shares, positions, scale, k_tiles, v_tiles, k_full, k_empty,
-        v_full, v_empty, True, WINDOW, LINES, KEYS, STAGES, SCORES, TOTAL,
-    )  # fmt: skip
-    total, top, mass, shares = _steps(
-        num_masked, num_whole, top_tile, q, total, top, mass, shares, positions, scale, k_tiles, v_tiles, k_full,
-        k_empty, v_full, v_empty, False, WINDOW, LINES, KEYS, STAGES, SCORES, TOTAL,
-    )  # fmt: skip
-    if WINDOW > 0:
-        total, top, mass, shares = _steps(
-            num_whole, num_tiles, top_tile, q, total, top, mass, shares, positions, scale, k_tiles, v_tiles, k_full,
-            k_empty, v_full, v_empty, True, WINDOW, LINES, KEYS, STAGES, SCORES, TOTAL,
-        )  # fmt: skip
-    last = num_tiles - 1
-    mbarrier.wait(v_full.index(last % STAGES), (last // STAGES) & 1)
-    total = warpgroup_mma(shares, v_tiles.index(last % STAGES), total)
-    mass = gl.convert_layout(mass, gl.SliceLayout(1, TOTAL))
-    total = gl.where(known, total / gl.where(mass > 0, mass, 1.0)[:, None], 0.0)
-    result = gl.convert_layout(total.to(out_ptr.dtype.element_ty), LOAD)
-    places = (row - first_row) * (KV_HEADS * GROUP) + head * GROUP + lines % GROUP
-    if SHARED:
-        places = places * gl.num_programs(2) + gl.program_id(2)
-        weight = gl.convert_layout(top, gl.SliceLayout(1, TOTAL)) + gl.log2(gl.where(mass > 0, mass, 1.0))
-        weight = gl.convert_layout(weight, gl.SliceLayout(1, LOAD))
-        gl.store(weight_ptr + places, weight, mask=lines < num_lines)
-    gl.store(out_ptr + places[:, None] * HEAD_DIM + dims[None, :], result, mask=inside)
-
-
-@gluon.jit
-def _leave_out(weight_ptr, row, first_line, num_lines, head,
-               GROUP: gl.constexpr, KV_HEADS: gl.constexpr, ROWS: gl.constexpr):  # fmt: skip
-    """There are fewer tiles than parts: this one has none."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    lines = first_line + gl.arange(0, ROWS, layout=LAYOUT)
-    places = (row + lines // GROUP).to(gl.int64) * (KV_HEADS * GROUP) + head * GROUP + lines % GROUP
-    nothing = gl.full([ROWS], float("-inf"), gl.float32, layout=LAYOUT)
-    gl.store(weight_ptr + places * gl.num_programs(2) + gl.program_id(2), nothing, mask=lines < num_lines)
+    base = gl.load(starts_ptr)
+    q = q_tiles.index(half)
+    my_turn, next_turn = turns.index(half), turns.index(1 - half)
+    all_tiles = uniform(all_tiles)
+    num_items = all_tiles * KV_HEADS * parts
+    first_tile, next_tile, start, num_lines, slot, before = 0, 0, 0, 0, 0, 0
+    count = 0
+    for turn in range(gl.cdiv(num_items, gl.num_programs(0))):
+        item = find_item(turn, num_items)
+        head, tile = item % KV_HEADS, all_tiles - 1 - item // KV_HEADS % all_tiles
+        if (item >= 0) & ((tile < first_tile) | (tile >= next_tile)):
+            first_tile, next_tile, start, num_lines, slot, before = find_sequence(
+                tile, starts_ptr, slots_ptr, positions_ptr, num_seqs, GROUP, ROWS, 4, SEQS
+            )
+        first_line = (tile - first_tile) * ROWS
+        part = item // (KV_HEADS * all_tiles)
+        top_tile, num_tiles, end = find_range(first_line, num_lines, before, part, parts, WINDOW, GROUP, ROWS, KEYS)
+        num_tiles = gl.where(item >= 0, num_tiles, 0)
+        line = first_line + half * LINES
+        if SHARED and (num_tiles == 0) & (item >= 0):
+            _leave_out(
+                weight_ptr, start - base, line, num_lines, head, part, parts, GROUP, KV_HEADS, LINES
+            )  # fmt: skip
+        if num_tiles > 0:
+            lowest = before + first_line // GROUP
+            num_masked = gl.minimum(gl.maximum(top_tile + 1 - (lowest + 1) // KEYS, 1), num_tiles)
+            num_whole = num_tiles
+            if WINDOW > 0:
+                whole_from = gl.cdiv(gl.maximum(end - WINDOW, 0), KEYS)
+                num_whole = gl.minimum(gl.maximum(top_tile + 1 - whole_from, num_masked), num_tiles)
+            lines = line + gl.arange(0, LINES, layout=gl.SliceLayout(1, LOAD))
+            columns = (head * GROUP + lines % GROUP) * HEAD_DIM
+            row = (start + lines // GROUP).to(gl.int64)
+            dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, LOAD))
+            inside = (lines < num_lines)[:, None] & (dims < HEAD_DIM)[None, :]
+            loaded = gl.load(q_ptr + (row * q_stride + columns)[:, None] + dims[None, :], mask=inside, other=0.0)
+            q.store(loaded)
+            fence_async_shared()
+            gl.thread_barrier()
+            total, top, mass = attend_item(
+                q, line, before, count, top_tile, num_masked, num_whole, num_tiles, scale, k_tiles, v_tiles, k_full,
+                k_empty, v_full, v_empty, my_turn, next_turn,
+                FIRST, WINDOW, GROUP, LINES, KEYS, HEAD_DIM, STAGES, SCORES, TOTAL,
+            )  # fmt: skip
+            mass = gl.where(mass > 0, mass, 1.0)
+            portion = gl.where(slot >= 0, 1.0 / mass, 0.0)
+            total = total * gl.convert_layout(portion, gl.SliceLayout(1, TOTAL))[:, None]
+            # where to store is worked out anew, or it would hold registers while products run
+            _store(
+                q, total, top + gl.log2(mass), out_ptr, weight_ptr, start - base, uniform(line), num_lines, head, part,
+                parts, GROUP, KV_HEADS, HEAD_DIM, LINES, SHARED, LOAD, TOTAL,
+            )  # fmt: skip
+            count += num_tiles
 
 
 @gluon.jit(
-    do_not_specialize=["num_seqs"],
+    do_not_specialize=["num_seqs", "parts"],
     do_not_specialize_on_alignment=["slots_ptr", "positions_ptr", "starts_ptr"],
 )
 def _prefill_kernel(
     desc, q_ptr, slots_ptr, positions_ptr, tables_ptr, starts_ptr, out_ptr, weight_ptr, q_stride, table_stride,
-    num_seqs, scale,
+    num_seqs, parts, scale,
     WINDOW: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
-    SHARED: gl.constexpr,
+    SHARED: gl.constexpr, SEQS: gl.constexpr,
 ):  # fmt: skip
-    # program (i, j, k) has part k of the keys of K/V head i of tile j from the end, as in `paged_prefill`
-    head = gl.program_id(0)
-    tile = gl.num_programs(1) - 1 - gl.program_id(1)
-    base = gl.load(starts_ptr)
-    seq = -1
-    for i in range(0, num_seqs, 128):
-        index = i + gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
-        starts = gl.load(starts_ptr + index, mask=index < num_seqs, other=0)
-        first = (starts - base) * GROUP // ROWS + index
-        seq += gl.sum(((first <= tile) & (index < num_seqs)).to(gl.int32), 0)
-    start = gl.load(starts_ptr + seq)
-    num_lines = (gl.load(starts_ptr + seq + 1) - start) * GROUP
-    first_line = (tile - (start - base) * GROUP // ROWS - seq) * ROWS
-    if first_line >= num_lines:
-        return
-    slot = gl.load(slots_ptr + start)
-    before = gl.load(positions_ptr + start).to(gl.int32)
-    lowest = before + first_line // GROUP
-    end = before + (gl.minimum(first_line + ROWS, num_lines) - 1) // GROUP + 1
-    low_tile, first_block, top_tile = 0, 0, (end - 1) // KEYS
-    if WINDOW > 0:
-        low_tile = gl.maximum(lowest - WINDOW + 1, 0) // KEYS
-        first_block = gl.maximum(lowest - WINDOW + 1, 0) // BLOCK_SIZE
-    if SHARED:
-        share = gl.cdiv(top_tile + 1 - low_tile, gl.num_programs(2))
-        low_tile += gl.program_id(2) * share
-        top_tile = gl.minimum(low_tile + share - 1, top_tile)
-        if low_tile > top_tile:
-            _leave_out(weight_ptr, start - base, first_line, num_lines, head, GROUP, KV_HEADS, ROWS)
-            return
-    num_tiles = top_tile + 1 - low_tile
-    num_masked = gl.minimum(gl.maximum(top_tile + 1 - (lowest + 1) // KEYS, 1), num_tiles)
-    num_whole = num_tiles
-    if WINDOW > 0:
-        whole_from = gl.cdiv(gl.maximum(end - WINDOW, 0), KEYS)
-        num_whole = gl.minimum(gl.maximum(top_tile + 1 - whole_from, num_masked), num_tiles)
-
+    # item (part, tile from the end, K/V head), the head fastest: part of the keys of that head of a tile of queries
     BLOCKS: gl.constexpr = KEYS // BLOCK_SIZE
     HALVES: gl.constexpr = HEAD_DIM // 64
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    all_tiles = count_tiles(starts_ptr, num_seqs, GROUP, ROWS)
+    if gl.program_id(0) >= all_tiles * KV_HEADS * parts:
+        return
     k_parts = gl.allocate_shared_memory(desc.dtype, [STAGES * HALVES * BLOCKS, BLOCK_SIZE, 64], LAYOUT)
     v_parts = gl.allocate_shared_memory(desc.dtype, [STAGES * HALVES * BLOCKS, BLOCK_SIZE, 64], LAYOUT)
     k_tiles = k_parts._reinterpret(desc.dtype, [STAGES, KEYS, HEAD_DIM], LAYOUT)
@@ -212,27 +154,35 @@ def _prefill_kernel(
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(k_empty.index(i), count=2)
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(v_empty.index(i), count=2)
+    for i in gl.static_range(2):
+        mbarrier.init(turns.index(i), count=1)
     fence_async_shared()
-    table = tables_ptr + gl.maximum(slot, 0) * table_stride  # of no slot: read, and not used
     gl.warp_specialize(
         [
-            (_consume, (0, q_ptr, out_ptr, weight_ptr, q_stride, start, base, first_line, num_lines, before, top_tile,
-                        num_tiles, num_masked, num_whole, head, scale, slot >= 0, q_tiles, k_tiles, v_tiles, k_full,
-                        k_empty, v_full, v_empty, WINDOW, GROUP, KV_HEADS, HEAD_DIM, ROWS // 2, KEYS, STAGES, SHARED)),
-            (_consume, (1, q_ptr, out_ptr, weight_ptr, q_stride, start, base, first_line, num_lines, before, top_tile,
-                        num_tiles, num_masked, num_whole, head, scale, slot >= 0, q_tiles, k_tiles, v_tiles, k_full,
-                        k_empty, v_full, v_empty, WINDOW, GROUP, KV_HEADS, HEAD_DIM, ROWS // 2, KEYS, STAGES, SHARED)),
-            (produce, (desc, table, top_tile, num_tiles, first_block, (end - 1) // BLOCK_SIZE, head, k_parts, v_parts,
-                        k_full, k_empty, v_full, v_empty, KV_HEADS, BLOCK_SIZE, BLOCKS, HALVES, STAGES)),
+            (_consume, (0, q_ptr, slots_ptr, positions_ptr, starts_ptr, out_ptr, weight_ptr, q_stride, num_seqs,
+                        all_tiles, parts, scale, q_tiles, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, turns,
+                        1, WINDOW, GROUP, KV_HEADS, HEAD_DIM, ROWS, KEYS, STAGES, SHARED, SEQS)),
+            (_consume, (1, q_ptr, slots_ptr, positions_ptr, starts_ptr, out_ptr, weight_ptr, q_stride, num_seqs,
+                        all_tiles, parts, scale, q_tiles, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, turns,
+                        0, WINDOW, GROUP, KV_HEADS, HEAD_DIM, ROWS, KEYS, STAGES, SHARED, SEQS)),
+            (produce, (desc, slots_ptr, positions_ptr, tables_ptr, starts_ptr, table_stride, num_seqs, all_tiles, parts,
+                        k_parts, v_parts, k_full, k_empty, v_full, v_empty,
+                        WINDOW, GROUP, KV_HEADS, BLOCK_SIZE, ROWS, KEYS, HALVES, STAGES, SEQS)),
         ],
         [4, 1],
-        [240, 24],
+        [240, 32],
     )  # fmt: skip
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def fits(q: Tensor, layer: Tensor) -> bool:
@@ -266,7 +216,10 @@ def prefill_hopper(
     group, num_seqs = heads // kv_heads, len(starts) - 1
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     blocks = TensorDescriptor.from_tensor(layer.view(-1, head_dim), [block_size, 64], layout)
-    _prefill_kernel[(kv_heads, len(out) * group // ROWS + num_seqs, splits)](
+    # of sequences beyond the second one tiles come on top, but those of a graph are mostly empty
+    items = (len(out) * group // ROWS + min(num_seqs, 2)) * kv_heads * splits
+    processors = _processors(q.device)
+    _prefill_kernel[(items if items < _ROUNDS * processors else processors,)](
         blocks,
         q,
         seqs.slots,
@@ -278,6 +231,7 @@ def prefill_hopper(
         q.stride(0),
         seqs.tables.stride(0),
         num_seqs,
+        splits,
         scale * _LOG2E,
         WINDOW=window or 0,
         GROUP=group,
@@ -288,5 +242,6 @@ def prefill_hopper(
         KEYS=_KEYS,
         STAGES=_STAGES,
         SHARED=splits > 1,
+        SEQS=_SEQS,
         num_warps=4,
     )

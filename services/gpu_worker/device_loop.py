@@ -14,6 +14,7 @@ from torch import Tensor
 from blockyard.kernels.advance_slots import Outcome
 from blockyard.services.gpu_worker import decode_steps
 from blockyard.services.gpu_worker.batch import Batch
+from blockyard.services.gpu_worker.compile_ahead import compile_prefills
 from blockyard.services.gpu_worker.decode_steps import DecodeSteps, Size
 from blockyard.services.gpu_worker.device_ops import TritonDeviceOps
 from blockyard.services.gpu_worker.interfaces import Done
@@ -270,4 +271,6 @@ def start(
     eos, length = geometry.eos_token_ids, geometry.max_model_len
     ops = TritonDeviceOps(fused and not pool.batch_invariant, pool.batch_invariant)
     steps = DecodeSteps(model, pool, geometry.max_num_seqs, length, eos, sizes, wishes, ops)
+    if pool.device.type == "cuda" and not pool.batch_invariant:
+        compile_prefills(pool, model.table.dtype)
     return DeviceLoop(steps, batch, min(geometry.max_num_batched_tokens, length))

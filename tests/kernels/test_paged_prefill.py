@@ -34,15 +34,23 @@ class Case:
     """Decodes first, in rows of their own, then sequences of (known before, new tokens); a known of -1: no slot."""
 
     def __init__(
-        self, seqs: list[tuple[int, int]], heads: int, kv_heads: int, head_dim: int, block_size: int, decodes: int = 0
+        self,
+        seqs: list[tuple[int, int]],
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        decodes: int = 0,
+        rest: float = float("nan"),
     ) -> None:
+        """rest: what lies in the pool where no token is."""
         num_blocks, width = 160, 40
         counts = torch.tensor([1] * decodes + [n for _, n in seqs])
         befores = [3] * decodes + [known for known, _ in seqs]
         order = torch.randperm(len(counts) + 2)[: len(counts)]
         free = torch.randperm(num_blocks).tolist()
         tables = torch.full((len(counts) + 2, width), 2**30, dtype=torch.int32)  # never to be read
-        self.layer = torch.full((num_blocks, 2, kv_heads, block_size, head_dim), float("nan"))
+        self.layer = torch.full((num_blocks, 2, kv_heads, block_size, head_dim), rest)
         positions = []
         for i, before in enumerate(befores):
             length = max(before, 0) + int(counts[i])
@@ -126,17 +134,43 @@ def test_tiles_are_shared(window: int | None, dtype: torch.dtype, monkeypatch: p
     monkeypatch.setattr(file, "_combine_kernel", Combine())
     monkeypatch.setattr(file, "_MOST_SPLITS", 4)
     monkeypatch.setattr(file, "_LONG", 60)
+    monkeypatch.setattr(file, "_COMBINE_US", 0.0)
     Case([(200, 6), (3, 2)], 4, 2, 16, 16).run(dtype, window)
     assert ran == [(32,)]
 
 
-def test_splits_by_work() -> None:
-    assert file._num_splits(32, 16_000, 132) == 4
-    assert file._num_splits(64, 16_000, 132) == 2
-    assert file._num_splits(32, 500, 132) == 1
-    assert file._num_splits(128, 16_000, 132) == 1
-    assert file._num_splits(160, 16_000, 132) == 4  # two rounds for whole sequences, five for quarters
-    assert file._num_splits(1, 16_000, 264) == 7  # more are not worth putting together
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "block_size"), [(8, 2, 128, 16), (6, 2, 64, 32)])
+@pytest.mark.parametrize("longest", [640, 20_000])  # keys are shared by programs where sequences may be long
+def test_hopper(heads: int, kv_heads: int, head_dim: int, block_size: int, longest: int, dtype: torch.dtype) -> None:
+    seqs = [(0, 300), (400, 150), (-1, 40), (0, 1), (0, 0), (77, 2), *[(0, 3)] * 40]
+    case = Case(seqs, heads, kv_heads, head_dim, block_size, decodes=3, rest=50.0)
+    layer = case.layer.to(dtype)
+    if not file.prefill_hopper.fits(case.q[:, : heads * head_dim].view(-1, heads, head_dim).to(dtype), layer):
+        pytest.skip("another kind of GPU")
+    case.run(dtype, None, longest=longest)
+
+
+@pytest.mark.parametrize(
+    ("rows", "longest", "splits"),
+    [
+        (32, 16_512, 16),  # 8 programs: all processors have a part
+        (128, 16_512, 4),
+        (128, 131_072, 4),
+        (256, 16_512, 2),
+        (512, 16_512, 1),
+        (640, 16_512, 4),  # two rounds for whole sequences, five for quarters
+        (128, 1_000, 1),
+        (2048, 32_000, 1),  # four rounds, and nearly full ones
+        (8192, 8192, 1),
+        (32_768, 32_768, 1),  # what a part saves of a round is less than what it costs to put together
+    ],
+)
+def test_splits_by_work(rows: int, longest: int, splits: int) -> None:
+    heads, group, head_dim = 32, 4, 128
+    programs = -(-rows * group // 128) * heads // group
+    assert file._num_splits(programs, longest, 132, 0.0125, rows * heads * head_dim) == splits
 
 
 def test_what_does_not_fit_is_refused() -> None:
