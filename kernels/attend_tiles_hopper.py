@@ -80,8 +80,7 @@ def attend_item(
     q, line, before, count, top_tile, num_masked, num_whole, num_tiles, scale, k_tiles, v_tiles, k_full, k_empty,
     v_full, v_empty, my_turn, next_turn,
     FIRST: gl.constexpr, WINDOW: gl.constexpr, GROUP: gl.constexpr, LINES: gl.constexpr, KEYS: gl.constexpr,
-    HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr,
-    TOTAL: gl.constexpr,
+    HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr, TOTAL: gl.constexpr,
 ):  # fmt: skip
     """Four warps: LINES queries, `line` being the first one's, on `num_tiles` tiles of keys from `top_tile` downwards.
     Returns the sum of values, in TOTAL, and each row's highest score and mass, in SCORES."""
