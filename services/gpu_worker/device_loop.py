@@ -20,7 +20,8 @@ from blockyard.services.gpu_worker.device_ops import TritonDeviceOps
 from blockyard.services.gpu_worker.interfaces import Done
 from blockyard.services.gpu_worker.kv_pool import KVPool
 from blockyard.services.gpu_worker.memory import Need
-from blockyard.services.gpu_worker.mixed_graphs import MOST_BYTES, MixedGraphs
+from blockyard.services.gpu_worker.mixed_graphs import MixedGraphs
+from blockyard.services.gpu_worker.mixed_sizes import MOST_BYTES
 from blockyard.services.gpu_worker.mixed_steps import MixedSteps
 from blockyard.services.gpu_worker.models.decoder import Model
 from blockyard.services.gpu_worker.pinned_ring import Entry
@@ -127,14 +128,8 @@ class DeviceLoop:
             size = self._size(slots)
             entry = self._begin(slots, counts, size.rows)
             self.steps.sample(size, self.steps.forward(size), asked)
-        elif (graph := self._graphs.find(counts)) is not None:
-            entry = self._begin(slots, counts, graph.layout.decodes)
-            graph.run(entry, slots, counts, table, asked)
         else:
-            layout = self._mixed.layout(counts)
-            entry = self._begin(slots, counts, layout.decodes)
-            step = self._mixed.prepare(entry, layout, slots, counts, table)
-            step.sample(step.forward(), asked)
+            entry = self._launch_mixed(slots, counts, asked)
         if wishes.scored:
             entry.take_scores(wishes.buffer)
         entry.done.record()
@@ -145,6 +140,19 @@ class DeviceLoop:
         owners, num_decodes = table.owners[slots], int((counts == 1).sum())
         launch_s = time.perf_counter() - began_s
         self.flights.append(Flight(plan, results, slots, owners, entry, began_s, launch_s, scored, num_decodes))
+
+    def _launch_mixed(self, slots: Ints, counts: Ints, asked: bool) -> Entry:
+        """A step with prefill."""
+        table, layout = self._batch.slots, self._mixed.layout(counts)
+        graph = self._graphs.find(layout, idle=not self.flights)
+        if graph is not None:
+            entry = self._begin(slots, counts, graph.layout.decodes)
+            graph.run(entry, slots, counts, table, asked)
+        else:
+            entry = self._begin(slots, counts, layout.decodes)
+            step = self._mixed.prepare(entry, layout, slots, counts, table)
+            step.sample(step.forward(), asked)
+        return entry
 
     def collect(self) -> Done | None:
         """The oldest plan in flight if it is done."""
@@ -197,7 +205,7 @@ class DeviceLoop:
         steps.slots.feed(decodes[positions[:num_decodes] < table.given[decodes]], table)
         entry = steps.ring.take()
         steps.slots.assign(decodes, num_rows)
-        if not num_decodes:
+        if not num_rows:
             steps.slots.count_step(steps.ring.step)
         index, values = steps.slots.take()
         if len(index):

@@ -149,20 +149,21 @@ def run_ahead(runner: Runner, config: WorkerConfig, report: Report, notes: list[
         config.run_ahead_penalties,
         config.fused_steps,
     )
+    runner.run_ahead(loop)
+    report("first steps", 0.0, notes)
+    warm_up(runner)  # before there are graphs: of kernels that are launched one by one
     with torch.inference_mode():
         if not config.enforce_eager:
             report("capturing CUDA graphs", 0.0, notes)
             loop.capture()
         step_s = loop.steps.measure()
+    runner.run_ahead(loop, step_s)
     step_note = f"a decode step of one choice: {1e3 * step_s:.2f} ms without its context"
 
     def report_ready() -> None:
         graphs = [] if config.enforce_eager else loop.describe()
         report("ready", loop.captured, [*notes, *graphs, step_note])
 
-    runner.run_ahead(loop, step_s)
-    report("first steps", 0.0, notes)
-    warm_up(runner)
     report_ready()
     loop.on_captured = report_ready
 

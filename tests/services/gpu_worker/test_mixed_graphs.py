@@ -1,62 +1,82 @@
-"""Steps with small prefills in padded sizes: the same tokens as in their own, whatever pads."""
+"""Steps with prefills in padded sizes: the same tokens as in their own, whatever pads and whenever a size is captured."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
-from plan_driver import Driver
+from plan_driver import Driver, Stream
 from reference_ops import run_ahead
-from tiny_models import BY_NAME, VOCAB, start
+from ties import Ties
+from tiny_models import BY_NAME, VOCAB, greedy_score, start
 
 from blockyard.services.gpu_worker.device_loop import DeviceLoop
-from blockyard.services.gpu_worker.mixed_graphs import MixedGraph, MixedGraphs, sizes
+from blockyard.services.gpu_worker.mixed_graphs import CudaRecorder, MixedGraph, MixedGraphs, Recorded
+from blockyard.services.gpu_worker.mixed_sizes import Measured, holds
 from blockyard.services.gpu_worker.mixed_steps import Due, Layout, MixedStep, clear
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.shared.messages import Sampling
 
 CAPACITY = 6
+LAUNCH_S = 0.1
 
 
-class Step:
-    """Stands for the two CUDA graphs of a step on CPU: computes it anew from the words it has by then."""
+class Forward:
+    """Stands for a CUDA graph: computes a step anew from the words that it has by then."""
 
     def __init__(self, step: MixedStep) -> None:
-        self.count = self.count_asked = 0
+        self.count = 0
+        self.due: Due | None = None
         self._step = step
 
-    def forward(self) -> None:
+    def replay(self) -> None:
         self.count += 1
-        self._due = self._step.forward()
-
-    def sample(self, due: Due | None, asked: bool) -> None:
-        self.count_asked += asked
-        self._step.sample(self._due, asked)
+        self.due = self._step.forward()
 
 
-@dataclass
-class Replay:
-    replay: Callable[[], None]
+class Sample:
+    def __init__(self, step: MixedStep, forward: Forward, asked: bool) -> None:
+        self.count = 0
+        self._step, self._forward, self._asked = step, forward, asked
+
+    def replay(self) -> None:
+        self.count += 1
+        assert self._forward.due is not None
+        self._step.sample(self._forward.due, self._asked)
 
 
-def padded(loop: DeviceLoop, wanted: list[tuple[int, int]]) -> list[Step]:
-    """Gives a loop graphs of so many rows of decodes and tokens of prompts."""
-    steps = []
-    for decodes, fresh in wanted:
-        layout = Layout(decodes, fresh, 4, min(decodes + 3, CAPACITY))
+class Recorder(CudaRecorder):
+    """Tries a step as on a GPU, with what that leaves behind."""
+
+    def __init__(self, loop: DeviceLoop, device_s: float) -> None:
+        super().__init__(loop.steps)
+        self.forwards: dict[Layout, Forward] = {}
+        self.samples: dict[Layout, tuple[Sample, ...]] = {}
+        self.in_flight: list[int] = []  # when a size was captured
+        self._loop, self._device_s = loop, device_s
+
+    def record(self, layout: Layout) -> Recorded:
+        self.in_flight.append(self._loop.in_flight)
         words = torch.empty(sum(layout.parts), dtype=torch.int64)
         clear(words, layout)
-        step = Step(MixedStep(loop.steps, layout, words))
-        forward, sample = Replay(step.forward), Replay(partial(step.sample, None, False))
-        graph = MixedGraph(layout, words, cast(Any, step), cast(Any, None), cast(Any, forward), cast(Any, sample))
-        loop._graphs._graphs.append(graph)
-        steps.append(step)
-    loop._graphs._graphs.sort(key=lambda one: one.layout.tokens)
-    return steps
+        step = MixedStep(self._steps, layout, words)
+        forward = Forward(step)
+        samples = tuple(Sample(step, forward, asked) for asked in (False, True))
+        self._begin(layout)
+        step.sample(step.forward(), asked=False)
+        self.forwards[layout], self.samples[layout] = forward, samples
+        return Recorded(MixedGraph(layout, words, forward, samples), Measured(LAUNCH_S, self._device_s, 0, 1))
+
+
+def with_graphs(runner: Runner, num: int, device_s: float = 0.0) -> tuple[MixedGraphs, Recorder]:
+    """Of the first sizes; others are captured beside steps that miss them."""
+    loop = run_ahead(runner, CAPACITY)
+    recorder = Recorder(loop, device_s)
+    loop._graphs = graphs = MixedGraphs(loop.steps, 48, recorder)
+    graphs._enabled = True
+    for _ in range(num):
+        graphs.capture_one()
+    return graphs, recorder
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +86,8 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Runner:
     return start(folder, max_model_len=64)
 
 
-def outputs(runner: Runner, chunk: int, asking: int | None) -> list[list[int]]:
-    driver = Driver(runner, num_slots=CAPACITY, depth=2, chunk=chunk)
+def outputs(runner: Runner, chunk: int, asking: int | None, depth: int = 2) -> list[list[int]]:
+    driver = Driver(runner, num_slots=CAPACITY, depth=depth, chunk=chunk)
     rng = np.random.default_rng(0)
     streams = []
     for i, n in enumerate((9, 1, 17, 3, 30, 2, 12)):
@@ -78,41 +98,99 @@ def outputs(runner: Runner, chunk: int, asking: int | None) -> list[list[int]]:
     return [stream.output for stream in streams]
 
 
-@pytest.mark.parametrize(("chunk", "num_used", "asking"), [(5, 5, None), (1000, 1, None), (5, 5, 4)])
+@pytest.mark.parametrize(("chunk", "num_used", "asking"), [(5, 5, None), (8, 2, None), (5, 5, 4)])
 def test_what_pads_changes_nothing(runner: Runner, chunk: int, num_used: int, asking: int | None) -> None:
     """asking: a stream whose logits are changed."""
     run_ahead(runner, CAPACITY)
     expected = outputs(runner, chunk, asking)
-    loop = run_ahead(runner, CAPACITY)
-    steps = padded(loop, [(0, 20), (0, 90), (2, 20), (6, 8), (6, 32)])
+    _, recorder = with_graphs(runner, 100)
     assert outputs(runner, chunk, asking) == expected
-    assert sum(step.count for step in steps) >= num_used
-    assert (sum(step.count_asked for step in steps) > 0) == (asking is not None)
+    assert sum(forward.count for forward in recorder.forwards.values()) >= num_used
+    asked = sum(samples[True].count for samples in recorder.samples.values())
+    assert (asked > 0) == (asking is not None)
+    assert sum(forward.count for one, forward in recorder.forwards.items() if one.decodes) > 0
 
 
-def test_the_smallest_that_fits_is_found(runner: Runner) -> None:
-    loop = run_ahead(runner, CAPACITY)
-    padded(loop, [(0, 20), (0, 40), (2, 20), (6, 8), (6, 32)])
-    graphs = MixedGraphs(loop.steps, 64)
-    graphs._graphs = loop._graphs._graphs
-
-    def found(*counts: int) -> tuple[int, int] | None:
-        one = graphs.find(np.array(counts))
-        return None if one is None else (one.layout.decodes, one.layout.fresh)
-
-    assert found(20) == (0, 20)
-    assert found(10, 11) == (0, 40)
-    assert found(41) is None
-    assert found(1, 5) == (6, 8)
-    assert found(1, 1, 9) == (2, 20)
-    assert found(1, 1, 1, 9) == (6, 32)
-    assert found(2, 2, 2, 2) is None, "more prompts than it has room for"
-    assert found(1, 1, 1, 1, 2, 2, 2) is None, "more sequences than rows of results"
+@pytest.mark.parametrize("depth", [0, 3, 6])
+def test_sizes_are_captured_while_steps_are_in_flight(runner: Runner, depth: int) -> None:
+    run_ahead(runner, CAPACITY)
+    expected = outputs(runner, 5, None, depth)
+    graphs, recorder = with_graphs(runner, 1)
+    graphs._sizes._capture_s = 1.5 * LAUNCH_S  # the second step that misses a size has it captured
+    before = graphs.captured
+    assert outputs(runner, 5, None, depth) == expected
+    assert graphs.captured > before
+    assert len(recorder.in_flight) > 1
+    assert (max(recorder.in_flight) > 0) == (depth > 0)
 
 
-def test_sizes() -> None:
-    assert sizes(1, 100) == [(0, 64), (0, 32), (0, 96)]
-    some = sizes(20, 2048)
-    assert some[:6] == [*((0, n) for n in (512, 128, 256, 64, 32)), (16, 512)]
-    assert (0, 2048) in some
-    assert {rows for rows, _ in sizes(200, 2048)} == {0, 16, 64, 128}
+def test_nothing_is_captured_beside_steps_where_there_are_to_be_no_graphs(runner: Runner) -> None:
+    graphs, recorder = with_graphs(runner, 0)
+    outputs(runner, 5, None)
+    assert (recorder.forwards, graphs.captured) == ({}, 0.0)
+
+
+def test_a_step_alone_may_take_a_size_with_rows_for_decodes(runner: Runner) -> None:
+    """Those count the step on the device, the others do not."""
+    run_ahead(runner, CAPACITY)
+    expected = outputs(runner, 5, None)
+    graphs, recorder = with_graphs(runner, 2)
+    only = next(layout for layout in recorder.forwards if layout.decodes)
+    graphs._sizes._device_s = {only: 0.0}
+    graphs._sizes.missing.clear()
+    assert outputs(runner, 5, None) == expected
+    assert recorder.forwards[only].count >= 5
+
+
+def test_what_cannot_be_captured_stays_eager(runner: Runner, caplog: pytest.LogCaptureFixture) -> None:
+    run_ahead(runner, CAPACITY)
+    expected = outputs(runner, 5, None)
+    graphs, recorder = with_graphs(runner, 1)
+
+    def fail(layout: Layout) -> Recorded:
+        raise RuntimeError("CUDA out of memory\nand more")
+
+    recorder.record = fail  # type: ignore[method-assign]
+    assert not graphs.capture_one()
+    assert outputs(runner, 5, None) == expected
+    assert graphs.describe() == "CUDA graphs of prefills: none: CUDA out of memory"
+    assert (graphs.captured, len(caplog.records)) == (1.0, 1)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral-window"])
+def test_on_a_gpu(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every size is captured by the first step that could take it, then all are there; greedy, up to ties."""
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    score = greedy_score(BY_NAME[name].save(tmp_path).to("cuda"))
+    runner = start(tmp_path, device="cuda", max_model_len=256, max_num_batched_tokens=256, enforce_eager=True)
+    expected = many(runner)
+    loop = runner.ahead
+    assert isinstance(loop, DeviceLoop)
+    monkeypatch.setattr("blockyard.services.gpu_worker.mixed_graphs.START_S", 0.0)
+    loop.capture()
+    sizes, ties = loop._graphs._sizes, Ties()
+
+    def due(step: Layout, idle: bool) -> Layout | None:
+        return next((one for one in sizes.missing if holds(one, step)), None)
+
+    monkeypatch.setattr(sizes, "due", due)
+    for _ in range(2):
+        for i, (want, got) in enumerate(zip(expected, many(runner), strict=True)):
+            ties.compare(f"stream {i}", want.prompt, want.output, got.output, score)
+        while loop.idle():
+            pass
+    ties.check()
+    assert (loop._graphs._problem, sizes.captured) == ("", 1.0)
+    assert len(loop._graphs._graphs) > 10
+
+
+def many(runner: Runner) -> list[Stream]:
+    driver = Driver(runner, num_slots=20, depth=3, chunk=12)
+    rng = np.random.default_rng(1)
+    for i in range(40):
+        prompt = rng.integers(2, VOCAB, int(rng.integers(1, 80))).tolist()
+        driver.add(prompt, Sampling(5 + i % 30, 0.0, ignore_eos=True, presence_penalty=0.5 * (i % 7 == 6)))
+    driver.run()
+    return driver.streams
