@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 Ints = npt.NDArray[np.int64]
 
 START_S = 0.5  # spent before the worker is ready
+FEWEST = 2  # sizes by then: of a small model they hold every step
 
 
 class Replay(Protocol):
@@ -94,8 +95,9 @@ class MixedGraphs:
     def capture(self) -> None:
         """As many as START_S allows, the others when `capture_one` is called."""
         self._enabled, start = True, time.perf_counter()
-        while time.perf_counter() - start < START_S and self.capture_one():
-            pass
+        while len(self._graphs) < FEWEST or time.perf_counter() - start < START_S:
+            if not self.capture_one():
+                break
 
     @property
     def captured(self) -> float:
@@ -145,7 +147,7 @@ class CudaRecorder:
         self._steps, self._device = steps, steps.pool.device
         is_cuda = self._device.type == "cuda"
         self._pool = torch.cuda.graph_pool_handle() if is_cuda else None
-        self._stream = torch.cuda.Stream(self._device) if is_cuda else None
+        self._stream = torch.cuda.Stream(self._device) if is_cuda else None  # type: ignore[no-untyped-call]
 
     def record(self, layout: Layout) -> Recorded:
         host = torch.empty(sum(layout.parts), dtype=torch.int64)

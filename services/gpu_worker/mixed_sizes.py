@@ -1,8 +1,8 @@
 """Sizes that steps with prefill are padded to, as CUDA graphs: which one a step takes, and which is captured next.
 
-Plain numbers. What padding costs the device is weighed against what a step costs that is launched kernel by kernel: the
-host's time, where that is longer than the device's. What the device takes is known of sizes that are captured, and taken
-to grow in proportion to tokens between and beyond them.
+Plain numbers. What padding costs the device is weighed against what a step costs that is launched kernel by kernel:
+the host's time, where that is longer than the device's. What the device takes is known of sizes that are captured;
+between and beyond them it is taken to grow with the tokens.
 """
 
 from collections.abc import Callable

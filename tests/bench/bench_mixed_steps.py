@@ -1,8 +1,8 @@
 """Steps with prefills beside decodes on a GPU: launched kernel by kernel and as CUDA graphs, and what capturing takes.
 
-`bench_mixed_steps.py FOLDER [--decodes N ...] [--fresh N ...] [--prompts N ...]`. FOLDER needs config.json alone: weights
-are random, products are cuBLAS'. Decodes have a context of 512. *Alone*: from a launch to its results, the device idle
-before, medians; *ahead*: of steps in a row, two more plans in flight.
+`bench_mixed_steps.py FOLDER [--decodes N ...] [--fresh N ...] [--prompts N ...]`. FOLDER needs config.json alone:
+weights are random, products are cuBLAS'. Decodes have a context of 512. *Alone*: from a launch to its results, the
+device idle before, medians; *ahead*: of steps in a row, two more plans in flight.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import torch
 from gpu_runner import start_runner
 
 from blockyard.services.gpu_worker.device_loop import DeviceLoop
+from blockyard.services.gpu_worker.mixed_steps import Layout
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.shared.messages import Sampling, SlotRun, SlotStart, StepPlan
 
@@ -132,13 +133,11 @@ def main() -> None:
         print(f"  {layout}: device {1e3 * seconds:.2f} ms")
     print(f"  launch {1e3 * sizes._launch_s:.2f} ms", flush=True)
     graphs = measure(runner, cases)
-    print("decodes, fresh, prompts | eager: alone, ahead, launch | graphs: alone, ahead, launch | size")
+    print("(decodes, fresh, prompts) | eager: alone, ahead, launch | graphs: alone, ahead, launch | size")
     for case, before, after in zip(cases, eager, graphs, strict=True):
-        decodes, fresh, prompts = case
-        counts = np.array([1] * decodes + [fresh // prompts] * (prompts - 1) + [fresh - fresh // prompts * (prompts - 1)])
-        step = loop._mixed.layout(counts)
+        step = Layout(*case, loop.steps.fits(case[0] + case[2]))
         times = " | ".join(", ".join(f"{ms:.2f}" for ms in one) for one in (before, after))
-        print(f"{decodes}, {fresh}, {prompts} | {times} | {sizes.pick(step, idle=False)}")
+        print(f"{case} | {times} | {sizes.pick(step, idle=False)}")
 
 
 if __name__ == "__main__":

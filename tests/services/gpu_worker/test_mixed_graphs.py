@@ -1,5 +1,6 @@
-"""Steps with prefills in padded sizes: the same tokens as in their own, whatever pads and whenever a size is captured."""
+"""Steps with prefills in padded sizes: the same tokens, whatever pads and whenever a size is captured."""
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from tiny_models import BY_NAME, VOCAB, greedy_score, start
 
 from blockyard.services.gpu_worker.device_loop import DeviceLoop
 from blockyard.services.gpu_worker.mixed_graphs import CudaRecorder, MixedGraph, MixedGraphs, Recorded
-from blockyard.services.gpu_worker.mixed_sizes import Measured, holds
+from blockyard.services.gpu_worker.mixed_sizes import Measured
 from blockyard.services.gpu_worker.mixed_steps import Due, Layout, MixedStep, clear
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.shared.messages import Sampling
@@ -52,11 +53,11 @@ class Recorder(CudaRecorder):
         super().__init__(loop.steps)
         self.forwards: dict[Layout, Forward] = {}
         self.samples: dict[Layout, tuple[Sample, ...]] = {}
-        self.in_flight: list[int] = []  # when a size was captured
+        self.in_flight: dict[Layout, int] = {}  # steps, when a size was captured
         self._loop, self._device_s = loop, device_s
 
     def record(self, layout: Layout) -> Recorded:
-        self.in_flight.append(self._loop.in_flight)
+        self.in_flight[layout] = self._loop.in_flight
         words = torch.empty(sum(layout.parts), dtype=torch.int64)
         clear(words, layout)
         step = MixedStep(self._steps, layout, words)
@@ -90,7 +91,7 @@ def outputs(runner: Runner, chunk: int, asking: int | None, depth: int = 2) -> l
     driver = Driver(runner, num_slots=CAPACITY, depth=depth, chunk=chunk)
     rng = np.random.default_rng(0)
     streams = []
-    for i, n in enumerate((9, 1, 17, 3, 30, 2, 12)):
+    for i, n in enumerate((9, 12, 17, 14, 30, 11, 3, 2, 1, 26)):
         penalty = 0.5 if i == asking else 0.0
         sampling = Sampling(6 + i, 0.9 * (i % 2), seed=i, ignore_eos=True, presence_penalty=penalty)
         streams.append(driver.add(rng.integers(2, VOCAB, n).tolist(), sampling))
@@ -111,17 +112,36 @@ def test_what_pads_changes_nothing(runner: Runner, chunk: int, num_used: int, as
     assert sum(forward.count for one, forward in recorder.forwards.items() if one.decodes) > 0
 
 
+def missed(graphs: MixedGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every second step has a size captured, whatever it takes itself."""
+    sizes, steps = graphs._sizes, itertools.count(1)
+
+    def due(step: Layout, idle: bool) -> Layout | None:
+        return sizes.missing[0] if sizes.missing and next(steps) % 2 == 0 else None
+
+    monkeypatch.setattr(sizes, "due", due)
+
+
 @pytest.mark.parametrize("depth", [0, 3, 6])
-def test_sizes_are_captured_while_steps_are_in_flight(runner: Runner, depth: int) -> None:
+def test_sizes_are_captured_while_steps_are_in_flight(
+    runner: Runner, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run_ahead(runner, CAPACITY)
     expected = outputs(runner, 5, None, depth)
     graphs, recorder = with_graphs(runner, 1)
-    graphs._sizes._capture_s = 1.5 * LAUNCH_S  # the second step that misses a size has it captured
-    before = graphs.captured
+    missed(graphs, monkeypatch)
     assert outputs(runner, 5, None, depth) == expected
-    assert graphs.captured > before
-    assert len(recorder.in_flight) > 1
-    assert (max(recorder.in_flight) > 0) == (depth > 0)
+    assert graphs.captured == 1.0
+    assert {one.decodes > 0 for one, num in recorder.in_flight.items() if num} == ({True, False} if depth else set())
+
+
+def test_steps_that_keep_missing_a_size_have_it_captured(runner: Runner) -> None:
+    graphs, recorder = with_graphs(runner, 1)
+    graphs._sizes._capture_s = 1.5 * LAUNCH_S
+    before = graphs.captured
+    outputs(runner, 5, None)
+    assert before < graphs.captured < 1.0
+    assert sum(recorder.in_flight.values()) > 0
 
 
 def test_nothing_is_captured_beside_steps_where_there_are_to_be_no_graphs(runner: Runner) -> None:
@@ -160,7 +180,7 @@ def test_what_cannot_be_captured_stays_eager(runner: Runner, caplog: pytest.LogC
 @pytest.mark.cuda
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mistral-window"])
 def test_on_a_gpu(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every size is captured by the first step that could take it, then all are there; greedy, up to ties."""
+    """Sizes are captured beside steps, then all are there; greedy, up to ties."""
     if not torch.cuda.is_available():
         pytest.skip("no GPU")
     score = greedy_score(BY_NAME[name].save(tmp_path).to("cuda"))
@@ -170,19 +190,15 @@ def test_on_a_gpu(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert isinstance(loop, DeviceLoop)
     monkeypatch.setattr("blockyard.services.gpu_worker.mixed_graphs.START_S", 0.0)
     loop.capture()
-    sizes, ties = loop._graphs._sizes, Ties()
-
-    def due(step: Layout, idle: bool) -> Layout | None:
-        return next((one for one in sizes.missing if holds(one, step)), None)
-
-    monkeypatch.setattr(sizes, "due", due)
+    missed(loop._graphs, monkeypatch)
+    ties = Ties()
     for _ in range(2):
         for i, (want, got) in enumerate(zip(expected, many(runner), strict=True)):
             ties.compare(f"stream {i}", want.prompt, want.output, got.output, score)
         while loop.idle():
             pass
     ties.check()
-    assert (loop._graphs._problem, sizes.captured) == ("", 1.0)
+    assert (loop._graphs._problem, loop.captured) == ("", 1.0)
     assert len(loop._graphs._graphs) > 10
 
 

@@ -140,8 +140,7 @@ def test_any_steps(model: Model, steps: list[tuple[int, int, int]], idle: bool) 
     sizes, _ = captured(model, most=1)
     lost_s = spent_s = 0.0
     for decodes, fresh, prefills in steps:
-        prefills = min(prefills, fresh // 2, 256 - decodes)
-        some = step(decodes, fresh, prefills)
+        some = step(decodes, fresh, min(prefills, fresh // 2, 256 - decodes))
         before = len(sizes.missing)
         if (due := sizes.due(some, idle)) is not None:
             assert holds(due, some)
