@@ -64,7 +64,9 @@ class Recorder(CudaRecorder):
         forward = Forward(step)
         samples = tuple(Sample(step, forward, asked) for asked in (False, True))
         self._begin(layout)
-        step.sample(step.forward(), asked=False)
+        due = step.forward()
+        for asked in (False, True):
+            step.sample(due, asked)
         self.forwards[layout], self.samples[layout] = forward, samples
         return Recorded(MixedGraph(layout, words, forward, samples), Measured(LAUNCH_S, self._device_s, 0, 1))
 
@@ -92,7 +94,7 @@ def outputs(runner: Runner, chunk: int, asking: int | None, depth: int = 2) -> l
     rng = np.random.default_rng(0)
     streams = []
     for i, n in enumerate((9, 12, 17, 14, 30, 11, 3, 2, 1, 26)):
-        penalty = 0.5 if i == asking else 0.0
+        penalty = 1.9 if i == asking else 0.0
         sampling = Sampling(6 + i, 0.9 * (i % 2), seed=i, ignore_eos=True, presence_penalty=penalty)
         streams.append(driver.add(rng.integers(2, VOCAB, n).tolist(), sampling))
     driver.run()
@@ -127,10 +129,10 @@ def test_sizes_are_captured_while_steps_are_in_flight(
     runner: Runner, depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_ahead(runner, CAPACITY)
-    expected = outputs(runner, 5, None, depth)
+    expected = outputs(runner, 5, 4, depth)
     graphs, recorder = with_graphs(runner, 1)
     missed(graphs, monkeypatch)
-    assert outputs(runner, 5, None, depth) == expected
+    assert outputs(runner, 5, 4, depth) == expected
     assert graphs.captured == 1.0
     assert {one.decodes > 0 for one, num in recorder.in_flight.items() if num} == ({True, False} if depth else set())
 
