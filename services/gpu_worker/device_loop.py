@@ -144,7 +144,7 @@ class DeviceLoop:
     def _launch_mixed(self, slots: Ints, counts: Ints, asked: bool) -> Entry:
         """A step with prefill."""
         table, layout = self._batch.slots, self._mixed.layout(counts)
-        graph = self._graphs.find(layout, idle=not self.flights)
+        graph = self._graphs.find(layout)
         if graph is not None:
             entry = self._begin(slots, counts, graph.layout.decodes)
             graph.run(entry, slots, counts, table, asked)

@@ -78,18 +78,18 @@ class MixedGraphs:
         self._enabled = False
         self._problem = ""  # why there are none
 
-    def find(self, step: Layout, idle: bool) -> MixedGraph | None:
-        """What computes such a step; None: it is to be launched kernel by kernel. idle: the device has no work.
+    def find(self, step: Layout) -> MixedGraph | None:
+        """What computes such a step; None: it is to be launched kernel by kernel.
 
         Captures a size where steps have lost as much time without it as that takes, so that all of a worker's steps
         together lose twice as much at most, however busy it is.
         """
         if not self._graphs:
             return None
-        wanted = self._sizes.due(step, idle)
+        wanted = self._sizes.due(step)
         if wanted is not None:
             self._capture(wanted)
-        size = self._sizes.pick(step, idle)
+        size = self._sizes.pick(step)
         return None if size is None else self._graphs[size]
 
     def capture(self) -> None:

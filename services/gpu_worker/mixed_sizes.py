@@ -7,6 +7,7 @@ between and beyond them it is taken to grow with the tokens.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import fmean
 
 from blockyard.services.gpu_worker.mixed_steps import Layout
 
@@ -16,7 +17,6 @@ DECODES = (16, 64, 128, 256, 512, 1024)  # rows of decodes beside them
 FIRST = 512  # tokens alone, from which it is known what larger sizes will take
 PREFILLS = 8  # prompts, at least
 SHORT = 32  # tokens of a prompt: beside decodes there is room for as many of these as fit
-GAPS_S = 0.001  # that a device without work waits for between the first kernels, where they are launched one by one
 CAPTURE_S = 0.1  # that capturing takes, until it is known
 MOST_BYTES = 512 << 20  # that graphs may hold
 
@@ -38,9 +38,8 @@ class MixedSizes:
         """fits: to how many sequences that draw a step is padded."""
         self.missing = layouts(capacity, most_tokens, fits)
         self._num_all = len(self.missing)
-        self._most = most_tokens
         self._device_s: dict[Layout, float] = {}  # of those that are captured, the smallest first
-        self._launch_s = 0.0  # of a step that is launched kernel by kernel
+        self._launches_s: list[float] = []  # of steps that are launched kernel by kernel
         self._capture_s = CAPTURE_S
         self.num_bytes = 0  # held
         self._lost_s: dict[Layout, float] = {}  # by steps that would have taken a missing one
@@ -54,7 +53,7 @@ class MixedSizes:
         """A size was captured, in so many seconds."""
         self._lost_s.pop(layout, None)
         self._device_s[layout] = measured.device_s
-        self._launch_s = min(measured.launch_s, self._launch_s or measured.launch_s)
+        self._launches_s.append(measured.launch_s)
         self._capture_s = capture_s
         self.num_bytes += measured.num_bytes
         most = MOST_BYTES * layout.tokens / max(measured.peak_bytes, 1) if self.num_bytes < MOST_BYTES else 0
@@ -64,37 +63,31 @@ class MixedSizes:
         """What is to be captured while there is time for it; sizes that are slower than the host are left out. None:
         nothing is left."""
         while self.missing:
-            if self._gains(self.missing[0]):
+            if not self._device_s or self._estimate_s(self.missing[0].tokens) < fmean(self._launches_s):
                 return self.missing[0]
             del self.missing[0]
         return None
 
-    def pick(self, step: Layout, idle: bool) -> Layout | None:
-        """The captured size that computes a step soonest; None: it is sooner over kernel by kernel. idle: the device
-        has nothing to do until it has begun."""
+    def pick(self, step: Layout) -> Layout | None:
+        """The captured size that computes a step soonest; None: it is sooner over kernel by kernel."""
         fitting = [one for one in self._device_s if holds(one, step)]
         best = min(fitting, key=lambda one: self._device_s[one], default=None)
-        return best if best is not None and self._device_s[best] < self._eager_s(step, idle) else None
+        return best if best is not None and self._device_s[best] < self._eager_s(step) else None
 
-    def due(self, step: Layout, idle: bool) -> Layout | None:
+    def due(self, step: Layout) -> Layout | None:
         """The size to capture now, because steps like this one have lost as much without it as capturing takes."""
         wanted = min((one for one in self.missing if holds(one, step)), key=lambda one: one.tokens, default=None)
         if wanted is None:
             return None
-        taken = self.pick(step, idle)
-        now_s = self._eager_s(step, idle) if taken is None else self._device_s[taken]
+        taken = self.pick(step)
+        now_s = self._eager_s(step) if taken is None else self._device_s[taken]
         lost_s = now_s - self._estimate_s(wanted.tokens)
         if lost_s > 0:
             self._lost_s[wanted] = self._lost_s.get(wanted, 0.0) + lost_s
         return wanted if self._lost_s.get(wanted, 0.0) > self._capture_s else None
 
-    def _gains(self, layout: Layout) -> bool:
-        """Whole chunks of a long prompt always do, where the device waits for them."""
-        is_chunk = layout.decodes == 0 and layout.fresh == self._most
-        return not self._device_s or is_chunk or self._estimate_s(layout.tokens) < self._launch_s
-
-    def _eager_s(self, step: Layout, idle: bool) -> float:
-        return max(self._launch_s, self._estimate_s(step.tokens) + GAPS_S * idle)
+    def _eager_s(self, step: Layout) -> float:
+        return max(fmean(self._launches_s), self._estimate_s(step.tokens))
 
     def _estimate_s(self, tokens: int) -> float:
         """Of the device, for so many rows."""
@@ -120,8 +113,8 @@ def holds(layout: Layout, step: Layout) -> bool:
 
 
 def layouts(capacity: int, most_tokens: int, fits: Callable[[int], int]) -> list[Layout]:
-    """In the order in which they are captured: one that tells what others will take, one that holds every step, whole
-    chunks, then what is met most."""
+    """In the order in which they are captured: one that tells what others will take, one that holds every step, then
+    what is met most."""
     fresh = [*(n for n in FRESH if n < most_tokens), most_tokens]
     rows = [*(n for n in DECODES if n < capacity), capacity] if capacity > 1 else []
     alone = [min(FIRST, most_tokens), most_tokens, 128, 256, 64, 32, *fresh, *BETWEEN]

@@ -131,13 +131,13 @@ def main() -> None:
     sizes = loop._graphs._sizes
     for layout, seconds in sizes._device_s.items():
         print(f"  {layout}: device {1e3 * seconds:.2f} ms")
-    print(f"  launch {1e3 * sizes._launch_s:.2f} ms", flush=True)
+    print(f"  launch {1e3 * statistics.fmean(sizes._launches_s):.2f} ms", flush=True)
     graphs = measure(runner, cases)
     print("(decodes, fresh, prompts) | eager: alone, ahead, launch | graphs: alone, ahead, launch | size")
     for case, before, after in zip(cases, eager, graphs, strict=True):
         step = Layout(*case, loop.steps.fits(case[0] + case[2]))
         times = " | ".join(", ".join(f"{ms:.2f}" for ms in one) for one in (before, after))
-        print(f"{case} | {times} | {sizes.pick(step, idle=False)}")
+        print(f"{case} | {times} | {sizes.pick(step)}")
 
 
 if __name__ == "__main__":

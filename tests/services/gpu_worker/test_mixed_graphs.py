@@ -118,7 +118,7 @@ def missed(graphs: MixedGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every second step has a size captured, whatever it takes itself."""
     sizes, steps = graphs._sizes, itertools.count(1)
 
-    def due(step: Layout, idle: bool) -> Layout | None:
+    def due(step: Layout) -> Layout | None:
         return sizes.missing[0] if sizes.missing and next(steps) % 2 == 0 else None
 
     monkeypatch.setattr(sizes, "due", due)

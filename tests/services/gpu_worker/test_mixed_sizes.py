@@ -55,58 +55,59 @@ def test_two_sizes_hold_every_step_of_a_small_model() -> None:
     sizes, done = captured(SMALL, most=2)
     assert [(one.decodes, one.fresh) for one in done] == [(0, 512), (256, 2048)]
     for decodes, fresh, prefills in ((0, 2048, 20), (3, 2045, 4), (250, 1798, 6), (100, 600, 60)):
-        assert sizes.pick(step(decodes, fresh, prefills), idle=False) == done[1]
-    assert sizes.pick(step(0, 500, 8), idle=False) == done[0]
-    assert sizes.pick(step(0, 500, 9), idle=False) == done[1], "more prompts than it has room for"
-    assert sizes.pick(step(100, 1900, 65), idle=False) is None, "more prompts than any has room for"
+        assert sizes.pick(step(decodes, fresh, prefills)) == done[1]
+    assert sizes.pick(step(0, 500, 8)) == done[0]
+    assert sizes.pick(step(0, 500, 9)) == done[1], "more prompts than it has room for"
+    assert sizes.pick(step(100, 1900, 65)) is None, "more prompts than any has room for"
 
 
 def test_sizes_that_keep_the_device_longer_than_the_host_are_left_out() -> None:
     sizes, done = captured(LARGE)
     assert sizes.captured == 1.0
-    assert all(one.tokens * LARGE.token_s < LAUNCH_S for one in done if one.fresh < 2048)
-    assert [one for one in done if one.fresh == 2048] == [Layout(0, 2048, 9, 8)], "a whole chunk"
+    assert all(one.tokens * LARGE.token_s < LAUNCH_S for one in done)
+    assert len(done) > 15
     assert len(captured(SMALL)[1]) == len(layouts(256, 2048, fits().__getitem__))
 
 
-def test_a_large_step_is_padded_only_where_the_device_would_wait_for_longer() -> None:
+def test_a_step_is_padded_only_where_the_host_would_be_slower() -> None:
     sizes, _ = captured(LARGE)
-    chunk = Layout(0, 2048, 9, 8)
-    assert sizes.pick(step(0, 2048), idle=True) == chunk
-    assert sizes.pick(step(0, 2030), idle=True) == chunk
-    assert sizes.pick(step(0, 1900), idle=True) is None, "padding takes longer than the gaps"
-    assert sizes.pick(step(0, 2048), idle=False) is None, "the host is ahead of it"
-    assert sizes.pick(step(0, 300), idle=False) == Layout(0, 384, 9, 8)
-    assert sizes.pick(step(10, 300), idle=False) == Layout(16, 512, 17, 32)
+    assert sizes.pick(step(0, 2048)) is None
+    assert sizes.pick(step(0, 300)) == Layout(0, 384, 9, 8)
+    assert sizes.pick(step(10, 300)) == Layout(16, 512, 17, 32)
+    slow = sizes_of()
+    for layout in (Layout(0, 512, 9, 8), Layout(0, 768, 9, 8)):
+        capture(slow, LARGE, layout)
+    assert slow.pick(step(0, 500)) == Layout(0, 512, 9, 8)
+    assert slow.pick(step(0, 760)) is None, "the device would be busy for longer"
 
 
 def test_a_size_is_captured_once_steps_have_lost_what_that_takes() -> None:
     sizes, _ = captured(SMALL, most=1)
     some, lost_s, count = step(40, 2000, 5), 0.0, 0
-    while (due := sizes.due(some, idle=False)) is None:
+    while (due := sizes.due(some)) is None:
         lost_s += LAUNCH_S - SMALL.device_s(2048)
         count += 1
         assert count < 20
     assert due == Layout(64, 2048, 65, 128)
     assert lost_s <= CAPTURE_S or count < 9, "the first capture's time is not known yet"
-    assert sizes.pick(some, idle=False) is None
+    assert sizes.pick(some) is None
     capture(sizes, SMALL, due)
-    assert sizes.pick(some, idle=False) == due
-    assert sizes.due(some, idle=False) is None
+    assert sizes.pick(some) == due
+    assert sizes.due(some) is None
 
 
 def test_a_better_size_is_captured_where_one_is_padded_by_much() -> None:
     sizes, _ = captured(SMALL, most=2)
     some = step(200, 100)
-    assert sizes.pick(some, idle=False) == Layout(256, 2048, 65, 256)
-    steps = next(i for i in range(1000) if sizes.due(some, idle=False))
+    assert sizes.pick(some) == Layout(256, 2048, 65, 256)
+    steps = next(i for i in range(1000) if sizes.due(some))
     assert CAPTURE_S / SMALL.device_s(2304) < steps < 100
-    assert sizes.due(some, idle=False) == Layout(256, 128, 9, 256)
+    assert sizes.due(some) == Layout(256, 128, 9, 256)
 
 
 def test_steps_of_a_busy_device_have_nothing_captured() -> None:
     sizes, _ = captured(LARGE, most=1)
-    assert not any(sizes.due(step(100, 1948, 4), idle=False) for _ in range(100))
+    assert not any(sizes.due(step(100, 1948, 4)) for _ in range(100))
 
 
 def test_a_size_that_there_is_no_memory_for_is_left_out() -> None:
@@ -133,23 +134,22 @@ def test_layouts() -> None:
 @given(
     st.sampled_from([SMALL, LARGE]),
     st.lists(st.tuples(st.integers(0, 255), st.integers(2, 2048), st.integers(1, 80)), min_size=1, max_size=60),
-    st.booleans(),
 )
-def test_any_steps(model: Model, steps: list[tuple[int, int, int]], idle: bool) -> None:
+def test_any_steps(model: Model, steps: list[tuple[int, int, int]]) -> None:
     """What is picked holds the step and is sooner; captures take no longer than what was lost before, but for one."""
     sizes, _ = captured(model, most=1)
     lost_s = spent_s = 0.0
     for decodes, fresh, prefills in steps:
         some = step(decodes, fresh, min(prefills, fresh // 2, 256 - decodes))
         before = len(sizes.missing)
-        if (due := sizes.due(some, idle)) is not None:
+        if (due := sizes.due(some)) is not None:
             assert holds(due, some)
             capture(sizes, model, due)
             spent_s += CAPTURE_S
             assert len(sizes.missing) == before - 1
-        picked = sizes.pick(some, idle)
+        picked = sizes.pick(some)
         if picked is not None:
             assert holds(picked, some)
-            assert model.device_s(picked.tokens) < max(LAUNCH_S, 1.2 * model.device_s(some.tokens) + 0.001)
-        lost_s += LAUNCH_S + 0.001
+            assert model.device_s(picked.tokens) < max(LAUNCH_S, 1.2 * model.device_s(some.tokens))
+        lost_s += LAUNCH_S
     assert spent_s <= 1.5 * lost_s
