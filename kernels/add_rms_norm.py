@@ -7,6 +7,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from blockyard.kernels.overlap import can_overlap, options
+from blockyard.kernels.whole_numbers import power_of_2
 
 LONGEST_ROW = 32768  # a row is one tile
 
@@ -70,7 +71,7 @@ def add_rms_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: fl
         raise ValueError(f"rows of {size} are longer than {LONGEST_ROW}")
     out = torch.empty((rows, size), dtype=residual.dtype, device=residual.device)
     if out.numel():
-        tile, overlap = triton.next_power_of_2(size), can_overlap(residual.device)
+        tile, overlap = power_of_2(size), can_overlap(residual.device)
         _add_rms_norm_kernel[(rows,)](
             residual,
             delta,

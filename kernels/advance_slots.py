@@ -10,6 +10,7 @@ from torch import Tensor
 
 from blockyard.kernels.gather_rows import Rows
 from blockyard.kernels.slot_state import MOST_STOPS, Field, SlotState
+from blockyard.kernels.whole_numbers import ceil_div
 
 _TILE = 128
 NUM_RESULTS = 3  # words of a row: outcome, token, tokens computed
@@ -167,7 +168,7 @@ def advance_slots(
         raise ValueError(f"counts: expected contiguous [{count}] int32, got {list(counts.shape)} of {counts.dtype}")
     if count == 0:
         return
-    _advance_slots_kernel[(triton.cdiv(count, _TILE),)](
+    _advance_slots_kernel[(ceil_div(count, _TILE),)](
         state.fields,
         state.step,
         rows.slots,

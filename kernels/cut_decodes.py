@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from blockyard.kernels.sequences import Sequences
+from blockyard.kernels.whole_numbers import ceil_div, power_of_2
 
 TILE = 64  # keys; lengths of pieces are multiples
 LEAST = 64  # keys of a piece, if its sequence has that many
@@ -96,8 +97,8 @@ def cut_decodes(
     rows, device = len(seqs.slots), seqs.slots.device
     seqs.check(rows)
     seen = longest if window is None else min(window, longest)
-    shared = triton.cdiv(ROUNDS * programs, kv_heads)  # what is cut off beyond one piece a row, at most
-    most = max(min(rows + shared, rows * triton.cdiv(seen, LEAST)), 1)
+    shared = ceil_div(ROUNDS * programs, kv_heads)  # what is cut off beyond one piece a row, at most
+    most = max(min(rows + shared, rows * ceil_div(seen, LEAST)), 1)
     pieces = Pieces(
         torch.empty((_FIELDS, most), dtype=torch.int32, device=device),
         torch.empty(1, dtype=torch.int32, device=device),
@@ -106,7 +107,7 @@ def cut_decodes(
         torch.empty((most, heads), dtype=torch.float32, device=device),
         min(programs, most * kv_heads),
     )
-    _cut_kernel[(triton.cdiv(most, _ITEMS),)](
+    _cut_kernel[(ceil_div(most, _ITEMS),)](
         seqs.slots,
         seqs.positions,
         pieces.fields,
@@ -117,7 +118,7 @@ def cut_decodes(
         programs,
         WINDOW=window or 0,
         KV_HEADS=kv_heads,
-        ROWS=max(triton.next_power_of_2(rows), 256),  # few kernels to compile
+        ROWS=max(power_of_2(rows), 256),  # few kernels to compile
         ITEMS=_ITEMS,
         TILE=TILE,
         LEAST=LEAST,

@@ -9,13 +9,13 @@ token that is kept, or the winner. Rows with too many tokens to keep for that go
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
 
 from blockyard.kernels.draw_choose import choose_kernel
 from blockyard.kernels.draw_scan import scan_kernel
 from blockyard.kernels.draw_wide import noise_kernel, wide_kernel
 from blockyard.kernels.overlap import can_overlap, options
+from blockyard.kernels.whole_numbers import ceil_div, power_of_2
 
 _LANES = 128  # of a tile: the first and third kernel's threads
 _RUNS = 4  # of 8 tokens that a lane has in a tile
@@ -91,7 +91,7 @@ def draw_tokens(
         _check_adjusted(adjusted, params.temperature.shape[0], vocab)
     if rows == 0:
         return
-    num_tiles = triton.cdiv(vocab, _LANES * _RUNS * 8)
+    num_tiles = ceil_div(vocab, _LANES * _RUNS * 8)
     num_spans = num_tiles * _LANES
     sharing = 1 if uniform else rows
     tiles, programs = _split(num_tiles, _PROGRAMS // sharing)
@@ -104,8 +104,8 @@ def draw_tokens(
     settings = (params.temperature, params.top_k, params.top_p, params.min_p, params.key, params.choice)
     other = (slots, logits, 0) if adjusted is None else (adjusted.row, adjusted.logits, adjusted.logits.stride(0))
     shared, sizes = (logits, (slots, index), settings, other), (logits.stride(0), vocab, params.temperature.shape[0])
-    out, shift, all_spans = (tokens, best), _SHIFT[logits.dtype], triton.next_power_of_2(num_spans)
-    most = triton.next_power_of_2(num_tiles)  # programs a row; the same for all row counts: fewer kernels to compile
+    out, shift, all_spans = (tokens, best), _SHIFT[logits.dtype], power_of_2(num_spans)
+    most = power_of_2(num_tiles)  # programs a row; the same for all row counts: fewer kernels to compile
     early = _EARLY and can_overlap(logits.device)
     ways = {"LANES": _LANES, "RUNS": _RUNS, "OTHER": adjusted is not None, "FAST": logits.is_cuda, "OVERLAP": early}
     scan_kernel[(rows, programs)](
@@ -146,8 +146,8 @@ class _Scratch:
 
 def _split(tiles: int, programs: int) -> tuple[int, int]:
     """How many tiles a program of a row has, and the number of programs, `programs` at most."""
-    each = triton.cdiv(tiles, max(1, min(tiles, programs)))
-    return each, triton.cdiv(tiles, each)
+    each = ceil_div(tiles, max(1, min(tiles, programs)))
+    return each, ceil_div(tiles, each)
 
 
 def _check_inputs(logits: Tensor, slots: Tensor, index: Tensor, tokens: Tensor, best: Tensor) -> None:

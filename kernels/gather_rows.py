@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from blockyard.kernels.slot_state import Field, SlotState
+from blockyard.kernels.whole_numbers import ceil_div
 
 _TILE = 128
 NUM_WORDS = 5  # of a row
@@ -96,7 +97,7 @@ def gather_rows(state: SlotState, rows: Rows) -> None:
         raise ValueError(f"{count} rows, the state has {len(state.rows)}")
     if count == 0:
         return
-    _gather_rows_kernel[(triton.cdiv(count, _TILE),)](
+    _gather_rows_kernel[(ceil_div(count, _TILE),)](
         state.rows,
         state.fields,
         state.step,

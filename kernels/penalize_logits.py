@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from blockyard.kernels.whole_numbers import ceil_div
+
 _TILE = 1024
 SEEN = 1 << 30  # in a count: the token is in the prompt; below it, how often it is in the output
 
@@ -164,7 +166,7 @@ def penalize_logits(logits: Tensor, slots: Tensor, index: Tensor, wishes: Wishes
         return
     penalties = (wishes.repetition, wishes.presence, wishes.frequency)
     lists = (wishes.only_listed, wishes.num_listed, wishes.listed, wishes.bias, wishes.until)
-    _penalize_kernel[(rows, triton.cdiv(vocab, _TILE))](
+    _penalize_kernel[(rows, ceil_div(vocab, _TILE))](
         logits, slots, index, wishes.row, penalties, lists, wishes.counts, wishes.logits, logits.stride(0), vocab,
         MOST=wishes.listed.shape[1], SEEN=SEEN, TILE=_TILE,
     )  # fmt: skip
@@ -194,7 +196,7 @@ def count_tokens(tokens: Tensor, best: Tensor, slots: Tensor, wishes: Wishes) ->
     _check("best", best, (rows,), torch.float32)
     if rows and wishes.counts.shape[0]:
         vocab = wishes.counts.shape[1]
-        grid = (triton.cdiv(rows, 128),)
+        grid = (ceil_div(rows, 128),)
         _count_kernel[grid](tokens, best, slots, wishes.row, wishes.counts, rows, vocab, TILE=128)
 
 

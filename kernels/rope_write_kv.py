@@ -10,6 +10,7 @@ from blockyard.kernels.apply_rope import apply_rope_reference
 from blockyard.kernels.kv_types import LARGEST, check_types
 from blockyard.kernels.overlap import can_overlap, options
 from blockyard.kernels.sequences import Sequences
+from blockyard.kernels.whole_numbers import ceil_div, power_of_2
 
 _TILE = 8  # heads of a program
 _FEW = 16 * 132  # with fewer heads in all, a program has one
@@ -127,7 +128,7 @@ def rope_write_kv(
     if rows == 0:
         return
     tile, overlap = 1 if rows * all_heads <= _FEW and not uniform else _TILE, can_overlap(qkv.device)
-    _rope_write_kv_kernel[(rows, triton.cdiv(all_heads, tile))](
+    _rope_write_kv_kernel[(rows, ceil_div(all_heads, tile))](
         qkv,
         layer,
         seqs.slots,
@@ -143,7 +144,7 @@ def rope_write_kv(
         HEADS=heads,
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
-        DIM=triton.next_power_of_2(head_dim),
+        DIM=power_of_2(head_dim),
         BLOCK_SIZE=block_size,
         ROTATE=rotation is not None,
         NORM=weight is not None,

@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from blockyard.kernels.whole_numbers import ceil_div
+
 _TILE = 1024
 
 
@@ -35,5 +37,5 @@ def scatter_words(arena: Tensor, pairs: Tensor, count: int) -> None:
     if not 0 <= count <= pairs.shape[1]:
         raise ValueError(f"{count} pairs of {pairs.shape[1]}")
     if count:
-        grid = (triton.cdiv(count, _TILE),)
+        grid = (ceil_div(count, _TILE),)
         _scatter_words_kernel[grid](arena, pairs, pairs.stride(0), count, TILE=_TILE)

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from blockyard.kernels.whole_numbers import ceil_div, power_of_2
+
 MOST_TOP = 20
 _SPAN = 128  # tokens
 _SPANS = 32  # a program of the first kernel
@@ -125,13 +127,13 @@ def score_tokens(logits: Tensor, slots: Tensor, tokens: Tensor, num_top: Tensor,
             )
     if rows == 0:
         return
-    num_spans = triton.cdiv(vocab, _SPAN)
-    programs = triton.cdiv(num_spans, _SPANS)
+    num_spans = ceil_div(vocab, _SPAN)
+    programs = ceil_div(num_spans, _SPANS)
     top, mass = torch.empty((2, rows, num_spans), dtype=torch.float32, device=logits.device)
     above = torch.empty((rows, programs), dtype=torch.int32, device=logits.device)
     given = (logits, slots, tokens, num_top, top, mass, above)
     _scan_kernel[(rows, programs)](*given, logits.stride(0), vocab, num_spans, SPAN=_SPAN, SPANS=_SPANS)
     _rank_kernel[(rows,)](
         *given, (out.logprob, out.rank, out.top_ids, out.top_logprobs), logits.stride(0), vocab, num_spans, programs,
-        most, SPAN=_SPAN, ALL_SPANS=triton.next_power_of_2(num_spans), PROGRAMS=triton.next_power_of_2(programs),
+        most, SPAN=_SPAN, ALL_SPANS=power_of_2(num_spans), PROGRAMS=power_of_2(programs),
     )  # fmt: skip

@@ -8,6 +8,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from blockyard.kernels.overlap import can_overlap, options
+from blockyard.kernels.whole_numbers import ceil_div
 
 _TILE = 1024
 
@@ -43,7 +44,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, inner), dtype=gate_up.dtype, device=gate_up.device)
     if out.numel():
-        grid, overlap = (rows, triton.cdiv(inner, _TILE)), can_overlap(gate_up.device)
+        grid, overlap = (rows, ceil_div(inner, _TILE)), can_overlap(gate_up.device)
         stride = gate_up.stride(0)
         _silu_mul_kernel[grid](gate_up, out, stride, inner, TILE=_TILE, OVERLAP=overlap, **options(overlap))
     return out
