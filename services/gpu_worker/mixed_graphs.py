@@ -135,6 +135,7 @@ class MixedGraphs:
         except RuntimeError as e:  # OutOfMemoryError and CUDA's own are among them
             self._graphs.clear()
             self._sizes.missing.clear()
+            torch.cuda.empty_cache()
             self._problem = str(e).splitlines()[0]
             log.warning("steps with prefill are eager, CUDA graphs could not be captured: %s", self._problem)
         self._steps.slots.count_step(self._steps.ring.step)  # the device has counted the trials
