@@ -90,7 +90,7 @@ class MixedGraphs:
         if wanted is not None:
             self._capture(wanted)
         size = self._sizes.pick(step)
-        return None if size is None else self._graphs[size]
+        return None if size is None else self._graphs.get(size)  # there are none any more if that capture failed
 
     def capture(self) -> None:
         """As many as START_S allows, the others when `capture_one` is called."""

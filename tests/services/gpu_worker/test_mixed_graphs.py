@@ -164,7 +164,11 @@ def test_a_step_alone_may_take_a_size_with_rows_for_decodes(runner: Runner) -> N
     assert recorder.forwards[only].count >= 5
 
 
-def test_what_cannot_be_captured_stays_eager(runner: Runner, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("beside", [False, True])
+def test_what_cannot_be_captured_stays_eager(
+    runner: Runner, beside: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """beside: a step."""
     run_ahead(runner, CAPACITY)
     expected = outputs(runner, 5, None)
     graphs, recorder = with_graphs(runner, 1)
@@ -173,7 +177,10 @@ def test_what_cannot_be_captured_stays_eager(runner: Runner, caplog: pytest.LogC
         raise RuntimeError("CUDA out of memory\nand more")
 
     recorder.record = fail  # type: ignore[method-assign]
-    assert not graphs.capture_one()
+    if beside:
+        missed(graphs, monkeypatch)
+    else:
+        assert not graphs.capture_one()
     assert outputs(runner, 5, None) == expected
     assert graphs.describe() == "CUDA graphs of prefills: none: CUDA out of memory"
     assert (graphs.captured, len(caplog.records)) == (1.0, 1)
