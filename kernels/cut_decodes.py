@@ -1,7 +1,8 @@
 """Cuts the sequences of a decode step into pieces of work, once a step, for the decode attention of every layer.
 
 Lengths are known on the device alone, so it cuts them there: into pieces about as long as the whole step's keys need
-to keep every program busy, so that one long sequence among short ones is shared by all.
+to keep every program busy, so that one long sequence among short ones is shared by all. Pieces are in the order of
+their length, the longest first, so that programs that take turns end at about the same time.
 """
 
 from dataclasses import dataclass
@@ -18,7 +19,9 @@ TILE = 64  # keys; lengths of pieces are multiples
 LEAST = 64  # keys of a piece, if its sequence has that many
 USUAL = 2048  # a piece may have so many, if there are programs for the rest
 ROUNDS = 2  # beyond that, pieces a program
+SLACK = 11  # eighths of a program's fair share of keys that a piece may have: a little more is not worth a second one
 _ITEMS = 16
+_OTHERS = 32  # rows that others are compared with at once
 _FIELDS = 5
 
 
@@ -32,6 +35,24 @@ class Pieces:
     partial: Tensor  # [most, heads, head_dim] float32
     weight: Tensor  # [most, heads] float32
     programs: int
+
+
+@triton.jit
+def _keys_of(row, slots_ptr, positions_ptr, rows, WINDOW: tl.constexpr):
+    """Slot, first key and end of keys."""
+    slot = tl.load(slots_ptr + row, mask=row < rows, other=-1).to(tl.int32)
+    end = tl.load(positions_ptr + row, mask=slot >= 0, other=-1).to(tl.int32) + 1
+    first = tl.zeros_like(end)
+    if WINDOW > 0:
+        first = tl.maximum(end - WINDOW, 0)
+    return slot, first, end
+
+
+@triton.jit
+def _pieces_of(keys, exists, split, TILE: tl.constexpr):
+    """How many, and their keys. A row that pads has an empty one."""
+    pieces = tl.where(exists, tl.maximum(tl.cdiv(keys, split), 1), 0)
+    return pieces, tl.cdiv(tl.cdiv(keys, tl.maximum(pieces, 1)), TILE) * TILE
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["slots_ptr", "positions_ptr"])
@@ -52,23 +73,27 @@ def _cut_kernel(
     LEAST: tl.constexpr,
     USUAL: tl.constexpr,
     ROUNDS: tl.constexpr,
+    SLACK: tl.constexpr,
+    OTHERS: tl.constexpr,
 ):
     # program i finds pieces i * ITEMS to (i + 1) * ITEMS - 1; all of them look at every row
     row = tl.arange(0, ROWS)
     exists = row < rows
-    slot = tl.load(slots_ptr + row, mask=exists, other=-1).to(tl.int32)
-    end = tl.load(positions_ptr + row, mask=slot >= 0, other=-1).to(tl.int32) + 1
-    first = tl.zeros_like(end)
-    if WINDOW > 0:
-        first = tl.maximum(end - WINDOW, 0)
+    slot, first, end = _keys_of(row, slots_ptr, positions_ptr, rows, WINDOW)
     keys = end - first
     fair = tl.cdiv(tl.sum(keys.to(tl.int64), 0) * KV_HEADS, programs)
-    split = tl.maximum(tl.maximum(LEAST, tl.cdiv(fair, ROUNDS)), tl.minimum(fair, USUAL))
+    split = tl.maximum(tl.maximum(LEAST, tl.cdiv(fair, ROUNDS)), tl.minimum(fair * SLACK // 8, USUAL))
     split = (tl.cdiv(split, TILE) * TILE).to(tl.int32)
-    pieces = tl.where(exists, tl.maximum(tl.cdiv(keys, split), 1), 0)  # a row that pads has an empty one
-    until = tl.cumsum(pieces, 0)
-    since = until - pieces
-    length = tl.cdiv(tl.cdiv(keys, tl.maximum(pieces, 1)), TILE) * TILE
+    pieces, length = _pieces_of(keys, exists, split, TILE)
+    since = tl.zeros_like(pieces)
+    for start in range(0, rows, OTHERS):
+        other = start + tl.arange(0, OTHERS)
+        _, its_first, its_end = _keys_of(other, slots_ptr, positions_ptr, rows, WINDOW)
+        its_pieces, its_length = _pieces_of(its_end - its_first, other < rows, split, TILE)
+        longer = its_length[None, :] > length[:, None]
+        before = longer | ((its_length[None, :] == length[:, None]) & (other[None, :] < row[:, None]))
+        since += tl.sum(tl.where(before, its_pieces[None, :], 0), 1)
+    until = since + pieces
 
     item = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
     its = (since[None, :] <= item[:, None]) & (item[:, None] < until[None, :])
@@ -107,6 +132,7 @@ def cut_decodes(
         torch.empty((most, heads), dtype=torch.float32, device=device),
         min(programs, most * kv_heads),
     )
+    width = max(power_of_2(rows), 256)  # few kernels to compile
     _cut_kernel[(ceil_div(most, _ITEMS),)](
         seqs.slots,
         seqs.positions,
@@ -118,11 +144,14 @@ def cut_decodes(
         programs,
         WINDOW=window or 0,
         KV_HEADS=kv_heads,
-        ROWS=max(power_of_2(rows), 256),  # few kernels to compile
+        ROWS=width,
         ITEMS=_ITEMS,
         TILE=TILE,
         LEAST=LEAST,
         USUAL=USUAL,
         ROUNDS=ROUNDS,
+        SLACK=SLACK,
+        OTHERS=_OTHERS,
+        num_warps=8 if width <= 256 else 16,
     )
     return pieces

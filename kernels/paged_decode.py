@@ -85,12 +85,9 @@ def _attend(
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["out_ptr"])
 def _combine_kernel(
     of_row_ptr, partial_ptr, weight_ptr, out_ptr, rows,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr, OVERLAP: tl.constexpr,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    # program (i, j) has head j of row i
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
+    # program (i, j) has head j of row i; none begins early: many programs that wait slow those down that have pieces
     row, head = tl.program_id(0), tl.program_id(1)
     base = tl.load(of_row_ptr + row)
     parts = tl.load(of_row_ptr + rows + row)
@@ -127,15 +124,20 @@ def _decode_kernel(
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
-        gdc_launch_dependents()
         gdc_wait()
-    # program i has a piece and K/V head each of i, i + programs, ...
+    # a piece and K/V head a turn; every other turn backwards, since pieces get shorter
     group, dims = tl.arange(0, ROWS), tl.arange(0, DIM)
     v_scale = 1.0
     if SCALED:
         scale *= tl.load(scales_ptr)
         v_scale = tl.load(scales_ptr + 1)
-    for i in range(tl.program_id(0), tl.load(count_ptr) * KV_HEADS, tl.num_programs(0)):
+    programs, forward = tl.num_programs(0), tl.program_id(0)
+    backward = programs - 1 - forward
+    items = tl.load(count_ptr) * KV_HEADS
+    whole = items // programs
+    is_in_last = tl.where(whole % 2 == 0, forward, backward) < items % programs
+    for turn in range(0, whole + is_in_last.to(tl.int32)):
+        i = turn * programs + tl.where(turn % 2 == 0, forward, backward)
         head = i % KV_HEADS
         field_ptr = fields_ptr + i // KV_HEADS
         row = tl.load(field_ptr).to(tl.int64)
@@ -159,6 +161,8 @@ def _decode_kernel(
             partial = partial_ptr + place[:, None].to(tl.int64) * HEAD_DIM + dims[None, :]
             tl.store(partial, total, mask=in_group)
             tl.store(weight_ptr + place, top + tl.log2(mass), mask=group < GROUP)
+    if OVERLAP:  # at once would let the next kernel's programs take the place of those that still have to begin
+        gdc_launch_dependents()
 
 
 def cut(q: Tensor, layer: Tensor, seqs: Sequences, window: int | None, longest: int) -> Pieces:
@@ -241,9 +245,7 @@ def paged_decode(
             HEAD_DIM=head_dim,
             DIM=dim,
             PARTS=_PARTS,
-            OVERLAP=overlap,
             num_warps=4,
-            **options(overlap),
         )
     return out
 
