@@ -54,6 +54,7 @@ class Program:
         self.world.add_worker()
         self.world.add_detokenizer()
         self.num_requests = self.num_searches = self.num_told = 0
+        self.due: dict[str, float] = {}  # when requests have to be over, unless they are sent again
         quiet = [self.work, self.submit, self.work, self.detokenize, self.work, self.submit, self.detokenize]
         self._rules: list[Callable[[int, int], None]] = quiet * 7
         self._rules += [
@@ -133,6 +134,8 @@ class Program:
             sampling |= {"temperature": 0.0, "max_tokens": 1 + b % 12}
             sampling.pop("num_prompt_logprobs", None)
         deadline_s = 2.0 if b % 11 == 10 else None
+        if deadline_s is not None:
+            self.due[str(number)] = self.world.now + deadline_s
         self.world.submit(
             gateway,
             str(number),
@@ -162,6 +165,7 @@ class Program:
             journal.cancelled = True
             for _ in range(1 + b % 2):
                 self.world.tell(gateway.incarnation, Cancel(request_id, journal.frame.attempt))
+            assert request_id not in self.world.core._lifecycle.requests, "it was cancelled"
 
     def resubmit(self, a: int, b: int) -> None:
         """A gateway lost patience, or something on the way."""
@@ -233,6 +237,9 @@ class Program:
     def wait(self, a: int, b: int) -> None:
         self.world.now += a / 200
         self.world.turn()
+        live = self.world.core._lifecycle.requests
+        late = [name for name, due in self.due.items() if due < self.world.now and name in live]
+        assert not [name for name in late if not live[name].attempt], "they had a deadline"
 
     def _open(self, a: int) -> list[tuple[FakeGateway, str]]:
         """One open request, if there is any."""
