@@ -97,10 +97,12 @@ async def test_a_full_queue_of_sleepers_is_a_503_with_retry_after(rig) -> None:
             assert (answer.status, answer.headers["Retry-After"]) == (503, "4")
 
 
-async def test_metrics_show_the_queue(rig) -> None:
+@pytest.mark.parametrize(("num_host_blocks", "mode"), [(0, "recompute"), (9, "swap")])
+async def test_metrics_show_the_queue(rig, num_host_blocks: int, mode: str) -> None:
     stats = Stats(
         preemptions_total=5,
         displaced_total=2,
+        host_blocks_total=num_host_blocks,
         waiting_tokens=70,
         wait_s=1.5,
         refused=[Refusals("full", 3)],
@@ -115,7 +117,7 @@ async def test_metrics_show_the_queue(rig) -> None:
     assert "queue_wait_seconds{} 1.5" in found
     assert 'requests_refused_total{reason="full"} 3.0' in found
     assert {line for line in found if line.startswith("preemptions")} == {
-        'preemptions_total{mode="recompute"} 3.0',
+        f'preemptions_total{{mode="{mode}"}} 3.0',
         'preemptions_total{mode="displaced"} 2.0',
     }
     assert 'tenant_served_tokens_total{tenant="key-1"} 900.0' in found

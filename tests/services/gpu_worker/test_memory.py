@@ -1,8 +1,10 @@
 """The memory plan's arithmetic, and the line that says which flag to change."""
 
 import re
+from pathlib import Path
 
 import pytest
+from tiny_models import BY_NAME, start
 
 from blockyard.services.gpu_worker.memory import GIB, Need, plan_cpu, plan_cuda
 from blockyard.shared.errors import LoadError
@@ -77,3 +79,11 @@ def test_too_little_names_the_flag_and_a_value_that_works() -> None:
     line = refused(need(131072, 1024 * KIB), 16 * GIB, 0.9, 15 * GIB, 2 * GIB, None, cuda=True)
     assert "--gpu-memory-utilization" not in line  # no share of this GPU would do
     assert "a smaller --max-model-len" in line
+
+
+def test_a_worker_offers_what_its_settings_say(tmp_path: Path) -> None:
+    BY_NAME["llama"].save(tmp_path)
+    found = start(
+        tmp_path, max_num_seqs=5, max_num_batched_tokens=40, num_gpu_blocks_override=30, max_model_len=100
+    ).geometry
+    assert (found.max_num_seqs, found.max_num_batched_tokens, found.num_blocks, found.max_model_len) == (5, 40, 30, 100)

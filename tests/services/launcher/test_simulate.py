@@ -34,6 +34,7 @@ def test_flags_of_serve_reach_the_scheduler_and_the_workers() -> None:
     )
     assert (more.trace, more.html) == ("/dev/stdin", "simulation.html")
     assert (more.num_blocks, more.block_size, more.max_model_len, more.num_workers) == (9, 32, 100, 4)
+    assert settings("t", "--data-parallel-size", "3").num_workers == 3
     whole = settings("t", "--no-enable-chunked-prefill", "--max-model-len", "5000")
     assert whole.scheduler.max_num_batched_tokens == 5000 and not whole.scheduler.enable_chunked_prefill
 

@@ -95,6 +95,26 @@ def test_one_that_is_still_being_computed_is_waited_for(two: World) -> None:
     assert cached(two, "b") == 160
 
 
+def test_choices_of_one_prompt_meet_without_a_cache_too() -> None:
+    """150 tokens to be computed again weigh more than one that runs already."""
+    world = World(
+        Shape(num_blocks=200, max_num_seqs=8, max_num_batched_tokens=64, max_model_len=200, prefix_caching=False)
+    )
+    gateway = world.add_gateway()
+    workers = [world.add_worker(), world.add_worker()]
+    world.add_detokenizer()
+    world.settle()
+    world.submit(gateway, "a", 150, 2, max_tokens=30)
+    while not any(len(group.running) == 2 for group in world.core.groups.values()):
+        assert sum(len(group.running) for group in world.core.groups.values()) < 2, "they run apart"
+        for worker in workers:
+            if worker.busy():
+                world.work(worker)
+    world.settle()
+    world.check_outputs()
+    assert world.num_copies == 1, "of the block that the prompt ends in"
+
+
 def test_strangers_spread(two: World) -> None:
     for i in range(8):
         submit(two, str(i), [i + 1] * 20, max_tokens=40)

@@ -193,6 +193,14 @@ def test_preemptions_warn_with_the_count_and_the_flags(caplog: pytest.LogCapture
     assert "preemption_mode" not in caplog.text
 
 
+def test_who_gave_way_to_somebody_more_urgent_is_no_lack_of_memory(caplog: pytest.LogCaptureFixture) -> None:
+    report = Report(10.0, False, 0.0)
+    report.warn(Stats(preemptions_total=60, displaced_total=60))
+    assert not caplog.records
+    report.warn(Stats(preemptions_total=63, displaced_total=60))
+    assert [record.getMessage().rpartition("=")[2] for record in caplog.records] == ["3"]
+
+
 def test_a_preemption_is_warned_of_though_statistics_are_not_logged(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
