@@ -199,16 +199,15 @@ class Scheduler:
         self._intake.expire(now)
         for worker in self._groups.unanswered(now):
             self._outbox.send(worker, self._groups.ask(worker, now))
-        self._groups.stir(self._placement.place(bool(self._gate.suspects)))
+        self._place()
         self._groups.stir(self.groups[worker] for worker in self._alarms.take(now) if worker in self.groups)
         while stirred := self._groups.take_stirred(now):
             for group in stirred:
                 while self._alarms.may_send(group, now) and (plan := self._planner.plan(group)) is not None:
                     group.departures.sent(group.flight[-1].load, now)
                     self._outbox.plan(group.worker, plan)
-            self._groups.stir(
-                self._placement.place(bool(self._gate.suspects))
-            )  # those who had to give way may run elsewhere
+            if not self._gate.suspects:
+                self._groups.stir(self._placement.place())  # those who had to give way may run elsewhere
         self._controls.settle(now)
         self._waiting.rate.tick(now, len(self._waiting) > 0)
         self._streams.flush(self._outbox)
@@ -247,6 +246,13 @@ class Scheduler:
             refused=[Refusals(reason, total) for reason, total in self._intake.num_refused.items()],
             tenants=self._policy.largest(MAX_TENANTS),
         )
+
+    def _place(self) -> None:
+        if self._gate.suspects:  # at a desk one might stand behind somebody who is to wait for its trial
+            self._placement.dismiss()
+            self._groups.stir(self.groups.values())
+        else:
+            self._groups.stir(self._placement.place())
 
     def _result(self, peer: int, frame: StepResult, now: float) -> None:
         group = self._groups.attached.get(peer)

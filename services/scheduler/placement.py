@@ -104,6 +104,13 @@ class Desk:
         """Somebody came whose first block has this name."""
         return any(comer.choice.names and comer.choice.names[0] == first for comer in self.comers)
 
+    def dismiss(self, waiting: WaitingQueue) -> None:
+        """All who stand here wait among the others again."""
+        for comer in self.queue:
+            if comer.waits:
+                waiting.put_back(comer.choice)
+        self.queue = []
+
     def add(self, comer: Comer) -> None:
         insort(self.queue, comer, key=_by_key)
         self.comers.append(comer)
@@ -124,17 +131,14 @@ class Placement:
         self._promises = promises
         self._desks: dict[int, Desk] = {}
 
-    def place(self, suspects: bool = False) -> list[Group]:
-        """Sends those who wait to desks, as far as there is room. Returns the groups that somebody was sent to.
+    def dismiss(self) -> None:
+        """Nobody stands at a desk: those who did wait among the others again."""
+        for desk in self._desks.values():
+            desk.dismiss(self._waiting)
 
-        `suspects`: some are to be tried alone, before others. Then nobody stands at a desk, or one of them might stand
-        behind somebody who is to wait for its trial.
-        """
+    def place(self) -> list[Group]:
+        """Sends those who wait to desks, as far as there is room. Returns the groups that somebody was sent to."""
         chosen: list[Group] = []
-        if suspects:
-            for desk in self._desks.values():
-                self._clear(desk)
-            return chosen
         if len(self._groups) < 2 or self._next() is None:
             return chosen
         desks = [self._desk(group) for group in self._groups.values()]
@@ -173,7 +177,7 @@ class Placement:
         """A group is lost: those at its desk wait for another."""
         desk = self._desks.pop(group.worker, None)
         if desk is not None:
-            self._clear(desk)
+            desk.dismiss(self._waiting)
 
     def _next(self) -> Choice | None:
         """Who is next, if he may be seated."""
@@ -235,15 +239,8 @@ class Placement:
         """Those whom plan after plan passed over."""
         sent = desk.group.horizon.sent
         if desk.queue and sent - min(comer.since for comer in desk.queue) > PATIENCE:
-            self._clear(desk)
+            desk.dismiss(self._waiting)
             desk.refresh()
-
-    def _clear(self, desk: Desk) -> None:
-        """All who stand there wait among the others again."""
-        for comer in desk.queue:
-            if comer.waits:
-                self._waiting.put_back(comer.choice)
-        desk.queue = []
 
 
 def _siblings(choice: Choice) -> set[int]:
