@@ -2,7 +2,6 @@
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
-from itertools import filterfalse
 
 from blockyard.services.scheduler.id_pool import Horizon, IdPool
 from blockyard.shared.messages import BlockFetch, BlockSave
@@ -22,6 +21,7 @@ class HostTier:
         self._ids = IdPool(num_blocks, horizon)
         self._block_of: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
         self.get = self._block_of.get  # the host block of a name
+        self.has = self._block_of.__contains__
         self._copied_by = [0] * num_blocks  # the last plan that copies each host block
         self._saves: list[BlockSave] = []
         self._fetches: list[BlockFetch] = []
@@ -54,15 +54,14 @@ class HostTier:
         """As `save`, in the order in which they are given up."""
         if not self._ids.num_ids:
             return
-        unknown = [*filterfalse(self._block_of.__contains__, names)]
-        if not unknown:
-            self._touch(names)
-            return
-        missing = set(unknown)
-        self._touch([name for name in names if name not in missing])  # first, or the others might take their places
-        for block, name in zip(blocks, names, strict=True):
-            if name in missing:
-                self.save(block, name)
+        try:
+            self._touch(names)  # most often all of them are here: what is reclaimed has been fetched or saved before
+        except KeyError:
+            known = self._block_of.keys() & names
+            self._touch([name for name in names if name in known])  # first, or others might take their places
+            for block, name in zip(blocks, names, strict=True):
+                if name not in known:
+                    self.save(block, name)
 
     def save(self, block: int, name: bytes) -> None:
         """A block of the device is about to be written by somebody else. It is lost where there is no room."""

@@ -178,9 +178,9 @@ def _find_in_host(group: Group, names: list[bytes], found: Found) -> None:
     if in_host(names[start]) is None:
         return
     rest = names[start:]
-    if not any(map(group.blocks.index.named, rest)):  # most often: then it is one look at all, at C's speed
-        there = [*map(in_host, rest)]
-        end = there.index(None) if None in there else len(there)
+    if group.blocks.index.has_none(rest):  # most often: then it is one look at all, at C's speed
+        there = [*map(group.blocks.host.has, rest)]
+        end = there.index(False) if False in there else len(there)
         found.host = dict(zip(range(start, start + end), rest[:end], strict=True))
         return
     for place in range(start, len(names)):

@@ -20,7 +20,7 @@ class PrefixIndex:
         self.shelf = Shelf(num_blocks, horizon)  # those without users
         self._block_of: dict[bytes, int] = {}
         self.get = self._block_of.get  # the block of a name
-        self.named = self._block_of.__contains__
+        self.has_none = self._block_of.keys().isdisjoint  # of some names
         self._name_of: dict[int, bytes] = {}
         self.has = self._name_of.__contains__  # whether a block has a name
         self._news: dict[int, bytes] = {}  # what the worker has not been told
@@ -48,7 +48,10 @@ class PrefixIndex:
         self._block_of.update(zip(names, blocks, strict=True))
         named = dict(zip(blocks, names, strict=True))
         self._name_of.update(named)
-        self._news.update(named)
+        if self._news:
+            self._news.update(named)
+        else:
+            self._news = named
 
     def put(self, block: int, name: bytes) -> bool:
         """Makes a block findable for plans not yet sent. False if another one has that name."""

@@ -91,7 +91,9 @@ class Shelf:
                 if left[listed[-1]] is leaving:
                     found.append(listed[-1])
                 del listed[-1]
-            self.take(found)
+            for block in found:
+                left[block] = None
+            self._lost(leaving, len(found))
             taken += found
         return taken
 
