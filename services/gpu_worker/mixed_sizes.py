@@ -54,7 +54,7 @@ class MixedSizes:
         self._lost_s.pop(layout, None)
         self._device_s[layout] = measured.device_s
         self._launches_s.append(measured.launch_s)
-        self._capture_s = capture_s
+        self._capture_s = min(self._capture_s, capture_s)  # the first ones compile
         self.num_bytes += measured.num_bytes
         most = MOST_BYTES * layout.tokens / max(measured.peak_bytes, 1) if self.num_bytes < MOST_BYTES else 0
         self.missing = [one for one in self.missing if one != layout and one.tokens <= most]

@@ -105,6 +105,14 @@ def test_a_better_size_is_captured_where_one_is_padded_by_much() -> None:
     assert sizes.due(some) == Layout(256, 128, 9, 256)
 
 
+def test_a_capture_that_compiled_does_not_keep_steps_waiting_for_the_next() -> None:
+    sizes = sizes_of()
+    first = sizes.next()
+    assert first is not None
+    sizes.learn(first, Measured(LAUNCH_S, SMALL.device_s(first.tokens), 0, 1000), 5.0)
+    assert any(sizes.due(step(40, 2000, 5)) for _ in range(20))
+
+
 def test_steps_of_a_busy_device_have_nothing_captured() -> None:
     sizes, _ = captured(LARGE, most=1)
     assert not any(sizes.due(step(100, 1948, 4)) for _ in range(100))
