@@ -140,6 +140,7 @@ class FakeDetokenizer:
     streams: dict[tuple[str, int], Stream] = field(default_factory=dict)
     called: dict[int, StreamOpen] = field(default_factory=dict)  # all there were, as the scheduler calls them
     inbox: deque[TokenBatch] = field(default_factory=deque)
+    ended: set[tuple[str, int, int]] = field(default_factory=set)  # streams of an attempt that the scheduler ended
     num_rows: int = 0
     lost_frames: bool = False  # closes may be among them
 
@@ -162,6 +163,8 @@ class FakeDetokenizer:
 
     def _step(self, step: TokenStep, read: Callable[[int, TokenStep], None]) -> StreamRef | None:
         stream = self.streams.get((step.request_id, step.choice))
+        name = (step.request_id, step.attempt, step.choice)
+        assert name not in self.ended, f"{step} comes after the end of its stream"
         if stream is None or stream.attempt != step.attempt:
             return None
         assert step.first == stream.num_ids, f"stream has {stream.num_ids} ids, got {step}"
@@ -173,6 +176,7 @@ class FakeDetokenizer:
             return StreamRef(step.request_id, step.attempt, step.choice)
         read(stream.gateway, step)
         if step.finish is not None:
+            self.ended.add(name)
             del self.streams[step.request_id, step.choice]
         return None
 

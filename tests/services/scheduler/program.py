@@ -133,7 +133,7 @@ class Program:
             beam = Beam(1 + a % 3 + b % 2, (1.0, 0.0, -0.5, 2.0)[b % 4], BeamStop(a % 3))
             sampling |= {"temperature": 0.0, "max_tokens": 1 + b % 12}
             sampling.pop("num_prompt_logprobs", None)
-        deadline_s = 2.0 if b % 11 == 10 else None
+        deadline_s = (0.1, 2.0)[a % 2] if b % 11 == 10 else None
         if deadline_s is not None:
             self.due[str(number)] = self.world.now + deadline_s
         self.world.submit(
