@@ -66,6 +66,14 @@ def test_usage_and_metrics_say_what_was_found(ring: Server) -> None:
     wait_for(ring, "prefix_cache_queries_total", 2 * 100 + 96 + 51 + 2 * 100 + 101)
 
 
+def test_a_salt_keeps_texts_apart(ring: Server) -> None:
+    """Their blocks are named by a tokenizer."""
+    text = "def add(a, b):\n    return a + b\n" * 20
+    plain = [cached(ring, prompt=text) for _ in range(2)]
+    salted = [cached(ring, prompt=text, cache_salt="mine") for _ in range(2)]
+    assert plain == salted and plain[0] == 0 < plain[1]
+
+
 def test_text_that_goes_on_finds_what_was_generated(ring: Server) -> None:
     """The tokenizer's names and the scheduler's are of one chain."""
     first = asyncio.run(post(ring, prompt=[9, *PROMPT], max_tokens=60, return_token_ids=True))
