@@ -34,6 +34,7 @@ class Pieces:
     of_row: Tensor  # [2, rows] int32: first piece, pieces
     partial: Tensor  # [most, heads, head_dim] float32
     weight: Tensor  # [most, heads] float32
+    arrived: Tensor  # [kv_heads, rows] int32: pieces that are done, 0 between layers
     programs: int
 
 
@@ -62,6 +63,7 @@ def _cut_kernel(
     fields_ptr,
     count_ptr,
     of_row_ptr,
+    arrived_ptr,
     rows,
     most,
     programs,
@@ -112,6 +114,8 @@ def _cut_kernel(
         tl.store(count_ptr, tl.sum(pieces, 0))
         tl.store(of_row_ptr + row, since, mask=exists)
         tl.store(of_row_ptr + rows + row, pieces, mask=exists)
+        for head in range(KV_HEADS):
+            tl.store(arrived_ptr + head * rows + row, 0, mask=exists)
 
 
 def cut_decodes(
@@ -130,6 +134,7 @@ def cut_decodes(
         torch.empty((2, rows), dtype=torch.int32, device=device),
         torch.empty((most, heads, head_dim), dtype=torch.float32, device=device),
         torch.empty((most, heads), dtype=torch.float32, device=device),
+        torch.empty((kv_heads, rows), dtype=torch.int32, device=device),
         min(programs, most * kv_heads),
     )
     width = max(power_of_2(rows), 256)  # few kernels to compile
@@ -139,6 +144,7 @@ def cut_decodes(
         pieces.fields,
         pieces.count,
         pieces.of_row,
+        pieces.arrived,
         rows,
         most,
         programs,

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from blockyard.kernels.combine_pieces import combine_kernel, join_if_last, parts_at_once
 from blockyard.kernels.cut_decodes import TILE, Pieces, cut_decodes
 from blockyard.kernels.overlap import can_overlap, options
 from blockyard.kernels.sequences import Sequences, check_reads
@@ -22,6 +23,7 @@ _STAGES = 2
 _WARPS = 4
 _REGISTERS = 128  # so that so many can
 _PARTS = 32  # pieces that are put together at once
+_JOINED = 48  # rows from which on the last program of each puts its pieces together: hardly one has many then
 
 
 def paged_decode_reference(
@@ -82,46 +84,13 @@ def _attend(
     return total, mass, top
 
 
-@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["out_ptr"])
-def _combine_kernel(
-    of_row_ptr, partial_ptr, weight_ptr, out_ptr, rows,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    # program (i, j) has head j of row i; none begins early: many programs that wait slow those down that have pieces
-    row, head = tl.program_id(0), tl.program_id(1)
-    base = tl.load(of_row_ptr + row)
-    parts = tl.load(of_row_ptr + rows + row)
-    if parts == 1:
-        return
-    dims = tl.arange(0, DIM)
-    in_head = dims < HEAD_DIM
-    top = float("-inf")
-    mass = 0.0
-    total = tl.zeros([DIM], tl.float32)
-    for start in range(0, parts, PARTS):
-        part = start + tl.arange(0, PARTS)
-        place = (base + part).to(tl.int64) * HEADS + head
-        weight = tl.load(weight_ptr + place, mask=part < parts, other=float("-inf"))
-        values = tl.load(
-            partial_ptr + place[:, None] * HEAD_DIM + dims[None, :],
-            mask=(part < parts)[:, None] & in_head[None, :],
-            other=0.0,
-        )
-        higher = tl.maximum(top, tl.max(weight, 0))
-        fade = tl.exp2(top - higher)
-        shares = tl.exp2(weight - higher)
-        mass = mass * fade + tl.sum(shares, 0)
-        total = total * fade + tl.sum(values * shares[:, None], 0)
-        top = higher
-    tl.store(out_ptr + (row.to(tl.int64) * HEADS + head) * HEAD_DIM + dims, total / mass, mask=in_head)
-
-
-@triton.jit(do_not_specialize=["most"], do_not_specialize_on_alignment=["out_ptr"])
+@triton.jit(do_not_specialize=["most", "rows"], do_not_specialize_on_alignment=["out_ptr"])
 def _decode_kernel(
-    q_ptr, layer_ptr, tables_ptr, fields_ptr, count_ptr, partial_ptr, weight_ptr, out_ptr, scales_ptr,
-    q_stride, table_stride, most, scale,
+    q_ptr, layer_ptr, tables_ptr, fields_ptr, count_ptr, partial_ptr, weight_ptr, of_row_ptr, arrived_ptr, out_ptr,
+    scales_ptr, q_stride, table_stride, most, rows, scale,
     SCALED: tl.constexpr, CAP: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr,
+    JOIN: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         gdc_wait()
@@ -161,6 +130,9 @@ def _decode_kernel(
             partial = partial_ptr + place[:, None].to(tl.int64) * HEAD_DIM + dims[None, :]
             tl.store(partial, total, mask=in_group)
             tl.store(weight_ptr + place, top + tl.log2(mass), mask=group < GROUP)
+            if JOIN > 0:
+                join_if_last(row, head, parts, of_row_ptr, arrived_ptr, partial_ptr, weight_ptr, out_ptr, rows,
+                             GROUP, KV_HEADS, HEAD_DIM, DIM, JOIN)  # fmt: skip
     if OVERLAP:  # at once would let the next kernel's programs take the place of those that still have to begin
         gdc_launch_dependents()
 
@@ -213,11 +185,14 @@ def paged_decode(
         pieces.count,
         pieces.partial,
         pieces.weight,
+        pieces.of_row,
+        pieces.arrived,
         out,
         q if scales is None else scales,
         q.stride(0),
         seqs.tables.stride(0),
         pieces.fields.shape[1],
+        rows,
         scale if soft_cap is not None else scale * _LOG2E,
         SCALED=scales is not None,
         CAP=soft_cap or 0.0,
@@ -230,12 +205,13 @@ def paged_decode(
         TILE=_tile(dim, q.element_size()),
         num_warps=_WARPS,
         OVERLAP=overlap,
+        JOIN=parts_at_once(group, dim) if rows >= _JOINED else 0,
         maxnreg=_REGISTERS,
         num_stages=_STAGES if q.element_size() <= 2 else 1,
         **options(overlap),
     )
-    if len(pieces.weight) > rows:
-        _combine_kernel[(rows, heads)](
+    if rows < _JOINED and len(pieces.weight) > rows:
+        combine_kernel[(rows, heads)](
             pieces.of_row,
             pieces.partial,
             pieces.weight,

@@ -129,8 +129,12 @@ def test_paged_decode(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 200])
-def test_pieces_are_put_together_layer_by_layer(window: int | None, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("joined", [0, 99])
+def test_pieces_are_put_together_layer_by_layer(
+    window: int | None, joined: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is kept for all layers serves the second as it did the first; one row has many pieces, one has none."""
+    monkeypatch.setattr(decode_file, "_JOINED", joined)  # by the last program, or in a kernel after it
     seqs = sequences([1200, 0, 70], 16, 240)
     q = torch.randn(3, 3, 24, device=DEVICE).to(dtype)
     layers = [pool_layer(seqs, 240, 1, 16, 24).to(DEVICE, dtype) for _ in range(2)]
@@ -139,6 +143,7 @@ def test_pieces_are_put_together_layer_by_layer(window: int | None, dtype: torch
     for layer in layers:
         want = paged_decode_reference(q.double(), layer.double(), seqs, 0.2, window)
         assert_close(paged_decode(q, layer, seqs, 0.2, window, 1300, pieces=pieces), want, dtype)
+        assert not pieces.arrived.any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
