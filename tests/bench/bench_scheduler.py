@@ -8,6 +8,7 @@ others are the wait for a core.
 """
 
 import argparse
+import contextlib
 import cProfile
 import gc
 import os
@@ -17,6 +18,7 @@ import statistics
 import sys
 import time
 from array import array
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -147,16 +149,23 @@ class Bench:
         return [outgoing.frame for outgoing in sent]
 
 
-def measure(running: int, depth: int, steps: int, num_groups: int = 1, **more: Any) -> str:
-    bench = Bench(running, depth, steps + 200, num_groups, **more)
+@contextlib.contextmanager
+def collector_off() -> Iterator[None]:
+    """As the service does."""
     gc.collect()
     gc.freeze()
-    gc.disable()  # as the service does
-    for _ in range(50 * num_groups):
-        bench.cycle()
-    rows = [bench.cycle() for _ in range(steps)]
+    gc.disable()
+    yield
     gc.enable()
     gc.unfreeze()
+
+
+def measure(running: int, depth: int, steps: int, num_groups: int = 1, **more: Any) -> str:
+    bench = Bench(running, depth, steps + 200, num_groups, **more)
+    with collector_off():
+        for _ in range(50 * num_groups):
+            bench.cycle()
+        rows = [bench.cycle() for _ in range(steps)]
     assert sum(len(group.running) for group in bench.core.groups.values()) == running * num_groups
     return f"{_spread([row[0] for row in rows])}; CPU {_spread([row[1] for row in rows])}"
 
@@ -205,12 +214,13 @@ def lookup_rows(num_tokens: int, rounds: int, host: bool = False) -> list[Row]:
     names = [block_names(root_name(""), prompt, 16) for prompt in prompts]
     for label, given in (("names arrive with it", names[0]), ("names to be hashed", b"")):
         times, found = [], []
-        for i in range(rounds + 1):  # the first fills the cache
-            if host:
-                lookups.seat(f"other {label} {i}", prompts[1], names[1])
-            elapsed, num_found = lookups.seat(f"{label} {i}", prompts[0], given)
-            times.append(elapsed)
-            found.append(num_found)
+        with collector_off():
+            for i in range(rounds + 1):  # the first fills the cache
+                if host:
+                    lookups.seat(f"other {label} {i}", prompts[1], names[1])
+                elapsed, num_found = lookups.seat(f"{label} {i}", prompts[0], given)
+                times.append(elapsed)
+                found.append(num_found)
         assert found[-1] == num_tokens - 16, "the last block holds the last token, which is computed"
         text = f"p50 {statistics.median(times[1:]):.3f}, max {max(times[1:]):.3f} ms from Generate to plan"
         where = "found in host memory, as many saved" if host else "found"
