@@ -30,8 +30,9 @@ from blockyard.kernels.overlap import options
 ALIGNMENT = 16  # bytes, of rows that are copied by descriptor
 
 
-def linear_rows_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return F.linear(x, weight, bias)
+def linear_rows_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None, gates: bool = False) -> Tensor:
+    y = F.linear(x, weight, bias)
+    return F.silu(y.chunk(2, -1)[0]) * y.chunk(2, -1)[1] if gates else y
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,26 @@ class Workspace:
         return min(self.parts.numel() // (tiling.out_tile * tiling.row_tile), self.arrived.numel())
 
 
+@triton.jit
+def _with_parts(total, other, program, parts_ptr, arrived_ptr, place):
+    """A tile's sum with the parts that the programs from `other` to the one before this leave, in their order."""
+    while other < program:
+        while tl.atomic_add(arrived_ptr + other, 0, sem="acquire", scope="gpu") == 0:
+            pass
+        tl.debug_barrier()
+        total += tl.load(parts_ptr + other * place.shape[0] * place.shape[1] + place, cache_modifier=".cg")
+        tl.store(arrived_ptr + other, 0)
+        other += 1
+    return total
+
+
+@triton.jit
+def _with_bias(total, bias, inside, BIAS: tl.constexpr):
+    if BIAS:
+        total += tl.load(bias, mask=inside, other=0.0).to(tl.float32)[:, None]
+    return total
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _linear_rows_kernel(
     x_desc,
@@ -78,6 +99,7 @@ def _linear_rows_kernel(
     BIAS: tl.constexpr,
     OVERLAP: tl.constexpr,
     FETCH: tl.constexpr,
+    GATES: tl.constexpr,
 ):
     # program p has steps p * work / programs to (p + 1) * work / programs
     program = tl.program_id(0).to(tl.int64)
@@ -110,10 +132,14 @@ def _linear_rows_kernel(
         out_start = tile // row_tiles * OUT_TILE
         row_start = tile % row_tiles * ROW_TILE
         total = tl.zeros([OUT_TILE, ROW_TILE], tl.float32)
+        up = tl.zeros([OUT_TILE, ROW_TILE], tl.float32)
         for step in tl.range(first, last, num_stages=STAGES):
             weight = weight_desc.load([out_start, step * IN_TILE])
             x = x_desc.load([row_start, step * IN_TILE])
             total = tl.dot(weight, x.T, total, input_precision="ieee")
+            if GATES:
+                weight = weight_desc.load([outs + out_start, step * IN_TILE])
+                up = tl.dot(weight, x.T, up, input_precision="ieee")
         end = tile * steps + first
         if OVERLAP:  # noqa: SIM102, known when this is compiled
             if end <= begin:
@@ -125,17 +151,12 @@ def _linear_rows_kernel(
         else:
             if first > 0:
                 other = ((tile.to(tl.int64) * steps + 1) * programs - 1) // work  # has the tile's first step
-                while other < program:
-                    while tl.atomic_add(arrived_ptr + other, 0, sem="acquire", scope="gpu") == 0:
-                        pass
-                    tl.debug_barrier()
-                    total += tl.load(parts_ptr + other * OUT_TILE * ROW_TILE + place, cache_modifier=".cg")
-                    tl.store(arrived_ptr + other, 0)
-                    other += 1
+                total = _with_parts(total, other, program, parts_ptr, arrived_ptr, place)
             out = out_start + tl.arange(0, OUT_TILE)
             row = row_start + tl.arange(0, ROW_TILE)
-            if BIAS:
-                total += tl.load(bias_ptr + out, mask=out < outs, other=0.0).to(tl.float32)[:, None]
+            total = _with_bias(total, bias_ptr + out, out < outs, BIAS)
+            if GATES:
+                total = total / (1 + tl.exp(-total)) * _with_bias(up, bias_ptr + outs + out, out < outs, BIAS)
             inside = (out < outs)[:, None] & (row < rows)[None, :]
             where = out_ptr + row.to(tl.int64)[None, :] * outs + out[:, None]
             tl.store(where, total.to(out_ptr.dtype.element_ty), mask=inside)
@@ -149,11 +170,13 @@ def linear_rows(
     workspace: Workspace,
     split: int,
     programs: int = 0,
+    gates: bool = False,
 ) -> Tensor:
     """x [rows, in], weight [out, in], bias [out] -> [rows, out], summed in float32.
 
     Every tile is cut into `split` parts; or, where `programs` is not 0, the work is dealt out to so many. Rows that
-    the workspace has no room for are done in further launches, which changes nothing in their results. Weight, bias
+    the workspace has no room for are done in further launches, which changes nothing in their results. `gates`: the
+    first half of the outputs are gates, the result is silu(gate) * up [rows, out / 2]; tiles stay whole. Weight, bias
     and each row of x are contiguous and aligned to 16 bytes. Raises ValueError for other layouts, shapes and dtypes.
     """
     rows, size = x.shape
@@ -164,6 +187,10 @@ def linear_rows(
         raise ValueError(f"dtypes differ: {x.dtype}, {weight.dtype}")
     if not fits(x) or not fits(weight) or not weight.is_contiguous():
         raise ValueError(f"rows must be contiguous and aligned, got strides {x.stride()}, {weight.stride()}")
+    if gates:
+        if split > 1 or programs or outs % 2:
+            raise ValueError(f"{outs} gates and what they are for are not computed by parts of tiles, or are odd")
+        outs //= 2
     out = torch.empty((rows, outs), dtype=x.dtype, device=x.device)
     if out.numel() == 0:
         return out
@@ -196,6 +223,7 @@ def linear_rows(
             BIAS=bias is not None,
             OVERLAP=tiling.overlap,
             FETCH=tiling.fetch,
+            GATES=gates,
             num_warps=tiling.warps,
             num_stages=tiling.stages,
             **options(tiling.overlap),

@@ -14,7 +14,7 @@ import msgspec
 
 log = logging.getLogger(__name__)
 
-EDITION = 4  # of the candidates below: a file of another one is measured anew
+EDITION = 5  # of the candidates below: a file of another one is measured anew
 MARGIN = 0.98  # of the library's time, to be taken in its place: less is noise
 CLEARLY = 0.997  # of a few layers' time, to be taken beside the others
 TRIES = 3
@@ -39,6 +39,14 @@ TILES = {
     128: ((64, 64, 128, 6, 4), (128, 128, 64, 3, 4), (64, 128, 64, 8, 4), (128, 128, 64, 6, 8)),
     256: ((128, 128, 64, 6, 8), (64, 128, 64, 8, 4), (128, 256, 64, 4, 8), (128, 128, 64, 3, 4)),
 }
+# of products that gate, with two tiles of weights a step; not there: such rows are gated by a kernel of its own
+GATES = {
+    16: ((64, 16, 128, 3, 4),),
+    32: ((64, 32, 128, 3, 4),),
+    64: ((64, 64, 128, 2, 4), (64, 64, 64, 4, 4)),
+    128: ((64, 128, 64, 3, 4), (128, 128, 64, 4, 8)),
+    256: ((128, 128, 64, 4, 8),),
+}
 FROZEN = (128, 64, 64, 4, 4)
 
 
@@ -53,6 +61,7 @@ class Plan(msgspec.Struct, frozen=True):
     warps: int = 0
     split: int = 1  # parts of a tile's sum
     fetch: int = 0  # cache lines of each output's weights asked for before the kernel's turn
+    gates: bool = False  # tiles: the product ends in silu(gate) * up
 
 
 LIBRARY = Plan()
@@ -82,8 +91,9 @@ class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     choices: list[Choice]
 
 
-def candidates(layer: Layer, rows: int, element_bytes: int, processors: int) -> list[Plan]:
-    """What is worth measuring beside the library; nothing for types and shapes that the kernels do not take."""
+def candidates(layer: Layer, rows: int, element_bytes: int, processors: int, gates: bool = False) -> list[Plan]:
+    """What is worth measuring beside the library; nothing for types and shapes that the kernels do not take. `gates`:
+    the outputs are gates and what they are for."""
     if rows > MOST_ROWS or element_bytes != 2 or layer.ins * element_bytes % 16:
         return []
     plans = [
@@ -94,6 +104,8 @@ def candidates(layer: Layer, rows: int, element_bytes: int, processors: int) -> 
     if rows > 1:
         for shape in TILES[next(most for most in TILES if rows <= most)]:
             plans += [_tiles(layer, shape, split) for split in splits(layer, rows, shape, element_bytes, processors)]
+        most = next(most for most in TILES if rows <= most)
+        plans += [Plan("tiles", *shape, fetch=4, gates=True) for shape in GATES.get(most, ()) if gates]
     return plans
 
 

@@ -23,14 +23,22 @@ class Products:
         self._workspace = Workspace(WORKSPACE_ELEMENTS, WORKSPACE_PROGRAMS, device)
 
     def of(self, plan: Plan, linear: Linear) -> Product:
-        weight, bias, overlap = weight_of(linear), linear.bias, self._overlap
+        weight, bias = weight_of(linear), linear.bias
         if plan.kernel == "library":
             return lambda x: F.linear(x, weight, bias)
         if plan.kernel == "few":
             return self.fused(plan, linear)
-        workspace, split = self._workspace, plan.split
-        tiling = Tiling(plan.out_tile, plan.row_tile, plan.in_tile, plan.stages, plan.warps, overlap, plan.fetch)
+        workspace, split, tiling = self._workspace, plan.split, self._tiling(plan)
         return lambda x: linear_rows(x, weight, bias, tiling, workspace, split)
+
+    def gating(self, plan: Plan, linear: Linear) -> Product:
+        """Of a plan of tiles that gates."""
+        weight, bias, workspace, tiling = weight_of(linear), linear.bias, self._workspace, self._tiling(plan)
+        return lambda x: linear_rows(x, weight, bias, tiling, workspace, 1, gates=True)
+
+    def _tiling(self, plan: Plan) -> Tiling:
+        overlap = self._overlap
+        return Tiling(plan.out_tile, plan.row_tile, plan.in_tile, plan.stages, plan.warps, overlap, plan.fetch)
 
     def fused(self, plan: Plan, linear: Linear) -> Fused:
         """Of a plan for few rows."""

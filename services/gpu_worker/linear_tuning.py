@@ -104,7 +104,8 @@ class Tuner:
         group = self.groups[self.layers.index(layer)]
         if any(weight_of(linear).data_ptr() % ALIGNMENT for linear in group):
             return []
-        plans = picker.candidates(layer, rows, self._dtype.itemsize, self._processors)
+        gates = all(linear.around == "gates" for linear in group)
+        plans = picker.candidates(layer, rows, self._dtype.itemsize, self._processors, gates)
         return [plan for plan in plans if _binary(plan, rows, group[0]) not in self._impossible]
 
     def compile(self, sizes: Sequence[int]) -> None:
@@ -168,14 +169,17 @@ class Tuner:
     def _install(self, plans: dict[int, list[Plan]]) -> None:
         products: list[dict[int, Product]] = [{} for _ in self._linears]
         fused: list[dict[int, Fused]] = [{} for _ in self._linears]
+        gating: list[dict[int, Product]] = [{} for _ in self._linears]
         for rows, some in plans.items():
             for i, (plan, linear) in enumerate(self.timer.order(some)):
                 if plan != LIBRARY:
                     products[i][rows] = self.products.of(plan, linear)
                 if plan.kernel == "few" and linear.around:
                     fused[i][rows] = self.products.fused(plan, linear)
-        for linear, one, whole in zip(self._linears, products, fused, strict=True):
-            linear.use(one, fused=whole)
+                if plan.gates and linear.around == "gates":
+                    gating[i][rows] = self.products.gating(plan, linear)
+        for linear, one, whole, gates in zip(self._linears, products, fused, gating, strict=True):
+            linear.use(one, fused=whole, gating=gates)
 
 
 def _binary(plan: Plan, rows: int, linear: Linear) -> Binary:

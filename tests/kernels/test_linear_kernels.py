@@ -114,6 +114,18 @@ def test_rows(rows: int, size: int, outs: int, bias: bool, split: int, programs:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("rows", "size", "inner", "bias"), [(5, 96, 72, True), (17, 136, 64, False), (0, 64, 8, False)]
+)
+def test_rows_that_gate(rows: int, size: int, inner: int, bias: bool, dtype: torch.dtype) -> None:
+    x, weight, vector = operands(rows, size, 2 * inner, bias, dtype)
+    weight /= size**0.5
+    want = linear_rows_reference(x.double(), weight.double(), double(vector), gates=True)
+    got = linear_rows(x, weight, vector, tiling(16, OVERLAP), workspace(), 1, gates=True)
+    assert_close(got, want, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_that_are_strided(dtype: torch.dtype) -> None:
     x, weight, _ = operands(20, 64, 70, False, dtype)
     part = x[:, :48]
@@ -156,5 +168,7 @@ def test_what_does_not_fit_is_refused() -> None:
         linear_few_rows(x.repeat(5, 1), weight, bias, **few)
     with pytest.raises(ValueError, match="aligned"):
         linear_rows(x[:, 1:50], weight[:, 1:50].contiguous(), None, tiling(16), workspace(), 1)
+    with pytest.raises(ValueError, match="parts of tiles"):
+        linear_rows(x, weight, bias, tiling(16), workspace(), 2, gates=True)
     with pytest.raises(ValueError, match="too small"):
         linear_rows(x, weight, bias, tiling(16), workspace(1), 2)

@@ -108,7 +108,7 @@ class GatedMLP:
 
     def __init__(self, shape: DecoderShape, new: "WeightTable", prefix: str) -> None:
         sizes = {"gate_proj": shape.inner, "up_proj": shape.inner}
-        self.gate_up = Linear(*new.packed(f"{prefix}.mlp", sizes, shape.hidden, shape.mlp_bias), around="norm")
+        self.gate_up = Linear(*new.packed(f"{prefix}.mlp", sizes, shape.hidden, shape.mlp_bias), around="gates")
         self.down = Linear(
             new.matrix(f"{prefix}.mlp.down_proj.weight", shape.hidden, shape.inner),
             new.vector(f"{prefix}.mlp.down_proj.bias", shape.hidden) if shape.mlp_bias else None,
