@@ -13,6 +13,7 @@ from torch import Tensor
 from blockyard.kernels.add_rms_norm import add_rms_norm
 from blockyard.kernels.rms_norm import RMSNorm
 from blockyard.kernels.silu_mul import silu_mul
+from blockyard.services.gpu_worker import linear_picker as picker
 from blockyard.services.gpu_worker.linear import Linear
 from blockyard.services.gpu_worker.linear_picker import Layer, Plan
 from blockyard.services.gpu_worker.linear_products import Products, weight_of
@@ -69,7 +70,7 @@ class LinearTimer:
         product = self._products.gating(plan, linear) if plan.gates else self._products.of(plan, linear)
         if not norms:
             return lambda: product(x)
-        if linear.around == "gates" and plan.kernel != "few" and not plan.gates:
+        if picker.GATING and linear.around == "gates" and plan.kernel != "few" and not plan.gates:
             return lambda: silu_mul(product(add_rms_norm(x, None, norm.weight, norm.eps)))
         if plan.kernel != "few" or not linear.around:
             return lambda: product(add_rms_norm(x, None, norm.weight, norm.eps))

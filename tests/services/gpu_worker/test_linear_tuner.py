@@ -126,6 +126,7 @@ def test_products_that_gate(linears: list[Linear], tmp_path: Path, monkeypatch: 
     """Where that is quickest; of other layers of the same kernels it is not tried."""
     for linear in linears[::2]:
         linear.around = "gates"
+    monkeypatch.setattr(linear_tuning.picker, "GATING", True)
     monkeypatch.setattr(linear_tuning.picker, "GATES", {16: ((64, 16, 32, 3, 4),)})
     path = tmp_path / "table.json"
     tuner = Tuner(linears)
