@@ -80,9 +80,9 @@ def draw_tokens(
     Writes tokens [rows] int64 and best [rows] float32: what won with its noise, in no fixed scale (the logit itself
     where a slot is greedy). `best` is -inf where no token is allowed and NaN where a logit is NaN or +inf; the token
     is 0 then. Rows that pad get token 0 and best 0. Among equal values the lowest token wins; tokens as likely as the
-    last one that top-k or top-p keeps are kept. How a mass is summed, and its last bits (1e-6 of it), follow from the
-    number of rows unless `uniform`. No host sync, grids that follow from the shapes alone: for CUDA graphs. Slots must
-    lie below num_slots: not checked on device. Raises ValueError for other shapes and dtypes.
+    last one that top-k or top-p keeps are kept. The last bits of a mass (1e-6 of it) follow from the number of rows
+    unless `uniform`. No host sync, grids of the shapes alone: for CUDA graphs. Slots must lie below num_slots: not
+    checked on device. Raises ValueError for other shapes and dtypes.
     """
     rows, vocab = logits.shape
     _check_inputs(logits, slots, index, tokens, best)

@@ -52,12 +52,10 @@ def start(config: WorkerConfig, report: Report) -> Runner:
     scales = kv_scales.claim(model.table, model.shape.num_layers, kv_scales.from_checkpoint(config))
     max_model_len = pick_length(config.max_model_len, model.shape.max_positions)
     notes.append(f"model: {settings['architectures'][0]}, {str(dtype).removeprefix('torch.')}")
-
     progress = Throttle(lambda done: report("loading weights", done, notes))
     with torch.inference_mode():
         loaded = checkpoint.load(model.table, folder, config.load_format, config.ignore_patterns, config.seed, progress)
         notes.append(str(loaded))
-        report("preparing weights", 0.0, notes)
         compiled = prepare(model, config, max_model_len, report, notes)
         need = Need(
             block_size=config.block_size,
@@ -105,6 +103,7 @@ def prepare(
     model: Model, config: WorkerConfig, max_model_len: int, report: Report, notes: list[str]
 ) -> CompiledSteps | None:
     """Settles where the weights are and what computes them. Returns what computes whole steps, if there is any."""
+    report("preparing weights", 0.0, notes)
     device, compiled = model.table.device, None
     on_host = HostWeights(model.linears(), model.table) if model.table.on_host else None
     if config.compiled_steps and not config.batch_invariant and device.type == "cpu":
