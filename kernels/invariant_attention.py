@@ -13,6 +13,7 @@ from torch import Tensor
 
 from blockyard.kernels.prefill_tiles import attend_keys, find_tile
 from blockyard.kernels.sequences import Sequences, check_ranges, check_reads
+from blockyard.kernels.whole_numbers import ceil_div, power_of_2
 
 _LOG2E = 1.4426950408889634
 _MOST_SPLITS = 64  # of the longest sequence
@@ -21,7 +22,7 @@ _LEAST_SPLIT = 512  # keys
 
 def split_length(longest: int) -> int:
     """Keys of a split where no position is beyond `longest`: it must be the same in all steps."""
-    return int(max(_LEAST_SPLIT, triton.next_power_of_2(triton.cdiv(longest, _MOST_SPLITS))))
+    return max(_LEAST_SPLIT, power_of_2(ceil_div(longest, _MOST_SPLITS)))
 
 
 @triton.jit
@@ -150,7 +151,7 @@ def invariant_attention(
     num_seqs, split = len(starts) - 1, split_length(longest)
     if num_seqs < 1 or not len(out):
         return
-    group, dim, most = heads // kv_heads, max(triton.next_power_of_2(head_dim), 16), triton.cdiv(longest, split)
+    group, dim, most = heads // kv_heads, max(power_of_2(head_dim), 16), ceil_div(longest, split)
     target, sums = out, out
     if are_decodes:
         target = torch.empty((rows, heads, most, head_dim), dtype=torch.float32, device=q.device)

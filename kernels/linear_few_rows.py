@@ -16,6 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from blockyard.kernels.overlap import options
 from blockyard.kernels.rms_norm import RMSNorm
+from blockyard.kernels.whole_numbers import ceil_div, power_of_2
 
 MOST_ROWS = 8
 
@@ -190,7 +191,7 @@ def linear_few_rows(
     out = torch.empty((rows, outs), dtype=x.dtype, device=x.device) if add_to is None else add_to
     if out.numel() == 0:
         return out
-    _linear_few_rows_kernel[(triton.cdiv(outs, out_tile),)](
+    _linear_few_rows_kernel[(ceil_div(outs, out_tile),)](
         x,
         weight,
         weight if bias is None else bias,
@@ -200,11 +201,11 @@ def linear_few_rows(
         outs,
         size,
         0.0 if norm is None else norm.eps,
-        ROWS=triton.next_power_of_2(rows),
+        ROWS=power_of_2(rows),
         OUT_TILE=out_tile,
         TILE=tile,
         LANE=min(16 // x.element_size(), tile),
-        EARLY=min(max(early, 1), triton.cdiv(size, tile)),
+        EARLY=min(max(early, 1), ceil_div(size, tile)),
         BIAS=bias is not None,
         NORM=norm is not None,
         GATED=gated,

@@ -26,6 +26,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from blockyard.kernels.overlap import options
+from blockyard.kernels.whole_numbers import ceil_div
 
 ALIGNMENT = 16  # bytes, of rows that are copied by descriptor
 
@@ -194,7 +195,7 @@ def linear_rows(
     out = torch.empty((rows, outs), dtype=x.dtype, device=x.device)
     if out.numel() == 0:
         return out
-    parts = max(split, 1) * triton.cdiv(outs, tiling.out_tile)  # of one tile of rows
+    parts = max(split, 1) * ceil_div(outs, tiling.out_tile)  # of one tile of rows
     most = rows
     if split > 1 or programs:
         room = workspace.programs(tiling)
@@ -204,7 +205,7 @@ def linear_rows(
     weights = TensorDescriptor.from_tensor(weight, [tiling.out_tile, tiling.in_tile])
     for start in range(0, rows, most):
         some, result = x[start : start + most], out[start : start + most]
-        grid = programs or parts * triton.cdiv(len(some), tiling.row_tile)
+        grid = programs or parts * ceil_div(len(some), tiling.row_tile)
         _linear_rows_kernel[(grid,)](
             TensorDescriptor.from_tensor(some, [tiling.row_tile, tiling.in_tile]),
             weights,

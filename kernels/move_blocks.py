@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from blockyard.kernels.whole_numbers import ceil_div
+
 _TILE = 4096
 
 
@@ -61,5 +63,5 @@ def _move(memory: Tensor, block_ids: Tensor, packed: Tensor, gather: bool) -> No
         raise ValueError("memory and packed must be contiguous, and ids int32")
     if num == 0:
         return
-    grid = (num * layers, triton.cdiv(words, _TILE))
+    grid = (num * layers, ceil_div(words, _TILE))
     _move_blocks_kernel[grid](memory, block_ids, packed, num_blocks, layers, words, GATHER=gather, TILE=_TILE)

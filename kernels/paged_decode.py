@@ -16,6 +16,7 @@ from blockyard.kernels.combine_pieces import combine_kernel, join_if_last, parts
 from blockyard.kernels.cut_decodes import TILE, Pieces, cut_decodes
 from blockyard.kernels.overlap import can_overlap, options
 from blockyard.kernels.sequences import Sequences, check_reads
+from blockyard.kernels.whole_numbers import power_of_2
 
 _LOG2E = 1.4426950408889634
 _PROGRAMS = 4  # that share a multiprocessor
@@ -176,7 +177,7 @@ def paged_decode(
         pieces = cut(q, layer, seqs, window, longest)
     if pieces.of_row.shape != (2, rows) or pieces.partial.shape[1:] != (heads, head_dim):
         raise ValueError(f"pieces were cut for {pieces.of_row.shape[1]} rows, {list(pieces.partial.shape)}")
-    dim, group, overlap = max(triton.next_power_of_2(head_dim), 16), heads // kv_heads, can_overlap(q.device)
+    dim, group, overlap = max(power_of_2(head_dim), 16), heads // kv_heads, can_overlap(q.device)
     _decode_kernel[(pieces.programs,)](
         q,
         layer,
@@ -197,7 +198,7 @@ def paged_decode(
         SCALED=scales is not None,
         CAP=soft_cap or 0.0,
         GROUP=group,
-        ROWS=max(triton.next_power_of_2(group), 16),
+        ROWS=max(power_of_2(group), 16),
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
         DIM=dim,

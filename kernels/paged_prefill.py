@@ -16,6 +16,7 @@ from torch import Tensor
 from blockyard.kernels import prefill_hopper
 from blockyard.kernels.prefill_tiles import attend_keys, find_tile
 from blockyard.kernels.sequences import Sequences, check_ranges, check_reads
+from blockyard.kernels.whole_numbers import ceil_div, power_of_2
 
 _LOG2E = 1.4426950408889634
 _PROGRAMS = 132  # multiprocessors: with fewer programs, tiles are shared
@@ -217,7 +218,7 @@ def paged_prefill(
     lines = prefill_hopper.ROWS if hopper else config.rows
     tiles = len(out) * group // lines + num_seqs
     seen = longest if window is None else min(window + len(out), longest)
-    work = triton.cdiv(len(out) * group, lines) * kv_heads  # of one sequence: of several some tiles are not full
+    work = ceil_div(len(out) * group, lines) * kv_heads  # of one sequence: of several some tiles are not full
     if hopper:
         splits = _num_splits(work, seen, _PROGRAMS, _HOPPER_KEY_US, out.numel())
     else:
@@ -226,7 +227,7 @@ def paged_prefill(
     if splits > 1:
         target = torch.empty((len(out), heads, splits, head_dim), dtype=torch.float32, device=q.device)
         weight = torch.empty((len(out), heads, splits), dtype=torch.float32, device=q.device)
-    dim = max(triton.next_power_of_2(head_dim), 16)
+    dim = max(power_of_2(head_dim), 16)
     if hopper:
         prefill_hopper.prefill_hopper(q, layer, seqs, starts, scale, window, target, weight, splits)
     else:
@@ -271,7 +272,7 @@ def _num_splits(programs: int, longest: int, most: int, key_us: float, elements:
         return 1
 
     def took_us(splits: int) -> float:
-        rounds = -(-programs * splits // most)
+        rounds = ceil_div(programs * splits, most)
         combined = _COMBINE_US + splits * elements * _PART_US if splits > 1 else 0.0
         return rounds * longest / splits * key_us + combined
 

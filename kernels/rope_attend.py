@@ -32,6 +32,7 @@ from blockyard.kernels.paged_decode import paged_decode_reference
 from blockyard.kernels.rms_norm import RMSNorm
 from blockyard.kernels.rope_write_kv import check_qkv, rope_write_kv_reference
 from blockyard.kernels.sequences import Sequences, check_reads
+from blockyard.kernels.whole_numbers import ceil_div, power_of_2
 
 MOST_ROWS = 1  # more have not been measured
 FURTHEST = 8192  # keys: with 16,384 rotation, attention and combination in kernels of their own are quicker
@@ -178,9 +179,9 @@ def rope_attend(
     if len(arrivals.counts) < rows * heads:
         raise ValueError(f"{len(arrivals.counts)} counts for {rows} rows of {heads} heads")
     cutting = cutting or _CUTTING
-    group, dim = heads // kv_heads, max(triton.next_power_of_2(head_dim), 16)
+    group, dim = heads // kv_heads, max(power_of_2(head_dim), 16)
     seen = longest if window is None else min(window, longest)
-    most = max(min(_PROGRAMS // max(rows * heads, 1), triton.cdiv(seen, cutting.least)), 1)
+    most = max(min(_PROGRAMS // max(rows * heads, 1), ceil_div(seen, cutting.least)), 1)
     places = rows * heads * most
     partial = torch.empty((places, head_dim), dtype=torch.float32, device=qkv.device)
     weight = torch.empty(places, dtype=torch.float32, device=qkv.device)
@@ -218,7 +219,7 @@ def rope_attend(
         LEAST=cutting.least,
         KEYS=cutting.keys,
         WAYS=max(cutting.warps * 512 // (dim * qkv.element_size()), 1),
-        MOST=triton.next_power_of_2(most),
+        MOST=power_of_2(most),
         PARTS=max(_COMBINED // dim, 1),
         OVERLAP=overlap,
         num_warps=cutting.warps,

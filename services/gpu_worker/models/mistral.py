@@ -9,12 +9,13 @@ from blockyard.services.gpu_worker.models.decoder import Decoder
 from blockyard.services.gpu_worker.models.folder import parse
 from blockyard.services.gpu_worker.models.llama import LlamaConfig, decoder_shape
 from blockyard.services.gpu_worker.weights import WeightTable
+from blockyard.shared.config.checkpoint import UNSAID_WINDOWS
 
 
 class MistralConfig(msgspec.Struct, frozen=True):
-    """What is Mistral's own; a folder that says nothing means a window of 4096, and 0 is none."""
+    """What is Mistral's own; 0 is no window."""
 
-    sliding_window: int | None = 4096
+    sliding_window: int | None = UNSAID_WINDOWS["MistralForCausalLM"]
     max_position_embeddings: int = 4096 * 32
     num_key_value_heads: int | None = 8
 
