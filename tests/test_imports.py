@@ -13,6 +13,9 @@ SERVICES = sorted(p.name for p in (ROOT / "services").iterdir() if (p / "__init_
 MAY_TORCH = {"gpu_worker", "kv_transfer"}
 ZMQ_HOMES = {"shared/sockets.py", "shared/outlink.py", "shared/inlinks.py", "shared/heart.py"}
 ZMQ_HOMES |= {"shared/registry_socket.py", "shared/curve.py", "shared/outlinks.py", "shared/watch.py"}
+# what reads text of clients: a regular expression over it may take time that is quadratic in its length, or worse
+READS_CLIENT_TEXT = ("services/api_gateway", "services/tokenizer_pool", "services/detokenizer", "services/scheduler")
+READS_CLIENT_TEXT += ("shared/ring_client",)
 HEAVY = ("torch", "triton", "transformers", "numpy")
 
 
@@ -48,6 +51,12 @@ def test_arrows_point_one_way(path: Path) -> None:
         elif top == "zmq":
             assert "/".join(parts) in ZMQ_HOMES or parts[:2] == ("services", "kv_transfer"), f"imports {name}"
         assert top not in ("pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"), f"imports {name}"
+
+
+def test_no_regular_expression_reads_client_text() -> None:
+    paths = [path for folder in READS_CLIENT_TEXT for path in (ROOT / folder).rglob("*.py")]
+    assert len(paths) > 50
+    assert [str(p) for p in paths if {"re", "regex", "re.compile", "fnmatch"} & set(imports(p))] == []
 
 
 @pytest.mark.parametrize("service", [s for s in SERVICES if s not in MAY_TORCH])

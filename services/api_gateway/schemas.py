@@ -4,11 +4,11 @@ Fields typed `Raw` are known and not looked into: `IGNORED` has no effect on an 
 one and is refused unless it holds one of the values listed, which ask for nothing.
 """
 
-import re
 from typing import Any, TypeVar
 
 import msgspec
 
+from blockyard.services.api_gateway.decode_errors import byte_offset, field_before, invalid
 from blockyard.services.api_gateway.errors import ApiError
 from blockyard.shared.errors import not_built
 from blockyard.shared.ring_client.chat_messages import NULL, Message
@@ -158,12 +158,6 @@ class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-_UNKNOWN_FIELD = re.compile(r"unknown field `(.*?)`")
-_MISSING_FIELD = re.compile(r"missing required field `(.*?)`")
-_PATH = re.compile(r" - at `\$\.?(.*?)`$")
-_BYTE = re.compile(r"\(byte (\d+)\)")
-_LAST_KEY = re.compile(rb'"((?:[^"\\]|\\.){1,200})"\s*:\s*[^"]{0,80}\Z')
-
 
 def decode(body: bytes, kind: type[T]) -> T:
     """The request in `body`. Raises ApiError naming the field, as far as one can be named."""
@@ -171,34 +165,17 @@ def decode(body: bytes, kind: type[T]) -> T:
         body.decode("utf-8")
         request = msgspec.json.decode(body, type=kind)
     except UnicodeDecodeError as e:
-        raise ApiError(
-            f"the body is not valid UTF-8: {e.reason} at byte {e.start}", _field_before(body, e.start)
-        ) from e
+        raise ApiError(f"the body is not valid UTF-8: {e.reason} at byte {e.start}", field_before(body, e.start)) from e
     except RecursionError as e:
         raise ApiError("the body is nested too deeply") from e
     except msgspec.ValidationError as e:
-        raise _invalid(str(e)) from e
+        raise invalid(str(e)) from e
     except msgspec.DecodeError as e:
-        at = _BYTE.search(str(e))
-        field = _field_before(body, int(at[1])) if at else ""
+        at = byte_offset(str(e))
+        field = "" if at is None else field_before(body, at)
         raise ApiError(f"the body is not valid JSON: {e}" + (f", in `{field}`" if field else ""), field) from e
     _refuse_unbuilt(request)
     return request
-
-
-def _invalid(text: str) -> ApiError:
-    path = _PATH.search(text)
-    field = path[1] if path else ""
-    for pattern in (_UNKNOWN_FIELD, _MISSING_FIELD):
-        if name := pattern.search(text):
-            field = f"{field}.{name[1]}" if field else name[1]
-    return ApiError(text.replace("`$.", "`"), field)
-
-
-def _field_before(body: bytes, at: int) -> str:
-    """The key whose value holds byte `at` of malformed JSON, or "" where that is not plain to see."""
-    key = _LAST_KEY.search(body[max(0, at - 300) : at])
-    return key[1].decode("utf-8", "replace") if key else ""
 
 
 def _refuse_unbuilt(request: msgspec.Struct) -> None:

@@ -1,9 +1,15 @@
 """Every request that cannot be served: a 4xx in OpenAI's shape that names the field, and a gateway that goes on."""
 
 import gzip
+import time
 from typing import Any
 
+import msgspec
 import pytest
+
+from blockyard.services.api_gateway.decode_errors import field_before
+from blockyard.services.api_gateway.errors import ApiError
+from blockyard.services.api_gateway.schemas import CompletionRequest, decode
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 USER: list[Any] = [{"role": "user", "content": "hi"}]
@@ -228,3 +234,46 @@ async def test_what_has_no_effect_is_accepted(rig) -> None:
         assert status == 200, answer
         status, answer = await r.post(COMPLETION, text(suffix=None, **harmless))
         assert status == 200, answer
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        " - at `$" * 11_000 + "\n",
+        "unknown field `" * 6_000,
+        "`" * 88_000,
+        "\\" * 40_000,
+        "missing required field `" * 4_000,
+    ],
+    ids=["path", "unknown", "backquotes", "backslashes", "missing"],
+)
+def test_a_long_field_name_costs_no_more_than_its_length(name: str) -> None:
+    """It was quadratic: 88 kB held the loop, and with it every stream, for 7 to 12 s."""
+    body = msgspec.json.encode({"prompt": "x", name: 1})
+    began = time.process_time()
+    with pytest.raises(ApiError) as caught:
+        decode(body, CompletionRequest)
+    assert time.process_time() - began < 0.5
+    assert len(str(caught.value)) < 400 and len(caught.value.field) < 400
+    for end in (b"nul", b'"a": nul'):  # malformed at its end
+        with pytest.raises(ApiError):
+            decode(body[:-1] + b"," + end, CompletionRequest)
+    assert time.process_time() - began < 0.5
+
+
+@pytest.mark.parametrize(
+    ("before", "field"),
+    [
+        (b'{"a": ', "a"),
+        (b'{"b": 1, "a" : [1, ', "a"),
+        (b'{"a": "x', ""),  # within a string
+        (b'{"say \\"a\\"": ', 'say \\"a\\"'),
+        (b'{"a\\\\": ', "a\\\\"),
+        (b'"', ""),
+        (b'": ', ""),
+        (b"{", ""),
+        (b"", ""),
+    ],
+)
+def test_the_key_before_malformed_json(before: bytes, field: str) -> None:
+    assert field_before(before + b"NaN", len(before)) == field
