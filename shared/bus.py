@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from blockyard.shared.config.process import BusConfig
+from blockyard.shared.frames import Malformed
 from blockyard.shared.heart import Heart
 from blockyard.shared.inlinks import InLinks
 from blockyard.shared.member_list import Changed, Event, Gone, Joined, MemberList
@@ -53,10 +54,11 @@ class Links(Generic[In]):
         self._encode = msgspec.msgpack.Encoder().encode
         self._events: list[tuple[int, Event | In]] = []
         self._list = MemberList(me.incarnation)
-        self._heart = Heart(sockets, bus.registry, me, own_thread=own_heartbeat)
+        self._malformed = Malformed()
+        self._heart = Heart(sockets, bus.registry, me, self._malformed, own_thread=own_heartbeat)
         self._watch = Watch()
         self._watch.add(bound.socket, self._heart.socket)
-        self._in = InLinks(bound.socket, me, accepts, self._opened_again)
+        self._in = InLinks(bound.socket, me, accepts, self._list.members, self._malformed, self._opened_again)
         self._out = OutLinks(
             sockets,
             me,
@@ -65,13 +67,18 @@ class Links(Generic[In]):
             self._watch,
             self._events,
             lost=lambda incarnation: self._heart.send(LinkLost(incarnation)),
-            malformed=self._in.count_malformed,
+            malformed=self._malformed,
         )
 
     @property
     def members(self) -> dict[int, Member]:
         """Live members by incarnation, without this one."""
         return self._list.members
+
+    @property
+    def malformed_total(self) -> int:
+        """Frames that were dropped because they did not decode or came before a Hello."""
+        return self._malformed.total
 
     def of(self, role: Role, model: str = "") -> list[Member]:
         """Live members of a role that are ready; with `model`, those that serve it or any."""
@@ -85,7 +92,7 @@ class Links(Generic[In]):
 
     def count(self, stats: Stats) -> None:
         """Publishes counters; adds those the links keep themselves."""
-        self.update(stats=msgspec.structs.replace(stats, malformed_total=self._in.malformed))
+        self.update(stats=msgspec.structs.replace(stats, malformed_total=self.malformed_total))
 
     def send(self, to: int, frame: Frame) -> bool:
         """Queues a frame on the link to a member, opening it on first use. Never blocks.

@@ -1,16 +1,14 @@
 """The link to the registry: announces this member twice a second and receives the list."""
 
-import logging
 import threading
 import time
 
 import msgspec
 import zmq
 
+from blockyard.shared.frames import FrameReader, Malformed
 from blockyard.shared.messages import Announce, Frame, Leave, Member, Members
 from blockyard.shared.sockets import Sockets, readable
-
-log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 0.5
 
@@ -18,10 +16,12 @@ HEARTBEAT_S = 0.5
 class Heart:
     """Heartbeats from the owner's loop; with `own_thread` also from a thread, which only repeats the last entry."""
 
-    def __init__(self, sockets: Sockets, registry: str, me: Member, own_thread: bool = False) -> None:
+    def __init__(
+        self, sockets: Sockets, registry: str, me: Member, malformed: Malformed, own_thread: bool = False
+    ) -> None:
         self.socket = sockets.connect_dealer(registry, b"m", only_when_connected=True)
         self._sockets, self._registry = sockets, registry
-        self._decoder = msgspec.msgpack.Decoder(Members)
+        self._reader: FrameReader[Members] = FrameReader(Members, malformed)
         self._incarnation = me.incarnation
         self._next = 0.0
         self._entry = msgspec.msgpack.encode(Announce(me))
@@ -51,10 +51,9 @@ class Heart:
             self._next = now + (HEARTBEAT_S if self._send_raw(self._entry) else HEARTBEAT_S / 10)
         lists = []
         while readable(self.socket):
-            try:
-                lists.append(self._decoder.decode(self.socket.recv(zmq.NOBLOCK)))
-            except msgspec.DecodeError as e:
-                log.warning("dropped a malformed membership list: %s", e)
+            news = self._reader.read(self.socket.recv(zmq.NOBLOCK), b"message_bus")
+            if news is not None:
+                lists.append(news)
         return lists
 
     def close(self) -> None:

@@ -1,37 +1,53 @@
 """The links that peers opened to this process: one bound ROUTER, a Hello first on each."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import msgspec
 import zmq
 
+from blockyard.shared.frames import FrameReader, Malformed, in_log
 from blockyard.shared.member_list import Event
 from blockyard.shared.messages import PROTOCOL_VERSION, Hello, Member
 from blockyard.shared.sockets import readable
 
 log = logging.getLogger(__name__)
 
-MAX_ROUTES = 4096
+MAX_UNLISTED = 4096  # links whose peer is not on the membership list; the newest are kept
 
 
 class InLinks:
     """Knows each link's sender by its Hello; frames before one, or meant for another incarnation, are dropped."""
 
     def __init__(
-        self, router: "zmq.Socket[bytes]", me: Member, accepts: Any, again: Callable[[int], list[Event]]
+        self,
+        router: "zmq.Socket[bytes]",
+        me: Member,
+        accepts: Any,
+        members: Container[int],
+        malformed: Malformed,
+        again: Callable[[int], list[Event]],
     ) -> None:
-        """`again`: what it means to this member that a peer opened a second link, its first being lost."""
+        """`members`: the incarnations on the membership list, now and later.
+
+        `again`: what it means to this member that a peer opened a second link, its first being lost.
+        """
         self.socket = router
-        self.malformed = 0
         self._me = me
+        self._members = members
         self._again = again
-        self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(accepts | Hello)
+        self._malformed = malformed
+        self._reader: FrameReader[Any] = FrameReader(accepts | Hello, malformed)
         self._hello = msgspec.msgpack.encode(Hello(PROTOCOL_VERSION, me.incarnation, me.name))
         self._sender: dict[bytes, int] = {}  # routing id -> incarnation
         self._route: dict[int, bytes] = {}  # incarnation -> its newest routing id
-        self._complained: set[int | bytes] = set()
+        self._prune_at = 2 * MAX_UNLISTED  # links
+
+    @property
+    def num_links(self) -> int:
+        """Links that are remembered, those of dead peers among them until they are pruned."""
+        return len(self._sender)
 
     def receive(self, events: list[tuple[int, Any]], at_most: int) -> None:
         """Appends (sender, frame) for up to `at_most` frames that wait."""
@@ -42,20 +58,19 @@ class InLinks:
                 route, data = self.socket.recv_multipart(zmq.NOBLOCK)[:2]
             except zmq.Again:
                 return
-            except ValueError:  # a frame without a payload
-                self.malformed += 1
+            except ValueError as e:
+                self._malformed.count(b"", f"no payload: {e}")
                 continue
-            try:
-                frame = self._decoder.decode(data)
-            except msgspec.DecodeError as e:
-                self.count_malformed(self._sender.get(route, route), e)
+            sender = self._sender.get(route)
+            frame = self._reader.read(data, route if sender is None else sender)
+            if frame is None:
                 continue
             if isinstance(frame, Hello):
                 self._greet(route, frame, events)
-            elif (sender := self._sender.get(route)) is not None:
+            elif sender is not None:
                 events.append((sender, frame))
             else:
-                self.malformed += 1
+                self._malformed.count(route, f"{type(frame).__name__} without a Hello")
 
     def send(self, to: int, data: bytes) -> bool:
         """On the newest link that `to` opened; False if there is none, it closed, or it is full."""
@@ -74,24 +89,32 @@ class InLinks:
             return False
         return True
 
-    def count_malformed(self, sender: int | bytes, error: Exception) -> None:
-        """Counted always, logged once a sender."""
-        self.malformed += 1
-        if sender not in self._complained:
-            self._complained.add(sender)
-            log.warning("dropped a malformed frame of %s: %s", sender, error)
-
     def _greet(self, route: bytes, hello: Hello, events: list[tuple[int, Any]]) -> None:
         if hello.to == self._me.incarnation and hello.version == PROTOCOL_VERSION:
-            if len(self._sender) >= MAX_ROUTES:  # the oldest are of peers long gone
-                del self._sender[next(iter(self._sender))]
+            if len(self._sender) >= self._prune_at:
+                self._prune()
             if hello.incarnation in self._route:  # what was on the way on its first link is lost
                 events.extend((hello.incarnation, event) for event in self._again(hello.incarnation))
             self._sender[route] = hello.incarnation
             self._route[hello.incarnation] = route
         elif hello.version != PROTOCOL_VERSION:
-            log.error("%s speaks protocol %d, we %d: its link is refused", hello.name, hello.version, PROTOCOL_VERSION)
+            self._malformed.count(route, f"{hello.name} speaks protocol {hello.version}, we {PROTOCOL_VERSION}")
         try:
             self.socket.send_multipart((route, self._hello), zmq.NOBLOCK)
         except zmq.ZMQError as e:
-            log.info("%s was gone before it could be greeted: %s", hello.name, e)
+            log.debug("%s was gone before it could be greeted: %s", in_log(hello.name), e)
+
+    def _prune(self) -> None:
+        """Forgets links of peers that are off the membership list, oldest first, and links that were opened anew.
+
+        A peer says Hello before the list names it, so the newest of those off the list are kept.
+        """
+        kept: dict[bytes, int] = {}
+        unlisted: dict[bytes, int] = {}
+        for route, incarnation in self._sender.items():
+            if self._route.get(incarnation) == route:
+                (kept if incarnation in self._members else unlisted)[route] = incarnation
+        kept |= dict(list(unlisted.items())[-MAX_UNLISTED:])
+        self._sender = kept
+        self._route = {incarnation: route for route, incarnation in kept.items()}
+        self._prune_at = len(kept) + MAX_UNLISTED

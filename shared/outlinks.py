@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from blockyard.shared.frames import FrameReader, Malformed
 from blockyard.shared.member_list import Event, MemberList
 from blockyard.shared.messages import PROTOCOL_VERSION, Hello, Member
 from blockyard.shared.outlink import OutLink
@@ -33,10 +34,10 @@ class OutLinks:
         watch: Watch,
         events: list[tuple[int, Any]],
         lost: Callable[[int], None],
-        malformed: Callable[[int, Exception], None],
+        malformed: Malformed,
     ) -> None:
         self._sockets, self._me, self._members, self._watch = sockets, me, members, watch
-        self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(accepts | Hello)
+        self._reader: FrameReader[Any] = FrameReader(accepts | Hello, malformed)
         self._events, self._lost, self._malformed = events, lost, malformed
         self._links: dict[int, OutLink] = {}
 
@@ -45,7 +46,13 @@ class OutLinks:
         member = self._members.members.get(to)
         if member is None or not member.endpoint:
             return False
-        link = self._links.get(to) or self._dial(member, again=False)
+        try:
+            link = self._links.get(to) or self._dial(member, again=False)
+        except zmq.ZMQError as e:  # an endpoint that libzmq does not take
+            self._malformed.count(to, f"its endpoint {member.endpoint}: {e}")
+            self._tell(self._members.link_broke(to, time.monotonic()))
+            self._lost(to)
+            return False
         try:
             link.socket.send(data, zmq.NOBLOCK)
         except zmq.Again:
@@ -91,10 +98,8 @@ class OutLinks:
                 data = link.socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            try:
-                frame = self._decoder.decode(data)
-            except msgspec.DecodeError as e:
-                self._malformed(peer, e)
+            frame = self._reader.read(data, peer)
+            if frame is None:
                 continue
             if not isinstance(frame, Hello):
                 self._events.append((peer, frame))
@@ -105,7 +110,8 @@ class OutLinks:
     def _greeted(self, link: OutLink, hello: Hello) -> bool:
         """False if whoever answers is not the peer that was meant."""
         if hello.version != PROTOCOL_VERSION:
-            log.error("%s speaks protocol %d, we %d", hello.name, hello.version, PROTOCOL_VERSION)
+            words = f"{hello.name} speaks protocol {hello.version}, we {PROTOCOL_VERSION}"
+            self._malformed.count(link.member.incarnation, words)
             return False
         if hello.incarnation != link.member.incarnation:
             return False

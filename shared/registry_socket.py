@@ -1,17 +1,15 @@
 """The registry's one socket: everybody's heartbeats come in, the list goes out."""
 
 import contextlib
-import logging
 
 import msgspec
 import zmq
 
 from blockyard.shared.config.process import BusConfig
 from blockyard.shared.errors import ConfigError
+from blockyard.shared.frames import FrameReader, Malformed
 from blockyard.shared.messages import Announce, AskMembers, Frame, Members, RegistryIn
 from blockyard.shared.sockets import Sockets, readable
-
-log = logging.getLogger(__name__)
 
 
 class RegistrySocket:
@@ -26,10 +24,10 @@ class RegistrySocket:
             self._socket = self._sockets.bind_router(endpoint).socket
         except zmq.ZMQError as e:
             raise ConfigError(f"cannot bind the message bus to {endpoint}: {e}") from e
-        self._decoder: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(RegistryIn)
+        self._malformed = Malformed()
+        self._reader: FrameReader[Frame] = FrameReader(RegistryIn, self._malformed)
         self._listeners: dict[bytes, int] = {}  # routing id -> incarnation
         self._askers: list[bytes] = []
-        self.malformed = 0
 
     def poll(self, timeout_s: float) -> list[Frame]:
         """What has arrived, waiting up to `timeout_s` for the first of it."""
@@ -37,11 +35,8 @@ class RegistrySocket:
         frames: list[Frame] = []
         while readable(self._socket):
             route, *parts = self._socket.recv_multipart(zmq.NOBLOCK)
-            try:
-                frame = self._decoder.decode(parts[0] if parts else b"")
-            except msgspec.DecodeError as e:
-                self.malformed += 1
-                log.warning("dropped a malformed frame (%d so far): %s", self.malformed, e)
+            frame = self._reader.read(parts[0] if parts else b"", route)
+            if frame is None:
                 continue
             if isinstance(frame, Announce) and route.startswith(b"m"):  # "h" sockets only repeat heartbeats
                 self._listeners[route] = frame.member.incarnation
@@ -49,6 +44,10 @@ class RegistrySocket:
                 self._askers.append(route)
             frames.append(frame)
         return frames
+
+    @property
+    def malformed_total(self) -> int:
+        return self._malformed.total
 
     def push(self, news: Members) -> None:
         """To every listener; those that vanished or do not read are forgotten until they announce again."""

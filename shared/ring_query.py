@@ -4,6 +4,7 @@ import msgspec
 
 from blockyard.shared.config.process import BusConfig
 from blockyard.shared.errors import BlockyardError
+from blockyard.shared.frames import FrameReader, Malformed
 from blockyard.shared.messages import AskMembers, Member, Members
 from blockyard.shared.sockets import Sockets
 
@@ -16,7 +17,11 @@ def ask_members(bus: BusConfig, timeout_s: float) -> Members:
         link.send(msgspec.msgpack.encode(AskMembers("query")))
         if not link.poll(int(1000 * timeout_s)):
             raise BlockyardError(f"no answer from the message bus at {bus.registry} within {timeout_s:g} s")
-        return msgspec.msgpack.decode(link.recv(), type=Members)
+        reader: FrameReader[Members] = FrameReader(Members, Malformed())
+        news = reader.read(link.recv(), b"message_bus")
+        if news is None:
+            raise BlockyardError(f"the message bus at {bus.registry} answered with no membership list")
+        return news
     finally:
         link.close()
         sockets.close()

@@ -81,7 +81,10 @@ class Sockets:
         return Bound(router, self._dialled_as(router.getsockopt_string(zmq.LAST_ENDPOINT)))
 
     def connect_dealer(self, endpoint: str, prefix: bytes, only_when_connected: bool = False) -> zmq.Socket[bytes]:
-        """A DEALER whose routing id is new: a link opened again is never taken for the one that broke."""
+        """A DEALER whose routing id is new: a link opened again is never taken for the one that broke.
+
+        Raises zmq.ZMQError if `endpoint` is none.
+        """
         dealer = self._context.socket(zmq.DEALER)
         dealer.setsockopt(zmq.ROUTING_ID, b"%b-%b-%d" % (prefix, os.urandom(6).hex().encode(), next(_routing_ids)))
         dealer.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
@@ -91,7 +94,11 @@ class Sockets:
             dealer.curve_serverkey = self._keys.public
             dealer.curve_publickey = self._keys.public
             dealer.curve_secretkey = self._keys.secret
-        dealer.connect(endpoint)
+        try:
+            dealer.connect(endpoint)
+        except zmq.ZMQError:
+            dealer.close()
+            raise
         return dealer
 
     def close(self) -> None:

@@ -197,7 +197,7 @@ def test_malformed_frames_are_counted_and_change_nothing(tmp_path: Path) -> None
         seen: list = []
         until(lambda: bool(frames(seen, "b")), b, seen=seen)
         assert frames(seen, "b") == [Cancel("good", 1)]
-        assert b._in.malformed == 3
+        assert b.malformed_total == 3
 
 
 def test_a_hello_for_another_incarnation_is_answered_and_the_link_ignored(tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ def test_a_hello_for_another_incarnation_is_answered_and_the_link_ignored(tmp_pa
         until(lambda: bool(raw.poll(1)), b, seen=seen)
         hello = msgspec.msgpack.decode(raw.recv(), type=Hello)
         assert hello.incarnation == b.me.incarnation
-        until(lambda: b._in.malformed == 1, b, seen=seen)
+        until(lambda: b.malformed_total == 1, b, seen=seen)
         assert not frames(seen, "b")
 
 

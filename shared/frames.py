@@ -1,0 +1,70 @@
+"""Decodes frames from the wire. A malformed frame is counted and dropped; the log lines about them are bounded."""
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+log = logging.getLogger(__name__)
+
+F = TypeVar("F")
+
+LINES_A_MINUTE = 10
+SENDERS_REMEMBERED = 1024
+WORDS_CHARS = 200  # of an error or a name in a log line: both may hold what the sender chose
+
+
+class Malformed:
+    """Counts malformed frames. Logs the first of each sender, and at most `LINES_A_MINUTE` lines a minute."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.total = 0
+        self._clock = clock
+        self._logged: set[int | bytes] = set()
+        self._minute_began = clock()
+        self._lines = 0
+
+    def count(self, sender: int | bytes, error: object) -> None:
+        """`sender` is an incarnation, or the routing id of a link without a Hello."""
+        self.total += 1
+        if sender in self._logged:
+            return
+        now = self._clock()
+        if now - self._minute_began >= 60:
+            self._minute_began, self._lines = now, 0
+        if self._lines >= LINES_A_MINUTE:
+            return
+        self._lines += 1
+        if len(self._logged) >= SENDERS_REMEMBERED:
+            self._logged.clear()
+        self._logged.add(sender)
+        log.warning("dropped a malformed frame of %s (%d so far): %s", in_log(sender), self.total, in_log(error))
+
+
+class FrameReader(Generic[F]):
+    """Decodes the frames of one union of frame types."""
+
+    def __init__(self, accepts: Any, malformed: Malformed) -> None:
+        self._decode: Callable[[bytes], F] = msgspec.msgpack.Decoder(accepts).decode
+        self._malformed = malformed
+
+    def read(self, data: bytes, sender: int | bytes) -> F | None:
+        """None for a frame that does not decode: it is counted.
+
+        msgspec raises its DecodeError, but UnicodeDecodeError for a string that is not UTF-8 and RecursionError
+        for lists nested too deeply, also in fields that it skips.
+        """
+        try:
+            return self._decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+            self._malformed.count(sender, e)
+            return None
+
+
+def in_log(words: object) -> str:
+    """Text that a peer chose, as one short line of printable characters."""
+    text = str(words)
+    short = text if len(text) <= WORDS_CHARS else f"{text[:WORDS_CHARS]}..."
+    return short.encode("unicode_escape").decode("ascii")
