@@ -7,3 +7,4 @@ from contextvars import ContextVar
 
 REQUEST_ID: ContextVar[str] = ContextVar("request_id")  # the caller's X-Request-Id, or one of ours
 TENANT: ContextVar[str] = ContextVar("tenant", default="")  # by API key
+IGNORED: ContextVar[str] = ContextVar("ignored", default="")  # unknown fields of the request, as a header names them

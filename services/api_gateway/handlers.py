@@ -1,14 +1,16 @@
 """The endpoints that need the ring: generation, tokenize, detokenize, models."""
 
 import secrets
+from typing import TypeVar
 
 import msgspec
 from aiohttp import web
 
 from blockyard.services.api_gateway.answers import answer, ids_of
-from blockyard.services.api_gateway.caller import REQUEST_ID, TENANT
+from blockyard.services.api_gateway.caller import IGNORED, REQUEST_ID, TENANT
 from blockyard.services.api_gateway.errors import ApiError
 from blockyard.services.api_gateway.flow import Flow
+from blockyard.services.api_gateway.ignored_fields import IgnoredFields
 from blockyard.services.api_gateway.job import Job
 from blockyard.services.api_gateway.outlet import Outlet
 from blockyard.services.api_gateway.prompt_fields import chat_prompt, completion_prompts
@@ -27,6 +29,7 @@ from blockyard.shared.ring_client import limits
 from blockyard.shared.token_ids import pack
 
 JSON = "application/json"
+T = TypeVar("T", bound=msgspec.Struct)
 
 
 class TokenizeAnswer(msgspec.Struct, frozen=True):
@@ -43,21 +46,22 @@ class DetokenizeAnswer(msgspec.Struct, frozen=True):
 class Handlers:
     def __init__(self, config: GatewayConfig, flow: Flow, streams: Streams) -> None:
         self._config, self._flow, self._streams = config, flow, streams
+        self._ignored = IgnoredFields()
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
-        asked = decode(await request.read(), ChatRequest)
+        asked = await self._read(request, ChatRequest)
         card = self._flow.admission.card(asked.model)
         name = asked.request_id or REQUEST_ID.get()
         return await self._generate(request, read_chat(asked, card, self._config, name))
 
     async def completion(self, request: web.Request) -> web.StreamResponse:
-        asked = decode(await request.read(), CompletionRequest)
+        asked = await self._read(request, CompletionRequest)
         card = self._flow.admission.card(asked.model)
         name = asked.request_id or REQUEST_ID.get()
         return await self._generate(request, read_completion(asked, card, self._config, name))
 
     async def tokenize(self, request: web.Request) -> web.Response:
-        asked = decode(await request.read(), TokenizeRequest)
+        asked = await self._read(request, TokenizeRequest)
         card = self._flow.admission.card(asked.model)
         if (asked.prompt is None) == (asked.messages is None):
             raise ApiError("either prompt or messages, and not both", "prompt")
@@ -74,11 +78,18 @@ class Handlers:
         return json_response(TokenizeAnswer(len(ids), card.max_model_len, ids, strs))
 
     async def detokenize(self, request: web.Request) -> web.Response:
-        asked = decode(await request.read(), DetokenizeRequest)
+        asked = await self._read(request, DetokenizeRequest)
         card = self._flow.admission.card(asked.model)
         limits.token_ids("tokens", asked.tokens, card.vocab_size)
         work = Detokenize(secrets.token_hex(8), card.names[0], pack(asked.tokens))
         return json_response(DetokenizeAnswer((await self._flow.detokenize(work)).text))
+
+    async def _read(self, request: web.Request, kind: type[T]) -> T:
+        """The request's body. Unknown fields are ignored, and named in a header of the answer."""
+        asked, ignored = decode(await request.read(), kind, self._config.strict_fields)
+        if ignored:
+            IGNORED.set(self._ignored.note(ignored))
+        return asked
 
     async def _generate(self, request: web.Request, job: Job) -> web.StreamResponse:
         outlet = Outlet() if job.shape.stream else None

@@ -141,7 +141,7 @@ def cors(config: CorsConfig) -> tuple[Middleware, Callable[[web.Request, web.Str
         if origin := allowed(request):
             response.headers["Access-Control-Allow-Origin"] = origin
             response.headers["Vary"] = "Origin"
-            response.headers["Access-Control-Expose-Headers"] = "X-Request-Id, Retry-After"
+            response.headers["Access-Control-Expose-Headers"] = "X-Request-Id, Retry-After, X-Blockyard-Ignored"
             if config.allow_credentials:
                 response.headers["Access-Control-Allow-Credentials"] = "true"
 

@@ -7,9 +7,10 @@ import msgspec
 from aiohttp import web
 
 from blockyard.services.api_gateway import middleware, ring_view
-from blockyard.services.api_gateway.caller import REQUEST_ID
+from blockyard.services.api_gateway.caller import IGNORED, REQUEST_ID
 from blockyard.services.api_gateway.errors import ApiError
 from blockyard.services.api_gateway.handlers import Handlers, json_response
+from blockyard.services.api_gateway.ignored_fields import HEADER as IGNORED_HEADER
 from blockyard.services.api_gateway.operations import Operations
 from blockyard.services.api_gateway.service import Gateway
 from blockyard.shared.config.gateway import GatewayConfig
@@ -57,8 +58,10 @@ def build_app(config: GatewayConfig, gateway: Gateway) -> web.Application:
     app.on_response_prepare.append(cors_headers)
     if config.enable_request_id_headers:
         app.on_response_prepare.append(_name_response)
+    app.on_response_prepare.append(_name_ignored)
+    handlers, views = Handlers(config, gateway.flow, gateway.streams), _Views(gateway)
     for prefix in dict.fromkeys(("", config.root_path.rstrip("/"))):  # proxies strip their prefix, or do not
-        _add_routes(app, prefix, config, gateway)
+        _add_routes(app, prefix, handlers, views, gateway)
     return app
 
 
@@ -73,8 +76,7 @@ def build_metrics_app(gateway: Gateway) -> web.Application:
     return app
 
 
-def _add_routes(app: web.Application, prefix: str, config: GatewayConfig, gateway: Gateway) -> None:
-    handlers, views = Handlers(config, gateway.flow, gateway.streams), _Views(gateway)
+def _add_routes(app: web.Application, prefix: str, handlers: Handlers, views: "_Views", gateway: Gateway) -> None:
     for path, handler in {
         "/v1/chat/completions": handlers.chat,
         "/v1/completions": handlers.completion,
@@ -166,3 +168,8 @@ def _model(card: ModelCard, name: str) -> ModelView:
 
 async def _name_response(request: web.Request, response: web.StreamResponse) -> None:
     response.headers["X-Request-Id"] = REQUEST_ID.get()
+
+
+async def _name_ignored(request: web.Request, response: web.StreamResponse) -> None:
+    if names := IGNORED.get():
+        response.headers[IGNORED_HEADER] = names

@@ -1,9 +1,10 @@
-"""What the endpoints accept, decoded strictly: a wrong type or an unknown field is a 400 that names it.
+"""What the endpoints accept: a wrong type is a 400 that names the field; an unknown field is ignored and named.
 
-Fields typed `Raw` are known and not looked into: `IGNORED` has no effect on an answer, `NOT_BUILT` would have
-one and is refused unless it holds one of the values listed, which ask for nothing.
+Fields typed `Raw` are known and not read. Most have no effect on an answer. Those in `NOT_BUILT` would have one and
+are refused, unless they hold one of the listed values, which ask for nothing.
 """
 
+import codecs
 from typing import Any, TypeVar
 
 import msgspec
@@ -12,6 +13,7 @@ from blockyard.services.api_gateway.decode_errors import byte_offset, field_befo
 from blockyard.services.api_gateway.errors import ApiError
 from blockyard.shared.errors import not_built
 from blockyard.shared.ring_client.chat_messages import NULL, Message
+from blockyard.shared.ring_client.known_fields import decode_known
 
 # field -> values that ask for nothing; null is always one
 NOT_BUILT: dict[str, tuple[object, ...]] = {
@@ -22,8 +24,9 @@ NOT_BUILT: dict[str, tuple[object, ...]] = {
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
-    "reasoning_effort": (),
-    "verbosity": (),
+    "reasoning_effort": ("none",),
+    "thinking_token_budget": (),
+    "verbosity": ("medium",),
     "web_search_options": (),
     "guided_json": (),
     "guided_regex": (),
@@ -31,9 +34,15 @@ NOT_BUILT: dict[str, tuple[object, ...]] = {
     "guided_grammar": (),
     "structured_outputs": (),
     "logits_processors": ([],),
-    "mm_processor_kwargs": (),
-    "kv_transfer_params": (),
-    "vllm_xargs": (),
+    "logprob_token_ids": (),
+    "repetition_detection": (),
+    "truncation_side": ("left",),
+    "mm_processor_kwargs": ({},),
+    "media_io_kwargs": ({},),
+    "prompt_embeds": ([],),
+    "return_prompt_text": (False,),
+    "kv_transfer_params": ({},),
+    "vllm_xargs": ({},),
     "suffix": ("",),
 }
 
@@ -99,6 +108,10 @@ class GenerationFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     guided_grammar: msgspec.Raw = NULL
     structured_outputs: msgspec.Raw = NULL
     logits_processors: msgspec.Raw = NULL
+    logprob_token_ids: msgspec.Raw = NULL
+    repetition_detection: msgspec.Raw = NULL
+    truncation_side: msgspec.Raw = NULL
+    thinking_token_budget: msgspec.Raw = NULL
     mm_processor_kwargs: msgspec.Raw = NULL
     kv_transfer_params: msgspec.Raw = NULL
     vllm_xargs: msgspec.Raw = NULL
@@ -108,7 +121,9 @@ class CompletionRequest(GenerationFields):
     prompt: str | list[str | int | list[int]] | None = None
     echo: bool | None = None
     logprobs: int | None = None
+    # refused by name
     suffix: msgspec.Raw = NULL
+    prompt_embeds: msgspec.Raw = NULL
 
 
 class ChatRequest(GenerationFields):
@@ -125,6 +140,7 @@ class ChatRequest(GenerationFields):
     # no effect on an answer
     parallel_tool_calls: msgspec.Raw = NULL
     prediction: msgspec.Raw = NULL
+    include_reasoning: msgspec.Raw = NULL
     # refused by name
     tools: msgspec.Raw = NULL
     tool_choice: msgspec.Raw = NULL
@@ -135,6 +151,8 @@ class ChatRequest(GenerationFields):
     reasoning_effort: msgspec.Raw = NULL
     verbosity: msgspec.Raw = NULL
     web_search_options: msgspec.Raw = NULL
+    media_io_kwargs: msgspec.Raw = NULL
+    return_prompt_text: msgspec.Raw = NULL
 
 
 class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -159,11 +177,16 @@ class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
 T = TypeVar("T", bound=msgspec.Struct)
 
 
-def decode(body: bytes, kind: type[T]) -> T:
-    """The request in `body`. Raises ApiError naming the field, as far as one can be named."""
+def decode(body: bytes, kind: type[T], strict: bool = False) -> tuple[T, list[str]]:
+    """The request in `body`, and the names of unknown fields that were ignored; with `strict` they are an error.
+
+    Raises ApiError naming the field, as far as one can be named.
+    """
+    body = body.removeprefix(codecs.BOM_UTF8)
+    ignored: list[str]
     try:
         body.decode("utf-8")
-        request = msgspec.json.decode(body, type=kind)
+        request, ignored = decode_known(body, kind, strict)
     except UnicodeDecodeError as e:
         raise ApiError(f"the body is not valid UTF-8: {e.reason} at byte {e.start}", field_before(body, e.start)) from e
     except RecursionError as e:
@@ -175,11 +198,13 @@ def decode(body: bytes, kind: type[T]) -> T:
         field = "" if at is None else field_before(body, at)
         raise ApiError(f"the body is not valid JSON: {e}" + (f", in `{field}`" if field else ""), field) from e
     _refuse_unbuilt(request)
-    return request
+    return request, ignored
 
 
 def _refuse_unbuilt(request: msgspec.Struct) -> None:
     for name in NOT_BUILT.keys() & set(request.__struct_fields__):
         value = msgspec.json.decode(getattr(request, name))
+        if isinstance(value, dict):  # a client's empty fields ask for nothing either
+            value = {key: item for key, item in value.items() if item is not None}
         if value is not None and value not in NOT_BUILT[name]:
             raise not_built(name)

@@ -67,6 +67,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     enable_request_id_headers: bool = False
     enable_prompt_tokens_details: bool = False
     log_requests: bool = True
+    strict_fields: bool = False  # an unknown request field is a 400
     max_body_bytes: int = 32 * 2**20
     client_timeout_s: float = 60.0  # a client that takes nothing for so long is cancelled
     stall_timeout_s: float = 60.0  # a stream for which nothing came for so long is sent again

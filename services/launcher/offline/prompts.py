@@ -1,5 +1,6 @@
 """Prompts and conversations in the forms users of this field pass them, as the Tokenize frames they become."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -9,6 +10,7 @@ import msgspec
 from blockyard.shared.errors import RequestError, not_built
 from blockyard.shared.messages import Tokenize
 from blockyard.shared.ring_client.chat_messages import Message, read_messages
+from blockyard.shared.ring_client.known_fields import decode_known
 from blockyard.shared.ring_client.sampling_fields import read_salt
 from blockyard.shared.token_ids import pack
 
@@ -110,10 +112,12 @@ def _ids(ids: Any, where: str, model: str, text: str | None = None) -> Prompt:
 
 def _conversation(messages: object, where: str, options: ChatOptions, model: str) -> Prompt:
     try:
-        typed = msgspec.json.decode(msgspec.json.encode(messages), type=list[Message])
+        typed, ignored = decode_known(msgspec.json.encode(messages), list[Message])
         kwargs = msgspec.json.encode(dict(options.template_kwargs)) if options.template_kwargs else b""
     except (msgspec.MsgspecError, TypeError, RecursionError) as e:
         raise RequestError(f"{where}: {str(e).replace('`$', f'`{where}')}", where) from e
+    if ignored:
+        warnings.warn(f"messages have unknown fields that are ignored: {', '.join(ignored)}", stacklevel=2)
     try:
         data = read_messages(typed)
     except RequestError as e:

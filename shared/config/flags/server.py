@@ -53,6 +53,13 @@ SERVER = (
         mapped="no OpenAPI pages are served, there is nothing to turn off",
     ),
     Flag(
+        "strict-fields",
+        Kind.BOOL,
+        False,
+        "Answer requests with unknown fields with a 400; by default they are ignored and named in a header.",
+        ("gateway.strict_fields",),
+    ),
+    Flag(
         "enable-prompt-tokens-details",
         Kind.BOOL,
         False,

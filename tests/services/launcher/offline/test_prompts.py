@@ -80,7 +80,6 @@ def test_one_conversation_or_many() -> None:
         ([{"role": "wizard", "content": "x"}], "messages[0].role", "'wizard'"),
         ([[USER], [USER, {"role": "user"}]], "messages[1][1].content", "content is missing"),
         ([{"content": "x"}], "messages", "`role` - at `messages[0]`"),
-        ([[USER], [{**USER, "mood": 1}]], "messages[1]", "mood"),
         ([[]], "messages[0]", "empty"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], "messages[0].content[0].type", ""),
         ([{"role": "user", "content": object()}], "messages", "object"),
@@ -97,3 +96,10 @@ def test_an_answer_is_begun_or_continued() -> None:
         read_conversations([USER], ChatOptions(continue_final_message=True), "tiny")
     (one,) = read_conversations([USER], ChatOptions(None, False, True), "tiny")
     assert one.work.continue_final_message and not one.work.add_generation_prompt
+
+
+def test_unknown_fields_of_messages_are_ignored_with_a_warning() -> None:
+    message = USER | {"id": 1, "content": [{"type": "text", "text": "yo", "cache_control": {}}]}
+    with pytest.warns(UserWarning, match=r"ignored: id, content\.cache_control$"):
+        (one,) = read_conversations([message], CHAT, "tiny")
+    assert one.work.messages == b'[{"role":"user","content":"yo"}]'

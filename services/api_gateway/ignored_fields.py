@@ -1,0 +1,38 @@
+"""Unknown request fields that were ignored: named in a response header, and logged once each."""
+
+import logging
+from collections.abc import Iterable
+from urllib.parse import quote
+
+log = logging.getLogger(__name__)
+
+HEADER = "x-blockyard-ignored"
+MAX_HEADER_CHARS = 1024
+MAX_LOGGED = 256  # names that are remembered, and so logged
+
+
+class IgnoredFields:
+    """Names are the client's text: they are percent-encoded, and what is kept of them is bounded."""
+
+    def __init__(self) -> None:
+        self._logged: set[str] = set()
+
+    def note(self, names: Iterable[str]) -> str:
+        """Logs the names that are new; returns the header's value, which ends in `...` where names are left out."""
+        escaped = [quote(name, safe="", errors="replace") or '""' for name in names]
+        for name in escaped:
+            self._log_once(name)
+        value = ", ".join(escaped)
+        if len(value) <= MAX_HEADER_CHARS:
+            return value
+        cut = value[: MAX_HEADER_CHARS - len(", ...")]
+        return cut.rpartition(", ")[0] + ", ..."
+
+    def _log_once(self, name: str) -> None:
+        if name in self._logged or len(self._logged) > MAX_LOGGED:
+            return
+        self._logged.add(name)
+        if len(self._logged) > MAX_LOGGED:
+            log.warning("more than %d unknown request fields were ignored: new ones are not logged", MAX_LOGGED)
+        else:
+            log.warning("requests have an unknown field that is ignored: %s", name)

@@ -1,0 +1,106 @@
+"""JSON of callers decoded into structs, where fields that a struct does not declare are ignored and named.
+
+The common case costs one strict decode. Only a body that fails it is decoded once more without types: fields that no
+struct declares are removed at any depth, and whole numbers written as fractions (`4.0`) become integers.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, get_args, get_origin
+
+import msgspec
+
+MAX_NAMES = 32  # of one body; further ones are removed and not named
+MAX_NAME_CHARS = 64
+MAX_WHOLE = 2**53  # above it a fraction does not say which integer is meant
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """What a struct says about its fields."""
+
+    names: frozenset[str]
+    nested: dict[str, "Declared"]  # fields that hold a struct or a list of them
+    integers: frozenset[str]  # fields that hold integers, or lists of them, and no other numbers
+
+
+def decode_known(data: bytes, kind: Any, strict: bool = False) -> tuple[Any, list[str]]:
+    """The value, and the unknown fields that were ignored, as `messages.content.cache_control`.
+
+    With `strict` an unknown field is an error. Raises what `msgspec.json.decode` raises; structs forbid unknown fields.
+    """
+    try:
+        return msgspec.json.decode(data, type=kind), []
+    except msgspec.ValidationError as e:
+        unknown = str(e).startswith("Object contains unknown field")
+        if (unknown and strict) or not (unknown or "got `float`" in str(e)):
+            raise
+        try:
+            value = msgspec.json.decode(data)
+        except msgspec.ValidationError:  # a number out of range: the first error says where something is wrong
+            raise e from None
+    ignored: dict[str, None] = {}
+    _tidy(value, _declared_in(kind), "", None if strict else ignored)
+    return msgspec.json.decode(msgspec.json.encode(value), type=kind), list(ignored)
+
+
+def _tidy(value: object, declared: Declared | None, where: str, ignored: dict[str, None] | None) -> None:
+    """Changes `value` in place. `ignored` None: unknown fields stay, for the decoder to refuse."""
+    if declared is None:
+        return
+    if isinstance(value, list):
+        for item in value:
+            _tidy(item, declared, where, ignored)
+    elif isinstance(value, dict):
+        if ignored is not None:
+            _remove_unknown(value, declared, where, ignored)
+        for name in declared.integers & value.keys():
+            value[name] = _whole(value[name])
+        for name, inner in declared.nested.items():
+            if name in value:
+                _tidy(value[name], inner, f"{where}{name}.", ignored)
+
+
+def _remove_unknown(value: dict[str, Any], declared: Declared, where: str, ignored: dict[str, None]) -> None:
+    for name in [name for name in value if name not in declared.names]:
+        del value[name]
+        if len(ignored) < MAX_NAMES:
+            ignored[where + name[:MAX_NAME_CHARS]] = None
+
+
+def _whole(value: object) -> object:
+    if isinstance(value, float) and value.is_integer() and abs(value) <= MAX_WHOLE:
+        return int(value)
+    return [_whole(item) for item in value] if isinstance(value, list) else value
+
+
+@cache
+def _declared(kind: type[msgspec.Struct]) -> Declared:
+    nested: dict[str, Declared] = {}
+    integers: list[str] = []
+    for field in msgspec.structs.fields(kind):
+        inner, leaves = _declared_in(field.type), set(_leaves(field.type))
+        if inner is not None:
+            nested[field.encode_name] = inner
+        if int in leaves and float not in leaves:
+            integers.append(field.encode_name)
+    names = frozenset(field.encode_name for field in msgspec.structs.fields(kind))
+    return Declared(names, nested, frozenset(integers))
+
+
+def _declared_in(annotation: Any) -> Declared | None:
+    """Of the struct in an annotation such as `list[Message] | None`."""
+    for leaf in _leaves(annotation):
+        if isinstance(leaf, type) and issubclass(leaf, msgspec.Struct):
+            return _declared(leaf)
+    return None
+
+
+def _leaves(annotation: Any) -> Iterator[Any]:
+    """The types in an annotation: through unions and lists, not into dicts."""
+    if get_origin(annotation) is dict or not get_args(annotation):
+        yield annotation
+        return
+    for argument in get_args(annotation):
+        yield from _leaves(argument)
