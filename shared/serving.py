@@ -32,6 +32,9 @@ async def publish(count: Callable[[], None]) -> None:
 
 
 def rss_bytes() -> int:
-    """Resident memory of this process."""
-    pages = Path("/proc/self/statm").read_text("ascii").split()[1]
+    """Resident memory of this process; 0 where it cannot be read, as when no file descriptor is left."""
+    try:
+        pages = Path("/proc/self/statm").read_text("ascii").split()[1]
+    except OSError:
+        return 0
     return int(pages) * os.sysconf("SC_PAGESIZE")

@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 import msgspec
 from setproctitle import setproctitle
 
-from blockyard.shared import logs
+from blockyard.shared import logs, open_files
 from blockyard.shared.config.process import ProcessConfig
 from blockyard.shared.errors import BlockyardError, ConfigError
 
@@ -30,13 +30,15 @@ C = TypeVar("C", bound=ServiceConfig)
 def load(config_type: type[C]) -> C:
     """The settings in the file that argv[1] names. Raises ConfigError.
 
-    Also sets the process title and logging, and ties this process's life to the launcher's.
+    Also sets the process title and logging, raises the limit on open files, and ties this process's life to the
+    launcher's.
     """
     if len(sys.argv) != 2:
         raise ConfigError("expected one argument, the settings file; `blockyard run SERVICE` writes it")
     config = read(Path(sys.argv[1]), config_type)
     setproctitle(f"blockyard: {config.process.name}")
     logs.setup(config.process.name, config.process.log_level)
+    open_files.raise_limit()
     if config.process.parent_pid:
         _die_with(config.process.parent_pid)
     return config

@@ -6,12 +6,16 @@ import logging
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
 from aiohttp import web
 
+from blockyard.services.api_gateway import connections
+from blockyard.services.api_gateway.connections import BoundedRunner
 from blockyard.services.api_gateway.errors import ApiError
 from blockyard.services.api_gateway.routes import build_app, build_metrics_app
 from blockyard.services.api_gateway.service import Gateway
+from blockyard.shared import open_files
 from blockyard.shared.config.gateway import GatewayConfig, TlsConfig
 from blockyard.shared.errors import ConfigError
 
@@ -20,7 +24,14 @@ log = logging.getLogger(__name__)
 BACKLOG = 2048
 KEEPALIVE_S = 75.0  # an idle connection is closed after it
 POLL_S = 0.05
+METRICS_CONNECTIONS = 64  # of --metrics-port
 LAST_WORDS_S = 1.0  # for writing the error to those whom the drain has cut off
+_HANDLING: dict[str, Any] = {
+    "handler_cancellation": True,  # a client that leaves cancels what it waited for
+    "access_log": None,
+    "keepalive_timeout": KEEPALIVE_S,
+    "shutdown_timeout": LAST_WORDS_S,
+}
 
 
 class Server:
@@ -53,28 +64,23 @@ async def listening(config: GatewayConfig, gateway: Gateway) -> AsyncIterator[Se
     """Binds and serves HTTP inside the block. Raises ConfigError if the port or the key files cannot be had."""
     context = None if config.tls is None else tls_context(config.tls)
     async with AsyncExitStack() as stack:
-        app = build_app(config, gateway)
+        most = connections.bound(config.max_connections, open_files.raise_limit())
+        app = BoundedRunner(build_app(config, gateway), most, **_HANDLING)
         runners = [await _serve(stack, app, config.host, config.port, reuse_port=config.reuse_port, context=context)]
         if config.metrics_port:
-            runners.append(await _serve(stack, build_metrics_app(gateway), config.host, config.metrics_port))
+            metrics = BoundedRunner(build_metrics_app(gateway), METRICS_CONNECTIONS, **_HANDLING)
+            runners.append(await _serve(stack, metrics, config.host, config.metrics_port))
         yield Server(gateway, runners, config.shutdown_timeout_s)
 
 
 async def _serve(
     stack: AsyncExitStack,
-    app: web.Application,
+    runner: web.AppRunner,
     host: str,
     port: int,
     reuse_port: bool = False,
     context: ssl.SSLContext | None = None,
 ) -> web.AppRunner:
-    runner = web.AppRunner(
-        app,
-        handler_cancellation=True,  # a client that leaves cancels what it waited for
-        access_log=None,
-        keepalive_timeout=KEEPALIVE_S,
-        shutdown_timeout=LAST_WORDS_S,
-    )
     await runner.setup()
     stack.push_async_callback(runner.cleanup)
     site = web.TCPSite(runner, host or None, port, ssl_context=context, backlog=BACKLOG, reuse_port=reuse_port)

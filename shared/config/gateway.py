@@ -69,6 +69,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     log_requests: bool = True
     strict_fields: bool = False  # an unknown request field is a 400
     max_body_bytes: int = 32 * 2**20
+    max_connections: int | None = None  # None: what the limit on open files allows
     client_timeout_s: float = 60.0  # a client that takes nothing for so long is cancelled
     stall_timeout_s: float = 60.0  # a stream for which nothing came for so long is sent again
     shutdown_timeout_s: float = 30.0  # running requests may end within it after SIGTERM

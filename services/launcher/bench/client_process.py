@@ -13,6 +13,7 @@ import uvloop
 from blockyard.services.launcher.bench import client, outcome
 from blockyard.services.launcher.bench.client import Course, Plan, Target
 from blockyard.services.launcher.bench.outcome import Outcome
+from blockyard.shared import open_files
 
 T = TypeVar("T")
 PROGRESS_S = 0.5
@@ -68,6 +69,7 @@ def main(source: BinaryIO, out: BinaryIO) -> int:
         out.write(framed(message))
         out.flush()
 
+    open_files.raise_limit()  # a connection for each request under way
     work = _read(source, Work)
     tell(Ready())
     course = Course(started_s=_read(source, Start).at_s)

@@ -41,6 +41,15 @@ RING = (
         ("gateway.stall_timeout_s",),
         least=0.1,
     ),
+    Flag(
+        "max-connections",
+        Kind.INT,
+        None,
+        "Open HTTP connections of one gateway; for more the longest idle are closed. Unset: what the limit on open "
+        "files allows with a reserve, at most 16384.",
+        ("gateway.max_connections",),
+        least=1,
+    ),
     Flag("max-body-bytes", Kind.INT, 32 * 2**20, "Largest HTTP body.", ("gateway.max_body_bytes",), least=1024),
     Flag("run-dir", Kind.TEXT, None, "Private folder of the sockets; unset: a new one under the temporary folder."),
     Flag("message-bus", Kind.TEXT, None, "`run`: where the registry is, e.g. tcp://message-bus:5700."),

@@ -1,7 +1,9 @@
 """The process itself: what it says and how it ends."""
 
 import os
+import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,14 +20,18 @@ from blockyard.shared.config.process import BusConfig, ProcessConfig
 ROOT = Path(__file__).parents[3]
 
 
-def start(folder: Path, port: int) -> subprocess.Popen[str]:
+def start(folder: Path, port: int, open_files: tuple[int, int] | None = None) -> subprocess.Popen[str]:
+    """`open_files`: its soft and its hard limit."""
     bus = BusConfig(registry=f"ipc://{folder}/message-bus", bind=f"ipc://{folder}")
     process = ProcessConfig(name="api_gateway 0", bus=bus)
     settings = folder / "gateway.json"
     settings.write_bytes(msgspec.json.encode(GatewayConfig(process=process, host="127.0.0.1", port=port)))
     command = [sys.executable, "-m", "blockyard.services.api_gateway", str(settings)]
     env = os.environ | {"PYTHONPATH": str(ROOT / ".src")}
-    return subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
+    if open_files is not None:
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, open_files)
+    return process
 
 
 def status(port: int, path: str) -> int:
@@ -39,8 +45,8 @@ def status(port: int, path: str) -> int:
 
 
 @pytest.fixture
-def gateway(tmp_path: Path, unused_port: int):
-    process = start(tmp_path, unused_port)
+def gateway(request: pytest.FixtureRequest, tmp_path: Path, unused_port: int):
+    process = start(tmp_path, unused_port, getattr(request, "param", None))
     try:
         deadline = time.monotonic() + 20
         while status(unused_port, "/live") != 200:
@@ -80,3 +86,19 @@ def test_a_port_in_use_is_one_line(gateway, tmp_path: Path, unused_port: int) ->
         stranger.wait()
     assert second.returncode == 2
     assert said == f"error: port {unused_port} is in use: --port takes another\n"
+
+
+@pytest.mark.parametrize("gateway", [(96, 160)], indirect=True)
+def test_idle_connections_beyond_the_limit_on_open_files_do_not_end_it(gateway, unused_port: int) -> None:
+    """They took all descriptors, reading its own memory failed then, and the process ended with every stream."""
+    limits = Path(f"/proc/{gateway.pid}/limits").read_text()
+    assert next(line.split()[3:5] for line in limits.splitlines() if line.startswith("Max open files")) == ["160"] * 2
+    idle = [socket.create_connection(("127.0.0.1", unused_port)) for _ in range(200)]
+    time.sleep(1.5)  # its counters are published twice a second
+    assert gateway.poll() is None, gateway.communicate()[1]
+    assert len(os.listdir(f"/proc/{gateway.pid}/fd")) < 160
+    assert status(unused_port, "/live") == 200  # one of the idle is closed for it
+    for each in idle:
+        each.close()
+    gateway.send_signal(signal.SIGTERM)
+    assert gateway.wait(10) == 0
