@@ -87,11 +87,11 @@ class Scheduler:
         self._groups = Groups(incarnation, settings.batch)
         self.groups = self._groups.attached  # by worker's incarnation, for those who look on
         self._streams = Streams(self._groups.attached)
-        promises = Promises(self._waiting, self._bounds, self._streams, self._outbox)
         self._prefix = PrefixCache(settings.block_scope, settings.prefix_caching)
         self._forks = Forks(self._waiting)
         self._lifecycle = Lifecycle(self._waiting, self._groups, self._streams, self._prefix, policy, self._forks)
         self.preempting = self._lifecycle.preempting
+        promises = Promises(self._lifecycle.requests, self._waiting, self._bounds, self._streams, self._outbox)
         beams = Beams(self._waiting, self._groups, self._lifecycle, self._forks)
         self._admission = Admission(settings.names)
         self._intake = Intake(
@@ -186,6 +186,7 @@ class Scheduler:
         group = self._groups.detach(incarnation)
         if group is not None:
             self._clear(group)
+            self._settle_capacity()
         self._controls.gone(incarnation)
         self._groups.stir(self.groups.values())
         self._streams.leave(incarnation, self._lifecycle.requests.values())
@@ -238,8 +239,8 @@ class Scheduler:
             prefix_hits_total=self._prefix.num_hits,
             host_blocks_used=sum(group.blocks.host.num_used for group in groups),
             host_blocks_total=sum(group.blocks.host.num_ids for group in groups),
-            blocks_saved_total=sum(group.blocks.host.num_saved for group in groups),
-            blocks_fetched_total=sum(group.blocks.host.num_fetched for group in groups),
+            blocks_saved_total=self._groups.num_saved,
+            blocks_fetched_total=self._groups.num_fetched,
             waiting_tokens=self._waiting.ledger.num_tokens,
             wait_s=self._bounds.wait_s,
             displaced_total=self._planner.preemption.num_displaced,
@@ -279,16 +280,25 @@ class Scheduler:
             return
         self._prefix.adopt(group, frame)
         self._groups.stir((group,))
-        groups = list(self._groups.attached.values())
-        capacity = self._admission.capacity = capacity_of([g.geometry for g in groups])
-        settings = self._settings
-        self.notes = capacity.notes(groups)
-        self.card = capacity.card(settings.names, settings.root, self._created)
+        self._settle_capacity()
         self._rest.attached(group)
+
+    def _settle_capacity(self) -> None:
+        """What the attached groups hold now, for admission and gateways. While none is attached the last one counts."""
+        groups, settings = list(self._groups.attached.values()), self._settings
+        if not groups:
+            return
+        capacity = self._admission.capacity = capacity_of([g.geometry for g in groups])
+        self.notes = capacity.notes(groups)
+        card = capacity.card(settings.names, settings.root, self._created)
+        if card != self.card:
+            self.card = card
 
     def _attach_again(self, worker: int, now: float) -> None:
         if worker in self._groups.attached:  # if not, it has been asked already
-            self._clear(self._groups.attached.pop(worker))
+            group = self._groups.detach(worker)
+            assert group is not None
+            self._clear(group)
             self._outbox.send(worker, self._groups.ask(worker, now))
 
     def _clear(self, group: Group, what: str = "is lost") -> None:

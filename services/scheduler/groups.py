@@ -165,6 +165,17 @@ class Groups:
         self._look_at = 0.0
         self._scheduler, self._limits = scheduler, limits
         self._asked: dict[int, float] = {}
+        self._saved_before = self._fetched_before = 0  # by groups that are detached
+
+    @property
+    def num_saved(self) -> int:
+        """Blocks copied to host memory by all groups since the start. Never falls."""
+        return self._saved_before + sum(group.blocks.host.num_saved for group in self.attached.values())
+
+    @property
+    def num_fetched(self) -> int:
+        """Blocks copied back from host memory by all groups since the start. Never falls."""
+        return self._fetched_before + sum(group.blocks.host.num_fetched for group in self.attached.values())
 
     def knows(self, worker: int) -> bool:
         return worker in self.attached or worker in self._asked
@@ -204,4 +215,8 @@ class Groups:
     def detach(self, worker: int) -> Group | None:
         """Forgets a worker; its group, if it had one, is for the caller to clear."""
         self._asked.pop(worker, None)
-        return self.attached.pop(worker, None)
+        group = self.attached.pop(worker, None)
+        if group is not None:
+            self._saved_before += group.blocks.host.num_saved
+            self._fetched_before += group.blocks.host.num_fetched
+        return group

@@ -134,6 +134,7 @@ class Intake:
 
     def _start(self, old: Request | None, gateway: int, frame: Generate, now: float) -> None:
         """A request from the ids it brings, in the place in the queue that it had."""
+        found = _found(old)
         if old is not None:
             self._lifecycle.drop(old)
         else:
@@ -144,24 +145,25 @@ class Intake:
         request.came_s = old.came_s if old is not None else now
         request.owner = old.owner if old is not None else (frame.tenant, frame.user)
         self._lifecycle.requests[request.id] = request
-        self._add_choices(request, frame.choices)
+        self._add_choices(request, frame.choices, found)
         self._promises.came(request, now)
 
     def _rebind(self, request: Request, gateway: int, frame: Generate, going_on: dict[int, messages.Choice]) -> None:
         """A live request gets a new stream; its choices run on, or start from the ids they bring."""
         self._streams.unbind(request)
+        found = _found(request)
         for choice in list(request.choices.values()):
             if choice.index not in going_on:
                 self._lifecycle.end(choice)
         request.attempt, request.frame, request.gateway = frame.attempt, frame, gateway
-        self._add_choices(request, [listed for listed in frame.choices if listed.index not in going_on])
+        self._add_choices(request, [listed for listed in frame.choices if listed.index not in going_on], found)
         request.accepted = False
         self._promises.keep(request)
         for index, listed in going_on.items():
             self._streams.catch_up(request.choices[index], num_ids(listed.output_ids))
 
-    def _add_choices(self, request: Request, listed: list[messages.Choice]) -> None:
-        choices = [make_choice(request, one.index, one.output_ids) for one in listed]
+    def _add_choices(self, request: Request, listed: list[messages.Choice], found: dict[int, int | None]) -> None:
+        choices = [make_choice(request, one.index, one.output_ids, found.get(one.index)) for one in listed]
         request.choices |= {choice.index: choice for choice in choices}
         if request.frame.beam is None:
             self._forks.add(request, choices)
@@ -169,9 +171,20 @@ class Intake:
             self._beams.begin(request, request.frame.beam)
 
 
+def _found(request: Request | None) -> dict[int, int | None]:
+    """How many prompt tokens each choice of an earlier attempt found, as far as they had seats."""
+    return {} if request is None else {index: choice.num_cached for index, choice in request.choices.items()}
+
+
 def _continues(choice: Choice, output_ids: bytes) -> bool:
-    """Whether what the gateway has is the beginning of what is known, with nothing forgotten between."""
+    """Whether what the gateway has is the beginning of what is known, and all that it lacks can be sent again.
+
+    Log-probabilities cannot: they are large and not kept here. What was not delivered of them is computed again.
+    """
     num_delivered = num_ids(output_ids)
     if num_delivered > len(choice.outputs) or choice.outputs[:num_delivered].tobytes() != output_ids:
         return False
-    return choice.request.frame.sampling.num_logprobs is None or num_delivered >= choice.logprobs_from
+    sampling = choice.request.frame.sampling
+    if sampling.num_prompt_logprobs is not None and not num_delivered and choice.prompt_next:
+        return False
+    return sampling.num_logprobs is None or num_delivered == len(choice.outputs)

@@ -62,7 +62,9 @@ class KeyQueue:
     def left(self) -> None:
         """One of them has another ticket now, or none."""
         self._num_live -= 1
-        if len(self._heap) > 2 * self._num_live + COMPACT_FROM:
+        if not self._num_live:
+            self._heap.clear()  # stale entries hold requests that have ended, with their prompts
+        elif len(self._heap) > 2 * self._num_live + COMPACT_FROM:
             self._heap = [entry for entry in self._heap if entry[2].ticket == entry[1]]
             heapq.heapify(self._heap)
 

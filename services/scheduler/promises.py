@@ -17,16 +17,26 @@ PATIENCE_S = 5.0  # that a caller may be without an answer, where no longest wai
 
 
 class Promises:
-    def __init__(self, waiting: WaitingQueue, bounds: QueueBounds, streams: Streams, outbox: Outbox) -> None:
-        self._waiting, self._bounds, self._streams, self._outbox = waiting, bounds, streams, outbox
+    def __init__(
+        self,
+        requests: dict[str, Request],
+        waiting: WaitingQueue,
+        bounds: QueueBounds,
+        streams: Streams,
+        outbox: Outbox,
+    ) -> None:
+        """`requests`: the live ones by id."""
+        self._requests, self._waiting, self._bounds = requests, waiting, bounds
+        self._streams, self._outbox = streams, outbox
         self._refuses = bounds.max_delay_s is not None
         self._patience_s = PATIENCE_S if bounds.max_delay_s is None else bounds.max_delay_s
-        self._open: deque[tuple[float, Request]] = deque()  # when their patience ends
+        # when each one's patience ends, its id and attempt; ids alone, because prompts of ended requests are large
+        self._open: deque[tuple[float, str, int]] = deque()
 
     def came(self, request: Request, now: float) -> None:
         """A request waits. One that is sent again was promised something before."""
         if not request.attempt or not self.keep(request):
-            self._open.append((now + self._patience_s, request))
+            self._open.append((now + self._patience_s, request.id, request.attempt))
 
     def possible(self, request: Request) -> bool:
         """Whether it can be served: it has a detokenizer, or there is one."""
@@ -51,11 +61,12 @@ class Promises:
         """Those that have waited as long as anybody may. Others are promised to be served about now."""
         refused = []
         while self._open and self._open[0][0] <= now:
-            _, request = self._open.popleft()
-            if request.accepted or not request.choices:
+            _, request_id, attempt = self._open.popleft()
+            request = self._requests.get(request_id)
+            if request is None or request.attempt != attempt or request.accepted:
                 continue
             if self._refuses and not request.attempt:
                 refused.append(request)
             elif not self.keep(request):
-                self._open.append((now + self._patience_s, request))
+                self._open.append((now + self._patience_s, request_id, attempt))
         return refused

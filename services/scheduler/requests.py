@@ -11,7 +11,7 @@ import msgspec
 from blockyard.services.scheduler.beam_search import BeamSearch, Hypothesis
 from blockyard.services.scheduler.id_pool import Horizon
 from blockyard.services.scheduler.sinks import TextSink
-from blockyard.shared.messages import Generate, Sampling, SlotRun, TokenLogprobs
+from blockyard.shared.messages import Generate, Sampling, SlotRun
 
 ID_BYTES = 4  # of a token id on the wire
 NEVER = 1 << 62  # tokens that no sequence reaches
@@ -95,13 +95,11 @@ class Choice:
     ticket: int = 0  # its entry in the waiting queue, 0: none
     aside: bool = False  # it waits at a group's desk
     seat: "Seat | None" = None  # the one it runs in, or, while it waits, the last one: its results may be out still
-    logprobs: list[TokenLogprobs] = field(default_factory=list)  # one an output where asked, from `logprobs_from` on
-    logprobs_from: int = 0
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_first: int = 0  # prompt position of prompt_logprobs[0]
+    prompt_next: int = 0  # the first prompt position whose log-probabilities have not come; they are not kept
     names: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they were asked for
     names_size: int = 0  # tokens of the blocks that are named; 0: nobody asked
     num_cached: int | None = None  # prompt tokens found when it first got a seat
+    tells_cached: bool = True  # false: an earlier attempt had a seat elsewhere, and this one finds what that computed
     hypothesis: Hypothesis | None = None  # of a beam search
     fork_of: "Seat | None" = None  # has computed all its tokens but the last
     stream: int = 0  # what its detokenizer knows it by, 0: it has none
@@ -112,9 +110,9 @@ class Choice:
         return self.request.num_prompt + len(self.outputs)
 
     @property
-    def prompt_next(self) -> int:
-        """The first prompt position whose log-probabilities have not come."""
-        return self.prompt_first + len(self.prompt_logprobs)
+    def told_cached(self) -> int:
+        """For the step that has its first token."""
+        return self.num_cached or 0 if self.tells_cached else 0
 
     def awaits_results(self) -> bool:
         """Left its seat while plans with it were in flight: what they say are its tokens still."""
@@ -205,15 +203,18 @@ class Seat:
         self.pace = pace
 
 
-def make_choice(request: Request, index: int, output_ids: bytes) -> Choice:
-    """A choice that goes on after `output_ids`; if there are any, its prompt's log-probabilities came before them."""
+def make_choice(request: Request, index: int, output_ids: bytes, num_cached: int | None = None) -> Choice:
+    """A choice that goes on after `output_ids`; if there are any, its prompt's log-probabilities came before them.
+
+    `num_cached`: what an earlier attempt found of its prompt, if that is known.
+    """
     outputs = array("I")
     outputs.frombytes(output_ids)
-    delivered = len(outputs)
     return Choice(
         request,
         index,
         outputs,
-        logprobs_from=delivered,
-        prompt_first=request.num_prompt if delivered else 0,
+        prompt_next=request.num_prompt if outputs else 0,
+        num_cached=num_cached,
+        tells_cached=not request.attempt or num_cached is not None,
     )

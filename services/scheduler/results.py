@@ -115,7 +115,7 @@ class Results:
                     slot.logprobs,
                     slot.first_prompt,
                     slot.prompt_logprobs,
-                    0 if first else choice.num_cached or 0,
+                    0 if first else choice.told_cached,
                 )
             )
         if choice.ticket:
@@ -146,10 +146,7 @@ def _places(tokens: "array[int]", token: int) -> set[int]:
 
 
 def _remember(choice: Choice, slot: SlotResult) -> None:
+    """Log-probabilities have left with the step: the gateway has them, or they are computed again."""
     choice.outputs.extend(slot.token_ids)
-    if slot.logprobs:
-        choice.logprobs.extend(slot.logprobs)
     if slot.prompt_logprobs:
-        if not choice.prompt_logprobs:
-            choice.prompt_first = slot.first_prompt
-        choice.prompt_logprobs.extend(slot.prompt_logprobs)
+        choice.prompt_next = slot.first_prompt + len(slot.prompt_logprobs)

@@ -87,11 +87,10 @@ class Streams:
         request.sink = None
 
     def catch_up(self, choice: Choice, num_delivered: int) -> None:
-        """Sends a newly bound stream what is known beyond the ids its gateway has."""
+        """Sends a newly bound stream the ids beyond those its gateway has. Log-probabilities are not kept."""
         sink = choice.request.sink
         ids = choice.outputs[num_delivered:].tolist()
-        prompt_logprobs = [] if num_delivered else list(choice.prompt_logprobs)
-        if sink is not None and (ids or prompt_logprobs):
+        if sink is not None and ids:
             sink.steps.append(
                 TokenStep(
                     choice.request.id,
@@ -99,9 +98,7 @@ class Streams:
                     choice.index,
                     num_delivered,
                     ids,
-                    logprobs=choice.logprobs[num_delivered - choice.logprobs_from :],
-                    first_prompt=choice.prompt_first,
-                    prompt_logprobs=prompt_logprobs,
+                    cached_tokens=0 if num_delivered else choice.told_cached,
                 )
             )
 

@@ -67,7 +67,7 @@ class Suspects:
             return tried in (None, request) and _alone(group, request)
         if tried is not None:
             return False
-        waits = [t for t in self._trials.values() if all(c.phase is Phase.WAITING for c in t.request.members)]
+        waits = [trial for trial in self._trials.values() if _waits(trial.request)]
         return not waits or (bool(group.running) and all(now - trial.since_s < PATIENCE_S for trial in waits))
 
     def _running(self, group: Group) -> Request | None:
@@ -80,6 +80,11 @@ def _alone(group: Group, request: Request) -> bool:
     """Nobody else runs, or may still run."""
     seats = [*group.running, *(seat for record in group.flight for seat in record.all_seats())]
     return all(seat.choice.request is request for seat in seats)
+
+
+def _waits(request: Request) -> bool:
+    """All that is left of it waits. A request that has ended since `settle` has nothing left."""
+    return bool(request.choices) and all(choice.phase is Phase.WAITING for choice in request.members)
 
 
 def _num_outputs(request: Request) -> int:

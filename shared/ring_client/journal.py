@@ -191,7 +191,7 @@ class Journal:
         if delta.prompt_logprobs and not self._take_prompt_logprobs(entry, delta):
             return None
         if delta.token_ids:
-            if not known and delta.choice == 0 and delta.cached_tokens and entry.attempt == 0:  # one prompt, once
+            if not known and delta.choice == 0 and delta.cached_tokens:  # one prompt, once
                 entry.cached_tokens = delta.cached_tokens
             try:
                 choice.output_ids.extend(delta.token_ids)

@@ -1,5 +1,7 @@
 """A worker whose device fails: who ran on it is tried alone; the one that does it again is failed with the reason."""
 
+from dataclasses import replace
+
 import pytest
 
 from blockyard.shared.messages import Cancel, FinishReason
@@ -159,3 +161,45 @@ def test_a_suspect_behind_others_of_a_lower_class_is_tried_where_several_workers
     world.turn()
     it.finish()
     assert {it.output(name).finish for name in ("suspect", *"abcd")} == {LENGTH}
+
+
+def test_a_suspect_that_ran_beside_another_request_is_not_failed() -> None:
+    """Two requests were in flight where the second worker broke: which of them did it is not known yet."""
+    it = Ring(max_num_seqs=2, max_num_batched_tokens=64)
+    world = it.world
+    second = world.add_worker()
+    world.settle()
+    it.submit("other", 6, max_tokens=40)
+    it.submit("suspect", 6, n=3, max_tokens=40)
+    for _ in range(8):
+        world.work(it.worker)
+        world.work(second)
+    near = {
+        worker.incarnation: {s.choice.request.id for s in world.core.groups[worker.incarnation].running}
+        for worker in (it.worker, second)
+    }
+    alone = next(incarnation for incarnation, names in near.items() if names == {"suspect"})
+    shared = next(incarnation for incarnation, names in near.items() if names == {"suspect", "other"})
+    world.break_down(alone)
+    assert "suspect" in world.core._gate.suspects._trials
+    world.break_down(shared)
+    it.worker = world.add_worker()
+    it.finish()
+    assert {it.output(*name).finish for name in (("suspect", 0), ("suspect", 2), ("other", 0))} == {LENGTH}
+
+
+def test_a_suspect_that_ends_while_plans_are_made_holds_up_nobody(ring: type[Ring]) -> None:
+    """The worker that comes has no room for its prompt: it ends in the turn in which the next one is seated."""
+    it = ring(max_num_seqs=2)
+    it.submit("suspect", 40, max_tokens=8)
+    it.steps(1)
+    it.world.break_down(it.worker.incarnation)
+    it.submit("next", 6, max_tokens=8)
+    it.world.shape = replace(it.world.shape, max_model_len=32)
+    it.worker = it.world.add_worker()
+    while it.worker.incarnation not in it.world.core.groups:
+        it.world.work(it.worker)
+    assert it.journal("suspect").open() == [0], "the detokenizer has not read it yet"
+    assert owners(it)[0] == {"next"}, "in the same turn"
+    it.finish()
+    assert it.output("suspect").finish is FAILED

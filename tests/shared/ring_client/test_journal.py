@@ -351,3 +351,13 @@ def test_an_answer_without_a_token_ends_too() -> None:
     world.deliver(TextDelta("r", 0, 0, 0, [], "", FinishReason.STOP))
     assert (world.caller.num_accepted, world.caller.num_finished, world.readers[0].finals) == (1, 1, 1)
     assert sum(world.meters.ttft.counts) == 0
+
+
+def test_cached_tokens_count_whichever_attempt_brings_the_first_token() -> None:
+    world = World(1, 4)
+    world.wire.clear()  # the first token is lost with its detokenizer
+    world.dispatch.again(world.entry, world.now)
+    for first, cached in ((0, 16), (1, 99)):
+        delta = TextDelta("r", 1, 0, first, [token(1, 0, first)], "", cached_tokens=cached)
+        world.fanout.text(TextBatch([delta]), world.now)
+    assert world.entry.cached_tokens == 16
