@@ -21,9 +21,17 @@ PromptLogprobs = list[dict[int, PromptToken] | None]
 
 
 class AnswerMessage(msgspec.Struct, frozen=True):
+    """With the fields that clients read whether or not they were asked for."""
+
     role: str
     content: str
     refusal: None = None
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: list[None] = []
+    reasoning: None = None
+    reasoning_content: None = None
 
 
 class ChatChoice(msgspec.Struct, frozen=True):
@@ -32,7 +40,7 @@ class ChatChoice(msgspec.Struct, frozen=True):
     logprobs: ChatLogprobs | None
     finish_reason: str
     stop_reason: int | str | None
-    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    token_ids: list[int] | None
 
 
 class ChatAnswer(msgspec.Struct, frozen=True):
@@ -42,8 +50,11 @@ class ChatAnswer(msgspec.Struct, frozen=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
-    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
-    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: PromptLogprobs | None
+    prompt_token_ids: list[int] | None
+    service_tier: None = None
+    system_fingerprint: None = None
+    kv_transfer_params: None = None
 
 
 class CompletionChoice(msgspec.Struct, frozen=True):
@@ -52,9 +63,9 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     logprobs: CompletionLogprobs | None
     finish_reason: str
     stop_reason: int | str | None
-    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
-    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
-    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: PromptLogprobs | None
+    token_ids: list[int] | None
+    prompt_token_ids: list[int] | None
 
 
 class CompletionAnswer(msgspec.Struct, frozen=True):
@@ -64,6 +75,9 @@ class CompletionAnswer(msgspec.Struct, frozen=True):
     model: str
     choices: list[CompletionChoice]
     usage: Usage
+    service_tier: None = None
+    system_fingerprint: None = None
+    kv_transfer_params: None = None
 
 
 class Collected:
@@ -110,7 +124,7 @@ def answer(call: Call) -> bytes:
             chat_choices,
             call.usage(),
             _prompt_logprobs(call, entry),
-            ids_of(entry.prompt_ids) if shape.token_ids else msgspec.UNSET,
+            ids_of(entry.prompt_ids) if shape.token_ids else None,
         )
     )
 
@@ -128,7 +142,7 @@ def _chat_choice(call: Call, index: int, entry: Entry, choice: ChoiceLog, sink: 
         chat_logprobs(sink.logprobs, shape.num_top) if shape.logprobs else None,
         REASONS[sink.finish],
         sink.stop_reason,
-        choice.output_ids.tolist() if shape.token_ids else msgspec.UNSET,
+        choice.output_ids.tolist() if shape.token_ids else None,
     )
 
 
@@ -145,11 +159,11 @@ def _completion_choice(call: Call, index: int, entry: Entry, choice: ChoiceLog, 
         REASONS[sink.finish],
         sink.stop_reason,
         _prompt_logprobs(call, entry),
-        output_ids if shape.token_ids else msgspec.UNSET,
-        ids_of(entry.prompt_ids) if shape.token_ids else msgspec.UNSET,
+        output_ids if shape.token_ids else None,
+        ids_of(entry.prompt_ids) if shape.token_ids else None,
     )
 
 
-def _prompt_logprobs(call: Call, entry: Entry) -> PromptLogprobs | msgspec.UnsetType:
+def _prompt_logprobs(call: Call, entry: Entry) -> PromptLogprobs | None:
     num_top = call.job.shape.prompt_logprobs
-    return msgspec.UNSET if num_top is None else prompt_logprobs(entry.prompt_logprobs, num_top)
+    return None if num_top is None else prompt_logprobs(entry.prompt_logprobs, num_top)

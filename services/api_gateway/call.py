@@ -15,7 +15,7 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
-class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
+class Usage(msgspec.Struct, frozen=True):
     prompt_tokens: int
     total_tokens: int
     completion_tokens: int

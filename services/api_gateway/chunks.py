@@ -49,15 +49,14 @@ def tail(
     finish: FinishReason | None = None,
     stop_reason: int | str | None = None,
     token_ids: list[int] | None = None,
+    prompt_token_ids: list[int] | None = None,
     usage: bytes = NULL,
 ) -> bytes:
     """An event from its text on, up to where a stamp may stand; `close` ends it."""
     parts = [b"}" if shape.chat else b"", b',"logprobs":', logprobs, b',"finish_reason":', REASONS[finish]]
-    if finish is not None or not shape.chat:
-        parts += [b',"stop_reason":', encode(stop_reason)]
-    if token_ids is not None:
-        parts += [b',"token_ids":', encode(token_ids)]
-    parts.append(b"}]")
+    parts += [b',"stop_reason":', encode(stop_reason), b',"token_ids":', encode(token_ids)]
+    of_prompt = b',"prompt_token_ids":' + encode(prompt_token_ids)
+    parts += [b"}]", of_prompt] if shape.chat else [of_prompt, b"}]"]  # of the answer, or of the choice, as in vLLM
     if shape.include_usage or shape.continuous_usage:
         parts += [b',"usage":', usage]
     return b"".join(parts)
@@ -67,15 +66,16 @@ def close(stamp_s: float | None) -> bytes:
     return b"}\n\n" if stamp_s is None else b',"stamp":%b}\n\n' % encode(stamp_s)
 
 
-def role_event(shape: Shape, index: int) -> bytes:
+def role_event(shape: Shape, index: int, prompt_token_ids: list[int] | None, usage: bytes) -> bytes:
     """The first event of a chat choice."""
     start = head(shape, index).removesuffix(b'"content":')
     role = b'"role":%b,"content":""' % encode(shape.role)
-    return start + role + tail(shape) + close(None)
+    return start + role + tail(shape, prompt_token_ids=prompt_token_ids, usage=usage) + close(None)
 
 
 def usage_event(shape: Shape, usage: bytes) -> bytes:
     """The last event before [DONE], with `stream_options.include_usage`."""
     kind = "chat.completion.chunk" if shape.chat else "text_completion"
     meta = encode({"id": shape.answer_id, "object": kind, "created": shape.created, "model": shape.model})
-    return b'data: %b,"choices":[],"usage":%b}\n\n' % (meta[:-1], usage)
+    of_prompt = b',"prompt_token_ids":null' if shape.chat else b""
+    return b'data: %b,"choices":[]%b,"usage":%b}\n\n' % (meta[:-1], of_prompt, usage)

@@ -36,7 +36,7 @@ class Flow:
         call = Call(job, arrived_s, self._dispatch.close)
         for i, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
             num = job.choices.computed
-            sinks = [_sink(call, i * num + k, outlet) for k in range(num)]
+            sinks = [_sink(call, i * num + k, outlet, prompt.token_ids) for k in range(num)]
             entry = Entry(
                 request_id=prompt.request_id,
                 model=job.card.names[0],
@@ -96,7 +96,7 @@ class Flow:
         return [(text, first.text) for text, first in zip(texts, firsts, strict=True)]
 
 
-def _sink(call: Call, index: int, outlet: Outlet | None) -> Sink:
+def _sink(call: Call, index: int, outlet: Outlet | None, prompt_ids: bytes) -> Sink:
     if outlet is None:
         return Collected(call.job.shape.no_output)
-    return EventStream(call.job.shape, index, outlet, call.usage_json)
+    return EventStream(call.job.shape, index, outlet, call.usage_json, prompt_ids)

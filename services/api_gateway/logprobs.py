@@ -76,8 +76,9 @@ def completion_logprobs(
         offset += len(first_piece)
     for t in tokens:
         text = show(t.token)
-        top = {show(k): floored(v) for k, v in zip(t.top_tokens[:num_top], t.top_logprobs, strict=False)}
-        top.setdefault(text, floored(t.logprob))
+        top = {text: floored(t.logprob)}  # the token itself is the first
+        for candidate, logprob in zip(t.top_tokens[:num_top], t.top_logprobs, strict=False):
+            top.setdefault(show(candidate), floored(logprob))
         out.text_offset.append(offset)
         out.token_logprobs.append(floored(t.logprob))
         out.tokens.append(text)

@@ -9,6 +9,7 @@ from blockyard.services.api_gateway.logprobs import chat_logprobs, completion_lo
 from blockyard.services.api_gateway.outlet import BUFFER_LIMIT, SIZES, Outlet
 from blockyard.services.api_gateway.prompts import Echo, without_output
 from blockyard.shared.messages import TextDelta
+from blockyard.shared.token_ids import unpack
 
 CRLF = b"\r\n"
 
@@ -24,13 +25,14 @@ class EventStream:
         "_open_tail",
         "_outlet",
         "_plain",
+        "_prompt_ids",
         "_shape",
         "_tail",
         "_usage",
         "echo",
     )
 
-    def __init__(self, shape: Shape, index: int, outlet: Outlet, usage: Callable[[], bytes]) -> None:
+    def __init__(self, shape: Shape, index: int, outlet: Outlet, usage: Callable[[], bytes], prompt_ids: bytes) -> None:
         self._shape, self._outlet, self._usage = shape, outlet, usage
         self._head = head(shape, index)
         self._open_tail = tail(shape)
@@ -41,8 +43,9 @@ class EventStream:
         self._kept: list[tuple[TextDelta, float]] = []
         self._offset = 0  # where the next token's text begins, for text_offset
         self.echo: Echo | None = None
+        self._prompt_ids = unpack(prompt_ids) if shape.token_ids else None  # until the first event
         if shape.chat:
-            outlet.on_catch_up(lambda now: outlet.write(role_event(shape, index), now))
+            outlet.on_catch_up(lambda now: self._write_role(index, now))
 
     def push(self, delta: TextDelta, now: float, stamp_s: float) -> None:
         outlet = self._outlet
@@ -55,6 +58,12 @@ class EventStream:
                 self._write_plain(delta.text, now, stamp_s)
         else:
             self._write(delta, now, stamp_s)
+
+    def _write_role(self, index: int, now: float) -> None:
+        """The first event of a chat choice; the first choice's has the prompt's ids, which are those of the answer."""
+        shape, prompt_ids, self._prompt_ids = self._shape, self._prompt_ids, None
+        usage = self._usage() if shape.continuous_usage else NULL
+        self._outlet.write(role_event(shape, index, prompt_ids if index == 0 else None, usage), now)
 
     def _write_plain(self, text: str, now: float, stamp_s: float) -> None:
         outlet, encoded, tail = self._outlet, encode(text), self._tail
@@ -92,12 +101,14 @@ class EventStream:
         if self.echo is not None:
             text = self.echo.text + text
             self.echo = None
+        prompt_ids, self._prompt_ids = self._prompt_ids, None
         end = tail(
             shape,
             logprobs=logprobs,
             finish=delta.finish,
             stop_reason=delta.stop_reason,
             token_ids=delta.token_ids if shape.token_ids else None,
+            prompt_token_ids=prompt_ids,
             usage=self._usage() if shape.continuous_usage else NULL,
         )
         return self._head + encode(text) + end + close(stamp_s if shape.stamps else None)

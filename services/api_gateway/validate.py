@@ -82,6 +82,8 @@ def _shape(request: GenerationFields, card: ModelCard, config: GatewayConfig, na
     options = request.stream_options
     if options is not None and not request.stream:
         raise ApiError("stream_options is only for streamed answers", "stream_options")
+    include_usage = options.include_usage if options is not None else False
+    continuous_usage = bool(options is not None and options.continuous_usage_stats and include_usage is not False)
     if request.prompt_logprobs is not None:
         limits.integer("prompt_logprobs", request.prompt_logprobs, 0, 0, config.max_logprobs)
         if request.stream:
@@ -93,8 +95,8 @@ def _shape(request: GenerationFields, card: ModelCard, config: GatewayConfig, na
         model=card.names[0],
         role=config.response_role,
         stream=bool(request.stream),
-        include_usage=bool(options and options.include_usage),
-        continuous_usage=bool(options and options.continuous_usage_stats),
+        include_usage=bool(include_usage) or continuous_usage,
+        continuous_usage=continuous_usage,
         prompt_logprobs=request.prompt_logprobs,
         token_ids=bool(request.return_token_ids),
         stamps=bool(request.return_stamps),

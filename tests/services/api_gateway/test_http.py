@@ -137,11 +137,12 @@ async def test_lm_eval_asks_for_the_prompts_log_probabilities(rig) -> None:
     assert first["logprobs"] == {
         "tokens": ["a", "b", "c"],
         "token_logprobs": [None, -1.5, -1.5],
-        "top_logprobs": [None, {"\x01": -0.5, "b": -1.5}, {"\x01": -0.5, "c": -1.5}],
+        "top_logprobs": [None, {"b": -1.5, "\x01": -0.5}, {"c": -1.5, "\x01": -0.5}],
         "text_offset": [0, 1, 2],
     }
     assert second["logprobs"]["token_logprobs"] == [None]
-    assert answer["usage"] == {"prompt_tokens": 4, "completion_tokens": 0, "total_tokens": 4}
+    usage = {"prompt_tokens": 4, "completion_tokens": 0, "total_tokens": 4, "prompt_tokens_details": None}
+    assert answer["usage"] == usage
 
 
 async def test_prompt_logprobs_and_token_ids(rig) -> None:
