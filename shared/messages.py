@@ -49,6 +49,7 @@ class ModelCard(Record, frozen=True):
     max_model_len: int  # tokens, prompt plus output
     vocab_size: int
     created: int  # seconds since the epoch
+    eos_token_ids: list[int] = []
 
 
 class Refusals(Record, frozen=True):

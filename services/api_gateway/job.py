@@ -19,7 +19,6 @@ class Job:
     choices: Choices
     seed: int | None
     max_tokens: int | None  # None: what the context leaves
-    max_tokens_field: str
     max_new_tokens: int | None  # cap of the deployment
     truncate: int | None  # keep so many of the prompt's last ids
     priority: int
@@ -32,10 +31,9 @@ class Job:
             self.sampling,
             num_prompt_tokens,
             bad_words,
-            context=self.card.max_model_len,
+            card=self.card,
             max_tokens=self.max_tokens,
             seed=self.seed,
             max_new_tokens=self.max_new_tokens,
             prompt_field=self.prompt_field,
-            max_tokens_field=self.max_tokens_field,
         )

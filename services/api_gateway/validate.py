@@ -47,7 +47,7 @@ def read_chat(request: ChatRequest, card: ModelCard, config: GatewayConfig, name
     )
     prompts = [chat_prompt(request, card)]
     job = _job(request, shape, card, config, prompts, num_top if request.logprobs else None, request.prompt_logprobs)
-    return replace(job, prompt_field="messages", max_tokens=asked, max_tokens_field=field)
+    return replace(job, prompt_field="messages", max_tokens=asked)
 
 
 def read_completion(request: CompletionRequest, card: ModelCard, config: GatewayConfig, name: str) -> Job:
@@ -134,7 +134,6 @@ def _job(
         choices=choices,
         seed=request.seed,
         max_tokens=None,
-        max_tokens_field="max_tokens",
         max_new_tokens=config.defaults.max_new_tokens,
         truncate=truncate,
         user=limits.name("user", request.user, limits.MAX_USER_CHARS),

@@ -15,6 +15,7 @@ class Capacity:
     num_blocks: int
     block_size: int
     vocab_size: int
+    eos_token_ids: list[int]
     longest: int  # tokens of a sequence that the blocks hold, or what its model's window needs of them
 
     @property
@@ -35,7 +36,7 @@ class Capacity:
         return ""
 
     def card(self, names: list[str], root: str, created: int) -> ModelCard:
-        return ModelCard(names, root or names[0], self.max_model_len, self.vocab_size, created)
+        return ModelCard(names, root or names[0], self.max_model_len, self.vocab_size, created, self.eos_token_ids)
 
     def notes(self, limits: list[Group]) -> list[str]:
         """For the start-up report."""
@@ -60,5 +61,6 @@ def capacity_of(geometries: list[Geometry]) -> Capacity:
         min(g.num_blocks for g in geometries),
         geometries[0].block_size,
         min(g.vocab_size for g in geometries),
+        geometries[0].eos_token_ids,
         min(Window(g.window, g.block_size, g.max_num_batched_tokens).longest(g.num_blocks) for g in geometries),
     )

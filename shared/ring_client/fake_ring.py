@@ -39,7 +39,7 @@ from blockyard.shared.token_ids import pack, unpack
 Receive = Callable[[int, Event | GatewayIn], None]
 
 TOKENIZER, SCHEDULER, WORKER, DETOKENIZER = 1, 2, 3, 4
-CARD = ModelCard(["tiny", "tiny-alias"], "/models/tiny", 256, 300, 1_700_000_000)
+CARD = ModelCard(["tiny", "tiny-alias"], "/models/tiny", 256, 300, 1_700_000_000, [299])
 
 
 def member(role: Role, incarnation: int, ready: bool = True, card: ModelCard | None = None) -> Member:
@@ -160,6 +160,9 @@ class FakeRing(FakeLinks):
         frame, index = running.frame, running.done[choice]
         text = self.script(frame.request_id, index)
         sampling, finish, detail, reason = frame.sampling, None, "", None
+        if sampling.max_tokens == 0:  # the prompt fills the context: nothing is drawn
+            del running.done[choice]
+            return TextDelta(frame.request_id, frame.attempt, choice, 0, [], "", FinishReason.LENGTH)
         if self.fail_at == index:
             finish, detail, text = FinishReason.FAILED, "the worker stumbled", ""
         elif any(stop in text for stop in frame.text.stop):

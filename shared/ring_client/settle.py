@@ -1,11 +1,12 @@
 """What of a request's sampling can be said only once its prompt's ids are known."""
 
 import secrets
+from collections.abc import Sequence
 
 import msgspec
 
 from blockyard.shared.errors import RequestError
-from blockyard.shared.messages import Sampling
+from blockyard.shared.messages import ModelCard, Sampling
 
 
 def settle(
@@ -13,36 +14,51 @@ def settle(
     num_prompt_tokens: int,
     bad_words: list[list[int]],
     *,
-    context: int,
+    card: ModelCard,
     max_tokens: int | None,
     seed: int | None,
     max_new_tokens: int | None = None,
     prompt_field: str = "prompt",
-    max_tokens_field: str = "max_tokens",
 ) -> Sampling:
-    """The sampling of a prompt of this length in a context of so many tokens.
+    """The sampling of a prompt of this length.
 
-    `max_tokens` None is what the context leaves; `max_new_tokens` caps it. Without a seed one is drawn.
-    Raises RequestError where it does not fit.
+    `max_tokens` is clamped to what the context leaves, None is all of that; `max_new_tokens` caps it. Without a seed
+    one is drawn. Raises RequestError for a prompt that does not fit, and where no token could be chosen.
     """
-    left = context - num_prompt_tokens
     if num_prompt_tokens == 0:
         raise RequestError(f"`{prompt_field}` is empty: not one token", prompt_field)
-    wanted = left if max_tokens is None else max_tokens
-    if left < 1 or wanted > left:
-        fits = max_tokens is not None and left >= 1
-        raise RequestError(
-            f"This model's maximum context length is {context} tokens. However, you requested "
-            f"{num_prompt_tokens + (max_tokens or 0)} tokens ({num_prompt_tokens} in the "
-            f"{prompt_field}, {max_tokens or 0} in the completion). Please reduce the length of the "
-            f"{prompt_field} or completion.",
-            max_tokens_field if fits else prompt_field,
-            code="context_length_exceeded",
-        )
+    left = card.max_model_len - num_prompt_tokens
+    if left < (0 if max_tokens == 0 else 1):
+        raise _too_long(num_prompt_tokens, card.max_model_len, prompt_field)
+    wanted = left if max_tokens is None else min(max_tokens, left)
     if max_new_tokens is not None:
         wanted = min(wanted, max_new_tokens)
     if sampling.min_tokens > wanted > 0:
-        raise RequestError(f"min_tokens is {sampling.min_tokens}, more than max_tokens, {wanted}", "min_tokens")
-    # max_tokens 0 is a request for the prompt's log-probabilities: one token is drawn and not shown
+        raise RequestError(f"min_tokens is {sampling.min_tokens}, and at most {wanted} can be generated", "min_tokens")
+    _check_choice(sampling, bad_words, card.eos_token_ids)
+    # max_tokens 0 is a request for the prompt's log-probabilities: one token is drawn if it fits, and not shown
     seed = secrets.randbits(64) if seed is None else seed % 2**64
-    return msgspec.structs.replace(sampling, max_tokens=max(wanted, 1), seed=seed, bad_words=bad_words)
+    return msgspec.structs.replace(sampling, max_tokens=min(max(wanted, 1), left), seed=seed, bad_words=bad_words)
+
+
+def _too_long(num_prompt_tokens: int, context: int, prompt_field: str) -> RequestError:
+    more = ", and the output needs at least one" if num_prompt_tokens == context else ""
+    return RequestError(
+        f"This model's maximum context length is {context} tokens. However, your request has {num_prompt_tokens} "
+        f"input tokens{more}. Please reduce the length of the {prompt_field}.",
+        prompt_field,
+        code="context_length_exceeded",
+    )
+
+
+def _check_choice(sampling: Sampling, bad_words: list[list[int]], eos_token_ids: Sequence[int]) -> None:
+    """Raises RequestError if all allowed tokens are forbidden: as bad words, or as endings before min_tokens."""
+    allowed = sampling.allowed_token_ids
+    if not allowed:
+        return
+    forbidden = {words[0] for words in bad_words if len(words) == 1}
+    if sampling.min_tokens:
+        forbidden.update(eos_token_ids, sampling.stop_token_ids)
+    if forbidden.issuperset(allowed):
+        cause = "min_tokens" if sampling.min_tokens else "bad_words"
+        raise RequestError(f"allowed_token_ids and {cause} together leave no token", "allowed_token_ids")

@@ -72,6 +72,18 @@ def test_the_same_seed_gives_the_same_text_and_choices_differ(client: openai.Ope
     assert len(set(first)) == 3
 
 
+def test_a_prompt_that_fills_the_context_is_scored(client: openai.OpenAI, model: str) -> None:
+    answer = client.completions.create(model=model, prompt=[5] * 4096, max_tokens=0, echo=True, logprobs=1, n=2)
+    for choice in answer.choices:
+        assert choice.logprobs is not None and choice.finish_reason == "length"
+        assert choice.logprobs.token_logprobs is not None and len(choice.logprobs.token_logprobs) == 4096
+    assert answer.usage is not None and answer.usage.completion_tokens == 0
+    answer = client.completions.create(
+        model=model, prompt=[5] * 4090, max_tokens=10**6, extra_body={"ignore_eos": True}
+    )
+    assert answer.usage is not None and answer.usage.total_tokens == 4096
+
+
 def test_lm_eval_scores_a_prompt(client: openai.OpenAI, model: str) -> None:
     answer = client.completions.create(model=model, prompt=CODE, max_tokens=0, echo=True, logprobs=1)
     choice = answer.choices[0]

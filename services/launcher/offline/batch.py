@@ -144,11 +144,10 @@ class Batch:
             asked.sampling,
             len(prompt.token_ids) // 4,
             prompt.bad_words,
-            context=self._card.max_model_len,
+            card=self._card,
             max_tokens=asked.max_tokens,
             seed=job.seed if asked.seed is None else asked.seed,
             prompt_field=where,
-            max_tokens_field=f"max_tokens of {where}",
         )
         return Entry(
             request_id=prompt.request_id,

@@ -248,6 +248,32 @@ async def test_a_chat_may_fill_what_is_left(rig) -> None:
     assert answer["usage"]["total_tokens"] == CARD.max_model_len
 
 
+@pytest.mark.parametrize("asked", [253, 10**6, 10**30])
+async def test_more_tokens_than_the_context_leaves_are_clamped(rig, asked: int) -> None:
+    async with rig() as r:
+        for path, body in (
+            (COMPLETION, {"prompt": "four", "max_tokens": asked}),
+            (CHAT, {"messages": USER, "max_completion_tokens": asked}),
+        ):
+            status, answer = await r.post(path, body)
+            assert status == 200 and answer["usage"]["total_tokens"] == CARD.max_model_len
+            assert answer["choices"][0]["finish_reason"] == "length"
+
+
+async def test_a_prompt_that_fills_the_context_is_echoed_and_scored(rig) -> None:
+    async with rig() as r:
+        body = {"prompt": [[97] * 256, [98]], "echo": True, "max_tokens": 0, "logprobs": 1}
+        status, answer = await r.post(COMPLETION, body)
+        assert [f.sampling.max_tokens for f in r.ring.frames(Generate)] == [0, 1]
+        assert status == 200 and [len(c["logprobs"]["tokens"]) for c in answer["choices"]] == [256, 1]
+        events = await r.events(COMPLETION, body | {"logprobs": None})
+        shown = [e["choices"][0] for e in events[:-1] if e["choices"][0]["index"] == 0]
+        assert "".join(c["text"] for c in shown) == "a" * 256 and shown[-1]["finish_reason"] == "length"
+        status, answer = await r.post(COMPLETION, {"prompt": [97] * 256, "max_tokens": 1})
+        assert status == 400 and "256 input tokens" in answer["error"]["message"]
+        assert "length is 256" in answer["error"]["message"] and "at least one" in answer["error"]["message"]
+
+
 async def test_prompts_without_a_seed_draw_differently(rig) -> None:
     async with rig() as r:
         await r.post(COMPLETION, {"prompt": ["x", "x"]})

@@ -73,6 +73,16 @@ def test_scoring_a_prompt_takes_no_token(ring: type[Ring]) -> None:
     assert sorted(out.prompt_logprobs) == list(range(1, 10))
 
 
+@pytest.mark.parametrize("depth", [0, 2])
+def test_scoring_a_prompt_that_fills_the_context(ring: type[Ring], depth: int) -> None:
+    it = ring(max_model_len=20, num_blocks=5, block_size=4, max_num_batched_tokens=8, depth=depth)
+    it.submit("a", 20, max_tokens=0, n=2, num_prompt_logprobs=1)
+    it.submit("b", 20, max_tokens=0)
+    it.finish()
+    assert (it.output("a").ids, it.output("a").finish, it.output("b").finish) == ([], LENGTH, LENGTH)
+    assert sorted(it.output("a").prompt_logprobs) == list(range(1, 20))
+
+
 def test_end_of_sequence_ends_a_choice_and_its_slot_is_given_back(ring: type[Ring]) -> None:
     it = ring(eos_every=3)
     for i in range(12):

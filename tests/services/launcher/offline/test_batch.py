@@ -177,8 +177,8 @@ def test_a_worker_that_stumbles_fails_what_it_held() -> None:
     ("prompts", "text"),
     [
         (["fine", "also rejected"], r"prompts\[1\]: the template raised"),
-        (["fine", "x" * 255], r"255 in the prompts\[1\]"),
-        (["x" * 250, "fine"], r"266 tokens \(250 in the prompts\[0\], 16 in the completion\)"),
+        (["fine", "x" * 257], r"257 input tokens\. Please reduce the length of the prompts\[1\]"),
+        (["x" * 256, "fine"], r"256 input tokens, and the output needs at least one.*prompts\[0\]"),
     ],
 )
 def test_a_prompt_that_cannot_be_served_stops_all_before_anything_runs(prompts: list[str], text: str) -> None:
@@ -237,6 +237,15 @@ def test_a_scheduler_that_stays_away_is_not_waited_for_for_ever() -> None:
         assert {i: str(e) for i, e in batch.failures.items()} == dict.fromkeys(
             (0, 1), "No scheduler is ready to serve the model `tiny` yet."
         )
+
+    play(FakeRing(), scene)
+
+
+def test_more_tokens_than_the_context_leaves_are_clamped() -> None:
+    async def scene(rig: Rig) -> None:
+        batch = rig.batch(["a" * 250, "b" * 255], SamplingParams(max_tokens=10**6))
+        await batch.run()
+        assert [len(o.outputs[0].token_ids) for o in batch.outputs if o] == [6, 1]
 
     play(FakeRing(), scene)
 
