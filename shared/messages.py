@@ -176,6 +176,7 @@ class Tokenize(Frame, frozen=True):
     cache_salt: str = ""
     want_text: bool = False  # the rendered prompt comes back too
     want_pieces: bool = False  # each token's text comes back too
+    content_format: str = ""  # of messages, as --chat-template-content-format has it; "": as that says
 
 
 class Tokenized(Frame, frozen=True):

@@ -26,7 +26,12 @@ async def serve_async(config: GatewayConfig) -> None:
             ring = tasks.create_task(gateway.run(links))
             gc.collect()
             gc.freeze()
-            links.update(ready=True, phase="ready", progress=1.0, notes=[f"port {config.port}"])
+            links.update(
+                ready=True,
+                phase="ready",
+                progress=1.0,
+                notes=[f"socket {config.uds}" if config.uds else f"port {config.port}"],
+            )
             await stopped.wait()
             await server.drain()
             ring.cancel()

@@ -1,6 +1,7 @@
 """From a checked request to its text: tokenize, settle lengths, open the journal entries."""
 
 import asyncio
+import logging
 
 from blockyard.services.api_gateway.answers import Collected
 from blockyard.services.api_gateway.call import Call
@@ -14,10 +15,27 @@ from blockyard.shared.ring_client.client import RingClient
 from blockyard.shared.ring_client.journal import ChoiceLog, Entry
 
 Sink = Collected | EventStream
+log = logging.getLogger(__name__)
+
+MAX_LOGGED = 8  # prompts whose lengths are in a line
+LOGGED = {  # fields that are numbers -> values that say nothing
+    "temperature": None,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "min_tokens": 0,
+    "ignore_eos": False,
+    "num_logprobs": None,
+    "num_prompt_logprobs": None,
+}
 
 
 class Flow:
-    def __init__(self, client: RingClient) -> None:
+    def __init__(self, client: RingClient, log_requests: bool = False) -> None:
+        self._log_requests = log_requests
         self.text_work, self.admission, self._dispatch = client.text_work, client.admission, client.dispatch
         self._meters, self.clock = client.meters, client.clock
         self._calls: set[Call] = set()
@@ -58,6 +76,8 @@ class Flow:
                     sink.echo = Echo(*echoes[i], entry.prompt_logprobs)
             call.entries.append(entry)
         self._calls.add(call)
+        if self._log_requests:
+            _log(call)
         self._meters.opened(call.entries)
         for entry in call.entries:
             self._dispatch.open(entry, self.clock())
@@ -94,6 +114,22 @@ class Flow:
             *(self.detokenize(Detokenize(n, model, i)) for n, i in zip(names, first_ids, strict=True))
         )
         return [(text, first.text) for text, first in zip(texts, firsts, strict=True)]
+
+
+def _log(call: Call) -> None:
+    """Ids and numbers: prompts, stop strings and bad words are text and stay out of logs."""
+    job, sampling = call.job, call.entries[0].sampling
+    fields = {name: getattr(sampling, name) for name in LOGGED if getattr(sampling, name) != LOGGED[name]}
+    log.info(
+        "%s: %d prompts of %s tokens for %s, n=%d, max_tokens=%d%s",
+        job.shape.answer_id,
+        len(call.entries),
+        "+".join(str(entry.num_prompt_tokens) for entry in call.entries[:MAX_LOGGED]),
+        job.shape.model,
+        job.choices.returned,
+        sampling.max_tokens,
+        "".join(f", {name}={value}" for name, value in fields.items()),
+    )
 
 
 def _sink(call: Call, index: int, outlet: Outlet | None, prompt_ids: bytes) -> Sink:

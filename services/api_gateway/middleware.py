@@ -67,7 +67,7 @@ def request_ids(config: GatewayConfig) -> Middleware:
         REQUEST_ID.set(given if sound else secrets.token_hex(16))
         began = time.monotonic()
         response = await handler(request)
-        if config.log_requests and request.method == "POST":
+        if config.access_log and request.method == "POST":
             took_ms = 1000 * (time.monotonic() - began)
             log.info("%s %s %d in %.0f ms", REQUEST_ID.get(), request.path, response.status, took_ms)
         return response

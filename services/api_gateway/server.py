@@ -4,8 +4,9 @@ import asyncio
 import errno
 import logging
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -39,7 +40,8 @@ class Server:
 
     def __init__(self, gateway: Gateway, runners: list[web.AppRunner], timeout_s: float) -> None:
         self._gateway, self._runners, self._timeout_s = gateway, runners, timeout_s
-        self.port: int = runners[0].addresses[0][1]  # the one bound, where the settings said 0
+        address = runners[0].addresses[0]  # of a Unix socket, its path
+        self.port: int = 0 if isinstance(address, str) else address[1]  # the one bound, where the settings said 0
 
     async def drain(self) -> None:
         """No new requests; those that run have the shutdown timeout to end, then they are told."""
@@ -66,44 +68,51 @@ async def listening(config: GatewayConfig, gateway: Gateway) -> AsyncIterator[Se
     async with AsyncExitStack() as stack:
         most = connections.bound(config.max_connections, open_files.raise_limit())
         app = BoundedRunner(build_app(config, gateway), most, **_HANDLING)
-        runners = [await _serve(stack, app, config.host, config.port, reuse_port=config.reuse_port, context=context)]
+        runners = [await _serve(stack, app, lambda: _site(config, app, context))]
+        if config.uds:
+            stack.callback(Path(config.uds).unlink, missing_ok=True)
         if config.metrics_port:
             metrics = BoundedRunner(build_metrics_app(gateway), METRICS_CONNECTIONS, **_HANDLING)
-            runners.append(await _serve(stack, metrics, config.host, config.metrics_port))
+            host, port = config.host or None, config.metrics_port
+            runners.append(await _serve(stack, metrics, lambda: web.TCPSite(metrics, host, port)))
         yield Server(gateway, runners, config.shutdown_timeout_s)
 
 
-async def _serve(
-    stack: AsyncExitStack,
-    runner: web.AppRunner,
-    host: str,
-    port: int,
-    reuse_port: bool = False,
-    context: ssl.SSLContext | None = None,
-) -> web.AppRunner:
+async def _serve(stack: AsyncExitStack, runner: web.AppRunner, make_site: Callable[[], web.BaseSite]) -> web.AppRunner:
     await runner.setup()
     stack.push_async_callback(runner.cleanup)
-    site = web.TCPSite(runner, host or None, port, ssl_context=context, backlog=BACKLOG, reuse_port=reuse_port)
-    await _start(site, port)
+    await _start(make_site())
     return runner
 
 
-async def _start(site: web.TCPSite, port: int) -> None:
+def _site(config: GatewayConfig, runner: web.AppRunner, context: ssl.SSLContext | None) -> web.BaseSite:
+    """A Unix socket that an earlier process left behind is replaced."""
+    if config.uds:
+        return web.UnixSite(runner, config.uds, ssl_context=context, backlog=BACKLOG)
+    return web.TCPSite(
+        runner, config.host or None, config.port, ssl_context=context, backlog=BACKLOG, reuse_port=config.reuse_port
+    )
+
+
+async def _start(site: web.BaseSite) -> None:
+    where = f"socket {site.name}" if isinstance(site, web.UnixSite) else f"port {site.name.rpartition(':')[2]}"
     try:
         await site.start()
     except OSError as e:
         if e.errno == errno.EADDRINUSE:
-            raise ConfigError(f"port {port} is in use: --port takes another") from e
-        raise ConfigError(f"cannot listen on port {port}: {e.strerror or e}") from e
+            raise ConfigError(f"{where} is in use: --port takes another") from e
+        raise ConfigError(f"cannot listen on {where}: {e.strerror or e}") from e
 
 
 def tls_context(tls: TlsConfig) -> ssl.SSLContext:
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
-        context.load_cert_chain(tls.certfile, tls.keyfile)
+        # an encrypted key fails: nobody is there to type a password
+        context.load_cert_chain(tls.certfile, tls.keyfile or None, password="")
         if tls.ca_certs:
             context.load_verify_locations(tls.ca_certs)
         context.verify_mode = ssl.VerifyMode(tls.cert_reqs)
     except (OSError, ValueError) as e:  # ssl.SSLError is an OSError
-        raise ConfigError(f"TLS: {e}; --ssl-keyfile {tls.keyfile}, --ssl-certfile {tls.certfile}") from e
+        key = f"--ssl-keyfile {tls.keyfile}" if tls.keyfile else "no --ssl-keyfile: the file must hold the key too"
+        raise ConfigError(f"TLS: {e}; --ssl-certfile {tls.certfile}, {key}") from e
     return context

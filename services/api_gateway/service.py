@@ -27,7 +27,7 @@ class Gateway:
         self.meters, self.journal = self.client.meters, self.client.journal
         self.metrics = Metrics(links, self.meters)
         self.streams = Streams(config.keepalive_s, config.client_timeout_s)
-        self.flow = Flow(self.client)
+        self.flow = Flow(self.client, config.log_requests)
         self.progress = Progress(config.stall_timeout_s / 2)
         self._clock = clock
 

@@ -11,7 +11,15 @@ import torch
 from blockyard.services.gpu_worker import checkpoint, compiled_steps, host_blocks, kv_scales
 from blockyard.services.gpu_worker.compiled_steps import CompiledSteps
 from blockyard.services.gpu_worker.kv_pool import KVPool, block_bytes
-from blockyard.services.gpu_worker.memory import MemoryPlan, Need, plan_cpu, plan_cuda, plan_host
+from blockyard.services.gpu_worker.memory import (
+    MemoryPlan,
+    Need,
+    length_that_fits,
+    plan_bytes,
+    plan_cpu,
+    plan_cuda,
+    plan_host,
+)
 from blockyard.services.gpu_worker.models.decoder import Model
 from blockyard.services.gpu_worker.models.folder import read_config, read_eos_ids
 from blockyard.services.gpu_worker.models.registry import Build, find_family
@@ -65,11 +73,13 @@ def start(config: WorkerConfig, report: Report) -> Runner:
             window=window_of(model.shape.windows, max_model_len),
             max_step_tokens=config.max_num_batched_tokens,
             batch_invariant=config.batch_invariant,
+            shorten=config.fit_max_model_len,
         )
         report("planning memory", 0.0, notes)
         host_plan = plan_host(need, free_memory() // config.replicas, config.swap_space_gib)
         plan = plan_memory(config, model, need, kv_dtype, device, host_blocks.staging_bytes(device.type, host_plan))
         notes.extend([*plan.notes, *host_plan.notes])
+        max_model_len = length_that_fits(need, plan.num_blocks)
         report("reserving KV memory", 0.0, notes)
         pool = KVPool(model.shape, plan.num_blocks, config.block_size, kv_dtype, device)
         pool.batch_invariant = config.batch_invariant
@@ -85,7 +95,7 @@ def start(config: WorkerConfig, report: Report) -> Runner:
         max_num_batched_tokens=config.max_num_batched_tokens,
         bytes_per_block=need.block_bytes,
         num_host_blocks=host_plan.num_blocks,
-        window=need.window,
+        window=window_of(model.shape.windows, max_model_len),
     )
     runner = Runner(model, pool, geometry, store)
     if compiled is not None:
@@ -271,8 +281,10 @@ def _graph_bytes(config: WorkerConfig, model: Model, need: Need, dtype: torch.dt
 def plan_memory(
     config: WorkerConfig, model: Model, need: Need, dtype: torch.dtype, device: torch.device, staging_bytes: int
 ) -> MemoryPlan:
-    override = config.num_gpu_blocks_override
+    override, kv_bytes = config.num_gpu_blocks_override, config.kv_cache_memory_bytes
     if device.type == "cpu":
+        if override is None and kv_bytes is not None:
+            return plan_bytes(need, kv_bytes, free_memory() // config.replicas)
         return plan_cpu(need, free_memory() // config.replicas, config.cpu_kv_gib, override)
     tokens = min(config.max_num_batched_tokens, need.max_model_len)
     try:
@@ -284,6 +296,8 @@ def plan_memory(
         ) from e
     _, total = torch.cuda.mem_get_info(device)
     weights = torch.cuda.memory_allocated(device)
+    if override is None and kv_bytes is not None:
+        return plan_bytes(need, kv_bytes, total - weights - peak - graphs - staging_bytes)
     return plan_cuda(need, total, config.gpu_memory_utilization, weights, peak, override, graphs, staging_bytes)
 
 

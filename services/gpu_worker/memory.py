@@ -1,7 +1,7 @@
 """How many KV blocks there is memory for, and the arithmetic in words."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from blockyard.shared.errors import LoadError
 
@@ -21,6 +21,7 @@ class Need:
     window: int | None = None  # tokens that any layer sees at most; None: all
     max_step_tokens: int = 0  # counts where there is a window
     batch_invariant: bool = False
+    shorten: bool = False  # max_model_len is the most: a sequence may have as many tokens as there is memory for
 
     @property
     def tokens_held(self) -> int:
@@ -39,6 +40,12 @@ class Need:
 class MemoryPlan:
     num_blocks: int
     notes: list[str]
+
+
+def length_that_fits(need: Need, num_blocks: int) -> int:
+    """Tokens that a sequence may have in this many blocks, max_model_len at most."""
+    room = num_blocks * need.block_size
+    return need.max_model_len if room >= need.tokens_held else room
 
 
 def blocks_of(tokens: int, block_size: int) -> int:
@@ -98,6 +105,15 @@ def plan_cuda(
     raise LoadError(_too_small(need, num_blocks, remedy))
 
 
+def plan_bytes(need: Need, kv_bytes: int, free_bytes: int) -> MemoryPlan:
+    """As many bytes as --kv-cache-memory-bytes says. Raises LoadError if so many are not free, or one sequence of
+    max_model_len does not fit."""
+    flag = "--kv-cache-memory-bytes"
+    if kv_bytes > free_bytes:
+        raise LoadError(f"{flag} {kv_bytes}: there is room for {max(free_bytes, 0)}")
+    return _plan(need, kv_bytes // need.block_bytes, [f"{_gib(kv_bytes)} by {flag}"], flag)
+
+
 def plan_host(need: Need, free_bytes: int, swap_space_gib: float) -> MemoryPlan:
     """KV blocks in host memory. Raises LoadError if there is not as much, or not enough for one block."""
     size = int(swap_space_gib * GIB)
@@ -114,14 +130,20 @@ def _plan(need: Need, num_blocks: int, why: list[str], flag: str) -> MemoryPlan:
     plan = _try(need, num_blocks, why)
     if plan is None:
         blocks = blocks_of(need.tokens_held, need.block_size)
-        value = f"{blocks}" if flag == "--num-gpu-blocks-override" else f"{_up(_bytes_of_one(need) / GIB):.2f}"
+        value = f"{_up(_bytes_of_one(need) / GIB):.2f}"
+        if flag != "--cpu-kv-gib":
+            value = f"{blocks if flag == '--num-gpu-blocks-override' else blocks * need.block_bytes}"
         raise LoadError(_too_small(need, num_blocks, f"set {flag} {value} or more, or "))
     return plan
 
 
 def _try(need: Need, num_blocks: int, why: list[str]) -> MemoryPlan | None:
-    if num_blocks * need.block_size < need.tokens_held:
-        return None
+    length = length_that_fits(need, num_blocks)
+    if length < need.max_model_len:
+        if not (need.shorten and num_blocks):
+            return None
+        why = [*why, f"a sequence has {length} of {need.max_model_len} tokens at most (--max-model-len auto)"]
+        need = replace(need, max_model_len=length)
     per_block = f"{need.block_bytes / 1024:.4g} KiB"
     tokens = num_blocks * need.block_size
     notes = [

@@ -29,10 +29,12 @@ def describe(config: WorkerConfig) -> tuple[Geometry, Pattern]:
     vocab_size = mock.vocab_size or model.vocab_size
     eos = model.eos_token_id
     eos_ids = [] if eos is None else [eos] if isinstance(eos, int) else eos
+    num_blocks = config.num_gpu_blocks_override or mock.num_blocks
+    length = config.max_model_len or model.max_position_embeddings or mock.max_model_len
     geometry = Geometry(
-        config.num_gpu_blocks_override or mock.num_blocks,
+        num_blocks,
         config.block_size,
-        config.max_model_len or model.max_position_embeddings or mock.max_model_len,
+        min(length, num_blocks * config.block_size) if config.fit_max_model_len else length,
         vocab_size,
         eos_ids,
         config.max_num_seqs,

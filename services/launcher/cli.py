@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 
 import blockyard
+from blockyard.shared import pipes
 from blockyard.shared.errors import BlockyardError, ConfigError
 
 USAGE = """\
@@ -36,6 +37,10 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
+    return pipes.to_its_end(lambda: _main(argv))
+
+
+def _main(argv: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     command = words.pop(0) if words else "help"
     if command in ("version", "--version", "-V"):

@@ -23,18 +23,29 @@ TORCH = ("*.bin", "*.pt", "*.pth")
 
 
 def download(
-    name: str, revision: str | None, folder: str | None, load_format: str, ignore: list[str], weights: bool
+    name: str,
+    revision: str | None,
+    folder: str | None,
+    load_format: str,
+    ignore: list[str],
+    weights: bool,
+    token: str | bool | None = None,
 ) -> Path:
-    """The local folder of a hub model. Raises ConfigError with one line that says what went wrong."""
+    """The local folder of a hub model. Raises ConfigError with one line that says what went wrong.
+
+    `token`: True is the stored one, False none, None what the hub's library finds.
+    """
     try:
-        info = HfApi().model_info(name, revision=revision, timeout=REACH_S)
+        info = HfApi(token=token).model_info(name, revision=revision, timeout=REACH_S)
         files = [sibling.rfilename for sibling in info.siblings or ()]
         wanted = [*SMALL_FILES, *(weight_patterns(files, load_format, ignore) if weights else ())]
         found = snapshot_download(
-            name, revision=revision, cache_dir=folder, allow_patterns=wanted, ignore_patterns=ignore
+            name, revision=revision, cache_dir=folder, allow_patterns=wanted, ignore_patterns=ignore, token=token
         )
     except GatedRepoError as e:
-        raise ConfigError(f"model {name}: access to it has to be granted by its owners; log in to the hub") from e
+        raise ConfigError(
+            f"model {name}: access to it has to be granted by its owners; log in to the hub, or give --hf-token"
+        ) from e
     except RevisionNotFoundError as e:
         raise ConfigError(f"model {name}: has no revision {revision}") from e
     except (RepositoryNotFoundError, HFValidationError) as e:

@@ -87,5 +87,12 @@ def _folder(name: str, revision: str | None, values: Values, weights: bool) -> P
         load_format=values.get("load-format", str),
         ignore=[str(pattern) for pattern in values.get("ignore-patterns", list)],
         weights=weights and values["worker-cls"] != "mock",
+        token=hub_token(values),
     )
     return folder
+
+
+def hub_token(values: Values) -> str | bool | None:
+    """--hf-token: a token, or `true` for the stored one, `false` for none."""
+    given = values.maybe("hf-token", str)
+    return given.lower() == "true" if given is not None and given.lower() in ("true", "false") else given

@@ -1,7 +1,10 @@
 """Whether the server's ports are to be had, asked before anything is started."""
 
 import errno
+import os
 import socket
+import stat
+from pathlib import Path
 
 from blockyard.shared.config.gateway import GatewayConfig
 from blockyard.shared.errors import ConfigError
@@ -9,7 +12,9 @@ from blockyard.shared.errors import ConfigError
 
 def check(gateways: list[GatewayConfig]) -> None:
     """Raises ConfigError naming the flag for a port that is taken or not allowed, or a host that is not here."""
-    if gateways:
+    if gateways and gateways[0].uds:
+        check_socket(gateways[0].uds)
+    elif gateways:
         check_free(gateways[0].host, gateways[0].port, "--port")
     for gateway in gateways:
         if gateway.metrics_port:
@@ -38,8 +43,27 @@ def check_free(host: str, port: int, flag: str) -> None:
                     raise ConfigError(f"--host {host or address[0]}: {e.strerror}") from e
 
 
+def check_socket(path: str) -> None:
+    """A socket that nobody listens on any more is free; any other file is not."""
+    folder = Path(path).absolute().parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ConfigError(f"--uds {path}: {folder} is not a folder that can be written to")
+    if not os.path.lexists(path):
+        return
+    if not stat.S_ISSOCK(os.lstat(path).st_mode):
+        raise ConfigError(f"--uds {path}: is there already, and no socket")
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(path)
+        except OSError:
+            return
+    raise ConfigError(f"--uds {path}: another server listens there")
+
+
 def url(gateway: GatewayConfig) -> str:
     """Where a browser on this machine finds the server."""
+    if gateway.uds:
+        return f"unix:{gateway.uds}{gateway.root_path}"
     host = "localhost" if gateway.host in ("", "0.0.0.0", "::") else gateway.host
     shown = f"[{host}]" if ":" in host else host
     return f"{'https' if gateway.tls else 'http'}://{shown}:{gateway.port}{gateway.root_path}"

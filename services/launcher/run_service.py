@@ -10,7 +10,7 @@ import msgspec
 
 from blockyard.services.launcher import model_files, sources
 from blockyard.services.launcher.child import command, environment
-from blockyard.shared.config import host_memory, resolve
+from blockyard.shared.config import resolve
 from blockyard.shared.config.checkpoint import Checkpoint
 from blockyard.shared.config.given import Given, Values
 from blockyard.shared.config.process import BusConfig
@@ -37,7 +37,7 @@ def main(args: Sequence[str]) -> int:
         where = values.where("data-parallel-size")
         raise ConfigError(f"{where}: `run` starts one process; start as many gpu-workers, they share one scheduler")
     config = service_config(service, values)
-    of_memory = host_memory.notes(values) if service == "gpu_worker" else []
+    of_memory = resolve.memory_notes(values) if service == "gpu_worker" else []
     for note in (*notes, *values.notes(), *of_memory):
         print(note, file=sys.stderr)
     # no file is left behind that could outlive the process: it may hold API keys

@@ -36,9 +36,9 @@ def main(args: Sequence[str]) -> int:
         gpus.check(deployment.workers, os.environ)
         setproctitle("blockyard: launcher")
         logs.setup("launcher", values.get("log-level", str))
-        for note in (*notes, *deployment.notes):
-            print(note, flush=True)
         display = make_display(deployment, sys.stdout)
+        for note in (*notes, *deployment.notes):
+            display.say(note)
         ring = Ring(deployment, run_dir.path, display)
         asyncio.run(_serve(ring, display, deployment, values))
     return 0

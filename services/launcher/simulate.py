@@ -16,7 +16,7 @@ from blockyard.services.launcher.bench.arrivals import due_times
 from blockyard.services.launcher.bench.flags import Parser, count, positive
 from blockyard.services.launcher.child import command, environment
 from blockyard.shared.config import given, host_memory, resolve
-from blockyard.shared.config.checkpoint import Checkpoint
+from blockyard.shared.config.checkpoint import Checkpoint, asked_length
 from blockyard.shared.config.flags import FLAGS, GROUPS
 from blockyard.shared.config.given import Given, Values
 from blockyard.shared.config.process import BusConfig
@@ -118,7 +118,7 @@ def simulation_config(parsed: argparse.Namespace, rest: Sequence[str]) -> Simula
     if values["device"] == "auto":  # the costs are those of a GPU's
         values = values.with_given({"device": Given("cuda", "device")})
     trace = "/dev/stdin" if positionals[0] == "-" else positionals[0]
-    max_model_len = values.maybe("max-model-len", int) or cost.max_model_len
+    max_model_len = asked_length(values) or cost.max_model_len
     bus = BusConfig(registry="ipc://none", bind="ipc://none")
     process = resolve.process_config(values, "simulator", bus)
     config = {"max_position_embeddings": max_model_len}

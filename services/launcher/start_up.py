@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TextIO
 
+from blockyard.shared import pipes
 from blockyard.shared.messages import Member
 
 BUS = "message_bus"  # no member: it is there once it has told of anybody
@@ -95,7 +96,11 @@ class PlainDisplay:
         self.say(f"{name}: ready after {seconds:.1f} s")
 
     def say(self, line: str) -> None:
-        print(line, file=self._out, flush=True)
+        """A pipe that has no reader any more gets nothing: the ring goes on."""
+        try:
+            print(line, file=self._out, flush=True)
+        except BrokenPipeError:
+            pipes.leave(self._out)
 
     def close(self) -> None:
         pass

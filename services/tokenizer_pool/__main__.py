@@ -39,6 +39,7 @@ def load_texts(config: TokenizerConfig) -> tuple[Texts, list[str]]:
         config.block_size,
         config.block_scope,
         config.trust_request_chat_template,
+        config.chat_template_content_format,
     )
     return texts, [f"vocabulary {files.vocab_size}", f"chat template {'yes' if templates else 'no'}"]
 

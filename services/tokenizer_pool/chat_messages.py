@@ -20,6 +20,13 @@ class ContentStyle(msgspec.Struct, frozen=True):
     tests_string: bool  # takes both
 
 
+# What --chat-template-content-format says instead.
+STYLES = {
+    "string": ContentStyle(loops=False, tests_string=True),
+    "openai": ContentStyle(loops=True, tests_string=False),
+}
+
+
 def content_style(template: nodes.Template) -> ContentStyle:
     """Looks for `for part in message.content`, also through a variable or filter."""
     names = {"content"}

@@ -8,7 +8,13 @@ from typing import Any
 from jinja2 import Template
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
 
-from blockyard.services.tokenizer_pool.chat_messages import ContentStyle, Message, content_style, for_template
+from blockyard.services.tokenizer_pool.chat_messages import (
+    STYLES,
+    ContentStyle,
+    Message,
+    content_style,
+    for_template,
+)
 from blockyard.services.tokenizer_pool.render_limits import RenderLimits
 from blockyard.services.tokenizer_pool.sandbox import Sandbox
 from blockyard.shared.errors import RequestError
@@ -45,6 +51,7 @@ class Chat:
     template: str | None
     add_generation_prompt: bool
     continue_final_message: bool
+    content_format: str = "auto"  # string, openai; auto: as the template reads it
 
 
 class ChatTemplates:
@@ -110,7 +117,7 @@ class ChatTemplates:
         return compiled
 
     def _render(self, chat: Chat, compiled: Compiled) -> str:
-        messages = for_template(chat.messages, compiled.style)
+        messages = for_template(chat.messages, STYLES.get(chat.content_format, compiled.style))
         final = _tag_final(messages) if chat.continue_final_message else ""
         context = {
             **self._special_tokens,

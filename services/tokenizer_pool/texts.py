@@ -25,7 +25,9 @@ class Texts:
         block_size: int,
         block_scope: str,
         trust_request_template: bool = True,
+        content_format: str = "auto",
     ) -> None:
+        self._content_format = content_format
         self._tokenizer = tokenizer
         self.vocab_size = vocab_size
         self._templates = templates
@@ -84,6 +86,7 @@ class Texts:
             request.chat_template,
             request.add_generation_prompt,
             request.continue_final_message,
+            request.content_format or self._content_format,
         )
 
     def _encode(self, text: str, add_special_tokens: bool, field: str) -> list[int]:

@@ -54,9 +54,15 @@ def config_overrides(values: Values) -> dict[str, Any]:
     return overrides
 
 
+def asked_length(values: Values) -> int | None:
+    """The number that --max-model-len gives; None: it is unset, or `auto`."""
+    asked = values["max-model-len"]
+    return asked if isinstance(asked, int) else None
+
+
 def context_limit(values: Values, config: dict[str, Any]) -> int | None:
     """--max-model-len, capped to the window that --disable-sliding-window gives up. None: the model's."""
-    asked = values.maybe("max-model-len", int)
+    asked = asked_length(values)
     unsaid = UNSAID_WINDOWS.get(next(iter(config.get("architectures") or []), ""))
     window = config.get("sliding_window", unsaid) if config.get("use_sliding_window", True) else None
     if not values.get("disable-sliding-window", bool) or not isinstance(window, int):
@@ -78,7 +84,7 @@ def sampling_defaults(values: Values, generation: dict[str, Any]) -> SamplingDef
     found: dict[str, Any] = {}
     if source == "auto":
         found = generation
-    elif source is not None:
+    elif source is not None and source != "vllm":
         path = Path(source)
         found = read_json(path / "generation_config.json" if path.is_dir() else path)
     known = SamplingDefaults.__struct_fields__

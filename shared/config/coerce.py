@@ -1,6 +1,8 @@
 """A flag's value from text (command line, environment) or from YAML's and Python's types."""
 
 import math
+import re
+from decimal import Decimal
 
 import msgspec
 
@@ -10,6 +12,8 @@ from blockyard.shared.errors import ConfigError
 _YES = ("true", "yes", "on", "1")
 _NO = ("false", "no", "off", "0")
 _NONE = ("none", "null", "")
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)([kmgtKMGT]?)")
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
 def coerce(flag: Flag, value: object, where: str) -> object:
@@ -19,10 +23,18 @@ def coerce(flag: Flag, value: object, where: str) -> object:
     """
     if value is None or (flag.default is None and isinstance(value, str) and value.lower() in _NONE):
         return flag.default
+    if isinstance(value, str | int) and str(value).lower() in flag.words:
+        return flag.words[str(value).lower()]
+    if isinstance(value, bool) and flag.bare is not None:
+        value = str(value).lower()
     try:
         typed = _READERS[flag.kind](value)
     except (ValueError, msgspec.DecodeError) as e:
         article = "an" if flag.kind is Kind.INT else "a"
+        if flag.words:
+            raise ConfigError(
+                f"{where}: expected {article} {flag.kind}, or {', '.join(flag.words)}, got {_shown(value)}"
+            ) from e
         raise ConfigError(f"{where}: expected {article} {flag.kind}, got {_shown(value)}") from e
     _check_choice(flag, typed, where)
     _check_range(flag, typed, where)
@@ -57,6 +69,21 @@ def _integer(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, str | int):
         raise ValueError
     return int(value)
+
+
+def _size(value: object) -> int:
+    """Fractions are for decimal suffixes alone, as `1.5k`."""
+    if not isinstance(value, str):
+        return _integer(value)
+    match = _SIZE.fullmatch(value.strip())
+    if match is None:
+        return int(value)
+    number, suffix = match.groups()
+    base = 1024 if suffix.isupper() else 1000
+    size = Decimal(number) * base ** _POWERS[suffix.lower()]
+    if ("." in number and not suffix.islower()) or size != int(size):
+        raise ValueError
+    return int(size)
 
 
 def _number(value: object) -> float:
@@ -100,6 +127,7 @@ def _shown(value: object) -> str:
 _READERS = {
     Kind.TEXT: _text,
     Kind.INT: _integer,
+    Kind.SIZE: _size,
     Kind.FLOAT: _number,
     Kind.BOOL: _switch,
     Kind.JSON: _json_object,

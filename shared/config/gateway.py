@@ -17,8 +17,8 @@ class CorsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class TlsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    keyfile: str
     certfile: str
+    keyfile: str = ""  # empty: the key is in the certificate's file
     ca_certs: str = ""
     cert_reqs: int = 0  # a constant of the ssl module: 0 none, 1 optional, 2 required
 
@@ -53,6 +53,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     process: ProcessConfig
     host: str = ""  # empty: all addresses
     port: int = 8000
+    uds: str = ""  # path of a Unix socket, in place of host and port
     reuse_port: bool = True  # replicas on one host share the port
     metrics_port: int = 0  # this replica's own /metrics; 0: none
     root_path: str = ""  # prefix under which a proxy shows this server
@@ -66,8 +67,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     return_tokens_as_token_ids: bool = False
     enable_request_id_headers: bool = False
     enable_prompt_tokens_details: bool = False
-    log_requests: bool = True
     strict_fields: bool = False  # an unknown request field is a 400
+    access_log: bool = True  # a line at the end of each POST
+    log_requests: bool = False  # a line when a generation request comes
     max_body_bytes: int = 32 * 2**20
     max_connections: int | None = None  # None: what the limit on open files allows
     client_timeout_s: float = 60.0  # a client that takes nothing for so long is cancelled

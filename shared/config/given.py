@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from blockyard.shared.config.coerce import coerce, is_switch_word
-from blockyard.shared.config.flags import FLAGS, SPELLINGS
-from blockyard.shared.config.flags.flag import Flag, Kind
+from blockyard.shared.config.flags import FLAGS, NAMES, SPELLINGS
+from blockyard.shared.config.flags.flag import Flag, Kind, variable
+from blockyard.shared.config.foreign_variables import is_foreign, note
 from blockyard.shared.errors import ConfigError
 
 T = TypeVar("T")
 PREFIX = "BLOCKYARD_"
-# What Kubernetes sets in every pod beside a service that is named `blockyard`.
-_KUBERNETES = re.compile(r"BLOCKYARD_(SERVICE_(HOST|PORT\w*)|PORT_\d+_\w+)$")
 _NUMBER = re.compile(r"-\.?\d")
 
 
@@ -51,22 +50,24 @@ def from_command_line(args: Sequence[str]) -> tuple[GivenFlags, list[str]]:
 
 
 def from_environment(environ: Mapping[str, str]) -> tuple[GivenFlags, list[str]]:
-    """Flags in BLOCKYARD_* variables, and notes on variables left alone. Lists are JSON or separated by spaces."""
-    by_variable = {flag.variable: flag for flag in FLAGS.values()}
+    """Flags in BLOCKYARD_* variables, and a note on variables left alone. Lists are JSON or separated by spaces."""
+    by_variable = {variable(name): flag for name, flag in NAMES.items()}
     given: GivenFlags = {}
-    notes: list[str] = []
-    for variable, text in sorted(environ.items()):
-        if not variable.startswith(PREFIX):
+    foreign: list[str] = []
+    for name, text in sorted(environ.items()):
+        if not name.startswith(PREFIX):
             continue
-        if _KUBERNETES.match(variable) or (variable == f"{PREFIX}PORT" and text.startswith("tcp://")):
-            notes.append(f"{variable} is Kubernetes' link to a service named blockyard, not a flag")
+        if is_foreign(name, text):
+            foreign.append(name)
             continue
-        flag = by_variable.get(variable)
+        flag = by_variable.get(name)
         if flag is None:
-            raise ConfigError(f"{variable}: no such flag{_suggestion(variable, list(by_variable))}")
+            raise ConfigError(f"{name}: no such flag{_suggestion(name, list(by_variable))}")
+        if flag.name in given:
+            raise ConfigError(f"{name}: given twice, {given[flag.name].where} is the same flag")
         words: object = text.split() if flag.kind is Kind.LIST and not text.startswith("[") else text
-        given[flag.name] = Given(coerce(flag, words, variable), variable)
-    return given, notes
+        given[flag.name] = Given(coerce(flag, words, name), name)
+    return given, note(foreign)
 
 
 def from_mapping(mapping: Mapping[object, object], source: str) -> GivenFlags:
@@ -74,9 +75,9 @@ def from_mapping(mapping: Mapping[object, object], source: str) -> GivenFlags:
     given: GivenFlags = {}
     for key, value in mapping.items():
         where = f"{source}: {key}"
-        flag = FLAGS.get(str(key).replace("_", "-"))
+        flag = NAMES.get(str(key).replace("_", "-"))
         if flag is None:
-            raise ConfigError(f"{where}: no such flag{_suggestion(str(key), list(FLAGS))}")
+            raise ConfigError(f"{where}: no such flag{_suggestion(str(key), list(NAMES))}")
         if flag.name in given:
             raise ConfigError(f"{where}: given twice")
         given[flag.name] = Given(coerce(flag, value, where), where)
@@ -161,6 +162,8 @@ def _take_value(flag: Flag, rest: list[str], where: str) -> object:
     while rest and not _is_flag(rest[0]) and (not words or flag.kind is Kind.LIST):
         words.append(rest.pop(0))
     if not words:
+        if flag.bare is not None:
+            return flag.bare
         raise ConfigError(f"{where}: expects a value")
     return words if len(words) > 1 else words[0]
 

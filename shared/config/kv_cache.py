@@ -1,4 +1,4 @@
-"""The type of the KV cache and its scales: --kv-cache-dtype and what goes with it."""
+"""The KV cache: its type, scales and size, by --kv-cache-dtype, --kv-cache-memory-bytes and what goes with them."""
 
 from pathlib import Path
 
@@ -19,8 +19,17 @@ def check(values: Values) -> None:
         raise ConfigError(f"{values.where('calculate-kv-scales')}: --quantization-param-path gives them already")
     if path and not Path(path).is_file():
         raise ConfigError(f"{values.where('quantization-param-path')}: {path} is not a file")
+    if values.is_given("cpu-kv-gib") and values.is_given("kv-cache-memory-bytes"):
+        raise ConfigError(f"{values.where('cpu-kv-gib')}: --kv-cache-memory-bytes says how much already")
     if dtype != "auto" and values.get("device", str) == "cpu":
         raise ConfigError(f"{values.where('kv-cache-dtype')} {dtype}: 8 bits need a GPU; on CPU leave it at auto")
+
+
+def notes(values: Values) -> list[str]:
+    """A line if --gpu-memory-utilization is given in vain."""
+    if values.maybe("kv-cache-memory-bytes", int) is None or not values.is_given("gpu-memory-utilization"):
+        return []
+    return [f"{values.where('gpu-memory-utilization')}: has no effect beside --kv-cache-memory-bytes"]
 
 
 def scope(values: Values) -> str:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from blockyard.shared.config import host_memory, kv_cache
+from blockyard.shared.config import host_memory, http_server, kv_cache
 from blockyard.shared.config.checkpoint import (
     Checkpoint,
     config_overrides,
@@ -32,6 +32,7 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 GPU_STEP_TOKENS = 2048
 MOCK_LENGTH = 32768  # of a mock worker beside a model that does not say
+DEPTH_FLAGS = ("run-ahead", "disable-async-output-proc", "num-scheduler-steps", "num-lookahead-slots")
 CPU_STEP_TOKENS = 512  # a longer prefill chunk would hold up the decodes beside it
 
 
@@ -64,8 +65,13 @@ def resolve(values: Values, model: Checkpoint, bus: BusConfig) -> Deployment:
         ],
         scheduler=scheduler(values, model, process("scheduler")),
         workers=workers(values, model, process),
-        notes=[*values.notes(), *host_memory.notes(values)],
+        notes=[*values.notes(), *http_server.notes(values), *memory_notes(values)],
     )
+
+
+def memory_notes(values: Values) -> list[str]:
+    """A line for each flag of KV memory that is given in vain."""
+    return [*host_memory.notes(values), *kv_cache.notes(values)]
 
 
 def process_config(values: Values, name: str, bus: BusConfig) -> ProcessConfig:
@@ -81,17 +87,9 @@ def registry(process: ProcessConfig) -> RegistryConfig:
 
 def gateway(values: Values, model: Checkpoint, process: ProcessConfig, index: int = 0) -> GatewayConfig:
     fields = _fields(values, "gateway")
-    tls = fields.pop("tls", {})
-    if bool(tls.get("keyfile")) != bool(tls.get("certfile")):
-        raise ConfigError("--ssl-keyfile and --ssl-certfile come together")
-    if tls:
-        tls["ca_certs"] = values.maybe("ssl-ca-certs", str) or ""
-        tls["cert_reqs"] = values.get("ssl-cert-reqs", int)
-        fields["tls"] = tls
-        for name in ("ssl-keyfile", "ssl-certfile", "ssl-ca-certs"):
-            _must_be_file(values, name)
-    elif values.is_given("ssl-ca-certs") or values["ssl-cert-reqs"]:
-        raise ConfigError(f"{values.where('ssl-ca-certs')}: needs --ssl-keyfile and --ssl-certfile")
+    fields |= http_server.tls_fields(values, fields.pop("tls", {}))
+    fields |= http_server.log_fields(values)
+    http_server.check_socket(values)
     base = values.get("metrics-port", int)
     if base and base + index > 65535:
         raise ConfigError(f"{values.where('metrics-port')}: {base} plus {index} gateways is beyond 65535")
@@ -171,6 +169,7 @@ def worker(values: Values, model: Checkpoint, process: ProcessConfig) -> WorkerC
             "served_model_names": served_names(values),
             "max_num_batched_tokens": step_tokens(values, model),
             "max_model_len": context_limit(values, model.config),
+            "fit_max_model_len": values["max-model-len"] == "auto",
             "swap_space_gib": host_memory.swap_space(values),
             **graph_fields(values),
             "config_overrides": msgspec.json.encode(config_overrides(values)).decode(),
@@ -212,14 +211,19 @@ def num_tokenizers(values: Values) -> int:
 
 
 def run_ahead(values: Values) -> int | None:
-    """Plans sent ahead of the running one; None: the scheduler sees how long steps take."""
+    """Plans sent ahead of the running one; None: the scheduler sees how long steps take. Raises ConfigError."""
     depth = values.maybe("run-ahead", int)
-    if depth is not None:
+    if depth is None and values.get("disable-async-output-proc", bool):
+        depth = 0
+    if depth is None:
+        depth = max(values.get("num-scheduler-steps", int) - 1, values.get("num-lookahead-slots", int)) or None
+    if not values.is_given("async-scheduling"):
         return depth
-    if values.get("disable-async-output-proc", bool):
-        return 0
-    steps = max(values.get("num-scheduler-steps", int) - 1, values.get("num-lookahead-slots", int))
-    return steps or None
+    wanted = values.get("async-scheduling", bool)
+    if depth is not None and bool(depth) != wanted:
+        said = next(name for name in DEPTH_FLAGS if values.is_given(name))
+        raise ConfigError(f"{values.where('async-scheduling')} and {values.where(said)}: which one?")
+    return depth if wanted else 0
 
 
 def step_tokens(values: Values, model: Checkpoint) -> int:
@@ -255,12 +259,6 @@ def chat_template(values: Values) -> str | None:
     except (OSError, ValueError) as e:
         reason = e.strerror if isinstance(e, OSError) else "is not UTF-8"
         raise ConfigError(f"{values.where('chat-template')} {given}: {reason}") from e
-
-
-def _must_be_file(values: Values, name: str) -> None:
-    path = values.maybe(name, str)
-    if path is not None and not os.path.isfile(path):
-        raise ConfigError(f"{values.where(name)} {path}: no such file")
 
 
 def _numbered(role: str, values: Values, flag: str) -> list[tuple[int, str]]:

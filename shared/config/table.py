@@ -47,10 +47,10 @@ def with_table(document: str) -> str:
 
 def spelling(flag: Flag) -> str:
     """As in `-tp, --tensor-parallel-size integer`."""
-    names = ", ".join([*(f"-{alias}" for alias in flag.aliases), f"--{flag.name}"])
+    names = ", ".join([*(f"-{alias}" for alias in flag.aliases), *(f"--{name}" for name in (flag.name, *flag.also))])
     if flag.kind is Kind.BOOL:
         return names if not flag.default else f"{names}, --no-{flag.name}"
-    return f"{names} {{{','.join(flag.choices)}}}" if flag.choices else f"{names} {flag.kind}"
+    return f"{names} {{{','.join(flag.choices)}}}" if flag.choices else f"{names} {flag.kind.partition(',')[0]}"
 
 
 def _terminal_words(flag: Flag) -> str:
@@ -63,7 +63,10 @@ def _terminal_words(flag: Flag) -> str:
 
 
 def _names(flag: Flag) -> str:
-    return ", ".join(f"`{name}`" for name in (f"--{flag.name}", *(f"-{alias}" for alias in flag.aliases)))
+    return ", ".join(
+        f"`{name}`"
+        for name in (*(f"--{name}" for name in (flag.name, *flag.also)), *(f"-{alias}" for alias in flag.aliases))
+    )
 
 
 def _default(flag: Flag) -> str:

@@ -1,8 +1,12 @@
 """Settings of a tokenizer."""
 
+from typing import Literal
+
 import msgspec
 
 from blockyard.shared.config.process import ProcessConfig
+
+ContentFormat = Literal["auto", "string", "openai"]
 
 
 class TokenizerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -10,6 +14,7 @@ class TokenizerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     tokenizer_path: str  # folder with tokenizer.json
     served_model_names: list[str]  # requests for these come here
     chat_template: str | None = None  # the template's text; None: the model's own
+    chat_template_content_format: ContentFormat = "auto"
     block_size: int = 16  # tokens a KV block: full blocks get names
     block_scope: str = ""  # model, revision and KV dtype in words, hashed into every chain's first block name
     trust_request_chat_template: bool = True  # a request may bring its own template (rendered in the sandbox)

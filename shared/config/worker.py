@@ -35,10 +35,12 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     ignore_patterns: list[str] = []  # file names not loaded
     config_overrides: str = "{}"  # JSON object laid over config.json: --hf-overrides, --rope-scaling, --rope-theta
     max_model_len: int | None = None  # None: what config.json says
+    fit_max_model_len: bool = False  # max_model_len, or what config.json says, is shortened to what memory holds
     block_size: int = 16  # tokens
     gpu_memory_utilization: float = 0.9
     cpu_kv_gib: float | None = None  # KV memory on CPU; None: by need, within limits
     num_gpu_blocks_override: int | None = None
+    kv_cache_memory_bytes: int | None = None  # in place of a share of the device's memory
     swap_space_gib: float = 0.0  # host memory that keeps KV blocks
     cpu_offload_gib: float = 0.0  # of the layers' matrices that stay in host memory
     max_num_seqs: int = 256

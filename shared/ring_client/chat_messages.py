@@ -39,11 +39,16 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     audio: msgspec.Raw = NULL
 
 
+class TextPart(msgspec.Struct, frozen=True):
+    type: str
+    text: str
+
+
 class TemplateMessage(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a chat template sees of a message; parts are joined to one text."""
+    """What a chat template sees of a message; the tokenizer joins parts where a template wants one text."""
 
     role: str
-    content: str
+    content: str | list[TextPart]
     name: str | None = None
     reasoning_content: str | None = None
 
@@ -68,9 +73,14 @@ def _message(message: Message, where: str) -> TemplateMessage:
         if message.role != "assistant":
             raise RequestError("content is missing", f"{where}.content")
         content = message.refusal or ""
-    if not isinstance(content, str):
-        content = "\n".join(_part(p, f"{where}.content[{i}]") for i, p in enumerate(content))
-    return TemplateMessage(message.role, content, message.name, message.reasoning_content or message.reasoning)
+    shown: str | list[TextPart] = content if isinstance(content, str) else _parts(content, f"{where}.content")
+    return TemplateMessage(message.role, shown, message.name, message.reasoning_content or message.reasoning)
+
+
+def _parts(content: list[ContentPart], where: str) -> str | list[TextPart]:
+    """A single part is its text."""
+    texts = [_part(part, f"{where}[{i}]") for i, part in enumerate(content)]
+    return texts[0] if len(texts) == 1 else [TextPart("text", text) for text in texts]
 
 
 def _part(part: ContentPart, where: str) -> str:

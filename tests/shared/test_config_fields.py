@@ -31,7 +31,7 @@ SCHEDULING = """
     --no-enable-prefix-caching --run-ahead 3 --max-queue-len 5 --max-queue-tokens 99 --max-queue-delay 9
     --enable-sleep-mode --disable-log-stats
 """
-NUMBERS = [flag for flag in FLAGS.values() if flag.least is not None]
+NUMBERS = [flag for flag in FLAGS.values() if flag.least is not None and "-1" not in flag.words]
 
 
 def deploy(*args: str) -> Deployment:
@@ -44,7 +44,7 @@ def other_value(flag: Flag) -> Any:
     match flag.kind:
         case Kind.BOOL:
             return not flag.default
-        case Kind.INT | Kind.FLOAT if not flag.choices:
+        case Kind.INT | Kind.SIZE | Kind.FLOAT if not flag.choices:
             least = flag.least or 0.0
             number = 0.5 if flag.most == 1 else least + 3 if flag.default != least + 3 else least + 4
             return number if flag.kind is Kind.FLOAT else int(number)

@@ -21,7 +21,7 @@ def example(flag: Flag) -> list[str]:
         return ["false"] if flag.default else []
     if flag.kind is Kind.JSON:
         return ['{"a": 1}']
-    if flag.kind in (Kind.INT, Kind.FLOAT) and not flag.choices:
+    if flag.kind in (Kind.INT, Kind.SIZE, Kind.FLOAT) and not flag.choices:
         value = (flag.default or 0) + 2 if isinstance(flag.default, int | float | None) else 2
         return [str(min(value, 1.0) if flag.most == 1 else value)]
     different = [choice for choice in (*flag.choices, *flag.refused_values) if choice != str(flag.default)]
@@ -61,7 +61,7 @@ def test_an_honoured_flag_is_read_somewhere(flag: Flag) -> None:
 
 def test_no_name_is_declared_twice() -> None:
     names = [flag.name for group in GROUPS.values() for flag in group]
-    aliases = [alias for flag in FLAGS.values() for alias in flag.aliases]
+    aliases = [alias for flag in FLAGS.values() for alias in (*flag.aliases, *flag.also)]
     assert len(names + aliases) == len(set(names + aliases)) == len(SPELLINGS)
 
 

@@ -9,6 +9,8 @@ from blockyard.shared.config.flags.flag import Kind
 from blockyard.shared.config.given import Values, from_command_line, from_environment, from_mapping
 from blockyard.shared.errors import ConfigError
 
+SIZE = "expected a size, such as 4096, 4k or 4K"
+
 
 def one(*args: str) -> object:
     """The value of the only flag on the line."""
@@ -59,6 +61,20 @@ def test_spellings_of_a_name(args: list[str]) -> None:
         (["--chat-template", "{{ messages }}"], "chat-template", "{{ messages }}"),
         (["--gpu-memory-utilization", ".5"], "gpu-memory-utilization", 0.5),
         (["--api-key=-dashes-"], "api-key", ["-dashes-"]),
+        (["--max-model-len", "4k"], "max-model-len", 4000),
+        (["--max-model-len=4K"], "max-model-len", 4096),
+        (["--max-model-len", "25.6k"], "max-model-len", 25600),
+        (["--max-num-batched-tokens", "1M"], "max-num-batched-tokens", 2**20),
+        (["--max-num-batched-tokens", "2m"], "max-num-batched-tokens", 2_000_000),
+        (["--kv-cache-memory-bytes", "1.5g"], "kv-cache-memory-bytes", 1_500_000_000),
+        (["--kv-cache-memory-bytes", "3G"], "kv-cache-memory-bytes", 3 * 2**30),
+        (["--max-model-len", "auto"], "max-model-len", "auto"),
+        (["--max-model-len", "-1"], "max-model-len", "auto"),
+        (["--api-server-count", "3"], "api-gateways", 3),
+        (["--api_server_count=3"], "api-gateways", 3),
+        (["--no-async-scheduling"], "async-scheduling", False),
+        (["--hf-token"], "hf-token", "true"),
+        (["--hf-token", "hf_x"], "hf-token", "hf_x"),
     ],
 )
 def test_values(args: list[str], name: str, value: object) -> None:
@@ -93,6 +109,11 @@ def test_positionals_are_kept() -> None:
         (["--rope-scaling", "linear"], "--rope-scaling: expected a JSON object, got 'linear'"),
         (["--rope-scaling", "[1]"], "--rope-scaling: expected a JSON object, got '[1]'"),
         (["--allowed-origins", "[1]"], "--allowed-origins: expected a list, got '[1]'"),
+        (["--max-model-len", "4.5K"], f"--max-model-len: {SIZE}, or auto, -1, got '4.5K'"),
+        (["--max-model-len", "-2"], "--max-model-len: must be at least 1, got -2"),
+        (["--kv-cache-memory-bytes", "4x"], f"--kv-cache-memory-bytes: {SIZE}, got '4x'"),
+        (["--kv-cache-memory-bytes", "0.0001k"], f"--kv-cache-memory-bytes: {SIZE}, got '0.0001k'"),
+        (["--kv-cache-memory-bytes", "0k"], "--kv-cache-memory-bytes: must be at least 1, got 0"),
         (["--no-port"], "--no-port: no such flag; did you mean --port?"),
     ],
 )
@@ -114,7 +135,32 @@ def test_the_command_line_is_before_the_environment_before_the_file_before_the_d
 
 
 def test_an_overruled_value_is_not_refused() -> None:
-    Values(from_command_line(["-tp", "1"])[0], from_mapping({"tensor_parallel_size": 8}, "serve.yaml"))
+    file = from_mapping({"tensor_parallel_size": 8, "dtype": "half"}, "serve.yaml")
+    with pytest.raises(ConfigError, match=r"serve\.yaml: tensor_parallel_size 8: not built yet"):
+        Values(file)
+    values = Values(from_command_line(["-tp", "1"])[0], file)
+    assert (values["tensor-parallel-size"], values.where("tensor-parallel-size")) == (1, "-tp")
+    assert (values["dtype"], values.where("dtype")) == ("half", "serve.yaml: dtype")
+
+
+def test_further_names_stand_wherever_the_name_may() -> None:
+    assert from_mapping({"api_server_count": 2}, "serve.yaml")["api-gateways"].value == 2
+    assert from_environment({"BLOCKYARD_API_SERVER_COUNT": "2"})[0]["api-gateways"].value == 2
+    with pytest.raises(ConfigError, match=r"serve\.yaml: api-gateways: given twice"):
+        from_mapping({"api_server_count": 2, "api-gateways": 2}, "serve.yaml")
+    with pytest.raises(
+        ConfigError, match="BLOCKYARD_API_SERVER_COUNT: given twice, BLOCKYARD_API_GATEWAYS is the same"
+    ):
+        from_environment({"BLOCKYARD_API_SERVER_COUNT": "2", "BLOCKYARD_API_GATEWAYS": "2"})
+
+
+def test_sizes_in_yaml_and_python() -> None:
+    sizes = from_mapping({"max-model-len": "8k", "max_num_batched_tokens": 512, "kv-cache-memory-bytes": "1G"}, "s")
+    assert [one.value for one in sizes.values()] == [8000, 512, 2**30]
+    assert from_mapping({"max-model-len": -1}, "s")["max-model-len"].value == "auto"
+    assert from_mapping({"hf-token": True}, "s")["hf-token"].value == "true"
+    with pytest.raises(ConfigError, match="max-model-len: expected a size"):
+        from_mapping({"max-model-len": True}, "s")
 
 
 def test_yaml_types() -> None:
@@ -170,17 +216,36 @@ def test_unknown_variables_are_an_error() -> None:
         from_environment({"BLOCKYARD_PROT": "1"})
 
 
-def test_what_kubernetes_sets_beside_a_service_of_our_name_is_left_alone_and_said() -> None:
-    given, notes = from_environment(
-        {
-            "BLOCKYARD_PORT": "tcp://10.0.0.1:8000",
-            "BLOCKYARD_SERVICE_HOST": "10.0.0.1",
-            "BLOCKYARD_SERVICE_PORT": "8000",
-            "BLOCKYARD_PORT_8000_TCP_ADDR": "10.0.0.1",
-        }
-    )
+KUBERNETES = {
+    "PORT": "tcp://10.0.0.1:8000",
+    "SERVICE_HOST": "10.0.0.1",
+    "SERVICE_PORT": "8000",
+    "SERVICE_PORT_HTTP": "8000",
+    "PORT_8000_TCP": "tcp://10.0.0.1:8000",
+    "PORT_8000_TCP_PROTO": "tcp",
+    "PORT_8000_TCP_PORT": "8000",
+    "PORT_8000_TCP_ADDR": "10.0.0.1",
+}
+
+
+@pytest.mark.parametrize("service", ["", "GATEWAY_", "METRICS_", "MESSAGE_BUS_"])
+def test_what_a_platform_sets_for_a_service_of_our_name_is_left_alone_and_said_once(service: str) -> None:
+    """Also for services called `blockyard-gateway`, `blockyard-metrics`: --metrics-port is a flag of ours."""
+    given, notes = from_environment({f"BLOCKYARD_{service}{name}": text for name, text in KUBERNETES.items()})
     assert given == {}
-    assert len(notes) == 4
+    (line,) = notes
+    assert line.startswith(f"BLOCKYARD_{service}PORT, BLOCKYARD_{service}PORT_8000_TCP and 6 more: not read")
+
+
+def test_what_docker_sets_for_a_link_is_left_alone() -> None:
+    given, notes = from_environment({"BLOCKYARD_NAME": "/web/blockyard", "BLOCKYARD_ENV_PATH": "/bin"})
+    assert given == {} and len(notes) == 1
+    assert from_environment({"BLOCKYARD_NAME": "worker 3"})[0]["name"].value == "worker 3"
+
+
+def test_a_number_in_the_port_is_ours() -> None:
+    given, notes = from_environment({"BLOCKYARD_PORT": "9", "BLOCKYARD_METRICS_PORT": "10"})
+    assert ({name: one.value for name, one in given.items()}, notes) == ({"port": 9, "metrics-port": 10}, [])
 
 
 @forall(st.lists(st.text(max_size=12), max_size=6))
@@ -191,7 +256,7 @@ def test_any_command_line_is_read_or_refused_in_words(args: list[str]) -> None:
         assert str(e)
 
 
-NUMBERS = [flag for flag in FLAGS.values() if flag.kind is Kind.INT and not flag.choices]
+NUMBERS = [f for f in FLAGS.values() if f.kind in (Kind.INT, Kind.SIZE) and not f.choices and not f.words]
 
 
 @forall(st.sampled_from(NUMBERS), st.integers(), st.booleans(), st.booleans())

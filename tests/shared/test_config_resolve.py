@@ -112,10 +112,55 @@ def test_tokenizers_and_the_fields_name_for_them(args: list[str], number: int) -
         (["--disable-async-output-proc"], 0),
         (["--num-lookahead-slots", "4"], 4),
         (["--num-lookahead-slots", "4", "--num-scheduler-steps", "8"], 7),
+        (["--async-scheduling"], None),
+        (["--async-scheduling", "--run-ahead", "2"], 2),
+        (["--no-async-scheduling"], 0),
+        (["--no-async-scheduling", "--run-ahead", "0"], 0),
     ],
 )
 def test_run_ahead(args: list[str], depth: int | None) -> None:
     assert deploy(*args).scheduler.depth == depth
+
+
+@pytest.mark.parametrize(
+    ("args", "other"),
+    [
+        (["--async-scheduling", "--run-ahead", "0"], "--run-ahead"),
+        (["--async-scheduling", "--disable-async-output-proc"], "--disable-async-output-proc"),
+        (["--no-async-scheduling", "--num-scheduler-steps", "4"], "--num-scheduler-steps"),
+        (["--no-async-scheduling", "--run-ahead", "1"], "--run-ahead"),
+    ],
+)
+def test_two_flags_that_disagree_on_running_ahead(args: list[str], other: str) -> None:
+    with pytest.raises(ConfigError, match=f"{args[0]} and {other}: which one"):
+        deploy(*args)
+
+
+@pytest.mark.parametrize(
+    ("value", "length", "fitted"), [("4K", 4096, False), ("2k", 2000, False), ("auto", None, True), ("-1", None, True)]
+)
+def test_the_context_may_be_a_size_or_what_fits(value: str, length: int | None, fitted: bool) -> None:
+    worker = deploy("--max-model-len", value).workers[0]
+    assert (worker.max_model_len, worker.fit_max_model_len) == (length, fitted)
+    worker = deploy("--max-model-len", "auto", "--disable-sliding-window", config={"sliding_window": 512}).workers[0]
+    assert (worker.max_model_len, worker.fit_max_model_len) == (512, True)
+
+
+def test_kv_memory_in_bytes() -> None:
+    ring = deploy("--kv-cache-memory-bytes", "1.5g", "--gpu-memory-utilization", "0.5")
+    assert ring.workers[0].kv_cache_memory_bytes == 1_500_000_000
+    assert ring.notes == ["--gpu-memory-utilization: has no effect beside --kv-cache-memory-bytes"]
+    with pytest.raises(ConfigError, match="--cpu-kv-gib: --kv-cache-memory-bytes says how much already"):
+        deploy("--kv-cache-memory-bytes", "1g", "--cpu-kv-gib", "1")
+
+
+def test_a_unix_socket_in_place_of_a_port() -> None:
+    ring = deploy("--uds", "/run/llm.sock", "--port", "9")
+    assert (ring.gateways[0].uds, ring.notes) == ("/run/llm.sock", ["--port: has no effect beside --uds"])
+    with pytest.raises(ConfigError, match="--api-server-count: a Unix socket has one gateway"):
+        deploy("--uds", "/run/llm.sock", "--api-server-count", "2")
+    with pytest.raises(ConfigError, match="longer than 107 bytes"):
+        deploy("--uds", "/run/" + "x" * 200)
 
 
 def test_log_levels() -> None:
@@ -126,8 +171,21 @@ def test_log_levels() -> None:
 
 def test_switches_that_turn_something_off() -> None:
     ring = deploy("--disable-log-stats", "--disable-log-requests")
-    assert (ring.scheduler.log_stats, ring.gateways[0].log_requests) == (False, False)
-    assert (deploy().scheduler.log_stats, deploy().gateways[0].log_requests) == (True, True)
+    assert (ring.scheduler.log_stats, ring.gateways[0].access_log) == (False, False)
+    assert (deploy().scheduler.log_stats, deploy().gateways[0].access_log) == (True, True)
+
+
+def test_lines_for_requests() -> None:
+    def lines(*args: str) -> tuple[bool, bool]:
+        gateway = deploy(*args).gateways[0]
+        return gateway.access_log, gateway.log_requests
+
+    assert lines() == lines("--no-enable-log-requests") == (True, False)
+    assert lines("--enable-log-requests") == (True, True)
+    assert lines("--enable-log-requests", "--disable-uvicorn-access-log") == (False, True)
+    assert lines("--disable-log-requests") == lines("--disable-uvicorn-access-log") == (False, False)
+    with pytest.raises(ConfigError, match="--enable-log-requests and --disable-log-requests: which one"):
+        deploy("--enable-log-requests", "--disable-log-requests")
 
 
 def overrides(*args: str, config: dict[str, object] | None = None) -> dict[str, object]:
@@ -175,6 +233,7 @@ def test_disable_sliding_window_caps_the_context() -> None:
 def test_sampling_defaults(tmp_path: Path) -> None:
     own: dict[str, object] = {"temperature": 0.7, "top_p": 0.95, "do_sample": True, "eos_token_id": [1]}
     assert deploy(generation=own).gateways[0].defaults == SamplingDefaults()
+    assert deploy("--generation-config", "vllm", generation=own).gateways[0].defaults == SamplingDefaults()
     auto = deploy("--generation-config", "auto", "--override-generation-config", '{"top_p": 0.5}', generation=own)
     assert auto.gateways[0].defaults == SamplingDefaults(temperature=0.7, top_p=0.5)
     (tmp_path / "generation_config.json").write_text('{"max_new_tokens": 9}')
@@ -190,9 +249,9 @@ def test_sampling_defaults(tmp_path: Path) -> None:
             ["--no-enable-chunked-prefill", "--max-num-batched-tokens", "512"],
             "--max-num-batched-tokens 512: without chunked prefill a step must hold the longest prompt, 4096 tokens",
         ),
-        (["--ssl-keyfile", "k"], "--ssl-keyfile and --ssl-certfile come together"),
+        (["--ssl-keyfile", "k"], "--ssl-keyfile: needs --ssl-certfile"),
         (["--ssl-keyfile", "/no/k", "--ssl-certfile", "/no/c"], "--ssl-keyfile /no/k: no such file"),
-        (["--ssl-ca-certs", "x"], "--ssl-ca-certs: needs --ssl-keyfile and --ssl-certfile"),
+        (["--ssl-ca-certs", "x"], "--ssl-ca-certs: needs --ssl-certfile"),
         (["--chat-template", "/no/such.jinja"], "--chat-template /no/such.jinja: No such file or directory"),
         (["--tokenizers", "2", "--tokenizer-pool-size", "3"], "--tokenizers 2 and --tokenizer-pool-size 3 disagree"),
         (["--generation-config", "/no/such"], "cannot read /no/such: No such file or directory"),
@@ -243,6 +302,9 @@ def test_tls(tmp_path: Path) -> None:
     tls = ring.gateways[0].tls
     assert tls is not None
     assert (tls.keyfile, tls.certfile, tls.ca_certs, tls.cert_reqs) == (f"{tmp_path}/k", f"{tmp_path}/c", "", 2)
+    tls = deploy("--ssl-certfile", f"{tmp_path}/c").gateways[0].tls
+    assert tls is not None
+    assert (tls.keyfile, tls.certfile) == ("", f"{tmp_path}/c")
 
 
 def test_the_mock_worker_knows_the_models_size() -> None:

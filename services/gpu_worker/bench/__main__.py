@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from blockyard.services.gpu_worker.bench.row import Row, ceilings
+from blockyard.shared import pipes
 
 NO_FAMILIES = ("__main__", "row", "timing")
 
@@ -37,4 +38,4 @@ def main(names: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(pipes.to_its_end(lambda: main(sys.argv[1:])))

@@ -6,15 +6,23 @@ from pathlib import Path
 
 from blockyard.services.launcher import model_files
 from blockyard.services.launcher.sources import read_yaml
-from blockyard.shared.config import given, host_memory
+from blockyard.shared.config import given
 from blockyard.shared.config.flags import FLAGS, GROUPS
 from blockyard.shared.config.given import Given, GivenFlags, Values
+from blockyard.shared.config.resolve import memory_notes
 from blockyard.shared.errors import ConfigError
 
 SOURCE = "LLM"  # begins each error
-ALSO_OFFLINE = ("chat-template", "served-model-name", "trust-remote-code", "allowed-local-media-path")
+ALSO_OFFLINE = (
+    "chat-template",
+    "served-model-name",
+    "trust-remote-code",
+    "allowed-local-media-path",
+    "chat-template-content-format",
+)
 SERVER_ONLY = {flag.name for group in ("HTTP server", "Security") for flag in GROUPS[group]} - {*ALSO_OFFLINE} | {
     "api-gateways",
+    "enable-log-requests",
     "metrics-port",
     "client-timeout",
     "max-body-bytes",
@@ -50,7 +58,7 @@ def read(
     values = Values(spoken, _without_server(environment), _without_server(file))
     if not values.is_given("model") and values["worker-cls"] == "mock":
         values = values.with_given({"model": Given(model_files.DEMO, "model")})
-    return values, [*notes, *values.notes(), *host_memory.notes(values)]
+    return values, [*notes, *values.notes(), *memory_notes(values)]
 
 
 def _without_server(flags: GivenFlags) -> GivenFlags:

@@ -8,7 +8,7 @@ from pathlib import Path
 from blockyard.services.scheduler.simulator import report
 from blockyard.services.scheduler.simulator.simulation import Simulation
 from blockyard.services.scheduler.simulator.trace import read_trace
-from blockyard.shared import charts, settings
+from blockyard.shared import charts, pipes, settings
 from blockyard.shared.config.simulation import SimulationConfig
 from blockyard.shared.errors import ConfigError
 
@@ -40,4 +40,4 @@ def _write(path: str, text: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(settings.run(SimulationConfig, simulate))
+    sys.exit(pipes.to_its_end(lambda: settings.run(SimulationConfig, simulate)))

@@ -25,4 +25,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
 
 FLAGS: dict[str, Flag] = {flag.name: flag for group in GROUPS.values() for flag in group}
 
-SPELLINGS: dict[str, Flag] = FLAGS | {alias: flag for flag in FLAGS.values() for alias in flag.aliases}
+# By the name and the further names: keys of YAML files, keywords of Python, names of variables.
+NAMES: dict[str, Flag] = FLAGS | {name: flag for flag in FLAGS.values() for name in flag.also}
+
+SPELLINGS: dict[str, Flag] = NAMES | {alias: flag for flag in FLAGS.values() for alias in flag.aliases}

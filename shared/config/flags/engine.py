@@ -121,12 +121,20 @@ CACHE = (
         mapped="there is one block manager",
     ),
     Flag("cpu-kv-gib", Kind.FLOAT, None, "KV memory on CPU, in GiB; unset: by need.", ("worker.cpu_kv_gib",), least=0),
+    Flag(
+        "kv-cache-memory-bytes",
+        Kind.SIZE,
+        None,
+        "KV memory of a worker, in bytes, in place of what --gpu-memory-utilization leaves; on CPU too.",
+        ("worker.kv_cache_memory_bytes",),
+        least=1,
+    ),
 )
 
 SCHEDULER = (
     Flag(
         "max-num-batched-tokens",
-        Kind.INT,
+        Kind.SIZE,
         None,
         "Tokens of one step; unset: 2048 on a GPU, 512 on CPU, but twice --max-num-seqs at least.",
         least=1,
@@ -239,6 +247,13 @@ SCHEDULER = (
         False,
         "Process outputs between steps.",
         mapped="the same as --run-ahead 0",
+    ),
+    Flag(
+        "async-scheduling",
+        Kind.BOOL,
+        True,
+        "Plan a step while earlier ones run.",
+        mapped="off is --run-ahead 0",
     ),
     Flag("max-queue-len", Kind.INT, 1024, "Waiting requests; more are a 429.", ("scheduler.max_queue_len",), least=1),
     Flag(

@@ -142,7 +142,13 @@ OBSERVABILITY = (
         refused=_TRACES,
     ),
     Flag("disable-log-stats", Kind.BOOL, False, "No periodic line of statistics.", ("!scheduler.log_stats",)),
-    Flag("disable-log-requests", Kind.BOOL, False, "No line for each request.", ("!gateway.log_requests",)),
+    Flag("disable-log-requests", Kind.BOOL, False, "No line for each request, neither when it comes nor at its end."),
+    Flag(
+        "enable-log-requests",
+        Kind.BOOL,
+        False,
+        "A line when a generation request comes: its id, tokens and sampling fields, never its text.",
+    ),
     Flag(
         "max-log-len",
         Kind.INT,

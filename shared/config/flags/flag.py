@@ -10,6 +10,7 @@ class Kind(enum.StrEnum):
 
     TEXT = "text"
     INT = "integer"
+    SIZE = "size, such as 4096, 4k or 4K"  # k, m, g, t are powers of 1,000, K, M, G, T of 1,024
     FLOAT = "number"
     BOOL = "switch"
     JSON = "JSON object"
@@ -29,8 +30,11 @@ class Flag:
     default: object  # None: unset
     help: str
     to: tuple[str, ...] = ()
-    aliases: tuple[str, ...] = ()  # without dashes in front
+    aliases: tuple[str, ...] = ()  # without the dash in front, on the command line alone
+    also: tuple[str, ...] = ()  # further names, in every place where the name itself may stand
     choices: tuple[str, ...] = ()
+    words: Mapping[str, str] = field(default_factory=dict)  # values besides those of the kind -> what each stands for
+    bare: str | None = None  # value of the flag without one
     least: float | None = None
     most: float | None = None
     mapped: str = ""  # said once when the flag is set: what happens in its place
@@ -44,7 +48,7 @@ class Flag:
 
     @property
     def variable(self) -> str:
-        return "BLOCKYARD_" + self.name.upper().replace("-", "_")
+        return variable(self.name)
 
     def refusal(self, value: object) -> str:
         """Why this value cannot be had, or an empty string."""
@@ -53,6 +57,11 @@ class Flag:
         if self.refused and value != self.default and value not in self.harmless:
             return self.refused
         return ""
+
+
+def variable(name: str) -> str:
+    """The environment variable of a flag's name."""
+    return "BLOCKYARD_" + name.upper().replace("-", "_")
 
 
 def not_built(what: str) -> str:

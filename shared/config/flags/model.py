@@ -27,11 +27,11 @@ MODEL = (
     ),
     Flag(
         "max-model-len",
-        Kind.INT,
+        Kind.SIZE,
         None,
-        "Context length, prompt plus output, in tokens; unset: the model's.",
-        ("worker.max_model_len",),
+        "Context length, prompt plus output, in tokens; unset: the model's; auto or -1: as much of it as memory holds.",
         least=1,
+        words={"auto": "auto", "-1": "auto"},
     ),
     Flag("rope-scaling", Kind.JSON, None, 'RoPE scaling, e.g. {"rope_type": "dynamic", "factor": 2.0}.'),
     Flag("rope-theta", Kind.FLOAT, None, "RoPE base."),
@@ -47,7 +47,13 @@ MODEL = (
             "transformers": not_built("running models through transformers"),
         },
     ),
-    Flag("generation-config", Kind.TEXT, None, "Where sampling defaults come from: None, auto (the model), a folder."),
+    Flag(
+        "generation-config",
+        Kind.TEXT,
+        None,
+        "Where sampling defaults come from: auto (the model's generation_config.json), a folder, or vllm: neither, "
+        "which is also the default.",
+    ),
     Flag("override-generation-config", Kind.JSON, None, 'Sampling defaults, e.g. {"temperature": 0.7}.'),
     Flag("override-pooler-config", Kind.JSON, None, "Pooling of pooling models.", refused=_POOLING),
     Flag("disable-sliding-window", Kind.BOOL, False, "Full attention, with the context capped to the window."),
@@ -72,6 +78,14 @@ MODEL = (
 
 LOADING = (
     Flag("download-dir", Kind.TEXT, None, "Folder that hub models are downloaded to; unset: the hub's cache."),
+    Flag(
+        "hf-token",
+        Kind.TEXT,
+        None,
+        "Token for the hub; without a value the one that `hf auth login` stored. A command line is visible to "
+        "others: prefer the environment.",
+        bare="true",
+    ),
     Flag(
         "load-format",
         Kind.TEXT,

@@ -4,7 +4,15 @@ from blockyard.shared.config.flags.flag import Flag, Kind
 
 RING = (
     Flag("config", Kind.TEXT, None, "YAML file of flags; the command line and the environment come before it."),
-    Flag("api-gateways", Kind.INT, 1, "Gateway processes; they share the port.", least=1, most=256),
+    Flag(
+        "api-gateways",
+        Kind.INT,
+        1,
+        "Gateway processes; they share the port.",
+        also=("api-server-count",),
+        least=1,
+        most=256,
+    ),
     Flag("detokenizers", Kind.INT, 1, "Detokenizer processes.", least=1, most=256),
     Flag(
         "log-level", Kind.TEXT, "info", "Log level.", choices=("trace", "debug", "info", "warning", "error", "critical")

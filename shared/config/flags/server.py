@@ -4,6 +4,13 @@ from blockyard.shared.config.flags.flag import Flag, Kind, not_built
 
 SERVER = (
     Flag("host", Kind.TEXT, None, "Host name or address the API server binds to; unset: all.", ("gateway.host",)),
+    Flag(
+        "uds",
+        Kind.TEXT,
+        None,
+        "Path of a Unix socket that the API server listens on, in place of --host and --port.",
+        ("gateway.uds",),
+    ),
     Flag("port", Kind.INT, 8000, "TCP port of the API server.", ("gateway.port",), least=1, most=65535),
     Flag(
         "uvicorn-log-level",
@@ -13,6 +20,7 @@ SERVER = (
         choices=("debug", "info", "warning", "error", "critical", "trace"),
         mapped="sets the log level of the gateway processes",
     ),
+    Flag("disable-uvicorn-access-log", Kind.BOOL, False, "No line at the end of each HTTP request."),
     Flag("root-path", Kind.TEXT, None, "Path prefix behind a path-based routing proxy.", ("gateway.root_path",)),
     Flag(
         "middleware",
@@ -22,6 +30,14 @@ SERVER = (
         refused=not_built("the gateway is no ASGI application; put a proxy in front of it"),
     ),
     Flag("chat-template", Kind.TEXT, None, "Chat template: a file, or the template itself."),
+    Flag(
+        "chat-template-content-format",
+        Kind.TEXT,
+        "auto",
+        "How chat templates see a message's content: string, openai (a list of parts), auto: as the template reads it.",
+        ("tokenizer.chat_template_content_format",),
+        choices=("auto", "string", "openai"),
+    ),
     Flag("response-role", Kind.TEXT, "assistant", "Role in answers of the chat endpoint.", ("gateway.response_role",)),
     Flag("served-model-name", Kind.LIST, [], "Model names in the API, the first is echoed; unset: --model."),
     Flag(
@@ -74,8 +90,20 @@ SECURITY = (
     Flag("allowed-methods", Kind.LIST, ["*"], "CORS: allowed methods.", ("gateway.cors.allowed_methods",)),
     Flag("allowed-headers", Kind.LIST, ["*"], "CORS: allowed headers.", ("gateway.cors.allowed_headers",)),
     Flag("api-key", Kind.LIST, [], "Keys of which a client has to present one.", ("gateway.api_keys",)),
-    Flag("ssl-keyfile", Kind.TEXT, None, "TLS private key file.", ("gateway.tls.keyfile",)),
-    Flag("ssl-certfile", Kind.TEXT, None, "TLS certificate file.", ("gateway.tls.certfile",)),
+    Flag(
+        "ssl-keyfile",
+        Kind.TEXT,
+        None,
+        "TLS private key file; unset: the key is in --ssl-certfile.",
+        ("gateway.tls.keyfile",),
+    ),
+    Flag(
+        "ssl-certfile",
+        Kind.TEXT,
+        None,
+        "TLS certificate file; it may hold the private key too.",
+        ("gateway.tls.certfile",),
+    ),
     Flag("ssl-ca-certs", Kind.TEXT, None, "File of the CA certificates that clients' ones are checked against."),
     Flag("ssl-cert-reqs", Kind.INT, 0, "Client certificates: 0 none, 1 optional, 2 required.", least=0, most=2),
     Flag(

@@ -1,12 +1,13 @@
 """The memory plan's arithmetic, and the line that says which flag to change."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tiny_models import BY_NAME, start
 
-from blockyard.services.gpu_worker.memory import GIB, Need, plan_cpu, plan_cuda
+from blockyard.services.gpu_worker.memory import GIB, Need, length_that_fits, plan_bytes, plan_cpu, plan_cuda
 from blockyard.shared.errors import LoadError
 
 KIB = 1 << 10
@@ -79,6 +80,48 @@ def test_too_little_names_the_flag_and_a_value_that_works() -> None:
     line = refused(need(131072, 1024 * KIB), 16 * GIB, 0.9, 15 * GIB, 2 * GIB, None, cuda=True)
     assert "--gpu-memory-utilization" not in line  # no share of this GPU would do
     assert "a smaller --max-model-len" in line
+
+
+def test_kv_memory_in_bytes_is_taken_as_it_is() -> None:
+    plan = plan_bytes(need(), GIB, 20 * GIB)
+    assert plan.num_blocks == GIB // (96 * KIB)
+    assert plan.notes[0] == "KV memory: 1.00 GiB by --kv-cache-memory-bytes"
+    with pytest.raises(LoadError, match=f"--kv-cache-memory-bytes {2 * GIB}: there is room for {GIB}"):
+        plan_bytes(need(), 2 * GIB, GIB)
+    with pytest.raises(LoadError) as error:
+        plan_bytes(need(), 10 * 96 * KIB, GIB)
+    value = int(re.search(r"set --kv-cache-memory-bytes (\d+) or more", str(error.value))[1])  # type: ignore[index]
+    plan_bytes(need(), value, GIB)
+    with pytest.raises(LoadError):
+        plan_bytes(need(), value - 1, GIB)
+
+
+def test_the_context_is_shortened_to_what_fits() -> None:
+    fitted = replace(need(), shorten=True)
+    assert plan_cpu(need(), 20 * GIB, None, 256).num_blocks == 256, "one sequence has room"
+    plan = plan_cpu(fitted, 20 * GIB, None, 30)
+    assert (plan.num_blocks, length_that_fits(fitted, 30)) == (30, 480)
+    assert "a sequence has 480 of 4096 tokens at most (--max-model-len auto)" in plan.notes[0]
+    assert plan.notes[2] == "KV room: 480 tokens, 1.0 x max_model_len 480"
+    plan = plan_cuda(replace(need(131072), shorten=True), 80 * GIB, 0.25, 16 * GIB, int(3.9 * GIB), None)
+    assert 0 < length_that_fits(need(131072), plan.num_blocks) == plan.num_blocks * 16 < 131072
+    with pytest.raises(LoadError):
+        plan_cuda(fitted, 16 * GIB, 0.9, 15 * GIB, 2 * GIB, None)  # not one block
+    window = replace(need(), window=256, shorten=True)
+    assert length_that_fits(window, 18) == 4096, "a sequence holds its window"
+    assert length_that_fits(window, 17) == 272
+
+
+def test_a_worker_offers_the_context_that_fits(tmp_path: Path) -> None:
+    BY_NAME["llama"].save(tmp_path)
+    found = start(tmp_path, num_gpu_blocks_override=3, fit_max_model_len=True).geometry
+    assert (found.num_blocks, found.max_model_len) == (3, 3 * found.block_size)
+    size = found.bytes_per_block
+    by_size = {"num_gpu_blocks_override": None, "kv_cache_memory_bytes": 5 * size + 1}
+    found = start(tmp_path, fit_max_model_len=True, **by_size).geometry
+    assert (found.num_blocks, found.max_model_len) == (5, 5 * found.block_size)
+    with pytest.raises(LoadError, match="not enough memory for one sequence"):
+        start(tmp_path, **by_size)
 
 
 def test_a_worker_offers_what_its_settings_say(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The command line as users see it: real processes, exit codes, one line an error."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -53,6 +54,27 @@ def blockyard(*args: str, **variables: str) -> subprocess.CompletedProcess[str]:
 def test_a_wrong_line_is_one_line_and_exit_code_2(args: list[str], line: str) -> None:
     done = blockyard(*args)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"{line}\n")
+
+
+@pytest.mark.parametrize(
+    ("args", "code"),
+    [
+        (["serve", "--help"], 128 + signal.SIGPIPE),
+        (["flags"], 128 + signal.SIGPIPE),
+        (["version"], 128 + signal.SIGPIPE),
+        (["bench", "serve", "--help"], 0),  # argparse passes over what it cannot write
+        (["simulate", "--generate", "sharegpt", "--requests", "3000"], 128 + signal.SIGPIPE),
+    ],
+)
+def test_a_pipe_without_a_reader_ends_it_without_a_word(args: list[str], code: int) -> None:
+    """As `blockyard flags | head` once head has seen enough."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    env = os.environ | {"PYTHONPATH": str(SRC)}
+    command = [sys.executable, "-m", "blockyard", *args]
+    done = subprocess.run(command, env=env, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (code, "")
 
 
 def test_unknown_services_are_told_which_there_are() -> None:

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -65,7 +66,12 @@ def test_all_supported_architectures_are_listed(tmp_path: Path) -> None:
 
 def test_the_architecture_may_be_overridden(tmp_path: Path) -> None:
     name = folder(tmp_path / "m", {"architectures": ["MyLlama"]})
-    find("--model", name, "--hf-overrides", '{"architectures": ["LlamaForCausalLM"]}')
+    with pytest.raises(ConfigError, match="architecture MyLlama is not supported"):
+        find("--model", name)
+    found = find("--model", name, "--hf-overrides", '{"architectures": ["LlamaForCausalLM"]}')
+    assert (found.path, found.config) == (tmp_path / "m", {"architectures": ["MyLlama"]}), "config.json as it is"
+    with pytest.raises(ConfigError, match="architecture Mamba is not supported"):
+        find("--model", folder(tmp_path / "n"), "--hf-overrides", '{"architectures": ["Mamba"]}')
 
 
 def test_a_folder_without_config(tmp_path: Path) -> None:
@@ -106,6 +112,29 @@ def test_without_network_it_says_so_in_one_line(tmp_path: Path) -> None:
         "model org/name: not on this machine, and the hub cannot be reached (connection refused); "
         "give a local folder, or `demo` for the shipped model"
     )
+
+
+@pytest.mark.parametrize(
+    ("flags", "token"),
+    [([], None), (["--hf-token", "hf_x"], "hf_x"), (["--hf-token"], True), (["--hf-token", "false"], False)],
+)
+def test_the_token_goes_to_the_hub(
+    flags: list[str], token: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, used = tmp_path / "snapshot", []
+
+    def info(api: hub.HfApi, *args: object, **kwargs: object) -> SimpleNamespace:
+        used.append(api.token)
+        return SimpleNamespace(siblings=[SimpleNamespace(rfilename="model.safetensors")])
+
+    def download(*args: object, token: object, **kwargs: object) -> str:
+        used.append(token)
+        return folder(store)
+
+    monkeypatch.setattr(hub.HfApi, "model_info", info)
+    monkeypatch.setattr(hub, "snapshot_download", download)
+    assert find("--model", "org/gated", *flags).path == store
+    assert used == [token, token]
 
 
 @pytest.mark.usefixtures("offline")

@@ -35,6 +35,26 @@ def test_a_free_port_passes(host: str) -> None:
     ports.check_free(host, free_port(), "--port")
 
 
+def test_a_unix_socket_is_free_once_nobody_listens(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    flags = ("--uds", str(path), "--port", "1")  # a port that is not allowed is not asked for
+    ring = deployment(tmp_path, *flags)
+    ports.check(ring.gateways)
+    assert ports.url(ring.gateways[0]) == f"unix:{path}"
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(str(path))
+        sock.listen()
+        with pytest.raises(ConfigError, match=f"--uds {path}: another server listens there"):
+            ports.check(ring.gateways)
+    ports.check(ring.gateways)
+    path.unlink()
+    path.write_text("a file")
+    with pytest.raises(ConfigError, match="is there already, and no socket"):
+        ports.check(ring.gateways)
+    with pytest.raises(ConfigError, match="is not a folder"):
+        ports.check(deployment(tmp_path, "--uds", str(tmp_path / "no" / "s")).gateways)
+
+
 def test_a_host_that_is_not_here(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--host 203\.0\.113\.7: Cannot assign requested address"):
         ports.check_free("203.0.113.7", free_port(), "--port")

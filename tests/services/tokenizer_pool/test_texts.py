@@ -50,6 +50,25 @@ def rejected(texts: Texts, **fields: Any) -> TextRejected:
     return answer
 
 
+def test_the_form_of_contents_may_be_said(byte_tokenizer: Tokenizer) -> None:
+    shown = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    parts = b'[{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]'
+    size = byte_tokenizer.get_vocab_size()
+
+    def rendered(template: str, messages: bytes, content_format: str, asked: str = "") -> str:
+        templates = ChatTemplates({"default": template}, {}, RenderLimits())
+        texts = Texts(byte_tokenizer, size, templates, 4, "scope", content_format=content_format)
+        return done(texts, messages=messages, want_text=True, content_format=asked).text
+
+    part = "{'type': 'text', 'text': '%s'}"
+    assert rendered(shown, parts, "auto") == rendered(shown, parts, "string") == "a\nb"
+    assert rendered(shown, parts, "openai") == f"[{part % 'a'}, {part % 'b'}]"
+    assert rendered(shown, USER, "openai") == f"[{part % 'the fox'}]"
+    assert rendered(shown, parts, "openai", asked="string") == "a\nb", "what a prompt says goes first"
+    loops = "{% for m in messages %}{% for c in m.content %}<{{ c.text }}>{% endfor %}{% endfor %}"
+    assert rendered(loops, parts, "auto") == "<a><b>"
+
+
 def test_text(texts: Texts, byte_tokenizer: Tokenizer) -> None:
     answer = done(texts, text="the quick fox jumps", cache_salt="salt")
     ids = byte_tokenizer.encode("the quick fox jumps").ids
