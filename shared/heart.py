@@ -8,7 +8,7 @@ import zmq
 
 from blockyard.shared.frames import FrameReader, Malformed
 from blockyard.shared.messages import Announce, Frame, Leave, Member, Members
-from blockyard.shared.sockets import Sockets, readable
+from blockyard.shared.sockets import Sockets, readable, receive_frame, send_frame
 
 HEARTBEAT_S = 0.5
 
@@ -51,7 +51,7 @@ class Heart:
             self._next = now + (HEARTBEAT_S if self._send_raw(self._entry) else HEARTBEAT_S / 10)
         lists = []
         while readable(self.socket):
-            news = self._reader.read(self.socket.recv(zmq.NOBLOCK), b"message_bus")
+            news = self._reader.read(receive_frame(self.socket), b"message_bus")
             if news is not None:
                 lists.append(news)
         return lists
@@ -65,7 +65,7 @@ class Heart:
 
     def _send_raw(self, data: bytes) -> bool:
         try:
-            self.socket.send(data, zmq.NOBLOCK)
+            send_frame(self.socket, data)
         except zmq.Again:
             return False
         return True
@@ -75,7 +75,7 @@ class Heart:
         sock = self._sockets.connect_dealer(self._registry, b"h", only_when_connected=True)
         while not self._stop.wait(HEARTBEAT_S):
             try:
-                sock.send(self._entry, zmq.NOBLOCK)
+                send_frame(sock, self._entry)
             except zmq.Again:
                 continue  # the registry is away; the next beat tells it
         sock.close(0)

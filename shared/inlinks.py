@@ -10,7 +10,7 @@ import zmq
 from blockyard.shared.frames import FrameReader, Malformed, in_log
 from blockyard.shared.member_list import Event
 from blockyard.shared.messages import PROTOCOL_VERSION, Hello, Member
-from blockyard.shared.sockets import readable
+from blockyard.shared.sockets import readable, receive_routed, send_frame
 
 log = logging.getLogger(__name__)
 
@@ -55,12 +55,9 @@ class InLinks:
             return
         for _ in range(at_most):
             try:
-                route, data = self.socket.recv_multipart(zmq.NOBLOCK)[:2]
+                route, data = receive_routed(self.socket)
             except zmq.Again:
                 return
-            except ValueError as e:
-                self._malformed.count(b"", f"no payload: {e}")
-                continue
             sender = self._sender.get(route)
             frame = self._reader.read(data, route if sender is None else sender)
             if frame is None:
@@ -78,7 +75,7 @@ class InLinks:
         if route is None:
             return False
         try:
-            self.socket.send_multipart((route, data), zmq.NOBLOCK)
+            send_frame(self.socket, data, route)
         except zmq.Again:
             return False
         except zmq.ZMQError as e:
@@ -100,7 +97,7 @@ class InLinks:
         elif hello.version != PROTOCOL_VERSION:
             self._malformed.count(route, f"{hello.name} speaks protocol {hello.version}, we {PROTOCOL_VERSION}")
         try:
-            self.socket.send_multipart((route, self._hello), zmq.NOBLOCK)
+            send_frame(self.socket, self._hello, route)
         except zmq.ZMQError as e:
             log.debug("%s was gone before it could be greeted: %s", in_log(hello.name), e)
 

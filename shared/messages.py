@@ -8,7 +8,7 @@ import enum
 
 import msgspec
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2  # 2: frames above `sockets.PART_BYTES` travel in parts
 NO_TOKEN = 0xFFFFFFFF  # where a list of token ids has none
 
 

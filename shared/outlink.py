@@ -6,7 +6,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from blockyard.shared.messages import Member
-from blockyard.shared.sockets import Sockets, readable
+from blockyard.shared.sockets import Sockets, readable, send_frame
 
 HELLO_S = 4.0  # a member may be busy with a long step when it is dialled first
 RETURN_S = 0.3  # a link that broke has this long to come back
@@ -29,7 +29,7 @@ class OutLink:
         self.deadline = now + (RETURN_S if again else HELLO_S)
         self.socket = sockets.connect_dealer(member.endpoint, b"m")
         self.monitor: zmq.Socket[Any] = self.socket.get_monitor_socket(_BROKEN)
-        self.socket.send(hello, zmq.NOBLOCK)
+        send_frame(self.socket, hello)
 
     def broke(self) -> bool:
         """True once the monitor has seen the connection end."""

@@ -12,7 +12,7 @@ from blockyard.shared.frames import FrameReader, Malformed
 from blockyard.shared.member_list import Event, MemberList
 from blockyard.shared.messages import PROTOCOL_VERSION, Hello, Member
 from blockyard.shared.outlink import OutLink
-from blockyard.shared.sockets import Sockets, readable
+from blockyard.shared.sockets import Sockets, readable, receive_frame, send_frame
 from blockyard.shared.watch import Watch
 
 log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class OutLinks:
             self._lost(to)
             return False
         try:
-            link.socket.send(data, zmq.NOBLOCK)
+            send_frame(link.socket, data)
         except zmq.Again:
             log.warning("the link to %s is full: treated as lost", link.member.name)
             self.broke(to)
@@ -95,7 +95,7 @@ class OutLinks:
         peer = link.member.incarnation
         for _ in range(at_most):
             try:
-                data = link.socket.recv(zmq.NOBLOCK)
+                data = receive_frame(link.socket)
             except zmq.Again:
                 return
             frame = self._reader.read(data, peer)

@@ -9,7 +9,7 @@ from blockyard.shared.config.process import BusConfig
 from blockyard.shared.errors import ConfigError
 from blockyard.shared.frames import FrameReader, Malformed
 from blockyard.shared.messages import Announce, AskMembers, Frame, Members, RegistryIn
-from blockyard.shared.sockets import Sockets, readable
+from blockyard.shared.sockets import Sockets, readable, receive_routed, send_frame
 
 
 class RegistrySocket:
@@ -34,8 +34,8 @@ class RegistrySocket:
         self._socket.poll(int(1000 * timeout_s))
         frames: list[Frame] = []
         while readable(self._socket):
-            route, *parts = self._socket.recv_multipart(zmq.NOBLOCK)
-            frame = self._reader.read(parts[0] if parts else b"", route)
+            route, data = receive_routed(self._socket)
+            frame = self._reader.read(data, route)
             if frame is None:
                 continue
             if isinstance(frame, Announce) and route.startswith(b"m"):  # "h" sockets only repeat heartbeats
@@ -54,7 +54,7 @@ class RegistrySocket:
         data = msgspec.msgpack.encode(news)
         for route in list(self._listeners):
             try:
-                self._socket.send_multipart((route, data), zmq.NOBLOCK)
+                send_frame(self._socket, data, route)
             except zmq.ZMQError:
                 del self._listeners[route]
 
@@ -68,7 +68,7 @@ class RegistrySocket:
         askers, self._askers = self._askers, []
         for route in askers:
             with contextlib.suppress(zmq.ZMQError):  # gone meanwhile
-                self._socket.send_multipart((route, msgspec.msgpack.encode(news)), zmq.NOBLOCK)
+                send_frame(self._socket, msgspec.msgpack.encode(news), route)
 
     def close(self) -> None:
         self._socket.close(0)

@@ -6,7 +6,7 @@ from blockyard.shared.config.process import BusConfig
 from blockyard.shared.errors import BlockyardError
 from blockyard.shared.frames import FrameReader, Malformed
 from blockyard.shared.messages import AskMembers, Member, Members
-from blockyard.shared.sockets import Sockets
+from blockyard.shared.sockets import Sockets, receive_frame, send_frame
 
 
 def ask_members(bus: BusConfig, timeout_s: float) -> Members:
@@ -14,11 +14,11 @@ def ask_members(bus: BusConfig, timeout_s: float) -> Members:
     sockets = Sockets(bus)
     link = sockets.connect_dealer(bus.registry, b"ask")
     try:
-        link.send(msgspec.msgpack.encode(AskMembers("query")))
+        send_frame(link, msgspec.msgpack.encode(AskMembers("query")))
         if not link.poll(int(1000 * timeout_s)):
             raise BlockyardError(f"no answer from the message bus at {bus.registry} within {timeout_s:g} s")
         reader: FrameReader[Members] = FrameReader(Members, Malformed())
-        news = reader.read(link.recv(), b"message_bus")
+        news = reader.read(receive_frame(link), b"message_bus")
         if news is None:
             raise BlockyardError(f"the message bus at {bus.registry} answered with no membership list")
         return news

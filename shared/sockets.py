@@ -18,6 +18,9 @@ from blockyard.shared.curve import KeyPair, read_keys
 TCP_HEARTBEAT_MS = 1000
 TCP_SILENCE_MS = 4000
 RECONNECT_MS = 50
+HANDSHAKE_MS = 5000  # a connection that has not authenticated by then is closed
+PART_BYTES = 2**16  # a frame that is larger travels as several parts of one message
+SEALED_BYTES = 1024  # what encryption adds to a part, and more than that
 
 _routing_ids = itertools.count()
 EVENTS, POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)  # arithmetic on zmq's enums costs more than the question
@@ -31,6 +34,34 @@ def readable(sock: "zmq.Socket[Any]") -> bool:
 def descriptor(sock: "zmq.Socket[Any]") -> int:
     """The file descriptor an event loop may watch: edge-triggered, and for reading only."""
     return int(sock.get(zmq.FD))
+
+
+def send_frame(sock: "zmq.Socket[bytes]", data: bytes, route: bytes | None = None) -> None:
+    """Queues a frame without waiting; `route` is the link that a ROUTER sends it on.
+
+    Raises zmq.Again where it cannot be queued: then no part of it is sent.
+    """
+    if len(data) <= PART_BYTES:
+        if route is None:
+            sock.send(data, zmq.NOBLOCK)
+        else:
+            sock.send_multipart((route, data), zmq.NOBLOCK)
+        return
+    view = memoryview(data)
+    parts = [view[at : at + PART_BYTES] for at in range(0, len(data), PART_BYTES)]
+    sock.send_multipart(parts if route is None else (route, *parts), zmq.NOBLOCK)
+
+
+def receive_frame(dealer: "zmq.Socket[bytes]") -> bytes:
+    """The next frame of a link that this process opened. Raises zmq.Again if none waits."""
+    parts = dealer.recv_multipart(zmq.NOBLOCK)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def receive_routed(router: "zmq.Socket[bytes]") -> tuple[bytes, bytes]:
+    """The next frame of any link of a ROUTER, behind that link's route. Raises zmq.Again if none waits."""
+    route, *parts = router.recv_multipart(zmq.NOBLOCK)
+    return route, parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 class _OneKey:
@@ -111,6 +142,10 @@ class Sockets:
         sock.setsockopt(zmq.LINGER, 0)
         sock.setsockopt(zmq.SNDHWM, self._bus.link_frames)
         sock.setsockopt(zmq.RCVHWM, self._bus.link_frames)
+        # Both hold before a peer has authenticated: libzmq would take commands of any size from a stranger.
+        # The limit counts for each part of a message, so it need not know the longest frame of a link.
+        sock.setsockopt(zmq.MAXMSGSIZE, PART_BYTES + SEALED_BYTES)
+        sock.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         # libzmq answers these by itself, so a member deep in a step still counts as alive
         sock.setsockopt(zmq.HEARTBEAT_IVL, TCP_HEARTBEAT_MS)
         sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, TCP_SILENCE_MS)

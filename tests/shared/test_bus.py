@@ -19,7 +19,7 @@ from rig import registry
 from blockyard.shared.bus import Gone, Joined, Links
 from blockyard.shared.config.process import BusConfig
 from blockyard.shared.curve import write_keys
-from blockyard.shared.messages import Announce, Cancel, Hello, Member, Members, Role, Stop, StreamRef
+from blockyard.shared.messages import PROTOCOL_VERSION, Announce, Cancel, Hello, Member, Members, Role, Stop, StreamRef
 
 Accepts = Cancel | Stop
 
@@ -191,7 +191,7 @@ def test_malformed_frames_are_counted_and_change_nothing(tmp_path: Path) -> None
         raw.connect(b.me.endpoint)
         raw.send(msgspec.msgpack.encode(Cancel("no hello", 1)))
         raw.send(b"\xc1 not msgpack")
-        raw.send(msgspec.msgpack.encode(Hello(1, 77, "raw", to=b.me.incarnation)))
+        raw.send(msgspec.msgpack.encode(Hello(PROTOCOL_VERSION, 77, "raw", to=b.me.incarnation)))
         raw.send(msgspec.msgpack.encode(Announce(b.me)))  # a frame, but not one for this member
         raw.send(msgspec.msgpack.encode(Cancel("good", 1)))
         seen: list = []
@@ -209,7 +209,7 @@ def test_a_hello_for_another_incarnation_is_answered_and_the_link_ignored(tmp_pa
         context.socket(zmq.DEALER) as raw,
     ):
         raw.connect(b.me.endpoint)
-        raw.send(msgspec.msgpack.encode(Hello(1, 77, "raw", to=b.me.incarnation ^ 1)))
+        raw.send(msgspec.msgpack.encode(Hello(PROTOCOL_VERSION, 77, "raw", to=b.me.incarnation ^ 1)))
         raw.send(msgspec.msgpack.encode(Cancel("for the predecessor", 1)))
         seen: list = []
         until(lambda: bool(raw.poll(1)), b, seen=seen)
@@ -259,7 +259,7 @@ def test_a_stranger_with_a_fresh_key_is_not_let_in(tmp_path: Path) -> None:
                 raw.setsockopt(zmq.LINGER, 0)
                 raw.curve_serverkey, raw.curve_publickey, raw.curve_secretkey = server_public, public, secret
                 raw.connect(b.me.endpoint)
-                raw.send(msgspec.msgpack.encode(Hello(1, 77, "raw", to=b.me.incarnation)))
+                raw.send(msgspec.msgpack.encode(Hello(PROTOCOL_VERSION, 77, "raw", to=b.me.incarnation)))
                 deadline = time.monotonic() + 1.0
                 while not raw.poll(10) and time.monotonic() < deadline:
                     b.poll(0.01)

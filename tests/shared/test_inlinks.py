@@ -21,20 +21,20 @@ class FakeRouter:
     """A ROUTER with ROUTER_MANDATORY: `connected` routes can be sent to, others raise EHOSTUNREACH."""
 
     def __init__(self) -> None:
-        self.waiting: deque[tuple[bytes, bytes]] = deque()
+        self.waiting: deque[tuple[bytes, ...]] = deque()
         self.connected: set[bytes] = set()
-        self.sent: list[tuple[bytes, bytes]] = []
+        self.sent: list[tuple[bytes, ...]] = []
 
     def get(self, option: int) -> int:
         assert option == zmq.EVENTS
         return zmq.POLLIN if self.waiting else 0
 
-    def recv_multipart(self, flags: int) -> tuple[bytes, bytes]:
+    def recv_multipart(self, flags: int) -> tuple[bytes, ...]:
         if not self.waiting:
             raise zmq.Again
         return self.waiting.popleft()
 
-    def send_multipart(self, parts: tuple[bytes, bytes], flags: int) -> None:
+    def send_multipart(self, parts: tuple[bytes, ...], flags: int) -> None:
         if parts[0] not in self.connected:
             raise zmq.ZMQError(zmq.EHOSTUNREACH)
         self.sent.append(parts)
