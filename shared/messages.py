@@ -177,6 +177,7 @@ class Tokenize(Frame, frozen=True):
     want_text: bool = False  # the rendered prompt comes back too
     want_pieces: bool = False  # each token's text comes back too
     content_format: str = ""  # of messages, as --chat-template-content-format has it; "": as that says
+    max_tokens: int = 0  # a prompt that is longer for certain is rejected before it is encoded; 0: no bound
 
 
 class Tokenized(Frame, frozen=True):
@@ -205,6 +206,7 @@ class TextRejected(Frame, frozen=True):
     request_id: str
     field: str
     message: str
+    code: str = ""  # OpenAI's word for it, where there is one
 
 
 # --- requests: api_gateway <-> scheduler --------------------------------------------------------------

@@ -40,7 +40,7 @@ def load(config_type: type[C]) -> C:
     logs.setup(config.process.name, config.process.log_level)
     open_files.raise_limit()
     if config.process.parent_pid:
-        _die_with(config.process.parent_pid)
+        die_with(config.process.parent_pid)
     return config
 
 
@@ -75,7 +75,7 @@ def run(config_type: type[C], serve: Callable[[C], None]) -> int:
     return 0
 
 
-def _die_with(parent_pid: int) -> None:
+def die_with(parent_pid: int) -> None:
     """The kernel kills this process when its launcher is gone, however that went."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

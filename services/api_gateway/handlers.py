@@ -80,6 +80,12 @@ class Handlers:
     async def detokenize(self, request: web.Request) -> web.Response:
         asked = await self._read(request, DetokenizeRequest)
         card = self._flow.admission.card(asked.model)
+        if len(asked.tokens) > card.max_model_len:
+            raise ApiError(
+                f"at most {card.max_model_len} tokens, the model's maximum context length, got {len(asked.tokens)}",
+                "tokens",
+                code="context_length_exceeded",
+            )
         limits.token_ids("tokens", asked.tokens, card.vocab_size)
         work = Detokenize(secrets.token_hex(8), card.names[0], pack(asked.tokens))
         return json_response(DetokenizeAnswer((await self._flow.detokenize(work)).text))

@@ -39,7 +39,6 @@ def chat_prompt(request: ChatRequest | TokenizeRequest, card: ModelCard) -> Toke
     if isinstance(request, ChatRequest) and request.documents is not None:
         kwargs["documents"] = request.documents
     messages = read_messages(request.messages)
-    check_chars(len(messages), "messages", card)
     continues = bool(request.continue_final_message)
     return Tokenize(
         request_id="",
@@ -50,25 +49,14 @@ def chat_prompt(request: ChatRequest | TokenizeRequest, card: ModelCard) -> Toke
         add_generation_prompt=not continues if request.add_generation_prompt is None else request.add_generation_prompt,
         continue_final_message=continues,
         add_special_tokens=request.add_special_tokens,
+        max_tokens=card.max_model_len,
     )
-
-
-def check_chars(num_chars: int, field: str, card: ModelCard) -> None:
-    """Raises ApiError for what no tokenizer could fit into the context, before one spends seconds on it."""
-    if num_chars > card.max_model_len * limits.MAX_TOKEN_CHARS:
-        raise ApiError(
-            f"This model's maximum context length is {card.max_model_len} tokens, and the {field} has {num_chars} "
-            f"characters. Please reduce its length.",
-            field,
-            code="context_length_exceeded",
-        )
 
 
 def _text(text: str, field: str, card: ModelCard) -> Tokenize:
     if not text:
         raise ApiError(f"`{field}` is empty", field)
-    check_chars(len(text), field, card)
-    return Tokenize(request_id="", model=card.names[0], text=text)
+    return Tokenize(request_id="", model=card.names[0], text=text, max_tokens=card.max_model_len)
 
 
 def _ids(ids: list[int], field: str, card: ModelCard) -> Tokenize:
@@ -84,7 +72,7 @@ def _ids(ids: list[int], field: str, card: ModelCard) -> Tokenize:
         raise
     except TypeError:  # the first one was an id
         raise _mixed(0) from None
-    return Tokenize(request_id="", model=card.names[0], token_ids=data)
+    return Tokenize(request_id="", model=card.names[0], token_ids=data, max_tokens=card.max_model_len)
 
 
 def _mixed(place: int) -> ApiError:

@@ -125,7 +125,12 @@ def _job(
     return Job(
         card=card,
         shape=shape,
-        prompts=[msgspec.structs.replace(p, bad_words=bad_words, cache_salt=salt) for p in prompts],
+        prompts=[
+            msgspec.structs.replace(
+                p, bad_words=bad_words, cache_salt=salt, max_tokens=p.max_tokens if truncate is None else 0
+            )
+            for p in prompts
+        ],
         prompt_field="prompt",
         sampling=choices.sampling(
             msgspec.structs.replace(sampling, num_logprobs=num_logprobs, num_prompt_logprobs=num_prompt_logprobs)

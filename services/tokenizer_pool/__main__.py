@@ -2,67 +2,42 @@
 
 import asyncio
 import gc
-import logging
+import socket
 import sys
 
 import uvloop
 
-from blockyard.services.tokenizer_pool.chat_template import ChatTemplates
-from blockyard.services.tokenizer_pool.render_limits import RenderLimits
+from blockyard.services.tokenizer_pool import fork_server
+from blockyard.services.tokenizer_pool.job_limits import JobLimits
 from blockyard.services.tokenizer_pool.service import TokenizerPool
-from blockyard.services.tokenizer_pool.texts import Texts
-from blockyard.shared import settings, tokenizer_files
+from blockyard.services.tokenizer_pool.text_process import TextProcess
+from blockyard.shared import settings
 from blockyard.shared.bus import Links
 from blockyard.shared.config.tokenizer import TokenizerConfig
-from blockyard.shared.errors import ConfigError, RequestError
 from blockyard.shared.messages import Role, TokenizerIn
 from blockyard.shared.serving import publish, run_until_stopped
 
-log = logging.getLogger(__name__)
+LIMITS = JobLimits()
 
 
-def load_texts(config: TokenizerConfig) -> tuple[Texts, list[str]]:
-    """The tokenizer of the settings, and what it is in words."""
-    files = tokenizer_files.load(config.tokenizer_path)
-    templates = files.chat_templates if config.chat_template is None else {"default": config.chat_template}
-    chats = ChatTemplates(templates, files.special_tokens, RenderLimits())
-    try:
-        chats.check()
-    except RequestError as e:
-        if config.chat_template is not None:
-            raise ConfigError(f"--chat-template: {e}") from e
-        log.warning("chats will be refused: %s", e)
-    texts = Texts(
-        files.tokenizer,
-        files.vocab_size,
-        chats,
-        config.block_size,
-        config.block_scope,
-        config.trust_request_chat_template,
-        config.chat_template_content_format,
-    )
-    return texts, [f"vocabulary {files.vocab_size}", f"chat template {'yes' if templates else 'no'}"]
-
-
-async def serve_async(config: TokenizerConfig) -> None:
+async def serve_async(config: TokenizerConfig, control: socket.socket) -> None:
     model = config.served_model_names[0] if config.served_model_names else ""
-    # its own heartbeat: a long text keeps the loop busy for seconds
-    links: Links[TokenizerIn] = Links(
-        config.process.name, Role.TOKENIZER_POOL, config.process.bus, TokenizerIn, model, own_heartbeat=True
-    )
+    links: Links[TokenizerIn] = Links(config.process.name, Role.TOKENIZER_POOL, config.process.bus, TokenizerIn, model)
     with links:
         links.update(phase="loading tokenizer")
-        texts, notes = load_texts(config)
-        pool = TokenizerPool(links, texts, config.served_model_names)
+        worker = TextProcess(control, LIMITS)
+        notes = await worker.load()
+        pool = TokenizerPool(links, worker, config.served_model_names)
         gc.collect()
         gc.freeze()
         links.update(ready=True, phase="ready", progress=1.0, notes=notes)
-        await run_until_stopped(pool.run(links), publish(pool.count))
+        await run_until_stopped(pool.run(links), worker.run(), publish(pool.count))
 
 
 def serve(config: TokenizerConfig) -> None:
+    control = fork_server.start(config, LIMITS)  # first of all: a process with threads is not to be forked
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve_async(config))
+        runner.run(serve_async(config, control))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from blockyard.services.tokenizer_pool.chat_messages import (
     content_style,
     for_template,
 )
-from blockyard.services.tokenizer_pool.render_limits import RenderLimits
 from blockyard.services.tokenizer_pool.sandbox import Sandbox
 from blockyard.shared.errors import RequestError
 
@@ -57,22 +56,17 @@ class Chat:
 class ChatTemplates:
     """The model's templates by name, the sandbox, and what was compiled last."""
 
-    def __init__(
-        self,
-        templates: Mapping[str, str],
-        special_tokens: Mapping[str, str],
-        limits: RenderLimits,
-        max_chars: int = 16_000_000,
-    ) -> None:
+    def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
         self._templates = templates
         self._special_tokens = special_tokens
-        self._limits = limits
-        self._max_chars = max_chars
         self._sandbox = Sandbox()
         self._compiled: OrderedDict[str, Compiled] = OrderedDict()
 
-    def render(self, chat: Chat) -> str:
-        """The prompt. Raises RequestError naming the field at fault."""
+    def render(self, chat: Chat, max_chars: int | None = None) -> str:
+        """The prompt. Raises RequestError naming the field at fault, also for one of more than `max_chars`.
+
+        What it costs is limited by the process that it runs in.
+        """
         source = self._pick(chat)
         if not chat.messages:
             raise RequestError("messages must not be empty", "messages")
@@ -83,7 +77,7 @@ class ChatTemplates:
                 "continue_final_message and add_generation_prompt cannot both be set", "continue_final_message"
             )
         field = "messages" if chat.template is None else "chat_template"
-        return self._limits.run("messages", lambda: self._render(chat, self._compile(source, field)))
+        return self._render(chat, self._compile(source, field), max_chars)
 
     def check(self) -> None:
         """Compiles the model's templates ahead of the first request. Raises RequestError for one that is malformed."""
@@ -116,7 +110,7 @@ class ChatTemplates:
         self._compiled.move_to_end(source)
         return compiled
 
-    def _render(self, chat: Chat, compiled: Compiled) -> str:
+    def _render(self, chat: Chat, compiled: Compiled, max_chars: int | None) -> str:
         messages = for_template(chat.messages, STYLES.get(chat.content_format, compiled.style))
         final = _tag_final(messages) if chat.continue_final_message else ""
         context = {
@@ -128,20 +122,28 @@ class ChatTemplates:
             "tools": chat.tools or None,
         }
         try:
-            text = self._join(compiled.template.generate(context))
+            text = _join(compiled.template.generate(context), max_chars)
+        except RequestError:
+            raise
         except RENDER_ERRORS as e:
             raise RequestError(str(e) or repr(e), "messages") from e
         return _cut_at_tag(text, final) if chat.continue_final_message else text
 
-    def _join(self, parts: Iterable[str]) -> str:
-        taken: list[str] = []
-        num_chars = 0
-        for part in parts:
-            num_chars += len(part)
-            if num_chars > self._max_chars:
-                raise ValueError(f"a prompt may have {self._max_chars} characters")
-            taken.append(part)
-        return "".join(taken)
+
+def _join(parts: Iterable[str], max_chars: int | None) -> str:
+    taken: list[str] = []
+    num_chars = 0
+    for part in parts:
+        num_chars += len(part)
+        if max_chars is not None and num_chars > max_chars:
+            raise RequestError(
+                f"the rendered prompt has more than {max_chars} characters, which is more than the model's maximum "
+                "context length. Please reduce the length of the messages.",
+                "messages",
+                code="context_length_exceeded",
+            )
+        taken.append(part)
+    return "".join(taken)
 
 
 def _tag_final(messages: list[Message]) -> str:

@@ -1,9 +1,10 @@
 """The loop of a tokenizer: requests from gateways, each answered in its turn on the same link."""
 
 import logging
+from collections.abc import Callable
 from typing import Protocol
 
-from blockyard.services.tokenizer_pool.texts import Texts
+from blockyard.services.tokenizer_pool.worker_frames import Answer, Work
 from blockyard.shared.bus import Changed, Joined, Links
 from blockyard.shared.member_list import Event
 from blockyard.shared.messages import (
@@ -11,8 +12,8 @@ from blockyard.shared.messages import (
     Frame,
     Member,
     Stats,
-    TextRejected,
     Tokenize,
+    Tokenized,
     TokenizerIn,
 )
 from blockyard.shared.serving import rss_bytes
@@ -28,12 +29,26 @@ class Answers(Protocol):
     def count(self, stats: Stats) -> None: ...
 
 
+class Worker(Protocol):
+    """What it needs of its text process."""
+
+    vocab_size: int
+    max_model_len: int
+    answered: Callable[[int, Answer], None]
+
+    @property
+    def num_jobs(self) -> int: ...
+
+    def submit(self, peer: int, work: Work) -> None: ...
+
+
 class TokenizerPool:
     """One replica. Stateless between requests, so a gateway may ask any."""
 
-    def __init__(self, links: Answers, texts: Texts, served_model_names: list[str]) -> None:
+    def __init__(self, links: Answers, worker: Worker, served_model_names: list[str]) -> None:
         self._links = links
-        self._texts = texts
+        self._worker = worker
+        worker.answered = self._answered
         self._names = frozenset(served_model_names)
         self._requests_total = 0
         self._prompt_tokens_total = 0
@@ -45,15 +60,8 @@ class TokenizerPool:
 
     def handle(self, peer: int, event: "TokenizerIn | Event") -> None:
         match event:
-            case Tokenize():
-                answer = self._texts.tokenize(event)
-                self._requests_total += 1
-                if not isinstance(answer, TextRejected):
-                    self._prompt_tokens_total += len(answer.token_ids) // 4
-                self._links.answer(peer, answer)
-            case Detokenize():
-                self._requests_total += 1
-                self._links.answer(peer, self._texts.detokenize(event))
+            case Tokenize() | Detokenize():
+                self._worker.submit(peer, event)
             case Joined() | Changed():
                 self._learn(event.member)
 
@@ -61,17 +69,25 @@ class TokenizerPool:
         """Publishes the counters."""
         self._links.count(
             Stats(
+                waiting=self._worker.num_jobs,
                 requests_total=self._requests_total,
                 prompt_tokens_total=self._prompt_tokens_total,
                 rss_bytes=rss_bytes(),
             )
         )
 
+    def _answered(self, peer: int, answer: Answer) -> None:
+        self._requests_total += 1
+        if isinstance(answer, Tokenized):
+            self._prompt_tokens_total += len(answer.token_ids) // 4
+        self._links.answer(peer, answer)
+
     def _learn(self, member: Member) -> None:
         """The scheduler's card says how many ids the model knows, which may differ from the tokenizer's."""
         card = member.card
-        if card is None or card.vocab_size == self._texts.vocab_size:
+        if card is None or (self._names and not self._names.intersection(card.names)):
             return
-        if not self._names or self._names.intersection(card.names):
+        self._worker.max_model_len = card.max_model_len
+        if card.vocab_size != self._worker.vocab_size:
             log.info("the vocabulary has %d ids", card.vocab_size)
-            self._texts.vocab_size = card.vocab_size
+            self._worker.vocab_size = card.vocab_size

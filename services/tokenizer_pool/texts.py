@@ -6,6 +6,8 @@ import msgspec
 from tokenizers import Tokenizer
 
 from blockyard.services.tokenizer_pool.chat_template import Chat, ChatTemplates
+from blockyard.services.tokenizer_pool.job_limits import Phases, Unlimited
+from blockyard.services.tokenizer_pool.token_chars import TokenChars
 from blockyard.shared.block_names import block_names, root_name
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import Detokenize, Detokenized, TextRejected, Tokenize, Tokenized
@@ -24,8 +26,9 @@ class Texts:
         templates: ChatTemplates,
         block_size: int,
         block_scope: str,
-        trust_request_template: bool = True,
+        trust_request_template: bool = False,
         content_format: str = "auto",
+        token_chars: TokenChars | None = None,
     ) -> None:
         self._content_format = content_format
         self._tokenizer = tokenizer
@@ -34,33 +37,47 @@ class Texts:
         self._block_size = block_size
         self._block_scope = block_scope
         self._trust_request_template = trust_request_template
+        self._token_chars = token_chars
+        self.phases: Phases = Unlimited()
+
+    def answer(self, work: Tokenize | Detokenize) -> Tokenized | Detokenized | TextRejected:
+        return self.tokenize(work) if isinstance(work, Tokenize) else self.detokenize(work)
 
     def tokenize(self, request: Tokenize) -> Tokenized | TextRejected:
         try:
             return self._tokenize(request)
         except RequestError as e:
-            return TextRejected(request.request_id, e.field, str(e))
+            return TextRejected(request.request_id, e.field, str(e), e.code or "")
 
     def detokenize(self, request: Detokenize) -> Detokenized | TextRejected:
         try:
-            self._check(request.token_ids, "tokens")
-            return Detokenized(request.request_id, self._text_of(request.token_ids))
+            with self.phases.encoding("tokens"):
+                self._check(request.token_ids, "tokens")
+                return Detokenized(request.request_id, self._text_of(request.token_ids))
         except RequestError as e:
             return TextRejected(request.request_id, e.field, str(e))
 
     def _tokenize(self, request: Tokenize) -> Tokenized:
         if sum(given is not None for given in (request.text, request.messages, request.token_ids)) != 1:
             raise RequestError("one of text, messages and token ids is needed", "prompt")
-        text = request.text
+        text, field = request.text, "prompt"
         if request.messages is not None:
-            text = self._templates.render(self._chat(request, request.messages))
-        field = "messages" if request.messages is not None else "prompt"
+            field = "messages"
+            with self.phases.rendering(field):
+                text = self._templates.render(self._chat(request, request.messages), self._most_chars(request))
+        with self.phases.encoding(field):
+            return self._encoded(request, text, field)
+
+    def _encoded(self, request: Tokenize, text: str | None, field: str) -> Tokenized:
         if text is not None:
+            self._check_chars(text, request.max_tokens, field)
             special = request.add_special_tokens
             data = pack(self._encode(text, request.messages is None if special is None else special, field))
         else:
             data = request.token_ids or b""
         self._check(data, field)
+        if 0 < request.max_tokens < count(data):
+            raise _too_long(f"{count(data)} tokens in the {field}", request.max_tokens, field)
         root = root_name(self._block_scope, cache_salt=request.cache_salt)
         if not request.want_text:
             text = ""
@@ -75,9 +92,23 @@ class Texts:
             [self._tokenizer.id_to_token(i) or "" for i in unpack(data)] if request.want_pieces else [],
         )
 
+    def _most_chars(self, request: Tokenize) -> int | None:
+        """Of a rendered prompt; None: no bound, or one that only the whole text can be held against."""
+        chars = self._token_chars
+        if chars is None or chars.whitespace_lost or not request.max_tokens:
+            return None
+        return chars.most * request.max_tokens
+
+    def _check_chars(self, text: str, max_tokens: int, field: str) -> None:
+        """Before a text is encoded, which may take seconds."""
+        if max_tokens and self._token_chars is not None and not self._token_chars.fits(text, max_tokens):
+            raise _too_long(f"{len(text)} characters in the {field}", max_tokens, field)
+
     def _chat(self, request: Tokenize, messages: bytes) -> Chat:
         if request.chat_template is not None and not self._trust_request_template:
-            raise RequestError("this server does not take chat templates with requests", "chat_template")
+            raise RequestError(
+                "chat templates of requests are taken with --trust-request-chat-template alone", "chat_template"
+            )
         parsed = _json(messages, list[dict[str, object]], "messages")
         return Chat(
             parsed,
@@ -123,6 +154,15 @@ class Texts:
             if plain and spaced and spaced[0] != plain[0] and len(spaced) == len(plain):
                 banned.append(spaced)
         return banned
+
+
+def _too_long(what: str, max_tokens: int, field: str) -> RequestError:
+    return RequestError(
+        f"This model's maximum context length is {max_tokens} tokens. However, you requested {what}, which is more. "
+        f"Please reduce the length of the {field}.",
+        field,
+        code="context_length_exceeded",
+    )
 
 
 def _json(data: bytes, kind: type[T], field: str) -> T:

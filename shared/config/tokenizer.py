@@ -17,4 +17,4 @@ class TokenizerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     chat_template_content_format: ContentFormat = "auto"
     block_size: int = 16  # tokens a KV block: full blocks get names
     block_scope: str = ""  # model, revision and KV dtype in words, hashed into every chain's first block name
-    trust_request_chat_template: bool = True  # a request may bring its own template (rendered in the sandbox)
+    trust_request_chat_template: bool = False  # requests may bring templates of their own

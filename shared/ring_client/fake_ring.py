@@ -197,6 +197,9 @@ def tokenized(frame: Tokenize) -> Tokenized | TextRejected:
         text = frame.text if frame.text is not None else (frame.messages or b"").decode()
         if "rejected" in text:
             return TextRejected(frame.request_id, "chat_template", "the template raised")
+        if 0 < frame.max_tokens < len(text):  # each token is a byte
+            field = "prompt" if frame.messages is None else "messages"
+            return TextRejected(frame.request_id, field, "more characters than fit", "context_length_exceeded")
         data = pack(list(text.encode()))
     pieces = [chr(t) for t in unpack(data)] if frame.want_pieces else []
     bad = [list(word.encode()) for word in frame.bad_words]

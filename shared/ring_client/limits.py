@@ -8,7 +8,6 @@ from blockyard.shared.errors import RequestError
 MAX_CHOICES = 128  # of one prompt
 MAX_PROMPTS = 2048  # of one HTTP request
 MAX_ANSWERS = 4096  # of one HTTP request: its prompts times their choices
-MAX_TOKEN_CHARS = 512  # no vocabulary has longer tokens
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_LISTED = 1024  # entries of logit_bias, bad_words, stop_token_ids

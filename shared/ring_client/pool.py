@@ -1,4 +1,8 @@
-"""Work for any member of a role: each job goes to the live member with the fewest of ours, the rest waits here."""
+"""Work for any member of a role: each job goes to the live member with the fewest of ours, the rest waits here.
+
+A member that is lost may have been lost through a job it had. Most are killed or cut off, so its jobs are given to
+another one; a job that was at two members when these were lost is given up.
+"""
 
 from collections import OrderedDict
 from typing import Generic, TypeVar
@@ -8,6 +12,7 @@ F = TypeVar("F")
 MAX_WAITING = (
     2  # of ours at one member: enough that it never idles, few enough that short jobs do not queue behind long
 )
+MAX_LOST = 2  # members that a job may be at when they are lost
 
 
 class _Member(Generic[F]):
@@ -22,6 +27,7 @@ class Pool(Generic[F]):
     def __init__(self) -> None:
         self._members: dict[int, _Member[F]] = {}
         self._queues: dict[str, OrderedDict[str, F]] = {}  # by model, each job -> frame
+        self._lost: dict[str, int] = {}  # members lost with a job that is still open
 
     @property
     def num_waiting(self) -> int:
@@ -35,27 +41,36 @@ class Pool(Generic[F]):
             self._members[member] = _Member(model)
         return self._hand_out()
 
-    def gone(self, member: int) -> list[tuple[int, F]]:
-        """Its unanswered jobs go first in the queue again, in their order."""
+    def gone(self, member: int) -> tuple[list[tuple[int, F]], list[str]]:
+        """Its unanswered jobs go first in the queue again, in their order. Also returns the jobs that are given up."""
         lost = self._members.pop(member, None)
+        given_up = []
         for job, kept in reversed(lost.jobs.items() if lost else ()):
-            if kept is not None:
-                queue = self._queues.setdefault(kept[0], OrderedDict())
-                queue[job] = kept[1]
-                queue.move_to_end(job, last=False)
-        return self._hand_out()
+            if kept is None:
+                continue
+            self._lost[job] = self._lost.get(job, 0) + 1
+            if self._lost[job] >= MAX_LOST:
+                del self._lost[job]
+                given_up.append(job)
+                continue
+            queue = self._queues.setdefault(kept[0], OrderedDict())
+            queue[job] = kept[1]
+            queue.move_to_end(job, last=False)
+        return self._hand_out(), given_up[::-1]
 
     def submit(self, job: str, model: str, frame: F) -> list[tuple[int, F]]:
         self._queues.setdefault(model, OrderedDict())[job] = frame
         return self._hand_out()
 
     def answered(self, member: int, job: str) -> list[tuple[int, F]]:
+        self._lost.pop(job, None)
         if member in self._members:
             self._members[member].jobs.pop(job, None)
         return self._hand_out()
 
     def forget(self, job: str) -> None:
         """Nobody waits for it. If a member has it, it counts there until answered."""
+        self._lost.pop(job, None)
         for queue in self._queues.values():
             queue.pop(job, None)
         for member in self._members.values():

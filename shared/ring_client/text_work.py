@@ -58,7 +58,7 @@ class TextWork:
         future, _, _ = self._waiting.get(frame.request_id, (None, "", 0.0))
         if future is not None and not future.done():
             if isinstance(frame, TextRejected):
-                future.set_exception(RequestError(frame.message, frame.field))
+                future.set_exception(RequestError(frame.message, frame.field, code=frame.code or None))
             else:
                 future.set_result(frame)
         self._send(self._pool.answered(peer, frame.request_id))
@@ -71,8 +71,14 @@ class TextWork:
                 self.gone(member)
 
     def gone(self, member: Member) -> None:
-        if member.role == Role.TOKENIZER_POOL:
-            self._send(self._pool.gone(member.incarnation))
+        if member.role != Role.TOKENIZER_POOL:
+            return
+        out, given_up = self._pool.gone(member.incarnation)
+        for request_id in given_up:
+            future, _, _ = self._waiting.get(request_id, (None, "", 0.0))
+            if future is not None and not future.done():
+                future.set_exception(RequestError("Two tokenizers were lost with this text.", status=500))
+        self._send(out)
 
     def tick(self, now: float, patience_s: float) -> None:
         """Gives up what has waited so long while there was nobody to do it."""
@@ -86,6 +92,8 @@ class TextWork:
         futures = [self.submit(work) for work in works]
         try:
             answers = await asyncio.gather(*futures)
+        except RequestError as e:
+            raise _located(e, futures) from e
         finally:
             for future in futures:
                 future.cancel()
@@ -99,6 +107,14 @@ class TextWork:
         """A send that fails means the member is lost: its Gone is on the way and brings the work back."""
         for member, frame in out:
             self._links.send(member, frame)
+
+
+def _located(error: RequestError, futures: list[asyncio.Future[Answer]]) -> RequestError:
+    """Of several prompts it names the one that is refused."""
+    if error.field != "prompt" or len(futures) == 1:
+        return error
+    index = next(i for i, f in enumerate(futures) if f.done() and not f.cancelled() and f.exception() is error)
+    return RequestError(str(error), f"prompt[{index}]", error.status, error.code, error.retry_after_s)
 
 
 def _is_done(work: Tokenize) -> bool:

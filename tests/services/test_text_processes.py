@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from blockyard.services.message_bus.roster import Roster
 from blockyard.services.message_bus.service import Registry
-from blockyard.shared.bus import Links
+from blockyard.shared.bus import Gone, Links
 from blockyard.shared.config.process import BusConfig
 from blockyard.shared.messages import (
     FinishReason,
@@ -39,6 +39,7 @@ from blockyard.shared.token_ids import unpack
 
 ROOT = Path(__file__).parents[2]
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+DEAF = "{{ ([[1]] * 4000000) | sum(start=[]) }}"  # runs in C: no Python code has a turn in it
 LIMIT_S = 20.0
 
 
@@ -56,8 +57,8 @@ def bus(tmp_path: Path) -> Iterator[BusConfig]:
 
 
 @contextlib.contextmanager
-def process(role: str, bus: BusConfig, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    config = {
+def process(role: str, bus: BusConfig, folder: Path, **settings: Any) -> Iterator[subprocess.Popen[bytes]]:
+    config = settings | {
         "process": {"name": role, "bus": {"registry": bus.registry, "bind": bus.bind}},
         "tokenizer_path": str(folder),
         "served_model_names": ["m"],
@@ -65,12 +66,13 @@ def process(role: str, bus: BusConfig, folder: Path) -> Iterator[subprocess.Pope
     path = folder / f"{role}.json"
     path.write_text(json.dumps(config))
     command = [sys.executable, "-m", f"blockyard.services.{role}", str(path)]
-    child = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT / ".src")})
+    env = os.environ | {"PYTHONPATH": str(ROOT / ".src")}
+    child = subprocess.Popen(command, env=env, stderr=subprocess.PIPE)
     try:
         yield child
     finally:
         child.kill()
-        child.wait()
+        child.communicate()
 
 
 class Peer:
@@ -99,7 +101,7 @@ def test_tokenizer_process(bus: BusConfig, tmp_path: Path, byte_tokenizer: Token
     byte_tokenizer.save(str(tmp_path / "tokenizer.json"))
     with (
         Links("gateway", Role.API_GATEWAY, bus, GatewayIn) as links,
-        process("tokenizer_pool", bus, tmp_path) as child,
+        process("tokenizer_pool", bus, tmp_path, trust_request_chat_template=True) as child,
     ):
         gateway = Peer(links)
         gateway.until(lambda: links.of(Role.TOKENIZER_POOL, "m"))
@@ -108,16 +110,33 @@ def test_tokenizer_process(bus: BusConfig, tmp_path: Path, byte_tokenizer: Token
         chat = b'[{"role": "user", "content": "x"}]'
         for request in (
             Tokenize("loop", "m", messages=chat, chat_template=LOOP),
+            Tokenize("deaf", "m", messages=chat, chat_template=DEAF),
             Tokenize("text", "m", text="the fox"),
         ):
             assert links.send(member.incarnation, request)
-        gateway.until(lambda: len(gateway.taken(Tokenized, TextRejected)) == 2)
-        loop, text = gateway.taken(Tokenized, TextRejected)
+        gateway.until(lambda: len(gateway.taken(Tokenized, TextRejected)) == 3)
+        loop, deaf, text = gateway.taken(Tokenized, TextRejected)
         assert (loop.request_id, loop.field, "takes more than" in loop.message) == ("loop", "messages", True)
+        assert (deaf.request_id, deaf.field, "takes more than" in deaf.message) == ("deaf", "messages", True)
         assert unpack(text.token_ids) == byte_tokenizer.encode("the fox").ids
-        gateway.until(lambda: links.members[member.incarnation].stats.requests_total == 2)
+        gateway.until(lambda: links.members[member.incarnation].stats.requests_total == 3)
         assert links.members[member.incarnation].stats.rss_bytes < 70e6
+        assert not gateway.taken(Gone)  # its heartbeat went on
         assert end(child) == 0
+
+
+def test_a_template_of_a_request_is_refused_unless_trusted(
+    bus: BusConfig, tmp_path: Path, byte_tokenizer: Tokenizer
+) -> None:
+    byte_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    with Links("gateway", Role.API_GATEWAY, bus, GatewayIn) as links, process("tokenizer_pool", bus, tmp_path):
+        gateway = Peer(links)
+        gateway.until(lambda: links.of(Role.TOKENIZER_POOL, "m"))
+        chat = b'[{"role": "user", "content": "x"}]'
+        links.send(links.of(Role.TOKENIZER_POOL)[0].incarnation, Tokenize("a", "m", messages=chat, chat_template="x"))
+        gateway.until(lambda: gateway.taken(TextRejected))
+        (rejected,) = gateway.taken(TextRejected)
+        assert rejected.field == "chat_template" and "--trust-request-chat-template" in rejected.message
 
 
 def test_detokenizer_process(bus: BusConfig, tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
@@ -150,4 +169,8 @@ def test_detokenizer_process(bus: BusConfig, tmp_path: Path, byte_tokenizer: Tok
 @pytest.mark.parametrize("role", ["tokenizer_pool", "detokenizer"])
 def test_a_folder_without_tokenizer_is_one_line(role: str, bus: BusConfig, tmp_path: Path) -> None:
     with process(role, bus, tmp_path) as child:
-        assert child.wait(LIMIT_S) == 3
+        _, said = child.communicate(timeout=LIMIT_S)
+        assert child.returncode == 3
+        assert (
+            said.decode() == f"error: tokenizer: {tmp_path} has neither tokenizer.json nor vocab.json with merges.txt\n"
+        )

@@ -106,7 +106,12 @@ class Batch:
     async def _tokenize(self) -> list[Tokenized]:
         """All prompts. Raises RequestError for the first that is refused."""
         works = [
-            msgspec.structs.replace(job.prompt.work, request_id=f"{self._name}-{i}", bad_words=job.asked.bad_words)
+            msgspec.structs.replace(
+                job.prompt.work,
+                request_id=f"{self._name}-{i}",
+                bad_words=job.asked.bad_words,
+                max_tokens=self._card.max_model_len if job.asked.truncate is None else 0,
+            )
             for i, job in enumerate(self._jobs)
         ]
         done = await self._answers(works)

@@ -40,7 +40,9 @@ class Session:
             self.config: GatewayConfig = whole.gateways[0]
             self.tokenizer_path = Path(whole.tokenizers[0].tokenizer_path)
             gpus.check(whole.workers, os.environ)
-            self._deployment = msgspec.structs.replace(whole, gateways=[])
+            # templates come from the script itself, through `LLM.chat`
+            tokenizers = [msgspec.structs.replace(t, trust_request_chat_template=True) for t in whole.tokenizers]
+            self._deployment = msgspec.structs.replace(whole, gateways=[], tokenizers=tokenizers)
             self._display = display(self._deployment)
             self._ring = Ring(self._deployment, run_dir.path, self._display, make_command)
             self._tidy_up = undo.pop_all()

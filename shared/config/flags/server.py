@@ -38,6 +38,13 @@ SERVER = (
         ("tokenizer.chat_template_content_format",),
         choices=("auto", "string", "openai"),
     ),
+    Flag(
+        "trust-request-chat-template",
+        Kind.BOOL,
+        False,
+        "Take the chat templates that requests bring (`chat_template`); off: such a request is a 400.",
+        ("tokenizer.trust_request_chat_template",),
+    ),
     Flag("response-role", Kind.TEXT, "assistant", "Role in answers of the chat endpoint.", ("gateway.response_role",)),
     Flag("served-model-name", Kind.LIST, [], "Model names in the API, the first is echoed; unset: --model."),
     Flag(

@@ -154,6 +154,9 @@ CASES += [
     ("/tokenize", {"prompt": [1]}, "prompt"),
     ("/tokenize", {"messages": []}, "messages"),
     ("/detokenize", {}, "tokens"),
+    ("/detokenize", {"tokens": [97] * 257}, "tokens"),  # the context has 256
+    ("/tokenize", {"prompt": "x" * 257}, "prompt"),
+    ("/tokenize", {"messages": [{"role": "user", "content": "x" * 257}]}, "messages"),
     ("/detokenize", {"tokens": [300]}, "tokens"),
     ("/detokenize", {"tokens": [-1]}, "tokens"),
     ("/detokenize", {"tokens": ["a"]}, "tokens[0]"),

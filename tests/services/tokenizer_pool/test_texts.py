@@ -1,16 +1,16 @@
 """Text, chats and ids to token ids with block names, and back; what cannot be is rejected by field."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
 
 from blockyard.services.tokenizer_pool.chat_template import ChatTemplates
-from blockyard.services.tokenizer_pool.render_limits import RenderLimits
 from blockyard.services.tokenizer_pool.service import TokenizerPool
 from blockyard.services.tokenizer_pool.texts import Texts
+from blockyard.services.tokenizer_pool.worker_frames import Answer, Work
 from blockyard.shared.block_names import block_names, root_name
 from blockyard.shared.bus import Changed, Joined
 from blockyard.shared.fake_links import FakeLinks
@@ -32,8 +32,8 @@ USER = b'[{"role": "user", "content": "the fox"}]'
 
 @pytest.fixture
 def texts(byte_tokenizer: Tokenizer) -> Iterator[Texts]:
-    templates = ChatTemplates({"default": TEMPLATE}, {"bos_token": "<s>"}, RenderLimits())
-    yield Texts(byte_tokenizer, byte_tokenizer.get_vocab_size(), templates, 4, "scope")
+    templates = ChatTemplates({"default": TEMPLATE}, {"bos_token": "<s>"})
+    yield Texts(byte_tokenizer, byte_tokenizer.get_vocab_size(), templates, 4, "scope", trust_request_template=True)
 
 
 def done(texts: Texts, **fields: Any) -> Tokenized:
@@ -56,7 +56,7 @@ def test_the_form_of_contents_may_be_said(byte_tokenizer: Tokenizer) -> None:
     size = byte_tokenizer.get_vocab_size()
 
     def rendered(template: str, messages: bytes, content_format: str, asked: str = "") -> str:
-        templates = ChatTemplates({"default": template}, {}, RenderLimits())
+        templates = ChatTemplates({"default": template}, {})
         texts = Texts(byte_tokenizer, size, templates, 4, "scope", content_format=content_format)
         return done(texts, messages=messages, want_text=True, content_format=asked).text
 
@@ -136,8 +136,8 @@ def test_rejected_by_field(texts: Texts, fields: dict[str, Any], field: str) -> 
 
 
 def test_templates_of_requests_may_be_forbidden(byte_tokenizer: Tokenizer) -> None:
-    templates = ChatTemplates({"default": "x"}, {}, RenderLimits())
-    texts = Texts(byte_tokenizer, 1000, templates, 4, "", trust_request_template=False)
+    templates = ChatTemplates({"default": "x"}, {})
+    texts = Texts(byte_tokenizer, 1000, templates, 4, "")
     assert rejected(texts, messages=USER, chat_template="y").field == "chat_template"
 
 
@@ -152,7 +152,7 @@ def test_bad_words_with_and_without_a_space(texts: Texts, byte_tokenizer: Tokeni
 
 
 def test_a_bad_word_that_a_space_does_not_change(word_tokenizer: Tokenizer) -> None:
-    texts = Texts(word_tokenizer, 1000, ChatTemplates({}, {}, RenderLimits()), 4, "")
+    texts = Texts(word_tokenizer, 1000, ChatTemplates({}, {}), 4, "")
     assert done(texts, text="a", bad_words=["fox"]).bad_words == [word_tokenizer.encode("fox").ids]
 
 
@@ -165,13 +165,25 @@ def test_detokenize(texts: Texts, byte_tokenizer: Tokenizer) -> None:
         assert isinstance(answer, TextRejected) and answer.field == "tokens"
 
 
+class AtOnce:
+    """A text process that answers while the job is handed to it."""
+
+    def __init__(self, texts: Texts) -> None:
+        self._texts = texts
+        self.vocab_size = self.max_model_len = self.num_jobs = 0
+        self.answered: Callable[[int, Answer], None] = lambda peer, answer: None
+
+    def submit(self, peer: int, work: Work) -> None:
+        self.answered(peer, self._texts.answer(work))
+
+
 @pytest.fixture
 def links() -> FakeLinks:
     return FakeLinks(Member("tokenizer", Role.TOKENIZER_POOL, 1, "ipc://x"))
 
 
 def test_service_answers_in_order_and_counts(links: FakeLinks, texts: Texts) -> None:
-    pool = TokenizerPool(links, texts, ["m"])
+    pool = TokenizerPool(links, AtOnce(texts), ["m"])
     pool.handle(5, Tokenize("a", "m", text="the fox"))
     pool.handle(6, Tokenize("b", "m"))
     pool.handle(5, Detokenize("c", "m", b""))
@@ -185,13 +197,14 @@ def test_service_answers_in_order_and_counts(links: FakeLinks, texts: Texts) -> 
 
 
 def test_service_learns_the_models_vocabulary(links: FakeLinks, texts: Texts) -> None:
-    pool = TokenizerPool(links, texts, ["m"])
+    worker = AtOnce(texts)
+    pool = TokenizerPool(links, worker, ["m"])
     member = Member("s", Role.SCHEDULER, 9, "ipc://s")
     pool.handle(9, Joined(member))
-    for name, vocab_size in (("other", 3), ("m", 7)):
-        card = ModelCard([name], "", 10, vocab_size, 0)
+    for name, vocab_size in (("m", 7), ("other", 3)):
+        card = ModelCard([name], "", 10 * vocab_size, vocab_size, 0)
         pool.handle(9, Changed(Member("s", Role.SCHEDULER, 9, "ipc://s", card=card)))
-    assert texts.vocab_size == 7
+    assert (worker.vocab_size, worker.max_model_len) == (7, 70)
 
 
 def test_deeply_nested_content_is_no_crash(texts: Texts) -> None:

@@ -24,9 +24,35 @@ def test_a_death_brings_its_jobs_back_first_and_in_order() -> None:
     pool.join(1, "")
     for job in "abcd":
         pool.submit(job, "m", job)
-    assert pool.gone(1) == []
+    assert pool.gone(1) == ([], [])
     assert pool.join(2, "") == [(2, "a"), (2, "b")]
     assert pool.answered(2, "a") == [(2, "c")]
+
+
+def test_a_job_that_two_members_were_lost_with_is_not_given_to_a_third() -> None:
+    pool: Pool[str] = Pool()
+    pool.join(1, "")
+    pool.join(2, "")
+    assert pool.submit("a", "m", "A") == [(1, "A")]
+    assert pool.gone(1) == ([(2, "A")], [])
+    assert pool.submit("b", "m", "B") == [(2, "B")]
+    pool.join(3, "")
+    assert pool.gone(2) == ([(3, "B")], ["a"])
+    assert pool.num_waiting == 0
+    pool.answered(3, "b")
+    assert pool.submit("b", "m", "B") == [(3, "B")]
+    assert pool.gone(3) == ([], []) and pool.num_waiting == 1  # an answer wipes the slate clean
+
+
+def test_a_job_that_waits_when_a_member_is_lost_has_lost_none() -> None:
+    pool: Pool[str] = Pool()
+    for member in range(1, 4):
+        pool.join(member, "")
+        for job in "abc":
+            if member == 1:
+                pool.submit(job, "m", job)
+        _, given_up = pool.gone(member)
+        assert given_up == [[], ["a", "b"], []][member - 1]
 
 
 def test_models_do_not_wait_for_each_other() -> None:
@@ -59,6 +85,7 @@ def test_every_job_is_answered_once_and_nobody_is_swamped(actions: list[tuple[st
     submitted: set[str] = set()
     answered: list[str] = []
     forgotten: set[str] = set()
+    failed: set[str] = set()
 
     def sent(out: list[tuple[int, str]]) -> None:
         for member, job in out:
@@ -79,7 +106,9 @@ def test_every_job_is_answered_once_and_nobody_is_swamped(actions: list[tuple[st
             sent(pool.join(which, ""))
         elif what == "gone" and which in at:
             del at[which]
-            sent(pool.gone(which))
+            out, given_up = pool.gone(which)
+            sent(out)
+            failed.update(given_up)
         elif what == "forget" and submitted - set(answered):
             job = sorted(submitted - set(answered))[which % len(submitted - set(answered))]
             forgotten.add(job)
@@ -90,5 +119,6 @@ def test_every_job_is_answered_once_and_nobody_is_swamped(actions: list[tuple[st
     sent(pool.join(99, ""))
     while any(at.values()):
         answer(next(m for m, jobs in at.items() if jobs))
-    assert len(answered) == len(set(answered)) and submitted - forgotten <= set(answered)
+    assert len(answered) == len(set(answered)) and submitted - forgotten - failed <= set(answered)
+    assert not failed & set(answered)
     assert pool.num_waiting == 0

@@ -1,0 +1,153 @@
+"""The fork server: loads the tokenizer once and forks text workers, one at a time.
+
+A worker that was killed is replaced in milliseconds, with the tokenizer and the compiled templates in memory. The
+server itself runs no client's text or template. It is forked from the service process before that has any thread.
+"""
+
+import gc
+import logging
+import os
+import select
+import signal
+import socket
+import time
+from collections.abc import Callable
+from typing import NoReturn
+
+from setproctitle import setproctitle
+
+from blockyard.services.tokenizer_pool import text_worker
+from blockyard.services.tokenizer_pool.chat_template import ChatTemplates
+from blockyard.services.tokenizer_pool.job_limits import JobLimits
+from blockyard.services.tokenizer_pool.texts import Texts
+from blockyard.services.tokenizer_pool.token_chars import max_token_chars
+from blockyard.services.tokenizer_pool.worker_frames import (
+    FromServer,
+    Loaded,
+    LoadFailed,
+    WorkerEnded,
+    WorkerStarted,
+    encode,
+    pair,
+)
+from blockyard.shared import settings, tokenizer_files
+from blockyard.shared.config.tokenizer import TokenizerConfig
+from blockyard.shared.errors import BlockyardError, ConfigError, RequestError
+
+log = logging.getLogger(__name__)
+
+KILL = b"k"  # from the service: end the worker
+PAUSE_S = 0.05  # before the next worker, should one end as soon as it starts
+
+
+def start(config: TokenizerConfig, limits: JobLimits) -> socket.socket:
+    """Forks the server. Returns the control socket, where it says what becomes of its workers."""
+    ours, theirs = pair(socket.SOCK_SEQPACKET)
+    parent = os.getpid()
+    if os.fork() == 0:
+        ours.close()
+        _run(parent, f"{config.process.name}: fork server", lambda: ForkServer(theirs, config, limits).run())
+    theirs.close()
+    return ours
+
+
+def load_texts(config: TokenizerConfig) -> tuple[Texts, list[str]]:
+    """The tokenizer of the settings, and what it is in words."""
+    # the library's own switch: a single text is encoded by one thread, a pool of them would only take memory
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    files = tokenizer_files.load(config.tokenizer_path)
+    templates = files.chat_templates if config.chat_template is None else {"default": config.chat_template}
+    chats = ChatTemplates(templates, files.special_tokens)
+    try:
+        chats.check()
+    except RequestError as e:
+        if config.chat_template is not None:
+            raise ConfigError(f"--chat-template: {e}") from e
+        log.warning("chats will be refused: %s", e)
+    texts = Texts(
+        files.tokenizer,
+        files.vocab_size,
+        chats,
+        config.block_size,
+        config.block_scope,
+        config.trust_request_chat_template,
+        config.chat_template_content_format,
+        token_chars=max_token_chars(files.tokenizer),
+    )
+    return texts, [f"vocabulary {files.vocab_size}", f"chat template {'yes' if templates else 'no'}"]
+
+
+class ForkServer:
+    """Runs until the service closes the control socket."""
+
+    def __init__(self, control: socket.socket, config: TokenizerConfig, limits: JobLimits) -> None:
+        self._control, self._config, self._limits = control, config, limits
+
+    def run(self) -> None:
+        try:
+            texts, notes = load_texts(self._config)
+        except BlockyardError as e:
+            self._tell(LoadFailed(e.exit_code, str(e)))
+            return
+        gc.collect()
+        gc.freeze()  # a collection would copy the pages that workers share
+        self._tell(Loaded(notes))
+        while self._one_worker(texts):
+            pass
+
+    def _one_worker(self, texts: Texts) -> bool:
+        """From its start to its end. False once the service is gone."""
+        ours, theirs = pair(socket.SOCK_STREAM)
+        alive, held = os.pipe()  # the kernel closes the worker's end, however that ends
+        parent, began = os.getpid(), time.monotonic()
+        pid = os.fork()
+        if pid == 0:
+            self._control.close()
+            ours.close()
+            os.close(alive)
+            name = f"{self._config.process.name}: text worker"
+            _run(parent, name, lambda: text_worker.serve(theirs, texts, self._limits))
+        theirs.close()
+        os.close(held)
+        with ours:
+            socket.send_fds(self._control, [encode(WorkerStarted(pid))], [ours.fileno()])
+        served = self._wait(pid, alive)
+        os.close(alive)
+        _, status = os.waitpid(pid, 0)
+        if served:
+            self._tell(WorkerEnded(os.waitstatus_to_exitcode(status)))
+            if time.monotonic() - began < PAUSE_S:
+                time.sleep(PAUSE_S)
+        return served
+
+    def _wait(self, pid: int, alive: int) -> bool:
+        """Until the worker has ended. False if that is because the service is gone."""
+        while True:
+            ready, _, _ = select.select([alive, self._control.fileno()], [], [])
+            if alive in ready:
+                return True
+            word = self._control.recv(len(KILL))
+            os.kill(pid, signal.SIGKILL)  # not reaped yet: the number is still its own
+            if word != KILL:
+                return False
+
+    def _tell(self, frame: FromServer) -> None:
+        self._control.send(encode(frame))
+
+
+def _run(parent: int, name: str, work: Callable[[], None]) -> NoReturn:
+    """The whole life of a forked process, which ends with its parent."""
+    code = 1
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the service decides
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        settings.die_with(parent)
+        setproctitle(f"blockyard: {name}")
+        work()
+        code = 0
+    except (BrokenPipeError, ConnectionResetError):
+        code = 0  # the other end is gone
+    except BaseException:
+        log.exception("%s ends", name)
+    finally:
+        os._exit(code)

@@ -1,0 +1,102 @@
+"""Limits on the CPU time and memory of one job of a text worker. The kernel enforces them, also against code in C."""
+
+import os
+import resource
+import signal
+import traceback
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from blockyard.shared.errors import RequestError
+
+MIB = 1 << 20
+# Each part of a job has a timer of its own, whose signal ends the process and says which part took too long.
+RENDERING, ENCODING = signal.SIGPROF, signal.SIGVTALRM
+_TIMERS = {RENDERING: signal.ITIMER_PROF, ENCODING: signal.ITIMER_VIRTUAL}
+
+
+class JobLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What one job may cost; two of the limits grow with the model's context length."""
+
+    render_cpu_s: float = 2.0
+    encode_cpu_s: float = 2.0
+    encode_cpu_us_per_token: float = 20.0  # ordinary text takes 1 to 2
+    memory_bytes: int = 256 * MIB
+    memory_bytes_per_token: int = 2048  # ordinary text takes about 500
+    silence_s: float = 20.0  # by the clock: a process that is stopped uses no CPU time
+    growth_bytes: int = 128 * MIB  # a worker whose peak grew by more is replaced after its job
+
+    def encoding_s(self, max_model_len: int) -> float:
+        return self.encode_cpu_s + self.encode_cpu_us_per_token * max_model_len / 1e6
+
+    def memory(self, max_model_len: int) -> int:
+        return self.memory_bytes + self.memory_bytes_per_token * max_model_len
+
+
+class Phases(Protocol):
+    """Wraps the two parts of a job. A part that needs too much memory is a RequestError that names `field`."""
+
+    def rendering(self, field: str) -> AbstractContextManager[None]: ...
+
+    def encoding(self, field: str) -> AbstractContextManager[None]: ...
+
+
+class Unlimited:
+    """Phases of code that is run for its result alone."""
+
+    def rendering(self, field: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def encoding(self, field: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+class ProcessLimits:
+    """Phases that limit this process. A part that takes too much CPU time ends the process by its signal."""
+
+    def __init__(self, limits: JobLimits) -> None:
+        self._limits = limits
+        self._max_model_len: int | None = None
+        self._data_bytes = _data_bytes()
+        self._peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        for number in _TIMERS:
+            signal.signal(number, signal.SIG_DFL)
+
+    def begin(self, max_model_len: int) -> None:
+        """Before each job. RLIMIT_DATA and not RLIMIT_AS: files that are mapped do not count."""
+        if max_model_len != self._max_model_len:
+            _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+            soft = self._data_bytes + self._limits.memory(max_model_len)
+            resource.setrlimit(resource.RLIMIT_DATA, (soft if hard < 0 else min(soft, hard), hard))
+            self._max_model_len = max_model_len
+
+    def rendering(self, field: str) -> AbstractContextManager[None]:
+        return self._phase(RENDERING, self._limits.render_cpu_s, "the chat template", field)
+
+    def encoding(self, field: str) -> AbstractContextManager[None]:
+        return self._phase(ENCODING, self._limits.encoding_s(self._max_model_len or 0), "the text", field)
+
+    def has_grown(self) -> bool:
+        """The last jobs took so much memory that this process is better replaced."""
+        peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return (peak_kib - self._peak_kib) * 1024 > self._limits.growth_bytes
+
+    @contextmanager
+    def _phase(self, number: signal.Signals, cpu_s: float, what: str, field: str) -> Iterator[None]:
+        signal.setitimer(_TIMERS[number], cpu_s)
+        try:
+            yield
+        except MemoryError as e:
+            traceback.clear_frames(e.__traceback__)  # they hold what was made so far
+            raise RequestError(f"{what} needs too much memory", field) from None
+        finally:
+            signal.setitimer(_TIMERS[number], 0)
+
+
+def _data_bytes() -> int:
+    pages = Path("/proc/self/statm").read_text("ascii").split()[5]
+    return int(pages) * os.sysconf("SC_PAGESIZE")

@@ -1,0 +1,104 @@
+"""How many characters of a text one token can stand for at most, so that a text too long is refused unread."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from tokenizers import Tokenizer, models
+
+COMPOSED = 4  # characters that Unicode's composition makes one of, at most
+NUM_BYTES = 256
+# Normalizers and pre-tokenizers that keep each character or make several of it.
+KEEPING = frozenset(
+    {"ByteLevel", "Digits", "FixedLength", "Lowercase", "Metaspace", "NFD", "NFKD", "Prepend", "UnicodeScripts"}
+)
+# Those of which only white space is lost.
+WHITESPACE_LOSING = frozenset({"BertPreTokenizer", "Strip", "Whitespace", "WhitespaceSplit"})
+
+
+@dataclass(frozen=True, slots=True)
+class TokenChars:
+    """`most` characters at most stand behind one token; with `whitespace_lost` those that are no white space."""
+
+    most: int
+    whitespace_lost: bool = False
+
+    def fits(self, text: str, num_tokens: int) -> bool:
+        """False only for a text that is more than `num_tokens` tokens for certain. Quick for those that fit."""
+        limit = self.most * num_tokens
+        if len(text) <= limit:
+            return True
+        return self.whitespace_lost and sum(map(len, text.split())) <= limit
+
+
+@dataclass(frozen=True, slots=True)
+class _Loss:
+    """What a stage of a tokenizer does to the number of characters."""
+
+    factor: int = 1  # so many characters become one, at most
+    whitespace: bool = False
+    unbounded: bool = False
+
+
+def max_token_chars(tokenizer: Tokenizer) -> TokenChars | None:
+    """None where any number of characters may become one token or none: unknown words, accents that are stripped."""
+    stages = [*_stages(_state(tokenizer.normalizer), "normalizers")]
+    stages += _stages(_state(tokenizer.pre_tokenizer), "pretokenizers")
+    losses = [_loss(stage) for stage in stages]
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    if any(loss.unbounded for loss in losses) or not _covers_all(tokenizer, stages, vocabulary):
+        return None
+    factor = 1
+    for loss in losses:
+        factor *= loss.factor
+    added = tokenizer.get_added_tokens_decoder().values()
+    whitespace = any(loss.whitespace for loss in losses) or any(token.lstrip or token.rstrip for token in added)
+    return TokenChars(max(map(len, vocabulary), default=1) * factor, whitespace)
+
+
+def _state(part: Any) -> dict[str, Any] | None:
+    """A part of a tokenizer as its file describes it."""
+    return None if part is None else msgspec.json.decode(part.__getstate__(), type=dict[str, Any])
+
+
+def _stages(part: dict[str, Any] | None, name: str) -> Iterable[dict[str, Any]]:
+    if part is None:
+        return
+    if part.get("type") == "Sequence":
+        for inner in part.get(name, []):
+            yield from _stages(inner, name)
+    else:
+        yield part
+
+
+def _loss(stage: dict[str, Any]) -> _Loss:
+    kind = stage.get("type")
+    if kind in KEEPING:
+        return _Loss()
+    if kind in WHITESPACE_LOSING:
+        return _Loss(whitespace=True)
+    if kind in ("NFC", "NFKC"):
+        return _Loss(factor=COMPOSED)
+    pattern = stage.get("pattern")
+    literal = pattern.get("String") if isinstance(pattern, dict) else None
+    if kind == "Replace" and isinstance(literal, str) and stage.get("content"):
+        return _Loss(factor=max(1, -(-len(literal) // len(stage["content"]))))
+    if kind in ("Split", "Punctuation"):
+        if stage.get("behavior") != "Removed":
+            return _Loss()
+        if isinstance(literal, str) and literal.isspace() and not stage.get("invert"):
+            return _Loss(whitespace=True)
+    return _Loss(unbounded=True)
+
+
+def _covers_all(tokenizer: Tokenizer, stages: list[dict[str, Any]], vocabulary: dict[str, int]) -> bool:
+    """Whether each character that reaches the model is part of a token of its own text, or is one by itself."""
+    model = tokenizer.model
+    if not isinstance(model, models.BPE):
+        return False  # words or runs of characters that are unknown become one token
+    if any(stage.get("type") == "ByteLevel" for stage in stages):
+        return sum(len(token) == 1 for token in vocabulary) >= NUM_BYTES
+    if model.byte_fallback and all(f"<0x{byte:02X}>" in vocabulary for byte in range(NUM_BYTES)):
+        return True
+    return model.unk_token is not None and not model.fuse_unk
