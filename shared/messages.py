@@ -238,7 +238,7 @@ class TextOptions(Record, frozen=True):
     """How ids become text; the detokenizer's business."""
 
     stop: list[str] = []
-    include_stop: bool = False
+    include_stop: bool = False  # the stop string, and the text of the token that ended the choice
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     tokens_as_ids: bool = False  # logprob tokens are shown as `token_id:N`

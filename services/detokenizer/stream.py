@@ -36,6 +36,7 @@ class Stream:
         "number",
         "request_id",
         "scheduler",
+        "shows_stop",
     )
 
     def __init__(self, scheduler: int, opened: StreamOpen, table: TokenTable) -> None:
@@ -47,6 +48,7 @@ class Stream:
         self.scheduler = scheduler
         self.number = opened.stream  # what the scheduler calls it
         self.as_ids = options.tokens_as_ids
+        self.shows_stop = options.include_stop
         self.count = 0  # output tokens so far
         self.gap_seen = False
         self._decoder = new_decoder(table, options.skip_special_tokens, options.spaces_between_special_tokens)

@@ -139,8 +139,8 @@ class TextStreams:
     def _full_step(
         self, stream: Stream, step: TokenStep, token_ids: list[int], known: int, outcome: Outcome
     ) -> TextDelta | None:
-        # the id that ended it (end-of-sequence, a stop id) is counted but not shown
-        hidden = 1 if step.finish is FinishReason.STOP and token_ids else 0
+        # as vLLM: the id that ended it (end-of-sequence, a stop id) is counted, and shown if the request says so
+        hidden = 1 if step.finish is FinishReason.STOP and token_ids and not stream.shows_stop else 0
         taken = stream.take(token_ids[: len(token_ids) - hidden])
         logprobs: list[TextLogprobs] = []
         prompt_logprobs: list[TextLogprobs] = []

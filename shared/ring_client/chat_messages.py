@@ -6,8 +6,6 @@ from blockyard.shared.errors import RequestError, not_built
 
 NULL = msgspec.Raw(b"null")
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
-
 
 class ContentPart(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     type: str
@@ -61,8 +59,6 @@ def read_messages(messages: list[Message] | None) -> bytes:
 
 
 def _message(message: Message, where: str) -> TemplateMessage:
-    if message.role not in ROLES:
-        raise RequestError(f"role must be one of {', '.join(ROLES)}, got {message.role[:40]!r}", f"{where}.role")
     if message.role == "tool":
         raise not_built(f"{where}.role", "messages of the role tool need tool calls")
     for name in ("tool_calls", "function_call", "audio"):

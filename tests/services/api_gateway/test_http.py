@@ -309,6 +309,20 @@ async def test_parts_stay_parts_and_templates_get_their_arguments(rig) -> None:
     assert second.continue_final_message and not second.add_generation_prompt
 
 
+async def test_any_role_goes_to_the_template(rig) -> None:
+    async with rig() as r:
+        body = {"messages": [{"role": "critic", "content": "hm"}, *USER]}
+        assert (await r.post(CHAT, body))[0] == 200
+        [frame] = r.ring.frames(Tokenize)
+    assert frame.messages == b'[{"role":"critic","content":"hm"},{"role":"user","content":"hi"}]'
+
+
+async def test_a_body_may_begin_with_a_byte_order_mark(rig) -> None:
+    async with rig() as r:
+        for path, body in ((CHAT, b'{"messages":[{"role":"user","content":"hi"}]}'), ("/tokenize", b'{"prompt":"x"}')):
+            assert (await r.post(path, b"\xef\xbb\xbf" + body))[0] == 200
+
+
 async def test_usage_details(rig) -> None:
     async with rig(enable_prompt_tokens_details=True) as r:
         _, answer = await r.post(COMPLETION, {"prompt": "hello"})

@@ -1,5 +1,6 @@
 """Stop strings: found if and only if they are in the text, however it arrives."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -32,6 +33,16 @@ def fed(finder: StopFinder, chunks: list[str]) -> str:
 def test_found_iff_in_the_text(chunks: list[str], stops: list[str], include: bool) -> None:
     finder = StopFinder(stops, include)
     assert (fed(finder, chunks), finder.found) == expected("".join(chunks), stops, include)
+
+
+@pytest.mark.parametrize("stops", [["b", "ab", "cab"], ["cab", "ab", "b"], ["ab", "cab", "b"]])
+@pytest.mark.parametrize("chunks", [["xcab"], ["x", "c", "a", "b"], ["xca", "b!"]])
+@pytest.mark.parametrize(("include", "shown"), [(False, "x"), (True, "xcab")])
+def test_of_stop_strings_that_end_together_the_longest_counts(
+    stops: list[str], chunks: list[str], include: bool, shown: str
+) -> None:
+    finder = StopFinder(stops, include)
+    assert (fed(finder, chunks), finder.found) == (shown, "cab")
 
 
 @given(chunks=st.lists(letters, max_size=8), stops=stop_lists)

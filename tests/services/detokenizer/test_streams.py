@@ -44,6 +44,24 @@ def test_the_id_that_ended_it_is_counted_but_not_shown(bench: Any, stop_token: i
     assert (delta.finish, delta.stop_reason) == (FinishReason.STOP, stop_token)
 
 
+@pytest.mark.parametrize("stop", [[], ["dog "]])
+def test_the_id_that_ended_it_is_shown_with_include_stop(bench: Any, stop: list[str]) -> None:
+    ids, (end, *_) = bench.ids("The fox"), bench.ids("dog")
+    bench.open(include_stop=True, stop=stop)
+    for n, token_id in enumerate(ids):
+        bench.step(n, [token_id])
+    bench.step(len(ids), [end], finish=FinishReason.STOP, stop_token=end)
+    assert bench.text == "The fox" + bench.tokenizer.decode([end])
+    assert (bench.token_ids, bench.deltas[-1].stop_reason, bench.stops) == ([*ids, end], end, [])
+
+
+@pytest.mark.parametrize(("skips", "text"), [(True, "The fox"), (False, "The fox</s>")])
+def test_end_of_sequence_with_include_stop_is_a_special_token(bench: Any, skips: bool, text: str) -> None:
+    bench.open(include_stop=True, skip_special_tokens=skips)
+    bench.step(0, [*bench.ids("The fox"), bench.tokenizer.token_to_id("</s>")], finish=FinishReason.STOP)
+    assert (bench.text, bench.deltas[-1].stop_reason) == (text, None)
+
+
 def test_unfinished_bytes_come_out_at_the_end(bench: Any) -> None:
     first = bench.tokenizer.token_to_id("Ã")
     bench.open()

@@ -199,6 +199,27 @@ def test_parameters_that_cannot_be_followed_are_named(bad: Sampling) -> None:
     assert Bench().add(bad, [1]) != ""
 
 
+@pytest.mark.parametrize(
+    ("prompt", "output", "phrase", "forbidden"),
+    [
+        ([1, 5, 6], (), [6, 7], False),  # its beginning is the prompt's end
+        ([1, 5], (6,), [5, 6, 7], False),  # it begins in the prompt
+        ([1, 5], (6,), [6, 7], True),
+        ([6], (5, 6), [5, 6, 7], True),
+        ([6, 6], (6, 5), [6, 7], False),  # said before, not last
+        ([7], (), [7], True),  # one token: wherever
+    ],
+)
+def test_bad_words_count_against_the_output_alone(
+    prompt: list[int], output: tuple[int, ...], phrase: list[int], forbidden: bool
+) -> None:
+    bench = Bench()
+    assert bench.add(Sampling(max_tokens=9, temperature=0.0, bad_words=[phrase]), prompt, output) == ""
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 7], logits[0, 8] = 10.0, 5.0
+    assert bench.sample(logits).token_ids == [8 if forbidden else 7]
+
+
 def test_penalties_of_an_ended_slot_are_forgotten() -> None:
     bench = Bench()
     bench.add(Sampling(max_tokens=9, temperature=0.0, repetition_penalty=50.0), [3])

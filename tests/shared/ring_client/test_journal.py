@@ -21,6 +21,7 @@ from blockyard.shared.messages import (
     Sampling,
     TextBatch,
     TextDelta,
+    TextLogprobs,
     TextOptions,
 )
 from blockyard.shared.ring_client.admission import Admission
@@ -274,6 +275,24 @@ def test_text_of_ids_delivered_before_counts_once_an_attempt() -> None:
     more = TextDelta("r", 0, 0, 2, [], "more")
     world.deliver(more, more)
     assert world.readers[0].text == "<0>more" and world.entry.choices[0].chars_sent == 7
+
+
+def scored(*positions: int) -> list[TextLogprobs]:
+    return [TextLogprobs(p, b"x", -1.0, 1, [], [], []) for p in positions]
+
+
+def test_log_probabilities_of_the_prompt_are_taken_once() -> None:
+    """They come again after a repetition, from any choice, and from another position on."""
+    world = World(2, 3)
+    world.deliver(TextDelta("r", 0, 0, 0, [], "", first_prompt=1, prompt_logprobs=scored(1, 2, 3)))
+    world.deliver(TextDelta("r", 0, 1, 0, [], "", first_prompt=1, prompt_logprobs=scored(1, 2)))
+    world.deliver(TextDelta("r", 0, 1, 0, [], "", first_prompt=3, prompt_logprobs=scored(3, 4)))
+    world.lose(Role.DETOKENIZER, world.detokenizer)
+    world.deliver(TextDelta("r", 1, 0, 0, [], "", first_prompt=1, prompt_logprobs=scored(1, 2, 3, 4, 5)))
+    assert [entry.token_id for entry in world.entry.prompt_logprobs] == [1, 2, 3, 4, 5]
+    assert world.entry.attempt == 1 and world.entry.gaps == 0
+    world.deliver(TextDelta("r", 1, 0, 0, [], "", first_prompt=7, prompt_logprobs=scored(7)))  # 6 is missing
+    assert [entry.token_id for entry in world.entry.prompt_logprobs] == [1, 2, 3, 4, 5] and world.entry.attempt == 2
 
 
 def test_frames_of_the_unknown_are_answered_with_one_cancel() -> None:

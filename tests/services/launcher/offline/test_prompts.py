@@ -77,7 +77,6 @@ def test_one_conversation_or_many() -> None:
     ("given", "field", "text"),
     [
         ("hi", "messages", "got str"),
-        ([{"role": "wizard", "content": "x"}], "messages[0].role", "'wizard'"),
         ([[USER], [USER, {"role": "user"}]], "messages[1][1].content", "content is missing"),
         ([{"content": "x"}], "messages", "`role` - at `messages[0]`"),
         ([[]], "messages[0]", "empty"),
@@ -96,6 +95,11 @@ def test_an_answer_is_begun_or_continued() -> None:
         read_conversations([USER], ChatOptions(continue_final_message=True), "tiny")
     (one,) = read_conversations([USER], ChatOptions(None, False, True), "tiny")
     assert one.work.continue_final_message and not one.work.add_generation_prompt
+
+
+def test_any_role_goes_to_the_template() -> None:
+    (one,) = read_conversations([{"role": "wizard", "content": "x"}], CHAT, "tiny")
+    assert one.work.messages == b'[{"role":"wizard","content":"x"}]'
 
 
 def test_unknown_fields_of_messages_are_ignored_with_a_warning() -> None:
