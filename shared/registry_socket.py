@@ -1,6 +1,7 @@
 """The registry's one socket: everybody's heartbeats come in, the list goes out."""
 
 import contextlib
+import ipaddress
 
 import msgspec
 import zmq
@@ -17,9 +18,7 @@ class RegistrySocket:
 
     def __init__(self, bus: BusConfig) -> None:
         self._sockets = Sockets(bus)
-        endpoint = bus.registry
-        if endpoint.startswith("tcp://"):  # dialled by name, bound on every interface
-            endpoint = f"tcp://0.0.0.0:{endpoint.rpartition(':')[2]}"
+        endpoint = registry_address(bus)
         try:
             self._socket = self._sockets.bind_router(endpoint).socket
         except zmq.ZMQError as e:
@@ -73,3 +72,20 @@ class RegistrySocket:
     def close(self) -> None:
         self._socket.close(0)
         self._sockets.close()
+
+
+def registry_address(bus: BusConfig) -> str:
+    """The endpoint that the registry binds: the address that members dial.
+
+    A host name is no address to bind: other networks may know it by another one. So for a name the registry
+    listens where `bus.bind` says, as every member does.
+    """
+    if not bus.registry.startswith("tcp://"):
+        return bus.registry
+    host, _, port = bus.registry.removeprefix("tcp://").rpartition(":")
+    if host == "localhost":
+        return f"tcp://127.0.0.1:{port}"
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(host.strip("[]"))
+        return bus.registry
+    return f"{bus.bind}:{port}" if bus.bind.startswith("tcp://") else f"tcp://0.0.0.0:{port}"

@@ -16,7 +16,7 @@ from blockyard.shared.bus import Links
 from blockyard.shared.config.process import BusConfig
 from blockyard.shared.curve import write_keys
 from blockyard.shared.messages import Detokenize, Detokenized, Member, Members, Role
-from blockyard.shared.registry_socket import RegistrySocket
+from blockyard.shared.registry_socket import RegistrySocket, registry_address
 from blockyard.shared.serving import rss_bytes
 from blockyard.shared.sockets import PART_BYTES, Sockets, receive_routed, send_frame
 
@@ -152,3 +152,28 @@ def test_a_frame_that_cannot_be_queued_is_sent_in_no_part(tmp_path: Path) -> Non
     finally:
         nobody.close(0)
         sockets.close()
+
+
+@pytest.mark.parametrize(
+    ("registry_at", "bind", "bound"),
+    [
+        ("tcp://127.0.0.1:5700", "tcp://0.0.0.0", "tcp://127.0.0.1:5700"),
+        ("tcp://10.1.2.3:5700", "tcp://0.0.0.0", "tcp://10.1.2.3:5700"),
+        ("tcp://0.0.0.0:5700", "tcp://127.0.0.1", "tcp://0.0.0.0:5700"),
+        ("tcp://localhost:5700", "tcp://0.0.0.0", "tcp://127.0.0.1:5700"),
+        ("tcp://message-bus:5700", "tcp://0.0.0.0", "tcp://0.0.0.0:5700"),
+        ("tcp://message-bus:5700", "tcp://10.1.2.3", "tcp://10.1.2.3:5700"),
+        ("ipc:///run/blockyard/message-bus", "ipc:///run/blockyard", "ipc:///run/blockyard/message-bus"),
+    ],
+)
+def test_the_registry_binds_the_address_it_was_given(registry_at: str, bind: str, bound: str) -> None:
+    assert registry_address(BusConfig(registry=registry_at, bind=bind)) == bound
+
+
+def test_a_registry_on_the_loopback_address_is_not_reached_at_another_one(tcp: BusConfig) -> None:
+    port = int(tcp.registry.rpartition(":")[2])
+    bus = msgspec.structs.replace(tcp, bind="tcp://0.0.0.0")
+    with a_registry(bus):
+        socket.create_connection(("127.0.0.1", port), timeout=5).close()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.2", port), timeout=5)

@@ -60,7 +60,12 @@ RING = (
     ),
     Flag("max-body-bytes", Kind.INT, 32 * 2**20, "Largest HTTP body.", ("gateway.max_body_bytes",), least=1024),
     Flag("run-dir", Kind.TEXT, None, "Private folder of the sockets; unset: a new one under the temporary folder."),
-    Flag("message-bus", Kind.TEXT, None, "`run`: where the registry is, e.g. tcp://message-bus:5700."),
+    Flag(
+        "message-bus",
+        Kind.TEXT,
+        None,
+        "`run`: where the registry is, e.g. tcp://message-bus:5700; it binds that address, for a name --bind's.",
+    ),
     Flag("bind", Kind.TEXT, None, "`run`: where this process listens, e.g. tcp://0.0.0.0."),
     Flag("advertise", Kind.TEXT, None, "`run`: the address that others reach this process at; unset: the host name."),
     Flag("curve-keys", Kind.TEXT, None, "`run`: folder that `blockyard keys` wrote; needed on tcp."),
