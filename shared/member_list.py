@@ -6,7 +6,7 @@ import msgspec
 
 from blockyard.shared.messages import Member, Members
 
-DISTRUST_S = 5.0
+DISTRUST_S = 1.0  # a list that was pushed before the registry heard of it is older than this
 
 
 @dataclass(frozen=True, slots=True)

@@ -442,6 +442,16 @@ class TokenBatch(Frame, frozen=True):
     rows: list[TokenRows] = []
 
 
+class PathLost(Frame, frozen=True):
+    """Text of open requests was lost on its way to a live gateway, which sends them again with the next attempt.
+
+    detokenizer -> scheduler: text for the gateway `member` could not be sent. scheduler -> api_gateway: of the requests
+    that it has there, lost are those whose text comes from the detokenizer `member`, or all if `member` is the gateway.
+    """
+
+    member: int  # incarnation
+
+
 class StreamRef(Record, frozen=True):
     request_id: str
     attempt: int
@@ -677,8 +687,11 @@ GatewayIn = (
     | Scrape
     | Scraped
     | Controlled
+    | PathLost
 )
 TokenizerIn = Tokenize | Detokenize
-SchedulerIn = Generate | Cancel | Stop | Attached | Fenced | OutOfStep | StepResult | Control | Slept | Broken
+SchedulerIn = (
+    Generate | Cancel | Stop | PathLost | Attached | Fenced | OutOfStep | StepResult | Control | Slept | Broken
+)
 DetokenizerIn = TokenBatch
 WorkerIn = Attach | StepPlan | Sleep

@@ -6,7 +6,7 @@ from blockyard.services.detokenizer.streams import TextStreams
 from blockyard.services.detokenizer.token_table import TokenTable
 from blockyard.shared.bus import Changed, Gone, Joined, Links
 from blockyard.shared.member_list import Event
-from blockyard.shared.messages import DetokenizerIn, Frame, Member, Stats, Stop, TextBatch, TokenBatch
+from blockyard.shared.messages import DetokenizerIn, Frame, Member, PathLost, Stats, Stop, TextBatch, TokenBatch
 from blockyard.shared.serving import rss_bytes
 
 
@@ -63,7 +63,8 @@ class Detokenizer:
             self._links.answer(scheduler, Stop(outcome.stops))
         for gateway, deltas in outcome.deltas.items():
             if not self._links.send(gateway, TextBatch(deltas, batch.stamp_s)):
-                self.streams.drop_peer(gateway)  # it recovers what it still wants with a new attempt
+                for hit in {scheduler, *self.streams.drop_peer(gateway)}:
+                    self._links.answer(hit, PathLost(gateway))
 
     def _learn(self, member: Member) -> None:
         """A model may know more ids than its tokenizer: padding of its embedding, without any text."""

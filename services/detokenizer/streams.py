@@ -64,13 +64,16 @@ class TextStreams:
             self._close(close.request_id, close.attempt)
         return outcome
 
-    def drop_peer(self, incarnation: int) -> None:
-        """A gateway or scheduler is gone: nobody reads its streams, or nobody feeds them."""
+    def drop_peer(self, incarnation: int) -> set[int]:
+        """A gateway or scheduler is gone: nobody reads its streams, or nobody feeds them. Returns their schedulers."""
+        schedulers = set()
         for request_id in list(self._streams):
             for stream in list(self._streams[request_id].values()):
                 if incarnation in (stream.gateway, stream.scheduler):
                     self._forget(stream)
+                    schedulers.add(stream.scheduler)
         self._called.pop(incarnation, None)
+        return schedulers
 
     def _open(self, scheduler: int, opened: StreamOpen, outcome: Outcome) -> None:
         before = self._streams.get(opened.request_id, {}).get(opened.choice)

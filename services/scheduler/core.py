@@ -36,6 +36,7 @@ from blockyard.shared.messages import (
     Member,
     ModelCard,
     OutOfStep,
+    PathLost,
     Refusals,
     Role,
     RoomChanged,
@@ -147,10 +148,8 @@ class Scheduler:
             case Generate():  # of several groups one gets its choices
                 self._gateways.add(peer)
                 self._intake.generate(peer, frame, now)
-            case Cancel():
-                self._intake.cancel(frame)
-            case Stop():
-                self._intake.stop(frame)
+            case Cancel() | Stop() | PathLost():
+                self._intake.hear(peer, frame)
             case Attached():
                 self._attached(peer, frame)
             case Control():
@@ -177,6 +176,7 @@ class Scheduler:
         elif member.role is Role.DETOKENIZER and member.ready:
             self._groups.stir(self.groups.values())
             self._streams.join(member.incarnation)
+            self._tell_lost()
             self._intake.detokenizer_joined()
         elif member.role is Role.API_GATEWAY:
             self._gateways.add(member.incarnation)
@@ -190,9 +190,11 @@ class Scheduler:
         self._controls.gone(incarnation)
         self._groups.stir(self.groups.values())
         self._streams.leave(incarnation, self._lifecycle.requests.values())
+        self._tell_lost()
         if incarnation in self._gateways:
             self._gateways.discard(incarnation)
             self._lifecycle.drop_of_gateway(incarnation)
+            self._outbox.answer(incarnation, PathLost(incarnation))  # it may live: it stood still, or its link broke
 
     def turn(self, now: float) -> list[Outgoing]:
         """Decides what happens next; plans come first, so that no worker waits for text."""
@@ -247,6 +249,12 @@ class Scheduler:
             refused=[Refusals(reason, total) for reason, total in self._intake.num_refused.items()],
             tenants=self._policy.largest(MAX_TENANTS),
         )
+
+    def _tell_lost(self) -> None:
+        """Which requests are hit the gateways know best: some have ended here and their last text is lost."""
+        for detokenizer in self._streams.take_lost():
+            for gateway in self._gateways:
+                self._outbox.answer(gateway, PathLost(detokenizer))
 
     def _place(self) -> None:
         if self._gate.suspects:  # at a desk one might stand behind somebody who is to wait for its trial

@@ -14,7 +14,7 @@ from blockyard.services.scheduler.requests import Choice, Request, make_choice, 
 from blockyard.services.scheduler.streams import Streams
 from blockyard.services.scheduler.waiting import WaitingQueue
 from blockyard.shared import messages
-from blockyard.shared.messages import Cancel, FinishReason, Generate, Refused, Stop
+from blockyard.shared.messages import Cancel, FinishReason, Generate, PathLost, Refused, Stop
 
 FULL = Refusal(429, "", "the waiting queue is full")
 ASLEEP = Refusal(503, "", "the workers sleep and the waiting queue is full")
@@ -63,6 +63,16 @@ class Intake:
             self._start(request, gateway, frame, now)
         if frame.deadline_s is not None:
             self.deadlines.add(now + frame.deadline_s, frame.request_id, frame.attempt)
+
+    def hear(self, peer: int, frame: Cancel | Stop | PathLost) -> None:
+        """What gateways and detokenizers say of requests that are there."""
+        match frame:
+            case Cancel():
+                self.cancel(frame)
+            case Stop():
+                self.stop(frame)
+            case PathLost(gateway):  # which knows best what is missing
+                self._outbox.answer(gateway, PathLost(peer))
 
     def cancel(self, frame: Cancel) -> None:
         request = self._lifecycle.requests.get(frame.request_id)

@@ -21,6 +21,7 @@ class Streams:
         self._stream = 0  # what the last one is called
         self._sinks: dict[int, TextSink] = {}
         self._left: dict[int, list[Cancel]] = {}  # what those that left lately had open
+        self._lost: list[int] = []  # detokenizers whose link broke, until gateways may be told
 
     def __len__(self) -> int:
         return len(self._sinks)
@@ -32,16 +33,24 @@ class Streams:
             self._sinks[incarnation].closes += self._left.pop(incarnation, [])
 
     def leave(self, incarnation: int, requests: Iterable[Request]) -> None:
-        """A member is gone. Its requests go on; their gateways will say where their text broke off."""
+        """A member is gone. Its requests go on; their gateways, once told, will say where their text broke off."""
         sink = self._sinks.pop(incarnation, None)
         if sink is None:
             return
+        self._lost.append(incarnation)
         bound = [request for request in requests if request.sink is sink]
         for request in bound:
             self._unbound(request)
         self._left[incarnation] = [Cancel(request.id, request.attempt) for request in bound]
         while len(self._left) > MAX_LEFT:
             del self._left[next(iter(self._left))]
+
+    def take_lost(self) -> list[int]:
+        """Detokenizers to name to the gateways in PathLost: none while no detokenizer could open new streams."""
+        if not self._sinks:
+            return []
+        lost, self._lost = self._lost, []
+        return lost
 
     def bind(self, request: Request, listed: list[messages.Choice]) -> bool:
         """Opens a stream for each listed choice at the detokenizer with the fewest. False if none is alive."""

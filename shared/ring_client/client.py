@@ -11,6 +11,7 @@ from blockyard.shared.messages import (
     Detokenized,
     GatewayIn,
     Member,
+    PathLost,
     Refused,
     RoomChanged,
     TextBatch,
@@ -61,6 +62,8 @@ class RingClient:
                 self._recovery.accepted(peer, event, self.clock())
             case Refused():
                 self._recovery.refused(peer, event, self.clock())
+            case PathLost():
+                self._recovery.path_lost(peer, event.member, self.clock())
             case RoomChanged():
                 self.admission.heard(peer, event.room, self.clock())
             case Controlled():

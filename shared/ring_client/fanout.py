@@ -56,7 +56,7 @@ class Fanout:
         if delta.finish in (FinishReason.FAILED, FinishReason.CANCELLED):
             self._dispatch.fail(entry, RequestError(delta.detail or "the ring gave this request up", status=500))
         elif entry.num_open == 0:
-            self._journal.close(delta.request_id)
+            self._dispatch.close(entry)
             entry.accept()  # where not one token came before the end
             entry.owner.finished(entry)
 

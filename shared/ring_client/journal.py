@@ -223,6 +223,12 @@ class Journal:
         """The open requests that pass through this member."""
         return (e for e in list(self.entries.values()) if member in (e.scheduler, e.detokenizer))
 
+    def along(self, scheduler: int, detokenizer: int | None) -> Iterator[Entry]:
+        """The open requests that this scheduler has, or those of them whose text comes from this detokenizer."""
+        for entry in list(self.entries.values()):
+            if entry.scheduler == scheduler and detokenizer in (None, entry.detokenizer):
+                yield entry
+
     def silent_since(self, then: float) -> Iterator[Entry]:
         """The open requests with a scheduler for which nothing came after `then`."""
         return (e for e in list(self.entries.values()) if e.heard_s < then and e.scheduler is not None)

@@ -71,6 +71,17 @@ class Recovery:
         for entry in hit:
             self._dispatch.again(entry, now)
 
+    def path_lost(self, scheduler: int, member: int, now: float) -> None:
+        """The scheduler says that text is lost between members that live, or that it dropped this gateway's requests.
+
+        They are sent with the next round of `Dispatch.retry`: the lost link may need a moment to come back.
+        """
+        hit = list(self._journal.along(scheduler, None if member == self._links.me.incarnation else member))
+        if hit:
+            log.warning("text of %d open requests was lost on its way: they are sent again", len(hit))
+        for entry in hit:
+            self._dispatch.later(entry, now)
+
     def tick(self, now: float) -> None:
         """Twice a second or so: repeats what is silent, gives up what never found a scheduler."""
         for entry in self._journal.silent_since(now - self._stall_timeout_s):

@@ -68,7 +68,7 @@ def serve(*flags: str, log: Path | None = None) -> Iterator[Server]:
         process = subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT)
         server = Server(process, port, launched)
         try:
-            _wait_ready(server)
+            wait_ready(server)
             yield server
         finally:
             process.send_signal(signal.SIGTERM)
@@ -79,7 +79,7 @@ def serve(*flags: str, log: Path | None = None) -> Iterator[Server]:
                 process.wait()
 
 
-def _wait_ready(server: Server) -> None:
+def wait_ready(server: Server) -> None:
     while True:
         with (
             contextlib.suppress(urllib.error.URLError, ConnectionError),

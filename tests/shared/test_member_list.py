@@ -46,8 +46,8 @@ def test_distrust_ends_if_the_registry_never_agrees() -> None:
     seen = MemberList(9)
     seen.push(news(B), 0.0)
     seen.link_broke(2, 1.0)
-    assert seen.push(news(B), 5.9) == []
-    assert seen.push(news(B), 6.1) == [Joined(B)]
+    assert seen.push(news(B), 1.9) == []
+    assert seen.push(news(B), 2.1) == [Joined(B)]
 
 
 def test_a_link_that_returns_joins_its_member_again() -> None:

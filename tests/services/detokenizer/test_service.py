@@ -13,6 +13,7 @@ from blockyard.shared.messages import (
     FinishReason,
     Member,
     ModelCard,
+    PathLost,
     Role,
     Stop,
     StreamOpen,
@@ -74,6 +75,17 @@ def test_gateways_that_vanish(links: FakeLinks, detokenizer: Detokenizer) -> Non
     detokenizer.handle(SCHEDULER, TokenBatch([], [step("a", 40), step("b", 40)]))
     assert detokenizer.streams.num_open == 0
     assert links.sent == []
+    assert links.answered == [(SCHEDULER, PathLost(12))]
+
+
+def test_every_scheduler_hears_which_gateway_cannot_be_reached(links: FakeLinks, detokenizer: Detokenizer) -> None:
+    """Also the one whose streams were dropped along with those of the batch, and of a stream that just ended."""
+    detokenizer.handle(8, TokenBatch([opened("a", 11)], []))
+    detokenizer.handle(SCHEDULER, TokenBatch([opened("b", 11)], []))
+    del links.members[11]
+    end = TokenStep("b", 1, 0, 0, [40], FinishReason.LENGTH)
+    detokenizer.handle(SCHEDULER, TokenBatch([], [end]))
+    assert sorted(links.answered) == [(SCHEDULER, PathLost(11)), (8, PathLost(11))]
 
 
 def test_the_models_padding_ids_are_silent(links: FakeLinks, detokenizer: Detokenizer) -> None:

@@ -16,6 +16,7 @@ from blockyard.shared.messages import (
     FinishReason,
     Frame,
     Generate,
+    PathLost,
     Refused,
     Sampling,
     Stop,
@@ -70,6 +71,7 @@ class FakeGateway:
     journals: dict[str, Journal] = field(default_factory=dict)
     rooms: list[Frame] = field(default_factory=list)
     controlled: list[Controlled] = field(default_factory=list)
+    lost: set[str] = field(default_factory=set)  # requests to be sent again, as PathLost said
 
     def new(
         self, request_id: str, prompt: list[int], sampling: Sampling, n: int, names: bytes = b"", **more: object
@@ -93,6 +95,9 @@ class FakeGateway:
         if isinstance(frame, Controlled):
             self.controlled.append(frame)
             return
+        if isinstance(frame, PathLost):
+            self.lost.update(self.journals if frame.member == self.incarnation else self.through(frame.member))
+            return
         if not isinstance(frame, Accepted | Refused):
             self.rooms.append(frame)
             return
@@ -105,6 +110,14 @@ class FakeGateway:
         else:
             assert journal.refused is None
             journal.detokenizer = frame.detokenizer
+
+    def through(self, detokenizer: int) -> list[str]:
+        """Open requests whose text comes from this detokenizer."""
+        return [name for name, j in self.journals.items() if j.detokenizer == detokenizer and j.open()]
+
+    def take_lost(self) -> list[str]:
+        lost, self.lost = self.lost, set()
+        return [name for name, journal in self.journals.items() if name in lost and journal.open()]
 
     def read(self, step: TokenStep) -> None:
         """A delta of a detokenizer's."""
@@ -160,6 +173,10 @@ class FakeDetokenizer:
         for close in batch.closes:
             self._close(close)
         return [Stop(found)] if found else []
+
+    def forget(self, gateway: int) -> None:
+        """Drops the streams of a gateway that it cannot send to."""
+        self.streams = {key: stream for key, stream in self.streams.items() if stream.gateway != gateway}
 
     def _step(self, step: TokenStep, read: Callable[[int, TokenStep], None]) -> StreamRef | None:
         stream = self.streams.get((step.request_id, step.choice))

@@ -72,6 +72,8 @@ class Program:
             self.operate,
             self.cancel,
             self.resubmit,
+            self.lose_text,
+            self.recover,
         ]
 
     def run(self, data: bytes) -> None:
@@ -86,6 +88,8 @@ class Program:
             world.add_worker()
         if not world.detokenizers:
             world.add_detokenizer()
+        for gateway in world.gateways.values():
+            world.recover(gateway)
         self._settle()
         world.check_outputs()
         world.check_idle()
@@ -215,9 +219,20 @@ class Program:
             self.world.work(worker)
 
     def blink(self, a: int, b: int) -> None:
-        member = pick([*self.world.workers, *self.world.detokenizers], a)
+        member = pick([*self.world.workers, *self.world.detokenizers, *self.world.gateways], a)
         if member is not None:
             self.world.blink(member)
+
+    def lose_text(self, a: int, b: int) -> None:
+        detokenizer = pick(list(self.world.detokenizers.values()), a)
+        gateway = pick(list(self.world.gateways.values()), b)
+        if detokenizer and gateway:
+            self.world.lose_text(detokenizer, gateway)
+
+    def recover(self, a: int, b: int) -> None:
+        gateway = pick(list(self.world.gateways.values()), a)
+        if gateway:
+            self.world.recover(gateway)
 
     def operate(self, a: int, b: int) -> None:
         """Somebody pauses it, sends it to sleep or empties its cache, and mostly lets it go on soon."""

@@ -97,6 +97,61 @@ def test_a_choice_that_comes_back_complete_ends_at_once(ring: type[Ring]) -> Non
     assert not plans(it.world)
 
 
+def test_a_cut_link_to_a_detokenizer_is_told_to_the_gateways(ring: type[Ring]) -> None:
+    """Two requests run, and of a third all tokens are drawn, but their text was lost on the link."""
+    it = ring()
+    it.submit("short", 5, max_tokens=3)
+    it.submit("a", 5, n=2, max_tokens=30)
+    for _ in range(10):
+        it.world.work(it.worker)
+    assert "short" not in it.world.core._lifecycle.requests
+    it.world.blink(it.detokenizer.incarnation)
+    assert it.gateway.lost == {"short", "a"}
+    it.finish()
+    assert [it.journal(name).frame.attempt for name in ("short", "a")] == [1, 1]
+    assert len([s for p in plans(it.world) for s in p.starts if s.choice == 1]) == 1, "it ran on meanwhile"
+
+
+def test_gateways_are_told_once_there_is_a_detokenizer(ring: type[Ring]) -> None:
+    it = ring()
+    it.submit("a", 5, max_tokens=30)
+    it.steps(3)
+    del it.world.detokenizers[it.detokenizer.incarnation]
+    it.world.core.gone(it.detokenizer.incarnation)  # only the scheduler hears of it
+    it.world.turn()
+    assert not it.gateway.lost, "a request that comes while no stream can be opened loses its seat"
+    other = it.world.add_detokenizer()
+    assert it.gateway.lost == {"a"}
+    it.finish()
+    assert it.journal("a").detokenizer == other.incarnation
+    assert sum(len(p.starts) for p in plans(it.world)) == 1
+
+
+@pytest.mark.parametrize("waiting", [False, True])
+def test_a_gateway_that_returns_to_the_list_is_told_that_its_requests_were_dropped(
+    ring: type[Ring], waiting: bool
+) -> None:
+    it = ring(max_num_seqs=1)
+    it.submit("a", 5, max_tokens=30)
+    if waiting:
+        it.submit("b", 5, max_tokens=30)
+    it.steps(3)
+    it.world.blink(it.gateway.incarnation)
+    assert it.gateway.lost == ({"a", "b"} if waiting else {"a"})
+    it.finish()
+
+
+def test_text_that_a_detokenizer_cannot_send_is_asked_for_again(ring: type[Ring]) -> None:
+    it = ring()
+    other = it.world.add_gateway()
+    it.submit("a", 5, max_tokens=30)
+    it.world.submit(other, "b", 5, max_tokens=30)
+    it.steps(3)
+    it.world.lose_text(it.detokenizer, other)
+    assert (it.gateway.lost, other.lost) == (set(), {"b"})
+    it.finish()
+
+
 def test_a_dead_gateway_takes_its_requests_with_it(ring: type[Ring]) -> None:
     it = ring()
     it.submit("a", 5, max_tokens=30)

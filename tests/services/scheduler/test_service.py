@@ -21,6 +21,7 @@ from blockyard.shared.messages import (
     Generate,
     Geometry,
     Member,
+    PathLost,
     Role,
     Sampling,
     SlotResult,
@@ -120,6 +121,20 @@ def test_whoever_cannot_be_sent_to_is_lost_and_comes_back(lost: Member) -> None:
         assert isinstance(back, Attach)
     else:
         assert back == TokenBatch([], [], [Cancel("r", 0)]), "the stream it has will not go on"
+
+
+def test_a_full_link_to_a_detokenizer_is_told_to_the_gateways_once_it_is_back() -> None:
+    it, links = attached()
+    links.full.add(DETOKENIZER.incarnation)
+    generate(it)
+    assert links.answered[-1] == (4, Accepted("r", 0, 3, links.answered[-1][1].room))
+    links.full.clear()
+    it.handle(3, Gone(DETOKENIZER), 0.0)
+    it.turn(0.0)
+    assert not [frame for _, frame in links.answered if isinstance(frame, PathLost)]
+    it.handle(3, Joined(DETOKENIZER), 0.0)
+    it.turn(0.0)
+    assert links.answered[-1] == (4, PathLost(3))
 
 
 def test_the_phase_says_that_no_worker_is_there() -> None:

@@ -24,6 +24,7 @@ from blockyard.shared.messages import (
     Generate,
     Geometry,
     Member,
+    PathLost,
     Role,
     Sampling,
     SchedulerIn,
@@ -113,7 +114,7 @@ class World:
         return detokenizer
 
     def kill(self, incarnation: int) -> None:
-        """The member and all on its links vanish; gateways resubmit what went through a detokenizer."""
+        """The member and all on its links vanish; gateways hear of a detokenizer's end from the registry."""
         self.workers.pop(incarnation, None)
         self.detokenizers.pop(incarnation, None)
         gateway = self.gateways.pop(incarnation, None)
@@ -121,7 +122,11 @@ class World:
             self.done += gateway.journals.values()
             for journal in gateway.journals.values():
                 journal.cancelled = True
-        self._lost(incarnation)
+        self.core.gone(incarnation)
+        self.turn()
+        for other in self.gateways.values():
+            for request_id in other.through(incarnation):
+                self.tell(other.incarnation, other.again(request_id))
 
     def break_down(self, incarnation: int, detail: str = "CUDA error") -> None:
         """A worker's device fails: it says so and is gone; nothing of what was in flight comes back."""
@@ -129,25 +134,36 @@ class World:
         self.kill(incarnation)
 
     def blink(self, incarnation: int) -> None:
-        """The link to a worker or detokenizer breaks and comes back: what was on it is lost, the member is not."""
+        """A member's link breaks and comes back: what was on it is lost, the member is not.
+
+        No gateway hears of it but from the scheduler. Of a gateway it is the entry in the membership list that goes and
+        comes back: it stood still for a while.
+        """
         worker, detokenizer = self.workers.get(incarnation), self.detokenizers.get(incarnation)
         if worker is not None:
             worker.inbox.clear()
-            self._lost(incarnation)
-            self._present(incarnation, Role.GPU_WORKER)
+            role = Role.GPU_WORKER
         elif detokenizer is not None:
             detokenizer.inbox.clear()
             detokenizer.lost_frames = True
-            self._lost(incarnation)
-            self._present(incarnation, Role.DETOKENIZER)
-
-    def _lost(self, incarnation: int) -> None:
+            role = Role.DETOKENIZER
+        else:
+            role = Role.API_GATEWAY
+            for other in self.detokenizers.values():
+                other.forget(incarnation)
         self.core.gone(incarnation)
         self.turn()
-        for other in self.gateways.values():
-            for request_id, journal in other.journals.items():
-                if journal.detokenizer == incarnation and journal.open():
-                    self.tell(other.incarnation, other.again(request_id))
+        self._present(incarnation, role)
+
+    def lose_text(self, detokenizer: FakeDetokenizer, gateway: FakeGateway) -> None:
+        """A detokenizer cannot send to a gateway, and says so."""
+        detokenizer.forget(gateway.incarnation)
+        self.tell(detokenizer.incarnation, PathLost(gateway.incarnation))
+
+    def recover(self, gateway: FakeGateway) -> None:
+        """A gateway sends again what it was told is lost."""
+        for request_id in gateway.take_lost():
+            self.tell(gateway.incarnation, gateway.again(request_id))
 
     def _present(self, incarnation: int, role: Role) -> None:
         self.core.present(Member(role.value, role, incarnation, "", ready=True), self.now)
@@ -244,8 +260,11 @@ class World:
         for _ in range(max_steps):
             workers = [w for w in self.workers.values() if w.busy()]
             detokenizers = [d for d in self.detokenizers.values() if d.inbox]
-            if not workers and not detokenizers:
+            gateways = [g for g in self.gateways.values() if g.lost]
+            if not workers and not detokenizers and not gateways:
                 return
+            for gateway in gateways:
+                self.recover(gateway)
             for worker in workers:
                 self.work(worker)
             for detokenizer in detokenizers:

@@ -186,6 +186,12 @@ class World:
             self.recovery.tick(self.now)
             self.dispatch.retry(self.now)
             self.serve()
+        elif what == "path lost":
+            self.wire = []
+            self.recovery.path_lost(self.scheduler, (self.detokenizer, 99)[which % 2], self.now)
+        elif what == "retry":
+            self.dispatch.retry(self.now)
+            self.serve()
         elif what == "late" and self.late:
             self.deliver(self.late.pop(which % len(self.late)))
         elif self.wire:
@@ -219,7 +225,7 @@ class World:
 
 
 ACTIONS = ["deliver", "double", "swap", "delay", "lose", "late", "stall"]
-ACTIONS += ["detokenizer dies", "scheduler dies", "scheduler joins"]
+ACTIONS += ["detokenizer dies", "scheduler dies", "scheduler joins", "path lost", "retry"]
 
 
 @settings(max_examples=300, deadline=None)
@@ -265,6 +271,29 @@ def test_a_lost_member_is_answered_at_once(lost: Role) -> None:
     assert [(unpack(c.output_ids), c.chars_sent) for c in again.choices] == [([0, 1, 2], 9)]
     world.settle()
     assert world.readers[0].ids == [0, 1, 2, 10_003, 10_004]
+
+
+@pytest.mark.parametrize(("scheduler", "member", "hit"), [(10, 1000, 1), (10, 99, 1), (10, 1001, 0), (11, 99, 0)])
+def test_a_lost_path_is_asked_for_again_with_the_next_round(scheduler: int, member: int, hit: int) -> None:
+    world = World(1, 5)
+    world.deliver(world.wire.pop(0))
+    world.recovery.path_lost(scheduler, member, world.now)
+    assert world.entry.attempt == 0
+    world.act("retry", 0)
+    world.act("retry", 0)
+    assert world.entry.attempt == hit
+    world.settle()
+    assert len(world.readers[0].ids) == 5
+
+
+def test_a_request_that_ends_before_it_is_sent_again_is_not() -> None:
+    world = World(1, 3)
+    world.recovery.path_lost(10, 1000, world.now)
+    world.deliver(*world.wire)
+    world.wire = []
+    assert world.caller.num_finished == 1
+    world.act("retry", 0)
+    assert len(world.links.sent) == 1
 
 
 def test_text_of_ids_delivered_before_counts_once_an_attempt() -> None:
