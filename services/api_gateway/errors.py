@@ -11,7 +11,9 @@ _KINDS = {
 }
 _CODES = {
     401: "invalid_api_key",
+    408: "request_timeout",
     413: "request_too_large",
+    415: "unsupported_media_type",
     429: "rate_limit_exceeded",
     503: "service_unavailable",
 }

@@ -1,11 +1,13 @@
 """The endpoints that need the ring: generation, tokenize, detokenize, models."""
 
 import secrets
+from collections.abc import Iterator
 from typing import TypeVar
 
 import msgspec
 from aiohttp import web
 
+from blockyard.services.api_gateway.access import Access, Route
 from blockyard.services.api_gateway.answers import answer, ids_of
 from blockyard.services.api_gateway.caller import IGNORED, REQUEST_ID, TENANT
 from blockyard.services.api_gateway.errors import ApiError
@@ -47,6 +49,15 @@ class Handlers:
     def __init__(self, config: GatewayConfig, flow: Flow, streams: Streams) -> None:
         self._config, self._flow, self._streams = config, flow, streams
         self._ignored = IgnoredFields()
+
+    def routes(self) -> Iterator[Route]:
+        for path, handler in (
+            ("/v1/chat/completions", self.chat),
+            ("/v1/completions", self.completion),
+            ("/tokenize", self.tokenize),
+            ("/detokenize", self.detokenize),
+        ):
+            yield "POST", path, handler, Access.KEY
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         asked = await self._read(request, ChatRequest)

@@ -1,6 +1,5 @@
 """What every answer goes through: request ids, keys, CORS, and errors in OpenAI's shape."""
 
-import hmac
 import logging
 import math
 import secrets
@@ -10,17 +9,17 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
+from blockyard.services.api_gateway.access import Access, Guard
 from blockyard.services.api_gateway.caller import REQUEST_ID, TENANT
 from blockyard.services.api_gateway.errors import ApiError, body
 from blockyard.services.api_gateway.handlers import JSON
-from blockyard.services.api_gateway.operations import PATHS as OPERATIONS
 from blockyard.services.api_gateway.service import Gateway
 from blockyard.shared.config.gateway import CorsConfig, GatewayConfig
 
 log = logging.getLogger(__name__)
 
-GUARDED = ("/v1", "/tokenize", "/detokenize", "/ring", *OPERATIONS)  # ask for a key, if there are keys
 MAX_ID_CHARS = 128
+BODILESS = ("", "application/octet-stream")  # what clients send with an empty body; web pages have to ask first
 
 
 def error_response(error: ApiError) -> web.Response:
@@ -75,18 +74,28 @@ def request_ids(config: GatewayConfig) -> Middleware:
     return middleware
 
 
-def api_keys(config: GatewayConfig) -> Middleware:
-    """Bearer keys. The key's place in the list is the tenant."""
-    keys = [key.encode() for key in config.api_keys]
+def authorized(guard: Guard) -> Middleware:
+    """Asks for the key that the matched route wants; the key's place in the list is the tenant."""
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if keys and _is_guarded(request, config.root_path) and request.method != "OPTIONS":
-            scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-            matches = [hmac.compare_digest(key, given.strip().encode()) for key in keys]
-            if scheme.lower() != "bearer" or not any(matches):
-                raise ApiError("The API key is missing or wrong: send `Authorization: Bearer KEY`.", status=401)
-            TENANT.set(f"key-{matches.index(True)}")
+        TENANT.set(guard.tenant(request))
+        return await handler(request)
+
+    return middleware
+
+
+def json_only(guard: Guard) -> Middleware:
+    """A body of another type is a 415: a web page may send text/plain to any server without asking it first."""
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.method == "POST":
+            given = request.headers.get("Content-Type", "")
+            kind = given.partition(";")[0].strip().lower()
+            bodiless = kind in BODILESS and not request.can_read_body and guard.access(request) is Access.OPERATOR
+            if kind != JSON and not bodiless:
+                raise ApiError(f"Content-Type must be {JSON}, got {given[:100]!r}", "Content-Type", status=415)
         return await handler(request)
 
     return middleware
@@ -156,7 +165,3 @@ def _known(request: web.Request, e: web.HTTPException) -> ApiError:
     if e.status == 413:
         return ApiError("The body is larger than this server takes.", "body", status=413)
     return ApiError(e.text or e.reason, status=e.status)
-
-
-def _is_guarded(request: web.Request, root_path: str) -> bool:
-    return request.path.removeprefix(root_path.rstrip("/")).startswith(GUARDED)

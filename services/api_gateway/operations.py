@@ -1,14 +1,16 @@
 """Endpoints for operators: pause and resume, sleep and wake, forget the prefix cache."""
 
+from collections.abc import Iterator
+
 import msgspec
 from aiohttp import web
 
+from blockyard.services.api_gateway.access import Access, Route
 from blockyard.services.api_gateway.errors import ApiError
 from blockyard.services.api_gateway.handlers import json_response
 from blockyard.shared.messages import Control, Controlled, Verb
 from blockyard.shared.ring_client.controls import Controls
 
-PATHS = ("/reset_prefix_cache", "/pause", "/resume", "/sleep", "/wake_up", "/is_sleeping", "/is_paused")
 SWITCH = {"": True, "1": True, "true": True, "0": False, "false": False}
 
 
@@ -32,12 +34,14 @@ class Operations:
     def __init__(self, controls: Controls) -> None:
         self._controls = controls
 
-    def add_routes(self, app: web.Application, prefix: str) -> None:
-        posts = (self.reset_prefix_cache, self.pause, self.resume, self.sleep, self.wake_up)
-        for path, post in zip(PATHS, posts, strict=False):
-            app.router.add_post(prefix + path, post)
-        app.router.add_get(prefix + "/is_sleeping", self.is_sleeping)
-        app.router.add_get(prefix + "/is_paused", self.is_paused)
+    def routes(self) -> Iterator[Route]:
+        yield "POST", "/reset_prefix_cache", self.reset_prefix_cache, Access.OPERATOR
+        yield "POST", "/pause", self.pause, Access.OPERATOR
+        yield "POST", "/resume", self.resume, Access.OPERATOR
+        yield "POST", "/sleep", self.sleep, Access.OPERATOR
+        yield "POST", "/wake_up", self.wake_up, Access.OPERATOR
+        yield "GET", "/is_sleeping", self.is_sleeping, Access.KEY
+        yield "GET", "/is_paused", self.is_paused, Access.KEY
 
     async def reset_prefix_cache(self, request: web.Request) -> web.Response:
         _only(request)

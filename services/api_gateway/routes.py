@@ -1,5 +1,6 @@
 """The HTTP application: which path does what."""
 
+from collections.abc import Iterator
 from importlib import metadata, resources
 from mimetypes import guess_type
 
@@ -7,6 +8,7 @@ import msgspec
 from aiohttp import web
 
 from blockyard.services.api_gateway import middleware, ring_view
+from blockyard.services.api_gateway.access import Access, Guard, Route
 from blockyard.services.api_gateway.caller import IGNORED, REQUEST_ID
 from blockyard.services.api_gateway.errors import ApiError
 from blockyard.services.api_gateway.handlers import Handlers, json_response
@@ -18,6 +20,14 @@ from blockyard.shared.messages import ModelCard
 
 EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
 PAGE_TYPES = {".js": "text/javascript", ".svg": "image/svg+xml", ".css": "text/css", ".html": "text/html"}
+
+PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Frame-Options": "DENY",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
 
 
 class ModelView(msgspec.Struct, frozen=True):
@@ -45,13 +55,15 @@ class Health(msgspec.Struct, frozen=True):
 
 def build_app(config: GatewayConfig, gateway: Gateway) -> web.Application:
     preflights, cors_headers = middleware.cors(config.cors)
+    guard = Guard(config.api_keys, config.admin_keys)
     app = web.Application(
         client_max_size=config.max_body_bytes,
         middlewares=[
             middleware.request_ids(config),
             middleware.errors(gateway),
             preflights,
-            middleware.api_keys(config),
+            middleware.authorized(guard),
+            middleware.json_only(guard),
             middleware.counted(gateway),
         ],
     )
@@ -60,8 +72,11 @@ def build_app(config: GatewayConfig, gateway: Gateway) -> web.Application:
         app.on_response_prepare.append(_name_response)
     app.on_response_prepare.append(_name_ignored)
     handlers, views = Handlers(config, gateway.flow, gateway.streams), _Views(gateway)
-    for prefix in dict.fromkeys(("", config.root_path.rstrip("/"))):  # proxies strip their prefix, or do not
-        _add_routes(app, prefix, handlers, views, gateway)
+    operations = Operations(gateway.client.controls)
+    root = config.root_path.strip("/")
+    for prefix in dict.fromkeys(("", f"/{root}" if root else "")):  # proxies strip their prefix, or do not
+        for method, path, handler, access in (*handlers.routes(), *views.routes(), *operations.routes()):
+            guard.add(app, method, prefix + path, handler, access)
     return app
 
 
@@ -76,30 +91,6 @@ def build_metrics_app(gateway: Gateway) -> web.Application:
     return app
 
 
-def _add_routes(app: web.Application, prefix: str, handlers: Handlers, views: "_Views", gateway: Gateway) -> None:
-    for path, handler in {
-        "/v1/chat/completions": handlers.chat,
-        "/v1/completions": handlers.completion,
-        "/tokenize": handlers.tokenize,
-        "/detokenize": handlers.detokenize,
-    }.items():
-        app.router.add_post(prefix + path, handler)
-    for path, view in {
-        "/v1/models": views.models,
-        "/v1/models/{model:.+}": views.model,
-        "/health": views.health,
-        "/live": views.live,
-        "/ready": views.ready,
-        "/metrics": views.metrics,
-        "/version": views.version,
-        "/ring": views.ring,
-        "/": views.page,
-        "/page/{name}": views.page,
-    }.items():
-        app.router.add_get(prefix + path, view)
-    Operations(gateway.client.controls).add_routes(app, prefix)
-
-
 class _Views:
     """Answers that need no work in the ring."""
 
@@ -107,6 +98,21 @@ class _Views:
         self._gateway = gateway
         self._version = _version()
         self._page = _page_files()
+
+    def routes(self) -> Iterator[Route]:
+        for path, access, view in (
+            ("/v1/models", Access.KEY, self.models),
+            ("/v1/models/{model:.+}", Access.KEY, self.model),
+            ("/health", Access.OPEN, self.health),
+            ("/live", Access.OPEN, self.live),
+            ("/ready", Access.OPEN, self.ready),
+            ("/metrics", Access.OPEN, self.metrics),
+            ("/version", Access.OPEN, self.version),
+            ("/ring", Access.KEY, self.ring),
+            ("/", Access.OPEN, self.page),
+            ("/page/{name}", Access.OPEN, self.page),
+        ):
+            yield "GET", path, view, access
 
     async def models(self, _: web.Request) -> web.Response:
         cards = self._gateway.flow.admission.cards()
@@ -146,7 +152,8 @@ class _Views:
         if name not in self._page:
             raise web.HTTPNotFound
         kind = PAGE_TYPES.get("." + name.rpartition(".")[2]) or guess_type(name)[0] or "application/octet-stream"
-        return web.Response(body=self._page[name], content_type=kind, charset="utf-8" if "text" in kind else None)
+        charset = "utf-8" if "text" in kind else None
+        return web.Response(body=self._page[name], content_type=kind, charset=charset, headers=PAGE_HEADERS)
 
 
 def _version() -> str:

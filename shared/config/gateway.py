@@ -58,6 +58,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     metrics_port: int = 0  # this replica's own /metrics; 0: none
     root_path: str = ""  # prefix under which a proxy shows this server
     api_keys: list[str] = []  # empty: no key is asked for
+    admin_keys: list[str] = []  # for operators' endpoints; empty: the API keys, and without those this machine alone
     tls: TlsConfig | None = None
     cors: CorsConfig = CorsConfig()
     served_model_names: list[str] = []  # the first is echoed; for messages before a scheduler has joined

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from blockyard.shared.config import host_memory, http_server, kv_cache
+from blockyard.shared.config import access_keys, host_memory, http_server, kv_cache
 from blockyard.shared.config.checkpoint import (
     Checkpoint,
     config_overrides,
@@ -99,6 +99,8 @@ def gateway(values: Values, model: Checkpoint, process: ProcessConfig, index: in
         fields
         | {
             "metrics_port": base + index if base else 0,
+            "api_keys": access_keys.read(values, "api-key", "api-key-file"),
+            "admin_keys": access_keys.read(values, "admin-key", "admin-key-file"),
             "served_model_names": served_names(values),
             "defaults": msgspec.to_builtins(sampling_defaults(values, model.generation)),
         },

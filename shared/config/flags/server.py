@@ -96,7 +96,25 @@ SECURITY = (
     Flag("allowed-origins", Kind.LIST, ["*"], "CORS: allowed origins.", ("gateway.cors.allowed_origins",)),
     Flag("allowed-methods", Kind.LIST, ["*"], "CORS: allowed methods.", ("gateway.cors.allowed_methods",)),
     Flag("allowed-headers", Kind.LIST, ["*"], "CORS: allowed headers.", ("gateway.cors.allowed_headers",)),
-    Flag("api-key", Kind.LIST, [], "Keys of which a client has to present one.", ("gateway.api_keys",)),
+    Flag(
+        "api-key",
+        Kind.LIST,
+        [],
+        "Keys of which a client has to present one. Other users of the machine can read a command line: "
+        "BLOCKYARD_API_KEY or --api-key-file are safer.",
+        ("gateway.api_keys",),
+    ),
+    Flag("api-key-file", Kind.TEXT, None, "File with such keys, one on each line."),
+    Flag(
+        "admin-key",
+        Kind.LIST,
+        [],
+        "Keys of which an operator has to present one to pause, sleep, wake up or reset the prefix cache; safer in "
+        "BLOCKYARD_ADMIN_KEY or --admin-key-file. Without one an API key is asked for, and without any key only this "
+        "machine is answered.",
+        ("gateway.admin_keys",),
+    ),
+    Flag("admin-key-file", Kind.TEXT, None, "File with such keys, one on each line."),
     Flag(
         "ssl-keyfile",
         Kind.TEXT,

@@ -29,6 +29,7 @@ class Rig:
     server: Server
     port: int
     http: aiohttp.ClientSession
+    gateway_config: GatewayConfig
 
     @property
     def url(self) -> str:
@@ -37,7 +38,8 @@ class Rig:
     async def post(self, path: str, body: Any, **kwargs: Any) -> tuple[int, Any]:
         """Status and decoded body. `body` is bytes, or goes out as JSON."""
         data = body if isinstance(body, bytes) else msgspec.json.encode(body)
-        async with self.http.post(path, data=data, **kwargs) as response:
+        headers = {"Content-Type": "application/json"} | kwargs.pop("headers", {})
+        async with self.http.post(path, data=data, headers=headers, **kwargs) as response:
             return response.status, msgspec.json.decode(await response.read())
 
     async def events(self, path: str, body: dict[str, Any]) -> list[Any]:
@@ -71,7 +73,7 @@ async def _rig(join: bool = True, **fields: Any) -> AsyncIterator[Rig]:
             ring.join_all()
         port = server.port
         async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http:
-            yield Rig(ring, gateway, server, port, http)
+            yield Rig(ring, gateway, server, port, http, config)
         loop.cancel()
 
 

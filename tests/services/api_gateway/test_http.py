@@ -109,6 +109,8 @@ async def test_tls(rig, key_files: TlsConfig) -> None:
             body = {"prompt": "x", "stream": True, "max_tokens": 3}
             async with http.post(COMPLETION, json=body, ssl=trusting) as response:
                 assert response.status == 200 and (await response.text()).count("data: ") == 4
+            async with http.post("/pause", ssl=trusting) as response:  # an operator on this machine
+                assert response.status == 200
 
 
 def test_tls_files_that_are_not_there(key_files: TlsConfig) -> None:

@@ -28,7 +28,7 @@ async def raw(port: int, body: dict[str, Any], version: str = "1.1", rcvbuf: int
     await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", port))
     reader, writer = await asyncio.open_connection(sock=sock)
     data = msgspec.json.encode(body)
-    writer.write(f"POST {COMPLETION} HTTP/{version}\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
+    writer.write(f"POST {COMPLETION} HTTP/{version}\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
     return reader, writer
 
 
@@ -73,7 +73,7 @@ async def test_a_connection_is_used_again(rig) -> None:
             await reader.readuntil(b"\r\n0\r\n\r\n")
             data = msgspec.json.encode(completion(max_tokens=2))
             writer.write(
-                b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (COMPLETION.encode(), len(data))
+                b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % (COMPLETION.encode(), len(data))
             )
             writer.write(data)
         assert b"[DONE]" in await reader.readuntil(b"\r\n0\r\n\r\n")
