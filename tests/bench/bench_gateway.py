@@ -92,7 +92,8 @@ async def client() -> int:
     """One streamed completion over a raw socket; the number of events."""
     reader, writer = await asyncio.open_connection("127.0.0.1", PORT)
     body = msgspec.json.encode({"prompt": "hello there", "max_tokens": 200, "stream": True, "ignore_eos": True})
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head += b"Content-Length: %d\r\n\r\n" % len(body)
     writer.write(head + body)
     events = 0
     while data := await reader.read(1 << 16):

@@ -27,9 +27,14 @@ async def raw(port: int, body: dict[str, Any], version: str = "1.1", rcvbuf: int
     sock.setblocking(False)
     await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", port))
     reader, writer = await asyncio.open_connection(sock=sock)
-    data = msgspec.json.encode(body)
-    writer.write(f"POST {COMPLETION} HTTP/{version}\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
+    send(writer, body, version)
     return reader, writer
+
+
+def send(writer: Any, body: Any, version: str = "1.1") -> None:
+    data = msgspec.json.encode(body)
+    head = f"POST {COMPLETION} HTTP/{version}\r\nHost: x\r\nContent-Type: application/json\r\n"
+    writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
 
 
 def dechunked(data: bytes) -> bytes:
@@ -71,11 +76,7 @@ async def test_a_connection_is_used_again(rig) -> None:
         reader, writer = await raw(r.port, completion(max_tokens=2))
         for _ in range(3):
             await reader.readuntil(b"\r\n0\r\n\r\n")
-            data = msgspec.json.encode(completion(max_tokens=2))
-            writer.write(
-                b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % (COMPLETION.encode(), len(data))
-            )
-            writer.write(data)
+            send(writer, completion(max_tokens=2))
         assert b"[DONE]" in await reader.readuntil(b"\r\n0\r\n\r\n")
         writer.close()
 
