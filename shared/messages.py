@@ -602,8 +602,12 @@ class BlockFetch(Record, frozen=True):
 
 
 class BlockCopy(Record, frozen=True):
-    """All that a block holds, in another one: what earlier plans wrote, before anything of this one runs, and after
-    its fetches."""
+    """Copies all that a block holds to another block, after the plan's fetches and before anything of it runs.
+
+    Copies of one plan are parallel: a worker may read any source before or after it writes any destination. So no
+    block is both a source and a destination in one plan, none is a destination twice, and a source holds what earlier
+    plans wrote or what this plan's fetches bring.
+    """
 
     src: int
     dst: int

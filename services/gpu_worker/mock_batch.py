@@ -117,10 +117,16 @@ class MockBatch:
                 self.failed.append(fetch.block)
                 self.kv.names.pop(fetch.block, None)
                 self.kv.bad.add(fetch.block)
+        written = [copy.dst for copy in plan.copies]
+        _check(len(set(written)) == len(written), f"a block is written by two copies: {plan.copies}")
+        _check(
+            {copy.src for copy in plan.copies}.isdisjoint(written),
+            f"a copy reads what another one writes: {plan.copies}",
+        )
         for copy in plan.copies:
             owners = self.owners.get(copy.dst)
             _check(not owners, f"block {copy.dst} is written by a copy and is slot {min(owners or [0])}'s")
-            self.kv.copy(copy.src, copy.dst)
+        self.kv.copy(plan.copies)
 
     def _start(self, start: SlotStart) -> None:
         _check(0 <= start.slot < self.num_slots, f"slot {start.slot} is outside 0 to {self.num_slots - 1}")

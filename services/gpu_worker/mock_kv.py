@@ -1,11 +1,11 @@
 """What a mock worker has instead of KV: for each of its blocks the tokens in it, and which ones led up to them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from zlib import crc32
 
-from blockyard.shared.messages import BlockFetch, BlockName, BlockSave
+from blockyard.shared.messages import BlockCopy, BlockFetch, BlockName, BlockSave
 from blockyard.shared.token_ids import ID_BYTES
 
 Held = tuple[int, bytes]  # what a block holds: the state before it, and the ids of its tokens
@@ -101,12 +101,15 @@ class MockKV:
         self.bad.discard(fetch.block)
         return True
 
-    def copy(self, src: int, dst: int) -> None:
-        self.names.pop(dst, None)
-        self._held[dst] = self._held.get(src, NOTHING)
-        self.bad.discard(dst)
-        if src in self.bad:
-            self.bad.add(dst)
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
+        """As the real pool does: all sources are read before any destination is written."""
+        read = [(copy.dst, self._held.get(copy.src, NOTHING), copy.src in self.bad) for copy in copies]
+        for dst, held, is_bad in read:
+            self.names.pop(dst, None)
+            self._held[dst] = held
+            self.bad.discard(dst)
+            if is_bad:
+                self.bad.add(dst)
 
     def first_difference(self, blocks: list[int], trail: Trail, end: int, begin: int = 0) -> int | None:
         """The first position from `begin` to before `end` at which the blocks do not hold what the sequence would

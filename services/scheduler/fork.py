@@ -97,9 +97,10 @@ def _runs(seat: Seat, group: Group) -> bool:
 
 
 def _has(seat: Seat, group: Group, record: PlanRecord, num_tokens: int) -> bool:
-    """Whether plans sent before this one have a seat's KV written that far: copies are made before anything runs.
+    """Whether a seat's KV is written that far when this plan begins, and it still holds what is seen from there.
 
-    And whether it still holds what is seen from there.
+    The seat may be new in this plan: then the block that it ends in is filled by a copy of this plan, and a reader
+    copies that one's source (see `Draft.source_of`).
     """
     if not _runs(seat, group) or seat.num_freed > group.window.first_seen(num_tokens):
         return False

@@ -15,7 +15,7 @@ from blockyard.services.scheduler.promises import Promises
 from blockyard.services.scheduler.requests import Choice, Seat
 from blockyard.services.scheduler.short_steps import ShortSteps
 from blockyard.services.scheduler.waiting import WaitingQueue
-from blockyard.shared.messages import BlockCopy, FinishReason, SlotBlocks, SlotStart, StepPlan
+from blockyard.shared.messages import FinishReason, SlotBlocks, SlotStart, StepPlan
 
 NO_CLASS = 1 << 62  # is above every class
 
@@ -60,6 +60,8 @@ class Planner:
         ends, group.ends = group.ends, []
         draft.record.runs = draft.runs
         group.sent(draft.record)
+        if draft.copies:
+            group.blocks.release([copy.src for copy in draft.copies], ())  # they rest until this plan's result is in
         for name, block in draft.fills.items():
             group.blocks.index.put(block, name)
         for request in draft.written:
@@ -182,10 +184,13 @@ class Planner:
         choice.key = self._policy.key(choice)
         self._policy.seated(choice, choice.known - found.num_tokens if choice.num_cached is None else 0)
         found.held = group.blocks.host.hold(list(found.host.values()))
+        if found.copy_from is not None:
+            found.copy_from = draft.source_of(found.copy_from)
+            group.blocks.share([found.copy_from])  # nobody may get it before this plan has been sent
         seat = group.admit(choice, num_blocks, found.blocks)
         self._prefix.seated(group, seat, found)
         if found.copy_from is not None:
-            draft.copies.append(BlockCopy(found.copy_from, seat.blocks[seat.num_found]))
+            draft.copy(found.copy_from, seat.blocks[seat.num_found])
         return seat
 
     def _over(self, group: Group, choice: Choice) -> bool:

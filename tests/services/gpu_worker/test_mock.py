@@ -13,7 +13,7 @@ import pytest
 
 from blockyard.services.gpu_worker.mock import MockRunner, start
 from blockyard.services.gpu_worker.mock_batch import MockBatch, Pattern, PlanError
-from blockyard.services.gpu_worker.mock_kv import MockKV
+from blockyard.services.gpu_worker.mock_kv import MockKV, Trail
 from blockyard.services.gpu_worker.mock_model import describe
 from blockyard.shared.config.process import BusConfig, ProcessConfig
 from blockyard.shared.config.worker import MockConfig, WorkerConfig
@@ -182,6 +182,8 @@ BAD = {
     "slot 1 starts on KV that is not its own at 3": plan(
         (1, 1), starts=[found(1, [2, 3], 4, [11, 12, 13, 99, 15])], copies=[BlockCopy(0, 2)]
     ),
+    "a copy reads what another one writes": plan((0, 1), copies=[BlockCopy(1, 4), BlockCopy(4, 5)]),
+    "a block is written by two copies": plan((0, 1), copies=[BlockCopy(0, 4), BlockCopy(1, 4)]),
     "block 0 of slot 1 is slot 0's": plan((1, 5), starts=[seat(1, [0, 2])]),
     "21 tokens start, limit 20": plan((1, 1), starts=[seat(1, [2], list(range(21)))]),
 }
@@ -202,6 +204,17 @@ def test_a_copied_block_is_a_slots_own() -> None:
     start = msgspec.structs.replace(found(2, [0, 4], 5 - 1), sampling=Sampling(4, seed=3))
     (copied,) = it.step(plan((2, 1), ends=[1], starts=[start], copies=[BlockCopy(1, 4)]))
     assert (copied.num_computed, copied.token_ids) == (5, own.token_ids)
+
+
+def test_all_copies_read_before_one_writes() -> None:
+    """As the real pool copies, where a chain hands on what was in the block before."""
+    kv = MockKV(4)
+    for block in (0, 1):
+        kv.write([block], 0, 4, Trail(array("I", [block] * 4).tobytes(), 4))
+    before = kv.state(1)
+    kv.copy([BlockCopy(0, 1), BlockCopy(1, 2)])
+    assert (kv.state(1), kv.state(2)) == (kv.state(0), before)
+    assert before != kv.state(0)
 
 
 def test_blocks_are_shared_by_those_that_begin_alike() -> None:

@@ -91,6 +91,7 @@ class FakeWorker:
         slots = [run.slot for run in frame.runs]
         geometry = self.loop._runner.geometry
         blocks = set().union(*(self.tables[slot].seen(geometry) for slot in slots))
+        blocks |= {copy.src for copy in frame.copies}
         host = {copy.host for copy in [*frame.saves, *frame.fetches]}
         self.flight.append(InFlight(frame.number, slots, blocks, host))
 

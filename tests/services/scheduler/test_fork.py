@@ -131,3 +131,17 @@ def test_prompt_logprobs_come_from_the_one_that_computed_it(ring: type[Ring]) ->
     it.submit("a", 0, n=3, prompt=PROMPT, num_prompt_logprobs=1)
     it.finish()
     assert [len(it.output("a", i).prompt_logprobs) for i in range(3)] == [21, 0, 0]
+
+
+def test_prompt_logprobs_that_were_lost_are_computed_again(ring: type[Ring]) -> None:
+    """The choice that computed them has ended, and a sibling that shares its prompt runs on without them."""
+    it = ring(depth=0, max_num_batched_tokens=64)
+    it.submit("a", 0, n=2, prompt=PROMPT, max_tokens=20, num_prompt_logprobs=1)
+    while len(starts(it)) < 2:
+        it.world.work(it.worker)
+    lost, it.detokenizer = it.detokenizer, it.world.add_detokenizer()
+    it.world.tell(lost.incarnation, Stop([StreamRef("a", 0, 0)]))  # a stop string came
+    it.world.kill(lost.incarnation)  # with all that choice 0 had to say
+    it.finish()
+    assert [s.num_computed for s in starts(it)] == [0, 21, 0]
+    assert len(it.output("a", 0).prompt_logprobs) == 21
