@@ -20,7 +20,7 @@ from blockyard.shared.frames import Malformed
 from blockyard.shared.heart import Heart
 from blockyard.shared.inlinks import InLinks
 from blockyard.shared.member_list import Changed, Event, Gone, Joined, MemberList
-from blockyard.shared.messages import Frame, LinkLost, Member, Role, Stats
+from blockyard.shared.messages import AskMembers, Frame, LinkLost, Member, Role, Stats
 from blockyard.shared.outlinks import OutLinks
 from blockyard.shared.sockets import Sockets
 from blockyard.shared.watch import Watch
@@ -84,6 +84,15 @@ class Links(Generic[In]):
         """Live members of a role that are ready; with `model`, those that serve it or any."""
         live = self._list.members.values()
         return [m for m in live if m.role == role and m.ready and (not model or m.model in ("", model))]
+
+    @property
+    def registry_heard_s(self) -> float:
+        """When the registry's last list came, on the monotonic clock; at first when this member was made."""
+        return self._heart.heard_at
+
+    def ask_registry(self) -> None:
+        """Asks for the list, which otherwise comes when it has changed."""
+        self._heart.send(AskMembers(self.me.name))
 
     def update(self, **fields: Any) -> None:
         """Changes this member's entry; goes out at once unless only `stats` changed."""

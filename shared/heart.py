@@ -23,6 +23,7 @@ class Heart:
         self._sockets, self._registry = sockets, registry
         self._reader: FrameReader[Members] = FrameReader(Members, malformed)
         self._incarnation = me.incarnation
+        self.heard_at = time.monotonic()  # when the last list came
         self._next = 0.0
         self._entry = msgspec.msgpack.encode(Announce(me))
         self._stop = threading.Event()
@@ -54,6 +55,7 @@ class Heart:
             news = self._reader.read(receive_frame(self.socket), b"message_bus")
             if news is not None:
                 lists.append(news)
+                self.heard_at = now
         return lists
 
     def close(self) -> None:

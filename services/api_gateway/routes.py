@@ -123,6 +123,8 @@ class _Views:
         return json_response(_model(self._gateway.flow.admission.card(name), name))
 
     async def health(self, _: web.Request) -> web.Response:
+        if missing := ring_view.missing(self._gateway.links):
+            raise ApiError(f"Unhealthy: no {', no '.join(missing)} serves.", status=503, retry_after_s=1.0)
         if not ring_view.progresses(self._gateway.links, self._gateway.progress.stalled):
             raise ApiError("No worker group makes progress.", status=503, retry_after_s=1.0)
         return json_response(Health("ok"))

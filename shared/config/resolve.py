@@ -46,6 +46,7 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
     scheduler: SchedulerConfig
     workers: list[WorkerConfig]
     notes: list[str]  # lines to say at the start
+    hung_timeout_s: float = 10.0  # silence after which a ready child is killed; 0: never
 
 
 def resolve(values: Values, model: Checkpoint, bus: BusConfig) -> Deployment:
@@ -66,6 +67,7 @@ def resolve(values: Values, model: Checkpoint, bus: BusConfig) -> Deployment:
         scheduler=scheduler(values, model, process("scheduler")),
         workers=workers(values, model, process),
         notes=[*values.notes(), *http_server.notes(values), *memory_notes(values)],
+        hung_timeout_s=values.get("hung-timeout", float),
     )
 
 

@@ -78,6 +78,21 @@ def wait_ready(port: str) -> None:
     raise AssertionError("the ring was not ready in 60 s")
 
 
+def wait_health(url: str, status: int) -> str:
+    """The body of the first answer with that status."""
+    deadline = time.monotonic() + 15
+    while time.monotonic() < deadline:
+        try:
+            with urllib.request.urlopen(url, timeout=5) as answer:
+                found, body = answer.status, answer.read()
+        except urllib.error.HTTPError as e:
+            found, body = e.code, e.read()
+        if found == status:
+            return str(body, "utf-8")
+        time.sleep(0.1)
+    raise AssertionError(f"/health did not become {status} in 15 s")
+
+
 def test_a_ring_of_processes_run_by_hand(
     ring: dict[str, subprocess.Popen[bytes]], variables: dict[str, str], tmp_path: Path
 ) -> None:
@@ -93,6 +108,13 @@ def test_a_ring_of_processes_run_by_hand(
     stranger = variables | {"BLOCKYARD_CURVE_KEYS": str(tmp_path / "other")}
     assert blockyard(stranger, "keys", str(tmp_path / "other")).returncode == 0
     assert blockyard(stranger, "ring").returncode == 1
+
+    health = f"http://127.0.0.1:{variables['BLOCKYARD_PORT']}/health"
+    for service in ("detokenizer", "tokenizer-pool"):
+        ring[service].send_signal(signal.SIGSTOP)
+        assert service.replace("-", "_") in wait_health(health, 503)
+        ring[service].send_signal(signal.SIGCONT)
+        wait_health(health, 200)
 
     for process in reversed(ring.values()):
         process.send_signal(signal.SIGTERM)

@@ -50,6 +50,14 @@ RING = (
         least=0.1,
     ),
     Flag(
+        "hung-timeout",
+        Kind.FLOAT,
+        10.0,
+        "`serve`: seconds without a heartbeat after which a process is killed and started again, six times as many "
+        "until it is ready; 0: never, as under a debugger.",
+        least=0,
+    ),
+    Flag(
         "max-connections",
         Kind.INT,
         None,

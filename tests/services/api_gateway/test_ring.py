@@ -119,8 +119,11 @@ async def test_health_ready_and_live(rig) -> None:
                 return response.status
 
         assert [await status(p) for p in ("/health", "/ready", "/live")] == [200, 200, 200]
-        r.ring.lose(DETOKENIZER)
-        assert [await status(p) for p in ("/health", "/ready", "/live")] == [200, 503, 200]
+        for role, incarnation in ((Role.DETOKENIZER, DETOKENIZER), (Role.TOKENIZER_POOL, TOKENIZER)):
+            r.ring.lose(incarnation)
+            assert [await status(p) for p in ("/health", "/ready", "/live")] == [503, 503, 200]
+            r.ring.join(member(role, incarnation))
+            assert [await status(p) for p in ("/health", "/ready", "/live")] == [200, 200, 200]
         r.ring.lose(WORKER)
         assert [await status(p) for p in ("/health", "/ready", "/live")] == [503, 503, 200]
         r.ring.join(member(Role.GPU_WORKER, WORKER, ready=False))

@@ -36,8 +36,8 @@ def folder() -> Iterator[Path]:
 
 
 @asynccontextmanager
-async def running(folder: Path, display: Recorder) -> AsyncIterator[Ring]:
-    ring = Ring(deployment(folder, *FLAGS), folder, display, stand_in)
+async def running(folder: Path, display: Recorder, *flags: str) -> AsyncIterator[Ring]:
+    ring = Ring(deployment(folder, *FLAGS, *flags), folder, display, stand_in)
     async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         tasks.create_task(ring.run(drain_s=10.0))
         await ring.ready.wait()
@@ -88,6 +88,30 @@ def test_a_killed_child_is_started_again(folder: Path) -> None:
 
     before, after = asyncio.run(scenario())
     assert before != after
+
+
+def test_hung_children_are_killed_and_started_again(folder: Path) -> None:
+    """Every role at once, then the registry, whose silence is seen by the launcher alone."""
+    display = Recorder()
+
+    async def stop_and_wait(ring: Ring, names: set[str]) -> None:
+        before = pids(ring)
+        for name in names:
+            os.kill(before[name], signal.SIGSTOP)
+        while any(pids(ring).get(name, before[name]) == before[name] for name in names):
+            await asyncio.sleep(0.05)
+        assert {name for name in NAMES if pids(ring).get(name) != before[name]} == names
+        assert not any(alive(before[name]) for name in names)
+
+    async def scenario() -> None:
+        async with running(folder, display, "--hung-timeout", "1") as ring:
+            members = NAMES - {"message_bus"}
+            await stop_and_wait(ring, members)
+            while not {f"{name} is ready again" for name in members} <= {*display.said}:
+                await asyncio.sleep(0.05)
+            await stop_and_wait(ring, {"message_bus"})
+
+    asyncio.run(scenario())
 
 
 def test_a_second_signal_kills(folder: Path) -> None:
