@@ -5,9 +5,16 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from blockyard.services.launcher.llm import LLM
+    from blockyard.services.launcher.offline.arguments import EngineArgs
     from blockyard.services.launcher.offline.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from blockyard.services.launcher.offline.errors import GenerationError
-    from blockyard.services.launcher.offline.outputs import CompletionOutput, Logprob, RequestOutput
+    from blockyard.services.launcher.offline.outputs import (
+        CompletionOutput,
+        Logprob,
+        RequestMetrics,
+        RequestOutput,
+    )
+    from blockyard.services.launcher.offline.prompts import TextPrompt, TokensPrompt
     from blockyard.services.launcher.offline.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
@@ -17,10 +24,14 @@ __all__ = [
     "BeamSearchParams",
     "BeamSearchSequence",
     "CompletionOutput",
+    "EngineArgs",
     "GenerationError",
     "Logprob",
+    "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
+    "TextPrompt",
+    "TokensPrompt",
     "__version__",
 ]
 
@@ -30,10 +41,14 @@ _HOMES = {
     "BeamSearchParams": "blockyard.services.launcher.offline.beam_search",
     "BeamSearchSequence": "blockyard.services.launcher.offline.beam_search",
     "CompletionOutput": "blockyard.services.launcher.offline.outputs",
+    "EngineArgs": "blockyard.services.launcher.offline.arguments",
     "GenerationError": "blockyard.services.launcher.offline.errors",
     "Logprob": "blockyard.services.launcher.offline.outputs",
+    "RequestMetrics": "blockyard.services.launcher.offline.outputs",
     "RequestOutput": "blockyard.services.launcher.offline.outputs",
     "SamplingParams": "blockyard.services.launcher.offline.sampling_params",
+    "TextPrompt": "blockyard.services.launcher.offline.prompts",
+    "TokensPrompt": "blockyard.services.launcher.offline.prompts",
 }
 
 

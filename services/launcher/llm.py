@@ -5,29 +5,40 @@ import importlib
 import os
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
-from typing import Any
-
-from tokenizers import Tokenizer
+from typing import Any, get_args
 
 from blockyard.services.launcher.offline import engine_args
+from blockyard.services.launcher.offline.arguments import KEYWORDS, Arguments
 from blockyard.services.launcher.offline.batch import Batch, Job, Seeds
 from blockyard.services.launcher.offline.beam_search import BeamSearchOutput, BeamSearchParams, beam_output
 from blockyard.services.launcher.offline.errors import GenerationError
+from blockyard.services.launcher.offline.operations import Operations
 from blockyard.services.launcher.offline.outputs import RequestOutput
-from blockyard.services.launcher.offline.prompts import ChatOptions, Prompt, read_conversations, read_prompts
+from blockyard.services.launcher.offline.prompts import (
+    ChatOptions,
+    Prompt,
+    read_conversations,
+    read_prompts,
+    with_token_ids,
+)
 from blockyard.services.launcher.offline.sampling_params import Asked, SamplingParams, read
 from blockyard.services.launcher.offline.session import Session
+from blockyard.services.launcher.offline.tokenizer import LLMTokenizer, through_ring
+from blockyard.services.launcher.offline.tqdm_bar import TqdmBar
 from blockyard.services.launcher.serve import make_display
 from blockyard.services.launcher.start_up import QuietDisplay
 from blockyard.shared import tokenizer_files
+from blockyard.shared.config.tokenizer import ContentFormat
 from blockyard.shared.errors import RequestError, not_built
 
 REFRESH_S = 0.1  # of the progress bar
+UseTqdm = bool | Callable[..., Any]  # whether there is a progress bar, or what makes one, as `tqdm` does
 
 
-class LLM:
+class LLM(Operations):
     """The services of `blockyard serve` as child processes of this one, without HTTP.
 
     `model` and the keywords are the flags of `blockyard serve` with `_` for `-`; an unknown or refused one is a
@@ -40,6 +51,7 @@ class LLM:
         loud = values.get("log-level", str) in ("trace", "debug", "info")
         session = Session(values, lambda ring: make_display(ring, sys.stderr) if loud else QuietDisplay())
         self._session = session
+        self._tokenizer: LLMTokenizer | None = None
         self._seeds = Seeds(values.get("seed", int))
         self._close = weakref.finalize(self, session.close)  # also called when the interpreter ends
         for note in notes:
@@ -50,31 +62,39 @@ class LLM:
             self._close()
             raise
 
+    @classmethod
+    def from_engine_args(cls, engine_args: Arguments) -> "LLM":
+        """Of an EngineArgs."""
+        return cls(**{name: getattr(engine_args, name) for name in KEYWORDS})
+
     def generate(
         self,
-        prompts: Any,
+        prompts: Any = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: UseTqdm = True,
         lora_request: None = None,
         priority: Sequence[int] | None = None,
+        prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
     ) -> list[RequestOutput]:
         """Completes prompts: a text, token ids, {"prompt": ...}, {"prompt_token_ids": ...}, or a list of these.
 
-        One SamplingParams, or one for each prompt; without, the model's own defaults. Outputs are in the order
-        of the prompts. Raises RequestError, a ValueError, before anything runs if something cannot be served,
-        and GenerationError once all others are done if prompts failed.
+        `prompt_token_ids` are ids of one prompt or of each, in place of `prompts` or besides texts to be shown. One
+        SamplingParams, or one for each prompt; without, the model's own defaults. `use_tqdm` may make the bar.
+        Outputs are in the order of the prompts. Raises RequestError, a ValueError, before anything runs if something
+        cannot be served, and GenerationError once all others are done if prompts failed.
         """
         _refuse("lora_request", lora_request)
-        return self._run(read_prompts(prompts, self._model), sampling_params, use_tqdm, priority)
+        asked = with_token_ids(prompts, prompt_token_ids)
+        return self._run(read_prompts(asked, self._model), sampling_params, use_tqdm, priority)
 
     def chat(
         self,
         messages: Sequence[Any],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: UseTqdm = True,
         lora_request: None = None,
         chat_template: str | None = None,
-        chat_template_content_format: str = "auto",
+        chat_template_content_format: ContentFormat = "auto",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Any] | None = None,
@@ -83,23 +103,37 @@ class LLM:
         """Answers one conversation, a list of messages, or each of a list of conversations; else as `generate`."""
         _refuse("lora_request", lora_request)
         _refuse("tools", tools)
-        if chat_template_content_format != "auto":
-            raise not_built("chat_template_content_format", "what a template wants is read from the template")
-        options = ChatOptions(chat_template, add_generation_prompt, continue_final_message, chat_template_kwargs)
+        if chat_template_content_format not in get_args(ContentFormat):
+            known = ", ".join(get_args(ContentFormat))
+            raise RequestError(
+                f"chat_template_content_format must be one of {known}, got {chat_template_content_format!r}",
+                "chat_template_content_format",
+            )
+        options = ChatOptions(
+            chat_template,
+            add_generation_prompt,
+            continue_final_message,
+            chat_template_kwargs,
+            "" if chat_template_content_format == "auto" else chat_template_content_format,
+        )
         return self._run(read_conversations(messages, options, self._model), sampling_params, use_tqdm, None)
 
     def beam_search(
-        self, prompts: Any, params: BeamSearchParams, lora_request: None = None, use_tqdm: bool = False
+        self, prompts: Any, params: BeamSearchParams, lora_request: None = None, use_tqdm: UseTqdm = False
     ) -> list[BeamSearchOutput]:
         """The `beam_width` best sequences of each prompt, given as to `generate`. Raises what that does."""
         _refuse("lora_request", lora_request)
         outputs = self._run(read_prompts(prompts, self._model), params.sampling(), use_tqdm, None)
-        tokenizer = self.get_tokenizer()
+        tokenizer = self.get_tokenizer().backend_tokenizer
         return [beam_output(output, params, tokenizer) for output in outputs]
 
-    def get_tokenizer(self) -> Tokenizer:
-        """The model's, as the `tokenizers` library has it; a new one at each call."""
-        return tokenizer_files.load(self._session.tokenizer_path).tokenizer
+    def get_tokenizer(self) -> LLMTokenizer:
+        """The model's: callable, with `encode`, `decode`, `eos_token_id`, `apply_chat_template` and so on."""
+        if self._tokenizer is None:
+            folder, card = self._session.tokenizer_path, self._session.card
+            files = tokenizer_files.load(folder)
+            self._tokenizer = LLMTokenizer(files, str(folder), card.max_model_len, through_ring(self._session))
+        return self._tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What `generate` uses where none are given: --generation-config says where from."""
@@ -132,11 +166,11 @@ class LLM:
         self,
         prompts: list[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
-        show_bar: bool,
+        show_bar: UseTqdm,
         priority: Sequence[int] | None,
     ) -> list[RequestOutput]:
-        if not isinstance(show_bar, bool):
-            raise not_built("use_tqdm", "it is True or False")
+        if not isinstance(show_bar, bool) and not callable(show_bar):
+            raise RequestError(f"use_tqdm must be a switch or make a bar, got {show_bar!r}", "use_tqdm")
         priorities = [0] * len(prompts) if priority is None else list(priority)
         if len(priorities) != len(prompts):
             raise RequestError(f"{len(priorities)} priorities for {len(prompts)} prompts", "priority")
@@ -144,7 +178,7 @@ class LLM:
         jobs = [Job(p, a, self._seeds.next(a), i) for p, a, i in zip(prompts, asked, priorities, strict=True)]
         batch, future = self._session.submit(jobs)
         try:
-            _wait(batch, future, len(jobs) if show_bar else 0)
+            _wait(batch, future, len(jobs), show_bar)
         finally:
             future.cancel()  # has an effect if waiting was interrupted
         if batch.failures:
@@ -162,12 +196,17 @@ class LLM:
         return [read(one, card.vocab_size, most) for one in params]
 
 
-def _wait(batch: Batch, future: "concurrent.futures.Future[None]", num_prompts: int) -> None:
-    """Until the batch is done; with a bar if there are `num_prompts`. rich is imported for bars alone."""
-    if not num_prompts:
+def _wait(batch: Batch, future: "concurrent.futures.Future[None]", num_prompts: int, show_bar: UseTqdm) -> None:
+    """Until the batch is done. rich is imported for a bar of ours alone."""
+    if not show_bar or not num_prompts:
         future.result()
         return
-    with importlib.import_module("blockyard.services.launcher.offline.bar").Bar(num_prompts) as bar:
+    make: Callable[[int], Any]
+    if callable(show_bar):
+        make = partial(TqdmBar, show_bar)
+    else:
+        make = importlib.import_module("blockyard.services.launcher.offline.bar").Bar
+    with make(num_prompts) as bar:
         bar.show(batch.progress)
         while concurrent.futures.wait([future], REFRESH_S).not_done:
             bar.show(batch.progress)

@@ -41,7 +41,7 @@ def test_choices_that_share_a_prompt_equal_one_alone(llm: LLM) -> None:
 
 def test_ids_and_text_are_the_same_prompt(llm: LLM) -> None:
     tokenizer = llm.get_tokenizer()
-    ids = tokenizer.encode(CODE).ids
+    ids = tokenizer.encode(CODE)
     (output,) = llm.generate({"prompt_token_ids": ids}, GREEDY, use_tqdm=False)
     assert output.prompt_token_ids == ids
     assert output.outputs[0].text == text(llm, CODE, GREEDY)
@@ -52,7 +52,7 @@ def test_chat_renders_the_models_template(llm: LLM) -> None:
     messages = [{"role": "user", "content": "Write a function that returns the larger of two numbers."}]
     (answer,) = llm.chat(messages, GREEDY, use_tqdm=False)
     assert answer.prompt is not None and messages[0]["content"] in answer.prompt
-    assert answer.prompt_token_ids == llm.get_tokenizer().encode(answer.prompt, add_special_tokens=False).ids
+    assert answer.prompt_token_ids == llm.get_tokenizer().encode(answer.prompt, add_special_tokens=False)
     assert text(llm, {"prompt_token_ids": answer.prompt_token_ids}, GREEDY) == answer.outputs[0].text
     (bare,) = llm.chat(messages, GREEDY, use_tqdm=False, add_generation_prompt=False)
     assert len(bare.prompt_token_ids) < len(answer.prompt_token_ids)
@@ -127,9 +127,9 @@ def test_the_models_own_defaults_hold_where_none_are_given(llm: LLM) -> None:
 
 def test_beam_search(llm: LLM) -> None:
     params = BeamSearchParams(beam_width=3, max_tokens=12)
-    by_text, by_ids = llm.beam_search([CODE, {"prompt_token_ids": llm.get_tokenizer().encode(CODE).ids}], params)
+    by_text, by_ids = llm.beam_search([CODE, {"prompt_token_ids": llm.get_tokenizer().encode(CODE)}], params)
     assert by_text == by_ids
-    prompt = llm.get_tokenizer().encode(CODE).ids
+    prompt = llm.get_tokenizer().encode(CODE)
     scores = []
     for found in by_text.sequences:
         assert found.tokens[: len(prompt)] == prompt

@@ -60,7 +60,7 @@ def throughput(args: Sequence[str]) -> int:
     vocab = flags.vocab_range(given.vocab_range)
     with LLM(model, **engine) as llm:
         draw, tokenizer = _draw(vocab, llm), llm.get_tokenizer()
-        asks = workload.asks(given, draw, lambda text: len(tokenizer.encode(text).ids))
+        asks = workload.asks(given, draw, lambda text: len(tokenizer.encode(text)))
         timed(
             llm, [Ask(draw(random.Random(given.seed - 1), 8), 8, 8)], show_bar=False
         )  # what happens once, happens now
@@ -118,7 +118,7 @@ def check_lengths(asks: Sequence[Ask], outputs: Sequence[RequestOutput]) -> None
 
 def _draw(vocab: tuple[int, int], llm: LLM) -> RandomIds:
     low, high = vocab
-    size = llm.get_tokenizer().get_vocab_size()
+    size = len(llm.get_tokenizer())
     if low >= size:
         raise ConfigError(f"--vocab-range {low}:{high}: the model has {size} tokens")
     return RandomIds(low, min(high, size))

@@ -1,8 +1,15 @@
 """What arrived for a prompt, as the output its caller gets."""
 
+from dataclasses import dataclass
 from typing import Protocol
 
-from blockyard.services.launcher.offline.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
+from blockyard.services.launcher.offline.outputs import (
+    CompletionOutput,
+    Logprob,
+    PositionLogprobs,
+    RequestMetrics,
+    RequestOutput,
+)
 from blockyard.shared.messages import FinishReason, TextDelta, TextLogprobs
 from blockyard.shared.ring_client.choices import best
 from blockyard.shared.ring_client.journal import ChoiceLog, Entry
@@ -18,17 +25,32 @@ class TokenCount(Protocol):
 class Collected:
     """A journal sink."""
 
-    __slots__ = ("_count", "_detokenize", "finish", "logprobs", "stop_reason", "text")
+    __slots__ = (
+        "_count",
+        "_detokenize",
+        "finish",
+        "first_s",
+        "last_s",
+        "logprobs",
+        "num_tokens",
+        "stop_reason",
+        "text",
+    )
 
     def __init__(self, count: TokenCount, detokenize: bool) -> None:
         self._count, self._detokenize = count, detokenize
+        self.first_s = self.last_s = 0.0  # when its first and last tokens came; 0: none has
+        self.num_tokens = 0
         self.text: list[str] = []
         self.logprobs: list[TextLogprobs] = []
         self.finish: FinishReason | None = None
         self.stop_reason: int | str | None = None
 
     def push(self, delta: TextDelta, now: float, stamp_s: float) -> None:
-        self._count.num_output_tokens += len(delta.token_ids)
+        if delta.token_ids:
+            self._count.num_output_tokens += len(delta.token_ids)
+            self.num_tokens += len(delta.token_ids)
+            self.first_s, self.last_s = self.first_s or now, now
         if self._detokenize:
             self.text.append(delta.text)
         self.logprobs.extend(delta.logprobs)
@@ -36,7 +58,17 @@ class Collected:
             self.finish, self.stop_reason = delta.finish, delta.stop_reason
 
 
-def request_output(entry: Entry, prompt: str | None, count: int, num_logprobs: int | None) -> RequestOutput:
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """When a call was made: `time.time`, and the same moment by the clock of its sinks."""
+
+    time: float
+    clock_s: float
+
+
+def request_output(
+    entry: Entry, prompt: str | None, count: int, num_logprobs: int | None, arrival: Arrival, queued_s: float
+) -> RequestOutput:
     """The best `count` of an entry whose choices have all ended and whose sinks are Collected."""
     pairs = [(choice, choice.sink) for choice in entry.choices if isinstance(choice.sink, Collected)]
     chosen = best(pairs, [sink.logprobs for _, sink in pairs], count)
@@ -52,6 +84,20 @@ def request_output(entry: Entry, prompt: str | None, count: int, num_logprobs: i
         prompt_logprobs=of_prompt,
         num_cached_tokens=entry.cached_tokens,
         finished=True,
+        metrics=_metrics([sink for _, sink in pairs], arrival, queued_s),
+    )
+
+
+def _metrics(sinks: list[Collected], arrival: Arrival, queued_s: float) -> RequestMetrics:
+    came = [sink for sink in sinks if sink.first_s]
+    first = min((sink.first_s for sink in came), default=queued_s)
+    return RequestMetrics(
+        arrival_time=arrival.time,
+        queued_ts=queued_s,
+        first_token_ts=first,
+        last_token_ts=max((sink.last_s for sink in came), default=first),
+        first_token_latency=first - arrival.clock_s,
+        num_generation_tokens=sum(sink.num_tokens for sink in sinks),
     )
 
 

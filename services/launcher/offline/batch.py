@@ -2,11 +2,12 @@
 
 import asyncio
 import hashlib
+import time
 from dataclasses import dataclass
 
 import msgspec
 
-from blockyard.services.launcher.offline.answers import Collected, request_output
+from blockyard.services.launcher.offline.answers import Arrival, Collected, request_output
 from blockyard.services.launcher.offline.errors import RingLost
 from blockyard.services.launcher.offline.gate import Gate
 from blockyard.services.launcher.offline.outputs import RequestOutput
@@ -46,6 +47,8 @@ class Batch:
     def __init__(self, name: str, jobs: list[Job], card: ModelCard, client: RingClient, gate: Gate) -> None:
         self._name, self._jobs, self._card, self._client, self._gate = name, jobs, card, client, gate
         self.progress = Progress()
+        self._arrival = Arrival(time.time(), client.clock())
+        self._queued_s: dict[str, float] = {}  # request id -> when the scheduler took it
         self.outputs: list[RequestOutput | None] = [None] * len(jobs)
         self.failures: dict[int, Exception] = {}
         self._indexes: dict[str, int] = {}  # by request id
@@ -77,6 +80,7 @@ class Batch:
                 self._client.dispatch.close(entry)
 
     def accepted(self, entry: Entry) -> None:
+        self._queued_s[entry.request_id] = self._client.clock()
         self._gate.answered(entry)
         self._gate.pump()
 
@@ -84,7 +88,11 @@ class Batch:
         index = self._indexes[entry.request_id]
         job, prompt = self._jobs[index], self._prompts[index]
         text = job.prompt.text if job.prompt.text is not None else prompt.text or None
-        self.outputs[index] = request_output(entry, text, job.asked.choices.returned, job.asked.num_logprobs)
+        asked, queued_s = job.asked, self._queued_s[entry.request_id]
+        self.outputs[index] = request_output(
+            entry, text, asked.choices.returned, asked.num_logprobs, self._arrival, queued_s
+        )
+        self._client.meters.closed([entry], self._client.clock() - self._arrival.clock_s)
         self.progress.num_prompt_tokens += entry.num_prompt_tokens
         self._ended(entry)
 
@@ -94,6 +102,13 @@ class Batch:
             return
         self.failures[self._indexes[entry.request_id]] = error
         self._ended(entry)
+
+    def abort(self, error: RequestError) -> None:
+        """Fails what has not ended."""
+        for entry in list(self._open.values()):
+            self._gate.drop(entry)
+            self._client.dispatch.close(entry)
+            self.failed(entry, error)
 
     def _ended(self, entry: Entry) -> None:
         self._gate.answered(entry)

@@ -38,7 +38,8 @@ SERVER_ONLY = {flag.name for group in ("HTTP server", "Security") for flag in GR
 def read(
     model: str | os.PathLike[str] | None, arguments: Mapping[str, object], environ: Mapping[str, str]
 ) -> tuple[Values, list[str]]:
-    """The flags' values and notes to tell. Arguments come before BLOCKYARD_* and the file that `config` names.
+    """The flags' values and notes to tell. Arguments come before BLOCKYARD_* and the file that `config` names; an
+    argument that is None is not given.
 
     Raises ConfigError with a line for each that is unknown or refused. What the environment or the file say of
     the HTTP server is left alone: it is said to `serve`.
@@ -52,6 +53,8 @@ def read(
     for name, one in spoken.items():
         if name in SERVER_ONLY:
             raise ConfigError(f"{one.where}: is for `blockyard serve` and `run`; the offline API has no HTTP server")
+    unsaid = {str(key).replace("_", "-") for key, value in plain.items() if value is None}
+    spoken = {name: one for name, one in spoken.items() if name not in unsaid}
     environment, notes = given.from_environment(environ)
     path = (spoken.get("config") or environment.get("config") or Given(None, "")).value
     file = read_yaml(Path(path)) if isinstance(path, str) else {}

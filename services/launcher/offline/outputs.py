@@ -32,6 +32,30 @@ class CompletionOutput:
 
 
 @dataclass(slots=True)
+class RequestMetrics:
+    """When what happened to a prompt. `..._ts` are seconds of `time.monotonic`, the others of `time.time`."""
+
+    arrival_time: float  # when `generate` or `chat` was called
+    queued_ts: float  # when the scheduler took it
+    first_token_ts: float
+    last_token_ts: float
+    first_token_latency: float  # seconds from the call to the first token
+    num_generation_tokens: int  # of all choices
+
+    @property
+    def first_token_time(self) -> float:
+        return self.arrival_time + self.first_token_latency
+
+    @property
+    def last_token_time(self) -> float:
+        return self.first_token_time + self.last_token_ts - self.first_token_ts
+
+    @property
+    def finished_time(self) -> float:
+        return self.last_token_time
+
+
+@dataclass(slots=True)
 class RequestOutput:
     """One prompt's answer."""
 
@@ -42,3 +66,4 @@ class RequestOutput:
     prompt_logprobs: list[PositionLogprobs | None] | None = None  # the first token has none
     num_cached_tokens: int = 0
     finished: bool = False
+    metrics: RequestMetrics | None = None

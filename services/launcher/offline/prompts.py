@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, NotRequired, TypedDict
 
 import msgspec
 
@@ -16,6 +16,21 @@ from blockyard.shared.token_ids import pack
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 NOT_BUILT = ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs", "prompt_embeds", "encoder_prompt")
+
+
+class TextPrompt(TypedDict):
+    """A text, as a dict."""
+
+    prompt: str
+    cache_salt: NotRequired[str]
+
+
+class TokensPrompt(TypedDict):
+    """Token ids, as a dict; `prompt` is shown in the output."""
+
+    prompt_token_ids: list[int]
+    prompt: NotRequired[str]
+    cache_salt: NotRequired[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +60,21 @@ class ChatOptions:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     template_kwargs: Mapping[str, Any] | None = None
+    content_format: str = ""  # string or openai; "": as --chat-template-content-format says
+
+
+def with_token_ids(prompts: object, ids: object) -> object:
+    """What `generate` takes as one argument, of its `prompts` and `prompt_token_ids`. Raises RequestError."""
+    if ids is None:
+        return prompts
+    single = _is_ids(ids)
+    rows: Any = [ids] if single else ids
+    if not isinstance(rows, Sequence) or isinstance(rows, str | bytes):
+        raise RequestError(f"prompt_token_ids must be a list of ids or of such lists, got {_kind(ids)}", "prompts")
+    texts: Any = [None] * len(rows) if prompts is None else [prompts] if isinstance(prompts, str) else prompts
+    if len(texts) != len(rows):
+        raise RequestError(f"{len(texts)} prompts and {len(rows)} prompt_token_ids", "prompt_token_ids")
+    return [{"prompt": text, "prompt_token_ids": row} for text, row in zip(texts, rows, strict=True)]
 
 
 def read_conversations(messages: object, options: ChatOptions, model: str) -> list[Prompt]:
@@ -131,6 +161,7 @@ def _conversation(messages: object, where: str, options: ChatOptions, model: str
         chat_template=options.chat_template,
         add_generation_prompt=options.add_generation_prompt,
         continue_final_message=options.continue_final_message,
+        content_format=options.content_format,
         want_text=True,
     )
     return Prompt(where, work)

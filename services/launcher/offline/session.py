@@ -5,8 +5,10 @@ import concurrent.futures
 import contextlib
 import os
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -22,10 +24,14 @@ from blockyard.shared.bus import Changed, Joined, Links
 from blockyard.shared.config.gateway import GatewayConfig
 from blockyard.shared.config.given import Values
 from blockyard.shared.config.resolve import Deployment, resolve
-from blockyard.shared.messages import GatewayIn, ModelCard, Role, RoomChanged, Stats
+from blockyard.shared.errors import RequestError
+from blockyard.shared.messages import GatewayIn, Member, ModelCard, Role, RoomChanged, Stats
 from blockyard.shared.ring_client.client import RingClient
+from blockyard.shared.ring_client.meters import Meters
 
+T = TypeVar("T")
 NAME = "llm"
+STATS_AGE_S = 1.2  # a scheduler counts twice a second, and tells it with its next heartbeat
 MakeDisplay = Callable[[Deployment], Display]
 
 
@@ -49,7 +55,9 @@ class Session:
         self._pid = os.getpid()
         self._ready: concurrent.futures.Future[ModelCard] = concurrent.futures.Future()
         self._served = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._batches: set[Batch] = set()
+        self._served_s = -STATS_AGE_S  # when the last call ended
         self._num_batches = 0
         self._end = ""  # why there is no ring any more
         self._loop = asyncio.new_event_loop()
@@ -72,6 +80,35 @@ class Session:
         self._num_batches += 1
         batch = Batch(f"llm{self._num_batches}", jobs, self.card, self._client, self._gate)
         return batch, asyncio.run_coroutine_threadsafe(self._serve(batch), self._loop)
+
+    def call(self, work: Callable[[RingClient], Coroutine[Any, Any, T]]) -> T:
+        """What `work` returns, which runs on the session's loop. Raises RingLost, also if the ring ends meanwhile."""
+        if self._end:
+            raise RingLost(self._end)
+        future = asyncio.run_coroutine_threadsafe(self._guarded(work(self._client)), self._loop)
+        try:
+            return future.result()
+        finally:
+            future.cancel()  # has an effect if waiting was interrupted
+
+    def abort(self, why: str) -> None:
+        """Fails all requests that are open. Raises RingLost."""
+
+        async def fail(_: RingClient) -> None:
+            for batch in list(self._batches):
+                batch.abort(RequestError(why, status=503))
+
+        self.call(fail)
+
+    def look(self, read: Callable[[Meters, list[Member]], T]) -> T:
+        """What `read` makes of the counters and of the members of the ring, once these have told of all requests that
+        have ended. Raises RingLost."""
+
+        async def reading(client: RingClient) -> T:
+            await asyncio.sleep(self._served_s + STATS_AGE_S - time.monotonic())
+            return read(client.meters, list(self._links.members.values()))
+
+        return self.call(reading)
 
     def close(self) -> None:
         """Stops the ring and waits until its last process is gone. May be called again, and in a fork."""
@@ -97,6 +134,7 @@ class Session:
     async def _main(self) -> None:
         bus = self._deployment.registry.process.bus
         links: Links[GatewayIn] = Links(NAME, Role.API_GATEWAY, bus, GatewayIn)
+        self._links = links
         names, patience_s = self.config.served_model_names, self.config.stall_timeout_s
         self._client = RingClient(links, names, patience_s)
         self._gate = Gate(self._client, names[0], patience_s)
@@ -141,11 +179,20 @@ class Session:
         self._ready.set_result(self._client.admission.card(self.config.served_model_names[0]))
 
     async def _serve(self, batch: Batch) -> None:
+        self._batches.add(batch)
+        try:
+            await self._guarded(batch.run())
+        finally:
+            self._batches.discard(batch)
+            self._served_s = time.monotonic()
+
+    async def _guarded(self, work: Coroutine[Any, Any, T]) -> T:
+        """Ends with RingLost when the ring does."""
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
         try:
-            await batch.run()
+            return await work
         except asyncio.CancelledError:
             if self._end:
                 raise RingLost(self._end) from None

@@ -12,12 +12,13 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from tokenizers import Tokenizer
 
-from blockyard import LLM, RequestOutput, SamplingParams
+from blockyard import LLM, EngineArgs, GenerationError, RequestOutput, SamplingParams, TextPrompt, TokensPrompt
 from blockyard.services.launcher.offline.errors import RingLost
+from blockyard.services.launcher.offline.metrics import Histogram
 from blockyard.shared.errors import BlockyardError, ConfigError, RequestError
 
 SRC = Path(__file__).parents[3] / ".src"
@@ -51,10 +52,9 @@ def test_many_more_prompts_than_the_queue_holds(llm: LLM) -> None:
     assert len({o.request_id for o in outputs}) == 200 and all(o.finished for o in outputs)
     assert {len(o.outputs[0].token_ids) for o in outputs} == {5}
     tokenizer = llm.get_tokenizer()
-    assert isinstance(tokenizer, Tokenizer)
     for output in outputs[::20]:
         assert output.prompt is not None
-        assert output.prompt_token_ids == tokenizer.encode(output.prompt).ids
+        assert output.prompt_token_ids == tokenizer.encode(output.prompt)
         assert output.outputs[0].text == tokenizer.decode(output.outputs[0].token_ids)
 
 
@@ -100,7 +100,7 @@ def test_a_bar_counts_prompts_and_tokens(llm: LLM, capfd: pytest.CaptureFixture[
         (["a", "b"], [SamplingParams()], "1 sampling_params for 2 prompts"),
         ("a", SamplingParams(logprobs=21), "logprobs must be at least 0 and at most 20"),
         (["a", [99_999]], SamplingParams(), r"prompts\[1\]: token id 99999 is outside"),
-        (["a", "b"], [SamplingParams(), SamplingParams(max_tokens=10**6)], r"1000002 tokens \(2 in the prompts\[1\]"),
+        (["a", [5] * 4096], SamplingParams(), r"context length is 4096 tokens.* length of the prompts\[1\]"),
         ("a", SamplingParams(stop_token_ids=[99_999]), "stop_token_ids"),
     ],
 )
@@ -114,14 +114,201 @@ def test_what_cannot_be_served_raises_before_anything_runs(
 
 
 def test_what_is_not_built_is_refused_by_name(llm: LLM) -> None:
-    for keyword in ({"lora_request": object()}, {"use_tqdm": print}):
-        with pytest.raises(RequestError, match="not built"):
-            llm.generate("a", **keyword)  # type: ignore[arg-type]
-    for keyword in ({"tools": [{}]}, {"chat_template_content_format": "openai"}):
-        with pytest.raises(RequestError, match="not built"):
-            llm.chat([{"role": "user", "content": "a"}], **keyword)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="not built"):
+        llm.generate("a", lora_request=object())  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="not built"):
+        llm.chat([{"role": "user", "content": "a"}], tools=[{}])
+    with pytest.raises(RequestError, match="must be one of auto, string, openai, got 'parts'"):
+        llm.chat([{"role": "user", "content": "a"}], chat_template_content_format="parts")  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="3 priorities for 1 prompts"):
         llm.generate("a", priority=[1, 2, 3])
+
+
+def test_prompt_token_ids_besides_or_in_place_of_prompts(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=1)
+
+    def shown(**keywords: Any) -> list[tuple[str | None, list[int]]]:
+        outputs = llm.generate(sampling_params=params, use_tqdm=False, **keywords)
+        return [(output.prompt, output.prompt_token_ids) for output in outputs]
+
+    assert shown(prompt_token_ids=[5, 6]) == [(None, [5, 6])]
+    assert shown(prompt_token_ids=[[5], [6, 7]]) == [(None, [5]), (None, [6, 7])]
+    assert shown(prompts=["a", "b"], prompt_token_ids=[[5], [6]]) == [("a", [5]), ("b", [6])]
+    assert shown(prompts="a", prompt_token_ids=[5]) == [("a", [5])]
+    assert shown(prompts=[TokensPrompt(prompt_token_ids=[8])]) == [(None, [8])]
+    assert shown(prompts=TextPrompt(prompt="text"))[0][0] == "text"
+    for wrong in ({"prompts": ["a"], "prompt_token_ids": [[5], [6]]}, {"prompt_token_ids": "ids"}, {}):
+        with pytest.raises(RequestError, match="prompt"):
+            shown(**wrong)
+
+
+def test_a_bar_of_the_callers_own(llm: LLM) -> None:
+    class Recorder:
+        def __init__(self, **made_with: Any) -> None:
+            self.made_with, self.postfix, self.updates, self.closed = made_with, "", [], 0
+            bars.append(self)
+
+        def update(self, number: int) -> None:
+            self.updates.append(number)
+
+        def close(self) -> None:
+            self.closed += 1
+
+    bars: list[Any] = []
+    llm.generate(["a"] * 12, SamplingParams(max_tokens=40), use_tqdm=Recorder)
+    llm.chat([{"role": "user", "content": "a"}], SamplingParams(max_tokens=2), use_tqdm=Recorder)
+    assert [(bar.made_with["total"], sum(bar.updates), bar.closed) for bar in bars] == [(12, 12, 1), (1, 1, 1)]
+    assert bars[0].made_with["desc"] == "Processed prompts" and "toks/s, output: " in bars[0].postfix
+    with pytest.raises(RequestError, match="use_tqdm must be a switch or make a bar, got 'yes'"):
+        llm.generate("a", use_tqdm="yes")  # type: ignore[arg-type]
+
+
+def test_each_output_says_when_things_happened(llm: LLM) -> None:
+    before, monotonic = time.time(), time.monotonic()
+    (output,) = llm.generate("a", SamplingParams(max_tokens=20, n=2), use_tqdm=False)
+    found = output.metrics
+    assert found is not None and found.num_generation_tokens == 40
+    assert before <= found.arrival_time <= found.first_token_time < found.finished_time <= time.time()
+    assert monotonic <= found.queued_ts <= found.first_token_ts < found.last_token_ts <= time.monotonic()
+    took = found.last_token_ts - found.first_token_ts
+    assert 19 * 0.002 <= took < 5 and 0 < found.first_token_latency < 5
+
+
+def values_of(llm: LLM) -> dict[tuple[str, ...], float]:
+    found: dict[tuple[str, ...], float] = {}
+    for metric in llm.get_metrics():
+        labels = tuple(value for key, value in metric.labels.items() if key not in ("model_name", "engine"))
+        value = metric.count if isinstance(metric, Histogram) else metric.value  # type: ignore[attr-defined]
+        assert (metric.name, *labels) not in found
+        found[metric.name, *labels] = value
+    return found
+
+
+def test_counters_and_histograms_under_vllms_names(llm: LLM) -> None:
+    before = values_of(llm)
+    llm.generate(["word " * 40] * 2, SamplingParams(max_tokens=7), use_tqdm=False)
+    grown = {name: value - before[name] for name, value in values_of(llm).items()}
+    assert grown["vllm:generation_tokens",] == 14 and grown["vllm:request_success", "length"] == 2
+    assert grown["vllm:time_to_first_token_seconds",] == grown["vllm:e2e_request_latency_seconds",] == 2
+    assert grown["vllm:request_generation_tokens",] == grown["vllm:request_prompt_tokens",] == 2
+    assert grown["vllm:prefix_cache_queries",] == grown["vllm:prompt_tokens",] > 80
+    gauges = {"vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"}
+    assert gauges <= {name for name, *_ in before}
+
+
+def test_the_tokenizer_renders_with_the_rings_templates(llm: LLM) -> None:
+    tokenizer = llm.get_tokenizer()
+    assert llm.get_tokenizer() is tokenizer
+    messages = [{"role": "user", "content": "hello"}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    (answer,) = llm.chat(messages, SamplingParams(max_tokens=1), use_tqdm=False)
+    assert (text, tokenizer.apply_chat_template(messages, add_generation_prompt=True)) == (
+        answer.prompt,
+        answer.prompt_token_ids,
+    )
+    assert tokenizer.encode(text, add_special_tokens=False) == answer.prompt_token_ids
+    many = tokenizer.apply_chat_template([messages, messages], return_dict=True)
+    assert many.input_ids[0] == many["input_ids"][1] and len(many.attention_mask[0]) == len(many.input_ids[0])
+    tools = [{"type": "function", "function": {"name": "find"}}]
+    template = "{{ tools[0].function.name }} {{ mood }} {{ messages[0].content }}"
+    made = tokenizer.apply_chat_template(messages, tools, chat_template=template, mood="glad", tokenize=False)
+    assert made == "find glad hello"
+    with pytest.raises(RequestError, match="return_tensors"):
+        tokenizer.apply_chat_template(messages, return_tensors="pt")
+
+
+def test_contents_reach_the_template_in_the_form_asked_for(llm: LLM) -> None:
+    parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+    template = "{{ messages[0].content is string }} {{ messages[0].content | length }}"
+    shown = []
+    for form in ("auto", "string", "openai"):
+        (output,) = llm.chat(
+            parts,
+            use_tqdm=False,
+            chat_template=template,
+            chat_template_content_format=form,  # type: ignore[arg-type]
+        )
+        shown.append(output.prompt)
+    assert shown == ["True 3", "True 3", "False 2"]
+
+
+def test_the_prefix_cache_is_forgotten(llm: LLM) -> None:
+    def cached() -> int:
+        return llm.generate("word " * 60, SamplingParams(max_tokens=1), use_tqdm=False)[0].num_cached_tokens
+
+    cached()
+    assert cached() > 0
+    assert llm.reset_prefix_cache() is True
+    assert cached() == 0
+
+
+def test_sleep_needs_its_switch(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="enable-sleep-mode"):
+        llm.sleep()
+    for wrong in ({"level": 3}, {"mode": "soon"}):
+        with pytest.raises(RequestError):
+            llm.sleep(**wrong)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="tags are weights, kv_cache, scheduling, got 'all'"):
+        llm.wake_up(tags=["all"])
+    assert len(llm.generate("a", use_tqdm=False)) == 1
+
+
+class Calls:
+    """Calls of `generate` in a thread."""
+
+    def __init__(self, llm: LLM, num_tokens: int) -> None:
+        self.outcome: list[object] = []
+        self._llm, self._params = llm, SamplingParams(max_tokens=num_tokens, ignore_eos=True, seed=1)
+        self._thread = threading.Thread(target=self._call)
+        self._thread.start()
+
+    def _call(self) -> None:
+        try:
+            self.outcome.append(texts(self._llm.generate(["a", "b"], self._params, use_tqdm=False)))
+        except BlockyardError as e:
+            self.outcome.append(e)
+
+    def result(self, patience_s: float = 20.0) -> object:
+        self._thread.join(patience_s)
+        return self.outcome[0] if self.outcome else None
+
+
+def test_sleep_and_wake() -> None:
+    arguments = EngineArgs(worker_cls="mock", mock_step_ms=3, enable_sleep_mode=True, log_level="error")
+    with LLM.from_engine_args(arguments) as llm:
+        meters = llm._session._client.meters
+        expected = Calls(llm, 100).result()
+
+        def running() -> Calls:
+            start, call = meters.output_tokens, Calls(llm, 100)
+            while meters.output_tokens < start + 10:
+                time.sleep(0.005)
+            return call
+
+        call = running()
+        llm.sleep(level=1, mode="keep")
+        assert call.result(0.3) is None
+        llm.wake_up(tags=["weights"])
+        assert call.result(0.3) is None, "it waits for its KV"
+        llm.wake_up(tags=["kv_cache"])
+        assert call.result() == expected
+
+        call = running()
+        llm.sleep(level=2)
+        assert "the LLM was put to sleep" in str(call.result()) and isinstance(call.result(), GenerationError)
+        call = Calls(llm, 100)
+        assert call.result(0.3) is None
+        llm.wake_up()
+        assert call.result() == expected
+
+        call = running()
+        llm.sleep(level=1, mode="wait")
+        assert call.result(0) == expected, "it ended before the others slept"
+        llm.wake_up()
+        llm.sleep(level=0)
+        assert Calls(llm, 100).result(0.3) is None
+        llm.wake_up()
+        assert Calls(llm, 100).result() == expected
 
 
 def test_calls_from_threads_and_from_a_running_loop(llm: LLM) -> None:

@@ -1,0 +1,67 @@
+"""What else an LLM can do with its ring: sleep and wake, forget its prefix cache, tell its counters."""
+
+from collections.abc import Sequence
+
+from blockyard.services.launcher.offline.metrics import Metric, snapshot
+from blockyard.services.launcher.offline.session import Session
+from blockyard.shared.errors import RequestError
+from blockyard.shared.messages import Control, Controlled, Verb
+
+MODES = ("abort", "wait", "keep")
+TAGS = ("weights", "kv_cache", "scheduling")
+
+
+class Operations:
+    """Base of LLM. Each raises RequestError, a ValueError, for what cannot be done, and RingLost without a ring."""
+
+    _session: Session
+
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Gives memory back until `wake_up`; needs `enable_sleep_mode=True`.
+
+        Level 1 keeps the weights in host memory, level 2 drops them, level 0 only holds requests back. Requests of
+        other threads fail (`abort`), end first (`wait`) or go on afterwards (`keep`).
+        """
+        if mode not in MODES:
+            raise RequestError(f"mode must be one of {', '.join(MODES)}, got {mode!r}", "mode")
+        if level not in (0, 1, 2):
+            raise RequestError(f"level must be 0, 1 or 2, got {level!r}", "level")
+        if mode == "abort":
+            self._session.abort("the LLM was put to sleep")
+        if level == 0:
+            self._ask(Control("", Verb.PAUSE, drain=mode == "wait", clear_cache=False))
+        elif mode == "wait":
+            self._ask(Control("", Verb.PAUSE, drain=True, clear_cache=False))
+            try:
+                self._ask(Control("", Verb.SLEEP, level=level))
+            finally:
+                self._ask(Control("", Verb.RESUME))
+        else:
+            self._ask(Control("", Verb.SLEEP, level=level))
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Takes the memory back. With `tags` that leave out kv_cache and scheduling, requests wait for these."""
+        unknown = sorted(set(tags or ()) - {*TAGS})
+        if unknown:
+            raise RequestError(f"tags are {', '.join(TAGS)}, got {unknown[0]!r}", "tags")
+        if tags and not {"kv_cache", "scheduling"} & {*tags}:
+            self._ask(Control("", Verb.PAUSE, clear_cache=False))
+            self._ask(Control("", Verb.WAKE_UP))
+            return
+        if any(answer.paused for answer in self._ask(Control("", Verb.WAKE_UP))):
+            self._ask(Control("", Verb.RESUME))
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Forgets all KV that was computed; requests that run compute theirs again, whatever the arguments say."""
+        self._ask(Control("", Verb.RESET_PREFIX_CACHE))
+        return True
+
+    def get_metrics(self) -> list[Metric]:
+        """Counters, gauges and histograms under vLLM's names.
+
+        Waits for up to 1.2 s after a call of `generate`, until the scheduler has told what it counted.
+        """
+        return self._session.look(snapshot)
+
+    def _ask(self, control: Control) -> list[Controlled]:
+        return self._session.call(lambda client: client.controls.ask(control))
