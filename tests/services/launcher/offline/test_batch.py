@@ -177,11 +177,12 @@ def test_a_worker_that_stumbles_fails_what_it_held() -> None:
     ("prompts", "text"),
     [
         (["fine", "also rejected"], r"prompts\[1\]: the template raised"),
-        (["fine", "x" * 257], r"257 input tokens\. Please reduce the length of the prompts\[1\]"),
+        (["fine", "x" * 257], r"prompts\[1\]: more characters than fit"),
+        (["fine", [1] * 257], r"257 input tokens\. Please reduce the length of the prompts\[1\]"),
         (["x" * 256, "fine"], r"256 input tokens, and the output needs at least one.*prompts\[0\]"),
     ],
 )
-def test_a_prompt_that_cannot_be_served_stops_all_before_anything_runs(prompts: list[str], text: str) -> None:
+def test_a_prompt_that_cannot_be_served_stops_all_before_anything_runs(prompts: list[object], text: str) -> None:
     async def scene(rig: Rig) -> None:
         with pytest.raises(RequestError, match=text) as caught:
             await rig.batch(prompts, SamplingParams()).run()
