@@ -97,9 +97,12 @@ def find_files(folder: Path, load_format: str, ignore_patterns: list[str]) -> li
     for pattern in wanted:
         found = [f for f in sorted(folder.glob(pattern)) if not _ignored(f.name, ignore_patterns)]
         if found and pattern.endswith(".index.json"):
-            return [f for f in _shards(found[0]) if not _ignored(f.name, ignore_patterns)]
+            shards = [f for f in _shards(found[0]) if not _ignored(f.name, ignore_patterns)]
+            if not shards:
+                raise LoadError(f"{found[0]} names no shard that is not ignored")
+            return shards
         if found:
-            return found
+            return [_whole(file) for file in found]
     kinds = " or ".join(p for p in wanted if not p.endswith(".json"))
     raise LoadError(f"{folder} has no weights: looked for {kinds}; --load-format dummy makes some up")
 
@@ -111,13 +114,23 @@ def _ignored(name: str, patterns: list[str]) -> bool:
 def _shards(index: Path) -> list[Path]:
     try:
         names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise LoadError(f"{index} is not an index of shards: {e!r}") from e
+    for name in names:
+        if not isinstance(name, str) or Path(name).is_absolute() or ".." in Path(name).parts:
+            raise LoadError(f"{index} names a shard outside of its folder: {name!r}")
     files = [index.parent / name for name in names]
     missing = [f.name for f in files if not f.is_file()]
     if missing:
         raise LoadError(f"{index.parent} lacks {missing[0]}, one of {len(files)} shards that {index.name} names")
     return files
+
+
+def _whole(file: Path) -> Path:
+    """Raises LoadError for a folder, a link to nothing or a circle of links."""
+    if not file.is_file():
+        raise LoadError(f"{file} is not a readable file")
+    return file
 
 
 def _read(file: Path, wants: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:

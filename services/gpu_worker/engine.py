@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from blockyard.services.gpu_worker import checkpoint, compiled_steps, host_blocks, kv_scales
+from blockyard.services.gpu_worker import checkpoint, checkpoint_check, compiled_steps, host_blocks, kv_scales
 from blockyard.services.gpu_worker.compiled_steps import CompiledSteps
 from blockyard.services.gpu_worker.kv_pool import KVPool, block_bytes
 from blockyard.services.gpu_worker.memory import (
@@ -27,7 +27,7 @@ from blockyard.services.gpu_worker.offload import HostWeights, share_of_layers
 from blockyard.services.gpu_worker.parking import free_cache
 from blockyard.services.gpu_worker.profile import peak_bytes
 from blockyard.services.gpu_worker.runner import Runner
-from blockyard.services.gpu_worker.warm_up import warm_up
+from blockyard.services.gpu_worker.warm_up import first_step, warm_up
 from blockyard.services.gpu_worker.weights import WeightTable
 from blockyard.shared.config.worker import WorkerConfig
 from blockyard.shared.errors import ConfigError, LoadError
@@ -55,8 +55,8 @@ def start(config: WorkerConfig, report: Report) -> Runner:
     dtype = pick_dtype(config.dtype, settings.get("dtype") or settings.get("torch_dtype"), device)
     kv_dtype = kv_scales.pick_kv_dtype(config.kv_cache_dtype, dtype, device)
     build = find_family(settings)
-    table = WeightTable(dtype, device, host_share(build, settings, dtype, config, device))
-    model = build(settings, table)
+    share = check(build, settings, dtype, config, device)
+    model = build(settings, WeightTable(dtype, device, share))
     scales = kv_scales.claim(model.table, model.shape.num_layers, kv_scales.from_checkpoint(config))
     max_model_len = pick_length(config.max_model_len, model.shape.max_positions)
     notes.append(f"model: {settings['architectures'][0]}, {str(dtype).removeprefix('torch.')}")
@@ -79,25 +79,16 @@ def start(config: WorkerConfig, report: Report) -> Runner:
         host_plan = plan_host(need, free_memory() // config.replicas, config.swap_space_gib)
         plan = plan_memory(config, model, need, kv_dtype, device, host_blocks.staging_bytes(device.type, host_plan))
         notes.extend([*plan.notes, *host_plan.notes])
-        max_model_len = length_that_fits(need, plan.num_blocks)
         report("reserving KV memory", 0.0, notes)
         pool = KVPool(model.shape, plan.num_blocks, config.block_size, kv_dtype, device)
         pool.batch_invariant = config.batch_invariant
         notes.extend(kv_scales.give(pool, scales, config))
         store = host_blocks.make_store(host_plan, pool)
-    geometry = Geometry(
-        num_blocks=plan.num_blocks,
-        block_size=config.block_size,
-        max_model_len=max_model_len,
-        vocab_size=model.shape.vocab_size,
-        eos_token_ids=read_eos_ids(folder, settings),
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        bytes_per_block=need.block_bytes,
-        num_host_blocks=host_plan.num_blocks,
-        window=window_of(model.shape.windows, max_model_len),
-    )
+    geometry = geometry_of(model, settings, config, need, plan.num_blocks, host_plan.num_blocks)
     runner = Runner(model, pool, geometry, store)
+    if device.type == "cpu":
+        report("first step", 0.0, notes)
+        first_step(runner)
     if compiled is not None:
         compiled.serve(runner)
         runner.on_wake = compiled.serve
@@ -107,6 +98,26 @@ def start(config: WorkerConfig, report: Report) -> Runner:
     else:
         report("ready", 1.0, notes)
     return runner
+
+
+def geometry_of(
+    model: Model, settings: dict[str, Any], config: WorkerConfig, need: Need, num_blocks: int, num_host_blocks: int
+) -> Geometry:
+    """What the scheduler has to know. Ids of config.json that are outside of the vocabulary end no sequence."""
+    vocab_size, max_model_len = model.shape.vocab_size, length_that_fits(need, num_blocks)
+    ends = read_eos_ids(Path(config.model_path), settings)
+    return Geometry(
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        max_model_len=max_model_len,
+        vocab_size=vocab_size,
+        eos_token_ids=[i for i in ends if 0 <= i < vocab_size],
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        bytes_per_block=need.block_bytes,
+        num_host_blocks=num_host_blocks,
+        window=window_of(model.shape.windows, max_model_len),
+    )
 
 
 def prepare(
@@ -127,6 +138,22 @@ def prepare(
     elif config.cpu_offload_gib:
         notes.append("weights in host memory: all, this is a CPU (--cpu-offload-gb)")
     return compiled
+
+
+def check(
+    build: Build, settings: dict[str, Any], dtype: torch.dtype, config: WorkerConfig, device: torch.device
+) -> float:
+    """Before memory is taken: whether the model can be what its config says. Returns `host_share`."""
+    model = build(settings, WeightTable(dtype, torch.device("meta")))
+    kv_scales.claim(model.table, model.shape.num_layers, kv_scales.from_checkpoint(config))
+    max_model_len = pick_length(config.max_model_len, model.shape.max_positions)
+    folder = Path(config.model_path)
+    checkpoint_check.check_tensors(model.table, folder, config.load_format, config.ignore_patterns)
+    share = host_share(build, settings, dtype, config, device)
+    on_gpu = device.type == "cuda"
+    free = torch.cuda.mem_get_info(device)[0] if on_gpu else free_memory() // config.replicas
+    checkpoint_check.check_memory(model.table, share, model.shape, max_model_len, device, free)
+    return share
 
 
 def host_share(

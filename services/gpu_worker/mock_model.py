@@ -5,6 +5,7 @@ from pathlib import Path
 import msgspec
 
 from blockyard.services.gpu_worker.mock_batch import Pattern
+from blockyard.services.gpu_worker.models import bounds
 from blockyard.shared.config.worker import WorkerConfig
 from blockyard.shared.errors import LoadError
 from blockyard.shared.messages import Geometry
@@ -13,8 +14,8 @@ DEFAULT_VOCAB = 32000
 
 
 class _ModelConfig(msgspec.Struct):
-    vocab_size: int = DEFAULT_VOCAB
-    max_position_embeddings: int = 0
+    vocab_size: bounds.Vocabulary = DEFAULT_VOCAB
+    max_position_embeddings: bounds.Positions | None = None
     eos_token_id: int | list[int] | None = None
 
 
@@ -23,7 +24,7 @@ def describe(config: WorkerConfig) -> tuple[Geometry, Pattern]:
     path = Path(config.model_path) / "config.json"
     try:
         model = msgspec.json.decode(path.read_bytes(), type=_ModelConfig) if path.is_file() else _ModelConfig()
-    except (OSError, msgspec.DecodeError) as e:
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         raise LoadError(f"{path}: {e}") from e
     mock = config.mock
     vocab_size = mock.vocab_size or model.vocab_size

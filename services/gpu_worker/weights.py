@@ -1,5 +1,6 @@
 """Where each weight of a checkpoint goes, and a count of what has arrived."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -108,15 +109,23 @@ class WeightTable:
     def put(self, name: str, value: Tensor) -> None:
         """Copies one weight in, converting it. Raises LoadError if the shape is not the config's."""
         name = self._known(name)
+        self.arrived(name, tuple(value.shape))
         if name in self.numbers:
-            if value.numel() != 1:
-                raise LoadError(f"{name}: the checkpoint has {list(value.shape)}, expected one number")
             self.numbers[name].copy_(value.reshape(()))
             return
         place = self.places[name]
-        if tuple(value.shape) != place.shape:
-            raise LoadError(f"{name}: the checkpoint has {list(value.shape)}, config.json means {list(place.shape)}")
         place.target.copy_(place.arrange(value) if place.arrange else value)
+
+    def arrived(self, name: str, shape: tuple[int, ...]) -> None:
+        """Takes note of a weight of the checkpoint. Raises LoadError if the shape is not the config's."""
+        name = self._known(name)
+        if name in self.numbers:
+            if math.prod(shape) != 1:
+                raise LoadError(f"{name}: the checkpoint has {list(shape)}, expected one number")
+            return
+        if shape != self.places[name].shape:
+            means = list(self.places[name].shape)
+            raise LoadError(f"{name}: the checkpoint has {list(shape)}, config.json means {means}")
         self._loaded.add(name)
 
     def _known(self, name: str) -> str:

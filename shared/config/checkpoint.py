@@ -30,7 +30,7 @@ def read_json(path: Path) -> dict[str, Any]:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except OSError as e:
         raise ConfigError(f"cannot read {path}: {e.strerror}") from e
-    except msgspec.DecodeError as e:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         raise ConfigError(f"{path} is not a JSON object: {e}") from e
 
 

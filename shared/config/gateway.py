@@ -23,6 +23,10 @@ class TlsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     cert_reqs: int = 0  # a constant of the ssl module: 0 none, 1 optional, 2 required
 
 
+MAX_TEMPERATURE = 100.0
+REPETITION_PENALTIES = (0.01, 100.0)  # beyond, logits are divided into what is not finite
+
+
 class SamplingDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What a request that does not say gets. `max_new_tokens` also caps what a request may ask for."""
 
@@ -35,11 +39,11 @@ class SamplingDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
     def __post_init__(self) -> None:
         in_range = {
-            "temperature": self.temperature >= 0,
+            "temperature": 0 <= self.temperature <= MAX_TEMPERATURE,
             "top_k": self.top_k >= -1,
             "top_p": 0 < self.top_p <= 1,
             "min_p": 0 <= self.min_p <= 1,
-            "repetition_penalty": self.repetition_penalty > 0,
+            "repetition_penalty": REPETITION_PENALTIES[0] <= self.repetition_penalty <= REPETITION_PENALTIES[1],
             "max_new_tokens": self.max_new_tokens is None or self.max_new_tokens >= 1,
         }
         for name, fits in in_range.items():

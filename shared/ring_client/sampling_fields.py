@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Protocol
 
-from blockyard.shared.config.gateway import SamplingDefaults
+from blockyard.shared.config.gateway import MAX_TEMPERATURE, REPETITION_PENALTIES, SamplingDefaults
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import Sampling, TextOptions
 from blockyard.shared.ring_client import limits
@@ -72,12 +72,12 @@ def read_sampling(request: SamplingRequest, vocab_size: int | None, defaults: Sa
     limits.integer("seed", request.seed, 0, SEED_LOW, SEED_HIGH)
     return Sampling(
         max_tokens=1,
-        temperature=limits.number("temperature", request.temperature, defaults.temperature, 0.0, 100.0),
+        temperature=limits.number("temperature", request.temperature, defaults.temperature, 0.0, MAX_TEMPERATURE),
         top_k=0 if top_k <= 0 or (vocab_size is not None and top_k >= vocab_size) else top_k,
         top_p=limits.number("top_p", request.top_p, defaults.top_p, 0.0, 1.0, above_low=True),
         min_p=limits.number("min_p", request.min_p, defaults.min_p, 0.0, 1.0),
         repetition_penalty=limits.number(
-            "repetition_penalty", request.repetition_penalty, defaults.repetition_penalty, 0.0, 100.0, above_low=True
+            "repetition_penalty", request.repetition_penalty, defaults.repetition_penalty, *REPETITION_PENALTIES
         ),
         presence_penalty=limits.number("presence_penalty", request.presence_penalty, 0.0, -2.0, 2.0),
         frequency_penalty=limits.number("frequency_penalty", request.frequency_penalty, 0.0, -2.0, 2.0),

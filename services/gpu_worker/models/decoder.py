@@ -10,7 +10,7 @@ from blockyard.kernels.apply_rope import interleave_pairs
 from blockyard.kernels.decode_step import DecoderWeights, LayerWeights
 from blockyard.kernels.rms_norm import RMSNorm
 from blockyard.services.gpu_worker.linear import Linear
-from blockyard.services.gpu_worker.models.rope import RopeParameters, extended_length, rotation_table
+from blockyard.services.gpu_worker.models.rope import RopeParameters, check_rotations, extended_length, rotation_table
 from blockyard.services.gpu_worker.ops import Ops, find_ops
 from blockyard.services.gpu_worker.step import Step
 from blockyard.services.gpu_worker.weights import WeightTable
@@ -168,6 +168,7 @@ class Decoder:
 
     def __init__(self, shape: DecoderShape, table: WeightTable) -> None:
         self._decoder = shape
+        check_rotations(shape.rope, shape.head_dim, shape.max_positions)
         self.shape = ModelShape(
             vocab_size=shape.vocab_size,
             num_layers=shape.num_layers,

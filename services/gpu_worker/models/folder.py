@@ -52,7 +52,9 @@ def parse(config: dict[str, Any], fields: type[T]) -> T:
     try:
         return msgspec.convert(config, fields)
     except msgspec.ValidationError as e:
-        raise ConfigError(f"config.json: {e}") from e
+        name = str(e).partition("`$.")[2].rstrip("`")
+        value = f" {name} is {json.dumps(config[name])[:80]}:" if name in config else ""
+        raise ConfigError(f"config.json:{value} {e}") from e
 
 
 def _read_object(path: Path) -> dict[str, Any]:
@@ -60,7 +62,7 @@ def _read_object(path: Path) -> dict[str, Any]:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except OSError as e:
         raise ConfigError(f"{path}: {e.strerror}") from e
-    except (msgspec.DecodeError, UnicodeDecodeError) as e:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         raise ConfigError(f"{path}: {e}") from e
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from blockyard.services.gpu_worker.models import bounds
 from blockyard.services.gpu_worker.models.decoder import Decoder
 from blockyard.services.gpu_worker.models.folder import parse
 from blockyard.services.gpu_worker.models.llama import LlamaConfig, decoder_shape
@@ -15,9 +16,9 @@ from blockyard.shared.config.checkpoint import UNSAID_WINDOWS
 class MistralConfig(msgspec.Struct, frozen=True):
     """What is Mistral's own; 0 is no window."""
 
-    sliding_window: int | None = UNSAID_WINDOWS["MistralForCausalLM"]
-    max_position_embeddings: int = 4096 * 32
-    num_key_value_heads: int | None = 8
+    sliding_window: bounds.Window | None = UNSAID_WINDOWS["MistralForCausalLM"]
+    max_position_embeddings: bounds.Positions = 4096 * 32
+    num_key_value_heads: bounds.Heads | None = 8
 
 
 def build(config: dict[str, Any], table: WeightTable) -> Decoder:

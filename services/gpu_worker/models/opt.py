@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blockyard.services.gpu_worker.linear import Linear
+from blockyard.services.gpu_worker.models import bounds
 from blockyard.services.gpu_worker.models.decoder import ModelShape
 from blockyard.services.gpu_worker.models.folder import parse
 from blockyard.services.gpu_worker.step import Step
@@ -17,13 +18,13 @@ POSITION_OFFSET = 2  # the first two rows of the table stand for padding
 
 
 class OPTConfig(msgspec.Struct, frozen=True, rename={"remove_final_layer_norm": "_remove_final_layer_norm"}):
-    vocab_size: int
-    hidden_size: int
-    ffn_dim: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    max_position_embeddings: int = 2048
-    word_embed_proj_dim: int | None = None  # None: hidden_size
+    vocab_size: bounds.Vocabulary
+    hidden_size: bounds.Width
+    ffn_dim: bounds.Width
+    num_hidden_layers: bounds.Layers
+    num_attention_heads: bounds.Heads
+    max_position_embeddings: bounds.Positions = 2048
+    word_embed_proj_dim: bounds.Width | None = None  # None: hidden_size
     do_layer_norm_before: bool = True  # opt-350m normalises after
     remove_final_layer_norm: bool = False
     enable_bias: bool = True

@@ -1,10 +1,11 @@
 """Qwen2 and Qwen2.5: Llama with biases on q, k and v, and a sliding window in the upper layers if switched on."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
+from blockyard.services.gpu_worker.models import bounds
 from blockyard.services.gpu_worker.models.decoder import Decoder
 from blockyard.services.gpu_worker.models.folder import parse
 from blockyard.services.gpu_worker.models.llama import LlamaConfig, decoder_shape
@@ -16,8 +17,8 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 
 class WindowConfig(msgspec.Struct, frozen=True):
     use_sliding_window: bool = False
-    sliding_window: int | None = 4096  # 0 is none, too
-    max_window_layers: int = 28  # layers from this one on have the window
+    sliding_window: bounds.Window | None = 4096  # 0 is none, too
+    max_window_layers: Annotated[int, msgspec.Meta(ge=0)] = 28  # layers from this one on have the window
     layer_types: list[str] | None = None  # says it layer by layer, in newer folders
 
 

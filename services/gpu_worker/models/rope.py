@@ -7,6 +7,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from blockyard.services.gpu_worker.models import bounds
 from blockyard.services.gpu_worker.models.folder import parse
 from blockyard.shared.errors import ConfigError
 
@@ -17,14 +18,14 @@ class RopeParameters(msgspec.Struct, frozen=True, kw_only=True):
     """As config.json has them; what a kind does not use stays at its default."""
 
     rope_type: str = "default"
-    rope_theta: float = 10000.0
-    factor: float | None = None
-    original_max_position_embeddings: int | None = None
-    low_freq_factor: float | None = None
-    high_freq_factor: float | None = None
-    attention_factor: float | None = None
-    beta_fast: float | None = None
-    beta_slow: float | None = None
+    rope_theta: bounds.Base = 10000.0
+    factor: bounds.Scale | None = None
+    original_max_position_embeddings: bounds.Positions | None = None
+    low_freq_factor: bounds.Scale | None = None
+    high_freq_factor: bounds.Scale | None = None
+    attention_factor: bounds.Scale | None = None
+    beta_fast: bounds.Scale | None = None
+    beta_slow: bounds.Scale | None = None
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
@@ -50,6 +51,8 @@ def read_rope(config: dict[str, Any], max_positions: int, default_theta: float =
         raise ConfigError(f"config.json: rope type {rope.rope_type!r} needs `factor`")
     if rope.rope_type == "llama3" and (rope.low_freq_factor is None or rope.high_freq_factor is None):
         raise ConfigError("config.json: rope type 'llama3' needs `low_freq_factor` and `high_freq_factor`")
+    if rope.rope_type == "llama3" and rope.low_freq_factor == rope.high_freq_factor:
+        raise ConfigError(f"config.json: low_freq_factor and high_freq_factor are both {rope.low_freq_factor:g}")
     if rope.partial_rotary_factor != 1.0:
         raise ConfigError(f"config.json: partial_rotary_factor {rope.partial_rotary_factor} is not supported; 1 is")
     return rope
@@ -72,6 +75,27 @@ def rotation_table(rope: RopeParameters, head_dim: int, max_positions: int, leng
     longer prompt was chunked cannot change it.
     """
     positions = torch.arange(length, dtype=torch.float32)
+    inverse, scale = _frequencies(rope, head_dim, max_positions, length)
+    angles = positions[:, None] * inverse
+    return torch.polar(torch.full_like(angles, scale), angles)
+
+
+def check_rotations(rope: RopeParameters, head_dim: int, max_positions: int) -> None:
+    """Raises ConfigError for parameters that make no finite rotations."""
+    try:
+        inverse, scale = _frequencies(rope, head_dim, max_positions, length=1)
+    except (ArithmeticError, ValueError) as e:
+        raise ConfigError(f"config.json: rope parameters {_said(rope)} cannot be computed with: {e}") from e
+    if not (bool(inverse.isfinite().all()) and math.isfinite(scale)):
+        raise ConfigError(f"config.json: rope parameters {_said(rope)} give rotations that are not finite")
+
+
+def _said(rope: RopeParameters) -> str:
+    return msgspec.json.encode({k: v for k, v in msgspec.structs.asdict(rope).items() if v is not None}).decode()
+
+
+def _frequencies(rope: RopeParameters, head_dim: int, max_positions: int, length: int) -> tuple[Tensor, float]:
+    """Angles of a step of one position, for all positions or for each, and the factor on cos and sin."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     inverse = 1.0 / (rope.rope_theta**exponents)
     scale = 1.0
@@ -83,8 +107,7 @@ def rotation_table(rope: RopeParameters, head_dim: int, max_positions: int, leng
         inverse, scale = _yarn(rope, head_dim, max_positions)
     elif rope.rope_type == "dynamic":
         inverse = _dynamic(rope, exponents, head_dim, max_positions, length)
-    angles = positions[:, None] * inverse
-    return torch.polar(torch.full_like(angles, scale), angles)
+    return inverse, scale
 
 
 def _factor(rope: RopeParameters) -> float:

@@ -30,7 +30,7 @@ BOTH = {  # field -> values that either endpoint refuses
     "top_p": [0, 0.0, -1, 1.01, "1"],
     "top_k": [-2, 1.5, "5"],
     "min_p": [-0.1, 1.1],
-    "repetition_penalty": [0, -1, 1e9],
+    "repetition_penalty": [0, -1, 1e9, 5e-324, 0.0099, 100.1],
     "presence_penalty": [-2.1, 2.1],
     "frequency_penalty": [-2.1, 2.1, "x"],
     "n": [0, -1, 129, 1.5, "2"],

@@ -168,6 +168,7 @@ def test_the_report(sharded: Path) -> None:
         "preparing weights",
         "planning memory",
         "reserving KV memory",
+        "first step",
         "ready",
     ]
     notes = "\n".join(seen[-1][2])

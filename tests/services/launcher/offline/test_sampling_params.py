@@ -88,6 +88,8 @@ def test_every_field_goes_somewhere() -> None:
         ({"top_k": 1.5}, "top_k"),
         ({"min_p": 2}, "min_p"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"repetition_penalty": 5e-324}, "repetition_penalty"),
+        ({"repetition_penalty": 100.1}, "repetition_penalty"),
         ({"presence_penalty": 2.1}, "presence_penalty"),
         ({"frequency_penalty": -2.1}, "frequency_penalty"),
         ({"n": 0}, "n"),
