@@ -51,6 +51,9 @@ class Flow:
         self._meters.tokenized(self.clock() - arrived_s)
         samplings = [job.settle(len(p.token_ids) // 4, p.bad_words) for p in prompts]
         echoes = await self._echoes(job, prompts) if job.shape.echo else []
+        num_tokens = sum(len(p.token_ids) // 4 for p in prompts)
+        computed = job.choices.computed
+        self._dispatch.check_hold(job.card.names[0], len(prompts) * computed, num_tokens * computed)
         call = Call(job, arrived_s, self._dispatch.close)
         for i, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
             num = job.choices.computed

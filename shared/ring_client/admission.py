@@ -6,6 +6,7 @@ from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import Member, ModelCard, Role, Room
 
 FULL_FOR_S = 5.0  # a scheduler said full so long ago that it is asked again, should the news of room be lost
+AWAY_S = 5.0  # after its last scheduler was lost a model still takes requests: they wait for the next one
 UNHEARD = Room(16, 2**16)
 
 
@@ -15,6 +16,7 @@ class Admission:
     def __init__(self, served_model_names: list[str]) -> None:
         self._expected = set(served_model_names)  # names to wait for: 503 and not 404 while they are missing
         self._schedulers: dict[int, Member] = {}
+        self._away: dict[str, tuple[ModelCard, float]] = {}  # by first name, while a restart may be under way
         self._rooms: dict[int, tuple[Room, float]] = {}
 
     def changed(self, member: Member) -> None:
@@ -23,16 +25,24 @@ class Admission:
         if member.ready and member.card is not None:
             self._schedulers[member.incarnation] = member
             self._expected.update(member.card.names)
+            self._away.pop(member.card.names[0], None)
         else:
             self._schedulers.pop(member.incarnation, None)
 
-    def gone(self, member: Member) -> None:
-        self._schedulers.pop(member.incarnation, None)
+    def gone(self, member: Member, now: float) -> None:
+        lost = self._schedulers.pop(member.incarnation, None)
         self._rooms.pop(member.incarnation, None)
+        if lost is not None and lost.card is not None and not self.schedulers(lost.card.names[0]):
+            self._away[lost.card.names[0]] = lost.card, now + AWAY_S
+
+    def tick(self, now: float) -> None:
+        """A model whose scheduler has not come back in time is not served any more."""
+        self._away = {name: away for name, away in self._away.items() if now < away[1]}
 
     def cards(self) -> list[ModelCard]:
-        """One a model, though several schedulers may serve it."""
-        return list({card.names[0]: card for m in self._schedulers.values() if (card := m.card)}.values())
+        """One a model, though several schedulers may serve it; also of a model whose scheduler restarts."""
+        cards = {name: card for name, (card, _) in self._away.items()}
+        return list((cards | {m.card.names[0]: m.card for m in self._schedulers.values() if m.card}).values())
 
     def card(self, model: str | None) -> ModelCard:
         """The card for a request's `model`; without one, the only model there is. Raises RequestError."""

@@ -22,6 +22,7 @@ from blockyard.shared.ring_client.admission import Admission
 from blockyard.shared.ring_client.controls import Controls
 from blockyard.shared.ring_client.dispatch import Dispatch
 from blockyard.shared.ring_client.fanout import Fanout
+from blockyard.shared.ring_client.hold import HOLD_S
 from blockyard.shared.ring_client.journal import Journal
 from blockyard.shared.ring_client.meters import Meters
 from blockyard.shared.ring_client.recovery import Recovery
@@ -41,14 +42,16 @@ class RingClient:
         served_model_names: list[str],
         stall_timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
+        hold_s: float = HOLD_S,
     ) -> None:
+        """`hold_s`: how long a new request is held while its model's scheduler restarts."""
         self._stall_timeout_s, self.clock = stall_timeout_s, clock
         self.meters = Meters(served_model_names[0] if served_model_names else "")
         self.journal = Journal()
         self.admission = Admission(served_model_names)
         self.text_work = TextWork(links)
         self.controls = Controls(links)
-        self.dispatch = Dispatch(links, self.journal, self.admission, self.meters)
+        self.dispatch = Dispatch(links, self.journal, self.admission, self.meters, hold_s)
         self._recovery = Recovery(links, self.journal, self.admission, self.dispatch, stall_timeout_s)
         self._fanout = Fanout(links, self.journal, self.dispatch, self._recovery, self.meters)
 
@@ -76,6 +79,7 @@ class RingClient:
     async def keep_time(self, count: Callable[[], None]) -> None:
         """For ever: what time brings about. `count` is called about twice a second, to publish counters."""
         while True:
+            self.admission.tick(self.clock())
             self._recovery.tick(self.clock())
             self.text_work.tick(self.clock(), self._stall_timeout_s)
             count()
@@ -95,7 +99,7 @@ class RingClient:
             self.meters.model_name = cards[0].names[0]
 
     def _gone(self, member: Member) -> None:
-        self.admission.gone(member)
+        self.admission.gone(member, self.clock())
         self.text_work.gone(member)
         self.controls.gone(member)
         self._recovery.gone(member, self.clock())

@@ -3,6 +3,7 @@
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import Cancel
 from blockyard.shared.ring_client.admission import Admission
+from blockyard.shared.ring_client.hold import HOLD_S, Hold
 from blockyard.shared.ring_client.journal import Entry, Journal
 from blockyard.shared.ring_client.meters import Meters
 from blockyard.shared.ring_client.ring_links import RingLinks
@@ -11,20 +12,30 @@ from blockyard.shared.ring_client.ring_links import RingLinks
 class Dispatch:
     """The journal's effects: what it says must be sent goes out here."""
 
-    def __init__(self, links: RingLinks, journal: Journal, admission: Admission, meters: Meters) -> None:
+    def __init__(
+        self, links: RingLinks, journal: Journal, admission: Admission, meters: Meters, hold_s: float = HOLD_S
+    ) -> None:
         self._links, self._journal, self._admission, self._meters = links, journal, admission, meters
+        self.hold = Hold(hold_s)
         self.waiting: dict[str, Entry] = {}  # to be sent again once there is a scheduler, and it is time
+
+    def check_hold(self, model: str, num_choices: int, num_tokens: int) -> None:
+        """Raises a 503 if a new request had to be held, and is too much for that."""
+        if not self._admission.schedulers(model):
+            self.hold.check(model, num_choices, num_tokens)
 
     def open(self, entry: Entry, now: float) -> None:
         entry.heard_s = now
         self._journal.open(entry)
-        self._send(entry)
+        if not self._send(entry):
+            self.hold.put(entry, now)
 
     def close(self, entry: Entry) -> None:
         """The request is over for its caller; what still runs of it is cancelled."""
         if self._journal.close(entry.request_id) is None:
             return
         self.waiting.pop(entry.request_id, None)
+        self.hold.drop(entry)
         if entry.num_open and entry.scheduler is not None:
             self._links.send(entry.scheduler, Cancel(entry.request_id, entry.attempt))
 
@@ -37,7 +48,8 @@ class Dispatch:
         entry.attempt += 1
         entry.detokenizer = None
         entry.heard_s = now
-        self._send(entry)
+        if not self._send(entry):
+            self.waiting[entry.request_id] = entry
 
     def later(self, entry: Entry, when: float) -> None:
         """Sends it again at that time, unless something else does before."""
@@ -49,19 +61,21 @@ class Dispatch:
         for entry in list(self.waiting.values()):
             if entry.not_before_s <= now and self._admission.schedulers(entry.model):
                 self.again(entry, now)
+        for entry in self.hold:  # as new: the scheduler may still refuse it
+            entry.heard_s = now
+            if self._send(entry):
+                self.hold.drop(entry)
 
-    def _send(self, entry: Entry) -> None:
+    def _send(self, entry: Entry) -> bool:
+        """False if there is no scheduler to send it to."""
         before = entry.scheduler
         candidates = self._admission.schedulers(entry.model)
         chosen = before if before in candidates else self._admission.roomiest(candidates, entry.heard_s)
         if chosen is None or not self._links.send(chosen, entry.generate()):
-            self._no_home(entry)
-            return
+            entry.scheduler = None
+            return False
         entry.scheduler = chosen
         self.waiting.pop(entry.request_id, None)
         if before is not None and before != chosen:  # false where it is gone
             self._links.send(before, Cancel(entry.request_id, entry.attempt - 1))
-
-    def _no_home(self, entry: Entry) -> None:
-        entry.scheduler = None
-        self.waiting[entry.request_id] = entry
+        return True

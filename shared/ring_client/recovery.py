@@ -90,6 +90,8 @@ class Recovery:
         for entry in list(self._dispatch.waiting.values()):
             if not entry.accepted and now - entry.opened_s > self._stall_timeout_s:
                 self._dispatch.fail(entry, not_ready(f"the model `{entry.model}`"))
+        for entry, error in self._dispatch.hold.overdue(now):
+            self._dispatch.fail(entry, error)
 
     def mend(self, entry: Entry, now: float) -> None:
         """Frames of it were lost: the ids after the gap are asked for again."""

@@ -77,6 +77,14 @@ def test_a_prompt_is_tokenized_though_the_link_was_cut(ring: ProxiedRing, undist
     assert max(map(longest_pause, logs)) < 1.0
 
 
+def test_new_requests_wait_while_the_scheduler_restarts(ring: ProxiedRing, undisturbed: list[str]) -> None:
+    """Streams that come after its death and before its successor is ready, and those that run."""
+    ring.running["scheduler"].kill()
+    ring.running["scheduler"].wait()
+    logs = asyncio.run(run(ring, lambda: ring.start("scheduler")))
+    assert [log.text for log in logs] == undisturbed
+
+
 def test_a_gateway_that_stood_still_asks_again(ring: ProxiedRing, undisturbed: list[str]) -> None:
     """It is off the list meanwhile; of most streams the last token has been drawn by then."""
     woke_s = 0.0

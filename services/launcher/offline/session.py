@@ -136,7 +136,7 @@ class Session:
         links: Links[GatewayIn] = Links(NAME, Role.API_GATEWAY, bus, GatewayIn)
         self._links = links
         names, patience_s = self.config.served_model_names, self.config.stall_timeout_s
-        self._client = RingClient(links, names, patience_s)
+        self._client = RingClient(links, names, patience_s, hold_s=patience_s)
         self._gate = Gate(self._client, names[0], patience_s)
 
         def each_round() -> None:

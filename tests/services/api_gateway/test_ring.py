@@ -1,12 +1,15 @@
 """The gateway as a member of the ring: recovery through real HTTP, health, metrics, models that come and go."""
 
 import asyncio
+import time
 from typing import Any
 
 import msgspec
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from blockyard.shared.messages import Generate, Member, Role, Scrape, Scraped, Stats, Tokenize
+from blockyard.shared.ring_client import hold
 from blockyard.shared.ring_client.fake_ring import (
     CARD,
     DETOKENIZER,
@@ -19,6 +22,7 @@ from blockyard.shared.ring_client.fake_ring import (
 from blockyard.shared.token_ids import unpack
 
 COMPLETION = "/v1/completions"
+CHAT = "/v1/chat/completions"
 
 
 def completion(**fields: Any) -> dict[str, Any]:
@@ -109,6 +113,53 @@ async def test_nobody_there_is_503(rig) -> None:
         r.ring.join_all()
         status, answer = await r.post(COMPLETION, completion(model="tiny"))
         assert status == 503 and "tokenizer" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("path", [COMPLETION, CHAT])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_new_requests_wait_for_a_scheduler_that_restarts(rig, path: str, stream: bool) -> None:
+    body = completion() if path == COMPLETION else {"messages": [{"role": "user", "content": "hello"}]}
+    async with rig() as r:
+        r.ring.lose(SCHEDULER)
+        asked = asyncio.create_task((r.events if stream else r.post)(path, body | {"max_tokens": 2}))
+        await r.until(lambda: len(r.gateway.client.dispatch.hold) == 1)
+        await asyncio.sleep(0.2)
+        r.ring.join(member(Role.SCHEDULER, 20, card=CARD))
+        answer = await asyncio.wait_for(asked, 5)
+        (sent,) = r.ring.frames(Generate)
+        assert sent.attempt == 0, "as a new request, which the scheduler may refuse"
+        assert not len(r.gateway.client.dispatch.hold)
+    assert answer[-1] == "[DONE]" if stream else answer[0] == 200
+
+
+async def test_what_is_held_is_bounded_in_time_and_number(rig, monkeypatch) -> None:
+    monkeypatch.setattr(hold, "MAX_HELD", 4)
+    async with rig() as r:
+        r.gateway.client.dispatch.hold._hold_s = 0.5
+        r.ring.lose(SCHEDULER)
+        held = [asyncio.create_task(r.post(COMPLETION, completion(n=2))) for _ in range(2)]
+        await r.until(lambda: len(r.gateway.client.dispatch.hold) == 2)
+        status, answer = await r.post(COMPLETION, completion())
+        assert (status, answer["error"]["code"]) == (503, "service_unavailable")
+        for status, answer in await asyncio.gather(*held):
+            assert status == 503 and "No scheduler is ready" in answer["error"]["message"]
+        assert r.gateway.journal.entries == {}
+        await r.until(lambda: not r.gateway.flow.admission.cards(), 7)
+        asked_s = time.monotonic()
+        assert (await r.post(COMPLETION, completion()))[0] == 503
+        assert time.monotonic() - asked_s < 0.3, "it was not held: no scheduler has been there for 5 s"
+        assert not r.ring.frames(Generate)
+
+
+async def test_a_held_request_whose_client_leaves_is_not_sent(rig) -> None:
+    async with rig() as r:
+        r.ring.lose(SCHEDULER)
+        asked = asyncio.create_task(r.post(COMPLETION, completion()))
+        await r.until(lambda: len(r.gateway.client.dispatch.hold) == 1)
+        asked.cancel()
+        await r.until(lambda: not len(r.gateway.client.dispatch.hold))
+        r.ring.join(member(Role.SCHEDULER, 20, card=CARD))
+        assert not r.ring.frames(Generate)
 
 
 async def test_health_ready_and_live(rig) -> None:

@@ -1,7 +1,9 @@
 """What a client may send by what the schedulers said of their room."""
 
+import msgspec
+
 from blockyard.shared.messages import Role, Room
-from blockyard.shared.ring_client.admission import UNHEARD, Admission
+from blockyard.shared.ring_client.admission import AWAY_S, UNHEARD, Admission
 from blockyard.shared.ring_client.fake_ring import CARD, SCHEDULER, member
 
 
@@ -46,5 +48,20 @@ def test_any_scheduler_with_room_will_do() -> None:
     two.heard(2, Room(0, 0), 0.0)
     two.heard(22, Room(9, 900), 0.0)
     assert two.takes("tiny", 9, 900, 0.0)
-    two.gone(member(Role.SCHEDULER, 22))
+    two.gone(member(Role.SCHEDULER, 22), 0.0)
     assert not two.takes("tiny", 1, 1, 0.0)
+
+
+def test_a_model_is_served_for_a_while_after_its_last_scheduler_was_lost() -> None:
+    two = admission(2, 22)
+    two.gone(member(Role.SCHEDULER, 2), 10.0)
+    two.gone(member(Role.SCHEDULER, 22), 20.0)
+    two.tick(20.0 + AWAY_S - 0.1)
+    assert two.card("tiny-alias") is CARD and two.schedulers("tiny") == []
+    two.tick(20.0 + AWAY_S)
+    assert two.cards() == []
+    two.changed(member(Role.SCHEDULER, 23, card=CARD))
+    two.gone(member(Role.SCHEDULER, 23), 40.0)
+    changed = msgspec.structs.replace(CARD, max_model_len=512)
+    two.changed(member(Role.SCHEDULER, 24, card=changed))
+    assert two.cards() == [changed]

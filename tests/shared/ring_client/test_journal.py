@@ -125,7 +125,7 @@ class World:
 
     def lose(self, role: Role, incarnation: int) -> None:
         m = self.links.members.pop(incarnation, None) or member(role, incarnation)
-        self.admission.gone(m)
+        self.admission.gone(m, self.now)
         self.recovery.gone(m, self.now)
         self.serve()
 
