@@ -342,6 +342,13 @@ class Verb(enum.IntEnum):
     WAKE_UP = 5
 
 
+class Part(enum.StrEnum):
+    """What a sleeping worker gets back; the words of `/wake_up?tags=`."""
+
+    WEIGHTS = "weights"
+    KV_CACHE = "kv_cache"
+
+
 class Control(Frame, frozen=True):
     """What an operator asks of a scheduler. Doing it twice is doing it once."""
 
@@ -350,6 +357,7 @@ class Control(Frame, frozen=True):
     level: int = 1  # of sleep: 1 weights to host memory, 2 no weights; KV is dropped at both
     drain: bool = False  # pause: those that run end first; if not, they stand still
     clear_cache: bool = True  # pause: KV is computed again, as after a change of weights
+    tags: list[Part] = []  # wake_up: only these; empty: all
 
 
 class Controlled(Frame, frozen=True):
@@ -368,6 +376,14 @@ class Sleep(Frame, frozen=True):
 
     scheduler: int
     level: int
+
+
+class Wake(Frame, frozen=True):
+    """scheduler -> gpu_worker: takes a part of its memory again and sleeps on, answered with Slept. The next Attach
+    brings the rest."""
+
+    scheduler: int
+    parts: list[Part]
 
 
 class Slept(Frame, frozen=True):
@@ -698,4 +714,4 @@ SchedulerIn = (
     Generate | Cancel | Stop | PathLost | Attached | Fenced | OutOfStep | StepResult | Control | Slept | Broken
 )
 DetokenizerIn = TokenBatch
-WorkerIn = Attach | StepPlan | Sleep
+WorkerIn = Attach | StepPlan | Sleep | Wake

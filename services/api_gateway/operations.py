@@ -8,7 +8,7 @@ from aiohttp import web
 from blockyard.services.api_gateway.access import Access, Route
 from blockyard.services.api_gateway.errors import ApiError
 from blockyard.services.api_gateway.handlers import json_response
-from blockyard.shared.messages import Control, Controlled, Verb
+from blockyard.shared.messages import Control, Controlled, Part, Verb
 from blockyard.shared.ring_client.controls import Controls
 
 SWITCH = {"": True, "1": True, "true": True, "0": False, "false": False}
@@ -70,8 +70,12 @@ class Operations:
         return await self._do(Control("", Verb.SLEEP, level=int(level)))
 
     async def wake_up(self, request: web.Request) -> web.Response:
-        _only(request)
-        return await self._do(Control("", Verb.WAKE_UP))
+        """`tags`, weights or kv_cache: that part of the memory comes back; workers sleep until both are there."""
+        _only(request, "tags")
+        given = [tag for value in request.query.getall("tags", []) for tag in value.split(",")]
+        if wrong := [tag for tag in given if tag not in list(Part)]:
+            raise ApiError(f"tags are weights and kv_cache, got {wrong[0][:40]!r}", "tags")
+        return await self._do(Control("", Verb.WAKE_UP, tags=sorted(set(map(Part, given)))))
 
     async def is_sleeping(self, request: web.Request) -> web.Response:
         answers = await self._controls.ask(Control("", Verb.LOOK))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from blockyard.shared.bus import Event
-from blockyard.shared.messages import Frame, Geometry, Member, SlotResult, SlotRun, Stats, StepPlan, WorkerIn
+from blockyard.shared.messages import Frame, Geometry, Member, Part, SlotResult, SlotRun, Stats, StepPlan, WorkerIn
 
 
 class Told(Protocol):
@@ -77,18 +77,25 @@ class StepRunner(Protocol):
 class ParkedRunner(StepRunner, Protocol):
     """A runner that can do without its memory for a while."""
 
-    def park(self) -> None:
+    def park(self, weights: bool = True) -> None:
         """Gives back the memory of KV, which is forgotten, and of weights that can wait in host memory."""
 
-    def unpark(self) -> None:
-        """As before `park`, with KV that is empty."""
+    def unpark(self, weights: bool = True, kv: bool = True) -> None:
+        """Takes back what is named. Once both are there it is as before `park`, with KV that is empty."""
 
 
 class Sleeper(StepRunner, Protocol):
     """A runner that can sleep; `reset` wakes it up."""
 
+    @property
+    def level(self) -> int:
+        """0 is awake."""
+
     def sleep(self, level: int) -> int:
         """Returns the bytes that were freed."""
+
+    def wake(self, parts: Sequence[Part]) -> int:
+        """Takes a part of the memory and sleeps on. Returns the bytes that are still free."""
 
 
 class WorkerLinks(Protocol):

@@ -48,10 +48,10 @@ class MockRunner:
     def forget_kv(self) -> None:
         self.names.forget_all()
 
-    def park(self) -> None:
+    def park(self, weights: bool = True) -> None:
         """There is no memory to give back."""
 
-    def unpark(self) -> None:
+    def unpark(self, weights: bool = True, kv: bool = True) -> None:
         """There is no memory to take."""
 
     def execute(self, plan: StepPlan) -> list[SlotResult]:

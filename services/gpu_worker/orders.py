@@ -5,7 +5,18 @@ from collections import deque
 
 from blockyard.services.gpu_worker.interfaces import Sleeper, WorkerLinks
 from blockyard.shared.bus import Event, Gone, Joined
-from blockyard.shared.messages import Attach, Attached, Broken, Fenced, OutOfStep, Sleep, Slept, StepPlan, WorkerIn
+from blockyard.shared.messages import (
+    Attach,
+    Attached,
+    Broken,
+    Fenced,
+    OutOfStep,
+    Sleep,
+    Slept,
+    StepPlan,
+    Wake,
+    WorkerIn,
+)
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +42,8 @@ class Orders:
                 self._take(peer, event)
             case Sleep():
                 self._sleep(peer, event)
+            case Wake():
+                self._wake(peer, event)
             case Gone() if peer == self._scheduler:
                 self.plans.clear()  # nobody is left to answer; KV and slots wait for the next Attach
                 self._next = 0
@@ -65,6 +78,14 @@ class Orders:
         self._next = 0
         freed = self._runner.sleep(frame.level)
         self._links.answer(peer, Slept(self._links.me.incarnation, frame.level, freed))
+
+    def _wake(self, peer: int, frame: Wake) -> None:
+        """A part of its memory; it sleeps on."""
+        if frame.scheduler != self._scheduler:
+            self._links.answer(peer, Fenced(frame.scheduler))
+            return
+        freed = self._runner.wake(frame.parts)
+        self._links.answer(peer, Slept(self._links.me.incarnation, self._runner.level, freed))
 
     def _take(self, peer: int, plan: StepPlan) -> None:
         if plan.scheduler != self._scheduler:

@@ -51,6 +51,7 @@ class Runner:
         self.ahead: RunAhead | None = None
         self.on_wake: Callable[[Runner], None] | None = None  # moves the batch to the device again
         self._parked: Parking | None = None
+        self._has_kv = True
         self._done: list[Done] = []  # and not collected
         self.reset(0)
 
@@ -85,18 +86,26 @@ class Runner:
     def forget_kv(self) -> None:
         self.batch.names.forget_all()
 
-    def park(self) -> None:
+    def park(self, weights: bool = True) -> None:
         """On CPU weights are where they belong, and KV alone is given back."""
         self.ahead = self.host.device = None
-        self._parked = Parking(self.model)
+        if weights and self._parked is None:
+            self._parked = Parking(self.model)
         self.pool.drop()
+        self._has_kv = False
         free_cache(self.pool.device)
 
-    def unpark(self) -> None:
-        if self._parked is not None:
+    def unpark(self, weights: bool = True, kv: bool = True) -> None:
+        if self._parked is None and self._has_kv:
+            return
+        if weights and self._parked is not None:
             self._parked.undo()
             self._parked = None
-        self.pool.restore()
+        if kv and not self._has_kv:
+            self.pool.restore()
+            self._has_kv = True
+        if self._parked is not None or not self._has_kv:
+            return
         self.host.forget()
         if self.on_wake is not None:
             self.on_wake(self)

@@ -3,10 +3,10 @@
 import gc
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from blockyard.services.gpu_worker.interfaces import Done, Names, ParkedRunner
-from blockyard.shared.messages import Geometry, StepPlan
+from blockyard.shared.messages import Geometry, Part, StepPlan
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +29,7 @@ class SleepingRunner:
     ) -> None:
         self.level = 0
         self.freed_bytes = 0
+        self._woken: set[Part] = set()  # what it took back in its sleep
         self._start, self._held_bytes, self._settled = start, held_bytes, settled
         self._runner: ParkedRunner | None = start()
         self._geometry = self._runner.geometry
@@ -67,21 +68,39 @@ class SleepingRunner:
 
     def sleep(self, level: int) -> int:
         """Waits for what is in flight and drops it. Returns the bytes that were freed; deeper sleep stays."""
-        if level <= self.level:
+        if level <= self.level and not self._woken:
             return self.freed_bytes
+        level = max(level, self.level)
         before = self._held_bytes() + self.freed_bytes
         if not self.level:
             self._awake().reset(0)
             self._awake().forget_kv()
         if level == NOTHING_LEFT:
             self._runner = None
-        else:
-            self._awake().park()
+        elif self._runner is not None:
+            self._runner.park()
         gc.unfreeze()
         gc.collect()
+        self._woken.clear()
         self.level = level
         self.freed_bytes = max(0, before - self._held_bytes())
         log.info("asleep at level %d: %.1f MiB were freed", level, self.freed_bytes / 2**20)
+        return self.freed_bytes
+
+    def wake(self, parts: Sequence[Part]) -> int:
+        """At level 2 KV has to wait for the weights, whose start decides its size."""
+        if not self.level:
+            return 0
+        before = self._held_bytes()
+        self._woken.update(parts)
+        if self._runner is not None:
+            self._unpark(self._runner, Part.WEIGHTS in self._woken, Part.KV_CACHE in self._woken)
+        if self._runner is None and Part.WEIGHTS in self._woken:
+            self._begin()
+            if Part.KV_CACHE not in self._woken:
+                self._awake().park(weights=False)
+        self.freed_bytes = max(0, self.freed_bytes - max(0, self._held_bytes() - before))
+        log.info("awake in part: %s", ", ".join(sorted(self._woken)))
         return self.freed_bytes
 
     def _wake(self) -> None:
@@ -89,15 +108,19 @@ class SleepingRunner:
         if self._runner is not None:
             self._unpark(self._runner)
         if self._runner is None:
-            self._runner = self._start()
-            self._geometry = self._runner.geometry
+            self._begin()
+        self._woken.clear()
         self.level, self.freed_bytes = 0, 0
         self._settled()
         log.info("awake after %.2f s", time.monotonic() - began)
 
-    def _unpark(self, runner: ParkedRunner) -> None:
+    def _begin(self) -> None:
+        self._runner = self._start()
+        self._geometry = self._runner.geometry
+
+    def _unpark(self, runner: ParkedRunner, weights: bool = True, kv: bool = True) -> None:
         try:
-            runner.unpark()
+            runner.unpark(weights, kv)
         except RuntimeError:  # out of memory, most likely: a new runner looks at what there is
             log.exception("what was parked does not come back: starting anew")
             self._runner = None

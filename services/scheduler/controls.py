@@ -37,7 +37,7 @@ class Controls:
             case Verb.SLEEP:
                 self._rest.sleep(frame.level)
             case Verb.WAKE_UP:
-                self._rest.wake(now)
+                self._rest.wake(now, frame.tags)
         self._open.append((gateway, frame))
         self.settle(now)
 
@@ -45,7 +45,7 @@ class Controls:
         """Answers what is done. To be called whenever something happened."""
         still: list[tuple[int, Control]] = []
         for gateway, frame in self._open:
-            if frame.verb is Verb.WAKE_UP and self._rest.level:
+            if frame.verb is Verb.WAKE_UP and self._rest.level and not self._rest.has_given(frame.tags):
                 self._answer(gateway, frame, 409, "it was put to sleep again")
             elif frame.verb is Verb.SLEEP and not self._rest.level:
                 self._answer(gateway, frame, 409, "it was woken up again")
@@ -69,6 +69,8 @@ class Controls:
             case Verb.PAUSE:
                 return not any(group.flight for group in groups) and not self._rest.expected
             case Verb.SLEEP:
+                return self._rest.all_asleep
+            case Verb.WAKE_UP if self._rest.level:  # a part of it
                 return self._rest.all_asleep
             case Verb.WAKE_UP | Verb.RESET_PREFIX_CACHE:
                 return not self._rest.expected

@@ -4,12 +4,13 @@ Their groups are taken as lost, so that requests wait with the tokens that are k
 attach again: at once, or when they are woken up.
 """
 
+from collections import Counter
 from collections.abc import Callable
 
 from blockyard.services.scheduler.groups import Group, Groups
 from blockyard.services.scheduler.outbox import Outbox
 from blockyard.services.scheduler.queue_bounds import QueueBounds
-from blockyard.shared.messages import Sleep, Slept
+from blockyard.shared.messages import Part, Sleep, Slept, Wake
 
 
 class Rest:
@@ -22,22 +23,28 @@ class Rest:
         clear: Callable[[Group, str], None],
     ) -> None:
         self.level = 0  # of sleep
+        self.woken: set[Part] = set()  # what sleeping workers were given back
         self.expected: set[int] = set()  # workers that were asked to attach again
         self._scheduler = scheduler
         self._groups, self._bounds, self._outbox, self._clear = groups, bounds, outbox, clear
-        self._asleep: dict[int, int | None] = {}  # workers, and the bytes that they freed once they have said so
+        self._asleep: dict[int, int] = {}  # workers, and the bytes that they said they freed
+        self._due: Counter[int] = Counter()  # answers of each that are still to come
 
     @property
     def all_asleep(self) -> bool:
-        """Those that were sent to sleep have said that they do."""
-        return all(freed is not None for freed in self._asleep.values())
+        """Workers have done all that they were told."""
+        return not any(self._due[worker] for worker in self._asleep)
 
     @property
     def freed_bytes(self) -> int:
-        return sum(freed or 0 for freed in self._asleep.values())
+        return sum(self._asleep.values())
 
     def has(self, worker: int) -> bool:
         return worker in self._asleep
+
+    def has_given(self, parts: list[Part]) -> bool:
+        """Whether sleeping workers were told to take these back."""
+        return bool(parts) and self.woken.issuperset(parts)
 
     def attached(self, group: Group) -> None:
         """A group is there. One that comes while all others sleep is put to sleep."""
@@ -46,27 +53,38 @@ class Rest:
             self._send(group)
 
     def slept(self, worker: int, frame: Slept) -> None:
-        if worker in self._asleep and frame.level >= self.level:
+        if worker in self._asleep:
             self._asleep[worker] = frame.freed_bytes
+            self._due[worker] -= 1
 
     def gone(self, member: int) -> None:
         self._asleep.pop(member, None)
+        self._due.pop(member, None)
         self.expected.discard(member)
 
     def sleep(self, level: int) -> None:
         """Deeper sleep stays."""
-        if level <= self.level:
+        if level <= self.level and not self.woken:
             return
-        self.level, self._bounds.asleep = level, True
+        self.level, self._bounds.asleep = max(level, self.level), True
+        self.woken.clear()
         for worker in self._asleep:
-            self._asleep[worker] = None
-            self._outbox.send(worker, Sleep(self._scheduler, level))
+            self._tell(worker, Sleep(self._scheduler, self.level))
         for group in list(self._groups.attached.values()):
             self._send(group)
 
-    def wake(self, now: float) -> None:
+    def wake(self, now: float, parts: list[Part]) -> None:
+        """Without `parts`, or once all were named, workers serve again."""
+        if self.level and parts and not self.woken.issuperset(parts):
+            self.woken.update(parts)
+            for worker in self._asleep if len(self.woken) < len(Part) else ():
+                self._tell(worker, Wake(self._scheduler, parts))
+        if parts and len(self.woken) < len(Part):
+            return
         self.level, self._bounds.asleep = 0, False
+        self.woken.clear()
         asleep, self._asleep = self._asleep, {}
+        self._due.clear()
         for worker in asleep:
             self._ask(worker, now)
 
@@ -78,8 +96,15 @@ class Rest:
 
     def _send(self, group: Group) -> None:
         self._lose(group)
-        self._asleep[group.worker] = None
-        self._outbox.send(group.worker, Sleep(self._scheduler, self.level))
+        self._tell(group.worker, Sleep(self._scheduler, self.level))
+        if self.woken:
+            self._tell(group.worker, Wake(self._scheduler, sorted(self.woken)))
+
+    def _tell(self, worker: int, frame: Sleep | Wake) -> None:
+        """Answered with Slept."""
+        self._asleep.setdefault(worker, 0)
+        self._due[worker] += 1
+        self._outbox.send(worker, frame)
 
     def _lose(self, group: Group) -> None:
         self._groups.detach(group.worker)

@@ -45,7 +45,11 @@ async def sleeps(server: Server) -> None:
             waits = asyncio.create_task(text(http))
             await asyncio.sleep(0.3)
             assert not waits.done()
-            assert (await post(http, "/wake_up"))["sleep_level"] == 0
+            if level == 2:  # as a trainer does that shares the device
+                assert (await post(http, "/wake_up?tags=weights"))["sleep_level"] == 2
+                assert await get(http, "/is_sleeping") == {"is_sleeping": True}
+                assert not waits.done()
+            assert (await post(http, f"/wake_up{'?tags=kv_cache' if level == 2 else ''}"))["sleep_level"] == 0
             assert await waits == before
             assert await text(http) == before
 

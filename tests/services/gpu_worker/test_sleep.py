@@ -14,7 +14,7 @@ from blockyard.services.gpu_worker.runner import Runner
 from blockyard.services.gpu_worker.service import Worker
 from blockyard.services.gpu_worker.sleep import SleepingRunner
 from blockyard.shared.fake_links import FakeLinks
-from blockyard.shared.messages import Attach, Attached, Fenced, Member, Role, Sampling, Sleep, Slept
+from blockyard.shared.messages import Attach, Attached, Fenced, Member, Part, Role, Sampling, Sleep, Slept, Wake
 from blockyard.shared.serving import rss_bytes
 
 GREEDY = Sampling(max_tokens=12, temperature=0.0, ignore_eos=True)
@@ -59,6 +59,33 @@ def test_tokens_are_the_same_before_and_after(folder: Path, level: int) -> None:
     assert answer(runners[-1]) == before
 
 
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("first", list(Part))
+def test_weights_and_kv_come_back_one_after_the_other(folder: Path, level: int, first: Part) -> None:
+    runners: list[Runner] = []
+
+    def begin() -> Runner:
+        runners.append(start(folder, max_model_len=256))
+        return runners[-1]
+
+    sleeper = SleepingRunner(begin, rss_bytes)
+    before = answer(runners[0])
+    sleeper.sleep(level)
+    sleeper.wake([first])
+    assert sleeper.level == level, "the rest is missing"
+    if level == 1:
+        assert runners[0]._has_kv == (first is Part.KV_CACHE)
+    else:  # KV waits for the weights
+        assert [runner._has_kv for runner in runners[1:]] == ([False] if first is Part.WEIGHTS else [])
+    sleeper.sleep(1)
+    assert (sleeper.level, sleeper._woken) == (level, set()), "asleep again as before"
+    sleeper.wake([first])
+    sleeper.wake([part for part in Part if part is not first])
+    sleeper.reset(4)
+    assert (sleeper.level, sleeper._woken, runners[-1]._has_kv) == (0, set(), True)
+    assert answer(runners[-1]) == before
+
+
 def test_a_runner_that_does_not_come_back_is_made_anew(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runners: list[Runner] = []
 
@@ -66,7 +93,7 @@ def test_a_runner_that_does_not_come_back_is_made_anew(folder: Path, monkeypatch
         runners.append(start(folder, max_model_len=256))
         return runners[-1]
 
-    def fail(self: Runner) -> None:
+    def fail(self: Runner, weights: bool = True, kv: bool = True) -> None:
         raise RuntimeError("CUDA out of memory")
 
     sleeper = SleepingRunner(begin, rss_bytes)
@@ -152,7 +179,12 @@ class Stub:
 
     def sleep(self, level: int) -> int:
         self.log.append(f"sleep {level}")
+        self.level = level
         return 7
+
+    def wake(self, parts: list[Part]) -> int:
+        self.log.append("wake " + " ".join(parts))
+        return 5
 
 
 def test_the_loop_sleeps_for_its_scheduler_alone() -> None:
@@ -161,8 +193,10 @@ def test_the_loop_sleeps_for_its_scheduler_alone() -> None:
     it.orders.handle(1, Attach(1, num_slots=4, depth=1))
     it.orders.handle(2, Sleep(2, 1))
     it.orders.handle(1, Sleep(1, 2))
+    it.orders.handle(2, Wake(2, [Part.WEIGHTS]))
+    it.orders.handle(1, Wake(1, [Part.WEIGHTS]))
     it.orders.handle(1, Attach(1, num_slots=4, depth=1, forget=True))
-    assert runner.log == ["reset", "sleep 2", "reset", "forget"]
+    assert runner.log == ["reset", "sleep 2", "wake weights", "reset", "forget"]
     kinds = [type(frame) for _, frame in links.answered]
-    assert kinds == [Attached, Fenced, Slept, Attached]
-    assert links.answered[2][1] == Slept(3, 2, 7)
+    assert kinds == [Attached, Fenced, Slept, Fenced, Slept, Attached]
+    assert links.answered[2][1] == Slept(3, 2, 7) and links.answered[4][1] == Slept(3, 2, 5)

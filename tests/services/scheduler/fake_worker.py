@@ -21,6 +21,7 @@ from blockyard.shared.messages import (
     SlotRun,
     StepPlan,
     StepResult,
+    Wake,
 )
 
 from .fakes import ids_bytes, ids_list
@@ -64,7 +65,7 @@ class FakeWorker:
     def sent(self, frame: Frame) -> None:
         """Checks a frame against what is in flight as it leaves the scheduler."""
         self.inbox.append(frame)
-        if isinstance(frame, Attach | Sleep):
+        if isinstance(frame, Attach | Sleep | Wake):
             self.tables, self.flight = {}, []
             return
         assert isinstance(frame, StepPlan)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from blockyard.shared.messages import Control, Controlled, Sleep, StepPlan, Verb
+from blockyard.shared.messages import Control, Controlled, Part, Sleep, StepPlan, Verb
 
 from .conftest import Ring
 
@@ -71,6 +71,35 @@ def test_sleep_needs_its_flag_and_a_level(ring: type[Ring]) -> None:
     assert (last(it).status, last(awake).status) == (400, 400)
     awake.submit("a", 5)
     awake.finish()
+
+
+def test_parts_come_back_one_after_the_other(ring: type[Ring]) -> None:
+    it = ring()
+    it.submit("a", 10, max_tokens=20)
+    it.steps(5)
+    tell(it, Verb.WAKE_UP, tags=[Part.WEIGHTS])
+    it.world.settle()
+    assert answers(it) == [("WAKE_UP", 200)], "nothing sleeps"
+    tell(it, Verb.SLEEP)
+    tell(it, Verb.WAKE_UP, tags=[Part.WEIGHTS])
+    assert len(answers(it)) == 1, "the worker has done neither"
+    it.world.settle()
+    assert answers(it)[1:] == [("SLEEP", 200), ("WAKE_UP", 200)]
+    assert (last(it).sleep_level, it.world.core.phase, it.worker.loop._runner._woken) == (1, "asleep", {Part.WEIGHTS})
+    late = it.world.add_worker()
+    it.world.settle()
+    assert (late.loop._runner.level, late.loop._runner._woken) == (1, {Part.WEIGHTS})
+    tell(it, Verb.SLEEP)
+    it.world.settle()
+    assert not it.worker.loop._runner._woken, "that part sleeps again"
+    for tags in ([Part.KV_CACHE], [Part.KV_CACHE], [Part.WEIGHTS]):
+        assert it.world.core.phase == "asleep"
+        tell(it, Verb.WAKE_UP, tags=tags)
+        it.world.settle()
+    assert [status for _, status in answers(it)] == [200] * 7
+    assert (last(it).sleep_level, late.loop._runner.level) == (0, 0)
+    it.finish()
+    assert len(it.output("a").ids) == 20
 
 
 def test_a_worker_that_joins_sleepers_sleeps_and_one_that_dies_asleep_is_not_waited_for(ring: type[Ring]) -> None:
