@@ -91,6 +91,7 @@ class Stats(Record, frozen=True):
     displaced_total: int = 0  # of the preemptions those for somebody whom the policy puts first
     refused: list[Refusals] = []  # by reason
     tenants: list[TenantShare] = []  # fair sharing: those that were served most
+    active: int = 0  # HTTP requests in progress, of gateways
 
 
 class Member(Record, frozen=True):

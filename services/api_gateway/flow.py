@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from blockyard.services.api_gateway.answers import Collected
 from blockyard.services.api_gateway.call import Call
@@ -39,6 +41,15 @@ class Flow:
         self.text_work, self.admission, self._dispatch = client.text_work, client.admission, client.dispatch
         self._meters, self.clock = client.meters, client.clock
         self._calls: set[Call] = set()
+        self.num_active = 0  # HTTP requests between their arrival and the end of their answer
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        self.num_active += 1
+        try:
+            yield
+        finally:
+            self.num_active -= 1
 
     async def open(self, job: Job, name: str, tenant: str, outlet: Outlet | None) -> Call:
         """Sends the job's prompts into the ring; text goes to `outlet`, or is collected. Raises ApiError.

@@ -1,5 +1,6 @@
 """The endpoints that need the ring: generation, tokenize, detokenize, models."""
 
+import codecs
 import secrets
 from collections.abc import Iterator
 from typing import TypeVar
@@ -28,6 +29,7 @@ from blockyard.services.api_gateway.validate import read_chat, read_completion
 from blockyard.shared.config.gateway import GatewayConfig
 from blockyard.shared.messages import Detokenize
 from blockyard.shared.ring_client import limits
+from blockyard.shared.ring_client.chat_messages import NULL
 from blockyard.shared.token_ids import pack
 
 JSON = "application/json"
@@ -45,6 +47,13 @@ class DetokenizeAnswer(msgspec.Struct, frozen=True):
     prompt: str
 
 
+class Invocation(msgspec.Struct):
+    """As much of a body as tells chat from completions."""
+
+    messages: msgspec.Raw = NULL
+    prompt: msgspec.Raw = NULL
+
+
 class Handlers:
     def __init__(self, config: GatewayConfig, flow: Flow, streams: Streams) -> None:
         self._config, self._flow, self._streams = config, flow, streams
@@ -54,6 +63,7 @@ class Handlers:
         for path, handler in (
             ("/v1/chat/completions", self.chat),
             ("/v1/completions", self.completion),
+            ("/invocations", self.invocations),
             ("/tokenize", self.tokenize),
             ("/detokenize", self.detokenize),
         ):
@@ -70,6 +80,16 @@ class Handlers:
         card = self._flow.admission.card(asked.model)
         name = asked.request_id or REQUEST_ID.get()
         return await self._generate(request, read_completion(asked, card, self._config, name))
+
+    async def invocations(self, request: web.Request) -> web.StreamResponse:
+        """As SageMaker asks: the body says which endpoint is meant. Its own errors are told by that endpoint."""
+        try:
+            asked = msgspec.json.decode((await request.read()).removeprefix(codecs.BOM_UTF8), type=Invocation)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return await self.completion(request)
+        if bytes(asked.messages) == bytes(NULL) == bytes(asked.prompt):
+            raise ApiError("either messages, as for chat completions, or prompt, as for completions", "messages")
+        return await (self.completion if bytes(asked.messages) == bytes(NULL) else self.chat)(request)
 
     async def tokenize(self, request: web.Request) -> web.Response:
         asked = await self._read(request, TokenizeRequest)
@@ -109,6 +129,10 @@ class Handlers:
         return asked
 
     async def _generate(self, request: web.Request, job: Job) -> web.StreamResponse:
+        with self._flow.counted():
+            return await self._answer(request, job)
+
+    async def _answer(self, request: web.Request, job: Job) -> web.StreamResponse:
         outlet = Outlet() if job.shape.stream else None
         call = await self._flow.open(job, secrets.token_hex(10), TENANT.get(), outlet)
         try:

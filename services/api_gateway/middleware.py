@@ -93,7 +93,7 @@ def json_only(guard: Guard) -> Middleware:
         if request.method == "POST":
             given = request.headers.get("Content-Type", "")
             kind = given.partition(";")[0].strip().lower()
-            bodiless = kind in BODILESS and not request.can_read_body and guard.access(request) is Access.OPERATOR
+            bodiless = kind in BODILESS and not request.can_read_body and guard.access(request) is not Access.KEY
             if kind != JSON and not bodiless:
                 raise ApiError(f"Content-Type must be {JSON}, got {given[:100]!r}", "Content-Type", status=415)
         return await handler(request)

@@ -16,7 +16,7 @@ from blockyard.services.api_gateway.ignored_fields import HEADER as IGNORED_HEAD
 from blockyard.services.api_gateway.operations import Operations
 from blockyard.services.api_gateway.service import Gateway
 from blockyard.shared.config.gateway import GatewayConfig
-from blockyard.shared.messages import ModelCard
+from blockyard.shared.messages import ModelCard, Role
 
 EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
 PAGE_TYPES = {".js": "text/javascript", ".svg": "image/svg+xml", ".css": "text/css", ".html": "text/html"}
@@ -49,6 +49,10 @@ class Version(msgspec.Struct, frozen=True):
     version: str
 
 
+class Load(msgspec.Struct, frozen=True):
+    server_load: int
+
+
 class Health(msgspec.Struct, frozen=True):
     status: str
 
@@ -77,6 +81,8 @@ def build_app(config: GatewayConfig, gateway: Gateway) -> web.Application:
     for prefix in dict.fromkeys(("", f"/{root}" if root else "")):  # proxies strip their prefix, or do not
         for method, path, handler, access in (*handlers.routes(), *views.routes(), *operations.routes()):
             guard.add(app, method, prefix + path, handler, access)
+            if not path.endswith(("/", "}")):
+                guard.add(app, method, f"{prefix}{path}/", handler, access)
     return app
 
 
@@ -104,6 +110,8 @@ class _Views:
             ("/v1/models", Access.KEY, self.models),
             ("/v1/models/{model:.+}", Access.KEY, self.model),
             ("/health", Access.OPEN, self.health),
+            ("/ping", Access.OPEN, self.health),
+            ("/load", Access.OPEN, self.load),
             ("/live", Access.OPEN, self.live),
             ("/ready", Access.OPEN, self.ready),
             ("/metrics", Access.OPEN, self.metrics),
@@ -113,14 +121,17 @@ class _Views:
             ("/page/{name}", Access.OPEN, self.page),
         ):
             yield "GET", path, view, access
+        yield "POST", "/ping", self.health, Access.OPEN
 
     async def models(self, _: web.Request) -> web.Response:
         cards = self._gateway.flow.admission.cards()
         return json_response(ModelList("list", [_model(card, name) for card in cards for name in card.names]))
 
     async def model(self, request: web.Request) -> web.Response:
-        name = request.match_info["model"]
-        return json_response(_model(self._gateway.flow.admission.card(name), name))
+        name, admission = request.match_info["model"], self._gateway.flow.admission
+        if not any(name in card.names for card in admission.cards()):
+            name = name.rstrip("/")
+        return json_response(_model(admission.card(name), name))
 
     async def health(self, _: web.Request) -> web.Response:
         if missing := ring_view.missing(self._gateway.links):
@@ -128,6 +139,12 @@ class _Views:
         if not ring_view.progresses(self._gateway.links, self._gateway.progress.stalled):
             raise ApiError("No worker group makes progress.", status=503, retry_after_s=1.0)
         return json_response(Health("ok"))
+
+    async def load(self, _: web.Request) -> web.Response:
+        """Requests in progress: this gateway's as of now, the others' as of their last news."""
+        members = self._gateway.links.members.values()
+        others = sum(m.stats.active for m in members if m.role == Role.API_GATEWAY)
+        return json_response(Load(self._gateway.flow.num_active + others))
 
     async def live(self, _: web.Request) -> web.Response:
         return json_response(Health("ok"))

@@ -61,6 +61,7 @@ class Gateway:
             prompt_tokens_total=self.meters.prompt_tokens,
             output_tokens_total=self.meters.output_tokens,
             rss_bytes=rss_bytes(),
+            active=self.flow.num_active,
         )
         self.links.count(stats)
         self.progress.observe(self.links.members.values(), self._clock())
