@@ -25,6 +25,8 @@ def coerce(flag: Flag, value: object, where: str) -> object:
         return flag.default
     if isinstance(value, str | int) and str(value).lower() in flag.words:
         return flag.words[str(value).lower()]
+    if isinstance(value, dict) and flag.takes_json:
+        value = msgspec.json.encode(value).decode()
     if isinstance(value, bool) and flag.bare is not None:
         value = str(value).lower()
     try:

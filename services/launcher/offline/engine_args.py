@@ -44,9 +44,7 @@ def read(
     Raises ConfigError with a line for each that is unknown or refused. What the environment or the file say of
     the HTTP server is left alone: it is said to `serve`.
     """
-    plain: dict[object, object] = {
-        key: os.fspath(value) if isinstance(value, os.PathLike) else value for key, value in arguments.items()
-    }
+    plain: dict[object, object] = {key: _plain(value) for key, value in arguments.items()}
     if model is not None:
         plain["model"] = os.fspath(model)
     spoken = given.from_mapping(plain, SOURCE)
@@ -62,6 +60,14 @@ def read(
     if not values.is_given("model") and values["worker-cls"] == "mock":
         values = values.with_given({"model": Given(model_files.DEMO, "model")})
     return values, [*notes, *values.notes(), *memory_notes(values)]
+
+
+def _plain(value: object) -> object:
+    """Paths and torch's types as the command line has them."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    named = str(value)
+    return named.removeprefix("torch.") if type(value).__name__ == "dtype" and named.startswith("torch.") else value
 
 
 def _without_server(flags: GivenFlags) -> GivenFlags:

@@ -34,6 +34,7 @@ class Flag:
     also: tuple[str, ...] = ()  # further names, in every place where the name itself may stand
     choices: tuple[str, ...] = ()
     words: Mapping[str, str] = field(default_factory=dict)  # values besides those of the kind -> what each stands for
+    takes_json: bool = False  # a text that may also be a JSON object: in YAML and Python a mapping
     bare: str | None = None  # value of the flag without one
     least: float | None = None
     most: float | None = None

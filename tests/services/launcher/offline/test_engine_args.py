@@ -4,9 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from blockyard.services.launcher.offline.engine_args import SERVER_ONLY, read
 from blockyard.shared.config import given
+from blockyard.shared.config.compilation import graph_fields
 from blockyard.shared.config.flags import FLAGS
 from blockyard.shared.errors import ConfigError
 
@@ -42,6 +44,15 @@ def test_values_have_pythons_types() -> None:
         "/models",
     ]
     assert values["model"] == "/a/model" and isinstance(notes, list)
+
+
+def test_forms_of_values_that_scripts_pass() -> None:
+    values, _ = read("m", {"dtype": torch.bfloat16, "compilation_config": {"level": 3}, "max_model_len": "4k"}, {})
+    assert (values["dtype"], values["compilation-config"]) == ("bfloat16", '{"level":3}')
+    assert graph_fields(values)["compiled_steps"] and values["max-model-len"] == 4000
+    assert read("m", {"compilation_config": 3, "max_model_len": -1}, {})[0]["max-model-len"] == "auto"
+    with pytest.raises(ConfigError, match="LLM: dtype: expected a text"):
+        read("m", {"dtype": {"a": 1}}, {})
 
 
 @pytest.mark.parametrize(
