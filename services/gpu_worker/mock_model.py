@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 
 from blockyard.services.gpu_worker.mock_batch import Pattern
-from blockyard.services.gpu_worker.models import bounds
+from blockyard.shared.config import model_bounds as bounds
 from blockyard.shared.config.worker import WorkerConfig
 from blockyard.shared.errors import LoadError
 from blockyard.shared.messages import Geometry

@@ -9,6 +9,7 @@ import blockyard.shared
 from blockyard.shared.architectures import SUPPORTED
 from blockyard.shared.config.checkpoint import Checkpoint, config_overrides, read_json
 from blockyard.shared.config.given import Values
+from blockyard.shared.config.model_bounds import check_numbers
 from blockyard.shared.errors import ConfigError
 
 DEMO = "demo"
@@ -42,6 +43,7 @@ def find(values: Values, weights: bool = True) -> Checkpoint:
         generation=read_json(generation) if generation.is_file() else {},
         revision=revision or "",
     )
+    check_numbers(checkpoint.config | config_overrides(values), path / "config.json")
     if weights and values["worker-cls"] != "mock":
         check_architecture(checkpoint, config_overrides(values))
     return checkpoint

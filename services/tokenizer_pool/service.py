@@ -36,9 +36,6 @@ class Worker(Protocol):
     max_model_len: int
     answered: Callable[[int, Answer], None]
 
-    @property
-    def num_jobs(self) -> int: ...
-
     def submit(self, peer: int, work: Work) -> None: ...
 
 
@@ -69,7 +66,6 @@ class TokenizerPool:
         """Publishes the counters."""
         self._links.count(
             Stats(
-                waiting=self._worker.num_jobs,
                 requests_total=self._requests_total,
                 prompt_tokens_total=self._prompt_tokens_total,
                 rss_bytes=rss_bytes(),

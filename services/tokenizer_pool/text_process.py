@@ -48,10 +48,6 @@ class TextProcess:
         self._from_server = msgspec.msgpack.Decoder(FromServer)
         self._from_worker = msgspec.msgpack.Decoder(Answer)
 
-    @property
-    def num_jobs(self) -> int:
-        return len(self._jobs)
-
     async def load(self) -> list[str]:
         """Until the tokenizer is loaded: what it is, in words. Raises LoadError or ConfigError."""
         asyncio.get_running_loop().add_reader(self._control, self._receive)

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from blockyard.shared.config import model_bounds
 from blockyard.shared.errors import ConfigError
 
 T = TypeVar("T")
@@ -52,9 +53,7 @@ def parse(config: dict[str, Any], fields: type[T]) -> T:
     try:
         return msgspec.convert(config, fields)
     except msgspec.ValidationError as e:
-        name = str(e).partition("`$.")[2].rstrip("`")
-        value = f" {name} is {json.dumps(config[name])[:80]}:" if name in config else ""
-        raise ConfigError(f"config.json:{value} {e}") from e
+        raise ConfigError(f"config.json:{model_bounds.said(config, e)}") from e
 
 
 def _read_object(path: Path) -> dict[str, Any]:

@@ -7,11 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blockyard.services.gpu_worker.linear import Linear
-from blockyard.services.gpu_worker.models import bounds
 from blockyard.services.gpu_worker.models.decoder import ModelShape
 from blockyard.services.gpu_worker.models.folder import parse
 from blockyard.services.gpu_worker.step import Step
 from blockyard.services.gpu_worker.weights import WeightTable
+from blockyard.shared.config import model_bounds as bounds
 from blockyard.shared.errors import ConfigError
 
 POSITION_OFFSET = 2  # the first two rows of the table stand for padding

@@ -7,8 +7,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from blockyard.services.gpu_worker.models import bounds
 from blockyard.services.gpu_worker.models.folder import parse
+from blockyard.shared.config import model_bounds as bounds
 from blockyard.shared.errors import ConfigError
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn")

@@ -102,6 +102,7 @@ def test_a_bar_counts_prompts_and_tokens(llm: LLM, capfd: pytest.CaptureFixture[
         (["a", [99_999]], SamplingParams(), r"prompts\[1\]: token id 99999 is outside"),
         (["a", [5] * 4096], SamplingParams(), r"context length is 4096 tokens.* length of the prompts\[1\]"),
         ("a", SamplingParams(stop_token_ids=[99_999]), "stop_token_ids"),
+        (["a", "b" * 10**6], SamplingParams(), r"prompts\[1\]: .* 1000000 characters in the prompt"),
     ],
 )
 def test_what_cannot_be_served_raises_before_anything_runs(

@@ -170,7 +170,7 @@ class AtOnce:
 
     def __init__(self, texts: Texts) -> None:
         self._texts = texts
-        self.vocab_size = self.max_model_len = self.num_jobs = 0
+        self.vocab_size = self.max_model_len = 0
         self.answered: Callable[[int, Answer], None] = lambda peer, answer: None
 
     def submit(self, peer: int, work: Work) -> None:
