@@ -43,6 +43,10 @@ def specs(ring: Deployment) -> list[Spec]:
     ]
 
 
+class NotStarted(Exception):
+    """The system did not start a process: no memory, no process or file left, a full disk. It may the next time."""
+
+
 class Child:
     """`starts` counts; `stop_asked` is set once it shall not be started again."""
 
@@ -62,17 +66,14 @@ class Child:
         return self._process.pid if self._process is not None else None
 
     async def run_once(self) -> int:
-        """Starts the process and waits for its end: the exit code, or minus the signal that killed it."""
-        self._write_settings()
+        """Starts the process and waits for its end: the exit code, or minus the signal that killed it.
+
+        Raises NotStarted.
+        """
         self.starts += 1
+        self.ran_s = 0.0
         began = time.monotonic()
-        # a session of its own: Ctrl-C in the terminal reaches the launcher alone, which then drains
-        self._process = process = await asyncio.create_subprocess_exec(
-            *self._command(self.spec.service, self._settings),
-            stdin=asyncio.subprocess.DEVNULL,
-            env=environment(),
-            start_new_session=True,
-        )
+        self._process = process = await self._start()
         try:
             return await process.wait()
         finally:
@@ -81,6 +82,19 @@ class Child:
                 await process.wait()
             self._process = None
             self.ran_s = time.monotonic() - began
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        try:
+            self._write_settings()
+            # a session of its own: Ctrl-C in the terminal reaches the launcher alone, which then drains
+            return await asyncio.create_subprocess_exec(
+                *self._command(self.spec.service, self._settings),
+                stdin=asyncio.subprocess.DEVNULL,
+                env=environment(),
+                start_new_session=True,
+            )
+        except OSError as e:
+            raise NotStarted(f"{e.strerror or e}{f': {e.filename}' if e.filename else ''}") from e
 
     def send(self, number: signal.Signals) -> None:
         if self._process is not None and self._process.returncode is None:

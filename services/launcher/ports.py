@@ -1,13 +1,18 @@
 """Whether the server's ports are to be had, asked before anything is started."""
 
+import contextlib
 import errno
 import os
 import socket
 import stat
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from blockyard.shared.config.gateway import GatewayConfig
 from blockyard.shared.errors import ConfigError
+
+LOCK_S = 2.0  # another launcher holds it for milliseconds
 
 
 def check(gateways: list[GatewayConfig]) -> None:
@@ -19,6 +24,50 @@ def check(gateways: list[GatewayConfig]) -> None:
     for gateway in gateways:
         if gateway.metrics_port:
             check_free(gateway.host, gateway.metrics_port, "--metrics-port")
+
+
+@contextlib.contextmanager
+def held(gateways: list[GatewayConfig]) -> Iterator[None]:
+    """Checks the ports, and keeps --port for this ring until the block ends. Raises ConfigError as `check` does.
+
+    Gateways bind it with SO_REUSEPORT, seconds after the check: a second launcher would find it free meanwhile, and
+    the two rings would share it.
+    """
+    with contextlib.ExitStack() as stack:
+        with _one_launcher_at_a_time():
+            check(gateways)
+            if gateways and gateways[0].reuse_port and not gateways[0].uds:
+                _hold(stack, gateways[0].host, gateways[0].port)
+        yield
+
+
+def _hold(stack: contextlib.ExitStack, host: str, port: int) -> None:
+    """Binds with SO_REUSEPORT and does not listen: no connection comes here, and only gateways can bind it too."""
+    for family, kind, protocol, _, address in socket.getaddrinfo(
+        host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    ):
+        holder = stack.enter_context(socket.socket(family, kind, protocol))
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        if family == socket.AF_INET6:
+            holder.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        with contextlib.suppress(OSError):  # no such family here; or the last connections of another server end
+            holder.bind(address)
+
+
+@contextlib.contextmanager
+def _one_launcher_at_a_time() -> Iterator[None]:
+    """Between two launchers of one user on one machine. The kernel lets go of the name with its process."""
+    with socket.socket(socket.AF_UNIX) as lock:
+        until = time.monotonic() + LOCK_S
+        while True:
+            try:
+                lock.bind(f"\0blockyard-ports-{os.getuid()}")
+            except OSError as e:
+                if e.errno == errno.EADDRINUSE and time.monotonic() < until:
+                    time.sleep(0.01)
+                    continue
+            break
+        yield
 
 
 def check_free(host: str, port: int, flag: str) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from blockyard.services.launcher.child import MakeCommand, specs
 from blockyard.services.launcher.hung import HungChildren
+from blockyard.services.launcher.run_dir import MemberSockets
 from blockyard.services.launcher.start_up import BUS, Display, StartUp
 from blockyard.services.launcher.supervisor import StartFailed, Supervisor
 from blockyard.shared.bus import Changed, Gone, Joined, Links
@@ -39,6 +40,8 @@ class Ring:
         all_specs = specs(deployment)
         self.supervisor = Supervisor(all_specs, folder, make_command)
         self._hung = HungChildren(deployment.hung_timeout_s, deployment.registry.dead_after_s)
+        self._sockets = MemberSockets(folder)
+        self._names = {spec.name for spec in all_specs}
         self.start_up = StartUp([spec.name for spec in all_specs], display)
         self.ready = asyncio.Event()
         self.stop = asyncio.Event()
@@ -70,6 +73,8 @@ class Ring:
             match event:
                 case Joined(member) | Changed(member):
                     self._hung.heard(member)
+                    if member.name in self._names:
+                        self._sockets.saw(member)
                     if self.start_up.saw(member):
                         self.supervisor.settled = True
                         self.ready.set()

@@ -1,17 +1,24 @@
 """The private folder of a ring: its ipc sockets and its settings files. Only its owner may look into it."""
 
+import contextlib
+import errno
 import fcntl
 import os
 import shutil
+import socket
 import stat
 import tempfile
+import time
 from pathlib import Path
 from types import TracebackType
 
 from blockyard.shared.errors import ConfigError
+from blockyard.shared.messages import Member
 
 PREFIX = "blockyard-"
 LOCK = "lock"  # held while the ring lives; the kernel lets go of it however the launcher ends
+SERVICES = ("message_bus", "api_gateway", "tokenizer_pool", "scheduler", "detokenizer", "gpu_worker")
+YOUNG_S = 60.0  # a folder without a lock is about to get one, or its launcher was killed before that
 MOST_CHARS = 90  # an ipc path has 107 bytes, and socket names have up to 13
 
 
@@ -29,6 +36,7 @@ class RunDir:
         if not _try_lock(self._lock):
             os.close(self._lock)
             raise ConfigError(f"run folder {self.path}: another ring lives there")
+        remove_leftovers(self.path)
 
     def __enter__(self) -> "RunDir":
         return self
@@ -48,12 +56,54 @@ def remove_stale(parent: Path) -> None:
         try:
             if folder.lstat().st_uid != os.getuid() or not stat.S_ISDIR(folder.lstat().st_mode):
                 continue
+            if not (folder / LOCK).exists() and time.time() - folder.lstat().st_mtime > YOUNG_S:
+                shutil.rmtree(folder, ignore_errors=True)
+                continue
             lock = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC)
         except OSError:
-            continue  # somebody else's, or about to be filled
+            continue  # another user's, or about to be filled
         if _try_lock(lock):
             shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Removes the settings, last words and dead sockets of a ring that lived in a folder of --run-dir and was killed.
+
+    Files that no ring makes are the user's.
+    """
+    for path in folder.iterdir():
+        with contextlib.suppress(OSError):
+            ours = path.name.startswith(SERVICES) and path.suffix in (".json", ".error")
+            if ours or (_is_members(path.name) and _is_dead(path)):
+                path.unlink()
+
+
+def _is_members(name: str) -> bool:
+    """Whether a socket's name is the registry's or one that members draw."""
+    return name == "message-bus" or (len(name) == 12 and not name.strip("0123456789abcdef"))
+
+
+def _is_dead(path: Path) -> bool:
+    """Whether nobody listens on a socket."""
+    if not stat.S_ISSOCK(path.lstat().st_mode):
+        return False
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(str(path)) == errno.ECONNREFUSED
+
+
+class MemberSockets:
+    """Removes the socket of a killed member once its successor under the same name has another one."""
+
+    def __init__(self, folder: Path) -> None:
+        self._prefix = f"ipc://{folder}/"
+        self._endpoints: dict[str, str] = {}
+
+    def saw(self, member: Member) -> None:
+        before = self._endpoints.get(member.name, member.endpoint)
+        self._endpoints[member.name] = member.endpoint
+        if before != member.endpoint and before.startswith(self._prefix):
+            Path(before.removeprefix("ipc://")).unlink(missing_ok=True)
 
 
 def _private(path: Path) -> Path:

@@ -1,6 +1,7 @@
 """`blockyard serve`: the whole ring on this machine."""
 
 import asyncio
+import contextlib
 import importlib
 import os
 import signal
@@ -30,9 +31,9 @@ def main(args: Sequence[str]) -> int:
     for name in RUN_ONLY:
         if values.is_given(name):
             raise ConfigError(f"{values.where(name)}: is for `blockyard run`; serve makes a ring of its own")
-    with RunDir(values.maybe("run-dir", str)) as run_dir:
+    with RunDir(values.maybe("run-dir", str)) as run_dir, contextlib.ExitStack() as ports_held:
         deployment = resolve(values, model_files.find(values), local_bus(run_dir.path))
-        ports.check(deployment.gateways)
+        ports_held.enter_context(ports.held(deployment.gateways))
         gpus.check(deployment.workers, os.environ)
         setproctitle("blockyard: launcher")
         logs.setup("launcher", values.get("log-level", str))

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-from blockyard.services.launcher.child import CONFIG_EXIT_CODES, Child, MakeCommand, Spec, ending
+from blockyard.services.launcher.child import CONFIG_EXIT_CODES, Child, MakeCommand, NotStarted, Spec, ending
 from blockyard.shared.errors import BlockyardError
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,11 @@ class Supervisor:
         """Runs a child again and again until it is told to stop. Raises StartFailed."""
         try:
             while not child.stop_asked.is_set():
-                code = await child.run_once()
+                try:
+                    code = await child.run_once()
+                except NotStarted as e:
+                    await self._wait_to_start(child, "could not be started", str(e))
+                    continue
                 if not child.stop_asked.is_set():
                     await self._answer_death(child, code)
         finally:
@@ -58,14 +62,17 @@ class Supervisor:
 
     async def _answer_death(self, child: Child, code: int) -> None:
         words = child.last_words()
-        name = child.spec.name
         if not self.settled and code in CONFIG_EXIT_CODES:
-            raise StartFailed(f"{name}: {words or ending(code)}", code)
+            raise StartFailed(f"{child.spec.name}: {words or ending(code)}", code)
+        await self._wait_to_start(child, "ended", f"{ending(code)}: {words}" if words else ending(code))
+
+    async def _wait_to_start(self, child: Child, what: str, reason: str) -> None:
+        """Waits as long as its back-off says, or until it is told to stop. Raises StartFailed."""
+        name = child.spec.name
         if not self.settled and child.starts >= STARTS_AT_MOST:
-            raise StartFailed(f"{name} ended {child.starts} times before it was ready ({words or ending(code)})", 1)
+            raise StartFailed(f"{name} {what} {child.starts} times before it was ready ({reason})", 1)
         delay_s = child.back_off.delay_s(child.ran_s)
-        reason = f"{ending(code)}: {words}" if words else ending(code)
-        log.warning("%s ended (%s), it is started again in %.1f s", name, reason, delay_s)
+        log.warning("%s %s (%s), it is started again in %.1f s", name, what, reason, delay_s)
         try:
             async with asyncio.timeout(delay_s):
                 await child.stop_asked.wait()

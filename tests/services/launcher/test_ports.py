@@ -1,4 +1,6 @@
+import asyncio
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -77,3 +79,60 @@ def test_metrics_ports_are_asked_too(tmp_path: Path, taken: int) -> None:
 )
 def test_urls(tmp_path: Path, flags: list[str], url: str) -> None:
     assert ports.url(deployment(tmp_path, *flags).gateways[0]) == url
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "", "localhost"])
+def test_a_port_is_taken_from_the_check_on(tmp_path: Path, host: str) -> None:
+    """The first ring's gateways may bind it seconds later; a second launcher is refused at once."""
+    port = free_port()
+    first = deployment(tmp_path, "--port", str(port), *(["--host", host] if host else []), "--api-gateways", "2")
+    with ports.held(first.gateways):
+        with pytest.raises(ConfigError, match=f"^port {port} is in use"), ports.held(first.gateways):
+            pass
+        asyncio.run(serve_twice(host, port))
+    with ports.held(first.gateways):  # also while connections of the first ring's gateways are in TIME_WAIT
+        with pytest.raises(ConfigError, match=f"^port {port} is in use"), ports.held(first.gateways):
+            pass
+        asyncio.run(serve_twice(host, port))
+
+
+async def serve_twice(host: str, port: int) -> None:
+    """Two gateways listen on a held port, and every connection reaches one of them."""
+
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"x")
+        writer.close()
+        await writer.wait_closed()
+
+    servers = [await asyncio.start_server(answer, host or None, port, reuse_port=True) for _ in range(2)]
+    for _ in range(20):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        assert await reader.read() == b"x"
+        writer.close()
+        await writer.wait_closed()
+    for server in servers:
+        server.close()
+        await server.wait_closed()
+
+
+def test_many_launchers_at_once_get_a_port_once(tmp_path: Path) -> None:
+    ring = deployment(tmp_path, "--host", "127.0.0.1", "--port", str(free_port()))
+    got: list[bool] = []
+    everyone = threading.Barrier(8)
+
+    def launch() -> None:
+        everyone.wait()
+        try:
+            with ports.held(ring.gateways):
+                got.append(True)
+                everyone.wait()
+        except ConfigError:
+            got.append(False)
+            everyone.wait()
+
+    threads = [threading.Thread(target=launch) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(got) == [False] * 7 + [True]

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from rings import STAND_IN, Recorder, deployment, stand_in
 
+from blockyard.services.launcher.child import MakeCommand
 from blockyard.services.launcher.ring import Ring
 from blockyard.services.launcher.supervisor import StartFailed
 
@@ -36,8 +37,8 @@ def folder() -> Iterator[Path]:
 
 
 @asynccontextmanager
-async def running(folder: Path, display: Recorder, *flags: str) -> AsyncIterator[Ring]:
-    ring = Ring(deployment(folder, *FLAGS, *flags), folder, display, stand_in)
+async def running(folder: Path, display: Recorder, *flags: str, command: MakeCommand = stand_in) -> AsyncIterator[Ring]:
+    ring = Ring(deployment(folder, *FLAGS, *flags), folder, display, command)
     async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         tasks.create_task(ring.run(drain_s=10.0))
         await ring.ready.wait()
@@ -114,6 +115,43 @@ def test_hung_children_are_killed_and_started_again(folder: Path) -> None:
     asyncio.run(scenario())
 
 
+def test_a_system_that_starts_no_process_for_a_while_ends_no_ring(folder: Path) -> None:
+    display = Recorder()
+    failures: list[str] = []
+
+    def command(service: str, settings: Path) -> list[str]:
+        if failures:
+            return [failures.pop()]
+        return stand_in(service, settings)
+
+    async def scenario() -> tuple[dict[str, int], dict[str, int]]:
+        async with running(folder, display, command=command) as ring:
+            before = pids(ring)
+            sockets = len([path for path in folder.iterdir() if path.is_socket()])
+            failures.extend(["/no/such/python", str(folder)])  # ENOENT, then EACCES
+            os.kill(before["detokenizer 0"], signal.SIGKILL)
+            while "detokenizer 0 is ready again" not in display.said:
+                await asyncio.sleep(0.02)
+            assert len([path for path in folder.iterdir() if path.is_socket()]) == sockets
+            return before, pids(ring)
+
+    before, after = asyncio.run(scenario())
+    assert not failures
+    assert {name for name in NAMES if before[name] != after[name]} == {"detokenizer 0"}
+
+
+def test_a_child_that_cannot_be_started_at_first_is_one_line(folder: Path) -> None:
+    def command(service: str, settings: Path) -> list[str]:
+        return ["/no/such/python"] if service == "scheduler" else stand_in(service, settings)
+
+    ring = Ring(deployment(folder), folder, Recorder(), command)
+    said = (
+        r"^scheduler could not be started 3 times before it was ready \(No such file or directory: /no/such/python\)$"
+    )
+    with pytest.raises(StartFailed, match=said):
+        asyncio.run(ring.run(10.0))
+
+
 def test_a_second_signal_kills(folder: Path) -> None:
     async def scenario() -> dict[str, int]:
         async with running(folder, Recorder()) as ring:
@@ -161,6 +199,7 @@ import asyncio, sys
 from pathlib import Path
 sys.path.append({tests!r})
 from rings import Recorder, deployment, stand_in
+from blockyard.services.launcher.child import MakeCommand
 from blockyard.services.launcher.ring import Ring
 
 async def main():
