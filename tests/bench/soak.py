@@ -1,60 +1,169 @@
-"""Kills services at random under load for a while and checks every stream's text. `soak.py [seconds] [streams]`."""
+"""Random kills of services under load, or none, and every answer compared with the one that was given undisturbed.
 
+PYTHONPATH=.src python tests/bench/soak.py [--answers 1000] [--kills 100] [--victims gpu_worker] [FLAGS OF SERVE]
+
+Without flags it is a ring of two mock workers, whose tokens do not depend on KV: a plan that contradicts what came
+before ends one of them, which is counted as `broken`. With `--device cpu --dtype float32` it is the demo model; its
+answers must be equal with `--batch-invariant`, and up to ties, which are counted, without it.
+"""
+
+import argparse
 import asyncio
+import itertools
 import os
 import random
 import signal
 import sys
+import tempfile
 import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import aiohttp
-from rig import Server, completion, serve, stream
 
-VICTIMS = ("detokenizer", "gpu_worker", "scheduler", "tokenizer_pool", "message_bus")
-NUM_BODIES = 16
-FLAGS = ("--worker-cls", "mock", "--mock-step-ms", "10", "--detokenizers", "2", "--tokenizers", "2")
+sys.path.append(str(Path(__file__).parents[1]))  # ties.py
 
+from demo_reference import Reference
+from rig import Server, serve
+from several_choices import Answer, Body, RefusedError, ask, bodies
 
-def body(index: int) -> dict[str, object]:
-    return completion(60 + 15 * (index % 8), prompt=f"def stream_{index}():", seed=index)
-
-
-async def client(session: aiohttp.ClientSession, server: Server, index: int, until: float, texts: list[str]) -> int:
-    """Asks one after another; every answer must be what the same body gave undisturbed."""
-    done = 0
-    while time.monotonic() < until:
-        index = (index + 7) % NUM_BODIES
-        log = await asyncio.wait_for(stream(session, server.url, body(index)), 90)
-        assert log.text == texts[index], f"stream {index} changed its text"
-        done += 1
-    return done
+WHATS = ("answers", "choices", "changed", "ties", "failed")
+VICTIMS = "detokenizer,gpu_worker,scheduler,tokenizer_pool,message_bus"
+MOCK = ("--worker-cls", "mock", "--mock-step-ms", "10")
+RING = ("--data-parallel-size", "2", "--detokenizers", "2", "--tokenizers", "2")
+OURS = "blockyard: "
+WORKERS = ("gpu_worker 0", "gpu_worker 1")
+ANSWER_S = 300.0  # after which an answer is lost
+MOST_SHOWN = 5
+TELL_EVERY = 100  # answers
 
 
-async def killer(server: Server, until: float, rng: random.Random) -> list[str]:
-    killed = []
-    while time.monotonic() < until:
-        await asyncio.sleep(rng.uniform(0.05, 2.0))
-        children = server.children()
-        titles = [t for t in children if any(v in t for v in VICTIMS)]
-        if titles:
-            title = rng.choice(titles)
-            os.kill(children[title], signal.SIGKILL)
-            killed.append(title.removeprefix("blockyard: "))
-    return killed
+@dataclass
+class Tally:
+    """What became of the answers."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    killed: Counter[str] = field(default_factory=Counter)
+    changed: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        counts = ", ".join(f"{self.counts[what]:,} {what}" for what in WHATS)
+        kills = ", ".join(f"{count} {name}" for name, count in sorted(self.killed.items()))
+        return f"{counts}; {self.killed.total()} kills: {kills or 'none'}"
 
 
-async def soak(server: Server, seconds: float, num_streams: int) -> None:
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(100)) as session:
-        texts = [(await stream(session, server.url, body(index))).text for index in range(NUM_BODIES)]
-        until = time.monotonic() + seconds
-        clients = [client(session, server, i, until, texts) for i in range(num_streams)]
-        killed, *done = await asyncio.gather(killer(server, until, random.Random(0)), *clients)
-    print(
-        f"{sum(done)} streams of {num_streams} clients ended as they should; killed {len(killed)}: {', '.join(killed)}"
-    )
+class Soak:
+    def __init__(self, server: Server, asked: list[Body], reference: Reference | None) -> None:
+        """`reference`: judges answers that differ."""
+        self.tally = Tally()
+        self._server, self._asked, self._reference = server, asked, reference
+        self._expected: list[Answer] = []
+        self._next: Iterator[int] = itertools.count()
+        self._is_over = False
+
+    async def run(self, num_answers: int, num_streams: int, kills: int, victims: list[str]) -> None:
+        timeout, connector = aiohttp.ClientTimeout(ANSWER_S), aiohttp.TCPConnector(limit=0, force_close=True)
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+            for body in self._asked:
+                self._expected.append(await ask(session, self._server.url, body))
+            clients = [self._client(session, num_answers, kills) for _ in range(num_streams)]
+            killer = asyncio.create_task(self._kill(session, num_answers, kills, victims))
+            await asyncio.gather(*clients)
+            self._is_over = True
+            await killer
+
+    async def _client(self, session: aiohttp.ClientSession, num_answers: int, kills: int) -> None:
+        """Asks one after another, until there were enough answers and enough kills."""
+        while (number := next(self._next)) < num_answers or self.tally.killed.total() < kills:
+            place = number % len(self._asked)
+            try:
+                got = await ask(session, self._server.url, self._asked[place])
+            except (RefusedError, aiohttp.ClientError, TimeoutError) as e:
+                self.tally.counts["failed"] += 1
+                self._show(f"{place}: {type(e).__name__} {e}")
+                await asyncio.sleep(0.5)
+                continue
+            self._take(place, got)
+
+    def _take(self, place: int, got: Answer) -> None:
+        counts, body, expected = self.tally.counts, self._asked[place], self._expected[place]
+        counts["answers"] += 1
+        counts["choices"] += len(got)
+        if counts["answers"] % TELL_EVERY == 0:
+            print(self.tally, flush=True)
+        if got == expected:
+            return
+        if self._reference is not None and self._reference.explains(body, expected, got):
+            counts["ties"] += 1
+            return
+        counts["changed"] += 1
+        parts = [_first_difference(*pair) for pair in zip(expected, got, strict=False)]
+        kind = {k: v for k, v in body.items() if k in {"n", "best_of", "use_beam_search", "temperature"}}
+        self._show(f"{place}: {kind} changed; choices part at {parts}")
+
+    def _show(self, line: str) -> None:
+        self.tally.changed.append(line)
+        if len(self.tally.changed) <= MOST_SHOWN:
+            print(line, flush=True)
+
+    async def _kill(self, session: aiohttp.ClientSession, num_answers: int, kills: int, victims: list[str]) -> None:
+        """One at a time, with the same number of answers between two; a worker has worked for a while before."""
+        rng = random.Random(0)
+        while not self._is_over and self.tally.killed.total() < kills:
+            await asyncio.sleep(rng.uniform(0.05, 1.0))
+            if self.tally.killed.total() * num_answers > self.tally.counts["answers"] * kills:
+                continue  # all would be busy with what the kills cost
+            idle = await self._idle_workers(session, rng.randrange(5, 60))
+            titles = self._server.children()  # of one that starts: its command line
+            names = {title.removeprefix(OURS): pid for title, pid in titles.items() if title.startswith(OURS)}
+            found = [name for name in names if any(v in name for v in victims) and name not in idle]
+            if found:
+                name = rng.choice(sorted(found))
+                os.kill(names[name], signal.SIGKILL)
+                self.tally.killed[name] += 1
+
+    async def _idle_workers(self, session: aiohttp.ClientSession, least_steps: int) -> set[str]:
+        """Those that are not there, or have not done so many steps."""
+        async with session.get(f"{self._server.url}/ring") as answer:
+            members = {m["name"]: m["stats"]["steps_total"] for m in (await answer.json())["members"] if m["ready"]}
+        return {name for name in WORKERS if members.get(name, 0) < least_steps}
+
+
+def _first_difference(expected: list[int], got: list[int]) -> int:
+    """-1: none."""
+    return next((i for i, (a, b) in enumerate(zip(expected, got, strict=False)) if a != b), -1)
+
+
+async def preemptions(server: Server) -> int:
+    async with aiohttp.ClientSession() as session, session.get(f"{server.url}/ring") as answer:
+        return int((await answer.json())["totals"]["preemptions_total"])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--answers", type=int, default=1000, help="at least so many")
+    parser.add_argument("--kills", type=int, default=100, help="at least so many")
+    parser.add_argument("--victims", default=VICTIMS)
+    parser.add_argument("--streams", type=int, default=24)
+    parser.add_argument("--tokens", type=int, default=40, help="of each choice")
+    parser.add_argument("--bodies", type=int, default=60)
+    args, flags = parser.parse_known_args()
+    is_mock = "--device" not in flags
+    is_exact = is_mock or "--batch-invariant" in flags
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder, "log")
+        with serve("demo", *(MOCK if is_mock else ()), *RING, *flags, log=log) as server:
+            soak = Soak(server, bodies(args.bodies, args.tokens), None if is_exact else Reference())
+            asyncio.run(soak.run(args.answers, args.streams, args.kills, args.victims.split(",")))
+            num_preempted = asyncio.run(preemptions(server))
+        broken = log.read_text("utf-8", "replace").count("PlanError:")
+    print(f"{soak.tally}; {num_preempted:,} preemptions since the scheduler's start, {broken} broken plans")
+    print(f"{time.monotonic() - began:.0f} s, flags: {' '.join(flags) or 'none'}")
+    return bool(soak.tally.counts["changed"] or soak.tally.counts["failed"] or broken)
 
 
 if __name__ == "__main__":
-    seconds, num_streams = (float(sys.argv[1]) if len(sys.argv) > 1 else 60.0), int((sys.argv[2:] or ["24"])[0])
-    with serve("demo", *FLAGS) as ring:
-        asyncio.run(soak(ring, seconds, num_streams))
+    sys.exit(main())

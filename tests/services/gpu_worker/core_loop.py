@@ -55,7 +55,7 @@ class CoreLoop:
         self.streams: dict[int, StreamOpen] = {}
         self.finishes: dict[tuple[str, int], tuple[FinishReason, int | None]] = {}
         self.logprobs: dict[tuple[str, int], list[TokenLogprobs]] = {}
-        batch = BatchLimits(max_num_seqs, chunk, depth)
+        batch = self._batch = BatchLimits(max_num_seqs, chunk, depth)
         self.core = Scheduler(
             ME,
             SchedulerSettings(
@@ -63,13 +63,9 @@ class CoreLoop:
             ),
             0,
         )
-        for role, incarnation in (*((Role.GPU_WORKER, w) for w in self.runners), (Role.DETOKENIZER, DETOKENIZER)):
-            self.core.present(Member(role.value, role, incarnation, "", ready=True), 0.0)
-        self.core.turn(0.0)
-        for worker, one in self.runners.items():
-            one.reset(batch.num_slots)
-            held, host = one.names.listed(), one.names.host_listed()
-            self.core.handle(worker, Attached(worker, ME, one.geometry, *held, *host), 0.0)
+        self.core.present(Member("detokenizer", Role.DETOKENIZER, DETOKENIZER, "", ready=True), 0.0)
+        for worker in self.runners:
+            self._attach(worker)
 
     def add(
         self, request_id: str, prompt: list[int], sampling: Sampling, n: int | Sequence[int] = 1, **more: object
@@ -87,6 +83,24 @@ class CoreLoop:
         stats = self.core.stats()
         assert (stats.running, stats.waiting, stats.blocks_used) == (0, 0, 0)
         return stats
+
+    def lose(self, worker: int, again: bool = True) -> None:
+        """A group dies with its plans and its KV; `again`: and is there again at once."""
+        self.plans = deque((to, plan) for to, plan in self.plans if to != worker)
+        self.core.gone(worker)
+        self.runners[worker].reset(0)
+        self.runners[worker].forget_kv()
+        if again:
+            self._attach(worker)
+        self.turn()
+
+    def _attach(self, worker: int) -> None:
+        self.core.present(Member("gpu_worker", Role.GPU_WORKER, worker, "", ready=True), 0.0)
+        self.turn()  # asks it
+        one = self.runners[worker]
+        one.reset(self._batch.num_slots)
+        held, host = one.names.listed(), one.names.host_listed()
+        self.core.handle(worker, Attached(worker, ME, one.geometry, *held, *host), 0.0)
 
     def step(self) -> None:
         """The oldest plan runs and is answered, with those behind it that its worker takes before it is done."""
