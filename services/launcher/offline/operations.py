@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from blockyard.services.launcher.offline.metrics import Metric, snapshot
 from blockyard.services.launcher.offline.session import Session
 from blockyard.shared.errors import RequestError
-from blockyard.shared.messages import Control, Controlled, Verb
+from blockyard.shared.messages import Control, Controlled, Part, Verb
 
 MODES = ("abort", "wait", "keep")
-TAGS = ("weights", "kv_cache", "scheduling")
+SCHEDULING = "scheduling"  # what level 0 holds back
+TAGS = (*Part, SCHEDULING)
 
 
 class Operations:
@@ -40,15 +41,14 @@ class Operations:
             self._ask(Control("", Verb.SLEEP, level=level))
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Takes the memory back. With `tags` that leave out kv_cache and scheduling, requests wait for these."""
+        """Takes the memory back, with `tags` only that part of it; requests wait until both parts are there."""
         unknown = sorted(set(tags or ()) - {*TAGS})
         if unknown:
             raise RequestError(f"tags are {', '.join(TAGS)}, got {unknown[0]!r}", "tags")
-        if tags and not {"kv_cache", "scheduling"} & {*tags}:
-            self._ask(Control("", Verb.PAUSE, clear_cache=False))
-            self._ask(Control("", Verb.WAKE_UP))
-            return
-        if any(answer.paused for answer in self._ask(Control("", Verb.WAKE_UP))):
+        parts = sorted({Part(tag) for tag in tags or () if tag != SCHEDULING})
+        if parts or not tags:
+            self._ask(Control("", Verb.WAKE_UP, tags=parts))
+        if not tags or SCHEDULING in tags:
             self._ask(Control("", Verb.RESUME))
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:

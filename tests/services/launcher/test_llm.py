@@ -308,7 +308,7 @@ def test_sleep_and_wake() -> None:
         llm.wake_up()
         llm.sleep(level=0)
         assert Calls(llm, 100).result(0.3) is None
-        llm.wake_up()
+        llm.wake_up(tags=["scheduling"])
         assert Calls(llm, 100).result() == expected
 
 
