@@ -1,11 +1,13 @@
 """Which prompts a tokenizer sees, and that the others come back as they are."""
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 
+from blockyard.shared.errors import RequestError
 from blockyard.shared.fake_links import FakeLinks
-from blockyard.shared.messages import Member, Role, Tokenize, Tokenized
+from blockyard.shared.messages import Member, Role, TextRejected, Tokenize, Tokenized
 from blockyard.shared.ring_client.text_work import SHORT_IDS, TextWork
 from blockyard.shared.token_ids import pack
 
@@ -62,3 +64,51 @@ def test_whatever_takes_one_goes_there(work: Tokenize) -> None:
     answers, seen = tokenize(work)
     assert [frame.request_id for frame in seen] == ["r-0"]
     assert answers == [Tokenized("r-0", pack([1]), b"n" * 16)]
+
+
+class Ring:
+    """A TextWork between tokenizers that the test plays."""
+
+    def __init__(self, *incarnations: int) -> None:
+        members = [Member("t", Role.TOKENIZER_POOL, i, "x", ready=True) for i in incarnations]
+        self.links = FakeLinks(Member("g", Role.API_GATEWAY, 1, ""), *members)
+        self.work = TextWork(self.links)
+        for member in members:
+            self.work.changed(member)
+
+    def lose(self, incarnation: int) -> None:
+        self.work.gone(self.links.members[incarnation])
+
+    async def refusal(self, *works: Tokenize, then: "Callable[[Ring], None]") -> RequestError:
+        asked = asyncio.create_task(self.work.tokenize(list(works), "r"))
+        await asyncio.sleep(0)
+        then(self)
+        with pytest.raises(RequestError) as error:
+            await asked
+        return error.value
+
+
+def test_of_several_prompts_the_one_that_is_refused_is_named() -> None:
+    texts = [Tokenize("", "m", text="abc"), Tokenize("", "m", text="far too long")]
+    refused = TextRejected("r-1", "prompt", "too long", "context_length_exceeded")
+
+    def refuse(ring: Ring) -> None:
+        ring.work.answered(TOKENIZER, refused)
+
+    error = asyncio.run(Ring(TOKENIZER).refusal(*texts, then=refuse))
+    assert (error.field, error.code, error.status) == ("prompt[1]", "context_length_exceeded", 400)
+    alone = TextRejected("r-0", "prompt", "too long", "context_length_exceeded")
+    error = asyncio.run(Ring(TOKENIZER).refusal(texts[0], then=lambda ring: ring.work.answered(TOKENIZER, alone)))
+    assert error.field == "prompt"
+
+
+def test_a_text_that_two_tokenizers_were_lost_with_is_given_up() -> None:
+    ring = Ring(TOKENIZER, 8, 9)
+
+    def lose_two(ring: Ring) -> None:
+        for _ in range(2):
+            ring.lose(ring.links.sent[-1][0])
+
+    error = asyncio.run(ring.refusal(Tokenize("", "m", text="abc"), then=lose_two))
+    assert error.status == 500 and "lost" in str(error)
+    assert [frame.request_id for _, frame in ring.links.sent if isinstance(frame, Tokenize)] == ["r-0", "r-0"]
