@@ -301,9 +301,9 @@ class Cancel(Frame, frozen=True):
 class Room(Record, frozen=True):
     """What the waiting queue still takes; gateways answer 429 by it before anything is tokenized."""
 
-    requests: int
+    choices: int
     tokens: int
-    retry_after_s: float = 1.0
+    retry_after_s: float = 1.0  # until what waits now is served
     tenant: str | None = None  # when it is full: the one that has to give way, and so the only one ...
     user: str | None = None  # ... and its user, for whom it is; None: it is for everybody
     asleep: bool = False  # nothing is served until somebody wakes it up

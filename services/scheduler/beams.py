@@ -29,6 +29,7 @@ class Beams:
         """The request's own choices are what it will be answered with."""
         first = make_choice(request, 0, b"")
         first.hypothesis = Hypothesis(first.outputs)
+        first.width = beam.width
         request.search = Search(BeamSearch(beam, request.frame.sampling), [first])
         self._live[request.id] = request
         self.forks.add(request, [first])

@@ -14,6 +14,7 @@ from blockyard.services.scheduler.groups import BatchLimits, Group, Groups
 from blockyard.services.scheduler.intake import Intake
 from blockyard.services.scheduler.lifecycle import Lifecycle
 from blockyard.services.scheduler.outbox import Outbox, Outgoing
+from blockyard.services.scheduler.output_lengths import OutputLengths
 from blockyard.services.scheduler.placement import Placement
 from blockyard.services.scheduler.planner import Planner
 from blockyard.services.scheduler.policies import POLICIES
@@ -24,6 +25,7 @@ from blockyard.services.scheduler.queue_bounds import QueueBounds
 from blockyard.services.scheduler.rest import Rest
 from blockyard.services.scheduler.results import Results
 from blockyard.services.scheduler.streams import Streams
+from blockyard.services.scheduler.wait_estimate import WaitEstimate
 from blockyard.services.scheduler.waiting import WaitingQueue
 from blockyard.shared.errors import BlockyardError
 from blockyard.shared.messages import (
@@ -82,15 +84,18 @@ class Scheduler:
         self._outbox = Outbox()
         policy = self._policy = POLICIES[settings.policy]()
         self._waiting = WaitingQueue(policy)
-        self._bounds = QueueBounds(
-            self._waiting, settings.max_queue_len, settings.max_queue_tokens, settings.max_queue_delay_s
-        )
         self._groups = Groups(incarnation, settings.batch)
+        lengths = OutputLengths()
+        self._wait = WaitEstimate(self._waiting, self._groups.attached, lengths)
+        limits = (settings.max_queue_len, settings.max_queue_tokens, settings.max_queue_delay_s)
+        self._bounds = QueueBounds(self._waiting, self._wait, *limits)
         self.groups = self._groups.attached  # by worker's incarnation, for those who look on
         self._streams = Streams(self._groups.attached)
         self._prefix = PrefixCache(settings.block_scope, settings.prefix_caching)
         self._forks = Forks(self._waiting)
-        self._lifecycle = Lifecycle(self._waiting, self._groups, self._streams, self._prefix, policy, self._forks)
+        self._lifecycle = Lifecycle(
+            self._waiting, self._groups, self._streams, self._prefix, policy, self._forks, lengths
+        )
         self.preempting = self._lifecycle.preempting
         promises = Promises(self._lifecycle.requests, self._waiting, self._bounds, self._streams, self._outbox)
         beams = Beams(self._waiting, self._groups, self._lifecycle, self._forks)
@@ -212,7 +217,7 @@ class Scheduler:
             if not self._gate.suspects:
                 self._groups.stir(self._placement.place())  # those who had to give way may run elsewhere
         self._controls.settle(now)
-        self._waiting.rate.tick(now, len(self._waiting) > 0)
+        self._wait.tick(now, self._results.num_output_tokens, self._results.num_prompt_tokens)
         self._streams.flush(self._outbox)
         self._heard.clear()
         if (room := self._bounds.news()) is not None:
@@ -243,7 +248,7 @@ class Scheduler:
             host_blocks_total=sum(group.blocks.host.num_ids for group in groups),
             blocks_saved_total=self._groups.num_saved,
             blocks_fetched_total=self._groups.num_fetched,
-            waiting_tokens=self._waiting.ledger.num_tokens,
+            waiting_tokens=self._waiting.ledger.amount.tokens,
             wait_s=self._bounds.wait_s,
             displaced_total=self._planner.preemption.num_displaced,
             refused=[Refusals(reason, total) for reason, total in self._intake.num_refused.items()],

@@ -35,6 +35,7 @@ class Forks:
         parked, request.parked = request.parked, []
         self.num_parked -= len(parked)
         for choice in parked:
+            self._waiting.unpark(choice)
             self._waiting.push(choice)
 
     def left(self, choice: Choice) -> None:
@@ -44,9 +45,12 @@ class Forks:
             return
         if choice in request.parked:
             request.parked.remove(choice)
+            self._waiting.unpark(choice)
             self.num_parked -= 1
         elif not any(_leads(other) for other in request.members):
-            self._waiting.push(request.parked.pop(0))
+            leader = request.parked.pop(0)
+            self._waiting.unpark(leader)
+            self._waiting.push(leader)
             self.num_parked -= 1
 
     def find(self, group: Group, record: PlanRecord, choice: Choice, found: Found) -> Found | None:
@@ -81,6 +85,7 @@ class Forks:
 
     def _park(self, choice: Choice) -> None:
         choice.request.parked.append(choice)
+        self._waiting.park(choice)
         self.num_parked += 1
 
     def _fork(self, group: Group, choice: Choice, source: Seat, num_tokens: int) -> Found:

@@ -10,7 +10,7 @@ from blockyard.services.scheduler.lifecycle import Lifecycle
 from blockyard.services.scheduler.outbox import Outbox
 from blockyard.services.scheduler.promises import Promises
 from blockyard.services.scheduler.queue_bounds import QueueBounds
-from blockyard.services.scheduler.requests import Choice, Request, make_choice, num_ids
+from blockyard.services.scheduler.requests import Amount, Choice, Request, make_choice, num_ids
 from blockyard.services.scheduler.streams import Streams
 from blockyard.services.scheduler.waiting import WaitingQueue
 from blockyard.shared import messages
@@ -105,7 +105,8 @@ class Intake:
     def _make_room(self, gateway: int, frame: Generate) -> bool:
         """Whether a newcomer may wait. If the queue is full either it is refused, or others are in its place."""
         owner = (frame.tenant, frame.user)
-        gone = self._bounds.make_room(owner, num_ids(frame.prompt_ids) * len(frame.choices))
+        num_choices = len(frame.choices) if frame.beam is None else frame.beam.width
+        gone = self._bounds.make_room(owner, Amount(num_choices, num_choices * num_ids(frame.prompt_ids)))
         if gone is None:
             reason = "delay" if self._bounds.is_long() else "full"
             self._answer(gateway, frame.request_id, frame.attempt, ASLEEP if self._bounds.asleep else FULL, reason)

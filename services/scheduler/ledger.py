@@ -1,43 +1,41 @@
-"""Whose tokens wait: who gives way when the queue is full."""
+"""Whose choices wait: who gives way when the queue is full."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from itertools import islice
 
-from blockyard.services.scheduler.requests import Request
+from blockyard.services.scheduler.requests import NONE, Amount, Request
 
 Owner = tuple[str, str]  # tenant, and user of it
+
+
+Share = Callable[[Amount], tuple[float, int]]  # how much of the queue that is; of equals the larger second counts
 
 
 class Line:
     """What one user of a tenant has waiting."""
 
-    __slots__ = ("newcomers", "num_tokens")
+    __slots__ = ("amount", "newcomers")
 
     def __init__(self) -> None:
-        self.num_tokens = 0
+        self.amount = NONE
         self.newcomers: dict[str, Request] = {}  # those that nothing was promised to, by arrival
 
 
 class Ledger:
     def __init__(self) -> None:
-        self.num_tokens = 0
+        self.amount = NONE  # of all
         self._lines: dict[Owner, Line] = {}
-        self._tenants: Counter[str] = Counter()  # tokens
 
-    def add(self, request: Request, num_tokens: int) -> None:
-        """So many tokens of a request wait, or fewer do where it is negative."""
-        owner = request.owner
+    def add(self, owner: Owner, amount: Amount) -> None:
+        """So much more of an owner waits, or less where it is negative."""
         line = self._lines.get(owner)
         if line is None:
             line = self._lines[owner] = Line()
-        self.num_tokens += num_tokens
-        self._tenants[owner[0]] += num_tokens
-        line.num_tokens += num_tokens
-        if not line.num_tokens:
+        self.amount = self.amount.plus(amount)
+        line.amount = line.amount.plus(amount)
+        if not line.amount.choices:
             del self._lines[owner]
-            if not self._tenants[owner[0]]:
-                del self._tenants[owner[0]]
 
     def came(self, request: Request) -> None:
         """After `add`: it may have to give way."""
@@ -49,21 +47,23 @@ class Ledger:
         if line is not None:
             line.newcomers.pop(request.id, None)
 
-    def heaviest(self) -> Owner | None:
+    def heaviest(self, share: Share) -> Owner | None:
         """Whose newest request would give way; None if nobody's can."""
-        owner = self._heaviest(Counter())
+        owner = self._heaviest({}, share)
         return owner if owner is not None and self._lines[owner].newcomers else None
 
-    def give_way(self, owner: Owner, num_tokens: int, lacks: Callable[[int, int], bool]) -> list[Request] | None:
-        """Whoever has to go so that a newcomer of `owner` with so many tokens may come; None: it is the one to go.
+    def give_way(
+        self, owner: Owner, amount: Amount, lacks: Callable[[Amount], bool], share: Share
+    ) -> list[Request] | None:
+        """Requests that have to go so that a newcomer of `owner` with so much may come; None: it is the one to go.
 
-        `lacks` says whether there is no room yet when so many requests and tokens are gone.
+        `lacks` says whether there is no room yet when so much is gone.
         """
-        freed: Counter[Owner] = Counter({owner: -num_tokens})
+        freed: dict[Owner, Amount] = {owner: NONE.less(amount)}
         num_gone: Counter[Owner] = Counter()
-        gone: list[Request] = []
-        while lacks(len(gone), freed.total() + num_tokens):
-            heaviest = self._heaviest(freed, first=owner)
+        gone, gone_amount = list[Request](), NONE
+        while lacks(gone_amount):
+            heaviest = self._heaviest(freed, share, first=owner)
             if heaviest is None or heaviest == owner:
                 return None
             newcomers = reversed(self._lines[heaviest].newcomers.values())
@@ -71,17 +71,22 @@ class Ledger:
             if request is None:
                 return None
             num_gone[heaviest] += 1
-            freed[heaviest] += sum(choice.known for choice in request.choices.values() if choice.ticket)
+            waiting = [choice.counted for choice in request.members]
+            of_it = Amount(sum(one.choices for one in waiting), sum(one.tokens for one in waiting))
+            freed[heaviest] = freed.get(heaviest, NONE).plus(of_it)
+            gone_amount = gone_amount.plus(of_it)
             gone.append(request)
         return gone
 
-    def _heaviest(self, freed: Counter[Owner], first: Owner | None = None) -> Owner | None:
-        """The user with most tokens of the tenant with most, less what is freed. `first` is taken of equals."""
-        tenants, users = self._tenants.copy(), {owner: line.num_tokens for owner, line in self._lines.items()}
-        for owner, num_tokens in freed.items():
-            tenants[owner[0]] -= num_tokens
-            users[owner] = users.get(owner, 0) - num_tokens
-        if not tenants:
+    def _heaviest(self, freed: dict[Owner, Amount], share: Share, first: Owner | None = None) -> Owner | None:
+        """The user with the largest share of the tenant with the largest, less what is freed; `first` of equals."""
+        users = {owner: line.amount for owner, line in self._lines.items()}
+        for owner, amount in freed.items():
+            users[owner] = users.get(owner, NONE).less(amount)
+        if not self._lines:
             return None
-        tenant = max(tenants, key=lambda t: (tenants[t], first is not None and t == first[0]))
-        return max((o for o in users if o[0] == tenant), key=lambda o: (users[o], o == first))
+        tenants: defaultdict[str, Amount] = defaultdict(Amount)
+        for (tenant, _), amount in users.items():
+            tenants[tenant] = tenants[tenant].plus(amount)
+        heaviest = max(tenants, key=lambda t: (share(tenants[t]), first is not None and t == first[0]))
+        return max((o for o in users if o[0] == heaviest), key=lambda o: (share(users[o]), o == first))

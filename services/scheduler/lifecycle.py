@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from blockyard.services.scheduler.fork import Forks
 from blockyard.services.scheduler.groups import Group, Groups
+from blockyard.services.scheduler.output_lengths import OutputLengths
 from blockyard.services.scheduler.policy import Policy
 from blockyard.services.scheduler.prefix import PrefixCache
 from blockyard.services.scheduler.requests import Choice, Phase, Request, Seat
@@ -21,12 +22,13 @@ class Lifecycle:
         prefix: PrefixCache,
         policy: Policy,
         forks: Forks,
+        lengths: OutputLengths,
     ) -> None:
         self.requests: dict[str, Request] = {}
         self.num_preemptions = 0
         self.preempting: list[Callable[[Group], None]] = []  # who wants to look before a seat is taken
         self._waiting, self._groups, self._streams, self._prefix = waiting, groups, streams, prefix
-        self._policy, self._forks = policy, forks
+        self._policy, self._forks, self._lengths = policy, forks, lengths
 
     def end(self, choice: Choice) -> None:
         """The choice is over: results still to come are dropped. Whoever needs to know was told before."""
@@ -34,6 +36,9 @@ class Lifecycle:
         if request.sink is not None:
             request.sink.num_streams -= 1
         del request.choices[choice.index]
+        if choice.outputs and not request.fills_limit:
+            most = request.frame.sampling.max_tokens if choice.seat is None else choice.seat.limit - request.num_prompt
+            self._lengths.ended(len(choice.outputs), len(choice.outputs) < most)
         self.release(choice)
         if not request.choices:
             del self.requests[request.id]

@@ -1,7 +1,8 @@
 """The one place where back-pressure is made: how much may wait, who gives way, what is told of it."""
 
 from blockyard.services.scheduler.ledger import Owner
-from blockyard.services.scheduler.requests import Request
+from blockyard.services.scheduler.requests import Amount, Request
+from blockyard.services.scheduler.wait_estimate import WaitEstimate
 from blockyard.services.scheduler.waiting import WaitingQueue
 from blockyard.shared.messages import Room
 
@@ -9,33 +10,31 @@ LEAST_RETRY_S, MOST_RETRY_S = 1.0, 600.0
 
 
 class QueueBounds:
-    """They hold for newcomers; whoever was promised to be served comes back whatever they say."""
+    """They hold for newcomers. A request that was accepted waits again, if it has to, whatever they say."""
 
     def __init__(
-        self, waiting: WaitingQueue, max_requests: int, max_tokens: int, max_delay_s: float | None = None
+        self,
+        waiting: WaitingQueue,
+        wait: WaitEstimate,
+        max_choices: int,
+        max_tokens: int,
+        max_delay_s: float | None = None,
     ) -> None:
         self.max_delay_s = max_delay_s
-        self._waiting, self._max_requests, self._max_tokens = waiting, max_requests, max_tokens
+        self._waiting, self._wait = waiting, wait
+        self._max_choices, self._max_tokens = max_choices, max_tokens
         self.asleep = False  # nothing is served until somebody wakes the workers up
         self._was_full = False  # when `news` was last asked for
         self._told_full = False  # somebody was told so since
 
-    @property
-    def max_tokens(self) -> int:
-        """Tokens that may wait: as many as are served within the longest wait, where that is less."""
-        rate = self._waiting.rate.tokens_per_s
-        if self.max_delay_s is None or rate is None:
-            return self._max_tokens
-        return min(self._max_tokens, int(self.max_delay_s * rate))
-
     def room(self) -> Room:
-        """For somebody who is told at once."""
-        waiting, full = self._waiting, self.is_full()
+        """For a gateway that is told at once."""
+        waits, full = self._waiting.ledger.amount, self.is_full()
         self._told_full = self._told_full or full
-        tenant, user = (waiting.ledger.heaviest() if full else None) or (None, None)
+        tenant, user = (self._waiting.ledger.heaviest(self._share) if full else None) or (None, None)
         return Room(
-            max(0, self._max_requests - waiting.num_requests),
-            max(0, self.max_tokens - waiting.ledger.num_tokens),
+            max(0, self._max_choices - waits.choices),
+            0 if self._is_slow(waits) else max(0, self._max_tokens - waits.tokens),
             max(LEAST_RETRY_S, self.wait_s),
             tenant,
             user,
@@ -51,34 +50,42 @@ class QueueBounds:
         return self.room()
 
     def is_full(self) -> bool:
-        waiting = self._waiting
-        return waiting.num_requests >= self._max_requests or (
-            len(waiting) > 0 and waiting.ledger.num_tokens >= self.max_tokens
-        )
+        return self._holds_most() or self._is_slow(self._waiting.ledger.amount)
 
     def is_long(self) -> bool:
         """It is the wait that is at its bound, and not what waits."""
-        waiting = self._waiting
-        return waiting.num_requests < self._max_requests and waiting.ledger.num_tokens < self._max_tokens
+        return not self._holds_most() and self._is_slow(self._waiting.ledger.amount)
 
-    def make_room(self, owner: Owner, num_tokens: int) -> list[Request] | None:
-        """Who has to go so that a newcomer with so many tokens may wait; None if it may not.
+    def make_room(self, owner: Owner, amount: Amount) -> list[Request] | None:
+        """Requests that have to go so that a newcomer with so much may wait; None if it may not.
 
-        The newest request of the tenant with the most tokens gives way, whoever came. A long one is not kept out of
-        an empty queue.
+        The newest request of the tenant with the largest share of the queue gives way, the newcomer too if it is that
+        tenant's. One that is larger than the queue is not kept out of an empty one.
         """
-        waiting = self._waiting
+        waits = self._waiting.ledger.amount
 
-        def lacks(num_gone: int, num_freed: int) -> bool:
-            left, tokens = waiting.num_requests - num_gone, waiting.ledger.num_tokens - num_freed
-            return left >= self._max_requests or (left > 0 and tokens + num_tokens > self.max_tokens)
+        def lacks(gone: Amount) -> bool:
+            left = waits.less(gone)
+            after = left.plus(amount)
+            if not left.choices:
+                return False
+            return after.choices > self._max_choices or after.tokens > self._max_tokens or self._is_slow(left)
 
-        return waiting.ledger.give_way(owner, num_tokens, lacks)
+        return self._waiting.ledger.give_way(owner, amount, lacks, self._share)
 
     @property
     def wait_s(self) -> float:
-        """Until what waits now has been served, as far as one can tell."""
-        rate = self._waiting.rate.tokens_per_s
-        if not len(self._waiting) or rate is None:
-            return 0.0
-        return min(MOST_RETRY_S, self._waiting.ledger.num_tokens / max(rate, 1e-9))
+        """Until a newcomer has a seat behind all that waits, as far as that is known."""
+        return min(MOST_RETRY_S, self._wait.seconds(self._waiting.ledger.amount))
+
+    def _holds_most(self) -> bool:
+        waits = self._waiting.ledger.amount
+        return waits.choices >= self._max_choices or waits.tokens >= self._max_tokens
+
+    def _is_slow(self, amount: Amount) -> bool:
+        """A newcomer behind so much would wait as long as any may."""
+        return self.max_delay_s is not None and self._wait.seconds(amount) >= self.max_delay_s
+
+    def _share(self, amount: Amount) -> tuple[float, int]:
+        """Of what may wait, by choices or by tokens, whichever is more of it."""
+        return (max(amount.choices / self._max_choices, amount.tokens / self._max_tokens), amount.tokens)

@@ -4,7 +4,7 @@ import enum
 from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -27,6 +27,22 @@ class Phase(enum.Enum):
     WAITING = enum.auto()
     RUNNING = enum.auto()
     ENDED = enum.auto()
+
+
+class Amount(NamedTuple):
+    """How much waits, or is to wait."""
+
+    choices: int = 0
+    tokens: int = 0  # known ones of all these choices
+
+    def plus(self, other: "Amount") -> "Amount":
+        return Amount(self.choices + other.choices, self.tokens + other.tokens)
+
+    def less(self, other: "Amount") -> "Amount":
+        return Amount(self.choices - other.choices, self.tokens - other.tokens)
+
+
+NONE = Amount()
 
 
 class Payer(Protocol):
@@ -55,6 +71,12 @@ class Request:
     came_s: float = 0.0
     owner: tuple[str, str] = ("", "")  # tenant, and user of it: those of the first attempt
     search: "Search | None" = None
+
+    @property
+    def fills_limit(self) -> bool:
+        """Its choices end with `max_tokens` and not before."""
+        sampling = self.frame.sampling
+        return sampling.ignore_eos and not sampling.stop_token_ids and not self.frame.text.stop
 
     @property
     def members(self) -> Collection["Choice"]:
@@ -94,6 +116,8 @@ class Choice:
     key: Key = ()  # of the seat it has or had last
     ticket: int = 0  # its entry in the waiting queue, 0: none
     aside: bool = False  # it waits at a group's desk
+    width: int = 1  # choices that it counts as while it waits: the first of a beam search is all of its beams
+    counted: Amount = NONE  # what it is in the waiting queue's ledger, parked or not
     seat: "Seat | None" = None  # the one it runs in, or, while it waits, the last one: its results may be out still
     prompt_next: int = 0  # the first prompt position whose log-probabilities have not come; they are not kept
     names: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they were asked for

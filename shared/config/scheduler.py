@@ -24,8 +24,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     enable_prefix_caching: bool = True
     block_scope: str = ""  # as the tokenizers have it: names of generated blocks go on from theirs
     depth: int | None = None  # plans sent ahead of the running one; 0 is lockstep, None: by the worker's step time
-    max_queue_len: int = 1024  # waiting requests
-    max_queue_tokens: int = 2**22  # prompt tokens of waiting requests
+    max_queue_len: int = 1024  # waiting choices
+    max_queue_tokens: int = 2**22  # known tokens of waiting choices
     max_queue_delay_s: float | None = None  # a newcomer that would wait longer, or has, is refused
     enable_sleep_mode: bool = False
     log_stats: bool = True

@@ -71,16 +71,17 @@ class Admission:
         if full and len(full) == len(rooms):
             raise too_busy(min(r.retry_after_s for r in full), asleep=full[0].asleep)
 
-    def takes(self, model: str, requests: int, tokens: int, now: float) -> bool:
+    def takes(self, model: str, choices: int, tokens: int, now: float, alone: bool = False) -> bool:
         """Whether a scheduler has room for so many more, counted from what it said last.
 
-        One that has said nothing yet is taken to have a little, and one whose news are old is worth one try.
+        One that has said nothing yet is taken to have a little. A request that is `alone`, because no other one waits
+        for its answer, may be larger than the room there is, and is sent where the last news are old.
         """
         for scheduler in self.schedulers(model):
             room, heard_s = self._rooms.get(scheduler, (UNHEARD, now))
-            if requests <= room.requests and (tokens <= room.tokens or (requests == 1 and room.tokens > 0)):
+            if choices <= room.choices and tokens <= room.tokens:
                 return True
-            if requests == 1 and now - heard_s >= room.retry_after_s:
+            if alone and ((room.choices > 0 and room.tokens > 0) or now - heard_s >= room.retry_after_s):
                 return True
         return False
 
@@ -98,7 +99,7 @@ class Admission:
 
 def _is_full(known: tuple[Room, float], now: float) -> bool:
     room, heard_s = known
-    return (room.requests <= 0 or room.tokens <= 0) and now - heard_s < FULL_FOR_S
+    return (room.choices <= 0 or room.tokens <= 0) and now - heard_s < FULL_FOR_S
 
 
 def _concerns(room: Room, tenant: str, user: str) -> bool:

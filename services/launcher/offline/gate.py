@@ -14,8 +14,9 @@ class Gate:
         self._client, self._model, self._patience_s = client, model, patience_s
         self._served_s = client.clock()  # when there last was a scheduler
         self._queue: OrderedDict[str, Entry] = OrderedDict()
-        self._unanswered: dict[str, int] = {}  # id -> tokens of those sent and neither accepted nor refused
-        self._num_tokens = 0  # of the unanswered
+        # id -> choices and prompt tokens of those sent and neither accepted nor refused, and their sums
+        self._unanswered: dict[str, tuple[int, int]] = {}
+        self._num_choices = self._num_tokens = 0
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -30,7 +31,9 @@ class Gate:
 
     def answered(self, entry: Entry) -> None:
         """It was accepted, or has ended otherwise."""
-        self._num_tokens -= self._unanswered.pop(entry.request_id, 0)
+        choices, tokens = self._unanswered.pop(entry.request_id, (0, 0))
+        self._num_choices -= choices
+        self._num_tokens -= tokens
 
     def refused(self, entry: Entry) -> None:
         """There was no room for it: it is next once there is."""
@@ -46,12 +49,14 @@ class Gate:
         self._served_s = now
         while self._queue:
             entry = next(iter(self._queue.values()))
-            tokens = entry.num_prompt_tokens * len(entry.choices)
-            if not self._client.admission.takes(self._model, len(self._unanswered) + 1, self._num_tokens + tokens, now):
+            choices = len(entry.choices) if entry.beam is None else entry.beam.width
+            tokens = entry.num_prompt_tokens * choices
+            wanted = (self._num_choices + choices, self._num_tokens + tokens)
+            if not self._client.admission.takes(self._model, *wanted, now, alone=not self._unanswered):
                 return
             del self._queue[entry.request_id]
-            self._unanswered[entry.request_id] = tokens
-            self._num_tokens += tokens
+            self._unanswered[entry.request_id] = (choices, tokens)
+            self._num_choices, self._num_tokens = wanted
             entry.opened_s = entry.heard_s = now
             self._client.dispatch.open(entry, now)
 

@@ -72,7 +72,9 @@ def frames(requests: Iterable[TraceRequest], model: str) -> list[Generate]:
                 model,
                 struct.pack("I", GROUP_IDS + group) * shared + own,
                 b"",
-                Sampling(request.max_tokens or request.output_tokens, seed=serial, ignore_eos=True),
+                Sampling(
+                    request.max_tokens or request.output_tokens, seed=serial, ignore_eos=request.max_tokens is None
+                ),
                 TextOptions(),
                 [Choice(i) for i in range(request.n)],
                 priority=request.priority,

@@ -10,7 +10,7 @@ from blockyard.services.scheduler.fair import Fair
 from blockyard.services.scheduler.fork import _leads
 from blockyard.services.scheduler.groups import Group
 from blockyard.services.scheduler.id_pool import Horizon
-from blockyard.services.scheduler.requests import Choice, Phase
+from blockyard.services.scheduler.requests import Amount, Choice, Phase
 from blockyard.services.scheduler.shelf import SLACK, Shelf
 from blockyard.shared.messages import FinishReason
 
@@ -204,12 +204,16 @@ def check(core: Scheduler) -> None:
             assert seat.granted - (seat.choice.known - 1) <= group.depth + 1 or seat.granted <= seat.prefill_end
     waiting = [c for r in core._lifecycle.requests.values() for c in r.members if c.ticket]
     assert len(waiting) == len(core._waiting)
-    assert sum(c.known for c in waiting) == core._waiting.ledger.num_tokens
     held = {id(choice) for choice in core._planner._held.choices()}
     check_policy(core, [choice for choice in waiting if not choice.aside])
     check_desks(core, [choice for choice in waiting if choice.aside and id(choice) not in held])
     parked = [r for r in core._lifecycle.requests.values() if r.parked]
     assert sum(len(r.parked) for r in parked) == core._forks.num_parked
+    queued = [*waiting, *(c for r in parked for c in r.parked)]
+    amounts = Amount(sum(c.counted.choices for c in queued), sum(c.counted.tokens for c in queued))
+    assert amounts == core._waiting.ledger.amount
+    assert all(c.counted == Amount(c.width, c.width * c.known) for c in queued)
+    assert core._waiting.limits.total() == amounts.choices
     for request in parked:
         assert all(c in request.members and not c.ticket for c in request.parked)
         assert all(c.phase is Phase.WAITING and not c.awaits_results() for c in request.parked)

@@ -50,18 +50,19 @@ def test_nonsense_is_refused(ring: type[Ring], change: dict[str, object], status
     it.finish()
 
 
-def test_the_queue_is_bounded_in_requests(ring: type[Ring]) -> None:
-    it = ring(max_queue_len=2, max_num_seqs=1)
+def test_the_queue_is_bounded_in_choices(ring: type[Ring]) -> None:
+    """Those that are parked behind the first of their prompt count: one of the six runs, five wait."""
+    it = ring(max_queue_len=5, max_num_seqs=1)
     for i in range(4):
-        it.submit(f"{i}", 5, n=2)
+        it.submit(f"{i}", 5, n=2 + 2 * (i == 1))
     assert [it.journal(f"{i}").refused is None for i in range(4)] == [True, True, False, False]
     refused = it.journal("3").refused
     assert refused is not None
-    assert (refused.status, refused.room.requests) == (429, 0)
+    assert (refused.status, refused.room.choices) == (429, 0)
     assert isinstance(it.gateway.rooms[-1], RoomChanged)
-    assert it.gateway.rooms[-1].room.requests == 0
+    assert it.gateway.rooms[-1].room.choices == 0
     it.finish()
-    assert [frame.room.requests > 0 for frame in it.gateway.rooms] == [False, True]
+    assert [frame.room.choices > 0 for frame in it.gateway.rooms] == [False, True]
 
 
 def test_room_that_was_gone_for_a_moment_is_told_again(ring: type[Ring]) -> None:
@@ -73,7 +74,7 @@ def test_room_that_was_gone_for_a_moment_is_told_again(ring: type[Ring]) -> None
         it.world.core.handle(gateway.incarnation, frame, it.world.now)
     it.world.turn()
     it.finish()
-    assert [frame.room.requests for frame in gateway.rooms] == [3]
+    assert [frame.room.choices for frame in gateway.rooms] == [3]
 
 
 def test_the_queue_is_bounded_in_tokens_but_takes_one_long_prompt(ring: type[Ring]) -> None:
@@ -162,4 +163,4 @@ def test_accepted_says_how_much_room_is_left(ring: type[Ring]) -> None:
     it = ring(max_queue_len=5)
     it.submit("a", 7)
     answers = [o.frame for o in it.world.sent if isinstance(o.frame, Accepted | Refused)]
-    assert [(a.request_id, a.room.requests, a.room.tokens) for a in answers] == [("a", 4, 10_000 - 7)]
+    assert [(a.request_id, a.room.choices, a.room.tokens) for a in answers] == [("a", 4, 10_000 - 7)]

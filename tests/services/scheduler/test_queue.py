@@ -4,7 +4,7 @@ import pytest
 
 from blockyard.services.scheduler.promises import PATIENCE_S
 from blockyard.services.scheduler.queue_bounds import MOST_RETRY_S
-from blockyard.shared.messages import Accepted, RoomChanged
+from blockyard.shared.messages import Accepted, Beam, RoomChanged
 
 from .conftest import Ring
 
@@ -45,14 +45,36 @@ def test_the_newest_of_the_tenant_with_most_tokens_gives_way(ring: type[Ring]) -
 
 
 def test_of_a_tenant_the_user_with_most_tokens_gives_way(ring: type[Ring]) -> None:
-    it = busy(ring, max_queue_len=3)
+    it = busy(ring, max_queue_tokens=90)
     it.submit("quiet", 10, tenant="a", user="quiet")
-    it.submit("loud 1", 30, tenant="a", user="loud")
-    it.submit("loud 2", 30, tenant="a", user="loud")
-    it.submit("b", 10, tenant="b")
+    it.submit("loud 1", 40, tenant="a", user="loud")
+    it.submit("loud 2", 40, tenant="a", user="loud")
+    it.submit("b", 20, tenant="b")
     assert refusals(it) == {"loud 2": 429}
-    it.submit("quiet 2", 10, tenant="a", user="quiet")
+    it.submit("quiet 2", 25, tenant="a", user="quiet")
     assert set(refusals(it)) == {"loud 2", "loud 1"}
+    it.finish()
+
+
+def test_the_tenant_with_most_choices_gives_way_though_its_prompts_are_short(ring: type[Ring]) -> None:
+    it = busy(ring, max_queue_len=16)
+    for i in range(4):
+        it.submit(f"flood {i}", 3, n=4, tenant="flood")
+    assert refusals(it) == {}
+    it.submit("light", 100, tenant="light")
+    assert refusals(it) == {"flood 3": 429}
+    assert it.world.core._waiting.ledger.amount == (13, 3 * 4 * 3 + 100)
+    it.submit("light again", 3, n=4, tenant="light")
+    assert reasons(it) == {"displaced": 2}
+    it.finish()
+
+
+def test_a_beam_search_counts_as_all_of_its_beams(ring: type[Ring]) -> None:
+    it = busy(ring, max_queue_len=10)
+    it.submit("wide", 5, n=1, beam=Beam(8), temperature=0.0)
+    it.submit("wide too", 5, n=1, beam=Beam(8), temperature=0.0)
+    it.submit("two", 5, n=2)
+    assert set(refusals(it)) == {"wide too"}
     it.finish()
 
 
@@ -86,7 +108,7 @@ def test_a_full_queue_says_for_whom(ring: type[Ring]) -> None:
     it.submit("b", 20, tenant="heavy", user="u")
     frame = it.gateway.rooms[-1]
     assert isinstance(frame, RoomChanged)
-    assert (frame.room.requests, frame.room.tenant, frame.room.user) == (0, "heavy", "u")
+    assert (frame.room.choices, frame.room.tenant, frame.room.user) == (0, "heavy", "u")
     it.world.now = PATIENCE_S + 1
     it.world.turn()
     it.submit("c", 20, tenant="light")
@@ -100,24 +122,20 @@ def test_a_full_queue_says_for_whom(ring: type[Ring]) -> None:
 def test_who_would_wait_longer_than_allowed_is_refused(
     ring: type[Ring], delay_s: float | None, refused: dict[str, int]
 ) -> None:
-    """40 tokens are served a second: 80 may wait for two seconds."""
-    it = ring(max_num_seqs=1, max_queue_delay_s=delay_s, max_model_len=200, num_blocks=100)
-    for i in range(8):
-        it.submit(f"{i}", 20, max_tokens=5)
-        it.submit(f"{i} more", 20, max_tokens=5)
-        it.world.now += 0.5
-        it.world.settle()
-        it.world.now += 0.5
-    it.submit("running", 10, max_tokens=100)
-    it.steps(1)
-    for i in range(4):
-        it.submit(f"waits {i}", 15)
-    it.submit("late", 40)
+    """A token each 0.1 s: the one that runs has the seat for 0.5 s yet, and each of those that wait for 1 s."""
+    it = ring(max_num_seqs=1, max_queue_delay_s=delay_s, max_model_len=200, num_blocks=100, depth=0)
+    it.submit("first", 20, max_tokens=100, ignore_eos=True)
+    while len(it.output("first").ids) < 95:
+        it.world.now += 0.1
+        it.steps(1)
+    for i in range(2):
+        it.submit(f"waits {i}", 4, max_tokens=10, ignore_eos=True)
+    it.submit("late", 4)
     assert refusals(it) == refused
     if refused:
         answer = it.journal("late").refused
         assert answer is not None
-        assert answer.room.retry_after_s == pytest.approx(60 / 40, rel=0.2), "60 tokens wait"
+        assert answer.room.retry_after_s == pytest.approx(0.5 + 1 + 1, rel=0.3)
         assert reasons(it) == {"delay": 1}
     it.finish()
 

@@ -21,25 +21,26 @@ def test_without_a_scheduler_there_is_no_room() -> None:
 
 def test_a_scheduler_that_said_nothing_takes_a_little() -> None:
     one = admission(SCHEDULER)
-    assert one.takes("tiny", UNHEARD.requests, UNHEARD.tokens, 0.0)
-    assert not one.takes("tiny", UNHEARD.requests + 1, 1, 0.0)
+    assert one.takes("tiny", UNHEARD.choices, UNHEARD.tokens, 0.0)
+    assert not one.takes("tiny", UNHEARD.choices + 1, 1, 0.0)
     assert not one.takes("tiny", 2, UNHEARD.tokens + 1, 0.0)
 
 
-def test_room_bounds_requests_and_tokens_and_a_long_prompt_may_go_alone() -> None:
+def test_room_bounds_choices_and_tokens_and_a_large_request_may_go_alone() -> None:
     one = admission(SCHEDULER)
     one.heard(SCHEDULER, Room(3, 100), 0.0)
     assert one.takes("tiny", 3, 100, 0.0)
     assert not one.takes("tiny", 4, 4, 0.0)
     assert not one.takes("tiny", 2, 101, 0.0)
-    assert one.takes("tiny", 1, 5000, 0.0)
+    assert one.takes("tiny", 1, 5000, 0.0, alone=True)
+    assert one.takes("tiny", 128, 128, 0.0, alone=True)
 
 
 def test_old_news_are_worth_one_try() -> None:
     one = admission(SCHEDULER)
     one.heard(SCHEDULER, Room(0, 0, retry_after_s=2.0), 10.0)
-    assert not one.takes("tiny", 1, 1, 11.9)
-    assert one.takes("tiny", 1, 1, 12.0)
+    assert not one.takes("tiny", 1, 1, 11.9, alone=True)
+    assert one.takes("tiny", 1, 1, 12.0, alone=True)
     assert not one.takes("tiny", 2, 2, 12.0)
 
 
