@@ -133,7 +133,7 @@ class Handlers:
             return await self._answer(request, job)
 
     async def _answer(self, request: web.Request, job: Job) -> web.StreamResponse:
-        outlet = Outlet() if job.shape.stream else None
+        outlet = Outlet(self._streams.unread) if job.shape.stream else None
         call = await self._flow.open(job, secrets.token_hex(10), TENANT.get(), outlet)
         try:
             if outlet is not None:

@@ -6,6 +6,8 @@ What the transport will not take at once stays with the streams and follows as o
 import asyncio
 from collections.abc import Callable
 
+from blockyard.services.api_gateway.unread import Unread
+
 BUFFER_LIMIT = 64 * 1024  # bytes the transport may hold before a stream's text waits here
 RESUME_BELOW = 16 * 1024
 
@@ -32,10 +34,12 @@ class Outlet:
         "chunked",
         "moved_s",
         "transport",
+        "unread",
         "wrote_s",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, unread: Unread) -> None:
+        self.unread = unread  # what all answers of the gateway keep
         self.transport: asyncio.WriteTransport | None = None
         self.chunked = True
         self.behind = True
@@ -66,6 +70,7 @@ class Outlet:
     def catch_up(self, now: float) -> None:
         """Called when the transport has drained: choices bring what they kept."""
         self.behind = False
+        self.unread.drop(self)
         waiting, self._catch_up = self._catch_up, []
         for bring in waiting:
             bring(now)
@@ -95,7 +100,7 @@ class Outlet:
         return self.transport is not None and self.transport.is_closing()
 
     def abort(self) -> None:
-        """The client takes nothing: the connection is dropped, and with it the handler is cancelled."""
+        """The client takes too little: the connection is dropped, and with it the handler is cancelled."""
         if self.transport is not None:
             self.transport.abort()
 

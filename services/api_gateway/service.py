@@ -26,7 +26,7 @@ class Gateway:
         self.client = RingClient(links, config.served_model_names, config.stall_timeout_s, clock)
         self.meters, self.journal = self.client.meters, self.client.journal
         self.metrics = Metrics(links, self.meters)
-        self.streams = Streams(config.keepalive_s, config.client_timeout_s)
+        self.streams = Streams(config.keepalive_s, config.client_timeout_s, config.max_unread_mib << 20)
         self.flow = Flow(self.client, config.log_requests)
         self.progress = Progress(config.stall_timeout_s / 2)
         self._clock = clock

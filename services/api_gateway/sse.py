@@ -8,10 +8,12 @@ from blockyard.services.api_gateway.chunks import NULL, Shape, close, encode, he
 from blockyard.services.api_gateway.logprobs import chat_logprobs, completion_logprobs
 from blockyard.services.api_gateway.outlet import BUFFER_LIMIT, SIZES, Outlet
 from blockyard.services.api_gateway.prompts import Echo, without_output
+from blockyard.services.api_gateway.unread import size_of
 from blockyard.shared.messages import TextDelta
 from blockyard.shared.token_ids import unpack
 
 CRLF = b"\r\n"
+MERGE = 64  # deltas that are kept become one
 
 
 class EventStream:
@@ -21,6 +23,7 @@ class EventStream:
         "_fixed",
         "_head",
         "_kept",
+        "_num_loose",
         "_offset",
         "_open_tail",
         "_outlet",
@@ -41,6 +44,7 @@ class EventStream:
         # what differs from event to event in more than its text and stamp takes the long way
         self._plain = not (shape.logprobs or shape.continuous_usage or shape.token_ids or shape.echo)
         self._kept: list[tuple[TextDelta, float]] = []
+        self._num_loose = 0  # of these, at their end, are not merged
         self._offset = 0  # where the next token's text begins, for text_offset
         self.echo: Echo | None = None
         self._prompt_ids = unpack(prompt_ids) if shape.token_ids else None  # until the first event
@@ -50,9 +54,7 @@ class EventStream:
     def push(self, delta: TextDelta, now: float, stamp_s: float) -> None:
         outlet = self._outlet
         if outlet.behind:
-            if not self._kept:
-                outlet.on_catch_up(self._bring)
-            self._kept.append((delta, stamp_s))
+            self._keep(delta, stamp_s)
         elif self._plain and delta.finish is None and outlet.chunked:
             if delta.text:
                 self._write_plain(delta.text, now, stamp_s)
@@ -64,6 +66,18 @@ class EventStream:
         shape, prompt_ids, self._prompt_ids = self._shape, self._prompt_ids, None
         usage = self._usage() if shape.continuous_usage else NULL
         self._outlet.write(role_event(shape, index, prompt_ids if index == 0 else None, usage), now)
+
+    def _keep(self, delta: TextDelta, stamp_s: float) -> None:
+        """For when the client has caught up. Many small deltas are one that is smaller than all of them."""
+        kept = self._kept
+        if not kept:
+            self._outlet.on_catch_up(self._bring)
+        kept.append((delta, stamp_s))
+        self._num_loose += 1
+        if self._num_loose == MERGE:
+            kept[-MERGE:] = [(merged([delta for delta, _ in kept[-MERGE:]]), stamp_s)]
+            self._num_loose = 0
+        self._outlet.unread.keep(self._outlet, size_of(delta))
 
     def _write_plain(self, text: str, now: float, stamp_s: float) -> None:
         outlet, encoded, tail = self._outlet, encode(text), self._tail
@@ -125,7 +139,7 @@ class EventStream:
 
     def _bring(self, now: float) -> None:
         """What was kept, as one larger event."""
-        kept, self._kept = self._kept, []
+        kept, self._kept, self._num_loose = self._kept, [], 0
         if kept:
             self._write(merged([delta for delta, _ in kept]), now, kept[-1][1])
 

@@ -9,6 +9,7 @@ from blockyard.services.api_gateway.call import Call
 from blockyard.services.api_gateway.chunks import usage_event
 from blockyard.services.api_gateway.errors import body
 from blockyard.services.api_gateway.outlet import Outlet
+from blockyard.services.api_gateway.unread import Unread
 
 log = logging.getLogger(__name__)
 
@@ -19,7 +20,8 @@ HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": 
 
 
 class Streams:
-    def __init__(self, keepalive_s: float, client_timeout_s: float) -> None:
+    def __init__(self, keepalive_s: float, client_timeout_s: float, max_unread_bytes: int) -> None:
+        self.unread = Unread(max_unread_bytes)
         self._keepalive_s, self._client_timeout_s = keepalive_s, client_timeout_s
         self._open: set[Outlet] = set()
         self._any = asyncio.Event()
@@ -48,6 +50,7 @@ class Streams:
                 request.protocol.close()  # once this handler has returned
         finally:
             self._open.discard(outlet)
+            self.unread.drop(outlet)
         return response
 
     async def sweep(self) -> None:

@@ -78,6 +78,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     max_body_bytes: int = 32 * 2**20
     max_connections: int | None = None  # None: what the limit on open files allows
     client_timeout_s: float = 60.0  # a client that takes nothing for so long is cancelled
+    max_unread_mib: int = 512  # of answers that clients have not read; above it the slowest client is cancelled
     stall_timeout_s: float = 60.0  # a stream for which nothing came for so long is sent again
     shutdown_timeout_s: float = 30.0  # running requests may end within it after SIGTERM
     keepalive_s: float = 15.0  # a comment line this often while nothing is sent

@@ -42,6 +42,14 @@ RING = (
         least=0.1,
     ),
     Flag(
+        "max-unread-mib",
+        Kind.INT,
+        512,
+        "MiB of answers that slow clients of one gateway have not read; above it the slowest is cancelled.",
+        ("gateway.max_unread_mib",),
+        least=1,
+    ),
+    Flag(
         "stall-timeout",
         Kind.FLOAT,
         60.0,

@@ -8,7 +8,11 @@ import aiohttp
 import msgspec
 import pytest
 
-from blockyard.shared.messages import Cancel, Generate, Refused, Role, Room, RoomChanged, Tokenize
+from blockyard.services.api_gateway.chunks import Shape
+from blockyard.services.api_gateway.outlet import Outlet
+from blockyard.services.api_gateway.sse import EventStream, merged
+from blockyard.services.api_gateway.unread import Unread
+from blockyard.shared.messages import Cancel, Generate, Refused, Role, Room, RoomChanged, TextDelta, Tokenize
 from blockyard.shared.ring_client.fake_ring import SCHEDULER
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
@@ -194,6 +198,41 @@ async def whole_body(reader: asyncio.StreamReader) -> bytes:
     while not data.endswith(b"\r\n0\r\n\r\n"):
         data += await reader.read(1 << 20)
     return data
+
+
+async def test_what_slow_readers_leave_is_bounded_and_the_slowest_is_cancelled(rig) -> None:
+    """Two read nothing: the one that has left more goes, the other one gets all of its answer."""
+    async with rig(max_unread_mib=8) as r:
+        r.ring.script = lambda request_id, index: "x" * 60_000
+        r.ring.step_s = 0.005
+        small, small_writer = await raw(r.port, completion(max_tokens=60), rcvbuf=4096)
+        await r.until(lambda: r.gateway.meters.output_tokens == 60)
+        _, large_writer = await raw(r.port, completion(max_tokens=240), rcvbuf=4096)
+        await r.until(lambda: bool(r.ring.frames(Cancel)))
+        assert r.gateway.meters.output_tokens < 60 + 240
+        await r.until(lambda: r.gateway.num_active == 1)
+        assert 0 < r.gateway.streams.unread.num_bytes <= 60 * 60_100
+        await small.readuntil(b"\r\n\r\n")
+        data = dechunked(await whole_body(small))
+        small_writer.close()
+        large_writer.close()
+        await r.until(lambda: r.gateway.num_active == 0)
+        assert r.gateway.streams.unread.num_bytes == 0
+    got = [msgspec.json.decode(e[6:]) for e in data.split(b"\n\n") if e.startswith(b"data: {")]
+    assert sum(len(e["choices"][0]["text"]) for e in got) == 60 * 60_000
+
+
+def test_deltas_that_are_kept_take_little_and_lose_nothing() -> None:
+    """4,000 tokens that a client does not read are 64 times fewer objects, and the same events in the end."""
+    shape = Shape("cmpl-1", False, 1, "tiny", "assistant", False)
+    outlet = Outlet(Unread(1 << 20))
+    stream = EventStream(shape, 0, outlet, lambda: b"", b"")
+    for i in range(4000):
+        stream.push(TextDelta("r", 0, 0, i, [i], f"{i} "), 0.0, 1.0)
+    assert len(stream._kept) <= 4000 // 64 + 64
+    together = merged([delta for delta, _ in stream._kept])
+    assert (together.token_ids, together.text) == ([*range(4000)], "".join(f"{i} " for i in range(4000)))
+    assert outlet.unread.num_bytes == 4000 * 64 + len(together.text)
 
 
 @pytest.mark.parametrize("num_tokens", [250, 200])
