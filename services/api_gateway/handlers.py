@@ -1,39 +1,24 @@
 """The endpoints that need the ring: generation, tokenize, detokenize, models."""
 
-import codecs
 import secrets
 from collections.abc import Iterator
-from typing import TypeVar
 
 import msgspec
 from aiohttp import web
 
 from blockyard.services.api_gateway.access import Access, Route
 from blockyard.services.api_gateway.answers import answer, ids_of
+from blockyard.services.api_gateway.bodies import Bodies
 from blockyard.services.api_gateway.caller import IGNORED, REQUEST_ID, TENANT
-from blockyard.services.api_gateway.errors import ApiError
 from blockyard.services.api_gateway.flow import Flow
 from blockyard.services.api_gateway.ignored_fields import IgnoredFields
 from blockyard.services.api_gateway.job import Job
 from blockyard.services.api_gateway.outlet import Outlet
-from blockyard.services.api_gateway.prompt_fields import chat_prompt, completion_prompts
-from blockyard.services.api_gateway.schemas import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-    decode,
-)
+from blockyard.services.api_gateway.reading import Asked, Generation, Kind, Terms, TextJob
 from blockyard.services.api_gateway.streams import Streams
-from blockyard.services.api_gateway.validate import read_chat, read_completion
-from blockyard.shared.config.gateway import GatewayConfig
-from blockyard.shared.messages import Detokenize
-from blockyard.shared.ring_client import limits
-from blockyard.shared.ring_client.chat_messages import NULL
-from blockyard.shared.token_ids import pack
+from blockyard.shared.messages import Detokenize, Tokenize
 
 JSON = "application/json"
-T = TypeVar("T", bound=msgspec.Struct)
 
 
 class TokenizeAnswer(msgspec.Struct, frozen=True):
@@ -47,16 +32,9 @@ class DetokenizeAnswer(msgspec.Struct, frozen=True):
     prompt: str
 
 
-class Invocation(msgspec.Struct):
-    """As much of a body as tells chat from completions."""
-
-    messages: msgspec.Raw = NULL
-    prompt: msgspec.Raw = NULL
-
-
 class Handlers:
-    def __init__(self, config: GatewayConfig, flow: Flow, streams: Streams) -> None:
-        self._config, self._flow, self._streams = config, flow, streams
+    def __init__(self, flow: Flow, streams: Streams, bodies: Bodies) -> None:
+        self._flow, self._streams, self._bodies = flow, streams, bodies
         self._ignored = IgnoredFields()
 
     def routes(self) -> Iterator[Route]:
@@ -70,67 +48,42 @@ class Handlers:
             yield "POST", path, handler, Access.KEY
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
-        asked = await self._read(request, ChatRequest)
-        card = self._flow.admission.card(asked.model)
-        name = asked.request_id or REQUEST_ID.get()
-        return await self._generate(request, read_chat(asked, card, self._config, name))
+        return await self._generate(request, "chat")
 
     async def completion(self, request: web.Request) -> web.StreamResponse:
-        asked = await self._read(request, CompletionRequest)
-        card = self._flow.admission.card(asked.model)
-        name = asked.request_id or REQUEST_ID.get()
-        return await self._generate(request, read_completion(asked, card, self._config, name))
+        return await self._generate(request, "completion")
 
     async def invocations(self, request: web.Request) -> web.StreamResponse:
-        """As SageMaker asks: the body says which endpoint is meant. Its own errors are told by that endpoint."""
-        try:
-            asked = msgspec.json.decode((await request.read()).removeprefix(codecs.BOM_UTF8), type=Invocation)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            return await self.completion(request)
-        if bytes(asked.messages) == bytes(NULL) == bytes(asked.prompt):
-            raise ApiError("either messages, as for chat completions, or prompt, as for completions", "messages")
-        return await (self.completion if bytes(asked.messages) == bytes(NULL) else self.chat)(request)
+        """As SageMaker asks: the body says which endpoint is meant."""
+        return await self._generate(request, "invocation")
 
     async def tokenize(self, request: web.Request) -> web.Response:
-        asked = await self._read(request, TokenizeRequest)
-        card = self._flow.admission.card(asked.model)
-        if (asked.prompt is None) == (asked.messages is None):
-            raise ApiError("either prompt or messages, and not both", "prompt")
-        if asked.messages is not None:
-            work = chat_prompt(asked, card)
-        else:
-            work = msgspec.structs.replace(
-                completion_prompts(asked.prompt, card)[0], add_special_tokens=asked.add_special_tokens
-            )
-        work = msgspec.structs.replace(work, want_pieces=bool(asked.return_token_strs))
-        done = (await self._flow.text_work.tokenize([work], secrets.token_hex(8)))[0]
+        asked = await self._read(request, "tokenize")
+        assert isinstance(asked, TextJob) and isinstance(asked.work, Tokenize)
+        done = (await self._flow.text_work.tokenize([asked.work], secrets.token_hex(8)))[0]
         ids = ids_of(done.token_ids)
-        strs = done.pieces if asked.return_token_strs else None
-        return json_response(TokenizeAnswer(len(ids), card.max_model_len, ids, strs))
+        strs = done.pieces if asked.want_pieces else None
+        return json_response(TokenizeAnswer(len(ids), asked.card.max_model_len, ids, strs))
 
     async def detokenize(self, request: web.Request) -> web.Response:
-        asked = await self._read(request, DetokenizeRequest)
-        card = self._flow.admission.card(asked.model)
-        if len(asked.tokens) > card.max_model_len:
-            raise ApiError(
-                f"at most {card.max_model_len} tokens, the model's maximum context length, got {len(asked.tokens)}",
-                "tokens",
-                code="context_length_exceeded",
-            )
-        limits.token_ids("tokens", asked.tokens, card.vocab_size)
-        work = Detokenize(secrets.token_hex(8), card.names[0], pack(asked.tokens))
+        asked = await self._read(request, "detokenize")
+        assert isinstance(asked, TextJob) and isinstance(asked.work, Detokenize)
+        work = msgspec.structs.replace(asked.work, request_id=secrets.token_hex(8))
         return json_response(DetokenizeAnswer((await self._flow.detokenize(work)).text))
 
-    async def _read(self, request: web.Request, kind: type[T]) -> T:
+    async def _read(self, request: web.Request, kind: Kind) -> Asked:
         """The request's body. Unknown fields are ignored, and named in a header of the answer."""
-        asked, ignored = decode(await request.read(), kind, self._config.strict_fields)
-        if ignored:
-            IGNORED.set(self._ignored.note(ignored))
+        terms = Terms(kind, REQUEST_ID.get(), self._flow.admission.served())
+        asked = await self._bodies.read(await request.read(), terms)
+        if asked.ignored:
+            IGNORED.set(self._ignored.note(asked.ignored))
         return asked
 
-    async def _generate(self, request: web.Request, job: Job) -> web.StreamResponse:
+    async def _generate(self, request: web.Request, kind: Kind) -> web.StreamResponse:
+        asked = await self._read(request, kind)
+        assert isinstance(asked, Generation)
         with self._flow.counted():
-            return await self._answer(request, job)
+            return await self._answer(request, asked.job)
 
     async def _answer(self, request: web.Request, job: Job) -> web.StreamResponse:
         outlet = Outlet(self._streams.unread) if job.shape.stream else None

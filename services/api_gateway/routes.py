@@ -75,7 +75,7 @@ def build_app(config: GatewayConfig, gateway: Gateway) -> web.Application:
     if config.enable_request_id_headers:
         app.on_response_prepare.append(_name_response)
     app.on_response_prepare.append(_name_ignored)
-    handlers, views = Handlers(config, gateway.flow, gateway.streams), _Views(gateway)
+    handlers, views = Handlers(gateway.flow, gateway.streams, gateway.bodies), _Views(gateway)
     operations = Operations(gateway.client.controls)
     root = config.root_path.strip("/")
     for prefix in dict.fromkeys(("", f"/{root}" if root else "")):  # proxies strip their prefix, or do not

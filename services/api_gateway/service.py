@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterable, Callable
 
+from blockyard.services.api_gateway.bodies import Bodies
 from blockyard.services.api_gateway.flow import Flow
 from blockyard.services.api_gateway.metrics import Metrics
 from blockyard.services.api_gateway.progress import Progress
@@ -28,6 +29,7 @@ class Gateway:
         self.metrics = Metrics(links, self.meters)
         self.streams = Streams(config.keepalive_s, config.client_timeout_s, config.max_unread_mib << 20)
         self.flow = Flow(self.client, config.log_requests)
+        self.bodies = Bodies(config)
         self.progress = Progress(config.stall_timeout_s / 2)
         self._clock = clock
 
@@ -36,6 +38,7 @@ class Gateway:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.client.keep_time(self._count))
             tasks.create_task(self.streams.sweep())
+            tasks.create_task(self.bodies.run())
             async for peer, event in events:
                 self.handle(peer, event)
 

@@ -137,7 +137,7 @@ def _job(
         ),
         text=read_text_options(request, config.return_tokens_as_token_ids if as_ids is None else as_ids),
         choices=choices,
-        seed=request.seed,
+        seed=None if request.seed is None else request.seed % 2**64,
         max_tokens=None,
         max_new_tokens=config.defaults.max_new_tokens,
         truncate=truncate,

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable
 
+import msgspec
+
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import Member, ModelCard, Role, Room
 
@@ -10,11 +12,32 @@ AWAY_S = 5.0  # after its last scheduler was lost a model still takes requests: 
 UNHEARD = Room(16, 2**16)
 
 
+class Served(msgspec.Struct, frozen=True):
+    """The models that requests may name."""
+
+    cards: list[ModelCard]
+    expected: list[str]  # names to wait for: 503 and not 404 while they are missing
+
+    def card(self, model: str | None) -> ModelCard:
+        """The card for a request's `model`; without one, the only model there is. Raises RequestError."""
+        cards = self.cards
+        if not model and len(cards) == 1:
+            return cards[0]
+        if not model:
+            raise RequestError("which model? `model` is missing", "model") if cards else not_ready("any model")
+        for card in cards:
+            if model in card.names:
+                return card
+        if model in self.expected or not (self.expected or cards):
+            raise not_ready(f"the model `{model}`")
+        raise RequestError(f"The model `{model}` does not exist.", "model", 404, code="model_not_found")
+
+
 class Admission:
     """Pure: fed with members and Room frames."""
 
     def __init__(self, served_model_names: list[str]) -> None:
-        self._expected = set(served_model_names)  # names to wait for: 503 and not 404 while they are missing
+        self._expected = set(served_model_names)
         self._schedulers: dict[int, Member] = {}
         self._away: dict[str, tuple[ModelCard, float]] = {}  # by first name, while a restart may be under way
         self._rooms: dict[int, tuple[Room, float]] = {}
@@ -44,19 +67,12 @@ class Admission:
         cards = {name: card for name, (card, _) in self._away.items()}
         return list((cards | {m.card.names[0]: m.card for m in self._schedulers.values() if m.card}).values())
 
+    def served(self) -> Served:
+        return Served(self.cards(), sorted(self._expected))
+
     def card(self, model: str | None) -> ModelCard:
         """The card for a request's `model`; without one, the only model there is. Raises RequestError."""
-        cards = self.cards()
-        if not model and len(cards) == 1:
-            return cards[0]
-        if not model:
-            raise RequestError("which model? `model` is missing", "model") if cards else not_ready("any model")
-        for card in cards:
-            if model in card.names:
-                return card
-        if model in self._expected or not (self._expected or cards):
-            raise not_ready(f"the model `{model}`")
-        raise RequestError(f"The model `{model}` does not exist.", "model", 404, code="model_not_found")
+        return self.served().card(model)
 
     def schedulers(self, model: str) -> list[int]:
         return [i for i, m in self._schedulers.items() if m.card is not None and model in m.card.names]
