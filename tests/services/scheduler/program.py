@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from blockyard.services.scheduler.prefill_shares import PrefillShares
-from blockyard.shared.messages import Beam, BeamStop, Cancel, Control, TokenStep, Verb
+from blockyard.shared.messages import Beam, BeamStop, Cancel, Control, Part, TokenStep, Verb
 
 from .fakes import FakeGateway, ids_list
 from .world import Shape, World
@@ -238,6 +238,8 @@ class Program:
         """Somebody pauses it, sends it to sleep or empties its cache, and mostly lets it go on soon."""
         off, on = ((Verb.PAUSE, Verb.RESUME), (Verb.SLEEP, Verb.WAKE_UP), (Verb.RESET_PREFIX_CACHE, Verb.LOOK))[a % 3]
         self._tell(off, level=1 + b % 2, drain=b % 3 == 0, clear_cache=b % 5 > 1)
+        if off is Verb.SLEEP and b % 4 == 0:
+            self._tell(Verb.WAKE_UP, tags=[list(Part)[b // 4 % 2]])
         for worker in list(self.world.workers.values()):
             for _ in range(b % 4):
                 self.world.work(worker)
