@@ -22,7 +22,8 @@ _LOG2E = 1.4426950408889634
 _PROGRAMS = 4  # that share a multiprocessor
 _STAGES = 2
 _WARPS = 4
-_REGISTERS = 128  # so that so many can
+_FEW_WARPS = 2  # of heads that share a K/V head but are no power of 2: joining their pieces needs more registers
+_REGISTERS = 512  # of a lane of each warp together, so that so many programs can
 _PARTS = 32  # pieces that are put together at once
 _JOINED = 48  # rows from which on the last program of each puts its pieces together: hardly one has many then
 
@@ -178,6 +179,7 @@ def paged_decode(
     if pieces.of_row.shape != (2, rows) or pieces.partial.shape[1:] != (heads, head_dim):
         raise ValueError(f"pieces were cut for {pieces.of_row.shape[1]} rows, {list(pieces.partial.shape)}")
     dim, group, overlap = max(power_of_2(head_dim), 16), heads // kv_heads, can_overlap(q.device)
+    warps = _WARPS if group == power_of_2(group) else _FEW_WARPS
     _decode_kernel[(pieces.programs,)](
         q,
         layer,
@@ -204,10 +206,10 @@ def paged_decode(
         DIM=dim,
         BLOCK_SIZE=block_size,
         TILE=_tile(dim, q.element_size()),
-        num_warps=_WARPS,
+        num_warps=warps,
         OVERLAP=overlap,
         JOIN=parts_at_once(group, dim) if rows >= _JOINED else 0,
-        maxnreg=_REGISTERS,
+        maxnreg=min(_REGISTERS // warps, 255),
         num_stages=_STAGES if q.element_size() <= 2 else 1,
         **options(overlap),
     )

@@ -197,6 +197,17 @@ class DecodeSteps:
         self.slots.count_step(self.ring.step)  # the device has counted the trial
         return bool(self._missing)
 
+    def capture_again(self, rows: int) -> None:
+        """What computes steps of so many rows has changed: their graphs are dropped, `capture_one` makes new ones."""
+        for size in [one for one in self._graphs if one.rows == rows]:
+            del self._graphs[size]
+            self._missing.append(size)
+
+    @property
+    def sizes(self) -> list[Size]:
+        """All that there may be graphs of."""
+        return list(self._sizes)
+
     def _capture(self, size: Size) -> Captured:
         self.slots.clear_rows()  # rows that pad touch no KV
         output = self._forward(size)

@@ -17,6 +17,7 @@ from blockyard.services.gpu_worker.batch import Batch
 from blockyard.services.gpu_worker.compile_ahead import compile_prefills
 from blockyard.services.gpu_worker.decode_steps import DecodeSteps, Size
 from blockyard.services.gpu_worker.device_ops import TritonDeviceOps
+from blockyard.services.gpu_worker.idle_tuning import IdleTuning
 from blockyard.services.gpu_worker.interfaces import Done
 from blockyard.services.gpu_worker.kv_pool import KVPool
 from blockyard.services.gpu_worker.memory import Need
@@ -67,10 +68,10 @@ class DeviceLoop:
     part in none of the later ones. Ids of tokens arrive when a step is collected.
     """
 
-    def __init__(self, steps: DecodeSteps, batch: Batch, most_tokens: int) -> None:
-        """most_tokens: of a step."""
+    def __init__(self, steps: DecodeSteps, batch: Batch, most_tokens: int, tuning: IdleTuning | None = None) -> None:
+        """most_tokens: of a step. tuning: of linear layers, None: there is nothing to measure."""
         self.steps, self._batch, self._mixed = steps, batch, MixedSteps(steps)
-        self._graphs = MixedGraphs(steps, most_tokens)
+        self._graphs, self._tuning = MixedGraphs(steps, most_tokens), tuning
         self.flights: deque[Flight] = deque()
         self.on_captured: Callable[[], None] = lambda: None  # `idle` did a piece of its work
         self._done_s = 0.0  # when the last step was found to be done
@@ -87,18 +88,27 @@ class DeviceLoop:
 
     @property
     def captured(self) -> float:
-        """The part of the sizes that need no graph any more; 1.0 where there will be none."""
-        return (self.steps.captured + self._graphs.captured) / 2
+        """The part of what `idle` has to do that is done; 1.0: nothing is left."""
+        parts = [self.steps.captured, self._graphs.captured]
+        if self._tuning is not None:
+            parts.append(self._tuning.done)
+        return sum(parts) / len(parts)
 
     def describe(self) -> list[str]:
-        """What there is of graphs, in lines."""
-        return [self.steps.describe(), *([self._graphs.describe()] if not self.steps.problem else [])]
+        """What there is of graphs and of tuned layers, in lines."""
+        tuned = [self._tuning.describe()] if self._tuning is not None else []
+        return [*tuned, self.steps.describe(), *([self._graphs.describe()] if not self.steps.problem else [])]
 
     def idle(self) -> bool:
-        """Captures a size that was left out at the start; False: none is left."""
-        more = self.steps.capture_one() or self._graphs.capture_one()
+        """Captures a size that was left out at the start, then measures a piece; False: nothing is left."""
+        if self.captured == 1.0:
+            return False
+        if not self.steps.capture_one() and not self._graphs.capture_one() and self._tuning is not None:
+            tuned_rows = self._tuning.step()
+            if tuned_rows is not None:
+                self.steps.capture_again(tuned_rows)
         self.on_captured()
-        return more
+        return self.captured < 1.0
 
     def note(self, plan: StepPlan) -> None:
         """What a plan changed, once the batch has it."""
@@ -273,7 +283,14 @@ def graph_bytes(model: Model, need: Need, dtype: torch.dtype, wishes: bool) -> i
 
 
 def start(
-    batch: Batch, model: Model, pool: KVPool, geometry: Geometry, sizes: list[int], wishes: bool, fused: bool
+    batch: Batch,
+    model: Model,
+    pool: KVPool,
+    geometry: Geometry,
+    sizes: list[int],
+    wishes: bool,
+    fused: bool,
+    tuning: IdleTuning | None = None,
 ) -> DeviceLoop:
     """Raises LoadError for a model that the kernels do not take. `fused`: see TritonDeviceOps."""
     eos, length = geometry.eos_token_ids, geometry.max_model_len
@@ -281,4 +298,4 @@ def start(
     steps = DecodeSteps(model, pool, geometry.max_num_seqs, length, eos, sizes, wishes, ops)
     if pool.device.type == "cuda" and not pool.batch_invariant:
         compile_prefills(pool, model.table.dtype)
-    return DeviceLoop(steps, batch, min(geometry.max_num_batched_tokens, length))
+    return DeviceLoop(steps, batch, min(geometry.max_num_batched_tokens, length), tuning)

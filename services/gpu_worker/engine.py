@@ -4,12 +4,15 @@ import importlib
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from blockyard.services.gpu_worker import checkpoint, checkpoint_check, compiled_steps, host_blocks, kv_scales
+from blockyard.services.gpu_worker.compile_processes import CompileProcesses
 from blockyard.services.gpu_worker.compiled_steps import CompiledSteps
+from blockyard.services.gpu_worker.cores import default_threads, usable_cores
+from blockyard.services.gpu_worker.idle_tuning import IdleTuning
 from blockyard.services.gpu_worker.kv_pool import KVPool, block_bytes
 from blockyard.services.gpu_worker.memory import (
     MemoryPlan,
@@ -34,6 +37,10 @@ from blockyard.shared.errors import ConfigError, LoadError
 from blockyard.shared.messages import Geometry
 from blockyard.shared.serving import rss_bytes
 
+if TYPE_CHECKING:
+    from blockyard.services.gpu_worker.kernel_compiler import KernelCompiler
+    from blockyard.services.gpu_worker.linear_tuning import Tuner
+
 Report = Callable[[str, float, list[str]], None]  # phase, fraction done, notes so far
 
 DTYPES = {
@@ -45,10 +52,13 @@ DTYPES = {
 }
 
 
-def start(config: WorkerConfig, report: Report) -> Runner:
-    """Raises ConfigError or LoadError, each fit to be shown as one line."""
+def start(config: WorkerConfig, report: Report, processes: CompileProcesses | None = None) -> Runner:
+    """Raises ConfigError or LoadError, each fit to be shown as one line. processes: that were started to compile."""
     device = pick_device(config.device)
     notes = [set_up(device, config.threads or default_threads(config.replicas))]
+    compiler = find_recorder().make_compiler(processes, usable_cores()) if device.type == "cuda" else None
+    if compiler is None and processes is not None:
+        processes.close()
     report("reading the configuration", 0.0, notes)
     folder = Path(config.model_path)
     settings = read_config(folder, config.config_overrides)
@@ -64,7 +74,8 @@ def start(config: WorkerConfig, report: Report) -> Runner:
     with torch.inference_mode():
         loaded = checkpoint.load(model.table, folder, config.load_format, config.ignore_patterns, config.seed, progress)
         notes.append(str(loaded))
-        compiled = prepare(model, config, max_model_len, report, notes)
+        compiled, tuner = prepare(model, config, max_model_len, report, notes)
+        eos_ids = read_eos_ids(folder, settings)
         need = Need(
             block_size=config.block_size,
             block_bytes=block_bytes(model.shape, config.block_size, kv_dtype),
@@ -75,6 +86,7 @@ def start(config: WorkerConfig, report: Report) -> Runner:
             batch_invariant=config.batch_invariant,
             shorten=config.fit_max_model_len,
         )
+        tuning = compile_kernels(compiler, model, tuner, need, kv_dtype, eos_ids, config, report, notes)
         report("planning memory", 0.0, notes)
         host_plan = plan_host(need, free_memory() // config.replicas, config.swap_space_gib)
         plan = plan_memory(config, model, need, kv_dtype, device, host_blocks.staging_bytes(device.type, host_plan))
@@ -93,8 +105,8 @@ def start(config: WorkerConfig, report: Report) -> Runner:
         compiled.serve(runner)
         runner.on_wake = compiled.serve
     if device.type == "cuda":
-        run_ahead(runner, config, report, notes)
-        runner.on_wake = lambda again: run_ahead(again, config, report, notes)
+        run_ahead(runner, config, tuning, report, notes)
+        runner.on_wake = lambda again: run_ahead(again, config, tuning, report, notes)
     else:
         report("ready", 1.0, notes)
     return runner
@@ -122,8 +134,9 @@ def geometry_of(
 
 def prepare(
     model: Model, config: WorkerConfig, max_model_len: int, report: Report, notes: list[str]
-) -> CompiledSteps | None:
-    """Settles where the weights are and what computes them. Returns what computes whole steps, if there is any."""
+) -> "tuple[CompiledSteps | None, Tuner | None]":
+    """Settles where the weights are and what computes them. Returns what computes whole steps, if there is any, and the
+    tuner of linear layers, if it has sizes to measure later."""
     report("preparing weights", 0.0, notes)
     device, compiled = model.table.device, None
     on_host = HostWeights(model.linears(), model.table) if model.table.on_host else None
@@ -131,13 +144,42 @@ def prepare(
         compiled, note = compiled_steps.make(model, free_memory())
         notes.append(note)
     model.prepare(max_model_len)
-    notes.extend(pick_products(model, config, device, lambda done: report("measuring linear layers", done, notes)))
+    tuner = pick_products(model, config, device, on_host is not None, report, notes)
     if on_host is not None:
         on_host.install()
         notes.append(str(on_host))
     elif config.cpu_offload_gib:
         notes.append("weights in host memory: all, this is a CPU (--cpu-offload-gb)")
-    return compiled
+    return compiled, tuner
+
+
+def compile_kernels(
+    compiler: "KernelCompiler | None",
+    model: Model,
+    tuner: "Tuner | None",
+    need: Need,
+    kv_dtype: torch.dtype,
+    eos_ids: list[int],
+    config: WorkerConfig,
+    report: Report,
+    notes: list[str],
+) -> IdleTuning | None:
+    """Compiles what steps launch, in parallel, on a GPU. Returns what is to be measured when the worker is idle."""
+    if compiler is None:
+        return None
+    report("compiling kernels", 0.0, notes)
+    num_eos = sum(0 <= i < model.shape.vocab_size for i in eos_ids)
+    find_recorder().compile_kernels(compiler, model, tuner, need, kv_dtype, num_eos, config)
+    notes.append(compiler.describe())
+    if tuner is not None:
+        return IdleTuning(tuner, compiler)
+    compiler.close()
+    return None
+
+
+def find_recorder() -> Any:
+    """Its module imports Triton: loaded by name, for a GPU alone."""
+    return importlib.import_module("blockyard.services.gpu_worker.record_kernels")
 
 
 def check(
@@ -174,7 +216,9 @@ def held_bytes(config: WorkerConfig) -> int:
     return torch.cuda.memory_reserved(device)
 
 
-def run_ahead(runner: Runner, config: WorkerConfig, report: Report, notes: list[str]) -> None:
+def run_ahead(
+    runner: Runner, config: WorkerConfig, tuning: IdleTuning | None, report: Report, notes: list[str]
+) -> None:
     """Moves the batch to the GPU. Graphs that are captured later are reported as progress of what is ready."""
     loop = find_device_loop().start(
         runner.batch,
@@ -184,6 +228,7 @@ def run_ahead(runner: Runner, config: WorkerConfig, report: Report, notes: list[
         config.graph_sizes,
         config.run_ahead_penalties,
         config.fused_steps,
+        tuning,
     )
     runner.run_ahead(loop)
     report("first steps", 0.0, notes)
@@ -210,20 +255,28 @@ def find_device_loop() -> Any:
 
 
 def pick_products(
-    model: Model, config: WorkerConfig, device: torch.device, progress: Callable[[float], None]
-) -> list[str]:
-    """What computes the linear layers of this model."""
+    model: Model, config: WorkerConfig, device: torch.device, at_once: bool, report: Report, notes: list[str]
+) -> "Tuner | None":
+    """Installs what computes the linear layers of this model. Returns the tuner where sizes are still to be measured;
+    `at_once`: they are measured here."""
     if device.type == "cuda" and (config.batch_invariant or not config.enforce_eager):
-        tuner = importlib.import_module("blockyard.services.gpu_worker.linear_tuning").Tuner(model.linears())
+        tuner: Tuner = importlib.import_module("blockyard.services.gpu_worker.linear_tuning").Tuner(model.linears())
         if config.batch_invariant:
-            return [tuner.freeze()]
+            notes.append(tuner.freeze())
+            return None
         ladder = importlib.import_module("blockyard.services.gpu_worker.decode_steps").ladder
         sizes = [n for n in config.graph_sizes if n <= config.max_num_seqs] or ladder(config.max_num_seqs)
-        return [tuner.tune(sizes, progress, fused=config.fused_steps)]
+        folder = None if config.kernel_cache is None else Path(config.kernel_cache)
+        if at_once:
+            progress = Throttle(lambda done: report("measuring linear layers", done, notes))
+            notes.append(tuner.tune(sizes, progress, folder, config.fused_steps))
+            return None
+        tuner.begin(sizes, folder, config.fused_steps)
+        return tuner
     if config.batch_invariant:
         for linear in model.linears():
             linear.freeze()
-    return []
+    return None
 
 
 class Throttle:
@@ -280,24 +333,6 @@ def pick_length(asked: int | None, made_for: int) -> int:
             "--hf-overrides or --rope-scaling can extend that"
         )
     return asked or made_for
-
-
-def default_threads(replicas: int = 1) -> int:
-    """Cores minus one, shared by all replicas: the rest of the ring needs one.
-
-    Two threads on one core wait for each other.
-    """
-    return max(round((usable_cores() - 1) / replicas), 1)
-
-
-def usable_cores(limit_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """The machine's, or what its container may use of them."""
-    cores = len(os.sched_getaffinity(0))
-    try:
-        quota, period = limit_file.read_text("ascii").split()
-        return min(cores, max(int(quota) // int(period), 1))
-    except (OSError, ValueError):  # no such file, or "max 100000": no limit
-        return cores
 
 
 def _graph_bytes(config: WorkerConfig, model: Model, need: Need, dtype: torch.dtype) -> int:

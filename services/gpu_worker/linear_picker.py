@@ -4,6 +4,7 @@ Plain functions over numbers, and the file that keeps what was measured. What me
 """
 
 import logging
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,8 @@ MOST_ROWS = 256  # beyond it products are bound by arithmetic, which the library
 SHARED_BYTES = 226 << 10  # a program's at most, on compute capability 9.0
 FETCH_ELEMENTS = 1 << 26  # a weight below it is over so soon that its first bytes are worth asking for early
 FEWEST_STEPS = 3  # of a part of a tile
+CAPABILITY = (9, 0)  # of the GPUs that the defaults were measured on
+DEFAULTS = Path(__file__).with_name("linear_defaults.json")
 
 # out_tile, tile, tiles before its turn, warps by rows
 FEW = {
@@ -51,7 +54,7 @@ GATES = {
 FROZEN = (128, 64, 64, 4, 4)
 
 
-class Plan(msgspec.Struct, frozen=True):
+class Plan(msgspec.Struct, frozen=True, omit_defaults=True):
     """How one product is computed."""
 
     kernel: Literal["library", "few", "tiles"] = "library"
@@ -135,6 +138,40 @@ def _tiles(layer: Layer, shape: tuple[int, int, int, int, int], split: int) -> P
     return Plan("tiles", *shape, split, fetch)
 
 
+class Default(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What was quickest for one shape on the GPUs of CAPABILITY."""
+
+    ins: int
+    outs: int
+    rows: int
+    plan: Plan
+
+
+def read_defaults(path: Path = DEFAULTS) -> list[Default]:
+    """The plans that are shipped; `blockyard tune` measures those of a model."""
+    return msgspec.json.decode(path.read_bytes(), type=list[Default])
+
+
+def default_plan(measured: Sequence[Default], layer: Layer, rows: int, possible: Sequence[Plan]) -> Plan:
+    """The plan of the most similar shape and number of rows, as far as it is among `possible`; else the library's."""
+
+    def distance(one: Default) -> float:
+        return (
+            abs(math.log(one.ins / layer.ins)) + abs(math.log(one.outs / layer.outs)) + abs(math.log(one.rows / rows))
+        )
+
+    nearest = min((one for one in measured if (one.rows > 1) == (rows > 1)), key=distance, default=None)
+    if nearest is None:
+        return LIBRARY
+    same = [plan for plan in possible if _unsplit(plan) == _unsplit(nearest.plan)]
+    return min(same, key=lambda plan: abs(plan.split - nearest.plan.split), default=LIBRARY)
+
+
+def _unsplit(plan: Plan) -> Plan:
+    """`fetch` follows from the shape, `split` from the shape and the GPU."""
+    return msgspec.structs.replace(plan, split=1, fetch=0)
+
+
 def pick(times: Mapping[Plan, float]) -> Plan:
     """The quickest; the library unless another is clearly quicker. `times` has the library's."""
     quickest = min(times, key=lambda plan: times[plan])
@@ -163,11 +200,13 @@ def pick_set(times: Sequence[tuple[Sequence[Plan], float]]) -> list[Plan]:
     return list(plans if took < MARGIN * times[0][1] else times[0][0])
 
 
-def table_path(device: str, versions: Sequence[str], environ: Mapping[str, str] = os.environ) -> Path:
-    """Of a kind of GPU under the versions of what compiles for it."""
-    base = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+def table_path(
+    device: str, versions: Sequence[str], folder: Path | None = None, environ: Mapping[str, str] = os.environ
+) -> Path:
+    """Of a kind of GPU under the versions of what compiles for it, in `folder` or the user's cache."""
+    base = folder or Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "blockyard"
     name = re.sub(r"[^A-Za-z0-9.+]+", "-", "-".join((device, *versions)))
-    return base / "blockyard" / f"linear-{name}.json"
+    return base / f"linear-{name}.json"
 
 
 def read_table(path: Path) -> list[Choice]:

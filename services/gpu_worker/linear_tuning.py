@@ -6,8 +6,7 @@ in a few layers, and in the end whole steps against the library's.
 
 import logging
 import os
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -48,45 +47,80 @@ class Tuner:
         self.products = Products(self._device)
         self.timer = LinearTimer(self._linears, self.layers, self.products)
         self._name: str = properties.name
-        self._impossible: set[Binary] = set()
+        self._impossible: set[Binary] = set()  # that this GPU has no room for
+        self._possible: set[Binary] = set()  # that were tried
+        self._dtype_name = str(self._dtype).removeprefix("torch.")
+        self._table = self._path()
+        self._plans: dict[int, list[Plan]] = {}
+        self.missing: list[int] = []  # numbers of rows that are still to be measured
+        self._num_missing, self._problem = 0, ""
+        self._capability = (properties.major, properties.minor)
 
-    def tune(
-        self, sizes: Sequence[int], report: Callable[[float], None], table: Path | None = None, fused: bool = True
-    ) -> str:
-        """For steps of each of these numbers of rows. Says what came of it; the library computes what cannot be.
-        `fused`: products may take in what is around them."""
+    def begin(self, sizes: Sequence[int], folder: Path | None = None, fused: bool = True) -> None:
+        """For steps of each of these numbers of rows: installs what was measured before, and for other sizes what was
+        quickest on similar shapes. `folder` keeps what is measured, None: the user's cache. `fused`: products may take
+        in what is around them."""
         for linear in () if fused else self._linears:
             linear.around = ""
-        start, path = time.perf_counter(), table or self._path()
-        known, dtype = picker.read_table(path), str(self._dtype).removeprefix("torch.")
-        found = {rows: picker.find(known, self.layers, dtype, rows) for rows in sizes}
-        plans = {rows: some for rows, some in found.items() if some is not None}
-        missing = [rows for rows in sizes if rows not in plans]
-        try:
-            new = self._measure_all(missing, report)
-        except (RuntimeError, TritonError) as e:  # OutOfMemoryError is among them
-            why = str(e).splitlines()[0]
-            log.warning("linear layers could not be measured: %s", why)
-            return f"linear layers: in the library's kernels, own ones could not be measured: {why}"
-        if new:
-            choices = [Choice(self.layers, dtype, rows, some) for rows, some in new.items()]
-            picker.write_table(path, picker.merge(picker.read_table(path), choices))
-        plans |= new
-        self._install(plans)
-        self.timer.forget()
-        ours = sum(plan != LIBRARY for some in plans.values() for plan in some)
-        took = f"measured {len(missing)} of {len(found)} sizes in {time.perf_counter() - start:.1f} s"
-        how = took if missing else "as measured before"
-        return f"linear layers: {ours} of {len(found) * len(self.layers)} shapes in own kernels, {how}"
+        self._table = self._path(folder)
+        known = picker.read_table(self._table)
+        found = {rows: picker.find(known, self.layers, self._dtype_name, rows) for rows in sizes}
+        self._plans = {rows: some for rows, some in found.items() if some is not None}
+        self.missing = [rows for rows in sizes if rows not in self._plans]
+        self._num_missing = len(self.missing)
+        measured = picker.read_defaults() if self.missing and self._capability == picker.CAPABILITY else []
+        for rows in self.missing:
+            self._plans[rows] = [
+                picker.default_plan(measured, layer, rows, self._candidates(layer, rows)) for layer in self.layers
+            ]
+        self._install()
 
-    def _measure_all(self, sizes: Sequence[int], report: Callable[[float], None]) -> dict[int, list[Plan]]:
-        plans = {}
-        with torch.inference_mode():
-            self.compile(sizes)
-            for i, rows in enumerate(sizes):
-                report(i / len(sizes))
-                plans[rows] = self.measure(rows)
-        return plans
+    def pieces(self) -> Iterator[int | None]:
+        """Measures what is missing, some milliseconds at a time. Yields None after each piece, and a number of rows
+        once their plans are installed. What cannot be measured keeps the plans that it has."""
+        still = list(self.missing)
+        try:
+            with torch.inference_mode():
+                while still:
+                    self._plans[still[0]] = yield from self.measuring(still[0])
+                    self._install()
+                    choices = [Choice(self.layers, self._dtype_name, still[0], self._plans[still[0]])]
+                    picker.write_table(self._table, picker.merge(picker.read_table(self._table), choices))
+                    self.missing.remove(still[0])
+                    yield still.pop(0)
+        except (RuntimeError, TritonError) as e:  # OutOfMemoryError is among them
+            self._problem = str(e).splitlines()[0]
+            self.missing.clear()
+            log.warning("linear layers could not be measured: %s", self._problem)
+        self.timer.forget()
+
+    def tune(
+        self, sizes: Sequence[int], report: Callable[[float], None], folder: Path | None = None, fused: bool = True
+    ) -> str:
+        """All of it at once. Says what came of it."""
+        self.begin(sizes, folder, fused)
+        self.compile(self.missing)
+        report(0.0)
+        for _ in filter(None, self.pieces()):
+            report(1.0 - len(self.missing) / self._num_missing)
+        return self.describe()
+
+    def describe(self) -> str:
+        """What computes the linear layers, in a line."""
+        if self._problem:
+            return f"linear layers: in default kernels, they could not be measured: {self._problem}"
+        ours = sum(plan != LIBRARY for some in self._plans.values() for plan in some)
+        own = f"linear layers: {ours} of {len(self._plans) * len(self.layers)} shapes in own kernels"
+        if self.missing:
+            return f"{own}, {len(self.missing)} of {len(self._plans)} sizes are measured when idle"
+        if not self._num_missing:
+            return f"{own}, as measured before"
+        return f"{own}, measured {self._num_missing} of {len(self._plans)} sizes"
+
+    def launch_candidates(self) -> None:
+        """Launches each kernel that measuring will launch, on made-up weights."""
+        for binary in self._binaries(self.missing):
+            self._compiles(binary)
 
     def freeze(self) -> str:
         """One plan a layer for every number of rows."""
@@ -97,8 +131,8 @@ class Tuner:
                 linear.use({}, in_groups(product) if plan == LIBRARY else product)
         return "linear layers: one configuration each for any number of rows (--batch-invariant)"
 
-    def _path(self) -> Path:
-        return picker.table_path(self._name, (f"torch{torch.__version__}", f"triton{triton.__version__}"))
+    def _path(self, folder: Path | None = None) -> Path:
+        return picker.table_path(self._name, (f"torch{torch.__version__}", f"triton{triton.__version__}"), folder)
 
     def _candidates(self, layer: Layer, rows: int) -> list[Plan]:
         group = self.groups[self.layers.index(layer)]
@@ -109,16 +143,20 @@ class Tuner:
         return [plan for plan in plans if _binary(plan, rows, group[0]) not in self._impossible]
 
     def compile(self, sizes: Sequence[int]) -> None:
-        """Side by side, each takes about a second; those that this GPU has no room for are left out from here on."""
-        binaries = {
+        """Side by side in this process; those that this GPU has no room for are left out from here on."""
+        binaries = self._binaries(sizes)
+        with ThreadPoolExecutor(min(COMPILERS, os.cpu_count() or 1)) as threads:
+            possible = zip(binaries, threads.map(self._compiles, binaries), strict=True)
+            self._impossible |= {binary for binary, is_possible in possible if not is_possible}
+        self._possible |= binaries
+
+    def _binaries(self, sizes: Sequence[int]) -> set[Binary]:
+        return {
             _binary(plan, rows, group[0])
             for rows in sizes
             for layer, group in zip(self.layers, self.groups, strict=True)
             for plan in self._candidates(layer, rows)
         }
-        with ThreadPoolExecutor(min(COMPILERS, os.cpu_count() or 1)) as threads:
-            possible = zip(binaries, threads.map(self._compiles, binaries), strict=True)
-        self._impossible |= {binary for binary, is_possible in possible if not is_possible}
 
     def _compiles(self, binary: Binary) -> bool:
         plan, rows, around = binary
@@ -136,41 +174,63 @@ class Tuner:
 
     def measure(self, rows: int) -> list[Plan]:
         """The quickest plans for so many rows, one a shape."""
+        pieces = self.measuring(rows)
+        while True:
+            try:
+                next(pieces)
+            except StopIteration as end:
+                plans: list[Plan] = end.value
+                return plans
+
+    def measuring(self, rows: int) -> Generator[None, None, list[Plan]]:
+        """`measure`, which stops after each timing."""
         library = [LIBRARY] * len(self.layers)
+        for binary in self._binaries([rows]):
+            if binary not in self._possible and not self._compiles(binary):
+                self._impossible.add(binary)
+            self._possible.add(binary)
+            yield
         if not any(self._candidates(layer, rows) for layer in self.layers):
             return library
-        times = [
-            {plan: self.timer.seconds(plan, group, rows) for plan in (LIBRARY, *self._candidates(layer, rows))}
-            for layer, group in zip(self.layers, self.groups, strict=True)
-        ]
+        times: list[dict[Plan, float]] = [{} for _ in self.layers]
+        for layer, group, took in zip(self.layers, self.groups, times, strict=True):
+            for plan in (LIBRARY, *self._candidates(layer, rows)):
+                took[plan] = self.timer.seconds(plan, group, rows)
+                yield
         alone = [picker.pick(some) for some in times]
-        sets = picker.distinct([library, alone, self._refine(alone, times, rows)])
+        sets = picker.distinct([library, alone, (yield from self._refine(alone, times, rows))])
         if len(sets) == 1:
             return library
-        # in turn: clocks sink meanwhile
-        rounds = [[self.timer.step_seconds(plans, rows) for plans in sets] for _ in range(ROUNDS)]
-        took = [min(one[i] for one in rounds) for i in range(len(sets))]
-        return picker.pick_set(list(zip(sets, took, strict=True)))
+        rounds: list[list[float]] = [[] for _ in sets]
+        for _ in range(ROUNDS):  # in turn: clocks sink meanwhile
+            for took_s, plans in zip(rounds, sets, strict=True):
+                took_s.append(self.timer.step_seconds(plans, rows))
+                yield
+        return picker.pick_set([(plans, min(took_s)) for plans, took_s in zip(sets, rounds, strict=True)])
 
-    def _refine(self, alone: list[Plan], times: Sequence[Mapping[Plan, float]], rows: int) -> list[Plan]:
+    def _refine(
+        self, alone: list[Plan], times: Sequence[Mapping[Plan, float]], rows: int
+    ) -> Generator[None, None, list[Plan]]:
         """From what is quickest alone, or from own kernels throughout: one shape after the other in the plan that is
         quickest beside the others, in the first layers."""
         starts = picker.distinct([alone, [picker.own(some) for some in times]])
         took, plans = min((self.timer.excerpt_seconds(plans, rows), i, plans) for i, plans in enumerate(starts))[::2]
+        yield
         shapes = {linear.shape for linear in self._linears[:EXCERPT]}  # of others only noise would be seen
         for i, (layer, some) in enumerate(zip(self.layers, times, strict=True)):
             for plan in picker.next_best(some, plans[i]) if (layer.ins, layer.outs) in shapes else []:
                 others = [*plans[:i], plan, *plans[i + 1 :]]
                 seconds = self.timer.excerpt_seconds(others, rows)
+                yield
                 if seconds < picker.CLEARLY * took:
                     plans, took = others, seconds
         return plans
 
-    def _install(self, plans: dict[int, list[Plan]]) -> None:
+    def _install(self) -> None:
         products: list[dict[int, Product]] = [{} for _ in self._linears]
         fused: list[dict[int, Fused]] = [{} for _ in self._linears]
         gating: list[dict[int, Product]] = [{} for _ in self._linears]
-        for rows, some in plans.items():
+        for rows, some in self._plans.items():
             for i, (plan, linear) in enumerate(self.timer.order(some)):
                 if plan != LIBRARY:
                     products[i][rows] = self.products.of(plan, linear)

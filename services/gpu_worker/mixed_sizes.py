@@ -12,8 +12,9 @@ from statistics import fmean
 from blockyard.services.gpu_worker.mixed_steps import Layout
 
 FRESH = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)  # tokens of prompts
-BETWEEN = (96, 192, 384, 768, 1536)  # also, of prompts alone
+BETWEEN = (96, 192, 384, 768, 1536)  # also
 DECODES = (16, 64, 128, 256, 512, 1024)  # rows of decodes beside them
+DECODES_BETWEEN = (32, 48, 96, 192, 384, 768)  # also, once those are captured
 FIRST = 512  # tokens alone, from which it is known what larger sizes will take
 PREFILLS = 8  # prompts, at least
 SHORT = 32  # tokens of a prompt: beside decodes there is room for as many of these as fit
@@ -117,11 +118,14 @@ def layouts(capacity: int, most_tokens: int, fits: Callable[[int], int]) -> list
     what is met most."""
     fresh = [*(n for n in FRESH if n < most_tokens), most_tokens]
     rows = [*(n for n in DECODES if n < capacity), capacity] if capacity > 1 else []
+    all_rows = sorted({*rows, *(n for n in DECODES_BETWEEN if n < capacity)}) if capacity > 1 else []
+    all_fresh = sorted({*fresh, *(n for n in BETWEEN if n < most_tokens)})
     alone = [min(FIRST, most_tokens), most_tokens, 128, 256, 64, 32, *fresh, *BETWEEN]
     usual = sorted(fresh, key=lambda n: (n > FIRST, -n))
     wanted = [(0, n) for n in alone if n <= most_tokens]
     wanted[1:1] = [(n, most_tokens) for n in rows[-1:]]
     wanted[7:7] = [(n, m) for m in usual for n in sorted(rows, key=lambda n: abs(n - 64))]
+    wanted += [(n, m) for m in all_fresh for n in all_rows]
     return [_layout(decodes, tokens, capacity, fits) for decodes, tokens in dict.fromkeys(wanted)]
 
 

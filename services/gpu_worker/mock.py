@@ -4,6 +4,7 @@ import time
 from array import array
 from collections.abc import Callable
 
+from blockyard.services.gpu_worker.compile_processes import CompileProcesses
 from blockyard.services.gpu_worker.interfaces import Done
 from blockyard.services.gpu_worker.lockstep import Lockstep
 from blockyard.services.gpu_worker.mock_batch import MockBatch, Pattern
@@ -73,8 +74,10 @@ def held_bytes(config: WorkerConfig) -> int:
     return rss_bytes()
 
 
-def start(config: WorkerConfig, report: Callable[[str, float, list[str]], None]) -> MockRunner:
-    """Raises LoadError if the model's config.json does not decode."""
+def start(
+    config: WorkerConfig, report: Callable[[str, float, list[str]], None], processes: CompileProcesses | None = None
+) -> MockRunner:
+    """Raises LoadError if the model's config.json does not decode. processes: there are none for a mock."""
     geometry, pattern = describe(config)
     pace = f"{config.mock.step_ms} ms a step" if config.mock.step_ms else "as fast as it can"
     note = f"mock worker: no weights, {geometry.num_blocks} KV blocks of {geometry.block_size} tokens, {pace}"

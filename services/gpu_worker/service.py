@@ -27,17 +27,23 @@ class Worker:
         self._links, self._runner = links, runner
         self.orders = Orders(links, runner)
         self._has_chores = True  # the runner may have work for idle times
+        self._wait_s = CHORE_POLL_S  # before the next piece of that work; pieces follow each other without a pause
         self.counters = Counters(links, runner.geometry.num_blocks)
 
     def run(self, stopped: threading.Event) -> None:
         """Serves until `stopped`; the plans in flight are finished first."""
         while not stopped.is_set():
             busy = self.orders.plans or self._runner.in_flight
-            events = self._links.poll(0.0 if busy else CHORE_POLL_S if self._has_chores else IDLE_POLL_S)
+            events = self._links.poll(0.0 if busy else self._wait_s)
             for peer, event in events:
                 self.orders.handle(peer, event)
-            if self._has_chores and not events and not busy:
+            if busy or events:
+                self._wait_s, self._has_chores = CHORE_POLL_S, True
+            elif self._has_chores:
                 self._has_chores = self._runner.idle()
+                self._wait_s = 0.0 if self._has_chores else IDLE_POLL_S
+            else:
+                self._wait_s = IDLE_POLL_S
             self.step()
             self.counters.publish()
         self.orders.plans.clear()

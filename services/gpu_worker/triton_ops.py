@@ -1,5 +1,9 @@
 """A decoder's steps on a GPU, as Triton kernels. Loaded by name, on a GPU alone."""
 
+import contextlib
+import functools
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -42,6 +46,11 @@ class TritonOps:
         return None
 
 
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
 def check_head_size(head_dim: int) -> None:
     """Raises LoadError for one that the kernels do not take."""
     if head_dim % 2 or head_dim > LARGEST_HEAD:
@@ -82,6 +91,7 @@ class MixedAttention:
         few = starts is None and wanted is None and takes(len(slots), self._longest)
         self._arrivals = arrivals if few else None
         self._pieces: dict[int | None, Pieces | None] = {}  # of each window
+        self._side: torch.cuda.Stream | None = None  # that prefills of this layer run on
 
     def __call__(self, layer: int, qkv: Tensor, rotation: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:
         memory, shape, num_decodes = self._pool.memory[layer], self._shape, self._num_decodes
@@ -97,14 +107,33 @@ class MixedAttention:
         if self._wanted is not None and layer == shape.num_layers - 1:
             return self._last(q, memory, window, self._wanted, scales)
         out = qkv.new_empty((len(qkv), shape.num_heads * shape.head_dim))
+        if num_decodes and window not in self._pieces:  # the first layer of a window cuts for all
+            self._pieces[window] = self._cut(q[:num_decodes], memory, self._decodes, window)
+        with self._beside(num_decodes):
+            if self._starts is not None:
+                self._prefill(q, memory, window, out[num_decodes:], scales)
         if num_decodes:
-            if window not in self._pieces:  # the first layer of a window cuts for all
-                self._pieces[window] = self._cut(q[:num_decodes], memory, self._decodes, window)
             pieces = self._pieces[window]
             self._decode(q[:num_decodes], memory, self._decodes, window, out[:num_decodes], scales, pieces)
-        if self._starts is not None:
-            self._prefill(q, memory, window, out[num_decodes:], scales)
+        self._join()
         return out
+
+    @contextlib.contextmanager
+    def _beside(self, num_decodes: int) -> Iterator[None]:
+        """In a CUDA graph, attention of prefills runs beside that of decodes: a short prompt fills few processors.
+        Launched one by one, the host's calls for a second stream would take longer than is saved."""
+        if not num_decodes or self._starts is None or not torch.cuda.is_current_stream_capturing():
+            yield
+            return
+        self._side = _side_stream(self._pool.device)
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
+            yield
+
+    def _join(self) -> None:
+        if self._side is not None:
+            torch.cuda.current_stream().wait_stream(self._side)
+            self._side = None
 
     def _last(self, q: Tensor, memory: Tensor, window: int | None, wanted: Wanted, scales: Tensor | None) -> Tensor:
         """The wanted rows alone: each of its own, as decodes are."""

@@ -13,6 +13,7 @@ from blockyard.shared.errors import BlockyardError, ConfigError
 USAGE = """\
 usage: blockyard serve [MODEL] [flags]    serve a model on this machine
        blockyard bench WHAT [flags]       measure a server, a model or the GPU: serve, latency, suite, ...
+       blockyard tune MODEL [flags]       compile a model's GPU kernels and measure its layers ahead (--kernel-cache)
        blockyard simulate TRACE [flags]   the scheduler on a trace, in virtual time: a report
        blockyard run SERVICE [flags]      one process of a ring over several machines or containers
        blockyard ring [--check]           who is in that ring; --check: is this host's part ready
@@ -28,6 +29,7 @@ COMMANDS = {
     "serve": "blockyard.services.launcher.serve",
     "bench": "blockyard.services.launcher.bench.command",
     "simulate": "blockyard.services.launcher.simulate",
+    "tune": "blockyard.services.launcher.tune",
     "run": "blockyard.services.launcher.run_service",
     "ring": "blockyard.services.launcher.ring_status",
     "keys": "blockyard.services.launcher.keys",
@@ -65,7 +67,7 @@ def _run(command: str, words: list[str]) -> int:
         raise ConfigError(
             "no such command" + (f"; did you mean {close[0]}?" if close else f"; try {', '.join(COMMANDS)}")
         )
-    if {"-h", "--help"} & {*words} and command in ("serve", "run", "ring"):
+    if {"-h", "--help"} & {*words} and command in ("serve", "tune", "run", "ring"):
         print(USAGE, _module("flags").help_text(), sep="\n\n")
         return 0
     run: Callable[[Sequence[str]], int] = _module(command).main

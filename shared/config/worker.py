@@ -60,6 +60,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     kv_scales_path: str | None = None  # JSON file
     calculate_kv_scales: bool = False  # from the first prompt
     fused_steps: bool = True  # on a GPU, steps of few rows in few kernels a layer
+    kernel_cache: str | None = None  # folder of compiled kernels and measured plans; None: in the user's cache
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):

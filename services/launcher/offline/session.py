@@ -73,6 +73,13 @@ class Session:
         self._thread.start()
         self._ready.result()
 
+    def idle_work_done(self) -> float:
+        """The part of what the workers do while they are idle (CUDA graphs, measuring) that is done; 1.0: all. Raises
+        RingLost if the ring has ended."""
+        if self._end:
+            raise RingLost(self._end)
+        return min((member.progress for member in self._links.of(Role.GPU_WORKER)), default=0.0)
+
     def submit(self, jobs: list[Job]) -> tuple[Batch, "concurrent.futures.Future[None]"]:
         """Cancelling the future cancels what runs. Raises RingLost, as the future does if the ring ends meanwhile."""
         if self._end:

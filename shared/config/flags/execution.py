@@ -49,5 +49,13 @@ EXECUTION = (
         refused_values=dict.fromkeys(("neuron", "openvino", "tpu", "xpu", "hpu"), FOREIGN),
     ),
     Flag("override-neuron-config", Kind.JSON, None, "Settings of Neuron devices.", refused=FOREIGN),
+    Flag(
+        "kernel-cache",
+        Kind.TEXT,
+        None,
+        "Folder of compiled GPU kernels and measured layer plans, written by `blockyard tune` and by every start;"
+        " unset: ~/.triton and ~/.cache/blockyard.",
+        ("worker.kernel_cache",),
+    ),
     Flag("cpu-threads", Kind.INT, 0, "Compute threads on CPU; 0: cores minus one.", ("worker.threads",), least=0),
 )

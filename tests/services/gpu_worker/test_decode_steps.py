@@ -124,7 +124,8 @@ def test_a_stream_that_outgrows_the_quicker_way(tmp_path: Path, monkeypatch: pyt
         lambda size: replayed.append((size.near, size in runner.ahead.steps._graphs)) or forward(size),
     )
     assert alone(runner) == want
-    assert replayed == [(True, True)] * 3 + [(False, True)] * 4
+    assert replayed[:7] == [(True, True)] * 3 + [(False, True)] * 4
+    assert set(replayed[7:]) <= {(False, True)}, "a plan may be in flight when the stream ends"
 
 
 def test_more_slots_than_it_was_made_for(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tiny_models import LLAMA, settings
 
+from blockyard.services.gpu_worker import cores as cores_file
 from blockyard.services.gpu_worker import engine
 from blockyard.services.gpu_worker.models.decoder import Decoder
 from blockyard.services.gpu_worker.models.folder import read_config, read_eos_ids
@@ -232,15 +233,15 @@ def test_lengths() -> None:
 def test_threads_leave_a_core_to_the_ring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
     limit = tmp_path / "cpu.max"
-    assert engine.usable_cores(limit) == 8
+    assert cores_file.usable_cores(limit) == 8
     for text, cores in (("max 100000\n", 8), ("250000 100000\n", 2), ("50000 100000\n", 1), ("9900000 100000\n", 8)):
         limit.write_text(text)
-        assert engine.usable_cores(limit) == cores
-    monkeypatch.setattr(engine, "usable_cores", lambda: 1)
-    assert engine.default_threads() == 1
-    monkeypatch.setattr(engine, "usable_cores", lambda: 4)
-    assert engine.default_threads() == 3
-    assert [engine.default_threads(replicas) for replicas in (2, 3, 8)] == [2, 1, 1]
+        assert cores_file.usable_cores(limit) == cores
+    monkeypatch.setattr(cores_file, "usable_cores", lambda: 1)
+    assert cores_file.default_threads() == 1
+    monkeypatch.setattr(cores_file, "usable_cores", lambda: 4)
+    assert cores_file.default_threads() == 3
+    assert [cores_file.default_threads(replicas) for replicas in (2, 3, 8)] == [2, 1, 1]
 
 
 def test_a_device_that_is_not_there(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def test_a_frozen_plan_follows_from_the_layer_alone() -> None:
 
 
 def test_a_table_comes_back(tmp_path: Path) -> None:
-    path = picker.table_path("NVIDIA H200", ("torch2.11.0+cu130",), {"XDG_CACHE_HOME": str(tmp_path)})
+    path = picker.table_path("NVIDIA H200", ("torch2.11.0+cu130",), environ={"XDG_CACHE_HOME": str(tmp_path)})
     assert path == tmp_path / "blockyard" / "linear-NVIDIA-H200-torch2.11.0+cu130.json"
     assert picker.read_table(path) == []
     choices = [Choice(LAYERS, "bfloat16", 1, [FEW, LIBRARY]), Choice(LAYERS, "bfloat16", 16, [TILES, LIBRARY])]

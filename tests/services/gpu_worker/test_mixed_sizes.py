@@ -73,7 +73,7 @@ def test_a_step_is_padded_only_where_the_host_would_be_slower() -> None:
     sizes, _ = captured(LARGE)
     assert sizes.pick(step(0, 2048)) is None
     assert sizes.pick(step(0, 300)) == Layout(0, 384, 9, 8)
-    assert sizes.pick(step(10, 300)) == Layout(16, 512, 17, 32)
+    assert sizes.pick(step(10, 300)) == Layout(16, 384, 13, 32)
     slow = sizes_of()
     for layout in (Layout(0, 512, 9, 8), Layout(0, 768, 9, 8)):
         capture(slow, LARGE, layout)
@@ -88,7 +88,7 @@ def test_a_size_is_captured_once_steps_have_lost_what_that_takes() -> None:
         lost_s += LAUNCH_S - SMALL.device_s(2048)
         count += 1
         assert count < 20
-    assert due == Layout(64, 2048, 65, 128)
+    assert due == Layout(48, 2048, 65, 128)
     assert lost_s <= CAPTURE_S or count < 9, "the first capture's time is not known yet"
     assert sizes.pick(some) is None
     capture(sizes, SMALL, due)
