@@ -16,6 +16,7 @@ from blockyard.services.api_gateway.job import Job
 from blockyard.services.api_gateway.outlet import Outlet
 from blockyard.services.api_gateway.reading import Asked, Generation, Kind, Terms, TextJob
 from blockyard.services.api_gateway.streams import Streams
+from blockyard.services.api_gateway.uploads import Uploads
 from blockyard.shared.messages import Detokenize, Tokenize
 
 JSON = "application/json"
@@ -33,8 +34,8 @@ class DetokenizeAnswer(msgspec.Struct, frozen=True):
 
 
 class Handlers:
-    def __init__(self, flow: Flow, streams: Streams, bodies: Bodies) -> None:
-        self._flow, self._streams, self._bodies = flow, streams, bodies
+    def __init__(self, flow: Flow, streams: Streams, bodies: Bodies, uploads: Uploads) -> None:
+        self._flow, self._streams, self._bodies, self._uploads = flow, streams, bodies, uploads
         self._ignored = IgnoredFields()
 
     def routes(self) -> Iterator[Route]:
@@ -74,7 +75,8 @@ class Handlers:
     async def _read(self, request: web.Request, kind: Kind) -> Asked:
         """The request's body. Unknown fields are ignored, and named in a header of the answer."""
         terms = Terms(kind, REQUEST_ID.get(), self._flow.admission.served())
-        asked = await self._bodies.read(await request.read(), terms)
+        async with self._uploads.read(request) as body:
+            asked = await self._bodies.read(body, terms)
         if asked.ignored:
             IGNORED.set(self._ignored.note(asked.ignored))
         return asked

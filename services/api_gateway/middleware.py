@@ -10,7 +10,8 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from blockyard.services.api_gateway.access import Access, Guard
-from blockyard.services.api_gateway.caller import REQUEST_ID, TENANT
+from blockyard.services.api_gateway.caller import MAX_ID_CHARS, REQUEST_ID, TENANT
+from blockyard.services.api_gateway.client_text import escaped
 from blockyard.services.api_gateway.errors import ApiError, body
 from blockyard.services.api_gateway.handlers import JSON
 from blockyard.services.api_gateway.service import Gateway
@@ -18,7 +19,6 @@ from blockyard.shared.config.gateway import CorsConfig, GatewayConfig
 
 log = logging.getLogger(__name__)
 
-MAX_ID_CHARS = 128
 BODILESS = ("", "application/octet-stream")  # what clients send with an empty body; web pages have to ask first
 
 
@@ -48,8 +48,10 @@ def errors(gateway: Gateway) -> Middleware:
                 raise
             response = error_response(_known(request, e))
         except Exception:  # a fault of ours: the caller gets an answer, the log the story
-            log.exception("%s %s failed", request.method, request.path)
+            log.exception("%s %s failed", request.method, escaped(request.path))
             response = error_response(ApiError("The server failed at this request.", status=500))
+        if response.status >= 400 and not request.content.is_eof():  # the rest of the body is not waited for
+            response.force_close()
         gateway.meters.responded(response.status)
         return response
 
@@ -68,7 +70,7 @@ def request_ids(config: GatewayConfig) -> Middleware:
         response = await handler(request)
         if config.access_log and request.method == "POST":
             took_ms = 1000 * (time.monotonic() - began)
-            log.info("%s %s %d in %.0f ms", REQUEST_ID.get(), request.path, response.status, took_ms)
+            log.info("%s %s %d in %.0f ms", REQUEST_ID.get(), escaped(request.path), response.status, took_ms)
         return response
 
     return middleware

@@ -5,6 +5,7 @@ from typing import Literal, TypeVar
 
 import msgspec
 
+from blockyard.services.api_gateway.caller import MAX_ID_CHARS
 from blockyard.services.api_gateway.errors import ApiError
 from blockyard.services.api_gateway.job import Job
 from blockyard.services.api_gateway.prompt_fields import chat_prompt, completion_prompts
@@ -67,15 +68,20 @@ def read_body(body: bytes, terms: Terms, config: GatewayConfig) -> Asked:
     if kind == "chat":
         chat, ignored = decode(body, ChatRequest, config.strict_fields)
         card = terms.served.card(chat.model)
-        return Generation(read_chat(chat, card, config, chat.request_id or terms.request_id), ignored)
+        return Generation(read_chat(chat, card, config, _request_id(chat.request_id, terms)), ignored)
     if kind == "completion":
         completion, ignored = decode(body, CompletionRequest, config.strict_fields)
         card = terms.served.card(completion.model)
-        name = completion.request_id or terms.request_id
+        name = _request_id(completion.request_id, terms)
         return Generation(read_completion(completion, card, config, name), ignored)
     if kind == "tokenize":
         return _tokenize(body, terms, config)
     return _detokenize(body, terms, config)
+
+
+def _request_id(asked: str | None, terms: Terms) -> str:
+    """The part of the answer's id that tells requests apart. It stands in every event, so it has a bound."""
+    return limits.name("request_id", asked, MAX_ID_CHARS) or terms.request_id
 
 
 def _invoked(body: bytes) -> Kind:

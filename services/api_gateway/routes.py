@@ -15,6 +15,7 @@ from blockyard.services.api_gateway.handlers import Handlers, json_response
 from blockyard.services.api_gateway.ignored_fields import HEADER as IGNORED_HEADER
 from blockyard.services.api_gateway.operations import Operations
 from blockyard.services.api_gateway.service import Gateway
+from blockyard.services.api_gateway.uploads import Uploads
 from blockyard.shared.config.gateway import GatewayConfig
 from blockyard.shared.messages import ModelCard, Role
 
@@ -75,7 +76,8 @@ def build_app(config: GatewayConfig, gateway: Gateway) -> web.Application:
     if config.enable_request_id_headers:
         app.on_response_prepare.append(_name_response)
     app.on_response_prepare.append(_name_ignored)
-    handlers, views = Handlers(gateway.flow, gateway.streams, gateway.bodies), _Views(gateway)
+    uploads = Uploads(config.max_body_bytes, config.max_total_body_bytes, config.body_timeout_s)
+    handlers, views = Handlers(gateway.flow, gateway.streams, gateway.bodies, uploads), _Views(gateway)
     operations = Operations(gateway.client.controls)
     root = config.root_path.strip("/")
     for prefix in dict.fromkeys(("", f"/{root}" if root else "")):  # proxies strip their prefix, or do not

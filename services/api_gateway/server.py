@@ -12,6 +12,7 @@ from typing import Any
 from aiohttp import web
 
 from blockyard.services.api_gateway import connections
+from blockyard.services.api_gateway.client_text import http_logger
 from blockyard.services.api_gateway.connections import BoundedRunner
 from blockyard.services.api_gateway.errors import ApiError
 from blockyard.services.api_gateway.routes import build_app, build_metrics_app
@@ -30,6 +31,7 @@ LAST_WORDS_S = 1.0  # for writing the error to those whom the drain has cut off
 _HANDLING: dict[str, Any] = {
     "handler_cancellation": True,  # a client that leaves cancels what it waited for
     "access_log": None,
+    "logger": http_logger(),
     "keepalive_timeout": KEEPALIVE_S,
     "shutdown_timeout": LAST_WORDS_S,
 }

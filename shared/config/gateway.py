@@ -76,6 +76,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     access_log: bool = True  # a line at the end of each POST
     log_requests: bool = False  # a line when a generation request comes
     max_body_bytes: int = 32 * 2**20
+    max_total_body_bytes: int | None = None  # of all bodies being read; None: eight of the largest
+    body_timeout_s: float = 30.0  # a body that has not arrived within it is a 408
     max_connections: int | None = None  # None: what the limit on open files allows
     client_timeout_s: float = 60.0  # a client that takes nothing for so long is cancelled
     max_unread_mib: int = 512  # of answers that clients have not read; above it the slowest client is cancelled

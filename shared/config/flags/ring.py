@@ -75,6 +75,23 @@ RING = (
         least=1,
     ),
     Flag("max-body-bytes", Kind.INT, 32 * 2**20, "Largest HTTP body.", ("gateway.max_body_bytes",), least=1024),
+    Flag(
+        "max-total-body-bytes",
+        Kind.INT,
+        None,
+        "Sum of the HTTP bodies that one gateway reads at a time, above which a request is a 503. Unset: 8 times "
+        "--max-body-bytes.",
+        ("gateway.max_total_body_bytes",),
+        least=1024,
+    ),
+    Flag(
+        "body-timeout",
+        Kind.FLOAT,
+        30.0,
+        "Seconds within which a body has to arrive; else the request is a 408.",
+        ("gateway.body_timeout_s",),
+        least=0.1,
+    ),
     Flag("run-dir", Kind.TEXT, None, "Private folder of the sockets; unset: a new one under the temporary folder."),
     Flag(
         "message-bus",
