@@ -73,10 +73,19 @@ def read_body(body: bytes, terms: Terms, config: GatewayConfig) -> Asked:
         completion, ignored = decode(body, CompletionRequest, config.strict_fields)
         card = terms.served.card(completion.model)
         name = _request_id(completion.request_id, terms)
-        return Generation(read_completion(completion, card, config, name), ignored)
+        job = read_completion(completion, card, config, name)
+        check_lengths(job)
+        return Generation(job, ignored)
     if kind == "tokenize":
         return _tokenize(body, terms, config)
     return _detokenize(body, terms, config)
+
+
+def check_lengths(job: Job) -> None:
+    """Refuses a prompt of token ids that does not fit before its ids go anywhere. Raises RequestError."""
+    for prompt in job.prompts if job.truncate is None else ():
+        if prompt.token_ids is not None:
+            job.settle(len(prompt.token_ids) // 4, [])
 
 
 def _request_id(asked: str | None, terms: Terms) -> str:

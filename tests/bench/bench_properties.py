@@ -11,6 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parent))  # for token_rows, which the fakes use
 
 from tests.services.scheduler.program import BYTES_PER_STEP, SHAPES, Program
 from tests.services.scheduler.world import Shape

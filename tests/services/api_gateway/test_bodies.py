@@ -29,6 +29,8 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     (COMPLETION, {"prompt": ["a", [1, 2], "b"], "max_tokens": 1, "echo": True, "logprobs": 1}),
     (COMPLETION, {"prompt": [1, 2, 3], "max_tokens": 1, "use_beam_search": True, "n": 2}),
     (COMPLETION, {"prompt": [1, 2, 300]}),
+    (COMPLETION, {"prompt": [[1, 2, 3], [1] * 5000]}),
+    (COMPLETION, {"prompt": [1] * 5000, "truncate_prompt_tokens": 3, "max_tokens": 1}),
     (COMPLETION, {"prompt": "a", "max_tokens": "many"}),
     ("/tokenize", {"prompt": "abc", "return_token_strs": True}),
     ("/tokenize", {"messages": USER}),
