@@ -76,9 +76,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.requests.append(body)
         self.server.seen.append((self.path, self.headers["Authorization"]))
-        if body.get("max_tokens", 0) > 4096:
-            error = {"message": "max_tokens must be at most 4096", "type": "invalid_request_error"}
-            self.answer(400, {"error": error | {"param": "max_tokens", "code": 400}})
+        if body.get("temperature", 0) > 100:
+            error = {"message": "temperature must be at most 100", "type": "invalid_request_error"}
+            self.answer(400, {"error": error | {"param": "temperature", "code": 400}})
             return
         self.answer(200, b": a comment\r\n\r\n", "text/event-stream")
         try:
@@ -281,11 +281,12 @@ def test_ring_shows_members_and_load(page: Page, fake: FakeGateway) -> None:
 
 def test_a_refused_request_is_readable_and_can_be_repeated(any_page: Page) -> None:
     page = any_page
-    page.set("max_tokens", "999999999")
+    page.set("max_tokens", "16")
+    page.set("temperature", "999")
     page.ask(QUESTION)
     page.finished()
-    assert "refused" in page.text(".error strong") and "max_tokens" in page.text(".error")
-    page.set("max_tokens", "16")
+    assert "refused" in page.text(".error strong") and "temperature" in page.text(".error")
+    page.set("temperature", "1")
     page.one(".actions button").click()
     page.until(lambda: page.text(".answer .body") and not page.all(".error"), "the answer to the second try")
 
