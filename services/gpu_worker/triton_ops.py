@@ -122,7 +122,8 @@ class MixedAttention:
     def _beside(self, num_decodes: int) -> Iterator[None]:
         """In a CUDA graph, attention of prefills runs beside that of decodes: a short prompt fills few processors.
         Launched one by one, the host's calls for a second stream would take longer than is saved."""
-        if not num_decodes or self._starts is None or not torch.cuda.is_current_stream_capturing():
+        is_mixed = num_decodes > 0 and self._starts is not None
+        if not is_mixed or self._pool.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
             yield
             return
         self._side = _side_stream(self._pool.device)

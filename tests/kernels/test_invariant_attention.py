@@ -1,5 +1,9 @@
 """Attention whose rows depend on nothing else: the same bits as decode, as prefill, in chunks and in company."""
 
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from torch import Tensor
@@ -19,6 +23,17 @@ HEADS, DIM, SIZE, LENGTH, LONGEST = 3, 24, 16, 150, 256
 def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file, "_LEAST_SPLIT", 64)
     monkeypatch.setattr(file, "_MOST_SPLITS", 4)
+
+
+@pytest.fixture(autouse=True)
+def products_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter computes `tl.dot` by numpy's BLAS, whose rows on some processors depend on their place."""
+
+    def matmul(a: npt.NDArray[Any], b: npt.NDArray[Any], dtype: npt.DTypeLike = None) -> npt.NDArray[Any]:
+        return np.einsum("...ik,...kj->...ij", a.astype(dtype), b.astype(dtype))
+
+    if DEVICE == "cpu":
+        monkeypatch.setattr(np, "matmul", matmul)
 
 
 class Sequence:

@@ -101,5 +101,6 @@ def test_the_flag_freezes_every_linear_layer(batch_invariant: bool, monkeypatch:
 
     process = ProcessConfig(name="one", bus=BusConfig(registry="ipc:///unused", bind="ipc:///unused"))
     config = WorkerConfig(process=process, model_path="unused", batch_invariant=batch_invariant)
-    engine.pick_products(Model(), config, torch.device("cpu"), print)  # type: ignore[arg-type]
+    tuner = engine.pick_products(Model(), config, torch.device("cpu"), False, print, [])  # type: ignore[arg-type]
+    assert tuner is None
     assert frozen == (linears if batch_invariant else [])

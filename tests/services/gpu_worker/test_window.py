@@ -49,11 +49,11 @@ class Poisoned(CoreLoop):
 
     def turn(self) -> None:
         super().turn()
-        (group,) = self.core._groups.attached.values()
         memory = self.runner.pool.memory
-        self.most_used = max(self.most_used, group.blocks.num_used)
-        with torch.inference_mode():
-            memory[:, group.blocks.bare._free] = 1e4
+        for group in self.core._groups.attached.values():  # none until the worker has answered
+            self.most_used = max(self.most_used, group.blocks.num_used)
+            with torch.inference_mode():
+                memory[:, group.blocks.bare._free] = 1e4
 
 
 def expected(folder: Path) -> list[list[int]]:
