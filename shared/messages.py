@@ -10,6 +10,7 @@ import msgspec
 
 PROTOCOL_VERSION = 2  # 2: frames above `sockets.PART_BYTES` travel in parts
 NO_TOKEN = 0xFFFFFFFF  # where a list of token ids has none
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # upper limits; the last bucket has none
 
 
 class Role(enum.StrEnum):
@@ -92,6 +93,8 @@ class Stats(Record, frozen=True):
     refused: list[Refusals] = []  # by reason
     tenants: list[TenantShare] = []  # fair sharing: those that were served most
     active: int = 0  # HTTP requests in progress, of gateways
+    step_sizes: list[int] = []  # steps by tokens: of prompts computed plus generated, in the buckets of STEP_TOKENS
+    step_tokens_total: int = 0  # the same tokens summed
 
 
 class Member(Record, frozen=True):
@@ -435,6 +438,7 @@ class TokenStep(Record, frozen=True):
     first_prompt: int = 0  # prompt position of prompt_logprobs[0]
     prompt_logprobs: list[TokenLogprobs] = []
     cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    queued_s: float | None = None  # with the first token: how long its request waited for a place in a batch
 
 
 class TokenRows(Record, frozen=True):
@@ -509,6 +513,7 @@ class TextDelta(Record, frozen=True):
     first_prompt: int = 0
     prompt_logprobs: list[TextLogprobs] = []
     cached_tokens: int = 0
+    queued_s: float | None = None  # as in `TokenStep`
 
 
 class TextBatch(Frame, frozen=True):
@@ -681,7 +686,7 @@ class Broken(Frame, frozen=True):
     detail: str
 
 
-# --- metrics: api_gateway <-> api_gateway -------------------------------------------------------------
+# --- metrics: api_gateway <-> api_gateway, api_gateway <-> scheduler ----------------------------------
 
 
 class Scrape(Frame, frozen=True):
@@ -691,6 +696,17 @@ class Scrape(Frame, frozen=True):
 class Scraped(Frame, frozen=True):
     request_id: str
     text: str  # Prometheus exposition format
+
+
+class AskStats(Frame, frozen=True):
+    """What a scheduler counts, as of now: heartbeats bring it late."""
+
+    request_id: str
+
+
+class StatsTold(Frame, frozen=True):
+    request_id: str
+    stats: Stats
 
 
 # --- what each service accepts, nothing else ----------------------------------------------------------
@@ -709,10 +725,22 @@ GatewayIn = (
     | Scraped
     | Controlled
     | PathLost
+    | StatsTold
 )
 TokenizerIn = Tokenize | Detokenize
 SchedulerIn = (
-    Generate | Cancel | Stop | PathLost | Attached | Fenced | OutOfStep | StepResult | Control | Slept | Broken
+    Generate
+    | Cancel
+    | Stop
+    | PathLost
+    | Attached
+    | Fenced
+    | OutOfStep
+    | StepResult
+    | Control
+    | Slept
+    | Broken
+    | AskStats
 )
 DetokenizerIn = TokenBatch
 WorkerIn = Attach | StepPlan | Sleep | Wake

@@ -1,54 +1,42 @@
-"""A gateway's counters in their Prometheus form."""
+"""Metric families in their Prometheus form, under vLLM's prefix, ours, or both."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 
-from blockyard.shared.ring_client.meters import REASONS, Meters
+from blockyard.shared.config.gateway import MetricsNames
+from blockyard.shared.ring_client.histogram import Histogram
+from blockyard.shared.ring_client.meters import Meters
+from blockyard.shared.ring_client.metric_families import Family, Kind, Sample, Source, labels, vllms_names
 
 
-class MeterFamilies:
-    """prometheus_client calls `collect`."""
+def expose(families: Iterable[Family[Source]], source: Source, meters: Meters, names: MetricsNames) -> Iterator[Metric]:
+    for family in families:
+        samples = family.samples(source)
+        if names is not MetricsNames.BLOCKYARD:
+            for name in vllms_names(family):
+                yield _family(f"vllm:{name}", family, samples, meters, finer=False)
+        if names is not MetricsNames.VLLM:
+            yield _family(f"blockyard:{family.name}", family, samples, meters, finer=True)
 
-    def __init__(self, meters: Meters) -> None:
-        self._meters = meters
 
-    def collect(self) -> Iterator[Metric]:
-        meters = self._meters
-        model = [meters.model_name]
-        for name, text, value in (
-            ("requests", "Generation requests that were sent into the ring", meters.requests),
-            ("prompt_tokens", "Prompt tokens", meters.prompt_tokens),
-            ("generation_tokens", "Generated tokens", meters.output_tokens),
-            ("requests_resent", "Requests sent again after a member was lost or fell silent", meters.resent),
-        ):
-            counter = CounterMetricFamily(f"blockyard:{name}", text, labels=["model_name"])
-            counter.add_metric(model, value)
-            yield counter
-        ended = CounterMetricFamily(
-            "blockyard:request_success", "Choices that ended, by reason", labels=["model_name", "finished_reason"]
-        )
-        for finish, count in meters.ended.items():
-            ended.add_metric([*model, REASONS[finish]], count)
-        yield ended
-        answers = CounterMetricFamily(
-            "blockyard:http_responses", "HTTP answers by status", labels=["model_name", "status"]
-        )
-        for status, count in sorted(meters.responses.items()):
-            answers.add_metric([*model, status], count)
-        yield answers
-        for name, text, histogram in (
-            (
-                "tokenize_seconds",
-                "From the HTTP request to the ids of its prompts: waiting and work",
-                meters.tokenizing,
-            ),
-            ("time_to_first_token_seconds", "From the HTTP request to a prompt's first token", meters.ttft),
-            ("inter_token_latency_seconds", "Between two pieces of text of one choice", meters.itl),
-            ("e2e_request_latency_seconds", "From the HTTP request to its last token", meters.e2e),
-            ("request_prompt_tokens", "Prompt tokens of a prompt", meters.prompt_sizes),
-            ("request_generation_tokens", "Generated tokens of a prompt's choices", meters.output_sizes),
-        ):
-            family = HistogramMetricFamily(f"blockyard:{name}", text, labels=["model_name"])
-            family.add_metric(model, histogram.buckets(), histogram.total)
-            yield family
+def _family(name: str, family: Family[Source], samples: list[Sample], meters: Meters, finer: bool) -> Metric:
+    keys = list(labels(meters, samples[0])) if samples else []
+    if family.kind is Kind.HISTOGRAM:
+        histograms = HistogramMetricFamily(name, family.help, labels=keys)
+        for sample in samples:
+            assert isinstance(sample.value, Histogram)
+            buckets = [(limit, float(count)) for limit, count in sample.value.buckets(finer)]
+            histograms.add_metric(list(labels(meters, sample).values()), buckets, sample.value.total)
+        return histograms
+    kind = CounterMetricFamily if family.kind is Kind.COUNTER else GaugeMetricFamily
+    numbers = kind(name, family.help, labels=keys)
+    for sample in samples:
+        assert not isinstance(sample.value, Histogram)
+        numbers.add_metric(list(labels(meters, sample).values()), sample.value)
+    return numbers

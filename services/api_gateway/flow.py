@@ -84,6 +84,7 @@ class Flow:
                 user=job.user,
                 cache_salt=job.cache_salt,
                 beam=job.choices.beam,
+                n=job.choices.returned,
             )
             if echoes:
                 for sink in sinks:
@@ -92,7 +93,7 @@ class Flow:
         self._calls.add(call)
         if self._log_requests:
             _log(call)
-        self._meters.opened(call.entries)
+        self._meters.requests += 1
         for entry in call.entries:
             self._dispatch.open(entry, self.clock())
         return call
@@ -106,8 +107,6 @@ class Flow:
         """The handler is done with the call, however it ended."""
         self._calls.discard(call)
         call.close()
-        if call.is_finished() and call.error is None:
-            self._meters.closed(call.entries, self.clock() - call.arrived_s)
 
     def abandon(self, error: ApiError) -> None:
         """Fails every open call: the process is about to end."""

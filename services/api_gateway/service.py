@@ -26,7 +26,7 @@ class Gateway:
         self.num_active = 0  # HTTP requests that POST
         self.client = RingClient(links, config.served_model_names, config.stall_timeout_s, clock)
         self.meters, self.journal = self.client.meters, self.client.journal
-        self.metrics = Metrics(links, self.meters)
+        self.metrics = Metrics(links, self.meters, self.client.counts, config.metrics_names)
         self.streams = Streams(config.keepalive_s, config.client_timeout_s, config.max_unread_mib << 20)
         self.flow = Flow(self.client, config.log_requests)
         self.bodies = Bodies(config)
@@ -47,7 +47,7 @@ class Gateway:
             case Scrape():
                 self.metrics.scrape(peer, event)
             case Scraped():
-                self.metrics.scraped(event)
+                self.metrics.scraped(peer, event)
             case _:
                 self.client.handle(peer, event)
 

@@ -135,7 +135,8 @@ class TextStreams:
             token_ids = token_ids[known:]
             if not token_ids and step.finish is None and not step.prompt_logprobs:
                 return None
-        if step.finish is not None or step.logprobs or step.prompt_logprobs or step.cached_tokens:
+        extras = step.logprobs or step.prompt_logprobs or step.cached_tokens or step.queued_s is not None
+        if step.finish is not None or extras:
             return self._full_step(stream, step, token_ids, known, outcome)
         return self._plain(stream, token_ids, outcome)
 
@@ -223,4 +224,5 @@ def _with_extras(
         first_prompt=step.first_prompt,
         prompt_logprobs=prompt_logprobs,
         cached_tokens=step.cached_tokens,
+        queued_s=step.queued_s,
     )

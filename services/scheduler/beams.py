@@ -53,6 +53,7 @@ class Beams:
             self._groups.stir(self._groups.attached[worker] for worker in near)  # one may have to give way there
             return
         search.num_cached = max(search.num_cached, choice.num_cached or 0)
+        search.queued_s = choice.queued_s if search.queued_s is None else search.queued_s
         search.steps.shorten(group.max_model_len - request.num_prompt)
         extensions = search.steps.step(live, group.geometry.eos_token_ids)
         if extensions:
@@ -122,7 +123,7 @@ class Beams:
                 self._lifecycle.fail(choice, f"beam search found {len(found)} sequences, no more")
                 return
             if request.sink is not None:
-                request.sink.steps.append(_step(choice, found[choice.index], search.num_cached))
+                request.sink.steps.append(_step(choice, found[choice.index], search))
             self._lifecycle.end(choice)
 
 
@@ -145,7 +146,7 @@ def _fork(index: int, parent: Choice, hypothesis: Hypothesis) -> Choice:
     )
 
 
-def _step(choice: Choice, found: Finished, num_cached: int) -> TokenStep:
+def _step(choice: Choice, found: Finished, search: Search) -> TokenStep:
     request, best = choice.request, found.hypothesis
     return TokenStep(
         request.id,
@@ -156,5 +157,6 @@ def _step(choice: Choice, found: Finished, num_cached: int) -> TokenStep:
         found.finish,
         found.stop_token,
         logprobs=best.entries,
-        cached_tokens=num_cached if choice.index == 0 else 0,
+        cached_tokens=search.num_cached if choice.index == 0 else 0,
+        queued_s=search.queued_s,
     )

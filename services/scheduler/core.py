@@ -253,6 +253,8 @@ class Scheduler:
             displaced_total=self._planner.preemption.num_displaced,
             refused=[Refusals(reason, total) for reason, total in self._intake.num_refused.items()],
             tenants=self._policy.largest(MAX_TENANTS),
+            step_sizes=list(self._results.step_sizes),
+            step_tokens_total=self._results.num_step_tokens,
         )
 
     def _tell_lost(self) -> None:

@@ -31,6 +31,11 @@ class Gate:
         """A step with a prompt."""
         self._prompt_s = step_s
 
+    def seated(self, choice: Choice) -> None:
+        """Notes how long it waited for its first seat."""
+        if choice.queued_s is None:
+            choice.queued_s = max(0.0, self._now - choice.request.came_s)
+
     def first(self, group: Group) -> Choice | None:
         """Who is to be seated in this group before whoever is next."""
         return self.suspects.next(group) if self.suspects else None

@@ -181,6 +181,7 @@ class Planner:
         """The caller has looked at free slots and blocks."""
         self._promises.keep(choice.request)
         self._waiting.take(choice)
+        self._gate.seated(choice)
         choice.key = self._policy.key(choice)
         self._policy.seated(choice, choice.known - found.num_tokens if choice.num_cached is None else 0)
         found.held = group.blocks.host.hold(list(found.host.values()))

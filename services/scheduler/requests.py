@@ -91,6 +91,7 @@ class Search:
     steps: BeamSearch
     choices: list["Choice"]
     num_cached: int = 0  # prompt tokens that the first one found
+    queued_s: float | None = None  # how long the first one waited for its seat
     stalled: dict[int, int] = field(default_factory=dict)  # by worker: last plan sent when none of it could run there
 
     def sampling(self, asked: Sampling, eos: Sequence[int]) -> Sampling:
@@ -123,6 +124,7 @@ class Choice:
     names: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they were asked for
     names_size: int = 0  # tokens of the blocks that are named; 0: nobody asked
     num_cached: int | None = None  # prompt tokens found when it first got a seat
+    queued_s: float | None = None  # how long its request had waited when it first got a seat
     tells_cached: bool = True  # false: an earlier attempt had a seat elsewhere, and this one finds what that computed
     hypothesis: Hypothesis | None = None  # of a beam search
     fork_of: "Seat | None" = None  # has computed all its tokens but the last

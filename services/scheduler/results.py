@@ -1,6 +1,7 @@
 """What a StepResult means for the choices that ran."""
 
 from array import array
+from bisect import bisect_left
 from collections import deque
 
 from blockyard.services.scheduler.beams import Beams
@@ -12,7 +13,7 @@ from blockyard.services.scheduler.prefix import PrefixCache
 from blockyard.services.scheduler.requests import Choice, Phase, Seat
 from blockyard.services.scheduler.spoilt import spoilt, unfetched
 from blockyard.services.scheduler.waiting import WaitingQueue
-from blockyard.shared.messages import NO_TOKEN, FinishReason, SlotResult, StepResult, TokenRows, TokenStep
+from blockyard.shared.messages import NO_TOKEN, STEP_TOKENS, FinishReason, SlotResult, StepResult, TokenRows, TokenStep
 
 
 class Results:
@@ -21,10 +22,13 @@ class Results:
     def __init__(self, waiting: WaitingQueue, lifecycle: Lifecycle, prefix: PrefixCache, beams: Beams) -> None:
         self.num_output_tokens = 0
         self.num_prompt_tokens = 0  # of prompts and of what was computed again
+        self.step_sizes = [0] * (len(STEP_TOKENS) + 1)  # steps by tokens computed of prompts plus generated
+        self.num_step_tokens = 0
         self._waiting, self._lifecycle, self._prefix, self._beams = waiting, lifecycle, prefix, beams
 
     def apply(self, group: Group, record: PlanRecord, result: StepResult) -> None:
         """Slots that did not run in the plan are ignored; those that did and are silent produced nothing."""
+        before = self.num_prompt_tokens + self.num_output_tokens
         if result.failed_fetches:
             self._unfetched(group, record, result.failed_fetches)
         self._tokens(group, record, result)
@@ -35,6 +39,10 @@ class Results:
         for number, seat in record.seats.items():
             seat.granted -= record.chunks.get(number, 1)
         group.due.extend(record.filled)
+        num_tokens = self.num_prompt_tokens + self.num_output_tokens - before
+        if num_tokens:
+            self.num_step_tokens += num_tokens
+            self.step_sizes[bisect_left(STEP_TOKENS, num_tokens)] += 1
 
     def _tokens(self, group: Group, record: PlanRecord, result: StepResult) -> None:
         """Those of slots that have no more to say. In `record.seats` are the others after it, rows among them."""
@@ -116,6 +124,7 @@ class Results:
                     slot.first_prompt,
                     slot.prompt_logprobs,
                     0 if first else choice.told_cached,
+                    None if first else choice.queued_s,
                 )
             )
         if choice.ticket:

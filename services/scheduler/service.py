@@ -11,7 +11,7 @@ from blockyard.services.scheduler.core import Scheduler
 from blockyard.services.scheduler.outbox import Outgoing, Verb
 from blockyard.services.scheduler.report import Report
 from blockyard.shared.member_list import Changed, Event, Gone, Joined
-from blockyard.shared.messages import Frame, ModelCard, SchedulerIn, Stats
+from blockyard.shared.messages import AskStats, Frame, ModelCard, SchedulerIn, Stats, StatsTold
 from blockyard.shared.serving import rss_bytes
 
 TICK_S = 0.25  # at most this late are deadlines, reports and SIGTERM
@@ -53,6 +53,8 @@ class Service:
                 self._core.present(member, now)
             case Gone():
                 self._core.gone(peer)
+            case AskStats(request_id):
+                self._links.answer(peer, StatsTold(request_id, self._stats()))
             case _:
                 self._core.handle(peer, event, now)
 
@@ -79,14 +81,17 @@ class Service:
             self._links.update(card=core.card, ready=ready, phase=core.phase, notes=core.notes)
         if now >= self._stats_at:
             self._stats_at = now + STATS_S
-            stats = core.stats()
-            self._links.count(msgspec.structs.replace(stats, rss_bytes=rss_bytes()))
+            stats = self._stats()
+            self._links.count(stats)
             self._report.warn(stats)
             if self._report.due(now):
                 self._report.tell(stats, now)
             if core.idle and now - self._collected_at > COLLECT_S:
                 self._collected_at = now
                 gc.collect()
+
+    def _stats(self) -> Stats:
+        return msgspec.structs.replace(self._core.stats(), rss_bytes=rss_bytes())
 
     def _timeout(self, now: float) -> float:
         wake_at = self._core.wake_at()

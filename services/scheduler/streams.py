@@ -108,6 +108,7 @@ class Streams:
                     num_delivered,
                     ids,
                     cached_tokens=0 if num_delivered else choice.told_cached,
+                    queued_s=None if num_delivered else choice.queued_s,
                 )
             )
 

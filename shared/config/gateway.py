@@ -1,5 +1,7 @@
 """Settings of an API gateway."""
 
+import enum
+
 import msgspec
 
 from blockyard.shared.config.process import ProcessConfig
@@ -51,6 +53,14 @@ class SamplingDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
                 raise ValueError(f"{name} is out of range: {getattr(self, name)}")
 
 
+class MetricsNames(enum.StrEnum):
+    """Prefixes in /metrics."""
+
+    BOTH = "both"
+    VLLM = "vllm"  # its families alone
+    BLOCKYARD = "blockyard"
+
+
 class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One HTTP server. Replicas differ in `process.name` and `metrics_port` alone."""
 
@@ -60,6 +70,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     uds: str = ""  # path of a Unix socket, in place of host and port
     reuse_port: bool = True  # replicas on one host share the port
     metrics_port: int = 0  # this replica's own /metrics; 0: none
+    metrics_names: MetricsNames = MetricsNames.BOTH
     root_path: str = ""  # prefix under which a proxy shows this server
     api_keys: list[str] = []  # empty: no key is asked for
     admin_keys: list[str] = []  # for operators' endpoints; empty: the API keys, and without those this machine alone

@@ -13,7 +13,9 @@ from blockyard.shared.messages import (
     Member,
     PathLost,
     Refused,
+    Role,
     RoomChanged,
+    StatsTold,
     TextBatch,
     TextRejected,
     Tokenized,
@@ -24,6 +26,7 @@ from blockyard.shared.ring_client.dispatch import Dispatch
 from blockyard.shared.ring_client.fanout import Fanout
 from blockyard.shared.ring_client.hold import HOLD_S
 from blockyard.shared.ring_client.journal import Journal
+from blockyard.shared.ring_client.member_counts import MemberCounts
 from blockyard.shared.ring_client.meters import Meters
 from blockyard.shared.ring_client.recovery import Recovery
 from blockyard.shared.ring_client.ring_links import RingLinks
@@ -51,6 +54,7 @@ class RingClient:
         self.admission = Admission(served_model_names)
         self.text_work = TextWork(links)
         self.controls = Controls(links)
+        self.counts = MemberCounts(links)
         self.dispatch = Dispatch(links, self.journal, self.admission, self.meters, hold_s)
         self._recovery = Recovery(links, self.journal, self.admission, self.dispatch, stall_timeout_s)
         self._fanout = Fanout(links, self.journal, self.dispatch, self._recovery, self.meters)
@@ -71,6 +75,8 @@ class RingClient:
                 self.admission.heard(peer, event.room, self.clock())
             case Controlled():
                 self.controls.answered(peer, event)
+            case StatsTold():
+                self.counts.told(peer, event)
             case Joined() | Changed():
                 self._changed(event.member)
             case Gone():
@@ -95,11 +101,12 @@ class RingClient:
         self.admission.changed(member)
         self.text_work.changed(member)
         self._recovery.changed(member, self.clock())
-        if not self.meters.model_name and (cards := self.admission.cards()):
-            self.meters.model_name = cards[0].names[0]
+        if member.role is Role.SCHEDULER and (cards := self.admission.cards()):
+            self.meters.serves(cards[0])
 
     def _gone(self, member: Member) -> None:
         self.admission.gone(member, self.clock())
         self.text_work.gone(member)
         self.controls.gone(member)
+        self.counts.gone(member)
         self._recovery.gone(member, self.clock())

@@ -1,7 +1,7 @@
 """Open requests go out to a scheduler, as often as it takes."""
 
 from blockyard.shared.errors import RequestError
-from blockyard.shared.messages import Cancel
+from blockyard.shared.messages import Cancel, FinishReason
 from blockyard.shared.ring_client.admission import Admission
 from blockyard.shared.ring_client.hold import HOLD_S, Hold
 from blockyard.shared.ring_client.journal import Entry, Journal
@@ -25,22 +25,27 @@ class Dispatch:
             self.hold.check(model, num_choices, num_tokens)
 
     def open(self, entry: Entry, now: float) -> None:
-        entry.heard_s = now
+        entry.heard_s = entry.sent_s = now
         self._journal.open(entry)
         if not self._send(entry):
             self.hold.put(entry, now)
 
     def close(self, entry: Entry) -> None:
         """The request is over for its caller; what still runs of it is cancelled."""
+        self._close(entry, FinishReason.CANCELLED)
+
+    def _close(self, entry: Entry, finish: FinishReason | None) -> None:
         if self._journal.close(entry.request_id) is None:
             return
+        if finish is not None:
+            self._meters.ended_early(entry.num_open, finish)
         self.waiting.pop(entry.request_id, None)
         self.hold.drop(entry)
         if entry.num_open and entry.scheduler is not None:
             self._links.send(entry.scheduler, Cancel(entry.request_id, entry.attempt))
 
     def fail(self, entry: Entry, error: RequestError) -> None:
-        self.close(entry)
+        self._close(entry, FinishReason.FAILED if entry.accepted else None)  # what was refused never was a request
         entry.owner.failed(entry, error)
 
     def again(self, entry: Entry, now: float) -> None:

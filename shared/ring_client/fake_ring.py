@@ -13,6 +13,7 @@ from blockyard.shared.fake_links import FakeLinks
 from blockyard.shared.member_list import Event, Gone, Joined
 from blockyard.shared.messages import (
     Accepted,
+    AskStats,
     Cancel,
     Control,
     Controlled,
@@ -27,6 +28,7 @@ from blockyard.shared.messages import (
     Refused,
     Role,
     Room,
+    StatsTold,
     TextBatch,
     TextDelta,
     TextLogprobs,
@@ -120,6 +122,8 @@ class FakeRing(FakeLinks):
                 self._admit(to, frame)
             case Control():
                 self.receive(to, self.control(frame))
+            case AskStats():
+                self.receive(to, StatsTold(frame.request_id, self.members[to].stats))
             case Cancel():
                 running = self.running.get(frame.request_id)
                 if running is not None and running.frame.attempt <= frame.attempt:
@@ -187,6 +191,7 @@ class FakeRing(FakeLinks):
             detail,
             shown,
             cached_tokens=3,
+            queued_s=None if index else 0.004,
         )
 
 

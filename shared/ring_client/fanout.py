@@ -5,7 +5,7 @@ from collections import OrderedDict
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import Cancel, FinishReason, Role, TextBatch, TextDelta
 from blockyard.shared.ring_client.dispatch import Dispatch
-from blockyard.shared.ring_client.journal import Journal
+from blockyard.shared.ring_client.journal import ChoiceLog, Journal
 from blockyard.shared.ring_client.meters import Meters
 from blockyard.shared.ring_client.recovery import Recovery
 from blockyard.shared.ring_client.ring_links import RingLinks
@@ -33,29 +33,33 @@ class Fanout:
                 if choice.arrived_s:
                     meters.between_tokens(now - choice.arrived_s)
                 else:
-                    self._first(delta, now)
+                    self._first(delta, choice, now)
                 choice.arrived_s = now
             if delta.finish is None:
                 choice.sink.push(delta, now, stamp_s)
             else:
-                meters.choice_ended(delta.finish)
                 if delta.finish <= FinishReason.LENGTH:
                     choice.sink.push(delta, now, stamp_s)
-                self._ended(delta)
+                self._ended(delta, choice, now)
         if self._journal.gapped or self._journal.strays:
             self._mend(now)
 
-    def _first(self, delta: TextDelta, now: float) -> None:
+    def _first(self, delta: TextDelta, choice: ChoiceLog, now: float) -> None:
         entry = self._journal.entries[delta.request_id]
-        self._meters.first_token(now - entry.opened_s)
+        choice.queued_s = delta.queued_s or 0.0
+        self._meters.first_token(entry, choice, now)
         if delta.finish != FinishReason.FAILED:  # a failure before anything else is a status code
             entry.accept()
 
-    def _ended(self, delta: TextDelta) -> None:
+    def _ended(self, delta: TextDelta, choice: ChoiceLog, now: float) -> None:
         entry = self._journal.entries[delta.request_id]
-        if delta.finish in (FinishReason.FAILED, FinishReason.CANCELLED):
+        assert delta.finish is not None
+        if delta.finish > FinishReason.LENGTH:
+            self._meters.ended_early(1, delta.finish)
             self._dispatch.fail(entry, RequestError(delta.detail or "the ring gave this request up", status=500))
-        elif entry.num_open == 0:
+            return
+        self._meters.choice_ended(entry, choice, delta.finish, now)
+        if entry.num_open == 0:
             self._dispatch.close(entry)
             entry.accept()  # where not one token came before the end
             entry.owner.finished(entry)

@@ -41,7 +41,17 @@ class Owner(Protocol):
 class ChoiceLog:
     """One continuation: what was delivered of it."""
 
-    __slots__ = ("arrived_s", "chars_sent", "finish", "index", "output_ids", "reopened", "sink")
+    __slots__ = (
+        "arrived_s",
+        "chars_sent",
+        "finish",
+        "first_s",
+        "index",
+        "output_ids",
+        "queued_s",
+        "reopened",
+        "sink",
+    )
 
     def __init__(self, index: int, sink: Sink) -> None:
         self.index = index
@@ -51,6 +61,8 @@ class ChoiceLog:
         self.finish: FinishReason | None = None
         self.reopened = -1  # attempt whose opening brought text of ids delivered before
         self.arrived_s = 0.0  # when its last text came; 0 before the first
+        self.first_s = 0.0  # when its first text came
+        self.queued_s = 0.0  # how long it waited in the scheduler for its first seat
 
 
 class Entry:
@@ -63,12 +75,15 @@ class Entry:
         "block_names",
         "cache_salt",
         "cached_tokens",
+        "came_s",
         "choices",
         "crashes",
         "detokenizer",
         "gaps",
+        "has_output",
         "heard_s",
         "model",
+        "n",
         "not_before_s",
         "num_open",
         "opened_s",
@@ -79,6 +94,7 @@ class Entry:
         "request_id",
         "sampling",
         "scheduler",
+        "sent_s",
         "tenant",
         "text",
         "user",
@@ -101,7 +117,9 @@ class Entry:
         user: str = "",
         cache_salt: str = "",
         beam: Beam | None = None,
+        n: int | None = None,
     ) -> None:
+        """`now`: when its caller asked. `n`: choices that the caller gets; None: all."""
         self.request_id = request_id
         self.model = model
         self.prompt_ids = prompt_ids
@@ -115,13 +133,15 @@ class Entry:
         self.user = user
         self.cache_salt = cache_salt
         self.beam = beam
+        self.n = len(choices) if n is None else n
         self.crashes = 0
         self.attempt = 0
         self.scheduler: int | None = None  # incarnation; None while there is none to send to
         self.detokenizer: int | None = None
         self.accepted = False  # by any attempt
         self.num_open = len(choices)
-        self.opened_s = now
+        self.came_s = self.opened_s = self.sent_s = now
+        self.has_output = False  # of some choice
         self.heard_s = now  # when anything last came for it
         self.not_before_s = 0.0  # a refused repetition waits until then
         self.gaps = 0

@@ -1,14 +1,19 @@
-"""What a client of the ring counts. Plain integers and lists: an observation costs a tenth of a microsecond."""
+"""What a client of the ring counts itself: requests, their tokens and their times. What its schedulers count is in
+member_counts.py, how all of it is called in metric_families.py."""
 
-from bisect import bisect_left
+from blockyard.shared.messages import FinishReason, ModelCard
+from blockyard.shared.ring_client.histogram import Histogram, one_two_five
+from blockyard.shared.ring_client.journal import ChoiceLog, Entry
 
-from blockyard.shared.messages import FinishReason
-from blockyard.shared.ring_client.journal import Entry
-
-TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
-ITL_S = (0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
-E2E_S = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 240.0, 480.0, 960.0)
-TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+_SECONDS = (1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
+TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, *_SECONDS, 160.0, 640.0, 2560.0)
+TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, *_SECONDS)
+FINER_TOKEN_S = (0.0005, 0.001, 0.002, 0.005)
+_MINUTES = (60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0)
+REQUEST_S = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, *_MINUTES)
+FINER_REQUEST_S = (0.001, 0.005, 0.02, 0.05, 0.1)
+NUM_CHOICES = (1, 2, 5, 10, 20)
+MOST_TOKENS = 50_000_000  # no context is longer; what is beyond the model's is not shown
 
 REASONS = {
     FinishReason.STOP: "stop",
@@ -18,27 +23,8 @@ REASONS = {
 }
 
 
-class Histogram:
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.total = 0.0
-
-    def observe(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.total += value
-
-    def buckets(self) -> list[tuple[str, float]]:
-        """Cumulative, as Prometheus has them."""
-        out, seen = [], 0
-        for bound, count in zip([*map(str, map(float, self.bounds)), "+Inf"], self.counts, strict=True):
-            seen += count
-            out.append((bound, float(seen)))
-        return out
-
-
 class Meters:
-    """Counters since start."""
+    """Counters since start. As in vLLM each choice of a request counts as one, but prompt tokens once a prompt."""
 
     def __init__(self, model_name: str) -> None:
         self.model_name = model_name  # the first served name; set once a scheduler has joined
@@ -50,27 +36,55 @@ class Meters:
         self.responses: dict[str, int] = {}  # HTTP status -> answers
         self.tokenizing = Histogram(TTFT_S)
         self.ttft = Histogram(TTFT_S)
-        self.itl = Histogram(ITL_S)
-        self.e2e = Histogram(E2E_S)
-        self.prompt_sizes = Histogram(TOKENS)
-        self.output_sizes = Histogram(TOKENS)
+        self.itl = Histogram(TOKEN_S, FINER_TOKEN_S)
+        self.tpot = Histogram(TOKEN_S, FINER_TOKEN_S)
+        self.e2e, self.queueing, self.prefill, self.decode, self.inference = (
+            Histogram(REQUEST_S, FINER_REQUEST_S) for _ in range(5)
+        )
+        sizes = [Histogram(one_two_five(MOST_TOKENS)) for _ in range(5)]
+        self.prompt_sizes, self.computed_sizes, self.output_sizes, self.longest_sizes, self.max_tokens = self._sizes = (
+            sizes
+        )
+        self.num_choices = Histogram(NUM_CHOICES)
         self.tokenized = self.tokenizing.observe
-        self.first_token = self.ttft.observe
         self.between_tokens = self.itl.observe
 
-    def opened(self, entries: list[Entry]) -> None:
-        self.requests += 1
-        for entry in entries:
+    def serves(self, card: ModelCard) -> None:
+        """A model is there: the name of all series, and the largest bucket of lengths."""
+        self.model_name = self.model_name or card.names[0]
+        for histogram in self._sizes:
+            histogram.most = card.max_model_len
+
+    def first_token(self, entry: Entry, choice: ChoiceLog, now: float) -> None:
+        self.ttft.observe(now - entry.came_s)
+        choice.first_s = now
+        if not entry.has_output:
+            entry.has_output = True
             self.prompt_tokens += entry.num_prompt_tokens
-            self.prompt_sizes.observe(entry.num_prompt_tokens)
 
-    def closed(self, entries: list[Entry], took_s: float) -> None:
-        self.e2e.observe(took_s)
-        for entry in entries:
-            self.output_sizes.observe(sum(len(c.output_ids) for c in entry.choices))
+    def ended_early(self, num_choices: int, finish: FinishReason) -> None:
+        """Aborted by the caller, or failed."""
+        self.ended[finish] += num_choices
 
-    def choice_ended(self, finish: FinishReason) -> None:
+    def choice_ended(self, entry: Entry, choice: ChoiceLog, finish: FinishReason, now: float) -> None:
+        """It has all its tokens."""
         self.ended[finish] += 1
+        num_tokens, first_s = len(choice.output_ids), choice.first_s or now
+        decode_s = now - first_s
+        prefill_s = max(0.0, first_s - entry.sent_s - choice.queued_s)
+        self.e2e.observe(now - entry.came_s)
+        self.queueing.observe(choice.queued_s)
+        self.prefill.observe(prefill_s)
+        self.decode.observe(decode_s)
+        self.inference.observe(prefill_s + decode_s)
+        self.tpot.observe(decode_s / (num_tokens - 1) if num_tokens > 1 else 0.0)
+        self.prompt_sizes.observe(entry.num_prompt_tokens)
+        self.computed_sizes.observe(entry.num_prompt_tokens - entry.cached_tokens)
+        self.output_sizes.observe(num_tokens)
+        self.max_tokens.observe(entry.sampling.max_tokens)
+        if entry.num_open == 0:
+            self.longest_sizes.observe(max(len(one.output_ids) for one in entry.choices))
+            self.num_choices.observe(entry.n)
 
     def responded(self, status: int) -> None:
         self.responses[str(status)] = self.responses.get(str(status), 0) + 1

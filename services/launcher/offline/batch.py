@@ -67,7 +67,7 @@ class Batch:
             self._indexes[entry.request_id] = index
             self._open[entry.request_id] = entry
         self.progress.began_s = self.progress.heard_s = self._client.clock()
-        self._client.meters.opened(list(self._open.values()))
+        self._client.meters.requests += 1
         try:
             for entry in self._open.values():
                 self._gate.put(entry)
@@ -92,7 +92,6 @@ class Batch:
         self.outputs[index] = request_output(
             entry, text, asked.choices.returned, asked.num_logprobs, self._arrival, queued_s
         )
-        self._client.meters.closed([entry], self._client.clock() - self._arrival.clock_s)
         self.progress.num_prompt_tokens += entry.num_prompt_tokens
         self._ended(entry)
 
@@ -178,10 +177,11 @@ class Batch:
             text=asked.text,
             choices=[ChoiceLog(i, Collected(self.progress, asked.detokenize)) for i in range(asked.choices.computed)],
             owner=self,
-            now=self._client.clock(),
+            now=self._arrival.clock_s,
             priority=job.priority,
             cache_salt=job.prompt.work.cache_salt,
             beam=asked.choices.beam,
+            n=asked.choices.returned,
         )
 
     def _located(self, error: RequestError, index: int) -> BlockyardError:

@@ -24,6 +24,7 @@ SERVER_ONLY = {flag.name for group in ("HTTP server", "Security") for flag in GR
     "api-gateways",
     "enable-log-requests",
     "metrics-port",
+    "metrics-names",
     "client-timeout",
     "max-body-bytes",
     "shutdown-timeout",

@@ -57,10 +57,7 @@ class Operations:
         return True
 
     def get_metrics(self) -> list[Metric]:
-        """Counters, gauges and histograms under vLLM's names.
-
-        Waits for up to 1.2 s after a call of `generate`, until the scheduler has told what it counted.
-        """
+        """Counters, gauges and histograms under vLLM's names."""
         return self._session.look(snapshot)
 
     def _ask(self, control: Control) -> list[Controlled]:

@@ -5,7 +5,6 @@ import concurrent.futures
 import contextlib
 import os
 import threading
-import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,13 +24,13 @@ from blockyard.shared.config.gateway import GatewayConfig
 from blockyard.shared.config.given import Values
 from blockyard.shared.config.resolve import Deployment, resolve
 from blockyard.shared.errors import RequestError
-from blockyard.shared.messages import GatewayIn, Member, ModelCard, Role, RoomChanged, Stats
+from blockyard.shared.messages import GatewayIn, ModelCard, Role, RoomChanged, Stats
 from blockyard.shared.ring_client.client import RingClient
+from blockyard.shared.ring_client.member_counts import MemberCounts
 from blockyard.shared.ring_client.meters import Meters
 
 T = TypeVar("T")
 NAME = "llm"
-STATS_AGE_S = 1.2  # a scheduler counts twice a second, and tells it with its next heartbeat
 MakeDisplay = Callable[[Deployment], Display]
 
 
@@ -57,7 +56,6 @@ class Session:
         self._served = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._batches: set[Batch] = set()
-        self._served_s = -STATS_AGE_S  # when the last call ended
         self._num_batches = 0
         self._end = ""  # why there is no ring any more
         self._loop = asyncio.new_event_loop()
@@ -107,13 +105,12 @@ class Session:
 
         self.call(fail)
 
-    def look(self, read: Callable[[Meters, list[Member]], T]) -> T:
-        """What `read` makes of the counters and of the members of the ring, once these have told of all requests that
-        have ended. Raises RingLost."""
+    def look(self, read: Callable[[Meters, MemberCounts], T]) -> T:
+        """What `read` makes of the counters, the schedulers' as of now. Raises RingLost."""
 
         async def reading(client: RingClient) -> T:
-            await asyncio.sleep(self._served_s + STATS_AGE_S - time.monotonic())
-            return read(client.meters, list(self._links.members.values()))
+            await client.counts.refresh()
+            return read(client.meters, client.counts)
 
         return self.call(reading)
 
@@ -191,7 +188,6 @@ class Session:
             await self._guarded(batch.run())
         finally:
             self._batches.discard(batch)
-            self._served_s = time.monotonic()
 
     async def _guarded(self, work: Coroutine[Any, Any, T]) -> T:
         """Ends with RingLost when the ring does."""

@@ -26,6 +26,15 @@ RING = (
         most=65535,
     ),
     Flag(
+        "metrics-names",
+        Kind.TEXT,
+        "both",
+        "Prefix of the metrics: vllm: (the families that vLLM has, with its labels and buckets), blockyard: (those and "
+        "ours), or both.",
+        ("gateway.metrics_names",),
+        choices=("both", "vllm", "blockyard"),
+    ),
+    Flag(
         "shutdown-timeout",
         Kind.FLOAT,
         30.0,

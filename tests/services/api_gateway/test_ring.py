@@ -6,9 +6,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
-from blockyard.shared.messages import Generate, Member, Role, Scrape, Scraped, Stats, Tokenize
+from blockyard.shared.messages import Generate, Role, Scrape, Stats, Tokenize
 from blockyard.shared.ring_client import hold
 from blockyard.shared.ring_client.fake_ring import (
     CARD,
@@ -181,56 +180,10 @@ async def test_health_ready_and_live(rig) -> None:
         assert await status("/health") == 503
 
 
-async def test_metrics_are_the_sum_of_all_gateways(rig) -> None:
-    async with rig() as r:
-        r.ring.members[SCHEDULER] = msgspec.structs.replace(
-            MEMBERS[1],
-            stats=Stats(
-                running=3,
-                waiting=2,
-                preemptions_total=7,
-                blocks_used=5,
-                blocks_total=20,
-                prefix_queries_total=80,
-                prefix_hits_total=20,
-            ),
-        )
-        await r.post(COMPLETION, completion(prompt="abc", max_tokens=4))
-        r.ring.join(Member("api_gateway 1", Role.API_GATEWAY, 77, "ipc:///77", ready=True))
-        asked = asyncio.create_task(get(r, "/metrics"))
-        await r.until(lambda: bool(r.ring.frames(Scrape)))
-        r.gateway.handle(77, Scraped(r.ring.frames(Scrape)[0].request_id, r.gateway.metrics.own()))
-        found = samples(await asked)
-        alone = samples(await get(r, "/metrics"))  # 77 does not answer this time
-    tiny = (("model_name", "tiny"),)
-    assert found["blockyard:requests_total", tiny] == 2 and alone["blockyard:requests_total", tiny] == 1
-    assert found["blockyard:prompt_tokens_total", tiny] == 6
-    assert found["blockyard:generation_tokens_total", tiny] == 8
-    assert found["blockyard:time_to_first_token_seconds_count", tiny] == 2
-    assert found["blockyard:tokenize_seconds_count", tiny] == 2
-    assert found["blockyard:inter_token_latency_seconds_count", tiny] == 6
-    assert found["blockyard:e2e_request_latency_seconds_count", tiny] == 2
-    assert found["blockyard:request_success_total", (("finished_reason", "length"), *tiny)] == 2
-    scheduler = (("member", "scheduler"), *tiny, ("role", "scheduler"))
-    assert found["blockyard:num_requests_running", scheduler] == 3
-    assert found["blockyard:num_preemptions_total", scheduler] == 7
-    assert found["blockyard:prefix_cache_queries_total", scheduler] == 80
-    assert found["blockyard:prefix_cache_hits_total", scheduler] == 20
-    assert found["blockyard:kv_cache_usage_perc", scheduler] == 0.25
-
-
 async def get(r: Any, path: str) -> str:
     async with r.http.get(path) as response:
         assert response.status == 200
         return await response.text()
-
-
-def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    return {
-        (s.name, tuple(sorted(s.labels.items()))): s.value
-        for family in text_string_to_metric_families(text)
-        for s in family.samples
-    }
 
 
 async def test_it_answers_other_gateways(rig) -> None:

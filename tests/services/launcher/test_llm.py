@@ -193,8 +193,13 @@ def test_counters_and_histograms_under_vllms_names(llm: LLM) -> None:
     assert grown["vllm:time_to_first_token_seconds",] == grown["vllm:e2e_request_latency_seconds",] == 2
     assert grown["vllm:request_generation_tokens",] == grown["vllm:request_prompt_tokens",] == 2
     assert grown["vllm:prefix_cache_queries",] == grown["vllm:prompt_tokens",] > 80
+    for name in ("queue_time", "prefill_time", "decode_time", "inference_time"):
+        assert grown[f"vllm:request_{name}_seconds",] == 2
+    assert grown["vllm:request_params_n",] == grown["vllm:request_params_max_tokens",] == 2
+    assert grown["vllm:iteration_tokens_total",] >= 7
     gauges = {"vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"}
     assert gauges <= {name for name, *_ in before}
+    assert all({"model_name", "engine"} <= metric.labels.keys() for metric in llm.get_metrics())
 
 
 def test_the_tokenizer_renders_with_the_rings_templates(llm: LLM) -> None:

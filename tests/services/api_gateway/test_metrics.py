@@ -1,0 +1,215 @@
+"""/metrics over real HTTP: names, labels and buckets, several gateways, members that are silent or gone."""
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from blockyard.shared.config.gateway import MetricsNames
+from blockyard.shared.messages import AskStats, Generate, Member, Refused, Role, Room, Scrape, Scraped, Stats, StatsTold
+from blockyard.shared.ring_client.fake_ring import CARD, MEMBERS, SCHEDULER, member
+from blockyard.shared.ring_client.meters import Meters
+
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+COMPLETION = "/v1/completions"
+REASONS = ("stop", "length", "abort", "error")
+ONE = frozenset({("model_name", "tiny"), ("engine", "0")})
+FIRST = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+    160,
+    640,
+    2560,
+)
+TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+REQUEST = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+LENGTHS = (1, 2, 5, 10, 20, 50, 100, 200)  # the model's context is 256
+BUCKETS = {  # as vLLM's loggers.py has them
+    "time_to_first_token_seconds": FIRST,
+    "inter_token_latency_seconds": TOKEN,
+    "request_time_per_output_token_seconds": TOKEN,
+    "e2e_request_latency_seconds": REQUEST,
+    "request_queue_time_seconds": REQUEST,
+    "request_prefill_time_seconds": REQUEST,
+    "request_decode_time_seconds": REQUEST,
+    "request_inference_time_seconds": REQUEST,
+    "request_prompt_tokens": LENGTHS,
+    "request_generation_tokens": LENGTHS,
+    "request_max_num_generation_tokens": LENGTHS,
+    "request_params_max_tokens": LENGTHS,
+    "request_prefill_kv_computed_tokens": LENGTHS,
+    "request_params_n": (1, 2, 5, 10, 20),
+    "iteration_tokens_total": (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384),
+}
+
+
+async def scrape(r: Any) -> Samples:
+    async with r.http.get("/metrics") as response:
+        assert response.status == 200
+        text = await response.text()
+    found = [(s.name, frozenset(s.labels.items())) for f in text_string_to_metric_families(text) for s in f.samples]
+    assert len(found) == len(set(found))
+    return {
+        (s.name, frozenset(s.labels.items())): s.value for f in text_string_to_metric_families(text) for s in f.samples
+    }
+
+
+def completion(**fields: Any) -> dict[str, Any]:
+    return {"prompt": "abc", "max_tokens": 4} | fields
+
+
+def scheduler(**stats: Any) -> Member:
+    return msgspec.structs.replace(MEMBERS[1], stats=Stats(**stats))
+
+
+def buckets(found: Samples, name: str) -> list[str]:
+    return [dict(labels)["le"] for one, labels in found if one == f"{name}_bucket"]
+
+
+async def test_labels_and_buckets_are_vllms(rig) -> None:
+    async with rig() as r:
+        await r.post(COMPLETION, completion(n=2))
+        found = await scrape(r)
+    for name, bounds in BUCKETS.items():
+        assert buckets(found, f"vllm:{name}") == [*(str(float(bound)) for bound in bounds), "+Inf"], name
+        assert found[f"vllm:{name}_count", ONE] == found[f"blockyard:{name}_count", ONE], name
+    assert set(BUCKETS["inter_token_latency_seconds"]) < {
+        float(le) for le in buckets(found, "blockyard:inter_token_latency_seconds")
+    }, "finer buckets between those of vLLM"
+    assert all(labels >= ONE for name, labels in found if name.startswith("vllm:"))
+    reasons = {dict(labels)["finished_reason"] for name, labels in found if name == "vllm:request_success_total"}
+    assert reasons == {*REASONS}
+
+
+def test_a_context_of_a_million_tokens() -> None:
+    meters = Meters("")
+    meters.serves(msgspec.structs.replace(CARD, max_model_len=1_048_576))
+    assert [le for le, _ in meters.prompt_sizes.buckets(finer=False)][-3:] == ["500000.0", "1e+06", "+Inf"]
+
+
+async def test_what_a_request_took_is_divided(rig) -> None:
+    async with rig() as r:
+        r.ring.step_s = 0.02
+        await r.post(COMPLETION, completion(max_tokens=6))
+        found = await scrape(r)
+
+    def seconds(name: str) -> float:
+        assert found[f"vllm:{name}_seconds_count", ONE] == 1
+        return found[f"vllm:{name}_seconds_sum", ONE]
+
+    assert seconds("request_queue_time") == 0.004, "as the scheduler said"
+    assert seconds("request_decode_time") >= 5 * 0.02 > seconds("request_prefill_time") > 0.01
+    inference = seconds("request_prefill_time") + seconds("request_decode_time")
+    assert seconds("request_inference_time") == pytest.approx(inference)
+    assert seconds("request_time_per_output_token") == pytest.approx(seconds("request_decode_time") / 5)
+    assert seconds("e2e_request_latency") >= inference + 0.004
+    assert found["vllm:request_prefill_kv_computed_tokens_sum", ONE] == 0, "three tokens, all of them found"
+    assert found["vllm:request_params_max_tokens_sum", ONE] == 6
+
+
+async def test_gateways_are_summed_and_a_silent_one_counts_as_it_last_did(rig) -> None:
+    stats: dict[str, Any] = {"running": 3, "waiting": 2, "preemptions_total": 7, "blocks_used": 5, "blocks_total": 20}
+    async with rig() as r:
+        r.ring.members[SCHEDULER] = scheduler(**stats, prefix_queries_total=80, prefix_hits_total=20)
+        await r.post(COMPLETION, completion())
+        r.ring.join(Member("api_gateway 1", Role.API_GATEWAY, 77, "ipc:///77", ready=True))
+        asked = asyncio.create_task(scrape(r))
+        await r.until(lambda: bool(r.ring.frames(Scrape)))
+        r.gateway.handle(77, Scraped(r.ring.frames(Scrape)[0].request_id, r.gateway.metrics.own()))
+        found = await asked
+        silent = await scrape(r)  # 77 does not answer this time
+        r.ring.lose(77)
+        gone = await scrape(r)
+    for one in (found, silent, gone):
+        assert one["blockyard:requests_total", ONE] == 2
+        assert one["vllm:prompt_tokens_total", ONE] == 6
+        assert one["vllm:generation_tokens_total", ONE] == 8
+        assert one["vllm:time_to_first_token_seconds_count", ONE] == 2
+        assert one["blockyard:tokenize_seconds_count", ONE] == 2
+        assert one["vllm:inter_token_latency_seconds_count", ONE] == 6
+        assert one["vllm:e2e_request_latency_seconds_count", ONE] == 2
+        assert one["vllm:request_success_total", ONE | {("finished_reason", "length")}] == 2
+        assert one["vllm:num_requests_running", ONE] == 3 and one["vllm:num_requests_waiting", ONE] == 2
+        assert one["vllm:num_preemptions_total", ONE] == 7
+        assert one["vllm:prefix_cache_queries_total", ONE] == 80 and one["vllm:prefix_cache_hits_total", ONE] == 20
+        assert one["vllm:kv_cache_usage_perc", ONE] == one["vllm:gpu_cache_usage_perc", ONE] == 0.25
+
+
+async def test_a_scheduler_is_asked_and_one_that_hangs_counts_as_its_last_heartbeat(rig) -> None:
+    async with rig() as r:
+        r.ring.members[SCHEDULER] = scheduler(running=1, steps_total=5)
+        r.ring.silent.add(Role.SCHEDULER)
+        asked = asyncio.create_task(scrape(r))
+        await r.until(lambda: bool(r.ring.frames(AskStats)))
+        told = StatsTold(r.ring.frames(AskStats)[0].request_id, Stats(running=4, steps_total=9))
+        r.ring.receive(SCHEDULER, told)
+        assert (await asked)["vllm:num_requests_running", ONE] == 4
+        later = await scrape(r)
+    steps = "blockyard:steps_total", frozenset({("model_name", "tiny"), ("member", "scheduler"), ("role", "scheduler")})
+    assert later["vllm:num_requests_running", ONE] == 1 and later[steps] == 9
+
+
+async def test_counters_outlive_a_scheduler(rig) -> None:
+    step_sizes = [0, 2, 1]
+    async with rig() as r:
+        counts: dict[str, Any] = {"preemptions_total": 7, "step_sizes": step_sizes, "step_tokens_total": 20}
+        r.ring.members[SCHEDULER] = scheduler(running=3, **counts)
+        before = await scrape(r)
+        r.ring.lose(SCHEDULER)
+        away = await scrape(r)
+        r.ring.join(msgspec.structs.replace(member(Role.SCHEDULER, 22, card=CARD), stats=Stats(preemptions_total=1)))
+        after = await scrape(r)
+    assert before["vllm:num_requests_running", ONE] == 3 and away["vllm:num_requests_running", ONE] == 0
+    assert [one["vllm:num_preemptions_total", ONE] for one in (before, away, after)] == [7, 7, 8]
+    for one in (before, away, after):
+        assert one["vllm:iteration_tokens_total_count", ONE] == 3 and one["vllm:iteration_tokens_total_sum", ONE] == 20
+        assert one["vllm:iteration_tokens_total_bucket", ONE | {("le", "8.0")}] == 2
+
+
+async def test_what_was_refused_or_failed_is_no_abort(rig) -> None:
+    def refuse(frame: Generate) -> Refused:
+        return Refused(frame.request_id, frame.attempt, 429, "", "full", Room(0, 0))
+
+    async with rig() as r:
+        r.ring.fail_at = 2
+        assert (await r.post(COMPLETION, completion(n=3)))[0] == 500
+        r.ring.refuse = refuse
+        assert (await r.post(COMPLETION, completion()))[0] == 429
+        found = await scrape(r)
+    ended = {reason: found["vllm:request_success_total", ONE | {("finished_reason", reason)}] for reason in REASONS}
+    assert ended == {"stop": 0, "length": 0, "abort": 0, "error": 3}
+    assert found["vllm:e2e_request_latency_seconds_count", ONE] == 0
+
+
+@pytest.mark.parametrize("names", list(MetricsNames))
+async def test_one_prefix_or_both(rig, names: MetricsNames) -> None:
+    async with rig(metrics_names=names) as r:
+        await r.post(COMPLETION, completion())
+        shown = {name for name, _ in await scrape(r)}
+    theirs, ours = ({n for n in shown if n.startswith(prefix)} for prefix in ("vllm:", "blockyard:"))
+    assert theirs | ours == shown
+    assert bool(theirs) is (names != "blockyard") and bool(ours) is (names != "vllm")
+    if names == "both":
+        former = ("vllm:gpu_cache_usage_perc", "vllm:time_per_output_token_seconds")
+        same = {name.replace("vllm:", "blockyard:") for name in theirs if not name.startswith(former)}
+        assert same < ours and "blockyard:member_ready" in ours
