@@ -693,9 +693,18 @@ class Scrape(Frame, frozen=True):
     request_id: str
 
 
+class PastText(Record, frozen=True):
+    """What a gateway that is gone had counted when it was last asked."""
+
+    gateway: int  # incarnation
+    text: str
+
+
 class Scraped(Frame, frozen=True):
     request_id: str
     text: str  # Prometheus exposition format
+    past: list[PastText] = []
+    gone: list[Member] = []  # other members, with what they had counted
 
 
 class AskStats(Frame, frozen=True):

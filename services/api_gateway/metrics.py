@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 from blockyard.services.api_gateway.exposition import expose
 from blockyard.services.api_gateway.member_metrics import member_families
 from blockyard.shared.config.gateway import MetricsNames
-from blockyard.shared.messages import Role, Scrape, Scraped
+from blockyard.shared.messages import PastText, Role, Scrape, Scraped
 from blockyard.shared.ring_client.member_counts import MemberCounts, scheduler_totals
 from blockyard.shared.ring_client.meters import Meters
 from blockyard.shared.ring_client.metric_families import OF_CLIENT, OF_SCHEDULERS
@@ -42,18 +42,30 @@ class Metrics:
         return others + generate_latest(self._ring).decode()
 
     def scrape(self, peer: int, frame: Scrape) -> None:
-        self._links.answer(peer, Scraped(frame.request_id, self.own()))
+        members = self._links.members
+        past = [PastText(gateway, text) for gateway, text in self._texts.items() if gateway not in members]
+        self._links.answer(peer, Scraped(frame.request_id, self.own(), past, self._counts.past()))
 
     def scraped(self, peer: int, frame: Scraped) -> None:
-        self._texts.pop(peer, None)
-        self._texts[peer] = frame.text  # the last one heard of at the end
-        if len(self._texts) > MAX_TEXTS:
-            self._older = summed([self._older, self._texts.pop(next(iter(self._texts)))])
+        """The other one may have seen gateways and members that were gone before this one began."""
+        self._keep(peer, frame.text)
+        for one in frame.past:
+            known = self._texts.get(one.gateway)
+            if one.gateway != self._links.me.incarnation and (known is None or _sum(known) < _sum(one.text)):
+                self._keep(one.gateway, one.text)
+        for member in frame.gone:
+            self._counts.gone(member)
         if frame.request_id in self._asked:
             waiting, everyone = self._asked[frame.request_id]
             waiting.discard(peer)
             if not waiting:
                 everyone.set()
+
+    def _keep(self, gateway: int, text: str) -> None:
+        self._texts.pop(gateway, None)
+        self._texts[gateway] = text  # the last one heard of at the end
+        if len(self._texts) > MAX_TEXTS:
+            self._older = summed([self._older, self._texts.pop(next(iter(self._texts)))])
 
     async def _ask_others(self) -> None:
         scrape = Scrape(secrets.token_hex(8))
@@ -100,6 +112,11 @@ def summed(texts: Iterable[str]) -> str:
         lines.append(head)
         lines.extend(f"{name} {values[name]}" for name in names)
     return "\n".join(lines) + "\n"
+
+
+def _sum(text: str) -> float:
+    """Of all samples: of two texts of one gateway the later one has more."""
+    return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if not line.startswith("#"))
 
 
 def _registry(collect: Callable[[], Iterator[Metric]]) -> CollectorRegistry:

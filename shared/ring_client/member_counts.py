@@ -17,6 +17,7 @@ from blockyard.shared.ring_client.histogram import Histogram
 from blockyard.shared.ring_client.ring_links import RingLinks
 
 PATIENCE_S = 0.25  # a scheduler that does not answer within it counts as its last heartbeat said
+MAX_TOLD = 100
 MAX_KEPT = 1000  # incarnations; of older ones only the sums by name are kept
 
 COUNTERS = (  # fields of Stats
@@ -79,6 +80,8 @@ class MemberCounts:
 
     def told(self, peer: int, frame: StatsTold) -> None:
         self._fresh[peer] = frame.stats
+        if (member := self._links.members.get(peer)) is not None:
+            self._note(msgspec.structs.replace(member, stats=frame.stats))
         if frame.request_id in self._asked:
             waiting, everyone = self._asked[frame.request_id]
             waiting.discard(peer)
@@ -87,20 +90,28 @@ class MemberCounts:
 
     def gone(self, member: Member) -> None:
         """It may come back as another incarnation, which begins at 0."""
-        self._note(member)
         self._fresh.pop(member.incarnation, None)
+        self._note(member)
+
+    def past(self) -> list[Member]:
+        """Those that are gone, for a gateway that may not have seen them; the latest of very many."""
+        living = self._links.members.keys() | {self._links.me.incarnation}
+        return [member for incarnation, (member, _) in self._kept.items() if incarnation not in living][-MAX_TOLD:]
 
     def members(self) -> list[Counted]:
         """All that are there, and those that are gone and counted something."""
-        living = {m.incarnation: m for m in [self._links.me, *self._links.members.values()]}
+        living = {
+            m.incarnation: msgspec.structs.replace(m, stats=self._fresh.get(m.incarnation, m.stats))
+            for m in [self._links.me, *self._links.members.values()]
+        }
         for member in living.values():
             self._note(member)
         found: dict[tuple[str, Role], Counted] = {
             (name, role): Counted(name, role, Counter(counts), Stats(), None)
             for (name, role), counts in self._older.items()
         }
-        for incarnation, (member, counts) in self._kept.items():
-            lives = incarnation in living
+        for incarnation, (kept, counts) in self._kept.items():
+            lives, member = incarnation in living, living.get(incarnation, kept)
             key = member.name, member.role
             before = found.get(key)
             total = counts if before is None else before.counts + counts
@@ -113,11 +124,11 @@ class MemberCounts:
     def _note(self, member: Member) -> None:
         """A heartbeat may be older than an answer: the larger count is the later one."""
         before = self._kept.pop(member.incarnation, None)
-        stats = self._fresh.get(member.incarnation, member.stats)
-        counts = _counts(stats)
+        counts = _counts(member.stats)
         if before is not None:
+            if counts["steps_total", ""] < before[1]["steps_total", ""]:
+                member = before[0]
             counts |= before[1]
-        member = msgspec.structs.replace(member, stats=stats)
         self._kept[member.incarnation] = member, counts
         if len(self._kept) > MAX_KEPT:
             living = self._links.members.keys() | {self._links.me.incarnation}

@@ -186,6 +186,29 @@ async def test_counters_outlive_a_scheduler(rig) -> None:
         assert one["vllm:iteration_tokens_total_bucket", ONE | {("le", "8.0")}] == 2
 
 
+async def test_a_gateway_learns_of_those_that_were_gone_before_it_began(rig) -> None:
+    """Two gateways share a port: a scrape reaches the one that was started again, or the other."""
+    async with rig() as old, rig() as new:
+        old.ring.members[SCHEDULER] = scheduler(preemptions_total=7)
+        await old.post(COMPLETION, completion())
+        third = Member("api_gateway 2", Role.API_GATEWAY, 88, "ipc:///88", ready=True)
+        old.ring.join(third)
+        old.gateway.handle(88, Scraped("", old.gateway.metrics.own()))
+        old.ring.lose(88)
+        old.ring.lose(SCHEDULER)
+        before = await scrape(old)
+        new.ring.lose(SCHEDULER)
+        new.ring.join(Member("api_gateway 1", Role.API_GATEWAY, 77, "ipc:///77", ready=True))
+        for _ in range(2):  # once more changes nothing
+            asked = asyncio.create_task(scrape(new))
+            await new.until(lambda: bool(new.ring.frames(Scrape)))
+            old.gateway.handle(99, new.ring.frames(Scrape)[-1])
+            new.gateway.handle(77, old.ring.answered[-1][1])
+            after = await asked
+            assert after["vllm:num_preemptions_total", ONE] == before["vllm:num_preemptions_total", ONE] == 7
+            assert after["vllm:generation_tokens_total", ONE] == before["vllm:generation_tokens_total", ONE] == 8
+
+
 async def test_what_was_refused_or_failed_is_no_abort(rig) -> None:
     def refuse(frame: Generate) -> Refused:
         return Refused(frame.request_id, frame.attempt, 429, "", "full", Room(0, 0))

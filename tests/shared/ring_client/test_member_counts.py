@@ -42,6 +42,16 @@ def test_a_heartbeat_that_is_older_than_an_answer_takes_nothing_back() -> None:
     assert (only(counts).count("steps_total"), only(counts).stats.running) == (20, 6)
     counts.gone(links.members.pop(1))
     assert only(counts).count("steps_total") == 20
+    assert [one.stats.steps_total for one in counts.past()] == [20]
+
+
+def test_heartbeats_that_come_after_the_last_answer_count() -> None:
+    links = FakeLinks(ME, scheduler(1))
+    counts = MemberCounts(links)
+    counts.told(1, StatsTold("", Stats(steps_total=20)))
+    counts.gone(scheduler(1, steps_total=900))
+    links.members.clear()
+    assert only(counts).count("steps_total") == 900
 
 
 def test_of_very_many_incarnations_the_sum_is_kept() -> None:
