@@ -37,8 +37,15 @@ check: test-ready
 	$(RUN) -m ruff format --check --quiet services shared kernels tests compose
 	$(RUN) -m mypy
 
+# Tests that start processes have the machine to themselves. `make pytest ARGS=tests/shared` runs these alone.
+PROCESSES := integration services/launcher services/api_gateway services/tokenizer_pool services/test_text_processes.py
 pytest: test-ready
+ifdef ARGS
 	$(RUN) -m pytest $(ARGS)
+else
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 2 --dist loadfile $(PROCESSES:%=--ignore=tests/%)
+	$(RUN) -m pytest -q $(PROCESSES:%=tests/%)
+endif
 
 # Builds the compose stack in a real engine: needs root on Debian or Ubuntu, 4 GB and some minutes.
 test-compose:
