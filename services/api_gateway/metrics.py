@@ -26,23 +26,20 @@ class Metrics:
         self, links: RingLinks, meters: Meters, counts: MemberCounts, names: MetricsNames = MetricsNames.BOTH
     ) -> None:
         self._links, self._meters, self._counts, self._names = links, meters, counts, names
+        self._own = _registry(lambda: expose(OF_CLIENT, meters, meters, names))
+        self._ring = _registry(self._of_ring)
         self._asked: dict[str, tuple[set[int], asyncio.Event]] = {}  # who has not answered yet
         self._texts: dict[int, str] = {}  # of each other gateway, by incarnation: what it last said
         self._older = ""
 
     def own(self) -> str:
-        return expose(OF_CLIENT, self._meters, self._meters, self._names)
+        return generate_latest(self._own).decode()
 
     async def all(self) -> str:
         """The sum over all gateways, also those that are gone or silent: counters never fall."""
         await asyncio.gather(self._counts.refresh(), self._ask_others())
-        texts = [text for text in (self.own(), self._older, *self._texts.values()) if text]
-        members = self._counts.members()
-        shown = texts[0] if len(texts) == 1 else summed(texts)
-        shown += expose(OF_SCHEDULERS, scheduler_totals(members), self._meters, self._names)
-        if self._names is not MetricsNames.VLLM:
-            shown += generate_latest(_registry(lambda: member_families(members, self._meters.model_name))).decode()
-        return shown
+        others = summed([self.own(), self._older, *self._texts.values()])
+        return others + generate_latest(self._ring).decode()
 
     def scrape(self, peer: int, frame: Scrape) -> None:
         members = self._links.members
@@ -85,6 +82,12 @@ class Metrics:
             pass
         finally:
             del self._asked[scrape.request_id]
+
+    def _of_ring(self) -> Iterator[Metric]:
+        members = self._counts.members()
+        yield from expose(OF_SCHEDULERS, scheduler_totals(members), self._meters, self._names)
+        if self._names is not MetricsNames.VLLM:
+            yield from member_families(members, self._meters.model_name)
 
 
 def summed(texts: Iterable[str]) -> str:
