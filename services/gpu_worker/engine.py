@@ -75,7 +75,7 @@ def start(config: WorkerConfig, report: Report, processes: CompileProcesses | No
         loaded = checkpoint.load(model.table, folder, config.load_format, config.ignore_patterns, config.seed, progress)
         notes.append(str(loaded))
         compiled, tuner = prepare(model, config, max_model_len, report, notes)
-        eos_ids = read_eos_ids(folder, settings)
+        eos_ids = eos_ids_of(folder, settings, model.shape.vocab_size)
         need = Need(
             block_size=config.block_size,
             block_bytes=block_bytes(model.shape, config.block_size, kv_dtype),
@@ -96,7 +96,7 @@ def start(config: WorkerConfig, report: Report, processes: CompileProcesses | No
         pool.batch_invariant = config.batch_invariant
         notes.extend(kv_scales.give(pool, scales, config))
         store = host_blocks.make_store(host_plan, pool)
-    geometry = geometry_of(model, settings, config, need, plan.num_blocks, host_plan.num_blocks)
+    geometry = geometry_of(model, eos_ids, config, need, plan.num_blocks, host_plan.num_blocks)
     runner = Runner(model, pool, geometry, store)
     if device.type == "cpu":
         report("first step", 0.0, notes)
@@ -112,18 +112,22 @@ def start(config: WorkerConfig, report: Report, processes: CompileProcesses | No
     return runner
 
 
+def eos_ids_of(folder: Path, settings: dict[str, Any], vocab_size: int) -> list[int]:
+    """Ids of config.json that are outside of the vocabulary end no sequence."""
+    return [i for i in read_eos_ids(folder, settings) if 0 <= i < vocab_size]
+
+
 def geometry_of(
-    model: Model, settings: dict[str, Any], config: WorkerConfig, need: Need, num_blocks: int, num_host_blocks: int
+    model: Model, eos_ids: list[int], config: WorkerConfig, need: Need, num_blocks: int, num_host_blocks: int
 ) -> Geometry:
-    """What the scheduler has to know. Ids of config.json that are outside of the vocabulary end no sequence."""
-    vocab_size, max_model_len = model.shape.vocab_size, length_that_fits(need, num_blocks)
-    ends = read_eos_ids(Path(config.model_path), settings)
+    """What the scheduler has to know."""
+    max_model_len = length_that_fits(need, num_blocks)
     return Geometry(
         num_blocks=num_blocks,
         block_size=config.block_size,
         max_model_len=max_model_len,
-        vocab_size=vocab_size,
-        eos_token_ids=[i for i in ends if 0 <= i < vocab_size],
+        vocab_size=model.shape.vocab_size,
+        eos_token_ids=eos_ids,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         bytes_per_block=need.block_bytes,
@@ -168,8 +172,7 @@ def compile_kernels(
     if compiler is None:
         return None
     report("compiling kernels", 0.0, notes)
-    num_eos = sum(0 <= i < model.shape.vocab_size for i in eos_ids)
-    find_recorder().compile_kernels(compiler, model, tuner, need, kv_dtype, num_eos, config)
+    find_recorder().compile_kernels(compiler, model, tuner, need, kv_dtype, len(eos_ids), config)
     notes.append(compiler.describe())
     if tuner is not None:
         return IdleTuning(tuner, compiler)

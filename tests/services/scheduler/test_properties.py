@@ -10,8 +10,8 @@ from .program import BYTES_PER_STEP, SHAPES, Program
 from .world import Shape
 
 EVENTS = 420  # of one history
-HISTORIES = 150
-LEAST = 50_000  # steps of the scheduler in all of them, each with the invariants checked behind it
+HISTORIES = 300
+LEAST = 100_000  # steps of the scheduler in all of them, each with the invariants checked behind it
 
 shapes = st.builds(Shape, **{name: st.sampled_from(values) for name, values in SHAPES.items()})
 counted: Counter[str] = Counter()
