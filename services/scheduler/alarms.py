@@ -3,7 +3,7 @@
 import heapq
 import math
 
-from blockyard.services.scheduler.groups import Group
+from blockyard.services.scheduler.workers.worker_groups import Group
 
 SLACK_S = 0.001  # a plan may leave so much before it is due: no timer is more exact
 

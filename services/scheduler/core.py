@@ -3,30 +3,30 @@
 import logging
 from dataclasses import dataclass, field
 
-from blockyard.services.scheduler.admission import Admission
 from blockyard.services.scheduler.alarms import Alarms
 from blockyard.services.scheduler.beams import Beams
-from blockyard.services.scheduler.capacity import capacity_of
-from blockyard.services.scheduler.controls import Controls
 from blockyard.services.scheduler.fork import Forks
 from blockyard.services.scheduler.gate import Gate
-from blockyard.services.scheduler.groups import BatchLimits, Group, Groups
-from blockyard.services.scheduler.intake import Intake
+from blockyard.services.scheduler.kv_cache.prefix_cache import PrefixCache
 from blockyard.services.scheduler.lifecycle import Lifecycle
 from blockyard.services.scheduler.outbox import Outbox, Outgoing
-from blockyard.services.scheduler.output_lengths import OutputLengths
-from blockyard.services.scheduler.placement import Placement
 from blockyard.services.scheduler.planner import Planner
-from blockyard.services.scheduler.policies import POLICIES
 from blockyard.services.scheduler.prefill_shares import PrefillShares
-from blockyard.services.scheduler.prefix import PrefixCache
-from blockyard.services.scheduler.promises import Promises
-from blockyard.services.scheduler.queue_bounds import QueueBounds
-from blockyard.services.scheduler.rest import Rest
+from blockyard.services.scheduler.queue.acceptance import Promises
+from blockyard.services.scheduler.queue.admission import Admission
+from blockyard.services.scheduler.queue.capacity import capacity_of
+from blockyard.services.scheduler.queue.output_lengths import OutputLengths
+from blockyard.services.scheduler.queue.policies import POLICIES
+from blockyard.services.scheduler.queue.queue_bounds import QueueBounds
+from blockyard.services.scheduler.queue.request_handler import Intake
+from blockyard.services.scheduler.queue.wait_estimate import WaitEstimate
+from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
 from blockyard.services.scheduler.results import Results
 from blockyard.services.scheduler.streams import Streams
-from blockyard.services.scheduler.wait_estimate import WaitEstimate
-from blockyard.services.scheduler.waiting import WaitingQueue
+from blockyard.services.scheduler.workers.controls import Controls
+from blockyard.services.scheduler.workers.router import Placement
+from blockyard.services.scheduler.workers.worker_groups import BatchLimits, Group, Groups
+from blockyard.services.scheduler.workers.worker_sleep import Rest
 from blockyard.shared.errors import BlockyardError
 from blockyard.shared.messages import (
     Attached,

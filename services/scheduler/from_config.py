@@ -1,8 +1,8 @@
 """What a scheduler is told by its settings; the simulator reads them with the same words."""
 
 from blockyard.services.scheduler.core import SchedulerSettings
-from blockyard.services.scheduler.groups import BatchLimits
 from blockyard.services.scheduler.prefill_shares import PrefillShares
+from blockyard.services.scheduler.workers.worker_groups import BatchLimits
 from blockyard.shared.config.scheduler import SchedulerConfig
 
 

@@ -1,9 +1,9 @@
 """Whether those who wait are seated now: not while the scheduler is paused, before their delay is over, or beside
 somebody who is suspected of breaking workers."""
 
-from blockyard.services.scheduler.groups import Group
 from blockyard.services.scheduler.requests import Choice, Request
-from blockyard.services.scheduler.suspects import Suspects
+from blockyard.services.scheduler.workers.crash_quarantine import Suspects
+from blockyard.services.scheduler.workers.worker_groups import Group
 
 
 class Gate:

@@ -3,13 +3,13 @@
 from collections.abc import Callable
 
 from blockyard.services.scheduler.fork import Forks
-from blockyard.services.scheduler.groups import Group, Groups
-from blockyard.services.scheduler.output_lengths import OutputLengths
-from blockyard.services.scheduler.policy import Policy
-from blockyard.services.scheduler.prefix import PrefixCache
+from blockyard.services.scheduler.kv_cache.prefix_cache import PrefixCache
+from blockyard.services.scheduler.queue.output_lengths import OutputLengths
+from blockyard.services.scheduler.queue.policy import Policy
+from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
 from blockyard.services.scheduler.requests import Choice, Phase, Request, Seat
 from blockyard.services.scheduler.streams import Streams
-from blockyard.services.scheduler.waiting import WaitingQueue
+from blockyard.services.scheduler.workers.worker_groups import Group, Groups
 from blockyard.shared.messages import FinishReason
 
 

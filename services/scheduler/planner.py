@@ -4,17 +4,17 @@ from blockyard.services.scheduler.beams import Beams
 from blockyard.services.scheduler.decodes import Decodes
 from blockyard.services.scheduler.draft import Draft
 from blockyard.services.scheduler.gate import Gate
-from blockyard.services.scheduler.groups import Group
+from blockyard.services.scheduler.kv_cache.prefix_cache import Found, PrefixCache
 from blockyard.services.scheduler.lifecycle import Lifecycle
-from blockyard.services.scheduler.placement import Placement
-from blockyard.services.scheduler.policy import Policy
 from blockyard.services.scheduler.preemption import Preemption
 from blockyard.services.scheduler.prefill_shares import HeldBack, LongPrompts, PrefillShares
-from blockyard.services.scheduler.prefix import Found, PrefixCache
-from blockyard.services.scheduler.promises import Promises
+from blockyard.services.scheduler.queue.acceptance import Promises
+from blockyard.services.scheduler.queue.policy import Policy
+from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
 from blockyard.services.scheduler.requests import Choice, Seat
 from blockyard.services.scheduler.short_steps import ShortSteps
-from blockyard.services.scheduler.waiting import WaitingQueue
+from blockyard.services.scheduler.workers.router import Placement
+from blockyard.services.scheduler.workers.worker_groups import Group
 from blockyard.shared.messages import FinishReason, SlotBlocks, SlotStart, StepPlan
 
 NO_CLASS = 1 << 62  # is above every class

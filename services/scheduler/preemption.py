@@ -1,11 +1,11 @@
 """Whose place is taken: by somebody who waits and whom the policy puts in a lower class."""
 
-from blockyard.services.scheduler.groups import Group
+from blockyard.services.scheduler.kv_cache.prefix_cache import Found, PrefixCache
 from blockyard.services.scheduler.lifecycle import Lifecycle
-from blockyard.services.scheduler.placement import Placement
-from blockyard.services.scheduler.policy import Policy
-from blockyard.services.scheduler.prefix import Found, PrefixCache
+from blockyard.services.scheduler.queue.policy import Policy
 from blockyard.services.scheduler.requests import Choice
+from blockyard.services.scheduler.workers.router import Placement
+from blockyard.services.scheduler.workers.worker_groups import Group
 
 
 class Preemption:

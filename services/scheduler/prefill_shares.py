@@ -8,9 +8,9 @@ what these do not need.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from blockyard.services.scheduler.groups import Group
+from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
 from blockyard.services.scheduler.requests import Choice, Seat
-from blockyard.services.scheduler.waiting import WaitingQueue
+from blockyard.services.scheduler.workers.worker_groups import Group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

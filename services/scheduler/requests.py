@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from blockyard.services.scheduler.beam_search import BeamSearch, Hypothesis
-from blockyard.services.scheduler.id_pool import Horizon
+from blockyard.services.scheduler.kv_cache.id_pool import Horizon
 from blockyard.services.scheduler.sinks import TextSink
 from blockyard.shared.messages import Generate, Sampling, SlotRun
 

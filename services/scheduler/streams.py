@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable
 
-from blockyard.services.scheduler.groups import Group
 from blockyard.services.scheduler.outbox import Outbox
 from blockyard.services.scheduler.requests import ID_BYTES, Choice, Request
 from blockyard.services.scheduler.sinks import TextSink
+from blockyard.services.scheduler.workers.worker_groups import Group
 from blockyard.shared import messages
 from blockyard.shared.messages import Cancel, FinishReason, StreamOpen, TokenStep
 

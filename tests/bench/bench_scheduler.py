@@ -31,7 +31,7 @@ from bench_simulator import simulator_rows
 from rig import Row, table
 
 from blockyard.services.scheduler.core import Scheduler, SchedulerSettings
-from blockyard.services.scheduler.groups import BatchLimits
+from blockyard.services.scheduler.workers.worker_groups import BatchLimits
 from blockyard.shared.block_names import block_names, root_name
 from blockyard.shared.messages import (
     NO_TOKEN,

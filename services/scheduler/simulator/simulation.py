@@ -5,11 +5,11 @@ from collections.abc import Sequence
 
 from blockyard.services.scheduler.core import Scheduler
 from blockyard.services.scheduler.from_config import settings_of
-from blockyard.services.scheduler.groups import Group
 from blockyard.services.scheduler.outbox import Outgoing
 from blockyard.services.scheduler.simulator.record import Record
 from blockyard.services.scheduler.simulator.trace import TraceRequest, frames
 from blockyard.services.scheduler.simulator.worker import Pace, SimWorker
+from blockyard.services.scheduler.workers.worker_groups import Group
 from blockyard.shared.config.simulation import SimulationConfig
 from blockyard.shared.errors import BlockyardError
 from blockyard.shared.messages import (

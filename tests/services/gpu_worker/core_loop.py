@@ -10,7 +10,7 @@ from token_rows import steps_of
 from blockyard.services.gpu_worker.answers import packed
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.services.scheduler.core import Scheduler, SchedulerSettings
-from blockyard.services.scheduler.groups import BatchLimits
+from blockyard.services.scheduler.workers.worker_groups import BatchLimits
 from blockyard.shared.messages import (
     Attached,
     Choice,

@@ -6,12 +6,12 @@ import pytest
 
 from blockyard.services.gpu_worker.mock_batch import Pattern
 from blockyard.services.scheduler.core import Scheduler
-from blockyard.services.scheduler.fair import Fair
 from blockyard.services.scheduler.fork import _leads
-from blockyard.services.scheduler.groups import Group
-from blockyard.services.scheduler.id_pool import Horizon
+from blockyard.services.scheduler.kv_cache.free_block_queue import SLACK, Shelf
+from blockyard.services.scheduler.kv_cache.id_pool import Horizon
+from blockyard.services.scheduler.queue.fair_policy import Fair
 from blockyard.services.scheduler.requests import Amount, Choice, Phase
-from blockyard.services.scheduler.shelf import SLACK, Shelf
+from blockyard.services.scheduler.workers.worker_groups import Group
 from blockyard.shared.messages import FinishReason
 
 from .beam_reference import beam_reference

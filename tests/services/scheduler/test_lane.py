@@ -5,7 +5,7 @@ import itertools
 import msgspec
 import pytest
 
-from blockyard.services.scheduler.groups import Group
+from blockyard.services.scheduler.workers.worker_groups import Group
 from blockyard.shared.messages import NO_TOKEN, Cancel, Frame, StepPlan, StepResult, TokenBatch
 
 from .conftest import Ring

@@ -5,11 +5,11 @@ from unittest.mock import Mock
 import pytest
 
 from blockyard.services.scheduler.gate import Gate
-from blockyard.services.scheduler.groups import BatchLimits, Group
 from blockyard.services.scheduler.prefill_shares import PrefillShares
 from blockyard.services.scheduler.requests import Request
 from blockyard.services.scheduler.simulator.simulation import Simulation
 from blockyard.services.scheduler.simulator.trace import TraceRequest
+from blockyard.services.scheduler.workers.worker_groups import BatchLimits, Group
 from blockyard.shared.config.process import BusConfig, ProcessConfig
 from blockyard.shared.config.scheduler import SchedulerConfig
 from blockyard.shared.config.simulation import SimulationConfig

@@ -13,8 +13,8 @@ from blockyard.services.gpu_worker.mock_kv import state_of
 from blockyard.services.gpu_worker.service import Worker
 from blockyard.services.gpu_worker.sleep import SleepingRunner
 from blockyard.services.scheduler.core import Scheduler, SchedulerSettings
-from blockyard.services.scheduler.groups import BatchLimits
 from blockyard.services.scheduler.outbox import Outgoing
+from blockyard.services.scheduler.workers.worker_groups import BatchLimits
 from blockyard.shared.block_names import block_names, root_name, split_names
 from blockyard.shared.fake_links import FakeLinks
 from blockyard.shared.messages import (

@@ -1,0 +1,41 @@
+"""Blocks that do not hold what their names say, and all that was made of them."""
+
+from blockyard.services.scheduler.plan_record import PlanRecord
+from blockyard.services.scheduler.requests import NEVER, Seat
+from blockyard.services.scheduler.workers.worker_groups import Group
+
+
+def spoilt(group: Group, failed: Seat) -> list[Seat]:
+    """A seat failed, and its worker has scrubbed its blocks: nobody finds what it wrote, or what was made of it.
+
+    Returns the seats that read it, as far as results of theirs are still to come.
+    """
+    readers = _readers(group, set(failed.blocks[failed.num_found :]), [])
+    group.blocks.spoil(failed.blocks)
+    failed.num_named, failed.name_at = 0, NEVER
+    return [seat for seat in readers if seat is not failed]
+
+
+def unfetched(group: Group, record: PlanRecord, blocks: list[int]) -> list[Seat]:
+    """As `spoilt`, of blocks that were to be fetched by a plan whose result is in. They will be computed."""
+    index = group.blocks.index
+    names = [name for block in blocks if (name := index.name_of(block)) is not None]
+    readers = _readers(group, set(blocks), record.all_seats())
+    group.blocks.spoil(blocks)
+    group.blocks.host.forget(names)
+    return readers
+
+
+def _readers(group: Group, bad: set[int], more: list[Seat]) -> list[Seat]:
+    """Seats that read these blocks, or what was made of them; nobody finds what they wrote."""
+    near = {id(seat): seat for record in group.flight for seat in record.all_seats()}
+    near |= {id(seat): seat for seat in [*group.running, *more]}
+    readers: list[Seat] = []
+    while found := [s for s in near.values() if not bad.isdisjoint([s.copied_from, *s.blocks[: s.num_found]])]:
+        for seat in found:
+            del near[id(seat)]
+            bad.update(seat.blocks[seat.num_found :])
+            group.blocks.spoil(seat.blocks[seat.num_found :])
+            seat.num_named, seat.name_at = 0, NEVER
+        readers += found
+    return readers

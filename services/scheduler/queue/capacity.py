@@ -1,0 +1,66 @@
+"""What the attached groups can hold, and what is told of it to gateways and people."""
+
+from dataclasses import dataclass
+
+from blockyard.services.scheduler.kv_cache.sliding_window import Window
+from blockyard.services.scheduler.workers.worker_groups import Group
+from blockyard.shared.messages import Geometry, ModelCard
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """The least that any attached group offers."""
+
+    model_len: int  # tokens, from the model and its flags
+    num_blocks: int
+    block_size: int
+    vocab_size: int
+    eos_token_ids: list[int]
+    longest: int  # tokens of a sequence that the blocks hold, or what its model's window needs of them
+
+    @property
+    def max_model_len(self) -> int:
+        return min(self.model_len, self.longest)
+
+    def problem(self, num_prompt: int, max_tokens: int) -> str:
+        """Why a prompt can never run, with the number it would need; empty if it can."""
+        need = num_prompt + min(1, max_tokens)
+        if need > self.model_len:
+            return f"the prompt's {num_prompt} tokens need a context of {need}, this model has {self.model_len}"
+        if need > self.longest:
+            num_blocks = -(-need // self.block_size)
+            return (
+                f"the prompt's {num_prompt} tokens need {num_blocks} KV blocks of {self.block_size} tokens, "
+                f"there are {self.num_blocks}: raise --gpu-memory-utilization or --num-gpu-blocks-override"
+            )
+        return ""
+
+    def card(self, names: list[str], root: str, created: int) -> ModelCard:
+        return ModelCard(names, root or names[0], self.max_model_len, self.vocab_size, created, self.eos_token_ids)
+
+    def notes(self, limits: list[Group]) -> list[str]:
+        """For the start-up report."""
+        tokens = self.num_blocks * self.block_size
+        notes = [
+            f"{len(limits)} worker group{'s' if len(limits) != 1 else ''}, each with {self.num_blocks} KV blocks "
+            f"of {self.block_size} tokens: {tokens} tokens, {tokens / self.max_model_len:.1f} requests of full length",
+            f"batch: {limits[0].max_num_seqs} sequences, {limits[0].max_num_batched_tokens} tokens a step, "
+            f"{limits[0].departures.text}",
+        ]
+        if self.max_model_len < self.model_len:
+            notes.append(
+                f"max_model_len is {self.max_model_len}, not {self.model_len}: that is what the KV blocks hold"
+            )
+        return notes
+
+
+def capacity_of(geometries: list[Geometry]) -> Capacity:
+    """`geometries` is not empty."""
+    return Capacity(
+        min(g.max_model_len for g in geometries),
+        min(g.num_blocks for g in geometries),
+        geometries[0].block_size,
+        min(g.vocab_size for g in geometries),
+        geometries[0].eos_token_ids,
+        min(Window(g.window, g.block_size, g.max_num_batched_tokens).longest(g.num_blocks) for g in geometries),
+    )

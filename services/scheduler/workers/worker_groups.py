@@ -1,0 +1,222 @@
+"""A worker group: its batch, its blocks and slots, and the plans it has not answered yet."""
+
+import math
+from bisect import insort
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from operator import attrgetter
+
+from blockyard.services.scheduler.departures import LEAD_S, MOST_AHEAD, Departures
+from blockyard.services.scheduler.kv_cache.block_pool import BlockPool
+from blockyard.services.scheduler.kv_cache.id_pool import Horizon, IdPool
+from blockyard.services.scheduler.kv_cache.sliding_window import Window
+from blockyard.services.scheduler.lane import Lane
+from blockyard.services.scheduler.plan_record import PlanRecord
+from blockyard.services.scheduler.requests import NEVER, Choice, Phase, Seat
+from blockyard.shared.messages import Attach, Attached, Geometry, SlotRun
+
+ATTACH_AGAIN_S = 5.0
+LOOK_S = 0.25
+
+_by_key = attrgetter("key")
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLimits:
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    depth: int | None  # plans that may be queued besides the running one; None: by the worker's step time
+    late: bool = False  # and then they leave no sooner than they have to
+
+    @property
+    def num_slots(self) -> int:
+        """When plans run ahead a slot rests for a while after its choice: spare ones keep the batch full."""
+        return self.max_num_seqs + (-(-self.max_num_seqs // 8) if self.depth != 0 else 0)
+
+    def depth_for(self, step_s: float) -> int:
+        """Plans ahead of a worker whose decode steps take so long; 0: it does not say."""
+        if self.depth is not None:
+            return self.depth
+        return min(max(math.ceil(LEAD_S / step_s), 1), MOST_AHEAD) if step_s > 0 else 1
+
+
+class Group:
+    """Everything here dies with the worker or with its attachment."""
+
+    def __init__(self, worker: int, geometry: Geometry, limits: BatchLimits) -> None:
+        self.worker = worker
+        self.geometry = geometry
+        late = limits.late and limits.depth is None
+        self.depth = MOST_AHEAD if late else limits.depth_for(geometry.step_s)
+        self.departures = Departures(geometry.step_s, None if late else self.depth)
+        self.max_num_seqs = min(limits.max_num_seqs, geometry.max_num_seqs)
+        self.max_num_batched_tokens = min(limits.max_num_batched_tokens, geometry.max_num_batched_tokens)
+        self.horizon = Horizon()
+        self.blocks = BlockPool(geometry.num_blocks, geometry.block_size, self.horizon, geometry.num_host_blocks)
+        self.slots = IdPool(limits.num_slots, self.horizon)
+        self.window = Window(geometry.window, geometry.block_size, self.max_num_batched_tokens)
+        self.max_model_len = min(geometry.max_model_len, self.window.longest(geometry.num_blocks))
+        self.apart = 0  # the last plan with somebody who went before others
+        self.running: list[Seat] = []  # by key: the last is preempted first
+        self.lane = Lane(geometry.block_size)  # some of those, in step
+        self.ends: list[int] = []  # slots to be ended in the next plan
+        self.restarts: list[Seat] = []  # whose last token is another than the one their worker drew
+        self.flight: deque[PlanRecord] = deque()
+        self.due: deque[Seat] = deque()  # whose generated tokens have filled blocks that are still to be named
+
+    @property
+    def has_seat(self) -> bool:
+        return len(self.running) < self.max_num_seqs and self.slots.num_free > 0
+
+    def admit(self, choice: Choice, num_blocks: int, found: list[int]) -> Seat:
+        """Takes so many blocks beside those found. The caller has looked at free slots and blocks."""
+        request = choice.request
+        limit = min(request.num_prompt + request.frame.sampling.max_tokens, self.max_model_len)
+        slot = self.slots.take(1)[0]
+        self.blocks.share(found)
+        blocks = found + self.blocks.take(num_blocks)
+        seat = Seat(
+            choice,
+            self.worker,
+            self.horizon,
+            slot,
+            choice.key,
+            prefill_end=choice.known,
+            limit=limit,
+            # the last token is sampled and never computed; the next one of a hypothesis is chosen here
+            ceiling=max(choice.known, limit - 1) if choice.hypothesis is None else choice.known,
+            blocks=blocks,
+            capacity=len(blocks) * self.blocks.block_size,
+            decode=SlotRun(slot, 1),
+        )
+        choice.seat = seat
+        choice.phase = Phase.RUNNING
+        insort(self.running, seat, key=_by_key)
+        self.lane.enter(seat)
+        return seat
+
+    def single_out(self, seat: Seat) -> None:
+        """Something happens to it: what comes of plans in flight is looked at by itself, too."""
+        for record in self.flight:
+            record.apart.add(seat.slot)
+        if self.lane.has(seat):
+            self.lane.leave(seat)
+
+    def may_hold(self, first: bytes) -> bool:
+        """Whether something may be found of a chain whose first block has this name."""
+        return self.window.size is not None or self.blocks.holds(first)
+
+    def to_take(self, known: int, num_found: int, first: int, found: list[int]) -> int:
+        """Blocks that a choice with so many tokens takes beside those found, which begin with its block `first`."""
+        pool = self.blocks
+        least, wanted = (
+            pool.blocks_for(n) - first - len(found) for n in (num_found + 1, self.window.at_first(known, num_found))
+        )
+        if self.window.size is None or self.running:
+            return wanted
+        return max(least, min(wanted, pool.num_free - pool.index.shelf.num_idle_of(found)))  # alone it may do with less
+
+    def vacate(self, seat: Seat) -> None:
+        """The seat's choice runs no more: its slot ends with the next plan, its blocks rest."""
+        self.running.remove(seat)
+        self.single_out(seat)
+        self.lane.apart.remove(seat)
+        seat.name_at = NEVER
+        self.ends.append(seat.slot)
+        self.slots.release([seat.slot])
+        first = seat.num_freed
+        self.blocks.release(seat.blocks[first:], seat.choice.names[first : seat.num_named])
+
+    def trim(self, seat: Seat) -> None:
+        """Gives up what is behind the window. The caller has named what was filled."""
+        passed = self.window.passed(seat)
+        if passed:
+            names = seat.choice.names[passed.start : min(passed.stop, seat.num_named)]
+            self.blocks.release(seat.blocks[passed.start : passed.stop], names)
+            seat.num_freed = passed.stop
+
+    def sent(self, record: PlanRecord) -> None:
+        self.horizon.sent = record.number
+        self.flight.append(record)
+
+    def answered(self, number: int) -> PlanRecord | None:
+        """The record of the oldest plan in flight; None if that is not `number`."""
+        if not self.flight or self.flight[0].number != number:
+            return None
+        record = self.flight.popleft()
+        self.horizon.done = number
+        self.blocks.settle()
+        self.slots.settle()
+        return record
+
+    def abandon(self) -> list[Choice]:
+        """What was in flight will never be answered. Returns the choices that ran."""
+        self.horizon.done = self.horizon.sent
+        return [seat.choice for seat in self.running]
+
+
+class Groups:
+    """Workers this scheduler has attached, and those it has asked."""
+
+    def __init__(self, scheduler: int, limits: BatchLimits) -> None:
+        self.attached: dict[int, Group] = {}
+        self._stirred: dict[int, Group] = {}
+        self._look_at = 0.0
+        self._scheduler, self._limits = scheduler, limits
+        self._asked: dict[int, float] = {}
+        self._saved_before = self._fetched_before = 0  # by groups that are detached
+
+    @property
+    def num_saved(self) -> int:
+        """Blocks copied to host memory by all groups since the start. Never falls."""
+        return self._saved_before + sum(group.blocks.host.num_saved for group in self.attached.values())
+
+    @property
+    def num_fetched(self) -> int:
+        """Blocks copied back from host memory by all groups since the start. Never falls."""
+        return self._fetched_before + sum(group.blocks.host.num_fetched for group in self.attached.values())
+
+    def knows(self, worker: int) -> bool:
+        return worker in self.attached or worker in self._asked
+
+    def ask(self, worker: int, now: float, forget: bool = False) -> Attach:
+        """`forget`: what its blocks hold counts no more."""
+        self._asked[worker] = now
+        return Attach(self._scheduler, self._limits.num_slots, self._limits.depth_for(0.0), forget)
+
+    def stir(self, groups: Iterable[Group]) -> None:
+        """Something happened to these: a plan may be possible that was not."""
+        for group in groups:
+            self._stirred[group.worker] = group
+
+    def take_stirred(self, now: float) -> list[Group]:
+        """Groups to make plans for, so that of a thousand only those are looked at that have something to do.
+
+        Now and then it is all of them, whatever happened.
+        """
+        stirred, self._stirred = self._stirred, {}
+        if now >= self._look_at:
+            self._look_at = now + LOOK_S
+            return list(self.attached.values())
+        return [group for worker, group in stirred.items() if self.attached.get(worker) is group]
+
+    def unanswered(self, now: float) -> list[int]:
+        """Workers that were asked long ago."""
+        return [worker for worker, asked in self._asked.items() if now - asked > ATTACH_AGAIN_S]
+
+    def attach(self, worker: int, frame: Attached) -> Group | None:
+        """None for an answer to another scheduler, or to an Attach that was answered already."""
+        if frame.scheduler != self._scheduler or self._asked.pop(worker, None) is None:
+            return None
+        group = self.attached[worker] = Group(worker, frame.geometry, self._limits)
+        return group
+
+    def detach(self, worker: int) -> Group | None:
+        """Forgets a worker; its group, if it had one, is for the caller to clear."""
+        self._asked.pop(worker, None)
+        group = self.attached.pop(worker, None)
+        if group is not None:
+            self._saved_before += group.blocks.host.num_saved
+            self._fetched_before += group.blocks.host.num_fetched
+        return group

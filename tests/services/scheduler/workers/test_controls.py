@@ -1,0 +1,200 @@
+"""Pause and resume, sleep and wake, a cache that is forgotten: nothing that runs is lost by it."""
+
+import pytest
+
+from blockyard.shared.messages import Control, Controlled, Part, Sleep, StepPlan, Verb
+
+from ..conftest import Ring
+
+
+def tell(it: Ring, verb: Verb, **more: object) -> None:
+    it.world.tell(it.gateway.incarnation, Control(f"{verb.name}", verb, **more))
+
+
+def answers(it: Ring) -> list[tuple[str, int]]:
+    return [(answer.request_id, answer.status) for answer in it.gateway.controlled]
+
+
+def last(it: Ring) -> Controlled:
+    return it.gateway.controlled[-1]
+
+
+def num_steps(it: Ring) -> int:
+    return it.world.core.stats().steps_total
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_requests_wait_while_the_workers_sleep_and_go_on_where_they_were(ring: type[Ring], level: int) -> None:
+    it = ring()
+    it.submit("a", 10, max_tokens=20)
+    it.steps(5)
+    before = len(it.output("a").ids)
+    tell(it, Verb.SLEEP, level=level)
+    assert answers(it) == [], "the worker has not said that it sleeps"
+    it.world.settle()
+    assert answers(it) == [("SLEEP", 200)]
+    assert last(it).sleep_level == level
+    it.submit("b", 7, max_tokens=3)
+    steps = num_steps(it)
+    it.world.settle()
+    stats = it.world.core.stats()
+    assert (num_steps(it), stats.running, stats.waiting, it.world.core.phase) == (steps, 0, 2, "asleep")
+    tell(it, Verb.WAKE_UP)
+    it.finish()
+    assert answers(it)[1:] == [("WAKE_UP", 200)]
+    assert last(it).sleep_level == 0
+    assert before > 0
+    assert [len(it.output(r).ids) for r in "ab"] == [20, 3]
+
+
+def test_sleeping_twice_is_sleeping_once_and_deeper_is_deeper(ring: type[Ring]) -> None:
+    it = ring()
+    for level in (1, 1, 2, 1):
+        tell(it, Verb.SLEEP, level=level)
+        it.world.settle()
+    assert [o.frame.level for o in it.world.sent if isinstance(o.frame, Sleep)] == [1, 2]
+    assert [answer.sleep_level for answer in it.gateway.controlled] == [1, 1, 2, 2]
+    for _ in range(2):
+        tell(it, Verb.WAKE_UP)
+        it.world.settle()
+    assert [answer.sleep_level for answer in it.gateway.controlled][4:] == [0, 0]
+    it.submit("a", 5)
+    it.finish()
+
+
+def test_sleep_needs_its_flag_and_a_level(ring: type[Ring]) -> None:
+    it = ring(may_sleep=False)
+    tell(it, Verb.SLEEP)
+    assert "--enable-sleep-mode" in last(it).message
+    awake = ring()
+    tell(awake, Verb.SLEEP, level=3)
+    assert (last(it).status, last(awake).status) == (400, 400)
+    awake.submit("a", 5)
+    awake.finish()
+
+
+def test_parts_come_back_one_after_the_other(ring: type[Ring]) -> None:
+    it = ring()
+    it.submit("a", 10, max_tokens=20)
+    it.steps(5)
+    tell(it, Verb.WAKE_UP, tags=[Part.WEIGHTS])
+    it.world.settle()
+    assert answers(it) == [("WAKE_UP", 200)], "nothing sleeps"
+    tell(it, Verb.SLEEP)
+    tell(it, Verb.WAKE_UP, tags=[Part.WEIGHTS])
+    assert len(answers(it)) == 1, "the worker has done neither"
+    it.world.settle()
+    assert answers(it)[1:] == [("SLEEP", 200), ("WAKE_UP", 200)]
+    assert (last(it).sleep_level, it.world.core.phase, it.worker.loop._runner._woken) == (1, "asleep", {Part.WEIGHTS})
+    late = it.world.add_worker()
+    it.world.settle()
+    assert (late.loop._runner.level, late.loop._runner._woken) == (1, {Part.WEIGHTS})
+    tell(it, Verb.SLEEP)
+    it.world.settle()
+    assert not it.worker.loop._runner._woken, "that part sleeps again"
+    for tags in ([Part.KV_CACHE], [Part.KV_CACHE], [Part.WEIGHTS]):
+        assert it.world.core.phase == "asleep"
+        tell(it, Verb.WAKE_UP, tags=tags)
+        it.world.settle()
+    assert [status for _, status in answers(it)] == [200] * 7
+    assert (last(it).sleep_level, late.loop._runner.level) == (0, 0)
+    it.finish()
+    assert len(it.output("a").ids) == 20
+
+
+def test_a_worker_that_joins_sleepers_sleeps_and_one_that_dies_asleep_is_not_waited_for(ring: type[Ring]) -> None:
+    it = ring()
+    tell(it, Verb.SLEEP)
+    it.world.settle()
+    late = it.world.add_worker()
+    it.world.settle()
+    assert late.loop._runner.level == 1
+    it.submit("a", 5)
+    it.world.settle()
+    assert it.world.core.stats().waiting == 1
+    it.world.kill(it.worker.incarnation)
+    tell(it, Verb.WAKE_UP)
+    it.finish()
+    assert answers(it)[-1] == ("WAKE_UP", 200)
+
+
+def test_whoever_is_woken_up_before_it_sleeps_is_told(ring: type[Ring]) -> None:
+    it = ring()
+    tell(it, Verb.SLEEP)
+    tell(it, Verb.WAKE_UP)
+    it.world.settle()
+    assert answers(it) == [("SLEEP", 409), ("WAKE_UP", 200)]
+    it.submit("a", 5)
+    it.finish()
+
+
+def test_a_full_queue_before_sleepers_is_a_503(ring: type[Ring]) -> None:
+    it = ring(max_queue_len=1)
+    tell(it, Verb.SLEEP)
+    it.world.settle()
+    it.submit("a", 5)
+    it.submit("b", 5)
+    refused = it.journal("b").refused
+    assert refused is not None
+    assert (refused.status, refused.room.asleep) == (503, True)
+    tell(it, Verb.WAKE_UP)
+    it.finish()
+
+
+@pytest.mark.parametrize("clear", [True, False])
+def test_paused_requests_stand_still_and_go_on(ring: type[Ring], clear: bool) -> None:
+    it = ring()
+    it.submit("a", 10, max_tokens=20)
+    it.steps(4)
+    tell(it, Verb.PAUSE, clear_cache=clear)
+    it.world.settle()
+    assert answers(it) == [("PAUSE", 200)]
+    it.submit("b", 6)
+    it.world.settle()
+    assert not it.output("b").ids
+    assert len(it.output("a").ids) < 20
+    assert it.world.core.phase == "paused"
+    starts = sum(len(o.frame.starts) for o in it.world.sent if isinstance(o.frame, StepPlan))
+    tell(it, Verb.RESUME)
+    it.finish()
+    more = sum(len(o.frame.starts) for o in it.world.sent if isinstance(o.frame, StepPlan)) - starts
+    assert more == (2 if clear else 1), "with another cache what ran starts again"
+
+
+@pytest.mark.parametrize("clear", [True, False])
+def test_a_pause_that_waits_is_answered_when_all_that_ran_has_ended(ring: type[Ring], clear: bool) -> None:
+    it = ring()
+    it.submit("a", 10, max_tokens=20)
+    it.steps(4)
+    tell(it, Verb.PAUSE, drain=True, clear_cache=clear)
+    it.submit("b", 6)
+    it.steps(4)
+    assert answers(it) == []
+    it.world.settle()
+    assert answers(it) == [("PAUSE", 200)]
+    assert (len(it.output("a").ids), it.output("b").ids) == (20, [])
+    tell(it, Verb.RESUME)
+    it.submit("a again", 10)
+    it.finish()
+    assert bool(it.output("a again").num_cached) != clear
+
+
+def test_a_forgotten_cache_finds_nothing(ring: type[Ring]) -> None:
+    it = ring(num_host_blocks=8, num_blocks=16)
+    it.submit("a", 20, max_tokens=3)
+    it.world.settle()
+    it.submit("b", 20, max_tokens=3)
+    it.world.settle()
+    tell(it, Verb.RESET_PREFIX_CACHE)
+    it.world.settle()
+    assert answers(it) == [("RESET_PREFIX_CACHE", 200)]
+    it.submit("c", 20, max_tokens=3)
+    it.finish()
+    assert it.output("b").num_cached
+    assert not it.output("c").num_cached
+
+
+def test_a_look_changes_nothing(ring: type[Ring]) -> None:
+    it = ring()
+    tell(it, Verb.LOOK)
+    assert last(it) == Controlled("LOOK", 200, "", 0, False)

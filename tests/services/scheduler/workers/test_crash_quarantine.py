@@ -1,0 +1,205 @@
+"""A worker whose device fails: who ran on it is tried alone; the one that does it again is failed with the reason."""
+
+from dataclasses import replace
+
+import pytest
+
+from blockyard.shared.messages import Cancel, FinishReason
+
+from ..conftest import Ring
+from ..world import World
+
+LENGTH, FAILED = FinishReason.LENGTH, FinishReason.FAILED
+
+
+def owners(it: Ring) -> list[set[str]]:
+    """Of each plan sent to the worker that is there now: the requests that run in it."""
+    group = it.world.core.groups[it.worker.incarnation]
+    return [{seat.choice.request.id for seat in record.all_seats()} for record in group.flight]
+
+
+def again(it: Ring) -> None:
+    """A worker takes the place of the one that broke."""
+    it.worker = it.world.add_worker()
+    while it.worker.incarnation not in it.world.core.groups:
+        it.world.work(it.worker)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_whoever_ran_is_tried_alone_and_then_all_run(ring: type[Ring], depth: int) -> None:
+    it = ring(depth=depth)
+    for name in "abc":
+        it.submit(name, 6, max_tokens=30)
+    it.steps(4)
+    it.world.break_down(it.worker.incarnation)
+    it.submit("new", 6, max_tokens=30)
+    again(it)
+    tried: list[str] = []
+    while len(tried) < 3 or len(owners(it)[-1]) < 2:
+        for who in owners(it):
+            if tried[-1:] != list(who) and len(who) == 1:
+                tried += who
+        it.steps(1)
+    assert tried[:3] == ["a", "b", "c"], "one at a time, before who came since"
+    it.finish()
+    assert {it.output(name).finish for name in ("a", "b", "c", "new")} == {LENGTH}
+
+
+def test_who_breaks_a_second_worker_alone_is_failed_and_the_others_go_on(ring: type[Ring]) -> None:
+    it = ring(depth=1)
+    for name in ("a", "bad", "c"):
+        it.submit(name, 6, max_tokens=12)
+    it.steps(2)
+    it.world.break_down(it.worker.incarnation)
+    again(it)
+    while {"bad"} not in owners(it):
+        it.steps(1)
+    it.world.break_down(it.worker.incarnation, "CUDA error: an illegal memory access was encountered")
+    again(it)
+    it.finish()
+    assert it.output("bad").finish is FAILED
+    assert it.output("bad").detail == (
+        "workers broke while they ran this request alone: CUDA error: an illegal memory access was encountered"
+    )
+    assert {it.output(name).finish for name in "ac"} == {LENGTH}
+
+
+def test_a_kill_makes_no_suspects(ring: type[Ring]) -> None:
+    it = ring()
+    it.submit("a", 6, max_tokens=12)
+    it.submit("b", 6, max_tokens=12)
+    it.steps(2)
+    it.world.kill(it.worker.incarnation)
+    again(it)
+    assert owners(it)[-1] == {"a", "b"}
+    it.finish()
+
+
+def test_a_suspect_that_is_cancelled_holds_nobody_back(ring: type[Ring]) -> None:
+    it = ring()
+    it.submit("a", 6, max_tokens=12)
+    it.steps(2)
+    it.world.break_down(it.worker.incarnation)
+    it.submit("b", 6, max_tokens=12)
+    it.journal("a").cancelled = True
+    it.world.tell(it.gateway.incarnation, Cancel("a", it.journal("a").frame.attempt))
+    again(it)
+    it.finish()
+    assert it.output("b").finish is LENGTH
+
+
+def test_choices_of_one_suspect_run_together(ring: type[Ring]) -> None:
+    it = ring(max_num_seqs=8)
+    it.submit("a", 6, n=3, max_tokens=12)
+    it.submit("b", 6, max_tokens=12)
+    it.steps(3)
+    it.world.break_down(it.worker.incarnation)
+    again(it)
+    it.finish()
+    assert {it.output("a", i).finish for i in range(3)} == {LENGTH}
+
+
+def test_with_another_worker_those_who_ran_wait_for_an_empty_one() -> None:
+    it = Ring(max_num_seqs=4, max_num_batched_tokens=64)
+    other: World = it.world
+    busy = other.add_worker()
+    other.settle()
+    for i in range(6):
+        it.submit(f"{i}", 6, max_tokens=40)
+    for worker in (it.worker, busy):
+        for _ in range(3):
+            other.work(worker)
+    ran = {s.choice.request.id for s in other.core.groups[it.worker.incarnation].running}
+    other.break_down(it.worker.incarnation)
+    for _ in range(10):
+        other.work(busy)
+    there = {s.choice.request.id for s in other.core.groups[busy.incarnation].running}
+    assert ran and not ran & there
+    it.worker = other.add_worker()
+    it.finish()
+
+
+def test_without_another_worker_groups_are_emptied_for_them_in_the_end() -> None:
+    """New requests do not keep the only worker that is left from trying the suspects."""
+    it = Ring(max_num_seqs=2, max_num_batched_tokens=64)
+    world = it.world
+    busy = world.add_worker()
+    world.settle()
+    for i in range(4):
+        it.submit(f"{i}", 6, max_tokens=20)
+    for worker in (it.worker, busy):
+        world.work(worker)
+        world.work(worker)
+    ran = {s.choice.request.id for s in world.core.groups[it.worker.incarnation].running}
+    world.break_down(it.worker.incarnation)
+    for i in range(100):
+        it.submit(f"more{i}", 6, max_tokens=20)
+        world.now += 2.0
+        for _ in range(3):
+            if busy.busy():
+                world.work(busy)
+        while it.detokenizer.inbox:
+            world.detokenize(it.detokenizer)
+        if all(it.output(name).ids for name in ran):
+            break
+    assert i < 80, "it was tried"
+    it.finish()
+
+
+def test_a_suspect_behind_others_of_a_lower_class_is_tried_where_several_workers_come_at_once() -> None:
+    it = Ring(policy="priority", max_num_seqs=4, max_num_batched_tokens=64)
+    world = it.world
+    it.submit("suspect", 6, max_tokens=12, priority=5)
+    it.steps(2)
+    world.break_down(it.worker.incarnation)
+    for name in "abcd":
+        it.submit(name, 6, max_tokens=12, priority=0)
+    workers = [world.add_worker() for _ in range(2)]
+    while any(worker.incarnation not in world.core.groups for worker in workers):
+        for worker in workers:
+            world.work(worker, turn=False)
+    world.turn()
+    it.finish()
+    assert {it.output(name).finish for name in ("suspect", *"abcd")} == {LENGTH}
+
+
+def test_a_suspect_that_ran_beside_another_request_is_not_failed() -> None:
+    """Two requests were in flight where the second worker broke: which of them did it is not known yet."""
+    it = Ring(max_num_seqs=2, max_num_batched_tokens=64)
+    world = it.world
+    second = world.add_worker()
+    world.settle()
+    it.submit("other", 6, max_tokens=40)
+    it.submit("suspect", 6, n=3, max_tokens=40)
+    for _ in range(8):
+        world.work(it.worker)
+        world.work(second)
+    near = {
+        worker.incarnation: {s.choice.request.id for s in world.core.groups[worker.incarnation].running}
+        for worker in (it.worker, second)
+    }
+    alone = next(incarnation for incarnation, names in near.items() if names == {"suspect"})
+    shared = next(incarnation for incarnation, names in near.items() if names == {"suspect", "other"})
+    world.break_down(alone)
+    assert "suspect" in world.core._gate.suspects._trials
+    world.break_down(shared)
+    it.worker = world.add_worker()
+    it.finish()
+    assert {it.output(*name).finish for name in (("suspect", 0), ("suspect", 2), ("other", 0))} == {LENGTH}
+
+
+def test_a_suspect_that_ends_while_plans_are_made_holds_up_nobody(ring: type[Ring]) -> None:
+    """The worker that comes has no room for its prompt: it ends in the turn in which the next one is seated."""
+    it = ring(max_num_seqs=2)
+    it.submit("suspect", 40, max_tokens=8)
+    it.steps(1)
+    it.world.break_down(it.worker.incarnation)
+    it.submit("next", 6, max_tokens=8)
+    it.world.shape = replace(it.world.shape, max_model_len=32)
+    it.worker = it.world.add_worker()
+    while it.worker.incarnation not in it.world.core.groups:
+        it.world.work(it.worker)
+    assert it.journal("suspect").open() == [0], "the detokenizer has not read it yet"
+    assert owners(it)[0] == {"next"}, "in the same turn"
+    it.finish()
+    assert it.output("suspect").finish is FAILED
