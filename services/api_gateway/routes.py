@@ -7,15 +7,16 @@ from mimetypes import guess_type
 import msgspec
 from aiohttp import web
 
-from blockyard.services.api_gateway import middleware, ring_view
-from blockyard.services.api_gateway.access import Access, Guard, Route
-from blockyard.services.api_gateway.caller import IGNORED, REQUEST_ID
-from blockyard.services.api_gateway.errors import ApiError
-from blockyard.services.api_gateway.handlers import Handlers, json_response
-from blockyard.services.api_gateway.ignored_fields import HEADER as IGNORED_HEADER
-from blockyard.services.api_gateway.operations import Operations
+from blockyard.services.api_gateway.endpoints import ring_view
+from blockyard.services.api_gateway.endpoints.generation import Handlers, json_response
+from blockyard.services.api_gateway.endpoints.operations import Operations
+from blockyard.services.api_gateway.http import middleware
+from blockyard.services.api_gateway.http.access import Access, Guard, Route
+from blockyard.services.api_gateway.http.request_context import IGNORED, REQUEST_ID
+from blockyard.services.api_gateway.http.uploads import Uploads
+from blockyard.services.api_gateway.requests.ignored_fields import HEADER as IGNORED_HEADER
+from blockyard.services.api_gateway.responses.error_body import ApiError
 from blockyard.services.api_gateway.service import Gateway
-from blockyard.services.api_gateway.uploads import Uploads
 from blockyard.shared.config.gateway import GatewayConfig
 from blockyard.shared.messages import ModelCard, Role
 

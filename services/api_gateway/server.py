@@ -11,10 +11,10 @@ from typing import Any
 
 from aiohttp import web
 
-from blockyard.services.api_gateway import connections
-from blockyard.services.api_gateway.client_text import http_logger
-from blockyard.services.api_gateway.connections import BoundedRunner
-from blockyard.services.api_gateway.errors import ApiError
+from blockyard.services.api_gateway.http import connections
+from blockyard.services.api_gateway.http.client_text import http_logger
+from blockyard.services.api_gateway.http.connections import BoundedRunner
+from blockyard.services.api_gateway.responses.error_body import ApiError
 from blockyard.services.api_gateway.routes import build_app, build_metrics_app
 from blockyard.services.api_gateway.service import Gateway
 from blockyard.shared import open_files

@@ -4,11 +4,11 @@ import asyncio
 import time
 from collections.abc import AsyncIterable, Callable
 
-from blockyard.services.api_gateway.bodies import Bodies
-from blockyard.services.api_gateway.flow import Flow
-from blockyard.services.api_gateway.metrics import Metrics
+from blockyard.services.api_gateway.metrics.scrape import Metrics
 from blockyard.services.api_gateway.progress import Progress
-from blockyard.services.api_gateway.streams import Streams
+from blockyard.services.api_gateway.request_pipeline import Flow
+from blockyard.services.api_gateway.requests.body_parser import Bodies
+from blockyard.services.api_gateway.responses.streams import Streams
 from blockyard.shared.bus import Event
 from blockyard.shared.config.gateway import GatewayConfig
 from blockyard.shared.messages import GatewayIn, Scrape, Scraped, Stats

@@ -1,0 +1,103 @@
+"""Endpoints for operators: pause and resume, sleep and wake, forget the prefix cache."""
+
+from collections.abc import Iterator
+
+import msgspec
+from aiohttp import web
+
+from blockyard.services.api_gateway.endpoints.generation import json_response
+from blockyard.services.api_gateway.http.access import Access, Route
+from blockyard.services.api_gateway.responses.error_body import ApiError
+from blockyard.shared.messages import Control, Controlled, Part, Verb
+from blockyard.shared.ring_client.controls import Controls
+
+SWITCH = {"": True, "1": True, "true": True, "0": False, "false": False}
+
+
+class State(msgspec.Struct, frozen=True):
+    """How things stand once it is done."""
+
+    sleep_level: int
+    paused: bool
+    freed_bytes: int
+
+
+class IsSleeping(msgspec.Struct, frozen=True):
+    is_sleeping: bool
+
+
+class IsPaused(msgspec.Struct, frozen=True):
+    is_paused: bool
+
+
+class Operations:
+    def __init__(self, controls: Controls) -> None:
+        self._controls = controls
+
+    def routes(self) -> Iterator[Route]:
+        yield "POST", "/reset_prefix_cache", self.reset_prefix_cache, Access.OPERATOR
+        yield "POST", "/pause", self.pause, Access.OPERATOR
+        yield "POST", "/resume", self.resume, Access.OPERATOR
+        yield "POST", "/sleep", self.sleep, Access.OPERATOR
+        yield "POST", "/wake_up", self.wake_up, Access.OPERATOR
+        yield "GET", "/is_sleeping", self.is_sleeping, Access.KEY
+        yield "GET", "/is_paused", self.is_paused, Access.KEY
+
+    async def reset_prefix_cache(self, request: web.Request) -> web.Response:
+        _only(request)
+        return await self._do(Control("", Verb.RESET_PREFIX_CACHE))
+
+    async def pause(self, request: web.Request) -> web.Response:
+        """`mode` keep: those that run stand still; wait: they end first, and the answer comes then."""
+        _only(request, "mode", "clear_cache")
+        mode = request.query.get("mode", "keep")
+        if mode not in ("keep", "wait"):
+            raise ApiError(f"mode must be keep or wait, got {mode[:40]!r}", "mode")
+        clear = SWITCH.get(request.query.get("clear_cache", "true").lower())
+        if clear is None:
+            raise ApiError("clear_cache must be true or false", "clear_cache")
+        return await self._do(Control("", Verb.PAUSE, drain=mode == "wait", clear_cache=clear))
+
+    async def resume(self, request: web.Request) -> web.Response:
+        _only(request)
+        return await self._do(Control("", Verb.RESUME))
+
+    async def sleep(self, request: web.Request) -> web.Response:
+        _only(request, "level")
+        level = request.query.get("level", "1")
+        if level not in ("1", "2"):
+            raise ApiError(f"level must be 1 or 2, got {level[:40]!r}", "level")
+        return await self._do(Control("", Verb.SLEEP, level=int(level)))
+
+    async def wake_up(self, request: web.Request) -> web.Response:
+        """`tags`, weights or kv_cache: that part of the memory comes back; workers sleep until both are there."""
+        _only(request, "tags")
+        given = [tag for value in request.query.getall("tags", []) for tag in value.split(",")]
+        if wrong := [tag for tag in given if tag not in list(Part)]:
+            raise ApiError(f"tags are weights and kv_cache, got {wrong[0][:40]!r}", "tags")
+        return await self._do(Control("", Verb.WAKE_UP, tags=sorted(set(map(Part, given)))))
+
+    async def is_sleeping(self, request: web.Request) -> web.Response:
+        answers = await self._controls.ask(Control("", Verb.LOOK))
+        return json_response(IsSleeping(any(a.sleep_level for a in answers)))
+
+    async def is_paused(self, request: web.Request) -> web.Response:
+        answers = await self._controls.ask(Control("", Verb.LOOK))
+        return json_response(IsPaused(any(a.paused for a in answers)))
+
+    async def _do(self, control: Control) -> web.Response:
+        return json_response(_state(await self._controls.ask(control)))
+
+
+def _state(answers: list[Controlled]) -> State:
+    """Of all models together."""
+    return State(
+        max(a.sleep_level for a in answers), any(a.paused for a in answers), sum(a.freed_bytes for a in answers)
+    )
+
+
+def _only(request: web.Request, *known: str) -> None:
+    """Raises ApiError for a query field that would do nothing."""
+    for name in request.query:
+        if name not in known:
+            raise ApiError(f"{request.path} takes no {name[:40]!r}", name[:40])

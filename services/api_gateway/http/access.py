@@ -1,0 +1,126 @@
+"""Who may use which route: decided by the route that was matched, never by the text of the path."""
+
+import asyncio
+import enum
+import hmac
+import ipaddress
+import socket
+from collections.abc import Iterable
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+from yarl import URL
+
+from blockyard.services.api_gateway.responses.error_body import ApiError
+
+# Set by proxies: behind one, the peer's address is the proxy's and says nothing about the client.
+FORWARDED = ("Forwarded", "Via", "X-Forwarded-For", "X-Forwarded-Host", "X-Real-IP", "CF-Connecting-IP")
+
+
+class Access(enum.Enum):
+    OPEN = enum.auto()
+    KEY = enum.auto()  # an API key or the admin key, if there are API keys
+    OPERATOR = enum.auto()  # the admin key, else an API key; without any key only from this machine
+
+
+Route = tuple[str, str, Handler, Access]  # method, path, what answers, who may ask
+
+
+class Keys:
+    """Bearer keys of one kind. Compared in a time that does not depend on what is given."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._keys = [key.encode() for key in keys]
+
+    def __bool__(self) -> bool:
+        return bool(self._keys)
+
+    def find(self, given: bytes) -> int | None:
+        """The key's place in the list."""
+        matches = [hmac.compare_digest(key, given) for key in self._keys]
+        return matches.index(True) if any(matches) else None
+
+
+class Guard:
+    """Knows what each route asks for. One that was not declared asks for a key."""
+
+    def __init__(self, api_keys: Iterable[str], admin_keys: Iterable[str]) -> None:
+        self._api, self._admin = Keys(api_keys), Keys(admin_keys)
+        self._routes: dict[web.AbstractRoute, Access] = {}
+
+    def add(self, app: web.Application, method: str, path: str, handler: Handler, access: Access) -> None:
+        """Registers a route. GET also answers HEAD."""
+        for each in ("GET", "HEAD") if method == "GET" else (method,):
+            self._routes[app.router.add_route(each, path, handler)] = access
+
+    def access(self, request: web.Request) -> Access:
+        """Of the matched route; OPEN where none matched, because a 404 or a 405 is the answer then."""
+        if request.match_info.http_exception is not None:
+            return Access.OPEN
+        return self._routes.get(request.match_info.route, Access.KEY)
+
+    def tenant(self, request: web.Request) -> str:
+        """Who asks: "key-N" by the API key, "admin", or "" without one. Raises ApiError if the route is not theirs."""
+        access = self.access(request)
+        given = _bearer(request)
+        if access is Access.OPEN:
+            return ""
+        if self._admin and self._admin.find(given) is not None:
+            return "admin"
+        if access is Access.OPERATOR:
+            if self._admin:
+                raise ApiError("The admin key is missing or wrong: send `Authorization: Bearer KEY`.", status=401)
+            if not self._api:
+                check_local(request)
+                return ""
+        place = self._api.find(given)
+        if self._api and place is None:
+            raise ApiError("The API key is missing or wrong: send `Authorization: Bearer KEY`.", status=401)
+        return "" if place is None else f"key-{place}"
+
+
+def check_local(request: web.Request) -> None:
+    """Raises ApiError unless the request comes from this machine, and not from a web page of another one."""
+    if any(name in request.headers for name in FORWARDED) or not _peer_is_local(request.transport):
+        raise ApiError(
+            "Without a key this answers only to this machine: start the server with --admin-key or --api-key.",
+            status=403,
+        )
+    origin = request.headers.get("Origin")
+    if origin is not None and not _is_loopback(_host_of(origin)):
+        raise ApiError("Without a key this does not answer to web pages of other machines.", "Origin", status=403)
+
+
+def _peer_is_local(transport: asyncio.BaseTransport | None) -> bool:
+    if transport is None:
+        return False
+    sock = transport.get_extra_info("socket")
+    if sock is not None and sock.family == socket.AF_UNIX:
+        return True
+    peer = transport.get_extra_info("peername")
+    return isinstance(peer, tuple) and _is_loopback(str(peer[0]))
+
+
+def _bearer(request: web.Request) -> bytes:
+    """The key that the request brings. Headers may hold any bytes."""
+    scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+    return given.strip().encode("utf-8", "surrogateescape") if scheme.lower() == "bearer" else b""
+
+
+def _host_of(origin: str) -> str:
+    try:
+        return URL(origin).host or ""
+    except ValueError:
+        return ""
+
+
+def _is_loopback(host: str) -> bool:
+    """Of a name or an address, IPv4 in IPv6 too."""
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback

@@ -1,0 +1,89 @@
+"""Reads the bodies of requests, within bounds on their time, on the size of each and on the sum of all."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from aiohttp import web
+
+from blockyard.services.api_gateway.responses.error_body import ApiError
+
+SMALL_BYTES = 64 * 1024  # what a body takes up to here may use the whole sum, what is beyond it only part
+LARGE_SHARE = 0.75  # of the sum, so that large uploads leave room for the usual request
+CHUNK_BYTES = 64  # what a piece takes besides its bytes
+RETRY_AFTER_S = 1.0
+
+
+class Uploads:
+    """Of one gateway. Counts what has arrived, not what was announced: an announcement costs its sender nothing."""
+
+    def __init__(self, most_bytes: int, most_total_bytes: int | None, timeout_s: float) -> None:
+        """`most_total_bytes` None: eight of the largest bodies."""
+        self._most, self._timeout_s = most_bytes, timeout_s
+        self._most_total = max(8 * most_bytes if most_total_bytes is None else most_total_bytes, most_bytes)
+        self._most_large = max(int(LARGE_SHARE * self._most_total), most_bytes)
+        self.held_bytes = 0  # of bodies that are read or in use
+
+    @asynccontextmanager
+    async def read(self, request: web.Request) -> AsyncIterator[bytes]:
+        """The whole body, decompressed; it counts until the block is left. Raises ApiError: 408, 413 or 503."""
+        body = _Body(self)
+        try:
+            self._check_announced(request.content_length or 0)
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    async for chunk in request.content.iter_any():
+                        body.add(chunk)
+            except TimeoutError as e:
+                said = f"the body did not arrive within {self._timeout_s:g} s"
+                raise ApiError(said, "body", status=408) from e
+            yield body.take()
+        finally:
+            body.release()
+
+    def hold(self, size: int, of_body: int) -> None:
+        """Counts `size` bytes more of a body that has `of_body` with them. Raises ApiError if there is no room."""
+        if of_body > self._most:
+            raise ApiError(f"the body is larger than the {self._most} bytes this server takes", "body", status=413)
+        self._check_room(size, of_body)
+        self.held_bytes += size
+
+    def _check_announced(self, size: int) -> None:
+        if size > self._most:
+            self.hold(0, size)
+        self._check_room(size, size)
+
+    def _check_room(self, size: int, of_body: int) -> None:
+        most = self._most_total if of_body <= SMALL_BYTES else self._most_large
+        if self.held_bytes + size > most:
+            raise ApiError(
+                "This server reads as many request bodies as it has memory for.",
+                "body",
+                status=503,
+                retry_after_s=RETRY_AFTER_S,
+            )
+
+
+class _Body:
+    """What has arrived of one body."""
+
+    def __init__(self, uploads: Uploads) -> None:
+        self._uploads = uploads
+        self._chunks: list[bytes] = []
+        self._size = self._held = 0
+
+    def add(self, chunk: bytes) -> None:
+        size = len(chunk) + CHUNK_BYTES
+        self._uploads.hold(size, self._size + len(chunk))
+        self._held += size
+        self._size += len(chunk)
+        self._chunks.append(chunk)
+
+    def take(self) -> bytes:
+        chunks, self._chunks = self._chunks, []
+        return b"".join(chunks)
+
+    def release(self) -> None:
+        self._chunks.clear()
+        self._uploads.held_bytes -= self._held
+        self._held = 0

@@ -1,0 +1,135 @@
+"""/metrics: what all gateways counted, summed, and what the members of the ring count."""
+
+import asyncio
+import secrets
+from collections.abc import Callable, Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from blockyard.services.api_gateway.metrics.exposition import expose
+from blockyard.services.api_gateway.metrics.member_metrics import member_families
+from blockyard.shared.config.gateway import MetricsNames
+from blockyard.shared.messages import PastText, Role, Scrape, Scraped
+from blockyard.shared.ring_client.member_counts import MemberCounts, scheduler_totals
+from blockyard.shared.ring_client.meters import Meters
+from blockyard.shared.ring_client.metric_families import OF_CLIENT, OF_SCHEDULERS
+from blockyard.shared.ring_client.ring_links import RingLinks
+
+SCRAPE_TIMEOUT_S = 0.5  # a gateway that does not answer within it counts as it last did
+MAX_TEXTS = 64  # of other gateways; of older ones only their sum is kept
+
+
+class Metrics:
+    def __init__(
+        self, links: RingLinks, meters: Meters, counts: MemberCounts, names: MetricsNames = MetricsNames.BOTH
+    ) -> None:
+        self._links, self._meters, self._counts, self._names = links, meters, counts, names
+        self._own = _registry(lambda: expose(OF_CLIENT, meters, meters, names))
+        self._ring = _registry(self._of_ring)
+        self._asked: dict[str, tuple[set[int], asyncio.Event]] = {}  # who has not answered yet
+        self._texts: dict[int, str] = {}  # of each other gateway, by incarnation: what it last said
+        self._older = ""
+
+    def own(self) -> str:
+        return generate_latest(self._own).decode()
+
+    async def all(self) -> str:
+        """The sum over all gateways, also those that are gone or silent: counters never fall."""
+        await asyncio.gather(self._counts.refresh(), self._ask_others())
+        others = summed([self.own(), self._older, *self._texts.values()])
+        return others + generate_latest(self._ring).decode()
+
+    def scrape(self, peer: int, frame: Scrape) -> None:
+        members = self._links.members
+        past = [PastText(gateway, text) for gateway, text in self._texts.items() if gateway not in members]
+        self._links.answer(peer, Scraped(frame.request_id, self.own(), past, self._counts.past()))
+
+    def scraped(self, peer: int, frame: Scraped) -> None:
+        """The other one may have seen gateways and members that were gone before this one began."""
+        self._keep(peer, frame.text)
+        for one in frame.past:
+            known = self._texts.get(one.gateway)
+            if one.gateway != self._links.me.incarnation and (known is None or _sum(known) < _sum(one.text)):
+                self._keep(one.gateway, one.text)
+        for member in frame.gone:
+            self._counts.gone(member)
+        if frame.request_id in self._asked:
+            waiting, everyone = self._asked[frame.request_id]
+            waiting.discard(peer)
+            if not waiting:
+                everyone.set()
+
+    def _keep(self, gateway: int, text: str) -> None:
+        self._texts.pop(gateway, None)
+        self._texts[gateway] = text  # the last one heard of at the end
+        if len(self._texts) > MAX_TEXTS:
+            self._older = summed([self._older, self._texts.pop(next(iter(self._texts)))])
+
+    async def _ask_others(self) -> None:
+        scrape = Scrape(secrets.token_hex(8))
+        others = [m.incarnation for m in self._links.members.values() if m.role == Role.API_GATEWAY]
+        waiting = {incarnation for incarnation in others if self._links.send(incarnation, scrape)}
+        if not waiting:
+            return
+        everyone = asyncio.Event()
+        self._asked[scrape.request_id] = waiting, everyone
+        try:
+            async with asyncio.timeout(SCRAPE_TIMEOUT_S):
+                await everyone.wait()
+        except TimeoutError:
+            pass
+        finally:
+            del self._asked[scrape.request_id]
+
+    def _of_ring(self) -> Iterator[Metric]:
+        members = self._counts.members()
+        yield from expose(OF_SCHEDULERS, scheduler_totals(members), self._meters, self._names)
+        if self._names is not MetricsNames.VLLM:
+            yield from member_families(members, self._meters.model_name)
+
+
+def summed(texts: Iterable[str]) -> str:
+    """One exposition whose samples are the sums of those with the same name and labels."""
+    families: dict[str, list[str]] = {}  # HELP and TYPE lines -> names of samples, in order
+    values: dict[str, float] = {}
+    for text in texts:
+        head = ""
+        for line in text.splitlines():
+            if line.startswith("# HELP"):
+                head = line
+            elif line.startswith("# TYPE"):
+                head = f"{head}\n{line}"
+                families.setdefault(head, [])
+            elif " " in line:
+                name, _, value = line.rpartition(" ")
+                if name not in values:
+                    families.setdefault(head, []).append(name)
+                values[name] = values.get(name, 0.0) + float(value)
+    lines = []
+    for head, names in families.items():
+        lines.append(head)
+        lines.extend(f"{name} {values[name]}" for name in names)
+    return "\n".join(lines) + "\n"
+
+
+def _sum(text: str) -> float:
+    """Of all samples: of two texts of one gateway the later one has more."""
+    return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if not line.startswith("#"))
+
+
+def _registry(collect: Callable[[], Iterator[Metric]]) -> CollectorRegistry:
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Adapter(collect))
+    return registry
+
+
+class _Adapter(Collector):
+    """prometheus_client's base class, kept out of our own types."""
+
+    def __init__(self, collect: Callable[[], Iterator[Metric]]) -> None:
+        self._collect = collect
+
+    def collect(self) -> Iterator[Metric]:
+        return self._collect()

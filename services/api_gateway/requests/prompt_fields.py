@@ -1,0 +1,79 @@
+"""The prompt in its many forms, as the Tokenize frames that turn it into ids."""
+
+from typing import cast
+
+import msgspec
+
+from blockyard.services.api_gateway.requests.schemas import ChatRequest, TokenizeRequest
+from blockyard.services.api_gateway.responses.error_body import ApiError
+from blockyard.shared.messages import ModelCard, Tokenize
+from blockyard.shared.ring_client import limits
+from blockyard.shared.ring_client.chat_messages import read_messages
+from blockyard.shared.token_ids import first_outside, pack
+
+
+def completion_prompts(prompt: str | list[str | int | list[int]] | None, card: ModelCard) -> list[Tokenize]:
+    """One frame a prompt, of a text, a list of ids, or a list of either. Raises ApiError."""
+    if prompt is None:
+        raise ApiError("`prompt` is missing", "prompt")
+    if isinstance(prompt, str):
+        return [_text(prompt, "prompt", card)]
+    if not prompt:
+        raise ApiError("`prompt` is empty", "prompt")
+    if isinstance(prompt[0], int):
+        return [_ids(cast(list[int], prompt), "prompt", card)]
+    if len(prompt) > limits.MAX_PROMPTS:
+        raise ApiError(f"at most {limits.MAX_PROMPTS} prompts a request, got {len(prompt)}", "prompt")
+    out = []
+    for i, p in enumerate(prompt):
+        if isinstance(p, int):
+            raise _mixed(i)
+        out.append(_text(p, f"prompt[{i}]", card) if isinstance(p, str) else _ids(p, f"prompt[{i}]", card))
+    return out
+
+
+def chat_prompt(request: ChatRequest | TokenizeRequest, card: ModelCard) -> Tokenize:
+    if request.continue_final_message and request.add_generation_prompt:
+        raise ApiError("continue_final_message and add_generation_prompt cannot both be true", "continue_final_message")
+    kwargs = dict(request.chat_template_kwargs or {})
+    if isinstance(request, ChatRequest) and request.documents is not None:
+        kwargs["documents"] = request.documents
+    messages = read_messages(request.messages)
+    continues = bool(request.continue_final_message)
+    return Tokenize(
+        request_id="",
+        model=card.names[0],
+        messages=messages,
+        template_kwargs=msgspec.json.encode(kwargs) if kwargs else b"",
+        chat_template=request.chat_template,
+        add_generation_prompt=not continues if request.add_generation_prompt is None else request.add_generation_prompt,
+        continue_final_message=continues,
+        add_special_tokens=request.add_special_tokens,
+        max_tokens=card.max_model_len,
+    )
+
+
+def _text(text: str, field: str, card: ModelCard) -> Tokenize:
+    if not text:
+        raise ApiError(f"`{field}` is empty", field)
+    return Tokenize(request_id="", model=card.names[0], text=text, max_tokens=card.max_model_len)
+
+
+def _ids(ids: list[int], field: str, card: ModelCard) -> Tokenize:
+    """The one place where a prompt of ids is looked at one by one, at C's speed: 32k in 0.8 ms."""
+    if not ids:
+        raise ApiError(f"`{field}` is empty", field)
+    try:
+        data = pack(ids)
+        if first_outside(data, card.vocab_size) is not None:
+            raise OverflowError
+    except OverflowError:
+        limits.token_ids(field, ids, card.vocab_size)  # says which
+        raise
+    except TypeError:  # the first one was an id
+        raise _mixed(0) from None
+    return Tokenize(request_id="", model=card.names[0], token_ids=data, max_tokens=card.max_model_len)
+
+
+def _mixed(place: int) -> ApiError:
+    return ApiError("`prompt` mixes ids with texts or lists", f"prompt[{place}]")

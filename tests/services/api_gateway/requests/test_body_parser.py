@@ -1,0 +1,109 @@
+"""Large bodies are read in a process of their own: the same answers, no stream pauses, and a bound on what it costs."""
+
+import asyncio
+import io
+import time
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+
+from blockyard.services.api_gateway.requests.body_parser import LARGE_BYTES
+
+COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
+PADDING = b" " * LARGE_BYTES
+USER = [{"role": "user", "content": "hello"}]
+
+
+def nested(num_bytes: int) -> bytes:
+    """Takes a second for each 3 MB."""
+    lists = b"[]," * (num_bytes // 3)
+    return b'{"messages":[{"role":"user","content":"a"}],"chat_template_kwargs":{"a":[' + lists + b"[]]}}"
+
+
+BODIES: list[tuple[str, dict[str, Any]]] = [
+    (CHAT, {"messages": USER, "max_tokens": 2, "seed": -(2**70), "logprobs": True, "top_logprobs": 2}),
+    (CHAT, {"messages": USER, "max_tokens": 2, "n": 2, "stop": ["w1"], "logit_bias": {"7": 1.5}, "a_new_field": 1}),
+    (CHAT, {"messages": USER, "top_logprobs": 2}),
+    (CHAT, {"messages": USER, "model": "nobody's"}),
+    (COMPLETION, {"prompt": ["a", [1, 2], "b"], "max_tokens": 1, "echo": True, "logprobs": 1}),
+    (COMPLETION, {"prompt": [1, 2, 3], "max_tokens": 1, "use_beam_search": True, "n": 2}),
+    (COMPLETION, {"prompt": [1, 2, 300]}),
+    (COMPLETION, {"prompt": [[1, 2, 3], [1] * 5000]}),
+    (COMPLETION, {"prompt": [1] * 5000, "truncate_prompt_tokens": 3, "max_tokens": 1}),
+    (COMPLETION, {"prompt": "a", "max_tokens": "many"}),
+    ("/tokenize", {"prompt": "abc", "return_token_strs": True}),
+    ("/tokenize", {"messages": USER}),
+    ("/detokenize", {"tokens": [104, 105]}),
+    ("/detokenize", {"tokens": [-1]}),
+]
+
+
+async def ask(rig: Any, path: str, body: bytes) -> tuple[int, Any, str]:
+    """Status, answer without what differs each time, and the header of ignored fields."""
+    async with rig.http.post(path, data=io.BytesIO(body), headers={"Content-Type": "application/json"}) as response:
+        answer = await response.json()
+        return response.status, answer | {"id": "", "created": 0}, response.headers.get("x-blockyard-ignored", "")
+
+
+def reader(rig: Any) -> Any:
+    return rig.gateway.bodies.process
+
+
+async def test_large_bodies_are_answered_as_small_ones(rig) -> None:
+    async with rig() as r:
+        small = [await ask(r, path, msgspec.json.encode(fields)) for path, fields in BODIES]
+        assert reader(r) is None
+        large = [await ask(r, path, msgspec.json.encode(fields) + PADDING) for path, fields in BODIES]
+        assert large == small
+        process = reader(r)
+        r.gateway.bodies._stream[1].close()
+        await r.until(lambda: process.poll() is not None)
+        assert process.returncode == 0, "it ends with its stream"
+
+
+async def test_no_stream_pauses_while_a_large_body_is_read(rig) -> None:
+    async with rig(max_logprobs=5) as r:
+        assert (await ask(r, CHAT, nested(LARGE_BYTES)))[0] == 200  # the process runs
+        r.ring.step_s = 0.01
+        body, times = nested(12_000_000), []
+        async with r.http.post(COMPLETION, json={"prompt": "a", "max_tokens": 400, "stream": True}) as stream:
+            asked = asyncio.create_task(ask(r, CHAT, body))
+            async for _ in stream.content:
+                times.append(time.monotonic())
+                if asked.done():
+                    break
+        assert (await asked)[0] == 200
+    assert len(times) > 20, "the body was read before it could disturb anything"
+    assert max(after - before for before, after in pairwise(times)) < 0.4
+
+
+async def test_a_body_that_takes_too_long_is_refused_and_the_next_one_is_read(rig) -> None:
+    async with rig() as r:
+        r.gateway.bodies._max_cpu_s = 0.2
+        status, answer, _ = await ask(r, CHAT, nested(12_000_000))
+        assert (status, answer["error"]["message"]) == (413, "the body takes too long to be read")
+        r.gateway.bodies._max_cpu_s = 10.0
+        assert (await ask(r, COMPLETION, b'{"prompt": "a", "max_tokens": 1}' + PADDING))[0] == 200
+
+
+async def test_a_body_reader_that_dies_is_replaced(rig) -> None:
+    async with rig() as r:
+        body = b'{"prompt": "a", "max_tokens": 1}' + PADDING
+        assert (await ask(r, COMPLETION, body))[0] == 200
+        reader(r).kill()
+        assert (await ask(r, COMPLETION, body))[0] in (200, 500), "500 where it died with the body"
+        assert (await ask(r, COMPLETION, body))[0] == 200
+
+
+async def test_bodies_that_wait_are_bounded_and_the_smallest_is_next(rig) -> None:
+    async with rig(max_body_bytes=2**20) as r:
+        busy = asyncio.create_task(ask(r, CHAT, nested(2**20 - 200)))
+        await r.until(lambda: reader(r) is not None)
+        waiting = [asyncio.create_task(ask(r, CHAT, nested(2**20 - 100 - i))) for i in range(4)]
+        await r.until(lambda: r.gateway.bodies._waiting.qsize() == 4)
+        status, answer, _ = await ask(r, CHAT, nested(2**20 - 100))
+        assert (status, answer["error"]["code"]) == (503, "service_unavailable")
+        waiting[0].cancel()
+        assert [(await task)[0] for task in (busy, *waiting[1:])] == [200] * 4
+        assert r.gateway.bodies._num_bytes == 0
