@@ -19,7 +19,8 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 
 # Every kernel of a step is in one of the modules that these import: they are looked up by name.
-from blockyard.services.gpu_worker import device_loop, linear_tuning
+from blockyard.services.gpu_worker import device_loop
+from blockyard.services.gpu_worker.linear_tuning import tuner as linear_tuning
 
 LOADED = (device_loop, linear_tuning)
 # What compilers raise; the worker that compiles by itself will say more.

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from blockyard.kernels.gather_rows import Rows
-from blockyard.services.gpu_worker.device_ops import DeviceOps, TritonDeviceOps
+from blockyard.services.gpu_worker.attention.triton_attention import check_head_size
 from blockyard.services.gpu_worker.device_slots import DeviceSlots
+from blockyard.services.gpu_worker.execution.device_ops import DeviceOps, TritonDeviceOps
 from blockyard.services.gpu_worker.kv_pool import KVPool
 from blockyard.services.gpu_worker.memory import Need, blocks_of
 from blockyard.services.gpu_worker.models.decoder import Model
 from blockyard.services.gpu_worker.pinned_ring import PinnedRing
 from blockyard.services.gpu_worker.step import Step
-from blockyard.services.gpu_worker.triton_ops import check_head_size
 
 log = logging.getLogger(__name__)
 

@@ -16,10 +16,10 @@ from blockyard.services.gpu_worker import decode_steps
 from blockyard.services.gpu_worker.batch import Batch
 from blockyard.services.gpu_worker.compile_ahead import compile_prefills
 from blockyard.services.gpu_worker.decode_steps import DecodeSteps, Size
-from blockyard.services.gpu_worker.device_ops import TritonDeviceOps
-from blockyard.services.gpu_worker.idle_tuning import IdleTuning
+from blockyard.services.gpu_worker.execution.device_ops import TritonDeviceOps
 from blockyard.services.gpu_worker.interfaces import Done
 from blockyard.services.gpu_worker.kv_pool import KVPool
+from blockyard.services.gpu_worker.linear_tuning.idle_tuning import IdleTuning
 from blockyard.services.gpu_worker.memory import Need
 from blockyard.services.gpu_worker.mixed_graphs import MixedGraphs
 from blockyard.services.gpu_worker.mixed_sizes import MOST_BYTES

@@ -12,8 +12,8 @@ from blockyard.services.gpu_worker import checkpoint, checkpoint_check, compiled
 from blockyard.services.gpu_worker.compile_processes import CompileProcesses
 from blockyard.services.gpu_worker.compiled_steps import CompiledSteps
 from blockyard.services.gpu_worker.cores import default_threads, usable_cores
-from blockyard.services.gpu_worker.idle_tuning import IdleTuning
 from blockyard.services.gpu_worker.kv_pool import KVPool, block_bytes
+from blockyard.services.gpu_worker.linear_tuning.idle_tuning import IdleTuning
 from blockyard.services.gpu_worker.memory import (
     MemoryPlan,
     Need,
@@ -24,7 +24,7 @@ from blockyard.services.gpu_worker.memory import (
     plan_host,
 )
 from blockyard.services.gpu_worker.models.decoder import Model
-from blockyard.services.gpu_worker.models.folder import read_config, read_eos_ids
+from blockyard.services.gpu_worker.models.hf_config import read_config, read_eos_ids
 from blockyard.services.gpu_worker.models.registry import Build, find_family
 from blockyard.services.gpu_worker.offload import HostWeights, share_of_layers
 from blockyard.services.gpu_worker.parking import free_cache
@@ -39,7 +39,7 @@ from blockyard.shared.serving import rss_bytes
 
 if TYPE_CHECKING:
     from blockyard.services.gpu_worker.kernel_compiler import KernelCompiler
-    from blockyard.services.gpu_worker.linear_tuning import Tuner
+    from blockyard.services.gpu_worker.linear_tuning.tuner import Tuner
 
 Report = Callable[[str, float, list[str]], None]  # phase, fraction done, notes so far
 
@@ -263,7 +263,9 @@ def pick_products(
     """Installs what computes the linear layers of this model. Returns the tuner where sizes are still to be measured;
     `at_once`: they are measured here."""
     if device.type == "cuda" and (config.batch_invariant or not config.enforce_eager):
-        tuner: Tuner = importlib.import_module("blockyard.services.gpu_worker.linear_tuning").Tuner(model.linears())
+        tuner: Tuner = importlib.import_module("blockyard.services.gpu_worker.linear_tuning.tuner").Tuner(
+            model.linears()
+        )
         if config.batch_invariant:
             notes.append(tuner.freeze())
             return None

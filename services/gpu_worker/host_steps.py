@@ -7,12 +7,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from blockyard.services.gpu_worker.attention.cpu_metadata import ReadPlanner, by_length
+from blockyard.services.gpu_worker.attention.gathered_kv import ROOM
 from blockyard.services.gpu_worker.batch import Batch
-from blockyard.services.gpu_worker.kept_kv import ROOM
 from blockyard.services.gpu_worker.kv_pool import KVPool
 from blockyard.services.gpu_worker.models.decoder import Model
 from blockyard.services.gpu_worker.prompt_scores import PromptScores
-from blockyard.services.gpu_worker.reads import ReadPlanner, by_length
 from blockyard.services.gpu_worker.step import Step
 from blockyard.shared.messages import FinishReason, SlotResult
 

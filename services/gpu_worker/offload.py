@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blockyard.services.gpu_worker.linear import Linear, Product
+from blockyard.services.gpu_worker.layers.linear import Linear, Product
 from blockyard.services.gpu_worker.models.registry import Build
 from blockyard.services.gpu_worker.weights import WeightTable
 from blockyard.shared.errors import LoadError

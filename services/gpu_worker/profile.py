@@ -34,7 +34,7 @@ def peak_bytes(model: Model, tokens: int, need: Need, dtype: torch.dtype, device
 
 def _prefill(model: Model, pool: KVPool, tokens: int, longest: int) -> torch.Tensor:
     """Triton is loaded by name: this module is imported on CPU too. Raises LoadError for a head size not supported."""
-    ops = importlib.import_module("blockyard.services.gpu_worker.triton_ops")
+    ops = importlib.import_module("blockyard.services.gpu_worker.attention.triton_attention")
     ops.check_head_size(model.shape.head_dim)
     positions = torch.arange(tokens, device=pool.device)
     slots = torch.zeros_like(positions)

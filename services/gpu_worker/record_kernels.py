@@ -15,10 +15,10 @@ from blockyard import kernels
 from blockyard.services.gpu_worker import compile_ahead
 from blockyard.services.gpu_worker.compile_processes import CompileProcesses, num_processes
 from blockyard.services.gpu_worker.decode_steps import DecodeSteps, Size
-from blockyard.services.gpu_worker.device_ops import TritonDeviceOps
+from blockyard.services.gpu_worker.execution.device_ops import TritonDeviceOps
 from blockyard.services.gpu_worker.kernel_compiler import KernelCompiler
 from blockyard.services.gpu_worker.kv_pool import KVPool
-from blockyard.services.gpu_worker.linear_tuning import Tuner
+from blockyard.services.gpu_worker.linear_tuning.tuner import Tuner
 from blockyard.services.gpu_worker.memory import Need
 from blockyard.services.gpu_worker.mixed_sizes import layouts
 from blockyard.services.gpu_worker.mixed_steps import Layout, MixedStep, clear

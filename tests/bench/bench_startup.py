@@ -20,7 +20,7 @@ import torch
 from rig import ROOT, completion
 from safetensors.torch import save_file
 
-from blockyard.services.gpu_worker.models.folder import read_config
+from blockyard.services.gpu_worker.models.hf_config import read_config
 from blockyard.services.gpu_worker.models.registry import find_family
 from blockyard.services.gpu_worker.weights import WeightTable
 

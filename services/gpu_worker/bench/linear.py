@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import torch
 
 from blockyard.services.gpu_worker.bench.row import Row, row
-from blockyard.services.gpu_worker.linear import Linear
-from blockyard.services.gpu_worker.linear_picker import LIBRARY, Layer
-from blockyard.services.gpu_worker.linear_tuning import Tuner
+from blockyard.services.gpu_worker.layers.linear import Linear
+from blockyard.services.gpu_worker.linear_tuning.kernel_configs import LIBRARY, Layer
+from blockyard.services.gpu_worker.linear_tuning.tuner import Tuner
 
 SHAPES = {
     "qkv": (6144, 4096),

@@ -9,9 +9,9 @@ from torch import Tensor
 from blockyard.kernels.apply_rope import interleave_pairs
 from blockyard.kernels.decode_step import DecoderWeights, LayerWeights
 from blockyard.kernels.rms_norm import RMSNorm
-from blockyard.services.gpu_worker.linear import Linear
-from blockyard.services.gpu_worker.models.rope import RopeParameters, check_rotations, extended_length, rotation_table
-from blockyard.services.gpu_worker.ops import Ops, find_ops
+from blockyard.services.gpu_worker.layers.fused_ops import Ops, find_ops
+from blockyard.services.gpu_worker.layers.linear import Linear
+from blockyard.services.gpu_worker.layers.rotary import RopeParameters, check_rotations, extended_length, rotation_table
 from blockyard.services.gpu_worker.step import Step
 from blockyard.services.gpu_worker.weights import WeightTable
 

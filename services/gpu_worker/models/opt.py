@@ -6,9 +6,9 @@ import msgspec
 import torch.nn.functional as F
 from torch import Tensor
 
-from blockyard.services.gpu_worker.linear import Linear
+from blockyard.services.gpu_worker.layers.linear import Linear
 from blockyard.services.gpu_worker.models.decoder import ModelShape
-from blockyard.services.gpu_worker.models.folder import parse
+from blockyard.services.gpu_worker.models.hf_config import parse
 from blockyard.services.gpu_worker.step import Step
 from blockyard.services.gpu_worker.weights import WeightTable
 from blockyard.shared.config import model_bounds as bounds

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from blockyard.services.gpu_worker.models.decoder import Decoder
-from blockyard.services.gpu_worker.models.folder import parse
+from blockyard.services.gpu_worker.models.hf_config import parse
 from blockyard.services.gpu_worker.models.llama import LlamaConfig, decoder_shape
 from blockyard.services.gpu_worker.models.qwen2 import read_windows
 from blockyard.services.gpu_worker.weights import WeightTable

@@ -15,14 +15,15 @@ from tiny_models import BY_NAME, VOCAB, settings, start
 
 from blockyard.kernels.linear_few_rows import linear_few_rows
 from blockyard.kernels.overlap import can_overlap
-from blockyard.services.gpu_worker import device_ops, engine, profile
+from blockyard.services.gpu_worker import engine, profile
+from blockyard.services.gpu_worker.attention.triton_attention import TritonOps
 from blockyard.services.gpu_worker.decode_steps import DecodeSteps, Size, by_halves, ladder
 from blockyard.services.gpu_worker.device_loop import DeviceLoop
-from blockyard.services.gpu_worker.device_ops import DeviceOps, TritonDeviceOps
-from blockyard.services.gpu_worker.linear import Linear
+from blockyard.services.gpu_worker.execution import device_ops
+from blockyard.services.gpu_worker.execution.device_ops import DeviceOps, TritonDeviceOps
+from blockyard.services.gpu_worker.layers.linear import Linear
 from blockyard.services.gpu_worker.models import decoder
 from blockyard.services.gpu_worker.runner import Runner
-from blockyard.services.gpu_worker.triton_ops import TritonOps
 from blockyard.shared.errors import LoadError
 from blockyard.shared.messages import Sampling
 
@@ -176,7 +177,7 @@ from blockyard.shared.config.process import BusConfig, ProcessConfig
 from blockyard.shared.config.worker import WorkerConfig
 process = ProcessConfig(name="worker", bus=BusConfig(registry="ipc:///unused", bind="ipc:///unused"))
 engine.start(WorkerConfig(process=process, model_path={str(tmp_path)!r}, device="cpu", threads=1), lambda *_: None)
-print([m for m in sys.modules if m.startswith("triton") or "triton_ops" in m or "gpu_worker.device_" in m])
+print([m for m in sys.modules if m.startswith("triton") or "triton_" in m or "device_ops" in m or "device_loop" in m])
 """
     env = os.environ | {"PYTHONPATH": f"{SRC}:{os.environ.get('PYTHONPATH', '')}"}
     run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)

@@ -10,10 +10,10 @@ from tiny_models import BY_NAME, settings
 
 from blockyard.kernels.rms_norm import RMSNorm
 from blockyard.services.gpu_worker import engine, kv_scales
+from blockyard.services.gpu_worker.attention.cpu_metadata import ReadPlanner
+from blockyard.services.gpu_worker.attention.triton_attention import MixedAttention
 from blockyard.services.gpu_worker.kv_pool import KVPool
 from blockyard.services.gpu_worker.models.decoder import ModelShape
-from blockyard.services.gpu_worker.reads import ReadPlanner
-from blockyard.services.gpu_worker.triton_ops import MixedAttention
 from blockyard.services.gpu_worker.weights import WeightTable
 from blockyard.shared.config.worker import WorkerConfig
 from blockyard.shared.errors import ConfigError, LoadError

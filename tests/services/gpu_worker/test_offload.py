@@ -8,7 +8,8 @@ import torch
 from plan_driver import Driver
 from tiny_models import BASE, BY_NAME, VOCAB, settings, start
 
-from blockyard.services.gpu_worker import engine, linear, offload
+from blockyard.services.gpu_worker import engine, offload
+from blockyard.services.gpu_worker.layers import linear
 from blockyard.services.gpu_worker.models.registry import find_family
 from blockyard.services.gpu_worker.offload import GIB, share_of_layers
 from blockyard.services.gpu_worker.weights import WeightTable

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from tiny_models import BY_NAME
 
 from blockyard.services.gpu_worker import checkpoint, parallel_load
-from blockyard.services.gpu_worker.models.folder import read_config
+from blockyard.services.gpu_worker.models.hf_config import read_config
 from blockyard.services.gpu_worker.models.registry import find_family
 from blockyard.services.gpu_worker.weights import WeightTable
 from blockyard.shared.errors import LoadError

@@ -16,11 +16,11 @@ import triton
 from triton.errors import TritonError
 
 from blockyard.kernels.linear_rows import ALIGNMENT
-from blockyard.services.gpu_worker import linear_picker as picker
-from blockyard.services.gpu_worker.linear import Around, Fused, Linear, Product, in_groups
-from blockyard.services.gpu_worker.linear_picker import LIBRARY, Choice, Layer, Plan
-from blockyard.services.gpu_worker.linear_products import Products, weight_of
-from blockyard.services.gpu_worker.linear_timing import EXCERPT, LinearTimer
+from blockyard.services.gpu_worker.layers.linear import Around, Fused, Linear, Product, in_groups
+from blockyard.services.gpu_worker.linear_tuning import kernel_configs as picker
+from blockyard.services.gpu_worker.linear_tuning.kernel_configs import LIBRARY, Choice, Layer, Plan
+from blockyard.services.gpu_worker.linear_tuning.products import Products, weight_of
+from blockyard.services.gpu_worker.linear_tuning.timing import EXCERPT, LinearTimer
 
 log = logging.getLogger(__name__)
 

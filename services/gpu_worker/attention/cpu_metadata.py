@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from blockyard.kernels.paged_attention import chunk_index, row_index
-from blockyard.services.gpu_worker import kept_kv
-from blockyard.services.gpu_worker.attention import Decodes, PagedAttention, Prefill, Reads
-from blockyard.services.gpu_worker.kept_kv import KeptKV
+from blockyard.services.gpu_worker.attention import gathered_kv as kept_kv
+from blockyard.services.gpu_worker.attention.batch_invariant_cpu import RowByRow
+from blockyard.services.gpu_worker.attention.cpu_attention import Decodes, PagedAttention, Prefill, Reads
+from blockyard.services.gpu_worker.attention.gathered_kv import KeptKV
 from blockyard.services.gpu_worker.kv_pool import KVPool
-from blockyard.services.gpu_worker.row_by_row import RowByRow
 from blockyard.services.gpu_worker.step import Attend
 
 Ints = npt.NDArray[np.int64]

@@ -6,10 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from blockyard.services.gpu_worker import linear_products, linear_tuning
-from blockyard.services.gpu_worker.linear import Linear
-from blockyard.services.gpu_worker.linear_picker import LIBRARY, Plan
-from blockyard.services.gpu_worker.linear_tuning import Tuner
+from blockyard.services.gpu_worker.layers.linear import Linear
+from blockyard.services.gpu_worker.linear_tuning import products as linear_products
+from blockyard.services.gpu_worker.linear_tuning import tuner as linear_tuning
+from blockyard.services.gpu_worker.linear_tuning.kernel_configs import LIBRARY, Plan
+from blockyard.services.gpu_worker.linear_tuning.tuner import Tuner
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [(80, 256), (64, 512)]  # out, in

@@ -24,7 +24,7 @@ SHARED_BYTES = 226 << 10  # a program's at most, on compute capability 9.0
 FETCH_ELEMENTS = 1 << 26  # a weight below it is over so soon that its first bytes are worth asking for early
 FEWEST_STEPS = 3  # of a part of a tile
 CAPABILITY = (9, 0)  # of the GPUs that the defaults were measured on
-DEFAULTS = Path(__file__).with_name("linear_defaults.json")
+DEFAULTS = Path(__file__).with_name("default_configs.json")
 
 # out_tile, tile, tiles before its turn, warps by rows
 FEW = {

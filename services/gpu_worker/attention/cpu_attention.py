@@ -13,7 +13,7 @@ from blockyard.kernels.paged_attention import (
     write_kv_reference,
 )
 from blockyard.kernels.rms_norm import RMSNorm
-from blockyard.services.gpu_worker.kept_kv import KeptKV
+from blockyard.services.gpu_worker.attention.gathered_kv import KeptKV
 from blockyard.services.gpu_worker.kv_pool import KVPool
 
 

@@ -12,9 +12,9 @@ from blockyard.kernels.rope_attend import FURTHEST, MOST_ROWS, Arrivals
 from blockyard.kernels.scatter_words import scatter_words
 from blockyard.kernels.score_tokens import Scores, score_tokens
 from blockyard.kernels.slot_state import SlotState
+from blockyard.services.gpu_worker.attention.triton_attention import mixed_attention
 from blockyard.services.gpu_worker.kv_pool import KVPool
 from blockyard.services.gpu_worker.step import Attend, Wanted
-from blockyard.services.gpu_worker.triton_ops import mixed_attention
 
 
 class DeviceOps(Protocol):

@@ -13,10 +13,10 @@ from torch import Tensor
 from blockyard.kernels.add_rms_norm import add_rms_norm
 from blockyard.kernels.rms_norm import RMSNorm
 from blockyard.kernels.silu_mul import silu_mul
-from blockyard.services.gpu_worker import linear_picker as picker
-from blockyard.services.gpu_worker.linear import Linear
-from blockyard.services.gpu_worker.linear_picker import Layer, Plan
-from blockyard.services.gpu_worker.linear_products import Products, weight_of
+from blockyard.services.gpu_worker.layers.linear import Linear
+from blockyard.services.gpu_worker.linear_tuning import kernel_configs as picker
+from blockyard.services.gpu_worker.linear_tuning.kernel_configs import Layer, Plan
+from blockyard.services.gpu_worker.linear_tuning.products import Products, weight_of
 
 WEIGHT_BYTES = 400 << 20  # of different weights in one measurement: several times the L2 cache
 LAUNCHES = 4  # of one measurement at least

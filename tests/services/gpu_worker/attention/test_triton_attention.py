@@ -12,11 +12,11 @@ from blockyard.kernels.paged_prefill import paged_prefill_reference
 from blockyard.kernels.rms_norm import RMSNorm
 from blockyard.kernels.rope_write_kv import rope_write_kv_reference
 from blockyard.kernels.sequences import Sequences
+from blockyard.services.gpu_worker.attention.triton_attention import InvariantAttention, TritonOps, mixed_attention
 from blockyard.services.gpu_worker.kv_pool import KVPool
-from blockyard.services.gpu_worker.linear import Linear
+from blockyard.services.gpu_worker.layers.fused_ops import Ops, TorchOps
+from blockyard.services.gpu_worker.layers.linear import Linear
 from blockyard.services.gpu_worker.models.decoder import ModelShape
-from blockyard.services.gpu_worker.ops import Ops, TorchOps
-from blockyard.services.gpu_worker.triton_ops import InvariantAttention, TritonOps, mixed_attention
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HEADS, KV_HEADS, DIM, SIZE = 4, 2, 16, 4

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from blockyard.services.gpu_worker import linear_picker as picker
-from blockyard.services.gpu_worker.linear_picker import LIBRARY, Choice, Layer, Plan
+from blockyard.services.gpu_worker.linear_tuning import kernel_configs as picker
+from blockyard.services.gpu_worker.linear_tuning.kernel_configs import LIBRARY, Choice, Layer, Plan
 
 FEW, TILES = Plan("few", 4), Plan("tiles", 64, 16)
 LAYERS = [Layer(4096, 6144, 32), Layer(4096, 128256, 1)]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from blockyard.services.gpu_worker.linear import Linear
+from blockyard.services.gpu_worker.layers.linear import Linear
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
@@ -14,7 +14,7 @@ SHAPES = [(384, 256), (256, 384), (1024, 256)]  # out, in
 
 
 def tuner_of(linears: list[Linear]) -> Any:
-    from blockyard.services.gpu_worker.linear_tuning import Tuner
+    from blockyard.services.gpu_worker.linear_tuning.tuner import Tuner
 
     return Tuner(linears)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from blockyard.services.gpu_worker.idle_tuning import IdleTuning
+from blockyard.services.gpu_worker.linear_tuning.idle_tuning import IdleTuning
 
 
 class Tuner:

@@ -8,8 +8,8 @@ from blockyard.kernels.linear_few_rows import linear_few_rows
 from blockyard.kernels.linear_rows import Tiling, Workspace, linear_rows
 from blockyard.kernels.overlap import can_overlap
 from blockyard.kernels.rms_norm import RMSNorm
-from blockyard.services.gpu_worker.linear import Fused, Linear, Product
-from blockyard.services.gpu_worker.linear_picker import Plan
+from blockyard.services.gpu_worker.layers.linear import Fused, Linear, Product
+from blockyard.services.gpu_worker.linear_tuning.kernel_configs import Plan
 
 WORKSPACE_ELEMENTS = 6 << 20  # a tile of 128 x 256 for each of 192 programs
 WORKSPACE_PROGRAMS = 1 << 14

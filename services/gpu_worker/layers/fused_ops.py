@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blockyard.kernels.rms_norm import RMSNorm
-from blockyard.services.gpu_worker.linear import Linear
+from blockyard.services.gpu_worker.layers.linear import Linear
 
 
 class Ops(Protocol):
@@ -44,4 +44,4 @@ def find_ops(device: torch.device) -> Ops:
     """Triton is loaded by name, for a GPU alone."""
     if device.type != "cuda":
         return TorchOps()
-    return cast(Ops, importlib.import_module("blockyard.services.gpu_worker.triton_ops").TritonOps())
+    return cast(Ops, importlib.import_module("blockyard.services.gpu_worker.attention.triton_attention").TritonOps())

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from blockyard.services.gpu_worker import engine
-from blockyard.services.gpu_worker.linear import GROUP, Linear, in_groups, second_copy
+from blockyard.services.gpu_worker.layers.linear import GROUP, Linear, in_groups, second_copy
 from blockyard.shared.config.process import BusConfig, ProcessConfig
 from blockyard.shared.config.worker import WorkerConfig
 

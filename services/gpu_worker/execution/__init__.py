@@ -1,0 +1,1 @@
+"""How steps are computed on a device: eagerly, by CUDA graphs, and ahead of the host."""
