@@ -38,7 +38,7 @@ check: test-ready
 	$(RUN) -m mypy
 
 # Tests that start processes have the machine to themselves. `make pytest ARGS=tests/shared` runs these alone.
-PROCESSES := integration services/launcher services/api_gateway services/tokenizer_pool services/test_text_processes.py
+PROCESSES := integration services/launcher services/offline services/bench services/api_gateway services/tokenizer_pool services/test_text_processes.py
 pytest: test-ready
 ifdef ARGS
 	$(RUN) -m pytest $(ARGS)

@@ -1,10 +1,8 @@
 """The command line: `blockyard COMMAND`. A wrong flag is one line on stderr and exit code 2."""
 
 import difflib
-import importlib
 import sys
 from collections.abc import Callable, Sequence
-from types import ModuleType
 
 import blockyard
 from blockyard.shared import pipes
@@ -24,17 +22,7 @@ usage: blockyard serve [MODEL] [flags]    serve a model on this machine
 MODEL is a folder, a name on the Hugging Face hub, or `demo` for the model that is shipped.
 Flags may also stand in a YAML file (--config FILE) or in the environment (BLOCKYARD_MAX_NUM_SEQS=64)."""
 
-# By name of module: a command imports what it needs and nothing else.
-COMMANDS = {
-    "serve": "blockyard.services.launcher.serve",
-    "bench": "blockyard.services.launcher.bench.command",
-    "simulate": "blockyard.services.launcher.simulate",
-    "tune": "blockyard.services.launcher.tune",
-    "run": "blockyard.services.launcher.run_service",
-    "ring": "blockyard.services.launcher.ring_status",
-    "keys": "blockyard.services.launcher.keys",
-    "flags": "blockyard.services.launcher.flags",
-}
+COMMANDS = ("serve", "bench", "simulate", "tune", "run", "ring", "keys", "flags")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,11 +56,45 @@ def _run(command: str, words: list[str]) -> int:
             "no such command" + (f"; did you mean {close[0]}?" if close else f"; try {', '.join(COMMANDS)}")
         )
     if {"-h", "--help"} & {*words} and command in ("serve", "tune", "run", "ring"):
-        print(USAGE, _module("flags").help_text(), sep="\n\n")
+        from blockyard.services.launcher import flags  # noqa: PLC0415
+
+        print(USAGE, flags.help_text(), sep="\n\n")
         return 0
-    run: Callable[[Sequence[str]], int] = _module(command).main
-    return run(words)
+    return _main_of(command)(words)
 
 
-def _module(command: str) -> ModuleType:
-    return importlib.import_module(COMMANDS[command])
+def _main_of(command: str) -> Callable[[Sequence[str]], int]:
+    """Imports one command's module only, so that `blockyard --help` and small commands stay quick."""
+    match command:
+        case "serve":
+            from blockyard.services.launcher import serve  # noqa: PLC0415
+
+            return serve.main
+        case "bench":
+            from blockyard.services.bench import command as bench  # noqa: PLC0415
+
+            return bench.main
+        case "simulate":
+            from blockyard.services.bench import simulate  # noqa: PLC0415
+
+            return simulate.main
+        case "tune":
+            from blockyard.services.offline import tune  # noqa: PLC0415
+
+            return tune.main
+        case "run":
+            from blockyard.services.launcher import run_service  # noqa: PLC0415
+
+            return run_service.main
+        case "ring":
+            from blockyard.services.launcher import ring_status  # noqa: PLC0415
+
+            return ring_status.main
+        case "keys":
+            from blockyard.services.launcher import keys  # noqa: PLC0415
+
+            return keys.main
+        case _:
+            from blockyard.services.launcher import flags  # noqa: PLC0415
+
+            return flags.main

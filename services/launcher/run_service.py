@@ -8,8 +8,9 @@ from pathlib import Path
 
 import msgspec
 
-from blockyard.services.launcher import model_files, sources
-from blockyard.services.launcher.child import command, environment
+from blockyard.services.launcher import sources
+from blockyard.services.launcher.models import model_files
+from blockyard.services.launcher.supervision.child import command, environment
 from blockyard.shared.config import resolve
 from blockyard.shared.config.checkpoint import Checkpoint
 from blockyard.shared.config.given import Given, Values

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import importlib
 import os
 import signal
 import sys
@@ -11,11 +10,12 @@ from typing import TextIO
 
 from setproctitle import setproctitle
 
-from blockyard.services.launcher import gpus, model_files, ports, sources
-from blockyard.services.launcher.child import specs
-from blockyard.services.launcher.ring import Ring, local_bus
-from blockyard.services.launcher.run_dir import RunDir
-from blockyard.services.launcher.start_up import Display, PlainDisplay
+from blockyard.services.launcher import gpus, ports, sources
+from blockyard.services.launcher.models import model_files
+from blockyard.services.launcher.supervision.child import specs
+from blockyard.services.launcher.supervision.ring import Ring, local_bus
+from blockyard.services.launcher.supervision.run_dir import RunDir
+from blockyard.services.launcher.supervision.start_up import Display, PlainDisplay
 from blockyard.shared import logs
 from blockyard.shared.config.given import Given, GivenFlags, Values
 from blockyard.shared.config.resolve import Deployment, resolve
@@ -59,12 +59,13 @@ def read_values(args: Sequence[str]) -> tuple[Values, list[str]]:
 
 
 def make_display(deployment: Deployment, out: TextIO) -> Display:
-    """Bars on a terminal, lines elsewhere. rich is imported for bars alone."""
+    """Progress bars on a terminal, lines elsewhere."""
     if not out.isatty():
         return PlainDisplay(out)
-    bars = importlib.import_module("blockyard.services.launcher.bars")
-    display: Display = bars.bars_on(out, [spec.name for spec in specs(deployment)])
-    return display
+    # rich takes 0.1 s to import: only terminals need it
+    from blockyard.services.launcher.supervision.progress import bars_on  # noqa: PLC0415
+
+    return bars_on(out, [spec.name for spec in specs(deployment)])
 
 
 async def _serve(ring: Ring, display: Display, deployment: Deployment, values: Values) -> None:

@@ -19,8 +19,8 @@ import uvloop
 from raw_client import RawLog, raw_streams
 from rig import Row, completion, percentile, serve, table
 
-from blockyard.services.launcher.bench import client
-from blockyard.services.launcher.bench.arrivals import due_times
+from blockyard.services.bench.arrivals import due_times
+from blockyard.services.bench.load import client
 
 FLOOD = 100
 KEYS = ("--api-key", "light-key", "heavy-key")

@@ -20,9 +20,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / ".src"))
 
 from rig import Row, Server, cpu_seconds, serve, table
 
-from blockyard.services.launcher.bench.outcome import Outcome
-from blockyard.services.launcher.bench.suite import shapes
-from blockyard.services.launcher.bench.suite.served import Served, random_asks
+from blockyard.services.bench.load.results import Outcome
+from blockyard.services.bench.suite import shapes
+from blockyard.services.bench.suite.served import Served, random_asks
 from blockyard.shared.spread import percentile
 
 LOG = Path(tempfile.gettempdir()) / "bench_pipeline.log"

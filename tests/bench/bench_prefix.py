@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / ".src"))
 from raw_client import raw_streams
 from rig import Row, Server, completion, median, serve, table
 
-from blockyard.services.launcher.bench.suite import shapes
+from blockyard.services.bench.suite import shapes
 
 NUM_SHARED, NUM_OWN = 3000, 8
 ROUNDS = 5

@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / ".src"))
 from raw_client import raw_streams
 from rig import Row, Server, serve, table
 
-from blockyard.services.launcher.bench.datasets import RandomIds
-from blockyard.services.launcher.bench.suite import shapes
+from blockyard.services.bench.datasets import RandomIds
+from blockyard.services.bench.suite import shapes
 
 OWN = 128  # tokens of a prompt that no other one has
 BARS = {128: "4.5 ms", 16512: "12 ms", 32000: "20 ms"}

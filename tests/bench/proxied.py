@@ -15,8 +15,8 @@ from pathlib import Path
 import msgspec
 from rig import ROOT, Server, wait_ready
 
-from blockyard.services.launcher import model_files
-from blockyard.services.launcher.child import specs
+from blockyard.services.launcher.models import model_files
+from blockyard.services.launcher.supervision.child import specs
 from blockyard.services.message_bus.roster import Roster
 from blockyard.services.message_bus.service import Registry
 from blockyard.shared.config import given

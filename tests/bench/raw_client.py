@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 
 import uvloop
 
-from blockyard.services.launcher.bench import answer, client
-from blockyard.services.launcher.bench.outcome import DONE, Chunk, decode_chunk
+from blockyard.services.bench.load import client, http_response
+from blockyard.services.bench.load.results import DONE, Chunk, decode_chunk
 
 
 @dataclass
@@ -19,11 +19,11 @@ class RawLog:
     """One stream: pieces of the response as they were read."""
 
     started_s: float  # CLOCK_REALTIME, as are the other times
-    pieces: answer.Pieces
+    pieces: http_response.Pieces
 
     def events(self) -> list[tuple[float, Chunk]]:
         """When each event was whole, and the event."""
-        found = answer.read(self.pieces)
+        found = http_response.read(self.pieces)
         if found.status != 200:
             raise RuntimeError(f"HTTP {found.status}: {found.body[-300:]!r}")
         return [(at, decode_chunk(data)) for at, data in found.events() if data != DONE]

@@ -12,7 +12,7 @@ from blockyard.shared.errors import ConfigError
 
 FIELD_FLAGS = (Path(__file__).parent / "data/field_flags.txt").read_text().split()
 RESOLVE = Path(__file__).parents[2] / "shared/config"
-LAUNCHER = Path(__file__).parents[2] / "services/launcher"
+SERVICES = Path(__file__).parents[2] / "services"
 
 
 def example(flag: Flag) -> list[str]:
@@ -54,7 +54,7 @@ def test_the_list_of_the_field_is_whole() -> None:
 def test_an_honoured_flag_is_read_somewhere(flag: Flag) -> None:
     if flag.to or flag.name == "task":  # of task, the only values that are not refused are the one there is
         return
-    sources = [*RESOLVE.glob("*.py"), *LAUNCHER.glob("*.py")]
+    sources = [*RESOLVE.glob("*.py"), *(SERVICES / "launcher").rglob("*.py"), *(SERVICES / "offline").glob("*.py")]
     fixed = flag.choices and {*flag.choices} <= {str(flag.default), "auto", "hf"}  # one value, the others are refused
     assert fixed or any(f'"{flag.name}"' in path.read_text() for path in sources), flag.name
 

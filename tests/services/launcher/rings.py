@@ -3,8 +3,8 @@
 import sys
 from pathlib import Path
 
-from blockyard.services.launcher.child import command
-from blockyard.services.launcher.ring import local_bus
+from blockyard.services.launcher.supervision.child import command
+from blockyard.services.launcher.supervision.ring import local_bus
 from blockyard.shared.config import given
 from blockyard.shared.config.checkpoint import Checkpoint
 from blockyard.shared.config.resolve import Deployment, resolve

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from blockyard.services.launcher.offline.sampling_params import SamplingParams
+from blockyard.services.offline.sampling_params import SamplingParams
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import Beam, BeamStop, Sampling
 from blockyard.shared.ring_client.choices import best, read_choices

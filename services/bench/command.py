@@ -1,0 +1,70 @@
+"""`blockyard bench WHAT`."""
+
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+
+from blockyard.shared.errors import ConfigError
+
+USAGE = """\
+usage: blockyard bench serve [flags]                    a running server: its TTFT, TPOT, ITL, throughput, goodput
+       blockyard bench latency [MODEL] [flags]          batches through `blockyard.LLM`, without HTTP
+       blockyard bench throughput [MODEL] [flags]       many prompts through `blockyard.LLM`, without HTTP
+       blockyard bench kernels [FAMILY ...]             the GPU's kernels: time, rate, share of the ceiling
+       blockyard bench suite [ITEM ...] [flags]         the figures Blockyard is held to, with bars and floors
+
+`--help` after any of them lists its flags and says how its figures are defined."""
+
+KERNELS_USAGE = """\
+usage: blockyard bench kernels [FAMILY ...]
+
+Measures the GPU's ceilings, then the worker's kernels in CUDA graphs with inputs that no cache holds, and prints a
+table: kernel, shape, us, rate, share of the ceiling. Without names all families are measured."""
+
+BENCHES = ("serve", "latency", "throughput", "kernels", "suite")
+
+
+def main(args: Sequence[str]) -> int:
+    """Returns the exit code. Raises BlockyardError."""
+    what, *rest = args or ["--help"]
+    if what in ("-h", "--help", "help"):
+        print(USAGE)
+        return 0
+    if what not in BENCHES:
+        raise ConfigError(f"{what}: no such benchmark; there is {', '.join(BENCHES)}")
+    return _main_of(what)(rest)
+
+
+def _main_of(what: str) -> Callable[[Sequence[str]], int]:
+    """Imports one benchmark's module only: `serve` needs no engine, `kernels` no load generator."""
+    match what:
+        case "serve":
+            from blockyard.services.bench import serve  # noqa: PLC0415
+
+            return serve.main
+        case "latency":
+            from blockyard.services.bench import latency_throughput  # noqa: PLC0415
+
+            return latency_throughput.latency
+        case "throughput":
+            from blockyard.services.bench import latency_throughput  # noqa: PLC0415
+
+            return latency_throughput.throughput
+        case "suite":
+            from blockyard.services.bench.suite import command  # noqa: PLC0415
+
+            return command.main
+        case _:
+            return kernels
+
+
+def kernels(args: Sequence[str]) -> int:
+    """`blockyard bench kernels`: the worker's own benchmark in a process of its own, which loads torch.
+
+    Returns the exit code: 2 without a GPU or for an unknown family.
+    """
+    if {"-h", "--help"} & {*args}:
+        print(KERNELS_USAGE)
+        return 0
+    command = [sys.executable, "-P", "-m", "blockyard.services.gpu_worker.bench", *args]
+    return subprocess.run(command, check=False).returncode

@@ -1,0 +1,179 @@
+"""The load generator's client: notes what arrives when, and looks into nothing before the last stream has ended.
+
+It shares its machine's cores with whoever else runs there, often with what it measures: a read costs a clock and a list
+entry. Each request has a connection of its own, which the server is asked to close.
+"""
+
+import asyncio
+import gc
+import resource
+import ssl
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from blockyard.services.bench.load import http_response
+
+LAST_CHUNK = b"\r\n0\r\n\r\n"  # ends a chunked body; before it stands the end of another chunk
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where requests go."""
+
+    host: str
+    port: int
+    tls: bool = False
+    path: str = "/v1/completions"
+    headers: tuple[tuple[str, str], ...] = ()
+
+    def request(self, body: object) -> bytes:
+        """The bytes of a POST with `body` as JSON."""
+        text = msgspec.json.encode(body)
+        lines = [
+            f"POST {self.path} HTTP/1.1",
+            f"Host: {self.host}:{self.port}",
+            "Content-Type: application/json",
+            f"Content-Length: {len(text)}",
+            "Accept: text/event-stream",
+            "Connection: close",
+            *(f"{name}: {value}" for name, value in self.headers),
+        ]
+        return "\r\n".join([*lines, "", ""]).encode() + text
+
+
+class Exchange(asyncio.Protocol):
+    """One request and what came back. Times are the clock's."""
+
+    def __init__(self, request: bytes, due_s: float, clock: Clock) -> None:
+        self.due_s = due_s
+        self.sent_s = 0.0  # set before the connection is opened: opening it is part of the first token's time
+        self.pieces: list[tuple[float, bytes]] = []
+        self.ended_s = 0.0
+        self.failure = ""  # of the connection; what the answer says is read later
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._request, self._clock = request, clock
+        self._is_stream = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # uvloop's is none
+        self._transport = transport
+        transport.write(self._request)
+        self._request = b""
+
+    def data_received(self, data: bytes) -> None:
+        self.pieces.append((self._clock(), data))
+        if len(self.pieces) == 1:
+            self._is_stream = b" 200 " in data[:16]
+        if data.endswith(LAST_CHUNK) or (len(data) < len(LAST_CHUNK) and self._tail().endswith(LAST_CHUNK)):
+            self._transport.close()
+        elif not self._is_stream and self._is_whole():
+            self._transport.close()  # an error, from a server that would keep the connection
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if exc is not None and not self.failure:
+            self.failure = f"the connection broke: {exc}"
+        self.ended_s = self._clock()
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+    def abort(self, reason: str) -> None:
+        self.failure = reason
+        self._transport.abort()
+
+    @property
+    def is_refused(self) -> bool:
+        """A cheap look, for the progress bar."""
+        begin = b"".join(piece for _, piece in self.pieces[:16])[:16]
+        return bool(self.failure) or b" 200 " not in begin
+
+    def _is_whole(self) -> bool:
+        try:
+            return http_response.read(self.pieces).ends_itself
+        except http_response.BrokenAnswer:
+            return False
+
+    def _tail(self) -> bytes:
+        return b"".join(piece for _, piece in self.pieces[-len(LAST_CHUNK) :])
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Which requests are sent when."""
+
+    requests: Sequence[bytes]
+    due_s: Sequence[float]  # after the start
+    max_concurrency: int | None = None
+    timeout_s: float = 3600.0  # of one request
+
+
+@dataclass(slots=True)
+class Course:
+    """How a run goes; watched by whoever shows it."""
+
+    clock: Clock = time.perf_counter
+    started_s: float = 0.0  # 0: it starts when it is run
+    ended_s: float = 0.0
+    exchanges: list[Exchange] = field(default_factory=list)
+    num_running: int = 0
+    num_ended: int = 0
+    num_refused: int = 0
+    cpu_s: Callable[[], float] = time.process_time  # of the busiest process that takes part
+
+
+async def run(target: Target, plan: Plan, course: Course) -> None:
+    """Sends all and returns when the last has ended. Raises OSError if the host has no address."""
+    loop = asyncio.get_running_loop()
+    info = await loop.getaddrinfo(target.host, target.port, type=1)  # once: a thread each would be felt
+    address = str(info[0][4][0])
+    tls = ssl.create_default_context() if target.tls else None
+    free = asyncio.Semaphore(plan.max_concurrency or len(plan.requests) or 1)
+
+    async def one(exchange: Exchange) -> None:
+        course.num_running += 1
+        exchange.sent_s = course.clock()
+        try:
+            await loop.create_connection(
+                lambda: exchange, address, target.port, ssl=tls, server_hostname=target.host if tls else None
+            )
+            try:
+                async with asyncio.timeout(plan.timeout_s):
+                    await asyncio.shield(exchange.ended)
+            except TimeoutError:
+                exchange.abort(f"no end within {plan.timeout_s:g} s")
+                await exchange.ended
+        except OSError as e:
+            exchange.failure, exchange.ended_s = f"no connection: {e.strerror or e}", course.clock()
+        course.num_running -= 1
+        course.num_ended += 1
+        course.num_refused += exchange.is_refused
+        free.release()
+
+    course.started_s = course.started_s or course.clock()
+    async with asyncio.TaskGroup() as tasks:
+        for request, due_s in zip(plan.requests, plan.due_s, strict=True):
+            wait_s = course.started_s + due_s - course.clock()
+            if wait_s > 0:
+                await asyncio.sleep(wait_s)
+            await free.acquire()
+            exchange = Exchange(request, course.started_s + due_s, course.clock)
+            course.exchanges.append(exchange)
+            tasks.create_task(one(exchange))
+    course.ended_s = max((x.ended_s for x in course.exchanges), default=course.clock())
+
+
+class QuietProcess:
+    """As many connections as the system allows, and no garbage collection: its pauses would be measured as gaps."""
+
+    def __enter__(self) -> None:
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+
+    def __exit__(self, *exc: object) -> None:
+        gc.enable()
+        gc.unfreeze()

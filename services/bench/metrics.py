@@ -1,0 +1,132 @@
+"""The figures, defined as vLLM's and SGLang's benchmarks define them. Pure.
+
+TTFT  from sending a request (before its connection is opened) to its first token
+TPOT  one figure a request: (E2EL - TTFT) / (output tokens - 1); requests of one token have none
+ITL   every gap between two events that carry tokens, those of all requests in one pool
+E2EL  from sending a request to its last token
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
+
+from blockyard.services.bench.load.results import Outcome
+from blockyard.shared.errors import ConfigError
+from blockyard.shared.spread import Spread, spread
+
+LIMITED = ("ttft", "tpot", "itl", "e2el")
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """A run. `None` where nothing was measured."""
+
+    completed: int
+    failed: int
+    duration_s: float
+    input_tokens: int
+    output_tokens: int  # of completed requests, as the server's usage has them
+    asked_output_tokens: int
+    requests_off_length: int  # completed with another number of output tokens than asked for
+    requests_without_usage: int  # whose tokens are the events counted
+    tokens_per_event: float | None  # 1 where each token came alone; ITL is between events
+    requests_per_s: float
+    output_tokens_per_s: float
+    total_tokens_per_s: float
+    peak_running: int
+    goodput_per_s: float | None  # completed requests within all limits, a second
+    good_share: float | None  # of all requests, failed ones too
+    ttft_ms: Spread | None
+    tpot_ms: Spread | None
+    itl_ms: Spread | None
+    e2el_ms: Spread | None
+
+
+def ttft_s(one: Outcome) -> float:
+    return one.tokens_s[0] - one.sent_s
+
+
+def e2el_s(one: Outcome) -> float:
+    return one.ended_s - one.sent_s
+
+
+def gaps_s(one: Outcome) -> list[float]:
+    return [later - earlier for earlier, later in itertools.pairwise(one.tokens_s)]
+
+
+def tpot_s(one: Outcome) -> float | None:
+    if one.output_tokens < 2:
+        return None
+    return (one.ended_s - one.tokens_s[0]) / (one.output_tokens - 1)
+
+
+def read_limits(words: Sequence[str]) -> dict[str, float]:
+    """`ttft:500 itl:50`, in milliseconds. Raises ConfigError."""
+    limits: dict[str, float] = {}
+    for word in words:
+        name, _, text = word.partition(":")
+        try:
+            limits[name] = float(text)
+        except ValueError:
+            raise ConfigError(f"--goodput {word}: expected a limit in ms such as ttft:500") from None
+        if name not in LIMITED or not limits[name] > 0:
+            raise ConfigError(f"--goodput {word}: expected one of {', '.join(LIMITED)} and a limit in ms above 0")
+    return limits
+
+
+def is_good(one: Outcome, limits: Mapping[str, float]) -> bool:
+    """Completed, and within all limits (ms); that of ITL holds for each gap of the request."""
+    if one.failure:
+        return False
+    values = {
+        "ttft": ttft_s(one),
+        "tpot": tpot_s(one) or 0.0,
+        "itl": max(gaps_s(one), default=0.0),
+        "e2el": e2el_s(one),
+    }
+    return all(1000 * values[name] <= limit for name, limit in limits.items())
+
+
+def running(outcomes: Sequence[Outcome]) -> Iterator[tuple[float, int]]:
+    """How many requests were under way from when on; one that ends makes room before one that begins."""
+    changes = sorted([(one.sent_s, 1) for one in outcomes] + [(one.ended_s, -1) for one in outcomes])
+    num = 0
+    for at, change in changes:
+        num += change
+        yield at, num
+
+
+def summarize(outcomes: Sequence[Outcome], duration_s: float, limits: Mapping[str, float]) -> Summary:
+    done = [one for one in outcomes if not one.failure]
+    num_good = sum(is_good(one, limits) for one in outcomes)
+    output, events = sum(one.output_tokens for one in done), sum(len(one.tokens_s) for one in done)
+    given = sum(one.num_input or 0 for one in done)
+    per_s = 1 / duration_s if duration_s > 0 else 0.0
+    tpots = [tpot_s(one) for one in done]
+    return Summary(
+        completed=len(done),
+        failed=len(outcomes) - len(done),
+        duration_s=duration_s,
+        input_tokens=given,
+        output_tokens=output,
+        asked_output_tokens=sum(one.asked_output for one in done),
+        requests_off_length=sum(one.output_tokens != one.asked_output for one in done),
+        requests_without_usage=sum(one.num_output is None for one in done),
+        tokens_per_event=output / events if events else None,
+        requests_per_s=len(done) * per_s,
+        output_tokens_per_s=output * per_s,
+        total_tokens_per_s=(given + output) * per_s,
+        peak_running=max((num for _, num in running(outcomes)), default=0),
+        goodput_per_s=num_good * per_s if limits else None,
+        good_share=num_good / len(outcomes) if limits and outcomes else None,
+        ttft_ms=spread((ttft_s(one) for one in done), 1000),
+        tpot_ms=spread((t for t in tpots if t is not None), 1000),
+        itl_ms=spread((gap for one in done for gap in gaps_s(one)), 1000),
+        e2el_ms=spread((e2el_s(one) for one in done), 1000),
+    )
+
+
+def failures(outcomes: Sequence[Outcome]) -> dict[str, int]:
+    """How often each reason, the commonest first."""
+    return dict(Counter(one.failure for one in outcomes if one.failure).most_common())

@@ -1,0 +1,91 @@
+"""Asks the measured server before the run what it serves and how it counts tokens. Blocking: nothing is timed yet."""
+
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+
+from blockyard.services.bench.load.client import Target
+from blockyard.services.bench.load.results import error_text
+from blockyard.shared.errors import BlockyardError, ConfigError
+
+ANSWER_S = 30.0
+PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+T = TypeVar("T")
+
+
+class BenchError(BlockyardError):
+    """There is nothing to measure, or what was measured is not what was asked for."""
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class _Tokens(msgspec.Struct):
+    count: int
+
+
+class _Asked(msgspec.Struct):
+    model: str
+    prompt: str
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """An OpenAI endpoint. `base_url` is without /v1 and without a slash at its end."""
+
+    base_url: str
+    headers: Mapping[str, str]
+
+    def first_model(self) -> str:
+        """Raises BenchError."""
+        found = self._ask("/v1/models", None, _Models).data
+        if not found:
+            raise BenchError(f"{self.base_url} lists no model; name one with --model")
+        return found[0].id
+
+    def num_tokens(self, model: str, text: str) -> int:
+        """By /tokenize, which OpenAI's protocol does not have. Raises BenchError."""
+        return self._ask("/tokenize", _Asked(model, text), _Tokens).count
+
+    def target(self, endpoint: str) -> Target:
+        parts = urlsplit(self.base_url)
+        tls = parts.scheme == "https"
+        port = parts.port or (443 if tls else 80)
+        return Target(parts.hostname or "", port, tls, parts.path + PATHS[endpoint], tuple(self.headers.items()))
+
+    def _ask(self, path: str, body: _Asked | None, answer: type[T]) -> T:
+        data = None if body is None else msgspec.json.encode(body)
+        request = urllib.request.Request(
+            self.base_url + path, data, {**self.headers, "Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=ANSWER_S) as reply:
+                return msgspec.json.decode(reply.read(), type=answer)
+        except urllib.error.HTTPError as e:
+            with e:
+                raise BenchError(f"{self.base_url}{path}: HTTP {e.code}: {error_text(e.read())}") from None
+        except OSError as e:
+            raise BenchError(f"{self.base_url}{path}: {getattr(e, 'reason', None) or e}") from None
+        except msgspec.DecodeError as e:
+            raise BenchError(f"{self.base_url}{path}: not what was expected: {e}") from None
+
+
+def find(base_url: str, api_key: str | None) -> Server:
+    """Raises ConfigError if that is no URL of HTTP."""
+    url = base_url.rstrip("/").removesuffix("/v1")
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"--base-url {base_url}: expected http://HOST:PORT")
+    key = api_key or os.environ.get("OPENAI_API_KEY")
+    return Server(url, {"Authorization": f"Bearer {key}"} if key else {})

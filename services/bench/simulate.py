@@ -1,0 +1,192 @@
+"""`blockyard simulate`: what a scheduler would do with a trace, and traces to try it with."""
+
+import argparse
+import os
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+
+from blockyard.services.bench import datasets
+from blockyard.services.bench.arrivals import due_times
+from blockyard.services.bench.flags import Parser, count, positive
+from blockyard.services.launcher import sources
+from blockyard.services.launcher.supervision.child import command, environment
+from blockyard.shared.config import given, host_memory, resolve
+from blockyard.shared.config.checkpoint import Checkpoint, asked_length
+from blockyard.shared.config.flags import FLAGS, GROUPS
+from blockyard.shared.config.given import Given, Values
+from blockyard.shared.config.process import BusConfig
+from blockyard.shared.config.simulation import CostModel, SimulationConfig
+from blockyard.shared.errors import ConfigError
+
+KINDS = ("sharegpt", "random", "prefix-shared")
+# What a simulation heeds of the flags of `serve`, besides those that become a scheduler's settings.
+HEEDED = {flag.name for flag in GROUPS["Scheduling"]} | {
+    "block-size",
+    "config",
+    "data-parallel-size",
+    "log-level",
+    "max-model-len",
+    "model",
+    "num-gpu-blocks-override",
+    "swap-space",
+}
+EPILOG = """
+Every flag of `blockyard serve` that the scheduler heeds may follow: --max-num-seqs, --max-num-batched-tokens,
+--scheduling-policy, ... KV blocks of a worker are --num-gpu-blocks-override and --block-size, in host memory as many as
+fit in --swap-space.
+
+A trace has a JSON object a line: arrival_s, prompt_tokens, output_tokens, and, where wanted, max_tokens (what is asked
+for, if more than what comes), tenant, priority, prefix_group (requests of one group begin with the same tokens),
+prefix_tokens (how many of them; without it all, as far as both prompts go) and n (choices).
+
+    blockyard simulate --generate sharegpt --requests 10000 --rate 20 > trace.jsonl
+    blockyard simulate trace.jsonl --max-num-seqs 128
+"""
+
+
+def main(args: Sequence[str]) -> int:
+    """Becomes the simulator's process, or writes a trace to stdout. Raises ConfigError."""
+    parsed, rest = parser().parse_known_args(list(args))
+    if parsed.generate and rest:
+        raise ConfigError(f"--generate: writes a trace and does nothing else, got {rest[0]}")
+    if parsed.generate:
+        sys.stdout.writelines(generate(parsed))
+    elif parsed.print_cost:
+        print(msgspec.json.format(msgspec.json.encode(read_cost(parsed.cost))).decode())
+    else:
+        _become(simulation_config(parsed, rest))
+    return 0
+
+
+def _become(config: SimulationConfig) -> NoReturn:
+    """The simulator's process."""
+    fd = os.memfd_create("settings", 0)
+    os.write(fd, msgspec.json.encode(config))
+    words = command("scheduler.simulator", Path(f"/proc/self/fd/{fd}"))
+    sys.stdout.flush()
+    os.execve(words[0], words, environment())
+
+
+def parser() -> Parser:
+    made = Parser(
+        prog="blockyard simulate",
+        usage="blockyard simulate TRACE [flags]   or   blockyard simulate --generate KIND [flags] > TRACE",
+        description="Runs the scheduler on a trace in virtual time, with workers that take as long as --cost says.",
+        epilog=EPILOG,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = made.add_argument_group("simulation").add_argument
+    add("--workers", type=count, help="worker groups (--data-parallel-size)")
+    add("--cost", metavar="FILE", help="JSON: what a step costs (without: Llama-3.1-8B in bf16 on one H200)")
+    add("--print-cost", action="store_true", help="print the cost model as JSON, to be changed, and end")
+    add("--html", metavar="FILE", help="report with charts (the trace's name with .html, in this folder)")
+    add("--svg", metavar="FILE", help="queue, batch, blocks and throughput on one sheet")
+    add = made.add_argument_group("trace").add_argument
+    add("--generate", choices=KINDS, help="write a trace to stdout")
+    add("--requests", type=count, default=1000, help="(%(default)s)")
+    add("--rate", type=positive, default=10.0, help="requests a second; inf: all at once (%(default)s)")
+    add("--burstiness", type=positive, default=1.0, help="1: Poisson, less: in bursts (%(default)s)")
+    add("--input-len", default="1024", metavar="N|LOW:HIGH", help="tokens in, not of sharegpt (%(default)s)")
+    add("--output-len", default="128", metavar="N|LOW:HIGH", help="tokens out, not of sharegpt (%(default)s)")
+    add("--prefix-len", type=count, default=512, help="of prefix-shared, before the input (%(default)s)")
+    add("--num-prefixes", type=count, default=10, help="of prefix-shared (%(default)s)")
+    add("--tenant", default="", help="whose requests they are; join traces with `cat`")
+    add("--priority", type=int, default=0, help="of all of them (%(default)s)")
+    add("--choices", type=count, default=1, help="n of each request (%(default)s)")
+    add("--trace-seed", type=int, default=0, help="(%(default)s)")
+    return made
+
+
+def simulation_config(parsed: argparse.Namespace, rest: Sequence[str]) -> SimulationConfig:
+    """Raises ConfigError, also for flags of `serve` that change nothing here."""
+    cost = read_cost(parsed.cost)
+    line, _ = given.from_command_line(rest)
+    for name, one in line.items():
+        if name not in HEEDED and not any(target.lstrip("!").startswith("scheduler.") for target in FLAGS[name].to):
+            raise ConfigError(f"{one.where}: changes nothing in a simulation; see `blockyard simulate --help`")
+    values, positionals, notes = sources.read(rest, os.environ)
+    if len(positionals) != 1:
+        raise ConfigError(f"expected one trace, got {' '.join(positionals) or 'none'}")
+    for note in (*notes, *values.notes()):
+        print(note, file=sys.stderr)
+    if values["device"] == "auto":  # the costs are those of a GPU's
+        values = values.with_given({"device": Given("cuda", "device")})
+    trace = "/dev/stdin" if positionals[0] == "-" else positionals[0]
+    max_model_len = asked_length(values) or cost.max_model_len
+    bus = BusConfig(registry="ipc://none", bind="ipc://none")
+    process = resolve.process_config(values, "simulator", bus)
+    config = {"max_position_embeddings": max_model_len}
+    model = Checkpoint(name=cost.name, path=Path(), tokenizer_path=Path(), config=config)
+    return SimulationConfig(
+        process=process,
+        scheduler=resolve.scheduler(_named(values), model, process),
+        trace=trace,
+        cost=cost,
+        num_workers=parsed.workers or values.get("data-parallel-size", int),
+        num_blocks=values.maybe("num-gpu-blocks-override", int) or cost.num_blocks,
+        num_host_blocks=_host_blocks(values, cost),
+        block_size=values.get("block-size", int),
+        max_model_len=max_model_len,
+        html=parsed.html or f"{'simulation' if positionals[0] == '-' else Path(trace).stem}.html",
+        svg=parsed.svg or "",
+    )
+
+
+def _host_blocks(values: Values, cost: CostModel) -> int:
+    """Of each worker. This machine's memory is not the simulated one's."""
+    size = host_memory.swap_space(values, there_is=sys.maxsize) * host_memory.GIB
+    return int(size) // (values.get("block-size", int) * cost.token_bytes)
+
+
+def read_cost(path: str | None) -> CostModel:
+    """Raises ConfigError."""
+    if path is None:
+        return CostModel()
+    try:
+        return msgspec.json.decode(Path(path).read_bytes(), type=CostModel)
+    except OSError as e:
+        raise ConfigError(f"--cost {path}: {e.strerror}") from e
+    except msgspec.DecodeError as e:
+        raise ConfigError(f"--cost {path}: {e}") from e
+
+
+def generate(parsed: argparse.Namespace) -> Iterator[str]:
+    """Lines of a trace; the same for the same seed."""
+    rng = random.Random(parsed.trace_seed)
+    common: dict[str, object] = {}
+    for name, value in (("tenant", parsed.tenant), ("priority", parsed.priority)):
+        if value:
+            common[name] = value
+    if parsed.choices > 1:
+        common["n"] = parsed.choices
+    due = due_times(parsed.requests, parsed.rate, parsed.burstiness, rng)
+    for at, (num_input, num_output, more) in zip(due, _asks(parsed, rng), strict=True):
+        row = {"arrival_s": round(at, 6), "prompt_tokens": num_input, "output_tokens": num_output}
+        yield msgspec.json.encode(row | more | common).decode() + "\n"
+
+
+def _asks(parsed: argparse.Namespace, rng: random.Random) -> Iterator[tuple[int, int, dict[str, object]]]:
+    """Tokens in, tokens out, and what else is in the line."""
+    num = parsed.requests
+    if parsed.generate == "sharegpt":
+        for ask in datasets.sharegpt_like(num, datasets.RandomIds(0, 1), rng):
+            yield ask.num_input, ask.num_output, {}
+        return
+    inputs = datasets.lengths(parsed.input_len, 0.0, "--input-len")
+    outputs = datasets.lengths(parsed.output_len, 0.0, "--output-len")
+    prefix = parsed.prefix_len if parsed.generate == "prefix-shared" else 0
+    for _ in range(num):
+        more: dict[str, object] = {}
+        if prefix:
+            more = {"prefix_group": str(rng.randrange(parsed.num_prefixes)), "prefix_tokens": prefix}
+        yield prefix + inputs.draw(rng), outputs.draw(rng), more
+
+
+def _named(values: Values) -> Values:
+    return values if values.is_given("model") else values.with_given({"model": Given("simulated", "model")})

@@ -1,0 +1,145 @@
+"""`blockyard bench suite`."""
+
+import contextlib
+import datetime
+import itertools
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+import blockyard
+from blockyard.services.bench import report
+from blockyard.services.bench.flags import Parser
+from blockyard.services.bench.server import BenchError
+from blockyard.services.bench.suite import shapes
+from blockyard.services.bench.suite.items import ITEMS, Item
+from blockyard.services.bench.suite.measures import Measured, Place
+from blockyard.services.bench.suite.served import serve
+from blockyard.shared.errors import BlockyardError, ConfigError
+
+T = TypeVar("T")
+HEAD = "| item | what | measured | bar | floor | p50 / p99 |\n|---|---|---|---|---|---|"
+
+
+class Line(msgspec.Struct, frozen=True):
+    """An item in the JSON."""
+
+    name: str
+    what: str
+    unit: str
+    model: str
+    flags: tuple[str, ...]
+    bar: float
+    floor: float | None
+    measured: Measured | None
+    failure: str = ""
+
+
+class SuiteReport(msgspec.Struct, frozen=True, tag_field="kind", tag="suite"):
+    version: str
+    date: str
+    lines: list[Line]
+
+
+def main(args: Sequence[str]) -> int:
+    """1 if an item could not be measured; a missed bar is no error. Raises BlockyardError."""
+    given = _parser().parse_args(list(args))
+    if given.list:
+        print("\n".join(f"{item.name:<16} {item.what}" for item in ITEMS))
+        return 0
+    items = _choose(given.items)
+    lines = []
+    print(HEAD, flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        for line in _measure(items, Path(folder), tuple(given.worker_flags.split())):
+            lines.append(line)
+            print(row(line), flush=True)
+    if given.output:
+        date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        done = SuiteReport(blockyard.__version__, date, lines)
+        report.write(Path(given.output), msgspec.json.format(msgspec.json.encode(done), indent=1) + b"\n")
+    return 1 if any(line.failure for line in lines) else 0
+
+
+def row(line: Line) -> str:
+    """Of the table."""
+    floor = "" if line.floor is None else f"{line.floor:,g}"
+    if line.measured is None:
+        return f"| {line.name} | {line.what} | failed: {line.failure.splitlines()[0]} | {line.bar:,g} | {floor} | |"
+    item = next(item for item in ITEMS if item.name == line.name)
+    verdict = "" if item.is_met(line.measured.value) else " (short of it)"
+    spreads = ", ".join(f"{name} {one.p50:,.2f} / {one.p99:,.2f} ms" for name, one in line.measured.spreads.items())
+    measured = f"{line.measured.value:,.4g}" if line.measured.value < 1000 else f"{line.measured.value:,.0f}"
+    return (
+        f"| {line.name} | {line.what} | {measured} {line.unit} of {len(line.measured.runs)} runs"
+        f" | {line.bar:,g}{verdict} | {floor} | {spreads} |"
+    )
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="blockyard bench suite",
+        description="Measures this machine's GPU with random weights of true shapes; bars and floors are those of one"
+        " NVIDIA H200. Lengths of answers are checked; the prefix cache is off where it is not the subject.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("items", nargs="*", metavar="ITEM", help="what to measure (all)")
+    add("--list", action="store_true", help="the items there are")
+    add("--worker-flags", default="", help="more flags for each server and LLM, in one word: '--flag value ...'")
+    add("--output", metavar="FILE", help="everything as JSON")
+    return parser
+
+
+def _choose(names: Sequence[str]) -> list[Item]:
+    known = {item.name: item for item in ITEMS}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ConfigError(f"{unknown[0]}: no such item; there is {', '.join(known)}")
+    return [known[name] for name in dict.fromkeys(names)] if names else list(ITEMS)
+
+
+def _measure(items: Sequence[Item], folder: Path, more: tuple[str, ...]) -> Iterator[Line]:
+    """Items that follow each other with one model and one set of flags share a server."""
+    for (model, flags), group in itertools.groupby(items, key=lambda item: (item.model, item.flags)):
+        together = list(group)
+        place = Place(shapes.write(model, folder), flags + more, folder)
+        yield from _on_one_server([item for item in together if item.of_server is not None], place)
+        for item in together:
+            if item.alone is not None:
+                yield _line(item, item.alone, place)
+
+
+def _on_one_server(items: Sequence[Item], place: Place) -> Iterator[Line]:
+    if not items:
+        return
+    with contextlib.ExitStack() as stack:
+        try:
+            served = stack.enter_context(
+                serve(place.model, place.flags, place.logs / f"{items[0].name}.log")
+            ).complete()
+        except BenchError as e:
+            yield from (_failed(item, e) for item in items)
+            return
+        for item in items:
+            assert item.of_server is not None, "chosen so"
+            yield _line(item, item.of_server, served)
+
+
+def _line(item: Item, measure: Callable[[T], Measured], subject: T) -> Line:
+    """One that fails keeps no other from being measured."""
+    try:
+        measured = measure(subject)
+    except (BlockyardError, OSError) as e:
+        return _failed(item, e)
+    return Line(item.name, item.what, item.unit, item.model, item.flags, item.bar, item.floor, measured)
+
+
+def _failed(item: Item, e: Exception) -> Line:
+    print(f"blockyard bench suite: {item.name}: {e}", file=sys.stderr)
+    why = str(e) or type(e).__name__
+    return Line(item.name, item.what, item.unit, item.model, item.flags, item.bar, item.floor, None, why)

@@ -1,0 +1,99 @@
+"""Finds the model: a local folder, a name on the hub, or the one that is shipped. Checks it without loading it."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import blockyard.shared
+from blockyard.shared.architectures import SUPPORTED
+from blockyard.shared.config.checkpoint import Checkpoint, config_overrides, read_json
+from blockyard.shared.config.given import Values
+from blockyard.shared.config.model_bounds import check_numbers
+from blockyard.shared.errors import ConfigError
+
+DEMO = "demo"
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def demo_folder() -> Path:
+    return Path(blockyard.shared.__file__).parent / "demo_model"
+
+
+def find(values: Values, weights: bool = True) -> Checkpoint:
+    """The model and tokenizer that the flags name, on this machine; hub names are downloaded.
+
+    Without `weights` only what a tokenizer needs. Raises ConfigError.
+    """
+    name = values.get("model", str)
+    revision = values.maybe("revision", str)
+    path = _folder(name, revision, values, weights)
+    tokenizer = values.maybe("tokenizer", str)
+    tokenizer_revision = values.maybe("tokenizer-revision", str)
+    if tokenizer is None and tokenizer_revision in (None, revision):
+        tokenizer_path = path
+    else:
+        tokenizer_path = _folder(tokenizer or name, tokenizer_revision or revision, values, weights=False)
+    generation = path / "generation_config.json"
+    checkpoint = Checkpoint(
+        name=name,
+        path=path,
+        tokenizer_path=tokenizer_path,
+        config=_config(path, values, needed=weights),
+        generation=read_json(generation) if generation.is_file() else {},
+        revision=revision or "",
+    )
+    check_numbers(checkpoint.config | config_overrides(values), path / "config.json")
+    if weights and values["worker-cls"] != "mock":
+        check_architecture(checkpoint, config_overrides(values))
+    return checkpoint
+
+
+def check_architecture(checkpoint: Checkpoint, overrides: dict[str, Any]) -> None:
+    """Raises ConfigError if config.json names no architecture, or none that is supported."""
+    names = (checkpoint.config | overrides).get("architectures")
+    if not isinstance(names, list) or not names:
+        raise ConfigError(f"{checkpoint.path / 'config.json'} names no architecture: it needs `architectures`")
+    if not set(SUPPORTED) & {str(name) for name in names}:
+        named = ", ".join(str(name) for name in names)
+        raise ConfigError(
+            f"{checkpoint.name}: architecture {named} is not supported; supported: {', '.join(SUPPORTED)}"
+        )
+
+
+def _config(path: Path, values: Values, needed: bool) -> dict[str, Any]:
+    file = path / "config.json"
+    if not file.is_file() and (not needed or values["worker-cls"] == "mock"):
+        return {}
+    if not file.is_file():
+        raise ConfigError(f"{path} has no config.json: it is no model folder")
+    return read_json(file)
+
+
+def _folder(name: str, revision: str | None, values: Values, weights: bool) -> Path:
+    if name == DEMO:
+        return demo_folder()
+    local = Path(name).expanduser()
+    if local.is_dir():
+        return local.resolve()
+    if local.exists():
+        raise ConfigError(f"model {name}: is a file; the folder that holds config.json is needed")
+    if not _HUB_NAME.fullmatch(name) or name.startswith("."):
+        raise ConfigError(f"model {name}: no such folder, and no name that the hub could know")
+    # huggingface_hub takes long to import: only models of the hub need it
+    from blockyard.services.launcher.models import hub  # noqa: PLC0415
+
+    return hub.download(
+        name,
+        revision=revision,
+        folder=values.maybe("download-dir", str),
+        load_format=values.get("load-format", str),
+        ignore=[str(pattern) for pattern in values.get("ignore-patterns", list)],
+        weights=weights and values["worker-cls"] != "mock",
+        token=hub_token(values),
+    )
+
+
+def hub_token(values: Values) -> str | bool | None:
+    """--hf-token: a token, or `true` for the stored one, `false` for none."""
+    given = values.maybe("hf-token", str)
+    return given.lower() == "true" if given is not None and given.lower() in ("true", "false") else given

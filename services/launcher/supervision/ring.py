@@ -1,0 +1,109 @@
+"""A whole ring as child processes of this one, from the first start to the last exit."""
+
+import asyncio
+import logging
+import signal
+import time
+from pathlib import Path
+
+from blockyard.services.launcher.supervision.child import MakeCommand, specs
+from blockyard.services.launcher.supervision.hung import HungChildren
+from blockyard.services.launcher.supervision.run_dir import MemberSockets
+from blockyard.services.launcher.supervision.start_up import BUS, Display, StartUp
+from blockyard.services.launcher.supervision.supervisor import StartFailed, Supervisor
+from blockyard.shared.bus import Changed, Gone, Joined, Links
+from blockyard.shared.config.process import BusConfig
+from blockyard.shared.config.resolve import Deployment
+from blockyard.shared.messages import Hello, Role
+
+log = logging.getLogger(__name__)
+
+HUNG_CHECK_S = 0.5
+
+
+def local_bus(folder: Path) -> BusConfig:
+    """The bus of a ring that lives in one private folder."""
+    return BusConfig(registry=f"ipc://{folder}/message-bus", bind=f"ipc://{folder}")
+
+
+class Ring:
+    """Runs a deployment. `ready` is set when every service is; `stop` and then `kill` are asked for from outside.
+
+    All events belong to the loop that `run` runs in.
+    """
+
+    def __init__(
+        self, deployment: Deployment, folder: Path, display: Display, make_command: MakeCommand | None = None
+    ) -> None:
+        self._deployment = deployment
+        self._display = display
+        all_specs = specs(deployment)
+        self.supervisor = Supervisor(all_specs, folder, make_command)
+        self._hung = HungChildren(deployment.hung_timeout_s, deployment.registry.dead_after_s)
+        self._sockets = MemberSockets(folder)
+        self._names = {spec.name for spec in all_specs}
+        self.start_up = StartUp([spec.name for spec in all_specs], display)
+        self.ready = asyncio.Event()
+        self.stop = asyncio.Event()
+        self.kill = asyncio.Event()
+
+    async def run(self, drain_s: float) -> None:
+        """Until `stop`: then drains, giving running requests `drain_s`. Raises StartFailed."""
+        links: Links[Hello] = Links("launcher", Role.LAUNCHER, self._deployment.registry.process.bus, Hello)
+        try:
+            with links:
+                async with asyncio.TaskGroup() as tasks:
+                    for child in self.supervisor.children:
+                        tasks.create_task(self.supervisor.keep(child))
+                    work = (self._watch(links), self._kill_on_demand(), self._kill_hung(links))
+                    helpers = [tasks.create_task(coroutine) for coroutine in work]
+                    await self.stop.wait()
+                    await self.supervisor.drain(drain_s)
+                    for helper in helpers:
+                        helper.cancel()
+        except ExceptionGroup as group:
+            failed, _ = group.split(StartFailed)
+            if failed is None:
+                raise
+            raise _first(failed) from None
+
+    async def _watch(self, links: Links[Hello]) -> None:
+        links.update(ready=True, phase="ready")
+        async for _, event in links:
+            match event:
+                case Joined(member) | Changed(member):
+                    self._hung.heard(member)
+                    if member.name in self._names:
+                        self._sockets.saw(member)
+                    if self.start_up.saw(member):
+                        self.supervisor.settled = True
+                        self.ready.set()
+                case Gone(member):
+                    self._hung.lost(member, time.monotonic())
+                    self.start_up.lost(member)
+
+    async def _kill_hung(self, links: Links[Hello]) -> None:
+        """Kills hung children, for ever; the supervisor starts them again."""
+        while True:
+            await asyncio.sleep(HUNG_CHECK_S)
+            links.ask_registry()
+            now = time.monotonic()
+            children = {child.spec.name: child for child in self.supervisor.children}
+            for name, child in children.items():
+                if child.pid is None or child.stop_asked.is_set():
+                    self._hung.ended(name)
+                else:
+                    self._hung.running(name, child.starts, now)
+            self._hung.registry(BUS, links.registry_heard_s, now)
+            for name, silent_s in self._hung.hung(now, self.supervisor.settled).items():
+                log.warning("%s is hung: no heartbeat for %.0f s (--hung-timeout), it is killed", name, silent_s)
+                children[name].send(signal.SIGKILL)
+
+    async def _kill_on_demand(self) -> None:
+        await self.kill.wait()
+        self.supervisor.kill()
+
+
+def _first(group: ExceptionGroup[StartFailed]) -> StartFailed:
+    inner = group.exceptions[0]
+    return _first(inner) if isinstance(inner, ExceptionGroup) else inner

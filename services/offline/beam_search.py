@@ -1,0 +1,73 @@
+"""`LLM.beam_search`: its parameters and what it returns, in the words users of this field know."""
+
+from dataclasses import dataclass
+
+from tokenizers import Tokenizer
+
+from blockyard.services.offline.outputs import CompletionOutput, PositionLogprobs, RequestOutput
+from blockyard.services.offline.sampling_params import SamplingParams
+from blockyard.shared.errors import RequestError
+
+
+@dataclass(slots=True)
+class BeamSearchParams:
+    """A sequence scores the sum of its tokens' log-probabilities over the number of its tokens, without the prompt's,
+    to the power of `length_penalty`."""
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0  # nothing is drawn: 0 and 1 are the same
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False  # the end-of-sequence id is part of `tokens`
+
+    def sampling(self) -> SamplingParams:
+        """Raises RequestError, a ValueError, naming what is out of range."""
+        if self.beam_width < 1:
+            raise RequestError(f"beam_width must be at least 1, got {self.beam_width}", "beam_width")
+        return SamplingParams(
+            n=self.beam_width,
+            use_beam_search=True,
+            early_stopping="never",
+            length_penalty=self.length_penalty,
+            temperature=self.temperature,
+            max_tokens=self.max_tokens,
+            ignore_eos=self.ignore_eos,
+            logprobs=0,
+        )
+
+
+@dataclass(slots=True)
+class BeamSearchSequence:
+    tokens: list[int]  # the prompt's first
+    logprobs: list[PositionLogprobs]  # of the others, and of the end-of-sequence id where that ended it
+    cum_logprob: float
+    text: str  # of all tokens but special ones
+    finish_reason: str | None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """One prompt's sequences, the best first."""
+
+    sequences: list[BeamSearchSequence]
+
+
+def beam_output(output: RequestOutput, params: BeamSearchParams, tokenizer: Tokenizer) -> BeamSearchOutput:
+    return BeamSearchOutput([_sequence(output.prompt_token_ids, one, params, tokenizer) for one in output.outputs])
+
+
+def _sequence(
+    prompt: list[int], found: CompletionOutput, params: BeamSearchParams, tokenizer: Tokenizer
+) -> BeamSearchSequence:
+    has_end = found.finish_reason == "stop" and not params.include_stop_str_in_output
+    tokens = prompt + (found.token_ids[:-1] if has_end else found.token_ids)
+    return BeamSearchSequence(
+        tokens,
+        found.logprobs or [],
+        found.cumulative_logprob or 0.0,
+        tokenizer.decode(tokens, skip_special_tokens=True),
+        found.finish_reason,
+        found.stop_reason,
+    )

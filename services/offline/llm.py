@@ -1,0 +1,221 @@
+"""The offline API: a model to call from Python."""
+
+import concurrent.futures
+import os
+import sys
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import TracebackType
+from typing import Any, get_args
+
+from blockyard.services.launcher.serve import make_display
+from blockyard.services.launcher.supervision.start_up import QuietDisplay
+from blockyard.services.offline import engine_args
+from blockyard.services.offline.arguments import KEYWORDS, Arguments
+from blockyard.services.offline.batch import Batch, Job, Seeds
+from blockyard.services.offline.beam_search import BeamSearchOutput, BeamSearchParams, beam_output
+from blockyard.services.offline.errors import GenerationError
+from blockyard.services.offline.operations import Operations
+from blockyard.services.offline.outputs import RequestOutput
+from blockyard.services.offline.prompts import (
+    ChatOptions,
+    Prompt,
+    read_conversations,
+    read_prompts,
+    with_token_ids,
+)
+from blockyard.services.offline.sampling_params import Asked, SamplingParams, read
+from blockyard.services.offline.session import Session
+from blockyard.services.offline.tokenizer import LLMTokenizer, through_ring
+from blockyard.services.offline.tqdm_bar import TqdmBar
+from blockyard.shared import tokenizer_files
+from blockyard.shared.config.tokenizer import ContentFormat
+from blockyard.shared.errors import RequestError, not_built
+
+REFRESH_S = 0.1  # of the progress bar
+UseTqdm = bool | Callable[..., Any]  # whether there is a progress bar, or what makes one, as `tqdm` does
+
+
+class LLM(Operations):
+    """The services of `blockyard serve` as child processes of this one, without HTTP.
+
+    `model` and the keywords are the flags of `blockyard serve` with `_` for `-`; an unknown or refused one is a
+    ConfigError before anything is started. The ring ends with `close`, at the end of a `with` block, or with the
+    interpreter. Calls from several threads are served side by side.
+    """
+
+    def __init__(self, model: str | os.PathLike[str] | None = None, **arguments: Any) -> None:
+        values, notes = engine_args.read(model, arguments, os.environ)
+        loud = values.get("log-level", str) in ("trace", "debug", "info")
+        session = Session(values, lambda ring: make_display(ring, sys.stderr) if loud else QuietDisplay())
+        self._session = session
+        self._tokenizer: LLMTokenizer | None = None
+        self._seeds = Seeds(values.get("seed", int))
+        self._close = weakref.finalize(self, session.close)  # also called when the interpreter ends
+        for note in notes:
+            print(note, file=sys.stderr)
+        try:
+            session.start()
+        except BaseException:
+            self._close()
+            raise
+
+    @classmethod
+    def from_engine_args(cls, engine_args: Arguments) -> "LLM":
+        """Of an EngineArgs."""
+        return cls(**{name: getattr(engine_args, name) for name in KEYWORDS})
+
+    def generate(
+        self,
+        prompts: Any = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: UseTqdm = True,
+        lora_request: None = None,
+        priority: Sequence[int] | None = None,
+        prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+    ) -> list[RequestOutput]:
+        """Completes prompts: a text, token ids, {"prompt": ...}, {"prompt_token_ids": ...}, or a list of these.
+
+        `prompt_token_ids` are ids of one prompt or of each, in place of `prompts` or besides texts to be shown. One
+        SamplingParams, or one for each prompt; without, the model's own defaults. `use_tqdm` may make the bar.
+        Outputs are in the order of the prompts. Raises RequestError, a ValueError, before anything runs if something
+        cannot be served, and GenerationError once all others are done if prompts failed.
+        """
+        _refuse("lora_request", lora_request)
+        asked = with_token_ids(prompts, prompt_token_ids)
+        return self._run(read_prompts(asked, self._model), sampling_params, use_tqdm, priority)
+
+    def chat(
+        self,
+        messages: Sequence[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: UseTqdm = True,
+        lora_request: None = None,
+        chat_template: str | None = None,
+        chat_template_content_format: ContentFormat = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers one conversation, a list of messages, or each of a list of conversations; else as `generate`."""
+        _refuse("lora_request", lora_request)
+        _refuse("tools", tools)
+        if chat_template_content_format not in get_args(ContentFormat):
+            known = ", ".join(get_args(ContentFormat))
+            raise RequestError(
+                f"chat_template_content_format must be one of {known}, got {chat_template_content_format!r}",
+                "chat_template_content_format",
+            )
+        options = ChatOptions(
+            chat_template,
+            add_generation_prompt,
+            continue_final_message,
+            chat_template_kwargs,
+            "" if chat_template_content_format == "auto" else chat_template_content_format,
+        )
+        return self._run(read_conversations(messages, options, self._model), sampling_params, use_tqdm, None)
+
+    def beam_search(
+        self, prompts: Any, params: BeamSearchParams, lora_request: None = None, use_tqdm: UseTqdm = False
+    ) -> list[BeamSearchOutput]:
+        """The `beam_width` best sequences of each prompt, given as to `generate`. Raises what that does."""
+        _refuse("lora_request", lora_request)
+        outputs = self._run(read_prompts(prompts, self._model), params.sampling(), use_tqdm, None)
+        tokenizer = self.get_tokenizer().backend_tokenizer
+        return [beam_output(output, params, tokenizer) for output in outputs]
+
+    def get_tokenizer(self) -> LLMTokenizer:
+        """The model's: callable, with `encode`, `decode`, `eos_token_id`, `apply_chat_template` and so on."""
+        if self._tokenizer is None:
+            folder, card = self._session.tokenizer_path, self._session.card
+            files = tokenizer_files.load(folder)
+            self._tokenizer = LLMTokenizer(files, str(folder), card.max_model_len, through_ring(self._session))
+        return self._tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `generate` uses where none are given: --generation-config says where from."""
+        own = self._session.config.defaults
+        return SamplingParams(
+            temperature=own.temperature,
+            top_k=own.top_k,
+            top_p=own.top_p,
+            min_p=own.min_p,
+            repetition_penalty=own.repetition_penalty,
+            max_tokens=own.max_new_tokens or 16,
+        )
+
+    def close(self) -> None:
+        """Ends all processes of the ring; what runs in other threads fails. May be called again."""
+        self._close()
+        self._session.close()  # waits, where another thread is at it
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    @property
+    def _model(self) -> str:
+        return self._session.card.names[0]
+
+    def _run(
+        self,
+        prompts: list[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        show_bar: UseTqdm,
+        priority: Sequence[int] | None,
+    ) -> list[RequestOutput]:
+        if not isinstance(show_bar, bool) and not callable(show_bar):
+            raise RequestError(f"use_tqdm must be a switch or make a bar, got {show_bar!r}", "use_tqdm")
+        priorities = [0] * len(prompts) if priority is None else list(priority)
+        if len(priorities) != len(prompts):
+            raise RequestError(f"{len(priorities)} priorities for {len(prompts)} prompts", "priority")
+        asked = self._asked(params, len(prompts))
+        jobs = [Job(p, a, self._seeds.next(a), i) for p, a, i in zip(prompts, asked, priorities, strict=True)]
+        batch, future = self._session.submit(jobs)
+        try:
+            _wait(batch, future, len(jobs), show_bar)
+        finally:
+            future.cancel()  # has an effect if waiting was interrupted
+        if batch.failures:
+            raise GenerationError(batch.failures, batch.outputs)
+        return [output for output in batch.outputs if output is not None]
+
+    def _asked(self, params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int) -> list[Asked]:
+        card, most = self._session.card, self._session.config.max_logprobs
+        if params is None:
+            params = self.get_default_sampling_params()
+        if isinstance(params, SamplingParams):
+            return [read(params, card.vocab_size, most)] * num_prompts
+        if len(params) != num_prompts:
+            raise RequestError(f"{len(params)} sampling_params for {num_prompts} prompts", "sampling_params")
+        return [read(one, card.vocab_size, most) for one in params]
+
+
+def _wait(batch: Batch, future: "concurrent.futures.Future[None]", num_prompts: int, show_bar: UseTqdm) -> None:
+    """Until the batch is done. rich is imported for a bar of ours alone."""
+    if not show_bar or not num_prompts:
+        future.result()
+        return
+    make: Callable[[int], Any]
+    if callable(show_bar):
+        make = partial(TqdmBar, show_bar)
+    else:
+        # rich takes 0.1 s to import
+        from blockyard.services.offline.progress import Bar  # noqa: PLC0415
+
+        make = Bar
+    with make(num_prompts) as bar:
+        bar.show(batch.progress)
+        while concurrent.futures.wait([future], REFRESH_S).not_done:
+            bar.show(batch.progress)
+        bar.show(batch.progress)
+    future.result()
+
+
+def _refuse(name: str, value: object) -> None:
+    if value:
+        raise not_built(name)

@@ -1,0 +1,67 @@
+"""`blockyard tune MODEL`: compiles every GPU kernel of a model and measures its layers, so that later starts need not.
+
+With `--kernel-cache DIR` everything is written to that folder, which a container image can carry. The other flags are
+those of `blockyard serve`: kernels depend on them, so give the same ones.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from blockyard.services.launcher.serve import make_display, read_values
+from blockyard.services.offline.session import Session
+from blockyard.shared.config.given import Values
+from blockyard.shared.errors import ConfigError
+
+PERIOD_S = 0.2
+
+
+def main(args: Sequence[str]) -> int:
+    """Returns once the workers have nothing left to do in idle times. Raises BlockyardError."""
+    values, notes = read_values(args)
+    folder = values.maybe("kernel-cache", str)
+    if folder is not None:
+        _make(Path(folder))
+    for note in notes:
+        print(note, flush=True)
+    session = Session(values, lambda deployment: make_display(deployment, sys.stdout))
+    began_s = time.monotonic()
+    try:
+        session.start()
+        wait(session.idle_work_done, _say)
+    finally:
+        session.close()
+    print(f"done after {time.monotonic() - began_s:.1f} s; {describe(values)}", flush=True)
+    return 0
+
+
+def wait(done: Callable[[], float], say: Callable[[float], None], period_s: float = PERIOD_S) -> None:
+    """Until `done` is 1.0. Says each new tenth."""
+    said = -1
+    while (fraction := done()) < 1.0:
+        if int(10 * fraction) > said:
+            said = int(10 * fraction)
+            say(fraction)
+        time.sleep(period_s)
+
+
+def describe(values: Values) -> str:
+    """What is in the folder, in a line."""
+    folder = values.maybe("kernel-cache", str)
+    if folder is None:
+        return "kernels and plans are in the user's cache (--kernel-cache DIR puts them into one folder)"
+    sizes = [(Path(root) / name).stat().st_size for root, _, names in os.walk(folder) for name in names]
+    return f"{folder} has {len(sizes)} files, {sum(sizes) / 2**20:.1f} MiB"
+
+
+def _say(fraction: float) -> None:
+    print(f"compiled and measured: {fraction:.0%}", flush=True)
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise ConfigError(f"--kernel-cache {folder}: {e.strerror}") from e

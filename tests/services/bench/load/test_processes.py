@@ -1,0 +1,89 @@
+"""Several client processes: together they do what one does, and one that breaks ends the run with its reason."""
+
+import asyncio
+import socket
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+from rig import serve as rig_serve
+
+from blockyard.services.bench import serve as bench_serve
+from blockyard.services.bench.load import client_process, processes
+from blockyard.services.bench.load.client import Course, Plan, Target
+from blockyard.services.bench.load.results import Outcome
+from blockyard.services.bench.server import BenchError, find
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with rig_serve("demo", "--worker-cls", "mock", "--mock-step-ms", "2") as server:
+        yield server.url
+
+
+def body(index: int) -> dict[str, object]:
+    """Answers have their request's place as length, so that they can be told apart."""
+    asked = {"prompt": [300] * 5, "max_tokens": 2 + index, "ignore_eos": True, "temperature": 0.0, "stream": True}
+    return asked | {"stream_options": {"include_usage": True}}
+
+
+def run(target: Target, plan: Plan, num: int) -> tuple[list[Outcome], Course]:
+    course, asked = Course(), [2 + i for i in range(len(plan.requests))]
+    return asyncio.run(processes.run(target, plan, asked, course, num))(), course
+
+
+def test_answers_are_in_the_order_of_their_requests(url: str) -> None:
+    target = find(url, None).target("completions")
+    plan = Plan([target.request(body(i)) for i in range(7)], [0.02 * i for i in range(7)], max_concurrency=5)
+    outcomes, course = run(target, plan, 3)
+    assert [one.num_output for one in outcomes] == [one.asked_output for one in outcomes] == [2, 3, 4, 5, 6, 7, 8]
+    assert not any(one.failure for one in outcomes)
+    assert (course.num_running, course.num_ended, course.num_refused) == (0, 7, 0)
+    assert course.cpu_s() > 0 and course.exchanges == []  # it was not this process
+    for i, one in enumerate(outcomes):  # clocks of all processes are one clock; timers may be 1 ms early
+        assert one.sent_s >= course.started_s + 0.02 * i - 0.002
+        assert one.sent_s < one.tokens_s[0] <= one.ended_s <= course.ended_s
+
+
+def test_shares_are_whole() -> None:
+    plan = Plan([b"%d" % i for i in range(7)], [float(i) for i in range(7)], 5, 9.0)
+    parts = [processes.part(plan, i, 3) for i in range(3)]
+    assert [p.requests for p in parts] == [[b"0", b"3", b"6"], [b"1", b"4"], [b"2", b"5"]]
+    assert [list(p.due_s) for p in parts] == [[0, 3, 6], [1, 4], [2, 5]]
+    assert [p.max_concurrency for p in parts] == [2, 2, 1] and parts[0].timeout_s == 9.0
+
+
+def test_as_many_as_the_load_takes_and_the_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes.os, "sched_getaffinity", lambda _: range(16))
+    assert [processes.num_for(n) for n in (1, 128, 129, 252, 1020, 9999)] == [1, 1, 2, 2, 4, 4]
+    monkeypatch.setattr(processes.os, "sched_getaffinity", lambda _: range(2))
+    assert processes.num_for(1020) == 1
+
+
+def test_one_that_breaks_ends_the_run() -> None:
+    plan = Plan([b"x", b"y"], [0.0, 0.0])
+    with pytest.raises(BenchError, match=r"no\.such\.host\.invalid: "):
+        run(Target("no.such.host.invalid", 1), plan, 2)
+
+
+def test_refused_connections_are_failures_of_their_requests() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        outcomes, course = run(Target("127.0.0.1", probe.getsockname()[1]), Plan([b"x", b"y"], [0.0, 0.0]), 2)
+    assert all("no connection" in one.failure for one in outcomes)
+    assert course.num_refused == 2
+
+
+def test_messages_survive_their_way() -> None:
+    work = client_process.Work(Target("h", 1, headers=(("a", "b"),)), Plan([b"\x00\xff"], [1.5], None, 3.0), [4])
+    data = client_process.framed(work)
+    assert int.from_bytes(data[:4], "big") == len(data) - 4
+    assert msgspec.msgpack.decode(data[4:], type=client_process.Work) == work
+    done = client_process.Done([Outcome(1.0, 2.0, tokens_s=[1.5], failure="x")], 2.0)
+    assert processes.decode(client_process.framed(done)[4:]) == done
+
+
+def test_bench_serve_with_several(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--base-url", url, "--num-prompts", "6", "--input-len", "8", "--output-len", "4", "--ignore-eos"]
+    assert bench_serve.main([*flags, "--client-processes", "2"]) == 0
+    assert "6" in capsys.readouterr().out

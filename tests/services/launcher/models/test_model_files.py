@@ -1,0 +1,169 @@
+"""Finding the model, and what is wrong with it, before anything is started."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from blockyard.services.launcher.models import hub, model_files
+from blockyard.shared.architectures import SUPPORTED
+from blockyard.shared.config import given
+from blockyard.shared.config.checkpoint import Checkpoint
+from blockyard.shared.errors import ConfigError
+
+LLAMA = {"architectures": ["LlamaForCausalLM"], "vocab_size": 7}
+
+
+def find(*args: str, weights: bool = True) -> Checkpoint:
+    return model_files.find(given.Values(given.from_command_line(args)[0]), weights)
+
+
+def folder(path: Path, config: object = LLAMA) -> str:
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+    return str(path)
+
+
+def test_the_shipped_model_needs_no_folder() -> None:
+    demo = find("--model", "demo")
+    assert demo.path == demo.tokenizer_path == model_files.demo_folder()
+    assert demo.config["architectures"] == ["LlamaForCausalLM"]
+    assert demo.generation
+
+
+def test_a_local_folder_and_another_ones_tokenizer(tmp_path: Path) -> None:
+    name = folder(tmp_path / "m")
+    found = find("--model", name, "--tokenizer", "demo", "--revision", "r1")
+    assert (found.name, found.path, found.tokenizer_path) == (name, tmp_path / "m", model_files.demo_folder())
+    assert (found.revision, found.generation, found.config) == ("r1", {}, LLAMA)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"vocab_size": 7}, "names no architecture"),
+        ({"architectures": []}, "names no architecture"),
+        ({"architectures": "LlamaForCausalLM"}, "names no architecture"),
+        ({"architectures": ["MambaForCausalLM"]}, "architecture MambaForCausalLM is not supported; supported: Llama"),
+        ({"num_hidden_layers": 10**7}, "num_hidden_layers is 10000000"),
+        ({"vocab_size": 10**9}, "vocab_size is 1000000000"),
+        ({"hidden_size": -1}, "hidden_size is -1"),
+        ({"max_position_embeddings": 10**12}, "max_position_embeddings is 1000000000000"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps is -1"),
+        ("[" * 100_000, "is not a JSON object"),
+        ("{", "is not a JSON object"),
+        ("[]", "is not a JSON object"),
+    ],
+)
+def test_a_bad_config_is_one_line(tmp_path: Path, config: object, words: str) -> None:
+    name = folder(tmp_path / "m", config)
+    with pytest.raises(ConfigError) as error:
+        find("--model", name)
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_all_supported_architectures_are_listed(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        find("--model", folder(tmp_path / "m", {"architectures": ["X"]}))
+    assert all(name in str(error.value) for name in SUPPORTED)
+
+
+def test_the_architecture_may_be_overridden(tmp_path: Path) -> None:
+    name = folder(tmp_path / "m", {"architectures": ["MyLlama"]})
+    with pytest.raises(ConfigError, match="architecture MyLlama is not supported"):
+        find("--model", name)
+    found = find("--model", name, "--hf-overrides", '{"architectures": ["LlamaForCausalLM"]}')
+    assert (found.path, found.config) == (tmp_path / "m", {"architectures": ["MyLlama"]}), "config.json as it is"
+    with pytest.raises(ConfigError, match="architecture Mamba is not supported"):
+        find("--model", folder(tmp_path / "n"), "--hf-overrides", '{"architectures": ["Mamba"]}')
+
+
+def test_a_folder_without_config(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        find("--model", str(tmp_path))
+    assert find("--model", str(tmp_path), "--worker-cls", "mock").config == {}
+    assert find("--model", str(tmp_path), weights=False).config == {}
+
+
+@pytest.mark.parametrize("name", ["/no/such", "./no", "a/b/c", "../m", "what is this"])
+def test_what_can_be_no_hub_name_is_a_missing_folder(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="no such folder"):
+        find("--model", name)
+
+
+def test_a_file_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ConfigError, match=r"is a file; the folder that holds config\.json is needed"):
+        find("--model", str(tmp_path / "model.safetensors"))
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*args: object, **kwargs: object) -> None:
+        raise hub.HTTPError("connection refused\nand more")
+
+    monkeypatch.setattr(hub.HfApi, "model_info", unreachable)
+
+
+@pytest.mark.usefixtures("offline")
+def test_without_network_it_says_so_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        find("--model", "org/name", "--download-dir", str(tmp_path))
+    assert str(error.value) == (
+        "model org/name: not on this machine, and the hub cannot be reached (connection refused); "
+        "give a local folder, or `demo` for the shipped model"
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "token"),
+    [([], None), (["--hf-token", "hf_x"], "hf_x"), (["--hf-token"], True), (["--hf-token", "false"], False)],
+)
+def test_the_token_goes_to_the_hub(
+    flags: list[str], token: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, used = tmp_path / "snapshot", []
+
+    def info(api: hub.HfApi, *args: object, **kwargs: object) -> SimpleNamespace:
+        used.append(api.token)
+        return SimpleNamespace(siblings=[SimpleNamespace(rfilename="model.safetensors")])
+
+    def download(*args: object, token: object, **kwargs: object) -> str:
+        used.append(token)
+        return folder(store)
+
+    monkeypatch.setattr(hub.HfApi, "model_info", info)
+    monkeypatch.setattr(hub, "snapshot_download", download)
+    assert find("--model", "org/gated", *flags).path == store
+    assert used == [token, token]
+
+
+@pytest.mark.usefixtures("offline")
+def test_without_network_an_earlier_download_serves(tmp_path: Path) -> None:
+    store = tmp_path / "models--org--name"
+    folder(store / "snapshots" / "abc")
+    (store / "refs").mkdir()
+    (store / "refs" / "main").write_text("abc")
+    assert find("--model", "org/name", "--download-dir", str(tmp_path)).path == store / "snapshots" / "abc"
+
+
+@pytest.mark.parametrize(
+    ("files", "load_format", "ignore", "patterns"),
+    [
+        (["a.safetensors", "b.bin"], "auto", [], hub.SAFETENSORS),
+        (["b.bin"], "auto", [], hub.TORCH),
+        (["original/a.safetensors", "b.bin"], "auto", ["original/*"], hub.TORCH),
+        (["a.safetensors"], "pt", [], hub.TORCH),
+        (["b.bin"], "safetensors", [], hub.SAFETENSORS),
+        (["a.safetensors"], "dummy", [], ()),
+    ],
+)
+def test_one_weight_format_is_fetched(
+    files: list[str], load_format: str, ignore: list[str], patterns: tuple[str, ...]
+) -> None:
+    assert hub.weight_patterns(files, load_format, ignore) == patterns

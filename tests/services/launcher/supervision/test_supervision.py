@@ -1,0 +1,57 @@
+"""What to do when a child dies, without processes."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rings import deployment
+
+from blockyard.services.launcher.supervision.backoff import HEALTHY_S, MOST_S, BackOff
+from blockyard.services.launcher.supervision.child import Child, ending, specs
+from blockyard.services.launcher.supervision.supervisor import stop_order
+
+
+def test_delays_double_up_to_ten_seconds() -> None:
+    back_off = BackOff()
+    assert [back_off.delay_s(1.0) for _ in range(8)] == [0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0]
+
+
+def test_a_child_that_was_healthy_begins_anew() -> None:
+    back_off = BackOff()
+    for _ in range(5):
+        back_off.delay_s(0.0)
+    assert back_off.delay_s(HEALTHY_S) == 0.2
+    assert back_off.delay_s(HEALTHY_S - 0.1) == 0.4
+
+
+@given(st.lists(st.floats(0, 100)))
+def test_no_delay_is_out_of_bounds_and_only_health_shortens_it(runs: list[float]) -> None:
+    back_off = BackOff()
+    before = 0.0
+    for ran_s in runs:
+        delay = back_off.delay_s(ran_s)
+        assert 0.2 <= delay <= MOST_S
+        assert delay >= before or ran_s >= HEALTHY_S
+        before = delay
+
+
+def test_who_takes_longest_starts_first_and_gateways_stop_first(tmp_path: Path) -> None:
+    ring = specs(deployment(tmp_path, "--api-gateways", "2"))
+    assert [spec.service for spec in ring][:2] == ["gpu_worker", "message_bus"]
+    waves = stop_order([Child(spec, tmp_path) for spec in ring])
+    assert [[child.spec.name for child in wave] for wave in waves] == [
+        ["api_gateway 0", "api_gateway 1"],
+        ["scheduler"],
+        ["gpu_worker", "tokenizer_pool 0", "detokenizer 0"],
+        ["message_bus"],
+    ]
+    assert sum(map(len, waves)) == len(ring)
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [(1, "exit code 1"), (-9, "killed by SIGKILL"), (-11, "killed by SIGSEGV"), (-99, "killed by signal 99")],
+)
+def test_endings_in_words(code: int, words: str) -> None:
+    assert ending(code) == words

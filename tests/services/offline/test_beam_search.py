@@ -1,0 +1,17 @@
+"""What `LLM.beam_search` asks the ring for."""
+
+import pytest
+
+from blockyard import BeamSearchParams
+from blockyard.services.offline.sampling_params import read
+from blockyard.shared.errors import RequestError
+from blockyard.shared.messages import Beam, BeamStop
+
+
+def test_a_search_as_wide_as_asked_that_ends_when_nothing_could_become_better() -> None:
+    params = BeamSearchParams(beam_width=3, max_tokens=9, length_penalty=0.5, ignore_eos=True)
+    asked = read(params.sampling(), 1000)
+    assert (asked.choices.returned, asked.choices.beam) == (3, Beam(3, 0.5, BeamStop.NEVER))
+    assert (asked.max_tokens, asked.sampling.ignore_eos, asked.sampling.num_logprobs) == (9, True, 0)
+    with pytest.raises(RequestError, match="beam_width must be at least 1, got 0"):
+        BeamSearchParams(beam_width=0, max_tokens=1).sampling()

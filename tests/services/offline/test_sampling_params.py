@@ -1,0 +1,160 @@
+"""SamplingParams: the field's names and defaults, and the ranges that HTTP requests have too."""
+
+import math
+from typing import Any
+
+import msgspec
+import pytest
+
+from blockyard import SamplingParams
+from blockyard.services.offline.sampling_params import read
+from blockyard.shared.errors import RequestError
+
+VOCAB = 1000
+
+
+def test_defaults_ask_for_nothing_special() -> None:
+    asked = read(SamplingParams(), VOCAB, 20)
+    assert asked.sampling == msgspec.structs.replace(asked.sampling, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
+    assert (asked.choices.computed, asked.max_tokens, asked.seed, asked.truncate, asked.detokenize) == (
+        1,
+        16,
+        None,
+        None,
+        True,
+    )
+    assert asked.sampling.num_logprobs is None and asked.text.stop == []
+
+
+@pytest.mark.parametrize("top_k", [0, -1, VOCAB, 10**9])
+def test_all_of_the_vocabulary_has_several_names(top_k: int) -> None:
+    assert read(SamplingParams(top_k=top_k), VOCAB).sampling.top_k == 0
+
+
+def test_every_field_goes_somewhere() -> None:
+    params = SamplingParams(
+        n=3,
+        best_of=3,
+        presence_penalty=0.1,
+        frequency_penalty=0.2,
+        repetition_penalty=1.3,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=7,
+        min_p=0.05,
+        seed=11,
+        stop=("END", "STOP"),  # type: ignore[arg-type]
+        stop_token_ids=[5],
+        bad_words=["no"],
+        include_stop_str_in_output=True,
+        ignore_eos=True,
+        max_tokens=99,
+        min_tokens=2,
+        logprobs=4,
+        prompt_logprobs=0,
+        skip_special_tokens=False,
+        spaces_between_special_tokens=False,
+        logit_bias={3: 1, 4: -2.5},
+        allowed_token_ids=[9, 8, 9],
+        truncate_prompt_tokens=64,
+    )
+    asked = read(params, VOCAB, 20)
+    sampling, text = asked.sampling, asked.text
+    assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (0.1, 0.2, 1.3)
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.5, 0.9, 7, 0.05)
+    assert (sampling.stop_token_ids, sampling.ignore_eos, sampling.min_tokens) == ([5], True, 2)
+    assert (sampling.num_logprobs, sampling.num_prompt_logprobs) == (4, 0)
+    assert (sampling.logit_bias, sampling.allowed_token_ids) == ([(3, 1.0), (4, -2.5)], [8, 9])
+    assert (text.stop, text.include_stop, text.min_tokens) == (["END", "STOP"], True, 2)
+    assert (text.skip_special_tokens, text.spaces_between_special_tokens) == (False, False)
+    assert (asked.choices.returned, asked.seed, asked.max_tokens, asked.truncate, asked.bad_words) == (
+        3,
+        11,
+        99,
+        64,
+        ["no"],
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": math.nan}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"top_k": 1.5}, "top_k"),
+        ({"min_p": 2}, "min_p"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"repetition_penalty": 5e-324}, "repetition_penalty"),
+        ({"repetition_penalty": 100.1}, "repetition_penalty"),
+        ({"presence_penalty": 2.1}, "presence_penalty"),
+        ({"frequency_penalty": -2.1}, "frequency_penalty"),
+        ({"n": 0}, "n"),
+        ({"n": True}, "n"),
+        ({"best_of": 21}, "best_of"),
+        ({"n": 3, "best_of": 2}, "best_of"),
+        ({"length_penalty": 2.0}, "length_penalty"),
+        ({"early_stopping": True}, "early_stopping"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"min_tokens": 17}, "min_tokens"),
+        ({"seed": 2**64}, "seed"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"stop": ""}, "stop"),
+        ({"stop": "x", "detokenize": False}, "stop"),
+        ({"bad_words": [""]}, "bad_words"),
+        ({"logprobs": -1}, "logprobs"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"logit_bias": {-1: 1.0}}, "logit_bias"),
+        ({"logit_bias": {1: 101.0}}, "logit_bias"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"stop_token_ids": [-5]}, "stop_token_ids"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"use_beam_search": True, "temperature": 0.7}, "temperature"),
+        ({"use_beam_search": True, "stop": "x"}, "stop"),
+        ({"use_beam_search": True, "prompt_logprobs": 0}, "prompt_logprobs"),
+        ({"use_beam_search": True, "early_stopping": "often"}, "early_stopping"),
+        ({"use_beam_search": True, "n": 65}, "n"),
+        ({"structured_outputs": {"json": {}}}, "structured_outputs"),
+        ({"logits_processors": [print]}, "logits_processors"),
+    ],
+)
+def test_what_is_wrong_is_a_value_error_that_names_its_field(fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**fields)
+    assert caught.value.field == field
+    assert isinstance(caught.value, ValueError)
+
+
+def test_an_unknown_field_is_pythons_own_error() -> None:
+    with pytest.raises(TypeError, match="foo"):
+        SamplingParams(foo=1)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"logprobs": 21}, "logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"logit_bias": {VOCAB: 1.0}}, "logit_bias"),
+        ({"allowed_token_ids": [VOCAB]}, "allowed_token_ids"),
+        ({"stop_token_ids": [VOCAB]}, "stop_token_ids"),
+    ],
+)
+def test_what_depends_on_the_model_is_checked_with_it(fields: dict[str, Any], field: str) -> None:
+    params = SamplingParams(**fields)
+    with pytest.raises(RequestError) as caught:
+        read(params, VOCAB, 20)
+    assert caught.value.field == field
+
+
+def test_changes_are_checked_when_it_is_used() -> None:
+    params = SamplingParams(stop=["a"])
+    copy = params.clone()
+    params.temperature = -1.0
+    params.stop = ["b"]
+    with pytest.raises(RequestError, match="temperature"):
+        read(params, VOCAB)
+    assert read(copy, VOCAB).text.stop == ["a"]
