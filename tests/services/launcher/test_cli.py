@@ -163,7 +163,8 @@ def test_the_table_is_written_into_a_document(tmp_path: Path) -> None:
 
 PROBE = """
 import sys
-from blockyard.services.launcher import cli, ring, run_service, serve
+from blockyard.services.launcher import cli, run_service, serve
+from blockyard.services.launcher.supervision import ring
 heavy = ("torch", "numpy", "rich", "huggingface_hub", "transformers", "aiohttp", "tokenizers")
 print([name for name in heavy if name in sys.modules])
 """
