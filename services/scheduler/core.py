@@ -3,15 +3,13 @@
 import logging
 from dataclasses import dataclass, field
 
-from blockyard.services.scheduler.alarms import Alarms
-from blockyard.services.scheduler.beams import Beams
-from blockyard.services.scheduler.fork import Forks
-from blockyard.services.scheduler.gate import Gate
+from blockyard.services.scheduler.batch.admission_delay import Gate
+from blockyard.services.scheduler.batch.partial_prefill_limits import PrefillShares
+from blockyard.services.scheduler.batch.step_planner import Planner
+from blockyard.services.scheduler.batch.step_results import Results
 from blockyard.services.scheduler.kv_cache.prefix_cache import PrefixCache
 from blockyard.services.scheduler.lifecycle import Lifecycle
 from blockyard.services.scheduler.outbox import Outbox, Outgoing
-from blockyard.services.scheduler.planner import Planner
-from blockyard.services.scheduler.prefill_shares import PrefillShares
 from blockyard.services.scheduler.queue.acceptance import Promises
 from blockyard.services.scheduler.queue.admission import Admission
 from blockyard.services.scheduler.queue.capacity import capacity_of
@@ -21,8 +19,10 @@ from blockyard.services.scheduler.queue.queue_bounds import QueueBounds
 from blockyard.services.scheduler.queue.request_handler import Intake
 from blockyard.services.scheduler.queue.wait_estimate import WaitEstimate
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
-from blockyard.services.scheduler.results import Results
-from blockyard.services.scheduler.streams import Streams
+from blockyard.services.scheduler.sequences.beam_sequences import Beams
+from blockyard.services.scheduler.sequences.detokenizer_streams import Streams
+from blockyard.services.scheduler.sequences.parallel_sampling import Forks
+from blockyard.services.scheduler.wakeup_timers import Alarms
 from blockyard.services.scheduler.workers.controls import Controls
 from blockyard.services.scheduler.workers.router import Placement
 from blockyard.services.scheduler.workers.worker_groups import BatchLimits, Group, Groups

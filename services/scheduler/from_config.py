@@ -1,7 +1,7 @@
 """What a scheduler is told by its settings; the simulator reads them with the same words."""
 
+from blockyard.services.scheduler.batch.partial_prefill_limits import PrefillShares
 from blockyard.services.scheduler.core import SchedulerSettings
-from blockyard.services.scheduler.prefill_shares import PrefillShares
 from blockyard.services.scheduler.workers.worker_groups import BatchLimits
 from blockyard.shared.config.scheduler import SchedulerConfig
 

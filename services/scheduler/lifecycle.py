@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 
-from blockyard.services.scheduler.fork import Forks
 from blockyard.services.scheduler.kv_cache.prefix_cache import PrefixCache
 from blockyard.services.scheduler.queue.output_lengths import OutputLengths
 from blockyard.services.scheduler.queue.policy import Policy
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
-from blockyard.services.scheduler.requests import Choice, Phase, Request, Seat
-from blockyard.services.scheduler.streams import Streams
+from blockyard.services.scheduler.sequences.detokenizer_streams import Streams
+from blockyard.services.scheduler.sequences.parallel_sampling import Forks
+from blockyard.services.scheduler.sequences.requests import Choice, Phase, Request, Seat
 from blockyard.services.scheduler.workers.worker_groups import Group, Groups
 from blockyard.shared.messages import FinishReason
 

@@ -1,6 +1,6 @@
 """What the blocks of a choice are called, as far as its tokens are known."""
 
-from blockyard.services.scheduler.requests import ID_BYTES, Choice
+from blockyard.services.scheduler.sequences.requests import ID_BYTES, Choice
 from blockyard.shared.block_names import NAME_BYTES, block_name, name_list, root_name, split_names
 
 

@@ -1,7 +1,7 @@
 """Blocks that do not hold what their names say, and all that was made of them."""
 
-from blockyard.services.scheduler.plan_record import PlanRecord
-from blockyard.services.scheduler.requests import NEVER, Seat
+from blockyard.services.scheduler.batch.plan_record import PlanRecord
+from blockyard.services.scheduler.sequences.requests import NEVER, Seat
 from blockyard.services.scheduler.workers.worker_groups import Group
 
 

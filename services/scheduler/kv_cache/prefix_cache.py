@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from blockyard.services.scheduler.kv_cache.block_hashes import Naming
-from blockyard.services.scheduler.requests import NEVER, Choice, Seat
+from blockyard.services.scheduler.sequences.requests import NEVER, Choice, Seat
 from blockyard.services.scheduler.workers.worker_groups import Group
 from blockyard.shared.block_names import NAME_BYTES, split_names
 from blockyard.shared.messages import Attached, BlockName

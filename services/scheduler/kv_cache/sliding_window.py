@@ -7,7 +7,7 @@ from its beginning: what the next token sees is enough.
 
 from collections.abc import Callable, Sequence
 
-from blockyard.services.scheduler.requests import NEVER, Seat
+from blockyard.services.scheduler.sequences.requests import NEVER, Seat
 
 
 class Window:

@@ -9,8 +9,8 @@ from collections import deque
 from blockyard.services.scheduler.outbox import Outbox
 from blockyard.services.scheduler.queue.queue_bounds import QueueBounds
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
-from blockyard.services.scheduler.requests import Request
-from blockyard.services.scheduler.streams import Streams
+from blockyard.services.scheduler.sequences.detokenizer_streams import Streams
+from blockyard.services.scheduler.sequences.requests import Request
 from blockyard.shared.messages import Accepted
 
 PATIENCE_S = 5.0  # that a caller may be without an answer, where no longest wait is set

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from blockyard.services.scheduler.queue.capacity import Capacity
-from blockyard.services.scheduler.requests import ID_BYTES, num_ids
+from blockyard.services.scheduler.sequences.requests import ID_BYTES, num_ids
 from blockyard.shared.messages import Generate
 
 

@@ -10,7 +10,7 @@ import heapq
 from typing import Generic, TypeVar
 
 from blockyard.services.scheduler.queue.policy import KeyQueue
-from blockyard.services.scheduler.requests import Choice, Key
+from blockyard.services.scheduler.sequences.requests import Choice, Key
 from blockyard.shared.messages import TenantShare
 
 PROMPT_WEIGHT, OUTPUT_WEIGHT = 1, 2  # of a token, as in the paper

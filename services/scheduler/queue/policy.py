@@ -4,7 +4,7 @@ import heapq
 from collections.abc import Callable
 from typing import Protocol
 
-from blockyard.services.scheduler.requests import Choice, Key
+from blockyard.services.scheduler.sequences.requests import Choice, Key
 from blockyard.shared.messages import TenantShare
 
 COMPACT_FROM = 64  # stale entries beyond the live ones

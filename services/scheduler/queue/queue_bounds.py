@@ -3,7 +3,7 @@
 from blockyard.services.scheduler.queue.queue_usage import Owner
 from blockyard.services.scheduler.queue.wait_estimate import WaitEstimate
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
-from blockyard.services.scheduler.requests import Amount, Request
+from blockyard.services.scheduler.sequences.requests import Amount, Request
 from blockyard.shared.messages import Room
 
 LEAST_RETRY_S, MOST_RETRY_S = 1.0, 600.0

@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from itertools import islice
 
-from blockyard.services.scheduler.requests import NONE, Amount, Request
+from blockyard.services.scheduler.sequences.requests import NONE, Amount, Request
 
 Owner = tuple[str, str]  # tenant, and user of it
 

@@ -2,8 +2,6 @@
 
 from collections import Counter
 
-from blockyard.services.scheduler.beams import Beams
-from blockyard.services.scheduler.fork import Forks
 from blockyard.services.scheduler.lifecycle import Lifecycle
 from blockyard.services.scheduler.outbox import Outbox
 from blockyard.services.scheduler.queue.acceptance import Promises
@@ -11,8 +9,10 @@ from blockyard.services.scheduler.queue.admission import Admission, Refusal
 from blockyard.services.scheduler.queue.deadlines import Deadlines
 from blockyard.services.scheduler.queue.queue_bounds import QueueBounds
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
-from blockyard.services.scheduler.requests import Amount, Choice, Request, make_choice, num_ids
-from blockyard.services.scheduler.streams import Streams
+from blockyard.services.scheduler.sequences.beam_sequences import Beams
+from blockyard.services.scheduler.sequences.detokenizer_streams import Streams
+from blockyard.services.scheduler.sequences.parallel_sampling import Forks
+from blockyard.services.scheduler.sequences.requests import Amount, Choice, Request, make_choice, num_ids
 from blockyard.shared import messages
 from blockyard.shared.messages import Cancel, FinishReason, Generate, PathLost, Refused, Stop
 

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
+from blockyard.services.scheduler.batch.step_times import Load
 from blockyard.services.scheduler.queue.output_lengths import Limit, OutputLengths
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
-from blockyard.services.scheduler.requests import Amount, Seat
-from blockyard.services.scheduler.step_times import Load
+from blockyard.services.scheduler.sequences.requests import Amount, Seat
 from blockyard.services.scheduler.workers.worker_groups import Group
 
 SAMPLE_S = 0.25  # between looks at what the seats got

@@ -8,7 +8,7 @@ from collections import Counter
 from blockyard.services.scheduler.queue.output_lengths import Limit
 from blockyard.services.scheduler.queue.policy import Policy
 from blockyard.services.scheduler.queue.queue_usage import Ledger
-from blockyard.services.scheduler.requests import NONE, Amount, Choice, Request
+from blockyard.services.scheduler.sequences.requests import NONE, Amount, Choice, Request
 
 
 class WaitingQueue:

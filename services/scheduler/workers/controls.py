@@ -1,6 +1,6 @@
 """What an operator asks for: pause and resume, sleep and wake, a prefix cache that knows nothing."""
 
-from blockyard.services.scheduler.gate import Gate
+from blockyard.services.scheduler.batch.admission_delay import Gate
 from blockyard.services.scheduler.outbox import Outbox
 from blockyard.services.scheduler.workers.worker_groups import Groups
 from blockyard.services.scheduler.workers.worker_sleep import Rest

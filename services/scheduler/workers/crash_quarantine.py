@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from blockyard.services.scheduler.requests import Choice, Phase, Request
+from blockyard.services.scheduler.sequences.requests import Choice, Phase, Request
 from blockyard.services.scheduler.workers.worker_groups import Group
 
 log = logging.getLogger(__name__)

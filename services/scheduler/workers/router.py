@@ -14,7 +14,7 @@ from blockyard.services.scheduler.kv_cache.prefix_cache import Found, PrefixCach
 from blockyard.services.scheduler.queue.acceptance import Promises
 from blockyard.services.scheduler.queue.policy import Policy
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
-from blockyard.services.scheduler.requests import Choice, Key, Phase
+from blockyard.services.scheduler.sequences.requests import Choice, Key, Phase
 from blockyard.services.scheduler.workers.worker_groups import Group
 
 RUNNING_TOKENS = 128  # a choice that runs weighs as many tokens to be computed: it will decode for a while yet

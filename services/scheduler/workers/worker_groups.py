@@ -7,13 +7,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import attrgetter
 
-from blockyard.services.scheduler.departures import LEAD_S, MOST_AHEAD, Departures
+from blockyard.services.scheduler.batch.decode_batch import Lane
+from blockyard.services.scheduler.batch.plan_pacer import LEAD_S, MOST_AHEAD, Departures
+from blockyard.services.scheduler.batch.plan_record import PlanRecord
 from blockyard.services.scheduler.kv_cache.block_pool import BlockPool
 from blockyard.services.scheduler.kv_cache.id_pool import Horizon, IdPool
 from blockyard.services.scheduler.kv_cache.sliding_window import Window
-from blockyard.services.scheduler.lane import Lane
-from blockyard.services.scheduler.plan_record import PlanRecord
-from blockyard.services.scheduler.requests import NEVER, Choice, Phase, Seat
+from blockyard.services.scheduler.sequences.requests import NEVER, Choice, Phase, Seat
 from blockyard.shared.messages import Attach, Attached, Geometry, SlotRun
 
 ATTACH_AGAIN_S = 5.0

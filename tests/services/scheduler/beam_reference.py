@@ -6,7 +6,7 @@ import msgspec
 
 from blockyard.services.gpu_worker.mock_batch import Pattern, likeliest
 from blockyard.services.gpu_worker.mock_kv import state_of
-from blockyard.services.scheduler.beam_search import BeamSearch, Finished, Hypothesis
+from blockyard.services.scheduler.sequences.beam_search import BeamSearch, Finished, Hypothesis
 from blockyard.shared.messages import Generate
 
 from .fakes import ids_list

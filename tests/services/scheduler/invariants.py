@@ -6,11 +6,11 @@ import pytest
 
 from blockyard.services.gpu_worker.mock_batch import Pattern
 from blockyard.services.scheduler.core import Scheduler
-from blockyard.services.scheduler.fork import _leads
 from blockyard.services.scheduler.kv_cache.free_block_queue import SLACK, Shelf
 from blockyard.services.scheduler.kv_cache.id_pool import Horizon
 from blockyard.services.scheduler.queue.fair_policy import Fair
-from blockyard.services.scheduler.requests import Amount, Choice, Phase
+from blockyard.services.scheduler.sequences.parallel_sampling import _leads
+from blockyard.services.scheduler.sequences.requests import Amount, Choice, Phase
 from blockyard.services.scheduler.workers.worker_groups import Group
 from blockyard.shared.messages import FinishReason
 

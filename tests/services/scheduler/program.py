@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from blockyard.services.scheduler.prefill_shares import PrefillShares
+from blockyard.services.scheduler.batch.partial_prefill_limits import PrefillShares
 from blockyard.shared.messages import Beam, BeamStop, Cancel, Control, Part, TokenStep, Verb
 
 from .fakes import FakeGateway, ids_list

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from blockyard.services.scheduler.prefill_shares import PrefillShares
+from blockyard.services.scheduler.batch.partial_prefill_limits import PrefillShares
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from types import FunctionType, ModuleType
 from typing import TypeVar
 
-from blockyard.services.scheduler.requests import Request
+from blockyard.services.scheduler.sequences.requests import Request
 from blockyard.shared.messages import Generate, TokenLogprobs, TokenStep
 
 from .conftest import Ring

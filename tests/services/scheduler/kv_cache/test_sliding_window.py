@@ -3,7 +3,7 @@
 import pytest
 
 from blockyard.services.scheduler.kv_cache.sliding_window import Window
-from blockyard.services.scheduler.requests import NEVER
+from blockyard.services.scheduler.sequences.requests import NEVER
 
 from ..conftest import Ring
 

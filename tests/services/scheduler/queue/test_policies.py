@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from blockyard.services.scheduler.queue.fair_policy import KEEP, Fair
-from blockyard.services.scheduler.requests import Choice, Request, make_choice
+from blockyard.services.scheduler.sequences.requests import Choice, Request, make_choice
 from blockyard.shared import messages
 from blockyard.shared.messages import Generate, Sampling, StepPlan, TextOptions
 

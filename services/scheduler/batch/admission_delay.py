@@ -1,7 +1,7 @@
 """Whether those who wait are seated now: not while the scheduler is paused, before their delay is over, or beside
 somebody who is suspected of breaking workers."""
 
-from blockyard.services.scheduler.requests import Choice, Request
+from blockyard.services.scheduler.sequences.requests import Choice, Request
 from blockyard.services.scheduler.workers.crash_quarantine import Suspects
 from blockyard.services.scheduler.workers.worker_groups import Group
 

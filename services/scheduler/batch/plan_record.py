@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, field
 
-from blockyard.services.scheduler.lane import Rows
-from blockyard.services.scheduler.requests import ID_BYTES, Seat
-from blockyard.services.scheduler.step_times import Load
+from blockyard.services.scheduler.batch.decode_batch import Rows
+from blockyard.services.scheduler.batch.step_times import Load
+from blockyard.services.scheduler.sequences.requests import ID_BYTES, Seat
 from blockyard.shared.messages import SlotRun
 
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from blockyard.services.scheduler.step_times import MOST_TOKENS, Load, StepTimes
+from blockyard.services.scheduler.batch.step_times import MOST_TOKENS, Load, StepTimes
 
 
 def cost(load: Load, scale: float = 1.0) -> float:

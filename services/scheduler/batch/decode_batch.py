@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-from blockyard.services.scheduler.requests import ALONE, NEVER, Pace, Payer, Seat
-from blockyard.services.scheduler.sinks import TextSink
+from blockyard.services.scheduler.sequences.detokenizer_outbox import TextSink
+from blockyard.services.scheduler.sequences.requests import ALONE, NEVER, Pace, Payer, Seat
 from blockyard.shared.messages import SlotRun
 
 _by_key = attrgetter("key")

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
-from blockyard.services.scheduler.requests import Choice, Seat
+from blockyard.services.scheduler.sequences.requests import Choice, Seat
 from blockyard.services.scheduler.workers.worker_groups import Group
 
 

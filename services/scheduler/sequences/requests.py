@@ -8,9 +8,9 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from blockyard.services.scheduler.beam_search import BeamSearch, Hypothesis
 from blockyard.services.scheduler.kv_cache.id_pool import Horizon
-from blockyard.services.scheduler.sinks import TextSink
+from blockyard.services.scheduler.sequences.beam_search import BeamSearch, Hypothesis
+from blockyard.services.scheduler.sequences.detokenizer_outbox import TextSink
 from blockyard.shared.messages import Generate, Sampling, SlotRun
 
 ID_BYTES = 4  # of a token id on the wire
@@ -164,7 +164,7 @@ class Seat:
     """A choice in a slot of a worker's batch. Positions here are counts of tokens of prompt and outputs.
 
     What changes with every step is not written down for each seat, or a step would cost as much as there are seats:
-    see lane.py.
+    see batch/decode_batch.py.
     """
 
     choice: Choice

@@ -1,18 +1,18 @@
 """One plan: decodes first, then prefills with what is left of the budget, then newcomers."""
 
-from blockyard.services.scheduler.beams import Beams
-from blockyard.services.scheduler.decodes import Decodes
-from blockyard.services.scheduler.draft import Draft
-from blockyard.services.scheduler.gate import Gate
+from blockyard.services.scheduler.batch.admission_delay import Gate
+from blockyard.services.scheduler.batch.decode_planner import Decodes
+from blockyard.services.scheduler.batch.fair_step_limiter import ShortSteps
+from blockyard.services.scheduler.batch.partial_prefill_limits import HeldBack, LongPrompts, PrefillShares
+from blockyard.services.scheduler.batch.plan_builder import Draft
+from blockyard.services.scheduler.batch.preemption import Preemption
 from blockyard.services.scheduler.kv_cache.prefix_cache import Found, PrefixCache
 from blockyard.services.scheduler.lifecycle import Lifecycle
-from blockyard.services.scheduler.preemption import Preemption
-from blockyard.services.scheduler.prefill_shares import HeldBack, LongPrompts, PrefillShares
 from blockyard.services.scheduler.queue.acceptance import Promises
 from blockyard.services.scheduler.queue.policy import Policy
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
-from blockyard.services.scheduler.requests import Choice, Seat
-from blockyard.services.scheduler.short_steps import ShortSteps
+from blockyard.services.scheduler.sequences.beam_sequences import Beams
+from blockyard.services.scheduler.sequences.requests import Choice, Seat
 from blockyard.services.scheduler.workers.router import Placement
 from blockyard.services.scheduler.workers.worker_groups import Group
 from blockyard.shared.messages import FinishReason, SlotBlocks, SlotStart, StepPlan

@@ -4,9 +4,9 @@ from unittest.mock import Mock
 
 import pytest
 
-from blockyard.services.scheduler.gate import Gate
-from blockyard.services.scheduler.prefill_shares import PrefillShares
-from blockyard.services.scheduler.requests import Request
+from blockyard.services.scheduler.batch.admission_delay import Gate
+from blockyard.services.scheduler.batch.partial_prefill_limits import PrefillShares
+from blockyard.services.scheduler.sequences.requests import Request
 from blockyard.services.scheduler.simulator.simulation import Simulation
 from blockyard.services.scheduler.simulator.trace import TraceRequest
 from blockyard.services.scheduler.workers.worker_groups import BatchLimits, Group
@@ -15,7 +15,7 @@ from blockyard.shared.config.scheduler import SchedulerConfig
 from blockyard.shared.config.simulation import SimulationConfig
 from blockyard.shared.messages import Choice, Generate, Geometry, Sampling, StepPlan, TextOptions
 
-from .conftest import Ring
+from ..conftest import Ring
 
 
 def simulate(requests: list[TraceRequest], **scheduler: object) -> Simulation:

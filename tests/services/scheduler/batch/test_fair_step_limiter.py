@@ -4,10 +4,10 @@ from itertools import pairwise
 
 import pytest
 
-from blockyard.services.scheduler.step_times import Load
+from blockyard.services.scheduler.batch.step_times import Load
 from blockyard.shared.messages import StepPlan
 
-from .conftest import Ring
+from ..conftest import Ring
 
 TOKEN_S = 0.001
 TOKENS = 64  # of a step

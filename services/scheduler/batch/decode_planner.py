@@ -1,9 +1,9 @@
 """What a plan grants to those that run already: a token to each that decodes, and blocks for it."""
 
-from blockyard.services.scheduler.draft import Draft
+from blockyard.services.scheduler.batch.plan_builder import Draft
 from blockyard.services.scheduler.kv_cache.prefix_cache import PrefixCache
 from blockyard.services.scheduler.lifecycle import Lifecycle
-from blockyard.services.scheduler.requests import Phase, Seat
+from blockyard.services.scheduler.sequences.requests import Phase, Seat
 from blockyard.services.scheduler.workers.worker_groups import Group
 from blockyard.shared.messages import SlotBlocks
 

@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from blockyard.services.scheduler.alarms import SLACK_S, Alarms
-from blockyard.services.scheduler.departures import LEAD_S, MOST_AHEAD, MOST_LEAD_S, Departures
-from blockyard.services.scheduler.step_times import Load
+from blockyard.services.scheduler.batch.plan_pacer import LEAD_S, MOST_AHEAD, MOST_LEAD_S, Departures
+from blockyard.services.scheduler.batch.step_times import Load
+from blockyard.services.scheduler.wakeup_timers import SLACK_S, Alarms
 from blockyard.services.scheduler.workers.worker_groups import BatchLimits, Group
 from blockyard.shared.messages import Geometry
 

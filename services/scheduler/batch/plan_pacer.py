@@ -8,7 +8,7 @@ half a millisecond have several plans under way, long ones none but the running 
 import math
 from collections import deque
 
-from blockyard.services.scheduler.step_times import Load, StepTimes
+from blockyard.services.scheduler.batch.step_times import Load, StepTimes
 
 LEAD_S = 0.002  # device time under way when the next plan leaves: a hop there and back, the plan, its launch, jitter
 ROW_S = 4e-6  # more for each choice in it, which scheduler, link and worker all look at

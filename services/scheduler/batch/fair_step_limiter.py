@@ -5,9 +5,9 @@ then has to wait for its end. Who comes and is of a lower class than others has 
 also without all decodes if they take so much of it that this is worth the step that they get later.
 """
 
+from blockyard.services.scheduler.batch.step_times import Load
 from blockyard.services.scheduler.queue.policy import Policy
-from blockyard.services.scheduler.requests import Choice
-from blockyard.services.scheduler.step_times import Load
+from blockyard.services.scheduler.sequences.requests import Choice
 from blockyard.services.scheduler.workers.worker_groups import Group
 
 PAYS = 3  # times a step of one decode: that long prompts may take at least, or too much of the time goes to short steps

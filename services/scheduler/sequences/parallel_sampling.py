@@ -8,10 +8,10 @@ own token from there.
 
 from collections.abc import Iterable
 
+from blockyard.services.scheduler.batch.plan_record import PlanRecord
 from blockyard.services.scheduler.kv_cache.prefix_cache import Found
-from blockyard.services.scheduler.plan_record import PlanRecord
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
-from blockyard.services.scheduler.requests import Choice, Phase, Request, Seat
+from blockyard.services.scheduler.sequences.requests import Choice, Phase, Request, Seat
 from blockyard.services.scheduler.workers.worker_groups import Group
 
 

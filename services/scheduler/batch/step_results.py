@@ -4,14 +4,14 @@ from array import array
 from bisect import bisect_left
 from collections import deque
 
-from blockyard.services.scheduler.beams import Beams
+from blockyard.services.scheduler.batch.decode_batch import Rows
+from blockyard.services.scheduler.batch.plan_record import PlanRecord
 from blockyard.services.scheduler.kv_cache.invalidation import spoilt, unfetched
 from blockyard.services.scheduler.kv_cache.prefix_cache import PrefixCache
-from blockyard.services.scheduler.lane import Rows
 from blockyard.services.scheduler.lifecycle import Lifecycle
-from blockyard.services.scheduler.plan_record import PlanRecord
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
-from blockyard.services.scheduler.requests import Choice, Phase, Seat
+from blockyard.services.scheduler.sequences.beam_sequences import Beams
+from blockyard.services.scheduler.sequences.requests import Choice, Phase, Seat
 from blockyard.services.scheduler.workers.worker_groups import Group
 from blockyard.shared.messages import NO_TOKEN, STEP_TOKENS, FinishReason, SlotResult, StepResult, TokenRows, TokenStep
 

@@ -8,8 +8,8 @@ import pytest
 from blockyard.services.scheduler.workers.worker_groups import Group
 from blockyard.shared.messages import NO_TOKEN, Cancel, Frame, StepPlan, StepResult, TokenBatch
 
-from .conftest import Ring
-from .fakes import ids_list
+from ..conftest import Ring
+from ..fakes import ids_list
 
 
 def group_of(it: Ring) -> Group:

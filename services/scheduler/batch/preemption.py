@@ -3,7 +3,7 @@
 from blockyard.services.scheduler.kv_cache.prefix_cache import Found, PrefixCache
 from blockyard.services.scheduler.lifecycle import Lifecycle
 from blockyard.services.scheduler.queue.policy import Policy
-from blockyard.services.scheduler.requests import Choice
+from blockyard.services.scheduler.sequences.requests import Choice
 from blockyard.services.scheduler.workers.router import Placement
 from blockyard.services.scheduler.workers.worker_groups import Group
 

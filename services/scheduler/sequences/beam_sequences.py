@@ -8,11 +8,11 @@ preempted, or whose worker is lost, waits for a seat with its tokens like any ot
 Nothing is said of a search before it is over.
 """
 
-from blockyard.services.scheduler.beam_search import BeamSearch, Finished, Hypothesis
-from blockyard.services.scheduler.fork import Forks
 from blockyard.services.scheduler.lifecycle import Lifecycle
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
-from blockyard.services.scheduler.requests import Choice, Phase, Request, Search, make_choice
+from blockyard.services.scheduler.sequences.beam_search import BeamSearch, Finished, Hypothesis
+from blockyard.services.scheduler.sequences.parallel_sampling import Forks
+from blockyard.services.scheduler.sequences.requests import Choice, Phase, Request, Search, make_choice
 from blockyard.services.scheduler.workers.worker_groups import Group, Groups
 from blockyard.shared.messages import Beam, SlotResult, TokenStep
 

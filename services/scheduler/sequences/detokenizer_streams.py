@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 
 from blockyard.services.scheduler.outbox import Outbox
-from blockyard.services.scheduler.requests import ID_BYTES, Choice, Request
-from blockyard.services.scheduler.sinks import TextSink
+from blockyard.services.scheduler.sequences.detokenizer_outbox import TextSink
+from blockyard.services.scheduler.sequences.requests import ID_BYTES, Choice, Request
 from blockyard.services.scheduler.workers.worker_groups import Group
 from blockyard.shared import messages
 from blockyard.shared.messages import Cancel, FinishReason, StreamOpen, TokenStep

@@ -1,7 +1,7 @@
 """A plan in the making."""
 
-from blockyard.services.scheduler.plan_record import PlanRecord
-from blockyard.services.scheduler.requests import Request, Seat
+from blockyard.services.scheduler.batch.plan_record import PlanRecord
+from blockyard.services.scheduler.sequences.requests import Request, Seat
 from blockyard.shared.messages import BlockCopy, SlotBlocks, SlotRun, SlotStart
 
 

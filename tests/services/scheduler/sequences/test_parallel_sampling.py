@@ -4,7 +4,7 @@ import pytest
 
 from blockyard.shared.messages import Cancel, FinishReason, SlotStart, StepPlan, Stop, StreamRef
 
-from .conftest import Ring
+from ..conftest import Ring
 
 PROMPT = [(i * 7 + 1) % 50 for i in range(22)]  # 5 full blocks of 4
 

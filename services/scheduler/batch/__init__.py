@@ -1,0 +1,1 @@
+"""The running batch: what each step schedules, and what its result means."""

@@ -1,0 +1,1 @@
+"""Requests and the sequences that are run for them: parallel sampling, beam search, and their text streams."""
