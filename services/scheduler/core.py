@@ -10,13 +10,13 @@ from blockyard.services.scheduler.batch.step_results import Results
 from blockyard.services.scheduler.kv_cache.prefix_cache import PrefixCache
 from blockyard.services.scheduler.lifecycle import Lifecycle
 from blockyard.services.scheduler.outbox import Outbox, Outgoing
-from blockyard.services.scheduler.queue.acceptance import Promises
+from blockyard.services.scheduler.queue.acceptance import Acceptance
 from blockyard.services.scheduler.queue.admission import Admission
 from blockyard.services.scheduler.queue.capacity import capacity_of
 from blockyard.services.scheduler.queue.output_lengths import OutputLengths
 from blockyard.services.scheduler.queue.policies import POLICIES
 from blockyard.services.scheduler.queue.queue_bounds import QueueBounds
-from blockyard.services.scheduler.queue.request_handler import Intake
+from blockyard.services.scheduler.queue.request_handler import RequestHandler
 from blockyard.services.scheduler.queue.wait_estimate import WaitEstimate
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
 from blockyard.services.scheduler.sequences.beam_sequences import Beams
@@ -24,9 +24,9 @@ from blockyard.services.scheduler.sequences.detokenizer_streams import Streams
 from blockyard.services.scheduler.sequences.parallel_sampling import Forks
 from blockyard.services.scheduler.wakeup_timers import Alarms
 from blockyard.services.scheduler.workers.controls import Controls
-from blockyard.services.scheduler.workers.router import Placement
-from blockyard.services.scheduler.workers.worker_groups import BatchLimits, Group, Groups
-from blockyard.services.scheduler.workers.worker_sleep import Rest
+from blockyard.services.scheduler.workers.router import Router
+from blockyard.services.scheduler.workers.worker_groups import BatchLimits, WorkerGroup, WorkerGroups
+from blockyard.services.scheduler.workers.worker_sleep import WorkerSleep
 from blockyard.shared.errors import BlockyardError
 from blockyard.shared.messages import (
     Attached,
@@ -84,7 +84,7 @@ class Scheduler:
         self._outbox = Outbox()
         policy = self._policy = POLICIES[settings.policy]()
         self._waiting = WaitingQueue(policy)
-        self._groups = Groups(incarnation, settings.batch)
+        self._groups = WorkerGroups(incarnation, settings.batch)
         lengths = OutputLengths()
         self._wait = WaitEstimate(self._waiting, self._groups.attached, lengths)
         limits = (settings.max_queue_len, settings.max_queue_tokens, settings.max_queue_delay_s)
@@ -97,22 +97,22 @@ class Scheduler:
             self._waiting, self._groups, self._streams, self._prefix, policy, self._forks, lengths
         )
         self.preempting = self._lifecycle.preempting
-        promises = Promises(self._lifecycle.requests, self._waiting, self._bounds, self._streams, self._outbox)
+        acceptance = Acceptance(self._lifecycle.requests, self._waiting, self._bounds, self._streams, self._outbox)
         beams = Beams(self._waiting, self._groups, self._lifecycle, self._forks)
         self._admission = Admission(settings.names)
-        self._intake = Intake(
+        self._request_handler = RequestHandler(
             self._admission,
             self._waiting,
             self._bounds,
             self._lifecycle,
             self._streams,
             self._outbox,
-            promises,
+            acceptance,
             self._forks,
             beams,
         )
-        self.deadlines = self._intake.deadlines
-        self._placement = Placement(self._waiting, self._groups.attached, self._prefix, policy, promises)
+        self.deadlines = self._request_handler.deadlines
+        self._router = Router(self._waiting, self._groups.attached, self._prefix, policy, acceptance)
         self._gate, self._alarms = Gate(settings.delay_factor), Alarms()
         self._planner = Planner(
             incarnation,
@@ -120,14 +120,14 @@ class Scheduler:
             self._lifecycle,
             self._prefix,
             policy,
-            promises,
-            self._placement,
+            acceptance,
+            self._router,
             beams,
             self._gate,
             settings.prefills,
         )
-        self._rest = Rest(incarnation, self._groups, self._bounds, self._outbox, self._clear)
-        self._controls = Controls(self._groups, self._gate, self._rest, self._outbox, settings.may_sleep)
+        self._sleep = WorkerSleep(incarnation, self._groups, self._bounds, self._outbox, self._clear)
+        self._controls = Controls(self._groups, self._gate, self._sleep, self._outbox, settings.may_sleep)
         self._results = Results(self._waiting, self._lifecycle, self._prefix, beams)
         self._gateways: set[int] = set()
         self._num_steps = 0
@@ -140,7 +140,7 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         """Nothing is in flight."""
-        return not any(group.flight for group in self._groups.attached.values())
+        return not any(group.in_flight for group in self._groups.attached.values())
 
     def handle(self, peer: int, frame: SchedulerIn, now: float) -> None:
         """Takes one frame. Raises FencedError when this scheduler has been replaced."""
@@ -148,25 +148,25 @@ class Scheduler:
             self._result(peer, frame, now)
             return
         if not isinstance(frame, Generate) or len(self.groups) < 2:
-            self._groups.stir(self.groups.values())  # whatever else happens may concern any of them
+            self._groups.mark_dirty(self.groups.values())  # whatever else happens may concern any of them
         match frame:
             case Generate():  # of several groups one gets its choices
                 self._gateways.add(peer)
-                self._intake.generate(peer, frame, now)
+                self._request_handler.generate(peer, frame, now)
             case Cancel() | Stop() | PathLost():
-                self._intake.hear(peer, frame)
+                self._request_handler.on_message(peer, frame)
             case Attached():
                 self._attached(peer, frame)
             case Control():
                 self._gateways.add(peer)
                 self._controls.take(peer, frame, now)
             case Slept():
-                self._rest.slept(peer, frame)
+                self._sleep.on_slept(peer, frame)
             case OutOfStep():
                 log.warning("worker %x expected plan %d: attaching it again", peer, frame.expected)
                 self._attach_again(peer, now)
             case Broken() if peer in self.groups:
-                self._gate.suspects.accuse(self.groups[peer], frame.detail, now, self._lifecycle.fail)
+                self._gate.quarantine.blame(self.groups[peer], frame.detail, now, self._lifecycle.fail)
                 self.gone(peer)
             case Fenced():
                 raise FencedError(f"another scheduler has taken worker {peer:x}: this one ends")
@@ -176,13 +176,13 @@ class Scheduler:
         if member.model not in ("", *self._settings.names):
             return
         if member.role is Role.GPU_WORKER and member.ready:
-            if not self._groups.knows(member.incarnation) and not self._rest.has(member.incarnation):
-                self._outbox.send(member.incarnation, self._groups.ask(member.incarnation, now))
+            if not self._groups.knows(member.incarnation) and not self._sleep.is_asleep(member.incarnation):
+                self._outbox.send(member.incarnation, self._groups.attach_request(member.incarnation, now))
         elif member.role is Role.DETOKENIZER and member.ready:
-            self._groups.stir(self.groups.values())
+            self._groups.mark_dirty(self.groups.values())
             self._streams.join(member.incarnation)
             self._tell_lost()
-            self._intake.detokenizer_joined()
+            self._request_handler.detokenizer_joined()
         elif member.role is Role.API_GATEWAY:
             self._gateways.add(member.incarnation)
 
@@ -193,7 +193,7 @@ class Scheduler:
             self._clear(group)
             self._settle_capacity()
         self._controls.gone(incarnation)
-        self._groups.stir(self.groups.values())
+        self._groups.mark_dirty(self.groups.values())
         self._streams.leave(incarnation, self._lifecycle.requests.values())
         self._tell_lost()
         if incarnation in self._gateways:
@@ -204,20 +204,20 @@ class Scheduler:
     def turn(self, now: float) -> list[Outgoing]:
         """Decides what happens next; plans come first, so that no worker waits for text."""
         self._gate.tick(now)
-        self._intake.expire(now)
-        for worker in self._groups.unanswered(now):
-            self._outbox.send(worker, self._groups.ask(worker, now))
+        self._request_handler.expire(now)
+        for worker in self._groups.attach_overdue(now):
+            self._outbox.send(worker, self._groups.attach_request(worker, now))
         self._place()
-        self._groups.stir(self.groups[worker] for worker in self._alarms.take(now) if worker in self.groups)
-        while stirred := self._groups.take_stirred(now):
-            for group in stirred:
+        self._groups.mark_dirty(self.groups[worker] for worker in self._alarms.take(now) if worker in self.groups)
+        while dirty := self._groups.take_dirty(now):
+            for group in dirty:
                 while self._alarms.may_send(group, now) and (plan := self._planner.plan(group)) is not None:
-                    group.departures.sent(group.flight[-1].load, now)
+                    group.departures.sent(group.in_flight[-1].load, now)
                     self._outbox.plan(group.worker, plan)
-            if not self._gate.suspects:
-                self._groups.stir(self._placement.place())  # those who had to give way may run elsewhere
+            if not self._gate.quarantine:
+                self._groups.mark_dirty(self._router.route())  # those who had to give way may run elsewhere
         self._controls.settle(now)
-        self._wait.tick(now, self._results.num_output_tokens, self._results.num_prompt_tokens)
+        self._wait.sample(now, self._results.num_output_tokens, self._results.num_prompt_tokens)
         self._streams.flush(self._outbox)
         self._heard.clear()
         if (room := self._bounds.news()) is not None:
@@ -235,7 +235,7 @@ class Scheduler:
         return Stats(
             running=sum(len(group.running) for group in groups),
             waiting=len(self._waiting) + self._forks.num_parked,
-            requests_total=self._intake.num_requests,
+            requests_total=self._request_handler.num_requests,
             prompt_tokens_total=self._results.num_prompt_tokens,
             output_tokens_total=self._results.num_output_tokens,
             preemptions_total=self._lifecycle.num_preemptions,
@@ -248,11 +248,11 @@ class Scheduler:
             host_blocks_total=sum(group.blocks.host.num_ids for group in groups),
             blocks_saved_total=self._groups.num_saved,
             blocks_fetched_total=self._groups.num_fetched,
-            waiting_tokens=self._waiting.ledger.amount.tokens,
+            waiting_tokens=self._waiting.usage.amount.tokens,
             wait_s=self._bounds.wait_s,
             displaced_total=self._planner.preemption.num_displaced,
-            refused=[Refusals(reason, total) for reason, total in self._intake.num_refused.items()],
-            tenants=self._policy.largest(MAX_TENANTS),
+            refused=[Refusals(reason, total) for reason, total in self._request_handler.num_refused.items()],
+            tenants=self._policy.largest_tenants(MAX_TENANTS),
             step_sizes=list(self._results.step_sizes),
             step_tokens_total=self._results.num_step_tokens,
         )
@@ -264,17 +264,17 @@ class Scheduler:
                 self._outbox.answer(gateway, PathLost(detokenizer))
 
     def _place(self) -> None:
-        if self._gate.suspects:  # at a desk one might stand behind somebody who is to wait for its trial
-            self._placement.dismiss()
-            self._groups.stir(self.groups.values())
+        if self._gate.quarantine:  # at a desk one might stand behind somebody who is to wait for its trial
+            self._router.requeue_all()
+            self._groups.mark_dirty(self.groups.values())
         else:
-            self._groups.stir(self._placement.place())
+            self._groups.mark_dirty(self._router.route())
 
     def _result(self, peer: int, frame: StepResult, now: float) -> None:
         group = self._groups.attached.get(peer)
         if group is None:
             return  # of plans sent before the worker was asked again
-        record = group.answered(frame.number)
+        record = group.on_answered(frame.number)
         if record is None or not record.fits(frame.token_ids):
             log.error("worker %x answered plan %d, which is not what was sent: attaching it again", peer, frame.number)
             self._attach_again(peer, now)
@@ -284,7 +284,7 @@ class Scheduler:
         if peer in self._heard:
             self._streams.seal()
         self._heard.add(peer)
-        self._groups.stir((group,))
+        self._groups.mark_dirty((group,))
         if record.chunks:
             self._gate.took(frame.step_s)
         self._results.apply(group, record, frame)
@@ -293,10 +293,10 @@ class Scheduler:
         group = self._groups.attach(peer, frame)
         if group is None:
             return
-        self._prefix.adopt(group, frame)
-        self._groups.stir((group,))
+        self._prefix.restore(group, frame)
+        self._groups.mark_dirty((group,))
         self._settle_capacity()
-        self._rest.attached(group)
+        self._sleep.on_attached(group)
 
     def _settle_capacity(self) -> None:
         """What the attached groups hold now, for admission and gateways. While none is attached the last one counts."""
@@ -314,10 +314,10 @@ class Scheduler:
             group = self._groups.detach(worker)
             assert group is not None
             self._clear(group)
-            self._outbox.send(worker, self._groups.ask(worker, now))
+            self._outbox.send(worker, self._groups.attach_request(worker, now))
 
-    def _clear(self, group: Group, what: str = "is lost") -> None:
+    def _clear(self, group: WorkerGroup, what: str = "is lost") -> None:
         level, num_running = logging.WARNING if group.running else logging.INFO, len(group.running)
         log.log(level, "worker %x %s; %d sequences that ran on it wait again", group.worker, what, num_running)
-        self._placement.forget(group)
+        self._router.remove_group(group)
         self._lifecycle.clear(group)

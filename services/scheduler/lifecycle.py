@@ -9,7 +9,7 @@ from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
 from blockyard.services.scheduler.sequences.detokenizer_streams import Streams
 from blockyard.services.scheduler.sequences.parallel_sampling import Forks
 from blockyard.services.scheduler.sequences.requests import Choice, Phase, Request, Seat
-from blockyard.services.scheduler.workers.worker_groups import Group, Groups
+from blockyard.services.scheduler.workers.worker_groups import WorkerGroup, WorkerGroups
 from blockyard.shared.messages import FinishReason
 
 
@@ -17,7 +17,7 @@ class Lifecycle:
     def __init__(
         self,
         waiting: WaitingQueue,
-        groups: Groups,
+        groups: WorkerGroups,
         streams: Streams,
         prefix: PrefixCache,
         policy: Policy,
@@ -26,7 +26,7 @@ class Lifecycle:
     ) -> None:
         self.requests: dict[str, Request] = {}
         self.num_preemptions = 0
-        self.preempting: list[Callable[[Group], None]] = []  # who wants to look before a seat is taken
+        self.preempting: list[Callable[[WorkerGroup], None]] = []  # who wants to look before a seat is taken
         self._waiting, self._groups, self._streams, self._prefix = waiting, groups, streams, prefix
         self._policy, self._forks, self._lengths = policy, forks, lengths
 
@@ -52,15 +52,15 @@ class Lifecycle:
         group = self._groups.attached.get(choice.seat.worker) if choice.seat is not None else None
         if choice.phase is Phase.RUNNING and choice.seat is not None:
             left = self._groups.attached[choice.seat.worker]
-            self._vacate(left, choice.seat)
-            self._groups.stir([left])  # what is heard of one group may end a hypothesis in another
+            self._free(left, choice.seat)
+            self._groups.mark_dirty([left])  # what is heard of one group may end a hypothesis in another
         else:
             self._waiting.discard(choice)
         choice.phase = Phase.ENDED
         choice.seat = choice.fork_of = None  # cuts the circle; the collector rarely runs here
         self._forks.left(choice)
         if group is not None:
-            self._prefix.forget(group, choice)
+            self._prefix.drop_private(group, choice)
 
     def conclude(self, choice: Choice, finish: FinishReason, detail: str = "") -> None:
         """Ends a choice for a reason the worker does not know of."""
@@ -83,36 +83,36 @@ class Lifecycle:
         for request in [r for r in self.requests.values() if r.gateway == gateway]:
             self.drop(request)
 
-    def preempt(self, group: Group, seat: Seat) -> None:
+    def preempt(self, group: WorkerGroup, seat: Seat) -> None:
         """Takes a choice's seat. Once there is room it begins anew, with what is found of it then."""
         for look in self.preempting:
             look(group)
-        self._prefix.pause(group, seat)
-        self._vacate(group, seat)
+        self._prefix.hash_before_preempt(group, seat)
+        self._free(group, seat)
         self.num_preemptions += 1
         self._wait(seat.choice)
 
-    def restart(self, group: Group, seat: Seat) -> None:
+    def restart(self, group: WorkerGroup, seat: Seat) -> None:
         """What a seat reads is worth nothing: its choice waits again, and what comes of plans in flight is dropped."""
-        for record in group.flight:
+        for record in group.in_flight:
             record.drop(seat)
         if seat.choice.hypothesis is not None:
             seat.choice.hypothesis.top = None
         if seat in group.running:
-            self._vacate(group, seat)
+            self._free(group, seat)
             self._wait(seat.choice)
 
-    def clear(self, group: Group) -> None:
+    def clear(self, group: WorkerGroup) -> None:
         """A group is lost: its choices wait again, with what is known of them."""
         for choice in group.abandon():
             choice.seat = None
-            self._policy.vacated(choice)
+            self._policy.on_freed(choice)
             self._wait(choice)
 
-    def _vacate(self, group: Group, seat: Seat) -> None:
-        self._prefix.leave(group, seat)
-        group.vacate(seat)
-        self._policy.vacated(seat.choice)
+    def _free(self, group: WorkerGroup, seat: Seat) -> None:
+        self._prefix.hash_before_free(group, seat)
+        group.free(seat)
+        self._policy.on_freed(seat.choice)
 
     def _wait(self, choice: Choice) -> None:
         choice.phase = Phase.WAITING

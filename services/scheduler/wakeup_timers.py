@@ -1,9 +1,9 @@
-"""Groups whose next plan may be made, but leaves later."""
+"""WorkerGroups whose next plan may be made, but leaves later."""
 
 import heapq
 import math
 
-from blockyard.services.scheduler.workers.worker_groups import Group
+from blockyard.services.scheduler.workers.worker_groups import WorkerGroup
 
 SLACK_S = 0.001  # a plan may leave so much before it is due: no timer is more exact
 
@@ -13,7 +13,7 @@ class Alarms:
         self._due: list[tuple[float, int]] = []  # with the worker
         self._set: dict[int, float] = {}  # the alarm that counts, by worker
 
-    def may_send(self, group: Group, now: float) -> bool:
+    def may_send(self, group: WorkerGroup, now: float) -> bool:
         """Whether it is time for a group's next plan. If it is too early an alarm is set."""
         due_s = group.departures.due_s - SLACK_S
         if due_s <= now:

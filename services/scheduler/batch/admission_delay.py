@@ -2,8 +2,8 @@
 somebody who is suspected of breaking workers."""
 
 from blockyard.services.scheduler.sequences.requests import Choice, Request
-from blockyard.services.scheduler.workers.crash_quarantine import Suspects
-from blockyard.services.scheduler.workers.worker_groups import Group
+from blockyard.services.scheduler.workers.crash_quarantine import CrashQuarantine
+from blockyard.services.scheduler.workers.worker_groups import WorkerGroup
 
 
 class Gate:
@@ -16,7 +16,7 @@ class Gate:
     def __init__(self, delay_factor: float) -> None:
         self.paused = False  # nobody is seated
         self.frozen = False  # nobody runs either
-        self.suspects = Suspects()
+        self.quarantine = CrashQuarantine()
         self._delay_factor = delay_factor
         self._now = 0.0
         self._is_open = False  # for all who come after the one that it was opened for, in this turn
@@ -24,8 +24,8 @@ class Gate:
 
     def tick(self, now: float) -> None:
         self._now, self._is_open = now, False
-        if self.suspects:
-            self.suspects.settle()
+        if self.quarantine:
+            self.quarantine.update()
 
     def took(self, step_s: float) -> None:
         """A step with a prompt."""
@@ -36,14 +36,14 @@ class Gate:
         if choice.queued_s is None:
             choice.queued_s = max(0.0, self._now - choice.request.came_s)
 
-    def first(self, group: Group) -> Choice | None:
+    def first(self, group: WorkerGroup) -> Choice | None:
         """Who is to be seated in this group before whoever is next."""
-        return self.suspects.next(group) if self.suspects else None
+        return self.quarantine.next_for(group) if self.quarantine else None
 
-    def is_open(self, request: Request, group: Group) -> bool:
+    def is_open(self, request: Request, group: WorkerGroup) -> bool:
         """For the request that is next."""
         num_running = len(group.running)
-        if self.paused or (self.suspects and not self.suspects.admit(group, request, self._now)):
+        if self.paused or (self.quarantine and not self.quarantine.may_run(group, request, self._now)):
             return False
         if not self._delay_factor or not num_running:
             return True

@@ -15,7 +15,7 @@ from operator import attrgetter
 from typing import Any
 
 from blockyard.services.scheduler.sequences.detokenizer_outbox import TextSink
-from blockyard.services.scheduler.sequences.requests import ALONE, NEVER, Pace, Payer, Seat
+from blockyard.services.scheduler.sequences.requests import ALONE, NEVER, Pace, Seat, TokenAccount
 from blockyard.shared.messages import SlotRun
 
 _by_key = attrgetter("key")
@@ -30,7 +30,7 @@ class Rows:
     slots: "array[int]"
     outputs: "list[array[int]]"  # of their choices
     streams: "array[int]"  # what the detokenizer calls them
-    payers: dict[Payer, int]  # how many rows each pays for
+    accounts: dict[TokenAccount, int]  # how many rows each pays for
 
     def __len__(self) -> int:
         return len(self.seats)
@@ -38,13 +38,13 @@ class Rows:
     def without(self, places: Iterable[int]) -> "Rows":
         """All but these."""
         seats, slots, outputs = self.seats.copy(), self.slots[:], self.outputs.copy()
-        streams, payers = self.streams[:], self.payers.copy()
+        streams, accounts = self.streams[:], self.accounts.copy()
         for i in sorted(places, reverse=True):
-            payer = seats[i].choice.request.payer
-            if payer is not None:
-                payers[payer] -= 1
+            account = seats[i].choice.request.account
+            if account is not None:
+                accounts[account] -= 1
             del seats[i], slots[i], outputs[i], streams[i]
-        return Rows(self.sink, seats, slots, outputs, streams, payers)
+        return Rows(self.sink, seats, slots, outputs, streams, accounts)
 
 
 class Bunch:
@@ -64,9 +64,9 @@ class Bunch:
         now.slots.append(seat.slot)
         now.outputs.append(choice.outputs)
         now.streams.append(choice.stream)
-        payer = choice.request.payer
-        if payer is not None:
-            now.payers[payer] = now.payers.get(payer, 0) + 1
+        account = choice.request.account
+        if account is not None:
+            now.accounts[account] = now.accounts.get(account, 0) + 1
 
     def remove(self, seat: Seat) -> None:
         now, i = self._now, seat.row
@@ -76,17 +76,17 @@ class Bunch:
         for column in columns:
             column[i] = column[-1]
             del column[-1]
-        payer = seat.choice.request.payer
-        if payer is not None:
-            now.payers[payer] -= 1
-            if not now.payers[payer]:
-                del now.payers[payer]
+        account = seat.choice.request.account
+        if account is not None:
+            now.accounts[account] -= 1
+            if not now.accounts[account]:
+                del now.accounts[account]
 
     def copy(self) -> Rows:
         if self._copy is None:
             now = self._now
             self._copy = Rows(
-                now.sink, now.seats.copy(), now.slots[:], now.outputs.copy(), now.streams[:], now.payers.copy()
+                now.sink, now.seats.copy(), now.slots[:], now.outputs.copy(), now.streams[:], now.accounts.copy()
             )
         return self._copy
 

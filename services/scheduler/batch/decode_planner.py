@@ -4,7 +4,7 @@ from blockyard.services.scheduler.batch.plan_builder import Draft
 from blockyard.services.scheduler.kv_cache.prefix_cache import PrefixCache
 from blockyard.services.scheduler.lifecycle import Lifecycle
 from blockyard.services.scheduler.sequences.requests import Phase, Seat
-from blockyard.services.scheduler.workers.worker_groups import Group
+from blockyard.services.scheduler.workers.worker_groups import WorkerGroup
 from blockyard.shared.messages import SlotBlocks
 
 
@@ -12,7 +12,7 @@ class Decodes:
     def __init__(self, lifecycle: Lifecycle, prefix: PrefixCache) -> None:
         self._lifecycle, self._prefix = lifecycle, prefix
 
-    def grant(self, group: Group, draft: Draft) -> list[Seat]:
+    def grant(self, group: WorkerGroup, draft: Draft) -> list[Seat]:
         """Grants each decoding seat one token, oldest first. Returns the seats that are in prefill.
 
         Those in the lane are in the plan once `in_step` is called.
@@ -41,13 +41,13 @@ class Decodes:
         draft.budget -= len(lane)
         return prefills
 
-    def in_step(self, group: Group, draft: Draft) -> None:
+    def in_step(self, group: WorkerGroup, draft: Draft) -> None:
         """The lane runs in this plan, which is about to be sent."""
         if len(group.lane):
             runs, draft.record.rows = group.lane.advance(draft.record.number)
             draft.runs = runs + draft.runs
 
-    def _look(self, group: Group, draft: Draft) -> None:
+    def _look(self, group: WorkerGroup, draft: Draft) -> None:
         """Blocks for seats of the lane.
 
         Where they are scarce these seats are looked at with all others, in the order in which these get blocks.
@@ -61,19 +61,19 @@ class Decodes:
             seat.capacity += pool.block_size
             draft.blocks.append(SlotBlocks(seat.slot, [block]))
 
-    def _extend(self, group: Group, draft: Draft, seat: Seat) -> bool:
+    def _extend(self, group: WorkerGroup, draft: Draft, seat: Seat) -> bool:
         """One more block for a seat. Where there is none, younger seats are preempted until enough will be free.
 
         What they held rests while plans are in flight: False means not in this plan.
         """
         pool = group.blocks
         if group.window.size is not None:
-            self._prefix.leave(group, seat)
-            group.trim(seat)
+            self._prefix.hash_before_free(group, seat)
+            group.free_outside_window(seat)
         block = pool.take_one()
         if block is None:
             draft.num_owed += 1
-            while pool.num_free + pool.num_resting < draft.num_owed and group.running[-1] is not seat:
+            while pool.num_free + pool.num_pending < draft.num_owed and group.running[-1] is not seat:
                 self._lifecycle.preempt(group, group.running[-1])
             block = pool.take_one()
             if block is None:

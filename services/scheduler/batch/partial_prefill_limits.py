@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
 from blockyard.services.scheduler.sequences.requests import Choice, Seat
-from blockyard.services.scheduler.workers.worker_groups import Group
+from blockyard.services.scheduler.workers.worker_groups import WorkerGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +20,7 @@ class PrefillShares:
     long_tokens: int = 0  # longer prompts are long; 0: 4 % of the model's length
     whole: bool = False  # no chunked prefill: a prompt waits for a step that takes all of it
 
-    def is_long(self, group: Group, num_tokens: int) -> bool:
+    def is_long(self, group: WorkerGroup, num_tokens: int) -> bool:
         """So many tokens are to be computed of a prompt."""
         return self.max_partial > 1 and num_tokens > (self.long_tokens or group.max_model_len // 25)
 
@@ -65,16 +65,16 @@ class HeldBack:
         self._held: list[tuple[int, Choice]] = []  # with tickets: those that have another one have gone
 
     def hold(self, choice: Choice) -> None:
-        if choice.aside:  # at a group's desk
-            self._waiting.put_back(choice)
-        self._waiting.set_aside(choice)
+        if choice.is_held:  # at a group's desk
+            self._waiting.requeue(choice)
+        self._waiting.hold(choice)
         self._held.append((choice.ticket, choice))
 
     def release(self) -> None:
         """They are among the others again."""
         choices, self._held = self.choices(), []
         for choice in choices:
-            self._waiting.put_back(choice)
+            self._waiting.requeue(choice)
 
     def choices(self) -> list[Choice]:
         return [choice for ticket, choice in self._held if choice.ticket == ticket]

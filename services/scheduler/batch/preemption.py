@@ -1,39 +1,39 @@
 """Whose place is taken: by somebody who waits and whom the policy puts in a lower class."""
 
-from blockyard.services.scheduler.kv_cache.prefix_cache import Found, PrefixCache
+from blockyard.services.scheduler.kv_cache.prefix_cache import PrefixCache, PrefixMatch
 from blockyard.services.scheduler.lifecycle import Lifecycle
 from blockyard.services.scheduler.queue.policy import Policy
 from blockyard.services.scheduler.sequences.requests import Choice
-from blockyard.services.scheduler.workers.router import Placement
-from blockyard.services.scheduler.workers.worker_groups import Group
+from blockyard.services.scheduler.workers.router import Router
+from blockyard.services.scheduler.workers.worker_groups import WorkerGroup
 
 
 class Preemption:
-    def __init__(self, placement: Placement, policy: Policy, lifecycle: Lifecycle, prefix: PrefixCache) -> None:
+    def __init__(self, placement: Router, policy: Policy, lifecycle: Lifecycle, prefix: PrefixCache) -> None:
         self.num_displaced = 0
-        self._placement, self._policy, self._lifecycle, self._prefix = placement, policy, lifecycle, prefix
+        self._router, self._policy, self._lifecycle, self._prefix = placement, policy, lifecycle, prefix
 
-    def make_way(self, group: Group, choice: Choice) -> None:
+    def make_way(self, group: WorkerGroup, choice: Choice) -> None:
         """Before a plan: the one who is next gets the seat and the blocks that it lacks from higher classes.
 
         What is taken may rest for some plans, after which it fits. Nobody is preempted for one who would not.
         """
         running = group.running
         rank = self._policy.key(choice)[0]
-        if not running or not self._policy.yields(running[-1].choice, rank):
+        if not running or not self._policy.preemptible_by(running[-1].choice, rank):
             return
         found = self._prefix.find(group, choice)
-        above = [seat for seat in running if self._policy.yields(seat.choice, rank)]
+        above = [seat for seat in running if self._policy.preemptible_by(seat.choice, rank)]
         if self._lacks(group, choice, found) > sum(len(seat.blocks) - seat.num_freed for seat in above):
             return
-        self._placement.claim(group, choice)
+        self._router.reserve(group, choice)
         while above and (len(running) >= group.max_num_seqs or self._lacks(group, choice, found) > 0):
             self.num_displaced += 1
             self._lifecycle.preempt(group, above.pop())
 
-    def _lacks(self, group: Group, choice: Choice, found: Found) -> int:
+    def _lacks(self, group: WorkerGroup, choice: Choice, found: PrefixMatch) -> int:
         """Blocks that would be missing even if nothing rested."""
         pool = group.blocks
-        need = group.to_take(choice.known, found.num_tokens, found.first, found.blocks)
-        need += pool.index.shelf.num_idle_of(found.blocks)
+        need = group.num_blocks_to_take(choice.known, found.num_tokens, found.num_skipped, found.blocks)
+        need += pool.index.free_queue.num_free_of(found.blocks)
         return need - pool.num_admissible

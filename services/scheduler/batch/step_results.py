@@ -6,13 +6,13 @@ from collections import deque
 
 from blockyard.services.scheduler.batch.decode_batch import Rows
 from blockyard.services.scheduler.batch.plan_record import PlanRecord
-from blockyard.services.scheduler.kv_cache.invalidation import spoilt, unfetched
+from blockyard.services.scheduler.kv_cache.invalidation import invalidate_failed, invalidate_unfetched
 from blockyard.services.scheduler.kv_cache.prefix_cache import PrefixCache
 from blockyard.services.scheduler.lifecycle import Lifecycle
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
 from blockyard.services.scheduler.sequences.beam_sequences import Beams
 from blockyard.services.scheduler.sequences.requests import Choice, Phase, Seat
-from blockyard.services.scheduler.workers.worker_groups import Group
+from blockyard.services.scheduler.workers.worker_groups import WorkerGroup
 from blockyard.shared.messages import NO_TOKEN, STEP_TOKENS, FinishReason, SlotResult, StepResult, TokenRows, TokenStep
 
 
@@ -26,7 +26,7 @@ class Results:
         self.num_step_tokens = 0
         self._waiting, self._lifecycle, self._prefix, self._beams = waiting, lifecycle, prefix, beams
 
-    def apply(self, group: Group, record: PlanRecord, result: StepResult) -> None:
+    def apply(self, group: WorkerGroup, record: PlanRecord, result: StepResult) -> None:
         """Slots that did not run in the plan are ignored; those that did and are silent produced nothing."""
         before = self.num_prompt_tokens + self.num_output_tokens
         if result.failed_fetches:
@@ -38,13 +38,13 @@ class Results:
                 self._slot(group, record, seat, slot, result.stamp_s)
         for number, seat in record.seats.items():
             seat.granted -= record.chunks.get(number, 1)
-        group.due.extend(record.filled)
+        group.hash_queue.extend(record.filled)
         num_tokens = self.num_prompt_tokens + self.num_output_tokens - before
         if num_tokens:
             self.num_step_tokens += num_tokens
             self.step_sizes[bisect_left(STEP_TOKENS, num_tokens)] += 1
 
-    def _tokens(self, group: Group, record: PlanRecord, result: StepResult) -> None:
+    def _tokens(self, group: WorkerGroup, record: PlanRecord, result: StepResult) -> None:
         """Those of slots that have no more to say. In `record.seats` are the others after it, rows among them."""
         token_ids, begin = array("I", result.token_ids), 0
         alone: list[tuple[int, int]] = []  # slots and tokens
@@ -70,16 +70,16 @@ class Results:
             rows.sink.rows.append(TokenRows(rows.streams.tobytes(), firsts.tobytes(), tokens.tobytes()))
             deque(map(array.append, rows.outputs, tokens), maxlen=0)
             self.num_output_tokens += len(tokens)
-            for payer, num_rows in rows.payers.items():
-                payer.charge(num_rows)
+            for account, num_rows in rows.accounts.items():
+                account.charge(num_rows)
 
-    def _slot(self, group: Group, record: PlanRecord, seat: Seat, slot: SlotResult, stamp_s: float) -> None:
+    def _slot(self, group: WorkerGroup, record: PlanRecord, seat: Seat, slot: SlotResult, stamp_s: float) -> None:
         if slot.finish is not None and slot.finish is FinishReason.FAILED:
             self._spoil(group, seat)
         if seat.choice.phase is not Phase.ENDED:
             self._take(group, seat, slot, record.chunks.get(slot.slot, 1), stamp_s)
 
-    def _take(self, group: Group, seat: Seat, slot: SlotResult, granted: int, stamp_s: float) -> None:
+    def _take(self, group: WorkerGroup, seat: Seat, slot: SlotResult, granted: int, stamp_s: float) -> None:
         """What a slot produced goes to its text, and to what is known of its choice.
 
         A step may compute less than granted: the rest is to be granted again.
@@ -92,14 +92,14 @@ class Results:
         if seat.computed < seat.prefill_end:
             self.num_prompt_tokens += max(0, done)
         seat.computed = num_computed
-        if num_computed >= seat.name_at:
-            self._prefix.due(group, seat)
+        if num_computed >= seat.next_hash_at:
+            self._prefix.mark_block_full(group, seat)
         if num_tokens:
             if finish is None and choice.known + num_tokens >= seat.limit:
                 finish = FinishReason.LENGTH  # where the worker's own limit is farther than ours
             self.num_output_tokens += num_tokens
-            if choice.request.payer is not None:
-                choice.request.payer.charge(num_tokens)
+            if choice.request.account is not None:
+                choice.request.account.charge(num_tokens)
         elif finish is None and not slot.prompt_logprobs:
             return
         if choice.hypothesis is not None:
@@ -128,18 +128,18 @@ class Results:
                 )
             )
         if choice.ticket:
-            self._waiting.grow(choice, num_tokens)
+            self._waiting.add_tokens(choice, num_tokens)
         _remember(choice, slot)
         seat.drawn = seat.drawn or num_tokens > 0
         if finish is not None:
             self._lifecycle.end(choice)
 
-    def _spoil(self, group: Group, seat: Seat) -> None:
-        for reader in spoilt(group, seat):
+    def _spoil(self, group: WorkerGroup, seat: Seat) -> None:
+        for reader in invalidate_failed(group, seat):
             self._lifecycle.restart(group, reader)
 
-    def _unfetched(self, group: Group, record: PlanRecord, blocks: list[int]) -> None:
-        for reader in unfetched(group, record, blocks):
+    def _unfetched(self, group: WorkerGroup, record: PlanRecord, blocks: list[int]) -> None:
+        for reader in invalidate_unfetched(group, record, blocks):
             record.drop(reader)
             self._lifecycle.restart(group, reader)
 

@@ -4,29 +4,29 @@ from blockyard.services.scheduler.sequences.requests import ID_BYTES, Choice
 from blockyard.shared.block_names import NAME_BYTES, block_name, name_list, root_name, split_names
 
 
-class Naming:
+class BlockHasher:
     """`shared`: blocks are for everybody who asks for the same tokens; if not, for the choices of one request."""
 
     def __init__(self, scope: str, shared: bool) -> None:
         self._scope, self._shared = scope, shared
 
-    def names(self, choice: Choice, block_size: int, num_tokens: int) -> list[bytes]:
+    def hashes(self, choice: Choice, block_size: int, num_tokens: int) -> list[bytes]:
         """Names of the choice's full blocks, kept with it; the first `num_tokens` of its tokens are known."""
-        if choice.names_size != block_size:
-            choice.names_size, choice.names = block_size, self._prompt_names(choice, block_size)
-        names = choice.names
-        missing = num_tokens // block_size - len(names)
+        if choice.hash_block_size != block_size:
+            choice.hash_block_size, choice.block_hashes = block_size, self._prompt_hashes(choice, block_size)
+        hashes = choice.block_hashes
+        missing = num_tokens // block_size - len(hashes)
         if missing > 0:
-            first = len(names) * block_size
-            parent = names[-1] if names else self._root(choice)
+            first = len(hashes) * block_size
+            parent = hashes[-1] if hashes else self._root(choice)
             ids = _ids(choice, first, first + missing * block_size)
             if missing == 1:  # as generation goes on
-                names.append(block_name(parent, ids))
+                hashes.append(block_name(parent, ids))
             else:
-                names += name_list(parent, ids, block_size)
-        return names
+                hashes += name_list(parent, ids, block_size)
+        return hashes
 
-    def _prompt_names(self, choice: Choice, block_size: int) -> list[bytes]:
+    def _prompt_hashes(self, choice: Choice, block_size: int) -> list[bytes]:
         """As they came with the request; none if they are those of another block size."""
         given = choice.request.frame.block_names if self._shared else b""
         fits = len(given) == choice.request.num_prompt // block_size * NAME_BYTES

@@ -3,14 +3,14 @@
 from collections import deque
 
 
-class Horizon:
+class PlanClock:
     """Numbers of the last plan sent to a worker and of the last one whose result is in."""
 
-    __slots__ = ("done", "sent")
+    __slots__ = ("last_completed", "last_sent")
 
     def __init__(self) -> None:
-        self.sent = 0
-        self.done = 0
+        self.last_sent = 0
+        self.last_completed = 0
 
 
 class IdPool:
@@ -19,12 +19,12 @@ class IdPool:
     free + resting + given out is always n; the caller keeps those given out and returns each exactly once.
     """
 
-    def __init__(self, num_ids: int, horizon: Horizon) -> None:
+    def __init__(self, num_ids: int, plan_clock: PlanClock) -> None:
         self.num_ids = num_ids
-        self.num_resting = 0
-        self._horizon = horizon
+        self.num_pending = 0
+        self._plan_clock = plan_clock
         self._free = list(range(num_ids - 1, -1, -1))
-        self._resting: deque[tuple[int, list[int]]] = deque()
+        self._pending: deque[tuple[int, list[int]]] = deque()
 
     @property
     def num_free(self) -> int:
@@ -50,15 +50,15 @@ class IdPool:
 
     def release(self, ids: list[int]) -> None:
         """The pool keeps the list."""
-        if self._horizon.sent == self._horizon.done:
+        if self._plan_clock.last_sent == self._plan_clock.last_completed:
             self._free.extend(ids)
         else:
-            self._resting.append((self._horizon.sent, ids))
-            self.num_resting += len(ids)
+            self._pending.append((self._plan_clock.last_sent, ids))
+            self.num_pending += len(ids)
 
-    def settle(self) -> None:
-        """To be called when `horizon.done` has moved."""
-        while self._resting and self._resting[0][0] <= self._horizon.done:
-            _, ids = self._resting.popleft()
-            self.num_resting -= len(ids)
+    def free_pending(self) -> None:
+        """To be called when `plan_clock.last_completed` has moved."""
+        while self._pending and self._pending[0][0] <= self._plan_clock.last_completed:
+            _, ids = self._pending.popleft()
+            self.num_pending -= len(ids)
             self._free.extend(ids)

@@ -1,7 +1,7 @@
 """Models in which every layer sees only the last `window` tokens: sequences hold no more blocks than those.
 
 What lies behind is released while the sequence runs. Its table keeps all places, because positions count them; those
-that were released name blocks that are somebody else's by now, and no kernel reads them. A prompt needs not be found
+that were released may be in use elsewhere, and no kernel reads them. A prompt needs not be found
 from its beginning: what the next token sees is enough.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from blockyard.services.scheduler.sequences.requests import NEVER, Seat
 
 
-class Window:
+class SlidingWindow:
     """`size` None: some layer sees all, and everything is kept."""
 
     def __init__(self, size: int | None, block_size: int, max_step_tokens: int) -> None:
@@ -18,36 +18,36 @@ class Window:
         self._block_size = block_size
         self._step = max_step_tokens
 
-    def first_seen(self, num_tokens: int) -> int:
+    def num_skipped_blocks(self, num_tokens: int) -> int:
         """Leading blocks that no token behind so many looks at."""
         if self.size is None:
             return 0
         return max(0, num_tokens - self.size + 1) // self._block_size
 
-    def at_first(self, known: int, num_found: int) -> int:
+    def initial_tokens(self, known: int, num_found: int) -> int:
         """Tokens for which a sequence takes blocks when it is seated: those it will hold at a time."""
         if self.size is None:
             return known
         return min(known, num_found + self.size + self._step)
 
-    def longest(self, num_blocks: int) -> int:
+    def max_len(self, num_blocks: int) -> int:
         """Tokens of the longest sequence that fits into so many blocks, computed a block at a time if need be."""
         if self.size is not None and num_blocks >= -(-self.size // self._block_size) + 2:
             return NEVER
         return num_blocks * self._block_size
 
-    def passed(self, seat: Seat) -> range:
+    def blocks_outside(self, seat: Seat) -> range:
         """Places in a seat's table that it holds and that no plan in flight or to come will look at."""
-        return range(seat.num_freed, min(self.first_seen(seat.computed), len(seat.blocks)))
+        return range(seat.num_freed, min(self.num_skipped_blocks(seat.computed), len(seat.blocks)))
 
-    def best(self, names: Sequence[bytes], has: Callable[[bytes], bool]) -> tuple[int, int]:
+    def longest_hit(self, hashes: Sequence[bytes], has: Callable[[bytes], bool]) -> tuple[int, int]:
         """Of a chain of blocks some of which are there: how many leading ones need not be computed, and how many of
         these need not even be there."""
         size, window = self._block_size, self.size
         assert window is not None
         best = first = run = 0  # `run`: where the blocks begin that are there without a gap
-        for end, name in enumerate(names, 1):
-            if not has(name):
+        for end, block_hash in enumerate(hashes, 1):
+            if not has(block_hash):
                 run = end
             elif (seen := max(0, end * size - window + 1) // size) >= run:
                 best, first = end, seen

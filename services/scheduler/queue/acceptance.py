@@ -13,10 +13,10 @@ from blockyard.services.scheduler.sequences.detokenizer_streams import Streams
 from blockyard.services.scheduler.sequences.requests import Request
 from blockyard.shared.messages import Accepted
 
-PATIENCE_S = 5.0  # that a caller may be without an answer, where no longest wait is set
+MAX_SILENCE_S = 5.0  # that a caller may be without an answer, where no longest wait is set
 
 
-class Promises:
+class Acceptance:
     def __init__(
         self,
         requests: dict[str, Request],
@@ -29,44 +29,44 @@ class Promises:
         self._requests, self._waiting, self._bounds = requests, waiting, bounds
         self._streams, self._outbox = streams, outbox
         self._refuses = bounds.max_delay_s is not None
-        self._patience_s = PATIENCE_S if bounds.max_delay_s is None else bounds.max_delay_s
+        self._max_wait_s = MAX_SILENCE_S if bounds.max_delay_s is None else bounds.max_delay_s
         # when each one's patience ends, its id and attempt; ids alone, because prompts of ended requests are large
-        self._open: deque[tuple[float, str, int]] = deque()
+        self._pending: deque[tuple[float, str, int]] = deque()
 
-    def came(self, request: Request, now: float) -> None:
+    def on_arrival(self, request: Request, now: float) -> None:
         """A request waits. One that is sent again was promised something before."""
-        if not request.attempt or not self.keep(request):
-            self._open.append((now + self._patience_s, request.id, request.attempt))
+        if not request.attempt or not self.accept(request):
+            self._pending.append((now + self._max_wait_s, request.id, request.attempt))
 
-    def possible(self, request: Request) -> bool:
+    def can_accept(self, request: Request) -> bool:
         """Whether it can be served: it has a detokenizer, or there is one."""
         return request.accepted or len(self._streams) > 0
 
-    def keep(self, request: Request) -> bool:
+    def accept(self, request: Request) -> bool:
         """Opens its streams and tells its gateway, unless that is done. False while there is no detokenizer."""
         if request.accepted:
             return True
         if not self._streams.bind(request, request.frame.choices):
             return False
         request.accepted = True
-        self._waiting.promised(request)
-        self.tell(request)
+        self._waiting.on_accepted(request)
+        self.notify(request)
         return True
 
-    def tell(self, request: Request) -> None:
+    def notify(self, request: Request) -> None:
         room = self._bounds.room()
         self._outbox.answer(request.gateway, Accepted(request.id, request.attempt, request.detokenizer, room))
 
-    def overdue(self, now: float) -> list[Request]:
+    def expire(self, now: float) -> list[Request]:
         """Those that have waited as long as anybody may. Others are promised to be served about now."""
         refused = []
-        while self._open and self._open[0][0] <= now:
-            _, request_id, attempt = self._open.popleft()
+        while self._pending and self._pending[0][0] <= now:
+            _, request_id, attempt = self._pending.popleft()
             request = self._requests.get(request_id)
             if request is None or request.attempt != attempt or request.accepted:
                 continue
             if self._refuses and not request.attempt:
                 refused.append(request)
-            elif not self.keep(request):
-                self._open.append((now + self._patience_s, request_id, attempt))
+            elif not self.accept(request):
+                self._pending.append((now + self._max_wait_s, request_id, attempt))
         return refused

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from blockyard.services.scheduler.queue.capacity import Capacity
+from blockyard.services.scheduler.queue.capacity import ModelCapacity
 from blockyard.services.scheduler.sequences.requests import ID_BYTES, num_ids
 from blockyard.shared.messages import Generate
 
@@ -16,10 +16,10 @@ class Refusal:
 
 class Admission:
     def __init__(self, names: list[str]) -> None:
-        self.capacity: Capacity | None = None  # None until a first group is attached
+        self.capacity: ModelCapacity | None = None  # None until a first group is attached
         self._names = names
 
-    def refuse(self, frame: Generate) -> Refusal | None:
+    def validate(self, frame: Generate) -> Refusal | None:
         """What is wrong with the request itself."""
         if frame.model not in self._names:
             return Refusal(404, "model", f"the model {frame.model!r} does not exist")
@@ -33,5 +33,5 @@ class Admission:
         if frame.sampling.max_tokens < 0:
             return Refusal(400, "max_tokens", f"max_tokens must be at least 0, got {frame.sampling.max_tokens}")
         num_prompt = num_ids(frame.prompt_ids)
-        problem = self.capacity.problem(num_prompt, frame.sampling.max_tokens) if self.capacity else ""
+        problem = self.capacity.validate(num_prompt, frame.sampling.max_tokens) if self.capacity else ""
         return Refusal(400, "prompt", problem) if problem else None

@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass
 
-from blockyard.services.scheduler.kv_cache.sliding_window import Window
-from blockyard.services.scheduler.workers.worker_groups import Group
+from blockyard.services.scheduler.kv_cache.sliding_window import SlidingWindow
+from blockyard.services.scheduler.workers.worker_groups import WorkerGroup
 from blockyard.shared.messages import Geometry, ModelCard
 
 
 @dataclass(frozen=True, slots=True)
-class Capacity:
+class ModelCapacity:
     """The least that any attached group offers."""
 
     model_len: int  # tokens, from the model and its flags
@@ -22,7 +22,7 @@ class Capacity:
     def max_model_len(self) -> int:
         return min(self.model_len, self.longest)
 
-    def problem(self, num_prompt: int, max_tokens: int) -> str:
+    def validate(self, num_prompt: int, max_tokens: int) -> str:
         """Why a prompt can never run, with the number it would need; empty if it can."""
         need = num_prompt + min(1, max_tokens)
         if need > self.model_len:
@@ -38,7 +38,7 @@ class Capacity:
     def card(self, names: list[str], root: str, created: int) -> ModelCard:
         return ModelCard(names, root or names[0], self.max_model_len, self.vocab_size, created, self.eos_token_ids)
 
-    def notes(self, limits: list[Group]) -> list[str]:
+    def notes(self, limits: list[WorkerGroup]) -> list[str]:
         """For the start-up report."""
         tokens = self.num_blocks * self.block_size
         notes = [
@@ -54,13 +54,13 @@ class Capacity:
         return notes
 
 
-def capacity_of(geometries: list[Geometry]) -> Capacity:
+def capacity_of(geometries: list[Geometry]) -> ModelCapacity:
     """`geometries` is not empty."""
-    return Capacity(
+    return ModelCapacity(
         min(g.max_model_len for g in geometries),
         min(g.num_blocks for g in geometries),
         geometries[0].block_size,
         min(g.vocab_size for g in geometries),
         geometries[0].eos_token_ids,
-        min(Window(g.window, g.block_size, g.max_num_batched_tokens).longest(g.num_blocks) for g in geometries),
+        min(SlidingWindow(g.window, g.block_size, g.max_num_batched_tokens).max_len(g.num_blocks) for g in geometries),
     )

@@ -20,7 +20,7 @@ _WIDTHS = [end - begin for begin, end in pairwise(BOUNDS)]
 _PRIOR_RATES = [1 / (begin + PRIOR_TOKENS) for begin in BOUNDS[:-1]]
 
 
-class Limit(NamedTuple):
+class OutputLimit(NamedTuple):
     """Where a choice ends at the latest."""
 
     max_tokens: int
@@ -50,14 +50,14 @@ class Survival:
             total += math.exp(-self._hazards[place]) * passed
         return total
 
-    def left(self, age: int, limit: Limit) -> float:
+    def left(self, age: int, limit: OutputLimit) -> float:
         """Tokens that a choice with `age` tokens will still have."""
         most = limit.max_tokens
         if limit.is_fixed or age >= most:
             return max(0.0, most - age)
         return (self.mean(most) - self.mean(age)) / max(self.at(age), 1e-9)
 
-    def gone(self, age: int, limit: Limit, num_tokens: list[float]) -> list[float]:
+    def gone(self, age: int, limit: OutputLimit, num_tokens: list[float]) -> list[float]:
         """How likely a choice with `age` tokens has ended after so many more; for each of these numbers."""
         left = limit.max_tokens - age
         if limit.is_fixed:
@@ -66,7 +66,7 @@ class Survival:
         return [1.0 if num >= left else 1 - self.at(age + num) / alive for num in num_tokens]
 
 
-class Columns:
+class LengthHistogram:
     """For each range the choices whose last token is in it, and the tokens that they have there."""
 
     __slots__ = ("reached", "within")
@@ -85,7 +85,7 @@ class Columns:
         self.reached = [factor * value for value in self.reached]
         self.within = [factor * value for value in self.within]
 
-    def plus(self, other: "Columns", factor: float) -> None:
+    def plus(self, other: "LengthHistogram", factor: float) -> None:
         self.reached = [value + factor * more for value, more in zip(self.reached, other.reached, strict=True)]
         self.within = [value + factor * more for value, more in zip(self.within, other.within, strict=True)]
 
@@ -94,8 +94,8 @@ class OutputLengths:
     """Counts tokens at each length within a time, which those that run then had begun before, or have begun since."""
 
     def __init__(self) -> None:
-        self._seen = Columns()
-        self._before = Columns()  # what was seen too early of those that run
+        self._seen = LengthHistogram()
+        self._before = LengthHistogram()  # what was seen too early of those that run
         self._ended = [0.0] * len(_WIDTHS)  # those that ended by themselves
         self._num = 0
         self._kept = 1.0  # how much of `_before` still counts, of when it was last looked at
@@ -111,7 +111,7 @@ class OutputLengths:
 
     def survival(self, running: Iterable[int], weight: float) -> Survival:
         """`running`: tokens of choices that go on, each of which stands for so many."""
-        now = Columns()
+        now = LengthHistogram()
         for num_tokens in running:
             now.add(num_tokens, weight)
         self._before.scale(self._kept)

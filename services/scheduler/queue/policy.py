@@ -23,29 +23,29 @@ class Policy(Protocol):
     def peek(self) -> Choice | None:
         """Who is next."""
 
-    def left(self, choice: Choice) -> None:
+    def remove(self, choice: Choice) -> None:
         """It waits no more."""
 
     def key(self, choice: Choice) -> Key:
         """What it would be ranked by if it were seated now. Keys of two choices differ."""
 
-    def yields(self, seated: Choice, rank: int) -> bool:
+    def preemptible_by(self, seated: Choice, rank: int) -> bool:
         """Whether one that runs gives way to one of this class."""
 
-    def is_over(self, choice: Choice, num_seats: int) -> bool:
+    def over_share(self, choice: Choice, num_seats: int) -> bool:
         """Whether its owner has more here than his share of so many seats, and others may come."""
 
-    def seated(self, choice: Choice, num_tokens: int) -> None:
+    def on_scheduled(self, choice: Choice, num_tokens: int) -> None:
         """It runs, and so many tokens are computed for it that it had not paid for."""
 
-    def vacated(self, choice: Choice) -> None:
+    def on_freed(self, choice: Choice) -> None:
         """It runs no more."""
 
-    def largest(self, most: int) -> list[TenantShare]:
+    def largest_tenants(self, most: int) -> list[TenantShare]:
         """For metrics: so many tenants at most, where tenants are told apart."""
 
 
-class KeyQueue:
+class SequenceHeap:
     """Waiting choices by key."""
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class KeyQueue:
         self._num_live += 1
         heapq.heappush(self._heap, (key, choice.ticket, choice))
 
-    def left(self) -> None:
+    def remove(self) -> None:
         """One of them has another ticket now, or none."""
         self._num_live -= 1
         if not self._num_live:
@@ -77,44 +77,44 @@ class KeyQueue:
         return None
 
 
-class Ordered:
+class OrderedPolicy:
     """One order for all, which nothing that happens changes."""
 
     def __init__(self, class_of: Callable[[Choice], int]) -> None:
         self._class_of = class_of
-        self._queue = KeyQueue()
+        self._queue = SequenceHeap()
         self.peek = self._queue.peek
 
     def push(self, choice: Choice) -> None:
         self._queue.push(self.key(choice), choice)
 
-    def left(self, choice: Choice) -> None:
-        self._queue.left()
+    def remove(self, choice: Choice) -> None:
+        self._queue.remove()
 
     def key(self, choice: Choice) -> Key:
         return (self._class_of(choice), choice.request.arrival, choice.index)
 
-    def yields(self, seated: Choice, rank: int) -> bool:
+    def preemptible_by(self, seated: Choice, rank: int) -> bool:
         return seated.key[0] > rank
 
-    def is_over(self, choice: Choice, num_seats: int) -> bool:
+    def over_share(self, choice: Choice, num_seats: int) -> bool:
         return False
 
-    def seated(self, choice: Choice, num_tokens: int) -> None:
+    def on_scheduled(self, choice: Choice, num_tokens: int) -> None:
         pass
 
-    def vacated(self, choice: Choice) -> None:
+    def on_freed(self, choice: Choice) -> None:
         pass
 
-    def largest(self, most: int) -> list[TenantShare]:
+    def largest_tenants(self, most: int) -> list[TenantShare]:
         return []
 
 
 def fcfs() -> Policy:
     """First come, first served."""
-    return Ordered(lambda choice: 0)
+    return OrderedPolicy(lambda choice: 0)
 
 
 def priority() -> Policy:
     """The lower a request's `priority` the earlier; of the same, first come, first served."""
-    return Ordered(lambda choice: choice.request.frame.priority)
+    return OrderedPolicy(lambda choice: choice.request.frame.priority)

@@ -29,9 +29,9 @@ class QueueBounds:
 
     def room(self) -> Room:
         """For a gateway that is told at once."""
-        waits, full = self._waiting.ledger.amount, self.is_full()
+        waits, full = self._waiting.usage.amount, self.is_full()
         self._told_full = self._told_full or full
-        tenant, user = (self._waiting.ledger.heaviest(self._share) if full else None) or (None, None)
+        tenant, user = (self._waiting.usage.largest_user(self._share) if full else None) or (None, None)
         return Room(
             max(0, self._max_choices - waits.choices),
             0 if self._is_slow(waits) else max(0, self._max_tokens - waits.tokens),
@@ -50,11 +50,11 @@ class QueueBounds:
         return self.room()
 
     def is_full(self) -> bool:
-        return self._holds_most() or self._is_slow(self._waiting.ledger.amount)
+        return self._holds_most() or self._is_slow(self._waiting.usage.amount)
 
     def is_long(self) -> bool:
         """It is the wait that is at its bound, and not what waits."""
-        return not self._holds_most() and self._is_slow(self._waiting.ledger.amount)
+        return not self._holds_most() and self._is_slow(self._waiting.usage.amount)
 
     def make_room(self, owner: Owner, amount: Amount) -> list[Request] | None:
         """Requests that have to go so that a newcomer with so much may wait; None if it may not.
@@ -62,7 +62,7 @@ class QueueBounds:
         The newest request of the tenant with the largest share of the queue gives way, the newcomer too if it is that
         tenant's. One that is larger than the queue is not kept out of an empty one.
         """
-        waits = self._waiting.ledger.amount
+        waits = self._waiting.usage.amount
 
         def lacks(gone: Amount) -> bool:
             left = waits.less(gone)
@@ -71,15 +71,15 @@ class QueueBounds:
                 return False
             return after.choices > self._max_choices or after.tokens > self._max_tokens or self._is_slow(left)
 
-        return self._waiting.ledger.give_way(owner, amount, lacks, self._share)
+        return self._waiting.usage.evict_for(owner, amount, lacks, self._share)
 
     @property
     def wait_s(self) -> float:
         """Until a newcomer has a seat behind all that waits, as far as that is known."""
-        return min(MOST_RETRY_S, self._wait.seconds(self._waiting.ledger.amount))
+        return min(MOST_RETRY_S, self._wait.seconds(self._waiting.usage.amount))
 
     def _holds_most(self) -> bool:
-        waits = self._waiting.ledger.amount
+        waits = self._waiting.usage.amount
         return waits.choices >= self._max_choices or waits.tokens >= self._max_tokens
 
     def _is_slow(self, amount: Amount) -> bool:

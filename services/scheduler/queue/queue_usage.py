@@ -9,10 +9,10 @@ from blockyard.services.scheduler.sequences.requests import NONE, Amount, Reques
 Owner = tuple[str, str]  # tenant, and user of it
 
 
-Share = Callable[[Amount], tuple[float, int]]  # how much of the queue that is; of equals the larger second counts
+ShareOf = Callable[[Amount], tuple[float, int]]  # how much of the queue that is; of equals the larger second counts
 
 
-class Line:
+class UserUsage:
     """What one user of a tenant has waiting."""
 
     __slots__ = ("amount", "newcomers")
@@ -22,38 +22,38 @@ class Line:
         self.newcomers: dict[str, Request] = {}  # those that nothing was promised to, by arrival
 
 
-class Ledger:
+class QueueUsage:
     def __init__(self) -> None:
         self.amount = NONE  # of all
-        self._lines: dict[Owner, Line] = {}
+        self._users: dict[Owner, UserUsage] = {}
 
     def add(self, owner: Owner, amount: Amount) -> None:
         """So much more of an owner waits, or less where it is negative."""
-        line = self._lines.get(owner)
-        if line is None:
-            line = self._lines[owner] = Line()
+        usage = self._users.get(owner)
+        if usage is None:
+            usage = self._users[owner] = UserUsage()
         self.amount = self.amount.plus(amount)
-        line.amount = line.amount.plus(amount)
-        if not line.amount.choices:
-            del self._lines[owner]
+        usage.amount = usage.amount.plus(amount)
+        if not usage.amount.choices:
+            del self._users[owner]
 
-    def came(self, request: Request) -> None:
+    def on_newcomer(self, request: Request) -> None:
         """After `add`: it may have to give way."""
-        self._lines[request.owner].newcomers[request.id] = request
+        self._users[request.owner].newcomers[request.id] = request
 
-    def settled(self, request: Request) -> None:
+    def remove_newcomer(self, request: Request) -> None:
         """Before the last of it is taken off: it was promised to be served, or has gone."""
-        line = self._lines.get(request.owner)
-        if line is not None:
-            line.newcomers.pop(request.id, None)
+        usage = self._users.get(request.owner)
+        if usage is not None:
+            usage.newcomers.pop(request.id, None)
 
-    def heaviest(self, share: Share) -> Owner | None:
+    def largest_user(self, share: ShareOf) -> Owner | None:
         """Whose newest request would give way; None if nobody's can."""
-        owner = self._heaviest({}, share)
-        return owner if owner is not None and self._lines[owner].newcomers else None
+        owner = self._largest_user({}, share)
+        return owner if owner is not None and self._users[owner].newcomers else None
 
-    def give_way(
-        self, owner: Owner, amount: Amount, lacks: Callable[[Amount], bool], share: Share
+    def evict_for(
+        self, owner: Owner, amount: Amount, lacks: Callable[[Amount], bool], share: ShareOf
     ) -> list[Request] | None:
         """Requests that have to go so that a newcomer of `owner` with so much may come; None: it is the one to go.
 
@@ -63,30 +63,30 @@ class Ledger:
         num_gone: Counter[Owner] = Counter()
         gone, gone_amount = list[Request](), NONE
         while lacks(gone_amount):
-            heaviest = self._heaviest(freed, share, first=owner)
-            if heaviest is None or heaviest == owner:
+            largest_user = self._largest_user(freed, share, first=owner)
+            if largest_user is None or largest_user == owner:
                 return None
-            newcomers = reversed(self._lines[heaviest].newcomers.values())
-            request = next(islice(newcomers, num_gone[heaviest], None), None)
+            newcomers = reversed(self._users[largest_user].newcomers.values())
+            request = next(islice(newcomers, num_gone[largest_user], None), None)
             if request is None:
                 return None
-            num_gone[heaviest] += 1
+            num_gone[largest_user] += 1
             waiting = [choice.counted for choice in request.members]
             of_it = Amount(sum(one.choices for one in waiting), sum(one.tokens for one in waiting))
-            freed[heaviest] = freed.get(heaviest, NONE).plus(of_it)
+            freed[largest_user] = freed.get(largest_user, NONE).plus(of_it)
             gone_amount = gone_amount.plus(of_it)
             gone.append(request)
         return gone
 
-    def _heaviest(self, freed: dict[Owner, Amount], share: Share, first: Owner | None = None) -> Owner | None:
+    def _largest_user(self, freed: dict[Owner, Amount], share: ShareOf, first: Owner | None = None) -> Owner | None:
         """The user with the largest share of the tenant with the largest, less what is freed; `first` of equals."""
-        users = {owner: line.amount for owner, line in self._lines.items()}
+        users = {owner: usage.amount for owner, usage in self._users.items()}
         for owner, amount in freed.items():
             users[owner] = users.get(owner, NONE).less(amount)
-        if not self._lines:
+        if not self._users:
             return None
         tenants: defaultdict[str, Amount] = defaultdict(Amount)
         for (tenant, _), amount in users.items():
             tenants[tenant] = tenants[tenant].plus(amount)
-        heaviest = max(tenants, key=lambda t: (share(tenants[t]), first is not None and t == first[0]))
-        return max((o for o in users if o[0] == heaviest), key=lambda o: (share(users[o]), o == first))
+        largest_user = max(tenants, key=lambda t: (share(tenants[t]), first is not None and t == first[0]))
+        return max((o for o in users if o[0] == largest_user), key=lambda o: (share(users[o]), o == first))

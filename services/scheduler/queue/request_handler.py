@@ -4,7 +4,7 @@ from collections import Counter
 
 from blockyard.services.scheduler.lifecycle import Lifecycle
 from blockyard.services.scheduler.outbox import Outbox
-from blockyard.services.scheduler.queue.acceptance import Promises
+from blockyard.services.scheduler.queue.acceptance import Acceptance
 from blockyard.services.scheduler.queue.admission import Admission, Refusal
 from blockyard.services.scheduler.queue.deadlines import Deadlines
 from blockyard.services.scheduler.queue.queue_bounds import QueueBounds
@@ -16,11 +16,11 @@ from blockyard.services.scheduler.sequences.requests import Amount, Choice, Requ
 from blockyard.shared import messages
 from blockyard.shared.messages import Cancel, FinishReason, Generate, PathLost, Refused, Stop
 
-FULL = Refusal(429, "", "the waiting queue is full")
-ASLEEP = Refusal(503, "", "the workers sleep and the waiting queue is full")
+QUEUE_FULL = Refusal(429, "", "the waiting queue is full")
+ALL_ASLEEP = Refusal(503, "", "the workers sleep and the waiting queue is full")
 
 
-class Intake:
+class RequestHandler:
     def __init__(
         self,
         admission: Admission,
@@ -29,7 +29,7 @@ class Intake:
         lifecycle: Lifecycle,
         streams: Streams,
         outbox: Outbox,
-        promises: Promises,
+        acceptance: Acceptance,
         forks: Forks,
         beams: Beams,
     ) -> None:
@@ -37,7 +37,7 @@ class Intake:
         self.num_refused: Counter[str] = Counter()  # by reason
         self.deadlines = Deadlines()
         self._admission, self._waiting, self._bounds, self._lifecycle = admission, waiting, bounds, lifecycle
-        self._streams, self._outbox, self._promises = streams, outbox, promises
+        self._streams, self._outbox, self._acceptance = streams, outbox, acceptance
         self._forks, self._beams = forks, beams
         self._arrivals = 0
 
@@ -46,9 +46,9 @@ class Intake:
         request = self._lifecycle.requests.get(frame.request_id)
         if request is not None and frame.attempt <= request.attempt:
             if frame.attempt == request.attempt and request.accepted:
-                self._promises.tell(request)  # sent twice, answered twice
+                self._acceptance.notify(request)  # sent twice, answered twice
             return
-        refusal = self._admission.refuse(frame)
+        refusal = self._admission.validate(frame)
         if refusal is not None:
             if request is not None:
                 self._lifecycle.drop(request)
@@ -56,15 +56,15 @@ class Intake:
             return
         if frame.attempt == 0 and not self._make_room(gateway, frame):  # a resubmitted one had its room before
             return
-        going_on = self._going_on(request, frame)
-        if request is not None and going_on:
-            self._rebind(request, gateway, frame, going_on)
+        resumable = self._resumable(request, frame)
+        if request is not None and resumable:
+            self._rebind(request, gateway, frame, resumable)
         else:
             self._start(request, gateway, frame, now)
         if frame.deadline_s is not None:
             self.deadlines.add(now + frame.deadline_s, frame.request_id, frame.attempt)
 
-    def hear(self, peer: int, frame: Cancel | Stop | PathLost) -> None:
+    def on_message(self, peer: int, frame: Cancel | Stop | PathLost) -> None:
         """What gateways and detokenizers say of requests that are there."""
         match frame:
             case Cancel():
@@ -99,7 +99,7 @@ class Intake:
                     self._lifecycle.conclude(choice, FinishReason.FAILED, text)
             else:
                 self._refuse(request, Refusal(504, "deadline_s", text), "deadline")
-        for request in self._promises.overdue(now):
+        for request in self._acceptance.expire(now):
             self._refuse(request, Refusal(503, "", "nobody could serve it in time"), "overdue")
 
     def _make_room(self, gateway: int, frame: Generate) -> bool:
@@ -109,10 +109,12 @@ class Intake:
         gone = self._bounds.make_room(owner, Amount(num_choices, num_choices * num_ids(frame.prompt_ids)))
         if gone is None:
             reason = "delay" if self._bounds.is_long() else "full"
-            self._answer(gateway, frame.request_id, frame.attempt, ASLEEP if self._bounds.asleep else FULL, reason)
+            self._answer(
+                gateway, frame.request_id, frame.attempt, ALL_ASLEEP if self._bounds.asleep else QUEUE_FULL, reason
+            )
             return False
         for request in gone:
-            self._refuse(request, FULL, "displaced")
+            self._refuse(request, QUEUE_FULL, "displaced")
         return True
 
     def _refuse(self, request: Request, refusal: Refusal, reason: str) -> None:
@@ -130,9 +132,9 @@ class Intake:
         """Those that were sent again while there was none are accepted now."""
         for request in self._lifecycle.requests.values():
             if request.attempt:
-                self._promises.keep(request)
+                self._acceptance.accept(request)
 
-    def _going_on(self, request: Request | None, frame: Generate) -> dict[int, messages.Choice]:
+    def _resumable(self, request: Request | None, frame: Generate) -> dict[int, messages.Choice]:
         """The listed choices that only need a new stream. None do while no detokenizer could open it."""
         if request is None or not request.accepted or not len(self._streams) or request.search is not None:
             return {}  # a beam search starts over
@@ -145,7 +147,7 @@ class Intake:
 
     def _start(self, old: Request | None, gateway: int, frame: Generate, now: float) -> None:
         """A request from the ids it brings, in the place in the queue that it had."""
-        found = _found(old)
+        found = _num_cached(old)
         if old is not None:
             self._lifecycle.drop(old)
         else:
@@ -157,20 +159,20 @@ class Intake:
         request.owner = old.owner if old is not None else (frame.tenant, frame.user)
         self._lifecycle.requests[request.id] = request
         self._add_choices(request, frame.choices, found)
-        self._promises.came(request, now)
+        self._acceptance.on_arrival(request, now)
 
-    def _rebind(self, request: Request, gateway: int, frame: Generate, going_on: dict[int, messages.Choice]) -> None:
+    def _rebind(self, request: Request, gateway: int, frame: Generate, resumable: dict[int, messages.Choice]) -> None:
         """A live request gets a new stream; its choices run on, or start from the ids they bring."""
         self._streams.unbind(request)
-        found = _found(request)
+        found = _num_cached(request)
         for choice in list(request.choices.values()):
-            if choice.index not in going_on:
+            if choice.index not in resumable:
                 self._lifecycle.end(choice)
         request.attempt, request.frame, request.gateway = frame.attempt, frame, gateway
-        self._add_choices(request, [listed for listed in frame.choices if listed.index not in going_on], found)
+        self._add_choices(request, [listed for listed in frame.choices if listed.index not in resumable], found)
         request.accepted = False
-        self._promises.keep(request)
-        for index, listed in going_on.items():
+        self._acceptance.accept(request)
+        for index, listed in resumable.items():
             self._streams.catch_up(request.choices[index], num_ids(listed.output_ids))
 
     def _add_choices(self, request: Request, listed: list[messages.Choice], found: dict[int, int | None]) -> None:
@@ -182,7 +184,7 @@ class Intake:
             self._beams.begin(request, request.frame.beam)
 
 
-def _found(request: Request | None) -> dict[int, int | None]:
+def _num_cached(request: Request | None) -> dict[int, int | None]:
     """How many prompt tokens each choice of an earlier attempt found, as far as they had seats."""
     return {} if request is None else {index: choice.num_cached for index, choice in request.choices.items()}
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from blockyard.services.scheduler.batch.step_times import Load
-from blockyard.services.scheduler.queue.output_lengths import Limit, OutputLengths
+from blockyard.services.scheduler.queue.output_lengths import OutputLengths, OutputLimit
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
 from blockyard.services.scheduler.sequences.requests import Amount, Seat
-from blockyard.services.scheduler.workers.worker_groups import Group
+from blockyard.services.scheduler.workers.worker_groups import WorkerGroup
 
 SAMPLE_S = 0.25  # between looks at what the seats got
 LOOK_S = 0.5  # between looks at who runs; a look costs a millisecond
@@ -28,7 +28,7 @@ Curve = Callable[[float], float]
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook:
+class StartForecast:
     """Choices that will have been seated, by seconds from a moment; both rise. Beyond the last point it goes on so."""
 
     since_s: float
@@ -37,10 +37,10 @@ class Outlook:
     seated: list[float]
     per_s: float
 
-    def until(self, num_seated: int, now: float) -> float:
+    def until(self, num_dequeued: int, now: float) -> float:
         """Seconds until so many have been seated in all."""
         seated, passed = self.seated, now - self.since_s
-        num = num_seated - self.since
+        num = num_dequeued - self.since
         place = bisect_left(seated, num)
         if place == 0:
             return max(0.0, self.seconds[0] - passed)
@@ -51,21 +51,21 @@ class Outlook:
 
 
 class WaitEstimate:
-    def __init__(self, waiting: WaitingQueue, groups: dict[int, Group], lengths: OutputLengths) -> None:
+    def __init__(self, waiting: WaitingQueue, groups: dict[int, WorkerGroup], lengths: OutputLengths) -> None:
         self._waiting, self._groups, self._lengths = waiting, groups, lengths
         self._now: float | None = None  # the last sample
-        self._looked_at = 0.0
-        self._outlook: Outlook | None = None
+        self._forecast_at = 0.0
+        self._forecast: StartForecast | None = None
         self._counted = (0, 0, 0)  # tokens drawn, of prompts computed, and known of those seated, so far
         self._drawn = self._seat_s = 0.0  # tokens, and seconds of all seats in which they came
         self._computed = self._seated = 0.0  # tokens of prompts, and those known of the choices that were seated
         self._num_running = 0
 
-    def tick(self, now: float, num_drawn: int, num_computed: int) -> None:
+    def sample(self, now: float, num_drawn: int, num_computed: int) -> None:
         """Once a turn, with the tokens that were drawn, and computed of prompts, so far."""
         if self._now is not None and now < self._now + SAMPLE_S:
             return
-        counted = (num_drawn, num_computed, self._waiting.num_seated_tokens)
+        counted = (num_drawn, num_computed, self._waiting.num_dequeued_tokens)
         running = sum(len(group.running) for group in self._groups.values())
         if self._now is not None:
             passed = now - self._now
@@ -83,12 +83,12 @@ class WaitEstimate:
         now = self._now
         if now is None or not amount.choices or self._seat_s < LEAST_S:
             return 0.0
-        if self._groups and (self._outlook is None or now >= self._looked_at + LOOK_S):
-            self._looked_at, self._outlook = now, self._look(now)
-        if self._outlook is None:
+        if self._groups and (self._forecast is None or now >= self._forecast_at + LOOK_S):
+            self._forecast_at, self._forecast = now, self._make_forecast(now)
+        if self._forecast is None:
             return 0.0
         return max(
-            self._outlook.until(self._waiting.num_seated + amount.choices + 1, now), self._prefill_s(amount.tokens)
+            self._forecast.until(self._waiting.num_dequeued + amount.choices + 1, now), self._prefill_s(amount.tokens)
         )
 
     def _prefill_s(self, num_tokens: int) -> float:
@@ -104,7 +104,7 @@ class WaitEstimate:
         share = min(1.0, self._computed / self._seated) if self._seated else 1.0
         return num_tokens * share / per_s
 
-    def _look(self, now: float) -> Outlook:
+    def _make_forecast(self, now: float) -> StartForecast:
         """When those that run will have left their seats, and those that come after them."""
         seats = [seat for group in self._groups.values() for seat in group.running]
         stride = max(1, -(-len(seats) // NUM_SAMPLES))
@@ -112,7 +112,7 @@ class WaitEstimate:
         weight = len(seats) / len(sampled) if sampled else 0.0
         ages = [(len(seat.choice.outputs), _limit(seat)) for seat in sampled]
         survival = self._lengths.survival([age for age, limit in ages if not limit.is_fixed], weight)
-        fresh = self._fresh() or [(limit, 1 / len(ages)) for _, limit in ages]
+        fresh = self._waiting_limits() or [(limit, 1 / len(ages)) for _, limit in ages]
         mean = sum(share * survival.left(0, limit) for limit, share in fresh)
         left = [survival.left(age, limit) for age, limit in ages]
         free = self._num_free(mean, weight * sum(left))
@@ -122,7 +122,7 @@ class WaitEstimate:
         parts = [mean * i / PARTS for i in range(NUM_POINTS + 1)]
         ends = (survival.gone(0, limit, parts) for limit, _ in fresh)
         renewed = _renewals(mean_s, _summed(ends, [share for _, share in fresh], len(parts)))
-        horizon = 2 * (self._waiting.ledger.amount.choices + 1) * mean_s / max(num_seats, 1)
+        horizon = 2 * (self._waiting.usage.amount.choices + 1) * mean_s / max(num_seats, 1)
         horizon = max(horizon + sum(left) / max(len(left), 1) / speed, 1e-3)
         times = [horizon * (i / NUM_POINTS) ** 2 for i in range(NUM_POINTS + 1)]
         tokens = [speed * t for t in times]
@@ -131,7 +131,7 @@ class WaitEstimate:
         seated = [free * (1 + renewed(t)) for t in times]
         for i, t in enumerate(times):
             seated[i] += sum(num * (1 + renewed(t - at)) for at, num in steps[:i])
-        return Outlook(now, self._waiting.num_seated, times, seated, num_seats / mean_s)
+        return StartForecast(now, self._waiting.num_dequeued, times, seated, num_seats / mean_s)
 
     def _speed(self, num_seats: float) -> float:
         """Tokens of a seat a second: as measured, but no more than there are steps a second with so many seats."""
@@ -140,19 +140,19 @@ class WaitEstimate:
         slowest_s = max(group.departures.times.expect(load) for group in self._groups.values())
         return min(speed, 1 / slowest_s) if slowest_s > 0 else speed
 
-    def _fresh(self) -> list[tuple[Limit, float]]:
+    def _waiting_limits(self) -> list[tuple[OutputLimit, float]]:
         """The limits of those that wait, close ones as one, and the share of choices that have each."""
         found: dict[tuple[int, bool], tuple[int, int]] = {}
-        for (most, fixed), num in self._waiting.limits.items():
+        for (most, fixed), num in self._waiting.output_limits.items():
             key = (most.bit_length(), fixed)
             count, total = found.get(key, (0, 0))
             found[key] = (count + num, total + num * most)
         num_all = sum(count for count, _ in found.values())
-        return [(Limit(total // count, fixed), count / num_all) for (_, fixed), (count, total) in found.items()]
+        return [(OutputLimit(total // count, fixed), count / num_all) for (_, fixed), (count, total) in found.items()]
 
     def _num_free(self, mean: float, left: float) -> float:
         """Seats that are free and have blocks, where those that run will take so many more tokens together."""
-        amount, free = self._waiting.ledger.amount, 0.0
+        amount, free = self._waiting.usage.amount, 0.0
         num_running = sum(len(group.running) for group in self._groups.values())
         known = amount.tokens / max(amount.choices, 1)
         for group in self._groups.values():
@@ -166,9 +166,9 @@ class WaitEstimate:
         return free
 
 
-def _limit(seat: Seat) -> Limit:
+def _limit(seat: Seat) -> OutputLimit:
     request = seat.choice.request
-    return Limit(seat.limit - request.num_prompt, request.fills_limit)
+    return OutputLimit(seat.limit - request.num_prompt, request.fills_limit)
 
 
 def _summed(columns: Iterable[list[float]], weights: list[float], size: int) -> list[float]:

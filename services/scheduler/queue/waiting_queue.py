@@ -5,9 +5,9 @@ It counts choices: one prompt with `n` 128 is 128 sequences to be run. Those tha
 
 from collections import Counter
 
-from blockyard.services.scheduler.queue.output_lengths import Limit
+from blockyard.services.scheduler.queue.output_lengths import OutputLimit
 from blockyard.services.scheduler.queue.policy import Policy
-from blockyard.services.scheduler.queue.queue_usage import Ledger
+from blockyard.services.scheduler.queue.queue_usage import QueueUsage
 from blockyard.services.scheduler.sequences.requests import NONE, Amount, Choice, Request
 
 
@@ -16,10 +16,10 @@ class WaitingQueue:
 
     def __init__(self, policy: Policy) -> None:
         self.peek = policy.peek
-        self.ledger = Ledger()
-        self.limits: Counter[Limit] = Counter()  # of those that wait, how many have each
-        self.num_seated = 0  # choices that got a seat, so far
-        self.num_seated_tokens = 0  # known ones of all that got a seat, so far
+        self.usage = QueueUsage()
+        self.output_limits: Counter[OutputLimit] = Counter()  # of those that wait, how many have each
+        self.num_dequeued = 0  # choices that got a seat, so far
+        self.num_dequeued_tokens = 0  # known ones of all that got a seat, so far
         self._policy = policy
         self._tickets = 0
         self._requests: Counter[str] = Counter()  # waiting choices of each request, parked ones among them
@@ -35,7 +35,7 @@ class WaitingQueue:
         self._num_choices += 1
         self._count(choice)
         if not request.accepted and not request.attempt:
-            self.ledger.came(request)
+            self.usage.on_newcomer(request)
 
     def park(self, choice: Choice) -> None:
         """It will be pushed once a sibling has computed their prompt. Until then it only counts."""
@@ -44,10 +44,10 @@ class WaitingQueue:
     def unpark(self, choice: Choice) -> None:
         self._uncount(choice)
 
-    def take(self, choice: Choice) -> None:
+    def dequeue(self, choice: Choice) -> None:
         """As `discard`, for a seat."""
-        self.num_seated += 1
-        self.num_seated_tokens += choice.known
+        self.num_dequeued += 1
+        self.num_dequeued_tokens += choice.known
         self.discard(choice)
 
     def discard(self, choice: Choice) -> None:
@@ -57,51 +57,51 @@ class WaitingQueue:
         choice.ticket = 0
         self._num_choices -= 1
         self._uncount(choice)
-        if choice.aside:
-            choice.aside = False
+        if choice.is_held:
+            choice.is_held = False
         else:
-            self._policy.left(choice)
+            self._policy.remove(choice)
 
-    def set_aside(self, choice: Choice) -> None:
+    def hold(self, choice: Choice) -> None:
         """It waits on, but somewhere else than in the order of the policy."""
-        self._policy.left(choice)
+        self._policy.remove(choice)
         self._tickets += 1
-        choice.ticket, choice.aside = self._tickets, True
+        choice.ticket, choice.is_held = self._tickets, True
 
-    def put_back(self, choice: Choice) -> None:
+    def requeue(self, choice: Choice) -> None:
         """One that was set aside is among the others again."""
-        choice.aside = False
+        choice.is_held = False
         self._enter(choice)
 
-    def grow(self, choice: Choice, num_tokens: int) -> None:
+    def add_tokens(self, choice: Choice, num_tokens: int) -> None:
         """A waiting choice learned of more tokens, from plans that were in flight when it was preempted."""
         if choice.ticket:
             more = Amount(0, num_tokens)
             choice.counted = choice.counted.plus(more)
-            self.ledger.add(choice.request.owner, more)
+            self.usage.add(choice.request.owner, more)
 
-    def promised(self, request: Request) -> None:
+    def on_accepted(self, request: Request) -> None:
         """It gives way to nobody any more."""
-        self.ledger.settled(request)
+        self.usage.remove_newcomer(request)
 
     def _count(self, choice: Choice) -> None:
         self._requests[choice.request.id] += 1
         choice.counted = Amount(choice.width, choice.width * choice.known)
-        self.ledger.add(choice.request.owner, choice.counted)
-        self.limits[_limit(choice.request)] += choice.width
+        self.usage.add(choice.request.owner, choice.counted)
+        self.output_limits[_limit(choice.request)] += choice.width
 
     def _uncount(self, choice: Choice) -> None:
         request, amount = choice.request, choice.counted
         limit = _limit(request)
-        self.limits[limit] -= choice.width
-        if not self.limits[limit]:
-            del self.limits[limit]
+        self.output_limits[limit] -= choice.width
+        if not self.output_limits[limit]:
+            del self.output_limits[limit]
         choice.counted, choice.width = NONE, 1
         self._requests[request.id] -= 1
         if not self._requests[request.id]:
             del self._requests[request.id]
-            self.ledger.settled(request)
-        self.ledger.add(request.owner, NONE.less(amount))
+            self.usage.remove_newcomer(request)
+        self.usage.add(request.owner, NONE.less(amount))
 
     def _enter(self, choice: Choice) -> None:
         self._tickets += 1
@@ -109,5 +109,5 @@ class WaitingQueue:
         self._policy.push(choice)
 
 
-def _limit(request: Request) -> Limit:
-    return Limit(request.frame.sampling.max_tokens, request.fills_limit)
+def _limit(request: Request) -> OutputLimit:
+    return OutputLimit(request.frame.sampling.max_tokens, request.fills_limit)

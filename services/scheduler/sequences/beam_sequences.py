@@ -13,14 +13,14 @@ from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
 from blockyard.services.scheduler.sequences.beam_search import BeamSearch, Finished, Hypothesis
 from blockyard.services.scheduler.sequences.parallel_sampling import Forks
 from blockyard.services.scheduler.sequences.requests import Choice, Phase, Request, Search, make_choice
-from blockyard.services.scheduler.workers.worker_groups import Group, Groups
+from blockyard.services.scheduler.workers.worker_groups import WorkerGroup, WorkerGroups
 from blockyard.shared.messages import Beam, SlotResult, TokenStep
 
 
 class Beams:
     """All live searches. `Request.search` says of which choices one consists."""
 
-    def __init__(self, waiting: WaitingQueue, groups: Groups, lifecycle: Lifecycle, forks: Forks) -> None:
+    def __init__(self, waiting: WaitingQueue, groups: WorkerGroups, lifecycle: Lifecycle, forks: Forks) -> None:
         self.forks = forks
         self._waiting, self._groups, self._lifecycle = waiting, groups, lifecycle
         self._live: dict[str, Request] = {}  # and some that have ended since
@@ -34,7 +34,7 @@ class Beams:
         self._live[request.id] = request
         self.forks.add(request, [first])
 
-    def take(self, group: Group, choice: Choice, slot: SlotResult) -> None:
+    def take(self, group: WorkerGroup, choice: Choice, slot: SlotResult) -> None:
         """What a slot produced for a hypothesis."""
         request, search, hypothesis = choice.request, choice.request.search, choice.hypothesis
         assert search is not None
@@ -50,7 +50,7 @@ class Beams:
         live = [c.hypothesis for c in search.choices if c.hypothesis is not None]
         if any(h.top is None for h in live):
             near = {c.seat.worker for c in search.choices if c.seat is not None and c.phase is Phase.RUNNING}
-            self._groups.stir(self._groups.attached[worker] for worker in near)  # one may have to give way there
+            self._groups.mark_dirty(self._groups.attached[worker] for worker in near)  # one may have to give way there
             return
         search.num_cached = max(search.num_cached, choice.num_cached or 0)
         search.queued_s = choice.queued_s if search.queued_s is None else search.queued_s
@@ -61,7 +61,7 @@ class Beams:
         else:
             self._answer(request, search)
 
-    def relieve(self, group: Group) -> bool:
+    def relieve(self, group: WorkerGroup) -> bool:
         """Takes the seats of searches that hold some and cannot go on. Returns whether there were any.
 
         Somebody has to give way where one of a search's hypotheses waits for what others hold that wait for it.
@@ -76,8 +76,8 @@ class Beams:
             if not idle or any(choice.awaits_results() for choice in search.choices):
                 search.stalled.pop(group.worker, None)
                 continue
-            since = search.stalled.setdefault(group.worker, group.horizon.sent)
-            if group.flight and group.horizon.sent - since <= group.depth:
+            since = search.stalled.setdefault(group.worker, group.plan_clock.last_sent)
+            if group.in_flight and group.plan_clock.last_sent - since <= group.depth:
                 continue  # what is missing may only rest
             for seat in idle:
                 self._lifecycle.preempt(group, seat)
@@ -108,7 +108,7 @@ class Beams:
         before, seat = choice.hypothesis, choice.seat
         assert seat is not None
         group = self._groups.attached[seat.worker]
-        self._groups.stir([group])
+        self._groups.mark_dirty([group])
         if before is None or before.top is None or hypothesis.outputs[-1] != before.top.token_id:
             group.restarts.append(seat)
         choice.hypothesis, choice.outputs = hypothesis, hypothesis.outputs
@@ -138,8 +138,8 @@ def _fork(index: int, parent: Choice, hypothesis: Hypothesis) -> Choice:
         parent.request,
         index,
         hypothesis.outputs,
-        names=list(parent.names),
-        names_size=parent.names_size,
+        block_hashes=list(parent.block_hashes),
+        hash_block_size=parent.hash_block_size,
         num_cached=parent.num_cached or 0,
         hypothesis=hypothesis,
         fork_of=parent.seat if parent.phase is Phase.RUNNING else None,

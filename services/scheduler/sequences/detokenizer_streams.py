@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from blockyard.services.scheduler.outbox import Outbox
 from blockyard.services.scheduler.sequences.detokenizer_outbox import TextSink
 from blockyard.services.scheduler.sequences.requests import ID_BYTES, Choice, Request
-from blockyard.services.scheduler.workers.worker_groups import Group
+from blockyard.services.scheduler.workers.worker_groups import WorkerGroup
 from blockyard.shared import messages
 from blockyard.shared.messages import Cancel, FinishReason, StreamOpen, TokenStep
 
@@ -15,7 +15,7 @@ CONTEXT_IDS = 8  # ids of the prompt's end that a detokenizer gets
 
 
 class Streams:
-    def __init__(self, groups: dict[int, Group]) -> None:
+    def __init__(self, groups: dict[int, WorkerGroup]) -> None:
         """`groups` by worker."""
         self._groups = groups
         self._stream = 0  # what the last one is called
@@ -92,7 +92,7 @@ class Streams:
         for choice in request.choices.values():
             choice.stream = 0
             if choice.seat is not None and (group := self._groups.get(choice.seat.worker)) is not None:
-                group.single_out(choice.seat)
+                group.detach_from_batch(choice.seat)
         request.sink = None
 
     def catch_up(self, choice: Choice, num_delivered: int) -> None:

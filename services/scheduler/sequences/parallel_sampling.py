@@ -9,10 +9,10 @@ own token from there.
 from collections.abc import Iterable
 
 from blockyard.services.scheduler.batch.plan_record import PlanRecord
-from blockyard.services.scheduler.kv_cache.prefix_cache import Found
+from blockyard.services.scheduler.kv_cache.prefix_cache import PrefixMatch
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
 from blockyard.services.scheduler.sequences.requests import Choice, Phase, Request, Seat
-from blockyard.services.scheduler.workers.worker_groups import Group
+from blockyard.services.scheduler.workers.worker_groups import WorkerGroup
 
 
 class Forks:
@@ -53,7 +53,7 @@ class Forks:
             self._waiting.push(leader)
             self.num_parked -= 1
 
-    def find(self, group: Group, record: PlanRecord, choice: Choice, found: Found) -> Found | None:
+    def find(self, group: WorkerGroup, record: PlanRecord, choice: Choice, found: PrefixMatch) -> PrefixMatch | None:
         """What a choice may begin with in this plan; None if it has been parked: a sibling is at its prompt.
 
         `found` is what there is of it without siblings.
@@ -70,7 +70,7 @@ class Forks:
             seat = other.seat
             if seat is None or not _runs(seat, group):
                 continue
-            if seat.num_freed > group.window.first_seen(num_tokens):
+            if seat.num_freed > group.window.num_skipped_blocks(num_tokens):
                 continue  # it has given up what this one would have to see
             if scored and (seat.num_found or seat.copied_from is not None):
                 continue  # a fork itself: nobody may be left who has the log-probabilities of the prompt
@@ -88,26 +88,26 @@ class Forks:
         self._waiting.park(choice)
         self.num_parked += 1
 
-    def _fork(self, group: Group, choice: Choice, source: Seat, num_tokens: int) -> Found:
+    def _fork(self, group: WorkerGroup, choice: Choice, source: Seat, num_tokens: int) -> PrefixMatch:
         num_full, rest = divmod(num_tokens, group.blocks.block_size)
         if choice.num_cached is None:
             choice.num_cached = source.choice.num_cached  # one prompt, found once
-        first = group.window.first_seen(num_tokens)
+        first = group.window.num_skipped_blocks(num_tokens)
         copied = source.blocks[num_full] if rest else None
-        return Found(source.blocks[first:num_full], num_tokens=num_tokens, copy_from=copied, first=first)
+        return PrefixMatch(source.blocks[first:num_full], num_tokens=num_tokens, copy_from=copied, num_skipped=first)
 
 
-def _runs(seat: Seat, group: Group) -> bool:
+def _runs(seat: Seat, group: WorkerGroup) -> bool:
     return seat.worker == group.worker and seat.choice.seat is seat and seat.choice.phase is Phase.RUNNING
 
 
-def _has(seat: Seat, group: Group, record: PlanRecord, num_tokens: int) -> bool:
+def _has(seat: Seat, group: WorkerGroup, record: PlanRecord, num_tokens: int) -> bool:
     """Whether a seat's KV is written that far when this plan begins, and it still holds what is seen from there.
 
     The seat may be new in this plan: then the block that it ends in is filled by a copy of this plan, and a reader
     copies that one's source (see `Draft.source_of`).
     """
-    if not _runs(seat, group) or seat.num_freed > group.window.first_seen(num_tokens):
+    if not _runs(seat, group) or seat.num_freed > group.window.num_skipped_blocks(num_tokens):
         return False
     return seat.granted - record.granted(seat) >= num_tokens
 

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from blockyard.services.scheduler.kv_cache.id_pool import Horizon
+from blockyard.services.scheduler.kv_cache.id_pool import PlanClock
 from blockyard.services.scheduler.sequences.beam_search import BeamSearch, Hypothesis
 from blockyard.services.scheduler.sequences.detokenizer_outbox import TextSink
 from blockyard.shared.messages import Generate, Sampling, SlotRun
@@ -45,7 +45,7 @@ class Amount(NamedTuple):
 NONE = Amount()
 
 
-class Payer(Protocol):
+class TokenAccount(Protocol):
     """Who pays for what a request is served, where that is counted."""
 
     def charge(self, num_outputs: int) -> None: ...
@@ -67,7 +67,7 @@ class Request:
     accepted: bool = False
     parked: list["Choice"] = field(default_factory=list)  # members that begin when another has written the prompt
 
-    payer: Payer | None = None
+    account: TokenAccount | None = None
     came_s: float = 0.0
     owner: tuple[str, str] = ("", "")  # tenant, and user of it: those of the first attempt
     search: "Search | None" = None
@@ -116,13 +116,13 @@ class Choice:
     phase: Phase = Phase.WAITING
     key: Key = ()  # of the seat it has or had last
     ticket: int = 0  # its entry in the waiting queue, 0: none
-    aside: bool = False  # it waits at a group's desk
+    is_held: bool = False  # it waits at a group's desk
     width: int = 1  # choices that it counts as while it waits: the first of a beam search is all of its beams
     counted: Amount = NONE  # what it is in the waiting queue's ledger, parked or not
     seat: "Seat | None" = None  # the one it runs in, or, while it waits, the last one: its results may be out still
     prompt_next: int = 0  # the first prompt position whose log-probabilities have not come; they are not kept
-    names: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they were asked for
-    names_size: int = 0  # tokens of the blocks that are named; 0: nobody asked
+    block_hashes: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they were asked for
+    hash_block_size: int = 0  # tokens of the blocks that are named; 0: nobody asked
     num_cached: int | None = None  # prompt tokens found when it first got a seat
     queued_s: float | None = None  # how long its request had waited when it first got a seat
     tells_cached: bool = True  # false: an earlier attempt had a seat elsewhere, and this one finds what that computed
@@ -143,7 +143,7 @@ class Choice:
     def awaits_results(self) -> bool:
         """Left its seat while plans with it were in flight: what they say are its tokens still."""
         seat = self.seat
-        return seat is not None and seat.last_plan > seat.horizon.done
+        return seat is not None and seat.last_plan > seat.plan_clock.last_completed
 
 
 class Pace:
@@ -169,7 +169,7 @@ class Seat:
 
     choice: Choice
     worker: int  # incarnation
-    horizon: Horizon
+    plan_clock: PlanClock
     slot: int
     key: Key
     prefill_end: int  # ids it started with
@@ -182,10 +182,10 @@ class Seat:
     drawn: bool = False  # a token has come: from then on all that is known but the last one is computed
     num_found: int = 0  # leading blocks that were there already: others may have them too
     copied_from: int | None = None  # block whose contents it began with, in one of its own
-    num_named: int = 0  # leading blocks that were offered to the index
+    num_hashed: int = 0  # leading blocks that were offered to the index
     num_freed: int = 0  # leading places in `blocks` that it does not hold: they are behind its model's window
-    name_at: int = NEVER  # computed tokens with which the next block is to be named
-    is_due: bool = False  # it has as many, and is in its group's list for that
+    next_hash_at: int = NEVER  # computed tokens with which the next block is to be named
+    is_hash_due: bool = False  # it has as many, and is in its group's list for that
     row: int = 0  # its place in its lane
     look_at: int = 0  # when its lane looks at it, by its pace
     base: int = 0  # tokens granted besides its lane's

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from blockyard.services.scheduler.simulator.trace import TraceRequest
-from blockyard.services.scheduler.workers.worker_groups import Group
+from blockyard.services.scheduler.workers.worker_groups import WorkerGroup
 from blockyard.shared.messages import Refused, TokenBatch
 from blockyard.shared.token_ids import unpack
 
@@ -104,13 +104,13 @@ class Record:
         flow.refused, flow.detail, flow.ended_s = frame.status, frame.message, now
         self.num_open -= 1
 
-    def preempting(self, group: Group, now: float) -> None:
+    def preempting(self, group: WorkerGroup, now: float) -> None:
         """A seat is about to be taken away for want of blocks."""
         if self.first_preemption is None:
             pool = group.blocks
             self.first_preemption = FirstPreemption(now, pool.num_used / pool.num_ids, self._unfilled([group]))
 
-    def sample(self, now: float, look: Callable[[], tuple[int, list[Group]]]) -> None:
+    def sample(self, now: float, look: Callable[[], tuple[int, list[WorkerGroup]]]) -> None:
         """`look` says how many wait, and which groups there are; it is called now and then."""
         if now < self._next_s:
             return
@@ -124,7 +124,7 @@ class Record:
             self._every_s *= 2
         self._next_s = now + self._every_s
 
-    def _unfilled(self, groups: list[Group]) -> float:
+    def _unfilled(self, groups: list[WorkerGroup]) -> float:
         """Of each seat's last block, what lies behind the last token it will ever compute."""
         wasted = slots = 0
         for group in groups:

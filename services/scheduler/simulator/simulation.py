@@ -9,7 +9,7 @@ from blockyard.services.scheduler.outbox import Outgoing
 from blockyard.services.scheduler.simulator.record import Record
 from blockyard.services.scheduler.simulator.trace import TraceRequest, frames
 from blockyard.services.scheduler.simulator.worker import Pace, SimWorker
-from blockyard.services.scheduler.workers.worker_groups import Group
+from blockyard.services.scheduler.workers.worker_groups import WorkerGroup
 from blockyard.shared.config.simulation import SimulationConfig
 from blockyard.shared.errors import BlockyardError
 from blockyard.shared.messages import (
@@ -128,8 +128,8 @@ class Simulation:
             case Refused():
                 self.record.refused(frame, self.now)
 
-    def _look(self) -> tuple[int, list[Group]]:
+    def _look(self) -> tuple[int, list[WorkerGroup]]:
         return self.core.stats().waiting, list(self.core.groups.values())
 
-    def _preempting(self, group: Group) -> None:
+    def _preempting(self, group: WorkerGroup) -> None:
         self.record.preempting(group, self.now)

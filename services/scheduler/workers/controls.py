@@ -2,30 +2,30 @@
 
 from blockyard.services.scheduler.batch.admission_delay import Gate
 from blockyard.services.scheduler.outbox import Outbox
-from blockyard.services.scheduler.workers.worker_groups import Groups
-from blockyard.services.scheduler.workers.worker_sleep import Rest
+from blockyard.services.scheduler.workers.worker_groups import WorkerGroups
+from blockyard.services.scheduler.workers.worker_sleep import WorkerSleep
 from blockyard.shared.messages import Control, Controlled, Verb
 
 
 class Controls:
-    def __init__(self, groups: Groups, gate: Gate, rest: Rest, outbox: Outbox, may_sleep: bool) -> None:
-        self._groups, self._gate, self._rest, self._outbox, self._may_sleep = groups, gate, rest, outbox, may_sleep
+    def __init__(self, groups: WorkerGroups, gate: Gate, sleep: WorkerSleep, outbox: Outbox, may_sleep: bool) -> None:
+        self._groups, self._gate, self._sleep, self._outbox, self._may_sleep = groups, gate, sleep, outbox, may_sleep
         self._open: list[tuple[int, Control]] = []  # with gateway; answered when done
 
     @property
     def phase(self) -> str:
         """Empty while everything is as always."""
-        return "asleep" if self._rest.level else "paused" if self._gate.paused else ""
+        return "asleep" if self._sleep.level else "paused" if self._gate.paused else ""
 
     def take(self, gateway: int, frame: Control, now: float) -> None:
         """Answered by `settle`, now or later."""
         match frame.verb:
             case Verb.RESET_PREFIX_CACHE:
-                self._rest.renew(now)
+                self._sleep.reset_prefix_cache(now)
             case Verb.PAUSE:
                 self._gate.paused, self._gate.frozen = True, not frame.drain
                 if frame.clear_cache and not frame.drain:
-                    self._rest.renew(now)
+                    self._sleep.reset_prefix_cache(now)
             case Verb.RESUME:
                 self._gate.paused = self._gate.frozen = False
             case Verb.SLEEP if not self._may_sleep:
@@ -35,9 +35,9 @@ class Controls:
                 self._answer(gateway, frame, 400, f"level must be 1 or 2, got {frame.level}")
                 return
             case Verb.SLEEP:
-                self._rest.sleep(frame.level)
+                self._sleep.sleep(frame.level)
             case Verb.WAKE_UP:
-                self._rest.wake(now, frame.tags)
+                self._sleep.wake(now, frame.tags)
         self._open.append((gateway, frame))
         self.settle(now)
 
@@ -45,38 +45,38 @@ class Controls:
         """Answers what is done. To be called whenever something happened."""
         still: list[tuple[int, Control]] = []
         for gateway, frame in self._open:
-            if frame.verb is Verb.WAKE_UP and self._rest.level and not self._rest.has_given(frame.tags):
+            if frame.verb is Verb.WAKE_UP and self._sleep.level and not self._sleep.has_restored(frame.tags):
                 self._answer(gateway, frame, 409, "it was put to sleep again")
-            elif frame.verb is Verb.SLEEP and not self._rest.level:
+            elif frame.verb is Verb.SLEEP and not self._sleep.level:
                 self._answer(gateway, frame, 409, "it was woken up again")
             elif not self._is_done(frame):
                 still.append((gateway, frame))
             else:
                 if frame.verb is Verb.PAUSE and frame.drain and frame.clear_cache:
-                    self._rest.renew(now)
+                    self._sleep.reset_prefix_cache(now)
                 self._answer(gateway, frame, 200, "")
         self._open = still
 
     def gone(self, member: int) -> None:
-        self._rest.gone(member)
+        self._sleep.on_gone(member)
         self._open = [(gateway, frame) for gateway, frame in self._open if gateway != member]
 
     def _is_done(self, frame: Control) -> bool:
         groups = self._groups.attached.values()
         match frame.verb:
             case Verb.PAUSE if frame.drain:
-                return not any(group.running or group.flight for group in groups)
+                return not any(group.running or group.in_flight for group in groups)
             case Verb.PAUSE:
-                return not any(group.flight for group in groups) and not self._rest.expected
+                return not any(group.in_flight for group in groups) and not self._sleep.reattaching
             case Verb.SLEEP:
-                return self._rest.all_asleep
-            case Verb.WAKE_UP if self._rest.level:  # a part of it
-                return self._rest.all_asleep
+                return self._sleep.all_asleep
+            case Verb.WAKE_UP if self._sleep.level:  # a part of it
+                return self._sleep.all_asleep
             case Verb.WAKE_UP | Verb.RESET_PREFIX_CACHE:
-                return not self._rest.expected
+                return not self._sleep.reattaching
         return True
 
     def _answer(self, gateway: int, frame: Control, status: int, message: str) -> None:
-        rest = self._rest
-        answer = Controlled(frame.request_id, status, message, rest.level, self._gate.paused, rest.freed_bytes)
+        sleep = self._sleep
+        answer = Controlled(frame.request_id, status, message, sleep.level, self._gate.paused, sleep.freed_bytes)
         self._outbox.answer(gateway, answer)

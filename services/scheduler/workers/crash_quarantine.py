@@ -10,75 +10,75 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from blockyard.services.scheduler.sequences.requests import Choice, Phase, Request
-from blockyard.services.scheduler.workers.worker_groups import Group
+from blockyard.services.scheduler.workers.worker_groups import WorkerGroup
 
 log = logging.getLogger(__name__)
 
-PROOF = 2  # new tokens: one of a prefill, one of a decode step
-PATIENCE_S = 60.0  # that a suspect waits for a group where nothing runs, before groups are emptied for it
+CLEARED_AFTER_TOKENS = 2  # new tokens: one of a prefill, one of a decode step
+MAX_WAIT_S = 60.0  # that a suspect waits for a group where nothing runs, before groups are emptied for it
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class Probation:
     request: Request
     goal: int  # outputs with which it is cleared
     since_s: float
 
 
-class Suspects:
+class CrashQuarantine:
     def __init__(self) -> None:
-        self._trials: dict[str, Trial] = {}  # by request
+        self._probations: dict[str, Probation] = {}  # by request
 
     def __bool__(self) -> bool:
-        return bool(self._trials)
+        return bool(self._probations)
 
-    def accuse(self, group: Group, detail: str, now: float, fail: Callable[[Choice, str], None]) -> None:
+    def blame(self, group: WorkerGroup, detail: str, now: float, fail: Callable[[Choice, str], None]) -> None:
         """The worker of this group broke. Who ran alone, and was suspected before, has done it and is failed."""
-        running = (seat.choice for record in group.flight for seat in record.all_seats())
+        running = (seat.choice for record in group.in_flight for seat in record.all_seats())
         near = {choice.request.id: choice.request for choice in running if choice.phase is not Phase.ENDED}
         for request in sorted(near.values(), key=lambda request: request.arrival):
-            if len(near) == 1 and request.id in self._trials:
+            if len(near) == 1 and request.id in self._probations:
                 log.error("workers break where %s runs alone, it is failed: %s", request.id, detail)
                 for choice in list(request.choices.values()):
                     fail(choice, f"workers broke while they ran this request alone: {detail}")
             else:
-                self._trials[request.id] = Trial(request, _num_outputs(request) + PROOF, now)
+                self._probations[request.id] = Probation(request, _num_outputs(request) + CLEARED_AFTER_TOKENS, now)
 
-    def settle(self) -> None:
+    def update(self) -> None:
         """Before plans are made: clears whoever has survived, and forgets those that ended."""
-        for trial in list(self._trials.values()):
-            if not trial.request.choices or _num_outputs(trial.request) >= trial.goal:
-                del self._trials[trial.request.id]
+        for probation in list(self._probations.values()):
+            if not probation.request.choices or _num_outputs(probation.request) >= probation.goal:
+                del self._probations[probation.request.id]
 
-    def next(self, group: Group) -> Choice | None:
+    def next_for(self, group: WorkerGroup) -> Choice | None:
         """The suspect that is to be seated in this group now, before everybody else: where none of the others runs."""
         tried = self._running(group)
-        for trial in self._trials.values():
-            if trial.request is tried or (tried is None and _alone(group, trial.request)):
-                waiting = (choice for choice in trial.request.members if choice.ticket and not choice.aside)
+        for probation in self._probations.values():
+            if probation.request is tried or (tried is None and _alone(group, probation.request)):
+                waiting = (choice for choice in probation.request.members if choice.ticket and not choice.is_held)
                 if (choice := next(waiting, None)) is not None:
                     return choice
         return None
 
-    def admit(self, group: Group, request: Request, now: float) -> bool:
+    def may_run(self, group: WorkerGroup, request: Request, now: float) -> bool:
         """Whether a choice that is next may be seated here."""
         tried = self._running(group)
-        if request.id in self._trials:
+        if request.id in self._probations:
             return tried in (None, request) and _alone(group, request)
         if tried is not None:
             return False
-        waits = [trial for trial in self._trials.values() if _waits(trial.request)]
-        return not waits or (bool(group.running) and all(now - trial.since_s < PATIENCE_S for trial in waits))
+        waits = [probation for probation in self._probations.values() if _waits(probation.request)]
+        return not waits or (bool(group.running) and all(now - probation.since_s < MAX_WAIT_S for probation in waits))
 
-    def _running(self, group: Group) -> Request | None:
+    def _running(self, group: WorkerGroup) -> Request | None:
         """The suspect that is tried in this group."""
         requests = (seat.choice.request for seat in group.running)
-        return next((request for request in requests if request.id in self._trials), None)
+        return next((request for request in requests if request.id in self._probations), None)
 
 
-def _alone(group: Group, request: Request) -> bool:
+def _alone(group: WorkerGroup, request: Request) -> bool:
     """Nobody else runs, or may still run."""
-    seats = [*group.running, *(seat for record in group.flight for seat in record.all_seats())]
+    seats = [*group.running, *(seat for record in group.in_flight for seat in record.all_seats())]
     return all(seat.choice.request is request for seat in seats)
 
 

@@ -1,7 +1,7 @@
 """Which group a waiting choice goes to: where the least is to be computed for it, and before it.
 
 With one group there is nothing to decide, and whoever is next is taken straight from the waiting queue. With several,
-each turn begins with `place`: whoever is next goes to a group's desk, as long as there is one with room, and takes its
+each turn begins with `place`: whoever is next goes to a group's queue, as long as there is one with room, and takes its
 seat with that group's next plan. Desks are short, a step's worth of tokens: what has not been placed yet can still go
 wherever there is room first. Who begins as others do stands longer, where that beginning is computed.
 """
@@ -10,19 +10,19 @@ from bisect import insort
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from blockyard.services.scheduler.kv_cache.prefix_cache import Found, PrefixCache
-from blockyard.services.scheduler.queue.acceptance import Promises
+from blockyard.services.scheduler.kv_cache.prefix_cache import PrefixCache, PrefixMatch
+from blockyard.services.scheduler.queue.acceptance import Acceptance
 from blockyard.services.scheduler.queue.policy import Policy
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
 from blockyard.services.scheduler.sequences.requests import Choice, Key, Phase
-from blockyard.services.scheduler.workers.worker_groups import Group
+from blockyard.services.scheduler.workers.worker_groups import WorkerGroup
 
 RUNNING_TOKENS = 128  # a choice that runs weighs as many tokens to be computed: it will decode for a while yet
 TOO_LONG = 1 << 40  # what it costs to end at a group's limit, where another might take more
-PATIENCE = 4  # plans after which somebody who got no seat at a desk may go elsewhere
+MAX_PLANS_WAITED = 4  # plans after which somebody who got no seat at a queue may go elsewhere
 
 _by_key = attrgetter("key")
-_NOTHING = Found()
+_NOTHING = PrefixMatch()
 
 
 def cost(num_tokens: int, backlog: int, num_running: int) -> tuple[int, int]:
@@ -31,8 +31,8 @@ def cost(num_tokens: int, backlog: int, num_running: int) -> tuple[int, int]:
 
 
 @dataclass(slots=True, eq=False)
-class Comer:
-    """A choice at a desk, or one that came from there and is in prefill."""
+class RoutedSequence:
+    """A choice at a queue, or one that came from there and is in prefill."""
 
     choice: Choice
     ticket: int  # its entry in the waiting queue while it stands here
@@ -45,7 +45,7 @@ class Comer:
     def waits(self) -> bool:
         return self.choice.ticket == self.ticket
 
-    def left(self, group: Group) -> int:
+    def left(self, group: WorkerGroup) -> int:
         """Tokens that are still to be granted."""
         if self.waits:
             return self.num_tokens
@@ -56,25 +56,25 @@ class Comer:
 
 
 @dataclass(slots=True, eq=False)
-class Desk:
+class GroupQueue:
     """A group, who stands before it in the order of the policy, and what it has before itself."""
 
-    group: Group
-    queue: list[Comer] = field(default_factory=list)
-    comers: list[Comer] = field(default_factory=list)  # those in the queue and those in prefill
+    group: WorkerGroup
+    entries: list[RoutedSequence] = field(default_factory=list)
+    unfinished: list[RoutedSequence] = field(default_factory=list)  # those in the queue and those in prefill
     backlog: int = 0  # tokens that they lack
     num_blocks: int = 0  # that those in the queue will take
 
     def refresh(self) -> None:
         """To be called when somebody is about to be placed: plans have been made since."""
-        self.queue = [comer for comer in self.queue if comer.waits]
-        self.num_blocks = sum(comer.num_blocks for comer in self.queue)
-        known = [(comer, left) for comer in self.comers if (left := comer.left(self.group))]
-        self.comers, self.backlog = [comer for comer, _ in known], sum(left for _, left in known)
+        self.entries = [routed for routed in self.entries if routed.waits]
+        self.num_blocks = sum(routed.num_blocks for routed in self.entries)
+        known = [(routed, left) for routed in self.unfinished if (left := routed.left(self.group))]
+        self.unfinished, self.backlog = [routed for routed, _ in known], sum(left for _, left in known)
 
     @property
     def num_choices(self) -> int:
-        return len(self.group.running) + len(self.queue)
+        return len(self.group.running) + len(self.entries)
 
     @property
     def is_full(self) -> bool:
@@ -85,166 +85,168 @@ class Desk:
         """The next plan has no tokens left for somebody else: only who finds something here has a reason to stand."""
         return self.backlog >= self.group.max_num_batched_tokens
 
-    def num_coming(self, names: list[bytes], num_found: int) -> int:
-        """Leading blocks that will be found once those who came before have been computed; names are chained."""
+    def num_blocks_in_progress(self, hashes: list[bytes], num_found: int) -> int:
+        """Leading blocks that will be found once those who came before have been computed; hashes are chained."""
         most = num_found
-        for comer in self.comers:
-            theirs = comer.choice.names
-            end = min(len(names), len(theirs))
-            if end <= most or names[most] != theirs[most]:
+        for routed in self.unfinished:
+            other = routed.choice.block_hashes
+            end = min(len(hashes), len(other))
+            if end <= most or hashes[most] != other[most]:
                 continue
             low, high = most + 1, end  # the first `low` are the same
             while low < high:
                 middle = (low + high + 1) // 2
-                low, high = (middle, high) if names[middle - 1] == theirs[middle - 1] else (low, middle - 1)
+                low, high = (middle, high) if hashes[middle - 1] == other[middle - 1] else (low, middle - 1)
             most = low
         return most
 
-    def awaits(self, first: bytes) -> bool:
+    def will_cache(self, first: bytes) -> bool:
         """Somebody came whose first block has this name."""
-        return any(comer.choice.names and comer.choice.names[0] == first for comer in self.comers)
+        return any(routed.choice.block_hashes and routed.choice.block_hashes[0] == first for routed in self.unfinished)
 
-    def dismiss(self, waiting: WaitingQueue) -> None:
+    def requeue(self, waiting: WaitingQueue) -> None:
         """All who stand here wait among the others again."""
-        for comer in self.queue:
-            if comer.waits:
-                waiting.put_back(comer.choice)
-        self.queue = []
+        for routed in self.entries:
+            if routed.waits:
+                waiting.requeue(routed.choice)
+        self.entries = []
 
-    def add(self, comer: Comer) -> None:
-        insort(self.queue, comer, key=_by_key)
-        self.comers.append(comer)
-        self.backlog += comer.num_tokens
-        self.num_blocks += comer.num_blocks
+    def add(self, routed: RoutedSequence) -> None:
+        insort(self.entries, routed, key=_by_key)
+        self.unfinished.append(routed)
+        self.backlog += routed.num_tokens
+        self.num_blocks += routed.num_blocks
 
 
-class Placement:
+class Router:
     def __init__(
         self,
         waiting: WaitingQueue,
-        groups: dict[int, Group],
+        groups: dict[int, WorkerGroup],
         prefix: PrefixCache,
         policy: Policy,
-        promises: Promises,
+        acceptance: Acceptance,
     ) -> None:
         self._waiting, self._groups, self._prefix, self._policy = waiting, groups, prefix, policy
-        self._promises = promises
-        self._desks: dict[int, Desk] = {}
+        self._acceptance = acceptance
+        self._queues: dict[int, GroupQueue] = {}
 
-    def dismiss(self) -> None:
-        """Nobody stands at a desk: those who did wait among the others again."""
-        for desk in self._desks.values():
-            desk.dismiss(self._waiting)
+    def requeue_all(self) -> None:
+        """Nobody stands at a queue: those who did wait among the others again."""
+        for queue in self._queues.values():
+            queue.requeue(self._waiting)
 
-    def place(self) -> list[Group]:
-        """Sends those who wait to desks, as far as there is room. Returns the groups that somebody was sent to."""
-        chosen: list[Group] = []
+    def route(self) -> list[WorkerGroup]:
+        """Sends those who wait to queues, as far as there is room. Returns the groups that somebody was sent to."""
+        chosen: list[WorkerGroup] = []
         if len(self._groups) < 2 or self._next() is None:
             return chosen
-        desks = [self._desk(group) for group in self._groups.values()]
-        for desk in desks:
-            if desk.comers or desk.queue:
-                desk.refresh()
-                self._send_back(desk)
-        desks = [desk for desk in desks if not desk.is_full]
-        while desks and (choice := self._next()) is not None:
-            best = self._best(desks, choice)
+        queues = [self._queue_of(group) for group in self._groups.values()]
+        for queue in queues:
+            if queue.unfinished or queue.entries:
+                queue.refresh()
+                self._requeue_stalled(queue)
+        queues = [queue for queue in queues if not queue.is_full]
+        while queues and (choice := self._next()) is not None:
+            best = self._best(queues, choice)
             if best is None:
                 break
-            desk, num_tokens, num_blocks = best
-            self._add(desk, choice, num_tokens, num_blocks)
-            chosen.append(desk.group)
-            if desk.is_full:
-                desks.remove(desk)
+            queue, num_tokens, num_blocks = best
+            self._add(queue, choice, num_tokens, num_blocks)
+            chosen.append(queue.group)
+            if queue.is_full:
+                queues.remove(queue)
         return chosen
 
-    def next(self, group: Group) -> Choice | None:
-        """Who is next in this group: at its desk, or of all who wait if nobody has a place for him."""
-        desk = self._desks.get(group.worker)
-        if desk is not None:
-            while desk.queue and not desk.queue[0].waits:
-                desk.queue.pop(0)
-            if desk.queue:
-                return desk.queue[0].choice
+    def next(self, group: WorkerGroup) -> Choice | None:
+        """Who is next in this group: at its queue, or of all who wait if nobody has a place for him."""
+        queue = self._queues.get(group.worker)
+        if queue is not None:
+            while queue.entries and not queue.entries[0].waits:
+                queue.entries.pop(0)
+            if queue.entries:
+                return queue.entries[0].choice
         return self._waiting.peek()
 
-    def claim(self, group: Group, choice: Choice) -> None:
+    def reserve(self, group: WorkerGroup, choice: Choice) -> None:
         """Others have given way to this choice in this group: it is not to take anybody's place elsewhere, too."""
-        if len(self._groups) > 1 and not choice.aside:
-            self._add(self._desk(group), choice, choice.known, group.to_take(choice.known, 0, 0, []))
+        if len(self._groups) > 1 and not choice.is_held:
+            self._add(self._queue_of(group), choice, choice.known, group.num_blocks_to_take(choice.known, 0, 0, []))
 
-    def forget(self, group: Group) -> None:
-        """A group is lost: those at its desk wait for another."""
-        desk = self._desks.pop(group.worker, None)
-        if desk is not None:
-            desk.dismiss(self._waiting)
+    def remove_group(self, group: WorkerGroup) -> None:
+        """A group is lost: those at its queue wait for another."""
+        queue = self._queues.pop(group.worker, None)
+        if queue is not None:
+            queue.requeue(self._waiting)
 
     def _next(self) -> Choice | None:
         """Who is next, if he may be seated."""
         choice = self._waiting.peek()
-        if choice is None or choice.awaits_results() or not self._promises.possible(choice.request):
+        if choice is None or choice.awaits_results() or not self._acceptance.can_accept(choice.request):
             return None
         return choice
 
-    def _desk(self, group: Group) -> Desk:
-        desk = self._desks.get(group.worker)
-        if desk is None:
-            desk = self._desks[group.worker] = Desk(group)
-        return desk
+    def _queue_of(self, group: WorkerGroup) -> GroupQueue:
+        queue = self._queues.get(group.worker)
+        if queue is None:
+            queue = self._queues[group.worker] = GroupQueue(group)
+        return queue
 
-    def _best(self, desks: list[Desk], choice: Choice) -> tuple[Desk, int, int] | None:
-        """The desk, and the tokens and blocks that are lacking there; None without room anywhere."""
+    def _best(self, queues: list[GroupQueue], choice: Choice) -> tuple[GroupQueue, int, int] | None:
+        """The queue, and the tokens and blocks that are lacking there; None without room anywhere."""
         best, lowest = None, None
         known, size, first = choice.known, 0, None
-        near = _siblings(choice)
+        near = _sibling_groups(choice)
         own = max(1, known - choice.request.num_prompt)  # what a sibling has not computed of it
-        for desk in desks:
-            pool = desk.group.blocks
+        for queue in queues:
+            pool = queue.group.blocks
             if pool.block_size != size:
-                size, first = pool.block_size, self._prefix.first_name(desk.group, choice)
-            num_tokens, backlog, found = known, desk.backlog, _NOTHING
-            if first is not None and (desk.group.may_hold(first) or (desk.comers and desk.awaits(first))):
-                num_tokens, backlog, found = self._find(desk, choice)
-            elif desk.group.worker in near:
+                size, first = pool.block_size, self._prefix.first_hash(queue.group, choice)
+            num_tokens, backlog, found = known, queue.backlog, _NOTHING
+            if first is not None and (
+                queue.group.may_have_cached(first) or (queue.unfinished and queue.will_cache(first))
+            ):
+                num_tokens, backlog, found = self._find(queue, choice)
+            elif queue.group.worker in near:
                 num_tokens = own
-            elif desk.is_busy:
+            elif queue.is_busy:
                 continue
-            too_long = TOO_LONG if known >= desk.group.max_model_len else 0
-            price = cost(num_tokens, backlog + too_long, len(desk.group.running) + len(desk.queue))
+            too_long = TOO_LONG if known >= queue.group.max_model_len else 0
+            price = cost(num_tokens, backlog + too_long, len(queue.group.running) + len(queue.entries))
             if lowest is not None and price >= lowest:
                 continue
-            num_blocks = desk.group.to_take(known, found.num_tokens, found.first, found.blocks)
-            if pool.admits(num_blocks + desk.num_blocks, found.blocks, alone=not desk.num_choices):
-                best, lowest = (desk, num_tokens, num_blocks), price
+            num_blocks = queue.group.num_blocks_to_take(known, found.num_tokens, found.num_skipped, found.blocks)
+            if pool.admits(num_blocks + queue.num_blocks, found.blocks, alone=not queue.num_choices):
+                best, lowest = (queue, num_tokens, num_blocks), price
         return best
 
-    def _find(self, desk: Desk, choice: Choice) -> tuple[int, int, Found]:
+    def _find(self, queue: GroupQueue, choice: Choice) -> tuple[int, int, PrefixMatch]:
         """Tokens that are lacking, those before them, and what is there.
 
         What somebody before computes for both counts for neither.
         """
-        found, size, coming = self._prefix.find(desk.group, choice), desk.group.blocks.block_size, 0
-        if found.next_name is not None:
+        found, size, coming = self._prefix.find(queue.group, choice), queue.group.blocks.block_size, 0
+        if found.next_hash is not None:
             num_found = found.num_tokens // size
-            coming = (desk.num_coming(choice.names, num_found) - num_found) * size
+            coming = (queue.num_blocks_in_progress(choice.block_hashes, num_found) - num_found) * size
         num_tokens = choice.known - found.num_tokens - coming
-        return max(1, num_tokens), max(0, desk.backlog - coming), found
+        return max(1, num_tokens), max(0, queue.backlog - coming), found
 
-    def _add(self, desk: Desk, choice: Choice, num_tokens: int, num_blocks: int) -> None:
+    def _add(self, queue: GroupQueue, choice: Choice, num_tokens: int, num_blocks: int) -> None:
         key = self._policy.key(choice)
-        self._waiting.set_aside(choice)
-        desk.add(Comer(choice, choice.ticket, key, num_tokens, num_blocks, desk.group.horizon.sent))
+        self._waiting.hold(choice)
+        queue.add(RoutedSequence(choice, choice.ticket, key, num_tokens, num_blocks, queue.group.plan_clock.last_sent))
 
-    def _send_back(self, desk: Desk) -> None:
+    def _requeue_stalled(self, queue: GroupQueue) -> None:
         """Those whom plan after plan passed over."""
-        sent = desk.group.horizon.sent
-        if desk.queue and sent - min(comer.since for comer in desk.queue) > PATIENCE:
-            desk.dismiss(self._waiting)
-            desk.refresh()
+        sent = queue.group.plan_clock.last_sent
+        if queue.entries and sent - min(routed.since for routed in queue.entries) > MAX_PLANS_WAITED:
+            queue.requeue(self._waiting)
+            queue.refresh()
 
 
-def _siblings(choice: Choice) -> set[int]:
-    """Groups where others of the same prompt run."""
+def _sibling_groups(choice: Choice) -> set[int]:
+    """WorkerGroups where others of the same prompt run."""
     others = choice.request.members
     if len(others) < 2:
         return set()

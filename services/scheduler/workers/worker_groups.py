@@ -11,13 +11,13 @@ from blockyard.services.scheduler.batch.decode_batch import Lane
 from blockyard.services.scheduler.batch.plan_pacer import LEAD_S, MOST_AHEAD, Departures
 from blockyard.services.scheduler.batch.plan_record import PlanRecord
 from blockyard.services.scheduler.kv_cache.block_pool import BlockPool
-from blockyard.services.scheduler.kv_cache.id_pool import Horizon, IdPool
-from blockyard.services.scheduler.kv_cache.sliding_window import Window
+from blockyard.services.scheduler.kv_cache.id_pool import IdPool, PlanClock
+from blockyard.services.scheduler.kv_cache.sliding_window import SlidingWindow
 from blockyard.services.scheduler.sequences.requests import NEVER, Choice, Phase, Seat
 from blockyard.shared.messages import Attach, Attached, Geometry, SlotRun
 
 ATTACH_AGAIN_S = 5.0
-LOOK_S = 0.25
+CHECK_ALL_S = 0.25
 
 _by_key = attrgetter("key")
 
@@ -41,7 +41,7 @@ class BatchLimits:
         return min(max(math.ceil(LEAD_S / step_s), 1), MOST_AHEAD) if step_s > 0 else 1
 
 
-class Group:
+class WorkerGroup:
     """Everything here dies with the worker or with its attachment."""
 
     def __init__(self, worker: int, geometry: Geometry, limits: BatchLimits) -> None:
@@ -52,24 +52,24 @@ class Group:
         self.departures = Departures(geometry.step_s, None if late else self.depth)
         self.max_num_seqs = min(limits.max_num_seqs, geometry.max_num_seqs)
         self.max_num_batched_tokens = min(limits.max_num_batched_tokens, geometry.max_num_batched_tokens)
-        self.horizon = Horizon()
-        self.blocks = BlockPool(geometry.num_blocks, geometry.block_size, self.horizon, geometry.num_host_blocks)
-        self.slots = IdPool(limits.num_slots, self.horizon)
-        self.window = Window(geometry.window, geometry.block_size, self.max_num_batched_tokens)
-        self.max_model_len = min(geometry.max_model_len, self.window.longest(geometry.num_blocks))
-        self.apart = 0  # the last plan with somebody who went before others
+        self.plan_clock = PlanClock()
+        self.blocks = BlockPool(geometry.num_blocks, geometry.block_size, self.plan_clock, geometry.num_host_blocks)
+        self.slots = IdPool(limits.num_slots, self.plan_clock)
+        self.window = SlidingWindow(geometry.window, geometry.block_size, self.max_num_batched_tokens)
+        self.max_model_len = min(geometry.max_model_len, self.window.max_len(geometry.num_blocks))
+        self.last_fair_plan = 0  # the last plan with somebody who went before others
         self.running: list[Seat] = []  # by key: the last is preempted first
         self.lane = Lane(geometry.block_size)  # some of those, in step
-        self.ends: list[int] = []  # slots to be ended in the next plan
+        self.slots_to_end: list[int] = []  # slots to be ended in the next plan
         self.restarts: list[Seat] = []  # whose last token is another than the one their worker drew
-        self.flight: deque[PlanRecord] = deque()
-        self.due: deque[Seat] = deque()  # whose generated tokens have filled blocks that are still to be named
+        self.in_flight: deque[PlanRecord] = deque()
+        self.hash_queue: deque[Seat] = deque()  # whose generated tokens have filled blocks that are still to be named
 
     @property
-    def has_seat(self) -> bool:
+    def can_schedule(self) -> bool:
         return len(self.running) < self.max_num_seqs and self.slots.num_free > 0
 
-    def admit(self, choice: Choice, num_blocks: int, found: list[int]) -> Seat:
+    def schedule(self, choice: Choice, num_blocks: int, found: list[int]) -> Seat:
         """Takes so many blocks beside those found. The caller has looked at free slots and blocks."""
         request = choice.request
         limit = min(request.num_prompt + request.frame.sampling.max_tokens, self.max_model_len)
@@ -79,7 +79,7 @@ class Group:
         seat = Seat(
             choice,
             self.worker,
-            self.horizon,
+            self.plan_clock,
             slot,
             choice.key,
             prefill_end=choice.known,
@@ -96,73 +96,76 @@ class Group:
         self.lane.enter(seat)
         return seat
 
-    def single_out(self, seat: Seat) -> None:
+    def detach_from_batch(self, seat: Seat) -> None:
         """Something happens to it: what comes of plans in flight is looked at by itself, too."""
-        for record in self.flight:
+        for record in self.in_flight:
             record.apart.add(seat.slot)
         if self.lane.has(seat):
             self.lane.leave(seat)
 
-    def may_hold(self, first: bytes) -> bool:
+    def may_have_cached(self, first: bytes) -> bool:
         """Whether something may be found of a chain whose first block has this name."""
         return self.window.size is not None or self.blocks.holds(first)
 
-    def to_take(self, known: int, num_found: int, first: int, found: list[int]) -> int:
+    def num_blocks_to_take(self, known: int, num_found: int, first: int, found: list[int]) -> int:
         """Blocks that a choice with so many tokens takes beside those found, which begin with its block `first`."""
         pool = self.blocks
         least, wanted = (
-            pool.blocks_for(n) - first - len(found) for n in (num_found + 1, self.window.at_first(known, num_found))
+            pool.blocks_for(n) - first - len(found)
+            for n in (num_found + 1, self.window.initial_tokens(known, num_found))
         )
         if self.window.size is None or self.running:
             return wanted
-        return max(least, min(wanted, pool.num_free - pool.index.shelf.num_idle_of(found)))  # alone it may do with less
+        return max(
+            least, min(wanted, pool.num_free - pool.index.free_queue.num_free_of(found))
+        )  # alone it may do with less
 
-    def vacate(self, seat: Seat) -> None:
+    def free(self, seat: Seat) -> None:
         """The seat's choice runs no more: its slot ends with the next plan, its blocks rest."""
         self.running.remove(seat)
-        self.single_out(seat)
+        self.detach_from_batch(seat)
         self.lane.apart.remove(seat)
-        seat.name_at = NEVER
-        self.ends.append(seat.slot)
+        seat.next_hash_at = NEVER
+        self.slots_to_end.append(seat.slot)
         self.slots.release([seat.slot])
         first = seat.num_freed
-        self.blocks.release(seat.blocks[first:], seat.choice.names[first : seat.num_named])
+        self.blocks.release(seat.blocks[first:], seat.choice.block_hashes[first : seat.num_hashed])
 
-    def trim(self, seat: Seat) -> None:
+    def free_outside_window(self, seat: Seat) -> None:
         """Gives up what is behind the window. The caller has named what was filled."""
-        passed = self.window.passed(seat)
+        passed = self.window.blocks_outside(seat)
         if passed:
-            names = seat.choice.names[passed.start : min(passed.stop, seat.num_named)]
-            self.blocks.release(seat.blocks[passed.start : passed.stop], names)
+            hashes = seat.choice.block_hashes[passed.start : min(passed.stop, seat.num_hashed)]
+            self.blocks.release(seat.blocks[passed.start : passed.stop], hashes)
             seat.num_freed = passed.stop
 
-    def sent(self, record: PlanRecord) -> None:
-        self.horizon.sent = record.number
-        self.flight.append(record)
+    def on_sent(self, record: PlanRecord) -> None:
+        self.plan_clock.last_sent = record.number
+        self.in_flight.append(record)
 
-    def answered(self, number: int) -> PlanRecord | None:
+    def on_answered(self, number: int) -> PlanRecord | None:
         """The record of the oldest plan in flight; None if that is not `number`."""
-        if not self.flight or self.flight[0].number != number:
+        if not self.in_flight or self.in_flight[0].number != number:
             return None
-        record = self.flight.popleft()
-        self.horizon.done = number
-        self.blocks.settle()
-        self.slots.settle()
+        record = self.in_flight.popleft()
+        self.plan_clock.last_completed = number
+        self.blocks.free_pending()
+        self.slots.free_pending()
         return record
 
     def abandon(self) -> list[Choice]:
         """What was in flight will never be answered. Returns the choices that ran."""
-        self.horizon.done = self.horizon.sent
+        self.plan_clock.last_completed = self.plan_clock.last_sent
         return [seat.choice for seat in self.running]
 
 
-class Groups:
+class WorkerGroups:
     """Workers this scheduler has attached, and those it has asked."""
 
     def __init__(self, scheduler: int, limits: BatchLimits) -> None:
-        self.attached: dict[int, Group] = {}
-        self._stirred: dict[int, Group] = {}
-        self._look_at = 0.0
+        self.attached: dict[int, WorkerGroup] = {}
+        self._dirty: dict[int, WorkerGroup] = {}
+        self._check_all_at = 0.0
         self._scheduler, self._limits = scheduler, limits
         self._asked: dict[int, float] = {}
         self._saved_before = self._fetched_before = 0  # by groups that are detached
@@ -180,39 +183,39 @@ class Groups:
     def knows(self, worker: int) -> bool:
         return worker in self.attached or worker in self._asked
 
-    def ask(self, worker: int, now: float, forget: bool = False) -> Attach:
+    def attach_request(self, worker: int, now: float, forget: bool = False) -> Attach:
         """`forget`: what its blocks hold counts no more."""
         self._asked[worker] = now
         return Attach(self._scheduler, self._limits.num_slots, self._limits.depth_for(0.0), forget)
 
-    def stir(self, groups: Iterable[Group]) -> None:
+    def mark_dirty(self, groups: Iterable[WorkerGroup]) -> None:
         """Something happened to these: a plan may be possible that was not."""
         for group in groups:
-            self._stirred[group.worker] = group
+            self._dirty[group.worker] = group
 
-    def take_stirred(self, now: float) -> list[Group]:
-        """Groups to make plans for, so that of a thousand only those are looked at that have something to do.
+    def take_dirty(self, now: float) -> list[WorkerGroup]:
+        """WorkerGroups to make plans for, so that of a thousand only those are looked at that have something to do.
 
         Now and then it is all of them, whatever happened.
         """
-        stirred, self._stirred = self._stirred, {}
-        if now >= self._look_at:
-            self._look_at = now + LOOK_S
+        dirty, self._dirty = self._dirty, {}
+        if now >= self._check_all_at:
+            self._check_all_at = now + CHECK_ALL_S
             return list(self.attached.values())
-        return [group for worker, group in stirred.items() if self.attached.get(worker) is group]
+        return [group for worker, group in dirty.items() if self.attached.get(worker) is group]
 
-    def unanswered(self, now: float) -> list[int]:
+    def attach_overdue(self, now: float) -> list[int]:
         """Workers that were asked long ago."""
         return [worker for worker, asked in self._asked.items() if now - asked > ATTACH_AGAIN_S]
 
-    def attach(self, worker: int, frame: Attached) -> Group | None:
+    def attach(self, worker: int, frame: Attached) -> WorkerGroup | None:
         """None for an answer to another scheduler, or to an Attach that was answered already."""
         if frame.scheduler != self._scheduler or self._asked.pop(worker, None) is None:
             return None
-        group = self.attached[worker] = Group(worker, frame.geometry, self._limits)
+        group = self.attached[worker] = WorkerGroup(worker, frame.geometry, self._limits)
         return group
 
-    def detach(self, worker: int) -> Group | None:
+    def detach(self, worker: int) -> WorkerGroup | None:
         """Forgets a worker; its group, if it had one, is for the caller to clear."""
         self._asked.pop(worker, None)
         group = self.attached.pop(worker, None)

@@ -1,7 +1,7 @@
 """Workers that are taken from their batch for a while: to sleep, or to forget what their blocks hold.
 
 Their groups are taken as lost, so that requests wait with the tokens that are known, and the workers are asked to
-attach again: at once, or when they are woken up.
+attach again: at once, or when they are restored up.
 """
 
 from collections import Counter
@@ -9,107 +9,107 @@ from collections.abc import Callable
 
 from blockyard.services.scheduler.outbox import Outbox
 from blockyard.services.scheduler.queue.queue_bounds import QueueBounds
-from blockyard.services.scheduler.workers.worker_groups import Group, Groups
+from blockyard.services.scheduler.workers.worker_groups import WorkerGroup, WorkerGroups
 from blockyard.shared.messages import Part, Sleep, Slept, Wake
 
 
-class Rest:
+class WorkerSleep:
     def __init__(
         self,
         scheduler: int,
-        groups: Groups,
+        groups: WorkerGroups,
         bounds: QueueBounds,
         outbox: Outbox,
-        clear: Callable[[Group, str], None],
+        clear: Callable[[WorkerGroup, str], None],
     ) -> None:
         self.level = 0  # of sleep
-        self.woken: set[Part] = set()  # what sleeping workers were given back
-        self.expected: set[int] = set()  # workers that were asked to attach again
+        self.restored: set[Part] = set()  # what sleeping workers were given back
+        self.reattaching: set[int] = set()  # workers that were asked to attach again
         self._scheduler = scheduler
         self._groups, self._bounds, self._outbox, self._clear = groups, bounds, outbox, clear
         self._asleep: dict[int, int] = {}  # workers, and the bytes that they said they freed
-        self._due: Counter[int] = Counter()  # answers of each that are still to come
+        self._num_unanswered: Counter[int] = Counter()  # answers of each that are still to come
 
     @property
     def all_asleep(self) -> bool:
         """Workers have done all that they were told."""
-        return not any(self._due[worker] for worker in self._asleep)
+        return not any(self._num_unanswered[worker] for worker in self._asleep)
 
     @property
     def freed_bytes(self) -> int:
         return sum(self._asleep.values())
 
-    def has(self, worker: int) -> bool:
+    def is_asleep(self, worker: int) -> bool:
         return worker in self._asleep
 
-    def has_given(self, parts: list[Part]) -> bool:
+    def has_restored(self, parts: list[Part]) -> bool:
         """Whether sleeping workers were told to take these back."""
-        return bool(parts) and self.woken.issuperset(parts)
+        return bool(parts) and self.restored.issuperset(parts)
 
-    def attached(self, group: Group) -> None:
+    def on_attached(self, group: WorkerGroup) -> None:
         """A group is there. One that comes while all others sleep is put to sleep."""
-        self.expected.discard(group.worker)
+        self.reattaching.discard(group.worker)
         if self.level:
-            self._send(group)
+            self._put_to_sleep(group)
 
-    def slept(self, worker: int, frame: Slept) -> None:
+    def on_slept(self, worker: int, frame: Slept) -> None:
         if worker in self._asleep:
             self._asleep[worker] = frame.freed_bytes
-            self._due[worker] -= 1
+            self._num_unanswered[worker] -= 1
 
-    def gone(self, member: int) -> None:
+    def on_gone(self, member: int) -> None:
         self._asleep.pop(member, None)
-        self._due.pop(member, None)
-        self.expected.discard(member)
+        self._num_unanswered.pop(member, None)
+        self.reattaching.discard(member)
 
     def sleep(self, level: int) -> None:
         """Deeper sleep stays."""
-        if level <= self.level and not self.woken:
+        if level <= self.level and not self.restored:
             return
         self.level, self._bounds.asleep = max(level, self.level), True
-        self.woken.clear()
+        self.restored.clear()
         for worker in self._asleep:
-            self._tell(worker, Sleep(self._scheduler, self.level))
+            self._send_control(worker, Sleep(self._scheduler, self.level))
         for group in list(self._groups.attached.values()):
-            self._send(group)
+            self._put_to_sleep(group)
 
     def wake(self, now: float, parts: list[Part]) -> None:
         """Without `parts`, or once all were named, workers serve again."""
-        if self.level and parts and not self.woken.issuperset(parts):
-            self.woken.update(parts)
-            for worker in self._asleep if len(self.woken) < len(Part) else ():
-                self._tell(worker, Wake(self._scheduler, parts))
-        if parts and len(self.woken) < len(Part):
+        if self.level and parts and not self.restored.issuperset(parts):
+            self.restored.update(parts)
+            for worker in self._asleep if len(self.restored) < len(Part) else ():
+                self._send_control(worker, Wake(self._scheduler, parts))
+        if parts and len(self.restored) < len(Part):
             return
         self.level, self._bounds.asleep = 0, False
-        self.woken.clear()
+        self.restored.clear()
         asleep, self._asleep = self._asleep, {}
-        self._due.clear()
+        self._num_unanswered.clear()
         for worker in asleep:
-            self._ask(worker, now)
+            self._reattach(worker, now)
 
-    def renew(self, now: float) -> None:
+    def reset_prefix_cache(self, now: float) -> None:
         """Nothing that any group holds is found any more. What runs is computed again."""
         for group in list(self._groups.attached.values()):
-            self._lose(group)
-            self._ask(group.worker, now, forget=True)
+            self._detach(group)
+            self._reattach(group.worker, now, forget=True)
 
-    def _send(self, group: Group) -> None:
-        self._lose(group)
-        self._tell(group.worker, Sleep(self._scheduler, self.level))
-        if self.woken:
-            self._tell(group.worker, Wake(self._scheduler, sorted(self.woken)))
+    def _put_to_sleep(self, group: WorkerGroup) -> None:
+        self._detach(group)
+        self._send_control(group.worker, Sleep(self._scheduler, self.level))
+        if self.restored:
+            self._send_control(group.worker, Wake(self._scheduler, sorted(self.restored)))
 
-    def _tell(self, worker: int, frame: Sleep | Wake) -> None:
+    def _send_control(self, worker: int, frame: Sleep | Wake) -> None:
         """Answered with Slept."""
         self._asleep.setdefault(worker, 0)
-        self._due[worker] += 1
+        self._num_unanswered[worker] += 1
         self._outbox.send(worker, frame)
 
-    def _lose(self, group: Group) -> None:
+    def _detach(self, group: WorkerGroup) -> None:
         self._groups.detach(group.worker)
         self._clear(group, "is asked to begin anew")
 
-    def _ask(self, worker: int, now: float, forget: bool = False) -> None:
-        self.expected.add(worker)
-        self._outbox.send(worker, self._groups.ask(worker, now, forget))
+    def _reattach(self, worker: int, now: float, forget: bool = False) -> None:
+        self.reattaching.add(worker)
+        self._outbox.send(worker, self._groups.attach_request(worker, now, forget))

@@ -60,18 +60,18 @@ class FakeWorker:
     loop: Worker
     inbox: deque[Frame] = field(default_factory=deque)
     tables: dict[int, "Table"] = field(default_factory=dict)  # as of the last plan sent
-    flight: list[InFlight] = field(default_factory=list)
+    in_flight: list[InFlight] = field(default_factory=list)
 
     def sent(self, frame: Frame) -> None:
         """Checks a frame against what is in flight as it leaves the scheduler."""
         self.inbox.append(frame)
         if isinstance(frame, Attach | Sleep | Wake):
-            self.tables, self.flight = {}, []
+            self.tables, self.in_flight = {}, []
             return
         assert isinstance(frame, StepPlan)
-        busy_slots = set().union(*(f.runs for f in self.flight))
-        busy_blocks = set().union(*(f.blocks for f in self.flight))
-        busy_host = set().union(*(f.host for f in self.flight))
+        busy_slots = set().union(*(f.runs for f in self.in_flight))
+        busy_blocks = set().union(*(f.blocks for f in self.in_flight))
+        busy_host = set().union(*(f.host for f in self.in_flight))
         assert frame.runs, "a plan in which nothing runs"
         for slot in frame.ends:
             del self.tables[slot]
@@ -94,7 +94,7 @@ class FakeWorker:
         blocks = set().union(*(self.tables[slot].seen(geometry) for slot in slots))
         blocks |= {copy.src for copy in frame.copies}
         host = {copy.host for copy in [*frame.saves, *frame.fetches]}
-        self.flight.append(InFlight(frame.number, slots, blocks, host))
+        self.in_flight.append(InFlight(frame.number, slots, blocks, host))
 
     def skip(self) -> None:
         """The next plan on the link does not reach the worker's loop, or one of a number that is not due does."""
@@ -114,7 +114,7 @@ class FakeWorker:
         for _, frame in self.links.answered:
             answer = frame
             if isinstance(answer, StepResult):
-                record = self.flight.pop(0)
+                record = self.in_flight.pop(0)
                 assert record.number == answer.number
                 for slot in answer.slots:
                     if (table := self._table(slot.slot, answer)) is not None:

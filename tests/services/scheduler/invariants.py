@@ -6,12 +6,12 @@ import pytest
 
 from blockyard.services.gpu_worker.mock_batch import Pattern
 from blockyard.services.scheduler.core import Scheduler
-from blockyard.services.scheduler.kv_cache.free_block_queue import SLACK, Shelf
-from blockyard.services.scheduler.kv_cache.id_pool import Horizon
-from blockyard.services.scheduler.queue.fair_policy import Fair
+from blockyard.services.scheduler.kv_cache.free_block_queue import SLACK, FreeBlockQueue
+from blockyard.services.scheduler.kv_cache.id_pool import PlanClock
+from blockyard.services.scheduler.queue.fair_policy import FairPolicy
 from blockyard.services.scheduler.sequences.parallel_sampling import _leads
 from blockyard.services.scheduler.sequences.requests import Amount, Choice, Phase
-from blockyard.services.scheduler.workers.worker_groups import Group
+from blockyard.services.scheduler.workers.worker_groups import WorkerGroup
 from blockyard.shared.messages import FinishReason
 
 from .beam_reference import beam_reference
@@ -71,53 +71,53 @@ def check_beams(journal: Journal, pattern: Pattern, max_model_len: int) -> None:
             assert sum(p.logprob for p in out.logprobs) == pytest.approx(best[index].hypothesis.total)
 
 
-def check_blocks(group: Group) -> None:
+def check_blocks(group: WorkerGroup) -> None:
     """Each block is in one place, and whoever holds it is counted; what has a name has one."""
     pool, index = group.blocks, group.blocks.index
     held = Counter(b for seat in group.running for b in seat.blocks[seat.num_freed :])
     assert [held[b] for b in range(pool.num_ids)] == pool._holders, "holders are miscounted"
     for seat in group.running:
         assert len(set(seat.blocks[seat.num_freed :])) == len(seat.blocks) - seat.num_freed
-        assert seat.num_freed <= group.window.first_seen(seat.computed)
+        assert seat.num_freed <= group.window.num_skipped_blocks(seat.computed)
     shared = {b for b, count in held.items() if count > 1}
     for seat in group.running:
         written = seat.granted + 1  # its last position may be repeated
         assert shared.isdisjoint(seat.blocks[written // pool.block_size :]), "one that is shared is still written"
-    resting = [i for _, ids in pool.bare._resting for i in ids]
-    assert len(resting) == pool.bare.num_resting
-    check_shelf(index.shelf, group.horizon)
-    shelved = [block for block, _ in index.shelf.listed()]
-    places = pool.bare._free + resting + shelved + list(held)
+    resting = [i for _, ids in pool.uncached._pending for i in ids]
+    assert len(resting) == pool.uncached.num_pending
+    check_free_queue(index.free_queue, group.plan_clock)
+    shelved = [block for block, _ in index.free_queue.in_order()]
+    places = pool.uncached._free + resting + shelved + list(held)
     assert sorted(places) == list(range(pool.num_ids)), "a block is lost or in two places"
-    assert pool.num_free + pool.num_resting + pool.num_used == pool.num_ids
+    assert pool.num_free + pool.num_pending + pool.num_used == pool.num_ids
     assert pool.num_used == len(held)
-    assert {b: n for n, b in index._block_of.items()} == index._name_of
-    assert set(shelved) <= index._name_of.keys() <= set(places) - {*pool.bare._free}
+    assert {b: n for n, b in index._block_of.items()} == index._hash_of
+    assert set(shelved) <= index._hash_of.keys() <= set(places) - {*pool.uncached._free}
     check_host(group)
 
 
-def check_shelf(shelf: Shelf, horizon: Horizon) -> None:
-    """Blocks are counted, those that cool are so for a plan in flight, and no leaving outlives its blocks."""
-    assert Counter(is_idle for _, is_idle in shelf.listed()) == +Counter(
-        {True: shelf.num_idle, False: shelf.num_cooling}
+def check_free_queue(free_queue: FreeBlockQueue, plan_clock: PlanClock) -> None:
+    """Blocks are counted, those that cool are so for a plan in flight, and no batch outlives its blocks."""
+    assert Counter(is_free for _, is_free in free_queue.in_order()) == +Counter(
+        {True: free_queue.num_free, False: free_queue.num_pending}
     )
-    plans = [leaving.plan for leaving in shelf._cooling]
+    plans = [batch.plan for batch in free_queue._pending]
     assert plans == sorted(plans)
-    assert all(plan > horizon.done for plan in plans)
-    for leaving in [*shelf._idle, *shelf._cooling]:
-        own = [block for block in leaving.listed if shelf._left[block] is leaving]
-        assert len(own) == leaving.num_blocks > 0
-        assert len(leaving.listed) <= 2 * len(own) + SLACK
+    assert all(plan > plan_clock.last_completed for plan in plans)
+    for batch in [*free_queue._free, *free_queue._pending]:
+        own = [block for block in batch.blocks if free_queue._batch_of[block] is batch]
+        assert len(own) == batch.num_blocks > 0
+        assert len(batch.blocks) <= 2 * len(own) + SLACK
 
 
-def check_host(group: Group) -> None:
+def check_host(group: WorkerGroup) -> None:
     """Each host block is in one place, and what is to be copied with the next plan has its name and its block."""
     host = group.blocks.host
-    resting = [i for _, ids in host._ids._resting for i in ids]
+    resting = [i for _, ids in host._ids._pending for i in ids]
     assert sorted(host._ids._free + resting + list(host._block_of.values())) == list(range(host.num_ids))
     for save in host._saves:
         assert host.get(save.name) == save.host
-        assert host._copied_by[save.host] > group.horizon.sent
+        assert host._copied_by[save.host] > group.plan_clock.last_sent
     assert not host._fetches, "fetches leave with the plan that seats the choice"
 
 
@@ -127,7 +127,7 @@ def check_policy(core: Scheduler, waiting: list[Choice]) -> None:
     head = policy.peek()
     assert (head is not None) == bool(waiting)
     assert head is None or head in waiting
-    if not isinstance(policy, Fair):
+    if not isinstance(policy, FairPolicy):
         assert head is None or policy.key(head) == min(policy.key(choice) for choice in waiting)
         return
     waits = Counter((c.request.frame.tenant, c.request.frame.user) for c in waiting)
@@ -139,24 +139,26 @@ def check_policy(core: Scheduler, waiting: list[Choice]) -> None:
             assert (user.num_waiting, user.num_running) == (waits.pop(name, 0), runs.pop(name, 0)), name
         assert tenant.num_waiting == sum(user.num_waiting for user in tenant.users.shares.values())
         assert tenant.num_running == sum(user.num_running for user in tenant.users.shares.values())
-        assert tenant.users.num_here == sum(user.is_here for user in tenant.users.shares.values())
+        assert tenant.users.num_active == sum(user.is_active for user in tenant.users.shares.values())
     assert not +waits
     assert not +runs
 
 
-def check_desks(core: Scheduler, aside: list[Choice]) -> None:
-    """Who stands at a desk stands at one, before a group that is there; and no group idles while somebody could run."""
-    desks, groups = core._placement._desks, core._groups.attached
-    assert all(groups.get(worker) is desk.group for worker, desk in desks.items())
-    standing = [comer.choice for desk in desks.values() for comer in desk.queue if comer.waits]
-    assert len(standing) == len(aside) and {*map(id, standing)} == {*map(id, aside)}
-    idle = [g for w, g in groups.items() if not g.running and not g.flight and not (w in desks and desks[w].queue)]
+def check_router(core: Scheduler, is_held: list[Choice]) -> None:
+    """Each routed sequence is in the queue of one attached group, and no group idles while a sequence could run."""
+    queues, groups = core._router._queues, core._groups.attached
+    assert all(groups.get(worker) is queue.group for worker, queue in queues.items())
+    standing = [routed.choice for queue in queues.values() for routed in queue.entries if routed.waits]
+    assert len(standing) == len(is_held) and {*map(id, standing)} == {*map(id, is_held)}
+    idle = [
+        g for w, g in groups.items() if not g.running and not g.in_flight and not (w in queues and queues[w].entries)
+    ]
     head = core._waiting.peek()
-    ready = head is not None and core._planner._promises.possible(head.request) and not head.awaits_results()
+    ready = head is not None and core._planner._acceptance.can_accept(head.request) and not head.awaits_results()
     assert core._gate.paused or not (idle and ready), "a group idles"
 
 
-def check_lane(group: Group) -> None:
+def check_lane(group: WorkerGroup) -> None:
     """Who runs is in the lane or apart, and what the lane's lists say of its seats is so."""
     lane = group.lane
     rows = [bunch.copy() for bunch in lane._bunches.values()]
@@ -174,7 +176,7 @@ def check_lane(group: Group) -> None:
         assert [run.slot for run in bunch.runs] == [seat.slot for seat in now.seats] == list(now.slots)
         assert all(outputs is choice.outputs for outputs, choice in zip(now.outputs, choices, strict=True))
         assert list(now.streams) == [choice.stream for choice in choices]
-        assert now.payers == Counter(c.request.payer for c in choices if c.request.payer is not None)
+        assert now.accounts == Counter(c.request.account for c in choices if c.request.account is not None)
     size, pace = group.blocks.block_size, lane._pace.granted
     for seat in inside:
         last = min(seat.capacity, seat.ceiling - 1)
@@ -189,9 +191,9 @@ def check(core: Scheduler) -> None:
     for group in core._groups.attached.values():
         assert len(group.running) <= group.max_num_seqs
         assert [s.key for s in group.running] == sorted(s.key for s in group.running)
-        assert len(group.flight) <= group.depth + 1
-        resting = [i for _, ids in group.slots._resting for i in ids]
-        assert len(resting) == group.slots.num_resting
+        assert len(group.in_flight) <= group.depth + 1
+        resting = [i for _, ids in group.slots._pending for i in ids]
+        assert len(resting) == group.slots.num_pending
         used = [seat.slot for seat in group.running]
         assert sorted(group.slots._free + resting + used) == list(range(group.slots.num_ids)), "a slot is lost"
         check_blocks(group)
@@ -205,15 +207,15 @@ def check(core: Scheduler) -> None:
     waiting = [c for r in core._lifecycle.requests.values() for c in r.members if c.ticket]
     assert len(waiting) == len(core._waiting)
     held = {id(choice) for choice in core._planner._held.choices()}
-    check_policy(core, [choice for choice in waiting if not choice.aside])
-    check_desks(core, [choice for choice in waiting if choice.aside and id(choice) not in held])
+    check_policy(core, [choice for choice in waiting if not choice.is_held])
+    check_router(core, [choice for choice in waiting if choice.is_held and id(choice) not in held])
     parked = [r for r in core._lifecycle.requests.values() if r.parked]
     assert sum(len(r.parked) for r in parked) == core._forks.num_parked
     queued = [*waiting, *(c for r in parked for c in r.parked)]
     amounts = Amount(sum(c.counted.choices for c in queued), sum(c.counted.tokens for c in queued))
-    assert amounts == core._waiting.ledger.amount
+    assert amounts == core._waiting.usage.amount
     assert all(c.counted == Amount(c.width, c.width * c.known) for c in queued)
-    assert core._waiting.limits.total() == amounts.choices
+    assert core._waiting.output_limits.total() == amounts.choices
     for request in parked:
         assert all(c in request.members and not c.ticket for c in request.parked)
         assert all(c.phase is Phase.WAITING and not c.awaits_results() for c in request.parked)

@@ -38,11 +38,11 @@ def test_a_request_runs_to_its_length(ring: type[Ring], depth: int) -> None:
 def test_plans_leave_before_the_results_of_earlier_ones_are_in(ring: type[Ring], depth: int) -> None:
     it = ring(depth=depth)
     it.submit("a", 5, max_tokens=20)
-    assert len(it.worker.flight) == depth + 1
+    assert len(it.worker.in_flight) == depth + 1
     for plan in plans(it.world)[1:]:
         assert [run.max_tokens for run in plan.runs] == [1]
     it.steps(3)
-    assert len(it.worker.flight) == depth + 1
+    assert len(it.worker.in_flight) == depth + 1
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -147,7 +147,7 @@ def test_nobody_is_preempted_for_blocks_that_will_be_free_anyway(ring: type[Ring
     assert group.blocks.num_free == 0
     it.journal("c").cancelled = True
     it.world.tell(it.gateway.incarnation, Cancel("c", 0))
-    assert group.blocks.num_resting == 1
+    assert group.blocks.num_pending == 1
     it.steps(1)
     assert [run.slot for run in plans(it.world)[-1].runs] == [2], "a needs a block and waits for c's"
     it.finish()

@@ -5,14 +5,14 @@ import itertools
 import msgspec
 import pytest
 
-from blockyard.services.scheduler.workers.worker_groups import Group
+from blockyard.services.scheduler.workers.worker_groups import WorkerGroup
 from blockyard.shared.messages import NO_TOKEN, Cancel, Frame, StepPlan, StepResult, TokenBatch
 
 from ..conftest import Ring
 from ..fakes import ids_list
 
 
-def group_of(it: Ring) -> Group:
+def group_of(it: Ring) -> WorkerGroup:
     (group,) = it.world.core.groups.values()
     return group
 
@@ -119,7 +119,7 @@ def test_tokens_for_another_number_of_runs_are_no_answer(ring: type[Ring], kept:
     assert isinstance(plan, StepPlan)
     answer = StepResult(it.worker.incarnation, plan.number, [], 0.0, token_ids=bytes(kept))
     before = it.world.core.groups[it.worker.incarnation]
-    it.worker.flight.clear()
+    it.worker.in_flight.clear()
     it.world.tell(it.worker.incarnation, answer)
     asked = it.worker.incarnation not in it.world.core.groups
     assert asked == (kept != 0), "no tokens at all: all were silent"

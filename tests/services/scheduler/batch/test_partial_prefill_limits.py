@@ -9,7 +9,7 @@ from blockyard.services.scheduler.batch.partial_prefill_limits import PrefillSha
 from blockyard.services.scheduler.sequences.requests import Request
 from blockyard.services.scheduler.simulator.simulation import Simulation
 from blockyard.services.scheduler.simulator.trace import TraceRequest
-from blockyard.services.scheduler.workers.worker_groups import BatchLimits, Group
+from blockyard.services.scheduler.workers.worker_groups import BatchLimits, WorkerGroup
 from blockyard.shared.config.process import BusConfig, ProcessConfig
 from blockyard.shared.config.scheduler import SchedulerConfig
 from blockyard.shared.config.simulation import SimulationConfig
@@ -70,8 +70,8 @@ def test_as_many_long_prompts_as_are_allowed_share_a_step(ring: type[Ring]) -> N
     it.finish()
 
 
-def group_of(num_running: int) -> Group:
-    group = Group(1, Geometry(9, 4, 64, 10, [], 8, 64), BatchLimits(8, 64, 1))
+def group_of(num_running: int) -> WorkerGroup:
+    group = WorkerGroup(1, Geometry(9, 4, 64, 10, [], 8, 64), BatchLimits(8, 64, 1))
     group.running = [Mock()] * num_running
     return group
 

@@ -7,7 +7,7 @@ import pytest
 from blockyard.services.scheduler.batch.plan_pacer import LEAD_S, MOST_AHEAD, MOST_LEAD_S, Departures
 from blockyard.services.scheduler.batch.step_times import Load
 from blockyard.services.scheduler.wakeup_timers import SLACK_S, Alarms
-from blockyard.services.scheduler.workers.worker_groups import BatchLimits, Group
+from blockyard.services.scheduler.workers.worker_groups import BatchLimits, WorkerGroup
 from blockyard.shared.messages import Geometry
 
 ONE = Load(1, 0)
@@ -103,7 +103,7 @@ def test_a_device_that_waits_gets_its_plans_sooner() -> None:
 
 
 def test_an_alarm_goes_off_when_a_plan_may_leave() -> None:
-    group = Group(7, Geometry(8, 16, 64, 100, [1], 4, 32, step_s=0.02), BatchLimits(4, 32, None, late=True))
+    group = WorkerGroup(7, Geometry(8, 16, 64, 100, [1], 4, 32, step_s=0.02), BatchLimits(4, 32, None, late=True))
     alarms = Alarms()
     assert alarms.may_send(group, 3.0)
     assert alarms.next() is None

@@ -3,7 +3,7 @@
 import pytest
 
 from blockyard.services.scheduler.kv_cache.host_tier import HostTier
-from blockyard.services.scheduler.kv_cache.id_pool import Horizon
+from blockyard.services.scheduler.kv_cache.id_pool import PlanClock
 from blockyard.shared.messages import BlockFetch, BlockSave, StepPlan
 
 from ..conftest import Ring
@@ -11,10 +11,10 @@ from ..conftest import Ring
 A, B, C = b"a" * 16, b"b" * 16, b"c" * 16
 
 
-def sent(horizon: Horizon, done: bool = True) -> None:
-    horizon.sent += 1
+def sent(plan_clock: PlanClock, done: bool = True) -> None:
+    plan_clock.last_sent += 1
     if done:
-        horizon.done = horizon.sent
+        plan_clock.last_completed = plan_clock.last_sent
 
 
 def plans(it: Ring) -> list[StepPlan]:
@@ -22,12 +22,12 @@ def plans(it: Ring) -> list[StepPlan]:
 
 
 def test_the_least_recently_used_is_given_up() -> None:
-    horizon = Horizon()
-    tier = HostTier(2, horizon)
+    plan_clock = PlanClock()
+    tier = HostTier(2, plan_clock)
     tier.save(7, A)
     tier.save(8, B)
     assert tier.take() == ([BlockSave(7, 0, A), BlockSave(8, 1, B)], [])
-    sent(horizon)
+    sent(plan_clock)
     tier.save(9, A)  # it is there already: nothing to copy, but it counts as used
     tier.save(3, C)
     assert tier.take() == ([BlockSave(3, 1, C)], [])
@@ -35,47 +35,47 @@ def test_the_least_recently_used_is_given_up() -> None:
 
 
 def test_what_a_plan_in_flight_copies_stays() -> None:
-    horizon = Horizon()
-    tier = HostTier(1, horizon)
+    plan_clock = PlanClock()
+    tier = HostTier(1, plan_clock)
     tier.save(7, A)
     tier.save(8, B)  # there is no room for it: that of A is being written
     tier.take()
-    sent(horizon)
-    tier.fetch(tier.hold([A]), [5])
+    sent(plan_clock)
+    tier.fetch(tier.pin([A]), [5])
     tier.save(8, B)
     assert tier.take() == ([], [BlockFetch(0, 5)])
-    sent(horizon, done=False)
+    sent(plan_clock, done=False)
     tier.save(8, B)
     assert (tier.get(A), tier.get(B)) == (0, None)
-    horizon.done = horizon.sent
+    plan_clock.last_completed = plan_clock.last_sent
     tier.save(8, B)
     assert (tier.get(A), tier.get(B)) == (None, 0)
 
 
 def test_forgotten_blocks_rest_until_the_results_are_in() -> None:
-    horizon = Horizon()
-    tier = HostTier(1, horizon)
+    plan_clock = PlanClock()
+    tier = HostTier(1, plan_clock)
     tier.save(7, A)
     tier.take()
-    sent(horizon, done=False)
+    sent(plan_clock, done=False)
     tier.clear()
     tier.save(8, B)
     assert tier.num_used == 0
-    horizon.done = horizon.sent
-    tier.settle()
+    plan_clock.last_completed = plan_clock.last_sent
+    tier.free_pending()
     tier.save(8, B)
     assert tier.take() == ([BlockSave(8, 0, B)], [])
 
 
 def test_of_an_attached_worker_the_oldest_goes_first() -> None:
-    tier = HostTier(3, Horizon())
-    tier.adopt([2, 0, 1], [A, B, C])
+    tier = HostTier(3, PlanClock())
+    tier.restore([2, 0, 1], [A, B, C])
     tier.save(9, b"d" * 16)
     assert (tier.get(A), tier.get(B)) == (None, 0)
 
 
 def test_without_memory_nothing_is_saved() -> None:
-    tier = HostTier(0, Horizon())
+    tier = HostTier(0, PlanClock())
     tier.save_all([1], [A])
     tier.save(1, A)
     assert tier.take() == ([], [])

@@ -214,7 +214,7 @@ def test_a_preempted_choice_finds_its_own_blocks(ring: type[Ring]) -> None:
 def test_a_block_may_be_read_before_the_plan_it_was_left_under_is_in(ring: type[Ring]) -> None:
     it = ring(depth=1, max_num_batched_tokens=64)
     it.submit("a", 0, prompt=PROMPT, max_tokens=20)
-    assert len(it.worker.flight) == 2
+    assert len(it.worker.in_flight) == 2
     it.journal("a").cancelled = True
     it.world.tell(it.gateway.incarnation, Cancel("a", 0))
     it.submit("b", 0, prompt=PROMPT, max_tokens=2)
@@ -243,7 +243,7 @@ def test_names_that_do_not_fit_their_blocks_are_not_taken(ring: type[Ring]) -> N
     group = it.world.core._groups.attached[it.worker.incarnation]
     for blocks, names in (([1, 2], b"x" * 16), ([1, 99], b"x" * 16 + b"y" * 16), ([1, -1], b"x" * 16 + b"y" * 16)):
         frame = Attached(it.worker.incarnation, 1, group.geometry, blocks, names)
-        it.world.core._prefix.adopt(group, frame)
+        it.world.core._prefix.restore(group, frame)
     assert not index_of(it)
 
 

@@ -2,24 +2,24 @@
 
 import pytest
 
-from blockyard.services.scheduler.kv_cache.sliding_window import Window
+from blockyard.services.scheduler.kv_cache.sliding_window import SlidingWindow
 from blockyard.services.scheduler.sequences.requests import NEVER
 
 from ..conftest import Ring
 
 
 def test_which_blocks_are_seen() -> None:
-    window = Window(10, 4, 8)
-    assert [window.first_seen(n) for n in (0, 9, 12, 13, 16, 17, 100)] == [0, 0, 0, 1, 1, 2, 22]
-    assert Window(None, 4, 8).first_seen(100) == 0
-    assert Window(1, 4, 8).first_seen(8) == 2, "a token that sees itself alone"
+    window = SlidingWindow(10, 4, 8)
+    assert [window.num_skipped_blocks(n) for n in (0, 9, 12, 13, 16, 17, 100)] == [0, 0, 0, 1, 1, 2, 22]
+    assert SlidingWindow(None, 4, 8).num_skipped_blocks(100) == 0
+    assert SlidingWindow(1, 4, 8).num_skipped_blocks(8) == 2, "a token that sees itself alone"
 
 
 def test_how_much_is_taken_and_fits() -> None:
-    window = Window(10, 4, 8)
-    assert (window.at_first(100, 0), window.at_first(12, 0), window.at_first(100, 40)) == (18, 12, 58)
-    assert (window.longest(5), window.longest(4)) == (NEVER, 16)
-    assert Window(None, 4, 8).longest(5) == 20
+    window = SlidingWindow(10, 4, 8)
+    assert (window.initial_tokens(100, 0), window.initial_tokens(12, 0), window.initial_tokens(100, 40)) == (18, 12, 58)
+    assert (window.max_len(5), window.max_len(4)) == (NEVER, 16)
+    assert SlidingWindow(None, 4, 8).max_len(5) == 20
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def test_how_much_is_taken_and_fits() -> None:
 def test_a_window_of_a_chain_is_a_hit(there: str, best: tuple[int, int]) -> None:
     """Blocks of 4 tokens, of which the next token sees 9 before it: 3 blocks."""
     names = [str(i).encode() for i in range(6)]
-    assert Window(10, 4, 8).best(names, lambda name: name.decode() in there) == best
+    assert SlidingWindow(10, 4, 8).longest_hit(names, lambda name: name.decode() in there) == best
 
 
 def test_many_long_sequences_run_where_one_would_not_fit(ring: type[Ring]) -> None:

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from blockyard.services.scheduler.queue.fair_policy import KEEP, Fair
+from blockyard.services.scheduler.queue.fair_policy import MIN_KEPT, FairPolicy
 from blockyard.services.scheduler.sequences.requests import Choice, Request, make_choice
 from blockyard.shared import messages
 from blockyard.shared.messages import Generate, Sampling, StepPlan, TextOptions
@@ -155,17 +155,17 @@ def ask(tenant: str, user: str = "", arrival: int = 0) -> Choice:
     return choice
 
 
-def serve(policy: Fair, choice: Choice, num_outputs: int) -> None:
+def serve(policy: FairPolicy, choice: Choice, num_outputs: int) -> None:
     choice.ticket = 0
-    policy.left(choice)
-    policy.seated(choice, 100)
-    assert choice.request.payer is not None
-    choice.request.payer.charge(num_outputs)
-    policy.vacated(choice)
+    policy.remove(choice)
+    policy.on_scheduled(choice, 100)
+    assert choice.request.account is not None
+    choice.request.account.charge(num_outputs)
+    policy.on_freed(choice)
 
 
 def test_who_was_away_saves_nothing_up() -> None:
-    policy = Fair()
+    policy = FairPolicy()
     for _ in range(50):
         choice = ask("busy")
         policy.push(choice)
@@ -183,13 +183,13 @@ def test_who_was_away_saves_nothing_up() -> None:
 
 
 def test_who_has_gone_is_forgotten() -> None:
-    policy = Fair()
-    for i in range(20 * KEEP):
+    policy = FairPolicy()
+    for i in range(20 * MIN_KEPT):
         choice = ask(f"key {i % 2}", f"user {i}")
         policy.push(choice)
         serve(policy, choice, 1)
     assert len(policy.tenants.shares) == 2
-    assert max(len(tenant.users.shares) for tenant in policy.tenants.shares.values()) <= 2 * KEEP
+    assert max(len(tenant.users.shares) for tenant in policy.tenants.shares.values()) <= 2 * MIN_KEPT
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "fair"])

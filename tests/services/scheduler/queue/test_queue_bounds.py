@@ -2,7 +2,7 @@
 
 import pytest
 
-from blockyard.services.scheduler.queue.acceptance import PATIENCE_S
+from blockyard.services.scheduler.queue.acceptance import MAX_SILENCE_S
 from blockyard.services.scheduler.queue.queue_bounds import MOST_RETRY_S
 from blockyard.shared.messages import Accepted, Beam, RoomChanged
 
@@ -18,7 +18,7 @@ def accepted(it: Ring) -> list[str]:
 
 
 def reasons(it: Ring) -> dict[str, int]:
-    return dict(it.world.core._intake.num_refused)
+    return dict(it.world.core._request_handler.num_refused)
 
 
 def busy(ring: type[Ring], **shape: object) -> Ring:
@@ -63,7 +63,7 @@ def test_the_tenant_with_most_choices_gives_way_though_its_prompts_are_short(rin
     assert refusals(it) == {}
     it.submit("light", 100, tenant="light")
     assert refusals(it) == {"flood 3": 429}
-    assert it.world.core._waiting.ledger.amount == (13, 3 * 4 * 3 + 100)
+    assert it.world.core._waiting.usage.amount == (13, 3 * 4 * 3 + 100)
     it.submit("light again", 3, n=4, tenant="light")
     assert reasons(it) == {"displaced": 2}
     it.finish()
@@ -94,7 +94,7 @@ def test_whoever_was_promised_to_be_served_gives_way_to_nobody(ring: type[Ring])
     it.submit("a", 20, tenant="heavy")
     it.submit("b", 20, tenant="heavy")
     assert accepted(it) == ["running"]
-    it.world.now = PATIENCE_S + 1
+    it.world.now = MAX_SILENCE_S + 1
     it.world.turn()
     assert accepted(it) == ["running", "a", "b"]
     it.submit("light", 5, tenant="light")
@@ -109,7 +109,7 @@ def test_a_full_queue_says_for_whom(ring: type[Ring]) -> None:
     frame = it.gateway.rooms[-1]
     assert isinstance(frame, RoomChanged)
     assert (frame.room.choices, frame.room.tenant, frame.room.user) == (0, "heavy", "u")
-    it.world.now = PATIENCE_S + 1
+    it.world.now = MAX_SILENCE_S + 1
     it.world.turn()
     it.submit("c", 20, tenant="light")
     refused = it.journal("c").refused

@@ -37,7 +37,7 @@ def simulate(settings: SimulationConfig, *requests: TraceRequest) -> Simulation:
     simulation = Simulation(settings, requests)
     simulation.run()
     for group in simulation.core.groups.values():
-        assert not group.running and group.blocks.num_free + group.blocks.num_resting == group.blocks.num_ids
+        assert not group.running and group.blocks.num_free + group.blocks.num_pending == group.blocks.num_ids
     return simulation
 
 

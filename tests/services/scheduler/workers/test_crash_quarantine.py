@@ -15,7 +15,7 @@ LENGTH, FAILED = FinishReason.LENGTH, FinishReason.FAILED
 def owners(it: Ring) -> list[set[str]]:
     """Of each plan sent to the worker that is there now: the requests that run in it."""
     group = it.world.core.groups[it.worker.incarnation]
-    return [{seat.choice.request.id for seat in record.all_seats()} for record in group.flight]
+    return [{seat.choice.request.id for seat in record.all_seats()} for record in group.in_flight]
 
 
 def again(it: Ring) -> None:
@@ -181,7 +181,7 @@ def test_a_suspect_that_ran_beside_another_request_is_not_failed() -> None:
     alone = next(incarnation for incarnation, names in near.items() if names == {"suspect"})
     shared = next(incarnation for incarnation, names in near.items() if names == {"suspect", "other"})
     world.break_down(alone)
-    assert "suspect" in world.core._gate.suspects._trials
+    assert "suspect" in world.core._gate.quarantine._probations
     world.break_down(shared)
     it.worker = world.add_worker()
     it.finish()

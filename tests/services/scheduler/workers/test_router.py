@@ -61,8 +61,10 @@ def submit(world: World, request_id: str, prompt: list[int], max_tokens: int = 4
 
 def where(world: World, request_id: str) -> int:
     (choice,) = world.core._lifecycle.requests[request_id].choices.values()
-    desks = world.core._placement._desks.items()
-    standing = [worker for worker, desk in desks for comer in desk.queue if comer.waits and comer.choice is choice]
+    queues = world.core._router._queues.items()
+    standing = [
+        worker for worker, queue in queues for routed in queue.entries if routed.waits and routed.choice is choice
+    ]
     return standing[0] if standing or choice.seat is None else choice.seat.worker
 
 
@@ -136,7 +138,7 @@ def test_a_short_prefix_does_not_pile_everybody_up(two: World) -> None:
 def test_who_stands_at_a_lost_group_runs_at_the_other(two: World) -> None:
     for i in range(16):  # more than get a seat at once
         submit(two, str(i), [i + 1] * 30, max_tokens=10)
-    assert any(desk.queue for desk in two.core._placement._desks.values())
+    assert any(queue.entries for queue in two.core._router._queues.values())
     lost = next(iter(two.workers))
     two.kill(lost)
     two.settle()
@@ -144,12 +146,12 @@ def test_who_stands_at_a_lost_group_runs_at_the_other(two: World) -> None:
     two.check_idle()
 
 
-def test_a_cancelled_one_leaves_its_desk(two: World) -> None:
+def test_a_cancelled_one_leaves_its_group_queue(two: World) -> None:
     from blockyard.shared.messages import Cancel
 
     for i in range(16):
         submit(two, str(i), [i + 1] * 30, max_tokens=10)
-    standing = [c.choice.request.id for d in two.core._placement._desks.values() for c in d.queue if c.waits]
+    standing = [c.choice.request.id for d in two.core._router._queues.values() for c in d.queue if c.waits]
     assert standing
     (gateway,) = two.gateways.values()
     for request_id in standing:
