@@ -9,18 +9,18 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from blockyard.services.gpu_worker.compile_processes import CompileProcesses, is_new, num_processes
+from blockyard.services.gpu_worker.compilation.compile_processes import CompileProcesses, is_new, num_processes
 from blockyard.services.gpu_worker.cores import usable_cores
 from blockyard.services.gpu_worker.interfaces import ParkedRunner
+from blockyard.services.gpu_worker.loading.sleep import SleepingRunner
 from blockyard.services.gpu_worker.service import Worker
-from blockyard.services.gpu_worker.sleep import SleepingRunner
 from blockyard.shared import settings
 from blockyard.shared.bus import Links
 from blockyard.shared.config.worker import WorkerConfig
 from blockyard.shared.messages import Role, WorkerIn
 
 # The real one imports torch, the mock must not: so they are found by name, here alone.
-ENGINES = {"auto": "blockyard.services.gpu_worker.engine", "mock": "blockyard.services.gpu_worker.mock"}
+ENGINES = {"auto": "blockyard.services.gpu_worker.engine", "mock": "blockyard.services.gpu_worker.mock.runner"}
 
 GPU = Path("/dev/nvidiactl")  # there is one where this can be opened
 

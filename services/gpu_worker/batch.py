@@ -5,12 +5,12 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
-from blockyard.services.gpu_worker.block_copies import copy_blocks
-from blockyard.services.gpu_worker.block_names import BlockNames
-from blockyard.services.gpu_worker.kv_pool import KVPool
-from blockyard.services.gpu_worker.sampler.sampler import Sampler
+from blockyard.services.gpu_worker.kv.block_copies import copy_blocks
+from blockyard.services.gpu_worker.kv.block_hashes import BlockNames
+from blockyard.services.gpu_worker.kv.pool import KVPool
+from blockyard.services.gpu_worker.kv.transfers import Transfers
+from blockyard.services.gpu_worker.sampling.sampler import Sampler
 from blockyard.services.gpu_worker.slots import Slots
-from blockyard.services.gpu_worker.transfers import Transfers
 from blockyard.services.kv_transfer.host_store import BlockStore
 from blockyard.shared.messages import FinishReason, Geometry, SlotResult, StepPlan
 

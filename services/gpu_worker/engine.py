@@ -8,12 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from blockyard.services.gpu_worker import checkpoint, checkpoint_check, compiled_steps, host_blocks, kv_scales
-from blockyard.services.gpu_worker.compile_processes import CompileProcesses
+from blockyard.services.gpu_worker import compiled_steps
+from blockyard.services.gpu_worker.compilation.compile_processes import CompileProcesses
 from blockyard.services.gpu_worker.compiled_steps import CompiledSteps
 from blockyard.services.gpu_worker.cores import default_threads, usable_cores
-from blockyard.services.gpu_worker.kv_pool import KVPool, block_bytes
+from blockyard.services.gpu_worker.execution.warm_up import first_step, warm_up
+from blockyard.services.gpu_worker.kv import host_blocks
+from blockyard.services.gpu_worker.kv import scales as kv_scales
+from blockyard.services.gpu_worker.kv.pool import KVPool, block_bytes
 from blockyard.services.gpu_worker.linear_tuning.idle_tuning import IdleTuning
+from blockyard.services.gpu_worker.loading import checkpoint, checkpoint_check
+from blockyard.services.gpu_worker.loading.cpu_offload import HostWeights, share_of_layers
+from blockyard.services.gpu_worker.loading.weight_offload import free_cache
+from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.memory import (
     MemoryPlan,
     Need,
@@ -23,22 +30,18 @@ from blockyard.services.gpu_worker.memory import (
     plan_cuda,
     plan_host,
 )
+from blockyard.services.gpu_worker.memory_profile import peak_bytes
 from blockyard.services.gpu_worker.models.decoder import Model
 from blockyard.services.gpu_worker.models.hf_config import read_config, read_eos_ids
 from blockyard.services.gpu_worker.models.registry import Build, find_family
-from blockyard.services.gpu_worker.offload import HostWeights, share_of_layers
-from blockyard.services.gpu_worker.parking import free_cache
-from blockyard.services.gpu_worker.profile import peak_bytes
 from blockyard.services.gpu_worker.runner import Runner
-from blockyard.services.gpu_worker.warm_up import first_step, warm_up
-from blockyard.services.gpu_worker.weights import WeightTable
 from blockyard.shared.config.worker import WorkerConfig
 from blockyard.shared.errors import ConfigError, LoadError
 from blockyard.shared.messages import Geometry
 from blockyard.shared.serving import rss_bytes
 
 if TYPE_CHECKING:
-    from blockyard.services.gpu_worker.kernel_compiler import KernelCompiler
+    from blockyard.services.gpu_worker.compilation.kernel_compiler import KernelCompiler
     from blockyard.services.gpu_worker.linear_tuning.tuner import Tuner
 
 Report = Callable[[str, float, list[str]], None]  # phase, fraction done, notes so far
@@ -182,7 +185,7 @@ def compile_kernels(
 
 def find_recorder() -> Any:
     """Its module imports Triton: loaded by name, for a GPU alone."""
-    return importlib.import_module("blockyard.services.gpu_worker.record_kernels")
+    return importlib.import_module("blockyard.services.gpu_worker.compilation.record_kernels")
 
 
 def check(
@@ -254,7 +257,7 @@ def run_ahead(
 
 def find_device_loop() -> Any:
     """Its module imports Triton: loaded by name, for a GPU alone."""
-    return importlib.import_module("blockyard.services.gpu_worker.device_loop")
+    return importlib.import_module("blockyard.services.gpu_worker.execution.device_loop")
 
 
 def pick_products(
@@ -269,7 +272,7 @@ def pick_products(
         if config.batch_invariant:
             notes.append(tuner.freeze())
             return None
-        ladder = importlib.import_module("blockyard.services.gpu_worker.decode_steps").ladder
+        ladder = importlib.import_module("blockyard.services.gpu_worker.execution.decode_graphs").ladder
         sizes = [n for n in config.graph_sizes if n <= config.max_num_seqs] or ladder(config.max_num_seqs)
         folder = None if config.kernel_cache is None else Path(config.kernel_cache)
         if at_once:

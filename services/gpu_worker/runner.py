@@ -10,12 +10,12 @@ import numpy.typing as npt
 import torch
 
 from blockyard.services.gpu_worker.batch import Batch
-from blockyard.services.gpu_worker.block_names import BlockNames
-from blockyard.services.gpu_worker.host_steps import DeviceSteps, HostSteps
+from blockyard.services.gpu_worker.execution.eager import DeviceSteps, HostSteps
 from blockyard.services.gpu_worker.interfaces import Done
-from blockyard.services.gpu_worker.kv_pool import KVPool
+from blockyard.services.gpu_worker.kv.block_hashes import BlockNames
+from blockyard.services.gpu_worker.kv.pool import KVPool
+from blockyard.services.gpu_worker.loading.weight_offload import Parking, free_cache
 from blockyard.services.gpu_worker.models.decoder import Model
-from blockyard.services.gpu_worker.parking import Parking, free_cache
 from blockyard.services.kv_transfer.host_store import BlockStore
 from blockyard.shared.messages import Geometry, SlotResult, StepPlan
 

@@ -10,7 +10,7 @@ import threading
 from blockyard.services.gpu_worker.answers import packed
 from blockyard.services.gpu_worker.counters import Counters
 from blockyard.services.gpu_worker.interfaces import Done, Sleeper, WorkerLinks
-from blockyard.services.gpu_worker.orders import Orders
+from blockyard.services.gpu_worker.session import Orders
 from blockyard.shared.errors import DeviceError
 from blockyard.shared.messages import StepResult
 

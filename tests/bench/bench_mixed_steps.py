@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from gpu_runner import start_runner
 
-from blockyard.services.gpu_worker.device_loop import DeviceLoop
-from blockyard.services.gpu_worker.mixed_steps import Layout
+from blockyard.services.gpu_worker.execution.device_loop import DeviceLoop
+from blockyard.services.gpu_worker.execution.prefill_steps import Layout
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.shared.messages import Sampling, SlotRun, SlotStart, StepPlan
 

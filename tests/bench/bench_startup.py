@@ -20,9 +20,9 @@ import torch
 from rig import ROOT, completion
 from safetensors.torch import save_file
 
+from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.hf_config import read_config
 from blockyard.services.gpu_worker.models.registry import find_family
-from blockyard.services.gpu_worker.weights import WeightTable
 
 PORT = 8123
 FLAGS = ("--tokenizer", str(ROOT / "shared/demo_model"), "--max-model-len", "8192", "--port", str(PORT))

@@ -19,9 +19,9 @@ from rig import Row, median, table
 
 from blockyard.kernels.advance_slots import NUM_RESULTS, Outcome
 from blockyard.services.gpu_worker.answers import packed
-from blockyard.services.gpu_worker.device_loop import DeviceLoop, Flight
-from blockyard.services.gpu_worker.device_slots import DeviceSlots
-from blockyard.services.gpu_worker.sampler.sampler import Sampler
+from blockyard.services.gpu_worker.execution.device_loop import DeviceLoop, Flight
+from blockyard.services.gpu_worker.execution.device_slots import DeviceSlots
+from blockyard.services.gpu_worker.sampling.sampler import Sampler
 from blockyard.services.gpu_worker.slots import Slots
 from blockyard.shared.messages import Sampling, SlotRun, SlotStart, StepPlan, StepResult, WorkerIn
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from blockyard.kernels import draw_tokens as file
 from blockyard.kernels.draw_reference import draw_tokens_reference
 from blockyard.kernels.draw_tokens import Adjusted, DrawParams, draw_tokens
-from blockyard.services.gpu_worker.sampler.draw import Limits, Noise, draw_limited
+from blockyard.services.gpu_worker.sampling.topk_topp_sampler import Limits, Noise, draw_limited
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]

@@ -17,7 +17,7 @@ from blockyard.kernels.penalize_logits import (
     penalize_logits,
     penalize_logits_reference,
 )
-from blockyard.services.gpu_worker.sampler.penalties import Penalties
+from blockyard.services.gpu_worker.sampling.penalties import Penalties
 from blockyard.shared.messages import Sampling
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -12,7 +12,7 @@ from torch import Tensor
 from blockyard.kernels.apply_rope import apply_rope_reference
 from blockyard.kernels.paged_attention import row_index, write_kv_reference
 from blockyard.kernels.rms_norm import RMSNorm
-from blockyard.services.gpu_worker.kv_pool import KVPool
+from blockyard.services.gpu_worker.kv.pool import KVPool
 
 Ints = npt.NDArray[np.int64]
 

@@ -14,7 +14,7 @@ from blockyard.kernels.paged_attention import (
 )
 from blockyard.kernels.rms_norm import RMSNorm
 from blockyard.services.gpu_worker.attention.gathered_kv import KeptKV
-from blockyard.services.gpu_worker.kv_pool import KVPool
+from blockyard.services.gpu_worker.kv.pool import KVPool
 
 
 @dataclass(frozen=True, slots=True)

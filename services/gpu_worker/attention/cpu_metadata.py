@@ -10,7 +10,7 @@ from blockyard.services.gpu_worker.attention import gathered_kv as kept_kv
 from blockyard.services.gpu_worker.attention.batch_invariant_cpu import RowByRow
 from blockyard.services.gpu_worker.attention.cpu_attention import Decodes, PagedAttention, Prefill, Reads
 from blockyard.services.gpu_worker.attention.gathered_kv import KeptKV
-from blockyard.services.gpu_worker.kv_pool import KVPool
+from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.step import Attend
 
 Ints = npt.NDArray[np.int64]

@@ -18,7 +18,7 @@ from blockyard.kernels.rope_attend import Arrivals, rope_attend, takes
 from blockyard.kernels.rope_write_kv import rope_write_kv
 from blockyard.kernels.sequences import Sequences
 from blockyard.kernels.silu_mul import silu_mul
-from blockyard.services.gpu_worker.kv_pool import KVPool
+from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.layers.linear import Linear
 from blockyard.services.gpu_worker.step import Wanted
 from blockyard.shared.errors import LoadError

@@ -13,7 +13,7 @@ from blockyard.kernels.scatter_words import scatter_words
 from blockyard.kernels.score_tokens import Scores, score_tokens
 from blockyard.kernels.slot_state import SlotState
 from blockyard.services.gpu_worker.attention.triton_attention import mixed_attention
-from blockyard.services.gpu_worker.kv_pool import KVPool
+from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.step import Attend, Wanted
 
 

@@ -12,8 +12,8 @@ from blockyard.kernels.rms_norm import RMSNorm
 from blockyard.services.gpu_worker.layers.fused_ops import Ops, find_ops
 from blockyard.services.gpu_worker.layers.linear import Linear
 from blockyard.services.gpu_worker.layers.rotary import RopeParameters, check_rotations, extended_length, rotation_table
+from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.step import Step
-from blockyard.services.gpu_worker.weights import WeightTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,9 +5,9 @@ from typing import Any
 import msgspec
 
 from blockyard.services.gpu_worker.layers.rotary import read_rope
+from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import Decoder, DecoderShape
 from blockyard.services.gpu_worker.models.hf_config import parse
-from blockyard.services.gpu_worker.weights import WeightTable
 from blockyard.shared.config import model_bounds as bounds
 from blockyard.shared.errors import ConfigError
 

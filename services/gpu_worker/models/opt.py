@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blockyard.services.gpu_worker.layers.linear import Linear
+from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import ModelShape
 from blockyard.services.gpu_worker.models.hf_config import parse
 from blockyard.services.gpu_worker.step import Step
-from blockyard.services.gpu_worker.weights import WeightTable
 from blockyard.shared.config import model_bounds as bounds
 from blockyard.shared.errors import ConfigError
 

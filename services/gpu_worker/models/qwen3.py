@@ -5,11 +5,11 @@ from typing import Any
 
 import msgspec
 
+from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import Decoder
 from blockyard.services.gpu_worker.models.hf_config import parse
 from blockyard.services.gpu_worker.models.llama import LlamaConfig, decoder_shape
 from blockyard.services.gpu_worker.models.qwen2 import read_windows
-from blockyard.services.gpu_worker.weights import WeightTable
 
 DEFAULTS = {"head_dim": 128, "max_position_embeddings": 32768}  # where a folder is silent
 

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
+from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models import llama, mistral, opt, qwen2, qwen3
 from blockyard.services.gpu_worker.models.decoder import Model
-from blockyard.services.gpu_worker.weights import WeightTable
 from blockyard.shared.errors import ConfigError
 
 Build = Callable[[dict[str, Any], WeightTable], Model]  # of a config.json

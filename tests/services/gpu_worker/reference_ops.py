@@ -15,10 +15,10 @@ from blockyard.kernels.rope_write_kv import rope_write_kv_reference
 from blockyard.kernels.scatter_words import scatter_words_reference
 from blockyard.kernels.score_tokens import Scores, score_tokens_reference
 from blockyard.kernels.slot_state import SlotState
-from blockyard.services.gpu_worker.decode_steps import IN_FLIGHT, DecodeSteps
-from blockyard.services.gpu_worker.device_loop import DeviceLoop
-from blockyard.services.gpu_worker.kv_pool import KVPool
-from blockyard.services.gpu_worker.pinned_ring import PinnedRing
+from blockyard.services.gpu_worker.execution.decode_graphs import IN_FLIGHT, DecodeSteps
+from blockyard.services.gpu_worker.execution.device_loop import DeviceLoop
+from blockyard.services.gpu_worker.execution.pinned_ring import PinnedRing
+from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.services.gpu_worker.step import Wanted
 

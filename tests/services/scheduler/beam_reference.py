@@ -4,8 +4,8 @@ from array import array
 
 import msgspec
 
-from blockyard.services.gpu_worker.mock_batch import Pattern, likeliest
-from blockyard.services.gpu_worker.mock_kv import state_of
+from blockyard.services.gpu_worker.mock.batch import Pattern, likeliest
+from blockyard.services.gpu_worker.mock.kv import state_of
 from blockyard.services.scheduler.sequences.beam_search import BeamSearch, Finished, Hypothesis
 from blockyard.shared.messages import Generate
 

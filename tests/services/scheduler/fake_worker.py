@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from blockyard.services.gpu_worker.mock import MockRunner
-from blockyard.services.gpu_worker.mock_batch import MockBatch
-from blockyard.services.gpu_worker.mock_kv import MockKV
+from blockyard.services.gpu_worker.mock.batch import MockBatch
+from blockyard.services.gpu_worker.mock.kv import MockKV
+from blockyard.services.gpu_worker.mock.runner import MockRunner
 from blockyard.services.gpu_worker.service import Worker
 from blockyard.shared.fake_links import FakeLinks
 from blockyard.shared.messages import (

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from blockyard.services.gpu_worker.mock_batch import Pattern
+from blockyard.services.gpu_worker.mock.batch import Pattern
 from blockyard.services.scheduler.core import Scheduler
 from blockyard.services.scheduler.kv_cache.free_block_queue import SLACK, FreeBlockQueue
 from blockyard.services.scheduler.kv_cache.id_pool import PlanClock

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import msgspec
 
-from blockyard.services.gpu_worker.mock import MockRunner
-from blockyard.services.gpu_worker.mock_batch import Pattern
-from blockyard.services.gpu_worker.mock_kv import state_of
+from blockyard.services.gpu_worker.loading.sleep import SleepingRunner
+from blockyard.services.gpu_worker.mock.batch import Pattern
+from blockyard.services.gpu_worker.mock.kv import state_of
+from blockyard.services.gpu_worker.mock.runner import MockRunner
 from blockyard.services.gpu_worker.service import Worker
-from blockyard.services.gpu_worker.sleep import SleepingRunner
 from blockyard.services.scheduler.core import Scheduler, SchedulerSettings
 from blockyard.services.scheduler.outbox import Outgoing
 from blockyard.services.scheduler.workers.worker_groups import BatchLimits

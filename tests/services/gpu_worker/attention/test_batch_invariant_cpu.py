@@ -6,7 +6,7 @@ import torch
 
 from blockyard.kernels.rms_norm import RMSNorm
 from blockyard.services.gpu_worker.attention.cpu_metadata import ReadPlanner
-from blockyard.services.gpu_worker.kv_pool import KVPool
+from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.models.decoder import ModelShape
 
 LENGTH, SIZE, HEADS, KV_HEADS, DIM = 70, 16, 4, 2, 32

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from blockyard.services.gpu_worker.attention import cpu_metadata as reads
 from blockyard.services.gpu_worker.attention import gathered_kv as kept_kv
 from blockyard.services.gpu_worker.attention.cpu_metadata import ReadPlanner, by_length, length_groups
-from blockyard.services.gpu_worker.kv_pool import KVPool
+from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.models.decoder import ModelShape
 
 HEADS, KV_HEADS, DIM, SIZE, BLOCKS = 4, 2, 8, 4, 200

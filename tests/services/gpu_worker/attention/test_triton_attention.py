@@ -13,7 +13,7 @@ from blockyard.kernels.rms_norm import RMSNorm
 from blockyard.kernels.rope_write_kv import rope_write_kv_reference
 from blockyard.kernels.sequences import Sequences
 from blockyard.services.gpu_worker.attention.triton_attention import InvariantAttention, TritonOps, mixed_attention
-from blockyard.services.gpu_worker.kv_pool import KVPool
+from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.layers.fused_ops import Ops, TorchOps
 from blockyard.services.gpu_worker.layers.linear import Linear
 from blockyard.services.gpu_worker.models.decoder import ModelShape

@@ -1,0 +1,99 @@
+"""`python -m blockyard.services.gpu_worker.compilation.compile_process`: compiles Triton kernels, one after the other.
+
+Reads a line for each kernel, Triton's `specialization_data` and the target, and answers with a line: empty, or the
+problem. What was compiled is in Triton's cache on disk. It uses no GPU. `compile_processes` starts it.
+"""
+
+import json
+import os
+import sys
+from typing import Any
+
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import driver as nvidia
+from triton.compiler import ASTSource, compile
+from triton.compiler.compiler import make_backend
+from triton.errors import TritonError
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.runtime.jit import JITFunction
+
+# Every kernel of a step is in one of the modules that these import: they are looked up by name.
+from blockyard.services.gpu_worker.execution import device_loop
+from blockyard.services.gpu_worker.linear_tuning import tuner as linear_tuning
+
+LOADED = (device_loop, linear_tuning)
+# What compilers raise; the worker that compiles by itself will say more.
+PROBLEMS = (TritonError, RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, OSError)
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what compilers print is no answer
+    for line in sys.stdin:
+        answers.write(f"{compile_kernel(line)}\n")
+
+
+def compile_kernel(line: str) -> str:
+    """Returns the problem in one line, nothing if there is none."""
+    data = json.loads(line)
+    try:
+        function, target = find_kernel(data["name"]), GPUTarget(*data["gpu"])
+        source_type = GluonASTSource if function.is_gluon() else ASTSource
+        source = source_type(function, _signature(data), _constants(data), _attributes(data))
+        options = {key: tuple(value) if isinstance(value, list) else value for key, value in data["options"].items()}
+        options = make_backend(target).parse_options(options).__dict__
+        kernel = compile(source, target=target, options=options)
+        if hasattr(nvidia, "make_launcher"):  # up to Triton 3.6 a C compiler makes a function for each signature
+            nvidia.CudaLauncher(kernel.src, kernel.metadata)
+    except (
+        TritonError,
+        RuntimeError,
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        AssertionError,
+        OSError,
+    ) as e:
+        return f"{data['name']}: {type(e).__name__}: {' '.join(str(e).split())[:300]}"
+    return ""
+
+
+def find_kernel(name: str) -> JITFunction[Any]:
+    """By its full name. Raises LookupError."""
+    module, _, function = name.rpartition(".")
+    if module not in sys.modules:
+        raise LookupError(f"no module {module} is loaded")
+    found = getattr(sys.modules[module], function, None)
+    if not isinstance(found, JITFunction):
+        raise LookupError(f"{name} is no kernel")
+    return found
+
+
+def _signature(data: dict[str, Any]) -> dict[str, Any]:
+    return {key: _tuples(value) for key, value in data["signature"].items()}
+
+
+def _constants(data: dict[str, Any]) -> dict[tuple[int, ...], Any]:
+    """JSON has lists for tuples, and names for what it cannot hold."""
+
+    def constant(value: Any) -> Any:
+        if isinstance(value, dict) and "constexpr" in value:
+            return tl.constexpr(value["constexpr"])
+        return tl.dtype(value) if tl.dtype.is_dtype(value) else value
+
+    keys = (tuple(key) for key in data["constant_keys"])
+    return dict(zip(keys, map(constant, data["constant_vals"]), strict=True))
+
+
+def _attributes(data: dict[str, Any]) -> dict[tuple[int, ...], Any]:
+    return dict(zip((tuple(key) for key in data["attrs_keys"]), data["attrs_vals"], strict=True))
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(one) for one in value) if isinstance(value, list) else value
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""Compiles the kernels of prefill attention that a worker may need before it is ready: no stream waits for one later.
+
+What was compiled lies in Triton's cache on disk, and a second start finds it there. Imports Triton: loaded by name, for
+a GPU alone.
+"""
+
+import logging
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from triton.errors import TritonError
+
+from blockyard.kernels.paged_prefill import paged_prefill
+from blockyard.kernels.sequences import Sequences
+from blockyard.services.gpu_worker.kv.pool import KVPool
+
+log = logging.getLogger(__name__)
+
+ROWS = 16  # also the width of block tables here: widths that workers have are multiples of it
+REACHES = (ROWS, 1 << 20)  # keys of a sequence are one program's, or shared by several
+
+
+def compile_prefills(pool: KVPool, dtype: torch.dtype) -> None:
+    """For activations of `dtype`. Side by side, some ten seconds if they are new.
+
+    What fails is logged: whoever needs that kernel will say so.
+    """
+    kernels = [(window, reach) for window in dict.fromkeys(pool.shape.windows) for reach in REACHES]
+    with ThreadPoolExecutor(len(kernels)) as threads:
+        runs = [threads.submit(_run, pool, dtype, *kernel) for kernel in kernels]
+    for run in runs:
+        try:
+            run.result()
+        except (RuntimeError, TritonError) as e:
+            log.warning("prefill attention could not be compiled ahead: %s", e)
+
+
+@torch.inference_mode()
+def _run(pool: KVPool, dtype: torch.dtype, window: int | None, reach: int) -> None:
+    shape, device = pool.shape, pool.device
+    heads = shape.num_heads + 2 * shape.kv_heads
+    q = torch.zeros((ROWS, heads, shape.head_dim), dtype=dtype, device=device)[:, : shape.num_heads]
+    size = (ROWS, 2, shape.kv_heads, pool.block_size, shape.head_dim)
+    layer = torch.zeros(size, device=device).to(pool.dtype)
+    rows = torch.arange(ROWS, device=device)
+    tables = torch.arange(ROWS, dtype=torch.int32, device=device)[None]
+    seqs = Sequences(torch.zeros_like(rows), rows, tables)
+    starts = torch.tensor([0, ROWS], dtype=torch.int32, device=device)
+    out = q.new_empty((ROWS, shape.num_heads * shape.head_dim))
+    scales = None if pool.scales is None else torch.ones(2, device=device)
+    paged_prefill(q, layer, seqs, starts, shape.scale, window, reach, out, scales=scales)

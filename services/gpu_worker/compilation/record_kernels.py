@@ -1,0 +1,99 @@
+"""Gives the kernels of a worker's steps to a `KernelCompiler` before the first step runs; loaded on a GPU alone.
+
+Each kind of step is launched once on a KV pool of one block while the compiler records, so nothing runs on the device
+but a few of torch's own kernels, on zeros.
+"""
+
+import hashlib
+import logging
+from pathlib import Path
+
+import torch
+import triton
+
+from blockyard import kernels
+from blockyard.services.gpu_worker.compilation import prefill_kernels
+from blockyard.services.gpu_worker.compilation.compile_processes import CompileProcesses, num_processes
+from blockyard.services.gpu_worker.compilation.kernel_compiler import KernelCompiler
+from blockyard.services.gpu_worker.execution.decode_graphs import DecodeSteps, Size
+from blockyard.services.gpu_worker.execution.device_ops import TritonDeviceOps
+from blockyard.services.gpu_worker.execution.prefill_sizes import layouts
+from blockyard.services.gpu_worker.execution.prefill_steps import Layout, MixedStep, clear
+from blockyard.services.gpu_worker.execution.warm_up import LENGTHS
+from blockyard.services.gpu_worker.kv.pool import KVPool
+from blockyard.services.gpu_worker.linear_tuning.tuner import Tuner
+from blockyard.services.gpu_worker.memory import Need
+from blockyard.services.gpu_worker.models.decoder import Model
+from blockyard.shared.config.worker import WorkerConfig
+
+log = logging.getLogger(__name__)
+
+
+def make_compiler(processes: CompileProcesses | None, cores: int) -> KernelCompiler:
+    """processes: that were started before, if any."""
+    return KernelCompiler(processes or CompileProcesses(num_processes(cores)))
+
+
+def compile_kernels(
+    compiler: KernelCompiler,
+    model: Model,
+    tuner: Tuner | None,
+    need: Need,
+    kv_dtype: torch.dtype,
+    num_eos: int,
+    config: WorkerConfig,
+) -> None:
+    """Returns once the kernels of steps are compiled; those that the tuner will compare follow."""
+    key = _key(model, need, kv_dtype, num_eos, config)
+    log.debug("kernels of steps: %s", key)
+    if not compiler.has_all(key):
+        with torch.inference_mode(), compiler.recording():
+            _launch_steps(model, need, kv_dtype, num_eos, config)
+        compiler.wait()
+        compiler.note_all(key)
+    if tuner is not None and tuner.missing:
+        with compiler.recording():
+            tuner.launch_candidates()
+
+
+def _key(model: Model, need: Need, kv_dtype: torch.dtype, num_eos: int, config: WorkerConfig) -> str:
+    """Of all that decides which kernels steps launch, but the plans of linear layers, whose tuner compiles its own."""
+    flags = (config.graph_sizes, config.run_ahead_penalties, config.fused_steps)
+    facts = (triton.__version__, torch.__version__, model.shape, model.table.dtype, kv_dtype, need, num_eos, flags)
+    digest = hashlib.sha256(repr(facts).encode())
+    for source in sorted(Path(kernels.__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()
+
+
+def _launch_steps(model: Model, need: Need, kv_dtype: torch.dtype, num_eos: int, config: WorkerConfig) -> None:
+    """What takes longest to compile comes first."""
+    device, most = model.table.device, min(need.max_step_tokens, need.max_model_len)
+    pool = KVPool(model.shape, 1, need.block_size, kv_dtype, device)
+    pool.batch_invariant = need.batch_invariant
+    ops = TritonDeviceOps(config.fused_steps and not need.batch_invariant, need.batch_invariant)
+    asks = config.run_ahead_penalties
+    eos = list(range(num_eos))
+    steps = DecodeSteps(model, pool, need.max_num_seqs, need.max_model_len, eos, config.graph_sizes, asks, ops)
+    ways = (False, True) if asks else (False,)
+    if not need.batch_invariant:
+        prefill_kernels.compile_prefills(pool, model.table.dtype)
+    output = steps.forward(Size(steps.capacity, near=False))
+    for size in steps.sizes:
+        for asked in ways:
+            steps.sample(size, output.first(size.rows), asked)
+    for size in steps.sizes:
+        steps.forward(size)
+    for layout in _layouts(steps, most):
+        words = torch.empty(sum(layout.parts), dtype=torch.int64)
+        clear(words, layout)
+        step = MixedStep(steps, layout, words.to(device))
+        due = step.forward()
+        for asked in ways:
+            step.sample(due, asked)
+
+
+def _layouts(steps: DecodeSteps, most: int) -> list[Layout]:
+    """Of graphs, and of prompts alone as `warm_up` computes them."""
+    alone = [Layout(0, num_tokens, 1, steps.fits(1)) for num_tokens in (*(n for n in LENGTHS if n < most), most)]
+    return [*alone, *layouts(steps.capacity, most, steps.fits)]

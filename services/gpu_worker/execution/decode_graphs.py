@@ -1,0 +1,275 @@
+"""Steps in which every sequence computes one token, on a GPU: over the slots that live there, as CUDA graphs.
+
+Two graphs a size: `forward` from the slots' next tokens to the logits, `sample` from there to the slots' new state;
+of the latter a second one, where a slot asks for more than a draw.
+Loaded by name, on a GPU alone.
+"""
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blockyard.kernels.gather_rows import Rows
+from blockyard.services.gpu_worker.attention.triton_attention import check_head_size
+from blockyard.services.gpu_worker.execution.device_ops import DeviceOps, TritonDeviceOps
+from blockyard.services.gpu_worker.execution.device_slots import DeviceSlots
+from blockyard.services.gpu_worker.execution.pinned_ring import PinnedRing
+from blockyard.services.gpu_worker.kv.pool import KVPool
+from blockyard.services.gpu_worker.memory import Need, blocks_of
+from blockyard.services.gpu_worker.models.decoder import Model
+from blockyard.services.gpu_worker.step import Step
+
+log = logging.getLogger(__name__)
+
+SLOTS = 2  # times as many as rows: schedulers keep spare ones
+IN_FLIGHT = 8  # steps, at most
+MEASURED = 5
+CAPTURE_S = 3.0  # spent on graphs before the worker is ready
+GRAPH_BYTES = 24 << 20  # of three graphs besides their tensors, more than was seen
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Of a step."""
+
+    rows: int  # the last ones may pad
+    near: bool  # no sequence is beyond `DeviceOps.near`
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Of a forward pass; overwritten by the next one."""
+
+    hidden: Tensor  # [rows, hidden]
+    logits: Tensor  # [rows, vocab_size]
+
+    def first(self, rows: int) -> "Output":
+        return Output(self.hidden[:rows], self.logits[:rows])
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    forward: torch.cuda.CUDAGraph
+    output: Output
+    sample: torch.cuda.CUDAGraph
+    sample_asked: torch.cuda.CUDAGraph | None  # None: no slot can ask
+
+
+class DecodeSteps:
+    """For up to `capacity` sequences, in slots below SLOTS times that."""
+
+    def __init__(
+        self,
+        model: Model,
+        pool: KVPool,
+        capacity: int,
+        max_model_len: int,
+        eos_token_ids: list[int],
+        sizes: list[int] | None = None,
+        wishes: bool = False,
+        ops: DeviceOps | None = None,
+        ring: PinnedRing | None = None,
+    ) -> None:
+        """`sizes`: of graphs, in place of a ladder; `wishes`: see DeviceSlots. Raises LoadError for a head size that
+        kernels do not take."""
+        check_head_size(pool.shape.head_dim)
+        self.capacity, self.ops = capacity, ops or TritonDeviceOps()
+        width, device, vocab = blocks_of(max_model_len, pool.block_size), pool.device, pool.shape.vocab_size
+        self.slots = DeviceSlots(SLOTS * capacity, capacity, width, vocab, eos_token_ids, device, wishes)
+        self.ring = ring or PinnedRing(IN_FLIGHT, capacity, device)
+        self.model, self.pool = model, pool
+        self._rows = Rows.make(capacity, device)
+        self._tokens = torch.zeros(capacity, dtype=torch.int64, device=device)
+        self._best = torch.zeros(capacity, dtype=torch.float32, device=device)
+        self._eos = torch.tensor([i for i in eos_token_ids if 0 <= i < vocab], dtype=torch.int32, device=device)
+        self._ladder = [n for n in sizes or [] if n <= capacity] or ladder(capacity)
+        self._sizes = [size for rows in by_halves(self._ladder) for size in self._ways(rows, max_model_len)]
+        self._graphs: dict[Size, Captured] = {}
+        self._missing: list[Size] = []  # that are still to be captured
+        self._graph_pool: Any = None
+        self.problem = ""  # why there are no graphs
+        self._capture_s, self._graphs_bytes = 0.0, 0
+
+    def _ways(self, rows: int, max_model_len: int) -> list[Size]:
+        near = self.ops.near(rows)
+        return [*([Size(rows, False)] if near < max_model_len else []), *([Size(rows, True)] if near else [])]
+
+    def padded(self, rows: int, reach: int) -> Size:
+        """Of the step that so many rows are computed in, no position of which is beyond `reach`."""
+        fitting = (
+            one for one in self._graphs if one.rows >= rows and (not one.near or reach <= self.ops.near(one.rows))
+        )
+        return min(fitting, key=lambda one: (one.rows, not one.near), default=Size(rows, reach <= self.ops.near(rows)))
+
+    def fits(self, rows: int) -> int:
+        """The least size of the ladder for so many rows. Kernels are compiled for these."""
+        return next((n for n in self._ladder if n >= rows), self.capacity)
+
+    def forward(self, size: Size) -> Output:
+        """Computes the next token of the slots in the first rows; `size` is as `padded` said."""
+        captured = self._graphs.get(size)
+        if captured is None:
+            return self._forward(size)
+        captured.forward.replay()
+        return captured.output
+
+    def sample(self, size: Size, output: Output, asked: bool) -> None:
+        """Draws from what `forward` returned; the slots go on or end, and the ring has what became of them.
+
+        asked: some slots change their logits, or want log-probabilities.
+        """
+        captured = self._graphs.get(size)
+        graph = None if captured is None else captured.sample_asked if asked else captured.sample
+        if graph is None:
+            self._sample(size.rows, output, asked)
+        else:
+            graph.replay()
+
+    def _forward(self, size: Size) -> Output:
+        now = self._rows.first(size.rows)
+        self.ops.gather(self.slots.state, now)
+        longest = self.ops.near(size.rows) if size.near else None
+        attend = self.ops.attend(self.pool, now, self.slots.state.tables, longest=longest)
+        hidden = self.model.forward(Step(now.token_ids, now.positions, attend))
+        return Output(hidden, self.model.logits(hidden))
+
+    def _sample(self, rows: int, output: Output, asked: bool) -> None:
+        self.draw(self._rows.first(rows), output.logits, asked)
+
+    def draw(self, rows: Rows, logits: Tensor, asked: bool, counts: Tensor | None = None) -> None:
+        """Each row's slot gets a token; `counts` are the tokens that rows computed, None: one each."""
+        tokens, best, wishes = self._tokens[: len(logits)], self._best[: len(logits)], self.slots.wishes
+        if asked:
+            self.ops.adjust(logits, rows, wishes.wishes)
+        self.ops.draw(logits, rows, self.slots.params, tokens, best, wishes.adjusted if asked else None)
+        if asked:
+            self.ops.count(tokens, best, rows, wishes.wishes)
+            self.ops.score(logits, rows, tokens, wishes.num_top, wishes.scores(len(logits)))
+        self.ops.advance(self.slots.state, rows, tokens, best, self._eos, self.ring.results, counts)
+
+    def pass_over(self, rows: Rows, counts: Tensor) -> None:
+        """Each row's slot has computed `counts` tokens and is due for none."""
+        tokens, best = self._tokens[: len(counts)], self._best[: len(counts)]
+        self.ops.advance(self.slots.state, rows, tokens, best, self._eos, self.ring.results, counts)
+
+    def capture(self) -> None:
+        """All sizes as far as CAPTURE_S reaches, the others when `capture_one` is called."""
+        start = time.perf_counter()
+        self._graph_pool = torch.cuda.graph_pool_handle()
+        self._missing = list(self._sizes)
+        while time.perf_counter() - start < CAPTURE_S and self.capture_one():
+            pass
+
+    @property
+    def captured(self) -> float:
+        """The part of the sizes that need no graph any more; 1.0 where there will be none."""
+        return 1.0 - len(self._missing) / len(self._sizes)
+
+    def describe(self) -> str:
+        """What there is of graphs, in a line."""
+        if self.problem:
+            return f"CUDA graphs: none, decode steps are eager: {self.problem}"
+        left = f", {len(self._missing)} more when idle" if self._missing else ""
+        took, size = self._capture_s, self._graphs_bytes / 2**30
+        return f"CUDA graphs: {len(self._graphs)} of up to {self.capacity} rows in {took:.1f} s, {size:.2f} GiB{left}"
+
+    def capture_one(self) -> bool:
+        """A size that has no graph yet; False: none is left. What cannot be captured stays eager."""
+        if not self._missing:
+            return False
+        size = self._missing.pop(0)
+        start, before = time.perf_counter(), torch.cuda.memory_reserved(self.pool.device)
+        try:
+            with torch.inference_mode():
+                self._graphs[size] = self._capture(size)
+            self._capture_s += time.perf_counter() - start
+            self._graphs_bytes += torch.cuda.memory_reserved(self.pool.device) - before
+        except RuntimeError as e:  # OutOfMemoryError and CUDA's own are among them
+            self._graphs.clear()
+            self._missing.clear()
+            torch.cuda.empty_cache()
+            self.problem = str(e).splitlines()[0]
+            log.warning("CUDA graphs could not be captured, decode steps are eager: %s", self.problem)
+        self.slots.count_step(self.ring.step)  # the device has counted the trial
+        return bool(self._missing)
+
+    def capture_again(self, rows: int) -> None:
+        """What computes steps of so many rows has changed: their graphs are dropped, `capture_one` makes new ones."""
+        for size in [one for one in self._graphs if one.rows == rows]:
+            del self._graphs[size]
+            self._missing.append(size)
+
+    @property
+    def sizes(self) -> list[Size]:
+        """All that there may be graphs of."""
+        return list(self._sizes)
+
+    def _capture(self, size: Size) -> Captured:
+        self.slots.clear_rows()  # rows that pad touch no KV
+        output = self._forward(size)
+        ways = (False, True) if self.slots.wishes.enabled else (False,)
+        for asked in ways:
+            self._sample(size.rows, output, asked)  # compiles and loads what it needs
+        torch.cuda.synchronize(self.pool.device)
+        forward, samples = torch.cuda.CUDAGraph(), [torch.cuda.CUDAGraph() for _ in ways]
+        with torch.cuda.graph(forward, pool=self._graph_pool, capture_error_mode="thread_local"):
+            output = self._forward(size)
+        for asked, sample in zip(ways, samples, strict=True):
+            with torch.cuda.graph(sample, pool=self._graph_pool, capture_error_mode="thread_local"):
+                self._sample(size.rows, output, asked)
+        return Captured(forward, output, samples[0], samples[1] if len(samples) > 1 else None)
+
+    def measure(self) -> float:
+        """Seconds that a step of the smallest size takes, best of a few; its row pads."""
+        size, best = self.padded(1, 1), float("inf")
+        for _ in range(MEASURED):
+            torch.cuda.synchronize(self.pool.device)
+            start = time.perf_counter()
+            self.sample(size, self.forward(size), asked=False)
+            torch.cuda.synchronize(self.pool.device)
+            best = min(best, time.perf_counter() - start)
+        return best
+
+
+def ladder(most: int) -> list[int]:
+    """Sizes that steps are padded to: small ones by powers of two, then every 16, every 32 and every 64."""
+    sizes = [1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, *range(320, most + 64, 64)]
+    return [*(n for n in sizes if n < most), most]
+
+
+def by_halves(sizes: list[int]) -> list[int]:
+    """The largest first, so that the others find their memory there; then the middle of the rest, and of its parts, so
+    that no step is padded by much while some are missing."""
+    order, parts = [sizes[-1]], [sizes[:-1]]
+    while parts:
+        part = parts.pop(0)
+        if part:
+            middle = len(part) // 2
+            order.append(part[middle])
+            parts += [part[:middle], part[middle + 1 :]]
+    return order
+
+
+def graph_bytes(model: Model, need: Need, dtype: torch.dtype, wishes: bool) -> int:
+    """What the buffers and graphs of `DecodeSteps` will take, measured on its largest step; cuda only."""
+    device, capacity = model.table.device, need.max_num_seqs
+    torch.cuda.synchronize(device)
+    held = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    pool = KVPool(model.shape, 1, need.block_size, dtype, device)
+    pool.batch_invariant = need.batch_invariant
+    steps = DecodeSteps(model, pool, capacity, need.max_model_len, [0], wishes=wishes)
+    size = steps.padded(capacity, need.max_model_len)
+    output = steps.forward(size)
+    steps.sample(size, output, asked=wishes)
+    row_bytes = (output.hidden.nbytes + output.logits.nbytes) / capacity
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device) - held
+    sizes = ladder(capacity)
+    del steps, output
+    torch.cuda.empty_cache()
+    return peak + int(row_bytes * sum(sizes)) + GRAPH_BYTES * len(sizes)

@@ -1,0 +1,162 @@
+"""The host's side of the slots that live on the device: what is to be written there before the next step."""
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from blockyard.kernels.draw_tokens import DrawParams
+from blockyard.kernels.philox_gumbel import split_seed
+from blockyard.kernels.slot_state import MOST_STOPS, NUM_FIELDS, Field, SlotState
+from blockyard.services.gpu_worker.execution.device_writes import DeviceWrites
+from blockyard.services.gpu_worker.sampling.device_edits import DeviceWishes, float_words
+from blockyard.services.gpu_worker.slots import Slots
+from blockyard.shared.messages import SlotStart, StepPlan
+
+Ints = npt.NDArray[np.int64]
+Words = npt.NDArray[np.int32]
+
+
+class DeviceSlots:
+    """Keeps track of what the device knows of a `Slots`, and collects what it lacks."""
+
+    def __init__(
+        self,
+        num_slots: int,
+        capacity: int,
+        width: int,
+        vocab_size: int,
+        eos_token_ids: list[int],
+        device: torch.device,
+        wishes: bool = False,
+    ) -> None:
+        """`wishes`: penalties, lists of tokens and log-probabilities are the device's too."""
+        self.state = state = SlotState.make(num_slots, capacity, width, device)
+        self.params = DrawParams(
+            temperature=state.floats(Field.TEMPERATURE),
+            top_k=state.fields[Field.TOP_K],
+            top_p=state.floats(Field.TOP_P),
+            min_p=state.floats(Field.MIN_P),
+            key=state.fields[Field.KEY : Field.KEY + 2],
+            choice=state.fields[Field.CHOICE],
+        )
+        self.wishes = DeviceWishes(state, capacity, vocab_size, wishes)
+        self.num_slots, self._vocab_size, self._eos = num_slots, vocab_size, eos_token_ids
+        self._field_places = (np.arange(NUM_FIELDS) * state.fields.shape[1]).tolist()
+        self._tables_place, self._width = state.place(state.tables), state.tables.shape[1]
+        self._rows = np.full(capacity, -1, np.int64)  # as the device has them
+        self.drawn = np.zeros(num_slots, np.bool_)  # slots that need no host between their tokens
+        self._sent = np.zeros(num_slots, np.int64)  # blocks
+        self._writes = DeviceWrites()
+
+    def reset(self, step: int) -> None:
+        """No slot is live, and so many steps have begun."""
+        self._writes.clear()
+        self.wishes.reset()
+        self.drawn[:] = False
+        self._sent[:] = 0
+        self._rows[:] = -1
+        state = self.state
+        self._set(Field.LIVE, np.arange(self.num_slots), 0)
+        self._writes.add(np.arange(len(self._rows)) + state.place(state.rows), self._rows)
+        self.count_step(step)
+
+    def count_step(self, step: int) -> None:
+        """A step begins that gathers nothing: the device would not count it."""
+        self._writes.put(self.state.place(self.state.step), step)
+
+    def clear_rows(self) -> None:
+        """A step that is only tried: all rows pad, on the device at once."""
+        self.state.rows.fill_(-1)
+        self._rows[:] = -1
+
+    def note(self, plan: StepPlan, table: Slots) -> None:
+        """What a plan changed, once `table` has it."""
+        for slot in plan.ends:
+            if slot < self.num_slots:
+                self._stop(slot)
+                self._end(slot)
+        for start in plan.starts:
+            if start.slot < self.num_slots:
+                self._start(start, table)
+        for added in plan.blocks:
+            if added.slot < self.num_slots:
+                self._send_blocks(added.slot, table)
+                if not table.live[added.slot]:
+                    self._end(added.slot)
+
+    def feed(self, slots: Ints, table: Slots) -> None:
+        """Sets what these slots compute next, where the host knows that and the device does not."""
+        if len(slots):
+            positions = table.computed[slots]
+            self._set(Field.NEXT, slots, table.token_ids[slots, np.minimum(positions, table.token_ids.shape[1] - 1)])
+
+    def renew(self, slots: Ints, table: Slots) -> None:
+        """The host has computed a step of these slots by itself."""
+        slots = slots[slots < self.num_slots]
+        self.feed(slots, table)
+        for slot in slots.tolist():
+            self.wishes.count(slot, table)
+        self._set(Field.POSITION, slots, table.computed[slots])
+        self._set(Field.KNOWN, slots, table.known[slots])
+        self._set(Field.LIVE, slots, table.live[slots])
+
+    def assign(self, slots: Ints, rows: int) -> None:
+        """The first rows of the next step are these slots', those up to `rows` pad."""
+        wanted = np.full(rows, -1)
+        wanted[: len(slots)] = slots
+        different = np.flatnonzero(self._rows[:rows] != wanted)
+        if len(different):
+            self._writes.add(different + self.state.place(self.state.rows), wanted[different])
+            self._rows[:rows] = wanted
+
+    def take(self) -> tuple[Words, Words]:
+        """Index and value of everything that is to be written, no index twice."""
+        return self._writes.take()
+
+    def _start(self, start: SlotStart, table: Slots) -> None:
+        slot, sampling = start.slot, start.sampling
+        self._stop(slot)
+        state = table.slots.get(slot)
+        if state is None or not table.live[slot]:
+            self._end(slot)
+            return
+        words = [0] * NUM_FIELDS
+        endings = [i for i in {*self._eos, *state.stop_ids} if 0 <= i < self._vocab_size]
+        change = self.wishes.start(slot, sampling, table, endings) if len(state.stop_ids) <= MOST_STOPS else None
+        self.drawn[slot] = change is not None
+        words[Field.WISH_ROW] = words[Field.NUM_TOP] = -1
+        if change is not None:
+            change.put(words)
+            if change.listed.ids:
+                self._writes.add(*self.wishes.places(slot, change.listed))
+        stops = [i for i in state.stop_ids if 0 <= i < self._vocab_size][:MOST_STOPS]
+        words[Field.STOPS : Field.STOPS + len(stops)] = stops
+        words[Field.POSITION] = computed = int(table.computed[slot])
+        words[Field.NEXT], words[Field.KNOWN] = int(table.token_ids[slot, computed]), int(table.known[slot])
+        words[Field.MAX_KNOWN], words[Field.LIVE] = state.max_known, 1
+        words[Field.IGNORE_EOS], words[Field.NUM_STOPS] = sampling.ignore_eos, len(stops)
+        words[Field.TOP_K] = sampling.top_k if 0 < sampling.top_k < self._vocab_size else self._vocab_size
+        words[Field.TEMPERATURE], words[Field.TOP_P], words[Field.MIN_P] = float_words(
+            sampling.temperature, sampling.top_p, sampling.min_p
+        )
+        words[Field.KEY : Field.KEY + 2] = split_seed(sampling.seed)
+        words[Field.CHOICE] = start.choice
+        self._writes.put_all([place + slot for place in self._field_places], words)
+        self._sent[slot] = 0
+        self._send_blocks(slot, table)
+
+    def _stop(self, slot: int) -> None:
+        self.wishes.end(slot)
+        self.drawn[slot] = False
+
+    def _end(self, slot: int) -> None:
+        self._writes.put(self._field_places[Field.LIVE] + slot, 0)
+
+    def _send_blocks(self, slot: int, table: Slots) -> None:
+        begin, end = int(self._sent[slot]), int(table.num_blocks[slot])
+        if begin < end:
+            self._writes.put_run(self._tables_place + slot * self._width + begin, table.tables[slot, begin:end])
+            self._sent[slot] = end
+
+    def _set(self, field: Field, slots: Ints, values: "npt.NDArray[np.generic] | int") -> None:
+        self._writes.add(slots + self._field_places[field], np.broadcast_to(values, slots.shape))

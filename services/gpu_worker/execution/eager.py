@@ -1,0 +1,122 @@
+"""Steps in lockstep with the host, which prepares them, waits for the logits and picks the tokens. On CPU all are."""
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from blockyard.services.gpu_worker.attention.cpu_metadata import ReadPlanner, by_length
+from blockyard.services.gpu_worker.attention.gathered_kv import ROOM
+from blockyard.services.gpu_worker.batch import Batch
+from blockyard.services.gpu_worker.kv.pool import KVPool
+from blockyard.services.gpu_worker.models.decoder import Model
+from blockyard.services.gpu_worker.sampling.prompt_logprobs import PromptScores
+from blockyard.services.gpu_worker.step import Step
+from blockyard.shared.messages import FinishReason, SlotResult
+
+Ints = npt.NDArray[np.int64]
+
+
+class DeviceSteps(Protocol):
+    """How steps are computed on a GPU, or compiled ones on the CPU; see device_loop.py and compiled_steps.py."""
+
+    def forget(self) -> None: ...
+    def takes(self, slots: Ints, counts: Ints) -> bool: ...
+    def run(self, slots: Ints, counts: Ints) -> tuple[Tensor, Tensor | None]: ...
+
+
+class HostSteps:
+    def __init__(self, model: Model, pool: KVPool, batch: Batch) -> None:
+        self.planner = ReadPlanner(pool)
+        self.device: DeviceSteps | None = None
+        self._model, self._pool, self._batch = model, pool, batch
+        self._prompt_scores = PromptScores(model)
+
+    def forget(self) -> None:
+        """Owners' numbers begin anew."""
+        self.planner.forget()
+        if self.device is not None:
+            self.device.forget()
+
+    def run(self, slots: Ints, counts: Ints) -> list[SlotResult]:
+        """The next `counts` tokens of each slot, decodes first. A slot whose logits are not finite fails alone."""
+        table = self._batch.slots
+        logits: Tensor | None = None
+        if self.device is not None and self.device.takes(slots, counts):
+            begin = table.computed[slots]
+            hidden, logits = self.device.run(slots, counts)
+        else:
+            slots, begin, hidden = self.forward(slots, counts)
+        table.computed[slots] = begin + counts
+        results = self._sample(slots, np.cumsum(counts) - 1, hidden, logits)
+        return self._prompt_scores.add(table, slots, counts, begin, hidden, results)
+
+    def forward(self, slots: Ints, counts: Ints) -> tuple[Ints, Ints, Tensor]:
+        """Slots, in the order that was computed, the tokens each had, and the hidden rows of the new ones."""
+        table = self._batch.slots
+        begin = table.computed[slots]
+        lengths = begin + counts
+        num_decodes = int((counts == 1).sum())
+        if (order := by_length(lengths[:num_decodes])) is not None:
+            for array in (slots, begin, lengths):
+                array[:num_decodes] = array[:num_decodes][order]
+        rows, positions = slots, begin
+        if num_decodes < len(slots):
+            rows = np.repeat(slots, counts)
+            first = np.cumsum(counts) - counts
+            positions = np.arange(len(rows)) - np.repeat(first - begin, counts)
+        size = table.block_size
+        blocks = table.tables[rows, positions // size]
+        tables = table.tables[:, : (int(lengths.max()) + ROOM) // size + 1][slots]  # not the whole of a long context
+        self._batch.names.forget(blocks)
+        attend = self.planner.attention(
+            blocks, positions % size, tables, counts, lengths, table.owners[slots], num_decodes
+        )
+        step = Step(self._tensor(table.token_ids[rows, positions]), self._tensor(positions), attend)
+        return slots, begin, self._model.forward(step)
+
+    def _sample(self, slots: Ints, last: Ints, hidden: Tensor, logits: Tensor | None) -> list[SlotResult]:
+        """Tokens for the slots whose known tokens are all computed. `last` is each slot's last row of `hidden`.
+
+        `logits`: of all rows, where they are known already.
+        """
+        batch, table = self._batch, self._batch.slots
+        lengths = table.computed[slots].tolist()
+        at_end = (table.computed[slots] == table.known[slots]).tolist()
+        results: list[SlotResult] = []
+        ready: list[int] = []  # places in `slots`
+        for place, slot in enumerate(slots.tolist()):
+            full = lengths[place] >= table.slots[slot].max_known
+            if at_end[place] and not full:
+                ready.append(place)
+                continue
+            finish = FinishReason.LENGTH if at_end[place] else None
+            if finish is not None:
+                table.live[slot] = False
+            results.append(SlotResult(slot, [], lengths[place], finish))
+        if not ready:
+            return results
+        chosen = slots[ready]
+        rows = hidden if logits is None else logits
+        if len(ready) < len(rows):
+            rows = rows.index_select(0, self._tensor(last[ready]))
+        sampled = batch.sampler.sample(self._model.logits(rows) if logits is None else rows, chosen, table)
+        table.append(chosen, np.array(sampled.token_ids, np.int64))
+        for i, slot in enumerate(chosen.tolist()):
+            length = lengths[ready[i]]
+            if (problem := sampled.problems.get(i)) is not None:
+                batch.drop(slot, int(table.owners[slot]))
+                results.append(SlotResult(slot, [], length, FinishReason.FAILED, detail=problem))
+                continue
+            token = sampled.token_ids[i]
+            finish, stop = batch.finish_of(slot, token, length + 1)
+            if finish is not None:
+                table.live[slot] = False
+            logprobs = sampled.logprobs.get(i)
+            results.append(SlotResult(slot, [token], length, finish, stop, [logprobs] if logprobs else []))
+        return results
+
+    def _tensor(self, values: Ints) -> Tensor:
+        return torch.from_numpy(values).to(self._pool.device, non_blocking=True)

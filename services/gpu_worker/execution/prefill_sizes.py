@@ -1,0 +1,134 @@
+"""Sizes that steps with prefill are padded to, as CUDA graphs: which one a step takes, and which is captured next.
+
+Plain numbers. What padding costs the device is weighed against what a step costs that is launched kernel by kernel:
+the host's time, where that is longer than the device's. What the device takes is known of sizes that are captured;
+between and beyond them it is taken to grow with the tokens.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import fmean
+
+from blockyard.services.gpu_worker.execution.prefill_steps import Layout
+
+FRESH = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)  # tokens of prompts
+BETWEEN = (96, 192, 384, 768, 1536)  # also
+DECODES = (16, 64, 128, 256, 512, 1024)  # rows of decodes beside them
+DECODES_BETWEEN = (32, 48, 96, 192, 384, 768)  # also, once those are captured
+FIRST = 512  # tokens alone, from which it is known what larger sizes will take
+PREFILLS = 8  # prompts, at least
+SHORT = 32  # tokens of a prompt: beside decodes there is room for as many of these as fit
+CAPTURE_S = 0.1  # that capturing takes, until it is known
+MOST_BYTES = 512 << 20  # that graphs may hold
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Of a size as it was captured."""
+
+    launch_s: float  # for the host to launch its kernels one by one
+    device_s: float  # for the device to run them
+    num_bytes: int  # by which what all graphs hold has grown
+    peak_bytes: int  # of the step by itself: graphs find each other's memory
+
+
+class MixedSizes:
+    """Those of one model, and what is known of them."""
+
+    def __init__(self, capacity: int, most_tokens: int, fits: Callable[[int], int]) -> None:
+        """fits: to how many sequences that draw a step is padded."""
+        self.missing = layouts(capacity, most_tokens, fits)
+        self._num_all = len(self.missing)
+        self._device_s: dict[Layout, float] = {}  # of those that are captured, the smallest first
+        self._launches_s: list[float] = []  # of steps that are launched kernel by kernel
+        self._capture_s = CAPTURE_S
+        self.num_bytes = 0  # held
+        self._lost_s: dict[Layout, float] = {}  # by steps that would have taken a missing one
+
+    @property
+    def captured(self) -> float:
+        """The part that was captured, or is known not to be worth it."""
+        return 1.0 - len(self.missing) / max(self._num_all, 1)
+
+    def learn(self, layout: Layout, measured: Measured, capture_s: float) -> None:
+        """A size was captured, in so many seconds."""
+        self._lost_s.pop(layout, None)
+        self._device_s[layout] = measured.device_s
+        self._launches_s.append(measured.launch_s)
+        self._capture_s = min(self._capture_s, capture_s)  # the first ones compile
+        self.num_bytes += measured.num_bytes
+        most = MOST_BYTES * layout.tokens / max(measured.peak_bytes, 1) if self.num_bytes < MOST_BYTES else 0
+        self.missing = [one for one in self.missing if one != layout and one.tokens <= most]
+
+    def next(self) -> Layout | None:
+        """What is to be captured while there is time for it; sizes that are slower than the host are left out. None:
+        nothing is left."""
+        while self.missing:
+            if not self._device_s or self._estimate_s(self.missing[0].tokens) < fmean(self._launches_s):
+                return self.missing[0]
+            del self.missing[0]
+        return None
+
+    def pick(self, step: Layout) -> Layout | None:
+        """The captured size that computes a step soonest; None: it is sooner over kernel by kernel."""
+        fitting = [one for one in self._device_s if holds(one, step)]
+        best = min(fitting, key=lambda one: self._device_s[one], default=None)
+        return best if best is not None and self._device_s[best] < self._eager_s(step) else None
+
+    def due(self, step: Layout) -> Layout | None:
+        """The size to capture now, because steps like this one have lost as much without it as capturing takes."""
+        wanted = min((one for one in self.missing if holds(one, step)), key=lambda one: one.tokens, default=None)
+        if wanted is None:
+            return None
+        taken = self.pick(step)
+        now_s = self._eager_s(step) if taken is None else self._device_s[taken]
+        lost_s = now_s - self._estimate_s(wanted.tokens)
+        if lost_s > 0:
+            self._lost_s[wanted] = self._lost_s.get(wanted, 0.0) + lost_s
+        return wanted if self._lost_s.get(wanted, 0.0) > self._capture_s else None
+
+    def _eager_s(self, step: Layout) -> float:
+        return max(fmean(self._launches_s), self._estimate_s(step.tokens))
+
+    def _estimate_s(self, tokens: int) -> float:
+        """Of the device, for so many rows."""
+        known = [(one.tokens, seconds) for one, seconds in self._device_s.items()]
+        below = max((one for one in known if one[0] <= tokens), default=None)
+        above = min((one for one in known if one[0] >= tokens), default=None)
+        if below is None or above is None or below[0] == above[0]:
+            nearest = below or above
+            assert nearest is not None, "a size was captured"
+            return nearest[1] * tokens / nearest[0]
+        share = (tokens - below[0]) / (above[0] - below[0])
+        return below[1] + share * (above[1] - below[1])
+
+
+def holds(layout: Layout, step: Layout) -> bool:
+    """Whether a step can be padded to a size. One more prompt is what pads."""
+    return (
+        layout.decodes >= step.decodes
+        and layout.fresh >= step.fresh
+        and layout.prefills > step.prefills
+        and layout.seqs >= step.seqs
+    )
+
+
+def layouts(capacity: int, most_tokens: int, fits: Callable[[int], int]) -> list[Layout]:
+    """In the order in which they are captured: one that tells what others will take, one that holds every step, then
+    what is met most."""
+    fresh = [*(n for n in FRESH if n < most_tokens), most_tokens]
+    rows = [*(n for n in DECODES if n < capacity), capacity] if capacity > 1 else []
+    all_rows = sorted({*rows, *(n for n in DECODES_BETWEEN if n < capacity)}) if capacity > 1 else []
+    all_fresh = sorted({*fresh, *(n for n in BETWEEN if n < most_tokens)})
+    alone = [min(FIRST, most_tokens), most_tokens, 128, 256, 64, 32, *fresh, *BETWEEN]
+    usual = sorted(fresh, key=lambda n: (n > FIRST, -n))
+    wanted = [(0, n) for n in alone if n <= most_tokens]
+    wanted[1:1] = [(n, most_tokens) for n in rows[-1:]]
+    wanted[7:7] = [(n, m) for m in usual for n in sorted(rows, key=lambda n: abs(n - 64))]
+    wanted += [(n, m) for m in all_fresh for n in all_rows]
+    return [_layout(decodes, tokens, capacity, fits) for decodes, tokens in dict.fromkeys(wanted)]
+
+
+def _layout(decodes: int, fresh: int, capacity: int, fits: Callable[[int], int]) -> Layout:
+    prefills = max(PREFILLS, fresh // SHORT if decodes else 0)
+    return Layout(decodes, fresh, prefills + 1, fits(min(decodes + prefills, capacity)))

@@ -1,0 +1,95 @@
+"""Scales of a KV cache in 8 bits: where they come from."""
+
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor
+
+from blockyard.services.gpu_worker.kv.pool import KVPool
+from blockyard.services.gpu_worker.loading.weights import WeightTable
+from blockyard.shared.config.worker import WorkerConfig
+from blockyard.shared.errors import ConfigError, LoadError
+
+KV_DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+# names that checkpoints use, after the layer's; kv_scale is one for both
+_K_NAMES = ("self_attn.k_scale", "self_attn.kv_scale", "self_attn.k_proj.k_scale", "self_attn.attn.k_scale")
+_V_NAMES = ("self_attn.v_scale", "self_attn.v_proj.v_scale", "self_attn.attn.v_scale")
+
+
+class _KVCache(msgspec.Struct):
+    scaling_factor: dict[int, dict[int, float]]  # of each rank, of each layer
+
+
+class _File(msgspec.Struct):
+    kv_cache: _KVCache
+
+
+def pick_kv_dtype(name: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Raises ConfigError."""
+    if name == "auto":
+        return dtype
+    if device.type == "cpu":
+        raise ConfigError(f"--kv-cache-dtype {name}: 8 bits need a GPU; on CPU leave it at auto")
+    if dtype == torch.float32:
+        raise ConfigError(f"--kv-cache-dtype {name}: activations are float32; --dtype bfloat16 goes with 8 bits")
+    return KV_DTYPES[name]
+
+
+def from_checkpoint(config: WorkerConfig) -> bool:
+    return config.kv_cache_dtype != "auto" and config.kv_scales_path is None and not config.calculate_kv_scales
+
+
+def claim(table: WeightTable, num_layers: int, is_wanted: bool) -> Tensor:
+    """[layers, 2] float32, of K and of V, 1 where the checkpoint that `table` will read has none."""
+    scales = torch.ones((num_layers, 2), dtype=torch.float32, device=table.device)
+    for layer in range(num_layers):
+        for names, target in ((_K_NAMES, scales[layer, 0]), (_V_NAMES, scales[layer, 1])):
+            for name in names:
+                if not is_wanted:
+                    table.ignore(f"model.layers.{layer}.{name}")
+                elif name.endswith("kv_scale"):
+                    table.numbers[f"model.layers.{layer}.{name}"] = scales[layer]
+                else:
+                    table.numbers[f"model.layers.{layer}.{name}"] = target
+    return scales
+
+
+def read_scales(file: Path, scales: Tensor) -> None:
+    """Into [layers, 2]: K and V of a layer share one. Raises LoadError."""
+    try:
+        ranks = msgspec.json.decode(file.read_bytes(), type=_File, strict=False).kv_cache.scaling_factor
+    except (OSError, msgspec.MsgspecError) as e:
+        raise LoadError(f"--quantization-param-path {file}: not a file of KV scales: {e}") from e
+    found = ranks.get(0, {})
+    if sorted(found) != list(range(len(scales))):
+        raise LoadError(
+            f"--quantization-param-path {file}: rank 0 has scales of {len(found)} layers, the model has {len(scales)}"
+        )
+    values = torch.tensor([found[layer] for layer in range(len(scales))], dtype=torch.float32)
+    scales.copy_(values[:, None].expand(-1, 2))
+
+
+def give(pool: KVPool, scales: Tensor, config: WorkerConfig) -> list[str]:
+    """Sets the pool's, if it is in 8 bits; `scales` are the checkpoint's. Returns notes. Raises LoadError."""
+    if pool.scales is None:
+        return []
+    kind = str(pool.dtype).removeprefix("torch.")
+    if config.calculate_kv_scales:
+        pool.scales_pending = True
+        return [f"KV scales: {kind}, from the first prompt of more than one token"]
+    if config.kv_scales_path is not None:
+        read_scales(Path(config.kv_scales_path), scales)
+    pool.scales.copy_(scales)
+    _check(scales)
+    source = config.kv_scales_path or "the checkpoint"
+    if bool((scales == 1).all()):
+        source = f"1, {source} has no others"
+    return [f"KV scales: {kind}, {source}"]
+
+
+def _check(scales: Tensor) -> None:
+    bad = ~(scales.isfinite() & (scales > 0)).all(1)
+    if bad.any():
+        layer = int(bad.nonzero()[0])
+        raise LoadError(f"KV scales must be above 0, layer {layer} has {scales[layer].tolist()}")

@@ -1,0 +1,164 @@
+"""Reads the weights of a local folder into a model's table: safetensors, torch files, or made-up numbers."""
+
+import fnmatch
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from blockyard.services.gpu_worker.loading import parallel_load
+from blockyard.services.gpu_worker.loading.weights import WeightTable
+from blockyard.shared.errors import LoadError
+
+# what torch.load raises for a file that holds more than tensors; nothing is ever unpickled here
+_NOT_PLAIN: type[Exception] = torch.serialization.pickle.UnpicklingError  # type: ignore[attr-defined]
+
+Progress = Callable[[float], None]  # takes the fraction done
+
+_SAFETENSORS = ("model.safetensors.index.json", "model.safetensors", "*.safetensors")
+_TORCH = ("pytorch_model.bin.index.json", "pytorch_model.bin", "*.bin", "*.pt", "*.pth")
+_NOT_WEIGHTS = ("consolidated*", "training_args.bin", "optimizer*", "scheduler*", "rng_state*", "tokenizer*")
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    size_bytes: int
+    seconds: float
+    files: int
+
+    def __str__(self) -> str:
+        if not self.files:
+            return f"weights: {self.size_bytes / 1e9:.3f} GB of made-up numbers in {self.seconds:.2f} s"
+        rate = self.size_bytes / max(self.seconds, 1e-9) / 1e9
+        return (
+            f"weights: {self.size_bytes / 1e9:.3f} GB from {self.files} files in {self.seconds:.2f} s ({rate:.2f} GB/s)"
+        )
+
+
+def load(
+    table: WeightTable, folder: Path, load_format: str, ignore_patterns: list[str], seed: int, progress: Progress
+) -> Loaded:
+    """Fills the table and checks that nothing is missing or left over. Raises LoadError."""
+    start = time.perf_counter()
+    if load_format == "dummy":
+        fill_dummy(table, seed, progress)
+        return Loaded(table.size_bytes, _elapsed(table, start), 0)
+    files = find_files(folder, load_format, ignore_patterns)
+    total = sum(f.stat().st_size for f in files)
+    if table.device.type == "cuda" and files[0].suffix == ".safetensors":
+        parallel_load.load(files, table, progress)
+    else:
+        _load_in_turn(files, total, table, progress)
+    table.check_complete()
+    progress(1.0)
+    return Loaded(total, _elapsed(table, start), len(files))
+
+
+def _load_in_turn(files: list[Path], total: int, table: WeightTable, progress: Progress) -> None:
+    done = 0
+    for file in files:
+        for name, value in _read(file, table.wants):
+            table.put(name, value)
+            done += value.nbytes
+            progress(min(done / max(total, 1), 1.0))
+
+
+def _elapsed(table: WeightTable, start: float) -> float:
+    if table.device.type == "cuda":
+        torch.cuda.synchronize(table.device)
+    return time.perf_counter() - start
+
+
+def fill_dummy(table: WeightTable, seed: int, progress: Progress) -> None:
+    """Seeded small numbers in the true shapes; norm weights are 1."""
+    generator = torch.Generator(table.device).manual_seed(seed)
+    for i, (name, place) in enumerate(table.places.items()):
+        if len(place.shape) == 1 and "norm" in name and name.endswith("weight"):
+            place.target.fill_(1.0)
+        else:
+            target = place.target
+            made = target if target.device == table.device else torch.empty_like(target, device=table.device)
+            made.normal_(0.0, 0.02, generator=generator)  # the same numbers wherever they go
+            if made is not target:
+                target.copy_(made)
+        progress((i + 1) / len(table.places))
+
+
+def find_files(folder: Path, load_format: str, ignore_patterns: list[str]) -> list[Path]:
+    """The files that hold the weights, shards in order. Raises LoadError."""
+    wanted = {"auto": (*_SAFETENSORS, *_TORCH), "safetensors": _SAFETENSORS, "pt": _TORCH}[load_format]
+    if not folder.is_dir():
+        raise LoadError(f"{folder} is not a folder")
+    for pattern in wanted:
+        found = [f for f in sorted(folder.glob(pattern)) if not _ignored(f.name, ignore_patterns)]
+        if found and pattern.endswith(".index.json"):
+            shards = [f for f in _shards(found[0]) if not _ignored(f.name, ignore_patterns)]
+            if not shards:
+                raise LoadError(f"{found[0]} names no shard that is not ignored")
+            return shards
+        if found:
+            return [_whole(file) for file in found]
+    kinds = " or ".join(p for p in wanted if not p.endswith(".json"))
+    raise LoadError(f"{folder} has no weights: looked for {kinds}; --load-format dummy makes some up")
+
+
+def _ignored(name: str, patterns: list[str]) -> bool:
+    return any(fnmatch.fnmatch(name, p) for p in (*_NOT_WEIGHTS, *patterns))
+
+
+def _shards(index: Path) -> list[Path]:
+    try:
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+        raise LoadError(f"{index} is not an index of shards: {e!r}") from e
+    for name in names:
+        if not isinstance(name, str) or Path(name).is_absolute() or ".." in Path(name).parts:
+            raise LoadError(f"{index} names a shard outside of its folder: {name!r}")
+    files = [index.parent / name for name in names]
+    missing = [f.name for f in files if not f.is_file()]
+    if missing:
+        raise LoadError(f"{index.parent} lacks {missing[0]}, one of {len(files)} shards that {index.name} names")
+    return files
+
+
+def _whole(file: Path) -> Path:
+    """Raises LoadError for a folder, a link to nothing or a circle of links."""
+    if not file.is_file():
+        raise LoadError(f"{file} is not a readable file")
+    return file
+
+
+def _read(file: Path, wants: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
+    if file.suffix == ".safetensors":
+        yield from _read_safetensors(file, wants)
+    else:
+        yield from _read_torch(file, wants)
+
+
+def _read_safetensors(file: Path, wants: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
+    try:
+        with safe_open(file, framework="pt") as opened:  # mmap: a tensor is read when it is copied
+            for name in opened.keys():  # noqa: SIM118, no mapping
+                if wants(name):
+                    yield name, opened.get_tensor(name)
+    except (SafetensorError, OSError) as e:
+        raise LoadError(f"{file} is not a usable safetensors file: {e}") from e
+
+
+def _read_torch(file: Path, wants: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, ValueError, _NOT_PLAIN) as e:
+        raise LoadError(f"{file} is not a usable torch file: {str(e).splitlines()[0] if str(e) else e!r}") from e
+    if not isinstance(state, dict):
+        raise LoadError(f"{file} holds a {type(state).__name__}, not named weights")
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            raise LoadError(f"{file}: {name} is a {type(value).__name__}, not a tensor")
+        if wants(name):
+            yield name, value

@@ -1,0 +1,71 @@
+"""Looks whether a model can be what config.json says, before memory is taken for it: its own tensors, free memory."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from blockyard.services.gpu_worker.loading.checkpoint import find_files
+from blockyard.services.gpu_worker.loading.weights import WeightTable
+from blockyard.services.gpu_worker.models.decoder import ModelShape
+from blockyard.shared.errors import LoadError
+
+GIB = 1 << 30
+ROTATION_BYTES = 3 * 8  # of a complex number, and of the angles it is made of
+
+
+def check_tensors(table: WeightTable, folder: Path, load_format: str, ignore_patterns: list[str]) -> None:
+    """`table` is of a model without memory. Raises LoadError where names or shapes are not those of the checkpoint.
+
+    Torch files do not tell the shapes without being read: there the number of weights has to fit the files.
+    """
+    if load_format == "dummy":
+        return
+    files = find_files(folder, load_format, ignore_patterns)
+    if all(file.suffix == ".safetensors" for file in files):
+        for file in files:
+            for name, shape in _shapes(file):
+                if table.wants(name):
+                    table.arrived(name, shape)
+        table.check_complete()
+        return
+    stored = sum(file.stat().st_size for file in files)
+    if table.size_bytes // table.dtype.itemsize > stored:
+        raise LoadError(
+            f"config.json means {table.size_bytes // table.dtype.itemsize} weights, more than the {stored} bytes in "
+            f"{folder} can hold"
+        )
+
+
+def check_memory(
+    table: WeightTable, host_share: float, shape: ModelShape, max_model_len: int, device: torch.device, free_bytes: int
+) -> None:
+    """Raises LoadError where the weights, or the rotations of each position, are more than `free_bytes` of the device.
+
+    A share of the layers' matrices stays in host memory.
+    """
+    where = "GPU memory" if device.type == "cuda" else "memory"
+    weights = table.size_bytes - int(host_share * table.layer_bytes)
+    if weights > free_bytes:
+        dtype = str(table.dtype).removeprefix("torch.")
+        raise LoadError(
+            f"the weights that config.json describes take {weights / GIB:.2f} GiB in {dtype}, "
+            f"{free_bytes / GIB:.2f} GiB of {where} are free"
+        )
+    rotations = max_model_len * (shape.head_dim // 2) * ROTATION_BYTES
+    if rotations > free_bytes:
+        raise LoadError(
+            f"a context of {max_model_len} tokens takes {rotations / GIB:.2f} GiB for its positions alone, "
+            f"{free_bytes / GIB:.2f} GiB of {where} are free; --max-model-len sets a shorter one"
+        )
+
+
+def _shapes(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Of each tensor, from the file's header."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118, no mapping
+                yield name, tuple(opened.get_slice(name).get_shape())
+    except (SafetensorError, OSError) as e:
+        raise LoadError(f"{file} is not a usable safetensors file: {e}") from e

@@ -1,0 +1,114 @@
+"""--cpu-offload-gb: part of the layers' matrices stay in pinned host memory and are copied up in every step.
+
+They take turns in two buffers on the GPU: while a product reads one, the next matrix is copied to the other, on a
+stream of its own. A matrix has the same buffer, at the same address, in every step, so products and CUDA graphs need
+not know. Which matrices stay behind is spread over the model, so that copies run beside the other layers.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blockyard.services.gpu_worker.layers.linear import Linear, Product
+from blockyard.services.gpu_worker.loading.weights import WeightTable
+from blockyard.services.gpu_worker.models.registry import Build
+from blockyard.shared.errors import LoadError
+
+GIB = 1 << 30
+BUFFERS = 2
+
+
+def share_of_layers(build: Build, settings: dict[str, Any], dtype: torch.dtype, gib: float, free_bytes: int) -> float:
+    """The part of the layers' matrices that `gib` is. Raises LoadError for more than there is host memory for."""
+    if not gib:
+        return 0.0
+    table = WeightTable(dtype, torch.device("meta"))
+    build(settings, table)
+    asked = min(int(gib * GIB), table.layer_bytes)
+    share = asked / table.layer_bytes
+    trial = WeightTable(dtype, torch.device("meta"), share)
+    build(settings, trial)
+    if not trial.on_host:
+        raise LoadError(f"--cpu-offload-gb {gib:g}: no matrix is so small; layers have {table.layer_bytes / GIB:.4g}")
+    if asked > free_bytes:
+        raise LoadError(f"--cpu-offload-gb {gib:g}: {free_bytes / GIB:.2f} GiB of host memory are free")
+    return share
+
+
+@dataclass(slots=True)
+class Stage:
+    """One matrix: where it stays, and where it is while it is used."""
+
+    linear: Linear
+    host: Tensor
+    buffer: Tensor  # of the same shape
+    copied: torch.cuda.Event | None
+
+
+class HostWeights:
+    """The matrices that a table has left in host memory, in the order in which a step uses them."""
+
+    def __init__(self, linears: Sequence[Linear], table: WeightTable) -> None:
+        """Call once they are loaded, before anything else looks at `linears`. There has to be one at least."""
+        stays = {id(weight) for weight in table.on_host}
+        found = [(one, one.weight) for one in linears if one.weight is not None and id(one.weight) in stays]
+        on_gpu, most = table.device.type == "cuda", max(weight.numel() for _, weight in found)
+        memory = [torch.empty(most, dtype=table.dtype, device=table.device) for _ in range(BUFFERS)]
+        self._stream = torch.cuda.Stream(table.device) if on_gpu else None  # type: ignore[no-untyped-call]
+        self._first, self._stages = linears[0], list[Stage]()
+        for i, (linear, host) in enumerate(found):
+            buffer = memory[i % BUFFERS][: host.numel()].view(host.shape)
+            event = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
+            self._stages.append(Stage(linear, host, buffer, event))
+            linear.weight = buffer
+
+    def __str__(self) -> str:
+        size, each = sum(stage.host.nbytes for stage in self._stages), max(s.buffer.nbytes for s in self._stages)
+        return (
+            f"weights in host memory: {size / GIB:.2f} GiB, copied up in every step through {BUFFERS} buffers of "
+            f"{each / (1 << 20):.1f} MiB"
+        )
+
+    def install(self) -> None:
+        """Call once it is settled what computes the products."""
+        for i, stage in enumerate(self._stages):
+            stage.linear.wrap(self._staged(i))
+        self._first.wrap(self._begun)
+
+    def _begun(self, product: Product) -> Product:
+        def run(x: Tensor) -> Tensor:
+            for i in range(min(BUFFERS, len(self._stages))):
+                self._copy(i)
+            return product(x)
+
+        return run
+
+    def _staged(self, i: int) -> Callable[[Product], Product]:
+        stage = self._stages[i]
+
+        def around(product: Product) -> Product:
+            def run(x: Tensor) -> Tensor:
+                if stage.copied is not None:
+                    torch.cuda.current_stream().wait_event(stage.copied)
+                result = product(x)
+                if i + BUFFERS < len(self._stages):
+                    self._copy(i + BUFFERS)
+                return result
+
+            return run
+
+        return around
+
+    def _copy(self, i: int) -> None:
+        """To its buffer, once what was launched so far has been computed: the last product to read from there is."""
+        stage = self._stages[i]
+        if self._stream is None or stage.copied is None:
+            stage.buffer.copy_(stage.host)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            stage.buffer.copy_(stage.host, non_blocking=True)
+            stage.copied.record(self._stream)

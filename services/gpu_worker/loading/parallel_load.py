@@ -1,0 +1,172 @@
+"""Safetensors straight to a GPU: several threads read into pinned buffers while earlier ones are copied up.
+
+A mapped file is read page by page by one thread and copied from memory that the driver has to stage itself; readers
+with two pinned buffers each keep both the disk and the host link busy.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from blockyard.services.gpu_worker.loading.weights import WeightTable
+from blockyard.shared.errors import LoadError
+
+READERS = 4
+CHUNK_BYTES = 4 << 20
+
+DTYPES = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+class Entry(msgspec.Struct):
+    """Of one tensor in a file's header; offsets count from the header's end."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Where a tensor's bytes are."""
+
+    name: str
+    file: Path
+    fd: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int  # in the file
+    size_bytes: int
+
+
+def list_tensors(file: Path, fd: int) -> Iterator[Stored]:
+    """Raises LoadError for what is not a whole safetensors file."""
+    try:
+        with safe_open(file, framework="pt"):
+            pass  # it checks header, offsets and length
+    except (SafetensorError, OSError) as e:
+        raise LoadError(f"{file} is not a usable safetensors file: {e}") from e
+    length = int.from_bytes(os.pread(fd, 8, 0), "little")
+    header = msgspec.json.decode(os.pread(fd, length, 8), type=dict[str, msgspec.Raw])
+    header.pop("__metadata__", None)
+    for name, raw in header.items():
+        entry = msgspec.json.decode(raw, type=Entry)
+        dtype = DTYPES.get(entry.dtype)
+        if dtype is None:
+            raise LoadError(f"{file}: {name} is of type {entry.dtype}, known are {', '.join(DTYPES)}")
+        begin, end = entry.data_offsets
+        yield Stored(name, file, fd, dtype, entry.shape, 8 + length + begin, end - begin)
+
+
+class Reader:
+    """Two buffers, used in turn; on a GPU pinned, with a stream of its own."""
+
+    def __init__(self, device: torch.device, chunk_bytes: int) -> None:
+        self._device = device
+        on_gpu = device.type == "cuda"
+        self._buffers = [torch.empty(chunk_bytes, dtype=torch.uint8, pin_memory=on_gpu) for _ in range(2)]
+        self._stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
+        self._copied = [torch.cuda.Event() for _ in range(2)] if on_gpu else []  # type: ignore[no-untyped-call]
+
+    def load(self, stored: Stored, table: WeightTable) -> int:
+        """Fills one weight; returns its bytes. It is there once `wait` has returned."""
+        with torch.inference_mode(), torch.cuda.stream(self._stream) if self._stream else nullcontext():
+            value = torch.empty(stored.shape, dtype=stored.dtype, device=self._device)
+            self._fill(value.view(-1).view(torch.uint8), stored)
+            table.put(stored.name, value)
+        return stored.size_bytes
+
+    def wait(self) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _fill(self, target: Tensor, stored: Stored) -> None:
+        chunk = len(self._buffers[0])
+        for i, start in enumerate(range(0, stored.size_bytes, chunk)):
+            buffer = self._buffers[i % 2][: min(chunk, stored.size_bytes - start)]
+            if self._copied:
+                self._copied[i % 2].synchronize()
+            _read(stored, buffer, stored.begin + start)
+            target[start : start + len(buffer)].copy_(buffer, non_blocking=True)
+            if self._copied:
+                self._copied[i % 2].record(self._stream)
+
+
+def _read(stored: Stored, buffer: Tensor, offset: int) -> None:
+    rest = buffer.numpy().data
+    while rest:
+        try:
+            num_read = os.preadv(stored.fd, [rest], offset)
+        except OSError as e:
+            raise LoadError(f"{stored.file}: {stored.name} cannot be read: {e.strerror}") from e
+        if not num_read:
+            raise LoadError(f"{stored.file} ends within {stored.name}")
+        rest, offset = rest[num_read:], offset + num_read
+
+
+@contextmanager
+def opened(files: list[Path]) -> Iterator[list[int]]:
+    fds: list[int] = []
+    try:
+        for file in files:
+            try:
+                fds.append(os.open(file, os.O_RDONLY))
+            except OSError as e:
+                raise LoadError(f"{file} cannot be opened: {e.strerror}") from e
+        yield fds
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+def load(
+    files: list[Path], table: WeightTable, progress: Callable[[float], None], chunk_bytes: int = CHUNK_BYTES
+) -> None:
+    """Fills the table from safetensors files. Raises LoadError; what is missing is for the caller to see."""
+    with opened(files) as fds:
+        listed = (stored for file, fd in zip(files, fds, strict=True) for stored in list_tensors(file, fd))
+        wanted = sorted((s for s in listed if table.wants(s.name)), key=lambda s: -s.size_bytes)
+        total, done = sum(s.size_bytes for s in wanted), 0
+        readers = [Reader(table.device, chunk_bytes) for _ in range(min(READERS, len(wanted)))]
+        idle: SimpleQueue[Reader] = SimpleQueue()
+        for reader in readers:
+            idle.put(reader)
+
+        def run(stored: Stored) -> int:
+            reader = idle.get()
+            try:
+                return reader.load(stored, table)
+            finally:
+                idle.put(reader)
+
+        with ThreadPoolExecutor(max(len(readers), 1)) as pool:
+            futures = [pool.submit(run, stored) for stored in wanted]
+            try:
+                for future in as_completed(futures):
+                    done += future.result()
+                    progress(done / max(total, 1))
+            finally:
+                pool.shutdown(cancel_futures=True)
+        for reader in readers:
+            reader.wait()
+    if table.device.type == "cuda":
+        torch.cuda.empty_cache()  # the readers' streams have kept what they staged in

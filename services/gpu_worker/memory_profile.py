@@ -1,0 +1,53 @@
+"""Measures what a step needs on a GPU besides weights and KV."""
+
+import importlib
+
+import torch
+
+from blockyard.services.gpu_worker.kv.pool import KVPool
+from blockyard.services.gpu_worker.memory import Need, blocks_of
+from blockyard.services.gpu_worker.models.decoder import Model
+from blockyard.services.gpu_worker.sampling.topk_topp_sampler import Limits, Noise, draw_limited
+from blockyard.services.gpu_worker.step import Step
+
+WORKSPACE = 256 << 20  # libraries' own memory, and fragments
+FEW = 2  # tokens of a small prefill
+
+
+def peak_bytes(model: Model, tokens: int, need: Need, dtype: torch.dtype, device: torch.device) -> int:
+    """Of the largest prefill, then of sampling the most rows; cuda only. Attention reads the pool where it lies: how
+    much was computed before does not matter. Kernels that steps with prefill need are compiled on the way."""
+    pool = KVPool(model.shape, blocks_of(tokens, need.block_size), need.block_size, dtype, device)
+    pool.batch_invariant = need.batch_invariant
+    held = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    hidden = _prefill(model, pool, tokens, need.max_model_len)
+    _sample(model.logits(hidden[-min(need.max_num_seqs, tokens) :]).float())
+    for longest in (need.max_model_len, FEW):  # with keys shared by programs, and without
+        _prefill(model, pool, min(tokens, FEW), longest)
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device) - held
+    del pool, hidden
+    torch.cuda.empty_cache()
+    return peak + WORKSPACE
+
+
+def _prefill(model: Model, pool: KVPool, tokens: int, longest: int) -> torch.Tensor:
+    """Triton is loaded by name: this module is imported on CPU too. Raises LoadError for a head size not supported."""
+    ops = importlib.import_module("blockyard.services.gpu_worker.attention.triton_attention")
+    ops.check_head_size(model.shape.head_dim)
+    positions = torch.arange(tokens, device=pool.device)
+    slots = torch.zeros_like(positions)
+    tables = torch.arange(pool.num_blocks, dtype=torch.int32, device=pool.device)[None]
+    starts = torch.tensor([0, tokens], dtype=torch.int32, device=pool.device)
+    attend = ops.mixed_attention(pool, slots, positions, tables, starts, longest=longest)
+    return model.forward(Step(slots, positions, attend))
+
+
+def _sample(logits: torch.Tensor) -> None:
+    """With limits that leave every token, the costliest case."""
+    rows = len(logits)
+    zeros = torch.zeros(rows, dtype=torch.int64, device=logits.device)
+    ones = torch.ones(rows, device=logits.device)
+    limits = Limits(zeros + logits.shape[1], ones, zeros.float())
+    draw_limited(logits, limits, Noise(zeros.expand(2, rows), zeros, zeros))

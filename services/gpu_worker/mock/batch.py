@@ -1,0 +1,258 @@
+"""A worker's batch without a model: slots with lengths, tokens as a function of their position.
+
+It trusts nothing: a plan that contradicts what came before is a PlanError. Tests of the scheduler drive it directly.
+"""
+
+from array import array
+from dataclasses import dataclass, field
+
+from blockyard.services.gpu_worker.mock.kv import MockKV, Trail
+from blockyard.shared.errors import BlockyardError
+from blockyard.shared.messages import (
+    FinishReason,
+    Geometry,
+    Sampling,
+    SlotBlocks,
+    SlotResult,
+    SlotRun,
+    SlotStart,
+    StepPlan,
+    TokenLogprobs,
+)
+
+
+class PlanError(BlockyardError):
+    """The scheduler and the worker do not agree on what there is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """Which tokens come: ids in [first_id, end_id), and an end-of-sequence at about one position in `eos_every`."""
+
+    first_id: int
+    end_id: int
+    eos_every: int = 0  # 0: never
+    echo: bool = False  # tokens repeat the prompt's
+
+    def token(self, sampling: Sampling, choice: int, position: int, prompt: "array[int]", eos: list[int]) -> int:
+        """The token at a position of the whole sequence: no slot, batch or restart changes it."""
+        mixed = (position * 0x9E3779B1 + choice * 0x85EBCA77 + sampling.seed * 0xC2B2AE3D) & 0xFFFFFFFF
+        mixed = ((mixed ^ (mixed >> 15)) * 0x2C1B3C6D) & 0xFFFFFFFF
+        mixed ^= mixed >> 13
+        early = sampling.ignore_eos or position - len(prompt) < sampling.min_tokens
+        if self.eos_every and eos and not early and mixed % self.eos_every == 0:
+            return eos[0]
+        if self.echo:
+            return prompt[position % len(prompt)]
+        return self.first_id + mixed % (self.end_id - self.first_id)
+
+
+@dataclass(slots=True, eq=False)
+class MockSlot:
+    prompt: "array[int]"
+    num_tokens: int  # known to the device: prompt and sampled
+    num_computed: int
+    blocks: list[int]
+    sampling: Sampling
+    choice: int
+    prompt_logprobs_next: int
+    trail: Trail  # of all tokens known to the device
+    finished: bool = False
+    lost: bool = False  # it began on blocks that could not be fetched: it stays silent
+    num_passed: int = 0  # leading blocks that are behind the window: they may have other owners
+
+
+@dataclass(slots=True)
+class MockBatch:
+    geometry: Geometry
+    num_slots: int
+    pattern: Pattern
+    kv: MockKV
+    slots: dict[int, MockSlot] = field(default_factory=dict)
+    owners: dict[int, set[int]] = field(default_factory=dict)  # block -> live slots
+    failed: list[int] = field(default_factory=list)  # fetches of the last step
+
+    def __post_init__(self) -> None:
+        self.kv.bad.clear()  # they have lost their names, and what was to be made of them was never written
+
+    def step(self, plan: StepPlan) -> list[SlotResult]:
+        """Applies a plan and computes. Raises PlanError, after which the batch is not to be used."""
+        for slot in plan.ends:
+            self._end(slot)
+        self._copy(plan)
+        for start in plan.starts:
+            self._start(start)
+        for more in plan.blocks:
+            self._append(more)
+        limits = self.geometry
+        num_tokens = sum(run.max_tokens for run in plan.runs)
+        _check(len(plan.runs) <= limits.max_num_seqs, f"{len(plan.runs)} runs, the limit is {limits.max_num_seqs}")
+        _check(
+            num_tokens <= limits.max_num_batched_tokens,
+            f"{num_tokens} tokens granted, the limit is {limits.max_num_batched_tokens}",
+        )
+        _check(len({run.slot for run in plan.runs}) == len(plan.runs), "a slot runs twice")
+        return [result for run in plan.runs if (result := self._run(run)) is not None]
+
+    def _end(self, number: int) -> None:
+        slot = self.slots.pop(number, None)
+        if slot is None:
+            raise PlanError(f"end of slot {number}, which is not live")
+        for block in slot.blocks[slot.num_passed :]:
+            owners = self.owners[block]
+            owners.discard(number)
+            if not owners:
+                del self.owners[block]
+
+    def _copy(self, plan: StepPlan) -> None:
+        for save in plan.saves:
+            _check(0 <= save.host < self.geometry.num_host_blocks, f"host block {save.host}")
+            _check(save.block not in self.owners, f"block {save.block} is saved while somebody has it")
+            _check(self.kv.save(save), f"block {save.block} is saved as what it is not")
+        self.failed = []
+        for fetch in plan.fetches:
+            _check(fetch.block not in self.owners, f"fetch into block {fetch.block}, which somebody has")
+            _check(self.kv.has(fetch.host), f"host block {fetch.host} holds nothing to be fetched")
+            if not self.kv.fetch(fetch):
+                self.failed.append(fetch.block)
+                self.kv.names.pop(fetch.block, None)
+                self.kv.bad.add(fetch.block)
+        written = [copy.dst for copy in plan.copies]
+        _check(len(set(written)) == len(written), f"a block is written by two copies: {plan.copies}")
+        _check(
+            {copy.src for copy in plan.copies}.isdisjoint(written),
+            f"a copy reads what another one writes: {plan.copies}",
+        )
+        for copy in plan.copies:
+            owners = self.owners.get(copy.dst)
+            _check(not owners, f"block {copy.dst} is written by a copy and is slot {min(owners or [0])}'s")
+        self.kv.copy(plan.copies)
+
+    def _start(self, start: SlotStart) -> None:
+        _check(0 <= start.slot < self.num_slots, f"slot {start.slot} is outside 0 to {self.num_slots - 1}")
+        _check(start.slot not in self.slots, f"start in slot {start.slot}, which is live")
+        ids = array("I")
+        ids.frombytes(start.token_ids)
+        _check(0 < start.num_prompt_tokens <= len(ids), f"{start.num_prompt_tokens} prompt tokens of {len(ids)}")
+        _check(len(ids) <= self.geometry.max_model_len, f"{len(ids)} tokens start, limit {self.geometry.max_model_len}")
+        _check(0 <= start.num_computed < len(ids), f"{start.num_computed} of {len(ids)} tokens computed at start")
+        num_full, rest = divmod(start.num_computed, self.geometry.block_size)
+        trail = Trail(start.token_ids, self.geometry.block_size)
+        found = start.blocks[: num_full + bool(rest)]
+        seen = self._first_seen(start.num_computed)
+        passed = seen // self.geometry.block_size
+        lost = not self.kv.bad.isdisjoint(found[passed:])
+        different = self.kv.first_difference(found, trail, start.num_computed, seen)
+        _check(lost or different is None, f"slot {start.slot} starts on KV that is not its own at {different}")
+        slot = self.slots[start.slot] = MockSlot(
+            ids[: start.num_prompt_tokens],
+            len(ids),
+            start.num_computed,
+            found[:passed],
+            start.sampling,
+            start.choice,
+            start.prompt_logprobs_from,
+            trail,
+            finished=lost,
+            lost=lost,
+            num_passed=passed,
+        )
+        for block in found[passed:num_full]:
+            self.owners.setdefault(block, set()).add(start.slot)
+        slot.blocks += found[passed:num_full]
+        self._append(SlotBlocks(start.slot, start.blocks[num_full:]))
+
+    def _append(self, more: SlotBlocks) -> None:
+        slot = self._live(more.slot)
+        limit, all_owners = self.geometry.num_blocks, self.owners
+        for block in more.blocks:
+            if not 0 <= block < limit:
+                raise PlanError(f"block {block} of {limit}")
+            if owners := all_owners.get(block):
+                raise PlanError(f"block {block} of slot {more.slot} is slot {min(owners)}'s")
+            all_owners[block] = {more.slot}
+        slot.blocks += more.blocks
+        if slot.lost:
+            self.kv.bad.update(more.blocks)
+
+    def _run(self, run: SlotRun) -> SlotResult | None:
+        slot = self._live(run.slot)
+        _check(run.max_tokens > 0, f"slot {run.slot} runs for {run.max_tokens} tokens")
+        if slot.finished:
+            return None
+        before = slot.num_computed
+        slot.num_computed = min(before + run.max_tokens, slot.num_tokens)
+        room = len(slot.blocks) * self.geometry.block_size
+        _check(slot.num_computed <= room, f"slot {run.slot} computes {slot.num_computed} tokens, blocks hold {room}")
+        different = self.kv.first_difference(slot.blocks, slot.trail, before, self._first_seen(before, before))
+        _check(different is None, f"slot {run.slot} reads KV that is not its own at {different}")
+        self.kv.write(slot.blocks, before, slot.num_computed, slot.trail)
+        self._pass(run.slot, slot)
+        first, prompt_logprobs = self._prompt_logprobs(slot, before)
+        if slot.num_computed < slot.num_tokens:
+            return SlotResult(run.slot, [], slot.num_computed, None, None, [], first, prompt_logprobs)
+        token_ids, finish, stop_token = self._sample(slot)
+        slot.finished = finish is not None
+        num_candidates = slot.sampling.num_logprobs
+        logprobs = []
+        if num_candidates is not None:
+            state = slot.trail.state(slot.num_computed)
+            logprobs = [likeliest(token, num_candidates, state) for token in token_ids]
+        return SlotResult(run.slot, token_ids, slot.num_computed, finish, stop_token, logprobs, first, prompt_logprobs)
+
+    def _first_seen(self, num_computed: int, without: int = 0) -> int:
+        """The first token that is seen from the next one; `without` a window."""
+        window = self.geometry.window
+        return without if window is None else max(0, num_computed - window + 1)
+
+    def _pass(self, number: int, slot: MockSlot) -> None:
+        """Blocks that nobody sees any more from this slot may have other owners."""
+        passed = self._first_seen(slot.num_computed) // self.geometry.block_size
+        for block in slot.blocks[slot.num_passed : passed]:
+            self.owners[block].discard(number)
+            if not self.owners[block]:
+                del self.owners[block]
+        slot.num_passed = max(slot.num_passed, passed)
+
+    def _sample(self, slot: MockSlot) -> tuple[list[int], FinishReason | None, int | None]:
+        sampling, num_prompt = slot.sampling, len(slot.prompt)
+        if slot.num_tokens - num_prompt >= sampling.max_tokens or slot.num_tokens >= self.geometry.max_model_len:
+            return [], FinishReason.LENGTH, None
+        eos = self.geometry.eos_token_ids
+        choice = slot.choice if sampling.temperature else 0
+        token = self.pattern.token(sampling, choice, slot.num_tokens, slot.prompt, eos)
+        slot.num_tokens += 1
+        slot.trail.append(token)
+        num_outputs = slot.num_tokens - num_prompt
+        if num_outputs > sampling.min_tokens and token in sampling.stop_token_ids:
+            return [token], FinishReason.STOP, token
+        if token in eos and not sampling.ignore_eos and num_outputs > sampling.min_tokens:
+            return [token], FinishReason.STOP, None
+        if num_outputs >= sampling.max_tokens or slot.num_tokens >= self.geometry.max_model_len:
+            return [token], FinishReason.LENGTH, None
+        return [token], None, None
+
+    def _prompt_logprobs(self, slot: MockSlot, before: int) -> tuple[int, list[TokenLogprobs]]:
+        """Position p is scored by the logits of p - 1; position 0 by none."""
+        if slot.sampling.num_prompt_logprobs is None:
+            return 0, []
+        first = max(before + 1, slot.prompt_logprobs_next)
+        end = min(slot.num_computed + 1, len(slot.prompt))
+        return first, [likeliest(slot.prompt[p], slot.sampling.num_prompt_logprobs) for p in range(first, end)]
+
+    def _live(self, number: int) -> MockSlot:
+        slot = self.slots.get(number)
+        if slot is None:
+            raise PlanError(f"slot {number} is not live")
+        return slot
+
+
+def _check(condition: bool, message: str) -> None:
+    if not condition:
+        raise PlanError(message)
+
+
+def likeliest(token: int, num_candidates: int, state: int = 0) -> TokenLogprobs:
+    """Made up, but in order, with the token the first of the candidates: `state` decides the others and how likely."""
+    top = [token, *(i for i in range(state % 50, state % 50 + num_candidates) if i != token)][:num_candidates]
+    return TokenLogprobs(token, -0.5, 1, top, [-0.5 - i - (state >> i) % 1009 / 1200 for i in range(len(top))])

@@ -1,0 +1,50 @@
+"""What a mock worker needs to know of a model, from its config.json if there is one."""
+
+from pathlib import Path
+
+import msgspec
+
+from blockyard.services.gpu_worker.mock.batch import Pattern
+from blockyard.shared.config import model_bounds as bounds
+from blockyard.shared.config.worker import WorkerConfig
+from blockyard.shared.errors import LoadError
+from blockyard.shared.messages import Geometry
+
+DEFAULT_VOCAB = 32000
+
+
+class _ModelConfig(msgspec.Struct):
+    vocab_size: bounds.Vocabulary = DEFAULT_VOCAB
+    max_position_embeddings: bounds.Positions | None = None
+    eos_token_id: int | list[int] | None = None
+
+
+def describe(config: WorkerConfig) -> tuple[Geometry, Pattern]:
+    """Geometry and token pattern of a mock worker. Raises LoadError if config.json does not decode."""
+    path = Path(config.model_path) / "config.json"
+    try:
+        model = msgspec.json.decode(path.read_bytes(), type=_ModelConfig) if path.is_file() else _ModelConfig()
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+        raise LoadError(f"{path}: {e}") from e
+    mock = config.mock
+    vocab_size = mock.vocab_size or model.vocab_size
+    eos = model.eos_token_id
+    eos_ids = [] if eos is None else [eos] if isinstance(eos, int) else eos
+    num_blocks = config.num_gpu_blocks_override or mock.num_blocks
+    length = config.max_model_len or model.max_position_embeddings or mock.max_model_len
+    geometry = Geometry(
+        num_blocks,
+        config.block_size,
+        min(length, num_blocks * config.block_size) if config.fit_max_model_len else length,
+        vocab_size,
+        eos_ids,
+        config.max_num_seqs,
+        config.max_num_batched_tokens,
+        num_host_blocks=mock.num_host_blocks if config.swap_space_gib else 0,
+    )
+    # Tokenizers keep their special tokens and single bytes at the ends; what lies between is text.
+    first_id = mock.first_id or vocab_size // 8
+    end_id = mock.end_id or vocab_size - vocab_size // 64
+    if not 0 <= first_id < end_id <= vocab_size:
+        raise LoadError(f"mock ids {first_id} to {end_id} do not lie in a vocabulary of {vocab_size}")
+    return geometry, Pattern(first_id, end_id, mock.eos_every, mock.echo)

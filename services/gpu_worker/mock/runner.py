@@ -1,0 +1,85 @@
+"""A runner without a model: the same plans and results, tokens at a set pace or as fast as asked."""
+
+import time
+from array import array
+from collections.abc import Callable
+
+from blockyard.services.gpu_worker.compilation.compile_processes import CompileProcesses
+from blockyard.services.gpu_worker.execution.synchronous import Lockstep
+from blockyard.services.gpu_worker.interfaces import Done
+from blockyard.services.gpu_worker.mock.batch import MockBatch, Pattern
+from blockyard.services.gpu_worker.mock.kv import MockKV
+from blockyard.services.gpu_worker.mock.model import describe
+from blockyard.shared.config.worker import WorkerConfig
+from blockyard.shared.messages import Geometry, SlotResult, StepPlan
+from blockyard.shared.serving import rss_bytes
+
+BEHIND_S = 0.002  # a step that begins this soon after the last one was waiting for it
+
+
+class MockRunner:
+    def __init__(self, geometry: Geometry, pattern: Pattern, step_s: float, fatal_id: int = 0) -> None:
+        self.geometry, self.names = geometry, MockKV(geometry.block_size)
+        self._fatal_id = fatal_id
+        self._pattern, self._step_s = pattern, step_s
+        self._batch = MockBatch(geometry, 0, pattern, self.names)
+        self._done_at = 0.0
+        self._steps = Lockstep(self.execute, lambda plan: self._batch.failed)
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._steps)
+
+    def can_launch(self) -> bool:
+        return not self._steps
+
+    def idle(self) -> bool:
+        return False
+
+    def launch(self, plan: StepPlan) -> None:
+        self._steps.launch(plan)
+
+    def collect(self) -> list[Done]:
+        return self._steps.collect()
+
+    def reset(self, num_slots: int) -> None:
+        self._steps.collect()
+        self._batch = MockBatch(self.geometry, num_slots, self._pattern, self.names)
+
+    def forget_kv(self) -> None:
+        self.names.forget_all()
+
+    def park(self, weights: bool = True) -> None:
+        """There is no memory to give back."""
+
+    def unpark(self, weights: bool = True, kv: bool = True) -> None:
+        """There is no memory to take."""
+
+    def execute(self, plan: StepPlan) -> list[SlotResult]:
+        """Takes `step_s`. Raises PlanError if the plan contradicts what came before, RuntimeError for what breaks the
+        device: the process then ends."""
+        if self._fatal_id and any(self._fatal_id in array("I", start.token_ids) for start in plan.starts):
+            raise RuntimeError(f"the mock's device fails on id {self._fatal_id}")
+        results = self._batch.step(plan)
+        self.names.learn(plan.names)
+        if self._step_s:
+            now = time.monotonic()
+            start = self._done_at if now - self._done_at < BEHIND_S else now
+            self._done_at = start + self._step_s
+            time.sleep(max(0.0, self._done_at - now))
+        return results
+
+
+def held_bytes(config: WorkerConfig) -> int:
+    return rss_bytes()
+
+
+def start(
+    config: WorkerConfig, report: Callable[[str, float, list[str]], None], processes: CompileProcesses | None = None
+) -> MockRunner:
+    """Raises LoadError if the model's config.json does not decode. processes: there are none for a mock."""
+    geometry, pattern = describe(config)
+    pace = f"{config.mock.step_ms} ms a step" if config.mock.step_ms else "as fast as it can"
+    note = f"mock worker: no weights, {geometry.num_blocks} KV blocks of {geometry.block_size} tokens, {pace}"
+    report("ready", 1.0, [note])
+    return MockRunner(geometry, pattern, config.mock.step_ms / 1000, config.mock.fatal_id)

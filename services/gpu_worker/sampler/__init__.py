@@ -1,1 +1,0 @@
-"""From logits to token ids. Each step of it is a file with its own state."""

@@ -1,0 +1,103 @@
+"""Kernels compiled in other processes, for a GPU that is not there: Triton compiles for it all the same."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# In a process of its own: in this one Triton interprets.
+SCRIPT = """
+import sys, threading
+from pathlib import Path
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+class NoGPU:
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+    def get_current_device(self): return 0
+    def get_current_stream(self, device): return 0
+
+driver.set_active(NoGPU())
+from blockyard.kernels.add_rms_norm import add_rms_norm
+from blockyard.kernels.silu_mul import silu_mul
+from blockyard.services.gpu_worker.compilation import compile_processes
+from blockyard.services.gpu_worker.compilation.kernel_compiler import KernelCompiler
+
+def launch(rows):
+    x = torch.ones(rows, 64, dtype=torch.bfloat16)
+    add_rms_norm(x, None, x[0].clone(), 1e-6)
+    assert bool((x == 1).all()), "nothing ran"
+
+def hits(call):
+    found = []
+    triton.knobs.compilation.listener = lambda **facts: found.append(facts["cache_hit"])
+    try:
+        call()
+    except AttributeError:
+        pass  # there is no GPU to load it
+    return found
+
+mode = sys.argv[1]
+if mode == "broken":
+    compile_processes.MODULE = "blockyard.services.gpu_worker.no_such_module"
+compiler = KernelCompiler(compile_processes.CompileProcesses(2))
+with compiler.recording():
+    for _ in range(3):
+        launch(4)
+        launch(32)
+assert compiler.wait(60.0)
+print(compiler.describe().partition(" in ")[0])
+print(hits(lambda: launch(4)), hits(lambda: launch(32)))
+with compiler.recording():
+    launch(4)  # this process has it by now: it would be launched, and there is no GPU
+print(compiler.has_all("everything"))
+compiler.note_all("everything")
+compiler.close()
+for thread in threading.enumerate():
+    if thread.name.startswith("compile-"):
+        thread.join(20.0)
+        assert not thread.is_alive()
+"""
+
+
+def run(mode: str, cache: Path) -> list[str]:
+    env = {**os.environ, "TRITON_CACHE_DIR": str(cache)}
+    env.pop("TRITON_INTERPRET", None)
+    env["PYTHONPATH"] = str(Path(__file__).parents[4] / ".src")
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", SCRIPT, mode], env=env, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("triton")
+
+
+def test_what_was_recorded_is_found_in_triton_s_cache(cache: Path) -> None:
+    assert run("first", cache) == ["kernels: 1 compiled", "[True] []", "False"], "rows do not specialize this kernel"
+
+
+def test_a_second_start_compiles_nothing(cache: Path) -> None:
+    assert run("second", cache) == ["kernels: compiled before", "[True] []", "True"]
+
+
+def test_a_cache_that_was_copied_is_used_where_it_is(cache: Path, tmp_path: Path) -> None:
+    """An image carries it to another place; what it was copied from is gone."""
+    copy = tmp_path / "elsewhere"
+    shutil.copytree(cache, copy)
+    hidden = cache.rename(cache.with_name("gone"))
+    try:
+        assert run("copied", copy) == ["kernels: compiled before", "[True] []", "True"]
+    finally:
+        hidden.rename(cache)
+
+
+def test_processes_that_do_not_start_leave_it_to_the_first_launch(tmp_path: Path) -> None:
+    assert run("broken", tmp_path)[1] == "[False] []"

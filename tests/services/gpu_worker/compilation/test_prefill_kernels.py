@@ -1,0 +1,50 @@
+"""Kernels of prefill attention, compiled before a stream needs them."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from blockyard.kernels import paged_prefill as kernels
+from blockyard.services.gpu_worker.compilation import prefill_kernels
+from blockyard.services.gpu_worker.kv.pool import KVPool
+from blockyard.services.gpu_worker.models.decoder import ModelShape
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def pool(dtype: torch.dtype, *windows: int | None) -> KVPool:
+    shape = ModelShape(
+        num_layers=len(windows),
+        num_heads=4,
+        kv_heads=2,
+        head_dim=16,
+        vocab_size=10,
+        scale=0.25,
+        windows=windows,
+        max_positions=100,
+    )
+    return KVPool(shape, 2, 16, dtype, DEVICE)
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float16, torch.float8_e4m3fn])
+def test_each_window_alone_and_shared(kv_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran, attend = [], kernels.paged_prefill
+
+    def record(*args: Any, **kwargs: Any) -> None:
+        window, longest = args[5:7]
+        ran.append((window or 0, longest >= kernels._LONG))
+        attend(*args, **kwargs)
+
+    monkeypatch.setattr(prefill_kernels, "paged_prefill", record)
+    prefill_kernels.compile_prefills(pool(kv_dtype, None, 5000, None), torch.float16)
+    assert sorted(ran) == [(0, False), (0, True), (5000, False), (5000, True)]
+
+
+def test_what_does_not_compile_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(*_args: Any, **_kwargs: Any) -> None:
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(prefill_kernels, "paged_prefill", fail)
+    prefill_kernels.compile_prefills(pool(torch.float16, None), torch.float16)
+    assert "no such instruction" in caplog.text

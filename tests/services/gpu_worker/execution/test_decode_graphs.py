@@ -1,0 +1,205 @@
+"""Decode steps through the Triton kernels and the device's block tables, against the plain path."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from plan_driver import Driver
+from tiny_models import BY_NAME, VOCAB, settings, start
+
+from blockyard.kernels.linear_few_rows import linear_few_rows
+from blockyard.kernels.overlap import can_overlap
+from blockyard.services.gpu_worker import engine, memory_profile
+from blockyard.services.gpu_worker.attention.triton_attention import TritonOps
+from blockyard.services.gpu_worker.execution import device_ops
+from blockyard.services.gpu_worker.execution.decode_graphs import DecodeSteps, Size, by_halves, ladder
+from blockyard.services.gpu_worker.execution.device_loop import DeviceLoop
+from blockyard.services.gpu_worker.execution.device_ops import DeviceOps, TritonDeviceOps
+from blockyard.services.gpu_worker.layers.linear import Linear
+from blockyard.services.gpu_worker.models import decoder
+from blockyard.services.gpu_worker.runner import Runner
+from blockyard.shared.errors import LoadError
+from blockyard.shared.messages import Sampling
+
+SRC = Path(__file__).parents[4] / ".src"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def outputs(runner: Runner) -> list[list[int]]:
+    """Streams that begin and end at different steps, one ahead, one preempted, more of them than there are slots."""
+    driver = Driver(runner, num_slots=3, depth=1, seed=2)
+    streams = []
+    asked = (
+        {},
+        {"repetition_penalty": 1.3, "logit_bias": [(8, 2.0)], "bad_words": [[9]], "num_logprobs": 2},
+        {"temperature": 0.8, "top_p": 0.9, "seed": 3},
+        {"temperature": 1.0, "frequency_penalty": 0.5, "min_tokens": 2},
+    )
+    for i, (num_in, num_out) in enumerate(((5, 3), (1, 5), (9, 2), (7, 4))):
+        prompt = np.random.default_rng(i).integers(2, VOCAB, num_in).tolist()
+        sampling = Sampling(**({"max_tokens": num_out, "temperature": 0.0, "ignore_eos": True} | asked[i]))
+        streams.append(driver.add(prompt, sampling, preempt_at=(2,) if i == 1 else ()))
+    driver.run()
+    assert [len(s.output) for s in streams] == [3, 5, 2, 4]
+    scores = [[entry.rank, *entry.top_ids] for s in streams for entry in s.logprobs]
+    assert len(scores) == 5
+    return [*(s.output for s in streams), *scores]
+
+
+def alone(runner: Runner) -> list[int]:
+    """A stream of eight tokens after five."""
+    driver = Driver(runner, num_slots=1, depth=1, seed=2)
+    stream = driver.add([3, 5, 7, 9, 11], Sampling(max_tokens=8, temperature=0.0, ignore_eos=True))
+    driver.run()
+    return stream.output
+
+
+def loop_of(runner: Runner, capacity: int, ops: DeviceOps | None = None) -> DeviceLoop:
+    shape = runner.geometry
+    steps = DecodeSteps(
+        runner.model, runner.pool, capacity, shape.max_model_len, shape.eos_token_ids, wishes=True, ops=ops
+    )
+    return DeviceLoop(steps, runner.batch, 64)
+
+
+def take_in(linear: Linear) -> None:
+    """Steps of up to three rows compute this layer and what is around it in one kernel."""
+    weight, tiles = linear.weight, {"out_tile": 64, "tile": 64, "warps": 4, "early": 2}
+    assert weight is not None
+    fused = partial(linear_few_rows, weight=weight, bias=linear.bias, overlap=can_overlap(weight.device), **tiles)
+    linear.use({}, fused=dict.fromkeys((1, 2, 3), fused))
+
+
+NAMES = ["llama-odd", "mistral-window", "qwen3", "opt"]
+
+
+@pytest.mark.parametrize("name", NAMES if DEVICE == "cuda" else NAMES[:1])  # the interpreter takes its time
+def test_same_tokens_as_the_plain_path(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    BY_NAME[name].save(tmp_path)
+    plain = start(tmp_path, device=DEVICE)
+    plain.ahead = plain.host.device = None
+    want = outputs(plain)
+    monkeypatch.setattr(decoder, "find_ops", lambda device: TritonOps())
+    monkeypatch.setattr(Linear, "prepare", lambda linear: None)  # weights stay as they are
+    fast = start(tmp_path, device=DEVICE)
+    for linear in fast.model.linears():
+        take_in(linear)
+    loop = loop_of(fast, 3, TritonDeviceOps(fused=True))
+    fast.run_ahead(loop)
+    ran = []
+    launch = loop.launch
+    monkeypatch.setattr(loop, "launch", lambda *step: ran.append(len(step[2])) or launch(*step))
+    assert outputs(fast) == want
+    assert max(ran) == 3
+    if DEVICE == "cuda":
+        assert outputs(fast) == want, "the tables of the last owners must not be taken for these"
+
+
+def test_the_quicker_way_ends_where_a_sequence_is_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    BY_NAME["llama"].save(tmp_path)
+    monkeypatch.setattr(device_ops, "FURTHEST", 8)
+    steps = loop_of(start(tmp_path, device=DEVICE), 2, TritonDeviceOps(fused=True)).steps
+    assert steps.padded(1, 8) == Size(1, near=True)
+    assert steps.padded(1, 9) == Size(1, near=False)
+    assert steps.padded(2, 1) == Size(2, near=False)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_stream_that_outgrows_the_quicker_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    BY_NAME["qwen3"].save(tmp_path)
+    want = alone(start(tmp_path, device="cpu"))
+    monkeypatch.setattr(device_ops, "FURTHEST", 8)
+    runner = start(tmp_path, device="cuda")
+    replayed: list[tuple[bool, bool]] = []
+    forward = runner.ahead.steps.forward
+    monkeypatch.setattr(
+        runner.ahead.steps,
+        "forward",
+        lambda size: replayed.append((size.near, size in runner.ahead.steps._graphs)) or forward(size),
+    )
+    assert alone(runner) == want
+    assert replayed[:7] == [(True, True)] * 3 + [(False, True)] * 4
+    assert set(replayed[7:]) <= {(False, True)}, "a plan may be in flight when the stream ends"
+
+
+def test_more_slots_than_it_was_made_for(tmp_path: Path) -> None:
+    BY_NAME["llama"].save(tmp_path)
+    loop = loop_of(start(tmp_path, device=DEVICE), 2)
+    assert loop.takes(np.array([0, 3]), np.array([1, 1]))
+    assert not loop.takes(np.array([4]), np.array([1]))
+    assert not loop.takes(np.array([0, 1, 2]), np.array([1, 1, 1]))
+
+
+@pytest.mark.parametrize("head_dim", [15, 258])
+def test_a_head_size_is_refused_by_name(head_dim: int, tmp_path: Path) -> None:
+    BY_NAME["llama"].save(tmp_path)
+    runner = start(tmp_path, device=DEVICE)
+    runner.model.shape = runner.pool.shape = replace(runner.pool.shape, head_dim=head_dim)
+    with pytest.raises(LoadError, match=f"a head size of {head_dim} is not supported"):
+        loop_of(runner, 2)
+    with pytest.raises(LoadError, match=f"a head size of {head_dim} is not supported"):
+        memory_profile._prefill(runner.model, runner.pool, 4, 64)
+
+
+@pytest.mark.parametrize(
+    ("most", "sizes"),
+    [
+        (1, [1]),
+        (3, [1, 2, 3]),
+        (16, [1, 2, 4, 8, 16]),
+        (70, [1, 2, 4, 8, 16, 32, 48, 64, 70]),
+        (256, [1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256]),
+    ],
+)
+def test_ladder(most: int, sizes: list[int]) -> None:
+    assert ladder(most) == sizes
+    assert ladder(most + 1000)[-1] == most + 1000
+    assert sorted(by_halves(sizes)) == sizes
+
+
+def test_with_few_graphs_no_step_is_padded_by_much() -> None:
+    assert by_halves(ladder(256)) == [256, 48, 8, 160, 2, 32, 96, 224, 1, 4, 16, 64, 128, 192]
+
+
+def test_triton_is_not_loaded_on_cpu(tmp_path: Path) -> None:
+    BY_NAME["llama"].save(tmp_path)
+    code = f"""
+import sys
+from blockyard.services.gpu_worker import engine
+from blockyard.shared.config.process import BusConfig, ProcessConfig
+from blockyard.shared.config.worker import WorkerConfig
+process = ProcessConfig(name="worker", bus=BusConfig(registry="ipc:///unused", bind="ipc:///unused"))
+engine.start(WorkerConfig(process=process, model_path={str(tmp_path)!r}, device="cpu", threads=1), lambda *_: None)
+ours = ("triton_attention", "device_ops", "device_loop")
+print([m for m in sys.modules if m.startswith("triton") or any(name in m for name in ours)])
+"""
+    env = os.environ | {"PYTHONPATH": f"{SRC}:{os.environ.get('PYTHONPATH', '')}"}
+    run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip() == "[]"
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_graph_that_cannot_be_captured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    BY_NAME["llama"].save(tmp_path)
+    want = outputs(start(tmp_path, device="cuda"))
+
+    def fails(*args: object, **kwargs: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch.cuda, "graph", fails)
+    notes: list[str] = []
+    runner = engine.start(settings(tmp_path, device="cuda"), lambda phase, done, lines: notes.extend(lines))
+    assert "CUDA graphs: none, decode steps are eager: CUDA out of memory" in notes
+    assert len(caplog.records) == 1
+    assert outputs(runner) == want

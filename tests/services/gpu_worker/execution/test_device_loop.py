@@ -1,0 +1,295 @@
+"""Steps ahead of the host against the path in lockstep: the same tokens and ends, whatever is in flight meanwhile."""
+
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plan_driver import Driver, Stream, as_bytes
+from reference_ops import run_ahead
+from ties import Score, Ties
+from tiny_models import BY_NAME, VOCAB, greedy_score, start
+
+from blockyard.services.gpu_worker.execution.decode_graphs import IN_FLIGHT
+from blockyard.services.gpu_worker.execution.warm_up import warm_up
+from blockyard.services.gpu_worker.runner import Runner
+from blockyard.shared.messages import BlockName, FinishReason, Sampling, SlotRun, SlotStart, StepPlan
+
+EOS = [1, *range(20, 30)]  # so many that some streams meet one
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tiny")
+
+
+@pytest.fixture(scope="module")
+def logits_of(folder: Path) -> Score:
+    score = greedy_score(BY_NAME["llama"].save(folder))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": EOS}))
+    (folder / "generation_config.json").unlink()
+    return score
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path, logits_of: Score) -> Runner:
+    return start(folder, max_model_len=64)
+
+
+@pytest.fixture(scope="module")
+def ahead(folder: Path, logits_of: Score) -> Runner:
+    runner = start(folder, max_model_len=64)
+    run_ahead(runner, capacity=6)
+    return runner
+
+
+def prompt_of(n: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(2, VOCAB, n).tolist()
+
+
+def greedy(**fields: Any) -> Sampling:
+    return Sampling(**({"max_tokens": 20, "temperature": 0.0, "ignore_eos": True} | fields))
+
+
+STREAMS: list[tuple[list[int], Sampling]] = [
+    (prompt_of(9, 1), greedy(max_tokens=30)),
+    (prompt_of(1, 2), Sampling(max_tokens=25, temperature=1.0, seed=7)),
+    (prompt_of(12, 3), Sampling(max_tokens=25, temperature=0.7, top_p=0.9, seed=2**63 + 5, ignore_eos=True)),
+    (prompt_of(17, 4), Sampling(max_tokens=20, temperature=2.0, top_k=40, min_p=0.01, seed=3)),
+    (prompt_of(50, 5), greedy(max_tokens=40)),  # the context ends it
+    (prompt_of(6, 6), greedy(max_tokens=20, stop_token_ids=list(range(40, 60)))),  # more stop ids than fit
+    (prompt_of(5, 7), greedy(max_tokens=12, repetition_penalty=1.3, num_logprobs=2)),
+    (prompt_of(7, 8), greedy(max_tokens=1)),
+    (prompt_of(4, 9), greedy(max_tokens=0)),
+    (
+        prompt_of(8, 11),
+        greedy(
+            max_tokens=15,
+            logit_bias=[(8, 3.0), (9, -2.0)],
+            bad_words=[[5]],
+            presence_penalty=0.5,
+            frequency_penalty=0.3,
+            num_logprobs=0,
+        ),
+    ),
+    (
+        prompt_of(6, 12),
+        Sampling(max_tokens=15, temperature=0.9, seed=5, allowed_token_ids=[*range(10, 60)], min_tokens=8),
+    ),
+    (prompt_of(9, 13), greedy(max_tokens=12, bad_words=[[60, 61]], repetition_penalty=1.2)),  # the host's
+    (prompt_of(11, 10), Sampling(max_tokens=30, temperature=1.5, seed=11, stop_token_ids=[*range(100, 108)])),
+]
+
+
+@pytest.fixture(scope="module")
+def alone(plain: Runner) -> list[Stream]:
+    streams = []
+    for prompt, sampling in STREAMS:
+        driver = Driver(plain)
+        streams.append(driver.add(prompt, sampling))
+        driver.run()
+    ends = {(s.finish, s.stop_token is None) for s in streams}
+    assert ends == {(FinishReason.LENGTH, True), (FinishReason.STOP, True), (FinishReason.STOP, False)}
+    return streams
+
+
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(
+    depth=st.sampled_from([0, 1, 3, 9]),
+    chunk=st.sampled_from([1, 5, 1000]),
+    num_slots=st.integers(2, 12),
+    picked=st.lists(st.integers(0, len(STREAMS) - 1), min_size=1, max_size=7),
+    preempt=st.lists(st.integers(1, 25), max_size=2),
+    seed=st.integers(0, 99),
+)
+def test_the_same_tokens_and_ends_as_in_lockstep(
+    ahead: Runner,
+    alone: list[Stream],
+    logits_of: Score,
+    depth: int,
+    chunk: int,
+    num_slots: int,
+    picked: list[int],
+    preempt: list[int],
+    seed: int,
+) -> None:
+    driver = Driver(ahead, num_slots=num_slots, depth=depth, chunk=chunk, seed=seed)
+    random.seed(seed)
+    streams = [driver.add(*STREAMS[i], preempt_at=tuple(preempt) if i % 2 else ()) for i in picked]
+    driver.run()
+    ties = Ties()
+    for i, stream in zip(picked, streams, strict=True):
+        want = alone[i]
+        if stream.output != want.output:
+            ties.compare(f"stream {i}", stream.prompt, want.output, stream.output, logits_of)
+        else:
+            assert (stream.finish, stream.stop_token, stream.detail) == (want.finish, want.stop_token, want.detail)
+            for entry, other in zip(stream.logprobs, want.logprobs, strict=True):
+                assert (entry.token_id, entry.rank, entry.top_ids) == (other.token_id, other.rank, other.top_ids)
+                assert [entry.logprob, *entry.top_logprobs] == pytest.approx(
+                    [other.logprob, *other.top_logprobs], abs=1e-4
+                )
+    ties.check()
+    assert len(driver.free_blocks) == ahead.geometry.num_blocks
+
+
+def started(slot: int, prompt: list[int], sampling: Sampling, blocks: list[int]) -> SlotStart:
+    return SlotStart(slot, as_bytes(prompt), len(prompt), 0, blocks, sampling, 0)
+
+
+def plan(number: int, *runs: int, **fields: Any) -> StepPlan:
+    lists = {"ends": [], "starts": [], "blocks": [], "names": []} | fields
+    return StepPlan(
+        1, number, lists["ends"], lists["starts"], lists["blocks"], [SlotRun(s, 1) for s in runs], lists["names"]
+    )
+
+
+def collected(runner: Runner) -> dict[int, dict[int, Any]]:
+    """Waits for all plans in flight: results by plan and slot."""
+    results = {}
+    while runner.in_flight:
+        for done in runner.collect():
+            results[done.plan.number] = {r.slot: r for r in done.slots}
+    return results
+
+
+def test_plans_are_in_flight_and_a_slot_that_ended_takes_no_part_in_later_ones(ahead: Runner) -> None:
+    ahead.reset(4)
+    loop = ahead.ahead
+    assert loop is not None
+    starts = [started(0, prompt_of(1), greedy(max_tokens=3), [3]), started(2, prompt_of(1, 4), greedy(), [5, 9])]
+    for number in range(1, IN_FLIGHT + 1):
+        assert ahead.can_launch()
+        ahead.launch(plan(number, 0, 2, starts=starts if number == 1 else []))
+        if number == 3:
+            written = ahead.pool.memory[:, 3].clone()
+    assert loop.in_flight == IN_FLIGHT
+    assert not ahead.can_launch()
+    assert torch.equal(ahead.pool.memory[:, 3], written), "after its end it wrote no KV"
+    results = collected(ahead)
+    assert [sorted(results[n]) for n in (1, 3, 4, 8)] == [[0, 2], [0, 2], [2], [2]]
+    assert results[3][0].finish is FinishReason.LENGTH
+    assert [results[n][2].num_computed for n in range(1, 9)] == list(range(1, 9))
+
+
+def test_logits_that_are_not_finite_cost_their_slot_alone_and_its_blocks_are_scrubbed(ahead: Runner) -> None:
+    ahead.reset(4)
+    first, other = prompt_of(3), prompt_of(3, 1)
+    expected = []
+    for bad in (False, True):
+        ahead.reset(4)
+        starts = [started(0, first, greedy(), [6, 7]), started(1, other, greedy(), [8, 9])]
+        ahead.launch(StepPlan(1, 1, [], starts, [], [SlotRun(0, 3), SlotRun(1, 3)]))
+        collected(ahead)
+        if bad:
+            with torch.inference_mode():
+                ahead.pool.memory[:, 6, :, :, 0] = math.nan
+        ahead.launch(plan(2, 0, 1, names=[BlockName(6, b"x" * 16)]))
+        ahead.launch(plan(3, 0, 1))
+        ahead.launch(plan(4, 1, ends=[0]))  # cancelled before it was known that it failed
+        results = collected(ahead)
+        tokens = [results[n][1].token_ids for n in (2, 3, 4)]
+        if not bad:
+            expected = tokens
+            continue
+        assert tokens == expected
+        failed = results[2][0]
+        assert (failed.finish, failed.detail) == (FinishReason.FAILED, "the model's logits are not finite")
+        assert 0 not in results[3]
+        assert bool(ahead.pool.memory[:, 6].isfinite().all())
+        assert 6 not in ahead.names.listed()[0]
+
+
+def test_a_slot_with_a_new_owner_while_the_old_ones_results_are_out(ahead: Runner) -> None:
+    """Their scheduler rests slots, but nothing here may depend on that."""
+    ahead.reset(4)
+    ahead.launch(plan(1, 0, starts=[started(0, prompt_of(1), greedy(), [3])]))
+    ahead.launch(plan(2, 0))
+    prompt = prompt_of(1, 5)
+    ahead.launch(plan(3, 0, ends=[0], starts=[started(0, prompt, greedy(), [4])]))
+    ahead.launch(plan(4, 0))
+    results = collected(ahead)
+    assert [results[n][0].num_computed for n in (1, 2, 3, 4)] == [1, 2, 1, 2]
+    table = ahead.batch.slots
+    assert table.token_ids[0, :3].tolist() == prompt + results[3][0].token_ids + results[4][0].token_ids
+
+
+def test_reset_waits_and_drops_what_is_in_flight(ahead: Runner) -> None:
+    ahead.reset(4)
+    names = [BlockName(3, b"n" * 16)]
+    ahead.launch(plan(1, 0, starts=[started(0, prompt_of(1), greedy(), [3])], names=names))
+    ahead.launch(plan(2, 0))
+    ahead.reset(2)
+    assert (ahead.in_flight, ahead.collect()) == (0, [])
+    assert 3 in ahead.names.listed()[0], "the plan that named it has completed"
+    ahead.launch(plan(1, 0))
+    assert collected(ahead) == {1: {}}, "its slots are gone"
+
+
+def test_what_runs_ahead_is_settled_before_a_step_in_lockstep(ahead: Runner) -> None:
+    ahead.reset(4)
+    starts = [
+        started(0, prompt_of(2), greedy(), [3]),
+        started(1, prompt_of(2, 3), greedy(bad_words=[[5, 6]]), [4]),
+    ]
+    ahead.launch(StepPlan(1, 1, [], starts, [], [SlotRun(0, 2), SlotRun(1, 2)]))
+    ahead.launch(plan(2, 0))
+    ahead.launch(plan(3, 0, 1))
+    ahead.launch(plan(4, 0))
+    results = collected(ahead)
+    assert list(results) == [1, 2, 3, 4]
+    assert [results[n][0].num_computed for n in results] == [2, 3, 4, 5]
+    assert [results[n][1].num_computed for n in (1, 3)] == [2, 3]
+
+
+@pytest.mark.parametrize("wishes", [True, False])
+def test_what_the_device_does_by_itself(folder: Path, logits_of: Score, wishes: bool) -> None:
+    ahead = start(folder, max_model_len=64)
+    run_ahead(ahead, capacity=6, wishes=wishes)
+    ahead.reset(6)
+    asked = [sampling for _, sampling in (STREAMS[0], *STREAMS[-4:])]
+    starts = [started(i, prompt_of(3, i), sampling, [3 + i]) for i, sampling in enumerate(asked)]
+    ahead.launch(StepPlan(1, 1, [], starts, [], [SlotRun(i, 3) for i in range(len(asked))]))
+    collected(ahead)
+    loop = ahead.ahead
+    assert loop is not None
+    alone = [loop.runs_ahead(np.array([i]), np.array([1])) for i in range(len(asked))]
+    assert alone == ([True, True, True, False, True] if wishes else [True, False, False, False, True])
+
+
+def test_slots_that_change_their_logits_have_rows_as_long_as_there_are_some(ahead: Runner) -> None:
+    ahead.reset(12)
+    loop = ahead.ahead
+    assert loop is not None
+    wants = greedy(repetition_penalty=1.5)
+    starts = [started(i, prompt_of(2, i), wants, [3 + i]) for i in range(7)]
+    ahead.launch(StepPlan(1, 1, [], starts, [], [SlotRun(0, 2)]))
+    collected(ahead)
+    able = [loop.runs_ahead(np.array([i]), np.array([1])) for i in range(7)]
+    assert able == [True] * 6 + [False], "one for each row of a step"
+    ahead.launch(StepPlan(1, 2, [2], [started(7, prompt_of(2), wants, [20])], [], [SlotRun(0, 1)]))
+    collected(ahead)
+    assert loop.runs_ahead(np.array([7]), np.array([1])), "the row of the one that ended"
+
+
+@pytest.mark.parametrize(
+    "limits", [{}, {"max_num_batched_tokens": 32}, {"num_gpu_blocks_override": 2, "max_model_len": 16}]
+)
+def test_first_steps_leave_nothing_behind(folder: Path, logits_of: Score, limits: dict[str, int]) -> None:
+    runner = start(folder, **({"max_model_len": 64} | limits))
+    run_ahead(runner, capacity=6)
+    names = [BlockName(300, b"n" * 16)] if not limits else []
+    runner.batch.names.learn(names)
+    assert warm_up(runner) > 1
+    assert (runner.in_flight, runner.collect(), runner.names.listed()[0]) == (0, [], [n.block for n in names])
+    assert bool(runner.pool.memory.isfinite().all())
+    runner.reset(2)
+    runner.launch(plan(1, 0, starts=[started(0, prompt_of(1), greedy(), [1])]))
+    assert collected(runner)[1][0].num_computed == 1

@@ -1,0 +1,221 @@
+"""Steps with prefills in padded sizes: the same tokens, whatever pads and whenever a size is captured."""
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from plan_driver import Driver, Stream
+from reference_ops import run_ahead
+from ties import Ties
+from tiny_models import BY_NAME, VOCAB, greedy_score, start
+
+from blockyard.services.gpu_worker.execution.device_loop import DeviceLoop
+from blockyard.services.gpu_worker.execution.prefill_graphs import CudaRecorder, MixedGraph, MixedGraphs, Recorded
+from blockyard.services.gpu_worker.execution.prefill_sizes import Measured
+from blockyard.services.gpu_worker.execution.prefill_steps import Due, Layout, MixedStep, clear
+from blockyard.services.gpu_worker.runner import Runner
+from blockyard.shared.messages import Sampling
+
+CAPACITY = 6
+LAUNCH_S = 0.1
+
+
+class Forward:
+    """Stands for a CUDA graph: computes a step anew from the words that it has by then."""
+
+    def __init__(self, step: MixedStep) -> None:
+        self.count = 0
+        self.due: Due | None = None
+        self._step = step
+
+    def replay(self) -> None:
+        self.count += 1
+        self.due = self._step.forward()
+
+
+class Sample:
+    def __init__(self, step: MixedStep, forward: Forward, asked: bool) -> None:
+        self.count = 0
+        self._step, self._forward, self._asked = step, forward, asked
+
+    def replay(self) -> None:
+        self.count += 1
+        assert self._forward.due is not None
+        self._step.sample(self._forward.due, self._asked)
+
+
+class Recorder(CudaRecorder):
+    """Tries a step as on a GPU, with what that leaves behind."""
+
+    def __init__(self, loop: DeviceLoop, device_s: float) -> None:
+        super().__init__(loop.steps)
+        self.forwards: dict[Layout, Forward] = {}
+        self.samples: dict[Layout, tuple[Sample, ...]] = {}
+        self.in_flight: dict[Layout, int] = {}  # steps, when a size was captured
+        self._loop, self._device_s = loop, device_s
+
+    def record(self, layout: Layout) -> Recorded:
+        self.in_flight[layout] = self._loop.in_flight
+        words = torch.empty(sum(layout.parts), dtype=torch.int64)
+        clear(words, layout)
+        step = MixedStep(self._steps, layout, words)
+        forward = Forward(step)
+        samples = tuple(Sample(step, forward, asked) for asked in (False, True))
+        self._begin(layout)
+        due = step.forward()
+        for asked in (False, True):
+            step.sample(due, asked)
+        self.forwards[layout], self.samples[layout] = forward, samples
+        return Recorded(MixedGraph(layout, words, forward, samples), Measured(LAUNCH_S, self._device_s, 0, 1))
+
+
+def with_graphs(runner: Runner, num: int, device_s: float = 0.0) -> tuple[MixedGraphs, Recorder]:
+    """Of the first sizes; others are captured beside steps that miss them."""
+    loop = run_ahead(runner, CAPACITY)
+    recorder = Recorder(loop, device_s)
+    loop._graphs = graphs = MixedGraphs(loop.steps, 48, recorder)
+    graphs._enabled = True
+    for _ in range(num):
+        graphs.capture_one()
+    return graphs, recorder
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Runner:
+    folder: Path = tmp_path_factory.mktemp("tiny")
+    BY_NAME["llama"].save(folder)
+    return start(folder, max_model_len=64)
+
+
+def outputs(runner: Runner, chunk: int, asking: int | None, depth: int = 2) -> list[list[int]]:
+    driver = Driver(runner, num_slots=CAPACITY, depth=depth, chunk=chunk)
+    rng = np.random.default_rng(0)
+    streams = []
+    for i, n in enumerate((9, 12, 17, 14, 30, 11, 3, 2, 1, 26)):
+        penalty = 1.9 if i == asking else 0.0
+        sampling = Sampling(6 + i, 0.9 * (i % 2), seed=i, ignore_eos=True, presence_penalty=penalty)
+        streams.append(driver.add(rng.integers(2, VOCAB, n).tolist(), sampling))
+    driver.run()
+    return [stream.output for stream in streams]
+
+
+@pytest.mark.parametrize(("chunk", "num_used", "asking"), [(5, 5, None), (8, 2, None), (5, 5, 4)])
+def test_what_pads_changes_nothing(runner: Runner, chunk: int, num_used: int, asking: int | None) -> None:
+    """asking: a stream whose logits are changed."""
+    run_ahead(runner, CAPACITY)
+    expected = outputs(runner, chunk, asking)
+    _, recorder = with_graphs(runner, 100)
+    assert outputs(runner, chunk, asking) == expected
+    assert sum(forward.count for forward in recorder.forwards.values()) >= num_used
+    asked = sum(samples[True].count for samples in recorder.samples.values())
+    assert (asked > 0) == (asking is not None)
+    assert sum(forward.count for one, forward in recorder.forwards.items() if one.decodes) > 0
+
+
+def missed(graphs: MixedGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every second step has a size captured, whatever it takes itself."""
+    sizes, steps = graphs._sizes, itertools.count(1)
+
+    def due(step: Layout) -> Layout | None:
+        return sizes.missing[0] if sizes.missing and next(steps) % 2 == 0 else None
+
+    monkeypatch.setattr(sizes, "due", due)
+
+
+@pytest.mark.parametrize("depth", [0, 3, 6])
+def test_sizes_are_captured_while_steps_are_in_flight(
+    runner: Runner, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_ahead(runner, CAPACITY)
+    expected = outputs(runner, 5, 4, depth)
+    graphs, recorder = with_graphs(runner, 1)
+    missed(graphs, monkeypatch)
+    assert outputs(runner, 5, 4, depth) == expected
+    assert graphs.captured == 1.0
+    assert {one.decodes > 0 for one, num in recorder.in_flight.items() if num} == ({True, False} if depth else set())
+
+
+def test_steps_that_keep_missing_a_size_have_it_captured(runner: Runner) -> None:
+    graphs, recorder = with_graphs(runner, 1)
+    graphs._sizes._capture_s = 1.5 * LAUNCH_S
+    before = graphs.captured
+    outputs(runner, 5, None)
+    assert before < graphs.captured < 1.0
+    assert sum(recorder.in_flight.values()) > 0
+
+
+def test_nothing_is_captured_beside_steps_where_there_are_to_be_no_graphs(runner: Runner) -> None:
+    graphs, recorder = with_graphs(runner, 0)
+    outputs(runner, 5, None)
+    assert (recorder.forwards, graphs.captured) == ({}, 0.0)
+
+
+def test_a_step_alone_may_take_a_size_with_rows_for_decodes(runner: Runner) -> None:
+    """Those count the step on the device, the others do not."""
+    run_ahead(runner, CAPACITY)
+    expected = outputs(runner, 5, None)
+    graphs, recorder = with_graphs(runner, 2)
+    only = next(layout for layout in recorder.forwards if layout.decodes)
+    graphs._sizes._device_s = {only: 0.0}
+    graphs._sizes.missing.clear()
+    assert outputs(runner, 5, None) == expected
+    assert recorder.forwards[only].count >= 5
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_what_cannot_be_captured_stays_eager(
+    runner: Runner, beside: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """beside: a step."""
+    run_ahead(runner, CAPACITY)
+    expected = outputs(runner, 5, None)
+    graphs, recorder = with_graphs(runner, 1)
+
+    def fail(layout: Layout) -> Recorded:
+        raise RuntimeError("CUDA out of memory\nand more")
+
+    recorder.record = fail  # type: ignore[method-assign]
+    if beside:
+        missed(graphs, monkeypatch)
+    else:
+        assert not graphs.capture_one()
+    assert outputs(runner, 5, None) == expected
+    assert graphs.describe() == "CUDA graphs of prefills: none: CUDA out of memory"
+    assert (graphs.captured, len(caplog.records)) == (1.0, 1)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral-window"])
+def test_on_a_gpu(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes are captured beside steps, then all are there; greedy, up to ties."""
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    score = greedy_score(BY_NAME[name].save(tmp_path).to("cuda"))
+    runner = start(tmp_path, device="cuda", max_model_len=256, max_num_batched_tokens=256, enforce_eager=True)
+    expected = many(runner)
+    loop = runner.ahead
+    assert isinstance(loop, DeviceLoop)
+    monkeypatch.setattr("blockyard.services.gpu_worker.execution.prefill_graphs.START_S", 0.0)
+    loop.capture()
+    missed(loop._graphs, monkeypatch)
+    ties = Ties()
+    for _ in range(2):
+        for i, (want, got) in enumerate(zip(expected, many(runner), strict=True)):
+            ties.compare(f"stream {i}", want.prompt, want.output, got.output, score)
+        while loop.idle():
+            pass
+    ties.check()
+    assert (loop._graphs._problem, loop.captured) == ("", 1.0)
+    assert len(loop._graphs._graphs) > 10
+
+
+def many(runner: Runner) -> list[Stream]:
+    driver = Driver(runner, num_slots=20, depth=3, chunk=12)
+    rng = np.random.default_rng(1)
+    for i in range(40):
+        prompt = rng.integers(2, VOCAB, int(rng.integers(1, 80))).tolist()
+        driver.add(prompt, Sampling(5 + i % 30, 0.0, ignore_eos=True, presence_penalty=0.5 * (i % 7 == 6)))
+    driver.run()
+    return driver.streams

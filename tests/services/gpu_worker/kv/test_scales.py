@@ -1,0 +1,128 @@
+"""Where the scales of a KV cache in 8 bits come from, and what cannot be used."""
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from tiny_models import BY_NAME, settings
+
+from blockyard.kernels.rms_norm import RMSNorm
+from blockyard.services.gpu_worker import engine
+from blockyard.services.gpu_worker.attention.cpu_metadata import ReadPlanner
+from blockyard.services.gpu_worker.attention.triton_attention import MixedAttention
+from blockyard.services.gpu_worker.kv import scales as kv_scales
+from blockyard.services.gpu_worker.kv.pool import KVPool
+from blockyard.services.gpu_worker.loading.weights import WeightTable
+from blockyard.services.gpu_worker.models.decoder import ModelShape
+from blockyard.shared.config.worker import WorkerConfig
+from blockyard.shared.errors import ConfigError, LoadError
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SHAPE = ModelShape(
+    vocab_size=10,
+    num_layers=2,
+    num_heads=4,
+    kv_heads=2,
+    head_dim=16,
+    max_positions=64,
+    scale=0.25,
+    windows=(None, None),
+)
+
+
+def pool(dtype: torch.dtype = torch.float8_e4m3fn) -> KVPool:
+    return KVPool(SHAPE, 20, 8, dtype, DEVICE)
+
+
+def config(folder: Path, **changed: object) -> WorkerConfig:
+    return msgspec.structs.replace(settings(folder), kv_cache_dtype="fp8", **changed)
+
+
+@pytest.mark.parametrize("name", ["self_attn.k_scale", "self_attn.k_proj.k_scale", "self_attn.kv_scale"])
+def test_scales_of_a_checkpoint(name: str, tmp_path: Path) -> None:
+    table = WeightTable(torch.float32, DEVICE)
+    scales = kv_scales.claim(table, 2, is_wanted=True)
+    assert table.wants(f"model.layers.1.{name}")
+    table.put(f"model.layers.1.{name}", torch.tensor([0.5]))
+    table.check_complete()  # a checkpoint need not have them
+    assert scales.tolist() == [[1.0, 1.0], [0.5, 0.5 if "kv_scale" in name else 1.0]]
+    it = pool()
+    assert kv_scales.give(it, scales, config(tmp_path)) == ["KV scales: float8_e4m3fn, the checkpoint"]
+    assert it.scales is not None
+    assert torch.equal(it.scales, scales)
+    with pytest.raises(LoadError, match="one number"):
+        table.put(f"model.layers.1.{name}", torch.ones(2))
+    table.put(f"model.layers.1.{name}", torch.tensor(0.0))
+    with pytest.raises(LoadError, match="layer 1 has"):
+        kv_scales.give(it, scales, config(tmp_path))
+
+
+def test_a_16_bit_cache_takes_no_notice_of_scales(tmp_path: Path) -> None:
+    table = WeightTable(torch.float32, DEVICE)
+    scales = kv_scales.claim(table, 2, is_wanted=False)
+    assert not table.wants("model.layers.1.self_attn.k_scale")
+    assert kv_scales.give(pool(torch.float16), scales, settings(tmp_path)) == []
+
+
+def test_scales_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "scales.json"
+    file.write_text('{"model_type": "llama", "kv_cache": {"scaling_factor": {"0": {"0": 0.25, "1": 2.0}}}}')
+    it = pool()
+    notes = kv_scales.give(it, torch.ones(2, 2, device=DEVICE), config(tmp_path, kv_scales_path=str(file)))
+    assert notes == [f"KV scales: float8_e4m3fn, {file}"]
+    assert it.scales is not None
+    assert it.scales.tolist() == [[0.25, 0.25], [2.0, 2.0]]
+    for text, message in (("[]", "not a file of KV scales"), ('{"kv_cache": {"scaling_factor": {}}}', "of 0 layers")):
+        file.write_text(text)
+        with pytest.raises(LoadError, match=message):
+            kv_scales.give(it, torch.ones(2, 2), config(tmp_path, kv_scales_path=str(file)))
+
+
+def test_scales_of_the_first_prompt(tmp_path: Path) -> None:
+    """As large as its largest K and V ask for, after norm and rotation; later prompts leave them alone."""
+    it = pool()
+    kv_scales.give(it, torch.ones(2, 2), config(tmp_path, calculate_kv_scales=True))
+    assert it.scales_pending
+    torch.manual_seed(0)
+    tables = torch.arange(4, dtype=torch.int32, device=DEVICE)[None]
+    slots, starts = torch.zeros(3, dtype=torch.int64, device=DEVICE), torch.tensor([0, 3]).int().to(DEVICE)
+    attend = MixedAttention(it, slots, torch.arange(3, device=DEVICE), tables, starts)
+    angles = torch.randn(3, 1, 8)
+    rotation = torch.polar(torch.ones_like(angles), angles).to(DEVICE)
+    norm = RMSNorm(torch.randn(6, 16, device=DEVICE), 1e-6)
+    qkv = torch.randn(3, 8, 16, device=DEVICE)
+    for layer in range(2):
+        assert it.scales_pending
+        attend(layer, (layer + 1) * qkv, rotation, norm)
+    assert not it.scales_pending
+    assert it.scales is not None
+    (k_first, v_first), (k_second, v_second) = it.scales.tolist()
+    assert k_first == pytest.approx(k_second)  # normalised
+    assert v_second == pytest.approx(2 * v_first)
+    assert v_first == pytest.approx(float(qkv[:, 6:].abs().max()) / 100)
+    stored = it.memory[0].float()[tables[0, 0].long(), 0, :, :3] * k_first
+    x = norm(qkv[:, :6])[:, 4:]
+    assert float(stored.norm()) == pytest.approx(float(x.norm()), rel=0.05)
+    attend(0, 9 * qkv, rotation, norm)
+    assert it.scales.tolist() == [[k_first, v_first], [k_second, v_second]]
+
+
+def test_what_is_not_finite_is_scrubbed_from_8_bits() -> None:
+    it = pool()
+    it.memory[1, 3] = torch.full((2, 2, 8, 16), float("nan"), device=DEVICE).to(it.dtype)
+    it.memory[1, 4] = torch.full((2, 2, 8, 16), 2.0, device=DEVICE).to(it.dtype)
+    ReadPlanner(it)  # every worker has one, also where it is not used
+    it.scrub(np.array([3, 4]))
+    assert torch.equal(it.memory[1, 3:5].float().amax((1, 2, 3, 4)).cpu(), torch.tensor([0.0, 2.0]))
+
+
+def test_what_cannot_be_in_8_bits(tmp_path: Path) -> None:
+    BY_NAME["llama"].save(tmp_path)
+    with pytest.raises(ConfigError, match="need a GPU; on CPU leave it at auto"):
+        engine.start(msgspec.structs.replace(settings(tmp_path), kv_cache_dtype="fp8"), lambda *_: None)
+    with pytest.raises(ConfigError, match="float32"):
+        kv_scales.pick_kv_dtype("fp8", torch.float32, torch.device("cuda"))
+    assert kv_scales.pick_kv_dtype("fp8_e5m2", torch.bfloat16, torch.device("cuda")) == torch.float8_e5m2
+    assert kv_scales.pick_kv_dtype("auto", torch.bfloat16, torch.device("cpu")) == torch.bfloat16

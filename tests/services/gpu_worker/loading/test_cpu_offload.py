@@ -1,0 +1,110 @@
+"""Weights that wait in host memory give the outputs that they give on the device, and are spread over the layers."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plan_driver import Driver
+from tiny_models import BASE, BY_NAME, VOCAB, settings, start
+
+from blockyard.services.gpu_worker import engine
+from blockyard.services.gpu_worker.layers import linear
+from blockyard.services.gpu_worker.loading import cpu_offload
+from blockyard.services.gpu_worker.loading.cpu_offload import GIB, share_of_layers
+from blockyard.services.gpu_worker.loading.weights import WeightTable
+from blockyard.services.gpu_worker.models.registry import find_family
+from blockyard.shared.errors import LoadError
+from blockyard.shared.messages import Sampling
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CONFIG: dict[str, Any] = BASE | {
+    "architectures": ["LlamaForCausalLM"],
+    "intermediate_size": 96,
+    "num_hidden_layers": 10,
+}
+LAYER_BYTES = 4 * 64 * (3 * 64 + 64 + 2 * 96 + 96)  # qkv, out, gate and up, down
+
+
+@pytest.mark.parametrize("name", ["llama", "opt"])
+@pytest.mark.parametrize("share", [0.3, 1.0])
+def test_outputs_are_those_of_weights_on_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, share: float
+) -> None:
+    BY_NAME[name].save(tmp_path)
+
+    def outputs() -> list[list[int]]:
+        runner = start(tmp_path, device=DEVICE, max_model_len=128)
+        driver = Driver(runner)
+        streams = [
+            driver.add(list(range(3, 3 + n)), Sampling(max_tokens=12, temperature=0.0, ignore_eos=True))
+            for n in (4, 9, 30)
+        ]
+        driver.run()
+        return [stream.output for stream in streams]
+
+    monkeypatch.setattr(linear, "can_pack", lambda weight: False)  # matrices of a CPU are packed once, not staged
+    plain = outputs()
+    copies = []
+    copy = cpu_offload.HostWeights._copy
+    monkeypatch.setattr(cpu_offload.HostWeights, "_copy", lambda self, i: (copies.append(i), copy(self, i))[1])
+    monkeypatch.setattr(engine, "host_share", lambda *given: share)
+    assert outputs() == plain
+    assert copies[:2] == [0, 1] and max(copies) > 2
+
+
+def test_matrices_are_spread_and_no_more_than_asked_for() -> None:
+    build = find_family(CONFIG)
+    gib = 0.25 * 10 * LAYER_BYTES / GIB
+    share = share_of_layers(build, CONFIG, torch.float32, gib, free_bytes=GIB)
+    assert share == pytest.approx(0.25)
+    table = WeightTable(torch.float32, torch.device("meta"), share)
+    model = build(CONFIG, table)
+    stays = {id(weight) for weight in table.on_host}
+    places = [i // 4 for i, one in enumerate(model.linears()) if id(one.weight) in stays]
+    assert sum(weight.nbytes for weight in table.on_host) <= gib * GIB < 1.2 * sum(w.nbytes for w in table.on_host)
+    assert {place // 5 for place in places} == {0, 1}
+    assert VOCAB not in {weight.shape[0] for weight in table.on_host}
+
+
+def test_all_layers_at_most(tmp_path: Path) -> None:
+    build = find_family(CONFIG)
+    assert share_of_layers(build, CONFIG, torch.float32, 5.0, free_bytes=6 * GIB) == 1.0
+    with pytest.raises(LoadError, match=r"--cpu-offload-gb 0.001: 0\.00 GiB of host memory are free"):
+        share_of_layers(build, CONFIG, torch.float32, 0.001, free_bytes=10_000)
+    with pytest.raises(LoadError, match=r"--cpu-offload-gb 1e-06: no matrix is so small; layers have 0\.0012"):
+        share_of_layers(build, CONFIG, torch.float32, 1e-6, free_bytes=GIB)
+
+
+def test_the_flag_says_how_much_stays_unless_this_is_a_cpu(tmp_path: Path) -> None:
+    config = settings(tmp_path, cpu_offload_gib=0.25 * 10 * LAYER_BYTES / GIB)
+    shares = [
+        engine.host_share(find_family(CONFIG), CONFIG, torch.float32, config, torch.device(device))
+        for device in ("meta", "cpu")
+    ]
+    assert shares == [pytest.approx(0.25), 0.0]
+
+
+def test_on_cpu_they_are_there_anyway(tmp_path: Path) -> None:
+    BY_NAME["llama"].save(tmp_path)
+    seen: list[str] = []
+    runner = engine.start(
+        settings(tmp_path, device="cpu", cpu_offload_gib=1.0), lambda phase, progress, notes: seen.extend(notes)
+    )
+    assert not runner.model.table.on_host
+    assert "weights in host memory: all, this is a CPU (--cpu-offload-gb)" in seen
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_by_the_flag_with_graphs(tmp_path: Path) -> None:
+    BY_NAME["llama"].save(tmp_path)
+    outputs = []
+    for gib in (0.0, 0.0001):
+        runner = start(tmp_path, device="cuda", max_model_len=128, cpu_offload_gib=gib)
+        assert bool(runner.model.table.on_host) == bool(gib)
+        driver = Driver(runner)
+        stream = driver.add([5, 9, 3], Sampling(max_tokens=40, temperature=0.0, ignore_eos=True))
+        driver.run()
+        outputs.append(stream.output)
+    assert outputs[0] == outputs[1]

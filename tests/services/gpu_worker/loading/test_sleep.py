@@ -1,0 +1,202 @@
+"""A worker that slept computes what it computed before, and gives memory back meanwhile."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from plan_driver import Driver
+from tiny_models import BY_NAME, VOCAB, start
+
+from blockyard.services.gpu_worker.kv.pool import KVPool
+from blockyard.services.gpu_worker.loading.sleep import SleepingRunner
+from blockyard.services.gpu_worker.loading.weight_offload import Parking, storages
+from blockyard.services.gpu_worker.runner import Runner
+from blockyard.services.gpu_worker.service import Worker
+from blockyard.shared.fake_links import FakeLinks
+from blockyard.shared.messages import Attach, Attached, Fenced, Member, Part, Role, Sampling, Sleep, Slept, Wake
+from blockyard.shared.serving import rss_bytes
+
+GREEDY = Sampling(max_tokens=12, temperature=0.0, ignore_eos=True)
+PROMPT = np.random.default_rng(3).integers(2, VOCAB, 40).tolist()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("tiny")
+    BY_NAME["llama"].save(path)
+    return path
+
+
+def answer(runner: Runner) -> list[int]:
+    driver = Driver(runner)
+    stream = driver.add(PROMPT, GREEDY)
+    driver.run()
+    return stream.output
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_tokens_are_the_same_before_and_after(folder: Path, level: int) -> None:
+    runners: list[Runner] = []
+
+    def begin() -> Runner:
+        runners.append(start(folder, max_model_len=256))
+        return runners[-1]
+
+    sleeper = SleepingRunner(begin, rss_bytes)
+    before = answer(runners[0])
+    runners[0].names._host[3] = b"n" * 16
+    memory = runners[0].pool.memory
+    assert memory.any()
+    sleeper.sleep(level)
+    sleeper.sleep(1)
+    assert sleeper.level == level
+    assert level == 2 or not memory.any(), "KV is gone"
+    sleeper.reset(4)
+    assert sleeper.level == 0
+    assert (sleeper.names.listed(), sleeper.names.host_listed()) == (([], b""), ([], b""))
+    assert len(runners) == level, "level 2 reads the weights again"
+    assert answer(runners[-1]) == before
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("first", list(Part))
+def test_weights_and_kv_come_back_one_after_the_other(folder: Path, level: int, first: Part) -> None:
+    runners: list[Runner] = []
+
+    def begin() -> Runner:
+        runners.append(start(folder, max_model_len=256))
+        return runners[-1]
+
+    sleeper = SleepingRunner(begin, rss_bytes)
+    before = answer(runners[0])
+    sleeper.sleep(level)
+    sleeper.wake([first])
+    assert sleeper.level == level, "the rest is missing"
+    if level == 1:
+        assert runners[0]._has_kv == (first is Part.KV_CACHE)
+    else:  # KV waits for the weights
+        assert [runner._has_kv for runner in runners[1:]] == ([False] if first is Part.WEIGHTS else [])
+    sleeper.sleep(1)
+    assert (sleeper.level, sleeper._woken) == (level, set()), "asleep again as before"
+    sleeper.wake([first])
+    sleeper.wake([part for part in Part if part is not first])
+    sleeper.reset(4)
+    assert (sleeper.level, sleeper._woken, runners[-1]._has_kv) == (0, set(), True)
+    assert answer(runners[-1]) == before
+
+
+def test_a_runner_that_does_not_come_back_is_made_anew(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runners: list[Runner] = []
+
+    def begin() -> Runner:
+        runners.append(start(folder, max_model_len=256))
+        return runners[-1]
+
+    def fail(self: Runner, weights: bool = True, kv: bool = True) -> None:
+        raise RuntimeError("CUDA out of memory")
+
+    sleeper = SleepingRunner(begin, rss_bytes)
+    before = answer(runners[0])
+    sleeper.sleep(1)
+    monkeypatch.setattr(Runner, "unpark", fail)
+    sleeper.reset(4)
+    assert (len(runners), sleeper.level) == (2, 0)
+    assert answer(runners[1]) == before
+
+
+def test_a_pool_in_host_memory_gives_its_pages_back() -> None:
+    shape = start_shape()
+    pool = KVPool(shape, 4096, 16, torch.float32, torch.device("cpu"))
+    pool.memory.fill_(1.0)
+    size, before = pool.memory.nbytes, rss_bytes()
+    assert size > 50 << 20
+    pool.drop()
+    assert before - rss_bytes() > 0.9 * size
+    pool.restore()
+    assert not pool.memory.any()
+    pool.memory[0, 5] = 2.0
+    assert pool.rows[0].any()
+
+
+def start_shape() -> object:
+    class Shape:
+        num_layers, kv_heads, head_dim = 4, 2, 16
+
+    return Shape()
+
+
+class Layer:
+    __slots__ = ("bias", "weight")
+    __module__ = "blockyard.services.gpu_worker.models.made_up"
+
+    def __init__(self) -> None:
+        self.weight, self.bias = torch.ones(3, 3, device="meta"), None
+
+
+def test_every_tensor_is_found_once() -> None:
+    class Model:
+        __module__ = "blockyard.services.gpu_worker.models.made_up"
+
+        def __init__(self) -> None:
+            self.layers = [Layer(), Layer()]
+            self.tied = {"head": self.layers[0].weight}
+            self.on_cpu = torch.ones(2)
+            self.me = self
+
+    assert len(list(storages(Model()))) == 2
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_weights_of_a_gpu_come_back(folder: Path) -> None:
+    class Model:
+        __module__ = "blockyard.services.gpu_worker.models.made_up"
+
+        def __init__(self) -> None:
+            self.weight = torch.randn(1 << 20, device="cuda")
+            self.view = self.weight[5:9]
+
+    model = Model()
+    kept, held = model.weight.clone().cpu(), torch.cuda.memory_allocated()
+    parking = Parking(model)
+    assert held - torch.cuda.memory_allocated() >= 4 << 20
+    parking.undo()
+    assert torch.equal(model.weight.cpu(), kept) and torch.equal(model.view.cpu(), kept[5:9])
+
+
+class Stub:
+    def __init__(self) -> None:
+        self.level, self.log, self.in_flight = 0, [], 0
+        self.geometry = type("Geometry", (), {"num_blocks": 4})()
+        self.names = type("Names", (), {"listed": lambda _: ([], b""), "host_listed": lambda _: ([], b"")})()
+
+    def reset(self, num_slots: int) -> None:
+        self.log.append("reset")
+
+    def forget_kv(self) -> None:
+        self.log.append("forget")
+
+    def sleep(self, level: int) -> int:
+        self.log.append(f"sleep {level}")
+        self.level = level
+        return 7
+
+    def wake(self, parts: list[Part]) -> int:
+        self.log.append("wake " + " ".join(parts))
+        return 5
+
+
+def test_the_loop_sleeps_for_its_scheduler_alone() -> None:
+    links, runner = FakeLinks(Member("worker", Role.GPU_WORKER, 3, "ipc://w")), Stub()
+    it = Worker(links, runner)
+    it.orders.handle(1, Attach(1, num_slots=4, depth=1))
+    it.orders.handle(2, Sleep(2, 1))
+    it.orders.handle(1, Sleep(1, 2))
+    it.orders.handle(2, Wake(2, [Part.WEIGHTS]))
+    it.orders.handle(1, Wake(1, [Part.WEIGHTS]))
+    it.orders.handle(1, Attach(1, num_slots=4, depth=1, forget=True))
+    assert runner.log == ["reset", "sleep 2", "wake weights", "reset", "forget"]
+    kinds = [type(frame) for _, frame in links.answered]
+    assert kinds == [Attached, Fenced, Slept, Fenced, Slept, Attached]
+    assert links.answered[2][1] == Slept(3, 2, 7) and links.answered[4][1] == Slept(3, 2, 5)

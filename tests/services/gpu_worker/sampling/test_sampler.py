@@ -1,0 +1,253 @@
+"""The sampler against a plain loop over one row, and each parameter on its own."""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from blockyard.kernels.philox_gumbel import gumbel_rows, split_seed
+from blockyard.services.gpu_worker.sampling import topk_topp_sampler
+from blockyard.services.gpu_worker.sampling.sampler import Sampled, Sampler
+from blockyard.services.gpu_worker.slots import Slots
+from blockyard.shared.messages import Sampling, SlotStart
+
+VOCAB, EOS = 500, 7
+NEG = -math.inf
+
+
+class Bench:
+    """Slots and a sampler without a model; `add` starts a slot with everything computed but its last token."""
+
+    def __init__(self, num_slots: int = 16) -> None:
+        self.slots = Slots(num_slots, max_model_len=64, block_size=16, vocab_size=VOCAB, num_blocks=100)
+        self.sampler = Sampler(VOCAB, [EOS], torch.device("cpu"))
+        self.sampler.reset(num_slots)
+        self.used: list[int] = []
+        self.starts: list[SlotStart] = []
+
+    def add(self, sampling: Sampling, prompt: list[int], output: tuple[int, ...] = (), choice: int = 0) -> str:
+        slot = len(self.used) * 2 + 1  # rows and slots differ
+        ids = np.array([*prompt, *output], "<u4").tobytes()
+        start = SlotStart(slot, ids, len(prompt), len(prompt) + len(output) - 1, [1, 2, 3], sampling, choice)
+        assert self.slots.start(start)
+        self.used.append(slot)
+        self.starts.append(start)
+        return self.sampler.start(start)
+
+    def sample(self, logits: torch.Tensor) -> Sampled:
+        return self.sampler.sample(logits.clone(), np.array(self.used), self.slots)
+
+
+def reference(logits: torch.Tensor, start: SlotStart) -> int:
+    """One row, in the order that the documentation gives, token by token."""
+    s = start.sampling
+    ids = np.frombuffer(start.token_ids, "<u4").tolist()
+    output = ids[start.num_prompt_tokens :]
+    x = logits.double().tolist()
+    if s.allowed_token_ids:
+        x = [v if t in s.allowed_token_ids else NEG for t, v in enumerate(x)]
+    for phrase in s.bad_words:
+        n = len(phrase) - 1
+        if len(output) >= n and output[len(output) - n :] == phrase[:-1]:
+            x[phrase[-1]] = NEG
+    if len(output) < s.min_tokens:
+        for t in [EOS, *s.stop_token_ids]:
+            x[t] = NEG
+    for t, v in s.logit_bias:
+        x[t] += v
+    for t in set(ids):
+        x[t] = x[t] / s.repetition_penalty if x[t] > 0 else x[t] * s.repetition_penalty
+    for t in set(output):
+        x[t] -= s.frequency_penalty * output.count(t) + s.presence_penalty
+    if s.temperature == 0:
+        return int(np.argmax(x))
+    x = [v / s.temperature for v in x]
+    p = np.exp(np.array(x) - max(x))
+    x = [v if q >= s.min_p * p.max() else NEG for v, q in zip(x, p, strict=True)]
+    if 0 < s.top_k < VOCAB:
+        least = sorted(x)[-s.top_k]
+        x = [v if v >= least else NEG for v in x]
+    p = np.exp(np.array(x) - max(x))
+    p /= p.sum()
+    before = 0.0
+    for t in np.argsort(-p, kind="stable"):
+        if before >= s.top_p:
+            x[t] = NEG
+        before += p[t]
+    key = torch.tensor([split_seed(s.seed)]).T
+    noise = gumbel_rows(key, torch.tensor([len(ids)]), torch.tensor([start.choice]), VOCAB)[0]
+    return int(np.argmax(np.array(x) + noise.double().numpy()))
+
+
+tokens = st.integers(0, VOCAB - 1)
+samplings = st.builds(
+    Sampling,
+    max_tokens=st.just(99),
+    temperature=st.sampled_from([0.0, 0.3, 0.7, 1.0, 2.5]),
+    top_k=st.sampled_from([0, 1, 5, 40, 70, 300, 1000]),
+    top_p=st.sampled_from([1.0, 0.99, 0.9, 0.5, 0.01]),
+    min_p=st.sampled_from([0.0, 0.001, 0.05, 0.5, 1.0]),
+    repetition_penalty=st.sampled_from([1.0, 1.3, 0.7]),
+    presence_penalty=st.sampled_from([0.0, 1.5, -1.0]),
+    frequency_penalty=st.sampled_from([0.0, 0.5, -0.5]),
+    seed=st.integers(0, 2**64 - 1),
+    min_tokens=st.sampled_from([0, 3, 10]),
+    stop_token_ids=st.lists(tokens, max_size=2),
+    logit_bias=st.lists(st.tuples(tokens, st.sampled_from([-100.0, -3.0, 5.0])), max_size=3, unique_by=lambda x: x[0]),
+    bad_words=st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=3), max_size=3),
+    allowed_token_ids=st.one_of(st.just([]), st.lists(tokens, min_size=30, max_size=100, unique=True)),
+    num_logprobs=st.sampled_from([None, 0, 3]),
+)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    rows=st.lists(
+        st.tuples(samplings, st.lists(st.integers(0, 9), max_size=6), st.integers(0, 3)), min_size=1, max_size=6
+    ),
+    spread=st.sampled_from([0.3, 2.0, 8.0]),
+    seed=st.integers(0, 1000),
+)
+def test_any_mixture_of_rows_is_sampled_as_one_by_one(
+    rows: list[tuple[Sampling, list[int], int]], spread: float, seed: int
+) -> None:
+    bench = Bench()
+    for sampling, output, choice in rows:
+        assert bench.add(sampling, [1, 2, 300], tuple(output), choice) == ""
+    logits = torch.randn(len(rows), VOCAB, generator=torch.Generator().manual_seed(seed)) * spread
+    sampled = bench.sample(logits)
+    assert sampled.problems == {}
+    assert sampled.token_ids == [reference(logits[i], start) for i, start in enumerate(bench.starts)]
+    for i, (sampling, _, _) in enumerate(rows):
+        assert (i in sampled.logprobs) == (sampling.num_logprobs is not None)
+
+
+def test_draws_follow_the_distribution() -> None:
+    """Choices of one request are independent draws: their shares approach the softmax."""
+    x = torch.tensor([2.0, 1.0, 0.0, -1.0] + [-30.0] * (VOCAB - 4))
+    counts = np.zeros(VOCAB)
+    n = 4000
+    bench = Bench(num_slots=400)
+    for choice in range(200):
+        bench.add(Sampling(max_tokens=9, temperature=1.0, seed=5), [1], (), choice)
+    for step in range(n // 200):
+        bench.slots.known[:] = 1 + step
+        counts += np.bincount(bench.sample(x.expand(200, -1)).token_ids, minlength=VOCAB)
+    expected = x.softmax(0).double().numpy()[:4] * n
+    chi2 = float((((counts[:4] - expected) ** 2) / expected).sum())
+    assert counts[4:].sum() == 0
+    assert chi2 < 16.3  # 3 degrees of freedom, p = 0.001; the draw is seeded
+
+
+def test_logprobs_are_of_the_raw_logits() -> None:
+    bench = Bench()
+    bench.add(Sampling(max_tokens=9, temperature=0.0, num_logprobs=2, logit_bias=[(9, 50.0)]), [1, 2])
+    bench.add(Sampling(max_tokens=9, temperature=0.0), [1, 2])
+    bench.add(Sampling(max_tokens=9, temperature=0.0, num_logprobs=0), [1, 2])
+    logits = torch.randn(3, VOCAB)
+    sampled = bench.sample(logits)
+    raw = logits.log_softmax(-1)
+    entry = sampled.logprobs[0]
+    assert (sampled.token_ids[0], entry.token_id) == (9, 9)
+    assert entry.logprob == pytest.approx(float(raw[0, 9]), abs=1e-6)
+    assert entry.rank == int((raw[0] > raw[0, 9]).sum()) + 1
+    assert entry.top_ids == raw[0].topk(2).indices.tolist()
+    assert entry.top_logprobs == pytest.approx(raw[0].topk(2).values.tolist(), abs=1e-6)
+    assert 1 not in sampled.logprobs
+    assert (sampled.logprobs[2].rank, sampled.logprobs[2].top_ids) == (1, [])
+
+
+@pytest.mark.parametrize(
+    ("break_it", "message"),
+    [
+        (lambda x: x.fill_(float("nan")), "not finite"),
+        (lambda x: x[3:4].fill_(float("inf")), "not finite"),
+        (lambda x: x.fill_(NEG), "no token is allowed"),
+    ],
+)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_that_cannot_be_sampled_fails_alone(
+    break_it: Callable[[torch.Tensor], object], message: str, temperature: float
+) -> None:
+    bench = Bench()
+    for _ in range(3):
+        bench.add(Sampling(max_tokens=9, temperature=temperature, top_p=0.9), [1, 2])
+    logits = torch.randn(3, VOCAB)
+    break_it(logits[1])
+    sampled = bench.sample(logits)
+    assert list(sampled.problems) == [1]
+    assert message in sampled.problems[1]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        Sampling(max_tokens=1, logit_bias=[(VOCAB, 1.0)]),
+        Sampling(max_tokens=1, allowed_token_ids=[-1]),
+        Sampling(max_tokens=1, bad_words=[[1, VOCAB + 5]]),
+        Sampling(max_tokens=1, temperature=float("nan")),
+        Sampling(max_tokens=1, top_p=0.0),
+        Sampling(max_tokens=1, repetition_penalty=0.0),
+        Sampling(max_tokens=1, presence_penalty=float("inf")),
+    ],
+)
+def test_parameters_that_cannot_be_followed_are_named(bad: Sampling) -> None:
+    assert Bench().add(bad, [1]) != ""
+
+
+@pytest.mark.parametrize(
+    ("prompt", "output", "phrase", "forbidden"),
+    [
+        ([1, 5, 6], (), [6, 7], False),  # its beginning is the prompt's end
+        ([1, 5], (6,), [5, 6, 7], False),  # it begins in the prompt
+        ([1, 5], (6,), [6, 7], True),
+        ([6], (5, 6), [5, 6, 7], True),
+        ([6, 6], (6, 5), [6, 7], False),  # said before, not last
+        ([7], (), [7], True),  # one token: wherever
+    ],
+)
+def test_bad_words_count_against_the_output_alone(
+    prompt: list[int], output: tuple[int, ...], phrase: list[int], forbidden: bool
+) -> None:
+    bench = Bench()
+    assert bench.add(Sampling(max_tokens=9, temperature=0.0, bad_words=[phrase]), prompt, output) == ""
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 7], logits[0, 8] = 10.0, 5.0
+    assert bench.sample(logits).token_ids == [8 if forbidden else 7]
+
+
+def test_penalties_of_an_ended_slot_are_forgotten() -> None:
+    bench = Bench()
+    bench.add(Sampling(max_tokens=9, temperature=0.0, repetition_penalty=50.0), [3])
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 3], logits[0, 4] = 10.0, 5.0
+    assert bench.sample(logits).token_ids == [4]
+    for _ in range(20):  # rows are used again, and no more of them than at once
+        bench.sampler.end(1)
+        bench.slots.end(1)
+        bench.used.clear()
+        bench.add(Sampling(max_tokens=9, temperature=0.0, repetition_penalty=50.0), [5])
+        assert bench.sample(logits).token_ids == [3]
+    assert len(bench.sampler._penalties._weights) == 4
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(VOCAB, 0.5), (7, 1.0), (9, 0.4)])
+def test_equal_logits_stay_together_whichever_way_a_row_takes(
+    top_k: int, top_p: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = 40
+    logits = torch.randint(-3, 4, (rows, VOCAB), generator=torch.Generator().manual_seed(3)).float()
+    logits[:, 5] = 5.0
+    limits = topk_topp_sampler.Limits(torch.full((rows,), top_k), torch.full((rows,), top_p), torch.zeros(rows))
+    key = torch.tensor([split_seed(s) for s in range(rows)]).T
+    drawn = []
+    for candidates in (4, topk_topp_sampler.CANDIDATES, VOCAB):
+        monkeypatch.setattr(topk_topp_sampler, "CANDIDATES", candidates)
+        noise = topk_topp_sampler.Noise(key, torch.arange(rows), torch.zeros(rows).long())
+        drawn.append(topk_topp_sampler.draw_limited(logits, limits, noise)[1].tolist())
+    assert drawn[0] == drawn[1] == drawn[2]
+    assert len({*drawn[0]}) > 20  # the tokens of the next value are kept, all of them
