@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from blockyard.services.gpu_worker import compiled_steps
 from blockyard.services.gpu_worker.compilation.compile_processes import CompileProcesses
-from blockyard.services.gpu_worker.compiled_steps import CompiledSteps
 from blockyard.services.gpu_worker.cores import default_threads, usable_cores
 from blockyard.services.gpu_worker.execution.warm_up import first_step, warm_up
 from blockyard.services.gpu_worker.kv import host_blocks
@@ -77,7 +75,7 @@ def start(config: WorkerConfig, report: Report, processes: CompileProcesses | No
     with torch.inference_mode():
         loaded = checkpoint.load(model.table, folder, config.load_format, config.ignore_patterns, config.seed, progress)
         notes.append(str(loaded))
-        compiled, tuner = prepare(model, config, max_model_len, report, notes)
+        tuner = prepare(model, config, max_model_len, report, notes)
         eos_ids = eos_ids_of(folder, settings, model.shape.vocab_size)
         need = Need(
             block_size=config.block_size,
@@ -104,9 +102,6 @@ def start(config: WorkerConfig, report: Report, processes: CompileProcesses | No
     if device.type == "cpu":
         report("first step", 0.0, notes)
         first_step(runner)
-    if compiled is not None:
-        compiled.serve(runner)
-        runner.on_wake = compiled.serve
     if device.type == "cuda":
         run_ahead(runner, config, tuning, report, notes)
         runner.on_wake = lambda again: run_ahead(again, config, tuning, report, notes)
@@ -139,17 +134,11 @@ def geometry_of(
     )
 
 
-def prepare(
-    model: Model, config: WorkerConfig, max_model_len: int, report: Report, notes: list[str]
-) -> "tuple[CompiledSteps | None, Tuner | None]":
-    """Settles where the weights are and what computes them. Returns what computes whole steps, if there is any, and the
-    tuner of linear layers, if it has sizes to measure later."""
+def prepare(model: Model, config: WorkerConfig, max_model_len: int, report: Report, notes: list[str]) -> "Tuner | None":
+    """Places the weights and picks the kernels of linear layers. Returns the tuner if it has sizes to measure later."""
     report("preparing weights", 0.0, notes)
-    device, compiled = model.table.device, None
+    device = model.table.device
     on_host = HostWeights(model.linears(), model.table) if model.table.on_host else None
-    if config.compiled_steps and not config.batch_invariant and device.type == "cpu":
-        compiled, note = compiled_steps.make(model, free_memory())
-        notes.append(note)
     model.prepare(max_model_len)
     tuner = pick_products(model, config, device, on_host is not None, report, notes)
     if on_host is not None:
@@ -157,7 +146,7 @@ def prepare(
         notes.append(str(on_host))
     elif config.cpu_offload_gib:
         notes.append("weights in host memory: all, this is a CPU (--cpu-offload-gb)")
-    return compiled, tuner
+    return tuner
 
 
 def compile_kernels(

@@ -20,13 +20,12 @@ class Compilation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def graph_fields(values: Values) -> dict[str, Any]:
-    """Of WorkerConfig: CUDA graphs, of which sizes and how many kernels, on CPU compiled steps. Raises ConfigError."""
+    """Of WorkerConfig: CUDA graphs, of which sizes and how many kernels. Raises ConfigError."""
     given = values.maybe(FLAG, str)
     asked = _read(values, given) if given is not None else Compilation()
     eager = values.get("enforce-eager", bool) or asked.level == 0
     return {
         "enforce_eager": eager or not asked.use_cudagraph,
-        "compiled_steps": not eager and asked.level == 3,
         "fused_steps": asked.level >= 2,
         "graph_sizes": sorted(set(asked.cudagraph_capture_sizes)),
     }

@@ -52,7 +52,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     gpu: int | None = None  # its place among the GPUs that may be seen, where it is to have one to itself
     mock: MockConfig = MockConfig()
     enforce_eager: bool = False  # no CUDA graphs
-    compiled_steps: bool = False  # on CPU, decode steps by the machine's C++ compiler
     run_ahead_penalties: bool = True  # penalties, token lists and log-probabilities need no host between tokens
     graph_sizes: list[int] = []  # rows of decode steps that have graphs; empty: a ladder up to max_num_seqs
     batch_invariant: bool = False  # a row's logits follow from that row alone

@@ -27,7 +27,6 @@ ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "shared" / "demo_model"
 NUM_IN, NUM_OUT = 64, 128
 ROUNDS = 5
-COMPILE_S = 8.0
 
 LAYERS = ("qkv", "o", "gate_up", "down")
 Linear = Callable[[Tensor, Tensor], Tensor]
@@ -139,11 +138,9 @@ def run_transformers(model: torch.nn.Module, prompts: Tensor, threads: int) -> l
     return out[:, NUM_IN:].tolist()
 
 
-def make_worker(dtype: str, compiled_steps: bool = False) -> Runner:
+def make_worker(dtype: str) -> Runner:
     process = ProcessConfig(name="bench", bus=BusConfig(registry="ipc:///unused", bind="ipc:///unused"))
-    config = WorkerConfig(
-        process=process, model_path=str(MODEL), device="cpu", threads=1, dtype=dtype, compiled_steps=compiled_steps
-    )
+    config = WorkerConfig(process=process, model_path=str(MODEL), device="cpu", threads=1, dtype=dtype)
     return engine.start(config, lambda *report: None)
 
 
@@ -152,28 +149,19 @@ def kinds(dtype: str) -> list[str]:
     return [kind for kind in KINDS if kind != "packed" or dtype == "float32"]
 
 
-def warm_up(runner: Runner, driver: type, prompts: Tensor) -> None:
-    """Until steps are compiled and both ways of them were tried."""
-    until = time.perf_counter() + COMPILE_S
-    while time.perf_counter() < until:
-        run_worker(runner, driver, prompts)
-
-
 def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
     dtype, numbers = "float32", sys.argv[1:]
     if numbers and not numbers[0].isdecimal():
         dtype, *numbers = numbers
-    runner, plain = make_worker(dtype, compiled_steps=True), make_worker(dtype)
+    runner = make_worker(dtype)
     driver = driver_class()
     layers = AutoModelForCausalLM.from_pretrained(MODEL, dtype=getattr(torch, dtype)).eval()
     bare = {kind: Bare(layers, kind) for kind in kinds(dtype)}
     for num in [int(a) for a in numbers] or [1, 16]:
         prompts = torch.randint(100, 4000, (num, NUM_IN), generator=torch.Generator().manual_seed(0))
-        warm_up(runner, driver, prompts)
         runs: dict[str, Callable[[], list[list[int]]]] = {
             "worker": lambda p=prompts: run_worker(runner, driver, p),
-            "worker, plain steps": lambda p=prompts: run_worker(plain, driver, p),
             "worker, sampled": lambda p=prompts: run_worker(runner, driver, p, temperature=0.7, top_p=0.95),
             "worker, sampled from all": lambda p=prompts: run_worker(runner, driver, p, temperature=0.7),
             **{f"bare, {kind}": lambda p=prompts, b=b: b.generate(p) for kind, b in bare.items()},

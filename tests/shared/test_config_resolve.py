@@ -353,7 +353,6 @@ def test_compilation_levels(args: list[str], eager: bool, fused: bool, sizes: li
     ring = deploy(*args)
     assert (ring.workers[0].enforce_eager, ring.workers[0].graph_sizes) == (eager, sizes)
     assert ring.workers[0].fused_steps == fused
-    assert ring.workers[0].compiled_steps == (args == ["-O3"])
     assert sum("no torch.compile" in note for note in ring.notes) == ("-O" in "".join(args))
 
 

@@ -36,12 +36,12 @@ class TritonOps:
         fused = linear.fused(len(residual))
         if fused is not None and delta is None:
             return fused(residual, norm=norm)
-        return (linear.gating(len(residual)) or linear)(self.add_norm(residual, delta, norm))
+        return linear(self.add_norm(residual, delta, norm))
 
     def leave(self, linear: Linear, x: Tensor, residual: Tensor, gated: bool = False) -> Tensor | None:
         fused = linear.fused(len(x))
         if fused is None:
-            return linear(silu_mul(x) if gated and x.shape[1] > linear.shape[0] else x)
+            return linear(silu_mul(x) if gated else x)
         fused(x, gated=gated, add_to=residual)
         return None
 

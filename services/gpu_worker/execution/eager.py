@@ -20,7 +20,7 @@ Ints = npt.NDArray[np.int64]
 
 
 class DeviceSteps(Protocol):
-    """How steps are computed on a GPU, or compiled ones on the CPU; see device_loop.py and compiled_steps.py."""
+    """How steps are computed on a GPU; see device_loop.py."""
 
     def forget(self) -> None: ...
     def takes(self, slots: Ints, counts: Ints) -> bool: ...

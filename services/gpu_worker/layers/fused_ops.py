@@ -16,12 +16,11 @@ class Ops(Protocol):
         """[rows, hidden]: adds delta to residual in place, returns the norm of the sum."""
 
     def enter(self, linear: Linear, residual: Tensor, delta: Tensor | None, norm: RMSNorm) -> Tensor:
-        """linear(add_norm(residual, delta, norm)); of gates and what they are for perhaps silu(gate) * up, half as
-        wide."""
+        """linear(add_norm(residual, delta, norm))."""
 
     def leave(self, linear: Linear, x: Tensor, residual: Tensor, gated: bool = False) -> Tensor | None:
         """linear(x), still to be added to residual; None: it has been. `gated`: x is gates and what they
-        are for, or what `enter` made of them, and may be written to."""
+        are for, and may be written to."""
 
 
 class TorchOps:

@@ -30,7 +30,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from blockyard.kernels.decode_step import Weight
 from blockyard.kernels.rms_norm import RMSNorm
 
 SECOND_COPY_ELEMENTS = 1_500_000  # above it one row is bound by memory in any layout
@@ -38,7 +37,7 @@ TINY_ELEMENTS = 65_536  # up to here the transposed copy keeps up with packed
 TINY_ROWS = 16
 GROUP = 16  # rows of every product once frozen
 
-Around = Literal["", "norm", "gates", "add", "gate"]
+Around = Literal["", "norm", "add", "gate"]
 Product = Callable[[Tensor], Tensor]  # [rows, in] -> [rows, out]
 
 
@@ -80,7 +79,6 @@ class Linear:
 
     __slots__ = (
         "_fused",
-        "_gating",
         "_otherwise",
         "_packed",
         "_products",
@@ -93,8 +91,8 @@ class Linear:
     )
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, around: Around = "") -> None:
-        """`around`: in a model x is a norm's result ("norm"; "gates": and what comes out is gates and what they are
-        for), or what comes out is added to something ("add"), of which x may be silu(gate) * up ("gate")."""
+        """`around`: in a model x is the result of a norm ("norm"), or the product is added to the residual ("add"),
+        where x may be silu(gate) * up ("gate")."""
         self.weight: Tensor | None = weight
         self.bias = bias
         self.around: Around = around
@@ -104,13 +102,7 @@ class Linear:
         self._packed: Tensor | None = None
         self._products: Mapping[int, Product] = {}
         self._fused: Mapping[int, Fused] = {}
-        self._gating: Mapping[int, Product] = {}
         self._otherwise: Product = self._plain
-
-    def raw(self) -> Weight:
-        """As the checkpoint has it; not to be asked for once `prepare` was called."""
-        assert self.weight is not None
-        return Weight(self.weight, self.bias)
 
     def prepare(self) -> None:
         """Call once the weight is loaded; on CPU the prepared copies take its place."""
@@ -129,17 +121,16 @@ class Linear:
         products: Mapping[int, Product],
         otherwise: Product | None = None,
         fused: Mapping[int, Fused] | None = None,
-        gating: Mapping[int, Product] | None = None,
     ) -> None:
         """What computes so many rows, and what all others, None leaves these as they are; for which rows that can take
-        in what is around it; what computes silu(gate) * up, of gates and what they are for."""
-        self._products, self._fused, self._gating = products, fused or {}, gating or {}
+        in what is around it."""
+        self._products, self._fused = products, fused or {}
         if otherwise is not None:
             self._otherwise = otherwise
 
     def wrap(self, around: Callable[[Product], Product]) -> None:
         """What is to be done before and after each product; none takes in what is around it from then on."""
-        self._fused, self._gating = {}, {}
+        self._fused = {}
         self._products = {rows: around(product) for rows, product in self._products.items()}
         self._otherwise = around(self._otherwise)
 
@@ -149,9 +140,6 @@ class Linear:
 
     def fused(self, rows: int) -> Fused | None:
         return self._fused.get(rows)
-
-    def gating(self, rows: int) -> Product | None:
-        return self._gating.get(rows)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._products.get(x.shape[0], self._otherwise)(x)

@@ -42,15 +42,6 @@ TILES = {
     128: ((64, 64, 128, 6, 4), (128, 128, 64, 3, 4), (64, 128, 64, 8, 4), (128, 128, 64, 6, 8)),
     256: ((128, 128, 64, 6, 8), (64, 128, 64, 8, 4), (128, 256, 64, 4, 8), (128, 128, 64, 3, 4)),
 }
-GATING = False  # whether products may gate: whole steps of it have not run on a GPU. With it goes another EDITION
-# of products that gate, with two tiles of weights a step; not there: such rows are gated by a kernel of its own
-GATES = {
-    16: ((64, 16, 128, 3, 4),),
-    32: ((64, 32, 128, 3, 4),),
-    64: ((64, 64, 128, 2, 4), (64, 64, 64, 4, 4)),
-    128: ((64, 128, 64, 3, 4), (128, 128, 64, 4, 8)),
-    256: ((128, 128, 64, 4, 8),),
-}
 FROZEN = (128, 64, 64, 4, 4)
 
 
@@ -65,7 +56,6 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True):
     warps: int = 0
     split: int = 1  # parts of a tile's sum
     fetch: int = 0  # cache lines of each output's weights asked for before the kernel's turn
-    gates: bool = False  # tiles: the product ends in silu(gate) * up
 
 
 LIBRARY = Plan()
@@ -95,9 +85,8 @@ class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     choices: list[Choice]
 
 
-def candidates(layer: Layer, rows: int, element_bytes: int, processors: int, gates: bool = False) -> list[Plan]:
-    """What is worth measuring beside the library; nothing for types and shapes that the kernels do not take. `gates`:
-    the outputs are gates and what they are for."""
+def candidates(layer: Layer, rows: int, element_bytes: int, processors: int) -> list[Plan]:
+    """What is worth measuring beside the library; nothing for types and shapes that the kernels do not take."""
     if rows > MOST_ROWS or element_bytes != 2 or layer.ins * element_bytes % 16:
         return []
     plans = [
@@ -108,8 +97,6 @@ def candidates(layer: Layer, rows: int, element_bytes: int, processors: int, gat
     if rows > 1:
         for shape in TILES[next(most for most in TILES if rows <= most)]:
             plans += [_tiles(layer, shape, split) for split in splits(layer, rows, shape, element_bytes, processors)]
-        most = next(most for most in TILES if rows <= most)
-        plans += [Plan("tiles", *shape, fetch=4, gates=True) for shape in GATES.get(most, ()) if gates and GATING]
     return plans
 
 

@@ -31,11 +31,6 @@ class Products:
         workspace, split, tiling = self._workspace, plan.split, self._tiling(plan)
         return lambda x: linear_rows(x, weight, bias, tiling, workspace, split)
 
-    def gating(self, plan: Plan, linear: Linear) -> Product:
-        """Of a plan of tiles that gates."""
-        weight, bias, workspace, tiling = weight_of(linear), linear.bias, self._workspace, self._tiling(plan)
-        return lambda x: linear_rows(x, weight, bias, tiling, workspace, 1, gates=True)
-
     def _tiling(self, plan: Plan) -> Tiling:
         overlap = self._overlap
         return Tiling(plan.out_tile, plan.row_tile, plan.in_tile, plan.stages, plan.warps, overlap, plan.fetch)

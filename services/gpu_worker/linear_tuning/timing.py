@@ -1,7 +1,7 @@
 """Times linear layers on a GPU, by plans that are to be compared.
 
 In a CUDA graph that goes through the weights of the model's layers, so that the L2 cache helps no more than in a step,
-with a norm before each product and silu * up after gates, or what its kernel takes in, as in a step.
+with a norm before each product, or what its kernel takes in, as in a step.
 """
 
 import itertools
@@ -12,9 +12,7 @@ from torch import Tensor
 
 from blockyard.kernels.add_rms_norm import add_rms_norm
 from blockyard.kernels.rms_norm import RMSNorm
-from blockyard.kernels.silu_mul import silu_mul
 from blockyard.services.gpu_worker.layers.linear import Linear
-from blockyard.services.gpu_worker.linear_tuning import kernel_configs as picker
 from blockyard.services.gpu_worker.linear_tuning.kernel_configs import Layer, Plan
 from blockyard.services.gpu_worker.linear_tuning.products import Products, weight_of
 
@@ -67,15 +65,13 @@ class LinearTimer:
         """Of one product. Where its kernel takes in what is around it, that takes the place of the norm."""
         ins, outs = linear.shape
         x, norm = self._rows(rows, ins), RMSNorm(self._rows(1, ins)[0], 1e-6)
-        product = self._products.gating(plan, linear) if plan.gates else self._products.of(plan, linear)
+        product = self._products.of(plan, linear)
         if not norms:
             return lambda: product(x)
-        if picker.GATING and linear.around == "gates" and plan.kernel != "few" and not plan.gates:
-            return lambda: silu_mul(product(add_rms_norm(x, None, norm.weight, norm.eps)))
         if plan.kernel != "few" or not linear.around:
             return lambda: product(add_rms_norm(x, None, norm.weight, norm.eps))
         fused = self._products.fused(plan, linear)
-        if linear.around in ("norm", "gates"):
+        if linear.around == "norm":
             return lambda: fused(x, norm)
         gated, total = linear.around == "gate", self._rows(rows, outs)
         given = self._rows(rows, 2 * ins) if gated else x

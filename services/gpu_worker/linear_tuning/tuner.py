@@ -138,8 +138,7 @@ class Tuner:
         group = self.groups[self.layers.index(layer)]
         if any(weight_of(linear).data_ptr() % ALIGNMENT for linear in group):
             return []
-        gates = all(linear.around == "gates" for linear in group)
-        plans = picker.candidates(layer, rows, self._dtype.itemsize, self._processors, gates)
+        plans = picker.candidates(layer, rows, self._dtype.itemsize, self._processors)
         return [plan for plan in plans if _binary(plan, rows, group[0]) not in self._impossible]
 
     def compile(self, sizes: Sequence[int]) -> None:
@@ -229,17 +228,14 @@ class Tuner:
     def _install(self) -> None:
         products: list[dict[int, Product]] = [{} for _ in self._linears]
         fused: list[dict[int, Fused]] = [{} for _ in self._linears]
-        gating: list[dict[int, Product]] = [{} for _ in self._linears]
         for rows, some in self._plans.items():
             for i, (plan, linear) in enumerate(self.timer.order(some)):
                 if plan != LIBRARY:
                     products[i][rows] = self.products.of(plan, linear)
                 if plan.kernel == "few" and linear.around:
                     fused[i][rows] = self.products.fused(plan, linear)
-                if plan.gates and linear.around == "gates":
-                    gating[i][rows] = self.products.gating(plan, linear)
-        for linear, one, whole, gates in zip(self._linears, products, fused, gating, strict=True):
-            linear.use(one, fused=whole, gating=gates)
+        for linear, one, whole in zip(self._linears, products, fused, strict=True):
+            linear.use(one, fused=whole)
 
 
 def _binary(plan: Plan, rows: int, linear: Linear) -> Binary:

@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blockyard.kernels.apply_rope import interleave_pairs
-from blockyard.kernels.decode_step import DecoderWeights, LayerWeights
 from blockyard.kernels.rms_norm import RMSNorm
 from blockyard.services.gpu_worker.layers.fused_ops import Ops, find_ops
 from blockyard.services.gpu_worker.layers.linear import Linear
@@ -59,7 +58,6 @@ class Model(Protocol):
 
     def prepare(self, max_model_len: int) -> None: ...
     def linears(self) -> list[Linear]: ...
-    def decode_weights(self) -> DecoderWeights | None: ...
     def forward(self, step: Step) -> Tensor: ...
     def logits(self, hidden: Tensor) -> Tensor: ...
 
@@ -108,7 +106,7 @@ class GatedMLP:
 
     def __init__(self, shape: DecoderShape, new: "WeightTable", prefix: str) -> None:
         sizes = {"gate_proj": shape.inner, "up_proj": shape.inner}
-        self.gate_up = Linear(*new.packed(f"{prefix}.mlp", sizes, shape.hidden, shape.mlp_bias), around="gates")
+        self.gate_up = Linear(*new.packed(f"{prefix}.mlp", sizes, shape.hidden, shape.mlp_bias), around="norm")
         self.down = Linear(
             new.matrix(f"{prefix}.mlp.down_proj.weight", shape.hidden, shape.inner),
             new.vector(f"{prefix}.mlp.down_proj.bias", shape.hidden) if shape.mlp_bias else None,
@@ -135,19 +133,6 @@ class Block:
 
     def linears(self) -> list[Linear]:
         return [self.attention.qkv, self.attention.out, self.mlp.gate_up, self.mlp.down]
-
-    def decode_weights(self, window: int | None) -> LayerWeights:
-        attention, norm = self.attention, self.attention.norm
-        return LayerWeights(
-            norm1=self.norm1.weight,
-            qkv=attention.qkv.raw(),
-            qk_norm=None if norm is None else norm.weight,
-            out=attention.out.raw(),
-            norm2=self.norm2.weight,
-            gate_up=self.mlp.gate_up.raw(),
-            down=self.mlp.down.raw(),
-            window=window,
-        )
 
     def forward(
         self, residual: Tensor, delta: Tensor | None, rotation: Tensor, step: Step, wanted: Tensor | None
@@ -205,21 +190,6 @@ class Decoder:
     def linears(self) -> list[Linear]:
         """In the order in which a step uses them."""
         return [*(linear for block in self._blocks for linear in block.linears()), self._head]
-
-    def decode_weights(self) -> DecoderWeights:
-        """For steps in one call. Not to be asked for once `prepare` was called: linear layers drop them."""
-        shape = self._decoder
-        return DecoderWeights(
-            num_heads=shape.num_heads,
-            kv_heads=shape.kv_heads,
-            head_dim=shape.head_dim,
-            eps=shape.norm_eps,
-            scale=self.shape.scale,
-            embedding=self._embedding,
-            layers=[block.decode_weights(window) for block, window in zip(self._blocks, shape.windows, strict=True)],
-            norm=self._norm.weight,
-            head=self._head.raw(),
-        )
 
     def forward(self, step: Step) -> Tensor:
         """[tokens, hidden], normalised: ready for `logits`. Rows that are not wanted end with their K and V."""

@@ -128,9 +128,6 @@ class OPT:
         around = [linear for linear in (self._project_in, self._project_out) if linear is not None]
         return [*(linear for block in self._blocks for linear in block.linears()), *around, self._head]
 
-    def decode_weights(self) -> None:
-        """It is not built of the blocks that `DecoderWeights` describes."""
-
     def forward(self, step: Step) -> Tensor:
         """[tokens, hidden], ready for `logits`."""
         x = F.embedding(step.token_ids, self._embedding)

@@ -9,7 +9,7 @@ EXECUTION = (
         "enforce-eager",
         Kind.BOOL,
         False,
-        "No CUDA graphs; on CPU, no compiled steps.",
+        "No CUDA graphs.",
         ("worker.enforce_eager",),
     ),
     Flag(
@@ -28,9 +28,8 @@ EXECUTION = (
         "Level 0 to 3, or a JSON object with `level`, `use_cudagraph`, `cudagraph_capture_sizes`.",
         aliases=("O",),
         takes_json=True,
-        mapped="level 0 is --enforce-eager; 1 is kernels written by hand, in CUDA graphs; 2, the default, on a GPU also"
-        " fewer of them a layer where rows are few; 3 on CPU also steps in one call each, of C++ that this machine's"
-        " compiler makes beside the start; no torch.compile",
+        mapped="level 0 is --enforce-eager; 1 is kernels written by hand, in CUDA graphs; 2, the default,"
+        " and 3 also fuse kernels of a layer where a step has few rows; no torch.compile",
     ),
     Flag(
         "enable-sleep-mode",

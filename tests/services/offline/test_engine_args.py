@@ -49,7 +49,7 @@ def test_values_have_pythons_types() -> None:
 def test_forms_of_values_that_scripts_pass() -> None:
     values, _ = read("m", {"dtype": torch.bfloat16, "compilation_config": {"level": 3}, "max_model_len": "4k"}, {})
     assert (values["dtype"], values["compilation-config"]) == ("bfloat16", '{"level":3}')
-    assert graph_fields(values)["compiled_steps"] and values["max-model-len"] == 4000
+    assert graph_fields(values)["fused_steps"] and values["max-model-len"] == 4000
     assert read("m", {"compilation_config": 3, "max_model_len": -1}, {})[0]["max-model-len"] == "auto"
     with pytest.raises(ConfigError, match="LLM: dtype: expected a text"):
         read("m", {"dtype": {"a": 1}}, {})

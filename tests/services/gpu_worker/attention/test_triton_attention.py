@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from blockyard.kernels.linear_few_rows import linear_few_rows
-from blockyard.kernels.linear_rows import Tiling, Workspace, linear_rows
 from blockyard.kernels.paged_prefill import paged_prefill_reference
 from blockyard.kernels.rms_norm import RMSNorm
 from blockyard.kernels.rope_write_kv import rope_write_kv_reference
@@ -68,30 +67,6 @@ def test_decodes_and_prefills_in_one_step(num_decodes: int, counts: tuple[int, .
         )
         torch.testing.assert_close(attend(layer, qkv, rotation, norm), want, atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(pool.memory[layer], want_memory[layer], atol=1e-5, rtol=1e-4)
-
-
-def test_gates_within_the_product() -> None:
-    """An MLP whose first product gates, and one whose does not: as plain torch."""
-    rows, hidden, inner = 5, 32, 48
-    torch.manual_seed(4)
-    gate_up = Linear(torch.randn(2 * inner, hidden, device=DEVICE) / 6, around="gates")
-    down, norm = Linear(torch.randn(hidden, inner, device=DEVICE), around="gate"), RMSNorm(torch.ones(hidden), 1e-6)
-    norm.weight = norm.weight.to(DEVICE)
-    residual = torch.randn(rows, hidden, device=DEVICE)
-
-    def run(ops: Ops) -> list[torch.Tensor | None]:
-        x = ops.enter(gate_up, residual.clone(), None, norm)
-        return [x.clone(), ops.leave(down, x, residual, gated=True)]
-
-    want = run(TorchOps())
-    assert [one.shape[1] for one in run(TritonOps()) if one is not None] == [2 * inner, hidden]
-    weight, workspace, tiling = gate_up.weight, Workspace(1 << 16, 64, DEVICE), Tiling(64, 16, 16, 2, 4, overlap=False)
-    assert weight is not None
-    gate_up.use({}, gating={rows: lambda x: linear_rows(x, weight, None, tiling, workspace, 1, gates=True)})
-    gated, got = run(TritonOps())
-    assert gated is not None
-    assert gated.shape[1] == inner
-    torch.testing.assert_close(got, want[1], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("is_fused", [False, True])

@@ -41,7 +41,7 @@ def test_what_is_tried_next() -> None:
     assert picker.own({LIBRARY: 1.0}) == LIBRARY
 
 
-def test_candidates_fit_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_candidates_fit_their_rows() -> None:
     layer = Layer(4096, 6144, 32)
     assert {plan.kernel for plan in picker.candidates(layer, 1, 2, 132)} == {"few"}
     assert {plan.kernel for plan in picker.candidates(layer, 4, 2, 132)} == {"few", "tiles"}
@@ -53,12 +53,6 @@ def test_candidates_fit_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         assert all(plan.row_tile >= 16 for plan in plans)
         assert all(layer.ins // plan.in_tile // plan.split >= picker.FEWEST_STEPS for plan in plans)
         assert any(plan.row_tile >= min(rows, 128) for plan in plans)
-    assert not any(plan.gates for plan in picker.candidates(layer, 64, 2, 132, gates=True)), "off"
-    monkeypatch.setattr(picker, "GATING", True)
-    gating = [plan for plan in picker.candidates(layer, 64, 2, 132, gates=True) if plan.gates]
-    assert gating
-    assert all(plan.split == 1 for plan in gating)
-    assert not any(plan.gates for plan in picker.candidates(layer, 64, 2, 132))
     assert picker.candidates(layer, 257, 2, 132) == []
     assert picker.candidates(layer, 1, 4, 132) == []
     assert picker.candidates(Layer(4097, 6144, 1), 16, 2, 132) == [], "rows that cannot be copied by descriptor"

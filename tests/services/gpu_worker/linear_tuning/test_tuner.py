@@ -123,37 +123,6 @@ def test_shapes_that_are_not_among_the_first_layers_stay_as_they_are_alone(
     assert len({plans[1] for plans in tried[2:]}) == 1
 
 
-def test_products_that_gate(linears: list[Linear], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where that is quickest; of other layers of the same kernels it is not tried."""
-    for linear in linears[::2]:
-        linear.around = "gates"
-    monkeypatch.setattr(linear_tuning.picker, "GATING", True)
-    monkeypatch.setattr(linear_tuning.picker, "GATES", {16: ((64, 16, 32, 3, 4),)})
-    path = tmp_path
-    tuner = Tuner(linears)
-    timed = made_up(tuner, monkeypatch)
-
-    def seconds(plan: Plan, group: list[Linear], rows: int) -> float:
-        timed.append((plan, rows))
-        return 0.5 if plan.gates else 1.0
-
-    monkeypatch.setattr(tuner.timer, "seconds", seconds)
-    tuner.tune([5], lambda done: None, path)
-    assert sum(plan.gates for plan, _ in timed) == 1
-    again = Tuner(linears)
-    again.tune([5], lambda done: None, path)
-    assert [linear.gating(5) is not None for linear in linears] == [True, False] * 2
-    gating, weight = linears[0].gating(5), linears[0].weight
-    assert gating is not None
-    assert weight is not None
-    x = torch.randn(5, linears[0].shape[0]).to(DEVICE, torch.float16)
-    gate, up = (x.double() @ weight.double().T).chunk(2, -1)
-    want = torch.nn.functional.silu(gate) * up
-    assert float((gating(x).double() - want).norm() / want.norm()) < 1e-3
-    linears[0].wrap(lambda product: product)
-    assert linears[0].gating(5) is None, "a weight that is fetched for each product is not read by another kernel"
-
-
 def test_what_cannot_be_measured_is_left_to_the_library(
     linears: list[Linear], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from demo_training.checkpoint_files import generation_config, model_config
+from demo_training.corpus import SourceFile, Split, split_by_path
+from demo_training.llama import Llama, Shape, load_weights
+from demo_training.train_tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -16,14 +20,10 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 
 import blockyard.shared
-from blockyard.services.gpu_worker.demo_model.checkpoint_files import generation_config, model_config
-from blockyard.services.gpu_worker.demo_model.corpus import SourceFile, Split, split_by_path
-from blockyard.services.gpu_worker.demo_model.llama import Llama, Shape, load_weights
-from blockyard.services.gpu_worker.demo_model.train_tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS
 
 MODEL = Path(next(iter(blockyard.shared.__path__))) / "demo_model"
 # 20 kB of five test files: the model has 0.677, the trigram 1.448, an untrained model 3.5
-HELD_OUT = Path(__file__).with_name("demo_model_held_out.jsonl")
+HELD_OUT = Path(__file__).with_name("held_out.jsonl")
 BITS_PER_BYTE_BAR = 0.75
 
 

@@ -1,6 +1,6 @@
 """Trains the demo model and writes its weights and training log.
 
-    python -m blockyard.services.gpu_worker.demo_model.train --tokenizer shared/demo_model --out OUT --minutes 4
+    python -m demo_training.train --tokenizer shared/demo_model --out OUT --minutes 4
 
 The learning rate follows whichever of `--epochs` and `--minutes` is nearer its end, so a slow machine anneals too.
 Checkpoints are picked by validation loss after rounding to bf16, which is what is shipped.
@@ -22,12 +22,12 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from blockyard.services.gpu_worker.demo_model.chat_examples import conversations
-from blockyard.services.gpu_worker.demo_model.checkpoint_files import write_configs
-from blockyard.services.gpu_worker.demo_model.corpus import Split, load_corpus
-from blockyard.services.gpu_worker.demo_model.llama import Llama, Shape, load_weights, num_parameters, save_weights
-from blockyard.services.gpu_worker.demo_model.packing import Ids, Mixture, build_mixture, encode_documents, windows
-from blockyard.services.gpu_worker.demo_model.scoring import bits_per_byte, total_nats
+from demo_training.chat_examples import conversations
+from demo_training.checkpoint_files import write_configs
+from demo_training.corpus import Split, load_corpus
+from demo_training.llama import Llama, Shape, load_weights, num_parameters, save_weights
+from demo_training.packing import Ids, Mixture, build_mixture, encode_documents, windows
+from demo_training.scoring import bits_per_byte, total_nats
 
 WARM_UP = 0.02  # of the whole run
 LONG_PHASE = 0.85  # from here on windows have the full context

@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from blockyard.services.gpu_worker.demo_model.chat_examples import conversations, snippets
-from blockyard.services.gpu_worker.demo_model.corpus import SourceFile, Split
-from blockyard.services.gpu_worker.demo_model.train_tokenizer import BOS, EOS
+from demo_training.chat_examples import conversations, snippets
+from demo_training.corpus import SourceFile, Split
+from demo_training.train_tokenizer import BOS, EOS
 
 Ids = npt.NDArray[np.uint16]
 

@@ -5,12 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-
-from blockyard.services.gpu_worker.demo_model.baselines import NgramModel
-from blockyard.services.gpu_worker.demo_model.chat_examples import as_task, conversations
-from blockyard.services.gpu_worker.demo_model.corpus import (
+from demo_training.baselines import NgramModel
+from demo_training.chat_examples import as_task, conversations
+from demo_training.corpus import (
     SourceFile,
     Split,
     bucket_of,
@@ -19,9 +16,11 @@ from blockyard.services.gpu_worker.demo_model.corpus import (
     split_sources,
     write_corpus,
 )
-from blockyard.services.gpu_worker.demo_model.definitions import definitions
-from blockyard.services.gpu_worker.demo_model.packing import Mixture, cut_text, draw, windows
-from blockyard.services.gpu_worker.demo_model.scoring import IGNORED, scoring_windows
+from demo_training.definitions import definitions
+from demo_training.packing import Mixture, cut_text, draw, windows
+from demo_training.scoring import IGNORED, scoring_windows
+from hypothesis import given
+from hypothesis import strategies as st
 
 SOURCE = '''\
 class Box:

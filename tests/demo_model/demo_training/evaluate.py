@@ -1,6 +1,6 @@
 """Prints the demo model's loss on the test files beside unigram and trigram models of the same tokens.
 
-python -m blockyard.services.gpu_worker.demo_model.evaluate --model shared/demo_model
+python -m demo_training.evaluate --model shared/demo_model
 """
 
 import argparse
@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from blockyard.services.gpu_worker.demo_model.baselines import NgramModel
-from blockyard.services.gpu_worker.demo_model.corpus import Split, load_corpus, texts
-from blockyard.services.gpu_worker.demo_model.llama import Llama, Shape, load_weights
-from blockyard.services.gpu_worker.demo_model.packing import encode_documents
-from blockyard.services.gpu_worker.demo_model.scoring import bits_per_byte, total_nats
+from demo_training.baselines import NgramModel
+from demo_training.corpus import Split, load_corpus, texts
+from demo_training.llama import Llama, Shape, load_weights
+from demo_training.packing import encode_documents
+from demo_training.scoring import bits_per_byte, total_nats
 
 
 @dataclass(frozen=True, slots=True)

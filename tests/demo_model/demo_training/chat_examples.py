@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from blockyard.services.gpu_worker.demo_model.corpus import SourceFile
-from blockyard.services.gpu_worker.demo_model.definitions import Definition, definitions
-from blockyard.services.gpu_worker.demo_model.train_tokenizer import BOS, CHAT_TEMPLATE
+from demo_training.corpus import SourceFile
+from demo_training.definitions import Definition, definitions
+from demo_training.train_tokenizer import BOS, CHAT_TEMPLATE
 
 SYSTEM_PROMPTS = (
     "You are a helpful assistant.",

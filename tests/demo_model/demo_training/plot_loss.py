@@ -11,7 +11,7 @@ import matplotlib as mpl
 import msgspec
 from matplotlib.figure import Figure
 
-from blockyard.services.gpu_worker.demo_model.train import LogEntry
+from demo_training.train import LogEntry
 
 
 def epochs_through(log: list[LogEntry]) -> Iterator[float]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from blockyard.services.gpu_worker.demo_model.corpus import Split, load_corpus, texts
+from demo_training.corpus import Split, load_corpus, texts
 
 VOCAB_SIZE = 4096
 MAX_LENGTH = 4096

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from blockyard.services.gpu_worker.demo_model.llama import Llama, Shape, num_parameters, save_weights
-from blockyard.services.gpu_worker.demo_model.train_tokenizer import BOS, EOS, IM_END, PAD, SPECIAL_TOKENS
+from demo_training.llama import Llama, Shape, num_parameters, save_weights
+from demo_training.train_tokenizer import BOS, EOS, IM_END, PAD, SPECIAL_TOKENS
 
 
 def special_ids() -> dict[str, object]:

@@ -7,8 +7,8 @@ different successors trusts its own counts by c / (c + t). It has nothing to tun
 import numpy as np
 import numpy.typing as npt
 
-from blockyard.services.gpu_worker.demo_model.packing import Ids
-from blockyard.services.gpu_worker.demo_model.train_tokenizer import VOCAB_SIZE
+from demo_training.packing import Ids
+from demo_training.train_tokenizer import VOCAB_SIZE
 
 Counts = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]

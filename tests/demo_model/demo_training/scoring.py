@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from blockyard.services.gpu_worker.demo_model.packing import Ids
+from demo_training.packing import Ids
 
 Wide = npt.NDArray[np.int64]
 

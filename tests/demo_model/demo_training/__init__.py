@@ -1,0 +1,1 @@
+"""Makes the shipped demo model: corpus, tokenizer, training, evaluation. Commands: shared/demo_model/README.md."""
