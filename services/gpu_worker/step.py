@@ -5,7 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from blockyard.kernels.rms_norm import RMSNorm
+from blockyard.kernels.layers.rms_norm import RMSNorm
 
 
 class Attend(Protocol):

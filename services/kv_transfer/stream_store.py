@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from blockyard.kernels.move_blocks import gather_blocks, scatter_blocks
+from blockyard.kernels.kv_cache.move_blocks import gather_blocks, scatter_blocks
 from blockyard.services.kv_transfer.host_store import as_bytes
 from blockyard.shared.errors import LoadError
 

@@ -15,14 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from triton.errors import TritonError
 
-from blockyard.kernels.add_rms_norm import add_rms_norm
-from blockyard.kernels.cut_decodes import Pieces
-from blockyard.kernels.linear_rows import Tiling, Workspace, linear_rows
-from blockyard.kernels.paged_decode import cut, paged_decode, paged_decode_reference
-from blockyard.kernels.rms_norm import RMSNorm
-from blockyard.kernels.rope_write_kv import rope_write_kv, rope_write_kv_reference
-from blockyard.kernels.sequences import Sequences
-from blockyard.kernels.silu_mul import silu_mul
+from blockyard.kernels.attention.paged_decode import cut, paged_decode, paged_decode_reference
+from blockyard.kernels.attention.split_kv import Pieces
+from blockyard.kernels.kv_cache.paged_kv import Sequences
+from blockyard.kernels.kv_cache.rope_write_kv import rope_write_kv, rope_write_kv_reference
+from blockyard.kernels.layers.add_rms_norm import add_rms_norm
+from blockyard.kernels.layers.linear_stream_k import Tiling, Workspace, linear_rows
+from blockyard.kernels.layers.rms_norm import RMSNorm
+from blockyard.kernels.layers.silu_mul import silu_mul
 
 HIDDEN, INNER, HEADS, KV_HEADS, DIM, BLOCK = 4096, 14336, 32, 8, 128, 16
 SIZES = {"qkv": (6144, HIDDEN), "out": (HIDDEN, HIDDEN), "gate_up": (2 * INNER, HIDDEN), "down": (HIDDEN, INNER)}

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from rig import Row, median, table
 
-from blockyard.kernels.advance_slots import NUM_RESULTS, Outcome
+from blockyard.kernels.slots.advance_slots import NUM_RESULTS, Outcome
 from blockyard.services.gpu_worker.answers import packed
 from blockyard.services.gpu_worker.execution.device_loop import DeviceLoop, Flight
 from blockyard.services.gpu_worker.execution.device_slots import DeviceSlots

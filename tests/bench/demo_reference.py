@@ -9,7 +9,7 @@ from ties import ROUNDING
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from blockyard.kernels.philox_gumbel import gumbel_rows, split_seed
+from blockyard.kernels.sampling.philox_gumbel import gumbel_rows, split_seed
 from blockyard.services.launcher.models.model_files import demo_folder
 
 BOUND = ROUNDING[torch.float32]  # of the largest score

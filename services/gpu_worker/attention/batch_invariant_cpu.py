@@ -9,9 +9,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from blockyard.kernels.apply_rope import apply_rope_reference
-from blockyard.kernels.paged_attention import row_index, write_kv_reference
-from blockyard.kernels.rms_norm import RMSNorm
+from blockyard.kernels.attention.torch_sdpa import row_index, write_kv_reference
+from blockyard.kernels.layers.apply_rope import apply_rope_reference
+from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.services.gpu_worker.kv.pool import KVPool
 
 Ints = npt.NDArray[np.int64]

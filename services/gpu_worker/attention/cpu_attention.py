@@ -5,14 +5,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from blockyard.kernels.apply_rope import apply_rope_reference
-from blockyard.kernels.paged_attention import (
+from blockyard.kernels.attention.torch_sdpa import (
     decode_attention_reference,
     gather_kv_reference,
     prefill_attention_reference,
     write_kv_reference,
 )
-from blockyard.kernels.rms_norm import RMSNorm
+from blockyard.kernels.layers.apply_rope import apply_rope_reference
+from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.services.gpu_worker.attention.gathered_kv import KeptKV
 from blockyard.services.gpu_worker.kv.pool import KVPool
 

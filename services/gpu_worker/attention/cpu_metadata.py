@@ -5,7 +5,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from blockyard.kernels.paged_attention import chunk_index, row_index
+from blockyard.kernels.attention.torch_sdpa import chunk_index, row_index
 from blockyard.services.gpu_worker.attention import gathered_kv as kept_kv
 from blockyard.services.gpu_worker.attention.batch_invariant_cpu import RowByRow
 from blockyard.services.gpu_worker.attention.cpu_attention import Decodes, PagedAttention, Prefill, Reads

@@ -7,17 +7,17 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from blockyard.kernels.add_rms_norm import add_rms_norm
-from blockyard.kernels.apply_rope import apply_rope_reference
-from blockyard.kernels.cut_decodes import Pieces
-from blockyard.kernels.invariant_attention import invariant_attention
-from blockyard.kernels.paged_decode import cut, paged_decode
-from blockyard.kernels.paged_prefill import paged_prefill
-from blockyard.kernels.rms_norm import RMSNorm
-from blockyard.kernels.rope_attend import Arrivals, rope_attend, takes
-from blockyard.kernels.rope_write_kv import rope_write_kv
-from blockyard.kernels.sequences import Sequences
-from blockyard.kernels.silu_mul import silu_mul
+from blockyard.kernels.attention.batch_invariant import invariant_attention
+from blockyard.kernels.attention.fused_decode import Arrivals, rope_attend, takes
+from blockyard.kernels.attention.paged_decode import cut, paged_decode
+from blockyard.kernels.attention.paged_prefill import paged_prefill
+from blockyard.kernels.attention.split_kv import Pieces
+from blockyard.kernels.kv_cache.paged_kv import Sequences
+from blockyard.kernels.kv_cache.rope_write_kv import rope_write_kv
+from blockyard.kernels.layers.add_rms_norm import add_rms_norm
+from blockyard.kernels.layers.apply_rope import apply_rope_reference
+from blockyard.kernels.layers.rms_norm import RMSNorm
+from blockyard.kernels.layers.silu_mul import silu_mul
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.layers.linear import Linear
 from blockyard.services.gpu_worker.step import Wanted

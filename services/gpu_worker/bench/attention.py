@@ -9,10 +9,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from blockyard.kernels.invariant_attention import invariant_attention
-from blockyard.kernels.paged_decode import cut, paged_decode
-from blockyard.kernels.paged_prefill import paged_prefill
-from blockyard.kernels.sequences import Sequences
+from blockyard.kernels.attention.batch_invariant import invariant_attention
+from blockyard.kernels.attention.paged_decode import cut, paged_decode
+from blockyard.kernels.attention.paged_prefill import paged_prefill
+from blockyard.kernels.kv_cache.paged_kv import Sequences
 from blockyard.services.gpu_worker.bench.row import Row, row
 from blockyard.services.gpu_worker.bench.timing import copies, graph_seconds
 

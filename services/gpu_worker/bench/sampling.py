@@ -5,9 +5,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from blockyard.kernels.draw_tokens import DrawParams, draw_tokens
-from blockyard.kernels.penalize_logits import count_known, make_wishes, penalize_logits
-from blockyard.kernels.score_tokens import Scores, score_tokens
+from blockyard.kernels.sampling.logprobs import Scores, score_tokens
+from blockyard.kernels.sampling.penalize_logits import count_known, make_wishes, penalize_logits
+from blockyard.kernels.sampling.sample_tokens import DrawParams, draw_tokens
 from blockyard.services.gpu_worker.bench.row import Row, row
 from blockyard.services.gpu_worker.bench.timing import DEVICE, copies, graph_seconds
 

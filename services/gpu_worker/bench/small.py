@@ -4,10 +4,10 @@ from functools import partial
 
 import torch
 
-from blockyard.kernels.add_rms_norm import add_rms_norm
-from blockyard.kernels.rope_write_kv import rope_write_kv
-from blockyard.kernels.sequences import Sequences
-from blockyard.kernels.silu_mul import silu_mul
+from blockyard.kernels.kv_cache.paged_kv import Sequences
+from blockyard.kernels.kv_cache.rope_write_kv import rope_write_kv
+from blockyard.kernels.layers.add_rms_norm import add_rms_norm
+from blockyard.kernels.layers.silu_mul import silu_mul
 from blockyard.services.gpu_worker.bench.row import Row, row
 from blockyard.services.gpu_worker.bench.timing import DEVICE, copies, graph_seconds
 

@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from triton.errors import TritonError
 
-from blockyard.kernels.paged_prefill import paged_prefill
-from blockyard.kernels.sequences import Sequences
+from blockyard.kernels.attention.paged_prefill import paged_prefill
+from blockyard.kernels.kv_cache.paged_kv import Sequences
 from blockyard.services.gpu_worker.kv.pool import KVPool
 
 log = logging.getLogger(__name__)

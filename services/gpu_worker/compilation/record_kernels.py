@@ -61,7 +61,7 @@ def _key(model: Model, need: Need, kv_dtype: torch.dtype, num_eos: int, config: 
     flags = (config.graph_sizes, config.run_ahead_penalties, config.fused_steps)
     facts = (triton.__version__, torch.__version__, model.shape, model.table.dtype, kv_dtype, need, num_eos, flags)
     digest = hashlib.sha256(repr(facts).encode())
-    for source in sorted(Path(kernels.__file__).parent.glob("*.py")):
+    for source in sorted(Path(kernels.__file__).parent.rglob("*.py")):
         digest.update(source.read_bytes())
     return digest.hexdigest()
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blockyard.kernels.gather_rows import Rows
+from blockyard.kernels.slots.gather_rows import Rows
 from blockyard.services.gpu_worker.attention.triton_attention import check_head_size
 from blockyard.services.gpu_worker.execution.device_ops import DeviceOps, TritonDeviceOps
 from blockyard.services.gpu_worker.execution.device_slots import DeviceSlots

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from blockyard.kernels.advance_slots import Outcome
+from blockyard.kernels.slots.advance_slots import Outcome
 from blockyard.services.gpu_worker.batch import Batch
 from blockyard.services.gpu_worker.compilation.prefill_kernels import compile_prefills
 from blockyard.services.gpu_worker.execution import decode_graphs

@@ -4,14 +4,14 @@ from typing import Protocol
 
 from torch import Tensor
 
-from blockyard.kernels.advance_slots import advance_slots
-from blockyard.kernels.draw_tokens import Adjusted, DrawParams, draw_tokens
-from blockyard.kernels.gather_rows import Rows, gather_rows
-from blockyard.kernels.penalize_logits import Wishes, count_tokens, penalize_logits
-from blockyard.kernels.rope_attend import FURTHEST, MOST_ROWS, Arrivals
-from blockyard.kernels.scatter_words import scatter_words
-from blockyard.kernels.score_tokens import Scores, score_tokens
-from blockyard.kernels.slot_state import SlotState
+from blockyard.kernels.attention.fused_decode import FURTHEST, MOST_ROWS, Arrivals
+from blockyard.kernels.sampling.logprobs import Scores, score_tokens
+from blockyard.kernels.sampling.penalize_logits import Wishes, count_tokens, penalize_logits
+from blockyard.kernels.sampling.sample_tokens import Adjusted, DrawParams, draw_tokens
+from blockyard.kernels.slots.advance_slots import advance_slots
+from blockyard.kernels.slots.gather_rows import Rows, gather_rows
+from blockyard.kernels.slots.scatter_words import scatter_words
+from blockyard.kernels.slots.slot_state import SlotState
 from blockyard.services.gpu_worker.attention.triton_attention import mixed_attention
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.step import Attend, Wanted

@@ -4,9 +4,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from blockyard.kernels.draw_tokens import DrawParams
-from blockyard.kernels.philox_gumbel import split_seed
-from blockyard.kernels.slot_state import MOST_STOPS, NUM_FIELDS, Field, SlotState
+from blockyard.kernels.sampling.philox_gumbel import split_seed
+from blockyard.kernels.sampling.sample_tokens import DrawParams
+from blockyard.kernels.slots.slot_state import MOST_STOPS, NUM_FIELDS, Field, SlotState
 from blockyard.services.gpu_worker.execution.device_writes import DeviceWrites
 from blockyard.services.gpu_worker.sampling.device_edits import DeviceWishes, float_words
 from blockyard.services.gpu_worker.slots import Slots

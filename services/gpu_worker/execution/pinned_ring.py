@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from blockyard.kernels.advance_slots import NUM_RESULTS
+from blockyard.kernels.slots.advance_slots import NUM_RESULTS
 
 Words = npt.NDArray[np.int32]
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from blockyard.kernels.gather_rows import NUM_WORDS, Rows
+from blockyard.kernels.slots.gather_rows import NUM_WORDS, Rows
 from blockyard.services.gpu_worker.execution.decode_graphs import DecodeSteps
 from blockyard.services.gpu_worker.execution.pinned_ring import Entry
 from blockyard.services.gpu_worker.slots import Slots

@@ -8,7 +8,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from blockyard.kernels.kv_types import LARGEST
+from blockyard.kernels.kv_cache.kv_types import LARGEST
 from blockyard.services.gpu_worker.models.decoder import ModelShape
 
 Ints = npt.NDArray[np.int64]

@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from blockyard.kernels.rms_norm import RMSNorm
+from blockyard.kernels.layers.rms_norm import RMSNorm
 
 SECOND_COPY_ELEMENTS = 1_500_000  # above it one row is bound by memory in any layout
 TINY_ELEMENTS = 65_536  # up to here the transposed copy keeps up with packed

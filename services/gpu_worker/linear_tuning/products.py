@@ -4,10 +4,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from blockyard.kernels.linear_few_rows import linear_few_rows
-from blockyard.kernels.linear_rows import Tiling, Workspace, linear_rows
-from blockyard.kernels.overlap import can_overlap
-from blockyard.kernels.rms_norm import RMSNorm
+from blockyard.kernels.layers.linear_skinny import linear_few_rows
+from blockyard.kernels.layers.linear_stream_k import Tiling, Workspace, linear_rows
+from blockyard.kernels.layers.rms_norm import RMSNorm
+from blockyard.kernels.programmatic_launch import can_overlap
 from blockyard.services.gpu_worker.layers.linear import Fused, Linear, Product
 from blockyard.services.gpu_worker.linear_tuning.kernel_configs import Plan
 

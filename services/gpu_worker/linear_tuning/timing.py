@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from blockyard.kernels.add_rms_norm import add_rms_norm
-from blockyard.kernels.rms_norm import RMSNorm
+from blockyard.kernels.layers.add_rms_norm import add_rms_norm
+from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.services.gpu_worker.layers.linear import Linear
 from blockyard.services.gpu_worker.linear_tuning.kernel_configs import Layer, Plan
 from blockyard.services.gpu_worker.linear_tuning.products import Products, weight_of

@@ -15,7 +15,7 @@ import torch
 import triton
 from triton.errors import TritonError
 
-from blockyard.kernels.linear_rows import ALIGNMENT
+from blockyard.kernels.layers.linear_stream_k import ALIGNMENT
 from blockyard.services.gpu_worker.layers.linear import Around, Fused, Linear, Product, in_groups
 from blockyard.services.gpu_worker.linear_tuning import kernel_configs as picker
 from blockyard.services.gpu_worker.linear_tuning.kernel_configs import LIBRARY, Choice, Layer, Plan

@@ -6,8 +6,8 @@ from typing import Protocol
 import torch.nn.functional as F
 from torch import Tensor
 
-from blockyard.kernels.apply_rope import interleave_pairs
-from blockyard.kernels.rms_norm import RMSNorm
+from blockyard.kernels.layers.apply_rope import interleave_pairs
+from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.services.gpu_worker.layers.fused_ops import Ops, find_ops
 from blockyard.services.gpu_worker.layers.linear import Linear
 from blockyard.services.gpu_worker.layers.rotary import RopeParameters, check_rotations, extended_length, rotation_table

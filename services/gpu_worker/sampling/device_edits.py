@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from blockyard.kernels.draw_tokens import Adjusted
-from blockyard.kernels.penalize_logits import Wishes, count_known
-from blockyard.kernels.score_tokens import MOST_TOP, Scores
-from blockyard.kernels.slot_state import MOST_LISTED, Field, SlotState
+from blockyard.kernels.sampling.logprobs import MOST_TOP, Scores
+from blockyard.kernels.sampling.penalize_logits import Wishes, count_known
+from blockyard.kernels.sampling.sample_tokens import Adjusted
+from blockyard.kernels.slots.slot_state import MOST_LISTED, Field, SlotState
 from blockyard.services.gpu_worker.slots import Slots
 from blockyard.shared.messages import Sampling, TokenLogprobs
 

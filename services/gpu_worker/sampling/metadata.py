@@ -3,7 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
-from blockyard.kernels.philox_gumbel import split_seed
+from blockyard.kernels.sampling.philox_gumbel import split_seed
 from blockyard.shared.messages import Sampling, SlotStart
 
 Ints = npt.NDArray[np.int64]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from blockyard.kernels.philox_gumbel import gumbel_at, gumbel_rows
+from blockyard.kernels.sampling.philox_gumbel import gumbel_at, gumbel_rows
 
 CANDIDATES = 80  # more than the top-k that are usual
 

@@ -4,17 +4,17 @@ import random
 
 from torch import Tensor
 
-from blockyard.kernels.advance_slots import advance_slots_reference
-from blockyard.kernels.draw_reference import draw_tokens_reference
-from blockyard.kernels.draw_tokens import Adjusted, DrawParams
-from blockyard.kernels.gather_rows import Rows, gather_rows_reference
-from blockyard.kernels.paged_decode import Sequences, paged_decode_reference
-from blockyard.kernels.penalize_logits import Wishes, count_tokens_reference, penalize_logits_reference
-from blockyard.kernels.rms_norm import RMSNorm
-from blockyard.kernels.rope_write_kv import rope_write_kv_reference
-from blockyard.kernels.scatter_words import scatter_words_reference
-from blockyard.kernels.score_tokens import Scores, score_tokens_reference
-from blockyard.kernels.slot_state import SlotState
+from blockyard.kernels.attention.paged_decode import Sequences, paged_decode_reference
+from blockyard.kernels.kv_cache.rope_write_kv import rope_write_kv_reference
+from blockyard.kernels.layers.rms_norm import RMSNorm
+from blockyard.kernels.sampling.logprobs import Scores, score_tokens_reference
+from blockyard.kernels.sampling.penalize_logits import Wishes, count_tokens_reference, penalize_logits_reference
+from blockyard.kernels.sampling.sample_reference import draw_tokens_reference
+from blockyard.kernels.sampling.sample_tokens import Adjusted, DrawParams
+from blockyard.kernels.slots.advance_slots import advance_slots_reference
+from blockyard.kernels.slots.gather_rows import Rows, gather_rows_reference
+from blockyard.kernels.slots.scatter_words import scatter_words_reference
+from blockyard.kernels.slots.slot_state import SlotState
 from blockyard.services.gpu_worker.execution.decode_graphs import IN_FLIGHT, DecodeSteps
 from blockyard.services.gpu_worker.execution.device_loop import DeviceLoop
 from blockyard.services.gpu_worker.execution.pinned_ring import PinnedRing

@@ -15,7 +15,7 @@ from tiny_models import BY_NAME, VOCAB, greedy_score, start
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from blockyard.kernels.philox_gumbel import gumbel_rows, split_seed
+from blockyard.kernels.sampling.philox_gumbel import gumbel_rows, split_seed
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.shared.messages import (
     BlockName,

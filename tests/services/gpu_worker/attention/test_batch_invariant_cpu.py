@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from blockyard.kernels.rms_norm import RMSNorm
+from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.services.gpu_worker.attention.cpu_metadata import ReadPlanner
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.models.decoder import ModelShape

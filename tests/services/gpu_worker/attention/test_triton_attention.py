@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from blockyard.kernels.linear_few_rows import linear_few_rows
-from blockyard.kernels.paged_prefill import paged_prefill_reference
-from blockyard.kernels.rms_norm import RMSNorm
-from blockyard.kernels.rope_write_kv import rope_write_kv_reference
-from blockyard.kernels.sequences import Sequences
+from blockyard.kernels.attention.paged_prefill import paged_prefill_reference
+from blockyard.kernels.kv_cache.paged_kv import Sequences
+from blockyard.kernels.kv_cache.rope_write_kv import rope_write_kv_reference
+from blockyard.kernels.layers.linear_skinny import linear_few_rows
+from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.services.gpu_worker.attention.triton_attention import InvariantAttention, TritonOps, mixed_attention
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.layers.fused_ops import Ops, TorchOps

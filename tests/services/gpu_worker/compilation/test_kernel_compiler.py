@@ -22,8 +22,8 @@ class NoGPU:
     def get_current_stream(self, device): return 0
 
 driver.set_active(NoGPU())
-from blockyard.kernels.add_rms_norm import add_rms_norm
-from blockyard.kernels.silu_mul import silu_mul
+from blockyard.kernels.layers.add_rms_norm import add_rms_norm
+from blockyard.kernels.layers.silu_mul import silu_mul
 from blockyard.services.gpu_worker.compilation import compile_processes
 from blockyard.services.gpu_worker.compilation.kernel_compiler import KernelCompiler
 

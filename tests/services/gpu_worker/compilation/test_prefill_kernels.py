@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from blockyard.kernels import paged_prefill as kernels
+from blockyard.kernels.attention import paged_prefill as kernels
 from blockyard.services.gpu_worker.compilation import prefill_kernels
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.models.decoder import ModelShape

@@ -13,8 +13,8 @@ import torch
 from plan_driver import Driver
 from tiny_models import BY_NAME, VOCAB, settings, start
 
-from blockyard.kernels.linear_few_rows import linear_few_rows
-from blockyard.kernels.overlap import can_overlap
+from blockyard.kernels.layers.linear_skinny import linear_few_rows
+from blockyard.kernels.programmatic_launch import can_overlap
 from blockyard.services.gpu_worker import engine, memory_profile
 from blockyard.services.gpu_worker.attention.triton_attention import TritonOps
 from blockyard.services.gpu_worker.execution import device_ops

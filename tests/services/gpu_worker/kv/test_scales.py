@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny_models import BY_NAME, settings
 
-from blockyard.kernels.rms_norm import RMSNorm
+from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.services.gpu_worker import engine
 from blockyard.services.gpu_worker.attention.cpu_metadata import ReadPlanner
 from blockyard.services.gpu_worker.attention.triton_attention import MixedAttention

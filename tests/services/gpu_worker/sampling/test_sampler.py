@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from blockyard.kernels.philox_gumbel import gumbel_rows, split_seed
+from blockyard.kernels.sampling.philox_gumbel import gumbel_rows, split_seed
 from blockyard.services.gpu_worker.sampling import topk_topp_sampler
 from blockyard.services.gpu_worker.sampling.sampler import Sampled, Sampler
 from blockyard.services.gpu_worker.slots import Slots

@@ -1,0 +1,176 @@
+"""Head norm, rotation and the write of K and V into the pool, in one pass over the new tokens of a step."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from blockyard.kernels.int_math import ceil_div, power_of_2
+from blockyard.kernels.kv_cache.kv_types import LARGEST, check_types
+from blockyard.kernels.kv_cache.paged_kv import Sequences
+from blockyard.kernels.layers.apply_rope import apply_rope_reference
+from blockyard.kernels.programmatic_launch import can_overlap, options
+
+_TILE = 8  # heads of a program
+_FEW = 16 * 132  # with fewer heads in all, a program has one
+
+
+def rope_write_kv_reference(
+    qkv: Tensor,
+    layer: Tensor,
+    seqs: Sequences,
+    rotation: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+    scales: Tensor | None = None,
+) -> None:
+    kv_heads, block_size = layer.shape[2], layer.shape[3]
+    heads = qkv.shape[1] - 2 * kv_heads
+    qk = qkv[:, : heads + kv_heads]
+    if weight is not None:
+        x = qk.float()
+        qk.copy_(x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float())
+    if rotation is not None:
+        apply_rope_reference(qk, rotation)
+    for row, (slot, position) in enumerate(zip(seqs.slots.tolist(), seqs.positions.tolist(), strict=True)):
+        if slot >= 0:
+            block = int(seqs.tables[slot, position // block_size])
+            kv = qkv[row, heads:].view(2, kv_heads, -1)
+            if scales is not None:
+                largest = LARGEST[layer.dtype]
+                kv = (kv / scales.view(2, 1, 1)).clamp(-largest, largest)
+            layer[block, :, :, position % block_size] = kv.to(layer.dtype)
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr", "positions_ptr"])
+def _rope_write_kv_kernel(
+    qkv_ptr,
+    layer_ptr,
+    slots_ptr,
+    positions_ptr,
+    tables_ptr,
+    rotation_ptr,
+    weight_ptr,
+    scales_ptr,
+    row_stride,
+    table_stride,
+    eps,
+    LARGEST: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROTATE: tl.constexpr,
+    NORM: tl.constexpr,
+    TILE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    # program (i, j) has TILE heads of row i: q heads, then K heads, then V heads; elements in pairs (2n, 2n + 1)
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    dims = tl.arange(0, DIM)
+    in_head = dims < HEAD_DIM
+    inside = (heads < HEADS + 2 * KV_HEADS)[:, None] & in_head[None, :]
+    columns = heads[:, None] * HEAD_DIM + dims[None, :]
+    x = tl.load(qkv_ptr + row * row_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    turns = (heads < HEADS + KV_HEADS)[:, None]
+    if NORM:
+        scale = tl.rsqrt(tl.sum(x * x, 1) / HEAD_DIM + eps)
+        weight = tl.load(weight_ptr + columns, mask=inside & turns, other=0.0).to(tl.float32)
+        x = tl.where(turns, x * scale[:, None] * weight, x)
+    if ROTATE:
+        angle = tl.load(rotation_ptr + row * HEAD_DIM + dims, mask=in_head, other=0.0)
+        cos, sin = tl.split(tl.reshape(angle, [1, DIM // 2, 2]))
+        even, odd = tl.split(tl.reshape(x, [TILE, DIM // 2, 2]))
+        turned = tl.join(even * cos - odd * sin, even * sin + odd * cos)
+        x = tl.where(turns, tl.reshape(turned, [TILE, DIM]), x)
+    tl.store(qkv_ptr + row * row_stride + columns, x, mask=inside & (heads < HEADS)[:, None])
+    slot = tl.load(slots_ptr + row)
+    if slot >= 0:
+        position = tl.load(positions_ptr + row)
+        block = tl.load(tables_ptr + slot * table_stride + position // BLOCK_SIZE).to(tl.int64)
+        lines = (block * (2 * KV_HEADS) + heads - HEADS) * BLOCK_SIZE + position % BLOCK_SIZE
+        stored = inside & (heads >= HEADS)[:, None]
+        if LARGEST > 0:
+            k_scale, v_scale = tl.load(scales_ptr), tl.load(scales_ptr + 1)
+            x = x / tl.where(heads < HEADS + KV_HEADS, k_scale, v_scale)[:, None]
+            x = tl.minimum(tl.maximum(x, -LARGEST), LARGEST)
+        tl.store(layer_ptr + lines[:, None] * HEAD_DIM + dims[None, :], x, mask=stored)
+
+
+def rope_write_kv(
+    qkv: Tensor,
+    layer: Tensor,
+    seqs: Sequences,
+    rotation: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+    scales: Tensor | None = None,
+    uniform: bool = False,
+) -> None:
+    """q and k of qkv [rows, heads + 2 * kv_heads, head_dim] are normalised by weight [heads + kv_heads, head_dim] and
+    rotated by rotation [rows, 1, head_dim/2] complex64, each where given; q stays in qkv, K and V go to the pool.
+
+    layer [num_blocks, 2, kv_heads, block_size, head_dim]. What is left of k in qkv is not defined. Rows of no slot
+    write no KV. `scales`: of a pool of 8-bit floats, see `check_types`: K and V are divided by them.
+    `uniform`: rows are rounded alike however many there are. Blocks and positions must be right: not checked on
+    device. Raises ValueError for other shapes.
+    """
+    rows, all_heads, head_dim = qkv.shape
+    kv_heads, block_size = layer.shape[2], layer.shape[3]
+    heads = all_heads - 2 * kv_heads
+    angles = check_qkv(qkv, layer, seqs, rotation, weight, scales)
+    if rows == 0:
+        return
+    tile, overlap = 1 if rows * all_heads <= _FEW and not uniform else _TILE, can_overlap(qkv.device)
+    _rope_write_kv_kernel[(rows, ceil_div(all_heads, tile))](
+        qkv,
+        layer,
+        seqs.slots,
+        seqs.positions,
+        seqs.tables,
+        angles,
+        qkv if weight is None else weight,
+        qkv if scales is None else scales,
+        qkv.stride(0),
+        seqs.tables.stride(0),
+        eps,
+        LARGEST=LARGEST.get(layer.dtype, 0.0),
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        HEAD_DIM=head_dim,
+        DIM=power_of_2(head_dim),
+        BLOCK_SIZE=block_size,
+        ROTATE=rotation is not None,
+        NORM=weight is not None,
+        TILE=tile,
+        OVERLAP=overlap,
+        num_warps=max(tile // 4, 1),
+        **options(overlap),
+    )
+
+
+def check_qkv(
+    qkv: Tensor, layer: Tensor, seqs: Sequences, rotation: Tensor | None, weight: Tensor | None, scales: Tensor | None
+) -> Tensor:
+    """Raises ValueError for what `rope_write_kv` refuses; the angles as numbers, anything where there are none."""
+    rows, all_heads, head_dim = qkv.shape
+    heads, kv_heads = all_heads - 2 * layer.shape[2], layer.shape[2]
+    seqs.check(rows)
+    if head_dim % 2 or layer.shape[4] != head_dim or heads < 1 or not layer.is_contiguous():
+        raise ValueError(f"qkv {list(qkv.shape)} does not fit a layer {list(layer.shape)}, or that is not contiguous")
+    check_types(qkv, layer, scales)
+    if qkv.stride(2) != 1 or qkv.stride(1) != head_dim:
+        raise ValueError(f"the heads of a row must be contiguous, got strides {qkv.stride()}")
+    if weight is not None and (weight.shape != (heads + kv_heads, head_dim) or not weight.is_contiguous()):
+        raise ValueError(f"weight {list(weight.shape)} does not fit {heads + kv_heads} heads of {head_dim}")
+    if rotation is None:
+        return qkv
+    if rotation.shape != (rows, 1, head_dim // 2) or rotation.dtype != torch.complex64:
+        raise ValueError(f"rotation {list(rotation.shape)} {rotation.dtype} does not fit {rows} rows of {head_dim}")
+    return torch.view_as_real(rotation.contiguous())

@@ -1,0 +1,90 @@
+"""Residual add and RMSNorm in one pass, on a GPU."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from blockyard.kernels.int_math import power_of_2
+from blockyard.kernels.programmatic_launch import can_overlap, options
+
+LONGEST_ROW = 32768  # a row is one tile
+
+
+def add_rms_norm_reference(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    if delta is not None:
+        residual.add_(delta)
+    x = residual.float()
+    return (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float()).to(residual.dtype)
+
+
+@triton.jit
+def _add_rms_norm_kernel(
+    residual_ptr,
+    delta_ptr,
+    weight_ptr,
+    out_ptr,
+    residual_stride,
+    delta_stride,
+    size,
+    eps,
+    ADD: tl.constexpr,
+    TILE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    # program i has row i, whole
+    if OVERLAP:
+        gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, TILE)
+    inside = cols < size
+    weight = tl.load(weight_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+    if OVERLAP:
+        gdc_wait()
+    residual = residual_ptr + row * residual_stride + cols
+    x = tl.load(residual, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        x += tl.load(delta_ptr + row * delta_stride + cols, mask=inside, other=0.0).to(tl.float32)
+        rounded = x.to(residual_ptr.dtype.element_ty)
+        tl.store(residual, rounded, mask=inside)
+        x = rounded.to(tl.float32)  # what later layers will see
+    scale = tl.rsqrt(tl.sum(x * x, 0) / size + eps)
+    tl.store(out_ptr + row * size + cols, x * scale * weight, mask=inside)
+
+
+def add_rms_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """residual [rows, size] += delta [rows, size], in place; returns its RMSNorm by weight [size], contiguous.
+
+    Rows may be strided. Raises ValueError for other shapes, dtypes that differ and rows over LONGEST_ROW.
+    """
+    rows, size = residual.shape
+    add = delta is not None
+    delta = residual if delta is None else delta
+    if delta.shape != residual.shape or weight.shape != (size,):
+        raise ValueError(f"delta {list(delta.shape)} and weight {list(weight.shape)} do not fit {list(residual.shape)}")
+    if not residual.dtype == delta.dtype == weight.dtype:
+        raise ValueError(f"dtypes differ: {residual.dtype}, {delta.dtype}, {weight.dtype}")
+    if residual.stride(1) != 1 or delta.stride(1) != 1 or not weight.is_contiguous():
+        raise ValueError("the elements of a row must be contiguous")
+    if size > LONGEST_ROW:
+        raise ValueError(f"rows of {size} are longer than {LONGEST_ROW}")
+    out = torch.empty((rows, size), dtype=residual.dtype, device=residual.device)
+    if out.numel():
+        tile, overlap = power_of_2(size), can_overlap(residual.device)
+        _add_rms_norm_kernel[(rows,)](
+            residual,
+            delta,
+            weight,
+            out,
+            residual.stride(0),
+            delta.stride(0),
+            size,
+            eps,
+            ADD=add,
+            TILE=tile,
+            OVERLAP=overlap,
+            num_warps=min(max(tile // 512, 1), 16),
+            **options(overlap),
+        )
+    return out

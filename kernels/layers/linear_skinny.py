@@ -1,0 +1,225 @@
+"""x @ weight.T of one to eight rows, with what is around it: the weight is read once, straight to registers; on a GPU.
+
+The input may be normalised (RMSNorm) or gated (silu(gate) * up) as it is read, every program for itself: it is a few
+thousand elements. The output may be added to what is there.
+
+With `overlap` (compute capability 9.0) the kernel may start while the one before it ends: it fetches its first weights,
+then waits for that kernel, then reads x. Nothing else may be read or written before that wait.
+"""
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from blockyard.kernels.int_math import ceil_div, power_of_2
+from blockyard.kernels.layers.rms_norm import RMSNorm
+from blockyard.kernels.programmatic_launch import options
+
+MOST_ROWS = 8
+
+
+def linear_few_rows_reference(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    norm: RMSNorm | None = None,
+    gated: bool = False,
+    add_to: Tensor | None = None,
+) -> Tensor:
+    if norm is not None:
+        x = F.rms_norm(x, x.shape[-1:], norm.weight.to(x.dtype), norm.eps)
+    if gated:
+        gate, up = x.chunk(2, -1)
+        x = F.silu(gate) * up
+    y = F.linear(x, weight, bias)
+    return y if add_to is None else add_to + y
+
+
+@triton.jit
+def _input(x_ptr, row, inside, cols, size, GATED: tl.constexpr):
+    """Columns of a row, float32."""
+    if GATED:
+        gate = tl.load(x_ptr + row * 2 * size + cols, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(x_ptr + row * 2 * size + size + cols, mask=inside, other=0.0).to(tl.float32)
+        return gate / (1 + tl.exp(-gate)) * up
+    return tl.load(x_ptr + row * size + cols, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _start(
+    out_ptr, out, rows, outs, ROWS: tl.constexpr, OUT_TILE: tl.constexpr, LANES: tl.constexpr, NORM: tl.constexpr,
+    ADD: tl.constexpr,
+):  # fmt: skip
+    """Totals, squares, and what there is to be added to, a row each."""
+    totals = ()
+    squares = ()
+    before = ()
+    for row in tl.static_range(ROWS):
+        totals += (tl.zeros([OUT_TILE, LANES], tl.float32),)  # type: ignore[assignment]
+        if NORM:
+            squares += (tl.zeros([LANES], tl.float32),)  # type: ignore[assignment]
+        if ADD:
+            there = out < tl.where(rows > row, outs, 0)
+            before += (tl.load(out_ptr + row * outs + out, mask=there, other=0.0).to(tl.float32),)  # type: ignore[assignment]
+    return totals, squares, before
+
+
+@triton.jit
+def _weights(weights, gain_ptr, known, start, cols, size, NORM: tl.constexpr):
+    """A tile of them from column `start` on, and the norm's."""
+    inside = start + cols < size
+    weight = tl.load(weights + start, mask=known & inside[None, :], other=0.0)
+    if NORM:
+        return weight, tl.load(gain_ptr + start + cols, mask=inside, other=0.0)
+    else:  # noqa: RET505, one of the two is compiled
+        return weight, 0.0
+
+
+@triton.jit
+def _add_tile(
+    totals, squares, weight, gain, x_ptr, rows, cols, size, ROWS: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr
+):
+    """One tile of products to the totals and of squares to those, a row each. LANE elements that a thread reads at once
+    are one in them: that takes less registers."""
+    OUT_TILE: tl.constexpr = weight.shape[0]
+    TILE: tl.constexpr = weight.shape[1]
+    LANE: tl.constexpr = TILE // totals[0].shape[1]
+    sums = ()
+    powers = ()
+    for row in tl.static_range(ROWS):
+        x = _input(x_ptr, row, cols < tl.where(rows > row, size, 0), cols, size, GATED)
+        if NORM:
+            powers += (squares[row] + tl.sum(tl.reshape(x * x, [TILE // LANE, LANE]), 1),)  # type: ignore[assignment]
+            x = x * gain.to(tl.float32)
+        products = tl.reshape(weight.to(tl.float32) * x[None, :], [OUT_TILE, TILE // LANE, LANE])
+        sums += (totals[row] + tl.sum(products, 2),)  # type: ignore[assignment]
+    return sums, powers
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _linear_few_rows_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    gain_ptr,
+    out_ptr,
+    rows,
+    outs,
+    size,
+    eps,
+    ROWS: tl.constexpr,
+    OUT_TILE: tl.constexpr,
+    TILE: tl.constexpr,
+    LANE: tl.constexpr,
+    EARLY: tl.constexpr,
+    BIAS: tl.constexpr,
+    NORM: tl.constexpr,
+    GATED: tl.constexpr,
+    ADD: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    # program i has columns i * OUT_TILE ... of the output, all rows; EARLY tiles are read before the wait
+    if OVERLAP:
+        gdc_launch_dependents()
+    out = tl.program_id(0) * OUT_TILE + tl.arange(0, OUT_TILE)
+    cols = tl.arange(0, TILE)
+    weights = weight_ptr + (out.to(tl.int64) * size)[:, None] + cols[None, :]
+    known = (out < outs)[:, None]
+    early = ()
+    gains = ()
+    for i in tl.static_range(EARLY):
+        weight, gain = _weights(weights, gain_ptr, known, i * TILE, cols, size, NORM)
+        early += (weight,)  # type: ignore[assignment]
+        gains += (gain,)  # type: ignore[assignment]
+    bias = tl.zeros([OUT_TILE], tl.float32)
+    if BIAS:
+        bias += tl.load(bias_ptr + out, mask=out < outs, other=0.0).to(tl.float32)
+    if OVERLAP:
+        gdc_wait()
+    totals, squares, before = _start(out_ptr, out, rows, outs, ROWS, OUT_TILE, TILE // LANE, NORM, ADD)
+    for i in tl.static_range(EARLY):
+        totals, squares = _add_tile(
+            totals, squares, early[i], gains[i], x_ptr, rows, i * TILE + cols, size, ROWS, NORM, GATED
+        )
+    for start in range(EARLY * TILE, size, TILE):
+        weight, gain = _weights(weights, gain_ptr, known, start, cols, size, NORM)
+        totals, squares = _add_tile(totals, squares, weight, gain, x_ptr, rows, start + cols, size, ROWS, NORM, GATED)
+    for row in tl.static_range(ROWS):
+        y = tl.sum(totals[row], 1)
+        if NORM:
+            y *= tl.rsqrt(tl.sum(squares[row], 0) / size + eps)
+        if ADD:
+            y += before[row]
+        y += bias
+        tl.store(out_ptr + row * outs + out, y.to(out_ptr.dtype.element_ty), mask=out < tl.where(rows > row, outs, 0))
+
+
+def linear_few_rows(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    out_tile: int,
+    tile: int,
+    warps: int,
+    overlap: bool,
+    early: int = 1,
+    norm: RMSNorm | None = None,
+    gated: bool = False,
+    add_to: Tensor | None = None,
+) -> Tensor:
+    """x [rows, in] of at most MOST_ROWS rows, weight [out, in], bias [out] -> [rows, out], summed in float32.
+
+    `norm`: x is normalised first. `gated`: x is [rows, 2 * in], the gate first. `add_to` [rows, out]: gets the sum of
+    what it holds and the product, and is returned. All contiguous and of one dtype. A program has `out_tile` outputs,
+    reads `tile` of each one's weights at a time, and `early` such tiles before its turn.
+    Raises ValueError for other shapes, dtypes and layouts.
+    """
+    rows, outs, size = x.shape[0], *weight.shape
+    if rows > MOST_ROWS or x.shape[1:] != (2 * size if gated else size,):
+        raise ValueError(f"{list(x.shape)} rows do not fit a weight {list(weight.shape)}, or are over {MOST_ROWS}")
+    if gated and norm is not None:
+        raise ValueError("rows are either normalised or gated")
+    _check(x, weight, (outs,), bias)
+    _check(x, weight, (size,), None if norm is None else norm.weight)
+    _check(x, weight, (rows, outs), add_to)
+    if not x.is_contiguous() or not weight.is_contiguous():
+        raise ValueError(f"rows and weight must be contiguous, got strides {x.stride()}, {weight.stride()}")
+    out = torch.empty((rows, outs), dtype=x.dtype, device=x.device) if add_to is None else add_to
+    if out.numel() == 0:
+        return out
+    _linear_few_rows_kernel[(ceil_div(outs, out_tile),)](
+        x,
+        weight,
+        weight if bias is None else bias,
+        weight if norm is None else norm.weight,
+        out,
+        rows,
+        outs,
+        size,
+        0.0 if norm is None else norm.eps,
+        ROWS=power_of_2(rows),
+        OUT_TILE=out_tile,
+        TILE=tile,
+        LANE=min(16 // x.element_size(), tile),
+        EARLY=min(max(early, 1), ceil_div(size, tile)),
+        BIAS=bias is not None,
+        NORM=norm is not None,
+        GATED=gated,
+        ADD=add_to is not None,
+        OVERLAP=overlap,
+        num_warps=warps,
+        **options(overlap),
+    )
+    return out
+
+
+def _check(x: Tensor, weight: Tensor, shape: tuple[int, ...], one: Tensor | None) -> None:
+    """Of what goes into a product beside its rows. Raises ValueError."""
+    if x.dtype != weight.dtype or (one is not None and one.dtype != weight.dtype):
+        raise ValueError(f"dtypes differ: {x.dtype}, {weight.dtype}, {None if one is None else one.dtype}")
+    if one is not None and (one.shape != shape or not one.is_contiguous()):
+        raise ValueError(f"{list(one.shape)} {one.stride()} do not fit: expected contiguous {list(shape)}")

@@ -1,0 +1,238 @@
+"""x @ weight.T on tensor cores with the weight as the left operand, so that few rows fill a tile; on a GPU.
+
+The output is cut into tiles of outputs and rows, each tile's sum over `in` into steps; the steps of all tiles in a row
+are dealt out evenly to the programs (stream-K, https://arxiv.org/abs/2301.03598). A program works from its last tile
+to its first: the beginning of a tile that the next program ends is stored early, and its own first tile, which others
+began, is finished when their parts have long arrived. Parts are added in the order of programs, never by atomics, so
+the result is the same in every run.
+
+**Rows that do not depend on each other.** With `split` parts a tile (programs = tiles * split) part s of any tile has
+the steps from s * steps // split to (s + 1) * steps // split, whatever the number of tiles. A row is one column of the
+right operand of each product of tiles: its sum has the same terms in the same order at any place, in any company and
+for any number of rows, as long as the tiling and `split` are the same.
+
+With `overlap` (compute capability 9.0) the kernel may start while the one before it ends: it asks for its first weights
+to be brought to the L2 cache, and waits for that kernel before it reads or writes anything else.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from blockyard.kernels.int_math import ceil_div
+from blockyard.kernels.programmatic_launch import options
+
+ALIGNMENT = 16  # bytes, of rows that are copied by descriptor
+
+
+def linear_rows_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None, gates: bool = False) -> Tensor:
+    y = F.linear(x, weight, bias)
+    return F.silu(y.chunk(2, -1)[0]) * y.chunk(2, -1)[1] if gates else y
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How the work is cut. Sizes are powers of two; `out_tile` at least 64, `row_tile` and `in_tile` at least 16."""
+
+    out_tile: int
+    row_tile: int
+    in_tile: int
+    stages: int  # tiles of both operands on their way
+    warps: int
+    overlap: bool
+    fetch: int = 0  # with `overlap`: cache lines of each output's weights; a power of two, or 0
+
+
+class Workspace:
+    """Where programs leave parts of tiles for each other. For one stream; all products on it can share it."""
+
+    def __init__(self, elements: int, programs: int, device: torch.device) -> None:
+        self.parts = torch.empty(elements, dtype=torch.float32, device=device)
+        self.arrived = torch.zeros(programs, dtype=torch.int32, device=device)  # 0 between kernels
+
+    def programs(self, tiling: Tiling) -> int:
+        """At most so many have room."""
+        return min(self.parts.numel() // (tiling.out_tile * tiling.row_tile), self.arrived.numel())
+
+
+@triton.jit
+def _with_parts(total, other, program, parts_ptr, arrived_ptr, place):
+    """A tile's sum with the parts that the programs from `other` to the one before this leave, in their order."""
+    while other < program:
+        while tl.atomic_add(arrived_ptr + other, 0, sem="acquire", scope="gpu") == 0:
+            pass
+        tl.debug_barrier()
+        total += tl.load(parts_ptr + other * place.shape[0] * place.shape[1] + place, cache_modifier=".cg")
+        tl.store(arrived_ptr + other, 0)
+        other += 1
+    return total
+
+
+@triton.jit
+def _with_bias(total, bias, inside, BIAS: tl.constexpr):
+    if BIAS:
+        total += tl.load(bias, mask=inside, other=0.0).to(tl.float32)[:, None]
+    return total
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _linear_rows_kernel(
+    x_desc,
+    weight_desc,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    parts_ptr,
+    arrived_ptr,
+    rows,
+    outs,
+    size,
+    OUT_TILE: tl.constexpr,
+    ROW_TILE: tl.constexpr,
+    IN_TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+    BIAS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    FETCH: tl.constexpr,
+    GATES: tl.constexpr,
+):
+    # program p has steps p * work / programs to (p + 1) * work / programs
+    program = tl.program_id(0).to(tl.int64)
+    programs = tl.num_programs(0).to(tl.int64)
+    row_tiles = tl.cdiv(rows, ROW_TILE)
+    steps = tl.cdiv(size, IN_TILE)
+    work = tl.cdiv(outs, OUT_TILE) * row_tiles * steps
+    begin = (program * work // programs).to(tl.int32)
+    end = ((program + 1) * work // programs).to(tl.int32)
+    place = tl.arange(0, OUT_TILE)[:, None] * ROW_TILE + tl.arange(0, ROW_TILE)[None, :]
+    if OVERLAP:
+        if FETCH > 0:
+            tile = (end - 1) // steps
+            line: tl.constexpr = 1024 // weight_ptr.dtype.element_ty.primitive_bitwidth
+            lines = tl.maximum(begin - tile * steps, 0) * IN_TILE + tl.arange(0, FETCH) * line
+            early = tl.minimum(tile // row_tiles * OUT_TILE + tl.arange(0, OUT_TILE), outs - 1).to(tl.int64)
+            tl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+                "=r,l",
+                [weight_ptr + (early * size)[:, None] + tl.minimum(lines, size - 1)[None, :]],
+                dtype=tl.int32,
+                is_pure=False,
+                pack=1,
+            )
+        gdc_wait()
+    while end > begin:
+        tile = (end - 1) // steps
+        first = tl.maximum(begin - tile * steps, 0)
+        last = end - tile * steps
+        out_start = tile // row_tiles * OUT_TILE
+        row_start = tile % row_tiles * ROW_TILE
+        total = tl.zeros([OUT_TILE, ROW_TILE], tl.float32)
+        up = tl.zeros([OUT_TILE, ROW_TILE], tl.float32)
+        for step in tl.range(first, last, num_stages=STAGES):
+            weight = weight_desc.load([out_start, step * IN_TILE])
+            x = x_desc.load([row_start, step * IN_TILE])
+            total = tl.dot(weight, x.T, total, input_precision="ieee")
+            if GATES:
+                weight = weight_desc.load([outs + out_start, step * IN_TILE])
+                up = tl.dot(weight, x.T, up, input_precision="ieee")
+        end = tile * steps + first
+        if OVERLAP:  # noqa: SIM102, known when this is compiled
+            if end <= begin:
+                gdc_launch_dependents()
+        if last < steps:
+            tl.store(parts_ptr + program * OUT_TILE * ROW_TILE + place, total)
+            tl.debug_barrier()  # all of this program's stores before the word that they are there
+            tl.atomic_xchg(arrived_ptr + program, 1, sem="release", scope="gpu")
+        else:
+            if first > 0:
+                other = ((tile.to(tl.int64) * steps + 1) * programs - 1) // work  # has the tile's first step
+                total = _with_parts(total, other, program, parts_ptr, arrived_ptr, place)
+            out = out_start + tl.arange(0, OUT_TILE)
+            row = row_start + tl.arange(0, ROW_TILE)
+            total = _with_bias(total, bias_ptr + out, out < outs, BIAS)
+            if GATES:
+                total = total / (1 + tl.exp(-total)) * _with_bias(up, bias_ptr + outs + out, out < outs, BIAS)
+            inside = (out < outs)[:, None] & (row < rows)[None, :]
+            where = out_ptr + row.to(tl.int64)[None, :] * outs + out[:, None]
+            tl.store(where, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def linear_rows(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    tiling: Tiling,
+    workspace: Workspace,
+    split: int,
+    programs: int = 0,
+    gates: bool = False,
+) -> Tensor:
+    """x [rows, in], weight [out, in], bias [out] -> [rows, out], summed in float32.
+
+    Every tile is cut into `split` parts; or, where `programs` is not 0, the work is dealt out to so many. Rows that
+    the workspace has no room for are done in further launches, which changes nothing in their results. `gates`: the
+    first half of the outputs are gates, the result is silu(gate) * up [rows, out / 2]; tiles stay whole. Weight, bias
+    and each row of x are contiguous and aligned to 16 bytes. Raises ValueError for other layouts, shapes and dtypes.
+    """
+    rows, size = x.shape
+    outs = weight.shape[0]
+    if weight.shape != (outs, size) or (bias is not None and bias.shape != (outs,)):
+        raise ValueError(f"rows {list(x.shape)} do not fit a weight {list(weight.shape)}")
+    if x.dtype != weight.dtype or (bias is not None and bias.dtype != weight.dtype):
+        raise ValueError(f"dtypes differ: {x.dtype}, {weight.dtype}")
+    if not fits(x) or not fits(weight) or not weight.is_contiguous():
+        raise ValueError(f"rows must be contiguous and aligned, got strides {x.stride()}, {weight.stride()}")
+    if gates:
+        if split > 1 or programs or outs % 2:
+            raise ValueError(f"{outs} gates and what they are for are not computed by parts of tiles, or are odd")
+        outs //= 2
+    out = torch.empty((rows, outs), dtype=x.dtype, device=x.device)
+    if out.numel() == 0:
+        return out
+    parts = max(split, 1) * ceil_div(outs, tiling.out_tile)  # of one tile of rows
+    most = rows
+    if split > 1 or programs:
+        room = workspace.programs(tiling)
+        if max(parts, programs) > room:
+            raise ValueError(f"a workspace for {room} programs is too small for {max(parts, programs)}")
+        most = rows if programs else room // parts * tiling.row_tile
+    weights = TensorDescriptor.from_tensor(weight, [tiling.out_tile, tiling.in_tile])
+    for start in range(0, rows, most):
+        some, result = x[start : start + most], out[start : start + most]
+        grid = programs or parts * ceil_div(len(some), tiling.row_tile)
+        _linear_rows_kernel[(grid,)](
+            TensorDescriptor.from_tensor(some, [tiling.row_tile, tiling.in_tile]),
+            weights,
+            weight,
+            weight if bias is None else bias,
+            result,
+            workspace.parts,
+            workspace.arrived,
+            len(some),
+            outs,
+            size,
+            OUT_TILE=tiling.out_tile,
+            ROW_TILE=tiling.row_tile,
+            IN_TILE=tiling.in_tile,
+            STAGES=tiling.stages,
+            BIAS=bias is not None,
+            OVERLAP=tiling.overlap,
+            FETCH=tiling.fetch,
+            GATES=gates,
+            num_warps=tiling.warps,
+            num_stages=tiling.stages,
+            **options(tiling.overlap),
+        )
+    return out
+
+
+def fits(matrix: Tensor) -> bool:
+    """Whether a descriptor can copy parts of it."""
+    contiguous, step = matrix.stride(1) == 1, matrix.stride(0) * matrix.element_size()
+    return contiguous and step % ALIGNMENT == 0 and matrix.data_ptr() % ALIGNMENT == 0

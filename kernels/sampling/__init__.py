@@ -1,0 +1,1 @@
+"""Logits to tokens on the device: penalties, sampling with Gumbel noise from Philox, log-probabilities."""

@@ -1,0 +1,139 @@
+"""Log-probabilities of drawn tokens, their ranks and the likeliest tokens, of raw logits; for CUDA graphs.
+
+The first kernel reads a row once, in several programs: the largest logit and the mass of each span of tokens, and how
+many logits are above the drawn token's. The second takes the likeliest tokens one by one from the spans that lead.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from blockyard.kernels.int_math import ceil_div, power_of_2
+
+MOST_TOP = 20
+_SPAN = 128  # tokens
+_SPANS = 32  # a program of the first kernel
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What `score_tokens` writes, for the rows whose slots ask; all contiguous."""
+
+    logprob: Tensor  # [rows] float32, of the drawn token
+    rank: Tensor  # [rows] int32, 1 is the likeliest; equals share the best rank
+    top_ids: Tensor  # [rows, at most MOST_TOP] int32, the likeliest first, among equals the lowest; the rest is left
+    top_logprobs: Tensor  # as top_ids, float32
+
+
+def score_tokens_reference(logits: Tensor, slots: Tensor, tokens: Tensor, num_top: Tensor, out: Scores) -> None:
+    for row, slot in enumerate(slots.tolist()):
+        num = int(num_top[slot]) if slot >= 0 else -1
+        if num < 0:
+            continue
+        logprobs = logits[row].log_softmax(-1)
+        chosen = logprobs[tokens[row]]
+        out.logprob[row], out.rank[row] = chosen, (logits[row] > logits[row, tokens[row]]).sum() + 1
+        order = logits[row].sort(descending=True, stable=True).indices[: min(num, out.top_ids.shape[1])]
+        out.top_ids[row, : len(order)], out.top_logprobs[row, : len(order)] = order.int(), logprobs[order]
+
+
+@triton.jit
+def _scan_kernel(logits_ptr, slots_ptr, tokens_ptr, num_top_ptr, top_ptr, mass_ptr, above_ptr, stride, vocab, num_spans,
+                 SPAN: tl.constexpr, SPANS: tl.constexpr):  # fmt: skip
+    # program (i, j) has tile j of row i
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + row)
+    if tl.load(num_top_ptr + slot, mask=slot >= 0, other=-1) < 0:
+        return
+    spans = tl.program_id(1) * SPANS + tl.arange(0, SPANS)
+    cols = spans[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
+    logits_ptr += row * stride
+    chosen = tl.load(logits_ptr + tl.load(tokens_ptr + row)).to(tl.float32)
+    x = tl.load(logits_ptr + cols, mask=cols < vocab, other=float("-inf")).to(tl.float32)
+    top = tl.max(x, 1)
+    mass = tl.sum(tl.exp(x - tl.maximum(top, -3e38)[:, None]), 1)  # a span of nothing but -inf has none
+    tl.store(top_ptr + row * num_spans + spans, top, mask=spans < num_spans)
+    tl.store(mass_ptr + row * num_spans + spans, mass, mask=spans < num_spans)
+    above = tl.sum(tl.sum((x > chosen).to(tl.int32), 1), 0)
+    tl.store(above_ptr + row * tl.num_programs(1) + tl.program_id(1), above)
+
+
+@triton.jit
+def _rank_kernel(logits_ptr, slots_ptr, tokens_ptr, num_top_ptr, top_ptr, mass_ptr, above_ptr, out, stride, vocab,
+                 num_spans, programs, most, SPAN: tl.constexpr, ALL_SPANS: tl.constexpr,
+                 PROGRAMS: tl.constexpr):  # fmt: skip
+    # program i has row i
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + row)
+    num_top = tl.load(num_top_ptr + slot, mask=slot >= 0, other=-1)
+    if num_top < 0:
+        return
+    logprob_ptr, rank_ptr, ids_ptr, logprobs_ptr = out
+    logits_ptr += row * stride
+    spans = tl.arange(0, ALL_SPANS)
+    tops = tl.load(top_ptr + row * num_spans + spans, mask=spans < num_spans, other=float("-inf"))
+    mass = tl.load(mass_ptr + row * num_spans + spans, mask=spans < num_spans, other=0.0)
+    top = tl.max(tops, 0)
+    whole = top + tl.log(tl.sum(mass * tl.exp(tops - top), 0))
+    parts = tl.arange(0, PROGRAMS)
+    above = tl.load(above_ptr + row * programs + parts, mask=parts < programs, other=0)
+    chosen = tl.load(logits_ptr + tl.load(tokens_ptr + row)).to(tl.float32)
+    tl.store(logprob_ptr + row, chosen - whole)
+    tl.store(rank_ptr + row, tl.sum(above, 0) + 1)
+    taken = tl.full([ALL_SPANS], -1, tl.int32)  # the last token of a span that was taken with its largest logit
+    for i in range(0, tl.minimum(num_top, tl.minimum(most, vocab))):
+        value = tl.max(tops, 0)
+        span = tl.min(tl.where(tops == value, spans, ALL_SPANS - 1), 0)
+        last = tl.max(tl.where(spans == span, taken, -1), 0)
+        cols = span * SPAN + tl.arange(0, SPAN)
+        x = tl.load(logits_ptr + cols, mask=cols < vocab, other=float("-inf")).to(tl.float32)
+        left = (x == value) & (cols > last) & (cols < vocab)
+        token = tl.min(tl.where(left, cols, vocab - 1), 0)
+        tl.store(ids_ptr + row * most + i, token)
+        tl.store(logprobs_ptr + row * most + i, value - whole)
+        more = tl.max((left & (cols > token)).to(tl.int32), 0) > 0
+        lower = tl.max(tl.where(x < value, x, float("-inf")), 0)
+        tops = tl.where((spans == span) & (not more), lower, tops)
+        taken = tl.where(spans == span, tl.where(more, token, -1), taken)
+
+
+def score_tokens(logits: Tensor, slots: Tensor, tokens: Tensor, num_top: Tensor, out: Scores) -> None:
+    """logits [rows, vocab] as the model made them, rows may be strided; slots [rows] int64, below 0: a row that pads;
+    tokens [rows] int64, the drawn ones; num_top [num_slots] int32: how many of the likeliest a slot asks for, below 0:
+    no log-probabilities at all.
+
+    Writes the rows of `out` that are asked for and leaves the others. Log-probabilities are NaN where a logit is NaN
+    or +inf. Raises ValueError for other shapes and dtypes.
+    """
+    rows, vocab = logits.shape
+    most = out.top_ids.shape[1]
+    if logits.stride(1) != 1 or most > MOST_TOP:
+        raise ValueError(f"expected contiguous elements and up to {MOST_TOP} ids: {logits.stride()}, {most}")
+    for name, one, shape, dtype in (
+        ("slots", slots, (rows,), torch.int64),
+        ("tokens", tokens, (rows,), torch.int64),
+        ("num_top", num_top, (num_top.shape[0],), torch.int32),
+        ("logprob", out.logprob, (rows,), torch.float32),
+        ("rank", out.rank, (rows,), torch.int32),
+        ("top_ids", out.top_ids, (rows, most), torch.int32),
+        ("top_logprobs", out.top_logprobs, (rows, most), torch.float32),
+    ):
+        if one.shape != shape or one.dtype != dtype or not one.is_contiguous():
+            raise ValueError(
+                f"{name}: expected contiguous {list(shape)} of {dtype}, got {list(one.shape)}, {one.dtype}"
+            )
+    if rows == 0:
+        return
+    num_spans = ceil_div(vocab, _SPAN)
+    programs = ceil_div(num_spans, _SPANS)
+    top, mass = torch.empty((2, rows, num_spans), dtype=torch.float32, device=logits.device)
+    above = torch.empty((rows, programs), dtype=torch.int32, device=logits.device)
+    given = (logits, slots, tokens, num_top, top, mass, above)
+    _scan_kernel[(rows, programs)](*given, logits.stride(0), vocab, num_spans, SPAN=_SPAN, SPANS=_SPANS)
+    _rank_kernel[(rows,)](
+        *given, (out.logprob, out.rank, out.top_ids, out.top_logprobs), logits.stride(0), vocab, num_spans, programs,
+        most, SPAN=_SPAN, ALL_SPANS=power_of_2(num_spans), PROGRAMS=power_of_2(programs),
+    )  # fmt: skip

@@ -1,0 +1,205 @@
+"""Logits as a request wants them: single tokens favoured or forbidden, then penalties; for CUDA graphs.
+
+Only slots that ask have a row of counts and one of adjusted logits; the raw logits stay as they are. In vLLM's order:
+bias and bans first, then repetition, frequency and presence. What is said of more tokens than a list holds, and bans
+of several tokens in a row, stay with the host.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from blockyard.kernels.int_math import ceil_div
+
+_TILE = 1024
+SEEN = 1 << 30  # in a count: the token is in the prompt; below it, how often it is in the output
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What slots ask for, on the device; all contiguous. `listed` tokens of a slot are different ones."""
+
+    row: Tensor  # [num_slots] int32: of `counts` and `logits`, each row of one slot alone; below 0: asks for nothing
+    repetition: Tensor  # [num_slots] float32, 1: none
+    presence: Tensor  # [num_slots] float32
+    frequency: Tensor  # [num_slots] float32
+    only_listed: Tensor  # [num_slots] int32, not 0: all tokens that are not listed are forbidden
+    num_listed: Tensor  # [num_slots] int32, at most `most`
+    listed: Tensor  # [num_slots, most] int32 token ids
+    bias: Tensor  # [num_slots, most] float32 added to the listed; -inf forbids
+    until: Tensor  # [num_slots, most] int64: forbidden while the new token's index is below
+    counts: Tensor  # [rows, vocab] int32: see SEEN
+    logits: Tensor  # [rows, vocab] float32, the adjusted logits of the last call
+
+    def check(self, vocab: int) -> None:
+        """Raises ValueError."""
+        num, most = self.listed.shape
+        whole = {"row": torch.int32, "only_listed": torch.int32, "num_listed": torch.int32}
+        one = {"repetition": torch.float32, "presence": torch.float32, "frequency": torch.float32}
+        for name, dtype in (whole | one).items():
+            _check(name, getattr(self, name), (num,), dtype)
+        for name, dtype in {"listed": torch.int32, "bias": torch.float32, "until": torch.int64}.items():
+            _check(name, getattr(self, name), (num, most), dtype)
+        for name, dtype in {"counts": torch.int32, "logits": torch.float32}.items():
+            _check(name, getattr(self, name), (self.counts.shape[0], vocab), dtype)
+
+
+def make_wishes(num_slots: int, num_rows: int, most: int, vocab: int, device: torch.device) -> Wishes:
+    """No slot asks for anything. `most`: how many tokens a slot can list, a power of 2."""
+
+    def full(value: float, dtype: torch.dtype, *shape: int) -> Tensor:
+        return torch.full(shape, value, dtype=dtype, device=device)
+
+    i32, f32 = torch.int32, torch.float32
+    return Wishes(
+        row=full(-1, i32, num_slots),
+        repetition=full(1, f32, num_slots),
+        presence=full(0, f32, num_slots),
+        frequency=full(0, f32, num_slots),
+        only_listed=full(0, i32, num_slots),
+        num_listed=full(0, i32, num_slots),
+        listed=full(0, i32, num_slots, most),
+        bias=full(0, f32, num_slots, most),
+        until=full(0, torch.int64, num_slots, most),
+        counts=full(0, i32, num_rows, vocab),
+        logits=full(0, f32, num_rows, vocab),
+    )
+
+
+def count_known(counts: Tensor, token_ids: Tensor, num_prompt_tokens: int) -> None:
+    """Begins a slot's row of counts [vocab] int32 anew: token_ids [n] int64 are all it knows, the prompt first."""
+    output = token_ids[num_prompt_tokens:]
+    counts.zero_()
+    counts.scatter_add_(0, output, torch.ones_like(output, dtype=torch.int32))
+    counts[token_ids[:num_prompt_tokens]] |= SEEN
+
+
+def penalize_logits_reference(logits: Tensor, slots: Tensor, index: Tensor, wishes: Wishes) -> None:
+    """In the precision of wishes.logits."""
+    for place, slot in enumerate(slots.tolist()):
+        row = int(wishes.row[slot]) if slot >= 0 else -1
+        if row < 0:
+            continue
+        num = int(wishes.num_listed[slot])
+        listed = wishes.listed[slot, :num].long()
+        x = logits[place].to(wishes.logits.dtype)
+        changed = x[listed] + wishes.bias[slot, :num]
+        changed[index[place] < wishes.until[slot, :num]] = float("-inf")
+        x = torch.full_like(x, float("-inf")) if wishes.only_listed[slot] else x.clone()
+        x[listed] = changed
+        counts = wishes.counts[row]
+        by = torch.where(counts > 0, wishes.repetition[slot], 1.0)
+        x = torch.where(x > 0, x / by, x * by)
+        number = counts & (SEEN - 1)
+        x -= wishes.frequency[slot] * number + wishes.presence[slot] * (number > 0)
+        wishes.logits[row] = x
+
+
+def count_tokens_reference(tokens: Tensor, best: Tensor, slots: Tensor, wishes: Wishes) -> None:
+    for token, value, slot in zip(tokens.tolist(), best.tolist(), slots.tolist(), strict=True):
+        row = int(wishes.row[slot]) if slot >= 0 else -1
+        if row >= 0 and abs(value) < float("inf"):
+            wishes.counts[row, token] += 1
+
+
+@triton.jit
+def _penalize(x, count, repetition, presence, frequency, SEEN: tl.constexpr):
+    by = tl.where(count > 0, repetition, 1.0)
+    x = tl.where(x > 0, x / by, x * by)
+    number = count & (SEEN - 1)
+    return x - frequency * number.to(tl.float32) - tl.where(number > 0, presence, 0.0)
+
+
+@triton.jit
+def _penalize_kernel(logits_ptr, slots_ptr, index_ptr, row_ptr, penalties, lists, counts_ptr, out_ptr, stride, vocab,
+                     MOST: tl.constexpr, SEEN: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
+    # program (i, j) has tile j of row i, and the listed tokens in it
+    place = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + place)
+    row = tl.load(row_ptr + slot, mask=slot >= 0, other=-1).to(tl.int64)
+    if row < 0:
+        return
+    repetition_ptr, presence_ptr, frequency_ptr = penalties
+    only_ptr, num_ptr, listed_ptr, bias_ptr, until_ptr = lists
+    repetition, presence = tl.load(repetition_ptr + slot), tl.load(presence_ptr + slot)
+    frequency = tl.load(frequency_ptr + slot)
+    begin = tl.program_id(1) * TILE
+    cols = begin + tl.arange(0, TILE)
+    inside = cols < vocab
+    x = tl.load(logits_ptr + place * stride + cols, mask=inside, other=0.0).to(tl.float32)
+    x = tl.where(tl.load(only_ptr + slot) != 0, float("-inf"), x)
+    count = tl.load(counts_ptr + row * vocab + cols, mask=inside, other=0)
+    tl.store(out_ptr + row * vocab + cols, _penalize(x, count, repetition, presence, frequency, SEEN), mask=inside)
+    num = tl.load(num_ptr + slot)
+    if num > 0:
+        tl.debug_barrier()  # what is stored here lies over what was stored above
+        entries = tl.arange(0, MOST)
+        ids = tl.load(listed_ptr + slot * MOST + entries, mask=entries < num, other=-1)
+        here = (ids >= begin) & (ids < begin + TILE)
+        changed = tl.load(logits_ptr + place * stride + ids, mask=here, other=0.0).to(tl.float32)
+        changed += tl.load(bias_ptr + slot * MOST + entries, mask=here, other=0.0)
+        until = tl.load(until_ptr + slot * MOST + entries, mask=here, other=0)
+        changed = tl.where(tl.load(index_ptr + place) < until, float("-inf"), changed)
+        number = tl.load(counts_ptr + row * vocab + ids, mask=here, other=0)
+        tl.store(
+            out_ptr + row * vocab + ids, _penalize(changed, number, repetition, presence, frequency, SEEN), mask=here
+        )
+
+
+def penalize_logits(logits: Tensor, slots: Tensor, index: Tensor, wishes: Wishes) -> None:
+    """logits [rows, vocab], rows may be strided; slots [rows] int64, below 0: a row that pads; index [rows] int64, of
+    the new token in its sequence.
+
+    Writes wishes.logits of the slots that have a row: draw from these with `Adjusted(wishes.row, wishes.logits)`.
+    Listed ids must lie in the vocabulary: not checked on device. Raises ValueError for other shapes and dtypes.
+    """
+    rows, vocab = logits.shape
+    wishes.check(vocab)
+    if logits.stride(1) != 1:
+        raise ValueError(f"the elements of a row must be contiguous, got strides {logits.stride()}")
+    for name, one in (("slots", slots), ("index", index)):
+        _check(name, one, (rows,), torch.int64)
+    if rows == 0 or wishes.counts.shape[0] == 0:
+        return
+    penalties = (wishes.repetition, wishes.presence, wishes.frequency)
+    lists = (wishes.only_listed, wishes.num_listed, wishes.listed, wishes.bias, wishes.until)
+    _penalize_kernel[(rows, ceil_div(vocab, _TILE))](
+        logits, slots, index, wishes.row, penalties, lists, wishes.counts, wishes.logits, logits.stride(0), vocab,
+        MOST=wishes.listed.shape[1], SEEN=SEEN, TILE=_TILE,
+    )  # fmt: skip
+
+
+@triton.jit
+def _count_kernel(tokens_ptr, best_ptr, slots_ptr, row_ptr, counts_ptr, num, vocab, TILE: tl.constexpr):
+    # one program has TILE rows; no two rows have the same slot
+    places = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    inside = places < num
+    slots = tl.load(slots_ptr + places, mask=inside, other=-1)
+    row = tl.load(row_ptr + slots, mask=slots >= 0, other=-1).to(tl.int64)
+    best = tl.load(best_ptr + places, mask=inside, other=0.0)
+    drawn = (row >= 0) & (tl.abs(best) < float("inf"))
+    where = counts_ptr + row * vocab + tl.load(tokens_ptr + places, mask=inside, other=0)
+    tl.store(where, tl.load(where, mask=drawn, other=0) + 1, mask=drawn)
+
+
+def count_tokens(tokens: Tensor, best: Tensor, slots: Tensor, wishes: Wishes) -> None:
+    """Counts what `draw_tokens` drew for the slots that have a row: tokens, slots [rows] int64, best [rows] float32.
+
+    Rows in which no token could win (best not finite) count nothing; no two rows may be of one slot.
+    """
+    rows = tokens.shape[0]
+    _check("tokens", tokens, (rows,), torch.int64)
+    _check("slots", slots, (rows,), torch.int64)
+    _check("best", best, (rows,), torch.float32)
+    if rows and wishes.counts.shape[0]:
+        vocab = wishes.counts.shape[1]
+        grid = (ceil_div(rows, 128),)
+        _count_kernel[grid](tokens, best, slots, wishes.row, wishes.counts, rows, vocab, TILE=128)
+
+
+def _check(name: str, one: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if one.shape != shape or one.dtype != dtype or not one.is_contiguous():
+        raise ValueError(f"{name}: expected contiguous {list(shape)} of {dtype}, got {list(one.shape)} of {one.dtype}")

@@ -1,0 +1,197 @@
+"""The end of a step: each slot has its new token, or has ended, and the host will read what became of it."""
+
+import math
+from enum import IntEnum, auto
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from blockyard.kernels.int_math import ceil_div
+from blockyard.kernels.slots.gather_rows import Rows
+from blockyard.kernels.slots.slot_state import MOST_STOPS, Field, SlotState
+
+_TILE = 128
+NUM_RESULTS = 3  # words of a row: outcome, token, tokens computed
+
+
+class Outcome(IntEnum):
+    """Of a row."""
+
+    NOTHING = 0  # it pads, or its slot had ended
+    PART = auto()  # not all known tokens are computed yet
+    TOKEN = auto()
+    END_OF_SEQUENCE = auto()  # with a token, as the next two
+    STOP = auto()
+    LENGTH = auto()
+    FULL = auto()  # ended by its length before there was a token
+    NOT_FINITE = auto()
+    NONE_ALLOWED = auto()
+
+
+ALIVE = (Outcome.PART, Outcome.TOKEN)
+WITH_TOKEN = (Outcome.TOKEN, Outcome.END_OF_SEQUENCE, Outcome.STOP, Outcome.LENGTH)
+
+
+def advance_slots_reference(
+    state: SlotState, rows: Rows, tokens: Tensor, best: Tensor, eos: Tensor, results: Tensor, counts: Tensor | None
+) -> None:
+    out = results[int(state.step) % len(results)]
+    fields = state.fields
+    out[0, : len(rows.slots)] = int(Outcome.NOTHING)
+    for row, slot in enumerate(rows.slots.tolist()):
+        if slot < 0:
+            continue
+        position = int(fields[Field.POSITION, slot]) + (1 if counts is None else int(counts[row]))
+        outcome = _outcome(fields[:, slot].tolist(), position, int(tokens[row]), float(best[row]), eos.tolist())
+        fields[Field.POSITION, slot] = position
+        fields[Field.LIVE, slot] = int(outcome in ALIVE)
+        if outcome in WITH_TOKEN:
+            fields[Field.NEXT, slot] = tokens[row]
+            fields[Field.KNOWN, slot] = position + 1
+        out[:, row] = torch.tensor([outcome, tokens[row], position])
+
+
+def _outcome(slot: list[int], position: int, token: int, best: float, eos: list[int]) -> Outcome:
+    if position < slot[Field.KNOWN]:
+        return Outcome.PART
+    if position >= slot[Field.MAX_KNOWN]:
+        return Outcome.FULL
+    if not math.isfinite(best):
+        return Outcome.NONE_ALLOWED if best == -math.inf else Outcome.NOT_FINITE
+    if token in eos and not slot[Field.IGNORE_EOS]:
+        return Outcome.END_OF_SEQUENCE
+    if token in slot[Field.STOPS : Field.STOPS + slot[Field.NUM_STOPS]]:
+        return Outcome.STOP
+    return Outcome.LENGTH if position + 1 >= slot[Field.MAX_KNOWN] else Outcome.TOKEN
+
+
+@triton.jit(do_not_specialize=["count", "capacity"])
+def _advance_slots_kernel(
+    fields_ptr,
+    step_ptr,
+    slots_ptr,
+    tokens_ptr,
+    best_ptr,
+    eos_ptr,
+    counts_ptr,
+    results_ptr,
+    count,
+    num_slots,
+    ring,
+    capacity,
+    NUM_EOS: tl.constexpr,
+    COUNTED: tl.constexpr,
+    MOST_STOPS: tl.constexpr,
+    NEXT: tl.constexpr,
+    POSITION: tl.constexpr,
+    KNOWN: tl.constexpr,
+    MAX_KNOWN: tl.constexpr,
+    LIVE: tl.constexpr,
+    IGNORE_EOS: tl.constexpr,
+    NUM_STOPS: tl.constexpr,
+    STOPS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    # program i has tile i of the rows; the outcomes' numbers are those of Outcome
+    row = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    inside = row < count
+    slot = tl.load(slots_ptr + row, mask=inside, other=-1)
+    on = slot >= 0
+    field = fields_ptr + slot
+    token = tl.load(tokens_ptr + row, mask=on, other=0).to(tl.int32)
+    best = tl.load(best_ptr + row, mask=on, other=0.0)
+    position = tl.load(field + POSITION * num_slots, mask=on, other=0)
+    if COUNTED:
+        position += tl.load(counts_ptr + row, mask=on, other=0)
+    else:
+        position += 1
+    most = tl.load(field + MAX_KNOWN * num_slots, mask=on, other=0)
+    ignores = tl.load(field + IGNORE_EOS * num_slots, mask=on, other=0) != 0
+    ends = on & (slot < 0)
+    for i in tl.static_range(NUM_EOS):
+        ends |= token == tl.load(eos_ptr + i)
+    stops = on & (slot < 0)
+    num_stops = tl.load(field + NUM_STOPS * num_slots, mask=on, other=0)
+    if tl.max(num_stops, 0) > 0:
+        for i in tl.static_range(MOST_STOPS):
+            stop = tl.load(field + (STOPS + i) * num_slots, mask=on & (i < num_stops), other=-1)
+            stops |= token == stop
+    outcome = tl.where(position + 1 >= most, 5, 2)
+    outcome = tl.where(stops, 4, outcome)
+    outcome = tl.where(ends & ~ignores, 3, outcome)
+    finite = (best > float("-inf")) & (best < float("inf"))  # NaN is neither
+    outcome = tl.where(finite, outcome, tl.where(best == float("-inf"), 8, 7))
+    outcome = tl.where(position >= most, 6, outcome)
+    outcome = tl.where(position < tl.load(field + KNOWN * num_slots, mask=on, other=0), 1, outcome)
+    has_token = on & (outcome >= 2) & (outcome <= 5)
+    tl.store(field + POSITION * num_slots, position, mask=on)
+    tl.store(field + LIVE * num_slots, ((outcome == 1) | (outcome == 2)).to(tl.int32), mask=on)
+    tl.store(field + NEXT * num_slots, token, mask=has_token)
+    tl.store(field + KNOWN * num_slots, position + 1, mask=has_token)
+    out = results_ptr + (tl.load(step_ptr) % ring) * (3 * capacity) + row
+    tl.store(out, tl.where(on, outcome, 0), mask=inside)
+    tl.store(out + capacity, token, mask=inside)
+    tl.store(out + 2 * capacity, position, mask=inside)
+
+
+def advance_slots(
+    state: SlotState,
+    rows: Rows,
+    tokens: Tensor,
+    best: Tensor,
+    eos: Tensor,
+    results: Tensor,
+    counts: Tensor | None = None,
+) -> None:
+    """Each row's slot gets its token and ends where that, or its length, or logits that are not finite end it.
+
+    tokens [rows] int64 and best [rows] float32 as from `draw_tokens`; eos [n] int32, the model's; counts [rows] int32,
+    the tokens a row computed, None: one each. results [ring, NUM_RESULTS, capacity] int32, on the device or in pinned
+    memory, gets the rows' Outcome, token and number of computed tokens at [step % ring]. Tokens count only where all
+    that is known of a slot is computed. Raises ValueError for other shapes and dtypes.
+    """
+    state.check()
+    count = len(rows.slots)
+    rows.check(count)
+    if results.ndim != 3 or results.shape[1] != NUM_RESULTS or results.shape[2] < count:
+        raise ValueError(f"results: expected [ring, {NUM_RESULTS}, {count} or more], got {list(results.shape)}")
+    if results.dtype != torch.int32 or not results.is_contiguous():
+        raise ValueError(f"results: expected contiguous int32, got {results.dtype}, strides {results.stride()}")
+    for name, one, dtype in (("tokens", tokens, torch.int64), ("best", best, torch.float32)):
+        if one.shape != (count,) or one.dtype != dtype or not one.is_contiguous():
+            raise ValueError(f"{name}: expected contiguous [{count}] {dtype}, got {list(one.shape)} of {one.dtype}")
+    if eos.ndim != 1 or eos.dtype != torch.int32 or not eos.is_contiguous():
+        raise ValueError(f"eos: expected contiguous int32 ids, got {list(eos.shape)} of {eos.dtype}")
+    if counts is not None and (counts.shape != (count,) or counts.dtype != torch.int32 or counts.stride(0) != 1):
+        raise ValueError(f"counts: expected contiguous [{count}] int32, got {list(counts.shape)} of {counts.dtype}")
+    if count == 0:
+        return
+    _advance_slots_kernel[(ceil_div(count, _TILE),)](
+        state.fields,
+        state.step,
+        rows.slots,
+        tokens,
+        best,
+        eos,
+        rows.slots if counts is None else counts,
+        results,
+        count,
+        state.fields.shape[1],
+        len(results),
+        results.shape[2],
+        NUM_EOS=len(eos),
+        COUNTED=counts is not None,
+        MOST_STOPS=MOST_STOPS,
+        NEXT=int(Field.NEXT),
+        POSITION=int(Field.POSITION),
+        KNOWN=int(Field.KNOWN),
+        MAX_KNOWN=int(Field.MAX_KNOWN),
+        LIVE=int(Field.LIVE),
+        IGNORE_EOS=int(Field.IGNORE_EOS),
+        NUM_STOPS=int(Field.NUM_STOPS),
+        STOPS=int(Field.STOPS),
+        TILE=_TILE,
+        num_warps=1,
+    )

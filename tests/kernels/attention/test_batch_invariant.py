@@ -1,0 +1,98 @@
+"""Attention whose rows depend on nothing else: the same bits as decode, as prefill, in chunks and in company."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from torch import Tensor
+
+from blockyard.kernels.attention import batch_invariant as file
+from blockyard.kernels.attention.batch_invariant import invariant_attention
+from blockyard.kernels.attention.paged_prefill import paged_prefill_reference
+from blockyard.kernels.kv_cache.paged_kv import Sequences
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ERROR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # norm of the difference over the norm
+DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]
+HEADS, DIM, SIZE, LENGTH, LONGEST = 3, 24, 16, 150, 256
+
+
+@pytest.fixture(autouse=True)
+def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file, "_LEAST_SPLIT", 64)
+    monkeypatch.setattr(file, "_MOST_SPLITS", 4)
+
+
+@pytest.fixture(autouse=True)
+def products_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter computes `tl.dot` by numpy's BLAS, whose rows on some processors depend on their place."""
+
+    def matmul(a: npt.NDArray[Any], b: npt.NDArray[Any], dtype: npt.DTypeLike = None) -> npt.NDArray[Any]:
+        return np.einsum("...ik,...kj->...ij", a.astype(dtype), b.astype(dtype))
+
+    if DEVICE == "cpu":
+        monkeypatch.setattr(np, "matmul", matmul)
+
+
+class Sequence:
+    """All of a sequence's q, and its K and V in a pool."""
+
+    def __init__(self, dtype: torch.dtype, window: int | None, soft_cap: float | None) -> None:
+        torch.manual_seed(5)
+        self.q = torch.randn(LENGTH, HEADS, DIM, device=DEVICE).to(dtype)
+        self.layer = torch.randn(24, 2, 1, SIZE, DIM, device=DEVICE).to(dtype)
+        self.tables = torch.randperm(24).int().view(2, 12).to(DEVICE)
+        self.window, self.soft_cap = window, soft_cap
+
+    def rows(self, counts: list[tuple[int, int]], are_decodes: bool = False) -> Tensor:
+        """Of (first position, rows) each, in the two slots by turns; the first slot is the sequence."""
+        positions = torch.cat([torch.arange(a, a + n) for a, n in counts]).to(DEVICE)
+        slots = torch.cat([torch.full((n,), i % 2) for i, (_, n) in enumerate(counts)]).to(DEVICE)
+        starts = torch.tensor([0, *(n for _, n in counts)]).cumsum(0).int().to(DEVICE)
+        seqs = Sequences(slots, positions, self.tables)
+        q = self.q[positions].contiguous()
+        out = torch.full((len(q), HEADS * DIM), float("nan"), dtype=q.dtype, device=DEVICE)
+        options = (0.3, self.window, LONGEST, out, are_decodes, self.soft_cap)
+        invariant_attention(q, self.layer, seqs, starts, *options)
+        want = paged_prefill_reference(
+            q.double(), self.layer.double(), seqs, starts, 0.3, self.window, soft_cap=self.soft_cap
+        )
+        assert float((out.double() - want).norm() / want.norm()) <= ERROR[q.dtype]
+        return out
+
+
+@pytest.mark.parametrize(
+    ("dtype", "window", "soft_cap"), [(DTYPES[0], None, None), (DTYPES[-1], 70, None), (DTYPES[-1], None, 2.0)]
+)
+def test_the_same_bits_however_it_is_computed(dtype: torch.dtype, window: int | None, soft_cap: float | None) -> None:
+    it = Sequence(dtype, window, soft_cap)
+    whole = it.rows([(0, LENGTH)])
+    chunks = [it.rows([(at, n)]) for at, n in ((0, 61), (121, LENGTH - 121))]
+    assert torch.equal(torch.cat(chunks), torch.cat((whole[:61], whole[121:])))
+    company = it.rows([(130, 20), (3, 1), (64, 9), (140, 2)])
+    assert torch.equal(company[:20], whole[130:])
+    assert torch.equal(company[21:30], whole[64:73])
+    for at in (63, 64):
+        assert torch.equal(it.rows([(at, 1)], are_decodes=True)[0], whole[at])
+    together = it.rows([(149, 1), (12, 1)], are_decodes=True)
+    assert torch.equal(together[0], whole[149])
+
+
+def test_a_row_of_no_slot_is_zero() -> None:
+    layer = torch.randn(4, 2, 1, SIZE, DIM, device=DEVICE)
+    seqs = Sequences(
+        torch.tensor([-1], device=DEVICE),
+        torch.tensor([5], device=DEVICE),
+        torch.zeros(1, 4, dtype=torch.int32, device=DEVICE),
+    )
+    q, starts = torch.randn(1, HEADS, DIM, device=DEVICE), torch.tensor([0, 1], dtype=torch.int32, device=DEVICE)
+    for are_decodes in (True, False):
+        out = torch.full((1, HEADS * DIM), float("nan"), device=DEVICE)
+        invariant_attention(q, layer, seqs, starts, 1.0, None, 64, out, are_decodes)
+        assert not out.any()
+
+
+def test_splits_by_the_longest_alone() -> None:
+    assert [file.split_length(n) for n in (1, 256, 257, 1024)] == [64, 64, 128, 256]

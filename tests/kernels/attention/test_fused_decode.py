@@ -1,0 +1,149 @@
+"""A decode step of few rows in one kernel, against its reference in float64: outputs poisoned with NaN."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from blockyard.kernels.attention import fused_decode as file
+from blockyard.kernels.attention.fused_decode import Arrivals, Cutting, rope_attend, rope_attend_reference, takes
+from blockyard.kernels.attention.paged_decode import paged_decode_reference
+from blockyard.kernels.kv_cache.kv_types import LARGEST, scaled_reference
+from blockyard.kernels.kv_cache.paged_kv import Sequences
+from blockyard.kernels.kv_cache.rope_write_kv import rope_write_kv_reference
+from blockyard.kernels.layers.rms_norm import RMSNorm
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ERROR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # norm of the difference over the norm
+DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]
+BLOCKS = 120
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the kernel does not write is NaN."""
+
+    class Torch:
+        def __getattr__(self, name: str) -> Any:
+            return empty if name == "empty" else getattr(torch, name)
+
+    def empty(*args: Any, **kwargs: Any) -> Tensor:
+        return torch.full(args[0] if isinstance(args[0], tuple) else args, float("nan"), **kwargs)
+
+    monkeypatch.setattr(file, "torch", Torch())
+
+
+class Case:
+    """Lengths count the new token; 0 is a row that pads. The pool is NaN wherever no older token lies."""
+
+    def __init__(self, lengths: list[int], heads: int, kv_heads: int, head_dim: int, block_size: int) -> None:
+        num, width = len(lengths), -(-max(lengths) // block_size)
+        order = torch.randperm(num + 2)[:num]
+        tables = torch.full((num + 2, width), 2**30, dtype=torch.int32)  # never to be read
+        blocks = torch.randperm(BLOCKS)[: num * width].view(num, width)
+        self.layer = torch.full((BLOCKS, 2, kv_heads, block_size, head_dim), float("nan"))
+        for row, length in enumerate(lengths):
+            used = -(-length // block_size)
+            tables[order[row], :used] = blocks[row, :used].int()
+            for i in range(length - 1):
+                self.layer[blocks[row, i // block_size], :, :, i % block_size] = torch.randn(2, kv_heads, head_dim)
+        slots = torch.tensor([int(order[r]) if n else -1 for r, n in enumerate(lengths)])
+        positions = torch.tensor([max(n - 1, 0) for n in lengths])
+        self.seqs = Sequences(slots.to(DEVICE), positions.to(DEVICE), tables.to(DEVICE))
+        angles = torch.randn(num, 1, head_dim // 2, device=DEVICE)
+        self.rotation = torch.polar(torch.ones_like(angles), angles)
+        self.gain = torch.randn(heads + kv_heads, head_dim, device=DEVICE)
+        wide = torch.randn(num, (heads + 2 * kv_heads) * head_dim + 8, device=DEVICE)  # rows with gaps
+        self.qkv = wide[:, :-8].unflatten(1, (heads + 2 * kv_heads, head_dim))
+
+    def check(self, dtype: torch.dtype, plain: bool, window: int | None, soft_cap: float | None) -> None:
+        wide = torch.zeros(len(self.qkv), self.qkv[0].numel() + 8, dtype=dtype, device=DEVICE)
+        qkv = wide[:, :-8].view_as(self.qkv).copy_(self.qkv)
+        layer, before = self.layer.to(DEVICE, dtype), qkv.clone()
+        rotation = None if plain else self.rotation
+        norm = None if plain else RMSNorm(self.gain.to(dtype), 1e-6)
+        want_layer = layer.double()
+        want = rope_attend_reference(qkv.double(), want_layer, self.seqs, rotation, norm, 0.2, window, soft_cap)
+        arrivals, longest = Arrivals(64, torch.device(DEVICE)), int(self.seqs.positions.max()) + 1
+        for _ in range(2):  # what the first left behind serves the second
+            got = rope_attend(qkv, layer, self.seqs, rotation, norm, 0.2, window, longest, arrivals, soft_cap=soft_cap)
+            assert_close(got, want, dtype)
+            assert_close(layer.nan_to_num(0.5), want_layer.nan_to_num(0.5), dtype)
+            assert not arrivals.counts.any()
+        assert torch.equal(qkv, before)
+
+
+def assert_close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
+    assert got.shape == want.shape
+    assert got.dtype == dtype
+    assert not got.isnan().any()
+    error = float((got.double() - want).norm() / want.norm().clamp_min(1e-12))
+    assert error <= ERROR[dtype], f"relative error {error}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("lengths", "heads", "kv_heads", "head_dim", "block_size", "window", "soft_cap", "plain"),
+    [
+        ([1, 65, 0, 17], 2, 1, 16, 8, None, None, False),
+        ([300], 3, 1, 24, 16, None, None, False),  # several parts
+        ([300], 2, 1, 24, 16, None, 0.5, True),
+        ([140, 20], 2, 2, 16, 8, 20, None, False),
+        ([0, 0, 0], 2, 1, 16, 8, None, None, True),
+        ([129], 4, 1, 32, 5, 100, 0.7, False),
+        ([40, 33], 2, 1, 200, 16, None, None, False),  # shorter tiles
+    ],
+)
+def test_rope_attend(
+    lengths: list[int],
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    window: int | None,
+    soft_cap: float | None,
+    plain: bool,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(file, "_CUTTING", Cutting(64, 2, 4))
+    monkeypatch.setattr(file, "_COMBINED", 128)
+    case = Case([max(n, 1) for n in lengths] if not any(lengths) else lengths, heads, kv_heads, head_dim, block_size)
+    if not any(lengths):
+        case.seqs.slots.fill_(-1)
+    case.check(dtype, plain, window, soft_cap)
+
+
+@pytest.mark.parametrize("kv_dtype", LARGEST)
+def test_a_pool_of_8_bits(kv_dtype: torch.dtype) -> None:
+    """Numbers that 8 bits can hold, as the interpreter rounds others its own way."""
+    case, scales = Case([70, 9], 4, 2, 16, 8), torch.tensor([0.25, 0.5], device=DEVICE)
+    layer = case.layer.nan_to_num(0.0).to(DEVICE).to(kv_dtype)
+    qkv = case.qkv.to(kv_dtype).float() * torch.tensor([1, 1, 1, 1, 0.25, 0.25, 0.5, 0.5], device=DEVICE)[:, None]
+    stored = layer.clone()
+    rope_write_kv_reference(qkv.clone(), stored, case.seqs, None, None, 0.0, scales)
+    known = scaled_reference(stored, scales, torch.float64)
+    want = paged_decode_reference(qkv[:, :4].double(), known, case.seqs, 0.2, None)
+    arrivals = Arrivals(8, torch.device(DEVICE))
+    got = rope_attend(qkv, layer, case.seqs, None, None, 0.2, None, 70, arrivals, scales=scales)
+    assert_close(got, want, torch.float32)
+    assert torch.equal(layer.float(), stored.float())
+
+
+def test_which_steps_it_takes() -> None:
+    assert takes(1, 8192)
+    assert not takes(0, 8192)
+    assert not takes(2, 8192)
+    assert not takes(1, 8193)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    case = Case([3, 4], 4, 2, 16, 8)
+    layer, arrivals = case.layer.to(DEVICE), Arrivals(8, torch.device(DEVICE))
+    with pytest.raises(ValueError, match="7 counts for 2 rows of 4 heads"):
+        rope_attend(case.qkv, layer, case.seqs, None, None, 1.0, None, 8, Arrivals(7, torch.device(DEVICE)))
+    with pytest.raises(ValueError, match="rotation"):
+        rope_attend(case.qkv, layer, case.seqs, case.rotation[:1], None, 1.0, None, 8, arrivals)
+    with pytest.raises(ValueError, match="pool's dtype"):
+        rope_attend(case.qkv.half(), layer, case.seqs, None, None, 1.0, None, 8, arrivals)

@@ -1,0 +1,276 @@
+"""Triton kernels against their references in float64: odd sizes, strided rows, outputs poisoned with NaN."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from blockyard.kernels.attention import paged_decode as decode_file
+from blockyard.kernels.attention import split_kv as cut_file
+from blockyard.kernels.attention.paged_decode import paged_decode, paged_decode_reference
+from blockyard.kernels.attention.split_kv import cut_decodes
+from blockyard.kernels.kv_cache import rope_write_kv as rope_file
+from blockyard.kernels.kv_cache.paged_kv import Sequences
+from blockyard.kernels.kv_cache.rope_write_kv import rope_write_kv, rope_write_kv_reference
+from blockyard.kernels.layers import add_rms_norm as norm_file
+from blockyard.kernels.layers import silu_mul as silu_file
+from blockyard.kernels.layers.add_rms_norm import add_rms_norm, add_rms_norm_reference
+from blockyard.kernels.layers.silu_mul import silu_mul, silu_mul_reference
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ERROR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # norm of the difference over the norm
+DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the kernels do not write is NaN."""
+    torch.manual_seed(int.from_bytes(torch.randint(256, (4,)).numpy().tobytes()[:1]))
+
+    def empty(*args: Any, **kwargs: Any) -> Tensor:
+        floats = kwargs["dtype"].is_floating_point
+        return torch.full(args[0] if isinstance(args[0], tuple) else args, float("nan") if floats else -99, **kwargs)
+
+    class Torch:
+        def __getattr__(self, name: str) -> Any:
+            return empty if name == "empty" else getattr(torch, name)
+
+    for file in (norm_file, cut_file, decode_file, silu_file):
+        monkeypatch.setattr(file, "torch", Torch())
+
+
+def rows_of(rows: int, columns: int, dtype: torch.dtype, gap: int = 3) -> Tensor:
+    """Rows that do not follow each other at once."""
+    return torch.randn(rows, columns + gap, device=DEVICE).to(dtype)[:, :columns]
+
+
+def assert_close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
+    got, want = got.double(), want.double()
+    assert got.shape == want.shape
+    assert not got.isnan().any()
+    error = float((got - want).norm() / want.norm().clamp_min(1e-12))
+    assert error <= ERROR[dtype], f"relative error {error}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "size"), [(1, 64), (3, 100), (5, 257), (0, 8), (2, 1)])
+@pytest.mark.parametrize("add", [True, False])
+def test_add_rms_norm(rows: int, size: int, add: bool, dtype: torch.dtype) -> None:
+    residual, delta = rows_of(rows, size, dtype), rows_of(rows, size, dtype, gap=5) if add else None
+    weight = torch.randn(size, device=DEVICE).to(dtype)
+    total = residual.clone() if delta is None else residual + delta
+    want = add_rms_norm_reference(total.double(), None, weight.double(), 1e-5)
+    out = add_rms_norm(residual, delta, weight, 1e-5)
+    assert torch.equal(residual, total)
+    assert_close(out, want, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "inner"), [(1, 96), (3, 1025), (0, 4), (4, 1)])
+def test_silu_mul(rows: int, inner: int, dtype: torch.dtype) -> None:
+    gate_up = rows_of(rows, 2 * inner, dtype)
+    assert_close(silu_mul(gate_up), silu_mul_reference(gate_up.double()), dtype)
+
+
+def sequences(lengths: list[int], block_size: int, num_blocks: int) -> Sequences:
+    """In slots of no order; a length of 0 is a row that pads."""
+    num = len(lengths)
+    width = -(-max([*lengths, 1]) // block_size)
+    blocks = torch.randperm(num_blocks)[: num * width].view(num, width)
+    tables = torch.full((num + 2, width), 2**30, dtype=torch.int32)  # never to be read
+    order = torch.randperm(num + 2)[:num]
+    for row, length in enumerate(lengths):
+        used = -(-length // block_size)
+        tables[order[row], :used] = blocks[row, :used].int()
+    slots = torch.tensor([int(order[r]) if n else -1 for r, n in enumerate(lengths)], dtype=torch.int64)
+    positions = torch.tensor([max(n - 1, 0) for n in lengths], dtype=torch.int64)
+    return Sequences(slots.to(DEVICE), positions.to(DEVICE), tables.to(DEVICE))
+
+
+def pool_layer(seqs: Sequences, num_blocks: int, kv_heads: int, block_size: int, head_dim: int) -> Tensor:
+    """NaN wherever no sequence has a token."""
+    layer = torch.full((num_blocks, 2, kv_heads, block_size, head_dim), float("nan"))
+    for slot, position in zip(seqs.slots.tolist(), seqs.positions.tolist(), strict=True):
+        for i in range(position + 1) if slot >= 0 else ():
+            layer[seqs.tables[slot, i // block_size], :, :, i % block_size] = torch.randn(2, kv_heads, head_dim)
+    return layer
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("lengths", "heads", "kv_heads", "head_dim", "block_size", "window"),
+    [
+        ([1, 65, 0, 17], 4, 2, 16, 8, None),
+        ([300, 7], 3, 1, 24, 16, None),  # several splits
+        ([140, 20, 64], 4, 4, 16, 8, 20),
+        ([0, 0], 4, 2, 16, 8, None),
+        ([129], 20, 1, 32, 5, 1000),
+        ([40, 33], 2, 1, 200, 16, None),  # shorter tiles
+        ([], 4, 2, 16, 8, None),
+    ],
+)
+def test_paged_decode(
+    lengths: list[int],
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    window: int | None,
+    dtype: torch.dtype,
+) -> None:
+    seqs = sequences(lengths, block_size, 90)
+    layer = pool_layer(seqs, 90, kv_heads, block_size, head_dim).to(DEVICE, dtype)
+    q = rows_of(len(lengths), (heads + 3) * head_dim, dtype).view(len(lengths), heads + 3, head_dim)[:, :heads]
+    want = paged_decode_reference(q.double(), layer.double(), seqs, 0.2, window)
+    assert_close(paged_decode(q, layer, seqs, 0.2, window, longest=400), want, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 200])
+@pytest.mark.parametrize("joined", [0, 99])
+def test_pieces_are_put_together_layer_by_layer(
+    window: int | None, joined: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is kept for all layers serves the second as it did the first; one row has many pieces, one has none."""
+    monkeypatch.setattr(decode_file, "_JOINED", joined)  # by the last program, or in a kernel after it
+    seqs = sequences([1200, 0, 70], 16, 240)
+    q = torch.randn(3, 3, 24, device=DEVICE).to(dtype)
+    layers = [pool_layer(seqs, 240, 1, 16, 24).to(DEVICE, dtype) for _ in range(2)]
+    pieces = cut_decodes(seqs, 3, 1, 24, window, 1300, programs=5)
+    assert int(pieces.count) >= 4
+    for layer in layers:
+        want = paged_decode_reference(q.double(), layer.double(), seqs, 0.2, window)
+        assert_close(paged_decode(q, layer, seqs, 0.2, window, 1300, pieces=pieces), want, dtype)
+        assert not pieces.arrived.any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_decode_scores_are_capped(dtype: torch.dtype) -> None:
+    seqs = sequences([90, 3], 8, 90)
+    layer = pool_layer(seqs, 90, 2, 8, 16).to(DEVICE, dtype)
+    q = torch.randn(2, 4, 16, device=DEVICE).to(dtype)
+    want = paged_decode_reference(q.double(), layer.double(), seqs, 0.2, None, soft_cap=0.5)
+    assert_close(paged_decode(q, layer, seqs, 0.2, None, longest=400, soft_cap=0.5), want, dtype)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "window", "programs"),
+    [
+        ([131072, *[4096] * 31], None, 49),
+        ([300], None, 49),
+        ([0, 1, 64, 65, 0, 5000], 1000, 3),
+        ([0], None, 8),
+        ([7000, 129, 1], None, 1),
+    ],
+)
+def test_pieces_cover_every_key_once(lengths: list[int], window: int | None, programs: int) -> None:
+    positions = torch.tensor([max(n - 1, 0) for n in lengths], device=DEVICE)
+    slots = torch.tensor([5 * i if n else -1 for i, n in enumerate(lengths)], device=DEVICE)
+    seqs = Sequences(slots, positions, torch.zeros(1, 1, dtype=torch.int32, device=DEVICE))
+    pieces = cut_decodes(seqs, 4, 2, 16, window, max(*lengths, 1), programs)
+    count = int(pieces.count)
+    assert count <= pieces.fields.shape[1]
+    found: dict[int, list[tuple[int, int]]] = {row: [] for row in range(len(lengths))}
+    for i, (row, slot, begin, stop, parts) in enumerate(pieces.fields[:, :count].T.tolist()):
+        assert slot == slots[row]
+        base = int(pieces.of_row[0, row])
+        assert parts == pieces.of_row[1, row]
+        assert base + len(found[row]) == i < base + parts
+        found[row].append((begin, stop))
+    spans = [stop - begin for begin, stop in pieces.fields[2:4, :count].T.tolist()]
+    assert all(before > after - cut_file.TILE for before, after in pairwise(spans)), "the longest first"
+    for row, length in enumerate(lengths):
+        edges = [found[row][0][0], *(stop for _, stop in found[row])]
+        assert edges == sorted(edges)
+        assert [begin for begin, _ in found[row]] == edges[:-1], "each begins where the one before ends"
+        assert (edges[0], edges[-1]) == (max(length - (window or length), 0), length)
+    fair = sum(min(n, window or n) for n in lengths) * 2 / programs
+    assert (
+        max(stop - begin for its in found.values() for begin, stop in its)
+        <= max(fair * cut_file.SLACK / 8, cut_file.LEAST) + 64
+    )
+
+
+@pytest.mark.parametrize(
+    ("lengths", "most_pieces", "most_keys"),
+    [
+        ([1100] * 64, 1, 1100),  # a fair share is 1,067: one program more would not help
+        ([1100] * 256, 1, 4 * 1100),
+        ([100 + 61 * i % 1900 for i in range(256)], 1, 4500),  # 4,181
+        ([100 + 61 * i % 1900 for i in range(32)], 4, 800),  # 518
+    ],
+)
+def test_programs_have_about_the_same_to_do(lengths: list[int], most_pieces: int, most_keys: int) -> None:
+    positions = torch.tensor(lengths, device=DEVICE) - 1
+    tables = torch.zeros(1, 1, dtype=torch.int32, device=DEVICE)
+    seqs = Sequences(torch.arange(len(lengths), device=DEVICE), positions, tables)
+    pieces = cut_decodes(seqs, 32, 8, 128, None, max(lengths), programs=528)
+    assert int(pieces.of_row[1].max()) <= most_pieces
+    *_, begin, stop, _ = pieces.fields[:, : int(pieces.count)]
+    keys = (stop - begin).cpu().repeat_interleave(8)
+    turns = torch.nn.functional.pad(keys, (0, -len(keys) % 528)).view(-1, 528)
+    turns[1::2] = turns[1::2].flip(1)
+    assert int(turns.sum(0).max()) <= most_keys
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "few"), [(4, 2, 16, 99), (3, 1, 24, 99), (9, 2, 16, 0)])
+@pytest.mark.parametrize(("normed", "rotated"), [(True, True), (False, True), (False, False)])
+def test_rope_write_kv(
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    normed: bool,
+    rotated: bool,
+    few: int,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rope_file, "_FEW", few)  # one head a program, or several
+    seqs = sequences([9, 0, 1, 16], 8, 20)
+    rows, width = 4, heads + 2 * kv_heads
+    layer = torch.randn(20, 2, kv_heads, 8, head_dim, device=DEVICE).to(dtype)
+    qkv = rows_of(rows, width * head_dim, dtype).unflatten(1, (width, head_dim))
+    angles = torch.randn(rows, 1, head_dim // 2, device=DEVICE)
+    rotation = torch.polar(torch.ones_like(angles), angles) if rotated else None
+    weight = torch.randn(heads + kv_heads, head_dim, device=DEVICE).to(dtype) if normed else None
+    want_qkv, want = qkv.double(), layer.double()
+    exact = rotation.to(torch.complex64) if rotation is not None else None
+    rope_write_kv_reference(want_qkv, want, seqs, exact, None if weight is None else weight.double(), 1e-6)
+    rope_write_kv(qkv, layer, seqs, rotation, weight, 1e-6)
+    assert_close(qkv[:, :heads], want_qkv[:, :heads], dtype)
+    assert_close(qkv[:, heads + kv_heads :], want_qkv[:, heads + kv_heads :], dtype)
+    assert_close(layer, want, dtype)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    x = torch.randn(2, 8, device=DEVICE)
+    with pytest.raises(ValueError, match="do not fit"):
+        add_rms_norm(x, None, x[0, :4], 1e-5)
+    with pytest.raises(ValueError, match="dtypes differ"):
+        add_rms_norm(x, x.half(), x[0], 1e-5)
+    with pytest.raises(ValueError, match="contiguous"):
+        add_rms_norm(x.t(), None, x.t()[0].clone(), 1e-5)
+    with pytest.raises(ValueError, match="longer than"):
+        wide = torch.zeros(1, norm_file.LONGEST_ROW + 1, device=DEVICE)
+        add_rms_norm(wide, None, wide[0], 1e-5)
+    with pytest.raises(ValueError, match="2 \\* inner"):
+        silu_mul(x[:, :3])
+    with pytest.raises(ValueError, match="contiguous"):
+        silu_mul(x.t())
+    seqs = sequences([3, 4], 8, 4)
+    layer, qkv = torch.zeros(4, 2, 2, 8, 16, device=DEVICE), torch.zeros(2, 8, 16, device=DEVICE)
+    with pytest.raises(ValueError, match="does not fit a layer"):
+        paged_decode(qkv[:, :3], layer, seqs, 1.0, None, 8)
+    with pytest.raises(ValueError, match="pool's dtype"):
+        paged_decode(qkv[:, :4].half(), layer, seqs, 1.0, None, 8)
+    with pytest.raises(ValueError, match="rows"):
+        paged_decode(qkv[:1, :4], layer, seqs, 1.0, None, 8)
+    with pytest.raises(ValueError, match="int32"):
+        paged_decode(qkv[:, :4], layer, Sequences(seqs.slots, seqs.positions, seqs.tables.long()), 1.0, None, 8)
+    with pytest.raises(ValueError, match="rotation"):
+        rope_write_kv(qkv, layer, seqs, torch.zeros(2, 1, 4, dtype=torch.complex64, device=DEVICE), None, 1e-6)
+    with pytest.raises(ValueError, match="weight"):
+        rope_write_kv(qkv, layer, seqs, None, torch.zeros(4, 16, device=DEVICE), 1e-6)

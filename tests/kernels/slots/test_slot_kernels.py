@@ -1,0 +1,142 @@
+"""The state of slots on the device: written by pairs, gathered into rows, advanced by tokens; against plain torch."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from blockyard.kernels.slots.advance_slots import NUM_RESULTS, Outcome, advance_slots, advance_slots_reference
+from blockyard.kernels.slots.gather_rows import Rows, gather_rows, gather_rows_reference
+from blockyard.kernels.slots.scatter_words import scatter_words, scatter_words_reference
+from blockyard.kernels.slots.slot_state import MOST_STOPS, NUM_FIELDS, Field, SlotState
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+EOS = torch.tensor([7, 9], dtype=torch.int32, device=DEVICE)
+RING, CAPACITY = 3, 150
+
+
+def random_state(num_slots: int, seed: int) -> SlotState:
+    """Slots at every stage of their life."""
+    state = SlotState.make(num_slots, CAPACITY, 5, DEVICE)
+    at = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int) -> Tensor:
+        return torch.randint(low, high, (state.fields.shape[1],), generator=at, dtype=torch.int32).to(DEVICE)
+
+    fields = state.fields
+    fields[Field.POSITION] = draw(0, 50)
+    fields[Field.KNOWN] = fields[Field.POSITION] + draw(1, 4)
+    fields[Field.MAX_KNOWN] = fields[Field.POSITION] + draw(1, 6)
+    fields[Field.LIVE], fields[Field.IGNORE_EOS] = draw(0, 4).clamp(max=1), draw(0, 2)
+    fields[Field.NEXT], fields[Field.NUM_STOPS] = draw(0, 20), draw(0, MOST_STOPS + 1)
+    for i in range(MOST_STOPS):
+        fields[Field.STOPS + i] = draw(0, 20)
+    order = torch.randperm(num_slots, generator=at)[: CAPACITY - 10].to(torch.int32)
+    state.rows[: len(order)] = order.to(DEVICE)
+    state.step.fill_(seed)
+    return state
+
+
+def copy_of(state: SlotState) -> SlotState:
+    other = SlotState.make(state.fields.shape[1], len(state.rows), state.tables.shape[1], DEVICE)
+    other.arena.copy_(state.arena)
+    return other
+
+
+def test_views_are_of_one_arena_and_hold_floats() -> None:
+    state = SlotState.make(5, 3, 7, DEVICE)
+    state.check()
+    assert state.fields.shape == (NUM_FIELDS, 16)
+    assert state.rows.tolist() == [-1] * 3
+    for view in (state.fields, state.rows, state.step, state.tables):
+        state.arena[state.place(view)] = 77
+        assert int(view.reshape(-1)[0]) == 77
+    state.floats(Field.TOP_P)[2] = 0.25
+    assert int(state.fields[Field.TOP_P, 2]) == 0x3E800000
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 1024, 1500])
+def test_scatter(count: int) -> None:
+    at = torch.Generator().manual_seed(count)
+    arena = torch.randint(-9, 9, (4000,), generator=at, dtype=torch.int32).to(DEVICE)
+    pairs = torch.full((2, 2000), 10**9, dtype=torch.int32)  # behind `count` lies what must not be read
+    pairs[0, :count] = torch.randperm(4000, generator=at)[:count]
+    pairs[1, :count] = torch.randint(-(2**31), 2**31 - 1, (count,), generator=at, dtype=torch.int32)
+    if DEVICE.type == "cuda":
+        pairs = pairs.pin_memory()  # read where it lies
+    want = arena.cpu()
+    scatter_words_reference(want, pairs, count)
+    scatter_words(arena, pairs, count)
+    assert torch.equal(arena.cpu(), want)
+
+
+@pytest.mark.parametrize("rows", [1, 17, 128, CAPACITY])
+def test_gather(rows: int) -> None:
+    state = random_state(200, rows)
+    want_state, want, got = copy_of(state), Rows.make(rows, DEVICE), Rows.make(rows, DEVICE)
+    got.slots.fill_(99)
+    gather_rows_reference(want_state, want)
+    gather_rows(state, got)
+    for name in Rows.__slots__:
+        assert torch.equal(getattr(got, name), getattr(want, name)), name
+    assert torch.equal(state.arena, want_state.arena)
+    live = want.slots >= 0
+    assert rows == 1 or 0 < int(live.sum()) < rows, "both kinds of rows must be there"
+
+
+@pytest.mark.parametrize("counted", [False, True])
+@pytest.mark.parametrize("rows", [1, 5, CAPACITY])
+def test_advance(rows: int, counted: bool) -> None:
+    state = random_state(200, rows + counted)
+    now = Rows.make(rows, DEVICE)
+    gather_rows_reference(state, now)
+    at = torch.Generator().manual_seed(rows)
+    tokens = torch.randint(0, 20, (rows,), generator=at).to(DEVICE)
+    best = torch.randn(rows, generator=at).to(DEVICE)
+    best[2::7], best[3::11], best[4::13] = math.nan, -math.inf, math.inf
+    counts = torch.randint(1, 4, (rows,), generator=at, dtype=torch.int32).to(DEVICE) if counted else None
+    want_state = copy_of(state)
+    want = torch.full((RING, NUM_RESULTS, CAPACITY), -5, dtype=torch.int32, device=DEVICE)
+    got = want.cpu().pin_memory() if DEVICE.type == "cuda" else want.clone()
+    advance_slots_reference(want_state, now, tokens, best, EOS, want, counts)
+    advance_slots(state, now, tokens, best, EOS, got, counts)
+    torch.cuda.synchronize() if DEVICE.type == "cuda" else None
+    assert torch.equal(state.arena, want_state.arena)
+    out, place = want.cpu()[:, :, :rows], int(state.step) % RING
+    assert torch.equal(got[:, 0, :rows], out[:, 0])
+    told = out[place, 0] != Outcome.NOTHING
+    assert torch.equal(got[place][:, :rows][:, told], out[place][:, told])
+    assert (got[[i for i in range(RING) if i != place]] == -5).all(), "results of other steps may not be read yet"
+    if rows == CAPACITY:
+        assert set(out[place, 0].tolist()) == {int(o) for o in Outcome}, "every outcome must be there"
+
+
+def test_a_model_without_an_end_of_sequence() -> None:
+    state = random_state(200, 1)
+    now, none = Rows.make(40, DEVICE), EOS[:0]
+    gather_rows_reference(state, now)
+    tokens = torch.full((40,), 7, device=DEVICE)
+    results = torch.zeros((RING, NUM_RESULTS, CAPACITY), dtype=torch.int32, device=DEVICE)
+    advance_slots(state, now, tokens, torch.ones(40, device=DEVICE), none, results)
+    assert Outcome.END_OF_SEQUENCE not in results[int(state.step) % RING, 0].tolist()
+
+
+def test_wrong_arguments() -> None:
+    state, rows = SlotState.make(8, 4, 2, DEVICE), Rows.make(4, DEVICE)
+    tokens, best = rows.token_ids, torch.zeros(4, device=DEVICE)
+    results = torch.zeros((2, NUM_RESULTS, 4), dtype=torch.int32, device=DEVICE)
+    with pytest.raises(ValueError, match="9 pairs of 4"):
+        scatter_words(state.arena, results[0, :2], 9)
+    with pytest.raises(ValueError, match="pairs: expected"):
+        scatter_words(state.arena, results[0], 1)
+    with pytest.raises(ValueError, match="5 rows, the state has 4"):
+        gather_rows(state, Rows.make(5, DEVICE))
+    with pytest.raises(ValueError, match="results: expected"):
+        advance_slots(state, rows, tokens, best, EOS, results[:, :2])
+    with pytest.raises(ValueError, match="tokens: expected"):
+        advance_slots(state, rows, tokens[:3], best, EOS, results)
+    with pytest.raises(ValueError, match="eos: expected"):
+        advance_slots(state, rows, tokens, best, EOS.long(), results)
+    with pytest.raises(ValueError, match="counts: expected"):
+        advance_slots(state, rows, tokens, best, EOS, results, tokens)
