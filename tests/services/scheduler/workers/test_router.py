@@ -151,7 +151,7 @@ def test_a_cancelled_one_leaves_its_group_queue(two: World) -> None:
 
     for i in range(16):
         submit(two, str(i), [i + 1] * 30, max_tokens=10)
-    standing = [c.choice.request.id for d in two.core._router._queues.values() for c in d.queue if c.waits]
+    standing = [c.choice.request.id for d in two.core._router._queues.values() for c in d.entries if c.waits]
     assert standing
     (gateway,) = two.gateways.values()
     for request_id in standing:
