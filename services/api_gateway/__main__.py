@@ -1,4 +1,4 @@
-"""`python -m blockyard.services.api_gateway SETTINGS`: HTTP in, text out."""
+"""`python -m blockyard.services.api_gateway SETTINGS`: the HTTP server of a deployment."""
 
 import asyncio
 import gc

@@ -1,26 +1,25 @@
-"""From a checked request to its text: tokenize, settle lengths, open the journal entries."""
+"""Sends a checked request into the ring: tokenizes its prompts, fixes the sampling, opens the journal entries."""
 
 import asyncio
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from blockyard.services.api_gateway.requests.generate_request import Job
-from blockyard.services.api_gateway.responses.echo import Echo
-from blockyard.services.api_gateway.responses.error_body import ApiError
+from blockyard.services.api_gateway.requests.generate_request import GenerateRequest
 from blockyard.services.api_gateway.responses.event_stream import EventStream
-from blockyard.services.api_gateway.responses.full_response import Collected
-from blockyard.services.api_gateway.responses.http_generation import Call
-from blockyard.services.api_gateway.responses.response_writer import Outlet
+from blockyard.services.api_gateway.responses.full_response import CollectedChoice
+from blockyard.services.api_gateway.responses.http_generation import Echo, HttpGeneration
+from blockyard.services.api_gateway.responses.response_writer import ResponseWriter
+from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import Detokenize, Detokenized, Tokenized
 from blockyard.shared.ring_client.client import RingClient
 from blockyard.shared.ring_client.journal import ChoiceLog, Entry
 
-Sink = Collected | EventStream
+ChoiceSink = CollectedChoice | EventStream
 log = logging.getLogger(__name__)
 
-MAX_LOGGED = 8  # prompts whose lengths are in a line
-LOGGED = {  # fields that are numbers -> values that say nothing
+MAX_LOGGED = 8  # prompt lengths in one log line
+LOGGED = {  # numeric sampling fields -> the default, which is not logged
     "temperature": None,
     "top_p": 1.0,
     "top_k": 0,
@@ -35,13 +34,13 @@ LOGGED = {  # fields that are numbers -> values that say nothing
 }
 
 
-class Flow:
+class RequestPipeline:
     def __init__(self, client: RingClient, log_requests: bool = False) -> None:
         self._log_requests = log_requests
         self.text_work, self.admission, self._dispatch = client.text_work, client.admission, client.dispatch
         self._meters, self.clock = client.meters, client.clock
-        self._calls: set[Call] = set()
-        self.num_active = 0  # HTTP requests between their arrival and the end of their answer
+        self._open: set[HttpGeneration] = set()
+        self.num_active = 0  # generation requests whose body is parsed and whose answer is not complete
 
     @contextmanager
     def counted(self) -> Iterator[None]:
@@ -51,101 +50,102 @@ class Flow:
         finally:
             self.num_active -= 1
 
-    async def open(self, job: Job, name: str, tenant: str, outlet: Outlet | None) -> Call:
-        """Sends the job's prompts into the ring; text goes to `outlet`, or is collected. Raises ApiError.
+    async def open(
+        self, request: GenerateRequest, name: str, tenant: str, writer: ResponseWriter | None
+    ) -> HttpGeneration:
+        """Sends the request's prompts into the ring. Their text goes to `writer`, or is collected if that is None.
 
-        `name` is unique: ids of requests in the ring begin with it.
+        `name` must be unique: the ids of the requests in the ring begin with it. Raises RequestError.
         """
-        arrived_s = self.clock()
-        self.admission.check_room(job.card.names[0], arrived_s, tenant, job.user)
-        prompts = await self.text_work.tokenize(job.prompts, name, job.truncate, job.shape.echo)
+        arrived_s, model, computed = self.clock(), request.card.names[0], request.choices.computed
+        self.admission.check_room(model, arrived_s, tenant, request.user)
+        prompts = await self.text_work.tokenize(request.prompts, name, request.truncate, request.options.echo)
         self._meters.tokenized(self.clock() - arrived_s)
-        samplings = [job.settle(len(p.token_ids) // 4, p.bad_words) for p in prompts]
-        echoes = await self._echoes(job, prompts) if job.shape.echo else []
+        samplings = [request.finalize_sampling(len(p.token_ids) // 4, p.bad_words) for p in prompts]
+        echoes = await self._echoes(request, prompts) if request.options.echo else []
         num_tokens = sum(len(p.token_ids) // 4 for p in prompts)
-        computed = job.choices.computed
-        self._dispatch.check_hold(job.card.names[0], len(prompts) * computed, num_tokens * computed)
-        call = Call(job, arrived_s, self._dispatch.close)
+        self._dispatch.check_hold(model, len(prompts) * computed, num_tokens * computed)
+        generation = HttpGeneration(request, arrived_s, self._dispatch.close)
         for i, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
-            num = job.choices.computed
-            sinks = [_sink(call, i * num + k, outlet, prompt.token_ids) for k in range(num)]
+            sinks = [_sink(generation, i * computed + k, writer, prompt.token_ids) for k in range(computed)]
             entry = Entry(
                 request_id=prompt.request_id,
-                model=job.card.names[0],
+                model=model,
                 prompt_ids=prompt.token_ids,
                 block_names=prompt.block_names,
                 sampling=sampling,
-                text=job.text,
+                text=request.text,
                 choices=[ChoiceLog(k, sink) for k, sink in enumerate(sinks)],
-                owner=call,
+                owner=generation,
                 now=arrived_s,
-                priority=job.priority,
+                priority=request.priority,
                 tenant=tenant,
-                user=job.user,
-                cache_salt=job.cache_salt,
-                beam=job.choices.beam,
-                n=job.choices.returned,
+                user=request.user,
+                cache_salt=request.cache_salt,
+                beam=request.choices.beam,
+                n=request.choices.returned,
             )
             if echoes:
                 for sink in sinks:
-                    sink.echo = Echo(*echoes[i], entry.prompt_logprobs)
-            call.entries.append(entry)
-        self._calls.add(call)
+                    sink.prepend(Echo(*echoes[i], entry.prompt_logprobs))
+            generation.entries.append(entry)
+        self._open.add(generation)
         if self._log_requests:
-            _log(call)
+            _log(generation)
         self._meters.requests += 1
-        for entry in call.entries:
+        for entry in generation.entries:
             self._dispatch.open(entry, self.clock())
-        return call
+        return generation
 
     async def detokenize(self, work: Detokenize) -> Detokenized:
         answer = await self.text_work.submit(work)
         assert isinstance(answer, Detokenized)
         return answer
 
-    def closed(self, call: Call) -> None:
-        """The handler is done with the call, however it ended."""
-        self._calls.discard(call)
-        call.close()
+    def close(self, generation: HttpGeneration) -> None:
+        """The handler has ended; cancels the choices that still run."""
+        self._open.discard(generation)
+        generation.close()
 
-    def abandon(self, error: ApiError) -> None:
-        """Fails every open call: the process is about to end."""
-        for call in list(self._calls):
-            call.fail(error)
+    def abandon(self, error: RequestError) -> None:
+        """Fails every open request, before the process ends."""
+        for generation in list(self._open):
+            generation.fail(error)
 
-    async def _echoes(self, job: Job, prompts: list[Tokenized]) -> list[tuple[str, str]]:
-        """Each prompt's text and, with log-probabilities, its first token's: that has none to bring it along."""
-        texts = [p.text or asked.text or "" for asked, p in zip(job.prompts, prompts, strict=True)]
-        if not job.shape.logprobs:
+    async def _echoes(self, request: GenerateRequest, prompts: list[Tokenized]) -> list[tuple[str, str]]:
+        """Each prompt's text and first token. No log-probability brings the first token's text, so it is asked for."""
+        texts = [p.text or asked.text or "" for asked, p in zip(request.prompts, prompts, strict=True)]
+        if not request.options.logprobs:
             return [(text, "") for text in texts]
         first_ids = [p.token_ids[:4] for p in prompts]
-        if job.text.tokens_as_ids:
+        if request.text.tokens_as_ids:
             return [(t, f"token_id:{int.from_bytes(i, 'little')}") for t, i in zip(texts, first_ids, strict=True)]
         names = [f"{p.request_id}-first" for p in prompts]
-        model = job.card.names[0]
+        model = request.card.names[0]
         firsts = await asyncio.gather(
             *(self.detokenize(Detokenize(n, model, i)) for n, i in zip(names, first_ids, strict=True))
         )
         return [(text, first.text) for text, first in zip(texts, firsts, strict=True)]
 
 
-def _log(call: Call) -> None:
-    """Ids and numbers: prompts, stop strings and bad words are text and stay out of logs."""
-    job, sampling = call.job, call.entries[0].sampling
+def _log(generation: HttpGeneration) -> None:
+    """Logs ids and numbers only. Prompts, stop strings and bad words are the user's text and stay out of logs."""
+    request, sampling = generation.request, generation.entries[0].sampling
     fields = {name: getattr(sampling, name) for name in LOGGED if getattr(sampling, name) != LOGGED[name]}
     log.info(
         "%s: %d prompts of %s tokens for %s, n=%d, max_tokens=%d%s",
-        job.shape.answer_id,
-        len(call.entries),
-        "+".join(str(entry.num_prompt_tokens) for entry in call.entries[:MAX_LOGGED]),
-        job.shape.model,
-        job.choices.returned,
+        request.options.answer_id,
+        len(generation.entries),
+        "+".join(str(entry.num_prompt_tokens) for entry in generation.entries[:MAX_LOGGED]),
+        request.options.model,
+        request.choices.returned,
         sampling.max_tokens,
         "".join(f", {name}={value}" for name, value in fields.items()),
     )
 
 
-def _sink(call: Call, index: int, outlet: Outlet | None, prompt_ids: bytes) -> Sink:
-    if outlet is None:
-        return Collected(call.job.shape.no_output)
-    return EventStream(call.job.shape, index, outlet, call.usage_json, prompt_ids)
+def _sink(generation: HttpGeneration, index: int, writer: ResponseWriter | None, prompt_ids: bytes) -> ChoiceSink:
+    options = generation.request.options
+    if writer is None:
+        return CollectedChoice(options.no_output)
+    return EventStream(options, index, writer, generation.usage_json, prompt_ids)

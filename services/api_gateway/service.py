@@ -1,36 +1,61 @@
-"""The gateway's loop over its links: frames and membership to the parts that own them."""
+"""The gateway's parts, and the loop that hands them the frames and membership events of its links."""
 
 import asyncio
 import time
-from collections.abc import AsyncIterable, Callable
+from collections.abc import AsyncIterable, Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 from blockyard.services.api_gateway.metrics.scrape import Metrics
-from blockyard.services.api_gateway.progress import Progress
-from blockyard.services.api_gateway.request_pipeline import Flow
-from blockyard.services.api_gateway.requests.body_parser import Bodies
-from blockyard.services.api_gateway.responses.streams import Streams
+from blockyard.services.api_gateway.request_pipeline import RequestPipeline
+from blockyard.services.api_gateway.requests.body_parser import BodyParser
+from blockyard.services.api_gateway.responses.streamed_responses import StreamedResponses
 from blockyard.shared.bus import Event
 from blockyard.shared.config.gateway import GatewayConfig
-from blockyard.shared.messages import GatewayIn, Scrape, Scraped, Stats
+from blockyard.shared.messages import GatewayIn, Member, Role, Scrape, Scraped, Stats
 from blockyard.shared.ring_client.client import RingClient
 from blockyard.shared.ring_client.ring_links import RingLinks
 from blockyard.shared.serving import rss_bytes
 
+PAUSED = "paused"  # phase of a scheduler that was paused by an operator
+
+
+class StallDetector:
+    """Finds schedulers that finish no step for `max_step_s` although sequences run.
+
+    Heartbeats do not show this: a worker that hangs in a step still sends them.
+    """
+
+    def __init__(self, max_step_s: float) -> None:
+        self._max_step_s = max_step_s
+        self._seen: dict[int, tuple[int, float]] = {}  # scheduler -> its step count, and when that changed
+        self.stalled: frozenset[int] = frozenset()
+
+    def observe(self, members: Iterable[Member], now: float) -> None:
+        seen = {}
+        for member in members:
+            if member.role == Role.SCHEDULER:
+                before = self._seen.get(member.incarnation)
+                moved = before is None or before[0] != member.stats.steps_total or not member.stats.running
+                moved = moved or member.phase == PAUSED
+                seen[member.incarnation] = (member.stats.steps_total, now) if moved or before is None else before
+        self._seen = seen
+        self.stalled = frozenset(i for i, (_, since) in seen.items() if now - since > self._max_step_s)
+
 
 class Gateway:
-    """`handle` decides and sends; it never waits. One bad frame or request never ends the loop."""
+    """`handle` never waits. One bad frame or request never ends the loop."""
 
     def __init__(self, config: GatewayConfig, links: RingLinks, clock: Callable[[], float] = time.monotonic) -> None:
         self.links = links
         self.draining = False
-        self.num_active = 0  # HTTP requests that POST
+        self.num_active = 0  # POST requests that are being served
         self.client = RingClient(links, config.served_model_names, config.stall_timeout_s, clock)
         self.meters, self.journal = self.client.meters, self.client.journal
         self.metrics = Metrics(links, self.meters, self.client.counts, config.metrics_names)
-        self.streams = Streams(config.keepalive_s, config.client_timeout_s, config.max_unread_mib << 20)
-        self.flow = Flow(self.client, config.log_requests)
-        self.bodies = Bodies(config)
-        self.progress = Progress(config.stall_timeout_s / 2)
+        self.streams = StreamedResponses(config.keepalive_s, config.client_timeout_s, config.max_unread_mib << 20)
+        self.pipeline = RequestPipeline(self.client, config.log_requests)
+        self.body_parser = BodyParser(config)
+        self.stall_detector = StallDetector(config.stall_timeout_s / 2)
         self._clock = clock
 
     async def run(self, events: AsyncIterable[tuple[int, Event | GatewayIn]]) -> None:
@@ -38,7 +63,7 @@ class Gateway:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.client.keep_time(self._count))
             tasks.create_task(self.streams.sweep())
-            tasks.create_task(self.bodies.run())
+            tasks.create_task(self.body_parser.run())
             async for peer, event in events:
                 self.handle(peer, event)
 
@@ -51,8 +76,16 @@ class Gateway:
             case _:
                 self.client.handle(peer, event)
 
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        self.num_active += 1
+        try:
+            yield
+        finally:
+            self.num_active -= 1
+
     def drain(self) -> None:
-        """No new requests from here on; running ones end in their time."""
+        """Refuses new requests; open ones continue."""
         self.draining = True
         self.links.update(ready=False, phase="draining")
 
@@ -64,7 +97,7 @@ class Gateway:
             prompt_tokens_total=self.meters.prompt_tokens,
             output_tokens_total=self.meters.output_tokens,
             rss_bytes=rss_bytes(),
-            active=self.flow.num_active,
+            active=self.pipeline.num_active,
         )
         self.links.count(stats)
-        self.progress.observe(self.links.members.values(), self._clock())
+        self.stall_detector.observe(self.links.members.values(), self._clock())

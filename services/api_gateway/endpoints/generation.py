@@ -1,4 +1,4 @@
-"""The endpoints that need the ring: generation, tokenize, detokenize, models."""
+"""Generation (chat, completions, SageMaker's /invocations), tokenize and detokenize."""
 
 import secrets
 from collections.abc import Iterator
@@ -9,17 +9,22 @@ from aiohttp import web
 from blockyard.services.api_gateway.http.access import Access, Route
 from blockyard.services.api_gateway.http.request_context import IGNORED, REQUEST_ID, TENANT
 from blockyard.services.api_gateway.http.uploads import Uploads
-from blockyard.services.api_gateway.request_pipeline import Flow
-from blockyard.services.api_gateway.requests.body_parser import Bodies
-from blockyard.services.api_gateway.requests.generate_request import Job
+from blockyard.services.api_gateway.request_pipeline import RequestPipeline
+from blockyard.services.api_gateway.requests.body_parser import BodyParser
+from blockyard.services.api_gateway.requests.generate_request import GenerateRequest
 from blockyard.services.api_gateway.requests.ignored_fields import IgnoredFields
-from blockyard.services.api_gateway.requests.parse_body import Asked, Generation, Kind, Terms, TextJob
-from blockyard.services.api_gateway.responses.full_response import answer, ids_of
-from blockyard.services.api_gateway.responses.response_writer import Outlet
-from blockyard.services.api_gateway.responses.streams import Streams
+from blockyard.services.api_gateway.requests.parse_body import (
+    Endpoint,
+    ParseContext,
+    ParsedBody,
+    ParsedGeneration,
+    ParsedText,
+)
+from blockyard.services.api_gateway.responses.full_response import encode_full_response
+from blockyard.services.api_gateway.responses.json_response import JSON, json_response
+from blockyard.services.api_gateway.responses.streamed_responses import StreamedResponses
 from blockyard.shared.messages import Detokenize, Tokenize
-
-JSON = "application/json"
+from blockyard.shared.token_ids import unpack
 
 
 class TokenizeAnswer(msgspec.Struct, frozen=True):
@@ -33,9 +38,11 @@ class DetokenizeAnswer(msgspec.Struct, frozen=True):
     prompt: str
 
 
-class Handlers:
-    def __init__(self, flow: Flow, streams: Streams, bodies: Bodies, uploads: Uploads) -> None:
-        self._flow, self._streams, self._bodies, self._uploads = flow, streams, bodies, uploads
+class GenerationEndpoints:
+    def __init__(
+        self, pipeline: RequestPipeline, streams: StreamedResponses, body_parser: BodyParser, uploads: Uploads
+    ) -> None:
+        self._pipeline, self._streams, self._body_parser, self._uploads = pipeline, streams, body_parser, uploads
         self._ignored = IgnoredFields()
 
     def routes(self) -> Iterator[Route]:
@@ -48,59 +55,55 @@ class Handlers:
         ):
             yield "POST", path, handler, Access.KEY
 
-    async def chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._generate(request, "chat")
+    async def chat(self, http_request: web.Request) -> web.StreamResponse:
+        return await self._generate(http_request, "chat")
 
-    async def completion(self, request: web.Request) -> web.StreamResponse:
-        return await self._generate(request, "completion")
+    async def completion(self, http_request: web.Request) -> web.StreamResponse:
+        return await self._generate(http_request, "completion")
 
-    async def invocations(self, request: web.Request) -> web.StreamResponse:
-        """As SageMaker asks: the body says which endpoint is meant."""
-        return await self._generate(request, "invocation")
+    async def invocations(self, http_request: web.Request) -> web.StreamResponse:
+        """SageMaker's route: the body's fields tell chat from completions."""
+        return await self._generate(http_request, "invocation")
 
-    async def tokenize(self, request: web.Request) -> web.Response:
-        asked = await self._read(request, "tokenize")
-        assert isinstance(asked, TextJob) and isinstance(asked.work, Tokenize)
-        done = (await self._flow.text_work.tokenize([asked.work], secrets.token_hex(8)))[0]
-        ids = ids_of(done.token_ids)
-        strs = done.pieces if asked.want_pieces else None
-        return json_response(TokenizeAnswer(len(ids), asked.card.max_model_len, ids, strs))
+    async def tokenize(self, http_request: web.Request) -> web.Response:
+        parsed = await self._parse(http_request, "tokenize")
+        assert isinstance(parsed, ParsedText) and isinstance(parsed.work, Tokenize)
+        done = (await self._pipeline.text_work.tokenize([parsed.work], secrets.token_hex(8)))[0]
+        ids = unpack(done.token_ids)
+        strs = done.pieces if parsed.want_pieces else None
+        return json_response(TokenizeAnswer(len(ids), parsed.card.max_model_len, ids, strs))
 
-    async def detokenize(self, request: web.Request) -> web.Response:
-        asked = await self._read(request, "detokenize")
-        assert isinstance(asked, TextJob) and isinstance(asked.work, Detokenize)
-        work = msgspec.structs.replace(asked.work, request_id=secrets.token_hex(8))
-        return json_response(DetokenizeAnswer((await self._flow.detokenize(work)).text))
+    async def detokenize(self, http_request: web.Request) -> web.Response:
+        parsed = await self._parse(http_request, "detokenize")
+        assert isinstance(parsed, ParsedText) and isinstance(parsed.work, Detokenize)
+        work = msgspec.structs.replace(parsed.work, request_id=secrets.token_hex(8))
+        return json_response(DetokenizeAnswer((await self._pipeline.detokenize(work)).text))
 
-    async def _read(self, request: web.Request, kind: Kind) -> Asked:
-        """The request's body. Unknown fields are ignored, and named in a header of the answer."""
-        terms = Terms(kind, REQUEST_ID.get(), self._flow.admission.served())
-        async with self._uploads.read(request) as body:
-            asked = await self._bodies.read(body, terms)
-        if asked.ignored:
-            IGNORED.set(self._ignored.note(asked.ignored))
-        return asked
+    async def _parse(self, http_request: web.Request, endpoint: Endpoint) -> ParsedBody:
+        """Reads and parses the body. Unknown fields are reported in a response header."""
+        context = ParseContext(endpoint, REQUEST_ID.get(), self._pipeline.admission.served())
+        async with self._uploads.read(http_request) as body:
+            parsed = await self._body_parser.parse(body, context)
+        if parsed.ignored:
+            IGNORED.set(self._ignored.note(parsed.ignored))
+        return parsed
 
-    async def _generate(self, request: web.Request, kind: Kind) -> web.StreamResponse:
-        asked = await self._read(request, kind)
-        assert isinstance(asked, Generation)
-        with self._flow.counted():
-            return await self._answer(request, asked.job)
+    async def _generate(self, http_request: web.Request, endpoint: Endpoint) -> web.StreamResponse:
+        parsed = await self._parse(http_request, endpoint)
+        assert isinstance(parsed, ParsedGeneration)
+        with self._pipeline.counted():
+            return await self._respond(http_request, parsed.request)
 
-    async def _answer(self, request: web.Request, job: Job) -> web.StreamResponse:
-        outlet = Outlet(self._streams.unread) if job.shape.stream else None
-        call = await self._flow.open(job, secrets.token_hex(10), TENANT.get(), outlet)
+    async def _respond(self, http_request: web.Request, request: GenerateRequest) -> web.StreamResponse:
+        writer = self._streams.writer() if request.options.stream else None
+        generation = await self._pipeline.open(request, secrets.token_hex(10), TENANT.get(), writer)
         try:
-            if outlet is not None:
-                await call.settle()
-                return await self._streams.run(request, call, outlet)
-            await call.finish()
-            if call.error is not None:
-                raise call.error
-            return web.Response(body=answer(call), content_type=JSON)
+            if writer is not None:
+                await generation.wait_accepted()
+                return await self._streams.run(http_request, generation, writer)
+            await generation.wait_finished()
+            if generation.error is not None:
+                raise generation.error
+            return web.Response(body=encode_full_response(generation), content_type=JSON)
         finally:
-            self._flow.closed(call)
-
-
-def json_response(value: msgspec.Struct) -> web.Response:
-    return web.Response(body=msgspec.json.encode(value), content_type=JSON)
+            self._pipeline.close(generation)

@@ -1,13 +1,13 @@
-"""Endpoints for operators: pause and resume, sleep and wake, forget the prefix cache."""
+"""Endpoints for operators: pause and resume, sleep and wake up, reset the prefix cache."""
 
 from collections.abc import Iterator
 
 import msgspec
 from aiohttp import web
 
-from blockyard.services.api_gateway.endpoints.generation import json_response
 from blockyard.services.api_gateway.http.access import Access, Route
-from blockyard.services.api_gateway.responses.error_body import ApiError
+from blockyard.services.api_gateway.responses.json_response import json_response
+from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import Control, Controlled, Part, Verb
 from blockyard.shared.ring_client.controls import Controls
 
@@ -15,7 +15,7 @@ SWITCH = {"": True, "1": True, "true": True, "0": False, "false": False}
 
 
 class State(msgspec.Struct, frozen=True):
-    """How things stand once it is done."""
+    """The state after the operation."""
 
     sleep_level: int
     paused: bool
@@ -30,7 +30,7 @@ class IsPaused(msgspec.Struct, frozen=True):
     is_paused: bool
 
 
-class Operations:
+class OperatorEndpoints:
     def __init__(self, controls: Controls) -> None:
         self._controls = controls
 
@@ -44,37 +44,37 @@ class Operations:
         yield "GET", "/is_paused", self.is_paused, Access.KEY
 
     async def reset_prefix_cache(self, request: web.Request) -> web.Response:
-        _only(request)
+        _check_query(request)
         return await self._do(Control("", Verb.RESET_PREFIX_CACHE))
 
     async def pause(self, request: web.Request) -> web.Response:
-        """`mode` keep: those that run stand still; wait: they end first, and the answer comes then."""
-        _only(request, "mode", "clear_cache")
+        """With `mode=keep` running requests stop where they are; with `wait` they finish before the answer is sent."""
+        _check_query(request, "mode", "clear_cache")
         mode = request.query.get("mode", "keep")
         if mode not in ("keep", "wait"):
-            raise ApiError(f"mode must be keep or wait, got {mode[:40]!r}", "mode")
+            raise RequestError(f"mode must be keep or wait, got {mode[:40]!r}", "mode")
         clear = SWITCH.get(request.query.get("clear_cache", "true").lower())
         if clear is None:
-            raise ApiError("clear_cache must be true or false", "clear_cache")
+            raise RequestError("clear_cache must be true or false", "clear_cache")
         return await self._do(Control("", Verb.PAUSE, drain=mode == "wait", clear_cache=clear))
 
     async def resume(self, request: web.Request) -> web.Response:
-        _only(request)
+        _check_query(request)
         return await self._do(Control("", Verb.RESUME))
 
     async def sleep(self, request: web.Request) -> web.Response:
-        _only(request, "level")
+        _check_query(request, "level")
         level = request.query.get("level", "1")
         if level not in ("1", "2"):
-            raise ApiError(f"level must be 1 or 2, got {level[:40]!r}", "level")
+            raise RequestError(f"level must be 1 or 2, got {level[:40]!r}", "level")
         return await self._do(Control("", Verb.SLEEP, level=int(level)))
 
     async def wake_up(self, request: web.Request) -> web.Response:
-        """`tags`, weights or kv_cache: that part of the memory comes back; workers sleep until both are there."""
-        _only(request, "tags")
+        """`tags` restores only weights or kv_cache; workers sleep until both are restored."""
+        _check_query(request, "tags")
         given = [tag for value in request.query.getall("tags", []) for tag in value.split(",")]
         if wrong := [tag for tag in given if tag not in list(Part)]:
-            raise ApiError(f"tags are weights and kv_cache, got {wrong[0][:40]!r}", "tags")
+            raise RequestError(f"tags are weights and kv_cache, got {wrong[0][:40]!r}", "tags")
         return await self._do(Control("", Verb.WAKE_UP, tags=sorted(set(map(Part, given)))))
 
     async def is_sleeping(self, request: web.Request) -> web.Response:
@@ -90,14 +90,14 @@ class Operations:
 
 
 def _state(answers: list[Controlled]) -> State:
-    """Of all models together."""
+    """The answers of all models in one."""
     return State(
         max(a.sleep_level for a in answers), any(a.paused for a in answers), sum(a.freed_bytes for a in answers)
     )
 
 
-def _only(request: web.Request, *known: str) -> None:
-    """Raises ApiError for a query field that would do nothing."""
+def _check_query(request: web.Request, *known: str) -> None:
+    """Raises RequestError for an unknown query field."""
     for name in request.query:
         if name not in known:
-            raise ApiError(f"{request.path} takes no {name[:40]!r}", name[:40])
+            raise RequestError(f"{request.path} takes no {name[:40]!r}", name[:40])

@@ -1,4 +1,4 @@
-"""Who may use which route: decided by the route that was matched, never by the text of the path."""
+"""Which key each route needs. Access depends on the matched route, never on the text of the path."""
 
 import asyncio
 import enum
@@ -11,23 +11,23 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 from yarl import URL
 
-from blockyard.services.api_gateway.responses.error_body import ApiError
+from blockyard.shared.errors import RequestError
 
-# Set by proxies: behind one, the peer's address is the proxy's and says nothing about the client.
+# Headers set by proxies. A proxied request's peer address is the proxy's, not the client's.
 FORWARDED = ("Forwarded", "Via", "X-Forwarded-For", "X-Forwarded-Host", "X-Real-IP", "CF-Connecting-IP")
 
 
 class Access(enum.Enum):
     OPEN = enum.auto()
-    KEY = enum.auto()  # an API key or the admin key, if there are API keys
-    OPERATOR = enum.auto()  # the admin key, else an API key; without any key only from this machine
+    KEY = enum.auto()  # an API key or the admin key, if API keys are configured
+    OPERATOR = enum.auto()  # the admin key; an API key if there is no admin key; without any key, only this machine
 
 
-Route = tuple[str, str, Handler, Access]  # method, path, what answers, who may ask
+Route = tuple[str, str, Handler, Access]  # method, path, handler, access
 
 
 class Keys:
-    """Bearer keys of one kind. Compared in a time that does not depend on what is given."""
+    """Bearer keys of one kind, compared in constant time."""
 
     def __init__(self, keys: Iterable[str]) -> None:
         self._keys = [key.encode() for key in keys]
@@ -42,7 +42,7 @@ class Keys:
 
 
 class Guard:
-    """Knows what each route asks for. One that was not declared asks for a key."""
+    """Checks the access of each route. A route that was not registered here needs a key."""
 
     def __init__(self, api_keys: Iterable[str], admin_keys: Iterable[str]) -> None:
         self._api, self._admin = Keys(api_keys), Keys(admin_keys)
@@ -54,13 +54,13 @@ class Guard:
             self._routes[app.router.add_route(each, path, handler)] = access
 
     def access(self, request: web.Request) -> Access:
-        """Of the matched route; OPEN where none matched, because a 404 or a 405 is the answer then."""
+        """The access of the matched route; OPEN if none matched, because the answer is a 404 or a 405 then."""
         if request.match_info.http_exception is not None:
             return Access.OPEN
         return self._routes.get(request.match_info.route, Access.KEY)
 
     def tenant(self, request: web.Request) -> str:
-        """Who asks: "key-N" by the API key, "admin", or "" without one. Raises ApiError if the route is not theirs."""
+        """The client's tenant: "key-N" by its API key, "admin", or "" without a key. Raises RequestError: 401, 403."""
         access = self.access(request)
         given = _bearer(request)
         if access is Access.OPEN:
@@ -69,26 +69,26 @@ class Guard:
             return "admin"
         if access is Access.OPERATOR:
             if self._admin:
-                raise ApiError("The admin key is missing or wrong: send `Authorization: Bearer KEY`.", status=401)
+                raise RequestError("The admin key is missing or wrong: send `Authorization: Bearer KEY`.", status=401)
             if not self._api:
                 check_local(request)
                 return ""
         place = self._api.find(given)
         if self._api and place is None:
-            raise ApiError("The API key is missing or wrong: send `Authorization: Bearer KEY`.", status=401)
+            raise RequestError("The API key is missing or wrong: send `Authorization: Bearer KEY`.", status=401)
         return "" if place is None else f"key-{place}"
 
 
 def check_local(request: web.Request) -> None:
-    """Raises ApiError unless the request comes from this machine, and not from a web page of another one."""
+    """Raises RequestError unless the request comes from this machine and not from another host's web page."""
     if any(name in request.headers for name in FORWARDED) or not _peer_is_local(request.transport):
-        raise ApiError(
+        raise RequestError(
             "Without a key this answers only to this machine: start the server with --admin-key or --api-key.",
             status=403,
         )
     origin = request.headers.get("Origin")
     if origin is not None and not _is_loopback(_host_of(origin)):
-        raise ApiError("Without a key this does not answer to web pages of other machines.", "Origin", status=403)
+        raise RequestError("Without a key this does not answer to web pages of other machines.", "Origin", status=403)
 
 
 def _peer_is_local(transport: asyncio.BaseTransport | None) -> bool:
@@ -102,7 +102,7 @@ def _peer_is_local(transport: asyncio.BaseTransport | None) -> bool:
 
 
 def _bearer(request: web.Request) -> bytes:
-    """The key that the request brings. Headers may hold any bytes."""
+    """The request's bearer key. Headers may hold any bytes."""
     scheme, _, given = request.headers.get("Authorization", "").partition(" ")
     return given.strip().encode("utf-8", "surrogateescape") if scheme.lower() == "bearer" else b""
 
@@ -115,7 +115,7 @@ def _host_of(origin: str) -> str:
 
 
 def _is_loopback(host: str) -> bool:
-    """Of a name or an address, IPv4 in IPv6 too."""
+    """For a host name or an address, also IPv4 in IPv6."""
     if host == "localhost" or host.endswith(".localhost"):
         return True
     try:

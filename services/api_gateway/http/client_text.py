@@ -1,4 +1,4 @@
-"""Text of clients in log lines: escaped, of one line, and short."""
+"""Makes text of clients safe for log lines: escaped, on one line, and short."""
 
 import logging
 
@@ -8,12 +8,12 @@ MAX_CHARS = 200
 
 
 def escaped(text: str) -> str:
-    """Printable ASCII without line breaks, so that no request can write a log line of its own."""
+    """Printable ASCII without line breaks, so that no request can forge a log line."""
     return text[:MAX_CHARS].encode("unicode_escape").decode("ascii")[:MAX_CHARS]
 
 
 class MalformedRequests(logging.Filter):
-    """Makes one line of aiohttp's traceback about a request that is not HTTP."""
+    """Replaces aiohttp's traceback about a request that is not HTTP by one line."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None

@@ -1,7 +1,7 @@
-"""Bounds the open HTTP connections of a gateway, so that idle ones never take the file descriptors of the rest.
+"""Bounds the open HTTP connections of a gateway, so that idle ones cannot use up the file descriptors.
 
-Where the bound is reached, the connection that has been idle longest is closed for the new one. Only when all are busy
-is the new one refused: its first request is a 503.
+At the bound, a new connection replaces the one that has been idle longest. If all are busy, the first request of the
+new connection is answered with a 503.
 """
 
 import asyncio
@@ -11,21 +11,20 @@ from typing import Any
 
 from aiohttp import web
 
-from blockyard.services.api_gateway.http.middleware import error_response
-from blockyard.services.api_gateway.responses.error_body import ApiError
-from blockyard.shared.errors import ConfigError
+from blockyard.services.api_gateway.responses.json_response import error_response
+from blockyard.shared.errors import ConfigError, RequestError
 
 log = logging.getLogger(__name__)
 
-RESERVE = 256  # descriptors kept back for links, logs and what is read; more of a large limit
-SURPLUS = 32  # connections beyond the bound that are told so; still more are closed without an answer
+RESERVE = 256  # file descriptors for links, logs and files; a sixteenth of a large limit
+SURPLUS = 32  # connections above the bound that get a 503; further ones are closed at once
 MOST_BY_DEFAULT = 16_384  # an idle connection takes 6 kB
-IDLE_S = 1.0  # a connection that was busy, or was opened, within it is not closed for another
-LOG_S = 60.0  # at most one line about it in this time
+IDLE_S = 1.0  # a connection opened or used within this time is not replaced
+LOG_S = 60.0  # at most one log line in this time
 
 
 def bound(asked: int | None, open_files: int) -> int:
-    """Connections one gateway may have. Raises ConfigError if `asked` is more than the limit on open files allows."""
+    """The most connections of a gateway. Raises ConfigError if `asked` is above the limit on open files."""
     reserve = min(max(RESERVE, open_files // 16), open_files // 2)
     allowed = open_files - reserve - SURPLUS
     if asked is None:
@@ -38,14 +37,14 @@ def bound(asked: int | None, open_files: int) -> int:
 
 
 class BoundedServer(web.Server):
-    """aiohttp's server, which knows of each connection since when it is idle."""
+    """aiohttp's server with a bound on its connections."""
 
     def __init__(self, most: int, handler: Callable[[Any], Awaitable[web.StreamResponse]], **kwargs: Any) -> None:
         super().__init__(self._serve, **kwargs)
         self._most, self._inner = most, handler
         self._clock = asyncio.get_running_loop().time
         self._open: set[web.RequestHandler] = set()
-        self._idle: dict[web.RequestHandler, float] = {}  # since when; the longest first
+        self._idle: dict[web.RequestHandler, float] = {}  # idle since; oldest first
         self._surplus: set[web.RequestHandler] = set()
         self._logged_s = -LOG_S
 
@@ -54,7 +53,7 @@ class BoundedServer(web.Server):
         self._open.add(handler)
         self._idle[handler] = self._clock()
         num = len(self._open)
-        if num > self._most and not self._close_one():
+        if num > self._most and not self._close_idle():
             self._log(f"{self._most} connections, none of them idle: new ones are refused (--max-connections)")
             self._surplus.add(handler)
             if num > self._most + SURPLUS:
@@ -69,7 +68,7 @@ class BoundedServer(web.Server):
     async def _serve(self, request: web.BaseRequest) -> web.StreamResponse:
         connection = request.protocol
         if connection in self._surplus:
-            error = ApiError("This server has no connection free.", status=503, retry_after_s=1.0)
+            error = RequestError("This server has no connection free.", status=503, retry_after_s=1.0)
             response = error_response(error)
             response.force_close()
             return response
@@ -80,7 +79,7 @@ class BoundedServer(web.Server):
             if connection in self._open:
                 self._idle[connection] = self._clock()
 
-    def _close_one(self) -> bool:
+    def _close_idle(self) -> bool:
         """Closes the connection that has been idle longest. False if there is none."""
         now = self._clock()
         while self._idle:
@@ -90,7 +89,7 @@ class BoundedServer(web.Server):
             del self._idle[connection]
             transport = connection.transport
             if transport is not None and transport.get_write_buffer_size():
-                self._idle[connection] = now  # its client still reads the last answer
+                self._idle[connection] = now  # its client is still reading the last answer
                 continue
             self._log(f"{self._most} connections: the longest idle are closed for new ones (--max-connections)")
             connection.force_close()
@@ -104,7 +103,7 @@ class BoundedServer(web.Server):
 
 
 class BoundedRunner(web.AppRunner):
-    """An application's runner with at most `most` connections, over all sockets it listens on."""
+    """Runs an application with at most `most` connections, summed over its listening sockets."""
 
     def __init__(self, app: web.Application, most: int, **kwargs: Any) -> None:
         super().__init__(app, **kwargs)

@@ -1,7 +1,6 @@
-"""What every answer goes through: request ids, keys, CORS, and errors in OpenAI's shape."""
+"""aiohttp middleware of all routes: request ids, errors as OpenAI's JSON, keys, content types, draining, CORS."""
 
 import logging
-import math
 import secrets
 import time
 from collections.abc import Awaitable, Callable
@@ -9,48 +8,40 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from blockyard.services.api_gateway.endpoints.generation import JSON
 from blockyard.services.api_gateway.http.access import Access, Guard
 from blockyard.services.api_gateway.http.client_text import escaped
-from blockyard.services.api_gateway.http.request_context import MAX_ID_CHARS, REQUEST_ID, TENANT
-from blockyard.services.api_gateway.responses.error_body import ApiError, body
+from blockyard.services.api_gateway.http.request_context import REQUEST_ID, TENANT
+from blockyard.services.api_gateway.requests.generate_request import MAX_ID_CHARS
+from blockyard.services.api_gateway.responses.json_response import JSON, error_response
 from blockyard.services.api_gateway.service import Gateway
 from blockyard.shared.config.gateway import CorsConfig, GatewayConfig
+from blockyard.shared.errors import RequestError
 
 log = logging.getLogger(__name__)
 
-BODILESS = ("", "application/octet-stream")  # what clients send with an empty body; web pages have to ask first
-
-
-def error_response(error: ApiError) -> web.Response:
-    headers = {}
-    if error.retry_after_s is not None:
-        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
-    if error.status == 401:
-        headers["WWW-Authenticate"] = "Bearer"
-    return web.Response(status=error.status, body=body(error), content_type=JSON, headers=headers)
+BODILESS = ("", "application/octet-stream")  # content types of an empty body; a browser sends a preflight for them
 
 
 def errors(gateway: Gateway) -> Middleware:
-    """Outermost but for the request id: whatever is refused is refused in one shape."""
+    """Turns every error into OpenAI's error object. Only `request_ids` is outside of it."""
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             response = await handler(request)
-        except ApiError as e:
+        except RequestError as e:
             response = error_response(e)
         except web.RequestPayloadError as e:
-            response = error_response(ApiError(f"the body cannot be read: {e.__cause__ or e}", "body"))
+            response = error_response(RequestError(f"the body cannot be read: {e.__cause__ or e}", "body"))
             response.force_close()
         except web.HTTPException as e:
             if e.status < 400:
                 raise
-            response = error_response(_known(request, e))
-        except Exception:  # a fault of ours: the caller gets an answer, the log the story
+            response = error_response(_http_error(request, e))
+        except Exception:  # a bug: the client gets a 500 and the log the traceback
             log.exception("%s %s failed", request.method, escaped(request.path))
-            response = error_response(ApiError("The server failed at this request.", status=500))
-        if response.status >= 400 and not request.content.is_eof():  # the rest of the body is not waited for
+            response = error_response(RequestError("The server failed at this request.", status=500))
+        if response.status >= 400 and not request.content.is_eof():  # does not wait for the rest of the body
             response.force_close()
         gateway.meters.responded(response.status)
         return response
@@ -59,13 +50,13 @@ def errors(gateway: Gateway) -> Middleware:
 
 
 def request_ids(config: GatewayConfig) -> Middleware:
-    """The caller's X-Request-Id, or one of ours, in answers' ids and, if the deployment wants it, in a header."""
+    """Takes the client's X-Request-Id or makes one. It is part of the answer's id, and optionally a header."""
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         given = request.headers.get("X-Request-Id", "")
-        sound = given.isascii() and given.isprintable() and 0 < len(given) <= MAX_ID_CHARS
-        REQUEST_ID.set(given if sound else secrets.token_hex(16))
+        valid = given.isascii() and given.isprintable() and 0 < len(given) <= MAX_ID_CHARS
+        REQUEST_ID.set(given if valid else secrets.token_hex(16))
         began = time.monotonic()
         response = await handler(request)
         if config.access_log and request.method == "POST":
@@ -77,7 +68,7 @@ def request_ids(config: GatewayConfig) -> Middleware:
 
 
 def authorized(guard: Guard) -> Middleware:
-    """Asks for the key that the matched route wants; the key's place in the list is the tenant."""
+    """Requires the key that the matched route needs. The tenant is the key's place in the list."""
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -88,7 +79,7 @@ def authorized(guard: Guard) -> Middleware:
 
 
 def json_only(guard: Guard) -> Middleware:
-    """A body of another type is a 415: a web page may send text/plain to any server without asking it first."""
+    """Answers 415 to other content types: browsers send text/plain to any server without a preflight."""
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -97,34 +88,31 @@ def json_only(guard: Guard) -> Middleware:
             kind = given.partition(";")[0].strip().lower()
             bodiless = kind in BODILESS and not request.can_read_body and guard.access(request) is not Access.KEY
             if kind != JSON and not bodiless:
-                raise ApiError(f"Content-Type must be {JSON}, got {given[:100]!r}", "Content-Type", status=415)
+                raise RequestError(f"Content-Type must be {JSON}, got {given[:100]!r}", "Content-Type", status=415)
         return await handler(request)
 
     return middleware
 
 
 def counted(gateway: Gateway) -> Middleware:
-    """Counts what the drain waits for, and refuses what open connections still bring after SIGTERM."""
+    """Counts the POST requests that draining waits for, and refuses new ones while draining."""
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.method != "POST":
             return await handler(request)
         if gateway.draining:
-            response = error_response(ApiError("The server is shutting down.", status=503, retry_after_s=1.0))
+            response = error_response(RequestError("The server is shutting down.", status=503, retry_after_s=1.0))
             response.force_close()
             return response
-        gateway.num_active += 1
-        try:
+        with gateway.counted():
             return await handler(request)
-        finally:
-            gateway.num_active -= 1
 
     return middleware
 
 
 def cors(config: CorsConfig) -> tuple[Middleware, Callable[[web.Request, web.StreamResponse], Awaitable[None]]]:
-    """Answers preflights; the second function puts the headers on every response, streamed ones too."""
+    """The middleware answers preflights; the second function adds headers to every response, also streamed ones."""
 
     def allowed(request: web.Request) -> str:
         origin = request.headers.get("Origin", "")
@@ -138,7 +126,7 @@ def cors(config: CorsConfig) -> tuple[Middleware, Callable[[web.Request, web.Str
         if request.method != "OPTIONS" or asked is None:
             return await handler(request)
         if not allowed(request):
-            raise ApiError(f"origin {request.headers.get('Origin', '')[:200]!r} is not allowed", "Origin", 403)
+            raise RequestError(f"origin {request.headers.get('Origin', '')[:200]!r} is not allowed", "Origin", 403)
         headers = request.headers.get("Access-Control-Request-Headers", "")
         methods = asked if "*" in config.allowed_methods else ", ".join(config.allowed_methods)
         if "*" not in config.allowed_headers:
@@ -159,11 +147,13 @@ def cors(config: CorsConfig) -> tuple[Middleware, Callable[[web.Request, web.Str
     return middleware, on_prepare
 
 
-def _known(request: web.Request, e: web.HTTPException) -> ApiError:
+def _http_error(request: web.Request, e: web.HTTPException) -> RequestError:
     if e.status == 404:
-        return ApiError(f"There is nothing at {request.path[:200]}.", status=404, code="not_found")
+        return RequestError(f"There is nothing at {request.path[:200]}.", status=404, code="not_found")
     if e.status == 405:
-        return ApiError(f"{request.path[:200]} does not take {request.method}.", status=405, code="method_not_allowed")
+        return RequestError(
+            f"{request.path[:200]} does not take {request.method}.", status=405, code="method_not_allowed"
+        )
     if e.status == 413:
-        return ApiError("The body is larger than this server takes.", "body", status=413)
-    return ApiError(e.text or e.reason, status=e.status)
+        return RequestError("The body is larger than this server takes.", "body", status=413)
+    return RequestError(e.text or e.reason, status=e.status)

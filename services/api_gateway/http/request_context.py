@@ -1,12 +1,10 @@
-"""Who is being answered: set by middleware for the task that serves the request.
+"""Facts about the request that the current task serves, set by middleware.
 
-Context variables, because aiohttp's own place for it (`web.RequestKey`) is younger than the versions we run on.
+Context variables, because `web.RequestKey` needs a newer aiohttp than the oldest supported one.
 """
 
 from contextvars import ContextVar
 
-MAX_ID_CHARS = 128  # of a request's id, wherever it is given
-
-REQUEST_ID: ContextVar[str] = ContextVar("request_id")  # the caller's X-Request-Id, or one of ours
-TENANT: ContextVar[str] = ContextVar("tenant", default="")  # by API key
-IGNORED: ContextVar[str] = ContextVar("ignored", default="")  # unknown fields of the request, as a header names them
+REQUEST_ID: ContextVar[str] = ContextVar("request_id")  # the client's X-Request-Id, or a generated one
+TENANT: ContextVar[str] = ContextVar("tenant", default="")  # the API key's place in the list
+IGNORED: ContextVar[str] = ContextVar("ignored", default="")  # the request's unknown fields, as the header's value

@@ -1,4 +1,4 @@
-"""Reads the bodies of requests, within bounds on their time, on the size of each and on the sum of all."""
+"""Reads request bodies, within bounds on the time and size of each and on the sum of all."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -6,27 +6,27 @@ from contextlib import asynccontextmanager
 
 from aiohttp import web
 
-from blockyard.services.api_gateway.responses.error_body import ApiError
+from blockyard.shared.errors import RequestError
 
-SMALL_BYTES = 64 * 1024  # what a body takes up to here may use the whole sum, what is beyond it only part
-LARGE_SHARE = 0.75  # of the sum, so that large uploads leave room for the usual request
-CHUNK_BYTES = 64  # what a piece takes besides its bytes
+SMALL_BYTES = 64 * 1024  # bodies up to this size may use the whole sum, larger ones only a part
+LARGE_SHARE = 0.75  # of the sum, so that large uploads leave room for small requests
+CHUNK_BYTES = 64  # memory of a chunk besides its bytes
 RETRY_AFTER_S = 1.0
 
 
 class Uploads:
-    """Of one gateway. Counts what has arrived, not what was announced: an announcement costs its sender nothing."""
+    """The uploads of one gateway. Counts received bytes, not announced ones: announcing costs a client nothing."""
 
     def __init__(self, most_bytes: int, most_total_bytes: int | None, timeout_s: float) -> None:
-        """`most_total_bytes` None: eight of the largest bodies."""
+        """`most_total_bytes` defaults to eight bodies of the largest size."""
         self._most, self._timeout_s = most_bytes, timeout_s
         self._most_total = max(8 * most_bytes if most_total_bytes is None else most_total_bytes, most_bytes)
         self._most_large = max(int(LARGE_SHARE * self._most_total), most_bytes)
-        self.held_bytes = 0  # of bodies that are read or in use
+        self.held_bytes = 0  # of bodies that are being read or parsed
 
     @asynccontextmanager
     async def read(self, request: web.Request) -> AsyncIterator[bytes]:
-        """The whole body, decompressed; it counts until the block is left. Raises ApiError: 408, 413 or 503."""
+        """The whole body, decompressed, counted until the block is left. Raises RequestError: 408, 413 or 503."""
         body = _Body(self)
         try:
             self._check_announced(request.content_length or 0)
@@ -36,17 +36,20 @@ class Uploads:
                         body.add(chunk)
             except TimeoutError as e:
                 said = f"the body did not arrive within {self._timeout_s:g} s"
-                raise ApiError(said, "body", status=408) from e
+                raise RequestError(said, "body", status=408) from e
             yield body.take()
         finally:
             body.release()
 
     def hold(self, size: int, of_body: int) -> None:
-        """Counts `size` bytes more of a body that has `of_body` with them. Raises ApiError if there is no room."""
+        """Counts `size` more bytes of a body that now has `of_body`. Raises RequestError if there is no room."""
         if of_body > self._most:
-            raise ApiError(f"the body is larger than the {self._most} bytes this server takes", "body", status=413)
+            raise RequestError(f"the body is larger than the {self._most} bytes this server takes", "body", status=413)
         self._check_room(size, of_body)
         self.held_bytes += size
+
+    def release(self, size: int) -> None:
+        self.held_bytes -= size
 
     def _check_announced(self, size: int) -> None:
         if size > self._most:
@@ -56,7 +59,7 @@ class Uploads:
     def _check_room(self, size: int, of_body: int) -> None:
         most = self._most_total if of_body <= SMALL_BYTES else self._most_large
         if self.held_bytes + size > most:
-            raise ApiError(
+            raise RequestError(
                 "This server reads as many request bodies as it has memory for.",
                 "body",
                 status=503,
@@ -65,7 +68,7 @@ class Uploads:
 
 
 class _Body:
-    """What has arrived of one body."""
+    """The received chunks of one body."""
 
     def __init__(self, uploads: Uploads) -> None:
         self._uploads = uploads
@@ -85,5 +88,5 @@ class _Body:
 
     def release(self) -> None:
         self._chunks.clear()
-        self._uploads.held_bytes -= self._held
+        self._uploads.release(self._held)
         self._held = 0

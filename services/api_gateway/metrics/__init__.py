@@ -1,1 +1,5 @@
-"""/metrics: counters of all gateways, summed, and those of the other members, in Prometheus' text format."""
+"""/metrics in Prometheus' text format.
+
+`scrape.Metrics` collects: it asks the other gateways for their counters, sums them, and adds those of schedulers and
+workers. `exposition` writes the metric families that `shared/ring_client/metric_families.py` declares.
+"""

@@ -1,4 +1,4 @@
-"""Metric families in their Prometheus form, under vLLM's prefix, ours, or both."""
+"""Metric families in prometheus_client's types: counters under vLLM's prefix, ours or both, and those of members."""
 
 from collections.abc import Iterable, Iterator
 
@@ -10,9 +10,30 @@ from prometheus_client.metrics_core import (
 )
 
 from blockyard.shared.config.gateway import MetricsNames
+from blockyard.shared.messages import Role
 from blockyard.shared.ring_client.histogram import Histogram
+from blockyard.shared.ring_client.member_counts import REFUSED, SERVED, Counted
 from blockyard.shared.ring_client.meters import Meters
 from blockyard.shared.ring_client.metric_families import Family, Kind, Sample, Source, labels, vllms_names
+
+TEXT_ROLES = (Role.API_GATEWAY, Role.DETOKENIZER)
+
+# name, help, field of Stats
+_GAUGES = (
+    ("kv_blocks_used", "KV blocks in use", "blocks_used"),
+    ("kv_blocks", "KV blocks", "blocks_total"),
+    ("host_kv_blocks_used", "KV blocks in host memory that hold something", "host_blocks_used"),
+    ("host_kv_blocks", "KV blocks in host memory", "host_blocks_total"),
+    ("resident_bytes", "Resident memory", "rss_bytes"),
+)
+_COUNTERS = (
+    ("steps", "Steps", "steps_total"),
+    ("kv_blocks_saved", "KV blocks copied to host memory", "blocks_saved_total"),
+    ("kv_blocks_fetched", "KV blocks copied back from host memory", "blocks_fetched_total"),
+    ("malformed_frames", "Frames that did not decode", "malformed_total"),
+)
+_LABELS = ["model_name", "member", "role"]
+_QUEUE = ["model_name", "member"]
 
 
 def expose(families: Iterable[Family[Source]], source: Source, meters: Meters, names: MetricsNames) -> Iterator[Metric]:
@@ -40,3 +61,69 @@ def _family(name: str, family: Family[Source], samples: list[Sample], meters: Me
         assert not isinstance(sample.value, Histogram)
         numbers.add_metric(list(labels(meters, sample).values()), sample.value)
     return numbers
+
+
+def member_families(members: Iterable[Counted], model_name: str) -> Iterator[Metric]:
+    """One series per member, under our prefix only: vLLM has no such members."""
+    counted = list(members)
+    present = [(one, [model_name, one.name, one.role.value]) for one in counted if one.ready is not None]
+    for name, text, field in _GAUGES:
+        gauge = GaugeMetricFamily(f"blockyard:{name}", text, labels=_LABELS)
+        for one, values in present:
+            gauge.add_metric(values, getattr(one.stats, field))
+        yield gauge
+    streams = GaugeMetricFamily("blockyard:open_streams", "Choices whose text has not ended", labels=_LABELS)
+    ready = GaugeMetricFamily("blockyard:member_ready", "1 for a member that serves", labels=_LABELS)
+    for one, values in present:
+        ready.add_metric(values, float(bool(one.ready)))
+        if one.role in TEXT_ROLES:
+            streams.add_metric(values, one.stats.running)
+    yield streams
+    yield ready
+    for name, text, field in _COUNTERS:
+        counter = CounterMetricFamily(f"blockyard:{name}", text, labels=_LABELS)
+        for one in counted:
+            counter.add_metric([model_name, one.name, one.role.value], one.count(field))
+        yield counter
+    yield from _queue_families(counted, model_name)
+
+
+def _queue_families(members: Iterable[Counted], model_name: str) -> Iterator[Metric]:
+    """The schedulers' queues: refusals by reason, preemptions by mode, tokens served by tenant."""
+    schedulers = [(one, [model_name, one.name]) for one in members if one.role is Role.SCHEDULER]
+    yield from _queue_gauges([(one, values) for one, values in schedulers if one.ready is not None])
+    refused = CounterMetricFamily(
+        "blockyard:requests_refused", "Requests that were refused, by reason", labels=[*_QUEUE, "reason"]
+    )
+    preempted = CounterMetricFamily("blockyard:preemptions", "Preemptions, by mode", labels=[*_QUEUE, "mode"])
+    served = CounterMetricFamily(
+        "blockyard:tenant_served_tokens",
+        "Weighted tokens: prompt once, output twice",
+        labels=[*_QUEUE, "tenant"],
+    )
+    for one, values in schedulers:
+        for reason, count in one.of(REFUSED):
+            refused.add_metric([*values, reason], count)
+        mode = "swap" if one.stats.host_blocks_total else "recompute"
+        displaced = one.count("displaced_total")
+        preempted.add_metric([*values, mode], one.count("preemptions_total") - displaced)
+        preempted.add_metric([*values, "displaced"], displaced)
+        for tenant, count in one.of(SERVED):
+            served.add_metric([*values, tenant], count)
+    yield from (refused, preempted, served)
+
+
+def _queue_gauges(schedulers: list[tuple[Counted, list[str]]]) -> Iterator[Metric]:
+    tokens = GaugeMetricFamily("blockyard:queue_tokens", "Tokens of what waits", labels=_QUEUE)
+    wait = GaugeMetricFamily(
+        "blockyard:queue_wait_seconds", "Until what waits is served, by the measured rate", labels=_QUEUE
+    )
+    running = GaugeMetricFamily("blockyard:tenant_running", "Choices that run", labels=[*_QUEUE, "tenant"])
+    waiting = GaugeMetricFamily("blockyard:tenant_waiting", "Choices that wait", labels=[*_QUEUE, "tenant"])
+    for one, values in schedulers:
+        tokens.add_metric(values, one.stats.waiting_tokens)
+        wait.add_metric(values, one.stats.wait_s)
+        for share in one.stats.tenants:
+            running.add_metric([*values, share.tenant], share.running)
+            waiting.add_metric([*values, share.tenant], share.waiting)
+    yield from (tokens, wait, running, waiting)

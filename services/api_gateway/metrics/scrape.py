@@ -1,4 +1,4 @@
-"""/metrics: what all gateways counted, summed, and what the members of the ring count."""
+"""/metrics: the summed counters of all gateways, and the counters of the ring's other members."""
 
 import asyncio
 import secrets
@@ -8,8 +8,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from blockyard.services.api_gateway.metrics.exposition import expose
-from blockyard.services.api_gateway.metrics.member_metrics import member_families
+from blockyard.services.api_gateway.metrics.exposition import expose, member_families
 from blockyard.shared.config.gateway import MetricsNames
 from blockyard.shared.messages import PastText, Role, Scrape, Scraped
 from blockyard.shared.ring_client.member_counts import MemberCounts, scheduler_totals
@@ -17,8 +16,9 @@ from blockyard.shared.ring_client.meters import Meters
 from blockyard.shared.ring_client.metric_families import OF_CLIENT, OF_SCHEDULERS
 from blockyard.shared.ring_client.ring_links import RingLinks
 
-SCRAPE_TIMEOUT_S = 0.5  # a gateway that does not answer within it counts as it last did
-MAX_TEXTS = 64  # of other gateways; of older ones only their sum is kept
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+SCRAPE_TIMEOUT_S = 0.5  # a gateway that does not answer in time is counted by its last answer
+MAX_TEXTS = 64  # gateways whose last answer is kept; of older ones only the sum is kept
 
 
 class Metrics:
@@ -28,15 +28,16 @@ class Metrics:
         self._links, self._meters, self._counts, self._names = links, meters, counts, names
         self._own = _registry(lambda: expose(OF_CLIENT, meters, meters, names))
         self._ring = _registry(self._of_ring)
-        self._asked: dict[str, tuple[set[int], asyncio.Event]] = {}  # who has not answered yet
-        self._texts: dict[int, str] = {}  # of each other gateway, by incarnation: what it last said
+        # scrape id -> gateways that have not answered yet, and the event that ends the wait
+        self._asked: dict[str, tuple[set[int], asyncio.Event]] = {}
+        self._texts: dict[int, str] = {}  # each other gateway's last answer, by incarnation
         self._older = ""
 
     def own(self) -> str:
         return generate_latest(self._own).decode()
 
     async def all(self) -> str:
-        """The sum over all gateways, also those that are gone or silent: counters never fall."""
+        """The sum over all gateways. Includes gateways that are gone or do not answer, so that no counter falls."""
         await asyncio.gather(self._counts.refresh(), self._ask_others())
         others = summed([self.own(), self._older, *self._texts.values()])
         return others + generate_latest(self._ring).decode()
@@ -47,7 +48,7 @@ class Metrics:
         self._links.answer(peer, Scraped(frame.request_id, self.own(), past, self._counts.past()))
 
     def scraped(self, peer: int, frame: Scraped) -> None:
-        """The other one may have seen gateways and members that were gone before this one began."""
+        """The answering gateway may know of gateways and members that left before this gateway started."""
         self._keep(peer, frame.text)
         for one in frame.past:
             known = self._texts.get(one.gateway)
@@ -56,14 +57,14 @@ class Metrics:
         for member in frame.gone:
             self._counts.gone(member)
         if frame.request_id in self._asked:
-            waiting, everyone = self._asked[frame.request_id]
+            waiting, all_answered = self._asked[frame.request_id]
             waiting.discard(peer)
             if not waiting:
-                everyone.set()
+                all_answered.set()
 
     def _keep(self, gateway: int, text: str) -> None:
         self._texts.pop(gateway, None)
-        self._texts[gateway] = text  # the last one heard of at the end
+        self._texts[gateway] = text  # last in the dict: the oldest answer is dropped first
         if len(self._texts) > MAX_TEXTS:
             self._older = summed([self._older, self._texts.pop(next(iter(self._texts)))])
 
@@ -73,11 +74,11 @@ class Metrics:
         waiting = {incarnation for incarnation in others if self._links.send(incarnation, scrape)}
         if not waiting:
             return
-        everyone = asyncio.Event()
-        self._asked[scrape.request_id] = waiting, everyone
+        all_answered = asyncio.Event()
+        self._asked[scrape.request_id] = waiting, all_answered
         try:
             async with asyncio.timeout(SCRAPE_TIMEOUT_S):
-                await everyone.wait()
+                await all_answered.wait()
         except TimeoutError:
             pass
         finally:
@@ -91,8 +92,8 @@ class Metrics:
 
 
 def summed(texts: Iterable[str]) -> str:
-    """One exposition whose samples are the sums of those with the same name and labels."""
-    families: dict[str, list[str]] = {}  # HELP and TYPE lines -> names of samples, in order
+    """One exposition in which samples of equal name and labels are added up."""
+    families: dict[str, list[str]] = {}  # HELP and TYPE lines -> sample names, in order
     values: dict[str, float] = {}
     for text in texts:
         head = ""
@@ -115,7 +116,7 @@ def summed(texts: Iterable[str]) -> str:
 
 
 def _sum(text: str) -> float:
-    """Of all samples: of two texts of one gateway the later one has more."""
+    """The sum of all samples. Of two texts of one gateway, the later has the larger sum."""
     return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if not line.startswith("#"))
 
 
@@ -126,7 +127,7 @@ def _registry(collect: Callable[[], Iterator[Metric]]) -> CollectorRegistry:
 
 
 class _Adapter(Collector):
-    """prometheus_client's base class, kept out of our own types."""
+    """prometheus_client's interface around a function."""
 
     def __init__(self, collect: Callable[[], Iterator[Metric]]) -> None:
         self._collect = collect

@@ -1,4 +1,4 @@
-"""From the bytes of a request body to a checked `GenerateRequest`. Pure: no sockets but those of the body process.
+"""From the bytes of a request body to a checked `GenerateRequest`. No sockets but that of the body process.
 
 `BodyParser` parses small bodies in place and large ones in a process of their own (`body_process`), so that no open
 stream pauses; both call `parse_body`. It decodes by `schemas` (field names and types), builds the prompts in

@@ -1,18 +1,18 @@
-"""Frames between a gateway and its body reader, on the reader's standard input and output."""
+"""Frames between a gateway and its body process, on the process's standard input and output."""
 
 import struct
 from typing import BinaryIO
 
 import msgspec
 
-from blockyard.services.api_gateway.requests.parse_body import Asked, Terms
-from blockyard.services.api_gateway.responses.error_body import ApiError
+from blockyard.services.api_gateway.requests.parse_body import ParseContext, ParsedBody
+from blockyard.shared.errors import RequestError
 
-HEAD = struct.Struct("<II")  # bytes of a frame, and of the body behind it
+HEAD = struct.Struct("<II")  # bytes of the frame, and of the body after it
 
 
 class Rejected(msgspec.Struct, frozen=True, tag=True):
-    """An ApiError, as it travels."""
+    """A RequestError as a frame."""
 
     message: str
     field: str
@@ -21,22 +21,22 @@ class Rejected(msgspec.Struct, frozen=True, tag=True):
     retry_after_s: float | None
 
     @classmethod
-    def of(cls, error: ApiError) -> "Rejected":
+    def of(cls, error: RequestError) -> "Rejected":
         return cls(str(error), error.field, error.status, error.code, error.retry_after_s)
 
-    def error(self) -> ApiError:
-        return ApiError(self.message, self.field, self.status, self.code, self.retry_after_s)
+    def error(self) -> RequestError:
+        return RequestError(self.message, self.field, self.status, self.code, self.retry_after_s)
 
 
 TOO_LONG = Rejected("the body takes too long to be read", "body", 413, None, None)
 TOO_LARGE = Rejected("the body needs too much memory to be read", "body", 413, None, None)
 FAILED = Rejected("The server failed at this request.", "", 500, None, None)
 
-Answer = Asked | Rejected
+ParseResult = ParsedBody | Rejected
 
 encode = msgspec.msgpack.Encoder().encode
-decode_terms = msgspec.msgpack.Decoder(Terms).decode
-decode_answer = msgspec.msgpack.Decoder(Answer).decode
+decode_terms = msgspec.msgpack.Decoder(ParseContext).decode
+decode_result = msgspec.msgpack.Decoder(ParseResult).decode
 
 
 def framed(frame: msgspec.Struct, num_body_bytes: int = 0) -> bytes:
@@ -45,7 +45,7 @@ def framed(frame: msgspec.Struct, num_body_bytes: int = 0) -> bytes:
 
 
 def read_frame(stream: BinaryIO) -> tuple[bytes, bytes] | None:
-    """The next frame's data and body; None at the end."""
+    """The next frame and the body after it; None at the end of the stream."""
     head = stream.read(HEAD.size)
     if len(head) < HEAD.size:
         return None

@@ -1,4 +1,4 @@
-"""Bodies to checked requests: small ones at once, large ones in a process of their own, so that no stream pauses."""
+"""Parses request bodies: small ones in place, large ones in a process of their own, so that no open stream pauses."""
 
 import asyncio
 import itertools
@@ -15,87 +15,90 @@ from blockyard.services.api_gateway.requests.body_frames import (
     HEAD,
     TOO_LONG,
     Rejected,
-    decode_answer,
+    decode_result,
     encode,
     framed,
 )
-from blockyard.services.api_gateway.requests.parse_body import Asked, Terms, read_body
-from blockyard.services.api_gateway.responses.error_body import ApiError
+from blockyard.services.api_gateway.requests.parse_body import ParseContext, ParsedBody, parse_body
 from blockyard.shared.config.gateway import GatewayConfig
+from blockyard.shared.errors import RequestError
 
 log = logging.getLogger(__name__)
 
-LARGE_BYTES = 64 * 1024  # the worst body of this size is read in some 10 ms
-MAX_WAITING = 4  # large bodies, times the size of the largest that is taken
+LARGE_BYTES = 64 * 1024  # the slowest body of this size takes about 10 ms to parse
+MAX_WAITING = 4  # large bodies: this many times the largest allowed size, in bytes
 MAX_CPU_S = 10.0
 MODULE = "blockyard.services.api_gateway.requests.body_process"
 
 
 @dataclass(order=True, slots=True)
-class _Large:
-    size: int  # the smallest is next
+class _LargeBody:
+    size: int  # the queue's order: smallest first
     number: int
     body: bytes = field(compare=False)
-    terms: Terms = field(compare=False)
-    answer: "asyncio.Future[Asked]" = field(compare=False)
+    context: ParseContext = field(compare=False)
+    result: "asyncio.Future[ParsedBody]" = field(compare=False)
 
 
-class Bodies:
-    """`run` serves large bodies until it is cancelled; its process starts with the first of them."""
+class BodyParser:
+    """`run` parses large bodies until it is cancelled. The process is started for the first large body."""
 
     def __init__(self, config: GatewayConfig, max_cpu_s: float = MAX_CPU_S) -> None:
-        """`max_cpu_s`: what one large body may take."""
+        """`max_cpu_s` limits the CPU time of one large body."""
         self._config, self._max_cpu_s = config, max_cpu_s
-        self._waiting: asyncio.PriorityQueue[_Large] = asyncio.PriorityQueue()
-        self._num_bytes = 0  # of those that wait
+        self._waiting: asyncio.PriorityQueue[_LargeBody] = asyncio.PriorityQueue()
+        self._num_bytes = 0  # of waiting bodies
         self._numbers = itertools.count()
         self.process: subprocess.Popen[bytes] | None = None
         self._stream: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
-    async def read(self, body: bytes, terms: Terms) -> Asked:
-        """Raises ApiError."""
+    async def parse(self, body: bytes, context: ParseContext) -> ParsedBody:
+        """Raises RequestError."""
         if len(body) < LARGE_BYTES:
-            return read_body(body, terms, self._config)
+            return parse_body(body, context, self._config)
         if self._num_bytes + len(body) > MAX_WAITING * self._config.max_body_bytes:
-            raise ApiError("The server has as many large bodies waiting as it takes.", status=503, retry_after_s=1.0)
-        answer: asyncio.Future[Asked] = asyncio.get_running_loop().create_future()
+            raise RequestError(
+                "The server has as many large bodies waiting as it takes.", status=503, retry_after_s=1.0
+            )
+        result: asyncio.Future[ParsedBody] = asyncio.get_running_loop().create_future()
         self._num_bytes += len(body)
-        self._waiting.put_nowait(_Large(len(body), next(self._numbers), body, terms, answer))
-        return await answer
+        self._waiting.put_nowait(_LargeBody(len(body), next(self._numbers), body, context, result))
+        return await result
 
     async def run(self) -> None:
-        """For ever."""
         try:
             while True:
                 large = await self._waiting.get()
                 self._num_bytes -= large.size
-                if not large.answer.done():  # its client may be gone
+                if not large.result.done():  # its client may have disconnected
                     await self._serve(large)
-                del large  # the body
+                del large  # frees the body
         finally:
             if self.process is not None:
                 self.process.kill()
                 self._ended()
 
-    async def _serve(self, large: _Large) -> None:
+    async def _serve(self, large: _LargeBody) -> None:
         if self.process is None or self._stream is None:
             await self._start()
         try:
-            answer = await self._ask(large)
+            result = await self._ask(large)
         except (asyncio.IncompleteReadError, ConnectionError):
             code = self._ended()
             log.warning("the body reader ended (%d) at a body of %d bytes, which is refused", code, large.size)
-            answer = TOO_LONG if code == -signal.SIGPROF else FAILED
-        if large.answer.done():
+            result = TOO_LONG if code == -signal.SIGPROF else FAILED
+        if large.result.done():
             return
-        if isinstance(answer, Rejected):
-            large.answer.set_exception(answer.error())
+        if isinstance(result, Rejected):
+            large.result.set_exception(result.error())
         else:
-            large.answer.set_result(answer)
+            large.result.set_result(result)
 
     async def _start(self) -> None:
         arguments = [str(os.getpid()), self._config.process.name, str(self._max_cpu_s)]
-        env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # as this process finds the package
+        env = os.environ | {
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path))
+        }  # it finds the package as this process does
         ours, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
@@ -108,19 +111,19 @@ class Bodies:
         self._stream = await asyncio.open_connection(sock=ours)
         self._stream[1].write(framed(self._config))
 
-    async def _ask(self, large: _Large) -> Asked | Rejected:
+    async def _ask(self, large: _LargeBody) -> ParsedBody | Rejected:
         assert self._stream is not None
         reader, writer = self._stream
-        head = encode(large.terms)
+        head = encode(large.context)
         writer.write(HEAD.pack(len(head), large.size) + head)
         writer.write(large.body)
         await writer.drain()
         num_bytes, _ = HEAD.unpack(await reader.readexactly(HEAD.size))
-        answer: Asked | Rejected = decode_answer(await reader.readexactly(num_bytes))
-        return answer
+        result: ParsedBody | Rejected = decode_result(await reader.readexactly(num_bytes))
+        return result
 
     def _ended(self) -> int:
-        """The exit code of the process, which has closed its end or was killed; the next body starts another."""
+        """Returns the exit code of the process, which has ended or was killed. The next large body starts a new one."""
         assert self.process is not None
         code = self.process.wait()
         if self._stream is not None:

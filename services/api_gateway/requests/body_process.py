@@ -22,10 +22,10 @@ from blockyard.services.api_gateway.requests.body_frames import (
     read_frame,
 )
 from blockyard.services.api_gateway.requests.ignored_fields import MAX_HEADER_CHARS
-from blockyard.services.api_gateway.requests.parse_body import Terms, read_body
-from blockyard.services.api_gateway.responses.error_body import ApiError
+from blockyard.services.api_gateway.requests.parse_body import ParseContext, parse_body
 from blockyard.shared import settings
 from blockyard.shared.config.gateway import GatewayConfig
+from blockyard.shared.errors import RequestError
 
 log = logging.getLogger(__name__)
 
@@ -33,39 +33,38 @@ MAX_MEMORY_BYTES = 2**30
 
 
 def serve(stream: BinaryIO, out: BinaryIO, max_cpu_s: float) -> None:
-    """Until the gateway closes its end. The first frame is its settings."""
+    """Parses bodies until the gateway closes its end. The first frame holds the gateway's settings."""
     first = read_frame(stream)
     if first is None:
         return
     config = msgspec.msgpack.decode(first[0], type=GatewayConfig)
-    gc.disable()  # what JSON decodes to has no cycles, and a collection visits all of it
+    gc.disable()  # decoded JSON has no cycles, and a collection would visit all of it
     while (frame := read_frame(stream)) is not None:
         data, body = frame
         del frame
         signal.setitimer(signal.ITIMER_PROF, max_cpu_s)
-        answer = _answer(body, decode_terms(data), config)
+        result = _parse(body, decode_terms(data), config)
         signal.setitimer(signal.ITIMER_PROF, 0)
         del body
-        out.write(answer)
+        out.write(result)
         out.flush()
 
 
-def _answer(body: bytes, terms: Terms, config: GatewayConfig) -> bytes:
-    """The frame that says what the body asks for."""
+def _parse(body: bytes, context: ParseContext, config: GatewayConfig) -> bytes:
     try:
-        asked = read_body(body, terms, config)
-        return framed(msgspec.structs.replace(asked, ignored=_shown(asked.ignored)))
-    except ApiError as e:
+        parsed = parse_body(body, context, config)
+        return framed(msgspec.structs.replace(parsed, ignored=_header_names(parsed.ignored)))
+    except RequestError as e:
         return framed(Rejected.of(e))
     except MemoryError:
         return framed(TOO_LARGE)
-    except Exception:  # a fault of ours: the caller gets an answer, the log the story
+    except Exception:  # a bug: the client gets a 500 and the log the traceback
         log.exception("a body of %d bytes could not be read", len(body))
         return framed(FAILED)
 
 
-def _shown(names: list[str]) -> list[str]:
-    """As many of them, and of each, as the header that names them may show."""
+def _header_names(names: list[str]) -> list[str]:
+    """Only as many names, and as much of each, as fit into the response header."""
     out, num_chars = [], 0
     for name in names:
         if num_chars > MAX_HEADER_CHARS:
@@ -79,7 +78,7 @@ def main() -> None:
     settings.die_with(int(sys.argv[1]))
     setproctitle(f"blockyard: {sys.argv[2]}: body reader")
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # the end of the stream ends it
+        signal.signal(number, signal.SIG_IGN)  # this process ends at the end of its stream
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, hard))
     serve(sys.stdin.buffer, sys.stdout.buffer, float(sys.argv[3]))

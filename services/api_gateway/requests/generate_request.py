@@ -1,31 +1,56 @@
-"""One HTTP request once it is checked: what to tokenize, what to generate and how to answer."""
+"""A checked generation request: what to tokenize, what to generate and how the answer looks."""
 
 from dataclasses import dataclass
 
-from blockyard.services.api_gateway.responses.chunks import Shape
 from blockyard.shared.messages import ModelCard, Sampling, TextOptions, Tokenize
 from blockyard.shared.ring_client.choices import Choices
 from blockyard.shared.ring_client.settle import settle
 
+MAX_ID_CHARS = 128  # of a request's id, in the header or the body
+
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class ResponseOptions:
+    """How the HTTP answer looks; nothing here reaches a scheduler."""
+
+    chat: bool
+    answer_id: str
+    created: int
+    model: str
+    role: str = "assistant"
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    logprobs: bool = False
+    num_top: int = 0  # top candidates listed for each token
+    prompt_logprobs: int | None = None  # top candidates listed for each prompt token; None: no prompt log-probabilities
+    echo: bool = False
+    token_ids: bool = False
+    stamps: bool = False
+    no_output: bool = False  # max_tokens 0: one token is generated for the prompt's log-probabilities and not shown
+    prompt_tokens_details: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One HTTP request to /v1/completions or /v1/chat/completions."""
+
     card: ModelCard
-    shape: Shape
+    options: ResponseOptions
     prompts: list[Tokenize]  # without request ids
     prompt_field: str  # "messages" or "prompt"
-    sampling: Sampling  # max_tokens, seed and bad_words are settled once the prompt's ids are known
+    sampling: Sampling  # max_tokens, seed and bad_words are set by `finalize_sampling`
     text: TextOptions
     choices: Choices
     seed: int | None
-    max_tokens: int | None  # None: what the context leaves
-    max_new_tokens: int | None  # cap of the deployment
-    truncate: int | None  # keep so many of the prompt's last ids
+    max_tokens: int | None  # None: as many as the context leaves
+    max_new_tokens: int | None  # the deployment's cap
+    truncate: int | None  # truncate_prompt_tokens: keep this many of the prompt's last ids
     priority: int
     user: str
     cache_salt: str
 
-    def settle(self, num_prompt_tokens: int, bad_words: list[list[int]]) -> Sampling:
+    def finalize_sampling(self, num_prompt_tokens: int, bad_words: list[list[int]]) -> Sampling:
         """The sampling of a prompt of this length. Raises RequestError where it does not fit the context."""
         return settle(
             self.sampling,

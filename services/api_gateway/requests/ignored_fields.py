@@ -1,4 +1,4 @@
-"""Unknown request fields that were ignored: named in a response header, and logged once each."""
+"""Reports unknown request fields that were ignored: in a response header, and once per name in the log."""
 
 import logging
 from collections.abc import Iterable
@@ -8,17 +8,17 @@ log = logging.getLogger(__name__)
 
 HEADER = "x-blockyard-ignored"
 MAX_HEADER_CHARS = 1024
-MAX_LOGGED = 256  # names that are remembered, and so logged
+MAX_LOGGED = 256  # names that are remembered; further ones are not logged
 
 
 class IgnoredFields:
-    """Names are the client's text: they are percent-encoded, and what is kept of them is bounded."""
+    """Field names come from the client: they are percent-encoded, and few are kept."""
 
     def __init__(self) -> None:
         self._logged: set[str] = set()
 
     def note(self, names: Iterable[str]) -> str:
-        """Logs the names that are new; returns the header's value, which ends in `...` where names are left out."""
+        """Logs new names. Returns the header's value, which ends in `...` where names are left out."""
         escaped = [quote(name, safe="", errors="replace") or '""' for name in names]
         for name in escaped:
             self._log_once(name)

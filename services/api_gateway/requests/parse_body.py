@@ -1,12 +1,11 @@
-"""From the bytes of a body to a checked request: pure, so that large bodies are read in a process of their own."""
+"""Parses the body of a request for one of the endpoints. Pure, so that a process of its own can do it too."""
 
 import codecs
 from typing import Literal, TypeVar
 
 import msgspec
 
-from blockyard.services.api_gateway.http.request_context import MAX_ID_CHARS
-from blockyard.services.api_gateway.requests.generate_request import Job
+from blockyard.services.api_gateway.requests.generate_request import MAX_ID_CHARS, GenerateRequest
 from blockyard.services.api_gateway.requests.prompt_fields import chat_prompt, completion_prompts
 from blockyard.services.api_gateway.requests.schemas import (
     ChatRequest,
@@ -15,43 +14,41 @@ from blockyard.services.api_gateway.requests.schemas import (
     TokenizeRequest,
     decode,
 )
-from blockyard.services.api_gateway.requests.validate import read_chat, read_completion
-from blockyard.services.api_gateway.responses.error_body import ApiError
+from blockyard.services.api_gateway.requests.validate import parse_chat, parse_completion
 from blockyard.shared.config.gateway import GatewayConfig
+from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import Detokenize, ModelCard, Tokenize
 from blockyard.shared.ring_client import limits
 from blockyard.shared.ring_client.admission import Served
 from blockyard.shared.ring_client.chat_messages import NULL
 from blockyard.shared.token_ids import pack
 
-Kind = Literal["chat", "completion", "invocation", "tokenize", "detokenize"]
+Endpoint = Literal["chat", "completion", "invocation", "tokenize", "detokenize"]
 T = TypeVar("T", bound=msgspec.Struct)
 
 
 class Invocation(msgspec.Struct):
-    """As much of a body as tells chat from completions."""
+    """The two fields by which /invocations tells chat from completions."""
 
     messages: msgspec.Raw = NULL
     prompt: msgspec.Raw = NULL
 
 
-class Terms(msgspec.Struct, frozen=True):
-    """What a body is read by."""
+class ParseContext(msgspec.Struct, frozen=True):
+    """Everything but the body and the configuration that parsing depends on."""
 
-    kind: Kind
-    request_id: str  # where the body brings none
+    endpoint: Endpoint
+    request_id: str  # used where the body has none
     served: Served
 
 
-class Generation(msgspec.Struct, frozen=True, tag=True):
-    """Of a chat or a completion."""
-
-    job: Job
+class ParsedGeneration(msgspec.Struct, frozen=True, tag=True):
+    request: GenerateRequest
     ignored: list[str]  # unknown fields
 
 
-class TextJob(msgspec.Struct, frozen=True, tag=True):
-    """Of /tokenize and /detokenize; the work has no id yet."""
+class ParsedText(msgspec.Struct, frozen=True, tag=True):
+    """A request to /tokenize or /detokenize. `work` has no request id yet."""
 
     work: Tokenize | Detokenize
     card: ModelCard
@@ -59,56 +56,56 @@ class TextJob(msgspec.Struct, frozen=True, tag=True):
     ignored: list[str]
 
 
-Asked = Generation | TextJob
+ParsedBody = ParsedGeneration | ParsedText
 
 
-def read_body(body: bytes, terms: Terms, config: GatewayConfig) -> Asked:
-    """Raises ApiError."""
-    kind = _invoked(body) if terms.kind == "invocation" else terms.kind
-    if kind == "chat":
+def parse_body(body: bytes, context: ParseContext, config: GatewayConfig) -> ParsedBody:
+    """Raises RequestError."""
+    endpoint = _invoked_endpoint(body) if context.endpoint == "invocation" else context.endpoint
+    if endpoint == "chat":
         chat, ignored = decode(body, ChatRequest, config.strict_fields)
-        card = terms.served.card(chat.model)
-        return Generation(read_chat(chat, card, config, _request_id(chat.request_id, terms)), ignored)
-    if kind == "completion":
+        card = context.served.card(chat.model)
+        return ParsedGeneration(parse_chat(chat, card, config, _request_id(chat.request_id, context)), ignored)
+    if endpoint == "completion":
         completion, ignored = decode(body, CompletionRequest, config.strict_fields)
-        card = terms.served.card(completion.model)
-        name = _request_id(completion.request_id, terms)
-        job = read_completion(completion, card, config, name)
-        check_lengths(job)
-        return Generation(job, ignored)
-    if kind == "tokenize":
-        return _tokenize(body, terms, config)
-    return _detokenize(body, terms, config)
+        card = context.served.card(completion.model)
+        name = _request_id(completion.request_id, context)
+        request = parse_completion(completion, card, config, name)
+        check_lengths(request)
+        return ParsedGeneration(request, ignored)
+    if endpoint == "tokenize":
+        return _tokenize(body, context, config)
+    return _detokenize(body, context, config)
 
 
-def check_lengths(job: Job) -> None:
-    """Refuses a prompt of token ids that does not fit before its ids go anywhere. Raises RequestError."""
-    for prompt in job.prompts if job.truncate is None else ():
+def check_lengths(request: GenerateRequest) -> None:
+    """Refuses prompts of token ids that do not fit the context, before they are sent. Raises RequestError."""
+    for prompt in request.prompts if request.truncate is None else ():
         if prompt.token_ids is not None:
-            job.settle(len(prompt.token_ids) // 4, [])
+            request.finalize_sampling(len(prompt.token_ids) // 4, [])
 
 
-def _request_id(asked: str | None, terms: Terms) -> str:
-    """The part of the answer's id that tells requests apart. It stands in every event, so it has a bound."""
-    return limits.name("request_id", asked, MAX_ID_CHARS) or terms.request_id
+def _request_id(asked: str | None, context: ParseContext) -> str:
+    """The unique part of the answer's id. Its length is bounded, because every streamed event repeats it."""
+    return limits.name("request_id", asked, MAX_ID_CHARS) or context.request_id
 
 
-def _invoked(body: bytes) -> Kind:
-    """The endpoint that is meant. Errors of the body are told by that endpoint."""
+def _invoked_endpoint(body: bytes) -> Endpoint:
+    """Chat or completions, by the body's fields. A body that is not valid JSON is left to the completions parser."""
     try:
         asked = msgspec.json.decode(body.removeprefix(codecs.BOM_UTF8), type=Invocation)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return "completion"
     if bytes(asked.messages) == bytes(NULL) == bytes(asked.prompt):
-        raise ApiError("either messages, as for chat completions, or prompt, as for completions", "messages")
+        raise RequestError("either messages, as for chat completions, or prompt, as for completions", "messages")
     return "completion" if bytes(asked.messages) == bytes(NULL) else "chat"
 
 
-def _tokenize(body: bytes, terms: Terms, config: GatewayConfig) -> TextJob:
+def _tokenize(body: bytes, context: ParseContext, config: GatewayConfig) -> ParsedText:
     asked, ignored = decode(body, TokenizeRequest, config.strict_fields)
-    card = terms.served.card(asked.model)
+    card = context.served.card(asked.model)
     if (asked.prompt is None) == (asked.messages is None):
-        raise ApiError("either prompt or messages, and not both", "prompt")
+        raise RequestError("either prompt or messages, and not both", "prompt")
     if asked.messages is not None:
         work = chat_prompt(asked, card)
     else:
@@ -116,17 +113,17 @@ def _tokenize(body: bytes, terms: Terms, config: GatewayConfig) -> TextJob:
             completion_prompts(asked.prompt, card)[0], add_special_tokens=asked.add_special_tokens
         )
     wants = bool(asked.return_token_strs)
-    return TextJob(msgspec.structs.replace(work, want_pieces=wants), card, wants, ignored)
+    return ParsedText(msgspec.structs.replace(work, want_pieces=wants), card, wants, ignored)
 
 
-def _detokenize(body: bytes, terms: Terms, config: GatewayConfig) -> TextJob:
+def _detokenize(body: bytes, context: ParseContext, config: GatewayConfig) -> ParsedText:
     asked, ignored = decode(body, DetokenizeRequest, config.strict_fields)
-    card = terms.served.card(asked.model)
+    card = context.served.card(asked.model)
     if len(asked.tokens) > card.max_model_len:
-        raise ApiError(
+        raise RequestError(
             f"at most {card.max_model_len} tokens, the model's maximum context length, got {len(asked.tokens)}",
             "tokens",
             code="context_length_exceeded",
         )
     limits.token_ids("tokens", asked.tokens, card.vocab_size)
-    return TextJob(Detokenize("", card.names[0], pack(asked.tokens)), card, False, ignored)
+    return ParsedText(Detokenize("", card.names[0], pack(asked.tokens)), card, False, ignored)

@@ -1,11 +1,11 @@
-"""The prompt in its many forms, as the Tokenize frames that turn it into ids."""
+"""Builds `Tokenize` frames from a prompt: a text, token ids, a list of either, or chat messages."""
 
 from typing import cast
 
 import msgspec
 
 from blockyard.services.api_gateway.requests.schemas import ChatRequest, TokenizeRequest
-from blockyard.services.api_gateway.responses.error_body import ApiError
+from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import ModelCard, Tokenize
 from blockyard.shared.ring_client import limits
 from blockyard.shared.ring_client.chat_messages import read_messages
@@ -13,17 +13,17 @@ from blockyard.shared.token_ids import first_outside, pack
 
 
 def completion_prompts(prompt: str | list[str | int | list[int]] | None, card: ModelCard) -> list[Tokenize]:
-    """One frame a prompt, of a text, a list of ids, or a list of either. Raises ApiError."""
+    """One frame per prompt. Raises RequestError."""
     if prompt is None:
-        raise ApiError("`prompt` is missing", "prompt")
+        raise RequestError("`prompt` is missing", "prompt")
     if isinstance(prompt, str):
         return [_text(prompt, "prompt", card)]
     if not prompt:
-        raise ApiError("`prompt` is empty", "prompt")
+        raise RequestError("`prompt` is empty", "prompt")
     if isinstance(prompt[0], int):
         return [_ids(cast(list[int], prompt), "prompt", card)]
     if len(prompt) > limits.MAX_PROMPTS:
-        raise ApiError(f"at most {limits.MAX_PROMPTS} prompts a request, got {len(prompt)}", "prompt")
+        raise RequestError(f"at most {limits.MAX_PROMPTS} prompts a request, got {len(prompt)}", "prompt")
     out = []
     for i, p in enumerate(prompt):
         if isinstance(p, int):
@@ -34,7 +34,9 @@ def completion_prompts(prompt: str | list[str | int | list[int]] | None, card: M
 
 def chat_prompt(request: ChatRequest | TokenizeRequest, card: ModelCard) -> Tokenize:
     if request.continue_final_message and request.add_generation_prompt:
-        raise ApiError("continue_final_message and add_generation_prompt cannot both be true", "continue_final_message")
+        raise RequestError(
+            "continue_final_message and add_generation_prompt cannot both be true", "continue_final_message"
+        )
     kwargs = dict(request.chat_template_kwargs or {})
     if isinstance(request, ChatRequest) and request.documents is not None:
         kwargs["documents"] = request.documents
@@ -55,25 +57,25 @@ def chat_prompt(request: ChatRequest | TokenizeRequest, card: ModelCard) -> Toke
 
 def _text(text: str, field: str, card: ModelCard) -> Tokenize:
     if not text:
-        raise ApiError(f"`{field}` is empty", field)
+        raise RequestError(f"`{field}` is empty", field)
     return Tokenize(request_id="", model=card.names[0], text=text, max_tokens=card.max_model_len)
 
 
 def _ids(ids: list[int], field: str, card: ModelCard) -> Tokenize:
-    """The one place where a prompt of ids is looked at one by one, at C's speed: 32k in 0.8 ms."""
+    """Checks every id against the vocabulary, without a Python loop: 32k ids take 0.8 ms."""
     if not ids:
-        raise ApiError(f"`{field}` is empty", field)
+        raise RequestError(f"`{field}` is empty", field)
     try:
         data = pack(ids)
         if first_outside(data, card.vocab_size) is not None:
             raise OverflowError
     except OverflowError:
-        limits.token_ids(field, ids, card.vocab_size)  # says which
+        limits.token_ids(field, ids, card.vocab_size)  # raises with the id's place
         raise
-    except TypeError:  # the first one was an id
+    except TypeError:  # the first element was an id
         raise _mixed(0) from None
     return Tokenize(request_id="", model=card.names[0], token_ids=data, max_tokens=card.max_model_len)
 
 
-def _mixed(place: int) -> ApiError:
-    return ApiError("`prompt` mixes ids with texts or lists", f"prompt[{place}]")
+def _mixed(place: int) -> RequestError:
+    return RequestError("`prompt` mixes ids with texts or lists", f"prompt[{place}]")

@@ -1,7 +1,7 @@
-"""What the endpoints accept: a wrong type is a 400 that names the field; an unknown field is ignored and named.
+"""The JSON fields of each endpoint. A wrong type is a 400 that names the field; an unknown field is ignored.
 
-Fields typed `Raw` are known and not read. Most have no effect on an answer. Those in `NOT_BUILT` would have one and
-are refused, unless they hold one of the listed values, which ask for nothing.
+Fields typed `Raw` are known and not read. Most have no effect on an answer. Fields in `NOT_BUILT` would have an effect
+and are refused, unless they hold one of the listed values, which change nothing.
 """
 
 import codecs
@@ -9,13 +9,11 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from blockyard.services.api_gateway.requests.decode_errors import byte_offset, field_before, invalid
-from blockyard.services.api_gateway.responses.error_body import ApiError
-from blockyard.shared.errors import not_built
+from blockyard.shared.errors import RequestError, not_built
 from blockyard.shared.ring_client.chat_messages import NULL, Message
 from blockyard.shared.ring_client.known_fields import decode_known
 
-# field -> values that ask for nothing; null is always one
+# field -> values that change nothing; null is always one
 NOT_BUILT: dict[str, tuple[object, ...]] = {
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -47,6 +45,11 @@ NOT_BUILT: dict[str, tuple[object, ...]] = {
 }
 
 
+UNKNOWN, MISSING, AT = "unknown field `", "missing required field `", " - at `$"  # in msgspec's messages
+MAX_CHARS = 300  # of a decoder's message in an answer; it holds the full name of an unknown field
+MAX_KEY_BYTES = 300
+
+
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -54,7 +57,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class GenerationFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What /v1/completions and /v1/chat/completions have in common."""
+    """The fields of both /v1/completions and /v1/chat/completions."""
 
     model: str | None = None
     stream: bool | None = None
@@ -178,9 +181,9 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 def decode(body: bytes, kind: type[T], strict: bool = False) -> tuple[T, list[str]]:
-    """The request in `body`, and the names of unknown fields that were ignored; with `strict` they are an error.
+    """The request in `body`, and the names of its unknown fields. With `strict` an unknown field is an error.
 
-    Raises ApiError naming the field, as far as one can be named.
+    Raises RequestError, with the field's name where it can be found.
     """
     body = body.removeprefix(codecs.BOM_UTF8)
     ignored: list[str]
@@ -188,15 +191,17 @@ def decode(body: bytes, kind: type[T], strict: bool = False) -> tuple[T, list[st
         body.decode("utf-8")
         request, ignored = decode_known(body, kind, strict)
     except UnicodeDecodeError as e:
-        raise ApiError(f"the body is not valid UTF-8: {e.reason} at byte {e.start}", field_before(body, e.start)) from e
+        raise RequestError(
+            f"the body is not valid UTF-8: {e.reason} at byte {e.start}", field_before(body, e.start)
+        ) from e
     except RecursionError as e:
-        raise ApiError("the body is nested too deeply") from e
+        raise RequestError("the body is nested too deeply") from e
     except msgspec.ValidationError as e:
-        raise invalid(str(e)) from e
+        raise _invalid(str(e)) from e
     except msgspec.DecodeError as e:
-        at = byte_offset(str(e))
+        at = _byte_offset(str(e))
         field = "" if at is None else field_before(body, at)
-        raise ApiError(f"the body is not valid JSON: {e}" + (f", in `{field}`" if field else ""), field) from e
+        raise RequestError(f"the body is not valid JSON: {e}" + (f", in `{field}`" if field else ""), field) from e
     _refuse_unbuilt(request)
     return request, ignored
 
@@ -204,7 +209,54 @@ def decode(body: bytes, kind: type[T], strict: bool = False) -> tuple[T, list[st
 def _refuse_unbuilt(request: msgspec.Struct) -> None:
     for name in NOT_BUILT.keys() & set(request.__struct_fields__):
         value = msgspec.json.decode(getattr(request, name))
-        if isinstance(value, dict):  # a client's empty fields ask for nothing either
+        if isinstance(value, dict):  # empty fields of a client's object change nothing either
             value = {key: item for key, item in value.items() if item is not None}
         if value is not None and value not in NOT_BUILT[name]:
             raise not_built(name)
+
+
+def _invalid(text: str) -> RequestError:
+    """The error for JSON that does not match the request's type. `text` is msgspec's message.
+
+    The message and the body come from the client. Plain string searches are linear in their length; a regular
+    expression may not be.
+    """
+    said, at, path = text.rpartition(AT)
+    if not at or not path.endswith("`"):
+        said, path = text, ""
+    field = path.removesuffix("`").removeprefix(".")
+    for before in (UNKNOWN, MISSING):
+        _, found, name = said.partition(before)
+        if found:
+            name = name.removesuffix("`")
+            field = f"{field}.{name}" if field else name
+    return RequestError(_shortened(text).replace("`$.", "`"), _shortened(field))
+
+
+def _byte_offset(text: str) -> int | None:
+    """The number in `(byte 17)` of msgspec's message about malformed JSON."""
+    number = text.rpartition("(byte ")[2].partition(")")[0]
+    return int(number) if number.isascii() and number.isdigit() else None
+
+
+def field_before(body: bytes, at: int) -> str:
+    """The key whose value holds byte `at` of malformed JSON, or "" where no key directly precedes it."""
+    window = body[max(0, at - MAX_KEY_BYTES) : at]
+    end = window.rfind(b'"')
+    if end < 1 or not window[end + 1 :].lstrip().startswith(b":"):
+        return ""
+    start = window.rfind(b'"', 0, end)
+    while start > 0 and _is_escaped(window, start):
+        start = window.rfind(b'"', 0, start)
+    return window[start + 1 : end].decode("utf-8", "replace") if start >= 0 else ""
+
+
+def _is_escaped(text: bytes, at: int) -> bool:
+    """True if an odd number of backslashes stands before byte `at`."""
+    before = text[:at]
+    return (len(before) - len(before.rstrip(b"\\"))) % 2 == 1
+
+
+def _shortened(text: str) -> str:
+    half = MAX_CHARS // 2
+    return text if len(text) <= MAX_CHARS else f"{text[:half]} ... {text[-half:]}"

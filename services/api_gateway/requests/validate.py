@@ -1,16 +1,15 @@
-"""Checks what decoding cannot: ranges, combinations, the model's vocabulary. Makes a Job of a request."""
+"""From decoded JSON fields to a `GenerateRequest`: checks ranges, combinations and token ids of the vocabulary."""
 
 import time
 from dataclasses import replace
 
 import msgspec
 
-from blockyard.services.api_gateway.requests.generate_request import Job
+from blockyard.services.api_gateway.requests.generate_request import GenerateRequest, ResponseOptions
 from blockyard.services.api_gateway.requests.prompt_fields import chat_prompt, completion_prompts
 from blockyard.services.api_gateway.requests.schemas import ChatRequest, CompletionRequest, GenerationFields
-from blockyard.services.api_gateway.responses.chunks import Shape
-from blockyard.services.api_gateway.responses.error_body import ApiError
 from blockyard.shared.config.gateway import GatewayConfig
+from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import ModelCard, Tokenize
 from blockyard.shared.ring_client import limits
 from blockyard.shared.ring_client.choices import read_choices
@@ -25,32 +24,35 @@ from blockyard.shared.ring_client.sampling_fields import (
 DEFAULT_COMPLETION_TOKENS = 16
 
 
-def read_chat(request: ChatRequest, card: ModelCard, config: GatewayConfig, name: str) -> Job:
-    """`name` is the part of the answer's id that tells requests apart. Raises ApiError."""
+def parse_chat(request: ChatRequest, card: ModelCard, config: GatewayConfig, name: str) -> GenerateRequest:
+    """`name` is the unique part of the answer's id. Raises RequestError."""
     if request.echo:
-        raise ApiError("echo is for /v1/completions; a chat answer does not repeat its messages", "echo")
+        raise RequestError("echo is for /v1/completions; a chat answer does not repeat its messages", "echo")
     field, asked = "max_tokens", request.max_tokens
     if request.max_completion_tokens is not None:
         if asked is not None:
-            raise ApiError("max_tokens and max_completion_tokens are two names of one field", "max_completion_tokens")
+            raise RequestError(
+                "max_tokens and max_completion_tokens are two names of one field", "max_completion_tokens"
+            )
         field, asked = "max_completion_tokens", request.max_completion_tokens
     limits.integer(field, asked, 0, 1)
     num_top = limits.integer("top_logprobs", request.top_logprobs, 0, 0, config.max_logprobs)
     if num_top and not request.logprobs:
-        raise ApiError("top_logprobs needs logprobs to be true", "top_logprobs")
-    shape = replace(
-        _shape(request, card, config, name),
+        raise RequestError("top_logprobs needs logprobs to be true", "top_logprobs")
+    options = replace(
+        _response_options(request, card, config, name),
         chat=True,
         answer_id="chatcmpl-" + name,
         logprobs=bool(request.logprobs),
         num_top=num_top,
     )
     prompts = [chat_prompt(request, card)]
-    job = _job(request, shape, card, config, prompts, num_top if request.logprobs else None, request.prompt_logprobs)
-    return replace(job, prompt_field="messages", max_tokens=asked)
+    num_logprobs = num_top if request.logprobs else None
+    parsed = _generate_request(request, options, card, config, prompts, num_logprobs, request.prompt_logprobs)
+    return replace(parsed, prompt_field="messages", max_tokens=asked)
 
 
-def read_completion(request: CompletionRequest, card: ModelCard, config: GatewayConfig, name: str) -> Job:
+def parse_completion(request: CompletionRequest, card: ModelCard, config: GatewayConfig, name: str) -> GenerateRequest:
     echo, asked = bool(request.echo), request.max_tokens
     limits.integer("max_tokens", asked, 0, 0 if echo else 1)
     num_top, of_prompt = request.logprobs, request.prompt_logprobs
@@ -66,29 +68,31 @@ def read_completion(request: CompletionRequest, card: ModelCard, config: Gateway
         )
         for p in completion_prompts(request.prompt, card)
     ]
-    shape = replace(
-        _shape(request, card, config, name),
+    options = replace(
+        _response_options(request, card, config, name),
         logprobs=num_top is not None,
         num_top=num_top or 0,
         echo=echo,
         no_output=asked == 0,
     )
-    job = _job(request, shape, card, config, prompts, num_top, of_prompt)
-    return replace(job, max_tokens=DEFAULT_COMPLETION_TOKENS if asked is None else asked)
+    parsed = _generate_request(request, options, card, config, prompts, num_top, of_prompt)
+    return replace(parsed, max_tokens=DEFAULT_COMPLETION_TOKENS if asked is None else asked)
 
 
-def _shape(request: GenerationFields, card: ModelCard, config: GatewayConfig, name: str) -> Shape:
-    """What both endpoints' answers have in common."""
-    options = request.stream_options
-    if options is not None and not request.stream:
-        raise ApiError("stream_options is only for streamed answers", "stream_options")
-    include_usage = options.include_usage if options is not None else False
-    continuous_usage = bool(options is not None and options.continuous_usage_stats and include_usage is not False)
+def _response_options(request: GenerationFields, card: ModelCard, config: GatewayConfig, name: str) -> ResponseOptions:
+    """The options that chat and completions share."""
+    stream_options = request.stream_options
+    if stream_options is not None and not request.stream:
+        raise RequestError("stream_options is only for streamed answers", "stream_options")
+    include_usage = stream_options.include_usage if stream_options is not None else False
+    continuous_usage = bool(
+        stream_options is not None and stream_options.continuous_usage_stats and include_usage is not False
+    )
     if request.prompt_logprobs is not None:
         limits.integer("prompt_logprobs", request.prompt_logprobs, 0, 0, config.max_logprobs)
         if request.stream:
-            raise ApiError("prompt_logprobs is only for answers that are not streamed", "prompt_logprobs")
-    return Shape(
+            raise RequestError("prompt_logprobs is only for answers that are not streamed", "prompt_logprobs")
+    return ResponseOptions(
         chat=False,
         answer_id="cmpl-" + name,
         created=int(time.time()),
@@ -104,27 +108,29 @@ def _shape(request: GenerationFields, card: ModelCard, config: GatewayConfig, na
     )
 
 
-def _job(
+def _generate_request(
     request: GenerationFields,
-    shape: Shape,
+    options: ResponseOptions,
     card: ModelCard,
     config: GatewayConfig,
     prompts: list[Tokenize],
     num_logprobs: int | None,
     num_prompt_logprobs: int | None,
-) -> Job:
+) -> GenerateRequest:
     choices = read_choices(request, bool(request.stream))
     n = choices.returned
     if choices.beam is not None and num_prompt_logprobs is not None:
-        raise ApiError("log-probabilities of the prompt are not part of a beam search", "use_beam_search")
+        raise RequestError("log-probabilities of the prompt are not part of a beam search", "use_beam_search")
     if choices.computed * len(prompts) > limits.MAX_ANSWERS:
-        raise ApiError(f"{len(prompts)} prompts with {n} choices each are more than {limits.MAX_ANSWERS} answers", "n")
+        raise RequestError(
+            f"{len(prompts)} prompts with {n} choices each are more than {limits.MAX_ANSWERS} answers", "n"
+        )
     salt, bad_words, truncate = read_salt(request.cache_salt), read_bad_words(request), read_truncation(request)
     as_ids = request.return_tokens_as_token_ids
     sampling = read_sampling(request, card.vocab_size, config.defaults)
-    return Job(
+    return GenerateRequest(
         card=card,
-        shape=shape,
+        options=options,
         prompts=[
             msgspec.structs.replace(
                 p, bad_words=bad_words, cache_salt=salt, max_tokens=p.max_tokens if truncate is None else 0

@@ -1,9 +1,11 @@
-"""The bytes of streamed events: what is the same in every event of a stream is encoded once, when it opens."""
+"""The bytes of streamed events, in the dialects of chat and completions.
 
-from dataclasses import dataclass
+The parts that are equal in every event of a stream are encoded once, when the stream opens.
+"""
 
 import msgspec
 
+from blockyard.services.api_gateway.requests.generate_request import ResponseOptions
 from blockyard.shared.messages import FinishReason
 
 encode = msgspec.json.Encoder().encode
@@ -12,38 +14,14 @@ NULL = b"null"
 REASONS = {FinishReason.STOP: b'"stop"', FinishReason.LENGTH: b'"length"', None: NULL}
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """How one HTTP answer looks."""
-
-    chat: bool
-    answer_id: str
-    created: int
-    model: str
-    role: str = "assistant"
-    stream: bool = False
-    include_usage: bool = False
-    continuous_usage: bool = False
-    logprobs: bool = False
-    num_top: int = 0  # candidates shown a token
-    prompt_logprobs: int | None = None  # candidates shown for each token of the prompt; None: nothing
-    echo: bool = False
-    token_ids: bool = False
-    stamps: bool = False
-    no_output: bool = False  # max_tokens 0: what is generated to get at the prompt's log-probabilities is left out
-    prompt_tokens_details: bool = False
-
-
-def head(shape: Shape, index: int) -> bytes:
+def head(options: ResponseOptions, index: int) -> bytes:
     """An event of choice `index` up to its text."""
-    kind = "chat.completion.chunk" if shape.chat else "text_completion"
-    meta = encode({"id": shape.answer_id, "object": kind, "created": shape.created, "model": shape.model})
-    text = b'"delta":{"content":' if shape.chat else b'"text":'
-    return b'data: %b,"choices":[{"index":%d,%b' % (meta[:-1], index, text)
+    text = b'"delta":{"content":' if options.chat else b'"text":'
+    return b'data: %b,"choices":[{"index":%d,%b' % (_meta(options), index, text)
 
 
 def tail(
-    shape: Shape,
+    options: ResponseOptions,
     *,
     logprobs: bytes = NULL,
     finish: FinishReason | None = None,
@@ -52,12 +30,13 @@ def tail(
     prompt_token_ids: list[int] | None = None,
     usage: bytes = NULL,
 ) -> bytes:
-    """An event from its text on, up to where a stamp may stand; `close` ends it."""
-    parts = [b"}" if shape.chat else b"", b',"logprobs":', logprobs, b',"finish_reason":', REASONS[finish]]
+    """An event from the end of its text to the place of the stamp; `close` ends the event."""
+    parts = [b"}" if options.chat else b"", b',"logprobs":', logprobs, b',"finish_reason":', REASONS[finish]]
     parts += [b',"stop_reason":', encode(stop_reason), b',"token_ids":', encode(token_ids)]
     of_prompt = b',"prompt_token_ids":' + encode(prompt_token_ids)
-    parts += [b"}]", of_prompt] if shape.chat else [of_prompt, b"}]"]  # of the answer, or of the choice, as in vLLM
-    if shape.include_usage or shape.continuous_usage:
+    # as in vLLM: a field of the answer in chat, of the choice in completions
+    parts += [b"}]", of_prompt] if options.chat else [of_prompt, b"}]"]
+    if options.include_usage or options.continuous_usage:
         parts += [b',"usage":', usage]
     return b"".join(parts)
 
@@ -66,16 +45,21 @@ def close(stamp_s: float | None) -> bytes:
     return b"}\n\n" if stamp_s is None else b',"stamp":%b}\n\n' % encode(stamp_s)
 
 
-def role_event(shape: Shape, index: int, prompt_token_ids: list[int] | None, usage: bytes) -> bytes:
+def role_event(options: ResponseOptions, index: int, prompt_token_ids: list[int] | None, usage: bytes) -> bytes:
     """The first event of a chat choice."""
-    start = head(shape, index).removesuffix(b'"content":')
-    role = b'"role":%b,"content":""' % encode(shape.role)
-    return start + role + tail(shape, prompt_token_ids=prompt_token_ids, usage=usage) + close(None)
+    start = head(options, index).removesuffix(b'"content":')
+    role = b'"role":%b,"content":""' % encode(options.role)
+    return start + role + tail(options, prompt_token_ids=prompt_token_ids, usage=usage) + close(None)
 
 
-def usage_event(shape: Shape, usage: bytes) -> bytes:
+def usage_event(options: ResponseOptions, usage: bytes) -> bytes:
     """The last event before [DONE], with `stream_options.include_usage`."""
-    kind = "chat.completion.chunk" if shape.chat else "text_completion"
-    meta = encode({"id": shape.answer_id, "object": kind, "created": shape.created, "model": shape.model})
-    of_prompt = b',"prompt_token_ids":null' if shape.chat else b""
-    return b'data: %b,"choices":[]%b,"usage":%b}\n\n' % (meta[:-1], of_prompt, usage)
+    of_prompt = b',"prompt_token_ids":null' if options.chat else b""
+    return b'data: %b,"choices":[]%b,"usage":%b}\n\n' % (_meta(options), of_prompt, usage)
+
+
+def _meta(options: ResponseOptions) -> bytes:
+    """The fields of every event, as an object that is still open."""
+    kind = "chat.completion.chunk" if options.chat else "text_completion"
+    fields = {"id": options.answer_id, "object": kind, "created": options.created, "model": options.model}
+    return encode(fields)[:-1]

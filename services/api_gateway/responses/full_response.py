@@ -1,9 +1,8 @@
-"""Whole answers: what the choices collected, in OpenAI's shapes."""
+"""Answers that are not streamed: collects the choices' text and encodes OpenAI's response objects."""
 
 import msgspec
 
-from blockyard.services.api_gateway.responses.echo import Echo, without_output
-from blockyard.services.api_gateway.responses.http_generation import Call, Usage
+from blockyard.services.api_gateway.responses.http_generation import Echo, HttpGeneration, UsageInfo, without_output
 from blockyard.services.api_gateway.responses.logprobs import (
     ChatLogprobs,
     CompletionLogprobs,
@@ -16,12 +15,13 @@ from blockyard.shared.messages import FinishReason, TextDelta, TextLogprobs
 from blockyard.shared.ring_client.choices import best
 from blockyard.shared.ring_client.journal import ChoiceLog, Entry
 from blockyard.shared.ring_client.meters import REASONS
+from blockyard.shared.token_ids import unpack
 
 PromptLogprobs = list[dict[int, PromptToken] | None]
 
 
 class AnswerMessage(msgspec.Struct, frozen=True):
-    """With the fields that clients read whether or not they were asked for."""
+    """With the empty fields that clients read in every message."""
 
     role: str
     content: str
@@ -49,7 +49,7 @@ class ChatAnswer(msgspec.Struct, frozen=True):
     created: int
     model: str
     choices: list[ChatChoice]
-    usage: Usage
+    usage: UsageInfo
     prompt_logprobs: PromptLogprobs | None
     prompt_token_ids: list[int] | None
     service_tier: None = None
@@ -74,14 +74,14 @@ class CompletionAnswer(msgspec.Struct, frozen=True):
     created: int
     model: str
     choices: list[CompletionChoice]
-    usage: Usage
+    usage: UsageInfo
     service_tier: None = None
     system_fingerprint: None = None
     kv_transfer_params: None = None
 
 
-class Collected:
-    """A journal sink that keeps everything until the answer is whole."""
+class CollectedChoice:
+    """A journal sink that keeps everything until the answer is complete."""
 
     def __init__(self, no_output: bool) -> None:
         self._no_output = no_output
@@ -90,6 +90,10 @@ class Collected:
         self.finish = FinishReason.FAILED
         self.stop_reason: int | str | None = None
         self.echo: Echo | None = None
+
+    def prepend(self, echo: Echo) -> None:
+        """The answer begins with the prompt's text."""
+        self.echo = echo
 
     def push(self, delta: TextDelta, now: float, stamp_s: float) -> None:
         if self._no_output:
@@ -100,70 +104,72 @@ class Collected:
             self.finish, self.stop_reason = delta.finish, delta.stop_reason
 
 
-def ids_of(data: bytes) -> list[int]:
-    return memoryview(data).cast("I").tolist()
-
-
-def answer(call: Call) -> bytes:
-    """The body of a finished call whose sinks are Collected."""
-    shape = call.job.shape
-    collected = [(entry, *pair) for entry in call.entries for pair in _best(entry, call.job.choices.returned)]
-    if not shape.chat:
-        choices = [_completion_choice(call, i, *one) for i, one in enumerate(collected)]
+def encode_full_response(generation: HttpGeneration) -> bytes:
+    """The body for a finished generation whose sinks are `CollectedChoice`."""
+    options, count = generation.request.options, generation.request.choices.returned
+    collected = [(entry, *pair) for entry in generation.entries for pair in _best(entry, count)]
+    if not options.chat:
+        choices = [_completion_choice(generation, i, *one) for i, one in enumerate(collected)]
         return msgspec.json.encode(
-            CompletionAnswer(shape.answer_id, "text_completion", shape.created, shape.model, choices, call.usage())
+            CompletionAnswer(
+                options.answer_id, "text_completion", options.created, options.model, choices, generation.usage()
+            )
         )
-    entry = call.entries[0]
-    chat_choices = [_chat_choice(call, i, *one) for i, one in enumerate(collected)]
+    entry = generation.entries[0]
+    chat_choices = [_chat_choice(generation, i, *one) for i, one in enumerate(collected)]
     return msgspec.json.encode(
         ChatAnswer(
-            shape.answer_id,
+            options.answer_id,
             "chat.completion",
-            shape.created,
-            shape.model,
+            options.created,
+            options.model,
             chat_choices,
-            call.usage(),
-            _prompt_logprobs(call, entry),
-            ids_of(entry.prompt_ids) if shape.token_ids else None,
+            generation.usage(),
+            _prompt_logprobs(generation, entry),
+            unpack(entry.prompt_ids) if options.token_ids else None,
         )
     )
 
 
-def _best(entry: Entry, count: int) -> list[tuple[ChoiceLog, Collected]]:
-    pairs = [(choice, choice.sink) for choice in entry.choices if isinstance(choice.sink, Collected)]
+def _best(entry: Entry, count: int) -> list[tuple[ChoiceLog, CollectedChoice]]:
+    pairs = [(choice, choice.sink) for choice in entry.choices if isinstance(choice.sink, CollectedChoice)]
     return best(pairs, [sink.logprobs for _, sink in pairs], count)
 
 
-def _chat_choice(call: Call, index: int, entry: Entry, choice: ChoiceLog, sink: Collected) -> ChatChoice:
-    shape = call.job.shape
+def _chat_choice(
+    generation: HttpGeneration, index: int, entry: Entry, choice: ChoiceLog, sink: CollectedChoice
+) -> ChatChoice:
+    options = generation.request.options
     return ChatChoice(
         index,
-        AnswerMessage(shape.role, "".join(sink.text)),
-        chat_logprobs(sink.logprobs, shape.num_top) if shape.logprobs else None,
+        AnswerMessage(options.role, "".join(sink.text)),
+        chat_logprobs(sink.logprobs, options.num_top) if options.logprobs else None,
         REASONS[sink.finish],
         sink.stop_reason,
-        choice.output_ids.tolist() if shape.token_ids else None,
+        choice.output_ids.tolist() if options.token_ids else None,
     )
 
 
-def _completion_choice(call: Call, index: int, entry: Entry, choice: ChoiceLog, sink: Collected) -> CompletionChoice:
-    shape, text, tokens, first_piece = call.job.shape, "".join(sink.text), sink.logprobs, None
+def _completion_choice(
+    generation: HttpGeneration, index: int, entry: Entry, choice: ChoiceLog, sink: CollectedChoice
+) -> CompletionChoice:
+    options, text, tokens, first_token = generation.request.options, "".join(sink.text), sink.logprobs, None
     if sink.echo is not None:
         text = sink.echo.text + text
-        tokens, first_piece = [*sink.echo.logprobs, *tokens], sink.echo.first_piece
-    output_ids = [] if shape.no_output else choice.output_ids.tolist()
+        tokens, first_token = [*sink.echo.logprobs, *tokens], sink.echo.first_token
+    output_ids = [] if options.no_output else choice.output_ids.tolist()
     return CompletionChoice(
         index,
         text,
-        completion_logprobs(tokens, shape.num_top, 0, first_piece) if shape.logprobs else None,
+        completion_logprobs(tokens, options.num_top, 0, first_token) if options.logprobs else None,
         REASONS[sink.finish],
         sink.stop_reason,
-        _prompt_logprobs(call, entry),
-        output_ids if shape.token_ids else None,
-        ids_of(entry.prompt_ids) if shape.token_ids else None,
+        _prompt_logprobs(generation, entry),
+        output_ids if options.token_ids else None,
+        unpack(entry.prompt_ids) if options.token_ids else None,
     )
 
 
-def _prompt_logprobs(call: Call, entry: Entry) -> PromptLogprobs | None:
-    num_top = call.job.shape.prompt_logprobs
+def _prompt_logprobs(generation: HttpGeneration, entry: Entry) -> PromptLogprobs | None:
+    num_top = generation.request.options.prompt_logprobs
     return None if num_top is None else prompt_logprobs(entry.prompt_logprobs, num_top)

@@ -1,13 +1,15 @@
-"""One HTTP request on the ring: its prompts' journal entries, and the moments its handler waits for."""
+"""An open generation request: the journal entries of its prompts, and the events that its handler waits for."""
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import msgspec
 
-from blockyard.services.api_gateway.requests.generate_request import Job
+from blockyard.services.api_gateway.requests.generate_request import GenerateRequest
 from blockyard.services.api_gateway.responses.chunks import encode
-from blockyard.services.api_gateway.responses.error_body import ApiError
+from blockyard.shared.errors import RequestError
+from blockyard.shared.messages import FinishReason, TextDelta, TextLogprobs
 from blockyard.shared.ring_client.journal import Entry
 
 
@@ -15,71 +17,84 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
-class Usage(msgspec.Struct, frozen=True):
+class UsageInfo(msgspec.Struct, frozen=True):
     prompt_tokens: int
     total_tokens: int
     completion_tokens: int
     prompt_tokens_details: PromptTokensDetails | None = None
 
 
-class Call:
-    """The journal's Owner. An entry that fails fails the whole call."""
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """The prompt, for an answer that begins with it."""
 
-    def __init__(self, job: Job, arrived_s: float, close: Callable[[Entry], None]) -> None:
-        self.job = job
+    text: str
+    first_token: str  # its text; the first token has no log-probability
+    logprobs: list[TextLogprobs]  # the journal's list, complete when the first output token arrives
+
+
+class HttpGeneration:
+    """The owner of its journal entries. One failed entry fails all of them."""
+
+    def __init__(self, request: GenerateRequest, arrived_s: float, close: Callable[[Entry], None]) -> None:
+        self.request = request
         self.arrived_s = arrived_s
         self.entries: list[Entry] = []
-        self.error: ApiError | None = None
+        self.error: RequestError | None = None
         self._close = close
-        self._num_unsettled = self._num_unfinished = len(job.prompts)
-        self._settled = asyncio.Event()  # every prompt was accepted, or one failed
+        self._num_unaccepted = self._num_unfinished = len(request.prompts)
+        self._accepted = asyncio.Event()  # every prompt was accepted, or one failed
         self._finished = asyncio.Event()  # every choice ended, or one failed
 
     def accepted(self, entry: Entry) -> None:
-        self._num_unsettled -= 1
-        if self._num_unsettled == 0:
-            self._settled.set()
+        self._num_unaccepted -= 1
+        if self._num_unaccepted == 0:
+            self._accepted.set()
 
     def finished(self, entry: Entry) -> None:
         self._num_unfinished -= 1
         if self._num_unfinished == 0:
             self._finished.set()
 
-    def failed(self, entry: Entry, error: ApiError) -> None:
+    def failed(self, entry: Entry, error: RequestError) -> None:
         self.fail(error)
 
-    def fail(self, error: ApiError) -> None:
-        """Ends the call for its caller; what still runs of it is cancelled."""
+    def fail(self, error: RequestError) -> None:
+        """Ends the request with this error and cancels its running choices."""
         if self.error is None and not self._finished.is_set():
             self.error = error
         self.close()
-        self._settled.set()
+        self._accepted.set()
         self._finished.set()
 
     def close(self) -> None:
         for entry in self.entries:
             self._close(entry)
 
-    def is_finished(self) -> bool:
-        return self._finished.is_set()
-
-    async def settle(self) -> None:
-        """Waits until the status is known. Raises ApiError where it is not 200."""
-        await self._settled.wait()
+    async def wait_accepted(self) -> None:
+        """Waits until the HTTP status is known. Raises RequestError if it is not 200."""
+        await self._accepted.wait()
         if self.error is not None:
             raise self.error
 
-    async def finish(self) -> None:
-        """Waits for the last text; `error` says how it ended."""
+    async def wait_finished(self) -> None:
+        """Waits for the last text, or for an `error`."""
         await self._finished.wait()
 
-    def usage(self) -> Usage:
+    def usage(self) -> UsageInfo:
+        options = self.request.options
         prompt = sum(e.num_prompt_tokens for e in self.entries)
-        completion = 0 if self.job.shape.no_output else sum(len(c.output_ids) for e in self.entries for c in e.choices)
+        completion = 0 if options.no_output else sum(len(c.output_ids) for e in self.entries for c in e.choices)
         details = None
-        if self.job.shape.prompt_tokens_details:
+        if options.prompt_tokens_details:
             details = PromptTokensDetails(sum(e.cached_tokens for e in self.entries))
-        return Usage(prompt, prompt + completion, completion, details)
+        return UsageInfo(prompt, prompt + completion, completion, details)
 
     def usage_json(self) -> bytes:
         return encode(self.usage())
+
+
+def without_output(delta: TextDelta) -> TextDelta:
+    """For max_tokens 0: hides the one token that was generated to get the prompt's log-probabilities."""
+    finish = None if delta.finish is None else FinishReason.LENGTH
+    return msgspec.structs.replace(delta, token_ids=[], text="", logprobs=[], finish=finish, stop_reason=None)

@@ -1,10 +1,10 @@
-"""Log-probabilities in OpenAI's two shapes, and the field's shape for those of the prompt."""
+"""Log-probabilities as JSON: OpenAI's formats for chat and completions, and vLLM's for the prompt's."""
 
 import msgspec
 
 from blockyard.shared.messages import TextLogprobs
 
-FLOOR = -9999.0  # stands for minus infinity, which JSON cannot say
+FLOOR = -9999.0  # shown for minus infinity, which JSON does not have
 
 
 class TopToken(msgspec.Struct, frozen=True):
@@ -64,19 +64,19 @@ def chat_logprobs(tokens: list[TextLogprobs], num_top: int) -> ChatLogprobs:
 
 
 def completion_logprobs(
-    tokens: list[TextLogprobs], num_top: int, offset: int, first_piece: str | None = None
+    tokens: list[TextLogprobs], num_top: int, offset: int, first_token: str | None = None
 ) -> CompletionLogprobs:
-    """`offset` is where the first token's text begins; `first_piece` is a token before them that has none."""
+    """`offset` is where the first token's text begins; `first_token` is a prompt token without a log-probability."""
     out = CompletionLogprobs([], [], [], [])
-    if first_piece is not None:
+    if first_token is not None:
         out.text_offset.append(offset)
         out.token_logprobs.append(None)
-        out.tokens.append(first_piece)
+        out.tokens.append(first_token)
         out.top_logprobs.append(None)
-        offset += len(first_piece)
+        offset += len(first_token)
     for t in tokens:
         text = show(t.token)
-        top = {text: floored(t.logprob)}  # the token itself is the first
+        top = {text: floored(t.logprob)}  # the sampled token comes first
         for candidate, logprob in zip(t.top_tokens[:num_top], t.top_logprobs, strict=False):
             top.setdefault(show(candidate), floored(logprob))
         out.text_offset.append(offset)
@@ -88,7 +88,7 @@ def completion_logprobs(
 
 
 def prompt_logprobs(tokens: list[TextLogprobs], num_top: int) -> list[dict[int, PromptToken] | None]:
-    """One entry a prompt token, the first of which has none; the token itself and the likeliest candidates."""
+    """One entry per prompt token: the token itself and its top candidates. The first token's entry is None."""
     out: list[dict[int, PromptToken] | None] = [None]
     for t in tokens:
         entry = {t.token_id: PromptToken(floored(t.logprob), t.rank, show(t.token))}

@@ -1,119 +1,174 @@
-"""One HTTP answer's way to its client: raw writes to the transport, never awaited.
+"""Writes of one streamed answer to its client: straight to the transport, never awaited.
 
-What the transport will not take at once stays with the streams and follows as one larger event.
+A choice is generated to its end whether its client reads or not, and no other service keeps delivered text. Text that
+a slow client has not read therefore stays in the gateway: first in the transport's buffer, then, while the writer is
+paused, with the choices' streams, which send it later as one larger event. `UnreadText` bounds that memory.
 """
 
 import asyncio
+import logging
 from collections.abc import Callable
 
-from blockyard.services.api_gateway.responses.unread import Unread
+from blockyard.shared.messages import TextDelta
 
-BUFFER_LIMIT = 64 * 1024  # bytes the transport may hold before a stream's text waits here
+log = logging.getLogger(__name__)
+
+BUFFER_LIMIT = 64 * 1024  # bytes in the transport's buffer above which the writer pauses
 RESUME_BELOW = 16 * 1024
+TOKEN_BYTES = 64  # memory of a token with its text, once several are merged into one delta
+LOGPROB_BYTES, TOP_BYTES = 350, 120  # memory of a token's log-probability, and of each of its top candidates
 
-SIZES = tuple(b"%x\r\n" % n for n in range(2048))  # chunk headers; events are rarely longer
 
-
-def framed(data: bytes) -> bytes:
+def http_chunk(data: bytes) -> bytes:
     """`data` as one chunk of HTTP's chunked encoding."""
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
-class Outlet:
+def size_of(delta: TextDelta) -> int:
+    """Approximate memory of a delta in bytes."""
+    logprobs = delta.logprobs
+    num_top = len(logprobs[0].top_ids) if logprobs else 0
+    return len(delta.text) + TOKEN_BYTES * len(delta.token_ids) + len(logprobs) * (LOGPROB_BYTES + TOP_BYTES * num_top)
+
+
+class ResponseWriter:
     """The transport of one streamed answer, shared by its choices.
 
-    Until `start` and while `behind`, choices keep their text; they register what will bring it later.
+    It is paused until `start`, and whenever the transport's buffer is above the limit. While it is paused the choices
+    keep their text and register a callback that writes it on `resume`.
     """
 
     __slots__ = (
-        "_catch_up",
-        "_left",
-        "_ready",
+        "_on_resume",
         "_resume_below",
-        "behind",
+        "_resumed",
+        "_transport",
+        "_unread",
+        "_unread_text",
         "chunked",
-        "moved_s",
-        "transport",
-        "unread",
-        "wrote_s",
+        "last_read_s",
+        "last_write_s",
+        "paused",
     )
 
-    def __init__(self, unread: Unread) -> None:
-        self.unread = unread  # what all answers of the gateway keep
-        self.transport: asyncio.WriteTransport | None = None
+    def __init__(self, unread_text: "UnreadText") -> None:
         self.chunked = True
-        self.behind = True
-        self.wrote_s = 0.0  # loop time of the last write
-        self.moved_s = 0.0  # loop time when the client last took something
-        self._left = 0  # bytes it had not taken then
-        self._catch_up: list[Callable[[float], None]] = []
+        self.paused = True
+        self.last_write_s = 0.0  # loop time of the last write
+        self.last_read_s = 0.0  # loop time at which the client was last seen to read
+        self._unread_text = unread_text
+        self._transport: asyncio.WriteTransport | None = None
+        self._unread = 0  # bytes in the transport's buffer at last_read_s
+        self._on_resume: list[Callable[[float], None]] = []
         self._resume_below = RESUME_BELOW
-        self._ready: asyncio.Future[None] | None = None
+        self._resumed: asyncio.Future[None] | None = None
 
     def start(self, transport: asyncio.WriteTransport, chunked: bool, now: float) -> None:
-        """The headers are out: what was kept follows."""
-        self.transport, self.chunked = transport, chunked
-        self.wrote_s = self.moved_s = now
-        self.catch_up(now)
+        """The headers were sent: writes the text that the choices kept until now."""
+        self._transport, self.chunked = transport, chunked
+        self.last_write_s = self.last_read_s = now
+        self.resume(now)
 
-    def on_catch_up(self, bring: Callable[[float], None]) -> None:
-        self._catch_up.append(bring)
+    def on_resume(self, write_kept: Callable[[float], None]) -> None:
+        self._on_resume.append(write_kept)
 
-    def write(self, data: bytes, now: float) -> None:
-        """Whatever the buffers hold: for what is small or last."""
-        transport = self.transport
+    def keep(self, num_bytes: int) -> None:
+        """A choice keeps text of this size until the writer resumes."""
+        self._unread_text.add(self, num_bytes)
+
+    def frame(self, data: bytes) -> bytes:
+        return http_chunk(data) if self.chunked else data
+
+    def write(self, framed: bytes, now: float) -> None:
+        """Pauses the writer if the transport's buffer is above the limit afterwards."""
+        transport = self._transport
+        if transport is None or transport.is_closing():  # a write would raise, or be logged as an error
+            return
+        transport.write(framed)
+        self.last_write_s = now
+        if transport.get_write_buffer_size() > BUFFER_LIMIT:
+            self.pause(now)
+
+    def write_unpaused(self, data: bytes, now: float) -> None:
+        """Writes small or final events, whatever the buffer holds."""
+        transport = self._transport
         if transport is None or transport.is_closing():
             return
-        transport.write(framed(data) if self.chunked else data)
-        self.wrote_s = now
+        transport.write(self.frame(data))
+        self.last_write_s = now
 
-    def catch_up(self, now: float) -> None:
-        """Called when the transport has drained: choices bring what they kept."""
-        self.behind = False
-        self.unread.drop(self)
-        waiting, self._catch_up = self._catch_up, []
-        for bring in waiting:
-            bring(now)
-        if self.transport is not None and self.transport.get_write_buffer_size() > BUFFER_LIMIT:
-            self.fall_behind(now)
-        elif self._ready is not None and not self._ready.done():
-            self._ready.set_result(None)
+    def resume(self, now: float) -> None:
+        """The client has read most of the buffer: the choices write the text they kept."""
+        self.paused = False
+        self._unread_text.drop(self)
+        callbacks, self._on_resume = self._on_resume, []
+        for write_kept in callbacks:
+            write_kept(now)
+        if self._transport is not None and self._transport.get_write_buffer_size() > BUFFER_LIMIT:
+            self.pause(now)
+        elif self._resumed is not None and not self._resumed.done():
+            self._resumed.set_result(None)
 
-    def fall_behind(self, now: float) -> None:
-        """The transport holds more than it should: from here on choices keep their text."""
-        self.behind = True
-        self.moved_s = now
-        self._left = self.transport.get_write_buffer_size() if self.transport is not None else 0
+    def pause(self, now: float) -> None:
+        self.paused = True
+        self.last_read_s = now
+        self._unread = self._transport.get_write_buffer_size() if self._transport is not None else 0
 
     def sweep(self, now: float) -> None:
-        """Every 50 ms while behind: resumes once the client has taken most of it, notes if it takes any."""
-        if self.transport is None:
+        """Called every 50 ms while paused: notes whether the client reads, and resumes once most of it is read."""
+        if self._transport is None:
             return
-        left = self.transport.get_write_buffer_size()
-        if left < self._left:
-            self.moved_s = now
-        self._left = left
-        if left < self._resume_below:
-            self.catch_up(now)
+        unread = self._transport.get_write_buffer_size()
+        if unread < self._unread:
+            self.last_read_s = now
+        self._unread = unread
+        if unread < self._resume_below:
+            self.resume(now)
 
     def is_gone(self) -> bool:
-        return self.transport is not None and self.transport.is_closing()
+        return self._transport is not None and self._transport.is_closing()
 
     def abort(self) -> None:
-        """The client takes too little: the connection is dropped, and with it the handler is cancelled."""
-        if self.transport is not None:
-            self.transport.abort()
+        """The client reads too slowly: drops the connection, which cancels the request's handler."""
+        if self._transport is not None:
+            self._transport.abort()
 
-    async def emptied(self) -> None:
-        """Waits until the client's side of the connection has taken everything."""
-        await asyncio.sleep(0)  # what was just written leaves at the end of the loop's round
+    async def flush(self) -> None:
+        """Waits until the transport's buffer is empty."""
+        await asyncio.sleep(0)  # uvloop writes at the end of the loop's iteration
         self._resume_below = 1
-        if self.transport is not None and self.transport.get_write_buffer_size():
-            self.fall_behind(asyncio.get_running_loop().time())
-        await self.drained()
+        if self._transport is not None and self._transport.get_write_buffer_size():
+            self.pause(asyncio.get_running_loop().time())
+        await self.wait_resumed()
 
-    async def drained(self) -> None:
-        """Waits until nothing is kept back any more."""
-        while self.behind:
-            self._ready = asyncio.get_running_loop().create_future()
-            await self._ready
+    async def wait_resumed(self) -> None:
+        """Waits until no choice keeps text."""
+        while self.paused:
+            self._resumed = asyncio.get_running_loop().create_future()
+            await self._resumed
+
+
+class UnreadText:
+    """Memory of all text that slow clients of this gateway have not read; above the bound, the largest is aborted."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.num_bytes = 0
+        self._max_bytes = max_bytes
+        self._by_writer: dict[ResponseWriter, int] = {}
+
+    def add(self, writer: ResponseWriter, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        self._by_writer[writer] = self._by_writer.get(writer, 0) + num_bytes
+        if self.num_bytes > self._max_bytes:
+            slowest = max(self._by_writer, key=self._by_writer.__getitem__)
+            log.warning(
+                "clients have not read %d MiB of their answers, --max-unread-mib: the one with %d MiB is cancelled",
+                self.num_bytes >> 20,
+                self._by_writer[slowest] >> 20,
+            )
+            self.drop(slowest)
+            slowest.abort()
+
+    def drop(self, writer: ResponseWriter) -> None:
+        """The writer keeps nothing any more."""
+        self.num_bytes -= self._by_writer.pop(writer, 0)

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import uvloop
 
-from blockyard.services.api_gateway.server import Server, listening
+from blockyard.services.api_gateway.server import HttpServer, listening
 from blockyard.services.api_gateway.service import Gateway
 from blockyard.shared.config.gateway import GatewayConfig
 from blockyard.shared.config.process import BusConfig, ProcessConfig
@@ -26,7 +26,7 @@ PROCESS = ProcessConfig(name="api_gateway", bus=BusConfig(registry="ipc:///none"
 class Rig:
     ring: FakeRing
     gateway: Gateway
-    server: Server
+    server: HttpServer
     port: int
     http: aiohttp.ClientSession
     gateway_config: GatewayConfig

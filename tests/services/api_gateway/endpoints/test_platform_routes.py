@@ -36,16 +36,16 @@ async def test_load_counts_requests_in_progress_on_all_gateways(rig) -> None:
     async with rig() as r:
         assert await load(r) == 0
         r.ring.silent.add(Role.DETOKENIZER)
-        bodies = [{"prompt": ["x", "y"], "n": 2}, {"prompt": "x", "stream": True}]
-        asked = [asyncio.create_task(r.post(COMPLETION, body)) for body in bodies]
-        await r.until(lambda: r.gateway.flow.num_active == 2)
+        body_parser = [{"prompt": ["x", "y"], "n": 2}, {"prompt": "x", "stream": True}]
+        asked = [asyncio.create_task(r.post(COMPLETION, body)) for body in body_parser]
+        await r.until(lambda: r.gateway.pipeline.num_active == 2)
         assert await load(r) == 2
         other = Member("api_gateway 1", Role.API_GATEWAY, 77, "ipc:///77", ready=True, stats=Stats(active=5, running=9))
         r.ring.join(other)
         assert await load(r) == 7
         for task in asked:
             task.cancel()
-        await r.until(lambda: r.gateway.flow.num_active == 0)
+        await r.until(lambda: r.gateway.pipeline.num_active == 0)
         r.ring.lose(77)
         assert await load(r) == 0
         assert (await r.post(COMPLETION, {"prompt": "x", "top_p": 2}))[0] == 400 and await load(r) == 0

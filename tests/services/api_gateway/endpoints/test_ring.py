@@ -143,7 +143,7 @@ async def test_what_is_held_is_bounded_in_time_and_number(rig, monkeypatch) -> N
         for status, answer in await asyncio.gather(*held):
             assert status == 503 and "No scheduler is ready" in answer["error"]["message"]
         assert r.gateway.journal.entries == {}
-        await r.until(lambda: not r.gateway.flow.admission.cards(), 7)
+        await r.until(lambda: not r.gateway.pipeline.admission.cards(), 7)
         asked_s = time.monotonic()
         assert (await r.post(COMPLETION, completion()))[0] == 503
         assert time.monotonic() - asked_s < 0.3, "it was not held: no scheduler has been there for 5 s"

@@ -14,7 +14,7 @@ from yarl import URL
 
 from blockyard.services.api_gateway.http.access import _is_loopback
 from blockyard.services.api_gateway.http.connections import BoundedRunner
-from blockyard.services.api_gateway.routes import build_app
+from blockyard.services.api_gateway.server import build_app
 from blockyard.shared.messages import Control, Generate
 
 OPEN = {"/health", "/ping", "/load", "/live", "/ready", "/metrics", "/version", "/", "/page/{name}"}

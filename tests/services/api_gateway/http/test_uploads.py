@@ -1,4 +1,4 @@
-"""Bodies that are slow, never end, or are too many at a time. Real sockets."""
+"""BodyParser that are slow, never end, or are too many at a time. Real sockets."""
 
 import asyncio
 import gzip

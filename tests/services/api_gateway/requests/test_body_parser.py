@@ -47,7 +47,7 @@ async def ask(rig: Any, path: str, body: bytes) -> tuple[int, Any, str]:
 
 
 def reader(rig: Any) -> Any:
-    return rig.gateway.bodies.process
+    return rig.gateway.body_parser.process
 
 
 async def test_large_bodies_are_answered_as_small_ones(rig) -> None:
@@ -57,7 +57,7 @@ async def test_large_bodies_are_answered_as_small_ones(rig) -> None:
         large = [await ask(r, path, msgspec.json.encode(fields) + PADDING) for path, fields in BODIES]
         assert large == small
         process = reader(r)
-        r.gateway.bodies._stream[1].close()
+        r.gateway.body_parser._stream[1].close()
         await r.until(lambda: process.poll() is not None)
         assert process.returncode == 0, "it ends with its stream"
 
@@ -80,10 +80,10 @@ async def test_no_stream_pauses_while_a_large_body_is_read(rig) -> None:
 
 async def test_a_body_that_takes_too_long_is_refused_and_the_next_one_is_read(rig) -> None:
     async with rig() as r:
-        r.gateway.bodies._max_cpu_s = 0.2
+        r.gateway.body_parser._max_cpu_s = 0.2
         status, answer, _ = await ask(r, CHAT, nested(12_000_000))
         assert (status, answer["error"]["message"]) == (413, "the body takes too long to be read")
-        r.gateway.bodies._max_cpu_s = 10.0
+        r.gateway.body_parser._max_cpu_s = 10.0
         assert (await ask(r, COMPLETION, b'{"prompt": "a", "max_tokens": 1}' + PADDING))[0] == 200
 
 
@@ -101,9 +101,9 @@ async def test_bodies_that_wait_are_bounded_and_the_smallest_is_next(rig) -> Non
         busy = asyncio.create_task(ask(r, CHAT, nested(2**20 - 200)))
         await r.until(lambda: reader(r) is not None)
         waiting = [asyncio.create_task(ask(r, CHAT, nested(2**20 - 100 - i))) for i in range(4)]
-        await r.until(lambda: r.gateway.bodies._waiting.qsize() == 4)
+        await r.until(lambda: r.gateway.body_parser._waiting.qsize() == 4)
         status, answer, _ = await ask(r, CHAT, nested(2**20 - 100))
         assert (status, answer["error"]["code"]) == (503, "service_unavailable")
         waiting[0].cancel()
         assert [(await task)[0] for task in (busy, *waiting[1:])] == [200] * 4
-        assert r.gateway.bodies._num_bytes == 0
+        assert r.gateway.body_parser._num_bytes == 0

@@ -8,10 +8,9 @@ import aiohttp
 import msgspec
 import pytest
 
-from blockyard.services.api_gateway.responses.chunks import Shape
+from blockyard.services.api_gateway.requests.generate_request import ResponseOptions
 from blockyard.services.api_gateway.responses.event_stream import EventStream, merged
-from blockyard.services.api_gateway.responses.response_writer import Outlet
-from blockyard.services.api_gateway.responses.unread import Unread
+from blockyard.services.api_gateway.responses.response_writer import ResponseWriter, UnreadText
 from blockyard.shared.messages import Cancel, Generate, Refused, Role, Room, RoomChanged, TextDelta, Tokenize
 from blockyard.shared.ring_client.fake_ring import SCHEDULER
 
@@ -211,28 +210,28 @@ async def test_what_slow_readers_leave_is_bounded_and_the_slowest_is_cancelled(r
         await r.until(lambda: bool(r.ring.frames(Cancel)))
         assert r.gateway.meters.output_tokens < 60 + 240
         await r.until(lambda: r.gateway.num_active == 1)
-        assert 0 < r.gateway.streams.unread.num_bytes <= 60 * 60_100
+        assert 0 < r.gateway.streams.unread_text.num_bytes <= 60 * 60_100
         await small.readuntil(b"\r\n\r\n")
         data = dechunked(await whole_body(small))
         small_writer.close()
         large_writer.close()
         await r.until(lambda: r.gateway.num_active == 0)
-        assert r.gateway.streams.unread.num_bytes == 0
+        assert r.gateway.streams.unread_text.num_bytes == 0
     got = [msgspec.json.decode(e[6:]) for e in data.split(b"\n\n") if e.startswith(b"data: {")]
     assert sum(len(e["choices"][0]["text"]) for e in got) == 60 * 60_000
 
 
 def test_deltas_that_are_kept_take_little_and_lose_nothing() -> None:
     """4,000 tokens that a client does not read are 64 times fewer objects, and the same events in the end."""
-    shape = Shape("cmpl-1", False, 1, "tiny", "assistant", False)
-    outlet = Outlet(Unread(1 << 20))
-    stream = EventStream(shape, 0, outlet, lambda: b"", b"")
+    unread_text = UnreadText(1 << 20)
+    writer = ResponseWriter(unread_text)
+    stream = EventStream(ResponseOptions(False, "cmpl-1", 1, "tiny"), 0, writer, lambda: b"", b"")
     for i in range(4000):
         stream.push(TextDelta("r", 0, 0, i, [i], f"{i} "), 0.0, 1.0)
     assert len(stream._kept) <= 4000 // 64 + 64
     together = merged([delta for delta, _ in stream._kept])
     assert (together.token_ids, together.text) == ([*range(4000)], "".join(f"{i} " for i in range(4000)))
-    assert outlet.unread.num_bytes == 4000 * 64 + len(together.text)
+    assert unread_text.num_bytes == 4000 * 64 + len(together.text)
 
 
 @pytest.mark.parametrize("num_tokens", [250, 200])

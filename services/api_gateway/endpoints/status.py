@@ -1,0 +1,250 @@
+"""Health, readiness, load, models, version, metrics, the ring's members and the playground page."""
+
+from collections.abc import Iterator
+from importlib import metadata, resources
+from mimetypes import guess_type
+
+import msgspec
+from aiohttp import web
+
+from blockyard.services.api_gateway.http.access import Access, Route
+from blockyard.services.api_gateway.metrics.scrape import CONTENT_TYPE
+from blockyard.services.api_gateway.responses.json_response import json_response
+from blockyard.services.api_gateway.service import Gateway
+from blockyard.shared.errors import RequestError
+from blockyard.shared.messages import Member, ModelCard, Role
+from blockyard.shared.ring_client.ring_links import RingLinks
+
+# roles of which every deployment needs a ready member
+NEEDED = (
+    Role.TOKENIZER_POOL,
+    Role.SCHEDULER,
+    Role.GPU_WORKER,
+    Role.DETOKENIZER,
+)
+PAGE_TYPES = {".js": "text/javascript", ".svg": "image/svg+xml", ".css": "text/css", ".html": "text/html"}
+
+PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Frame-Options": "DENY",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
+
+
+class ModelView(msgspec.Struct, frozen=True):
+    id: str
+    object: str
+    created: int
+    owned_by: str
+    root: str
+    parent: None
+    max_model_len: int
+
+
+class ModelList(msgspec.Struct, frozen=True):
+    object: str
+    data: list[ModelView]
+
+
+class Version(msgspec.Struct, frozen=True):
+    version: str
+
+
+class ServerLoad(msgspec.Struct, frozen=True):
+    server_load: int
+
+
+class Health(msgspec.Struct, frozen=True):
+    status: str
+
+
+class StatsView(msgspec.Struct, frozen=True):
+    running: int
+    waiting: int
+    requests_total: int
+    prompt_tokens_total: int
+    output_tokens_total: int
+    preemptions_total: int
+    blocks_used: int
+    blocks_total: int
+    steps_total: int
+    rss_bytes: int
+    malformed_total: int
+
+
+class MemberView(msgspec.Struct, frozen=True):
+    name: str
+    role: str
+    incarnation: str  # 64 bits in hex: too large for a JavaScript number
+    model: str
+    ready: bool
+    phase: str
+    progress: float
+    notes: list[str]
+    group: int
+    rank: int
+    stats: StatsView
+
+
+class Totals(msgspec.Struct, frozen=True):
+    """Requests counted by the gateways, tokens and blocks counted by the schedulers."""
+
+    requests_total: int
+    prompt_tokens_total: int
+    output_tokens_total: int
+    running: int
+    waiting: int
+    preemptions_total: int
+    blocks_used: int
+    blocks_total: int
+
+
+class RingView(msgspec.Struct, frozen=True):
+    members: list[MemberView]
+    totals: Totals
+
+
+class StatusEndpoints:
+    """Routes that are answered from this gateway's own state."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._version = _version()
+        self._page = _page_files()
+
+    def routes(self) -> Iterator[Route]:
+        for path, access, view in (
+            ("/v1/models", Access.KEY, self.models),
+            ("/v1/models/{model:.+}", Access.KEY, self.model),
+            ("/health", Access.OPEN, self.health),
+            ("/ping", Access.OPEN, self.health),
+            ("/load", Access.OPEN, self.load),
+            ("/live", Access.OPEN, self.live),
+            ("/ready", Access.OPEN, self.ready),
+            ("/metrics", Access.OPEN, self.metrics),
+            ("/version", Access.OPEN, self.version),
+            ("/ring", Access.KEY, self.ring),
+            ("/", Access.OPEN, self.page),
+            ("/page/{name}", Access.OPEN, self.page),
+        ):
+            yield "GET", path, view, access
+        yield "POST", "/ping", self.health, Access.OPEN
+
+    async def models(self, _: web.Request) -> web.Response:
+        cards = self._gateway.pipeline.admission.cards()
+        return json_response(ModelList("list", [_model(card, name) for card in cards for name in card.names]))
+
+    async def model(self, request: web.Request) -> web.Response:
+        name, admission = request.match_info["model"], self._gateway.pipeline.admission
+        if not any(name in card.names for card in admission.cards()):
+            name = name.rstrip("/")
+        return json_response(_model(admission.card(name), name))
+
+    async def health(self, _: web.Request) -> web.Response:
+        if missing := _missing_roles(self._gateway.links):
+            raise RequestError(f"Unhealthy: no {', no '.join(missing)} serves.", status=503, retry_after_s=1.0)
+        if not _makes_progress(self._gateway.links, self._gateway.stall_detector.stalled):
+            raise RequestError("No worker group makes progress.", status=503, retry_after_s=1.0)
+        return json_response(Health("ok"))
+
+    async def load(self, _: web.Request) -> web.Response:
+        """Open generation requests: of this gateway now, of the other gateways as last reported."""
+        members = self._gateway.links.members.values()
+        others = sum(m.stats.active for m in members if m.role == Role.API_GATEWAY)
+        return json_response(ServerLoad(self._gateway.pipeline.num_active + others))
+
+    async def live(self, _: web.Request) -> web.Response:
+        return json_response(Health("ok"))
+
+    async def ready(self, _: web.Request) -> web.Response:
+        if self._gateway.draining:
+            raise RequestError("The server is shutting down.", status=503)
+        if missing := _missing_roles(self._gateway.links):
+            raise RequestError(f"Not ready: {', '.join(missing)}.", status=503, retry_after_s=1.0)
+        return json_response(Health("ok"))
+
+    async def metrics(self, _: web.Request) -> web.Response:
+        return web.Response(body=(await self._gateway.metrics.all()).encode(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def version(self, _: web.Request) -> web.Response:
+        return json_response(Version(self._version))
+
+    async def ring(self, _: web.Request) -> web.Response:
+        body = _ring_json(self._gateway.links)
+        return web.Response(body=body, content_type="application/json", headers={"Cache-Control": "no-store"})
+
+    async def page(self, request: web.Request) -> web.Response:
+        name = request.match_info.get("name", "index.html")
+        if name not in self._page:
+            raise web.HTTPNotFound
+        kind = PAGE_TYPES.get("." + name.rpartition(".")[2]) or guess_type(name)[0] or "application/octet-stream"
+        charset = "utf-8" if "text" in kind else None
+        return web.Response(body=self._page[name], content_type=kind, charset=charset, headers=PAGE_HEADERS)
+
+
+def _version() -> str:
+    try:
+        return metadata.version("blockyard")
+    except metadata.PackageNotFoundError:  # run from a checkout
+        return "0+checkout"
+
+
+def _page_files() -> dict[str, bytes]:
+    """Reads the files at start, so that a request's path never reaches the file system."""
+    folder = resources.files("blockyard.services.api_gateway") / "page"
+    return {f.name: f.read_bytes() for f in folder.iterdir() if f.is_file()} if folder.is_dir() else {}
+
+
+def _model(card: ModelCard, name: str) -> ModelView:
+    return ModelView(name, "model", card.created, "blockyard", card.root, None, card.max_model_len)
+
+
+def _ring_json(links: RingLinks) -> bytes:
+    members = [links.me, *links.members.values()]
+    members.sort(key=lambda m: (list(Role).index(m.role), m.name))
+    return msgspec.json.encode(RingView([_member(m) for m in members], _totals(members)))
+
+
+def _missing_roles(links: RingLinks) -> list[str]:
+    return [role.value for role in NEEDED if not links.of(role)]
+
+
+def _makes_progress(links: RingLinks, stalled: frozenset[int]) -> bool:
+    """True if there is a ready worker and a scheduler whose step count moves."""
+    moving = [m for m in links.of(Role.SCHEDULER) if m.incarnation not in stalled]
+    return bool(moving and links.of(Role.GPU_WORKER))
+
+
+def _member(m: Member) -> MemberView:
+    stats = StatsView(**{field: getattr(m.stats, field) for field in StatsView.__struct_fields__})
+    return MemberView(
+        m.name,
+        m.role.value,
+        f"{m.incarnation:016x}",
+        m.model,
+        m.ready,
+        m.phase,
+        m.progress,
+        m.notes,
+        m.group,
+        m.rank,
+        stats,
+    )
+
+
+def _totals(members: list[Member]) -> Totals:
+    def total(role: Role, field: str) -> int:
+        return sum(getattr(m.stats, field) for m in members if m.role == role)
+
+    return Totals(
+        requests_total=total(Role.API_GATEWAY, "requests_total"),
+        prompt_tokens_total=total(Role.SCHEDULER, "prompt_tokens_total"),
+        output_tokens_total=total(Role.SCHEDULER, "output_tokens_total"),
+        running=total(Role.SCHEDULER, "running"),
+        waiting=total(Role.SCHEDULER, "waiting"),
+        preemptions_total=total(Role.SCHEDULER, "preemptions_total"),
+        blocks_used=total(Role.SCHEDULER, "blocks_used"),
+        blocks_total=total(Role.SCHEDULER, "blocks_total"),
+    )

@@ -1,0 +1,88 @@
+"""Open streamed answers: starts them, keeps them alive, sweeps those with a slow client, ends them."""
+
+import asyncio
+import logging
+
+from aiohttp import web
+
+from blockyard.services.api_gateway.responses.chunks import usage_event
+from blockyard.services.api_gateway.responses.http_generation import HttpGeneration
+from blockyard.services.api_gateway.responses.json_response import error_body
+from blockyard.services.api_gateway.responses.response_writer import ResponseWriter, UnreadText
+
+log = logging.getLogger(__name__)
+
+SWEEP_S = 0.05
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+
+class StreamedResponses:
+    def __init__(self, keepalive_s: float, client_timeout_s: float, max_unread_bytes: int) -> None:
+        self.unread_text = UnreadText(max_unread_bytes)
+        self._keepalive_s, self._client_timeout_s = keepalive_s, client_timeout_s
+        self._open: set[ResponseWriter] = set()
+        self._opened = asyncio.Event()
+
+    def writer(self) -> ResponseWriter:
+        return ResponseWriter(self.unread_text)
+
+    async def run(
+        self, http_request: web.Request, generation: HttpGeneration, writer: ResponseWriter
+    ) -> web.StreamResponse:
+        """Writes the answer to its end. aiohttp cancels this when the client disconnects."""
+        response = web.StreamResponse(headers=HEADERS)
+        chunked = http_request.version >= (1, 1)
+        if chunked:
+            response.enable_chunked_encoding()
+        await response.prepare(http_request)
+        transport = http_request.transport
+        if transport is None:
+            raise ConnectionResetError("the client is gone")
+        loop = asyncio.get_running_loop()
+        writer.start(transport, chunked, loop.time())
+        self._open.add(writer)
+        self._opened.set()
+        try:
+            await generation.wait_finished()
+            await writer.wait_resumed()
+            writer.write_unpaused(_ending(generation), loop.time())
+            await response.write_eof()
+            await writer.flush()
+            if generation.error is not None:
+                http_request.protocol.close()  # takes effect when this handler has returned
+        finally:
+            self._open.discard(writer)
+            self.unread_text.drop(writer)
+        return response
+
+    async def sweep(self) -> None:
+        """Runs until cancelled. Never waits for a client."""
+        loop = asyncio.get_running_loop()
+        while True:
+            if not self._open:
+                self._opened.clear()
+                await self._opened.wait()
+            now = loop.time()
+            for writer in list(self._open):
+                self._sweep_one(writer, now)
+            await asyncio.sleep(SWEEP_S)
+
+    def _sweep_one(self, writer: ResponseWriter, now: float) -> None:
+        if writer.paused:
+            writer.sweep(now)
+            if writer.paused and now - writer.last_read_s > self._client_timeout_s:
+                log.warning("a client took nothing for %.0f s: its request is cancelled", self._client_timeout_s)
+                writer.abort()
+        elif writer.is_gone():
+            writer.abort()
+        elif now - writer.last_write_s >= self._keepalive_s:
+            writer.write_unpaused(KEEP_ALIVE, now)
+
+
+def _ending(generation: HttpGeneration) -> bytes:
+    if generation.error is not None:
+        return b"data: " + error_body(generation.error) + b"\n\n"
+    options = generation.request.options
+    return usage_event(options, generation.usage_json()) + DONE if options.include_usage else DONE
