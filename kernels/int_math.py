@@ -5,6 +5,6 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def power_of_2(n: int) -> int:
+def next_power_of_2(n: int) -> int:
     """The next one from n on, which is above 0."""
     return 1 << (n - 1).bit_length()

@@ -10,13 +10,13 @@ import functools
 import torch
 
 
-def can_overlap(device: torch.device) -> bool:
+def supports_pdl(device: torch.device) -> bool:
     return device.type == "cuda" and _capability(device.index or 0) >= (9, 0)
 
 
-def options(overlap: bool) -> dict[str, bool]:
+def pdl_options(pdl: bool) -> dict[str, bool]:
     """For the launch of a kernel, beside its own argument."""
-    return {"launch_pdl": True} if overlap else {}
+    return {"launch_pdl": True} if pdl else {}
 
 
 @functools.cache

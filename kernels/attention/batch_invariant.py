@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blockyard.kernels.attention.prefill_tiles import attend_keys, find_tile
-from blockyard.kernels.int_math import ceil_div, power_of_2
-from blockyard.kernels.kv_cache.paged_kv import Sequences, check_ranges, check_reads
+from blockyard.kernels.attention.prefill_tiles import attention_inner_loop, find_query_tile
+from blockyard.kernels.int_math import ceil_div, next_power_of_2
+from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata, check_attention_inputs, check_query_ranges
 
 _LOG2E = 1.4426950408889634
 _MOST_SPLITS = 64  # of the longest sequence
@@ -22,7 +22,7 @@ _LEAST_SPLIT = 512  # keys
 
 def split_length(longest: int) -> int:
     """Keys of a split where no position is beyond `longest`: it must be the same in all steps."""
-    return max(_LEAST_SPLIT, power_of_2(ceil_div(longest, _MOST_SPLITS)))
+    return max(_LEAST_SPLIT, next_power_of_2(ceil_div(longest, _MOST_SPLITS)))
 
 
 @triton.jit
@@ -47,7 +47,7 @@ def _attend_kernel(
     # program (i, j, k) has K/V head i of tile j from the end; if SHARED splits k, k + programs, ..., else all
     head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
-    _, start, row_end, first_line = find_tile(starts_ptr, num_seqs, tile, GROUP, ROWS)
+    _, start, row_end, first_line = find_query_tile(starts_ptr, num_seqs, tile, GROUP, ROWS)
     num_lines = (row_end - start) * GROUP
     if first_line >= num_lines:
         return
@@ -78,7 +78,7 @@ def _attend_kernel(
         new_top = tl.full([ROWS], float("-inf"), tl.float32)
         new_mass = tl.zeros([ROWS], tl.float32)
         new_total = tl.zeros([ROWS, DIM], tl.float32)
-        new_total, new_mass, new_top = attend_keys(
+        new_total, new_mass, new_top = attention_inner_loop(
             q, new_total, new_mass, new_top, positions, split * SPLIT, tl.minimum((split + 1) * SPLIT, end), end, table,
             layer_ptr, head, scale, True, WINDOW, CAP, KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, TILE,
         )  # fmt: skip
@@ -129,10 +129,10 @@ def _merge_kernel(
     tl.store(out_ptr + place * HEAD_DIM + dims, total, mask=in_head)
 
 
-def invariant_attention(
+def batch_invariant_attention(
     q: Tensor,
     layer: Tensor,
-    seqs: Sequences,
+    seqs: PagedKVMetadata,
     starts: Tensor,
     scale: float,
     window: int | None,
@@ -146,12 +146,12 @@ def invariant_attention(
     one row, and starts is 0, 1, ..., rows. Raises ValueError for other shapes and dtypes."""
     rows, heads, head_dim = q.shape
     kv_heads, block_size = layer.shape[2], layer.shape[3]
-    check_reads(q, layer, seqs, scales)
-    check_ranges(q, starts, out)
+    check_attention_inputs(q, layer, seqs, scales)
+    check_query_ranges(q, starts, out)
     num_seqs, split = len(starts) - 1, split_length(longest)
     if num_seqs < 1 or not len(out):
         return
-    group, dim, most = heads // kv_heads, max(power_of_2(head_dim), 16), ceil_div(longest, split)
+    group, dim, most = heads // kv_heads, max(next_power_of_2(head_dim), 16), ceil_div(longest, split)
     target, sums = out, out
     if are_decodes:
         target = torch.empty((rows, heads, most, head_dim), dtype=torch.float32, device=q.device)

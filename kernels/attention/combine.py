@@ -4,13 +4,13 @@ head, or where rows are many by the program that is the last of a row's and K/V 
 import triton
 import triton.language as tl
 
-from blockyard.kernels.int_math import power_of_2
+from blockyard.kernels.int_math import next_power_of_2
 
 _COMBINED = 4096  # elements of pieces that the last program takes at once
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["out_ptr"])
-def combine_kernel(
+def combine_splits_kernel(
     of_row_ptr, partial_ptr, weight_ptr, out_ptr, rows,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
@@ -44,7 +44,7 @@ def combine_kernel(
 
 
 @triton.jit
-def join_if_last(
+def reduce_if_last(
     row, head, parts, of_row_ptr, arrived_ptr, partial_ptr, weight_ptr, out_ptr, rows,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
@@ -80,5 +80,5 @@ def join_if_last(
         tl.store(arrived, 0)
 
 
-def parts_at_once(group: int, dim: int) -> int:
-    return max(_COMBINED // (dim * power_of_2(group)), 1)
+def splits_at_once(group: int, dim: int) -> int:
+    return max(_COMBINED // (dim * next_power_of_2(group)), 1)

@@ -27,24 +27,24 @@ from blockyard.kernels.attention.fused_decode_lanes import (
     write_new,
 )
 from blockyard.kernels.attention.paged_decode import paged_decode_reference
-from blockyard.kernels.int_math import ceil_div, power_of_2
-from blockyard.kernels.kv_cache.kv_types import LARGEST
-from blockyard.kernels.kv_cache.paged_kv import Sequences, check_reads
+from blockyard.kernels.int_math import ceil_div, next_power_of_2
+from blockyard.kernels.kv_cache.kv_types import FP8_MAX
+from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata, check_attention_inputs
 from blockyard.kernels.kv_cache.rope_write_kv import check_qkv, rope_write_kv_reference
 from blockyard.kernels.layers.rms_norm import RMSNorm
-from blockyard.kernels.programmatic_launch import can_overlap, options
+from blockyard.kernels.programmatic_launch import pdl_options, supports_pdl
 
-MOST_ROWS = 1  # more have not been measured
-FURTHEST = 8192  # keys: with 16,384 rotation, attention and combination in kernels of their own are quicker
+FUSED_DECODE_MAX_ROWS = 1  # more have not been measured
+FUSED_DECODE_MAX_LEN = 8192  # keys: with 16,384 rotation, attention and combination in kernels of their own are quicker
 _LOG2E = 1.4426950408889634
 _PROGRAMS = 2 * 132
 _COMBINED = 4096  # elements of parts that are put together at once
 
 
-def rope_attend_reference(
+def fused_decode_reference(
     qkv: Tensor,
     layer: Tensor,
-    seqs: Sequences,
+    seqs: PagedKVMetadata,
     rotation: Tensor | None,
     norm: RMSNorm | None,
     scale: float,
@@ -57,7 +57,7 @@ def rope_attend_reference(
 
 
 @dataclass(frozen=True, slots=True)
-class Cutting:
+class FusedDecodeConfig:
     """How a program goes about its keys."""
 
     least: int  # keys of a part, if a row has more than that
@@ -65,10 +65,10 @@ class Cutting:
     warps: int
 
 
-_CUTTING = Cutting(512, 16, 8)
+_CUTTING = FusedDecodeConfig(512, 16, 8)
 
 
-class Arrivals:
+class SplitSemaphores:
     """Counts the parts of each head that are done, 0 between kernels. For one stream; all layers can share it."""
 
     def __init__(self, most: int, device: torch.device) -> None:
@@ -77,16 +77,16 @@ class Arrivals:
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots_ptr", "positions_ptr", "out_ptr"])
-def _rope_attend_kernel(
+def _fused_decode_kernel(
     qkv_ptr, layer_ptr, slots_ptr, positions_ptr, tables_ptr, rotation_ptr, gain_ptr, scales_ptr, partial_ptr,
     weight_ptr, counts_ptr, out_ptr, row_stride, table_stride, scale, eps,
-    LARGEST: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr,
+    FP8_MAX: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROTATE: tl.constexpr, NORM: tl.constexpr,
     LEAST: tl.constexpr, KEYS: tl.constexpr, WAYS: tl.constexpr, MOST: tl.constexpr, PARTS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     # program (p, j, i) has part p of the keys of row i for head j, split in ways that meet at the end
-    if OVERLAP:
+    if PDL:
         gdc_launch_dependents()
     part, q_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     head = q_head // GROUP
@@ -101,11 +101,11 @@ def _rope_attend_kernel(
     if NORM:
         q_gain = load_head(gain_ptr, q_head, dims, inside, HEAD_DIM, WAYS, DIM)
         k_gain = load_head(gain_ptr, KV_HEADS * GROUP + head, dims, inside, HEAD_DIM, WAYS, DIM)
-    if OVERLAP:
+    if PDL:
         gdc_wait()
     if part < parts:
         cos, sin, k_scale, v_scale = 1.0, 0.0, 1.0, 1.0
-        if LARGEST > 0:
+        if FP8_MAX > 0:
             k_scale, v_scale = tl.load(scales_ptr), tl.load(scales_ptr + 1)
         source = qkv_ptr + row * row_stride
         if ROTATE:
@@ -115,8 +115,8 @@ def _rope_attend_kernel(
         new_k = load_head(source, KV_HEADS * GROUP + head, dims, inside, HEAD_DIM, WAYS, DIM).to(tl.float32)
         new_v = load_head(source, KV_HEADS * (GROUP + 1) + head, dims, inside, HEAD_DIM, WAYS, DIM).to(tl.float32)
         new_k = turned(new_k, k_gain, cos, sin, eps, HEAD_DIM, ROTATE, NORM)
-        new_k = stored(new_k, k_scale, layer_ptr.dtype.element_ty, LARGEST)
-        new_v = stored(new_v, v_scale, layer_ptr.dtype.element_ty, LARGEST)
+        new_k = stored(new_k, k_scale, layer_ptr.dtype.element_ty, FP8_MAX)
+        new_v = stored(new_v, v_scale, layer_ptr.dtype.element_ty, FP8_MAX)
         here = tl.where(part == parts - 1, ways, 1) == 0
         if (slot >= 0) & (q_head % GROUP == 0):
             write_new(table, layer_ptr, head, position, new_k, new_v, here & inside, KV_HEADS, HEAD_DIM, BLOCK_SIZE)
@@ -147,24 +147,24 @@ def _rope_attend_kernel(
             arrive(mine, parts, out_ptr, partial_ptr, weight_ptr, counts_ptr, HEAD_DIM, DIM, MOST, PARTS)
 
 
-def takes(rows: int, longest: int) -> bool:
+def supports_fused_decode(rows: int, longest: int) -> bool:
     """Whether a step of so many rows, none of more than `longest` keys, is quickest in this kernel."""
-    return 0 < rows <= MOST_ROWS and longest <= FURTHEST
+    return 0 < rows <= FUSED_DECODE_MAX_ROWS and longest <= FUSED_DECODE_MAX_LEN
 
 
-def rope_attend(
+def fused_decode(
     qkv: Tensor,
     layer: Tensor,
-    seqs: Sequences,
+    seqs: PagedKVMetadata,
     rotation: Tensor | None,
     norm: RMSNorm | None,
     scale: float,
     window: int | None,
     longest: int,
-    arrivals: Arrivals,
+    arrivals: SplitSemaphores,
     soft_cap: float | None = None,
     scales: Tensor | None = None,
-    cutting: Cutting | None = None,
+    cutting: FusedDecodeConfig | None = None,
 ) -> Tensor:
     """As `rope_write_kv` and `paged_decode` after it, one row a sequence -> [rows, heads * head_dim].
 
@@ -175,11 +175,11 @@ def rope_attend(
     kv_heads, block_size = layer.shape[2], layer.shape[3]
     heads = all_heads - 2 * kv_heads
     angles = check_qkv(qkv, layer, seqs, rotation, None if norm is None else norm.weight, scales)
-    check_reads(qkv[:, :heads], layer, seqs, scales)
+    check_attention_inputs(qkv[:, :heads], layer, seqs, scales)
     if len(arrivals.counts) < rows * heads:
         raise ValueError(f"{len(arrivals.counts)} counts for {rows} rows of {heads} heads")
     cutting = cutting or _CUTTING
-    group, dim = heads // kv_heads, max(power_of_2(head_dim), 16)
+    group, dim = heads // kv_heads, max(next_power_of_2(head_dim), 16)
     seen = longest if window is None else min(window, longest)
     most = max(min(_PROGRAMS // max(rows * heads, 1), ceil_div(seen, cutting.least)), 1)
     places = rows * heads * most
@@ -188,8 +188,8 @@ def rope_attend(
     out = torch.empty((rows, heads * head_dim), dtype=qkv.dtype, device=qkv.device)
     if rows == 0:
         return out
-    overlap = can_overlap(qkv.device)
-    _rope_attend_kernel[(most, heads, rows)](
+    pdl = supports_pdl(qkv.device)
+    _fused_decode_kernel[(most, heads, rows)](
         qkv,
         layer,
         seqs.slots,
@@ -206,7 +206,7 @@ def rope_attend(
         seqs.tables.stride(0),
         scale if soft_cap is not None else scale * _LOG2E,
         0.0 if norm is None else norm.eps,
-        LARGEST=LARGEST.get(layer.dtype, 0.0),
+        FP8_MAX=FP8_MAX.get(layer.dtype, 0.0),
         CAP=soft_cap or 0.0,
         WINDOW=window or 0,
         GROUP=group,
@@ -219,11 +219,11 @@ def rope_attend(
         LEAST=cutting.least,
         KEYS=cutting.keys,
         WAYS=max(cutting.warps * 512 // (dim * qkv.element_size()), 1),
-        MOST=power_of_2(most),
+        MOST=next_power_of_2(most),
         PARTS=max(_COMBINED // dim, 1),
-        OVERLAP=overlap,
+        PDL=pdl,
         num_warps=cutting.warps,
         num_stages=2,
-        **options(overlap),
+        **pdl_options(pdl),
     )
     return out

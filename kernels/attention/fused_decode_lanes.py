@@ -1,4 +1,4 @@
-"""What a program of `rope_attend` does for its head, as device functions.
+"""What a program of `fused_decode` does for its head, as device functions.
 
 Its threads split the keys in ways that know nothing of each other until the end, so that nothing is handed from thread
 to thread before that: of a tile [KEYS * WAYS, DIM] a way has every WAYS-th key, and as many threads side by side as
@@ -98,10 +98,10 @@ def keys_of_part(position, part, most, WINDOW: tl.constexpr, LEAST: tl.constexpr
 
 
 @triton.jit
-def stored(x, scale, dtype: tl.constexpr, LARGEST: tl.constexpr):
+def stored(x, scale, dtype: tl.constexpr, FP8_MAX: tl.constexpr):
     """As the pool has it."""
-    if LARGEST > 0:
-        x = tl.minimum(tl.maximum(x / scale, -LARGEST), LARGEST)
+    if FP8_MAX > 0:
+        x = tl.minimum(tl.maximum(x / scale, -FP8_MAX), FP8_MAX)
     return x.to(dtype)
 
 

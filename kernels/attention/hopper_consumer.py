@@ -52,8 +52,11 @@ def _steps(
     FIRST: gl.constexpr, MASK: gl.constexpr, WINDOW: gl.constexpr, LINES: gl.constexpr, KEYS: gl.constexpr,
     STAGES: gl.constexpr, SCORES: gl.constexpr, TOTAL: gl.constexpr,
 ):  # fmt: skip
-    """Scores of tiles begin to stop, and what the shares of the tile before each add to the total. `count` tiles came
-    before this item's. Groups take turns: the other one's products run while this one's scores become shares."""
+    """Main loop over key tiles `begin` to `stop`: the scores of tile i, and p @ V of tile i - 1.
+
+    `count` tiles came before this item's. The two warpgroups take turns (FlashAttention-3's ping-pong): one runs its
+    matrix products while the other computes its softmax.
+    """
     for i in range(begin, stop):
         place = count + i
         stage = place % STAGES

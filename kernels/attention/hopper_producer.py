@@ -7,7 +7,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 
 @gluon.jit
-def uniform(number):
+def warp_uniform(number):
     """The same number, of which ptxas then knows that all threads of a warp have it."""
     return gl.inline_asm_elementwise(
         "shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1
@@ -59,7 +59,7 @@ def find_sequence(tile, starts_ptr, slots_ptr, positions_ptr, num_seqs,
         seq += gl.sum(over.to(gl.int32), 0)
         first_tile = gl.maximum(first_tile, gl.max(gl.where(over, up_to, 0), 0))
         passed += gl.sum(counts, 0)
-    seq, first_tile = uniform(seq), uniform(first_tile)
+    seq, first_tile = warp_uniform(seq), warp_uniform(first_tile)
     start = gl.load(starts_ptr + seq)
     num_lines = (gl.load(starts_ptr + seq + 1) - start) * GROUP
     slot = gl.load(slots_ptr + start).to(gl.int32)
@@ -117,7 +117,7 @@ def produce(
     """One warp: brings the tiles of all items, the last of each first, each once its place is free."""
     BLOCKS: gl.constexpr = KEYS // BLOCK_SIZE
     block_lines = 2 * KV_HEADS * BLOCK_SIZE
-    all_tiles = uniform(all_tiles)
+    all_tiles = warp_uniform(all_tiles)
     num_items = all_tiles * KV_HEADS * parts
     first_tile, next_tile, _start, num_lines, slot, before = 0, 0, 0, 0, 0, 0
     count = 0

@@ -1,7 +1,8 @@
 """Attention of one new token a sequence over KV blocks in a pool, read through the block tables; on a GPU.
 
-Sequences are cut into pieces (`cut_decodes`) that a fixed number of programs share; a second kernel puts the pieces of
-a sequence together. Heads that share a K/V head are the rows of one tile.
+Split-KV (flash decoding): keys of a sequence are divided into splits (`schedule_split_kv`), which a fixed number of
+programs share; a second kernel combines the splits of a sequence. Query heads that share a K/V head are the rows of
+one tile.
 """
 
 import functools
@@ -12,11 +13,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from blockyard.kernels.attention.combine import combine_kernel, join_if_last, parts_at_once
-from blockyard.kernels.attention.split_kv import TILE, Pieces, cut_decodes
-from blockyard.kernels.int_math import power_of_2
-from blockyard.kernels.kv_cache.paged_kv import Sequences, check_reads
-from blockyard.kernels.programmatic_launch import can_overlap, options
+from blockyard.kernels.attention.combine import combine_splits_kernel, reduce_if_last, splits_at_once
+from blockyard.kernels.attention.split_kv import TILE, SplitKVSchedule, schedule_split_kv
+from blockyard.kernels.int_math import next_power_of_2
+from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata, check_attention_inputs
+from blockyard.kernels.programmatic_launch import pdl_options, supports_pdl
 
 _LOG2E = 1.4426950408889634
 _PROGRAMS = 4  # that share a multiprocessor
@@ -29,7 +30,7 @@ _JOINED = 48  # rows from which on the last program of each puts its pieces toge
 
 
 def paged_decode_reference(
-    q: Tensor, layer: Tensor, seqs: Sequences, scale: float, window: int | None, soft_cap: float | None = None
+    q: Tensor, layer: Tensor, seqs: PagedKVMetadata, scale: float, window: int | None, soft_cap: float | None = None
 ) -> Tensor:
     kv_heads, block_size, head_dim = layer.shape[2:]
     out = torch.zeros_like(q)
@@ -87,14 +88,14 @@ def _attend(
 
 
 @triton.jit(do_not_specialize=["most", "rows"], do_not_specialize_on_alignment=["out_ptr"])
-def _decode_kernel(
+def _paged_decode_kernel(
     q_ptr, layer_ptr, tables_ptr, fields_ptr, count_ptr, partial_ptr, weight_ptr, of_row_ptr, arrived_ptr, out_ptr,
     scales_ptr, q_stride, table_stride, most, rows, scale,
     SCALED: tl.constexpr, CAP: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
     JOIN: tl.constexpr,
 ):  # fmt: skip
-    if OVERLAP:
+    if PDL:
         gdc_wait()
     # a piece and K/V head a turn; every other turn backwards, since pieces get shorter
     group, dims = tl.arange(0, ROWS), tl.arange(0, DIM)
@@ -133,41 +134,41 @@ def _decode_kernel(
             tl.store(partial, total, mask=in_group)
             tl.store(weight_ptr + place, top + tl.log2(mass), mask=group < GROUP)
             if JOIN > 0:
-                join_if_last(row, head, parts, of_row_ptr, arrived_ptr, partial_ptr, weight_ptr, out_ptr, rows,
+                reduce_if_last(row, head, parts, of_row_ptr, arrived_ptr, partial_ptr, weight_ptr, out_ptr, rows,
                              GROUP, KV_HEADS, HEAD_DIM, DIM, JOIN)  # fmt: skip
-    if OVERLAP:  # at once would let the next kernel's programs take the place of those that still have to begin
+    if PDL:  # at once would let the next kernel's programs take the place of those that still have to begin
         gdc_launch_dependents()
 
 
-def cut(q: Tensor, layer: Tensor, seqs: Sequences, window: int | None, longest: int) -> Pieces:
+def cut(q: Tensor, layer: Tensor, seqs: PagedKVMetadata, window: int | None, longest: int) -> SplitKVSchedule:
     """For `paged_decode` of any layer of this shape and window."""
     _, heads, head_dim = q.shape
-    return cut_decodes(seqs, heads, layer.shape[2], head_dim, window, longest, _num_programs(layer))
+    return schedule_split_kv(seqs, heads, layer.shape[2], head_dim, window, longest, _num_programs(layer))
 
 
 def paged_decode(
     q: Tensor,
     layer: Tensor,
-    seqs: Sequences,
+    seqs: PagedKVMetadata,
     scale: float,
     window: int | None,
     longest: int,
     out: Tensor | None = None,
     soft_cap: float | None = None,
-    pieces: Pieces | None = None,
+    pieces: SplitKVSchedule | None = None,
     scales: Tensor | None = None,
 ) -> Tensor:
     """q [rows, heads, head_dim], rows may be strided; layer [num_blocks, 2, kv_heads, block_size, head_dim].
 
     `window`: how many of the last keys are attended to, None all. `longest`: no position is beyond it; it only sizes
     buffers. `soft_cap`: scores become soft_cap * tanh(score / soft_cap). `pieces`: what `cut` made of this step, made
-    here if None. `scales`: of a pool of 8-bit floats, see `check_types`. Returns `out` [rows, heads * head_dim],
+    here if None. `scales`: of a pool of 8-bit floats, see `check_kv_dtype`. Returns `out` [rows, heads * head_dim],
     contiguous, made if None; zeros in rows of no slot. Blocks and positions must be right: not checked on device.
     Raises ValueError for other shapes and dtypes.
     """
     rows, heads, head_dim = q.shape
     kv_heads, block_size = layer.shape[2], layer.shape[3]
-    check_reads(q, layer, seqs, scales)
+    check_attention_inputs(q, layer, seqs, scales)
     if out is None:
         out = torch.empty((rows, heads * head_dim), dtype=q.dtype, device=q.device)
     if out.shape != (rows, heads * head_dim) or out.dtype != q.dtype or not out.is_contiguous():
@@ -178,9 +179,9 @@ def paged_decode(
         pieces = cut(q, layer, seqs, window, longest)
     if pieces.of_row.shape != (2, rows) or pieces.partial.shape[1:] != (heads, head_dim):
         raise ValueError(f"pieces were cut for {pieces.of_row.shape[1]} rows, {list(pieces.partial.shape)}")
-    dim, group, overlap = max(power_of_2(head_dim), 16), heads // kv_heads, can_overlap(q.device)
-    warps = _WARPS if group == power_of_2(group) else _FEW_WARPS
-    _decode_kernel[(pieces.programs,)](
+    dim, group, pdl = max(next_power_of_2(head_dim), 16), heads // kv_heads, supports_pdl(q.device)
+    warps = _WARPS if group == next_power_of_2(group) else _FEW_WARPS
+    _paged_decode_kernel[(pieces.programs,)](
         q,
         layer,
         seqs.tables,
@@ -200,21 +201,21 @@ def paged_decode(
         SCALED=scales is not None,
         CAP=soft_cap or 0.0,
         GROUP=group,
-        ROWS=max(power_of_2(group), 16),
+        ROWS=max(next_power_of_2(group), 16),
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
         DIM=dim,
         BLOCK_SIZE=block_size,
         TILE=_tile(dim, q.element_size()),
         num_warps=warps,
-        OVERLAP=overlap,
-        JOIN=parts_at_once(group, dim) if rows >= _JOINED else 0,
+        PDL=pdl,
+        JOIN=splits_at_once(group, dim) if rows >= _JOINED else 0,
         maxnreg=min(_REGISTERS // warps, 255),
         num_stages=_STAGES if q.element_size() <= 2 else 1,
-        **options(overlap),
+        **pdl_options(pdl),
     )
     if rows < _JOINED and len(pieces.weight) > rows:
-        combine_kernel[(rows, heads)](
+        combine_splits_kernel[(rows, heads)](
             pieces.of_row,
             pieces.partial,
             pieces.weight,

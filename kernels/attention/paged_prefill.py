@@ -14,9 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from blockyard.kernels.attention import prefill_hopper
-from blockyard.kernels.attention.prefill_tiles import attend_keys, find_tile
-from blockyard.kernels.int_math import ceil_div, power_of_2
-from blockyard.kernels.kv_cache.paged_kv import Sequences, check_ranges, check_reads
+from blockyard.kernels.attention.prefill_tiles import attention_inner_loop, find_query_tile
+from blockyard.kernels.int_math import ceil_div, next_power_of_2
+from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata, check_attention_inputs, check_query_ranges
 
 _LOG2E = 1.4426950408889634
 _PROGRAMS = 132  # multiprocessors: with fewer programs, tiles are shared
@@ -45,7 +45,13 @@ def pick_config(head_dim: int, dtype: torch.dtype) -> Config:
 
 
 def paged_prefill_reference(
-    q: Tensor, layer: Tensor, seqs: Sequences, starts: Tensor, scale: float, window: int | None, soft_cap: float | None
+    q: Tensor,
+    layer: Tensor,
+    seqs: PagedKVMetadata,
+    starts: Tensor,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
 ) -> Tensor:
     kv_heads, block_size, head_dim = layer.shape[2:]
     out = torch.zeros_like(q)
@@ -105,7 +111,7 @@ def _prefill_kernel(
     # program (i, j, k) has part k of the keys of K/V head i of tile j from the end: the longest come first
     head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
-    _, start, row_end, first_line = find_tile(starts_ptr, num_seqs, tile, GROUP, ROWS)
+    _, start, row_end, first_line = find_query_tile(starts_ptr, num_seqs, tile, GROUP, ROWS)
     num_lines = (row_end - start) * GROUP
     if first_line >= num_lines:
         return
@@ -142,16 +148,16 @@ def _prefill_kernel(
     table = tables_ptr + slot * table_stride
     if WINDOW > 0:
         masked_to = tl.maximum(tl.minimum(unmasked_from, unmasked_to), begin)
-        total, mass, top = attend_keys(
+        total, mass, top = attention_inner_loop(
             q, total, mass, top, positions, begin, masked_to, end, table, layer_ptr, head, scale,
             True, WINDOW, CAP, KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, TILE,
         )  # fmt: skip
         begin = masked_to
-    total, mass, top = attend_keys(
+    total, mass, top = attention_inner_loop(
         q, total, mass, top, positions, begin, unmasked_to, end, table, layer_ptr, head, scale,
         False, WINDOW, CAP, KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, TILE,
     )  # fmt: skip
-    total, mass, top = attend_keys(
+    total, mass, top = attention_inner_loop(
         q, total, mass, top, positions, unmasked_to, stop, end, table, layer_ptr, head, scale,
         True, WINDOW, CAP, KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, TILE,
     )  # fmt: skip
@@ -187,7 +193,7 @@ def _combine_kernel(
 def paged_prefill(
     q: Tensor,
     layer: Tensor,
-    seqs: Sequences,
+    seqs: PagedKVMetadata,
     starts: Tensor,
     scale: float,
     window: int | None,
@@ -202,14 +208,14 @@ def paged_prefill(
     [num_seqs + 1] int32: first row of each sequence, and `rows`; the rows of one follow each other, and so do their
     positions. `window`: how many of the last keys a token sees, None all. `soft_cap`: scores become
     soft_cap * tanh(score / soft_cap). `longest`: no position is beyond it; it only says how work is shared. `scales`:
-    of a pool of 8-bit floats, see `check_types`. out [rows - starts[0], heads * head_dim], contiguous, is written
+    of a pool of 8-bit floats, see `check_kv_dtype`. out [rows - starts[0], heads * head_dim], contiguous, is written
     whole, with zeros for sequences of no slot. Blocks, positions and starts must be right: not checked on device.
     Raises ValueError for other shapes and dtypes.
     """
     _, heads, head_dim = q.shape
     kv_heads, block_size = layer.shape[2], layer.shape[3]
-    check_reads(q, layer, seqs, scales)
-    check_ranges(q, starts, out)
+    check_attention_inputs(q, layer, seqs, scales)
+    check_query_ranges(q, starts, out)
     num_seqs = len(starts) - 1
     if num_seqs < 1 or not len(out):
         return
@@ -227,7 +233,7 @@ def paged_prefill(
     if splits > 1:
         target = torch.empty((len(out), heads, splits, head_dim), dtype=torch.float32, device=q.device)
         weight = torch.empty((len(out), heads, splits), dtype=torch.float32, device=q.device)
-    dim = max(power_of_2(head_dim), 16)
+    dim = max(next_power_of_2(head_dim), 16)
     if hopper:
         prefill_hopper.prefill_hopper(q, layer, seqs, starts, scale, window, target, weight, splits)
     else:

@@ -22,9 +22,9 @@ from blockyard.kernels.attention.hopper_producer import (
     find_range,
     find_sequence,
     produce,
-    uniform,
+    warp_uniform,
 )
-from blockyard.kernels.kv_cache.paged_kv import Sequences
+from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 
 ROWS = 128  # queries of a program, half of them a group of warps
 _KEYS = 128
@@ -82,7 +82,7 @@ def _consume(
     base = gl.load(starts_ptr)
     q = q_tiles.index(half)
     my_turn, next_turn = turns.index(half), turns.index(1 - half)
-    all_tiles = uniform(all_tiles)
+    all_tiles = warp_uniform(all_tiles)
     num_items = all_tiles * KV_HEADS * parts
     first_tile, next_tile, start, num_lines, slot, before = 0, 0, 0, 0, 0, 0
     count = 0
@@ -128,8 +128,8 @@ def _consume(
             total = total * gl.convert_layout(portion, gl.SliceLayout(1, TOTAL))[:, None]
             # where to store is worked out anew, or it would hold registers while products run
             _store(
-                q, total, top + gl.log2(mass), out_ptr, weight_ptr, start - base, uniform(line), num_lines, head, part,
-                parts, GROUP, KV_HEADS, HEAD_DIM, LINES, SHARED, LOAD, TOTAL,
+                q, total, top + gl.log2(mass), out_ptr, weight_ptr, start - base, warp_uniform(line), num_lines, head,
+                part, parts, GROUP, KV_HEADS, HEAD_DIM, LINES, SHARED, LOAD, TOTAL,
             )  # fmt: skip
             count += num_tiles
 
@@ -208,7 +208,7 @@ def fits(q: Tensor, layer: Tensor) -> bool:
 def prefill_hopper(
     q: Tensor,
     layer: Tensor,
-    seqs: Sequences,
+    seqs: PagedKVMetadata,
     starts: Tensor,
     scale: float,
     window: int | None,

@@ -5,7 +5,7 @@ import triton.language as tl
 
 
 @triton.jit
-def attend_keys(
+def attention_inner_loop(
     q,
     total,
     mass,
@@ -80,7 +80,7 @@ def attend_keys(
 
 
 @triton.jit
-def find_tile(starts_ptr, num_seqs, tile, GROUP: tl.constexpr, ROWS: tl.constexpr):
+def find_query_tile(starts_ptr, num_seqs, tile, GROUP: tl.constexpr, ROWS: tl.constexpr):
     """Of a tile: its sequence, that one's first row, the row after its last, and the tile's first line in it.
 
     Sequence i has the tiles from starts[i] * GROUP // ROWS + i on, as many as it needs at most. A line is a token and

@@ -1,7 +1,7 @@
 """Cuts the sequences of a decode step into pieces of work, once a step, for the decode attention of every layer.
 
 Lengths are known on the device alone, so it cuts them there: into pieces about as long as the whole step's keys need
-to keep every program busy, so that one long sequence among short ones is shared by all. Pieces are in the order of
+to keep every program busy, so that one long sequence among short ones is shared by all. Splits are in the order of
 their length, the longest first, so that programs that take turns end at about the same time.
 """
 
@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blockyard.kernels.int_math import ceil_div, power_of_2
-from blockyard.kernels.kv_cache.paged_kv import Sequences
+from blockyard.kernels.int_math import ceil_div, next_power_of_2
+from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 
 TILE = 64  # keys; lengths of pieces are multiples
 LEAST = 64  # keys of a piece, if its sequence has that many
@@ -26,7 +26,7 @@ _FIELDS = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
+class SplitKVSchedule:
     """Of one step and window; what decode attention keeps between its programs is here too, and serves every layer."""
 
     fields: Tensor  # [5, most] int32: row, slot, first key, end of keys, pieces of the row
@@ -57,7 +57,7 @@ def _pieces_of(keys, exists, split, TILE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["slots_ptr", "positions_ptr"])
-def _cut_kernel(
+def _split_kv_kernel(
     slots_ptr,
     positions_ptr,
     fields_ptr,
@@ -118,9 +118,9 @@ def _cut_kernel(
             tl.store(arrived_ptr + head * rows + row, 0, mask=exists)
 
 
-def cut_decodes(
-    seqs: Sequences, heads: int, kv_heads: int, head_dim: int, window: int | None, longest: int, programs: int
-) -> Pieces:
+def schedule_split_kv(
+    seqs: PagedKVMetadata, heads: int, kv_heads: int, head_dim: int, window: int | None, longest: int, programs: int
+) -> SplitKVSchedule:
     """For attention to the last `window` keys, None all, of rows whose positions are at most `longest`, which only
     sizes buffers, in so many programs. Raises ValueError for other shapes and dtypes."""
     rows, device = len(seqs.slots), seqs.slots.device
@@ -128,7 +128,7 @@ def cut_decodes(
     seen = longest if window is None else min(window, longest)
     shared = ceil_div(ROUNDS * programs, kv_heads)  # what is cut off beyond one piece a row, at most
     most = max(min(rows + shared, rows * ceil_div(seen, LEAST)), 1)
-    pieces = Pieces(
+    pieces = SplitKVSchedule(
         torch.empty((_FIELDS, most), dtype=torch.int32, device=device),
         torch.empty(1, dtype=torch.int32, device=device),
         torch.empty((2, rows), dtype=torch.int32, device=device),
@@ -137,8 +137,8 @@ def cut_decodes(
         torch.empty((kv_heads, rows), dtype=torch.int32, device=device),
         min(programs, most * kv_heads),
     )
-    width = max(power_of_2(rows), 256)  # few kernels to compile
-    _cut_kernel[(ceil_div(most, _ITEMS),)](
+    width = max(next_power_of_2(rows), 256)  # few kernels to compile
+    _split_kv_kernel[(ceil_div(most, _ITEMS),)](
         seqs.slots,
         seqs.positions,
         pieces.fields,

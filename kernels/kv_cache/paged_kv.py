@@ -5,11 +5,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from blockyard.kernels.kv_cache.kv_types import check_types
+from blockyard.kernels.kv_cache.kv_types import check_kv_dtype
 
 
 @dataclass(frozen=True, slots=True)
-class Sequences:
+class PagedKVMetadata:
     """Where the sequences of a step lie, on the device."""
 
     slots: Tensor  # [rows] int64, row of `tables`; below 0: a row that pads, of no sequence
@@ -28,19 +28,19 @@ class Sequences:
             raise ValueError("slots, positions and the rows of tables must be contiguous")
 
 
-def check_reads(q: Tensor, layer: Tensor, seqs: Sequences, scales: Tensor | None) -> None:
+def check_attention_inputs(q: Tensor, layer: Tensor, seqs: PagedKVMetadata, scales: Tensor | None) -> None:
     """Of any attention over the pool: q [rows, heads, head_dim], rows may be strided; layer [num_blocks, 2, kv_heads,
-    block_size, head_dim]; scales as in `check_types`. Raises ValueError."""
+    block_size, head_dim]; scales as in `check_kv_dtype`. Raises ValueError."""
     rows, heads, head_dim = q.shape
     seqs.check(rows)
     if layer.shape[4] != head_dim or heads % layer.shape[2] or not layer.is_contiguous():
         raise ValueError(f"q {list(q.shape)} does not fit a layer {list(layer.shape)}, or that is not contiguous")
-    check_types(q, layer, scales)
+    check_kv_dtype(q, layer, scales)
     if q.stride(2) != 1 or q.stride(1) != head_dim:
         raise ValueError(f"the heads of a row must be contiguous, got strides {q.stride()}")
 
 
-def check_ranges(q: Tensor, starts: Tensor, out: Tensor) -> None:
+def check_query_ranges(q: Tensor, starts: Tensor, out: Tensor) -> None:
     """Of rows that belong to sequences: starts [num_seqs + 1] int32; out [rows from starts[0] on, heads * head_dim],
     contiguous and of q's dtype. Raises ValueError."""
     rows, heads, head_dim = q.shape

@@ -6,11 +6,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from blockyard.kernels.int_math import ceil_div, power_of_2
-from blockyard.kernels.kv_cache.kv_types import LARGEST, check_types
-from blockyard.kernels.kv_cache.paged_kv import Sequences
+from blockyard.kernels.int_math import ceil_div, next_power_of_2
+from blockyard.kernels.kv_cache.kv_types import FP8_MAX, check_kv_dtype
+from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 from blockyard.kernels.layers.apply_rope import apply_rope_reference
-from blockyard.kernels.programmatic_launch import can_overlap, options
+from blockyard.kernels.programmatic_launch import pdl_options, supports_pdl
 
 _TILE = 8  # heads of a program
 _FEW = 16 * 132  # with fewer heads in all, a program has one
@@ -19,7 +19,7 @@ _FEW = 16 * 132  # with fewer heads in all, a program has one
 def rope_write_kv_reference(
     qkv: Tensor,
     layer: Tensor,
-    seqs: Sequences,
+    seqs: PagedKVMetadata,
     rotation: Tensor | None,
     weight: Tensor | None,
     eps: float,
@@ -38,7 +38,7 @@ def rope_write_kv_reference(
             block = int(seqs.tables[slot, position // block_size])
             kv = qkv[row, heads:].view(2, kv_heads, -1)
             if scales is not None:
-                largest = LARGEST[layer.dtype]
+                largest = FP8_MAX[layer.dtype]
                 kv = (kv / scales.view(2, 1, 1)).clamp(-largest, largest)
             layer[block, :, :, position % block_size] = kv.to(layer.dtype)
 
@@ -56,7 +56,7 @@ def _rope_write_kv_kernel(
     row_stride,
     table_stride,
     eps,
-    LARGEST: tl.constexpr,
+    FP8_MAX: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -65,10 +65,10 @@ def _rope_write_kv_kernel(
     ROTATE: tl.constexpr,
     NORM: tl.constexpr,
     TILE: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     # program (i, j) has TILE heads of row i: q heads, then K heads, then V heads; elements in pairs (2n, 2n + 1)
-    if OVERLAP:
+    if PDL:
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
@@ -96,29 +96,29 @@ def _rope_write_kv_kernel(
         block = tl.load(tables_ptr + slot * table_stride + position // BLOCK_SIZE).to(tl.int64)
         lines = (block * (2 * KV_HEADS) + heads - HEADS) * BLOCK_SIZE + position % BLOCK_SIZE
         stored = inside & (heads >= HEADS)[:, None]
-        if LARGEST > 0:
+        if FP8_MAX > 0:
             k_scale, v_scale = tl.load(scales_ptr), tl.load(scales_ptr + 1)
             x = x / tl.where(heads < HEADS + KV_HEADS, k_scale, v_scale)[:, None]
-            x = tl.minimum(tl.maximum(x, -LARGEST), LARGEST)
+            x = tl.minimum(tl.maximum(x, -FP8_MAX), FP8_MAX)
         tl.store(layer_ptr + lines[:, None] * HEAD_DIM + dims[None, :], x, mask=stored)
 
 
 def rope_write_kv(
     qkv: Tensor,
     layer: Tensor,
-    seqs: Sequences,
+    seqs: PagedKVMetadata,
     rotation: Tensor | None,
     weight: Tensor | None,
     eps: float,
     scales: Tensor | None = None,
-    uniform: bool = False,
+    batch_invariant: bool = False,
 ) -> None:
     """q and k of qkv [rows, heads + 2 * kv_heads, head_dim] are normalised by weight [heads + kv_heads, head_dim] and
     rotated by rotation [rows, 1, head_dim/2] complex64, each where given; q stays in qkv, K and V go to the pool.
 
     layer [num_blocks, 2, kv_heads, block_size, head_dim]. What is left of k in qkv is not defined. Rows of no slot
-    write no KV. `scales`: of a pool of 8-bit floats, see `check_types`: K and V are divided by them.
-    `uniform`: rows are rounded alike however many there are. Blocks and positions must be right: not checked on
+    write no KV. `scales`: of a pool of 8-bit floats, see `check_kv_dtype`: K and V are divided by them.
+    `batch_invariant`: rows are rounded alike however many there are. Blocks and positions must be right: not checked on
     device. Raises ValueError for other shapes.
     """
     rows, all_heads, head_dim = qkv.shape
@@ -127,7 +127,7 @@ def rope_write_kv(
     angles = check_qkv(qkv, layer, seqs, rotation, weight, scales)
     if rows == 0:
         return
-    tile, overlap = 1 if rows * all_heads <= _FEW and not uniform else _TILE, can_overlap(qkv.device)
+    tile, pdl = 1 if rows * all_heads <= _FEW and not batch_invariant else _TILE, supports_pdl(qkv.device)
     _rope_write_kv_kernel[(rows, ceil_div(all_heads, tile))](
         qkv,
         layer,
@@ -140,23 +140,28 @@ def rope_write_kv(
         qkv.stride(0),
         seqs.tables.stride(0),
         eps,
-        LARGEST=LARGEST.get(layer.dtype, 0.0),
+        FP8_MAX=FP8_MAX.get(layer.dtype, 0.0),
         HEADS=heads,
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
-        DIM=power_of_2(head_dim),
+        DIM=next_power_of_2(head_dim),
         BLOCK_SIZE=block_size,
         ROTATE=rotation is not None,
         NORM=weight is not None,
         TILE=tile,
-        OVERLAP=overlap,
+        PDL=pdl,
         num_warps=max(tile // 4, 1),
-        **options(overlap),
+        **pdl_options(pdl),
     )
 
 
 def check_qkv(
-    qkv: Tensor, layer: Tensor, seqs: Sequences, rotation: Tensor | None, weight: Tensor | None, scales: Tensor | None
+    qkv: Tensor,
+    layer: Tensor,
+    seqs: PagedKVMetadata,
+    rotation: Tensor | None,
+    weight: Tensor | None,
+    scales: Tensor | None,
 ) -> Tensor:
     """Raises ValueError for what `rope_write_kv` refuses; the angles as numbers, anything where there are none."""
     rows, all_heads, head_dim = qkv.shape
@@ -164,7 +169,7 @@ def check_qkv(
     seqs.check(rows)
     if head_dim % 2 or layer.shape[4] != head_dim or heads < 1 or not layer.is_contiguous():
         raise ValueError(f"qkv {list(qkv.shape)} does not fit a layer {list(layer.shape)}, or that is not contiguous")
-    check_types(qkv, layer, scales)
+    check_kv_dtype(qkv, layer, scales)
     if qkv.stride(2) != 1 or qkv.stride(1) != head_dim:
         raise ValueError(f"the heads of a row must be contiguous, got strides {qkv.stride()}")
     if weight is not None and (weight.shape != (heads + kv_heads, head_dim) or not weight.is_contiguous()):

@@ -6,8 +6,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from blockyard.kernels.int_math import power_of_2
-from blockyard.kernels.programmatic_launch import can_overlap, options
+from blockyard.kernels.int_math import next_power_of_2
+from blockyard.kernels.programmatic_launch import pdl_options, supports_pdl
 
 LONGEST_ROW = 32768  # a row is one tile
 
@@ -31,16 +31,16 @@ def _add_rms_norm_kernel(
     eps,
     ADD: tl.constexpr,
     TILE: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     # program i has row i, whole
-    if OVERLAP:
+    if PDL:
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, TILE)
     inside = cols < size
     weight = tl.load(weight_ptr + cols, mask=inside, other=0.0).to(tl.float32)
-    if OVERLAP:
+    if PDL:
         gdc_wait()
     residual = residual_ptr + row * residual_stride + cols
     x = tl.load(residual, mask=inside, other=0.0).to(tl.float32)
@@ -71,7 +71,7 @@ def add_rms_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: fl
         raise ValueError(f"rows of {size} are longer than {LONGEST_ROW}")
     out = torch.empty((rows, size), dtype=residual.dtype, device=residual.device)
     if out.numel():
-        tile, overlap = power_of_2(size), can_overlap(residual.device)
+        tile, pdl = next_power_of_2(size), supports_pdl(residual.device)
         _add_rms_norm_kernel[(rows,)](
             residual,
             delta,
@@ -83,8 +83,8 @@ def add_rms_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: fl
             eps,
             ADD=add,
             TILE=tile,
-            OVERLAP=overlap,
+            PDL=pdl,
             num_warps=min(max(tile // 512, 1), 16),
-            **options(overlap),
+            **pdl_options(pdl),
         )
     return out

@@ -14,14 +14,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from blockyard.kernels.int_math import ceil_div, power_of_2
+from blockyard.kernels.int_math import ceil_div, next_power_of_2
 from blockyard.kernels.layers.rms_norm import RMSNorm
-from blockyard.kernels.programmatic_launch import options
+from blockyard.kernels.programmatic_launch import pdl_options
 
-MOST_ROWS = 8
+MAX_ROWS = 8
 
 
-def linear_few_rows_reference(
+def linear_skinny_reference(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -100,7 +100,7 @@ def _add_tile(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _linear_few_rows_kernel(
+def _linear_skinny_kernel(
     x_ptr,
     weight_ptr,
     bias_ptr,
@@ -119,10 +119,10 @@ def _linear_few_rows_kernel(
     NORM: tl.constexpr,
     GATED: tl.constexpr,
     ADD: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     # program i has columns i * OUT_TILE ... of the output, all rows; EARLY tiles are read before the wait
-    if OVERLAP:
+    if PDL:
         gdc_launch_dependents()
     out = tl.program_id(0) * OUT_TILE + tl.arange(0, OUT_TILE)
     cols = tl.arange(0, TILE)
@@ -137,7 +137,7 @@ def _linear_few_rows_kernel(
     bias = tl.zeros([OUT_TILE], tl.float32)
     if BIAS:
         bias += tl.load(bias_ptr + out, mask=out < outs, other=0.0).to(tl.float32)
-    if OVERLAP:
+    if PDL:
         gdc_wait()
     totals, squares, before = _start(out_ptr, out, rows, outs, ROWS, OUT_TILE, TILE // LANE, NORM, ADD)
     for i in tl.static_range(EARLY):
@@ -157,7 +157,7 @@ def _linear_few_rows_kernel(
         tl.store(out_ptr + row * outs + out, y.to(out_ptr.dtype.element_ty), mask=out < tl.where(rows > row, outs, 0))
 
 
-def linear_few_rows(
+def linear_skinny(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -165,13 +165,13 @@ def linear_few_rows(
     out_tile: int,
     tile: int,
     warps: int,
-    overlap: bool,
+    pdl: bool,
     early: int = 1,
     norm: RMSNorm | None = None,
     gated: bool = False,
     add_to: Tensor | None = None,
 ) -> Tensor:
-    """x [rows, in] of at most MOST_ROWS rows, weight [out, in], bias [out] -> [rows, out], summed in float32.
+    """x [rows, in] of at most MAX_ROWS rows, weight [out, in], bias [out] -> [rows, out], summed in float32.
 
     `norm`: x is normalised first. `gated`: x is [rows, 2 * in], the gate first. `add_to` [rows, out]: gets the sum of
     what it holds and the product, and is returned. All contiguous and of one dtype. A program has `out_tile` outputs,
@@ -179,8 +179,8 @@ def linear_few_rows(
     Raises ValueError for other shapes, dtypes and layouts.
     """
     rows, outs, size = x.shape[0], *weight.shape
-    if rows > MOST_ROWS or x.shape[1:] != (2 * size if gated else size,):
-        raise ValueError(f"{list(x.shape)} rows do not fit a weight {list(weight.shape)}, or are over {MOST_ROWS}")
+    if rows > MAX_ROWS or x.shape[1:] != (2 * size if gated else size,):
+        raise ValueError(f"{list(x.shape)} rows do not fit a weight {list(weight.shape)}, or are over {MAX_ROWS}")
     if gated and norm is not None:
         raise ValueError("rows are either normalised or gated")
     _check(x, weight, (outs,), bias)
@@ -191,7 +191,7 @@ def linear_few_rows(
     out = torch.empty((rows, outs), dtype=x.dtype, device=x.device) if add_to is None else add_to
     if out.numel() == 0:
         return out
-    _linear_few_rows_kernel[(ceil_div(outs, out_tile),)](
+    _linear_skinny_kernel[(ceil_div(outs, out_tile),)](
         x,
         weight,
         weight if bias is None else bias,
@@ -201,7 +201,7 @@ def linear_few_rows(
         outs,
         size,
         0.0 if norm is None else norm.eps,
-        ROWS=power_of_2(rows),
+        ROWS=next_power_of_2(rows),
         OUT_TILE=out_tile,
         TILE=tile,
         LANE=min(16 // x.element_size(), tile),
@@ -210,9 +210,9 @@ def linear_few_rows(
         NORM=norm is not None,
         GATED=gated,
         ADD=add_to is not None,
-        OVERLAP=overlap,
+        PDL=pdl,
         num_warps=warps,
-        **options(overlap),
+        **pdl_options(pdl),
     )
     return out
 

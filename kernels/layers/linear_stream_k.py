@@ -26,12 +26,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from blockyard.kernels.int_math import ceil_div
-from blockyard.kernels.programmatic_launch import options
+from blockyard.kernels.programmatic_launch import pdl_options
 
 ALIGNMENT = 16  # bytes, of rows that are copied by descriptor
 
 
-def linear_rows_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None, gates: bool = False) -> Tensor:
+def linear_stream_k_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None, gates: bool = False) -> Tensor:
     y = F.linear(x, weight, bias)
     return F.silu(y.chunk(2, -1)[0]) * y.chunk(2, -1)[1] if gates else y
 
@@ -45,7 +45,7 @@ class Tiling:
     in_tile: int
     stages: int  # tiles of both operands on their way
     warps: int
-    overlap: bool
+    pdl: bool
     fetch: int = 0  # with `overlap`: cache lines of each output's weights; a power of two, or 0
 
 
@@ -82,7 +82,7 @@ def _with_bias(total, bias, inside, BIAS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _linear_rows_kernel(
+def _linear_stream_k_kernel(
     x_desc,
     weight_desc,
     weight_ptr,
@@ -98,7 +98,7 @@ def _linear_rows_kernel(
     IN_TILE: tl.constexpr,
     STAGES: tl.constexpr,
     BIAS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
     FETCH: tl.constexpr,
     GATES: tl.constexpr,
 ):
@@ -111,7 +111,7 @@ def _linear_rows_kernel(
     begin = (program * work // programs).to(tl.int32)
     end = ((program + 1) * work // programs).to(tl.int32)
     place = tl.arange(0, OUT_TILE)[:, None] * ROW_TILE + tl.arange(0, ROW_TILE)[None, :]
-    if OVERLAP:
+    if PDL:
         if FETCH > 0:
             tile = (end - 1) // steps
             line: tl.constexpr = 1024 // weight_ptr.dtype.element_ty.primitive_bitwidth
@@ -142,7 +142,7 @@ def _linear_rows_kernel(
                 weight = weight_desc.load([outs + out_start, step * IN_TILE])
                 up = tl.dot(weight, x.T, up, input_precision="ieee")
         end = tile * steps + first
-        if OVERLAP:  # noqa: SIM102, known when this is compiled
+        if PDL:  # noqa: SIM102, known when this is compiled
             if end <= begin:
                 gdc_launch_dependents()
         if last < steps:
@@ -163,7 +163,7 @@ def _linear_rows_kernel(
             tl.store(where, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def linear_rows(
+def linear_stream_k(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -206,7 +206,7 @@ def linear_rows(
     for start in range(0, rows, most):
         some, result = x[start : start + most], out[start : start + most]
         grid = programs or parts * ceil_div(len(some), tiling.row_tile)
-        _linear_rows_kernel[(grid,)](
+        _linear_stream_k_kernel[(grid,)](
             TensorDescriptor.from_tensor(some, [tiling.row_tile, tiling.in_tile]),
             weights,
             weight,
@@ -222,12 +222,12 @@ def linear_rows(
             IN_TILE=tiling.in_tile,
             STAGES=tiling.stages,
             BIAS=bias is not None,
-            OVERLAP=tiling.overlap,
+            PDL=tiling.pdl,
             FETCH=tiling.fetch,
             GATES=gates,
             num_warps=tiling.warps,
             num_stages=tiling.stages,
-            **options(tiling.overlap),
+            **pdl_options(tiling.pdl),
         )
     return out
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from blockyard.kernels.int_math import ceil_div
-from blockyard.kernels.programmatic_launch import can_overlap, options
+from blockyard.kernels.programmatic_launch import pdl_options, supports_pdl
 
 _TILE = 1024
 
@@ -19,9 +19,9 @@ def silu_mul_reference(gate_up: Tensor) -> Tensor:
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up_ptr, out_ptr, stride, inner, TILE: tl.constexpr, OVERLAP: tl.constexpr):
+def _silu_mul_kernel(gate_up_ptr, out_ptr, stride, inner, TILE: tl.constexpr, PDL: tl.constexpr):
     # program (i, j) has tile j of row i
-    if OVERLAP:
+    if PDL:
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
@@ -44,7 +44,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, inner), dtype=gate_up.dtype, device=gate_up.device)
     if out.numel():
-        grid, overlap = (rows, ceil_div(inner, _TILE)), can_overlap(gate_up.device)
+        grid, pdl = (rows, ceil_div(inner, _TILE)), supports_pdl(gate_up.device)
         stride = gate_up.stride(0)
-        _silu_mul_kernel[grid](gate_up, out, stride, inner, TILE=_TILE, OVERLAP=overlap, **options(overlap))
+        _silu_mul_kernel[grid](gate_up, out, stride, inner, TILE=_TILE, PDL=pdl, **pdl_options(pdl))
     return out

@@ -11,24 +11,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blockyard.kernels.int_math import ceil_div, power_of_2
+from blockyard.kernels.int_math import ceil_div, next_power_of_2
 
-MOST_TOP = 20
+MAX_LOGPROBS = 20
 _SPAN = 128  # tokens
 _SPANS = 32  # a program of the first kernel
 
 
 @dataclass(frozen=True, slots=True)
-class Scores:
-    """What `score_tokens` writes, for the rows whose slots ask; all contiguous."""
+class LogprobsTensors:
+    """What `gather_logprobs` writes, for the rows whose slots ask; all contiguous."""
 
     logprob: Tensor  # [rows] float32, of the drawn token
     rank: Tensor  # [rows] int32, 1 is the likeliest; equals share the best rank
-    top_ids: Tensor  # [rows, at most MOST_TOP] int32, the likeliest first, among equals the lowest; the rest is left
+    top_ids: (
+        Tensor  # [rows, at most MAX_LOGPROBS] int32, the likeliest first, among equals the lowest; the rest is left
+    )
     top_logprobs: Tensor  # as top_ids, float32
 
 
-def score_tokens_reference(logits: Tensor, slots: Tensor, tokens: Tensor, num_top: Tensor, out: Scores) -> None:
+def gather_logprobs_reference(
+    logits: Tensor, slots: Tensor, tokens: Tensor, num_top: Tensor, out: LogprobsTensors
+) -> None:
     for row, slot in enumerate(slots.tolist()):
         num = int(num_top[slot]) if slot >= 0 else -1
         if num < 0:
@@ -41,8 +45,8 @@ def score_tokens_reference(logits: Tensor, slots: Tensor, tokens: Tensor, num_to
 
 
 @triton.jit
-def _scan_kernel(logits_ptr, slots_ptr, tokens_ptr, num_top_ptr, top_ptr, mass_ptr, above_ptr, stride, vocab, num_spans,
-                 SPAN: tl.constexpr, SPANS: tl.constexpr):  # fmt: skip
+def _logsumexp_kernel(logits_ptr, slots_ptr, tokens_ptr, num_top_ptr, top_ptr, mass_ptr, above_ptr, stride, vocab,
+                      num_spans, SPAN: tl.constexpr, SPANS: tl.constexpr):  # fmt: skip
     # program (i, j) has tile j of row i
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row)
@@ -62,9 +66,9 @@ def _scan_kernel(logits_ptr, slots_ptr, tokens_ptr, num_top_ptr, top_ptr, mass_p
 
 
 @triton.jit
-def _rank_kernel(logits_ptr, slots_ptr, tokens_ptr, num_top_ptr, top_ptr, mass_ptr, above_ptr, out, stride, vocab,
-                 num_spans, programs, most, SPAN: tl.constexpr, ALL_SPANS: tl.constexpr,
-                 PROGRAMS: tl.constexpr):  # fmt: skip
+def _topk_logprobs_kernel(logits_ptr, slots_ptr, tokens_ptr, num_top_ptr, top_ptr, mass_ptr, above_ptr, out, stride,
+                          vocab, num_spans, programs, most, SPAN: tl.constexpr, ALL_SPANS: tl.constexpr,
+                          PROGRAMS: tl.constexpr):  # fmt: skip
     # program i has row i
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row)
@@ -100,7 +104,7 @@ def _rank_kernel(logits_ptr, slots_ptr, tokens_ptr, num_top_ptr, top_ptr, mass_p
         taken = tl.where(spans == span, tl.where(more, token, -1), taken)
 
 
-def score_tokens(logits: Tensor, slots: Tensor, tokens: Tensor, num_top: Tensor, out: Scores) -> None:
+def gather_logprobs(logits: Tensor, slots: Tensor, tokens: Tensor, num_top: Tensor, out: LogprobsTensors) -> None:
     """logits [rows, vocab] as the model made them, rows may be strided; slots [rows] int64, below 0: a row that pads;
     tokens [rows] int64, the drawn ones; num_top [num_slots] int32: how many of the likeliest a slot asks for, below 0:
     no log-probabilities at all.
@@ -110,8 +114,8 @@ def score_tokens(logits: Tensor, slots: Tensor, tokens: Tensor, num_top: Tensor,
     """
     rows, vocab = logits.shape
     most = out.top_ids.shape[1]
-    if logits.stride(1) != 1 or most > MOST_TOP:
-        raise ValueError(f"expected contiguous elements and up to {MOST_TOP} ids: {logits.stride()}, {most}")
+    if logits.stride(1) != 1 or most > MAX_LOGPROBS:
+        raise ValueError(f"expected contiguous elements and up to {MAX_LOGPROBS} ids: {logits.stride()}, {most}")
     for name, one, shape, dtype in (
         ("slots", slots, (rows,), torch.int64),
         ("tokens", tokens, (rows,), torch.int64),
@@ -132,8 +136,8 @@ def score_tokens(logits: Tensor, slots: Tensor, tokens: Tensor, num_top: Tensor,
     top, mass = torch.empty((2, rows, num_spans), dtype=torch.float32, device=logits.device)
     above = torch.empty((rows, programs), dtype=torch.int32, device=logits.device)
     given = (logits, slots, tokens, num_top, top, mass, above)
-    _scan_kernel[(rows, programs)](*given, logits.stride(0), vocab, num_spans, SPAN=_SPAN, SPANS=_SPANS)
-    _rank_kernel[(rows,)](
+    _logsumexp_kernel[(rows, programs)](*given, logits.stride(0), vocab, num_spans, SPAN=_SPAN, SPANS=_SPANS)
+    _topk_logprobs_kernel[(rows,)](
         *given, (out.logprob, out.rank, out.top_ids, out.top_logprobs), logits.stride(0), vocab, num_spans, programs,
-        most, SPAN=_SPAN, ALL_SPANS=power_of_2(num_spans), PROGRAMS=power_of_2(programs),
+        most, SPAN=_SPAN, ALL_SPANS=next_power_of_2(num_spans), PROGRAMS=next_power_of_2(programs),
     )  # fmt: skip

@@ -19,7 +19,7 @@ SEEN = 1 << 30  # in a count: the token is in the prompt; below it, how often it
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class LogitsEdits:
     """What slots ask for, on the device; all contiguous. `listed` tokens of a slot are different ones."""
 
     row: Tensor  # [num_slots] int32: of `counts` and `logits`, each row of one slot alone; below 0: asks for nothing
@@ -47,14 +47,14 @@ class Wishes:
             _check(name, getattr(self, name), (self.counts.shape[0], vocab), dtype)
 
 
-def make_wishes(num_slots: int, num_rows: int, most: int, vocab: int, device: torch.device) -> Wishes:
+def make_logits_edits(num_slots: int, num_rows: int, most: int, vocab: int, device: torch.device) -> LogitsEdits:
     """No slot asks for anything. `most`: how many tokens a slot can list, a power of 2."""
 
     def full(value: float, dtype: torch.dtype, *shape: int) -> Tensor:
         return torch.full(shape, value, dtype=dtype, device=device)
 
     i32, f32 = torch.int32, torch.float32
-    return Wishes(
+    return LogitsEdits(
         row=full(-1, i32, num_slots),
         repetition=full(1, f32, num_slots),
         presence=full(0, f32, num_slots),
@@ -77,7 +77,7 @@ def count_known(counts: Tensor, token_ids: Tensor, num_prompt_tokens: int) -> No
     counts[token_ids[:num_prompt_tokens]] |= SEEN
 
 
-def penalize_logits_reference(logits: Tensor, slots: Tensor, index: Tensor, wishes: Wishes) -> None:
+def penalize_logits_reference(logits: Tensor, slots: Tensor, index: Tensor, wishes: LogitsEdits) -> None:
     """In the precision of wishes.logits."""
     for place, slot in enumerate(slots.tolist()):
         row = int(wishes.row[slot]) if slot >= 0 else -1
@@ -98,7 +98,7 @@ def penalize_logits_reference(logits: Tensor, slots: Tensor, index: Tensor, wish
         wishes.logits[row] = x
 
 
-def count_tokens_reference(tokens: Tensor, best: Tensor, slots: Tensor, wishes: Wishes) -> None:
+def count_tokens_reference(tokens: Tensor, best: Tensor, slots: Tensor, wishes: LogitsEdits) -> None:
     for token, value, slot in zip(tokens.tolist(), best.tolist(), slots.tolist(), strict=True):
         row = int(wishes.row[slot]) if slot >= 0 else -1
         if row >= 0 and abs(value) < float("inf"):
@@ -149,11 +149,11 @@ def _penalize_kernel(logits_ptr, slots_ptr, index_ptr, row_ptr, penalties, lists
         )
 
 
-def penalize_logits(logits: Tensor, slots: Tensor, index: Tensor, wishes: Wishes) -> None:
+def penalize_logits(logits: Tensor, slots: Tensor, index: Tensor, wishes: LogitsEdits) -> None:
     """logits [rows, vocab], rows may be strided; slots [rows] int64, below 0: a row that pads; index [rows] int64, of
     the new token in its sequence.
 
-    Writes wishes.logits of the slots that have a row: draw from these with `Adjusted(wishes.row, wishes.logits)`.
+    Writes wishes.logits of the slots that have a row: draw from these with `AdjustedLogits(wishes.row, wishes.logits)`.
     Listed ids must lie in the vocabulary: not checked on device. Raises ValueError for other shapes and dtypes.
     """
     rows, vocab = logits.shape
@@ -185,8 +185,8 @@ def _count_kernel(tokens_ptr, best_ptr, slots_ptr, row_ptr, counts_ptr, num, voc
     tl.store(where, tl.load(where, mask=drawn, other=0) + 1, mask=drawn)
 
 
-def count_tokens(tokens: Tensor, best: Tensor, slots: Tensor, wishes: Wishes) -> None:
-    """Counts what `draw_tokens` drew for the slots that have a row: tokens, slots [rows] int64, best [rows] float32.
+def count_tokens(tokens: Tensor, best: Tensor, slots: Tensor, wishes: LogitsEdits) -> None:
+    """Counts what `sample_tokens` drew for the slots that have a row: tokens, slots [rows] int64, best [rows] float32.
 
     Rows in which no token could win (best not finite) count nothing; no two rows may be of one slot.
     """

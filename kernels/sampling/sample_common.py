@@ -1,4 +1,4 @@
-"""What the kernels of `draw_tokens` share: what a row asks for, keys, powers, and tiles of logits.
+"""What the kernels of `sample_tokens` share: what a row asks for, keys, powers, and tiles of logits.
 
 A tile is RUNS x LANES x 8 tokens, in this order. The RUNS x 8 tokens of a lane are a span: nothing crosses lanes
 before it is stored.

@@ -1,4 +1,4 @@
-"""Draws a token of one row by one program, for `draw_tokens`: whatever the limits keep, and slowly.
+"""Draws a token of one row by one program, for `sample_tokens`: whatever the limits keep, and slowly.
 
 For what is rare: top-k over a thousand, and rows for which the quicker ways know no winner.
 """

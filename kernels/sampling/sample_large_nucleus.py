@@ -1,4 +1,4 @@
-"""The last two kernels of `draw_tokens`, for rows whose limits keep many tokens.
+"""The last two kernels of `sample_tokens`, for rows whose limits keep many tokens.
 
 The threshold is not looked for. The third kernel finds the spans where the noise can have made a winner, now that the
 row's mass is known, and winners of smaller and smaller sets: of all tokens, then each of those that are likelier than
@@ -67,7 +67,7 @@ def _noise_row(row, slot, row_ptr, rows, limits, hits_ptr, lists, wide, out, arr
 
 
 @triton.jit
-def noise_kernel(
+def sample_noise_kernel(
     logits_ptr,
     rows,
     limits,
@@ -90,10 +90,10 @@ def noise_kernel(
     MOST_SPANS: tl.constexpr,
     OTHER: tl.constexpr,
     FAST: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     # program (i, j) has `tiles` tiles of row i, from tile j * tiles on
-    if OVERLAP:
+    if PDL:
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
@@ -191,7 +191,7 @@ def _wide_row(row, slot, row_ptr, rows, limits, wide, sums_ptr, out, arrived_ptr
 
 
 @triton.jit
-def wide_kernel(
+def sample_large_nucleus_kernel(
     logits_ptr,
     rows,
     limits,
@@ -212,10 +212,10 @@ def wide_kernel(
     PROGRAMS: tl.constexpr,
     OTHER: tl.constexpr,
     FAST: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     # program (i, j) has `tiles` tiles of row i, from tile j * tiles on; the last of a row to arrive decides
-    if OVERLAP:
+    if PDL:
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)

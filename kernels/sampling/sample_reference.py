@@ -1,13 +1,15 @@
-"""What `draw_tokens` computes, in plain torch, by sorting."""
+"""What `sample_tokens` computes, in plain torch, by sorting."""
 
 import torch
 from torch import Tensor
 
 from blockyard.kernels.sampling.philox_gumbel import gumbel_rows
-from blockyard.kernels.sampling.sample_tokens import DrawParams
+from blockyard.kernels.sampling.sample_tokens import SamplingTensors
 
 
-def draw_tokens_reference(logits: Tensor, slots: Tensor, index: Tensor, params: DrawParams) -> tuple[Tensor, Tensor]:
+def sample_tokens_reference(
+    logits: Tensor, slots: Tensor, index: Tensor, params: SamplingTensors
+) -> tuple[Tensor, Tensor]:
     """Tokens [rows] and winning values [rows] by sorting, in the precision of `logits`, on any device."""
     tokens = torch.zeros_like(slots)
     best = torch.zeros(len(slots), dtype=logits.dtype, device=logits.device)
@@ -25,7 +27,7 @@ def draw_tokens_reference(logits: Tensor, slots: Tensor, index: Tensor, params: 
     return tokens, best
 
 
-def _kept_reference(logs: Tensor, params: DrawParams, slot: int) -> Tensor:
+def _kept_reference(logs: Tensor, params: SamplingTensors, slot: int) -> Tensor:
     """What the limits leave of logs [vocab]: min-p, then top-k, then top-p of the rest's mass. Equals stay together."""
     order = logs.sort(descending=True).values
     kept = logs >= order[0] + params.min_p[slot].log()

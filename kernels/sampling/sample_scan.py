@@ -1,4 +1,4 @@
-"""The first kernel of `draw_tokens`: all logits are read, once.
+"""The first kernel of `sample_tokens`: all logits are read, once.
 
 It leaves the largest logit of each span of tokens, the mass of what each program read, and, of rows without limits,
 the spans that can hold the token with the largest noisy logit. Such a token has -log(u) <= limit * its weight for a
@@ -147,7 +147,7 @@ def _scan_row(row, slot, row_ptr, rows, limits, spans, parts, limit_ptr, vocab, 
 
 
 @triton.jit
-def scan_kernel(
+def sample_scan_kernel(
     logits_ptr,
     rows,
     limits,
@@ -165,10 +165,10 @@ def scan_kernel(
     RUNS: tl.constexpr,
     OTHER: tl.constexpr,
     FAST: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     # program (i, j) has `tiles` tiles of row i, from tile j * tiles on
-    if OVERLAP:
+    if PDL:
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(rows[0] + row)

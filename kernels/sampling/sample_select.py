@@ -1,4 +1,4 @@
-"""The second kernel of `draw_tokens`, a program a row: what the first left decides, and few tokens are read again.
+"""The second kernel of `sample_tokens`, a program a row: what the first left decides, and few tokens are read again.
 
 Greedy: the spans with the largest logit. Limits that keep few tokens: `draw_narrow`. No limits: the spans where the
 noise can have made a winner. Limits that keep many are left to the kernels of `draw_wide`.
@@ -133,7 +133,7 @@ def _choose_row(row, slot, row_ptr, rows, limits, spans, parts, limit_ptr, lists
 
 
 @triton.jit
-def choose_kernel(
+def sample_select_kernel(
     logits_ptr,
     rows,
     limits,
@@ -161,10 +161,10 @@ def choose_kernel(
     STEPS: tl.constexpr,
     OTHER: tl.constexpr,
     FAST: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     # program i has row i
-    if OVERLAP:
+    if PDL:
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)

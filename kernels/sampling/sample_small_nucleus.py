@@ -1,4 +1,4 @@
-"""Draws a token of one row whose limits keep few, for `draw_tokens`: device functions, one program a row.
+"""Draws a token of one row whose limits keep few, for `sample_tokens`: device functions, one program a row.
 
 Spans of tokens that can hold one that is kept are seen from their largest logits. Their tokens are listed, and the
 exact threshold is found by bisection over the keys of the list.

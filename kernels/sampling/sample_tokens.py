@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from blockyard.kernels.int_math import ceil_div, power_of_2
-from blockyard.kernels.programmatic_launch import can_overlap, options
-from blockyard.kernels.sampling.sample_large_nucleus import noise_kernel, wide_kernel
-from blockyard.kernels.sampling.sample_scan import scan_kernel
-from blockyard.kernels.sampling.sample_select import choose_kernel
+from blockyard.kernels.int_math import ceil_div, next_power_of_2
+from blockyard.kernels.programmatic_launch import pdl_options, supports_pdl
+from blockyard.kernels.sampling.sample_large_nucleus import sample_large_nucleus_kernel, sample_noise_kernel
+from blockyard.kernels.sampling.sample_scan import sample_scan_kernel
+from blockyard.kernels.sampling.sample_select import sample_select_kernel
 
 _LANES = 128  # of a tile: the first and third kernel's threads
 _RUNS = 4  # of 8 tokens that a lane has in a tile
@@ -36,7 +36,7 @@ _SHIFT = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # low bits o
 
 
 @dataclass(frozen=True, slots=True)
-class DrawParams:
+class SamplingTensors:
     """How slots are sampled, on the device; all contiguous, [num_slots] but for `key`."""
 
     temperature: Tensor  # float32; below 1e-5: greedy
@@ -57,22 +57,22 @@ class DrawParams:
 
 
 @dataclass(frozen=True, slots=True)
-class Adjusted:
+class AdjustedLogits:
     """Logits that count in place of the raw ones, of the slots that have such a row."""
 
     row: Tensor  # [num_slots] int32; below 0: none
     logits: Tensor  # [adjusted rows, vocab] float32, rows may be strided
 
 
-def draw_tokens(
+def sample_tokens(
     logits: Tensor,
     slots: Tensor,
     index: Tensor,
-    params: DrawParams,
+    params: SamplingTensors,
     tokens: Tensor,
     best: Tensor,
-    adjusted: Adjusted | None = None,
-    uniform: bool = False,
+    adjusted: AdjustedLogits | None = None,
+    batch_invariant: bool = False,
 ) -> None:
     """logits [rows, vocab] bfloat16, float16 or float32, rows may be strided; slots [rows] int64, below 0: a row that
     pads; index [rows] int64, of the new token in its sequence, the noise's counter; adjusted: see `penalize_logits`.
@@ -81,8 +81,8 @@ def draw_tokens(
     where a slot is greedy). `best` is -inf where no token is allowed and NaN where a logit is NaN or +inf; the token
     is 0 then. Rows that pad get token 0 and best 0. Among equal values the lowest token wins; tokens as likely as the
     last one that top-k or top-p keeps are kept. The last bits of a mass (1e-6 of it) follow from the number of rows
-    unless `uniform`. No host sync, grids of the shapes alone: for CUDA graphs. Slots must lie below num_slots: not
-    checked on device. Raises ValueError for other shapes and dtypes.
+    unless `batch_invariant`. No host sync, grids of the shapes alone: for CUDA graphs. Slots must lie below num_slots:
+    not checked on device. Raises ValueError for other shapes and dtypes.
     """
     rows, vocab = logits.shape
     _check_inputs(logits, slots, index, tokens, best)
@@ -93,7 +93,7 @@ def draw_tokens(
         return
     num_tiles = ceil_div(vocab, _LANES * _RUNS * 8)
     num_spans = num_tiles * _LANES
-    sharing = 1 if uniform else rows
+    sharing = 1 if batch_invariant else rows
     tiles, programs = _split(num_tiles, _PROGRAMS // sharing)
     wide_tiles, wide_programs = _split(num_tiles, _WIDE_PROGRAMS // sharing)
     made = _Scratch(logits.device, rows)
@@ -104,26 +104,26 @@ def draw_tokens(
     settings = (params.temperature, params.top_k, params.top_p, params.min_p, params.key, params.choice)
     other = (slots, logits, 0) if adjusted is None else (adjusted.row, adjusted.logits, adjusted.logits.stride(0))
     shared, sizes = (logits, (slots, index), settings, other), (logits.stride(0), vocab, params.temperature.shape[0])
-    out, shift, all_spans = (tokens, best), _SHIFT[logits.dtype], power_of_2(num_spans)
-    most = power_of_2(num_tiles)  # programs a row; the same for all row counts: fewer kernels to compile
-    early = _EARLY and can_overlap(logits.device)
-    ways = {"LANES": _LANES, "RUNS": _RUNS, "OTHER": adjusted is not None, "FAST": logits.is_cuda, "OVERLAP": early}
-    scan_kernel[(rows, programs)](
+    out, shift, all_spans = (tokens, best), _SHIFT[logits.dtype], next_power_of_2(num_spans)
+    most = next_power_of_2(num_tiles)  # programs a row; the same for all row counts: fewer kernels to compile
+    early = _EARLY and supports_pdl(logits.device)
+    ways = {"LANES": _LANES, "RUNS": _RUNS, "OTHER": adjusted is not None, "FAST": logits.is_cuda, "PDL": early}
+    sample_scan_kernel[(rows, programs)](
         *shared, spans, parts, limit, *sizes, num_spans, tiles, CHANCES=_CHANCES, num_warps=_WARPS[0],
         maxnreg=_REGISTERS[0], **ways,
     )  # fmt: skip
-    choose_kernel[(rows,)](
+    sample_select_kernel[(rows,)](
         *shared, spans, parts, limit, lists, wide[2], out, arrived, *sizes, num_spans, programs, SHIFT=shift,
         ALL_SPANS=all_spans, PROGRAMS=most, CHUNK=_CHUNK, MOST_SPANS=_MOST_SPANS, MOST=_CANDIDATES, STEPS=_STEPS,
-        num_warps=_WARPS[1], maxnreg=_REGISTERS[1], **ways, **options(early),
+        num_warps=_WARPS[1], maxnreg=_REGISTERS[1], **ways, **pdl_options(early),
     )  # fmt: skip
-    noise_kernel[(rows, programs)](
+    sample_noise_kernel[(rows, programs)](
         *shared, spans[1], lists, wide, out, arrived, *sizes, num_spans, tiles, CHANCES=_CHANCES, ALL_SPANS=all_spans,
-        CHUNK=_FEW, MOST_SPANS=_MOST_SPANS, num_warps=_WARPS[2], maxnreg=_REGISTERS[2], **ways, **options(early),
+        CHUNK=_FEW, MOST_SPANS=_MOST_SPANS, num_warps=_WARPS[2], maxnreg=_REGISTERS[2], **ways, **pdl_options(early),
     )  # fmt: skip
-    wide_kernel[(rows, wide_programs)](
+    sample_large_nucleus_kernel[(rows, wide_programs)](
         *shared, wide, sums, out, arrived, *sizes, wide_tiles, SHIFT=shift, TILE=_TILE, STAGES=_STAGES,
-        PROGRAMS=most, num_warps=_WARPS[3], maxnreg=_REGISTERS[3], **ways, **options(early),
+        PROGRAMS=most, num_warps=_WARPS[3], maxnreg=_REGISTERS[3], **ways, **pdl_options(early),
     )  # fmt: skip
 
 
@@ -159,7 +159,7 @@ def _check_inputs(logits: Tensor, slots: Tensor, index: Tensor, tokens: Tensor, 
     _check_one("best", best, (rows,), (torch.float32,))
 
 
-def _check_adjusted(adjusted: Adjusted, num_slots: int, vocab: int) -> None:
+def _check_adjusted(adjusted: AdjustedLogits, num_slots: int, vocab: int) -> None:
     _check_one("adjusted.row", adjusted.row, (num_slots,), (torch.int32,))
     given = adjusted.logits
     if given.dtype != torch.float32 or given.ndim != 2 or given.shape[1] != vocab or given.stride(1) != 1:

@@ -9,14 +9,14 @@ import triton.language as tl
 from torch import Tensor
 
 from blockyard.kernels.int_math import ceil_div
-from blockyard.kernels.slots.gather_rows import Rows
-from blockyard.kernels.slots.slot_state import MOST_STOPS, Field, SlotState
+from blockyard.kernels.slots.gather_inputs import StepInputs
+from blockyard.kernels.slots.slot_state import MAX_STOP_IDS, Field, SlotState
 
 _TILE = 128
 NUM_RESULTS = 3  # words of a row: outcome, token, tokens computed
 
 
-class Outcome(IntEnum):
+class SlotOutcome(IntEnum):
     """Of a row."""
 
     NOTHING = 0  # it pads, or its slot had ended
@@ -30,16 +30,22 @@ class Outcome(IntEnum):
     NONE_ALLOWED = auto()
 
 
-ALIVE = (Outcome.PART, Outcome.TOKEN)
-WITH_TOKEN = (Outcome.TOKEN, Outcome.END_OF_SEQUENCE, Outcome.STOP, Outcome.LENGTH)
+ALIVE = (SlotOutcome.PART, SlotOutcome.TOKEN)
+WITH_TOKEN = (SlotOutcome.TOKEN, SlotOutcome.END_OF_SEQUENCE, SlotOutcome.STOP, SlotOutcome.LENGTH)
 
 
 def advance_slots_reference(
-    state: SlotState, rows: Rows, tokens: Tensor, best: Tensor, eos: Tensor, results: Tensor, counts: Tensor | None
+    state: SlotState,
+    rows: StepInputs,
+    tokens: Tensor,
+    best: Tensor,
+    eos: Tensor,
+    results: Tensor,
+    counts: Tensor | None,
 ) -> None:
     out = results[int(state.step) % len(results)]
     fields = state.fields
-    out[0, : len(rows.slots)] = int(Outcome.NOTHING)
+    out[0, : len(rows.slots)] = int(SlotOutcome.NOTHING)
     for row, slot in enumerate(rows.slots.tolist()):
         if slot < 0:
             continue
@@ -53,18 +59,18 @@ def advance_slots_reference(
         out[:, row] = torch.tensor([outcome, tokens[row], position])
 
 
-def _outcome(slot: list[int], position: int, token: int, best: float, eos: list[int]) -> Outcome:
+def _outcome(slot: list[int], position: int, token: int, best: float, eos: list[int]) -> SlotOutcome:
     if position < slot[Field.KNOWN]:
-        return Outcome.PART
+        return SlotOutcome.PART
     if position >= slot[Field.MAX_KNOWN]:
-        return Outcome.FULL
+        return SlotOutcome.FULL
     if not math.isfinite(best):
-        return Outcome.NONE_ALLOWED if best == -math.inf else Outcome.NOT_FINITE
+        return SlotOutcome.NONE_ALLOWED if best == -math.inf else SlotOutcome.NOT_FINITE
     if token in eos and not slot[Field.IGNORE_EOS]:
-        return Outcome.END_OF_SEQUENCE
+        return SlotOutcome.END_OF_SEQUENCE
     if token in slot[Field.STOPS : Field.STOPS + slot[Field.NUM_STOPS]]:
-        return Outcome.STOP
-    return Outcome.LENGTH if position + 1 >= slot[Field.MAX_KNOWN] else Outcome.TOKEN
+        return SlotOutcome.STOP
+    return SlotOutcome.LENGTH if position + 1 >= slot[Field.MAX_KNOWN] else SlotOutcome.TOKEN
 
 
 @triton.jit(do_not_specialize=["count", "capacity"])
@@ -83,7 +89,7 @@ def _advance_slots_kernel(
     capacity,
     NUM_EOS: tl.constexpr,
     COUNTED: tl.constexpr,
-    MOST_STOPS: tl.constexpr,
+    MAX_STOP_IDS: tl.constexpr,
     NEXT: tl.constexpr,
     POSITION: tl.constexpr,
     KNOWN: tl.constexpr,
@@ -94,7 +100,7 @@ def _advance_slots_kernel(
     STOPS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    # program i has tile i of the rows; the outcomes' numbers are those of Outcome
+    # program i has tile i of the rows; the outcomes' numbers are those of SlotOutcome
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = row < count
     slot = tl.load(slots_ptr + row, mask=inside, other=-1)
@@ -115,7 +121,7 @@ def _advance_slots_kernel(
     stops = on & (slot < 0)
     num_stops = tl.load(field + NUM_STOPS * num_slots, mask=on, other=0)
     if tl.max(num_stops, 0) > 0:
-        for i in tl.static_range(MOST_STOPS):
+        for i in tl.static_range(MAX_STOP_IDS):
             stop = tl.load(field + (STOPS + i) * num_slots, mask=on & (i < num_stops), other=-1)
             stops |= token == stop
     outcome = tl.where(position + 1 >= most, 5, 2)
@@ -138,7 +144,7 @@ def _advance_slots_kernel(
 
 def advance_slots(
     state: SlotState,
-    rows: Rows,
+    rows: StepInputs,
     tokens: Tensor,
     best: Tensor,
     eos: Tensor,
@@ -147,10 +153,11 @@ def advance_slots(
 ) -> None:
     """Each row's slot gets its token and ends where that, or its length, or logits that are not finite end it.
 
-    tokens [rows] int64 and best [rows] float32 as from `draw_tokens`; eos [n] int32, the model's; counts [rows] int32,
-    the tokens a row computed, None: one each. results [ring, NUM_RESULTS, capacity] int32, on the device or in pinned
-    memory, gets the rows' Outcome, token and number of computed tokens at [step % ring]. Tokens count only where all
-    that is known of a slot is computed. Raises ValueError for other shapes and dtypes.
+    tokens [rows] int64 and best [rows] float32 as from `sample_tokens`; eos [n] int32, the model's;
+    counts [rows] int32, the tokens a row computed, None: one each.
+    results [ring, NUM_RESULTS, capacity] int32, on the device or in pinned
+    memory, gets the rows' SlotOutcome, token and number of computed tokens at [step % ring]. Tokens count only
+    where all that is known of a slot is computed. Raises ValueError for other shapes and dtypes.
     """
     state.check()
     count = len(rows.slots)
@@ -183,7 +190,7 @@ def advance_slots(
         results.shape[2],
         NUM_EOS=len(eos),
         COUNTED=counts is not None,
-        MOST_STOPS=MOST_STOPS,
+        MAX_STOP_IDS=MAX_STOP_IDS,
         NEXT=int(Field.NEXT),
         POSITION=int(Field.POSITION),
         KNOWN=int(Field.KNOWN),

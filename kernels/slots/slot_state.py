@@ -10,8 +10,8 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-MOST_STOPS = 8  # stop ids of a slot that fit; a slot with more is looked after by the host
-MOST_LISTED = 64  # tokens that a slot favours or forbids; as above
+MAX_STOP_IDS = 8  # stop ids of a slot that fit; a slot with more is looked after by the host
+MAX_TOKEN_EDITS = 64  # tokens that a slot favours or forbids; as above
 
 
 class Field(IntEnum):
@@ -30,17 +30,17 @@ class Field(IntEnum):
     MIN_P = 10
     KEY = 11  # two words
     CHOICE = 13
-    WISH_ROW = 14  # of the counts and adjusted logits, below 0: none
+    EDITS_ROW = 14  # of the counts and adjusted logits, below 0: none
     REPETITION = 15
     PRESENCE = 16
     FREQUENCY = 17
     ONLY_LISTED = 18
     NUM_LISTED = 19
     NUM_TOP = 20  # of the likeliest tokens that are reported, below 0: no log-probabilities
-    STOPS = 21  # the first of MOST_STOPS
+    STOPS = 21  # the first of MAX_STOP_IDS
 
 
-NUM_FIELDS = Field.STOPS + MOST_STOPS
+NUM_FIELDS = Field.STOPS + MAX_STOP_IDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +52,16 @@ class SlotState:
     rows: Tensor  # [capacity] slots, below 0: a row that pads
     step: Tensor  # [1] steps that have begun
     tables: Tensor  # [num_slots, width] blocks
-    listed: Tensor  # [num_slots, MOST_LISTED] token ids
-    bias: Tensor  # [num_slots, MOST_LISTED], floats
-    until: Tensor  # [num_slots, 2 * MOST_LISTED], of two words each
+    listed: Tensor  # [num_slots, MAX_TOKEN_EDITS] token ids
+    bias: Tensor  # [num_slots, MAX_TOKEN_EDITS], floats
+    until: Tensor  # [num_slots, 2 * MAX_TOKEN_EDITS], of two words each
 
     @classmethod
     def make(cls, num_slots: int, capacity: int, width: int, device: torch.device) -> "SlotState":
         """All rows pad, nothing is live. Sizes are rounded up so that every view is aligned."""
         num_slots, width = -(-num_slots // 16) * 16, -(-width // 16) * 16
         padded = -(-capacity // 16) * 16
-        lists = num_slots * MOST_LISTED
+        lists = num_slots * MAX_TOKEN_EDITS
         sizes = [NUM_FIELDS * num_slots, padded, 16, num_slots * width, lists, lists, 2 * lists]
         arena = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         fields, rows, step, tables, listed, bias, until = torch.split(arena, sizes)

@@ -16,11 +16,11 @@ from torch import Tensor
 from triton.errors import TritonError
 
 from blockyard.kernels.attention.paged_decode import cut, paged_decode, paged_decode_reference
-from blockyard.kernels.attention.split_kv import Pieces
-from blockyard.kernels.kv_cache.paged_kv import Sequences
+from blockyard.kernels.attention.split_kv import SplitKVSchedule
+from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 from blockyard.kernels.kv_cache.rope_write_kv import rope_write_kv, rope_write_kv_reference
 from blockyard.kernels.layers.add_rms_norm import add_rms_norm
-from blockyard.kernels.layers.linear_stream_k import Tiling, Workspace, linear_rows
+from blockyard.kernels.layers.linear_stream_k import Tiling, Workspace, linear_stream_k
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.layers.silu_mul import silu_mul
 
@@ -63,7 +63,7 @@ class Chain:
         tables = torch.randperm(rows * blocks, device=DEVICE).to(torch.int32).view(rows, blocks)
         positions = torch.full((rows,), context - 1, device=DEVICE, dtype=torch.int64)
         self.rows, self.context = rows, context
-        self.seqs = Sequences(torch.arange(rows, device=DEVICE), positions, tables)
+        self.seqs = PagedKVMetadata(torch.arange(rows, device=DEVICE), positions, tables)
         self.weights = [{name: _random(*size) * size[1] ** -0.5 for name, size in SIZES.items()} for _ in range(layers)]
         self.norms = [[RMSNorm(_random(HIDDEN).abs() + 0.5, 1e-5) for _ in range(2)] for _ in range(layers)]
         self.kv = [_random(rows * blocks, 2, KV_HEADS, BLOCK, DIM) for _ in range(layers)]
@@ -92,9 +92,9 @@ class Chain:
         out, row, size, stages, warps, split, fetch = tile
         tiling = Tiling(out, row, size, stages, warps, True, fetch)
         gates = way.gates and name == "gate_up"
-        return linear_rows(x, weights[name], None, tiling, self.workspace, split, gates=gates)
+        return linear_stream_k(x, weights[name], None, tiling, self.workspace, split, gates=gates)
 
-    def _attend(self, qkv: Tensor, kv: Tensor, pieces: Pieces) -> Tensor:
+    def _attend(self, qkv: Tensor, kv: Tensor, pieces: SplitKVSchedule) -> Tensor:
         rope_write_kv(qkv, kv, self.seqs, self.rotation, None, 0.0)
         return paged_decode(qkv[:, :HEADS], kv, self.seqs, SCALE, None, self.context + 64, pieces=pieces)
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from rig import Row, median, table
 
-from blockyard.kernels.slots.advance_slots import NUM_RESULTS, Outcome
+from blockyard.kernels.slots.advance_slots import NUM_RESULTS, SlotOutcome
 from blockyard.services.gpu_worker.answers import packed
 from blockyard.services.gpu_worker.execution.device_loop import DeviceLoop, Flight
 from blockyard.services.gpu_worker.execution.device_slots import DeviceSlots
@@ -43,7 +43,7 @@ def measure(rows: int) -> Row:
     for slot in range(rows):
         assert slots.start(SlotStart(slot, prompt, 32, 0, list(range(4 * slot, 4 * slot + 4)), Sampling(256), 0))
     results = np.zeros((NUM_RESULTS, rows), np.int32)
-    results[0], results[1], results[2] = Outcome.TOKEN, np.random.default_rng(0).integers(0, 151936, rows), 33
+    results[0], results[1], results[2] = SlotOutcome.TOKEN, np.random.default_rng(0).integers(0, 151936, rows), 33
     transfers = SimpleNamespace(take_failed=lambda plan: [])
     batch: Any = SimpleNamespace(slots=slots, settle=lambda plan, done: None, transfers=transfers)
     loop = DeviceLoop.__new__(DeviceLoop)

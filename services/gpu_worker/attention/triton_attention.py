@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from blockyard.kernels.attention.batch_invariant import invariant_attention
-from blockyard.kernels.attention.fused_decode import Arrivals, rope_attend, takes
+from blockyard.kernels.attention.batch_invariant import batch_invariant_attention
+from blockyard.kernels.attention.fused_decode import SplitSemaphores, fused_decode, supports_fused_decode
 from blockyard.kernels.attention.paged_decode import cut, paged_decode
 from blockyard.kernels.attention.paged_prefill import paged_prefill
-from blockyard.kernels.attention.split_kv import Pieces
-from blockyard.kernels.kv_cache.paged_kv import Sequences
+from blockyard.kernels.attention.split_kv import SplitKVSchedule
+from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 from blockyard.kernels.kv_cache.rope_write_kv import rope_write_kv
 from blockyard.kernels.layers.add_rms_norm import add_rms_norm
 from blockyard.kernels.layers.apply_rope import apply_rope_reference
@@ -75,22 +75,22 @@ class MixedAttention:
         longest: int | None = None,
         wanted: Wanted | None = None,
         reach: int | None = None,
-        arrivals: Arrivals | None = None,
+        arrivals: SplitSemaphores | None = None,
     ) -> None:
-        """slots and positions [rows], tables [slots, blocks] as in `Sequences`. starts [prefills + 1] int32: the row
-        that each prefill begins at, `num_decodes` the first, and `rows`; None: all rows are decodes. No position is
+        """slots and positions [rows], tables [slots, blocks] as in PagedKVMetadata. starts [prefills + 1] int32: the
+        row that each prefill begins at, `num_decodes` the first, and `rows`; None: all rows are decodes. No position is
         beyond `longest`, None: as far as the tables reach; none of a prefill's beyond `reach`, None: the same.
         `wanted`: all that the last layer computes, None: all rows. `arrivals`: few decodes may be one kernel."""
         self._pool, self._shape, self._wanted = pool, pool.shape, wanted
-        self._seqs, self._starts = Sequences(slots, positions, tables), starts
+        self._seqs, self._starts = PagedKVMetadata(slots, positions, tables), starts
         self._num_decodes = len(slots) if starts is None else num_decodes
-        self._decodes = Sequences(slots[: self._num_decodes], positions[: self._num_decodes], tables)
+        self._decodes = PagedKVMetadata(slots[: self._num_decodes], positions[: self._num_decodes], tables)
         width = tables.shape[1] * pool.block_size
         self._longest = min(longest or width, width)
         self._prefill_reach = reach or self._longest
-        few = starts is None and wanted is None and takes(len(slots), self._longest)
+        few = starts is None and wanted is None and supports_fused_decode(len(slots), self._longest)
         self._arrivals = arrivals if few else None
-        self._pieces: dict[int | None, Pieces | None] = {}  # of each window
+        self._pieces: dict[int | None, SplitKVSchedule | None] = {}  # of each window
         self._side: torch.cuda.Stream | None = None  # that prefills of this layer run on
 
     def __call__(self, layer: int, qkv: Tensor, rotation: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:
@@ -98,11 +98,13 @@ class MixedAttention:
         scales = self._scales(layer, qkv, rotation, norm)
         if self._arrivals is not None:
             window, scale, longest = shape.windows[layer], shape.scale, self._longest
-            return rope_attend(
+            return fused_decode(
                 qkv, memory, self._seqs, rotation, norm, scale, window, longest, self._arrivals, scales=scales
             )
         weight, eps = (norm.weight, norm.eps) if norm is not None else (None, 0.0)
-        rope_write_kv(qkv, memory, self._seqs, rotation, weight, eps, scales, uniform=self._pool.batch_invariant)
+        rope_write_kv(
+            qkv, memory, self._seqs, rotation, weight, eps, scales, batch_invariant=self._pool.batch_invariant
+        )
         q, window = qkv[:, : shape.num_heads], shape.windows[layer]
         if self._wanted is not None and layer == shape.num_layers - 1:
             return self._last(q, memory, window, self._wanted, scales)
@@ -138,25 +140,25 @@ class MixedAttention:
 
     def _last(self, q: Tensor, memory: Tensor, window: int | None, wanted: Wanted, scales: Tensor | None) -> Tensor:
         """The wanted rows alone: each of its own, as decodes are."""
-        seqs = Sequences(wanted.slots, wanted.positions, self._seqs.tables)
+        seqs = PagedKVMetadata(wanted.slots, wanted.positions, self._seqs.tables)
         out = q.new_empty((len(wanted.rows), q.shape[1] * q.shape[2]))
         if len(out):
             chosen = q.index_select(0, wanted.rows)
             self._decode(chosen, memory, seqs, window, out, scales, self._cut(chosen, memory, seqs, window))
         return out
 
-    def _cut(self, q: Tensor, memory: Tensor, seqs: Sequences, window: int | None) -> Pieces | None:
+    def _cut(self, q: Tensor, memory: Tensor, seqs: PagedKVMetadata, window: int | None) -> SplitKVSchedule | None:
         return cut(q, memory, seqs, window, self._longest)
 
     def _decode(
         self,
         q: Tensor,
         memory: Tensor,
-        seqs: Sequences,
+        seqs: PagedKVMetadata,
         window: int | None,
         out: Tensor,
         scales: Tensor | None,
-        pieces: Pieces | None,
+        pieces: SplitKVSchedule | None,
     ) -> None:
         paged_decode(q, memory, seqs, self._shape.scale, window, self._longest, out, pieces=pieces, scales=scales)
 
@@ -182,27 +184,27 @@ class MixedAttention:
 class InvariantAttention(MixedAttention):
     """What a row gets is a function of that row alone, to the last bit: --batch-invariant."""
 
-    def _cut(self, q: Tensor, memory: Tensor, seqs: Sequences, window: int | None) -> None:
+    def _cut(self, q: Tensor, memory: Tensor, seqs: PagedKVMetadata, window: int | None) -> None:
         return None
 
     def _decode(
         self,
         q: Tensor,
         memory: Tensor,
-        seqs: Sequences,
+        seqs: PagedKVMetadata,
         window: int | None,
         out: Tensor,
         scales: Tensor | None,
-        pieces: Pieces | None,
+        pieces: SplitKVSchedule | None,
     ) -> None:
         reach = self._reach()
         starts = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
-        invariant_attention(q, memory, seqs, starts, self._shape.scale, window, reach, out, True, scales=scales)
+        batch_invariant_attention(q, memory, seqs, starts, self._shape.scale, window, reach, out, True, scales=scales)
 
     def _prefill(self, q: Tensor, memory: Tensor, window: int | None, out: Tensor, scales: Tensor | None) -> None:
         seqs, starts, reach = self._seqs, self._starts, self._reach()
         assert starts is not None
-        invariant_attention(q, memory, seqs, starts, self._shape.scale, window, reach, out, False, scales=scales)
+        batch_invariant_attention(q, memory, seqs, starts, self._shape.scale, window, reach, out, False, scales=scales)
 
     def _reach(self) -> int:
         """Splits are as long as this asks for: it may not depend on what a step is known to need."""
@@ -219,7 +221,7 @@ def mixed_attention(
     longest: int | None = None,
     wanted: Wanted | None = None,
     reach: int | None = None,
-    arrivals: Arrivals | None = None,
+    arrivals: SplitSemaphores | None = None,
 ) -> MixedAttention:
     """As the pool is to be read."""
     if pool.batch_invariant:

@@ -9,10 +9,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from blockyard.kernels.attention.batch_invariant import invariant_attention
+from blockyard.kernels.attention.batch_invariant import batch_invariant_attention
 from blockyard.kernels.attention.paged_decode import cut, paged_decode
 from blockyard.kernels.attention.paged_prefill import paged_prefill
-from blockyard.kernels.kv_cache.paged_kv import Sequences
+from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 from blockyard.services.gpu_worker.bench.row import Row, row
 from blockyard.services.gpu_worker.bench.timing import copies, graph_seconds
 
@@ -54,7 +54,9 @@ class Case:
             tables[i, : len(part)] = part
         counts = torch.tensor([new for _, new in spans], device="cuda")
         positions = torch.cat([torch.arange(before, before + new, device="cuda") for before, new in spans])
-        self.seqs = Sequences(torch.arange(len(spans), device="cuda").repeat_interleave(counts), positions, tables)
+        self.seqs = PagedKVMetadata(
+            torch.arange(len(spans), device="cuda").repeat_interleave(counts), positions, tables
+        )
         self.starts = torch.cat((counts.new_zeros(1), counts.cumsum(0))).int()
         self.num_bytes = sum(before + new for before, new in spans) * KV_ELEMENTS * dtype.itemsize
         self.operations = sum(4.0 * HEADS * HEAD_DIM * (n * b + n * (n + 1) / 2) for b, n in spans)
@@ -104,7 +106,7 @@ def _invariant_decode(name: str) -> Row:
     it = _of_lengths(DECODES[name])
 
     def attend(layer: Tensor) -> None:
-        invariant_attention(it.q, layer, it.seqs, it.starts, SCALE, None, LONGEST, it.out, True)
+        batch_invariant_attention(it.q, layer, it.seqs, it.starts, SCALE, None, LONGEST, it.out, True)
 
     return row("decode attention, batch-invariant", name, _seconds(it, attend), it.num_bytes)
 
@@ -113,7 +115,7 @@ def _invariant_prefill(name: str, spans: list[tuple[int, int]]) -> Row:
     it = Case(spans)
 
     def attend(layer: Tensor) -> None:
-        invariant_attention(it.q, layer, it.seqs, it.starts, SCALE, None, LONGEST, it.out, False)
+        batch_invariant_attention(it.q, layer, it.seqs, it.starts, SCALE, None, LONGEST, it.out, False)
 
     return row("prefill attention, batch-invariant", name, _seconds(it, attend), it.num_bytes, it.operations)
 

@@ -5,9 +5,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from blockyard.kernels.sampling.logprobs import Scores, score_tokens
-from blockyard.kernels.sampling.penalize_logits import count_known, make_wishes, penalize_logits
-from blockyard.kernels.sampling.sample_tokens import DrawParams, draw_tokens
+from blockyard.kernels.sampling.logprobs import LogprobsTensors, gather_logprobs
+from blockyard.kernels.sampling.penalize_logits import count_known, make_logits_edits, penalize_logits
+from blockyard.kernels.sampling.sample_tokens import SamplingTensors, sample_tokens
 from blockyard.services.gpu_worker.bench.row import Row, row
 from blockyard.services.gpu_worker.bench.timing import DEVICE, copies, graph_seconds
 
@@ -58,16 +58,16 @@ def _draws(rows: int) -> list[Row]:
     found = []
     for name, (kind, values) in cases.items():
         params = _params(rows, values)
-        calls = [partial(draw_tokens, x, slots, index, params, tokens, best) for x in logits[kind]]
+        calls = [partial(sample_tokens, x, slots, index, params, tokens, best) for x in logits[kind]]
         found.append(row(name, f"{rows} x {VOCAB}", graph_seconds(calls), rows * VOCAB * 2))
     return found
 
 
-def _params(rows: int, values: dict[str, float]) -> DrawParams:
+def _params(rows: int, values: dict[str, float]) -> SamplingTensors:
     def full(name: str, default: float, dtype: torch.dtype) -> Tensor:
         return torch.full((rows,), values.get(name, default), dtype=dtype)
 
-    return DrawParams(
+    return SamplingTensors(
         temperature=full("temperature", 1.0, torch.float32),
         top_k=full("top_k", ALL, torch.int32),
         top_p=full("top_p", 1.0, torch.float32),
@@ -80,7 +80,7 @@ def _params(rows: int, values: dict[str, float]) -> DrawParams:
 def _penalties(rows: int) -> Row:
     """All rows ask: logits and counts in, adjusted logits out."""
     logits = [flat(rows) for _ in range(copies(rows * VOCAB * 10))]
-    wishes = make_wishes(rows, rows, 64, VOCAB, torch.device(DEVICE))
+    wishes = make_logits_edits(rows, rows, 64, VOCAB, torch.device(DEVICE))
     wishes.row.copy_(torch.arange(rows))
     wishes.repetition.fill_(1.2)
     for counts in wishes.counts:
@@ -95,11 +95,11 @@ def _scores(rows: int) -> Row:
     logits = [peaked(rows, 60, 14, 2) for _ in range(copies(rows * VOCAB * 2))]
     slots, tokens = torch.arange(rows), torch.randint(0, VOCAB, (rows,))
     num_top = torch.full((rows,), 5, dtype=torch.int32)
-    out = Scores(
+    out = LogprobsTensors(
         logprob=torch.zeros(rows),
         rank=num_top.clone(),
         top_ids=torch.zeros(rows, 5, dtype=torch.int32),
         top_logprobs=torch.zeros(rows, 5),
     )
-    seconds = graph_seconds([partial(score_tokens, x, slots, tokens, num_top, out) for x in logits])
+    seconds = graph_seconds([partial(gather_logprobs, x, slots, tokens, num_top, out) for x in logits])
     return row("log-probability, rank, top 5", f"{rows} x {VOCAB}", seconds, rows * VOCAB * 2)

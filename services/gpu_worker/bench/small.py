@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 
-from blockyard.kernels.kv_cache.paged_kv import Sequences
+from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 from blockyard.kernels.kv_cache.rope_write_kv import rope_write_kv
 from blockyard.kernels.layers.add_rms_norm import add_rms_norm
 from blockyard.kernels.layers.silu_mul import silu_mul
@@ -44,7 +44,7 @@ def _rope(rows: int, normed: bool) -> Row:
     given = [torch.randn(rows, width, HEAD_DIM).to(DTYPE) for _ in range(copies(num_bytes))]
     layer = torch.zeros(rows, 2, KV_HEADS, BLOCK_SIZE, HEAD_DIM, dtype=DTYPE)
     tables = torch.randperm(rows).int()[:, None].contiguous()
-    seqs = Sequences(torch.arange(rows), torch.randint(0, BLOCK_SIZE, (rows,)), tables)
+    seqs = PagedKVMetadata(torch.arange(rows), torch.randint(0, BLOCK_SIZE, (rows,)), tables)
     angles = torch.randn(rows, 1, HEAD_DIM // 2)
     rotation = torch.polar(torch.ones_like(angles), angles)
     weight = torch.randn(HEADS + KV_HEADS, HEAD_DIM).to(DTYPE) if normed else None

@@ -11,7 +11,7 @@ import torch
 from triton.errors import TritonError
 
 from blockyard.kernels.attention.paged_prefill import paged_prefill
-from blockyard.kernels.kv_cache.paged_kv import Sequences
+from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 from blockyard.services.gpu_worker.kv.pool import KVPool
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ def _run(pool: KVPool, dtype: torch.dtype, window: int | None, reach: int) -> No
     layer = torch.zeros(size, device=device).to(pool.dtype)
     rows = torch.arange(ROWS, device=device)
     tables = torch.arange(ROWS, dtype=torch.int32, device=device)[None]
-    seqs = Sequences(torch.zeros_like(rows), rows, tables)
+    seqs = PagedKVMetadata(torch.zeros_like(rows), rows, tables)
     starts = torch.tensor([0, ROWS], dtype=torch.int32, device=device)
     out = q.new_empty((ROWS, shape.num_heads * shape.head_dim))
     scales = None if pool.scales is None else torch.ones(2, device=device)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blockyard.kernels.slots.gather_rows import Rows
+from blockyard.kernels.slots.gather_inputs import StepInputs
 from blockyard.services.gpu_worker.attention.triton_attention import check_head_size
 from blockyard.services.gpu_worker.execution.device_ops import DeviceOps, TritonDeviceOps
 from blockyard.services.gpu_worker.execution.device_slots import DeviceSlots
@@ -82,7 +82,7 @@ class DecodeSteps:
         self.slots = DeviceSlots(SLOTS * capacity, capacity, width, vocab, eos_token_ids, device, wishes)
         self.ring = ring or PinnedRing(IN_FLIGHT, capacity, device)
         self.model, self.pool = model, pool
-        self._rows = Rows.make(capacity, device)
+        self._rows = StepInputs.make(capacity, device)
         self._tokens = torch.zeros(capacity, dtype=torch.int64, device=device)
         self._best = torch.zeros(capacity, dtype=torch.float32, device=device)
         self._eos = torch.tensor([i for i in eos_token_ids if 0 <= i < vocab], dtype=torch.int32, device=device)
@@ -140,7 +140,7 @@ class DecodeSteps:
     def _sample(self, rows: int, output: Output, asked: bool) -> None:
         self.draw(self._rows.first(rows), output.logits, asked)
 
-    def draw(self, rows: Rows, logits: Tensor, asked: bool, counts: Tensor | None = None) -> None:
+    def draw(self, rows: StepInputs, logits: Tensor, asked: bool, counts: Tensor | None = None) -> None:
         """Each row's slot gets a token; `counts` are the tokens that rows computed, None: one each."""
         tokens, best, wishes = self._tokens[: len(logits)], self._best[: len(logits)], self.slots.wishes
         if asked:
@@ -151,7 +151,7 @@ class DecodeSteps:
             self.ops.score(logits, rows, tokens, wishes.num_top, wishes.scores(len(logits)))
         self.ops.advance(self.slots.state, rows, tokens, best, self._eos, self.ring.results, counts)
 
-    def pass_over(self, rows: Rows, counts: Tensor) -> None:
+    def pass_over(self, rows: StepInputs, counts: Tensor) -> None:
         """Each row's slot has computed `counts` tokens and is due for none."""
         tokens, best = self._tokens[: len(counts)], self._best[: len(counts)]
         self.ops.advance(self.slots.state, rows, tokens, best, self._eos, self.ring.results, counts)

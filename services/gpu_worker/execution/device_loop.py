@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from blockyard.kernels.slots.advance_slots import Outcome
+from blockyard.kernels.slots.advance_slots import SlotOutcome
 from blockyard.services.gpu_worker.batch import Batch
 from blockyard.services.gpu_worker.compilation.prefill_kernels import compile_prefills
 from blockyard.services.gpu_worker.execution import decode_graphs
@@ -35,14 +35,14 @@ Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.int32]
 
 FINISH = {
-    Outcome.END_OF_SEQUENCE: FinishReason.STOP,
-    Outcome.STOP: FinishReason.STOP,
-    Outcome.LENGTH: FinishReason.LENGTH,
-    Outcome.FULL: FinishReason.LENGTH,
+    SlotOutcome.END_OF_SEQUENCE: FinishReason.STOP,
+    SlotOutcome.STOP: FinishReason.STOP,
+    SlotOutcome.LENGTH: FinishReason.LENGTH,
+    SlotOutcome.FULL: FinishReason.LENGTH,
 }
 PROBLEMS = {
-    Outcome.NOT_FINITE: "the model's logits are not finite",
-    Outcome.NONE_ALLOWED: "no token is allowed here",
+    SlotOutcome.NOT_FINITE: "the model's logits are not finite",
+    SlotOutcome.NONE_ALLOWED: "no token is allowed here",
 }
 
 
@@ -228,7 +228,7 @@ class DeviceLoop:
         step_s, self._done_s = now - max(flight.began_s, self._done_s), now
         results, slots = flight.results, flight.slots
         outcomes, tokens, computed = flight.entry.results[:, : len(slots)]
-        plain = outcomes == Outcome.TOKEN  # what nearly every row is
+        plain = outcomes == SlotOutcome.TOKEN  # what nearly every row is
         held = self._batch.slots.owners[slots] == flight.owners
         self._note_tokens(plain & held, slots, tokens, computed)
         single = plain & (np.arange(len(slots)) < flight.num_decodes)
@@ -237,7 +237,7 @@ class DeviceLoop:
         rows, others = (Rows(slots[which], tokens[which], computed[which]) for which in (single, plain & ~single))
         results += others.in_words()
         for i in np.flatnonzero(~plain).tolist():
-            self._take_other(flight, i, Outcome(outcomes[i]), bool(held[i]))
+            self._take_other(flight, i, SlotOutcome(outcomes[i]), bool(held[i]))
         if flight.scored:
             self._add_scores(flight)
         self._batch.settle(flight.plan, results)
@@ -248,12 +248,12 @@ class DeviceLoop:
         """What these rows drew, where their slots still have the owner that it is for."""
         self._batch.slots.token_ids[slots[rows], computed[rows]] = tokens[rows]
 
-    def _take_other(self, flight: Flight, row: int, outcome: Outcome, held: bool) -> None:
+    def _take_other(self, flight: Flight, row: int, outcome: SlotOutcome, held: bool) -> None:
         """A row that did not draw a token and go on."""
         slot, (token, length) = int(flight.slots[row]), flight.entry.results[1:, row].tolist()
-        if outcome == Outcome.PART:
+        if outcome == SlotOutcome.PART:
             flight.results.append(SlotResult(slot, [], length))
-        elif outcome != Outcome.NOTHING:
+        elif outcome != SlotOutcome.NOTHING:
             flight.results.append(self._ended(slot, int(flight.owners[row]), outcome, token, length))
             if held:
                 self._batch.slots.live[slot] = False
@@ -268,13 +268,13 @@ class DeviceLoop:
                 entry = self.steps.slots.wishes.read(words, place, token, num_top)
                 flight.results[i] = msgspec.structs.replace(result, logprobs=[entry])
 
-    def _ended(self, slot: int, owner: int, outcome: Outcome, token: int, length: int) -> SlotResult:
+    def _ended(self, slot: int, owner: int, outcome: SlotOutcome, token: int, length: int) -> SlotResult:
         problem = PROBLEMS.get(outcome)
         if problem is not None:
             self._batch.drop(slot, owner)
             return SlotResult(slot, [], length, FinishReason.FAILED, detail=problem)
-        ids = [] if outcome == Outcome.FULL else [token]
-        return SlotResult(slot, ids, length, FINISH[outcome], token if outcome == Outcome.STOP else None)
+        ids = [] if outcome == SlotOutcome.FULL else [token]
+        return SlotResult(slot, ids, length, FINISH[outcome], token if outcome == SlotOutcome.STOP else None)
 
 
 def graph_bytes(model: Model, need: Need, dtype: torch.dtype, wishes: bool) -> int:

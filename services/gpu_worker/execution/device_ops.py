@@ -4,12 +4,12 @@ from typing import Protocol
 
 from torch import Tensor
 
-from blockyard.kernels.attention.fused_decode import FURTHEST, MOST_ROWS, Arrivals
-from blockyard.kernels.sampling.logprobs import Scores, score_tokens
-from blockyard.kernels.sampling.penalize_logits import Wishes, count_tokens, penalize_logits
-from blockyard.kernels.sampling.sample_tokens import Adjusted, DrawParams, draw_tokens
+from blockyard.kernels.attention.fused_decode import FUSED_DECODE_MAX_LEN, FUSED_DECODE_MAX_ROWS, SplitSemaphores
+from blockyard.kernels.sampling.logprobs import LogprobsTensors, gather_logprobs
+from blockyard.kernels.sampling.penalize_logits import LogitsEdits, count_tokens, penalize_logits
+from blockyard.kernels.sampling.sample_tokens import AdjustedLogits, SamplingTensors, sample_tokens
 from blockyard.kernels.slots.advance_slots import advance_slots
-from blockyard.kernels.slots.gather_rows import Rows, gather_rows
+from blockyard.kernels.slots.gather_inputs import StepInputs, gather_inputs
 from blockyard.kernels.slots.scatter_words import scatter_words
 from blockyard.kernels.slots.slot_state import SlotState
 from blockyard.services.gpu_worker.attention.triton_attention import mixed_attention
@@ -23,11 +23,11 @@ class DeviceOps(Protocol):
         such way."""
 
     def scatter(self, arena: Tensor, pairs: Tensor, count: int) -> None: ...
-    def gather(self, state: SlotState, rows: Rows) -> None: ...
+    def gather(self, state: SlotState, rows: StepInputs) -> None: ...
     def attend(
         self,
         pool: KVPool,
-        rows: Rows,
+        rows: StepInputs,
         tables: Tensor,
         starts: Tensor | None = None,
         num_decodes: int = 0,
@@ -35,22 +35,24 @@ class DeviceOps(Protocol):
         reach: int | None = None,
         longest: int | None = None,
     ) -> Attend: ...
-    def adjust(self, logits: Tensor, rows: Rows, wishes: Wishes) -> None: ...
+    def adjust(self, logits: Tensor, rows: StepInputs, wishes: LogitsEdits) -> None: ...
     def draw(
         self,
         logits: Tensor,
-        rows: Rows,
-        params: DrawParams,
+        rows: StepInputs,
+        params: SamplingTensors,
         tokens: Tensor,
         best: Tensor,
-        adjusted: Adjusted | None,
+        adjusted: AdjustedLogits | None,
     ) -> None: ...
-    def count(self, tokens: Tensor, best: Tensor, rows: Rows, wishes: Wishes) -> None: ...
-    def score(self, logits: Tensor, rows: Rows, tokens: Tensor, num_top: Tensor, out: Scores) -> None: ...
+    def count(self, tokens: Tensor, best: Tensor, rows: StepInputs, wishes: LogitsEdits) -> None: ...
+    def score(
+        self, logits: Tensor, rows: StepInputs, tokens: Tensor, num_top: Tensor, out: LogprobsTensors
+    ) -> None: ...
     def advance(
         self,
         state: SlotState,
-        rows: Rows,
+        rows: StepInputs,
         tokens: Tensor,
         best: Tensor,
         eos: Tensor,
@@ -65,21 +67,21 @@ class TritonDeviceOps:
     def __init__(self, fused: bool = False, uniform: bool = False) -> None:
         """`fused`: attention of few rows is one kernel. `uniform`: a row's token follows from that row alone."""
         self._fused, self._uniform = fused, uniform
-        self._arrivals: Arrivals | None = None
+        self._arrivals: SplitSemaphores | None = None
 
     def near(self, rows: int) -> int:
-        return FURTHEST if self._fused and 0 < rows <= MOST_ROWS else 0
+        return FUSED_DECODE_MAX_LEN if self._fused and 0 < rows <= FUSED_DECODE_MAX_ROWS else 0
 
     def scatter(self, arena: Tensor, pairs: Tensor, count: int) -> None:
         scatter_words(arena, pairs, count)
 
-    def gather(self, state: SlotState, rows: Rows) -> None:
-        gather_rows(state, rows)
+    def gather(self, state: SlotState, rows: StepInputs) -> None:
+        gather_inputs(state, rows)
 
     def attend(
         self,
         pool: KVPool,
-        rows: Rows,
+        rows: StepInputs,
         tables: Tensor,
         starts: Tensor | None = None,
         num_decodes: int = 0,
@@ -88,36 +90,36 @@ class TritonDeviceOps:
         longest: int | None = None,
     ) -> Attend:
         if self._fused and self._arrivals is None:
-            self._arrivals = Arrivals(MOST_ROWS * pool.shape.num_heads, pool.device)
+            self._arrivals = SplitSemaphores(FUSED_DECODE_MAX_ROWS * pool.shape.num_heads, pool.device)
         arrivals = self._arrivals
         return mixed_attention(
             pool, rows.slots, rows.positions, tables, starts, num_decodes, longest, wanted, reach, arrivals
         )
 
-    def adjust(self, logits: Tensor, rows: Rows, wishes: Wishes) -> None:
-        penalize_logits(logits, rows.draws, rows.index, wishes)
+    def adjust(self, logits: Tensor, rows: StepInputs, wishes: LogitsEdits) -> None:
+        penalize_logits(logits, rows.sampled_slots, rows.index, wishes)
 
     def draw(
         self,
         logits: Tensor,
-        rows: Rows,
-        params: DrawParams,
+        rows: StepInputs,
+        params: SamplingTensors,
         tokens: Tensor,
         best: Tensor,
-        adjusted: Adjusted | None,
+        adjusted: AdjustedLogits | None,
     ) -> None:
-        draw_tokens(logits, rows.draws, rows.index, params, tokens, best, adjusted, self._uniform)
+        sample_tokens(logits, rows.sampled_slots, rows.index, params, tokens, best, adjusted, self._uniform)
 
-    def count(self, tokens: Tensor, best: Tensor, rows: Rows, wishes: Wishes) -> None:
-        count_tokens(tokens, best, rows.draws, wishes)
+    def count(self, tokens: Tensor, best: Tensor, rows: StepInputs, wishes: LogitsEdits) -> None:
+        count_tokens(tokens, best, rows.sampled_slots, wishes)
 
-    def score(self, logits: Tensor, rows: Rows, tokens: Tensor, num_top: Tensor, out: Scores) -> None:
-        score_tokens(logits, rows.draws, tokens, num_top, out)
+    def score(self, logits: Tensor, rows: StepInputs, tokens: Tensor, num_top: Tensor, out: LogprobsTensors) -> None:
+        gather_logprobs(logits, rows.sampled_slots, tokens, num_top, out)
 
     def advance(
         self,
         state: SlotState,
-        rows: Rows,
+        rows: StepInputs,
         tokens: Tensor,
         best: Tensor,
         eos: Tensor,

@@ -5,8 +5,8 @@ import numpy.typing as npt
 import torch
 
 from blockyard.kernels.sampling.philox_gumbel import split_seed
-from blockyard.kernels.sampling.sample_tokens import DrawParams
-from blockyard.kernels.slots.slot_state import MOST_STOPS, NUM_FIELDS, Field, SlotState
+from blockyard.kernels.sampling.sample_tokens import SamplingTensors
+from blockyard.kernels.slots.slot_state import MAX_STOP_IDS, NUM_FIELDS, Field, SlotState
 from blockyard.services.gpu_worker.execution.device_writes import DeviceWrites
 from blockyard.services.gpu_worker.sampling.device_edits import DeviceWishes, float_words
 from blockyard.services.gpu_worker.slots import Slots
@@ -31,7 +31,7 @@ class DeviceSlots:
     ) -> None:
         """`wishes`: penalties, lists of tokens and log-probabilities are the device's too."""
         self.state = state = SlotState.make(num_slots, capacity, width, device)
-        self.params = DrawParams(
+        self.params = SamplingTensors(
             temperature=state.floats(Field.TEMPERATURE),
             top_k=state.fields[Field.TOP_K],
             top_p=state.floats(Field.TOP_P),
@@ -122,14 +122,14 @@ class DeviceSlots:
             return
         words = [0] * NUM_FIELDS
         endings = [i for i in {*self._eos, *state.stop_ids} if 0 <= i < self._vocab_size]
-        change = self.wishes.start(slot, sampling, table, endings) if len(state.stop_ids) <= MOST_STOPS else None
+        change = self.wishes.start(slot, sampling, table, endings) if len(state.stop_ids) <= MAX_STOP_IDS else None
         self.drawn[slot] = change is not None
-        words[Field.WISH_ROW] = words[Field.NUM_TOP] = -1
+        words[Field.EDITS_ROW] = words[Field.NUM_TOP] = -1
         if change is not None:
             change.put(words)
             if change.listed.ids:
                 self._writes.add(*self.wishes.places(slot, change.listed))
-        stops = [i for i in state.stop_ids if 0 <= i < self._vocab_size][:MOST_STOPS]
+        stops = [i for i in state.stop_ids if 0 <= i < self._vocab_size][:MAX_STOP_IDS]
         words[Field.STOPS : Field.STOPS + len(stops)] = stops
         words[Field.POSITION] = computed = int(table.computed[slot])
         words[Field.NEXT], words[Field.KNOWN] = int(table.token_ids[slot, computed]), int(table.known[slot])

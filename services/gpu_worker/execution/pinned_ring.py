@@ -72,7 +72,7 @@ class Entry:
 
 
 class PinnedRing:
-    """Entries in turn, one a step. The device finds its results' place by counting steps: see `gather_rows`."""
+    """Entries in turn, one a step. The device finds its results' place by counting steps: see `gather_inputs`."""
 
     def __init__(self, size: int, capacity: int, device: torch.device, mark: Callable[[], Mark] | None = None) -> None:
         pinned = device.type == "cuda"

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from blockyard.kernels.slots.gather_rows import NUM_WORDS, Rows
+from blockyard.kernels.slots.gather_inputs import NUM_INPUT_WORDS, StepInputs
 from blockyard.services.gpu_worker.execution.decode_graphs import DecodeSteps
 from blockyard.services.gpu_worker.execution.pinned_ring import Entry
 from blockyard.services.gpu_worker.slots import Slots
@@ -47,14 +47,14 @@ class Layout:
     @property
     def parts(self) -> list[int]:
         """Tokens, last token of each sequence twice, counts, first row of each prefill."""
-        sizes = (NUM_WORDS * self.pitch, self.seqs, self.seqs, (self.seqs + 1) // 2, self.prefills // 2 + 1)
+        sizes = (NUM_INPUT_WORDS * self.pitch, self.seqs, self.seqs, (self.seqs + 1) // 2, self.prefills // 2 + 1)
         return [_up(size) for size in sizes]
 
 
 def clear(words: Tensor, layout: Layout) -> None:
     """Writes a step on the host in which everything pads."""
     rows, last, places, counts, starts = (part.numpy() for part in torch.split(words, layout.parts))
-    table = rows.reshape(NUM_WORDS, -1)
+    table = rows.reshape(NUM_INPUT_WORDS, -1)
     table[:] = 0
     table[[2, 4]] = -1
     last[:] = layout.tokens
@@ -68,7 +68,7 @@ def fill(words: Tensor, layout: Layout, slots: Ints, counts: Ints, table: Slots)
     all. Returns whether a slot may be due for a token."""
     clear(words, layout)
     rows, last, places, sizes, starts = (part.numpy() for part in torch.split(words, layout.parts))
-    ids, positions, owners, index, draws = rows.reshape(NUM_WORDS, -1)
+    ids, positions, owners, index, sampled_slots = rows.reshape(NUM_INPUT_WORDS, -1)
     first_rows = starts.view(np.int32)
     num_decodes, row = int((counts == 1).sum()), layout.decodes
     is_due = num_decodes > 0
@@ -82,7 +82,7 @@ def fill(words: Tensor, layout: Layout, slots: Ints, counts: Ints, table: Slots)
         owners[row:end] = slot
         due = int(table.known[slot]) - 1 - begin  # the row from which on tokens that follow are not known
         if due < count:
-            draws[row + max(due, 0) : end] = slot
+            sampled_slots[row + max(due, 0) : end] = slot
             is_due = True
         last[i] = end - 1
         first_rows[i - num_decodes + 1] = row = end
@@ -114,7 +114,7 @@ class MixedSteps:
 class Due:
     """What a forward pass leaves for the sampler, of each sequence."""
 
-    last: Rows  # its last token
+    last: StepInputs  # its last token
     counts: Tensor  # [seqs] int32, tokens computed
     logits: Tensor | None  # [seqs, vocab_size]; None: no sequence is due for a token
 
@@ -128,8 +128,8 @@ class MixedStep:
         """is_due: a slot may draw a token. No position of a prompt is beyond `reach`."""
         self._steps, self._layout, self._is_due, self._reach = steps, layout, is_due, reach
         self._words = list(torch.split(words, layout.parts))
-        self._table = self._words[0].view(NUM_WORDS, -1)
-        self._rows = Rows(*(row[: layout.tokens] for row in self._table))
+        self._table = self._words[0].view(NUM_INPUT_WORDS, -1)
+        self._rows = StepInputs(*(row[: layout.tokens] for row in self._table))
 
     def forward_all(self) -> Tensor:
         """Hidden rows of all tokens, [tokens, hidden]."""
@@ -139,7 +139,7 @@ class MixedStep:
     def forward(self) -> Due:
         seqs, is_due = self._layout.seqs, self._is_due
         self._gather()
-        last = Rows(*(row[:seqs] for row in self._table.index_select(1, self._words[1])))
+        last = StepInputs(*(row[:seqs] for row in self._table.index_select(1, self._words[1])))
         num_wanted = seqs if is_due else 0
         wanted = Wanted(self._words[2][:num_wanted], last.slots[:num_wanted], last.positions[:num_wanted])
         hidden, counts = self._forward(wanted), self._words[3].view(torch.int32)[:seqs]

@@ -8,7 +8,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from blockyard.kernels.kv_cache.kv_types import LARGEST
+from blockyard.kernels.kv_cache.kv_types import FP8_MAX
 from blockyard.services.gpu_worker.models.decoder import ModelShape
 
 Ints = npt.NDArray[np.int64]
@@ -30,7 +30,7 @@ class KVPool:
     ) -> None:
         self.shape, self.num_blocks, self.block_size, self.device = shape, num_blocks, block_size, device
         self.dtype = dtype
-        self.scales = torch.ones((shape.num_layers, 2), device=device) if dtype in LARGEST else None
+        self.scales = torch.ones((shape.num_layers, 2), device=device) if dtype in FP8_MAX else None
         self.scales_pending = False
         self.batch_invariant = False  # read so that a row's result depends on that row alone
         size = (shape.num_layers, num_blocks, 2, shape.kv_heads, block_size, shape.head_dim)

@@ -4,10 +4,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from blockyard.kernels.layers.linear_skinny import linear_few_rows
-from blockyard.kernels.layers.linear_stream_k import Tiling, Workspace, linear_rows
+from blockyard.kernels.layers.linear_skinny import linear_skinny
+from blockyard.kernels.layers.linear_stream_k import Tiling, Workspace, linear_stream_k
 from blockyard.kernels.layers.rms_norm import RMSNorm
-from blockyard.kernels.programmatic_launch import can_overlap
+from blockyard.kernels.programmatic_launch import supports_pdl
 from blockyard.services.gpu_worker.layers.linear import Fused, Linear, Product
 from blockyard.services.gpu_worker.linear_tuning.kernel_configs import Plan
 
@@ -19,7 +19,7 @@ class Products:
     """On one GPU, for one stream: they share a workspace."""
 
     def __init__(self, device: torch.device) -> None:
-        self._overlap = can_overlap(device)
+        self._overlap = supports_pdl(device)
         self._workspace = Workspace(WORKSPACE_ELEMENTS, WORKSPACE_PROGRAMS, device)
 
     def of(self, plan: Plan, linear: Linear) -> Product:
@@ -29,21 +29,21 @@ class Products:
         if plan.kernel == "few":
             return self.fused(plan, linear)
         workspace, split, tiling = self._workspace, plan.split, self._tiling(plan)
-        return lambda x: linear_rows(x, weight, bias, tiling, workspace, split)
+        return lambda x: linear_stream_k(x, weight, bias, tiling, workspace, split)
 
     def _tiling(self, plan: Plan) -> Tiling:
-        overlap = self._overlap
-        return Tiling(plan.out_tile, plan.row_tile, plan.in_tile, plan.stages, plan.warps, overlap, plan.fetch)
+        pdl = self._overlap
+        return Tiling(plan.out_tile, plan.row_tile, plan.in_tile, plan.stages, plan.warps, pdl, plan.fetch)
 
     def fused(self, plan: Plan, linear: Linear) -> Fused:
         """Of a plan for few rows."""
-        weight, bias, overlap = weight_of(linear), linear.bias, self._overlap
+        weight, bias, pdl = weight_of(linear), linear.bias, self._overlap
         tiles = {"out_tile": plan.out_tile, "tile": plan.in_tile, "warps": plan.warps, "early": plan.stages}
 
         def product(
             x: Tensor, norm: RMSNorm | None = None, gated: bool = False, add_to: Tensor | None = None
         ) -> Tensor:
-            return linear_few_rows(x, weight, bias, overlap=overlap, norm=norm, gated=gated, add_to=add_to, **tiles)
+            return linear_skinny(x, weight, bias, pdl=pdl, norm=norm, gated=gated, add_to=add_to, **tiles)
 
         return product
 

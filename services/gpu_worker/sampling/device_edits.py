@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from blockyard.kernels.sampling.logprobs import MOST_TOP, Scores
-from blockyard.kernels.sampling.penalize_logits import Wishes, count_known
-from blockyard.kernels.sampling.sample_tokens import Adjusted
-from blockyard.kernels.slots.slot_state import MOST_LISTED, Field, SlotState
+from blockyard.kernels.sampling.logprobs import MAX_LOGPROBS, LogprobsTensors
+from blockyard.kernels.sampling.penalize_logits import LogitsEdits, count_known
+from blockyard.kernels.sampling.sample_tokens import AdjustedLogits
+from blockyard.kernels.slots.slot_state import MAX_TOKEN_EDITS, Field, SlotState
 from blockyard.services.gpu_worker.slots import Slots
 from blockyard.shared.messages import Sampling, TokenLogprobs
 
@@ -23,7 +23,7 @@ Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.int32]
 
 MOST_ROWS = 64  # slots that change their logits at a time; one takes 8 bytes for each token of the vocabulary
-SCORE_WORDS = 2 + 2 * MOST_TOP  # of a row
+SCORE_WORDS = 2 + 2 * MAX_LOGPROBS  # of a row
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ def needs_host(sampling: Sampling) -> bool:
     """Whether there is something that the device does not do, whatever room there is."""
     return (
         sampling.num_prompt_logprobs is not None
-        or (sampling.num_logprobs or 0) > MOST_TOP
+        or (sampling.num_logprobs or 0) > MAX_LOGPROBS
         or any(len(words) > 1 for words in sampling.bad_words)
     )
 
@@ -69,8 +69,8 @@ class DeviceWishes:
         device, self.enabled = state.arena.device, enabled
         rows = min(capacity, MOST_ROWS) if enabled else 0
         counts = torch.zeros((rows, vocab_size), dtype=torch.int32, device=device)
-        self.wishes = Wishes(
-            row=state.fields[Field.WISH_ROW],
+        self.wishes = LogitsEdits(
+            row=state.fields[Field.EDITS_ROW],
             repetition=state.floats(Field.REPETITION),
             presence=state.floats(Field.PRESENCE),
             frequency=state.floats(Field.FREQUENCY),
@@ -82,7 +82,7 @@ class DeviceWishes:
             counts=counts,
             logits=torch.zeros((rows, vocab_size), dtype=torch.float32, device=device),
         )
-        self.adjusted = Adjusted(self.wishes.row, self.wishes.logits)
+        self.adjusted = AdjustedLogits(self.wishes.row, self.wishes.logits)
         self.num_top = state.fields[Field.NUM_TOP]
         self._state, self._capacity, self._num_rows = state, capacity, rows
         self.buffer = torch.zeros(SCORE_WORDS * capacity if enabled else 0, dtype=torch.int32, device=device)
@@ -109,7 +109,7 @@ class DeviceWishes:
         penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
         listed = listed_of(sampling, num_prompt, endings)
         changes = bool(listed.ids) or penalties != (1.0, 0.0, 0.0)
-        if needs_host(sampling) or len(listed.ids) > MOST_LISTED or (changes and not self._free):
+        if needs_host(sampling) or len(listed.ids) > MAX_TOKEN_EDITS or (changes and not self._free):
             return None
         if sampling.num_logprobs is not None and not self.enabled:
             return None
@@ -142,9 +142,9 @@ class DeviceWishes:
         at = np.arange(count)
         index = np.concatenate(
             [
-                state.place(state.listed) + slot * MOST_LISTED + at,
-                state.place(state.bias) + slot * MOST_LISTED + at,
-                state.place(state.until) + slot * 2 * MOST_LISTED + np.arange(2 * count),
+                state.place(state.listed) + slot * MAX_TOKEN_EDITS + at,
+                state.place(state.bias) + slot * MAX_TOKEN_EDITS + at,
+                state.place(state.until) + slot * 2 * MAX_TOKEN_EDITS + np.arange(2 * count),
             ]
         )
         values = (
@@ -154,11 +154,11 @@ class DeviceWishes:
         )
         return index.astype(np.int32), np.concatenate(values)
 
-    def scores(self, rows: int) -> Scores:
+    def scores(self, rows: int) -> LogprobsTensors:
         """What a step of so many rows writes."""
-        cap, most = self._capacity, MOST_TOP
+        cap, most = self._capacity, MAX_LOGPROBS
         parts = torch.split(self.buffer, [cap, cap, most * cap, most * cap])
-        return Scores(
+        return LogprobsTensors(
             parts[0][:rows].view(torch.float32),
             parts[1][:rows],
             parts[2][: most * rows].view(rows, most),
@@ -167,7 +167,7 @@ class DeviceWishes:
 
     def read(self, words: Words, place: int, token: int, num_top: int) -> TokenLogprobs:
         """Of a row, from the host's copy of `buffer`."""
-        cap, most = self._capacity, MOST_TOP
+        cap, most = self._capacity, MAX_LOGPROBS
         floats, start = words.view(np.float32), 2 * cap + place * most
         top = slice(start, start + num_top)
         logs = slice(start + most * cap, start + most * cap + num_top)
@@ -186,7 +186,7 @@ class Change:
 
     def put(self, words: list[int]) -> None:
         """Into the words of the slot's fields."""
-        words[Field.WISH_ROW], words[Field.NUM_TOP] = self.row, self.num_top
+        words[Field.EDITS_ROW], words[Field.NUM_TOP] = self.row, self.num_top
         words[Field.ONLY_LISTED], words[Field.NUM_LISTED] = self.listed.only, len(self.listed.ids)
         words[Field.REPETITION], words[Field.PRESENCE], words[Field.FREQUENCY] = float_words(*self.penalties)
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from blockyard.kernels.attention import batch_invariant as file
-from blockyard.kernels.attention.batch_invariant import invariant_attention
+from blockyard.kernels.attention.batch_invariant import batch_invariant_attention
 from blockyard.kernels.attention.paged_prefill import paged_prefill_reference
-from blockyard.kernels.kv_cache.paged_kv import Sequences
+from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ERROR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # norm of the difference over the norm
@@ -51,11 +51,11 @@ class Sequence:
         positions = torch.cat([torch.arange(a, a + n) for a, n in counts]).to(DEVICE)
         slots = torch.cat([torch.full((n,), i % 2) for i, (_, n) in enumerate(counts)]).to(DEVICE)
         starts = torch.tensor([0, *(n for _, n in counts)]).cumsum(0).int().to(DEVICE)
-        seqs = Sequences(slots, positions, self.tables)
+        seqs = PagedKVMetadata(slots, positions, self.tables)
         q = self.q[positions].contiguous()
         out = torch.full((len(q), HEADS * DIM), float("nan"), dtype=q.dtype, device=DEVICE)
-        options = (0.3, self.window, LONGEST, out, are_decodes, self.soft_cap)
-        invariant_attention(q, self.layer, seqs, starts, *options)
+        pdl_options = (0.3, self.window, LONGEST, out, are_decodes, self.soft_cap)
+        batch_invariant_attention(q, self.layer, seqs, starts, *pdl_options)
         want = paged_prefill_reference(
             q.double(), self.layer.double(), seqs, starts, 0.3, self.window, soft_cap=self.soft_cap
         )
@@ -82,7 +82,7 @@ def test_the_same_bits_however_it_is_computed(dtype: torch.dtype, window: int | 
 
 def test_a_row_of_no_slot_is_zero() -> None:
     layer = torch.randn(4, 2, 1, SIZE, DIM, device=DEVICE)
-    seqs = Sequences(
+    seqs = PagedKVMetadata(
         torch.tensor([-1], device=DEVICE),
         torch.tensor([5], device=DEVICE),
         torch.zeros(1, 4, dtype=torch.int32, device=DEVICE),
@@ -90,7 +90,7 @@ def test_a_row_of_no_slot_is_zero() -> None:
     q, starts = torch.randn(1, HEADS, DIM, device=DEVICE), torch.tensor([0, 1], dtype=torch.int32, device=DEVICE)
     for are_decodes in (True, False):
         out = torch.full((1, HEADS * DIM), float("nan"), device=DEVICE)
-        invariant_attention(q, layer, seqs, starts, 1.0, None, 64, out, are_decodes)
+        batch_invariant_attention(q, layer, seqs, starts, 1.0, None, 64, out, are_decodes)
         assert not out.any()
 
 

@@ -7,10 +7,16 @@ import torch
 from torch import Tensor
 
 from blockyard.kernels.attention import fused_decode as file
-from blockyard.kernels.attention.fused_decode import Arrivals, Cutting, rope_attend, rope_attend_reference, takes
+from blockyard.kernels.attention.fused_decode import (
+    FusedDecodeConfig,
+    SplitSemaphores,
+    fused_decode,
+    fused_decode_reference,
+    supports_fused_decode,
+)
 from blockyard.kernels.attention.paged_decode import paged_decode_reference
-from blockyard.kernels.kv_cache.kv_types import LARGEST, scaled_reference
-from blockyard.kernels.kv_cache.paged_kv import Sequences
+from blockyard.kernels.kv_cache.kv_types import FP8_MAX, dequantized_reference
+from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 from blockyard.kernels.kv_cache.rope_write_kv import rope_write_kv_reference
 from blockyard.kernels.layers.rms_norm import RMSNorm
 
@@ -50,7 +56,7 @@ class Case:
                 self.layer[blocks[row, i // block_size], :, :, i % block_size] = torch.randn(2, kv_heads, head_dim)
         slots = torch.tensor([int(order[r]) if n else -1 for r, n in enumerate(lengths)])
         positions = torch.tensor([max(n - 1, 0) for n in lengths])
-        self.seqs = Sequences(slots.to(DEVICE), positions.to(DEVICE), tables.to(DEVICE))
+        self.seqs = PagedKVMetadata(slots.to(DEVICE), positions.to(DEVICE), tables.to(DEVICE))
         angles = torch.randn(num, 1, head_dim // 2, device=DEVICE)
         self.rotation = torch.polar(torch.ones_like(angles), angles)
         self.gain = torch.randn(heads + kv_heads, head_dim, device=DEVICE)
@@ -64,10 +70,10 @@ class Case:
         rotation = None if plain else self.rotation
         norm = None if plain else RMSNorm(self.gain.to(dtype), 1e-6)
         want_layer = layer.double()
-        want = rope_attend_reference(qkv.double(), want_layer, self.seqs, rotation, norm, 0.2, window, soft_cap)
-        arrivals, longest = Arrivals(64, torch.device(DEVICE)), int(self.seqs.positions.max()) + 1
+        want = fused_decode_reference(qkv.double(), want_layer, self.seqs, rotation, norm, 0.2, window, soft_cap)
+        arrivals, longest = SplitSemaphores(64, torch.device(DEVICE)), int(self.seqs.positions.max()) + 1
         for _ in range(2):  # what the first left behind serves the second
-            got = rope_attend(qkv, layer, self.seqs, rotation, norm, 0.2, window, longest, arrivals, soft_cap=soft_cap)
+            got = fused_decode(qkv, layer, self.seqs, rotation, norm, 0.2, window, longest, arrivals, soft_cap=soft_cap)
             assert_close(got, want, dtype)
             assert_close(layer.nan_to_num(0.5), want_layer.nan_to_num(0.5), dtype)
             assert not arrivals.counts.any()
@@ -107,7 +113,7 @@ def test_rope_attend(
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(file, "_CUTTING", Cutting(64, 2, 4))
+    monkeypatch.setattr(file, "_CUTTING", FusedDecodeConfig(64, 2, 4))
     monkeypatch.setattr(file, "_COMBINED", 128)
     case = Case([max(n, 1) for n in lengths] if not any(lengths) else lengths, heads, kv_heads, head_dim, block_size)
     if not any(lengths):
@@ -115,7 +121,7 @@ def test_rope_attend(
     case.check(dtype, plain, window, soft_cap)
 
 
-@pytest.mark.parametrize("kv_dtype", LARGEST)
+@pytest.mark.parametrize("kv_dtype", FP8_MAX)
 def test_a_pool_of_8_bits(kv_dtype: torch.dtype) -> None:
     """Numbers that 8 bits can hold, as the interpreter rounds others its own way."""
     case, scales = Case([70, 9], 4, 2, 16, 8), torch.tensor([0.25, 0.5], device=DEVICE)
@@ -123,27 +129,27 @@ def test_a_pool_of_8_bits(kv_dtype: torch.dtype) -> None:
     qkv = case.qkv.to(kv_dtype).float() * torch.tensor([1, 1, 1, 1, 0.25, 0.25, 0.5, 0.5], device=DEVICE)[:, None]
     stored = layer.clone()
     rope_write_kv_reference(qkv.clone(), stored, case.seqs, None, None, 0.0, scales)
-    known = scaled_reference(stored, scales, torch.float64)
+    known = dequantized_reference(stored, scales, torch.float64)
     want = paged_decode_reference(qkv[:, :4].double(), known, case.seqs, 0.2, None)
-    arrivals = Arrivals(8, torch.device(DEVICE))
-    got = rope_attend(qkv, layer, case.seqs, None, None, 0.2, None, 70, arrivals, scales=scales)
+    arrivals = SplitSemaphores(8, torch.device(DEVICE))
+    got = fused_decode(qkv, layer, case.seqs, None, None, 0.2, None, 70, arrivals, scales=scales)
     assert_close(got, want, torch.float32)
     assert torch.equal(layer.float(), stored.float())
 
 
 def test_which_steps_it_takes() -> None:
-    assert takes(1, 8192)
-    assert not takes(0, 8192)
-    assert not takes(2, 8192)
-    assert not takes(1, 8193)
+    assert supports_fused_decode(1, 8192)
+    assert not supports_fused_decode(0, 8192)
+    assert not supports_fused_decode(2, 8192)
+    assert not supports_fused_decode(1, 8193)
 
 
 def test_what_does_not_fit_is_refused() -> None:
     case = Case([3, 4], 4, 2, 16, 8)
-    layer, arrivals = case.layer.to(DEVICE), Arrivals(8, torch.device(DEVICE))
+    layer, arrivals = case.layer.to(DEVICE), SplitSemaphores(8, torch.device(DEVICE))
     with pytest.raises(ValueError, match="7 counts for 2 rows of 4 heads"):
-        rope_attend(case.qkv, layer, case.seqs, None, None, 1.0, None, 8, Arrivals(7, torch.device(DEVICE)))
+        fused_decode(case.qkv, layer, case.seqs, None, None, 1.0, None, 8, SplitSemaphores(7, torch.device(DEVICE)))
     with pytest.raises(ValueError, match="rotation"):
-        rope_attend(case.qkv, layer, case.seqs, case.rotation[:1], None, 1.0, None, 8, arrivals)
+        fused_decode(case.qkv, layer, case.seqs, case.rotation[:1], None, 1.0, None, 8, arrivals)
     with pytest.raises(ValueError, match="pool's dtype"):
-        rope_attend(case.qkv.half(), layer, case.seqs, None, None, 1.0, None, 8, arrivals)
+        fused_decode(case.qkv.half(), layer, case.seqs, None, None, 1.0, None, 8, arrivals)

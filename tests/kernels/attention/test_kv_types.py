@@ -5,8 +5,8 @@ import torch
 
 from blockyard.kernels.attention.paged_decode import paged_decode, paged_decode_reference
 from blockyard.kernels.attention.paged_prefill import paged_prefill, paged_prefill_reference
-from blockyard.kernels.kv_cache.kv_types import LARGEST, scaled_reference
-from blockyard.kernels.kv_cache.paged_kv import Sequences
+from blockyard.kernels.kv_cache.kv_types import FP8_MAX, dequantized_reference
+from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 from blockyard.kernels.kv_cache.rope_write_kv import rope_write_kv, rope_write_kv_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -19,34 +19,34 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got.double() - want).norm() / want.norm())
 
 
-@pytest.mark.parametrize("kv_dtype", LARGEST)
+@pytest.mark.parametrize("kv_dtype", FP8_MAX)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_attention_to_8_bits(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
     """Three rows of one sequence and the last of another: as a prefill and, the last rows, as decodes."""
     torch.manual_seed(1)
     tables = torch.randperm(12).view(2, 6).int().to(DEVICE)
     slots, positions = torch.tensor([1, 1, 1, 0]), torch.tensor([67, 68, 69, 20])
-    seqs = Sequences(slots.to(DEVICE), positions.to(DEVICE), tables)
+    seqs = PagedKVMetadata(slots.to(DEVICE), positions.to(DEVICE), tables)
     starts = torch.tensor([0, 3, 4], dtype=torch.int32, device=DEVICE)
     layer = (torch.randn(12, 2, 1, 16, 24, device=DEVICE) * 3).to(kv_dtype)
     q = torch.randn(4, 3, 24, device=DEVICE).to(dtype)
-    known = scaled_reference(layer, SCALES, torch.float64)
+    known = dequantized_reference(layer, SCALES, torch.float64)
     want = paged_prefill_reference(q.double(), known, seqs, starts, 5.0, None, None)
     out = torch.full((4, 72), float("nan"), dtype=dtype, device=DEVICE)
     paged_prefill(q, layer, seqs, starts, 5.0, None, 100, out, scales=SCALES)
     assert error(out, want) <= ERROR[dtype]
-    last = Sequences(seqs.slots[2:], seqs.positions[2:], tables)
+    last = PagedKVMetadata(seqs.slots[2:], seqs.positions[2:], tables)
     got = paged_decode(q[2:], layer, last, 5.0, None, 100, scales=SCALES)
     assert error(got, paged_decode_reference(q[2:].double(), known, last, 5.0, None)) <= ERROR[dtype]
 
 
-@pytest.mark.parametrize("kv_dtype", LARGEST)
+@pytest.mark.parametrize("kv_dtype", FP8_MAX)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_written_in_8_bits(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
     """What is too large becomes the largest. Without a GPU only numbers that 8 bits can hold: the interpreter rounds
     1.99 to 1."""
     torch.manual_seed(2)
-    seqs = Sequences(
+    seqs = PagedKVMetadata(
         torch.tensor([0, -1, 1], device=DEVICE),
         torch.tensor([3, 4, 9], device=DEVICE),
         torch.tensor([[1, 0], [2, 3]], dtype=torch.int32, device=DEVICE),
@@ -58,18 +58,18 @@ def test_what_is_written_in_8_bits(dtype: torch.dtype, kv_dtype: torch.dtype) ->
     qkv = qkv.to(dtype)
     reachable = dtype != torch.float16 or kv_dtype == torch.float8_e4m3fn
     if reachable:
-        qkv[0, 3, 5] = LARGEST[kv_dtype] * 0.75
+        qkv[0, 3, 5] = FP8_MAX[kv_dtype] * 0.75
     layer = torch.zeros(4, 2, 1, 8, 16, device=DEVICE).to(kv_dtype)
     want = layer.clone()
     rope_write_kv_reference(qkv.double(), want, seqs, None, None, 0.0, scales)
     rope_write_kv(qkv, layer, seqs, None, None, 0.0, scales)
     assert torch.equal(layer.float(), want.float())
     assert torch.equal(layer.float().count_nonzero((1, 2, 3, 4)).sign().cpu(), torch.tensor([0, 1, 0, 1]))
-    assert not reachable or float(layer.float().max()) == LARGEST[kv_dtype]
+    assert not reachable or float(layer.float().max()) == FP8_MAX[kv_dtype]
 
 
 def test_types_that_do_not_fit() -> None:
-    seqs = Sequences(
+    seqs = PagedKVMetadata(
         torch.tensor([0], device=DEVICE),
         torch.tensor([3], device=DEVICE),
         torch.zeros(1, 1, dtype=torch.int32, device=DEVICE),

@@ -10,9 +10,9 @@ from torch import Tensor
 from blockyard.kernels.attention import paged_decode as decode_file
 from blockyard.kernels.attention import split_kv as cut_file
 from blockyard.kernels.attention.paged_decode import paged_decode, paged_decode_reference
-from blockyard.kernels.attention.split_kv import cut_decodes
+from blockyard.kernels.attention.split_kv import schedule_split_kv
 from blockyard.kernels.kv_cache import rope_write_kv as rope_file
-from blockyard.kernels.kv_cache.paged_kv import Sequences
+from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 from blockyard.kernels.kv_cache.rope_write_kv import rope_write_kv, rope_write_kv_reference
 from blockyard.kernels.layers import add_rms_norm as norm_file
 from blockyard.kernels.layers import silu_mul as silu_file
@@ -74,7 +74,7 @@ def test_silu_mul(rows: int, inner: int, dtype: torch.dtype) -> None:
     assert_close(silu_mul(gate_up), silu_mul_reference(gate_up.double()), dtype)
 
 
-def sequences(lengths: list[int], block_size: int, num_blocks: int) -> Sequences:
+def sequences(lengths: list[int], block_size: int, num_blocks: int) -> PagedKVMetadata:
     """In slots of no order; a length of 0 is a row that pads."""
     num = len(lengths)
     width = -(-max([*lengths, 1]) // block_size)
@@ -86,10 +86,10 @@ def sequences(lengths: list[int], block_size: int, num_blocks: int) -> Sequences
         tables[order[row], :used] = blocks[row, :used].int()
     slots = torch.tensor([int(order[r]) if n else -1 for r, n in enumerate(lengths)], dtype=torch.int64)
     positions = torch.tensor([max(n - 1, 0) for n in lengths], dtype=torch.int64)
-    return Sequences(slots.to(DEVICE), positions.to(DEVICE), tables.to(DEVICE))
+    return PagedKVMetadata(slots.to(DEVICE), positions.to(DEVICE), tables.to(DEVICE))
 
 
-def pool_layer(seqs: Sequences, num_blocks: int, kv_heads: int, block_size: int, head_dim: int) -> Tensor:
+def pool_layer(seqs: PagedKVMetadata, num_blocks: int, kv_heads: int, block_size: int, head_dim: int) -> Tensor:
     """NaN wherever no sequence has a token."""
     layer = torch.full((num_blocks, 2, kv_heads, block_size, head_dim), float("nan"))
     for slot, position in zip(seqs.slots.tolist(), seqs.positions.tolist(), strict=True):
@@ -138,7 +138,7 @@ def test_pieces_are_put_together_layer_by_layer(
     seqs = sequences([1200, 0, 70], 16, 240)
     q = torch.randn(3, 3, 24, device=DEVICE).to(dtype)
     layers = [pool_layer(seqs, 240, 1, 16, 24).to(DEVICE, dtype) for _ in range(2)]
-    pieces = cut_decodes(seqs, 3, 1, 24, window, 1300, programs=5)
+    pieces = schedule_split_kv(seqs, 3, 1, 24, window, 1300, programs=5)
     assert int(pieces.count) >= 4
     for layer in layers:
         want = paged_decode_reference(q.double(), layer.double(), seqs, 0.2, window)
@@ -168,8 +168,8 @@ def test_decode_scores_are_capped(dtype: torch.dtype) -> None:
 def test_pieces_cover_every_key_once(lengths: list[int], window: int | None, programs: int) -> None:
     positions = torch.tensor([max(n - 1, 0) for n in lengths], device=DEVICE)
     slots = torch.tensor([5 * i if n else -1 for i, n in enumerate(lengths)], device=DEVICE)
-    seqs = Sequences(slots, positions, torch.zeros(1, 1, dtype=torch.int32, device=DEVICE))
-    pieces = cut_decodes(seqs, 4, 2, 16, window, max(*lengths, 1), programs)
+    seqs = PagedKVMetadata(slots, positions, torch.zeros(1, 1, dtype=torch.int32, device=DEVICE))
+    pieces = schedule_split_kv(seqs, 4, 2, 16, window, max(*lengths, 1), programs)
     count = int(pieces.count)
     assert count <= pieces.fields.shape[1]
     found: dict[int, list[tuple[int, int]]] = {row: [] for row in range(len(lengths))}
@@ -205,8 +205,8 @@ def test_pieces_cover_every_key_once(lengths: list[int], window: int | None, pro
 def test_programs_have_about_the_same_to_do(lengths: list[int], most_pieces: int, most_keys: int) -> None:
     positions = torch.tensor(lengths, device=DEVICE) - 1
     tables = torch.zeros(1, 1, dtype=torch.int32, device=DEVICE)
-    seqs = Sequences(torch.arange(len(lengths), device=DEVICE), positions, tables)
-    pieces = cut_decodes(seqs, 32, 8, 128, None, max(lengths), programs=528)
+    seqs = PagedKVMetadata(torch.arange(len(lengths), device=DEVICE), positions, tables)
+    pieces = schedule_split_kv(seqs, 32, 8, 128, None, max(lengths), programs=528)
     assert int(pieces.of_row[1].max()) <= most_pieces
     *_, begin, stop, _ = pieces.fields[:, : int(pieces.count)]
     keys = (stop - begin).cpu().repeat_interleave(8)
@@ -269,7 +269,7 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="rows"):
         paged_decode(qkv[:1, :4], layer, seqs, 1.0, None, 8)
     with pytest.raises(ValueError, match="int32"):
-        paged_decode(qkv[:, :4], layer, Sequences(seqs.slots, seqs.positions, seqs.tables.long()), 1.0, None, 8)
+        paged_decode(qkv[:, :4], layer, PagedKVMetadata(seqs.slots, seqs.positions, seqs.tables.long()), 1.0, None, 8)
     with pytest.raises(ValueError, match="rotation"):
         rope_write_kv(qkv, layer, seqs, torch.zeros(2, 1, 4, dtype=torch.complex64, device=DEVICE), None, 1e-6)
     with pytest.raises(ValueError, match="weight"):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from blockyard.kernels.attention import paged_prefill as file
 from blockyard.kernels.attention.paged_prefill import paged_prefill, paged_prefill_reference
-from blockyard.kernels.kv_cache.paged_kv import Sequences
+from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ERROR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # norm of the difference over the norm
@@ -63,7 +63,7 @@ class Case:
             tables[order[i], :used] = torch.tensor(mine, dtype=torch.int32)
             for p in range(length):
                 self.layer[mine[p // block_size], :, :, p % block_size] = torch.randn(2, kv_heads, head_dim)
-        self.seqs = Sequences(
+        self.seqs = PagedKVMetadata(
             order.repeat_interleave(counts).to(DEVICE), torch.tensor(positions).to(DEVICE), tables.to(DEVICE)
         )
         starts = torch.cat((torch.zeros(1), counts.cumsum(0)))[decodes:]

@@ -8,12 +8,12 @@ from torch import Tensor
 
 from blockyard.kernels.layers import linear_skinny as few_file
 from blockyard.kernels.layers import linear_stream_k as rows_file
-from blockyard.kernels.layers.linear_skinny import linear_few_rows, linear_few_rows_reference
-from blockyard.kernels.layers.linear_stream_k import Tiling, Workspace, linear_rows, linear_rows_reference
+from blockyard.kernels.layers.linear_skinny import linear_skinny, linear_skinny_reference
+from blockyard.kernels.layers.linear_stream_k import Tiling, Workspace, linear_stream_k, linear_stream_k_reference
 from blockyard.kernels.layers.rms_norm import RMSNorm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-OVERLAP = DEVICE == "cuda" and torch.cuda.get_device_capability() >= (9, 0)
+PDL = DEVICE == "cuda" and torch.cuda.get_device_capability() >= (9, 0)
 ERROR = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]
 
@@ -33,8 +33,8 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(file, "torch", Torch())
 
 
-def tiling(row_tile: int, overlap: bool = False) -> Tiling:
-    return Tiling(out_tile=64, row_tile=row_tile, in_tile=32, stages=3, warps=4, overlap=overlap)
+def tiling(row_tile: int, pdl: bool = False) -> Tiling:
+    return Tiling(out_tile=64, row_tile=row_tile, in_tile=32, stages=3, warps=4, pdl=pdl)
 
 
 def workspace(programs: int = 64, row_tile: int = 16) -> Workspace:
@@ -65,8 +65,8 @@ def double(bias: Tensor | None) -> Tensor | None:
 )
 def test_few_rows(rows: int, size: int, outs: int, bias: bool, dtype: torch.dtype) -> None:
     x, weight, vector = operands(rows, size, outs, bias, dtype)
-    want = linear_few_rows_reference(x.double(), weight.double(), double(vector))
-    got = linear_few_rows(x, weight, vector, out_tile=4, tile=64, warps=4, overlap=OVERLAP)
+    want = linear_skinny_reference(x.double(), weight.double(), double(vector))
+    got = linear_skinny(x, weight, vector, out_tile=4, tile=64, warps=4, pdl=PDL)
     assert_close(got, want, dtype)
 
 
@@ -83,9 +83,9 @@ def test_few_rows_and_what_is_around_them(
         x = torch.randn(rows, 2 * size, device=DEVICE).to(dtype)
     norm = RMSNorm(torch.randn(size, device=DEVICE).to(dtype), 1e-5) if "norm" in around else None
     total = torch.randn(rows, outs, device=DEVICE).to(dtype) if "add" in around else None
-    want = linear_few_rows_reference(x.double(), weight.double(), double(vector), norm, gated, double(total))
+    want = linear_skinny_reference(x.double(), weight.double(), double(vector), norm, gated, double(total))
     tiles = {"out_tile": 4, "tile": 32, "warps": 2, "early": 3}
-    got = linear_few_rows(x, weight, vector, overlap=OVERLAP, norm=norm, gated=gated, add_to=total, **tiles)
+    got = linear_skinny(x, weight, vector, pdl=PDL, norm=norm, gated=gated, add_to=total, **tiles)
     assert_close(got, want, dtype)
     assert total is None or got is total
 
@@ -105,12 +105,12 @@ def test_few_rows_and_what_is_around_them(
 )
 def test_rows(rows: int, size: int, outs: int, bias: bool, split: int, programs: int, dtype: torch.dtype) -> None:
     x, weight, vector = operands(rows, size, outs, bias, dtype)
-    want = linear_rows_reference(x.double(), weight.double(), double(vector))
+    want = linear_stream_k_reference(x.double(), weight.double(), double(vector))
     space = workspace()
-    got = linear_rows(x, weight, vector, tiling(16, OVERLAP), space, split, programs)
+    got = linear_stream_k(x, weight, vector, tiling(16, PDL), space, split, programs)
     assert_close(got, want, dtype)
     assert not space.arrived.any(), "the next kernel would take parts that are not its own"
-    assert torch.equal(got, linear_rows(x, weight, vector, tiling(16, OVERLAP), space, split, programs))
+    assert torch.equal(got, linear_stream_k(x, weight, vector, tiling(16, PDL), space, split, programs))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -120,8 +120,8 @@ def test_rows(rows: int, size: int, outs: int, bias: bool, split: int, programs:
 def test_rows_that_gate(rows: int, size: int, inner: int, bias: bool, dtype: torch.dtype) -> None:
     x, weight, vector = operands(rows, size, 2 * inner, bias, dtype)
     weight /= size**0.5
-    want = linear_rows_reference(x.double(), weight.double(), double(vector), gates=True)
-    got = linear_rows(x, weight, vector, tiling(16, OVERLAP), workspace(), 1, gates=True)
+    want = linear_stream_k_reference(x.double(), weight.double(), double(vector), gates=True)
+    got = linear_stream_k(x, weight, vector, tiling(16, PDL), workspace(), 1, gates=True)
     assert_close(got, want, dtype)
 
 
@@ -129,7 +129,7 @@ def test_rows_that_gate(rows: int, size: int, inner: int, bias: bool, dtype: tor
 def test_rows_that_are_strided(dtype: torch.dtype) -> None:
     x, weight, _ = operands(20, 64, 70, False, dtype)
     part = x[:, :48]
-    got = linear_rows(part, weight[:, :48].contiguous(), None, tiling(16), workspace(), 2)
+    got = linear_stream_k(part, weight[:, :48].contiguous(), None, tiling(16), workspace(), 2)
     assert_close(got, part.double() @ weight[:, :48].double().T, dtype)
 
 
@@ -138,19 +138,19 @@ def test_rows_that_are_strided(dtype: torch.dtype) -> None:
 def test_a_row_does_not_depend_on_the_others(split: int, dtype: torch.dtype) -> None:
     """Alone, at another place, among more rows, and where the workspace makes several launches: the same bits."""
     x, weight, bias = operands(24, 96, 70, True, dtype)
-    together = linear_rows(x, weight, bias, tiling(16), workspace(), split)
+    together = linear_stream_k(x, weight, bias, tiling(16), workspace(), split)
     for rows in (slice(0, 1), slice(5, 6), slice(7, 24)):
-        assert torch.equal(linear_rows(x[rows], weight, bias, tiling(16), workspace(), split), together[rows])
-    assert torch.equal(linear_rows(x, weight, bias, tiling(16), workspace(2 * split), split), together)
+        assert torch.equal(linear_stream_k(x[rows], weight, bias, tiling(16), workspace(), split), together[rows])
+    assert torch.equal(linear_stream_k(x, weight, bias, tiling(16), workspace(2 * split), split), together)
 
 
 def test_what_does_not_fit_is_refused() -> None:
     x, weight, bias = operands(2, 64, 8, True, torch.float32)
     assert bias is not None
-    few = {"out_tile": 4, "tile": 64, "warps": 4, "overlap": False}
+    few = {"out_tile": 4, "tile": 64, "warps": 4, "pdl": False}
     for call in (
-        lambda *a: linear_few_rows(*a, **few),
-        lambda *a: linear_rows(*a, tiling(16), workspace(), 1),
+        lambda *a: linear_skinny(*a, **few),
+        lambda *a: linear_stream_k(*a, tiling(16), workspace(), 1),
     ):
         with pytest.raises(ValueError, match="do not fit"):
             call(x[:, :32].contiguous(), weight, bias)
@@ -161,14 +161,14 @@ def test_what_does_not_fit_is_refused() -> None:
         with pytest.raises(ValueError, match="contiguous"):
             call(x.T.contiguous().T, weight, bias)
     with pytest.raises(ValueError, match="either normalised or gated"):
-        linear_few_rows(x, weight[:, :32].contiguous(), None, norm=RMSNorm(bias, 1e-5), gated=True, **few)
+        linear_skinny(x, weight[:, :32].contiguous(), None, norm=RMSNorm(bias, 1e-5), gated=True, **few)
     with pytest.raises(ValueError, match="do not fit"):
-        linear_few_rows(x, weight, None, add_to=x, **few)
+        linear_skinny(x, weight, None, add_to=x, **few)
     with pytest.raises(ValueError, match="over 8"):
-        linear_few_rows(x.repeat(5, 1), weight, bias, **few)
+        linear_skinny(x.repeat(5, 1), weight, bias, **few)
     with pytest.raises(ValueError, match="aligned"):
-        linear_rows(x[:, 1:50], weight[:, 1:50].contiguous(), None, tiling(16), workspace(), 1)
+        linear_stream_k(x[:, 1:50], weight[:, 1:50].contiguous(), None, tiling(16), workspace(), 1)
     with pytest.raises(ValueError, match="parts of tiles"):
-        linear_rows(x, weight, bias, tiling(16), workspace(), 2, gates=True)
+        linear_stream_k(x, weight, bias, tiling(16), workspace(), 2, gates=True)
     with pytest.raises(ValueError, match="too small"):
-        linear_rows(x, weight, bias, tiling(16), workspace(1), 2)
+        linear_stream_k(x, weight, bias, tiling(16), workspace(1), 2)

@@ -1,10 +1,10 @@
-"""Scores against the reference in float64: ties, strided rows, rows that ask for nothing."""
+"""Log-probabilities against the reference in float64: ties, strided rows, rows that ask for nothing."""
 
 import pytest
 import torch
 
 from blockyard.kernels.sampling import logprobs as file
-from blockyard.kernels.sampling.logprobs import Scores, score_tokens, score_tokens_reference
+from blockyard.kernels.sampling.logprobs import LogprobsTensors, gather_logprobs, gather_logprobs_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]
@@ -17,14 +17,14 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(4)
 
 
-def scores(rows: int, most: int, dtype: torch.dtype = torch.float32) -> Scores:
+def scores(rows: int, most: int, dtype: torch.dtype = torch.float32) -> LogprobsTensors:
     """Poisoned."""
 
     def full(value: float, kind: torch.dtype, *shape: int) -> torch.Tensor:
         return torch.full(shape, value, dtype=kind, device=DEVICE)
 
     nan = float("nan")
-    return Scores(
+    return LogprobsTensors(
         full(nan, dtype, rows),
         full(-7, torch.int32, rows),
         full(-7, torch.int32, rows, most),
@@ -43,8 +43,8 @@ def test_scores_are_those_of_the_reference(vocab: int, ties: bool, dtype: torch.
     num_top = torch.tensor([7, -1, 0, 4], dtype=torch.int32, device=DEVICE)  # slot 1 asks for nothing
     tokens = torch.randint(0, vocab, (5,), device=DEVICE)
     got, want = scores(5, 6), scores(5, 6, torch.float64)
-    score_tokens(logits, slots, tokens, num_top, got)
-    score_tokens_reference(logits.double(), slots, tokens, num_top, want)
+    gather_logprobs(logits, slots, tokens, num_top, got)
+    gather_logprobs_reference(logits.double(), slots, tokens, num_top, want)
     assert torch.equal(got.rank, want.rank)
     assert torch.equal(got.top_ids, want.top_ids)
     assert (got.top_ids[0, :4] >= 0).all()
@@ -56,7 +56,7 @@ def test_scores_are_those_of_the_reference(vocab: int, ties: bool, dtype: torch.
 def test_what_does_not_fit_is_refused() -> None:
     logits, rows = torch.randn(2, 30, device=DEVICE), torch.zeros(2, dtype=torch.int64, device=DEVICE)
     with pytest.raises(ValueError, match="up to 20"):
-        score_tokens(logits, rows, rows, rows.int(), scores(2, 21))
+        gather_logprobs(logits, rows, rows, rows.int(), scores(2, 21))
     with pytest.raises(ValueError, match="rank"):
-        score_tokens(logits, rows, rows, rows.int(), Scores(*(getattr(scores(n, 3), k) for n, k in
+        gather_logprobs(logits, rows, rows, rows.int(), LogprobsTensors(*(getattr(scores(n, 3), k) for n, k in
                      ((2, "logprob"), (3, "rank"), (2, "top_ids"), (2, "top_logprobs")))))  # fmt: skip

@@ -7,16 +7,16 @@ import torch
 
 from blockyard.kernels.sampling import penalize_logits as file
 from blockyard.kernels.sampling.penalize_logits import (
-    Wishes,
+    LogitsEdits,
     count_known,
     count_tokens,
     count_tokens_reference,
-    make_wishes,
+    make_logits_edits,
     penalize_logits,
     penalize_logits_reference,
 )
-from blockyard.kernels.sampling.sample_reference import draw_tokens_reference
-from blockyard.kernels.sampling.sample_tokens import Adjusted, DrawParams, draw_tokens
+from blockyard.kernels.sampling.sample_reference import sample_tokens_reference
+from blockyard.kernels.sampling.sample_tokens import AdjustedLogits, SamplingTensors, sample_tokens
 from blockyard.services.gpu_worker.sampling.penalties import Penalties
 from blockyard.shared.messages import Sampling
 
@@ -31,9 +31,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(5)
 
 
-def asked() -> Wishes:
+def asked() -> LogitsEdits:
     """Slot 1 is penalised, slot 2 has bias and bans, slot 4 may choose from three tokens; 0 and 3 ask nothing."""
-    wishes = make_wishes(5, 3, 8, VOCAB, DEVICE)
+    wishes = make_logits_edits(5, 3, 8, VOCAB, DEVICE)
     wishes.logits.fill_(float("nan"))
     wishes.row[:] = torch.tensor([-1, 2, 0, -1, 1])
     wishes.repetition[1], wishes.presence[1], wishes.frequency[1] = 1.3, 0.5, 0.2
@@ -70,7 +70,7 @@ def test_the_sampler_on_cpu_penalises_the_same() -> None:
     sampling = Sampling(max_tokens=5, repetition_penalty=1.7, presence_penalty=-0.3, frequency_penalty=0.4)
     old = Penalties(VOCAB, torch.device("cpu"))
     old.start(0, sampling, ids.numpy(), 25)
-    wishes = make_wishes(1, 1, 8, VOCAB, DEVICE)
+    wishes = make_logits_edits(1, 1, 8, VOCAB, DEVICE)
     wishes.row[0] = 0
     wishes.repetition[0], wishes.presence[0], wishes.frequency[0] = 1.7, -0.3, 0.4
     count_known(wishes.counts[0], ids.to(DEVICE), 25)
@@ -107,21 +107,21 @@ def test_the_draw_takes_the_adjusted_logits() -> None:
         return torch.full((5,), value, dtype=dtype)
 
     f32, i32 = torch.float32, torch.int32
-    params = DrawParams(
+    params = SamplingTensors(
         full(1, f32), full(2**30, i32), full(0.9, f32), full(0, f32), torch.randint(0, 2**32, (2, 5)), full(0, i32)
     )
-    there = DrawParams(*(getattr(params, name).to(DEVICE) for name in params.__slots__))
+    there = SamplingTensors(*(getattr(params, name).to(DEVICE) for name in params.__slots__))
     tokens, best = torch.zeros(3, dtype=torch.int64, device=DEVICE), torch.zeros(3, device=DEVICE)
     on_device = (logits.to(DEVICE), slots.to(DEVICE), index.to(DEVICE))
     penalize_logits(*on_device, wishes)
-    draw_tokens(*on_device, there, tokens, best, Adjusted(wishes.row, wishes.logits))
+    sample_tokens(*on_device, there, tokens, best, AdjustedLogits(wishes.row, wishes.logits))
     rows = [logits[i] if wishes.row[s] < 0 else wishes.logits[wishes.row[s]].cpu() for i, s in enumerate(slots)]
-    want = draw_tokens_reference(torch.stack([row.double() for row in rows]), slots, index, params)[0]
+    want = sample_tokens_reference(torch.stack([row.double() for row in rows]), slots, index, params)[0]
     assert tokens.tolist() == want.tolist()
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    wishes = make_wishes(2, 1, 4, 10, DEVICE)
+    wishes = make_logits_edits(2, 1, 4, 10, DEVICE)
     slots = torch.zeros(2, dtype=torch.int64, device=DEVICE)
     with pytest.raises(ValueError, match="counts"):
         penalize_logits(torch.zeros(2, 11, device=DEVICE), slots, slots, wishes)

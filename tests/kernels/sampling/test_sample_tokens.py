@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from blockyard.kernels.sampling import sample_tokens as file
-from blockyard.kernels.sampling.sample_reference import draw_tokens_reference
-from blockyard.kernels.sampling.sample_tokens import Adjusted, DrawParams, draw_tokens
+from blockyard.kernels.sampling.sample_reference import sample_tokens_reference
+from blockyard.kernels.sampling.sample_tokens import AdjustedLogits, SamplingTensors, sample_tokens
 from blockyard.services.gpu_worker.sampling.topk_topp_sampler import Limits, Noise, draw_limited
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -33,7 +33,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def params(**values: float) -> DrawParams:
+def params(**values: float) -> SamplingTensors:
     """Each slot has another seed and choice; `values` hold for all slots."""
 
     def of(name: str, default: float, dtype: torch.dtype) -> Tensor:
@@ -42,20 +42,20 @@ def params(**values: float) -> DrawParams:
     key = torch.randint(0, 2**32, (2, SLOTS))
     choice = torch.arange(SLOTS, dtype=torch.int32)
     f32 = torch.float32
-    return DrawParams(
+    return SamplingTensors(
         of("temperature", 1.0, f32), of("top_k", 2**30, torch.int32), of("top_p", 1.0, f32), of("min_p", 0.0, f32),
         key, choice,
     )  # fmt: skip
 
 
-def to_device(given: DrawParams) -> DrawParams:
-    return DrawParams(*(getattr(given, name).to(DEVICE) for name in given.__slots__))
+def to_device(given: SamplingTensors) -> SamplingTensors:
+    return SamplingTensors(*(getattr(given, name).to(DEVICE) for name in given.__slots__))
 
 
-def run(logits: Tensor, slots: Tensor, index: Tensor, given: DrawParams) -> tuple[Tensor, Tensor]:
+def run(logits: Tensor, slots: Tensor, index: Tensor, given: SamplingTensors) -> tuple[Tensor, Tensor]:
     tokens = torch.full((len(slots),), -7, dtype=torch.int64, device=DEVICE)
     best = torch.full((len(slots),), float("nan"), device=DEVICE)
-    draw_tokens(logits.to(DEVICE), slots.to(DEVICE), index.to(DEVICE), to_device(given), tokens, best)
+    sample_tokens(logits.to(DEVICE), slots.to(DEVICE), index.to(DEVICE), to_device(given), tokens, best)
     return tokens.cpu(), best.cpu()
 
 
@@ -85,7 +85,7 @@ def test_the_tokens_are_those_of_the_reference(vocab: int, spread: float, dtype:
     logits = (torch.randn(num + 1, vocab + 5) * spread).to(dtype)[:, :vocab]
     index = torch.randint(0, 2**17, (num + 1,))
     tokens, best = run(logits, slots, index, given)
-    want, values = draw_tokens_reference(logits.double(), slots, index, given)
+    want, values = sample_tokens_reference(logits.double(), slots, index, given)
     assert tokens.tolist() == want.tolist()
     assert best[4] == 0
     assert best.isfinite().all()
@@ -110,7 +110,7 @@ def test_flat_rows(chances: float, limits: dict[str, float], monkeypatch: pytest
     slots, index = torch.arange(3), torch.arange(3) * 7
     given = params(**limits)
     tokens, best = run(logits, slots, index, given)
-    assert tokens.tolist() == draw_tokens_reference(logits.double(), slots, index, given)[0].tolist()
+    assert tokens.tolist() == sample_tokens_reference(logits.double(), slots, index, given)[0].tolist()
     assert best.isfinite().all()
 
 
@@ -121,12 +121,12 @@ def test_adjusted_rows_count_in_place_of_the_raw_ones(limits: dict[str, float]) 
     row = torch.full((SLOTS,), -1, dtype=torch.int32)
     row[4], row[2] = 1, 0
     tokens, best = torch.zeros(3, dtype=torch.int64, device=DEVICE), torch.zeros(3, device=DEVICE)
-    draw_tokens(
+    sample_tokens(
         logits.to(DEVICE), slots.to(DEVICE), index.to(DEVICE), to_device(given), tokens, best,
-        Adjusted(row.to(DEVICE), instead.to(DEVICE)),
+        AdjustedLogits(row.to(DEVICE), instead.to(DEVICE)),
     )  # fmt: skip
     want = torch.stack((instead[1], logits[1].float(), instead[0])).double()
-    assert tokens.tolist() == draw_tokens_reference(want, slots, index, given)[0].tolist()
+    assert tokens.tolist() == sample_tokens_reference(want, slots, index, given)[0].tolist()
 
 
 @pytest.mark.parametrize("limits", [{"top_p": 0.5}, {"top_k": 40}, {"temperature": 0.0}], ids=str)
@@ -136,7 +136,7 @@ def test_equal_logits_stay_together_and_the_lowest_wins(limits: dict[str, float]
     slots, index = torch.arange(len(logits)), torch.arange(len(logits))
     given = params(**limits)
     tokens, _ = run(logits, slots, index, given)
-    assert tokens.tolist() == draw_tokens_reference(logits.double(), slots, index, given)[0].tolist()
+    assert tokens.tolist() == sample_tokens_reference(logits.double(), slots, index, given)[0].tolist()
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # what numpy says of it in the interpreter
@@ -173,7 +173,7 @@ def test_it_is_distributed_as_the_shares_say() -> None:
     num = 2000
     slots, index = torch.zeros(num, dtype=torch.int64), torch.arange(num)
     given = params(top_k=4)
-    drawn = draw_tokens_reference(logits.expand(num, -1).double(), slots, index, given)[0]
+    drawn = sample_tokens_reference(logits.expand(num, -1).double(), slots, index, given)[0]
     counts = torch.bincount(drawn, minlength=6).double()
     shares = torch.where(logits[0] > 0, logits[0].exp(), 0.0).double()
     want = shares / shares.sum() * num
@@ -185,15 +185,15 @@ def test_it_is_distributed_as_the_shares_say() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     logits, slots, index = torch.randn(2, 30), torch.arange(2), torch.arange(2)
     with pytest.raises(ValueError, match="tokens"):
-        draw_tokens(logits, slots, index, params(), torch.zeros(3, dtype=torch.int64), torch.zeros(2))
+        sample_tokens(logits, slots, index, params(), torch.zeros(3, dtype=torch.int64), torch.zeros(2))
     with pytest.raises(ValueError, match="slots"):
-        draw_tokens(logits, slots.int(), index, params(), slots.clone(), torch.zeros(2))
+        sample_tokens(logits, slots.int(), index, params(), slots.clone(), torch.zeros(2))
     with pytest.raises(ValueError, match="logits"):
-        draw_tokens(logits.long(), slots, index, params(), slots.clone(), torch.zeros(2))
+        sample_tokens(logits.long(), slots, index, params(), slots.clone(), torch.zeros(2))
 
 
-@pytest.mark.parametrize("uniform", [True, False])
-def test_a_row_is_split_as_it_is_alone(uniform: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("batch_invariant", [True, False])
+def test_a_row_is_split_as_it_is_alone(batch_invariant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file, "_PROGRAMS", 4)
     monkeypatch.setattr(file, "_WIDE_PROGRAMS", 4)
     splits: list[tuple[int, int]] = []
@@ -202,9 +202,9 @@ def test_a_row_is_split_as_it_is_alone(uniform: bool, monkeypatch: pytest.Monkey
     for num in (1, 3):
         logits, rows = torch.randn(num, 1000, device=DEVICE), torch.arange(num, device=DEVICE)
         given, best = to_device(params(top_p=0.9)), torch.zeros(num, device=DEVICE)
-        draw_tokens(logits, rows, rows + 5, given, rows.clone(), best, uniform=uniform)
+        sample_tokens(logits, rows, rows + 5, given, rows.clone(), best, batch_invariant=batch_invariant)
     alone, among = splits[:2], splits[2:]
-    assert (alone == among) == uniform
+    assert (alone == among) == batch_invariant
 
 
 def test_no_rows() -> None:

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from blockyard.kernels.slots.advance_slots import NUM_RESULTS, Outcome, advance_slots, advance_slots_reference
-from blockyard.kernels.slots.gather_rows import Rows, gather_rows, gather_rows_reference
+from blockyard.kernels.slots.advance_slots import NUM_RESULTS, SlotOutcome, advance_slots, advance_slots_reference
+from blockyard.kernels.slots.gather_inputs import StepInputs, gather_inputs, gather_inputs_reference
 from blockyard.kernels.slots.scatter_words import scatter_words, scatter_words_reference
-from blockyard.kernels.slots.slot_state import MOST_STOPS, NUM_FIELDS, Field, SlotState
+from blockyard.kernels.slots.slot_state import MAX_STOP_IDS, NUM_FIELDS, Field, SlotState
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EOS = torch.tensor([7, 9], dtype=torch.int32, device=DEVICE)
@@ -29,8 +29,8 @@ def random_state(num_slots: int, seed: int) -> SlotState:
     fields[Field.KNOWN] = fields[Field.POSITION] + draw(1, 4)
     fields[Field.MAX_KNOWN] = fields[Field.POSITION] + draw(1, 6)
     fields[Field.LIVE], fields[Field.IGNORE_EOS] = draw(0, 4).clamp(max=1), draw(0, 2)
-    fields[Field.NEXT], fields[Field.NUM_STOPS] = draw(0, 20), draw(0, MOST_STOPS + 1)
-    for i in range(MOST_STOPS):
+    fields[Field.NEXT], fields[Field.NUM_STOPS] = draw(0, 20), draw(0, MAX_STOP_IDS + 1)
+    for i in range(MAX_STOP_IDS):
         fields[Field.STOPS + i] = draw(0, 20)
     order = torch.randperm(num_slots, generator=at)[: CAPACITY - 10].to(torch.int32)
     state.rows[: len(order)] = order.to(DEVICE)
@@ -74,11 +74,11 @@ def test_scatter(count: int) -> None:
 @pytest.mark.parametrize("rows", [1, 17, 128, CAPACITY])
 def test_gather(rows: int) -> None:
     state = random_state(200, rows)
-    want_state, want, got = copy_of(state), Rows.make(rows, DEVICE), Rows.make(rows, DEVICE)
+    want_state, want, got = copy_of(state), StepInputs.make(rows, DEVICE), StepInputs.make(rows, DEVICE)
     got.slots.fill_(99)
-    gather_rows_reference(want_state, want)
-    gather_rows(state, got)
-    for name in Rows.__slots__:
+    gather_inputs_reference(want_state, want)
+    gather_inputs(state, got)
+    for name in StepInputs.__slots__:
         assert torch.equal(getattr(got, name), getattr(want, name)), name
     assert torch.equal(state.arena, want_state.arena)
     live = want.slots >= 0
@@ -89,8 +89,8 @@ def test_gather(rows: int) -> None:
 @pytest.mark.parametrize("rows", [1, 5, CAPACITY])
 def test_advance(rows: int, counted: bool) -> None:
     state = random_state(200, rows + counted)
-    now = Rows.make(rows, DEVICE)
-    gather_rows_reference(state, now)
+    now = StepInputs.make(rows, DEVICE)
+    gather_inputs_reference(state, now)
     at = torch.Generator().manual_seed(rows)
     tokens = torch.randint(0, 20, (rows,), generator=at).to(DEVICE)
     best = torch.randn(rows, generator=at).to(DEVICE)
@@ -105,25 +105,25 @@ def test_advance(rows: int, counted: bool) -> None:
     assert torch.equal(state.arena, want_state.arena)
     out, place = want.cpu()[:, :, :rows], int(state.step) % RING
     assert torch.equal(got[:, 0, :rows], out[:, 0])
-    told = out[place, 0] != Outcome.NOTHING
+    told = out[place, 0] != SlotOutcome.NOTHING
     assert torch.equal(got[place][:, :rows][:, told], out[place][:, told])
     assert (got[[i for i in range(RING) if i != place]] == -5).all(), "results of other steps may not be read yet"
     if rows == CAPACITY:
-        assert set(out[place, 0].tolist()) == {int(o) for o in Outcome}, "every outcome must be there"
+        assert set(out[place, 0].tolist()) == {int(o) for o in SlotOutcome}, "every outcome must be there"
 
 
 def test_a_model_without_an_end_of_sequence() -> None:
     state = random_state(200, 1)
-    now, none = Rows.make(40, DEVICE), EOS[:0]
-    gather_rows_reference(state, now)
+    now, none = StepInputs.make(40, DEVICE), EOS[:0]
+    gather_inputs_reference(state, now)
     tokens = torch.full((40,), 7, device=DEVICE)
     results = torch.zeros((RING, NUM_RESULTS, CAPACITY), dtype=torch.int32, device=DEVICE)
     advance_slots(state, now, tokens, torch.ones(40, device=DEVICE), none, results)
-    assert Outcome.END_OF_SEQUENCE not in results[int(state.step) % RING, 0].tolist()
+    assert SlotOutcome.END_OF_SEQUENCE not in results[int(state.step) % RING, 0].tolist()
 
 
 def test_wrong_arguments() -> None:
-    state, rows = SlotState.make(8, 4, 2, DEVICE), Rows.make(4, DEVICE)
+    state, rows = SlotState.make(8, 4, 2, DEVICE), StepInputs.make(4, DEVICE)
     tokens, best = rows.token_ids, torch.zeros(4, device=DEVICE)
     results = torch.zeros((2, NUM_RESULTS, 4), dtype=torch.int32, device=DEVICE)
     with pytest.raises(ValueError, match="9 pairs of 4"):
@@ -131,7 +131,7 @@ def test_wrong_arguments() -> None:
     with pytest.raises(ValueError, match="pairs: expected"):
         scatter_words(state.arena, results[0], 1)
     with pytest.raises(ValueError, match="5 rows, the state has 4"):
-        gather_rows(state, Rows.make(5, DEVICE))
+        gather_inputs(state, StepInputs.make(5, DEVICE))
     with pytest.raises(ValueError, match="results: expected"):
         advance_slots(state, rows, tokens, best, EOS, results[:, :2])
     with pytest.raises(ValueError, match="tokens: expected"):

@@ -4,15 +4,15 @@ import random
 
 from torch import Tensor
 
-from blockyard.kernels.attention.paged_decode import Sequences, paged_decode_reference
+from blockyard.kernels.attention.paged_decode import PagedKVMetadata, paged_decode_reference
 from blockyard.kernels.kv_cache.rope_write_kv import rope_write_kv_reference
 from blockyard.kernels.layers.rms_norm import RMSNorm
-from blockyard.kernels.sampling.logprobs import Scores, score_tokens_reference
-from blockyard.kernels.sampling.penalize_logits import Wishes, count_tokens_reference, penalize_logits_reference
-from blockyard.kernels.sampling.sample_reference import draw_tokens_reference
-from blockyard.kernels.sampling.sample_tokens import Adjusted, DrawParams
+from blockyard.kernels.sampling.logprobs import LogprobsTensors, gather_logprobs_reference
+from blockyard.kernels.sampling.penalize_logits import LogitsEdits, count_tokens_reference, penalize_logits_reference
+from blockyard.kernels.sampling.sample_reference import sample_tokens_reference
+from blockyard.kernels.sampling.sample_tokens import AdjustedLogits, SamplingTensors
 from blockyard.kernels.slots.advance_slots import advance_slots_reference
-from blockyard.kernels.slots.gather_rows import Rows, gather_rows_reference
+from blockyard.kernels.slots.gather_inputs import StepInputs, gather_inputs_reference
 from blockyard.kernels.slots.scatter_words import scatter_words_reference
 from blockyard.kernels.slots.slot_state import SlotState
 from blockyard.services.gpu_worker.execution.decode_graphs import IN_FLIGHT, DecodeSteps
@@ -26,7 +26,7 @@ NEAR = 8  # keys
 
 
 class ReferenceAttention:
-    def __init__(self, pool: KVPool, seqs: Sequences, wanted: Wanted | None) -> None:
+    def __init__(self, pool: KVPool, seqs: PagedKVMetadata, wanted: Wanted | None) -> None:
         self._pool, self._seqs, self._wanted = pool, seqs, wanted
 
     def __call__(self, layer: int, qkv: Tensor, rotation: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:
@@ -35,7 +35,7 @@ class ReferenceAttention:
         rope_write_kv_reference(qkv, memory, self._seqs, rotation, weight, eps)
         q, seqs, wanted = qkv[:, : shape.num_heads].contiguous(), self._seqs, self._wanted
         if wanted is not None and layer == shape.num_layers - 1:
-            q, seqs = q[wanted.rows], Sequences(wanted.slots, wanted.positions, seqs.tables)
+            q, seqs = q[wanted.rows], PagedKVMetadata(wanted.slots, wanted.positions, seqs.tables)
         return paged_decode_reference(q, memory, seqs, shape.scale, shape.windows[layer])
 
 
@@ -49,13 +49,13 @@ class ReferenceOps:
         assert len(set(pairs[0, :count].tolist())) == count, "no place may be written twice"
         scatter_words_reference(arena, pairs, count)
 
-    def gather(self, state: SlotState, rows: Rows) -> None:
-        gather_rows_reference(state, rows)
+    def gather(self, state: SlotState, rows: StepInputs) -> None:
+        gather_inputs_reference(state, rows)
 
     def attend(
         self,
         pool: KVPool,
-        rows: Rows,
+        rows: StepInputs,
         tables: Tensor,
         starts: Tensor | None = None,
         num_decodes: int = 0,
@@ -67,40 +67,40 @@ class ReferenceOps:
         if starts is not None:
             assert (int(starts[0]), int(starts[-1])) == (num_decodes, len(rows.slots))
             assert reach is None or int(rows.positions[num_decodes:].max()) < reach
-        return ReferenceAttention(pool, Sequences(rows.slots, rows.positions, tables), wanted)
+        return ReferenceAttention(pool, PagedKVMetadata(rows.slots, rows.positions, tables), wanted)
 
-    def adjust(self, logits: Tensor, rows: Rows, wishes: Wishes) -> None:
-        penalize_logits_reference(logits, rows.draws, rows.index, wishes)
+    def adjust(self, logits: Tensor, rows: StepInputs, wishes: LogitsEdits) -> None:
+        penalize_logits_reference(logits, rows.sampled_slots, rows.index, wishes)
 
     def draw(
         self,
         logits: Tensor,
-        rows: Rows,
-        params: DrawParams,
+        rows: StepInputs,
+        params: SamplingTensors,
         tokens: Tensor,
         best: Tensor,
-        adjusted: Adjusted | None,
+        adjusted: AdjustedLogits | None,
     ) -> None:
         if adjusted is not None:
             logits = logits.clone()
-            for place, slot in enumerate(rows.draws.tolist()):
+            for place, slot in enumerate(rows.sampled_slots.tolist()):
                 row = int(adjusted.row[slot]) if slot >= 0 else -1
                 if row >= 0:
                     logits[place] = adjusted.logits[row]
-        drawn, won = draw_tokens_reference(logits, rows.draws, rows.index, params)
+        drawn, won = sample_tokens_reference(logits, rows.sampled_slots, rows.index, params)
         tokens.copy_(drawn)
         best.copy_(won)
 
-    def count(self, tokens: Tensor, best: Tensor, rows: Rows, wishes: Wishes) -> None:
-        count_tokens_reference(tokens, best, rows.draws, wishes)
+    def count(self, tokens: Tensor, best: Tensor, rows: StepInputs, wishes: LogitsEdits) -> None:
+        count_tokens_reference(tokens, best, rows.sampled_slots, wishes)
 
-    def score(self, logits: Tensor, rows: Rows, tokens: Tensor, num_top: Tensor, out: Scores) -> None:
-        score_tokens_reference(logits, rows.draws, tokens, num_top, out)
+    def score(self, logits: Tensor, rows: StepInputs, tokens: Tensor, num_top: Tensor, out: LogprobsTensors) -> None:
+        gather_logprobs_reference(logits, rows.sampled_slots, tokens, num_top, out)
 
     def advance(
         self,
         state: SlotState,
-        rows: Rows,
+        rows: StepInputs,
         tokens: Tensor,
         best: Tensor,
         eos: Tensor,

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from blockyard.kernels.attention.paged_prefill import paged_prefill_reference
-from blockyard.kernels.kv_cache.paged_kv import Sequences
+from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 from blockyard.kernels.kv_cache.rope_write_kv import rope_write_kv_reference
-from blockyard.kernels.layers.linear_skinny import linear_few_rows
+from blockyard.kernels.layers.linear_skinny import linear_skinny
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.services.gpu_worker.attention.triton_attention import InvariantAttention, TritonOps, mixed_attention
 from blockyard.services.gpu_worker.kv.pool import KVPool
@@ -50,7 +50,7 @@ def test_decodes_and_prefills_in_one_step(num_decodes: int, counts: tuple[int, .
     pool.memory.normal_()
     pool.batch_invariant = invariant
     want_memory = pool.memory.clone()
-    seqs = Sequences(slots.repeat_interleave(sizes).to(DEVICE), positions.to(DEVICE), tables)
+    seqs = PagedKVMetadata(slots.repeat_interleave(sizes).to(DEVICE), positions.to(DEVICE), tables)
     attend = mixed_attention(
         pool, seqs.slots, seqs.positions, tables, starts[num_decodes:] if counts else None, num_decodes
     )
@@ -94,8 +94,8 @@ def test_products_with_what_is_around_them(is_fused: bool) -> None:
     if is_fused:
         for linear in linears.values():
             assert linear.weight is not None
-            tiles = {"out_tile": 4, "tile": 32, "warps": 1, "overlap": False}
-            product = partial(linear_few_rows, weight=linear.weight, bias=None, **tiles)
+            tiles = {"out_tile": 4, "tile": 32, "warps": 1, "pdl": False}
+            product = partial(linear_skinny, weight=linear.weight, bias=None, **tiles)
 
             def fused(x: torch.Tensor, product: Any = product, **around: Any) -> torch.Tensor:
                 calls.append(around)

@@ -13,8 +13,8 @@ import torch
 from plan_driver import Driver
 from tiny_models import BY_NAME, VOCAB, settings, start
 
-from blockyard.kernels.layers.linear_skinny import linear_few_rows
-from blockyard.kernels.programmatic_launch import can_overlap
+from blockyard.kernels.layers.linear_skinny import linear_skinny
+from blockyard.kernels.programmatic_launch import supports_pdl
 from blockyard.services.gpu_worker import engine, memory_profile
 from blockyard.services.gpu_worker.attention.triton_attention import TritonOps
 from blockyard.services.gpu_worker.execution import device_ops
@@ -72,7 +72,7 @@ def take_in(linear: Linear) -> None:
     """Steps of up to three rows compute this layer and what is around it in one kernel."""
     weight, tiles = linear.weight, {"out_tile": 64, "tile": 64, "warps": 4, "early": 2}
     assert weight is not None
-    fused = partial(linear_few_rows, weight=weight, bias=linear.bias, overlap=can_overlap(weight.device), **tiles)
+    fused = partial(linear_skinny, weight=weight, bias=linear.bias, pdl=supports_pdl(weight.device), **tiles)
     linear.use({}, fused=dict.fromkeys((1, 2, 3), fused))
 
 
@@ -103,7 +103,7 @@ def test_same_tokens_as_the_plain_path(name: str, tmp_path: Path, monkeypatch: p
 
 def test_the_quicker_way_ends_where_a_sequence_is_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     BY_NAME["llama"].save(tmp_path)
-    monkeypatch.setattr(device_ops, "FURTHEST", 8)
+    monkeypatch.setattr(device_ops, "FUSED_DECODE_MAX_LEN", 8)
     steps = loop_of(start(tmp_path, device=DEVICE), 2, TritonDeviceOps(fused=True)).steps
     assert steps.padded(1, 8) == Size(1, near=True)
     assert steps.padded(1, 9) == Size(1, near=False)
@@ -115,7 +115,7 @@ def test_the_quicker_way_ends_where_a_sequence_is_too_long(tmp_path: Path, monke
 def test_a_stream_that_outgrows_the_quicker_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     BY_NAME["qwen3"].save(tmp_path)
     want = alone(start(tmp_path, device="cpu"))
-    monkeypatch.setattr(device_ops, "FURTHEST", 8)
+    monkeypatch.setattr(device_ops, "FUSED_DECODE_MAX_LEN", 8)
     runner = start(tmp_path, device="cuda")
     replayed: list[tuple[bool, bool]] = []
     forward = runner.ahead.steps.forward

@@ -11,46 +11,50 @@ from blockyard.kernels.int_math import ceil_div
 from blockyard.kernels.slots.slot_state import Field, SlotState
 
 _TILE = 128
-NUM_WORDS = 5  # of a row
+NUM_INPUT_WORDS = 5  # of a row
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class StepInputs:
     """Of a step, [rows] int64 each."""
 
     token_ids: Tensor
     positions: Tensor
     slots: Tensor  # below 0: a row that pads, or whose slot has ended
     index: Tensor  # of the token that will follow, in its sequence
-    draws: Tensor  # the slot, below 0 also where the token that follows is known already
+    sampled_slots: Tensor  # the slot, below 0 also where the token that follows is known already
 
     @classmethod
-    def make(cls, capacity: int, device: torch.device) -> "Rows":
-        return cls(*torch.zeros((NUM_WORDS, -(-capacity // 2) * 2), dtype=torch.int64, device=device)[:, :capacity])
+    def make(cls, capacity: int, device: torch.device) -> "StepInputs":
+        return cls(
+            *torch.zeros((NUM_INPUT_WORDS, -(-capacity // 2) * 2), dtype=torch.int64, device=device)[:, :capacity]
+        )
 
-    def first(self, rows: int) -> "Rows":
-        return Rows(*(one[:rows] for one in (self.token_ids, self.positions, self.slots, self.index, self.draws)))
+    def first(self, rows: int) -> "StepInputs":
+        return StepInputs(
+            *(one[:rows] for one in (self.token_ids, self.positions, self.slots, self.index, self.sampled_slots))
+        )
 
     def check(self, rows: int) -> None:
         """Raises ValueError."""
-        for one in (self.token_ids, self.positions, self.slots, self.index, self.draws):
+        for one in (self.token_ids, self.positions, self.slots, self.index, self.sampled_slots):
             if one.shape != (rows,) or one.dtype != torch.int64 or not one.is_contiguous():
                 raise ValueError(f"expected contiguous [{rows}] int64, got {list(one.shape)} of {one.dtype}")
 
 
-def gather_rows_reference(state: SlotState, rows: Rows) -> None:
+def gather_inputs_reference(state: SlotState, rows: StepInputs) -> None:
     slots = state.rows[: len(rows.slots)].long()
     live = (slots >= 0) & (state.fields[Field.LIVE][slots.clamp(min=0)] != 0)
     for field, out in ((Field.NEXT, rows.token_ids), (Field.POSITION, rows.positions)):
         out.copy_(torch.where(live, state.fields[field][slots.clamp(min=0)].long(), 0))
     rows.slots.copy_(torch.where(live, slots, -1))
     rows.index.copy_(rows.positions + 1)
-    rows.draws.copy_(torch.where(state.fields[Field.KNOWN][slots.clamp(min=0)] <= rows.index, rows.slots, -1))
+    rows.sampled_slots.copy_(torch.where(state.fields[Field.KNOWN][slots.clamp(min=0)] <= rows.index, rows.slots, -1))
     state.step.add_(1)
 
 
 @triton.jit(do_not_specialize=["count"])
-def _gather_rows_kernel(
+def _gather_inputs_kernel(
     rows_ptr,
     fields_ptr,
     step_ptr,
@@ -80,14 +84,14 @@ def _gather_rows_kernel(
     tl.store(positions_ptr + row, position.to(tl.int64), mask=inside)
     tl.store(slots_ptr + row, tl.where(live, slot, -1).to(tl.int64), mask=inside)
     tl.store(index_ptr + row, position.to(tl.int64) + 1, mask=inside)
-    draws = live & (tl.load(fields_ptr + KNOWN * num_slots + slot, mask=live, other=0) <= position + 1)
-    tl.store(draws_ptr + row, tl.where(draws, slot, -1).to(tl.int64), mask=inside)
+    sampled_slots = live & (tl.load(fields_ptr + KNOWN * num_slots + slot, mask=live, other=0) <= position + 1)
+    tl.store(draws_ptr + row, tl.where(sampled_slots, slot, -1).to(tl.int64), mask=inside)
 
 
-def gather_rows(state: SlotState, rows: Rows) -> None:
+def gather_inputs(state: SlotState, rows: StepInputs) -> None:
     """Fills `rows` from the slots that `state.rows` names, and counts the step.
 
-    Rows that pad, and those whose slot is not live, get token 0, position 0 and slot -1. Slots must lie in the state:
+    Padding rows, and rows whose slot is not live, get token 0, position 0 and slot -1. Slots must lie in the state:
     not checked on device. Raises ValueError for other shapes and dtypes.
     """
     state.check()
@@ -97,7 +101,7 @@ def gather_rows(state: SlotState, rows: Rows) -> None:
         raise ValueError(f"{count} rows, the state has {len(state.rows)}")
     if count == 0:
         return
-    _gather_rows_kernel[(ceil_div(count, _TILE),)](
+    _gather_inputs_kernel[(ceil_div(count, _TILE),)](
         state.rows,
         state.fields,
         state.step,
@@ -105,7 +109,7 @@ def gather_rows(state: SlotState, rows: Rows) -> None:
         rows.positions,
         rows.slots,
         rows.index,
-        rows.draws,
+        rows.sampled_slots,
         count,
         state.fields.shape[1],
         NEXT=int(Field.NEXT),
