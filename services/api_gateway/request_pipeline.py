@@ -40,7 +40,7 @@ class RequestPipeline:
         self.text_work, self.admission, self._dispatch = client.text_work, client.admission, client.dispatch
         self._meters, self.clock = client.meters, client.clock
         self._open: set[HttpGeneration] = set()
-        self.num_active = 0  # generation requests whose body is parsed and whose answer is not complete
+        self.num_active = 0  # generation requests from their parsed body to the end of their answer
 
     @contextmanager
     def counted(self) -> Iterator[None]:

@@ -212,7 +212,7 @@ def _missing_roles(links: RingLinks) -> list[str]:
 
 
 def _makes_progress(links: RingLinks, stalled: frozenset[int]) -> bool:
-    """True if there is a ready worker and a scheduler whose step count moves."""
+    """True if a worker is ready and the step count of a scheduler moves."""
     moving = [m for m in links.of(Role.SCHEDULER) if m.incarnation not in stalled]
     return bool(moving and links.of(Role.GPU_WORKER))
 

@@ -1,7 +1,7 @@
 """Bounds the open HTTP connections of a gateway, so that idle ones cannot use up the file descriptors.
 
-At the bound, a new connection replaces the one that has been idle longest. If all are busy, the first request of the
-new connection is answered with a 503.
+At the bound, a new connection replaces the connection that has been idle longest. If all are busy, the first request
+of the new connection is answered with a 503.
 """
 
 import asyncio

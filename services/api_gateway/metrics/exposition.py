@@ -1,4 +1,5 @@
-"""Metric families in prometheus_client's types: counters under vLLM's prefix, ours or both, and those of members."""
+"""Metric families in prometheus_client's types: the gateways' and schedulers' families under vLLM's prefix, ours
+or both, and one series per member under ours."""
 
 from collections.abc import Iterable, Iterator
 

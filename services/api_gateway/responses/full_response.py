@@ -105,7 +105,7 @@ class CollectedChoice:
 
 
 def encode_full_response(generation: HttpGeneration) -> bytes:
-    """The body for a finished generation whose sinks are `CollectedChoice`."""
+    """The body of a finished generation. Its sinks must be `CollectedChoice`."""
     options, count = generation.request.options, generation.request.choices.returned
     collected = [(entry, *pair) for entry in generation.entries for pair in _best(entry, count)]
     if not options.chat:

@@ -1,4 +1,4 @@
-"""Open streamed answers: starts them, keeps them alive, sweeps those with a slow client, ends them."""
+"""Open streamed answers: starts and ends them, sends keep-alives, and sweeps answers with a slow client."""
 
 import asyncio
 import logging

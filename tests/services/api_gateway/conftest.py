@@ -85,7 +85,7 @@ def rig() -> Callable[..., AbstractAsyncContextManager[Rig]]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Runs tests that are coroutines, each in a loop of its own, as the service runs."""
+    """Runs each coroutine test in an event loop of its own, as the service runs."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}

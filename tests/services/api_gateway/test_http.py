@@ -1,4 +1,4 @@
-"""What is around the endpoints: keys, request ids, CORS, TLS, prefixes, and the answers' finer fields."""
+"""Keys, request ids, CORS, TLS, path prefixes, and the less common request and response fields."""
 
 import ssl
 import subprocess
@@ -42,7 +42,7 @@ async def test_the_same_request_id_twice_is_two_requests(rig) -> None:
         assert len({f.request_id for f in r.ring.frames(Generate)}) == 2
 
 
-async def test_keys_guard_what_costs_or_tells(rig) -> None:
+async def test_routes_that_need_a_key(rig) -> None:
     async with rig(api_keys=["first", "second"], root_path="/llm") as r:
         for path in ("/v1/models", "/ring", "/llm/v1/models", "/llm/ring"):
             for header in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic first"}):

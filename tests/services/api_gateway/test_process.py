@@ -1,4 +1,4 @@
-"""The process itself: what it says and how it ends."""
+"""The gateway's process: its start, its log and its exit code."""
 
 import os
 import resource
@@ -59,8 +59,8 @@ def gateway(request: pytest.FixtureRequest, tmp_path: Path, unused_port: int):
         process.communicate()
 
 
-def test_it_lives_without_a_ring_and_ends_when_told(gateway, unused_port: int) -> None:
-    """No registry, no members: live, not healthy, small, and gone with exit code 0."""
+def test_it_runs_without_a_ring_and_ends_on_sigterm(gateway, unused_port: int) -> None:
+    """Without a registry it is live but not healthy, small, and ends with exit code 0."""
     assert status(unused_port, "/health") == 503 and status(unused_port, "/ready") == 503
     rss_mib = int(Path(f"/proc/{gateway.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE") / 2**20
     assert rss_mib <= 70
@@ -70,7 +70,7 @@ def test_it_lives_without_a_ring_and_ends_when_told(gateway, unused_port: int) -
 
 
 def test_a_port_in_use_is_one_line(gateway, tmp_path: Path, unused_port: int) -> None:
-    """Replicas share a port by SO_REUSEPORT; a stranger that listens without it does not."""
+    """Replicas share a port by SO_REUSEPORT; a process that listens without that option does not share it."""
     gateway.send_signal(signal.SIGTERM)
     gateway.wait(10)
     stranger = subprocess.Popen(
@@ -90,7 +90,7 @@ def test_a_port_in_use_is_one_line(gateway, tmp_path: Path, unused_port: int) ->
 
 @pytest.mark.parametrize("gateway", [(96, 160)], indirect=True)
 def test_idle_connections_beyond_the_limit_on_open_files_do_not_end_it(gateway, unused_port: int) -> None:
-    """They took all descriptors, reading its own memory failed then, and the process ended with every stream."""
+    """Regression: they used all file descriptors; then reading its own memory use failed and the process ended."""
     limits = Path(f"/proc/{gateway.pid}/limits").read_text()
     assert next(line.split()[3:5] for line in limits.splitlines() if line.startswith("Max open files")) == ["160"] * 2
     idle = [socket.create_connection(("127.0.0.1", unused_port)) for _ in range(200)]

@@ -1,4 +1,4 @@
-"""When a scheduler's work counts as standing still."""
+"""When a scheduler counts as stalled."""
 
 from blockyard.services.api_gateway.service import StallDetector
 from blockyard.shared.messages import Member, Role, Stats

@@ -1,4 +1,4 @@
-"""Operators' endpoints: what reaches the scheduler, and what comes back."""
+"""Operators' endpoints: the frames that they send and the answers that they return."""
 
 import asyncio
 import re
@@ -36,7 +36,7 @@ from blockyard.shared.ring_client.fake_ring import SCHEDULER
         ("/wake_up?tags=kv_cache,weights", Control("", Verb.WAKE_UP, tags=[Part.KV_CACHE, Part.WEIGHTS])),
     ],
 )
-async def test_each_is_one_frame_and_its_answer(rig, path: str, control: Control) -> None:
+async def test_each_operation_is_one_frame_and_its_answer(rig, path: str, control: Control) -> None:
     async with rig() as r:
         r.ring.control = lambda frame: Controlled(frame.request_id, 200, "", 2, True, 77)
         assert await r.post(path, {}) == (200, {"sleep_level": 2, "paused": True, "freed_bytes": 77})
@@ -44,7 +44,7 @@ async def test_each_is_one_frame_and_its_answer(rig, path: str, control: Control
         assert msgspec.structs.replace(sent, request_id="") == control
 
 
-async def test_questions(rig) -> None:
+async def test_is_sleeping_and_is_paused(rig) -> None:
     async with rig() as r:
         for level in (0, 1):
             r.ring.control = lambda frame, level=level: Controlled(frame.request_id, 200, "", level, not level)
@@ -66,7 +66,7 @@ async def test_questions(rig) -> None:
         ("/wake_up?tags=", "tags"),
     ],
 )
-async def test_what_it_does_not_know_is_a_400(rig, path: str, field: str) -> None:
+async def test_unknown_parameters_are_a_400(rig, path: str, field: str) -> None:
     async with rig() as r:
         status, body = await r.post(path, {})
         assert (status, body["error"]["param"]) == (400, field)
@@ -80,7 +80,7 @@ async def test_a_refusal_is_passed_on(rig) -> None:
         assert (status, body["error"]["message"]) == (400, "start it with --enable-sleep-mode")
 
 
-async def test_they_ask_for_the_key(rig) -> None:
+async def test_operations_need_the_key(rig) -> None:
     async with rig(api_keys=["sk-a"]) as r:
         for path in ("/reset_prefix_cache", "/pause", "/resume", "/sleep", "/wake_up"):
             assert (await r.post(path, {}))[0] == 401, path

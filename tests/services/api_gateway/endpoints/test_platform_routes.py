@@ -1,4 +1,4 @@
-"""Routes that platforms and balancers ask for: /ping, /load, /invocations, and every path with a slash at its end."""
+"""Routes that platforms and load balancers use: /ping, /load, /invocations, and every path with a slash at its end."""
 
 import asyncio
 from typing import Any

@@ -64,7 +64,7 @@ async def test_a_killed_detokenizer_is_a_pause(rig) -> None:
     assert [g.attempt for g in generates] == [0, 1] and generates[0].sampling.seed == generates[1].sampling.seed
 
 
-async def test_a_scheduler_that_has_not_heard_of_a_death_is_not_flooded(rig) -> None:
+async def test_a_scheduler_that_still_lists_a_dead_detokenizer_is_not_flooded(rig) -> None:
     async with rig() as r:
         r.ring.lose(DETOKENIZER)
         r.ring.silent = {Role.DETOKENIZER}
@@ -77,7 +77,7 @@ async def test_a_scheduler_that_has_not_heard_of_a_death_is_not_flooded(rig) -> 
     assert status == 200 and answer["usage"]["completion_tokens"] == 40
 
 
-async def test_a_killed_tokenizer_is_not_seen(rig) -> None:
+async def test_a_killed_tokenizer_has_no_visible_effect(rig) -> None:
     async with rig() as r:
         r.ring.silent = {Role.TOKENIZER_POOL}
         asked = [asyncio.create_task(r.post(COMPLETION, completion(max_tokens=2))) for _ in range(5)]
@@ -92,7 +92,7 @@ async def test_a_killed_tokenizer_is_not_seen(rig) -> None:
     assert len([f for f in frames if f[0] == 11]) == 5 and {i for _, i in frames[2:4]} == {i for _, i in frames[:2]}
 
 
-async def test_silence_is_asked_again(rig) -> None:
+async def test_a_silent_request_is_sent_again(rig) -> None:
     async with rig(stall_timeout_s=0.3) as r:
         r.ring.silent = {Role.DETOKENIZER}
         asked = asyncio.create_task(r.post(COMPLETION, completion(max_tokens=3)))
@@ -102,7 +102,7 @@ async def test_silence_is_asked_again(rig) -> None:
     assert status == 200 and answer["choices"][0]["text"] == "w0 w1 w2 "
 
 
-async def test_nobody_there_is_503(rig) -> None:
+async def test_without_members_requests_are_a_503(rig) -> None:
     async with rig(join=False, served_model_names=["tiny"], stall_timeout_s=0.2) as r:
         status, answer = await r.post(COMPLETION, completion(model="tiny"))
         assert (status, answer["error"]["code"]) == (503, "service_unavailable")
@@ -131,7 +131,7 @@ async def test_new_requests_wait_for_a_scheduler_that_restarts(rig, path: str, s
     assert answer[-1] == "[DONE]" if stream else answer[0] == 200
 
 
-async def test_what_is_held_is_bounded_in_time_and_number(rig, monkeypatch) -> None:
+async def test_held_requests_are_bounded_in_time_and_number(rig, monkeypatch) -> None:
     monkeypatch.setattr(hold, "MAX_HELD", 4)
     async with rig() as r:
         r.gateway.client.dispatch.hold._hold_s = 0.5
@@ -186,7 +186,7 @@ async def get(r: Any, path: str) -> str:
         return await response.text()
 
 
-async def test_it_answers_other_gateways(rig) -> None:
+async def test_it_answers_scrapes_of_other_gateways(rig) -> None:
     async with rig() as r:
         r.gateway.handle(77, Scrape("s"))
         [(to, answer)] = r.ring.answered

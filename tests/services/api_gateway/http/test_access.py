@@ -1,4 +1,4 @@
-"""Who may ask for what: every route under every prefix, keys of clients and operators, and what web pages can send."""
+"""Access: every route under every prefix, keys of clients and operators, requests from web pages."""
 
 import asyncio
 import contextlib
@@ -34,7 +34,7 @@ def routes(r: Any) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("prefix", PREFIXES)
 async def test_every_route_under_every_prefix_asks_for_the_key(rig, prefix: str) -> None:
-    """`--root-path /v1` made `/v1/models` look like `/models`, which nothing guarded."""
+    """Regression: `--root-path /v1` made `/v1/models` look like `/models`, which needed no key."""
     async with rig(api_keys=["secret"], root_path=prefix) as r:
         root = "/" + prefix.strip("/") if prefix.strip("/") else ""
         known = routes(r)
@@ -119,7 +119,7 @@ def outer_address() -> str:
         return str(probe.getsockname()[0])
 
 
-async def test_without_any_key_operations_answer_to_this_machine_alone(rig) -> None:
+async def test_without_any_key_only_this_machine_may_use_operations(rig) -> None:
     forged = [{"X-Forwarded-For": "127.0.0.1"}, {"Forwarded": "for=127.0.0.1"}, {"X-Real-IP": "127.0.0.1"}]
     pages = [{"Origin": "https://evil.example"}, {"Origin": "null"}, {"Origin": "http://127.0.0.1.evil.example"}]
     async with rig(host="") as r:
@@ -212,7 +212,7 @@ async def test_a_body_without_a_type_is_a_415_and_an_operation_needs_no_body(rig
 
 
 async def test_a_key_of_any_bytes_is_a_401(rig) -> None:
-    """It was a 500: a header that is not UTF-8 cannot be encoded as it."""
+    """Regression: this was a 500, because a header that is not UTF-8 cannot be encoded as UTF-8."""
     async with rig(api_keys=["sécret"]) as r:
         for value in (b"Bearer \xff\xfe", b"Bearer \xc3", b"\xff", b"Bearer", b"Bearer  ", "Bearer s€cret".encode()):
             assert await raw(r, b"GET /v1/models HTTP/1.1\nHost: x\nAuthorization: " + value + b"\n\n") == 401

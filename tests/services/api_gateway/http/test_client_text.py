@@ -1,4 +1,4 @@
-"""What requests can write into the log."""
+"""Text of requests in log lines."""
 
 import asyncio
 import logging
@@ -9,7 +9,7 @@ MALFORMED = [b"GET / HTTP/9\r\n\r\n", b"GET /\x00 HTTP/1.1\r\n\r\n", b"GET / HTT
 MALFORMED += [b"GET / HTTP/1.1\r\nA: " + b"x" * 20_000 + b"\r\n\r\n", b"POST / HTTP/1.1\r\nContent-Length: -1\r\n\r\n"]
 
 
-async def test_a_path_writes_no_line_of_its_own(rig, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_path_cannot_forge_a_log_line(rig, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     async with rig() as r:
         await r.post("/v1/x%0A2026-11-22%20ERROR%20forged%1b[31m", {})

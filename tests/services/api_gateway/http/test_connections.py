@@ -1,4 +1,4 @@
-"""How many connections a gateway holds, and which of them goes when there is one too many. Real sockets."""
+"""The bound on a gateway's connections, and which connection is closed at the bound. Real sockets."""
 
 import asyncio
 import contextlib
@@ -31,7 +31,7 @@ async def opened(r: Any, number: int) -> AsyncIterator[list[Pair]]:
 
 
 async def is_closed(pair: Pair, wait_s: float = 0.1) -> bool:
-    """True if the server has closed it without a word."""
+    """True if the server closed the connection without an answer."""
     try:
         async with asyncio.timeout(wait_s):
             return await pair[0].read(1) == b""
@@ -60,7 +60,7 @@ async def test_the_longest_idle_connection_is_closed_for_a_new_one(rig, monkeypa
             assert [await is_closed(pair) for pair in old] == [False, True, True, False]
 
 
-async def test_a_connection_with_a_request_is_not_closed_and_the_surplus_is_told(rig) -> None:
+async def test_a_busy_connection_is_not_closed_and_connections_above_the_bound_get_a_503(rig) -> None:
     async with rig(max_connections=3) as r:
         r.ring.silent.add(Role.SCHEDULER)
         body = {"prompt": "x", "stream": True}

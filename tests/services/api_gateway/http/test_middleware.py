@@ -1,4 +1,4 @@
-"""What the outermost layer makes of what goes wrong inside."""
+"""The error middleware."""
 
 import asyncio
 import json
@@ -12,7 +12,7 @@ from aiohttp.test_utils import make_mocked_request
 from blockyard.services.api_gateway.http.middleware import errors
 
 
-def test_a_fault_of_ours_is_a_500_in_openai_shape_and_a_traceback_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_bug_is_a_500_in_openai_format_and_a_traceback_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     statuses: list[int] = []
     gateway = SimpleNamespace(meters=SimpleNamespace(responded=statuses.append))
 

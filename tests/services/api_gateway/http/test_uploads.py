@@ -1,4 +1,4 @@
-"""BodyParser that are slow, never end, or are too many at a time. Real sockets."""
+"""Bodies that arrive slowly, never end, or are too many at a time. Real sockets."""
 
 import asyncio
 import gzip
@@ -59,7 +59,7 @@ async def test_a_body_that_trickles_in_has_no_more_time(rig) -> None:
         await writer.wait_closed()
 
 
-async def test_above_the_sum_of_bodies_a_request_is_a_503_and_usual_ones_go_on(rig) -> None:
+async def test_above_the_sum_of_bodies_a_large_body_is_a_503_and_small_ones_are_served(rig) -> None:
     limits = {"max_body_bytes": 2**20, "max_total_body_bytes": 4 * 2**20, "body_timeout_s": 20.0}
     async with rig(**limits) as r, AsyncExitStack() as stack:
         readers = [await stack.enter_async_context(upload(r, 2**20, 900_000)) for _ in range(6)]
@@ -81,7 +81,7 @@ async def test_above_the_sum_of_bodies_a_request_is_a_503_and_usual_ones_go_on(r
         assert [(await r.post(COMPLETION, big))[0] for _ in range(8)] == [200] * 8
 
 
-async def test_what_is_announced_is_checked_before_it_is_sent(rig) -> None:
+async def test_the_announced_size_is_checked_before_the_body_arrives(rig) -> None:
     async with rig(max_body_bytes=10_000) as r, upload(r, 10_001, 0) as reader:
         status, headers, body = await answer(reader)
         assert (status, headers["Connection"], body["error"]["code"]) == (413, "close", "request_too_large")
@@ -92,7 +92,7 @@ async def test_what_is_announced_is_checked_before_it_is_sent(rig) -> None:
         assert not first.at_eof()
 
 
-async def test_a_small_compressed_body_counts_by_what_is_in_it(rig) -> None:
+async def test_a_compressed_body_counts_with_its_decompressed_size(rig) -> None:
     async with rig(max_body_bytes=10_000) as r:
         body = gzip.compress(b'{"prompt": "' + b"x" * 1_000_000 + b'"}')
         assert (await r.post(COMPLETION, body, headers={"Content-Encoding": "gzip"}))[0] == 413
@@ -101,7 +101,7 @@ async def test_a_small_compressed_body_counts_by_what_is_in_it(rig) -> None:
 
 
 async def test_a_request_id_has_128_characters_at_most(rig) -> None:
-    """It stands in every event: a body of 8 MB became 647 MB of answer."""
+    """Every streamed event repeats the id: without a bound, a body of 8 MB became an answer of 647 MB."""
     async with rig() as r:
         for path, asks in (
             (COMPLETION, ASKS),

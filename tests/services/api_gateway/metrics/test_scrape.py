@@ -107,7 +107,7 @@ def test_a_context_of_a_million_tokens() -> None:
     assert [le for le, _ in meters.prompt_sizes.buckets(finer=False)][-3:] == ["500000.0", "1e+06", "+Inf"]
 
 
-async def test_what_a_request_took_is_divided(rig) -> None:
+async def test_the_phases_of_a_request_are_measured(rig) -> None:
     async with rig() as r:
         r.ring.step_s = 0.02
         await r.post(COMPLETION, completion(max_tokens=6))
@@ -127,7 +127,7 @@ async def test_what_a_request_took_is_divided(rig) -> None:
     assert found["vllm:request_params_max_tokens_sum", ONE] == 6
 
 
-async def test_gateways_are_summed_and_a_silent_one_counts_as_it_last_did(rig) -> None:
+async def test_gateways_are_summed_and_a_silent_gateway_counts_by_its_last_answer(rig) -> None:
     stats: dict[str, Any] = {"running": 3, "waiting": 2, "preemptions_total": 7, "blocks_used": 5, "blocks_total": 20}
     async with rig() as r:
         r.ring.members[SCHEDULER] = scheduler(**stats, prefix_queries_total=80, prefix_hits_total=20)
@@ -155,7 +155,7 @@ async def test_gateways_are_summed_and_a_silent_one_counts_as_it_last_did(rig) -
         assert one["vllm:kv_cache_usage_perc", ONE] == one["vllm:gpu_cache_usage_perc", ONE] == 0.25
 
 
-async def test_a_scheduler_is_asked_and_one_that_hangs_counts_as_its_last_heartbeat(rig) -> None:
+async def test_a_scheduler_is_asked_and_a_hung_scheduler_counts_by_its_last_heartbeat(rig) -> None:
     async with rig() as r:
         r.ring.members[SCHEDULER] = scheduler(running=1, steps_total=5)
         r.ring.silent.add(Role.SCHEDULER)
@@ -186,8 +186,8 @@ async def test_counters_outlive_a_scheduler(rig) -> None:
         assert one["vllm:iteration_tokens_total_bucket", ONE | {("le", "8.0")}] == 2
 
 
-async def test_a_gateway_learns_of_those_that_were_gone_before_it_began(rig) -> None:
-    """Two gateways share a port: a scrape reaches the one that was started again, or the other."""
+async def test_a_gateway_learns_the_counters_of_gateways_that_left_before_it_started(rig) -> None:
+    """Two gateways share a port: a scrape reaches the restarted gateway or the other one."""
     async with rig() as old, rig() as new:
         old.ring.members[SCHEDULER] = scheduler(preemptions_total=7)
         await old.post(COMPLETION, completion())
@@ -209,7 +209,7 @@ async def test_a_gateway_learns_of_those_that_were_gone_before_it_began(rig) -> 
             assert after["vllm:generation_tokens_total", ONE] == before["vllm:generation_tokens_total", ONE] == 8
 
 
-async def test_what_was_refused_or_failed_is_no_abort(rig) -> None:
+async def test_refused_and_failed_requests_do_not_count_as_aborts(rig) -> None:
     def refuse(frame: Generate) -> Refused:
         return Refused(frame.request_id, frame.attempt, 429, "", "full", Room(0, 0))
 

@@ -1,4 +1,4 @@
-"""Every request that cannot be served: a 4xx in OpenAI's shape that names the field, and a gateway that goes on."""
+"""Every invalid request is a 4xx in OpenAI's format that names the field, and the gateway keeps serving."""
 
 import gzip
 import time
@@ -174,7 +174,7 @@ STRICT = [  # unknown fields, which are a 400 with --strict-fields
 
 
 @pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
-async def test_each_is_a_400_that_names_the_field(rig, strict: bool) -> None:
+async def test_invalid_fields_are_a_400_that_names_the_field(rig, strict: bool) -> None:
     wrong = []
     async with rig(strict_fields=strict) as r:
         for path, body, field in STRICT if strict else CASES:
@@ -227,7 +227,7 @@ async def test_paths_and_methods(rig) -> None:
             assert response.status == 404
 
 
-async def test_what_has_no_effect_is_accepted(rig) -> None:
+async def test_fields_without_effect_are_accepted(rig) -> None:
     harmless = {
         "user": "me",
         "metadata": {"a": "b"},
@@ -261,7 +261,7 @@ async def test_what_has_no_effect_is_accepted(rig) -> None:
     ids=["path", "unknown", "backquotes", "backslashes", "missing"],
 )
 def test_a_long_field_name_costs_no_more_than_its_length(name: str) -> None:
-    """It was quadratic: 88 kB held the loop, and with it every stream, for 7 to 12 s."""
+    """Regression: this was quadratic, and 88 kB blocked the event loop for 7 to 12 s."""
     body = msgspec.json.encode({"prompt": "x", name: 1})
     began = time.process_time()
     with pytest.raises(RequestError) as caught:

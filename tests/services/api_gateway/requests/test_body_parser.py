@@ -1,4 +1,4 @@
-"""Large bodies are read in a process of their own: the same answers, no stream pauses, and a bound on what it costs."""
+"""Large bodies are parsed in a process of their own: same answers, no stream pauses, bounded CPU time."""
 
 import asyncio
 import io
@@ -16,7 +16,7 @@ USER = [{"role": "user", "content": "hello"}]
 
 
 def nested(num_bytes: int) -> bytes:
-    """Takes a second for each 3 MB."""
+    """A body that takes a second of CPU time for each 3 MB."""
     lists = b"[]," * (num_bytes // 3)
     return b'{"messages":[{"role":"user","content":"a"}],"chat_template_kwargs":{"a":[' + lists + b"[]]}}"
 
@@ -40,7 +40,7 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
 
 
 async def ask(rig: Any, path: str, body: bytes) -> tuple[int, Any, str]:
-    """Status, answer without what differs each time, and the header of ignored fields."""
+    """Status, the answer without its varying fields, and the header of ignored fields."""
     async with rig.http.post(path, data=io.BytesIO(body), headers={"Content-Type": "application/json"}) as response:
         answer = await response.json()
         return response.status, answer | {"id": "", "created": 0}, response.headers.get("x-blockyard-ignored", "")

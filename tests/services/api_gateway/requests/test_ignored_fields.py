@@ -1,4 +1,4 @@
-"""Unknown fields of requests are ignored and named; fields that are known and not built are refused by name."""
+"""Unknown request fields are ignored and reported; known fields that are not built are refused by name."""
 
 import logging
 from typing import Any
@@ -17,7 +17,7 @@ CACHED = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}
 
 
 async def named(r, path: str, body: dict[str, Any]) -> list[str] | None:
-    """The names in the header of an answer that has to be a 200; None without the header."""
+    """The names in the header of an answer, which must be a 200; None without the header."""
     async with r.http.post(path, json=body) as response:
         assert response.status == 200, await response.text()
         await response.read()

@@ -1,4 +1,4 @@
-"""Optional fields of answers as the official client reads them: null when they were not asked for, never absent."""
+"""Optional fields of answers as the official client reads them: null if not requested, never absent."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,7 +18,7 @@ async def client(url: str) -> AsyncIterator[openai.AsyncOpenAI]:
         yield made
 
 
-async def test_fields_that_were_not_asked_for_are_null(rig) -> None:
+async def test_fields_that_were_not_requested_are_null(rig) -> None:
     """An absent field is an AttributeError in the official client."""
     async with rig() as r, client(r.url) as c:
         chat: Any = await c.chat.completions.create(model="tiny", messages=USER, max_tokens=2)

@@ -1,4 +1,4 @@
-"""Streamed answers on real sockets: their form, slow and vanished clients, silence, the drain."""
+"""Streamed answers on real sockets: format, slow and disconnected clients, keep-alives, draining."""
 
 import asyncio
 import socket
@@ -171,8 +171,8 @@ async def test_a_client_that_leaves_before_anything_came(rig, role: Role) -> Non
         assert r.gateway.journal.entries == {}
 
 
-async def test_a_slow_reader_holds_up_nobody_and_loses_nothing(rig) -> None:
-    """It stops reading; another stream runs to its end meanwhile; then it gets all of it, in fewer events."""
+async def test_a_slow_reader_delays_no_other_stream_and_gets_all_of_its_text(rig) -> None:
+    """The client stops reading, another stream runs to its end, then the first gets all text in fewer events."""
     async with rig() as r:
         r.ring.script = lambda request_id, index: f"[{index}]" + "x" * 60_000
         reader, writer = await raw(r.port, completion(max_tokens=200), rcvbuf=4096)
@@ -199,8 +199,8 @@ async def whole_body(reader: asyncio.StreamReader) -> bytes:
     return data
 
 
-async def test_what_slow_readers_leave_is_bounded_and_the_slowest_is_cancelled(rig) -> None:
-    """Two read nothing: the one that has left more goes, the other one gets all of its answer."""
+async def test_unread_text_is_bounded_and_the_slowest_client_is_cancelled(rig) -> None:
+    """Two clients read nothing: the one with more unread text is cancelled, the other gets its whole answer."""
     async with rig(max_unread_mib=8) as r:
         r.ring.script = lambda request_id, index: "x" * 60_000
         r.ring.step_s = 0.005
@@ -221,8 +221,8 @@ async def test_what_slow_readers_leave_is_bounded_and_the_slowest_is_cancelled(r
     assert sum(len(e["choices"][0]["text"]) for e in got) == 60 * 60_000
 
 
-def test_deltas_that_are_kept_take_little_and_lose_nothing() -> None:
-    """4,000 tokens that a client does not read are 64 times fewer objects, and the same events in the end."""
+def test_kept_deltas_are_merged_without_losing_text() -> None:
+    """4,000 unread tokens are kept as 64 times fewer objects and give the same text."""
     unread_text = UnreadText(1 << 20)
     writer = ResponseWriter(unread_text)
     stream = EventStream(ResponseOptions(False, "cmpl-1", 1, "tiny"), 0, writer, lambda: b"", b"")
@@ -236,7 +236,7 @@ def test_deltas_that_are_kept_take_little_and_lose_nothing() -> None:
 
 @pytest.mark.parametrize("num_tokens", [250, 200])
 async def test_a_client_that_takes_nothing_is_cancelled(rig, num_tokens: int) -> None:
-    """Whether its text still comes or is all there."""
+    """While its text is generated, and after the end of it."""
     async with rig(client_timeout_s=0.3) as r:
         r.ring.script = lambda request_id, index: "x" * 60_000
         r.ring.step_s = 0.0 if num_tokens == 200 else 0.01
@@ -247,7 +247,7 @@ async def test_a_client_that_takes_nothing_is_cancelled(rig, num_tokens: int) ->
         writer.close()
 
 
-async def test_silence_is_filled_with_comments(rig) -> None:
+async def test_a_silent_stream_gets_keep_alive_comments(rig) -> None:
     async with rig(keepalive_s=0.1) as r:
         r.ring.silent = {Role.DETOKENIZER}
         reader, writer = await raw(r.port, completion())
@@ -312,7 +312,7 @@ async def test_a_queue_that_one_tenant_fills_is_open_to_others(rig) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_what_the_scheduler_refuses_is_a_status_code(rig, stream: bool) -> None:
+async def test_a_refusal_of_the_scheduler_is_a_status_code(rig, stream: bool) -> None:
     async with rig() as r:
         r.ring.refuse = lambda frame: refused(frame, 429)
         async with r.http.post(COMPLETION, json=completion(stream=stream)) as response:
