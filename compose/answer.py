@@ -1,4 +1,4 @@
-"""`python3 answer.py EXPRESSION FILE...`: exit code 0 if it holds for the HTTP answers in the files, named a, b, ...
+"""`python3 answer.py EXPRESSION FILE...`: exit code 0 if EXPRESSION is true of the HTTP answers in FILEs: a, b, ...
 
 An answer has `body` (its JSON) or, if it is a stream, `events`, `text`, `finish` (reasons) and `done` ([DONE] came).
 """
@@ -23,7 +23,7 @@ class Answer:
 def main() -> int:
     raw = [Path(file).read_text("utf-8") for file in sys.argv[2:]]
     try:
-        held = eval(sys.argv[1], dict(zip("abc", map(Answer, raw), strict=False)))  # the test script's own words
+        held = eval(sys.argv[1], dict(zip("abc", map(Answer, raw), strict=False)))  # an expression written in test.sh
     except (ValueError, LookupError, TypeError) as e:
         held = False
         print(f"        {type(e).__name__}: {e}")

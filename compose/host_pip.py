@@ -16,7 +16,7 @@ CERTIFICATES = "/run/secrets/ca"
 
 
 def settings() -> dict[str, str]:
-    """What pip would use: the environment's values before the files', later files before earlier."""
+    """pip's settings. Environment variables override files, and later files override earlier ones."""
     found: dict[str, str] = {}
     config = configparser.RawConfigParser()
     config.read(os.path.expanduser(os.path.expandvars(f)) for f in (*CONFIG_FILES, "$PIP_CONFIG_FILE"))
@@ -30,7 +30,7 @@ def settings() -> dict[str, str]:
 
 
 def reachable(kind: str, place: str, folder: Path, url: str) -> str:
-    """`place`, or the URL under which the file server shows it if it is a folder of this machine."""
+    """`place`, or the file server's URL for it if it is a folder of this machine."""
     parts = urlsplit(place)
     path = Path(unquote(parts.path)) if parts.scheme in ("", "file") else Path()
     if not path.is_absolute() or not path.is_dir():

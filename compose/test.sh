@@ -163,11 +163,11 @@ survives_a_killed() { # SERVICE: in mid-stream; the client sees a pause at most,
     [ "$(docker inspect -f '{{.RestartCount}}' "$victim")" -ge 1 ] && within 60 all_up
 }
 
-runs_as_nobody_special() {
+runs_unprivileged() {
     [ "$(compose exec -T scheduler id -u)" = 1000 ]
 }
 
-leaves_in_order() { # SIGTERM is enough, and everybody's exit code is 0
+stops_on_sigterm() { # every container's exit code is 0
     ids=$(compose ps -q)
     compose stop >>"$dir/compose.log" 2>&1
     # shellcheck disable=SC2086
@@ -189,7 +189,7 @@ at=http://127.0.0.1:$STACK_PORT
 compose up -d --no-build >"$dir/compose.log" 2>&1 || { cat "$dir/compose.log"; exit 1; }
 check "all six containers are healthy" within 180 all_up
 [ $failed -eq 0 ] || { compose ps; compose logs --tail 20; exit 0; }
-check "services do not run as root" runs_as_nobody_special
+check "services do not run as root" runs_unprivileged
 check "a chat is answered" answers_a_chat
 check "a chat streams" streams_a_chat
 check "a completion streams to its end" streams_a_completion
@@ -199,5 +199,5 @@ check "a chat is answered with three tokenizers" answers_a_chat
 for service in detokenizer scheduler gpu-worker tokenizer-pool message-bus; do
     check "a stream outlives a kill -9 of the $service, same text" survives_a_killed $service
 done
-check "SIGTERM ends all with exit code 0" leaves_in_order
+check "SIGTERM ends all with exit code 0" stops_on_sigterm
 [ $failed -eq 0 ] || compose logs --tail 20
