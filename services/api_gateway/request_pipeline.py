@@ -72,7 +72,7 @@ class RequestPipeline:
                 request_id=prompt.request_id,
                 model=model,
                 prompt_ids=prompt.token_ids,
-                block_names=prompt.block_names,
+                block_hashes=prompt.block_hashes,
                 sampling=sampling,
                 text=request.text,
                 choices=[ChoiceLog(k, sink) for k, sink in enumerate(sinks)],

@@ -87,7 +87,7 @@ class Batch:
                 names.bar(start.slot, start.blocks)
         for slot in self.transfers.lost:
             names.bar(slot, self.blocks_of(slot).tolist())
-        names.learn(plan.names)
+        names.learn(plan.full_blocks)
         for slot in failed:
             if slot in slots.slots:
                 names.bar(slot, self.blocks_of(slot).tolist())

@@ -128,7 +128,6 @@ def geometry_of(
         eos_token_ids=eos_ids,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        bytes_per_block=need.block_bytes,
         num_host_blocks=num_host_blocks,
         window=window_of(model.shape.windows, max_model_len),
     )

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from blockyard.shared.bus import Event
-from blockyard.shared.messages import Frame, Geometry, Member, Part, SlotResult, SlotRun, Stats, StepPlan, WorkerIn
+from blockyard.shared.messages import Frame, Geometry, Member, MemoryTag, SlotResult, SlotRun, Stats, StepPlan, WorkerIn
 
 
 class Told(Protocol):
@@ -94,7 +94,7 @@ class Sleeper(StepRunner, Protocol):
     def sleep(self, level: int) -> int:
         """Returns the bytes that were freed."""
 
-    def wake(self, parts: Sequence[Part]) -> int:
+    def wake(self, parts: Sequence[MemoryTag]) -> int:
         """Takes a part of the memory and sleeps on. Returns the bytes that are still free."""
 
 

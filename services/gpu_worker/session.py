@@ -84,7 +84,7 @@ class Orders:
         if frame.scheduler != self._scheduler:
             self._links.answer(peer, Fenced(frame.scheduler))
             return
-        freed = self._runner.wake(frame.parts)
+        freed = self._runner.wake(frame.tags)
         self._links.answer(peer, Slept(self._links.me.incarnation, self._runner.level, freed))
 
     def _take(self, peer: int, plan: StepPlan) -> None:

@@ -172,7 +172,7 @@ class Batch:
             request_id=prompt.request_id,
             model=self._card.names[0],
             prompt_ids=prompt.token_ids,
-            block_names=prompt.block_names,
+            block_hashes=prompt.block_hashes,
             sampling=sampling,
             text=asked.text,
             choices=[ChoiceLog(i, Collected(self.progress, asked.detokenize)) for i in range(asked.choices.computed)],

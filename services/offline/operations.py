@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from blockyard.services.offline.metrics import Metric, snapshot
 from blockyard.services.offline.session import Session
 from blockyard.shared.errors import RequestError
-from blockyard.shared.messages import Control, Controlled, Part, Verb
+from blockyard.shared.messages import Control, Controlled, ControlVerb, MemoryTag
 
 MODES = ("abort", "wait", "keep")
 SCHEDULING = "scheduling"  # what level 0 holds back
-TAGS = (*Part, SCHEDULING)
+TAGS = (*MemoryTag, SCHEDULING)
 
 
 class Operations:
@@ -30,30 +30,30 @@ class Operations:
         if mode == "abort":
             self._session.abort("the LLM was put to sleep")
         if level == 0:
-            self._ask(Control("", Verb.PAUSE, drain=mode == "wait", clear_cache=False))
+            self._ask(Control("", ControlVerb.PAUSE, drain=mode == "wait", clear_cache=False))
         elif mode == "wait":
-            self._ask(Control("", Verb.PAUSE, drain=True, clear_cache=False))
+            self._ask(Control("", ControlVerb.PAUSE, drain=True, clear_cache=False))
             try:
-                self._ask(Control("", Verb.SLEEP, level=level))
+                self._ask(Control("", ControlVerb.SLEEP, level=level))
             finally:
-                self._ask(Control("", Verb.RESUME))
+                self._ask(Control("", ControlVerb.RESUME))
         else:
-            self._ask(Control("", Verb.SLEEP, level=level))
+            self._ask(Control("", ControlVerb.SLEEP, level=level))
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Takes the memory back, with `tags` only that part of it; requests wait until both parts are there."""
         unknown = sorted(set(tags or ()) - {*TAGS})
         if unknown:
             raise RequestError(f"tags are {', '.join(TAGS)}, got {unknown[0]!r}", "tags")
-        parts = sorted({Part(tag) for tag in tags or () if tag != SCHEDULING})
+        parts = sorted({MemoryTag(tag) for tag in tags or () if tag != SCHEDULING})
         if parts or not tags:
-            self._ask(Control("", Verb.WAKE_UP, tags=parts))
+            self._ask(Control("", ControlVerb.WAKE_UP, tags=parts))
         if not tags or SCHEDULING in tags:
-            self._ask(Control("", Verb.RESUME))
+            self._ask(Control("", ControlVerb.RESUME))
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Forgets all KV that was computed; requests that run compute theirs again, whatever the arguments say."""
-        self._ask(Control("", Verb.RESET_PREFIX_CACHE))
+        self._ask(Control("", ControlVerb.RESET_PREFIX_CACHE))
         return True
 
     def get_metrics(self) -> list[Metric]:

@@ -25,7 +25,7 @@ from blockyard.shared.config.gateway import GatewayConfig
 from blockyard.shared.config.given import Values
 from blockyard.shared.config.resolve import Deployment, resolve
 from blockyard.shared.errors import RequestError
-from blockyard.shared.messages import GatewayIn, ModelCard, Role, RoomChanged, Stats
+from blockyard.shared.messages import GatewayIn, ModelCard, QueueCapacityChanged, Role, Stats
 from blockyard.shared.ring_client.client import RingClient
 from blockyard.shared.ring_client.member_counts import MemberCounts
 from blockyard.shared.ring_client.meters import Meters
@@ -170,7 +170,7 @@ class Session:
     async def _listen(self, links: Links[GatewayIn]) -> None:
         async for peer, event in links:
             self._client.handle(peer, event)
-            if isinstance(event, Joined | Changed | RoomChanged):
+            if isinstance(event, Joined | Changed | QueueCapacityChanged):
                 self._gate.pump()
                 model = self.config.served_model_names[0]
                 if self._client.admission.schedulers(model) and self._client.text_work.serves(model):

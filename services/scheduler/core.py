@@ -39,9 +39,9 @@ from blockyard.shared.messages import (
     ModelCard,
     OutOfStep,
     PathLost,
-    Refusals,
+    QueueCapacityChanged,
+    RefusalCount,
     Role,
-    RoomChanged,
     SchedulerIn,
     Slept,
     Stats,
@@ -111,7 +111,6 @@ class Scheduler:
             self._forks,
             beams,
         )
-        self.deadlines = self._request_handler.deadlines
         self._router = Router(self._waiting, self._groups.attached, self._prefix, policy, acceptance)
         self._gate, self._alarms = Gate(settings.delay_factor), Alarms()
         self._planner = Planner(
@@ -220,15 +219,14 @@ class Scheduler:
         self._wait.sample(now, self._results.num_output_tokens, self._results.num_prompt_tokens)
         self._streams.flush(self._outbox)
         self._heard.clear()
-        if (room := self._bounds.news()) is not None:
+        if (capacity := self._bounds.news()) is not None:
             for gateway in self._gateways:
-                self._outbox.answer(gateway, RoomChanged(room))
+                self._outbox.answer(gateway, QueueCapacityChanged(capacity))
         return self._outbox.take()
 
     def wake_at(self) -> float | None:
         """When to call `turn` though nothing has happened."""
-        times = [at for at in (self.deadlines.next(), self._alarms.next()) if at is not None]
-        return min(times, default=None)
+        return self._alarms.next()
 
     def stats(self) -> Stats:
         groups = self._groups.attached.values()
@@ -251,7 +249,7 @@ class Scheduler:
             waiting_tokens=self._waiting.usage.amount.tokens,
             wait_s=self._bounds.wait_s,
             displaced_total=self._planner.preemption.num_displaced,
-            refused=[Refusals(reason, total) for reason, total in self._request_handler.num_refused.items()],
+            refused=[RefusalCount(reason, total) for reason, total in self._request_handler.num_refused.items()],
             tenants=self._policy.largest_tenants(MAX_TENANTS),
             step_sizes=list(self._results.step_sizes),
             step_tokens_total=self._results.num_step_tokens,

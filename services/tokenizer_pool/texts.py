@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 from blockyard.services.tokenizer_pool.chat_template import Chat, ChatTemplates
 from blockyard.services.tokenizer_pool.job_limits import Phases, Unlimited
 from blockyard.services.tokenizer_pool.token_chars import TokenChars
-from blockyard.shared.block_names import block_names, root_name
+from blockyard.shared.block_hashes import block_hashes, root_hash
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import Detokenize, Detokenized, TextRejected, Tokenize, Tokenized
 from blockyard.shared.token_ids import count, first_outside, pack, unpack
@@ -78,7 +78,7 @@ class Texts:
         self._check(data, field)
         if 0 < request.max_tokens < count(data):
             raise _too_long(f"{count(data)} tokens in the {field}", request.max_tokens, field)
-        root = root_name(self._block_scope, cache_salt=request.cache_salt)
+        root = root_hash(self._block_scope, cache_salt=request.cache_salt)
         if not request.want_text:
             text = ""
         elif text is None:
@@ -86,7 +86,7 @@ class Texts:
         return Tokenized(
             request.request_id,
             data,
-            block_names(root, data, self._block_size),
+            block_hashes(root, data, self._block_size),
             self._bad_words(request.bad_words),
             text,
             [self._tokenizer.id_to_token(i) or "" for i in unpack(data)] if request.want_pieces else [],

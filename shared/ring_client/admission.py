@@ -5,11 +5,11 @@ from collections.abc import Iterable
 import msgspec
 
 from blockyard.shared.errors import RequestError
-from blockyard.shared.messages import Member, ModelCard, Role, Room
+from blockyard.shared.messages import Member, ModelCard, QueueCapacity, Role
 
 FULL_FOR_S = 5.0  # a scheduler said full so long ago that it is asked again, should the news of room be lost
 AWAY_S = 5.0  # after its last scheduler was lost a model still takes requests: they wait for the next one
-UNHEARD = Room(16, 2**16)
+UNHEARD = QueueCapacity(16, 2**16)
 
 
 class Served(msgspec.Struct, frozen=True):
@@ -34,13 +34,13 @@ class Served(msgspec.Struct, frozen=True):
 
 
 class Admission:
-    """Pure: fed with members and Room frames."""
+    """Pure: fed with members and QueueCapacity frames."""
 
     def __init__(self, served_model_names: list[str]) -> None:
         self._expected = set(served_model_names)
         self._schedulers: dict[int, Member] = {}
         self._away: dict[str, tuple[ModelCard, float]] = {}  # by first name, while a restart may be under way
-        self._rooms: dict[int, tuple[Room, float]] = {}
+        self._rooms: dict[int, tuple[QueueCapacity, float]] = {}
 
     def changed(self, member: Member) -> None:
         if member.role != Role.SCHEDULER:
@@ -77,14 +77,14 @@ class Admission:
     def schedulers(self, model: str) -> list[int]:
         return [i for i, m in self._schedulers.items() if m.card is not None and model in m.card.names]
 
-    def heard(self, scheduler: int, room: Room, now: float) -> None:
-        self._rooms[scheduler] = (room, now)
+    def heard(self, scheduler: int, capacity: QueueCapacity, now: float) -> None:
+        self._rooms[scheduler] = (capacity, now)
 
     def check_room(self, model: str, now: float, tenant: str = "", user: str = "") -> None:
         """Raises a 429 if every scheduler of the model said that it is full for this caller."""
-        rooms = [self._rooms.get(s) for s in self.schedulers(model)]
-        full = [k[0] for k in rooms if k is not None and _is_full(k, now) and _concerns(k[0], tenant, user)]
-        if full and len(full) == len(rooms):
+        capacities = [self._rooms.get(s) for s in self.schedulers(model)]
+        full = [k[0] for k in capacities if k is not None and _is_full(k, now) and _concerns(k[0], tenant, user)]
+        if full and len(full) == len(capacities):
             raise too_busy(min(r.retry_after_s for r in full), asleep=full[0].asleep)
 
     def takes(self, model: str, choices: int, tokens: int, now: float, alone: bool = False) -> bool:
@@ -94,14 +94,14 @@ class Admission:
         for its answer, may be larger than the room there is, and is sent where the last news are old.
         """
         for scheduler in self.schedulers(model):
-            room, heard_s = self._rooms.get(scheduler, (UNHEARD, now))
-            if choices <= room.choices and tokens <= room.tokens:
+            capacity, heard_s = self._rooms.get(scheduler, (UNHEARD, now))
+            if choices <= capacity.choices and tokens <= capacity.tokens:
                 return True
-            if alone and ((room.choices > 0 and room.tokens > 0) or now - heard_s >= room.retry_after_s):
+            if alone and ((capacity.choices > 0 and capacity.tokens > 0) or now - heard_s >= capacity.retry_after_s):
                 return True
         return False
 
-    def roomiest(self, schedulers: Iterable[int], now: float) -> int | None:
+    def most_free(self, schedulers: Iterable[int], now: float) -> int | None:
         """The scheduler to send to: one that is not full, of those the one with most room; None of none."""
         best: tuple[bool, int] | None = None
         chosen = None
@@ -113,14 +113,14 @@ class Admission:
         return chosen
 
 
-def _is_full(known: tuple[Room, float], now: float) -> bool:
-    room, heard_s = known
-    return (room.choices <= 0 or room.tokens <= 0) and now - heard_s < FULL_FOR_S
+def _is_full(known: tuple[QueueCapacity, float], now: float) -> bool:
+    capacity, heard_s = known
+    return (capacity.choices <= 0 or capacity.tokens <= 0) and now - heard_s < FULL_FOR_S
 
 
-def _concerns(room: Room, tenant: str, user: str) -> bool:
+def _concerns(capacity: QueueCapacity, tenant: str, user: str) -> bool:
     """In a full queue others may take the place of the one that has most there."""
-    return room.tenant is None or (room.tenant, room.user) == (tenant, user)
+    return capacity.tenant is None or (capacity.tenant, capacity.user) == (tenant, user)
 
 
 def too_busy(retry_after_s: float, asleep: bool = False) -> RequestError:

@@ -12,9 +12,9 @@ from blockyard.shared.messages import (
     GatewayIn,
     Member,
     PathLost,
+    QueueCapacityChanged,
     Refused,
     Role,
-    RoomChanged,
     StatsTold,
     TextBatch,
     TextRejected,
@@ -71,8 +71,8 @@ class RingClient:
                 self._recovery.refused(peer, event, self.clock())
             case PathLost():
                 self._recovery.path_lost(peer, event.member, self.clock())
-            case RoomChanged():
-                self.admission.heard(peer, event.room, self.clock())
+            case QueueCapacityChanged():
+                self.admission.heard(peer, event.capacity, self.clock())
             case Controlled():
                 self.controls.answered(peer, event)
             case StatsTold():

@@ -75,7 +75,7 @@ class Dispatch:
         """False if there is no scheduler to send it to."""
         before = entry.scheduler
         candidates = self._admission.schedulers(entry.model)
-        chosen = before if before in candidates else self._admission.roomiest(candidates, entry.heard_s)
+        chosen = before if before in candidates else self._admission.most_free(candidates, entry.heard_s)
         if chosen is None or not self._links.send(chosen, entry.generate()):
             entry.scheduler = None
             return False

@@ -25,9 +25,9 @@ from blockyard.shared.messages import (
     Generate,
     Member,
     ModelCard,
+    QueueCapacity,
     Refused,
     Role,
-    Room,
     StatsTold,
     TextBatch,
     TextDelta,
@@ -78,7 +78,7 @@ class FakeRing(FakeLinks):
         super().__init__(Member("api_gateway", Role.API_GATEWAY, 99, "ipc:///99"), *MEMBERS)
         self.receive: Receive = lambda peer, event: None
         self.running: dict[str, Running] = {}
-        self.room = Room(100, 100_000)
+        self.capacity = QueueCapacity(100, 100_000)
         self.refuse: Callable[[Generate], Refused | None] = lambda frame: None
         self.control: Callable[[Control], Controlled] = lambda frame: Controlled(frame.request_id, 200, "", 0, False)
         self.silent: set[Role] = set()  # roles that answer nothing
@@ -135,7 +135,7 @@ class FakeRing(FakeLinks):
             return
         done = {c.index: len(c.output_ids) // 4 for c in frame.choices}
         self.running[frame.request_id] = Running(frame, to, done)
-        self.receive(to, Accepted(frame.request_id, frame.attempt, self.detokenizer, self.room))
+        self.receive(to, Accepted(frame.request_id, frame.attempt, self.detokenizer, self.capacity))
         if not self._stepping:
             self._stepping = True
             asyncio.get_running_loop().call_later(self.step_s, self._step)

@@ -12,7 +12,7 @@ from typing import Protocol
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import (
     Beam,
-    Choice,
+    ChoiceState,
     FinishReason,
     Generate,
     Sampling,
@@ -72,12 +72,11 @@ class Entry:
         "accepted",
         "attempt",
         "beam",
-        "block_names",
+        "block_hashes",
         "cache_salt",
         "cached_tokens",
         "came_s",
         "choices",
-        "crashes",
         "detokenizer",
         "gaps",
         "has_output",
@@ -106,7 +105,7 @@ class Entry:
         request_id: str,
         model: str,
         prompt_ids: bytes,
-        block_names: bytes,
+        block_hashes: bytes,
         sampling: Sampling,
         text: TextOptions,
         choices: list[ChoiceLog],
@@ -123,7 +122,7 @@ class Entry:
         self.request_id = request_id
         self.model = model
         self.prompt_ids = prompt_ids
-        self.block_names = block_names
+        self.block_hashes = block_hashes
         self.sampling = sampling
         self.text = text
         self.choices = choices
@@ -134,7 +133,6 @@ class Entry:
         self.cache_salt = cache_salt
         self.beam = beam
         self.n = len(choices) if n is None else n
-        self.crashes = 0
         self.attempt = 0
         self.scheduler: int | None = None  # incarnation; None while there is none to send to
         self.detokenizer: int | None = None
@@ -165,15 +163,16 @@ class Entry:
             attempt=self.attempt,
             model=self.model,
             prompt_ids=self.prompt_ids,
-            block_names=self.block_names,
+            block_hashes=self.block_hashes,
             sampling=self.sampling,
             text=self.text,
-            choices=[Choice(c.index, c.output_ids.tobytes(), c.chars_sent) for c in self.choices if c.finish is None],
+            choices=[
+                ChoiceState(c.index, c.output_ids.tobytes(), c.chars_sent) for c in self.choices if c.finish is None
+            ],
             priority=self.priority,
             tenant=self.tenant,
             user=self.user,
             cache_salt=self.cache_salt,
-            crashes=self.crashes,
             beam=self.beam,
         )
 

@@ -27,7 +27,7 @@ class Recovery:
         self._lost: OrderedDict[int, None] = OrderedDict()
 
     def accepted(self, peer: int, frame: Accepted, now: float) -> None:
-        self._admission.heard(peer, frame.room, now)
+        self._admission.heard(peer, frame.capacity, now)
         entry = self._journal.entries.get(frame.request_id)
         if entry is None:
             self._links.send(peer, Cancel(frame.request_id, frame.attempt))
@@ -39,21 +39,21 @@ class Recovery:
                 self._dispatch.later(entry, now + LOST_RETRY_S)
 
     def refused(self, peer: int, frame: Refused, now: float) -> None:
-        self._admission.heard(peer, frame.room, now)
+        self._admission.heard(peer, frame.capacity, now)
         entry = self._journal.entries.get(frame.request_id)
         if entry is None or frame.attempt != entry.attempt:
             return
         if entry.accepted and frame.status in (429, 503):  # it was admitted once: it only waits
             entry.heard_s = now
             entry.scheduler = None
-            self._dispatch.later(entry, now + frame.room.retry_after_s)
+            self._dispatch.later(entry, now + frame.capacity.retry_after_s)
             return
         entry.scheduler = None  # it keeps nothing that would have to be cancelled
         error = RequestError(frame.message, frame.field, frame.status)
         if frame.status == 429:
-            error = too_busy(frame.room.retry_after_s)
+            error = too_busy(frame.capacity.retry_after_s)
         elif frame.status == 503:
-            error.retry_after_s = frame.room.retry_after_s
+            error.retry_after_s = frame.capacity.retry_after_s
         self._dispatch.fail(entry, error)
 
     def changed(self, member: Member, now: float) -> None:

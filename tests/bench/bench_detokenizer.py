@@ -15,7 +15,7 @@ import msgspec
 from blockyard.services.detokenizer.streams import TextStreams
 from blockyard.services.detokenizer.token_table import TokenTable
 from blockyard.shared import tokenizer_files
-from blockyard.shared.block_names import block_names, root_name
+from blockyard.shared.block_hashes import block_hashes, root_hash
 from blockyard.shared.messages import (
     DetokenizerIn,
     StreamOpen,
@@ -90,7 +90,7 @@ def main() -> None:
     times = []
     for _ in range(20):
         started = time.perf_counter()
-        block_names(root_name("model"), prompt, 16)
+        block_hashes(root_hash("model"), prompt, 16)
         times.append(time.perf_counter() - started)
     print(
         f"{'block names':16} {1e3 * statistics.median(times):10.2f} ms for 32768 tokens (best {1e3 * min(times):.2f})"

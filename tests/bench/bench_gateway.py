@@ -25,8 +25,8 @@ from blockyard.shared.messages import (
     DetokenizerIn,
     FinishReason,
     Generate,
+    QueueCapacity,
     Role,
-    Room,
     SchedulerIn,
     TextBatch,
     TextDelta,
@@ -65,7 +65,7 @@ class Ring:
             for peer, frame in self.scheduler.poll(0.001):
                 if isinstance(frame, Generate):
                     accepted = Accepted(
-                        frame.request_id, frame.attempt, self.detokenizer.me.incarnation, Room(9999, 10**9)
+                        frame.request_id, frame.attempt, self.detokenizer.me.incarnation, QueueCapacity(9999, 10**9)
                     )
                     self.scheduler.answer(peer, accepted)
                     self.requests.append(frame.request_id)

@@ -32,11 +32,11 @@ from rig import Row, table
 
 from blockyard.services.scheduler.core import Scheduler, SchedulerSettings
 from blockyard.services.scheduler.workers.worker_groups import BatchLimits
-from blockyard.shared.block_names import block_names, root_name
+from blockyard.shared.block_hashes import block_hashes, root_hash
 from blockyard.shared.messages import (
     NO_TOKEN,
     Attached,
-    Choice,
+    ChoiceState,
     FinishReason,
     Frame,
     Generate,
@@ -112,7 +112,7 @@ class Bench:
     def _come(self) -> None:
         """Another request, of 8 keys with 4 users each."""
         i = self.num_come = self.num_come + 1
-        prompt, choices = array("I", [i] * 16).tobytes(), [Choice(0)]
+        prompt, choices = array("I", [i] * 16).tobytes(), [ChoiceState(0)]
         max_tokens = self.churn + i * 7919 % self.churn if self.churn else self.max_tokens
         frame = Generate(
             str(i),
@@ -194,7 +194,7 @@ class Lookups:
     def seat(self, request_id: str, prompt: bytes, names: bytes) -> tuple[float, int]:
         """Milliseconds from Generate to plan, and tokens found."""
         core = self.core
-        frame = Generate(request_id, 0, "m", prompt, names, Sampling(1), TextOptions(), [Choice(0)])
+        frame = Generate(request_id, 0, "m", prompt, names, Sampling(1), TextOptions(), [ChoiceState(0)])
         begun = time.perf_counter()
         core.handle(GATEWAY, frame, 0.0)
         frames = [outgoing.frame for outgoing in core.turn(0.0)]
@@ -211,7 +211,7 @@ def lookup_rows(num_tokens: int, rounds: int, host: bool = False) -> list[Row]:
     rows: list[Row] = []
     lookups = Lookups(num_tokens, num_tokens // (16 if host else 8) + host, host * num_tokens // 4)
     prompts = [array("I", range(first, first + num_tokens)).tobytes() for first in (0, 7)]
-    names = [block_names(root_name(""), prompt, 16) for prompt in prompts]
+    names = [block_hashes(root_hash(""), prompt, 16) for prompt in prompts]
     for label, given in (("names arrive with it", names[0]), ("names to be hashed", b"")):
         times, found = [], []
         with collector_off():

@@ -23,7 +23,7 @@ from blockyard.shared.config.worker import MockConfig, WorkerConfig
 from blockyard.shared.messages import (
     Accepted,
     Attach,
-    Choice,
+    ChoiceState,
     DetokenizerIn,
     FinishReason,
     GatewayIn,
@@ -117,7 +117,7 @@ class Ends:
 
     def generate(self, to: Member, request_id: str, max_tokens: int, **more: object) -> None:
         prompt = array("I", range(1, 20)).tobytes()
-        choices = more.pop("choices", [Choice(0)])
+        choices = more.pop("choices", [ChoiceState(0)])
         frame = Generate(
             request_id, more.pop("attempt", 0), "m", prompt, b"", Sampling(max_tokens), TextOptions(), choices
         )
@@ -177,7 +177,7 @@ def test_a_killed_scheduler_is_replaced_and_goes_on_from_the_journal(ring: Ring)
         before = e.ids()
         e.steps.clear()
         ring.scheduler()
-        journal = [Choice(0, array("I", before).tobytes())]
+        journal = [ChoiceState(0, array("I", before).tobytes())]
         e.generate(e.scheduler(), "r", 40, attempt=1, choices=journal)
         e.until(lambda: e.steps and e.steps[-1].finish is not None)
         assert [s.first for s in e.steps] == list(range(len(before), 40))

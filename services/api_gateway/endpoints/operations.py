@@ -8,7 +8,7 @@ from aiohttp import web
 from blockyard.services.api_gateway.http.access import Access, Route
 from blockyard.services.api_gateway.responses.json_response import json_response
 from blockyard.shared.errors import RequestError
-from blockyard.shared.messages import Control, Controlled, Part, Verb
+from blockyard.shared.messages import Control, Controlled, ControlVerb, MemoryTag
 from blockyard.shared.ring_client.controls import Controls
 
 SWITCH = {"": True, "1": True, "true": True, "0": False, "false": False}
@@ -45,7 +45,7 @@ class OperatorEndpoints:
 
     async def reset_prefix_cache(self, request: web.Request) -> web.Response:
         _check_query(request)
-        return await self._do(Control("", Verb.RESET_PREFIX_CACHE))
+        return await self._do(Control("", ControlVerb.RESET_PREFIX_CACHE))
 
     async def pause(self, request: web.Request) -> web.Response:
         """With `mode=keep` running requests stop where they are; with `wait` they finish before the answer is sent."""
@@ -56,33 +56,33 @@ class OperatorEndpoints:
         clear = SWITCH.get(request.query.get("clear_cache", "true").lower())
         if clear is None:
             raise RequestError("clear_cache must be true or false", "clear_cache")
-        return await self._do(Control("", Verb.PAUSE, drain=mode == "wait", clear_cache=clear))
+        return await self._do(Control("", ControlVerb.PAUSE, drain=mode == "wait", clear_cache=clear))
 
     async def resume(self, request: web.Request) -> web.Response:
         _check_query(request)
-        return await self._do(Control("", Verb.RESUME))
+        return await self._do(Control("", ControlVerb.RESUME))
 
     async def sleep(self, request: web.Request) -> web.Response:
         _check_query(request, "level")
         level = request.query.get("level", "1")
         if level not in ("1", "2"):
             raise RequestError(f"level must be 1 or 2, got {level[:40]!r}", "level")
-        return await self._do(Control("", Verb.SLEEP, level=int(level)))
+        return await self._do(Control("", ControlVerb.SLEEP, level=int(level)))
 
     async def wake_up(self, request: web.Request) -> web.Response:
         """`tags` restores only weights or kv_cache; workers sleep until both are restored."""
         _check_query(request, "tags")
         given = [tag for value in request.query.getall("tags", []) for tag in value.split(",")]
-        if wrong := [tag for tag in given if tag not in list(Part)]:
+        if wrong := [tag for tag in given if tag not in list(MemoryTag)]:
             raise RequestError(f"tags are weights and kv_cache, got {wrong[0][:40]!r}", "tags")
-        return await self._do(Control("", Verb.WAKE_UP, tags=sorted(set(map(Part, given)))))
+        return await self._do(Control("", ControlVerb.WAKE_UP, tags=sorted(set(map(MemoryTag, given)))))
 
     async def is_sleeping(self, request: web.Request) -> web.Response:
-        answers = await self._controls.ask(Control("", Verb.LOOK))
+        answers = await self._controls.ask(Control("", ControlVerb.STATUS))
         return json_response(IsSleeping(any(a.sleep_level for a in answers)))
 
     async def is_paused(self, request: web.Request) -> web.Response:
-        answers = await self._controls.ask(Control("", Verb.LOOK))
+        answers = await self._controls.ask(Control("", ControlVerb.STATUS))
         return json_response(IsPaused(any(a.paused for a in answers)))
 
     async def _do(self, control: Control) -> web.Response:

@@ -84,7 +84,6 @@ class MemberView(msgspec.Struct, frozen=True):
     progress: float
     notes: list[str]
     group: int
-    rank: int
     stats: StatsView
 
 
@@ -229,7 +228,6 @@ def _member(m: Member) -> MemberView:
         m.progress,
         m.notes,
         m.group,
-        m.rank,
         stats,
     )
 

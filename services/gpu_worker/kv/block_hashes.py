@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from blockyard.shared.messages import BlockName, BlockSave
+from blockyard.shared.messages import BlockSave, FullBlock
 
 
 class BlockNames:
@@ -20,12 +20,12 @@ class BlockNames:
         self._barred: dict[int, set[int]] = {}  # by slot
         self._host: dict[int, bytes] = {}  # of blocks in host memory
 
-    def learn(self, names: Iterable[BlockName]) -> None:
+    def learn(self, names: Iterable[FullBlock]) -> None:
         barred: set[int] = set().union(*self._barred.values()) if self._barred else set()
         for entry in names:
             if 0 <= entry.block < len(self._named) and entry.block not in barred:
                 self._named[entry.block] = True
-                self._names[entry.block] = entry.name
+                self._names[entry.block] = entry.block_hash
 
     def forget(self, blocks: npt.NDArray[np.int64]) -> None:
         hit = blocks[self._named[blocks]]
@@ -56,7 +56,7 @@ class BlockNames:
         """Blocks of host memory are overwritten; the good ones hold what they are called."""
         for save in saves:
             self._host.pop(save.host, None)
-        self._host.update((save.host, save.name) for save in good)
+        self._host.update((save.host, save.block_hash) for save in good)
 
     def in_host(self, host: int) -> bool:
         return host in self._host

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from blockyard.services.gpu_worker.interfaces import Done, Names, ParkedRunner
-from blockyard.shared.messages import Geometry, Part, StepPlan
+from blockyard.shared.messages import Geometry, MemoryTag, StepPlan
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class SleepingRunner:
     ) -> None:
         self.level = 0
         self.freed_bytes = 0
-        self._woken: set[Part] = set()  # what it took back in its sleep
+        self._woken: set[MemoryTag] = set()  # what it took back in its sleep
         self._start, self._held_bytes, self._settled = start, held_bytes, settled
         self._runner: ParkedRunner | None = start()
         self._geometry = self._runner.geometry
@@ -87,17 +87,17 @@ class SleepingRunner:
         log.info("asleep at level %d: %.1f MiB were freed", level, self.freed_bytes / 2**20)
         return self.freed_bytes
 
-    def wake(self, parts: Sequence[Part]) -> int:
+    def wake(self, parts: Sequence[MemoryTag]) -> int:
         """At level 2 KV has to wait for the weights, whose start decides its size."""
         if not self.level:
             return 0
         before = self._held_bytes()
         self._woken.update(parts)
         if self._runner is not None:
-            self._unpark(self._runner, Part.WEIGHTS in self._woken, Part.KV_CACHE in self._woken)
-        if self._runner is None and Part.WEIGHTS in self._woken:
+            self._unpark(self._runner, MemoryTag.WEIGHTS in self._woken, MemoryTag.KV_CACHE in self._woken)
+        if self._runner is None and MemoryTag.WEIGHTS in self._woken:
             self._begin()
-            if Part.KV_CACHE not in self._woken:
+            if MemoryTag.KV_CACHE not in self._woken:
                 self._awake().park(weights=False)
         self.freed_bytes = max(0, self.freed_bytes - max(0, self._held_bytes() - before))
         log.info("awake in part: %s", ", ".join(sorted(self._woken)))

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from zlib import crc32
 
-from blockyard.shared.messages import BlockCopy, BlockFetch, BlockName, BlockSave
+from blockyard.shared.messages import BlockCopy, BlockFetch, BlockSave, FullBlock
 from blockyard.shared.token_ids import ID_BYTES
 
 Held = tuple[int, bytes]  # what a block holds: the state before it, and the ids of its tokens
@@ -87,9 +87,9 @@ class MockKV:
         """False if the block does not hold what it is called, as far as that is known."""
         held = self._held.get(save.block, NOTHING)
         self._host.pop(save.host, None)
-        self._host[save.host] = (save.name, held)
+        self._host[save.host] = (save.block_hash, held)
         is_full = len(held[1]) == self.block_size * ID_BYTES
-        return save.block not in self.bad and self.names.get(save.block, save.name) == save.name and is_full
+        return save.block not in self.bad and self.names.get(save.block, save.block_hash) == save.block_hash and is_full
 
     def has(self, host: int) -> bool:
         return host in self._host
@@ -128,10 +128,10 @@ class MockKV:
                 return max(begin, (first + i) * size + same)
         return None  # somebody has gone on in the last of them
 
-    def learn(self, names: Iterable[BlockName]) -> None:
+    def learn(self, names: Iterable[FullBlock]) -> None:
         for entry in names:
             if entry.block not in self.bad:
-                self.names[entry.block] = entry.name
+                self.names[entry.block] = entry.block_hash
 
     def forget_all(self) -> None:
         """What is in the blocks, too: nobody may read it."""

@@ -61,7 +61,7 @@ class MockRunner:
         if self._fatal_id and any(self._fatal_id in array("I", start.token_ids) for start in plan.starts):
             raise RuntimeError(f"the mock's device fails on id {self._fatal_id}")
         results = self._batch.step(plan)
-        self.names.learn(plan.names)
+        self.names.learn(plan.full_blocks)
         if self._step_s:
             now = time.monotonic()
             start = self._done_at if now - self._done_at < BEHIND_S else now

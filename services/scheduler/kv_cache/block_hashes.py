@@ -1,7 +1,7 @@
 """What the blocks of a choice are called, as far as its tokens are known."""
 
 from blockyard.services.scheduler.sequences.requests import ID_BYTES, Choice
-from blockyard.shared.block_names import NAME_BYTES, block_name, name_list, root_name, split_names
+from blockyard.shared.block_hashes import HASH_BYTES, hash_block, hash_list, root_hash, split_hashes
 
 
 class BlockHasher:
@@ -21,23 +21,23 @@ class BlockHasher:
             parent = hashes[-1] if hashes else self._root(choice)
             ids = _ids(choice, first, first + missing * block_size)
             if missing == 1:  # as generation goes on
-                hashes.append(block_name(parent, ids))
+                hashes.append(hash_block(parent, ids))
             else:
-                hashes += name_list(parent, ids, block_size)
+                hashes += hash_list(parent, ids, block_size)
         return hashes
 
     def _prompt_hashes(self, choice: Choice, block_size: int) -> list[bytes]:
         """As they came with the request; none if they are those of another block size."""
-        given = choice.request.frame.block_names if self._shared else b""
-        fits = len(given) == choice.request.num_prompt // block_size * NAME_BYTES
-        return split_names(given) if fits else []
+        given = choice.request.frame.block_hashes if self._shared else b""
+        fits = len(given) == choice.request.num_prompt // block_size * HASH_BYTES
+        return split_hashes(given) if fits else []
 
     def _root(self, choice: Choice) -> bytes:
         frame = choice.request.frame
         if self._shared:
-            return root_name(self._scope, frame.adapter, frame.cache_salt)
+            return root_hash(self._scope, frame.cache_salt)
         own = frame.request_id.encode("utf-8", "surrogatepass")
-        return root_name(self._scope, frame.adapter, frame.cache_salt, [own])  # found by this request alone
+        return root_hash(self._scope, frame.cache_salt, [own])  # found by this request alone
 
 
 def _ids(choice: Choice, first: int, end: int) -> bytes:

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from blockyard.services.scheduler.kv_cache.block_hashes import BlockHasher
 from blockyard.services.scheduler.sequences.requests import NEVER, Choice, Seat
 from blockyard.services.scheduler.workers.worker_groups import WorkerGroup
-from blockyard.shared.block_names import NAME_BYTES, split_names
-from blockyard.shared.messages import Attached, BlockName
+from blockyard.shared.block_hashes import HASH_BYTES, split_hashes
+from blockyard.shared.messages import Attached, FullBlock
 
 
 @dataclass(slots=True)
@@ -147,19 +147,19 @@ class PrefixCache:
 
     def restore(self, group: WorkerGroup, frame: Attached) -> None:
         """A worker that was attached says what its blocks hold."""
-        hashes, blocks = frame.block_names, frame.block_ids
-        fits = len(hashes) == len(blocks) * NAME_BYTES and all(0 <= b < group.blocks.num_ids for b in blocks)
+        hashes, blocks = frame.block_hashes, frame.block_ids
+        fits = len(hashes) == len(blocks) * HASH_BYTES and all(0 <= b < group.blocks.num_ids for b in blocks)
         if self._enabled and fits:
-            group.blocks.restore(blocks, split_names(hashes))
-        host, hashes = frame.host_block_ids, frame.host_block_names
-        fits = len(hashes) == len(host) * NAME_BYTES and all(0 <= b < group.blocks.host.num_ids for b in host)
+            group.blocks.restore(blocks, split_hashes(hashes))
+        host, hashes = frame.host_block_ids, frame.host_block_hashes
+        fits = len(hashes) == len(host) * HASH_BYTES and all(0 <= b < group.blocks.host.num_ids for b in host)
         if self._enabled and fits:
-            group.blocks.host.restore(host, split_names(hashes))
+            group.blocks.host.restore(host, split_hashes(hashes))
 
-    def take_new_cached_blocks(self, group: WorkerGroup) -> list[BlockName]:
+    def take_new_cached_blocks(self, group: WorkerGroup) -> list[FullBlock]:
         """What is to be told with the next plan: full once that has run."""
         new = group.blocks.index.take_new()
-        return [*map(BlockName, new.keys(), new.values())] if new else []
+        return [*map(FullBlock, new.keys(), new.values())] if new else []
 
 
 def _find_window(group: WorkerGroup, hashes: list[bytes]) -> PrefixMatch:

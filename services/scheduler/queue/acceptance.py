@@ -54,8 +54,8 @@ class Acceptance:
         return True
 
     def notify(self, request: Request) -> None:
-        room = self._bounds.room()
-        self._outbox.answer(request.gateway, Accepted(request.id, request.attempt, request.detokenizer, room))
+        capacity = self._bounds.capacity()
+        self._outbox.answer(request.gateway, Accepted(request.id, request.attempt, request.detokenizer, capacity))
 
     def expire(self, now: float) -> list[Request]:
         """Those that have waited as long as anybody may. Others are promised to be served about now."""

@@ -4,7 +4,7 @@ from blockyard.services.scheduler.queue.queue_usage import Owner
 from blockyard.services.scheduler.queue.wait_estimate import WaitEstimate
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
 from blockyard.services.scheduler.sequences.requests import Amount, Request
-from blockyard.shared.messages import Room
+from blockyard.shared.messages import QueueCapacity
 
 LEAST_RETRY_S, MOST_RETRY_S = 1.0, 600.0
 
@@ -27,12 +27,12 @@ class QueueBounds:
         self._was_full = False  # when `news` was last asked for
         self._told_full = False  # somebody was told so since
 
-    def room(self) -> Room:
+    def capacity(self) -> QueueCapacity:
         """For a gateway that is told at once."""
         waits, full = self._waiting.usage.amount, self.is_full()
         self._told_full = self._told_full or full
         tenant, user = (self._waiting.usage.largest_user(self._share) if full else None) or (None, None)
-        return Room(
+        return QueueCapacity(
             max(0, self._max_choices - waits.choices),
             0 if self._is_slow(waits) else max(0, self._max_tokens - waits.tokens),
             max(LEAST_RETRY_S, self.wait_s),
@@ -41,13 +41,13 @@ class QueueBounds:
             self.asleep,
         )
 
-    def news(self) -> Room | None:
+    def news(self) -> QueueCapacity | None:
         """For everybody: it became full or has room again, also if it was full only while an answer said so."""
         full = self.is_full()
         if full == self._was_full and (full or not self._told_full):
             return None
         self._was_full = self._told_full = full
-        return self.room()
+        return self.capacity()
 
     def is_full(self) -> bool:
         return self._holds_most() or self._is_slow(self._waiting.usage.amount)

@@ -1,4 +1,4 @@
-"""Requests as they come: new, doubled, sent again, cancelled, stopped, out of time."""
+"""Requests as they come: new, doubled, sent again, cancelled, stopped."""
 
 from collections import Counter
 
@@ -6,7 +6,6 @@ from blockyard.services.scheduler.lifecycle import Lifecycle
 from blockyard.services.scheduler.outbox import Outbox
 from blockyard.services.scheduler.queue.acceptance import Acceptance
 from blockyard.services.scheduler.queue.admission import Admission, Refusal
-from blockyard.services.scheduler.queue.deadlines import Deadlines
 from blockyard.services.scheduler.queue.queue_bounds import QueueBounds
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
 from blockyard.services.scheduler.sequences.beam_sequences import Beams
@@ -14,7 +13,7 @@ from blockyard.services.scheduler.sequences.detokenizer_streams import Streams
 from blockyard.services.scheduler.sequences.parallel_sampling import Forks
 from blockyard.services.scheduler.sequences.requests import Amount, Choice, Request, make_choice, num_ids
 from blockyard.shared import messages
-from blockyard.shared.messages import Cancel, FinishReason, Generate, PathLost, Refused, Stop
+from blockyard.shared.messages import Cancel, Generate, PathLost, Refused, Stop
 
 QUEUE_FULL = Refusal(429, "", "the waiting queue is full")
 ALL_ASLEEP = Refusal(503, "", "the workers sleep and the waiting queue is full")
@@ -35,7 +34,6 @@ class RequestHandler:
     ) -> None:
         self.num_requests = 0
         self.num_refused: Counter[str] = Counter()  # by reason
-        self.deadlines = Deadlines()
         self._admission, self._waiting, self._bounds, self._lifecycle = admission, waiting, bounds, lifecycle
         self._streams, self._outbox, self._acceptance = streams, outbox, acceptance
         self._forks, self._beams = forks, beams
@@ -61,8 +59,6 @@ class RequestHandler:
             self._rebind(request, gateway, frame, resumable)
         else:
             self._start(request, gateway, frame, now)
-        if frame.deadline_s is not None:
-            self.deadlines.add(now + frame.deadline_s, frame.request_id, frame.attempt)
 
     def on_message(self, peer: int, frame: Cancel | Stop | PathLost) -> None:
         """What gateways and detokenizers say of requests that are there."""
@@ -89,16 +85,6 @@ class RequestHandler:
                     self._lifecycle.end(choice)
 
     def expire(self, now: float) -> None:
-        for request_id, attempt in self.deadlines.pop_due(now):
-            request = self._lifecycle.requests.get(request_id)
-            if request is None or request.attempt != attempt:
-                continue
-            text = f"not done within the deadline of {request.frame.deadline_s} s"
-            if request.accepted:
-                for choice in list(request.choices.values()):
-                    self._lifecycle.conclude(choice, FinishReason.FAILED, text)
-            else:
-                self._refuse(request, Refusal(504, "deadline_s", text), "deadline")
         for request in self._acceptance.expire(now):
             self._refuse(request, Refusal(503, "", "nobody could serve it in time"), "overdue")
 
@@ -124,8 +110,8 @@ class RequestHandler:
 
     def _answer(self, gateway: int, request_id: str, attempt: int, refusal: Refusal, reason: str) -> None:
         self.num_refused[reason] += 1
-        room = self._bounds.room()
-        frame = Refused(request_id, attempt, refusal.status, refusal.field, refusal.message, room)
+        capacity = self._bounds.capacity()
+        frame = Refused(request_id, attempt, refusal.status, refusal.field, refusal.message, capacity)
         self._outbox.answer(gateway, frame)
 
     def detokenizer_joined(self) -> None:
@@ -134,7 +120,7 @@ class RequestHandler:
             if request.attempt:
                 self._acceptance.accept(request)
 
-    def _resumable(self, request: Request | None, frame: Generate) -> dict[int, messages.Choice]:
+    def _resumable(self, request: Request | None, frame: Generate) -> dict[int, messages.ChoiceState]:
         """The listed choices that only need a new stream. None do while no detokenizer could open it."""
         if request is None or not request.accepted or not len(self._streams) or request.search is not None:
             return {}  # a beam search starts over
@@ -161,7 +147,9 @@ class RequestHandler:
         self._add_choices(request, frame.choices, found)
         self._acceptance.on_arrival(request, now)
 
-    def _rebind(self, request: Request, gateway: int, frame: Generate, resumable: dict[int, messages.Choice]) -> None:
+    def _rebind(
+        self, request: Request, gateway: int, frame: Generate, resumable: dict[int, messages.ChoiceState]
+    ) -> None:
         """A live request gets a new stream; its choices run on, or start from the ids they bring."""
         self._streams.unbind(request)
         found = _num_cached(request)
@@ -175,7 +163,7 @@ class RequestHandler:
         for index, listed in resumable.items():
             self._streams.catch_up(request.choices[index], num_ids(listed.output_ids))
 
-    def _add_choices(self, request: Request, listed: list[messages.Choice], found: dict[int, int | None]) -> None:
+    def _add_choices(self, request: Request, listed: list[messages.ChoiceState], found: dict[int, int | None]) -> None:
         choices = [make_choice(request, one.index, one.output_ids, found.get(one.index)) for one in listed]
         request.choices |= {choice.index: choice for choice in choices}
         if request.frame.beam is None:

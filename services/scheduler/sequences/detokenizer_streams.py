@@ -52,7 +52,7 @@ class Streams:
         lost, self._lost = self._lost, []
         return lost
 
-    def bind(self, request: Request, listed: list[messages.Choice]) -> bool:
+    def bind(self, request: Request, listed: list[messages.ChoiceState]) -> bool:
         """Opens a stream for each listed choice at the detokenizer with the fewest. False if none is alive."""
         sink = min(self._sinks.values(), key=lambda s: s.num_streams, default=None)
         request.sink = sink

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from blockyard.shared.errors import ConfigError
-from blockyard.shared.messages import Choice, Generate, Sampling, TextOptions
+from blockyard.shared.messages import ChoiceState, Generate, Sampling, TextOptions
 
 # No two of these are ever the same token, so that only what is meant to be shared is found.
 GROUP_IDS, PROMPT_IDS, OUTPUT_IDS = 0, 1 << 30, 1 << 31
@@ -76,7 +76,7 @@ def frames(requests: Iterable[TraceRequest], model: str) -> list[Generate]:
                     request.max_tokens or request.output_tokens, seed=serial, ignore_eos=request.max_tokens is None
                 ),
                 TextOptions(),
-                [Choice(i) for i in range(request.n)],
+                [ChoiceState(i) for i in range(request.n)],
                 priority=request.priority,
                 tenant=request.tenant,
             )

@@ -4,7 +4,7 @@ from blockyard.services.scheduler.batch.admission_delay import Gate
 from blockyard.services.scheduler.outbox import Outbox
 from blockyard.services.scheduler.workers.worker_groups import WorkerGroups
 from blockyard.services.scheduler.workers.worker_sleep import WorkerSleep
-from blockyard.shared.messages import Control, Controlled, Verb
+from blockyard.shared.messages import Control, Controlled, ControlVerb
 
 
 class Controls:
@@ -20,23 +20,23 @@ class Controls:
     def take(self, gateway: int, frame: Control, now: float) -> None:
         """Answered by `settle`, now or later."""
         match frame.verb:
-            case Verb.RESET_PREFIX_CACHE:
+            case ControlVerb.RESET_PREFIX_CACHE:
                 self._sleep.reset_prefix_cache(now)
-            case Verb.PAUSE:
+            case ControlVerb.PAUSE:
                 self._gate.paused, self._gate.frozen = True, not frame.drain
                 if frame.clear_cache and not frame.drain:
                     self._sleep.reset_prefix_cache(now)
-            case Verb.RESUME:
+            case ControlVerb.RESUME:
                 self._gate.paused = self._gate.frozen = False
-            case Verb.SLEEP if not self._may_sleep:
+            case ControlVerb.SLEEP if not self._may_sleep:
                 self._answer(gateway, frame, 400, "sleep needs a server that was started with --enable-sleep-mode")
                 return
-            case Verb.SLEEP if not 1 <= frame.level <= 2:
+            case ControlVerb.SLEEP if not 1 <= frame.level <= 2:
                 self._answer(gateway, frame, 400, f"level must be 1 or 2, got {frame.level}")
                 return
-            case Verb.SLEEP:
+            case ControlVerb.SLEEP:
                 self._sleep.sleep(frame.level)
-            case Verb.WAKE_UP:
+            case ControlVerb.WAKE_UP:
                 self._sleep.wake(now, frame.tags)
         self._open.append((gateway, frame))
         self.settle(now)
@@ -45,14 +45,14 @@ class Controls:
         """Answers what is done. To be called whenever something happened."""
         still: list[tuple[int, Control]] = []
         for gateway, frame in self._open:
-            if frame.verb is Verb.WAKE_UP and self._sleep.level and not self._sleep.has_restored(frame.tags):
+            if frame.verb is ControlVerb.WAKE_UP and self._sleep.level and not self._sleep.has_restored(frame.tags):
                 self._answer(gateway, frame, 409, "it was put to sleep again")
-            elif frame.verb is Verb.SLEEP and not self._sleep.level:
+            elif frame.verb is ControlVerb.SLEEP and not self._sleep.level:
                 self._answer(gateway, frame, 409, "it was woken up again")
             elif not self._is_done(frame):
                 still.append((gateway, frame))
             else:
-                if frame.verb is Verb.PAUSE and frame.drain and frame.clear_cache:
+                if frame.verb is ControlVerb.PAUSE and frame.drain and frame.clear_cache:
                     self._sleep.reset_prefix_cache(now)
                 self._answer(gateway, frame, 200, "")
         self._open = still
@@ -64,15 +64,15 @@ class Controls:
     def _is_done(self, frame: Control) -> bool:
         groups = self._groups.attached.values()
         match frame.verb:
-            case Verb.PAUSE if frame.drain:
+            case ControlVerb.PAUSE if frame.drain:
                 return not any(group.running or group.in_flight for group in groups)
-            case Verb.PAUSE:
+            case ControlVerb.PAUSE:
                 return not any(group.in_flight for group in groups) and not self._sleep.reattaching
-            case Verb.SLEEP:
+            case ControlVerb.SLEEP:
                 return self._sleep.all_asleep
-            case Verb.WAKE_UP if self._sleep.level:  # a part of it
+            case ControlVerb.WAKE_UP if self._sleep.level:  # a part of it
                 return self._sleep.all_asleep
-            case Verb.WAKE_UP | Verb.RESET_PREFIX_CACHE:
+            case ControlVerb.WAKE_UP | ControlVerb.RESET_PREFIX_CACHE:
                 return not self._sleep.reattaching
         return True
 

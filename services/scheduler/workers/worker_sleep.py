@@ -10,7 +10,7 @@ from collections.abc import Callable
 from blockyard.services.scheduler.outbox import Outbox
 from blockyard.services.scheduler.queue.queue_bounds import QueueBounds
 from blockyard.services.scheduler.workers.worker_groups import WorkerGroup, WorkerGroups
-from blockyard.shared.messages import Part, Sleep, Slept, Wake
+from blockyard.shared.messages import MemoryTag, Sleep, Slept, Wake
 
 
 class WorkerSleep:
@@ -23,7 +23,7 @@ class WorkerSleep:
         clear: Callable[[WorkerGroup, str], None],
     ) -> None:
         self.level = 0  # of sleep
-        self.restored: set[Part] = set()  # what sleeping workers were given back
+        self.restored: set[MemoryTag] = set()  # what sleeping workers were given back
         self.reattaching: set[int] = set()  # workers that were asked to attach again
         self._scheduler = scheduler
         self._groups, self._bounds, self._outbox, self._clear = groups, bounds, outbox, clear
@@ -42,7 +42,7 @@ class WorkerSleep:
     def is_asleep(self, worker: int) -> bool:
         return worker in self._asleep
 
-    def has_restored(self, parts: list[Part]) -> bool:
+    def has_restored(self, parts: list[MemoryTag]) -> bool:
         """Whether sleeping workers were told to take these back."""
         return bool(parts) and self.restored.issuperset(parts)
 
@@ -73,13 +73,13 @@ class WorkerSleep:
         for group in list(self._groups.attached.values()):
             self._put_to_sleep(group)
 
-    def wake(self, now: float, parts: list[Part]) -> None:
+    def wake(self, now: float, parts: list[MemoryTag]) -> None:
         """Without `parts`, or once all were named, workers serve again."""
         if self.level and parts and not self.restored.issuperset(parts):
             self.restored.update(parts)
-            for worker in self._asleep if len(self.restored) < len(Part) else ():
+            for worker in self._asleep if len(self.restored) < len(MemoryTag) else ():
                 self._send_control(worker, Wake(self._scheduler, parts))
-        if parts and len(self.restored) < len(Part):
+        if parts and len(self.restored) < len(MemoryTag):
             return
         self.level, self._bounds.asleep = 0, False
         self.restored.clear()

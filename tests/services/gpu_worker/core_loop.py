@@ -13,7 +13,7 @@ from blockyard.services.scheduler.core import Scheduler, SchedulerSettings
 from blockyard.services.scheduler.workers.worker_groups import BatchLimits
 from blockyard.shared.messages import (
     Attached,
-    Choice,
+    ChoiceState,
     FinishReason,
     Generate,
     Member,
@@ -71,7 +71,7 @@ class CoreLoop:
         self, request_id: str, prompt: list[int], sampling: Sampling, n: int | Sequence[int] = 1, **more: object
     ) -> None:
         """`n` choices, or those of these indexes."""
-        choices = [Choice(i) for i in (range(n) if isinstance(n, int) else n)]
+        choices = [ChoiceState(i) for i in (range(n) if isinstance(n, int) else n)]
         frame = Generate(request_id, 0, "m", as_bytes(prompt), b"", sampling, TextOptions(), choices, **more)
         self.core.handle(GATEWAY, frame, 0.0)
 

@@ -5,8 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from tiny_models import BY_NAME, start
 
+from blockyard.services.gpu_worker.kv.pool import block_bytes
 from blockyard.services.gpu_worker.memory import GIB, Need, length_that_fits, plan_bytes, plan_cpu, plan_cuda
 from blockyard.shared.errors import LoadError
 
@@ -114,9 +116,10 @@ def test_the_context_is_shortened_to_what_fits() -> None:
 
 def test_a_worker_offers_the_context_that_fits(tmp_path: Path) -> None:
     BY_NAME["llama"].save(tmp_path)
-    found = start(tmp_path, num_gpu_blocks_override=3, fit_max_model_len=True).geometry
+    runner = start(tmp_path, num_gpu_blocks_override=3, fit_max_model_len=True)
+    found = runner.geometry
     assert (found.num_blocks, found.max_model_len) == (3, 3 * found.block_size)
-    size = found.bytes_per_block
+    size = block_bytes(runner.model.shape, found.block_size, torch.float32)
     by_size = {"num_gpu_blocks_override": None, "kv_cache_memory_bytes": 5 * size + 1}
     found = start(tmp_path, fit_max_model_len=True, **by_size).geometry
     assert (found.num_blocks, found.max_model_len) == (5, 5 * found.block_size)

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from blockyard.kernels.sampling.philox_gumbel import gumbel_rows, split_seed
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.shared.messages import (
-    BlockName,
     FinishReason,
+    FullBlock,
     Sampling,
     SlotBlocks,
     SlotRun,
@@ -273,7 +273,7 @@ def test_kv_that_is_not_finite_does_not_reach_the_next_owner(runner: Runner) -> 
     runner.execute(StepPlan(1, 1, [], [started(0, prompt, greedy(), [6, 7])], [], [SlotRun(0, 8)]))
     with torch.inference_mode():
         runner.pool.memory[:, 6] = math.nan
-    plan = StepPlan(1, 2, [], [], [], [SlotRun(0, 4)], [BlockName(6, b"x" * 16)])
+    plan = StepPlan(1, 2, [], [], [], [SlotRun(0, 4)], [FullBlock(6, b"x" * 16)])
     (result,) = runner.execute(plan)
     assert (result.finish, result.detail) == (FinishReason.FAILED, "the model's logits are not finite")
     assert 6 not in runner.names.listed()[0]
@@ -313,7 +313,7 @@ def test_prompt_logprobs(runner: Runner, theirs: PreTrainedModel, options: dict[
 
 def test_block_names_live_as_long_as_their_content(runner: Runner) -> None:
     runner.reset(4)
-    names = [BlockName(20, b"a" * 16), BlockName(21, b"b" * 16)]
+    names = [FullBlock(20, b"a" * 16), FullBlock(21, b"b" * 16)]
     first = started(0, prompt_of(17), greedy(max_tokens=1), [20, 21, 22])
     runner.execute(StepPlan(1, 1, [], [first], [], [SlotRun(0, 17)], names))
     blocks, joined = runner.names.listed()

@@ -14,12 +14,21 @@ from blockyard.services.offline.inflight import Gate
 from blockyard.services.offline.prompts import read_prompts
 from blockyard.services.offline.sampling_params import SamplingParams, read
 from blockyard.shared.errors import RequestError
-from blockyard.shared.messages import Cancel, Frame, Generate, Refused, Role, Room, RoomChanged, Tokenize
+from blockyard.shared.messages import (
+    Cancel,
+    Frame,
+    Generate,
+    QueueCapacity,
+    QueueCapacityChanged,
+    Refused,
+    Role,
+    Tokenize,
+)
 from blockyard.shared.ring_client.client import RingClient
 from blockyard.shared.ring_client.fake_ring import CARD, SCHEDULER, FakeRing, member
 
 PATIENCE_S = 30.0
-FULL = Room(0, 0, retry_after_s=0.02)
+FULL = QueueCapacity(0, 0, retry_after_s=0.02)
 
 
 class ShortQueue(FakeRing):
@@ -36,7 +45,7 @@ class ShortQueue(FakeRing):
             self.num_refused += 1
             self.receive(to, Refused(frame.request_id, frame.attempt, 429, "", "full", FULL))
             return
-        self.room = Room(self.most - len(self.running) - 1, 10_000, 0.02)
+        self.capacity = QueueCapacity(self.most - len(self.running) - 1, 10_000, 0.02)
         super()._admit(to, frame)
         self.most_seen = max(self.most_seen, len(self.running))
 
@@ -44,7 +53,7 @@ class ShortQueue(FakeRing):
         was_full = len(self.running) >= self.most
         super()._step()
         if was_full and len(self.running) < self.most:
-            self.receive(SCHEDULER, RoomChanged(Room(self.most - len(self.running), 10_000)))
+            self.receive(SCHEDULER, QueueCapacityChanged(QueueCapacity(self.most - len(self.running), 10_000)))
 
 
 class Rig:
@@ -152,7 +161,9 @@ def test_refusals_by_somebody_elses_load_only_delay() -> None:
 def test_a_prompt_that_fails_leaves_the_others_alone() -> None:
     async def scene(rig: Rig) -> None:
         rig.ring.refuse = lambda f: (
-            Refused(f.request_id, f.attempt, 400, "prompt", "too odd", Room(9, 999)) if f.request_id == "b-1" else None
+            Refused(f.request_id, f.attempt, 400, "prompt", "too odd", QueueCapacity(9, 999))
+            if f.request_id == "b-1"
+            else None
         )
         batch = rig.batch(["a", "b", "c"], SamplingParams(max_tokens=2))
         await batch.run()

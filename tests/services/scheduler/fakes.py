@@ -11,7 +11,7 @@ from token_rows import steps_of
 from blockyard.shared.messages import (
     Accepted,
     Cancel,
-    Choice,
+    ChoiceState,
     Controlled,
     FinishReason,
     Frame,
@@ -69,14 +69,14 @@ class Journal:
 class FakeGateway:
     incarnation: int
     journals: dict[str, Journal] = field(default_factory=dict)
-    rooms: list[Frame] = field(default_factory=list)
+    capacities: list[Frame] = field(default_factory=list)
     controlled: list[Controlled] = field(default_factory=list)
     lost: set[str] = field(default_factory=set)  # requests to be sent again, as PathLost said
 
     def new(
         self, request_id: str, prompt: list[int], sampling: Sampling, n: int, names: bytes = b"", **more: object
     ) -> Generate:
-        choices = [Choice(i) for i in range(n)]
+        choices = [ChoiceState(i) for i in range(n)]
         frame = Generate(request_id, 0, "m", ids_bytes(prompt), names, sampling, TextOptions(), choices, **more)
         self.journals[request_id] = Journal(frame, {i: Output() for i in range(n)})
         return frame
@@ -85,8 +85,10 @@ class FakeGateway:
         """The same request with the next attempt and the ids that have come."""
         journal = self.journals[request_id]
         old = journal.frame
-        choices = [Choice(i, ids_bytes(journal.outputs[i].ids), len(journal.outputs[i].ids)) for i in journal.open()]
-        journal.frame = msgspec.structs.replace(old, attempt=old.attempt + 1, choices=choices, deadline_s=None)
+        choices = [
+            ChoiceState(i, ids_bytes(journal.outputs[i].ids), len(journal.outputs[i].ids)) for i in journal.open()
+        ]
+        journal.frame = msgspec.structs.replace(old, attempt=old.attempt + 1, choices=choices)
         journal.detokenizer = None
         return journal.frame
 
@@ -99,7 +101,7 @@ class FakeGateway:
             self.lost.update(self.journals if frame.member == self.incarnation else self.through(frame.member))
             return
         if not isinstance(frame, Accepted | Refused):
-            self.rooms.append(frame)
+            self.capacities.append(frame)
             return
         journal = self.journals[frame.request_id]
         if frame.attempt != journal.frame.attempt:

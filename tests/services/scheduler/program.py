@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from blockyard.services.scheduler.batch.partial_prefill_limits import PrefillShares
-from blockyard.shared.messages import Beam, BeamStop, Cancel, Control, Part, TokenStep, Verb
+from blockyard.shared.messages import Beam, BeamStop, Cancel, Control, ControlVerb, MemoryTag, TokenStep
 
 from .fakes import FakeGateway, ids_list
 from .world import Shape, World
@@ -54,7 +54,6 @@ class Program:
         self.world.add_worker()
         self.world.add_detokenizer()
         self.num_requests = self.num_searches = self.num_told = 0
-        self.due: dict[str, float] = {}  # when requests have to be over, unless they are sent again
         quiet = [self.work, self.submit, self.work, self.detokenize, self.work, self.submit, self.detokenize]
         self._rules: list[Callable[[int, int], None]] = quiet * 7
         self._rules += [
@@ -82,8 +81,8 @@ class Program:
             rule, a, b = data[i : i + BYTES_PER_STEP]
             self._rules[rule % len(self._rules)](a, b)
         world = self.world
-        self._tell(Verb.WAKE_UP)
-        self._tell(Verb.RESUME)
+        self._tell(ControlVerb.WAKE_UP)
+        self._tell(ControlVerb.RESUME)
         if not world.workers:
             world.add_worker()
         if not world.detokenizers:
@@ -137,15 +136,11 @@ class Program:
             beam = Beam(1 + a % 3 + b % 2, (1.0, 0.0, -0.5, 2.0)[b % 4], BeamStop(a % 3))
             sampling |= {"temperature": 0.0, "max_tokens": 1 + b % 12}
             sampling.pop("num_prompt_logprobs", None)
-        deadline_s = (0.1, 2.0)[a % 2] if b % 11 == 10 else None
-        if deadline_s is not None:
-            self.due[str(number)] = self.world.now + deadline_s
         self.world.submit(
             gateway,
             str(number),
             num_prompt,
             1 + a % 3,
-            deadline_s,
             self._prompt(a, b, num_prompt),
             tenant=f"key-{a % 3}",
             user=f"{b % 2}",
@@ -236,17 +231,21 @@ class Program:
 
     def operate(self, a: int, b: int) -> None:
         """Somebody pauses it, sends it to sleep or empties its cache, and mostly lets it go on soon."""
-        off, on = ((Verb.PAUSE, Verb.RESUME), (Verb.SLEEP, Verb.WAKE_UP), (Verb.RESET_PREFIX_CACHE, Verb.LOOK))[a % 3]
+        off, on = (
+            (ControlVerb.PAUSE, ControlVerb.RESUME),
+            (ControlVerb.SLEEP, ControlVerb.WAKE_UP),
+            (ControlVerb.RESET_PREFIX_CACHE, ControlVerb.STATUS),
+        )[a % 3]
         self._tell(off, level=1 + b % 2, drain=b % 3 == 0, clear_cache=b % 5 > 1)
-        if off is Verb.SLEEP and b % 4 == 0:
-            self._tell(Verb.WAKE_UP, tags=[list(Part)[b // 4 % 2]])
+        if off is ControlVerb.SLEEP and b % 4 == 0:
+            self._tell(ControlVerb.WAKE_UP, tags=[list(MemoryTag)[b // 4 % 2]])
         for worker in list(self.world.workers.values()):
             for _ in range(b % 4):
                 self.world.work(worker)
         if b % 7:
             self._tell(on)
 
-    def _tell(self, verb: Verb, **more: object) -> None:
+    def _tell(self, verb: ControlVerb, **more: object) -> None:
         gateway = pick(list(self.world.gateways.values()), 0) or self.world.add_gateway()
         self.num_told += 1
         self.world.tell(gateway.incarnation, Control(f"{self.num_told}", verb, **more))
@@ -254,9 +253,6 @@ class Program:
     def wait(self, a: int, b: int) -> None:
         self.world.now += a / 200
         self.world.turn()
-        live = self.world.core._lifecycle.requests
-        late = [name for name, due in self.due.items() if due < self.world.now and name in live]
-        assert not [name for name in late if not live[name].attempt], "they had a deadline"
 
     def _open(self, a: int) -> list[tuple[FakeGateway, str]]:
         """One open request, if there is any."""

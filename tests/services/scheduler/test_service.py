@@ -17,7 +17,7 @@ from blockyard.shared.messages import (
     Attach,
     Attached,
     Cancel,
-    Choice,
+    ChoiceState,
     Generate,
     Geometry,
     Member,
@@ -59,7 +59,7 @@ def attached() -> tuple[Service, FakeLinks]:
 
 
 def generate(it: Service, request_id: str = "r") -> None:
-    frame = Generate(request_id, 0, "m", b"\1\0\0\0" * 4, b"", Sampling(8), TextOptions(), [Choice(0)])
+    frame = Generate(request_id, 0, "m", b"\1\0\0\0" * 4, b"", Sampling(8), TextOptions(), [ChoiceState(0)])
     it.handle(GATEWAY.incarnation, frame, 0.0)
     it.turn(0.0)
 
@@ -127,7 +127,7 @@ def test_a_full_link_to_a_detokenizer_is_told_to_the_gateways_once_it_is_back() 
     it, links = attached()
     links.full.add(DETOKENIZER.incarnation)
     generate(it)
-    assert links.answered[-1] == (4, Accepted("r", 0, 3, links.answered[-1][1].room))
+    assert links.answered[-1] == (4, Accepted("r", 0, 3, links.answered[-1][1].capacity))
     links.full.clear()
     it.handle(3, Gone(DETOKENIZER), 0.0)
     it.turn(0.0)

@@ -15,7 +15,7 @@ from blockyard.services.gpu_worker.service import Worker
 from blockyard.services.scheduler.core import Scheduler, SchedulerSettings
 from blockyard.services.scheduler.outbox import Outgoing
 from blockyard.services.scheduler.workers.worker_groups import BatchLimits
-from blockyard.shared.block_names import block_names, root_name, split_names
+from blockyard.shared.block_hashes import block_hashes, root_hash, split_hashes
 from blockyard.shared.fake_links import FakeLinks
 from blockyard.shared.messages import (
     Attached,
@@ -175,13 +175,12 @@ class World:
         self.core.handle(peer, frame, self.now)
         self.turn()
 
-    def submit(  # noqa: PLR0917 -- by name
+    def submit(
         self,
         gateway: FakeGateway,
         request_id: str,
         num_prompt: int,
         n: int = 1,
-        deadline_s: float | None = None,
         prompt: list[int] | None = None,
         salt: str = "",
         tenant: str = "",
@@ -194,14 +193,13 @@ class World:
         sampling.setdefault("max_tokens", 8)
         prompt = prompt or [(i * 7 + num_prompt) % 50 for i in range(num_prompt)]
         named = len(gateway.journals) % 2
-        names = block_names(root_name(SCOPE, cache_salt=salt), ids_bytes(prompt), self.shape.block_size)
+        names = block_hashes(root_hash(SCOPE, cache_salt=salt), ids_bytes(prompt), self.shape.block_size)
         frame = gateway.new(
             request_id,
             prompt,
             Sampling(**sampling),
             n,
             names if named else b"",
-            deadline_s=deadline_s,
             cache_salt=salt,
             tenant=tenant,
             user=user,
@@ -289,10 +287,10 @@ class World:
         kv, size = worker.loop._runner.names, self.shape.block_size
         states: dict[bytes, int] = {}
         for journal in [j for g in self.gateways.values() for j in g.journals.values()] + self.done:
-            root = root_name(SCOPE, cache_salt=journal.frame.cache_salt)
+            root = root_hash(SCOPE, cache_salt=journal.frame.cache_salt)
             for out in journal.outputs.values():
                 ids = array("I", ids_list(journal.frame.prompt_ids) + out.ids)
-                names = split_names(block_names(root, ids.tobytes(), size))
+                names = split_hashes(block_hashes(root, ids.tobytes(), size))
                 states |= {name: state_of(ids[: size * end].tobytes()) for end, name in enumerate(names, 1)}
         for block, name in kv.names.items():
             held = kv.state(block)

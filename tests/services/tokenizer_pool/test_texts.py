@@ -11,7 +11,7 @@ from blockyard.services.tokenizer_pool.chat_template import ChatTemplates
 from blockyard.services.tokenizer_pool.service import TokenizerPool
 from blockyard.services.tokenizer_pool.texts import Texts
 from blockyard.services.tokenizer_pool.worker_frames import Answer, Work
-from blockyard.shared.block_names import block_names, root_name
+from blockyard.shared.block_hashes import block_hashes, root_hash
 from blockyard.shared.bus import Changed, Joined
 from blockyard.shared.fake_links import FakeLinks
 from blockyard.shared.messages import (
@@ -73,12 +73,12 @@ def test_text(texts: Texts, byte_tokenizer: Tokenizer) -> None:
     answer = done(texts, text="the quick fox jumps", cache_salt="salt")
     ids = byte_tokenizer.encode("the quick fox jumps").ids
     assert unpack(answer.token_ids) == ids and ids[0] == 0
-    assert answer.block_names == block_names(root_name("scope", cache_salt="salt"), pack(ids), 4)
-    assert len(answer.block_names) == 16 * (len(ids) // 4) > 0
+    assert answer.block_hashes == block_hashes(root_hash("scope", cache_salt="salt"), pack(ids), 4)
+    assert len(answer.block_hashes) == 16 * (len(ids) // 4) > 0
     assert (answer.text, answer.pieces, answer.bad_words) == ("", [], [])
     plain = unpack(done(texts, text="the quick fox jumps", add_special_tokens=False).token_ids)
     assert plain == ids[1:]
-    assert done(texts, text="the quick fox jumps").block_names != answer.block_names
+    assert done(texts, text="the quick fox jumps").block_hashes != answer.block_hashes
 
 
 def test_chat_gets_special_tokens_from_its_template_alone(texts: Texts, byte_tokenizer: Tokenizer) -> None:
@@ -94,7 +94,7 @@ def test_ids(texts: Texts, byte_tokenizer: Tokenizer) -> None:
     answer = done(texts, token_ids=pack(ids), want_text=True)
     assert unpack(answer.token_ids) == ids
     assert answer.text == "<s>the fox"
-    assert answer.block_names == done(texts, text="the fox").block_names
+    assert answer.block_hashes == done(texts, text="the fox").block_hashes
     bad = rejected(texts, token_ids=pack([1, texts.vocab_size]))
     assert bad.field == "prompt" and str(texts.vocab_size) in bad.message
     assert rejected(texts, token_ids=b"abc").field == "prompt"

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from blockyard.shared.messages import Role, Room
+from blockyard.shared.messages import QueueCapacity, Role
 from blockyard.shared.ring_client.admission import AWAY_S, UNHEARD, Admission
 from blockyard.shared.ring_client.fake_ring import CARD, SCHEDULER, member
 
@@ -28,7 +28,7 @@ def test_a_scheduler_that_said_nothing_takes_a_little() -> None:
 
 def test_room_bounds_choices_and_tokens_and_a_large_request_may_go_alone() -> None:
     one = admission(SCHEDULER)
-    one.heard(SCHEDULER, Room(3, 100), 0.0)
+    one.heard(SCHEDULER, QueueCapacity(3, 100), 0.0)
     assert one.takes("tiny", 3, 100, 0.0)
     assert not one.takes("tiny", 4, 4, 0.0)
     assert not one.takes("tiny", 2, 101, 0.0)
@@ -38,7 +38,7 @@ def test_room_bounds_choices_and_tokens_and_a_large_request_may_go_alone() -> No
 
 def test_old_news_are_worth_one_try() -> None:
     one = admission(SCHEDULER)
-    one.heard(SCHEDULER, Room(0, 0, retry_after_s=2.0), 10.0)
+    one.heard(SCHEDULER, QueueCapacity(0, 0, retry_after_s=2.0), 10.0)
     assert not one.takes("tiny", 1, 1, 11.9, alone=True)
     assert one.takes("tiny", 1, 1, 12.0, alone=True)
     assert not one.takes("tiny", 2, 2, 12.0)
@@ -46,8 +46,8 @@ def test_old_news_are_worth_one_try() -> None:
 
 def test_any_scheduler_with_room_will_do() -> None:
     two = admission(2, 22)
-    two.heard(2, Room(0, 0), 0.0)
-    two.heard(22, Room(9, 900), 0.0)
+    two.heard(2, QueueCapacity(0, 0), 0.0)
+    two.heard(22, QueueCapacity(9, 900), 0.0)
     assert two.takes("tiny", 9, 900, 0.0)
     two.gone(member(Role.SCHEDULER, 22), 0.0)
     assert not two.takes("tiny", 1, 1, 0.0)

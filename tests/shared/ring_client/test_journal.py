@@ -15,9 +15,9 @@ from blockyard.shared.messages import (
     FinishReason,
     Generate,
     Member,
+    QueueCapacity,
     Refused,
     Role,
-    Room,
     Sampling,
     TextBatch,
     TextDelta,
@@ -33,7 +33,7 @@ from blockyard.shared.ring_client.meters import Meters
 from blockyard.shared.ring_client.recovery import Recovery
 from blockyard.shared.token_ids import unpack
 
-ROOM = Room(10, 1000)
+ROOM = QueueCapacity(10, 1000)
 STALL_S = 5.0
 
 
@@ -107,7 +107,7 @@ class World:
             request_id="r",
             model="tiny",
             prompt_ids=b"\1\0\0\0",
-            block_names=b"",
+            block_hashes=b"",
             sampling=Sampling(num_tokens),
             text=TextOptions(),
             choices=[ChoiceLog(i, r) for i, r in enumerate(self.readers)],

@@ -1,7 +1,7 @@
 """Counters of members that are restarted, silent, listed late or by the thousand."""
 
 from blockyard.shared.fake_links import FakeLinks
-from blockyard.shared.messages import Member, Refusals, Role, Stats, StatsTold
+from blockyard.shared.messages import Member, RefusalCount, Role, Stats, StatsTold
 from blockyard.shared.ring_client.member_counts import MAX_KEPT, REFUSED, Counted, MemberCounts, scheduler_totals
 
 ME = Member("api_gateway", Role.API_GATEWAY, 99, "")
@@ -17,12 +17,14 @@ def only(counts: MemberCounts) -> Counted:
 
 
 def test_a_restarted_member_goes_on_counting() -> None:
-    links = FakeLinks(ME, scheduler(1, steps_total=7, running=3, refused=[Refusals("full", 2)]))
+    links = FakeLinks(ME, scheduler(1, steps_total=7, running=3, refused=[RefusalCount("full", 2)]))
     counts = MemberCounts(links)
     counts.gone(links.members.pop(1))
     assert (only(counts).count("steps_total"), only(counts).ready) == (7, None)
     assert scheduler_totals(counts.members()).running == 0
-    links.members[2] = scheduler(2, steps_total=5, running=1, refused=[Refusals("full", 1), Refusals("delay", 4)])
+    links.members[2] = scheduler(
+        2, steps_total=5, running=1, refused=[RefusalCount("full", 1), RefusalCount("delay", 4)]
+    )
     assert (only(counts).count("steps_total"), only(counts).stats.running, only(counts).ready) == (12, 1, True)
     assert dict(only(counts).of(REFUSED)) == {"full": 3, "delay": 4}
 

@@ -9,14 +9,14 @@ import pytest
 from blockyard.shared.messages import (
     Control,
     Controlled,
-    Part,
-    Refusals,
+    ControlVerb,
+    MemoryTag,
+    QueueCapacity,
+    QueueCapacityChanged,
+    RefusalCount,
     Role,
-    Room,
-    RoomChanged,
     Stats,
     TenantShare,
-    Verb,
 )
 from blockyard.shared.ring_client.fake_ring import SCHEDULER
 
@@ -24,16 +24,22 @@ from blockyard.shared.ring_client.fake_ring import SCHEDULER
 @pytest.mark.parametrize(
     ("path", "control"),
     [
-        ("/reset_prefix_cache", Control("", Verb.RESET_PREFIX_CACHE)),
-        ("/pause", Control("", Verb.PAUSE)),
-        ("/pause?mode=wait&clear_cache=false", Control("", Verb.PAUSE, drain=True, clear_cache=False)),
-        ("/resume", Control("", Verb.RESUME)),
-        ("/sleep", Control("", Verb.SLEEP)),
-        ("/sleep?level=2", Control("", Verb.SLEEP, level=2)),
-        ("/wake_up", Control("", Verb.WAKE_UP)),
-        ("/wake_up?tags=weights", Control("", Verb.WAKE_UP, tags=[Part.WEIGHTS])),
-        ("/wake_up?tags=weights&tags=kv_cache", Control("", Verb.WAKE_UP, tags=[Part.KV_CACHE, Part.WEIGHTS])),
-        ("/wake_up?tags=kv_cache,weights", Control("", Verb.WAKE_UP, tags=[Part.KV_CACHE, Part.WEIGHTS])),
+        ("/reset_prefix_cache", Control("", ControlVerb.RESET_PREFIX_CACHE)),
+        ("/pause", Control("", ControlVerb.PAUSE)),
+        ("/pause?mode=wait&clear_cache=false", Control("", ControlVerb.PAUSE, drain=True, clear_cache=False)),
+        ("/resume", Control("", ControlVerb.RESUME)),
+        ("/sleep", Control("", ControlVerb.SLEEP)),
+        ("/sleep?level=2", Control("", ControlVerb.SLEEP, level=2)),
+        ("/wake_up", Control("", ControlVerb.WAKE_UP)),
+        ("/wake_up?tags=weights", Control("", ControlVerb.WAKE_UP, tags=[MemoryTag.WEIGHTS])),
+        (
+            "/wake_up?tags=weights&tags=kv_cache",
+            Control("", ControlVerb.WAKE_UP, tags=[MemoryTag.KV_CACHE, MemoryTag.WEIGHTS]),
+        ),
+        (
+            "/wake_up?tags=kv_cache,weights",
+            Control("", ControlVerb.WAKE_UP, tags=[MemoryTag.KV_CACHE, MemoryTag.WEIGHTS]),
+        ),
     ],
 )
 async def test_each_operation_is_one_frame_and_its_answer(rig, path: str, control: Control) -> None:
@@ -52,7 +58,7 @@ async def test_is_sleeping_and_is_paused(rig) -> None:
                 assert await answer.json() == {"is_sleeping": bool(level)}
             async with r.http.get("/is_paused") as answer:
                 assert await answer.json() == {"is_paused": not level}
-        assert {frame.verb for frame in r.ring.frames(Control)} == {Verb.LOOK}
+        assert {frame.verb for frame in r.ring.frames(Control)} == {ControlVerb.STATUS}
 
 
 @pytest.mark.parametrize(
@@ -102,7 +108,7 @@ async def test_a_scheduler_that_is_lost_meanwhile_is_a_503(rig) -> None:
 
 async def test_a_full_queue_of_sleepers_is_a_503_with_retry_after(rig) -> None:
     async with rig() as r:
-        r.ring.receive(SCHEDULER, RoomChanged(Room(0, 0, 4.0, asleep=True)))
+        r.ring.receive(SCHEDULER, QueueCapacityChanged(QueueCapacity(0, 0, 4.0, asleep=True)))
         async with r.http.post("/v1/completions", json={"prompt": "x"}) as answer:
             assert (answer.status, answer.headers["Retry-After"]) == (503, "4")
 
@@ -115,7 +121,7 @@ async def test_metrics_show_the_queue(rig, num_host_blocks: int, mode: str) -> N
         host_blocks_total=num_host_blocks,
         waiting_tokens=70,
         wait_s=1.5,
-        refused=[Refusals("full", 3)],
+        refused=[RefusalCount("full", 3)],
         tenants=[TenantShare("key-1", 4, 6, 900)],
     )
     async with rig() as r:

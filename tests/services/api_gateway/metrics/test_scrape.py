@@ -8,7 +8,18 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from blockyard.shared.config.gateway import MetricsNames
-from blockyard.shared.messages import AskStats, Generate, Member, Refused, Role, Room, Scrape, Scraped, Stats, StatsTold
+from blockyard.shared.messages import (
+    AskStats,
+    Generate,
+    Member,
+    QueueCapacity,
+    Refused,
+    Role,
+    Scrape,
+    Scraped,
+    Stats,
+    StatsTold,
+)
 from blockyard.shared.ring_client.fake_ring import CARD, MEMBERS, SCHEDULER, member
 from blockyard.shared.ring_client.meters import Meters
 
@@ -211,7 +222,7 @@ async def test_a_gateway_learns_the_counters_of_gateways_that_left_before_it_sta
 
 async def test_refused_and_failed_requests_do_not_count_as_aborts(rig) -> None:
     def refuse(frame: Generate) -> Refused:
-        return Refused(frame.request_id, frame.attempt, 429, "", "full", Room(0, 0))
+        return Refused(frame.request_id, frame.attempt, 429, "", "full", QueueCapacity(0, 0))
 
     async with rig() as r:
         r.ring.fail_at = 2

@@ -11,7 +11,16 @@ import pytest
 from blockyard.services.api_gateway.requests.generate_request import ResponseOptions
 from blockyard.services.api_gateway.responses.event_stream import EventStream, merged
 from blockyard.services.api_gateway.responses.response_writer import ResponseWriter, UnreadText
-from blockyard.shared.messages import Cancel, Generate, Refused, Role, Room, RoomChanged, TextDelta, Tokenize
+from blockyard.shared.messages import (
+    Cancel,
+    Generate,
+    QueueCapacity,
+    QueueCapacityChanged,
+    Refused,
+    Role,
+    TextDelta,
+    Tokenize,
+)
 from blockyard.shared.ring_client.fake_ring import SCHEDULER
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
@@ -283,25 +292,25 @@ async def test_one_failing_prompt_cancels_the_others(rig) -> None:
 
 
 def refused(frame: Generate, status: int) -> Refused:
-    return Refused(frame.request_id, frame.attempt, status, "", "no room", Room(0, 0, 6.2))
+    return Refused(frame.request_id, frame.attempt, status, "", "no room", QueueCapacity(0, 0, 6.2))
 
 
 async def test_no_room_is_429_before_anything_is_tokenized(rig) -> None:
     async with rig() as r:
-        r.ring.room = Room(0, 0, 6.2)
+        r.ring.capacity = QueueCapacity(0, 0, 6.2)
         assert (await r.post(COMPLETION, completion(stream=False)))[0] == 200  # its answer says that it was the last
         r.ring.sent.clear()
         async with r.http.post(CHAT, json={"messages": USER}) as response:
             assert response.status == 429 and response.headers["Retry-After"] == "7"
             assert (await response.json())["error"]["code"] == "rate_limit_exceeded"
         assert r.ring.sent == []
-        r.ring.receive(SCHEDULER, RoomChanged(Room(5, 1000)))
+        r.ring.receive(SCHEDULER, QueueCapacityChanged(QueueCapacity(5, 1000)))
         assert (await r.post(COMPLETION, completion(stream=False)))[0] == 200
 
 
 async def test_a_queue_that_one_tenant_fills_is_open_to_others(rig) -> None:
     async with rig(api_keys=["sk-a", "sk-b"]) as r:
-        r.ring.room = Room(0, 0, 6.2, "key-0", "ann")
+        r.ring.capacity = QueueCapacity(0, 0, 6.2, "key-0", "ann")
 
         async def ask(key: str, user: str) -> int:
             headers = {"Authorization": f"Bearer {key}"}

@@ -19,7 +19,7 @@ from tiny_models import BY_NAME, VOCAB, greedy_score, start
 from blockyard.services.gpu_worker.execution.decode_graphs import IN_FLIGHT
 from blockyard.services.gpu_worker.execution.warm_up import warm_up
 from blockyard.services.gpu_worker.runner import Runner
-from blockyard.shared.messages import BlockName, FinishReason, Sampling, SlotRun, SlotStart, StepPlan
+from blockyard.shared.messages import FinishReason, FullBlock, Sampling, SlotRun, SlotStart, StepPlan
 
 EOS = [1, *range(20, 30)]  # so many that some streams meet one
 
@@ -191,7 +191,7 @@ def test_logits_that_are_not_finite_cost_their_slot_alone_and_its_blocks_are_scr
         if bad:
             with torch.inference_mode():
                 ahead.pool.memory[:, 6, :, :, 0] = math.nan
-        ahead.launch(plan(2, 0, 1, names=[BlockName(6, b"x" * 16)]))
+        ahead.launch(plan(2, 0, 1, full_blocks=[FullBlock(6, b"x" * 16)]))
         ahead.launch(plan(3, 0, 1))
         ahead.launch(plan(4, 1, ends=[0]))  # cancelled before it was known that it failed
         results = collected(ahead)
@@ -223,8 +223,8 @@ def test_a_slot_with_a_new_owner_while_the_old_ones_results_are_out(ahead: Runne
 
 def test_reset_waits_and_drops_what_is_in_flight(ahead: Runner) -> None:
     ahead.reset(4)
-    names = [BlockName(3, b"n" * 16)]
-    ahead.launch(plan(1, 0, starts=[started(0, prompt_of(1), greedy(), [3])], names=names))
+    names = [FullBlock(3, b"n" * 16)]
+    ahead.launch(plan(1, 0, starts=[started(0, prompt_of(1), greedy(), [3])], full_blocks=names))
     ahead.launch(plan(2, 0))
     ahead.reset(2)
     assert (ahead.in_flight, ahead.collect()) == (0, [])
@@ -285,7 +285,7 @@ def test_slots_that_change_their_logits_have_rows_as_long_as_there_are_some(ahea
 def test_first_steps_leave_nothing_behind(folder: Path, logits_of: Score, limits: dict[str, int]) -> None:
     runner = start(folder, **({"max_model_len": 64} | limits))
     run_ahead(runner, capacity=6)
-    names = [BlockName(300, b"n" * 16)] if not limits else []
+    names = [FullBlock(300, b"n" * 16)] if not limits else []
     runner.batch.names.learn(names)
     assert warm_up(runner) > 1
     assert (runner.in_flight, runner.collect(), runner.names.listed()[0]) == (0, [], [n.block for n in names])

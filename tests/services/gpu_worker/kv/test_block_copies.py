@@ -10,7 +10,7 @@ from ties import Score, Ties
 from tiny_models import BY_NAME, VOCAB, greedy_score, start
 
 from blockyard.services.gpu_worker.runner import Runner
-from blockyard.shared.messages import BlockCopy, BlockName, FinishReason, Sampling, SlotRun, SlotStart, StepPlan
+from blockyard.shared.messages import BlockCopy, FinishReason, FullBlock, Sampling, SlotRun, SlotStart, StepPlan
 
 GREEDY = Sampling(max_tokens=12, temperature=0.0, ignore_eos=True)
 
@@ -67,7 +67,7 @@ def test_a_block_that_is_copied_over_has_no_name_any_more(tiny: tuple[Runner, Sc
     runner.reset(2)
     size = runner.geometry.block_size
     prompt = [5] * (size + 3)
-    names = [BlockName(10, b"a" * 16)]
+    names = [FullBlock(10, b"a" * 16)]
     runner.execute(StepPlan(1, 1, [], [seat(0, prompt, [10, 11])], [], [SlotRun(0, 1000)], names))
     assert 10 in runner.names.listed()[0]
     runner.execute(StepPlan(1, 2, [], [], [], [SlotRun(0, 1)], copies=[BlockCopy(11, 10), BlockCopy(11, 10**6)]))

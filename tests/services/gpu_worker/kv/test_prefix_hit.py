@@ -9,7 +9,7 @@ from ties import Score, Ties
 from tiny_models import BY_NAME, VOCAB, greedy_score, start
 
 from blockyard.services.gpu_worker.runner import Runner
-from blockyard.shared.messages import BlockName, FinishReason, Sampling, SlotRun, SlotStart, StepPlan
+from blockyard.shared.messages import FinishReason, FullBlock, Sampling, SlotRun, SlotStart, StepPlan
 
 GREEDY = Sampling(max_tokens=30, temperature=0.0, ignore_eos=True)
 
@@ -91,7 +91,7 @@ def test_blocks_that_are_read_keep_their_names(tiny: tuple[Runner, Score]) -> No
     runner.reset(4)
     size = runner.geometry.block_size
     prompt = prompt_of(2 * size + 3, 5)
-    names = [BlockName(5, b"a" * 16), BlockName(6, b"b" * 16)]
+    names = [FullBlock(5, b"a" * 16), FullBlock(6, b"b" * 16)]
     runner.execute(StepPlan(1, 1, [], [seat(0, prompt, [5, 6, 7])], [], [SlotRun(0, 1000)], names))
     runner.execute(StepPlan(1, 2, [0], [seat(1, prompt, [5, 6, 8], 2 * size)], [], [SlotRun(1, 1000)]))
     assert {5, 6} <= set(runner.names.listed()[0])
@@ -103,11 +103,11 @@ def test_names_of_a_slot_that_could_not_start_are_not_learnt(tiny: tuple[Runner,
     runner.reset(4)
     size = runner.geometry.block_size
     bad = seat(0, [*prompt_of(2 * size, 6), VOCAB], [20, 21, 22])
-    (result,) = runner.execute(StepPlan(1, 1, [], [bad], [], [SlotRun(0, size)], [BlockName(20, b"a" * 16)]))
+    (result,) = runner.execute(StepPlan(1, 1, [], [bad], [], [SlotRun(0, size)], [FullBlock(20, b"a" * 16)]))
     assert result.finish is FinishReason.FAILED
-    runner.execute(StepPlan(1, 2, [], [], [], [SlotRun(0, size)], [BlockName(21, b"b" * 16)]))
+    runner.execute(StepPlan(1, 2, [], [], [], [SlotRun(0, size)], [FullBlock(21, b"b" * 16)]))
     assert not {20, 21} & set(runner.names.listed()[0])
     good = seat(1, prompt_of(2 * size + 1, 7), [20, 21, 22])
-    names = [BlockName(20, b"c" * 16), BlockName(21, b"d" * 16)]
+    names = [FullBlock(20, b"c" * 16), FullBlock(21, b"d" * 16)]
     runner.execute(StepPlan(1, 3, [0], [good], [], [SlotRun(1, 1000)], names))
     assert {20, 21} <= set(runner.names.listed()[0])

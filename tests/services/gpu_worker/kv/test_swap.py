@@ -14,7 +14,7 @@ from tiny_models import start as start_on
 from blockyard.services.gpu_worker.interfaces import Done
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.shared.errors import LoadError
-from blockyard.shared.messages import BlockFetch, BlockName, BlockSave, Sampling, SlotRun, SlotStart, Stats, StepPlan
+from blockyard.shared.messages import BlockFetch, BlockSave, FullBlock, Sampling, SlotRun, SlotStart, Stats, StepPlan
 
 NUM_STREAMS = 6
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -138,13 +138,13 @@ def test_a_fetch_that_fails_is_said_and_its_slot_is_silent(tiny: tuple[Path, Sco
     def begin(slot: int, blocks: list[int], num_found: int) -> SlotStart:
         return SlotStart(slot, as_bytes(prompt), len(prompt), num_found * size, blocks, greedy, 0)
 
-    names = [BlockName(i, bytes([i]) * 16) for i in range(3)]
+    names = [FullBlock(i, bytes([i]) * 16) for i in range(3)]
     runner.execute(StepPlan(1, 1, [], [begin(0, list(range(10)), 0)], [], [SlotRun(0, 100)], names))
     saves = [BlockSave(i, i * 2, bytes([i]) * 16) for i in range(3)]
     assert done_by(runner, StepPlan(1, 2, [0], [], [], [], [], saves)).failed_fetches == []
     fetches = [BlockFetch(0, 20), BlockFetch(1, 21), BlockFetch(4, 22)]
     starts = [begin(1, [20, 21, 22, *range(30, 37)], 3), begin(2, [20, *range(40, 49)], 1)]
-    told = [BlockName(b, b"t" * 16) for b in (20, 21, 33)]
+    told = [FullBlock(b, b"t" * 16) for b in (20, 21, 33)]
     done = done_by(runner, StepPlan(1, 3, [], starts, [], [SlotRun(1, 100), SlotRun(2, 100)], told, fetches=fetches))
     assert done.failed_fetches == [21]
     assert [r.slot for r in done.slots] == [2]

@@ -14,7 +14,7 @@ from blockyard.services.gpu_worker.loading.weight_offload import Parking, storag
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.services.gpu_worker.service import Worker
 from blockyard.shared.fake_links import FakeLinks
-from blockyard.shared.messages import Attach, Attached, Fenced, Member, Part, Role, Sampling, Sleep, Slept, Wake
+from blockyard.shared.messages import Attach, Attached, Fenced, Member, MemoryTag, Role, Sampling, Sleep, Slept, Wake
 from blockyard.shared.serving import rss_bytes
 
 GREEDY = Sampling(max_tokens=12, temperature=0.0, ignore_eos=True)
@@ -60,8 +60,8 @@ def test_tokens_are_the_same_before_and_after(folder: Path, level: int) -> None:
 
 
 @pytest.mark.parametrize("level", [1, 2])
-@pytest.mark.parametrize("first", list(Part))
-def test_weights_and_kv_come_back_one_after_the_other(folder: Path, level: int, first: Part) -> None:
+@pytest.mark.parametrize("first", list(MemoryTag))
+def test_weights_and_kv_come_back_one_after_the_other(folder: Path, level: int, first: MemoryTag) -> None:
     runners: list[Runner] = []
 
     def begin() -> Runner:
@@ -74,13 +74,13 @@ def test_weights_and_kv_come_back_one_after_the_other(folder: Path, level: int, 
     sleeper.wake([first])
     assert sleeper.level == level, "the rest is missing"
     if level == 1:
-        assert runners[0]._has_kv == (first is Part.KV_CACHE)
+        assert runners[0]._has_kv == (first is MemoryTag.KV_CACHE)
     else:  # KV waits for the weights
-        assert [runner._has_kv for runner in runners[1:]] == ([False] if first is Part.WEIGHTS else [])
+        assert [runner._has_kv for runner in runners[1:]] == ([False] if first is MemoryTag.WEIGHTS else [])
     sleeper.sleep(1)
     assert (sleeper.level, sleeper._woken) == (level, set()), "asleep again as before"
     sleeper.wake([first])
-    sleeper.wake([part for part in Part if part is not first])
+    sleeper.wake([part for part in MemoryTag if part is not first])
     sleeper.reset(4)
     assert (sleeper.level, sleeper._woken, runners[-1]._has_kv) == (0, set(), True)
     assert answer(runners[-1]) == before
@@ -182,7 +182,7 @@ class Stub:
         self.level = level
         return 7
 
-    def wake(self, parts: list[Part]) -> int:
+    def wake(self, parts: list[MemoryTag]) -> int:
         self.log.append("wake " + " ".join(parts))
         return 5
 
@@ -193,8 +193,8 @@ def test_the_loop_sleeps_for_its_scheduler_alone() -> None:
     it.orders.handle(1, Attach(1, num_slots=4, depth=1))
     it.orders.handle(2, Sleep(2, 1))
     it.orders.handle(1, Sleep(1, 2))
-    it.orders.handle(2, Wake(2, [Part.WEIGHTS]))
-    it.orders.handle(1, Wake(1, [Part.WEIGHTS]))
+    it.orders.handle(2, Wake(2, [MemoryTag.WEIGHTS]))
+    it.orders.handle(1, Wake(1, [MemoryTag.WEIGHTS]))
     it.orders.handle(1, Attach(1, num_slots=4, depth=1, forget=True))
     assert runner.log == ["reset", "sleep 2", "wake weights", "reset", "forget"]
     kinds = [type(frame) for _, frame in links.answered]

@@ -20,8 +20,8 @@ from blockyard.shared.config.worker import MockConfig, WorkerConfig
 from blockyard.shared.errors import LoadError
 from blockyard.shared.messages import (
     BlockCopy,
-    BlockName,
     FinishReason,
+    FullBlock,
     Geometry,
     Sampling,
     SlotBlocks,
@@ -233,7 +233,7 @@ def test_blocks_are_shared_by_those_that_begin_alike() -> None:
 def test_kv_and_names_outlive_slots() -> None:
     runner = MockRunner(GEOMETRY, PATTERN, step_s=0.0)
     runner.reset(4)
-    named = msgspec.structs.replace(plan((0, 5), starts=[seat(0, [3, 1])]), names=[BlockName(3, b"n" * 16)])
+    named = msgspec.structs.replace(plan((0, 5), starts=[seat(0, [3, 1])]), full_blocks=[FullBlock(3, b"n" * 16)])
     runner.execute(named)
     runner.reset(4)
     assert runner.names.listed() == ([3], b"n" * 16)

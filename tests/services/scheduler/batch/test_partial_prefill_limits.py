@@ -13,7 +13,7 @@ from blockyard.services.scheduler.workers.worker_groups import BatchLimits, Work
 from blockyard.shared.config.process import BusConfig, ProcessConfig
 from blockyard.shared.config.scheduler import SchedulerConfig
 from blockyard.shared.config.simulation import SimulationConfig
-from blockyard.shared.messages import Choice, Generate, Geometry, Sampling, StepPlan, TextOptions
+from blockyard.shared.messages import ChoiceState, Generate, Geometry, Sampling, StepPlan, TextOptions
 
 from ..conftest import Ring
 
@@ -78,7 +78,7 @@ def group_of(num_running: int) -> WorkerGroup:
 
 @pytest.mark.parametrize(("factor", "waits"), [(0.0, False), (0.5, True)])
 def test_the_next_prompt_waits_by_the_delay_factor(factor: float, waits: bool) -> None:
-    frame = Generate("r", 0, "m", b"\0\0\0\0", b"", Sampling(9), TextOptions(), [Choice(0)])
+    frame = Generate("r", 0, "m", b"\0\0\0\0", b"", Sampling(9), TextOptions(), [ChoiceState(0)])
     request = Request("r", 0, frame, 0, 0, 1, came_s=10.0)
     gate = Gate(factor)
     gate.took(0.4)

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from blockyard.shared.block_names import NAME_BYTES, block_names, root_name
+from blockyard.shared.block_hashes import HASH_BYTES, block_hashes, root_hash
 from blockyard.shared.messages import (
     Attached,
     Cancel,
@@ -36,8 +36,8 @@ def index_of(it: Ring) -> dict[bytes, int]:
 
 
 def names_of(ids: list[int], salt: str = "") -> list[bytes]:
-    names = block_names(root_name(SCOPE, cache_salt=salt), ids_bytes(ids), 4)
-    return [names[i : i + NAME_BYTES] for i in range(0, len(names), NAME_BYTES)]
+    names = block_hashes(root_hash(SCOPE, cache_salt=salt), ids_bytes(ids), 4)
+    return [names[i : i + HASH_BYTES] for i in range(0, len(names), HASH_BYTES)]
 
 
 def after(it: Ring, first: list[int], then: list[int], **more: object) -> int:
@@ -65,7 +65,7 @@ def test_switched_off_nothing_is_found_or_named(ring: type[Ring]) -> None:
     it = ring(prefix_caching=False)
     assert after(it, PROMPT, PROMPT) == 0
     assert it.world.core.stats().prefix_queries_total == 0
-    assert not any(plan.names for plan in plans(it))
+    assert not any(plan.full_blocks for plan in plans(it))
 
 
 def test_a_common_beginning_is_found_up_to_the_first_difference(ring: type[Ring]) -> None:
@@ -122,10 +122,10 @@ def test_what_a_plan_fills_is_found_by_the_next_one(ring: type[Ring]) -> None:
     it.submit("a", 0, prompt=PROMPT, max_tokens=2)
     it.submit("b", 0, prompt=PROMPT)
     first, _, third = plans(it)
-    assert [n.name for n in first.names] == names_of(PROMPT)
-    assert [n.block for n in first.names] == first.starts[0].blocks[:5]
+    assert [n.block_hash for n in first.full_blocks] == names_of(PROMPT)
+    assert [n.block for n in first.full_blocks] == first.starts[0].blocks[:5]
     assert (third.starts[0].num_computed, third.starts[0].blocks[:5]) == (20, first.starts[0].blocks[:5])
-    assert not third.names
+    assert not third.full_blocks
     it.finish()
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from blockyard.shared.messages import Accepted, FinishReason, Generate, Refused, RoomChanged
+from blockyard.shared.messages import Accepted, FinishReason, Generate, QueueCapacityChanged, Refused
 
 from ..conftest import Ring
 from ..world import World
@@ -58,11 +58,11 @@ def test_the_queue_is_bounded_in_choices(ring: type[Ring]) -> None:
     assert [it.journal(f"{i}").refused is None for i in range(4)] == [True, True, False, False]
     refused = it.journal("3").refused
     assert refused is not None
-    assert (refused.status, refused.room.choices) == (429, 0)
-    assert isinstance(it.gateway.rooms[-1], RoomChanged)
-    assert it.gateway.rooms[-1].room.choices == 0
+    assert (refused.status, refused.capacity.choices) == (429, 0)
+    assert isinstance(it.gateway.capacities[-1], QueueCapacityChanged)
+    assert it.gateway.capacities[-1].capacity.choices == 0
     it.finish()
-    assert [frame.room.choices > 0 for frame in it.gateway.rooms] == [False, True]
+    assert [frame.capacity.choices > 0 for frame in it.gateway.capacities] == [False, True]
 
 
 def test_room_that_was_gone_for_a_moment_is_told_again(ring: type[Ring]) -> None:
@@ -74,7 +74,7 @@ def test_room_that_was_gone_for_a_moment_is_told_again(ring: type[Ring]) -> None
         it.world.core.handle(gateway.incarnation, frame, it.world.now)
     it.world.turn()
     it.finish()
-    assert [frame.room.choices for frame in gateway.rooms] == [3]
+    assert [frame.capacity.choices for frame in gateway.capacities] == [3]
 
 
 def test_the_queue_is_bounded_in_tokens_but_takes_one_long_prompt(ring: type[Ring]) -> None:
@@ -121,31 +121,6 @@ def test_streams_go_where_the_fewest_are(ring: type[Ring]) -> None:
     it.finish()
 
 
-def test_a_deadline_fails_what_runs_and_refuses_what_was_never_accepted(ring: type[Ring]) -> None:
-    it = ring()
-    it.submit("running", 5, deadline_s=3.0, max_tokens=50)
-    it.submit("quick", 5, deadline_s=3.0, max_tokens=2)
-    it.steps(4)
-    it.world.now += 2.9
-    it.world.turn()
-    assert it.output("running").finish is None
-    it.world.now += 0.2
-    it.world.turn()
-    it.world.settle()
-    out = it.output("running")
-    assert out.finish is FinishReason.FAILED
-    assert "3.0 s" in out.detail
-    assert it.output("quick").finish is FinishReason.LENGTH
-    it.world.kill(it.detokenizer.incarnation)
-    it.submit("waiting", 5, deadline_s=1.0)
-    it.world.now += 2.0
-    it.world.turn()
-    refused = it.journal("waiting").refused
-    assert refused is not None
-    assert (refused.status, refused.field) == (504, "deadline_s")
-    it.finish()
-
-
 def test_what_came_before_the_geometry_was_known_fails_when_it_does_not_fit(ring: type[Ring]) -> None:
     world = World(ring().world.shape)
     gateway = world.add_gateway()
@@ -163,4 +138,4 @@ def test_accepted_says_how_much_room_is_left(ring: type[Ring]) -> None:
     it = ring(max_queue_len=5)
     it.submit("a", 7)
     answers = [o.frame for o in it.world.sent if isinstance(o.frame, Accepted | Refused)]
-    assert [(a.request_id, a.room.choices, a.room.tokens) for a in answers] == [("a", 4, 10_000 - 7)]
+    assert [(a.request_id, a.capacity.choices, a.capacity.tokens) for a in answers] == [("a", 4, 10_000 - 7)]

@@ -148,7 +148,9 @@ tickets = itertools.count(1)
 
 def ask(tenant: str, user: str = "", arrival: int = 0) -> Choice:
     ids = b"\0\0\0\0" * 100
-    frame = Generate("r", 0, "m", ids, b"", Sampling(9), TextOptions(), [messages.Choice(0)], tenant=tenant, user=user)
+    frame = Generate(
+        "r", 0, "m", ids, b"", Sampling(9), TextOptions(), [messages.ChoiceState(0)], tenant=tenant, user=user
+    )
     request = Request("r", 0, frame, 0, arrival, 100, owner=(tenant, user))
     choice = make_choice(request, 0, b"")
     choice.ticket = next(tickets)

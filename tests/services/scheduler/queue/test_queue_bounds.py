@@ -4,7 +4,7 @@ import pytest
 
 from blockyard.services.scheduler.queue.acceptance import MAX_SILENCE_S
 from blockyard.services.scheduler.queue.queue_bounds import MOST_RETRY_S
-from blockyard.shared.messages import Accepted, Beam, RoomChanged
+from blockyard.shared.messages import Accepted, Beam, QueueCapacityChanged
 
 from ..conftest import Ring
 
@@ -106,15 +106,15 @@ def test_a_full_queue_says_for_whom(ring: type[Ring]) -> None:
     it = busy(ring, max_queue_len=2)
     it.submit("a", 20, tenant="heavy", user="u")
     it.submit("b", 20, tenant="heavy", user="u")
-    frame = it.gateway.rooms[-1]
-    assert isinstance(frame, RoomChanged)
-    assert (frame.room.choices, frame.room.tenant, frame.room.user) == (0, "heavy", "u")
+    frame = it.gateway.capacities[-1]
+    assert isinstance(frame, QueueCapacityChanged)
+    assert (frame.capacity.choices, frame.capacity.tenant, frame.capacity.user) == (0, "heavy", "u")
     it.world.now = MAX_SILENCE_S + 1
     it.world.turn()
     it.submit("c", 20, tenant="light")
     refused = it.journal("c").refused
     assert refused is not None
-    assert refused.room.tenant is None, "nobody can give way: it is full for everybody"
+    assert refused.capacity.tenant is None, "nobody can give way: it is full for everybody"
     it.finish()
 
 
@@ -135,7 +135,7 @@ def test_who_would_wait_longer_than_allowed_is_refused(
     if refused:
         answer = it.journal("late").refused
         assert answer is not None
-        assert answer.room.retry_after_s == pytest.approx(0.5 + 1 + 1, rel=0.3)
+        assert answer.capacity.retry_after_s == pytest.approx(0.5 + 1 + 1, rel=0.3)
         assert reasons(it) == {"delay": 1}
     it.finish()
 
@@ -164,7 +164,7 @@ def test_retry_after_is_long_where_nothing_moves(ring: type[Ring]) -> None:
     it.submit("late", 10)
     refused = it.journal("late").refused
     assert refused is not None
-    assert refused.room.retry_after_s == MOST_RETRY_S
+    assert refused.capacity.retry_after_s == MOST_RETRY_S
     it.finish()
 
 

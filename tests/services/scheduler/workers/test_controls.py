@@ -2,12 +2,12 @@
 
 import pytest
 
-from blockyard.shared.messages import Control, Controlled, Part, Sleep, StepPlan, Verb
+from blockyard.shared.messages import Control, Controlled, ControlVerb, MemoryTag, Sleep, StepPlan
 
 from ..conftest import Ring
 
 
-def tell(it: Ring, verb: Verb, **more: object) -> None:
+def tell(it: Ring, verb: ControlVerb, **more: object) -> None:
     it.world.tell(it.gateway.incarnation, Control(f"{verb.name}", verb, **more))
 
 
@@ -29,7 +29,7 @@ def test_requests_wait_while_the_workers_sleep_and_go_on_where_they_were(ring: t
     it.submit("a", 10, max_tokens=20)
     it.steps(5)
     before = len(it.output("a").ids)
-    tell(it, Verb.SLEEP, level=level)
+    tell(it, ControlVerb.SLEEP, level=level)
     assert answers(it) == [], "the worker has not said that it sleeps"
     it.world.settle()
     assert answers(it) == [("SLEEP", 200)]
@@ -39,7 +39,7 @@ def test_requests_wait_while_the_workers_sleep_and_go_on_where_they_were(ring: t
     it.world.settle()
     stats = it.world.core.stats()
     assert (num_steps(it), stats.running, stats.waiting, it.world.core.phase) == (steps, 0, 2, "asleep")
-    tell(it, Verb.WAKE_UP)
+    tell(it, ControlVerb.WAKE_UP)
     it.finish()
     assert answers(it)[1:] == [("WAKE_UP", 200)]
     assert last(it).sleep_level == 0
@@ -50,12 +50,12 @@ def test_requests_wait_while_the_workers_sleep_and_go_on_where_they_were(ring: t
 def test_sleeping_twice_is_sleeping_once_and_deeper_is_deeper(ring: type[Ring]) -> None:
     it = ring()
     for level in (1, 1, 2, 1):
-        tell(it, Verb.SLEEP, level=level)
+        tell(it, ControlVerb.SLEEP, level=level)
         it.world.settle()
     assert [o.frame.level for o in it.world.sent if isinstance(o.frame, Sleep)] == [1, 2]
     assert [answer.sleep_level for answer in it.gateway.controlled] == [1, 1, 2, 2]
     for _ in range(2):
-        tell(it, Verb.WAKE_UP)
+        tell(it, ControlVerb.WAKE_UP)
         it.world.settle()
     assert [answer.sleep_level for answer in it.gateway.controlled][4:] == [0, 0]
     it.submit("a", 5)
@@ -64,10 +64,10 @@ def test_sleeping_twice_is_sleeping_once_and_deeper_is_deeper(ring: type[Ring]) 
 
 def test_sleep_needs_its_flag_and_a_level(ring: type[Ring]) -> None:
     it = ring(may_sleep=False)
-    tell(it, Verb.SLEEP)
+    tell(it, ControlVerb.SLEEP)
     assert "--enable-sleep-mode" in last(it).message
     awake = ring()
-    tell(awake, Verb.SLEEP, level=3)
+    tell(awake, ControlVerb.SLEEP, level=3)
     assert (last(it).status, last(awake).status) == (400, 400)
     awake.submit("a", 5)
     awake.finish()
@@ -77,24 +77,28 @@ def test_parts_come_back_one_after_the_other(ring: type[Ring]) -> None:
     it = ring()
     it.submit("a", 10, max_tokens=20)
     it.steps(5)
-    tell(it, Verb.WAKE_UP, tags=[Part.WEIGHTS])
+    tell(it, ControlVerb.WAKE_UP, tags=[MemoryTag.WEIGHTS])
     it.world.settle()
     assert answers(it) == [("WAKE_UP", 200)], "nothing sleeps"
-    tell(it, Verb.SLEEP)
-    tell(it, Verb.WAKE_UP, tags=[Part.WEIGHTS])
+    tell(it, ControlVerb.SLEEP)
+    tell(it, ControlVerb.WAKE_UP, tags=[MemoryTag.WEIGHTS])
     assert len(answers(it)) == 1, "the worker has done neither"
     it.world.settle()
     assert answers(it)[1:] == [("SLEEP", 200), ("WAKE_UP", 200)]
-    assert (last(it).sleep_level, it.world.core.phase, it.worker.loop._runner._woken) == (1, "asleep", {Part.WEIGHTS})
+    assert (last(it).sleep_level, it.world.core.phase, it.worker.loop._runner._woken) == (
+        1,
+        "asleep",
+        {MemoryTag.WEIGHTS},
+    )
     late = it.world.add_worker()
     it.world.settle()
-    assert (late.loop._runner.level, late.loop._runner._woken) == (1, {Part.WEIGHTS})
-    tell(it, Verb.SLEEP)
+    assert (late.loop._runner.level, late.loop._runner._woken) == (1, {MemoryTag.WEIGHTS})
+    tell(it, ControlVerb.SLEEP)
     it.world.settle()
     assert not it.worker.loop._runner._woken, "that part sleeps again"
-    for tags in ([Part.KV_CACHE], [Part.KV_CACHE], [Part.WEIGHTS]):
+    for tags in ([MemoryTag.KV_CACHE], [MemoryTag.KV_CACHE], [MemoryTag.WEIGHTS]):
         assert it.world.core.phase == "asleep"
-        tell(it, Verb.WAKE_UP, tags=tags)
+        tell(it, ControlVerb.WAKE_UP, tags=tags)
         it.world.settle()
     assert [status for _, status in answers(it)] == [200] * 7
     assert (last(it).sleep_level, late.loop._runner.level) == (0, 0)
@@ -104,7 +108,7 @@ def test_parts_come_back_one_after_the_other(ring: type[Ring]) -> None:
 
 def test_a_worker_that_joins_sleepers_sleeps_and_one_that_dies_asleep_is_not_waited_for(ring: type[Ring]) -> None:
     it = ring()
-    tell(it, Verb.SLEEP)
+    tell(it, ControlVerb.SLEEP)
     it.world.settle()
     late = it.world.add_worker()
     it.world.settle()
@@ -113,15 +117,15 @@ def test_a_worker_that_joins_sleepers_sleeps_and_one_that_dies_asleep_is_not_wai
     it.world.settle()
     assert it.world.core.stats().waiting == 1
     it.world.kill(it.worker.incarnation)
-    tell(it, Verb.WAKE_UP)
+    tell(it, ControlVerb.WAKE_UP)
     it.finish()
     assert answers(it)[-1] == ("WAKE_UP", 200)
 
 
 def test_whoever_is_woken_up_before_it_sleeps_is_told(ring: type[Ring]) -> None:
     it = ring()
-    tell(it, Verb.SLEEP)
-    tell(it, Verb.WAKE_UP)
+    tell(it, ControlVerb.SLEEP)
+    tell(it, ControlVerb.WAKE_UP)
     it.world.settle()
     assert answers(it) == [("SLEEP", 409), ("WAKE_UP", 200)]
     it.submit("a", 5)
@@ -130,14 +134,14 @@ def test_whoever_is_woken_up_before_it_sleeps_is_told(ring: type[Ring]) -> None:
 
 def test_a_full_queue_before_sleepers_is_a_503(ring: type[Ring]) -> None:
     it = ring(max_queue_len=1)
-    tell(it, Verb.SLEEP)
+    tell(it, ControlVerb.SLEEP)
     it.world.settle()
     it.submit("a", 5)
     it.submit("b", 5)
     refused = it.journal("b").refused
     assert refused is not None
-    assert (refused.status, refused.room.asleep) == (503, True)
-    tell(it, Verb.WAKE_UP)
+    assert (refused.status, refused.capacity.asleep) == (503, True)
+    tell(it, ControlVerb.WAKE_UP)
     it.finish()
 
 
@@ -146,7 +150,7 @@ def test_paused_requests_stand_still_and_go_on(ring: type[Ring], clear: bool) ->
     it = ring()
     it.submit("a", 10, max_tokens=20)
     it.steps(4)
-    tell(it, Verb.PAUSE, clear_cache=clear)
+    tell(it, ControlVerb.PAUSE, clear_cache=clear)
     it.world.settle()
     assert answers(it) == [("PAUSE", 200)]
     it.submit("b", 6)
@@ -155,7 +159,7 @@ def test_paused_requests_stand_still_and_go_on(ring: type[Ring], clear: bool) ->
     assert len(it.output("a").ids) < 20
     assert it.world.core.phase == "paused"
     starts = sum(len(o.frame.starts) for o in it.world.sent if isinstance(o.frame, StepPlan))
-    tell(it, Verb.RESUME)
+    tell(it, ControlVerb.RESUME)
     it.finish()
     more = sum(len(o.frame.starts) for o in it.world.sent if isinstance(o.frame, StepPlan)) - starts
     assert more == (2 if clear else 1), "with another cache what ran starts again"
@@ -166,14 +170,14 @@ def test_a_pause_that_waits_is_answered_when_all_that_ran_has_ended(ring: type[R
     it = ring()
     it.submit("a", 10, max_tokens=20)
     it.steps(4)
-    tell(it, Verb.PAUSE, drain=True, clear_cache=clear)
+    tell(it, ControlVerb.PAUSE, drain=True, clear_cache=clear)
     it.submit("b", 6)
     it.steps(4)
     assert answers(it) == []
     it.world.settle()
     assert answers(it) == [("PAUSE", 200)]
     assert (len(it.output("a").ids), it.output("b").ids) == (20, [])
-    tell(it, Verb.RESUME)
+    tell(it, ControlVerb.RESUME)
     it.submit("a again", 10)
     it.finish()
     assert bool(it.output("a again").num_cached) != clear
@@ -185,7 +189,7 @@ def test_a_forgotten_cache_finds_nothing(ring: type[Ring]) -> None:
     it.world.settle()
     it.submit("b", 20, max_tokens=3)
     it.world.settle()
-    tell(it, Verb.RESET_PREFIX_CACHE)
+    tell(it, ControlVerb.RESET_PREFIX_CACHE)
     it.world.settle()
     assert answers(it) == [("RESET_PREFIX_CACHE", 200)]
     it.submit("c", 20, max_tokens=3)
@@ -194,7 +198,7 @@ def test_a_forgotten_cache_finds_nothing(ring: type[Ring]) -> None:
     assert not it.output("c").num_cached
 
 
-def test_a_look_changes_nothing(ring: type[Ring]) -> None:
+def test_asking_for_the_status_changes_nothing(ring: type[Ring]) -> None:
     it = ring()
-    tell(it, Verb.LOOK)
-    assert last(it) == Controlled("LOOK", 200, "", 0, False)
+    tell(it, ControlVerb.STATUS)
+    assert last(it) == Controlled("STATUS", 200, "", 0, False)

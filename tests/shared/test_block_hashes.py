@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blockyard.shared.block_names import NAME_BYTES, block_name, block_names, name_list, root_name, split_names
+from blockyard.shared.block_hashes import HASH_BYTES, block_hashes, hash_block, hash_list, root_hash, split_hashes
 from blockyard.shared.token_ids import pack, unpack
 
 ids_lists = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 
 
 def split(names: bytes) -> list[bytes]:
-    return [names[i : i + NAME_BYTES] for i in range(0, len(names), NAME_BYTES)]
+    return [names[i : i + HASH_BYTES] for i in range(0, len(names), HASH_BYTES)]
 
 
 def name(data: bytes) -> bytes:
@@ -23,31 +23,31 @@ def name(data: bytes) -> bytes:
 
 def test_known_value() -> None:
     """Changing how names are made must be seen: processes of two versions would disagree silently."""
-    root = name(b"".join(struct.pack("<Q", len(part)) + part for part in (b"m", b"a", b"s")))
-    assert root_name("m", "a", "s") == root
+    root = name(b"".join(struct.pack("<Q", len(part)) + part for part in (b"m", b"s")))
+    assert root_hash("m", "s") == root
     first = name(root + struct.pack("<2I", 1, 2))
     second = name(first + struct.pack("<2I", 3, 4))
-    assert block_names(root, pack([1, 2, 3, 4, 5]), 2) == first + second
-    assert block_name(root, pack([1, 2])) == first
+    assert block_hashes(root, pack([1, 2, 3, 4, 5]), 2) == first + second
+    assert hash_block(root, pack([1, 2])) == first
 
 
 @pytest.mark.parametrize("num_names", [0, 1, 63, 64, 65, 200])
 def test_names_side_by_side_and_in_a_list_are_the_same(num_names: int) -> None:
-    names = name_list(root_name("m"), pack(list(range(2 * num_names + 1))), 2)
+    names = hash_list(root_hash("m"), pack(list(range(2 * num_names + 1))), 2)
     assert len(names) == num_names
-    assert split_names(b"".join(names)) == names
+    assert split_hashes(b"".join(names)) == names
 
 
 @given(ids=ids_lists, more=ids_lists, block_size=st.integers(1, 8))
 def test_chain(ids: list[int], more: list[int], block_size: int) -> None:
-    root = root_name("m")
-    names = split(block_names(root, pack(ids), block_size))
+    root = root_hash("m")
+    names = split(block_hashes(root, pack(ids), block_size))
     assert len(names) == len(ids) // block_size
-    longer = split(block_names(root, pack(ids + more), block_size))
+    longer = split(block_hashes(root, pack(ids + more), block_size))
     assert longer[: len(names)] == names
     # the scheduler goes on from the last full block
     start = len(names) * block_size
-    rest = split(block_names(names[-1] if names else root, pack((ids + more)[start:]), block_size))
+    rest = split(block_hashes(names[-1] if names else root, pack((ids + more)[start:]), block_size))
     assert names + rest == longer
     assert len(set(longer)) == len(longer)
 
@@ -55,19 +55,18 @@ def test_chain(ids: list[int], more: list[int], block_size: int) -> None:
 @given(ids=st.lists(st.integers(0, 99), min_size=8, max_size=8), at=st.integers(0, 7))
 def test_a_change_renames_its_block_and_all_after(ids: list[int], at: int) -> None:
     changed = [*ids[:at], ids[at] + 1, *ids[at + 1 :]]
-    before, after = (split(block_names(root_name("m"), pack(i), 2)) for i in (ids, changed))
+    before, after = (split(block_hashes(root_hash("m"), pack(i), 2)) for i in (ids, changed))
     assert [a == b for a, b in zip(before, after, strict=True)] == [n < at // 2 for n in range(4)]
 
 
 def test_whatever_else_kv_depends_on_is_in_the_root() -> None:
     roots = [
-        root_name("m"),
-        root_name("n"),
-        root_name("m", adapter="x"),
-        root_name("m", cache_salt="x"),
-        root_name("mx"),
-        root_name("m", "", "", [b"x"]),
-        root_name("m", "", "", [b"x", b""]),
+        root_hash("m"),
+        root_hash("n"),
+        root_hash("m", cache_salt="x"),
+        root_hash("mx"),
+        root_hash("m", "", [b"x"]),
+        root_hash("m", "", [b"x", b""]),
     ]
     assert len(set(roots)) == len(roots)
 

@@ -1,0 +1,186 @@
+"""Every frame that crosses a process boundary, one module a conversation.
+
+All names are imported from this package. New fields go last, with a default. Token ids of prompts are bytes
+(little-endian uint32), and so are block hashes (16 bytes a block): services that only forward them never decode them.
+Incarnations are 64 random bits, compared for equality and never ordered. Each socket accepts one union of frames,
+defined here (`GatewayIn`, `SchedulerIn`, ...). Imports go from the conversations to `base`, never back.
+"""
+
+from blockyard.shared.messages.base import NO_TOKEN, PROTOCOL_VERSION, FinishReason, Frame, Hello, Record, Role
+from blockyard.shared.messages.controls import Control, Controlled, ControlVerb, MemoryTag, Sleep, Slept, Wake
+from blockyard.shared.messages.membership import (
+    STEP_TOKENS,
+    Announce,
+    AskMembers,
+    Leave,
+    LinkLost,
+    Member,
+    Members,
+    ModelCard,
+    RefusalCount,
+    Stats,
+    TenantShare,
+)
+from blockyard.shared.messages.metrics import AskStats, PastText, Scrape, Scraped, StatsTold
+from blockyard.shared.messages.requests import (
+    Accepted,
+    Beam,
+    BeamStop,
+    Cancel,
+    ChoiceState,
+    Generate,
+    QueueCapacity,
+    QueueCapacityChanged,
+    Refused,
+    Sampling,
+    TextOptions,
+)
+from blockyard.shared.messages.steps import (
+    Attach,
+    Attached,
+    BlockCopy,
+    BlockFetch,
+    BlockSave,
+    Broken,
+    Fenced,
+    FullBlock,
+    Geometry,
+    OutOfStep,
+    SlotBlocks,
+    SlotResult,
+    SlotRun,
+    SlotStart,
+    StepPlan,
+    StepResult,
+)
+from blockyard.shared.messages.streams import (
+    PathLost,
+    Stop,
+    StreamOpen,
+    StreamRef,
+    TextBatch,
+    TextDelta,
+    TextLogprobs,
+    TokenBatch,
+    TokenLogprobs,
+    TokenRows,
+    TokenStep,
+)
+from blockyard.shared.messages.text import Detokenize, Detokenized, TextRejected, Tokenize, Tokenized
+
+RegistryIn = Announce | Leave | LinkLost | AskMembers
+MemberIn = Members  # from the registry, on the registry link
+GatewayIn = (
+    Tokenized
+    | Detokenized
+    | TextRejected
+    | Accepted
+    | Refused
+    | QueueCapacityChanged
+    | TextBatch
+    | Scrape
+    | Scraped
+    | Controlled
+    | PathLost
+    | StatsTold
+)
+TokenizerIn = Tokenize | Detokenize
+SchedulerIn = (
+    Generate
+    | Cancel
+    | Stop
+    | PathLost
+    | Attached
+    | Fenced
+    | OutOfStep
+    | StepResult
+    | Control
+    | Slept
+    | Broken
+    | AskStats
+)
+DetokenizerIn = TokenBatch
+WorkerIn = Attach | StepPlan | Sleep | Wake
+
+__all__ = [
+    "NO_TOKEN",
+    "PROTOCOL_VERSION",
+    "STEP_TOKENS",
+    "Accepted",
+    "Announce",
+    "AskMembers",
+    "AskStats",
+    "Attach",
+    "Attached",
+    "Beam",
+    "BeamStop",
+    "BlockCopy",
+    "BlockFetch",
+    "BlockSave",
+    "Broken",
+    "Cancel",
+    "ChoiceState",
+    "Control",
+    "ControlVerb",
+    "Controlled",
+    "Detokenize",
+    "Detokenized",
+    "DetokenizerIn",
+    "Fenced",
+    "FinishReason",
+    "Frame",
+    "FullBlock",
+    "GatewayIn",
+    "Generate",
+    "Geometry",
+    "Hello",
+    "Leave",
+    "LinkLost",
+    "Member",
+    "MemberIn",
+    "Members",
+    "MemoryTag",
+    "ModelCard",
+    "OutOfStep",
+    "PastText",
+    "PathLost",
+    "QueueCapacity",
+    "QueueCapacityChanged",
+    "Record",
+    "RefusalCount",
+    "Refused",
+    "RegistryIn",
+    "Role",
+    "Sampling",
+    "SchedulerIn",
+    "Scrape",
+    "Scraped",
+    "Sleep",
+    "Slept",
+    "SlotBlocks",
+    "SlotResult",
+    "SlotRun",
+    "SlotStart",
+    "Stats",
+    "StatsTold",
+    "StepPlan",
+    "StepResult",
+    "Stop",
+    "StreamOpen",
+    "StreamRef",
+    "TenantShare",
+    "TextBatch",
+    "TextDelta",
+    "TextLogprobs",
+    "TextOptions",
+    "TextRejected",
+    "TokenBatch",
+    "TokenLogprobs",
+    "TokenRows",
+    "TokenStep",
+    "Tokenize",
+    "Tokenized",
+    "TokenizerIn",
+    "Wake",
+    "WorkerIn",
+]

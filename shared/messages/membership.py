@@ -1,0 +1,110 @@
+"""Members <-> message bus: who is in the ring, what each member does, and its counters."""
+
+from blockyard.shared.messages.base import Frame, Record, Role
+
+# Upper limits of the histogram of tokens per step; the last bucket has no limit.
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+
+class ModelCard(Record, frozen=True):
+    """The model as a scheduler settled it with its workers. Gateways validate requests against it."""
+
+    names: list[str]  # served names, the first is echoed in answers
+    root: str  # path or hub name of the weights
+    max_model_len: int  # tokens, prompt plus output
+    vocab_size: int
+    created: int  # seconds since the epoch
+    eos_token_ids: list[int] = []
+
+
+class RefusalCount(Record, frozen=True):
+    reason: str
+    total: int
+
+
+class TenantShare(Record, frozen=True):
+    """A tenant's use of one scheduler."""
+
+    tenant: str
+    running: int  # sequences
+    waiting: int
+    served: int  # weighted tokens, as the fair policy compares them
+
+
+class Stats(Record, frozen=True):
+    """Counters since start, and gauges. Fields that do not apply to a role stay 0."""
+
+    running: int = 0  # sequences in the batch; open streams of gateways and detokenizers
+    waiting: int = 0
+    requests_total: int = 0
+    prompt_tokens_total: int = 0
+    output_tokens_total: int = 0
+    preemptions_total: int = 0
+    blocks_used: int = 0
+    blocks_total: int = 0
+    steps_total: int = 0
+    rss_bytes: int = 0
+    malformed_total: int = 0  # frames that did not decode
+    prefix_queries_total: int = 0  # tokens looked up in the prefix cache
+    prefix_hits_total: int = 0  # tokens found there
+    host_blocks_used: int = 0  # KV blocks in host memory
+    host_blocks_total: int = 0
+    blocks_saved_total: int = 0  # from the device to host memory
+    blocks_fetched_total: int = 0  # from host memory to the device
+    waiting_tokens: int = 0
+    wait_s: float = 0.0  # estimated time until all waiting requests are served, by the measured rate
+    displaced_total: int = 0  # preemptions in favour of a request that the policy puts first
+    refused: list[RefusalCount] = []
+    tenants: list[TenantShare] = []  # under the fair policy: the tenants that were served most
+    active: int = 0  # HTTP requests in progress, of gateways
+    step_sizes: list[int] = []  # number of steps by their prompt plus generated tokens, in the buckets of STEP_TOKENS
+    step_tokens_total: int = 0  # sum of the same tokens
+
+
+class Member(Record, frozen=True):
+    """One process of the ring in the membership list."""
+
+    name: str
+    role: Role
+    incarnation: int
+    endpoint: str  # where its ROUTER is bound; empty for a member that only listens
+    model: str = ""  # the first served name; empty if the member serves any model
+    ready: bool = False
+    phase: str = "starting"  # current phase of its start-up, for the start-up report
+    progress: float = 0.0  # of the phase, 0 to 1
+    notes: list[str] = []  # settled values in words, for the start-up report
+    card: ModelCard | None = None  # schedulers only, once settled
+    group: int = 0  # worker group
+    stats: Stats = Stats()
+
+
+class Announce(Frame, frozen=True):
+    """A member's heartbeat with its current state. It also adds a member that is not on the list."""
+
+    member: Member
+
+
+class Leave(Frame, frozen=True):
+    """A member ends on purpose."""
+
+    incarnation: int
+
+
+class LinkLost(Frame, frozen=True):
+    """A peer's link closed and did not come back in time: remove the member from the list."""
+
+    incarnation: int
+
+
+class Members(Frame, frozen=True):
+    """The membership list. Until it is settled (4 s after a registry's start) a missing member is not a lost one."""
+
+    registry: int  # incarnation
+    settled: bool
+    members: list[Member]
+
+
+class AskMembers(Frame, frozen=True):
+    """Asks for the list once, from a process that is not a member."""
+
+    asker: str

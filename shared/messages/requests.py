@@ -1,0 +1,120 @@
+"""API gateway <-> scheduler: requests, their acceptance, and how much the waiting queue can take."""
+
+import enum
+
+from blockyard.shared.messages.base import Frame, Record
+
+
+class Sampling(Record, frozen=True):
+    """Sampling parameters. The gateway validates them and the worker applies them."""
+
+    max_tokens: int  # output tokens of one choice, over all attempts
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = 0  # 0 is all
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int = 0  # 64 bits
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: list[int] = []  # besides the model's end-of-sequence ids
+    logit_bias: list[tuple[int, float]] = []
+    bad_words: list[list[int]] = []
+    allowed_token_ids: list[int] = []  # empty is all
+    num_logprobs: int | None = None  # candidates besides the sampled token; 0 is the sampled one alone
+    num_prompt_logprobs: int | None = None
+
+
+class TextOptions(Record, frozen=True):
+    """How the detokenizer turns ids into text."""
+
+    stop: list[str] = []
+    include_stop: bool = False  # include the stop string, or the text of the stop token
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    tokens_as_ids: bool = False  # show logprob tokens as `token_id:N`
+    min_tokens: int = 0  # ignore stop strings in the text of this many output tokens
+
+
+class ChoiceState(Record, frozen=True):
+    """One of the `n` choices of a request, with its output that was delivered before this attempt."""
+
+    index: int
+    output_ids: bytes = b""
+    chars_sent: int = 0
+
+
+class BeamStop(enum.IntEnum):
+    """When a beam search with `width` finished hypotheses ends: the values of `early_stopping`."""
+
+    LIKELY = 0  # false: when the best live hypothesis is now worse than the worst finished one
+    FIRST = 1  # true: at once
+    NEVER = 2  # "never": when the best live hypothesis cannot become better than the worst finished one
+
+
+class Beam(Record, frozen=True):
+    """Beam search: the request's choices are the best hypotheses, in order."""
+
+    width: int
+    length_penalty: float = 1.0
+    stop: BeamStop = BeamStop.LIKELY
+
+
+class Generate(Frame, frozen=True):
+    """Submits a prompt and its choices. `attempt` rises by one each time the gateway sends it again."""
+
+    request_id: str
+    attempt: int
+    model: str
+    prompt_ids: bytes
+    block_hashes: bytes
+    sampling: Sampling
+    text: TextOptions
+    choices: list[ChoiceState]
+    priority: int = 0  # lower is earlier
+    tenant: str = ""
+    cache_salt: str = ""
+    user: str = ""  # divides the tenant's share
+    beam: Beam | None = None
+
+
+class Cancel(Frame, frozen=True):
+    """The client is gone: drop all state of this request, up to this attempt. Unknown ids are ignored."""
+
+    request_id: str
+    attempt: int
+
+
+class QueueCapacity(Record, frozen=True):
+    """How much more the waiting queue takes. Gateways answer 429 by it before they tokenize anything."""
+
+    choices: int
+    tokens: int
+    retry_after_s: float = 1.0  # estimated time until the waiting requests are served
+    tenant: str | None = None  # if full for one user only: that user's tenant; None: full for all
+    user: str | None = None  # that user
+    asleep: bool = False  # the workers sleep: nothing is served until an operator wakes them
+
+
+class Accepted(Frame, frozen=True):
+    request_id: str
+    attempt: int
+    detokenizer: int  # incarnation of the detokenizer that will send its text
+    capacity: QueueCapacity
+
+
+class Refused(Frame, frozen=True):
+    request_id: str
+    attempt: int
+    status: int  # HTTP status
+    field: str
+    message: str
+    capacity: QueueCapacity
+
+
+class QueueCapacityChanged(Frame, frozen=True):
+    """The queue became full or has capacity again. Sent to every linked gateway."""
+
+    capacity: QueueCapacity

@@ -1,0 +1,165 @@
+"""Scheduler <-> GPU worker: attachment, the plan of each step, and its result."""
+
+from blockyard.shared.messages.base import FinishReason, Frame, Record
+from blockyard.shared.messages.requests import Sampling
+from blockyard.shared.messages.streams import TokenLogprobs
+
+
+class Attach(Frame, frozen=True):
+    """Takes a worker over: it ends its current plan, drops queued plans and all slots, and keeps its KV."""
+
+    scheduler: int  # incarnation; from now on the worker accepts plans of this one only
+    num_slots: int  # slots are 0 to num_slots - 1
+    depth: int  # plans that may be queued besides the running one
+    forget: bool = False  # the contents of blocks are invalid, on the device and in host memory
+
+
+class Geometry(Record, frozen=True):
+    """The sizes a worker group settled at start-up."""
+
+    num_blocks: int
+    block_size: int  # tokens
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: list[int]
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    num_host_blocks: int = 0  # in host memory, of the same size
+    window: int | None = None  # largest number of keys a token attends to, itself included; None: all, in some layer
+    step_s: float = 0.0  # measured time of a decode step of one sequence; 0: not measured
+
+
+class Attached(Frame, frozen=True):
+    worker: int  # incarnation
+    scheduler: int
+    geometry: Geometry
+    block_ids: list[int] = []  # full blocks whose plan completed ...
+    block_hashes: bytes = b""  # ... and their hashes, 16 bytes each
+    host_block_ids: list[int] = []  # full blocks in host memory ...
+    host_block_hashes: bytes = b""  # ... and their hashes
+
+
+class Fenced(Frame, frozen=True):
+    """The worker belongs to another scheduler: the receiver ends."""
+
+    scheduler: int  # the one that was refused
+
+
+class OutOfStep(Frame, frozen=True):
+    """worker -> scheduler: a plan did not decode or was out of order; slots are gone, attach again."""
+
+    worker: int
+    expected: int  # plan number
+
+
+class SlotStart(Record, frozen=True):
+    """A sequence enters a slot with all its ids."""
+
+    slot: int
+    token_ids: bytes  # prompt and the outputs known so far
+    num_prompt_tokens: int
+    num_computed: int  # leading tokens whose KV is in `blocks` already
+    blocks: list[int]
+    sampling: Sampling
+    choice: int
+    prompt_logprobs_from: int = 0  # earlier positions were delivered already
+
+
+class SlotBlocks(Record, frozen=True):
+    """Blocks appended to a slot's block table."""
+
+    slot: int
+    blocks: list[int]
+
+
+class SlotRun(Record, frozen=True):
+    """A slot that runs in this plan. It has no position or length: only the device knows them."""
+
+    slot: int
+    max_tokens: int  # tokens whose KV this step computes, at most
+
+
+class FullBlock(Record, frozen=True):
+    """The block is full once this plan completed."""
+
+    block: int
+    block_hash: bytes
+
+
+class BlockSave(Record, frozen=True):
+    """Copies a device block to host memory, before this plan writes to any block."""
+
+    block: int
+    host: int
+    block_hash: bytes
+
+
+class BlockFetch(Record, frozen=True):
+    """Copies a block of host memory to the device, after the plan's saves and before the plan reads any block."""
+
+    host: int
+    block: int
+
+
+class BlockCopy(Record, frozen=True):
+    """Copies a whole block to another block, after the plan's fetches and before its runs.
+
+    Copies of one plan are parallel: a worker may read any source before or after it writes any destination. So no
+    block is both a source and a destination in one plan, none is a destination twice, and a source holds the result of
+    earlier plans or of this plan's fetches.
+    """
+
+    src: int
+    dst: int
+
+
+class StepPlan(Frame, frozen=True):
+    """What changed since the last plan, then the slots that run. Applied in the order of the fields, except that
+    copies of blocks come after `ends` and before `starts`."""
+
+    scheduler: int
+    number: int  # the last plan's plus one; 1 after Attach
+    ends: list[int]  # slots; they write nothing any more
+    starts: list[SlotStart]
+    blocks: list[SlotBlocks]
+    runs: list[SlotRun]
+    full_blocks: list[FullBlock] = []
+    saves: list[BlockSave] = []
+    fetches: list[BlockFetch] = []
+    copies: list[BlockCopy] = []
+
+
+class SlotResult(Record, frozen=True):
+    """0 to m tokens of one slot. A finished slot stays silent until its end is planned."""
+
+    slot: int
+    token_ids: list[int]
+    num_computed: int  # tokens whose KV is written now
+    finish: FinishReason | None = None
+    stop_token: int | None = None
+    logprobs: list[TokenLogprobs] = []
+    first_prompt: int = 0
+    prompt_logprobs: list[TokenLogprobs] = []
+    detail: str = ""
+
+
+class StepResult(Frame, frozen=True):
+    """Answers one plan, in order. Slots that ran appear; slots that had ended produce nothing."""
+
+    worker: int
+    number: int
+    slots: list[SlotResult]
+    stamp_s: float  # CLOCK_REALTIME at the step's end
+    step_s: float = 0.0  # time the step took on the worker
+    failed_fetches: list[int] = []  # device blocks whose fetch failed
+    # One uint32 per run, in the plan's order: the sampled token of a slot that computed one token and reports nothing
+    # else. NO_TOKEN for a slot that is in `slots` or produced nothing. Empty: all results are in `slots`.
+    token_ids: bytes = b""
+    launch_s: float = 0.0  # host time to launch the step, if the device computes meanwhile
+
+
+class Broken(Frame, frozen=True):
+    """The worker's device failed: the worker ends, and plans in flight are lost."""
+
+    worker: int
+    detail: str

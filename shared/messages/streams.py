@@ -1,0 +1,129 @@
+"""Scheduler -> detokenizer -> API gateway: sampled tokens and their text."""
+
+from blockyard.shared.messages.base import FinishReason, Frame, Record
+from blockyard.shared.messages.requests import Cancel, TextOptions
+
+
+class TokenLogprobs(Record, frozen=True):
+    """Log-probabilities at one position: of its token and of the likeliest candidates."""
+
+    token_id: int
+    logprob: float
+    rank: int  # 1 is the likeliest
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class StreamOpen(Record, frozen=True):
+    """Opens one choice's stream at this detokenizer, after the `output_ids` and `chars_sent` of earlier attempts."""
+
+    request_id: str
+    attempt: int
+    choice: int
+    gateway: int  # incarnation
+    context_ids: bytes  # the prompt's last few ids: they decide leading spaces
+    output_ids: bytes
+    chars_sent: int
+    options: TextOptions
+    stream: int = 0  # the scheduler's number of this stream in `TokenRows`; 0: it appears in no TokenRows
+
+
+class TokenStep(Record, frozen=True):
+    """Tokens one scheduler step produced for one choice, in order."""
+
+    request_id: str
+    attempt: int  # the highest attempt of an id wins, lower ones are dropped
+    choice: int
+    first: int  # index of token_ids[0] among the choice's output tokens
+    token_ids: list[int]
+    finish: FinishReason | None = None
+    stop_token: int | None = None  # the stop id that ended it, None for end-of-sequence
+    detail: str = ""  # human-readable cause, set only with FinishReason.FAILED
+    logprobs: list[TokenLogprobs] = []  # one a token, if requested
+    first_prompt: int = 0  # prompt position of prompt_logprobs[0]
+    prompt_logprobs: list[TokenLogprobs] = []
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    queued_s: float | None = None  # with the first token: how long the request waited to be scheduled
+
+
+class TokenRows(Record, frozen=True):
+    """One token more for each of many streams, in columns of uint32. The usual form: TokenStep is for the rest."""
+
+    streams: bytes  # `StreamOpen.stream`
+    firsts: bytes  # index of the token among its choice's output tokens
+    token_ids: bytes
+
+    def __post_init__(self) -> None:
+        if not len(self.streams) == len(self.firsts) == len(self.token_ids) or len(self.streams) % 4:
+            raise ValueError(f"{len(self.streams)}, {len(self.firsts)} and {len(self.token_ids)} bytes of uint32")
+
+
+class TokenBatch(Frame, frozen=True):
+    """A step's tokens for one detokenizer. It applies opens, rows, steps, closes in this order."""
+
+    opens: list[StreamOpen]
+    steps: list[TokenStep]
+    closes: list[Cancel] = []
+    stamp_s: float = 0.0  # when the worker ended the step: seconds of CLOCK_REALTIME
+    rows: list[TokenRows] = []
+
+
+class PathLost(Frame, frozen=True):
+    """Text of open requests was lost on its way to a live gateway, which sends them again with the next attempt.
+
+    detokenizer -> scheduler: text for the gateway `member` could not be sent. scheduler -> api_gateway: the gateway's
+    requests at this scheduler are affected whose text comes from the detokenizer `member`, or all of them if `member`
+    is the gateway.
+    """
+
+    member: int  # incarnation
+
+
+class StreamRef(Record, frozen=True):
+    request_id: str
+    attempt: int
+    choice: int
+
+
+class Stop(Frame, frozen=True):
+    """detokenizer -> scheduler: stop strings were found; these choices need no more tokens."""
+
+    streams: list[StreamRef]
+
+
+class TextLogprobs(Record, frozen=True):
+    """`TokenLogprobs` with each token's text; bytes because one token may be part of a character."""
+
+    token_id: int
+    token: bytes
+    logprob: float
+    rank: int
+    top_ids: list[int]
+    top_tokens: list[bytes]
+    top_logprobs: list[float]
+
+
+class TextDelta(Record, frozen=True):
+    """Final text and the ids it accounts for; `text` is empty while characters are held back."""
+
+    request_id: str
+    attempt: int
+    choice: int
+    first: int
+    token_ids: list[int]
+    text: str
+    finish: FinishReason | None = None
+    stop_reason: int | str | None = None  # the stop id or string that ended it
+    detail: str = ""
+    logprobs: list[TextLogprobs] = []
+    first_prompt: int = 0
+    prompt_logprobs: list[TextLogprobs] = []
+    cached_tokens: int = 0
+    queued_s: float | None = None  # as in `TokenStep`
+
+
+class TextBatch(Frame, frozen=True):
+    """A step's text for one gateway."""
+
+    deltas: list[TextDelta]
+    stamp_s: float = 0.0

@@ -1,0 +1,54 @@
+"""API gateway <-> tokenizer pool: text to token ids and back."""
+
+from blockyard.shared.messages.base import Frame
+
+
+class Tokenize(Frame, frozen=True):
+    """Turns one prompt into ids. Exactly one of `text`, `messages` and `token_ids` is set."""
+
+    request_id: str
+    model: str
+    text: str | None = None
+    messages: bytes | None = None  # JSON list of chat messages
+    token_ids: bytes | None = None  # a prompt in ids: it is checked against the vocabulary, and its blocks are hashed
+    tools: bytes = b""  # JSON list
+    template_kwargs: bytes = b""  # JSON object
+    chat_template: str | None = None  # replaces the model's
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool | None = None  # None: True for text, False for messages
+    bad_words: list[str] = []
+    cache_salt: str = ""
+    want_text: bool = False  # return the rendered prompt too
+    want_pieces: bool = False  # return each token's text too
+    content_format: str = ""  # of messages, a value of --chat-template-content-format; "": the flag's value
+    max_tokens: int = 0  # a prompt that must be longer is rejected before it is encoded; 0: no limit
+
+
+class Tokenized(Frame, frozen=True):
+    request_id: str
+    token_ids: bytes
+    block_hashes: bytes  # of the full blocks
+    bad_words: list[list[int]] = []
+    text: str = ""
+    pieces: list[str] = []  # the text of each token
+
+
+class Detokenize(Frame, frozen=True):
+    request_id: str
+    model: str
+    token_ids: bytes
+
+
+class Detokenized(Frame, frozen=True):
+    request_id: str
+    text: str
+
+
+class TextRejected(Frame, frozen=True):
+    """The input cannot be turned into ids, or ids into text: a 4xx answer that names the field."""
+
+    request_id: str
+    field: str
+    message: str
+    code: str = ""  # OpenAI's error code, if there is one for this error
