@@ -29,7 +29,7 @@ WORDS = tuple(_WORDS.split())
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class SampleRequest:
     """One request."""
 
     prompt: Prompt
@@ -83,7 +83,7 @@ class RandomWords:
         return " ".join(rng.choices(WORDS, k=max(1, round(num / self._tokens_per_word))))
 
 
-Draw = RandomIds | RandomWords
+PromptMaker = RandomIds | RandomWords
 
 
 def join(first: Prompt, second: Prompt) -> Prompt:
@@ -93,36 +93,44 @@ def join(first: Prompt, second: Prompt) -> Prompt:
     return first + second
 
 
-def random_asks(num: int, inputs: Lengths, outputs: Lengths, draw: Draw, rng: random.Random) -> list[Ask]:
+def random_requests(
+    num: int, inputs: Lengths, outputs: Lengths, draw: PromptMaker, rng: random.Random
+) -> list[SampleRequest]:
     asks = []
     for _ in range(num):
         num_input, num_output = inputs.draw(rng), outputs.draw(rng)
-        asks.append(Ask(draw(rng, num_input), num_input, num_output))
+        asks.append(SampleRequest(draw(rng, num_input), num_input, num_output))
     return asks
 
 
-def prefix_asks(
-    num: int, prefix_len: int, num_prefixes: int, inputs: Lengths, outputs: Lengths, draw: Draw, rng: random.Random
-) -> list[Ask]:
-    """As `random_asks`, each prompt after one of `num_prefixes` prefixes; prefixes are used equally often."""
+def prefix_requests(
+    num: int,
+    prefix_len: int,
+    num_prefixes: int,
+    inputs: Lengths,
+    outputs: Lengths,
+    draw: PromptMaker,
+    rng: random.Random,
+) -> list[SampleRequest]:
+    """As `random_requests`, each prompt after one of `num_prefixes` prefixes; prefixes are used equally often."""
     prefixes = [draw(rng, prefix_len) for _ in range(num_prefixes)]
     order = [i % num_prefixes for i in range(num)]
     rng.shuffle(order)
-    asks = random_asks(num, inputs, outputs, draw, rng)
+    asks = random_requests(num, inputs, outputs, draw, rng)
     return [
-        Ask(join(prefixes[i], ask.prompt), prefix_len + ask.num_input, ask.num_output)
+        SampleRequest(join(prefixes[i], ask.prompt), prefix_len + ask.num_input, ask.num_output)
         for i, ask in zip(order, asks, strict=True)
     ]
 
 
-def sharegpt_like(num: int, draw: Draw, rng: random.Random) -> list[Ask]:
+def sharegpt_requests(num: int, draw: PromptMaker, rng: random.Random) -> list[SampleRequest]:
     """Lengths as ShareGPT has them, made-up contents."""
-    asks: list[Ask] = []
+    asks: list[SampleRequest] = []
     while len(asks) < num:
         num_input = round(rng.lognormvariate(*SHAREGPT_IN))
         num_output = round(rng.lognormvariate(*SHAREGPT_OUT))
         if is_kept(num_input, num_output):
-            asks.append(Ask(draw(rng, num_input), num_input, num_output))
+            asks.append(SampleRequest(draw(rng, num_input), num_input, num_output))
     return asks
 
 
@@ -142,7 +150,7 @@ class _Conversation(msgspec.Struct):
 
 def read_sharegpt(
     path: Path, num: int, count: Callable[[str], int], output: Lengths | None, rng: random.Random
-) -> list[Ask]:
+) -> list[SampleRequest]:
     """`num` first turns of a file in ShareGPT's format, answered as long as the second turn, or as `output` says.
 
     `count` gives a text's tokens. Conversations are drawn without repeats until all are used, then again.
@@ -167,14 +175,14 @@ def _kept(
     count: Callable[[str], int],
     output: Lengths | None,
     rng: random.Random,
-) -> list[Ask]:
-    asks: list[Ask] = []
+) -> list[SampleRequest]:
+    asks: list[SampleRequest] = []
     for prompt, answer in pairs:
         if len(asks) == num:
             break
         num_input, num_answer = count(prompt), count(answer)
         if is_kept(num_input, num_answer):
-            asks.append(Ask(prompt, num_input, output.draw(rng) if output else num_answer))
+            asks.append(SampleRequest(prompt, num_input, output.draw(rng) if output else num_answer))
     return asks
 
 

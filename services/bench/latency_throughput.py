@@ -10,7 +10,7 @@ from pathlib import Path
 
 import blockyard
 from blockyard.services.bench import flags, report, workload
-from blockyard.services.bench.datasets import Ask, RandomIds
+from blockyard.services.bench.datasets import RandomIds, SampleRequest
 from blockyard.services.bench.server import BenchError
 from blockyard.services.offline.llm import LLM
 from blockyard.services.offline.outputs import RequestOutput
@@ -31,7 +31,7 @@ def latency(args: Sequence[str]) -> int:
         seconds = []
         for _ in range(given.num_iters_warmup + given.num_iters):
             prompts = [draw(rng, given.input_len) for _ in range(given.batch_size)]  # anew: none is cached
-            asks = [Ask(prompt, given.input_len, given.output_len) for prompt in prompts]
+            asks = [SampleRequest(prompt, given.input_len, given.output_len) for prompt in prompts]
             seconds.append(timed(llm, asks, show_bar=False))
     values = spread(seconds[given.num_iters_warmup :], 1000)
     assert values is not None, "at least one iteration"
@@ -62,7 +62,7 @@ def throughput(args: Sequence[str]) -> int:
         draw, tokenizer = _draw(vocab, llm), llm.get_tokenizer()
         asks = workload.asks(given, draw, lambda text: len(tokenizer.encode(text)))
         timed(
-            llm, [Ask(draw(random.Random(given.seed - 1), 8), 8, 8)], show_bar=False
+            llm, [SampleRequest(draw(random.Random(given.seed - 1), 8), 8, 8)], show_bar=False
         )  # what happens once, happens now
         seconds = timed(llm, asks, show_bar=sys.stderr.isatty())
     num_input, num_output = sum(ask.num_input for ask in asks), sum(ask.num_output for ask in asks)
@@ -97,7 +97,7 @@ def read(parser: flags.Parser, args: Sequence[str]) -> tuple[argparse.Namespace,
     return given, None if model is None else str(model), keywords | {"seed": given.seed}
 
 
-def timed(llm: LLM, asks: Sequence[Ask], show_bar: bool) -> float:
+def timed(llm: LLM, asks: Sequence[SampleRequest], show_bar: bool) -> float:
     """Seconds that `generate` takes. Raises BenchError if a text has not the length asked for."""
     params = [SamplingParams(temperature=0.0, max_tokens=ask.num_output, ignore_eos=True) for ask in asks]
     prompts = [ask.prompt for ask in asks]
@@ -108,7 +108,7 @@ def timed(llm: LLM, asks: Sequence[Ask], show_bar: bool) -> float:
     return seconds
 
 
-def check_lengths(asks: Sequence[Ask], outputs: Sequence[RequestOutput]) -> None:
+def check_lengths(asks: Sequence[SampleRequest], outputs: Sequence[RequestOutput]) -> None:
     """Raises BenchError."""
     for ask, output in zip(asks, outputs, strict=True):
         got = len(output.outputs[0].token_ids)

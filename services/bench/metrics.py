@@ -12,14 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
-from blockyard.services.bench.load.results import Outcome
+from blockyard.services.bench.load.results import RequestResult
 from blockyard.shared.errors import ConfigError
 from blockyard.shared.spread import Spread, spread
 
 LIMITED = ("ttft", "tpot", "itl", "e2el")
 
 
-class Summary(msgspec.Struct, frozen=True):
+class LoadSummary(msgspec.Struct, frozen=True):
     """A run. `None` where nothing was measured."""
 
     completed: int
@@ -43,19 +43,19 @@ class Summary(msgspec.Struct, frozen=True):
     e2el_ms: Spread | None
 
 
-def ttft_s(one: Outcome) -> float:
+def ttft_s(one: RequestResult) -> float:
     return one.tokens_s[0] - one.sent_s
 
 
-def e2el_s(one: Outcome) -> float:
+def e2el_s(one: RequestResult) -> float:
     return one.ended_s - one.sent_s
 
 
-def gaps_s(one: Outcome) -> list[float]:
+def gaps_s(one: RequestResult) -> list[float]:
     return [later - earlier for earlier, later in itertools.pairwise(one.tokens_s)]
 
 
-def tpot_s(one: Outcome) -> float | None:
+def tpot_s(one: RequestResult) -> float | None:
     if one.output_tokens < 2:
         return None
     return (one.ended_s - one.tokens_s[0]) / (one.output_tokens - 1)
@@ -75,7 +75,7 @@ def read_limits(words: Sequence[str]) -> dict[str, float]:
     return limits
 
 
-def is_good(one: Outcome, limits: Mapping[str, float]) -> bool:
+def is_good(one: RequestResult, limits: Mapping[str, float]) -> bool:
     """Completed, and within all limits (ms); that of ITL holds for each gap of the request."""
     if one.failure:
         return False
@@ -88,7 +88,7 @@ def is_good(one: Outcome, limits: Mapping[str, float]) -> bool:
     return all(1000 * values[name] <= limit for name, limit in limits.items())
 
 
-def running(outcomes: Sequence[Outcome]) -> Iterator[tuple[float, int]]:
+def running(outcomes: Sequence[RequestResult]) -> Iterator[tuple[float, int]]:
     """How many requests were under way from when on; one that ends makes room before one that begins."""
     changes = sorted([(one.sent_s, 1) for one in outcomes] + [(one.ended_s, -1) for one in outcomes])
     num = 0
@@ -97,14 +97,14 @@ def running(outcomes: Sequence[Outcome]) -> Iterator[tuple[float, int]]:
         yield at, num
 
 
-def summarize(outcomes: Sequence[Outcome], duration_s: float, limits: Mapping[str, float]) -> Summary:
+def summarize(outcomes: Sequence[RequestResult], duration_s: float, limits: Mapping[str, float]) -> LoadSummary:
     done = [one for one in outcomes if not one.failure]
     num_good = sum(is_good(one, limits) for one in outcomes)
     output, events = sum(one.output_tokens for one in done), sum(len(one.tokens_s) for one in done)
     given = sum(one.num_input or 0 for one in done)
     per_s = 1 / duration_s if duration_s > 0 else 0.0
     tpots = [tpot_s(one) for one in done]
-    return Summary(
+    return LoadSummary(
         completed=len(done),
         failed=len(outcomes) - len(done),
         duration_s=duration_s,
@@ -127,6 +127,6 @@ def summarize(outcomes: Sequence[Outcome], duration_s: float, limits: Mapping[st
     )
 
 
-def failures(outcomes: Sequence[Outcome]) -> dict[str, int]:
+def failures(outcomes: Sequence[RequestResult]) -> dict[str, int]:
     """How often each reason, the commonest first."""
     return dict(Counter(one.failure for one in outcomes if one.failure).most_common())

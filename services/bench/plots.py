@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 
-from blockyard.services.bench.load.results import Outcome
+from blockyard.services.bench.load.results import RequestResult
 from blockyard.services.bench.metrics import gaps_s, running, ttft_s
 from blockyard.services.bench.report import ServeReport, text
 from blockyard.shared import charts
 from blockyard.shared.charts import MAX_POINTS, Curve, Point, cdf, svg
 
 
-def timeline(outcomes: Sequence[Outcome], started_s: float) -> list[Point]:
+def timeline(outcomes: Sequence[RequestResult], started_s: float) -> list[Point]:
     """Running requests over time, as steps; of each slot of time the highest count is kept."""
     changes = [(at - started_s, num) for at, num in running(outcomes)]
     if not changes:
@@ -26,7 +26,7 @@ def timeline(outcomes: Sequence[Outcome], started_s: float) -> list[Point]:
     return steps
 
 
-def page(report: ServeReport, outcomes: Sequence[Outcome], started_s: float) -> str:
+def page(report: ServeReport, outcomes: Sequence[RequestResult], started_s: float) -> str:
     """The whole file; well-formed as XML too."""
     done = [one for one in outcomes if not one.failure]
     gaps = [1000 * gap for one in done for gap in gaps_s(one)]

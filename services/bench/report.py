@@ -5,8 +5,8 @@ from pathlib import Path
 
 import msgspec
 
-from blockyard.services.bench.load.results import Outcome
-from blockyard.services.bench.metrics import Summary, e2el_s, gaps_s, tpot_s, ttft_s
+from blockyard.services.bench.load.results import RequestResult
+from blockyard.services.bench.metrics import LoadSummary, e2el_s, gaps_s, tpot_s, ttft_s
 from blockyard.shared.errors import ConfigError
 from blockyard.shared.spread import Spread, spread_head, spread_row
 
@@ -22,7 +22,7 @@ class ClientLoad(msgspec.Struct, frozen=True):
     late_ms: Spread | None  # from when a request was due until it was sent; None if all were due at once
 
 
-class Request(msgspec.Struct, frozen=True):
+class RequestRow(msgspec.Struct, frozen=True):
     """One request in the JSON; times in ms."""
 
     sent_s: float  # after the start
@@ -42,10 +42,10 @@ class ServeReport(msgspec.Struct, frozen=True, tag_field="kind", tag="serve"):
     url: str
     model: str
     settings: dict[str, object]  # the flags as read
-    summary: Summary
+    summary: LoadSummary
     client: ClientLoad
     failures: dict[str, int]
-    requests: list[Request]
+    requests: list[RequestRow]
 
 
 class OfflineReport(msgspec.Struct, frozen=True, tag_field="kind", tag="offline"):
@@ -60,13 +60,13 @@ class OfflineReport(msgspec.Struct, frozen=True, tag_field="kind", tag="offline"
     figures: dict[str, float | Spread | None]
 
 
-def requests(outcomes: Sequence[Outcome], started_s: float) -> list[Request]:
+def requests(outcomes: Sequence[RequestResult], started_s: float) -> list[RequestRow]:
     return [_request(one, started_s) for one in outcomes]
 
 
-def _request(one: Outcome, started_s: float) -> Request:
+def _request(one: RequestResult, started_s: float) -> RequestRow:
     per_token = None if one.failure else tpot_s(one)
-    return Request(
+    return RequestRow(
         sent_s=one.sent_s - started_s,
         input_tokens=one.num_input,
         output_tokens=one.output_tokens,

@@ -14,11 +14,11 @@ import uvloop
 
 import blockyard
 from blockyard.services.bench import arrivals, datasets, flags, metrics, plots, report, server, workload
-from blockyard.services.bench.datasets import Ask, Draw
+from blockyard.services.bench.datasets import PromptMaker, SampleRequest
 from blockyard.services.bench.load import client, monitor, processes
-from blockyard.services.bench.load.client import Course, Plan, Target
-from blockyard.services.bench.load.results import Outcome
-from blockyard.services.bench.server import BenchError, Server
+from blockyard.services.bench.load.client import Endpoint, LoadPlan, LoadRun
+from blockyard.services.bench.load.results import RequestResult
+from blockyard.services.bench.server import BenchError, OpenAIServer
 from blockyard.shared.errors import ConfigError
 from blockyard.shared.spread import spread
 
@@ -38,25 +38,25 @@ def main(args: Sequence[str]) -> int:
     asked = workload.asks(given, draw, count)
     target = found.target(given.endpoint)
 
-    def encode(ask: Ask) -> bytes:
+    def encode(ask: SampleRequest) -> bytes:
         return target.request(body(given, model, ask) | extra)
 
     _warm_up(given, target, draw, asked[0], encode)
     rng = random.Random(given.seed + 1)  # other numbers than the prompts'
     due_s = arrivals.due_times(len(asked), given.request_rate, given.burstiness, rng)
-    plan = Plan([encode(ask) for ask in asked], due_s, given.max_concurrency, given.timeout)
-    outcomes, course, watched = _run(target, plan, [ask.num_output for ask in asked], given.client_processes)
-    done = _report(given, model, found, course, watched, outcomes, limits)
+    plan = LoadPlan([encode(ask) for ask in asked], due_s, given.max_concurrency, given.timeout)
+    outcomes, load, watched = _run(target, plan, [ask.num_output for ask in asked], given.client_processes)
+    done = _report(given, model, found, load, watched, outcomes, limits)
     print(report.text(done))
     if given.output:
         report.write(Path(given.output), report.as_json(done))
     if given.html:
-        report.write(Path(given.html), plots.page(done, outcomes, course.started_s).encode())
+        report.write(Path(given.html), plots.page(done, outcomes, load.started_s).encode())
     short = given.ignore_eos and done.summary.requests_off_length > 0
     return 1 if short or not done.summary.completed else 0
 
 
-def body(given: argparse.Namespace, model: str, ask: Ask) -> dict[str, object]:
+def body(given: argparse.Namespace, model: str, ask: SampleRequest) -> dict[str, object]:
     """The request's JSON."""
     fields: dict[str, object] = {
         "model": model,
@@ -80,7 +80,7 @@ def read_extra(text: str) -> dict[str, object]:
         raise ConfigError(f"--extra-body {text}: not a JSON object: {e}") from e
 
 
-def _draw(given: argparse.Namespace, found: Server, model: str) -> Draw:
+def _draw(given: argparse.Namespace, found: OpenAIServer, model: str) -> PromptMaker:
     if given.endpoint == "completions":
         return datasets.RandomIds(*flags.vocab_range(given.vocab_range))
     try:
@@ -90,7 +90,7 @@ def _draw(given: argparse.Namespace, found: Server, model: str) -> Draw:
     return datasets.RandomWords(max(num, 1) / len(datasets.WORDS))
 
 
-def _counter(found: Server, model: str) -> Callable[[str], int]:
+def _counter(found: OpenAIServer, model: str) -> Callable[[str], int]:
     """The server's own count, or an estimate if it has no /tokenize."""
     try:
         found.num_tokens(model, "a")
@@ -100,12 +100,18 @@ def _counter(found: Server, model: str) -> Callable[[str], int]:
     return lambda text: found.num_tokens(model, text)
 
 
-def _warm_up(given: argparse.Namespace, target: Target, draw: Draw, like: Ask, encode: Callable[[Ask], bytes]) -> None:
+def _warm_up(
+    given: argparse.Namespace,
+    target: Endpoint,
+    draw: PromptMaker,
+    like: SampleRequest,
+    encode: Callable[[SampleRequest], bytes],
+) -> None:
     """Prompts of their own, so that no prefix of the run is cached. Raises BenchError if one fails."""
     rng = random.Random(given.seed - 1)
     num_output = min(like.num_output, WARM_UP_OUTPUT)
-    asked = [Ask(draw(rng, like.num_input), like.num_input, num_output) for _ in range(given.warmups)]
-    plan = Plan([encode(ask) for ask in asked], [0.0] * len(asked), 1, given.timeout)
+    asked = [SampleRequest(draw(rng, like.num_input), like.num_input, num_output) for _ in range(given.warmups)]
+    plan = LoadPlan([encode(ask) for ask in asked], [0.0] * len(asked), 1, given.timeout)
     outcomes, _, _ = _run(target, plan, [num_output] * len(asked), 1, shown=False)
     for one in outcomes:
         if one.failure:
@@ -113,33 +119,33 @@ def _warm_up(given: argparse.Namespace, target: Target, draw: Draw, like: Ask, e
 
 
 def _run(
-    target: Target, plan: Plan, asked: list[int], num: int | None, shown: bool = True
-) -> tuple[list[Outcome], Course, monitor.Watch]:
+    target: Endpoint, plan: LoadPlan, asked: list[int], num: int | None, shown: bool = True
+) -> tuple[list[RequestResult], LoadRun, monitor.CpuMonitor]:
     """`num`: processes to do it with, None for as many as it takes."""
-    course = Course()
-    display = monitor.display(len(plan.requests)) if shown else monitor.NoDisplay()
-    watched = monitor.Watch(course, display)
+    load = LoadRun()
+    display = monitor.display(len(plan.requests)) if shown else monitor.NoLoadDisplay()
+    watched = monitor.CpuMonitor(load, display)
     streams = plan.max_concurrency or len(plan.requests)
 
-    async def measure() -> Callable[[], list[Outcome]]:
+    async def measure() -> Callable[[], list[RequestResult]]:
         async with watched:
-            return await processes.run(target, plan, asked, course, num or processes.num_for(streams))
+            return await processes.run(target, plan, asked, load, num or processes.num_for(streams))
 
     with client.QuietProcess(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
             read = runner.run(measure())
         except OSError as e:
             raise BenchError(f"{target.host}: {e.strerror or e}") from e
-    return read(), course, watched
+    return read(), load, watched
 
 
 def _report(
     given: argparse.Namespace,
     model: str,
-    found: Server,
-    course: Course,
-    watched: monitor.Watch,
-    outcomes: list[Outcome],
+    found: OpenAIServer,
+    load: LoadRun,
+    watched: monitor.CpuMonitor,
+    outcomes: list[RequestResult],
     limits: dict[str, float],
 ) -> report.ServeReport:
     late_s = [] if math.isinf(given.request_rate) else [max(0.0, one.sent_s - one.due_s) for one in outcomes]
@@ -150,8 +156,8 @@ def _report(
         url=found.base_url,
         model=model,
         settings=settings | {"request_rate": str(given.request_rate), "burstiness": str(given.burstiness)},
-        summary=metrics.summarize(outcomes, course.ended_s - course.started_s, limits),
+        summary=metrics.summarize(outcomes, load.ended_s - load.started_s, limits),
         client=report.ClientLoad(watched.cpu_share, watched.peak_cpu_share, spread(late_s, 1000)),
         failures=metrics.failures(outcomes),
-        requests=report.requests(outcomes, course.started_s),
+        requests=report.requests(outcomes, load.started_s),
     )

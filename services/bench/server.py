@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from blockyard.services.bench.load.client import Target
+from blockyard.services.bench.load.client import Endpoint
 from blockyard.services.bench.load.results import error_text
 from blockyard.shared.errors import BlockyardError, ConfigError
 
@@ -41,7 +41,7 @@ class _Asked(msgspec.Struct):
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class OpenAIServer:
     """An OpenAI endpoint. `base_url` is without /v1 and without a slash at its end."""
 
     base_url: str
@@ -58,15 +58,15 @@ class Server:
         """By /tokenize, which OpenAI's protocol does not have. Raises BenchError."""
         return self._ask("/tokenize", _Asked(model, text), _Tokens).count
 
-    def target(self, endpoint: str) -> Target:
+    def target(self, endpoint: str) -> Endpoint:
         parts = urlsplit(self.base_url)
         tls = parts.scheme == "https"
         port = parts.port or (443 if tls else 80)
-        return Target(parts.hostname or "", port, tls, parts.path + PATHS[endpoint], tuple(self.headers.items()))
+        return Endpoint(parts.hostname or "", port, tls, parts.path + PATHS[endpoint], tuple(self.headers.items()))
 
     def _ask(self, path: str, body: _Asked | None, answer: type[T]) -> T:
         data = None if body is None else msgspec.json.encode(body)
-        request = urllib.request.Request(
+        request = urllib.request.RequestRow(
             self.base_url + path, data, {**self.headers, "Content-Type": "application/json"}
         )
         try:
@@ -81,11 +81,11 @@ class Server:
             raise BenchError(f"{self.base_url}{path}: not what was expected: {e}") from None
 
 
-def find(base_url: str, api_key: str | None) -> Server:
+def find(base_url: str, api_key: str | None) -> OpenAIServer:
     """Raises ConfigError if that is no URL of HTTP."""
     url = base_url.rstrip("/").removesuffix("/v1")
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"--base-url {base_url}: expected http://HOST:PORT")
     key = api_key or os.environ.get("OPENAI_API_KEY")
-    return Server(url, {"Authorization": f"Bearer {key}"} if key else {})
+    return OpenAIServer(url, {"Authorization": f"Bearer {key}"} if key else {})

@@ -175,7 +175,7 @@ def _asks(parsed: argparse.Namespace, rng: random.Random) -> Iterator[tuple[int,
     """Tokens in, tokens out, and what else is in the line."""
     num = parsed.requests
     if parsed.generate == "sharegpt":
-        for ask in datasets.sharegpt_like(num, datasets.RandomIds(0, 1), rng):
+        for ask in datasets.sharegpt_requests(num, datasets.RandomIds(0, 1), rng):
             yield ask.num_input, ask.num_output, {}
         return
     inputs = datasets.lengths(parsed.input_len, 0.0, "--input-len")

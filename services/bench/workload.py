@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from blockyard.services.bench import datasets
-from blockyard.services.bench.datasets import Ask, Draw
+from blockyard.services.bench.datasets import PromptMaker, SampleRequest
 from blockyard.shared.errors import ConfigError
 
 INPUT_LEN, OUTPUT_LEN = "1024", "128"
@@ -27,7 +27,7 @@ def check(flags: argparse.Namespace) -> None:
             datasets.lengths(getattr(flags, name), flags.range_ratio, "--" + name.replace("_", "-"))
 
 
-def asks(flags: argparse.Namespace, draw: Draw, count: Callable[[str], int]) -> list[Ask]:
+def asks(flags: argparse.Namespace, draw: PromptMaker, count: Callable[[str], int]) -> list[SampleRequest]:
     """The same for the same seed. `count` gives a text's tokens. Raises ConfigError."""
     rng = random.Random(flags.seed)
     outputs = datasets.lengths(flags.output_len or OUTPUT_LEN, flags.range_ratio, "--output-len")
@@ -35,8 +35,10 @@ def asks(flags: argparse.Namespace, draw: Draw, count: Callable[[str], int]) -> 
         own = outputs if flags.output_len else None
         return datasets.read_sharegpt(Path(flags.dataset_path), flags.num_prompts, count, own, rng)
     if flags.dataset == "sharegpt":
-        return datasets.sharegpt_like(flags.num_prompts, draw, rng)
+        return datasets.sharegpt_requests(flags.num_prompts, draw, rng)
     inputs = datasets.lengths(flags.input_len or INPUT_LEN, flags.range_ratio, "--input-len")
     if flags.dataset == "prefix-shared":
-        return datasets.prefix_asks(flags.num_prompts, flags.prefix_len, flags.num_prefixes, inputs, outputs, draw, rng)
-    return datasets.random_asks(flags.num_prompts, inputs, outputs, draw, rng)
+        return datasets.prefix_requests(
+            flags.num_prompts, flags.prefix_len, flags.num_prefixes, inputs, outputs, draw, rng
+        )
+    return datasets.random_requests(flags.num_prompts, inputs, outputs, draw, rng)

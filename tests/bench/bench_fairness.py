@@ -47,15 +47,15 @@ def run(port: int, loads: dict[str, tuple[list[dict[str, object]], list[float]]]
     """Seconds to the first token of each key's requests that were not refused, and when the last token came."""
     everything = []
     for key, (bodies, due) in loads.items():
-        target = client.Target("127.0.0.1", port, headers=(("Authorization", f"Bearer {key}"),))
+        target = client.Endpoint("127.0.0.1", port, headers=(("Authorization", f"Bearer {key}"),))
         everything += [(at, key, target.request(body)) for body, at in zip(bodies, due, strict=True)]
     everything.sort(key=lambda one: one[0])
-    course = client.Course(clock=time.time)
-    plan = client.Plan([request for _, _, request in everything], [at for at, _, _ in everything])
+    load = client.LoadRun(clock=time.time)
+    plan = client.LoadPlan([request for _, _, request in everything], [at for at, _, _ in everything])
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(client.run(client.Target("127.0.0.1", port), plan, course))
+        runner.run(client.run(client.Endpoint("127.0.0.1", port), plan, load))
     found: dict[str, list[float]] = {key: [] for key in loads}
-    for (_, key, _), exchange in zip(everything, course.exchanges, strict=True):
+    for (_, key, _), exchange in zip(everything, load.exchanges, strict=True):
         if not exchange.is_refused and (events := RawLog(exchange.sent_s, exchange.pieces).events()):
             found[key].append(events[0][0] - exchange.sent_s)
     return found

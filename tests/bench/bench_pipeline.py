@@ -20,9 +20,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / ".src"))
 
 from rig import Row, Server, cpu_seconds, serve, table
 
-from blockyard.services.bench.load.results import Outcome
+from blockyard.services.bench.load.results import RequestResult
 from blockyard.services.bench.suite import shapes
-from blockyard.services.bench.suite.served import Served, random_asks
+from blockyard.services.bench.suite.served import SuiteServer, random_requests
 from blockyard.shared.spread import percentile
 
 LOG = Path(tempfile.gettempdir()) / "bench_pipeline.log"
@@ -62,9 +62,9 @@ def loads(given: argparse.Namespace) -> list[tuple[int, int]]:
     return [(int(streams), int(tokens)) for streams, _, tokens in (load.partition("x") for load in given.load)]
 
 
-def measure(served: Served, pids: dict[str, int], streams: int, tokens: int, seed: int) -> list[Row]:
+def measure(served: SuiteServer, pids: dict[str, int], streams: int, tokens: int, seed: int) -> list[Row]:
     before, mine = {title: cpu_seconds(pid) for title, pid in pids.items()}, own_cpu()
-    outcomes = served.stream(random_asks(streams, 32, tokens, seed), each_token=False)
+    outcomes = served.stream(random_requests(streams, 32, tokens, seed), each_token=False)
     cpu = {title: cpu_seconds(pid) - before[title] for title, pid in pids.items()}
     cpu["client, its reading of the answers included"] = own_cpu() - mine
     num = streams * tokens
@@ -78,7 +78,7 @@ def measure(served: Served, pids: dict[str, int], streams: int, tokens: int, see
     ]
 
 
-def line(outcomes: list[Outcome], num: int) -> str:
+def line(outcomes: list[RequestResult], num: int) -> str:
     begin, end = min(one.sent_s for one in outcomes), max(one.ended_s for one in outcomes)
     firsts = sorted(one.tokens_s[0] - begin for one in outcomes)
     gaps = sorted(b - a for one in outcomes for a, b in zip(one.tokens_s, one.tokens_s[1:], strict=False))
@@ -91,7 +91,7 @@ def line(outcomes: list[Outcome], num: int) -> str:
     )
 
 
-def spy(served: Served, pids: dict[str, int], streams: int, tokens: int, program: str) -> None:
+def spy(served: SuiteServer, pids: dict[str, int], streams: int, tokens: int, program: str) -> None:
     """Where processes' Python spends a run, by py-spy: shares of the samples in which they did not wait."""
     wanted = ("gpu_worker", "scheduler", "detokenizer 0", "api_gateway 0", "tokenizer_pool 0")
     with tempfile.TemporaryDirectory() as folder:
@@ -101,7 +101,7 @@ def spy(served: Served, pids: dict[str, int], streams: int, tokens: int, program
             command = [program, "record", "-p", str(pids[title]), "-f", "raw", "-o", str(out), "-r", "500", "-d", "60"]
             jobs.append((title, out, subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)))
         time.sleep(1.5)
-        served.stream(random_asks(streams, 32, tokens, seed=99), each_token=False)
+        served.stream(random_requests(streams, 32, tokens, seed=99), each_token=False)
         for title, out, job in jobs:
             job.send_signal(2)
             job.wait()
@@ -139,10 +139,10 @@ def main() -> None:
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}", flush=True)
     with tempfile.TemporaryDirectory() as folder, serve(*flags_of(given, Path(folder)), log=LOG) as server:
         print(f"ready after {server.ready_s:.1f} s", flush=True)
-        served = Served(server.url, 0.0, 0.0)
+        served = SuiteServer(server.url, 0.0, 0.0)
         for streams, tokens in loads(given):
             print(f"\n{streams} streams x {tokens} tokens", flush=True)
-            served.stream(random_asks(streams, 32, 8, seed=-1), each_token=False)
+            served.stream(random_requests(streams, 32, 8, seed=-1), each_token=False)
             pids = processes(server)
             rows = [measure(served, pids, streams, tokens, seed) for seed in range(given.runs)][-1]
             print("of the last run, us of CPU a token: the busiest, and all; tokens/s that its core would bear")

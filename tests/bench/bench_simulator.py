@@ -28,7 +28,7 @@ TIGHT_BLOCKS = 2000  # so few that choices have to give way
 def sharegpt(num: int, rate: float, seed: int = 0, tenant: str = "") -> list[TraceRequest]:
     rng = random.Random(seed)
     due = due_times(num, rate, 1.0, rng)
-    asks = datasets.sharegpt_like(num, datasets.RandomIds(0, 1), rng)
+    asks = datasets.sharegpt_requests(num, datasets.RandomIds(0, 1), rng)
     return [
         TraceRequest(arrival_s=at, prompt_tokens=a.num_input, output_tokens=a.num_output, tenant=tenant)
         for at, a in zip(due, asks, strict=True)

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import uvloop
 
 from blockyard.services.bench.load import client, http_response
-from blockyard.services.bench.load.results import DONE, Chunk, decode_chunk
+from blockyard.services.bench.load.results import DONE, StreamChunk, decode_chunk
 
 
 @dataclass
@@ -19,9 +19,9 @@ class RawLog:
     """One stream: pieces of the response as they were read."""
 
     started_s: float  # CLOCK_REALTIME, as are the other times
-    pieces: http_response.Pieces
+    pieces: http_response.TimedReads
 
-    def events(self) -> list[tuple[float, Chunk]]:
+    def events(self) -> list[tuple[float, StreamChunk]]:
         """When each event was whole, and the event."""
         found = http_response.read(self.pieces)
         if found.status != 200:
@@ -32,9 +32,9 @@ class RawLog:
 def raw_streams(url: str, bodies: list[dict[str, object]]) -> list[RawLog]:
     """All bodies at once, a connection each, to the end of the last."""
     parts = urlsplit(url)
-    target = client.Target(parts.hostname or "", parts.port or 80)
-    plan = client.Plan([target.request(body | {"stream": True}) for body in bodies], [0.0] * len(bodies))
-    course = client.Course(clock=time.time)
+    target = client.Endpoint(parts.hostname or "", parts.port or 80)
+    plan = client.LoadPlan([target.request(body | {"stream": True}) for body in bodies], [0.0] * len(bodies))
+    load = client.LoadRun(clock=time.time)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(client.run(target, plan, course))
-    return [RawLog(x.sent_s, x.pieces) for x in course.exchanges]
+        runner.run(client.run(target, plan, load))
+    return [RawLog(x.sent_s, x.pieces) for x in load.exchanges]

@@ -21,7 +21,7 @@ Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class Endpoint:
     """Where requests go."""
 
     host: str
@@ -91,8 +91,8 @@ class Exchange(asyncio.Protocol):
 
     def _is_whole(self) -> bool:
         try:
-            return http_response.read(self.pieces).ends_itself
-        except http_response.BrokenAnswer:
+            return http_response.read(self.pieces).is_self_delimited
+        except http_response.BadResponse:
             return False
 
     def _tail(self) -> bytes:
@@ -100,7 +100,7 @@ class Exchange(asyncio.Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LoadPlan:
     """Which requests are sent when."""
 
     requests: Sequence[bytes]
@@ -110,7 +110,7 @@ class Plan:
 
 
 @dataclass(slots=True)
-class Course:
+class LoadRun:
     """How a run goes; watched by whoever shows it."""
 
     clock: Clock = time.perf_counter
@@ -123,7 +123,7 @@ class Course:
     cpu_s: Callable[[], float] = time.process_time  # of the busiest process that takes part
 
 
-async def run(target: Target, plan: Plan, course: Course) -> None:
+async def run(target: Endpoint, plan: LoadPlan, load: LoadRun) -> None:
     """Sends all and returns when the last has ended. Raises OSError if the host has no address."""
     loop = asyncio.get_running_loop()
     info = await loop.getaddrinfo(target.host, target.port, type=1)  # once: a thread each would be felt
@@ -132,8 +132,8 @@ async def run(target: Target, plan: Plan, course: Course) -> None:
     free = asyncio.Semaphore(plan.max_concurrency or len(plan.requests) or 1)
 
     async def one(exchange: Exchange) -> None:
-        course.num_running += 1
-        exchange.sent_s = course.clock()
+        load.num_running += 1
+        exchange.sent_s = load.clock()
         try:
             await loop.create_connection(
                 lambda: exchange, address, target.port, ssl=tls, server_hostname=target.host if tls else None
@@ -145,23 +145,23 @@ async def run(target: Target, plan: Plan, course: Course) -> None:
                 exchange.abort(f"no end within {plan.timeout_s:g} s")
                 await exchange.ended
         except OSError as e:
-            exchange.failure, exchange.ended_s = f"no connection: {e.strerror or e}", course.clock()
-        course.num_running -= 1
-        course.num_ended += 1
-        course.num_refused += exchange.is_refused
+            exchange.failure, exchange.ended_s = f"no connection: {e.strerror or e}", load.clock()
+        load.num_running -= 1
+        load.num_ended += 1
+        load.num_refused += exchange.is_refused
         free.release()
 
-    course.started_s = course.started_s or course.clock()
+    load.started_s = load.started_s or load.clock()
     async with asyncio.TaskGroup() as tasks:
         for request, due_s in zip(plan.requests, plan.due_s, strict=True):
-            wait_s = course.started_s + due_s - course.clock()
+            wait_s = load.started_s + due_s - load.clock()
             if wait_s > 0:
                 await asyncio.sleep(wait_s)
             await free.acquire()
-            exchange = Exchange(request, course.started_s + due_s, course.clock)
-            course.exchanges.append(exchange)
+            exchange = Exchange(request, load.started_s + due_s, load.clock)
+            load.exchanges.append(exchange)
             tasks.create_task(one(exchange))
-    course.ended_s = max((x.ended_s for x in course.exchanges), default=course.clock())
+    load.ended_s = max((x.ended_s for x in load.exchanges), default=load.clock())
 
 
 class QuietProcess:

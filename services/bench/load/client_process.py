@@ -11,8 +11,8 @@ import msgspec
 import uvloop
 
 from blockyard.services.bench.load import client, results
-from blockyard.services.bench.load.client import Course, Plan, Target
-from blockyard.services.bench.load.results import Outcome
+from blockyard.services.bench.load.client import Endpoint, LoadPlan, LoadRun
+from blockyard.services.bench.load.results import RequestResult
 from blockyard.shared import open_files
 
 T = TypeVar("T")
@@ -20,39 +20,39 @@ PROGRESS_S = 0.5
 LENGTH_BYTES = 4  # before each message
 
 
-class Work(msgspec.Struct, frozen=True):
+class ClientWork(msgspec.Struct, frozen=True):
     """A share of the requests. `asked`: tokens that each is to be answered with."""
 
-    target: Target
-    plan: Plan
+    target: Endpoint
+    plan: LoadPlan
     asked: list[int]
 
 
-class Start(msgspec.Struct, frozen=True):
+class ClientStart(msgspec.Struct, frozen=True):
     at_s: float  # CLOCK_MONOTONIC, which all processes of a host share
 
 
-class Ready(msgspec.Struct, frozen=True, tag=True):
+class ClientReady(msgspec.Struct, frozen=True, tag=True):
     """Everything is imported and the requests are there."""
 
 
-class Progress(msgspec.Struct, frozen=True, tag=True):
+class ClientProgress(msgspec.Struct, frozen=True, tag=True):
     num_running: int
     num_ended: int
     num_refused: int
     cpu_s: float  # since the process began
 
 
-class Done(msgspec.Struct, frozen=True, tag=True):
-    outcomes: list[Outcome]
+class ClientDone(msgspec.Struct, frozen=True, tag=True):
+    outcomes: list[RequestResult]
     ended_s: float
 
 
-class Broke(msgspec.Struct, frozen=True, tag=True):
+class ClientFailed(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-FromClient = Ready | Progress | Done | Broke
+ClientMessage = ClientReady | ClientProgress | ClientDone | ClientFailed
 encode = msgspec.msgpack.Encoder().encode
 
 
@@ -62,7 +62,7 @@ def framed(message: msgspec.Struct) -> bytes:
 
 
 def main(source: BinaryIO, out: BinaryIO) -> int:
-    """Takes Work and Start from `source`; tells `out` how it goes."""
+    """Takes ClientWork and ClientStart from `source`; tells `out` how it goes."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent says what there is to say
 
     def tell(message: msgspec.Struct) -> None:
@@ -70,38 +70,38 @@ def main(source: BinaryIO, out: BinaryIO) -> int:
         out.flush()
 
     open_files.raise_limit()  # a connection for each request under way
-    work = _read(source, Work)
-    tell(Ready())
-    course = Course(started_s=_read(source, Start).at_s)
+    work = _read(source, ClientWork)
+    tell(ClientReady())
+    load = LoadRun(started_s=_read(source, ClientStart).at_s)
 
     async def measure() -> None:
-        telling = asyncio.create_task(_tell_progress(course, tell))
-        await client.run(work.target, work.plan, course)
+        telling = asyncio.create_task(_tell_progress(load, tell))
+        await client.run(work.target, work.plan, load)
         telling.cancel()
 
     with client.QuietProcess(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
             runner.run(measure())
         except OSError as e:
-            tell(Broke(f"{work.target.host}: {e.strerror or e}"))
+            tell(ClientFailed(f"{work.target.host}: {e.strerror or e}"))
             return 1
-    tell(_progress(course))
-    tell(Done(read_all(course, work.asked), course.ended_s))
+    tell(_progress(load))
+    tell(ClientDone(read_all(load, work.asked), load.ended_s))
     return 0
 
 
-def read_all(course: Course, asked: Sequence[int]) -> list[Outcome]:
-    return [results.read(x, num) for x, num in zip(course.exchanges, asked, strict=True)]
+def read_all(load: LoadRun, asked: Sequence[int]) -> list[RequestResult]:
+    return [results.read(x, num) for x, num in zip(load.exchanges, asked, strict=True)]
 
 
-def _progress(course: Course) -> Progress:
-    return Progress(course.num_running, course.num_ended, course.num_refused, time.process_time())
+def _progress(load: LoadRun) -> ClientProgress:
+    return ClientProgress(load.num_running, load.num_ended, load.num_refused, time.process_time())
 
 
-async def _tell_progress(course: Course, tell: Callable[[msgspec.Struct], None]) -> None:
+async def _tell_progress(load: LoadRun, tell: Callable[[msgspec.Struct], None]) -> None:
     while True:
         await asyncio.sleep(PROGRESS_S)
-        tell(_progress(course))
+        tell(_progress(load))
 
 
 def _read(source: BinaryIO, kind: type[T]) -> T:

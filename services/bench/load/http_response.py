@@ -4,14 +4,14 @@ import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-Pieces = Sequence[tuple[float, bytes]]  # (when it was read, what was read)
+TimedReads = Sequence[tuple[float, bytes]]  # (when it was read, what was read)
 
 
-class BrokenAnswer(Exception):
+class BadResponse(Exception):
     """Not HTTP as a server should speak it."""
 
 
-class Chunks:
+class ChunkedDecoder:
     """Takes HTTP's chunked encoding off, piece by piece."""
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class Chunks:
         self._skip = 0  # bytes of the line end behind it
 
     def feed(self, data: bytes) -> bytes:
-        """The payload in `data`. Raises BrokenAnswer."""
+        """The payload in `data`. Raises BadResponse."""
         found, at = [], 0
         while at < len(data) and not self.ended:
             if self._left:
@@ -47,13 +47,13 @@ class Chunks:
         try:
             self._left = int(line.partition(b";")[0], 16)
         except ValueError:
-            raise BrokenAnswer(f"chunk size {line[:40]!r}") from None
+            raise BadResponse(f"chunk size {line[:40]!r}") from None
         self.ended = self._left == 0
         return end + 1
 
 
 @dataclass(slots=True)
-class Answer:
+class HttpResponse:
     """The body and when which part of it was there."""
 
     status: int
@@ -61,9 +61,9 @@ class Answer:
     ends: list[int] = field(default_factory=list)  # of the body after each piece
     times_s: list[float] = field(default_factory=list)  # when that piece was read
     complete: bool = True  # False: the connection ended before the answer did
-    ends_itself: bool = False  # complete by its own account, whatever the connection does
+    is_self_delimited: bool = False  # complete by its own account, whatever the connection does
 
-    def whole_at(self, end: int) -> float:
+    def complete_at(self, end: int) -> float:
         """When the body's first `end` bytes were all there."""
         return self.times_s[bisect.bisect_left(self.ends, end)]
 
@@ -77,12 +77,12 @@ class Answer:
             if line.startswith(b"data:"):
                 data.append(line[5:].removeprefix(b" "))
             elif not line and data:
-                yield self.whole_at(start), b"\n".join(data)
+                yield self.complete_at(start), b"\n".join(data)
                 data = []
 
 
-def read(pieces: Pieces) -> Answer:
-    """Raises BrokenAnswer, also if there is not even a head."""
+def read(pieces: TimedReads) -> HttpResponse:
+    """Raises BadResponse, also if there is not even a head."""
     head, status, rest_of, chunked, length = b"", 0, 0, False, -1
     for index, (_, piece) in enumerate(pieces):
         head += piece
@@ -91,9 +91,9 @@ def read(pieces: Pieces) -> Answer:
             first, rest_of = head[end + 4 :], index
             break
     else:
-        raise BrokenAnswer(f"the connection ended before an answer: {head[:80]!r}")
-    chunks = Chunks()
-    parts, answer, size = [], Answer(status, b""), 0
+        raise BadResponse(f"the connection ended before an answer: {head[:80]!r}")
+    chunks = ChunkedDecoder()
+    parts, answer, size = [], HttpResponse(status, b""), 0
     for at, piece in [(pieces[rest_of][0], first), *pieces[rest_of + 1 :]]:
         part = chunks.feed(piece) if chunked else piece
         parts.append(part)
@@ -102,7 +102,7 @@ def read(pieces: Pieces) -> Answer:
         answer.times_s.append(at)
     answer.body = b"".join(parts)
     answer.complete = chunks.ended if chunked else size >= length
-    answer.ends_itself = answer.complete and (chunked or length >= 0)
+    answer.is_self_delimited = answer.complete and (chunked or length >= 0)
     return answer
 
 
@@ -111,7 +111,7 @@ def _read_head(head: bytes) -> tuple[int, bool, int]:
     first, *lines = head.split(b"\r\n")
     words = first.split()
     if len(words) < 2 or not words[0].startswith(b"HTTP/1.") or not words[1].isdigit():
-        raise BrokenAnswer(f"not HTTP/1: {first[:80]!r}")
+        raise BadResponse(f"not HTTP/1: {first[:80]!r}")
     fields = {name.strip().lower(): value.strip().lower() for name, _, value in (x.partition(b":") for x in lines)}
     length = fields.get(b"content-length", b"")
     return int(words[1]), b"chunked" in fields.get(b"transfer-encoding", b""), int(length) if length.isdigit() else -1

@@ -5,45 +5,45 @@ import sys
 import time
 from typing import Protocol
 
-from blockyard.services.bench.load.client import Course
+from blockyard.services.bench.load.client import LoadRun
 
 PERIOD_S = 1.0
 
 
-class Display(Protocol):
-    def show(self, course: Course) -> None: ...
+class LoadDisplay(Protocol):
+    def show(self, load: LoadRun) -> None: ...
 
     def close(self) -> None: ...
 
 
-class NoDisplay:
+class NoLoadDisplay:
     """Not a terminal: nothing until the report."""
 
-    def show(self, course: Course) -> None:
+    def show(self, load: LoadRun) -> None:
         pass
 
     def close(self) -> None:
         pass
 
 
-def display(num: int) -> Display:
+def display(num: int) -> LoadDisplay:
     if not sys.stderr.isatty():
-        return NoDisplay()
+        return NoLoadDisplay()
     # rich takes 0.1 s to import
-    from blockyard.services.bench.load.progress import Bar  # noqa: PLC0415
+    from blockyard.services.bench.load.progress import LoadProgressBar  # noqa: PLC0415
 
-    return Bar(num)
+    return LoadProgressBar(num)
 
 
-class Watch:
+class CpuMonitor:
     """A context around a run."""
 
-    def __init__(self, course: Course, shown: Display) -> None:
+    def __init__(self, load: LoadRun, shown: LoadDisplay) -> None:
         self.cpu_share = 0.0  # of a core, once the run is over
         self.peak_cpu_share = 0.0
-        self._course, self._shown = course, shown
+        self._course, self._shown = load, shown
 
-    async def __aenter__(self) -> "Watch":
+    async def __aenter__(self) -> "CpuMonitor":
         self._began = self._mark()
         self._task = asyncio.create_task(self._look())
         return self

@@ -14,27 +14,27 @@ from collections.abc import AsyncIterator, Callable
 import msgspec
 
 from blockyard.services.bench.load import client
-from blockyard.services.bench.load.client import Course, Plan, Target
+from blockyard.services.bench.load.client import Endpoint, LoadPlan, LoadRun
 from blockyard.services.bench.load.client_process import (
     LENGTH_BYTES,
-    Broke,
-    Done,
-    FromClient,
-    Progress,
-    Ready,
-    Start,
-    Work,
+    ClientDone,
+    ClientFailed,
+    ClientMessage,
+    ClientProgress,
+    ClientReady,
+    ClientStart,
+    ClientWork,
     framed,
     read_all,
 )
-from blockyard.services.bench.load.results import Outcome
+from blockyard.services.bench.load.results import RequestResult
 from blockyard.services.bench.server import BenchError
 
 STREAMS_A_PROCESS = 128
 CORES_A_PROCESS = 4  # the server may be on the same machine
 HEAD_START_S = 0.01  # so that all of them have heard when it begins
 
-decode = msgspec.msgpack.Decoder(FromClient).decode
+decode = msgspec.msgpack.Decoder(ClientMessage).decode
 
 
 def num_for(num_streams: int) -> int:
@@ -43,7 +43,9 @@ def num_for(num_streams: int) -> int:
     return max(1, min(-(-num_streams // STREAMS_A_PROCESS), cores // CORES_A_PROCESS))
 
 
-async def run(target: Target, plan: Plan, asked: list[int], course: Course, num: int) -> Callable[[], list[Outcome]]:
+async def run(
+    target: Endpoint, plan: LoadPlan, asked: list[int], load: LoadRun, num: int
+) -> Callable[[], list[RequestResult]]:
     """Sends all requests from `num` processes and waits for the last answer. What it returns reads the answers, in
     the plan's order, once nothing is timed any more.
 
@@ -52,38 +54,38 @@ async def run(target: Target, plan: Plan, asked: list[int], course: Course, num:
     """
     num = min(num, len(plan.requests), plan.max_concurrency or num)
     if num <= 1:
-        await client.run(target, plan, course)
-        return lambda: read_all(course, asked)
-    shares = [Work(target, part(plan, i, num), asked[i::num]) for i in range(num)]
+        await client.run(target, plan, load)
+        return lambda: read_all(load, asked)
+    shares = [ClientWork(target, part(plan, i, num), asked[i::num]) for i in range(num)]
     async with contextlib.AsyncExitStack() as stack:
         children = [await stack.enter_async_context(_child(work)) for work in shares]
         for child in children:
-            if not isinstance(await _hear(child), Ready):
+            if not isinstance(await _hear(child), ClientReady):
                 raise BenchError("a client process did not begin with being ready")
-        course.started_s = time.perf_counter() + HEAD_START_S
-        latest: dict[int, Progress] = {}
-        course.cpu_s = lambda: max((one.cpu_s for one in latest.values()), default=0.0)
+        load.started_s = time.perf_counter() + HEAD_START_S
+        latest: dict[int, ClientProgress] = {}
+        load.cpu_s = lambda: max((one.cpu_s for one in latest.values()), default=0.0)
         try:
             async with asyncio.TaskGroup() as tasks:
-                ends = [tasks.create_task(_follow(i, child, course, latest)) for i, child in enumerate(children)]
+                ends = [tasks.create_task(_follow(i, child, load, latest)) for i, child in enumerate(children)]
         except ExceptionGroup as group:
             raise group.exceptions[0] from None
-    outcomes: list[Outcome | None] = [None] * len(asked)
+    outcomes: list[RequestResult | None] = [None] * len(asked)
     for i, end in enumerate(ends):
         outcomes[i::num] = end.result().outcomes
-    course.ended_s = max(end.result().ended_s for end in ends)
+    load.ended_s = max(end.result().ended_s for end in ends)
     return lambda: [one for one in outcomes if one is not None]
 
 
-def part(plan: Plan, index: int, num: int) -> Plan:
+def part(plan: LoadPlan, index: int, num: int) -> LoadPlan:
     """Each `num`-th request, from `index` on, and its share of those that may run at a time."""
     most = plan.max_concurrency
     share = None if most is None else most // num + (index < most % num)
-    return Plan(plan.requests[index::num], plan.due_s[index::num], share, plan.timeout_s)
+    return LoadPlan(plan.requests[index::num], plan.due_s[index::num], share, plan.timeout_s)
 
 
 @contextlib.asynccontextmanager
-async def _child(work: Work) -> AsyncIterator[Process]:
+async def _child(work: ClientWork) -> AsyncIterator[Process]:
     command = [sys.executable, "-P", "-m", "blockyard.services.bench.load.client_process"]
     child = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
     try:
@@ -96,29 +98,29 @@ async def _child(work: Work) -> AsyncIterator[Process]:
         await child.wait()
 
 
-async def _follow(index: int, child: Process, course: Course, latest: dict[int, Progress]) -> Done:
+async def _follow(index: int, child: Process, load: LoadRun, latest: dict[int, ClientProgress]) -> ClientDone:
     """From the start to the end of one process."""
     assert child.stdin is not None
-    child.stdin.write(framed(Start(course.started_s)))
+    child.stdin.write(framed(ClientStart(load.started_s)))
     while True:
         heard = await _hear(child)
-        if isinstance(heard, Done):
+        if isinstance(heard, ClientDone):
             return heard
-        if isinstance(heard, Progress):
+        if isinstance(heard, ClientProgress):
             latest[index] = heard
-            course.num_running = sum(one.num_running for one in latest.values())
-            course.num_ended = sum(one.num_ended for one in latest.values())
-            course.num_refused = sum(one.num_refused for one in latest.values())
+            load.num_running = sum(one.num_running for one in latest.values())
+            load.num_ended = sum(one.num_ended for one in latest.values())
+            load.num_refused = sum(one.num_refused for one in latest.values())
 
 
-async def _hear(child: Process) -> FromClient:
+async def _hear(child: Process) -> ClientMessage:
     """What it says next. Raises BenchError when it breaks."""
     assert child.stdout is not None
     try:
         size = await child.stdout.readexactly(LENGTH_BYTES)
-        heard: FromClient = decode(await child.stdout.readexactly(int.from_bytes(size, "big")))
+        heard: ClientMessage = decode(await child.stdout.readexactly(int.from_bytes(size, "big")))
     except asyncio.IncompleteReadError as e:
         raise BenchError(f"a client process ended with {await child.wait()}") from e
-    if isinstance(heard, Broke):
+    if isinstance(heard, ClientFailed):
         raise BenchError(heard.reason)
     return heard

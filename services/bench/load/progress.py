@@ -3,16 +3,16 @@
 import sys
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, ClientProgress, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
-from blockyard.services.bench.load.client import Course
+from blockyard.services.bench.load.client import LoadRun
 
 
-class Bar:
-    """A `watch.Display`. It draws only when it is told to: a thread of its own would hold up what is timed."""
+class LoadProgressBar:
+    """A `watch.LoadDisplay`. It draws only when it is told to: a thread of its own would hold up what is timed."""
 
     def __init__(self, num: int, console: Console | None = None) -> None:
-        self._bars = Progress(
+        self._bars = ClientProgress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=30),
             MofNCompleteColumn(),
@@ -24,9 +24,9 @@ class Bar:
         self._task = self._bars.add_task("Requests", total=num, state="")
         self._bars.start()
 
-    def show(self, course: Course) -> None:
-        failed = f", [red]{course.num_refused} failed" if course.num_refused else ""
-        self._bars.update(self._task, completed=course.num_ended, state=f"{course.num_running} running{failed}")
+    def show(self, load: LoadRun) -> None:
+        failed = f", [red]{load.num_refused} failed" if load.num_refused else ""
+        self._bars.update(self._task, completed=load.num_ended, state=f"{load.num_running} running{failed}")
         self._bars.refresh()
 
     def close(self) -> None:

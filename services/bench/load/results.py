@@ -7,12 +7,12 @@ from typing import Protocol
 import msgspec
 
 from blockyard.services.bench.load import http_response
-from blockyard.services.bench.load.http_response import BrokenAnswer, Pieces
+from blockyard.services.bench.load.http_response import BadResponse, TimedReads
 
 DONE = b"[DONE]"
 
 
-class Delta(msgspec.Struct):
+class ChunkDelta(msgspec.Struct):
     content: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -26,9 +26,9 @@ class Delta(msgspec.Struct):
         return self.role is not None and not said
 
 
-class Choice(msgspec.Struct):
+class ChunkChoice(msgspec.Struct):
     text: str | None = None
-    delta: Delta | None = None
+    delta: ChunkDelta | None = None
     finish_reason: str | None = None
 
     @property
@@ -40,21 +40,21 @@ class Choice(msgspec.Struct):
         return delta is None or not (delta.content or delta.reasoning_content or delta.reasoning or delta.tool_calls)
 
 
-class Usage(msgspec.Struct):
+class ChunkUsage(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int | None = None
 
 
-class Chunk(msgspec.Struct):
+class StreamChunk(msgspec.Struct):
     """What is read of a streamed chunk of either endpoint."""
 
-    choices: list[Choice] = []
-    usage: Usage | None = None
+    choices: list[ChunkChoice] = []
+    usage: ChunkUsage | None = None
     error: msgspec.Raw = msgspec.Raw()  # null and nothing are no error
     stamp: float = 0.0  # Blockyard's `return_stamps`: when the worker's step ended, CLOCK_REALTIME
 
 
-decode_chunk = msgspec.json.Decoder(Chunk).decode
+decode_chunk = msgspec.json.Decoder(StreamChunk).decode
 
 
 class _ErrorText(msgspec.Struct):
@@ -67,7 +67,7 @@ class _ErrorBody(msgspec.Struct):
 
 
 @dataclass(slots=True)
-class Outcome:
+class RequestResult:
     """One request. Times are the client's clock, in seconds."""
 
     sent_s: float
@@ -85,7 +85,7 @@ class Outcome:
         return len(self.tokens_s) if self.num_output is None else self.num_output
 
 
-class Ended(Protocol):
+class FinishedExchange(Protocol):
     """What is read of an exchange."""
 
     due_s: float
@@ -94,12 +94,12 @@ class Ended(Protocol):
     failure: str
 
     @property
-    def pieces(self) -> Pieces: ...
+    def pieces(self) -> TimedReads: ...
 
 
-def read(ended: Ended, asked_output: int) -> Outcome:
+def read(ended: FinishedExchange, asked_output: int) -> RequestResult:
     """Every answer but 200, an error event, a stream without [DONE] and one without a token is a failure."""
-    outcome = Outcome(ended.sent_s, ended.ended_s, ended.due_s, asked_output=asked_output, failure=ended.failure)
+    outcome = RequestResult(ended.sent_s, ended.ended_s, ended.due_s, asked_output=asked_output, failure=ended.failure)
     if outcome.failure:
         return outcome
     try:
@@ -108,14 +108,14 @@ def read(ended: Ended, asked_output: int) -> Outcome:
             outcome.failure = f"HTTP {found.status}: {error_text(found.body)}"
         else:
             _read_events(found.events(), outcome)
-    except BrokenAnswer as e:
+    except BadResponse as e:
         outcome.failure = str(e)
     except (msgspec.DecodeError, UnicodeDecodeError) as e:
         outcome.failure = f"an event that is no chunk: {e}"
     return outcome
 
 
-def _read_events(events: Iterable[tuple[float, bytes]], outcome: Outcome) -> None:
+def _read_events(events: Iterable[tuple[float, bytes]], outcome: RequestResult) -> None:
     done, last_s = False, 0.0
     for at, data in events:
         if data == DONE:

@@ -16,16 +16,16 @@ from blockyard.services.bench import report
 from blockyard.services.bench.flags import Parser
 from blockyard.services.bench.server import BenchError
 from blockyard.services.bench.suite import shapes
-from blockyard.services.bench.suite.items import ITEMS, Item
-from blockyard.services.bench.suite.measures import Measured, Place
+from blockyard.services.bench.suite.items import ITEMS, SuiteItem
+from blockyard.services.bench.suite.measures import Measurement, SuiteContext
 from blockyard.services.bench.suite.served import serve
 from blockyard.shared.errors import BlockyardError, ConfigError
 
 T = TypeVar("T")
-HEAD = "| item | what | measured | bar | floor | p50 / p99 |\n|---|---|---|---|---|---|"
+HEAD = "| item | what | measured | target | floor | p50 / p99 |\n|---|---|---|---|---|---|"
 
 
-class Line(msgspec.Struct, frozen=True):
+class SuiteRow(msgspec.Struct, frozen=True):
     """An item in the JSON."""
 
     name: str
@@ -33,16 +33,16 @@ class Line(msgspec.Struct, frozen=True):
     unit: str
     model: str
     flags: tuple[str, ...]
-    bar: float
+    target_value: float
     floor: float | None
-    measured: Measured | None
+    measured: Measurement | None
     failure: str = ""
 
 
 class SuiteReport(msgspec.Struct, frozen=True, tag_field="kind", tag="suite"):
     version: str
     date: str
-    lines: list[Line]
+    lines: list[SuiteRow]
 
 
 def main(args: Sequence[str]) -> int:
@@ -65,18 +65,18 @@ def main(args: Sequence[str]) -> int:
     return 1 if any(line.failure for line in lines) else 0
 
 
-def row(line: Line) -> str:
+def row(line: SuiteRow) -> str:
     """Of the table."""
     floor = "" if line.floor is None else f"{line.floor:,g}"
     if line.measured is None:
-        return f"| {line.name} | {line.what} | failed: {line.failure.splitlines()[0]} | {line.bar:,g} | {floor} | |"
+        return f"| {line.name} | {line.what} | failed: {line.failure.splitlines()[0]} | {line.target_value:,g} | {floor} | |"
     item = next(item for item in ITEMS if item.name == line.name)
-    verdict = "" if item.is_met(line.measured.value) else " (short of it)"
+    verdict = "" if item.meets_target(line.measured.value) else " (short of it)"
     spreads = ", ".join(f"{name} {one.p50:,.2f} / {one.p99:,.2f} ms" for name, one in line.measured.spreads.items())
     measured = f"{line.measured.value:,.4g}" if line.measured.value < 1000 else f"{line.measured.value:,.0f}"
     return (
         f"| {line.name} | {line.what} | {measured} {line.unit} of {len(line.measured.runs)} runs"
-        f" | {line.bar:,g}{verdict} | {floor} | {spreads} |"
+        f" | {line.target_value:,g}{verdict} | {floor} | {spreads} |"
     )
 
 
@@ -95,7 +95,7 @@ def _parser() -> Parser:
     return parser
 
 
-def _choose(names: Sequence[str]) -> list[Item]:
+def _choose(names: Sequence[str]) -> list[SuiteItem]:
     known = {item.name: item for item in ITEMS}
     unknown = [name for name in names if name not in known]
     if unknown:
@@ -103,18 +103,18 @@ def _choose(names: Sequence[str]) -> list[Item]:
     return [known[name] for name in dict.fromkeys(names)] if names else list(ITEMS)
 
 
-def _measure(items: Sequence[Item], folder: Path, more: tuple[str, ...]) -> Iterator[Line]:
+def _measure(items: Sequence[SuiteItem], folder: Path, more: tuple[str, ...]) -> Iterator[SuiteRow]:
     """Items that follow each other with one model and one set of flags share a server."""
     for (model, flags), group in itertools.groupby(items, key=lambda item: (item.model, item.flags)):
         together = list(group)
-        place = Place(shapes.write(model, folder), flags + more, folder)
-        yield from _on_one_server([item for item in together if item.of_server is not None], place)
+        place = SuiteContext(shapes.write(model, folder), flags + more, folder)
+        yield from _on_one_server([item for item in together if item.measure_server is not None], place)
         for item in together:
-            if item.alone is not None:
-                yield _line(item, item.alone, place)
+            if item.measure_alone is not None:
+                yield _line(item, item.measure_alone, place)
 
 
-def _on_one_server(items: Sequence[Item], place: Place) -> Iterator[Line]:
+def _on_one_server(items: Sequence[SuiteItem], place: SuiteContext) -> Iterator[SuiteRow]:
     if not items:
         return
     with contextlib.ExitStack() as stack:
@@ -126,20 +126,20 @@ def _on_one_server(items: Sequence[Item], place: Place) -> Iterator[Line]:
             yield from (_failed(item, e) for item in items)
             return
         for item in items:
-            assert item.of_server is not None, "chosen so"
-            yield _line(item, item.of_server, served)
+            assert item.measure_server is not None, "chosen so"
+            yield _line(item, item.measure_server, served)
 
 
-def _line(item: Item, measure: Callable[[T], Measured], subject: T) -> Line:
+def _line(item: SuiteItem, measure: Callable[[T], Measurement], subject: T) -> SuiteRow:
     """One that fails keeps no other from being measured."""
     try:
         measured = measure(subject)
     except (BlockyardError, OSError) as e:
         return _failed(item, e)
-    return Line(item.name, item.what, item.unit, item.model, item.flags, item.bar, item.floor, measured)
+    return SuiteRow(item.name, item.what, item.unit, item.model, item.flags, item.target_value, item.floor, measured)
 
 
-def _failed(item: Item, e: Exception) -> Line:
+def _failed(item: SuiteItem, e: Exception) -> SuiteRow:
     print(f"blockyard bench suite: {item.name}: {e}", file=sys.stderr)
     why = str(e) or type(e).__name__
-    return Line(item.name, item.what, item.unit, item.model, item.flags, item.bar, item.floor, None, why)
+    return SuiteRow(item.name, item.what, item.unit, item.model, item.flags, item.target_value, item.floor, None, why)

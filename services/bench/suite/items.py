@@ -4,10 +4,10 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from blockyard.services.bench.datasets import Ask, RandomIds
+from blockyard.services.bench.datasets import RandomIds, SampleRequest
 from blockyard.services.bench.suite import measures
-from blockyard.services.bench.suite.measures import Measured, Place
-from blockyard.services.bench.suite.served import VOCAB, Served, random_asks
+from blockyard.services.bench.suite.measures import Measurement, SuiteContext
+from blockyard.services.bench.suite.served import VOCAB, SuiteServer, random_requests
 
 B8, B1, Q06 = "llama-3.1-8b", "llama-3.2-1b", "qwen3-0.6b"
 UNCACHED = ("--no-enable-prefix-caching",)
@@ -17,71 +17,73 @@ SPREAD = ("--api-gateways", "6", "--detokenizers", "2")
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class SuiteItem:
     name: str
     what: str
     unit: str
     model: str
     flags: tuple[str, ...]  # of `blockyard serve`, or of `LLM` where it is measured alone
-    bar: float
+    target_value: float
     floor: float | None  # what the memory system and the tensor cores allow; None: no figure
     more_is_better: bool
-    of_server: Callable[[Served], Measured] | None = None  # measured on a server that items with equal flags share
-    alone: Callable[[Place], Measured] | None = None  # starts what it measures
+    measure_server: Callable[[SuiteServer], Measurement] | None = (
+        None  # measured on a server that items with equal flags share
+    )
+    measure_alone: Callable[[SuiteContext], Measurement] | None = None  # starts what it measures
 
-    def is_met(self, value: float) -> bool:
-        return value >= self.bar if self.more_is_better else value <= self.bar
+    def meets_target(self, value: float) -> bool:
+        return value >= self.target_value if self.more_is_better else value <= self.target_value
 
 
-def _uniform() -> list[Ask]:
+def _uniform() -> list[SampleRequest]:
     draw, rng = RandomIds(*VOCAB), random.Random(0)
     lengths = [(rng.randint(100, 1024), rng.randint(100, 1024)) for _ in range(256)]
-    return [Ask(draw(rng, num_input), num_input, num_output) for num_input, num_output in lengths]
+    return [SampleRequest(draw(rng, num_input), num_input, num_output) for num_input, num_output in lengths]
 
 
-def _less(name: str, what: str, unit: str, model: str, flags: tuple[str, ...], bar: float, floor: float,
-          of_server: Callable[[Served], Measured]) -> Item:  # fmt: skip
-    return Item(name, what, unit, model, flags, bar, floor, False, of_server=of_server)
+def _at_most(name: str, what: str, unit: str, model: str, flags: tuple[str, ...], target_value: float, floor: float,
+          measure_server: Callable[[SuiteServer], Measurement]) -> SuiteItem:  # fmt: skip
+    return SuiteItem(name, what, unit, model, flags, target_value, floor, False, measure_server=measure_server)
 
 
-def _more(name: str, what: str, model: str, flags: tuple[str, ...], bar: float, floor: float | None,
-          of_server: Callable[[Served], Measured]) -> Item:  # fmt: skip
-    return Item(name, what, "tokens/s", model, flags, bar, floor, True, of_server=of_server)
+def _at_least(name: str, what: str, model: str, flags: tuple[str, ...], target_value: float, floor: float | None,
+          measure_server: Callable[[SuiteServer], Measurement]) -> SuiteItem:  # fmt: skip
+    return SuiteItem(name, what, "tokens/s", model, flags, target_value, floor, True, measure_server=measure_server)
 
 
 ONE = UNCACHED + SHORT
 ITEMS = (
-    _less("itl-8b", "8B, one stream, 128 in / 256 out, ITL", "ms", B8, ONE, 4.2, 3.58,
+    _at_most("itl-8b", "8B, one stream, 128 in / 256 out, ITL", "ms", B8, ONE, 4.2, 3.58,
           measures.inter_token(1, 128, 256)),
-    _less("decode-64", "8B, 64 running at context 1,024, ITL", "ms", B8, ONE, 6.5, 5.5,
+    _at_most("decode-64", "8B, 64 running at context 1,024, ITL", "ms", B8, ONE, 6.5, 5.5,
           measures.inter_token(64, 960, 128)),
-    _more("decode-256", "8B, 256 running at context 1,024", B8, ONE, 16800, 19700,
+    _at_least("decode-256", "8B, 256 running at context 1,024", B8, ONE, 16800, 19700,
           measures.rate_while_all_run(256, 896, 256)),
-    _less("graphs-8b", "8B, launch to full graphs, not the first start", "s", B8, (*ONE, *SPREAD), 15, 4,
+    _at_most("graphs-8b", "8B, launch to full graphs, not the first start", "s", B8, (*ONE, *SPREAD), 15, 4,
           measures.launch_to_full_graphs),
-    _more("http-8b", "8B over HTTP, 252 streams, 512 in / 256 out", B8, (*ONE, *SPREAD), 10500, None,
+    _at_least("http-8b", "8B over HTTP, 252 streams, 512 in / 256 out", B8, (*ONE, *SPREAD), 10500, None,
           measures.streamed_rate(252, 512, 256)),
     *(
-        _less(f"ttft-8b-{num}", f"8B, first token of a prompt of {num:,}", "ms", B8, UNCACHED + LONG, bar, floor,
+        _at_most(f"ttft-8b-{num}", f"8B, first token of a prompt of {num:,}", "ms", B8, UNCACHED + LONG, target_value, floor,
               measures.first_token(num))
-        for num, bar, floor in ((2048, 45, 38), (8192, 200, 168), (32000, 1100, 910))
+        for num, target_value, floor in ((2048, 45, 38), (8192, 200, 168), (32000, 1100, 910))
     ),
-    _less("prefix-16k", "8B, 16k cached + 128 new tokens, first token", "ms", B8, LONG, 12, 4,
+    _at_most("prefix-16k", "8B, 16k cached + 128 new tokens, first token", "ms", B8, LONG, 12, 4,
           measures.cached_first_token(16384, 128)),
-    _less("itl-1b", "1B, one stream, 128 in / 256 out, ITL", "ms", B1, ONE, 0.90, 0.59,
+    _at_most("itl-1b", "1B, one stream, 128 in / 256 out, ITL", "ms", B1, ONE, 0.90, 0.59,
           measures.inter_token(1, 128, 256)),
-    _less("itl-0.6b", "0.6B, one stream, 128 in / 256 out, ITL", "ms", Q06, ONE, 0.65, 0.29,
+    _at_most("itl-0.6b", "0.6B, one stream, 128 in / 256 out, ITL", "ms", Q06, ONE, 0.65, 0.29,
           measures.inter_token(1, 128, 256)),
-    _more("http-0.6b-1020", "0.6B over HTTP, 1,020 streams, 32 in / 256 out", Q06, (*ONE, *MANY, *SPREAD), 45000, None,
+    _at_least("http-0.6b-1020", "0.6B over HTTP, 1,020 streams, 32 in / 256 out", Q06, (*ONE, *MANY, *SPREAD), 45000, None,
           measures.streamed_rate(1020, 32, 256)),
-    _more("http-0.6b-252", "0.6B over HTTP, 252 streams, 32 in / 512 out", Q06, (*ONE, *MANY, *SPREAD), 27000, None,
+    _at_least("http-0.6b-252", "0.6B over HTTP, 252 streams, 32 in / 512 out", Q06, (*ONE, *MANY, *SPREAD), 27000, None,
           measures.streamed_rate(252, 32, 512)),
-    Item("offline-8b", "8B, offline, 768 requests of 1000 in / 1000 out", "tokens/s", B8, ONE, 10000, 12000, True,
-         alone=measures.offline_rate(lambda: random_asks(768, 1000, 1000, seed=0))),
-    Item("offline-0.6b", "0.6B, offline, 256 requests, 100 to 1024 in and out", "tokens/s", Q06, ONE, 27000, 36000,
-         True, alone=measures.offline_rate(_uniform)),
-    Item("start-8b", "8B, launch to first token, not the first start", "s", B8, ONE, 10, 3, False,
-         alone=measures.launch_to_first_token),
-    Item("ring-cost", "8B, 64 streams, server by offline loop", "of 1", B8, ONE, 0.97, 1.0, True,
-         alone=measures.cost_of_the_ring(64, 512, 256)),
+    SuiteItem("offline-8b", "8B, offline, 768 requests of 1000 in / 1000 out", "tokens/s", B8, ONE, 10000, 12000, True,
+         measure_alone=measures.offline_rate(lambda: random_requests(768, 1000, 1000, seed=0))),
+    SuiteItem("offline-0.6b", "0.6B, offline, 256 requests, 100 to 1024 in and out", "tokens/s", Q06, ONE, 27000, 36000,
+         True, measure_alone=measures.offline_rate(_uniform)),
+    SuiteItem("start-8b", "8B, launch to first token, not the first start", "s", B8, ONE, 10, 3, False,
+         measure_alone=measures.launch_to_first_token),
+    SuiteItem("ring-cost", "8B, 64 streams, server by offline loop", "of 1", B8, ONE, 0.97, 1.0, True,
+         measure_alone=measures.cost_of_the_ring(64, 512, 256)),
 )  # fmt: skip

@@ -8,11 +8,11 @@ from pathlib import Path
 import msgspec
 
 from blockyard.services.bench import metrics
-from blockyard.services.bench.datasets import Ask, RandomIds
+from blockyard.services.bench.datasets import RandomIds, SampleRequest
 from blockyard.services.bench.latency_throughput import timed
-from blockyard.services.bench.load.results import Outcome
+from blockyard.services.bench.load.results import RequestResult
 from blockyard.services.bench.server import BenchError
-from blockyard.services.bench.suite.served import VOCAB, Served, random_asks, serve
+from blockyard.services.bench.suite.served import VOCAB, SuiteServer, random_requests, serve
 from blockyard.services.offline.llm import LLM
 from blockyard.shared.spread import Spread, percentile, spread
 
@@ -20,7 +20,7 @@ RUNS = 3
 EVENTS = 0.95  # of a token's, at least: special tokens and parts of characters have none
 
 
-class Measured(msgspec.Struct, frozen=True):
+class Measurement(msgspec.Struct, frozen=True):
     """`value` is the median of `runs`, in the item's unit."""
 
     value: float
@@ -28,7 +28,7 @@ class Measured(msgspec.Struct, frozen=True):
     spreads: dict[str, Spread] = {}  # ms, all runs in one pool
 
 
-class Place(msgspec.Struct, frozen=True):
+class SuiteContext(msgspec.Struct, frozen=True):
     """What an item is run with."""
 
     model: Path
@@ -36,27 +36,27 @@ class Place(msgspec.Struct, frozen=True):
     logs: Path
 
 
-def median_of(runs: Sequence[float], **spreads: Spread | None) -> Measured:
-    return Measured(
+def median_of(runs: Sequence[float], **spreads: Spread | None) -> Measurement:
+    return Measurement(
         percentile(sorted(runs), 50),
         list(runs),
         {name: one for name, one in spreads.items() if one is not None},
     )
 
 
-def warm_up(served: Served, num: int = 1, num_input: int = 64) -> None:
+def warm_up(served: SuiteServer, num: int = 1, num_input: int = 64) -> None:
     """What happens once, happens now."""
-    served.stream(random_asks(num, num_input, 8, seed=-1), each_token=False)
+    served.stream(random_requests(num, num_input, 8, seed=-1), each_token=False)
 
 
-def inter_token(num: int, num_input: int, num_output: int) -> Callable[[Served], Measured]:
+def inter_token(num: int, num_input: int, num_output: int) -> Callable[[SuiteServer], Measurement]:
     """ms: p50 of all gaps between tokens of `num` streams, all running at once."""
 
-    def measure(served: Served) -> Measured:
+    def measure(served: SuiteServer) -> Measurement:
         warm_up(served, num, num_input)
         runs, every = [], []
         for run in range(RUNS):
-            outcomes = served.stream(random_asks(num, num_input, num_output, seed=run))
+            outcomes = served.stream(random_requests(num, num_input, num_output, seed=run))
             gaps = [1e3 * gap for one in outcomes for gap in gaps_among(outcomes, one)]
             runs.append(percentile(sorted(gaps), 50))
             every += outcomes
@@ -65,14 +65,14 @@ def inter_token(num: int, num_input: int, num_output: int) -> Callable[[Served],
     return measure
 
 
-def gaps_among(outcomes: Sequence[Outcome], one: Outcome) -> list[float]:
+def gaps_among(outcomes: Sequence[RequestResult], one: RequestResult) -> list[float]:
     """The gaps of `one` in seconds while all of `outcomes` had a first token and none its last."""
     begin, end = all_running(outcomes)
     times = [at for at in one.tokens_s if begin <= at <= end]
     return [later - earlier for earlier, later in itertools.pairwise(times)]
 
 
-def all_running(outcomes: Sequence[Outcome]) -> tuple[float, float]:
+def all_running(outcomes: Sequence[RequestResult]) -> tuple[float, float]:
     """When the last of them had its first token, and the first its last. Raises BenchError if that is no time."""
     begin, end = max(one.tokens_s[0] for one in outcomes), min(one.tokens_s[-1] for one in outcomes)
     if begin >= end:
@@ -80,14 +80,14 @@ def all_running(outcomes: Sequence[Outcome]) -> tuple[float, float]:
     return begin, end
 
 
-def rate_while_all_run(num: int, num_input: int, num_output: int) -> Callable[[Served], Measured]:
+def rate_while_all_run(num: int, num_input: int, num_output: int) -> Callable[[SuiteServer], Measurement]:
     """Tokens/s of `num` streams from the last one's first token to the first one's last."""
 
-    def measure(served: Served) -> Measured:
+    def measure(served: SuiteServer) -> Measurement:
         warm_up(served, num, num_input)
         runs, every = [], []
         for run in range(RUNS):
-            outcomes = served.stream(random_asks(num, num_input, num_output, seed=run))
+            outcomes = served.stream(random_requests(num, num_input, num_output, seed=run))
             begin, end = all_running(outcomes)
             runs.append(sum(begin < at <= end for one in outcomes for at in one.tokens_s) / (end - begin))
             every += outcomes
@@ -96,25 +96,25 @@ def rate_while_all_run(num: int, num_input: int, num_output: int) -> Callable[[S
     return measure
 
 
-def first_token(num_input: int) -> Callable[[Served], Measured]:
+def first_token(num_input: int) -> Callable[[SuiteServer], Measurement]:
     """ms from sending a prompt to its first token; each run is three prompts, one after the other."""
 
-    def measure(served: Served) -> Measured:
+    def measure(served: SuiteServer) -> Measurement:
         warm_up(served, 1, num_input)
-        every = [served.stream(random_asks(1, num_input, 2, seed=i))[0] for i in range(3 * RUNS)]
+        every = [served.stream(random_requests(1, num_input, 2, seed=i))[0] for i in range(3 * RUNS)]
         times = [1e3 * metrics.ttft_s(one) for one in every]
         return median_of([percentile(sorted(times[i::RUNS]), 50) for i in range(RUNS)], ttft=_ttft(every))
 
     return measure
 
 
-def cached_first_token(num_cached: int, num_new: int) -> Callable[[Served], Measured]:
+def cached_first_token(num_cached: int, num_new: int) -> Callable[[SuiteServer], Measurement]:
     """ms to the first token of a prompt whose beginning was computed before."""
 
-    def measure(served: Served) -> Measured:
+    def measure(served: SuiteServer) -> Measurement:
         draw, rng = RandomIds(*VOCAB), random.Random(0)
         prefix, num = draw(rng, num_cached), num_cached + num_new
-        asks = [Ask(prefix + draw(rng, num_new), num, 2) for _ in range(2 + 3 * RUNS)]
+        asks = [SampleRequest(prefix + draw(rng, num_new), num, 2) for _ in range(2 + 3 * RUNS)]
         every = [served.stream([ask])[0] for ask in asks][2:]  # the first fills the cache, the second warms it up
         times = [1e3 * metrics.ttft_s(one) for one in every]
         return median_of([percentile(sorted(times[i::RUNS]), 50) for i in range(RUNS)], ttft=_ttft(every))
@@ -122,14 +122,14 @@ def cached_first_token(num_cached: int, num_new: int) -> Callable[[Served], Meas
     return measure
 
 
-def streamed_rate(num: int, num_input: int, num_output: int) -> Callable[[Served], Measured]:
+def streamed_rate(num: int, num_input: int, num_output: int) -> Callable[[SuiteServer], Measurement]:
     """Output tokens/s over HTTP, an event a token, from the first request's sending to the last one's end."""
 
-    def measure(served: Served) -> Measured:
+    def measure(served: SuiteServer) -> Measurement:
         warm_up(served, num, num_input)
         runs, every = [], []
         for run in range(RUNS):
-            outcomes = served.stream(random_asks(num, num_input, num_output, seed=run), each_token=False)
+            outcomes = served.stream(random_requests(num, num_input, num_output, seed=run), each_token=False)
             num_events = sum(len(one.tokens_s) for one in outcomes)
             if num_events < EVENTS * num * num_output:
                 raise BenchError(f"{num_events:,} events for {num * num_output:,} tokens: not one for each")
@@ -141,52 +141,52 @@ def streamed_rate(num: int, num_input: int, num_output: int) -> Callable[[Served
     return measure
 
 
-def launch_to_first_token(place: Place) -> Measured:
+def launch_to_first_token(place: SuiteContext) -> Measurement:
     """Seconds, each of several starts; one before them fills what is kept between starts."""
     runs = []
     for run in range(1 + RUNS):
         with serve(place.model, place.flags, place.logs / f"start-{run}.log") as served:
-            outcome = served.stream(random_asks(1, 32, 2, seed=run))[0]
+            outcome = served.stream(random_requests(1, 32, 2, seed=run))[0]
             runs.append(outcome.tokens_s[0] - served.launched_s)
     return median_of(runs[1:])
 
 
-def launch_to_full_graphs(served: Served) -> Measured:
+def launch_to_full_graphs(served: SuiteServer) -> Measurement:
     """Seconds until decode steps of every size had their graph."""
     return median_of([served.full_s])
 
 
-def offline_rate(make_asks: Callable[[], list[Ask]]) -> Callable[[Place], Measured]:
+def offline_rate(make_asks: Callable[[], list[SampleRequest]]) -> Callable[[SuiteContext], Measurement]:
     """Output tokens/s of one `LLM.generate` with all prompts."""
 
-    def measure(place: Place) -> Measured:
+    def measure(place: SuiteContext) -> Measurement:
         asks = make_asks()
         with _llm(place) as llm:
-            timed(llm, random_asks(8, 64, 8, seed=-1), show_bar=False)
+            timed(llm, random_requests(8, 64, 8, seed=-1), show_bar=False)
             seconds = timed(llm, asks, show_bar=False)
         return median_of([sum(ask.num_output for ask in asks) / seconds])
 
     return measure
 
 
-def cost_of_the_ring(num: int, num_input: int, num_output: int) -> Callable[[Place], Measured]:
+def cost_of_the_ring(num: int, num_input: int, num_output: int) -> Callable[[SuiteContext], Measurement]:
     """Tokens/s of the server by those of the offline loop, the same requests."""
 
-    def measure(place: Place) -> Measured:
+    def measure(place: SuiteContext) -> Measurement:
         with serve(place.model, place.flags, place.logs / "cost.log") as served:
             streamed = streamed_rate(num, num_input, num_output)(served)
         rates = []
         with _llm(place) as llm:
-            timed(llm, random_asks(num, num_input, 8, seed=-1), show_bar=False)
+            timed(llm, random_requests(num, num_input, 8, seed=-1), show_bar=False)
             for run in range(RUNS):
-                asks = random_asks(num, num_input, num_output, seed=run)
+                asks = random_requests(num, num_input, num_output, seed=run)
                 rates.append(num * num_output / timed(llm, asks, show_bar=False))
         return median_of([a / b for a, b in zip(sorted(streamed.runs), sorted(rates), strict=True)])
 
     return measure
 
 
-def _llm(place: Place) -> LLM:
+def _llm(place: SuiteContext) -> LLM:
     words = iter(place.flags)
     given: dict[str, object] = {}
     for word in words:
@@ -204,13 +204,13 @@ def _typed(given: Mapping[str, object]) -> dict[str, object]:
     return {name: int(v) if isinstance(v, str) and v.isdecimal() else v for name, v in given.items()}
 
 
-def _itl(every: Sequence[Outcome]) -> Spread | None:
+def _itl(every: Sequence[RequestResult]) -> Spread | None:
     return spread((gap for one in every for gap in metrics.gaps_s(one)), 1000)
 
 
-def _ttft(every: Sequence[Outcome]) -> Spread | None:
+def _ttft(every: Sequence[RequestResult]) -> Spread | None:
     return spread((metrics.ttft_s(one) for one in every), 1000)
 
 
-def _tpot(every: Sequence[Outcome]) -> Spread | None:
+def _tpot(every: Sequence[RequestResult]) -> Spread | None:
     return spread((t for one in every if (t := metrics.tpot_s(one)) is not None), 1000)

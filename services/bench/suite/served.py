@@ -17,10 +17,10 @@ from pathlib import Path
 import msgspec
 import uvloop
 
-from blockyard.services.bench.datasets import Ask, RandomIds
+from blockyard.services.bench.datasets import RandomIds, SampleRequest
 from blockyard.services.bench.load import client, processes
-from blockyard.services.bench.load.client import Course, Plan
-from blockyard.services.bench.load.results import Outcome
+from blockyard.services.bench.load.client import LoadPlan, LoadRun
+from blockyard.services.bench.load.results import RequestResult
 from blockyard.services.bench.server import BenchError, find
 from blockyard.shared.messages import Role
 
@@ -31,7 +31,7 @@ LOG_TAIL = 2000  # characters of a server's output that are shown when it fails
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class SuiteServer:
     """A server that answers. Times are perf_counter's."""
 
     url: str
@@ -39,7 +39,7 @@ class Served:
     ready_s: float  # from launch
     full_s: float = 0.0  # from launch until decode steps of all sizes had their graph, once that was waited for
 
-    def complete(self) -> "Served":
+    def complete(self) -> "SuiteServer":
         """The same, once its workers have captured all their graphs."""
         while any(member.role == Role.GPU_WORKER and member.progress < 1.0 for member in _members(self.url)):
             if time.perf_counter() - self.launched_s > READY_S:
@@ -47,7 +47,7 @@ class Served:
             time.sleep(0.02)
         return replace(self, full_s=time.perf_counter() - self.launched_s)
 
-    def stream(self, asks: Sequence[Ask], each_token: bool = True) -> list[Outcome]:
+    def stream(self, asks: Sequence[SampleRequest], each_token: bool = True) -> list[RequestResult]:
         """All at once, a connection each. Raises BenchError if one fails or has not the length that was asked for.
 
         `each_token`: tokens without text are events too, by their ids; random weights draw many that the tokenizer
@@ -56,9 +56,9 @@ class Served:
         target = find(self.url, None).target("completions")
         more = {"return_token_ids": True} if each_token else {}
         requests = [target.request(_body(ask) | more) for ask in asks]
-        plan, asked = Plan(requests, [0.0] * len(requests)), [ask.num_output for ask in asks]
+        plan, asked = LoadPlan(requests, [0.0] * len(requests)), [ask.num_output for ask in asks]
         with client.QuietProcess(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            read = runner.run(processes.run(target, plan, asked, Course(), processes.num_for(len(asks))))
+            read = runner.run(processes.run(target, plan, asked, LoadRun(), processes.num_for(len(asks))))
         outcomes = read()
         for ask, one in zip(asks, outcomes, strict=True):
             if one.failure:
@@ -72,13 +72,13 @@ class Served:
         return outcomes
 
 
-def random_asks(num: int, num_input: int, num_output: int, seed: int) -> list[Ask]:
+def random_requests(num: int, num_input: int, num_output: int, seed: int) -> list[SampleRequest]:
     """Prompts that share no prefix."""
     draw, rng = RandomIds(*VOCAB), random.Random(seed)
-    return [Ask(draw(rng, num_input), num_input, num_output) for _ in range(num)]
+    return [SampleRequest(draw(rng, num_input), num_input, num_output) for _ in range(num)]
 
 
-def _body(ask: Ask) -> dict[str, object]:
+def _body(ask: SampleRequest) -> dict[str, object]:
     return {
         "prompt": ask.prompt,
         "max_tokens": ask.num_output,
@@ -90,7 +90,7 @@ def _body(ask: Ask) -> dict[str, object]:
 
 
 @contextlib.contextmanager
-def serve(model: Path, flags: Sequence[str], log: Path) -> Iterator[Served]:
+def serve(model: Path, flags: Sequence[str], log: Path) -> Iterator[SuiteServer]:
     """`model` on a free port of this host until the block ends. Raises BenchError if it does not get ready."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -103,7 +103,7 @@ def serve(model: Path, flags: Sequence[str], log: Path) -> Iterator[Served]:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
         try:
             _wait_ready(url, process, launched_s, log)
-            yield Served(url, launched_s, time.perf_counter() - launched_s)
+            yield SuiteServer(url, launched_s, time.perf_counter() - launched_s)
         finally:
             process.send_signal(signal.SIGTERM)
             try:
@@ -114,7 +114,7 @@ def serve(model: Path, flags: Sequence[str], log: Path) -> Iterator[Served]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Shown:
+class _MemberState:
     """What `/ring` shows of a member, as far as it is needed here."""
 
     role: str
@@ -122,13 +122,13 @@ class _Shown:
 
 
 @dataclass(frozen=True, slots=True)
-class _Ring:
-    members: list[_Shown]
+class _RingState:
+    members: list[_MemberState]
 
 
-def _members(url: str) -> list[_Shown]:
+def _members(url: str) -> list[_MemberState]:
     with urllib.request.urlopen(f"{url}/ring", timeout=5) as answer:
-        return msgspec.json.decode(answer.read(), type=_Ring).members
+        return msgspec.json.decode(answer.read(), type=_RingState).members
 
 
 def _wait_ready(url: str, process: "subprocess.Popen[bytes]", launched_s: float, log: Path) -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from blockyard.services.bench import datasets, flags, workload
-from blockyard.services.bench.datasets import Ask, Lengths, RandomIds, RandomWords
+from blockyard.services.bench.datasets import Lengths, RandomIds, RandomWords, SampleRequest
 from blockyard.shared.errors import ConfigError
 
 
-def asks(*words: str, draw: datasets.Draw | None = None) -> list[Ask]:
+def asks(*words: str, draw: datasets.PromptMaker | None = None) -> list[SampleRequest]:
     given = flags.serve_parser().parse_args(words)
     workload.check(given)
     return workload.asks(given, draw or RandomIds(100, 4000), lambda text: len(text.split()))
@@ -61,7 +61,7 @@ def test_words_follow_the_servers_tokenizer() -> None:
 
 
 def test_built_in_lengths_look_like_sharegpt() -> None:
-    found = datasets.sharegpt_like(4000, RandomIds(1, 9), random.Random(0))
+    found = datasets.sharegpt_requests(4000, RandomIds(1, 9), random.Random(0))
     assert all(datasets.is_kept(ask.num_input, ask.num_output) for ask in found)
     assert statistics.mean(ask.num_input for ask in found) == pytest.approx(210, abs=20)
     assert statistics.mean(ask.num_output for ask in found) == pytest.approx(200, abs=20)

@@ -3,16 +3,16 @@
 import pytest
 
 from blockyard.services.bench import metrics
-from blockyard.services.bench.load.results import Outcome
+from blockyard.services.bench.load.results import RequestResult
 from blockyard.shared.errors import ConfigError
 
 # sent at 0: tokens after 100, 120, 160 ms
-FIRST = Outcome(0.0, 0.16, 0.0, [0.1, 0.12, 0.16], asked_output=3, num_input=10, num_output=3)
+FIRST = RequestResult(0.0, 0.16, 0.0, [0.1, 0.12, 0.16], asked_output=3, num_input=10, num_output=3)
 # sent at 0.05: four tokens in two events after 200 and 260 ms, its end at 300 ms
-SECOND = Outcome(0.05, 0.35, 0.0, [0.25, 0.31], asked_output=5, num_input=20, num_output=4)
+SECOND = RequestResult(0.05, 0.35, 0.0, [0.25, 0.31], asked_output=5, num_input=20, num_output=4)
 # one token, no usage, sent when the others were over
-THIRD = Outcome(0.4, 0.5, 0.4, [0.5], asked_output=1)
-FAILED = Outcome(0.0, 0.9, 0.0, asked_output=9, failure="HTTP 429: full")
+THIRD = RequestResult(0.4, 0.5, 0.4, [0.5], asked_output=1)
+FAILED = RequestResult(0.0, 0.9, 0.0, asked_output=9, failure="HTTP 429: full")
 ALL = [FIRST, SECOND, THIRD, FAILED]
 
 
@@ -44,7 +44,7 @@ def test_a_run_by_hand() -> None:
         (["e2el:1"], []),
     ],
 )
-def test_goodput_counts_who_is_within_all_limits(words: list[str], good: list[Outcome]) -> None:
+def test_goodput_counts_who_is_within_all_limits(words: list[str], good: list[RequestResult]) -> None:
     limits = metrics.read_limits(words)
     assert [one for one in ALL if metrics.is_good(one, limits)] == good
     s = metrics.summarize(ALL, 2.0, limits)
@@ -65,7 +65,7 @@ def test_nothing_completed() -> None:
 
 
 def test_running_requests_and_failures() -> None:
-    touching = [Outcome(0.0, 1.0), Outcome(1.0, 2.0), Outcome(1.0, 3.0)]
+    touching = [RequestResult(0.0, 1.0), RequestResult(1.0, 2.0), RequestResult(1.0, 3.0)]
     assert list(metrics.running(touching))[-1] == (3.0, 0)
     assert max(num for _, num in metrics.running(touching)) == 2, "one ends before the next begins"
-    assert metrics.failures([FIRST, FAILED, Outcome(0, 0, failure="x"), FAILED]) == {"HTTP 429: full": 2, "x": 1}
+    assert metrics.failures([FIRST, FAILED, RequestResult(0, 0, failure="x"), FAILED]) == {"HTTP 429: full": 2, "x": 1}

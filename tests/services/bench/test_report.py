@@ -10,21 +10,21 @@ from rich.console import Console
 
 from blockyard.services.bench import metrics, plots, report
 from blockyard.services.bench.load import monitor
-from blockyard.services.bench.load.client import Course
-from blockyard.services.bench.load.progress import Bar
-from blockyard.services.bench.load.results import Outcome
+from blockyard.services.bench.load.client import LoadRun
+from blockyard.services.bench.load.progress import LoadProgressBar
+from blockyard.services.bench.load.results import RequestResult
 from blockyard.shared import charts
 from blockyard.shared.errors import ConfigError
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def outcomes(num: int = 40) -> list[Outcome]:
-    made = [Outcome(i * 0.1, i * 0.1 + 0.5, 0.0, [i * 0.1 + 0.2, i * 0.1 + 0.5], 2, 7, 2) for i in range(num)]
-    return [*made, Outcome(0.0, 0.1, asked_output=2, failure="HTTP 429: <full>")]
+def outcomes(num: int = 40) -> list[RequestResult]:
+    made = [RequestResult(i * 0.1, i * 0.1 + 0.5, 0.0, [i * 0.1 + 0.2, i * 0.1 + 0.5], 2, 7, 2) for i in range(num)]
+    return [*made, RequestResult(0.0, 0.1, asked_output=2, failure="HTTP 429: <full>")]
 
 
-def reported(found: list[Outcome], cpu_share: float = 0.1) -> report.ServeReport:
+def reported(found: list[RequestResult], cpu_share: float = 0.1) -> report.ServeReport:
     return report.ServeReport(
         version="1",
         date="today",
@@ -53,8 +53,8 @@ def test_the_table_says_what_was_measured() -> None:
 def test_warnings_name_what_spoils_the_figures() -> None:
     assert report.warnings(reported(outcomes()[:-1])) == []
     assert "may be what was measured" in report.warnings(reported(outcomes()[:-1], cpu_share=0.81))[0]
-    short = Outcome(0.0, 1.0, 0.0, [1.0], asked_output=9, num_input=1, num_output=5)
-    uncounted = Outcome(0.0, 1.0, 0.0, [1.0], asked_output=1)
+    short = RequestResult(0.0, 1.0, 0.0, [1.0], asked_output=9, num_input=1, num_output=5)
+    uncounted = RequestResult(0.0, 1.0, 0.0, [1.0], asked_output=1)
     found = " / ".join(report.warnings(reported([short, uncounted])))
     assert "1 requests ended at another length" in found
     assert "no usage for 1 requests" in found
@@ -88,7 +88,7 @@ def test_the_page_is_one_well_formed_file_with_three_plots() -> None:
 
 
 def test_the_timeline_has_a_step_for_each_change() -> None:
-    steps = plots.timeline([Outcome(1.0, 3.0), Outcome(2.0, 3.0)], 1.0)
+    steps = plots.timeline([RequestResult(1.0, 3.0), RequestResult(2.0, 3.0)], 1.0)
     rise, fall = [(0.0, 0.0), (0.0, 0.0), (0.0, 1.0), (1.0, 1.0), (1.0, 2.0)], [(2.0, 2.0), (2.0, 1.0), (2.0, 1.0)]
     assert steps == [*rise, *fall, (2.0, 0.0)]
     assert plots.timeline([], 0.0) == []
@@ -96,9 +96,9 @@ def test_the_timeline_has_a_step_for_each_change() -> None:
 
 def test_the_bar_counts() -> None:
     out = io.StringIO()
-    bar = Bar(9, Console(file=out, force_terminal=True, width=100))
-    bar.show(Course(num_ended=4, num_running=3, num_refused=2))
-    bar.close()
+    target_value = LoadProgressBar(9, Console(file=out, force_terminal=True, width=100))
+    target_value.show(LoadRun(num_ended=4, num_running=3, num_refused=2))
+    target_value.close()
     assert "4/9" in out.getvalue() and "3 running" in out.getvalue() and "2 failed" in out.getvalue()
 
 

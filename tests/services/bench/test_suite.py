@@ -7,14 +7,14 @@ import msgspec
 import pytest
 from rig import serve as rig_serve
 
-from blockyard.services.bench.datasets import Ask
+from blockyard.services.bench.datasets import SampleRequest
 from blockyard.services.bench.load import results
-from blockyard.services.bench.load.results import Outcome
+from blockyard.services.bench.load.results import RequestResult
 from blockyard.services.bench.server import BenchError
 from blockyard.services.bench.suite import command, measures, served, shapes
-from blockyard.services.bench.suite.items import ITEMS, Item
-from blockyard.services.bench.suite.measures import Measured, Place
-from blockyard.services.bench.suite.served import Served, random_asks
+from blockyard.services.bench.suite.items import ITEMS, SuiteItem
+from blockyard.services.bench.suite.measures import Measurement, SuiteContext
+from blockyard.services.bench.suite.served import SuiteServer, random_requests
 from blockyard.shared import tokenizer_files
 from blockyard.shared.config import given as given_flags
 
@@ -22,9 +22,9 @@ MOCK = ("--worker-cls", "mock", "--mock-step-ms", "4")
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
+def server() -> Iterator[SuiteServer]:
     with rig_serve("demo", *MOCK) as running:
-        yield Served(running.url, running.launched_s, running.ready_s)
+        yield SuiteServer(running.url, running.launched_s, running.ready_s)
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +32,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measures, "RUNS", 2)
 
 
-def test_gaps_are_the_mock_steps(server: Served) -> None:
+def test_gaps_are_the_mock_steps(server: SuiteServer) -> None:
     found = measures.inter_token(3, 20, 30)(server)
     assert len(found.runs) == 2
     assert 3 < found.value < 30  # a step is 4 ms
@@ -40,51 +40,55 @@ def test_gaps_are_the_mock_steps(server: Served) -> None:
     assert {*found.spreads} == {"itl", "tpot", "ttft"}
 
 
-def test_a_worker_with_graphs_to_capture_is_waited_for(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_with_graphs_to_capture_is_waited_for(server: SuiteServer, monkeypatch: pytest.MonkeyPatch) -> None:
     assert server.complete().full_s >= server.ready_s  # the mock has none
     seen = iter([0.25, 0.75, 1.0])
     monkeypatch.setattr(
-        served, "_members", lambda url: [served._Shown("gpu_worker", next(seen)), served._Shown("scheduler", 0.0)]
+        served,
+        "_members",
+        lambda url: [served._MemberState("gpu_worker", next(seen)), served._MemberState("scheduler", 0.0)],
     )
     assert measures.launch_to_full_graphs(server.complete()).value > 0
     assert next(seen, None) is None
 
 
-def test_rates_count_tokens(server: Served) -> None:
+def test_rates_count_tokens(server: SuiteServer) -> None:
     """4 streams at one token in 4 ms each are 1000 a second at most."""
     for measure in (measures.rate_while_all_run(4, 20, 40), measures.streamed_rate(4, 20, 40)):
         assert 100 < measure(server).value < 1050
 
 
-def test_first_tokens(server: Served) -> None:
+def test_first_tokens(server: SuiteServer) -> None:
     for measure in (measures.first_token(50), measures.cached_first_token(64, 10)):
         found = measure(server)
         assert 2 < found.value < 1000 and len(found.runs) == 2
 
 
-def test_other_lengths_than_asked_for_are_errors(server: Served) -> None:
-    ask = random_asks(1, 20, 5, seed=0)[0]
+def test_other_lengths_than_asked_for_are_errors(server: SuiteServer) -> None:
+    ask = random_requests(1, 20, 5, seed=0)[0]
     with pytest.raises(BenchError, match="a request of 21 and 5 tokens was 20 and 5"):
-        server.stream([Ask(ask.prompt, 21, 5)])
+        server.stream([SampleRequest(ask.prompt, 21, 5)])
     with pytest.raises(BenchError, match="a request failed: HTTP 400"):
-        server.stream([Ask([10**6], 1, 5)])
+        server.stream([SampleRequest([10**6], 1, 5)])
 
 
-def test_tokens_without_text_are_events(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(results, "read", lambda x, asked: Outcome(0, 1, tokens_s=[1.0], num_input=20, num_output=5))
+def test_tokens_without_text_are_events(server: SuiteServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        results, "read", lambda x, asked: RequestResult(0, 1, tokens_s=[1.0], num_input=20, num_output=5)
+    )
     with pytest.raises(BenchError, match="1 events for 5 tokens"):
-        server.stream(random_asks(1, 20, 5, seed=0))
-    assert len(server.stream(random_asks(1, 20, 5, seed=0), each_token=False)) == 1
+        server.stream(random_requests(1, 20, 5, seed=0))
+    assert len(server.stream(random_requests(1, 20, 5, seed=0), each_token=False)) == 1
 
 
 def test_prompts_differ_from_run_to_run() -> None:
-    prompts = [ask.prompt for seed in range(3) for ask in random_asks(4, 9, 1, seed)]
+    prompts = [ask.prompt for seed in range(3) for ask in random_requests(4, 9, 1, seed)]
     assert len({tuple(p) for p in prompts}) == 12
 
 
 def test_gaps_count_while_all_run() -> None:
-    def outcome(*times: float) -> Outcome:
-        return Outcome(0.0, times[-1], tokens_s=list(times))
+    def outcome(*times: float) -> RequestResult:
+        return RequestResult(0.0, times[-1], tokens_s=list(times))
 
     early, late = outcome(1, 2, 3, 4), outcome(2.5, 4.5, 6.5)
     assert measures.all_running([early, late]) == (2.5, 4)
@@ -95,12 +99,14 @@ def test_gaps_count_while_all_run() -> None:
 
 def test_a_server_that_does_not_start_fails_its_items_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ("--max-model-len", "no")
-    item = Item("x", "what", "ms", "qwen3-0.6b", flags, 1.0, None, False, of_server=measures.first_token(3))
-    alone = Item("y", "what", "s", "qwen3-0.6b", flags, 1.0, 0.5, True, alone=lambda place: Measured(2.0, [2.0]))
-    lines = list(command._measure([item, alone], tmp_path, ()))
+    item = SuiteItem("x", "what", "ms", "qwen3-0.6b", flags, 1.0, None, False, measure_server=measures.first_token(3))
+    measure_alone = SuiteItem(
+        "y", "what", "s", "qwen3-0.6b", flags, 1.0, 0.5, True, measure_alone=lambda place: Measurement(2.0, [2.0])
+    )
+    lines = list(command._measure([item, measure_alone], tmp_path, ()))
     assert [line.name for line in lines] == ["x", "y"]
     assert "before it was ready" in lines[0].failure and "max-model-len" in lines[0].failure
-    assert lines[1].measured == Measured(2.0, [2.0])
+    assert lines[1].measured == Measurement(2.0, [2.0])
     assert "x: the server ended with 2" in capsys.readouterr().err
     assert "| failed: the server ended with 2 before it was ready: |" in command.row(lines[0])
 
@@ -109,21 +115,23 @@ def test_rows_say_what_is_short_of_the_bar() -> None:
     item = next(one for one in ITEMS if one.name == "itl-8b")
 
     def row(value: float) -> str:
-        found = Measured(value, [value])
-        line = command.Line(item.name, item.what, item.unit, item.model, item.flags, item.bar, item.floor, found)
+        found = Measurement(value, [value])
+        line = command.SuiteRow(
+            item.name, item.what, item.unit, item.model, item.flags, item.target_value, item.floor, found
+        )
         return command.row(line)
 
     assert "| 4.1 ms of 1 runs | 4.2 | 3.58 |" in row(4.1)
     assert "| 4.2 (short of it) |" in row(4.3)
     rate = next(one for one in ITEMS if one.name == "decode-256")
-    assert rate.is_met(17000) and not rate.is_met(16000)
+    assert rate.meets_target(17000) and not rate.meets_target(16000)
 
 
 def test_every_item_has_flags_that_exist_and_a_model(tmp_path: Path) -> None:
     assert len({item.name for item in ITEMS}) == len(ITEMS)
     for item in ITEMS:
         given_flags.from_command_line(list(item.flags))  # raises for an unknown one
-        assert (item.of_server is None) != (item.alone is None)
+        assert (item.measure_server is None) != (item.measure_alone is None)
         config = msgspec.json.decode((shapes.write(item.model, tmp_path) / "config.json").read_bytes())
         assert config["vocab_size"] > served.VOCAB[1]
 
@@ -134,9 +142,11 @@ def test_every_token_has_text(tmp_path: Path) -> None:
     assert files.tokenizer.decode([4095, 4096, 151935]) == " release w4096 w151935"
 
 
-def test_streams_without_an_event_a_token_are_not_measured(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_without_an_event_a_token_are_not_measured(
+    server: SuiteServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(measures, "warm_up", lambda *_: None)
-    monkeypatch.setattr(results, "read", lambda x, n: Outcome(0, 1, tokens_s=[1.0], num_input=20, num_output=n))
+    monkeypatch.setattr(results, "read", lambda x, n: RequestResult(0, 1, tokens_s=[1.0], num_input=20, num_output=n))
     with pytest.raises(BenchError, match="8 events for 160 tokens"):
         measures.streamed_rate(8, 20, 20)(server)
 
@@ -144,5 +154,5 @@ def test_streams_without_an_event_a_token_are_not_measured(server: Served, monke
 def test_flags_become_keywords_of_the_offline_api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, object] = {}
     monkeypatch.setattr(measures, "LLM", lambda model, **given: seen.update(given, model=model))
-    measures._llm(Place(tmp_path, ("--no-enable-prefix-caching", "--max-model-len", "8192"), tmp_path))
+    measures._llm(SuiteContext(tmp_path, ("--no-enable-prefix-caching", "--max-model-len", "8192"), tmp_path))
     assert seen["enable_prefix_caching"] is False and seen["max_model_len"] == 8192

@@ -9,14 +9,14 @@ import pytest
 import uvloop
 
 from blockyard.services.bench.load import client, results
-from blockyard.services.bench.load.client import Course, Plan, Target
-from blockyard.services.bench.load.results import Outcome
+from blockyard.services.bench.load.client import Endpoint, LoadPlan, LoadRun
+from blockyard.services.bench.load.results import RequestResult
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":2}}\n\n'
 DONE = b"data: [DONE]\n\n"
 LAST = b"0\r\n\r\n"
-Answer = Callable[[bytes, asyncio.StreamWriter], Awaitable[None]]
+HttpResponse = Callable[[bytes, asyncio.StreamWriter], Awaitable[None]]
 
 
 def event(text: str) -> bytes:
@@ -28,7 +28,7 @@ def chunk(data: bytes) -> bytes:
 
 
 @contextlib.asynccontextmanager
-async def serving(answer: Answer) -> AsyncIterator[Target]:
+async def serving(answer: HttpResponse) -> AsyncIterator[Endpoint]:
     """A server that reads a request and leaves the rest to `answer`; it keeps the connection if that does."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -41,25 +41,25 @@ async def serving(answer: Answer) -> AsyncIterator[Target]:
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0, backlog=1000)
     try:
-        yield Target("localhost", server.sockets[0].getsockname()[1], headers=(("Authorization", "Bearer k"),))
+        yield Endpoint("localhost", server.sockets[0].getsockname()[1], headers=(("Authorization", "Bearer k"),))
     finally:
         server.close()
 
 
 def run(
-    answer: Answer, num: int = 1, max_concurrency: int | None = None, timeout_s: float = 20.0, gap_s: float = 0.0
-) -> tuple[list[Outcome], Course]:
-    course = Course()
+    answer: HttpResponse, num: int = 1, max_concurrency: int | None = None, timeout_s: float = 20.0, gap_s: float = 0.0
+) -> tuple[list[RequestResult], LoadRun]:
+    load = LoadRun()
 
     async def measure() -> None:
         async with serving(answer) as target:
             requests = [target.request({"index": i}) for i in range(num)]
             due_s = [i * gap_s for i in range(num)]
-            await client.run(target, Plan(requests, due_s, max_concurrency, timeout_s), course)
+            await client.run(target, LoadPlan(requests, due_s, max_concurrency, timeout_s), load)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(measure())
-    return [results.read(x, 2) for x in course.exchanges], course
+    return [results.read(x, 2) for x in load.exchanges], load
 
 
 @pytest.mark.parametrize("step", [1, 7, 10_000])
@@ -74,10 +74,10 @@ def test_a_stream_in_pieces_of_any_size(step: int) -> None:
             await writer.drain()
             await asyncio.sleep(0)
 
-    (one,), course = run(answer)
+    (one,), load = run(answer)
     assert (one.failure, len(one.tokens_s), one.num_input, one.num_output) == ("", 2, 3, 2)
-    assert course.started_s <= one.sent_s < one.tokens_s[0] <= one.tokens_s[1] == one.ended_s <= course.ended_s
-    assert (course.num_ended, course.num_running, course.num_refused) == (1, 0, 0)
+    assert load.started_s <= one.sent_s < one.tokens_s[0] <= one.tokens_s[1] == one.ended_s <= load.ended_s
+    assert (load.num_ended, load.num_running, load.num_refused) == (1, 0, 0)
 
 
 def test_times_are_those_of_arrival() -> None:
@@ -110,21 +110,21 @@ def test_what_fails_is_counted_and_stops_nobody(data: bytes, failure: str) -> No
         if data in (b"", HEAD + chunk(event("a")), HEAD + b"xyz\r\n"):
             writer.close()
 
-    outcomes, course = run(answer, num=3)
+    outcomes, load = run(answer, num=3)
     assert [one.failure for one in outcomes] == [failure, "", failure]
-    assert course.num_refused == (2 if b" 200 " not in data else 0), "others are seen in the report"
+    assert load.num_refused == (2 if b" 200 " not in data else 0), "others are seen in the report"
 
 
 def test_no_server_and_no_end() -> None:
     async def silence(_: bytes, writer: asyncio.StreamWriter) -> None:
         writer.write(HEAD)
 
-    (one,), course = run(silence, timeout_s=0.2)
-    assert one.failure == "no end within 0.2 s" and course.num_refused == 1
-    course = Course()
+    (one,), load = run(silence, timeout_s=0.2)
+    assert one.failure == "no end within 0.2 s" and load.num_refused == 1
+    load = LoadRun()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(client.run(Target("127.0.0.1", 1), Plan([b"x"], [0.0]), course))
-    assert "refused" in results.read(course.exchanges[0], 1).failure
+        runner.run(client.run(Endpoint("127.0.0.1", 1), LoadPlan([b"x"], [0.0]), load))
+    assert "refused" in results.read(load.exchanges[0], 1).failure
 
 
 def test_concurrency_is_kept_and_arrivals_are_on_time() -> None:
@@ -140,13 +140,13 @@ def test_concurrency_is_kept_and_arrivals_are_on_time() -> None:
     outcomes, _ = run(answer, num=12, max_concurrency=3)
     assert running[1] == 3 and not any(one.failure for one in outcomes)
     running[:] = [0, 0]
-    outcomes, course = run(answer, num=12)
+    outcomes, load = run(answer, num=12)
     assert running[1] == 12
     start = time.perf_counter()
-    outcomes, course = run(answer, num=5, gap_s=0.1)
+    outcomes, load = run(answer, num=5, gap_s=0.1)
     assert time.perf_counter() - start > 0.4
     for i, one in enumerate(outcomes):
-        assert one.due_s == pytest.approx(course.started_s + 0.1 * i)
+        assert one.due_s == pytest.approx(load.started_s + 0.1 * i)
         assert -0.002 < one.sent_s - one.due_s < 2, "timers are good to a millisecond, and the machine may be busy"
 
 

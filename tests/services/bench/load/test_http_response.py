@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blockyard.services.bench.load import http_response
-from blockyard.services.bench.load.http_response import BrokenAnswer
+from blockyard.services.bench.load.http_response import BadResponse
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 EVENTS = [b'{"a":"x"}', b'{"text":"\xc3\xa4 \\n\\n 0\\r\\n"}', b"two\nlines", b"[DONE]"]
@@ -39,7 +39,7 @@ def test_events_and_times_do_not_depend_on_where_the_bytes_were_cut(chunks: list
         assert num_events(pieces[: int(at) + 1]) > i >= num_events(pieces[: int(at)])
 
 
-def num_events(pieces: http_response.Pieces) -> int:
+def num_events(pieces: http_response.TimedReads) -> int:
     has_head = b"\r\n\r\n" in b"".join(piece for _, piece in pieces)
     return len(list(http_response.read(pieces).events())) if has_head else 0
 
@@ -63,10 +63,10 @@ def test_a_length_and_the_end_of_the_connection_end_an_answer_too() -> None:
     [(b"", "ended before"), (b"HTTP/1.1 200 OK\r\n", "ended before"), (b"SSH-2.0-x\r\n\r\n", "not HTTP/1")],
 )
 def test_what_is_no_answer(data: bytes, text: str) -> None:
-    with pytest.raises(BrokenAnswer, match=text):
+    with pytest.raises(BadResponse, match=text):
         http_response.read([(0.0, data)] if data else [])
 
 
 def test_a_chunk_without_a_size() -> None:
-    with pytest.raises(BrokenAnswer, match="chunk size b'zz"):
+    with pytest.raises(BadResponse, match="chunk size b'zz"):
         http_response.read([(0.0, HEAD + b"zz\r\n")])

@@ -10,8 +10,8 @@ from rig import serve as rig_serve
 
 from blockyard.services.bench import serve as bench_serve
 from blockyard.services.bench.load import client_process, processes
-from blockyard.services.bench.load.client import Course, Plan, Target
-from blockyard.services.bench.load.results import Outcome
+from blockyard.services.bench.load.client import Endpoint, LoadPlan, LoadRun
+from blockyard.services.bench.load.results import RequestResult
 from blockyard.services.bench.server import BenchError, find
 
 
@@ -27,26 +27,26 @@ def body(index: int) -> dict[str, object]:
     return asked | {"stream_options": {"include_usage": True}}
 
 
-def run(target: Target, plan: Plan, num: int) -> tuple[list[Outcome], Course]:
-    course, asked = Course(), [2 + i for i in range(len(plan.requests))]
-    return asyncio.run(processes.run(target, plan, asked, course, num))(), course
+def run(target: Endpoint, plan: LoadPlan, num: int) -> tuple[list[RequestResult], LoadRun]:
+    load, asked = LoadRun(), [2 + i for i in range(len(plan.requests))]
+    return asyncio.run(processes.run(target, plan, asked, load, num))(), load
 
 
 def test_answers_are_in_the_order_of_their_requests(url: str) -> None:
     target = find(url, None).target("completions")
-    plan = Plan([target.request(body(i)) for i in range(7)], [0.02 * i for i in range(7)], max_concurrency=5)
-    outcomes, course = run(target, plan, 3)
+    plan = LoadPlan([target.request(body(i)) for i in range(7)], [0.02 * i for i in range(7)], max_concurrency=5)
+    outcomes, load = run(target, plan, 3)
     assert [one.num_output for one in outcomes] == [one.asked_output for one in outcomes] == [2, 3, 4, 5, 6, 7, 8]
     assert not any(one.failure for one in outcomes)
-    assert (course.num_running, course.num_ended, course.num_refused) == (0, 7, 0)
-    assert course.cpu_s() > 0 and course.exchanges == []  # it was not this process
+    assert (load.num_running, load.num_ended, load.num_refused) == (0, 7, 0)
+    assert load.cpu_s() > 0 and load.exchanges == []  # it was not this process
     for i, one in enumerate(outcomes):  # clocks of all processes are one clock; timers may be 1 ms early
-        assert one.sent_s >= course.started_s + 0.02 * i - 0.002
-        assert one.sent_s < one.tokens_s[0] <= one.ended_s <= course.ended_s
+        assert one.sent_s >= load.started_s + 0.02 * i - 0.002
+        assert one.sent_s < one.tokens_s[0] <= one.ended_s <= load.ended_s
 
 
 def test_shares_are_whole() -> None:
-    plan = Plan([b"%d" % i for i in range(7)], [float(i) for i in range(7)], 5, 9.0)
+    plan = LoadPlan([b"%d" % i for i in range(7)], [float(i) for i in range(7)], 5, 9.0)
     parts = [processes.part(plan, i, 3) for i in range(3)]
     assert [p.requests for p in parts] == [[b"0", b"3", b"6"], [b"1", b"4"], [b"2", b"5"]]
     assert [list(p.due_s) for p in parts] == [[0, 3, 6], [1, 4], [2, 5]]
@@ -61,25 +61,27 @@ def test_as_many_as_the_load_takes_and_the_machine_has(monkeypatch: pytest.Monke
 
 
 def test_one_that_breaks_ends_the_run() -> None:
-    plan = Plan([b"x", b"y"], [0.0, 0.0])
+    plan = LoadPlan([b"x", b"y"], [0.0, 0.0])
     with pytest.raises(BenchError, match=r"no\.such\.host\.invalid: "):
-        run(Target("no.such.host.invalid", 1), plan, 2)
+        run(Endpoint("no.such.host.invalid", 1), plan, 2)
 
 
 def test_refused_connections_are_failures_of_their_requests() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        outcomes, course = run(Target("127.0.0.1", probe.getsockname()[1]), Plan([b"x", b"y"], [0.0, 0.0]), 2)
+        outcomes, load = run(Endpoint("127.0.0.1", probe.getsockname()[1]), LoadPlan([b"x", b"y"], [0.0, 0.0]), 2)
     assert all("no connection" in one.failure for one in outcomes)
-    assert course.num_refused == 2
+    assert load.num_refused == 2
 
 
 def test_messages_survive_their_way() -> None:
-    work = client_process.Work(Target("h", 1, headers=(("a", "b"),)), Plan([b"\x00\xff"], [1.5], None, 3.0), [4])
+    work = client_process.ClientWork(
+        Endpoint("h", 1, headers=(("a", "b"),)), LoadPlan([b"\x00\xff"], [1.5], None, 3.0), [4]
+    )
     data = client_process.framed(work)
     assert int.from_bytes(data[:4], "big") == len(data) - 4
-    assert msgspec.msgpack.decode(data[4:], type=client_process.Work) == work
-    done = client_process.Done([Outcome(1.0, 2.0, tokens_s=[1.5], failure="x")], 2.0)
+    assert msgspec.msgpack.decode(data[4:], type=client_process.ClientWork) == work
+    done = client_process.ClientDone([RequestResult(1.0, 2.0, tokens_s=[1.5], failure="x")], 2.0)
     assert processes.decode(client_process.framed(done)[4:]) == done
 
 

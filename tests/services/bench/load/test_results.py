@@ -6,14 +6,14 @@ import msgspec
 import pytest
 
 from blockyard.services.bench.load import results
-from blockyard.services.bench.load.results import Outcome
+from blockyard.services.bench.load.results import RequestResult
 
 HEAD = b"HTTP/1.1 200 OK\r\n\r\n"  # ended by the connection
 USAGE = {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 7, "total_tokens": 12}}
 
 
 @dataclass
-class Ended:
+class FinishedExchange:
     pieces: list[tuple[float, bytes]]
     due_s: float = 0.0
     sent_s: float = 10.0
@@ -21,10 +21,10 @@ class Ended:
     failure: str = field(default="")
 
 
-def read(*events: object, head: bytes = HEAD) -> Outcome:
+def read(*events: object, head: bytes = HEAD) -> RequestResult:
     """The first event is whole at 11, the second at 12, and so on."""
     data = [e if isinstance(e, bytes) else b"data: %b\n\n" % msgspec.json.encode(e) for e in events]
-    return results.read(Ended([(10.0, head), *((11.0 + i, d) for i, d in enumerate(data))]), 7)
+    return results.read(FinishedExchange([(10.0, head), *((11.0 + i, d) for i, d in enumerate(data))]), 7)
 
 
 def completion(text: str, finish: str | None = None) -> dict[str, object]:
@@ -87,8 +87,8 @@ def test_an_answer_that_is_nothing_but_its_end() -> None:
         (read(b"<html>", head=b"HTTP/1.1 502 Bad\r\n\r\n"), "HTTP 502: <html>"),
         (read(head=b"HTTP/1.1 503 No\r\n\r\n"), "HTTP 503: no text"),
         (read(head=b"HTT"), "the connection ended before an answer"),
-        (results.read(Ended([], failure="no connection: refused"), 7), "no connection: refused"),
+        (results.read(FinishedExchange([], failure="no connection: refused"), 7), "no connection: refused"),
     ],
 )
-def test_failures_say_what_the_server_said(one: Outcome, failure: str) -> None:
+def test_failures_say_what_the_server_said(one: RequestResult, failure: str) -> None:
     assert one.failure.startswith(failure)
