@@ -1,4 +1,4 @@
-"""`blockyard bench WHAT`."""
+"""`blockyard bench WHAT`: dispatches to the benchmarks."""
 
 import subprocess
 import sys
@@ -11,9 +11,9 @@ usage: blockyard bench serve [flags]                    a running server: its TT
        blockyard bench latency [MODEL] [flags]          batches through `blockyard.LLM`, without HTTP
        blockyard bench throughput [MODEL] [flags]       many prompts through `blockyard.LLM`, without HTTP
        blockyard bench kernels [FAMILY ...]             the GPU's kernels: time, rate, share of the ceiling
-       blockyard bench suite [ITEM ...] [flags]         the figures Blockyard is held to, with bars and floors
+       blockyard bench suite [ITEM ...] [flags]         performance figures of this GPU, with targets and floors
 
-`--help` after any of them lists its flags and says how its figures are defined."""
+`--help` after any of them lists its flags and defines its figures."""
 
 KERNELS_USAGE = """\
 usage: blockyard bench kernels [FAMILY ...]
@@ -31,7 +31,7 @@ def main(args: Sequence[str]) -> int:
         print(USAGE)
         return 0
     if what not in BENCHES:
-        raise ConfigError(f"{what}: no such benchmark; there is {', '.join(BENCHES)}")
+        raise ConfigError(f"{what}: no such benchmark; the benchmarks are {', '.join(BENCHES)}")
     return _main_of(what)(rest)
 
 

@@ -1,4 +1,4 @@
-"""What is asked: prompts and the number of tokens to answer with. Pure but for reading a file."""
+"""Datasets: prompts with the number of output tokens of each. Pure apart from reading a ShareGPT file."""
 
 import math
 import random
@@ -12,13 +12,13 @@ from blockyard.shared.errors import ConfigError
 
 Prompt = str | list[int]
 
-# Log-normal, clipped: the shape of ShareGPT's first turns after the usual filter (4 to 1024 tokens in, at least 4 out,
-# 2048 in all), whose means come out at about 210 tokens in and 200 out.
+# Log-normal lengths, clipped as vLLM's and SGLang's benchmarks filter ShareGPT's first turns (4 to 1024 tokens in, at
+# least 4 out, 2048 in total). The means are about 210 tokens in and 200 out.
 SHAREGPT_IN = (5.05, 1.5)  # mean and deviation of the logarithm
 SHAREGPT_OUT = (4.8, 1.1)
 SHAREGPT_LEAST, SHAREGPT_MOST, SHAREGPT_TOTAL = 4, 1024, 2048
-CHARS_PER_TOKEN = 4.0  # where no tokenizer can be asked
-# Words that are one token for nearly every tokenizer that has seen English.
+CHARS_PER_TOKEN = 4.0  # for servers without /tokenize
+# Words that are one token in nearly every tokenizer trained on English.
 _WORDS = """
     the of and to in is that for it as was with be by on not he his but at are this have from or had an they which
     one you were her all she there would their we him been has when who will more no if out so said what up its
@@ -30,10 +30,10 @@ WORDS = tuple(_WORDS.split())
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
-    """One request."""
+    """One request of a dataset."""
 
     prompt: Prompt
-    num_input: int  # tokens; an estimate where the prompt is text
+    num_input: int  # tokens; an estimate for text prompts
     num_output: int
 
 
@@ -44,12 +44,12 @@ class Lengths:
     low: int
     high: int
 
-    def draw(self, rng: random.Random) -> int:
+    def sample(self, rng: random.Random) -> int:
         return rng.randint(self.low, self.high)
 
 
 def lengths(text: str, range_ratio: float, where: str) -> Lengths:
-    """`512` with a ratio of r is 512·(1-r) to 512·(1+r), as in vLLM; `100:1024` says it outright."""
+    """`512` with a ratio of r is 512·(1-r) to 512·(1+r), as in vLLM; `100:1024` is the range itself."""
     low, colon, high = text.partition(":")
     if not low.isdecimal() or (colon and not high.isdecimal()):
         raise ConfigError(f"{where} {text}: expected a number of tokens, or a range such as 100:1024")
@@ -64,7 +64,7 @@ def lengths(text: str, range_ratio: float, where: str) -> Lengths:
 
 
 class RandomIds:
-    """Draws prompts as token ids from `low` up to but without `high`."""
+    """Makes prompts of random token ids in [low, high)."""
 
     def __init__(self, low: int, high: int) -> None:
         self._ids = range(low, high)
@@ -74,7 +74,7 @@ class RandomIds:
 
 
 class RandomWords:
-    """Draws prompts as text of about `num` tokens."""
+    """Makes prompts of random words, about `num` tokens long."""
 
     def __init__(self, tokens_per_word: float = 1.0) -> None:
         self._tokens_per_word = tokens_per_word
@@ -89,18 +89,18 @@ PromptMaker = RandomIds | RandomWords
 def join(first: Prompt, second: Prompt) -> Prompt:
     if isinstance(first, str) and isinstance(second, str):
         return f"{first} {second}"
-    assert isinstance(first, list) and isinstance(second, list), "one draw makes both"
+    assert isinstance(first, list) and isinstance(second, list), "one maker makes both"
     return first + second
 
 
 def random_requests(
-    num: int, inputs: Lengths, outputs: Lengths, draw: PromptMaker, rng: random.Random
+    num: int, inputs: Lengths, outputs: Lengths, make_prompt: PromptMaker, rng: random.Random
 ) -> list[SampleRequest]:
-    asks = []
+    requests = []
     for _ in range(num):
-        num_input, num_output = inputs.draw(rng), outputs.draw(rng)
-        asks.append(SampleRequest(draw(rng, num_input), num_input, num_output))
-    return asks
+        num_input, num_output = inputs.sample(rng), outputs.sample(rng)
+        requests.append(SampleRequest(make_prompt(rng, num_input), num_input, num_output))
+    return requests
 
 
 def prefix_requests(
@@ -109,33 +109,33 @@ def prefix_requests(
     num_prefixes: int,
     inputs: Lengths,
     outputs: Lengths,
-    draw: PromptMaker,
+    make_prompt: PromptMaker,
     rng: random.Random,
 ) -> list[SampleRequest]:
-    """As `random_requests`, each prompt after one of `num_prefixes` prefixes; prefixes are used equally often."""
-    prefixes = [draw(rng, prefix_len) for _ in range(num_prefixes)]
+    """As `random_requests`, with one of `num_prefixes` prefixes before each prompt, used equally often."""
+    prefixes = [make_prompt(rng, prefix_len) for _ in range(num_prefixes)]
     order = [i % num_prefixes for i in range(num)]
     rng.shuffle(order)
-    asks = random_requests(num, inputs, outputs, draw, rng)
+    requests = random_requests(num, inputs, outputs, make_prompt, rng)
     return [
-        SampleRequest(join(prefixes[i], ask.prompt), prefix_len + ask.num_input, ask.num_output)
-        for i, ask in zip(order, asks, strict=True)
+        SampleRequest(join(prefixes[i], request.prompt), prefix_len + request.num_input, request.num_output)
+        for i, request in zip(order, requests, strict=True)
     ]
 
 
-def sharegpt_requests(num: int, draw: PromptMaker, rng: random.Random) -> list[SampleRequest]:
-    """Lengths as ShareGPT has them, made-up contents."""
-    asks: list[SampleRequest] = []
-    while len(asks) < num:
+def sharegpt_requests(num: int, make_prompt: PromptMaker, rng: random.Random) -> list[SampleRequest]:
+    """Requests with ShareGPT's distribution of lengths and random contents."""
+    requests: list[SampleRequest] = []
+    while len(requests) < num:
         num_input = round(rng.lognormvariate(*SHAREGPT_IN))
         num_output = round(rng.lognormvariate(*SHAREGPT_OUT))
         if is_kept(num_input, num_output):
-            asks.append(SampleRequest(draw(rng, num_input), num_input, num_output))
-    return asks
+            requests.append(SampleRequest(make_prompt(rng, num_input), num_input, num_output))
+    return requests
 
 
 def is_kept(num_input: int, num_output: int) -> bool:
-    """The filter that the peers' benchmarks put on ShareGPT."""
+    """Whether the filter of vLLM's and SGLang's benchmarks keeps a conversation of these lengths."""
     fits = SHAREGPT_LEAST <= num_input <= SHAREGPT_MOST and num_output >= SHAREGPT_LEAST
     return fits and num_input + num_output <= SHAREGPT_TOTAL
 
@@ -151,9 +151,9 @@ class _Conversation(msgspec.Struct):
 def read_sharegpt(
     path: Path, num: int, count: Callable[[str], int], output: Lengths | None, rng: random.Random
 ) -> list[SampleRequest]:
-    """`num` first turns of a file in ShareGPT's format, answered as long as the second turn, or as `output` says.
+    """Returns `num` first turns of a ShareGPT file, with the second turn's length as output length, or `output`'s.
 
-    `count` gives a text's tokens. Conversations are drawn without repeats until all are used, then again.
+    `count` counts a text's tokens. Conversations repeat only when all have been used.
     """
     try:
         found = msgspec.json.decode(path.read_bytes(), type=list[_Conversation])
@@ -163,10 +163,10 @@ def read_sharegpt(
         raise ConfigError(f"--dataset-path {path}: not in ShareGPT's format: {e}") from e
     pairs = [(c.conversations[0].value, c.conversations[1].value) for c in found if len(c.conversations) > 1]
     rng.shuffle(pairs)
-    asks = _kept(pairs, num, count, output, rng)
-    if not asks:
+    requests = _kept(pairs, num, count, output, rng)
+    if not requests:
         raise ConfigError(f"--dataset-path {path}: no conversation of {len(found)} has a fitting length")
-    return [asks[i % len(asks)] for i in range(num)]
+    return [requests[i % len(requests)] for i in range(num)]
 
 
 def _kept(
@@ -176,14 +176,14 @@ def _kept(
     output: Lengths | None,
     rng: random.Random,
 ) -> list[SampleRequest]:
-    asks: list[SampleRequest] = []
+    requests: list[SampleRequest] = []
     for prompt, answer in pairs:
-        if len(asks) == num:
+        if len(requests) == num:
             break
         num_input, num_answer = count(prompt), count(answer)
         if is_kept(num_input, num_answer):
-            asks.append(SampleRequest(prompt, num_input, output.draw(rng) if output else num_answer))
-    return asks
+            requests.append(SampleRequest(prompt, num_input, output.sample(rng) if output else num_answer))
+    return requests
 
 
 def estimate_tokens(text: str) -> int:

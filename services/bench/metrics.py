@@ -1,8 +1,8 @@
-"""The figures, defined as vLLM's and SGLang's benchmarks define them. Pure.
+"""Metrics of a run, defined as in vLLM's and SGLang's benchmarks. Pure.
 
 TTFT  from sending a request (before its connection is opened) to its first token
-TPOT  one figure a request: (E2EL - TTFT) / (output tokens - 1); requests of one token have none
-ITL   every gap between two events that carry tokens, those of all requests in one pool
+TPOT  one value a request: (E2EL - TTFT) / (output tokens - 1); requests of one token have none
+ITL   every gap between two events that carry tokens, of all requests pooled
 E2EL  from sending a request to its last token
 """
 
@@ -20,23 +20,23 @@ LIMITED = ("ttft", "tpot", "itl", "e2el")
 
 
 class LoadSummary(msgspec.Struct, frozen=True):
-    """A run. `None` where nothing was measured."""
+    """Totals and percentiles of a run. `None` where there was nothing to measure."""
 
     completed: int
     failed: int
     duration_s: float
     input_tokens: int
-    output_tokens: int  # of completed requests, as the server's usage has them
+    output_tokens: int  # of completed requests, by the server's usage
     asked_output_tokens: int
-    requests_off_length: int  # completed with another number of output tokens than asked for
-    requests_without_usage: int  # whose tokens are the events counted
-    tokens_per_event: float | None  # 1 where each token came alone; ITL is between events
+    requests_off_length: int  # completed with another number of output tokens than requested
+    requests_without_usage: int  # their events are counted as tokens
+    tokens_per_event: float | None  # 1 if each event has one token; ITL is measured between events
     requests_per_s: float
     output_tokens_per_s: float
     total_tokens_per_s: float
     peak_running: int
-    goodput_per_s: float | None  # completed requests within all limits, a second
-    good_share: float | None  # of all requests, failed ones too
+    goodput_per_s: float | None  # completed requests per second within all limits
+    good_share: float | None  # of all requests including failed ones
     ttft_ms: Spread | None
     tpot_ms: Spread | None
     itl_ms: Spread | None
@@ -62,7 +62,7 @@ def tpot_s(one: RequestResult) -> float | None:
 
 
 def read_limits(words: Sequence[str]) -> dict[str, float]:
-    """`ttft:500 itl:50`, in milliseconds. Raises ConfigError."""
+    """Parses `ttft:500 itl:50`, limits in ms. Raises ConfigError."""
     limits: dict[str, float] = {}
     for word in words:
         name, _, text = word.partition(":")
@@ -76,7 +76,7 @@ def read_limits(words: Sequence[str]) -> dict[str, float]:
 
 
 def is_good(one: RequestResult, limits: Mapping[str, float]) -> bool:
-    """Completed, and within all limits (ms); that of ITL holds for each gap of the request."""
+    """Whether it completed within all limits (ms); every gap of the request must be within the limit of ITL."""
     if one.failure:
         return False
     values = {
@@ -88,27 +88,27 @@ def is_good(one: RequestResult, limits: Mapping[str, float]) -> bool:
     return all(1000 * values[name] <= limit for name, limit in limits.items())
 
 
-def running(outcomes: Sequence[RequestResult]) -> Iterator[tuple[float, int]]:
-    """How many requests were under way from when on; one that ends makes room before one that begins."""
-    changes = sorted([(one.sent_s, 1) for one in outcomes] + [(one.ended_s, -1) for one in outcomes])
+def running(results: Sequence[RequestResult]) -> Iterator[tuple[float, int]]:
+    """Yields (time, running requests) at each change; at equal times, ends come before starts."""
+    changes = sorted([(one.sent_s, 1) for one in results] + [(one.ended_s, -1) for one in results])
     num = 0
     for at, change in changes:
         num += change
         yield at, num
 
 
-def summarize(outcomes: Sequence[RequestResult], duration_s: float, limits: Mapping[str, float]) -> LoadSummary:
-    done = [one for one in outcomes if not one.failure]
-    num_good = sum(is_good(one, limits) for one in outcomes)
+def summarize(results: Sequence[RequestResult], duration_s: float, limits: Mapping[str, float]) -> LoadSummary:
+    done = [one for one in results if not one.failure]
+    num_good = sum(is_good(one, limits) for one in results)
     output, events = sum(one.output_tokens for one in done), sum(len(one.tokens_s) for one in done)
-    given = sum(one.num_input or 0 for one in done)
+    options = sum(one.num_input or 0 for one in done)
     per_s = 1 / duration_s if duration_s > 0 else 0.0
     tpots = [tpot_s(one) for one in done]
     return LoadSummary(
         completed=len(done),
-        failed=len(outcomes) - len(done),
+        failed=len(results) - len(done),
         duration_s=duration_s,
-        input_tokens=given,
+        input_tokens=options,
         output_tokens=output,
         asked_output_tokens=sum(one.asked_output for one in done),
         requests_off_length=sum(one.output_tokens != one.asked_output for one in done),
@@ -116,10 +116,10 @@ def summarize(outcomes: Sequence[RequestResult], duration_s: float, limits: Mapp
         tokens_per_event=output / events if events else None,
         requests_per_s=len(done) * per_s,
         output_tokens_per_s=output * per_s,
-        total_tokens_per_s=(given + output) * per_s,
-        peak_running=max((num for _, num in running(outcomes)), default=0),
+        total_tokens_per_s=(options + output) * per_s,
+        peak_running=max((num for _, num in running(results)), default=0),
         goodput_per_s=num_good * per_s if limits else None,
-        good_share=num_good / len(outcomes) if limits and outcomes else None,
+        good_share=num_good / len(results) if limits and results else None,
         ttft_ms=spread((ttft_s(one) for one in done), 1000),
         tpot_ms=spread((t for t in tpots if t is not None), 1000),
         itl_ms=spread((gap for one in done for gap in gaps_s(one)), 1000),
@@ -127,6 +127,6 @@ def summarize(outcomes: Sequence[RequestResult], duration_s: float, limits: Mapp
     )
 
 
-def failures(outcomes: Sequence[RequestResult]) -> dict[str, int]:
-    """How often each reason, the commonest first."""
-    return dict(Counter(one.failure for one in outcomes if one.failure).most_common())
+def failures(results: Sequence[RequestResult]) -> dict[str, int]:
+    """Returns the count of each failure, most frequent first."""
+    return dict(Counter(one.failure for one in results if one.failure).most_common())

@@ -1,4 +1,4 @@
-"""What a run is reported as: a table for the terminal, JSON for machines. Pure but for writing files."""
+"""Reports of a run: a table for the terminal, JSON, and an HTML page with plots. Pure apart from `write`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,20 +6,22 @@ from pathlib import Path
 import msgspec
 
 from blockyard.services.bench.load.results import RequestResult
-from blockyard.services.bench.metrics import LoadSummary, e2el_s, gaps_s, tpot_s, ttft_s
+from blockyard.services.bench.metrics import LoadSummary, e2el_s, gaps_s, running, tpot_s, ttft_s
+from blockyard.shared import charts
+from blockyard.shared.charts import MAX_POINTS, Curve, Point, cdf, svg
 from blockyard.shared.errors import ConfigError
 from blockyard.shared.spread import Spread, spread_head, spread_row
 
-BUSY = 0.8  # share of a core from which on the client may be what is measured
+BUSY = 0.8  # share of a core above which the client may limit the measured rate
 MAX_FAILURES = 5  # shown on the terminal
 
 
 class ClientLoad(msgspec.Struct, frozen=True):
-    """What the load generator itself needed."""
+    """CPU use and lateness of the load generator itself."""
 
     cpu_share: float  # of one core, over the run
     peak_cpu_share: float  # in the busiest second
-    late_ms: Spread | None  # from when a request was due until it was sent; None if all were due at once
+    late_ms: Spread | None  # delay between due and sent; None if all were due at once
 
 
 class RequestRow(msgspec.Struct, frozen=True):
@@ -41,7 +43,7 @@ class ServeReport(msgspec.Struct, frozen=True, tag_field="kind", tag="serve"):
     date: str
     url: str
     model: str
-    settings: dict[str, object]  # the flags as read
+    settings: dict[str, object]  # the parsed flags
     summary: LoadSummary
     client: ClientLoad
     failures: dict[str, int]
@@ -49,19 +51,19 @@ class ServeReport(msgspec.Struct, frozen=True, tag_field="kind", tag="serve"):
 
 
 class OfflineReport(msgspec.Struct, frozen=True, tag_field="kind", tag="offline"):
-    """Of `latency` and `throughput`."""
+    """Report of `bench latency` and `bench throughput`."""
 
     command: str
     version: str
     date: str
-    model: str | None  # None: the default
-    settings: dict[str, object]  # the benchmark's flags
-    engine: dict[str, object]  # those of `blockyard serve`
+    model: str | None  # None: the default model
+    settings: dict[str, object]  # flags of the benchmark
+    engine: dict[str, object]  # flags of `blockyard serve`
     figures: dict[str, float | Spread | None]
 
 
-def requests(outcomes: Sequence[RequestResult], started_s: float) -> list[RequestRow]:
-    return [_request(one, started_s) for one in outcomes]
+def request_rows(results: Sequence[RequestResult], started_s: float) -> list[RequestRow]:
+    return [_request(one, started_s) for one in results]
 
 
 def _request(one: RequestResult, started_s: float) -> RequestRow:
@@ -92,7 +94,7 @@ def as_json(report: ServeReport | OfflineReport) -> bytes:
 
 
 def text(report: ServeReport) -> str:
-    """The terminal's table."""
+    """Returns the table for the terminal."""
     s, client = report.summary, report.client
     lines = [
         f"{report.model} at {report.url}: {s.completed} requests completed, {s.failed} failed, in {s.duration_s:.2f} s",
@@ -110,18 +112,45 @@ def text(report: ServeReport) -> str:
 
 
 def warnings(report: ServeReport) -> list[str]:
-    """What keeps the figures from being what they seem."""
+    """Returns reasons why the figures may not mean what they say."""
     s, client, found = report.summary, report.client, []
     if max(client.cpu_share, client.peak_cpu_share) > BUSY:
-        found.append(f"the client used more than {BUSY:.0%} of a core: it may be what was measured")
+        found.append(f"the client used more than {BUSY:.0%} of a core: it may be the limit that was measured")
     if s.requests_off_length:
-        found.append(
-            f"{s.requests_off_length} requests ended at another length than asked for; --ignore-eos prevents it"
-        )
+        found.append(f"{s.requests_off_length} requests did not have the requested length; --ignore-eos prevents it")
     if s.requests_without_usage:
-        found.append(f"no usage for {s.requests_without_usage} requests: their tokens are the events counted")
+        found.append(f"no usage for {s.requests_without_usage} requests: their token counts are counts of events")
     if s.tokens_per_event is not None and s.tokens_per_event > 1.05:
-        found.append(f"{s.tokens_per_event:.2f} tokens an event: ITL is the gap between events, TPOT is a token's")
+        found.append(f"{s.tokens_per_event:.2f} tokens an event: ITL is measured between events, TPOT per token")
     for reason, num in list(report.failures.items())[:MAX_FAILURES]:
         found.append(f"{num} failed: {reason}")
     return found
+
+
+def timeline(results: Sequence[RequestResult], started_s: float) -> list[Point]:
+    """Returns running requests over time as steps, with the highest count of each time slot."""
+    changes = [(at - started_s, num) for at, num in running(results)]
+    if not changes:
+        return []
+    slot = max(changes[-1][0], 1e-9) / MAX_POINTS
+    highest: dict[int, tuple[float, int]] = {}
+    for at, num in changes:
+        known = highest.get(int(at / slot))
+        if known is None or num >= known[1]:
+            highest[int(at / slot)] = (at, num)
+    steps: list[Point] = [(0.0, 0.0)]
+    for at, num in [*highest.values(), changes[-1]]:
+        steps += [(at, steps[-1][1]), (at, float(num))]
+    return steps
+
+
+def page(report: ServeReport, results: Sequence[RequestResult], started_s: float) -> str:
+    """Returns an HTML file with SVG plots, well-formed as XML, which loads nothing else."""
+    done = [one for one in results if not one.failure]
+    gaps = [1000 * gap for one in done for gap in gaps_s(one)]
+    drawn = [
+        svg("Time to first token", "ms", "share of requests", Curve(cdf([1000 * ttft_s(one) for one in done]))),
+        svg("Inter-token latency", "ms", "share of all gaps", Curve(cdf(gaps))),
+        svg("Running requests", "s after the start", "requests", Curve(timeline(results, started_s))),
+    ]
+    return charts.page(f"blockyard bench serve: {report.model}, {report.date}", text(report), drawn)

@@ -1,4 +1,4 @@
-"""`blockyard bench serve`."""
+"""`blockyard bench serve`: sends a workload to a running server and reports its latencies and throughput."""
 
 import argparse
 import asyncio
@@ -13,12 +13,13 @@ import msgspec
 import uvloop
 
 import blockyard
-from blockyard.services.bench import arrivals, datasets, flags, metrics, plots, report, server, workload
+from blockyard.services.bench import datasets, flags, metrics, report, server, workload
 from blockyard.services.bench.datasets import PromptMaker, SampleRequest
-from blockyard.services.bench.load import client, monitor, processes
+from blockyard.services.bench.load import client, processes
 from blockyard.services.bench.load.client import Endpoint, LoadPlan, LoadRun
-from blockyard.services.bench.load.results import RequestResult
-from blockyard.services.bench.server import BenchError, OpenAIServer
+from blockyard.services.bench.load.monitor import CpuMonitor, progress_bar
+from blockyard.services.bench.load.results import BenchError, RequestResult
+from blockyard.services.bench.server import OpenAIServer
 from blockyard.shared.errors import ConfigError
 from blockyard.shared.spread import spread
 
@@ -26,49 +27,65 @@ WARM_UP_OUTPUT = 16  # tokens
 
 
 def main(args: Sequence[str]) -> int:
-    """Raises BlockyardError. 1 if nothing was completed, or not at the length --ignore-eos asked for."""
-    given = flags.serve_parser().parse_args(list(args))
-    workload.check(given)
-    limits = metrics.read_limits(given.goodput)
-    extra = read_extra(given.extra_body)
-    found = server.find(given.base_url, given.api_key)
-    model = given.model or found.first_model()
-    draw = _draw(given, found, model)
-    count = _counter(found, model) if given.dataset_path else datasets.estimate_tokens
-    asked = workload.asks(given, draw, count)
-    target = found.target(given.endpoint)
+    """Returns 1 if no request completed, or with --ignore-eos one had another length. Raises BlockyardError."""
+    options = flags.serve_parser().parse_args(list(args))
+    workload.check(options)
+    limits = metrics.read_limits(options.goodput)
+    extra = read_extra(options.extra_body)
+    found = server.find(options.base_url, options.api_key)
+    model = options.model or found.first_model()
+    make_prompt = _prompt_maker(options, found, model)
+    count = _counter(found, model) if options.dataset_path else datasets.estimate_tokens
+    requests = workload.requests(options, make_prompt, count)
+    endpoint = found.endpoint(options.endpoint)
 
-    def encode(ask: SampleRequest) -> bytes:
-        return target.request(body(given, model, ask) | extra)
+    def encode(request: SampleRequest) -> bytes:
+        return endpoint.request(body(options, model, request) | extra)
 
-    _warm_up(given, target, draw, asked[0], encode)
-    rng = random.Random(given.seed + 1)  # other numbers than the prompts'
-    due_s = arrivals.due_times(len(asked), given.request_rate, given.burstiness, rng)
-    plan = LoadPlan([encode(ask) for ask in asked], due_s, given.max_concurrency, given.timeout)
-    outcomes, load, watched = _run(target, plan, [ask.num_output for ask in asked], given.client_processes)
-    done = _report(given, model, found, load, watched, outcomes, limits)
+    _warm_up(options, endpoint, make_prompt, requests[0], encode)
+    rng = random.Random(options.seed + 1)  # other numbers than the prompts'
+    due_s = workload.due_times(len(requests), options.request_rate, options.burstiness, rng)
+    plan = LoadPlan([encode(request) for request in requests], due_s, options.max_concurrency, options.timeout)
+    output_lens = [request.num_output for request in requests]
+    results, load, cpu = _run(endpoint, plan, output_lens, options.client_processes)
+    late_s = [] if math.isinf(options.request_rate) else [max(0.0, one.sent_s - one.due_s) for one in results]
+    settings = {name: value for name, value in vars(options).items() if name != "api_key"}
+    done = report.ServeReport(
+        version=blockyard.__version__,
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        url=found.base_url,
+        model=model,
+        settings=settings | {"request_rate": str(options.request_rate), "burstiness": str(options.burstiness)},
+        summary=metrics.summarize(results, load.ended_s - load.started_s, limits),
+        client=report.ClientLoad(cpu.cpu_share, cpu.peak_cpu_share, spread(late_s, 1000)),
+        failures=metrics.failures(results),
+        requests=report.request_rows(results, load.started_s),
+    )
     print(report.text(done))
-    if given.output:
-        report.write(Path(given.output), report.as_json(done))
-    if given.html:
-        report.write(Path(given.html), plots.page(done, outcomes, load.started_s).encode())
-    short = given.ignore_eos and done.summary.requests_off_length > 0
-    return 1 if short or not done.summary.completed else 0
+    if options.output:
+        report.write(Path(options.output), report.as_json(done))
+    if options.html:
+        report.write(Path(options.html), report.page(done, results, load.started_s).encode())
+    wrong_length = options.ignore_eos and done.summary.requests_off_length > 0
+    return 1 if wrong_length or not done.summary.completed else 0
 
 
-def body(given: argparse.Namespace, model: str, ask: SampleRequest) -> dict[str, object]:
-    """The request's JSON."""
+def body(options: argparse.Namespace, model: str, request: SampleRequest) -> dict[str, object]:
+    """Returns the request's JSON body."""
     fields: dict[str, object] = {
         "model": model,
         "stream": True,
         "stream_options": {"include_usage": True},
-        "temperature": given.temperature,
+        "temperature": options.temperature,
     }
-    if given.endpoint == "chat":
-        fields |= {"messages": [{"role": "user", "content": ask.prompt}], "max_completion_tokens": ask.num_output}
+    if options.endpoint == "chat":
+        fields |= {
+            "messages": [{"role": "user", "content": request.prompt}],
+            "max_completion_tokens": request.num_output,
+        }
     else:
-        fields |= {"prompt": ask.prompt, "max_tokens": ask.num_output}
-    if given.ignore_eos:
+        fields |= {"prompt": request.prompt, "max_tokens": request.num_output}
+    if options.ignore_eos:
         fields["ignore_eos"] = True
     return fields
 
@@ -80,9 +97,9 @@ def read_extra(text: str) -> dict[str, object]:
         raise ConfigError(f"--extra-body {text}: not a JSON object: {e}") from e
 
 
-def _draw(given: argparse.Namespace, found: OpenAIServer, model: str) -> PromptMaker:
-    if given.endpoint == "completions":
-        return datasets.RandomIds(*flags.vocab_range(given.vocab_range))
+def _prompt_maker(options: argparse.Namespace, found: OpenAIServer, model: str) -> PromptMaker:
+    if options.endpoint == "completions":
+        return datasets.RandomIds(*flags.vocab_range(options.vocab_range))
     try:
         num = found.num_tokens(model, " ".join(datasets.WORDS))
     except BenchError:
@@ -91,7 +108,7 @@ def _draw(given: argparse.Namespace, found: OpenAIServer, model: str) -> PromptM
 
 
 def _counter(found: OpenAIServer, model: str) -> Callable[[str], int]:
-    """The server's own count, or an estimate if it has no /tokenize."""
+    """Returns a function that counts a text's tokens by /tokenize, or estimates them if the server has none."""
     try:
         found.num_tokens(model, "a")
     except BenchError as e:
@@ -101,63 +118,39 @@ def _counter(found: OpenAIServer, model: str) -> Callable[[str], int]:
 
 
 def _warm_up(
-    given: argparse.Namespace,
-    target: Endpoint,
-    draw: PromptMaker,
+    options: argparse.Namespace,
+    endpoint: Endpoint,
+    make_prompt: PromptMaker,
     like: SampleRequest,
     encode: Callable[[SampleRequest], bytes],
 ) -> None:
-    """Prompts of their own, so that no prefix of the run is cached. Raises BenchError if one fails."""
-    rng = random.Random(given.seed - 1)
+    """Sends prompts that the run does not repeat, so that none of its prefixes is cached. Raises BenchError."""
+    rng = random.Random(options.seed - 1)
     num_output = min(like.num_output, WARM_UP_OUTPUT)
-    asked = [SampleRequest(draw(rng, like.num_input), like.num_input, num_output) for _ in range(given.warmups)]
-    plan = LoadPlan([encode(ask) for ask in asked], [0.0] * len(asked), 1, given.timeout)
-    outcomes, _, _ = _run(target, plan, [num_output] * len(asked), 1, shown=False)
-    for one in outcomes:
+    prompts = [make_prompt(rng, like.num_input) for _ in range(options.warmups)]
+    bodies = [encode(SampleRequest(prompt, like.num_input, num_output)) for prompt in prompts]
+    plan = LoadPlan(bodies, [0.0] * len(bodies), 1, options.timeout)
+    results, _, _ = _run(endpoint, plan, [num_output] * len(bodies), 1, shown=False)
+    for one in results:
         if one.failure:
             raise BenchError(f"the first request failed: {one.failure}")
 
 
 def _run(
-    target: Endpoint, plan: LoadPlan, asked: list[int], num: int | None, shown: bool = True
-) -> tuple[list[RequestResult], LoadRun, monitor.CpuMonitor]:
-    """`num`: processes to do it with, None for as many as it takes."""
+    endpoint: Endpoint, plan: LoadPlan, output_lens: list[int], num: int | None, shown: bool = True
+) -> tuple[list[RequestResult], LoadRun, CpuMonitor]:
+    """`num`: number of client processes, None to derive it from the streams."""
     load = LoadRun()
-    display = monitor.display(len(plan.requests)) if shown else monitor.NoLoadDisplay()
-    watched = monitor.CpuMonitor(load, display)
+    cpu = CpuMonitor(load, progress_bar(len(plan.requests)) if shown else None)
     streams = plan.max_concurrency or len(plan.requests)
 
     async def measure() -> Callable[[], list[RequestResult]]:
-        async with watched:
-            return await processes.run(target, plan, asked, load, num or processes.num_for(streams))
+        async with cpu:
+            return await processes.run(endpoint, plan, output_lens, load, num or processes.num_for(streams))
 
     with client.QuietProcess(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
             read = runner.run(measure())
         except OSError as e:
-            raise BenchError(f"{target.host}: {e.strerror or e}") from e
-    return read(), load, watched
-
-
-def _report(
-    given: argparse.Namespace,
-    model: str,
-    found: OpenAIServer,
-    load: LoadRun,
-    watched: monitor.CpuMonitor,
-    outcomes: list[RequestResult],
-    limits: dict[str, float],
-) -> report.ServeReport:
-    late_s = [] if math.isinf(given.request_rate) else [max(0.0, one.sent_s - one.due_s) for one in outcomes]
-    settings = {name: value for name, value in vars(given).items() if name != "api_key"}
-    return report.ServeReport(
-        version=blockyard.__version__,
-        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        url=found.base_url,
-        model=model,
-        settings=settings | {"request_rate": str(given.request_rate), "burstiness": str(given.burstiness)},
-        summary=metrics.summarize(outcomes, load.ended_s - load.started_s, limits),
-        client=report.ClientLoad(watched.cpu_share, watched.peak_cpu_share, spread(late_s, 1000)),
-        failures=metrics.failures(outcomes),
-        requests=report.requests(outcomes, load.started_s),
-    )
+            raise BenchError(f"{endpoint.host}: {e.strerror or e}") from e
+    return read(), load, cpu

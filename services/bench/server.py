@@ -1,4 +1,4 @@
-"""Asks the measured server before the run what it serves and how it counts tokens. Blocking: nothing is timed yet."""
+"""Queries the server before the run: its models and its token counts. Blocking, since nothing is timed yet."""
 
 import os
 import urllib.error
@@ -11,16 +11,12 @@ from urllib.parse import urlsplit
 import msgspec
 
 from blockyard.services.bench.load.client import Endpoint
-from blockyard.services.bench.load.results import error_text
-from blockyard.shared.errors import BlockyardError, ConfigError
+from blockyard.services.bench.load.results import BenchError, error_text
+from blockyard.shared.errors import ConfigError
 
 ANSWER_S = 30.0
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 T = TypeVar("T")
-
-
-class BenchError(BlockyardError):
-    """There is nothing to measure, or what was measured is not what was asked for."""
 
 
 class _Model(msgspec.Struct):
@@ -42,7 +38,7 @@ class _Asked(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class OpenAIServer:
-    """An OpenAI endpoint. `base_url` is without /v1 and without a slash at its end."""
+    """An OpenAI-compatible server. `base_url` has no /v1 and no trailing slash."""
 
     base_url: str
     headers: Mapping[str, str]
@@ -55,10 +51,10 @@ class OpenAIServer:
         return found[0].id
 
     def num_tokens(self, model: str, text: str) -> int:
-        """By /tokenize, which OpenAI's protocol does not have. Raises BenchError."""
+        """Counts tokens with /tokenize, which is not part of OpenAI's protocol. Raises BenchError."""
         return self._ask("/tokenize", _Asked(model, text), _Tokens).count
 
-    def target(self, endpoint: str) -> Endpoint:
+    def endpoint(self, endpoint: str) -> Endpoint:
         parts = urlsplit(self.base_url)
         tls = parts.scheme == "https"
         port = parts.port or (443 if tls else 80)
@@ -66,7 +62,7 @@ class OpenAIServer:
 
     def _ask(self, path: str, body: _Asked | None, answer: type[T]) -> T:
         data = None if body is None else msgspec.json.encode(body)
-        request = urllib.request.RequestRow(
+        request = urllib.request.Request(
             self.base_url + path, data, {**self.headers, "Content-Type": "application/json"}
         )
         try:
@@ -78,11 +74,11 @@ class OpenAIServer:
         except OSError as e:
             raise BenchError(f"{self.base_url}{path}: {getattr(e, 'reason', None) or e}") from None
         except msgspec.DecodeError as e:
-            raise BenchError(f"{self.base_url}{path}: not what was expected: {e}") from None
+            raise BenchError(f"{self.base_url}{path}: unexpected response: {e}") from None
 
 
 def find(base_url: str, api_key: str | None) -> OpenAIServer:
-    """Raises ConfigError if that is no URL of HTTP."""
+    """Raises ConfigError if `base_url` is not an HTTP URL."""
     url = base_url.rstrip("/").removesuffix("/v1")
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:

@@ -1,4 +1,4 @@
-"""`blockyard simulate`: what a scheduler would do with a trace, and traces to try it with."""
+"""`blockyard simulate`: runs the scheduler on a trace in virtual time, or generates a trace."""
 
 import argparse
 import os
@@ -6,15 +6,14 @@ import random
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
 
 import msgspec
 
 from blockyard.services.bench import datasets
-from blockyard.services.bench.arrivals import due_times
 from blockyard.services.bench.flags import Parser, count, positive
+from blockyard.services.bench.workload import due_times
 from blockyard.services.launcher import sources
-from blockyard.services.launcher.supervision.child import command, environment
+from blockyard.services.launcher.supervision import child
 from blockyard.shared.config import given, host_memory, resolve
 from blockyard.shared.config.checkpoint import Checkpoint, asked_length
 from blockyard.shared.config.flags import FLAGS, GROUPS
@@ -24,8 +23,8 @@ from blockyard.shared.config.simulation import CostModel, SimulationConfig
 from blockyard.shared.errors import ConfigError
 
 KINDS = ("sharegpt", "random", "prefix-shared")
-# What a simulation heeds of the flags of `serve`, besides those that become a scheduler's settings.
-HEEDED = {flag.name for flag in GROUPS["Scheduling"]} | {
+# Flags of `serve` that change a simulation, besides those that become scheduler settings.
+USED_FLAGS = {flag.name for flag in GROUPS["Scheduling"]} | {
     "block-size",
     "config",
     "data-parallel-size",
@@ -36,13 +35,12 @@ HEEDED = {flag.name for flag in GROUPS["Scheduling"]} | {
     "swap-space",
 }
 EPILOG = """
-Every flag of `blockyard serve` that the scheduler heeds may follow: --max-num-seqs, --max-num-batched-tokens,
---scheduling-policy, ... KV blocks of a worker are --num-gpu-blocks-override and --block-size, in host memory as many as
-fit in --swap-space.
+The scheduler's flags of `blockyard serve` may follow: --max-num-seqs, --max-num-batched-tokens, --scheduling-policy,
+... --num-gpu-blocks-override and --block-size set a worker's KV blocks, --swap-space those in host memory.
 
-A trace has a JSON object a line: arrival_s, prompt_tokens, output_tokens, and, where wanted, max_tokens (what is asked
-for, if more than what comes), tenant, priority, prefix_group (requests of one group begin with the same tokens),
-prefix_tokens (how many of them; without it all, as far as both prompts go) and n (choices).
+A trace has one JSON object per line: arrival_s, prompt_tokens, output_tokens, and optionally max_tokens (the requested
+limit, if above output_tokens), tenant, priority, prefix_group (requests of a group share their first tokens),
+prefix_tokens (how many; by default as many as the shorter prompt has) and n (choices).
 
     blockyard simulate --generate sharegpt --requests 10000 --rate 20 > trace.jsonl
     blockyard simulate trace.jsonl --max-num-seqs 128
@@ -50,26 +48,17 @@ prefix_tokens (how many of them; without it all, as far as both prompts go) and 
 
 
 def main(args: Sequence[str]) -> int:
-    """Becomes the simulator's process, or writes a trace to stdout. Raises ConfigError."""
+    """Replaces this process with the simulator, or writes a trace to stdout. Raises ConfigError."""
     parsed, rest = parser().parse_known_args(list(args))
     if parsed.generate and rest:
-        raise ConfigError(f"--generate: writes a trace and does nothing else, got {rest[0]}")
+        raise ConfigError(f"--generate: takes no other flags than those of the trace, got {rest[0]}")
     if parsed.generate:
         sys.stdout.writelines(generate(parsed))
     elif parsed.print_cost:
         print(msgspec.json.format(msgspec.json.encode(read_cost(parsed.cost))).decode())
     else:
-        _become(simulation_config(parsed, rest))
+        child.exec_service("scheduler.simulator", simulation_config(parsed, rest))
     return 0
-
-
-def _become(config: SimulationConfig) -> NoReturn:
-    """The simulator's process."""
-    fd = os.memfd_create("settings", 0)
-    os.write(fd, msgspec.json.encode(config))
-    words = command("scheduler.simulator", Path(f"/proc/self/fd/{fd}"))
-    sys.stdout.flush()
-    os.execve(words[0], words, environment())
 
 
 def parser() -> Parser:
@@ -83,39 +72,39 @@ def parser() -> Parser:
     )
     add = made.add_argument_group("simulation").add_argument
     add("--workers", type=count, help="worker groups (--data-parallel-size)")
-    add("--cost", metavar="FILE", help="JSON: what a step costs (without: Llama-3.1-8B in bf16 on one H200)")
-    add("--print-cost", action="store_true", help="print the cost model as JSON, to be changed, and end")
-    add("--html", metavar="FILE", help="report with charts (the trace's name with .html, in this folder)")
-    add("--svg", metavar="FILE", help="queue, batch, blocks and throughput on one sheet")
+    add("--cost", metavar="FILE", help="cost model of a step as JSON (default: Llama-3.1-8B in bf16 on one H200)")
+    add("--print-cost", action="store_true", help="print the cost model as JSON and exit")
+    add("--html", metavar="FILE", help="report with charts (default: the trace's name with .html, in this folder)")
+    add("--svg", metavar="FILE", help="charts of queue, batch, blocks and throughput")
     add = made.add_argument_group("trace").add_argument
     add("--generate", choices=KINDS, help="write a trace to stdout")
     add("--requests", type=count, default=1000, help="(%(default)s)")
     add("--rate", type=positive, default=10.0, help="requests a second; inf: all at once (%(default)s)")
-    add("--burstiness", type=positive, default=1.0, help="1: Poisson, less: in bursts (%(default)s)")
+    add("--burstiness", type=positive, default=1.0, help="1: Poisson, less: bursty (%(default)s)")
     add("--input-len", default="1024", metavar="N|LOW:HIGH", help="tokens in, not of sharegpt (%(default)s)")
     add("--output-len", default="128", metavar="N|LOW:HIGH", help="tokens out, not of sharegpt (%(default)s)")
     add("--prefix-len", type=count, default=512, help="of prefix-shared, before the input (%(default)s)")
     add("--num-prefixes", type=count, default=10, help="of prefix-shared (%(default)s)")
-    add("--tenant", default="", help="whose requests they are; join traces with `cat`")
-    add("--priority", type=int, default=0, help="of all of them (%(default)s)")
-    add("--choices", type=count, default=1, help="n of each request (%(default)s)")
+    add("--tenant", default="", help="tenant of all requests; join traces with `cat`")
+    add("--priority", type=int, default=0, help="priority of all requests (%(default)s)")
+    add("--choices", type=count, default=1, help="choices (n) of each request (%(default)s)")
     add("--trace-seed", type=int, default=0, help="(%(default)s)")
     return made
 
 
 def simulation_config(parsed: argparse.Namespace, rest: Sequence[str]) -> SimulationConfig:
-    """Raises ConfigError, also for flags of `serve` that change nothing here."""
+    """Raises ConfigError, also for flags of `serve` that have no effect in a simulation."""
     cost = read_cost(parsed.cost)
     line, _ = given.from_command_line(rest)
     for name, one in line.items():
-        if name not in HEEDED and not any(target.lstrip("!").startswith("scheduler.") for target in FLAGS[name].to):
-            raise ConfigError(f"{one.where}: changes nothing in a simulation; see `blockyard simulate --help`")
+        if name not in USED_FLAGS and not any(to.lstrip("!").startswith("scheduler.") for to in FLAGS[name].to):
+            raise ConfigError(f"{one.where}: has no effect in a simulation; see `blockyard simulate --help`")
     values, positionals, notes = sources.read(rest, os.environ)
     if len(positionals) != 1:
         raise ConfigError(f"expected one trace, got {' '.join(positionals) or 'none'}")
     for note in (*notes, *values.notes()):
         print(note, file=sys.stderr)
-    if values["device"] == "auto":  # the costs are those of a GPU's
+    if values["device"] == "auto":  # the cost model describes a GPU
         values = values.with_given({"device": Given("cuda", "device")})
     trace = "/dev/stdin" if positionals[0] == "-" else positionals[0]
     max_model_len = asked_length(values) or cost.max_model_len
@@ -125,7 +114,7 @@ def simulation_config(parsed: argparse.Namespace, rest: Sequence[str]) -> Simula
     model = Checkpoint(name=cost.name, path=Path(), tokenizer_path=Path(), config=config)
     return SimulationConfig(
         process=process,
-        scheduler=resolve.scheduler(_named(values), model, process),
+        scheduler=resolve.scheduler(_with_model_name(values), model, process),
         trace=trace,
         cost=cost,
         num_workers=parsed.workers or values.get("data-parallel-size", int),
@@ -139,7 +128,7 @@ def simulation_config(parsed: argparse.Namespace, rest: Sequence[str]) -> Simula
 
 
 def _host_blocks(values: Values, cost: CostModel) -> int:
-    """Of each worker. This machine's memory is not the simulated one's."""
+    """Returns the host blocks of each worker. This machine's memory is no limit: the simulated one has its own."""
     size = host_memory.swap_space(values, there_is=sys.maxsize) * host_memory.GIB
     return int(size) // (values.get("block-size", int) * cost.token_bytes)
 
@@ -157,7 +146,7 @@ def read_cost(path: str | None) -> CostModel:
 
 
 def generate(parsed: argparse.Namespace) -> Iterator[str]:
-    """Lines of a trace; the same for the same seed."""
+    """Yields the lines of a trace, the same for the same seed."""
     rng = random.Random(parsed.trace_seed)
     common: dict[str, object] = {}
     for name, value in (("tenant", parsed.tenant), ("priority", parsed.priority)):
@@ -166,17 +155,17 @@ def generate(parsed: argparse.Namespace) -> Iterator[str]:
     if parsed.choices > 1:
         common["n"] = parsed.choices
     due = due_times(parsed.requests, parsed.rate, parsed.burstiness, rng)
-    for at, (num_input, num_output, more) in zip(due, _asks(parsed, rng), strict=True):
+    for at, (num_input, num_output, more) in zip(due, _lengths(parsed, rng), strict=True):
         row = {"arrival_s": round(at, 6), "prompt_tokens": num_input, "output_tokens": num_output}
         yield msgspec.json.encode(row | more | common).decode() + "\n"
 
 
-def _asks(parsed: argparse.Namespace, rng: random.Random) -> Iterator[tuple[int, int, dict[str, object]]]:
-    """Tokens in, tokens out, and what else is in the line."""
+def _lengths(parsed: argparse.Namespace, rng: random.Random) -> Iterator[tuple[int, int, dict[str, object]]]:
+    """Yields (input tokens, output tokens, more fields) of each request."""
     num = parsed.requests
     if parsed.generate == "sharegpt":
-        for ask in datasets.sharegpt_requests(num, datasets.RandomIds(0, 1), rng):
-            yield ask.num_input, ask.num_output, {}
+        for request in datasets.sharegpt_requests(num, datasets.RandomIds(0, 1), rng):
+            yield request.num_input, request.num_output, {}
         return
     inputs = datasets.lengths(parsed.input_len, 0.0, "--input-len")
     outputs = datasets.lengths(parsed.output_len, 0.0, "--output-len")
@@ -185,8 +174,8 @@ def _asks(parsed: argparse.Namespace, rng: random.Random) -> Iterator[tuple[int,
         more: dict[str, object] = {}
         if prefix:
             more = {"prefix_group": str(rng.randrange(parsed.num_prefixes)), "prefix_tokens": prefix}
-        yield prefix + inputs.draw(rng), outputs.draw(rng), more
+        yield prefix + inputs.sample(rng), outputs.sample(rng), more
 
 
-def _named(values: Values) -> Values:
+def _with_model_name(values: Values) -> Values:
     return values if values.is_given("model") else values.with_given({"model": Given("simulated", "model")})

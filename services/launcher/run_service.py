@@ -6,11 +6,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
-
 from blockyard.services.launcher import sources
 from blockyard.services.launcher.models import model_files
-from blockyard.services.launcher.supervision.child import command, environment
+from blockyard.services.launcher.supervision.child import exec_service
 from blockyard.shared.config import resolve
 from blockyard.shared.config.checkpoint import Checkpoint
 from blockyard.shared.config.given import Given, Values
@@ -41,11 +39,7 @@ def main(args: Sequence[str]) -> int:
     of_memory = resolve.memory_notes(values) if service == "gpu_worker" else []
     for note in (*notes, *values.notes(), *of_memory):
         print(note, file=sys.stderr)
-    # no file is left behind that could outlive the process: it may hold API keys
-    fd = os.memfd_create("settings", 0)
-    os.write(fd, msgspec.json.encode(config))
-    words = command(service, Path(f"/proc/self/fd/{fd}"))
-    os.execve(words[0], words, environment())
+    exec_service(service, config)
 
 
 def service_config(service: str, values: Values) -> ServiceStruct:

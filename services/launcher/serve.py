@@ -12,10 +12,10 @@ from setproctitle import setproctitle
 
 from blockyard.services.launcher import gpus, ports, sources
 from blockyard.services.launcher.models import model_files
-from blockyard.services.launcher.supervision.child import specs
+from blockyard.services.launcher.supervision.child import service_specs
 from blockyard.services.launcher.supervision.ring import Ring, local_bus
 from blockyard.services.launcher.supervision.run_dir import RunDir
-from blockyard.services.launcher.supervision.start_up import Display, PlainDisplay
+from blockyard.services.launcher.supervision.start_up import PlainDisplay, StartupDisplay
 from blockyard.shared import logs
 from blockyard.shared.config.given import Given, GivenFlags, Values
 from blockyard.shared.config.resolve import Deployment, resolve
@@ -58,17 +58,17 @@ def read_values(args: Sequence[str]) -> tuple[Values, list[str]]:
     return values.with_given(model), notes
 
 
-def make_display(deployment: Deployment, out: TextIO) -> Display:
+def make_display(deployment: Deployment, out: TextIO) -> StartupDisplay:
     """Progress bars on a terminal, lines elsewhere."""
     if not out.isatty():
         return PlainDisplay(out)
     # rich takes 0.1 s to import: only terminals need it
-    from blockyard.services.launcher.supervision.progress import bars_on  # noqa: PLC0415
+    from blockyard.services.launcher.supervision.progress import startup_progress_bars  # noqa: PLC0415
 
-    return bars_on(out, [spec.name for spec in specs(deployment)])
+    return startup_progress_bars(out, [spec.name for spec in service_specs(deployment)])
 
 
-async def _serve(ring: Ring, display: Display, deployment: Deployment, values: Values) -> None:
+async def _serve(ring: Ring, display: StartupDisplay, deployment: Deployment, values: Values) -> None:
     drain_s = values.get("shutdown-timeout", float)
 
     def on_signal() -> None:
@@ -95,7 +95,7 @@ async def _serve(ring: Ring, display: Display, deployment: Deployment, values: V
         display.close()
 
 
-async def _greet(ring: Ring, display: Display, deployment: Deployment) -> None:
+async def _greet(ring: Ring, display: StartupDisplay, deployment: Deployment) -> None:
     """The one line that says that it is done, and where."""
     await ring.ready.wait()
     display.close()

@@ -22,7 +22,7 @@ class TokenCount(Protocol):
     num_output_tokens: int
 
 
-class Collected:
+class OutputCollector:
     """A journal sink."""
 
     __slots__ = (
@@ -59,7 +59,7 @@ class Collected:
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class ArrivalTimes:
     """When a call was made: `time.time`, and the same moment by the clock of its sinks."""
 
     time: float
@@ -67,10 +67,10 @@ class Arrival:
 
 
 def request_output(
-    entry: Entry, prompt: str | None, count: int, num_logprobs: int | None, arrival: Arrival, queued_s: float
+    entry: Entry, prompt: str | None, count: int, num_logprobs: int | None, arrival: ArrivalTimes, queued_s: float
 ) -> RequestOutput:
-    """The best `count` of an entry whose choices have all ended and whose sinks are Collected."""
-    pairs = [(choice, choice.sink) for choice in entry.choices if isinstance(choice.sink, Collected)]
+    """The best `count` of an entry whose choices have all ended and whose sinks are OutputCollector."""
+    pairs = [(choice, choice.sink) for choice in entry.choices if isinstance(choice.sink, OutputCollector)]
     chosen = best(pairs, [sink.logprobs for _, sink in pairs], count)
     num_prompt_logprobs = entry.sampling.num_prompt_logprobs
     of_prompt: list[PositionLogprobs | None] | None = None
@@ -88,7 +88,7 @@ def request_output(
     )
 
 
-def _metrics(sinks: list[Collected], arrival: Arrival, queued_s: float) -> RequestMetrics:
+def _metrics(sinks: list[OutputCollector], arrival: ArrivalTimes, queued_s: float) -> RequestMetrics:
     came = [sink for sink in sinks if sink.first_s]
     first = min((sink.first_s for sink in came), default=queued_s)
     return RequestMetrics(
@@ -101,7 +101,7 @@ def _metrics(sinks: list[Collected], arrival: Arrival, queued_s: float) -> Reque
     )
 
 
-def _completion(index: int, choice: ChoiceLog, sink: Collected, num_logprobs: int | None) -> CompletionOutput:
+def _completion(index: int, choice: ChoiceLog, sink: OutputCollector, num_logprobs: int | None) -> CompletionOutput:
     asked = num_logprobs is not None
     return CompletionOutput(
         index=index,

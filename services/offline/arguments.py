@@ -11,12 +11,12 @@ from blockyard.shared.config.flags import FLAGS
 from blockyard.shared.config.flags.flag import Flag, Kind
 from blockyard.shared.errors import ConfigError
 
-T = TypeVar("T", bound="Arguments")
+T = TypeVar("T", bound="EngineArgsBase")
 P = TypeVar("P", bound=argparse._ActionsContainer)  # a parser or a group of one
 KEYWORDS = {flag.name.replace("-", "_"): flag for flag in FLAGS.values() if flag.name not in SERVER_ONLY}
 
 
-class Arguments:
+class EngineArgsBase:
     """What is None is not given: the environment, the file of `config` or the default say it."""
 
     def __init__(self, **values: Any) -> None:
@@ -58,9 +58,9 @@ def _reader(flag: Flag) -> Callable[[str], object]:
     return read
 
 
-EngineArgs: type[Arguments] = dataclasses.make_dataclass(
+EngineArgs: type[EngineArgsBase] = dataclasses.make_dataclass(
     "EngineArgs",
     [(name, Any, dataclasses.field(default=None)) for name in KEYWORDS],
-    bases=(Arguments,),
+    bases=(EngineArgsBase,),
     namespace={"__module__": __name__, "__doc__": "The keywords of LLM: `LLM(**dataclasses.asdict(engine_args))`."},
 )

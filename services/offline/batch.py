@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import msgspec
 
-from blockyard.services.offline.answers import Arrival, Collected, request_output
+from blockyard.services.offline.answers import ArrivalTimes, OutputCollector, request_output
 from blockyard.services.offline.errors import RingLost
-from blockyard.services.offline.inflight import Gate
+from blockyard.services.offline.inflight import InflightLimiter
 from blockyard.services.offline.outputs import RequestOutput
 from blockyard.services.offline.prompts import Prompt
-from blockyard.services.offline.sampling_params import Asked
+from blockyard.services.offline.sampling_params import CheckedParams
 from blockyard.shared.errors import BlockyardError, RequestError
 from blockyard.shared.messages import ModelCard, Tokenize, Tokenized
 from blockyard.shared.ring_client.client import RingClient
@@ -22,15 +22,15 @@ from blockyard.shared.ring_client.text_work import TextWork, kept_end
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class OfflineRequest:
     prompt: Prompt
-    asked: Asked
+    asked: CheckedParams
     seed: int  # where `asked` has none
     priority: int = 0
 
 
 @dataclass(slots=True)
-class Progress:
+class BatchProgress:
     """Read by the thread that shows it. Times are the loop's clock."""
 
     began_s: float | None = None  # when all prompts were tokenized
@@ -41,13 +41,15 @@ class Progress:
     num_output_tokens: int = 0
 
 
-class Batch:
+class RequestBatch:
     """The journal's Owner of all its entries. Lives on the loop of the ring."""
 
-    def __init__(self, name: str, jobs: list[Job], card: ModelCard, client: RingClient, gate: Gate) -> None:
+    def __init__(
+        self, name: str, jobs: list[OfflineRequest], card: ModelCard, client: RingClient, gate: InflightLimiter
+    ) -> None:
         self._name, self._jobs, self._card, self._client, self._gate = name, jobs, card, client, gate
-        self.progress = Progress()
-        self._arrival = Arrival(time.time(), client.clock())
+        self.progress = BatchProgress()
+        self._arrival = ArrivalTimes(time.time(), client.clock())
         self._queued_s: dict[str, float] = {}  # request id -> when the scheduler took it
         self.outputs: list[RequestOutput | None] = [None] * len(jobs)
         self.failures: dict[int, Exception] = {}
@@ -175,7 +177,9 @@ class Batch:
             block_hashes=prompt.block_hashes,
             sampling=sampling,
             text=asked.text,
-            choices=[ChoiceLog(i, Collected(self.progress, asked.detokenize)) for i in range(asked.choices.computed)],
+            choices=[
+                ChoiceLog(i, OutputCollector(self.progress, asked.detokenize)) for i in range(asked.choices.computed)
+            ],
             owner=self,
             now=self._arrival.clock_s,
             priority=job.priority,
@@ -198,7 +202,7 @@ class Seeds:
     def __init__(self, seed: int) -> None:
         self._seed, self._number = seed, 0
 
-    def next(self, asked: Asked) -> int:
+    def next(self, asked: CheckedParams) -> int:
         if asked.seed is not None:
             return asked.seed
         self._number += 1

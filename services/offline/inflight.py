@@ -7,7 +7,7 @@ from blockyard.shared.ring_client.client import RingClient
 from blockyard.shared.ring_client.journal import Entry
 
 
-class Gate:
+class InflightLimiter:
     """Requests in the order they came. Its owner calls `pump` whenever there may be room again."""
 
     def __init__(self, client: RingClient, model: str, patience_s: float) -> None:

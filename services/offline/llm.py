@@ -12,11 +12,11 @@ from typing import Any, get_args
 from blockyard.services.launcher.serve import make_display
 from blockyard.services.launcher.supervision.start_up import QuietDisplay
 from blockyard.services.offline import engine_args
-from blockyard.services.offline.arguments import KEYWORDS, Arguments
-from blockyard.services.offline.batch import Batch, Job, Seeds
+from blockyard.services.offline.arguments import KEYWORDS, EngineArgsBase
+from blockyard.services.offline.batch import OfflineRequest, RequestBatch, Seeds
 from blockyard.services.offline.beam_search import BeamSearchOutput, BeamSearchParams, beam_output
 from blockyard.services.offline.errors import GenerationError
-from blockyard.services.offline.operations import Operations
+from blockyard.services.offline.operations import RingOperations
 from blockyard.services.offline.outputs import RequestOutput
 from blockyard.services.offline.prompts import (
     ChatOptions,
@@ -25,10 +25,10 @@ from blockyard.services.offline.prompts import (
     read_prompts,
     with_token_ids,
 )
-from blockyard.services.offline.sampling_params import Asked, SamplingParams, read
+from blockyard.services.offline.sampling_params import CheckedParams, SamplingParams, read
 from blockyard.services.offline.session import Session
 from blockyard.services.offline.tokenizer import LLMTokenizer, through_ring
-from blockyard.services.offline.tqdm_bar import TqdmBar
+from blockyard.services.offline.tqdm_bar import TqdmProgressBar
 from blockyard.shared import tokenizer_files
 from blockyard.shared.config.tokenizer import ContentFormat
 from blockyard.shared.errors import RequestError, not_built
@@ -37,7 +37,7 @@ REFRESH_S = 0.1  # of the progress bar
 UseTqdm = bool | Callable[..., Any]  # whether there is a progress bar, or what makes one, as `tqdm` does
 
 
-class LLM(Operations):
+class LLM(RingOperations):
     """The services of `blockyard serve` as child processes of this one, without HTTP.
 
     `model` and the keywords are the flags of `blockyard serve` with `_` for `-`; an unknown or refused one is a
@@ -62,7 +62,7 @@ class LLM(Operations):
             raise
 
     @classmethod
-    def from_engine_args(cls, engine_args: Arguments) -> "LLM":
+    def from_engine_args(cls, engine_args: EngineArgsBase) -> "LLM":
         """Of an EngineArgs."""
         return cls(**{name: getattr(engine_args, name) for name in KEYWORDS})
 
@@ -174,7 +174,9 @@ class LLM(Operations):
         if len(priorities) != len(prompts):
             raise RequestError(f"{len(priorities)} priorities for {len(prompts)} prompts", "priority")
         asked = self._asked(params, len(prompts))
-        jobs = [Job(p, a, self._seeds.next(a), i) for p, a, i in zip(prompts, asked, priorities, strict=True)]
+        jobs = [
+            OfflineRequest(p, a, self._seeds.next(a), i) for p, a, i in zip(prompts, asked, priorities, strict=True)
+        ]
         batch, future = self._session.submit(jobs)
         try:
             _wait(batch, future, len(jobs), show_bar)
@@ -184,7 +186,7 @@ class LLM(Operations):
             raise GenerationError(batch.failures, batch.outputs)
         return [output for output in batch.outputs if output is not None]
 
-    def _asked(self, params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int) -> list[Asked]:
+    def _asked(self, params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int) -> list[CheckedParams]:
         card, most = self._session.card, self._session.config.max_logprobs
         if params is None:
             params = self.get_default_sampling_params()
@@ -195,19 +197,19 @@ class LLM(Operations):
         return [read(one, card.vocab_size, most) for one in params]
 
 
-def _wait(batch: Batch, future: "concurrent.futures.Future[None]", num_prompts: int, show_bar: UseTqdm) -> None:
+def _wait(batch: RequestBatch, future: "concurrent.futures.Future[None]", num_prompts: int, show_bar: UseTqdm) -> None:
     """Until the batch is done. rich is imported for a bar of ours alone."""
     if not show_bar or not num_prompts:
         future.result()
         return
     make: Callable[[int], Any]
     if callable(show_bar):
-        make = partial(TqdmBar, show_bar)
+        make = partial(TqdmProgressBar, show_bar)
     else:
         # rich takes 0.1 s to import
-        from blockyard.services.offline.progress import Bar  # noqa: PLC0415
+        from blockyard.services.offline.progress import RichProgressBar  # noqa: PLC0415
 
-        make = Bar
+        make = RichProgressBar
     with make(num_prompts) as bar:
         bar.show(batch.progress)
         while concurrent.futures.wait([future], REFRESH_S).not_done:

@@ -12,7 +12,7 @@ SCHEDULING = "scheduling"  # what level 0 holds back
 TAGS = (*MemoryTag, SCHEDULING)
 
 
-class Operations:
+class RingOperations:
     """Base of LLM. Each raises RequestError, a ValueError, for what cannot be done, and RingLost without a ring."""
 
     _session: Session

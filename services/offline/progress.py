@@ -5,16 +5,16 @@ import time
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bars
+from rich.progress import Progress as RichProgress
 
-from blockyard.services.offline.batch import Progress
+from blockyard.services.offline.batch import BatchProgress
 
 
-class Bar:
+class RichProgressBar:
     """A context; `show` brings it up to date."""
 
     def __init__(self, num_prompts: int) -> None:
-        self._bars = Bars(
+        self._bars = RichProgress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=20),
             MofNCompleteColumn(),
@@ -26,14 +26,14 @@ class Bar:
         self._task = self._bars.add_task("Tokenizing", total=num_prompts, speed="")
         self._generating = False
 
-    def __enter__(self) -> "Bar":
+    def __enter__(self) -> "RichProgressBar":
         self._bars.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._bars.stop()
 
-    def show(self, progress: Progress) -> None:
+    def show(self, progress: BatchProgress) -> None:
         if progress.began_s is None:
             self._bars.update(self._task, completed=progress.num_tokenized)
             return

@@ -15,7 +15,7 @@ from blockyard.shared.ring_client.sampling_fields import read_salt
 from blockyard.shared.token_ids import pack
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
-NOT_BUILT = ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs", "prompt_embeds", "encoder_prompt")
+UNSUPPORTED = ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs", "prompt_embeds", "encoder_prompt")
 
 
 class TextPrompt(TypedDict):
@@ -104,7 +104,7 @@ def _prompt(prompt: object, where: str, model: str) -> Prompt:
 
 def _mapping(prompt: Mapping[Any, Any], where: str, model: str) -> Prompt:
     given = {key: value for key, value in prompt.items() if value is not None}
-    for name in NOT_BUILT:
+    for name in UNSUPPORTED:
         if name in given:
             raise not_built(f"{where}.{name}")
     if unknown := given.keys() - {"prompt", "prompt_token_ids", "cache_salt"}:

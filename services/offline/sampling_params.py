@@ -19,7 +19,7 @@ from blockyard.shared.ring_client.sampling_fields import (
 )
 
 # fields we know and do not have -> values that ask for nothing
-NOT_BUILT: dict[str, tuple[object, ...]] = {
+UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "logits_processors": (None, []),
     "structured_outputs": (None,),
     "guided_decoding": (None,),
@@ -74,7 +74,7 @@ class SamplingParams(msgspec.Struct, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class CheckedParams:
     """SamplingParams once they are checked."""
 
     sampling: Sampling  # max_tokens, seed and bad words are settled with the prompt
@@ -88,10 +88,10 @@ class Asked:
     num_logprobs: int | None  # as outputs show them
 
 
-def read(params: SamplingParams, vocab_size: int | None = None, max_logprobs: int | None = None) -> Asked:
+def read(params: SamplingParams, vocab_size: int | None = None, max_logprobs: int | None = None) -> CheckedParams:
     """Raises RequestError. Without `vocab_size` and `max_logprobs`, what depends on the model is not looked at."""
     _check_types(params)
-    for name, harmless in NOT_BUILT.items():
+    for name, harmless in UNSUPPORTED.items():
         if getattr(params, name) not in harmless:
             raise not_built(name)
     if not params.detokenize and params.stop:
@@ -106,7 +106,7 @@ def read(params: SamplingParams, vocab_size: int | None = None, max_logprobs: in
     sampling, choices = read_sampling(params, vocab_size, SamplingDefaults()), read_choices(params)
     if choices.beam is not None and params.prompt_logprobs is not None:
         raise RequestError("log-probabilities of the prompt are not part of a beam search", "prompt_logprobs")
-    return Asked(
+    return CheckedParams(
         sampling=choices.sampling(
             msgspec.structs.replace(sampling, num_logprobs=params.logprobs, num_prompt_logprobs=params.prompt_logprobs)
         ),

@@ -16,10 +16,10 @@ from blockyard.services.launcher.models import model_files
 from blockyard.services.launcher.supervision.child import MakeCommand
 from blockyard.services.launcher.supervision.ring import Ring, local_bus
 from blockyard.services.launcher.supervision.run_dir import RunDir
-from blockyard.services.launcher.supervision.start_up import Display
-from blockyard.services.offline.batch import Batch, Job
+from blockyard.services.launcher.supervision.start_up import StartupDisplay
+from blockyard.services.offline.batch import OfflineRequest, RequestBatch
 from blockyard.services.offline.errors import RingLost
-from blockyard.services.offline.inflight import Gate
+from blockyard.services.offline.inflight import InflightLimiter
 from blockyard.shared.bus import Changed, Joined, Links
 from blockyard.shared.config.gateway import GatewayConfig
 from blockyard.shared.config.given import Values
@@ -32,7 +32,7 @@ from blockyard.shared.ring_client.meters import Meters
 
 T = TypeVar("T")
 NAME = "llm"
-MakeDisplay = Callable[[Deployment], Display]
+MakeDisplay = Callable[[Deployment], StartupDisplay]
 
 
 class Session:
@@ -56,7 +56,7 @@ class Session:
         self._ready: concurrent.futures.Future[ModelCard] = concurrent.futures.Future()
         self._served = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._batches: set[Batch] = set()
+        self._batches: set[RequestBatch] = set()
         self._num_batches = 0
         self._end = ""  # why there is no ring any more
         self._loop = asyncio.new_event_loop()
@@ -79,12 +79,12 @@ class Session:
             raise RingLost(self._end)
         return min((member.progress for member in self._links.of(Role.GPU_WORKER)), default=0.0)
 
-    def submit(self, jobs: list[Job]) -> tuple[Batch, "concurrent.futures.Future[None]"]:
+    def submit(self, jobs: list[OfflineRequest]) -> tuple[RequestBatch, "concurrent.futures.Future[None]"]:
         """Cancelling the future cancels what runs. Raises RingLost, as the future does if the ring ends meanwhile."""
         if self._end:
             raise RingLost(self._end)
         self._num_batches += 1
-        batch = Batch(f"llm{self._num_batches}", jobs, self.card, self._client, self._gate)
+        batch = RequestBatch(f"llm{self._num_batches}", jobs, self.card, self._client, self._gate)
         return batch, asyncio.run_coroutine_threadsafe(self._serve(batch), self._loop)
 
     def call(self, work: Callable[[RingClient], Coroutine[Any, Any, T]]) -> T:
@@ -142,7 +142,7 @@ class Session:
         self._links = links
         names, patience_s = self.config.served_model_names, self.config.stall_timeout_s
         self._client = RingClient(links, names, patience_s, hold_s=patience_s)
-        self._gate = Gate(self._client, names[0], patience_s)
+        self._gate = InflightLimiter(self._client, names[0], patience_s)
 
         def each_round() -> None:
             links.count(_stats(self._client, len(self._gate)))
@@ -183,7 +183,7 @@ class Session:
         self._display.say(f"{NAME}: ready after {self._ring.start_up.seconds:.1f} s")
         self._ready.set_result(self._client.admission.card(self.config.served_model_names[0]))
 
-    async def _serve(self, batch: Batch) -> None:
+    async def _serve(self, batch: RequestBatch) -> None:
         self._batches.add(batch)
         try:
             await self._guarded(batch.run())

@@ -21,7 +21,7 @@ Conversation = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Rendering:
+class TemplateOptions:
     """What a chat template is given besides the messages."""
 
     tools: Sequence[Any] | None
@@ -31,7 +31,9 @@ class Rendering:
     kwargs: Mapping[str, Any]
 
 
-Render = Callable[[Sequence[Conversation], Rendering], list[tuple[str, list[int]]]]  # text and ids of each
+RenderTemplates = Callable[
+    [Sequence[Conversation], TemplateOptions], list[tuple[str, list[int]]]
+]  # text and ids of each
 
 
 class BatchEncoding(dict[str, Any]):
@@ -79,7 +81,9 @@ class LLMTokenizer:
     unk_token, unk_token_id = SpecialToken("unk_token"), SpecialTokenId("unk_token")
     is_fast = True
 
-    def __init__(self, files: TokenizerFiles, name_or_path: str, model_max_length: int, render: Render) -> None:
+    def __init__(
+        self, files: TokenizerFiles, name_or_path: str, model_max_length: int, render: RenderTemplates
+    ) -> None:
         self.backend_tokenizer: Tokenizer = files.tokenizer
         self.special_tokens_map = dict(files.special_tokens)
         self.name_or_path, self.model_max_length = name_or_path, model_max_length
@@ -197,7 +201,7 @@ class LLMTokenizer:
             kwargs["documents"] = list(documents)
         single = bool(conversation) and isinstance(conversation[0], Mapping)
         asked: Any = [conversation] if single else conversation
-        how = Rendering(tools, chat_template, add_generation_prompt, continue_final_message, kwargs)
+        how = TemplateOptions(tools, chat_template, add_generation_prompt, continue_final_message, kwargs)
         done = self._render(asked, how)
         if not tokenize:
             return done[0][0] if single else [text for text, _ in done]
@@ -235,10 +239,10 @@ class LLMTokenizer:
         return fill + ones if self.padding_side == "left" else ones + fill
 
 
-def through_ring(session: Session) -> Render:
+def through_ring(session: Session) -> RenderTemplates:
     """Renders with the templates, settings and limits of `generate` and `chat`. Raises RingLost once it is closed."""
 
-    def render(conversations: Sequence[Conversation], how: Rendering) -> list[tuple[str, list[int]]]:
+    def render(conversations: Sequence[Conversation], how: TemplateOptions) -> list[tuple[str, list[int]]]:
         works = [
             Tokenize(
                 "",

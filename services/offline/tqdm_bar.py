@@ -5,23 +5,23 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from blockyard.services.offline.batch import Progress
+from blockyard.services.offline.batch import BatchProgress
 
 
-class TqdmBar:
+class TqdmProgressBar:
     """A context; `show` brings it up to date. The bar is made as vLLM makes it."""
 
     def __init__(self, make: Callable[..., Any], num_prompts: int) -> None:
         self._bar = make(total=num_prompts, desc="Processed prompts", dynamic_ncols=True, postfix=_speed(0.0, 0.0))
         self._shown = 0
 
-    def __enter__(self) -> "TqdmBar":
+    def __enter__(self) -> "TqdmProgressBar":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, trace: TracebackType | None) -> None:
         self._bar.close()
 
-    def show(self, progress: Progress) -> None:
+    def show(self, progress: BatchProgress) -> None:
         finished = progress.num_finished
         if progress.began_s is None or finished == self._shown:
             return

@@ -19,8 +19,8 @@ import uvloop
 from raw_client import RawLog, raw_streams
 from rig import Row, completion, percentile, serve, table
 
-from blockyard.services.bench.arrivals import due_times
 from blockyard.services.bench.load import client
+from blockyard.services.bench.workload import due_times
 
 FLOOD = 100
 KEYS = ("--api-key", "light-key", "heavy-key")

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / ".src"))
 from rig import Row, table
 
 from blockyard.services.bench import datasets
-from blockyard.services.bench.arrivals import due_times
+from blockyard.services.bench.workload import due_times
 from blockyard.services.scheduler.simulator.simulation import Simulation
 from blockyard.services.scheduler.simulator.trace import TraceRequest
 from blockyard.shared.config.process import BusConfig, ProcessConfig

@@ -16,7 +16,7 @@ import msgspec
 from rig import ROOT, Server, wait_ready
 
 from blockyard.services.launcher.models import model_files
-from blockyard.services.launcher.supervision.child import specs
+from blockyard.services.launcher.supervision.child import service_specs
 from blockyard.services.message_bus.roster import Roster
 from blockyard.services.message_bus.service import Registry
 from blockyard.shared.config import given
@@ -121,7 +121,7 @@ class ProxiedRing(Server):
     def __init__(self, deployment: Deployment, registry: ProxiedRegistry, folder: Path) -> None:
         self._folder, self._registry = folder, registry
         self.running: dict[str, subprocess.Popen[bytes]] = {}
-        self._specs = {spec.name: spec for spec in specs(deployment) if spec.service != "message_bus"}
+        self._specs = {spec.name: spec for spec in service_specs(deployment) if spec.service != "message_bus"}
         for name in self._specs:
             self.start(name)
         super().__init__(self.running["api_gateway 0"], deployment.gateways[0].port, time.perf_counter())

@@ -1,7 +1,7 @@
-"""The load generator's client: notes what arrives when, and looks into nothing before the last stream has ended.
+"""The load generator's HTTP client: records bytes with their arrival times and parses them after the last response.
 
-It shares its machine's cores with whoever else runs there, often with what it measures: a read costs a clock and a list
-entry. Each request has a connection of its own, which the server is asked to close.
+It often shares the machine's cores with the server it measures, so a read costs one clock call and one list entry.
+Each request opens its own connection and asks the server to close it.
 """
 
 import asyncio
@@ -16,13 +16,13 @@ import msgspec
 
 from blockyard.services.bench.load import http_response
 
-LAST_CHUNK = b"\r\n0\r\n\r\n"  # ends a chunked body; before it stands the end of another chunk
+LAST_CHUNK = b"\r\n0\r\n\r\n"  # the line end of the previous chunk and the empty chunk that ends the body
 Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where requests go."""
+    """The server address and path that requests are sent to."""
 
     host: str
     port: int
@@ -31,7 +31,7 @@ class Endpoint:
     headers: tuple[tuple[str, str], ...] = ()
 
     def request(self, body: object) -> bytes:
-        """The bytes of a POST with `body` as JSON."""
+        """Returns the bytes of a POST with `body` as JSON."""
         text = msgspec.json.encode(body)
         lines = [
             f"POST {self.path} HTTP/1.1",
@@ -46,19 +46,19 @@ class Endpoint:
 
 
 class Exchange(asyncio.Protocol):
-    """One request and what came back. Times are the clock's."""
+    """One request and its response as it was read. Times are those of `clock`."""
 
     def __init__(self, request: bytes, due_s: float, clock: Clock) -> None:
         self.due_s = due_s
-        self.sent_s = 0.0  # set before the connection is opened: opening it is part of the first token's time
+        self.sent_s = 0.0  # before the connection is opened, so that connecting is part of the TTFT
         self.pieces: list[tuple[float, bytes]] = []
         self.ended_s = 0.0
-        self.failure = ""  # of the connection; what the answer says is read later
+        self.failure = ""  # of the connection; the response is read after the run
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._request, self._clock = request, clock
         self._is_stream = False
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # uvloop's is none
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # uvloop's transport is no subclass
         self._transport = transport
         transport.write(self._request)
         self._request = b""
@@ -70,7 +70,7 @@ class Exchange(asyncio.Protocol):
         if data.endswith(LAST_CHUNK) or (len(data) < len(LAST_CHUNK) and self._tail().endswith(LAST_CHUNK)):
             self._transport.close()
         elif not self._is_stream and self._is_whole():
-            self._transport.close()  # an error, from a server that would keep the connection
+            self._transport.close()  # an error response of a server that keeps connections open
 
     def connection_lost(self, exc: Exception | None) -> None:
         if exc is not None and not self.failure:
@@ -85,7 +85,7 @@ class Exchange(asyncio.Protocol):
 
     @property
     def is_refused(self) -> bool:
-        """A cheap look, for the progress bar."""
+        """Whether the response is an error, from its first bytes only: cheap enough for the progress bar."""
         begin = b"".join(piece for _, piece in self.pieces[:16])[:16]
         return bool(self.failure) or b" 200 " not in begin
 
@@ -101,34 +101,34 @@ class Exchange(asyncio.Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """Which requests are sent when."""
+    """Requests and when each is sent."""
 
     requests: Sequence[bytes]
-    due_s: Sequence[float]  # after the start
+    due_s: Sequence[float]  # seconds after the start
     max_concurrency: int | None = None
     timeout_s: float = 3600.0  # of one request
 
 
 @dataclass(slots=True)
 class LoadRun:
-    """How a run goes; watched by whoever shows it."""
+    """Progress and recordings of a run. Displays read it while the run goes on."""
 
     clock: Clock = time.perf_counter
-    started_s: float = 0.0  # 0: it starts when it is run
+    started_s: float = 0.0  # 0: when `run` is called
     ended_s: float = 0.0
     exchanges: list[Exchange] = field(default_factory=list)
     num_running: int = 0
     num_ended: int = 0
     num_refused: int = 0
-    cpu_s: Callable[[], float] = time.process_time  # of the busiest process that takes part
+    cpu_s: Callable[[], float] = time.process_time  # of the busiest client process
 
 
-async def run(target: Endpoint, plan: LoadPlan, load: LoadRun) -> None:
-    """Sends all and returns when the last has ended. Raises OSError if the host has no address."""
+async def run(endpoint: Endpoint, plan: LoadPlan, load: LoadRun) -> None:
+    """Sends all requests and returns when the last has ended. Raises OSError if the host has no address."""
     loop = asyncio.get_running_loop()
-    info = await loop.getaddrinfo(target.host, target.port, type=1)  # once: a thread each would be felt
+    info = await loop.getaddrinfo(endpoint.host, endpoint.port, type=1)  # once: each lookup takes a thread
     address = str(info[0][4][0])
-    tls = ssl.create_default_context() if target.tls else None
+    tls = ssl.create_default_context() if endpoint.tls else None
     free = asyncio.Semaphore(plan.max_concurrency or len(plan.requests) or 1)
 
     async def one(exchange: Exchange) -> None:
@@ -136,7 +136,7 @@ async def run(target: Endpoint, plan: LoadPlan, load: LoadRun) -> None:
         exchange.sent_s = load.clock()
         try:
             await loop.create_connection(
-                lambda: exchange, address, target.port, ssl=tls, server_hostname=target.host if tls else None
+                lambda: exchange, address, endpoint.port, ssl=tls, server_hostname=endpoint.host if tls else None
             )
             try:
                 async with asyncio.timeout(plan.timeout_s):
@@ -165,7 +165,7 @@ async def run(target: Endpoint, plan: LoadPlan, load: LoadRun) -> None:
 
 
 class QuietProcess:
-    """As many connections as the system allows, and no garbage collection: its pauses would be measured as gaps."""
+    """Raises the limit on open files and disables garbage collection, whose pauses would be measured as ITL."""
 
     def __enter__(self) -> None:
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1,4 +1,4 @@
-"""One of several processes that the load generator is made of, and what it and its parent tell each other."""
+"""One client process of the load generator, and the messages between it and its parent."""
 
 import asyncio
 import signal
@@ -16,35 +16,35 @@ from blockyard.services.bench.load.results import RequestResult
 from blockyard.shared import open_files
 
 T = TypeVar("T")
-PROGRESS_S = 0.5
-LENGTH_BYTES = 4  # before each message
+PROGRESS_S = 0.5  # between two ClientProgress messages
+LENGTH_BYTES = 4  # size prefix of each message
 
 
 class ClientWork(msgspec.Struct, frozen=True):
-    """A share of the requests. `asked`: tokens that each is to be answered with."""
+    """This process's share of the requests. `output_lens`: expected output tokens of each."""
 
-    target: Endpoint
+    endpoint: Endpoint
     plan: LoadPlan
-    asked: list[int]
+    output_lens: list[int]
 
 
 class ClientStart(msgspec.Struct, frozen=True):
-    at_s: float  # CLOCK_MONOTONIC, which all processes of a host share
+    at_s: float  # CLOCK_MONOTONIC is the same in all processes of a host
 
 
 class ClientReady(msgspec.Struct, frozen=True, tag=True):
-    """Everything is imported and the requests are there."""
+    """All modules are imported and the requests have arrived."""
 
 
 class ClientProgress(msgspec.Struct, frozen=True, tag=True):
     num_running: int
     num_ended: int
     num_refused: int
-    cpu_s: float  # since the process began
+    cpu_s: float  # of this process since it began
 
 
 class ClientDone(msgspec.Struct, frozen=True, tag=True):
-    outcomes: list[RequestResult]
+    results: list[RequestResult]
     ended_s: float
 
 
@@ -62,46 +62,46 @@ def framed(message: msgspec.Struct) -> bytes:
 
 
 def main(source: BinaryIO, out: BinaryIO) -> int:
-    """Takes ClientWork and ClientStart from `source`; tells `out` how it goes."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent says what there is to say
+    """Reads ClientWork and ClientStart from `source` and writes ClientMessages to `out`. Returns the exit code."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent reports the interrupt
 
-    def tell(message: msgspec.Struct) -> None:
+    def send(message: msgspec.Struct) -> None:
         out.write(framed(message))
         out.flush()
 
     open_files.raise_limit()  # a connection for each request under way
     work = _read(source, ClientWork)
-    tell(ClientReady())
+    send(ClientReady())
     load = LoadRun(started_s=_read(source, ClientStart).at_s)
 
     async def measure() -> None:
-        telling = asyncio.create_task(_tell_progress(load, tell))
-        await client.run(work.target, work.plan, load)
-        telling.cancel()
+        reporter = asyncio.create_task(_send_progress(load, send))
+        await client.run(work.endpoint, work.plan, load)
+        reporter.cancel()
 
     with client.QuietProcess(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
             runner.run(measure())
         except OSError as e:
-            tell(ClientFailed(f"{work.target.host}: {e.strerror or e}"))
+            send(ClientFailed(f"{work.endpoint.host}: {e.strerror or e}"))
             return 1
-    tell(_progress(load))
-    tell(ClientDone(read_all(load, work.asked), load.ended_s))
+    send(_progress(load))
+    send(ClientDone(read_all(load, work.output_lens), load.ended_s))
     return 0
 
 
-def read_all(load: LoadRun, asked: Sequence[int]) -> list[RequestResult]:
-    return [results.read(x, num) for x, num in zip(load.exchanges, asked, strict=True)]
+def read_all(load: LoadRun, output_lens: Sequence[int]) -> list[RequestResult]:
+    return [results.read(x, num) for x, num in zip(load.exchanges, output_lens, strict=True)]
 
 
 def _progress(load: LoadRun) -> ClientProgress:
     return ClientProgress(load.num_running, load.num_ended, load.num_refused, time.process_time())
 
 
-async def _tell_progress(load: LoadRun, tell: Callable[[msgspec.Struct], None]) -> None:
+async def _send_progress(load: LoadRun, send: Callable[[msgspec.Struct], None]) -> None:
     while True:
         await asyncio.sleep(PROGRESS_S)
-        tell(_progress(load))
+        send(_progress(load))
 
 
 def _read(source: BinaryIO, kind: type[T]) -> T:

@@ -1,27 +1,27 @@
-"""Reads an HTTP answer that is over: which server-sent event was whole when. Pure."""
+"""Parses a recorded HTTP response: each server-sent event with the time at which its last byte was read. Pure."""
 
 import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-TimedReads = Sequence[tuple[float, bytes]]  # (when it was read, what was read)
+TimedReads = Sequence[tuple[float, bytes]]  # (time of the read, bytes)
 
 
 class BadResponse(Exception):
-    """Not HTTP as a server should speak it."""
+    """The bytes are not a valid HTTP/1 response."""
 
 
 class ChunkedDecoder:
-    """Takes HTTP's chunked encoding off, piece by piece."""
+    """Decodes HTTP's chunked transfer encoding incrementally."""
 
     def __init__(self) -> None:
         self.ended = False
         self._line = b""
         self._left = 0  # bytes of the current chunk
-        self._skip = 0  # bytes of the line end behind it
+        self._skip = 0  # bytes of the line end after it
 
     def feed(self, data: bytes) -> bytes:
-        """The payload in `data`. Raises BadResponse."""
+        """Returns the payload bytes in `data`. Raises BadResponse."""
         found, at = [], 0
         while at < len(data) and not self.ended:
             if self._left:
@@ -54,21 +54,21 @@ class ChunkedDecoder:
 
 @dataclass(slots=True)
 class HttpResponse:
-    """The body and when which part of it was there."""
+    """A response body with the arrival time of each of its parts."""
 
     status: int
     body: bytes
-    ends: list[int] = field(default_factory=list)  # of the body after each piece
-    times_s: list[float] = field(default_factory=list)  # when that piece was read
-    complete: bool = True  # False: the connection ended before the answer did
-    is_self_delimited: bool = False  # complete by its own account, whatever the connection does
+    ends: list[int] = field(default_factory=list)  # length of the body after each read
+    times_s: list[float] = field(default_factory=list)  # time of each read
+    complete: bool = True  # False: the connection ended before the response
+    is_self_delimited: bool = False  # complete by its length or last chunk, not by the closed connection
 
     def complete_at(self, end: int) -> float:
-        """When the body's first `end` bytes were all there."""
+        """Returns the time at which the body's first `end` bytes had been read."""
         return self.times_s[bisect.bisect_left(self.ends, end)]
 
     def events(self) -> Iterator[tuple[float, bytes]]:
-        """When each server-sent event with data was whole, and its data. Comments are left out."""
+        """Yields (time of its last byte, data) for each server-sent event with data."""
         data: list[bytes] = []
         start = 0
         while (newline := self.body.find(b"\n", start)) >= 0:
@@ -82,7 +82,7 @@ class HttpResponse:
 
 
 def read(pieces: TimedReads) -> HttpResponse:
-    """Raises BadResponse, also if there is not even a head."""
+    """Raises BadResponse, also if there is no complete head."""
     head, status, rest_of, chunked, length = b"", 0, 0, False, -1
     for index, (_, piece) in enumerate(pieces):
         head += piece
@@ -91,7 +91,7 @@ def read(pieces: TimedReads) -> HttpResponse:
             first, rest_of = head[end + 4 :], index
             break
     else:
-        raise BadResponse(f"the connection ended before an answer: {head[:80]!r}")
+        raise BadResponse(f"the connection ended before a response: {head[:80]!r}")
     chunks = ChunkedDecoder()
     parts, answer, size = [], HttpResponse(status, b""), 0
     for at, piece in [(pieces[rest_of][0], first), *pieces[rest_of + 1 :]]:
@@ -107,7 +107,7 @@ def read(pieces: TimedReads) -> HttpResponse:
 
 
 def _read_head(head: bytes) -> tuple[int, bool, int]:
-    """(status, is chunked, length of the body or -1)"""
+    """Returns (status, is chunked, content length or -1)."""
     first, *lines = head.split(b"\r\n")
     words = first.split()
     if len(words) < 2 or not words[0].startswith(b"HTTP/1.") or not words[1].isdigit():

@@ -1,74 +1,89 @@
-"""Looks at a run once a second: the generator's own CPU time, and a bar on a terminal."""
+"""Watches a load run: the generator's own CPU time, sampled each second, and a progress bar on a terminal."""
 
 import asyncio
 import sys
 import time
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from blockyard.services.bench.load.client import LoadRun
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 PERIOD_S = 1.0
 
 
-class LoadDisplay(Protocol):
-    def show(self, load: LoadRun) -> None: ...
+class LoadProgressBar:
+    """Draws only in `show`: a refresh thread of its own would delay the requests that are being timed."""
 
-    def close(self) -> None: ...
+    def __init__(self, num: int, console: "Console | None" = None) -> None:
+        # rich takes 0.1 s to import: only terminals need it
+        from rich.console import Console  # noqa: PLC0415
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: PLC0415
 
-
-class NoLoadDisplay:
-    """Not a terminal: nothing until the report."""
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=30),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[state]}"),
+            console=console or Console(file=sys.stderr),
+            auto_refresh=False,
+        )
+        self._task = self._progress.add_task("Requests", total=num, state="")
+        self._progress.start()
 
     def show(self, load: LoadRun) -> None:
-        pass
+        failed = f", [red]{load.num_refused} failed" if load.num_refused else ""
+        self._progress.update(self._task, completed=load.num_ended, state=f"{load.num_running} running{failed}")
+        self._progress.refresh()
 
     def close(self) -> None:
-        pass
+        self._progress.stop()
 
 
-def display(num: int) -> LoadDisplay:
-    if not sys.stderr.isatty():
-        return NoLoadDisplay()
-    # rich takes 0.1 s to import
-    from blockyard.services.bench.load.progress import LoadProgressBar  # noqa: PLC0415
-
-    return LoadProgressBar(num)
+def progress_bar(num: int) -> LoadProgressBar | None:
+    """A bar for `num` requests if stderr is a terminal."""
+    return LoadProgressBar(num) if sys.stderr.isatty() else None
 
 
 class CpuMonitor:
-    """A context around a run."""
+    """Measures the generator's share of a core while the context is open; shows progress on `bar`."""
 
-    def __init__(self, load: LoadRun, shown: LoadDisplay) -> None:
-        self.cpu_share = 0.0  # of a core, once the run is over
+    def __init__(self, load: LoadRun, bar: LoadProgressBar | None = None) -> None:
+        self.cpu_share = 0.0  # of a core; known once the run has ended
         self.peak_cpu_share = 0.0
-        self._course, self._shown = load, shown
+        self._load, self._bar = load, bar
 
     async def __aenter__(self) -> "CpuMonitor":
-        self._began = self._mark()
-        self._task = asyncio.create_task(self._look())
+        self._began = self._sample()
+        self._task = asyncio.create_task(self._sample_each_period())
         return self
 
     async def __aexit__(self, *exc: object) -> None:
         self._task.cancel()
-        self.cpu_share = share(self._began, self._mark())
+        self.cpu_share = cpu_share(self._began, self._sample())
         self.peak_cpu_share = max(self.peak_cpu_share, self.cpu_share)
-        self._shown.show(self._course)
-        self._shown.close()
+        if self._bar is not None:
+            self._bar.show(self._load)
+            self._bar.close()
 
-    async def _look(self) -> None:
+    async def _sample_each_period(self) -> None:
         before = self._began
         while True:
             await asyncio.sleep(PERIOD_S)
-            now = self._mark()
-            self.peak_cpu_share = max(self.peak_cpu_share, share(before, now))
+            now = self._sample()
+            self.peak_cpu_share = max(self.peak_cpu_share, cpu_share(before, now))
             before = now
-            self._shown.show(self._course)
+            if self._bar is not None:
+                self._bar.show(self._load)
 
-    def _mark(self) -> tuple[float, float]:
-        now, ended_s = time.perf_counter(), self._course.ended_s  # what comes back is read after that
-        return min(now, ended_s) if ended_s else now, self._course.cpu_s()
+    def _sample(self) -> tuple[float, float]:
+        """(wall time, CPU time). After the last response the wall clock stops: parsing is not part of the run."""
+        now, ended_s = time.perf_counter(), self._load.ended_s
+        return min(now, ended_s) if ended_s else now, self._load.cpu_s()
 
 
-def share(before: tuple[float, float], now: tuple[float, float]) -> float:
-    """CPU time by wall time between two marks."""
+def cpu_share(before: tuple[float, float], now: tuple[float, float]) -> float:
+    """CPU time divided by wall time between two samples."""
     return (now[1] - before[1]) / max(now[0] - before[0], 1e-9)

@@ -1,6 +1,6 @@
-"""The load generator as a whole: in this process, or as several, where one could not read what the server writes.
+"""Runs the load generator in this process, or in several when one could not keep up with the server.
 
-A read costs about 10 us, so that one process is busy with 50,000 tokens a second and late with each.
+A read costs about 10 us: one process is saturated by 50,000 tokens a second and would record each of them late.
 """
 
 import asyncio
@@ -27,41 +27,40 @@ from blockyard.services.bench.load.client_process import (
     framed,
     read_all,
 )
-from blockyard.services.bench.load.results import RequestResult
-from blockyard.services.bench.server import BenchError
+from blockyard.services.bench.load.results import BenchError, RequestResult
 
 STREAMS_A_PROCESS = 128
 CORES_A_PROCESS = 4  # the server may be on the same machine
-HEAD_START_S = 0.01  # so that all of them have heard when it begins
+HEAD_START_S = 0.01  # for the start message to reach all processes
 
 decode = msgspec.msgpack.Decoder(ClientMessage).decode
 
 
 def num_for(num_streams: int) -> int:
-    """Processes for so many streams at a time."""
+    """Returns the number of processes for `num_streams` concurrent streams."""
     cores = len(os.sched_getaffinity(0))
     return max(1, min(-(-num_streams // STREAMS_A_PROCESS), cores // CORES_A_PROCESS))
 
 
 async def run(
-    target: Endpoint, plan: LoadPlan, asked: list[int], load: LoadRun, num: int
+    endpoint: Endpoint, plan: LoadPlan, output_lens: list[int], load: LoadRun, num: int
 ) -> Callable[[], list[RequestResult]]:
-    """Sends all requests from `num` processes and waits for the last answer. What it returns reads the answers, in
-    the plan's order, once nothing is timed any more.
+    """Sends all requests from `num` processes and waits for the last response.
 
-    With one process it is this one, which QuietProcess should be around. Raises OSError if the host has no address,
-    BenchError if a process breaks.
+    Returns a function that parses the responses in the plan's order, so that parsing happens after the timed part.
+    With `num` 1 this process sends them; run it inside QuietProcess. Raises OSError if the host has no address,
+    BenchError if a client process fails.
     """
     num = min(num, len(plan.requests), plan.max_concurrency or num)
     if num <= 1:
-        await client.run(target, plan, load)
-        return lambda: read_all(load, asked)
-    shares = [ClientWork(target, part(plan, i, num), asked[i::num]) for i in range(num)]
+        await client.run(endpoint, plan, load)
+        return lambda: read_all(load, output_lens)
+    shares = [ClientWork(endpoint, part(plan, i, num), output_lens[i::num]) for i in range(num)]
     async with contextlib.AsyncExitStack() as stack:
         children = [await stack.enter_async_context(_child(work)) for work in shares]
         for child in children:
-            if not isinstance(await _hear(child), ClientReady):
-                raise BenchError("a client process did not begin with being ready")
+            if not isinstance(await _receive(child), ClientReady):
+                raise BenchError("a client process did not send ClientReady first")
         load.started_s = time.perf_counter() + HEAD_START_S
         latest: dict[int, ClientProgress] = {}
         load.cpu_s = lambda: max((one.cpu_s for one in latest.values()), default=0.0)
@@ -70,15 +69,15 @@ async def run(
                 ends = [tasks.create_task(_follow(i, child, load, latest)) for i, child in enumerate(children)]
         except ExceptionGroup as group:
             raise group.exceptions[0] from None
-    outcomes: list[RequestResult | None] = [None] * len(asked)
+    results: list[RequestResult | None] = [None] * len(output_lens)
     for i, end in enumerate(ends):
-        outcomes[i::num] = end.result().outcomes
+        results[i::num] = end.result().results
     load.ended_s = max(end.result().ended_s for end in ends)
-    return lambda: [one for one in outcomes if one is not None]
+    return lambda: [one for one in results if one is not None]
 
 
 def part(plan: LoadPlan, index: int, num: int) -> LoadPlan:
-    """Each `num`-th request, from `index` on, and its share of those that may run at a time."""
+    """Returns every `num`-th request from `index` on, with its share of the concurrency limit."""
     most = plan.max_concurrency
     share = None if most is None else most // num + (index < most % num)
     return LoadPlan(plan.requests[index::num], plan.due_s[index::num], share, plan.timeout_s)
@@ -99,28 +98,28 @@ async def _child(work: ClientWork) -> AsyncIterator[Process]:
 
 
 async def _follow(index: int, child: Process, load: LoadRun, latest: dict[int, ClientProgress]) -> ClientDone:
-    """From the start to the end of one process."""
+    """Starts one process and copies its progress into `load` until it is done."""
     assert child.stdin is not None
     child.stdin.write(framed(ClientStart(load.started_s)))
     while True:
-        heard = await _hear(child)
-        if isinstance(heard, ClientDone):
-            return heard
-        if isinstance(heard, ClientProgress):
-            latest[index] = heard
+        message = await _receive(child)
+        if isinstance(message, ClientDone):
+            return message
+        if isinstance(message, ClientProgress):
+            latest[index] = message
             load.num_running = sum(one.num_running for one in latest.values())
             load.num_ended = sum(one.num_ended for one in latest.values())
             load.num_refused = sum(one.num_refused for one in latest.values())
 
 
-async def _hear(child: Process) -> ClientMessage:
-    """What it says next. Raises BenchError when it breaks."""
+async def _receive(child: Process) -> ClientMessage:
+    """Returns the next message. Raises BenchError if the process failed or ended."""
     assert child.stdout is not None
     try:
         size = await child.stdout.readexactly(LENGTH_BYTES)
-        heard: ClientMessage = decode(await child.stdout.readexactly(int.from_bytes(size, "big")))
+        message: ClientMessage = decode(await child.stdout.readexactly(int.from_bytes(size, "big")))
     except asyncio.IncompleteReadError as e:
         raise BenchError(f"a client process ended with {await child.wait()}") from e
-    if isinstance(heard, ClientFailed):
-        raise BenchError(heard.reason)
-    return heard
+    if isinstance(message, ClientFailed):
+        raise BenchError(message.reason)
+    return message

@@ -1,4 +1,4 @@
-"""What a finished exchange says: when tokens came, how many, or why not. Pure."""
+"""Turns a recorded exchange into a RequestResult: token times, token counts, or the reason of a failure. Pure."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -8,8 +8,13 @@ import msgspec
 
 from blockyard.services.bench.load import http_response
 from blockyard.services.bench.load.http_response import BadResponse, TimedReads
+from blockyard.shared.errors import BlockyardError
 
 DONE = b"[DONE]"
+
+
+class BenchError(BlockyardError):
+    """The benchmark cannot run, or its result is not what was requested."""
 
 
 class ChunkDelta(msgspec.Struct):
@@ -21,7 +26,7 @@ class ChunkDelta(msgspec.Struct):
 
     @property
     def is_opening(self) -> bool:
-        """Says who speaks, and nothing yet."""
+        """Whether it has the role only: the first event of a chat stream, which carries no token."""
         said = self.content or self.reasoning_content or self.reasoning or self.tool_calls
         return self.role is not None and not said
 
@@ -33,7 +38,7 @@ class ChunkChoice(msgspec.Struct):
 
     @property
     def is_closing(self) -> bool:
-        """Says how it ended, and nothing else."""
+        """Whether it has a finish reason and no text."""
         if self.finish_reason is None or self.text:
             return False
         delta = self.delta
@@ -46,12 +51,12 @@ class ChunkUsage(msgspec.Struct):
 
 
 class StreamChunk(msgspec.Struct):
-    """What is read of a streamed chunk of either endpoint."""
+    """The fields read from a streamed chunk of the completions and chat endpoints."""
 
     choices: list[ChunkChoice] = []
     usage: ChunkUsage | None = None
-    error: msgspec.Raw = msgspec.Raw()  # null and nothing are no error
-    stamp: float = 0.0  # Blockyard's `return_stamps`: when the worker's step ended, CLOCK_REALTIME
+    error: msgspec.Raw = msgspec.Raw()  # null and a missing field mean no error
+    stamp: float = 0.0  # with Blockyard's `return_stamps`: CLOCK_REALTIME at the end of the worker's step
 
 
 decode_chunk = msgspec.json.Decoder(StreamChunk).decode
@@ -68,25 +73,25 @@ class _ErrorBody(msgspec.Struct):
 
 @dataclass(slots=True)
 class RequestResult:
-    """One request. Times are the client's clock, in seconds."""
+    """One request's measurements. Times are seconds of the client's clock."""
 
     sent_s: float
-    ended_s: float  # the last token's time, or when it failed
+    ended_s: float  # time of the last token or of the failure
     due_s: float = 0.0
-    tokens_s: list[float] = field(default_factory=list)  # when each event that carries tokens was whole
+    tokens_s: list[float] = field(default_factory=list)  # time of each event that carries tokens
     asked_output: int = 0
-    num_input: int | None = None  # as the server counted them; None: it did not say
+    num_input: int | None = None  # the server's count; None if it sent no usage
     num_output: int | None = None
     failure: str = ""
 
     @property
     def output_tokens(self) -> int:
-        """As the server counted them, else the number of events."""
+        """The server's count, or the number of events without one."""
         return len(self.tokens_s) if self.num_output is None else self.num_output
 
 
 class FinishedExchange(Protocol):
-    """What is read of an exchange."""
+    """The fields of an exchange that `read` uses."""
 
     due_s: float
     sent_s: float
@@ -98,24 +103,24 @@ class FinishedExchange(Protocol):
 
 
 def read(ended: FinishedExchange, asked_output: int) -> RequestResult:
-    """Every answer but 200, an error event, a stream without [DONE] and one without a token is a failure."""
-    outcome = RequestResult(ended.sent_s, ended.ended_s, ended.due_s, asked_output=asked_output, failure=ended.failure)
-    if outcome.failure:
-        return outcome
+    """Failures: a status other than 200, an error event, a stream without [DONE], a stream without a token."""
+    result = RequestResult(ended.sent_s, ended.ended_s, ended.due_s, asked_output=asked_output, failure=ended.failure)
+    if result.failure:
+        return result
     try:
         found = http_response.read(ended.pieces)
         if found.status != 200:
-            outcome.failure = f"HTTP {found.status}: {error_text(found.body)}"
+            result.failure = f"HTTP {found.status}: {error_text(found.body)}"
         else:
-            _read_events(found.events(), outcome)
+            _read_events(found.events(), result)
     except BadResponse as e:
-        outcome.failure = str(e)
+        result.failure = str(e)
     except (msgspec.DecodeError, UnicodeDecodeError) as e:
-        outcome.failure = f"an event that is no chunk: {e}"
-    return outcome
+        result.failure = f"an event that is not a completion chunk: {e}"
+    return result
 
 
-def _read_events(events: Iterable[tuple[float, bytes]], outcome: RequestResult) -> None:
+def _read_events(events: Iterable[tuple[float, bytes]], result: RequestResult) -> None:
     done, last_s = False, 0.0
     for at, data in events:
         if data == DONE:
@@ -123,28 +128,28 @@ def _read_events(events: Iterable[tuple[float, bytes]], outcome: RequestResult) 
             continue
         chunk = decode_chunk(data)
         if bytes(chunk.error) not in (b"", b"null"):
-            outcome.failure = f"error event: {error_text(data)}"
+            result.failure = f"error event: {error_text(data)}"
             return
         if chunk.usage is not None:
-            outcome.num_input, outcome.num_output = chunk.usage.prompt_tokens, chunk.usage.completion_tokens
+            result.num_input, result.num_output = chunk.usage.prompt_tokens, chunk.usage.completion_tokens
         if not chunk.choices:
             continue
         choice = chunk.choices[0]
         if choice.is_closing:
-            last_s = at  # ends the request; whether a token came with it cannot be seen
+            last_s = at  # ends the request; it may or may not carry a token
         elif choice.delta is None or not choice.delta.is_opening:
-            outcome.tokens_s.append(at)
+            result.tokens_s.append(at)
     if not done:
-        outcome.failure = "the stream broke off before [DONE]"
-    elif outcome.tokens_s or last_s:
-        outcome.tokens_s = outcome.tokens_s or [last_s]  # an answer that is nothing but its end
-        outcome.ended_s = max(last_s, outcome.tokens_s[-1])
+        result.failure = "the stream ended before [DONE]"
+    elif result.tokens_s or last_s:
+        result.tokens_s = result.tokens_s or [last_s]  # the stream has a closing event only
+        result.ended_s = max(last_s, result.tokens_s[-1])
     else:
-        outcome.failure = "the stream had no token"
+        result.failure = "the stream had no token"
 
 
 def error_text(body: bytes) -> str:
-    """The message of an error as OpenAI words it, else the beginning of what there is."""
+    """Returns the message of an OpenAI error body, or the beginning of any other body."""
     try:
         said = msgspec.json.decode(body, type=_ErrorBody)
     except (msgspec.DecodeError, UnicodeDecodeError):

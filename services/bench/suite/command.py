@@ -1,4 +1,4 @@
-"""`blockyard bench suite`."""
+"""`blockyard bench suite`: measures the items and prints their table."""
 
 import contextlib
 import datetime
@@ -14,7 +14,7 @@ import msgspec
 import blockyard
 from blockyard.services.bench import report
 from blockyard.services.bench.flags import Parser
-from blockyard.services.bench.server import BenchError
+from blockyard.services.bench.load.results import BenchError
 from blockyard.services.bench.suite import shapes
 from blockyard.services.bench.suite.items import ITEMS, SuiteItem
 from blockyard.services.bench.suite.measures import Measurement, SuiteContext
@@ -33,7 +33,7 @@ class SuiteRow(msgspec.Struct, frozen=True):
     unit: str
     model: str
     flags: tuple[str, ...]
-    target_value: float
+    target: float
     floor: float | None
     measured: Measurement | None
     failure: str = ""
@@ -46,52 +46,52 @@ class SuiteReport(msgspec.Struct, frozen=True, tag_field="kind", tag="suite"):
 
 
 def main(args: Sequence[str]) -> int:
-    """1 if an item could not be measured; a missed bar is no error. Raises BlockyardError."""
-    given = _parser().parse_args(list(args))
-    if given.list:
+    """Returns 1 if an item could not be measured; a missed target is no error. Raises BlockyardError."""
+    options = _parser().parse_args(list(args))
+    if options.list:
         print("\n".join(f"{item.name:<16} {item.what}" for item in ITEMS))
         return 0
-    items = _choose(given.items)
+    items = _choose(options.items)
     lines = []
     print(HEAD, flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        for line in _measure(items, Path(folder), tuple(given.worker_flags.split())):
+        for line in _measure(items, Path(folder), tuple(options.worker_flags.split())):
             lines.append(line)
             print(row(line), flush=True)
-    if given.output:
+    if options.output:
         date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         done = SuiteReport(blockyard.__version__, date, lines)
-        report.write(Path(given.output), msgspec.json.format(msgspec.json.encode(done), indent=1) + b"\n")
+        report.write(Path(options.output), msgspec.json.format(msgspec.json.encode(done), indent=1) + b"\n")
     return 1 if any(line.failure for line in lines) else 0
 
 
 def row(line: SuiteRow) -> str:
-    """Of the table."""
+    """Returns an item's row of the table."""
     floor = "" if line.floor is None else f"{line.floor:,g}"
     if line.measured is None:
-        return f"| {line.name} | {line.what} | failed: {line.failure.splitlines()[0]} | {line.target_value:,g} | {floor} | |"
+        return f"| {line.name} | {line.what} | failed: {line.failure.splitlines()[0]} | {line.target:,g} | {floor} | |"
     item = next(item for item in ITEMS if item.name == line.name)
-    verdict = "" if item.meets_target(line.measured.value) else " (short of it)"
+    verdict = "" if item.meets_target(line.measured.value) else " (missed)"
     spreads = ", ".join(f"{name} {one.p50:,.2f} / {one.p99:,.2f} ms" for name, one in line.measured.spreads.items())
     measured = f"{line.measured.value:,.4g}" if line.measured.value < 1000 else f"{line.measured.value:,.0f}"
     return (
         f"| {line.name} | {line.what} | {measured} {line.unit} of {len(line.measured.runs)} runs"
-        f" | {line.target_value:,g}{verdict} | {floor} | {spreads} |"
+        f" | {line.target:,g}{verdict} | {floor} | {spreads} |"
     )
 
 
 def _parser() -> Parser:
     parser = Parser(
         prog="blockyard bench suite",
-        description="Measures this machine's GPU with random weights of true shapes; bars and floors are those of one"
-        " NVIDIA H200. Lengths of answers are checked; the prefix cache is off where it is not the subject.",
+        description="Measures this machine's GPU with random weights of true shapes. Targets and floors are those of"
+        " one NVIDIA H200. Output lengths are checked; the prefix cache is off unless an item measures it.",
         allow_abbrev=False,
     )
     add = parser.add_argument
     add("items", nargs="*", metavar="ITEM", help="what to measure (all)")
-    add("--list", action="store_true", help="the items there are")
-    add("--worker-flags", default="", help="more flags for each server and LLM, in one word: '--flag value ...'")
-    add("--output", metavar="FILE", help="everything as JSON")
+    add("--list", action="store_true", help="list the items")
+    add("--worker-flags", default="", help="more flags for each server and LLM, as one argument: '--flag value ...'")
+    add("--output", metavar="FILE", help="write the full report as JSON")
     return parser
 
 
@@ -99,12 +99,12 @@ def _choose(names: Sequence[str]) -> list[SuiteItem]:
     known = {item.name: item for item in ITEMS}
     unknown = [name for name in names if name not in known]
     if unknown:
-        raise ConfigError(f"{unknown[0]}: no such item; there is {', '.join(known)}")
+        raise ConfigError(f"{unknown[0]}: no such item; the items are {', '.join(known)}")
     return [known[name] for name in dict.fromkeys(names)] if names else list(ITEMS)
 
 
 def _measure(items: Sequence[SuiteItem], folder: Path, more: tuple[str, ...]) -> Iterator[SuiteRow]:
-    """Items that follow each other with one model and one set of flags share a server."""
+    """Consecutive items with the same model and flags share a server."""
     for (model, flags), group in itertools.groupby(items, key=lambda item: (item.model, item.flags)):
         together = list(group)
         place = SuiteContext(shapes.write(model, folder), flags + more, folder)
@@ -131,15 +131,15 @@ def _on_one_server(items: Sequence[SuiteItem], place: SuiteContext) -> Iterator[
 
 
 def _line(item: SuiteItem, measure: Callable[[T], Measurement], subject: T) -> SuiteRow:
-    """One that fails keeps no other from being measured."""
+    """A failure becomes a row, so that the other items are still measured."""
     try:
         measured = measure(subject)
     except (BlockyardError, OSError) as e:
         return _failed(item, e)
-    return SuiteRow(item.name, item.what, item.unit, item.model, item.flags, item.target_value, item.floor, measured)
+    return SuiteRow(item.name, item.what, item.unit, item.model, item.flags, item.target, item.floor, measured)
 
 
 def _failed(item: SuiteItem, e: Exception) -> SuiteRow:
     print(f"blockyard bench suite: {item.name}: {e}", file=sys.stderr)
     why = str(e) or type(e).__name__
-    return SuiteRow(item.name, item.what, item.unit, item.model, item.flags, item.target_value, item.floor, None, why)
+    return SuiteRow(item.name, item.what, item.unit, item.model, item.flags, item.target, item.floor, None, why)

@@ -1,4 +1,4 @@
-"""The table: what is measured, on which model, with which flags, and what it is held to on one NVIDIA H200."""
+"""The table of items: figure, model, flags, and its target and floor on one NVIDIA H200."""
 
 import random
 from collections.abc import Callable
@@ -22,61 +22,60 @@ class SuiteItem:
     what: str
     unit: str
     model: str
-    flags: tuple[str, ...]  # of `blockyard serve`, or of `LLM` where it is measured alone
-    target_value: float
-    floor: float | None  # what the memory system and the tensor cores allow; None: no figure
+    flags: tuple[str, ...]  # of `blockyard serve`, or of `LLM` for offline items
+    target: float
+    floor: float | None  # limit set by memory bandwidth and tensor cores; None: not computed
     more_is_better: bool
-    measure_server: Callable[[SuiteServer], Measurement] | None = (
-        None  # measured on a server that items with equal flags share
-    )
-    measure_alone: Callable[[SuiteContext], Measurement] | None = None  # starts what it measures
+    # one of the two: on a server that items with equal flags share, or starting what it measures
+    measure_server: Callable[[SuiteServer], Measurement] | None = None
+    measure_alone: Callable[[SuiteContext], Measurement] | None = None
 
     def meets_target(self, value: float) -> bool:
-        return value >= self.target_value if self.more_is_better else value <= self.target_value
+        return value >= self.target if self.more_is_better else value <= self.target
 
 
 def _uniform() -> list[SampleRequest]:
-    draw, rng = RandomIds(*VOCAB), random.Random(0)
+    make_prompt, rng = RandomIds(*VOCAB), random.Random(0)
     lengths = [(rng.randint(100, 1024), rng.randint(100, 1024)) for _ in range(256)]
-    return [SampleRequest(draw(rng, num_input), num_input, num_output) for num_input, num_output in lengths]
+    return [SampleRequest(make_prompt(rng, num_input), num_input, num_output) for num_input, num_output in lengths]
 
 
-def _at_most(name: str, what: str, unit: str, model: str, flags: tuple[str, ...], target_value: float, floor: float,
+def _low(name: str, what: str, unit: str, model: str, flags: tuple[str, ...], target: float, floor: float,
           measure_server: Callable[[SuiteServer], Measurement]) -> SuiteItem:  # fmt: skip
-    return SuiteItem(name, what, unit, model, flags, target_value, floor, False, measure_server=measure_server)
+    return SuiteItem(name, what, unit, model, flags, target, floor, False, measure_server=measure_server)
 
 
-def _at_least(name: str, what: str, model: str, flags: tuple[str, ...], target_value: float, floor: float | None,
+def _high(name: str, what: str, model: str, flags: tuple[str, ...], target: float, floor: float | None,
           measure_server: Callable[[SuiteServer], Measurement]) -> SuiteItem:  # fmt: skip
-    return SuiteItem(name, what, "tokens/s", model, flags, target_value, floor, True, measure_server=measure_server)
+    return SuiteItem(name, what, "tokens/s", model, flags, target, floor, True, measure_server=measure_server)
 
 
 ONE = UNCACHED + SHORT
 ITEMS = (
-    _at_most("itl-8b", "8B, one stream, 128 in / 256 out, ITL", "ms", B8, ONE, 4.2, 3.58,
+    _low("itl-8b", "8B, one stream, 128 in / 256 out, ITL", "ms", B8, ONE, 4.2, 3.58,
           measures.inter_token(1, 128, 256)),
-    _at_most("decode-64", "8B, 64 running at context 1,024, ITL", "ms", B8, ONE, 6.5, 5.5,
+    _low("decode-64", "8B, 64 running at context 1,024, ITL", "ms", B8, ONE, 6.5, 5.5,
           measures.inter_token(64, 960, 128)),
-    _at_least("decode-256", "8B, 256 running at context 1,024", B8, ONE, 16800, 19700,
+    _high("decode-256", "8B, 256 running at context 1,024", B8, ONE, 16800, 19700,
           measures.rate_while_all_run(256, 896, 256)),
-    _at_most("graphs-8b", "8B, launch to full graphs, not the first start", "s", B8, (*ONE, *SPREAD), 15, 4,
+    _low("graphs-8b", "8B, launch to full graphs, not the first start", "s", B8, (*ONE, *SPREAD), 15, 4,
           measures.launch_to_full_graphs),
-    _at_least("http-8b", "8B over HTTP, 252 streams, 512 in / 256 out", B8, (*ONE, *SPREAD), 10500, None,
+    _high("http-8b", "8B over HTTP, 252 streams, 512 in / 256 out", B8, (*ONE, *SPREAD), 10500, None,
           measures.streamed_rate(252, 512, 256)),
     *(
-        _at_most(f"ttft-8b-{num}", f"8B, first token of a prompt of {num:,}", "ms", B8, UNCACHED + LONG, target_value, floor,
+        _low(f"ttft-8b-{num}", f"8B, first token of a prompt of {num:,}", "ms", B8, UNCACHED + LONG, target, floor,
               measures.first_token(num))
-        for num, target_value, floor in ((2048, 45, 38), (8192, 200, 168), (32000, 1100, 910))
+        for num, target, floor in ((2048, 45, 38), (8192, 200, 168), (32000, 1100, 910))
     ),
-    _at_most("prefix-16k", "8B, 16k cached + 128 new tokens, first token", "ms", B8, LONG, 12, 4,
+    _low("prefix-16k", "8B, 16k cached + 128 new tokens, first token", "ms", B8, LONG, 12, 4,
           measures.cached_first_token(16384, 128)),
-    _at_most("itl-1b", "1B, one stream, 128 in / 256 out, ITL", "ms", B1, ONE, 0.90, 0.59,
+    _low("itl-1b", "1B, one stream, 128 in / 256 out, ITL", "ms", B1, ONE, 0.90, 0.59,
           measures.inter_token(1, 128, 256)),
-    _at_most("itl-0.6b", "0.6B, one stream, 128 in / 256 out, ITL", "ms", Q06, ONE, 0.65, 0.29,
+    _low("itl-0.6b", "0.6B, one stream, 128 in / 256 out, ITL", "ms", Q06, ONE, 0.65, 0.29,
           measures.inter_token(1, 128, 256)),
-    _at_least("http-0.6b-1020", "0.6B over HTTP, 1,020 streams, 32 in / 256 out", Q06, (*ONE, *MANY, *SPREAD), 45000, None,
+    _high("http-0.6b-1020", "0.6B over HTTP, 1,020 streams, 32 in / 256 out", Q06, (*ONE, *MANY, *SPREAD), 45000, None,
           measures.streamed_rate(1020, 32, 256)),
-    _at_least("http-0.6b-252", "0.6B over HTTP, 252 streams, 32 in / 512 out", Q06, (*ONE, *MANY, *SPREAD), 27000, None,
+    _high("http-0.6b-252", "0.6B over HTTP, 252 streams, 32 in / 512 out", Q06, (*ONE, *MANY, *SPREAD), 27000, None,
           measures.streamed_rate(252, 32, 512)),
     SuiteItem("offline-8b", "8B, offline, 768 requests of 1000 in / 1000 out", "tokens/s", B8, ONE, 10000, 12000, True,
          measure_alone=measures.offline_rate(lambda: random_requests(768, 1000, 1000, seed=0))),

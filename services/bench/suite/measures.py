@@ -1,23 +1,22 @@
-"""What the items of the suite measure. Prompts are new in each run; lengths are checked."""
+"""What the items of the suite measure. Each run uses new prompts, and the lengths of outputs are checked."""
 
 import itertools
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 
 from blockyard.services.bench import metrics
 from blockyard.services.bench.datasets import RandomIds, SampleRequest
-from blockyard.services.bench.latency_throughput import timed
-from blockyard.services.bench.load.results import RequestResult
-from blockyard.services.bench.server import BenchError
+from blockyard.services.bench.latency_throughput import engine_keywords, timed
+from blockyard.services.bench.load.results import BenchError, RequestResult
 from blockyard.services.bench.suite.served import VOCAB, SuiteServer, random_requests, serve
 from blockyard.services.offline.llm import LLM
 from blockyard.shared.spread import Spread, percentile, spread
 
 RUNS = 3
-EVENTS = 0.95  # of a token's, at least: special tokens and parts of characters have none
+EVENTS = 0.95  # least events per token: special tokens and parts of characters have no event
 
 
 class Measurement(msgspec.Struct, frozen=True):
@@ -25,11 +24,11 @@ class Measurement(msgspec.Struct, frozen=True):
 
     value: float
     runs: list[float]
-    spreads: dict[str, Spread] = {}  # ms, all runs in one pool
+    spreads: dict[str, Spread] = {}  # ms, over all runs
 
 
 class SuiteContext(msgspec.Struct, frozen=True):
-    """What an item is run with."""
+    """The model and flags of an item, and the folder for its logs."""
 
     model: Path
     flags: tuple[str, ...]
@@ -37,171 +36,159 @@ class SuiteContext(msgspec.Struct, frozen=True):
 
 
 def median_of(runs: Sequence[float], **spreads: Spread | None) -> Measurement:
-    return Measurement(
-        percentile(sorted(runs), 50),
-        list(runs),
-        {name: one for name, one in spreads.items() if one is not None},
-    )
+    found = {name: one for name, one in spreads.items() if one is not None}
+    return Measurement(percentile(sorted(runs), 50), list(runs), found)
 
 
 def warm_up(served: SuiteServer, num: int = 1, num_input: int = 64) -> None:
-    """What happens once, happens now."""
+    """Triggers what happens on first use only."""
     served.stream(random_requests(num, num_input, 8, seed=-1), each_token=False)
 
 
+def _streams(
+    served: SuiteServer,
+    lengths: tuple[int, int, int],
+    value: Callable[[list[RequestResult]], float],
+    each_token: bool = True,
+) -> tuple[Measurement, list[RequestResult]]:
+    """Runs `lengths` (streams, input tokens, output tokens) RUNS times; `value` is a run's figure."""
+    num, num_input, num_output = lengths
+    warm_up(served, num, num_input)
+    runs, every = [], []
+    for run in range(RUNS):
+        results = served.stream(random_requests(num, num_input, num_output, seed=run), each_token)
+        runs.append(value(results))
+        every += results
+    return median_of(runs, itl=_itl(every), ttft=_ttft(every)), every
+
+
 def inter_token(num: int, num_input: int, num_output: int) -> Callable[[SuiteServer], Measurement]:
-    """ms: p50 of all gaps between tokens of `num` streams, all running at once."""
+    """ms: p50 of the gaps between tokens of `num` streams while all of them run."""
+
+    def median_gap(results: list[RequestResult]) -> float:
+        return percentile(sorted(1e3 * gap for one in results for gap in gaps_among(results, one)), 50)
 
     def measure(served: SuiteServer) -> Measurement:
-        warm_up(served, num, num_input)
-        runs, every = [], []
-        for run in range(RUNS):
-            outcomes = served.stream(random_requests(num, num_input, num_output, seed=run))
-            gaps = [1e3 * gap for one in outcomes for gap in gaps_among(outcomes, one)]
-            runs.append(percentile(sorted(gaps), 50))
-            every += outcomes
-        return median_of(runs, itl=_itl(every), tpot=_tpot(every), ttft=_ttft(every))
+        found, every = _streams(served, (num, num_input, num_output), median_gap)
+        tpot = spread((t for one in every if (t := metrics.tpot_s(one)) is not None), 1000)
+        return found if tpot is None else msgspec.structs.replace(found, spreads=found.spreads | {"tpot": tpot})
 
     return measure
 
 
-def gaps_among(outcomes: Sequence[RequestResult], one: RequestResult) -> list[float]:
-    """The gaps of `one` in seconds while all of `outcomes` had a first token and none its last."""
-    begin, end = all_running(outcomes)
+def gaps_among(results: Sequence[RequestResult], one: RequestResult) -> list[float]:
+    """Returns the gaps of `one` in seconds, while all of `results` are between their first and last token."""
+    begin, end = all_running(results)
     times = [at for at in one.tokens_s if begin <= at <= end]
     return [later - earlier for earlier, later in itertools.pairwise(times)]
 
 
-def all_running(outcomes: Sequence[RequestResult]) -> tuple[float, float]:
-    """When the last of them had its first token, and the first its last. Raises BenchError if that is no time."""
-    begin, end = max(one.tokens_s[0] for one in outcomes), min(one.tokens_s[-1] for one in outcomes)
+def all_running(results: Sequence[RequestResult]) -> tuple[float, float]:
+    """Returns the times of the latest first token and the earliest last token. Raises BenchError if that is no span."""
+    begin, end = max(one.tokens_s[0] for one in results), min(one.tokens_s[-1] for one in results)
     if begin >= end:
-        raise BenchError(f"the {len(outcomes)} streams never ran all at once")
+        raise BenchError(f"the {len(results)} streams never ran all at once")
     return begin, end
 
 
 def rate_while_all_run(num: int, num_input: int, num_output: int) -> Callable[[SuiteServer], Measurement]:
-    """Tokens/s of `num` streams from the last one's first token to the first one's last."""
+    """Tokens/s of `num` streams between the latest first token and the earliest last token."""
 
-    def measure(served: SuiteServer) -> Measurement:
-        warm_up(served, num, num_input)
-        runs, every = [], []
-        for run in range(RUNS):
-            outcomes = served.stream(random_requests(num, num_input, num_output, seed=run))
-            begin, end = all_running(outcomes)
-            runs.append(sum(begin < at <= end for one in outcomes for at in one.tokens_s) / (end - begin))
-            every += outcomes
-        return median_of(runs, itl=_itl(every), ttft=_ttft(every))
+    def rate(results: list[RequestResult]) -> float:
+        begin, end = all_running(results)
+        return sum(begin < at <= end for one in results for at in one.tokens_s) / (end - begin)
 
-    return measure
+    return lambda served: _streams(served, (num, num_input, num_output), rate)[0]
 
 
 def first_token(num_input: int) -> Callable[[SuiteServer], Measurement]:
-    """ms from sending a prompt to its first token; each run is three prompts, one after the other."""
+    """ms from sending a prompt to its first token; each run is three prompts, one after another."""
 
     def measure(served: SuiteServer) -> Measurement:
         warm_up(served, 1, num_input)
-        every = [served.stream(random_requests(1, num_input, 2, seed=i))[0] for i in range(3 * RUNS)]
-        times = [1e3 * metrics.ttft_s(one) for one in every]
-        return median_of([percentile(sorted(times[i::RUNS]), 50) for i in range(RUNS)], ttft=_ttft(every))
+        return _median_ttft([served.stream(random_requests(1, num_input, 2, seed=i))[0] for i in range(3 * RUNS)])
 
     return measure
 
 
 def cached_first_token(num_cached: int, num_new: int) -> Callable[[SuiteServer], Measurement]:
-    """ms to the first token of a prompt whose beginning was computed before."""
+    """ms to the first token of a prompt whose prefix is in the prefix cache."""
 
     def measure(served: SuiteServer) -> Measurement:
-        draw, rng = RandomIds(*VOCAB), random.Random(0)
-        prefix, num = draw(rng, num_cached), num_cached + num_new
-        asks = [SampleRequest(prefix + draw(rng, num_new), num, 2) for _ in range(2 + 3 * RUNS)]
-        every = [served.stream([ask])[0] for ask in asks][2:]  # the first fills the cache, the second warms it up
-        times = [1e3 * metrics.ttft_s(one) for one in every]
-        return median_of([percentile(sorted(times[i::RUNS]), 50) for i in range(RUNS)], ttft=_ttft(every))
+        make_prompt, rng = RandomIds(*VOCAB), random.Random(0)
+        prefix, num = make_prompt(rng, num_cached), num_cached + num_new
+        requests = [SampleRequest(prefix + make_prompt(rng, num_new), num, 2) for _ in range(2 + 3 * RUNS)]
+        # the first request fills the cache, the second warms up reading it
+        return _median_ttft([served.stream([request])[0] for request in requests][2:])
 
     return measure
+
+
+def _median_ttft(every: Sequence[RequestResult]) -> Measurement:
+    times = [1e3 * metrics.ttft_s(one) for one in every]
+    return median_of([percentile(sorted(times[i::RUNS]), 50) for i in range(RUNS)], ttft=_ttft(every))
 
 
 def streamed_rate(num: int, num_input: int, num_output: int) -> Callable[[SuiteServer], Measurement]:
-    """Output tokens/s over HTTP, an event a token, from the first request's sending to the last one's end."""
+    """Output tokens/s over HTTP with an event per token, from sending the first request to the end of the last."""
 
-    def measure(served: SuiteServer) -> Measurement:
-        warm_up(served, num, num_input)
-        runs, every = [], []
-        for run in range(RUNS):
-            outcomes = served.stream(random_requests(num, num_input, num_output, seed=run), each_token=False)
-            num_events = sum(len(one.tokens_s) for one in outcomes)
-            if num_events < EVENTS * num * num_output:
-                raise BenchError(f"{num_events:,} events for {num * num_output:,} tokens: not one for each")
-            duration_s = max(one.ended_s for one in outcomes) - min(one.sent_s for one in outcomes)
-            runs.append(num * num_output / duration_s)
-            every += outcomes
-        return median_of(runs, itl=_itl(every), ttft=_ttft(every))
+    def rate(results: list[RequestResult]) -> float:
+        num_events = sum(len(one.tokens_s) for one in results)
+        if num_events < EVENTS * num * num_output:
+            raise BenchError(f"{num_events:,} events for {num * num_output:,} tokens: not one for each")
+        return num * num_output / (max(one.ended_s for one in results) - min(one.sent_s for one in results))
 
-    return measure
+    return lambda served: _streams(served, (num, num_input, num_output), rate, each_token=False)[0]
 
 
-def launch_to_first_token(place: SuiteContext) -> Measurement:
-    """Seconds, each of several starts; one before them fills what is kept between starts."""
+def launch_to_first_token(context: SuiteContext) -> Measurement:
+    """Seconds of several starts; an unmeasured one before them fills the caches that outlive a start."""
     runs = []
     for run in range(1 + RUNS):
-        with serve(place.model, place.flags, place.logs / f"start-{run}.log") as served:
-            outcome = served.stream(random_requests(1, 32, 2, seed=run))[0]
-            runs.append(outcome.tokens_s[0] - served.launched_s)
+        with serve(context.model, context.flags, context.logs / f"start-{run}.log") as served:
+            result = served.stream(random_requests(1, 32, 2, seed=run))[0]
+            runs.append(result.tokens_s[0] - served.launched_s)
     return median_of(runs[1:])
 
 
 def launch_to_full_graphs(served: SuiteServer) -> Measurement:
-    """Seconds until decode steps of every size had their graph."""
+    """Seconds from launch until the decode graphs of all sizes are captured."""
     return median_of([served.full_s])
 
 
-def offline_rate(make_asks: Callable[[], list[SampleRequest]]) -> Callable[[SuiteContext], Measurement]:
+def offline_rate(make_requests: Callable[[], list[SampleRequest]]) -> Callable[[SuiteContext], Measurement]:
     """Output tokens/s of one `LLM.generate` with all prompts."""
 
-    def measure(place: SuiteContext) -> Measurement:
-        asks = make_asks()
-        with _llm(place) as llm:
+    def measure(context: SuiteContext) -> Measurement:
+        requests = make_requests()
+        with _llm(context) as llm:
             timed(llm, random_requests(8, 64, 8, seed=-1), show_bar=False)
-            seconds = timed(llm, asks, show_bar=False)
-        return median_of([sum(ask.num_output for ask in asks) / seconds])
+            seconds = timed(llm, requests, show_bar=False)
+        return median_of([sum(request.num_output for request in requests) / seconds])
 
     return measure
 
 
 def cost_of_the_ring(num: int, num_input: int, num_output: int) -> Callable[[SuiteContext], Measurement]:
-    """Tokens/s of the server by those of the offline loop, the same requests."""
+    """The server's tokens/s divided by those of `LLM.generate`, for the same requests."""
 
-    def measure(place: SuiteContext) -> Measurement:
-        with serve(place.model, place.flags, place.logs / "cost.log") as served:
+    def measure(context: SuiteContext) -> Measurement:
+        with serve(context.model, context.flags, context.logs / "cost.log") as served:
             streamed = streamed_rate(num, num_input, num_output)(served)
         rates = []
-        with _llm(place) as llm:
+        with _llm(context) as llm:
             timed(llm, random_requests(num, num_input, 8, seed=-1), show_bar=False)
             for run in range(RUNS):
-                asks = random_requests(num, num_input, num_output, seed=run)
-                rates.append(num * num_output / timed(llm, asks, show_bar=False))
+                requests = random_requests(num, num_input, num_output, seed=run)
+                rates.append(num * num_output / timed(llm, requests, show_bar=False))
         return median_of([a / b for a, b in zip(sorted(streamed.runs), sorted(rates), strict=True)])
 
     return measure
 
 
-def _llm(place: SuiteContext) -> LLM:
-    words = iter(place.flags)
-    given: dict[str, object] = {}
-    for word in words:
-        name = word.removeprefix("--").replace("-", "_")
-        if name.startswith("no_"):
-            given[name.removeprefix("no_")] = False
-        else:
-            given[name] = next(words)
-    gateways = given.pop("api_gateways", None)
-    assert gateways is None, "offline items have no gateways"
-    return LLM(place.model, load_format="dummy", **_typed(given))
-
-
-def _typed(given: Mapping[str, object]) -> dict[str, object]:
-    return {name: int(v) if isinstance(v, str) and v.isdecimal() else v for name, v in given.items()}
+def _llm(context: SuiteContext) -> LLM:
+    keywords, _ = engine_keywords(context.flags)
+    return LLM(context.model, load_format="dummy", **keywords)
 
 
 def _itl(every: Sequence[RequestResult]) -> Spread | None:
@@ -210,7 +197,3 @@ def _itl(every: Sequence[RequestResult]) -> Spread | None:
 
 def _ttft(every: Sequence[RequestResult]) -> Spread | None:
     return spread((metrics.ttft_s(one) for one in every), 1000)
-
-
-def _tpot(every: Sequence[RequestResult]) -> Spread | None:
-    return spread((t for one in every if (t := metrics.tpot_s(one)) is not None), 1000)

@@ -1,4 +1,4 @@
-"""A `blockyard serve` of the suite's own, and requests to it."""
+"""Starts `blockyard serve` for the suite and sends requests to it."""
 
 import asyncio
 import contextlib
@@ -20,68 +20,67 @@ import uvloop
 from blockyard.services.bench.datasets import RandomIds, SampleRequest
 from blockyard.services.bench.load import client, processes
 from blockyard.services.bench.load.client import LoadPlan, LoadRun
-from blockyard.services.bench.load.results import RequestResult
-from blockyard.services.bench.server import BenchError, find
+from blockyard.services.bench.load.results import BenchError, RequestResult
+from blockyard.services.bench.server import find
 from blockyard.shared.messages import Role
 
-READY_S = 600.0  # that a start may take
-END_S = 60.0
-VOCAB = (100, 4000)  # ids of prompts; the tokenizer knows them
-LOG_TAIL = 2000  # characters of a server's output that are shown when it fails
+READY_S = 600.0  # longest start
+END_S = 60.0  # longest stop
+VOCAB = (100, 4000)  # token ids of prompts
+LOG_TAIL = 2000  # characters of a failed server's output that are shown
 
 
 @dataclass(frozen=True, slots=True)
 class SuiteServer:
-    """A server that answers. Times are perf_counter's."""
+    """A running server. Times are perf_counter's."""
 
     url: str
     launched_s: float
     ready_s: float  # from launch
-    full_s: float = 0.0  # from launch until decode steps of all sizes had their graph, once that was waited for
+    full_s: float = 0.0  # from launch until all decode graphs were captured; set by `complete`
 
     def complete(self) -> "SuiteServer":
-        """The same, once its workers have captured all their graphs."""
+        """Waits until the workers have captured all graphs and returns this server with `full_s` set."""
         while any(member.role == Role.GPU_WORKER and member.progress < 1.0 for member in _members(self.url)):
             if time.perf_counter() - self.launched_s > READY_S:
                 raise BenchError(f"graphs were not captured within {READY_S:g} s")
             time.sleep(0.02)
         return replace(self, full_s=time.perf_counter() - self.launched_s)
 
-    def stream(self, asks: Sequence[SampleRequest], each_token: bool = True) -> list[RequestResult]:
-        """All at once, a connection each. Raises BenchError if one fails or has not the length that was asked for.
+    def stream(self, requests: Sequence[SampleRequest], each_token: bool = True) -> list[RequestResult]:
+        """Sends all at once, each on its own connection. Raises BenchError if one fails or has another length.
 
-        `each_token`: tokens without text are events too, by their ids; random weights draw many that the tokenizer
-        makes no text of. The last one may come with the end of the answer. BenchError if others are missing.
+        `each_token`: requires an event for every token. Random weights sample many tokens without text, so token ids
+        are requested as well. The last token may share an event with the end of the response.
         """
-        target = find(self.url, None).target("completions")
+        endpoint = find(self.url, None).endpoint("completions")
         more = {"return_token_ids": True} if each_token else {}
-        requests = [target.request(_body(ask) | more) for ask in asks]
-        plan, asked = LoadPlan(requests, [0.0] * len(requests)), [ask.num_output for ask in asks]
+        bodies = [endpoint.request(_body(request) | more) for request in requests]
+        plan, output_lens = LoadPlan(bodies, [0.0] * len(bodies)), [request.num_output for request in requests]
         with client.QuietProcess(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            read = runner.run(processes.run(target, plan, asked, LoadRun(), processes.num_for(len(asks))))
-        outcomes = read()
-        for ask, one in zip(asks, outcomes, strict=True):
+            read = runner.run(processes.run(endpoint, plan, output_lens, LoadRun(), processes.num_for(len(requests))))
+        results = read()
+        for request, one in zip(requests, results, strict=True):
             if one.failure:
                 raise BenchError(f"a request failed: {one.failure}")
-            if (one.num_input, one.num_output) != (ask.num_input, ask.num_output):
-                raise BenchError(
-                    f"a request of {ask.num_input} and {ask.num_output} tokens was {one.num_input} and {one.num_output}"
-                )
-            if each_token and len(one.tokens_s) < ask.num_output - 1:
-                raise BenchError(f"{len(one.tokens_s)} events for {ask.num_output} tokens: the gaps are not a token's")
-        return outcomes
+            if (one.num_input, one.num_output) != (request.num_input, request.num_output):
+                wanted = f"a request of {request.num_input} and {request.num_output} tokens"
+                raise BenchError(f"{wanted} was {one.num_input} and {one.num_output}")
+            if each_token and len(one.tokens_s) < request.num_output - 1:
+                raise BenchError(f"{len(one.tokens_s)} events for {request.num_output} tokens: not one for each")
+        return results
 
 
 def random_requests(num: int, num_input: int, num_output: int, seed: int) -> list[SampleRequest]:
-    """Prompts that share no prefix."""
-    draw, rng = RandomIds(*VOCAB), random.Random(seed)
-    return [SampleRequest(draw(rng, num_input), num_input, num_output) for _ in range(num)]
+    """Returns random prompts that share no prefix."""
+    make_prompt, rng = RandomIds(*VOCAB), random.Random(seed)
+    return [SampleRequest(make_prompt(rng, num_input), num_input, num_output) for _ in range(num)]
 
 
-def _body(ask: SampleRequest) -> dict[str, object]:
+def _body(request: SampleRequest) -> dict[str, object]:
     return {
-        "prompt": ask.prompt,
-        "max_tokens": ask.num_output,
+        "prompt": request.prompt,
+        "max_tokens": request.num_output,
         "ignore_eos": True,
         "temperature": 0.0,
         "stream": True,
@@ -91,7 +90,7 @@ def _body(ask: SampleRequest) -> dict[str, object]:
 
 @contextlib.contextmanager
 def serve(model: Path, flags: Sequence[str], log: Path) -> Iterator[SuiteServer]:
-    """`model` on a free port of this host until the block ends. Raises BenchError if it does not get ready."""
+    """Runs a server of `model` on a free port until the block ends. Raises BenchError if it does not get ready."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
@@ -115,7 +114,7 @@ def serve(model: Path, flags: Sequence[str], log: Path) -> Iterator[SuiteServer]
 
 @dataclass(frozen=True, slots=True)
 class _MemberState:
-    """What `/ring` shows of a member, as far as it is needed here."""
+    """The fields of a member in `/ring` that are needed here."""
 
     role: str
     progress: float

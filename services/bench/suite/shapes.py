@@ -1,4 +1,4 @@
-"""The models of the suite: true shapes, random weights; the demo's tokenizer, with as many tokens as they have."""
+"""Writes the suite's models: true shapes without weights, and the demo's tokenizer extended to their vocabulary."""
 
 import shutil
 from pathlib import Path
@@ -63,7 +63,7 @@ SHAPES: dict[str, dict[str, object]] = {
 
 
 def write(name: str, folder: Path) -> Path:
-    """The model's own folder in `folder`: config.json and a tokenizer, no weights."""
+    """Writes config.json and a tokenizer into a new folder in `folder` and returns it."""
     made = folder / name
     made.mkdir(parents=True, exist_ok=True)
     (made / "config.json").write_bytes(msgspec.json.encode(SHAPES[name]))
@@ -73,8 +73,10 @@ def write(name: str, folder: Path) -> Path:
 
 
 def _tokenizer(num_tokens: object) -> bytes:
-    """The demo's tokenizer, in which ids that it does not know are words: random weights draw any id, and a token
-    without text is no event of a stream. Random weights would draw ids of the demo's own once in forty tokens."""
+    """Returns the demo's tokenizer with a word for each further id.
+
+    Random weights sample any id, and a token without text makes no stream event.
+    """
     assert isinstance(num_tokens, int), "a vocabulary's size"
     whole = msgspec.json.decode((demo_folder() / "tokenizer.json").read_bytes())
     vocab = whole["model"]["vocab"]

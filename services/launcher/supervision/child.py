@@ -8,19 +8,21 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 
 import blockyard
 from blockyard.services.launcher.supervision.backoff import BackOff
 from blockyard.shared.config.resolve import Deployment, ServiceStruct
+from blockyard.shared.config.simulation import SimulationConfig
 
 MakeCommand = Callable[[str, Path], list[str]]  # of a service's name and its settings file
 CONFIG_EXIT_CODES = (2, 3)  # ConfigError and LoadError: starting again cannot help
 
 
 @dataclass(frozen=True, slots=True)
-class Spec:
+class ServiceSpec:
     """A process to be had: the folder name of its service and its settings."""
 
     service: str
@@ -31,15 +33,15 @@ class Spec:
         return self.config.process.name
 
 
-def specs(ring: Deployment) -> list[Spec]:
+def service_specs(ring: Deployment) -> list[ServiceSpec]:
     """In starting order: all start at once, but who takes longest gets the cores first."""
     return [
-        *(Spec("gpu_worker", config) for config in ring.workers),
-        Spec("message_bus", ring.registry),
-        *(Spec("tokenizer_pool", config) for config in ring.tokenizers),
-        Spec("scheduler", ring.scheduler),
-        *(Spec("detokenizer", config) for config in ring.detokenizers),
-        *(Spec("api_gateway", config) for config in ring.gateways),
+        *(ServiceSpec("gpu_worker", config) for config in ring.workers),
+        ServiceSpec("message_bus", ring.registry),
+        *(ServiceSpec("tokenizer_pool", config) for config in ring.tokenizers),
+        ServiceSpec("scheduler", ring.scheduler),
+        *(ServiceSpec("detokenizer", config) for config in ring.detokenizers),
+        *(ServiceSpec("api_gateway", config) for config in ring.gateways),
     ]
 
 
@@ -50,7 +52,7 @@ class NotStarted(Exception):
 class Child:
     """`starts` counts; `stop_asked` is set once it shall not be started again."""
 
-    def __init__(self, spec: Spec, folder: Path, make_command: MakeCommand | None = None) -> None:
+    def __init__(self, spec: ServiceSpec, folder: Path, make_command: MakeCommand | None = None) -> None:
         self.spec = spec
         self._command = make_command or command
         self.starts = 0
@@ -100,7 +102,7 @@ class Child:
         if self._process is not None and self._process.returncode is None:
             self._process.send_signal(number)
 
-    def last_words(self) -> str:
+    def read_error_line(self) -> str:
         """The one line that a process leaves which ends with an error of ours, or an empty string."""
         path = self._settings.with_suffix(".error")
         try:
@@ -121,6 +123,15 @@ class Child:
 def command(service: str, settings: Path) -> list[str]:
     """-P: the folder a user happens to be in stays off the module path."""
     return [sys.executable, "-P", "-m", f"blockyard.services.{service}", str(settings)]
+
+
+def exec_service(service: str, config: ServiceStruct | SimulationConfig) -> NoReturn:
+    """Replaces this process with the service's. Its settings go into no file, since they may hold API keys."""
+    fd = os.memfd_create("settings", 0)
+    os.write(fd, msgspec.json.encode(config))
+    words = command(service, Path(f"/proc/self/fd/{fd}"))
+    sys.stdout.flush()
+    os.execve(words[0], words, environment())
 
 
 def environment() -> dict[str, str]:

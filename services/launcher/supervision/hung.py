@@ -17,7 +17,7 @@ class _Heartbeat:
     reported: bool = False
 
 
-class HungChildren:
+class HungDetector:
     """Judges the running children by the membership list. Times are seconds of one monotonic clock.
 
     `timeout_s`: silence of a ready child that counts as a hang; 0: nothing does. `dead_after_s`: silence after which

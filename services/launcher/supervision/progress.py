@@ -7,8 +7,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 
-class Bars:
-    """A `start_up.Display`. After `close` the bars stay as they are and lines follow below."""
+class StartupProgressBars:
+    """A `start_up.StartupDisplay`. After `close` the bars stay as they are and lines follow below."""
 
     def __init__(self, names: Sequence[str], console: Console | None = None) -> None:
         width = max((len(name) for name in names), default=0)
@@ -40,5 +40,5 @@ class Bars:
         self._bars.stop()
 
 
-def bars_on(out: TextIO, names: Sequence[str]) -> Bars:
-    return Bars(names, Console(file=out))
+def startup_progress_bars(out: TextIO, names: Sequence[str]) -> StartupProgressBars:
+    return StartupProgressBars(names, Console(file=out))

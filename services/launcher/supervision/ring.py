@@ -6,10 +6,10 @@ import signal
 import time
 from pathlib import Path
 
-from blockyard.services.launcher.supervision.child import MakeCommand, specs
-from blockyard.services.launcher.supervision.hung import HungChildren
+from blockyard.services.launcher.supervision.child import MakeCommand, service_specs
+from blockyard.services.launcher.supervision.hung import HungDetector
 from blockyard.services.launcher.supervision.run_dir import MemberSockets
-from blockyard.services.launcher.supervision.start_up import BUS, Display, StartUp
+from blockyard.services.launcher.supervision.start_up import BUS, StartupDisplay, StartupTracker
 from blockyard.services.launcher.supervision.supervisor import StartFailed, Supervisor
 from blockyard.shared.bus import Changed, Gone, Joined, Links
 from blockyard.shared.config.process import BusConfig
@@ -33,16 +33,16 @@ class Ring:
     """
 
     def __init__(
-        self, deployment: Deployment, folder: Path, display: Display, make_command: MakeCommand | None = None
+        self, deployment: Deployment, folder: Path, display: StartupDisplay, make_command: MakeCommand | None = None
     ) -> None:
         self._deployment = deployment
         self._display = display
-        all_specs = specs(deployment)
+        all_specs = service_specs(deployment)
         self.supervisor = Supervisor(all_specs, folder, make_command)
-        self._hung = HungChildren(deployment.hung_timeout_s, deployment.registry.dead_after_s)
+        self._hung = HungDetector(deployment.hung_timeout_s, deployment.registry.dead_after_s)
         self._sockets = MemberSockets(folder)
         self._names = {spec.name for spec in all_specs}
-        self.start_up = StartUp([spec.name for spec in all_specs], display)
+        self.start_up = StartupTracker([spec.name for spec in all_specs], display)
         self.ready = asyncio.Event()
         self.stop = asyncio.Event()
         self.kill = asyncio.Event()

@@ -11,7 +11,7 @@ from blockyard.shared.messages import Member
 BUS = "message_bus"  # no member: it is there once it has told of anybody
 
 
-class Display(Protocol):
+class StartupDisplay(Protocol):
     def phase(self, name: str, phase: str, progress: float) -> None: ...
     def ready(self, name: str, seconds: float) -> None: ...
     def say(self, line: str) -> None: ...
@@ -27,10 +27,12 @@ class _Row:
     notes_told: int = 0
 
 
-class StartUp:
+class StartupTracker:
     """`complete` once every one of `names` was ready; later it only tells who is ready again."""
 
-    def __init__(self, names: Sequence[str], display: Display, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, names: Sequence[str], display: StartupDisplay, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._rows = {name: _Row() for name in names}
         self._display = display
         self._clock = clock

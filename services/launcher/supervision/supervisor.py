@@ -11,7 +11,7 @@ from blockyard.services.launcher.supervision.child import (
     Child,
     MakeCommand,
     NotStarted,
-    Spec,
+    ServiceSpec,
     ending,
 )
 from blockyard.shared.errors import BlockyardError
@@ -36,7 +36,7 @@ class StartFailed(BlockyardError):
 class Supervisor:
     """`settled` is set by whoever sees that every child is ready: from then on deaths are always answered."""
 
-    def __init__(self, specs: Sequence[Spec], folder: Path, make_command: MakeCommand | None = None) -> None:
+    def __init__(self, specs: Sequence[ServiceSpec], folder: Path, make_command: MakeCommand | None = None) -> None:
         self.children = [Child(spec, folder, make_command) for spec in specs]
         self.settled = False
 
@@ -68,7 +68,7 @@ class Supervisor:
             child.send(signal.SIGKILL)
 
     async def _answer_death(self, child: Child, code: int) -> None:
-        words = child.last_words()
+        words = child.read_error_line()
         if not self.settled and code in CONFIG_EXIT_CODES:
             raise StartFailed(f"{child.spec.name}: {words or ending(code)}", code)
         await self._wait_to_start(child, "ended", f"{ending(code)}: {words}" if words else ending(code))

@@ -109,8 +109,8 @@ def test_refusals_are_failures(server: OpenAIServer, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "line"),
     [
-        (["speed"], "speed: no such benchmark; there is serve, latency, throughput, kernels, suite"),
-        (["suite", "itl-9b"], "itl-9b: no such item; there is itl-8b, decode-64"),
+        (["speed"], "speed: no such benchmark; the benchmarks are serve, latency, throughput, kernels, suite"),
+        (["suite", "itl-9b"], "itl-9b: no such item; the items are itl-8b, decode-64"),
         (
             ["serve", "--goodput", "x:1"],
             "--goodput x:1: expected one of ttft, tpot, itl, e2el and a limit in ms above 0",
@@ -118,7 +118,7 @@ def test_refusals_are_failures(server: OpenAIServer, tmp_path: Path) -> None:
         (["serve", "--base-url", "localhost:8000"], "--base-url localhost:8000: expected http://HOST:PORT"),
         (["serve", "--extra-body", "1"], "--extra-body 1: not a JSON object: Expected `object`, got `int`"),
         (["latency", "a", "b"], "expected one model, got a b"),
-        (["latency", "a", "--model", "b"], "model a and --model b: which one?"),
+        (["latency", "a", "--model", "b"], "model a and --model b: give one"),
         (["throughput", "demo", "--nonsense", "3"], "--nonsense: no such flag"),
         (
             ["throughput", "demo", "--port", "3"],

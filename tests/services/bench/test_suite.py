@@ -1,4 +1,4 @@
-"""The suite's measures on a server with a mock worker, its table, and that items which fail are told."""
+"""The suite's measures on a server with a mock worker, its table, and failing items."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,8 +9,7 @@ from rig import serve as rig_serve
 
 from blockyard.services.bench.datasets import SampleRequest
 from blockyard.services.bench.load import results
-from blockyard.services.bench.load.results import RequestResult
-from blockyard.services.bench.server import BenchError
+from blockyard.services.bench.load.results import BenchError, RequestResult
 from blockyard.services.bench.suite import command, measures, served, shapes
 from blockyard.services.bench.suite.items import ITEMS, SuiteItem
 from blockyard.services.bench.suite.measures import Measurement, SuiteContext
@@ -65,9 +64,9 @@ def test_first_tokens(server: SuiteServer) -> None:
 
 
 def test_other_lengths_than_asked_for_are_errors(server: SuiteServer) -> None:
-    ask = random_requests(1, 20, 5, seed=0)[0]
+    request = random_requests(1, 20, 5, seed=0)[0]
     with pytest.raises(BenchError, match="a request of 21 and 5 tokens was 20 and 5"):
-        server.stream([SampleRequest(ask.prompt, 21, 5)])
+        server.stream([SampleRequest(request.prompt, 21, 5)])
     with pytest.raises(BenchError, match="a request failed: HTTP 400"):
         server.stream([SampleRequest([10**6], 1, 5)])
 
@@ -82,19 +81,19 @@ def test_tokens_without_text_are_events(server: SuiteServer, monkeypatch: pytest
 
 
 def test_prompts_differ_from_run_to_run() -> None:
-    prompts = [ask.prompt for seed in range(3) for ask in random_requests(4, 9, 1, seed)]
+    prompts = [request.prompt for seed in range(3) for request in random_requests(4, 9, 1, seed)]
     assert len({tuple(p) for p in prompts}) == 12
 
 
 def test_gaps_count_while_all_run() -> None:
-    def outcome(*times: float) -> RequestResult:
+    def result(*times: float) -> RequestResult:
         return RequestResult(0.0, times[-1], tokens_s=list(times))
 
-    early, late = outcome(1, 2, 3, 4), outcome(2.5, 4.5, 6.5)
+    early, late = result(1, 2, 3, 4), result(2.5, 4.5, 6.5)
     assert measures.all_running([early, late]) == (2.5, 4)
     assert measures.gaps_among([early, late], early) == [1]
     with pytest.raises(BenchError, match="2 streams never ran"):
-        measures.all_running([outcome(1, 2), outcome(3, 4)])
+        measures.all_running([result(1, 2), result(3, 4)])
 
 
 def test_a_server_that_does_not_start_fails_its_items_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,18 +110,16 @@ def test_a_server_that_does_not_start_fails_its_items_alone(tmp_path: Path, caps
     assert "| failed: the server ended with 2 before it was ready: |" in command.row(lines[0])
 
 
-def test_rows_say_what_is_short_of_the_bar() -> None:
+def test_rows_say_which_targets_are_missed() -> None:
     item = next(one for one in ITEMS if one.name == "itl-8b")
 
     def row(value: float) -> str:
         found = Measurement(value, [value])
-        line = command.SuiteRow(
-            item.name, item.what, item.unit, item.model, item.flags, item.target_value, item.floor, found
-        )
+        line = command.SuiteRow(item.name, item.what, item.unit, item.model, item.flags, item.target, item.floor, found)
         return command.row(line)
 
     assert "| 4.1 ms of 1 runs | 4.2 | 3.58 |" in row(4.1)
-    assert "| 4.2 (short of it) |" in row(4.3)
+    assert "| 4.2 (missed) |" in row(4.3)
     rate = next(one for one in ITEMS if one.name == "decode-256")
     assert rate.meets_target(17000) and not rate.meets_target(16000)
 
@@ -153,6 +150,6 @@ def test_streams_without_an_event_a_token_are_not_measured(
 
 def test_flags_become_keywords_of_the_offline_api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, object] = {}
-    monkeypatch.setattr(measures, "LLM", lambda model, **given: seen.update(given, model=model))
+    monkeypatch.setattr(measures, "LLM", lambda model, **options: seen.update(options, model=model))
     measures._llm(SuiteContext(tmp_path, ("--no-enable-prefix-caching", "--max-model-len", "8192"), tmp_path))
     assert seen["enable_prefix_caching"] is False and seen["max_model_len"] == 8192

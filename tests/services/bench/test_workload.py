@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from blockyard.services.bench.arrivals import due_times
+from blockyard.services.bench.workload import due_times
 
 
 def gaps(burstiness: float) -> list[float]:

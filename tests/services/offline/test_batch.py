@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from blockyard.services.offline.batch import Batch, Job, derived_seed
+from blockyard.services.offline.batch import OfflineRequest, RequestBatch, derived_seed
 from blockyard.services.offline.errors import GenerationError
-from blockyard.services.offline.inflight import Gate
+from blockyard.services.offline.inflight import InflightLimiter
 from blockyard.services.offline.prompts import read_prompts
 from blockyard.services.offline.sampling_params import SamplingParams, read
 from blockyard.shared.errors import RequestError
@@ -61,7 +61,7 @@ class Rig:
         self.ring = ring
         self.now: float | None = None  # None: the real clock
         self.client = RingClient(ring, ["tiny"], PATIENCE_S, self.clock)
-        self.gate = Gate(self.client, "tiny", PATIENCE_S)
+        self.gate = InflightLimiter(self.client, "tiny", PATIENCE_S)
         ring.receive = self.receive
 
     def clock(self) -> float:
@@ -71,11 +71,11 @@ class Rig:
         self.client.handle(peer, event)
         self.gate.pump()
 
-    def batch(self, prompts: object, *params: SamplingParams) -> Batch:
+    def batch(self, prompts: object, *params: SamplingParams) -> RequestBatch:
         read_ones = read_prompts(prompts, "tiny")
         asked = [read(params[i % len(params)], CARD.vocab_size, 20) for i in range(len(read_ones))]
-        jobs = [Job(p, a, derived_seed(0, i)) for i, (p, a) in enumerate(zip(read_ones, asked, strict=True))]
-        return Batch("b", jobs, CARD, self.client, self.gate)
+        jobs = [OfflineRequest(p, a, derived_seed(0, i)) for i, (p, a) in enumerate(zip(read_ones, asked, strict=True))]
+        return RequestBatch("b", jobs, CARD, self.client, self.gate)
 
     async def pumping(self) -> None:
         while True:
@@ -335,8 +335,10 @@ def test_priorities_and_beams_reach_the_ring() -> None:
     async def scene(rig: Rig) -> None:
         params = SamplingParams(n=2, use_beam_search=True, temperature=0, max_tokens=2)
         asked = [read(params, CARD.vocab_size, 20), read(SamplingParams(), CARD.vocab_size, 20)]
-        jobs = [Job(p, a, 1, i) for p, a, i in zip(read_prompts(["a", "b"], "tiny"), asked, [-3, 5], strict=True)]
-        await Batch("b", jobs, CARD, rig.client, rig.gate).run()
+        jobs = [
+            OfflineRequest(p, a, 1, i) for p, a, i in zip(read_prompts(["a", "b"], "tiny"), asked, [-3, 5], strict=True)
+        ]
+        await RequestBatch("b", jobs, CARD, rig.client, rig.gate).run()
         found = {f.request_id: (f.priority, f.beam.width if f.beam else 0) for f in sent(rig.ring, Generate)}
         assert found == {"b-0": (-3, 2), "b-1": (5, 0)}
 

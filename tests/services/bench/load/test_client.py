@@ -52,10 +52,10 @@ def run(
     load = LoadRun()
 
     async def measure() -> None:
-        async with serving(answer) as target:
-            requests = [target.request({"index": i}) for i in range(num)]
+        async with serving(answer) as endpoint:
+            requests = [endpoint.request({"index": i}) for i in range(num)]
             due_s = [i * gap_s for i in range(num)]
-            await client.run(target, LoadPlan(requests, due_s, max_concurrency, timeout_s), load)
+            await client.run(endpoint, LoadPlan(requests, due_s, max_concurrency, timeout_s), load)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(measure())
@@ -97,10 +97,10 @@ def test_times_are_those_of_arrival() -> None:
     [
         (b'HTTP/1.1 429 Too Many\r\nContent-Length: 29\r\n\r\n{"error":{"message":"queue"}}', "HTTP 429: queue"),
         (b"HTTP/1.1 503 No\r\nTransfer-Encoding: chunked\r\n\r\n" + chunk(b"later") + LAST, "HTTP 503: later"),
-        (HEAD + chunk(event("a")), "the stream broke off before [DONE]"),
+        (HEAD + chunk(event("a")), "the stream ended before [DONE]"),
         (HEAD + chunk(event("a") + b'data: {"error":{"message":"lost"}}\n\n' + DONE) + LAST, "error event: lost"),
         (HEAD + b"xyz\r\n", "chunk size b'xyz\\r'"),
-        (b"", "the connection ended before an answer: b''"),
+        (b"", "the connection ended before a response: b''"),
     ],
 )
 def test_what_fails_is_counted_and_stops_nobody(data: bytes, failure: str) -> None:
@@ -110,8 +110,8 @@ def test_what_fails_is_counted_and_stops_nobody(data: bytes, failure: str) -> No
         if data in (b"", HEAD + chunk(event("a")), HEAD + b"xyz\r\n"):
             writer.close()
 
-    outcomes, load = run(answer, num=3)
-    assert [one.failure for one in outcomes] == [failure, "", failure]
+    results, load = run(answer, num=3)
+    assert [one.failure for one in results] == [failure, "", failure]
     assert load.num_refused == (2 if b" 200 " not in data else 0), "others are seen in the report"
 
 
@@ -137,15 +137,15 @@ def test_concurrency_is_kept_and_arrivals_are_on_time() -> None:
         running[0] -= 1
         writer.write(HEAD + chunk(event("a") + DONE) + LAST)
 
-    outcomes, _ = run(answer, num=12, max_concurrency=3)
-    assert running[1] == 3 and not any(one.failure for one in outcomes)
+    results, _ = run(answer, num=12, max_concurrency=3)
+    assert running[1] == 3 and not any(one.failure for one in results)
     running[:] = [0, 0]
-    outcomes, load = run(answer, num=12)
+    results, load = run(answer, num=12)
     assert running[1] == 12
     start = time.perf_counter()
-    outcomes, load = run(answer, num=5, gap_s=0.1)
+    results, load = run(answer, num=5, gap_s=0.1)
     assert time.perf_counter() - start > 0.4
-    for i, one in enumerate(outcomes):
+    for i, one in enumerate(results):
         assert one.due_s == pytest.approx(load.started_s + 0.1 * i)
         assert -0.002 < one.sent_s - one.due_s < 2, "timers are good to a millisecond, and the machine may be busy"
 
@@ -156,5 +156,5 @@ def test_many_connections_at_once() -> None:
         writer.write(HEAD + chunk(event("a") + DONE) + LAST)
 
     with client.QuietProcess():
-        outcomes, _ = run(answer, num=400)
-    assert [one.failure for one in outcomes if one.failure] == []
+        results, _ = run(answer, num=400)
+    assert [one.failure for one in results if one.failure] == []

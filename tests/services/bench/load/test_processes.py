@@ -11,8 +11,8 @@ from rig import serve as rig_serve
 from blockyard.services.bench import serve as bench_serve
 from blockyard.services.bench.load import client_process, processes
 from blockyard.services.bench.load.client import Endpoint, LoadPlan, LoadRun
-from blockyard.services.bench.load.results import RequestResult
-from blockyard.services.bench.server import BenchError, find
+from blockyard.services.bench.load.results import BenchError, RequestResult
+from blockyard.services.bench.server import find
 
 
 @pytest.fixture(scope="module")
@@ -27,20 +27,20 @@ def body(index: int) -> dict[str, object]:
     return asked | {"stream_options": {"include_usage": True}}
 
 
-def run(target: Endpoint, plan: LoadPlan, num: int) -> tuple[list[RequestResult], LoadRun]:
+def run(endpoint: Endpoint, plan: LoadPlan, num: int) -> tuple[list[RequestResult], LoadRun]:
     load, asked = LoadRun(), [2 + i for i in range(len(plan.requests))]
-    return asyncio.run(processes.run(target, plan, asked, load, num))(), load
+    return asyncio.run(processes.run(endpoint, plan, asked, load, num))(), load
 
 
 def test_answers_are_in_the_order_of_their_requests(url: str) -> None:
-    target = find(url, None).target("completions")
-    plan = LoadPlan([target.request(body(i)) for i in range(7)], [0.02 * i for i in range(7)], max_concurrency=5)
-    outcomes, load = run(target, plan, 3)
-    assert [one.num_output for one in outcomes] == [one.asked_output for one in outcomes] == [2, 3, 4, 5, 6, 7, 8]
-    assert not any(one.failure for one in outcomes)
+    endpoint = find(url, None).endpoint("completions")
+    plan = LoadPlan([endpoint.request(body(i)) for i in range(7)], [0.02 * i for i in range(7)], max_concurrency=5)
+    results, load = run(endpoint, plan, 3)
+    assert [one.num_output for one in results] == [one.asked_output for one in results] == [2, 3, 4, 5, 6, 7, 8]
+    assert not any(one.failure for one in results)
     assert (load.num_running, load.num_ended, load.num_refused) == (0, 7, 0)
     assert load.cpu_s() > 0 and load.exchanges == []  # it was not this process
-    for i, one in enumerate(outcomes):  # clocks of all processes are one clock; timers may be 1 ms early
+    for i, one in enumerate(results):  # clocks of all processes are one clock; timers may be 1 ms early
         assert one.sent_s >= load.started_s + 0.02 * i - 0.002
         assert one.sent_s < one.tokens_s[0] <= one.ended_s <= load.ended_s
 
@@ -69,8 +69,8 @@ def test_one_that_breaks_ends_the_run() -> None:
 def test_refused_connections_are_failures_of_their_requests() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        outcomes, load = run(Endpoint("127.0.0.1", probe.getsockname()[1]), LoadPlan([b"x", b"y"], [0.0, 0.0]), 2)
-    assert all("no connection" in one.failure for one in outcomes)
+        results, load = run(Endpoint("127.0.0.1", probe.getsockname()[1]), LoadPlan([b"x", b"y"], [0.0, 0.0]), 2)
+    assert all("no connection" in one.failure for one in results)
     assert load.num_refused == 2
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from blockyard.services.launcher.supervision.hung import STARTING_TIMES, HungChildren
+from blockyard.services.launcher.supervision.hung import STARTING_TIMES, HungDetector
 from blockyard.shared.messages import Member, Role
 
 TIMEOUT_S, DEAD_AFTER_S = 10.0, 4.0
@@ -12,7 +12,7 @@ class Ring:
     """Two children under a registry; `tick` advances by half a second, as the launcher does."""
 
     def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
-        self.hung = HungChildren(timeout_s, DEAD_AFTER_S)
+        self.hung = HungDetector(timeout_s, DEAD_AFTER_S)
         self.now = 100.0
         self.starts = {"message_bus": 1, "detokenizer 0": 1, "gpu_worker": 1}
         self.registry_heard_s = self.now

@@ -6,8 +6,8 @@ from msgspec.structs import replace
 from rich.console import Console
 from rings import Recorder
 
-from blockyard.services.launcher.supervision.progress import Bars
-from blockyard.services.launcher.supervision.start_up import PlainDisplay, StartUp
+from blockyard.services.launcher.supervision.progress import StartupProgressBars
+from blockyard.services.launcher.supervision.start_up import PlainDisplay, StartupTracker
 from blockyard.shared.messages import Member, Role
 
 WORKER = Member("gpu_worker", Role.GPU_WORKER, 1, "ipc:///w")
@@ -16,7 +16,7 @@ SCHEDULER = Member("scheduler", Role.SCHEDULER, 2, "ipc:///s")
 
 def test_complete_when_all_are_ready_and_not_before() -> None:
     display = Recorder()
-    start = StartUp(["message_bus", "gpu_worker", "scheduler"], display)
+    start = StartupTracker(["message_bus", "gpu_worker", "scheduler"], display)
     assert not start.saw(replace(WORKER, ready=True))
     assert not start.saw(SCHEDULER)
     assert display.were_ready == ["message_bus", "gpu_worker"]
@@ -27,7 +27,7 @@ def test_complete_when_all_are_ready_and_not_before() -> None:
 
 def test_phases_progress_and_notes_are_told_once() -> None:
     display = Recorder()
-    start = StartUp(["gpu_worker"], display)
+    start = StartupTracker(["gpu_worker"], display)
     loading = replace(WORKER, phase="loading weights", progress=0.5)
     for member in (WORKER, loading, loading, replace(loading, notes=["a"]), replace(loading, notes=["a", "b"])):
         start.saw(member)
@@ -37,13 +37,13 @@ def test_phases_progress_and_notes_are_told_once() -> None:
 
 def test_members_that_are_no_children_of_ours_are_left_alone() -> None:
     display = Recorder()
-    start = StartUp(["scheduler"], display)
+    start = StartupTracker(["scheduler"], display)
     assert not start.saw(replace(WORKER, ready=True))
     assert display.were_ready == []
 
 
 def test_a_child_lost_during_the_start_has_to_be_ready_anew() -> None:
-    start = StartUp(["gpu_worker", "scheduler"], Recorder())
+    start = StartupTracker(["gpu_worker", "scheduler"], Recorder())
     start.saw(replace(WORKER, ready=True))
     start.lost(WORKER)
     assert not start.saw(replace(SCHEDULER, ready=True))
@@ -52,7 +52,7 @@ def test_a_child_lost_during_the_start_has_to_be_ready_anew() -> None:
 
 def test_news_of_a_dead_incarnation_do_not_touch_the_new_one() -> None:
     display = Recorder()
-    start = StartUp(["gpu_worker"], display)
+    start = StartupTracker(["gpu_worker"], display)
     start.saw(replace(WORKER, ready=True))
     start.saw(replace(WORKER, incarnation=7, ready=True))
     start.lost(WORKER)  # the registry noticed late
@@ -63,7 +63,7 @@ def test_news_of_a_dead_incarnation_do_not_touch_the_new_one() -> None:
 def test_plain_lines() -> None:
     out = io.StringIO()
     ticks = iter([0.0, 1.0, 1.5])
-    start = StartUp(["message_bus", "gpu_worker"], PlainDisplay(out), clock=lambda: next(ticks))
+    start = StartupTracker(["message_bus", "gpu_worker"], PlainDisplay(out), clock=lambda: next(ticks))
     for progress in (0.1, 0.9):
         start.saw(replace(WORKER, phase="loading weights", progress=progress))
     start.saw(replace(WORKER, phase="ready"))
@@ -78,8 +78,8 @@ def test_plain_lines() -> None:
 
 def test_bars_on_a_terminal() -> None:
     out = io.StringIO()
-    bars = Bars(["message_bus", "gpu_worker"], Console(file=out, force_terminal=True, width=100))
-    start = StartUp(["message_bus", "gpu_worker"], bars)
+    bars = StartupProgressBars(["message_bus", "gpu_worker"], Console(file=out, force_terminal=True, width=100))
+    start = StartupTracker(["message_bus", "gpu_worker"], bars)
     start.saw(replace(WORKER, phase="loading [weights]", progress=0.5, notes=["KV: 10 blocks [x]"]))
     start.saw(replace(WORKER, ready=True))
     bars.close()

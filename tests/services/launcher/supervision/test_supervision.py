@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from rings import deployment
 
 from blockyard.services.launcher.supervision.backoff import HEALTHY_S, MOST_S, BackOff
-from blockyard.services.launcher.supervision.child import Child, ending, specs
+from blockyard.services.launcher.supervision.child import Child, ending, service_specs
 from blockyard.services.launcher.supervision.supervisor import stop_order
 
 
@@ -37,7 +37,7 @@ def test_no_delay_is_out_of_bounds_and_only_health_shortens_it(runs: list[float]
 
 
 def test_who_takes_longest_starts_first_and_gateways_stop_first(tmp_path: Path) -> None:
-    ring = specs(deployment(tmp_path, "--api-gateways", "2"))
+    ring = service_specs(deployment(tmp_path, "--api-gateways", "2"))
     assert [spec.service for spec in ring][:2] == ["gpu_worker", "message_bus"]
     waves = stop_order([Child(spec, tmp_path) for spec in ring])
     assert [[child.spec.name for child in wave] for wave in waves] == [
