@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from rig import OpenAIServer, serve
+from rig import Server, serve
 
 SRC = Path(__file__).parents[3] / ".src"
 LOADED = """
@@ -21,7 +21,7 @@ sys.exit(code)
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[OpenAIServer]:
+def server() -> Iterator[Server]:
     with serve(
         "demo", "--worker-cls", "mock", "--mock-step-ms", "2", "--max-num-seqs", "8", "--max-queue-len", "40"
     ) as server:
@@ -40,7 +40,7 @@ def bench(*args: str, program: tuple[str, ...] = ("-m", "blockyard", "bench")) -
     )
 
 
-def test_a_run_end_to_end(server: OpenAIServer, tmp_path: Path) -> None:
+def test_a_run_end_to_end(server: Server, tmp_path: Path) -> None:
     words = [
         "--num-prompts",
         "30",
@@ -74,7 +74,7 @@ def test_a_run_end_to_end(server: OpenAIServer, tmp_path: Path) -> None:
     assert (tmp_path / "o.html").read_text().count("<svg") == 3
 
 
-def test_chat_with_a_shared_prefix(server: OpenAIServer, tmp_path: Path) -> None:
+def test_chat_with_a_shared_prefix(server: Server, tmp_path: Path) -> None:
     words = ["--endpoint", "chat", "--dataset", "prefix-shared", "--prefix-len", "64", "--input-len", "30"]
     words += ["--output-len", "5", "--ignore-eos", "--num-prompts", "8", "--max-concurrency", "2"]
     done = bench("serve", *words, "--base-url", server.url, "--output", str(tmp_path / "o.json"))
@@ -85,7 +85,7 @@ def test_chat_with_a_shared_prefix(server: OpenAIServer, tmp_path: Path) -> None
     assert all(60 <= count <= 180 for count in counts), "words are about as many tokens as asked for, and a template"
 
 
-def test_texts_of_a_sharegpt_file_are_counted_by_the_server(server: OpenAIServer, tmp_path: Path) -> None:
+def test_texts_of_a_sharegpt_file_are_counted_by_the_server(server: Server, tmp_path: Path) -> None:
     talk = {"conversations": [{"value": "def add(a, b):\n    return"}, {"value": "    return a + b, of course"}]}
     (tmp_path / "s.json").write_text(json.dumps([talk]))
     words = ["--dataset", "sharegpt", "--dataset-path", str(tmp_path / "s.json"), "--num-prompts", "3", "--ignore-eos"]
@@ -96,7 +96,7 @@ def test_texts_of_a_sharegpt_file_are_counted_by_the_server(server: OpenAIServer
     assert {r["output_tokens"] for r in found["requests"]} == {r["asked_output_tokens"] for r in found["requests"]}
 
 
-def test_refusals_are_failures(server: OpenAIServer, tmp_path: Path) -> None:
+def test_refusals_are_failures(server: Server, tmp_path: Path) -> None:
     """Far more at once than queue and batch hold: 429 for the rest."""
     words = ["--num-prompts", "200", "--input-len", "4", "--output-len", "200", "--base-url", server.url]
     done = bench("serve", *words, "--output", str(tmp_path / "o.json"))
@@ -132,7 +132,7 @@ def test_wrong_flags_are_one_line(args: list[str], line: str) -> None:
     assert done.stderr.startswith(f"blockyard bench: error: {line}") and done.stderr.count("\n") == 1
 
 
-def test_what_the_server_says_is_told(server: OpenAIServer) -> None:
+def test_what_the_server_says_is_told(server: Server) -> None:
     done = bench("serve", "--base-url", server.url, "--vocab-range", "5000:6000")
     assert done.returncode == 1
     assert done.stderr.startswith("blockyard bench: error: the first request failed: HTTP 400: ")
@@ -156,7 +156,7 @@ def test_the_suite_lists_its_items() -> None:
 def test_help_defines_the_figures() -> None:
     done = bench("serve", "--help")
     assert done.returncode == 0
-    for text in ("TPOT  one figure a request: (E2EL - TTFT) / (output tokens - 1)", "--goodput NAME:MS", "(429 too)"):
+    for text in ("TPOT  one value a request: (E2EL - TTFT) / (output tokens - 1)", "--goodput NAME:MS", "answered with 429"):
         assert text in done.stdout
     assert "bench latency" in bench().stdout
 
