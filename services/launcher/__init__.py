@@ -1,6 +1,6 @@
 """The command line, and the supervision of the services on one machine.
 
-`cli.main` is the `blockyard` command. `serve` runs a whole ring as child processes, `run_service` replaces itself with
+`cli.main` is the `blockyard` command. `serve` runs a whole ring as child processes; `multi_host` runs
 one service of a ring that spans machines. Both read their flags with `sources` and check the machine (`ports`, `gpus`)
 before a process is started. `supervision/` starts, watches and restarts children; `models/` finds a model's files.
 

@@ -3,6 +3,7 @@
 import difflib
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import blockyard
 from blockyard.shared import pipes
@@ -11,15 +12,15 @@ from blockyard.shared.errors import BlockyardError, ConfigError
 USAGE = """\
 usage: blockyard serve [MODEL] [flags]    serve a model on this machine
        blockyard bench WHAT [flags]       measure a server, a model or the GPU: serve, latency, suite, ...
-       blockyard tune MODEL [flags]       compile a model's GPU kernels and measure its layers ahead (--kernel-cache)
-       blockyard simulate TRACE [flags]   the scheduler on a trace, in virtual time: a report
-       blockyard run SERVICE [flags]      one process of a ring over several machines or containers
-       blockyard ring [--check]           who is in that ring; --check: is this host's part ready
+       blockyard tune MODEL [flags]       compile GPU kernels and tune layers ahead of a start (--kernel-cache)
+       blockyard simulate TRACE [flags]   run the scheduler on a trace in virtual time and report
+       blockyard run SERVICE [flags]      run one process of a ring over several machines or containers
+       blockyard ring [--check]           list the members of that ring; --check: is this host's part ready
        blockyard keys DIR                 write the key pair that all members of such a ring share
-       blockyard flags [--markdown]       every flag there is, also those that are refused and why
+       blockyard flags [--markdown]       list every flag, also refused ones with the reason
        blockyard version
 
-MODEL is a folder, a name on the Hugging Face hub, or `demo` for the model that is shipped.
+MODEL is a folder, a name on the Hugging Face hub, or `demo` for the included model.
 Flags may also stand in a YAML file (--config FILE) or in the environment (BLOCKYARD_MAX_NUM_SEQS=64)."""
 
 COMMANDS = ("serve", "bench", "simulate", "tune", "run", "ring", "keys", "flags")
@@ -56,9 +57,9 @@ def _run(command: str, words: list[str]) -> int:
             "no such command" + (f"; did you mean {close[0]}?" if close else f"; try {', '.join(COMMANDS)}")
         )
     if {"-h", "--help"} & {*words} and command in ("serve", "tune", "run", "ring"):
-        from blockyard.services.launcher import flags  # noqa: PLC0415
+        from blockyard.shared.config import table  # noqa: PLC0415 - loads every flag
 
-        print(USAGE, flags.help_text(), sep="\n\n")
+        print(USAGE, table.help_text(), sep="\n\n")
         return 0
     return _main_of(command)(words)
 
@@ -83,18 +84,39 @@ def _main_of(command: str) -> Callable[[Sequence[str]], int]:
 
             return tune.main
         case "run":
-            from blockyard.services.launcher import run_service  # noqa: PLC0415
+            from blockyard.services.launcher import multi_host  # noqa: PLC0415
 
-            return run_service.main
+            return multi_host.run
         case "ring":
-            from blockyard.services.launcher import ring_status  # noqa: PLC0415
+            from blockyard.services.launcher import multi_host  # noqa: PLC0415
 
-            return ring_status.main
+            return multi_host.ring
         case "keys":
-            from blockyard.services.launcher import keys  # noqa: PLC0415
+            from blockyard.services.launcher import multi_host  # noqa: PLC0415
 
-            return keys.main
+            return multi_host.keys
         case _:
-            from blockyard.services.launcher import flags  # noqa: PLC0415
+            return flags
 
-            return flags.main
+
+def flags(args: Sequence[str]) -> int:
+    """Prints every flag; `--markdown` prints a table, `--write FILE` updates the table in a document.
+
+    Raises ConfigError.
+    """
+    from blockyard.shared.config import table  # noqa: PLC0415 - loads every flag
+
+    match list(args):
+        case []:
+            print(table.help_text(show_refused=True))
+        case ["--markdown"]:
+            print(table.markdown())
+        case ["--write", name]:
+            path = Path(name)
+            try:
+                path.write_text(table.with_table(path.read_text("utf-8")), "utf-8")
+            except OSError as e:
+                raise ConfigError(f"{path}: {e.strerror}") from e
+        case _:
+            raise ConfigError("expected nothing, --markdown, or --write FILE")
+    return 0

@@ -1,4 +1,4 @@
-"""Whether there is a GPU for each replica, asked before anything is started. Without torch."""
+"""Checks without torch that there is a GPU for each replica, before any process is started."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -11,23 +11,23 @@ _DEVICE = re.compile(r"nvidia\d+")
 
 
 def check(workers: Sequence[WorkerConfig], environ: Mapping[str, str], devices: Path = Path("/dev")) -> None:
-    """Raises ConfigError, with the number of GPUs that there are, if they are too few."""
+    """Raises ConfigError if there are fewer GPUs than replicas that need one."""
     needed = sum(config.gpu is not None for config in workers)
     if not needed:
         return
     num = count(environ, devices)
     if num < needed:
         raise ConfigError(
-            f"--data-parallel-size {len(workers)}: each replica takes a GPU of its own, and there "
+            f"--data-parallel-size {len(workers)}: each replica needs its own GPU, and there "
             f"{'is 1' if num == 1 else f'are {num}'} here"
         )
 
 
 def count(environ: Mapping[str, str], devices: Path = Path("/dev")) -> int:
-    """GPUs that a process started here would see."""
+    """Returns the number of GPUs that child processes will see."""
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return sum(bool(_DEVICE.fullmatch(entry.name)) for entry in devices.iterdir())
     words = [word.strip() for word in visible.split(",")]
-    ends = [i for i, word in enumerate(words) if word in ("", "-1")]  # CUDA reads no further
+    ends = [i for i, word in enumerate(words) if word in ("", "-1")]  # CUDA ignores what follows
     return ends[0] if ends else len(words)

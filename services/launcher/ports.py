@@ -1,4 +1,4 @@
-"""Whether the server's ports are to be had, asked before anything is started."""
+"""Checks and reserves the server's ports before any process is started."""
 
 import contextlib
 import errno
@@ -12,11 +12,11 @@ from pathlib import Path
 from blockyard.shared.config.gateway import GatewayConfig
 from blockyard.shared.errors import ConfigError
 
-LOCK_S = 2.0  # another launcher holds it for milliseconds
+LOCK_S = 2.0  # longest wait for the lock; other launchers hold it for milliseconds
 
 
 def check(gateways: list[GatewayConfig]) -> None:
-    """Raises ConfigError naming the flag for a port that is taken or not allowed, or a host that is not here."""
+    """Raises ConfigError with the flag of a port that is taken or not allowed, or of a host that is not local."""
     if gateways and gateways[0].uds:
         check_socket(gateways[0].uds)
     elif gateways:
@@ -27,11 +27,11 @@ def check(gateways: list[GatewayConfig]) -> None:
 
 
 @contextlib.contextmanager
-def held(gateways: list[GatewayConfig]) -> Iterator[None]:
-    """Checks the ports, and keeps --port for this ring until the block ends. Raises ConfigError as `check` does.
+def reserved(gateways: list[GatewayConfig]) -> Iterator[None]:
+    """Checks the ports and reserves --port for this ring until the block ends. Raises ConfigError as `check` does.
 
-    Gateways bind it with SO_REUSEPORT, seconds after the check: a second launcher would find it free meanwhile, and
-    the two rings would share it.
+    Gateways bind it with SO_REUSEPORT seconds after the check. Without the reservation a second launcher would find
+    it free in between, and the two rings would share it.
     """
     with contextlib.ExitStack() as stack:
         with _one_launcher_at_a_time():
@@ -42,7 +42,7 @@ def held(gateways: list[GatewayConfig]) -> Iterator[None]:
 
 
 def _hold(stack: contextlib.ExitStack, host: str, port: int) -> None:
-    """Binds with SO_REUSEPORT and does not listen: no connection comes here, and only gateways can bind it too."""
+    """Binds with SO_REUSEPORT without listening: it takes no connections, and gateways can still bind the port."""
     for family, kind, protocol, _, address in socket.getaddrinfo(
         host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     ):
@@ -50,13 +50,13 @@ def _hold(stack: contextlib.ExitStack, host: str, port: int) -> None:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         if family == socket.AF_INET6:
             holder.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        with contextlib.suppress(OSError):  # no such family here; or the last connections of another server end
+        with contextlib.suppress(OSError):  # address family missing, or another server's connections are just closing
             holder.bind(address)
 
 
 @contextlib.contextmanager
 def _one_launcher_at_a_time() -> Iterator[None]:
-    """Between two launchers of one user on one machine. The kernel lets go of the name with its process."""
+    """A lock between launchers of one user on one machine. The kernel releases the name when its process ends."""
     with socket.socket(socket.AF_UNIX) as lock:
         until = time.monotonic() + LOCK_S
         while True:
@@ -71,7 +71,7 @@ def _one_launcher_at_a_time() -> Iterator[None]:
 
 
 def check_free(host: str, port: int, flag: str) -> None:
-    """Binds without SO_REUSEPORT: another ring of the same user counts as taken too."""
+    """Binds without SO_REUSEPORT, so that a port of another ring of this user is also taken."""
     try:
         addresses = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as e:
@@ -93,24 +93,24 @@ def check_free(host: str, port: int, flag: str) -> None:
 
 
 def check_socket(path: str) -> None:
-    """A socket that nobody listens on any more is free; any other file is not."""
+    """Raises ConfigError unless the path is free or an unused socket."""
     folder = Path(path).absolute().parent
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise ConfigError(f"--uds {path}: {folder} is not a folder that can be written to")
     if not os.path.lexists(path):
         return
     if not stat.S_ISSOCK(os.lstat(path).st_mode):
-        raise ConfigError(f"--uds {path}: is there already, and no socket")
+        raise ConfigError(f"--uds {path}: exists and is not a socket")
     with socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.connect(path)
         except OSError:
             return
-    raise ConfigError(f"--uds {path}: another server listens there")
+    raise ConfigError(f"--uds {path}: another server uses it")
 
 
 def url(gateway: GatewayConfig) -> str:
-    """Where a browser on this machine finds the server."""
+    """Returns the server's URL for clients on this machine."""
     if gateway.uds:
         return f"unix:{gateway.uds}{gateway.root_path}"
     host = "localhost" if gateway.host in ("", "0.0.0.0", "::") else gateway.host

@@ -1,4 +1,4 @@
-"""Where flags come from: the command line, BLOCKYARD_* variables and the YAML file of --config."""
+"""Reads flags from the command line, BLOCKYARD_* variables and the YAML file of --config."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,7 +11,7 @@ from blockyard.shared.errors import ConfigError
 
 
 def read(args: Sequence[str], environ: Mapping[str, str]) -> tuple[Values, list[str], list[str]]:
-    """(values, positional arguments, notes). Raises ConfigError, also for values that are refused."""
+    """Returns (values, positional arguments, notes). Raises ConfigError, also for refused values."""
     line, positionals = given.from_command_line(args)
     environment, notes = given.from_environment(environ)
     path = (line.get("config") or environment.get("config") or given.Given(None, "")).value
@@ -20,7 +20,7 @@ def read(args: Sequence[str], environ: Mapping[str, str]) -> tuple[Values, list[
 
 
 def read_yaml(path: Path) -> GivenFlags:
-    """The flags in a YAML file, which is one mapping of names to values. Raises ConfigError."""
+    """Reads the flags of a YAML file, a mapping of names to values. Raises ConfigError."""
     try:
         content = yaml.safe_load(path.read_text("utf-8"))
     except OSError as e:
@@ -32,5 +32,5 @@ def read_yaml(path: Path) -> GivenFlags:
     if not isinstance(content, dict):
         raise ConfigError(f"--config {path}: expected a mapping of flags to values")
     if "config" in content:
-        raise ConfigError(f"--config {path}: a file cannot name another")
+        raise ConfigError(f"--config {path}: a config file cannot name another one")
     return given.from_mapping(content, path.name)

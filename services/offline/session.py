@@ -206,7 +206,7 @@ class Session:
 
     def _stop(self) -> None:
         self._give_up("the LLM is closed")
-        self._ring.stop.set()
+        self._ring.stop()
 
     def _give_up(self, why: str) -> None:
         """Nobody is left waiting for a ring that is gone."""

@@ -1,4 +1,4 @@
-"""Downloads models by their hub names. Without a network, what an earlier download left is used."""
+"""Downloads models by their hub names. Without a network, files of earlier downloads are used."""
 
 import fnmatch
 from pathlib import Path
@@ -7,7 +7,7 @@ from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import (  # type: ignore[attr-defined] # HTTPError is imported there
     GatedRepoError,
     HFValidationError,
-    HTTPError,  # of whichever HTTP library it uses; covers failed connections
+    HTTPError,  # of the HTTP library in use; covers failed connections
     LocalEntryNotFoundError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
@@ -31,9 +31,9 @@ def download(
     weights: bool,
     token: str | bool | None = None,
 ) -> Path:
-    """The local folder of a hub model. Raises ConfigError with one line that says what went wrong.
+    """Returns the local folder of a hub model. Raises ConfigError with a one-line reason.
 
-    `token`: True is the stored one, False none, None what the hub's library finds.
+    `token`: True is the stored one, False none, None the hub library's default.
     """
     try:
         info = HfApi(token=token).model_info(name, revision=revision, timeout=REACH_S)
@@ -43,9 +43,7 @@ def download(
             name, revision=revision, cache_dir=folder, allow_patterns=wanted, ignore_patterns=ignore, token=token
         )
     except GatedRepoError as e:
-        raise ConfigError(
-            f"model {name}: access to it has to be granted by its owners; log in to the hub, or give --hf-token"
-        ) from e
+        raise ConfigError(f"model {name}: its owners must grant access; log in to the hub, or give --hf-token") from e
     except RevisionNotFoundError as e:
         raise ConfigError(f"model {name}: has no revision {revision}") from e
     except (RepositoryNotFoundError, HFValidationError) as e:
@@ -56,7 +54,7 @@ def download(
 
 
 def weight_patterns(files: list[str], load_format: str, ignore: list[str]) -> tuple[str, ...]:
-    """Which weight files to fetch: one format, though a repository may hold both."""
+    """Returns the patterns of weight files to fetch: one format, even if the repository has both."""
     if load_format == "dummy":
         return ()
     if load_format != "auto":

@@ -1,4 +1,4 @@
-"""Finds the model: a local folder, a name on the hub, or the one that is shipped. Checks it without loading it."""
+"""Finds a model's files: a local folder, a name on the hub or the demo model. Checks config.json."""
 
 import re
 from pathlib import Path
@@ -20,9 +20,9 @@ def demo_folder() -> Path:
 
 
 def find(values: Values, weights: bool = True) -> Checkpoint:
-    """The model and tokenizer that the flags name, on this machine; hub names are downloaded.
+    """Returns the local files of the model and tokenizer that the flags name, downloading them if needed.
 
-    Without `weights` only what a tokenizer needs. Raises ConfigError.
+    Without `weights` only the tokenizer's files are needed. Raises ConfigError.
     """
     name = values.get("model", str)
     revision = values.maybe("revision", str)
@@ -49,7 +49,7 @@ def find(values: Values, weights: bool = True) -> Checkpoint:
 
 
 def check_architecture(checkpoint: Checkpoint, overrides: dict[str, Any]) -> None:
-    """Raises ConfigError if config.json names no architecture, or none that is supported."""
+    """Raises ConfigError unless config.json names a supported architecture."""
     names = (checkpoint.config | overrides).get("architectures")
     if not isinstance(names, list) or not names:
         raise ConfigError(f"{checkpoint.path / 'config.json'} names no architecture: it needs `architectures`")
@@ -65,7 +65,7 @@ def _config(path: Path, values: Values, needed: bool) -> dict[str, Any]:
     if not file.is_file() and (not needed or values["worker-cls"] == "mock"):
         return {}
     if not file.is_file():
-        raise ConfigError(f"{path} has no config.json: it is no model folder")
+        raise ConfigError(f"{path} has no config.json: it is not a model folder")
     return read_json(file)
 
 
@@ -78,7 +78,7 @@ def _folder(name: str, revision: str | None, values: Values, weights: bool) -> P
     if local.exists():
         raise ConfigError(f"model {name}: is a file; the folder that holds config.json is needed")
     if not _HUB_NAME.fullmatch(name) or name.startswith("."):
-        raise ConfigError(f"model {name}: no such folder, and no name that the hub could know")
+        raise ConfigError(f"model {name}: no such folder, and not a valid hub name")
     # huggingface_hub takes long to import: only models of the hub need it
     from blockyard.services.launcher.models import hub  # noqa: PLC0415
 
@@ -94,6 +94,6 @@ def _folder(name: str, revision: str | None, values: Values, weights: bool) -> P
 
 
 def hub_token(values: Values) -> str | bool | None:
-    """--hf-token: a token, or `true` for the stored one, `false` for none."""
+    """Returns --hf-token: a token, True for the stored one, False for none."""
     given = values.maybe("hf-token", str)
     return given.lower() == "true" if given is not None and given.lower() in ("true", "false") else given

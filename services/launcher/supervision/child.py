@@ -1,4 +1,4 @@
-"""One child process: how it is started, what became of it."""
+"""One child process: its command and settings, start, signals, exit and restart delay."""
 
 import asyncio
 import os
@@ -13,17 +13,36 @@ from typing import NoReturn
 import msgspec
 
 import blockyard
-from blockyard.services.launcher.supervision.backoff import BackOff
 from blockyard.shared.config.resolve import Deployment, ServiceStruct
 from blockyard.shared.config.simulation import SimulationConfig
 
-MakeCommand = Callable[[str, Path], list[str]]  # of a service's name and its settings file
-CONFIG_EXIT_CODES = (2, 3)  # ConfigError and LoadError: starting again cannot help
+MakeCommand = Callable[[str, Path], list[str]]  # from a service's name and its settings file
+CONFIG_EXIT_CODES = (2, 3)  # ConfigError and LoadError: a restart cannot help
+
+
+FIRST_DELAY_S = 0.2
+MAX_DELAY_S = 10.0
+HEALTHY_S = 30.0
+
+
+class BackOff:
+    """Delays before restarts: 0.2 s, doubling up to 10 s, and 0.2 s again after the child ran for 30 s."""
+
+    def __init__(self) -> None:
+        self._next_s = FIRST_DELAY_S
+
+    def delay_s(self, ran_s: float) -> float:
+        """Call once for each exit, with the time the child ran."""
+        if ran_s >= HEALTHY_S:
+            self._next_s = FIRST_DELAY_S
+        delay = self._next_s
+        self._next_s = min(2 * delay, MAX_DELAY_S)
+        return delay
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceSpec:
-    """A process to be had: the folder name of its service and its settings."""
+    """A process to run: the folder name of its service and its settings."""
 
     service: str
     config: ServiceStruct
@@ -34,7 +53,7 @@ class ServiceSpec:
 
 
 def service_specs(ring: Deployment) -> list[ServiceSpec]:
-    """In starting order: all start at once, but who takes longest gets the cores first."""
+    """Returns the ring's processes, slowest start first: all start at once, and the first ones get the cores."""
     return [
         *(ServiceSpec("gpu_worker", config) for config in ring.workers),
         ServiceSpec("message_bus", ring.registry),
@@ -46,20 +65,20 @@ def service_specs(ring: Deployment) -> list[ServiceSpec]:
 
 
 class NotStarted(Exception):
-    """The system did not start a process: no memory, no process or file left, a full disk. It may the next time."""
+    """The system refused to start a process (memory, process or file limits, a full disk). A retry may succeed."""
 
 
 class Child:
-    """`starts` counts; `stop_asked` is set once it shall not be started again."""
+    """A process that `run_once` starts, any number of times, until `stop` is called."""
 
     def __init__(self, spec: ServiceSpec, folder: Path, make_command: MakeCommand | None = None) -> None:
         self.spec = spec
         self._command = make_command or command
-        self.starts = 0
-        self.ran_s = 0.0  # the last time
-        self.back_off = BackOff()
-        self.stop_asked = asyncio.Event()
-        self.gone = asyncio.Event()  # and will not come back
+        self.starts = 0  # number of starts so far
+        self.stop_asked = asyncio.Event()  # it is not restarted after its exit
+        self.gone = asyncio.Event()  # it has exited and is not restarted
+        self._back_off = BackOff()
+        self._ran_s = 0.0  # duration of the last run
         self._process: asyncio.subprocess.Process | None = None
         self._settings = folder / f"{spec.name.replace(' ', '-')}.json"
 
@@ -68,12 +87,12 @@ class Child:
         return self._process.pid if self._process is not None else None
 
     async def run_once(self) -> int:
-        """Starts the process and waits for its end: the exit code, or minus the signal that killed it.
+        """Starts the process and waits for its exit. Returns the exit code, or minus the signal that killed it.
 
         Raises NotStarted.
         """
         self.starts += 1
-        self.ran_s = 0.0
+        self._ran_s = 0.0
         began = time.monotonic()
         self._process = process = await self._start()
         try:
@@ -83,12 +102,12 @@ class Child:
                 process.kill()
                 await process.wait()
             self._process = None
-            self.ran_s = time.monotonic() - began
+            self._ran_s = time.monotonic() - began
 
     async def _start(self) -> asyncio.subprocess.Process:
         try:
             self._write_settings()
-            # a session of its own: Ctrl-C in the terminal reaches the launcher alone, which then drains
+            # a new session: Ctrl-C in the terminal reaches only the launcher, which then drains
             return await asyncio.create_subprocess_exec(
                 *self._command(self.spec.service, self._settings),
                 stdin=asyncio.subprocess.DEVNULL,
@@ -98,12 +117,21 @@ class Child:
         except OSError as e:
             raise NotStarted(f"{e.strerror or e}{f': {e.filename}' if e.filename else ''}") from e
 
+    def stop(self, number: signal.Signals) -> None:
+        """Sends the signal and prevents further restarts."""
+        self.stop_asked.set()
+        self.send(number)
+
+    def restart_delay_s(self) -> float:
+        """Returns how long to wait before the next start. Call once for each exit."""
+        return self._back_off.delay_s(self._ran_s)
+
     def send(self, number: signal.Signals) -> None:
         if self._process is not None and self._process.returncode is None:
             self._process.send_signal(number)
 
     def read_error_line(self) -> str:
-        """The one line that a process leaves which ends with an error of ours, or an empty string."""
+        """Returns the error line that the process wrote before it exited, or an empty string."""
         path = self._settings.with_suffix(".error")
         try:
             text = path.read_text("utf-8")
@@ -121,7 +149,7 @@ class Child:
 
 
 def command(service: str, settings: Path) -> list[str]:
-    """-P: the folder a user happens to be in stays off the module path."""
+    """-P keeps the current folder off the module path."""
     return [sys.executable, "-P", "-m", f"blockyard.services.{service}", str(settings)]
 
 
@@ -135,7 +163,7 @@ def exec_service(service: str, config: ServiceStruct | SimulationConfig) -> NoRe
 
 
 def environment() -> dict[str, str]:
-    """The children's: they find the package where this process found it, installed or not."""
+    """Returns the environment of children, which import the package from where this process imported it."""
     home = str(Path(blockyard.__file__).parent.parent)
     if Path(home).name in ("site-packages", "dist-packages"):
         return dict(os.environ)
@@ -144,7 +172,7 @@ def environment() -> dict[str, str]:
 
 
 def ending(code: int) -> str:
-    """An exit code in words."""
+    """Describes an exit code."""
     if code >= 0:
         return f"exit code {code}"
     names = {number.value: number.name for number in signal.Signals}

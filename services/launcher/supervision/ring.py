@@ -1,4 +1,4 @@
-"""A whole ring as child processes of this one, from the first start to the last exit."""
+"""Runs a whole ring as child processes of this one, from the first start to the last exit."""
 
 import asyncio
 import logging
@@ -22,14 +22,14 @@ HUNG_CHECK_S = 0.5
 
 
 def local_bus(folder: Path) -> BusConfig:
-    """The bus of a ring that lives in one private folder."""
+    """Returns the bus settings of a ring whose sockets are in one private folder."""
     return BusConfig(registry=f"ipc://{folder}/message-bus", bind=f"ipc://{folder}")
 
 
 class Ring:
-    """Runs a deployment. `ready` is set when every service is; `stop` and then `kill` are asked for from outside.
+    """Runs a deployment's processes. `ready` is set when every service is ready.
 
-    All events belong to the loop that `run` runs in.
+    Its methods are called on the event loop that `run` runs in.
     """
 
     def __init__(
@@ -44,20 +44,32 @@ class Ring:
         self._names = {spec.name for spec in all_specs}
         self.start_up = StartupTracker([spec.name for spec in all_specs], display)
         self.ready = asyncio.Event()
-        self.stop = asyncio.Event()
-        self.kill = asyncio.Event()
+        self._stop = asyncio.Event()
+        self._kill = asyncio.Event()
+
+    @property
+    def is_stopping(self) -> bool:
+        return self._stop.is_set()
+
+    def stop(self) -> None:
+        """Ends `run` after running requests were drained."""
+        self._stop.set()
+
+    def kill(self) -> None:
+        """Kills all processes instead of draining."""
+        self._kill.set()
 
     async def run(self, drain_s: float) -> None:
-        """Until `stop`: then drains, giving running requests `drain_s`. Raises StartFailed."""
+        """Runs until `stop`, then lets running requests finish for `drain_s`. Raises StartFailed."""
         links: Links[Hello] = Links("launcher", Role.LAUNCHER, self._deployment.registry.process.bus, Hello)
         try:
             with links:
                 async with asyncio.TaskGroup() as tasks:
                     for child in self.supervisor.children:
-                        tasks.create_task(self.supervisor.keep(child))
-                    work = (self._watch(links), self._kill_on_demand(), self._kill_hung(links))
+                        tasks.create_task(self.supervisor.supervise(child))
+                    work = (self._watch(links), self._kill_when_asked(), self._kill_hung(links))
                     helpers = [tasks.create_task(coroutine) for coroutine in work]
-                    await self.stop.wait()
+                    await self._stop.wait()
                     await self.supervisor.drain(drain_s)
                     for helper in helpers:
                         helper.cancel()
@@ -72,18 +84,18 @@ class Ring:
         async for _, event in links:
             match event:
                 case Joined(member) | Changed(member):
-                    self._hung.heard(member)
+                    self._hung.on_member(member)
                     if member.name in self._names:
-                        self._sockets.saw(member)
-                    if self.start_up.saw(member):
-                        self.supervisor.settled = True
+                        self._sockets.on_member(member)
+                    if self.start_up.on_member(member):
+                        self.supervisor.settle()
                         self.ready.set()
                 case Gone(member):
-                    self._hung.lost(member, time.monotonic())
-                    self.start_up.lost(member)
+                    self._hung.on_gone(member, time.monotonic())
+                    self.start_up.on_gone(member)
 
     async def _kill_hung(self, links: Links[Hello]) -> None:
-        """Kills hung children, for ever; the supervisor starts them again."""
+        """Kills hung children; the supervisor restarts them."""
         while True:
             await asyncio.sleep(HUNG_CHECK_S)
             links.ask_registry()
@@ -91,16 +103,16 @@ class Ring:
             children = {child.spec.name: child for child in self.supervisor.children}
             for name, child in children.items():
                 if child.pid is None or child.stop_asked.is_set():
-                    self._hung.ended(name)
+                    self._hung.on_ended(name)
                 else:
-                    self._hung.running(name, child.starts, now)
-            self._hung.registry(BUS, links.registry_heard_s, now)
-            for name, silent_s in self._hung.hung(now, self.supervisor.settled).items():
+                    self._hung.on_running(name, child.starts, now)
+            self._hung.on_registry(BUS, links.registry_heard_s, now)
+            for name, silent_s in self._hung.find_hung(now, self.supervisor.settled).items():
                 log.warning("%s is hung: no heartbeat for %.0f s (--hung-timeout), it is killed", name, silent_s)
                 children[name].send(signal.SIGKILL)
 
-    async def _kill_on_demand(self) -> None:
-        await self.kill.wait()
+    async def _kill_when_asked(self) -> None:
+        await self._kill.wait()
         self.supervisor.kill()
 
 

@@ -1,4 +1,4 @@
-"""The private folder of a ring: its ipc sockets and its settings files. Only its owner may look into it."""
+"""The private folder of a ring with its ipc sockets and settings files, readable by its owner only."""
 
 import contextlib
 import errno
@@ -16,26 +16,26 @@ from blockyard.shared.errors import ConfigError
 from blockyard.shared.messages import Member
 
 PREFIX = "blockyard-"
-LOCK = "lock"  # held while the ring lives; the kernel lets go of it however the launcher ends
+LOCK = "lock"  # locked while the ring runs; the kernel unlocks it however the launcher ends
 SERVICES = ("message_bus", "api_gateway", "tokenizer_pool", "scheduler", "detokenizer", "gpu_worker")
-YOUNG_S = 60.0  # a folder without a lock is about to get one, or its launcher was killed before that
-MOST_CHARS = 90  # an ipc path has 107 bytes, and socket names have up to 13
+YOUNG_S = 60.0  # a younger folder without a lock file may belong to a launcher that is just starting
+MAX_PATH_BYTES = 90  # an ipc path has at most 107 bytes, and socket names have up to 13
 
 
 class RunDir:
-    """A context: `path` is removed at the end if it was made here. Raises ConfigError if it cannot be had."""
+    """A context whose folder `path` is removed at exit if this class created it. Raises ConfigError."""
 
-    def __init__(self, asked: str | None) -> None:
+    def __init__(self, folder: str | None) -> None:
         remove_stale(Path(tempfile.gettempdir()))
-        self._made = asked is None
-        self.path = Path(tempfile.mkdtemp(prefix=PREFIX)) if asked is None else _private(Path(asked).absolute())
-        if len(os.fsencode(self.path)) > MOST_CHARS:
+        self._made = folder is None
+        self.path = Path(tempfile.mkdtemp(prefix=PREFIX)) if folder is None else _private(Path(folder).absolute())
+        if len(os.fsencode(self.path)) > MAX_PATH_BYTES:
             self._remove()
-            raise ConfigError(f"run folder {self.path}: longer than {MOST_CHARS} bytes; choose one with --run-dir")
+            raise ConfigError(f"run folder {self.path}: longer than {MAX_PATH_BYTES} bytes; choose one with --run-dir")
         self._lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         if not _try_lock(self._lock):
             os.close(self._lock)
-            raise ConfigError(f"run folder {self.path}: another ring lives there")
+            raise ConfigError(f"run folder {self.path}: another ring uses it")
         remove_leftovers(self.path)
 
     def __enter__(self) -> "RunDir":
@@ -51,7 +51,7 @@ class RunDir:
 
 
 def remove_stale(parent: Path) -> None:
-    """Removes what launchers of this user left behind that were killed before they could tidy up."""
+    """Removes the folders of this user's launchers that were killed before they could remove them."""
     for folder in parent.glob(f"{PREFIX}*"):
         try:
             if folder.lstat().st_uid != os.getuid() or not stat.S_ISDIR(folder.lstat().st_mode):
@@ -61,16 +61,16 @@ def remove_stale(parent: Path) -> None:
                 continue
             lock = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC)
         except OSError:
-            continue  # another user's, or about to be filled
+            continue  # another user's, or just being created
         if _try_lock(lock):
             shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Removes the settings, last words and dead sockets of a ring that lived in a folder of --run-dir and was killed.
+    """Removes settings, error files and dead sockets that a killed ring left in a folder of --run-dir.
 
-    Files that no ring makes are the user's.
+    Other files belong to the user and stay.
     """
     for path in folder.iterdir():
         with contextlib.suppress(OSError):
@@ -80,12 +80,12 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def _is_members(name: str) -> bool:
-    """Whether a socket's name is the registry's or one that members draw."""
+    """Whether a socket's name is the registry's or a random one of a member."""
     return name == "message-bus" or (len(name) == 12 and not name.strip("0123456789abcdef"))
 
 
 def _is_dead(path: Path) -> bool:
-    """Whether nobody listens on a socket."""
+    """Whether no process listens on a socket."""
     if not stat.S_ISSOCK(path.lstat().st_mode):
         return False
     with socket.socket(socket.AF_UNIX) as probe:
@@ -93,13 +93,13 @@ def _is_dead(path: Path) -> bool:
 
 
 class MemberSockets:
-    """Removes the socket of a killed member once its successor under the same name has another one."""
+    """Removes the socket of a killed member when its restarted process joins with another one."""
 
     def __init__(self, folder: Path) -> None:
         self._prefix = f"ipc://{folder}/"
         self._endpoints: dict[str, str] = {}
 
-    def saw(self, member: Member) -> None:
+    def on_member(self, member: Member) -> None:
         before = self._endpoints.get(member.name, member.endpoint)
         self._endpoints[member.name] = member.endpoint
         if before != member.endpoint and before.startswith(self._prefix):
@@ -110,7 +110,7 @@ def _private(path: Path) -> Path:
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         if path.stat().st_uid != os.getuid():
-            raise ConfigError(f"--run-dir {path}: belongs to somebody else")
+            raise ConfigError(f"--run-dir {path}: belongs to another user")
         path.chmod(0o700)
     except OSError as e:
         raise ConfigError(f"--run-dir {path}: {e.strerror}") from e

@@ -1,14 +1,18 @@
-"""Follows a ring's start from its membership list and tells it, phase by phase."""
+"""Follows a ring's start on its membership list, and displays that show it."""
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TextIO
+from typing import TYPE_CHECKING, Protocol, TextIO
 
 from blockyard.shared import pipes
 from blockyard.shared.messages import Member
 
-BUS = "message_bus"  # no member: it is there once it has told of anybody
+if TYPE_CHECKING:
+    from rich.console import Console
+
+BUS = "message_bus"  # not on the list itself: it is ready once it has sent the list
 
 
 class StartupDisplay(Protocol):
@@ -24,11 +28,11 @@ class _Row:
     phase: str = "starting"
     progress: float = 0.0
     ready: bool = False
-    notes_told: int = 0
+    notes_shown: int = 0
 
 
 class StartupTracker:
-    """`complete` once every one of `names` was ready; later it only tells who is ready again."""
+    """`complete` is True once each of `names` was ready. After that only restarted services are reported."""
 
     def __init__(
         self, names: Sequence[str], display: StartupDisplay, clock: Callable[[], float] = time.monotonic
@@ -43,8 +47,8 @@ class StartupTracker:
     def seconds(self) -> float:
         return self._clock() - self._began
 
-    def saw(self, member: Member) -> bool:
-        """Takes a member's newest entry; True if that makes the ring complete for the first time."""
+    def on_member(self, member: Member) -> bool:
+        """Takes a member's newest entry. Returns True if the ring is now complete for the first time."""
         if BUS in self._rows and not self._rows[BUS].ready:
             self._ready(BUS, self._rows[BUS])
         row = self._rows.get(member.name)
@@ -53,9 +57,9 @@ class StartupTracker:
         if row.incarnation not in (0, member.incarnation):
             row = self._rows[member.name] = _Row()
         row.incarnation = member.incarnation
-        for note in member.notes[row.notes_told :]:
+        for note in member.notes[row.notes_shown :]:
             self._display.say(f"  {member.name}: {note}")
-        row.notes_told = len(member.notes)
+        row.notes_shown = len(member.notes)
         if member.ready and not row.ready:
             self._ready(member.name, row)
         elif not self.complete and not member.ready and (member.phase, member.progress) != (row.phase, row.progress):
@@ -66,8 +70,8 @@ class StartupTracker:
         self.complete = True
         return True
 
-    def lost(self, member: Member) -> None:
-        """Unless another incarnation has come under the same name already."""
+    def on_gone(self, member: Member) -> None:
+        """Resets the service, unless another incarnation has already joined under its name."""
         row = self._rows.get(member.name)
         if row is not None and row.incarnation == member.incarnation:
             self._rows[member.name] = _Row()
@@ -83,14 +87,14 @@ class StartupTracker:
 
 
 class PlainDisplay:
-    """A line an event, for logs and pipes."""
+    """Prints a line for each event, for logs and pipes."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
         self._phases: dict[str, str] = {}
 
     def phase(self, name: str, phase: str, progress: float) -> None:
-        if self._phases.get(name) != phase and phase != "ready":  # progress within a phase is for bars
+        if self._phases.get(name) != phase and phase != "ready":  # only progress bars show progress within a phase
             self._phases[name] = phase
             self.say(f"{name}: {phase}")
 
@@ -98,7 +102,7 @@ class PlainDisplay:
         self.say(f"{name}: ready after {seconds:.1f} s")
 
     def say(self, line: str) -> None:
-        """A pipe that has no reader any more gets nothing: the ring goes on."""
+        """Prints a line. When the reader of a pipe is gone, the ring goes on without output."""
         try:
             print(line, file=self._out, flush=True)
         except BrokenPipeError:
@@ -108,17 +112,46 @@ class PlainDisplay:
         pass
 
 
-class QuietDisplay:
-    """Says nothing."""
+class QuietDisplay(PlainDisplay):
+    """Prints nothing."""
 
-    def phase(self, name: str, phase: str, progress: float) -> None:
-        pass
-
-    def ready(self, name: str, seconds: float) -> None:
-        pass
+    def __init__(self) -> None:
+        super().__init__(sys.stderr)
 
     def say(self, line: str) -> None:
         pass
 
+
+class StartupProgressBars:
+    """Shows a progress bar for each service on a terminal. After `close`, lines follow below the bars."""
+
+    def __init__(self, names: Sequence[str], out: TextIO, console: "Console | None" = None) -> None:
+        # rich takes 0.1 s to import: only terminals need it
+        from rich.console import Console  # noqa: PLC0415
+        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn  # noqa: PLC0415
+
+        width = max((len(name) for name in names), default=0)
+        self._progress = Progress(
+            SpinnerColumn(finished_text="[green]✓"),
+            TextColumn("{task.description:<" + str(width) + "}"),
+            BarColumn(bar_width=24),
+            TimeElapsedColumn(),
+            TextColumn("[dim]{task.fields[phase]}"),
+            console=console or Console(file=out),
+            refresh_per_second=5,  # leaves the cores to the starting services
+        )
+        self._tasks = {name: self._progress.add_task(name, total=None, phase="starting") for name in names}
+        self._progress.start()
+
+    def phase(self, name: str, phase: str, progress: float) -> None:
+        """A phase without progress pulses."""
+        self._progress.update(self._tasks[name], total=1.0 if progress > 0 else None, completed=progress, phase=phase)
+
+    def ready(self, name: str, seconds: float) -> None:
+        self._progress.update(self._tasks[name], total=1.0, completed=1.0, phase=f"ready after {seconds:.1f} s")
+
+    def say(self, line: str) -> None:
+        self._progress.console.print(line, highlight=False, markup=False)
+
     def close(self) -> None:
-        pass
+        self._progress.stop()

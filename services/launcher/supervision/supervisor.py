@@ -1,4 +1,4 @@
-"""Keeps the children running, and stops them in an order that lets running requests end."""
+"""Restarts children that exit, and stops them in an order that lets running requests finish."""
 
 import asyncio
 import logging
@@ -18,15 +18,15 @@ from blockyard.shared.errors import BlockyardError
 
 log = logging.getLogger(__name__)
 
-# Gateways first, for they finish what runs; the scheduler before those whose loss it would report; the registry
-# last, for the others take leave of it.
+# Gateways first: they finish the running requests. The scheduler before the services whose loss it would report. The
+# registry last: the others deregister.
 WAVES = (("api_gateway",), ("scheduler",), ("gpu_worker", "tokenizer_pool", "detokenizer"), ("message_bus",))
-STARTS_AT_MOST = 3  # of a child before the ring was ready for the first time
-GRACE_S = 5.0  # beyond what a child was promised, before it is killed
+MAX_STARTS = 3  # of a child before the ring is ready for the first time
+GRACE_S = 5.0  # added to the time a child has to stop before it is killed
 
 
 class StartFailed(BlockyardError):
-    """A child cannot start: the ring is given up."""
+    """A child cannot start, so the ring ends."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -34,51 +34,52 @@ class StartFailed(BlockyardError):
 
 
 class Supervisor:
-    """`settled` is set by whoever sees that every child is ready: from then on deaths are always answered."""
+    """Runs one task per child. After `settle`, called once all are ready, every exit leads to a restart."""
 
     def __init__(self, specs: Sequence[ServiceSpec], folder: Path, make_command: MakeCommand | None = None) -> None:
         self.children = [Child(spec, folder, make_command) for spec in specs]
         self.settled = False
 
-    async def keep(self, child: Child) -> None:
-        """Runs a child again and again until it is told to stop. Raises StartFailed."""
+    def settle(self) -> None:
+        self.settled = True
+
+    async def supervise(self, child: Child) -> None:
+        """Runs a child and restarts it until it is stopped. Raises StartFailed."""
         try:
             while not child.stop_asked.is_set():
                 try:
                     code = await child.run_once()
                 except NotStarted as e:
-                    await self._wait_to_start(child, "could not be started", str(e))
+                    await self._wait_before_restart(child, "could not be started", str(e))
                     continue
                 if not child.stop_asked.is_set():
-                    await self._answer_death(child, code)
+                    await self._on_exit(child, code)
         finally:
             child.gone.set()
 
     async def drain(self, gateways_s: float) -> None:
-        """Stops all children in waves; gateways have `gateways_s` to finish what runs."""
+        """Stops all children in waves; gateways have `gateways_s` to finish running requests."""
         for wave, children in enumerate(stop_order(self.children)):
             for child in children:
-                child.stop_asked.set()
-                child.send(signal.SIGTERM)
+                child.stop(signal.SIGTERM)
             await _wait_gone(children, (gateways_s if wave == 0 else 0.0) + GRACE_S)
 
     def kill(self) -> None:
         for child in self.children:
-            child.stop_asked.set()
-            child.send(signal.SIGKILL)
+            child.stop(signal.SIGKILL)
 
-    async def _answer_death(self, child: Child, code: int) -> None:
+    async def _on_exit(self, child: Child, code: int) -> None:
         words = child.read_error_line()
         if not self.settled and code in CONFIG_EXIT_CODES:
             raise StartFailed(f"{child.spec.name}: {words or ending(code)}", code)
-        await self._wait_to_start(child, "ended", f"{ending(code)}: {words}" if words else ending(code))
+        await self._wait_before_restart(child, "ended", f"{ending(code)}: {words}" if words else ending(code))
 
-    async def _wait_to_start(self, child: Child, what: str, reason: str) -> None:
-        """Waits as long as its back-off says, or until it is told to stop. Raises StartFailed."""
+    async def _wait_before_restart(self, child: Child, what: str, reason: str) -> None:
+        """Waits for the back-off delay or until the child is stopped. Raises StartFailed."""
         name = child.spec.name
-        if not self.settled and child.starts >= STARTS_AT_MOST:
+        if not self.settled and child.starts >= MAX_STARTS:
             raise StartFailed(f"{name} {what} {child.starts} times before it was ready ({reason})", 1)
-        delay_s = child.back_off.delay_s(child.ran_s)
+        delay_s = child.restart_delay_s()
         log.warning("%s %s (%s), it is started again in %.1f s", name, what, reason, delay_s)
         try:
             async with asyncio.timeout(delay_s):
@@ -92,7 +93,7 @@ def stop_order(children: Sequence[Child]) -> list[list[Child]]:
 
 
 async def _wait_gone(children: Sequence[Child], patience_s: float) -> None:
-    """Kills those that are still there after `patience_s`."""
+    """Waits `patience_s`, then kills the children that still run."""
     try:
         async with asyncio.timeout(patience_s):
             for child in children:

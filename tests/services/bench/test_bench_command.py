@@ -156,7 +156,11 @@ def test_the_suite_lists_its_items() -> None:
 def test_help_defines_the_figures() -> None:
     done = bench("serve", "--help")
     assert done.returncode == 0
-    for text in ("TPOT  one value a request: (E2EL - TTFT) / (output tokens - 1)", "--goodput NAME:MS", "answered with 429"):
+    for text in (
+        "TPOT  one value a request: (E2EL - TTFT) / (output tokens - 1)",
+        "--goodput NAME:MS",
+        "answered with 429",
+    ):
         assert text in done.stdout
     assert "bench latency" in bench().stdout
 

@@ -33,7 +33,7 @@ def reported(found: list[RequestResult], cpu_share: float = 0.1) -> report.Serve
         summary=metrics.summarize(found, 4.4, {"ttft": 500}),
         client=report.ClientLoad(cpu_share, cpu_share, None),
         failures=metrics.failures(found),
-        requests=report.requests(found, 0.0),
+        requests=report.request_rows(found, 0.0),
     )
 
 

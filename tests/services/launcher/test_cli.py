@@ -35,7 +35,7 @@ def blockyard(*args: str, **variables: str) -> subprocess.CompletedProcess[str]:
         (["serve", "-tp", "2"], "blockyard serve: error: -tp 2: not built yet: tensor parallelism; use 1"),
         (
             ["serve", "/no/such"],
-            "blockyard serve: error: model /no/such: no such folder, and no name that the hub could know",
+            "blockyard serve: error: model /no/such: no such folder, and not a valid hub name",
         ),
         (
             ["serve", "demo", "--chat-template", "/no.jinja"],
@@ -43,7 +43,7 @@ def blockyard(*args: str, **variables: str) -> subprocess.CompletedProcess[str]:
         ),
         (
             ["serve", "demo", "--bind", "tcp://x"],
-            "blockyard serve: error: --bind: is for `blockyard run`; serve makes a ring of its own",
+            "blockyard serve: error: --bind: is for `blockyard run`; serve starts its own ring",
         ),
         (["run", "scheduler"], "blockyard run: error: run: --message-bus is needed, e.g. tcp://message-bus:5700"),
         (["sreve"], "blockyard sreve: error: no such command; did you mean serve?"),
@@ -163,7 +163,7 @@ def test_the_table_is_written_into_a_document(tmp_path: Path) -> None:
 
 PROBE = """
 import sys
-from blockyard.services.launcher import cli, run_service, serve
+from blockyard.services.launcher import cli, multi_host, serve
 from blockyard.services.launcher.supervision import ring
 heavy = ("torch", "numpy", "rich", "huggingface_hub", "transformers", "aiohttp", "tokenizers")
 print([name for name in heavy if name in sys.modules])

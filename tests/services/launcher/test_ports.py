@@ -46,12 +46,12 @@ def test_a_unix_socket_is_free_once_nobody_listens(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as sock:
         sock.bind(str(path))
         sock.listen()
-        with pytest.raises(ConfigError, match=f"--uds {path}: another server listens there"):
+        with pytest.raises(ConfigError, match=f"--uds {path}: another server uses it"):
             ports.check(ring.gateways)
     ports.check(ring.gateways)
     path.unlink()
     path.write_text("a file")
-    with pytest.raises(ConfigError, match="is there already, and no socket"):
+    with pytest.raises(ConfigError, match="exists and is not a socket"):
         ports.check(ring.gateways)
     with pytest.raises(ConfigError, match="is not a folder"):
         ports.check(deployment(tmp_path, "--uds", str(tmp_path / "no" / "s")).gateways)
@@ -86,12 +86,12 @@ def test_a_port_is_taken_from_the_check_on(tmp_path: Path, host: str) -> None:
     """The first ring's gateways may bind it seconds later; a second launcher is refused at once."""
     port = free_port()
     first = deployment(tmp_path, "--port", str(port), *(["--host", host] if host else []), "--api-gateways", "2")
-    with ports.held(first.gateways):
-        with pytest.raises(ConfigError, match=f"^port {port} is in use"), ports.held(first.gateways):
+    with ports.reserved(first.gateways):
+        with pytest.raises(ConfigError, match=f"^port {port} is in use"), ports.reserved(first.gateways):
             pass
         asyncio.run(serve_twice(host, port))
-    with ports.held(first.gateways):  # also while connections of the first ring's gateways are in TIME_WAIT
-        with pytest.raises(ConfigError, match=f"^port {port} is in use"), ports.held(first.gateways):
+    with ports.reserved(first.gateways):  # also while connections of the first ring's gateways are in TIME_WAIT
+        with pytest.raises(ConfigError, match=f"^port {port} is in use"), ports.reserved(first.gateways):
             pass
         asyncio.run(serve_twice(host, port))
 
@@ -123,7 +123,7 @@ def test_many_launchers_at_once_get_a_port_once(tmp_path: Path) -> None:
     def launch() -> None:
         everyone.wait()
         try:
-            with ports.held(ring.gateways):
+            with ports.reserved(ring.gateways):
                 got.append(True)
                 everyone.wait()
         except ConfigError:

@@ -30,15 +30,15 @@ class Ring:
             if self.registry_speaks:
                 self.registry_heard_s = self.now
             for name, start in self.starts.items():
-                self.hung.running(name, start, self.now)
-            self.hung.registry("message_bus", self.registry_heard_s, self.now)
-            for name, silent_s in self.hung.hung(self.now, self.settled).items():
+                self.hung.on_running(name, start, self.now)
+            self.hung.on_registry("message_bus", self.registry_heard_s, self.now)
+            for name, silent_s in self.hung.find_hung(self.now, self.settled).items():
                 self.killed.append((name, self.now - self.began))
                 assert silent_s >= TIMEOUT_S
 
     def lose(self, name: str) -> None:
         self.began = self.now
-        self.hung.lost(self.member(name), self.now)
+        self.hung.on_gone(self.member(name), self.now)
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def ring() -> Ring:
     ring = Ring()
     ring.run(1)
     for name in ("detokenizer 0", "gpu_worker"):
-        ring.hung.heard(ring.member(name))
+        ring.hung.on_member(ring.member(name))
     return ring
 
 
@@ -65,7 +65,7 @@ def test_a_child_that_comes_back_in_time_lives(ring: Ring) -> None:
     for _ in range(5):
         ring.lose("detokenizer 0")
         ring.run(5)
-        ring.hung.heard(ring.member("detokenizer 0"))
+        ring.hung.on_member(ring.member("detokenizer 0"))
     ring.run(100)
     assert not ring.killed
 
@@ -73,8 +73,8 @@ def test_a_child_that_comes_back_in_time_lives(ring: Ring) -> None:
 def test_the_end_of_an_earlier_incarnation_says_nothing(ring: Ring) -> None:
     ring.starts["detokenizer 0"] = 2
     ring.run(1)
-    ring.hung.heard(ring.member("detokenizer 0"))
-    ring.hung.lost(ring.member("detokenizer 0", incarnation=1), ring.now)
+    ring.hung.on_member(ring.member("detokenizer 0"))
+    ring.hung.on_gone(ring.member("detokenizer 0", incarnation=1), ring.now)
     ring.run(1000)
     assert not ring.killed
 
@@ -84,7 +84,7 @@ def test_the_next_start_of_a_killed_child_is_judged_anew(ring: Ring) -> None:
     ring.run(20)
     ring.starts["detokenizer 0"] = 2
     ring.run(1)
-    ring.hung.heard(ring.member("detokenizer 0"))
+    ring.hung.on_member(ring.member("detokenizer 0"))
     ring.run(100)
     assert len(ring.killed) == 1
     ring.lose("detokenizer 0")
@@ -94,7 +94,7 @@ def test_the_next_start_of_a_killed_child_is_judged_anew(ring: Ring) -> None:
 
 def test_a_child_that_is_not_ready_has_longer(ring: Ring) -> None:
     """A worker that loads weights or captures graphs may hold up its heartbeat."""
-    ring.hung.heard(ring.member("gpu_worker", ready=False))
+    ring.hung.on_member(ring.member("gpu_worker", ready=False))
     ring.lose("gpu_worker")
     ring.run(STARTING_TIMES * TIMEOUT_S - DEAD_AFTER_S - 1)
     assert not ring.killed
@@ -106,7 +106,7 @@ def test_a_child_that_is_not_ready_has_longer(ring: Ring) -> None:
 def test_a_child_that_never_announced_itself(settled: bool) -> None:
     ring = Ring()
     ring.settled = settled
-    ring.hung.heard(ring.member("detokenizer 0"))
+    ring.hung.on_member(ring.member("detokenizer 0"))
     ring.run(STARTING_TIMES * TIMEOUT_S + 1)
     assert ("gpu_worker" in dict(ring.killed)) == settled
 
@@ -128,7 +128,7 @@ def test_a_silent_registry_is_killed_and_counts_for_nobody_else(ring: Ring) -> N
 def test_zero_switches_it_off() -> None:
     ring = Ring(timeout_s=0.0)
     ring.run(1)
-    ring.hung.heard(ring.member("detokenizer 0"))
+    ring.hung.on_member(ring.member("detokenizer 0"))
     ring.lose("detokenizer 0")
     ring.run(1000)
     assert not ring.killed
@@ -137,6 +137,6 @@ def test_zero_switches_it_off() -> None:
 def test_a_child_that_was_told_to_stop_is_left_alone(ring: Ring) -> None:
     ring.lose("detokenizer 0")
     del ring.starts["detokenizer 0"]
-    ring.hung.ended("detokenizer 0")
+    ring.hung.on_ended("detokenizer 0")
     ring.run(100)
     assert not ring.killed

@@ -43,7 +43,7 @@ async def running(folder: Path, display: Recorder, *flags: str, command: MakeCom
         tasks.create_task(ring.run(drain_s=10.0))
         await ring.ready.wait()
         yield ring
-        ring.stop.set()
+        ring.stop()
 
 
 def pids(ring: Ring) -> dict[str, int]:
@@ -157,9 +157,9 @@ def test_a_second_signal_kills(folder: Path) -> None:
         async with running(folder, Recorder()) as ring:
             found = pids(ring)
             os.kill(found["api_gateway 0"], signal.SIGSTOP)  # it will never answer SIGTERM
-            ring.stop.set()
+            ring.stop()
             await asyncio.sleep(0.1)
-            ring.kill.set()
+            ring.kill()
             return found
 
     began = time.monotonic()

@@ -27,7 +27,7 @@ def test_an_asked_folder_is_made_private_and_kept(tmp_path: Path) -> None:
 
 
 def test_two_rings_do_not_share_a_folder(tmp_path: Path) -> None:
-    with RunDir(str(tmp_path / "r")), pytest.raises(ConfigError, match="another ring lives there"):
+    with RunDir(str(tmp_path / "r")), pytest.raises(ConfigError, match="another ring uses it"):
         RunDir(str(tmp_path / "r"))
     with RunDir(str(tmp_path / "r")):
         pass
@@ -91,5 +91,5 @@ def test_the_socket_of_a_killed_member_is_removed_once_its_successor_is_there(tm
     for name in names:
         (tmp_path / name).touch()
     for name, endpoint in (("worker", "one"), ("scheduler", "other"), ("worker", "one"), ("worker", "two")):
-        sockets.saw(Member(name, Role.GPU_WORKER, 1, f"ipc://{tmp_path}/{endpoint}"))
+        sockets.on_member(Member(name, Role.GPU_WORKER, 1, f"ipc://{tmp_path}/{endpoint}"))
     assert {*os.listdir(tmp_path)} == {"two", "other"}

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rings import deployment
 
-from blockyard.services.launcher.supervision.backoff import HEALTHY_S, MOST_S, BackOff
-from blockyard.services.launcher.supervision.child import Child, ending, service_specs
+from blockyard.services.launcher.supervision.child import HEALTHY_S, MAX_DELAY_S, BackOff, Child, ending, service_specs
 from blockyard.services.launcher.supervision.supervisor import stop_order
 
 
@@ -31,7 +30,7 @@ def test_no_delay_is_out_of_bounds_and_only_health_shortens_it(runs: list[float]
     before = 0.0
     for ran_s in runs:
         delay = back_off.delay_s(ran_s)
-        assert 0.2 <= delay <= MOST_S
+        assert 0.2 <= delay <= MAX_DELAY_S
         assert delay >= before or ran_s >= HEALTHY_S
         before = delay
 

@@ -1,4 +1,4 @@
-"""`blockyard run SERVICE`: one process of a ring that spans machines or containers."""
+"""`blockyard run`, `ring` and `keys`: a ring over several machines or containers."""
 
 import os
 import socket
@@ -9,20 +9,21 @@ from pathlib import Path
 from blockyard.services.launcher import sources
 from blockyard.services.launcher.models import model_files
 from blockyard.services.launcher.supervision.child import exec_service
+from blockyard.shared import curve, ring_query
 from blockyard.shared.config import resolve
 from blockyard.shared.config.checkpoint import Checkpoint
 from blockyard.shared.config.given import Given, Values
 from blockyard.shared.config.process import BusConfig
 from blockyard.shared.config.resolve import ServiceStruct
-from blockyard.shared.curve import PUBLIC_NAME, SECRET_NAME
 from blockyard.shared.errors import ConfigError
 
 SERVICES = ("message_bus", "api_gateway", "tokenizer_pool", "scheduler", "detokenizer", "gpu_worker")
 REGISTRY_PORT = 5700
+ANSWER_S = 5.0  # longest wait for the registry's answer
 
 
-def main(args: Sequence[str]) -> int:
-    """Becomes the service's process. Raises ConfigError."""
+def run(args: Sequence[str]) -> int:
+    """`blockyard run SERVICE`: replaces this process with the service's. Raises ConfigError."""
     values, positionals, notes = sources.read(args, os.environ)
     service = (positionals or [""])[0].replace("-", "_")
     if service not in SERVICES:
@@ -34,7 +35,7 @@ def main(args: Sequence[str]) -> int:
         values = values.with_given({"model": Given(positionals[1], "model")})
     if values.get("data-parallel-size", int) > 1:
         where = values.where("data-parallel-size")
-        raise ConfigError(f"{where}: `run` starts one process; start as many gpu-workers, they share one scheduler")
+        raise ConfigError(f"{where}: `run` starts one process; start more gpu-workers, they share one scheduler")
     config = service_config(service, values)
     of_memory = resolve.memory_notes(values) if service == "gpu_worker" else []
     for note in (*notes, *values.notes(), *of_memory):
@@ -43,7 +44,7 @@ def main(args: Sequence[str]) -> int:
 
 
 def service_config(service: str, values: Values) -> ServiceStruct:
-    """The struct of one service. Only the files that it needs are looked for. Raises ConfigError."""
+    """Returns the settings of one service. Finds only the model files that it needs. Raises ConfigError."""
     name = values.maybe("name", str) or f"{service} {socket.gethostname()}"
     process = resolve.process_config(values, name, bus_config(values))
     model = find_model(service, values)
@@ -57,7 +58,7 @@ def service_config(service: str, values: Values) -> ServiceStruct:
         case "detokenizer":
             return resolve.detokenizer(values, model, process)
         case "scheduler":
-            if values["device"] == "auto":  # the workers are elsewhere, and each says what its device takes
+            if values["device"] == "auto":  # workers run elsewhere and report their own limits
                 values = values.with_given({"device": Given("cuda", "device")})
             return resolve.scheduler(values, model, process)
         case _:
@@ -65,7 +66,7 @@ def service_config(service: str, values: Values) -> ServiceStruct:
 
 
 def find_model(service: str, values: Values) -> Checkpoint:
-    """Weights for a worker, a tokenizer for those who handle text, and nothing for the rest unless a flag needs it."""
+    """Finds weights for a worker, a tokenizer for text services, and for others only what a flag needs."""
     if service == "gpu_worker":
         return model_files.find(values)
     needs_files = {
@@ -80,7 +81,7 @@ def find_model(service: str, values: Values) -> Checkpoint:
 
 
 def bus_config(values: Values) -> BusConfig:
-    """From --message-bus, or a --run-dir that all processes share. On tcp --curve-keys is needed."""
+    """Reads --message-bus, or a --run-dir that all processes share. tcp needs --curve-keys. Raises ConfigError."""
     run_dir, registry = values.maybe("run-dir", str), values.maybe("message-bus", str)
     if registry is None and run_dir is None:
         raise ConfigError(f"run: --message-bus is needed, e.g. tcp://message-bus:{REGISTRY_PORT}")
@@ -104,6 +105,38 @@ def _tcp_bus(values: Values, registry: str) -> BusConfig:
         registry=registry,
         bind=values.maybe("bind", str) or "tcp://0.0.0.0",
         advertise=values.maybe("advertise", str) or "",
-        curve_public=str(Path(keys) / PUBLIC_NAME),
-        curve_secret=str(Path(keys) / SECRET_NAME),
+        curve_public=str(Path(keys) / curve.PUBLIC_NAME),
+        curve_secret=str(Path(keys) / curve.SECRET_NAME),
     )
+
+
+def ring(args: Sequence[str]) -> int:
+    """`blockyard ring`: prints the members. With --check: returns 1 and the reason if this host's are not ready.
+
+    Raises BlockyardError.
+    """
+    check = "--check" in args
+    values, positionals, _ = sources.read([word for word in args if word != "--check"], os.environ)
+    if positionals:
+        raise ConfigError(f"expected flags and --check, got {positionals[0]}")
+    found = ring_query.ask_members(bus_config(values), ANSWER_S)
+    if not check:
+        print("\n".join(ring_query.as_lines(found.members)))
+        return 0
+    reason = ring_query.not_ready(found.members, values.maybe("advertise", str) or socket.gethostname())
+    if reason:
+        print(reason, file=sys.stderr)
+    return 1 if reason else 0
+
+
+def keys(args: Sequence[str]) -> int:
+    """`blockyard keys DIR`: writes the key pair of a deployment. Raises ConfigError, also if there are keys already."""
+    if len(args) != 1 or args[0].startswith("-"):
+        raise ConfigError("expected a folder: blockyard keys DIR")
+    folder = Path(args[0])
+    try:
+        curve.write_keys(folder)
+    except OSError as e:
+        raise ConfigError(f"{folder}: {e.strerror}") from e
+    print(f"wrote {folder / curve.PUBLIC_NAME} and {folder / curve.SECRET_NAME}: every member needs both")
+    return 0

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from blockyard.services.launcher.run_service import SERVICES, bus_config, main, service_config
+from blockyard.services.launcher.multi_host import SERVICES, bus_config, run, service_config
 from blockyard.shared.config.gateway import GatewayConfig
 from blockyard.shared.config.given import Values, from_command_line
 from blockyard.shared.config.scheduler import SchedulerConfig
@@ -85,7 +85,7 @@ def test_advertise(tmp_path: Path) -> None:
 
 def test_a_process_is_one_worker() -> None:
     with pytest.raises(ConfigError, match="--data-parallel-size: `run` starts one process"):
-        main(["gpu-worker", "demo", *TCP, "--data-parallel-size", "2"])
+        run(["gpu-worker", "demo", *TCP, "--data-parallel-size", "2"])
 
 
 @pytest.mark.parametrize(("service", "num_notes"), [("gpu-worker", 2), ("scheduler", 1)])
@@ -94,7 +94,7 @@ def test_what_a_flag_does_in_its_place_is_said(
 ) -> None:
     monkeypatch.setattr(os, "execve", lambda path, words, environ: None)
     flags = ["--num-scheduler-steps", "4", "--swap-space", "0.5", "--preemption-mode", "recompute"]
-    main([service, "demo", "--worker-cls", "mock", *TCP, *flags])
+    run([service, "demo", "--worker-cls", "mock", *TCP, *flags])
     said = capsys.readouterr().err.splitlines()
     expected = ["N above 1 is --run-ahead N-1", "no host memory is taken"][:num_notes]
     assert len(said) == num_notes and all(words in line for words, line in zip(expected, said, strict=True))
