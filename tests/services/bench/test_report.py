@@ -55,7 +55,7 @@ def test_warnings_name_what_spoils_the_figures() -> None:
     short = RequestResult(0.0, 1.0, 0.0, [1.0], asked_output=9, num_input=1, num_output=5)
     uncounted = RequestResult(0.0, 1.0, 0.0, [1.0], asked_output=1)
     found = " / ".join(report.warnings(reported([short, uncounted])))
-    assert "1 requests ended at another length" in found
+    assert "1 requests did not have the requested length" in found
     assert "no usage for 1 requests" in found
     assert "3.00 tokens an event" in found
 
