@@ -11,7 +11,7 @@ from pathlib import Path
 
 from blockyard.services.gpu_worker.compilation.compile_processes import CompileProcesses, is_new, num_processes
 from blockyard.services.gpu_worker.cores import usable_cores
-from blockyard.services.gpu_worker.interfaces import ParkedRunner
+from blockyard.services.gpu_worker.interfaces import OffloadableRunner
 from blockyard.services.gpu_worker.loading.sleep import SleepingRunner
 from blockyard.services.gpu_worker.service import Worker
 from blockyard.shared import settings
@@ -46,7 +46,7 @@ def serve(config: WorkerConfig) -> None:
             links.update(phase=phase, progress=progress, notes=list(notes))
 
         engine = importlib.import_module(ENGINES[config.worker_cls])
-        start: Callable[[WorkerConfig, Report, CompileProcesses | None], ParkedRunner] = engine.start
+        start: Callable[[WorkerConfig, Report, CompileProcesses | None], OffloadableRunner] = engine.start
         held_bytes: Callable[[WorkerConfig], int] = engine.held_bytes
         runner = SleepingRunner(lambda: start(config, report, processes), lambda: held_bytes(config), freeze)
         links.update(ready=True)

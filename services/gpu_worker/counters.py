@@ -3,7 +3,7 @@
 import gc
 import time
 
-from blockyard.services.gpu_worker.interfaces import Done, WorkerLinks
+from blockyard.services.gpu_worker.interfaces import CompletedPlan, WorkerLinks
 from blockyard.shared.messages import Stats
 from blockyard.shared.serving import rss_bytes
 
@@ -19,11 +19,11 @@ class Counters:
         self.steps = 0
         self._running = self._tokens = 0
 
-    def stepped(self, done: Done) -> None:
-        num_rows = len(done.rows or ())
-        self._running = num_rows + len(done.others)
+    def stepped(self, done: CompletedPlan) -> None:
+        num_rows = len(done.decode_outputs or ())
+        self._running = num_rows + len(done.slot_results)
         self.steps += 1
-        self._tokens += num_rows + sum(len(r.token_ids) for r in done.others)
+        self._tokens += num_rows + sum(len(r.token_ids) for r in done.slot_results)
 
     def idle(self) -> None:
         """Nothing waits: a collection holds up no step now."""

@@ -20,8 +20,8 @@ from blockyard.services.gpu_worker.loading.cpu_offload import HostWeights, share
 from blockyard.services.gpu_worker.loading.weight_offload import free_cache
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.memory import (
+    KVMemoryNeed,
     MemoryPlan,
-    Need,
     length_that_fits,
     plan_bytes,
     plan_cpu,
@@ -77,7 +77,7 @@ def start(config: WorkerConfig, report: Report, processes: CompileProcesses | No
         notes.append(str(loaded))
         tuner = prepare(model, config, max_model_len, report, notes)
         eos_ids = eos_ids_of(folder, settings, model.shape.vocab_size)
-        need = Need(
+        need = KVMemoryNeed(
             block_size=config.block_size,
             block_bytes=block_bytes(model.shape, config.block_size, kv_dtype),
             max_model_len=max_model_len,
@@ -116,7 +116,7 @@ def eos_ids_of(folder: Path, settings: dict[str, Any], vocab_size: int) -> list[
 
 
 def geometry_of(
-    model: Model, eos_ids: list[int], config: WorkerConfig, need: Need, num_blocks: int, num_host_blocks: int
+    model: Model, eos_ids: list[int], config: WorkerConfig, need: KVMemoryNeed, num_blocks: int, num_host_blocks: int
 ) -> Geometry:
     """What the scheduler has to know."""
     max_model_len = length_that_fits(need, num_blocks)
@@ -152,7 +152,7 @@ def compile_kernels(
     compiler: "KernelCompiler | None",
     model: Model,
     tuner: "Tuner | None",
-    need: Need,
+    need: KVMemoryNeed,
     kv_dtype: torch.dtype,
     eos_ids: list[int],
     config: WorkerConfig,
@@ -260,8 +260,8 @@ def pick_products(
         if config.batch_invariant:
             notes.append(tuner.freeze())
             return None
-        ladder = importlib.import_module("blockyard.services.gpu_worker.execution.decode_graphs").ladder
-        sizes = [n for n in config.graph_sizes if n <= config.max_num_seqs] or ladder(config.max_num_seqs)
+        capture_sizes = importlib.import_module("blockyard.services.gpu_worker.execution.decode_graphs").capture_sizes
+        sizes = [n for n in config.graph_sizes if n <= config.max_num_seqs] or capture_sizes(config.max_num_seqs)
         folder = None if config.kernel_cache is None else Path(config.kernel_cache)
         if at_once:
             progress = Throttle(lambda done: report("measuring linear layers", done, notes))
@@ -331,13 +331,13 @@ def pick_length(asked: int | None, made_for: int) -> int:
     return asked or made_for
 
 
-def _graph_bytes(config: WorkerConfig, model: Model, need: Need, dtype: torch.dtype) -> int:
+def _graph_bytes(config: WorkerConfig, model: Model, need: KVMemoryNeed, dtype: torch.dtype) -> int:
     size: int = find_device_loop().graph_bytes(model, need, dtype, config.run_ahead_penalties)
     return size
 
 
 def plan_memory(
-    config: WorkerConfig, model: Model, need: Need, dtype: torch.dtype, device: torch.device, staging_bytes: int
+    config: WorkerConfig, model: Model, need: KVMemoryNeed, dtype: torch.dtype, device: torch.device, staging_bytes: int
 ) -> MemoryPlan:
     override, kv_bytes = config.num_gpu_blocks_override, config.kv_cache_memory_bytes
     if device.type == "cpu":

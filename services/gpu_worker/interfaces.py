@@ -8,39 +8,41 @@ from blockyard.shared.bus import Event
 from blockyard.shared.messages import Frame, Geometry, Member, MemoryTag, SlotResult, SlotRun, Stats, StepPlan, WorkerIn
 
 
-class Told(Protocol):
+class DecodeOutputs(Protocol):
     """Slots that computed one more token, drew one, and have nothing else to say, side by side."""
 
     def __len__(self) -> int: ...
 
-    def in_words(self) -> list[SlotResult]:
+    def to_slot_results(self) -> list[SlotResult]:
         """One by one."""
 
-    def by_run(self, runs: Sequence[SlotRun]) -> bytes:
+    def token_ids_by_run(self, runs: Sequence[SlotRun]) -> bytes:
         """Their tokens as in StepResult: uint32 a run, NO_TOKEN of others."""
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class CompletedPlan:
     """A plan that has run, and what its slots produced."""
 
     plan: StepPlan
-    others: list[SlotResult]  # besides `rows`
+    slot_results: list[SlotResult]  # besides `decode_outputs`
     stamp_s: float  # CLOCK_REALTIME when that was known
     step_s: float  # time the step took from its launch on, without what it waited for steps before it
     failed_fetches: list[int]  # blocks that do not hold what was to be fetched
     launch_s: float = 0.0  # time the host took to launch the step, where the device computes meanwhile
-    rows: Told | None = None
+    decode_outputs: DecodeOutputs | None = None
 
     @property
-    def slots(self) -> list[SlotResult]:
+    def all_results(self) -> list[SlotResult]:
         """All, one by one."""
-        return self.others if self.rows is None else [*self.rows.in_words(), *self.others]
+        if self.decode_outputs is None:
+            return self.slot_results
+        return [*self.decode_outputs.to_slot_results(), *self.slot_results]
 
 
-class Names(Protocol):
-    def listed(self) -> tuple[list[int], bytes]: ...
-    def host_listed(self) -> tuple[list[int], bytes]: ...
+class CachedBlocks(Protocol):
+    def blocks_and_hashes(self) -> tuple[list[int], bytes]: ...
+    def host_blocks_and_hashes(self) -> tuple[list[int], bytes]: ...
 
 
 class StepRunner(Protocol):
@@ -49,7 +51,7 @@ class StepRunner(Protocol):
     @property
     def geometry(self) -> Geometry: ...
     @property
-    def names(self) -> Names: ...
+    def block_hashes(self) -> CachedBlocks: ...
 
     @property
     def in_flight(self) -> int:
@@ -58,7 +60,7 @@ class StepRunner(Protocol):
     def reset(self, num_slots: int) -> None:
         """Waits for what is in flight and drops its results and all slots; KV and its names stay."""
 
-    def forget_kv(self) -> None:
+    def reset_prefix_cache(self) -> None:
         """No name of a block counts any more, here or in host memory."""
 
     def can_launch(self) -> bool:
@@ -70,21 +72,21 @@ class StepRunner(Protocol):
     def launch(self, plan: StepPlan) -> None:
         """Begins a plan. A runner that cannot compute beside the caller computes it here."""
 
-    def collect(self) -> list[Done]:
+    def collect(self) -> list[CompletedPlan]:
         """The plans that are done and were not returned yet, oldest first. Never waits."""
 
 
-class ParkedRunner(StepRunner, Protocol):
+class OffloadableRunner(StepRunner, Protocol):
     """A runner that can do without its memory for a while."""
 
-    def park(self, weights: bool = True) -> None:
+    def release_memory(self, weights: bool = True) -> None:
         """Gives back the memory of KV, which is forgotten, and of weights that can wait in host memory."""
 
-    def unpark(self, weights: bool = True, kv: bool = True) -> None:
+    def reclaim_memory(self, weights: bool = True, kv: bool = True) -> None:
         """Takes back what is named. Once both are there it is as before `park`, with KV that is empty."""
 
 
-class Sleeper(StepRunner, Protocol):
+class SleepModeRunner(StepRunner, Protocol):
     """A runner that can sleep; `reset` wakes it up."""
 
     @property

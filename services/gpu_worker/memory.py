@@ -11,7 +11,7 @@ CPU_USUAL = 1 * GIB  # more only if one sequence needs it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Need:
+class KVMemoryNeed:
     """What the memory is for."""
 
     block_size: int  # tokens
@@ -42,7 +42,7 @@ class MemoryPlan:
     notes: list[str]
 
 
-def length_that_fits(need: Need, num_blocks: int) -> int:
+def length_that_fits(need: KVMemoryNeed, num_blocks: int) -> int:
     """Tokens that a sequence may have in this many blocks, max_model_len at most."""
     room = num_blocks * need.block_size
     return need.max_model_len if room >= need.tokens_held else room
@@ -52,7 +52,7 @@ def blocks_of(tokens: int, block_size: int) -> int:
     return -(-tokens // block_size)
 
 
-def plan_cpu(need: Need, free_bytes: int, cpu_kv_gib: float | None, override: int | None) -> MemoryPlan:
+def plan_cpu(need: KVMemoryNeed, free_bytes: int, cpu_kv_gib: float | None, override: int | None) -> MemoryPlan:
     """Raises LoadError if one sequence of max_model_len does not fit."""
     if override is not None:
         return _plan(need, override, [f"{override} blocks by --num-gpu-blocks-override"], "--num-gpu-blocks-override")
@@ -72,7 +72,7 @@ def plan_cpu(need: Need, free_bytes: int, cpu_kv_gib: float | None, override: in
 
 
 def plan_cuda(
-    need: Need,
+    need: KVMemoryNeed,
     total_bytes: int,
     utilization: float,
     weights_bytes: int,
@@ -105,7 +105,7 @@ def plan_cuda(
     raise LoadError(_too_small(need, num_blocks, remedy))
 
 
-def plan_bytes(need: Need, kv_bytes: int, free_bytes: int) -> MemoryPlan:
+def plan_bytes(need: KVMemoryNeed, kv_bytes: int, free_bytes: int) -> MemoryPlan:
     """As many bytes as --kv-cache-memory-bytes says. Raises LoadError if so many are not free, or one sequence of
     max_model_len does not fit."""
     flag = "--kv-cache-memory-bytes"
@@ -114,7 +114,7 @@ def plan_bytes(need: Need, kv_bytes: int, free_bytes: int) -> MemoryPlan:
     return _plan(need, kv_bytes // need.block_bytes, [f"{_gib(kv_bytes)} by {flag}"], flag)
 
 
-def plan_host(need: Need, free_bytes: int, swap_space_gib: float) -> MemoryPlan:
+def plan_host(need: KVMemoryNeed, free_bytes: int, swap_space_gib: float) -> MemoryPlan:
     """KV blocks in host memory. Raises LoadError if there is not as much, or not enough for one block."""
     size = int(swap_space_gib * GIB)
     if size > free_bytes:
@@ -126,7 +126,7 @@ def plan_host(need: Need, free_bytes: int, swap_space_gib: float) -> MemoryPlan:
     return MemoryPlan(num_blocks, [note] if size else [])
 
 
-def _plan(need: Need, num_blocks: int, why: list[str], flag: str) -> MemoryPlan:
+def _plan(need: KVMemoryNeed, num_blocks: int, why: list[str], flag: str) -> MemoryPlan:
     plan = _try(need, num_blocks, why)
     if plan is None:
         blocks = blocks_of(need.tokens_held, need.block_size)
@@ -137,7 +137,7 @@ def _plan(need: Need, num_blocks: int, why: list[str], flag: str) -> MemoryPlan:
     return plan
 
 
-def _try(need: Need, num_blocks: int, why: list[str]) -> MemoryPlan | None:
+def _try(need: KVMemoryNeed, num_blocks: int, why: list[str]) -> MemoryPlan | None:
     length = length_that_fits(need, num_blocks)
     if length < need.max_model_len:
         if not (need.shorten and num_blocks):
@@ -154,7 +154,7 @@ def _try(need: Need, num_blocks: int, why: list[str]) -> MemoryPlan | None:
     return MemoryPlan(num_blocks, notes)
 
 
-def _too_small(need: Need, num_blocks: int, remedy: str) -> str:
+def _too_small(need: KVMemoryNeed, num_blocks: int, remedy: str) -> str:
     tokens = num_blocks * need.block_size
     shorter = f"--max-model-len {tokens} or less" if tokens else "a smaller --max-model-len"
     return (
@@ -163,13 +163,13 @@ def _too_small(need: Need, num_blocks: int, remedy: str) -> str:
     )
 
 
-def _held(need: Need) -> str:
+def _held(need: KVMemoryNeed) -> str:
     if need.tokens_held == need.max_model_len:
         return f"max_model_len {need.max_model_len}"
     return f"the {need.tokens_held} that a sequence holds (sliding window {need.window})"
 
 
-def _bytes_of_one(need: Need) -> int:
+def _bytes_of_one(need: KVMemoryNeed) -> int:
     return blocks_of(need.tokens_held, need.block_size) * need.block_bytes
 
 

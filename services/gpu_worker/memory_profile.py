@@ -5,16 +5,16 @@ import importlib
 import torch
 
 from blockyard.services.gpu_worker.kv.pool import KVPool
-from blockyard.services.gpu_worker.memory import Need, blocks_of
+from blockyard.services.gpu_worker.memory import KVMemoryNeed, blocks_of
 from blockyard.services.gpu_worker.models.decoder import Model
-from blockyard.services.gpu_worker.sampling.topk_topp_sampler import Limits, Noise, draw_limited
+from blockyard.services.gpu_worker.sampling.topk_topp_sampler import Noise, SamplingLimits, sample_limited
 from blockyard.services.gpu_worker.step import Step
 
 WORKSPACE = 256 << 20  # libraries' own memory, and fragments
 FEW = 2  # tokens of a small prefill
 
 
-def peak_bytes(model: Model, tokens: int, need: Need, dtype: torch.dtype, device: torch.device) -> int:
+def peak_bytes(model: Model, tokens: int, need: KVMemoryNeed, dtype: torch.dtype, device: torch.device) -> int:
     """Of the largest prefill, then of sampling the most rows; cuda only. Attention reads the pool where it lies: how
     much was computed before does not matter. Kernels that steps with prefill need are compiled on the way."""
     pool = KVPool(model.shape, blocks_of(tokens, need.block_size), need.block_size, dtype, device)
@@ -49,5 +49,5 @@ def _sample(logits: torch.Tensor) -> None:
     rows = len(logits)
     zeros = torch.zeros(rows, dtype=torch.int64, device=logits.device)
     ones = torch.ones(rows, device=logits.device)
-    limits = Limits(zeros + logits.shape[1], ones, zeros.float())
-    draw_limited(logits, limits, Noise(zeros.expand(2, rows), zeros, zeros))
+    limits = SamplingLimits(zeros + logits.shape[1], ones, zeros.float())
+    sample_limited(logits, limits, Noise(zeros.expand(2, rows), zeros, zeros))

@@ -13,7 +13,7 @@ Integers = npt.NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class DecodeTokens:
     """Slots that computed one more token, drew one, and have nothing else to say."""
 
     slots: Integers
@@ -23,11 +23,11 @@ class Rows:
     def __len__(self) -> int:
         return len(self.slots)
 
-    def in_words(self) -> list[SlotResult]:
+    def to_slot_results(self) -> list[SlotResult]:
         columns = self.slots.tolist(), self.token_ids.tolist(), self.computed.tolist()
         return [SlotResult(slot, [token], computed) for slot, token, computed in zip(*columns, strict=True)]
 
-    def by_run(self, runs: Sequence[SlotRun]) -> bytes:
+    def token_ids_by_run(self, runs: Sequence[SlotRun]) -> bytes:
         """Tokens as in StepResult: uint32 a run, NO_TOKEN of others."""
         slots = np.array([run.slot for run in runs])
         by_slot = np.full(slots.max() + 1, NO_TOKEN, "<u4")

@@ -11,10 +11,10 @@ import torch
 
 from blockyard.services.gpu_worker.batch import Batch
 from blockyard.services.gpu_worker.execution.eager import DeviceSteps, HostSteps
-from blockyard.services.gpu_worker.interfaces import Done
-from blockyard.services.gpu_worker.kv.block_hashes import BlockNames
+from blockyard.services.gpu_worker.interfaces import CompletedPlan
+from blockyard.services.gpu_worker.kv.block_hashes import BlockHashes
 from blockyard.services.gpu_worker.kv.pool import KVPool
-from blockyard.services.gpu_worker.loading.weight_offload import Parking, free_cache
+from blockyard.services.gpu_worker.loading.weight_offload import OffloadedWeights, free_cache
 from blockyard.services.gpu_worker.models.decoder import Model
 from blockyard.services.kv_transfer.host_store import BlockStore
 from blockyard.shared.messages import Geometry, SlotResult, StepPlan
@@ -32,9 +32,9 @@ class RunAhead(DeviceSteps, Protocol):
     def note(self, plan: StepPlan) -> None: ...
     def runs_ahead(self, slots: Ints, counts: Ints) -> bool: ...
     def launch(self, plan: StepPlan, results: list[SlotResult], slots: Ints, counts: Ints) -> None: ...
-    def collect(self) -> Done | None: ...
-    def wait(self) -> Done: ...
-    def renew(self, slots: Ints) -> None: ...
+    def collect(self) -> CompletedPlan | None: ...
+    def wait(self) -> CompletedPlan: ...
+    def sync_from_host(self, slots: Ints) -> None: ...
 
 
 class Runner:
@@ -50,9 +50,9 @@ class Runner:
         self.host = HostSteps(model, pool, self.batch)
         self.ahead: RunAhead | None = None
         self.on_wake: Callable[[Runner], None] | None = None  # moves the batch to the device again
-        self._parked: Parking | None = None
+        self._offloaded: OffloadedWeights | None = None
         self._has_kv = True
-        self._done: list[Done] = []  # and not collected
+        self._done: list[CompletedPlan] = []  # and not collected
         self.reset(0)
 
     def run_ahead(self, loop: RunAhead, step_s: float = 0.0) -> None:
@@ -62,8 +62,8 @@ class Runner:
         self.reset(0)
 
     @property
-    def names(self) -> BlockNames:
-        return self.batch.names
+    def block_hashes(self) -> BlockHashes:
+        return self.batch.block_hashes
 
     @property
     def in_flight(self) -> int:
@@ -83,28 +83,28 @@ class Runner:
         self.batch.reset(num_slots)
         self.host.forget()
 
-    def forget_kv(self) -> None:
-        self.batch.names.forget_all()
+    def reset_prefix_cache(self) -> None:
+        self.batch.block_hashes.clear()
 
-    def park(self, weights: bool = True) -> None:
+    def release_memory(self, weights: bool = True) -> None:
         """On CPU weights are where they belong, and KV alone is given back."""
         self.ahead = self.host.device = None
-        if weights and self._parked is None:
-            self._parked = Parking(self.model)
+        if weights and self._offloaded is None:
+            self._offloaded = OffloadedWeights(self.model)
         self.pool.drop()
         self._has_kv = False
         free_cache(self.pool.device)
 
-    def unpark(self, weights: bool = True, kv: bool = True) -> None:
-        if self._parked is None and self._has_kv:
+    def reclaim_memory(self, weights: bool = True, kv: bool = True) -> None:
+        if self._offloaded is None and self._has_kv:
             return
-        if weights and self._parked is not None:
-            self._parked.undo()
-            self._parked = None
+        if weights and self._offloaded is not None:
+            self._offloaded.undo()
+            self._offloaded = None
         if kv and not self._has_kv:
             self.pool.restore()
             self._has_kv = True
-        if self._parked is not None or not self._has_kv:
+        if self._offloaded is not None or not self._has_kv:
             return
         self.host.forget()
         if self.on_wake is not None:
@@ -114,7 +114,7 @@ class Runner:
         """A slot that cannot run or sample fails alone."""
         start = time.perf_counter()
         results = self.batch.apply(plan)
-        slots, counts = self.batch.slots.grant(plan.runs)
+        slots, counts = self.batch.slots.scheduled(plan.runs)
         with torch.inference_mode():
             if self.ahead is not None:
                 self.ahead.note(plan)
@@ -122,16 +122,16 @@ class Runner:
                     self.ahead.launch(plan, results, slots, counts)
                     return
                 self._settle()
-                slots, counts = self.batch.slots.grant(plan.runs)  # some may have ended
+                slots, counts = self.batch.slots.scheduled(plan.runs)  # some may have ended
             if len(slots):
                 results.extend(self.host.run(slots, counts))
                 if self.ahead is not None:
-                    self.ahead.renew(slots)
-        self.batch.settle(plan, results)
-        failed = self.batch.transfers.take_failed(plan)
-        self._done.append(Done(plan, results, time.time(), time.perf_counter() - start, failed))
+                    self.ahead.sync_from_host(slots)
+        self.batch.complete(plan, results)
+        failed = self.batch.transfers.pop_failed_fetches(plan)
+        self._done.append(CompletedPlan(plan, results, time.time(), time.perf_counter() - start, failed))
 
-    def collect(self) -> list[Done]:
+    def collect(self) -> list[CompletedPlan]:
         done, self._done = self._done, []
         while self.ahead is not None and (one := self.ahead.collect()) is not None:
             done.append(one)
@@ -141,7 +141,7 @@ class Runner:
         """Launches a plan and waits for it, where nothing else is in flight."""
         self.launch(plan)
         self._settle()
-        return self.collect()[0].slots
+        return self.collect()[0].all_results
 
     def _settle(self) -> None:
         """Waits until nothing is in flight."""

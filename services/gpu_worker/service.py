@@ -9,8 +9,8 @@ import threading
 
 from blockyard.services.gpu_worker.answers import packed
 from blockyard.services.gpu_worker.counters import Counters
-from blockyard.services.gpu_worker.interfaces import Done, Sleeper, WorkerLinks
-from blockyard.services.gpu_worker.session import Orders
+from blockyard.services.gpu_worker.interfaces import CompletedPlan, SleepModeRunner, WorkerLinks
+from blockyard.services.gpu_worker.session import SchedulerSession
 from blockyard.shared.errors import DeviceError
 from blockyard.shared.messages import StepResult
 
@@ -23,9 +23,9 @@ CHORE_POLL_S = 0.1  # after so long without anything to do the runner may do wha
 class Worker:
     """Plans that the runner cannot take yet wait in `orders`."""
 
-    def __init__(self, links: WorkerLinks, runner: Sleeper) -> None:
+    def __init__(self, links: WorkerLinks, runner: SleepModeRunner) -> None:
         self._links, self._runner = links, runner
-        self.orders = Orders(links, runner)
+        self.session = SchedulerSession(links, runner)
         self._has_chores = True  # the runner may have work for idle times
         self._wait_s = CHORE_POLL_S  # before the next piece of that work; pieces follow each other without a pause
         self.counters = Counters(links, runner.geometry.num_blocks)
@@ -33,10 +33,10 @@ class Worker:
     def run(self, stopped: threading.Event) -> None:
         """Serves until `stopped`; the plans in flight are finished first."""
         while not stopped.is_set():
-            busy = self.orders.plans or self._runner.in_flight
+            busy = self.session.plans or self._runner.in_flight
             events = self._links.poll(0.0 if busy else self._wait_s)
             for peer, event in events:
-                self.orders.handle(peer, event)
+                self.session.handle(peer, event)
             if busy or events:
                 self._wait_s, self._has_chores = CHORE_POLL_S, True
             elif self._has_chores:
@@ -46,7 +46,7 @@ class Worker:
                 self._wait_s = IDLE_POLL_S
             self.step()
             self.counters.publish()
-        self.orders.plans.clear()
+        self.session.plans.clear()
         while self._runner.in_flight:
             self.step()
 
@@ -60,21 +60,21 @@ class Worker:
         except RuntimeError as e:
             log.exception("the step loop ends")
             lines = str(e).splitlines() or [type(e).__name__]
-            self.orders.tell_broken(lines[0])
+            self.session.report_broken(lines[0])
             raise DeviceError(f"the device failed with {self._runner.in_flight} plans in flight: {lines[0]}") from e
 
     def _step(self) -> None:
-        if self.orders.plans and self._runner.can_launch():
-            self._runner.launch(self.orders.plans.popleft())
+        if self.session.plans and self._runner.can_launch():
+            self._runner.launch(self.session.plans.popleft())
         elif not self._runner.in_flight:
             self.counters.idle()
             return
         for done in self._runner.collect():
             self._answer(done)
 
-    def _answer(self, done: Done) -> None:
+    def _answer(self, done: CompletedPlan) -> None:
         plan = done.plan
-        if self.orders.awaits(plan):
+        if self.session.expects_result(plan):
             me, failed = self._links.me.incarnation, done.failed_fetches
             slots, token_ids = packed(done)
             answer = StepResult(me, plan.number, slots, done.stamp_s, done.step_s, failed, token_ids, done.launch_s)

@@ -3,7 +3,7 @@
 import logging
 from collections import deque
 
-from blockyard.services.gpu_worker.interfaces import Sleeper, WorkerLinks
+from blockyard.services.gpu_worker.interfaces import SleepModeRunner, WorkerLinks
 from blockyard.shared.bus import Event, Gone, Joined
 from blockyard.shared.messages import (
     Attach,
@@ -21,16 +21,16 @@ from blockyard.shared.messages import (
 log = logging.getLogger(__name__)
 
 
-class Orders:
+class SchedulerSession:
     """Obeys the scheduler that attached last. Plans that are to be launched wait in `plans`."""
 
-    def __init__(self, links: WorkerLinks, runner: Sleeper) -> None:
+    def __init__(self, links: WorkerLinks, runner: SleepModeRunner) -> None:
         self._links, self._runner = links, runner
         self.plans: deque[StepPlan] = deque()
         self._scheduler: int | None = None
         self._next = 0  # number of the plan that is to come; 0: none before the next Attach
 
-    def awaits(self, plan: StepPlan) -> bool:
+    def expects_result(self, plan: StepPlan) -> bool:
         """Whether somebody waits for its result. A lost scheduler's successor asks for the state, not for results."""
         return self._next > 0 and plan.scheduler == self._scheduler
 
@@ -50,7 +50,7 @@ class Orders:
             case Joined() if peer == self._scheduler and self._next == 0:  # it lived after all, and waits for results
                 self._links.answer(peer, OutOfStep(self._links.me.incarnation, 1))
 
-    def tell_broken(self, detail: str) -> None:
+    def report_broken(self, detail: str) -> None:
         """The device failed: whoever waits for results will get none."""
         if self._scheduler is not None and self._next > 0:
             self._links.answer(self._scheduler, Broken(self._links.me.incarnation, detail))
@@ -61,11 +61,11 @@ class Orders:
         self.plans.clear()
         self._runner.reset(attach.num_slots)
         if attach.forget:
-            self._runner.forget_kv()
+            self._runner.reset_prefix_cache()
         self._scheduler, self._next = attach.scheduler, 1
-        block_ids, names = self._runner.names.listed()
+        block_ids, names = self._runner.block_hashes.blocks_and_hashes()
         me = self._links.me.incarnation
-        host = self._runner.names.host_listed()
+        host = self._runner.block_hashes.host_blocks_and_hashes()
         self._links.answer(peer, Attached(me, attach.scheduler, self._runner.geometry, block_ids, names, *host))
         log.info("attached to scheduler %x with %d slots", attach.scheduler, attach.num_slots)
 

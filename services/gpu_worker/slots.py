@@ -22,7 +22,7 @@ class Slot:
     sampling: Sampling
     choice: int
     num_prompt_tokens: int
-    max_known: int  # with that many tokens it has reached max_tokens or max_model_len
+    max_num_tokens: int  # with that many tokens it has reached max_tokens or max_model_len
     prompt_logprobs_from: int = 0
     stop_ids: frozenset[int] = field(default_factory=frozenset)
 
@@ -35,9 +35,9 @@ class Slots:
         self.block_size = block_size
         self.token_ids = np.zeros((num_slots, max_model_len), np.int64)
         self.tables = np.zeros((num_slots, -(-max_model_len // block_size)), np.int64)
-        self.known = np.zeros(num_slots, np.int64)  # tokens whose ids are here
-        self.computed = np.zeros(num_slots, np.int64)  # tokens whose KV is written
-        self.given = np.zeros(num_slots, np.int64)  # tokens whose ids it started with
+        self.num_tokens = np.zeros(num_slots, np.int64)  # tokens whose ids are here
+        self.num_computed = np.zeros(num_slots, np.int64)  # tokens whose KV is written
+        self.num_start_tokens = np.zeros(num_slots, np.int64)  # tokens whose ids it started with
         self.num_blocks = np.zeros(num_slots, np.int64)
         self.owners = np.zeros(num_slots, np.int64)  # a number no other start ever had
         self._starts = itertools.count(1)
@@ -60,7 +60,7 @@ class Slots:
         self.errors.pop(slot, None)
         if self.slots.pop(slot, None) is not None:
             self.live[slot] = False
-            self.known[slot] = self.computed[slot] = self.num_blocks[slot] = 0
+            self.num_tokens[slot] = self.num_computed[slot] = self.num_blocks[slot] = 0
 
     def fail(self, slot: int) -> None:
         self.live[slot] = False
@@ -79,7 +79,7 @@ class Slots:
             self.live[slot] = False
             self.errors[slot] = str(e)
 
-    def grant(self, runs: list[SlotRun]) -> tuple[Ints, Ints]:
+    def scheduled(self, runs: list[SlotRun]) -> tuple[Ints, Ints]:
         """Slots that compute something in this step and how many tokens each, decodes first.
 
         A slot takes the least of what it may, what it knows and what it has blocks for; ended ones are left out.
@@ -89,7 +89,7 @@ class Slots:
         there = (slots >= 0) & (slots < len(self.live))
         if not there.all():
             slots, most = slots[there], most[there]
-        room = np.minimum(self.known[slots], self.num_blocks[slots] * self.block_size) - self.computed[slots]
+        room = np.minimum(self.num_tokens[slots], self.num_blocks[slots] * self.block_size) - self.num_computed[slots]
         counts = np.minimum(most, room)
         runs_now = self.live[slots] & (counts > 0)
         slots, counts = slots[runs_now], counts[runs_now]
@@ -100,10 +100,10 @@ class Slots:
 
     def append(self, slots: Ints, token_ids: Ints) -> None:
         """One new token each. One that has reached the end of its row (max_model_len) does not need it any more."""
-        known = self.known[slots]
+        known = self.num_tokens[slots]
         fits = known < self.token_ids.shape[1]
         self.token_ids[slots[fits], known[fits]] = token_ids[fits]
-        self.known[slots] = known + 1
+        self.num_tokens[slots] = known + 1
 
     def _start(self, start: SlotStart) -> None:
         max_model_len, vocab_size, _ = self._limits
@@ -119,8 +119,8 @@ class Slots:
         if not 0 < start.num_prompt_tokens <= len(ids):
             raise SlotError(f"{start.num_prompt_tokens} of {len(ids)} tokens cannot be the prompt")
         self.token_ids[slot, : len(ids)] = ids
-        self.known[slot] = self.given[slot] = len(ids)
-        self.computed[slot], self.num_blocks[slot] = start.num_computed, 0
+        self.num_tokens[slot] = self.num_start_tokens[slot] = len(ids)
+        self.num_computed[slot], self.num_blocks[slot] = start.num_computed, 0
         self.owners[slot] = next(self._starts)
         self._append_blocks(slot, start.blocks)
         if start.num_computed > len(start.blocks) * self.block_size:

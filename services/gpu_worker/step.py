@@ -13,12 +13,12 @@ class Attend(Protocol):
         """qkv [tokens, heads + 2 * kv_heads, head_dim] -> [tokens, heads * head_dim]; qkv may be written to.
 
         First q and k are normalised and rotated by rotation [tokens, 1, head_dim/2], where given, and the K and V of
-        these tokens are stored. In the last layer the result has the rows of `Step.wanted` alone.
+        these tokens are stored. In the last layer the result has the rows of `Step.logits_indices` alone.
         """
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class LogitsIndices:
     """Tokens of a step whose hidden states are asked for, [n] int64 each; each is the last of its sequence."""
 
     rows: Tensor  # of the step; those that pad name any
@@ -33,4 +33,4 @@ class Step:
     token_ids: Tensor  # [tokens] int64
     positions: Tensor  # [tokens] int64, index of each token in its own sequence
     attend: Attend
-    wanted: Tensor | None = None  # [n] int64, `Wanted.rows`; None: all tokens
+    logits_indices: Tensor | None = None  # [n] int64, `LogitsIndices.rows`; None: all tokens

@@ -16,7 +16,7 @@ import torch
 from gpu_runner import start_runner
 
 from blockyard.services.gpu_worker.execution.device_loop import DeviceLoop
-from blockyard.services.gpu_worker.execution.prefill_steps import Layout
+from blockyard.services.gpu_worker.execution.prefill_steps import BatchDescriptor
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.shared.messages import Sampling, SlotRun, SlotStart, StepPlan
 
@@ -30,7 +30,7 @@ class Load:
     """Plans of `decodes` running choices and, in each, other prompts of together `fresh` tokens."""
 
     def __init__(self, runner: Runner, decodes: int, fresh: int, prompts: int) -> None:
-        self.runner, self.decodes, self.fresh, self.prompts = runner, decodes, fresh, prompts
+        self.runner, self.num_decodes, self.num_prefill_tokens, self.prompts = runner, decodes, fresh, prompts
         self._number, self._rng = 0, np.random.default_rng(0)
         self._ends: list[int] = []
         self.host_s: list[float] = []  # of each launch
@@ -65,8 +65,8 @@ class Load:
 
     def _step(self) -> None:
         capacity = self.runner.geometry.max_num_seqs
-        lengths = np.full(self.prompts, self.fresh // self.prompts)
-        lengths[: self.fresh % self.prompts] += 1
+        lengths = np.full(self.prompts, self.num_prefill_tokens // self.prompts)
+        lengths[: self.num_prefill_tokens % self.prompts] += 1
         slots = range(capacity + self._number % 2 * self.prompts, 2 * capacity)
         starts = [self._start(slot, int(n), 0) for slot, n in zip(slots, lengths, strict=False)]
         runs = [SlotRun(slot, int(n)) for slot, n in zip(slots, lengths, strict=False)]
@@ -75,7 +75,7 @@ class Load:
 
     def _launch(self, starts: list[SlotStart], runs: list[SlotRun]) -> None:
         self._number += 1
-        decodes = [SlotRun(slot, 1) for slot in range(self.decodes)]
+        decodes = [SlotRun(slot, 1) for slot in range(self.num_decodes)]
         began = time.perf_counter()
         self.runner.launch(StepPlan(1, self._number, self._ends, starts, [], [*decodes, *runs]))
         self.host_s.append(time.perf_counter() - began)
@@ -90,7 +90,7 @@ class Load:
     def _wait(self, most: int) -> None:
         while self.runner.in_flight > most:
             for done in self.runner.collect():
-                assert not any(one.detail for one in done.slots), done.slots
+                assert not any(one.detail for one in done.all_results), done.all_results
 
 
 def measure(runner: Runner, cases: list[tuple[int, int, int]]) -> list[tuple[float, float, float]]:
@@ -116,7 +116,7 @@ def main() -> None:
     assert isinstance(loop, DeviceLoop)
     cases = [
         case
-        for case in itertools.product(args.decodes, args.fresh, args.prompts)
+        for case in itertools.product(args.num_decodes, args.num_prefill_tokens, args.prompts)
         if case[0] + case[1] <= runner.geometry.max_num_batched_tokens
     ]
     print("kernel by kernel", flush=True)
@@ -129,13 +129,13 @@ def main() -> None:
         pass
     print(f"all after {time.perf_counter() - began:.2f} s; {'; '.join(loop.describe())}", flush=True)
     sizes = loop._graphs._sizes
-    for layout, seconds in sizes._device_s.items():
-        print(f"  {layout}: device {1e3 * seconds:.2f} ms")
+    for descriptor, seconds in sizes._device_s.items():
+        print(f"  {descriptor}: device {1e3 * seconds:.2f} ms")
     print(f"  launch {1e3 * statistics.fmean(sizes._launches_s):.2f} ms", flush=True)
     graphs = measure(runner, cases)
     print("(decodes, fresh, prompts) | eager: alone, ahead, launch | graphs: alone, ahead, launch | size")
     for case, before, after in zip(cases, eager, graphs, strict=True):
-        step = Layout(*case, loop.steps.fits(case[0] + case[2]))
+        step = BatchDescriptor(*case, loop.steps.padded_num_seqs(case[0] + case[2]))
         times = " | ".join(", ".join(f"{ms:.2f}" for ms in one) for one in (before, after))
         print(f"{case} | {times} | {sizes.pick(step)}")
 

@@ -68,9 +68,9 @@ class Prompt:
                 runner.launch(StepPlan(1, number, [], starts, [], [SlotRun(0, some)]))
                 self.host_s.append(time.perf_counter() - before)
             for done in runner.collect():
-                assert not done.slots[0].detail, done.slots[0].detail
-                if done.slots[0].token_ids:
-                    self.token = done.slots[0].token_ids[0]
+                assert not done.all_results[0].detail, done.all_results[0].detail
+                if done.all_results[0].token_ids:
+                    self.token = done.all_results[0].token_ids[0]
                     return time.perf_counter() - began
 
 

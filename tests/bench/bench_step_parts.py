@@ -63,7 +63,7 @@ def main() -> None:
     size = steps.padded(args.rows, length)
     output = steps.forward(size)
     forward = replay_ms(lambda: steps.forward(size))
-    sample = replay_ms(lambda: steps.sample(size, output, asked=False))
+    sample = replay_ms(lambda: steps.sample(size, output, needs_processing=False))
     print(
         f"{args.folder.name}, {args.rows} rows, context {args.context}: {took:.4f} ms a step run ahead;"
         f" graphs: forward {forward:.4f}, sample {sample:.4f} ms"

@@ -64,8 +64,8 @@ class Loop:
         """Until no more than `depth` plans are in flight."""
         while self._runner.in_flight > depth:
             for done in self._runner.collect():
-                self.num_tokens += sum(len(r.token_ids) for r in done.slots)
-                assert not any(r.detail for r in done.slots), done.slots[0].detail
+                self.num_tokens += sum(len(r.token_ids) for r in done.all_results)
+                assert not any(r.detail for r in done.all_results), done.all_results[0].detail
 
     def _send(self, starts: list[SlotStart], blocks: list[SlotBlocks], runs: list[SlotRun]) -> None:
         self._number += 1

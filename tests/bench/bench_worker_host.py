@@ -19,7 +19,7 @@ from rig import Row, median, table
 
 from blockyard.kernels.slots.advance_slots import NUM_RESULTS, SlotOutcome
 from blockyard.services.gpu_worker.answers import packed
-from blockyard.services.gpu_worker.execution.device_loop import DeviceLoop, Flight
+from blockyard.services.gpu_worker.execution.device_loop import DeviceLoop, InFlightStep
 from blockyard.services.gpu_worker.execution.device_slots import DeviceSlots
 from blockyard.services.gpu_worker.sampling.sampler import Sampler
 from blockyard.services.gpu_worker.slots import Slots
@@ -44,8 +44,8 @@ def measure(rows: int) -> Row:
         assert slots.start(SlotStart(slot, prompt, 32, 0, list(range(4 * slot, 4 * slot + 4)), Sampling(256), 0))
     results = np.zeros((NUM_RESULTS, rows), np.int32)
     results[0], results[1], results[2] = SlotOutcome.TOKEN, np.random.default_rng(0).integers(0, 151936, rows), 33
-    transfers = SimpleNamespace(take_failed=lambda plan: [])
-    batch: Any = SimpleNamespace(slots=slots, settle=lambda plan, done: None, transfers=transfers)
+    transfers = SimpleNamespace(pop_failed_fetches=lambda plan: [])
+    batch: Any = SimpleNamespace(slots=slots, complete=lambda plan, done: None, transfers=transfers)
     loop = DeviceLoop.__new__(DeviceLoop)
     loop._batch, loop._done_s = batch, 0.0
     plan = StepPlan(1, 1, [], [], [], [SlotRun(slot, 1) for slot in range(rows)])
@@ -53,7 +53,7 @@ def measure(rows: int) -> Row:
     everyone = np.arange(rows)
 
     def finish() -> StepResult:
-        done = loop._finish(Flight(plan, [], everyone, slots.owners[everyone], entry, 0.0, 0.0, {}, rows))
+        done = loop._finish(InFlightStep(plan, [], everyone, slots.owners[everyone], entry, 0.0, 0.0, {}, rows))
         others, token_ids = packed(done)
         return StepResult(1, 1, others, done.stamp_s, token_ids=token_ids)
 
@@ -61,7 +61,7 @@ def measure(rows: int) -> Row:
     answer, data = finish(), encode(plan)
     parts = {
         "plan decoded": ms(lambda: decode(data)),
-        "slots granted": ms(lambda: slots.grant(plan.runs)),
+        "slots granted": ms(lambda: slots.scheduled(plan.runs)),
         "results read": ms(finish),
         "answer encoded": ms(lambda: encode(answer)),
     }
@@ -72,7 +72,7 @@ def measure(rows: int) -> Row:
 def starts(num: int) -> Row:
     """Requests that begin in one step: the host's slots, the sampler's, and what the device gets to know."""
     slots, device = Slots(1152, 8192, 16, 151936, 4096), torch.device("cpu")
-    on_device = DeviceSlots(2048, 1024, 512, 151936, [151645], device, wishes=True)
+    on_device = DeviceSlots(2048, 1024, 512, 151936, [151645], device, logits_edits=True)
     sampler = Sampler(151936, [151645], device)
     sampler.reset(1152)
     prompt, asked = np.arange(32, dtype="<u4").tobytes(), Sampling(256, temperature=0.0, ignore_eos=True)

@@ -20,7 +20,7 @@ from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.layers.silu_mul import silu_mul
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.layers.linear import Linear
-from blockyard.services.gpu_worker.step import Wanted
+from blockyard.services.gpu_worker.step import LogitsIndices
 from blockyard.shared.errors import LoadError
 
 LARGEST_HEAD = 256
@@ -73,22 +73,22 @@ class MixedAttention:
         starts: Tensor | None = None,
         num_decodes: int = 0,
         longest: int | None = None,
-        wanted: Wanted | None = None,
+        logits_indices: LogitsIndices | None = None,
         reach: int | None = None,
         arrivals: SplitSemaphores | None = None,
     ) -> None:
         """slots and positions [rows], tables [slots, blocks] as in PagedKVMetadata. starts [prefills + 1] int32: the
         row that each prefill begins at, `num_decodes` the first, and `rows`; None: all rows are decodes. No position is
         beyond `longest`, None: as far as the tables reach; none of a prefill's beyond `reach`, None: the same.
-        `wanted`: all that the last layer computes, None: all rows. `arrivals`: few decodes may be one kernel."""
-        self._pool, self._shape, self._wanted = pool, pool.shape, wanted
+        `logits_indices`: what the last layer computes, None: all rows. `arrivals`: few decodes may be one kernel."""
+        self._pool, self._shape, self._logits_indices = pool, pool.shape, logits_indices
         self._seqs, self._starts = PagedKVMetadata(slots, positions, tables), starts
         self._num_decodes = len(slots) if starts is None else num_decodes
         self._decodes = PagedKVMetadata(slots[: self._num_decodes], positions[: self._num_decodes], tables)
         width = tables.shape[1] * pool.block_size
         self._longest = min(longest or width, width)
         self._prefill_reach = reach or self._longest
-        few = starts is None and wanted is None and supports_fused_decode(len(slots), self._longest)
+        few = starts is None and logits_indices is None and supports_fused_decode(len(slots), self._longest)
         self._arrivals = arrivals if few else None
         self._pieces: dict[int | None, SplitKVSchedule | None] = {}  # of each window
         self._side: torch.cuda.Stream | None = None  # that prefills of this layer run on
@@ -106,8 +106,8 @@ class MixedAttention:
             qkv, memory, self._seqs, rotation, weight, eps, scales, batch_invariant=self._pool.batch_invariant
         )
         q, window = qkv[:, : shape.num_heads], shape.windows[layer]
-        if self._wanted is not None and layer == shape.num_layers - 1:
-            return self._last(q, memory, window, self._wanted, scales)
+        if self._logits_indices is not None and layer == shape.num_layers - 1:
+            return self._last(q, memory, window, self._logits_indices, scales)
         out = qkv.new_empty((len(qkv), shape.num_heads * shape.head_dim))
         if num_decodes and window not in self._pieces:  # the first layer of a window cuts for all
             self._pieces[window] = self._cut(q[:num_decodes], memory, self._decodes, window)
@@ -138,12 +138,14 @@ class MixedAttention:
             torch.cuda.current_stream().wait_stream(self._side)
             self._side = None
 
-    def _last(self, q: Tensor, memory: Tensor, window: int | None, wanted: Wanted, scales: Tensor | None) -> Tensor:
+    def _last(
+        self, q: Tensor, memory: Tensor, window: int | None, logits_indices: LogitsIndices, scales: Tensor | None
+    ) -> Tensor:
         """The wanted rows alone: each of its own, as decodes are."""
-        seqs = PagedKVMetadata(wanted.slots, wanted.positions, self._seqs.tables)
-        out = q.new_empty((len(wanted.rows), q.shape[1] * q.shape[2]))
+        seqs = PagedKVMetadata(logits_indices.slots, logits_indices.positions, self._seqs.tables)
+        out = q.new_empty((len(logits_indices.rows), q.shape[1] * q.shape[2]))
         if len(out):
-            chosen = q.index_select(0, wanted.rows)
+            chosen = q.index_select(0, logits_indices.rows)
             self._decode(chosen, memory, seqs, window, out, scales, self._cut(chosen, memory, seqs, window))
         return out
 
@@ -219,11 +221,11 @@ def mixed_attention(
     starts: Tensor | None = None,
     num_decodes: int = 0,
     longest: int | None = None,
-    wanted: Wanted | None = None,
+    logits_indices: LogitsIndices | None = None,
     reach: int | None = None,
     arrivals: SplitSemaphores | None = None,
 ) -> MixedAttention:
     """As the pool is to be read."""
     if pool.batch_invariant:
-        return InvariantAttention(pool, slots, positions, tables, starts, num_decodes, longest, wanted, reach)
-    return MixedAttention(pool, slots, positions, tables, starts, num_decodes, longest, wanted, reach, arrivals)
+        return InvariantAttention(pool, slots, positions, tables, starts, num_decodes, longest, logits_indices, reach)
+    return MixedAttention(pool, slots, positions, tables, starts, num_decodes, longest, logits_indices, reach, arrivals)

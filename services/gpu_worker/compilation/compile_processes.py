@@ -20,7 +20,7 @@ MOST_PROCESSES = 12  # more would only read the same modules again
 LIST = "blockyard-kernels.txt"  # in the cache folder: a line for each kernel in it
 MODULE = "blockyard.services.gpu_worker.compilation.compile_process"
 
-Done = Callable[[str], None]  # takes the problem, nothing if there is none
+OnCompiled = Callable[[str], None]  # takes the problem, nothing if there is none
 
 
 def num_processes(cores: int) -> int:
@@ -38,7 +38,7 @@ class CompileProcesses:
 
     def __init__(self, num: int) -> None:
         self.num = num
-        self._jobs: SimpleQueue[tuple[str, Done] | None] = SimpleQueue()
+        self._jobs: SimpleQueue[tuple[str, OnCompiled] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
@@ -48,7 +48,7 @@ class CompileProcesses:
             self._threads.append(thread)
             thread.start()
 
-    def submit(self, line: str, done: Done) -> None:
+    def submit(self, line: str, done: OnCompiled) -> None:
         """`done` is called in another thread."""
         self.start()
         self._jobs.put((line, done))

@@ -15,14 +15,14 @@ from blockyard import kernels
 from blockyard.services.gpu_worker.compilation import prefill_kernels
 from blockyard.services.gpu_worker.compilation.compile_processes import CompileProcesses, num_processes
 from blockyard.services.gpu_worker.compilation.kernel_compiler import KernelCompiler
-from blockyard.services.gpu_worker.execution.decode_graphs import DecodeSteps, Size
+from blockyard.services.gpu_worker.execution.decode_graphs import DecodeSize, DecodeSteps
 from blockyard.services.gpu_worker.execution.device_ops import TritonDeviceOps
-from blockyard.services.gpu_worker.execution.prefill_sizes import layouts
-from blockyard.services.gpu_worker.execution.prefill_steps import Layout, MixedStep, clear
+from blockyard.services.gpu_worker.execution.prefill_sizes import descriptors
+from blockyard.services.gpu_worker.execution.prefill_steps import BatchDescriptor, PrefillStep, clear
 from blockyard.services.gpu_worker.execution.warm_up import LENGTHS
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.linear_tuning.tuner import Tuner
-from blockyard.services.gpu_worker.memory import Need
+from blockyard.services.gpu_worker.memory import KVMemoryNeed
 from blockyard.services.gpu_worker.models.decoder import Model
 from blockyard.shared.config.worker import WorkerConfig
 
@@ -38,7 +38,7 @@ def compile_kernels(
     compiler: KernelCompiler,
     model: Model,
     tuner: Tuner | None,
-    need: Need,
+    need: KVMemoryNeed,
     kv_dtype: torch.dtype,
     num_eos: int,
     config: WorkerConfig,
@@ -56,7 +56,7 @@ def compile_kernels(
             tuner.launch_candidates()
 
 
-def _key(model: Model, need: Need, kv_dtype: torch.dtype, num_eos: int, config: WorkerConfig) -> str:
+def _key(model: Model, need: KVMemoryNeed, kv_dtype: torch.dtype, num_eos: int, config: WorkerConfig) -> str:
     """Of all that decides which kernels steps launch, but the plans of linear layers, whose tuner compiles its own."""
     flags = (config.graph_sizes, config.run_ahead_penalties, config.fused_steps)
     facts = (triton.__version__, torch.__version__, model.shape, model.table.dtype, kv_dtype, need, num_eos, flags)
@@ -66,7 +66,7 @@ def _key(model: Model, need: Need, kv_dtype: torch.dtype, num_eos: int, config: 
     return digest.hexdigest()
 
 
-def _launch_steps(model: Model, need: Need, kv_dtype: torch.dtype, num_eos: int, config: WorkerConfig) -> None:
+def _launch_steps(model: Model, need: KVMemoryNeed, kv_dtype: torch.dtype, num_eos: int, config: WorkerConfig) -> None:
     """What takes longest to compile comes first."""
     device, most = model.table.device, min(need.max_step_tokens, need.max_model_len)
     pool = KVPool(model.shape, 1, need.block_size, kv_dtype, device)
@@ -78,22 +78,25 @@ def _launch_steps(model: Model, need: Need, kv_dtype: torch.dtype, num_eos: int,
     ways = (False, True) if asks else (False,)
     if not need.batch_invariant:
         prefill_kernels.compile_prefills(pool, model.table.dtype)
-    output = steps.forward(Size(steps.capacity, near=False))
+    output = steps.forward(DecodeSize(steps.capacity, short_context=False))
     for size in steps.sizes:
-        for asked in ways:
-            steps.sample(size, output.first(size.rows), asked)
+        for needs_processing in ways:
+            steps.sample(size, output.first(size.rows), needs_processing)
     for size in steps.sizes:
         steps.forward(size)
-    for layout in _layouts(steps, most):
-        words = torch.empty(sum(layout.parts), dtype=torch.int64)
-        clear(words, layout)
-        step = MixedStep(steps, layout, words.to(device))
+    for descriptor in _layouts(steps, most):
+        words = torch.empty(sum(descriptor.parts), dtype=torch.int64)
+        clear(words, descriptor)
+        step = PrefillStep(steps, descriptor, words.to(device))
         due = step.forward()
-        for asked in ways:
-            step.sample(due, asked)
+        for needs_processing in ways:
+            step.sample(due, needs_processing)
 
 
-def _layouts(steps: DecodeSteps, most: int) -> list[Layout]:
+def _layouts(steps: DecodeSteps, most: int) -> list[BatchDescriptor]:
     """Of graphs, and of prompts alone as `warm_up` computes them."""
-    alone = [Layout(0, num_tokens, 1, steps.fits(1)) for num_tokens in (*(n for n in LENGTHS if n < most), most)]
-    return [*alone, *layouts(steps.capacity, most, steps.fits)]
+    alone = [
+        BatchDescriptor(0, num_tokens, 1, steps.padded_num_seqs(1))
+        for num_tokens in (*(n for n in LENGTHS if n < most), most)
+    ]
+    return [*alone, *descriptors(steps.capacity, most, steps.padded_num_seqs)]

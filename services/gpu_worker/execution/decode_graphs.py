@@ -19,7 +19,7 @@ from blockyard.services.gpu_worker.execution.device_ops import DeviceOps, Triton
 from blockyard.services.gpu_worker.execution.device_slots import DeviceSlots
 from blockyard.services.gpu_worker.execution.pinned_ring import PinnedRing
 from blockyard.services.gpu_worker.kv.pool import KVPool
-from blockyard.services.gpu_worker.memory import Need, blocks_of
+from blockyard.services.gpu_worker.memory import KVMemoryNeed, blocks_of
 from blockyard.services.gpu_worker.models.decoder import Model
 from blockyard.services.gpu_worker.step import Step
 
@@ -33,30 +33,30 @@ GRAPH_BYTES = 24 << 20  # of three graphs besides their tensors, more than was s
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
+class DecodeSize:
     """Of a step."""
 
     rows: int  # the last ones may pad
-    near: bool  # no sequence is beyond `DeviceOps.near`
+    short_context: bool  # no sequence is longer than `DeviceOps.fused_decode_max_len`
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
+class ForwardOutput:
     """Of a forward pass; overwritten by the next one."""
 
     hidden: Tensor  # [rows, hidden]
     logits: Tensor  # [rows, vocab_size]
 
-    def first(self, rows: int) -> "Output":
-        return Output(self.hidden[:rows], self.logits[:rows])
+    def first(self, rows: int) -> "ForwardOutput":
+        return ForwardOutput(self.hidden[:rows], self.logits[:rows])
 
 
 @dataclass(frozen=True, slots=True)
-class Captured:
+class CapturedGraphs:
     forward: torch.cuda.CUDAGraph
-    output: Output
+    output: ForwardOutput
     sample: torch.cuda.CUDAGraph
-    sample_asked: torch.cuda.CUDAGraph | None  # None: no slot can ask
+    sample_processed: torch.cuda.CUDAGraph | None  # None: no slot can ask
 
 
 class DecodeSteps:
@@ -70,7 +70,7 @@ class DecodeSteps:
         max_model_len: int,
         eos_token_ids: list[int],
         sizes: list[int] | None = None,
-        wishes: bool = False,
+        logits_edits: bool = False,
         ops: DeviceOps | None = None,
         ring: PinnedRing | None = None,
     ) -> None:
@@ -79,37 +79,48 @@ class DecodeSteps:
         check_head_size(pool.shape.head_dim)
         self.capacity, self.ops = capacity, ops or TritonDeviceOps()
         width, device, vocab = blocks_of(max_model_len, pool.block_size), pool.device, pool.shape.vocab_size
-        self.slots = DeviceSlots(SLOTS * capacity, capacity, width, vocab, eos_token_ids, device, wishes)
+        self.slots = DeviceSlots(SLOTS * capacity, capacity, width, vocab, eos_token_ids, device, logits_edits)
         self.ring = ring or PinnedRing(IN_FLIGHT, capacity, device)
         self.model, self.pool = model, pool
         self._rows = StepInputs.make(capacity, device)
         self._tokens = torch.zeros(capacity, dtype=torch.int64, device=device)
         self._best = torch.zeros(capacity, dtype=torch.float32, device=device)
         self._eos = torch.tensor([i for i in eos_token_ids if 0 <= i < vocab], dtype=torch.int32, device=device)
-        self._ladder = [n for n in sizes or [] if n <= capacity] or ladder(capacity)
-        self._sizes = [size for rows in by_halves(self._ladder) for size in self._ways(rows, max_model_len)]
-        self._graphs: dict[Size, Captured] = {}
-        self._missing: list[Size] = []  # that are still to be captured
+        self._capture_sizes = [n for n in sizes or [] if n <= capacity] or capture_sizes(capacity)
+        self._sizes = [
+            size for rows in capture_order(self._capture_sizes) for size in self._decode_sizes(rows, max_model_len)
+        ]
+        self._graphs: dict[DecodeSize, CapturedGraphs] = {}
+        self._missing: list[DecodeSize] = []  # that are still to be captured
         self._graph_pool: Any = None
-        self.problem = ""  # why there are no graphs
+        self.capture_error = ""  # why there are no graphs
         self._capture_s, self._graphs_bytes = 0.0, 0
 
-    def _ways(self, rows: int, max_model_len: int) -> list[Size]:
-        near = self.ops.near(rows)
-        return [*([Size(rows, False)] if near < max_model_len else []), *([Size(rows, True)] if near else [])]
+    def _decode_sizes(self, rows: int, max_model_len: int) -> list[DecodeSize]:
+        max_len = self.ops.fused_decode_max_len(rows)
+        return [
+            *([DecodeSize(rows, False)] if max_len < max_model_len else []),
+            *([DecodeSize(rows, True)] if max_len else []),
+        ]
 
-    def padded(self, rows: int, reach: int) -> Size:
+    def padded(self, rows: int, reach: int) -> DecodeSize:
         """Of the step that so many rows are computed in, no position of which is beyond `reach`."""
         fitting = (
-            one for one in self._graphs if one.rows >= rows and (not one.near or reach <= self.ops.near(one.rows))
+            one
+            for one in self._graphs
+            if one.rows >= rows and (not one.short_context or reach <= self.ops.fused_decode_max_len(one.rows))
         )
-        return min(fitting, key=lambda one: (one.rows, not one.near), default=Size(rows, reach <= self.ops.near(rows)))
+        return min(
+            fitting,
+            key=lambda one: (one.rows, not one.short_context),
+            default=DecodeSize(rows, reach <= self.ops.fused_decode_max_len(rows)),
+        )
 
-    def fits(self, rows: int) -> int:
+    def padded_num_seqs(self, rows: int) -> int:
         """The least size of the ladder for so many rows. Kernels are compiled for these."""
-        return next((n for n in self._ladder if n >= rows), self.capacity)
+        return next((n for n in self._capture_sizes if n >= rows), self.capacity)
 
-    def forward(self, size: Size) -> Output:
+    def forward(self, size: DecodeSize) -> ForwardOutput:
         """Computes the next token of the slots in the first rows; `size` is as `padded` said."""
         captured = self._graphs.get(size)
         if captured is None:
@@ -117,38 +128,42 @@ class DecodeSteps:
         captured.forward.replay()
         return captured.output
 
-    def sample(self, size: Size, output: Output, asked: bool) -> None:
+    def sample(self, size: DecodeSize, output: ForwardOutput, needs_processing: bool) -> None:
         """Draws from what `forward` returned; the slots go on or end, and the ring has what became of them.
 
         asked: some slots change their logits, or want log-probabilities.
         """
         captured = self._graphs.get(size)
-        graph = None if captured is None else captured.sample_asked if asked else captured.sample
+        graph = None if captured is None else captured.sample_processed if needs_processing else captured.sample
         if graph is None:
-            self._sample(size.rows, output, asked)
+            self._sample(size.rows, output, needs_processing)
         else:
             graph.replay()
 
-    def _forward(self, size: Size) -> Output:
+    def _forward(self, size: DecodeSize) -> ForwardOutput:
         now = self._rows.first(size.rows)
         self.ops.gather(self.slots.state, now)
-        longest = self.ops.near(size.rows) if size.near else None
+        longest = self.ops.fused_decode_max_len(size.rows) if size.short_context else None
         attend = self.ops.attend(self.pool, now, self.slots.state.tables, longest=longest)
         hidden = self.model.forward(Step(now.token_ids, now.positions, attend))
-        return Output(hidden, self.model.logits(hidden))
+        return ForwardOutput(hidden, self.model.logits(hidden))
 
-    def _sample(self, rows: int, output: Output, asked: bool) -> None:
-        self.draw(self._rows.first(rows), output.logits, asked)
+    def _sample(self, rows: int, output: ForwardOutput, needs_processing: bool) -> None:
+        self.sample_rows(self._rows.first(rows), output.logits, needs_processing)
 
-    def draw(self, rows: StepInputs, logits: Tensor, asked: bool, counts: Tensor | None = None) -> None:
+    def sample_rows(
+        self, rows: StepInputs, logits: Tensor, needs_processing: bool, counts: Tensor | None = None
+    ) -> None:
         """Each row's slot gets a token; `counts` are the tokens that rows computed, None: one each."""
-        tokens, best, wishes = self._tokens[: len(logits)], self._best[: len(logits)], self.slots.wishes
-        if asked:
-            self.ops.adjust(logits, rows, wishes.wishes)
-        self.ops.draw(logits, rows, self.slots.params, tokens, best, wishes.adjusted if asked else None)
-        if asked:
-            self.ops.count(tokens, best, rows, wishes.wishes)
-            self.ops.score(logits, rows, tokens, wishes.num_top, wishes.scores(len(logits)))
+        tokens, best, logits_edits = self._tokens[: len(logits)], self._best[: len(logits)], self.slots.logits_edits
+        if needs_processing:
+            self.ops.adjust(logits, rows, logits_edits.logits_edits)
+        self.ops.draw(
+            logits, rows, self.slots.params, tokens, best, logits_edits.adjusted if needs_processing else None
+        )
+        if needs_processing:
+            self.ops.count(tokens, best, rows, logits_edits.logits_edits)
+            self.ops.score(logits, rows, tokens, logits_edits.num_top, logits_edits.logprob_buffers(len(logits)))
         self.ops.advance(self.slots.state, rows, tokens, best, self._eos, self.ring.results, counts)
 
     def pass_over(self, rows: StepInputs, counts: Tensor) -> None:
@@ -171,8 +186,8 @@ class DecodeSteps:
 
     def describe(self) -> str:
         """What there is of graphs, in a line."""
-        if self.problem:
-            return f"CUDA graphs: none, decode steps are eager: {self.problem}"
+        if self.capture_error:
+            return f"CUDA graphs: none, decode steps are eager: {self.capture_error}"
         left = f", {len(self._missing)} more when idle" if self._missing else ""
         took, size = self._capture_s, self._graphs_bytes / 2**30
         return f"CUDA graphs: {len(self._graphs)} of up to {self.capacity} rows in {took:.1f} s, {size:.2f} GiB{left}"
@@ -192,8 +207,8 @@ class DecodeSteps:
             self._graphs.clear()
             self._missing.clear()
             torch.cuda.empty_cache()
-            self.problem = str(e).splitlines()[0]
-            log.warning("CUDA graphs could not be captured, decode steps are eager: %s", self.problem)
+            self.capture_error = str(e).splitlines()[0]
+            log.warning("CUDA graphs could not be captured, decode steps are eager: %s", self.capture_error)
         self.slots.count_step(self.ring.step)  # the device has counted the trial
         return bool(self._missing)
 
@@ -204,24 +219,24 @@ class DecodeSteps:
             self._missing.append(size)
 
     @property
-    def sizes(self) -> list[Size]:
+    def sizes(self) -> list[DecodeSize]:
         """All that there may be graphs of."""
         return list(self._sizes)
 
-    def _capture(self, size: Size) -> Captured:
+    def _capture(self, size: DecodeSize) -> CapturedGraphs:
         self.slots.clear_rows()  # rows that pad touch no KV
         output = self._forward(size)
-        ways = (False, True) if self.slots.wishes.enabled else (False,)
-        for asked in ways:
-            self._sample(size.rows, output, asked)  # compiles and loads what it needs
+        ways = (False, True) if self.slots.logits_edits.enabled else (False,)
+        for needs_processing in ways:
+            self._sample(size.rows, output, needs_processing)  # compiles and loads what it needs
         torch.cuda.synchronize(self.pool.device)
         forward, samples = torch.cuda.CUDAGraph(), [torch.cuda.CUDAGraph() for _ in ways]
         with torch.cuda.graph(forward, pool=self._graph_pool, capture_error_mode="thread_local"):
             output = self._forward(size)
-        for asked, sample in zip(ways, samples, strict=True):
+        for needs_processing, sample in zip(ways, samples, strict=True):
             with torch.cuda.graph(sample, pool=self._graph_pool, capture_error_mode="thread_local"):
-                self._sample(size.rows, output, asked)
-        return Captured(forward, output, samples[0], samples[1] if len(samples) > 1 else None)
+                self._sample(size.rows, output, needs_processing)
+        return CapturedGraphs(forward, output, samples[0], samples[1] if len(samples) > 1 else None)
 
     def measure(self) -> float:
         """Seconds that a step of the smallest size takes, best of a few; its row pads."""
@@ -229,19 +244,19 @@ class DecodeSteps:
         for _ in range(MEASURED):
             torch.cuda.synchronize(self.pool.device)
             start = time.perf_counter()
-            self.sample(size, self.forward(size), asked=False)
+            self.sample(size, self.forward(size), needs_processing=False)
             torch.cuda.synchronize(self.pool.device)
             best = min(best, time.perf_counter() - start)
         return best
 
 
-def ladder(most: int) -> list[int]:
+def capture_sizes(most: int) -> list[int]:
     """Sizes that steps are padded to: small ones by powers of two, then every 16, every 32 and every 64."""
     sizes = [1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, *range(320, most + 64, 64)]
     return [*(n for n in sizes if n < most), most]
 
 
-def by_halves(sizes: list[int]) -> list[int]:
+def capture_order(sizes: list[int]) -> list[int]:
     """The largest first, so that the others find their memory there; then the middle of the rest, and of its parts, so
     that no step is padded by much while some are missing."""
     order, parts = [sizes[-1]], [sizes[:-1]]
@@ -254,7 +269,7 @@ def by_halves(sizes: list[int]) -> list[int]:
     return order
 
 
-def graph_bytes(model: Model, need: Need, dtype: torch.dtype, wishes: bool) -> int:
+def graph_bytes(model: Model, need: KVMemoryNeed, dtype: torch.dtype, logits_edits: bool) -> int:
     """What the buffers and graphs of `DecodeSteps` will take, measured on its largest step; cuda only."""
     device, capacity = model.table.device, need.max_num_seqs
     torch.cuda.synchronize(device)
@@ -262,14 +277,14 @@ def graph_bytes(model: Model, need: Need, dtype: torch.dtype, wishes: bool) -> i
     torch.cuda.reset_peak_memory_stats(device)
     pool = KVPool(model.shape, 1, need.block_size, dtype, device)
     pool.batch_invariant = need.batch_invariant
-    steps = DecodeSteps(model, pool, capacity, need.max_model_len, [0], wishes=wishes)
+    steps = DecodeSteps(model, pool, capacity, need.max_model_len, [0], logits_edits=logits_edits)
     size = steps.padded(capacity, need.max_model_len)
     output = steps.forward(size)
-    steps.sample(size, output, asked=wishes)
+    steps.sample(size, output, needs_processing=logits_edits)
     row_bytes = (output.hidden.nbytes + output.logits.nbytes) / capacity
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - held
-    sizes = ladder(capacity)
+    sizes = capture_sizes(capacity)
     del steps, output
     torch.cuda.empty_cache()
     return peak + int(row_bytes * sum(sizes)) + GRAPH_BYTES * len(sizes)

@@ -14,11 +14,11 @@ from blockyard.kernels.slots.scatter_words import scatter_words
 from blockyard.kernels.slots.slot_state import SlotState
 from blockyard.services.gpu_worker.attention.triton_attention import mixed_attention
 from blockyard.services.gpu_worker.kv.pool import KVPool
-from blockyard.services.gpu_worker.step import Attend, Wanted
+from blockyard.services.gpu_worker.step import Attend, LogitsIndices
 
 
 class DeviceOps(Protocol):
-    def near(self, rows: int) -> int:
+    def fused_decode_max_len(self, rows: int) -> int:
         """The longest that sequences may be for the quicker way that there is for a decode step of so few rows; 0: no
         such way."""
 
@@ -31,11 +31,11 @@ class DeviceOps(Protocol):
         tables: Tensor,
         starts: Tensor | None = None,
         num_decodes: int = 0,
-        wanted: Wanted | None = None,
+        logits_indices: LogitsIndices | None = None,
         reach: int | None = None,
         longest: int | None = None,
     ) -> Attend: ...
-    def adjust(self, logits: Tensor, rows: StepInputs, wishes: LogitsEdits) -> None: ...
+    def adjust(self, logits: Tensor, rows: StepInputs, logits_edits: LogitsEdits) -> None: ...
     def draw(
         self,
         logits: Tensor,
@@ -45,7 +45,7 @@ class DeviceOps(Protocol):
         best: Tensor,
         adjusted: AdjustedLogits | None,
     ) -> None: ...
-    def count(self, tokens: Tensor, best: Tensor, rows: StepInputs, wishes: LogitsEdits) -> None: ...
+    def count(self, tokens: Tensor, best: Tensor, rows: StepInputs, logits_edits: LogitsEdits) -> None: ...
     def score(
         self, logits: Tensor, rows: StepInputs, tokens: Tensor, num_top: Tensor, out: LogprobsTensors
     ) -> None: ...
@@ -69,7 +69,7 @@ class TritonDeviceOps:
         self._fused, self._uniform = fused, uniform
         self._arrivals: SplitSemaphores | None = None
 
-    def near(self, rows: int) -> int:
+    def fused_decode_max_len(self, rows: int) -> int:
         return FUSED_DECODE_MAX_LEN if self._fused and 0 < rows <= FUSED_DECODE_MAX_ROWS else 0
 
     def scatter(self, arena: Tensor, pairs: Tensor, count: int) -> None:
@@ -85,7 +85,7 @@ class TritonDeviceOps:
         tables: Tensor,
         starts: Tensor | None = None,
         num_decodes: int = 0,
-        wanted: Wanted | None = None,
+        logits_indices: LogitsIndices | None = None,
         reach: int | None = None,
         longest: int | None = None,
     ) -> Attend:
@@ -93,11 +93,11 @@ class TritonDeviceOps:
             self._arrivals = SplitSemaphores(FUSED_DECODE_MAX_ROWS * pool.shape.num_heads, pool.device)
         arrivals = self._arrivals
         return mixed_attention(
-            pool, rows.slots, rows.positions, tables, starts, num_decodes, longest, wanted, reach, arrivals
+            pool, rows.slots, rows.positions, tables, starts, num_decodes, longest, logits_indices, reach, arrivals
         )
 
-    def adjust(self, logits: Tensor, rows: StepInputs, wishes: LogitsEdits) -> None:
-        penalize_logits(logits, rows.sampled_slots, rows.index, wishes)
+    def adjust(self, logits: Tensor, rows: StepInputs, logits_edits: LogitsEdits) -> None:
+        penalize_logits(logits, rows.sampled_slots, rows.index, logits_edits)
 
     def draw(
         self,
@@ -110,8 +110,8 @@ class TritonDeviceOps:
     ) -> None:
         sample_tokens(logits, rows.sampled_slots, rows.index, params, tokens, best, adjusted, self._uniform)
 
-    def count(self, tokens: Tensor, best: Tensor, rows: StepInputs, wishes: LogitsEdits) -> None:
-        count_tokens(tokens, best, rows.sampled_slots, wishes)
+    def count(self, tokens: Tensor, best: Tensor, rows: StepInputs, logits_edits: LogitsEdits) -> None:
+        count_tokens(tokens, best, rows.sampled_slots, logits_edits)
 
     def score(self, logits: Tensor, rows: StepInputs, tokens: Tensor, num_top: Tensor, out: LogprobsTensors) -> None:
         gather_logprobs(logits, rows.sampled_slots, tokens, num_top, out)

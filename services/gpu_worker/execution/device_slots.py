@@ -8,7 +8,7 @@ from blockyard.kernels.sampling.philox_gumbel import split_seed
 from blockyard.kernels.sampling.sample_tokens import SamplingTensors
 from blockyard.kernels.slots.slot_state import MAX_STOP_IDS, NUM_FIELDS, Field, SlotState
 from blockyard.services.gpu_worker.execution.device_writes import DeviceWrites
-from blockyard.services.gpu_worker.sampling.device_edits import DeviceWishes, float_words
+from blockyard.services.gpu_worker.sampling.device_edits import DeviceLogitsEdits, float_words
 from blockyard.services.gpu_worker.slots import Slots
 from blockyard.shared.messages import SlotStart, StepPlan
 
@@ -27,7 +27,7 @@ class DeviceSlots:
         vocab_size: int,
         eos_token_ids: list[int],
         device: torch.device,
-        wishes: bool = False,
+        logits_edits: bool = False,
     ) -> None:
         """`wishes`: penalties, lists of tokens and log-probabilities are the device's too."""
         self.state = state = SlotState.make(num_slots, capacity, width, device)
@@ -39,20 +39,20 @@ class DeviceSlots:
             key=state.fields[Field.KEY : Field.KEY + 2],
             choice=state.fields[Field.CHOICE],
         )
-        self.wishes = DeviceWishes(state, capacity, vocab_size, wishes)
+        self.logits_edits = DeviceLogitsEdits(state, capacity, vocab_size, logits_edits)
         self.num_slots, self._vocab_size, self._eos = num_slots, vocab_size, eos_token_ids
         self._field_places = (np.arange(NUM_FIELDS) * state.fields.shape[1]).tolist()
         self._tables_place, self._width = state.place(state.tables), state.tables.shape[1]
         self._rows = np.full(capacity, -1, np.int64)  # as the device has them
-        self.drawn = np.zeros(num_slots, np.bool_)  # slots that need no host between their tokens
+        self.samples_alone = np.zeros(num_slots, np.bool_)  # slots that need no host between their tokens
         self._sent = np.zeros(num_slots, np.int64)  # blocks
         self._writes = DeviceWrites()
 
     def reset(self, step: int) -> None:
         """No slot is live, and so many steps have begun."""
         self._writes.clear()
-        self.wishes.reset()
-        self.drawn[:] = False
+        self.logits_edits.reset()
+        self.samples_alone[:] = False
         self._sent[:] = 0
         self._rows[:] = -1
         state = self.state
@@ -87,17 +87,17 @@ class DeviceSlots:
     def feed(self, slots: Ints, table: Slots) -> None:
         """Sets what these slots compute next, where the host knows that and the device does not."""
         if len(slots):
-            positions = table.computed[slots]
+            positions = table.num_computed[slots]
             self._set(Field.NEXT, slots, table.token_ids[slots, np.minimum(positions, table.token_ids.shape[1] - 1)])
 
-    def renew(self, slots: Ints, table: Slots) -> None:
+    def sync_from_host(self, slots: Ints, table: Slots) -> None:
         """The host has computed a step of these slots by itself."""
         slots = slots[slots < self.num_slots]
         self.feed(slots, table)
         for slot in slots.tolist():
-            self.wishes.count(slot, table)
-        self._set(Field.POSITION, slots, table.computed[slots])
-        self._set(Field.KNOWN, slots, table.known[slots])
+            self.logits_edits.count(slot, table)
+        self._set(Field.POSITION, slots, table.num_computed[slots])
+        self._set(Field.KNOWN, slots, table.num_tokens[slots])
         self._set(Field.LIVE, slots, table.live[slots])
 
     def assign(self, slots: Ints, rows: int) -> None:
@@ -122,18 +122,20 @@ class DeviceSlots:
             return
         words = [0] * NUM_FIELDS
         endings = [i for i in {*self._eos, *state.stop_ids} if 0 <= i < self._vocab_size]
-        change = self.wishes.start(slot, sampling, table, endings) if len(state.stop_ids) <= MAX_STOP_IDS else None
-        self.drawn[slot] = change is not None
+        change = (
+            self.logits_edits.start(slot, sampling, table, endings) if len(state.stop_ids) <= MAX_STOP_IDS else None
+        )
+        self.samples_alone[slot] = change is not None
         words[Field.EDITS_ROW] = words[Field.NUM_TOP] = -1
         if change is not None:
             change.put(words)
             if change.listed.ids:
-                self._writes.add(*self.wishes.places(slot, change.listed))
+                self._writes.add(*self.logits_edits.places(slot, change.listed))
         stops = [i for i in state.stop_ids if 0 <= i < self._vocab_size][:MAX_STOP_IDS]
         words[Field.STOPS : Field.STOPS + len(stops)] = stops
-        words[Field.POSITION] = computed = int(table.computed[slot])
-        words[Field.NEXT], words[Field.KNOWN] = int(table.token_ids[slot, computed]), int(table.known[slot])
-        words[Field.MAX_KNOWN], words[Field.LIVE] = state.max_known, 1
+        words[Field.POSITION] = computed = int(table.num_computed[slot])
+        words[Field.NEXT], words[Field.KNOWN] = int(table.token_ids[slot, computed]), int(table.num_tokens[slot])
+        words[Field.MAX_KNOWN], words[Field.LIVE] = state.max_num_tokens, 1
         words[Field.IGNORE_EOS], words[Field.NUM_STOPS] = sampling.ignore_eos, len(stops)
         words[Field.TOP_K] = sampling.top_k if 0 < sampling.top_k < self._vocab_size else self._vocab_size
         words[Field.TEMPERATURE], words[Field.TOP_P], words[Field.MIN_P] = float_words(
@@ -146,8 +148,8 @@ class DeviceSlots:
         self._send_blocks(slot, table)
 
     def _stop(self, slot: int) -> None:
-        self.wishes.end(slot)
-        self.drawn[slot] = False
+        self.logits_edits.end(slot)
+        self.samples_alone[slot] = False
 
     def _end(self, slot: int) -> None:
         self._writes.put(self._field_places[Field.LIVE] + slot, 0)

@@ -12,7 +12,7 @@ from blockyard.services.gpu_worker.attention.gathered_kv import ROOM
 from blockyard.services.gpu_worker.batch import Batch
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.models.decoder import Model
-from blockyard.services.gpu_worker.sampling.prompt_logprobs import PromptScores
+from blockyard.services.gpu_worker.sampling.prompt_logprobs import PromptLogprobs
 from blockyard.services.gpu_worker.step import Step
 from blockyard.shared.messages import FinishReason, SlotResult
 
@@ -23,7 +23,7 @@ class DeviceSteps(Protocol):
     """How steps are computed on a GPU; see device_loop.py."""
 
     def forget(self) -> None: ...
-    def takes(self, slots: Ints, counts: Ints) -> bool: ...
+    def supports(self, slots: Ints, counts: Ints) -> bool: ...
     def run(self, slots: Ints, counts: Ints) -> tuple[Tensor, Tensor | None]: ...
 
 
@@ -32,7 +32,7 @@ class HostSteps:
         self.planner = ReadPlanner(pool)
         self.device: DeviceSteps | None = None
         self._model, self._pool, self._batch = model, pool, batch
-        self._prompt_scores = PromptScores(model)
+        self._prompt_logprobs = PromptLogprobs(model)
 
     def forget(self) -> None:
         """Owners' numbers begin anew."""
@@ -44,19 +44,19 @@ class HostSteps:
         """The next `counts` tokens of each slot, decodes first. A slot whose logits are not finite fails alone."""
         table = self._batch.slots
         logits: Tensor | None = None
-        if self.device is not None and self.device.takes(slots, counts):
-            begin = table.computed[slots]
+        if self.device is not None and self.device.supports(slots, counts):
+            begin = table.num_computed[slots]
             hidden, logits = self.device.run(slots, counts)
         else:
             slots, begin, hidden = self.forward(slots, counts)
-        table.computed[slots] = begin + counts
+        table.num_computed[slots] = begin + counts
         results = self._sample(slots, np.cumsum(counts) - 1, hidden, logits)
-        return self._prompt_scores.add(table, slots, counts, begin, hidden, results)
+        return self._prompt_logprobs.add(table, slots, counts, begin, hidden, results)
 
     def forward(self, slots: Ints, counts: Ints) -> tuple[Ints, Ints, Tensor]:
         """Slots, in the order that was computed, the tokens each had, and the hidden rows of the new ones."""
         table = self._batch.slots
-        begin = table.computed[slots]
+        begin = table.num_computed[slots]
         lengths = begin + counts
         num_decodes = int((counts == 1).sum())
         if (order := by_length(lengths[:num_decodes])) is not None:
@@ -70,7 +70,7 @@ class HostSteps:
         size = table.block_size
         blocks = table.tables[rows, positions // size]
         tables = table.tables[:, : (int(lengths.max()) + ROOM) // size + 1][slots]  # not the whole of a long context
-        self._batch.names.forget(blocks)
+        self._batch.block_hashes.invalidate(blocks)
         attend = self.planner.attention(
             blocks, positions % size, tables, counts, lengths, table.owners[slots], num_decodes
         )
@@ -83,12 +83,12 @@ class HostSteps:
         `logits`: of all rows, where they are known already.
         """
         batch, table = self._batch, self._batch.slots
-        lengths = table.computed[slots].tolist()
-        at_end = (table.computed[slots] == table.known[slots]).tolist()
+        lengths = table.num_computed[slots].tolist()
+        at_end = (table.num_computed[slots] == table.num_tokens[slots]).tolist()
         results: list[SlotResult] = []
         ready: list[int] = []  # places in `slots`
         for place, slot in enumerate(slots.tolist()):
-            full = lengths[place] >= table.slots[slot].max_known
+            full = lengths[place] >= table.slots[slot].max_num_tokens
             if at_end[place] and not full:
                 ready.append(place)
                 continue
@@ -111,7 +111,7 @@ class HostSteps:
                 results.append(SlotResult(slot, [], length, FinishReason.FAILED, detail=problem))
                 continue
             token = sampled.token_ids[i]
-            finish, stop = batch.finish_of(slot, token, length + 1)
+            finish, stop = batch.finish_reason_of(slot, token, length + 1)
             if finish is not None:
                 table.live[slot] = False
             logprobs = sampled.logprobs.get(i)

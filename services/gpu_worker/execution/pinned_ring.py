@@ -16,7 +16,7 @@ Words = npt.NDArray[np.int32]
 FIRST_PAIRS = 4096  # an entry starts with room for so many
 
 
-class Mark(Protocol):
+class DeviceEvent(Protocol):
     """A place in the device's work, as `torch.cuda.Event`."""
 
     def record(self) -> None: ...
@@ -24,7 +24,7 @@ class Mark(Protocol):
     def synchronize(self) -> None: ...
 
 
-class Passed:
+class CompletedEvent:
     """The mark of a device that has done what it was asked when the call returns."""
 
     def record(self) -> None: ...
@@ -36,16 +36,16 @@ class Passed:
 
 
 @dataclass(slots=True)
-class Entry:
+class StepBuffers:
     """What goes to the device for a step, and what comes back. Free again when `done` has passed."""
 
     results: Words  # [NUM_RESULTS, capacity]
-    done: Mark
+    done: DeviceEvent
     pairs: Tensor  # [2, some] int32
     _words: Tensor  # [some] int64
     scores: Tensor | None = None  # int32, log-probabilities of the step; None: nobody asked yet
 
-    def take_scores(self, buffer: Tensor) -> None:
+    def copy_logprobs(self, buffer: Tensor) -> None:
         """Brings a step's log-probabilities here, once it has computed them."""
         if self.scores is None:
             self.scores = torch.empty(buffer.shape, dtype=buffer.dtype, pin_memory=self._pinned)
@@ -74,13 +74,15 @@ class Entry:
 class PinnedRing:
     """Entries in turn, one a step. The device finds its results' place by counting steps: see `gather_inputs`."""
 
-    def __init__(self, size: int, capacity: int, device: torch.device, mark: Callable[[], Mark] | None = None) -> None:
+    def __init__(
+        self, size: int, capacity: int, device: torch.device, mark: Callable[[], DeviceEvent] | None = None
+    ) -> None:
         pinned = device.type == "cuda"
         if mark is None:
-            mark = torch.cuda.Event if pinned else Passed
+            mark = torch.cuda.Event if pinned else CompletedEvent
         self.results = torch.zeros((size, NUM_RESULTS, capacity), dtype=torch.int32, pin_memory=pinned)
         self._entries = [
-            Entry(
+            StepBuffers(
                 one.numpy(),
                 mark(),
                 torch.zeros((2, FIRST_PAIRS), dtype=torch.int32, pin_memory=pinned),
@@ -93,7 +95,7 @@ class PinnedRing:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def take(self) -> Entry:
+    def take(self) -> StepBuffers:
         """The next step's. Its last use must be over."""
         self.step += 1
         return self._entries[self.step % len(self._entries)]

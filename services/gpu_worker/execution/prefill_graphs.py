@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from blockyard.services.gpu_worker.execution.decode_graphs import DecodeSteps
-from blockyard.services.gpu_worker.execution.pinned_ring import Entry
-from blockyard.services.gpu_worker.execution.prefill_sizes import Measured, MixedSizes
-from blockyard.services.gpu_worker.execution.prefill_steps import Layout, MixedStep, clear, fill
+from blockyard.services.gpu_worker.execution.pinned_ring import StepBuffers
+from blockyard.services.gpu_worker.execution.prefill_sizes import GraphCost, PrefillGraphSizes
+from blockyard.services.gpu_worker.execution.prefill_steps import BatchDescriptor, PrefillStep, clear, fill
 from blockyard.services.gpu_worker.slots import Slots
 
 log = logging.getLogger(__name__)
@@ -38,47 +38,47 @@ class Replay(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class MixedGraph:
+class PrefillGraph:
     """One size."""
 
-    layout: Layout
+    descriptor: BatchDescriptor
     words: Tensor  # that it reads
     forward: Replay
     samples: tuple[Replay, ...]  # of slots that ask for nothing but a draw, and of others, where some can
 
-    def run(self, entry: Entry, slots: Ints, counts: Ints, table: Slots, asked: bool) -> None:
-        """As `MixedStep`: its forward pass, and what follows."""
+    def run(self, entry: StepBuffers, slots: Ints, counts: Ints, table: Slots, needs_processing: bool) -> None:
+        """As `PrefillStep`: its forward pass, and what follows."""
         words = entry.words(len(self.words))
-        fill(words, self.layout, slots, counts, table)
+        fill(words, self.descriptor, slots, counts, table)
         self.words.copy_(words, non_blocking=True)
         self.forward.replay()
-        self.samples[asked].replay()
+        self.samples[needs_processing].replay()
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
-    graph: MixedGraph
-    measured: Measured
+class CapturedPrefill:
+    graph: PrefillGraph
+    measured: GraphCost
 
 
-class Recorder(Protocol):
-    def record(self, layout: Layout) -> Recorded:
+class GraphRecorder(Protocol):
+    def record(self, descriptor: BatchDescriptor) -> CapturedPrefill:
         """Captures one size. Raises RuntimeError where there is no memory, or no CUDA."""
 
 
-class MixedGraphs:
+class PrefillGraphs:
     """On the slots, buffers and kernels of the decode steps."""
 
-    def __init__(self, steps: DecodeSteps, most_tokens: int, recorder: Recorder | None = None) -> None:
+    def __init__(self, steps: DecodeSteps, most_tokens: int, recorder: GraphRecorder | None = None) -> None:
         """most_tokens: of a step. recorder: None captures on the GPU."""
-        self._steps, self._recorder = steps, recorder or CudaRecorder(steps)
-        self._graphs: dict[Layout, MixedGraph] = {}
-        self._sizes = MixedSizes(steps.capacity, most_tokens, steps.fits)
+        self._steps, self._recorder = steps, recorder or CudaGraphRecorder(steps)
+        self._graphs: dict[BatchDescriptor, PrefillGraph] = {}
+        self._sizes = PrefillGraphSizes(steps.capacity, most_tokens, steps.padded_num_seqs)
         self._took_s = 0.0
         self._enabled = False
         self._problem = ""  # why there are none
 
-    def find(self, step: Layout) -> MixedGraph | None:
+    def find(self, step: BatchDescriptor) -> PrefillGraph | None:
         """What computes such a step; None: it is to be launched kernel by kernel.
 
         Captures a size where steps have lost as much time without it as that takes, so that all of a worker's steps
@@ -86,7 +86,7 @@ class MixedGraphs:
         """
         if not self._graphs:
             return None
-        wanted = self._sizes.due(step)
+        wanted = self._sizes.size_to_capture(step)
         if wanted is not None:
             self._capture(wanted)
         size = self._sizes.pick(step)
@@ -108,7 +108,7 @@ class MixedGraphs:
         """What there is of graphs, in a line."""
         if self._problem:
             return f"CUDA graphs of prefills: none: {self._problem}"
-        missing, most = len(self._sizes.missing), max((one.fresh for one in self._graphs), default=0)
+        missing, most = len(self._sizes.missing), max((one.num_prefill_tokens for one in self._graphs), default=0)
         left = f", up to {missing} more when idle or missed" if missing else ""
         return (
             f"CUDA graphs of prefills: {len(self._graphs)} of up to {most} tokens in {self._took_s:.1f} s, "
@@ -122,7 +122,7 @@ class MixedGraphs:
             self._capture(size)
         return self._enabled and bool(self._sizes.missing)
 
-    def _capture(self, size: Layout) -> None:
+    def _capture(self, size: BatchDescriptor) -> None:
         start = time.perf_counter()
         try:
             with torch.inference_mode():
@@ -130,7 +130,7 @@ class MixedGraphs:
             self._graphs[size] = done.graph
             took_s = time.perf_counter() - start
             self._took_s += took_s
-            self._sizes.learn(size, done.measured, took_s)
+            self._sizes.add_captured(size, done.measured, took_s)
             log.debug("%s captured in %.3f s: %s", size, took_s, done.measured)
         except RuntimeError as e:  # OutOfMemoryError and CUDA's own are among them
             self._graphs.clear()
@@ -141,7 +141,7 @@ class MixedGraphs:
         self._steps.slots.count_step(self._steps.ring.step)  # the device has counted the trials
 
 
-class CudaRecorder:
+class CudaGraphRecorder:
     """Steps may be in flight meanwhile: trials touch no slot, and their results go to the place of the next step's."""
 
     def __init__(self, steps: DecodeSteps) -> None:
@@ -150,18 +150,18 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle() if is_cuda else None
         self._stream = torch.cuda.Stream(self._device) if is_cuda else None  # type: ignore[no-untyped-call]
 
-    def record(self, layout: Layout) -> Recorded:
-        host = torch.empty(sum(layout.parts), dtype=torch.int64)
-        clear(host, layout)
+    def record(self, descriptor: BatchDescriptor) -> CapturedPrefill:
+        host = torch.empty(sum(descriptor.parts), dtype=torch.int64)
+        clear(host, descriptor)
         words = host.to(self._device)
-        step = MixedStep(self._steps, layout, words)
-        ways = (False, True) if self._steps.slots.wishes.enabled else (False,)
+        step = PrefillStep(self._steps, descriptor, words)
+        ways = (False, True) if self._steps.slots.logits_edits.enabled else (False,)
         held = torch.cuda.memory_allocated(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
-        self._begin(layout)
+        self._begin(descriptor)
         due = step.forward()
-        for asked in ways:
-            step.sample(due, asked)  # compiles and loads what it needs
+        for needs_processing in ways:
+            step.sample(due, needs_processing)  # compiles and loads what it needs
         torch.cuda.synchronize(self._device)
         peak_bytes = torch.cuda.max_memory_allocated(self._device) - held
         before = torch.cuda.memory_reserved(self._device)
@@ -170,26 +170,26 @@ class CudaRecorder:
         with self._recorded(forward):
             due = step.forward()
             launch_s = time.perf_counter() - start
-        for asked, sample in zip(ways, samples, strict=True):
+        for needs_processing, sample in zip(ways, samples, strict=True):
             with self._recorded(sample):
-                step.sample(due, asked)
+                step.sample(due, needs_processing)
         num_bytes = torch.cuda.memory_reserved(self._device) - before
         for _ in range(2):  # the first one takes the graph to the device
-            self._begin(layout)
+            self._begin(descriptor)
             torch.cuda.synchronize(self._device)
             start = time.perf_counter()
             forward.replay()
             samples[0].replay()
             torch.cuda.synchronize(self._device)
         # What it has left in the pool may be overwritten by other graphs: none runs between forward pass and sampling.
-        measured = Measured(launch_s, time.perf_counter() - start, num_bytes, peak_bytes)
-        return Recorded(MixedGraph(layout, words, forward, samples), measured)
+        measured = GraphCost(launch_s, time.perf_counter() - start, num_bytes, peak_bytes)
+        return CapturedPrefill(PrefillGraph(descriptor, words, forward, samples), measured)
 
-    def _begin(self, layout: Layout) -> None:
+    def _begin(self, descriptor: BatchDescriptor) -> None:
         """A trial: all rows pad, and whether it counts itself or not, it is the step after the last one."""
         slots, last = self._steps.slots, self._steps.ring.step
         slots.clear_rows()
-        slots.state.step.fill_(last if layout.decodes else last + 1)
+        slots.state.step.fill_(last if descriptor.num_decodes else last + 1)
 
     @contextlib.contextmanager
     def _recorded(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:

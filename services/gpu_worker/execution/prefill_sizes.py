@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import fmean
 
-from blockyard.services.gpu_worker.execution.prefill_steps import Layout
+from blockyard.services.gpu_worker.execution.prefill_steps import BatchDescriptor
 
 FRESH = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)  # tokens of prompts
 BETWEEN = (96, 192, 384, 768, 1536)  # also
@@ -23,7 +23,7 @@ MOST_BYTES = 512 << 20  # that graphs may hold
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class GraphCost:
     """Of a size as it was captured."""
 
     launch_s: float  # for the host to launch its kernels one by one
@@ -32,67 +32,67 @@ class Measured:
     peak_bytes: int  # of the step by itself: graphs find each other's memory
 
 
-class MixedSizes:
+class PrefillGraphSizes:
     """Those of one model, and what is known of them."""
 
-    def __init__(self, capacity: int, most_tokens: int, fits: Callable[[int], int]) -> None:
-        """fits: to how many sequences that draw a step is padded."""
-        self.missing = layouts(capacity, most_tokens, fits)
+    def __init__(self, capacity: int, most_tokens: int, padded_num_seqs: Callable[[int], int]) -> None:
+        """padded_num_seqs: to how many sequences that draw a step is padded."""
+        self.missing = descriptors(capacity, most_tokens, padded_num_seqs)
         self._num_all = len(self.missing)
-        self._device_s: dict[Layout, float] = {}  # of those that are captured, the smallest first
+        self._device_s: dict[BatchDescriptor, float] = {}  # of those that are captured, the smallest first
         self._launches_s: list[float] = []  # of steps that are launched kernel by kernel
         self._capture_s = CAPTURE_S
         self.num_bytes = 0  # held
-        self._lost_s: dict[Layout, float] = {}  # by steps that would have taken a missing one
+        self._lost_s: dict[BatchDescriptor, float] = {}  # by steps that would have taken a missing one
 
     @property
     def captured(self) -> float:
         """The part that was captured, or is known not to be worth it."""
         return 1.0 - len(self.missing) / max(self._num_all, 1)
 
-    def learn(self, layout: Layout, measured: Measured, capture_s: float) -> None:
+    def add_captured(self, descriptor: BatchDescriptor, measured: GraphCost, capture_s: float) -> None:
         """A size was captured, in so many seconds."""
-        self._lost_s.pop(layout, None)
-        self._device_s[layout] = measured.device_s
+        self._lost_s.pop(descriptor, None)
+        self._device_s[descriptor] = measured.device_s
         self._launches_s.append(measured.launch_s)
         self._capture_s = min(self._capture_s, capture_s)  # the first ones compile
         self.num_bytes += measured.num_bytes
-        most = MOST_BYTES * layout.tokens / max(measured.peak_bytes, 1) if self.num_bytes < MOST_BYTES else 0
-        self.missing = [one for one in self.missing if one != layout and one.tokens <= most]
+        most = MOST_BYTES * descriptor.num_tokens / max(measured.peak_bytes, 1) if self.num_bytes < MOST_BYTES else 0
+        self.missing = [one for one in self.missing if one != descriptor and one.num_tokens <= most]
 
-    def next(self) -> Layout | None:
+    def next(self) -> BatchDescriptor | None:
         """What is to be captured while there is time for it; sizes that are slower than the host are left out. None:
         nothing is left."""
         while self.missing:
-            if not self._device_s or self._estimate_s(self.missing[0].tokens) < fmean(self._launches_s):
+            if not self._device_s or self._estimate_s(self.missing[0].num_tokens) < fmean(self._launches_s):
                 return self.missing[0]
             del self.missing[0]
         return None
 
-    def pick(self, step: Layout) -> Layout | None:
+    def pick(self, step: BatchDescriptor) -> BatchDescriptor | None:
         """The captured size that computes a step soonest; None: it is sooner over kernel by kernel."""
-        fitting = [one for one in self._device_s if holds(one, step)]
+        fitting = [one for one in self._device_s if covers(one, step)]
         best = min(fitting, key=lambda one: self._device_s[one], default=None)
         return best if best is not None and self._device_s[best] < self._eager_s(step) else None
 
-    def due(self, step: Layout) -> Layout | None:
+    def size_to_capture(self, step: BatchDescriptor) -> BatchDescriptor | None:
         """The size to capture now, because steps like this one have lost as much without it as capturing takes."""
-        wanted = min((one for one in self.missing if holds(one, step)), key=lambda one: one.tokens, default=None)
+        wanted = min((one for one in self.missing if covers(one, step)), key=lambda one: one.num_tokens, default=None)
         if wanted is None:
             return None
         taken = self.pick(step)
         now_s = self._eager_s(step) if taken is None else self._device_s[taken]
-        lost_s = now_s - self._estimate_s(wanted.tokens)
+        lost_s = now_s - self._estimate_s(wanted.num_tokens)
         if lost_s > 0:
             self._lost_s[wanted] = self._lost_s.get(wanted, 0.0) + lost_s
         return wanted if self._lost_s.get(wanted, 0.0) > self._capture_s else None
 
-    def _eager_s(self, step: Layout) -> float:
-        return max(fmean(self._launches_s), self._estimate_s(step.tokens))
+    def _eager_s(self, step: BatchDescriptor) -> float:
+        return max(fmean(self._launches_s), self._estimate_s(step.num_tokens))
 
     def _estimate_s(self, tokens: int) -> float:
         """Of the device, for so many rows."""
-        known = [(one.tokens, seconds) for one, seconds in self._device_s.items()]
+        known = [(one.num_tokens, seconds) for one, seconds in self._device_s.items()]
         below = max((one for one in known if one[0] <= tokens), default=None)
         above = min((one for one in known if one[0] >= tokens), default=None)
         if below is None or above is None or below[0] == above[0]:
@@ -103,17 +103,17 @@ class MixedSizes:
         return below[1] + share * (above[1] - below[1])
 
 
-def holds(layout: Layout, step: Layout) -> bool:
+def covers(descriptor: BatchDescriptor, step: BatchDescriptor) -> bool:
     """Whether a step can be padded to a size. One more prompt is what pads."""
     return (
-        layout.decodes >= step.decodes
-        and layout.fresh >= step.fresh
-        and layout.prefills > step.prefills
-        and layout.seqs >= step.seqs
+        descriptor.num_decodes >= step.num_decodes
+        and descriptor.num_prefill_tokens >= step.num_prefill_tokens
+        and descriptor.num_prefills > step.num_prefills
+        and descriptor.num_seqs >= step.num_seqs
     )
 
 
-def layouts(capacity: int, most_tokens: int, fits: Callable[[int], int]) -> list[Layout]:
+def descriptors(capacity: int, most_tokens: int, padded_num_seqs: Callable[[int], int]) -> list[BatchDescriptor]:
     """In the order in which they are captured: one that tells what others will take, one that holds every step, then
     what is met most."""
     fresh = [*(n for n in FRESH if n < most_tokens), most_tokens]
@@ -126,9 +126,9 @@ def layouts(capacity: int, most_tokens: int, fits: Callable[[int], int]) -> list
     wanted[1:1] = [(n, most_tokens) for n in rows[-1:]]
     wanted[7:7] = [(n, m) for m in usual for n in sorted(rows, key=lambda n: abs(n - 64))]
     wanted += [(n, m) for m in all_fresh for n in all_rows]
-    return [_layout(decodes, tokens, capacity, fits) for decodes, tokens in dict.fromkeys(wanted)]
+    return [_descriptor(decodes, tokens, capacity, padded_num_seqs) for decodes, tokens in dict.fromkeys(wanted)]
 
 
-def _layout(decodes: int, fresh: int, capacity: int, fits: Callable[[int], int]) -> Layout:
+def _descriptor(decodes: int, fresh: int, capacity: int, padded_num_seqs: Callable[[int], int]) -> BatchDescriptor:
     prefills = max(PREFILLS, fresh // SHORT if decodes else 0)
-    return Layout(decodes, fresh, prefills + 1, fits(min(decodes + prefills, capacity)))
+    return BatchDescriptor(decodes, fresh, prefills + 1, padded_num_seqs(min(decodes + prefills, capacity)))

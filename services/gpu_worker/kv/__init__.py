@@ -1,7 +1,7 @@
 """KV memory and what is in it.
 
 - `pool.KVPool` owns the memory of all blocks; `scales` finds the scales of a KV cache in 8 bits.
-- `block_hashes.BlockNames` knows which blocks are full and under which hash, for a scheduler that attaches.
+- `block_hashes.BlockHashes` knows which blocks are full and under which hash, for a scheduler that attaches.
 - `transfers.Transfers` saves blocks to host memory and fetches them, and knows the slots whose fetch failed;
   `host_blocks` sizes and makes that host memory. `block_copies` copies blocks within the pool.
 

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from blockyard.services.gpu_worker.kv.block_hashes import BlockNames
+from blockyard.services.gpu_worker.kv.block_hashes import BlockHashes
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.shared.messages import BlockCopy
 
@@ -11,7 +11,7 @@ AT_ONCE = 64  # blocks: what is gathered stays small beside the pool
 
 
 @torch.inference_mode()
-def copy_blocks(pool: KVPool, names: BlockNames, copies: list[BlockCopy]) -> None:
+def copy_blocks(pool: KVPool, names: BlockHashes, copies: list[BlockCopy]) -> None:
     """In all layers, on the stream that steps run on; before the plan's runs and after those of earlier plans.
 
     No block is both read and written. One that the pool does not have is left out: whoever holds it fails when it
@@ -20,6 +20,6 @@ def copy_blocks(pool: KVPool, names: BlockNames, copies: list[BlockCopy]) -> Non
     known = [(c.src, c.dst) for c in copies if 0 <= c.src < pool.num_blocks and 0 <= c.dst < pool.num_blocks]
     for first in range(0, len(known), AT_ONCE):
         pairs = np.array(known[first : first + AT_ONCE], np.int64).T
-        names.forget(pairs[1])
+        names.invalidate(pairs[1])
         src, dst = torch.from_numpy(pairs).to(pool.device, non_blocking=True)
         pool.memory.index_copy_(1, dst, pool.memory.index_select(1, src))

@@ -49,9 +49,9 @@ def claim(table: WeightTable, num_layers: int, is_wanted: bool) -> Tensor:
                 if not is_wanted:
                     table.ignore(f"model.layers.{layer}.{name}")
                 elif name.endswith("kv_scale"):
-                    table.numbers[f"model.layers.{layer}.{name}"] = scales[layer]
+                    table.scalars[f"model.layers.{layer}.{name}"] = scales[layer]
                 else:
-                    table.numbers[f"model.layers.{layer}.{name}"] = target
+                    table.scalars[f"model.layers.{layer}.{name}"] = target
     return scales
 
 

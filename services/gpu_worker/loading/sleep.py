@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from blockyard.services.gpu_worker.interfaces import Done, Names, ParkedRunner
+from blockyard.services.gpu_worker.interfaces import CachedBlocks, CompletedPlan, OffloadableRunner
 from blockyard.shared.messages import Geometry, MemoryTag, StepPlan
 
 log = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ class SleepingRunner:
 
     def __init__(
         self,
-        start: Callable[[], ParkedRunner],
+        start: Callable[[], OffloadableRunner],
         held_bytes: Callable[[], int],
         settled: Callable[[], None] = lambda: None,
     ) -> None:
@@ -31,7 +31,7 @@ class SleepingRunner:
         self.freed_bytes = 0
         self._woken: set[MemoryTag] = set()  # what it took back in its sleep
         self._start, self._held_bytes, self._settled = start, held_bytes, settled
-        self._runner: ParkedRunner | None = start()
+        self._runner: OffloadableRunner | None = start()
         self._geometry = self._runner.geometry
 
     @property
@@ -39,8 +39,8 @@ class SleepingRunner:
         return self._geometry
 
     @property
-    def names(self) -> Names:
-        return self._awake().names
+    def block_hashes(self) -> CachedBlocks:
+        return self._awake().block_hashes
 
     @property
     def in_flight(self) -> int:
@@ -55,7 +55,7 @@ class SleepingRunner:
     def launch(self, plan: StepPlan) -> None:
         self._awake().launch(plan)
 
-    def collect(self) -> list[Done]:
+    def collect(self) -> list[CompletedPlan]:
         return [] if self._runner is None else self._runner.collect()
 
     def reset(self, num_slots: int) -> None:
@@ -63,8 +63,8 @@ class SleepingRunner:
             self._wake()
         self._awake().reset(num_slots)
 
-    def forget_kv(self) -> None:
-        self._awake().forget_kv()
+    def reset_prefix_cache(self) -> None:
+        self._awake().reset_prefix_cache()
 
     def sleep(self, level: int) -> int:
         """Waits for what is in flight and drops it. Returns the bytes that were freed; deeper sleep stays."""
@@ -74,11 +74,11 @@ class SleepingRunner:
         before = self._held_bytes() + self.freed_bytes
         if not self.level:
             self._awake().reset(0)
-            self._awake().forget_kv()
+            self._awake().reset_prefix_cache()
         if level == NOTHING_LEFT:
             self._runner = None
         elif self._runner is not None:
-            self._runner.park()
+            self._runner.release_memory()
         gc.unfreeze()
         gc.collect()
         self._woken.clear()
@@ -94,11 +94,11 @@ class SleepingRunner:
         before = self._held_bytes()
         self._woken.update(parts)
         if self._runner is not None:
-            self._unpark(self._runner, MemoryTag.WEIGHTS in self._woken, MemoryTag.KV_CACHE in self._woken)
+            self._reclaim_memory(self._runner, MemoryTag.WEIGHTS in self._woken, MemoryTag.KV_CACHE in self._woken)
         if self._runner is None and MemoryTag.WEIGHTS in self._woken:
             self._begin()
             if MemoryTag.KV_CACHE not in self._woken:
-                self._awake().park(weights=False)
+                self._awake().release_memory(weights=False)
         self.freed_bytes = max(0, self.freed_bytes - max(0, self._held_bytes() - before))
         log.info("awake in part: %s", ", ".join(sorted(self._woken)))
         return self.freed_bytes
@@ -106,7 +106,7 @@ class SleepingRunner:
     def _wake(self) -> None:
         began = time.monotonic()
         if self._runner is not None:
-            self._unpark(self._runner)
+            self._reclaim_memory(self._runner)
         if self._runner is None:
             self._begin()
         self._woken.clear()
@@ -118,15 +118,15 @@ class SleepingRunner:
         self._runner = self._start()
         self._geometry = self._runner.geometry
 
-    def _unpark(self, runner: ParkedRunner, weights: bool = True, kv: bool = True) -> None:
+    def _reclaim_memory(self, runner: OffloadableRunner, weights: bool = True, kv: bool = True) -> None:
         try:
-            runner.unpark(weights, kv)
+            runner.reclaim_memory(weights, kv)
         except RuntimeError:  # out of memory, most likely: a new runner looks at what there is
             log.exception("what was parked does not come back: starting anew")
             self._runner = None
             del runner
             gc.collect()
 
-    def _awake(self) -> ParkedRunner:
+    def _awake(self) -> OffloadableRunner:
         assert self._runner is not None, "there is no runner in deep sleep"
         return self._runner

@@ -8,7 +8,7 @@ from torch import Tensor
 _OURS = "blockyard."
 
 
-class Parking:
+class OffloadedWeights:
     """Of the tensors that are on a GPU and reachable from `owner`. Their addresses are others afterwards."""
 
     @torch.inference_mode()

@@ -33,7 +33,7 @@ class WeightTable:
         self.on_host: list[Tensor] = []
         self._host_share, self._host_bytes = host_share, 0
         self.places: dict[str, Place] = {}
-        self.numbers: dict[str, Tensor] = {}  # single ones, which a checkpoint may have or not
+        self.scalars: dict[str, Tensor] = {}  # single ones, which a checkpoint may have or not
         self.size_bytes = 0
         self._ignored: set[str] = set()
         self._ignored_suffixes: tuple[str, ...] = ()
@@ -100,7 +100,7 @@ class WeightTable:
 
     def wants(self, name: str) -> bool:
         """Raises LoadError for a name that the model has no use for."""
-        if self._known(name) in self.places or self._known(name) in self.numbers:
+        if self._known(name) in self.places or self._known(name) in self.scalars:
             return True
         if name in self._ignored or name.endswith(self._ignored_suffixes):
             return False
@@ -110,8 +110,8 @@ class WeightTable:
         """Copies one weight in, converting it. Raises LoadError if the shape is not the config's."""
         name = self._known(name)
         self.arrived(name, tuple(value.shape))
-        if name in self.numbers:
-            self.numbers[name].copy_(value.reshape(()))
+        if name in self.scalars:
+            self.scalars[name].copy_(value.reshape(()))
             return
         place = self.places[name]
         place.target.copy_(place.arrange(value) if place.arrange else value)
@@ -119,7 +119,7 @@ class WeightTable:
     def arrived(self, name: str, shape: tuple[int, ...]) -> None:
         """Takes note of a weight of the checkpoint. Raises LoadError if the shape is not the config's."""
         name = self._known(name)
-        if name in self.numbers:
+        if name in self.scalars:
             if math.prod(shape) != 1:
                 raise LoadError(f"{name}: the checkpoint has {list(shape)}, expected one number")
             return
@@ -131,7 +131,7 @@ class WeightTable:
     def _known(self, name: str) -> str:
         """Checkpoints of a bare decoder leave the first word out."""
         longer = f"model.{name}"
-        return longer if longer in self.places or longer in self.numbers else name
+        return longer if longer in self.places or longer in self.scalars else name
 
     def check_complete(self) -> None:
         missing = sorted(self.places.keys() - self._loaded)

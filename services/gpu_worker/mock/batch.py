@@ -115,7 +115,7 @@ class MockBatch:
             _check(self.kv.has(fetch.host), f"host block {fetch.host} holds nothing to be fetched")
             if not self.kv.fetch(fetch):
                 self.failed.append(fetch.block)
-                self.kv.names.pop(fetch.block, None)
+                self.kv.hashes.pop(fetch.block, None)
                 self.kv.bad.add(fetch.block)
         written = [copy.dst for copy in plan.copies]
         _check(len(set(written)) == len(written), f"a block is written by two copies: {plan.copies}")

@@ -56,10 +56,10 @@ class Trail:
 
 @dataclass(slots=True)
 class MockKV:
-    """Outlives slots, as KV does. Also keeps the names of its full blocks, as `BlockNames` does, without numpy."""
+    """Outlives slots, as KV does. Also keeps the names of its full blocks, as `BlockHashes` does, without numpy."""
 
     block_size: int
-    names: dict[int, bytes] = field(default_factory=dict)
+    hashes: dict[int, bytes] = field(default_factory=dict)
     bad: set[int] = field(default_factory=set)  # blocks that could not be fetched, and what was to be made of them
     _held: dict[int, Held] = field(default_factory=dict)
     _host: dict[int, tuple[bytes, Held]] = field(default_factory=dict)  # name and contents of a host block
@@ -71,7 +71,7 @@ class MockKV:
             kept = self._held.get(block, NOTHING) if offset else (before, b"")
             is_ours = kept[0] == before and kept[1][: offset * ID_BYTES] == ids[: offset * ID_BYTES]
             self._held[block] = (before, ids) if is_ours else NOTHING
-            self.names.pop(block, None)
+            self.hashes.pop(block, None)
             self.bad.discard(block)
             offset = 0
 
@@ -89,7 +89,9 @@ class MockKV:
         self._host.pop(save.host, None)
         self._host[save.host] = (save.block_hash, held)
         is_full = len(held[1]) == self.block_size * ID_BYTES
-        return save.block not in self.bad and self.names.get(save.block, save.block_hash) == save.block_hash and is_full
+        return (
+            save.block not in self.bad and self.hashes.get(save.block, save.block_hash) == save.block_hash and is_full
+        )
 
     def has(self, host: int) -> bool:
         return host in self._host
@@ -97,7 +99,7 @@ class MockKV:
     def fetch(self, fetch: BlockFetch) -> bool:
         """Whether the copy could be made; `has` says so."""
         _, self._held[fetch.block] = self._host[fetch.host]
-        self.names.pop(fetch.block, None)
+        self.hashes.pop(fetch.block, None)
         self.bad.discard(fetch.block)
         return True
 
@@ -105,7 +107,7 @@ class MockKV:
         """As the real pool does: all sources are read before any destination is written."""
         read = [(copy.dst, self._held.get(copy.src, NOTHING), copy.src in self.bad) for copy in copies]
         for dst, held, is_bad in read:
-            self.names.pop(dst, None)
+            self.hashes.pop(dst, None)
             self._held[dst] = held
             self.bad.discard(dst)
             if is_bad:
@@ -128,23 +130,23 @@ class MockKV:
                 return max(begin, (first + i) * size + same)
         return None  # somebody has gone on in the last of them
 
-    def learn(self, names: Iterable[FullBlock]) -> None:
+    def add(self, names: Iterable[FullBlock]) -> None:
         for entry in names:
             if entry.block not in self.bad:
-                self.names[entry.block] = entry.block_hash
+                self.hashes[entry.block] = entry.block_hash
 
-    def forget_all(self) -> None:
+    def clear(self) -> None:
         """What is in the blocks, too: nobody may read it."""
-        self.names.clear()
+        self.hashes.clear()
         self.bad.clear()
         self._held.clear()
         self._host.clear()
 
-    def listed(self) -> tuple[list[int], bytes]:
+    def blocks_and_hashes(self) -> tuple[list[int], bytes]:
         """Blocks, and their names in the same order."""
-        return list(self.names), b"".join(self.names.values())
+        return list(self.hashes), b"".join(self.hashes.values())
 
-    def host_listed(self) -> tuple[list[int], bytes]:
+    def host_blocks_and_hashes(self) -> tuple[list[int], bytes]:
         return list(self._host), b"".join(name for name, _ in self._host.values())
 
 

@@ -5,8 +5,8 @@ from array import array
 from collections.abc import Callable
 
 from blockyard.services.gpu_worker.compilation.compile_processes import CompileProcesses
-from blockyard.services.gpu_worker.execution.synchronous import Lockstep
-from blockyard.services.gpu_worker.interfaces import Done
+from blockyard.services.gpu_worker.execution.synchronous import SynchronousSteps
+from blockyard.services.gpu_worker.interfaces import CompletedPlan
 from blockyard.services.gpu_worker.mock.batch import MockBatch, Pattern
 from blockyard.services.gpu_worker.mock.kv import MockKV
 from blockyard.services.gpu_worker.mock.model import describe
@@ -19,12 +19,12 @@ BEHIND_S = 0.002  # a step that begins this soon after the last one was waiting 
 
 class MockRunner:
     def __init__(self, geometry: Geometry, pattern: Pattern, step_s: float, fatal_id: int = 0) -> None:
-        self.geometry, self.names = geometry, MockKV(geometry.block_size)
+        self.geometry, self.block_hashes = geometry, MockKV(geometry.block_size)
         self._fatal_id = fatal_id
         self._pattern, self._step_s = pattern, step_s
-        self._batch = MockBatch(geometry, 0, pattern, self.names)
+        self._batch = MockBatch(geometry, 0, pattern, self.block_hashes)
         self._done_at = 0.0
-        self._steps = Lockstep(self.execute, lambda plan: self._batch.failed)
+        self._steps = SynchronousSteps(self.execute, lambda plan: self._batch.failed)
 
     @property
     def in_flight(self) -> int:
@@ -39,20 +39,20 @@ class MockRunner:
     def launch(self, plan: StepPlan) -> None:
         self._steps.launch(plan)
 
-    def collect(self) -> list[Done]:
+    def collect(self) -> list[CompletedPlan]:
         return self._steps.collect()
 
     def reset(self, num_slots: int) -> None:
         self._steps.collect()
-        self._batch = MockBatch(self.geometry, num_slots, self._pattern, self.names)
+        self._batch = MockBatch(self.geometry, num_slots, self._pattern, self.block_hashes)
 
-    def forget_kv(self) -> None:
-        self.names.forget_all()
+    def reset_prefix_cache(self) -> None:
+        self.block_hashes.clear()
 
-    def park(self, weights: bool = True) -> None:
+    def release_memory(self, weights: bool = True) -> None:
         """There is no memory to give back."""
 
-    def unpark(self, weights: bool = True, kv: bool = True) -> None:
+    def reclaim_memory(self, weights: bool = True, kv: bool = True) -> None:
         """There is no memory to take."""
 
     def execute(self, plan: StepPlan) -> list[SlotResult]:
@@ -61,7 +61,7 @@ class MockRunner:
         if self._fatal_id and any(self._fatal_id in array("I", start.token_ids) for start in plan.starts):
             raise RuntimeError(f"the mock's device fails on id {self._fatal_id}")
         results = self._batch.step(plan)
-        self.names.learn(plan.full_blocks)
+        self.block_hashes.add(plan.full_blocks)
         if self._step_s:
             now = time.monotonic()
             start = self._done_at if now - self._done_at < BEHIND_S else now

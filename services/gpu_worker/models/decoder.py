@@ -135,14 +135,14 @@ class Block:
         return [self.attention.qkv, self.attention.out, self.mlp.gate_up, self.mlp.down]
 
     def forward(
-        self, residual: Tensor, delta: Tensor | None, rotation: Tensor, step: Step, wanted: Tensor | None
+        self, residual: Tensor, delta: Tensor | None, rotation: Tensor, step: Step, logits_indices: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """What the layer before left to be added goes to `residual`. Returns that and what this one leaves to be added,
-        of the rows in `wanted`, None: of all."""
+        of the rows in `logits_indices`, None: of all."""
         ops, attention, mlp = self._ops, self.attention, self.mlp
         mixed = attention.forward(ops.enter(attention.qkv, residual, delta, self.norm1), rotation, step)
-        if wanted is not None:
-            residual = residual.index_select(0, wanted)
+        if logits_indices is not None:
+            residual = residual.index_select(0, logits_indices)
         delta = ops.leave(attention.out, mixed, residual)
         gate_up = ops.enter(mlp.gate_up, residual, delta, self.norm2)
         return residual, ops.leave(mlp.down, gate_up, residual, gated=True)
@@ -199,8 +199,8 @@ class Decoder:
         rotation = self.rotations.index_select(0, step.positions)
         last = self._blocks[-1]
         for block in self._blocks:
-            wanted = step.wanted if block is last else None
-            residual, delta = block.forward(residual, delta, rotation, step, wanted)
+            logits_indices = step.logits_indices if block is last else None
+            residual, delta = block.forward(residual, delta, rotation, step, logits_indices)
         return self._ops.add_norm(residual, delta, self._norm)
 
     def logits(self, hidden: Tensor) -> Tensor:

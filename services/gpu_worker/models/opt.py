@@ -72,12 +72,12 @@ class Block:
     def linears(self) -> list[Linear]:
         return [self.qkv, self.out, self.fc1, self.fc2]
 
-    def forward(self, x: Tensor, step: Step, wanted: Tensor | None) -> Tensor:
-        """[tokens, hidden] -> [tokens, hidden], of those in `wanted`, None: of all; may write to x."""
+    def forward(self, x: Tensor, step: Step, logits_indices: Tensor | None) -> Tensor:
+        """[tokens, hidden] -> [tokens, hidden], of those in `logits_indices`, None: of all; may write to x."""
         qkv = self.qkv(self.norm1(x) if self._before else x)
         qkv = qkv.view(-1, 3 * self._heads, x.shape[1] // self._heads)
         attended = step.attend(self._layer, qkv)
-        x = self.out.add_to(x if wanted is None else x.index_select(0, wanted), attended)
+        x = self.out.add_to(x if logits_indices is None else x.index_select(0, logits_indices), attended)
         if not self._before:
             x = self.norm1(x)
         x = self.fc2.add_to(x, self.fc1(self.norm2(x) if self._before else x).relu_())
@@ -136,7 +136,7 @@ class OPT:
         x = x + self._positions.index_select(0, step.positions)
         last = self._blocks[-1]
         for block in self._blocks:
-            x = block.forward(x, step, step.wanted if block is last else None)
+            x = block.forward(x, step, step.logits_indices if block is last else None)
         return self._norm(x) if self._norm is not None else x
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -23,11 +23,11 @@ Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.int32]
 
 MOST_ROWS = 64  # slots that change their logits at a time; one takes 8 bytes for each token of the vocabulary
-SCORE_WORDS = 2 + 2 * MAX_LOGPROBS  # of a row
+LOGPROB_WORDS = 2 + 2 * MAX_LOGPROBS  # of a row
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class TokenBiases:
     """Tokens that a slot favours or forbids."""
 
     only: bool  # all others are forbidden
@@ -36,7 +36,7 @@ class Listed:
     until: list[int]  # forbidden as long as the new token's index is below
 
 
-def listed_of(sampling: Sampling, num_prompt: int, endings: list[int]) -> Listed:
+def biases_of(sampling: Sampling, num_prompt: int, endings: list[int]) -> TokenBiases:
     """In the sampler's order: what is forbidden stays so whatever its bias."""
     only = bool(sampling.allowed_token_ids)
     entries: dict[int, tuple[float, int]] = dict.fromkeys(sampling.allowed_token_ids, (0.0, 0))
@@ -49,7 +49,7 @@ def listed_of(sampling: Sampling, num_prompt: int, endings: list[int]) -> Listed
         for token in endings:
             if not only or token in entries:
                 entries[token] = (entries.get(token, (0.0, 0))[0], num_prompt + sampling.min_tokens)
-    return Listed(only, list(entries), [b for b, _ in entries.values()], [u for _, u in entries.values()])
+    return TokenBiases(only, list(entries), [b for b, _ in entries.values()], [u for _, u in entries.values()])
 
 
 def needs_host(sampling: Sampling) -> bool:
@@ -61,7 +61,7 @@ def needs_host(sampling: Sampling) -> bool:
     )
 
 
-class DeviceWishes:
+class DeviceLogitsEdits:
     """The rows, who has them, and what a step's log-probabilities are read from."""
 
     def __init__(self, state: SlotState, capacity: int, vocab_size: int, enabled: bool) -> None:
@@ -69,7 +69,7 @@ class DeviceWishes:
         device, self.enabled = state.arena.device, enabled
         rows = min(capacity, MOST_ROWS) if enabled else 0
         counts = torch.zeros((rows, vocab_size), dtype=torch.int32, device=device)
-        self.wishes = LogitsEdits(
+        self.logits_edits = LogitsEdits(
             row=state.fields[Field.EDITS_ROW],
             repetition=state.floats(Field.REPETITION),
             presence=state.floats(Field.PRESENCE),
@@ -82,32 +82,34 @@ class DeviceWishes:
             counts=counts,
             logits=torch.zeros((rows, vocab_size), dtype=torch.float32, device=device),
         )
-        self.adjusted = AdjustedLogits(self.wishes.row, self.wishes.logits)
+        self.adjusted = AdjustedLogits(self.logits_edits.row, self.logits_edits.logits)
         self.num_top = state.fields[Field.NUM_TOP]
         self._state, self._capacity, self._num_rows = state, capacity, rows
-        self.buffer = torch.zeros(SCORE_WORDS * capacity if enabled else 0, dtype=torch.int32, device=device)
+        self.buffer = torch.zeros(LOGPROB_WORDS * capacity if enabled else 0, dtype=torch.int32, device=device)
         self.reset()
 
     def reset(self) -> None:
         self._rows: dict[int, int] = {}  # by slot
         self._free = list(range(self._num_rows))
-        self.scored: dict[int, int] = {}  # slots that ask for log-probabilities, and how many of the likeliest
+        self.num_logprobs: dict[int, int] = {}  # slots that ask for log-probabilities, and how many of the likeliest
 
-    def asked(self, slots: Ints) -> bool:
+    def needs_processing(self, slots: Ints) -> bool:
         """Whether any of these asks for anything."""
-        return bool(self._rows or self.scored) and any(s in self._rows or s in self.scored for s in slots.tolist())
+        return bool(self._rows or self.num_logprobs) and any(
+            s in self._rows or s in self.num_logprobs for s in slots.tolist()
+        )
 
     def end(self, slot: int) -> None:
-        self.scored.pop(slot, None)
+        self.num_logprobs.pop(slot, None)
         row = self._rows.pop(slot, None)
         if row is not None:
             self._free.append(row)
 
-    def start(self, slot: int, sampling: Sampling, table: Slots, endings: list[int]) -> "Change | None":
+    def start(self, slot: int, sampling: Sampling, table: Slots, endings: list[int]) -> "SlotEdits | None":
         """What is to be written of a slot; None if the host has to look after it. Its ids are in `table`."""
         num_prompt = table.slots[slot].num_prompt_tokens
         penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
-        listed = listed_of(sampling, num_prompt, endings)
+        listed = biases_of(sampling, num_prompt, endings)
         changes = bool(listed.ids) or penalties != (1.0, 0.0, 0.0)
         if needs_host(sampling) or len(listed.ids) > MAX_TOKEN_EDITS or (changes and not self._free):
             return None
@@ -119,16 +121,16 @@ class DeviceWishes:
             self.count(slot, table)
         num_top = -1 if sampling.num_logprobs is None else sampling.num_logprobs
         if num_top >= 0:
-            self.scored[slot] = num_top
-        return Change(row, penalties, listed, num_top)
+            self.num_logprobs[slot] = num_top
+        return SlotEdits(row, penalties, listed, num_top)
 
     def count(self, slot: int, table: Slots) -> None:
         """Counts all that is known of a slot anew, if it has a row."""
         row = self._rows.get(slot)
         if row is None:
             return
-        ids = torch.from_numpy(table.token_ids[slot, : table.known[slot]].copy())
-        counts = self.wishes.counts
+        ids = torch.from_numpy(table.token_ids[slot, : table.num_tokens[slot]].copy())
+        counts = self.logits_edits.counts
         if counts.is_cuda:
             ids = ids.pin_memory().to(counts.device, non_blocking=True)
         count_known(counts[row], ids, table.slots[slot].num_prompt_tokens)
@@ -136,7 +138,7 @@ class DeviceWishes:
     def has_row(self, slot: int) -> bool:
         return slot in self._rows
 
-    def places(self, slot: int, listed: Listed) -> tuple[Words, Words]:
+    def places(self, slot: int, listed: TokenBiases) -> tuple[Words, Words]:
         """Index and value of the words of a list."""
         state, count = self._state, len(listed.ids)
         at = np.arange(count)
@@ -154,7 +156,7 @@ class DeviceWishes:
         )
         return index.astype(np.int32), np.concatenate(values)
 
-    def scores(self, rows: int) -> LogprobsTensors:
+    def logprob_buffers(self, rows: int) -> LogprobsTensors:
         """What a step of so many rows writes."""
         cap, most = self._capacity, MAX_LOGPROBS
         parts = torch.split(self.buffer, [cap, cap, most * cap, most * cap])
@@ -176,12 +178,12 @@ class DeviceWishes:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class SlotEdits:
     """Of a slot that starts."""
 
     row: int
     penalties: tuple[float, float, float]
-    listed: Listed
+    listed: TokenBiases
     num_top: int
 
     def put(self, words: list[int]) -> None:

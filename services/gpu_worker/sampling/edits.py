@@ -61,7 +61,7 @@ def apply_edits(logits: Tensor, edits: list[tuple[int, int, Edit]], table: Slots
 
 
 def _forbidden(slot: int, edit: Edit, table: Slots) -> list[int]:
-    first, known = table.slots[slot].num_prompt_tokens, int(table.known[slot])
+    first, known = table.slots[slot].num_prompt_tokens, int(table.num_tokens[slot])
     tokens = list(edit.forbidden)
     for phrase in edit.phrases:
         begin = known - len(phrase) + 1

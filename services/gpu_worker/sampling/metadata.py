@@ -11,7 +11,7 @@ Ints = npt.NDArray[np.int64]
 GREEDY_BELOW = 1e-5  # temperatures under it are 0
 
 
-class Settings:
+class SamplingMetadata:
     """`plain` slots take the likeliest token of the raw logits and nothing else is asked of them."""
 
     def __init__(self, num_slots: int, vocab_size: int) -> None:
@@ -42,7 +42,7 @@ class Settings:
         self.plain[slot] = not (noisy or adjusted or asked.num_logprobs is not None)
 
 
-def problem_with(sampling: Sampling, vocab_size: int) -> str:
+def unsupported_reason(sampling: Sampling, vocab_size: int) -> str:
     """Why these parameters cannot be followed; empty if they can. The gateway checks them; this keeps a step alive."""
     ids = [i for i, _ in sampling.logit_bias]
     ids += sampling.allowed_token_ids

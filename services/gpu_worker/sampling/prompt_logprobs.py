@@ -16,7 +16,7 @@ Ints = npt.NDArray[np.int64]
 ROWS_AT_ONCE = 256  # bounds the logits in memory
 
 
-class PromptScores:
+class PromptLogprobs:
     """Position p's entry comes from the logits at p - 1; position 0 has none."""
 
     def __init__(self, model: Model) -> None:

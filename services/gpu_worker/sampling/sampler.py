@@ -14,9 +14,9 @@ from torch import Tensor
 
 from blockyard.services.gpu_worker.sampling.edits import Edit, apply_edits, make_edit
 from blockyard.services.gpu_worker.sampling.logprobs import score
-from blockyard.services.gpu_worker.sampling.metadata import Settings, problem_with
+from blockyard.services.gpu_worker.sampling.metadata import SamplingMetadata, unsupported_reason
 from blockyard.services.gpu_worker.sampling.penalties import Penalties
-from blockyard.services.gpu_worker.sampling.topk_topp_sampler import Limits, Noise, draw, draw_limited
+from blockyard.services.gpu_worker.sampling.topk_topp_sampler import Noise, SamplingLimits, sample, sample_limited
 from blockyard.services.gpu_worker.slots import Slots
 from blockyard.shared.messages import Sampling, SlotStart, TokenLogprobs
 
@@ -38,14 +38,14 @@ class Sampler:
         self.reset(0)
 
     def reset(self, num_slots: int) -> None:
-        self._settings = Settings(num_slots, self._vocab_size)
+        self._settings = SamplingMetadata(num_slots, self._vocab_size)
         self._penalties = Penalties(self._vocab_size, self._device)
         self._edits: dict[int, Edit] = {}
 
     def start(self, start: SlotStart) -> str:
         """Why the slot cannot be sampled; empty if it can. Its ids have been checked."""
         slot, asked = start.slot, start.sampling
-        problem = problem_with(asked, self._vocab_size)
+        problem = unsupported_reason(asked, self._vocab_size)
         if problem:
             return problem
         ids = np.frombuffer(start.token_ids, "<u4").astype(np.int64)
@@ -113,19 +113,19 @@ class Sampler:
         return values, tokens
 
     def _draw(self, logits: Tensor, slots: Ints, table: Slots) -> tuple[Tensor, Tensor]:
-        return draw(self._scale(logits, slots), self._noise(slots, table))
+        return sample(self._scale(logits, slots), self._noise(slots, table))
 
     def _draw_limited(self, logits: Tensor, slots: Ints, table: Slots) -> tuple[Tensor, Tensor]:
         settings = self._settings
-        limits = Limits(*(self._tensor(a[slots]) for a in (settings.top_k, settings.top_p, settings.min_p)))
-        return draw_limited(self._scale(logits, slots), limits, self._noise(slots, table))
+        limits = SamplingLimits(*(self._tensor(a[slots]) for a in (settings.top_k, settings.top_p, settings.min_p)))
+        return sample_limited(self._scale(logits, slots), limits, self._noise(slots, table))
 
     def _scale(self, logits: Tensor, slots: Ints) -> Tensor:
         return logits / self._tensor(self._settings.temperature[slots])[:, None]
 
     def _noise(self, slots: Ints, table: Slots) -> Noise:
         settings = self._settings
-        arrays = (settings.key[:, slots], table.known[slots], settings.choice[slots])
+        arrays = (settings.key[:, slots], table.num_tokens[slots], settings.choice[slots])
         return Noise(*(self._tensor(a) for a in arrays))
 
     def _tensor(self, values: npt.NDArray[np.generic]) -> Tensor:

@@ -16,15 +16,15 @@ CANDIDATES = 80  # more than the top-k that are usual
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class SamplingLimits:
     """What a row may choose from; all [rows]."""
 
     top_k: Tensor  # int64, the vocabulary's size is all
     top_p: Tensor
     min_p: Tensor
 
-    def take(self, rows: Tensor) -> "Limits":
-        return Limits(self.top_k[rows], self.top_p[rows], self.min_p[rows])
+    def take(self, rows: Tensor) -> "SamplingLimits":
+        return SamplingLimits(self.top_k[rows], self.top_p[rows], self.min_p[rows])
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,30 +39,30 @@ class Noise:
         return Noise(self.key[:, rows], self.index[rows], self.choice[rows])
 
 
-def draw(scaled: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
+def sample(scaled: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
     """scaled [rows, vocab] -> what won, and the token ids, [rows] each."""
     noisy = gumbel_rows(noise.key, noise.index, noise.choice, scaled.shape[1]).add_(scaled)
     won, tokens = noisy.max(dim=-1)
     return won, tokens
 
 
-def draw_limited(scaled: Tensor, limits: Limits, noise: Noise) -> tuple[Tensor, Tensor]:
-    """As `draw`, among what the limits leave: min-p first, then top-k, then top-p of the rest's mass, as in vLLM."""
+def sample_limited(scaled: Tensor, limits: SamplingLimits, noise: Noise) -> tuple[Tensor, Tensor]:
+    """As `sample`, among what the limits leave: min-p first, then top-k, then top-p of the rest's mass, as in vLLM."""
     logs = scaled.log_softmax(-1)
     values, ids = logs.topk(min(CANDIDATES, logs.shape[1]), dim=-1)
     kept, is_whole = _within(values, limits, logs.shape[1])
     if is_whole.all():
-        return _draw_among(values, ids, kept, noise)
+        return _sample_candidates(values, ids, kept, noise)
     tokens, won = ids.new_empty(len(ids)), values.new_empty(len(ids))
     for rows, narrow in ((is_whole.nonzero()[:, 0], True), ((~is_whole).nonzero()[:, 0], False)):
         if narrow and len(rows):
-            won[rows], tokens[rows] = _draw_among(values[rows], ids[rows], kept[rows], noise.take(rows))
+            won[rows], tokens[rows] = _sample_candidates(values[rows], ids[rows], kept[rows], noise.take(rows))
         elif len(rows):
-            won[rows], tokens[rows] = _draw_and_check(logs[rows], limits.take(rows), noise.take(rows))
+            won[rows], tokens[rows] = _sample_by_rejection(logs[rows], limits.take(rows), noise.take(rows))
     return won, tokens
 
 
-def _within(values: Tensor, limits: Limits, vocab_size: int) -> tuple[Tensor, Tensor]:
+def _within(values: Tensor, limits: SamplingLimits, vocab_size: int) -> tuple[Tensor, Tensor]:
     """values [rows, candidates], the likeliest logs in order: which are left, and for which rows that is all."""
     count = values.shape[1]
     least = values[:, :1] + limits.min_p.log()[:, None]
@@ -81,7 +81,7 @@ def _within(values: Tensor, limits: Limits, vocab_size: int) -> tuple[Tensor, Te
     return kept, is_cut | (is_plain & ~kept[:, -1])
 
 
-def _draw_and_check(logs: Tensor, limits: Limits, noise: Noise) -> tuple[Tensor, Tensor]:
+def _sample_by_rejection(logs: Tensor, limits: SamplingLimits, noise: Noise) -> tuple[Tensor, Tensor]:
     """Draws from all tokens: a winner that the limits leave is also the winner among those they leave.
 
     One that they do not takes all tokens that are no likelier with it, and the draw is repeated among the rest.
@@ -106,7 +106,7 @@ def _draw_and_check(logs: Tensor, limits: Limits, noise: Noise) -> tuple[Tensor,
         noisy = torch.where(outside[:, None] & ~likelier, float("-inf"), noisy)
 
 
-def _draw_among(values: Tensor, ids: Tensor, kept: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
+def _sample_candidates(values: Tensor, ids: Tensor, kept: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
     noisy = gumbel_at(noise.key, noise.index, noise.choice, ids).add_(values)
     won, places = torch.where(kept, noisy, float("-inf")).max(dim=-1)
     return won, ids.gather(1, places[:, None])[:, 0]

@@ -9,7 +9,7 @@ from torch import Tensor
 from blockyard.kernels.sampling import sample_tokens as file
 from blockyard.kernels.sampling.sample_reference import sample_tokens_reference
 from blockyard.kernels.sampling.sample_tokens import AdjustedLogits, SamplingTensors, sample_tokens
-from blockyard.services.gpu_worker.sampling.topk_topp_sampler import Limits, Noise, draw_limited
+from blockyard.services.gpu_worker.sampling.topk_topp_sampler import Noise, SamplingLimits, sample_limited
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]
@@ -161,8 +161,10 @@ def test_the_sampler_on_cpu_draws_the_same(limits: dict[str, float]) -> None:
     logits = torch.randn(3, 400) * 3
     given, slots, index = params(**limits), torch.arange(len(logits)), torch.arange(len(logits))
     top_k = given.top_k[:3].long().clamp(max=400)
-    tokens = draw_limited(
-        logits, Limits(top_k, given.top_p[:3], given.min_p[:3]), Noise(given.key[:, :3], index, given.choice[:3].long())
+    tokens = sample_limited(
+        logits,
+        SamplingLimits(top_k, given.top_p[:3], given.min_p[:3]),
+        Noise(given.key[:, :3], index, given.choice[:3].long()),
     )[1]
     assert run(logits, slots, index, given)[0].tolist() == tokens.tolist()
 

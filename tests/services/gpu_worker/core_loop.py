@@ -89,7 +89,7 @@ class CoreLoop:
         self.plans = deque((to, plan) for to, plan in self.plans if to != worker)
         self.core.gone(worker)
         self.runners[worker].reset(0)
-        self.runners[worker].forget_kv()
+        self.runners[worker].reset_prefix_cache()
         if again:
             self._attach(worker)
         self.turn()
@@ -99,7 +99,7 @@ class CoreLoop:
         self.turn()  # asks it
         one = self.runners[worker]
         one.reset(self._batch.num_slots)
-        held, host = one.names.listed(), one.names.host_listed()
+        held, host = one.block_hashes.blocks_and_hashes(), one.block_hashes.host_blocks_and_hashes()
         self.core.handle(worker, Attached(worker, ME, one.geometry, *held, *host), 0.0)
 
     def step(self) -> None:

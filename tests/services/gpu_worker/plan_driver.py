@@ -92,7 +92,7 @@ class Driver:
             if s.slot is None and s.last_run <= self.completed:  # a preempted one waits for its results
                 if not self.free_slots:
                     continue
-                s.slot, s.planned, s.known, s.started = self.free_slots.pop(0), 0, len(s.ids), number
+                s.slot, s.planned, s.num_tokens, s.started = self.free_slots.pop(0), 0, len(s.ids), number
                 s.blocks = self._take(1)
                 starts.append(
                     SlotStart(
@@ -108,11 +108,11 @@ class Driver:
                 )
             if s.slot is None:
                 continue
-            count = min(s.known - s.planned, self.chunk)
+            count = min(s.num_tokens - s.planned, self.chunk)
             if count <= 0:
                 continue
             s.planned += count
-            s.known += s.planned == s.known
+            s.num_tokens += s.planned == s.num_tokens
             need = -(-s.planned // self.runner.geometry.block_size) - len(s.blocks)
             if need > 0:
                 more = self._take(need)
@@ -130,7 +130,7 @@ class Driver:
         while not (done := self.runner.collect()):
             pass
         for one in done:
-            self._take_results(one.plan, one.slots)
+            self._take_results(one.plan, one.all_results)
 
     def _take_results(self, plan: StepPlan, results: list[SlotResult]) -> None:
         assert plan.number == self.completed + 1

@@ -20,29 +20,32 @@ from blockyard.services.gpu_worker.execution.device_loop import DeviceLoop
 from blockyard.services.gpu_worker.execution.pinned_ring import PinnedRing
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.runner import Runner
-from blockyard.services.gpu_worker.step import Wanted
+from blockyard.services.gpu_worker.step import LogitsIndices
 
 NEAR = 8  # keys
 
 
 class ReferenceAttention:
-    def __init__(self, pool: KVPool, seqs: PagedKVMetadata, wanted: Wanted | None) -> None:
-        self._pool, self._seqs, self._wanted = pool, seqs, wanted
+    def __init__(self, pool: KVPool, seqs: PagedKVMetadata, logits_indices: LogitsIndices | None) -> None:
+        self._pool, self._seqs, self._logits_indices = pool, seqs, logits_indices
 
     def __call__(self, layer: int, qkv: Tensor, rotation: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:
         shape, memory = self._pool.shape, self._pool.memory[layer]
         weight, eps = (norm.weight, norm.eps) if norm is not None else (None, 0.0)
         rope_write_kv_reference(qkv, memory, self._seqs, rotation, weight, eps)
-        q, seqs, wanted = qkv[:, : shape.num_heads].contiguous(), self._seqs, self._wanted
-        if wanted is not None and layer == shape.num_layers - 1:
-            q, seqs = q[wanted.rows], PagedKVMetadata(wanted.slots, wanted.positions, seqs.tables)
+        q, seqs, logits_indices = qkv[:, : shape.num_heads].contiguous(), self._seqs, self._logits_indices
+        if logits_indices is not None and layer == shape.num_layers - 1:
+            q, seqs = (
+                q[logits_indices.rows],
+                PagedKVMetadata(logits_indices.slots, logits_indices.positions, seqs.tables),
+            )
         return paged_decode_reference(q, memory, seqs, shape.scale, shape.windows[layer])
 
 
 class ReferenceOps:
     """For `DeviceOps`."""
 
-    def near(self, rows: int) -> int:
+    def fused_decode_max_len(self, rows: int) -> int:
         return NEAR if rows == 1 else 0
 
     def scatter(self, arena: Tensor, pairs: Tensor, count: int) -> None:
@@ -59,7 +62,7 @@ class ReferenceOps:
         tables: Tensor,
         starts: Tensor | None = None,
         num_decodes: int = 0,
-        wanted: Wanted | None = None,
+        logits_indices: LogitsIndices | None = None,
         reach: int | None = None,
         longest: int | None = None,
     ) -> ReferenceAttention:
@@ -67,10 +70,10 @@ class ReferenceOps:
         if starts is not None:
             assert (int(starts[0]), int(starts[-1])) == (num_decodes, len(rows.slots))
             assert reach is None or int(rows.positions[num_decodes:].max()) < reach
-        return ReferenceAttention(pool, PagedKVMetadata(rows.slots, rows.positions, tables), wanted)
+        return ReferenceAttention(pool, PagedKVMetadata(rows.slots, rows.positions, tables), logits_indices)
 
-    def adjust(self, logits: Tensor, rows: StepInputs, wishes: LogitsEdits) -> None:
-        penalize_logits_reference(logits, rows.sampled_slots, rows.index, wishes)
+    def adjust(self, logits: Tensor, rows: StepInputs, logits_edits: LogitsEdits) -> None:
+        penalize_logits_reference(logits, rows.sampled_slots, rows.index, logits_edits)
 
     def draw(
         self,
@@ -91,8 +94,8 @@ class ReferenceOps:
         tokens.copy_(drawn)
         best.copy_(won)
 
-    def count(self, tokens: Tensor, best: Tensor, rows: StepInputs, wishes: LogitsEdits) -> None:
-        count_tokens_reference(tokens, best, rows.sampled_slots, wishes)
+    def count(self, tokens: Tensor, best: Tensor, rows: StepInputs, logits_edits: LogitsEdits) -> None:
+        count_tokens_reference(tokens, best, rows.sampled_slots, logits_edits)
 
     def score(self, logits: Tensor, rows: StepInputs, tokens: Tensor, num_top: Tensor, out: LogprobsTensors) -> None:
         gather_logprobs_reference(logits, rows.sampled_slots, tokens, num_top, out)
@@ -127,7 +130,7 @@ class SlowMark:
         self._left = 0
 
 
-def run_ahead(runner: Runner, capacity: int, seed: int = 0, wishes: bool = True) -> DeviceLoop:
+def run_ahead(runner: Runner, capacity: int, seed: int = 0, logits_edits: bool = True) -> DeviceLoop:
     """Gives a runner on CPU a device loop."""
     rng, shape = random.Random(seed), runner.geometry
     ring = PinnedRing(IN_FLIGHT, capacity, runner.pool.device, lambda: SlowMark(rng))
@@ -137,7 +140,7 @@ def run_ahead(runner: Runner, capacity: int, seed: int = 0, wishes: bool = True)
         capacity,
         shape.max_model_len,
         shape.eos_token_ids,
-        wishes=wishes,
+        logits_edits=logits_edits,
         ops=ReferenceOps(),
         ring=ring,
     )

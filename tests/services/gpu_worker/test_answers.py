@@ -3,8 +3,8 @@
 import numpy as np
 
 from blockyard.services.gpu_worker.answers import packed
-from blockyard.services.gpu_worker.interfaces import Done
-from blockyard.services.gpu_worker.rows import Rows
+from blockyard.services.gpu_worker.interfaces import CompletedPlan
+from blockyard.services.gpu_worker.rows import DecodeTokens
 from blockyard.shared.messages import NO_TOKEN, FinishReason, SlotResult, SlotRun, StepPlan, TokenLogprobs
 from blockyard.shared.token_ids import unpack
 
@@ -13,8 +13,8 @@ def plan_of(*runs: tuple[int, int]) -> StepPlan:
     return StepPlan(1, 1, [], [], [], [SlotRun(slot, count) for slot, count in runs])
 
 
-def done(plan: StepPlan, results: list[SlotResult], rows: Rows | None = None) -> Done:
-    return Done(plan, results, 0.0, 0.0, [], rows=rows)
+def done(plan: StepPlan, results: list[SlotResult], rows: DecodeTokens | None = None) -> CompletedPlan:
+    return CompletedPlan(plan, results, 0.0, 0.0, [], decode_outputs=rows)
 
 
 def test_plain_tokens_stand_in_the_order_of_the_runs() -> None:
@@ -48,9 +48,9 @@ def test_where_nobody_says_just_a_token_there_are_none() -> None:
 
 def test_rows_are_told_as_results_would_be() -> None:
     plan = plan_of((4, 1), (2, 1), (9, 1), (0, 7), (6, 1))
-    rows = Rows(np.array([9, 2]), np.array([90, 20], np.int32), np.array([5, 3]))
+    rows = DecodeTokens(np.array([9, 2]), np.array([90, 20], np.int32), np.array([5, 3]))
     more = [SlotResult(0, [1], 7), SlotResult(6, [60], 8)]
     told = done(plan, more, rows)
     assert packed(told) == packed(done(plan, [*more, SlotResult(2, [20], 3), SlotResult(9, [90], 5)]))
     assert unpack(packed(told)[1]) == [NO_TOKEN, 20, 90, NO_TOKEN, 60]
-    assert {result.slot: result.token_ids for result in told.slots} == {0: [1], 6: [60], 9: [90], 2: [20]}
+    assert {result.slot: result.token_ids for result in told.all_results} == {0: [1], 6: [60], 9: [90], 2: [20]}

@@ -9,14 +9,14 @@ import torch
 from tiny_models import BY_NAME, start
 
 from blockyard.services.gpu_worker.kv.pool import block_bytes
-from blockyard.services.gpu_worker.memory import GIB, Need, length_that_fits, plan_bytes, plan_cpu, plan_cuda
+from blockyard.services.gpu_worker.memory import GIB, KVMemoryNeed, length_that_fits, plan_bytes, plan_cpu, plan_cuda
 from blockyard.shared.errors import LoadError
 
 KIB = 1 << 10
 
 
-def need(max_model_len: int = 4096, block_bytes: int = 96 * KIB, max_num_seqs: int = 256) -> Need:
-    return Need(
+def need(max_model_len: int = 4096, block_bytes: int = 96 * KIB, max_num_seqs: int = 256) -> KVMemoryNeed:
+    return KVMemoryNeed(
         block_size=16,
         block_bytes=block_bytes,
         max_model_len=max_model_len,

@@ -276,7 +276,7 @@ def test_kv_that_is_not_finite_does_not_reach_the_next_owner(runner: Runner) -> 
     plan = StepPlan(1, 2, [], [], [], [SlotRun(0, 4)], [FullBlock(6, b"x" * 16)])
     (result,) = runner.execute(plan)
     assert (result.finish, result.detail) == (FinishReason.FAILED, "the model's logits are not finite")
-    assert 6 not in runner.names.listed()[0]
+    assert 6 not in runner.block_hashes.blocks_and_hashes()[0]
     driver = Driver(runner)
     driver.free_blocks = [7, 6, 5, 4]
     stream = driver.add(prompt, greedy(max_tokens=5))
@@ -316,12 +316,12 @@ def test_block_names_live_as_long_as_their_content(runner: Runner) -> None:
     names = [FullBlock(20, b"a" * 16), FullBlock(21, b"b" * 16)]
     first = started(0, prompt_of(17), greedy(max_tokens=1), [20, 21, 22])
     runner.execute(StepPlan(1, 1, [], [first], [], [SlotRun(0, 17)], names))
-    blocks, joined = runner.names.listed()
+    blocks, joined = runner.block_hashes.blocks_and_hashes()
     listed = {block: joined[16 * i : 16 * i + 16] for i, block in enumerate(blocks)}
     assert (listed[20], listed[21]) == (b"a" * 16, b"b" * 16)
     runner.reset(2)  # another scheduler: slots go, KV and names stay
-    assert set(runner.names.listed()[0]) >= {20, 21}
+    assert set(runner.block_hashes.blocks_and_hashes()[0]) >= {20, 21}
     second = started(1, prompt_of(3), greedy(max_tokens=1), [21])
     runner.execute(StepPlan(2, 1, [], [second], [], [SlotRun(1, 3)]))
-    assert 21 not in runner.names.listed()[0]
-    assert 20 in runner.names.listed()[0]
+    assert 21 not in runner.block_hashes.blocks_and_hashes()[0]
+    assert 20 in runner.block_hashes.blocks_and_hashes()[0]

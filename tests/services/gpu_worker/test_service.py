@@ -7,7 +7,7 @@ import pytest
 
 from blockyard.services.gpu_worker import counters
 from blockyard.services.gpu_worker.__main__ import own_gpu
-from blockyard.services.gpu_worker.interfaces import Done
+from blockyard.services.gpu_worker.interfaces import CompletedPlan
 from blockyard.services.gpu_worker.service import CHORE_POLL_S, IDLE_POLL_S, Worker
 from blockyard.shared.bus import Gone, Joined
 from blockyard.shared.errors import DeviceError
@@ -32,10 +32,10 @@ ME, OLD, NEW = 7, 100, 200
 
 
 class StubNames:
-    def listed(self) -> tuple[list[int], bytes]:
+    def blocks_and_hashes(self) -> tuple[list[int], bytes]:
         return [3], b"n" * 16
 
-    def host_listed(self) -> tuple[list[int], bytes]:
+    def host_blocks_and_hashes(self) -> tuple[list[int], bytes]:
         return [5], b"h" * 16
 
 
@@ -44,7 +44,7 @@ class StubRunner:
 
     def __init__(self) -> None:
         self.geometry = Geometry(8, 16, 64, 100, [1], 4, 32)
-        self.names = StubNames()
+        self.block_hashes = StubNames()
         self.log: list[tuple[str, int]] = []
         self.flight: list[StepPlan] = []
         self.held = False
@@ -69,10 +69,10 @@ class StubRunner:
         self.log.append(("plan", plan.number))
         self.flight.append(plan)
 
-    def collect(self) -> list[Done]:
+    def collect(self) -> list[CompletedPlan]:
         done = [] if self.held else self.flight[:]
         self.flight = self.flight[len(done) :]
-        return [Done(p, [SlotResult(r.slot, [5], 1) for r in p.runs], time.time(), 0.001, []) for p in done]
+        return [CompletedPlan(p, [SlotResult(r.slot, [5], 1) for r in p.runs], time.time(), 0.001, []) for p in done]
 
 
 def plan(number: int, scheduler: int = OLD) -> StepPlan:
@@ -87,16 +87,16 @@ def worker() -> tuple[Worker, FakeLinks, StubRunner]:
 
 def test_attach_answers_geometry_and_named_blocks() -> None:
     it, links, runner = worker()
-    it.orders.handle(OLD, Attach(OLD, num_slots=9, depth=1))
+    it.session.handle(OLD, Attach(OLD, num_slots=9, depth=1))
     assert links.answered == [(OLD, Attached(ME, OLD, runner.geometry, [3], b"n" * 16, [5], b"h" * 16))]
     assert runner.log == [("reset", 9)]
 
 
 def test_plans_run_in_order_and_each_is_answered() -> None:
     it, links, runner = worker()
-    it.orders.handle(OLD, Attach(OLD, 9, 1))
-    it.orders.handle(OLD, plan(1))
-    it.orders.handle(OLD, plan(2))
+    it.session.handle(OLD, Attach(OLD, 9, 1))
+    it.session.handle(OLD, plan(1))
+    it.session.handle(OLD, plan(2))
     it.step()
     it.step()
     it.step()  # nothing left: does nothing
@@ -108,50 +108,50 @@ def test_plans_run_in_order_and_each_is_answered() -> None:
 
 def test_attach_drops_what_is_queued_and_fences_the_older_scheduler() -> None:
     it, links, runner = worker()
-    it.orders.handle(OLD, Attach(OLD, 9, 1))
-    it.orders.handle(OLD, plan(1))
-    it.orders.handle(NEW, Attach(NEW, 5, 1))
+    it.session.handle(OLD, Attach(OLD, 9, 1))
+    it.session.handle(OLD, plan(1))
+    it.session.handle(NEW, Attach(NEW, 5, 1))
     assert (OLD, Fenced(OLD)) in links.answered  # told at once: it may have no more plans to send
     it.step()
     assert ("plan", 1) not in runner.log
-    it.orders.handle(OLD, plan(2))
+    it.session.handle(OLD, plan(2))
     assert links.answered[-1] == (OLD, Fenced(OLD))
-    it.orders.handle(NEW, plan(1, NEW))
+    it.session.handle(NEW, plan(1, NEW))
     it.step()
     assert links.answered[-1][0] == NEW
 
 
 def test_a_gap_drops_slots_and_asks_to_be_attached_again() -> None:
     it, links, runner = worker()
-    it.orders.handle(OLD, Attach(OLD, 9, 1))
-    it.orders.handle(OLD, plan(1))
-    it.orders.handle(OLD, plan(3))
+    it.session.handle(OLD, Attach(OLD, 9, 1))
+    it.session.handle(OLD, plan(1))
+    it.session.handle(OLD, plan(3))
     assert links.answered[-1] == (OLD, OutOfStep(ME, 2))
     assert runner.log[-1] == ("reset", 0)
     count = len(links.answered)
-    it.orders.handle(OLD, plan(4))  # was under way: said once is enough
+    it.session.handle(OLD, plan(4))  # was under way: said once is enough
     it.step()
     assert len(links.answered) == count
-    it.orders.handle(OLD, Attach(OLD, 9, 1))
-    it.orders.handle(OLD, plan(1))
+    it.session.handle(OLD, Attach(OLD, 9, 1))
+    it.session.handle(OLD, plan(1))
     it.step()
     assert runner.log[-1] == ("plan", 1)
 
 
 def test_a_plan_before_any_attach_is_refused() -> None:
     it, links, _ = worker()
-    it.orders.handle(OLD, plan(1))
+    it.session.handle(OLD, plan(1))
     assert links.answered == [(OLD, Fenced(OLD))]
 
 
 def test_queued_plans_of_a_dead_scheduler_are_not_run() -> None:
     it, _, runner = worker()
     scheduler = Member("scheduler", Role.SCHEDULER, OLD, "ipc://s")
-    it.orders.handle(OLD, Attach(OLD, 9, 1))
-    it.orders.handle(OLD, plan(1))
-    it.orders.handle(NEW, Gone(Member("other", Role.DETOKENIZER, NEW, "")))
-    assert len(it.orders.plans) == 1
-    it.orders.handle(OLD, Gone(scheduler))
+    it.session.handle(OLD, Attach(OLD, 9, 1))
+    it.session.handle(OLD, plan(1))
+    it.session.handle(NEW, Gone(Member("other", Role.DETOKENIZER, NEW, "")))
+    assert len(it.session.plans) == 1
+    it.session.handle(OLD, Gone(scheduler))
     it.step()
     assert runner.log == [("reset", 9)]
 
@@ -159,20 +159,20 @@ def test_queued_plans_of_a_dead_scheduler_are_not_run() -> None:
 def test_a_scheduler_that_was_only_thought_dead_attaches_again() -> None:
     it, links, _ = worker()
     scheduler = Member("scheduler", Role.SCHEDULER, OLD, "ipc://s")
-    it.orders.handle(OLD, Attach(OLD, 9, 1))
-    it.orders.handle(OLD, plan(1))
-    it.orders.handle(OLD, Gone(scheduler))
-    it.orders.handle(OLD, plan(2))  # ignored: the one before was dropped
-    it.orders.handle(OLD, Joined(scheduler))
+    it.session.handle(OLD, Attach(OLD, 9, 1))
+    it.session.handle(OLD, plan(1))
+    it.session.handle(OLD, Gone(scheduler))
+    it.session.handle(OLD, plan(2))  # ignored: the one before was dropped
+    it.session.handle(OLD, Joined(scheduler))
     assert links.answered[-1] == (OLD, OutOfStep(ME, 1))
-    assert not it.orders.plans
+    assert not it.session.plans
 
 
 def test_counters_say_what_runs_and_that_nothing_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(counters, "PUBLISH_S", 0.0)
     it, links, _ = worker()
-    it.orders.handle(OLD, Attach(OLD, 9, 1))
-    it.orders.handle(OLD, plan(1))
+    it.session.handle(OLD, Attach(OLD, 9, 1))
+    it.session.handle(OLD, plan(1))
     seen = []
     for _ in range(2):
         it.step()
@@ -184,22 +184,22 @@ def test_counters_say_what_runs_and_that_nothing_does(monkeypatch: pytest.Monkey
 
 def test_a_scheduler_that_is_listed_only_after_it_attached_is_not_asked_to_attach_again() -> None:
     it, links, _ = worker()
-    it.orders.handle(OLD, Attach(OLD, 9, 1))
-    it.orders.handle(OLD, Joined(Member("scheduler", Role.SCHEDULER, OLD, "ipc://s")))
-    it.orders.handle(OLD, plan(1))
+    it.session.handle(OLD, Attach(OLD, 9, 1))
+    it.session.handle(OLD, Joined(Member("scheduler", Role.SCHEDULER, OLD, "ipc://s")))
+    it.session.handle(OLD, plan(1))
     it.step()
     assert [type(frame) for _, frame in links.answered] == [Attached, StepResult]
 
 
 def test_the_next_plan_is_launched_while_one_runs_and_results_keep_their_order() -> None:
     it, links, runner = worker()
-    it.orders.handle(OLD, Attach(OLD, 9, 2))
+    it.session.handle(OLD, Attach(OLD, 9, 2))
     runner.held = True
     for number in (1, 2, 3):
-        it.orders.handle(OLD, plan(number))
+        it.session.handle(OLD, plan(number))
         it.step()
     assert runner.log[1:] == [("plan", 1), ("plan", 2)]
-    assert [p.number for p in it.orders.plans] == [3]  # as many as the runner keeps count of are in flight
+    assert [p.number for p in it.session.plans] == [3]  # as many as the runner keeps count of are in flight
     assert [type(frame) for _, frame in links.answered] == [Attached]
     runner.held = False
     it.step()
@@ -209,33 +209,33 @@ def test_the_next_plan_is_launched_while_one_runs_and_results_keep_their_order()
 
 def test_results_in_flight_of_a_dropped_scheduler_are_dropped() -> None:
     it, links, runner = worker()
-    it.orders.handle(OLD, Attach(OLD, 9, 1))
+    it.session.handle(OLD, Attach(OLD, 9, 1))
     runner.held = True
-    it.orders.handle(OLD, plan(1))
+    it.session.handle(OLD, plan(1))
     it.step()
-    it.orders.handle(OLD, Gone(Member("scheduler", Role.SCHEDULER, OLD, "ipc://s")))
+    it.session.handle(OLD, Gone(Member("scheduler", Role.SCHEDULER, OLD, "ipc://s")))
     runner.held = False
     it.step()
     assert [type(frame) for _, frame in links.answered] == [Attached]
     assert it.counters.steps == 1
-    it.orders.handle(OLD, Attach(OLD, 9, 1))
+    it.session.handle(OLD, Attach(OLD, 9, 1))
     runner.held = True
-    it.orders.handle(OLD, plan(1))
+    it.session.handle(OLD, plan(1))
     it.step()
-    it.orders.handle(NEW, Attach(NEW, 9, 1))
+    it.session.handle(NEW, Attach(NEW, 9, 1))
     assert runner.log[-1] == ("reset", 9)  # which waits for what is in flight
     runner.held = False
-    it.orders.handle(NEW, plan(1, NEW))
+    it.session.handle(NEW, plan(1, NEW))
     it.step()
     assert [(to, type(frame)) for to, frame in links.answered[-2:]] == [(NEW, Attached), (NEW, StepResult)]
 
 
 def test_an_error_of_the_device_ends_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     it, links, runner = worker()
-    it.orders.handle(OLD, Attach(OLD, 9, 1))
-    it.orders.handle(OLD, plan(1))
+    it.session.handle(OLD, Attach(OLD, 9, 1))
+    it.session.handle(OLD, plan(1))
 
-    def fails() -> list[Done]:
+    def fails() -> list[CompletedPlan]:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(runner, "collect", fails)
@@ -248,9 +248,9 @@ def test_an_error_of_the_device_ends_the_loop(monkeypatch: pytest.MonkeyPatch) -
 
 def test_plans_in_flight_are_answered_before_it_ends() -> None:
     it, links, runner = worker()
-    it.orders.handle(OLD, Attach(OLD, 9, 1))
+    it.session.handle(OLD, Attach(OLD, 9, 1))
     runner.held = True
-    it.orders.handle(OLD, plan(1))
+    it.session.handle(OLD, plan(1))
     it.step()
     runner.held = False
     stopped = threading.Event()

@@ -12,7 +12,7 @@ def start(slot: int, num_tokens: int, num_blocks: int, num_computed: int = 0) ->
 
 
 def granted(table: Slots, *runs: tuple[int, int]) -> list[tuple[int, int]]:
-    slots, counts = table.grant([SlotRun(slot, most) for slot, most in runs])
+    slots, counts = table.scheduled([SlotRun(slot, most) for slot, most in runs])
     return list(zip(slots.tolist(), counts.tolist(), strict=True))
 
 

@@ -12,7 +12,7 @@ from tiny_models import BY_NAME, VOCAB, greedy_score
 from tiny_models import start as start_on
 
 from blockyard.services.gpu_worker.engine import window_of
-from blockyard.services.gpu_worker.memory import GIB, Need, plan_cpu
+from blockyard.services.gpu_worker.memory import GIB, KVMemoryNeed, plan_cpu
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.shared.errors import LoadError
 from blockyard.shared.messages import Sampling
@@ -115,7 +115,7 @@ def test_without_a_window_the_model_keeps_all(tmp_path: Path) -> None:
 
 
 def test_memory_is_planned_for_what_sequences_hold(tiny: tuple[Path, Score]) -> None:
-    need = Need(
+    need = KVMemoryNeed(
         block_size=16,
         block_bytes=1 << 20,
         max_model_len=32768,

@@ -102,12 +102,12 @@ class FakeWorker:
         self.inbox.append(plan)
 
     def busy(self) -> bool:
-        return bool(self.inbox or self.loop.orders.plans)
+        return bool(self.inbox or self.loop.session.plans)
 
     def work(self) -> list[Frame]:
         """Takes one frame off the link, or else runs one plan; the answers."""
         if self.inbox:
-            self.loop.orders.handle(SCHEDULER, self.inbox.popleft())
+            self.loop.session.handle(SCHEDULER, self.inbox.popleft())
         else:
             self.loop.step()
         answers: list[Frame] = []
@@ -168,7 +168,7 @@ class StutteringBatch(MockBatch):
 
 class StutteringRunner(MockRunner):
     def reset(self, num_slots: int) -> None:
-        self._batch = StutteringBatch(self.geometry, num_slots, self._pattern, self.names)
+        self._batch = StutteringBatch(self.geometry, num_slots, self._pattern, self.block_hashes)
 
 
 class FailingKV(MockKV):

@@ -101,7 +101,7 @@ class World:
         links = FakeLinks(Member("gpu_worker", Role.GPU_WORKER, incarnation, "", ready=True))
         runner = (StutteringRunner if s.stutters else MockRunner)(geometry, self.pattern, 0.0)
         if s.failing:
-            runner.names = FailingKV(s.block_size)
+            runner.block_hashes = FailingKV(s.block_size)
         worker = FakeWorker(incarnation, links, Worker(links, SleepingRunner(lambda: runner, lambda: 0)))
         self.workers[incarnation] = worker
         self._present(incarnation, Role.GPU_WORKER)
@@ -284,7 +284,7 @@ class World:
 
     def check_names(self, worker: FakeWorker) -> None:
         """What a worker says its blocks hold is what they hold, as far as journals know the tokens."""
-        kv, size = worker.loop._runner.names, self.shape.block_size
+        kv, size = worker.loop._runner.block_hashes, self.shape.block_size
         states: dict[bytes, int] = {}
         for journal in [j for g in self.gateways.values() for j in g.journals.values()] + self.done:
             root = root_hash(SCOPE, cache_salt=journal.frame.cache_salt)
@@ -292,7 +292,7 @@ class World:
                 ids = array("I", ids_list(journal.frame.prompt_ids) + out.ids)
                 names = split_hashes(block_hashes(root, ids.tobytes(), size))
                 states |= {name: state_of(ids[: size * end].tobytes()) for end, name in enumerate(names, 1)}
-        for block, name in kv.names.items():
+        for block, name in kv.hashes.items():
             held = kv.state(block)
             assert states.get(name, held) == held, f"block {block} does not hold what its name says"
         for block, name, held in kv.host_states():

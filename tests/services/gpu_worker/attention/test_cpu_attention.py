@@ -70,13 +70,13 @@ class Rig:
     def step(self, counts: list[int]) -> None:
         """Computes so many tokens of each sequence and compares every layer's output."""
         running = [i for i, n in enumerate(counts) if n == 1]
-        order = by_length(np.array([self.seqs[i].computed + 1 for i in running], np.int64))
+        order = by_length(np.array([self.seqs[i].num_computed + 1 for i in running], np.int64))
         running = [running[i] for i in (range(len(running)) if order is None else order)]
         running += [i for i, n in enumerate(counts) if n > 1]
         if not running:
             return
         seqs, n = [self.seqs[i] for i in running], np.array([counts[i] for i in running])
-        begin = np.array([s.computed for s in seqs])
+        begin = np.array([s.num_computed for s in seqs])
         positions = np.concatenate([np.arange(b, b + c) for b, c in zip(begin, n, strict=True)])
         rows = np.repeat(np.arange(len(seqs)), n)
         tables = np.stack([s.table for s in seqs])
@@ -99,7 +99,7 @@ class Rig:
                 torch.testing.assert_close(got[start : start + c], want, atol=1e-5, rtol=1e-4)
                 start += c
         for s, c in zip(seqs, n, strict=True):
-            s.computed += int(c)
+            s.num_computed += int(c)
 
 
 @settings(max_examples=40, deadline=None)
@@ -117,7 +117,7 @@ def test_any_order_of_steps(num: int, steps: list[list[int]], seed: int, room: i
     try:
         rig = Rig(num, seed)
         for counts in steps:
-            rig.step([min(c, 64 - s.computed) for c, s in zip(counts, rig.seqs, strict=False)])
+            rig.step([min(c, 64 - s.num_computed) for c, s in zip(counts, rig.seqs, strict=False)])
     finally:
         kept_kv.ROOM, reads.SPLIT_FROM = before
 
@@ -154,7 +154,7 @@ def test_a_slot_given_to_another_sequence_is_not_mistaken_for_the_first() -> Non
     other = Sequence(99, np.arange(BLOCKS - 16, BLOCKS), rig.randn(len(WINDOWS), 2 * KV_HEADS, 64, DIM))
     rig.seqs[1] = other
     rig.step([0, 6])
-    rig.seqs[0].computed, other.computed = 6, 6
+    rig.seqs[0].num_computed, other.num_computed = 6, 6
     rig.step([1, 1])
     assert first.owner != other.owner
 

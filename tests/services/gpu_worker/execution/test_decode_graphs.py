@@ -18,7 +18,7 @@ from blockyard.kernels.programmatic_launch import supports_pdl
 from blockyard.services.gpu_worker import engine, memory_profile
 from blockyard.services.gpu_worker.attention.triton_attention import TritonOps
 from blockyard.services.gpu_worker.execution import device_ops
-from blockyard.services.gpu_worker.execution.decode_graphs import DecodeSteps, Size, by_halves, ladder
+from blockyard.services.gpu_worker.execution.decode_graphs import DecodeSize, DecodeSteps, capture_order, capture_sizes
 from blockyard.services.gpu_worker.execution.device_loop import DeviceLoop
 from blockyard.services.gpu_worker.execution.device_ops import DeviceOps, TritonDeviceOps
 from blockyard.services.gpu_worker.layers.linear import Linear
@@ -35,7 +35,7 @@ def outputs(runner: Runner) -> list[list[int]]:
     """Streams that begin and end at different steps, one ahead, one preempted, more of them than there are slots."""
     driver = Driver(runner, num_slots=3, depth=1, seed=2)
     streams = []
-    asked = (
+    needs_processing = (
         {},
         {"repetition_penalty": 1.3, "logit_bias": [(8, 2.0)], "bad_words": [[9]], "num_logprobs": 2},
         {"temperature": 0.8, "top_p": 0.9, "seed": 3},
@@ -43,7 +43,7 @@ def outputs(runner: Runner) -> list[list[int]]:
     )
     for i, (num_in, num_out) in enumerate(((5, 3), (1, 5), (9, 2), (7, 4))):
         prompt = np.random.default_rng(i).integers(2, VOCAB, num_in).tolist()
-        sampling = Sampling(**({"max_tokens": num_out, "temperature": 0.0, "ignore_eos": True} | asked[i]))
+        sampling = Sampling(**({"max_tokens": num_out, "temperature": 0.0, "ignore_eos": True} | needs_processing[i]))
         streams.append(driver.add(prompt, sampling, preempt_at=(2,) if i == 1 else ()))
     driver.run()
     assert [len(s.output) for s in streams] == [3, 5, 2, 4]
@@ -63,7 +63,7 @@ def alone(runner: Runner) -> list[int]:
 def loop_of(runner: Runner, capacity: int, ops: DeviceOps | None = None) -> DeviceLoop:
     shape = runner.geometry
     steps = DecodeSteps(
-        runner.model, runner.pool, capacity, shape.max_model_len, shape.eos_token_ids, wishes=True, ops=ops
+        runner.model, runner.pool, capacity, shape.max_model_len, shape.eos_token_ids, logits_edits=True, ops=ops
     )
     return DeviceLoop(steps, runner.batch, 64)
 
@@ -105,9 +105,9 @@ def test_the_quicker_way_ends_where_a_sequence_is_too_long(tmp_path: Path, monke
     BY_NAME["llama"].save(tmp_path)
     monkeypatch.setattr(device_ops, "FUSED_DECODE_MAX_LEN", 8)
     steps = loop_of(start(tmp_path, device=DEVICE), 2, TritonDeviceOps(fused=True)).steps
-    assert steps.padded(1, 8) == Size(1, near=True)
-    assert steps.padded(1, 9) == Size(1, near=False)
-    assert steps.padded(2, 1) == Size(2, near=False)
+    assert steps.padded(1, 8) == DecodeSize(1, short_context=True)
+    assert steps.padded(1, 9) == DecodeSize(1, short_context=False)
+    assert steps.padded(2, 1) == DecodeSize(2, short_context=False)
 
 
 @pytest.mark.cuda
@@ -122,7 +122,7 @@ def test_a_stream_that_outgrows_the_quicker_way(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(
         runner.ahead.steps,
         "forward",
-        lambda size: replayed.append((size.near, size in runner.ahead.steps._graphs)) or forward(size),
+        lambda size: replayed.append((size.short_context, size in runner.ahead.steps._graphs)) or forward(size),
     )
     assert alone(runner) == want
     assert replayed[:7] == [(True, True)] * 3 + [(False, True)] * 4
@@ -132,9 +132,9 @@ def test_a_stream_that_outgrows_the_quicker_way(tmp_path: Path, monkeypatch: pyt
 def test_more_slots_than_it_was_made_for(tmp_path: Path) -> None:
     BY_NAME["llama"].save(tmp_path)
     loop = loop_of(start(tmp_path, device=DEVICE), 2)
-    assert loop.takes(np.array([0, 3]), np.array([1, 1]))
-    assert not loop.takes(np.array([4]), np.array([1]))
-    assert not loop.takes(np.array([0, 1, 2]), np.array([1, 1, 1]))
+    assert loop.supports(np.array([0, 3]), np.array([1, 1]))
+    assert not loop.supports(np.array([4]), np.array([1]))
+    assert not loop.supports(np.array([0, 1, 2]), np.array([1, 1, 1]))
 
 
 @pytest.mark.parametrize("head_dim", [15, 258])
@@ -159,13 +159,13 @@ def test_a_head_size_is_refused_by_name(head_dim: int, tmp_path: Path) -> None:
     ],
 )
 def test_ladder(most: int, sizes: list[int]) -> None:
-    assert ladder(most) == sizes
-    assert ladder(most + 1000)[-1] == most + 1000
-    assert sorted(by_halves(sizes)) == sizes
+    assert capture_sizes(most) == sizes
+    assert capture_sizes(most + 1000)[-1] == most + 1000
+    assert sorted(capture_order(sizes)) == sizes
 
 
 def test_with_few_graphs_no_step_is_padded_by_much() -> None:
-    assert by_halves(ladder(256)) == [256, 48, 8, 160, 2, 32, 96, 224, 1, 4, 16, 64, 128, 192]
+    assert capture_order(capture_sizes(256)) == [256, 48, 8, 160, 2, 32, 96, 224, 1, 4, 16, 64, 128, 192]
 
 
 def test_triton_is_not_loaded_on_cpu(tmp_path: Path) -> None:

@@ -145,9 +145,9 @@ def started(slot: int, prompt: list[int], sampling: Sampling, blocks: list[int])
 
 
 def plan(number: int, *runs: int, **fields: Any) -> StepPlan:
-    lists = {"ends": [], "starts": [], "blocks": [], "names": []} | fields
+    lists = {"ends": [], "starts": [], "blocks": [], "full_blocks": []} | fields
     return StepPlan(
-        1, number, lists["ends"], lists["starts"], lists["blocks"], [SlotRun(s, 1) for s in runs], lists["names"]
+        1, number, lists["ends"], lists["starts"], lists["blocks"], [SlotRun(s, 1) for s in runs], lists["full_blocks"]
     )
 
 
@@ -156,7 +156,7 @@ def collected(runner: Runner) -> dict[int, dict[int, Any]]:
     results = {}
     while runner.in_flight:
         for done in runner.collect():
-            results[done.plan.number] = {r.slot: r for r in done.slots}
+            results[done.plan.number] = {r.slot: r for r in done.all_results}
     return results
 
 
@@ -204,7 +204,7 @@ def test_logits_that_are_not_finite_cost_their_slot_alone_and_its_blocks_are_scr
         assert (failed.finish, failed.detail) == (FinishReason.FAILED, "the model's logits are not finite")
         assert 0 not in results[3]
         assert bool(ahead.pool.memory[:, 6].isfinite().all())
-        assert 6 not in ahead.names.listed()[0]
+        assert 6 not in ahead.block_hashes.blocks_and_hashes()[0]
 
 
 def test_a_slot_with_a_new_owner_while_the_old_ones_results_are_out(ahead: Runner) -> None:
@@ -228,7 +228,7 @@ def test_reset_waits_and_drops_what_is_in_flight(ahead: Runner) -> None:
     ahead.launch(plan(2, 0))
     ahead.reset(2)
     assert (ahead.in_flight, ahead.collect()) == (0, [])
-    assert 3 in ahead.names.listed()[0], "the plan that named it has completed"
+    assert 3 in ahead.block_hashes.blocks_and_hashes()[0], "the plan that named it has completed"
     ahead.launch(plan(1, 0))
     assert collected(ahead) == {1: {}}, "its slots are gone"
 
@@ -249,10 +249,10 @@ def test_what_runs_ahead_is_settled_before_a_step_in_lockstep(ahead: Runner) -> 
     assert [results[n][1].num_computed for n in (1, 3)] == [2, 3]
 
 
-@pytest.mark.parametrize("wishes", [True, False])
-def test_what_the_device_does_by_itself(folder: Path, logits_of: Score, wishes: bool) -> None:
+@pytest.mark.parametrize("logits_edits", [True, False])
+def test_what_the_device_does_by_itself(folder: Path, logits_of: Score, logits_edits: bool) -> None:
     ahead = start(folder, max_model_len=64)
-    run_ahead(ahead, capacity=6, wishes=wishes)
+    run_ahead(ahead, capacity=6, logits_edits=logits_edits)
     ahead.reset(6)
     asked = [sampling for _, sampling in (STREAMS[0], *STREAMS[-4:])]
     starts = [started(i, prompt_of(3, i), sampling, [3 + i]) for i, sampling in enumerate(asked)]
@@ -261,7 +261,7 @@ def test_what_the_device_does_by_itself(folder: Path, logits_of: Score, wishes: 
     loop = ahead.ahead
     assert loop is not None
     alone = [loop.runs_ahead(np.array([i]), np.array([1])) for i in range(len(asked))]
-    assert alone == ([True, True, True, False, True] if wishes else [True, False, False, False, True])
+    assert alone == ([True, True, True, False, True] if logits_edits else [True, False, False, False, True])
 
 
 def test_slots_that_change_their_logits_have_rows_as_long_as_there_are_some(ahead: Runner) -> None:
@@ -286,9 +286,13 @@ def test_first_steps_leave_nothing_behind(folder: Path, logits_of: Score, limits
     runner = start(folder, **({"max_model_len": 64} | limits))
     run_ahead(runner, capacity=6)
     names = [FullBlock(300, b"n" * 16)] if not limits else []
-    runner.batch.names.learn(names)
+    runner.batch.block_hashes.add(names)
     assert warm_up(runner) > 1
-    assert (runner.in_flight, runner.collect(), runner.names.listed()[0]) == (0, [], [n.block for n in names])
+    assert (runner.in_flight, runner.collect(), runner.block_hashes.blocks_and_hashes()[0]) == (
+        0,
+        [],
+        [n.block for n in names],
+    )
     assert bool(runner.pool.memory.isfinite().all())
     runner.reset(2)
     runner.launch(plan(1, 0, starts=[started(0, prompt_of(1), greedy(), [1])]))

@@ -12,9 +12,14 @@ from ties import Ties
 from tiny_models import BY_NAME, VOCAB, greedy_score, start
 
 from blockyard.services.gpu_worker.execution.device_loop import DeviceLoop
-from blockyard.services.gpu_worker.execution.prefill_graphs import CudaRecorder, MixedGraph, MixedGraphs, Recorded
-from blockyard.services.gpu_worker.execution.prefill_sizes import Measured
-from blockyard.services.gpu_worker.execution.prefill_steps import Due, Layout, MixedStep, clear
+from blockyard.services.gpu_worker.execution.prefill_graphs import (
+    CapturedPrefill,
+    CudaGraphRecorder,
+    PrefillGraph,
+    PrefillGraphs,
+)
+from blockyard.services.gpu_worker.execution.prefill_sizes import GraphCost
+from blockyard.services.gpu_worker.execution.prefill_steps import BatchDescriptor, PrefillStep, SamplerInput, clear
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.shared.messages import Sampling
 
@@ -25,57 +30,59 @@ LAUNCH_S = 0.1
 class Forward:
     """Stands for a CUDA graph: computes a step anew from the words that it has by then."""
 
-    def __init__(self, step: MixedStep) -> None:
+    def __init__(self, step: PrefillStep) -> None:
         self.count = 0
-        self.due: Due | None = None
+        self.size_to_capture: SamplerInput | None = None
         self._step = step
 
     def replay(self) -> None:
         self.count += 1
-        self.due = self._step.forward()
+        self.size_to_capture = self._step.forward()
 
 
 class Sample:
-    def __init__(self, step: MixedStep, forward: Forward, asked: bool) -> None:
+    def __init__(self, step: PrefillStep, forward: Forward, needs_processing: bool) -> None:
         self.count = 0
-        self._step, self._forward, self._asked = step, forward, asked
+        self._step, self._forward, self._asked = step, forward, needs_processing
 
     def replay(self) -> None:
         self.count += 1
-        assert self._forward.due is not None
-        self._step.sample(self._forward.due, self._asked)
+        assert self._forward.size_to_capture is not None
+        self._step.sample(self._forward.size_to_capture, self._asked)
 
 
-class Recorder(CudaRecorder):
+class GraphRecorder(CudaGraphRecorder):
     """Tries a step as on a GPU, with what that leaves behind."""
 
     def __init__(self, loop: DeviceLoop, device_s: float) -> None:
         super().__init__(loop.steps)
-        self.forwards: dict[Layout, Forward] = {}
-        self.samples: dict[Layout, tuple[Sample, ...]] = {}
-        self.in_flight: dict[Layout, int] = {}  # steps, when a size was captured
+        self.forwards: dict[BatchDescriptor, Forward] = {}
+        self.samples: dict[BatchDescriptor, tuple[Sample, ...]] = {}
+        self.in_flight: dict[BatchDescriptor, int] = {}  # steps, when a size was captured
         self._loop, self._device_s = loop, device_s
 
-    def record(self, layout: Layout) -> Recorded:
-        self.in_flight[layout] = self._loop.in_flight
-        words = torch.empty(sum(layout.parts), dtype=torch.int64)
-        clear(words, layout)
-        step = MixedStep(self._steps, layout, words)
+    def record(self, descriptor: BatchDescriptor) -> CapturedPrefill:
+        self.in_flight[descriptor] = self._loop.in_flight
+        words = torch.empty(sum(descriptor.parts), dtype=torch.int64)
+        clear(words, descriptor)
+        step = PrefillStep(self._steps, descriptor, words)
         forward = Forward(step)
-        samples = tuple(Sample(step, forward, asked) for asked in (False, True))
-        self._begin(layout)
+        samples = tuple(Sample(step, forward, needs_processing) for needs_processing in (False, True))
+        self._begin(descriptor)
         due = step.forward()
-        for asked in (False, True):
-            step.sample(due, asked)
-        self.forwards[layout], self.samples[layout] = forward, samples
-        return Recorded(MixedGraph(layout, words, forward, samples), Measured(LAUNCH_S, self._device_s, 0, 1))
+        for needs_processing in (False, True):
+            step.sample(due, needs_processing)
+        self.forwards[descriptor], self.samples[descriptor] = forward, samples
+        return CapturedPrefill(
+            PrefillGraph(descriptor, words, forward, samples), GraphCost(LAUNCH_S, self._device_s, 0, 1)
+        )
 
 
-def with_graphs(runner: Runner, num: int, device_s: float = 0.0) -> tuple[MixedGraphs, Recorder]:
+def with_graphs(runner: Runner, num: int, device_s: float = 0.0) -> tuple[PrefillGraphs, GraphRecorder]:
     """Of the first sizes; others are captured beside steps that miss them."""
     loop = run_ahead(runner, CAPACITY)
-    recorder = Recorder(loop, device_s)
-    loop._graphs = graphs = MixedGraphs(loop.steps, 48, recorder)
+    recorder = GraphRecorder(loop, device_s)
+    loop._graphs = graphs = PrefillGraphs(loop.steps, 48, recorder)
     graphs._enabled = True
     for _ in range(num):
         graphs.capture_one()
@@ -109,19 +116,19 @@ def test_what_pads_changes_nothing(runner: Runner, chunk: int, num_used: int, as
     _, recorder = with_graphs(runner, 100)
     assert outputs(runner, chunk, asking) == expected
     assert sum(forward.count for forward in recorder.forwards.values()) >= num_used
-    asked = sum(samples[True].count for samples in recorder.samples.values())
-    assert (asked > 0) == (asking is not None)
-    assert sum(forward.count for one, forward in recorder.forwards.items() if one.decodes) > 0
+    needs_processing = sum(samples[True].count for samples in recorder.samples.values())
+    assert (needs_processing > 0) == (asking is not None)
+    assert sum(forward.count for one, forward in recorder.forwards.items() if one.num_decodes) > 0
 
 
-def missed(graphs: MixedGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
+def missed(graphs: PrefillGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every second step has a size captured, whatever it takes itself."""
     sizes, steps = graphs._sizes, itertools.count(1)
 
-    def due(step: Layout) -> Layout | None:
+    def due(step: BatchDescriptor) -> BatchDescriptor | None:
         return sizes.missing[0] if sizes.missing and next(steps) % 2 == 0 else None
 
-    monkeypatch.setattr(sizes, "due", due)
+    monkeypatch.setattr(sizes, "size_to_capture", due)
 
 
 @pytest.mark.parametrize("depth", [0, 3, 6])
@@ -134,7 +141,9 @@ def test_sizes_are_captured_while_steps_are_in_flight(
     missed(graphs, monkeypatch)
     assert outputs(runner, 5, 4, depth) == expected
     assert graphs.captured == 1.0
-    assert {one.decodes > 0 for one, num in recorder.in_flight.items() if num} == ({True, False} if depth else set())
+    assert {one.num_decodes > 0 for one, num in recorder.in_flight.items() if num} == (
+        {True, False} if depth else set()
+    )
 
 
 def test_steps_that_keep_missing_a_size_have_it_captured(runner: Runner) -> None:
@@ -157,7 +166,7 @@ def test_a_step_alone_may_take_a_size_with_rows_for_decodes(runner: Runner) -> N
     run_ahead(runner, CAPACITY)
     expected = outputs(runner, 5, None)
     graphs, recorder = with_graphs(runner, 2)
-    only = next(layout for layout in recorder.forwards if layout.decodes)
+    only = next(descriptor for descriptor in recorder.forwards if descriptor.num_decodes)
     graphs._sizes._device_s = {only: 0.0}
     graphs._sizes.missing.clear()
     assert outputs(runner, 5, None) == expected
@@ -173,7 +182,7 @@ def test_what_cannot_be_captured_stays_eager(
     expected = outputs(runner, 5, None)
     graphs, recorder = with_graphs(runner, 1)
 
-    def fail(layout: Layout) -> Recorded:
+    def fail(descriptor: BatchDescriptor) -> CapturedPrefill:
         raise RuntimeError("CUDA out of memory\nand more")
 
     recorder.record = fail  # type: ignore[method-assign]

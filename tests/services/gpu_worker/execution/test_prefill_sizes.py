@@ -5,9 +5,15 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blockyard.services.gpu_worker.execution.decode_graphs import ladder
-from blockyard.services.gpu_worker.execution.prefill_sizes import MOST_BYTES, Measured, MixedSizes, holds, layouts
-from blockyard.services.gpu_worker.execution.prefill_steps import Layout
+from blockyard.services.gpu_worker.execution.decode_graphs import capture_sizes
+from blockyard.services.gpu_worker.execution.prefill_sizes import (
+    MOST_BYTES,
+    GraphCost,
+    PrefillGraphSizes,
+    covers,
+    descriptors,
+)
+from blockyard.services.gpu_worker.execution.prefill_steps import BatchDescriptor
 
 LAUNCH_S, CAPTURE_S = 0.015, 0.08
 
@@ -27,33 +33,33 @@ SMALL, LARGE = Model(0.001, 1.6e-6), Model(0.0065, 22e-6)
 
 
 def fits(capacity: int = 256) -> "dict[int, int]":
-    return {n: next(m for m in ladder(capacity) if m >= n) for n in range(capacity + 1)}
+    return {n: next(m for m in capture_sizes(capacity) if m >= n) for n in range(capacity + 1)}
 
 
-def sizes_of(capacity: int = 256, most_tokens: int = 2048) -> MixedSizes:
-    return MixedSizes(capacity, most_tokens, fits(capacity).__getitem__)
+def sizes_of(capacity: int = 256, most_tokens: int = 2048) -> PrefillGraphSizes:
+    return PrefillGraphSizes(capacity, most_tokens, fits(capacity).__getitem__)
 
 
-def capture(sizes: MixedSizes, model: Model, layout: Layout) -> None:
-    sizes.learn(layout, Measured(LAUNCH_S, model.device_s(layout.tokens), 0, 1000), CAPTURE_S)
+def capture(sizes: PrefillGraphSizes, model: Model, descriptor: BatchDescriptor) -> None:
+    sizes.add_captured(descriptor, GraphCost(LAUNCH_S, model.device_s(descriptor.num_tokens), 0, 1000), CAPTURE_S)
 
 
-def captured(model: Model, most: int = 1000) -> tuple[MixedSizes, list[Layout]]:
+def captured(model: Model, most: int = 1000) -> tuple[PrefillGraphSizes, list[BatchDescriptor]]:
     """As in idle times."""
     sizes, done = sizes_of(), []
-    while len(done) < most and (layout := sizes.next()) is not None:
-        done.append(layout)
-        capture(sizes, model, layout)
+    while len(done) < most and (descriptor := sizes.next()) is not None:
+        done.append(descriptor)
+        capture(sizes, model, descriptor)
     return sizes, done
 
 
-def step(decodes: int, fresh: int, prefills: int = 1) -> Layout:
-    return Layout(decodes, fresh, prefills, fits()[decodes + prefills])
+def step(decodes: int, fresh: int, prefills: int = 1) -> BatchDescriptor:
+    return BatchDescriptor(decodes, fresh, prefills, fits()[decodes + prefills])
 
 
 def test_two_sizes_hold_every_step_of_a_small_model() -> None:
     sizes, done = captured(SMALL, most=2)
-    assert [(one.decodes, one.fresh) for one in done] == [(0, 512), (256, 2048)]
+    assert [(one.num_decodes, one.num_prefill_tokens) for one in done] == [(0, 512), (256, 2048)]
     for decodes, fresh, prefills in ((0, 2048, 20), (3, 2045, 4), (250, 1798, 6), (100, 600, 60)):
         assert sizes.pick(step(decodes, fresh, prefills)) == done[1]
     assert sizes.pick(step(0, 500, 8)) == done[0]
@@ -64,79 +70,79 @@ def test_two_sizes_hold_every_step_of_a_small_model() -> None:
 def test_sizes_that_keep_the_device_longer_than_the_host_are_left_out() -> None:
     sizes, done = captured(LARGE)
     assert sizes.captured == 1.0
-    assert all(one.tokens * LARGE.token_s < LAUNCH_S for one in done)
+    assert all(one.num_tokens * LARGE.token_s < LAUNCH_S for one in done)
     assert len(done) > 15
-    assert len(captured(SMALL)[1]) == len(layouts(256, 2048, fits().__getitem__))
+    assert len(captured(SMALL)[1]) == len(descriptors(256, 2048, fits().__getitem__))
 
 
 def test_a_step_is_padded_only_where_the_host_would_be_slower() -> None:
     sizes, _ = captured(LARGE)
     assert sizes.pick(step(0, 2048)) is None
-    assert sizes.pick(step(0, 300)) == Layout(0, 384, 9, 8)
-    assert sizes.pick(step(10, 300)) == Layout(16, 384, 13, 32)
+    assert sizes.pick(step(0, 300)) == BatchDescriptor(0, 384, 9, 8)
+    assert sizes.pick(step(10, 300)) == BatchDescriptor(16, 384, 13, 32)
     slow = sizes_of()
-    for layout in (Layout(0, 512, 9, 8), Layout(0, 768, 9, 8)):
-        capture(slow, LARGE, layout)
-    assert slow.pick(step(0, 500)) == Layout(0, 512, 9, 8)
+    for descriptor in (BatchDescriptor(0, 512, 9, 8), BatchDescriptor(0, 768, 9, 8)):
+        capture(slow, LARGE, descriptor)
+    assert slow.pick(step(0, 500)) == BatchDescriptor(0, 512, 9, 8)
     assert slow.pick(step(0, 760)) is None, "the device would be busy for longer"
 
 
 def test_a_size_is_captured_once_steps_have_lost_what_that_takes() -> None:
     sizes, _ = captured(SMALL, most=1)
     some, lost_s, count = step(40, 2000, 5), 0.0, 0
-    while (due := sizes.due(some)) is None:
+    while (due := sizes.size_to_capture(some)) is None:
         lost_s += LAUNCH_S - SMALL.device_s(2048)
         count += 1
         assert count < 20
-    assert due == Layout(48, 2048, 65, 128)
+    assert due == BatchDescriptor(48, 2048, 65, 128)
     assert lost_s <= CAPTURE_S or count < 9, "the first capture's time is not known yet"
     assert sizes.pick(some) is None
     capture(sizes, SMALL, due)
     assert sizes.pick(some) == due
-    assert sizes.due(some) is None
+    assert sizes.size_to_capture(some) is None
 
 
 def test_a_better_size_is_captured_where_one_is_padded_by_much() -> None:
     sizes, _ = captured(SMALL, most=2)
     some = step(200, 100)
-    assert sizes.pick(some) == Layout(256, 2048, 65, 256)
-    steps = next(i for i in range(1000) if sizes.due(some))
+    assert sizes.pick(some) == BatchDescriptor(256, 2048, 65, 256)
+    steps = next(i for i in range(1000) if sizes.size_to_capture(some))
     assert CAPTURE_S / SMALL.device_s(2304) < steps < 100
-    assert sizes.due(some) == Layout(256, 128, 9, 256)
+    assert sizes.size_to_capture(some) == BatchDescriptor(256, 128, 9, 256)
 
 
 def test_a_capture_that_compiled_does_not_keep_steps_waiting_for_the_next() -> None:
     sizes = sizes_of()
     first = sizes.next()
     assert first is not None
-    sizes.learn(first, Measured(LAUNCH_S, SMALL.device_s(first.tokens), 0, 1000), 5.0)
-    assert any(sizes.due(step(40, 2000, 5)) for _ in range(20))
+    sizes.add_captured(first, GraphCost(LAUNCH_S, SMALL.device_s(first.num_tokens), 0, 1000), 5.0)
+    assert any(sizes.size_to_capture(step(40, 2000, 5)) for _ in range(20))
 
 
 def test_steps_of_a_busy_device_have_nothing_captured() -> None:
     sizes, _ = captured(LARGE, most=1)
-    assert not any(sizes.due(step(100, 1948, 4)) for _ in range(100))
+    assert not any(sizes.size_to_capture(step(100, 1948, 4)) for _ in range(100))
 
 
 def test_a_size_that_there_is_no_memory_for_is_left_out() -> None:
     sizes = sizes_of()
     first = sizes.next()
     assert first is not None
-    sizes.learn(first, Measured(LAUNCH_S, 0.001, 0, MOST_BYTES // 2), CAPTURE_S)
-    assert max(one.tokens for one in sizes.missing) <= 2 * first.tokens
+    sizes.add_captured(first, GraphCost(LAUNCH_S, 0.001, 0, MOST_BYTES // 2), CAPTURE_S)
+    assert max(one.num_tokens for one in sizes.missing) <= 2 * first.num_tokens
     second = sizes.next()
     assert second is not None
-    sizes.learn(second, Measured(LAUNCH_S, 0.001, MOST_BYTES, 1000), CAPTURE_S)
+    sizes.add_captured(second, GraphCost(LAUNCH_S, 0.001, MOST_BYTES, 1000), CAPTURE_S)
     assert sizes.next() is None
 
 
 def test_layouts() -> None:
-    few = layouts(1, 100, fits().__getitem__)
-    assert [(one.decodes, one.fresh) for one in few] == [(0, 100), (0, 64), (0, 32), (0, 96)]
-    some = layouts(20, 2048, fits(20).__getitem__)
+    few = descriptors(1, 100, fits().__getitem__)
+    assert [(one.num_decodes, one.num_prefill_tokens) for one in few] == [(0, 100), (0, 64), (0, 32), (0, 96)]
+    some = descriptors(20, 2048, fits(20).__getitem__)
     assert len(set(some)) == len(some)
-    assert {one.decodes for one in some} == {0, 16, 20}
-    assert all(one.seqs <= 20 and one.fresh <= 2048 for one in some)
+    assert {one.num_decodes for one in some} == {0, 16, 20}
+    assert all(one.num_seqs <= 20 and one.num_prefill_tokens <= 2048 for one in some)
 
 
 @given(
@@ -150,14 +156,14 @@ def test_any_steps(model: Model, steps: list[tuple[int, int, int]]) -> None:
     for decodes, fresh, prefills in steps:
         some = step(decodes, fresh, min(prefills, fresh // 2, 256 - decodes))
         before = len(sizes.missing)
-        if (due := sizes.due(some)) is not None:
-            assert holds(due, some)
+        if (due := sizes.size_to_capture(some)) is not None:
+            assert covers(due, some)
             capture(sizes, model, due)
             spent_s += CAPTURE_S
             assert len(sizes.missing) == before - 1
         picked = sizes.pick(some)
         if picked is not None:
-            assert holds(picked, some)
-            assert model.device_s(picked.tokens) < max(LAUNCH_S, 1.2 * model.device_s(some.tokens))
+            assert covers(picked, some)
+            assert model.device_s(picked.num_tokens) < max(LAUNCH_S, 1.2 * model.device_s(some.num_tokens))
         lost_s += LAUNCH_S
     assert spent_s <= 1.5 * lost_s

@@ -69,8 +69,8 @@ def test_a_block_that_is_copied_over_has_no_name_any_more(tiny: tuple[Runner, Sc
     prompt = [5] * (size + 3)
     names = [FullBlock(10, b"a" * 16)]
     runner.execute(StepPlan(1, 1, [], [seat(0, prompt, [10, 11])], [], [SlotRun(0, 1000)], names))
-    assert 10 in runner.names.listed()[0]
+    assert 10 in runner.block_hashes.blocks_and_hashes()[0]
     runner.execute(StepPlan(1, 2, [], [], [], [SlotRun(0, 1)], copies=[BlockCopy(11, 10), BlockCopy(11, 10**6)]))
-    assert 10 not in runner.names.listed()[0]
+    assert 10 not in runner.block_hashes.blocks_and_hashes()[0]
     memory = runner.pool.memory
     assert bool((memory[:, 10, :, :, :3] == memory[:, 11, :, :, :3]).all())

@@ -94,7 +94,7 @@ def test_blocks_that_are_read_keep_their_names(tiny: tuple[Runner, Score]) -> No
     names = [FullBlock(5, b"a" * 16), FullBlock(6, b"b" * 16)]
     runner.execute(StepPlan(1, 1, [], [seat(0, prompt, [5, 6, 7])], [], [SlotRun(0, 1000)], names))
     runner.execute(StepPlan(1, 2, [0], [seat(1, prompt, [5, 6, 8], 2 * size)], [], [SlotRun(1, 1000)]))
-    assert {5, 6} <= set(runner.names.listed()[0])
+    assert {5, 6} <= set(runner.block_hashes.blocks_and_hashes()[0])
 
 
 def test_names_of_a_slot_that_could_not_start_are_not_learnt(tiny: tuple[Runner, Score]) -> None:
@@ -106,8 +106,8 @@ def test_names_of_a_slot_that_could_not_start_are_not_learnt(tiny: tuple[Runner,
     (result,) = runner.execute(StepPlan(1, 1, [], [bad], [], [SlotRun(0, size)], [FullBlock(20, b"a" * 16)]))
     assert result.finish is FinishReason.FAILED
     runner.execute(StepPlan(1, 2, [], [], [], [SlotRun(0, size)], [FullBlock(21, b"b" * 16)]))
-    assert not {20, 21} & set(runner.names.listed()[0])
+    assert not {20, 21} & set(runner.block_hashes.blocks_and_hashes()[0])
     good = seat(1, prompt_of(2 * size + 1, 7), [20, 21, 22])
     names = [FullBlock(20, b"c" * 16), FullBlock(21, b"d" * 16)]
     runner.execute(StepPlan(1, 3, [0], [good], [], [SlotRun(1, 1000)], names))
-    assert {20, 21} <= set(runner.names.listed()[0])
+    assert {20, 21} <= set(runner.block_hashes.blocks_and_hashes()[0])

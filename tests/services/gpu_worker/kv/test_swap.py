@@ -11,7 +11,7 @@ from ties import Score, Ties
 from tiny_models import BY_NAME, VOCAB, greedy_score
 from tiny_models import start as start_on
 
-from blockyard.services.gpu_worker.interfaces import Done
+from blockyard.services.gpu_worker.interfaces import CompletedPlan
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.shared.errors import LoadError
 from blockyard.shared.messages import BlockFetch, BlockSave, FullBlock, Sampling, SlotRun, SlotStart, Stats, StepPlan
@@ -120,7 +120,7 @@ def test_a_scheduler_that_attaches_finds_what_is_in_host_memory(tiny: tuple[Path
     assert second.outputs["again", 0] == first.outputs["a0", 0]
 
 
-def done_by(runner: Runner, plan: StepPlan) -> Done:
+def done_by(runner: Runner, plan: StepPlan) -> CompletedPlan:
     runner.launch(plan)
     while not (done := runner.collect()):
         pass
@@ -147,14 +147,14 @@ def test_a_fetch_that_fails_is_said_and_its_slot_is_silent(tiny: tuple[Path, Sco
     told = [FullBlock(b, b"t" * 16) for b in (20, 21, 33)]
     done = done_by(runner, StepPlan(1, 3, [], starts, [], [SlotRun(1, 100), SlotRun(2, 100)], told, fetches=fetches))
     assert done.failed_fetches == [21]
-    assert [r.slot for r in done.slots] == [2]
-    assert {21, 33}.isdisjoint(runner.names.listed()[0])
+    assert [r.slot for r in done.all_results] == [2]
+    assert {21, 33}.isdisjoint(runner.block_hashes.blocks_and_hashes()[0])
     reads = [begin(3, [33, *range(50, 59)], 1)]
     done = done_by(runner, StepPlan(1, 4, [], reads, [], [SlotRun(1, 1), SlotRun(3, 100)]))
-    assert (done.failed_fetches, done.slots) == ([], [])
+    assert (done.failed_fetches, done.all_results) == ([], [])
     again = begin(4, [21, *range(60, 69)], 0)
     done = done_by(runner, StepPlan(1, 5, [1, 3], [again], [], [SlotRun(4, 100)]))
-    assert [r.slot for r in done.slots] == [4]
+    assert [r.slot for r in done.all_results] == [4]
 
 
 def test_more_than_there_is_and_less_than_a_block(tiny: tuple[Path, Score]) -> None:

@@ -10,7 +10,7 @@ from tiny_models import BY_NAME, VOCAB, start
 
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.loading.sleep import SleepingRunner
-from blockyard.services.gpu_worker.loading.weight_offload import Parking, storages
+from blockyard.services.gpu_worker.loading.weight_offload import OffloadedWeights, storages
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.services.gpu_worker.service import Worker
 from blockyard.shared.fake_links import FakeLinks
@@ -45,7 +45,7 @@ def test_tokens_are_the_same_before_and_after(folder: Path, level: int) -> None:
 
     sleeper = SleepingRunner(begin, rss_bytes)
     before = answer(runners[0])
-    runners[0].names._host[3] = b"n" * 16
+    runners[0].block_hashes._host[3] = b"n" * 16
     memory = runners[0].pool.memory
     assert memory.any()
     sleeper.sleep(level)
@@ -54,7 +54,10 @@ def test_tokens_are_the_same_before_and_after(folder: Path, level: int) -> None:
     assert level == 2 or not memory.any(), "KV is gone"
     sleeper.reset(4)
     assert sleeper.level == 0
-    assert (sleeper.names.listed(), sleeper.names.host_listed()) == (([], b""), ([], b""))
+    assert (sleeper.block_hashes.blocks_and_hashes(), sleeper.block_hashes.host_blocks_and_hashes()) == (
+        ([], b""),
+        ([], b""),
+    )
     assert len(runners) == level, "level 2 reads the weights again"
     assert answer(runners[-1]) == before
 
@@ -99,7 +102,7 @@ def test_a_runner_that_does_not_come_back_is_made_anew(folder: Path, monkeypatch
     sleeper = SleepingRunner(begin, rss_bytes)
     before = answer(runners[0])
     sleeper.sleep(1)
-    monkeypatch.setattr(Runner, "unpark", fail)
+    monkeypatch.setattr(Runner, "reclaim_memory", fail)
     sleeper.reset(4)
     assert (len(runners), sleeper.level) == (2, 0)
     assert answer(runners[1]) == before
@@ -159,7 +162,7 @@ def test_weights_of_a_gpu_come_back(folder: Path) -> None:
 
     model = Model()
     kept, held = model.weight.clone().cpu(), torch.cuda.memory_allocated()
-    parking = Parking(model)
+    parking = OffloadedWeights(model)
     assert held - torch.cuda.memory_allocated() >= 4 << 20
     parking.undo()
     assert torch.equal(model.weight.cpu(), kept) and torch.equal(model.view.cpu(), kept[5:9])
@@ -169,12 +172,14 @@ class Stub:
     def __init__(self) -> None:
         self.level, self.log, self.in_flight = 0, [], 0
         self.geometry = type("Geometry", (), {"num_blocks": 4})()
-        self.names = type("Names", (), {"listed": lambda _: ([], b""), "host_listed": lambda _: ([], b"")})()
+        self.block_hashes = type(
+            "Names", (), {"blocks_and_hashes": lambda _: ([], b""), "host_blocks_and_hashes": lambda _: ([], b"")}
+        )()
 
     def reset(self, num_slots: int) -> None:
         self.log.append("reset")
 
-    def forget_kv(self) -> None:
+    def reset_prefix_cache(self) -> None:
         self.log.append("forget")
 
     def sleep(self, level: int) -> int:
@@ -190,12 +195,12 @@ class Stub:
 def test_the_loop_sleeps_for_its_scheduler_alone() -> None:
     links, runner = FakeLinks(Member("worker", Role.GPU_WORKER, 3, "ipc://w")), Stub()
     it = Worker(links, runner)
-    it.orders.handle(1, Attach(1, num_slots=4, depth=1))
-    it.orders.handle(2, Sleep(2, 1))
-    it.orders.handle(1, Sleep(1, 2))
-    it.orders.handle(2, Wake(2, [MemoryTag.WEIGHTS]))
-    it.orders.handle(1, Wake(1, [MemoryTag.WEIGHTS]))
-    it.orders.handle(1, Attach(1, num_slots=4, depth=1, forget=True))
+    it.session.handle(1, Attach(1, num_slots=4, depth=1))
+    it.session.handle(2, Sleep(2, 1))
+    it.session.handle(1, Sleep(1, 2))
+    it.session.handle(2, Wake(2, [MemoryTag.WEIGHTS]))
+    it.session.handle(1, Wake(1, [MemoryTag.WEIGHTS]))
+    it.session.handle(1, Attach(1, num_slots=4, depth=1, forget=True))
     assert runner.log == ["reset", "sleep 2", "wake weights", "reset", "forget"]
     kinds = [type(frame) for _, frame in links.answered]
     assert kinds == [Attached, Fenced, Slept, Fenced, Slept, Attached]

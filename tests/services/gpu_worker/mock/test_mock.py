@@ -236,11 +236,11 @@ def test_kv_and_names_outlive_slots() -> None:
     named = msgspec.structs.replace(plan((0, 5), starts=[seat(0, [3, 1])]), full_blocks=[FullBlock(3, b"n" * 16)])
     runner.execute(named)
     runner.reset(4)
-    assert runner.names.listed() == ([3], b"n" * 16)
+    assert runner.block_hashes.blocks_and_hashes() == ([3], b"n" * 16)
     (result,) = runner.execute(plan((0, 1), starts=[found(0, [3, 2], 4)]))
     assert result.num_computed == 5
     runner.execute(plan((1, 5), ends=[0], starts=[seat(1, [3, 1], [1, 2, 3, 4, 5])]))
-    assert runner.names.listed() == ([], b"")
+    assert runner.block_hashes.blocks_and_hashes() == ([], b"")
 
 
 def test_an_ended_slot_and_its_blocks_have_a_new_life_in_the_same_plan() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from blockyard.shared.config.num_start_tokens import Values, from_command_line
 from tiny_models import LLAMA, settings
 
 from blockyard.services.gpu_worker import cores as cores_file
@@ -17,7 +18,6 @@ from blockyard.services.gpu_worker.models.decoder import Decoder
 from blockyard.services.gpu_worker.models.hf_config import read_config, read_eos_ids
 from blockyard.services.gpu_worker.models.registry import FAMILIES, find_family
 from blockyard.shared.config.checkpoint import config_overrides
-from blockyard.shared.config.given import Values, from_command_line
 from blockyard.shared.errors import ConfigError
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

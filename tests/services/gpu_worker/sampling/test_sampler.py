@@ -135,7 +135,7 @@ def test_draws_follow_the_distribution() -> None:
     for choice in range(200):
         bench.add(Sampling(max_tokens=9, temperature=1.0, seed=5), [1], (), choice)
     for step in range(n // 200):
-        bench.slots.known[:] = 1 + step
+        bench.slots.num_tokens[:] = 1 + step
         counts += np.bincount(bench.sample(x.expand(200, -1)).token_ids, minlength=VOCAB)
     expected = x.softmax(0).double().numpy()[:4] * n
     chi2 = float((((counts[:4] - expected) ** 2) / expected).sum())
@@ -242,12 +242,12 @@ def test_equal_logits_stay_together_whichever_way_a_row_takes(
     rows = 40
     logits = torch.randint(-3, 4, (rows, VOCAB), generator=torch.Generator().manual_seed(3)).float()
     logits[:, 5] = 5.0
-    limits = topk_topp_sampler.Limits(torch.full((rows,), top_k), torch.full((rows,), top_p), torch.zeros(rows))
+    limits = topk_topp_sampler.SamplingLimits(torch.full((rows,), top_k), torch.full((rows,), top_p), torch.zeros(rows))
     key = torch.tensor([split_seed(s) for s in range(rows)]).T
     drawn = []
     for candidates in (4, topk_topp_sampler.CANDIDATES, VOCAB):
         monkeypatch.setattr(topk_topp_sampler, "CANDIDATES", candidates)
         noise = topk_topp_sampler.Noise(key, torch.arange(rows), torch.zeros(rows).long())
-        drawn.append(topk_topp_sampler.draw_limited(logits, limits, noise)[1].tolist())
+        drawn.append(topk_topp_sampler.sample_limited(logits, limits, noise)[1].tolist())
     assert drawn[0] == drawn[1] == drawn[2]
     assert len({*drawn[0]}) > 20  # the tokens of the next value are kept, all of them
