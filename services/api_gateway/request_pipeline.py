@@ -11,7 +11,8 @@ from blockyard.services.api_gateway.responses.full_response import CollectedChoi
 from blockyard.services.api_gateway.responses.http_generation import Echo, HttpGeneration
 from blockyard.services.api_gateway.responses.response_writer import ResponseWriter
 from blockyard.shared.errors import RequestError
-from blockyard.shared.messages import Detokenize, Detokenized, Tokenized
+from blockyard.shared.messages import DEFAULT_SAMPLING, Detokenize, Detokenized, Tokenized
+from blockyard.shared.ring_client import limits
 from blockyard.shared.ring_client.client import RingClient
 from blockyard.shared.ring_client.journal import ChoiceLog, Entry
 
@@ -19,19 +20,8 @@ ChoiceSink = CollectedChoice | EventStream
 log = logging.getLogger(__name__)
 
 MAX_LOGGED = 8  # prompt lengths in one log line
-LOGGED = {  # numeric sampling fields -> the default, which is not logged
-    "temperature": None,
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "min_tokens": 0,
-    "ignore_eos": False,
-    "num_logprobs": None,
-    "num_prompt_logprobs": None,
-}
+# sampling fields in the log line of a request: the temperature, and others that differ from their default
+LOGGED = (*limits.RANGES, "ignore_eos", "num_logprobs", "num_prompt_logprobs")
 
 
 class RequestPipeline:
@@ -131,7 +121,8 @@ class RequestPipeline:
 def _log(generation: HttpGeneration) -> None:
     """Logs ids and numbers only. Prompts, stop strings and bad words are the user's text and stay out of logs."""
     request, sampling = generation.request, generation.entries[0].sampling
-    fields = {name: getattr(sampling, name) for name in LOGGED if getattr(sampling, name) != LOGGED[name]}
+    values = [(name, getattr(sampling, name), getattr(DEFAULT_SAMPLING, name)) for name in LOGGED]
+    fields = {name: value for name, value, default in values if name == "temperature" or value != default}
     log.info(
         "%s: %d prompts of %s tokens for %s, n=%d, max_tokens=%d%s",
         request.options.answer_id,

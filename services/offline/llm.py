@@ -9,6 +9,8 @@ from functools import partial
 from types import TracebackType
 from typing import Any, get_args
 
+import msgspec
+
 from blockyard.services.launcher.serve import make_display
 from blockyard.services.launcher.supervision.start_up import QuietDisplay
 from blockyard.services.offline import engine_args
@@ -32,6 +34,7 @@ from blockyard.services.offline.tqdm_bar import TqdmProgressBar
 from blockyard.shared import tokenizer_files
 from blockyard.shared.config.tokenizer import ContentFormat
 from blockyard.shared.errors import RequestError, not_built
+from blockyard.shared.messages import DEFAULT_SAMPLING
 
 REFRESH_S = 0.1  # of the progress bar
 UseTqdm = bool | Callable[..., Any]  # whether there is a progress bar, or what makes one, as `tqdm` does
@@ -136,15 +139,9 @@ class LLM(RingOperations):
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What `generate` uses where none are given: --generation-config says where from."""
-        own = self._session.config.defaults
-        return SamplingParams(
-            temperature=own.temperature,
-            top_k=own.top_k,
-            top_p=own.top_p,
-            min_p=own.min_p,
-            repetition_penalty=own.repetition_penalty,
-            max_tokens=own.max_new_tokens or 16,
-        )
+        defaults = msgspec.structs.asdict(self._session.config.defaults)
+        max_new_tokens = defaults.pop("max_new_tokens")
+        return SamplingParams(**defaults, max_tokens=max_new_tokens or DEFAULT_SAMPLING.max_tokens)
 
     def close(self) -> None:
         """Ends all processes of the ring; what runs in other threads fails. May be called again."""

@@ -8,7 +8,7 @@ import msgspec
 
 from blockyard.shared.config.gateway import SamplingDefaults
 from blockyard.shared.errors import RequestError, not_built
-from blockyard.shared.messages import Sampling, TextOptions
+from blockyard.shared.messages import DEFAULT_SAMPLING, Sampling, TextOptions
 from blockyard.shared.ring_client import limits
 from blockyard.shared.ring_client.choices import Choices, read_choices
 from blockyard.shared.ring_client.sampling_fields import (
@@ -36,21 +36,21 @@ class SamplingParams(msgspec.Struct, kw_only=True):
     use_beam_search: bool = False
     length_penalty: float = 1.0  # of a beam search, as is
     early_stopping: bool | str = False  # or "never"
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    temperature: float = 1.0  # 0 is greedy
-    top_p: float = 1.0
-    top_k: int = 0  # 0 and -1 are all
-    min_p: float = 0.0
+    presence_penalty: float = DEFAULT_SAMPLING.presence_penalty
+    frequency_penalty: float = DEFAULT_SAMPLING.frequency_penalty
+    repetition_penalty: float = DEFAULT_SAMPLING.repetition_penalty
+    temperature: float = DEFAULT_SAMPLING.temperature  # 0 is greedy
+    top_p: float = DEFAULT_SAMPLING.top_p
+    top_k: int = DEFAULT_SAMPLING.top_k  # 0 and -1 are all
+    min_p: float = DEFAULT_SAMPLING.min_p
     seed: int | None = None  # None: drawn from the LLM's own `seed`
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    max_tokens: int | None = 16  # None: what the context leaves
-    min_tokens: int = 0
+    ignore_eos: bool = DEFAULT_SAMPLING.ignore_eos
+    max_tokens: int | None = DEFAULT_SAMPLING.max_tokens  # None: what the context leaves
+    min_tokens: int = DEFAULT_SAMPLING.min_tokens
     logprobs: int | None = None  # candidates besides the token itself
     prompt_logprobs: int | None = None
     detokenize: bool = True  # False: ids alone

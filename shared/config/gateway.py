@@ -1,10 +1,12 @@
 """Settings of an API gateway."""
 
 import enum
+from typing import Annotated
 
 import msgspec
 
 from blockyard.shared.config.process import ProcessConfig
+from blockyard.shared.messages.requests import DEFAULT_SAMPLING, MinP, RepetitionPenalty, Temperature, TopK, TopP
 
 
 def _anyone() -> list[str]:
@@ -25,32 +27,15 @@ class TlsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     cert_reqs: int = 0  # a constant of the ssl module: 0 none, 1 optional, 2 required
 
 
-MAX_TEMPERATURE = 100.0
-REPETITION_PENALTIES = (0.01, 100.0)  # beyond, logits are divided into what is not finite
-
-
 class SamplingDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a request that does not say gets. `max_new_tokens` also caps what a request may ask for."""
+    """Values for sampling parameters that a request leaves out. `max_new_tokens` also caps every request."""
 
-    temperature: float = 1.0
-    top_k: int = 0  # 0 is all
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    max_new_tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        in_range = {
-            "temperature": 0 <= self.temperature <= MAX_TEMPERATURE,
-            "top_k": self.top_k >= -1,
-            "top_p": 0 < self.top_p <= 1,
-            "min_p": 0 <= self.min_p <= 1,
-            "repetition_penalty": REPETITION_PENALTIES[0] <= self.repetition_penalty <= REPETITION_PENALTIES[1],
-            "max_new_tokens": self.max_new_tokens is None or self.max_new_tokens >= 1,
-        }
-        for name, fits in in_range.items():
-            if not fits:
-                raise ValueError(f"{name} is out of range: {getattr(self, name)}")
+    temperature: Temperature = DEFAULT_SAMPLING.temperature
+    top_k: TopK = DEFAULT_SAMPLING.top_k
+    top_p: TopP = DEFAULT_SAMPLING.top_p
+    min_p: MinP = DEFAULT_SAMPLING.min_p
+    repetition_penalty: RepetitionPenalty = DEFAULT_SAMPLING.repetition_penalty
+    max_new_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
 
 
 class MetricsNames(enum.StrEnum):

@@ -23,6 +23,7 @@ from blockyard.shared.messages.membership import (
 )
 from blockyard.shared.messages.metrics import AskStats, PastText, Scrape, Scraped, StatsTold
 from blockyard.shared.messages.requests import (
+    DEFAULT_SAMPLING,
     Accepted,
     Beam,
     BeamStop,
@@ -103,6 +104,7 @@ DetokenizerIn = TokenBatch
 WorkerIn = Attach | StepPlan | Sleep | Wake
 
 __all__ = [
+    "DEFAULT_SAMPLING",
     "NO_TOKEN",
     "PROTOCOL_VERSION",
     "STEP_TOKENS",

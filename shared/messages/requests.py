@@ -1,23 +1,35 @@
 """API gateway <-> scheduler: requests, their acceptance, and how much the waiting queue can take."""
 
 import enum
+from typing import Annotated
+
+import msgspec
 
 from blockyard.shared.messages.base import Frame, Record
 
+# Ranges of the sampling parameters. HTTP requests, the offline API and the model's defaults are checked against them.
+Temperature = Annotated[float, msgspec.Meta(ge=0, le=100)]  # 0 is greedy
+TopK = Annotated[int, msgspec.Meta(ge=-1)]  # 0 and -1 are all
+TopP = Annotated[float, msgspec.Meta(gt=0, le=1)]
+MinP = Annotated[float, msgspec.Meta(ge=0, le=1)]
+RepetitionPenalty = Annotated[float, msgspec.Meta(ge=0.01, le=100)]  # beyond it, scaled logits are not finite
+Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
+NumTokens = Annotated[int, msgspec.Meta(ge=0)]
+
 
 class Sampling(Record, frozen=True):
-    """Sampling parameters. The gateway validates them and the worker applies them."""
+    """Sampling parameters with their ranges and defaults. The gateway validates them and the worker applies them."""
 
     max_tokens: int  # output tokens of one choice, over all attempts
-    temperature: float = 1.0  # 0 is greedy
-    top_k: int = 0  # 0 is all
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    temperature: Temperature = 1.0
+    top_k: TopK = 0
+    top_p: TopP = 1.0
+    min_p: MinP = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
     seed: int = 0  # 64 bits
-    min_tokens: int = 0
+    min_tokens: NumTokens = 0
     ignore_eos: bool = False
     stop_token_ids: list[int] = []  # besides the model's end-of-sequence ids
     logit_bias: list[tuple[int, float]] = []
@@ -25,6 +37,9 @@ class Sampling(Record, frozen=True):
     allowed_token_ids: list[int] = []  # empty is all
     num_logprobs: int | None = None  # candidates besides the sampled token; 0 is the sampled one alone
     num_prompt_logprobs: int | None = None
+
+
+DEFAULT_SAMPLING = Sampling(max_tokens=16)
 
 
 class TextOptions(Record, frozen=True):

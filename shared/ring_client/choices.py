@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from blockyard.shared.errors import RequestError
-from blockyard.shared.messages import Beam, BeamStop, Sampling
+from blockyard.shared.messages import DEFAULT_SAMPLING, Beam, BeamStop, Sampling
 from blockyard.shared.ring_client import limits
 from blockyard.shared.ring_client.sampling_fields import SamplingRequest
 
@@ -19,14 +19,9 @@ STOPS: dict[bool | str, BeamStop] = {False: BeamStop.LIKELY, True: BeamStop.FIRS
 
 # what would change which token is likeliest -> values that ask for nothing
 _NEUTRAL: dict[str, tuple[object, ...]] = {
+    **{name: (None, getattr(DEFAULT_SAMPLING, name)) for name in limits.RANGES},
     "temperature": (None, 0, 1),
-    "top_p": (None, 1),
     "top_k": (None, 0, -1),
-    "min_p": (None, 0),
-    "repetition_penalty": (None, 1),
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
-    "min_tokens": (None, 0),
     "stop": (None, [], ""),
     "bad_words": (None, []),
     "allowed_token_ids": (None,),
@@ -52,15 +47,8 @@ class Choices:
     def sampling(self, sampling: Sampling) -> Sampling:
         """What the ring is asked for so that the best can be told."""
         if self.beam is not None:
-            plain = Sampling(max_tokens=sampling.max_tokens)
-            return msgspec.structs.replace(
-                sampling,
-                temperature=0.0,
-                top_k=plain.top_k,
-                top_p=plain.top_p,
-                min_p=plain.min_p,
-                repetition_penalty=plain.repetition_penalty,
-            )
+            plain = {name: getattr(DEFAULT_SAMPLING, name) for name in limits.RANGES}  # not the model's defaults
+            return msgspec.structs.replace(sampling, **plain | {"temperature": 0.0})
         if self.computed > self.returned and sampling.num_logprobs is None:
             return msgspec.structs.replace(sampling, num_logprobs=0)
         return sampling

@@ -2,8 +2,12 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sized
+from typing import Annotated, Any, get_origin, get_type_hints
+
+import msgspec
 
 from blockyard.shared.errors import RequestError
+from blockyard.shared.messages import Sampling
 
 MAX_CHOICES = 128  # of one prompt
 MAX_PROMPTS = 2048  # of one HTTP request
@@ -13,6 +17,24 @@ MAX_STOP_CHARS = 1024
 MAX_LISTED = 1024  # entries of logit_bias, bad_words, stop_token_ids
 MAX_SALT_CHARS = 256
 MAX_USER_CHARS = 512
+
+
+# the ranges that `Sampling` declares, by field
+RANGES: dict[str, msgspec.Meta] = {
+    name: hint.__metadata__[0]
+    for name, hint in get_type_hints(Sampling, include_extras=True).items()
+    if get_origin(hint) is Annotated
+}
+
+
+def in_range(field: str, value: Any, default: Any) -> Any:
+    """`value`, or the default for None, if it is in the range that `Sampling` declares for the field."""
+    declared = RANGES[field]
+    low, high = declared.ge if declared.gt is None else declared.gt, declared.le
+    assert low is not None
+    if isinstance(default, int):
+        return integer(field, value, default, int(low), None if high is None else int(high))
+    return number(field, value, default, low, math.inf if high is None else high, above_low=declared.gt is not None)
 
 
 def number(

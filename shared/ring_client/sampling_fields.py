@@ -1,11 +1,11 @@
 """The sampling and text fields of a request, checked against their ranges and the model's vocabulary."""
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
-from blockyard.shared.config.gateway import MAX_TEMPERATURE, REPETITION_PENALTIES, SamplingDefaults
+from blockyard.shared.config.gateway import SamplingDefaults
 from blockyard.shared.errors import RequestError
-from blockyard.shared.messages import Sampling, TextOptions
+from blockyard.shared.messages import DEFAULT_SAMPLING, Sampling, TextOptions
 from blockyard.shared.ring_client import limits
 
 SEED_LOW, SEED_HIGH = -(2**63), 2**64 - 1  # as signed or as unsigned
@@ -18,20 +18,6 @@ class SamplingRequest(Protocol):
     def n(self) -> int | None: ...
     @property
     def best_of(self) -> int | None: ...
-    @property
-    def temperature(self) -> float | None: ...
-    @property
-    def top_p(self) -> float | None: ...
-    @property
-    def top_k(self) -> int | None: ...
-    @property
-    def min_p(self) -> float | None: ...
-    @property
-    def repetition_penalty(self) -> float | None: ...
-    @property
-    def presence_penalty(self) -> float | None: ...
-    @property
-    def frequency_penalty(self) -> float | None: ...
     @property
     def seed(self) -> int | None: ...
     @property
@@ -68,20 +54,16 @@ def read_sampling(request: SamplingRequest, vocab_size: int | None, defaults: Sa
         raise RequestError("allowed_token_ids is empty: no token would be left", "allowed_token_ids")
     stop_ids = request.stop_token_ids or []
     limits.short("stop_token_ids", stop_ids, limits.MAX_LISTED)
-    top_k = limits.integer("top_k", request.top_k, defaults.top_k, -1)
     limits.integer("seed", request.seed, 0, SEED_LOW, SEED_HIGH)
+    ranged: dict[str, Any] = {
+        name: limits.in_range(name, getattr(request, name), getattr(defaults, name, getattr(DEFAULT_SAMPLING, name)))
+        for name in limits.RANGES
+    }
+    if ranged["top_k"] < 0 or (vocab_size is not None and ranged["top_k"] >= vocab_size):
+        ranged["top_k"] = 0
     return Sampling(
         max_tokens=1,
-        temperature=limits.number("temperature", request.temperature, defaults.temperature, 0.0, MAX_TEMPERATURE),
-        top_k=0 if top_k <= 0 or (vocab_size is not None and top_k >= vocab_size) else top_k,
-        top_p=limits.number("top_p", request.top_p, defaults.top_p, 0.0, 1.0, above_low=True),
-        min_p=limits.number("min_p", request.min_p, defaults.min_p, 0.0, 1.0),
-        repetition_penalty=limits.number(
-            "repetition_penalty", request.repetition_penalty, defaults.repetition_penalty, *REPETITION_PENALTIES
-        ),
-        presence_penalty=limits.number("presence_penalty", request.presence_penalty, 0.0, -2.0, 2.0),
-        frequency_penalty=limits.number("frequency_penalty", request.frequency_penalty, 0.0, -2.0, 2.0),
-        min_tokens=limits.integer("min_tokens", request.min_tokens, 0, 0),
+        **ranged,
         ignore_eos=bool(request.ignore_eos),
         stop_token_ids=limits.token_ids("stop_token_ids", stop_ids, vocab_size),
         logit_bias=limits.logit_bias(request.logit_bias, vocab_size),

@@ -262,7 +262,7 @@ def test_sampling_defaults(tmp_path: Path) -> None:
         ),
         (
             ["--override-generation-config", '{"top_p": 2}'],
-            "--override-generation-config: top_p is out of range: 2.0",
+            "--override-generation-config: Expected `float` <= 1.0 - at `$.top_p`",
         ),
         (
             ["--preemption-mode", "swap", "--swap-space", "0"],

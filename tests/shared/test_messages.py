@@ -2,7 +2,7 @@
 
 import enum
 import types
-from typing import Any, get_args, get_origin
+from typing import Annotated, Any, get_args, get_origin
 
 import msgspec
 import pytest
@@ -23,6 +23,10 @@ def sample(kind: Any) -> Any:
     """A value of a field's type that differs from the usual default."""
     if kind in SAMPLES:
         return SAMPLES[kind]
+    if get_origin(kind) is Annotated:
+        base, declared = get_args(kind)
+        value = sample(base)
+        return value if declared.le is None or value <= declared.le else declared.le / 2
     if get_origin(kind) is list:
         return [sample(get_args(kind)[0])]
     if get_origin(kind) is tuple:
@@ -61,6 +65,13 @@ def test_a_frame_without_its_last_field_is_refused_or_takes_the_default(union: s
         decoded = msgspec.msgpack.decode(shorter, type=UNIONS[union])
         default = last.default if last.default_factory is msgspec.NODEFAULT else last.default_factory()
         assert getattr(decoded, last.name) == default
+
+
+def test_sampling_outside_its_ranges_is_refused() -> None:
+    for wrong in ({"top_p": 0.0}, {"temperature": 101.0}, {"repetition_penalty": 0.0}, {"min_tokens": -1}):
+        data = msgspec.msgpack.encode(messages.Sampling(1, **wrong))
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.msgpack.decode(data, type=messages.Sampling)
 
 
 def test_a_frame_of_another_socket_is_refused() -> None:

@@ -10,7 +10,7 @@ from blockyard.services.api_gateway.requests.prompt_fields import chat_prompt, c
 from blockyard.services.api_gateway.requests.schemas import ChatRequest, CompletionRequest, GenerationFields
 from blockyard.shared.config.gateway import GatewayConfig
 from blockyard.shared.errors import RequestError
-from blockyard.shared.messages import ModelCard, Tokenize
+from blockyard.shared.messages import DEFAULT_SAMPLING, ModelCard, Tokenize
 from blockyard.shared.ring_client import limits
 from blockyard.shared.ring_client.choices import read_choices
 from blockyard.shared.ring_client.sampling_fields import (
@@ -20,8 +20,6 @@ from blockyard.shared.ring_client.sampling_fields import (
     read_text_options,
     read_truncation,
 )
-
-DEFAULT_COMPLETION_TOKENS = 16
 
 
 def parse_chat(request: ChatRequest, card: ModelCard, config: GatewayConfig, name: str) -> GenerateRequest:
@@ -76,7 +74,7 @@ def parse_completion(request: CompletionRequest, card: ModelCard, config: Gatewa
         no_output=asked == 0,
     )
     parsed = _generate_request(request, options, card, config, prompts, num_top, of_prompt)
-    return replace(parsed, max_tokens=DEFAULT_COMPLETION_TOKENS if asked is None else asked)
+    return replace(parsed, max_tokens=DEFAULT_SAMPLING.max_tokens if asked is None else asked)
 
 
 def _response_options(request: GenerationFields, card: ModelCard, config: GatewayConfig, name: str) -> ResponseOptions:
