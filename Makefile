@@ -25,7 +25,7 @@ export PYTHONPATH := .src$(if $(PYTHONPATH),:$(PYTHONPATH))
 RUN := $(PY) -P
 PIP := .venv/bin/python -m pip --disable-pip-version-check
 
-.PHONY: serve test check pytest test-compose bench lock clean base-ready test-ready
+.PHONY: serve test check pytest test-gpu test-long test-compose bench lock clean base-ready test-ready
 
 serve: base-ready
 	@exec $(RUN) -m blockyard serve $(MODEL) --port $(PORT) $(FLAGS)
@@ -46,6 +46,16 @@ else
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 2 --dist loadfile $(PROCESSES:%=--ignore=tests/%)
 	$(RUN) -m pytest -q $(PROCESSES:%=tests/%)
 endif
+
+# What needs a GPU, on a machine that has one (with its own torch and Triton: NO_INSTALL=1 PYTHON=python3).
+test-gpu: test-ready
+	$(RUN) -m pytest -q -p no:benchmark -n 6 --dist worksteal tests/kernels tests/services/gpu_worker tests/services/kv_transfer
+
+# The scheduler's property tests with many more histories than in `make test`: about an hour.
+PROPERTIES := services/scheduler/test_properties.py services/scheduler/kv_cache/test_block_copies.py
+test-long: test-ready
+	$(RUN) -m pytest -q -n 2 --dist loadfile --hypothesis-profile=long -o timeout=7200 $(PROPERTIES:%=tests/%)
+	$(RUN) tests/bench/bench_properties.py
 
 # Builds the compose stack in a real engine: needs root on Debian or Ubuntu, 4 GB and some minutes.
 test-compose:

@@ -1,7 +1,10 @@
 """Small tokenizers of the two great families, trained here, for every test that turns text into ids."""
 
 import pytest
+from hypothesis import settings
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+settings.register_profile("long", deadline=None)  # `make test-long`: tests that ask for the profile's name do more
 
 CORPUS = [
     "def stop(text: str, stops: list[str]) -> str:\n    return text",

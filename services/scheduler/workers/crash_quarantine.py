@@ -55,9 +55,10 @@ class CrashQuarantine:
         tried = self._running(group)
         for probation in self._probations.values():
             if probation.request is tried or (tried is None and _alone(group, probation.request)):
-                waiting = (choice for choice in probation.request.members if choice.ticket and not choice.is_held)
-                if (choice := next(waiting, None)) is not None:
-                    return choice
+                for choice in probation.request.members:
+                    # A preempted one whose last result is still due would keep the group empty until it is in.
+                    if choice.ticket and not choice.is_held and not choice.awaits_results():
+                        return choice
         return None
 
     def may_run(self, group: WorkerGroup, request: Request, now: float) -> bool:

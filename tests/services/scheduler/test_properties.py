@@ -10,14 +10,14 @@ from .program import BYTES_PER_STEP, SHAPES, Program
 from .world import Shape
 
 EVENTS = 420  # of one history
-HISTORIES = 300
-LEAST = 100_000  # steps of the scheduler in all of them, each with the invariants checked behind it
+HISTORIES = 1000 if settings.get_current_profile_name() == "long" else 75
+LEAST = 100_000 * HISTORIES // 300  # steps of the scheduler in all of them, each with the invariants checked behind it
 
 shapes = st.builds(Shape, **{name: st.sampled_from(values) for name, values in SHAPES.items()})
 counted: Counter[str] = Counter()
 
 
-@pytest.mark.timeout(600)  # a minute on an idle core
+@pytest.mark.timeout(20 * HISTORIES)  # 0.2 s a history on an idle core
 @settings(
     max_examples=HISTORIES,
     deadline=None,

@@ -14,8 +14,8 @@ from ..world import Shape, World
 
 PROMPT = [(i * 7 + 1) % 50 for i in range(22)]  # ends within a block of 4
 EVENTS = 160  # of one history
-HISTORIES = 50
-LEAST = 75  # plans with several copies, in all of them
+HISTORIES = 500 if settings.get_current_profile_name() == "long" else 50
+LEAST = 75 * HISTORIES // 50  # plans with several copies, in all of them
 FORKS = SHAPES | {
     "block_size": [2, 3, 5],
     "num_blocks": list(range(14, 40)),
@@ -102,7 +102,7 @@ def test_choices_of_a_lost_worker_join_one_that_runs(ring: type[Ring], named: bo
     assert all(len({copy.src for copy in copies}) == 1 for copies in together)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(20 * HISTORIES)
 @settings(
     max_examples=HISTORIES,
     deadline=None,

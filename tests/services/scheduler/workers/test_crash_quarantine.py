@@ -203,3 +203,25 @@ def test_a_suspect_that_ends_while_plans_are_made_holds_up_nobody(ring: type[Rin
     assert owners(it)[0] == {"next"}, "in the same turn"
     it.finish()
     assert it.output("suspect").finish is FAILED
+
+
+def test_a_preempted_suspect_with_results_due_keeps_no_other_group_empty() -> None:
+    it = Ring(policy="priority", depth=1, num_blocks=4, block_size=4, max_num_seqs=8, max_num_batched_tokens=64)
+    world = it.world
+    it.submit("suspect", 4, n=3, max_tokens=8, priority=5)
+    world.work(it.worker)
+    world.break_down(it.worker.incarnation)
+    it.worker = world.add_worker()
+    it.submit("next", 3, max_tokens=4, priority=0)
+    choices = world.core._lifecycle.requests["suspect"].members
+    while not any(choice.ticket and choice.awaits_results() for choice in choices):
+        world.work(it.worker)
+        while it.detokenizer.inbox:
+            world.detokenize(it.detokenizer)
+    empty = world.add_worker()
+    world.work(empty, turn=False)
+    assert empty.incarnation in world.core.groups
+    world.turn()
+    assert any(choice.ticket and choice.awaits_results() for choice in choices), "its results are still due"
+    assert [seat.choice.request.id for seat in world.core.groups[empty.incarnation].running] == ["next"]
+    it.finish()
