@@ -15,8 +15,8 @@ MAY_TORCH = {"gpu_worker", "kv_transfer"}
 USES = {"gpu_worker": {"kv_transfer"}, "offline": {"launcher"}, "bench": {"launcher", "offline"}}
 COMMAND_LINE = "services/launcher/cli.py"
 MAINS = {"launcher": ".cli", "offline": ".llm", "bench": ".suite.command"}  # the others start at __main__
-ZMQ_HOMES = {"shared/sockets.py", "shared/outlink.py", "shared/inlinks.py", "shared/heart.py"}
-ZMQ_HOMES |= {"shared/registry_socket.py", "shared/curve.py", "shared/outlinks.py", "shared/watch.py"}
+ZMQ_HOMES = {f"shared/bus/{name}.py" for name in ("curve", "inbound", "outbound", "poller", "registry_link")}
+ZMQ_HOMES |= {"shared/bus/registry_socket.py", "shared/bus/sockets.py"}
 # what reads text of clients: a regular expression over it may take time that is quadratic in its length, or worse
 READS_CLIENT_TEXT = ("services/api_gateway", "services/tokenizer_pool", "services/detokenizer", "services/scheduler")
 READS_CLIENT_TEXT += ("shared/ring_client",)

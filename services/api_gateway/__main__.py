@@ -9,10 +9,10 @@ import uvloop
 
 from blockyard.services.api_gateway.server import listening
 from blockyard.services.api_gateway.service import Gateway
-from blockyard.shared import settings
-from blockyard.shared.bus import Links
-from blockyard.shared.config.gateway import GatewayConfig
+from blockyard.shared.bus.links import Links
+from blockyard.shared.config.services.gateway import GatewayConfig
 from blockyard.shared.messages import GatewayIn, Role
+from blockyard.shared.process import settings
 
 
 async def serve_async(config: GatewayConfig) -> None:

@@ -12,9 +12,9 @@ from blockyard.services.api_gateway.responses.http_generation import Echo, HttpG
 from blockyard.services.api_gateway.responses.response_writer import ResponseWriter
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import DEFAULT_SAMPLING, Detokenize, Detokenized, Tokenized
-from blockyard.shared.ring_client import limits
 from blockyard.shared.ring_client.client import RingClient
-from blockyard.shared.ring_client.journal import ChoiceLog, Entry
+from blockyard.shared.ring_client.recovery.journal import ChoiceLog, Entry
+from blockyard.shared.ring_client.request_fields import limits
 
 ChoiceSink = CollectedChoice | EventStream
 log = logging.getLogger(__name__)

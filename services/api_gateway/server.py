@@ -23,9 +23,9 @@ from blockyard.services.api_gateway.http.uploads import Uploads
 from blockyard.services.api_gateway.metrics.scrape import CONTENT_TYPE
 from blockyard.services.api_gateway.requests.ignored_fields import HEADER as IGNORED_HEADER
 from blockyard.services.api_gateway.service import Gateway
-from blockyard.shared import open_files
-from blockyard.shared.config.gateway import GatewayConfig, TlsConfig
+from blockyard.shared.config.services.gateway import GatewayConfig, TlsConfig
 from blockyard.shared.errors import ConfigError, RequestError
+from blockyard.shared.process import open_files
 
 log = logging.getLogger(__name__)
 

@@ -9,12 +9,12 @@ from blockyard.services.api_gateway.metrics.scrape import Metrics
 from blockyard.services.api_gateway.request_pipeline import RequestPipeline
 from blockyard.services.api_gateway.requests.body_parser import BodyParser
 from blockyard.services.api_gateway.responses.streamed_responses import StreamedResponses
-from blockyard.shared.bus import Event
-from blockyard.shared.config.gateway import GatewayConfig
+from blockyard.shared.bus.links import Event
+from blockyard.shared.config.services.gateway import GatewayConfig
 from blockyard.shared.messages import GatewayIn, Member, Role, Scrape, Scraped, Stats
+from blockyard.shared.process.service_main import rss_bytes
 from blockyard.shared.ring_client.client import RingClient
 from blockyard.shared.ring_client.ring_links import RingLinks
-from blockyard.shared.serving import rss_bytes
 
 PAUSED = "paused"  # phase of a scheduler that was paused by an operator
 

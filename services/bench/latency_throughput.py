@@ -15,11 +15,11 @@ from blockyard.services.bench.load.results import BenchError
 from blockyard.services.offline.llm import LLM
 from blockyard.services.offline.outputs import RequestOutput
 from blockyard.services.offline.sampling_params import SamplingParams
-from blockyard.shared.config import given
+from blockyard.shared.config import parsed_flags
 from blockyard.shared.errors import ConfigError
-from blockyard.shared.spread import Spread, spread, spread_head, spread_row
+from blockyard.shared.percentiles import Percentiles, percentiles_head, percentiles_row, spread
 
-Figures = dict[str, float | Spread | None]
+Figures = dict[str, float | Percentiles | None]
 
 
 def latency(args: Sequence[str]) -> int:
@@ -45,7 +45,7 @@ def latency(args: Sequence[str]) -> int:
         f"{options.batch_size} prompts of {options.input_len} tokens, {options.output_len} tokens out each,"
         f" {options.num_iters} times"
     )
-    print(spread_head("ms"), spread_row("batch", values), sep="\n")
+    print(percentiles_head("ms"), percentiles_row("batch", values), sep="\n")
     print(
         f"{figures['per_output_token_ms']:.3f} ms an output token (p50),"
         f" {figures['output_tokens_per_s']:,.1f} tokens out/s"
@@ -100,7 +100,7 @@ def read(parser: flags.Parser, args: Sequence[str]) -> tuple[argparse.Namespace,
 
 def engine_keywords(words: Sequence[str]) -> tuple[dict[str, object], list[str]]:
     """Returns flags of `blockyard serve` as keywords of LLM, and the positional arguments. Raises ConfigError."""
-    engine, positionals = given.from_command_line(words)
+    engine, positionals = parsed_flags.from_command_line(words)
     return {name.replace("-", "_"): one.value for name, one in engine.items()}, positionals
 
 

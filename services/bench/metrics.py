@@ -14,7 +14,7 @@ import msgspec
 
 from blockyard.services.bench.load.results import RequestResult
 from blockyard.shared.errors import ConfigError
-from blockyard.shared.spread import Spread, spread
+from blockyard.shared.percentiles import Percentiles, spread
 
 LIMITED = ("ttft", "tpot", "itl", "e2el")
 
@@ -37,10 +37,10 @@ class LoadSummary(msgspec.Struct, frozen=True):
     peak_running: int
     goodput_per_s: float | None  # completed requests per second within all limits
     good_share: float | None  # of all requests including failed ones
-    ttft_ms: Spread | None
-    tpot_ms: Spread | None
-    itl_ms: Spread | None
-    e2el_ms: Spread | None
+    ttft_ms: Percentiles | None
+    tpot_ms: Percentiles | None
+    itl_ms: Percentiles | None
+    e2el_ms: Percentiles | None
 
 
 def ttft_s(one: RequestResult) -> float:

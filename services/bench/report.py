@@ -10,7 +10,7 @@ from blockyard.services.bench.metrics import LoadSummary, e2el_s, gaps_s, runnin
 from blockyard.shared import charts
 from blockyard.shared.charts import MAX_POINTS, Curve, Point, cdf, svg
 from blockyard.shared.errors import ConfigError
-from blockyard.shared.spread import Spread, spread_head, spread_row
+from blockyard.shared.percentiles import Percentiles, percentiles_head, percentiles_row
 
 BUSY = 0.8  # share of a core above which the client may limit the measured rate
 MAX_FAILURES = 5  # shown on the terminal
@@ -21,7 +21,7 @@ class ClientLoad(msgspec.Struct, frozen=True):
 
     cpu_share: float  # of one core, over the run
     peak_cpu_share: float  # in the busiest second
-    late_ms: Spread | None  # delay between due and sent; None if all were due at once
+    late_ms: Percentiles | None  # delay between due and sent; None if all were due at once
 
 
 class RequestRow(msgspec.Struct, frozen=True):
@@ -59,7 +59,7 @@ class OfflineReport(msgspec.Struct, frozen=True, tag_field="kind", tag="offline"
     model: str | None  # None: the default model
     settings: dict[str, object]  # flags of the benchmark
     engine: dict[str, object]  # flags of `blockyard serve`
-    figures: dict[str, float | Spread | None]
+    figures: dict[str, float | Percentiles | None]
 
 
 def request_rows(results: Sequence[RequestResult], started_s: float) -> list[RequestRow]:
@@ -104,8 +104,8 @@ def text(report: ServeReport) -> str:
     ]
     if s.goodput_per_s is not None and s.good_share is not None:
         lines.append(f"goodput   {s.goodput_per_s:,.2f} requests/s within the limits, {s.good_share:.1%} of all")
-    lines += ["", spread_head("ms"), spread_row("TTFT", s.ttft_ms), spread_row("TPOT", s.tpot_ms)]
-    lines += [spread_row("ITL", s.itl_ms), spread_row("E2EL", s.e2el_ms), ""]
+    lines += ["", percentiles_head("ms"), percentiles_row("TTFT", s.ttft_ms), percentiles_row("TPOT", s.tpot_ms)]
+    lines += [percentiles_row("ITL", s.itl_ms), percentiles_row("E2EL", s.e2el_ms), ""]
     late = f", sent {client.late_ms.p99:.1f} ms late (p99)" if client.late_ms else ""
     lines.append(f"client    {client.cpu_share:.0%} of a core, {client.peak_cpu_share:.0%} in its busiest second{late}")
     return "\n".join([*lines, *(f"warning: {line}" for line in warnings(report))])

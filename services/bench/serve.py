@@ -21,7 +21,7 @@ from blockyard.services.bench.load.monitor import CpuMonitor, progress_bar
 from blockyard.services.bench.load.results import BenchError, RequestResult
 from blockyard.services.bench.server import OpenAIServer
 from blockyard.shared.errors import ConfigError
-from blockyard.shared.spread import spread
+from blockyard.shared.percentiles import spread
 
 WARM_UP_OUTPUT = 16  # tokens
 

@@ -14,12 +14,12 @@ from blockyard.services.bench.flags import Parser, count, positive
 from blockyard.services.bench.workload import due_times
 from blockyard.services.launcher import sources
 from blockyard.services.launcher.supervision import child
-from blockyard.shared.config import given, host_memory, resolve
+from blockyard.shared.config import host_memory, parsed_flags, resolve
 from blockyard.shared.config.checkpoint import Checkpoint, asked_length
 from blockyard.shared.config.flags import FLAGS, GROUPS
-from blockyard.shared.config.given import Given, Values
-from blockyard.shared.config.process import BusConfig
-from blockyard.shared.config.simulation import CostModel, SimulationConfig
+from blockyard.shared.config.parsed_flags import ParsedFlag, Values
+from blockyard.shared.config.services.process import BusConfig
+from blockyard.shared.config.services.simulation import CostModel, SimulationConfig
 from blockyard.shared.errors import ConfigError
 
 KINDS = ("sharegpt", "random", "prefix-shared")
@@ -95,7 +95,7 @@ def parser() -> Parser:
 def simulation_config(parsed: argparse.Namespace, rest: Sequence[str]) -> SimulationConfig:
     """Raises ConfigError, also for flags of `serve` that have no effect in a simulation."""
     cost = read_cost(parsed.cost)
-    line, _ = given.from_command_line(rest)
+    line, _ = parsed_flags.from_command_line(rest)
     for name, one in line.items():
         if name not in USED_FLAGS and not any(to.lstrip("!").startswith("scheduler.") for to in FLAGS[name].to):
             raise ConfigError(f"{one.where}: has no effect in a simulation; see `blockyard simulate --help`")
@@ -105,7 +105,7 @@ def simulation_config(parsed: argparse.Namespace, rest: Sequence[str]) -> Simula
     for note in (*notes, *values.notes()):
         print(note, file=sys.stderr)
     if values["device"] == "auto":  # the cost model describes a GPU
-        values = values.with_given({"device": Given("cuda", "device")})
+        values = values.with_given({"device": ParsedFlag("cuda", "device")})
     trace = "/dev/stdin" if positionals[0] == "-" else positionals[0]
     max_model_len = asked_length(values) or cost.max_model_len
     bus = BusConfig(registry="ipc://none", bind="ipc://none")
@@ -178,4 +178,4 @@ def _lengths(parsed: argparse.Namespace, rng: random.Random) -> Iterator[tuple[i
 
 
 def _with_model_name(values: Values) -> Values:
-    return values if values.is_given("model") else values.with_given({"model": Given("simulated", "model")})
+    return values if values.is_given("model") else values.with_given({"model": ParsedFlag("simulated", "model")})

@@ -8,11 +8,12 @@ import uvloop
 
 from blockyard.services.detokenizer.service import Detokenizer
 from blockyard.services.detokenizer.token_table import TokenTable
-from blockyard.shared import settings, tokenizer_files
-from blockyard.shared.bus import Links
-from blockyard.shared.config.detokenizer import DetokenizerConfig
+from blockyard.shared import tokenizer_files
+from blockyard.shared.bus.links import Links
+from blockyard.shared.config.services.detokenizer import DetokenizerConfig
 from blockyard.shared.messages import DetokenizerIn, Role
-from blockyard.shared.serving import publish, run_until_stopped
+from blockyard.shared.process import settings
+from blockyard.shared.process.service_main import publish, run_until_stopped
 
 
 async def serve_async(config: DetokenizerConfig) -> None:

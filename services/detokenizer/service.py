@@ -4,10 +4,10 @@ from typing import Protocol
 
 from blockyard.services.detokenizer.streams import TextStreams
 from blockyard.services.detokenizer.token_table import TokenTable
-from blockyard.shared.bus import Changed, Gone, Joined, Links
-from blockyard.shared.member_list import Event
+from blockyard.shared.bus.links import Changed, Gone, Joined, Links
+from blockyard.shared.bus.member_list import Event
 from blockyard.shared.messages import DetokenizerIn, Frame, Member, PathLost, Stats, Stop, TextBatch, TokenBatch
-from blockyard.shared.serving import rss_bytes
+from blockyard.shared.process.service_main import rss_bytes
 
 
 class Sends(Protocol):

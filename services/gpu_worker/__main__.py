@@ -14,10 +14,10 @@ from blockyard.services.gpu_worker.cores import usable_cores
 from blockyard.services.gpu_worker.interfaces import OffloadableRunner
 from blockyard.services.gpu_worker.loading.sleep import SleepingRunner
 from blockyard.services.gpu_worker.service import Worker
-from blockyard.shared import settings
-from blockyard.shared.bus import Links
-from blockyard.shared.config.worker import WorkerConfig
+from blockyard.shared.bus.links import Links
+from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.messages import Role, WorkerIn
+from blockyard.shared.process import settings
 
 # The real one imports torch, the mock must not: so they are found by name, here alone.
 ENGINES = {"auto": "blockyard.services.gpu_worker.engine", "mock": "blockyard.services.gpu_worker.mock.runner"}

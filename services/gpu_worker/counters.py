@@ -5,7 +5,7 @@ import time
 
 from blockyard.services.gpu_worker.interfaces import CompletedPlan, WorkerLinks
 from blockyard.shared.messages import Stats
-from blockyard.shared.serving import rss_bytes
+from blockyard.shared.process.service_main import rss_bytes
 
 PUBLISH_S = 0.5
 COLLECT_S = 10.0  # between collections of garbage, which happen only when nothing is to be done

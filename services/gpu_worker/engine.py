@@ -33,10 +33,10 @@ from blockyard.services.gpu_worker.models.decoder import Model
 from blockyard.services.gpu_worker.models.hf_config import read_config, read_eos_ids
 from blockyard.services.gpu_worker.models.registry import Build, find_family
 from blockyard.services.gpu_worker.runner import Runner
-from blockyard.shared.config.worker import WorkerConfig
+from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.errors import ConfigError, LoadError
 from blockyard.shared.messages import Geometry
-from blockyard.shared.serving import rss_bytes
+from blockyard.shared.process.service_main import rss_bytes
 
 if TYPE_CHECKING:
     from blockyard.services.gpu_worker.compilation.kernel_compiler import KernelCompiler

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import blockyard
-from blockyard.shared import pipes
 from blockyard.shared.errors import BlockyardError, ConfigError
+from blockyard.shared.process import pipes
 
 USAGE = """\
 usage: blockyard serve [MODEL] [flags]    serve a model on this machine
@@ -57,9 +57,9 @@ def _run(command: str, words: list[str]) -> int:
             "no such command" + (f"; did you mean {close[0]}?" if close else f"; try {', '.join(COMMANDS)}")
         )
     if {"-h", "--help"} & {*words} and command in ("serve", "tune", "run", "ring"):
-        from blockyard.shared.config import table  # noqa: PLC0415 - loads every flag
+        from blockyard.shared.config.flags import documents  # noqa: PLC0415
 
-        print(USAGE, table.help_text(), sep="\n\n")
+        print(USAGE, documents.help_text(), sep="\n\n")
         return 0
     return _main_of(command)(words)
 
@@ -104,17 +104,17 @@ def flags(args: Sequence[str]) -> int:
 
     Raises ConfigError.
     """
-    from blockyard.shared.config import table  # noqa: PLC0415 - loads every flag
+    from blockyard.shared.config.flags import documents  # noqa: PLC0415
 
     match list(args):
         case []:
-            print(table.help_text(show_refused=True))
+            print(documents.help_text(show_refused=True))
         case ["--markdown"]:
-            print(table.markdown())
+            print(documents.markdown())
         case ["--write", name]:
             path = Path(name)
             try:
-                path.write_text(table.with_table(path.read_text("utf-8")), "utf-8")
+                path.write_text(documents.with_table(path.read_text("utf-8")), "utf-8")
             except OSError as e:
                 raise ConfigError(f"{path}: {e.strerror}") from e
         case _:

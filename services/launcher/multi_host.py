@@ -9,12 +9,12 @@ from pathlib import Path
 from blockyard.services.launcher import sources
 from blockyard.services.launcher.models import model_files
 from blockyard.services.launcher.supervision.child import exec_service
-from blockyard.shared import curve, ring_query
+from blockyard.shared.bus import curve, ring_query
 from blockyard.shared.config import resolve
 from blockyard.shared.config.checkpoint import Checkpoint
-from blockyard.shared.config.given import Given, Values
-from blockyard.shared.config.process import BusConfig
+from blockyard.shared.config.parsed_flags import ParsedFlag, Values
 from blockyard.shared.config.resolve import ServiceStruct
+from blockyard.shared.config.services.process import BusConfig
 from blockyard.shared.errors import ConfigError
 
 SERVICES = ("message_bus", "api_gateway", "tokenizer_pool", "scheduler", "detokenizer", "gpu_worker")
@@ -32,7 +32,7 @@ def run(args: Sequence[str]) -> int:
     if len(positionals) > 2:
         raise ConfigError(f"run {service}: expected one model, got {' '.join(positionals[1:])}")
     if len(positionals) == 2:
-        values = values.with_given({"model": Given(positionals[1], "model")})
+        values = values.with_given({"model": ParsedFlag(positionals[1], "model")})
     if values.get("data-parallel-size", int) > 1:
         where = values.where("data-parallel-size")
         raise ConfigError(f"{where}: `run` starts one process; start more gpu-workers, they share one scheduler")
@@ -59,7 +59,7 @@ def service_config(service: str, values: Values) -> ServiceStruct:
             return resolve.detokenizer(values, model, process)
         case "scheduler":
             if values["device"] == "auto":  # workers run elsewhere and report their own limits
-                values = values.with_given({"device": Given("cuda", "device")})
+                values = values.with_given({"device": ParsedFlag("cuda", "device")})
             return resolve.scheduler(values, model, process)
         case _:
             return resolve.worker(values, model, process)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from blockyard.shared.config.gateway import GatewayConfig
+from blockyard.shared.config.services.gateway import GatewayConfig
 from blockyard.shared.errors import ConfigError
 
 LOCK_S = 2.0  # longest wait for the lock; other launchers hold it for milliseconds

@@ -16,10 +16,10 @@ from blockyard.services.launcher.supervision.child import service_specs
 from blockyard.services.launcher.supervision.ring import Ring, local_bus
 from blockyard.services.launcher.supervision.run_dir import RunDir
 from blockyard.services.launcher.supervision.start_up import PlainDisplay, StartupDisplay, StartupProgressBars
-from blockyard.shared import logs
-from blockyard.shared.config.given import Given, GivenFlags, Values
+from blockyard.shared.config.parsed_flags import ParsedFlag, ParsedFlags, Values
 from blockyard.shared.config.resolve import Deployment, resolve
 from blockyard.shared.errors import ConfigError
+from blockyard.shared.process import logs
 
 RUN_ONLY = ("message-bus", "bind", "advertise", "curve-keys", "name")
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -52,9 +52,11 @@ def read_values(args: Sequence[str]) -> tuple[Values, list[str]]:
         raise ConfigError(f"expected one model, got {' '.join(positionals)}")
     if positionals and values.is_given("model") and values["model"] != positionals[0]:
         raise ConfigError(f"model {positionals[0]} and {values.where('model')} {values['model']}: which one?")
-    model: GivenFlags = {"model": Given(positionals[0], "model")} if positionals else {}
+    model: ParsedFlags = {"model": ParsedFlag(positionals[0], "model")} if positionals else {}
     if not positionals and not values.is_given("model") and values["worker-cls"] == "mock":
-        model = {"model": Given(model_files.DEMO, "model")}  # the mock needs any tokenizer; the demo's needs no network
+        model = {
+            "model": ParsedFlag(model_files.DEMO, "model")
+        }  # the mock needs any tokenizer; the demo's needs no network
     return values.with_given(model), notes
 
 

@@ -5,21 +5,21 @@ from pathlib import Path
 
 import yaml
 
-from blockyard.shared.config import given
-from blockyard.shared.config.given import GivenFlags, Values
+from blockyard.shared.config import parsed_flags
+from blockyard.shared.config.parsed_flags import ParsedFlags, Values
 from blockyard.shared.errors import ConfigError
 
 
 def read(args: Sequence[str], environ: Mapping[str, str]) -> tuple[Values, list[str], list[str]]:
     """Returns (values, positional arguments, notes). Raises ConfigError, also for refused values."""
-    line, positionals = given.from_command_line(args)
-    environment, notes = given.from_environment(environ)
-    path = (line.get("config") or environment.get("config") or given.Given(None, "")).value
+    line, positionals = parsed_flags.from_command_line(args)
+    environment, notes = parsed_flags.from_environment(environ)
+    path = (line.get("config") or environment.get("config") or parsed_flags.ParsedFlag(None, "")).value
     file = read_yaml(Path(path)) if isinstance(path, str) else {}
     return Values(line, environment, file), positionals, notes
 
 
-def read_yaml(path: Path) -> GivenFlags:
+def read_yaml(path: Path) -> ParsedFlags:
     """Reads the flags of a YAML file, a mapping of names to values. Raises ConfigError."""
     try:
         content = yaml.safe_load(path.read_text("utf-8"))
@@ -33,4 +33,4 @@ def read_yaml(path: Path) -> GivenFlags:
         raise ConfigError(f"--config {path}: expected a mapping of flags to values")
     if "config" in content:
         raise ConfigError(f"--config {path}: a config file cannot name another one")
-    return given.from_mapping(content, path.name)
+    return parsed_flags.from_mapping(content, path.name)

@@ -7,9 +7,9 @@ import time
 
 from blockyard.services.message_bus.roster import Roster
 from blockyard.services.message_bus.service import Registry
-from blockyard.shared import settings
-from blockyard.shared.config.registry import RegistryConfig
-from blockyard.shared.registry_socket import RegistrySocket
+from blockyard.shared.bus.registry_socket import RegistrySocket
+from blockyard.shared.config.services.registry import RegistryConfig
+from blockyard.shared.process import settings
 
 
 def serve(config: RegistryConfig) -> None:

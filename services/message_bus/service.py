@@ -4,9 +4,9 @@ import threading
 import time
 
 from blockyard.services.message_bus.roster import Roster
-from blockyard.shared.bus import new_incarnation
+from blockyard.shared.bus.links import new_incarnation
+from blockyard.shared.bus.registry_socket import RegistrySocket
 from blockyard.shared.messages import Members
-from blockyard.shared.registry_socket import RegistrySocket
 
 TICK_S = 0.1
 

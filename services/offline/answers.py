@@ -11,8 +11,8 @@ from blockyard.services.offline.outputs import (
     RequestOutput,
 )
 from blockyard.shared.messages import FinishReason, TextDelta, TextLogprobs
-from blockyard.shared.ring_client.choices import best
-from blockyard.shared.ring_client.journal import ChoiceLog, Entry
+from blockyard.shared.ring_client.recovery.journal import ChoiceLog, Entry
+from blockyard.shared.ring_client.request_fields.choices import best
 from blockyard.shared.token_ids import unpack
 
 REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}

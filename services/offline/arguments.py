@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from blockyard.services.offline.engine_args import SERVER_ONLY
-from blockyard.shared.config.coerce import coerce
+from blockyard.shared.config.flag_values import coerce
 from blockyard.shared.config.flags import FLAGS
 from blockyard.shared.config.flags.flag import Flag, Kind
 from blockyard.shared.errors import ConfigError

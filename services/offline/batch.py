@@ -16,9 +16,9 @@ from blockyard.services.offline.sampling_params import CheckedParams
 from blockyard.shared.errors import BlockyardError, RequestError
 from blockyard.shared.messages import ModelCard, Tokenize, Tokenized
 from blockyard.shared.ring_client.client import RingClient
-from blockyard.shared.ring_client.journal import ChoiceLog, Entry
-from blockyard.shared.ring_client.settle import settle
-from blockyard.shared.ring_client.text_work import TextWork, kept_end
+from blockyard.shared.ring_client.recovery.journal import ChoiceLog, Entry
+from blockyard.shared.ring_client.request_fields.finalize_sampling import settle
+from blockyard.shared.ring_client.tokenizer_client import TokenizerClient, kept_end
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ class RequestBatch:
         return [again.get(whole.request_id, whole) for whole in done]
 
     async def _answers(self, works: list[Tokenize]) -> list[Tokenized]:
-        text_work: TextWork = self._client.text_work
+        text_work: TokenizerClient = self._client.text_work
         futures = [text_work.submit(work) for work in works]
         out = []
         try:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from blockyard.services.launcher.models import model_files
 from blockyard.services.launcher.sources import read_yaml
-from blockyard.shared.config import given
+from blockyard.shared.config import parsed_flags
 from blockyard.shared.config.flags import FLAGS, GROUPS
-from blockyard.shared.config.given import Given, GivenFlags, Values
+from blockyard.shared.config.parsed_flags import ParsedFlag, ParsedFlags, Values
 from blockyard.shared.config.resolve import memory_notes
 from blockyard.shared.errors import ConfigError
 
@@ -48,18 +48,18 @@ def read(
     plain: dict[object, object] = {key: _plain(value) for key, value in arguments.items()}
     if model is not None:
         plain["model"] = os.fspath(model)
-    spoken = given.from_mapping(plain, SOURCE)
+    spoken = parsed_flags.from_mapping(plain, SOURCE)
     for name, one in spoken.items():
         if name in SERVER_ONLY:
             raise ConfigError(f"{one.where}: is for `blockyard serve` and `run`; the offline API has no HTTP server")
     unsaid = {str(key).replace("_", "-") for key, value in plain.items() if value is None}
     spoken = {name: one for name, one in spoken.items() if name not in unsaid}
-    environment, notes = given.from_environment(environ)
-    path = (spoken.get("config") or environment.get("config") or Given(None, "")).value
+    environment, notes = parsed_flags.from_environment(environ)
+    path = (spoken.get("config") or environment.get("config") or ParsedFlag(None, "")).value
     file = read_yaml(Path(path)) if isinstance(path, str) else {}
     values = Values(spoken, _without_server(environment), _without_server(file))
     if not values.is_given("model") and values["worker-cls"] == "mock":
-        values = values.with_given({"model": Given(model_files.DEMO, "model")})
+        values = values.with_given({"model": ParsedFlag(model_files.DEMO, "model")})
     return values, [*notes, *values.notes(), *memory_notes(values)]
 
 
@@ -71,5 +71,5 @@ def _plain(value: object) -> object:
     return named.removeprefix("torch.") if type(value).__name__ == "dtype" and named.startswith("torch.") else value
 
 
-def _without_server(flags: GivenFlags) -> GivenFlags:
+def _without_server(flags: ParsedFlags) -> ParsedFlags:
     return {name: one for name, one in flags.items() if name not in SERVER_ONLY and name in FLAGS}

@@ -32,7 +32,7 @@ from blockyard.services.offline.session import Session
 from blockyard.services.offline.tokenizer import LLMTokenizer, through_ring
 from blockyard.services.offline.tqdm_bar import TqdmProgressBar
 from blockyard.shared import tokenizer_files
-from blockyard.shared.config.tokenizer import ContentFormat
+from blockyard.shared.config.services.tokenizer import ContentFormat
 from blockyard.shared.errors import RequestError, not_built
 from blockyard.shared.messages import DEFAULT_SAMPLING
 

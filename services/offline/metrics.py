@@ -3,10 +3,10 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from blockyard.shared.ring_client.histogram import Histogram as Observed
-from blockyard.shared.ring_client.member_counts import MemberCounts, scheduler_totals
-from blockyard.shared.ring_client.meters import Meters
-from blockyard.shared.ring_client.metric_families import (
+from blockyard.shared.ring_client.metrics.histogram import Histogram as Observed
+from blockyard.shared.ring_client.metrics.member_counts import MemberCounts, scheduler_totals
+from blockyard.shared.ring_client.metrics.meters import Meters
+from blockyard.shared.ring_client.metrics.metric_families import (
     OF_CLIENT,
     OF_SCHEDULERS,
     Family,

@@ -9,9 +9,9 @@ import msgspec
 
 from blockyard.shared.errors import RequestError, not_built
 from blockyard.shared.messages import Tokenize
-from blockyard.shared.ring_client.chat_messages import Message, read_messages
-from blockyard.shared.ring_client.known_fields import decode_known
-from blockyard.shared.ring_client.sampling_fields import read_salt
+from blockyard.shared.ring_client.request_fields.chat_messages import Message, read_messages
+from blockyard.shared.ring_client.request_fields.known_fields import decode_known
+from blockyard.shared.ring_client.request_fields.sampling_fields import read_salt
 from blockyard.shared.token_ids import pack
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]

@@ -6,12 +6,12 @@ from typing import Any
 
 import msgspec
 
-from blockyard.shared.config.gateway import SamplingDefaults
+from blockyard.shared.config.services.gateway import SamplingDefaults
 from blockyard.shared.errors import RequestError, not_built
 from blockyard.shared.messages import DEFAULT_SAMPLING, Sampling, TextOptions
-from blockyard.shared.ring_client import limits
-from blockyard.shared.ring_client.choices import Choices, read_choices
-from blockyard.shared.ring_client.sampling_fields import (
+from blockyard.shared.ring_client.request_fields import limits
+from blockyard.shared.ring_client.request_fields.choices import Choices, read_choices
+from blockyard.shared.ring_client.request_fields.sampling_fields import (
     read_bad_words,
     read_sampling,
     read_text_options,

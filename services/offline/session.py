@@ -20,15 +20,15 @@ from blockyard.services.launcher.supervision.start_up import StartupDisplay
 from blockyard.services.offline.batch import OfflineRequest, RequestBatch
 from blockyard.services.offline.errors import RingLost
 from blockyard.services.offline.inflight import InflightLimiter
-from blockyard.shared.bus import Changed, Joined, Links
-from blockyard.shared.config.gateway import GatewayConfig
-from blockyard.shared.config.given import Values
+from blockyard.shared.bus.links import Changed, Joined, Links
+from blockyard.shared.config.parsed_flags import Values
 from blockyard.shared.config.resolve import Deployment, resolve
+from blockyard.shared.config.services.gateway import GatewayConfig
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import GatewayIn, ModelCard, QueueCapacityChanged, Role, Stats
 from blockyard.shared.ring_client.client import RingClient
-from blockyard.shared.ring_client.member_counts import MemberCounts
-from blockyard.shared.ring_client.meters import Meters
+from blockyard.shared.ring_client.metrics.member_counts import MemberCounts
+from blockyard.shared.ring_client.metrics.meters import Meters
 
 T = TypeVar("T")
 NAME = "llm"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from blockyard.services.launcher.serve import make_display, read_values
 from blockyard.services.offline.session import Session
-from blockyard.shared.config.given import Values
+from blockyard.shared.config.parsed_flags import Values
 from blockyard.shared.errors import ConfigError
 
 PERIOD_S = 0.2

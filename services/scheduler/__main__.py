@@ -9,10 +9,10 @@ from blockyard.services.scheduler.core import Scheduler
 from blockyard.services.scheduler.from_config import settings_of
 from blockyard.services.scheduler.report import Report
 from blockyard.services.scheduler.service import Service
-from blockyard.shared import settings
-from blockyard.shared.bus import Links
-from blockyard.shared.config.scheduler import SchedulerConfig
+from blockyard.shared.bus.links import Links
+from blockyard.shared.config.services.scheduler import SchedulerConfig
 from blockyard.shared.messages import Role, SchedulerIn
+from blockyard.shared.process import settings
 
 
 def serve(config: SchedulerConfig) -> None:

@@ -3,7 +3,7 @@
 from blockyard.services.scheduler.batch.partial_prefill_limits import PrefillShares
 from blockyard.services.scheduler.core import SchedulerSettings
 from blockyard.services.scheduler.workers.worker_groups import BatchLimits
-from blockyard.shared.config.scheduler import SchedulerConfig
+from blockyard.shared.config.services.scheduler import SchedulerConfig
 
 
 def settings_of(config: SchedulerConfig) -> SchedulerSettings:

@@ -10,9 +10,9 @@ import msgspec
 from blockyard.services.scheduler.core import Scheduler
 from blockyard.services.scheduler.outbox import Outgoing, Verb
 from blockyard.services.scheduler.report import Report
-from blockyard.shared.member_list import Changed, Event, Gone, Joined
+from blockyard.shared.bus.member_list import Changed, Event, Gone, Joined
 from blockyard.shared.messages import AskStats, Frame, ModelCard, SchedulerIn, Stats, StatsTold
-from blockyard.shared.serving import rss_bytes
+from blockyard.shared.process.service_main import rss_bytes
 
 TICK_S = 0.25  # at most this late are deadlines, reports and SIGTERM
 STATS_S = 0.5

@@ -11,11 +11,11 @@ from blockyard.services.tokenizer_pool import fork_server
 from blockyard.services.tokenizer_pool.job_limits import JobLimits
 from blockyard.services.tokenizer_pool.service import TokenizerPool
 from blockyard.services.tokenizer_pool.text_process import TextProcess
-from blockyard.shared import settings
-from blockyard.shared.bus import Links
-from blockyard.shared.config.tokenizer import TokenizerConfig
+from blockyard.shared.bus.links import Links
+from blockyard.shared.config.services.tokenizer import TokenizerConfig
 from blockyard.shared.messages import Role, TokenizerIn
-from blockyard.shared.serving import publish, run_until_stopped
+from blockyard.shared.process import settings
+from blockyard.shared.process.service_main import publish, run_until_stopped
 
 LIMITS = JobLimits()
 

@@ -30,9 +30,10 @@ from blockyard.services.tokenizer_pool.worker_frames import (
     encode,
     pair,
 )
-from blockyard.shared import settings, tokenizer_files
-from blockyard.shared.config.tokenizer import TokenizerConfig
+from blockyard.shared import tokenizer_files
+from blockyard.shared.config.services.tokenizer import TokenizerConfig
 from blockyard.shared.errors import BlockyardError, ConfigError, RequestError
+from blockyard.shared.process import settings
 
 log = logging.getLogger(__name__)
 

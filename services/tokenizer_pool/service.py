@@ -5,8 +5,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from blockyard.services.tokenizer_pool.worker_frames import Answer, Work
-from blockyard.shared.bus import Changed, Joined, Links
-from blockyard.shared.member_list import Event
+from blockyard.shared.bus.links import Changed, Joined, Links
+from blockyard.shared.bus.member_list import Event
 from blockyard.shared.messages import (
     Detokenize,
     Frame,
@@ -16,7 +16,7 @@ from blockyard.shared.messages import (
     Tokenized,
     TokenizerIn,
 )
-from blockyard.shared.serving import rss_bytes
+from blockyard.shared.process.service_main import rss_bytes
 
 log = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import msgspec
 
-from blockyard.shared.config.gateway import SamplingDefaults
-from blockyard.shared.config.given import Values
+from blockyard.shared.config.parsed_flags import Values
+from blockyard.shared.config.services.gateway import SamplingDefaults
 from blockyard.shared.errors import ConfigError
 
 UNSAID_WINDOWS = {"MistralForCausalLM": 4096}  # tokens, of folders whose config.json names no sliding_window

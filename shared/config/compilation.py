@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from blockyard.shared.config.given import Values
+from blockyard.shared.config.parsed_flags import Values
 from blockyard.shared.errors import ConfigError
 
 FLAG = "compilation-config"

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from blockyard.shared.config.given import Values
+from blockyard.shared.config.parsed_flags import Values
 from blockyard.shared.errors import ConfigError
 
 USUAL_GIB = 4.0

@@ -3,7 +3,7 @@
 import os
 from typing import Any
 
-from blockyard.shared.config.given import Values
+from blockyard.shared.config.parsed_flags import Values
 from blockyard.shared.errors import ConfigError
 
 MAX_SOCKET_PATH = 107  # bytes, as the kernel has it

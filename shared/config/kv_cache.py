@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from blockyard.shared.config.given import Values
+from blockyard.shared.config.parsed_flags import Values
 from blockyard.shared.errors import ConfigError
 
 

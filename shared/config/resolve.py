@@ -16,15 +16,15 @@ from blockyard.shared.config.checkpoint import (
     sampling_defaults,
 )
 from blockyard.shared.config.compilation import graph_fields
-from blockyard.shared.config.detokenizer import DetokenizerConfig
 from blockyard.shared.config.flags import FLAGS
-from blockyard.shared.config.gateway import GatewayConfig
-from blockyard.shared.config.given import Values
-from blockyard.shared.config.process import BusConfig, LogLevel, ProcessConfig
-from blockyard.shared.config.registry import RegistryConfig
-from blockyard.shared.config.scheduler import SchedulerConfig
-from blockyard.shared.config.tokenizer import TokenizerConfig
-from blockyard.shared.config.worker import WorkerConfig
+from blockyard.shared.config.parsed_flags import Values
+from blockyard.shared.config.services.detokenizer import DetokenizerConfig
+from blockyard.shared.config.services.gateway import GatewayConfig
+from blockyard.shared.config.services.process import BusConfig, LogLevel, ProcessConfig
+from blockyard.shared.config.services.registry import RegistryConfig
+from blockyard.shared.config.services.scheduler import SchedulerConfig
+from blockyard.shared.config.services.tokenizer import TokenizerConfig
+from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.errors import ConfigError
 
 ServiceStruct = RegistryConfig | GatewayConfig | TokenizerConfig | DetokenizerConfig | SchedulerConfig | WorkerConfig

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from blockyard.shared.bus import Changed, Event, Gone, Joined
+from blockyard.shared.bus.links import Changed, Event, Gone, Joined
 from blockyard.shared.messages import (
     Accepted,
     Controlled,
@@ -22,15 +22,15 @@ from blockyard.shared.messages import (
 )
 from blockyard.shared.ring_client.admission import Admission
 from blockyard.shared.ring_client.controls import Controls
-from blockyard.shared.ring_client.dispatch import Dispatch
 from blockyard.shared.ring_client.fanout import Fanout
-from blockyard.shared.ring_client.hold import HOLD_S
-from blockyard.shared.ring_client.journal import Journal
-from blockyard.shared.ring_client.member_counts import MemberCounts
-from blockyard.shared.ring_client.meters import Meters
-from blockyard.shared.ring_client.recovery import Recovery
+from blockyard.shared.ring_client.metrics.member_counts import MemberCounts
+from blockyard.shared.ring_client.metrics.meters import Meters
+from blockyard.shared.ring_client.recovery.dispatch import Dispatch
+from blockyard.shared.ring_client.recovery.hold import HOLD_S
+from blockyard.shared.ring_client.recovery.journal import Journal
+from blockyard.shared.ring_client.recovery.recovery import Recovery
 from blockyard.shared.ring_client.ring_links import RingLinks
-from blockyard.shared.ring_client.text_work import TextWork
+from blockyard.shared.ring_client.tokenizer_client import TokenizerClient
 
 TICK_S = 0.1
 TICKS_A_ROUND = 5  # of what is looked at less often
@@ -52,7 +52,7 @@ class RingClient:
         self.meters = Meters(served_model_names[0] if served_model_names else "")
         self.journal = Journal()
         self.admission = Admission(served_model_names)
-        self.text_work = TextWork(links)
+        self.text_work = TokenizerClient(links)
         self.controls = Controls(links)
         self.counts = MemberCounts(links)
         self.dispatch = Dispatch(links, self.journal, self.admission, self.meters, hold_s)

@@ -1,4 +1,4 @@
-"""What the gateway uses of its links; the real ones are in shared/bus.py."""
+"""What the gateway uses of its links; the real ones are in shared/bus/links.py."""
 
 from typing import Any, Protocol
 

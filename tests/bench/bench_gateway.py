@@ -14,12 +14,16 @@ import time
 from pathlib import Path
 
 import msgspec
+
+sys.path.append(str(Path(__file__).parents[1] / "support"))
+
+from fake_ring import CARD, tokenized
 from rig import ROOT, Row, cpu_seconds, rss_mib, table
 
-from blockyard.shared.bus import Links
-from blockyard.shared.config.gateway import GatewayConfig
-from blockyard.shared.config.process import BusConfig, ProcessConfig
-from blockyard.shared.config.registry import RegistryConfig
+from blockyard.shared.bus.links import Links
+from blockyard.shared.config.services.gateway import GatewayConfig
+from blockyard.shared.config.services.process import BusConfig, ProcessConfig
+from blockyard.shared.config.services.registry import RegistryConfig
 from blockyard.shared.messages import (
     Accepted,
     DetokenizerIn,
@@ -33,7 +37,6 @@ from blockyard.shared.messages import (
     Tokenize,
     TokenizerIn,
 )
-from blockyard.shared.ring_client.fake_ring import CARD, tokenized
 
 STREAMS, TOKENS, PORT = 256, 400, 18231
 WORDS = [f" word{i % 97}" for i in range(TOKENS)]

@@ -23,7 +23,7 @@ from rig import Row, Server, cpu_seconds, serve, table
 from blockyard.services.bench.load.results import RequestResult
 from blockyard.services.bench.suite import shapes
 from blockyard.services.bench.suite.served import SuiteServer, random_requests
-from blockyard.shared.spread import percentile
+from blockyard.shared.percentiles import percentile
 
 LOG = Path(tempfile.gettempdir()) / "bench_pipeline.log"
 HOT = 30  # functions that are shown

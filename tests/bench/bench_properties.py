@@ -12,6 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parent))  # for token_rows, which the fakes use
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))  # for fake_links
 
 from tests.services.scheduler.program import BYTES_PER_STEP, SHAPES, Program
 from tests.services.scheduler.world import Shape

@@ -17,10 +17,10 @@ from blockyard.services.bench import datasets
 from blockyard.services.bench.workload import due_times
 from blockyard.services.scheduler.simulator.simulation import Simulation
 from blockyard.services.scheduler.simulator.trace import TraceRequest
-from blockyard.shared.config.process import BusConfig, ProcessConfig
-from blockyard.shared.config.scheduler import SchedulerConfig
-from blockyard.shared.config.simulation import SimulationConfig
-from blockyard.shared.spread import percentile
+from blockyard.shared.config.services.process import BusConfig, ProcessConfig
+from blockyard.shared.config.services.scheduler import SchedulerConfig
+from blockyard.shared.config.services.simulation import SimulationConfig
+from blockyard.shared.percentiles import percentile
 
 TIGHT_BLOCKS = 2000  # so few that choices have to give way
 

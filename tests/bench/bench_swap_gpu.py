@@ -21,8 +21,8 @@ from bench_worker_gpu import CONFIG
 
 from blockyard.services.gpu_worker import engine
 from blockyard.services.kv_transfer.stream_store import StreamStore
-from blockyard.shared.config.process import BusConfig, ProcessConfig
-from blockyard.shared.config.worker import WorkerConfig
+from blockyard.shared.config.services.process import BusConfig, ProcessConfig
+from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.messages import Sampling
 
 SHAPE = (32, 3072, 2, 8, 16, 128)  # of the pool: layers, blocks, K and V, heads, tokens, head size

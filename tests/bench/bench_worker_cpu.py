@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM
 
 from blockyard.services.gpu_worker import engine
 from blockyard.services.gpu_worker.runner import Runner
-from blockyard.shared.config.process import BusConfig, ProcessConfig
-from blockyard.shared.config.worker import WorkerConfig
+from blockyard.shared.config.services.process import BusConfig, ProcessConfig
+from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.messages import Sampling
 
 ROOT = Path(__file__).parents[2]

@@ -13,8 +13,8 @@ import torch
 from bench_worker_cpu import driver_class
 
 from blockyard.services.gpu_worker import engine
-from blockyard.shared.config.process import BusConfig, ProcessConfig
-from blockyard.shared.config.worker import WorkerConfig
+from blockyard.shared.config.services.process import BusConfig, ProcessConfig
+from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.messages import Sampling
 
 NUM_IN, NUM_OUT = 512, 64

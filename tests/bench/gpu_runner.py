@@ -5,8 +5,8 @@ from pathlib import Path
 
 from blockyard.services.gpu_worker import engine
 from blockyard.services.gpu_worker.runner import Runner
-from blockyard.shared.config.process import BusConfig, ProcessConfig
-from blockyard.shared.config.worker import WorkerConfig
+from blockyard.shared.config.services.process import BusConfig, ProcessConfig
+from blockyard.shared.config.services.worker import WorkerConfig
 
 
 def start_runner(folder: Path, sequences: int, length: int, **fields: object) -> Runner:

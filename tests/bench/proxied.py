@@ -19,11 +19,11 @@ from blockyard.services.launcher.models import model_files
 from blockyard.services.launcher.supervision.child import service_specs
 from blockyard.services.message_bus.roster import Roster
 from blockyard.services.message_bus.service import Registry
-from blockyard.shared.config import given
-from blockyard.shared.config.process import BusConfig
+from blockyard.shared.bus.registry_socket import RegistrySocket
+from blockyard.shared.config import parsed_flags
 from blockyard.shared.config.resolve import Deployment, resolve
+from blockyard.shared.config.services.process import BusConfig
 from blockyard.shared.messages import Members
-from blockyard.shared.registry_socket import RegistrySocket
 
 HOST = "127.0.0.1"
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER: a close sends RST, and what was on the way is lost
@@ -150,7 +150,8 @@ def proxied_ring(folder: Path, *flags: str, dead_after_s: float = 4.0) -> Iterat
     with socket.create_server((HOST, 0)) as one, socket.create_server((HOST, 0)) as other:
         bus_port, port = one.getsockname()[1], other.getsockname()[1]
     bus = BusConfig(registry=f"tcp://{HOST}:{bus_port}", bind=f"tcp://{HOST}", advertise=HOST)
-    values = given.Values(given.from_command_line(["--model", "demo", "--host", HOST, "--port", str(port), *flags])[0])
+    line = ["--model", "demo", "--host", HOST, "--port", str(port), *flags]
+    values = parsed_flags.Values(parsed_flags.from_command_line(line)[0])
     deployment = resolve(values, model_files.find(values), bus)
     loop = asyncio.new_event_loop()
     threads = [threading.Thread(target=loop.run_forever, name="proxies")]

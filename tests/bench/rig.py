@@ -21,8 +21,8 @@ import msgspec
 
 from blockyard.services.message_bus.roster import Roster
 from blockyard.services.message_bus.service import Registry
-from blockyard.shared.config.process import BusConfig
-from blockyard.shared.registry_socket import RegistrySocket
+from blockyard.shared.bus.registry_socket import RegistrySocket
+from blockyard.shared.config.services.process import BusConfig
 
 ROOT = Path(__file__).parents[2]
 START_LIMIT_S = 120.0

@@ -15,11 +15,11 @@ import msgspec
 import pytest
 from token_rows import steps_of
 
-from blockyard.shared.bus import Links
-from blockyard.shared.config.process import BusConfig, ProcessConfig
-from blockyard.shared.config.registry import RegistryConfig
-from blockyard.shared.config.scheduler import SchedulerConfig
-from blockyard.shared.config.worker import MockConfig, WorkerConfig
+from blockyard.shared.bus.links import Links
+from blockyard.shared.config.services.process import BusConfig, ProcessConfig
+from blockyard.shared.config.services.registry import RegistryConfig
+from blockyard.shared.config.services.scheduler import SchedulerConfig
+from blockyard.shared.config.services.worker import MockConfig, WorkerConfig
 from blockyard.shared.messages import (
     Accepted,
     Attach,

@@ -17,8 +17,9 @@ from tokenizers import Tokenizer
 
 from blockyard.services.message_bus.roster import Roster
 from blockyard.services.message_bus.service import Registry
-from blockyard.shared.bus import Gone, Links
-from blockyard.shared.config.process import BusConfig
+from blockyard.shared.bus.links import Gone, Links
+from blockyard.shared.bus.registry_socket import RegistrySocket
+from blockyard.shared.config.services.process import BusConfig
 from blockyard.shared.messages import (
     FinishReason,
     GatewayIn,
@@ -34,7 +35,6 @@ from blockyard.shared.messages import (
     Tokenized,
     TokenStep,
 )
-from blockyard.shared.registry_socket import RegistrySocket
 from blockyard.shared.token_ids import unpack
 
 ROOT = Path(__file__).parents[2]

@@ -14,7 +14,7 @@ from blockyard.services.api_gateway.http.request_context import REQUEST_ID, TENA
 from blockyard.services.api_gateway.requests.generate_request import MAX_ID_CHARS
 from blockyard.services.api_gateway.responses.json_response import JSON, error_response
 from blockyard.services.api_gateway.service import Gateway
-from blockyard.shared.config.gateway import CorsConfig, GatewayConfig
+from blockyard.shared.config.services.gateway import CorsConfig, GatewayConfig
 from blockyard.shared.errors import RequestError
 
 log = logging.getLogger(__name__)

@@ -10,12 +10,12 @@ from prometheus_client.metrics_core import (
     Metric,
 )
 
-from blockyard.shared.config.gateway import MetricsNames
+from blockyard.shared.config.services.gateway import MetricsNames
 from blockyard.shared.messages import Role
-from blockyard.shared.ring_client.histogram import Histogram
-from blockyard.shared.ring_client.member_counts import REFUSED, SERVED, Counted
-from blockyard.shared.ring_client.meters import Meters
-from blockyard.shared.ring_client.metric_families import Family, Kind, Sample, Source, labels, vllms_names
+from blockyard.shared.ring_client.metrics.histogram import Histogram
+from blockyard.shared.ring_client.metrics.member_counts import REFUSED, SERVED, Counted
+from blockyard.shared.ring_client.metrics.meters import Meters
+from blockyard.shared.ring_client.metrics.metric_families import Family, Kind, Sample, Source, labels, vllms_names
 
 TEXT_ROLES = (Role.API_GATEWAY, Role.DETOKENIZER)
 

@@ -9,11 +9,11 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from blockyard.services.api_gateway.metrics.exposition import expose, member_families
-from blockyard.shared.config.gateway import MetricsNames
+from blockyard.shared.config.services.gateway import MetricsNames
 from blockyard.shared.messages import PastText, Role, Scrape, Scraped
-from blockyard.shared.ring_client.member_counts import MemberCounts, scheduler_totals
-from blockyard.shared.ring_client.meters import Meters
-from blockyard.shared.ring_client.metric_families import OF_CLIENT, OF_SCHEDULERS
+from blockyard.shared.ring_client.metrics.member_counts import MemberCounts, scheduler_totals
+from blockyard.shared.ring_client.metrics.meters import Meters
+from blockyard.shared.ring_client.metrics.metric_families import OF_CLIENT, OF_SCHEDULERS
 from blockyard.shared.ring_client.ring_links import RingLinks
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

@@ -20,7 +20,7 @@ from blockyard.services.api_gateway.requests.body_frames import (
     framed,
 )
 from blockyard.services.api_gateway.requests.parse_body import ParseContext, ParsedBody, parse_body
-from blockyard.shared.config.gateway import GatewayConfig
+from blockyard.shared.config.services.gateway import GatewayConfig
 from blockyard.shared.errors import RequestError
 
 log = logging.getLogger(__name__)

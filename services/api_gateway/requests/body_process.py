@@ -23,9 +23,9 @@ from blockyard.services.api_gateway.requests.body_frames import (
 )
 from blockyard.services.api_gateway.requests.ignored_fields import MAX_HEADER_CHARS
 from blockyard.services.api_gateway.requests.parse_body import ParseContext, parse_body
-from blockyard.shared import settings
-from blockyard.shared.config.gateway import GatewayConfig
+from blockyard.shared.config.services.gateway import GatewayConfig
 from blockyard.shared.errors import RequestError
+from blockyard.shared.process import settings
 
 log = logging.getLogger(__name__)
 

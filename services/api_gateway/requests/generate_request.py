@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from blockyard.shared.messages import ModelCard, Sampling, TextOptions, Tokenize
-from blockyard.shared.ring_client.choices import Choices
-from blockyard.shared.ring_client.settle import settle
+from blockyard.shared.ring_client.request_fields.choices import Choices
+from blockyard.shared.ring_client.request_fields.finalize_sampling import settle
 
 MAX_ID_CHARS = 128  # of a request's id, in the header or the body
 

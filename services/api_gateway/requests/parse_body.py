@@ -15,12 +15,12 @@ from blockyard.services.api_gateway.requests.schemas import (
     decode,
 )
 from blockyard.services.api_gateway.requests.validate import parse_chat, parse_completion
-from blockyard.shared.config.gateway import GatewayConfig
+from blockyard.shared.config.services.gateway import GatewayConfig
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import Detokenize, ModelCard, Tokenize
-from blockyard.shared.ring_client import limits
 from blockyard.shared.ring_client.admission import Served
-from blockyard.shared.ring_client.chat_messages import NULL
+from blockyard.shared.ring_client.request_fields import limits
+from blockyard.shared.ring_client.request_fields.chat_messages import NULL
 from blockyard.shared.token_ids import pack
 
 Endpoint = Literal["chat", "completion", "invocation", "tokenize", "detokenize"]

@@ -7,8 +7,8 @@ import msgspec
 from blockyard.services.api_gateway.requests.schemas import ChatRequest, TokenizeRequest
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import ModelCard, Tokenize
-from blockyard.shared.ring_client import limits
-from blockyard.shared.ring_client.chat_messages import read_messages
+from blockyard.shared.ring_client.request_fields import limits
+from blockyard.shared.ring_client.request_fields.chat_messages import read_messages
 from blockyard.shared.token_ids import first_outside, pack
 
 

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from blockyard.shared.errors import RequestError, not_built
-from blockyard.shared.ring_client.chat_messages import NULL, Message
-from blockyard.shared.ring_client.known_fields import decode_known
+from blockyard.shared.ring_client.request_fields.chat_messages import NULL, Message
+from blockyard.shared.ring_client.request_fields.known_fields import decode_known
 
 # field -> values that change nothing; null is always one
 NOT_BUILT: dict[str, tuple[object, ...]] = {

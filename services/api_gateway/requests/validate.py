@@ -8,12 +8,12 @@ import msgspec
 from blockyard.services.api_gateway.requests.generate_request import GenerateRequest, ResponseOptions
 from blockyard.services.api_gateway.requests.prompt_fields import chat_prompt, completion_prompts
 from blockyard.services.api_gateway.requests.schemas import ChatRequest, CompletionRequest, GenerationFields
-from blockyard.shared.config.gateway import GatewayConfig
+from blockyard.shared.config.services.gateway import GatewayConfig
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import DEFAULT_SAMPLING, ModelCard, Tokenize
-from blockyard.shared.ring_client import limits
-from blockyard.shared.ring_client.choices import read_choices
-from blockyard.shared.ring_client.sampling_fields import (
+from blockyard.shared.ring_client.request_fields import limits
+from blockyard.shared.ring_client.request_fields.choices import read_choices
+from blockyard.shared.ring_client.request_fields.sampling_fields import (
     read_bad_words,
     read_salt,
     read_sampling,

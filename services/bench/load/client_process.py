@@ -13,7 +13,7 @@ import uvloop
 from blockyard.services.bench.load import client, results
 from blockyard.services.bench.load.client import Endpoint, LoadPlan, LoadRun
 from blockyard.services.bench.load.results import RequestResult
-from blockyard.shared import open_files
+from blockyard.shared.process import open_files
 
 T = TypeVar("T")
 PROGRESS_S = 0.5  # between two ClientProgress messages

@@ -13,7 +13,7 @@ from blockyard.services.bench.latency_throughput import engine_keywords, timed
 from blockyard.services.bench.load.results import BenchError, RequestResult
 from blockyard.services.bench.suite.served import VOCAB, SuiteServer, random_requests, serve
 from blockyard.services.offline.llm import LLM
-from blockyard.shared.spread import Spread, percentile, spread
+from blockyard.shared.percentiles import Percentiles, percentile, spread
 
 RUNS = 3
 EVENTS = 0.95  # least events per token: special tokens and parts of characters have no event
@@ -24,7 +24,7 @@ class Measurement(msgspec.Struct, frozen=True):
 
     value: float
     runs: list[float]
-    spreads: dict[str, Spread] = {}  # ms, over all runs
+    spreads: dict[str, Percentiles] = {}  # ms, over all runs
 
 
 class SuiteContext(msgspec.Struct, frozen=True):
@@ -35,7 +35,7 @@ class SuiteContext(msgspec.Struct, frozen=True):
     logs: Path
 
 
-def median_of(runs: Sequence[float], **spreads: Spread | None) -> Measurement:
+def median_of(runs: Sequence[float], **spreads: Percentiles | None) -> Measurement:
     found = {name: one for name, one in spreads.items() if one is not None}
     return Measurement(percentile(sorted(runs), 50), list(runs), found)
 
@@ -191,9 +191,9 @@ def _llm(context: SuiteContext) -> LLM:
     return LLM(context.model, load_format="dummy", **keywords)
 
 
-def _itl(every: Sequence[RequestResult]) -> Spread | None:
+def _itl(every: Sequence[RequestResult]) -> Percentiles | None:
     return spread((gap for one in every for gap in metrics.gaps_s(one)), 1000)
 
 
-def _ttft(every: Sequence[RequestResult]) -> Spread | None:
+def _ttft(every: Sequence[RequestResult]) -> Percentiles | None:
     return spread((metrics.ttft_s(one) for one in every), 1000)

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from blockyard.services.gpu_worker.bench.row import Row, ceilings
-from blockyard.shared import pipes
+from blockyard.shared.process import pipes
 
 NO_FAMILIES = ("__main__", "row", "timing")
 

@@ -24,7 +24,7 @@ from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.linear_tuning.tuner import Tuner
 from blockyard.services.gpu_worker.memory import KVMemoryNeed
 from blockyard.services.gpu_worker.models.decoder import Model
-from blockyard.shared.config.worker import WorkerConfig
+from blockyard.shared.config.services.worker import WorkerConfig
 
 log = logging.getLogger(__name__)
 

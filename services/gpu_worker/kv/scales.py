@@ -8,7 +8,7 @@ from torch import Tensor
 
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.loading.weights import WeightTable
-from blockyard.shared.config.worker import WorkerConfig
+from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.errors import ConfigError, LoadError
 
 KV_DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}

@@ -6,7 +6,7 @@ import msgspec
 
 from blockyard.services.gpu_worker.mock.batch import Pattern
 from blockyard.shared.config import model_bounds as bounds
-from blockyard.shared.config.worker import WorkerConfig
+from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.errors import LoadError
 from blockyard.shared.messages import Geometry
 

@@ -10,9 +10,9 @@ from blockyard.services.gpu_worker.interfaces import CompletedPlan
 from blockyard.services.gpu_worker.mock.batch import MockBatch, Pattern
 from blockyard.services.gpu_worker.mock.kv import MockKV
 from blockyard.services.gpu_worker.mock.model import describe
-from blockyard.shared.config.worker import WorkerConfig
+from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.messages import Geometry, SlotResult, StepPlan
-from blockyard.shared.serving import rss_bytes
+from blockyard.shared.process.service_main import rss_bytes
 
 BEHIND_S = 0.002  # a step that begins this soon after the last one was waiting for it
 

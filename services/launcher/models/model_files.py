@@ -7,8 +7,8 @@ from typing import Any
 import blockyard.shared
 from blockyard.shared.architectures import SUPPORTED
 from blockyard.shared.config.checkpoint import Checkpoint, config_overrides, read_json
-from blockyard.shared.config.given import Values
 from blockyard.shared.config.model_bounds import check_numbers
+from blockyard.shared.config.parsed_flags import Values
 from blockyard.shared.errors import ConfigError
 
 DEMO = "demo"

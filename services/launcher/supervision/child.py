@@ -14,7 +14,7 @@ import msgspec
 
 import blockyard
 from blockyard.shared.config.resolve import Deployment, ServiceStruct
-from blockyard.shared.config.simulation import SimulationConfig
+from blockyard.shared.config.services.simulation import SimulationConfig
 
 MakeCommand = Callable[[str, Path], list[str]]  # from a service's name and its settings file
 CONFIG_EXIT_CODES = (2, 3)  # ConfigError and LoadError: a restart cannot help

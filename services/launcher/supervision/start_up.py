@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TextIO
 
-from blockyard.shared import pipes
 from blockyard.shared.messages import Member
+from blockyard.shared.process import pipes
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -8,9 +8,10 @@ from pathlib import Path
 from blockyard.services.scheduler.simulator import report
 from blockyard.services.scheduler.simulator.simulation import Simulation
 from blockyard.services.scheduler.simulator.trace import read_trace
-from blockyard.shared import charts, pipes, settings
-from blockyard.shared.config.simulation import SimulationConfig
+from blockyard.shared import charts
+from blockyard.shared.config.services.simulation import SimulationConfig
 from blockyard.shared.errors import ConfigError
+from blockyard.shared.process import pipes, settings
 
 SHEET = 4  # charts for a document: queue, batch, blocks, throughput
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from blockyard.services.scheduler.simulator.record import Flow, Gaps
 from blockyard.services.scheduler.simulator.simulation import Simulation
 from blockyard.shared.charts import COLOURS, Curve, Point, cdf, svg
-from blockyard.shared.config.simulation import SimulationConfig
-from blockyard.shared.spread import Spread, percentile, spread, spread_head, spread_row
+from blockyard.shared.config.services.simulation import SimulationConfig
+from blockyard.shared.percentiles import Percentiles, percentile, percentiles_head, percentiles_row, spread
 
 SLICES = 60  # of the time axis, where percentiles over time are taken
 MOST_TENANTS = 7  # told apart; the others are one
@@ -29,9 +29,9 @@ class Summary:
     num_steps: int
     num_events: int
     busy: float  # share of the time that workers computed
-    ttft_ms: Spread | None
-    itl_ms: Spread | None
-    tenants: dict[str, tuple[Spread | None, Spread | None]]  # TTFT and ITL; empty of a single one
+    ttft_ms: Percentiles | None
+    itl_ms: Percentiles | None
+    tenants: dict[str, tuple[Percentiles | None, Percentiles | None]]  # TTFT and ITL; empty of a single one
 
 
 def summarize(simulation: Simulation, wall_s: float) -> Summary:
@@ -80,12 +80,15 @@ def table(config: SimulationConfig, simulation: Simulation, s: Summary) -> str:
         f"workers busy {s.busy:.0%} of the time",
         _blocks_line(simulation, s),
         "",
-        spread_head("ms", WIDTH),
-        spread_row("TTFT", s.ttft_ms, WIDTH),
-        spread_row("ITL", s.itl_ms, WIDTH),
+        percentiles_head("ms", WIDTH),
+        percentiles_row("TTFT", s.ttft_ms, WIDTH),
+        percentiles_row("ITL", s.itl_ms, WIDTH),
     ]
     for name, (ttft, itl) in s.tenants.items():
-        lines += [spread_row(f"TTFT of {name or '-'}", ttft, WIDTH), spread_row(f"ITL of {name or '-'}", itl, WIDTH)]
+        lines += [
+            percentiles_row(f"TTFT of {name or '-'}", ttft, WIDTH),
+            percentiles_row(f"ITL of {name or '-'}", itl, WIDTH),
+        ]
     return "\n".join(lines)
 
 
@@ -146,7 +149,7 @@ def _of_tenant(flows: Sequence[Flow], tenant: str) -> list[Flow]:
     return [flow for flow in flows if flow.request.tenant == tenant]
 
 
-def _ttft(flows: Sequence[Flow]) -> Spread | None:
+def _ttft(flows: Sequence[Flow]) -> Percentiles | None:
     return spread((flow.ttft_s for flow in flows), 1000)
 
 

@@ -10,7 +10,7 @@ from blockyard.services.scheduler.simulator.record import Record
 from blockyard.services.scheduler.simulator.trace import TraceRequest, frames
 from blockyard.services.scheduler.simulator.worker import Pace, SimWorker
 from blockyard.services.scheduler.workers.worker_groups import WorkerGroup
-from blockyard.shared.config.simulation import SimulationConfig
+from blockyard.shared.config.services.simulation import SimulationConfig
 from blockyard.shared.errors import BlockyardError
 from blockyard.shared.messages import (
     Attach,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from blockyard.services.scheduler.simulator.trace import OUTPUT_IDS, TraceRequest
-from blockyard.shared.config.simulation import CostModel
+from blockyard.shared.config.services.simulation import CostModel
 from blockyard.shared.messages import (
     NO_TOKEN,
     Attach,

@@ -12,12 +12,12 @@ import aiohttp
 import msgspec
 import pytest
 import uvloop
+from fake_ring import FakeRing
 
 from blockyard.services.api_gateway.server import HttpServer, listening
 from blockyard.services.api_gateway.service import Gateway
-from blockyard.shared.config.gateway import GatewayConfig
-from blockyard.shared.config.process import BusConfig, ProcessConfig
-from blockyard.shared.ring_client.fake_ring import FakeRing
+from blockyard.shared.config.services.gateway import GatewayConfig
+from blockyard.shared.config.services.process import BusConfig, ProcessConfig
 
 PROCESS = ProcessConfig(name="api_gateway", bus=BusConfig(registry="ipc:///none", bind="ipc:///none"))
 

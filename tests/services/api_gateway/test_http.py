@@ -8,12 +8,12 @@ from typing import Any
 import aiohttp
 import msgspec
 import pytest
+from fake_ring import CARD, member
 
 from blockyard.services.api_gateway.server import tls_context
-from blockyard.shared.config.gateway import CorsConfig, SamplingDefaults, TlsConfig
+from blockyard.shared.config.services.gateway import CorsConfig, SamplingDefaults, TlsConfig
 from blockyard.shared.errors import ConfigError
 from blockyard.shared.messages import Beam, BeamStop, Generate, Role, Tokenize
-from blockyard.shared.ring_client.fake_ring import CARD, member
 from blockyard.shared.token_ids import unpack
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"

@@ -14,8 +14,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from blockyard.shared.config.gateway import GatewayConfig
-from blockyard.shared.config.process import BusConfig, ProcessConfig
+from blockyard.shared.config.services.gateway import GatewayConfig
+from blockyard.shared.config.services.process import BusConfig, ProcessConfig
 
 ROOT = Path(__file__).parents[3]
 

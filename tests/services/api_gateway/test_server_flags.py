@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 
 from blockyard.services.api_gateway.server import tls_context
-from blockyard.shared.config.gateway import TlsConfig
+from blockyard.shared.config.services.gateway import TlsConfig
 from blockyard.shared.errors import ConfigError
 
 BODY = {"model": "tiny", "prompt": "secret", "max_tokens": 3, "temperature": 0.5, "stop": ["hidden"]}

@@ -10,7 +10,7 @@ import pytest
 
 from blockyard.services.bench import simulate
 from blockyard.services.launcher.supervision.child import environment
-from blockyard.shared.config.simulation import CostModel, SimulationConfig
+from blockyard.shared.config.services.simulation import CostModel, SimulationConfig
 from blockyard.shared.errors import ConfigError
 
 

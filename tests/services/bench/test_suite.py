@@ -15,7 +15,7 @@ from blockyard.services.bench.suite.items import ITEMS, SuiteItem
 from blockyard.services.bench.suite.measures import Measurement, SuiteContext
 from blockyard.services.bench.suite.served import SuiteServer, random_requests
 from blockyard.shared import tokenizer_files
-from blockyard.shared.config import given as given_flags
+from blockyard.shared.config import parsed_flags
 
 MOCK = ("--worker-cls", "mock", "--mock-step-ms", "4")
 
@@ -127,7 +127,7 @@ def test_rows_say_which_targets_are_missed() -> None:
 def test_every_item_has_flags_that_exist_and_a_model(tmp_path: Path) -> None:
     assert len({item.name for item in ITEMS}) == len(ITEMS)
     for item in ITEMS:
-        given_flags.from_command_line(list(item.flags))  # raises for an unknown one
+        parsed_flags.from_command_line(list(item.flags))  # raises for an unknown one
         assert (item.measure_server is None) != (item.measure_alone is None)
         config = msgspec.json.decode((shapes.write(item.model, tmp_path) / "config.json").read_bytes())
         assert config["vocab_size"] > served.VOCAB[1]

@@ -3,12 +3,12 @@
 import struct
 
 import pytest
+from fake_links import FakeLinks
 from tokenizers import Tokenizer
 
 from blockyard.services.detokenizer.service import Detokenizer
 from blockyard.services.detokenizer.token_table import TokenTable
-from blockyard.shared.bus import Changed, Gone, Joined
-from blockyard.shared.fake_links import FakeLinks
+from blockyard.shared.bus.links import Changed, Gone, Joined
 from blockyard.shared.messages import (
     FinishReason,
     Member,

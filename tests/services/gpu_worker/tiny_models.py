@@ -24,8 +24,8 @@ from transformers import (
 
 from blockyard.services.gpu_worker import engine
 from blockyard.services.gpu_worker.runner import Runner
-from blockyard.shared.config.process import BusConfig, ProcessConfig
-from blockyard.shared.config.worker import WorkerConfig
+from blockyard.shared.config.services.process import BusConfig, ProcessConfig
+from blockyard.shared.config.services.worker import WorkerConfig
 
 VOCAB = 211
 BASE: dict[str, Any] = {

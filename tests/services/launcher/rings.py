@@ -5,7 +5,7 @@ from pathlib import Path
 
 from blockyard.services.launcher.supervision.child import command
 from blockyard.services.launcher.supervision.ring import local_bus
-from blockyard.shared.config import given
+from blockyard.shared.config import parsed_flags
 from blockyard.shared.config.checkpoint import Checkpoint
 from blockyard.shared.config.resolve import Deployment, resolve
 
@@ -13,7 +13,7 @@ STAND_IN = Path(__file__).with_name("stand_in.py")
 
 
 def deployment(folder: Path, *flags: str) -> Deployment:
-    values = given.Values(given.from_command_line(["--model", "m", "--log-level", "error", *flags])[0])
+    values = parsed_flags.Values(parsed_flags.from_command_line(["--model", "m", "--log-level", "error", *flags])[0])
     model = Checkpoint(name="m", path=folder, tokenizer_path=folder)
     return resolve(values, model, local_bus(folder))
 

@@ -8,14 +8,14 @@ import sys
 import time
 from pathlib import Path
 
-from blockyard.shared import settings
-from blockyard.shared.bus import Links
-from blockyard.shared.config.detokenizer import DetokenizerConfig
-from blockyard.shared.config.gateway import GatewayConfig
-from blockyard.shared.config.scheduler import SchedulerConfig
-from blockyard.shared.config.tokenizer import TokenizerConfig
-from blockyard.shared.config.worker import WorkerConfig
+from blockyard.shared.bus.links import Links
+from blockyard.shared.config.services.detokenizer import DetokenizerConfig
+from blockyard.shared.config.services.gateway import GatewayConfig
+from blockyard.shared.config.services.scheduler import SchedulerConfig
+from blockyard.shared.config.services.tokenizer import TokenizerConfig
+from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.messages import Hello, Role
+from blockyard.shared.process import settings
 
 TYPES = {
     "api_gateway": GatewayConfig,

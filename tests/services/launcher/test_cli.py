@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from blockyard.services.launcher import cli, serve
-from blockyard.shared.config import table
-from blockyard.shared.curve import PUBLIC_NAME, SECRET_NAME
+from blockyard.shared.bus.curve import PUBLIC_NAME, SECRET_NAME
+from blockyard.shared.config.flags import documents
 
 SRC = Path(__file__).parents[3] / ".src"
 
@@ -148,14 +148,14 @@ def test_help_version_and_flags(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["flags"]) == 0
     assert "--enable-lora" in capsys.readouterr().out
     assert cli.main(["flags", "--markdown"]) == 0
-    assert capsys.readouterr().out.strip() == table.markdown()
+    assert capsys.readouterr().out.strip() == documents.markdown()
 
 
 def test_the_table_is_written_into_a_document(tmp_path: Path) -> None:
     path = tmp_path / "README.md"
-    path.write_text(f"before\n{table.BEGIN}\nbygone\n{table.END}\nafter\n")
+    path.write_text(f"before\n{documents.BEGIN}\nbygone\n{documents.END}\nafter\n")
     assert cli.main(["flags", "--write", str(path)]) == 0
-    assert path.read_text() == table.with_table(path.read_text())
+    assert path.read_text() == documents.with_table(path.read_text())
     assert "bygone" not in path.read_text()
     assert path.read_text().startswith("before\n")
     assert path.read_text().endswith("\nafter\n")

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from blockyard.services.launcher.multi_host import SERVICES, bus_config, run, service_config
-from blockyard.shared.config.gateway import GatewayConfig
-from blockyard.shared.config.given import Values, from_command_line
-from blockyard.shared.config.scheduler import SchedulerConfig
+from blockyard.shared.config.parsed_flags import Values, from_command_line
+from blockyard.shared.config.services.gateway import GatewayConfig
+from blockyard.shared.config.services.scheduler import SchedulerConfig
 from blockyard.shared.errors import ConfigError
 
 TCP = ("--message-bus", "tcp://message-bus:5700", "--curve-keys", "/keys")

@@ -5,6 +5,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
+from fake_ring import CARD, SCHEDULER, FakeRing, member
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,7 +26,6 @@ from blockyard.shared.messages import (
     Tokenize,
 )
 from blockyard.shared.ring_client.client import RingClient
-from blockyard.shared.ring_client.fake_ring import CARD, SCHEDULER, FakeRing, member
 
 PATIENCE_S = 30.0
 FULL = QueueCapacity(0, 0, retry_after_s=0.02)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from blockyard.services.offline.engine_args import SERVER_ONLY, read
-from blockyard.shared.config import given
+from blockyard.shared.config import parsed_flags
 from blockyard.shared.config.compilation import graph_fields
 from blockyard.shared.config.flags import FLAGS
 from blockyard.shared.errors import ConfigError
@@ -68,7 +68,7 @@ def test_errors_are_those_of_the_command_line(name: str, value: object, flag: li
     with pytest.raises(ConfigError) as ours:
         read("m", {name: value}, {})
     with pytest.raises(ConfigError) as theirs:
-        given.Values(given.from_command_line(flag)[0])
+        parsed_flags.Values(parsed_flags.from_command_line(flag)[0])
     words = str(theirs.value).removeprefix(flag[0].partition("=")[0])
     assert str(ours.value) == f"LLM: {name}{words}"
 

@@ -4,12 +4,12 @@ from collections import deque
 from dataclasses import dataclass, field
 
 import msgspec
+from fake_links import FakeLinks
 
 from blockyard.services.gpu_worker.mock.batch import MockBatch
 from blockyard.services.gpu_worker.mock.kv import MockKV
 from blockyard.services.gpu_worker.mock.runner import MockRunner
 from blockyard.services.gpu_worker.service import Worker
-from blockyard.shared.fake_links import FakeLinks
 from blockyard.shared.messages import (
     NO_TOKEN,
     Attach,

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from blockyard.services.scheduler.from_config import settings_of
-from blockyard.shared.config.process import BusConfig, ProcessConfig
-from blockyard.shared.config.scheduler import SchedulerConfig
+from blockyard.shared.config.services.process import BusConfig, ProcessConfig
+from blockyard.shared.config.services.scheduler import SchedulerConfig
 
 PROCESS = ProcessConfig(name="scheduler", bus=BusConfig(registry="ipc:///r", bind="ipc:///b"))
 # field of the file, another value than its default, where that is found

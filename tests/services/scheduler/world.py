@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import msgspec
+from fake_links import FakeLinks
 
 from blockyard.services.gpu_worker.loading.sleep import SleepingRunner
 from blockyard.services.gpu_worker.mock.batch import Pattern
@@ -16,7 +17,6 @@ from blockyard.services.scheduler.core import Scheduler, SchedulerSettings
 from blockyard.services.scheduler.outbox import Outgoing
 from blockyard.services.scheduler.workers.worker_groups import BatchLimits
 from blockyard.shared.block_hashes import block_hashes, root_hash, split_hashes
-from blockyard.shared.fake_links import FakeLinks
 from blockyard.shared.messages import (
     Attached,
     Beam,

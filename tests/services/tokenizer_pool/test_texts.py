@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from fake_links import FakeLinks
 from tokenizers import Tokenizer
 
 from blockyard.services.tokenizer_pool.chat_template import ChatTemplates
@@ -12,8 +13,7 @@ from blockyard.services.tokenizer_pool.service import TokenizerPool
 from blockyard.services.tokenizer_pool.texts import Texts
 from blockyard.services.tokenizer_pool.worker_frames import Answer, Work
 from blockyard.shared.block_hashes import block_hashes, root_hash
-from blockyard.shared.bus import Changed, Joined
-from blockyard.shared.fake_links import FakeLinks
+from blockyard.shared.bus.links import Changed, Joined
 from blockyard.shared.messages import (
     Detokenize,
     Detokenized,

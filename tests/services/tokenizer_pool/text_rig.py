@@ -12,8 +12,8 @@ from blockyard.services.tokenizer_pool import fork_server
 from blockyard.services.tokenizer_pool.job_limits import JobLimits
 from blockyard.services.tokenizer_pool.text_process import TextProcess
 from blockyard.services.tokenizer_pool.worker_frames import Answer, Work
-from blockyard.shared.config.process import BusConfig, ProcessConfig
-from blockyard.shared.config.tokenizer import TokenizerConfig
+from blockyard.shared.config.services.process import BusConfig, ProcessConfig
+from blockyard.shared.config.services.tokenizer import TokenizerConfig
 from blockyard.shared.errors import BlockyardError
 
 LIMIT_S = 60.0

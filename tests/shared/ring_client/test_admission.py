@@ -1,10 +1,10 @@
 """What a client may send by what the schedulers said of their room."""
 
 import msgspec
+from fake_ring import CARD, SCHEDULER, member
 
 from blockyard.shared.messages import QueueCapacity, Role
 from blockyard.shared.ring_client.admission import AWAY_S, UNHEARD, Admission
-from blockyard.shared.ring_client.fake_ring import CARD, SCHEDULER, member
 
 
 def admission(*schedulers: int) -> Admission:

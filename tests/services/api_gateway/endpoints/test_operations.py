@@ -5,6 +5,7 @@ import re
 
 import msgspec
 import pytest
+from fake_ring import SCHEDULER
 
 from blockyard.shared.messages import (
     Control,
@@ -18,7 +19,6 @@ from blockyard.shared.messages import (
     Stats,
     TenantShare,
 )
-from blockyard.shared.ring_client.fake_ring import SCHEDULER
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ from typing import Any
 import msgspec
 import openai
 import pytest
+from fake_ring import DETOKENIZER, SCHEDULER
 
 from blockyard.shared.messages import Member, Role, Stats
-from blockyard.shared.ring_client.fake_ring import DETOKENIZER, SCHEDULER
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 USER: list[Any] = [{"role": "user", "content": "hi"}]

@@ -6,10 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-
-from blockyard.shared.messages import Generate, Role, Scrape, Stats, Tokenize
-from blockyard.shared.ring_client import hold
-from blockyard.shared.ring_client.fake_ring import (
+from fake_ring import (
     CARD,
     DETOKENIZER,
     MEMBERS,
@@ -18,6 +15,9 @@ from blockyard.shared.ring_client.fake_ring import (
     WORKER,
     member,
 )
+
+from blockyard.shared.messages import Generate, Role, Scrape, Stats, Tokenize
+from blockyard.shared.ring_client.recovery.recovery import hold
 from blockyard.shared.token_ids import unpack
 
 COMPLETION = "/v1/completions"

@@ -5,9 +5,10 @@ from typing import Any
 
 import msgspec
 import pytest
+from fake_ring import CARD, MEMBERS, SCHEDULER, member
 from prometheus_client.parser import text_string_to_metric_families
 
-from blockyard.shared.config.gateway import MetricsNames
+from blockyard.shared.config.services.gateway import MetricsNames
 from blockyard.shared.messages import (
     AskStats,
     Generate,
@@ -20,8 +21,7 @@ from blockyard.shared.messages import (
     Stats,
     StatsTold,
 )
-from blockyard.shared.ring_client.fake_ring import CARD, MEMBERS, SCHEDULER, member
-from blockyard.shared.ring_client.meters import Meters
+from blockyard.shared.ring_client.metrics.meters import Meters
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 

@@ -9,7 +9,7 @@ import pytest
 
 from blockyard.services.api_gateway.requests.schemas import CompletionRequest, decode, field_before
 from blockyard.shared.errors import RequestError
-from blockyard.shared.ring_client.known_fields import MAX_NAME_CHARS
+from blockyard.shared.ring_client.request_fields.known_fields import MAX_NAME_CHARS
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 USER: list[Any] = [{"role": "user", "content": "hi"}]

@@ -9,7 +9,7 @@ import pytest
 
 from blockyard.services.api_gateway.requests.ignored_fields import HEADER, MAX_HEADER_CHARS, MAX_LOGGED, IgnoredFields
 from blockyard.shared.messages import Generate, Tokenize
-from blockyard.shared.ring_client.known_fields import MAX_NAME_CHARS, MAX_NAMES
+from blockyard.shared.ring_client.request_fields.known_fields import MAX_NAME_CHARS, MAX_NAMES
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 USER: list[Any] = [{"role": "user", "content": "hi"}]

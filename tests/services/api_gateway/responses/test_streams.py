@@ -7,6 +7,7 @@ from typing import Any
 import aiohttp
 import msgspec
 import pytest
+from fake_ring import SCHEDULER
 
 from blockyard.services.api_gateway.requests.generate_request import ResponseOptions
 from blockyard.services.api_gateway.responses.event_stream import EventStream, merged
@@ -21,7 +22,6 @@ from blockyard.shared.messages import (
     TextDelta,
     Tokenize,
 )
-from blockyard.shared.ring_client.fake_ring import SCHEDULER
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 USER = [{"role": "user", "content": "hi"}]

@@ -173,8 +173,8 @@ def test_triton_is_not_loaded_on_cpu(tmp_path: Path) -> None:
     code = f"""
 import sys
 from blockyard.services.gpu_worker import engine
-from blockyard.shared.config.process import BusConfig, ProcessConfig
-from blockyard.shared.config.worker import WorkerConfig
+from blockyard.shared.config.services.process import BusConfig, ProcessConfig
+from blockyard.shared.config.services.worker import WorkerConfig
 process = ProcessConfig(name="worker", bus=BusConfig(registry="ipc:///unused", bind="ipc:///unused"))
 engine.start(WorkerConfig(process=process, model_path={str(tmp_path)!r}, device="cpu", threads=1), lambda *_: None)
 ours = ("triton_attention", "device_ops", "device_loop")

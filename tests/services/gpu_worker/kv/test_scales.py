@@ -16,7 +16,7 @@ from blockyard.services.gpu_worker.kv import scales as kv_scales
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import ModelShape
-from blockyard.shared.config.worker import WorkerConfig
+from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.errors import ConfigError, LoadError
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

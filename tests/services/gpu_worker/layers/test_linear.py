@@ -5,8 +5,8 @@ import torch
 
 from blockyard.services.gpu_worker import engine
 from blockyard.services.gpu_worker.layers.linear import GROUP, Linear, in_groups, second_copy
-from blockyard.shared.config.process import BusConfig, ProcessConfig
-from blockyard.shared.config.worker import WorkerConfig
+from blockyard.shared.config.services.process import BusConfig, ProcessConfig
+from blockyard.shared.config.services.worker import WorkerConfig
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from fake_links import FakeLinks
 from plan_driver import Driver
 from tiny_models import BY_NAME, VOCAB, start
 
@@ -13,9 +14,8 @@ from blockyard.services.gpu_worker.loading.sleep import SleepingRunner
 from blockyard.services.gpu_worker.loading.weight_offload import OffloadedWeights, storages
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.services.gpu_worker.service import Worker
-from blockyard.shared.fake_links import FakeLinks
 from blockyard.shared.messages import Attach, Attached, Fenced, Member, MemoryTag, Role, Sampling, Sleep, Slept, Wake
-from blockyard.shared.serving import rss_bytes
+from blockyard.shared.process.service_main import rss_bytes
 
 GREEDY = Sampling(max_tokens=12, temperature=0.0, ignore_eos=True)
 PROMPT = np.random.default_rng(3).integers(2, VOCAB, 40).tolist()

@@ -15,8 +15,8 @@ from blockyard.services.gpu_worker.mock.batch import MockBatch, Pattern, PlanErr
 from blockyard.services.gpu_worker.mock.kv import MockKV, Trail
 from blockyard.services.gpu_worker.mock.model import describe
 from blockyard.services.gpu_worker.mock.runner import MockRunner, start
-from blockyard.shared.config.process import BusConfig, ProcessConfig
-from blockyard.shared.config.worker import MockConfig, WorkerConfig
+from blockyard.shared.config.services.process import BusConfig, ProcessConfig
+from blockyard.shared.config.services.worker import MockConfig, WorkerConfig
 from blockyard.shared.errors import LoadError
 from blockyard.shared.messages import (
     BlockCopy,

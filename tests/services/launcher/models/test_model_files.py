@@ -8,7 +8,7 @@ import pytest
 
 from blockyard.services.launcher.models import hub, model_files
 from blockyard.shared.architectures import SUPPORTED
-from blockyard.shared.config import given
+from blockyard.shared.config import parsed_flags
 from blockyard.shared.config.checkpoint import Checkpoint
 from blockyard.shared.errors import ConfigError
 
@@ -16,7 +16,7 @@ LLAMA = {"architectures": ["LlamaForCausalLM"], "vocab_size": 7}
 
 
 def find(*args: str, weights: bool = True) -> Checkpoint:
-    return model_files.find(given.Values(given.from_command_line(args)[0]), weights)
+    return model_files.find(parsed_flags.Values(parsed_flags.from_command_line(args)[0]), weights)
 
 
 def folder(path: Path, config: object = LLAMA) -> str:

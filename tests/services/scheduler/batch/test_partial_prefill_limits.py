@@ -10,9 +10,9 @@ from blockyard.services.scheduler.sequences.requests import Request
 from blockyard.services.scheduler.simulator.simulation import Simulation
 from blockyard.services.scheduler.simulator.trace import TraceRequest
 from blockyard.services.scheduler.workers.worker_groups import BatchLimits, WorkerGroup
-from blockyard.shared.config.process import BusConfig, ProcessConfig
-from blockyard.shared.config.scheduler import SchedulerConfig
-from blockyard.shared.config.simulation import SimulationConfig
+from blockyard.shared.config.services.process import BusConfig, ProcessConfig
+from blockyard.shared.config.services.scheduler import SchedulerConfig
+from blockyard.shared.config.services.simulation import SimulationConfig
 from blockyard.shared.messages import ChoiceState, Generate, Geometry, Sampling, StepPlan, TextOptions
 
 from ..conftest import Ring

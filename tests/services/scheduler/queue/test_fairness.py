@@ -6,9 +6,9 @@ import pytest
 
 from blockyard.services.scheduler.simulator.simulation import Simulation
 from blockyard.services.scheduler.simulator.trace import TraceRequest
-from blockyard.shared.config.process import BusConfig, ProcessConfig
-from blockyard.shared.config.scheduler import SchedulerConfig
-from blockyard.shared.config.simulation import SimulationConfig
+from blockyard.shared.config.services.process import BusConfig, ProcessConfig
+from blockyard.shared.config.services.scheduler import SchedulerConfig
+from blockyard.shared.config.services.simulation import SimulationConfig
 
 SECONDS, RATE, FLOOD = 12.0, 2.0, 100
 

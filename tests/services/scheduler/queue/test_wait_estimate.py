@@ -8,9 +8,9 @@ import pytest
 from blockyard.services.scheduler.queue.output_lengths import OutputLengths
 from blockyard.services.scheduler.simulator.simulation import Simulation
 from blockyard.services.scheduler.simulator.trace import TraceRequest
-from blockyard.shared.config.process import BusConfig, ProcessConfig
-from blockyard.shared.config.scheduler import SchedulerConfig
-from blockyard.shared.config.simulation import CostModel, SimulationConfig
+from blockyard.shared.config.services.process import BusConfig, ProcessConfig
+from blockyard.shared.config.services.scheduler import SchedulerConfig
+from blockyard.shared.config.services.simulation import CostModel, SimulationConfig
 from blockyard.shared.messages import Generate, SchedulerIn
 
 COST = CostModel(rows_s=((1, 0.02), (32, 0.03)), row_s=50e-6, context_token_s=200e-9, pair_s=0.0, hop_s=0.0)

@@ -11,9 +11,9 @@ from blockyard.services.scheduler.simulator.simulation import Simulation, StuckE
 from blockyard.services.scheduler.simulator.trace import TraceRequest, frames, read_trace
 from blockyard.services.scheduler.simulator.worker import Pace
 from blockyard.shared import charts
-from blockyard.shared.config.process import BusConfig, ProcessConfig
-from blockyard.shared.config.scheduler import SchedulerConfig
-from blockyard.shared.config.simulation import CostModel, SimulationConfig
+from blockyard.shared.config.services.process import BusConfig, ProcessConfig
+from blockyard.shared.config.services.scheduler import SchedulerConfig
+from blockyard.shared.config.services.simulation import CostModel, SimulationConfig
 from blockyard.shared.errors import ConfigError
 
 # 10 ms a step, 1 ms a row beyond the first, frames take no time

@@ -7,9 +7,9 @@ import pytest
 from blockyard.services.scheduler.simulator.simulation import Simulation
 from blockyard.services.scheduler.simulator.trace import TraceRequest
 from blockyard.services.scheduler.workers.router import RUNNING_TOKENS, cost
-from blockyard.shared.config.process import BusConfig, ProcessConfig
-from blockyard.shared.config.scheduler import SchedulerConfig
-from blockyard.shared.config.simulation import CostModel, SimulationConfig
+from blockyard.shared.config.services.process import BusConfig, ProcessConfig
+from blockyard.shared.config.services.scheduler import SchedulerConfig
+from blockyard.shared.config.services.simulation import CostModel, SimulationConfig
 
 from ..world import Shape, World
 

@@ -1,0 +1,117 @@
+"""The links that peers opened to this process: one bound ROUTER, a Hello first on each."""
+
+import logging
+from collections.abc import Callable, Container
+from typing import Any
+
+import msgspec
+import zmq
+
+from blockyard.shared.bus.frames import FrameReader, Malformed, in_log
+from blockyard.shared.bus.member_list import Event
+from blockyard.shared.bus.sockets import readable, receive_routed, send_frame
+from blockyard.shared.messages import PROTOCOL_VERSION, Hello, Member
+
+log = logging.getLogger(__name__)
+
+MAX_UNLISTED = 4096  # links whose peer is not on the membership list; the newest are kept
+
+
+class InboundLinks:
+    """Knows each link's sender by its Hello; frames before one, or meant for another incarnation, are dropped."""
+
+    def __init__(
+        self,
+        router: "zmq.Socket[bytes]",
+        me: Member,
+        accepts: Any,
+        members: Container[int],
+        malformed: Malformed,
+        again: Callable[[int], list[Event]],
+    ) -> None:
+        """`members`: the incarnations on the membership list, now and later.
+
+        `again`: what it means to this member that a peer opened a second link, its first being lost.
+        """
+        self.socket = router
+        self._me = me
+        self._members = members
+        self._again = again
+        self._malformed = malformed
+        self._reader: FrameReader[Any] = FrameReader(accepts | Hello, malformed)
+        self._hello = msgspec.msgpack.encode(Hello(PROTOCOL_VERSION, me.incarnation, me.name))
+        self._sender: dict[bytes, int] = {}  # routing id -> incarnation
+        self._route: dict[int, bytes] = {}  # incarnation -> its newest routing id
+        self._prune_at = 2 * MAX_UNLISTED  # links
+
+    @property
+    def num_links(self) -> int:
+        """Links that are remembered, those of dead peers among them until they are pruned."""
+        return len(self._sender)
+
+    def receive(self, events: list[tuple[int, Any]], at_most: int) -> None:
+        """Appends (sender, frame) for up to `at_most` frames that wait."""
+        if not readable(self.socket):
+            return
+        for _ in range(at_most):
+            try:
+                route, data = receive_routed(self.socket)
+            except zmq.Again:
+                return
+            sender = self._sender.get(route)
+            frame = self._reader.read(data, route if sender is None else sender)
+            if frame is None:
+                continue
+            if isinstance(frame, Hello):
+                self._greet(route, frame, events)
+            elif sender is not None:
+                events.append((sender, frame))
+            else:
+                self._malformed.count(route, f"{type(frame).__name__} without a Hello")
+
+    def send(self, to: int, data: bytes) -> bool:
+        """On the newest link that `to` opened; False if there is none, it closed, or it is full."""
+        route = self._route.get(to)
+        if route is None:
+            return False
+        try:
+            send_frame(self.socket, data, route)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as e:
+            if e.errno != zmq.EHOSTUNREACH:
+                raise
+            del self._route[to]
+            self._sender.pop(route, None)
+            return False
+        return True
+
+    def _greet(self, route: bytes, hello: Hello, events: list[tuple[int, Any]]) -> None:
+        if hello.to == self._me.incarnation and hello.version == PROTOCOL_VERSION:
+            if len(self._sender) >= self._prune_at:
+                self._prune()
+            if hello.incarnation in self._route:  # what was on the way on its first link is lost
+                events.extend((hello.incarnation, event) for event in self._again(hello.incarnation))
+            self._sender[route] = hello.incarnation
+            self._route[hello.incarnation] = route
+        elif hello.version != PROTOCOL_VERSION:
+            self._malformed.count(route, f"{hello.name} speaks protocol {hello.version}, we {PROTOCOL_VERSION}")
+        try:
+            send_frame(self.socket, self._hello, route)
+        except zmq.ZMQError as e:
+            log.debug("%s was gone before it could be greeted: %s", in_log(hello.name), e)
+
+    def _prune(self) -> None:
+        """Forgets links of peers that are off the membership list, oldest first, and links that were opened anew.
+
+        A peer says Hello before the list names it, so the newest of those off the list are kept.
+        """
+        kept: dict[bytes, int] = {}
+        unlisted: dict[bytes, int] = {}
+        for route, incarnation in self._sender.items():
+            if self._route.get(incarnation) == route:
+                (kept if incarnation in self._members else unlisted)[route] = incarnation
+        kept |= dict(list(unlisted.items())[-MAX_UNLISTED:])
+        self._sender = kept
+        self._route = {incarnation: route for route, incarnation in kept.items()}
+        self._prune_at = len(kept) + MAX_UNLISTED

@@ -1,0 +1,169 @@
+"""A member's place in the ring: its entry in the membership list and its direct links.
+
+One pattern: each member binds one ROUTER and opens one DEALER to each member it sends to; answers return on
+the same link. A link serves one incarnation of its peer. When it breaks, the peer is Gone at once; if the same
+incarnation answers a new link within 0.3 s it is Joined again, otherwise the registry is told. The other end sees
+the second link of the same incarnation, and for it too the peer is Gone and Joined: a link that broke is one case
+with a death, on both sides.
+"""
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from blockyard.shared.bus.frames import Malformed
+from blockyard.shared.bus.inbound import InboundLinks
+from blockyard.shared.bus.member_list import Changed, Event, Gone, Joined, MemberList
+from blockyard.shared.bus.outbound import OutboundLinks
+from blockyard.shared.bus.poller import Poller
+from blockyard.shared.bus.registry_link import RegistryLink
+from blockyard.shared.bus.sockets import Sockets
+from blockyard.shared.config.services.process import BusConfig
+from blockyard.shared.messages import AskMembers, Frame, LinkLost, Member, Role, Stats
+
+__all__ = ["Changed", "Event", "Gone", "Joined", "Links", "new_incarnation"]
+
+In = TypeVar("In", bound=Frame)
+
+MAX_FRAMES_A_TURN = 512  # a socket: others get their turn
+
+
+def new_incarnation() -> int:
+    """64 random bits, never 0."""
+    return secrets.randbits(64) or 1
+
+
+class Links(Generic[In]):
+    """All sockets of one process. Not thread safe: one loop owns it.
+
+    `accepts` is the union of frames this member takes; frames of other types are malformed here: counted,
+    logged once a sender, and dropped. With `own_heartbeat` a thread announces this member while the loop is
+    deep in a step.
+    """
+
+    def __init__(
+        self, name: str, role: Role, bus: BusConfig, accepts: Any, model: str = "", own_heartbeat: bool = False
+    ) -> None:
+        self._sockets = sockets = Sockets(bus)
+        bound = sockets.bind_router()
+        self.me = me = Member(name, role, new_incarnation(), bound.endpoint, model=model)
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._events: list[tuple[int, Event | In]] = []
+        self._list = MemberList(me.incarnation)
+        self._malformed = Malformed()
+        self._registry_link = RegistryLink(sockets, bus.registry, me, self._malformed, own_thread=own_heartbeat)
+        self._poller = Poller()
+        self._poller.add(bound.socket, self._registry_link.socket)
+        self._in = InboundLinks(bound.socket, me, accepts, self._list.members, self._malformed, self._opened_again)
+        self._out = OutboundLinks(
+            sockets,
+            me,
+            accepts,
+            self._list,
+            self._poller,
+            self._events,
+            lost=lambda incarnation: self._registry_link.send(LinkLost(incarnation)),
+            malformed=self._malformed,
+        )
+
+    @property
+    def members(self) -> dict[int, Member]:
+        """Live members by incarnation, without this one."""
+        return self._list.members
+
+    @property
+    def malformed_total(self) -> int:
+        """Frames that were dropped because they did not decode or came before a Hello."""
+        return self._malformed.total
+
+    def of(self, role: Role, model: str = "") -> list[Member]:
+        """Live members of a role that are ready; with `model`, those that serve it or any."""
+        live = self._list.members.values()
+        return [m for m in live if m.role == role and m.ready and (not model or m.model in ("", model))]
+
+    @property
+    def registry_heard_s(self) -> float:
+        """When the registry's last list came, on the monotonic clock; at first when this member was made."""
+        return self._registry_link.heard_at
+
+    def ask_registry(self) -> None:
+        """Asks for the list, which otherwise comes when it has changed."""
+        self._registry_link.send(AskMembers(self.me.name))
+
+    def update(self, **fields: Any) -> None:
+        """Changes this member's entry; goes out at once unless only `stats` changed."""
+        self.me = msgspec.structs.replace(self.me, **fields)
+        self._registry_link.update(self.me, urgent=fields.keys() != {"stats"})
+
+    def count(self, stats: Stats) -> None:
+        """Publishes counters; adds those the links keep themselves."""
+        self.update(stats=msgspec.structs.replace(stats, malformed_total=self.malformed_total))
+
+    def send(self, to: int, frame: Frame) -> bool:
+        """Queues a frame on the link to a member, opening it on first use. Never blocks.
+
+        False if no such member is alive, or its link is full: it is then treated as lost.
+        """
+        sent = self._out.send(to, self._encode(frame))
+        self._poller.wake()
+        return sent
+
+    def answer(self, to: int, frame: Frame) -> bool:
+        """Sends on the link that member `to` opened to us. False if there is none or it is full."""
+        sent = self._in.send(to, self._encode(frame))
+        self._poller.wake()
+        return sent
+
+    def poll(self, timeout_s: float) -> list[tuple[int, Event | In]]:
+        """For plain threads: what has arrived, waiting up to `timeout_s` for the first of it."""
+        events = self._drain()
+        if events or timeout_s <= 0:
+            return events
+        self._poller.wait(min(timeout_s, self._registry_link.due_in()))
+        return self._drain()
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, Event | In]]:
+        """For asyncio: frames of known peers and membership events, in order of arrival, for ever."""
+        self._poller.enter_loop()
+        while True:
+            self._poller.clear()
+            events = self._drain()
+            for event in events:
+                yield event
+            if events:
+                await asyncio.sleep(0)  # HTTP connections get their turn
+            else:
+                await self._poller.wait_in_loop(self._registry_link.due_in())
+
+    def close(self) -> None:
+        """Takes this member off the list; what was sent has a moment to leave."""
+        self._out.close()
+        self._poller.remove(self._in.socket, self._registry_link.socket)
+        self._in.socket.close(200)
+        self._registry_link.close()
+        self._sockets.close()
+
+    def __enter__(self) -> "Links[In]":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _drain(self) -> list[tuple[int, Event | In]]:
+        """Everything that can be had without waiting. Membership first: it says who is gone."""
+        now = time.monotonic()
+        for news in self._registry_link.beat(now):
+            self._events.extend((event.member.incarnation, event) for event in self._list.push(news, now))
+        self._out.receive(now, MAX_FRAMES_A_TURN)
+        self._in.receive(self._events, MAX_FRAMES_A_TURN)
+        events = self._events.copy()
+        self._events.clear()  # the list itself is shared with the links
+        return events
+
+    def _opened_again(self, peer: int) -> list[Event]:
+        member = self._list.members.get(peer)
+        return [Gone(member), Joined(member)] if member is not None else []

@@ -1,0 +1,83 @@
+"""The link to the registry: announces this member twice a second and receives the list."""
+
+import threading
+import time
+
+import msgspec
+import zmq
+
+from blockyard.shared.bus.frames import FrameReader, Malformed
+from blockyard.shared.bus.sockets import Sockets, readable, receive_frame, send_frame
+from blockyard.shared.messages import Announce, Frame, Leave, Member, Members
+
+HEARTBEAT_S = 0.5
+
+
+class RegistryLink:
+    """Heartbeats from the owner's loop; with `own_thread` also from a thread, which only repeats the last entry."""
+
+    def __init__(
+        self, sockets: Sockets, registry: str, me: Member, malformed: Malformed, own_thread: bool = False
+    ) -> None:
+        self.socket = sockets.connect_dealer(registry, b"m", only_when_connected=True)
+        self._sockets, self._registry = sockets, registry
+        self._reader: FrameReader[Members] = FrameReader(Members, malformed)
+        self._incarnation = me.incarnation
+        self.heard_at = time.monotonic()  # when the last list came
+        self._next = 0.0
+        self._entry = msgspec.msgpack.encode(Announce(me))
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._repeat, name="heart", daemon=True) if own_thread else None
+        if self._thread is not None:
+            self._thread.start()
+
+    def update(self, me: Member, urgent: bool) -> None:
+        """The entry to announce from now on; an urgent one does not wait for the next beat."""
+        self._entry = msgspec.msgpack.encode(Announce(me))
+        if urgent and not self._send_raw(self._entry):
+            self._next = 0.0
+
+    def send(self, frame: Frame) -> None:
+        """Best effort: a registry that is away hears it from the heartbeat, or not at all."""
+        self._send_raw(msgspec.msgpack.encode(frame))
+
+    def due_in(self) -> float:
+        """Seconds until the next beat."""
+        return max(0.0, self._next - time.monotonic())
+
+    def beat(self, now: float) -> list[Members]:
+        """Announces if it is time to; returns the lists that came."""
+        if now >= self._next:
+            # while the registry is not connected nothing is queued: try again soon
+            self._next = now + (HEARTBEAT_S if self._send_raw(self._entry) else HEARTBEAT_S / 10)
+        lists = []
+        while readable(self.socket):
+            news = self._reader.read(receive_frame(self.socket), b"message_bus")
+            if news is not None:
+                lists.append(news)
+                self.heard_at = now
+        return lists
+
+    def close(self) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+        self.send(Leave(self._incarnation))
+        self.socket.close(200)
+
+    def _send_raw(self, data: bytes) -> bool:
+        try:
+            send_frame(self.socket, data)
+        except zmq.Again:
+            return False
+        return True
+
+    def _repeat(self) -> None:
+        # "h": the registry pushes its list to "m" sockets only
+        sock = self._sockets.connect_dealer(self._registry, b"h", only_when_connected=True)
+        while not self._stop.wait(HEARTBEAT_S):
+            try:
+                send_frame(sock, self._entry)
+            except zmq.Again:
+                continue  # the registry is away; the next beat tells it
+        sock.close(0)

@@ -1,0 +1,162 @@
+"""ZeroMQ sockets as every member opens them: one ROUTER bound, one DEALER a peer, Curve on tcp.
+
+Nothing here blocks and nothing lingers unless asked; a send that cannot be queued raises `zmq.Again`.
+"""
+
+import itertools
+import os
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from blockyard.shared.bus.curve import KeyPair, read_keys
+from blockyard.shared.config.services.process import BusConfig
+
+TCP_HEARTBEAT_MS = 1000
+TCP_SILENCE_MS = 4000
+RECONNECT_MS = 50
+HANDSHAKE_MS = 5000  # a connection that has not authenticated by then is closed
+PART_BYTES = 2**16  # a frame that is larger travels as several parts of one message
+SEALED_BYTES = 1024  # what encryption adds to a part, and more than that
+
+_routing_ids = itertools.count()
+EVENTS, POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)  # arithmetic on zmq's enums costs more than the question
+
+
+def readable(sock: "zmq.Socket[Any]") -> bool:
+    """True if a message waits. A third of what a `recv` costs that finds none."""
+    return bool(int(sock.get(EVENTS)) & POLLIN)
+
+
+def descriptor(sock: "zmq.Socket[Any]") -> int:
+    """The file descriptor an event loop may watch: edge-triggered, and for reading only."""
+    return int(sock.get(zmq.FD))
+
+
+def send_frame(sock: "zmq.Socket[bytes]", data: bytes, route: bytes | None = None) -> None:
+    """Queues a frame without waiting; `route` is the link that a ROUTER sends it on.
+
+    Raises zmq.Again where it cannot be queued: then no part of it is sent.
+    """
+    if len(data) <= PART_BYTES:
+        if route is None:
+            sock.send(data, zmq.NOBLOCK)
+        else:
+            sock.send_multipart((route, data), zmq.NOBLOCK)
+        return
+    view = memoryview(data)
+    parts = [view[at : at + PART_BYTES] for at in range(0, len(data), PART_BYTES)]
+    sock.send_multipart(parts if route is None else (route, *parts), zmq.NOBLOCK)
+
+
+def receive_frame(dealer: "zmq.Socket[bytes]") -> bytes:
+    """The next frame of a link that this process opened. Raises zmq.Again if none waits."""
+    parts = dealer.recv_multipart(zmq.NOBLOCK)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def receive_routed(router: "zmq.Socket[bytes]") -> tuple[bytes, bytes]:
+    """The next frame of any link of a ROUTER, behind that link's route. Raises zmq.Again if none waits."""
+    route, *parts = router.recv_multipart(zmq.NOBLOCK)
+    return route, parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+class _OneKey:
+    """Credentials provider of the ZAP handler: the deployment's own key (Z85) and no other."""
+
+    def __init__(self, public: bytes) -> None:
+        self._public = public
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return key == self._public
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A bound ROUTER and the endpoint peers dial."""
+
+    socket: zmq.Socket[bytes]
+    endpoint: str
+
+
+class Sockets:
+    """One ZeroMQ context with the deployment's security; makes and closes sockets."""
+
+    def __init__(self, bus: BusConfig) -> None:
+        self._bus = bus
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._keys: KeyPair | None = None
+        self._zap: ThreadAuthenticator | None = None
+        if bus.curve_public:
+            self._keys = read_keys(bus.curve_public, bus.curve_secret)
+            self._zap = ThreadAuthenticator(self._context)
+            self._zap.start()
+            self._zap.configure_curve_callback(domain="blockyard", credentials_provider=_OneKey(self._keys.public))
+
+    def bind_router(self, endpoint: str | None = None) -> Bound:
+        """Binds to `endpoint`, or to a fresh address of the configured kind. Raises zmq.ZMQError if taken."""
+        router = self._context.socket(zmq.ROUTER)
+        router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._set_common(router)
+        if self._keys is not None:
+            router.curve_server = True
+            router.curve_publickey = self._keys.public
+            router.curve_secretkey = self._keys.secret
+            router.zap_domain = b"blockyard"
+        if endpoint is None:
+            endpoint = self._fresh_address()
+        router.bind(endpoint)
+        return Bound(router, self._dialled_as(router.getsockopt_string(zmq.LAST_ENDPOINT)))
+
+    def connect_dealer(self, endpoint: str, prefix: bytes, only_when_connected: bool = False) -> zmq.Socket[bytes]:
+        """A DEALER whose routing id is new: a link opened again is never taken for the one that broke.
+
+        Raises zmq.ZMQError if `endpoint` is none.
+        """
+        dealer = self._context.socket(zmq.DEALER)
+        dealer.setsockopt(zmq.ROUTING_ID, b"%b-%b-%d" % (prefix, os.urandom(6).hex().encode(), next(_routing_ids)))
+        dealer.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+        dealer.setsockopt(zmq.IMMEDIATE, int(only_when_connected))
+        self._set_common(dealer)
+        if self._keys is not None:
+            dealer.curve_serverkey = self._keys.public
+            dealer.curve_publickey = self._keys.public
+            dealer.curve_secretkey = self._keys.secret
+        try:
+            dealer.connect(endpoint)
+        except zmq.ZMQError:
+            dealer.close()
+            raise
+        return dealer
+
+    def close(self) -> None:
+        """Sockets must be closed already; waits for their linger."""
+        if self._zap is not None:
+            self._zap.stop()
+        self._context.term()
+
+    def _set_common(self, sock: zmq.Socket[bytes]) -> None:
+        sock.setsockopt(zmq.LINGER, 0)
+        sock.setsockopt(zmq.SNDHWM, self._bus.link_frames)
+        sock.setsockopt(zmq.RCVHWM, self._bus.link_frames)
+        # Both hold before a peer has authenticated: libzmq would take commands of any size from a stranger.
+        # The limit counts for each part of a message, so it need not know the longest frame of a link.
+        sock.setsockopt(zmq.MAXMSGSIZE, PART_BYTES + SEALED_BYTES)
+        sock.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+        # libzmq answers these by itself, so a member deep in a step still counts as alive
+        sock.setsockopt(zmq.HEARTBEAT_IVL, TCP_HEARTBEAT_MS)
+        sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, TCP_SILENCE_MS)
+
+    def _fresh_address(self) -> str:
+        if self._bus.bind.startswith("ipc://"):
+            return f"{self._bus.bind}/{os.urandom(6).hex()}"
+        return f"{self._bus.bind}:*"
+
+    def _dialled_as(self, bound: str) -> str:
+        if not bound.startswith("tcp://"):
+            return bound
+        host = self._bus.advertise or socket.gethostname()
+        return f"tcp://{host}:{bound.rpartition(':')[2]}"

@@ -1,0 +1,173 @@
+"""Which flags were given, where and with what value: command line, environment, YAML, keyword arguments."""
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from blockyard.shared.config.flag_values import coerce, is_switch_word
+from blockyard.shared.config.flags import FLAGS, NAMES, SPELLINGS
+from blockyard.shared.config.flags.flag import Flag, Kind, variable
+from blockyard.shared.config.foreign_variables import is_foreign, note
+from blockyard.shared.errors import ConfigError
+
+T = TypeVar("T")
+PREFIX = "BLOCKYARD_"
+_NUMBER = re.compile(r"-\.?\d")
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedFlag:
+    value: object
+    where: str  # as errors name it: "--port", "BLOCKYARD_PORT", "serve.yaml: port"
+
+
+ParsedFlags = dict[str, ParsedFlag]
+
+
+def from_command_line(args: Sequence[str]) -> tuple[ParsedFlags, list[str]]:
+    """Flags and the positional arguments.
+
+    Any number of leading dashes, `_` for `-`, `--flag=value` and `--flag value` are accepted; a switch takes no
+    value, or `true` or `false`; a list takes all words up to the next flag and may be given again.
+    """
+    given: ParsedFlags = {}
+    positionals: list[str] = []
+    rest = list(args)
+    while rest:
+        word = rest.pop(0)
+        if not _is_flag(word):
+            positionals.append(word)
+            continue
+        flag, text, where = _split(word)
+        typed = coerce(flag, _take_value(flag, rest, where) if text is None else text, where)
+        if flag.kind is Kind.LIST and flag.name in given and isinstance(typed, list):
+            before = given[flag.name].value
+            typed = [*before, *typed] if isinstance(before, list) else typed
+        given[flag.name] = ParsedFlag(typed, where)
+    return given, positionals
+
+
+def from_environment(environ: Mapping[str, str]) -> tuple[ParsedFlags, list[str]]:
+    """Flags in BLOCKYARD_* variables, and a note on variables left alone. Lists are JSON or separated by spaces."""
+    by_variable = {variable(name): flag for name, flag in NAMES.items()}
+    given: ParsedFlags = {}
+    foreign: list[str] = []
+    for name, text in sorted(environ.items()):
+        if not name.startswith(PREFIX):
+            continue
+        if is_foreign(name, text):
+            foreign.append(name)
+            continue
+        flag = by_variable.get(name)
+        if flag is None:
+            raise ConfigError(f"{name}: no such flag{_suggestion(name, list(by_variable))}")
+        if flag.name in given:
+            raise ConfigError(f"{name}: given twice, {given[flag.name].where} is the same flag")
+        words: object = text.split() if flag.kind is Kind.LIST and not text.startswith("[") else text
+        given[flag.name] = ParsedFlag(coerce(flag, words, name), name)
+    return given, note(foreign)
+
+
+def from_mapping(mapping: Mapping[object, object], source: str) -> ParsedFlags:
+    """Flags from a YAML file's mapping or from keyword arguments; `source` begins each error."""
+    given: ParsedFlags = {}
+    for key, value in mapping.items():
+        where = f"{source}: {key}"
+        flag = NAMES.get(str(key).replace("_", "-"))
+        if flag is None:
+            raise ConfigError(f"{where}: no such flag{_suggestion(str(key), list(NAMES))}")
+        if flag.name in given:
+            raise ConfigError(f"{where}: given twice")
+        given[flag.name] = ParsedFlag(coerce(flag, value, where), where)
+    return given
+
+
+class Values:
+    """Every flag's value: the first source that gives it, else its default."""
+
+    def __init__(self, *sources: ParsedFlags) -> None:
+        """`sources` in falling precedence. Raises ConfigError with a line for each value that is refused."""
+        self._given: ParsedFlags = {}
+        for source in reversed(sources):
+            self._given |= source
+        refusals = [
+            f"{one.where}{_of(one.value)}: {reason}"
+            for name, one in self._given.items()
+            if (reason := FLAGS[name].refusal(one.value))
+        ]
+        if refusals:
+            raise ConfigError("\n".join(refusals))
+
+    def with_given(self, more: ParsedFlags) -> "Values":
+        """A copy in which `more` comes first."""
+        return Values(more, self._given)
+
+    def __getitem__(self, name: str) -> object:
+        return self._given[name].value if name in self._given else FLAGS[name].default
+
+    def get(self, name: str, kind: type[T]) -> T:
+        """The value of a flag that has a default."""
+        value = self[name]
+        assert isinstance(value, kind), f"--{name} is {value!r}"
+        return value
+
+    def maybe(self, name: str, kind: type[T]) -> T | None:
+        return None if self[name] is None else self.get(name, kind)
+
+    def is_given(self, name: str) -> bool:
+        return name in self._given
+
+    def where(self, name: str) -> str:
+        """How an error names the flag."""
+        return self._given[name].where if name in self._given else f"--{name}"
+
+    def notes(self) -> list[str]:
+        """One line for each flag that was set and does something else than its name says."""
+        return [
+            f"{one.where}{_of(one.value)}: {FLAGS[name].mapped}"
+            for name, one in sorted(self._given.items())
+            if FLAGS[name].mapped and one.value != FLAGS[name].default
+        ]
+
+
+def _of(value: object) -> str:
+    return "" if isinstance(value, bool | dict | list) else f" {value}"
+
+
+def _is_flag(word: str) -> bool:
+    return word.startswith("-") and word not in ("-", "--") and not _NUMBER.match(word)
+
+
+def _split(word: str) -> tuple[Flag, str | None, str]:
+    """A word of the command line as (flag, value if it is in the same word, how errors name it)."""
+    where, equals, value = word.partition("=")
+    name = where.lstrip("-")
+    key = name.replace("_", "-")
+    if key in SPELLINGS:
+        return SPELLINGS[key], value if equals else None, where
+    if key.startswith("no-") and key[3:] in SPELLINGS and SPELLINGS[key[3:]].kind is Kind.BOOL and not equals:
+        return SPELLINGS[key[3:]], "false", where
+    if re.fullmatch(r"O\d", name):  # -O3 is -O 3
+        return SPELLINGS["O"], name[1:], where
+    raise ConfigError(f"{where}: no such flag{_suggestion(key, list(SPELLINGS), '--')}")
+
+
+def _take_value(flag: Flag, rest: list[str], where: str) -> object:
+    """Takes the value of a flag from the words that follow it."""
+    if flag.kind is Kind.BOOL:
+        return rest.pop(0) if rest and is_switch_word(rest[0]) else True
+    words: list[str] = []
+    while rest and not _is_flag(rest[0]) and (not words or flag.kind is Kind.LIST):
+        words.append(rest.pop(0))
+    if not words:
+        if flag.bare is not None:
+            return flag.bare
+        raise ConfigError(f"{where}: expects a value")
+    return words if len(words) > 1 else words[0]
+
+
+def _suggestion(name: str, known: list[str], dashes: str = "") -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {dashes}{close[0]}?" if close else ""

@@ -1,0 +1,82 @@
+"""Settings of an API gateway."""
+
+import enum
+from typing import Annotated
+
+import msgspec
+
+from blockyard.shared.config.services.process import ProcessConfig
+from blockyard.shared.messages.requests import DEFAULT_SAMPLING, MinP, RepetitionPenalty, Temperature, TopK, TopP
+
+
+def _anyone() -> list[str]:
+    return ["*"]
+
+
+class CorsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    allow_credentials: bool = False
+    allowed_origins: list[str] = msgspec.field(default_factory=_anyone)
+    allowed_methods: list[str] = msgspec.field(default_factory=_anyone)
+    allowed_headers: list[str] = msgspec.field(default_factory=_anyone)
+
+
+class TlsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    certfile: str
+    keyfile: str = ""  # empty: the key is in the certificate's file
+    ca_certs: str = ""
+    cert_reqs: int = 0  # a constant of the ssl module: 0 none, 1 optional, 2 required
+
+
+class SamplingDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Values for sampling parameters that a request leaves out. `max_new_tokens` also caps every request."""
+
+    temperature: Temperature = DEFAULT_SAMPLING.temperature
+    top_k: TopK = DEFAULT_SAMPLING.top_k
+    top_p: TopP = DEFAULT_SAMPLING.top_p
+    min_p: MinP = DEFAULT_SAMPLING.min_p
+    repetition_penalty: RepetitionPenalty = DEFAULT_SAMPLING.repetition_penalty
+    max_new_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+
+
+class MetricsNames(enum.StrEnum):
+    """Prefixes in /metrics."""
+
+    BOTH = "both"
+    VLLM = "vllm"  # its families alone
+    BLOCKYARD = "blockyard"
+
+
+class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One HTTP server. Replicas differ in `process.name` and `metrics_port` alone."""
+
+    process: ProcessConfig
+    host: str = ""  # empty: all addresses
+    port: int = 8000
+    uds: str = ""  # path of a Unix socket, in place of host and port
+    reuse_port: bool = True  # replicas on one host share the port
+    metrics_port: int = 0  # this replica's own /metrics; 0: none
+    metrics_names: MetricsNames = MetricsNames.BOTH
+    root_path: str = ""  # prefix under which a proxy shows this server
+    api_keys: list[str] = []  # empty: no key is asked for
+    admin_keys: list[str] = []  # for operators' endpoints; empty: the API keys, and without those this machine alone
+    tls: TlsConfig | None = None
+    cors: CorsConfig = CorsConfig()
+    served_model_names: list[str] = []  # the first is echoed; for messages before a scheduler has joined
+    response_role: str = "assistant"
+    defaults: SamplingDefaults = SamplingDefaults()
+    max_logprobs: int = 20
+    return_tokens_as_token_ids: bool = False
+    enable_request_id_headers: bool = False
+    enable_prompt_tokens_details: bool = False
+    strict_fields: bool = False  # an unknown request field is a 400
+    access_log: bool = True  # a line at the end of each POST
+    log_requests: bool = False  # a line when a generation request comes
+    max_body_bytes: int = 32 * 2**20
+    max_total_body_bytes: int | None = None  # of all bodies being read; None: eight of the largest
+    body_timeout_s: float = 30.0  # a body that has not arrived within it is a 408
+    max_connections: int | None = None  # None: what the limit on open files allows
+    client_timeout_s: float = 60.0  # a client that takes nothing for so long is cancelled
+    max_unread_mib: int = 512  # of answers that clients have not read; above it the slowest client is cancelled
+    stall_timeout_s: float = 60.0  # a stream for which nothing came for so long is sent again
+    shutdown_timeout_s: float = 30.0  # running requests may end within it after SIGTERM
+    keepalive_s: float = 15.0  # a comment line this often while nothing is sent

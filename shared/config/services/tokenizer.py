@@ -1,0 +1,20 @@
+"""Settings of a tokenizer."""
+
+from typing import Literal
+
+import msgspec
+
+from blockyard.shared.config.services.process import ProcessConfig
+
+ContentFormat = Literal["auto", "string", "openai"]
+
+
+class TokenizerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    process: ProcessConfig
+    tokenizer_path: str  # folder with tokenizer.json
+    served_model_names: list[str]  # requests for these come here
+    chat_template: str | None = None  # the template's text; None: the model's own
+    chat_template_content_format: ContentFormat = "auto"
+    block_size: int = 16  # tokens a KV block: full blocks get names
+    block_scope: str = ""  # model, revision and KV dtype in words, hashed into every chain's first block name
+    trust_request_chat_template: bool = False  # requests may bring templates of their own

@@ -1,0 +1,4 @@
+"""What every service process does besides its work: settings file, process title, logs, limits, signals, counters.
+
+`settings.run` is the whole life of a service process; `service_main.run_until_stopped` is that of its asyncio tasks.
+"""

@@ -1,0 +1,84 @@
+"""How a service process begins: its settings file, process title, logging, and the parent it dies with."""
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import msgspec
+from setproctitle import setproctitle
+
+from blockyard.shared.config.services.process import ProcessConfig
+from blockyard.shared.errors import BlockyardError, ConfigError
+from blockyard.shared.process import logs, open_files
+
+_PR_SET_PDEATHSIG = 1
+
+
+class ServiceConfig(Protocol):
+    @property
+    def process(self) -> ProcessConfig: ...
+
+
+C = TypeVar("C", bound=ServiceConfig)
+
+
+def load(config_type: type[C]) -> C:
+    """The settings in the file that argv[1] names. Raises ConfigError.
+
+    Also sets the process title and logging, raises the limit on open files, and ties this process's life to the
+    launcher's.
+    """
+    if len(sys.argv) != 2:
+        raise ConfigError("expected one argument, the settings file; `blockyard run SERVICE` writes it")
+    config = read(Path(sys.argv[1]), config_type)
+    setproctitle(f"blockyard: {config.process.name}")
+    logs.setup(config.process.name, config.process.log_level)
+    open_files.raise_limit()
+    if config.process.parent_pid:
+        die_with(config.process.parent_pid)
+    return config
+
+
+def read(path: Path, config_type: type[C]) -> C:
+    """Decodes a settings file by type: a field that is missing, unknown or out of range is a ConfigError."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=config_type)
+    except OSError as e:
+        raise ConfigError(f"settings file {path}: {e.strerror}") from e
+    except msgspec.DecodeError as e:
+        raise ConfigError(f"settings file {path}: {e}") from e
+
+
+def run(config_type: type[C], serve: Callable[[C], None]) -> int:
+    """The whole life of a service process: loads settings, serves, returns the exit code.
+
+    A BlockyardError ends in one line, left beside the settings file where the launcher looks for it
+    (`scheduler.json` -> `scheduler.error`), or on stderr if there is no launcher.
+    """
+    config: C | None = None
+    try:
+        config = load(config_type)
+        serve(config)
+    except BlockyardError as e:
+        if config is not None and config.process.parent_pid:
+            Path(sys.argv[1]).with_suffix(".error").write_text(str(e), "utf-8")
+        else:
+            print(f"error: {e}", file=sys.stderr)
+        return e.exit_code
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def die_with(parent_pid: int) -> None:
+    """The kernel kills this process when its launcher is gone, however that went."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it went while we were starting
+        logging.getLogger(__name__).error("launcher %d is gone", parent_pid)
+        os._exit(1)

@@ -1,0 +1,182 @@
+"""What members count, for metrics: gauges as of now, and counters that never fall.
+
+A member starts at 0 when it is started again, so what earlier incarnations by its name had counted is added. Schedulers
+are asked for their counts; of other members the last heartbeat is known.
+"""
+
+import asyncio
+import secrets
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import msgspec
+
+from blockyard.shared.messages import STEP_TOKENS, AskStats, Member, Role, Stats, StatsTold
+from blockyard.shared.ring_client.metrics.histogram import Histogram
+from blockyard.shared.ring_client.ring_links import RingLinks
+
+PATIENCE_S = 0.25  # a scheduler that does not answer within it counts as its last heartbeat said
+MAX_TOLD = 100
+MAX_KEPT = 1000  # incarnations; of older ones only the sums by name are kept
+
+COUNTERS = (  # fields of Stats
+    "preemptions_total",
+    "displaced_total",
+    "steps_total",
+    "prefix_queries_total",
+    "prefix_hits_total",
+    "blocks_saved_total",
+    "blocks_fetched_total",
+    "malformed_total",
+    "step_tokens_total",
+)
+REFUSED, SERVED, STEP_SIZES = "refused", "served", "step_sizes"
+
+Key = tuple[str, str]  # a field of Stats and "", or one of the last three and what of it is counted
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """A member by its name: what it counted in all its incarnations, and the stats of the latest."""
+
+    name: str
+    role: Role
+    counts: Counter[Key]
+    stats: Stats
+    ready: bool | None  # None: it is gone, and its gauges mean nothing
+
+    def count(self, field: str) -> int:
+        return self.counts[field, ""]
+
+    def of(self, what: str) -> Iterator[tuple[str, int]]:
+        return ((one, count) for (kind, one), count in self.counts.items() if kind == what)
+
+
+class MemberCounts:
+    def __init__(self, links: RingLinks) -> None:
+        self._links = links
+        self._kept: dict[int, tuple[Member, Counter[Key]]] = {}  # by incarnation, the one heard of last at the end
+        self._older: dict[tuple[str, Role], Counter[Key]] = {}  # of incarnations that are not kept
+        self._fresh: dict[int, Stats] = {}  # of schedulers that answered when they were last asked
+        self._asked: dict[str, tuple[set[int], asyncio.Event]] = {}  # who has not answered yet
+
+    async def refresh(self) -> None:
+        """Asks the schedulers. Those that do not answer soon are left as they are."""
+        ask, schedulers = AskStats(secrets.token_hex(8)), self._links.of(Role.SCHEDULER)
+        waiting = {m.incarnation for m in schedulers if self._links.send(m.incarnation, ask)}
+        if not waiting:
+            return
+        everyone = asyncio.Event()
+        self._asked[ask.request_id] = waiting, everyone
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                await everyone.wait()
+        except TimeoutError:
+            for incarnation in waiting:
+                self._fresh.pop(incarnation, None)
+        finally:
+            del self._asked[ask.request_id]
+
+    def told(self, peer: int, frame: StatsTold) -> None:
+        self._fresh[peer] = frame.stats
+        if (member := self._links.members.get(peer)) is not None:
+            self._note(msgspec.structs.replace(member, stats=frame.stats))
+        if frame.request_id in self._asked:
+            waiting, everyone = self._asked[frame.request_id]
+            waiting.discard(peer)
+            if not waiting:
+                everyone.set()
+
+    def gone(self, member: Member) -> None:
+        """It may come back as another incarnation, which begins at 0."""
+        self._fresh.pop(member.incarnation, None)
+        self._note(member)
+
+    def past(self) -> list[Member]:
+        """Those that are gone, for a gateway that may not have seen them; the latest of very many."""
+        living = self._links.members.keys() | {self._links.me.incarnation}
+        return [member for incarnation, (member, _) in self._kept.items() if incarnation not in living][-MAX_TOLD:]
+
+    def members(self) -> list[Counted]:
+        """All that are there, and those that are gone and counted something."""
+        living = {
+            m.incarnation: msgspec.structs.replace(m, stats=self._fresh.get(m.incarnation, m.stats))
+            for m in [self._links.me, *self._links.members.values()]
+        }
+        for member in living.values():
+            self._note(member)
+        found: dict[tuple[str, Role], Counted] = {
+            (name, role): Counted(name, role, Counter(counts), Stats(), None)
+            for (name, role), counts in self._older.items()
+        }
+        for incarnation, (kept, counts) in self._kept.items():
+            lives, member = incarnation in living, living.get(incarnation, kept)
+            key = member.name, member.role
+            before = found.get(key)
+            total = counts if before is None else before.counts + counts
+            if lives or before is None or before.ready is None:
+                found[key] = Counted(*key, total, member.stats, member.ready if lives else None)
+            else:
+                found[key] = Counted(*key, total, before.stats, before.ready)
+        return list(found.values())
+
+    def _note(self, member: Member) -> None:
+        """A heartbeat may be older than an answer: the larger count is the later one."""
+        before = self._kept.pop(member.incarnation, None)
+        counts = _counts(member.stats)
+        if before is not None:
+            if counts["steps_total", ""] < before[1]["steps_total", ""]:
+                member = before[0]
+            counts |= before[1]
+        self._kept[member.incarnation] = member, counts
+        if len(self._kept) > MAX_KEPT:
+            living = self._links.members.keys() | {self._links.me.incarnation}
+            old, forgotten = self._kept.pop(next(one for one in self._kept if one not in living))
+            self._older.setdefault((old.name, old.role), Counter()).update(forgotten)
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerTotals:
+    """Of all schedulers of the ring together."""
+
+    running: int
+    waiting: int
+    blocks_used: int
+    blocks_total: int
+    preemptions: int
+    prefix_queries: int
+    prefix_hits: int
+    step_tokens: Histogram
+
+
+def scheduler_totals(members: Iterable[Counted]) -> SchedulerTotals:
+    schedulers = [one for one in members if one.role is Role.SCHEDULER]
+    stats = [one.stats for one in schedulers if one.ready is not None]
+
+    def total(field: str) -> int:
+        return sum(one.count(field) for one in schedulers)
+
+    step_tokens = Histogram(STEP_TOKENS)
+    step_tokens.total = float(total("step_tokens_total"))
+    for one in schedulers:
+        for bucket, count in one.of(STEP_SIZES):
+            step_tokens.counts[int(bucket)] += count
+    return SchedulerTotals(
+        sum(one.running for one in stats),
+        sum(one.waiting for one in stats),
+        sum(one.blocks_used for one in stats),
+        sum(one.blocks_total for one in stats),
+        total("preemptions_total"),
+        total("prefix_queries_total"),
+        total("prefix_hits_total"),
+        step_tokens,
+    )
+
+
+def _counts(stats: Stats) -> Counter[Key]:
+    counts: Counter[Key] = Counter({(field, ""): getattr(stats, field) for field in COUNTERS})
+    counts.update({(REFUSED, one.reason): one.total for one in stats.refused})
+    counts.update({(SERVED, one.tenant): one.served for one in stats.tenants})
+    counts.update({(STEP_SIZES, str(i)): count for i, count in enumerate(stats.step_sizes[: len(STEP_TOKENS) + 1])})
+    return counts

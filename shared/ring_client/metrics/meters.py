@@ -1,0 +1,90 @@
+"""What a client of the ring counts itself: requests, their tokens and their times. What its schedulers count is in
+member_counts.py, how all of it is called in metric_families.py."""
+
+from blockyard.shared.messages import FinishReason, ModelCard
+from blockyard.shared.ring_client.metrics.histogram import Histogram, one_two_five
+from blockyard.shared.ring_client.recovery.journal import ChoiceLog, Entry
+
+_SECONDS = (1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
+TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, *_SECONDS, 160.0, 640.0, 2560.0)
+TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, *_SECONDS)
+FINER_TOKEN_S = (0.0005, 0.001, 0.002, 0.005)
+_MINUTES = (60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0)
+REQUEST_S = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, *_MINUTES)
+FINER_REQUEST_S = (0.001, 0.005, 0.02, 0.05, 0.1)
+NUM_CHOICES = (1, 2, 5, 10, 20)
+MOST_TOKENS = 50_000_000  # no context is longer; what is beyond the model's is not shown
+
+REASONS = {
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.CANCELLED: "abort",
+    FinishReason.FAILED: "error",
+}
+
+
+class Meters:
+    """Counters since start. As in vLLM each choice of a request counts as one, but prompt tokens once a prompt."""
+
+    def __init__(self, model_name: str) -> None:
+        self.model_name = model_name  # the first served name; set once a scheduler has joined
+        self.requests = 0  # HTTP requests that reached the ring
+        self.prompt_tokens = 0
+        self.output_tokens = 0
+        self.resent = 0
+        self.ended = dict.fromkeys(FinishReason, 0)
+        self.responses: dict[str, int] = {}  # HTTP status -> answers
+        self.tokenizing = Histogram(TTFT_S)
+        self.ttft = Histogram(TTFT_S)
+        self.itl = Histogram(TOKEN_S, FINER_TOKEN_S)
+        self.tpot = Histogram(TOKEN_S, FINER_TOKEN_S)
+        self.e2e, self.queueing, self.prefill, self.decode, self.inference = (
+            Histogram(REQUEST_S, FINER_REQUEST_S) for _ in range(5)
+        )
+        sizes = [Histogram(one_two_five(MOST_TOKENS)) for _ in range(5)]
+        self.prompt_sizes, self.computed_sizes, self.output_sizes, self.longest_sizes, self.max_tokens = self._sizes = (
+            sizes
+        )
+        self.num_choices = Histogram(NUM_CHOICES)
+        self.tokenized = self.tokenizing.observe
+        self.between_tokens = self.itl.observe
+
+    def serves(self, card: ModelCard) -> None:
+        """A model is there: the name of all series, and the largest bucket of lengths."""
+        self.model_name = self.model_name or card.names[0]
+        for histogram in self._sizes:
+            histogram.most = card.max_model_len
+
+    def first_token(self, entry: Entry, choice: ChoiceLog, now: float) -> None:
+        self.ttft.observe(now - entry.came_s)
+        choice.first_s = now
+        if not entry.has_output:
+            entry.has_output = True
+            self.prompt_tokens += entry.num_prompt_tokens
+
+    def ended_early(self, num_choices: int, finish: FinishReason) -> None:
+        """Aborted by the caller, or failed."""
+        self.ended[finish] += num_choices
+
+    def choice_ended(self, entry: Entry, choice: ChoiceLog, finish: FinishReason, now: float) -> None:
+        """It has all its tokens."""
+        self.ended[finish] += 1
+        num_tokens, first_s = len(choice.output_ids), choice.first_s or now
+        decode_s = now - first_s
+        prefill_s = max(0.0, first_s - entry.sent_s - choice.queued_s)
+        self.e2e.observe(now - entry.came_s)
+        self.queueing.observe(choice.queued_s)
+        self.prefill.observe(prefill_s)
+        self.decode.observe(decode_s)
+        self.inference.observe(prefill_s + decode_s)
+        self.tpot.observe(decode_s / (num_tokens - 1) if num_tokens > 1 else 0.0)
+        self.prompt_sizes.observe(entry.num_prompt_tokens)
+        self.computed_sizes.observe(entry.num_prompt_tokens - entry.cached_tokens)
+        self.output_sizes.observe(num_tokens)
+        self.max_tokens.observe(entry.sampling.max_tokens)
+        if entry.num_open == 0:
+            self.longest_sizes.observe(max(len(one.output_ids) for one in entry.choices))
+            self.num_choices.observe(entry.n)
+
+    def responded(self, status: int) -> None:
+        self.responses[str(status)] = self.responses.get(str(status), 0) + 1

@@ -1,0 +1,106 @@
+"""What the ring says about open requests, and what is done when a part of it is lost."""
+
+import logging
+from collections import OrderedDict
+
+from blockyard.shared.errors import RequestError
+from blockyard.shared.messages import Accepted, Cancel, Member, Refused, Role
+from blockyard.shared.ring_client.admission import Admission, not_ready, too_busy
+from blockyard.shared.ring_client.recovery.dispatch import Dispatch
+from blockyard.shared.ring_client.recovery.journal import MAX_GAPS, Entry, Journal
+from blockyard.shared.ring_client.ring_links import RingLinks
+
+log = logging.getLogger(__name__)
+
+LOST_RETRY_S = 0.1
+MAX_LOST = 1000  # members gone of late that are remembered
+
+
+class Recovery:
+    """One path for all of it: the request is sent again with the next attempt."""
+
+    def __init__(
+        self, links: RingLinks, journal: Journal, admission: Admission, dispatch: Dispatch, stall_timeout_s: float
+    ) -> None:
+        self._links, self._journal, self._admission, self._dispatch = links, journal, admission, dispatch
+        self._stall_timeout_s = stall_timeout_s
+        self._lost: OrderedDict[int, None] = OrderedDict()
+
+    def accepted(self, peer: int, frame: Accepted, now: float) -> None:
+        self._admission.heard(peer, frame.capacity, now)
+        entry = self._journal.entries.get(frame.request_id)
+        if entry is None:
+            self._links.send(peer, Cancel(frame.request_id, frame.attempt))
+        elif frame.attempt == entry.attempt:
+            entry.heard_s = now
+            entry.detokenizer = frame.detokenizer
+            entry.accept()
+            if frame.detokenizer in self._lost:  # the scheduler will learn of it any moment
+                self._dispatch.later(entry, now + LOST_RETRY_S)
+
+    def refused(self, peer: int, frame: Refused, now: float) -> None:
+        self._admission.heard(peer, frame.capacity, now)
+        entry = self._journal.entries.get(frame.request_id)
+        if entry is None or frame.attempt != entry.attempt:
+            return
+        if entry.accepted and frame.status in (429, 503):  # it was admitted once: it only waits
+            entry.heard_s = now
+            entry.scheduler = None
+            self._dispatch.later(entry, now + frame.capacity.retry_after_s)
+            return
+        entry.scheduler = None  # it keeps nothing that would have to be cancelled
+        error = RequestError(frame.message, frame.field, frame.status)
+        if frame.status == 429:
+            error = too_busy(frame.capacity.retry_after_s)
+        elif frame.status == 503:
+            error.retry_after_s = frame.capacity.retry_after_s
+        self._dispatch.fail(entry, error)
+
+    def changed(self, member: Member, now: float) -> None:
+        self._lost.pop(member.incarnation, None)
+        if member.role == Role.SCHEDULER:
+            self._dispatch.retry(now)
+
+    def gone(self, member: Member, now: float) -> None:
+        self._lost[member.incarnation] = None
+        if len(self._lost) > MAX_LOST:
+            self._lost.popitem(last=False)
+        hit = list(self._journal.through(member.incarnation))
+        if hit:
+            log.warning("%s is gone: %d open requests are sent again", member.name, len(hit))
+        for entry in hit:
+            self._dispatch.again(entry, now)
+
+    def path_lost(self, scheduler: int, member: int, now: float) -> None:
+        """The scheduler says that text is lost between members that live, or that it dropped this gateway's requests.
+
+        They are sent with the next round of `Dispatch.retry`: the lost link may need a moment to come back.
+        """
+        hit = list(self._journal.along(scheduler, None if member == self._links.me.incarnation else member))
+        if hit:
+            log.warning("text of %d open requests was lost on its way: they are sent again", len(hit))
+        for entry in hit:
+            self._dispatch.later(entry, now)
+
+    def tick(self, now: float) -> None:
+        """Twice a second or so: repeats what is silent, gives up what never found a scheduler."""
+        for entry in self._journal.silent_since(now - self._stall_timeout_s):
+            log.warning("nothing came for %s in %.0f s: sent again", entry.request_id, self._stall_timeout_s)
+            self._dispatch.again(entry, now)
+        for entry in list(self._dispatch.waiting.values()):
+            if not entry.accepted and now - entry.opened_s > self._stall_timeout_s:
+                self._dispatch.fail(entry, not_ready(f"the model `{entry.model}`"))
+        for entry, error in self._dispatch.hold.overdue(now):
+            self._dispatch.fail(entry, error)
+
+    def mend(self, entry: Entry, now: float) -> None:
+        """Frames of it were lost: the ids after the gap are asked for again."""
+        if entry.request_id not in self._journal.entries:
+            return
+        entry.gaps += 1
+        if entry.gaps > MAX_GAPS:
+            self._dispatch.fail(
+                entry, RequestError("the answer arrived with gaps that repetition did not close", status=500)
+            )
+        else:
+            self._dispatch.again(entry, now)

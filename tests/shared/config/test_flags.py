@@ -1,0 +1,126 @@
+"""Every flag that users of this field expect is known: honoured, mapped or refused, and never ignored."""
+
+from pathlib import Path
+
+import pytest
+
+from blockyard.shared.config import parsed_flags
+from blockyard.shared.config.flags import FLAGS, GROUPS, SPELLINGS, documents
+from blockyard.shared.config.flags.flag import Flag, Kind
+from blockyard.shared.config.parsed_flags import Values
+from blockyard.shared.errors import ConfigError
+
+FIELD_FLAGS = (Path(__file__).parent / "data/field_flags.txt").read_text().split()
+RESOLVE = Path(__file__).parents[3] / "shared/config"
+SERVICES = Path(__file__).parents[3] / "services"
+
+
+def example(flag: Flag) -> list[str]:
+    """Words of a command line that set the flag to something else than its default."""
+    if flag.kind is Kind.BOOL:
+        return ["false"] if flag.default else []
+    if flag.kind is Kind.JSON:
+        return ['{"a": 1}']
+    if flag.kind in (Kind.INT, Kind.SIZE, Kind.FLOAT) and not flag.choices:
+        value = (flag.default or 0) + 2 if isinstance(flag.default, int | float | None) else 2
+        return [str(min(value, 1.0) if flag.most == 1 else value)]
+    different = [choice for choice in (*flag.choices, *flag.refused_values) if choice != str(flag.default)]
+    return [different[-1] if different else "/some/text"]
+
+
+@pytest.mark.parametrize("spelled", FIELD_FLAGS)
+def test_every_flag_of_the_field_has_an_effect_a_note_or_a_refusal(spelled: str) -> None:
+    flag = FLAGS[spelled[2:]]
+    values, rest = parsed_flags.from_command_line([spelled, *example(flag)])
+    assert not rest
+    assert list(values) == [flag.name]
+    if flag.status == "refused" or str(values[flag.name].value) in flag.refused_values:
+        with pytest.raises(ConfigError) as refusal:
+            Values(values)
+        assert str(refusal.value).startswith(spelled)
+        assert len(str(refusal.value).partition(": ")[2]) > 10
+    elif flag.status == "mapped":
+        assert [spelled in note for note in Values(values).notes()] == [True]
+    else:
+        assert Values(values).is_given(flag.name)
+        assert not Values(values).notes()
+
+
+def test_the_list_of_the_field_is_whole() -> None:
+    assert len(set(FIELD_FLAGS)) == 141
+
+
+@pytest.mark.parametrize("flag", [flag for flag in FLAGS.values() if flag.status == "honoured"], ids=lambda f: f.name)
+def test_an_honoured_flag_is_read_somewhere(flag: Flag) -> None:
+    if flag.to or flag.name == "task":  # of task, the only values that are not refused are the one there is
+        return
+    sources = [*RESOLVE.glob("*.py"), *(SERVICES / "launcher").rglob("*.py"), *(SERVICES / "offline").glob("*.py")]
+    fixed = flag.choices and {*flag.choices} <= {str(flag.default), "auto", "hf"}  # one value, the others are refused
+    assert fixed or any(f'"{flag.name}"' in path.read_text() for path in sources), flag.name
+
+
+def test_no_name_is_declared_twice() -> None:
+    names = [flag.name for group in GROUPS.values() for flag in group]
+    aliases = [alias for flag in FLAGS.values() for alias in (*flag.aliases, *flag.also)]
+    assert len(names + aliases) == len(set(names + aliases)) == len(SPELLINGS)
+
+
+@pytest.mark.parametrize("flag", FLAGS.values(), ids=lambda f: f.name)
+def test_the_default_given_explicitly_is_fine(flag: Flag) -> None:
+    values = Values(parsed_flags.from_mapping({flag.name: flag.default}, "test"))
+    assert values[flag.name] == flag.default
+    assert values.notes() == []
+
+
+@pytest.mark.parametrize(
+    ("args", "line"),
+    [
+        (["--load-format", "gguf"], "--load-format gguf: not built yet: GGUF weights"),
+        (["-tp", "2"], "-tp 2: not built yet: tensor parallelism; use 1"),
+        (["--device=tpu"], "--device tpu: foreign hardware: blockyard runs on cuda and cpu"),
+        (["-q", "awq"], "-q awq: not built yet: quantized weights"),
+        (["--enable_lora"], "--enable_lora: not built yet: LoRA adapters"),
+        (["--kv-transfer-config", "{}"], "--kv-transfer-config: not built yet: disaggregation"),
+        (
+            ["--tokenizer-mode", "slow"],
+            "--tokenizer-mode slow: tokenizers are read from tokenizer.json alone; use auto",
+        ),
+    ],
+)
+def test_a_refusal_is_one_line_with_flag_and_reason(args: list[str], line: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        Values(parsed_flags.from_command_line(args)[0])
+    assert str(refusal.value) == line
+
+
+def test_all_refusals_are_said_at_once() -> None:
+    with pytest.raises(ConfigError) as refusal:
+        Values(parsed_flags.from_command_line(["--enable-lora", "-pp", "4", "--port", "1"])[0])
+    assert [line.partition(":")[0] for line in str(refusal.value).splitlines()] == ["--enable-lora", "-pp 4"]
+
+
+def test_harmless_values_of_refused_flags_pass() -> None:
+    Values(parsed_flags.from_command_line(["-O0", "--no-enable-lora", "--num-speculative-tokens", "0", "-tp", "1"])[0])
+
+
+def test_help_names_every_flag_that_works() -> None:
+    text = documents.help_text()
+    assert all(f"--{flag.name}" in text for flag in FLAGS.values() if not flag.refused)
+    assert "--enable-lora" not in text
+    assert "--enable-lora" in documents.help_text(show_refused=True)
+
+
+def test_the_table_has_a_row_for_every_flag() -> None:
+    rows = [line for line in documents.markdown().splitlines() if line.startswith("| `--")]
+    assert len(rows) == len(FLAGS)
+    assert all(row.replace("\\|", "").count("|") == 4 for row in rows)
+
+
+def test_the_table_in_the_readme_is_current() -> None:
+    document = (Path(__file__).parents[3] / "README.md").read_text("utf-8")
+    assert documents.with_table(document) == document, "run `blockyard flags --write README.md`"
+
+
+def test_a_document_without_the_markers_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no lines"):
+        documents.with_table("# Blockyard\n")

@@ -1,0 +1,42 @@
+"""No setting is ignored: each field of a service's struct is read by that service, or by what it shares."""
+
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from blockyard.services.api_gateway.requests.schemas import CompletionRequest
+from blockyard.shared.config.services.detokenizer import DetokenizerConfig
+from blockyard.shared.config.services.gateway import CorsConfig, GatewayConfig, SamplingDefaults, TlsConfig
+from blockyard.shared.config.services.registry import RegistryConfig
+from blockyard.shared.config.services.scheduler import SchedulerConfig
+from blockyard.shared.config.services.tokenizer import TokenizerConfig
+from blockyard.shared.config.services.worker import MockConfig, WorkerConfig
+from blockyard.shared.ring_client.request_fields import limits
+from blockyard.shared.ring_client.request_fields.sampling_fields import read_sampling
+
+ROOT = Path(__file__).parents[3]
+SHARED = [path for path in (ROOT / "shared").rglob("*.py") if "config" not in path.relative_to(ROOT).parts]
+READERS: list[tuple[str, type[msgspec.Struct]]] = [
+    *(("api_gateway", kind) for kind in (GatewayConfig, CorsConfig, TlsConfig, SamplingDefaults)),
+    *(("gpu_worker", kind) for kind in (WorkerConfig, MockConfig)),
+    ("detokenizer", DetokenizerConfig),
+    ("message_bus", RegistryConfig),
+    ("scheduler", SchedulerConfig),
+    ("tokenizer_pool", TokenizerConfig),
+]
+
+
+@pytest.mark.parametrize(
+    ("service", "field"),
+    [(service, field) for service, kind in READERS for field in kind.__struct_fields__],
+)
+def test_a_setting_is_read(service: str, field: str) -> None:
+    if field in limits.RANGES:  # read in a loop: a default that is no default of `Sampling` reaches it
+        other = msgspec.convert({field: 0.5 if "p" in field.split("_") else 2}, SamplingDefaults)
+        assert getattr(read_sampling(CompletionRequest(), None, other), field) == getattr(other, field)
+        return
+    read = re.compile(rf"\b(_?config|cors|tls|defaults|mock)\.{field}\b")
+    sources = [*(ROOT / "services" / service).rglob("*.py"), *SHARED]
+    assert any(read.search(path.read_text("utf-8")) for path in sources)

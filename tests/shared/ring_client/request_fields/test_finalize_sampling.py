@@ -1,0 +1,65 @@
+"""max_tokens against the context, and choices that no token is left for."""
+
+import pytest
+
+from blockyard.shared.errors import RequestError
+from blockyard.shared.messages import ModelCard, Sampling
+from blockyard.shared.ring_client.request_fields.finalize_sampling import settle
+
+CARD = ModelCard(["m"], "m", 100, 300, 0, [2])
+
+
+def settled(num_prompt_tokens: int, max_tokens: int | None, max_new_tokens: int | None = None) -> int:
+    sampling = Sampling(1)
+    return settle(
+        sampling,
+        num_prompt_tokens,
+        [],
+        card=CARD,
+        max_tokens=max_tokens,
+        seed=0,
+        max_new_tokens=max_new_tokens,
+    ).max_tokens
+
+
+@pytest.mark.parametrize(
+    ("num_prompt_tokens", "max_tokens", "expected"),
+    [(90, 10, 10), (90, 11, 10), (90, 10**30, 10), (90, None, 10), (99, 5, 1), (99, 0, 1), (100, 0, 0)],
+)
+def test_max_tokens_is_clamped_to_what_is_left(num_prompt_tokens: int, max_tokens: int | None, expected: int) -> None:
+    assert settled(num_prompt_tokens, max_tokens) == expected
+
+
+def test_the_cap_of_the_deployment_still_holds() -> None:
+    assert (settled(10, 10**6, 7), settled(97, 10**6, 7)) == (7, 3)
+
+
+@pytest.mark.parametrize(("num_prompt_tokens", "max_tokens"), [(100, 1), (100, None), (101, 0), (101, 1)])
+def test_a_prompt_that_does_not_fit_is_told_so(num_prompt_tokens: int, max_tokens: int | None) -> None:
+    with pytest.raises(RequestError) as caught:
+        settled(num_prompt_tokens, max_tokens)
+    assert caught.value.field == "prompt" and caught.value.code == "context_length_exceeded"
+    assert f"has {num_prompt_tokens} input tokens" in str(caught.value)
+    assert ("at least one" in str(caught.value)) == (num_prompt_tokens == 100)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "bad_words", "fits"),
+    [
+        (Sampling(1, allowed_token_ids=[2]), [], True),
+        (Sampling(1, allowed_token_ids=[2], min_tokens=1), [], False),
+        (Sampling(1, allowed_token_ids=[2, 5], min_tokens=1), [], True),
+        (Sampling(1, allowed_token_ids=[2, 5], min_tokens=1, stop_token_ids=[5, 6]), [], False),
+        (Sampling(1, allowed_token_ids=[2, 5], min_tokens=1), [[5]], False),
+        (Sampling(1, allowed_token_ids=[5]), [[5]], False),
+        (Sampling(1, allowed_token_ids=[5]), [[5, 6]], True),
+        (Sampling(1, min_tokens=1), [[5]], True),
+    ],
+)
+def test_some_token_must_be_left(sampling: Sampling, bad_words: list[list[int]], fits: bool) -> None:
+    if fits:
+        settle(sampling, 5, bad_words, card=CARD, max_tokens=4, seed=0)
+        return
+    with pytest.raises(RequestError) as caught:
+        settle(sampling, 5, bad_words, card=CARD, max_tokens=4, seed=0)
+    assert (caught.value.field, caught.value.status) == ("allowed_token_ids", 400)

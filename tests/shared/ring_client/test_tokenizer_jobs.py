@@ -1,0 +1,124 @@
+"""Work for any member: who gets it, what waits, what a death brings back."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from blockyard.shared.ring_client.tokenizer_jobs import MAX_WAITING, Pool
+
+
+def test_the_least_loaded_gets_it_and_the_rest_waits() -> None:
+    pool: Pool[str] = Pool()
+    assert pool.submit("a", "m", "A") == [] and pool.num_waiting == 1
+    assert pool.join(1, "") == [(1, "A")]
+    assert pool.join(2, "m") == []
+    assert pool.submit("b", "m", "B") == [(2, "B")]
+    assert [pool.submit(j, "m", j.upper())[0][0] for j in "cd"] == [1, 2]
+    assert pool.submit("e", "m", "E") == [] and pool.submit("f", "m", "F") == []
+    assert pool.answered(2, "b") == [(2, "E")]
+    assert pool.answered(1, "a") == [(1, "F")]
+    assert pool.num_waiting == 0
+
+
+def test_a_death_brings_its_jobs_back_first_and_in_order() -> None:
+    pool: Pool[str] = Pool()
+    pool.join(1, "")
+    for job in "abcd":
+        pool.submit(job, "m", job)
+    assert pool.gone(1) == ([], [])
+    assert pool.join(2, "") == [(2, "a"), (2, "b")]
+    assert pool.answered(2, "a") == [(2, "c")]
+
+
+def test_a_job_that_two_members_were_lost_with_is_not_given_to_a_third() -> None:
+    pool: Pool[str] = Pool()
+    pool.join(1, "")
+    pool.join(2, "")
+    assert pool.submit("a", "m", "A") == [(1, "A")]
+    assert pool.gone(1) == ([(2, "A")], [])
+    assert pool.submit("b", "m", "B") == [(2, "B")]
+    pool.join(3, "")
+    assert pool.gone(2) == ([(3, "B")], ["a"])
+    assert pool.num_waiting == 0
+    pool.answered(3, "b")
+    assert pool.submit("b", "m", "B") == [(3, "B")]
+    assert pool.gone(3) == ([], []) and pool.num_waiting == 1  # an answer wipes the slate clean
+
+
+def test_a_job_that_waits_when_a_member_is_lost_has_lost_none() -> None:
+    pool: Pool[str] = Pool()
+    for member in range(1, 4):
+        pool.join(member, "")
+        for job in "abc":
+            if member == 1:
+                pool.submit(job, "m", job)
+        _, given_up = pool.gone(member)
+        assert given_up == [[], ["a", "b"], []][member - 1]
+
+
+def test_models_do_not_wait_for_each_other() -> None:
+    pool: Pool[str] = Pool()
+    pool.join(1, "m")
+    for job in "abc":
+        pool.submit(job, "m", job)
+    assert pool.submit("x", "other", "x") == [] and pool.join(2, "other") == [(2, "x")]
+    assert pool.serves("m") and not pool.serves("third")
+
+
+def test_what_nobody_waits_for_is_not_sent_again() -> None:
+    pool: Pool[str] = Pool()
+    pool.join(1, "")
+    for job in "abc":
+        pool.submit(job, "m", job)
+    pool.forget("a")
+    pool.forget("c")
+    assert pool.num_waiting == 0
+    pool.gone(1)
+    assert pool.join(2, "") == [(2, "b")]
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["submit", "answer", "gone", "join", "forget"]), st.integers(0, 7)), max_size=80)
+)
+def test_every_job_is_answered_once_and_nobody_is_swamped(actions: list[tuple[str, int]]) -> None:
+    pool: Pool[str] = Pool()
+    at: dict[int, list[str]] = {}
+    submitted: set[str] = set()
+    answered: list[str] = []
+    forgotten: set[str] = set()
+    failed: set[str] = set()
+
+    def sent(out: list[tuple[int, str]]) -> None:
+        for member, job in out:
+            at[member].append(job)
+            assert len(at[member]) <= MAX_WAITING
+
+    def answer(member: int) -> None:
+        job = at[member].pop(0)
+        answered.append(job)
+        sent(pool.answered(member, job))
+
+    for i, (what, which) in enumerate(actions):
+        if what == "submit":
+            submitted.add(f"{i}")
+            sent(pool.submit(f"{i}", "m", f"{i}"))
+        elif what == "join" and which not in at:
+            at[which] = []
+            sent(pool.join(which, ""))
+        elif what == "gone" and which in at:
+            del at[which]
+            out, given_up = pool.gone(which)
+            sent(out)
+            failed.update(given_up)
+        elif what == "forget" and submitted - set(answered):
+            job = sorted(submitted - set(answered))[which % len(submitted - set(answered))]
+            forgotten.add(job)
+            pool.forget(job)
+        elif what == "answer" and at.get(which):
+            answer(which)
+    at.setdefault(99, [])
+    sent(pool.join(99, ""))
+    while any(at.values()):
+        answer(next(m for m, jobs in at.items() if jobs))
+    assert len(answered) == len(set(answered)) and submitted - forgotten - failed <= set(answered)
+    assert not failed & set(answered)
+    assert pool.num_waiting == 0

@@ -1,0 +1,221 @@
+"""A ring in one process for tests and benchmarks of the gateway: its links, with members that answer.
+
+A token is a byte of UTF-8. An answer is the words `w0 w1 w2 ...`, one a token, or what `script` says.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+from fake_links import FakeLinks
+
+from blockyard.shared.bus.member_list import Event, Gone, Joined
+from blockyard.shared.messages import (
+    Accepted,
+    AskStats,
+    Cancel,
+    Control,
+    Controlled,
+    Detokenize,
+    Detokenized,
+    FinishReason,
+    Frame,
+    GatewayIn,
+    Generate,
+    Member,
+    ModelCard,
+    QueueCapacity,
+    Refused,
+    Role,
+    StatsTold,
+    TextBatch,
+    TextDelta,
+    TextLogprobs,
+    TextRejected,
+    Tokenize,
+    Tokenized,
+)
+from blockyard.shared.token_ids import pack, unpack
+
+Receive = Callable[[int, Event | GatewayIn], None]
+
+TOKENIZER, SCHEDULER, WORKER, DETOKENIZER = 1, 2, 3, 4
+CARD = ModelCard(["tiny", "tiny-alias"], "/models/tiny", 256, 300, 1_700_000_000, [299])
+
+
+def member(role: Role, incarnation: int, ready: bool = True, card: ModelCard | None = None) -> Member:
+    return Member(role.value, role, incarnation, f"ipc:///{incarnation}", "tiny", ready, "ready", card=card)
+
+
+MEMBERS = (
+    member(Role.TOKENIZER_POOL, TOKENIZER),
+    member(Role.SCHEDULER, SCHEDULER, card=CARD),
+    member(Role.GPU_WORKER, WORKER),
+    member(Role.DETOKENIZER, DETOKENIZER),
+)
+
+
+def words(_: str, index: int) -> str:
+    """The default answer: token `index` of any choice."""
+    return f"w{index} "
+
+
+@dataclass
+class Running:
+    """One request in the batch."""
+
+    frame: Generate
+    peer: int
+    done: dict[int, int] = field(default_factory=dict)  # choice -> tokens so far
+    prompt_sent: bool = False
+
+
+class FakeRing(FakeLinks):
+    """Answers on the running loop. Tests set its knobs, look at `sent`, and may feed frames themselves."""
+
+    def __init__(self) -> None:
+        super().__init__(Member("api_gateway", Role.API_GATEWAY, 99, "ipc:///99"), *MEMBERS)
+        self.receive: Receive = lambda peer, event: None
+        self.running: dict[str, Running] = {}
+        self.capacity = QueueCapacity(100, 100_000)
+        self.refuse: Callable[[Generate], Refused | None] = lambda frame: None
+        self.control: Callable[[Control], Controlled] = lambda frame: Controlled(frame.request_id, 200, "", 0, False)
+        self.silent: set[Role] = set()  # roles that answer nothing
+        self.step_s = 0.0
+        self.script = words
+        self.fail_at: int | None = None  # token at which a choice fails
+        self.stamp_s = 0.0
+        self.detokenizer = DETOKENIZER  # named in Accepted
+        self._stepping = False
+
+    def join_all(self) -> None:
+        for m in list(self.members.values()):
+            self.receive(m.incarnation, Joined(m))
+
+    def join(self, m: Member) -> None:
+        self.members[m.incarnation] = m
+        self.receive(m.incarnation, Joined(m))
+
+    def lose(self, incarnation: int) -> None:
+        self.receive(incarnation, Gone(self.members.pop(incarnation)))
+
+    def frames(self, kind: type[Frame]) -> list[Frame]:
+        return [frame for _, frame in self.sent if isinstance(frame, kind)]
+
+    def send(self, to: int, frame: Frame) -> bool:
+        if not super().send(to, frame):
+            return False
+        if self.members[to].role not in self.silent:
+            asyncio.get_running_loop().call_soon(self._answer, to, frame)
+        return True
+
+    def _answer(self, to: int, frame: Frame) -> None:
+        match frame:
+            case Tokenize():
+                self.receive(to, tokenized(frame))
+            case Detokenize():
+                self.receive(
+                    to, Detokenized(frame.request_id, bytes(unpack(frame.token_ids)).decode("utf-8", "replace"))
+                )
+            case Generate():
+                self._admit(to, frame)
+            case Control():
+                self.receive(to, self.control(frame))
+            case AskStats():
+                self.receive(to, StatsTold(frame.request_id, self.members[to].stats))
+            case Cancel():
+                running = self.running.get(frame.request_id)
+                if running is not None and running.frame.attempt <= frame.attempt:
+                    del self.running[frame.request_id]
+
+    def _admit(self, to: int, frame: Generate) -> None:
+        if refused := self.refuse(frame):
+            self.receive(to, refused)
+            return
+        done = {c.index: len(c.output_ids) // 4 for c in frame.choices}
+        self.running[frame.request_id] = Running(frame, to, done)
+        self.receive(to, Accepted(frame.request_id, frame.attempt, self.detokenizer, self.capacity))
+        if not self._stepping:
+            self._stepping = True
+            asyncio.get_running_loop().call_later(self.step_s, self._step)
+
+    def _step(self) -> None:
+        """One token for every choice in the batch, one frame for all of them."""
+        deltas = [d for running in list(self.running.values()) for d in self._deltas(running)]
+        if Role.DETOKENIZER not in self.silent and deltas:
+            self.receive(self.detokenizer, TextBatch(deltas, self.stamp_s))
+        self._stepping = bool(self.running)
+        if self._stepping:
+            asyncio.get_running_loop().call_later(self.step_s, self._step)
+
+    def _deltas(self, running: Running) -> list[TextDelta]:
+        frame = running.frame
+        out = [self._delta(running, choice) for choice in list(running.done)]
+        if not running.prompt_sent and frame.sampling.num_prompt_logprobs is not None:
+            running.prompt_sent = True
+            entries = [logprobs(t, frame.sampling.num_prompt_logprobs) for t in unpack(frame.prompt_ids)[1:]]
+            out[0] = msgspec.structs.replace(out[0], first_prompt=1, prompt_logprobs=entries)
+        if not running.done:
+            self.running.pop(frame.request_id, None)
+        return out
+
+    def _delta(self, running: Running, choice: int) -> TextDelta:
+        frame, index = running.frame, running.done[choice]
+        text = self.script(frame.request_id, index)
+        sampling, finish, detail, reason = frame.sampling, None, "", None
+        if sampling.max_tokens == 0:  # the prompt fills the context: nothing is drawn
+            del running.done[choice]
+            return TextDelta(frame.request_id, frame.attempt, choice, 0, [], "", FinishReason.LENGTH)
+        if self.fail_at == index:
+            finish, detail, text = FinishReason.FAILED, "the worker stumbled", ""
+        elif any(stop in text for stop in frame.text.stop):
+            reason = next(stop for stop in frame.text.stop if stop in text)
+            finish, text = FinishReason.STOP, text.partition(reason)[0]
+        elif index + 1 >= sampling.max_tokens:
+            finish = FinishReason.LENGTH
+        running.done[choice] += 1
+        if finish is not None:
+            del running.done[choice]
+        token = 97 + index % 26
+        shown = [] if sampling.num_logprobs is None else [logprobs(token, sampling.num_logprobs)]
+        return TextDelta(
+            frame.request_id,
+            frame.attempt,
+            choice,
+            index,
+            [token],
+            text,
+            finish,
+            reason,
+            detail,
+            shown,
+            cached_tokens=3,
+            queued_s=None if index else 0.004,
+        )
+
+
+def tokenized(frame: Tokenize) -> Tokenized | TextRejected:
+    if frame.token_ids is not None:
+        data, text = frame.token_ids, bytes(t % 256 for t in unpack(frame.token_ids)).decode("utf-8", "replace")
+    else:
+        text = frame.text if frame.text is not None else (frame.messages or b"").decode()
+        if "rejected" in text:
+            return TextRejected(frame.request_id, "chat_template", "the template raised")
+        if 0 < frame.max_tokens < len(text):  # each token is a byte
+            field = "prompt" if frame.messages is None else "messages"
+            return TextRejected(frame.request_id, field, "more characters than fit", "context_length_exceeded")
+        data = pack(list(text.encode()))
+    pieces = [chr(t) for t in unpack(data)] if frame.want_pieces else []
+    bad = [list(word.encode()) for word in frame.bad_words]
+    return Tokenized(
+        frame.request_id, data, b"\0" * (len(data) // 64 * 16), bad, text if frame.want_text else "", pieces
+    )
+
+
+def logprobs(token: int, num: int) -> TextLogprobs:
+    """The sampled token is the second likeliest, if as many are asked for."""
+    tops = [1, token, 2, 3, 4][:num]
+    return TextLogprobs(
+        token, bytes([token]), -1.5, 2, tops, [bytes([t]) for t in tops], [-0.5 - i for i in range(num)]
+    )
