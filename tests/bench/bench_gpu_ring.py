@@ -1,4 +1,4 @@
-"""Tokens/s through the whole ring, greedy, 128 in and 256 out, for model folders: README's table of the GPU.
+"""Tokens/s through the whole ring, greedy, 128 in and 256 out, for model folders.
 
 `bench_gpu_ring.py demo FOLDER ...`; a folder needs config.json alone: weights are random, the tokenizer is the demo's.
 """

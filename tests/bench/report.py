@@ -1,4 +1,4 @@
-"""All figures of README's table in one run: `make bench`. Takes some minutes; the machine should do nothing else."""
+"""The CPU figures of RESULTS.md in one run: `make bench`. Takes some minutes; the machine should do nothing else."""
 
 import os
 import platform
