@@ -67,7 +67,7 @@ export class Loop {
     this.#svg.setAttribute("aria-label", `The ring of services: ${words.join(", ")}`);
   }
 
-  /** Sends a few blocks round: more for more traffic, never so many that they could be counted. */
+  /** Animates a few blocks along the loop: more for more traffic, but not one per token. */
   pulse(requests, tokens) {
     if (matchMedia("(prefers-reduced-motion: reduce)").matches) return;
     const few = (amount, most) => Math.min(most, Math.ceil(Math.log2(amount + 1)));

@@ -1,4 +1,4 @@
-// The two places one writes in. A pane owns its form, its log, and the one answer that may be on its way.
+// The two composers, for chat and completion. A pane owns its form, its log, and at most one answer in progress.
 
 import { Answer } from "./answer.js";
 import { element } from "./text.js";
@@ -66,7 +66,7 @@ class Pane {
 
   reset() {
     this.stop();
-    this.#abort = null; // the next question need not wait until this one has ended
+    this.#abort = null; // the next question may start before this one has ended
     this.#showBusy(false);
     this.answers = [];
     this.log.replaceChildren();
@@ -150,7 +150,7 @@ export class Chat extends Pane {
     answer.addAction(outcome === "failed" ? "Try again" : "Again", () => this.#again(turn));
   }
 
-  /** Another answer to the same question; what came after it would no longer fit, so it goes. */
+  /** Generates another answer to the same question and removes the later messages, which would not fit it. */
   #again(turn) {
     if (this.busy) return;
     this.#turns = this.#turns.slice(0, this.#turns.indexOf(turn) + 1);
@@ -162,7 +162,7 @@ export class Chat extends Pane {
     const messages = [];
     if (this.settings.params.system) messages.push({ role: "system", content: this.settings.params.system });
     for (const { said, answer } of this.#turns.slice(0, this.#turns.indexOf(until))) {
-      if (!answer.text) continue; // failed before the first word: as if never asked
+      if (!answer.text) continue; // failed before the first word: left out of the history
       messages.push({ role: "user", content: said }, { role: "assistant", content: answer.text });
     }
     messages.push({ role: "user", content: until.said });

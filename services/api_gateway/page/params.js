@@ -24,7 +24,7 @@ export class Params {
     form.addEventListener("submit", (event) => event.preventDefault());
   }
 
-  /** What goes into a request's body. */
+  /** The parameters of a request's body. */
   values() {
     const values = {};
     for (const [name, input] of this.#inputs) {

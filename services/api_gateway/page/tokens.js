@@ -1,4 +1,4 @@
-// Token-by-token probabilities: coloured spans, the legend, and the card with the other candidates.
+// Probabilities of tokens: coloured spans, the legend, and the card with the other candidates.
 
 import { element } from "./text.js";
 
