@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,46 @@ def test_arrows_point_one_way(path: Path) -> None:
         assert top not in ("pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"), f"imports {name}"
 
 
+# package -> its folders and modules, lowest first: each imports only itself and those before it
+LAYERS = {
+    "services/api_gateway": (
+        "requests",
+        "responses",
+        "metrics",
+        "request_pipeline",
+        "service",
+        "http",
+        "endpoints",
+        "server",
+        "__main__",
+    ),
+}
+
+
+@pytest.mark.parametrize("package", LAYERS)
+def test_layers_import_only_lower_layers(package: str) -> None:
+    layers, dotted = LAYERS[package], f"blockyard.{package.replace('/', '.')}."
+    for path in (ROOT / package).rglob("*.py"):
+        own = path.relative_to(ROOT / package).with_suffix("").parts[0]
+        if own != "__init__":
+            used = {name.removeprefix(dotted).split(".")[0] for name in imports(path) if name.startswith(dotted)}
+            allowed = layers[: layers.index(own) + 1]
+            assert used <= set(allowed), f"{path}: imports {used - set(allowed)}"
+
+
+def test_modules_import_each_other_in_no_cycle() -> None:
+    """Counts imports inside functions too."""
+    modules = {
+        "blockyard." + ".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p
+        for p in product_files()
+    }
+    sorter: TopologicalSorter[str] = TopologicalSorter()
+    for module, path in modules.items():
+        used = {name if name in modules else name.rpartition(".")[0] for name in imports(path)}
+        sorter.add(module, *((used & modules.keys()) - {module}))
+    sorter.prepare()  # raises CycleError, which names the modules
+
+
 def test_no_regular_expression_reads_client_text() -> None:
     paths = [path for folder in READS_CLIENT_TEXT for path in (ROOT / folder).rglob("*.py")]
     assert len(paths) > 50
@@ -65,7 +106,7 @@ def test_no_regular_expression_reads_client_text() -> None:
 
 @pytest.mark.parametrize("service", [s for s in SERVICES if s not in MAY_TORCH])
 def test_a_service_process_never_loads_torch(service: str) -> None:
-    """Imports everything the service's process imports and looks at what came along."""
+    """Imports the service's main module in a process and lists the heavy packages that this loaded."""
     module = f"blockyard.services.{service}{MAINS.get(service, '.__main__')}"
     code = f"import sys, {module}; print([m for m in {HEAVY!r} if m in sys.modules])"
     run = subprocess.run(
