@@ -1,4 +1,4 @@
-"""The flags in words: help text for the terminal and the table in README.md."""
+"""The flags in words: help text for the terminal, and the table in shared/config/FLAGS.md."""
 
 import textwrap
 
@@ -6,7 +6,7 @@ from blockyard.shared.config.flags import FLAGS, GROUPS
 from blockyard.shared.config.flags.flag import Flag, Kind
 from blockyard.shared.errors import ConfigError
 
-BEGIN = "<!-- flags: written by `blockyard flags --write README.md` -->"
+BEGIN = "<!-- flags: written by `blockyard flags --write shared/config/FLAGS.md` -->"
 END = "<!-- end of flags -->"
 _SAID_AS = {"honoured": "", "mapped": "mapped: ", "refused": "refused: "}
 
