@@ -1,7 +1,6 @@
 """`python -m blockyard.services.gpu_worker SETTINGS`: one worker, real or mock."""
 
 import gc
-import importlib
 import os
 import signal
 import sys
@@ -19,12 +18,10 @@ from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.messages import Role, WorkerIn
 from blockyard.shared.process import settings
 
-# The real one imports torch, the mock must not: so they are found by name, here alone.
-ENGINES = {"auto": "blockyard.services.gpu_worker.engine", "mock": "blockyard.services.gpu_worker.mock.runner"}
-
 GPU = Path("/dev/nvidiactl")  # there is one where this can be opened
 
 Report = Callable[[str, float, list[str]], None]  # phase, fraction done, notes so far
+Start = Callable[[WorkerConfig, Report, CompileProcesses | None], OffloadableRunner]
 
 
 def serve(config: WorkerConfig) -> None:
@@ -45,14 +42,24 @@ def serve(config: WorkerConfig) -> None:
         def report(phase: str, progress: float, notes: list[str]) -> None:
             links.update(phase=phase, progress=progress, notes=list(notes))
 
-        engine = importlib.import_module(ENGINES[config.worker_cls])
-        start: Callable[[WorkerConfig, Report, CompileProcesses | None], OffloadableRunner] = engine.start
-        held_bytes: Callable[[WorkerConfig], int] = engine.held_bytes
+        start, held_bytes = load_engine(config.worker_cls)
         runner = SleepingRunner(lambda: start(config, report, processes), lambda: held_bytes(config), freeze)
         links.update(ready=True)
         freeze()
         gc.disable()  # a collection would hold up a step
         Worker(links, runner).run(stopped)
+
+
+def load_engine(worker_cls: str) -> tuple[Start, Callable[[WorkerConfig], int]]:
+    """What makes the runner, and what counts the bytes that this process holds where memory is short."""
+    if worker_cls == "mock":
+        from blockyard.services.gpu_worker.mock import runner  # noqa: PLC0415
+
+        return runner.start, runner.held_bytes
+    # It imports torch, which takes seconds and which a mock worker never loads.
+    from blockyard.services.gpu_worker import engine  # noqa: PLC0415
+
+    return engine.start, engine.held_bytes
 
 
 def start_compilers(config: WorkerConfig, gpu: Path = GPU) -> CompileProcesses | None:

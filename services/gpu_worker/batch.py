@@ -64,8 +64,7 @@ class Batch:
                     slots.fail(start.slot)
                 problem = self.sampler.start(start)
                 if problem:
-                    slots.errors[start.slot] = problem
-                    slots.fail(start.slot)
+                    slots.fail(start.slot, problem)
         for added in plan.blocks:
             slots.add_blocks(added)
         self.transfers.extend(plan.blocks)

@@ -1,6 +1,5 @@
 """From settings to a runner that is ready: device, weights, memory. Imports torch; `__main__` loads it by need."""
 
-import importlib
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -57,9 +56,7 @@ def start(config: WorkerConfig, report: Report, processes: CompileProcesses | No
     """Raises ConfigError or LoadError, each fit to be shown as one line. processes: that were started to compile."""
     device = pick_device(config.device)
     notes = [set_up(device, config.threads or default_threads(config.replicas))]
-    compiler = find_recorder().make_compiler(processes, usable_cores()) if device.type == "cuda" else None
-    if compiler is None and processes is not None:
-        processes.close()
+    compiler = make_compiler(device, processes)
     report("reading the configuration", 0.0, notes)
     folder = Path(config.model_path)
     settings = read_config(folder, config.config_overrides)
@@ -93,20 +90,18 @@ def start(config: WorkerConfig, report: Report, processes: CompileProcesses | No
         plan = plan_memory(config, model, need, kv_dtype, device, host_blocks.staging_bytes(device.type, host_plan))
         notes.extend([*plan.notes, *host_plan.notes])
         report("reserving KV memory", 0.0, notes)
-        pool = KVPool(model.shape, plan.num_blocks, config.block_size, kv_dtype, device)
-        pool.batch_invariant = config.batch_invariant
+        pool = KVPool(model.shape, plan.num_blocks, config.block_size, kv_dtype, device, config.batch_invariant)
         notes.extend(kv_scales.give(pool, scales, config))
         store = host_blocks.make_store(host_plan, pool)
     geometry = geometry_of(model, eos_ids, config, need, plan.num_blocks, host_plan.num_blocks)
-    runner = Runner(model, pool, geometry, store)
-    if device.type == "cpu":
-        report("first step", 0.0, notes)
-        first_step(runner)
     if device.type == "cuda":
+        runner = Runner(model, pool, geometry, store, lambda again: run_ahead(again, config, tuning, report, notes))
         run_ahead(runner, config, tuning, report, notes)
-        runner.on_wake = lambda again: run_ahead(again, config, tuning, report, notes)
-    else:
-        report("ready", 1.0, notes)
+        return runner
+    runner = Runner(model, pool, geometry, store)
+    report("first step", 0.0, notes)
+    first_step(runner)
+    report("ready", 1.0, notes)
     return runner
 
 
@@ -163,7 +158,10 @@ def compile_kernels(
     if compiler is None:
         return None
     report("compiling kernels", 0.0, notes)
-    find_recorder().compile_kernels(compiler, model, tuner, need, kv_dtype, len(eos_ids), config)
+    # It imports Triton, which a worker on the CPU never loads.
+    from blockyard.services.gpu_worker.compilation import record_kernels  # noqa: PLC0415
+
+    record_kernels.compile_kernels(compiler, model, tuner, need, kv_dtype, len(eos_ids), config)
     notes.append(compiler.describe())
     if tuner is not None:
         return IdleTuning(tuner, compiler)
@@ -171,9 +169,16 @@ def compile_kernels(
     return None
 
 
-def find_recorder() -> Any:
-    """Its module imports Triton: loaded by name, for a GPU alone."""
-    return importlib.import_module("blockyard.services.gpu_worker.compilation.record_kernels")
+def make_compiler(device: torch.device, processes: CompileProcesses | None) -> "KernelCompiler | None":
+    """None on a CPU, whose steps have no kernels to compile."""
+    if device.type == "cuda":
+        # It imports Triton, which a worker on the CPU never loads.
+        from blockyard.services.gpu_worker.compilation import record_kernels  # noqa: PLC0415
+
+        return record_kernels.make_compiler(processes, usable_cores())
+    if processes is not None:
+        processes.close()
+    return None
 
 
 def check(
@@ -214,7 +219,10 @@ def run_ahead(
     runner: Runner, config: WorkerConfig, tuning: IdleTuning | None, report: Report, notes: list[str]
 ) -> None:
     """Moves the batch to the GPU. Graphs that are captured later are reported as progress of what is ready."""
-    loop = find_device_loop().start(
+    # It imports Triton, which a worker on the CPU never loads.
+    from blockyard.services.gpu_worker.execution import device_loop  # noqa: PLC0415
+
+    loop = device_loop.start(
         runner.batch,
         runner.model,
         runner.pool,
@@ -240,12 +248,7 @@ def run_ahead(
         report("ready", loop.captured, [*notes, *graphs, step_note])
 
     report_ready()
-    loop.on_captured = report_ready
-
-
-def find_device_loop() -> Any:
-    """Its module imports Triton: loaded by name, for a GPU alone."""
-    return importlib.import_module("blockyard.services.gpu_worker.execution.device_loop")
+    loop.report_captures(report_ready)
 
 
 def pick_products(
@@ -254,13 +257,14 @@ def pick_products(
     """Installs what computes the linear layers of this model. Returns the tuner where sizes are still to be measured;
     `at_once`: they are measured here."""
     if device.type == "cuda" and (config.batch_invariant or not config.enforce_eager):
-        tuner: Tuner = importlib.import_module("blockyard.services.gpu_worker.linear_tuning.tuner").Tuner(
-            model.linears()
-        )
+        # They import Triton, which a worker on the CPU never loads.
+        from blockyard.services.gpu_worker.execution.decode_graphs import capture_sizes  # noqa: PLC0415
+        from blockyard.services.gpu_worker.linear_tuning.tuner import Tuner  # noqa: PLC0415
+
+        tuner = Tuner(model.linears())
         if config.batch_invariant:
             notes.append(tuner.freeze())
             return None
-        capture_sizes = importlib.import_module("blockyard.services.gpu_worker.execution.decode_graphs").capture_sizes
         sizes = [n for n in config.graph_sizes if n <= config.max_num_seqs] or capture_sizes(config.max_num_seqs)
         folder = None if config.kernel_cache is None else Path(config.kernel_cache)
         if at_once:
@@ -332,8 +336,10 @@ def pick_length(asked: int | None, made_for: int) -> int:
 
 
 def _graph_bytes(config: WorkerConfig, model: Model, need: KVMemoryNeed, dtype: torch.dtype) -> int:
-    size: int = find_device_loop().graph_bytes(model, need, dtype, config.run_ahead_penalties)
-    return size
+    # It imports Triton, which a worker on the CPU never loads.
+    from blockyard.services.gpu_worker.execution import device_loop  # noqa: PLC0415
+
+    return device_loop.graph_bytes(model, need, dtype, config.run_ahead_penalties)
 
 
 def plan_memory(

@@ -1,7 +1,5 @@
 """Measures what a step needs on a GPU besides weights and KV."""
 
-import importlib
-
 import torch
 
 from blockyard.services.gpu_worker.kv.pool import KVPool
@@ -17,8 +15,7 @@ FEW = 2  # tokens of a small prefill
 def peak_bytes(model: Model, tokens: int, need: KVMemoryNeed, dtype: torch.dtype, device: torch.device) -> int:
     """Of the largest prefill, then of sampling the most rows; cuda only. Attention reads the pool where it lies: how
     much was computed before does not matter. Kernels that steps with prefill need are compiled on the way."""
-    pool = KVPool(model.shape, blocks_of(tokens, need.block_size), need.block_size, dtype, device)
-    pool.batch_invariant = need.batch_invariant
+    pool = KVPool(model.shape, blocks_of(tokens, need.block_size), need.block_size, dtype, device, need.batch_invariant)
     held = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     hidden = _prefill(model, pool, tokens, need.max_model_len)
@@ -33,14 +30,16 @@ def peak_bytes(model: Model, tokens: int, need: KVMemoryNeed, dtype: torch.dtype
 
 
 def _prefill(model: Model, pool: KVPool, tokens: int, longest: int) -> torch.Tensor:
-    """Triton is loaded by name: this module is imported on CPU too. Raises LoadError for a head size not supported."""
-    ops = importlib.import_module("blockyard.services.gpu_worker.attention.triton_attention")
-    ops.check_head_size(model.shape.head_dim)
+    """Raises LoadError for a head size that the kernels do not support."""
+    # It imports Triton, which a worker on the CPU never loads.
+    from blockyard.services.gpu_worker.attention import triton_attention  # noqa: PLC0415
+
+    triton_attention.check_head_size(model.shape.head_dim)
     positions = torch.arange(tokens, device=pool.device)
     slots = torch.zeros_like(positions)
     tables = torch.arange(pool.num_blocks, dtype=torch.int32, device=pool.device)[None]
     starts = torch.tensor([0, tokens], dtype=torch.int32, device=pool.device)
-    attend = ops.mixed_attention(pool, slots, positions, tables, starts, longest=longest)
+    attend = triton_attention.mixed_attention(pool, slots, positions, tables, starts, longest=longest)
     return model.forward(Step(slots, positions, attend))
 
 

@@ -44,12 +44,20 @@ class Runner:
     flight is waited for; then it runs in lockstep.
     """
 
-    def __init__(self, model: Model, pool: KVPool, geometry: Geometry, store: BlockStore | None = None) -> None:
+    def __init__(
+        self,
+        model: Model,
+        pool: KVPool,
+        geometry: Geometry,
+        store: BlockStore | None = None,
+        move_to_device: "Callable[[Runner], None] | None" = None,
+    ) -> None:
+        """move_to_device: called when memory is back after sleep; it calls `run_ahead` again."""
         self.geometry, self.model, self.pool = geometry, model, pool
         self.batch = Batch(geometry, pool, store)
         self.host = HostSteps(model, pool, self.batch)
         self.ahead: RunAhead | None = None
-        self.on_wake: Callable[[Runner], None] | None = None  # moves the batch to the device again
+        self._move_to_device = move_to_device
         self._offloaded: OffloadedWeights | None = None
         self._has_kv = True
         self._done: list[CompletedPlan] = []  # and not collected
@@ -58,7 +66,8 @@ class Runner:
     def run_ahead(self, loop: RunAhead, step_s: float = 0.0) -> None:
         """From now on, where it can. To be called before the first plan. step_s: what a decode step takes."""
         self.geometry = msgspec.structs.replace(self.geometry, step_s=step_s)
-        self.ahead = self.host.device = loop
+        self.ahead = loop
+        self.host.use_device(loop)
         self.reset(0)
 
     @property
@@ -88,7 +97,8 @@ class Runner:
 
     def release_memory(self, weights: bool = True) -> None:
         """On CPU weights are where they belong, and KV alone is given back."""
-        self.ahead = self.host.device = None
+        self.ahead = None
+        self.host.use_device(None)
         if weights and self._offloaded is None:
             self._offloaded = OffloadedWeights(self.model)
         self.pool.drop()
@@ -107,8 +117,8 @@ class Runner:
         if self._offloaded is not None or not self._has_kv:
             return
         self.host.forget()
-        if self.on_wake is not None:
-            self.on_wake(self)
+        if self._move_to_device is not None:
+            self._move_to_device(self)
 
     def launch(self, plan: StepPlan) -> None:
         """A slot that cannot run or sample fails alone."""

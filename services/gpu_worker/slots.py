@@ -62,8 +62,15 @@ class Slots:
             self.live[slot] = False
             self.num_tokens[slot] = self.num_computed[slot] = self.num_blocks[slot] = 0
 
-    def fail(self, slot: int) -> None:
+    def finish(self, slot: int) -> None:
+        """It is not scheduled any more; its state stays until it is ended."""
         self.live[slot] = False
+
+    def fail(self, slot: int, error: str = "") -> None:
+        """As `finish`; its next run reports `error`, if there is one."""
+        self.live[slot] = False
+        if error:
+            self.errors[slot] = error
 
     def clear(self) -> None:
         for slot in [*self.slots, *self.errors]:
@@ -76,8 +83,7 @@ class Slots:
         try:
             self._append_blocks(slot, added.blocks)
         except SlotError as e:
-            self.live[slot] = False
-            self.errors[slot] = str(e)
+            self.fail(slot, str(e))
 
     def scheduled(self, runs: list[SlotRun]) -> tuple[Ints, Ints]:
         """Slots that compute something in this step and how many tokens each, decodes first.
@@ -97,6 +103,20 @@ class Slots:
             order = np.argsort(counts > 1, kind="stable")
             slots, counts = slots[order], counts[order]
         return slots, counts
+
+    def advance(self, slots: Ints, counts: Ints) -> None:
+        """The KV of the next `counts` tokens of each slot is written."""
+        self.num_computed[slots] += counts
+
+    def advance_ahead(self, slots: Ints, counts: Ints) -> None:
+        """As `advance`, for a step in flight: a slot whose tokens are all computed gets one more, whose id follows."""
+        positions = self.num_computed[slots] + counts
+        self.num_computed[slots] = positions
+        self.num_tokens[slots] += positions == self.num_tokens[slots]
+
+    def set_tokens(self, slots: Ints, positions: Ints, token_ids: Ints) -> None:
+        """The ids of tokens that `advance_ahead` has counted."""
+        self.token_ids[slots, positions] = token_ids
 
     def append(self, slots: Ints, token_ids: Ints) -> None:
         """One new token each. One that has reached the end of its row (max_model_len) does not need it any more."""

@@ -69,8 +69,7 @@ def _key(model: Model, need: KVMemoryNeed, kv_dtype: torch.dtype, num_eos: int, 
 def _launch_steps(model: Model, need: KVMemoryNeed, kv_dtype: torch.dtype, num_eos: int, config: WorkerConfig) -> None:
     """What takes longest to compile comes first."""
     device, most = model.table.device, min(need.max_step_tokens, need.max_model_len)
-    pool = KVPool(model.shape, 1, need.block_size, kv_dtype, device)
-    pool.batch_invariant = need.batch_invariant
+    pool = KVPool(model.shape, 1, need.block_size, kv_dtype, device, need.batch_invariant)
     ops = TritonDeviceOps(config.fused_steps and not need.batch_invariant, need.batch_invariant)
     asks = config.run_ahead_penalties
     eos = list(range(num_eos))

@@ -275,8 +275,7 @@ def graph_bytes(model: Model, need: KVMemoryNeed, dtype: torch.dtype, logits_edi
     torch.cuda.synchronize(device)
     held = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    pool = KVPool(model.shape, 1, need.block_size, dtype, device)
-    pool.batch_invariant = need.batch_invariant
+    pool = KVPool(model.shape, 1, need.block_size, dtype, device, need.batch_invariant)
     steps = DecodeSteps(model, pool, capacity, need.max_model_len, [0], logits_edits=logits_edits)
     size = steps.padded(capacity, need.max_model_len)
     output = steps.forward(size)

@@ -73,8 +73,12 @@ class DeviceLoop:
         self.steps, self._batch, self._prefill_steps = steps, batch, PrefillSteps(steps)
         self._graphs, self._tuning = PrefillGraphs(steps, most_tokens), tuning
         self._in_flight_steps: deque[InFlightStep] = deque()
-        self.on_captured: Callable[[], None] = lambda: None  # `idle` did a piece of its work
+        self._on_captured: Callable[[], None] = lambda: None
         self._done_s = 0.0  # when the last step was found to be done
+
+    def report_captures(self, on_captured: Callable[[], None]) -> None:
+        """`on_captured` is called after each piece of work that `idle` did."""
+        self._on_captured = on_captured
 
     def forget(self) -> None:
         """All slots are gone. Nothing may be in flight."""
@@ -107,7 +111,7 @@ class DeviceLoop:
             tuned_rows = self._tuning.step()
             if tuned_rows is not None:
                 self.steps.capture_again(tuned_rows)
-        self.on_captured()
+        self._on_captured()
         return self.captured < 1.0
 
     def note(self, plan: StepPlan) -> None:
@@ -143,9 +147,7 @@ class DeviceLoop:
         if logits_edits.num_logprobs:
             entry.copy_logprobs(logits_edits.buffer)
         entry.done.record()
-        positions = table.num_computed[slots] + counts
-        table.num_computed[slots] = positions
-        table.num_tokens[slots] += positions == table.num_tokens[slots]
+        table.advance_ahead(slots, counts)
         num_logprobs = (
             {s: logits_edits.num_logprobs[s] for s in slots.tolist() if s in logits_edits.num_logprobs}
             if logits_edits.num_logprobs
@@ -236,7 +238,8 @@ class DeviceLoop:
         outcomes, tokens, computed = flight.entry.results[:, : len(slots)]
         plain = outcomes == SlotOutcome.TOKEN  # what nearly every row is
         held = self._batch.slots.owners[slots] == flight.owners
-        self._note_tokens(plain & held, slots, tokens, computed)
+        keep = plain & held
+        self._batch.slots.set_tokens(slots[keep], computed[keep], tokens[keep])
         single = plain & (np.arange(len(slots)) < flight.num_decodes)
         if flight.num_logprobs:
             single &= ~np.isin(slots, list(flight.num_logprobs))
@@ -252,10 +255,6 @@ class DeviceLoop:
         failed = self._batch.transfers.pop_failed_fetches(flight.plan)
         return CompletedPlan(flight.plan, results, time.time(), step_s, failed, flight.launch_s, rows)
 
-    def _note_tokens(self, rows: "npt.NDArray[np.bool_]", slots: Ints, tokens: Words, computed: Words) -> None:
-        """What these rows drew, where their slots still have the owner that it is for."""
-        self._batch.slots.token_ids[slots[rows], computed[rows]] = tokens[rows]
-
     def _take_other(self, flight: InFlightStep, row: int, outcome: SlotOutcome, held: bool) -> None:
         """A row that did not draw a token and go on."""
         slot, (token, length) = int(flight.slots[row]), flight.entry.results[1:, row].tolist()
@@ -264,7 +263,7 @@ class DeviceLoop:
         elif outcome != SlotOutcome.NOTHING:
             flight.results.append(self._finished_result(slot, int(flight.owners[row]), outcome, token, length))
             if held:
-                self._batch.slots.live[slot] = False
+                self._batch.slots.finish(slot)
 
     def _add_logprobs(self, flight: InFlightStep) -> None:
         assert flight.entry.scores is not None

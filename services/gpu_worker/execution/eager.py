@@ -34,6 +34,10 @@ class HostSteps:
         self._model, self._pool, self._batch = model, pool, batch
         self._prompt_logprobs = PromptLogprobs(model)
 
+    def use_device(self, device: DeviceSteps | None) -> None:
+        """What computes steps that `device` supports from now on; None: `forward` computes all."""
+        self.device = device
+
     def forget(self) -> None:
         """Owners' numbers begin anew."""
         self.planner.forget()
@@ -49,7 +53,7 @@ class HostSteps:
             hidden, logits = self.device.run(slots, counts)
         else:
             slots, begin, hidden = self.forward(slots, counts)
-        table.num_computed[slots] = begin + counts
+        table.advance(slots, counts)
         results = self._sample(slots, np.cumsum(counts) - 1, hidden, logits)
         return self._prompt_logprobs.add(table, slots, counts, begin, hidden, results)
 
@@ -94,7 +98,7 @@ class HostSteps:
                 continue
             finish = FinishReason.LENGTH if at_end[place] else None
             if finish is not None:
-                table.live[slot] = False
+                table.finish(slot)
             results.append(SlotResult(slot, [], lengths[place], finish))
         if not ready:
             return results
@@ -113,7 +117,7 @@ class HostSteps:
             token = sampled.token_ids[i]
             finish, stop = batch.finish_reason_of(slot, token, length + 1)
             if finish is not None:
-                table.live[slot] = False
+                table.finish(slot)
             logprobs = sampled.logprobs.get(i)
             results.append(SlotResult(slot, [token], length, finish, stop, [logprobs] if logprobs else []))
         return results

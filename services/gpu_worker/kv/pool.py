@@ -26,13 +26,20 @@ class KVPool:
     """
 
     def __init__(
-        self, shape: ModelShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        shape: ModelShape,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        batch_invariant: bool = False,
     ) -> None:
+        """batch_invariant: attention over this pool computes each row as if it were alone in its batch."""
         self.shape, self.num_blocks, self.block_size, self.device = shape, num_blocks, block_size, device
         self.dtype = dtype
         self.scales = torch.ones((shape.num_layers, 2), device=device) if dtype in FP8_MAX else None
         self.scales_pending = False
-        self.batch_invariant = False  # read so that a row's result depends on that row alone
+        self.batch_invariant = batch_invariant
         size = (shape.num_layers, num_blocks, 2, shape.kv_heads, block_size, shape.head_dim)
         self._pages: mmap.mmap | None = None  # of a pool in host memory
         self.memory = self._zeros(size)
@@ -61,6 +68,15 @@ class KVPool:
         num_bytes = math.prod(size) * self.dtype.itemsize
         self._pages = mmap.mmap(-1, max(1, num_bytes), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         return torch.from_numpy(np.frombuffer(self._pages, np.uint8, num_bytes)).view(self.dtype).view(size)
+
+    def set_scales(self, scales: Tensor) -> None:
+        """scales [layers, 2], of a pool in 8 bits."""
+        assert self.scales is not None
+        self.scales.copy_(scales)
+
+    def measure_next_prefill(self) -> None:
+        """The next step with a prefill sets the scales."""
+        self.scales_pending = True
 
     def measure_scales(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """From the K and V of a prompt, so that the largest are this far from the middle: room for larger ones."""

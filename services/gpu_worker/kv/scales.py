@@ -49,9 +49,9 @@ def claim(table: WeightTable, num_layers: int, is_wanted: bool) -> Tensor:
                 if not is_wanted:
                     table.ignore(f"model.layers.{layer}.{name}")
                 elif name.endswith("kv_scale"):
-                    table.scalars[f"model.layers.{layer}.{name}"] = scales[layer]
+                    table.place_scalar(f"model.layers.{layer}.{name}", scales[layer])
                 else:
-                    table.scalars[f"model.layers.{layer}.{name}"] = target
+                    table.place_scalar(f"model.layers.{layer}.{name}", target)
     return scales
 
 
@@ -76,11 +76,11 @@ def give(pool: KVPool, scales: Tensor, config: WorkerConfig) -> list[str]:
         return []
     kind = str(pool.dtype).removeprefix("torch.")
     if config.calculate_kv_scales:
-        pool.scales_pending = True
+        pool.measure_next_prefill()
         return [f"KV scales: {kind}, from the first prompt of more than one token"]
     if config.kv_scales_path is not None:
         read_scales(Path(config.kv_scales_path), scales)
-    pool.scales.copy_(scales)
+    pool.set_scales(scales)
     _check(scales)
     source = config.kv_scales_path or "the checkpoint"
     if bool((scales == 1).all()):

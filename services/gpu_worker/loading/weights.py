@@ -48,6 +48,10 @@ class WeightTable:
         """A checkpoint's `name` of `shape` goes to `target`, rows rearranged; a smaller shape is repeated."""
         self.places[name] = Place(target, shape, arrange)
 
+    def place_scalar(self, name: str, target: Tensor) -> None:
+        """A checkpoint that has the scalar `name` sets `target`; it may lack it."""
+        self.scalars[name] = target
+
     def matrix(self, name: str, rows: int, columns: int) -> Tensor:
         target = self._matrix(name, rows, columns)
         self.place(name, target, (rows, columns))

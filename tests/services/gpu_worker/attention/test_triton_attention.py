@@ -46,9 +46,8 @@ def test_decodes_and_prefills_in_one_step(num_decodes: int, counts: tuple[int, .
     positions = torch.arange(int(sizes.sum())) + (befores - first).repeat_interleave(sizes)
     tables = torch.randperm(90)[: (len(sizes) + 1) * 9].view(-1, 9).int().to(DEVICE)
     starts = torch.cat((first, sizes.sum()[None])).int().to(DEVICE)
-    pool = KVPool(shape, 90, SIZE, torch.float32, DEVICE)
+    pool = KVPool(shape, 90, SIZE, torch.float32, DEVICE, invariant)
     pool.memory.normal_()
-    pool.batch_invariant = invariant
     want_memory = pool.memory.clone()
     seqs = PagedKVMetadata(slots.repeat_interleave(sizes).to(DEVICE), positions.to(DEVICE), tables)
     attend = mixed_attention(
