@@ -7,7 +7,7 @@ import time
 
 from blockyard.services.scheduler.core import Scheduler
 from blockyard.services.scheduler.from_config import settings_of
-from blockyard.services.scheduler.report import Report
+from blockyard.services.scheduler.report import StatsLog
 from blockyard.services.scheduler.service import Service
 from blockyard.shared.bus.links import Links
 from blockyard.shared.config.services.scheduler import SchedulerConfig
@@ -21,7 +21,7 @@ def serve(config: SchedulerConfig) -> None:
     names = config.served_model_names
     with Links[SchedulerIn](config.process.name, Role.SCHEDULER, config.process.bus, SchedulerIn, names[0]) as links:
         core = Scheduler(links.me.incarnation, settings_of(config), created=int(time.time()))
-        Service(links, core, Report(config.stats_interval_s, config.log_stats, time.monotonic())).run(stopped)
+        Service(links, core, StatsLog(config.stats_interval_s, config.log_stats, time.monotonic())).run(stopped)
 
 
 if __name__ == "__main__":

@@ -3,10 +3,10 @@
 import logging
 from dataclasses import dataclass, field
 
-from blockyard.services.scheduler.batch.admission_delay import Gate
-from blockyard.services.scheduler.batch.partial_prefill_limits import PrefillShares
-from blockyard.services.scheduler.batch.step_planner import Planner
-from blockyard.services.scheduler.batch.step_results import Results
+from blockyard.services.scheduler.batch.admission_delay import AdmissionDelay
+from blockyard.services.scheduler.batch.partial_prefill_limits import PartialPrefillLimits
+from blockyard.services.scheduler.batch.step_planner import StepPlanner
+from blockyard.services.scheduler.batch.step_results import StepResults
 from blockyard.services.scheduler.kv_cache.prefix_cache import PrefixCache
 from blockyard.services.scheduler.lifecycle import Lifecycle
 from blockyard.services.scheduler.outbox import Outbox, Outgoing
@@ -19,10 +19,10 @@ from blockyard.services.scheduler.queue.queue_bounds import QueueBounds
 from blockyard.services.scheduler.queue.request_handler import RequestHandler
 from blockyard.services.scheduler.queue.wait_estimate import WaitEstimate
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
-from blockyard.services.scheduler.sequences.beam_sequences import Beams
-from blockyard.services.scheduler.sequences.detokenizer_streams import Streams
-from blockyard.services.scheduler.sequences.parallel_sampling import Forks
-from blockyard.services.scheduler.wakeup_timers import Alarms
+from blockyard.services.scheduler.sequences.beam_sequences import BeamScheduler
+from blockyard.services.scheduler.sequences.detokenizer_streams import DetokenizerStreams
+from blockyard.services.scheduler.sequences.parallel_sampling import ParallelSampling
+from blockyard.services.scheduler.wakeup_timers import WakeupTimers
 from blockyard.services.scheduler.workers.controls import Controls
 from blockyard.services.scheduler.workers.router import Router
 from blockyard.services.scheduler.workers.worker_groups import BatchLimits, WorkerGroup, WorkerGroups
@@ -67,7 +67,7 @@ class SchedulerSettings:
     max_queue_tokens: int
     max_queue_delay_s: float | None = None  # that a newcomer may wait
     delay_factor: float = 0.0  # of the last prompt's step that the next one waits
-    prefills: PrefillShares = field(default_factory=PrefillShares)
+    partial_prefills: PartialPrefillLimits = field(default_factory=PartialPrefillLimits)
     policy: str = "fcfs"
     may_sleep: bool = False
     prefix_caching: bool = True
@@ -75,7 +75,7 @@ class SchedulerSettings:
 
 
 class Scheduler:
-    """Call `handle` for everything that happened, then `turn` for what is to be sent."""
+    """Call `on_message` for everything that happened, then `step` for what is to be sent."""
 
     def __init__(self, incarnation: int, settings: SchedulerSettings, created: int) -> None:
         self.card: ModelCard | None = None  # once a group is attached; a new object whenever it changed
@@ -90,15 +90,15 @@ class Scheduler:
         limits = (settings.max_queue_len, settings.max_queue_tokens, settings.max_queue_delay_s)
         self._bounds = QueueBounds(self._waiting, self._wait, *limits)
         self.groups = self._groups.attached  # by worker's incarnation, for those who look on
-        self._streams = Streams(self._groups.attached)
+        self._streams = DetokenizerStreams(self._groups.attached)
         self._prefix = PrefixCache(settings.block_scope, settings.prefix_caching)
-        self._forks = Forks(self._waiting)
+        self._parallel_sampling = ParallelSampling(self._waiting)
         self._lifecycle = Lifecycle(
-            self._waiting, self._groups, self._streams, self._prefix, policy, self._forks, lengths
+            self._waiting, self._groups, self._streams, self._prefix, policy, self._parallel_sampling, lengths
         )
-        self.preempting = self._lifecycle.preempting
+        self.before_preempt = self._lifecycle.before_preempt
         acceptance = Acceptance(self._lifecycle.requests, self._waiting, self._bounds, self._streams, self._outbox)
-        beams = Beams(self._waiting, self._groups, self._lifecycle, self._forks)
+        beam_scheduler = BeamScheduler(self._waiting, self._groups, self._lifecycle, self._parallel_sampling)
         self._admission = Admission(settings.names)
         self._request_handler = RequestHandler(
             self._admission,
@@ -108,12 +108,12 @@ class Scheduler:
             self._streams,
             self._outbox,
             acceptance,
-            self._forks,
-            beams,
+            self._parallel_sampling,
+            beam_scheduler,
         )
         self._router = Router(self._waiting, self._groups.attached, self._prefix, policy, acceptance)
-        self._gate, self._alarms = Gate(settings.delay_factor), Alarms()
-        self._planner = Planner(
+        self._admission_delay, self._timers = AdmissionDelay(settings.delay_factor), WakeupTimers()
+        self._planner = StepPlanner(
             incarnation,
             self._waiting,
             self._lifecycle,
@@ -121,13 +121,13 @@ class Scheduler:
             policy,
             acceptance,
             self._router,
-            beams,
-            self._gate,
-            settings.prefills,
+            beam_scheduler,
+            self._admission_delay,
+            settings.partial_prefills,
         )
         self._sleep = WorkerSleep(incarnation, self._groups, self._bounds, self._outbox, self._clear)
-        self._controls = Controls(self._groups, self._gate, self._sleep, self._outbox, settings.may_sleep)
-        self._results = Results(self._waiting, self._lifecycle, self._prefix, beams)
+        self._controls = Controls(self._groups, self._admission_delay, self._sleep, self._outbox, settings.may_sleep)
+        self._results = StepResults(self._waiting, self._lifecycle, self._prefix, beam_scheduler)
         self._gateways: set[int] = set()
         self._num_steps = 0
         self._heard: set[int] = set()  # workers with a result since the last turn
@@ -141,7 +141,7 @@ class Scheduler:
         """Nothing is in flight."""
         return not any(group.in_flight for group in self._groups.attached.values())
 
-    def handle(self, peer: int, frame: SchedulerIn, now: float) -> None:
+    def on_message(self, peer: int, frame: SchedulerIn, now: float) -> None:
         """Takes one frame. Raises FencedError when this scheduler has been replaced."""
         if isinstance(frame, StepResult):
             self._result(peer, frame, now)
@@ -165,12 +165,12 @@ class Scheduler:
                 log.warning("worker %x expected plan %d: attaching it again", peer, frame.expected)
                 self._attach_again(peer, now)
             case Broken() if peer in self.groups:
-                self._gate.quarantine.blame(self.groups[peer], frame.detail, now, self._lifecycle.fail)
-                self.gone(peer)
+                self._admission_delay.quarantine.blame(self.groups[peer], frame.detail, now, self._lifecycle.fail)
+                self.on_member_lost(peer)
             case Fenced():
                 raise FencedError(f"another scheduler has taken worker {peer:x}: this one ends")
 
-    def present(self, member: Member, now: float) -> None:
+    def on_member(self, member: Member, now: float) -> None:
         """A member joined, or its entry changed."""
         if member.model not in ("", *self._settings.names):
             return
@@ -179,13 +179,13 @@ class Scheduler:
                 self._outbox.send(member.incarnation, self._groups.attach_request(member.incarnation, now))
         elif member.role is Role.DETOKENIZER and member.ready:
             self._groups.mark_dirty(self.groups.values())
-            self._streams.join(member.incarnation)
+            self._streams.add_detokenizer(member.incarnation)
             self._tell_lost()
             self._request_handler.detokenizer_joined()
         elif member.role is Role.API_GATEWAY:
             self._gateways.add(member.incarnation)
 
-    def gone(self, incarnation: int) -> None:
+    def on_member_lost(self, incarnation: int) -> None:
         """A member died, or what was sent to it is lost."""
         group = self._groups.detach(incarnation)
         if group is not None:
@@ -193,27 +193,27 @@ class Scheduler:
             self._settle_capacity()
         self._controls.gone(incarnation)
         self._groups.mark_dirty(self.groups.values())
-        self._streams.leave(incarnation, self._lifecycle.requests.values())
+        self._streams.remove_detokenizer(incarnation, self._lifecycle.requests.values())
         self._tell_lost()
         if incarnation in self._gateways:
             self._gateways.discard(incarnation)
-            self._lifecycle.drop_of_gateway(incarnation)
+            self._lifecycle.drop_gateway(incarnation)
             self._outbox.answer(incarnation, PathLost(incarnation))  # it may live: it stood still, or its link broke
 
-    def turn(self, now: float) -> list[Outgoing]:
+    def step(self, now: float) -> list[Outgoing]:
         """Decides what happens next; plans come first, so that no worker waits for text."""
-        self._gate.tick(now)
+        self._admission_delay.begin_step(now)
         self._request_handler.expire(now)
         for worker in self._groups.attach_overdue(now):
             self._outbox.send(worker, self._groups.attach_request(worker, now))
         self._place()
-        self._groups.mark_dirty(self.groups[worker] for worker in self._alarms.take(now) if worker in self.groups)
+        self._groups.mark_dirty(self.groups[worker] for worker in self._timers.take(now) if worker in self.groups)
         while dirty := self._groups.take_dirty(now):
             for group in dirty:
-                while self._alarms.may_send(group, now) and (plan := self._planner.plan(group)) is not None:
-                    group.departures.sent(group.in_flight[-1].load, now)
+                while self._timers.may_send(group, now) and (plan := self._planner.plan(group)) is not None:
+                    group.pacer.on_sent(group.in_flight[-1].load, now)
                     self._outbox.plan(group.worker, plan)
-            if not self._gate.quarantine:
+            if not self._admission_delay.quarantine:
                 self._groups.mark_dirty(self._router.route())  # those who had to give way may run elsewhere
         self._controls.settle(now)
         self._wait.sample(now, self._results.num_output_tokens, self._results.num_prompt_tokens)
@@ -225,14 +225,14 @@ class Scheduler:
         return self._outbox.take()
 
     def wake_at(self) -> float | None:
-        """When to call `turn` though nothing has happened."""
-        return self._alarms.next()
+        """When to call `step` though nothing has happened."""
+        return self._timers.next()
 
     def stats(self) -> Stats:
         groups = self._groups.attached.values()
         return Stats(
             running=sum(len(group.running) for group in groups),
-            waiting=len(self._waiting) + self._forks.num_parked,
+            waiting=len(self._waiting) + self._parallel_sampling.num_awaiting_prompt,
             requests_total=self._request_handler.num_requests,
             prompt_tokens_total=self._results.num_prompt_tokens,
             output_tokens_total=self._results.num_output_tokens,
@@ -262,7 +262,7 @@ class Scheduler:
                 self._outbox.answer(gateway, PathLost(detokenizer))
 
     def _place(self) -> None:
-        if self._gate.quarantine:  # at a desk one might stand behind somebody who is to wait for its trial
+        if self._admission_delay.quarantine:  # at a desk one might stand behind somebody who is to wait for its trial
             self._router.requeue_all()
             self._groups.mark_dirty(self.groups.values())
         else:
@@ -273,18 +273,18 @@ class Scheduler:
         if group is None:
             return  # of plans sent before the worker was asked again
         record = group.on_answered(frame.number)
-        if record is None or not record.fits(frame.token_ids):
+        if record is None or not record.matches(frame.token_ids):
             log.error("worker %x answered plan %d, which is not what was sent: attaching it again", peer, frame.number)
             self._attach_again(peer, now)
             return
         self._num_steps += 1
-        group.departures.answered(frame.step_s, frame.launch_s, frame.stamp_s, now)
+        group.pacer.on_completed(frame.step_s, frame.launch_s, frame.stamp_s, now)
         if peer in self._heard:
-            self._streams.seal()
+            self._streams.close_batches()
         self._heard.add(peer)
         self._groups.mark_dirty((group,))
-        if record.chunks:
-            self._gate.took(frame.step_s)
+        if record.chunk_sizes:
+            self._admission_delay.on_prefill_step(frame.step_s)
         self._results.apply(group, record, frame)
 
     def _attached(self, peer: int, frame: Attached) -> None:
@@ -318,4 +318,4 @@ class Scheduler:
         level, num_running = logging.WARNING if group.running else logging.INFO, len(group.running)
         log.log(level, "worker %x %s; %d sequences that ran on it wait again", group.worker, what, num_running)
         self._router.remove_group(group)
-        self._lifecycle.clear(group)
+        self._lifecycle.requeue_all(group)

@@ -1,6 +1,6 @@
 """What a scheduler is told by its settings; the simulator reads them with the same words."""
 
-from blockyard.services.scheduler.batch.partial_prefill_limits import PrefillShares
+from blockyard.services.scheduler.batch.partial_prefill_limits import PartialPrefillLimits
 from blockyard.services.scheduler.core import SchedulerSettings
 from blockyard.services.scheduler.workers.worker_groups import BatchLimits
 from blockyard.shared.config.services.scheduler import SchedulerConfig
@@ -17,11 +17,11 @@ def settings_of(config: SchedulerConfig) -> SchedulerSettings:
         max_queue_tokens=config.max_queue_tokens,
         max_queue_delay_s=config.max_queue_delay_s,
         delay_factor=config.delay_factor,
-        prefills=PrefillShares(
+        partial_prefills=PartialPrefillLimits(
             max_partial=config.max_num_partial_prefills,
             max_long=config.max_long_partial_prefills,
             long_tokens=config.long_prefill_token_threshold,
-            whole=not config.enable_chunked_prefill,
+            whole_prompts=not config.enable_chunked_prefill,
         ),
         policy=config.scheduling_policy,
         may_sleep=config.enable_sleep_mode,

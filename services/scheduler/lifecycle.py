@@ -6,9 +6,9 @@ from blockyard.services.scheduler.kv_cache.prefix_cache import PrefixCache
 from blockyard.services.scheduler.queue.output_lengths import OutputLengths
 from blockyard.services.scheduler.queue.policy import Policy
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
-from blockyard.services.scheduler.sequences.detokenizer_streams import Streams
-from blockyard.services.scheduler.sequences.parallel_sampling import Forks
-from blockyard.services.scheduler.sequences.requests import Choice, Phase, Request, Seat
+from blockyard.services.scheduler.sequences.detokenizer_streams import DetokenizerStreams
+from blockyard.services.scheduler.sequences.parallel_sampling import ParallelSampling
+from blockyard.services.scheduler.sequences.requests import Phase, Request, RunningSequence, Sequence
 from blockyard.services.scheduler.workers.worker_groups import WorkerGroup, WorkerGroups
 from blockyard.shared.messages import FinishReason
 
@@ -18,103 +18,107 @@ class Lifecycle:
         self,
         waiting: WaitingQueue,
         groups: WorkerGroups,
-        streams: Streams,
+        streams: DetokenizerStreams,
         prefix: PrefixCache,
         policy: Policy,
-        forks: Forks,
+        parallel_sampling: ParallelSampling,
         lengths: OutputLengths,
     ) -> None:
         self.requests: dict[str, Request] = {}
         self.num_preemptions = 0
-        self.preempting: list[Callable[[WorkerGroup], None]] = []  # who wants to look before a seat is taken
+        self.before_preempt: list[Callable[[WorkerGroup], None]] = []  # who wants to look before a seat is taken
         self._waiting, self._groups, self._streams, self._prefix = waiting, groups, streams, prefix
-        self._policy, self._forks, self._lengths = policy, forks, lengths
+        self._policy, self._parallel_sampling, self._lengths = policy, parallel_sampling, lengths
 
-    def end(self, choice: Choice) -> None:
+    def end(self, sequence: Sequence) -> None:
         """The choice is over: results still to come are dropped. Whoever needs to know was told before."""
-        request = choice.request
-        if request.sink is not None:
-            request.sink.num_streams -= 1
-        del request.choices[choice.index]
-        if choice.outputs and not request.fills_limit:
-            most = request.frame.sampling.max_tokens if choice.seat is None else choice.seat.limit - request.num_prompt
-            self._lengths.ended(len(choice.outputs), len(choice.outputs) < most)
-        self.release(choice)
-        if not request.choices:
+        request = sequence.request
+        if request.text_outbox is not None:
+            request.text_outbox.num_streams -= 1
+        del request.sequences[sequence.index]
+        if sequence.outputs and not request.has_fixed_length:
+            most = (
+                request.frame.sampling.max_tokens
+                if sequence.last_run is None
+                else sequence.last_run.max_num_tokens - request.num_prompt
+            )
+            self._lengths.ended(len(sequence.outputs), len(sequence.outputs) < most)
+        self.release(sequence)
+        if not request.sequences:
             del self.requests[request.id]
             if request.search is not None:
-                hypotheses, request.search.choices = request.search.choices, []
+                hypotheses, request.search.beam_scheduler = request.search.beam_scheduler, []
                 for hypothesis in hypotheses:
                     self.release(hypothesis)
 
-    def release(self, choice: Choice) -> None:
+    def release(self, sequence: Sequence) -> None:
         """A choice, or a hypothesis of a beam search, neither runs nor waits any more. It is no member by now."""
-        group = self._groups.attached.get(choice.seat.worker) if choice.seat is not None else None
-        if choice.phase is Phase.RUNNING and choice.seat is not None:
-            left = self._groups.attached[choice.seat.worker]
-            self._free(left, choice.seat)
+        group = self._groups.attached.get(sequence.last_run.worker) if sequence.last_run is not None else None
+        if sequence.phase is Phase.RUNNING and sequence.last_run is not None:
+            left = self._groups.attached[sequence.last_run.worker]
+            self._free(left, sequence.last_run)
             self._groups.mark_dirty([left])  # what is heard of one group may end a hypothesis in another
         else:
-            self._waiting.discard(choice)
-        choice.phase = Phase.ENDED
-        choice.seat = choice.fork_of = None  # cuts the circle; the collector rarely runs here
-        self._forks.left(choice)
+            self._waiting.discard(sequence)
+        sequence.phase = Phase.ENDED
+        sequence.last_run = sequence.prompt_source = None  # cuts the circle; the collector rarely runs here
+        self._parallel_sampling.on_removed(sequence)
         if group is not None:
-            self._prefix.drop_private(group, choice)
+            self._prefix.drop_private(group, sequence)
 
-    def conclude(self, choice: Choice, finish: FinishReason, detail: str = "") -> None:
+    def finish(self, sequence: Sequence, finish: FinishReason, detail: str = "") -> None:
         """Ends a choice for a reason the worker does not know of."""
-        self._streams.conclude(choice, finish, detail)
-        self.end(choice)
+        self._streams.finish(sequence, finish, detail)
+        self.end(sequence)
 
-    def fail(self, choice: Choice, detail: str) -> None:
+    def fail(self, sequence: Sequence, detail: str) -> None:
         """Ends a choice that cannot go on; with a hypothesis of a beam search its whole request."""
-        hit = [choice] if choice.request.search is None else list(choice.request.choices.values())
+        hit = [sequence] if sequence.request.search is None else list(sequence.request.sequences.values())
         for one in hit:
-            self.conclude(one, FinishReason.FAILED, detail)
+            self.finish(one, FinishReason.FAILED, detail)
 
     def drop(self, request: Request) -> None:
         """Ends all choices in silence, at the detokenizer too."""
-        self._streams.unbind(request)
-        for choice in list(request.choices.values()):
-            self.end(choice)
+        self._streams.close(request)
+        for sequence in list(request.sequences.values()):
+            self.end(sequence)
 
-    def drop_of_gateway(self, gateway: int) -> None:
+    def drop_gateway(self, gateway: int) -> None:
         for request in [r for r in self.requests.values() if r.gateway == gateway]:
             self.drop(request)
 
-    def preempt(self, group: WorkerGroup, seat: Seat) -> None:
+    def preempt(self, group: WorkerGroup, running: RunningSequence) -> None:
         """Takes a choice's seat. Once there is room it begins anew, with what is found of it then."""
-        for look in self.preempting:
+        for look in self.before_preempt:
             look(group)
-        self._prefix.hash_before_preempt(group, seat)
-        self._free(group, seat)
+        self._prefix.hash_before_preempt(group, running)
+        self._free(group, running)
         self.num_preemptions += 1
-        self._wait(seat.choice)
+        self._wait(running.sequence)
 
-    def restart(self, group: WorkerGroup, seat: Seat) -> None:
+    def reschedule(self, group: WorkerGroup, running: RunningSequence) -> None:
         """What a seat reads is worth nothing: its choice waits again, and what comes of plans in flight is dropped."""
         for record in group.in_flight:
-            record.drop(seat)
-        if seat.choice.hypothesis is not None:
-            seat.choice.hypothesis.top = None
-        if seat in group.running:
-            self._free(group, seat)
-            self._wait(seat.choice)
+            record.drop(running)
+        if running.sequence.hypothesis is not None:
+            running.sequence.hypothesis.top = None
+        if running in group.running:
+            self._free(group, running)
+            self._wait(running.sequence)
 
-    def clear(self, group: WorkerGroup) -> None:
+    def requeue_all(self, group: WorkerGroup) -> None:
         """A group is lost: its choices wait again, with what is known of them."""
-        for choice in group.abandon():
-            choice.seat = None
-            self._policy.on_freed(choice)
-            self._wait(choice)
+        for sequence in group.abandon():
+            sequence.last_run = None
+            self._policy.on_freed(sequence)
+            self._wait(sequence)
 
-    def _free(self, group: WorkerGroup, seat: Seat) -> None:
-        self._prefix.hash_before_free(group, seat)
-        group.free(seat)
-        self._policy.on_freed(seat.choice)
+    def _free(self, group: WorkerGroup, running: RunningSequence) -> None:
+        self._prefix.hash_before_free(group, running)
+        group.free(running)
+        self._policy.on_freed(running.sequence)
 
-    def _wait(self, choice: Choice) -> None:
-        choice.phase = Phase.WAITING
-        if choice.hypothesis is None or choice.hypothesis.top is None:  # else it only waits for its siblings
-            self._waiting.push(choice)
+    def _wait(self, sequence: Sequence) -> None:
+        sequence.phase = Phase.WAITING
+        if sequence.hypothesis is None or sequence.hypothesis.top is None:  # else it only waits for its siblings
+            self._waiting.push(sequence)

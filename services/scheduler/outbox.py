@@ -6,13 +6,13 @@ from typing import NamedTuple
 from blockyard.shared.messages import Frame, StepPlan
 
 
-class Verb(enum.Enum):
-    SEND = enum.auto()  # on the link this process opens
-    ANSWER = enum.auto()  # on the link the peer opened
+class LinkSide(enum.Enum):
+    OURS = enum.auto()  # on the link this process opens
+    PEERS = enum.auto()  # on the link the peer opened
 
 
 class Outgoing(NamedTuple):
-    verb: Verb
+    side: LinkSide
     to: int  # incarnation
     frame: Frame
 
@@ -24,13 +24,13 @@ class Outbox:
 
     def plan(self, worker: int, plan: StepPlan) -> None:
         """To a worker to which nothing else goes in this turn."""
-        self._plans.append(Outgoing(Verb.SEND, worker, plan))
+        self._plans.append(Outgoing(LinkSide.OURS, worker, plan))
 
     def send(self, to: int, frame: Frame) -> None:
-        self._frames.append(Outgoing(Verb.SEND, to, frame))
+        self._frames.append(Outgoing(LinkSide.OURS, to, frame))
 
     def answer(self, to: int, frame: Frame) -> None:
-        self._frames.append(Outgoing(Verb.ANSWER, to, frame))
+        self._frames.append(Outgoing(LinkSide.PEERS, to, frame))
 
     def take(self) -> list[Outgoing]:
         frames = self._plans + self._frames

@@ -9,7 +9,7 @@ log = logging.getLogger(__name__)
 WARN_EVERY = 50  # preemptions
 
 
-class Report:
+class StatsLog:
     """Compares counters with those of the last time."""
 
     def __init__(self, interval_s: float, enabled: bool, now: float) -> None:
@@ -21,7 +21,7 @@ class Report:
     def due(self, now: float) -> bool:
         return now - self._since >= self._interval_s
 
-    def tell(self, stats: Stats, now: float) -> None:
+    def log(self, stats: Stats, now: float) -> None:
         """Logs what was going on since the last time; nothing if nothing was."""
         self.warn(stats)
         elapsed_s = now - self._since

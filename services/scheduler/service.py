@@ -8,8 +8,8 @@ from typing import Protocol
 import msgspec
 
 from blockyard.services.scheduler.core import Scheduler
-from blockyard.services.scheduler.outbox import Outgoing, Verb
-from blockyard.services.scheduler.report import Report
+from blockyard.services.scheduler.outbox import LinkSide, Outgoing
+from blockyard.services.scheduler.report import StatsLog
 from blockyard.shared.bus.member_list import Changed, Event, Gone, Joined
 from blockyard.shared.messages import AskStats, Frame, ModelCard, SchedulerIn, Stats, StatsTold
 from blockyard.shared.process.service_main import rss_bytes
@@ -30,7 +30,7 @@ class SchedulerLinks(Protocol):
 
 
 class Service:
-    def __init__(self, links: SchedulerLinks, core: Scheduler, report: Report) -> None:
+    def __init__(self, links: SchedulerLinks, core: Scheduler, report: StatsLog) -> None:
         self._links, self._core, self._report = links, core, report
         self._card: ModelCard | None = None
         self._phase = ""
@@ -44,32 +44,32 @@ class Service:
         gc.disable()  # a full collection would hold up a step by milliseconds
         while not stopped.is_set():
             for peer, event in self._links.poll(self._timeout(time.monotonic())):
-                self.handle(peer, event, time.monotonic())
-            self.turn(time.monotonic())
+                self.on_event(peer, event, time.monotonic())
+            self.step(time.monotonic())
 
-    def handle(self, peer: int, event: Event | SchedulerIn, now: float) -> None:
+    def on_event(self, peer: int, event: Event | SchedulerIn, now: float) -> None:
         match event:
             case Joined(member) | Changed(member):
-                self._core.present(member, now)
+                self._core.on_member(member, now)
             case Gone():
-                self._core.gone(peer)
+                self._core.on_member_lost(peer)
             case AskStats(request_id):
                 self._links.answer(peer, StatsTold(request_id, self._stats()))
             case _:
-                self._core.handle(peer, event, now)
+                self._core.on_message(peer, event, now)
 
-    def turn(self, now: float) -> None:
+    def step(self, now: float) -> None:
         """Sends what the core decided; a member that cannot be sent to is lost, and that is decided upon again."""
-        outgoing = self._core.turn(now)
+        outgoing = self._core.step(now)
         while outgoing:
-            lost = {o.to for o in outgoing if not self._send(o) and o.verb is Verb.SEND}
+            lost = {o.to for o in outgoing if not self._send(o) and o.side is LinkSide.OURS}
             for incarnation in lost:
-                self._core.gone(incarnation)
-            outgoing = self._core.turn(now) if lost else []
+                self._core.on_member_lost(incarnation)
+            outgoing = self._core.step(now) if lost else []
         self._publish(now)
 
     def _send(self, outgoing: Outgoing) -> bool:
-        if outgoing.verb is Verb.SEND:
+        if outgoing.side is LinkSide.OURS:
             return self._links.send(outgoing.to, outgoing.frame)
         return self._links.answer(outgoing.to, outgoing.frame)
 
@@ -85,7 +85,7 @@ class Service:
             self._links.count(stats)
             self._report.warn(stats)
             if self._report.due(now):
-                self._report.tell(stats, now)
+                self._report.log(stats, now)
             if core.idle and now - self._collected_at > COLLECT_S:
                 self._collected_at = now
                 gc.collect()

@@ -78,15 +78,15 @@ class Bench:
         self.core = Scheduler(ME, settings, 0)
         self.plans: list[tuple[int, StepPlan]] = []  # with the worker that it is for
         self.encode = msgspec.msgpack.Encoder().encode
-        self.core.present(Member("d", Role.DETOKENIZER, DETOKENIZER, "", ready=True), 0.0)
+        self.core.on_member(Member("d", Role.DETOKENIZER, DETOKENIZER, "", ready=True), 0.0)
         num_blocks = running * (16 + max_tokens) // 16 + running + 2 * running
         held = list(range(host * num_blocks))
         names = b"".join(block.to_bytes(16, "little") for block in held)
         geometry = Geometry(num_blocks, 16, 10**6, 32000, [2], running, 16 * running, num_host_blocks=len(held) // 2)
         for worker in range(WORKER, WORKER + num_groups):
-            self.core.present(Member("w", Role.GPU_WORKER, worker, "", ready=True), 0.0)
+            self.core.on_member(Member("w", Role.GPU_WORKER, worker, "", ready=True), 0.0)
             self._turn()
-            self.core.handle(worker, Attached(worker, ME, geometry, held, names), 0.0)
+            self.core.on_message(worker, Attached(worker, ME, geometry, held, names), 0.0)
         self.max_tokens, self.churn, self.num_come = max_tokens, churn, 0
         self.said: dict[tuple[int, int], tuple[int, int]] = {}  # tokens of a worker's slot, and how many it will say
         for _ in range(running * num_groups + waiting):
@@ -101,7 +101,7 @@ class Bench:
             if slot.finish is not None:
                 self._come()
         begun, cpu = time.perf_counter(), time.thread_time()
-        self.core.handle(worker, result, 0.0)
+        self.core.on_message(worker, result, 0.0)
         frames = self._turn()
         cpu = time.thread_time() - cpu
         decided = time.perf_counter()
@@ -127,7 +127,7 @@ class Bench:
             tenant=f"key-{i % 8}",
             user=f"user-{i % 32}",
         )
-        self.core.handle(GATEWAY, frame, 0.0)
+        self.core.on_message(GATEWAY, frame, 0.0)
 
     def _result(self, worker: int, plan: StepPlan) -> StepResult:
         slots, token_ids = [], array("I")
@@ -144,7 +144,7 @@ class Bench:
         return StepResult(worker, plan.number, slots, 1.0, token_ids=token_ids.tobytes())
 
     def _turn(self) -> list[Frame]:
-        sent = self.core.turn(0.0)
+        sent = self.core.step(0.0)
         self.plans += [(outgoing.to, outgoing.frame) for outgoing in sent if isinstance(outgoing.frame, StepPlan)]
         return [outgoing.frame for outgoing in sent]
 
@@ -185,24 +185,24 @@ class Lookups:
         batch = BatchLimits(8, num_tokens, 0)
         settings = SchedulerSettings(names=["m"], root="", batch=batch, max_queue_len=9, max_queue_tokens=10**9)
         self.core = core = Scheduler(ME, settings, 0)
-        core.present(Member("w", Role.GPU_WORKER, WORKER, "", ready=True), 0.0)
-        core.present(Member("d", Role.DETOKENIZER, DETOKENIZER, "", ready=True), 0.0)
-        core.turn(0.0)
+        core.on_member(Member("w", Role.GPU_WORKER, WORKER, "", ready=True), 0.0)
+        core.on_member(Member("d", Role.DETOKENIZER, DETOKENIZER, "", ready=True), 0.0)
+        core.step(0.0)
         geometry = Geometry(num_blocks, 16, 10**6, 32000, [2], 8, num_tokens, num_host_blocks=num_host_blocks)
-        core.handle(WORKER, Attached(WORKER, ME, geometry), 0.0)
+        core.on_message(WORKER, Attached(WORKER, ME, geometry), 0.0)
 
     def seat(self, request_id: str, prompt: bytes, names: bytes) -> tuple[float, int]:
         """Milliseconds from Generate to plan, and tokens found."""
         core = self.core
         frame = Generate(request_id, 0, "m", prompt, names, Sampling(1), TextOptions(), [ChoiceState(0)])
         begun = time.perf_counter()
-        core.handle(GATEWAY, frame, 0.0)
-        frames = [outgoing.frame for outgoing in core.turn(0.0)]
+        core.on_message(GATEWAY, frame, 0.0)
+        frames = [outgoing.frame for outgoing in core.step(0.0)]
         elapsed = time.perf_counter() - begun
         ((number, start),) = [(f.number, s) for f in frames if isinstance(f, StepPlan) for s in f.starts]
         result = StepResult(WORKER, number, [SlotResult(start.slot, [7], self.num_tokens)], 1.0)
-        core.handle(WORKER, result, 0.0)
-        core.turn(0.0)
+        core.on_message(WORKER, result, 0.0)
+        core.step(0.0)
         return 1000 * elapsed, start.num_computed
 
 
@@ -218,9 +218,9 @@ def lookup_rows(num_tokens: int, rounds: int, host: bool = False) -> list[Row]:
             for i in range(rounds + 1):  # the first fills the cache
                 if host:
                     lookups.seat(f"other {label} {i}", prompts[1], names[1])
-                elapsed, num_found = lookups.seat(f"{label} {i}", prompts[0], given)
+                elapsed, num_cached_blocks = lookups.seat(f"{label} {i}", prompts[0], given)
                 times.append(elapsed)
-                found.append(num_found)
+                found.append(num_cached_blocks)
         assert found[-1] == num_tokens - 16, "the last block holds the last token, which is computed"
         text = f"p50 {statistics.median(times[1:]):.3f}, max {max(times[1:]):.3f} ms from Generate to plan"
         where = "found in host memory, as many saved" if host else "found"

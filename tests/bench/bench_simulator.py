@@ -132,7 +132,7 @@ def replica_rows() -> list[Row]:
         for i, kind in enumerate(kinds)
     ]
     simulation, _ = simulate(requests, num_workers=4)
-    found = sum(flow.num_cached for flow in simulation.record.flows)
+    found = sum(flow.num_cached_tokens for flow in simulation.record.flows)
     most = (len(requests) - len(set(kinds))) * 4000
     steps = [worker.num_steps for worker in simulation.workers.values()]
     text = f"{found / most:.1%} of what one cache would find; steps {min(steps):,} to {max(steps):,} a worker"

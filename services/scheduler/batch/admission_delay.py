@@ -1,12 +1,12 @@
 """Whether those who wait are seated now: not while the scheduler is paused, before their delay is over, or beside
 somebody who is suspected of breaking workers."""
 
-from blockyard.services.scheduler.sequences.requests import Choice, Request
+from blockyard.services.scheduler.sequences.requests import Request, Sequence
 from blockyard.services.scheduler.workers.crash_quarantine import CrashQuarantine
 from blockyard.services.scheduler.workers.worker_groups import WorkerGroup
 
 
-class Gate:
+class AdmissionDelay:
     """`delay_factor`: the next prompt waits so many times as long as the last step with a prompt took.
 
     With 0.5 and steps of 0.4 s prompts that come within 0.2 s of each other are computed in the same step, to which
@@ -22,25 +22,25 @@ class Gate:
         self._is_open = False  # for all who come after the one that it was opened for, in this turn
         self._prompt_s = 0.0  # the last step with a prompt
 
-    def tick(self, now: float) -> None:
+    def begin_step(self, now: float) -> None:
         self._now, self._is_open = now, False
         if self.quarantine:
             self.quarantine.update()
 
-    def took(self, step_s: float) -> None:
+    def on_prefill_step(self, step_s: float) -> None:
         """A step with a prompt."""
         self._prompt_s = step_s
 
-    def seated(self, choice: Choice) -> None:
+    def on_scheduled(self, sequence: Sequence) -> None:
         """Notes how long it waited for its first seat."""
-        if choice.queued_s is None:
-            choice.queued_s = max(0.0, self._now - choice.request.came_s)
+        if sequence.queued_s is None:
+            sequence.queued_s = max(0.0, self._now - sequence.request.arrival_s)
 
-    def first(self, group: WorkerGroup) -> Choice | None:
+    def next_probation(self, group: WorkerGroup) -> Sequence | None:
         """Who is to be seated in this group before whoever is next."""
         return self.quarantine.next_for(group) if self.quarantine else None
 
-    def is_open(self, request: Request, group: WorkerGroup) -> bool:
+    def may_admit(self, request: Request, group: WorkerGroup) -> bool:
         """For the request that is next."""
         num_running = len(group.running)
         if self.paused or (self.quarantine and not self.quarantine.may_run(group, request, self._now)):
@@ -48,5 +48,5 @@ class Gate:
         if not self._delay_factor or not num_running:
             return True
         if not self._is_open:
-            self._is_open = self._now - request.came_s > self._delay_factor * self._prompt_s
+            self._is_open = self._now - request.arrival_s > self._delay_factor * self._prompt_s
         return self._is_open

@@ -8,71 +8,79 @@ half a millisecond have several plans under way, long ones none but the running 
 import math
 from collections import deque
 
-from blockyard.services.scheduler.batch.step_times import Load, StepTimes
+from blockyard.services.scheduler.batch.step_times import StepLoad, StepTimes
 
-LEAD_S = 0.002  # device time under way when the next plan leaves: a hop there and back, the plan, its launch, jitter
-ROW_S = 4e-6  # more for each choice in it, which scheduler, link and worker all look at
-MOST_LEAD_S = 0.008
+SEND_AHEAD_S = (
+    0.002  # device time under way when the next plan leaves: a hop there and back, the plan, its launch, jitter
+)
+SEND_AHEAD_PER_ROW_S = 4e-6  # more for each choice in it, which scheduler, link and worker all look at
+MAX_SEND_AHEAD_S = 0.008
 # a step that begins so much later than it could was waited for, and one launched so shortly before its end
 LATE_S = 0.0003
 FADE = 0.99  # of what was added to the lead, with each step
-MOST_AHEAD = 7  # plans besides the running one
+MAX_PLANS_AHEAD = 7  # plans besides the running one
 
 
-class Departures:
+class PlanPacer:
     """The plans of a group that are in flight, and how long they will take."""
 
     def __init__(self, step_s: float, ahead: int | None) -> None:
         """`step_s`: of a step with one decode, 0 if that is not known. `ahead`: plans that leave at once."""
         self.times = StepTimes(step_s)
         self._ahead = ahead
-        self._flight: deque[tuple[Load, float, bool]] = deque()  # what each will take at least; was another under way
+        self._in_flight: deque[tuple[StepLoad, float, bool]] = (
+            deque()
+        )  # what each will take at least; was another under way
         self._under_way_s = 0.0  # what they take together
-        self._began_s = 0.0  # the oldest one
-        self._more_s = 0.0  # lead, because steps were late
+        self._oldest_began_s = 0.0  # the oldest one
+        self._extra_ahead_s = 0.0  # lead, because steps were late
         self._ended_s = 0.0  # the last step, by its worker's clock
 
     @property
     def text(self) -> str:
         """For people."""
         if self._ahead is None:
-            return f"plans leave {1000 * LEAD_S:.0f} ms before the device needs them"
+            return f"plans leave {1000 * SEND_AHEAD_S:.0f} ms before the device needs them"
         return f"{self._ahead} plan{'s' if self._ahead != 1 else ''} ahead"
 
     @property
-    def due_s(self) -> float:
+    def next_send_s(self) -> float:
         """When the next plan may leave; infinite: not before a result."""
-        num_under_way = len(self._flight)
+        num_under_way = len(self._in_flight)
         if not num_under_way:
             return 0.0
         if self._ahead is not None:
             return 0.0 if num_under_way <= self._ahead else math.inf
-        load, single_s = self._flight[-1][0], self.times.expect(Load(1, 0))
-        most = min(math.ceil(LEAD_S / single_s), MOST_AHEAD) if single_s > 0 else 1
+        load, single_s = self._in_flight[-1][0], self.times.expected_s(StepLoad(1, 0))
+        most = min(math.ceil(SEND_AHEAD_S / single_s), MAX_PLANS_AHEAD) if single_s > 0 else 1
         if num_under_way > most:
             return math.inf
-        return self._began_s + self._under_way_s - min(LEAD_S + ROW_S * load.decodes + self._more_s, MOST_LEAD_S)
+        return (
+            self._oldest_began_s
+            + self._under_way_s
+            - min(SEND_AHEAD_S + SEND_AHEAD_PER_ROW_S * load.decodes + self._extra_ahead_s, MAX_SEND_AHEAD_S)
+        )
 
-    def sent(self, load: Load, now: float) -> None:
-        if not self._flight:
-            self._began_s, self._under_way_s = now, 0.0
-        seconds = self.times.least(load) if self._ahead is None else 0.0
+    def on_sent(self, load: StepLoad, now: float) -> None:
+        if not self._in_flight:
+            self._oldest_began_s, self._under_way_s = now, 0.0
+        seconds = self.times.lower_bound(load) if self._ahead is None else 0.0
         self._under_way_s += seconds
-        self._flight.append((load, seconds, bool(self._flight)))
+        self._in_flight.append((load, seconds, bool(self._in_flight)))
 
-    def answered(self, step_s: float, launch_s: float, ended_s: float, now: float) -> None:
+    def on_completed(self, step_s: float, launch_s: float, ended_s: float, now: float) -> None:
         """The oldest plan in flight.
 
         Its step took so long on its worker, by whose clock it ended then, and the host so long to launch it.
         """
-        load, seconds, followed = self._flight.popleft()
+        load, seconds, followed = self._in_flight.popleft()
         self._under_way_s -= seconds
-        self._began_s = now
+        self._oldest_began_s = now
         late_s = ended_s - self._ended_s - step_s if followed else 0.0
-        if followed and launch_s > step_s - LATE_S and launch_s > LEAD_S:
+        if followed and launch_s > step_s - LATE_S and launch_s > SEND_AHEAD_S:
             late_s = max(late_s, launch_s)  # the device had to wait for the host: sooner launched, sooner done
         self._ended_s = ended_s
-        self._more_s *= FADE
+        self._extra_ahead_s *= FADE
         if late_s > LATE_S:
-            self._more_s = min(self._more_s + late_s, MOST_LEAD_S)
-        self.times.took(load, step_s)
+            self._extra_ahead_s = min(self._extra_ahead_s + late_s, MAX_SEND_AHEAD_S)
+        self.times.record(load, step_s)

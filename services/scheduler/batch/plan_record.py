@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, field
 
-from blockyard.services.scheduler.batch.decode_batch import Rows
-from blockyard.services.scheduler.batch.step_times import Load
-from blockyard.services.scheduler.sequences.requests import ID_BYTES, Seat
+from blockyard.services.scheduler.batch.decode_batch import BatchRows
+from blockyard.services.scheduler.batch.step_times import StepLoad
+from blockyard.services.scheduler.sequences.requests import ID_BYTES, RunningSequence
 from blockyard.shared.messages import SlotRun
 
 
@@ -13,38 +13,44 @@ class PlanRecord:
     """A plan in flight: who ran in which slot, so that a slot may have a new owner before its result is in."""
 
     number: int
-    seats: dict[int, Seat] = field(default_factory=dict)  # those outside of the lane
-    chunks: dict[int, int] = field(default_factory=dict)  # tokens granted to a slot, where it is not one
-    rows: list[Rows] = field(default_factory=list)  # of the lane
+    sequences: dict[int, RunningSequence] = field(default_factory=dict)  # those outside of the lane
+    chunk_sizes: dict[int, int] = field(default_factory=dict)  # tokens granted to a slot, where it is not one
+    rows: list[BatchRows] = field(default_factory=list)  # of the lane
     runs: list[SlotRun] = field(default_factory=list)  # all, in the plan's order: that of the rows, then the others
-    filled: list[Seat] = field(default_factory=list)  # the plan before this one was to write the last of a block
-    apart: set[int] = field(default_factory=set)  # slots to which something has happened since: no rows any more
-    dropped: set[int] = field(default_factory=set)  # those whose results count no more
+    filled: list[RunningSequence] = field(
+        default_factory=list
+    )  # the plan before this one was to write the last of a block
+    detached_slots: set[int] = field(
+        default_factory=set
+    )  # slots to which something has happened since: no rows any more
+    dropped_slots: set[int] = field(default_factory=set)  # those whose results count no more
 
     @property
-    def load(self) -> Load:
-        return Load(len(self.runs) - len(self.chunks), sum(self.chunks.values()))
+    def load(self) -> StepLoad:
+        return StepLoad(len(self.runs) - len(self.chunk_sizes), sum(self.chunk_sizes.values()))
 
-    def granted(self, seat: Seat) -> int:
+    def num_scheduled(self, running: RunningSequence) -> int:
         """Tokens granted by this plan to a seat outside of the lane."""
-        return self.chunks.get(seat.slot, 1) if self.seats.get(seat.slot) is seat else 0
+        return self.chunk_sizes.get(running.slot, 1) if self.sequences.get(running.slot) is running else 0
 
-    def all_seats(self) -> list[Seat]:
-        return [*self.seats.values(), *(seat for rows in self.rows for seat in rows.seats)]
+    def all_sequences(self) -> list[RunningSequence]:
+        return [*self.sequences.values(), *(running for rows in self.rows for running in rows.sequences)]
 
-    def drop(self, seat: Seat) -> None:
+    def drop(self, running: RunningSequence) -> None:
         """What comes of a seat counts no more."""
-        if self.seats.get(seat.slot) is seat:
-            del self.seats[seat.slot]
+        if self.sequences.get(running.slot) is running:
+            del self.sequences[running.slot]
         else:
-            self.apart.add(seat.slot)
-            self.dropped.add(seat.slot)
+            self.detached_slots.add(running.slot)
+            self.dropped_slots.add(running.slot)
 
-    def take_apart(self, rows: Rows, places: set[int]) -> None:
+    def detach_rows(self, rows: BatchRows, places: set[int]) -> None:
         """These rows are looked at by themselves."""
         slots = [rows.slots[i] for i in places]
-        self.seats |= {slot: rows.seats[i] for slot, i in zip(slots, places, strict=True) if slot not in self.dropped}
+        self.sequences |= {
+            slot: rows.sequences[i] for slot, i in zip(slots, places, strict=True) if slot not in self.dropped_slots
+        }
 
-    def fits(self, token_ids: bytes) -> bool:
+    def matches(self, token_ids: bytes) -> bool:
         """Whether there is one for each run, or none at all."""
         return len(token_ids) in {0, ID_BYTES * len(self.runs)}

@@ -3,7 +3,7 @@
 from blockyard.services.scheduler.kv_cache.prefix_cache import PrefixCache, PrefixMatch
 from blockyard.services.scheduler.lifecycle import Lifecycle
 from blockyard.services.scheduler.queue.policy import Policy
-from blockyard.services.scheduler.sequences.requests import Choice
+from blockyard.services.scheduler.sequences.requests import Sequence
 from blockyard.services.scheduler.workers.router import Router
 from blockyard.services.scheduler.workers.worker_groups import WorkerGroup
 
@@ -13,27 +13,29 @@ class Preemption:
         self.num_displaced = 0
         self._router, self._policy, self._lifecycle, self._prefix = placement, policy, lifecycle, prefix
 
-    def make_way(self, group: WorkerGroup, choice: Choice) -> None:
+    def preempt_for(self, group: WorkerGroup, sequence: Sequence) -> None:
         """Before a plan: the one who is next gets the seat and the blocks that it lacks from higher classes.
 
         What is taken may rest for some plans, after which it fits. Nobody is preempted for one who would not.
         """
-        running = group.running
-        rank = self._policy.key(choice)[0]
-        if not running or not self._policy.preemptible_by(running[-1].choice, rank):
+        active = group.running
+        rank = self._policy.key(sequence)[0]
+        if not active or not self._policy.preemptible_by(active[-1].sequence, rank):
             return
-        found = self._prefix.find(group, choice)
-        above = [seat for seat in running if self._policy.preemptible_by(seat.choice, rank)]
-        if self._lacks(group, choice, found) > sum(len(seat.blocks) - seat.num_freed for seat in above):
+        found = self._prefix.find(group, sequence)
+        above = [running for running in active if self._policy.preemptible_by(running.sequence, rank)]
+        if self._lacks(group, sequence, found) > sum(
+            len(running.blocks) - running.num_freed_blocks for running in above
+        ):
             return
-        self._router.reserve(group, choice)
-        while above and (len(running) >= group.max_num_seqs or self._lacks(group, choice, found) > 0):
+        self._router.reserve(group, sequence)
+        while above and (len(active) >= group.max_num_seqs or self._lacks(group, sequence, found) > 0):
             self.num_displaced += 1
             self._lifecycle.preempt(group, above.pop())
 
-    def _lacks(self, group: WorkerGroup, choice: Choice, found: PrefixMatch) -> int:
+    def _lacks(self, group: WorkerGroup, sequence: Sequence, found: PrefixMatch) -> int:
         """Blocks that would be missing even if nothing rested."""
         pool = group.blocks
-        need = group.num_blocks_to_take(choice.known, found.num_tokens, found.num_skipped, found.blocks)
+        need = group.num_blocks_to_take(sequence.num_tokens, found.num_tokens, found.num_skipped, found.blocks)
         need += pool.index.free_queue.num_free_of(found.blocks)
         return need - pool.num_admissible

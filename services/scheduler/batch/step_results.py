@@ -4,27 +4,29 @@ from array import array
 from bisect import bisect_left
 from collections import deque
 
-from blockyard.services.scheduler.batch.decode_batch import Rows
+from blockyard.services.scheduler.batch.decode_batch import BatchRows
 from blockyard.services.scheduler.batch.plan_record import PlanRecord
 from blockyard.services.scheduler.kv_cache.invalidation import invalidate_failed, invalidate_unfetched
 from blockyard.services.scheduler.kv_cache.prefix_cache import PrefixCache
 from blockyard.services.scheduler.lifecycle import Lifecycle
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
-from blockyard.services.scheduler.sequences.beam_sequences import Beams
-from blockyard.services.scheduler.sequences.requests import Choice, Phase, Seat
+from blockyard.services.scheduler.sequences.beam_sequences import BeamScheduler
+from blockyard.services.scheduler.sequences.requests import Phase, RunningSequence, Sequence
 from blockyard.services.scheduler.workers.worker_groups import WorkerGroup
 from blockyard.shared.messages import NO_TOKEN, STEP_TOKENS, FinishReason, SlotResult, StepResult, TokenRows, TokenStep
 
 
-class Results:
+class StepResults:
     """Turns results into TokenSteps and ends what the worker ended. Counts what it saw."""
 
-    def __init__(self, waiting: WaitingQueue, lifecycle: Lifecycle, prefix: PrefixCache, beams: Beams) -> None:
+    def __init__(
+        self, waiting: WaitingQueue, lifecycle: Lifecycle, prefix: PrefixCache, beam_scheduler: BeamScheduler
+    ) -> None:
         self.num_output_tokens = 0
         self.num_prompt_tokens = 0  # of prompts and of what was computed again
         self.step_sizes = [0] * (len(STEP_TOKENS) + 1)  # steps by tokens computed of prompts plus generated
         self.num_step_tokens = 0
-        self._waiting, self._lifecycle, self._prefix, self._beams = waiting, lifecycle, prefix, beams
+        self._waiting, self._lifecycle, self._prefix, self._beam_scheduler = waiting, lifecycle, prefix, beam_scheduler
 
     def apply(self, group: WorkerGroup, record: PlanRecord, result: StepResult) -> None:
         """Slots that did not run in the plan are ignored; those that did and are silent produced nothing."""
@@ -33,11 +35,11 @@ class Results:
             self._unfetched(group, record, result.failed_fetches)
         self._tokens(group, record, result)
         for slot in result.slots:
-            seat = record.seats.pop(slot.slot, None)
-            if seat is not None:
-                self._slot(group, record, seat, slot, result.stamp_s)
-        for number, seat in record.seats.items():
-            seat.granted -= record.chunks.get(number, 1)
+            running = record.sequences.pop(slot.slot, None)
+            if running is not None:
+                self._slot(group, record, running, slot, result.stamp_s)
+        for number, running in record.sequences.items():
+            running.num_scheduled_tokens -= record.chunk_sizes.get(number, 1)
         group.hash_queue.extend(record.filled)
         num_tokens = self.num_prompt_tokens + self.num_output_tokens - before
         if num_tokens:
@@ -52,69 +54,75 @@ class Results:
             tokens = token_ids[begin : begin + len(rows)] or array("I", [NO_TOKEN]) * len(rows)
             begin += len(rows)
             places = _places(tokens, NO_TOKEN)
-            places |= {rows.slots.index(slot) for slot in record.apart if slot in rows.slots}
-            record.take_apart(rows, places)
+            places |= {rows.slots.index(slot) for slot in record.detached_slots if slot in rows.slots}
+            record.detach_rows(rows, places)
             alone += [(rows.slots[i], tokens.pop(i)) for i in sorted(places, reverse=True)]
             self._rows(rows.without(places) if places else rows, tokens, result.stamp_s)
         alone += [(run.slot, token) for run, token in zip(record.runs[begin:], token_ids[begin:], strict=False)]
         for slot, token in alone:
-            seat = record.seats.pop(slot, None) if token != NO_TOKEN else None
-            if seat is not None:
-                self._slot(group, record, seat, SlotResult(slot, [token], seat.computed + 1), result.stamp_s)
+            running = record.sequences.pop(slot, None) if token != NO_TOKEN else None
+            if running is not None:
+                self._slot(
+                    group, record, running, SlotResult(slot, [token], running.num_computed_tokens + 1), result.stamp_s
+                )
 
-    def _rows(self, rows: Rows, tokens: "array[int]", stamp_s: float) -> None:
+    def _rows(self, rows: BatchRows, tokens: "array[int]", stamp_s: float) -> None:
         """One token each, at C's speed: this is what a step consists of."""
         if tokens:
             firsts = array("I", map(len, rows.outputs))
-            rows.sink.stamp(stamp_s)
-            rows.sink.rows.append(TokenRows(rows.streams.tobytes(), firsts.tobytes(), tokens.tobytes()))
+            rows.text_outbox.stamp(stamp_s)
+            rows.text_outbox.rows.append(TokenRows(rows.streams.tobytes(), firsts.tobytes(), tokens.tobytes()))
             deque(map(array.append, rows.outputs, tokens), maxlen=0)
             self.num_output_tokens += len(tokens)
             for account, num_rows in rows.accounts.items():
                 account.charge(num_rows)
 
-    def _slot(self, group: WorkerGroup, record: PlanRecord, seat: Seat, slot: SlotResult, stamp_s: float) -> None:
+    def _slot(
+        self, group: WorkerGroup, record: PlanRecord, running: RunningSequence, slot: SlotResult, stamp_s: float
+    ) -> None:
         if slot.finish is not None and slot.finish is FinishReason.FAILED:
-            self._spoil(group, seat)
-        if seat.choice.phase is not Phase.ENDED:
-            self._take(group, seat, slot, record.chunks.get(slot.slot, 1), stamp_s)
+            self._spoil(group, running)
+        if running.sequence.phase is not Phase.ENDED:
+            self._take(group, running, slot, record.chunk_sizes.get(slot.slot, 1), stamp_s)
 
-    def _take(self, group: WorkerGroup, seat: Seat, slot: SlotResult, granted: int, stamp_s: float) -> None:
+    def _take(
+        self, group: WorkerGroup, running: RunningSequence, slot: SlotResult, num_scheduled_tokens: int, stamp_s: float
+    ) -> None:
         """What a slot produced goes to its text, and to what is known of its choice.
 
         A step may compute less than granted: the rest is to be granted again.
         """
-        choice, finish, num_tokens = seat.choice, slot.finish, len(slot.token_ids)
+        sequence, finish, num_tokens = running.sequence, slot.finish, len(slot.token_ids)
         num_computed = slot.num_computed
-        done = num_computed - seat.computed
-        if done != granted:
-            seat.granted -= granted - done
-        if seat.computed < seat.prefill_end:
+        done = num_computed - running.num_computed_tokens
+        if done != num_scheduled_tokens:
+            running.num_scheduled_tokens -= num_scheduled_tokens - done
+        if running.num_computed_tokens < running.prefill_end:
             self.num_prompt_tokens += max(0, done)
-        seat.computed = num_computed
-        if num_computed >= seat.next_hash_at:
-            self._prefix.mark_block_full(group, seat)
+        running.num_computed_tokens = num_computed
+        if num_computed >= running.next_hash_at:
+            self._prefix.mark_block_full(group, running)
         if num_tokens:
-            if finish is None and choice.known + num_tokens >= seat.limit:
+            if finish is None and sequence.num_tokens + num_tokens >= running.max_num_tokens:
                 finish = FinishReason.LENGTH  # where the worker's own limit is farther than ours
             self.num_output_tokens += num_tokens
-            if choice.request.account is not None:
-                choice.request.account.charge(num_tokens)
+            if sequence.request.account is not None:
+                sequence.request.account.charge(num_tokens)
         elif finish is None and not slot.prompt_logprobs:
             return
-        if choice.hypothesis is not None:
-            self._beams.take(group, choice, slot)
+        if sequence.hypothesis is not None:
+            self._beam_scheduler.on_result(group, sequence, slot)
             return
-        request = choice.request
-        first = len(choice.outputs)
-        sink = request.sink
-        if sink is not None:
-            sink.stamp(stamp_s)
-            sink.steps.append(
+        request = sequence.request
+        first = len(sequence.outputs)
+        text_outbox = request.text_outbox
+        if text_outbox is not None:
+            text_outbox.stamp(stamp_s)
+            text_outbox.steps.append(
                 TokenStep(
                     request.id,
                     request.attempt,
-                    choice.index,
+                    sequence.index,
                     first,
                     slot.token_ids,
                     finish,
@@ -123,25 +131,25 @@ class Results:
                     slot.logprobs,
                     slot.first_prompt,
                     slot.prompt_logprobs,
-                    0 if first else choice.told_cached,
-                    None if first else choice.queued_s,
+                    0 if first else sequence.reported_cached_tokens,
+                    None if first else sequence.queued_s,
                 )
             )
-        if choice.ticket:
-            self._waiting.add_tokens(choice, num_tokens)
-        _remember(choice, slot)
-        seat.drawn = seat.drawn or num_tokens > 0
+        if sequence.ticket:
+            self._waiting.add_tokens(sequence, num_tokens)
+        _remember(sequence, slot)
+        running.has_sampled = running.has_sampled or num_tokens > 0
         if finish is not None:
-            self._lifecycle.end(choice)
+            self._lifecycle.end(sequence)
 
-    def _spoil(self, group: WorkerGroup, seat: Seat) -> None:
-        for reader in invalidate_failed(group, seat):
-            self._lifecycle.restart(group, reader)
+    def _spoil(self, group: WorkerGroup, running: RunningSequence) -> None:
+        for reader in invalidate_failed(group, running):
+            self._lifecycle.reschedule(group, reader)
 
     def _unfetched(self, group: WorkerGroup, record: PlanRecord, blocks: list[int]) -> None:
         for reader in invalidate_unfetched(group, record, blocks):
             record.drop(reader)
-            self._lifecycle.restart(group, reader)
+            self._lifecycle.reschedule(group, reader)
 
 
 def _places(tokens: "array[int]", token: int) -> set[int]:
@@ -154,8 +162,8 @@ def _places(tokens: "array[int]", token: int) -> set[int]:
     return places
 
 
-def _remember(choice: Choice, slot: SlotResult) -> None:
+def _remember(sequence: Sequence, slot: SlotResult) -> None:
     """Log-probabilities have left with the step: the gateway has them, or they are computed again."""
-    choice.outputs.extend(slot.token_ids)
+    sequence.outputs.extend(slot.token_ids)
     if slot.prompt_logprobs:
-        choice.prompt_next = slot.first_prompt + len(slot.prompt_logprobs)
+        sequence.prompt_next = slot.first_prompt + len(slot.prompt_logprobs)

@@ -14,7 +14,7 @@ MOST_TOKENS = 1 << 30
 PRIOR = 0.02  # the weight of what was believed, in steps
 
 
-class Load(NamedTuple):
+class StepLoad(NamedTuple):
     """What a plan asks of its worker."""
 
     decodes: int  # choices that get one more token
@@ -30,26 +30,26 @@ class StepTimes:
         self._sums = (0.0,) * 9  # of steps with d decodes, t tokens and y seconds: 1, d, t, dd, dt, tt, y, dy, ty
 
     @property
-    def known(self) -> bool:
+    def is_known(self) -> bool:
         return self.num_steps > 0 or self._base > 0
 
-    def expect(self, load: Load) -> float:
+    def expected_s(self, load: StepLoad) -> float:
         """Seconds of a step."""
         return self._base + self._decode * load.decodes / DECODES + self._token * load.tokens / TOKENS
 
-    def tokens_in(self, seconds: float) -> int:
+    def tokens_within(self, seconds: float) -> int:
         """Of prompts, that make a step so much longer; more than any step has if that is not known."""
         return int(seconds * TOKENS / self._token) if self._token * MOST_TOKENS > seconds * TOKENS else MOST_TOKENS
 
-    def least(self, load: Load) -> float:
+    def lower_bound(self, load: StepLoad) -> float:
         """Seconds that a step will hardly fall short of."""
-        expected = self.expect(load)
+        expected = self.expected_s(load)
         return max(expected - 2 * self._off_s, expected / 2)
 
-    def took(self, load: Load, step_s: float) -> None:
+    def record(self, load: StepLoad, step_s: float) -> None:
         if step_s <= 0:
             return  # the worker does not say
-        off_s = abs(step_s - self.expect(load))
+        off_s = abs(step_s - self.expected_s(load))
         self._off_s += (min(off_s, step_s) - self._off_s) / 16 if self.num_steps else 0.0
         self.num_steps += 1
         d, t = load.decodes / DECODES, load.tokens / TOKENS

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from blockyard.services.scheduler.kv_cache.block_hashes import BlockHasher
-from blockyard.services.scheduler.sequences.requests import NEVER, Choice, Seat
+from blockyard.services.scheduler.sequences.requests import NEVER, RunningSequence, Sequence
 from blockyard.services.scheduler.workers.worker_groups import WorkerGroup
 from blockyard.shared.block_hashes import HASH_BYTES, split_hashes
 from blockyard.shared.messages import Attached, FullBlock
@@ -40,14 +40,14 @@ class PrefixCache:
         self.num_hits = 0  # tokens that were found
         self._hasher, self._enabled = BlockHasher(scope, enabled), enabled
 
-    def find(self, group: WorkerGroup, choice: Choice) -> PrefixMatch:
+    def find(self, group: WorkerGroup, sequence: Sequence) -> PrefixMatch:
         """Leading full blocks of a choice that have been computed. Its last known token never is among them."""
         if not (self._enabled or group.blocks.host.num_ids):
             return PrefixMatch()
-        hashes = self._hasher.hashes(choice, group.blocks.block_size, choice.known)
-        if choice.request.frame.sampling.num_prompt_logprobs is not None:
+        hashes = self._hasher.hashes(sequence, group.blocks.block_size, sequence.num_tokens)
+        if sequence.request.frame.sampling.num_prompt_logprobs is not None:
             return PrefixMatch()  # they are computed along with the KV
-        most = (choice.known - 1) // group.blocks.block_size
+        most = (sequence.num_tokens - 1) // group.blocks.block_size
         if group.window.size is not None:
             found = _find_window(group, hashes[:most])
         else:
@@ -55,95 +55,95 @@ class PrefixCache:
             if len(found.blocks) < most and group.blocks.host.num_used:
                 _find_in_host(group, hashes[:most], found)
         found.is_query = self._enabled
-        num_found = found.num_blocks_found
-        found.num_tokens = num_found * group.blocks.block_size
-        found.next_hash = hashes[num_found] if num_found < most else None
+        num_cached_blocks = found.num_blocks_found
+        found.num_tokens = num_cached_blocks * group.blocks.block_size
+        found.next_hash = hashes[num_cached_blocks] if num_cached_blocks < most else None
         return found
 
-    def first_hash(self, group: WorkerGroup, choice: Choice) -> bytes | None:
+    def first_hash(self, group: WorkerGroup, sequence: Sequence) -> bytes | None:
         """Of a choice's first full block, if that could be found."""
         size = group.blocks.block_size
-        if not (self._enabled or group.blocks.host.num_ids) or choice.known <= size:
+        if not (self._enabled or group.blocks.host.num_ids) or sequence.num_tokens <= size:
             return None
-        if choice.request.frame.sampling.num_prompt_logprobs is not None:
+        if sequence.request.frame.sampling.num_prompt_logprobs is not None:
             return None
-        return self._hasher.hashes(choice, size, choice.known)[0]
+        return self._hasher.hashes(sequence, size, sequence.num_tokens)[0]
 
-    def on_scheduled(self, group: WorkerGroup, seat: Seat, found: PrefixMatch) -> None:
+    def on_scheduled(self, group: WorkerGroup, running: RunningSequence, found: PrefixMatch) -> None:
         """The choice has its seat, with what was found."""
         size = group.blocks.block_size
-        choice = seat.choice
+        sequence = running.sequence
         if found.host_hashes:
-            _fetch(group, seat, found)
+            _fetch(group, running, found)
         if found.num_skipped:
-            seat.num_freed = found.num_skipped
-            seat.blocks[:0] = seat.blocks[:1] * found.num_skipped
-            seat.capacity += found.num_skipped * size
-        seat.num_found = seat.num_hashed = found.num_blocks_found
-        seat.granted = seat.computed = found.num_tokens
-        seat.copied_from = found.copy_from
+            running.num_freed_blocks = found.num_skipped
+            running.blocks[:0] = running.blocks[:1] * found.num_skipped
+            running.capacity += found.num_skipped * size
+        running.num_cached_blocks = running.num_hashed = found.num_blocks_found
+        running.num_scheduled_tokens = running.num_computed_tokens = found.num_tokens
+        running.copied_from = found.copy_from
         if self._enabled:
-            seat.next_hash_at = (seat.num_hashed + 1) * size
+            running.next_hash_at = (running.num_hashed + 1) * size
         if found.is_query:
-            self.num_queries += choice.known
-            self.num_hits += seat.computed
-        if choice.num_cached is None:
-            choice.num_cached = min(seat.computed, choice.request.num_prompt)
+            self.num_queries += sequence.num_tokens
+            self.num_hits += running.num_computed_tokens
+        if sequence.num_cached_tokens is None:
+            sequence.num_cached_tokens = min(running.num_computed_tokens, sequence.request.num_prompt)
 
-    def blocks_filled_by_plan(self, group: WorkerGroup, seat: Seat) -> dict[bytes, int]:
+    def blocks_filled_by_plan(self, group: WorkerGroup, running: RunningSequence) -> dict[bytes, int]:
         """Blocks by block_hash that a plan will fill which takes a seat in prefill as far as it is granted now."""
         size = group.blocks.block_size
-        end = min(seat.granted, seat.prefill_end) // size
-        if seat.next_hash_at == NEVER or end <= seat.num_hashed:
+        end = min(running.num_scheduled_tokens, running.prefill_end) // size
+        if running.next_hash_at == NEVER or end <= running.num_hashed:
             return {}
-        first, seat.num_hashed = seat.num_hashed, end
-        seat.next_hash_at = (end + 1) * size
-        return dict(zip(seat.choice.block_hashes[first:end], seat.blocks[first:end], strict=True))
+        first, running.num_hashed = running.num_hashed, end
+        running.next_hash_at = (end + 1) * size
+        return dict(zip(running.sequence.block_hashes[first:end], running.blocks[first:end], strict=True))
 
-    def mark_block_full(self, group: WorkerGroup, seat: Seat) -> None:
-        """Results say that a seat outside of the lane has KV up to `seat.computed`: it has filled a block."""
-        if not seat.is_hash_due:
-            seat.is_hash_due = True
-            group.hash_queue.append(seat)
+    def mark_block_full(self, group: WorkerGroup, running: RunningSequence) -> None:
+        """StepResults say that a seat outside of the lane has KV up to `seat.num_computed_tokens`: it has filled a block."""
+        if not running.is_hash_due:
+            running.is_hash_due = True
+            group.hash_queue.append(running)
 
     def hash_full_blocks(self, group: WorkerGroup) -> None:
         """Names what has been filled. Some seats a plan: they may all fill a block in the same step."""
         due = group.hash_queue
         for _ in range(min(len(due), len(due) // 8 + 16)):
-            seat = due.popleft()
-            seat.is_hash_due = False
-            if seat.computed >= seat.next_hash_at:
-                self._hash_computed(group, seat)
+            running = due.popleft()
+            running.is_hash_due = False
+            if running.num_computed_tokens >= running.next_hash_at:
+                self._hash_computed(group, running)
 
-    def hash_before_free(self, group: WorkerGroup, seat: Seat) -> None:
+    def hash_before_free(self, group: WorkerGroup, running: RunningSequence) -> None:
         """A seat is about to be vacated: hashes what has not been named of it."""
-        if seat.next_hash_at != NEVER:
-            self._hash_computed(group, seat)
+        if running.next_hash_at != NEVER:
+            self._hash_computed(group, running)
 
-    def hash_before_preempt(self, group: WorkerGroup, seat: Seat) -> None:
+    def hash_before_preempt(self, group: WorkerGroup, running: RunningSequence) -> None:
         """A seat is about to be preempted: what is not for others gets hashes for when its choice comes back."""
         if not self._enabled and group.blocks.host.num_ids:
-            self._hash_computed(group, seat)
+            self._hash_computed(group, running)
 
-    def drop_private(self, group: WorkerGroup, choice: Choice) -> None:
+    def drop_private(self, group: WorkerGroup, sequence: Sequence) -> None:
         """A choice has ended: where blocks are not for others, nobody will ask for its own again."""
-        if self._enabled or not choice.block_hashes:
+        if self._enabled or not sequence.block_hashes:
             return
-        request, index = choice.request, group.blocks.index
-        hashes = choice.block_hashes[request.num_prompt // choice.hash_block_size if request.choices else 0 :]
+        request, index = sequence.request, group.blocks.index
+        hashes = sequence.block_hashes[request.num_prompt // sequence.hash_block_size if request.sequences else 0 :]
         group.blocks.invalidate([block for block_hash in hashes if (block := index.get(block_hash)) is not None])
         group.blocks.host.remove(hashes)
 
-    def _hash_computed(self, group: WorkerGroup, seat: Seat) -> None:
+    def _hash_computed(self, group: WorkerGroup, running: RunningSequence) -> None:
         size = group.blocks.block_size
-        choice = seat.choice
-        end = max(seat.num_hashed, seat.computed // size)
-        hashes = self._hasher.hashes(choice, size, end * size)
-        put, blocks = group.blocks.index.insert, seat.blocks
-        for i in range(max(seat.num_hashed, seat.num_freed), end):
+        sequence = running.sequence
+        end = max(running.num_hashed, running.num_computed_tokens // size)
+        hashes = self._hasher.hashes(sequence, size, end * size)
+        put, blocks = group.blocks.index.insert, running.blocks
+        for i in range(max(running.num_hashed, running.num_freed_blocks), end):
             put(blocks[i], hashes[i])
-        seat.num_hashed = end
-        seat.next_hash_at = (end + 1) * size
+        running.num_hashed = end
+        running.next_hash_at = (end + 1) * size
 
     def restore(self, group: WorkerGroup, frame: Attached) -> None:
         """A worker that was attached says what its blocks hold."""
@@ -165,9 +165,11 @@ class PrefixCache:
 def _find_window(group: WorkerGroup, hashes: list[bytes]) -> PrefixMatch:
     """The most that a choice may begin with where only its window's blocks are needed."""
     on_device, in_host = group.blocks.index.get, group.blocks.host.get
-    num_found, first = group.window.longest_hit(hashes, lambda n: on_device(n) is not None or in_host(n) is not None)
+    num_cached_blocks, first = group.window.longest_hit(
+        hashes, lambda n: on_device(n) is not None or in_host(n) is not None
+    )
     found = PrefixMatch(num_skipped=first)
-    for place in range(first, num_found):
+    for place in range(first, num_cached_blocks):
         if (block := on_device(hashes[place])) is not None:
             found.blocks.append(block)
         else:
@@ -197,14 +199,14 @@ def _find_in_host(group: WorkerGroup, hashes: list[bytes], found: PrefixMatch) -
             return
 
 
-def _fetch(group: WorkerGroup, seat: Seat, found: PrefixMatch) -> None:
+def _fetch(group: WorkerGroup, running: RunningSequence, found: PrefixMatch) -> None:
     """Of the seat's own blocks, behind those that were found, the first ones are filled from host memory."""
     num_active = len(found.blocks)
-    reserved = seat.blocks[num_active : num_active + len(found.host_hashes)]
+    reserved = running.blocks[num_active : num_active + len(found.host_hashes)]
     if next(iter(found.host_hashes)) < found.num_skipped + num_active:  # some stand between those that are here
-        here, fresh = iter(seat.blocks[:num_active]), iter(reserved)
+        here, fresh = iter(running.blocks[:num_active]), iter(reserved)
         places = range(found.num_skipped, found.num_blocks_found)
         table = [next(fresh if place in found.host_hashes else here) for place in places]
-        seat.blocks[: len(table)] = table
+        running.blocks[: len(table)] = table
     group.blocks.host.fetch(found.host_blocks, reserved)
     group.blocks.index.insert_all(reserved, list(found.host_hashes.values()))

@@ -7,7 +7,7 @@ from its beginning: what the next token sees is enough.
 
 from collections.abc import Callable, Sequence
 
-from blockyard.services.scheduler.sequences.requests import NEVER, Seat
+from blockyard.services.scheduler.sequences.requests import NEVER, RunningSequence
 
 
 class SlidingWindow:
@@ -24,11 +24,11 @@ class SlidingWindow:
             return 0
         return max(0, num_tokens - self.size + 1) // self._block_size
 
-    def initial_tokens(self, known: int, num_found: int) -> int:
+    def initial_tokens(self, known: int, num_cached_blocks: int) -> int:
         """Tokens for which a sequence takes blocks when it is seated: those it will hold at a time."""
         if self.size is None:
             return known
-        return min(known, num_found + self.size + self._step)
+        return min(known, num_cached_blocks + self.size + self._step)
 
     def max_len(self, num_blocks: int) -> int:
         """Tokens of the longest sequence that fits into so many blocks, computed a block at a time if need be."""
@@ -36,9 +36,11 @@ class SlidingWindow:
             return NEVER
         return num_blocks * self._block_size
 
-    def blocks_outside(self, seat: Seat) -> range:
+    def blocks_outside(self, running: RunningSequence) -> range:
         """Places in a seat's table that it holds and that no plan in flight or to come will look at."""
-        return range(seat.num_freed, min(self.num_skipped_blocks(seat.computed), len(seat.blocks)))
+        return range(
+            running.num_freed_blocks, min(self.num_skipped_blocks(running.num_computed_tokens), len(running.blocks))
+        )
 
     def longest_hit(self, hashes: Sequence[bytes], has: Callable[[bytes], bool]) -> tuple[int, int]:
         """Of a chain of blocks some of which are there: how many leading ones need not be computed, and how many of

@@ -9,7 +9,7 @@ from collections import deque
 from blockyard.services.scheduler.outbox import Outbox
 from blockyard.services.scheduler.queue.queue_bounds import QueueBounds
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
-from blockyard.services.scheduler.sequences.detokenizer_streams import Streams
+from blockyard.services.scheduler.sequences.detokenizer_streams import DetokenizerStreams
 from blockyard.services.scheduler.sequences.requests import Request
 from blockyard.shared.messages import Accepted
 
@@ -22,7 +22,7 @@ class Acceptance:
         requests: dict[str, Request],
         waiting: WaitingQueue,
         bounds: QueueBounds,
-        streams: Streams,
+        streams: DetokenizerStreams,
         outbox: Outbox,
     ) -> None:
         """`requests`: the live ones by id."""
@@ -46,7 +46,7 @@ class Acceptance:
         """Opens its streams and tells its gateway, unless that is done. False while there is no detokenizer."""
         if request.accepted:
             return True
-        if not self._streams.bind(request, request.frame.choices):
+        if not self._streams.open(request, request.frame.choices):
             return False
         request.accepted = True
         self._waiting.on_accepted(request)

@@ -25,10 +25,10 @@ class Admission:
             return Refusal(404, "model", f"the model {frame.model!r} does not exist")
         if not frame.prompt_ids or len(frame.prompt_ids) % ID_BYTES:
             return Refusal(400, "prompt", f"the prompt must hold at least one token, got {len(frame.prompt_ids)} bytes")
-        indexes = {choice.index for choice in frame.choices}
+        indexes = {sequence.index for sequence in frame.choices}
         if not indexes or len(indexes) != len(frame.choices):
             return Refusal(400, "n", f"choices must be at least one and distinct, got {len(frame.choices)}")
-        if any(len(choice.output_ids) % ID_BYTES for choice in frame.choices):
+        if any(len(sequence.output_ids) % ID_BYTES for sequence in frame.choices):
             return Refusal(400, "choices", "output ids must be 4 bytes each")
         if frame.sampling.max_tokens < 0:
             return Refusal(400, "max_tokens", f"max_tokens must be at least 0, got {frame.sampling.max_tokens}")

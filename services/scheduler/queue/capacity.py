@@ -45,7 +45,7 @@ class ModelCapacity:
             f"{len(limits)} worker group{'s' if len(limits) != 1 else ''}, each with {self.num_blocks} KV blocks "
             f"of {self.block_size} tokens: {tokens} tokens, {tokens / self.max_model_len:.1f} requests of full length",
             f"batch: {limits[0].max_num_seqs} sequences, {limits[0].max_num_batched_tokens} tokens a step, "
-            f"{limits[0].departures.text}",
+            f"{limits[0].pacer.text}",
         ]
         if self.max_model_len < self.model_len:
             notes.append(

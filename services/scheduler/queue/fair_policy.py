@@ -10,7 +10,7 @@ import heapq
 from typing import Generic, TypeVar
 
 from blockyard.services.scheduler.queue.policy import SequenceHeap
-from blockyard.services.scheduler.sequences.requests import Choice, Key
+from blockyard.services.scheduler.sequences.requests import Key, Sequence
 from blockyard.shared.messages import TenantShare
 
 PROMPT_WEIGHT, OUTPUT_WEIGHT = 1, 2  # of a token, as in the paper
@@ -125,47 +125,47 @@ class FairPolicy:
         self._recent: dict[str, float] = {}  # tenants by when they asked last, in that order
         self._now = 0.0
 
-    def push(self, choice: Choice) -> None:
-        user = self._user(choice)
-        choice.request.account = user
-        self._note_arrival(user.tenant.name, choice.request.came_s)
+    def push(self, sequence: Sequence) -> None:
+        user = self._user(sequence)
+        sequence.request.account = user
+        self._note_arrival(user.tenant.name, sequence.request.arrival_s)
         self._count(user, 1, 0)
-        user.queue.push((0, choice.request.arrival, choice.index), choice)
+        user.queue.push((0, sequence.request.arrival, sequence.index), sequence)
 
-    def peek(self) -> Choice | None:
+    def peek(self) -> Sequence | None:
         tenant = self.tenants.lowest()
         user = tenant.users.lowest() if tenant is not None else None
         return user.queue.peek() if user is not None else None
 
-    def remove(self, choice: Choice) -> None:
-        user = self._user(choice)
+    def remove(self, sequence: Sequence) -> None:
+        user = self._user(sequence)
         self._count(user, -1, 0)
         user.queue.remove()
 
-    def key(self, choice: Choice) -> Key:
+    def key(self, sequence: Sequence) -> Key:
         """The class is the choice's place among its tenant's running ones, if their users took turns."""
-        user = self._user(choice)
+        user = self._user(sequence)
         tenant = user.tenant
         place = min(tenant.num_running + 1, (user.num_running + 1) * max(1, tenant.users.num_active))
-        return (place, choice.request.arrival, choice.index)
+        return (place, sequence.request.arrival, sequence.index)
 
-    def preemptible_by(self, seated: Choice, rank: int) -> bool:
+    def preemptible_by(self, seated: Sequence, rank: int) -> bool:
         """Of n that a tenant has running none is above class n: it was when it was seated, and others have left."""
         return min(seated.key[0], self._user(seated).tenant.num_running) > rank
 
-    def over_share(self, choice: Choice, num_seats: int) -> bool:
+    def over_share(self, sequence: Sequence, num_seats: int) -> bool:
         """His share of them if one tenant more were here."""
-        tenant, num_tenants = self._user(choice).tenant, self.tenants.num_active
+        tenant, num_tenants = self._user(sequence).tenant, self.tenants.num_active
         return len(self._recent) > 1 and (tenant.num_running + tenant.num_waiting) * (num_tenants + 1) > num_seats
 
-    def on_scheduled(self, choice: Choice, num_tokens: int) -> None:
-        user = self._user(choice)
+    def on_scheduled(self, sequence: Sequence, num_tokens: int) -> None:
+        user = self._user(sequence)
         self._count(user, 0, 1)
         self.tenants.on_scheduled(user.tenant, num_tokens)
         user.tenant.users.on_scheduled(user, num_tokens)
 
-    def on_freed(self, choice: Choice) -> None:
-        self._count(self._user(choice), 0, -1)
+    def on_freed(self, sequence: Sequence) -> None:
+        self._count(self._user(sequence), 0, -1)
 
     def largest_tenants(self, most: int) -> list[TenantShare]:
         """The tenants that were served most."""
@@ -181,11 +181,11 @@ class FairPolicy:
         while lately[first := next(iter(lately))] < now - RECENT_S:
             del lately[first]
 
-    def _user(self, choice: Choice) -> User:
-        account = choice.request.account
+    def _user(self, sequence: Sequence) -> User:
+        account = sequence.request.account
         if isinstance(account, User):
             return account
-        tenant_name, user_name = choice.request.owner
+        tenant_name, user_name = sequence.request.owner
         tenant = self.tenants.shares.get(tenant_name) or self.tenants.add(Tenant(tenant_name))
         return tenant.users.shares.get(user_name) or tenant.users.add(User(user_name, tenant))
 

@@ -4,7 +4,7 @@ import heapq
 from collections.abc import Callable
 from typing import Protocol
 
-from blockyard.services.scheduler.sequences.requests import Choice, Key
+from blockyard.services.scheduler.sequences.requests import Key, Sequence
 from blockyard.shared.messages import TenantShare
 
 COMPACT_FROM = 64  # stale entries beyond the live ones
@@ -17,28 +17,28 @@ class Policy(Protocol):
     of those of a higher one; within a class nobody gives way to somebody who waits.
     """
 
-    def push(self, choice: Choice) -> None:
+    def push(self, sequence: Sequence) -> None:
         """It waits, under its ticket: an entry whose ticket is no longer the choice's is stale."""
 
-    def peek(self) -> Choice | None:
+    def peek(self) -> Sequence | None:
         """Who is next."""
 
-    def remove(self, choice: Choice) -> None:
+    def remove(self, sequence: Sequence) -> None:
         """It waits no more."""
 
-    def key(self, choice: Choice) -> Key:
+    def key(self, sequence: Sequence) -> Key:
         """What it would be ranked by if it were seated now. Keys of two choices differ."""
 
-    def preemptible_by(self, seated: Choice, rank: int) -> bool:
+    def preemptible_by(self, seated: Sequence, rank: int) -> bool:
         """Whether one that runs gives way to one of this class."""
 
-    def over_share(self, choice: Choice, num_seats: int) -> bool:
+    def over_share(self, sequence: Sequence, num_seats: int) -> bool:
         """Whether its owner has more here than his share of so many seats, and others may come."""
 
-    def on_scheduled(self, choice: Choice, num_tokens: int) -> None:
+    def on_scheduled(self, sequence: Sequence, num_tokens: int) -> None:
         """It runs, and so many tokens are computed for it that it had not paid for."""
 
-    def on_freed(self, choice: Choice) -> None:
+    def on_freed(self, sequence: Sequence) -> None:
         """It runs no more."""
 
     def largest_tenants(self, most: int) -> list[TenantShare]:
@@ -49,15 +49,15 @@ class SequenceHeap:
     """Waiting choices by key."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[Key, int, Choice]] = []
+        self._heap: list[tuple[Key, int, Sequence]] = []
         self._num_live = 0
 
     def __len__(self) -> int:
         return self._num_live
 
-    def push(self, key: Key, choice: Choice) -> None:
+    def push(self, key: Key, sequence: Sequence) -> None:
         self._num_live += 1
-        heapq.heappush(self._heap, (key, choice.ticket, choice))
+        heapq.heappush(self._heap, (key, sequence.ticket, sequence))
 
     def remove(self) -> None:
         """One of them has another ticket now, or none."""
@@ -68,11 +68,11 @@ class SequenceHeap:
             self._heap = [entry for entry in self._heap if entry[2].ticket == entry[1]]
             heapq.heapify(self._heap)
 
-    def peek(self) -> Choice | None:
+    def peek(self) -> Sequence | None:
         while self._heap:
-            _, ticket, choice = self._heap[0]
-            if choice.ticket == ticket:
-                return choice
+            _, ticket, sequence = self._heap[0]
+            if sequence.ticket == ticket:
+                return sequence
             heapq.heappop(self._heap)
         return None
 
@@ -80,30 +80,30 @@ class SequenceHeap:
 class OrderedPolicy:
     """One order for all, which nothing that happens changes."""
 
-    def __init__(self, class_of: Callable[[Choice], int]) -> None:
+    def __init__(self, class_of: Callable[[Sequence], int]) -> None:
         self._class_of = class_of
         self._queue = SequenceHeap()
         self.peek = self._queue.peek
 
-    def push(self, choice: Choice) -> None:
-        self._queue.push(self.key(choice), choice)
+    def push(self, sequence: Sequence) -> None:
+        self._queue.push(self.key(sequence), sequence)
 
-    def remove(self, choice: Choice) -> None:
+    def remove(self, sequence: Sequence) -> None:
         self._queue.remove()
 
-    def key(self, choice: Choice) -> Key:
-        return (self._class_of(choice), choice.request.arrival, choice.index)
+    def key(self, sequence: Sequence) -> Key:
+        return (self._class_of(sequence), sequence.request.arrival, sequence.index)
 
-    def preemptible_by(self, seated: Choice, rank: int) -> bool:
+    def preemptible_by(self, seated: Sequence, rank: int) -> bool:
         return seated.key[0] > rank
 
-    def over_share(self, choice: Choice, num_seats: int) -> bool:
+    def over_share(self, sequence: Sequence, num_seats: int) -> bool:
         return False
 
-    def on_scheduled(self, choice: Choice, num_tokens: int) -> None:
+    def on_scheduled(self, sequence: Sequence, num_tokens: int) -> None:
         pass
 
-    def on_freed(self, choice: Choice) -> None:
+    def on_freed(self, sequence: Sequence) -> None:
         pass
 
     def largest_tenants(self, most: int) -> list[TenantShare]:
@@ -112,9 +112,9 @@ class OrderedPolicy:
 
 def fcfs() -> Policy:
     """First come, first served."""
-    return OrderedPolicy(lambda choice: 0)
+    return OrderedPolicy(lambda sequence: 0)
 
 
 def priority() -> Policy:
     """The lower a request's `priority` the earlier; of the same, first come, first served."""
-    return OrderedPolicy(lambda choice: choice.request.frame.priority)
+    return OrderedPolicy(lambda sequence: sequence.request.frame.priority)

@@ -3,7 +3,7 @@
 from blockyard.services.scheduler.queue.queue_usage import Owner
 from blockyard.services.scheduler.queue.wait_estimate import WaitEstimate
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
-from blockyard.services.scheduler.sequences.requests import Amount, Request
+from blockyard.services.scheduler.sequences.requests import QueueAmount, Request
 from blockyard.shared.messages import QueueCapacity
 
 LEAST_RETRY_S, MOST_RETRY_S = 1.0, 600.0
@@ -22,7 +22,7 @@ class QueueBounds:
     ) -> None:
         self.max_delay_s = max_delay_s
         self._waiting, self._wait = waiting, wait
-        self._max_choices, self._max_tokens = max_choices, max_tokens
+        self._max_sequences, self._max_tokens = max_choices, max_tokens
         self.asleep = False  # nothing is served until somebody wakes the workers up
         self._was_full = False  # when `news` was last asked for
         self._told_full = False  # somebody was told so since
@@ -33,7 +33,7 @@ class QueueBounds:
         self._told_full = self._told_full or full
         tenant, user = (self._waiting.usage.largest_user(self._share) if full else None) or (None, None)
         return QueueCapacity(
-            max(0, self._max_choices - waits.choices),
+            max(0, self._max_sequences - waits.sequences),
             0 if self._is_slow(waits) else max(0, self._max_tokens - waits.tokens),
             max(LEAST_RETRY_S, self.wait_s),
             tenant,
@@ -56,7 +56,7 @@ class QueueBounds:
         """It is the wait that is at its bound, and not what waits."""
         return not self._holds_most() and self._is_slow(self._waiting.usage.amount)
 
-    def make_room(self, owner: Owner, amount: Amount) -> list[Request] | None:
+    def make_room(self, owner: Owner, amount: QueueAmount) -> list[Request] | None:
         """Requests that have to go so that a newcomer with so much may wait; None if it may not.
 
         The newest request of the tenant with the largest share of the queue gives way, the newcomer too if it is that
@@ -64,12 +64,12 @@ class QueueBounds:
         """
         waits = self._waiting.usage.amount
 
-        def lacks(gone: Amount) -> bool:
+        def lacks(gone: QueueAmount) -> bool:
             left = waits.less(gone)
             after = left.plus(amount)
-            if not left.choices:
+            if not left.sequences:
                 return False
-            return after.choices > self._max_choices or after.tokens > self._max_tokens or self._is_slow(left)
+            return after.sequences > self._max_sequences or after.tokens > self._max_tokens or self._is_slow(left)
 
         return self._waiting.usage.evict_for(owner, amount, lacks, self._share)
 
@@ -80,12 +80,12 @@ class QueueBounds:
 
     def _holds_most(self) -> bool:
         waits = self._waiting.usage.amount
-        return waits.choices >= self._max_choices or waits.tokens >= self._max_tokens
+        return waits.sequences >= self._max_sequences or waits.tokens >= self._max_tokens
 
-    def _is_slow(self, amount: Amount) -> bool:
+    def _is_slow(self, amount: QueueAmount) -> bool:
         """A newcomer behind so much would wait as long as any may."""
         return self.max_delay_s is not None and self._wait.seconds(amount) >= self.max_delay_s
 
-    def _share(self, amount: Amount) -> tuple[float, int]:
+    def _share(self, amount: QueueAmount) -> tuple[float, int]:
         """Of what may wait, by choices or by tokens, whichever is more of it."""
-        return (max(amount.choices / self._max_choices, amount.tokens / self._max_tokens), amount.tokens)
+        return (max(amount.sequences / self._max_sequences, amount.tokens / self._max_tokens), amount.tokens)

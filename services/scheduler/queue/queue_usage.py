@@ -4,12 +4,14 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from itertools import islice
 
-from blockyard.services.scheduler.sequences.requests import NONE, Amount, Request
+from blockyard.services.scheduler.sequences.requests import NO_AMOUNT, QueueAmount, Request
 
 Owner = tuple[str, str]  # tenant, and user of it
 
 
-ShareOf = Callable[[Amount], tuple[float, int]]  # how much of the queue that is; of equals the larger second counts
+ShareOf = Callable[
+    [QueueAmount], tuple[float, int]
+]  # how much of the queue that is; of equals the larger second counts
 
 
 class UserUsage:
@@ -18,23 +20,23 @@ class UserUsage:
     __slots__ = ("amount", "newcomers")
 
     def __init__(self) -> None:
-        self.amount = NONE
+        self.amount = NO_AMOUNT
         self.newcomers: dict[str, Request] = {}  # those that nothing was promised to, by arrival
 
 
 class QueueUsage:
     def __init__(self) -> None:
-        self.amount = NONE  # of all
+        self.amount = NO_AMOUNT  # of all
         self._users: dict[Owner, UserUsage] = {}
 
-    def add(self, owner: Owner, amount: Amount) -> None:
+    def add(self, owner: Owner, amount: QueueAmount) -> None:
         """So much more of an owner waits, or less where it is negative."""
         usage = self._users.get(owner)
         if usage is None:
             usage = self._users[owner] = UserUsage()
         self.amount = self.amount.plus(amount)
         usage.amount = usage.amount.plus(amount)
-        if not usage.amount.choices:
+        if not usage.amount.sequences:
             del self._users[owner]
 
     def on_newcomer(self, request: Request) -> None:
@@ -53,15 +55,15 @@ class QueueUsage:
         return owner if owner is not None and self._users[owner].newcomers else None
 
     def evict_for(
-        self, owner: Owner, amount: Amount, lacks: Callable[[Amount], bool], share: ShareOf
+        self, owner: Owner, amount: QueueAmount, lacks: Callable[[QueueAmount], bool], share: ShareOf
     ) -> list[Request] | None:
         """Requests that have to go so that a newcomer of `owner` with so much may come; None: it is the one to go.
 
         `lacks` says whether there is no room yet when so much is gone.
         """
-        freed: dict[Owner, Amount] = {owner: NONE.less(amount)}
+        freed: dict[Owner, QueueAmount] = {owner: NO_AMOUNT.less(amount)}
         num_gone: Counter[Owner] = Counter()
-        gone, gone_amount = list[Request](), NONE
+        gone, gone_amount = list[Request](), NO_AMOUNT
         while lacks(gone_amount):
             largest_user = self._largest_user(freed, share, first=owner)
             if largest_user is None or largest_user == owner:
@@ -71,21 +73,23 @@ class QueueUsage:
             if request is None:
                 return None
             num_gone[largest_user] += 1
-            waiting = [choice.counted for choice in request.members]
-            of_it = Amount(sum(one.choices for one in waiting), sum(one.tokens for one in waiting))
-            freed[largest_user] = freed.get(largest_user, NONE).plus(of_it)
+            waiting = [sequence.queue_amount for sequence in request.active_sequences]
+            of_it = QueueAmount(sum(one.sequences for one in waiting), sum(one.tokens for one in waiting))
+            freed[largest_user] = freed.get(largest_user, NO_AMOUNT).plus(of_it)
             gone_amount = gone_amount.plus(of_it)
             gone.append(request)
         return gone
 
-    def _largest_user(self, freed: dict[Owner, Amount], share: ShareOf, first: Owner | None = None) -> Owner | None:
+    def _largest_user(
+        self, freed: dict[Owner, QueueAmount], share: ShareOf, first: Owner | None = None
+    ) -> Owner | None:
         """The user with the largest share of the tenant with the largest, less what is freed; `first` of equals."""
         users = {owner: usage.amount for owner, usage in self._users.items()}
         for owner, amount in freed.items():
-            users[owner] = users.get(owner, NONE).less(amount)
+            users[owner] = users.get(owner, NO_AMOUNT).less(amount)
         if not self._users:
             return None
-        tenants: defaultdict[str, Amount] = defaultdict(Amount)
+        tenants: defaultdict[str, QueueAmount] = defaultdict(QueueAmount)
         for (tenant, _), amount in users.items():
             tenants[tenant] = tenants[tenant].plus(amount)
         largest_user = max(tenants, key=lambda t: (share(tenants[t]), first is not None and t == first[0]))

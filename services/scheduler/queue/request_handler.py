@@ -8,10 +8,10 @@ from blockyard.services.scheduler.queue.acceptance import Acceptance
 from blockyard.services.scheduler.queue.admission import Admission, Refusal
 from blockyard.services.scheduler.queue.queue_bounds import QueueBounds
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
-from blockyard.services.scheduler.sequences.beam_sequences import Beams
-from blockyard.services.scheduler.sequences.detokenizer_streams import Streams
-from blockyard.services.scheduler.sequences.parallel_sampling import Forks
-from blockyard.services.scheduler.sequences.requests import Amount, Choice, Request, make_choice, num_ids
+from blockyard.services.scheduler.sequences.beam_sequences import BeamScheduler
+from blockyard.services.scheduler.sequences.detokenizer_streams import DetokenizerStreams
+from blockyard.services.scheduler.sequences.parallel_sampling import ParallelSampling
+from blockyard.services.scheduler.sequences.requests import QueueAmount, Request, Sequence, make_sequence, num_ids
 from blockyard.shared import messages
 from blockyard.shared.messages import Cancel, Generate, PathLost, Refused, Stop
 
@@ -26,17 +26,17 @@ class RequestHandler:
         waiting: WaitingQueue,
         bounds: QueueBounds,
         lifecycle: Lifecycle,
-        streams: Streams,
+        streams: DetokenizerStreams,
         outbox: Outbox,
         acceptance: Acceptance,
-        forks: Forks,
-        beams: Beams,
+        parallel_sampling: ParallelSampling,
+        beam_scheduler: BeamScheduler,
     ) -> None:
         self.num_requests = 0
         self.num_refused: Counter[str] = Counter()  # by reason
         self._admission, self._waiting, self._bounds, self._lifecycle = admission, waiting, bounds, lifecycle
         self._streams, self._outbox, self._acceptance = streams, outbox, acceptance
-        self._forks, self._beams = forks, beams
+        self._parallel_sampling, self._beam_scheduler = parallel_sampling, beam_scheduler
         self._arrivals = 0
 
     def generate(self, gateway: int, frame: Generate, now: float) -> None:
@@ -80,9 +80,9 @@ class RequestHandler:
         for stream in frame.streams:
             request = self._lifecycle.requests.get(stream.request_id)
             if request is not None and request.attempt == stream.attempt:
-                choice = request.choices.get(stream.choice)
-                if choice is not None:
-                    self._lifecycle.end(choice)
+                sequence = request.sequences.get(stream.choice)
+                if sequence is not None:
+                    self._lifecycle.end(sequence)
 
     def expire(self, now: float) -> None:
         for request in self._acceptance.expire(now):
@@ -91,8 +91,8 @@ class RequestHandler:
     def _make_room(self, gateway: int, frame: Generate) -> bool:
         """Whether a newcomer may wait. If the queue is full either it is refused, or others are in its place."""
         owner = (frame.tenant, frame.user)
-        num_choices = len(frame.choices) if frame.beam is None else frame.beam.width
-        gone = self._bounds.make_room(owner, Amount(num_choices, num_choices * num_ids(frame.prompt_ids)))
+        num_sequences = len(frame.choices) if frame.beam is None else frame.beam.width
+        gone = self._bounds.make_room(owner, QueueAmount(num_sequences, num_sequences * num_ids(frame.prompt_ids)))
         if gone is None:
             reason = "delay" if self._bounds.is_long() else "full"
             self._answer(
@@ -127,8 +127,8 @@ class RequestHandler:
         listed = {c.index: c for c in frame.choices}
         return {
             index: listed[index]
-            for index, choice in request.choices.items()
-            if index in listed and _continues(choice, listed[index].output_ids)
+            for index, sequence in request.sequences.items()
+            if index in listed and _continues(sequence, listed[index].output_ids)
         }
 
     def _start(self, old: Request | None, gateway: int, frame: Generate, now: float) -> None:
@@ -141,51 +141,55 @@ class RequestHandler:
             self._arrivals += 1
         arrival = old.arrival if old is not None else self._arrivals
         request = Request(frame.request_id, frame.attempt, frame, gateway, arrival, num_ids(frame.prompt_ids))
-        request.came_s = old.came_s if old is not None else now
+        request.arrival_s = old.arrival_s if old is not None else now
         request.owner = old.owner if old is not None else (frame.tenant, frame.user)
         self._lifecycle.requests[request.id] = request
-        self._add_choices(request, frame.choices, found)
+        self._add_sequences(request, frame.choices, found)
         self._acceptance.on_arrival(request, now)
 
     def _rebind(
         self, request: Request, gateway: int, frame: Generate, resumable: dict[int, messages.ChoiceState]
     ) -> None:
         """A live request gets a new stream; its choices run on, or start from the ids they bring."""
-        self._streams.unbind(request)
+        self._streams.close(request)
         found = _num_cached(request)
-        for choice in list(request.choices.values()):
-            if choice.index not in resumable:
-                self._lifecycle.end(choice)
+        for sequence in list(request.sequences.values()):
+            if sequence.index not in resumable:
+                self._lifecycle.end(sequence)
         request.attempt, request.frame, request.gateway = frame.attempt, frame, gateway
-        self._add_choices(request, [listed for listed in frame.choices if listed.index not in resumable], found)
+        self._add_sequences(request, [listed for listed in frame.choices if listed.index not in resumable], found)
         request.accepted = False
         self._acceptance.accept(request)
         for index, listed in resumable.items():
-            self._streams.catch_up(request.choices[index], num_ids(listed.output_ids))
+            self._streams.resend(request.sequences[index], num_ids(listed.output_ids))
 
-    def _add_choices(self, request: Request, listed: list[messages.ChoiceState], found: dict[int, int | None]) -> None:
-        choices = [make_choice(request, one.index, one.output_ids, found.get(one.index)) for one in listed]
-        request.choices |= {choice.index: choice for choice in choices}
+    def _add_sequences(
+        self, request: Request, listed: list[messages.ChoiceState], found: dict[int, int | None]
+    ) -> None:
+        sequences = [make_sequence(request, one.index, one.output_ids, found.get(one.index)) for one in listed]
+        request.sequences |= {sequence.index: sequence for sequence in sequences}
         if request.frame.beam is None:
-            self._forks.add(request, choices)
+            self._parallel_sampling.add(request, sequences)
         else:
-            self._beams.begin(request, request.frame.beam)
+            self._beam_scheduler.begin(request, request.frame.beam)
 
 
 def _num_cached(request: Request | None) -> dict[int, int | None]:
     """How many prompt tokens each choice of an earlier attempt found, as far as they had seats."""
-    return {} if request is None else {index: choice.num_cached for index, choice in request.choices.items()}
+    return (
+        {} if request is None else {index: sequence.num_cached_tokens for index, sequence in request.sequences.items()}
+    )
 
 
-def _continues(choice: Choice, output_ids: bytes) -> bool:
+def _continues(sequence: Sequence, output_ids: bytes) -> bool:
     """Whether what the gateway has is the beginning of what is known, and all that it lacks can be sent again.
 
     Log-probabilities cannot: they are large and not kept here. What was not delivered of them is computed again.
     """
     num_delivered = num_ids(output_ids)
-    if num_delivered > len(choice.outputs) or choice.outputs[:num_delivered].tobytes() != output_ids:
+    if num_delivered > len(sequence.outputs) or sequence.outputs[:num_delivered].tobytes() != output_ids:
         return False
-    sampling = choice.request.frame.sampling
-    if sampling.num_prompt_logprobs is not None and not num_delivered and choice.prompt_next:
+    sampling = sequence.request.frame.sampling
+    if sampling.num_prompt_logprobs is not None and not num_delivered and sequence.prompt_next:
         return False
-    return sampling.num_logprobs is None or num_delivered == len(choice.outputs)
+    return sampling.num_logprobs is None or num_delivered == len(sequence.outputs)

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
-from blockyard.services.scheduler.batch.step_times import Load
+from blockyard.services.scheduler.batch.step_times import StepLoad
 from blockyard.services.scheduler.queue.output_lengths import OutputLengths, OutputLimit
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
-from blockyard.services.scheduler.sequences.requests import Amount, Seat
+from blockyard.services.scheduler.sequences.requests import QueueAmount, RunningSequence
 from blockyard.services.scheduler.workers.worker_groups import WorkerGroup
 
 SAMPLE_S = 0.25  # between looks at what the seats got
@@ -56,48 +56,48 @@ class WaitEstimate:
         self._now: float | None = None  # the last sample
         self._forecast_at = 0.0
         self._forecast: StartForecast | None = None
-        self._counted = (0, 0, 0)  # tokens drawn, of prompts computed, and known of those seated, so far
+        self._counted = (0, 0, 0)  # tokens sampled, of prompts computed, and known of those seated, so far
         self._drawn = self._seat_s = 0.0  # tokens, and seconds of all seats in which they came
         self._computed = self._seated = 0.0  # tokens of prompts, and those known of the choices that were seated
         self._num_running = 0
 
     def sample(self, now: float, num_drawn: int, num_computed: int) -> None:
-        """Once a turn, with the tokens that were drawn, and computed of prompts, so far."""
+        """Once a turn, with the tokens that were sampled, and computed of prompts, so far."""
         if self._now is not None and now < self._now + SAMPLE_S:
             return
         counted = (num_drawn, num_computed, self._waiting.num_dequeued_tokens)
-        running = sum(len(group.running) for group in self._groups.values())
+        num_running = sum(len(group.running) for group in self._groups.values())
         if self._now is not None:
             passed = now - self._now
             fade = 0.5 ** (passed / HALF_LIFE_S)
-            drawn, computed, seated = (at - before for at, before in zip(counted, self._counted, strict=True))
-            seat_s = passed * (running + self._num_running) / 2
+            sampled, prefilled, seated = (at - before for at, before in zip(counted, self._counted, strict=True))
+            seat_s = passed * (num_running + self._num_running) / 2
             if seat_s:  # while nobody runs nothing is learned
-                self._drawn, self._seat_s = self._drawn * fade + drawn, self._seat_s * fade + seat_s
-            if seated or computed:
-                self._computed, self._seated = self._computed * fade + computed, self._seated * fade + seated
-        self._now, self._counted, self._num_running = now, counted, running
+                self._drawn, self._seat_s = self._drawn * fade + sampled, self._seat_s * fade + seat_s
+            if seated or prefilled:
+                self._computed, self._seated = self._computed * fade + prefilled, self._seated * fade + seated
+        self._now, self._counted, self._num_running = now, counted, num_running
 
-    def seconds(self, amount: Amount) -> float:
+    def seconds(self, amount: QueueAmount) -> float:
         """Until a newcomer behind so much has a seat, as of the last tick; 0 if nothing waits or nothing is known."""
         now = self._now
-        if now is None or not amount.choices or self._seat_s < LEAST_S:
+        if now is None or not amount.sequences or self._seat_s < LEAST_S:
             return 0.0
         if self._groups and (self._forecast is None or now >= self._forecast_at + LOOK_S):
             self._forecast_at, self._forecast = now, self._make_forecast(now)
         if self._forecast is None:
             return 0.0
         return max(
-            self._forecast.until(self._waiting.num_dequeued + amount.choices + 1, now), self._prefill_s(amount.tokens)
+            self._forecast.until(self._waiting.num_dequeued + amount.sequences + 1, now), self._prefill_s(amount.tokens)
         )
 
     def _prefill_s(self, num_tokens: int) -> float:
         """What it takes to compute these prompts, less what is found of them, in steps that are full."""
         per_s = 0.0
         for group in self._groups.values():
-            running = len(group.running)
-            most = max(1, group.max_num_batched_tokens - running)
-            step_s = group.departures.times.expect(Load(running, most))
+            num_running = len(group.running)
+            most = max(1, group.max_num_batched_tokens - num_running)
+            step_s = group.pacer.times.expected_s(StepLoad(num_running, most))
             per_s += most / step_s if step_s > 0 else 0.0
         if not per_s:
             return 0.0
@@ -106,23 +106,23 @@ class WaitEstimate:
 
     def _make_forecast(self, now: float) -> StartForecast:
         """When those that run will have left their seats, and those that come after them."""
-        seats = [seat for group in self._groups.values() for seat in group.running]
-        stride = max(1, -(-len(seats) // NUM_SAMPLES))
-        sampled = seats[stride // 2 :: stride] or seats[:1]
-        weight = len(seats) / len(sampled) if sampled else 0.0
-        ages = [(len(seat.choice.outputs), _limit(seat)) for seat in sampled]
+        sequences = [running for group in self._groups.values() for running in group.running]
+        stride = max(1, -(-len(sequences) // NUM_SAMPLES))
+        sampled = sequences[stride // 2 :: stride] or sequences[:1]
+        weight = len(sequences) / len(sampled) if sampled else 0.0
+        ages = [(len(running.sequence.outputs), _limit(running)) for running in sampled]
         survival = self._lengths.survival([age for age, limit in ages if not limit.is_fixed], weight)
         fresh = self._waiting_limits() or [(limit, 1 / len(ages)) for _, limit in ages]
         mean = sum(share * survival.left(0, limit) for limit, share in fresh)
         left = [survival.left(age, limit) for age, limit in ages]
         free = self._num_free(mean, weight * sum(left))
-        num_seats = len(seats) + free
+        num_seats = len(sequences) + free
         speed = self._speed(num_seats)
         mean_s = max(mean / speed, 1e-6)
         parts = [mean * i / PARTS for i in range(NUM_POINTS + 1)]
         ends = (survival.gone(0, limit, parts) for limit, _ in fresh)
         renewed = _renewals(mean_s, _summed(ends, [share for _, share in fresh], len(parts)))
-        horizon = 2 * (self._waiting.usage.amount.choices + 1) * mean_s / max(num_seats, 1)
+        horizon = 2 * (self._waiting.usage.amount.sequences + 1) * mean_s / max(num_seats, 1)
         horizon = max(horizon + sum(left) / max(len(left), 1) / speed, 1e-3)
         times = [horizon * (i / NUM_POINTS) ** 2 for i in range(NUM_POINTS + 1)]
         tokens = [speed * t for t in times]
@@ -136,8 +136,8 @@ class WaitEstimate:
     def _speed(self, num_seats: float) -> float:
         """Tokens of a seat a second: as measured, but no more than there are steps a second with so many seats."""
         speed = max(self._drawn / self._seat_s, 1e-9)
-        load = Load(int(num_seats / len(self._groups)), 0)
-        slowest_s = max(group.departures.times.expect(load) for group in self._groups.values())
+        load = StepLoad(int(num_seats / len(self._groups)), 0)
+        slowest_s = max(group.pacer.times.expected_s(load) for group in self._groups.values())
         return min(speed, 1 / slowest_s) if slowest_s > 0 else speed
 
     def _waiting_limits(self) -> list[tuple[OutputLimit, float]]:
@@ -153,22 +153,22 @@ class WaitEstimate:
     def _num_free(self, mean: float, left: float) -> float:
         """Seats that are free and have blocks, where those that run will take so many more tokens together."""
         amount, free = self._waiting.usage.amount, 0.0
-        num_running = sum(len(group.running) for group in self._groups.values())
-        known = amount.tokens / max(amount.choices, 1)
+        num_total = sum(len(group.running) for group in self._groups.values())
+        known = amount.tokens / max(amount.sequences, 1)
         for group in self._groups.values():
-            pool, running = group.blocks, len(group.running)
-            held = sum(len(seat.blocks) - seat.num_freed for seat in group.running)
+            pool, num_running = group.blocks, len(group.running)
+            held = sum(len(running.blocks) - running.num_freed_blocks for running in group.running)
             shared = pool.num_used / held if held else 1.0
-            growth = left * running / max(num_running, 1) / 2
+            growth = left * num_running / max(num_total, 1) / 2
             room = (pool.num_ids - pool.num_used) * pool.block_size - growth
             fits = max(0.0, room / max(known * shared + mean / 2, 1.0))
-            free += min(group.max_num_seqs - running, fits)
+            free += min(group.max_num_seqs - num_running, fits)
         return free
 
 
-def _limit(seat: Seat) -> OutputLimit:
-    request = seat.choice.request
-    return OutputLimit(seat.limit - request.num_prompt, request.fills_limit)
+def _limit(running: RunningSequence) -> OutputLimit:
+    request = running.sequence.request
+    return OutputLimit(running.max_num_tokens - request.num_prompt, request.has_fixed_length)
 
 
 def _summed(columns: Iterable[list[float]], weights: list[float], size: int) -> list[float]:

@@ -8,7 +8,7 @@ from collections import Counter
 from blockyard.services.scheduler.queue.output_lengths import OutputLimit
 from blockyard.services.scheduler.queue.policy import Policy
 from blockyard.services.scheduler.queue.queue_usage import QueueUsage
-from blockyard.services.scheduler.sequences.requests import NONE, Amount, Choice, Request
+from blockyard.services.scheduler.sequences.requests import NO_AMOUNT, QueueAmount, Request, Sequence
 
 
 class WaitingQueue:
@@ -23,91 +23,91 @@ class WaitingQueue:
         self._policy = policy
         self._tickets = 0
         self._requests: Counter[str] = Counter()  # waiting choices of each request, parked ones among them
-        self._num_choices = 0
+        self._num_sequences = 0
 
     def __len__(self) -> int:
         """Choices that may be seated; parked ones are not among them."""
-        return self._num_choices
+        return self._num_sequences
 
-    def push(self, choice: Choice) -> None:
-        self._enter(choice)
-        request = choice.request
-        self._num_choices += 1
-        self._count(choice)
+    def push(self, sequence: Sequence) -> None:
+        self._enter(sequence)
+        request = sequence.request
+        self._num_sequences += 1
+        self._count(sequence)
         if not request.accepted and not request.attempt:
             self.usage.on_newcomer(request)
 
-    def park(self, choice: Choice) -> None:
+    def park(self, sequence: Sequence) -> None:
         """It will be pushed once a sibling has computed their prompt. Until then it only counts."""
-        self._count(choice)
+        self._count(sequence)
 
-    def unpark(self, choice: Choice) -> None:
-        self._uncount(choice)
+    def unpark(self, sequence: Sequence) -> None:
+        self._uncount(sequence)
 
-    def dequeue(self, choice: Choice) -> None:
+    def dequeue(self, sequence: Sequence) -> None:
         """As `discard`, for a seat."""
         self.num_dequeued += 1
-        self.num_dequeued_tokens += choice.known
-        self.discard(choice)
+        self.num_dequeued_tokens += sequence.num_tokens
+        self.discard(sequence)
 
-    def discard(self, choice: Choice) -> None:
+    def discard(self, sequence: Sequence) -> None:
         """Takes a choice out, wherever it stands; nothing happens if it is not in."""
-        if not choice.ticket:
+        if not sequence.ticket:
             return
-        choice.ticket = 0
-        self._num_choices -= 1
-        self._uncount(choice)
-        if choice.is_held:
-            choice.is_held = False
+        sequence.ticket = 0
+        self._num_sequences -= 1
+        self._uncount(sequence)
+        if sequence.is_held:
+            sequence.is_held = False
         else:
-            self._policy.remove(choice)
+            self._policy.remove(sequence)
 
-    def hold(self, choice: Choice) -> None:
+    def hold(self, sequence: Sequence) -> None:
         """It waits on, but somewhere else than in the order of the policy."""
-        self._policy.remove(choice)
+        self._policy.remove(sequence)
         self._tickets += 1
-        choice.ticket, choice.is_held = self._tickets, True
+        sequence.ticket, sequence.is_held = self._tickets, True
 
-    def requeue(self, choice: Choice) -> None:
+    def requeue(self, sequence: Sequence) -> None:
         """One that was set aside is among the others again."""
-        choice.is_held = False
-        self._enter(choice)
+        sequence.is_held = False
+        self._enter(sequence)
 
-    def add_tokens(self, choice: Choice, num_tokens: int) -> None:
+    def add_tokens(self, sequence: Sequence, num_tokens: int) -> None:
         """A waiting choice learned of more tokens, from plans that were in flight when it was preempted."""
-        if choice.ticket:
-            more = Amount(0, num_tokens)
-            choice.counted = choice.counted.plus(more)
-            self.usage.add(choice.request.owner, more)
+        if sequence.ticket:
+            more = QueueAmount(0, num_tokens)
+            sequence.queue_amount = sequence.queue_amount.plus(more)
+            self.usage.add(sequence.request.owner, more)
 
     def on_accepted(self, request: Request) -> None:
         """It gives way to nobody any more."""
         self.usage.remove_newcomer(request)
 
-    def _count(self, choice: Choice) -> None:
-        self._requests[choice.request.id] += 1
-        choice.counted = Amount(choice.width, choice.width * choice.known)
-        self.usage.add(choice.request.owner, choice.counted)
-        self.output_limits[_limit(choice.request)] += choice.width
+    def _count(self, sequence: Sequence) -> None:
+        self._requests[sequence.request.id] += 1
+        sequence.queue_amount = QueueAmount(sequence.num_beams, sequence.num_beams * sequence.num_tokens)
+        self.usage.add(sequence.request.owner, sequence.queue_amount)
+        self.output_limits[_limit(sequence.request)] += sequence.num_beams
 
-    def _uncount(self, choice: Choice) -> None:
-        request, amount = choice.request, choice.counted
+    def _uncount(self, sequence: Sequence) -> None:
+        request, amount = sequence.request, sequence.queue_amount
         limit = _limit(request)
-        self.output_limits[limit] -= choice.width
+        self.output_limits[limit] -= sequence.num_beams
         if not self.output_limits[limit]:
             del self.output_limits[limit]
-        choice.counted, choice.width = NONE, 1
+        sequence.queue_amount, sequence.num_beams = NO_AMOUNT, 1
         self._requests[request.id] -= 1
         if not self._requests[request.id]:
             del self._requests[request.id]
             self.usage.remove_newcomer(request)
-        self.usage.add(request.owner, NONE.less(amount))
+        self.usage.add(request.owner, NO_AMOUNT.less(amount))
 
-    def _enter(self, choice: Choice) -> None:
+    def _enter(self, sequence: Sequence) -> None:
         self._tickets += 1
-        choice.ticket = self._tickets
-        self._policy.push(choice)
+        sequence.ticket = self._tickets
+        self._policy.push(sequence)
 
 
 def _limit(request: Request) -> OutputLimit:
-    return OutputLimit(request.frame.sampling.max_tokens, request.fills_limit)
+    return OutputLimit(request.frame.sampling.max_tokens, request.has_fixed_length)

@@ -3,10 +3,10 @@
 from blockyard.shared.messages import Cancel, StreamOpen, TokenBatch, TokenRows, TokenStep
 
 
-class TextSink:
+class DetokenizerOutbox:
     """A live detokenizer and the batch it gets at the end of the turn."""
 
-    __slots__ = ("_sealed", "closes", "incarnation", "num_streams", "opens", "rows", "stamp_s", "steps")
+    __slots__ = ("_closed", "closes", "incarnation", "num_streams", "opens", "rows", "stamp_s", "steps")
 
     def __init__(self, incarnation: int) -> None:
         self.incarnation = incarnation
@@ -16,20 +16,20 @@ class TextSink:
         self.steps: list[TokenStep] = []
         self.closes: list[Cancel] = []
         self.stamp_s = 0.0
-        self._sealed: list[TokenBatch] = []
+        self._closed: list[TokenBatch] = []
 
     def stamp(self, stamp_s: float) -> None:
         """Of two results in one turn the older one counts, so that no latency is hidden."""
         if not self.stamp_s:
             self.stamp_s = stamp_s
 
-    def seal(self) -> None:
+    def close_batch(self) -> None:
         """What comes from now on comes behind all there is: in a batch steps are read after rows."""
         if self.opens or self.rows or self.steps or self.closes:
-            self._sealed.append(TokenBatch(self.opens, self.steps, self.closes, self.stamp_s, self.rows))
+            self._closed.append(TokenBatch(self.opens, self.steps, self.closes, self.stamp_s, self.rows))
             self.opens, self.rows, self.steps, self.closes, self.stamp_s = [], [], [], [], 0.0
 
     def take(self) -> list[TokenBatch]:
-        self.seal()
-        batches, self._sealed = self._sealed, []
+        self.close_batch()
+        batches, self._closed = self._closed, []
         return batches

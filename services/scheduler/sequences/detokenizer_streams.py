@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 
 from blockyard.services.scheduler.outbox import Outbox
-from blockyard.services.scheduler.sequences.detokenizer_outbox import TextSink
-from blockyard.services.scheduler.sequences.requests import ID_BYTES, Choice, Request
+from blockyard.services.scheduler.sequences.detokenizer_outbox import DetokenizerOutbox
+from blockyard.services.scheduler.sequences.requests import ID_BYTES, Request, Sequence
 from blockyard.services.scheduler.workers.worker_groups import WorkerGroup
 from blockyard.shared import messages
 from blockyard.shared.messages import Cancel, FinishReason, StreamOpen, TokenStep
@@ -14,118 +14,118 @@ MOST_STREAMS = 0xFFFFFFFE  # that are told apart: they are called by 32 bits
 CONTEXT_IDS = 8  # ids of the prompt's end that a detokenizer gets
 
 
-class Streams:
+class DetokenizerStreams:
     def __init__(self, groups: dict[int, WorkerGroup]) -> None:
         """`groups` by worker."""
         self._groups = groups
         self._stream = 0  # what the last one is called
-        self._sinks: dict[int, TextSink] = {}
-        self._left: dict[int, list[Cancel]] = {}  # what those that left lately had open
+        self._text_outboxes: dict[int, DetokenizerOutbox] = {}
+        self._open_at_loss: dict[int, list[Cancel]] = {}  # what those that left lately had open
         self._lost: list[int] = []  # detokenizers whose link broke, until gateways may be told
 
     def __len__(self) -> int:
-        return len(self._sinks)
+        return len(self._text_outboxes)
 
-    def join(self, incarnation: int) -> None:
+    def add_detokenizer(self, incarnation: int) -> None:
         """One that returns lost only its link: it still has streams that nobody will continue."""
-        if incarnation not in self._sinks:
-            self._sinks[incarnation] = TextSink(incarnation)
-            self._sinks[incarnation].closes += self._left.pop(incarnation, [])
+        if incarnation not in self._text_outboxes:
+            self._text_outboxes[incarnation] = DetokenizerOutbox(incarnation)
+            self._text_outboxes[incarnation].closes += self._open_at_loss.pop(incarnation, [])
 
-    def leave(self, incarnation: int, requests: Iterable[Request]) -> None:
+    def remove_detokenizer(self, incarnation: int, requests: Iterable[Request]) -> None:
         """A member is gone. Its requests go on; their gateways, once told, will say where their text broke off."""
-        sink = self._sinks.pop(incarnation, None)
-        if sink is None:
+        text_outbox = self._text_outboxes.pop(incarnation, None)
+        if text_outbox is None:
             return
         self._lost.append(incarnation)
-        bound = [request for request in requests if request.sink is sink]
+        bound = [request for request in requests if request.text_outbox is text_outbox]
         for request in bound:
-            self._unbound(request)
-        self._left[incarnation] = [Cancel(request.id, request.attempt) for request in bound]
-        while len(self._left) > MAX_LEFT:
-            del self._left[next(iter(self._left))]
+            self._detach(request)
+        self._open_at_loss[incarnation] = [Cancel(request.id, request.attempt) for request in bound]
+        while len(self._open_at_loss) > MAX_LEFT:
+            del self._open_at_loss[next(iter(self._open_at_loss))]
 
     def take_lost(self) -> list[int]:
         """Detokenizers to name to the gateways in PathLost: none while no detokenizer could open new streams."""
-        if not self._sinks:
+        if not self._text_outboxes:
             return []
         lost, self._lost = self._lost, []
         return lost
 
-    def bind(self, request: Request, listed: list[messages.ChoiceState]) -> bool:
+    def open(self, request: Request, listed: list[messages.ChoiceState]) -> bool:
         """Opens a stream for each listed choice at the detokenizer with the fewest. False if none is alive."""
-        sink = min(self._sinks.values(), key=lambda s: s.num_streams, default=None)
-        request.sink = sink
-        if sink is None:
+        text_outbox = min(self._text_outboxes.values(), key=lambda s: s.num_streams, default=None)
+        request.text_outbox = text_outbox
+        if text_outbox is None:
             return False
-        request.detokenizer = sink.incarnation
+        request.detokenizer = text_outbox.incarnation
         context = request.frame.prompt_ids[-CONTEXT_IDS * ID_BYTES :]
-        for choice in listed:
+        for sequence in listed:
             stream = self._stream = self._stream % MOST_STREAMS + 1
-            if choice.index in request.choices:
-                request.choices[choice.index].stream = stream
-            sink.opens.append(
+            if sequence.index in request.sequences:
+                request.sequences[sequence.index].stream = stream
+            text_outbox.opens.append(
                 StreamOpen(
                     request.id,
                     request.attempt,
-                    choice.index,
+                    sequence.index,
                     request.gateway,
                     context,
-                    choice.output_ids,
-                    choice.chars_sent,
+                    sequence.output_ids,
+                    sequence.chars_sent,
                     request.frame.text,
                     stream,
                 )
             )
-        sink.num_streams += len(listed)
+        text_outbox.num_streams += len(listed)
         return True
 
-    def unbind(self, request: Request) -> None:
+    def close(self, request: Request) -> None:
         """Closes what the request has open."""
-        sink = request.sink
-        if sink is not None:
-            sink.closes.append(Cancel(request.id, request.attempt))
-            sink.num_streams -= len(request.choices)
-            self._unbound(request)
+        text_outbox = request.text_outbox
+        if text_outbox is not None:
+            text_outbox.closes.append(Cancel(request.id, request.attempt))
+            text_outbox.num_streams -= len(request.sequences)
+            self._detach(request)
 
-    def _unbound(self, request: Request) -> None:
-        for choice in request.choices.values():
-            choice.stream = 0
-            if choice.seat is not None and (group := self._groups.get(choice.seat.worker)) is not None:
-                group.detach_from_batch(choice.seat)
-        request.sink = None
+    def _detach(self, request: Request) -> None:
+        for sequence in request.sequences.values():
+            sequence.stream = 0
+            if sequence.last_run is not None and (group := self._groups.get(sequence.last_run.worker)) is not None:
+                group.detach_from_batch(sequence.last_run)
+        request.text_outbox = None
 
-    def catch_up(self, choice: Choice, num_delivered: int) -> None:
+    def resend(self, sequence: Sequence, num_delivered: int) -> None:
         """Sends a newly bound stream the ids beyond those its gateway has. Log-probabilities are not kept."""
-        sink = choice.request.sink
-        ids = choice.outputs[num_delivered:].tolist()
-        if sink is not None and ids:
-            sink.steps.append(
+        text_outbox = sequence.request.text_outbox
+        ids = sequence.outputs[num_delivered:].tolist()
+        if text_outbox is not None and ids:
+            text_outbox.steps.append(
                 TokenStep(
-                    choice.request.id,
-                    choice.request.attempt,
-                    choice.index,
+                    sequence.request.id,
+                    sequence.request.attempt,
+                    sequence.index,
                     num_delivered,
                     ids,
-                    cached_tokens=0 if num_delivered else choice.told_cached,
-                    queued_s=None if num_delivered else choice.queued_s,
+                    cached_tokens=0 if num_delivered else sequence.reported_cached_tokens,
+                    queued_s=None if num_delivered else sequence.queued_s,
                 )
             )
 
-    def conclude(self, choice: Choice, finish: FinishReason, detail: str = "") -> None:
+    def finish(self, sequence: Sequence, finish: FinishReason, detail: str = "") -> None:
         """A final step without tokens."""
-        request = choice.request
-        if request.sink is not None:
-            request.sink.steps.append(
-                TokenStep(request.id, request.attempt, choice.index, len(choice.outputs), [], finish, detail=detail)
+        request = sequence.request
+        if request.text_outbox is not None:
+            request.text_outbox.steps.append(
+                TokenStep(request.id, request.attempt, sequence.index, len(sequence.outputs), [], finish, detail=detail)
             )
 
     def flush(self, outbox: Outbox) -> None:
-        for sink in self._sinks.values():
-            for batch in sink.take():
-                outbox.send(sink.incarnation, batch)
+        for text_outbox in self._text_outboxes.values():
+            for batch in text_outbox.take():
+                outbox.send(text_outbox.incarnation, batch)
 
-    def seal(self) -> None:
+    def close_batches(self) -> None:
         """Another result of a worker has come in the same turn."""
-        for sink in self._sinks.values():
-            sink.seal()
+        for text_outbox in self._text_outboxes.values():
+            text_outbox.close_batch()

@@ -11,109 +11,119 @@ from collections.abc import Iterable
 from blockyard.services.scheduler.batch.plan_record import PlanRecord
 from blockyard.services.scheduler.kv_cache.prefix_cache import PrefixMatch
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
-from blockyard.services.scheduler.sequences.requests import Choice, Phase, Request, Seat
+from blockyard.services.scheduler.sequences.requests import Phase, Request, RunningSequence, Sequence
 from blockyard.services.scheduler.workers.worker_groups import WorkerGroup
 
 
-class Forks:
+class ParallelSampling:
     """Holds back the choices that are better started later; says what those that start can begin with."""
 
     def __init__(self, waiting: WaitingQueue) -> None:
-        self.num_parked = 0
+        self.num_awaiting_prompt = 0
         self._waiting = waiting
 
-    def add(self, request: Request, choices: Iterable[Choice]) -> None:
+    def add(self, request: Request, sequences: Iterable[Sequence]) -> None:
         """These wait from now on, each in the queue or parked."""
-        for choice in choices:
-            if choice.fork_of is None and request.num_prompt > 1 and any(_leads(other) for other in request.members):
-                self._park(choice)
+        for sequence in sequences:
+            if (
+                sequence.prompt_source is None
+                and request.num_prompt > 1
+                and any(_computes_prompt(other) for other in request.active_sequences)
+            ):
+                self._park(sequence)
             else:
-                self._waiting.push(choice)
+                self._waiting.push(sequence)
 
-    def written(self, request: Request) -> None:
+    def on_prompt_scheduled(self, request: Request) -> None:
         """The plan that writes the last of one choice's prompt has been sent: the others may begin."""
-        parked, request.parked = request.parked, []
-        self.num_parked -= len(parked)
-        for choice in parked:
-            self._waiting.unpark(choice)
-            self._waiting.push(choice)
+        awaiting_prompt, request.awaiting_prompt = request.awaiting_prompt, []
+        self.num_awaiting_prompt -= len(awaiting_prompt)
+        for sequence in awaiting_prompt:
+            self._waiting.unpark(sequence)
+            self._waiting.push(sequence)
 
-    def left(self, choice: Choice) -> None:
+    def on_removed(self, sequence: Sequence) -> None:
         """A choice has ended. If it was the leader, in the middle of its prompt, the next one takes over."""
-        request = choice.request
-        if not request.parked:
+        request = sequence.request
+        if not request.awaiting_prompt:
             return
-        if choice in request.parked:
-            request.parked.remove(choice)
-            self._waiting.unpark(choice)
-            self.num_parked -= 1
-        elif not any(_leads(other) for other in request.members):
-            leader = request.parked.pop(0)
+        if sequence in request.awaiting_prompt:
+            request.awaiting_prompt.remove(sequence)
+            self._waiting.unpark(sequence)
+            self.num_awaiting_prompt -= 1
+        elif not any(_computes_prompt(other) for other in request.active_sequences):
+            leader = request.awaiting_prompt.pop(0)
             self._waiting.unpark(leader)
             self._waiting.push(leader)
-            self.num_parked -= 1
+            self.num_awaiting_prompt -= 1
 
-    def find(self, group: WorkerGroup, record: PlanRecord, choice: Choice, found: PrefixMatch) -> PrefixMatch | None:
+    def find_prefix(
+        self, group: WorkerGroup, record: PlanRecord, sequence: Sequence, found: PrefixMatch
+    ) -> PrefixMatch | None:
         """What a choice may begin with in this plan; None if it has been parked: a sibling is at its prompt.
 
         `found` is what there is of it without siblings.
         """
-        request = choice.request
-        if choice.fork_of is not None and _has(choice.fork_of, group, record, choice.known - 1):
-            return self._fork(group, choice, choice.fork_of, choice.known - 1)
-        num_tokens = min(request.num_prompt, choice.known - 1)
-        if len(request.members) < 2 or num_tokens <= found.num_tokens:
+        request = sequence.request
+        if sequence.prompt_source is not None and _has(sequence.prompt_source, group, record, sequence.num_tokens - 1):
+            return self._fork(group, sequence, sequence.prompt_source, sequence.num_tokens - 1)
+        num_tokens = min(request.num_prompt, sequence.num_tokens - 1)
+        if len(request.active_sequences) < 2 or num_tokens <= found.num_tokens:
             return found
         is_near = False
         scored = request.frame.sampling.num_prompt_logprobs is not None
-        for other in request.members:
-            seat = other.seat
-            if seat is None or not _runs(seat, group):
+        for other in request.active_sequences:
+            running = other.last_run
+            if running is None or not _runs(running, group):
                 continue
-            if seat.num_freed > group.window.num_skipped_blocks(num_tokens):
+            if running.num_freed_blocks > group.window.num_skipped_blocks(num_tokens):
                 continue  # it has given up what this one would have to see
-            if scored and (seat.num_found or seat.copied_from is not None):
+            if scored and (running.num_cached_blocks or running.copied_from is not None):
                 continue  # a fork itself: nobody may be left who has the log-probabilities of the prompt
-            if _has(seat, group, record, num_tokens):
-                return self._fork(group, choice, seat, num_tokens)
+            if _has(running, group, record, num_tokens):
+                return self._fork(group, sequence, running, num_tokens)
             is_near = True
         if not is_near or num_tokens - found.num_tokens < group.blocks.block_size:
             return found
-        self._waiting.discard(choice)
-        self._park(choice)
+        self._waiting.discard(sequence)
+        self._park(sequence)
         return None
 
-    def _park(self, choice: Choice) -> None:
-        choice.request.parked.append(choice)
-        self._waiting.park(choice)
-        self.num_parked += 1
+    def _park(self, sequence: Sequence) -> None:
+        sequence.request.awaiting_prompt.append(sequence)
+        self._waiting.park(sequence)
+        self.num_awaiting_prompt += 1
 
-    def _fork(self, group: WorkerGroup, choice: Choice, source: Seat, num_tokens: int) -> PrefixMatch:
+    def _fork(self, group: WorkerGroup, sequence: Sequence, source: RunningSequence, num_tokens: int) -> PrefixMatch:
         num_full, rest = divmod(num_tokens, group.blocks.block_size)
-        if choice.num_cached is None:
-            choice.num_cached = source.choice.num_cached  # one prompt, found once
+        if sequence.num_cached_tokens is None:
+            sequence.num_cached_tokens = source.sequence.num_cached_tokens  # one prompt, found once
         first = group.window.num_skipped_blocks(num_tokens)
         copied = source.blocks[num_full] if rest else None
         return PrefixMatch(source.blocks[first:num_full], num_tokens=num_tokens, copy_from=copied, num_skipped=first)
 
 
-def _runs(seat: Seat, group: WorkerGroup) -> bool:
-    return seat.worker == group.worker and seat.choice.seat is seat and seat.choice.phase is Phase.RUNNING
+def _runs(running: RunningSequence, group: WorkerGroup) -> bool:
+    return (
+        running.worker == group.worker
+        and running.sequence.last_run is running
+        and running.sequence.phase is Phase.RUNNING
+    )
 
 
-def _has(seat: Seat, group: WorkerGroup, record: PlanRecord, num_tokens: int) -> bool:
+def _has(running: RunningSequence, group: WorkerGroup, record: PlanRecord, num_tokens: int) -> bool:
     """Whether a seat's KV is written that far when this plan begins, and it still holds what is seen from there.
 
     The seat may be new in this plan: then the block that it ends in is filled by a copy of this plan, and a reader
-    copies that one's source (see `Draft.source_of`).
+    copies that one's source (see `PlanBuilder.source_of`).
     """
-    if not _runs(seat, group) or seat.num_freed > group.window.num_skipped_blocks(num_tokens):
+    if not _runs(running, group) or running.num_freed_blocks > group.window.num_skipped_blocks(num_tokens):
         return False
-    return seat.granted - record.granted(seat) >= num_tokens
+    return running.num_scheduled_tokens - record.num_scheduled(running) >= num_tokens
 
 
-def _leads(choice: Choice) -> bool:
+def _computes_prompt(sequence: Sequence) -> bool:
     """It will write the prompt, and a plan that does has not been sent."""
-    if choice.phase is Phase.RUNNING:
-        return choice.seat is not None and choice.seat.granted < choice.seat.prefill_end
-    return bool(choice.ticket)
+    if sequence.phase is Phase.RUNNING:
+        return sequence.last_run is not None and sequence.last_run.num_scheduled_tokens < sequence.last_run.prefill_end
+    return bool(sequence.ticket)

@@ -2,7 +2,7 @@
 
 import enum
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -10,7 +10,7 @@ import msgspec
 
 from blockyard.services.scheduler.kv_cache.id_pool import PlanClock
 from blockyard.services.scheduler.sequences.beam_search import BeamSearch, Hypothesis
-from blockyard.services.scheduler.sequences.detokenizer_outbox import TextSink
+from blockyard.services.scheduler.sequences.detokenizer_outbox import DetokenizerOutbox
 from blockyard.shared.messages import Generate, Sampling, SlotRun
 
 ID_BYTES = 4  # of a token id on the wire
@@ -29,20 +29,20 @@ class Phase(enum.Enum):
     ENDED = enum.auto()
 
 
-class Amount(NamedTuple):
+class QueueAmount(NamedTuple):
     """How much waits, or is to wait."""
 
-    choices: int = 0
+    sequences: int = 0
     tokens: int = 0  # known ones of all these choices
 
-    def plus(self, other: "Amount") -> "Amount":
-        return Amount(self.choices + other.choices, self.tokens + other.tokens)
+    def plus(self, other: "QueueAmount") -> "QueueAmount":
+        return QueueAmount(self.sequences + other.sequences, self.tokens + other.tokens)
 
-    def less(self, other: "Amount") -> "Amount":
-        return Amount(self.choices - other.choices, self.tokens - other.tokens)
+    def less(self, other: "QueueAmount") -> "QueueAmount":
+        return QueueAmount(self.sequences - other.sequences, self.tokens - other.tokens)
 
 
-NONE = Amount()
+NO_AMOUNT = QueueAmount()
 
 
 class TokenAccount(Protocol):
@@ -61,40 +61,42 @@ class Request:
     gateway: int  # incarnation
     arrival: int
     num_prompt: int
-    choices: dict[int, "Choice"] = field(default_factory=dict)
-    sink: TextSink | None = None  # None while no live detokenizer has its streams
+    sequences: dict[int, "Sequence"] = field(default_factory=dict)
+    text_outbox: DetokenizerOutbox | None = None  # None while no live detokenizer has its streams
     detokenizer: int = 0  # the one that has or last had them; 0: none yet
     accepted: bool = False
-    parked: list["Choice"] = field(default_factory=list)  # members that begin when another has written the prompt
+    awaiting_prompt: list["Sequence"] = field(
+        default_factory=list
+    )  # members that begin when another has written the prompt
 
     account: TokenAccount | None = None
-    came_s: float = 0.0
+    arrival_s: float = 0.0
     owner: tuple[str, str] = ("", "")  # tenant, and user of it: those of the first attempt
-    search: "Search | None" = None
+    search: "ActiveBeamSearch | None" = None
 
     @property
-    def fills_limit(self) -> bool:
+    def has_fixed_length(self) -> bool:
         """Its choices end with `max_tokens` and not before."""
         sampling = self.frame.sampling
         return sampling.ignore_eos and not sampling.stop_token_ids and not self.frame.text.stop
 
     @property
-    def members(self) -> Collection["Choice"]:
+    def active_sequences(self) -> Collection["Sequence"]:
         """What runs and waits for it."""
-        return self.choices.values() if self.search is None else self.search.choices
+        return self.sequences.values() if self.search is None else self.search.beam_scheduler
 
 
 @dataclass(slots=True, eq=False)
-class Search:
+class ActiveBeamSearch:
     """A beam search: `choices` are its live hypotheses, those of the request what it will be answered with."""
 
     steps: BeamSearch
-    choices: list["Choice"]
-    num_cached: int = 0  # prompt tokens that the first one found
+    beam_scheduler: list["Sequence"]
+    num_cached_tokens: int = 0  # prompt tokens that the first one found
     queued_s: float | None = None  # how long the first one waited for its seat
     stalled: dict[int, int] = field(default_factory=dict)  # by worker: last plan sent when none of it could run there
 
-    def sampling(self, asked: Sampling, eos: Sequence[int]) -> Sampling:
+    def sampling(self, asked: Sampling, eos: list[int]) -> Sampling:
         """For the worker, which draws a token that may not be the one taken, and ends nothing."""
         return msgspec.structs.replace(
             asked,
@@ -107,7 +109,7 @@ class Search:
 
 
 @dataclass(slots=True, eq=False)
-class Choice:
+class Sequence:
     """One continuation: the tokens that are known of it. What is granted of it is its seat's affair."""
 
     request: Request
@@ -117,130 +119,132 @@ class Choice:
     key: Key = ()  # of the seat it has or had last
     ticket: int = 0  # its entry in the waiting queue, 0: none
     is_held: bool = False  # it waits at a group's desk
-    width: int = 1  # choices that it counts as while it waits: the first of a beam search is all of its beams
-    counted: Amount = NONE  # what it is in the waiting queue's ledger, parked or not
-    seat: "Seat | None" = None  # the one it runs in, or, while it waits, the last one: its results may be out still
+    num_beams: int = 1  # choices that it counts as while it waits: the first of a beam search is all of its beams
+    queue_amount: QueueAmount = NO_AMOUNT  # what it is in the waiting queue's ledger, parked or not
+    last_run: "RunningSequence | None" = (
+        None  # the one it runs in, or, while it waits, the last one: its results may be out still
+    )
     prompt_next: int = 0  # the first prompt position whose log-probabilities have not come; they are not kept
     block_hashes: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they were asked for
     hash_block_size: int = 0  # tokens of the blocks that are named; 0: nobody asked
-    num_cached: int | None = None  # prompt tokens found when it first got a seat
+    num_cached_tokens: int | None = None  # prompt tokens found when it first got a seat
     queued_s: float | None = None  # how long its request had waited when it first got a seat
-    tells_cached: bool = True  # false: an earlier attempt had a seat elsewhere, and this one finds what that computed
+    reports_cached: bool = True  # false: an earlier attempt had a seat elsewhere, and this one finds what that computed
     hypothesis: Hypothesis | None = None  # of a beam search
-    fork_of: "Seat | None" = None  # has computed all its tokens but the last
+    prompt_source: "RunningSequence | None" = None  # has computed all its tokens but the last
     stream: int = 0  # what its detokenizer knows it by, 0: it has none
 
     @property
-    def known(self) -> int:
+    def num_tokens(self) -> int:
         """Tokens of prompt and outputs."""
         return self.request.num_prompt + len(self.outputs)
 
     @property
-    def told_cached(self) -> int:
+    def reported_cached_tokens(self) -> int:
         """For the step that has its first token."""
-        return self.num_cached or 0 if self.tells_cached else 0
+        return self.num_cached_tokens or 0 if self.reports_cached else 0
 
     def awaits_results(self) -> bool:
         """Left its seat while plans with it were in flight: what they say are its tokens still."""
-        seat = self.seat
-        return seat is not None and seat.last_plan > seat.plan_clock.last_completed
+        running = self.last_run
+        return running is not None and running.last_plan > running.plan_clock.last_completed
 
 
-class Pace:
+class SharedProgress:
     """What all seats of a lane have in common."""
 
-    __slots__ = ("granted", "last_plan")
+    __slots__ = ("last_plan", "num_scheduled_tokens")
 
     def __init__(self) -> None:
-        self.granted = 0  # tokens a seat
+        self.num_scheduled_tokens = 0  # tokens a seat
         self.last_plan = 0
 
 
-ALONE = Pace()  # of a seat in no lane; never moves
+NOT_SHARED = SharedProgress()  # of a seat in no lane; never moves
 
 
 @dataclass(slots=True, eq=False)
-class Seat:
+class RunningSequence:
     """A choice in a slot of a worker's batch. Positions here are counts of tokens of prompt and outputs.
 
     What changes with every step is not written down for each seat, or a step would cost as much as there are seats:
     see batch/decode_batch.py.
     """
 
-    choice: Choice
+    sequence: Sequence
     worker: int  # incarnation
     plan_clock: PlanClock
     slot: int
     key: Key
     prefill_end: int  # ids it started with
-    limit: int  # known tokens at which it ends: max_tokens or the model's length
-    ceiling: int
+    max_num_tokens: int  # known tokens at which it ends: max_tokens or the model's length
+    max_scheduled_tokens: int
     blocks: list[int]
     capacity: int  # tokens that fit in `blocks`
     decode: SlotRun  # the same in every plan
-    pace: Pace = ALONE  # its lane's
-    drawn: bool = False  # a token has come: from then on all that is known but the last one is computed
-    num_found: int = 0  # leading blocks that were there already: others may have them too
+    progress: SharedProgress = NOT_SHARED  # its lane's
+    has_sampled: bool = False  # a token has come: from then on all that is known but the last one is computed
+    num_cached_blocks: int = 0  # leading blocks that were there already: others may have them too
     copied_from: int | None = None  # block whose contents it began with, in one of its own
     num_hashed: int = 0  # leading blocks that were offered to the index
-    num_freed: int = 0  # leading places in `blocks` that it does not hold: they are behind its model's window
+    num_freed_blocks: int = 0  # leading places in `blocks` that it does not hold: they are behind its model's window
     next_hash_at: int = NEVER  # computed tokens with which the next block is to be named
     is_hash_due: bool = False  # it has as many, and is in its group's list for that
-    row: int = 0  # its place in its lane
-    look_at: int = 0  # when its lane looks at it, by its pace
-    base: int = 0  # tokens granted besides its lane's
+    batch_row: int = 0  # its place in its lane
+    due_step: int = 0  # when its lane looks at it, by its pace
+    own_tokens: int = 0  # tokens granted besides its lane's
     _computed: int = 0  # until a token is drawn
     _last_plan: int = 0  # before its lane's
 
     @property
-    def granted(self) -> int:
+    def num_scheduled_tokens(self) -> int:
         """How many tokens have KV at most, once all plans in flight have run.
 
         It goes past what is known, because a sampled token feeds the next step on the device, and never past `ceiling`.
         """
-        return self.base + self.pace.granted
+        return self.own_tokens + self.progress.num_scheduled_tokens
 
-    @granted.setter
-    def granted(self, num_tokens: int) -> None:
-        self.base = num_tokens - self.pace.granted
+    @num_scheduled_tokens.setter
+    def num_scheduled_tokens(self, num_tokens: int) -> None:
+        self.own_tokens = num_tokens - self.progress.num_scheduled_tokens
 
     @property
-    def computed(self) -> int:
+    def num_computed_tokens(self) -> int:
         """Tokens with KV as of the last result."""
-        return self.choice.known - 1 if self.drawn else self._computed
+        return self.sequence.num_tokens - 1 if self.has_sampled else self._computed
 
-    @computed.setter
-    def computed(self, num_tokens: int) -> None:
+    @num_computed_tokens.setter
+    def num_computed_tokens(self, num_tokens: int) -> None:
         self._computed = num_tokens
 
     @property
     def last_plan(self) -> int:
         """Number of the last plan it runs in."""
-        return max(self._last_plan, self.pace.last_plan)
+        return max(self._last_plan, self.progress.last_plan)
 
     @last_plan.setter
     def last_plan(self, number: int) -> None:
         self._last_plan = number
 
-    def keep_to(self, pace: Pace) -> None:
+    def share_progress(self, progress: SharedProgress) -> None:
         """Goes on at this pace, from where it is."""
         self._last_plan = self.last_plan
-        self.base += self.pace.granted - pace.granted
-        self.pace = pace
+        self.own_tokens += self.progress.num_scheduled_tokens - progress.num_scheduled_tokens
+        self.progress = progress
 
 
-def make_choice(request: Request, index: int, output_ids: bytes, num_cached: int | None = None) -> Choice:
+def make_sequence(request: Request, index: int, output_ids: bytes, num_cached_tokens: int | None = None) -> Sequence:
     """A choice that goes on after `output_ids`; if there are any, its prompt's log-probabilities came before them.
 
-    `num_cached`: what an earlier attempt found of its prompt, if that is known.
+    `num_cached_tokens`: what an earlier attempt found of its prompt, if that is known.
     """
     outputs = array("I")
     outputs.frombytes(output_ids)
-    return Choice(
+    return Sequence(
         request,
         index,
         outputs,
         prompt_next=request.num_prompt if outputs else 0,
-        num_cached=num_cached,
-        tells_cached=not request.attempt or num_cached is not None,
+        num_cached_tokens=num_cached_tokens,
+        reports_cached=not request.attempt or num_cached_tokens is not None,
     )

@@ -21,7 +21,7 @@ class Flow:
     num_open: int  # choices
     first_s: float | None = None  # its first token
     ended_s: float | None = None
-    num_cached: int = 0
+    num_cached_tokens: int = 0
     refused: int = 0  # HTTP status
     detail: str = ""  # why it failed
 
@@ -82,7 +82,7 @@ class Record:
             flow = self.flows[int(step.request_id)]
             if step.token_ids:
                 if flow.first_s is None:
-                    flow.first_s, flow.num_cached = now, step.cached_tokens
+                    flow.first_s, flow.num_cached_tokens = now, step.cached_tokens
                 self._token(flow, step.choice, len(step.token_ids), now)
             if step.finish is not None:
                 flow.detail = flow.detail or step.detail
@@ -104,7 +104,7 @@ class Record:
         flow.refused, flow.detail, flow.ended_s = frame.status, frame.message, now
         self.num_open -= 1
 
-    def preempting(self, group: WorkerGroup, now: float) -> None:
+    def before_preempt(self, group: WorkerGroup, now: float) -> None:
         """A seat is about to be taken away for want of blocks."""
         if self.first_preemption is None:
             pool = group.blocks
@@ -130,6 +130,6 @@ class Record:
         for group in groups:
             slots += group.blocks.num_used * group.blocks.block_size
             for seat in group.running:
-                request = self.flows[int(seat.choice.request.id)].request
+                request = self.flows[int(seat.sequence.request.id)].request
                 wasted += max(0, seat.capacity - (request.prompt_tokens + request.output_tokens - 1))
         return wasted / slots if slots else 0.0

@@ -47,7 +47,7 @@ def summarize(simulation: Simulation, wall_s: float) -> Summary:
         wall_s=wall_s,
         input_tokens=sum(flow.request.prompt_tokens for flow in done),
         output_tokens=record.num_output_tokens,
-        cached_tokens=sum(flow.num_cached for flow in done),
+        cached_tokens=sum(flow.num_cached_tokens for flow in done),
         preemptions=simulation.core.stats().preemptions_total,
         num_steps=sum(worker.num_steps for worker in workers),
         num_events=simulation.num_events,

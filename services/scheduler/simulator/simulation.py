@@ -59,7 +59,7 @@ class Simulation:
         self._events: list[tuple[float, int, int, SchedulerIn]] = []  # when, in which order, from whom, what
         self._num_pushed = 0
         self._quiet_since = 0.0
-        self.core.preempting.append(self._preempting)
+        self.core.before_preempt.append(self._preempting)
 
     def run(self) -> None:
         """Until every request has ended. Raises StuckError."""
@@ -70,21 +70,21 @@ class Simulation:
             while self._events and self._events[0][0] <= self.now:
                 _, _, peer, frame = heapq.heappop(self._events)
                 self.num_events += 1
-                self.core.handle(peer, frame, self.now)
+                self.core.on_message(peer, frame, self.now)
                 if isinstance(frame, Generate):
                     self._arrive()
             self._turn()
             self.record.sample(self.now, self._look)
 
     def _join(self) -> None:
-        self.core.present(Member("gateway", Role.API_GATEWAY, GATEWAY, "", ready=True), 0.0)
-        self.core.present(Member("detokenizer", Role.DETOKENIZER, DETOKENIZER, "", ready=True), 0.0)
+        self.core.on_member(Member("gateway", Role.API_GATEWAY, GATEWAY, "", ready=True), 0.0)
+        self.core.on_member(Member("detokenizer", Role.DETOKENIZER, DETOKENIZER, "", ready=True), 0.0)
         for incarnation in self.workers:
-            self.core.present(Member("worker", Role.GPU_WORKER, incarnation, "", ready=True), 0.0)
+            self.core.on_member(Member("worker", Role.GPU_WORKER, incarnation, "", ready=True), 0.0)
         self._turn()
         while self._events:
             _, _, peer, frame = heapq.heappop(self._events)
-            self.core.handle(peer, frame, 0.0)
+            self.core.on_message(peer, frame, 0.0)
 
     def _arrive(self) -> None:
         """Only the next arrival is among the events."""
@@ -111,7 +111,7 @@ class Simulation:
             )
 
     def _turn(self) -> None:
-        for outgoing in self.core.turn(self.now):
+        for outgoing in self.core.step(self.now):
             self._deliver(outgoing)
 
     def _deliver(self, outgoing: Outgoing) -> None:
@@ -132,4 +132,4 @@ class Simulation:
         return self.core.stats().waiting, list(self.core.groups.values())
 
     def _preempting(self, group: WorkerGroup) -> None:
-        self.record.preempting(group, self.now)
+        self.record.before_preempt(group, self.now)

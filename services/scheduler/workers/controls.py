@@ -1,6 +1,6 @@
 """What an operator asks for: pause and resume, sleep and wake, a prefix cache that knows nothing."""
 
-from blockyard.services.scheduler.batch.admission_delay import Gate
+from blockyard.services.scheduler.batch.admission_delay import AdmissionDelay
 from blockyard.services.scheduler.outbox import Outbox
 from blockyard.services.scheduler.workers.worker_groups import WorkerGroups
 from blockyard.services.scheduler.workers.worker_sleep import WorkerSleep
@@ -8,14 +8,22 @@ from blockyard.shared.messages import Control, Controlled, ControlVerb
 
 
 class Controls:
-    def __init__(self, groups: WorkerGroups, gate: Gate, sleep: WorkerSleep, outbox: Outbox, may_sleep: bool) -> None:
-        self._groups, self._gate, self._sleep, self._outbox, self._may_sleep = groups, gate, sleep, outbox, may_sleep
+    def __init__(
+        self, groups: WorkerGroups, admission_delay: AdmissionDelay, sleep: WorkerSleep, outbox: Outbox, may_sleep: bool
+    ) -> None:
+        self._groups, self._admission_delay, self._sleep, self._outbox, self._may_sleep = (
+            groups,
+            admission_delay,
+            sleep,
+            outbox,
+            may_sleep,
+        )
         self._open: list[tuple[int, Control]] = []  # with gateway; answered when done
 
     @property
     def phase(self) -> str:
         """Empty while everything is as always."""
-        return "asleep" if self._sleep.level else "paused" if self._gate.paused else ""
+        return "asleep" if self._sleep.level else "paused" if self._admission_delay.paused else ""
 
     def take(self, gateway: int, frame: Control, now: float) -> None:
         """Answered by `settle`, now or later."""
@@ -23,11 +31,11 @@ class Controls:
             case ControlVerb.RESET_PREFIX_CACHE:
                 self._sleep.reset_prefix_cache(now)
             case ControlVerb.PAUSE:
-                self._gate.paused, self._gate.frozen = True, not frame.drain
+                self._admission_delay.paused, self._admission_delay.frozen = True, not frame.drain
                 if frame.clear_cache and not frame.drain:
                     self._sleep.reset_prefix_cache(now)
             case ControlVerb.RESUME:
-                self._gate.paused = self._gate.frozen = False
+                self._admission_delay.paused = self._admission_delay.frozen = False
             case ControlVerb.SLEEP if not self._may_sleep:
                 self._answer(gateway, frame, 400, "sleep needs a server that was started with --enable-sleep-mode")
                 return
@@ -78,5 +86,7 @@ class Controls:
 
     def _answer(self, gateway: int, frame: Control, status: int, message: str) -> None:
         sleep = self._sleep
-        answer = Controlled(frame.request_id, status, message, sleep.level, self._gate.paused, sleep.freed_bytes)
+        answer = Controlled(
+            frame.request_id, status, message, sleep.level, self._admission_delay.paused, sleep.freed_bytes
+        )
         self._outbox.answer(gateway, answer)

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from blockyard.services.scheduler.sequences.requests import Choice, Phase, Request
+from blockyard.services.scheduler.sequences.requests import Phase, Request, Sequence
 from blockyard.services.scheduler.workers.worker_groups import WorkerGroup
 
 log = logging.getLogger(__name__)
@@ -32,33 +32,33 @@ class CrashQuarantine:
     def __bool__(self) -> bool:
         return bool(self._probations)
 
-    def blame(self, group: WorkerGroup, detail: str, now: float, fail: Callable[[Choice, str], None]) -> None:
+    def blame(self, group: WorkerGroup, detail: str, now: float, fail: Callable[[Sequence, str], None]) -> None:
         """The worker of this group broke. Who ran alone, and was suspected before, has done it and is failed."""
-        running = (seat.choice for record in group.in_flight for seat in record.all_seats())
-        near = {choice.request.id: choice.request for choice in running if choice.phase is not Phase.ENDED}
+        active = (running.sequence for record in group.in_flight for running in record.all_sequences())
+        near = {sequence.request.id: sequence.request for sequence in active if sequence.phase is not Phase.ENDED}
         for request in sorted(near.values(), key=lambda request: request.arrival):
             if len(near) == 1 and request.id in self._probations:
                 log.error("workers break where %s runs alone, it is failed: %s", request.id, detail)
-                for choice in list(request.choices.values()):
-                    fail(choice, f"workers broke while they ran this request alone: {detail}")
+                for sequence in list(request.sequences.values()):
+                    fail(sequence, f"workers broke while they ran this request alone: {detail}")
             else:
                 self._probations[request.id] = Probation(request, _num_outputs(request) + CLEARED_AFTER_TOKENS, now)
 
     def update(self) -> None:
         """Before plans are made: clears whoever has survived, and forgets those that ended."""
         for probation in list(self._probations.values()):
-            if not probation.request.choices or _num_outputs(probation.request) >= probation.goal:
+            if not probation.request.sequences or _num_outputs(probation.request) >= probation.goal:
                 del self._probations[probation.request.id]
 
-    def next_for(self, group: WorkerGroup) -> Choice | None:
+    def next_for(self, group: WorkerGroup) -> Sequence | None:
         """The suspect that is to be seated in this group now, before everybody else: where none of the others runs."""
         tried = self._running(group)
         for probation in self._probations.values():
             if probation.request is tried or (tried is None and _alone(group, probation.request)):
-                for choice in probation.request.members:
+                for sequence in probation.request.active_sequences:
                     # A preempted one whose last result is still due would keep the group empty until it is in.
-                    if choice.ticket and not choice.is_held and not choice.awaits_results():
-                        return choice
+                    if sequence.ticket and not sequence.is_held and not sequence.awaits_results():
+                        return sequence
         return None
 
     def may_run(self, group: WorkerGroup, request: Request, now: float) -> bool:
@@ -73,21 +73,21 @@ class CrashQuarantine:
 
     def _running(self, group: WorkerGroup) -> Request | None:
         """The suspect that is tried in this group."""
-        requests = (seat.choice.request for seat in group.running)
+        requests = (running.sequence.request for running in group.running)
         return next((request for request in requests if request.id in self._probations), None)
 
 
 def _alone(group: WorkerGroup, request: Request) -> bool:
     """Nobody else runs, or may still run."""
-    seats = [*group.running, *(seat for record in group.in_flight for seat in record.all_seats())]
-    return all(seat.choice.request is request for seat in seats)
+    sequences = [*group.running, *(running for record in group.in_flight for running in record.all_sequences())]
+    return all(running.sequence.request is request for running in sequences)
 
 
 def _waits(request: Request) -> bool:
     """All that is left of it waits. A request that has ended since `settle` has nothing left."""
-    return bool(request.choices) and all(choice.phase is Phase.WAITING for choice in request.members)
+    return bool(request.sequences) and all(sequence.phase is Phase.WAITING for sequence in request.active_sequences)
 
 
 def _num_outputs(request: Request) -> int:
-    members: Iterable[Choice] = request.members
-    return max((len(choice.outputs) for choice in members), default=0)
+    active_sequences: Iterable[Sequence] = request.active_sequences
+    return max((len(sequence.outputs) for sequence in active_sequences), default=0)

@@ -14,7 +14,7 @@ from blockyard.services.scheduler.kv_cache.prefix_cache import PrefixCache, Pref
 from blockyard.services.scheduler.queue.acceptance import Acceptance
 from blockyard.services.scheduler.queue.policy import Policy
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
-from blockyard.services.scheduler.sequences.requests import Choice, Key, Phase
+from blockyard.services.scheduler.sequences.requests import Key, Phase, Sequence
 from blockyard.services.scheduler.workers.worker_groups import WorkerGroup
 
 RUNNING_TOKENS = 128  # a choice that runs weighs as many tokens to be computed: it will decode for a while yet
@@ -34,7 +34,7 @@ def cost(num_tokens: int, backlog: int, num_running: int) -> tuple[int, int]:
 class RoutedSequence:
     """A choice at a queue, or one that came from there and is in prefill."""
 
-    choice: Choice
+    sequence: Sequence
     ticket: int  # its entry in the waiting queue while it stands here
     key: Key
     num_tokens: int  # to be computed, as it seemed when it came
@@ -43,16 +43,16 @@ class RoutedSequence:
 
     @property
     def waits(self) -> bool:
-        return self.choice.ticket == self.ticket
+        return self.sequence.ticket == self.ticket
 
     def left(self, group: WorkerGroup) -> int:
         """Tokens that are still to be granted."""
         if self.waits:
             return self.num_tokens
-        seat = self.choice.seat
-        if seat is None or self.choice.phase is not Phase.RUNNING or seat.worker != group.worker:
+        running = self.sequence.last_run
+        if running is None or self.sequence.phase is not Phase.RUNNING or running.worker != group.worker:
             return 0
-        return max(0, seat.prefill_end - seat.granted)
+        return max(0, running.prefill_end - running.num_scheduled_tokens)
 
 
 @dataclass(slots=True, eq=False)
@@ -73,23 +73,23 @@ class GroupQueue:
         self.unfinished, self.backlog = [routed for routed, _ in known], sum(left for _, left in known)
 
     @property
-    def num_choices(self) -> int:
+    def num_sequences(self) -> int:
         return len(self.group.running) + len(self.entries)
 
     @property
     def is_full(self) -> bool:
-        return self.num_choices >= self.group.max_num_seqs
+        return self.num_sequences >= self.group.max_num_seqs
 
     @property
     def is_busy(self) -> bool:
         """The next plan has no tokens left for somebody else: only who finds something here has a reason to stand."""
         return self.backlog >= self.group.max_num_batched_tokens
 
-    def num_blocks_in_progress(self, hashes: list[bytes], num_found: int) -> int:
+    def num_blocks_in_progress(self, hashes: list[bytes], num_cached_blocks: int) -> int:
         """Leading blocks that will be found once those who came before have been computed; hashes are chained."""
-        most = num_found
+        most = num_cached_blocks
         for routed in self.unfinished:
-            other = routed.choice.block_hashes
+            other = routed.sequence.block_hashes
             end = min(len(hashes), len(other))
             if end <= most or hashes[most] != other[most]:
                 continue
@@ -102,13 +102,15 @@ class GroupQueue:
 
     def will_cache(self, first: bytes) -> bool:
         """Somebody came whose first block has this name."""
-        return any(routed.choice.block_hashes and routed.choice.block_hashes[0] == first for routed in self.unfinished)
+        return any(
+            routed.sequence.block_hashes and routed.sequence.block_hashes[0] == first for routed in self.unfinished
+        )
 
     def requeue(self, waiting: WaitingQueue) -> None:
         """All who stand here wait among the others again."""
         for routed in self.entries:
             if routed.waits:
-                waiting.requeue(routed.choice)
+                waiting.requeue(routed.sequence)
         self.entries = []
 
     def add(self, routed: RoutedSequence) -> None:
@@ -147,31 +149,36 @@ class Router:
                 queue.refresh()
                 self._requeue_stalled(queue)
         queues = [queue for queue in queues if not queue.is_full]
-        while queues and (choice := self._next()) is not None:
-            best = self._best(queues, choice)
+        while queues and (sequence := self._next()) is not None:
+            best = self._best(queues, sequence)
             if best is None:
                 break
             queue, num_tokens, num_blocks = best
-            self._add(queue, choice, num_tokens, num_blocks)
+            self._add(queue, sequence, num_tokens, num_blocks)
             chosen.append(queue.group)
             if queue.is_full:
                 queues.remove(queue)
         return chosen
 
-    def next(self, group: WorkerGroup) -> Choice | None:
+    def next(self, group: WorkerGroup) -> Sequence | None:
         """Who is next in this group: at its queue, or of all who wait if nobody has a place for him."""
         queue = self._queues.get(group.worker)
         if queue is not None:
             while queue.entries and not queue.entries[0].waits:
                 queue.entries.pop(0)
             if queue.entries:
-                return queue.entries[0].choice
+                return queue.entries[0].sequence
         return self._waiting.peek()
 
-    def reserve(self, group: WorkerGroup, choice: Choice) -> None:
+    def reserve(self, group: WorkerGroup, sequence: Sequence) -> None:
         """Others have given way to this choice in this group: it is not to take anybody's place elsewhere, too."""
-        if len(self._groups) > 1 and not choice.is_held:
-            self._add(self._queue_of(group), choice, choice.known, group.num_blocks_to_take(choice.known, 0, 0, []))
+        if len(self._groups) > 1 and not sequence.is_held:
+            self._add(
+                self._queue_of(group),
+                sequence,
+                sequence.num_tokens,
+                group.num_blocks_to_take(sequence.num_tokens, 0, 0, []),
+            )
 
     def remove_group(self, group: WorkerGroup) -> None:
         """A group is lost: those at its queue wait for another."""
@@ -179,12 +186,12 @@ class Router:
         if queue is not None:
             queue.requeue(self._waiting)
 
-    def _next(self) -> Choice | None:
+    def _next(self) -> Sequence | None:
         """Who is next, if he may be seated."""
-        choice = self._waiting.peek()
-        if choice is None or choice.awaits_results() or not self._acceptance.can_accept(choice.request):
+        sequence = self._waiting.peek()
+        if sequence is None or sequence.awaits_results() or not self._acceptance.can_accept(sequence.request):
             return None
-        return choice
+        return sequence
 
     def _queue_of(self, group: WorkerGroup) -> GroupQueue:
         queue = self._queues.get(group.worker)
@@ -192,21 +199,21 @@ class Router:
             queue = self._queues[group.worker] = GroupQueue(group)
         return queue
 
-    def _best(self, queues: list[GroupQueue], choice: Choice) -> tuple[GroupQueue, int, int] | None:
+    def _best(self, queues: list[GroupQueue], sequence: Sequence) -> tuple[GroupQueue, int, int] | None:
         """The queue, and the tokens and blocks that are lacking there; None without room anywhere."""
         best, lowest = None, None
-        known, size, first = choice.known, 0, None
-        near = _sibling_groups(choice)
-        own = max(1, known - choice.request.num_prompt)  # what a sibling has not computed of it
+        known, size, first = sequence.num_tokens, 0, None
+        near = _sibling_groups(sequence)
+        own = max(1, known - sequence.request.num_prompt)  # what a sibling has not computed of it
         for queue in queues:
             pool = queue.group.blocks
             if pool.block_size != size:
-                size, first = pool.block_size, self._prefix.first_hash(queue.group, choice)
+                size, first = pool.block_size, self._prefix.first_hash(queue.group, sequence)
             num_tokens, backlog, found = known, queue.backlog, _NOTHING
             if first is not None and (
                 queue.group.may_have_cached(first) or (queue.unfinished and queue.will_cache(first))
             ):
-                num_tokens, backlog, found = self._find(queue, choice)
+                num_tokens, backlog, found = self._find(queue, sequence)
             elif queue.group.worker in near:
                 num_tokens = own
             elif queue.is_busy:
@@ -216,26 +223,28 @@ class Router:
             if lowest is not None and price >= lowest:
                 continue
             num_blocks = queue.group.num_blocks_to_take(known, found.num_tokens, found.num_skipped, found.blocks)
-            if pool.admits(num_blocks + queue.num_blocks, found.blocks, alone=not queue.num_choices):
+            if pool.admits(num_blocks + queue.num_blocks, found.blocks, alone=not queue.num_sequences):
                 best, lowest = (queue, num_tokens, num_blocks), price
         return best
 
-    def _find(self, queue: GroupQueue, choice: Choice) -> tuple[int, int, PrefixMatch]:
+    def _find(self, queue: GroupQueue, sequence: Sequence) -> tuple[int, int, PrefixMatch]:
         """Tokens that are lacking, those before them, and what is there.
 
         What somebody before computes for both counts for neither.
         """
-        found, size, coming = self._prefix.find(queue.group, choice), queue.group.blocks.block_size, 0
+        found, size, coming = self._prefix.find(queue.group, sequence), queue.group.blocks.block_size, 0
         if found.next_hash is not None:
-            num_found = found.num_tokens // size
-            coming = (queue.num_blocks_in_progress(choice.block_hashes, num_found) - num_found) * size
-        num_tokens = choice.known - found.num_tokens - coming
+            num_cached_blocks = found.num_tokens // size
+            coming = (queue.num_blocks_in_progress(sequence.block_hashes, num_cached_blocks) - num_cached_blocks) * size
+        num_tokens = sequence.num_tokens - found.num_tokens - coming
         return max(1, num_tokens), max(0, queue.backlog - coming), found
 
-    def _add(self, queue: GroupQueue, choice: Choice, num_tokens: int, num_blocks: int) -> None:
-        key = self._policy.key(choice)
-        self._waiting.hold(choice)
-        queue.add(RoutedSequence(choice, choice.ticket, key, num_tokens, num_blocks, queue.group.plan_clock.last_sent))
+    def _add(self, queue: GroupQueue, sequence: Sequence, num_tokens: int, num_blocks: int) -> None:
+        key = self._policy.key(sequence)
+        self._waiting.hold(sequence)
+        queue.add(
+            RoutedSequence(sequence, sequence.ticket, key, num_tokens, num_blocks, queue.group.plan_clock.last_sent)
+        )
 
     def _requeue_stalled(self, queue: GroupQueue) -> None:
         """Those whom plan after plan passed over."""
@@ -245,9 +254,9 @@ class Router:
             queue.refresh()
 
 
-def _sibling_groups(choice: Choice) -> set[int]:
+def _sibling_groups(sequence: Sequence) -> set[int]:
     """WorkerGroups where others of the same prompt run."""
-    others = choice.request.members
+    others = sequence.request.active_sequences
     if len(others) < 2:
         return set()
-    return {c.seat.worker for c in others if c.seat is not None and c.phase is Phase.RUNNING}
+    return {c.last_run.worker for c in others if c.last_run is not None and c.phase is Phase.RUNNING}

@@ -7,13 +7,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import attrgetter
 
-from blockyard.services.scheduler.batch.decode_batch import Lane
-from blockyard.services.scheduler.batch.plan_pacer import LEAD_S, MOST_AHEAD, Departures
+from blockyard.services.scheduler.batch.decode_batch import DecodeBatch
+from blockyard.services.scheduler.batch.plan_pacer import MAX_PLANS_AHEAD, SEND_AHEAD_S, PlanPacer
 from blockyard.services.scheduler.batch.plan_record import PlanRecord
 from blockyard.services.scheduler.kv_cache.block_pool import BlockPool
 from blockyard.services.scheduler.kv_cache.id_pool import IdPool, PlanClock
 from blockyard.services.scheduler.kv_cache.sliding_window import SlidingWindow
-from blockyard.services.scheduler.sequences.requests import NEVER, Choice, Phase, Seat
+from blockyard.services.scheduler.sequences.requests import NEVER, Phase, RunningSequence, Sequence
 from blockyard.shared.messages import Attach, Attached, Geometry, SlotRun
 
 ATTACH_AGAIN_S = 5.0
@@ -38,7 +38,7 @@ class BatchLimits:
         """Plans ahead of a worker whose decode steps take so long; 0: it does not say."""
         if self.depth is not None:
             return self.depth
-        return min(max(math.ceil(LEAD_S / step_s), 1), MOST_AHEAD) if step_s > 0 else 1
+        return min(max(math.ceil(SEND_AHEAD_S / step_s), 1), MAX_PLANS_AHEAD) if step_s > 0 else 1
 
 
 class WorkerGroup:
@@ -48,8 +48,8 @@ class WorkerGroup:
         self.worker = worker
         self.geometry = geometry
         late = limits.late and limits.depth is None
-        self.depth = MOST_AHEAD if late else limits.depth_for(geometry.step_s)
-        self.departures = Departures(geometry.step_s, None if late else self.depth)
+        self.depth = MAX_PLANS_AHEAD if late else limits.depth_for(geometry.step_s)
+        self.pacer = PlanPacer(geometry.step_s, None if late else self.depth)
         self.max_num_seqs = min(limits.max_num_seqs, geometry.max_num_seqs)
         self.max_num_batched_tokens = min(limits.max_num_batched_tokens, geometry.max_num_batched_tokens)
         self.plan_clock = PlanClock()
@@ -58,61 +58,65 @@ class WorkerGroup:
         self.window = SlidingWindow(geometry.window, geometry.block_size, self.max_num_batched_tokens)
         self.max_model_len = min(geometry.max_model_len, self.window.max_len(geometry.num_blocks))
         self.last_fair_plan = 0  # the last plan with somebody who went before others
-        self.running: list[Seat] = []  # by key: the last is preempted first
-        self.lane = Lane(geometry.block_size)  # some of those, in step
+        self.running: list[RunningSequence] = []  # by key: the last is preempted first
+        self.decode_batch = DecodeBatch(geometry.block_size)  # some of those, in step
         self.slots_to_end: list[int] = []  # slots to be ended in the next plan
-        self.restarts: list[Seat] = []  # whose last token is another than the one their worker drew
+        self.restarts: list[RunningSequence] = []  # whose last token is another than the one their worker drew
         self.in_flight: deque[PlanRecord] = deque()
-        self.hash_queue: deque[Seat] = deque()  # whose generated tokens have filled blocks that are still to be named
+        self.hash_queue: deque[RunningSequence] = (
+            deque()
+        )  # whose generated tokens have filled blocks that are still to be named
 
     @property
     def can_schedule(self) -> bool:
         return len(self.running) < self.max_num_seqs and self.slots.num_free > 0
 
-    def schedule(self, choice: Choice, num_blocks: int, found: list[int]) -> Seat:
+    def schedule(self, sequence: Sequence, num_blocks: int, found: list[int]) -> RunningSequence:
         """Takes so many blocks beside those found. The caller has looked at free slots and blocks."""
-        request = choice.request
+        request = sequence.request
         limit = min(request.num_prompt + request.frame.sampling.max_tokens, self.max_model_len)
         slot = self.slots.take(1)[0]
         self.blocks.share(found)
         blocks = found + self.blocks.take(num_blocks)
-        seat = Seat(
-            choice,
+        running = RunningSequence(
+            sequence,
             self.worker,
             self.plan_clock,
             slot,
-            choice.key,
-            prefill_end=choice.known,
-            limit=limit,
+            sequence.key,
+            prefill_end=sequence.num_tokens,
+            max_num_tokens=limit,
             # the last token is sampled and never computed; the next one of a hypothesis is chosen here
-            ceiling=max(choice.known, limit - 1) if choice.hypothesis is None else choice.known,
+            max_scheduled_tokens=max(sequence.num_tokens, limit - 1)
+            if sequence.hypothesis is None
+            else sequence.num_tokens,
             blocks=blocks,
             capacity=len(blocks) * self.blocks.block_size,
             decode=SlotRun(slot, 1),
         )
-        choice.seat = seat
-        choice.phase = Phase.RUNNING
-        insort(self.running, seat, key=_by_key)
-        self.lane.enter(seat)
-        return seat
+        sequence.last_run = running
+        sequence.phase = Phase.RUNNING
+        insort(self.running, running, key=_by_key)
+        self.decode_batch.add(running)
+        return running
 
-    def detach_from_batch(self, seat: Seat) -> None:
+    def detach_from_batch(self, running: RunningSequence) -> None:
         """Something happens to it: what comes of plans in flight is looked at by itself, too."""
         for record in self.in_flight:
-            record.apart.add(seat.slot)
-        if self.lane.has(seat):
-            self.lane.leave(seat)
+            record.detached_slots.add(running.slot)
+        if self.decode_batch.has(running):
+            self.decode_batch.leave(running)
 
     def may_have_cached(self, first: bytes) -> bool:
         """Whether something may be found of a chain whose first block has this name."""
         return self.window.size is not None or self.blocks.holds(first)
 
-    def num_blocks_to_take(self, known: int, num_found: int, first: int, found: list[int]) -> int:
+    def num_blocks_to_take(self, known: int, num_cached_blocks: int, first: int, found: list[int]) -> int:
         """Blocks that a choice with so many tokens takes beside those found, which begin with its block `first`."""
         pool = self.blocks
         least, wanted = (
             pool.blocks_for(n) - first - len(found)
-            for n in (num_found + 1, self.window.initial_tokens(known, num_found))
+            for n in (num_cached_blocks + 1, self.window.initial_tokens(known, num_cached_blocks))
         )
         if self.window.size is None or self.running:
             return wanted
@@ -120,24 +124,24 @@ class WorkerGroup:
             least, min(wanted, pool.num_free - pool.index.free_queue.num_free_of(found))
         )  # alone it may do with less
 
-    def free(self, seat: Seat) -> None:
+    def free(self, running: RunningSequence) -> None:
         """The seat's choice runs no more: its slot ends with the next plan, its blocks rest."""
-        self.running.remove(seat)
-        self.detach_from_batch(seat)
-        self.lane.apart.remove(seat)
-        seat.next_hash_at = NEVER
-        self.slots_to_end.append(seat.slot)
-        self.slots.release([seat.slot])
-        first = seat.num_freed
-        self.blocks.release(seat.blocks[first:], seat.choice.block_hashes[first : seat.num_hashed])
+        self.running.remove(running)
+        self.detach_from_batch(running)
+        self.decode_batch.outside.remove(running)
+        running.next_hash_at = NEVER
+        self.slots_to_end.append(running.slot)
+        self.slots.release([running.slot])
+        first = running.num_freed_blocks
+        self.blocks.release(running.blocks[first:], running.sequence.block_hashes[first : running.num_hashed])
 
-    def free_outside_window(self, seat: Seat) -> None:
+    def free_outside_window(self, running: RunningSequence) -> None:
         """Gives up what is behind the window. The caller has named what was filled."""
-        passed = self.window.blocks_outside(seat)
+        passed = self.window.blocks_outside(running)
         if passed:
-            hashes = seat.choice.block_hashes[passed.start : min(passed.stop, seat.num_hashed)]
-            self.blocks.release(seat.blocks[passed.start : passed.stop], hashes)
-            seat.num_freed = passed.stop
+            hashes = running.sequence.block_hashes[passed.start : min(passed.stop, running.num_hashed)]
+            self.blocks.release(running.blocks[passed.start : passed.stop], hashes)
+            running.num_freed_blocks = passed.stop
 
     def on_sent(self, record: PlanRecord) -> None:
         self.plan_clock.last_sent = record.number
@@ -153,10 +157,10 @@ class WorkerGroup:
         self.slots.free_pending()
         return record
 
-    def abandon(self) -> list[Choice]:
+    def abandon(self) -> list[Sequence]:
         """What was in flight will never be answered. Returns the choices that ran."""
         self.plan_clock.last_completed = self.plan_clock.last_sent
-        return [seat.choice for seat in self.running]
+        return [running.sequence for running in self.running]
 
 
 class WorkerGroups:

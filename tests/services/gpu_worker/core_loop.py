@@ -63,7 +63,7 @@ class CoreLoop:
             ),
             0,
         )
-        self.core.present(Member("detokenizer", Role.DETOKENIZER, DETOKENIZER, "", ready=True), 0.0)
+        self.core.on_member(Member("detokenizer", Role.DETOKENIZER, DETOKENIZER, "", ready=True), 0.0)
         for worker in self.runners:
             self._attach(worker)
 
@@ -73,7 +73,7 @@ class CoreLoop:
         """`n` choices, or those of these indexes."""
         choices = [ChoiceState(i) for i in (range(n) if isinstance(n, int) else n)]
         frame = Generate(request_id, 0, "m", as_bytes(prompt), b"", sampling, TextOptions(), choices, **more)
-        self.core.handle(GATEWAY, frame, 0.0)
+        self.core.on_message(GATEWAY, frame, 0.0)
 
     def run(self) -> Stats:
         """Until nothing is left to do."""
@@ -87,7 +87,7 @@ class CoreLoop:
     def lose(self, worker: int, again: bool = True) -> None:
         """A group dies with its plans and its KV; `again`: and is there again at once."""
         self.plans = deque((to, plan) for to, plan in self.plans if to != worker)
-        self.core.gone(worker)
+        self.core.on_member_lost(worker)
         self.runners[worker].reset(0)
         self.runners[worker].reset_prefix_cache()
         if again:
@@ -95,12 +95,12 @@ class CoreLoop:
         self.turn()
 
     def _attach(self, worker: int) -> None:
-        self.core.present(Member("gpu_worker", Role.GPU_WORKER, worker, "", ready=True), 0.0)
+        self.core.on_member(Member("gpu_worker", Role.GPU_WORKER, worker, "", ready=True), 0.0)
         self.turn()  # asks it
         one = self.runners[worker]
         one.reset(self._batch.num_slots)
         held, host = one.block_hashes.blocks_and_hashes(), one.block_hashes.host_blocks_and_hashes()
-        self.core.handle(worker, Attached(worker, ME, one.geometry, *held, *host), 0.0)
+        self.core.on_message(worker, Attached(worker, ME, one.geometry, *held, *host), 0.0)
 
     def step(self) -> None:
         """The oldest plan runs and is answered, with those behind it that its worker takes before it is done."""
@@ -118,11 +118,11 @@ class CoreLoop:
             self.num_plans[worker] += 1
             slots, token_ids = packed(it)
             result = StepResult(worker, one.number, slots, 0.0, 0.0, it.failed_fetches, token_ids)
-            self.core.handle(worker, result, 0.0)
+            self.core.on_message(worker, result, 0.0)
             self.turn()
 
     def turn(self) -> None:
-        for outgoing in self.core.turn(0.0):
+        for outgoing in self.core.step(0.0):
             frame = outgoing.frame
             if isinstance(frame, StepPlan):
                 self.plans.append((outgoing.to, frame))

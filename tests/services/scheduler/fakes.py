@@ -48,7 +48,7 @@ class Output:
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     finish: FinishReason | None = None
     detail: str = ""
-    num_cached: int | None = None  # as the first step of the first attempt said
+    num_cached_tokens: int | None = None  # as the first step of the first attempt said
 
 
 @dataclass
@@ -130,8 +130,8 @@ class FakeGateway:
         assert journal.refused is None, f"text of {step.request_id}, which was refused"
         assert out.finish is None, f"{step.request_id}/{step.choice} ended {out.finish} and again: {step}"
         assert step.first == len(out.ids), f"{step.request_id}/{step.choice} has {len(out.ids)} ids, got {step}"
-        if out.num_cached is None:
-            out.num_cached = step.cached_tokens
+        if out.num_cached_tokens is None:
+            out.num_cached_tokens = step.cached_tokens
         else:
             assert not step.cached_tokens or journal.frame.attempt, "cached tokens are said once"
         out.ids += step.token_ids

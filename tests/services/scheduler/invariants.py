@@ -9,8 +9,8 @@ from blockyard.services.scheduler.core import Scheduler
 from blockyard.services.scheduler.kv_cache.free_block_queue import SLACK, FreeBlockQueue
 from blockyard.services.scheduler.kv_cache.id_pool import PlanClock
 from blockyard.services.scheduler.queue.fair_policy import FairPolicy
-from blockyard.services.scheduler.sequences.parallel_sampling import _leads
-from blockyard.services.scheduler.sequences.requests import Amount, Choice, Phase
+from blockyard.services.scheduler.sequences.parallel_sampling import _computes_prompt
+from blockyard.services.scheduler.sequences.requests import Phase, QueueAmount, Sequence
 from blockyard.services.scheduler.workers.worker_groups import WorkerGroup
 from blockyard.shared.messages import FinishReason
 
@@ -74,15 +74,17 @@ def check_beams(journal: Journal, pattern: Pattern, max_model_len: int) -> None:
 def check_blocks(group: WorkerGroup) -> None:
     """Each block is in one place, and whoever holds it is counted; what has a name has one."""
     pool, index = group.blocks, group.blocks.index
-    held = Counter(b for seat in group.running for b in seat.blocks[seat.num_freed :])
+    held = Counter(b for seat in group.running for b in seat.blocks[seat.num_freed_blocks :])
     assert [held[b] for b in range(pool.num_ids)] == pool._holders, "holders are miscounted"
     for seat in group.running:
-        assert len(set(seat.blocks[seat.num_freed :])) == len(seat.blocks) - seat.num_freed
-        assert seat.num_freed <= group.window.num_skipped_blocks(seat.computed)
+        assert len(set(seat.blocks[seat.num_freed_blocks :])) == len(seat.blocks) - seat.num_freed_blocks
+        assert seat.num_freed_blocks <= group.window.num_skipped_blocks(seat.num_computed_tokens)
     shared = {b for b, count in held.items() if count > 1}
     for seat in group.running:
-        written = seat.granted + 1  # its last position may be repeated
-        assert shared.isdisjoint(seat.blocks[written // pool.block_size :]), "one that is shared is still written"
+        written_prompts = seat.num_scheduled_tokens + 1  # its last position may be repeated
+        assert shared.isdisjoint(seat.blocks[written_prompts // pool.block_size :]), (
+            "one that is shared is still written"
+        )
     resting = [i for _, ids in pool.uncached._pending for i in ids]
     assert len(resting) == pool.uncached.num_pending
     check_free_queue(index.free_queue, group.plan_clock)
@@ -121,7 +123,7 @@ def check_host(group: WorkerGroup) -> None:
     assert not host._fetches, "fetches leave with the plan that seats the choice"
 
 
-def check_policy(core: Scheduler, waiting: list[Choice]) -> None:
+def check_policy(core: Scheduler, waiting: list[Sequence]) -> None:
     """Somebody is next while anybody waits, and fair shares count who is there."""
     policy = core._planner._policy
     head = policy.peek()
@@ -132,7 +134,7 @@ def check_policy(core: Scheduler, waiting: list[Choice]) -> None:
         return
     waits = Counter((c.request.frame.tenant, c.request.frame.user) for c in waiting)
     seats = [seat for group in core._groups.attached.values() for seat in group.running]
-    runs = Counter((s.choice.request.frame.tenant, s.choice.request.frame.user) for s in seats)
+    runs = Counter((s.sequence.request.frame.tenant, s.sequence.request.frame.user) for s in seats)
     for tenant in policy.tenants.shares.values():
         for user in tenant.users.shares.values():
             name = (tenant.name, user.name)
@@ -144,46 +146,52 @@ def check_policy(core: Scheduler, waiting: list[Choice]) -> None:
     assert not +runs
 
 
-def check_router(core: Scheduler, is_held: list[Choice]) -> None:
+def check_router(core: Scheduler, is_held: list[Sequence]) -> None:
     """Each routed sequence is in the queue of one attached group, and no group idles while a sequence could run."""
     queues, groups = core._router._queues, core._groups.attached
     assert all(groups.get(worker) is queue.group for worker, queue in queues.items())
-    standing = [routed.choice for queue in queues.values() for routed in queue.entries if routed.waits]
+    standing = [routed.sequence for queue in queues.values() for routed in queue.entries if routed.waits]
     assert len(standing) == len(is_held) and {*map(id, standing)} == {*map(id, is_held)}
     idle = [
         g for w, g in groups.items() if not g.running and not g.in_flight and not (w in queues and queues[w].entries)
     ]
     head = core._waiting.peek()
     ready = head is not None and core._planner._acceptance.can_accept(head.request) and not head.awaits_results()
-    assert core._gate.paused or not (idle and ready), "a group idles"
+    assert core._admission_delay.paused or not (idle and ready), "a group idles"
 
 
 def check_lane(group: WorkerGroup) -> None:
     """Who runs is in the lane or apart, and what the lane's lists say of its seats is so."""
-    lane = group.lane
-    rows = [bunch.copy() for bunch in lane._bunches.values()]
-    inside = [seat for one in rows for seat in one.seats]
-    assert len(inside) == len(lane)
-    assert {*map(id, inside), *map(id, lane.apart)} == {*map(id, group.running)}
-    assert len(inside) + len(lane.apart) == len(group.running)
-    assert [s.key for s in lane.apart] == sorted(s.key for s in lane.apart)
-    assert not any(map(lane.has, lane.apart))
-    for sink, bunch in lane._bunches.items():
-        now = bunch.copy()
-        choices = [seat.choice for seat in now.seats]
-        assert now.seats == [seat for seat in now.seats if lane.has(seat) and seat.choice.request.sink is sink]
-        assert [seat.row for seat in now.seats] == list(range(len(now)))
-        assert [run.slot for run in bunch.runs] == [seat.slot for seat in now.seats] == list(now.slots)
+    decode_batch = group.decode_batch
+    rows = [outbox_rows.snapshot() for outbox_rows in decode_batch._rows_by_outbox.values()]
+    inside = [seat for one in rows for seat in one.sequences]
+    assert len(inside) == len(decode_batch)
+    assert {*map(id, inside), *map(id, decode_batch.outside)} == {*map(id, group.running)}
+    assert len(inside) + len(decode_batch.outside) == len(group.running)
+    assert [s.key for s in decode_batch.outside] == sorted(s.key for s in decode_batch.outside)
+    assert not any(map(decode_batch.has, decode_batch.outside))
+    for text_outbox, outbox_rows in decode_batch._rows_by_outbox.items():
+        now = outbox_rows.snapshot()
+        choices = [seat.sequence for seat in now.sequences]
+        assert now.sequences == [
+            seat
+            for seat in now.sequences
+            if decode_batch.has(seat) and seat.sequence.request.text_outbox is text_outbox
+        ]
+        assert [seat.batch_row for seat in now.sequences] == list(range(len(now)))
+        assert [run.slot for run in outbox_rows.runs] == [seat.slot for seat in now.sequences] == list(now.slots)
         assert all(outputs is choice.outputs for outputs, choice in zip(now.outputs, choices, strict=True))
         assert list(now.streams) == [choice.stream for choice in choices]
         assert now.accounts == Counter(c.request.account for c in choices if c.request.account is not None)
-    size, pace = group.blocks.block_size, lane._pace.granted
+    size, progress = group.blocks.block_size, decode_batch._progress.num_scheduled_tokens
     for seat in inside:
-        last = min(seat.capacity, seat.ceiling - 1)
-        assert seat.prefill_end <= seat.granted <= last, "it has room for its tokens until it is looked at"
-        assert pace <= seat.look_at <= pace + last - seat.granted, "nobody looks at it when it has no more"
-        assert seat.look_at - pace <= size
-        assert seat in lane._calendar[seat.look_at]
+        last = min(seat.capacity, seat.max_scheduled_tokens - 1)
+        assert seat.prefill_end <= seat.num_scheduled_tokens <= last, "it has room for its tokens until it is looked at"
+        assert progress <= seat.due_step <= progress + last - seat.num_scheduled_tokens, (
+            "nobody looks at it when it has no more"
+        )
+        assert seat.due_step - progress <= size
+        assert seat in decode_batch._due_steps[seat.due_step]
 
 
 def check(core: Scheduler) -> None:
@@ -199,29 +207,34 @@ def check(core: Scheduler) -> None:
         check_blocks(group)
         check_lane(group)
         for seat in group.running:
-            request = seat.choice.request
+            request = seat.sequence.request
             last = request.num_prompt + request.frame.sampling.max_tokens - 1  # is sampled, never computed
-            assert seat.granted <= max(seat.prefill_end, min(last, group.max_model_len - 1))
-            assert seat.granted <= seat.capacity == len(seat.blocks) * group.blocks.block_size
-            assert seat.granted - (seat.choice.known - 1) <= group.depth + 1 or seat.granted <= seat.prefill_end
-    waiting = [c for r in core._lifecycle.requests.values() for c in r.members if c.ticket]
+            assert seat.num_scheduled_tokens <= max(seat.prefill_end, min(last, group.max_model_len - 1))
+            assert seat.num_scheduled_tokens <= seat.capacity == len(seat.blocks) * group.blocks.block_size
+            assert (
+                seat.num_scheduled_tokens - (seat.sequence.num_tokens - 1) <= group.depth + 1
+                or seat.num_scheduled_tokens <= seat.prefill_end
+            )
+    waiting = [c for r in core._lifecycle.requests.values() for c in r.active_sequences if c.ticket]
     assert len(waiting) == len(core._waiting)
-    held = {id(choice) for choice in core._planner._held.choices()}
+    held = {id(choice) for choice in core._planner._deferred.sequences()}
     check_policy(core, [choice for choice in waiting if not choice.is_held])
     check_router(core, [choice for choice in waiting if choice.is_held and id(choice) not in held])
-    parked = [r for r in core._lifecycle.requests.values() if r.parked]
-    assert sum(len(r.parked) for r in parked) == core._forks.num_parked
-    queued = [*waiting, *(c for r in parked for c in r.parked)]
-    amounts = Amount(sum(c.counted.choices for c in queued), sum(c.counted.tokens for c in queued))
+    awaiting_prompt = [r for r in core._lifecycle.requests.values() if r.awaiting_prompt]
+    assert sum(len(r.awaiting_prompt) for r in awaiting_prompt) == core._parallel_sampling.num_awaiting_prompt
+    queued = [*waiting, *(c for r in awaiting_prompt for c in r.awaiting_prompt)]
+    amounts = QueueAmount(sum(c.queue_amount.sequences for c in queued), sum(c.queue_amount.tokens for c in queued))
     assert amounts == core._waiting.usage.amount
-    assert all(c.counted == Amount(c.width, c.width * c.known) for c in queued)
-    assert core._waiting.output_limits.total() == amounts.choices
-    for request in parked:
-        assert all(c in request.members and not c.ticket for c in request.parked)
-        assert all(c.phase is Phase.WAITING and not c.awaits_results() for c in request.parked)
-        assert any(_leads(c) for c in request.members), "choices are parked and nobody goes ahead"
-    live = core._streams._sinks.values()
-    assert all(r.sink is None or r.sink in live for r in core._lifecycle.requests.values())
-    for sink in live:
-        bound = sum(len(r.choices) for r in core._lifecycle.requests.values() if r.sink is sink)
-        assert sink.num_streams == bound
+    assert all(c.queue_amount == QueueAmount(c.num_beams, c.num_beams * c.num_tokens) for c in queued)
+    assert core._waiting.output_limits.total() == amounts.sequences
+    for request in awaiting_prompt:
+        assert all(c in request.active_sequences and not c.ticket for c in request.awaiting_prompt)
+        assert all(c.phase is Phase.WAITING and not c.awaits_results() for c in request.awaiting_prompt)
+        assert any(_computes_prompt(c) for c in request.active_sequences), (
+            "sequences wait for a prompt that no sequence computes"
+        )
+    live = core._streams._text_outboxes.values()
+    assert all(r.text_outbox is None or r.text_outbox in live for r in core._lifecycle.requests.values())
+    for text_outbox in live:
+        bound = sum(len(r.sequences) for r in core._lifecycle.requests.values() if r.text_outbox is text_outbox)
+        assert text_outbox.num_streams == bound

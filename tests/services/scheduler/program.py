@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from blockyard.services.scheduler.batch.partial_prefill_limits import PrefillShares
+from blockyard.services.scheduler.batch.partial_prefill_limits import PartialPrefillLimits
 from blockyard.shared.messages import Beam, BeamStop, Cancel, Control, ControlVerb, MemoryTag, TokenStep
 
 from .fakes import FakeGateway, ids_list
@@ -24,10 +24,10 @@ SHAPES: dict[str, list[object]] = {
     "max_queue_len": [3, 100],
     "max_queue_tokens": [60, 10_000],
     "max_queue_delay_s": [None, 1.0],
-    "prefills": [
-        PrefillShares(),
-        PrefillShares(max_partial=2, long_tokens=5),
-        PrefillShares(max_partial=3, max_long=2),
+    "partial_prefills": [
+        PartialPrefillLimits(),
+        PartialPrefillLimits(max_partial=2, long_tokens=5),
+        PartialPrefillLimits(max_partial=3, max_long=2),
     ],
     "delay_factor": [0.0, 0.5],
     "whole_prompts": [False, True],
@@ -97,7 +97,7 @@ class Program:
         """Nobody starves: what is left ends within a number of plans that its tokens bound, preemption included."""
         world = self.world
         live = world.core._lifecycle.requests.values()
-        widths = [len(r.choices) if r.frame.beam is None else r.frame.beam.width for r in live]
+        widths = [len(r.sequences) if r.frame.beam is None else r.frame.beam.width for r in live]
         tokens = sum(w * (r.num_prompt + r.frame.sampling.max_tokens) for w, r in zip(widths, live, strict=True))
         before = world.num_steps
         world.settle()

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from blockyard.services.scheduler.batch.partial_prefill_limits import PrefillShares
+from blockyard.services.scheduler.batch.partial_prefill_limits import PartialPrefillLimits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +18,7 @@ class Shape:
     max_queue_tokens: int = 10_000
     max_queue_delay_s: float | None = None
     whole_prompts: bool = False
-    prefills: PrefillShares = field(default_factory=PrefillShares)
+    partial_prefills: PartialPrefillLimits = field(default_factory=PartialPrefillLimits)
     delay_factor: float = 0.0
     stutters: bool = False
     prefix_caching: bool = True

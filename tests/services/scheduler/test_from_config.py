@@ -18,9 +18,9 @@ SETTINGS = [
     ("depth", 3, "batch.depth"),
     ("scheduling_policy", "priority", "policy"),
     ("delay_factor", 0.5, "delay_factor"),
-    ("max_num_partial_prefills", 4, "prefills.max_partial"),
-    ("max_long_partial_prefills", 2, "prefills.max_long"),
-    ("long_prefill_token_threshold", 50, "prefills.long_tokens"),
+    ("max_num_partial_prefills", 4, "partial_prefills.max_partial"),
+    ("max_long_partial_prefills", 2, "partial_prefills.max_long"),
+    ("long_prefill_token_threshold", 50, "partial_prefills.long_tokens"),
     ("enable_prefix_caching", False, "prefix_caching"),
     ("block_scope", "m|main", "block_scope"),
     ("max_queue_len", 5, "max_queue_len"),
@@ -32,7 +32,7 @@ ELSEWHERE = {"process", "enable_chunked_prefill", "log_stats", "stats_interval_s
 
 
 def found(where: str, **fields: object) -> Any:
-    named = {"served_model_names": ["m"], "max_num_partial_prefills": 4 if "prefills" in where else 1}
+    named = {"served_model_names": ["m"], "max_num_partial_prefills": 4 if "partial_prefills" in where else 1}
     value: Any = settings_of(SchedulerConfig(process=PROCESS, **(named | fields)))
     for name in where.split("."):
         value = getattr(value, name)
@@ -51,7 +51,10 @@ def test_no_depth_is_not_lockstep(depth: int | None) -> None:
 
 
 def test_what_is_turned_round() -> None:
-    assert [found("prefills.whole", enable_chunked_prefill=on, max_num_partial_prefills=1) for on in (True, False)] == [
+    assert [
+        found("partial_prefills.whole_prompts", enable_chunked_prefill=on, max_num_partial_prefills=1)
+        for on in (True, False)
+    ] == [
         False,
         True,
     ]

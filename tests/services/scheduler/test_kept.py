@@ -74,7 +74,7 @@ def test_cached_tokens_are_told_again_to_a_journal_that_never_heard_of_them(ring
     it.submit("first", 12, max_tokens=1)
     it.world.settle()
     it.submit("again", 12, max_tokens=20)
-    while not it.world.core._lifecycle.requests["again"].choices[0].outputs:
+    while not it.world.core._lifecycle.requests["again"].sequences[0].outputs:
         it.world.work(it.worker)
     it.detokenizer.inbox.clear()  # the first tokens are lost with it
     it.world.add_detokenizer()
@@ -90,11 +90,11 @@ def test_what_an_earlier_attempt_computed_is_no_hit_of_the_request(ring: type[Ri
     it.steps(4)
     it.output("a").ids[:] = []
     it.world.tell(it.gateway.incarnation, it.gateway.again("a"))
-    it.output("a").num_cached = None
+    it.output("a").num_cached_tokens = None
     it.world.core._lifecycle.drop(it.world.core._lifecycle.requests["a"])
     it.world.tell(it.gateway.incarnation, it.gateway.again("a"))
     it.finish()
-    assert it.output("a").num_cached == 0
+    assert it.output("a").num_cached_tokens == 0
 
 
 def test_capacity_and_card_are_those_of_the_groups_that_are_left(ring: type[Ring]) -> None:

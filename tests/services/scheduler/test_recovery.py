@@ -82,7 +82,7 @@ def test_choices_that_are_not_listed_any_more_end(ring: type[Ring]) -> None:
     it.steps(4)
     it.output("a", 1).finish = STOP  # the gateway has its final delta, we have not heard yet
     it.world.tell(it.gateway.incarnation, it.gateway.again("a"))
-    assert sorted(it.world.core._lifecycle.requests["a"].choices) == [0, 2]
+    assert sorted(it.world.core._lifecycle.requests["a"].sequences) == [0, 2]
     it.finish()
 
 
@@ -117,7 +117,7 @@ def test_gateways_are_told_once_there_is_a_detokenizer(ring: type[Ring]) -> None
     it.submit("a", 5, max_tokens=30)
     it.steps(3)
     del it.world.detokenizers[it.detokenizer.incarnation]
-    it.world.core.gone(it.detokenizer.incarnation)  # only the scheduler hears of it
+    it.world.core.on_member_lost(it.detokenizer.incarnation)  # only the scheduler hears of it
     it.world.turn()
     assert not it.gateway.lost, "a request that comes while no stream can be opened loses its seat"
     other = it.world.add_detokenizer()

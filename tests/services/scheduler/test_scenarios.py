@@ -107,8 +107,8 @@ def test_without_chunks_a_prompt_waits_for_a_step_that_takes_all_of_it(ring: typ
     it.submit("a", 12, max_tokens=4)
     it.submit("b", 20, max_tokens=4)
     it.finish()
-    chunks = [run.max_tokens for plan in plans(it.world) for run in plan.runs if run.max_tokens > 1]
-    assert chunks == [12, 20]
+    chunk_sizes = [run.max_tokens for plan in plans(it.world) for run in plan.runs if run.max_tokens > 1]
+    assert chunk_sizes == [12, 20]
     assert not any(20 in [r.max_tokens for r in p.runs] and len(p.runs) > 1 for p in plans(it.world))
 
 
@@ -125,12 +125,12 @@ def test_the_newest_is_preempted_and_its_results_still_count(ring: type[Ring]) -
     it.submit("new", 10, max_tokens=20, salt="shares nothing")
     while not it.world.core.stats().preemptions_total:
         it.steps(1)
-    new = it.world.core._lifecycle.requests["new"].choices[0]
+    new = it.world.core._lifecycle.requests["new"].sequences[0]
     assert new.ticket, "the newest waits"
     assert new.awaits_results()
-    known = new.known
+    known = new.num_tokens
     it.steps(1)
-    assert new.known == known + 1  # of the plan that was in flight
+    assert new.num_tokens == known + 1  # of the plan that was in flight
     it.finish()
     resumed = [s for p in plans(it.world) for s in p.starts if len(s.token_ids) // 4 > s.num_prompt_tokens]
     assert [len(s.token_ids) // 4 for s in resumed] == [known + 1]

@@ -7,7 +7,7 @@ import pytest
 from fake_links import FakeLinks
 
 from blockyard.services.scheduler.core import Scheduler, SchedulerSettings
-from blockyard.services.scheduler.report import Report
+from blockyard.services.scheduler.report import StatsLog
 from blockyard.services.scheduler.service import Service
 from blockyard.services.scheduler.workers.worker_groups import BatchLimits
 from blockyard.shared.bus.member_list import Changed, Gone, Joined
@@ -44,32 +44,32 @@ def service() -> tuple[Service, FakeLinks]:
     settings = SchedulerSettings(
         names=["m", "alias"], root="/models/m", batch=BatchLimits(4, 32, 1), max_queue_len=10, max_queue_tokens=1000
     )
-    it = Service(links, Scheduler(ME.incarnation, settings, created=5), Report(10.0, True, 0.0))
+    it = Service(links, Scheduler(ME.incarnation, settings, created=5), StatsLog(10.0, True, 0.0))
     for member in (WORKER, DETOKENIZER, GATEWAY):
-        it.handle(member.incarnation, Joined(member), 0.0)
-    it.turn(0.0)
+        it.on_event(member.incarnation, Joined(member), 0.0)
+    it.step(0.0)
     return it, links
 
 
 def attached() -> tuple[Service, FakeLinks]:
     it, links = service()
-    it.handle(WORKER.incarnation, Attached(WORKER.incarnation, ME.incarnation, GEOMETRY), 0.0)
-    it.turn(0.0)
+    it.on_event(WORKER.incarnation, Attached(WORKER.incarnation, ME.incarnation, GEOMETRY), 0.0)
+    it.step(0.0)
     return it, links
 
 
 def generate(it: Service, request_id: str = "r") -> None:
     frame = Generate(request_id, 0, "m", b"\1\0\0\0" * 4, b"", Sampling(8), TextOptions(), [ChoiceState(0)])
-    it.handle(GATEWAY.incarnation, frame, 0.0)
-    it.turn(0.0)
+    it.on_event(GATEWAY.incarnation, frame, 0.0)
+    it.step(0.0)
 
 
 def test_ready_with_the_settled_card_once_a_worker_is_attached() -> None:
     it, links = service()
     assert links.sent == [(2, Attach(1, num_slots=5, depth=1))]
     assert not links.me.ready
-    it.handle(2, Attached(2, 1, GEOMETRY), 0.0)
-    it.turn(0.0)
+    it.on_event(2, Attached(2, 1, GEOMETRY), 0.0)
+    it.step(0.0)
     assert links.me.ready
     assert links.me.card is not None
     assert (links.me.card.names, links.me.card.root) == (["m", "alias"], "/models/m")
@@ -83,12 +83,12 @@ def test_a_worker_is_asked_when_it_is_ready_and_serves_this_model() -> None:
     other = Member("gpu_worker 2", Role.GPU_WORKER, 9, "", model="other", ready=True)
     links.members |= {8: loading, 9: other}
     links.sent.clear()
-    it.handle(8, Joined(loading), 0.0)
-    it.handle(9, Joined(other), 0.0)
-    it.turn(0.0)
+    it.on_event(8, Joined(loading), 0.0)
+    it.on_event(9, Joined(other), 0.0)
+    it.step(0.0)
     assert not links.sent
-    it.handle(8, Changed(Member("gpu_worker 1", Role.GPU_WORKER, 8, "", model="m", ready=True)), 0.0)
-    it.turn(0.0)
+    it.on_event(8, Changed(Member("gpu_worker 1", Role.GPU_WORKER, 8, "", model="m", ready=True)), 0.0)
+    it.step(0.0)
     assert [to for to, _ in links.sent] == [8]
 
 
@@ -97,8 +97,8 @@ def test_one_turn_sends_the_plan_before_the_text() -> None:
     generate(it)
     assert [type(frame) for _, frame in links.answered] == [Accepted]
     links.sent.clear()
-    it.handle(2, StepResult(2, 1, [SlotResult(0, [7], 4)], stamp_s=9.0), 0.0)
-    it.turn(0.0)
+    it.on_event(2, StepResult(2, 1, [SlotResult(0, [7], 4)], stamp_s=9.0), 0.0)
+    it.step(0.0)
     assert [type(frame) for _, frame in links.sent] == [StepPlan, TokenBatch]
     batch = links.sent[1][1]
     assert isinstance(batch, TokenBatch)
@@ -113,9 +113,9 @@ def test_whoever_cannot_be_sent_to_is_lost_and_comes_back(lost: Member) -> None:
     assert it._core.stats().running == (0 if lost is WORKER else 1)
     links.full.clear()
     links.sent.clear()
-    it.handle(lost.incarnation, Gone(lost), 0.0)
-    it.handle(lost.incarnation, Joined(lost), 0.0)
-    it.turn(0.0)
+    it.on_event(lost.incarnation, Gone(lost), 0.0)
+    it.on_event(lost.incarnation, Joined(lost), 0.0)
+    it.step(0.0)
     (back,) = [frame for to, frame in links.sent if to == lost.incarnation]
     if lost is WORKER:
         assert isinstance(back, Attach)
@@ -129,35 +129,35 @@ def test_a_full_link_to_a_detokenizer_is_told_to_the_gateways_once_it_is_back() 
     generate(it)
     assert links.answered[-1] == (4, Accepted("r", 0, 3, links.answered[-1][1].capacity))
     links.full.clear()
-    it.handle(3, Gone(DETOKENIZER), 0.0)
-    it.turn(0.0)
+    it.on_event(3, Gone(DETOKENIZER), 0.0)
+    it.step(0.0)
     assert not [frame for _, frame in links.answered if isinstance(frame, PathLost)]
-    it.handle(3, Joined(DETOKENIZER), 0.0)
-    it.turn(0.0)
+    it.on_event(3, Joined(DETOKENIZER), 0.0)
+    it.step(0.0)
     assert links.answered[-1] == (4, PathLost(3))
 
 
 def test_the_phase_says_that_no_worker_is_there() -> None:
     it, links = attached()
     assert links.me.phase == "serving"
-    it.handle(2, Gone(WORKER), 0.0)
-    it.turn(0.0)
+    it.on_event(2, Gone(WORKER), 0.0)
+    it.step(0.0)
     assert (links.me.phase, links.me.ready) == ("waiting for a worker", True)
 
 
 def test_a_result_of_a_worker_that_is_gone_is_dropped() -> None:
     it, _ = attached()
     generate(it)
-    it.handle(2, Gone(WORKER), 0.0)
-    it.handle(2, StepResult(2, 1, [SlotResult(0, [7], 4)], stamp_s=9.0), 0.0)
-    it.turn(0.0)
+    it.on_event(2, Gone(WORKER), 0.0)
+    it.on_event(2, StepResult(2, 1, [SlotResult(0, [7], 4)], stamp_s=9.0), 0.0)
+    it.step(0.0)
     assert (it._core.stats().waiting, it._core.stats().output_tokens_total) == (1, 0)
 
 
 def test_stats_are_published() -> None:
     it, links = attached()
     generate(it)
-    it.turn(1.0)
+    it.step(1.0)
     stats = links.me.stats
     assert stats.rss_bytes > 2**20
     assert (stats.running, stats.requests_total, stats.blocks_used, stats.blocks_total) == (1, 1, 1, 64)
@@ -165,7 +165,7 @@ def test_stats_are_published() -> None:
 
 def test_the_report_tells_rates_and_keeps_quiet_when_idle(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    report = Report(10.0, True, 0.0)
+    report = StatsLog(10.0, True, 0.0)
     stats = Stats(
         running=3,
         waiting=1,
@@ -178,19 +178,19 @@ def test_the_report_tells_rates_and_keeps_quiet_when_idle(caplog: pytest.LogCapt
     )
     assert not report.due(9.9)
     assert report.due(10.0)
-    report.tell(stats, 10.0)
+    report.log(stats, 10.0)
     assert "prefix cache hits 25.0%" in caplog.text
     assert "generation 50.0 tokens/s, running 3, waiting 1, KV usage 25.0%" in caplog.text
     caplog.clear()
     idle = Stats(output_tokens_total=500, steps_total=9, prefix_queries_total=80)
-    report.tell(idle, 20.0)
+    report.log(idle, 20.0)
     assert not caplog.text
-    Report(10.0, False, 0.0).tell(stats, 10.0)
+    StatsLog(10.0, False, 0.0).log(stats, 10.0)
     assert not caplog.text
 
 
 def test_preemptions_warn_with_the_count_and_the_flags(caplog: pytest.LogCaptureFixture) -> None:
-    report = Report(10.0, False, 0.0)
+    report = StatsLog(10.0, False, 0.0)
     for count in (0, 1, 2, 49, 50, 51, 120):
         report.warn(Stats(preemptions_total=count))
     counts = [r.getMessage().rpartition("=")[2] for r in caplog.records]
@@ -209,7 +209,7 @@ def test_preemptions_warn_with_the_count_and_the_flags(caplog: pytest.LogCapture
 
 
 def test_who_gave_way_to_somebody_more_urgent_is_no_lack_of_memory(caplog: pytest.LogCaptureFixture) -> None:
-    report = Report(10.0, False, 0.0)
+    report = StatsLog(10.0, False, 0.0)
     report.warn(Stats(preemptions_total=60, displaced_total=60))
     assert not caplog.records
     report.warn(Stats(preemptions_total=63, displaced_total=60))
@@ -220,9 +220,9 @@ def test_a_preemption_is_warned_of_though_statistics_are_not_logged(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     it, _ = service()
-    monkeypatch.setattr(it, "_report", Report(10.0, False, 0.0))
+    monkeypatch.setattr(it, "_report", StatsLog(10.0, False, 0.0))
     monkeypatch.setattr(Scheduler, "stats", lambda core: Stats(preemptions_total=3))
-    it.turn(1.0)
+    it.step(1.0)
     assert [record.getMessage().rpartition("=")[2] for record in caplog.records] == ["3"]
-    it.turn(12.0)
+    it.step(12.0)
     assert len(caplog.records) == 1, "it was said before"

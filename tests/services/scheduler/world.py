@@ -60,7 +60,7 @@ class World:
                 max_queue_len=shape.max_queue_len,
                 max_queue_tokens=shape.max_queue_tokens,
                 max_queue_delay_s=shape.max_queue_delay_s,
-                prefills=replace(shape.prefills, whole=shape.whole_prompts),
+                partial_prefills=replace(shape.partial_prefills, whole_prompts=shape.whole_prompts),
                 delay_factor=shape.delay_factor,
                 policy=shape.policy,
                 may_sleep=shape.may_sleep,
@@ -122,7 +122,7 @@ class World:
             self.done += gateway.journals.values()
             for journal in gateway.journals.values():
                 journal.cancelled = True
-        self.core.gone(incarnation)
+        self.core.on_member_lost(incarnation)
         self.turn()
         for other in self.gateways.values():
             for request_id in other.through(incarnation):
@@ -130,7 +130,7 @@ class World:
 
     def break_down(self, incarnation: int, detail: str = "CUDA error") -> None:
         """A worker's device fails: it says so and is gone; nothing of what was in flight comes back."""
-        self.core.handle(incarnation, Broken(incarnation, detail), self.now)
+        self.core.on_message(incarnation, Broken(incarnation, detail), self.now)
         self.kill(incarnation)
 
     def blink(self, incarnation: int) -> None:
@@ -151,7 +151,7 @@ class World:
             role = Role.API_GATEWAY
             for other in self.detokenizers.values():
                 other.forget(incarnation)
-        self.core.gone(incarnation)
+        self.core.on_member_lost(incarnation)
         self.turn()
         self._present(incarnation, role)
 
@@ -166,13 +166,13 @@ class World:
             self.tell(gateway.incarnation, gateway.again(request_id))
 
     def _present(self, incarnation: int, role: Role) -> None:
-        self.core.present(Member(role.value, role, incarnation, "", ready=True), self.now)
+        self.core.on_member(Member(role.value, role, incarnation, "", ready=True), self.now)
         self.turn()
 
     # --- events
 
     def tell(self, peer: int, frame: SchedulerIn) -> None:
-        self.core.handle(peer, frame, self.now)
+        self.core.on_message(peer, frame, self.now)
         self.turn()
 
     def submit(
@@ -218,7 +218,7 @@ class World:
             if isinstance(answer, Attached):
                 self.check_names(worker)
             heard = self._timed(answer) if isinstance(answer, StepResult) else answer
-            self.core.handle(worker.incarnation, heard, self.now)
+            self.core.on_message(worker.incarnation, heard, self.now)
             if turn:
                 self.turn()
 
@@ -239,7 +239,7 @@ class World:
             self.tell(detokenizer.incarnation, stop)
 
     def turn(self) -> None:
-        for outgoing in self.core.turn(self.now):
+        for outgoing in self.core.step(self.now):
             self.sent.append(outgoing)
             to, frame = outgoing.to, outgoing.frame
             if to in self.workers:
@@ -307,7 +307,7 @@ class World:
             assert group.slots.num_free == group.slots.num_ids
         for worker in self.workers.values():
             self.check_names(worker)
-        for sink in self.core._streams._sinks.values():
-            assert sink.num_streams == 0
+        for text_outbox in self.core._streams._text_outboxes.values():
+            assert text_outbox.num_streams == 0
         for detokenizer in self.detokenizers.values():
             assert not detokenizer.streams or detokenizer.lost_frames, "a detokenizer's stream was never closed"

@@ -72,10 +72,10 @@ def test_what_leaves_in_mid_flight_leaves_the_others_alone(tiny: Tiny, how: str,
         loop.step()
     gone = asked[2]  # it has three choices
     if how == "abort":
-        loop.core.handle(GATEWAY, Cancel(gone.name, 0), 0.0)
+        loop.core.on_message(GATEWAY, Cancel(gone.name, 0), 0.0)
     else:
         refs = [StreamRef(gone.name, 0, choice) for choice in range(gone.n)]
-        loop.core.handle(DETOKENIZER, Stop(refs), 0.0)
+        loop.core.on_message(DETOKENIZER, Stop(refs), 0.0)
     known = {place: len(ids) for place, ids in loop.outputs.items()}
     for request in requests(2, max_tokens=20, first=100):  # these take what it had
         loop.add(request.name, request.prompt, request.sampling, request.n)

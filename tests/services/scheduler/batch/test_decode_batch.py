@@ -27,7 +27,7 @@ def test_decodes_are_in_step_and_their_tokens_side_by_side(ring: type[Ring], dep
     for i in range(6):
         it.submit(str(i), 5 + i, max_tokens=40)
     it.steps(15)
-    assert len(group_of(it).lane) == 6
+    assert len(group_of(it).decode_batch) == 6
     batch = last(it, TokenBatch)
     assert isinstance(batch, TokenBatch)
     assert [len(ids_list(rows.token_ids)) for rows in batch.rows] == [6]
@@ -44,9 +44,9 @@ def test_a_seat_is_not_looked_at_between_two_blocks(ring: type[Ring]) -> None:
     looks = []
     for _ in range(20):
         it.steps(1)
-        looks.append(seat.look_at)
+        looks.append(seat.due_step)
     assert len(set(looks)) in {4, 5}
-    assert seat.granted > 20
+    assert seat.num_scheduled_tokens > 20
     it.finish()
 
 
@@ -55,12 +55,12 @@ def test_somebody_who_leaves_the_lane_leaves_the_others_in_it(ring: type[Ring]) 
     for i in range(4):
         it.submit(str(i), 5, max_tokens=24 + 6 * i)
     it.steps(10)
-    assert len(group_of(it).lane) == 4
+    assert len(group_of(it).decode_batch) == 4
     it.journal("2").cancelled = True
     it.world.tell(it.gateway.incarnation, Cancel("2", 0))
-    assert len(group_of(it).lane) == 3
+    assert len(group_of(it).decode_batch) == 3
     it.steps(16)
-    assert 0 < len(group_of(it).lane) < 3
+    assert 0 < len(group_of(it).decode_batch) < 3
     it.finish()
 
 
@@ -87,7 +87,7 @@ def test_those_who_want_log_probabilities_are_looked_at_one_by_one(ring: type[Ri
     it.submit("a", 5, max_tokens=20, num_logprobs=2)
     it.submit("b", 5, max_tokens=20)
     it.steps(10)
-    assert [seat.choice.request.id for seat in group_of(it).lane.apart] == ["a"]
+    assert [seat.sequence.request.id for seat in group_of(it).decode_batch.outside] == ["a"]
     it.finish()
 
 
@@ -98,13 +98,13 @@ def test_where_a_step_has_no_room_for_all_the_oldest_run(ring: type[Ring]) -> No
         it.submit(str(i), 2, max_tokens=15)
     it.steps(6)
     group = group_of(it)
-    assert len(group.lane) == 5
+    assert len(group.decode_batch) == 5
     group.max_num_batched_tokens = 3
     it.steps(1)
     plan = last(it, StepPlan)
     assert isinstance(plan, StepPlan)
     assert [run.slot for run in plan.runs] == [seat.slot for seat in group.running[:3]]
-    assert not len(group.lane)
+    assert not len(group.decode_batch)
     it.finish()
 
 
@@ -114,7 +114,7 @@ def test_tokens_for_another_number_of_runs_are_no_answer(ring: type[Ring], kept:
     for i in range(3):
         it.submit(str(i), 5, max_tokens=20)
     it.steps(8)
-    assert len(group_of(it).lane) == 3
+    assert len(group_of(it).decode_batch) == 3
     plan = last(it, StepPlan)
     assert isinstance(plan, StepPlan)
     answer = StepResult(it.worker.incarnation, plan.number, [], 0.0, token_ids=bytes(kept))

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from blockyard.services.scheduler.batch.step_times import Load
+from blockyard.services.scheduler.batch.step_times import StepLoad
 from blockyard.shared.messages import StepPlan
 
 from ..conftest import Ring
@@ -24,9 +24,9 @@ def make(ring: type[Ring], policy: str, **shape: object) -> Ring:
     shape = {"max_num_seqs": 8, "num_blocks": 200, "max_model_len": 200, "max_num_batched_tokens": TOKENS} | shape
     it = ring(policy=policy, depth=0, **shape)
     (group,) = it.world.core.groups.values()
-    for load in (Load(1, 0), Load(8, 0), Load(4, 0), Load(2, TOKENS), Load(3, 20)) * 40:
-        group.departures.times.took(load, 0.002 + 0.001 * load.decodes + TOKEN_S * load.tokens)
-    group.departures.times.took = lambda load, step_s: None
+    for load in (StepLoad(1, 0), StepLoad(8, 0), StepLoad(4, 0), StepLoad(2, TOKENS), StepLoad(3, 20)) * 40:
+        group.pacer.times.record(load, 0.002 + 0.001 * load.decodes + TOKEN_S * load.tokens)
+    group.pacer.times.record = lambda load, step_s: None
     return it
 
 
@@ -84,15 +84,15 @@ def test_who_asks_for_little_has_all_the_tokens_of_a_step(ring: type[Ring]) -> N
     it.finish()
 
 
-@pytest.mark.parametrize("whole", [False, True])
-def test_a_prompt_that_may_not_be_computed_in_parts_is_not_held_up(ring: type[Ring], whole: bool) -> None:
-    it = make(ring, "fair", whole_prompts=whole)
+@pytest.mark.parametrize("whole_prompts", [False, True])
+def test_a_prompt_that_may_not_be_computed_in_parts_is_not_held_up(ring: type[Ring], whole_prompts: bool) -> None:
+    it = make(ring, "fair", whole_prompts=whole_prompts)
     it.submit("light", 8, tenant="light", max_tokens=1)
     for i in range(12):
         it.submit(f"heavy {i}", 60, prompt=[i] * 60, tenant="heavy", max_tokens=3)
     begin = len(it.world.sent)
     it.steps(6)
-    assert (largest(it, begin) >= 60) == whole
+    assert (largest(it, begin) >= 60) == whole_prompts
     it.finish()
 
 

@@ -4,8 +4,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from blockyard.services.scheduler.batch.admission_delay import Gate
-from blockyard.services.scheduler.batch.partial_prefill_limits import PrefillShares
+from blockyard.services.scheduler.batch.admission_delay import AdmissionDelay
+from blockyard.services.scheduler.batch.partial_prefill_limits import PartialPrefillLimits
 from blockyard.services.scheduler.sequences.requests import Request
 from blockyard.services.scheduler.simulator.simulation import Simulation
 from blockyard.services.scheduler.simulator.trace import TraceRequest
@@ -43,8 +43,10 @@ def test_a_long_prompt_does_not_keep_out_short_ones() -> None:
 
 
 def test_other_long_prompts_wait_and_short_ones_pass_them(ring: type[Ring]) -> None:
-    shares = PrefillShares(max_partial=2, long_tokens=20)
-    it = ring(max_num_seqs=8, max_model_len=200, num_blocks=100, max_num_batched_tokens=16, prefills=shares, depth=0)
+    shares = PartialPrefillLimits(max_partial=2, long_tokens=20)
+    it = ring(
+        max_num_seqs=8, max_model_len=200, num_blocks=100, max_num_batched_tokens=16, partial_prefills=shares, depth=0
+    )
     it.submit("long", 100, max_tokens=2)
     it.submit("long too", 90, max_tokens=2)
     it.submit("short", 10, max_tokens=2)
@@ -58,8 +60,10 @@ def test_other_long_prompts_wait_and_short_ones_pass_them(ring: type[Ring]) -> N
 
 
 def test_as_many_long_prompts_as_are_allowed_share_a_step(ring: type[Ring]) -> None:
-    shares = PrefillShares(max_partial=2, max_long=2, long_tokens=20)
-    it = ring(max_num_seqs=8, max_model_len=200, num_blocks=100, max_num_batched_tokens=16, prefills=shares, depth=0)
+    shares = PartialPrefillLimits(max_partial=2, max_long=2, long_tokens=20)
+    it = ring(
+        max_num_seqs=8, max_model_len=200, num_blocks=100, max_num_batched_tokens=16, partial_prefills=shares, depth=0
+    )
     it.submit("a", 101, max_tokens=2)
     it.submit("b", 102, max_tokens=2, salt="b")
     it.submit("short", 10, max_tokens=2)
@@ -79,14 +83,14 @@ def group_of(num_running: int) -> WorkerGroup:
 @pytest.mark.parametrize(("factor", "waits"), [(0.0, False), (0.5, True)])
 def test_the_next_prompt_waits_by_the_delay_factor(factor: float, waits: bool) -> None:
     frame = Generate("r", 0, "m", b"\0\0\0\0", b"", Sampling(9), TextOptions(), [ChoiceState(0)])
-    request = Request("r", 0, frame, 0, 0, 1, came_s=10.0)
-    gate = Gate(factor)
-    gate.took(0.4)
-    gate.tick(10.1)
-    assert gate.is_open(request, group_of(3)) != waits
-    assert gate.is_open(request, group_of(0)), "nothing runs that could be held up"
-    gate.tick(10.21)
-    assert gate.is_open(request, group_of(3))
+    request = Request("r", 0, frame, 0, 0, 1, arrival_s=10.0)
+    admission_delay = AdmissionDelay(factor)
+    admission_delay.on_prefill_step(0.4)
+    admission_delay.begin_step(10.1)
+    assert admission_delay.may_admit(request, group_of(3)) != waits
+    assert admission_delay.may_admit(request, group_of(0)), "nothing runs that could be held up"
+    admission_delay.begin_step(10.21)
+    assert admission_delay.may_admit(request, group_of(3))
 
 
 def test_with_a_delay_prompts_are_computed_together() -> None:

@@ -38,9 +38,11 @@ def copies_of(world: World) -> list[list[BlockCopy]]:
 def check_copies(world: World) -> None:
     """The contract of BlockCopy; that a source holds what its reader needs is checked by the mock worker."""
     for copies in copies_of(world):
-        written = [copy.dst for copy in copies]
-        assert len(set(written)) == len(written), f"a block is written twice: {copies}"
-        assert {copy.src for copy in copies}.isdisjoint(written), f"a copy reads what another one writes: {copies}"
+        written_prompts = [copy.dst for copy in copies]
+        assert len(set(written_prompts)) == len(written_prompts), f"a block is written twice: {copies}"
+        assert {copy.src for copy in copies}.isdisjoint(written_prompts), (
+            f"a copy reads what another one writes: {copies}"
+        )
 
 
 def stops_together(step: TokenStep) -> bool:

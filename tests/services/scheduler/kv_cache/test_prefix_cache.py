@@ -46,8 +46,8 @@ def after(it: Ring, first: list[int], then: list[int], **more: object) -> int:
     it.world.settle()
     it.submit("then", 0, prompt=then, **more)
     it.finish()
-    assert it.output("first").num_cached == 0
-    cached = it.output("then").num_cached
+    assert it.output("first").num_cached_tokens == 0
+    cached = it.output("then").num_cached_tokens
     assert cached == starts(it)[-1].num_computed
     return cached
 
@@ -85,7 +85,7 @@ def test_a_salt_of_its_own_finds_nothing_of_others(ring: type[Ring]) -> None:
     it.world.settle()
     it.submit("b", 0, prompt=PROMPT, salt="tenant")
     it.finish()
-    assert it.output("b").num_cached == 20
+    assert it.output("b").num_cached_tokens == 20
 
 
 def test_prompt_logprobs_are_computed_but_their_blocks_serve_others(ring: type[Ring]) -> None:
@@ -95,7 +95,7 @@ def test_prompt_logprobs_are_computed_but_their_blocks_serve_others(ring: type[R
     it.submit("b", 0, prompt=PROMPT, num_prompt_logprobs=0)
     it.submit("c", 0, prompt=PROMPT)
     it.finish()
-    assert [it.output(r).num_cached for r in "abc"] == [0, 0, 20]
+    assert [it.output(r).num_cached_tokens for r in "abc"] == [0, 0, 20]
 
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
@@ -107,7 +107,7 @@ def test_the_next_turn_of_a_conversation_finds_what_was_generated(ring: type[Rin
     assert set(names_of(turn[:33])) <= index_of(it).keys()  # the 34th token was sampled and never computed
     it.submit("b", 0, prompt=[*turn, 1, 2, 3])
     it.finish()
-    assert it.output("b").num_cached == 32
+    assert it.output("b").num_cached_tokens == 32
 
 
 def test_generation_after_a_prompt_of_less_than_a_block_is_named(ring: type[Ring]) -> None:
@@ -140,7 +140,7 @@ def test_requests_that_come_together_share_their_prompt(ring: type[Ring], num_ba
     assert tables == [tables[0]] * 4
     assert it.world.core.stats().blocks_used <= 5 + 4 * 2
     it.finish()
-    assert [it.output(name).num_cached for name in "abcd"] == [0, 20, 20, 20]
+    assert [it.output(name).num_cached_tokens for name in "abcd"] == [0, 20, 20, 20]
     assert sum(run.max_tokens for plan in plans(it) for run in plan.runs if run.max_tokens > 1) == 22 + 3 * 2
 
 
@@ -173,7 +173,7 @@ def test_what_is_in_use_is_not_reclaimed(ring: type[Ring]) -> None:
     it.submit("b", 0, prompt=PROMPT[:9], max_tokens=1)
     it.submit("c", 0, prompt=list(range(200, 212)), max_tokens=4)
     it.finish()
-    assert it.output("b").num_cached == 8
+    assert it.output("b").num_cached_tokens == 8
 
 
 def test_blocks_that_are_only_kept_count_as_free(ring: type[Ring]) -> None:
@@ -208,7 +208,7 @@ def test_a_preempted_choice_finds_its_own_blocks(ring: type[Ring]) -> None:
     it.finish()
     resumed = [s for s in starts(it) if len(s.token_ids) // 4 > s.num_prompt_tokens]
     assert resumed[0].num_computed >= 4
-    assert it.output("new").num_cached == 0, "its own tokens are no hit of the request"
+    assert it.output("new").num_cached_tokens == 0, "its own tokens are no hit of the request"
 
 
 def test_a_block_may_be_read_before_the_plan_it_was_left_under_is_in(ring: type[Ring]) -> None:

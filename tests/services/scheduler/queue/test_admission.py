@@ -71,7 +71,7 @@ def test_room_that_was_gone_for_a_moment_is_told_again(ring: type[Ring]) -> None
     gateway, sampling = it.gateway, it.world.sampling(max_tokens=2)
     for name in "abc":
         frame = gateway.new(name, [1, 2], sampling, 1)
-        it.world.core.handle(gateway.incarnation, frame, it.world.now)
+        it.world.core.on_message(gateway.incarnation, frame, it.world.now)
     it.world.turn()
     it.finish()
     assert [frame.capacity.choices for frame in gateway.capacities] == [3]

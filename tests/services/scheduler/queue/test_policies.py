@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from blockyard.services.scheduler.queue.fair_policy import MIN_KEPT, FairPolicy
-from blockyard.services.scheduler.sequences.requests import Choice, Request, make_choice
+from blockyard.services.scheduler.sequences.requests import Request, Sequence, make_sequence
 from blockyard.shared import messages
 from blockyard.shared.messages import Generate, Sampling, StepPlan, TextOptions
 
@@ -22,7 +22,7 @@ def order(it: Ring) -> list[str]:
 
 def seats(it: Ring) -> list[str]:
     group = it.world.core._groups.attached[it.worker.incarnation]
-    return [seat.choice.request.id for seat in group.running]
+    return [seat.sequence.request.id for seat in group.running]
 
 
 @pytest.mark.parametrize(
@@ -146,18 +146,18 @@ def test_seats_are_shared_between_tenants(ring: type[Ring]) -> None:
 tickets = itertools.count(1)
 
 
-def ask(tenant: str, user: str = "", arrival: int = 0) -> Choice:
+def ask(tenant: str, user: str = "", arrival: int = 0) -> Sequence:
     ids = b"\0\0\0\0" * 100
     frame = Generate(
         "r", 0, "m", ids, b"", Sampling(9), TextOptions(), [messages.ChoiceState(0)], tenant=tenant, user=user
     )
     request = Request("r", 0, frame, 0, arrival, 100, owner=(tenant, user))
-    choice = make_choice(request, 0, b"")
+    choice = make_sequence(request, 0, b"")
     choice.ticket = next(tickets)
     return choice
 
 
-def serve(policy: FairPolicy, choice: Choice, num_outputs: int) -> None:
+def serve(policy: FairPolicy, choice: Sequence, num_outputs: int) -> None:
     choice.ticket = 0
     policy.remove(choice)
     policy.on_scheduled(choice, 100)

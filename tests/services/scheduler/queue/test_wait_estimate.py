@@ -75,14 +75,14 @@ def estimates(more: dict[str, object], requests: list[TraceRequest]) -> list[tup
     setup = SimulationConfig(process=process, scheduler=made, trace="t.jsonl", cost=COST, **more)
     simulation = Simulation(setup, asked)
     core, told = simulation.core, dict[int, float]()
-    handle = core.handle
+    handle = core.on_message
 
     def note(peer: int, frame: SchedulerIn, now: float) -> None:
         if isinstance(frame, Generate) and len(core._waiting) and now > WARM_S:
             told[int(frame.request_id)] = core._bounds.wait_s
         handle(peer, frame, now)
 
-    core.handle = note
+    core.on_message = note
     simulation.run()
     return [(seconds, simulation.record.flows[i].ttft_s) for i, seconds in told.items()]
 

@@ -29,12 +29,12 @@ def test_a_prompt_is_computed_once(ring: type[Ring], depth: int, num_batched: in
     it.submit("a", 0, n=4, prompt=PROMPT)
     it.submit("b", 3)
     it.finish()
-    first, *forks = [s for s in starts(it) if len(s.token_ids) // 4 == len(PROMPT)]
-    assert [s.num_computed for s in (first, *forks)] == [0, 21, 21, 21]
-    assert {tuple(s.blocks[:5]) for s in forks} == {tuple(first.blocks[:5])}, "full blocks are shared"
-    assert len({s.blocks[5] for s in (first, *forks)}) == 4, "the last one is not"
+    first, *parallel_sampling = [s for s in starts(it) if len(s.token_ids) // 4 == len(PROMPT)]
+    assert [s.num_computed for s in (first, *parallel_sampling)] == [0, 21, 21, 21]
+    assert {tuple(s.blocks[:5]) for s in parallel_sampling} == {tuple(first.blocks[:5])}, "full blocks are shared"
+    assert len({s.blocks[5] for s in (first, *parallel_sampling)}) == 4, "the last one is not"
     copies = [copy for plan in plans(it) for copy in plan.copies]
-    assert [copy.dst for copy in copies] == [s.blocks[5] for s in forks]
+    assert [copy.dst for copy in copies] == [s.blocks[5] for s in parallel_sampling]
     assert copies[0].src == first.blocks[5]
     assert num_prefilled(it) in (24, 25), "22, and what there is of the other's three beside them"
 

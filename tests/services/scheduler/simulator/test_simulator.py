@@ -60,7 +60,7 @@ def test_what_is_in_host_memory_is_fetched_and_not_computed() -> None:
     ]
     computed = simulate(config(cost, {"num_blocks": 11}, **settings), *asked).record.flows[2]
     fetched = simulate(config(cost, {"num_blocks": 11, "num_host_blocks": 20}, **settings), *asked).record.flows[2]
-    assert (computed.num_cached, fetched.num_cached) == (0, 160)
+    assert (computed.num_cached_tokens, fetched.num_cached_tokens) == (0, 160)
     assert computed.ttft_s == pytest.approx(0.01 + 160 * 0.001)
     assert fetched.ttft_s == pytest.approx(0.01 + 160 * 0.0001)
 
@@ -87,10 +87,10 @@ def test_what_is_shared_is_found_and_nothing_else() -> None:
     shared = [ask(i, 48, 4, prefix_group="a", prefix_tokens=32) for i in range(3)]
     other = ask(3.0, 48, 4, prefix_group="b", prefix_tokens=32)
     alone = [ask(4.0, 48, 4), ask(5.0, 48, 4)]
-    found = [flow.num_cached for flow in simulate(config(), *shared, other, *alone).record.flows]
+    found = [flow.num_cached_tokens for flow in simulate(config(), *shared, other, *alone).record.flows]
     assert found == [0, 32, 32, 0, 0, 0]
     off = simulate(config(enable_prefix_caching=False), *shared)
-    assert [flow.num_cached for flow in off.record.flows] == [0, 0, 0]
+    assert [flow.num_cached_tokens for flow in off.record.flows] == [0, 0, 0]
 
 
 def test_choices_stops_and_limits() -> None:

@@ -180,7 +180,7 @@ def test_a_pause_that_waits_is_answered_when_all_that_ran_has_ended(ring: type[R
     tell(it, ControlVerb.RESUME)
     it.submit("a again", 10)
     it.finish()
-    assert bool(it.output("a again").num_cached) != clear
+    assert bool(it.output("a again").num_cached_tokens) != clear
 
 
 def test_a_forgotten_cache_finds_nothing(ring: type[Ring]) -> None:
@@ -194,8 +194,8 @@ def test_a_forgotten_cache_finds_nothing(ring: type[Ring]) -> None:
     assert answers(it) == [("RESET_PREFIX_CACHE", 200)]
     it.submit("c", 20, max_tokens=3)
     it.finish()
-    assert it.output("b").num_cached
-    assert not it.output("c").num_cached
+    assert it.output("b").num_cached_tokens
+    assert not it.output("c").num_cached_tokens
 
 
 def test_asking_for_the_status_changes_nothing(ring: type[Ring]) -> None:

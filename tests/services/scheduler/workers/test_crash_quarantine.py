@@ -15,7 +15,7 @@ LENGTH, FAILED = FinishReason.LENGTH, FinishReason.FAILED
 def owners(it: Ring) -> list[set[str]]:
     """Of each plan sent to the worker that is there now: the requests that run in it."""
     group = it.world.core.groups[it.worker.incarnation]
-    return [{seat.choice.request.id for seat in record.all_seats()} for record in group.in_flight]
+    return [{seat.sequence.request.id for seat in record.all_sequences()} for record in group.in_flight]
 
 
 def again(it: Ring) -> None:
@@ -109,11 +109,11 @@ def test_with_another_worker_those_who_ran_wait_for_an_empty_one() -> None:
     for worker in (it.worker, busy):
         for _ in range(3):
             other.work(worker)
-    ran = {s.choice.request.id for s in other.core.groups[it.worker.incarnation].running}
+    ran = {s.sequence.request.id for s in other.core.groups[it.worker.incarnation].running}
     other.break_down(it.worker.incarnation)
     for _ in range(10):
         other.work(busy)
-    there = {s.choice.request.id for s in other.core.groups[busy.incarnation].running}
+    there = {s.sequence.request.id for s in other.core.groups[busy.incarnation].running}
     assert ran and not ran & there
     it.worker = other.add_worker()
     it.finish()
@@ -130,7 +130,7 @@ def test_without_another_worker_groups_are_emptied_for_them_in_the_end() -> None
     for worker in (it.worker, busy):
         world.work(worker)
         world.work(worker)
-    ran = {s.choice.request.id for s in world.core.groups[it.worker.incarnation].running}
+    ran = {s.sequence.request.id for s in world.core.groups[it.worker.incarnation].running}
     world.break_down(it.worker.incarnation)
     for i in range(100):
         it.submit(f"more{i}", 6, max_tokens=20)
@@ -175,13 +175,13 @@ def test_a_suspect_that_ran_beside_another_request_is_not_failed() -> None:
         world.work(it.worker)
         world.work(second)
     near = {
-        worker.incarnation: {s.choice.request.id for s in world.core.groups[worker.incarnation].running}
+        worker.incarnation: {s.sequence.request.id for s in world.core.groups[worker.incarnation].running}
         for worker in (it.worker, second)
     }
     alone = next(incarnation for incarnation, names in near.items() if names == {"suspect"})
     shared = next(incarnation for incarnation, names in near.items() if names == {"suspect", "other"})
     world.break_down(alone)
-    assert "suspect" in world.core._gate.quarantine._probations
+    assert "suspect" in world.core._admission_delay.quarantine._probations
     world.break_down(shared)
     it.worker = world.add_worker()
     it.finish()
@@ -213,7 +213,7 @@ def test_a_preempted_suspect_with_results_due_keeps_no_other_group_empty() -> No
     world.break_down(it.worker.incarnation)
     it.worker = world.add_worker()
     it.submit("next", 3, max_tokens=4, priority=0)
-    choices = world.core._lifecycle.requests["suspect"].members
+    choices = world.core._lifecycle.requests["suspect"].active_sequences
     while not any(choice.ticket and choice.awaits_results() for choice in choices):
         world.work(it.worker)
         while it.detokenizer.inbox:
@@ -223,5 +223,5 @@ def test_a_preempted_suspect_with_results_due_keeps_no_other_group_empty() -> No
     assert empty.incarnation in world.core.groups
     world.turn()
     assert any(choice.ticket and choice.awaits_results() for choice in choices), "its results are still due"
-    assert [seat.choice.request.id for seat in world.core.groups[empty.incarnation].running] == ["next"]
+    assert [seat.sequence.request.id for seat in world.core.groups[empty.incarnation].running] == ["next"]
     it.finish()

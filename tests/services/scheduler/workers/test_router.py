@@ -60,17 +60,17 @@ def submit(world: World, request_id: str, prompt: list[int], max_tokens: int = 4
 
 
 def where(world: World, request_id: str) -> int:
-    (choice,) = world.core._lifecycle.requests[request_id].choices.values()
+    (choice,) = world.core._lifecycle.requests[request_id].sequences.values()
     queues = world.core._router._queues.items()
     standing = [
-        worker for worker, queue in queues for routed in queue.entries if routed.waits and routed.choice is choice
+        worker for worker, queue in queues for routed in queue.entries if routed.waits and routed.sequence is choice
     ]
-    return standing[0] if standing or choice.seat is None else choice.seat.worker
+    return standing[0] if standing or choice.last_run is None else choice.last_run.worker
 
 
 def cached(world: World, request_id: str) -> int | None:
     (gateway,) = world.gateways.values()
-    return gateway.journals[request_id].outputs[0].num_cached
+    return gateway.journals[request_id].outputs[0].num_cached_tokens
 
 
 def test_requests_that_begin_alike_meet_where_their_beginning_is(two: World) -> None:
@@ -91,7 +91,7 @@ def test_one_that_is_still_being_computed_is_waited_for(two: World) -> None:
     (gateway,) = two.gateways.values()
     for name, prompt in (("a", first), ("b", second)):
         frame = gateway.new(name, prompt, two.sampling(max_tokens=4), 1)
-        two.core.handle(gateway.incarnation, frame, two.now)
+        two.core.on_message(gateway.incarnation, frame, two.now)
     two.turn()
     two.settle()
     assert cached(two, "b") == 160
@@ -151,7 +151,7 @@ def test_a_cancelled_one_leaves_its_group_queue(two: World) -> None:
 
     for i in range(16):
         submit(two, str(i), [i + 1] * 30, max_tokens=10)
-    standing = [c.choice.request.id for d in two.core._router._queues.values() for c in d.entries if c.waits]
+    standing = [c.sequence.request.id for d in two.core._router._queues.values() for c in d.entries if c.waits]
     assert standing
     (gateway,) = two.gateways.values()
     for request_id in standing:
@@ -167,8 +167,8 @@ def test_replicas_are_one_cache() -> None:
     """Eight conversations of 4,000 tokens each on four workers, ten turns: a prompt is computed about once."""
     requests = [ask(0.5 * turn + 0.05 * i, 4000 + 50 * turn, 30, f"{i}", 4000) for turn in range(10) for i in range(8)]
     simulation = simulate(4, requests)
-    num_cached = sum(flow.num_cached for flow in simulation.record.flows)
-    assert num_cached > 0.97 * 9 * 8 * 4000
+    num_cached_tokens = sum(flow.num_cached_tokens for flow in simulation.record.flows)
+    assert num_cached_tokens > 0.97 * 9 * 8 * 4000
 
 
 def test_four_workers_take_four_times_the_load() -> None:
