@@ -1,9 +1,10 @@
-"""Seats that decode in step: each is granted one token by every plan and says one with every result, no more.
+"""Sequences that decode in step: every plan schedules one token of each, and every result has one token of each.
 
-A step costs as much as what changes in it. What all of a lane's seats have in common is written down once: how far they
-have been granted (`SharedProgress`), and lists of what a plan and a batch of text need of each, which are copied and not made
-anew. A calendar says with which plan a seat comes to the end of a block or of its tokens: until then nobody looks at
-it. Whatever else happens to a seat happens outside of the lane, which it leaves for that and joins again later.
+The cost of a step grows with what changes, not with the number of sequences. State that all of them share is kept once:
+`SharedProgress` counts the tokens scheduled, and lists hold what a plan and a batch of text need of each sequence; the
+lists are copied whole. A table of due steps says with which plan a sequence reaches the end of a block or of its
+tokens; before that no plan looks at it. Everything else happens to a sequence outside the decode batch: it leaves the
+batch for that and joins again later.
 """
 
 from array import array

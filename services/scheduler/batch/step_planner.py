@@ -81,7 +81,7 @@ class StepPlanner:
         return StepPlan(self._scheduler, number, ends, *changes)
 
     def _divide_step(self, group: WorkerGroup, builder: PlanBuilder, sequence: Sequence | None) -> bool:
-        """DecodePlanner first, but perhaps none if `choice`, who is next, goes before others; no prompts of theirs then.
+        """Decodes first, but perhaps none if `sequence`, which is next, goes before others; then no other prompts.
 
         Returns whether there are decodes.
         """

@@ -101,7 +101,7 @@ class PrefixCache:
         return dict(zip(running.sequence.block_hashes[first:end], running.blocks[first:end], strict=True))
 
     def mark_block_full(self, group: WorkerGroup, running: RunningSequence) -> None:
-        """StepResults say that a seat outside of the lane has KV up to `seat.num_computed_tokens`: it has filled a block."""
+        """Called when results show that a sequence outside the decode batch has filled a block."""
         if not running.is_hash_due:
             running.is_hash_due = True
             group.hash_queue.append(running)
