@@ -13,7 +13,7 @@ from blockyard.services.api_gateway.responses.response_writer import ResponseWri
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import DEFAULT_SAMPLING, Detokenize, Detokenized, Tokenized
 from blockyard.shared.ring_client.client import RingClient
-from blockyard.shared.ring_client.recovery.journal import ChoiceLog, Entry
+from blockyard.shared.ring_client.recovery.journal import ChoiceLog, JournalEntry
 from blockyard.shared.ring_client.request_fields import limits
 
 ChoiceSink = CollectedChoice | EventStream
@@ -27,7 +27,11 @@ LOGGED = (*limits.RANGES, "ignore_eos", "num_logprobs", "num_prompt_logprobs")
 class RequestPipeline:
     def __init__(self, client: RingClient, log_requests: bool = False) -> None:
         self._log_requests = log_requests
-        self.text_work, self.admission, self._dispatch = client.text_work, client.admission, client.dispatch
+        self.tokenizer_client, self.admission, self._dispatch = (
+            client.tokenizer_client,
+            client.admission,
+            client.dispatch,
+        )
         self._meters, self.clock = client.meters, client.clock
         self._open: set[HttpGeneration] = set()
         self.num_active = 0  # generation requests from their parsed body to the end of their answer
@@ -48,8 +52,8 @@ class RequestPipeline:
         `name` must be unique: the ids of the requests in the ring begin with it. Raises RequestError.
         """
         arrived_s, model, computed = self.clock(), request.card.names[0], request.choices.computed
-        self.admission.check_room(model, arrived_s, tenant, request.user)
-        prompts = await self.text_work.tokenize(request.prompts, name, request.truncate, request.options.echo)
+        self.admission.check_capacity(model, arrived_s, tenant, request.user)
+        prompts = await self.tokenizer_client.tokenize(request.prompts, name, request.truncate, request.options.echo)
         self._meters.tokenized(self.clock() - arrived_s)
         samplings = [request.finalize_sampling(len(p.token_ids) // 4, p.bad_words) for p in prompts]
         echoes = await self._echoes(request, prompts) if request.options.echo else []
@@ -58,7 +62,7 @@ class RequestPipeline:
         generation = HttpGeneration(request, arrived_s, self._dispatch.close)
         for i, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
             sinks = [_sink(generation, i * computed + k, writer, prompt.token_ids) for k in range(computed)]
-            entry = Entry(
+            entry = JournalEntry(
                 request_id=prompt.request_id,
                 model=model,
                 prompt_ids=prompt.token_ids,
@@ -88,7 +92,7 @@ class RequestPipeline:
         return generation
 
     async def detokenize(self, work: Detokenize) -> Detokenized:
-        answer = await self.text_work.submit(work)
+        answer = await self.tokenizer_client.submit(work)
         assert isinstance(answer, Detokenized)
         return answer
 

@@ -92,7 +92,7 @@ class Gateway:
     def _count(self) -> None:
         stats = Stats(
             running=self.client.num_open(),
-            waiting=self.client.text_work.num_waiting,
+            waiting=self.client.tokenizer_client.num_waiting,
             requests_total=self.meters.requests,
             prompt_tokens_total=self.meters.prompt_tokens,
             output_tokens_total=self.meters.output_tokens,

@@ -10,7 +10,7 @@ from blockyard.shared.messages import StreamOpen
 from blockyard.shared.token_ids import unpack
 
 
-class Taken(NamedTuple):
+class DecodedText(NamedTuple):
     """What became of some token ids: `used` of them are accounted for by `text`, now or later."""
 
     text: str
@@ -56,16 +56,16 @@ class Stream:
         self._min_tokens = options.min_tokens
         self._uncut = opened.chars_sent  # characters that an earlier attempt delivered
 
-    def replay(self, opened: StreamOpen) -> Taken:
+    def replay(self, opened: StreamOpen) -> DecodedText:
         """Advances over the context, which is not shown, and over what an earlier attempt delivered."""
         try:
             for token_id in unpack(opened.context_ids):
                 self._decoder.push(token_id)
         except UnknownToken as e:
-            return Taken("", 0, error=str(e))
+            return DecodedText("", 0, error=str(e))
         return self.take(unpack(opened.output_ids))
 
-    def take(self, token_ids: Sequence[int]) -> Taken:
+    def take(self, token_ids: Sequence[int]) -> DecodedText:
         """Output tokens in order. Ends early at a stop string or an unknown id; the caller then calls `end`."""
         push = self._decoder.push
         text = ""
@@ -85,19 +85,19 @@ class Stream:
                         break
         except UnknownToken as e:
             self.count += used
-            return Taken(self._cut(text), used, error=str(e))
+            return DecodedText(self._cut(text), used, error=str(e))
         self.count += used
-        return Taken(self._cut(text), used, None if self._stops is None else self._stops.found)
+        return DecodedText(self._cut(text), used, None if self._stops is None else self._stops.found)
 
-    def end(self, hidden: int = 0) -> Taken:
+    def end(self, hidden: int = 0) -> DecodedText:
         """All text still held back, after `hidden` ids whose text is not shown. A stop string may end in it."""
         self.count += hidden
         if self._stops is None:
-            return Taken(self._cut(self._decoder.flush()), hidden)
+            return DecodedText(self._cut(self._decoder.flush()), hidden)
         if self._stops.found is not None:
-            return Taken("", hidden, self._stops.found)
+            return DecodedText("", hidden, self._stops.found)
         text = self._stops.push(self._decoder.flush(), self.count > self._min_tokens)
-        return Taken(self._cut(text + self._stops.flush()), hidden, self._stops.found)
+        return DecodedText(self._cut(text + self._stops.flush()), hidden, self._stops.found)
 
     def _cut(self, text: str) -> str:
         if self._uncut:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from blockyard.services.detokenizer.logprobs import with_tokens
-from blockyard.services.detokenizer.stream import Stream, Taken
+from blockyard.services.detokenizer.stream import DecodedText, Stream
 from blockyard.services.detokenizer.token_table import TokenTable, UnknownToken
 from blockyard.shared.messages import (
     FinishReason,
@@ -163,7 +163,7 @@ class TextStreams:
     def _final(
         self,
         stream: Stream,
-        taken: Taken,
+        taken: DecodedText,
         token_ids: list[int],
         outcome: Outcome,
         step: TokenStep | None = None,

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from tokenizers import Tokenizer
 
-from blockyard.services.detokenizer.token_table import Kind, TokenTable
+from blockyard.services.detokenizer.token_table import TokenKind, TokenTable
 
 
 class TextDecoder(Protocol):
@@ -41,7 +41,7 @@ class PieceDecoder:
         self._table = table
         self._pieces = table.pieces_without_special if skip_special else table.pieces
         self._pending = b""
-        self._errors = "replace" if decoding.kind is Kind.BYTES else "blockyard.replace_each_byte"
+        self._errors = "replace" if decoding.kind is TokenKind.BYTES else "blockyard.replace_each_byte"
         self._strip = decoding.strip
         self._strip_left = decoding.strip_count if decoding.strip else 0
         self._drop_in_first = decoding.drop_in_first
@@ -133,6 +133,6 @@ class WindowDecoder:
 
 def new_decoder(table: TokenTable, skip_special: bool, spaces_between_special: bool) -> TextDecoder:
     """`spaces_between_special` matters only where the tokenizer puts spaces between tokens at all."""
-    if table.decoding.kind is Kind.WINDOW:
+    if table.decoding.kind is TokenKind.WINDOW:
         return WindowDecoder(table, skip_special, spaces_between_special)
     return PieceDecoder(table, skip_special)

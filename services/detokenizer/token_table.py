@@ -19,7 +19,7 @@ class UnknownToken(RequestError):
     """A token id that no vocabulary of this model has."""
 
 
-class Kind(Enum):
+class TokenKind(Enum):
     BYTES = auto()  # ByteLevel
     PIECES = auto()  # sentencepiece-like: replacements, `<0xNN>` byte tokens, a start that is stripped
     WINDOW = auto()  # anything else
@@ -29,7 +29,7 @@ class Kind(Enum):
 class Decoding:
     """How the tokenizer's decoder joins tokens, as far as a stream needs to know."""
 
-    kind: Kind
+    kind: TokenKind
     replaces: tuple[tuple[str, str], ...] = ()  # within each token, in order
     byte_fallback: bool = False
     strip: str = ""  # this character is cut from the start of the text ...
@@ -50,7 +50,7 @@ class _Step(msgspec.Struct):
     prepend_scheme: str = "always"
 
 
-class Entry(NamedTuple):
+class TokenEntry(NamedTuple):
     raw: bytes
     special: bool
 
@@ -58,17 +58,17 @@ class Entry(NamedTuple):
 def decoding_of(tokenizer: Tokenizer) -> Decoding:
     """Reads the decoder's own description."""
     if tokenizer.decoder is None:
-        return Decoding(Kind.WINDOW)
+        return Decoding(TokenKind.WINDOW)
     step = msgspec.json.decode(tokenizer.decoder.__getstate__(), type=_Step)
     steps = [msgspec.convert(s, _Step) for s in step.decoders] if step.type == "Sequence" else [step]
     kinds = [s.type for s in steps]
     if kinds == ["ByteLevel"]:
-        return Decoding(Kind.BYTES)
+        return Decoding(TokenKind.BYTES)
     if kinds == ["Metaspace"]:
         mark = steps[0].replacement
         first = "" if steps[0].prepend_scheme == "never" else mark
-        return Decoding(Kind.PIECES, ((mark, " "),), drop_in_first=first)
-    return _pieces(steps) or Decoding(Kind.WINDOW)
+        return Decoding(TokenKind.PIECES, ((mark, " "),), drop_in_first=first)
+    return _pieces(steps) or Decoding(TokenKind.WINDOW)
 
 
 def _pieces(steps: list[_Step]) -> Decoding | None:
@@ -84,9 +84,9 @@ def _pieces(steps: list[_Step]) -> Decoding | None:
     if not rest or rest.pop(0).type != "Fuse":
         return None
     if not rest:
-        return Decoding(Kind.PIECES, tuple(replaces), byte_fallback)
+        return Decoding(TokenKind.PIECES, tuple(replaces), byte_fallback)
     if len(rest) == 1 and rest[0].type == "Strip" and rest[0].stop == 0:
-        return Decoding(Kind.PIECES, tuple(replaces), byte_fallback, rest[0].content, rest[0].start)
+        return Decoding(TokenKind.PIECES, tuple(replaces), byte_fallback, rest[0].content, rest[0].start)
     return None
 
 
@@ -136,9 +136,9 @@ class TokenTable:
         token = self.token(token_id)
         if token is None:
             return b""
-        if self.decoding.kind is Kind.WINDOW:
+        if self.decoding.kind is TokenKind.WINDOW:
             return self.tokenizer.decode([token_id], skip_special_tokens=False).encode()
-        if self.decoding.kind is Kind.BYTES:
+        if self.decoding.kind is TokenKind.BYTES:
             try:
                 return bytes([BYTE_OF[c] for c in token])
             except KeyError:  # an added token with characters of its own

@@ -11,7 +11,7 @@ from blockyard.services.offline.outputs import (
     RequestOutput,
 )
 from blockyard.shared.messages import FinishReason, TextDelta, TextLogprobs
-from blockyard.shared.ring_client.recovery.journal import ChoiceLog, Entry
+from blockyard.shared.ring_client.recovery.journal import ChoiceLog, JournalEntry
 from blockyard.shared.ring_client.request_fields.choices import best
 from blockyard.shared.token_ids import unpack
 
@@ -67,7 +67,12 @@ class ArrivalTimes:
 
 
 def request_output(
-    entry: Entry, prompt: str | None, count: int, num_logprobs: int | None, arrival: ArrivalTimes, queued_s: float
+    entry: JournalEntry,
+    prompt: str | None,
+    count: int,
+    num_logprobs: int | None,
+    arrival: ArrivalTimes,
+    queued_s: float,
 ) -> RequestOutput:
     """The best `count` of an entry whose choices have all ended and whose sinks are OutputCollector."""
     pairs = [(choice, choice.sink) for choice in entry.choices if isinstance(choice.sink, OutputCollector)]

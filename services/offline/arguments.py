@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from blockyard.services.offline.engine_args import SERVER_ONLY
 from blockyard.shared.config.flag_values import coerce
 from blockyard.shared.config.flags import FLAGS
-from blockyard.shared.config.flags.flag import Flag, Kind
+from blockyard.shared.config.flags.flag import Flag, FlagKind
 from blockyard.shared.errors import ConfigError
 
 T = TypeVar("T", bound="EngineArgsBase")
@@ -40,9 +40,9 @@ class EngineArgsBase:
 
 
 def _kind(flag: Flag) -> dict[str, Any]:
-    if flag.kind is Kind.BOOL:
+    if flag.kind is FlagKind.BOOL:
         return {"action": argparse.BooleanOptionalAction, "default": None}
-    if flag.kind is Kind.LIST:
+    if flag.kind is FlagKind.LIST:
         return {"nargs": "+", "default": None}
     more: dict[str, Any] = {"nargs": "?", "const": flag.bare} if flag.bare is not None else {}
     return more | {"type": _reader(flag), "default": None, "metavar": flag.kind.name}

@@ -16,8 +16,8 @@ from blockyard.services.offline.sampling_params import CheckedParams
 from blockyard.shared.errors import BlockyardError, RequestError
 from blockyard.shared.messages import ModelCard, Tokenize, Tokenized
 from blockyard.shared.ring_client.client import RingClient
-from blockyard.shared.ring_client.recovery.journal import ChoiceLog, Entry
-from blockyard.shared.ring_client.request_fields.finalize_sampling import settle
+from blockyard.shared.ring_client.recovery.journal import ChoiceLog, JournalEntry
+from blockyard.shared.ring_client.request_fields.finalize_sampling import finalize_sampling
 from blockyard.shared.ring_client.tokenizer_client import TokenizerClient, kept_end
 
 
@@ -55,7 +55,7 @@ class RequestBatch:
         self.failures: dict[int, Exception] = {}
         self._indexes: dict[str, int] = {}  # by request id
         self._prompts: list[Tokenized] = []
-        self._open: dict[str, Entry] = {}
+        self._open: dict[str, JournalEntry] = {}
         self._done = asyncio.Event()
 
     async def run(self) -> None:
@@ -81,12 +81,12 @@ class RequestBatch:
                 self._gate.drop(entry)
                 self._client.dispatch.close(entry)
 
-    def accepted(self, entry: Entry) -> None:
+    def accepted(self, entry: JournalEntry) -> None:
         self._queued_s[entry.request_id] = self._client.clock()
         self._gate.answered(entry)
         self._gate.pump()
 
-    def finished(self, entry: Entry) -> None:
+    def finished(self, entry: JournalEntry) -> None:
         index = self._indexes[entry.request_id]
         job, prompt = self._jobs[index], self._prompts[index]
         text = job.prompt.text if job.prompt.text is not None else prompt.text or None
@@ -97,7 +97,7 @@ class RequestBatch:
         self.progress.num_prompt_tokens += entry.num_prompt_tokens
         self._ended(entry)
 
-    def failed(self, entry: Entry, error: RequestError) -> None:
+    def failed(self, entry: JournalEntry, error: RequestError) -> None:
         if error.status == 429 and not entry.accepted:
             self._gate.refused(entry)
             return
@@ -111,7 +111,7 @@ class RequestBatch:
             self._client.dispatch.close(entry)
             self.failed(entry, error)
 
-    def _ended(self, entry: Entry) -> None:
+    def _ended(self, entry: JournalEntry) -> None:
         self._gate.answered(entry)
         del self._open[entry.request_id]
         self.progress.num_finished += 1
@@ -140,8 +140,8 @@ class RequestBatch:
         return [again.get(whole.request_id, whole) for whole in done]
 
     async def _answers(self, works: list[Tokenize]) -> list[Tokenized]:
-        text_work: TokenizerClient = self._client.text_work
-        futures = [text_work.submit(work) for work in works]
+        tokenizer_client: TokenizerClient = self._client.tokenizer_client
+        futures = [tokenizer_client.submit(work) for work in works]
         out = []
         try:
             for future, work in zip(futures, works, strict=True):
@@ -158,10 +158,10 @@ class RequestBatch:
                     future.exception()  # seen, as asyncio wants it: only the first is told
         return out
 
-    def _entry(self, index: int) -> Entry:
+    def _entry(self, index: int) -> JournalEntry:
         job, prompt = self._jobs[index], self._prompts[index]
         asked, where = job.asked, job.prompt.where
-        sampling = settle(
+        sampling = finalize_sampling(
             asked.sampling,
             len(prompt.token_ids) // 4,
             prompt.bad_words,
@@ -170,7 +170,7 @@ class RequestBatch:
             seed=job.seed if asked.seed is None else asked.seed,
             prompt_field=where,
         )
-        return Entry(
+        return JournalEntry(
             request_id=prompt.request_id,
             model=self._card.names[0],
             prompt_ids=prompt.token_ids,

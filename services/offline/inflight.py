@@ -4,7 +4,7 @@ from collections import OrderedDict
 
 from blockyard.shared.ring_client.admission import not_ready
 from blockyard.shared.ring_client.client import RingClient
-from blockyard.shared.ring_client.recovery.journal import Entry
+from blockyard.shared.ring_client.recovery.journal import JournalEntry
 
 
 class InflightLimiter:
@@ -13,7 +13,7 @@ class InflightLimiter:
     def __init__(self, client: RingClient, model: str, patience_s: float) -> None:
         self._client, self._model, self._patience_s = client, model, patience_s
         self._served_s = client.clock()  # when there last was a scheduler
-        self._queue: OrderedDict[str, Entry] = OrderedDict()
+        self._queue: OrderedDict[str, JournalEntry] = OrderedDict()
         # id -> choices and prompt tokens of those sent and neither accepted nor refused, and their sums
         self._unanswered: dict[str, tuple[int, int]] = {}
         self._num_choices = self._num_tokens = 0
@@ -21,21 +21,21 @@ class InflightLimiter:
     def __len__(self) -> int:
         return len(self._queue)
 
-    def put(self, entry: Entry) -> None:
+    def put(self, entry: JournalEntry) -> None:
         self._queue[entry.request_id] = entry
 
-    def drop(self, entry: Entry) -> None:
+    def drop(self, entry: JournalEntry) -> None:
         """Nobody wants it any more. Whether it was sent does not matter."""
         self._queue.pop(entry.request_id, None)
         self.answered(entry)
 
-    def answered(self, entry: Entry) -> None:
+    def answered(self, entry: JournalEntry) -> None:
         """It was accepted, or has ended otherwise."""
         choices, tokens = self._unanswered.pop(entry.request_id, (0, 0))
         self._num_choices -= choices
         self._num_tokens -= tokens
 
-    def refused(self, entry: Entry) -> None:
+    def refused(self, entry: JournalEntry) -> None:
         """There was no room for it: it is next once there is."""
         self.answered(entry)
         self.put(entry)

@@ -10,7 +10,7 @@ from blockyard.shared.ring_client.metrics.metric_families import (
     OF_CLIENT,
     OF_SCHEDULERS,
     Family,
-    Kind,
+    MetricKind,
     Source,
     labels,
     vllms_names,
@@ -59,7 +59,7 @@ def _metrics(families: Iterable[Family[Source]], source: Source, meters: Meters)
                 yield _metric(family.kind, f"vllm:{name}", labels(meters, sample), sample.value)
 
 
-def _metric(kind: Kind, name: str, labels: dict[str, str], value: float | Observed) -> Metric:
+def _metric(kind: MetricKind, name: str, labels: dict[str, str], value: float | Observed) -> Metric:
     if isinstance(value, Observed):
         return Histogram(name, labels, value.count, value.total, dict(value.buckets(finer=False)))
-    return Gauge(name, labels, float(value)) if kind is Kind.GAUGE else Counter(name, labels, int(value))
+    return Gauge(name, labels, float(value)) if kind is MetricKind.GAUGE else Counter(name, labels, int(value))

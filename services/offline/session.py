@@ -173,7 +173,7 @@ class Session:
             if isinstance(event, Joined | Changed | QueueCapacityChanged):
                 self._gate.pump()
                 model = self.config.served_model_names[0]
-                if self._client.admission.schedulers(model) and self._client.text_work.serves(model):
+                if self._client.admission.schedulers(model) and self._client.tokenizer_client.serves(model):
                     self._served.set()
 
     async def _greet(self) -> None:
@@ -218,7 +218,7 @@ class Session:
 def _stats(client: RingClient, num_waiting: int) -> Stats:
     return Stats(
         running=client.num_open(),
-        waiting=client.text_work.num_waiting + num_waiting,
+        waiting=client.tokenizer_client.num_waiting + num_waiting,
         requests_total=client.meters.requests,
         prompt_tokens_total=client.meters.prompt_tokens,
         output_tokens_total=client.meters.output_tokens,

@@ -258,7 +258,7 @@ def through_ring(session: Session) -> RenderTemplates:
             for messages in conversations
         ]
         name = f"template-{secrets.token_hex(8)}"
-        done = session.call(lambda client: client.text_work.tokenize(works, name))
+        done = session.call(lambda client: client.tokenizer_client.tokenize(works, name))
         return [(answer.text, unpack(answer.token_ids)) for answer in done]
 
     return render

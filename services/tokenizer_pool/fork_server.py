@@ -23,8 +23,8 @@ from blockyard.services.tokenizer_pool.texts import Texts
 from blockyard.services.tokenizer_pool.token_chars import max_token_chars
 from blockyard.services.tokenizer_pool.worker_frames import (
     FromServer,
-    Loaded,
     LoadFailed,
+    TokenizerLoaded,
     WorkerEnded,
     WorkerStarted,
     encode,
@@ -92,7 +92,7 @@ class ForkServer:
             return
         gc.collect()
         gc.freeze()  # a collection would copy the pages that workers share
-        self._tell(Loaded(notes))
+        self._tell(TokenizerLoaded(notes))
         while self._one_worker(texts):
             pass
 

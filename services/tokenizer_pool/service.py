@@ -29,7 +29,7 @@ class Answers(Protocol):
     def count(self, stats: Stats) -> None: ...
 
 
-class Worker(Protocol):
+class TextProcessClient(Protocol):
     """What it needs of its text process."""
 
     vocab_size: int
@@ -42,7 +42,7 @@ class Worker(Protocol):
 class TokenizerPool:
     """One replica. Stateless between requests, so a gateway may ask any."""
 
-    def __init__(self, links: Answers, worker: Worker, served_model_names: list[str]) -> None:
+    def __init__(self, links: Answers, worker: TextProcessClient, served_model_names: list[str]) -> None:
         self._links = links
         self._worker = worker
         worker.answered = self._answered

@@ -14,9 +14,9 @@ from blockyard.services.tokenizer_pool.worker_frames import (
     LENGTH,
     Answer,
     FromServer,
-    Loaded,
     LoadFailed,
     Task,
+    TokenizerLoaded,
     Work,
     WorkerEnded,
     WorkerStarted,
@@ -54,7 +54,7 @@ class TextProcess:
         frame = await self._next()
         if isinstance(frame, LoadFailed):
             raise (ConfigError if frame.exit_code == ConfigError.exit_code else LoadError)(frame.message)
-        assert isinstance(frame, Loaded)
+        assert isinstance(frame, TokenizerLoaded)
         return frame.notes
 
     def submit(self, peer: int, work: Work) -> None:

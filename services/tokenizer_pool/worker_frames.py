@@ -26,7 +26,7 @@ class Task(Local, frozen=True):
     work: Work
 
 
-class Loaded(Local, frozen=True):
+class TokenizerLoaded(Local, frozen=True):
     """The tokenizer can be used; the first worker follows."""
 
     notes: list[str]
@@ -47,7 +47,7 @@ class WorkerEnded(Local, frozen=True):
     exit_code: int  # or minus the signal
 
 
-FromServer = Loaded | LoadFailed | WorkerStarted | WorkerEnded
+FromServer = TokenizerLoaded | LoadFailed | WorkerStarted | WorkerEnded
 
 encode = msgspec.msgpack.Encoder().encode
 

@@ -6,7 +6,7 @@ from decimal import Decimal
 
 import msgspec
 
-from blockyard.shared.config.flags.flag import Flag, Kind
+from blockyard.shared.config.flags.flag import Flag, FlagKind
 from blockyard.shared.errors import ConfigError
 
 _YES = ("true", "yes", "on", "1")
@@ -32,7 +32,7 @@ def coerce(flag: Flag, value: object, where: str) -> object:
     try:
         typed = _READERS[flag.kind](value)
     except (ValueError, msgspec.DecodeError) as e:
-        article = "an" if flag.kind is Kind.INT else "a"
+        article = "an" if flag.kind is FlagKind.INT else "a"
         if flag.words:
             raise ConfigError(
                 f"{where}: expected {article} {flag.kind}, or {', '.join(flag.words)}, got {_shown(value)}"
@@ -127,11 +127,11 @@ def _shown(value: object) -> str:
 
 
 _READERS = {
-    Kind.TEXT: _text,
-    Kind.INT: _integer,
-    Kind.SIZE: _size,
-    Kind.FLOAT: _number,
-    Kind.BOOL: _switch,
-    Kind.JSON: _json_object,
-    Kind.LIST: _list,
+    FlagKind.TEXT: _text,
+    FlagKind.INT: _integer,
+    FlagKind.SIZE: _size,
+    FlagKind.FLOAT: _number,
+    FlagKind.BOOL: _switch,
+    FlagKind.JSON: _json_object,
+    FlagKind.LIST: _list,
 }

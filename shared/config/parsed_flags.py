@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from blockyard.shared.config.flag_values import coerce, is_switch_word
 from blockyard.shared.config.flags import FLAGS, NAMES, SPELLINGS
-from blockyard.shared.config.flags.flag import Flag, Kind, variable
+from blockyard.shared.config.flags.flag import Flag, FlagKind, variable
 from blockyard.shared.config.foreign_variables import is_foreign, note
 from blockyard.shared.errors import ConfigError
 
@@ -42,7 +42,7 @@ def from_command_line(args: Sequence[str]) -> tuple[ParsedFlags, list[str]]:
             continue
         flag, text, where = _split(word)
         typed = coerce(flag, _take_value(flag, rest, where) if text is None else text, where)
-        if flag.kind is Kind.LIST and flag.name in given and isinstance(typed, list):
+        if flag.kind is FlagKind.LIST and flag.name in given and isinstance(typed, list):
             before = given[flag.name].value
             typed = [*before, *typed] if isinstance(before, list) else typed
         given[flag.name] = ParsedFlag(typed, where)
@@ -65,7 +65,7 @@ def from_environment(environ: Mapping[str, str]) -> tuple[ParsedFlags, list[str]
             raise ConfigError(f"{name}: no such flag{_suggestion(name, list(by_variable))}")
         if flag.name in given:
             raise ConfigError(f"{name}: given twice, {given[flag.name].where} is the same flag")
-        words: object = text.split() if flag.kind is Kind.LIST and not text.startswith("[") else text
+        words: object = text.split() if flag.kind is FlagKind.LIST and not text.startswith("[") else text
         given[flag.name] = ParsedFlag(coerce(flag, words, name), name)
     return given, note(foreign)
 
@@ -147,7 +147,7 @@ def _split(word: str) -> tuple[Flag, str | None, str]:
     key = name.replace("_", "-")
     if key in SPELLINGS:
         return SPELLINGS[key], value if equals else None, where
-    if key.startswith("no-") and key[3:] in SPELLINGS and SPELLINGS[key[3:]].kind is Kind.BOOL and not equals:
+    if key.startswith("no-") and key[3:] in SPELLINGS and SPELLINGS[key[3:]].kind is FlagKind.BOOL and not equals:
         return SPELLINGS[key[3:]], "false", where
     if re.fullmatch(r"O\d", name):  # -O3 is -O 3
         return SPELLINGS["O"], name[1:], where
@@ -156,10 +156,10 @@ def _split(word: str) -> tuple[Flag, str | None, str]:
 
 def _take_value(flag: Flag, rest: list[str], where: str) -> object:
     """Takes the value of a flag from the words that follow it."""
-    if flag.kind is Kind.BOOL:
+    if flag.kind is FlagKind.BOOL:
         return rest.pop(0) if rest and is_switch_word(rest[0]) else True
     words: list[str] = []
-    while rest and not _is_flag(rest[0]) and (not words or flag.kind is Kind.LIST):
+    while rest and not _is_flag(rest[0]) and (not words or flag.kind is FlagKind.LIST):
         words.append(rest.pop(0))
     if not words:
         if flag.bare is not None:

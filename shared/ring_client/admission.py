@@ -33,14 +33,14 @@ class Served(msgspec.Struct, frozen=True):
         raise RequestError(f"The model `{model}` does not exist.", "model", 404, code="model_not_found")
 
 
-class Admission:
+class ClientAdmission:
     """Pure: fed with members and QueueCapacity frames."""
 
     def __init__(self, served_model_names: list[str]) -> None:
         self._expected = set(served_model_names)
         self._schedulers: dict[int, Member] = {}
         self._away: dict[str, tuple[ModelCard, float]] = {}  # by first name, while a restart may be under way
-        self._rooms: dict[int, tuple[QueueCapacity, float]] = {}
+        self._capacities: dict[int, tuple[QueueCapacity, float]] = {}
 
     def changed(self, member: Member) -> None:
         if member.role != Role.SCHEDULER:
@@ -54,7 +54,7 @@ class Admission:
 
     def gone(self, member: Member, now: float) -> None:
         lost = self._schedulers.pop(member.incarnation, None)
-        self._rooms.pop(member.incarnation, None)
+        self._capacities.pop(member.incarnation, None)
         if lost is not None and lost.card is not None and not self.schedulers(lost.card.names[0]):
             self._away[lost.card.names[0]] = lost.card, now + AWAY_S
 
@@ -78,11 +78,11 @@ class Admission:
         return [i for i, m in self._schedulers.items() if m.card is not None and model in m.card.names]
 
     def heard(self, scheduler: int, capacity: QueueCapacity, now: float) -> None:
-        self._rooms[scheduler] = (capacity, now)
+        self._capacities[scheduler] = (capacity, now)
 
-    def check_room(self, model: str, now: float, tenant: str = "", user: str = "") -> None:
+    def check_capacity(self, model: str, now: float, tenant: str = "", user: str = "") -> None:
         """Raises a 429 if every scheduler of the model said that it is full for this caller."""
-        capacities = [self._rooms.get(s) for s in self.schedulers(model)]
+        capacities = [self._capacities.get(s) for s in self.schedulers(model)]
         full = [k[0] for k in capacities if k is not None and _is_full(k, now) and _concerns(k[0], tenant, user)]
         if full and len(full) == len(capacities):
             raise too_busy(min(r.retry_after_s for r in full), asleep=full[0].asleep)
@@ -94,7 +94,7 @@ class Admission:
         for its answer, may be larger than the room there is, and is sent where the last news are old.
         """
         for scheduler in self.schedulers(model):
-            capacity, heard_s = self._rooms.get(scheduler, (UNHEARD, now))
+            capacity, heard_s = self._capacities.get(scheduler, (UNHEARD, now))
             if choices <= capacity.choices and tokens <= capacity.tokens:
                 return True
             if alone and ((capacity.choices > 0 and capacity.tokens > 0) or now - heard_s >= capacity.retry_after_s):
@@ -106,7 +106,7 @@ class Admission:
         best: tuple[bool, int] | None = None
         chosen = None
         for scheduler in schedulers:
-            known = self._rooms.get(scheduler)
+            known = self._capacities.get(scheduler)
             rank = (known is None or not _is_full(known, now), known[0].tokens if known else 2**63)
             if best is None or rank > best:
                 best, chosen = rank, scheduler

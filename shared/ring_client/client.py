@@ -20,8 +20,8 @@ from blockyard.shared.messages import (
     TextRejected,
     Tokenized,
 )
-from blockyard.shared.ring_client.admission import Admission
-from blockyard.shared.ring_client.controls import Controls
+from blockyard.shared.ring_client.admission import ClientAdmission
+from blockyard.shared.ring_client.controls import ControlClient
 from blockyard.shared.ring_client.fanout import Fanout
 from blockyard.shared.ring_client.metrics.member_counts import MemberCounts
 from blockyard.shared.ring_client.metrics.meters import Meters
@@ -51,9 +51,9 @@ class RingClient:
         self._stall_timeout_s, self.clock = stall_timeout_s, clock
         self.meters = Meters(served_model_names[0] if served_model_names else "")
         self.journal = Journal()
-        self.admission = Admission(served_model_names)
-        self.text_work = TokenizerClient(links)
-        self.controls = Controls(links)
+        self.admission = ClientAdmission(served_model_names)
+        self.tokenizer_client = TokenizerClient(links)
+        self.controls = ControlClient(links)
         self.counts = MemberCounts(links)
         self.dispatch = Dispatch(links, self.journal, self.admission, self.meters, hold_s)
         self._recovery = Recovery(links, self.journal, self.admission, self.dispatch, stall_timeout_s)
@@ -64,7 +64,7 @@ class RingClient:
             case TextBatch():
                 self._fanout.text(event, self.clock())
             case Tokenized() | Detokenized() | TextRejected():
-                self.text_work.answered(peer, event)
+                self.tokenizer_client.answered(peer, event)
             case Accepted():
                 self._recovery.accepted(peer, event, self.clock())
             case Refused():
@@ -87,7 +87,7 @@ class RingClient:
         while True:
             self.admission.tick(self.clock())
             self._recovery.tick(self.clock())
-            self.text_work.tick(self.clock(), self._stall_timeout_s)
+            self.tokenizer_client.tick(self.clock(), self._stall_timeout_s)
             count()
             for _ in range(TICKS_A_ROUND):
                 self.dispatch.retry(self.clock())
@@ -99,14 +99,14 @@ class RingClient:
 
     def _changed(self, member: Member) -> None:
         self.admission.changed(member)
-        self.text_work.changed(member)
+        self.tokenizer_client.changed(member)
         self._recovery.changed(member, self.clock())
         if member.role is Role.SCHEDULER and (cards := self.admission.cards()):
             self.meters.serves(cards[0])
 
     def _gone(self, member: Member) -> None:
         self.admission.gone(member, self.clock())
-        self.text_work.gone(member)
+        self.tokenizer_client.gone(member)
         self.controls.gone(member)
         self.counts.gone(member)
         self._recovery.gone(member, self.clock())

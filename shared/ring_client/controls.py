@@ -10,7 +10,7 @@ from blockyard.shared.messages import Control, Controlled, Member, Role
 from blockyard.shared.ring_client.ring_links import RingLinks
 
 
-class Controls:
+class ControlClient:
     def __init__(self, links: RingLinks) -> None:
         self._links = links
         self._waiting: dict[tuple[int, str], asyncio.Future[Controlled]] = {}  # by scheduler and request

@@ -10,7 +10,7 @@ from blockyard.shared.ring_client.recovery.journal import ChoiceLog, Journal
 from blockyard.shared.ring_client.recovery.recovery import Recovery
 from blockyard.shared.ring_client.ring_links import RingLinks
 
-STRAY_CANCEL_S = 1.0  # frames for an unknown id within it are answered with one Cancel
+CANCEL_INTERVAL_S = 1.0  # frames for an unknown id within it are answered with one Cancel
 MAX_CANCELLED = 10_000
 
 
@@ -41,8 +41,8 @@ class Fanout:
                 if delta.finish <= FinishReason.LENGTH:
                     choice.sink.push(delta, now, stamp_s)
                 self._ended(delta, choice, now)
-        if self._journal.gapped or self._journal.strays:
-            self._mend(now)
+        if self._journal.incomplete or self._journal.unknown_ids:
+            self._repair(now)
 
     def _first(self, delta: TextDelta, choice: ChoiceLog, now: float) -> None:
         entry = self._journal.entries[delta.request_id]
@@ -64,14 +64,14 @@ class Fanout:
             entry.accept()  # where not one token came before the end
             entry.owner.finished(entry)
 
-    def _mend(self, now: float) -> None:
+    def _repair(self, now: float) -> None:
         """What the last batch showed to be lost is asked for again; what nobody waits for is cancelled."""
-        gapped, self._journal.gapped = self._journal.gapped, []
-        for entry in {id(e): e for e in gapped}.values():
-            self._recovery.mend(entry, now)
-        strays, self._journal.strays = self._journal.strays, {}
-        for request_id, attempt in strays.items():
-            if now - self._cancelled.get(request_id, -STRAY_CANCEL_S) >= STRAY_CANCEL_S:
+        incomplete, self._journal.incomplete = self._journal.incomplete, []
+        for entry in {id(e): e for e in incomplete}.values():
+            self._recovery.repair(entry, now)
+        unknown_ids, self._journal.unknown_ids = self._journal.unknown_ids, {}
+        for request_id, attempt in unknown_ids.items():
+            if now - self._cancelled.get(request_id, -CANCEL_INTERVAL_S) >= CANCEL_INTERVAL_S:
                 self._cancel(request_id, attempt, now)
 
     def _cancel(self, request_id: str, attempt: int, now: float) -> None:

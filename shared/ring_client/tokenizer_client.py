@@ -7,7 +7,7 @@ import msgspec
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import Detokenize, Detokenized, Member, Role, TextRejected, Tokenize, Tokenized
 from blockyard.shared.ring_client.ring_links import RingLinks
-from blockyard.shared.ring_client.tokenizer_jobs import Pool
+from blockyard.shared.ring_client.tokenizer_jobs import JobPool
 
 Answer = Tokenized | Detokenized
 Work = Tokenize | Detokenize
@@ -20,7 +20,7 @@ class TokenizerClient:
 
     def __init__(self, links: RingLinks) -> None:
         self._links = links
-        self._pool: Pool[Work] = Pool()
+        self._pool: JobPool[Work] = JobPool()
         self._waiting: dict[str, tuple[asyncio.Future[Answer], str, float]] = {}  # with model and when it came
 
     @property

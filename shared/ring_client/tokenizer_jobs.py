@@ -21,7 +21,7 @@ class _Member(Generic[F]):
         self.jobs: dict[str, tuple[str, F] | None] = {}  # unanswered: model and frame, None where nobody waits any more
 
 
-class Pool(Generic[F]):
+class JobPool(Generic[F]):
     """Pure bookkeeping; methods return the (member, frame) pairs that are to be sent now."""
 
     def __init__(self) -> None:

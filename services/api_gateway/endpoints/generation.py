@@ -68,7 +68,7 @@ class GenerationEndpoints:
     async def tokenize(self, http_request: web.Request) -> web.Response:
         parsed = await self._parse(http_request, "tokenize")
         assert isinstance(parsed, ParsedText) and isinstance(parsed.work, Tokenize)
-        done = (await self._pipeline.text_work.tokenize([parsed.work], secrets.token_hex(8)))[0]
+        done = (await self._pipeline.tokenizer_client.tokenize([parsed.work], secrets.token_hex(8)))[0]
         ids = unpack(done.token_ids)
         strs = done.pieces if parsed.want_pieces else None
         return json_response(TokenizeAnswer(len(ids), parsed.card.max_model_len, ids, strs))

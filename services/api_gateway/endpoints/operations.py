@@ -9,7 +9,7 @@ from blockyard.services.api_gateway.http.access import Access, Route
 from blockyard.services.api_gateway.responses.json_response import json_response
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import Control, Controlled, ControlVerb, MemoryTag
-from blockyard.shared.ring_client.controls import Controls
+from blockyard.shared.ring_client.controls import ControlClient
 
 SWITCH = {"": True, "1": True, "true": True, "0": False, "false": False}
 
@@ -31,7 +31,7 @@ class IsPaused(msgspec.Struct, frozen=True):
 
 
 class OperatorEndpoints:
-    def __init__(self, controls: Controls) -> None:
+    def __init__(self, controls: ControlClient) -> None:
         self._controls = controls
 
     def routes(self) -> Iterator[Route]:

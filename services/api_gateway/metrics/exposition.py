@@ -15,7 +15,14 @@ from blockyard.shared.messages import Role
 from blockyard.shared.ring_client.metrics.histogram import Histogram
 from blockyard.shared.ring_client.metrics.member_counts import REFUSED, SERVED, Counted
 from blockyard.shared.ring_client.metrics.meters import Meters
-from blockyard.shared.ring_client.metrics.metric_families import Family, Kind, Sample, Source, labels, vllms_names
+from blockyard.shared.ring_client.metrics.metric_families import (
+    Family,
+    MetricKind,
+    MetricSample,
+    Source,
+    labels,
+    vllms_names,
+)
 
 TEXT_ROLES = (Role.API_GATEWAY, Role.DETOKENIZER)
 
@@ -47,16 +54,16 @@ def expose(families: Iterable[Family[Source]], source: Source, meters: Meters, n
             yield _family(f"blockyard:{family.name}", family, samples, meters, finer=True)
 
 
-def _family(name: str, family: Family[Source], samples: list[Sample], meters: Meters, finer: bool) -> Metric:
+def _family(name: str, family: Family[Source], samples: list[MetricSample], meters: Meters, finer: bool) -> Metric:
     keys = list(labels(meters, samples[0])) if samples else []
-    if family.kind is Kind.HISTOGRAM:
+    if family.kind is MetricKind.HISTOGRAM:
         histograms = HistogramMetricFamily(name, family.help, labels=keys)
         for sample in samples:
             assert isinstance(sample.value, Histogram)
             buckets = [(limit, float(count)) for limit, count in sample.value.buckets(finer)]
             histograms.add_metric(list(labels(meters, sample).values()), buckets, sample.value.total)
         return histograms
-    kind = CounterMetricFamily if family.kind is Kind.COUNTER else GaugeMetricFamily
+    kind = CounterMetricFamily if family.kind is MetricKind.COUNTER else GaugeMetricFamily
     numbers = kind(name, family.help, labels=keys)
     for sample in samples:
         assert not isinstance(sample.value, Histogram)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from blockyard.shared.messages import ModelCard, Sampling, TextOptions, Tokenize
 from blockyard.shared.ring_client.request_fields.choices import Choices
-from blockyard.shared.ring_client.request_fields.finalize_sampling import settle
+from blockyard.shared.ring_client.request_fields.finalize_sampling import finalize_sampling
 
 MAX_ID_CHARS = 128  # of a request's id, in the header or the body
 
@@ -52,7 +52,7 @@ class GenerateRequest:
 
     def finalize_sampling(self, num_prompt_tokens: int, bad_words: list[list[int]]) -> Sampling:
         """The sampling of a prompt of this length. Raises RequestError where it does not fit the context."""
-        return settle(
+        return finalize_sampling(
             self.sampling,
             num_prompt_tokens,
             bad_words,

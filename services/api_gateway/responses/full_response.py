@@ -13,7 +13,7 @@ from blockyard.services.api_gateway.responses.logprobs import (
 )
 from blockyard.shared.messages import FinishReason, TextDelta, TextLogprobs
 from blockyard.shared.ring_client.metrics.meters import REASONS
-from blockyard.shared.ring_client.recovery.journal import ChoiceLog, Entry
+from blockyard.shared.ring_client.recovery.journal import ChoiceLog, JournalEntry
 from blockyard.shared.ring_client.request_fields.choices import best
 from blockyard.shared.token_ids import unpack
 
@@ -131,13 +131,13 @@ def encode_full_response(generation: HttpGeneration) -> bytes:
     )
 
 
-def _best(entry: Entry, count: int) -> list[tuple[ChoiceLog, CollectedChoice]]:
+def _best(entry: JournalEntry, count: int) -> list[tuple[ChoiceLog, CollectedChoice]]:
     pairs = [(choice, choice.sink) for choice in entry.choices if isinstance(choice.sink, CollectedChoice)]
     return best(pairs, [sink.logprobs for _, sink in pairs], count)
 
 
 def _chat_choice(
-    generation: HttpGeneration, index: int, entry: Entry, choice: ChoiceLog, sink: CollectedChoice
+    generation: HttpGeneration, index: int, entry: JournalEntry, choice: ChoiceLog, sink: CollectedChoice
 ) -> ChatChoice:
     options = generation.request.options
     return ChatChoice(
@@ -151,7 +151,7 @@ def _chat_choice(
 
 
 def _completion_choice(
-    generation: HttpGeneration, index: int, entry: Entry, choice: ChoiceLog, sink: CollectedChoice
+    generation: HttpGeneration, index: int, entry: JournalEntry, choice: ChoiceLog, sink: CollectedChoice
 ) -> CompletionChoice:
     options, text, tokens, first_token = generation.request.options, "".join(sink.text), sink.logprobs, None
     if sink.echo is not None:
@@ -170,6 +170,6 @@ def _completion_choice(
     )
 
 
-def _prompt_logprobs(generation: HttpGeneration, entry: Entry) -> PromptLogprobs | None:
+def _prompt_logprobs(generation: HttpGeneration, entry: JournalEntry) -> PromptLogprobs | None:
     num_top = generation.request.options.prompt_logprobs
     return None if num_top is None else prompt_logprobs(entry.prompt_logprobs, num_top)

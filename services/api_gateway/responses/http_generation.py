@@ -10,7 +10,7 @@ from blockyard.services.api_gateway.requests.generate_request import GenerateReq
 from blockyard.services.api_gateway.responses.chunks import encode
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import FinishReason, TextDelta, TextLogprobs
-from blockyard.shared.ring_client.recovery.journal import Entry
+from blockyard.shared.ring_client.recovery.journal import JournalEntry
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
@@ -36,27 +36,27 @@ class Echo:
 class HttpGeneration:
     """The owner of its journal entries. One failed entry fails all of them."""
 
-    def __init__(self, request: GenerateRequest, arrived_s: float, close: Callable[[Entry], None]) -> None:
+    def __init__(self, request: GenerateRequest, arrived_s: float, close: Callable[[JournalEntry], None]) -> None:
         self.request = request
         self.arrived_s = arrived_s
-        self.entries: list[Entry] = []
+        self.entries: list[JournalEntry] = []
         self.error: RequestError | None = None
         self._close = close
         self._num_unaccepted = self._num_unfinished = len(request.prompts)
         self._accepted = asyncio.Event()  # every prompt was accepted, or one failed
         self._finished = asyncio.Event()  # every choice ended, or one failed
 
-    def accepted(self, entry: Entry) -> None:
+    def accepted(self, entry: JournalEntry) -> None:
         self._num_unaccepted -= 1
         if self._num_unaccepted == 0:
             self._accepted.set()
 
-    def finished(self, entry: Entry) -> None:
+    def finished(self, entry: JournalEntry) -> None:
         self._num_unfinished -= 1
         if self._num_unfinished == 0:
             self._finished.set()
 
-    def failed(self, entry: Entry, error: RequestError) -> None:
+    def failed(self, entry: JournalEntry, error: RequestError) -> None:
         self.fail(error)
 
     def fail(self, error: RequestError) -> None:

@@ -3,7 +3,7 @@
 import textwrap
 
 from blockyard.shared.config.flags import FLAGS, GROUPS
-from blockyard.shared.config.flags.flag import Flag, Kind
+from blockyard.shared.config.flags.flag import Flag, FlagKind
 from blockyard.shared.errors import ConfigError
 
 BEGIN = "<!-- flags: written by `blockyard flags --write shared/config/FLAGS.md` -->"
@@ -48,14 +48,14 @@ def with_table(document: str) -> str:
 def spelling(flag: Flag) -> str:
     """As in `-tp, --tensor-parallel-size integer`."""
     names = ", ".join([*(f"-{alias}" for alias in flag.aliases), *(f"--{name}" for name in (flag.name, *flag.also))])
-    if flag.kind is Kind.BOOL:
+    if flag.kind is FlagKind.BOOL:
         return names if not flag.default else f"{names}, --no-{flag.name}"
     return f"{names} {{{','.join(flag.choices)}}}" if flag.choices else f"{names} {flag.kind.partition(',')[0]}"
 
 
 def _terminal_words(flag: Flag) -> str:
     said = flag.help
-    if flag.kind is not Kind.BOOL and flag.default not in (None, [], ""):
+    if flag.kind is not FlagKind.BOOL and flag.default not in (None, [], ""):
         said += f" Default: {_plain(flag.default)}."
     if flag.mapped or flag.refused:
         said += f" {_SAID_AS[flag.status]}{flag.mapped or flag.refused}."
@@ -70,7 +70,7 @@ def _names(flag: Flag) -> str:
 
 
 def _default(flag: Flag) -> str:
-    if flag.kind is Kind.BOOL:
+    if flag.kind is FlagKind.BOOL:
         return "on" if flag.default else "off"
     return "" if flag.default in (None, [], "") else f"`{_plain(flag.default)}`"
 

@@ -1,13 +1,13 @@
 """Flags of memory, scheduling and parallelism."""
 
-from blockyard.shared.config.flags.flag import Flag, Kind, not_built
+from blockyard.shared.config.flags.flag import Flag, FlagKind, not_built
 
 _RAY = not_built("Ray; workers are processes of this machine, or `blockyard run gpu-worker` on another")
 
 PARALLEL = (
     Flag(
         "tensor-parallel-size",
-        Kind.INT,
+        FlagKind.INT,
         1,
         "GPUs that share every layer.",
         aliases=("tp",),
@@ -16,7 +16,7 @@ PARALLEL = (
     ),
     Flag(
         "pipeline-parallel-size",
-        Kind.INT,
+        FlagKind.INT,
         1,
         "Pipeline stages.",
         aliases=("pp",),
@@ -25,17 +25,17 @@ PARALLEL = (
     ),
     Flag(
         "data-parallel-size",
-        Kind.INT,
+        FlagKind.INT,
         1,
         "Replicas of the model, each on a GPU of its own, or with its share of the cores.",
         aliases=("dp",),
         least=1,
         most=1024,
     ),
-    Flag("enable-expert-parallel", Kind.BOOL, False, "Spread experts.", refused=not_built("expert parallelism")),
+    Flag("enable-expert-parallel", FlagKind.BOOL, False, "Spread experts.", refused=not_built("expert parallelism")),
     Flag(
         "distributed-executor-backend",
-        Kind.TEXT,
+        FlagKind.TEXT,
         "mp",
         "How workers are started.",
         choices=("mp",),
@@ -45,19 +45,19 @@ PARALLEL = (
             "external_launcher": not_built("torchrun; `blockyard run gpu-worker` starts a worker by hand"),
         },
     ),
-    Flag("worker-use-ray", Kind.BOOL, False, "Start workers with Ray.", refused=_RAY),
-    Flag("engine-use-ray", Kind.BOOL, False, "Start the engine with Ray.", refused=_RAY),
-    Flag("ray-workers-use-nsight", Kind.BOOL, False, "Profile Ray workers.", refused=_RAY),
+    Flag("worker-use-ray", FlagKind.BOOL, False, "Start workers with Ray.", refused=_RAY),
+    Flag("engine-use-ray", FlagKind.BOOL, False, "Start the engine with Ray.", refused=_RAY),
+    Flag("ray-workers-use-nsight", FlagKind.BOOL, False, "Profile Ray workers.", refused=_RAY),
     Flag(
         "disable-custom-all-reduce",
-        Kind.BOOL,
+        FlagKind.BOOL,
         False,
         "Use NCCL's all-reduce.",
         mapped="a worker group is one device, nothing is reduced",
     ),
     Flag(
         "worker-cls",
-        Kind.TEXT,
+        FlagKind.TEXT,
         "auto",
         "Kind of worker; mock: no model, tokens at a set pace.",
         ("worker.worker_cls",),
@@ -68,7 +68,7 @@ PARALLEL = (
 CACHE = (
     Flag(
         "block-size",
-        Kind.INT,
+        FlagKind.INT,
         16,
         "Tokens a KV block.",
         ("worker.block_size", "tokenizer.block_size"),
@@ -76,14 +76,14 @@ CACHE = (
     ),
     Flag(
         "enable-prefix-caching",
-        Kind.BOOL,
+        FlagKind.BOOL,
         True,
         "Find KV blocks of earlier requests by what is in them.",
         ("scheduler.enable_prefix_caching",),
     ),
     Flag(
         "gpu-memory-utilization",
-        Kind.FLOAT,
+        FlagKind.FLOAT,
         0.9,
         "Share of the GPU's memory for weights and KV.",
         ("worker.gpu_memory_utilization",),
@@ -92,14 +92,14 @@ CACHE = (
     ),
     Flag(
         "swap-space",
-        Kind.FLOAT,
+        FlagKind.FLOAT,
         None,
         "Host memory that keeps KV blocks that leave the device, in GiB a worker; unset: 4 to swap, else 0.",
         least=0,
     ),
     Flag(
         "cpu-offload-gb",
-        Kind.FLOAT,
+        FlagKind.FLOAT,
         0.0,
         "Weights that stay in host memory, in GiB a GPU; each GiB adds about 20 ms to every step.",
         ("worker.cpu_offload_gib",),
@@ -107,7 +107,7 @@ CACHE = (
     ),
     Flag(
         "num-gpu-blocks-override",
-        Kind.INT,
+        FlagKind.INT,
         None,
         "KV blocks, in place of what memory allows.",
         ("worker.num_gpu_blocks_override",),
@@ -115,15 +115,17 @@ CACHE = (
     ),
     Flag(
         "use-v2-block-manager",
-        Kind.BOOL,
+        FlagKind.BOOL,
         True,
         "Choose a block manager.",
         mapped="there is one block manager",
     ),
-    Flag("cpu-kv-gib", Kind.FLOAT, None, "KV memory on CPU, in GiB; unset: by need.", ("worker.cpu_kv_gib",), least=0),
+    Flag(
+        "cpu-kv-gib", FlagKind.FLOAT, None, "KV memory on CPU, in GiB; unset: by need.", ("worker.cpu_kv_gib",), least=0
+    ),
     Flag(
         "kv-cache-memory-bytes",
-        Kind.SIZE,
+        FlagKind.SIZE,
         None,
         "KV memory of a worker, in bytes, in place of what --gpu-memory-utilization leaves; on CPU too.",
         ("worker.kv_cache_memory_bytes",),
@@ -134,14 +136,14 @@ CACHE = (
 SCHEDULER = (
     Flag(
         "max-num-batched-tokens",
-        Kind.SIZE,
+        FlagKind.SIZE,
         None,
         "Tokens of one step; unset: 2048 on a GPU, 512 on CPU, but twice --max-num-seqs at least.",
         least=1,
     ),
     Flag(
         "max-num-seqs",
-        Kind.INT,
+        FlagKind.INT,
         256,
         "Choices that run at a time.",
         ("worker.max_num_seqs", "scheduler.max_num_seqs"),
@@ -149,14 +151,14 @@ SCHEDULER = (
     ),
     Flag(
         "enable-chunked-prefill",
-        Kind.BOOL,
+        FlagKind.BOOL,
         True,
         "Prefill in chunks beside decodes, decodes first.",
         ("scheduler.enable_chunked_prefill",),
     ),
     Flag(
         "max-num-partial-prefills",
-        Kind.INT,
+        FlagKind.INT,
         1,
         "Prompts that may be computed in parts at a time; with more than 1 long prompts leave room for short ones.",
         ("scheduler.max_num_partial_prefills",),
@@ -164,7 +166,7 @@ SCHEDULER = (
     ),
     Flag(
         "max-long-partial-prefills",
-        Kind.INT,
+        FlagKind.INT,
         1,
         "Of those, long ones.",
         ("scheduler.max_long_partial_prefills",),
@@ -172,7 +174,7 @@ SCHEDULER = (
     ),
     Flag(
         "long-prefill-token-threshold",
-        Kind.INT,
+        FlagKind.INT,
         0,
         "Prompts with more tokens to compute are long; 0: 4 % of the context length.",
         ("scheduler.long_prefill_token_threshold",),
@@ -180,7 +182,7 @@ SCHEDULER = (
     ),
     Flag(
         "scheduler-delay-factor",
-        Kind.FLOAT,
+        FlagKind.FLOAT,
         0.0,
         "The next prompt waits so many times as long as the last step with a prompt took, if anything runs.",
         ("scheduler.delay_factor",),
@@ -188,7 +190,7 @@ SCHEDULER = (
     ),
     Flag(
         "num-scheduler-steps",
-        Kind.INT,
+        FlagKind.INT,
         1,
         "Steps a scheduler call.",
         least=1,
@@ -197,7 +199,7 @@ SCHEDULER = (
     ),
     Flag(
         "run-ahead",
-        Kind.INT,
+        FlagKind.INT,
         None,
         "Plans sent ahead of the running one; 0 is lockstep; unset: what covers 2 ms of steps, with fair no sooner.",
         least=0,
@@ -205,21 +207,21 @@ SCHEDULER = (
     ),
     Flag(
         "run-ahead-penalties",
-        Kind.BOOL,
+        FlagKind.BOOL,
         True,
         "On a GPU, steps with penalties, lists of tokens or log-probabilities run ahead too; off: in lockstep.",
         ("worker.run_ahead_penalties",),
     ),
     Flag(
         "multi-step-stream-outputs",
-        Kind.BOOL,
+        FlagKind.BOOL,
         True,
         "Stream each step's tokens.",
         mapped="tokens are always sent as they come, however many plans run ahead",
     ),
     Flag(
         "num-lookahead-slots",
-        Kind.INT,
+        FlagKind.INT,
         0,
         "KV slots for tokens that are not known yet.",
         least=0,
@@ -228,14 +230,14 @@ SCHEDULER = (
     ),
     Flag(
         "preemption-mode",
-        Kind.TEXT,
+        FlagKind.TEXT,
         "recompute",
         "What becomes of a preempted request's KV: computed again, or kept in host memory (--swap-space).",
         choices=("recompute", "swap"),
     ),
     Flag(
         "scheduling-policy",
-        Kind.TEXT,
+        FlagKind.TEXT,
         "fcfs",
         "Who is next: first come, the lower `priority`, or the API key that was served least (its `user`s likewise).",
         ("scheduler.scheduling_policy",),
@@ -243,21 +245,21 @@ SCHEDULER = (
     ),
     Flag(
         "disable-async-output-proc",
-        Kind.BOOL,
+        FlagKind.BOOL,
         False,
         "Process outputs between steps.",
         mapped="the same as --run-ahead 0",
     ),
     Flag(
         "async-scheduling",
-        Kind.BOOL,
+        FlagKind.BOOL,
         True,
         "Plan a step while earlier ones run.",
         mapped="off is --run-ahead 0",
     ),
     Flag(
         "max-queue-len",
-        Kind.INT,
+        FlagKind.INT,
         1024,
         "Waiting choices, of which a request has n; more are a 429.",
         ("scheduler.max_queue_len",),
@@ -265,7 +267,7 @@ SCHEDULER = (
     ),
     Flag(
         "max-queue-tokens",
-        Kind.INT,
+        FlagKind.INT,
         2**22,
         "Tokens of waiting choices, a prompt counted for each of its n; more are a 429.",
         ("scheduler.max_queue_tokens",),
@@ -273,7 +275,7 @@ SCHEDULER = (
     ),
     Flag(
         "max-queue-delay",
-        Kind.FLOAT,
+        FlagKind.FLOAT,
         None,
         "Seconds a request may wait for its first step; one that would wait longer is a 429, one that has is a 503.",
         ("scheduler.max_queue_delay_s",),

@@ -1,29 +1,29 @@
 """Flags of how steps are computed, and where."""
 
-from blockyard.shared.config.flags.flag import FOREIGN, Flag, Kind
+from blockyard.shared.config.flags.flag import FOREIGN, Flag, FlagKind
 
 _GRAPHS = "decode steps of any length are in CUDA graphs; --enforce-eager turns them off"
 
 EXECUTION = (
     Flag(
         "enforce-eager",
-        Kind.BOOL,
+        FlagKind.BOOL,
         False,
         "No CUDA graphs.",
         ("worker.enforce_eager",),
     ),
     Flag(
         "batch-invariant",
-        Kind.BOOL,
+        FlagKind.BOOL,
         False,
         "A sequence's logits do not depend on what else is in its steps; slower.",
         ("worker.batch_invariant",),
     ),
-    Flag("max-seq-len-to-capture", Kind.INT, None, "Longest sequence in CUDA graphs.", least=1, mapped=_GRAPHS),
-    Flag("max-context-len-to-capture", Kind.INT, None, "Longest sequence in CUDA graphs.", least=1, mapped=_GRAPHS),
+    Flag("max-seq-len-to-capture", FlagKind.INT, None, "Longest sequence in CUDA graphs.", least=1, mapped=_GRAPHS),
+    Flag("max-context-len-to-capture", FlagKind.INT, None, "Longest sequence in CUDA graphs.", least=1, mapped=_GRAPHS),
     Flag(
         "compilation-config",
-        Kind.TEXT,
+        FlagKind.TEXT,
         None,
         "Level 0 to 3, or a JSON object with `level`, `use_cudagraph`, `cudagraph_capture_sizes`.",
         aliases=("O",),
@@ -33,28 +33,28 @@ EXECUTION = (
     ),
     Flag(
         "enable-sleep-mode",
-        Kind.BOOL,
+        FlagKind.BOOL,
         False,
         "Allow POST /sleep, which frees the memory of weights and KV until POST /wake_up.",
         ("scheduler.enable_sleep_mode",),
     ),
     Flag(
         "device",
-        Kind.TEXT,
+        FlagKind.TEXT,
         "auto",
         "Where the model runs; auto: a GPU where there is one.",
         ("worker.device",),
         choices=("auto", "cuda", "cpu"),
         refused_values=dict.fromkeys(("neuron", "openvino", "tpu", "xpu", "hpu"), FOREIGN),
     ),
-    Flag("override-neuron-config", Kind.JSON, None, "Settings of Neuron devices.", refused=FOREIGN),
+    Flag("override-neuron-config", FlagKind.JSON, None, "Settings of Neuron devices.", refused=FOREIGN),
     Flag(
         "kernel-cache",
-        Kind.TEXT,
+        FlagKind.TEXT,
         None,
         "Folder of compiled GPU kernels and measured layer plans, written by `blockyard tune` and by every start;"
         " unset: ~/.triton and ~/.cache/blockyard.",
         ("worker.kernel_cache",),
     ),
-    Flag("cpu-threads", Kind.INT, 0, "Compute threads on CPU; 0: cores minus one.", ("worker.threads",), least=0),
+    Flag("cpu-threads", FlagKind.INT, 0, "Compute threads on CPU; 0: cores minus one.", ("worker.threads",), least=0),
 )

@@ -1,6 +1,6 @@
 """Flags of features that are not built yet, and of observability."""
 
-from blockyard.shared.config.flags.flag import Flag, Kind, not_built
+from blockyard.shared.config.flags.flag import Flag, FlagKind, not_built
 
 _QUANTIZATION = not_built("quantized weights")
 _LORA = not_built("LoRA adapters")
@@ -20,7 +20,7 @@ _METHODS = (
 QUANTIZATION = (
     Flag(
         "quantization",
-        Kind.TEXT,
+        FlagKind.TEXT,
         None,
         "Weight quantization.",
         aliases=("q",),
@@ -30,59 +30,67 @@ QUANTIZATION = (
 )
 
 LORA = (
-    Flag("enable-lora", Kind.BOOL, False, "Serve LoRA adapters.", refused=_LORA),
-    Flag("enable-lora-bias", Kind.BOOL, False, "Bias in adapters.", refused=_LORA),
-    Flag("lora-modules", Kind.LIST, [], "Adapters as name=path.", refused=_LORA),
-    Flag("max-loras", Kind.INT, 1, "Adapters in a batch.", refused=_LORA, least=1),
-    Flag("max-lora-rank", Kind.INT, 16, "Largest rank.", refused=_LORA, least=1),
-    Flag("lora-extra-vocab-size", Kind.INT, 256, "Extra vocabulary an adapter may add.", refused=_LORA, least=0),
+    Flag("enable-lora", FlagKind.BOOL, False, "Serve LoRA adapters.", refused=_LORA),
+    Flag("enable-lora-bias", FlagKind.BOOL, False, "Bias in adapters.", refused=_LORA),
+    Flag("lora-modules", FlagKind.LIST, [], "Adapters as name=path.", refused=_LORA),
+    Flag("max-loras", FlagKind.INT, 1, "Adapters in a batch.", refused=_LORA, least=1),
+    Flag("max-lora-rank", FlagKind.INT, 16, "Largest rank.", refused=_LORA, least=1),
+    Flag("lora-extra-vocab-size", FlagKind.INT, 256, "Extra vocabulary an adapter may add.", refused=_LORA, least=0),
     Flag(
         "lora-dtype",
-        Kind.TEXT,
+        FlagKind.TEXT,
         "auto",
         "Type of adapters.",
         choices=("auto", "float16", "bfloat16", "float32"),
         refused=_LORA,
     ),
-    Flag("long-lora-scaling-factors", Kind.TEXT, None, "Scaling factors.", refused=_LORA),
-    Flag("max-cpu-loras", Kind.INT, None, "Adapters kept in host memory.", refused=_LORA, least=1),
-    Flag("fully-sharded-loras", Kind.BOOL, False, "Shard adapters fully.", refused=_LORA),
-    Flag("qlora-adapter-name-or-path", Kind.TEXT, None, "QLoRA adapter.", refused=_LORA),
-    Flag("enable-prompt-adapter", Kind.BOOL, False, "Serve prompt adapters.", refused=_PROMPT_ADAPTERS),
-    Flag("max-prompt-adapters", Kind.INT, 1, "Prompt adapters in a batch.", refused=_PROMPT_ADAPTERS, least=1),
-    Flag("max-prompt-adapter-token", Kind.INT, 0, "Tokens of a prompt adapter.", refused=_PROMPT_ADAPTERS, least=0),
+    Flag("long-lora-scaling-factors", FlagKind.TEXT, None, "Scaling factors.", refused=_LORA),
+    Flag("max-cpu-loras", FlagKind.INT, None, "Adapters kept in host memory.", refused=_LORA, least=1),
+    Flag("fully-sharded-loras", FlagKind.BOOL, False, "Shard adapters fully.", refused=_LORA),
+    Flag("qlora-adapter-name-or-path", FlagKind.TEXT, None, "QLoRA adapter.", refused=_LORA),
+    Flag("enable-prompt-adapter", FlagKind.BOOL, False, "Serve prompt adapters.", refused=_PROMPT_ADAPTERS),
+    Flag("max-prompt-adapters", FlagKind.INT, 1, "Prompt adapters in a batch.", refused=_PROMPT_ADAPTERS, least=1),
+    Flag("max-prompt-adapter-token", FlagKind.INT, 0, "Tokens of a prompt adapter.", refused=_PROMPT_ADAPTERS, least=0),
 )
 
 SPECULATIVE = (
-    Flag("speculative-model", Kind.TEXT, None, "Draft model, or [ngram].", refused=_SPECULATION),
+    Flag("speculative-model", FlagKind.TEXT, None, "Draft model, or [ngram].", refused=_SPECULATION),
     Flag(
         "speculative-model-quantization",
-        Kind.TEXT,
+        FlagKind.TEXT,
         None,
         "Quantization of the draft model.",
         refused_values=dict.fromkeys(_METHODS, _SPECULATION),
         refused=_SPECULATION,
     ),
     Flag(
-        "num-speculative-tokens", Kind.INT, None, "Tokens drafted a step.", refused=_SPECULATION, least=0, harmless=(0,)
+        "num-speculative-tokens",
+        FlagKind.INT,
+        None,
+        "Tokens drafted a step.",
+        refused=_SPECULATION,
+        least=0,
+        harmless=(0,),
     ),
-    Flag("speculative-disable-mqa-scorer", Kind.BOOL, False, "Score drafts by batch expansion.", refused=_SPECULATION),
+    Flag(
+        "speculative-disable-mqa-scorer", FlagKind.BOOL, False, "Score drafts by batch expansion.", refused=_SPECULATION
+    ),
     Flag(
         "speculative-draft-tensor-parallel-size",
-        Kind.INT,
+        FlagKind.INT,
         None,
         "GPUs of the draft model.",
         aliases=("spec-draft-tp",),
         least=1,
         refused=_SPECULATION,
     ),
-    Flag("speculative-max-model-len", Kind.INT, None, "Context of the draft model.", refused=_SPECULATION, least=1),
-    Flag("speculative-disable-by-batch-size", Kind.INT, None, "No drafts above it.", refused=_SPECULATION, least=1),
-    Flag("ngram-prompt-lookup-max", Kind.INT, None, "Longest n-gram looked up.", refused=_SPECULATION, least=1),
-    Flag("ngram-prompt-lookup-min", Kind.INT, None, "Shortest n-gram looked up.", refused=_SPECULATION, least=1),
+    Flag("speculative-max-model-len", FlagKind.INT, None, "Context of the draft model.", refused=_SPECULATION, least=1),
+    Flag("speculative-disable-by-batch-size", FlagKind.INT, None, "No drafts above it.", refused=_SPECULATION, least=1),
+    Flag("ngram-prompt-lookup-max", FlagKind.INT, None, "Longest n-gram looked up.", refused=_SPECULATION, least=1),
+    Flag("ngram-prompt-lookup-min", FlagKind.INT, None, "Shortest n-gram looked up.", refused=_SPECULATION, least=1),
     Flag(
         "spec-decoding-acceptance-method",
-        Kind.TEXT,
+        FlagKind.TEXT,
         "rejection_sampler",
         "How drafts are accepted.",
         choices=("rejection_sampler", "typical_acceptance_sampler"),
@@ -90,21 +98,21 @@ SPECULATIVE = (
     ),
     Flag(
         "typical-acceptance-sampler-posterior-threshold",
-        Kind.FLOAT,
+        FlagKind.FLOAT,
         0.09,
         "Threshold of typical acceptance.",
         refused=_SPECULATION,
     ),
     Flag(
         "typical-acceptance-sampler-posterior-alpha",
-        Kind.FLOAT,
+        FlagKind.FLOAT,
         0.3,
         "Scale of typical acceptance.",
         refused=_SPECULATION,
     ),
     Flag(
         "disable-logprobs-during-spec-decoding",
-        Kind.BOOL,
+        FlagKind.BOOL,
         True,
         "No log-probabilities with drafts.",
         refused=_SPECULATION,
@@ -112,46 +120,48 @@ SPECULATIVE = (
 )
 
 MULTIMODAL = (
-    Flag("limit-mm-per-prompt", Kind.TEXT, None, "Images and videos a prompt may have.", refused=_IMAGES),
-    Flag("mm-processor-kwargs", Kind.JSON, None, "Settings of the image processor.", refused=_IMAGES),
-    Flag("disable-mm-preprocessor-cache", Kind.BOOL, False, "Do not keep processed images.", refused=_IMAGES),
+    Flag("limit-mm-per-prompt", FlagKind.TEXT, None, "Images and videos a prompt may have.", refused=_IMAGES),
+    Flag("mm-processor-kwargs", FlagKind.JSON, None, "Settings of the image processor.", refused=_IMAGES),
+    Flag("disable-mm-preprocessor-cache", FlagKind.BOOL, False, "Do not keep processed images.", refused=_IMAGES),
     Flag(
         "image-input-type",
-        Kind.TEXT,
+        FlagKind.TEXT,
         None,
         "Kind of image input.",
         choices=("pixel_values", "image_features"),
         refused=_IMAGES,
     ),
-    Flag("image-token-id", Kind.INT, None, "Id of the image token.", refused=_IMAGES),
-    Flag("image-input-shape", Kind.TEXT, None, "Largest image.", refused=_IMAGES),
-    Flag("image-feature-size", Kind.INT, None, "Tokens of an image.", refused=_IMAGES),
-    Flag("image-processor", Kind.TEXT, None, "Image processor.", refused=_IMAGES),
-    Flag("image-processor-revision", Kind.TEXT, None, "Revision of the image processor.", refused=_IMAGES),
-    Flag("disable-image-processor", Kind.BOOL, False, "Use no image processor.", refused=_IMAGES),
+    Flag("image-token-id", FlagKind.INT, None, "Id of the image token.", refused=_IMAGES),
+    Flag("image-input-shape", FlagKind.TEXT, None, "Largest image.", refused=_IMAGES),
+    Flag("image-feature-size", FlagKind.INT, None, "Tokens of an image.", refused=_IMAGES),
+    Flag("image-processor", FlagKind.TEXT, None, "Image processor.", refused=_IMAGES),
+    Flag("image-processor-revision", FlagKind.TEXT, None, "Revision of the image processor.", refused=_IMAGES),
+    Flag("disable-image-processor", FlagKind.BOOL, False, "Use no image processor.", refused=_IMAGES),
 )
 
 OBSERVABILITY = (
-    Flag("otlp-traces-endpoint", Kind.TEXT, None, "Where traces are sent.", refused=_TRACES),
+    Flag("otlp-traces-endpoint", FlagKind.TEXT, None, "Where traces are sent.", refused=_TRACES),
     Flag(
         "collect-detailed-traces",
-        Kind.TEXT,
+        FlagKind.TEXT,
         None,
         "Parts traced in detail.",
         choices=("model", "worker", "all"),
         refused=_TRACES,
     ),
-    Flag("disable-log-stats", Kind.BOOL, False, "No periodic line of statistics.", ("!scheduler.log_stats",)),
-    Flag("disable-log-requests", Kind.BOOL, False, "No line for each request, neither when it comes nor at its end."),
+    Flag("disable-log-stats", FlagKind.BOOL, False, "No periodic line of statistics.", ("!scheduler.log_stats",)),
+    Flag(
+        "disable-log-requests", FlagKind.BOOL, False, "No line for each request, neither when it comes nor at its end."
+    ),
     Flag(
         "enable-log-requests",
-        Kind.BOOL,
+        FlagKind.BOOL,
         False,
         "A line when a generation request comes: its id, tokens and sampling fields, never its text.",
     ),
     Flag(
         "max-log-len",
-        Kind.INT,
+        FlagKind.INT,
         None,
         "Prompt characters printed in logs.",
         least=0,
@@ -162,7 +172,7 @@ OBSERVABILITY = (
 STRUCTURED = (
     Flag(
         "guided-decoding-backend",
-        Kind.TEXT,
+        FlagKind.TEXT,
         None,
         "Engine of structured output.",
         choices=("outlines", "lm-format-enforcer", "xgrammar"),
@@ -170,15 +180,15 @@ STRUCTURED = (
     ),
     Flag(
         "logits-processor-pattern",
-        Kind.TEXT,
+        FlagKind.TEXT,
         None,
         "Names of logits processors that requests may use.",
         refused=not_built("logits processors of requests"),
     ),
-    Flag("enable-auto-tool-choice", Kind.BOOL, False, "The model may call tools.", refused=_TOOLS),
-    Flag("tool-call-parser", Kind.TEXT, None, "Parser of tool calls.", refused=_TOOLS),
-    Flag("tool-parser-plugin", Kind.TEXT, "", "File with more parsers.", refused=_TOOLS),
-    Flag("enable-reasoning", Kind.BOOL, False, "Return reasoning content.", refused=_REASONING),
-    Flag("reasoning-parser", Kind.TEXT, None, "Parser of reasoning.", refused=_REASONING),
-    Flag("kv-transfer-config", Kind.JSON, None, "Disaggregated KV transfer.", refused=not_built("disaggregation")),
+    Flag("enable-auto-tool-choice", FlagKind.BOOL, False, "The model may call tools.", refused=_TOOLS),
+    Flag("tool-call-parser", FlagKind.TEXT, None, "Parser of tool calls.", refused=_TOOLS),
+    Flag("tool-parser-plugin", FlagKind.TEXT, "", "File with more parsers.", refused=_TOOLS),
+    Flag("enable-reasoning", FlagKind.BOOL, False, "Return reasoning content.", refused=_REASONING),
+    Flag("reasoning-parser", FlagKind.TEXT, None, "Parser of reasoning.", refused=_REASONING),
+    Flag("kv-transfer-config", FlagKind.JSON, None, "Disaggregated KV transfer.", refused=not_built("disaggregation")),
 )

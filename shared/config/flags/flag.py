@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 
-class Kind(enum.StrEnum):
+class FlagKind(enum.StrEnum):
     """How a value is written; the words are those of the help text."""
 
     TEXT = "text"
@@ -26,7 +26,7 @@ class Flag:
     """
 
     name: str  # with dashes, without the two in front
-    kind: Kind
+    kind: FlagKind
     default: object  # None: unset
     help: str
     to: tuple[str, ...] = ()

@@ -1,25 +1,25 @@
 """Flags of the model: which one, how it is loaded, its tokenizer."""
 
-from blockyard.shared.config.flags.flag import Flag, Kind, not_built
+from blockyard.shared.config.flags.flag import Flag, FlagKind, not_built
 
 _POOLING = not_built("pooling models")
 _REMOTE_CODE = "no code from model folders is ever run; the supported families are built in"
 
 MODEL = (
-    Flag("model", Kind.TEXT, "facebook/opt-125m", "Model folder, hub name, or `demo` for the one that is shipped."),
+    Flag("model", FlagKind.TEXT, "facebook/opt-125m", "Model folder, hub name, or `demo` for the one that is shipped."),
     Flag(
         "task",
-        Kind.TEXT,
+        FlagKind.TEXT,
         "auto",
         "What the model is served for.",
         choices=("auto", "generate"),
         refused_values=dict.fromkeys(("embedding", "embed", "classify", "score", "reward"), _POOLING),
     ),
-    Flag("revision", Kind.TEXT, None, "Branch, tag or commit of the model."),
-    Flag("code-revision", Kind.TEXT, None, "Branch, tag or commit of the model's code.", mapped=_REMOTE_CODE),
+    Flag("revision", FlagKind.TEXT, None, "Branch, tag or commit of the model."),
+    Flag("code-revision", FlagKind.TEXT, None, "Branch, tag or commit of the model's code.", mapped=_REMOTE_CODE),
     Flag(
         "config-format",
-        Kind.TEXT,
+        FlagKind.TEXT,
         "auto",
         "Format of the model's configuration.",
         choices=("auto", "hf"),
@@ -27,18 +27,18 @@ MODEL = (
     ),
     Flag(
         "max-model-len",
-        Kind.SIZE,
+        FlagKind.SIZE,
         None,
         "Context length, prompt plus output, in tokens; unset: the model's; auto or -1: as much of it as memory holds.",
         least=1,
         words={"auto": "auto", "-1": "auto"},
     ),
-    Flag("rope-scaling", Kind.JSON, None, 'RoPE scaling, e.g. {"rope_type": "dynamic", "factor": 2.0}.'),
-    Flag("rope-theta", Kind.FLOAT, None, "RoPE base."),
-    Flag("hf-overrides", Kind.JSON, None, "Values laid over the model's config.json."),
+    Flag("rope-scaling", FlagKind.JSON, None, 'RoPE scaling, e.g. {"rope_type": "dynamic", "factor": 2.0}.'),
+    Flag("rope-theta", FlagKind.FLOAT, None, "RoPE base."),
+    Flag("hf-overrides", FlagKind.JSON, None, "Values laid over the model's config.json."),
     Flag(
         "model-impl",
-        Kind.TEXT,
+        FlagKind.TEXT,
         "auto",
         "Which implementation of the model.",
         choices=("auto",),
@@ -49,17 +49,17 @@ MODEL = (
     ),
     Flag(
         "generation-config",
-        Kind.TEXT,
+        FlagKind.TEXT,
         None,
         "Where sampling defaults come from: auto (the model's generation_config.json), a folder, or vllm: neither, "
         "which is also the default.",
     ),
-    Flag("override-generation-config", Kind.JSON, None, 'Sampling defaults, e.g. {"temperature": 0.7}.'),
-    Flag("override-pooler-config", Kind.JSON, None, "Pooling of pooling models.", refused=_POOLING),
-    Flag("disable-sliding-window", Kind.BOOL, False, "Full attention, with the context capped to the window."),
+    Flag("override-generation-config", FlagKind.JSON, None, 'Sampling defaults, e.g. {"temperature": 0.7}.'),
+    Flag("override-pooler-config", FlagKind.JSON, None, "Pooling of pooling models.", refused=_POOLING),
+    Flag("disable-sliding-window", FlagKind.BOOL, False, "Full attention, with the context capped to the window."),
     Flag(
         "max-logprobs",
-        Kind.INT,
+        FlagKind.INT,
         20,
         "Log-probabilities a request may ask for at a position.",
         ("gateway.max_logprobs",),
@@ -67,7 +67,7 @@ MODEL = (
     ),
     Flag(
         "seed",
-        Kind.INT,
+        FlagKind.INT,
         0,
         "Seed of dummy weights and of the offline LLM; requests bring their own.",
         ("worker.seed",),
@@ -77,10 +77,10 @@ MODEL = (
 )
 
 LOADING = (
-    Flag("download-dir", Kind.TEXT, None, "Folder that hub models are downloaded to; unset: the hub's cache."),
+    Flag("download-dir", FlagKind.TEXT, None, "Folder that hub models are downloaded to; unset: the hub's cache."),
     Flag(
         "hf-token",
-        Kind.TEXT,
+        FlagKind.TEXT,
         None,
         "Token for the hub; without a value the one that `hf auth login` stored. A command line is visible to "
         "others: prefer the environment.",
@@ -88,7 +88,7 @@ LOADING = (
     ),
     Flag(
         "load-format",
-        Kind.TEXT,
+        FlagKind.TEXT,
         "auto",
         "Weight files; auto: safetensors, else pt; dummy: random weights.",
         ("worker.load_format",),
@@ -105,7 +105,7 @@ LOADING = (
     ),
     Flag(
         "model-loader-extra-config",
-        Kind.JSON,
+        FlagKind.JSON,
         None,
         "Settings of a weight loader.",
         refused=not_built("weight loaders with settings of their own"),
@@ -113,14 +113,14 @@ LOADING = (
     ),
     Flag(
         "ignore-patterns",
-        Kind.LIST,
+        FlagKind.LIST,
         ["original/**/*"],
         "File patterns that are neither downloaded nor loaded.",
         ("worker.ignore_patterns",),
     ),
     Flag(
         "max-parallel-loading-workers",
-        Kind.INT,
+        FlagKind.INT,
         None,
         "Load in batches of so many workers.",
         refused=not_built("tensor parallelism; weights are mapped, not copied through host memory"),
@@ -129,7 +129,7 @@ LOADING = (
     ),
     Flag(
         "dtype",
-        Kind.TEXT,
+        FlagKind.TEXT,
         "auto",
         "Type of weights and activations; auto: float32 on CPU, the model's 16-bit type on a GPU.",
         ("worker.dtype",),
@@ -137,7 +137,7 @@ LOADING = (
     ),
     Flag(
         "kv-cache-dtype",
-        Kind.TEXT,
+        FlagKind.TEXT,
         "auto",
         "Type of the KV cache; auto: the model's; fp8 is fp8_e4m3. 8 bits need a GPU.",
         ("worker.kv_cache_dtype",),
@@ -145,14 +145,14 @@ LOADING = (
     ),
     Flag(
         "quantization-param-path",
-        Kind.TEXT,
+        FlagKind.TEXT,
         None,
         "JSON file of KV scales; without it the checkpoint's, or 1.",
         ("worker.kv_scales_path",),
     ),
     Flag(
         "calculate-kv-scales",
-        Kind.BOOL,
+        FlagKind.BOOL,
         False,
         "Compute KV scales from the first prompt.",
         ("worker.calculate_kv_scales",),
@@ -160,10 +160,10 @@ LOADING = (
 )
 
 TOKENIZER = (
-    Flag("tokenizer", Kind.TEXT, None, "Tokenizer folder or hub name; unset: --model."),
+    Flag("tokenizer", FlagKind.TEXT, None, "Tokenizer folder or hub name; unset: --model."),
     Flag(
         "tokenizer-mode",
-        Kind.TEXT,
+        FlagKind.TEXT,
         "auto",
         "Kind of tokenizer.",
         choices=("auto",),
@@ -172,18 +172,18 @@ TOKENIZER = (
             "mistral": not_built("Mistral's tekken files; use a folder with tokenizer.json"),
         },
     ),
-    Flag("tokenizer-revision", Kind.TEXT, None, "Branch, tag or commit of the tokenizer; unset: --revision."),
+    Flag("tokenizer-revision", FlagKind.TEXT, None, "Branch, tag or commit of the tokenizer; unset: --revision."),
     Flag(
         "skip-tokenizer-init",
-        Kind.BOOL,
+        FlagKind.BOOL,
         False,
         "Token ids in, token ids out.",
         refused=not_built("serving without a tokenizer; prompts may be given as token ids all the same"),
     ),
-    Flag("tokenizers", Kind.INT, 1, "Tokenizer processes.", least=1, most=256),
+    Flag("tokenizers", FlagKind.INT, 1, "Tokenizer processes.", least=1, most=256),
     Flag(
         "tokenizer-pool-size",
-        Kind.INT,
+        FlagKind.INT,
         None,
         "Tokenizer processes.",
         least=0,
@@ -192,7 +192,7 @@ TOKENIZER = (
     ),
     Flag(
         "tokenizer-pool-type",
-        Kind.TEXT,
+        FlagKind.TEXT,
         None,
         "Kind of tokenizer pool.",
         choices=("ray",),
@@ -200,7 +200,7 @@ TOKENIZER = (
     ),
     Flag(
         "tokenizer-pool-extra-config",
-        Kind.JSON,
+        FlagKind.JSON,
         None,
         "Settings of the tokenizer pool.",
         refused="the pool has no settings besides --tokenizers",

@@ -1,25 +1,29 @@
 """Flags of the ring itself: replicas, timeouts, links, the mock worker."""
 
-from blockyard.shared.config.flags.flag import Flag, Kind
+from blockyard.shared.config.flags.flag import Flag, FlagKind
 
 RING = (
-    Flag("config", Kind.TEXT, None, "YAML file of flags; the command line and the environment come before it."),
+    Flag("config", FlagKind.TEXT, None, "YAML file of flags; the command line and the environment come before it."),
     Flag(
         "api-gateways",
-        Kind.INT,
+        FlagKind.INT,
         1,
         "Gateway processes; they share the port.",
         also=("api-server-count",),
         least=1,
         most=256,
     ),
-    Flag("detokenizers", Kind.INT, 1, "Detokenizer processes.", least=1, most=256),
+    Flag("detokenizers", FlagKind.INT, 1, "Detokenizer processes.", least=1, most=256),
     Flag(
-        "log-level", Kind.TEXT, "info", "Log level.", choices=("trace", "debug", "info", "warning", "error", "critical")
+        "log-level",
+        FlagKind.TEXT,
+        "info",
+        "Log level.",
+        choices=("trace", "debug", "info", "warning", "error", "critical"),
     ),
     Flag(
         "metrics-port",
-        Kind.INT,
+        FlagKind.INT,
         0,
         "Gateway N shows its own metrics on this port plus N; 0: nowhere.",
         least=0,
@@ -27,7 +31,7 @@ RING = (
     ),
     Flag(
         "metrics-names",
-        Kind.TEXT,
+        FlagKind.TEXT,
         "both",
         "Prefix of the metrics: vllm: (the families that vLLM has, with its labels and buckets), blockyard: (those and "
         "ours), or both.",
@@ -36,7 +40,7 @@ RING = (
     ),
     Flag(
         "shutdown-timeout",
-        Kind.FLOAT,
+        FlagKind.FLOAT,
         30.0,
         "Seconds that running requests have to end after SIGTERM.",
         ("gateway.shutdown_timeout_s",),
@@ -44,7 +48,7 @@ RING = (
     ),
     Flag(
         "client-timeout",
-        Kind.FLOAT,
+        FlagKind.FLOAT,
         60.0,
         "Seconds after which a client that takes nothing is cancelled.",
         ("gateway.client_timeout_s",),
@@ -52,7 +56,7 @@ RING = (
     ),
     Flag(
         "max-unread-mib",
-        Kind.INT,
+        FlagKind.INT,
         512,
         "MiB of answers that slow clients of one gateway have not read; above it the slowest is cancelled.",
         ("gateway.max_unread_mib",),
@@ -60,7 +64,7 @@ RING = (
     ),
     Flag(
         "stall-timeout",
-        Kind.FLOAT,
+        FlagKind.FLOAT,
         60.0,
         "Seconds after which a stream for which nothing came is sent again.",
         ("gateway.stall_timeout_s",),
@@ -68,7 +72,7 @@ RING = (
     ),
     Flag(
         "hung-timeout",
-        Kind.FLOAT,
+        FlagKind.FLOAT,
         10.0,
         "`serve`: seconds without a heartbeat after which a process is killed and started again, six times as many "
         "until it is ready; 0: never, as under a debugger.",
@@ -76,17 +80,17 @@ RING = (
     ),
     Flag(
         "max-connections",
-        Kind.INT,
+        FlagKind.INT,
         None,
         "Open HTTP connections of one gateway; for more the longest idle are closed. Unset: what the limit on open "
         "files allows with a reserve, at most 16384.",
         ("gateway.max_connections",),
         least=1,
     ),
-    Flag("max-body-bytes", Kind.INT, 32 * 2**20, "Largest HTTP body.", ("gateway.max_body_bytes",), least=1024),
+    Flag("max-body-bytes", FlagKind.INT, 32 * 2**20, "Largest HTTP body.", ("gateway.max_body_bytes",), least=1024),
     Flag(
         "max-total-body-bytes",
-        Kind.INT,
+        FlagKind.INT,
         None,
         "Sum of the HTTP bodies that one gateway reads at a time, above which a request is a 503. Unset: 8 times "
         "--max-body-bytes.",
@@ -95,41 +99,55 @@ RING = (
     ),
     Flag(
         "body-timeout",
-        Kind.FLOAT,
+        FlagKind.FLOAT,
         30.0,
         "Seconds within which a body has to arrive; else the request is a 408.",
         ("gateway.body_timeout_s",),
         least=0.1,
     ),
-    Flag("run-dir", Kind.TEXT, None, "Private folder of the sockets; unset: a new one under the temporary folder."),
+    Flag("run-dir", FlagKind.TEXT, None, "Private folder of the sockets; unset: a new one under the temporary folder."),
     Flag(
         "message-bus",
-        Kind.TEXT,
+        FlagKind.TEXT,
         None,
         "`run`: where the registry is, e.g. tcp://message-bus:5700; it binds that address, for a name --bind's.",
     ),
-    Flag("bind", Kind.TEXT, None, "`run`: where this process listens, e.g. tcp://0.0.0.0."),
-    Flag("advertise", Kind.TEXT, None, "`run`: the address that others reach this process at; unset: the host name."),
-    Flag("curve-keys", Kind.TEXT, None, "`run`: folder that `blockyard keys` wrote; needed on tcp."),
-    Flag("name", Kind.TEXT, None, "`run`: this process's name in the membership list; unset: service and host name."),
+    Flag("bind", FlagKind.TEXT, None, "`run`: where this process listens, e.g. tcp://0.0.0.0."),
+    Flag(
+        "advertise", FlagKind.TEXT, None, "`run`: the address that others reach this process at; unset: the host name."
+    ),
+    Flag("curve-keys", FlagKind.TEXT, None, "`run`: folder that `blockyard keys` wrote; needed on tcp."),
+    Flag(
+        "name", FlagKind.TEXT, None, "`run`: this process's name in the membership list; unset: service and host name."
+    ),
 )
 
 MOCK = (
     Flag(
-        "mock-step-ms", Kind.FLOAT, 0.0, "A step of the mock worker takes so long.", ("worker.mock.step_ms",), least=0
+        "mock-step-ms",
+        FlagKind.FLOAT,
+        0.0,
+        "A step of the mock worker takes so long.",
+        ("worker.mock.step_ms",),
+        least=0,
     ),
-    Flag("mock-vocab-size", Kind.INT, 0, "Its vocabulary; 0: the model's.", ("worker.mock.vocab_size",), least=0),
-    Flag("mock-blocks", Kind.INT, 65536, "Its KV blocks.", ("worker.mock.num_blocks",), least=1),
+    Flag("mock-vocab-size", FlagKind.INT, 0, "Its vocabulary; 0: the model's.", ("worker.mock.vocab_size",), least=0),
+    Flag("mock-blocks", FlagKind.INT, 65536, "Its KV blocks.", ("worker.mock.num_blocks",), least=1),
     Flag(
-        "mock-eos-every", Kind.INT, 0, "One token in so many ends a text; 0: none.", ("worker.mock.eos_every",), least=0
+        "mock-eos-every",
+        FlagKind.INT,
+        0,
+        "One token in so many ends a text; 0: none.",
+        ("worker.mock.eos_every",),
+        least=0,
     ),
     Flag(
         "mock-fatal-id",
-        Kind.INT,
+        FlagKind.INT,
         0,
         "Its device fails on a prompt with this id, as a GPU may; 0: never.",
         ("worker.mock.fatal_id",),
         least=0,
     ),
-    Flag("mock-echo", Kind.BOOL, False, "It repeats the prompt.", ("worker.mock.echo",)),
+    Flag("mock-echo", FlagKind.BOOL, False, "It repeats the prompt.", ("worker.mock.echo",)),
 )

@@ -3,7 +3,7 @@ member_counts.py, how all of it is called in metric_families.py."""
 
 from blockyard.shared.messages import FinishReason, ModelCard
 from blockyard.shared.ring_client.metrics.histogram import Histogram, one_two_five
-from blockyard.shared.ring_client.recovery.journal import ChoiceLog, Entry
+from blockyard.shared.ring_client.recovery.journal import ChoiceLog, JournalEntry
 
 _SECONDS = (1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, *_SECONDS, 160.0, 640.0, 2560.0)
@@ -55,7 +55,7 @@ class Meters:
         for histogram in self._sizes:
             histogram.most = card.max_model_len
 
-    def first_token(self, entry: Entry, choice: ChoiceLog, now: float) -> None:
+    def first_token(self, entry: JournalEntry, choice: ChoiceLog, now: float) -> None:
         self.ttft.observe(now - entry.came_s)
         choice.first_s = now
         if not entry.has_output:
@@ -66,7 +66,7 @@ class Meters:
         """Aborted by the caller, or failed."""
         self.ended[finish] += num_choices
 
-    def choice_ended(self, entry: Entry, choice: ChoiceLog, finish: FinishReason, now: float) -> None:
+    def choice_ended(self, entry: JournalEntry, choice: ChoiceLog, finish: FinishReason, now: float) -> None:
         """It has all its tokens."""
         self.ended[finish] += 1
         num_tokens, first_s = len(choice.output_ids), choice.first_s or now

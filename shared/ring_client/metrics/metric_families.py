@@ -15,14 +15,14 @@ from blockyard.shared.ring_client.metrics.meters import REASONS, Meters
 ENGINE = "0"  # vLLM's label for the data-parallel replica: the ring of a model counts as one
 
 
-class Kind(enum.Enum):
+class MetricKind(enum.Enum):
     COUNTER = enum.auto()
     GAUGE = enum.auto()
     HISTOGRAM = enum.auto()
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class MetricSample:
     value: float | Histogram
     labels: tuple[tuple[str, str], ...] = ()  # besides model_name and engine
 
@@ -34,102 +34,108 @@ Source = TypeVar("Source")
 class Family(Generic[Source]):
     name: str  # without prefix, and without the `_total` that the text of a counter has
     help: str
-    kind: Kind
-    read: Callable[[Source], float | Histogram | list[Sample]]
+    kind: MetricKind
+    read: Callable[[Source], float | Histogram | list[MetricSample]]
     former: str = ""  # an older name of vLLM's, which dashboards still ask for
     ours: bool = False  # vLLM has none
 
-    def samples(self, source: Source) -> list[Sample]:
+    def samples(self, source: Source) -> list[MetricSample]:
         found = self.read(source)
-        return found if isinstance(found, list) else [Sample(found)]
+        return found if isinstance(found, list) else [MetricSample(found)]
 
 
-def _by_reason(meters: Meters) -> list[Sample]:
-    return [Sample(count, (("finished_reason", REASONS[finish]),)) for finish, count in meters.ended.items()]
+def _by_reason(meters: Meters) -> list[MetricSample]:
+    return [MetricSample(count, (("finished_reason", REASONS[finish]),)) for finish, count in meters.ended.items()]
 
 
-def _by_status(meters: Meters) -> list[Sample]:
-    return [Sample(count, (("status", status),)) for status, count in sorted(meters.responses.items())]
+def _by_status(meters: Meters) -> list[MetricSample]:
+    return [MetricSample(count, (("status", status),)) for status, count in sorted(meters.responses.items())]
 
 
 OF_CLIENT: tuple[Family[Meters], ...] = (
-    Family("requests", "Requests that were sent into the ring.", Kind.COUNTER, lambda m: m.requests, ours=True),
-    Family("requests_resent", "Requests sent again after a loss.", Kind.COUNTER, lambda m: m.resent, ours=True),
-    Family("http_responses", "HTTP answers by status.", Kind.COUNTER, _by_status, ours=True),
+    Family("requests", "Requests that were sent into the ring.", MetricKind.COUNTER, lambda m: m.requests, ours=True),
+    Family("requests_resent", "Requests sent again after a loss.", MetricKind.COUNTER, lambda m: m.resent, ours=True),
+    Family("http_responses", "HTTP answers by status.", MetricKind.COUNTER, _by_status, ours=True),
     Family(
         "tokenize_seconds",
         "From a request to the ids of its prompts: waiting and work.",
-        Kind.HISTOGRAM,
+        MetricKind.HISTOGRAM,
         lambda m: m.tokenizing,
         ours=True,
     ),
-    Family("prompt_tokens", "Prompt tokens of requests with output.", Kind.COUNTER, lambda m: m.prompt_tokens),
-    Family("generation_tokens", "Generated tokens.", Kind.COUNTER, lambda m: m.output_tokens),
-    Family("request_success", "Choices that ended, by reason.", Kind.COUNTER, _by_reason),
-    Family("time_to_first_token_seconds", "From a request to its first token.", Kind.HISTOGRAM, lambda m: m.ttft),
+    Family("prompt_tokens", "Prompt tokens of requests with output.", MetricKind.COUNTER, lambda m: m.prompt_tokens),
+    Family("generation_tokens", "Generated tokens.", MetricKind.COUNTER, lambda m: m.output_tokens),
+    Family("request_success", "Choices that ended, by reason.", MetricKind.COUNTER, _by_reason),
+    Family("time_to_first_token_seconds", "From a request to its first token.", MetricKind.HISTOGRAM, lambda m: m.ttft),
     Family(
         "inter_token_latency_seconds",
         "Between two pieces of text of a choice.",
-        Kind.HISTOGRAM,
+        MetricKind.HISTOGRAM,
         lambda m: m.itl,
         former="time_per_output_token_seconds",
     ),
     Family(
         "request_time_per_output_token_seconds",
         "Mean time between a choice's tokens.",
-        Kind.HISTOGRAM,
+        MetricKind.HISTOGRAM,
         lambda m: m.tpot,
     ),
-    Family("e2e_request_latency_seconds", "From a request to its last token.", Kind.HISTOGRAM, lambda m: m.e2e),
+    Family("e2e_request_latency_seconds", "From a request to its last token.", MetricKind.HISTOGRAM, lambda m: m.e2e),
     Family(
         "request_queue_time_seconds",
         "From the scheduler's queue to a place in a batch.",
-        Kind.HISTOGRAM,
+        MetricKind.HISTOGRAM,
         lambda m: m.queueing,
     ),
     Family(
         "request_prefill_time_seconds",
         "From a place in a batch to the first token.",
-        Kind.HISTOGRAM,
+        MetricKind.HISTOGRAM,
         lambda m: m.prefill,
     ),
-    Family("request_decode_time_seconds", "From the first token to the last.", Kind.HISTOGRAM, lambda m: m.decode),
-    Family("request_inference_time_seconds", "Prefill and decode time.", Kind.HISTOGRAM, lambda m: m.inference),
-    Family("request_prompt_tokens", "Prompt tokens.", Kind.HISTOGRAM, lambda m: m.prompt_sizes),
+    Family(
+        "request_decode_time_seconds", "From the first token to the last.", MetricKind.HISTOGRAM, lambda m: m.decode
+    ),
+    Family("request_inference_time_seconds", "Prefill and decode time.", MetricKind.HISTOGRAM, lambda m: m.inference),
+    Family("request_prompt_tokens", "Prompt tokens.", MetricKind.HISTOGRAM, lambda m: m.prompt_sizes),
     Family(
         "request_prefill_kv_computed_tokens",
         "Prompt tokens that were not found in the prefix cache.",
-        Kind.HISTOGRAM,
+        MetricKind.HISTOGRAM,
         lambda m: m.computed_sizes,
     ),
-    Family("request_generation_tokens", "Generated tokens of a choice.", Kind.HISTOGRAM, lambda m: m.output_sizes),
+    Family(
+        "request_generation_tokens", "Generated tokens of a choice.", MetricKind.HISTOGRAM, lambda m: m.output_sizes
+    ),
     Family(
         "request_max_num_generation_tokens",
         "Generated tokens of a prompt's longest choice.",
-        Kind.HISTOGRAM,
+        MetricKind.HISTOGRAM,
         lambda m: m.longest_sizes,
     ),
-    Family("request_params_max_tokens", "max_tokens of requests.", Kind.HISTOGRAM, lambda m: m.max_tokens),
-    Family("request_params_n", "n of requests.", Kind.HISTOGRAM, lambda m: m.num_choices),
+    Family("request_params_max_tokens", "max_tokens of requests.", MetricKind.HISTOGRAM, lambda m: m.max_tokens),
+    Family("request_params_n", "n of requests.", MetricKind.HISTOGRAM, lambda m: m.num_choices),
 )
 
 OF_SCHEDULERS: tuple[Family[SchedulerTotals], ...] = (
-    Family("num_requests_running", "Choices in the batches.", Kind.GAUGE, lambda s: s.running),
-    Family("num_requests_waiting", "Choices that wait in the scheduler.", Kind.GAUGE, lambda s: s.waiting),
+    Family("num_requests_running", "Choices in the batches.", MetricKind.GAUGE, lambda s: s.running),
+    Family("num_requests_waiting", "Choices that wait in the scheduler.", MetricKind.GAUGE, lambda s: s.waiting),
     Family(
         "kv_cache_usage_perc",
         "Share of KV blocks in use, 0 to 1.",
-        Kind.GAUGE,
+        MetricKind.GAUGE,
         lambda s: s.blocks_used / s.blocks_total if s.blocks_total else 0.0,
         former="gpu_cache_usage_perc",
     ),
-    Family("num_preemptions", "Preemptions.", Kind.COUNTER, lambda s: s.preemptions),
-    Family("prefix_cache_queries", "Tokens looked up in the prefix cache.", Kind.COUNTER, lambda s: s.prefix_queries),
-    Family("prefix_cache_hits", "Tokens found in the prefix cache.", Kind.COUNTER, lambda s: s.prefix_hits),
+    Family("num_preemptions", "Preemptions.", MetricKind.COUNTER, lambda s: s.preemptions),
+    Family(
+        "prefix_cache_queries", "Tokens looked up in the prefix cache.", MetricKind.COUNTER, lambda s: s.prefix_queries
+    ),
+    Family("prefix_cache_hits", "Tokens found in the prefix cache.", MetricKind.COUNTER, lambda s: s.prefix_hits),
     Family(
         "iteration_tokens_total",
         "Tokens of a step: of prompts computed plus generated.",
-        Kind.HISTOGRAM,
+        MetricKind.HISTOGRAM,
         lambda s: s.step_tokens,
     ),
 )
@@ -143,5 +149,5 @@ def vllms_names(family: Family[Source]) -> Iterator[str]:
             yield family.former
 
 
-def labels(meters: Meters, sample: Sample) -> dict[str, str]:
+def labels(meters: Meters, sample: MetricSample) -> dict[str, str]:
     return {"model_name": meters.model_name, "engine": ENGINE, **dict(sample.labels)}

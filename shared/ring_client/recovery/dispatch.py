@@ -2,10 +2,10 @@
 
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import Cancel, FinishReason
-from blockyard.shared.ring_client.admission import Admission
+from blockyard.shared.ring_client.admission import ClientAdmission
 from blockyard.shared.ring_client.metrics.meters import Meters
-from blockyard.shared.ring_client.recovery.hold import HOLD_S, Hold
-from blockyard.shared.ring_client.recovery.journal import Entry, Journal
+from blockyard.shared.ring_client.recovery.hold import HOLD_S, HeldRequests
+from blockyard.shared.ring_client.recovery.journal import Journal, JournalEntry
 from blockyard.shared.ring_client.ring_links import RingLinks
 
 
@@ -13,28 +13,28 @@ class Dispatch:
     """The journal's effects: what it says must be sent goes out here."""
 
     def __init__(
-        self, links: RingLinks, journal: Journal, admission: Admission, meters: Meters, hold_s: float = HOLD_S
+        self, links: RingLinks, journal: Journal, admission: ClientAdmission, meters: Meters, hold_s: float = HOLD_S
     ) -> None:
         self._links, self._journal, self._admission, self._meters = links, journal, admission, meters
-        self.hold = Hold(hold_s)
-        self.waiting: dict[str, Entry] = {}  # to be sent again once there is a scheduler, and it is time
+        self.hold = HeldRequests(hold_s)
+        self.waiting: dict[str, JournalEntry] = {}  # to be sent again once there is a scheduler, and it is time
 
     def check_hold(self, model: str, num_choices: int, num_tokens: int) -> None:
         """Raises a 503 if a new request had to be held, and is too much for that."""
         if not self._admission.schedulers(model):
             self.hold.check(model, num_choices, num_tokens)
 
-    def open(self, entry: Entry, now: float) -> None:
+    def open(self, entry: JournalEntry, now: float) -> None:
         entry.heard_s = entry.sent_s = now
         self._journal.open(entry)
         if not self._send(entry):
             self.hold.put(entry, now)
 
-    def close(self, entry: Entry) -> None:
+    def close(self, entry: JournalEntry) -> None:
         """The request is over for its caller; what still runs of it is cancelled."""
         self._close(entry, FinishReason.CANCELLED)
 
-    def _close(self, entry: Entry, finish: FinishReason | None) -> None:
+    def _close(self, entry: JournalEntry, finish: FinishReason | None) -> None:
         if self._journal.close(entry.request_id) is None:
             return
         if finish is not None:
@@ -44,11 +44,11 @@ class Dispatch:
         if entry.num_open and entry.scheduler is not None:
             self._links.send(entry.scheduler, Cancel(entry.request_id, entry.attempt))
 
-    def fail(self, entry: Entry, error: RequestError) -> None:
+    def fail(self, entry: JournalEntry, error: RequestError) -> None:
         self._close(entry, FinishReason.FAILED if entry.accepted else None)  # what was refused never was a request
         entry.owner.failed(entry, error)
 
-    def again(self, entry: Entry, now: float) -> None:
+    def resend(self, entry: JournalEntry, now: float) -> None:
         self._meters.resent += 1
         entry.attempt += 1
         entry.detokenizer = None
@@ -56,7 +56,7 @@ class Dispatch:
         if not self._send(entry):
             self.waiting[entry.request_id] = entry
 
-    def later(self, entry: Entry, when: float) -> None:
+    def resend_at(self, entry: JournalEntry, when: float) -> None:
         """Sends it again at that time, unless something else does before."""
         entry.not_before_s = when
         self.waiting[entry.request_id] = entry
@@ -65,13 +65,13 @@ class Dispatch:
         """Every 0.1 s or so: sends again what waited for a time or a scheduler."""
         for entry in list(self.waiting.values()):
             if entry.not_before_s <= now and self._admission.schedulers(entry.model):
-                self.again(entry, now)
+                self.resend(entry, now)
         for entry in self.hold:  # as new: the scheduler may still refuse it
             entry.heard_s = now
             if self._send(entry):
                 self.hold.drop(entry)
 
-    def _send(self, entry: Entry) -> bool:
+    def _send(self, entry: JournalEntry) -> bool:
         """False if there is no scheduler to send it to."""
         before = entry.scheduler
         candidates = self._admission.schedulers(entry.model)

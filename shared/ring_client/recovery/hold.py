@@ -4,22 +4,22 @@ from collections.abc import Iterator
 
 from blockyard.shared.errors import RequestError
 from blockyard.shared.ring_client.admission import not_ready
-from blockyard.shared.ring_client.recovery.journal import Entry
+from blockyard.shared.ring_client.recovery.journal import JournalEntry
 
 HOLD_S = 5.0
 MAX_HELD = 1024  # choices; a scheduler's queue takes as many requests by default
 MAX_HELD_TOKENS = 2**22  # of their prompts
 
 
-class Hold:
+class HeldRequests:
     """Requests that were never sent. Those that were sent once wait in `Dispatch.waiting`."""
 
     def __init__(self, hold_s: float) -> None:
         self._hold_s = hold_s
-        self._held: dict[str, tuple[Entry, float]] = {}  # with the time at which it is given up
+        self._held: dict[str, tuple[JournalEntry, float]] = {}  # with the time at which it is given up
         self._num_choices = self._num_tokens = 0
 
-    def __iter__(self) -> Iterator[Entry]:
+    def __iter__(self) -> Iterator[JournalEntry]:
         return iter([entry for entry, _ in self._held.values()])
 
     def __len__(self) -> int:
@@ -30,20 +30,20 @@ class Hold:
         if self._num_choices + num_choices > MAX_HELD or self._num_tokens + num_tokens > MAX_HELD_TOKENS:
             raise not_ready(f"the model `{model}`")
 
-    def put(self, entry: Entry, now: float) -> None:
+    def put(self, entry: JournalEntry, now: float) -> None:
         self._held[entry.request_id] = entry, now + self._hold_s
         self._count(entry, 1)
 
-    def drop(self, entry: Entry) -> None:
+    def drop(self, entry: JournalEntry) -> None:
         """It was sent, or is over."""
         if self._held.pop(entry.request_id, None) is not None:
             self._count(entry, -1)
 
-    def overdue(self, now: float) -> list[tuple[Entry, RequestError]]:
+    def overdue(self, now: float) -> list[tuple[JournalEntry, RequestError]]:
         """What has been held for too long, with the answer to it."""
         due = [entry for entry, until in self._held.values() if until <= now]
         return [(entry, not_ready(f"the model `{entry.model}`")) for entry in due]
 
-    def _count(self, entry: Entry, sign: int) -> None:
+    def _count(self, entry: JournalEntry, sign: int) -> None:
         self._num_choices += sign * len(entry.choices)
         self._num_tokens += sign * entry.num_prompt_tokens * len(entry.choices)

@@ -33,9 +33,9 @@ class Sink(Protocol):
 class Owner(Protocol):
     """Who is told what becomes of a request; each is called at most once per request and event."""
 
-    def accepted(self, entry: "Entry") -> None: ...
-    def failed(self, entry: "Entry", error: RequestError) -> None: ...
-    def finished(self, entry: "Entry") -> None: ...
+    def accepted(self, entry: "JournalEntry") -> None: ...
+    def failed(self, entry: "JournalEntry", error: RequestError) -> None: ...
+    def finished(self, entry: "JournalEntry") -> None: ...
 
 
 class ChoiceLog:
@@ -65,7 +65,7 @@ class ChoiceLog:
         self.queued_s = 0.0  # how long it waited in the scheduler for its first seat
 
 
-class Entry:
+class JournalEntry:
     """One open request: a prompt and its choices."""
 
     __slots__ = (
@@ -181,21 +181,21 @@ class Journal:
     """All open requests of this gateway."""
 
     def __init__(self) -> None:
-        self.entries: dict[str, Entry] = {}
-        self.strays: dict[str, int] = {}  # ids that frames came for and nobody waits for -> their attempt
-        self.gapped: list[Entry] = []  # something was lost: to be sent again
+        self.entries: dict[str, JournalEntry] = {}
+        self.unknown_ids: dict[str, int] = {}  # ids that frames came for and nobody waits for -> their attempt
+        self.incomplete: list[JournalEntry] = []  # something was lost: to be sent again
 
-    def open(self, entry: Entry) -> None:
+    def open(self, entry: JournalEntry) -> None:
         self.entries[entry.request_id] = entry
 
-    def close(self, request_id: str) -> Entry | None:
+    def close(self, request_id: str) -> JournalEntry | None:
         return self.entries.pop(request_id, None)
 
     def take(self, delta: TextDelta, now: float) -> ChoiceLog | None:
         """Notes what `delta` delivers and returns its choice; None if it is not to be delivered."""
         entry = self.entries.get(delta.request_id)
         if entry is None:
-            self.strays[delta.request_id] = delta.attempt
+            self.unknown_ids[delta.request_id] = delta.attempt
             return None
         if delta.attempt != entry.attempt or not 0 <= delta.choice < len(entry.choices):
             return None
@@ -205,7 +205,7 @@ class Journal:
         known = len(choice.output_ids)
         if delta.first != known:
             if delta.first + len(delta.token_ids) > known or delta.finish is not None:
-                self.gapped.append(entry)
+                self.incomplete.append(entry)
             return None
         if delta.prompt_logprobs and not self._take_prompt_logprobs(entry, delta):
             return None
@@ -216,7 +216,7 @@ class Journal:
                 choice.output_ids.extend(delta.token_ids)
             except OverflowError:  # no token id: whatever made this frame, its ids are asked for again
                 del choice.output_ids[known:]
-                self.gapped.append(entry)
+                self.incomplete.append(entry)
                 return None
             entry.gaps = 0
         elif _is_doubled(choice, delta):
@@ -228,27 +228,27 @@ class Journal:
             entry.num_open -= 1
         return choice
 
-    def _take_prompt_logprobs(self, entry: Entry, delta: TextDelta) -> bool:
+    def _take_prompt_logprobs(self, entry: JournalEntry, delta: TextDelta) -> bool:
         """They come in prompt order, from any choice and again after a repetition."""
         known = len(entry.prompt_logprobs)
         skip = known - (delta.first_prompt - 1)
         if skip < 0:
-            self.gapped.append(entry)
+            self.incomplete.append(entry)
             return False
         entry.prompt_logprobs.extend(delta.prompt_logprobs[skip:])
         return True
 
-    def through(self, member: int) -> Iterator[Entry]:
+    def through(self, member: int) -> Iterator[JournalEntry]:
         """The open requests that pass through this member."""
         return (e for e in list(self.entries.values()) if member in (e.scheduler, e.detokenizer))
 
-    def along(self, scheduler: int, detokenizer: int | None) -> Iterator[Entry]:
+    def along(self, scheduler: int, detokenizer: int | None) -> Iterator[JournalEntry]:
         """The open requests that this scheduler has, or those of them whose text comes from this detokenizer."""
         for entry in list(self.entries.values()):
             if entry.scheduler == scheduler and detokenizer in (None, entry.detokenizer):
                 yield entry
 
-    def silent_since(self, then: float) -> Iterator[Entry]:
+    def silent_since(self, then: float) -> Iterator[JournalEntry]:
         """The open requests with a scheduler for which nothing came after `then`."""
         return (e for e in list(self.entries.values()) if e.heard_s < then and e.scheduler is not None)
 

@@ -5,9 +5,9 @@ from collections import OrderedDict
 
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import Accepted, Cancel, Member, Refused, Role
-from blockyard.shared.ring_client.admission import Admission, not_ready, too_busy
+from blockyard.shared.ring_client.admission import ClientAdmission, not_ready, too_busy
 from blockyard.shared.ring_client.recovery.dispatch import Dispatch
-from blockyard.shared.ring_client.recovery.journal import MAX_GAPS, Entry, Journal
+from blockyard.shared.ring_client.recovery.journal import MAX_GAPS, Journal, JournalEntry
 from blockyard.shared.ring_client.ring_links import RingLinks
 
 log = logging.getLogger(__name__)
@@ -20,7 +20,7 @@ class Recovery:
     """One path for all of it: the request is sent again with the next attempt."""
 
     def __init__(
-        self, links: RingLinks, journal: Journal, admission: Admission, dispatch: Dispatch, stall_timeout_s: float
+        self, links: RingLinks, journal: Journal, admission: ClientAdmission, dispatch: Dispatch, stall_timeout_s: float
     ) -> None:
         self._links, self._journal, self._admission, self._dispatch = links, journal, admission, dispatch
         self._stall_timeout_s = stall_timeout_s
@@ -36,7 +36,7 @@ class Recovery:
             entry.detokenizer = frame.detokenizer
             entry.accept()
             if frame.detokenizer in self._lost:  # the scheduler will learn of it any moment
-                self._dispatch.later(entry, now + LOST_RETRY_S)
+                self._dispatch.resend_at(entry, now + LOST_RETRY_S)
 
     def refused(self, peer: int, frame: Refused, now: float) -> None:
         self._admission.heard(peer, frame.capacity, now)
@@ -46,7 +46,7 @@ class Recovery:
         if entry.accepted and frame.status in (429, 503):  # it was admitted once: it only waits
             entry.heard_s = now
             entry.scheduler = None
-            self._dispatch.later(entry, now + frame.capacity.retry_after_s)
+            self._dispatch.resend_at(entry, now + frame.capacity.retry_after_s)
             return
         entry.scheduler = None  # it keeps nothing that would have to be cancelled
         error = RequestError(frame.message, frame.field, frame.status)
@@ -69,7 +69,7 @@ class Recovery:
         if hit:
             log.warning("%s is gone: %d open requests are sent again", member.name, len(hit))
         for entry in hit:
-            self._dispatch.again(entry, now)
+            self._dispatch.resend(entry, now)
 
     def path_lost(self, scheduler: int, member: int, now: float) -> None:
         """The scheduler says that text is lost between members that live, or that it dropped this gateway's requests.
@@ -80,20 +80,20 @@ class Recovery:
         if hit:
             log.warning("text of %d open requests was lost on its way: they are sent again", len(hit))
         for entry in hit:
-            self._dispatch.later(entry, now)
+            self._dispatch.resend_at(entry, now)
 
     def tick(self, now: float) -> None:
         """Twice a second or so: repeats what is silent, gives up what never found a scheduler."""
         for entry in self._journal.silent_since(now - self._stall_timeout_s):
             log.warning("nothing came for %s in %.0f s: sent again", entry.request_id, self._stall_timeout_s)
-            self._dispatch.again(entry, now)
+            self._dispatch.resend(entry, now)
         for entry in list(self._dispatch.waiting.values()):
             if not entry.accepted and now - entry.opened_s > self._stall_timeout_s:
                 self._dispatch.fail(entry, not_ready(f"the model `{entry.model}`"))
         for entry, error in self._dispatch.hold.overdue(now):
             self._dispatch.fail(entry, error)
 
-    def mend(self, entry: Entry, now: float) -> None:
+    def repair(self, entry: JournalEntry, now: float) -> None:
         """Frames of it were lost: the ids after the gap are asked for again."""
         if entry.request_id not in self._journal.entries:
             return
@@ -103,4 +103,4 @@ class Recovery:
                 entry, RequestError("the answer arrived with gaps that repetition did not close", status=500)
             )
         else:
-            self._dispatch.again(entry, now)
+            self._dispatch.resend(entry, now)

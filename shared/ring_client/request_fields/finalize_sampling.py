@@ -9,7 +9,7 @@ from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import ModelCard, Sampling
 
 
-def settle(
+def finalize_sampling(
     sampling: Sampling,
     num_prompt_tokens: int,
     bad_words: list[list[int]],

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from blockyard.services.detokenizer.text_decoder import new_decoder
-from blockyard.services.detokenizer.token_table import Kind, TokenTable, UnknownToken
+from blockyard.services.detokenizer.token_table import TokenKind, TokenTable, UnknownToken
 
 FAMILIES = ["byte_tokenizer", "sentence_tokenizer", "metaspace_tokenizer", "word_tokenizer"]
 ids_strategy = st.lists(st.integers(0, 10**6), max_size=24)
@@ -37,7 +37,12 @@ def test_families_are_told_apart(
     byte_tokenizer: Tokenizer, sentence_tokenizer: Tokenizer, metaspace_tokenizer: Tokenizer, word_tokenizer: Tokenizer
 ) -> None:
     tokenizers = (byte_tokenizer, sentence_tokenizer, metaspace_tokenizer, word_tokenizer)
-    assert [table_of(t).decoding.kind for t in tokenizers] == [Kind.BYTES, Kind.PIECES, Kind.PIECES, Kind.WINDOW]
+    assert [table_of(t).decoding.kind for t in tokenizers] == [
+        TokenKind.BYTES,
+        TokenKind.PIECES,
+        TokenKind.PIECES,
+        TokenKind.WINDOW,
+    ]
 
 
 @quick

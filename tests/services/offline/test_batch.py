@@ -231,7 +231,7 @@ def test_giving_up_while_texts_are_tokenized() -> None:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert rig.client.text_work.num_waiting == 0
+        assert rig.client.tokenizer_client.num_waiting == 0
 
     play(FakeRing(), scene)
 

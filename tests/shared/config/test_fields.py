@@ -8,7 +8,7 @@ import pytest
 from blockyard.shared.config import parsed_flags, resolve
 from blockyard.shared.config.checkpoint import Checkpoint
 from blockyard.shared.config.flags import FLAGS
-from blockyard.shared.config.flags.flag import Flag, Kind
+from blockyard.shared.config.flags.flag import Flag, FlagKind
 from blockyard.shared.config.resolve import Deployment
 from blockyard.shared.config.services.process import BusConfig
 from blockyard.shared.config.services.scheduler import SchedulerConfig
@@ -42,17 +42,17 @@ def deploy(*args: str) -> Deployment:
 
 def other_value(flag: Flag) -> Any:
     match flag.kind:
-        case Kind.BOOL:
+        case FlagKind.BOOL:
             return not flag.default
-        case Kind.INT | Kind.SIZE | Kind.FLOAT if not flag.choices:
+        case FlagKind.INT | FlagKind.SIZE | FlagKind.FLOAT if not flag.choices:
             least = flag.least or 0.0
             number = 0.5 if flag.most == 1 else least + 3 if flag.default != least + 3 else least + 4
-            return number if flag.kind is Kind.FLOAT else int(number)
-        case Kind.LIST:
+            return number if flag.kind is FlagKind.FLOAT else int(number)
+        case FlagKind.LIST:
             return ["a", "b"]
     if flag.choices:
         word = next(choice for choice in flag.choices if choice != str(flag.default))
-        return int(word) if flag.kind is Kind.INT else word
+        return int(word) if flag.kind is FlagKind.INT else word
     return __file__ if flag.name.startswith("ssl") or flag.name.endswith("path") else "some"
 
 
@@ -98,6 +98,6 @@ def test_less_than_the_least_is_refused_with_the_least(flag: Flag) -> None:
 
 @pytest.mark.parametrize("flag", [flag for flag in FLAGS.values() if flag.choices], ids=lambda flag: flag.name)
 def test_an_unknown_word_is_refused_with_those_there_are(flag: Flag) -> None:
-    wrong = "77" if flag.kind is Kind.INT else "lottery"
+    wrong = "77" if flag.kind is FlagKind.INT else "lottery"
     with pytest.raises(ConfigError, match=f"--{flag.name}: .*{wrong}.* is none of {', '.join(flag.choices)}"):
         deploy(f"--{flag.name}", wrong)

@@ -6,7 +6,7 @@ import pytest
 
 from blockyard.shared.config import parsed_flags
 from blockyard.shared.config.flags import FLAGS, GROUPS, SPELLINGS, documents
-from blockyard.shared.config.flags.flag import Flag, Kind
+from blockyard.shared.config.flags.flag import Flag, FlagKind
 from blockyard.shared.config.parsed_flags import Values
 from blockyard.shared.errors import ConfigError
 
@@ -17,11 +17,11 @@ SERVICES = Path(__file__).parents[3] / "services"
 
 def example(flag: Flag) -> list[str]:
     """Words of a command line that set the flag to something else than its default."""
-    if flag.kind is Kind.BOOL:
+    if flag.kind is FlagKind.BOOL:
         return ["false"] if flag.default else []
-    if flag.kind is Kind.JSON:
+    if flag.kind is FlagKind.JSON:
         return ['{"a": 1}']
-    if flag.kind in (Kind.INT, Kind.SIZE, Kind.FLOAT) and not flag.choices:
+    if flag.kind in (FlagKind.INT, FlagKind.SIZE, FlagKind.FLOAT) and not flag.choices:
         value = (flag.default or 0) + 2 if isinstance(flag.default, int | float | None) else 2
         return [str(min(value, 1.0) if flag.most == 1 else value)]
     different = [choice for choice in (*flag.choices, *flag.refused_values) if choice != str(flag.default)]

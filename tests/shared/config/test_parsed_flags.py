@@ -5,7 +5,7 @@ from hypothesis import given as forall
 from hypothesis import strategies as st
 
 from blockyard.shared.config.flags import FLAGS
-from blockyard.shared.config.flags.flag import Kind
+from blockyard.shared.config.flags.flag import FlagKind
 from blockyard.shared.config.parsed_flags import Values, from_command_line, from_environment, from_mapping
 from blockyard.shared.errors import ConfigError
 
@@ -256,7 +256,7 @@ def test_any_command_line_is_read_or_refused_in_words(args: list[str]) -> None:
         assert str(e)
 
 
-NUMBERS = [f for f in FLAGS.values() if f.kind in (Kind.INT, Kind.SIZE) and not f.choices and not f.words]
+NUMBERS = [f for f in FLAGS.values() if f.kind in (FlagKind.INT, FlagKind.SIZE) and not f.choices and not f.words]
 
 
 @forall(st.sampled_from(NUMBERS), st.integers(), st.booleans(), st.booleans())

@@ -4,11 +4,11 @@ import msgspec
 from fake_ring import CARD, SCHEDULER, member
 
 from blockyard.shared.messages import QueueCapacity, Role
-from blockyard.shared.ring_client.admission import AWAY_S, UNHEARD, Admission
+from blockyard.shared.ring_client.admission import AWAY_S, UNHEARD, ClientAdmission
 
 
-def admission(*schedulers: int) -> Admission:
-    out = Admission([])
+def admission(*schedulers: int) -> ClientAdmission:
+    out = ClientAdmission([])
     for incarnation in schedulers:
         out.changed(member(Role.SCHEDULER, incarnation, card=CARD))
     return out

@@ -3,11 +3,11 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blockyard.shared.ring_client.tokenizer_jobs import MAX_WAITING, Pool
+from blockyard.shared.ring_client.tokenizer_jobs import MAX_WAITING, JobPool
 
 
 def test_the_least_loaded_gets_it_and_the_rest_waits() -> None:
-    pool: Pool[str] = Pool()
+    pool: JobPool[str] = JobPool()
     assert pool.submit("a", "m", "A") == [] and pool.num_waiting == 1
     assert pool.join(1, "") == [(1, "A")]
     assert pool.join(2, "m") == []
@@ -20,7 +20,7 @@ def test_the_least_loaded_gets_it_and_the_rest_waits() -> None:
 
 
 def test_a_death_brings_its_jobs_back_first_and_in_order() -> None:
-    pool: Pool[str] = Pool()
+    pool: JobPool[str] = JobPool()
     pool.join(1, "")
     for job in "abcd":
         pool.submit(job, "m", job)
@@ -30,7 +30,7 @@ def test_a_death_brings_its_jobs_back_first_and_in_order() -> None:
 
 
 def test_a_job_that_two_members_were_lost_with_is_not_given_to_a_third() -> None:
-    pool: Pool[str] = Pool()
+    pool: JobPool[str] = JobPool()
     pool.join(1, "")
     pool.join(2, "")
     assert pool.submit("a", "m", "A") == [(1, "A")]
@@ -45,7 +45,7 @@ def test_a_job_that_two_members_were_lost_with_is_not_given_to_a_third() -> None
 
 
 def test_a_job_that_waits_when_a_member_is_lost_has_lost_none() -> None:
-    pool: Pool[str] = Pool()
+    pool: JobPool[str] = JobPool()
     for member in range(1, 4):
         pool.join(member, "")
         for job in "abc":
@@ -56,7 +56,7 @@ def test_a_job_that_waits_when_a_member_is_lost_has_lost_none() -> None:
 
 
 def test_models_do_not_wait_for_each_other() -> None:
-    pool: Pool[str] = Pool()
+    pool: JobPool[str] = JobPool()
     pool.join(1, "m")
     for job in "abc":
         pool.submit(job, "m", job)
@@ -65,7 +65,7 @@ def test_models_do_not_wait_for_each_other() -> None:
 
 
 def test_what_nobody_waits_for_is_not_sent_again() -> None:
-    pool: Pool[str] = Pool()
+    pool: JobPool[str] = JobPool()
     pool.join(1, "")
     for job in "abc":
         pool.submit(job, "m", job)
@@ -80,7 +80,7 @@ def test_what_nobody_waits_for_is_not_sent_again() -> None:
     st.lists(st.tuples(st.sampled_from(["submit", "answer", "gone", "join", "forget"]), st.integers(0, 7)), max_size=80)
 )
 def test_every_job_is_answered_once_and_nobody_is_swamped(actions: list[tuple[str, int]]) -> None:
-    pool: Pool[str] = Pool()
+    pool: JobPool[str] = JobPool()
     at: dict[int, list[str]] = {}
     submitted: set[str] = set()
     answered: list[str] = []

@@ -25,11 +25,11 @@ from blockyard.shared.messages import (
     TextLogprobs,
     TextOptions,
 )
-from blockyard.shared.ring_client.admission import Admission
+from blockyard.shared.ring_client.admission import ClientAdmission
 from blockyard.shared.ring_client.fanout import Fanout
 from blockyard.shared.ring_client.metrics.meters import Meters
 from blockyard.shared.ring_client.recovery.dispatch import Dispatch
-from blockyard.shared.ring_client.recovery.journal import MAX_GAPS, ChoiceLog, Entry, Journal
+from blockyard.shared.ring_client.recovery.journal import MAX_GAPS, ChoiceLog, Journal, JournalEntry
 from blockyard.shared.ring_client.recovery.recovery import Recovery
 from blockyard.shared.token_ids import unpack
 
@@ -74,13 +74,13 @@ class Caller:
     num_finished: int = 0
     error: RequestError | None = None
 
-    def accepted(self, entry: Entry) -> None:
+    def accepted(self, entry: JournalEntry) -> None:
         self.num_accepted += 1
 
-    def finished(self, entry: Entry) -> None:
+    def finished(self, entry: JournalEntry) -> None:
         self.num_finished += 1
 
-    def failed(self, entry: Entry, error: RequestError) -> None:
+    def failed(self, entry: JournalEntry, error: RequestError) -> None:
         self.error = error
 
 
@@ -93,7 +93,7 @@ class World:
         self.known: dict[tuple[int, int], list[int]] = {}  # attempt, choice -> ids it began with
         self.num_tokens = num_tokens
         self.links = FakeLinks(Member("api_gateway", Role.API_GATEWAY, 99, "ipc:///99"))
-        self.journal, self.admission, self.meters = Journal(), Admission([]), Meters("tiny")
+        self.journal, self.admission, self.meters = Journal(), ClientAdmission([]), Meters("tiny")
         self.dispatch = Dispatch(self.links, self.journal, self.admission, self.meters)
         self.recovery = Recovery(self.links, self.journal, self.admission, self.dispatch, STALL_S)
         self.fanout = Fanout(self.links, self.journal, self.dispatch, self.recovery, self.meters)
@@ -103,7 +103,7 @@ class World:
         self.late: list[TextDelta] = []
         self.seen = 0
         self.join_scheduler()
-        self.entry = Entry(
+        self.entry = JournalEntry(
             request_id="r",
             model="tiny",
             prompt_ids=b"\1\0\0\0",
@@ -250,7 +250,7 @@ def test_every_token_once_and_one_final(
         assert reader.text == text_of(reader.ids)
         assert reader.finals == 1
         world.check(choice)
-    assert world.journal.entries == {} and world.journal.gapped == []
+    assert world.journal.entries == {} and world.journal.incomplete == []
     assert world.meters.output_tokens == num_choices * num_tokens
 
 
@@ -266,9 +266,9 @@ def test_a_lost_member_is_answered_at_once(lost: Role) -> None:
     else:
         world.detokenizer = 1001
         world.lose(Role.DETOKENIZER, 1000)
-    to, again = world.links.sent[-1]
-    assert isinstance(again, Generate) and to == world.scheduler and again.attempt == 1
-    assert [(unpack(c.output_ids), c.chars_sent) for c in again.choices] == [([0, 1, 2], 9)]
+    to, resend = world.links.sent[-1]
+    assert isinstance(resend, Generate) and to == world.scheduler and resend.attempt == 1
+    assert [(unpack(c.output_ids), c.chars_sent) for c in resend.choices] == [([0, 1, 2], 9)]
     world.settle()
     assert world.readers[0].ids == [0, 1, 2, 10_003, 10_004]
 
@@ -404,7 +404,7 @@ def test_an_answer_without_a_token_ends_too() -> None:
 def test_cached_tokens_count_whichever_attempt_brings_the_first_token() -> None:
     world = World(1, 4)
     world.wire.clear()  # the first token is lost with its detokenizer
-    world.dispatch.again(world.entry, world.now)
+    world.dispatch.resend(world.entry, world.now)
     for first, cached in ((0, 16), (1, 99)):
         delta = TextDelta("r", 1, 0, first, [token(1, 0, first)], "", cached_tokens=cached)
         world.fanout.text(TextBatch([delta]), world.now)

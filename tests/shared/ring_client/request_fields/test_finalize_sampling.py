@@ -4,14 +4,14 @@ import pytest
 
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import ModelCard, Sampling
-from blockyard.shared.ring_client.request_fields.finalize_sampling import settle
+from blockyard.shared.ring_client.request_fields.finalize_sampling import finalize_sampling
 
 CARD = ModelCard(["m"], "m", 100, 300, 0, [2])
 
 
 def settled(num_prompt_tokens: int, max_tokens: int | None, max_new_tokens: int | None = None) -> int:
     sampling = Sampling(1)
-    return settle(
+    return finalize_sampling(
         sampling,
         num_prompt_tokens,
         [],
@@ -58,8 +58,8 @@ def test_a_prompt_that_does_not_fit_is_told_so(num_prompt_tokens: int, max_token
 )
 def test_some_token_must_be_left(sampling: Sampling, bad_words: list[list[int]], fits: bool) -> None:
     if fits:
-        settle(sampling, 5, bad_words, card=CARD, max_tokens=4, seed=0)
+        finalize_sampling(sampling, 5, bad_words, card=CARD, max_tokens=4, seed=0)
         return
     with pytest.raises(RequestError) as caught:
-        settle(sampling, 5, bad_words, card=CARD, max_tokens=4, seed=0)
+        finalize_sampling(sampling, 5, bad_words, card=CARD, max_tokens=4, seed=0)
     assert (caught.value.field, caught.value.status) == ("allowed_token_ids", 400)
