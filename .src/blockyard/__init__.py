@@ -3,11 +3,16 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from blockyard.services.offline.arguments import EngineArgs
     from blockyard.services.offline.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
-    from blockyard.services.offline.errors import GenerationError
+    from blockyard.services.offline.engine_args import EngineArgs
     from blockyard.services.offline.llm import LLM
-    from blockyard.services.offline.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+    from blockyard.services.offline.outputs import (
+        CompletionOutput,
+        GenerationError,
+        Logprob,
+        RequestMetrics,
+        RequestOutput,
+    )
     from blockyard.services.offline.prompts import TextPrompt, TokensPrompt
     from blockyard.services.offline.sampling_params import SamplingParams
 
@@ -34,6 +39,7 @@ def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module 'blockyard' has no attribute {name!r}")
     # services import this package too: they must not load the client of the offline API
-    from blockyard.services.offline import arguments, beam_search, llm, outputs, prompts  # noqa: PLC0415
+    from blockyard.services.offline import beam_search, engine_args, llm, outputs, prompts  # noqa: PLC0415
 
-    return next(getattr(home, name) for home in (llm, outputs, prompts, beam_search, arguments) if hasattr(home, name))
+    modules = (llm, outputs, prompts, beam_search, engine_args)
+    return next(getattr(module, name) for module in modules if hasattr(module, name))

@@ -1,4 +1,4 @@
-"""The prompts of one call on their way through the ring, and what became of each."""
+"""Runs the prompts of one call: tokenizes them, sends them into the ring and collects their outputs."""
 
 import asyncio
 import hashlib
@@ -7,10 +7,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from blockyard.services.offline.answers import ArrivalTimes, OutputCollector, request_output
-from blockyard.services.offline.errors import RingLost
 from blockyard.services.offline.inflight import InflightLimiter
-from blockyard.services.offline.outputs import RequestOutput
+from blockyard.services.offline.outputs import ArrivalTimes, OutputCollector, RequestOutput, RingLost, request_output
 from blockyard.services.offline.prompts import Prompt
 from blockyard.services.offline.sampling_params import CheckedParams
 from blockyard.shared.errors import BlockyardError, RequestError
@@ -24,34 +22,37 @@ from blockyard.shared.ring_client.tokenizer_client import TokenizerClient, kept_
 @dataclass(frozen=True, slots=True)
 class OfflineRequest:
     prompt: Prompt
-    asked: CheckedParams
-    seed: int  # where `asked` has none
+    params: CheckedParams
+    seed: int  # used if `params` has none
     priority: int = 0
 
 
 @dataclass(slots=True)
 class BatchProgress:
-    """Read by the thread that shows it. Times are the loop's clock."""
+    """Counters that another thread shows. Times are the client's clock."""
 
-    began_s: float | None = None  # when all prompts were tokenized
-    heard_s: float = 0.0  # when a prompt was last finished
+    began_s: float | None = None  # when all prompts had been tokenized
+    last_finish_s: float = 0.0  # when the last finished prompt ended
     num_tokenized: int = 0
     num_finished: int = 0
     num_prompt_tokens: int = 0  # of finished prompts
     num_output_tokens: int = 0
 
+    def add_output_tokens(self, num: int) -> None:
+        self.num_output_tokens += num
+
 
 class RequestBatch:
-    """The journal's Owner of all its entries. Lives on the loop of the ring."""
+    """Owns the journal entries of one call. Runs on the ring's event loop."""
 
     def __init__(
-        self, name: str, jobs: list[OfflineRequest], card: ModelCard, client: RingClient, gate: InflightLimiter
+        self, name: str, requests: list[OfflineRequest], card: ModelCard, client: RingClient, limiter: InflightLimiter
     ) -> None:
-        self._name, self._jobs, self._card, self._client, self._gate = name, jobs, card, client, gate
+        self._name, self._requests, self._card, self._client, self._limiter = name, requests, card, client, limiter
         self.progress = BatchProgress()
         self._arrival = ArrivalTimes(time.time(), client.clock())
-        self._queued_s: dict[str, float] = {}  # request id -> when the scheduler took it
-        self.outputs: list[RequestOutput | None] = [None] * len(jobs)
+        self._queued_s: dict[str, float] = {}  # request id -> when the scheduler accepted it
+        self.outputs: list[RequestOutput | None] = [None] * len(requests)
         self.failures: dict[int, Exception] = {}
         self._indexes: dict[str, int] = {}  # by request id
         self._prompts: list[Tokenized] = []
@@ -59,87 +60,87 @@ class RequestBatch:
         self._done = asyncio.Event()
 
     async def run(self) -> None:
-        """Until each prompt has an output or a failure.
+        """Runs until each prompt has an output or a failure.
 
-        Raises RequestError before anything ran if one of the prompts cannot be served.
+        Raises RequestError before any prompt runs if one of them cannot be served.
         """
         self._prompts = await self._tokenize()
-        for index in range(len(self._jobs)):
+        for index in range(len(self._requests)):
             entry = self._entry(index)
             self._indexes[entry.request_id] = index
             self._open[entry.request_id] = entry
-        self.progress.began_s = self.progress.heard_s = self._client.clock()
+        self.progress.began_s = self.progress.last_finish_s = self._client.clock()
         self._client.meters.requests += 1
         try:
             for entry in self._open.values():
-                self._gate.put(entry)
-            self._gate.pump()
+                self._limiter.enqueue(entry)
+            self._limiter.send_pending()
             if self._open:
                 await self._done.wait()
         finally:
             for entry in self._open.values():
-                self._gate.drop(entry)
+                self._limiter.remove(entry)
                 self._client.dispatch.close(entry)
 
     def accepted(self, entry: JournalEntry) -> None:
         self._queued_s[entry.request_id] = self._client.clock()
-        self._gate.answered(entry)
-        self._gate.pump()
+        self._limiter.on_answered(entry)
+        self._limiter.send_pending()
 
     def finished(self, entry: JournalEntry) -> None:
         index = self._indexes[entry.request_id]
-        job, prompt = self._jobs[index], self._prompts[index]
-        text = job.prompt.text if job.prompt.text is not None else prompt.text or None
-        asked, queued_s = job.asked, self._queued_s[entry.request_id]
+        request, prompt = self._requests[index], self._prompts[index]
+        text = request.prompt.text if request.prompt.text is not None else prompt.text or None
+        params, queued_s = request.params, self._queued_s[entry.request_id]
         self.outputs[index] = request_output(
-            entry, text, asked.choices.returned, asked.num_logprobs, self._arrival, queued_s
+            entry, text, params.choices.returned, params.num_logprobs, self._arrival, queued_s
         )
         self.progress.num_prompt_tokens += entry.num_prompt_tokens
         self._ended(entry)
 
     def failed(self, entry: JournalEntry, error: RequestError) -> None:
         if error.status == 429 and not entry.accepted:
-            self._gate.refused(entry)
+            self._limiter.on_refused(entry)
             return
         self.failures[self._indexes[entry.request_id]] = error
         self._ended(entry)
 
     def abort(self, error: RequestError) -> None:
-        """Fails what has not ended."""
+        """Fails all requests that have not ended."""
         for entry in list(self._open.values()):
-            self._gate.drop(entry)
+            self._limiter.remove(entry)
             self._client.dispatch.close(entry)
             self.failed(entry, error)
 
     def _ended(self, entry: JournalEntry) -> None:
-        self._gate.answered(entry)
+        self._limiter.on_answered(entry)
         del self._open[entry.request_id]
         self.progress.num_finished += 1
-        self.progress.heard_s = self._client.clock()
+        self.progress.last_finish_s = self._client.clock()
         if not self._open:
             self._done.set()
 
     async def _tokenize(self) -> list[Tokenized]:
-        """All prompts. Raises RequestError for the first that is refused."""
+        """Tokenizes all prompts. Raises RequestError for the first one that is refused."""
         works = [
             msgspec.structs.replace(
-                job.prompt.work,
+                request.prompt.work,
                 request_id=f"{self._name}-{i}",
-                bad_words=job.asked.bad_words,
-                max_tokens=self._card.max_model_len if job.asked.truncate is None else 0,
+                bad_words=request.params.bad_words,
+                max_tokens=self._card.max_model_len if request.params.truncate is None else 0,
             )
-            for i, job in enumerate(self._jobs)
+            for i, request in enumerate(self._requests)
         ]
-        done = await self._answers(works)
+        done = await self._tokenize_all(works)
         cut = [
-            kept_end(work, whole, job.asked.truncate, work.want_text)
-            for work, whole, job in zip(works, done, self._jobs, strict=True)
-            if job.asked.truncate is not None
+            kept_end(work, whole, request.params.truncate, work.want_text)
+            for work, whole, request in zip(works, done, self._requests, strict=True)
+            if request.params.truncate is not None
         ]
-        again = {answer.request_id: answer for answer in await self._answers(cut)}
+        again = {answer.request_id: answer for answer in await self._tokenize_all(cut)}
         return [again.get(whole.request_id, whole) for whole in done]
 
-    async def _answers(self, works: list[Tokenize]) -> list[Tokenized]:
+    async def _tokenize_all(self, works: list[Tokenize]) -> list[Tokenized]:
         tokenizer_client: TokenizerClient = self._client.tokenizer_client
         futures = [tokenizer_client.submit(work) for work in works]
         out = []
@@ -148,26 +149,26 @@ class RequestBatch:
                 try:
                     answer = await future
                 except RequestError as e:
-                    raise self._located(e, int(work.request_id.rpartition("-")[2])) from e
+                    raise self._with_prompt(e, int(work.request_id.rpartition("-")[2])) from e
                 assert isinstance(answer, Tokenized)
                 out.append(answer)
                 self.progress.num_tokenized += 1
         finally:
             for future in futures:
                 if not future.cancel() and not future.cancelled():
-                    future.exception()  # seen, as asyncio wants it: only the first is told
+                    future.exception()  # marks it as retrieved for asyncio: only the first error is raised
         return out
 
     def _entry(self, index: int) -> JournalEntry:
-        job, prompt = self._jobs[index], self._prompts[index]
-        asked, where = job.asked, job.prompt.where
+        request, prompt = self._requests[index], self._prompts[index]
+        params, where, add_tokens = request.params, request.prompt.where, self.progress.add_output_tokens
         sampling = finalize_sampling(
-            asked.sampling,
+            params.sampling,
             len(prompt.token_ids) // 4,
             prompt.bad_words,
             card=self._card,
-            max_tokens=asked.max_tokens,
-            seed=job.seed if asked.seed is None else asked.seed,
+            max_tokens=params.max_tokens,
+            seed=request.seed if params.seed is None else params.seed,
             prompt_field=where,
         )
         return JournalEntry(
@@ -176,40 +177,40 @@ class RequestBatch:
             prompt_ids=prompt.token_ids,
             block_hashes=prompt.block_hashes,
             sampling=sampling,
-            text=asked.text,
+            text=params.text,
             choices=[
-                ChoiceLog(i, OutputCollector(self.progress, asked.detokenize)) for i in range(asked.choices.computed)
+                ChoiceLog(i, OutputCollector(add_tokens, params.detokenize)) for i in range(params.choices.computed)
             ],
             owner=self,
             now=self._arrival.clock_s,
-            priority=job.priority,
-            cache_salt=job.prompt.work.cache_salt,
-            beam=asked.choices.beam,
-            n=asked.choices.returned,
+            priority=request.priority,
+            cache_salt=request.prompt.work.cache_salt,
+            beam=params.choices.beam,
+            n=params.choices.returned,
         )
 
-    def _located(self, error: RequestError, index: int) -> BlockyardError:
-        """The same error, saying which prompt it is about."""
-        where = self._jobs[index].prompt.where
+    def _with_prompt(self, error: RequestError, index: int) -> BlockyardError:
+        """Returns the error with the prompt it is about."""
+        where = self._requests[index].prompt.where
         if error.status >= 500:
             return RingLost(f"{where}: {error}")
         return RequestError(f"{where}: {error}", where, error.status, error.code, error.retry_after_s)
 
 
 class Seeds:
-    """For requests that bring none of their own."""
+    """Derives the seeds of requests without one from the LLM's `seed`."""
 
     def __init__(self, seed: int) -> None:
         self._seed, self._number = seed, 0
 
-    def next(self, asked: CheckedParams) -> int:
-        if asked.seed is not None:
-            return asked.seed
+    def next(self, params: CheckedParams) -> int:
+        if params.seed is not None:
+            return params.seed
         self._number += 1
         return derived_seed(self._seed, self._number)
 
 
 def derived_seed(seed: int, number: int) -> int:
-    """64 bits for the `number`th request of an LLM that brings no seed of its own."""
+    """Returns 64 bits for the `number`th request without a seed."""
     digest = hashlib.sha256(b"blockyard offline" + seed.to_bytes(8, "little") + number.to_bytes(8, "little")).digest()
     return int.from_bytes(digest[:8], "little")

@@ -1,4 +1,4 @@
-"""`LLM.beam_search`: its parameters and what it returns, in the words users of this field know."""
+"""Parameters and results of `LLM.beam_search`, with vLLM's names."""
 
 from dataclasses import dataclass
 
@@ -11,18 +11,17 @@ from blockyard.shared.errors import RequestError
 
 @dataclass(slots=True)
 class BeamSearchParams:
-    """A sequence scores the sum of its tokens' log-probabilities over the number of its tokens, without the prompt's,
-    to the power of `length_penalty`."""
+    """A sequence's score is its cumulative log-probability divided by `num_output_tokens ** length_penalty`."""
 
     beam_width: int
     max_tokens: int
     ignore_eos: bool = False
-    temperature: float = 0.0  # nothing is drawn: 0 and 1 are the same
+    temperature: float = 0.0  # has no effect: beam search does not sample
     length_penalty: float = 1.0
-    include_stop_str_in_output: bool = False  # the end-of-sequence id is part of `tokens`
+    include_stop_str_in_output: bool = False  # keep the end-of-sequence id in `tokens`
 
     def sampling(self) -> SamplingParams:
-        """Raises RequestError, a ValueError, naming what is out of range."""
+        """Raises RequestError, a ValueError, for a value out of range."""
         if self.beam_width < 1:
             raise RequestError(f"beam_width must be at least 1, got {self.beam_width}", "beam_width")
         return SamplingParams(
@@ -39,17 +38,17 @@ class BeamSearchParams:
 
 @dataclass(slots=True)
 class BeamSearchSequence:
-    tokens: list[int]  # the prompt's first
-    logprobs: list[PositionLogprobs]  # of the others, and of the end-of-sequence id where that ended it
+    tokens: list[int]  # of the prompt and the output
+    logprobs: list[PositionLogprobs]  # of the output tokens, including the end-of-sequence id
     cum_logprob: float
-    text: str  # of all tokens but special ones
+    text: str  # of all tokens except special ones
     finish_reason: str | None
     stop_reason: int | str | None = None
 
 
 @dataclass(slots=True)
 class BeamSearchOutput:
-    """One prompt's sequences, the best first."""
+    """The sequences of one prompt, best first."""
 
     sequences: list[BeamSearchSequence]
 

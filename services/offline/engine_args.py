@@ -1,13 +1,18 @@
-"""The keyword arguments of `LLM`: the flags of `blockyard serve`, without those of its HTTP server."""
+"""Keyword arguments of `LLM` and `EngineArgs`: the flags of `blockyard serve` without its HTTP server's."""
 
+import argparse
+import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, TypeVar
 
 from blockyard.services.launcher.models import model_files
 from blockyard.services.launcher.sources import read_yaml
 from blockyard.shared.config import parsed_flags
+from blockyard.shared.config.flag_values import coerce
 from blockyard.shared.config.flags import FLAGS, GROUPS
+from blockyard.shared.config.flags.flag import Flag, FlagKind
 from blockyard.shared.config.parsed_flags import ParsedFlag, ParsedFlags, Values
 from blockyard.shared.config.resolve import memory_notes
 from blockyard.shared.errors import ConfigError
@@ -39,32 +44,31 @@ SERVER_ONLY = {flag.name for group in ("HTTP server", "Security") for flag in GR
 def read(
     model: str | os.PathLike[str] | None, arguments: Mapping[str, object], environ: Mapping[str, str]
 ) -> tuple[Values, list[str]]:
-    """The flags' values and notes to tell. Arguments come before BLOCKYARD_* and the file that `config` names; an
-    argument that is None is not given.
+    """Returns the flags' values and notes. Arguments take precedence over BLOCKYARD_* and the file of `config`.
 
-    Raises ConfigError with a line for each that is unknown or refused. What the environment or the file say of
-    the HTTP server is left alone: it is said to `serve`.
+    An argument that is None is not given. Raises ConfigError with a line for each unknown or refused one. Flags of the
+    HTTP server in the environment or the file are ignored: they are meant for `serve`.
     """
     plain: dict[object, object] = {key: _plain(value) for key, value in arguments.items()}
     if model is not None:
         plain["model"] = os.fspath(model)
-    spoken = parsed_flags.from_mapping(plain, SOURCE)
-    for name, one in spoken.items():
+    arguments_given = parsed_flags.from_mapping(plain, SOURCE)
+    for name, one in arguments_given.items():
         if name in SERVER_ONLY:
             raise ConfigError(f"{one.where}: is for `blockyard serve` and `run`; the offline API has no HTTP server")
-    unsaid = {str(key).replace("_", "-") for key, value in plain.items() if value is None}
-    spoken = {name: one for name, one in spoken.items() if name not in unsaid}
+    not_given = {str(key).replace("_", "-") for key, value in plain.items() if value is None}
+    arguments_given = {name: one for name, one in arguments_given.items() if name not in not_given}
     environment, notes = parsed_flags.from_environment(environ)
-    path = (spoken.get("config") or environment.get("config") or ParsedFlag(None, "")).value
+    path = (arguments_given.get("config") or environment.get("config") or ParsedFlag(None, "")).value
     file = read_yaml(Path(path)) if isinstance(path, str) else {}
-    values = Values(spoken, _without_server(environment), _without_server(file))
+    values = Values(arguments_given, _without_server(environment), _without_server(file))
     if not values.is_given("model") and values["worker-cls"] == "mock":
         values = values.with_given({"model": ParsedFlag(model_files.DEMO, "model")})
     return values, [*notes, *values.notes(), *memory_notes(values)]
 
 
 def _plain(value: object) -> object:
-    """Paths and torch's types as the command line has them."""
+    """Converts paths and torch dtypes to the command line's text."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     named = str(value)
@@ -73,3 +77,58 @@ def _plain(value: object) -> object:
 
 def _without_server(flags: ParsedFlags) -> ParsedFlags:
     return {name: one for name, one in flags.items() if name not in SERVER_ONLY and name in FLAGS}
+
+
+T = TypeVar("T", bound="EngineArgsBase")
+P = TypeVar("P", bound=argparse._ActionsContainer)  # a parser or a group of one
+KEYWORDS = {flag.name.replace("-", "_"): flag for flag in FLAGS.values() if flag.name not in SERVER_ONLY}
+
+
+class EngineArgsBase:
+    """Base of EngineArgs. A value that is None comes from the environment, the file of `config` or the default."""
+
+    def __init__(self, **values: Any) -> None:
+        """For type checkers; the dataclass replaces it."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{type(self).__name__} has no {name!r}; it has the flags of `blockyard serve`")
+
+    @staticmethod
+    def add_cli_args(parser: P) -> P:
+        """Adds every flag to a parser's new group or to a given group. A flag that is not given is None."""
+        group = parser.add_argument_group("Blockyard") if isinstance(parser, argparse.ArgumentParser) else parser
+        for name, flag in KEYWORDS.items():
+            names = dict.fromkeys([f"--{flag.name}", f"--{name}", *(f"--{other}" for other in flag.also)])
+            group.add_argument(*names, dest=name, help=flag.help.replace("%", "%%"), **_kind(flag))
+        return parser
+
+    @classmethod
+    def from_cli_args(cls: type[T], args: argparse.Namespace) -> T:
+        return cls(**{name: getattr(args, name) for name in KEYWORDS if hasattr(args, name)})
+
+
+def _kind(flag: Flag) -> dict[str, Any]:
+    if flag.kind is FlagKind.BOOL:
+        return {"action": argparse.BooleanOptionalAction, "default": None}
+    if flag.kind is FlagKind.LIST:
+        return {"nargs": "+", "default": None}
+    more: dict[str, Any] = {"nargs": "?", "const": flag.bare} if flag.bare is not None else {}
+    return more | {"type": _reader(flag), "default": None, "metavar": flag.kind.name}
+
+
+def _reader(flag: Flag) -> Callable[[str], object]:
+    def read(text: str) -> object:
+        try:
+            return coerce(flag, text, f"--{flag.name}")
+        except ConfigError as e:
+            raise argparse.ArgumentTypeError(str(e)) from e
+
+    return read
+
+
+EngineArgs: type[EngineArgsBase] = dataclasses.make_dataclass(
+    "EngineArgs",
+    [(name, Any, dataclasses.field(default=None)) for name in KEYWORDS],
+    bases=(EngineArgsBase,),
+    namespace={"__module__": __name__, "__doc__": "The keywords of LLM: `LLM(**dataclasses.asdict(engine_args))`."},
+)

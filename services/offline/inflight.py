@@ -1,4 +1,4 @@
-"""Lets requests into the ring as its waiting queue has room for them: a thousand prompts at once are no flood."""
+"""Sends requests to the scheduler as its waiting queue has room, so that a call may have any number of prompts."""
 
 from collections import OrderedDict
 
@@ -8,40 +8,40 @@ from blockyard.shared.ring_client.recovery.journal import JournalEntry
 
 
 class InflightLimiter:
-    """Requests in the order they came. Its owner calls `pump` whenever there may be room again."""
+    """Sends requests in order of arrival. Its owner calls `send_pending` whenever there may be room."""
 
     def __init__(self, client: RingClient, model: str, patience_s: float) -> None:
         self._client, self._model, self._patience_s = client, model, patience_s
-        self._served_s = client.clock()  # when there last was a scheduler
+        self._served_s = client.clock()  # when a scheduler was last available
         self._queue: OrderedDict[str, JournalEntry] = OrderedDict()
-        # id -> choices and prompt tokens of those sent and neither accepted nor refused, and their sums
+        # id -> choices and prompt tokens of requests sent but not yet accepted or refused; below, their sums
         self._unanswered: dict[str, tuple[int, int]] = {}
         self._num_choices = self._num_tokens = 0
 
     def __len__(self) -> int:
         return len(self._queue)
 
-    def put(self, entry: JournalEntry) -> None:
+    def enqueue(self, entry: JournalEntry) -> None:
         self._queue[entry.request_id] = entry
 
-    def drop(self, entry: JournalEntry) -> None:
-        """Nobody wants it any more. Whether it was sent does not matter."""
+    def remove(self, entry: JournalEntry) -> None:
+        """Forgets a request, sent or not."""
         self._queue.pop(entry.request_id, None)
-        self.answered(entry)
+        self.on_answered(entry)
 
-    def answered(self, entry: JournalEntry) -> None:
-        """It was accepted, or has ended otherwise."""
+    def on_answered(self, entry: JournalEntry) -> None:
+        """The request was accepted or has ended."""
         choices, tokens = self._unanswered.pop(entry.request_id, (0, 0))
         self._num_choices -= choices
         self._num_tokens -= tokens
 
-    def refused(self, entry: JournalEntry) -> None:
-        """There was no room for it: it is next once there is."""
-        self.answered(entry)
-        self.put(entry)
+    def on_refused(self, entry: JournalEntry) -> None:
+        """The queue had no room: the request is sent first once there is some."""
+        self.on_answered(entry)
+        self.enqueue(entry)
         self._queue.move_to_end(entry.request_id, last=False)
 
-    def pump(self) -> None:
+    def send_pending(self) -> None:
         now = self._client.clock()
         if not self._client.admission.schedulers(self._model):
             self._wait_for_scheduler(now)
@@ -57,11 +57,10 @@ class InflightLimiter:
             del self._queue[entry.request_id]
             self._unanswered[entry.request_id] = (choices, tokens)
             self._num_choices, self._num_tokens = wanted
-            entry.opened_s = entry.heard_s = now
             self._client.dispatch.open(entry, now)
 
     def _wait_for_scheduler(self, now: float) -> None:
-        """It is being restarted. Not for ever: a script is better told."""
+        """Waits while the scheduler restarts; fails all requests after `patience_s`."""
         if now - self._served_s > self._patience_s:
             failed, self._queue = self._queue, OrderedDict()
             for entry in failed.values():

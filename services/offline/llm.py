@@ -1,11 +1,10 @@
-"""The offline API: a model to call from Python."""
+"""`blockyard.LLM`, the offline API: a model to call from Python."""
 
 import concurrent.futures
 import os
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from types import TracebackType
 from typing import Any, get_args
 
@@ -14,12 +13,12 @@ import msgspec
 from blockyard.services.launcher.serve import make_display
 from blockyard.services.launcher.supervision.start_up import QuietDisplay
 from blockyard.services.offline import engine_args
-from blockyard.services.offline.arguments import KEYWORDS, EngineArgsBase
 from blockyard.services.offline.batch import OfflineRequest, RequestBatch, Seeds
 from blockyard.services.offline.beam_search import BeamSearchOutput, BeamSearchParams, beam_output
-from blockyard.services.offline.errors import GenerationError
+from blockyard.services.offline.engine_args import KEYWORDS, EngineArgsBase
 from blockyard.services.offline.operations import RingOperations
-from blockyard.services.offline.outputs import RequestOutput
+from blockyard.services.offline.outputs import GenerationError, RequestOutput
+from blockyard.services.offline.progress import RichProgressBar, TqdmProgressBar
 from blockyard.services.offline.prompts import (
     ChatOptions,
     Prompt,
@@ -30,22 +29,21 @@ from blockyard.services.offline.prompts import (
 from blockyard.services.offline.sampling_params import CheckedParams, SamplingParams, read
 from blockyard.services.offline.session import Session
 from blockyard.services.offline.tokenizer import LLMTokenizer, through_ring
-from blockyard.services.offline.tqdm_bar import TqdmProgressBar
 from blockyard.shared import tokenizer_files
 from blockyard.shared.config.services.tokenizer import ContentFormat
 from blockyard.shared.errors import RequestError, not_built
 from blockyard.shared.messages import DEFAULT_SAMPLING
 
 REFRESH_S = 0.1  # of the progress bar
-UseTqdm = bool | Callable[..., Any]  # whether there is a progress bar, or what makes one, as `tqdm` does
+UseTqdm = bool | Callable[..., Any]  # whether to show a progress bar, or a factory of bars such as `tqdm`
 
 
 class LLM(RingOperations):
-    """The services of `blockyard serve` as child processes of this one, without HTTP.
+    """Runs the services of `blockyard serve` as child processes of this one, without HTTP.
 
     `model` and the keywords are the flags of `blockyard serve` with `_` for `-`; an unknown or refused one is a
-    ConfigError before anything is started. The ring ends with `close`, at the end of a `with` block, or with the
-    interpreter. Calls from several threads are served side by side.
+    ConfigError before any process is started. The ring ends with `close`, at the end of a `with` block, or with the
+    interpreter. Calls from several threads run concurrently.
     """
 
     def __init__(self, model: str | os.PathLike[str] | None = None, **arguments: Any) -> None:
@@ -55,7 +53,7 @@ class LLM(RingOperations):
         self._session = session
         self._tokenizer: LLMTokenizer | None = None
         self._seeds = Seeds(values.get("seed", int))
-        self._close = weakref.finalize(self, session.close)  # also called when the interpreter ends
+        self._close = weakref.finalize(self, session.close)  # also runs when the interpreter exits
         for note in notes:
             print(note, file=sys.stderr)
         try:
@@ -66,7 +64,7 @@ class LLM(RingOperations):
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgsBase) -> "LLM":
-        """Of an EngineArgs."""
+        """Builds an LLM from an EngineArgs."""
         return cls(**{name: getattr(engine_args, name) for name in KEYWORDS})
 
     def generate(
@@ -80,14 +78,14 @@ class LLM(RingOperations):
     ) -> list[RequestOutput]:
         """Completes prompts: a text, token ids, {"prompt": ...}, {"prompt_token_ids": ...}, or a list of these.
 
-        `prompt_token_ids` are ids of one prompt or of each, in place of `prompts` or besides texts to be shown. One
-        SamplingParams, or one for each prompt; without, the model's own defaults. `use_tqdm` may make the bar.
-        Outputs are in the order of the prompts. Raises RequestError, a ValueError, before anything runs if something
-        cannot be served, and GenerationError once all others are done if prompts failed.
+        `prompt_token_ids` are the ids of one prompt or of each; `prompts` are then texts for the outputs.
+        `sampling_params` is one for all prompts or one for each; the default is the model's own. `use_tqdm` may be a
+        factory of progress bars. Outputs are in the order of the prompts. Raises RequestError, a ValueError, before
+        any prompt runs if one cannot be served; raises GenerationError after all prompts have ended if some failed.
         """
         _refuse("lora_request", lora_request)
-        asked = with_token_ids(prompts, prompt_token_ids)
-        return self._run(read_prompts(asked, self._model), sampling_params, use_tqdm, priority)
+        combined = with_token_ids(prompts, prompt_token_ids)
+        return self._run(read_prompts(combined, self._model), sampling_params, use_tqdm, priority)
 
     def chat(
         self,
@@ -102,7 +100,7 @@ class LLM(RingOperations):
         tools: Sequence[Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answers one conversation, a list of messages, or each of a list of conversations; else as `generate`."""
+        """Answers one conversation (a list of messages) or a list of conversations. Otherwise like `generate`."""
         _refuse("lora_request", lora_request)
         _refuse("tools", tools)
         if chat_template_content_format not in get_args(ContentFormat):
@@ -123,14 +121,14 @@ class LLM(RingOperations):
     def beam_search(
         self, prompts: Any, params: BeamSearchParams, lora_request: None = None, use_tqdm: UseTqdm = False
     ) -> list[BeamSearchOutput]:
-        """The `beam_width` best sequences of each prompt, given as to `generate`. Raises what that does."""
+        """Returns the `beam_width` best sequences of each prompt. Takes the prompts, and raises, as `generate` does."""
         _refuse("lora_request", lora_request)
         outputs = self._run(read_prompts(prompts, self._model), params.sampling(), use_tqdm, None)
         tokenizer = self.get_tokenizer().backend_tokenizer
         return [beam_output(output, params, tokenizer) for output in outputs]
 
     def get_tokenizer(self) -> LLMTokenizer:
-        """The model's: callable, with `encode`, `decode`, `eos_token_id`, `apply_chat_template` and so on."""
+        """Returns the model's tokenizer with the interface of transformers: callable, `encode`, `decode` and so on."""
         if self._tokenizer is None:
             folder, card = self._session.tokenizer_path, self._session.card
             files = tokenizer_files.load(folder)
@@ -138,15 +136,15 @@ class LLM(RingOperations):
         return self._tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What `generate` uses where none are given: --generation-config says where from."""
+        """Returns the parameters that `generate` uses by default, from --generation-config."""
         defaults = msgspec.structs.asdict(self._session.config.defaults)
         max_new_tokens = defaults.pop("max_new_tokens")
         return SamplingParams(**defaults, max_tokens=max_new_tokens or DEFAULT_SAMPLING.max_tokens)
 
     def close(self) -> None:
-        """Ends all processes of the ring; what runs in other threads fails. May be called again."""
+        """Ends all processes of the ring. Calls that run in other threads fail. May be called again."""
         self._close()
-        self._session.close()  # waits, where another thread is at it
+        self._session.close()  # waits if another thread is closing it
 
     def __enter__(self) -> "LLM":
         return self
@@ -166,24 +164,26 @@ class LLM(RingOperations):
         priority: Sequence[int] | None,
     ) -> list[RequestOutput]:
         if not isinstance(show_bar, bool) and not callable(show_bar):
-            raise RequestError(f"use_tqdm must be a switch or make a bar, got {show_bar!r}", "use_tqdm")
+            raise RequestError(f"use_tqdm must be a bool or a factory of progress bars, got {show_bar!r}", "use_tqdm")
         priorities = [0] * len(prompts) if priority is None else list(priority)
         if len(priorities) != len(prompts):
             raise RequestError(f"{len(priorities)} priorities for {len(prompts)} prompts", "priority")
-        asked = self._asked(params, len(prompts))
-        jobs = [
-            OfflineRequest(p, a, self._seeds.next(a), i) for p, a, i in zip(prompts, asked, priorities, strict=True)
+        checked = self._check_params(params, len(prompts))
+        requests = [
+            OfflineRequest(p, a, self._seeds.next(a), i) for p, a, i in zip(prompts, checked, priorities, strict=True)
         ]
-        batch, future = self._session.submit(jobs)
+        batch, future = self._session.submit(requests)
         try:
-            _wait(batch, future, len(jobs), show_bar)
+            _wait(batch, future, len(requests), show_bar)
         finally:
-            future.cancel()  # has an effect if waiting was interrupted
+            future.cancel()  # cancels it if waiting was interrupted
         if batch.failures:
             raise GenerationError(batch.failures, batch.outputs)
         return [output for output in batch.outputs if output is not None]
 
-    def _asked(self, params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int) -> list[CheckedParams]:
+    def _check_params(
+        self, params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+    ) -> list[CheckedParams]:
         card, most = self._session.card, self._session.config.max_logprobs
         if params is None:
             params = self.get_default_sampling_params()
@@ -195,19 +195,11 @@ class LLM(RingOperations):
 
 
 def _wait(batch: RequestBatch, future: "concurrent.futures.Future[None]", num_prompts: int, show_bar: UseTqdm) -> None:
-    """Until the batch is done. rich is imported for a bar of ours alone."""
+    """Waits until the batch is done, showing its progress."""
     if not show_bar or not num_prompts:
         future.result()
         return
-    make: Callable[[int], Any]
-    if callable(show_bar):
-        make = partial(TqdmProgressBar, show_bar)
-    else:
-        # rich takes 0.1 s to import
-        from blockyard.services.offline.progress import RichProgressBar  # noqa: PLC0415
-
-        make = RichProgressBar
-    with make(num_prompts) as bar:
+    with TqdmProgressBar(show_bar, num_prompts) if callable(show_bar) else RichProgressBar(num_prompts) as bar:
         bar.show(batch.progress)
         while concurrent.futures.wait([future], REFRESH_S).not_done:
             bar.show(batch.progress)

@@ -1,4 +1,4 @@
-"""What `LLM.get_metrics` returns: counters, gauges and histograms under the names of vLLM's."""
+"""Metrics of `LLM.get_metrics`: counters, gauges and histograms with vLLM's class and metric names."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class Counter(Metric):
 
 @dataclass(slots=True)
 class Vector(Metric):
-    """Counters by position. Scripts ask for the class; none of the metrics is one yet."""
+    """Counters by position. Scripts of vLLM import the class; no metric uses it yet."""
 
     values: list[int]
 
@@ -44,11 +44,11 @@ class Gauge(Metric):
 class Histogram(Metric):
     count: int
     sum: float
-    buckets: dict[str, int]  # by upper limit, "+Inf" the last; cumulative, as Prometheus has them
+    buckets: dict[str, int]  # by upper bound, "+Inf" last; cumulative as in Prometheus
 
 
 def snapshot(meters: Meters, counts: MemberCounts) -> list[Metric]:
-    """Of this process and the schedulers of its ring."""
+    """Returns the metrics of this process and of the schedulers of its ring."""
     return [*_metrics(OF_CLIENT, meters, meters), *_metrics(OF_SCHEDULERS, scheduler_totals(counts.members()), meters)]
 
 

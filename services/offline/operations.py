@@ -1,4 +1,4 @@
-"""What else an LLM can do with its ring: sleep and wake, forget its prefix cache, tell its counters."""
+"""Operations of an LLM besides generation: sleep, wake, reset the prefix cache, metrics."""
 
 from collections.abc import Sequence
 
@@ -8,20 +8,20 @@ from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import Control, Controlled, ControlVerb, MemoryTag
 
 MODES = ("abort", "wait", "keep")
-SCHEDULING = "scheduling"  # what level 0 holds back
+SCHEDULING = "scheduling"  # the part that sleep level 0 stops
 TAGS = (*MemoryTag, SCHEDULING)
 
 
 class RingOperations:
-    """Base of LLM. Each raises RequestError, a ValueError, for what cannot be done, and RingLost without a ring."""
+    """Base of LLM. Methods raise RequestError, a ValueError, for invalid arguments, and RingLost without a ring."""
 
     _session: Session
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
-        """Gives memory back until `wake_up`; needs `enable_sleep_mode=True`.
+        """Frees GPU memory until `wake_up`; needs `enable_sleep_mode=True`.
 
-        Level 1 keeps the weights in host memory, level 2 drops them, level 0 only holds requests back. Requests of
-        other threads fail (`abort`), end first (`wait`) or go on afterwards (`keep`).
+        Level 1 moves the weights to host memory, level 2 drops them, level 0 only pauses scheduling. Running requests
+        of other threads fail (`abort`), finish first (`wait`) or continue afterwards (`keep`).
         """
         if mode not in MODES:
             raise RequestError(f"mode must be one of {', '.join(MODES)}, got {mode!r}", "mode")
@@ -41,7 +41,7 @@ class RingOperations:
             self._ask(Control("", ControlVerb.SLEEP, level=level))
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Takes the memory back, with `tags` only that part of it; requests wait until both parts are there."""
+        """Reallocates the memory, or only the parts in `tags`; requests wait until both parts are back."""
         unknown = sorted(set(tags or ()) - {*TAGS})
         if unknown:
             raise RequestError(f"tags are {', '.join(TAGS)}, got {unknown[0]!r}", "tags")
@@ -52,13 +52,13 @@ class RingOperations:
             self._ask(Control("", ControlVerb.RESUME))
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Forgets all KV that was computed; requests that run compute theirs again, whatever the arguments say."""
+        """Drops all cached KV. Running requests compute theirs again; the arguments have no effect."""
         self._ask(Control("", ControlVerb.RESET_PREFIX_CACHE))
         return True
 
     def get_metrics(self) -> list[Metric]:
-        """Counters, gauges and histograms under vLLM's names."""
-        return self._session.look(snapshot)
+        """Returns counters, gauges and histograms under vLLM's names."""
+        return self._session.read_metrics(snapshot)
 
     def _ask(self, control: Control) -> list[Controlled]:
         return self._session.call(lambda client: client.controls.ask(control))

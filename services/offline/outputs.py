@@ -1,6 +1,15 @@
-"""What the offline API returns, in the shape users of this field know."""
+"""What the offline API returns and raises, with vLLM's names, and how it is built from a request's frames."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+
+from blockyard.shared.errors import BlockyardError
+from blockyard.shared.messages import FinishReason, TextDelta, TextLogprobs
+from blockyard.shared.ring_client.recovery.journal import ChoiceLog, JournalEntry
+from blockyard.shared.ring_client.request_fields.choices import best
+from blockyard.shared.token_ids import unpack
+
+REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
 
 @dataclass(slots=True)
@@ -8,7 +17,7 @@ class Logprob:
     """One candidate at one position."""
 
     logprob: float
-    rank: int | None  # 1 is the likeliest
+    rank: int | None  # 1 is the most likely
     decoded_token: str | None
 
 
@@ -33,10 +42,10 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """When what happened to a prompt. `..._ts` are seconds of `time.monotonic`, the others of `time.time`."""
+    """Times of a prompt. `..._ts` are seconds of `time.monotonic`, the others of `time.time`."""
 
     arrival_time: float  # when `generate` or `chat` was called
-    queued_ts: float  # when the scheduler took it
+    queued_ts: float  # when the scheduler accepted it
     first_token_ts: float
     last_token_ts: float
     first_token_latency: float  # seconds from the call to the first token
@@ -57,13 +66,141 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """One prompt's answer."""
+    """The output of one prompt."""
 
     request_id: str
-    prompt: str | None  # None where ids were given
+    prompt: str | None  # None if only ids were given
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
-    prompt_logprobs: list[PositionLogprobs | None] | None = None  # the first token has none
+    prompt_logprobs: list[PositionLogprobs | None] | None = None  # None for the first token
     num_cached_tokens: int = 0
     finished: bool = False
     metrics: RequestMetrics | None = None
+
+
+class GenerationError(BlockyardError, RuntimeError):
+    """Raised when some prompts failed. `outputs` has None for them, and `failures` has their reasons by index."""
+
+    def __init__(self, failures: Mapping[int, Exception], outputs: list[RequestOutput | None]) -> None:
+        first = min(failures)
+        more = f" ({len(failures) - 1} more of {len(outputs)} prompts failed)" if len(failures) > 1 else ""
+        super().__init__(f"prompts[{first}]: {failures[first]}{more}")
+        self.failures = dict(failures)
+        self.outputs = outputs
+
+
+class RingLost(BlockyardError, RuntimeError):
+    """Raised when the ring is closed or has ended unexpectedly."""
+
+
+class OutputCollector:
+    """Collects the text and log-probabilities of one choice: the sink of its journal entry."""
+
+    __slots__ = (
+        "_add_tokens",
+        "_detokenize",
+        "finish",
+        "first_s",
+        "last_s",
+        "logprobs",
+        "num_tokens",
+        "stop_reason",
+        "text",
+    )
+
+    def __init__(self, add_tokens: Callable[[int], None], detokenize: bool) -> None:
+        """`add_tokens` is called with the number of new tokens, for the progress bar."""
+        self._add_tokens, self._detokenize = add_tokens, detokenize
+        self.first_s = self.last_s = 0.0  # when its first and last tokens arrived; 0 before the first
+        self.num_tokens = 0
+        self.text: list[str] = []
+        self.logprobs: list[TextLogprobs] = []
+        self.finish: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+
+    def push(self, delta: TextDelta, now: float, stamp_s: float) -> None:
+        if delta.token_ids:
+            self._add_tokens(len(delta.token_ids))
+            self.num_tokens += len(delta.token_ids)
+            self.first_s, self.last_s = self.first_s or now, now
+        if self._detokenize:
+            self.text.append(delta.text)
+        self.logprobs.extend(delta.logprobs)
+        if delta.finish is not None:
+            self.finish, self.stop_reason = delta.finish, delta.stop_reason
+
+
+@dataclass(frozen=True, slots=True)
+class ArrivalTimes:
+    """The time of a call by `time.time` and by the clock of its sinks."""
+
+    time: float
+    clock_s: float
+
+
+def request_output(
+    entry: JournalEntry,
+    prompt: str | None,
+    count: int,
+    num_logprobs: int | None,
+    arrival: ArrivalTimes,
+    queued_s: float,
+) -> RequestOutput:
+    """Builds the output of a finished entry from its `count` best choices. Their sinks are OutputCollectors."""
+    pairs = [(choice, choice.sink) for choice in entry.choices if isinstance(choice.sink, OutputCollector)]
+    chosen = best(pairs, [sink.logprobs for _, sink in pairs], count)
+    num_prompt_logprobs = entry.sampling.num_prompt_logprobs
+    of_prompt: list[PositionLogprobs | None] | None = None
+    if num_prompt_logprobs is not None:
+        of_prompt = [None, *(_position_logprobs(t, num_prompt_logprobs) for t in entry.prompt_logprobs)]
+    return RequestOutput(
+        request_id=entry.request_id,
+        prompt=prompt,
+        prompt_token_ids=unpack(entry.prompt_ids),
+        outputs=[_completion_output(i, choice, sink, num_logprobs) for i, (choice, sink) in enumerate(chosen)],
+        prompt_logprobs=of_prompt,
+        num_cached_tokens=entry.cached_tokens,
+        finished=True,
+        metrics=_metrics([sink for _, sink in pairs], arrival, queued_s),
+    )
+
+
+def _metrics(sinks: list[OutputCollector], arrival: ArrivalTimes, queued_s: float) -> RequestMetrics:
+    started = [sink for sink in sinks if sink.first_s]
+    first = min((sink.first_s for sink in started), default=queued_s)
+    return RequestMetrics(
+        arrival_time=arrival.time,
+        queued_ts=queued_s,
+        first_token_ts=first,
+        last_token_ts=max((sink.last_s for sink in started), default=first),
+        first_token_latency=first - arrival.clock_s,
+        num_generation_tokens=sum(sink.num_tokens for sink in sinks),
+    )
+
+
+def _completion_output(
+    index: int, choice: ChoiceLog, sink: OutputCollector, num_logprobs: int | None
+) -> CompletionOutput:
+    params = num_logprobs is not None
+    return CompletionOutput(
+        index=index,
+        text="".join(sink.text),
+        token_ids=choice.output_ids.tolist(),
+        cumulative_logprob=sum(t.logprob for t in sink.logprobs) if params else None,
+        logprobs=[_position_logprobs(t, num_logprobs) for t in sink.logprobs] if num_logprobs is not None else None,
+        finish_reason=REASONS.get(sink.finish) if sink.finish is not None else None,
+        stop_reason=sink.stop_reason,
+    )
+
+
+def _position_logprobs(token: TextLogprobs, num_top: int) -> PositionLogprobs:
+    """Returns the token itself, then the most likely candidates."""
+    out = {token.token_id: Logprob(token.logprob, token.rank, _decode(token.token))}
+    candidates = zip(token.top_ids[:num_top], token.top_tokens, token.top_logprobs, strict=False)
+    for rank, (token_id, text, logprob) in enumerate(candidates, start=1):
+        out.setdefault(token_id, Logprob(logprob, rank, _decode(text)))
+    return out
+
+
+def _decode(token: bytes) -> str:
+    return token.decode("utf-8", "replace")

@@ -1,20 +1,22 @@
-"""The progress bar of `generate`: prompts done and tokens a second."""
+"""Progress bars of `generate`: our own, and one that the caller provides."""
 
 import sys
 import time
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as RichProgress
+from collections.abc import Callable
+from typing import Any
 
 from blockyard.services.offline.batch import BatchProgress
 
 
 class RichProgressBar:
-    """A context; `show` brings it up to date."""
+    """Shows finished prompts and tokens/s. A context manager; `show` updates it."""
 
     def __init__(self, num_prompts: int) -> None:
-        self._bars = RichProgress(
+        # rich takes 0.1 s to import
+        from rich.console import Console  # noqa: PLC0415
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: PLC0415
+
+        self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=20),
             MofNCompleteColumn(),
@@ -23,26 +25,53 @@ class RichProgressBar:
             console=Console(file=sys.stderr),
         )
         self._num_prompts = num_prompts
-        self._task = self._bars.add_task("Tokenizing", total=num_prompts, speed="")
+        self._task = self._progress.add_task("Tokenizing", total=num_prompts, speed="")
         self._generating = False
 
     def __enter__(self) -> "RichProgressBar":
-        self._bars.start()
+        self._progress.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._bars.stop()
+        self._progress.stop()
 
     def show(self, progress: BatchProgress) -> None:
         if progress.began_s is None:
-            self._bars.update(self._task, completed=progress.num_tokenized)
+            self._progress.update(self._task, completed=progress.num_tokenized)
             return
         if not self._generating:
             self._generating = True
-            self._bars.reset(self._task, description="Generating")
+            self._progress.reset(self._task, description="Generating")
         done = progress.num_finished == self._num_prompts
-        took_s = max((progress.heard_s if done else time.monotonic()) - progress.began_s, 1e-3)
+        took_s = max((progress.last_finish_s if done else time.monotonic()) - progress.began_s, 1e-3)
         speed = (
             f"{progress.num_prompt_tokens / took_s:,.0f} tok/s in, {progress.num_output_tokens / took_s:,.0f} tok/s out"
         )
-        self._bars.update(self._task, completed=progress.num_finished, speed=speed)
+        self._progress.update(self._task, completed=progress.num_finished, speed=speed)
+
+
+class TqdmProgressBar:
+    """Shows progress on a bar of `make`, which is called as vLLM calls it. A context manager; `show` updates it."""
+
+    def __init__(self, make: Callable[..., Any], num_prompts: int) -> None:
+        self._bar = make(total=num_prompts, desc="Processed prompts", dynamic_ncols=True, postfix=_speed(0.0, 0.0))
+        self._shown = 0
+
+    def __enter__(self) -> "TqdmProgressBar":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._bar.close()
+
+    def show(self, progress: BatchProgress) -> None:
+        finished = progress.num_finished
+        if progress.began_s is None or finished == self._shown:
+            return
+        took_s = max(time.monotonic() - progress.began_s, 1e-3)
+        self._bar.postfix = _speed(progress.num_prompt_tokens / took_s, progress.num_output_tokens / took_s)
+        self._bar.update(finished - self._shown)
+        self._shown = finished
+
+
+def _speed(tokens_in: float, tokens_out: float) -> str:
+    return f"est. speed input: {tokens_in:.2f} toks/s, output: {tokens_out:.2f} toks/s"

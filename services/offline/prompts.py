@@ -1,4 +1,4 @@
-"""Prompts and conversations in the forms users of this field pass them, as the Tokenize frames they become."""
+"""Reads prompts and conversations in the forms that vLLM accepts and turns them into Tokenize frames."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -19,14 +19,14 @@ UNSUPPORTED = ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs", "
 
 
 class TextPrompt(TypedDict):
-    """A text, as a dict."""
+    """A text prompt as a dict."""
 
     prompt: str
     cache_salt: NotRequired[str]
 
 
 class TokensPrompt(TypedDict):
-    """Token ids, as a dict; `prompt` is shown in the output."""
+    """A prompt of token ids as a dict; `prompt` is the text shown in the output."""
 
     prompt_token_ids: list[int]
     prompt: NotRequired[str]
@@ -35,42 +35,42 @@ class TokensPrompt(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    where: str  # how errors name it
+    where: str  # its name in error messages
     work: Tokenize  # without request id and bad words
-    text: str | None = None  # as outputs show it; None: what the tokenizer says, or nothing for ids
+    text: str | None = None  # shown in outputs; None: the tokenizer's text, if it returns one
 
 
 def read_prompts(prompts: object, model: str) -> list[Prompt]:
-    """Of one prompt or a list of them: texts, lists of ids, or {"prompt": ...}, {"prompt_token_ids": ...}.
+    """Reads one prompt or a list of them: texts, lists of ids, {"prompt": ...} or {"prompt_token_ids": ...}.
 
     Raises RequestError naming the prompt.
     """
     if isinstance(prompts, str | Mapping) or _is_ids(prompts):
         return [_prompt(prompts, "prompts", model)]
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes | bytearray):
-        raise RequestError(f"prompts must be a text, token ids or a list of them, got {_kind(prompts)}", "prompts")
+        raise RequestError(f"prompts must be a text, token ids or a list of them, got {_type_name(prompts)}", "prompts")
     return [_prompt(p, f"prompts[{i}]", model) for i, p in enumerate(prompts)]
 
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """What `LLM.chat` says of how messages become a prompt."""
+    """Arguments of `LLM.chat` for the chat template."""
 
     chat_template: str | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     template_kwargs: Mapping[str, Any] | None = None
-    content_format: str = ""  # string or openai; "": as --chat-template-content-format says
+    content_format: str = ""  # string or openai; "": the value of --chat-template-content-format
 
 
 def with_token_ids(prompts: object, ids: object) -> object:
-    """What `generate` takes as one argument, of its `prompts` and `prompt_token_ids`. Raises RequestError."""
+    """Combines `prompts` and `prompt_token_ids` into one list of prompts. Raises RequestError."""
     if ids is None:
         return prompts
     single = _is_ids(ids)
     rows: Any = [ids] if single else ids
     if not isinstance(rows, Sequence) or isinstance(rows, str | bytes):
-        raise RequestError(f"prompt_token_ids must be a list of ids or of such lists, got {_kind(ids)}", "prompts")
+        raise RequestError(f"prompt_token_ids must be a list of ids or of such lists, got {_type_name(ids)}", "prompts")
     texts: Any = [None] * len(rows) if prompts is None else [prompts] if isinstance(prompts, str) else prompts
     if len(texts) != len(rows):
         raise RequestError(f"{len(texts)} prompts and {len(rows)} prompt_token_ids", "prompt_token_ids")
@@ -78,13 +78,15 @@ def with_token_ids(prompts: object, ids: object) -> object:
 
 
 def read_conversations(messages: object, options: ChatOptions, model: str) -> list[Prompt]:
-    """Of one conversation, which is a list of messages, or a list of conversations. Raises RequestError."""
+    """Reads one conversation (a list of messages) or a list of conversations. Raises RequestError."""
     if options.continue_final_message and options.add_generation_prompt:
         raise RequestError(
             "continue_final_message and add_generation_prompt cannot both be true", "continue_final_message"
         )
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
-        raise RequestError(f"messages must be a list of messages or of such lists, got {_kind(messages)}", "messages")
+        raise RequestError(
+            f"messages must be a list of messages or of such lists, got {_type_name(messages)}", "messages"
+        )
     if not messages:
         return []
     if isinstance(messages[0], Mapping):
@@ -99,7 +101,7 @@ def _prompt(prompt: object, where: str, model: str) -> Prompt:
         return _mapping(prompt, where, model)
     if isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray):
         return _ids(prompt, where, model)
-    raise RequestError(f"{where} must be a text, token ids or a dict of either, got {_kind(prompt)}", where)
+    raise RequestError(f"{where} must be a text, token ids or a dict of either, got {_type_name(prompt)}", where)
 
 
 def _mapping(prompt: Mapping[Any, Any], where: str, model: str) -> Prompt:
@@ -111,9 +113,9 @@ def _mapping(prompt: Mapping[Any, Any], where: str, model: str) -> Prompt:
         raise RequestError(f"{where} has an unknown field {sorted(map(str, unknown))[0]!r}", where)
     text, ids, salt = given.get("prompt"), given.get("prompt_token_ids"), given.get("cache_salt")
     if salt is not None and not isinstance(salt, str):
-        raise RequestError(f"{where}.cache_salt must be a text, got {_kind(salt)}", f"{where}.cache_salt")
+        raise RequestError(f"{where}.cache_salt must be a text, got {_type_name(salt)}", f"{where}.cache_salt")
     if text is not None and not isinstance(text, str):
-        raise RequestError(f"{where}.prompt must be a text, got {_kind(text)}", f"{where}.prompt")
+        raise RequestError(f"{where}.prompt must be a text, got {_type_name(text)}", f"{where}.prompt")
     if ids is not None:
         made = _ids(ids, f"{where}.prompt_token_ids", model, text)
     elif text is not None:
@@ -130,7 +132,7 @@ def _text(text: str, where: str, model: str) -> Prompt:
 
 
 def _ids(ids: Any, where: str, model: str, text: str | None = None) -> Prompt:
-    """The vocabulary is the tokenizer's to check."""
+    """The tokenizer checks that the ids are in the vocabulary."""
     try:
         plain = msgspec.convert(ids, list[TokenId])
     except msgspec.ValidationError as e:
@@ -176,5 +178,5 @@ def _is_ids(prompts: object) -> bool:
     )
 
 
-def _kind(value: object) -> str:
+def _type_name(value: object) -> str:
     return type(value).__name__

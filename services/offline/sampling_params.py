@@ -1,4 +1,4 @@
-"""How tokens are chosen, in the words users of this field know."""
+"""`SamplingParams` with vLLM's fields, and their validation."""
 
 import copy
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from blockyard.shared.ring_client.request_fields.sampling_fields import (
     read_truncation,
 )
 
-# fields we know and do not have -> values that ask for nothing
+# fields of vLLM that are not supported -> values without an effect
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "logits_processors": (None, []),
     "structured_outputs": (None,),
@@ -29,13 +29,13 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
 
 
 class SamplingParams(msgspec.Struct, kw_only=True):
-    """Raises RequestError, a ValueError, for what is out of range; checked again when it is used."""
+    """Raises RequestError, a ValueError, for a value out of range; `generate` checks again."""
 
     n: int = 1
-    best_of: int | None = None  # so many are computed, and the n likeliest of them returned
+    best_of: int | None = None  # number of computed choices, of which the n most likely are returned
     use_beam_search: bool = False
-    length_penalty: float = 1.0  # of a beam search, as is
-    early_stopping: bool | str = False  # or "never"
+    length_penalty: float = 1.0  # of a beam search
+    early_stopping: bool | str = False  # of a beam search; or "never"
     presence_penalty: float = DEFAULT_SAMPLING.presence_penalty
     frequency_penalty: float = DEFAULT_SAMPLING.frequency_penalty
     repetition_penalty: float = DEFAULT_SAMPLING.repetition_penalty
@@ -43,22 +43,22 @@ class SamplingParams(msgspec.Struct, kw_only=True):
     top_p: float = DEFAULT_SAMPLING.top_p
     top_k: int = DEFAULT_SAMPLING.top_k  # 0 and -1 are all
     min_p: float = DEFAULT_SAMPLING.min_p
-    seed: int | None = None  # None: drawn from the LLM's own `seed`
+    seed: int | None = None  # None: derived from the LLM's own `seed`
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = DEFAULT_SAMPLING.ignore_eos
-    max_tokens: int | None = DEFAULT_SAMPLING.max_tokens  # None: what the context leaves
+    max_tokens: int | None = DEFAULT_SAMPLING.max_tokens  # None: up to the context length
     min_tokens: int = DEFAULT_SAMPLING.min_tokens
-    logprobs: int | None = None  # candidates besides the token itself
+    logprobs: int | None = None  # number of candidates besides the sampled token
     prompt_logprobs: int | None = None
-    detokenize: bool = True  # False: ids alone
+    detokenize: bool = True  # False: token ids only
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
-    truncate_prompt_tokens: int | None = None  # keep so many of the prompt's last tokens
+    truncate_prompt_tokens: int | None = None  # number of the prompt's last tokens to keep
     # refused by name
     logits_processors: Any = None
     structured_outputs: Any = None
@@ -75,9 +75,9 @@ class SamplingParams(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class CheckedParams:
-    """SamplingParams once they are checked."""
+    """SamplingParams after validation."""
 
-    sampling: Sampling  # max_tokens, seed and bad words are settled with the prompt
+    sampling: Sampling  # max_tokens, seed and bad words are set once the prompt is tokenized
     text: TextOptions
     choices: Choices
     seed: int | None
@@ -85,11 +85,11 @@ class CheckedParams:
     truncate: int | None
     bad_words: list[str]
     detokenize: bool
-    num_logprobs: int | None  # as outputs show them
+    num_logprobs: int | None  # shown in outputs
 
 
 def read(params: SamplingParams, vocab_size: int | None = None, max_logprobs: int | None = None) -> CheckedParams:
-    """Raises RequestError. Without `vocab_size` and `max_logprobs`, what depends on the model is not looked at."""
+    """Validates `params`. Raises RequestError. Without `vocab_size` and `max_logprobs`, skips the model's limits."""
     _check_types(params)
     for name, harmless in UNSUPPORTED.items():
         if getattr(params, name) not in harmless:
@@ -122,7 +122,7 @@ def read(params: SamplingParams, vocab_size: int | None = None, max_logprobs: in
 
 
 def _check_types(params: SamplingParams) -> None:
-    """Python checks none. Tuples become lists, whole numbers fractions."""
+    """Checks field types, since Python does not, and converts tuples to lists and ints to floats."""
     for field in msgspec.structs.fields(SamplingParams):
         try:
             setattr(params, field.name, msgspec.convert(getattr(params, field.name), field.type))

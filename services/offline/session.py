@@ -1,4 +1,4 @@
-"""A ring and its one client, on an event loop in a thread of their own."""
+"""Runs a ring and its one client on an event loop in a separate thread."""
 
 import asyncio
 import concurrent.futures
@@ -18,8 +18,8 @@ from blockyard.services.launcher.supervision.ring import Ring, local_bus
 from blockyard.services.launcher.supervision.run_dir import RunDir
 from blockyard.services.launcher.supervision.start_up import StartupDisplay
 from blockyard.services.offline.batch import OfflineRequest, RequestBatch
-from blockyard.services.offline.errors import RingLost
 from blockyard.services.offline.inflight import InflightLimiter
+from blockyard.services.offline.outputs import RingLost
 from blockyard.shared.bus.links import Changed, Joined, Links
 from blockyard.shared.config.parsed_flags import Values
 from blockyard.shared.config.resolve import Deployment, resolve
@@ -36,69 +36,71 @@ MakeDisplay = Callable[[Deployment], StartupDisplay]
 
 
 class Session:
-    """`start`, then `submit` from any thread, then `close`. Everything else lives on the session's own loop."""
+    """Call `start`, then `submit` and `call` from any thread, then `close`. All else runs on the session's loop."""
 
     def __init__(self, values: Values, display: MakeDisplay, make_command: MakeCommand | None = None) -> None:
-        """Finds the model and checks all flags; nothing is started yet. Raises ConfigError."""
+        """Finds the model and checks all flags without starting a process. Raises ConfigError."""
         with contextlib.ExitStack() as undo:
             run_dir = undo.enter_context(RunDir(values.maybe("run-dir", str)))
             whole = resolve(values, model_files.find(values), local_bus(run_dir.path))
             self.config: GatewayConfig = whole.gateways[0]
             self.tokenizer_path = Path(whole.tokenizers[0].tokenizer_path)
             gpus.check(whole.workers, os.environ)
-            # templates come from the script itself, through `LLM.chat`
+            # `LLM.chat` passes templates of the calling script, which is trusted
             tokenizers = [msgspec.structs.replace(t, trust_request_chat_template=True) for t in whole.tokenizers]
             self._deployment = msgspec.structs.replace(whole, gateways=[], tokenizers=tokenizers)
             self._display = display(self._deployment)
             self._ring = Ring(self._deployment, run_dir.path, self._display, make_command)
-            self._tidy_up = undo.pop_all()
+            self._cleanup = undo.pop_all()
         self._pid = os.getpid()
         self._ready: concurrent.futures.Future[ModelCard] = concurrent.futures.Future()
         self._served = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._batches: set[RequestBatch] = set()
         self._num_batches = 0
-        self._end = ""  # why there is no ring any more
+        self._end_reason = ""  # why the ring has ended; empty while it runs
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="blockyard ring", daemon=True)
 
     @property
     def card(self) -> ModelCard:
-        """Of the model, once it is served."""
+        """The model's card. Waits until the ring is ready."""
         return self._ready.result()
 
     def start(self) -> None:
-        """Returns when prompts can be served. Raises BlockyardError if that will not be."""
+        """Starts the ring and returns when prompts can be served. Raises BlockyardError if it fails."""
         self._thread.start()
         self._ready.result()
 
     def idle_work_done(self) -> float:
-        """The part of what the workers do while they are idle (CUDA graphs, measuring) that is done; 1.0: all. Raises
-        RingLost if the ring has ended."""
-        if self._end:
-            raise RingLost(self._end)
+        """Returns the finished share of the workers' idle work (CUDA graphs, layer tuning), 1.0 for all.
+
+        Raises RingLost if the ring has ended.
+        """
+        if self._end_reason:
+            raise RingLost(self._end_reason)
         return min((member.progress for member in self._links.of(Role.GPU_WORKER)), default=0.0)
 
-    def submit(self, jobs: list[OfflineRequest]) -> tuple[RequestBatch, "concurrent.futures.Future[None]"]:
-        """Cancelling the future cancels what runs. Raises RingLost, as the future does if the ring ends meanwhile."""
-        if self._end:
-            raise RingLost(self._end)
+    def submit(self, requests: list[OfflineRequest]) -> tuple[RequestBatch, "concurrent.futures.Future[None]"]:
+        """Runs a batch; cancelling the future cancels it. Raises RingLost, and so does the future if the ring ends."""
+        if self._end_reason:
+            raise RingLost(self._end_reason)
         self._num_batches += 1
-        batch = RequestBatch(f"llm{self._num_batches}", jobs, self.card, self._client, self._gate)
+        batch = RequestBatch(f"llm{self._num_batches}", requests, self.card, self._client, self._limiter)
         return batch, asyncio.run_coroutine_threadsafe(self._serve(batch), self._loop)
 
     def call(self, work: Callable[[RingClient], Coroutine[Any, Any, T]]) -> T:
-        """What `work` returns, which runs on the session's loop. Raises RingLost, also if the ring ends meanwhile."""
-        if self._end:
-            raise RingLost(self._end)
-        future = asyncio.run_coroutine_threadsafe(self._guarded(work(self._client)), self._loop)
+        """Runs `work` on the session's loop and returns its result. Raises RingLost if the ring has ended or ends."""
+        if self._end_reason:
+            raise RingLost(self._end_reason)
+        future = asyncio.run_coroutine_threadsafe(self._until_ring_ends(work(self._client)), self._loop)
         try:
             return future.result()
         finally:
-            future.cancel()  # has an effect if waiting was interrupted
+            future.cancel()  # cancels it if waiting was interrupted
 
     def abort(self, why: str) -> None:
-        """Fails all requests that are open. Raises RingLost."""
+        """Fails all open requests. Raises RingLost."""
 
         async def fail(_: RingClient) -> None:
             for batch in list(self._batches):
@@ -106,8 +108,8 @@ class Session:
 
         self.call(fail)
 
-    def look(self, read: Callable[[Meters, MemberCounts], T]) -> T:
-        """What `read` makes of the counters, the schedulers' as of now. Raises RingLost."""
+    def read_metrics(self, read: Callable[[Meters, MemberCounts], T]) -> T:
+        """Returns `read` of the counters after refreshing the schedulers' ones. Raises RingLost."""
 
         async def reading(client: RingClient) -> T:
             await client.counts.refresh()
@@ -116,25 +118,25 @@ class Session:
         return self.call(reading)
 
     def close(self) -> None:
-        """Stops the ring and waits until its last process is gone. May be called again, and in a fork."""
+        """Stops the ring and waits until its last process has ended. May be called again, and in a fork."""
         if os.getpid() != self._pid or not self._thread.is_alive():
             return
-        with contextlib.suppress(RuntimeError):  # the loop has closed this very moment
+        with contextlib.suppress(RuntimeError):  # the loop has just closed
             self._loop.call_soon_threadsafe(self._stop)
-        if threading.current_thread() is not self._thread:  # the garbage collector runs anywhere
+        if threading.current_thread() is not self._thread:  # the garbage collector may call this from any thread
             self._thread.join()
 
     def _run(self) -> None:
-        """The thread."""
+        """Body of the thread."""
         try:
-            with self._tidy_up, asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            with self._cleanup, asyncio.Runner(loop_factory=lambda: self._loop) as runner:
                 runner.run(self._main())
         except BaseException as e:
             if self._ready.done():
                 raise
             self._ready.set_exception(e)
         if not self._ready.done():
-            self._ready.set_exception(RingLost(self._end))
+            self._ready.set_exception(RingLost(self._end_reason))
 
     async def _main(self) -> None:
         bus = self._deployment.registry.process.bus
@@ -142,11 +144,11 @@ class Session:
         self._links = links
         names, patience_s = self.config.served_model_names, self.config.stall_timeout_s
         self._client = RingClient(links, names, patience_s, hold_s=patience_s)
-        self._gate = InflightLimiter(self._client, names[0], patience_s)
+        self._limiter = InflightLimiter(self._client, names[0], patience_s)
 
         def each_round() -> None:
-            links.count(_stats(self._client, len(self._gate)))
-            self._gate.pump()
+            links.count(_stats(self._client, len(self._limiter)))
+            self._limiter.send_pending()
 
         try:
             with links:
@@ -155,7 +157,7 @@ class Session:
                     helpers = [
                         tasks.create_task(self._listen(links)),
                         tasks.create_task(self._client.keep_time(each_round)),
-                        tasks.create_task(self._greet()),
+                        tasks.create_task(self._announce()),
                     ]
                     await self._ring.run(drain_s=0.0)
                     for helper in helpers:
@@ -164,19 +166,19 @@ class Session:
             raise group.exceptions[0] from None
         finally:
             self._display.close()
-            self._give_up("the ring has ended")
+            self._end_calls("the ring has ended")
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _listen(self, links: Links[GatewayIn]) -> None:
         async for peer, event in links:
             self._client.handle(peer, event)
             if isinstance(event, Joined | Changed | QueueCapacityChanged):
-                self._gate.pump()
+                self._limiter.send_pending()
                 model = self.config.served_model_names[0]
                 if self._client.admission.schedulers(model) and self._client.tokenizer_client.serves(model):
                     self._served.set()
 
-    async def _greet(self) -> None:
+    async def _announce(self) -> None:
         await self._ring.ready.wait()
         await self._served.wait()
         self._display.close()
@@ -186,31 +188,31 @@ class Session:
     async def _serve(self, batch: RequestBatch) -> None:
         self._batches.add(batch)
         try:
-            await self._guarded(batch.run())
+            await self._until_ring_ends(batch.run())
         finally:
             self._batches.discard(batch)
 
-    async def _guarded(self, work: Coroutine[Any, Any, T]) -> T:
-        """Ends with RingLost when the ring does."""
+    async def _until_ring_ends(self, work: Coroutine[Any, Any, T]) -> T:
+        """Awaits `work`; raises RingLost if the ring ends first."""
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
         try:
             return await work
         except asyncio.CancelledError:
-            if self._end:
-                raise RingLost(self._end) from None
+            if self._end_reason:
+                raise RingLost(self._end_reason) from None
             raise
         finally:
             self._tasks.discard(task)
 
     def _stop(self) -> None:
-        self._give_up("the LLM is closed")
+        self._end_calls("the LLM is closed")
         self._ring.stop()
 
-    def _give_up(self, why: str) -> None:
-        """Nobody is left waiting for a ring that is gone."""
-        self._end = self._end or why
+    def _end_calls(self, why: str) -> None:
+        """Cancels all calls that wait for the ring."""
+        self._end_reason = self._end_reason or why
         for task in self._tasks:
             task.cancel()
 

@@ -1,7 +1,4 @@
-"""The model's tokenizer as scripts of this field use one: callable, ids and text, special tokens, chat templates.
-
-The names are those of transformers, which is not imported.
-"""
+"""The model's tokenizer with the interface of transformers' tokenizers, without importing transformers."""
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +19,7 @@ Conversation = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class TemplateOptions:
-    """What a chat template is given besides the messages."""
+    """Arguments of a chat template besides the messages."""
 
     tools: Sequence[Any] | None
     chat_template: str | None
@@ -37,7 +34,7 @@ RenderTemplates = Callable[
 
 
 class BatchEncoding(dict[str, Any]):
-    """`input_ids`, `attention_mask` and so on, by key or as attributes; of one text, or a list for each of several."""
+    """`input_ids`, `attention_mask` and so on, by key or attribute: of one text, or lists for several."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -47,7 +44,7 @@ class BatchEncoding(dict[str, Any]):
 
 
 class SpecialToken:
-    """`eos_token` and the like: None where the model has none. May be set, as `pad_token` is."""
+    """Descriptor of `eos_token` and the like: None if the model has none. May be set."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -62,7 +59,7 @@ class SpecialToken:
 
 
 class SpecialTokenId:
-    """`eos_token_id` and the like."""
+    """Descriptor of `eos_token_id` and the like."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -73,7 +70,7 @@ class SpecialTokenId:
 
 
 class LLMTokenizer:
-    """Works in the caller's process, but for chat templates: these are rendered by the tokenizer of the ring."""
+    """Runs in the caller's process, except chat templates, which the ring's tokenizer service renders."""
 
     bos_token, bos_token_id = SpecialToken("bos_token"), SpecialTokenId("bos_token")
     eos_token, eos_token_id = SpecialToken("eos_token"), SpecialTokenId("eos_token")
@@ -126,7 +123,7 @@ class LLMTokenizer:
         return_attention_mask: bool | None = None,
         return_offsets_mapping: bool = False,
     ) -> BatchEncoding:
-        """Raises RequestError, a ValueError, for tensors: the caller makes them of the lists."""
+        """Raises RequestError, a ValueError, if tensors are requested: only lists are returned."""
         if return_tensors is not None:
             raise not_built("return_tensors", "make a tensor of input_ids")
         texts = [text] if isinstance(text, str) else list(text)
@@ -167,7 +164,7 @@ class LLMTokenizer:
         return self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).tokens
 
     def convert_tokens_to_ids(self, tokens: Any) -> Any:
-        """Of one token or a list; an unknown one is the id of `unk_token`."""
+        """Converts one token or a list; an unknown token becomes the id of `unk_token`."""
         if not isinstance(tokens, str):
             return [self.convert_tokens_to_ids(token) for token in tokens]
         found = self.backend_tokenizer.token_to_id(tokens)
@@ -191,9 +188,9 @@ class LLMTokenizer:
         return_dict: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Text, or with `tokenize` its ids; a list of these for a list of conversations. Raises RequestError.
+        """Returns the text, or with `tokenize` its ids; for several conversations a list. Raises RequestError.
 
-        `kwargs` reach the template.
+        `kwargs` are passed to the template.
         """
         if kwargs.pop("return_tensors", None) is not None:
             raise not_built("return_tensors", "make a tensor of the ids")
@@ -240,7 +237,7 @@ class LLMTokenizer:
 
 
 def through_ring(session: Session) -> RenderTemplates:
-    """Renders with the templates, settings and limits of `generate` and `chat`. Raises RingLost once it is closed."""
+    """Returns a renderer with the templates, settings and limits of `chat`. It raises RingLost after `close`."""
 
     def render(conversations: Sequence[Conversation], how: TemplateOptions) -> list[tuple[str, list[int]]]:
         works = [

@@ -1,7 +1,7 @@
-"""`blockyard tune MODEL`: compiles every GPU kernel of a model and measures its layers, so that later starts need not.
+"""`blockyard tune MODEL`: compiles a model's GPU kernels and tunes its layers ahead of later starts.
 
-With `--kernel-cache DIR` everything is written to that folder, which a container image can carry. The other flags are
-those of `blockyard serve`: kernels depend on them, so give the same ones.
+With `--kernel-cache DIR` the results go to that folder, for example in a container image. Pass the same other
+flags as to `blockyard serve`: kernels depend on them.
 """
 
 import os
@@ -19,7 +19,7 @@ PERIOD_S = 0.2
 
 
 def main(args: Sequence[str]) -> int:
-    """Returns once the workers have nothing left to do in idle times. Raises BlockyardError."""
+    """Returns when the workers have finished their idle work. Raises BlockyardError."""
     values, notes = read_values(args)
     folder = values.maybe("kernel-cache", str)
     if folder is not None:
@@ -38,7 +38,7 @@ def main(args: Sequence[str]) -> int:
 
 
 def wait(done: Callable[[], float], say: Callable[[float], None], period_s: float = PERIOD_S) -> None:
-    """Until `done` is 1.0. Says each new tenth."""
+    """Waits until `done` is 1.0 and reports each tenth."""
     said = -1
     while (fraction := done()) < 1.0:
         if int(10 * fraction) > said:
@@ -48,10 +48,10 @@ def wait(done: Callable[[], float], say: Callable[[float], None], period_s: floa
 
 
 def describe(values: Values) -> str:
-    """What is in the folder, in a line."""
+    """Describes the folder in a line."""
     folder = values.maybe("kernel-cache", str)
     if folder is None:
-        return "kernels and plans are in the user's cache (--kernel-cache DIR puts them into one folder)"
+        return "kernels and tuned configs are in the user's cache (--kernel-cache DIR writes them to one folder)"
     sizes = [(Path(root) / name).stat().st_size for root, _, names in os.walk(folder) for name in names]
     return f"{folder} has {len(sizes)} files, {sum(sizes) / 2**20:.1f} MiB"
 

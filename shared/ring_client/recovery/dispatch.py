@@ -25,7 +25,7 @@ class Dispatch:
             self.hold.check(model, num_choices, num_tokens)
 
     def open(self, entry: JournalEntry, now: float) -> None:
-        entry.heard_s = entry.sent_s = now
+        entry.opened_s = entry.heard_s = entry.sent_s = now
         self._journal.open(entry)
         if not self._send(entry):
             self.hold.put(entry, now)

@@ -6,8 +6,7 @@ import dataclasses
 import pytest
 
 from blockyard import EngineArgs
-from blockyard.services.offline.arguments import KEYWORDS
-from blockyard.services.offline.engine_args import read
+from blockyard.services.offline.engine_args import KEYWORDS, read
 from blockyard.shared.config.flags import FLAGS
 
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blockyard.services.offline.batch import OfflineRequest, RequestBatch, derived_seed
-from blockyard.services.offline.errors import GenerationError
 from blockyard.services.offline.inflight import InflightLimiter
+from blockyard.services.offline.outputs import GenerationError
 from blockyard.services.offline.prompts import read_prompts
 from blockyard.services.offline.sampling_params import SamplingParams, read
 from blockyard.shared.errors import RequestError
@@ -61,7 +61,7 @@ class Rig:
         self.ring = ring
         self.now: float | None = None  # None: the real clock
         self.client = RingClient(ring, ["tiny"], PATIENCE_S, self.clock)
-        self.gate = InflightLimiter(self.client, "tiny", PATIENCE_S)
+        self.limiter = InflightLimiter(self.client, "tiny", PATIENCE_S)
         ring.receive = self.receive
 
     def clock(self) -> float:
@@ -69,19 +69,21 @@ class Rig:
 
     def receive(self, peer: int, event: Any) -> None:
         self.client.handle(peer, event)
-        self.gate.pump()
+        self.limiter.send_pending()
 
     def batch(self, prompts: object, *params: SamplingParams) -> RequestBatch:
         read_ones = read_prompts(prompts, "tiny")
-        asked = [read(params[i % len(params)], CARD.vocab_size, 20) for i in range(len(read_ones))]
-        jobs = [OfflineRequest(p, a, derived_seed(0, i)) for i, (p, a) in enumerate(zip(read_ones, asked, strict=True))]
-        return RequestBatch("b", jobs, CARD, self.client, self.gate)
+        params = [read(params[i % len(params)], CARD.vocab_size, 20) for i in range(len(read_ones))]
+        requests = [
+            OfflineRequest(p, a, derived_seed(0, i)) for i, (p, a) in enumerate(zip(read_ones, params, strict=True))
+        ]
+        return RequestBatch("b", requests, CARD, self.client, self.limiter)
 
     async def pumping(self) -> None:
         while True:
             await asyncio.sleep(0.01)
             self.client.dispatch.retry(self.clock())
-            self.gate.pump()
+            self.limiter.send_pending()
 
 
 def play(ring: FakeRing, scene: Callable[[Rig], Coroutine[Any, Any, None]]) -> Rig:
@@ -98,7 +100,7 @@ def play(ring: FakeRing, scene: Callable[[Rig], Coroutine[Any, Any, None]]) -> R
 
     rig = asyncio.run(run())
     assert rig.client.journal.entries == {}
-    assert len(rig.gate) == 0 and rig.gate._unanswered == {} and rig.gate._num_tokens == 0
+    assert len(rig.limiter) == 0 and rig.limiter._unanswered == {} and rig.limiter._num_tokens == 0
     return rig
 
 
@@ -239,7 +241,7 @@ def test_giving_up_while_texts_are_tokenized() -> None:
 def test_a_scheduler_that_stays_away_is_not_waited_for_for_ever() -> None:
     async def scene(rig: Rig) -> None:
         rig.now = 100.0
-        rig.gate.pump()
+        rig.limiter.send_pending()
         rig.ring.lose(SCHEDULER)
         batch = rig.batch(["a", "b"], SamplingParams(max_tokens=2))
         task = asyncio.create_task(batch.run())
@@ -334,11 +336,12 @@ def test_stop_strings_bad_words_salt_and_truncation_reach_the_ring() -> None:
 def test_priorities_and_beams_reach_the_ring() -> None:
     async def scene(rig: Rig) -> None:
         params = SamplingParams(n=2, use_beam_search=True, temperature=0, max_tokens=2)
-        asked = [read(params, CARD.vocab_size, 20), read(SamplingParams(), CARD.vocab_size, 20)]
-        jobs = [
-            OfflineRequest(p, a, 1, i) for p, a, i in zip(read_prompts(["a", "b"], "tiny"), asked, [-3, 5], strict=True)
+        params = [read(params, CARD.vocab_size, 20), read(SamplingParams(), CARD.vocab_size, 20)]
+        requests = [
+            OfflineRequest(p, a, 1, i)
+            for p, a, i in zip(read_prompts(["a", "b"], "tiny"), params, [-3, 5], strict=True)
         ]
-        await RequestBatch("b", jobs, CARD, rig.client, rig.gate).run()
+        await RequestBatch("b", requests, CARD, rig.client, rig.limiter).run()
         found = {f.request_id: (f.priority, f.beam.width if f.beam else 0) for f in sent(rig.ring, Generate)}
         assert found == {"b-0": (-3, 2), "b-1": (5, 0)}
 

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from blockyard import LLM, EngineArgs, GenerationError, RequestOutput, SamplingParams, TextPrompt, TokensPrompt
-from blockyard.services.offline.errors import RingLost
 from blockyard.services.offline.metrics import Histogram
+from blockyard.services.offline.outputs import RingLost
 from blockyard.shared.errors import BlockyardError, ConfigError, RequestError
 
 SRC = Path(__file__).parents[3] / ".src"
@@ -160,7 +160,7 @@ def test_a_bar_of_the_callers_own(llm: LLM) -> None:
     llm.chat([{"role": "user", "content": "a"}], SamplingParams(max_tokens=2), use_tqdm=Recorder)
     assert [(bar.made_with["total"], sum(bar.updates), bar.closed) for bar in bars] == [(12, 12, 1), (1, 1, 1)]
     assert bars[0].made_with["desc"] == "Processed prompts" and "toks/s, output: " in bars[0].postfix
-    with pytest.raises(RequestError, match="use_tqdm must be a switch or make a bar, got 'yes'"):
+    with pytest.raises(RequestError, match="use_tqdm must be a bool or a factory of progress bars, got 'yes'"):
         llm.generate("a", use_tqdm="yes")  # type: ignore[arg-type]
 
 

@@ -14,16 +14,16 @@ VOCAB = 1000
 
 
 def test_defaults_ask_for_nothing_special() -> None:
-    asked = read(SamplingParams(), VOCAB, 20)
-    assert asked.sampling == msgspec.structs.replace(asked.sampling, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
-    assert (asked.choices.computed, asked.max_tokens, asked.seed, asked.truncate, asked.detokenize) == (
+    params = read(SamplingParams(), VOCAB, 20)
+    assert params.sampling == msgspec.structs.replace(params.sampling, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
+    assert (params.choices.computed, params.max_tokens, params.seed, params.truncate, params.detokenize) == (
         1,
         16,
         None,
         None,
         True,
     )
-    assert asked.sampling.num_logprobs is None and asked.text.stop == []
+    assert params.sampling.num_logprobs is None and params.text.stop == []
 
 
 @pytest.mark.parametrize("top_k", [0, -1, VOCAB, 10**9])
@@ -58,8 +58,8 @@ def test_every_field_goes_somewhere() -> None:
         allowed_token_ids=[9, 8, 9],
         truncate_prompt_tokens=64,
     )
-    asked = read(params, VOCAB, 20)
-    sampling, text = asked.sampling, asked.text
+    params = read(params, VOCAB, 20)
+    sampling, text = params.sampling, params.text
     assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (0.1, 0.2, 1.3)
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.5, 0.9, 7, 0.05)
     assert (sampling.stop_token_ids, sampling.ignore_eos, sampling.min_tokens) == ([5], True, 2)
@@ -67,7 +67,7 @@ def test_every_field_goes_somewhere() -> None:
     assert (sampling.logit_bias, sampling.allowed_token_ids) == ([(3, 1.0), (4, -2.5)], [8, 9])
     assert (text.stop, text.include_stop, text.min_tokens) == (["END", "STOP"], True, 2)
     assert (text.skip_special_tokens, text.spaces_between_special_tokens) == (False, False)
-    assert (asked.choices.returned, asked.seed, asked.max_tokens, asked.truncate, asked.bad_words) == (
+    assert (params.choices.returned, params.seed, params.max_tokens, params.truncate, params.bad_words) == (
         3,
         11,
         99,
