@@ -7,7 +7,7 @@ from blockyard.services.scheduler.batch.admission_delay import AdmissionDelay
 from blockyard.services.scheduler.batch.partial_prefill_limits import PartialPrefillLimits
 from blockyard.services.scheduler.batch.step_planner import StepPlanner
 from blockyard.services.scheduler.batch.step_results import StepResults
-from blockyard.services.scheduler.kv_cache.prefix_cache import PrefixCache
+from blockyard.services.scheduler.kv_cache.prefix_cache import BlockHasher
 from blockyard.services.scheduler.lifecycle import Lifecycle
 from blockyard.services.scheduler.outbox import Outbox, Outgoing
 from blockyard.services.scheduler.queue.acceptance import Acceptance
@@ -84,17 +84,18 @@ class Scheduler:
         self._outbox = Outbox()
         policy = self._policy = POLICIES[settings.policy]()
         self._waiting = WaitingQueue(policy)
-        self._groups = WorkerGroups(incarnation, settings.batch)
+        self._groups = WorkerGroups(
+            incarnation, settings.batch, BlockHasher(settings.block_scope, settings.prefix_caching)
+        )
         lengths = OutputLengths()
         self._wait = WaitEstimate(self._waiting, self._groups.attached, lengths)
         limits = (settings.max_queue_len, settings.max_queue_tokens, settings.max_queue_delay_s)
         self._bounds = QueueBounds(self._waiting, self._wait, *limits)
         self.groups = self._groups.attached  # by worker's incarnation, for those who look on
         self._streams = DetokenizerStreams(self._groups.attached)
-        self._prefix = PrefixCache(settings.block_scope, settings.prefix_caching)
         self._parallel_sampling = ParallelSampling(self._waiting)
         self._lifecycle = Lifecycle(
-            self._waiting, self._groups, self._streams, self._prefix, policy, self._parallel_sampling, lengths
+            self._waiting, self._groups, self._streams, policy, self._parallel_sampling, lengths
         )
         self.before_preempt = self._lifecycle.before_preempt
         acceptance = Acceptance(self._lifecycle.requests, self._waiting, self._bounds, self._streams, self._outbox)
@@ -111,13 +112,12 @@ class Scheduler:
             self._parallel_sampling,
             beam_scheduler,
         )
-        self._router = Router(self._waiting, self._groups.attached, self._prefix, policy, acceptance)
+        self._router = Router(self._waiting, self._groups.attached, policy, acceptance)
         self._admission_delay, self._timers = AdmissionDelay(settings.delay_factor), WakeupTimers()
         self._planner = StepPlanner(
             incarnation,
             self._waiting,
             self._lifecycle,
-            self._prefix,
             policy,
             acceptance,
             self._router,
@@ -127,7 +127,7 @@ class Scheduler:
         )
         self._sleep = WorkerSleep(incarnation, self._groups, self._bounds, self._outbox, self._clear)
         self._controls = Controls(self._groups, self._admission_delay, self._sleep, self._outbox, settings.may_sleep)
-        self._results = StepResults(self._waiting, self._lifecycle, self._prefix, beam_scheduler)
+        self._results = StepResults(self._waiting, self._lifecycle, beam_scheduler)
         self._gateways: set[int] = set()
         self._num_steps = 0
         self._heard: set[int] = set()  # workers with a result since the last turn
@@ -237,15 +237,15 @@ class Scheduler:
             prompt_tokens_total=self._results.num_prompt_tokens,
             output_tokens_total=self._results.num_output_tokens,
             preemptions_total=self._lifecycle.num_preemptions,
-            blocks_used=sum(group.blocks.num_used for group in groups),
-            blocks_total=sum(group.blocks.num_ids for group in groups),
+            blocks_used=sum(group.kv_cache.blocks.num_used for group in groups),
+            blocks_total=sum(group.kv_cache.blocks.num_ids for group in groups),
             steps_total=self._num_steps,
-            prefix_queries_total=self._prefix.num_queries,
-            prefix_hits_total=self._prefix.num_hits,
-            host_blocks_used=sum(group.blocks.host.num_used for group in groups),
-            host_blocks_total=sum(group.blocks.host.num_ids for group in groups),
-            blocks_saved_total=self._groups.num_saved,
-            blocks_fetched_total=self._groups.num_fetched,
+            prefix_queries_total=self._groups.cache_stats.num_queries,
+            prefix_hits_total=self._groups.cache_stats.num_hits,
+            host_blocks_used=sum(group.kv_cache.blocks.host.num_used for group in groups),
+            host_blocks_total=sum(group.kv_cache.blocks.host.num_ids for group in groups),
+            blocks_saved_total=self._groups.cache_stats.num_saved,
+            blocks_fetched_total=self._groups.cache_stats.num_fetched,
             waiting_tokens=self._waiting.usage.amount.tokens,
             wait_s=self._bounds.wait_s,
             displaced_total=self._planner.preemption.num_displaced,
@@ -291,7 +291,7 @@ class Scheduler:
         group = self._groups.attach(peer, frame)
         if group is None:
             return
-        self._prefix.restore(group, frame)
+        group.kv_cache.restore(frame)
         self._groups.mark_dirty((group,))
         self._settle_capacity()
         self._sleep.on_attached(group)

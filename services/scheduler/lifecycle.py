@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-from blockyard.services.scheduler.kv_cache.prefix_cache import PrefixCache
 from blockyard.services.scheduler.queue.output_lengths import OutputLengths
 from blockyard.services.scheduler.queue.policy import Policy
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
@@ -19,7 +18,6 @@ class Lifecycle:
         waiting: WaitingQueue,
         groups: WorkerGroups,
         streams: DetokenizerStreams,
-        prefix: PrefixCache,
         policy: Policy,
         parallel_sampling: ParallelSampling,
         lengths: OutputLengths,
@@ -27,7 +25,7 @@ class Lifecycle:
         self.requests: dict[str, Request] = {}
         self.num_preemptions = 0
         self.before_preempt: list[Callable[[WorkerGroup], None]] = []  # who wants to look before a seat is taken
-        self._waiting, self._groups, self._streams, self._prefix = waiting, groups, streams, prefix
+        self._waiting, self._groups, self._streams = waiting, groups, streams
         self._policy, self._parallel_sampling, self._lengths = policy, parallel_sampling, lengths
 
     def end(self, sequence: Sequence) -> None:
@@ -64,7 +62,7 @@ class Lifecycle:
         sequence.last_run = sequence.prompt_source = None  # cuts the circle; the collector rarely runs here
         self._parallel_sampling.on_removed(sequence)
         if group is not None:
-            self._prefix.drop_private(group, sequence)
+            group.kv_cache.drop_private(sequence)
 
     def finish(self, sequence: Sequence, finish: FinishReason, detail: str = "") -> None:
         """Ends a choice for a reason the worker does not know of."""
@@ -91,7 +89,7 @@ class Lifecycle:
         """Takes a choice's seat. Once there is room it begins anew, with what is found of it then."""
         for look in self.before_preempt:
             look(group)
-        self._prefix.hash_before_preempt(group, running)
+        group.kv_cache.hash_before_preempt(running)
         self._free(group, running)
         self.num_preemptions += 1
         self._wait(running.sequence)
@@ -114,7 +112,6 @@ class Lifecycle:
             self._wait(sequence)
 
     def _free(self, group: WorkerGroup, running: RunningSequence) -> None:
-        self._prefix.hash_before_free(group, running)
         group.free(running)
         self._policy.on_freed(running.sequence)
 

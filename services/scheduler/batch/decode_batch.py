@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
+from blockyard.services.scheduler.kv_cache.block_table import NEVER
 from blockyard.services.scheduler.sequences.detokenizer_outbox import DetokenizerOutbox
 from blockyard.services.scheduler.sequences.requests import (
-    NEVER,
     NOT_SHARED,
     RunningSequence,
     SharedProgress,

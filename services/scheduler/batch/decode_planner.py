@@ -1,7 +1,6 @@
 """What a plan grants to those that run already: a token to each that decodes, and blocks for it."""
 
 from blockyard.services.scheduler.batch.plan_builder import PlanBuilder
-from blockyard.services.scheduler.kv_cache.prefix_cache import PrefixCache
 from blockyard.services.scheduler.lifecycle import Lifecycle
 from blockyard.services.scheduler.sequences.requests import Phase, RunningSequence
 from blockyard.services.scheduler.workers.worker_groups import WorkerGroup
@@ -9,8 +8,8 @@ from blockyard.shared.messages import SlotBlocks
 
 
 class DecodePlanner:
-    def __init__(self, lifecycle: Lifecycle, prefix: PrefixCache) -> None:
-        self._lifecycle, self._prefix = lifecycle, prefix
+    def __init__(self, lifecycle: Lifecycle) -> None:
+        self._lifecycle = lifecycle
 
     def schedule(self, group: WorkerGroup, builder: PlanBuilder) -> list[RunningSequence]:
         """Grants each decoding seat one token, oldest first. Returns the seats that are in prefill.
@@ -29,10 +28,10 @@ class DecodePlanner:
                 continue  # preempted for one before it
             num_scheduled_tokens = running.num_scheduled_tokens
             if num_scheduled_tokens < running.prefill_end:
-                if num_scheduled_tokens < running.capacity or self._extend(group, builder, running):
+                if num_scheduled_tokens < running.table.capacity or self._extend(group, builder, running):
                     partial_prefills.append(running)
             elif num_scheduled_tokens < running.max_scheduled_tokens and builder.token_budget:
-                if num_scheduled_tokens == running.capacity and not self._extend(group, builder, running):
+                if num_scheduled_tokens == running.table.capacity and not self._extend(group, builder, running):
                     continue
                 if fits and decode_batch.accepts(running):
                     decode_batch.join(running, builder.record.number)
@@ -52,17 +51,15 @@ class DecodePlanner:
 
         Where they are scarce these seats are looked at with all others, in the order in which these get blocks.
         """
-        decode_batch, pool = group.decode_batch, group.blocks
-        is_scarce = pool.num_free < decode_batch.num_due + len(decode_batch.outside)
-        at_end = builder.record.filled = decode_batch.take_due(leave=is_scarce or group.window.size is not None)
+        decode_batch, kv_cache = group.decode_batch, group.kv_cache
+        is_scarce = kv_cache.blocks.num_free < decode_batch.num_due + len(decode_batch.outside)
+        at_end = builder.record.filled = decode_batch.take_due(leave=is_scarce or kv_cache.window.size is not None)
         extended = [
             running
             for running in at_end
-            if decode_batch.has(running) and running.num_scheduled_tokens == running.capacity
+            if decode_batch.has(running) and running.num_scheduled_tokens == running.table.capacity
         ]
-        for running, block in zip(extended, pool.take(len(extended)), strict=True):
-            running.blocks.append(block)
-            running.capacity += pool.block_size
+        for running, block in zip(extended, kv_cache.append_block_to_each(extended), strict=True):
             builder.blocks.append(SlotBlocks(running.slot, [block]))
 
     def _extend(self, group: WorkerGroup, builder: PlanBuilder, running: RunningSequence) -> bool:
@@ -70,20 +67,15 @@ class DecodePlanner:
 
         What they held rests while plans are in flight: False means not in this plan.
         """
-        pool = group.blocks
-        if group.window.size is not None:
-            self._prefix.hash_before_free(group, running)
-            group.free_outside_window(running)
-        block = pool.take_one()
+        kv_cache, pool = group.kv_cache, group.kv_cache.blocks
+        block = kv_cache.append_block(running)
         if block is None:
             builder.num_blocks_owed += 1
             while pool.num_free + pool.num_pending < builder.num_blocks_owed and group.running[-1] is not running:
                 self._lifecycle.preempt(group, group.running[-1])
-            block = pool.take_one()
+            block = kv_cache.append_block(running)
             if block is None:
                 return False
             builder.num_blocks_owed -= 1
-        running.blocks.append(block)
-        running.capacity += pool.block_size
         builder.blocks.append(SlotBlocks(running.slot, [block]))
         return True

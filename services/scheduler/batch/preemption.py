@@ -1,6 +1,6 @@
 """Whose place is taken: by somebody who waits and whom the policy puts in a lower class."""
 
-from blockyard.services.scheduler.kv_cache.prefix_cache import PrefixCache, PrefixMatch
+from blockyard.services.scheduler.kv_cache.prefix_cache import PrefixMatch
 from blockyard.services.scheduler.lifecycle import Lifecycle
 from blockyard.services.scheduler.queue.policy import Policy
 from blockyard.services.scheduler.sequences.requests import Sequence
@@ -9,9 +9,9 @@ from blockyard.services.scheduler.workers.worker_groups import WorkerGroup
 
 
 class Preemption:
-    def __init__(self, placement: Router, policy: Policy, lifecycle: Lifecycle, prefix: PrefixCache) -> None:
+    def __init__(self, placement: Router, policy: Policy, lifecycle: Lifecycle) -> None:
         self.num_displaced = 0
-        self._router, self._policy, self._lifecycle, self._prefix = placement, policy, lifecycle, prefix
+        self._router, self._policy, self._lifecycle = placement, policy, lifecycle
 
     def preempt_for(self, group: WorkerGroup, sequence: Sequence) -> None:
         """Before a plan: the one who is next gets the seat and the blocks that it lacks from higher classes.
@@ -22,10 +22,10 @@ class Preemption:
         rank = self._policy.key(sequence)[0]
         if not active or not self._policy.preemptible_by(active[-1].sequence, rank):
             return
-        found = self._prefix.find(group, sequence)
+        found = group.kv_cache.find(sequence)
         above = [running for running in active if self._policy.preemptible_by(running.sequence, rank)]
         if self._lacks(group, sequence, found) > sum(
-            len(running.blocks) - running.num_freed_blocks for running in above
+            len(running.table.blocks) - running.table.num_freed for running in above
         ):
             return
         self._router.reserve(group, sequence)
@@ -35,7 +35,4 @@ class Preemption:
 
     def _lacks(self, group: WorkerGroup, sequence: Sequence, found: PrefixMatch) -> int:
         """Blocks that would be missing even if nothing rested."""
-        pool = group.blocks
-        need = group.num_blocks_to_take(sequence.num_tokens, found.num_tokens, found.num_skipped, found.blocks)
-        need += pool.index.free_queue.num_free_of(found.blocks)
-        return need - pool.num_admissible
+        return group.kv_cache.num_blocks_lacking(sequence.num_tokens, found, alone=not group.running)

@@ -10,7 +10,7 @@ from blockyard.services.scheduler.batch.partial_prefill_limits import (
 )
 from blockyard.services.scheduler.batch.plan_builder import PlanBuilder
 from blockyard.services.scheduler.batch.preemption import Preemption
-from blockyard.services.scheduler.kv_cache.prefix_cache import PrefixCache, PrefixMatch
+from blockyard.services.scheduler.kv_cache.prefix_cache import PrefixMatch
 from blockyard.services.scheduler.lifecycle import Lifecycle
 from blockyard.services.scheduler.queue.acceptance import Acceptance
 from blockyard.services.scheduler.queue.policy import Policy
@@ -30,7 +30,6 @@ class StepPlanner:
         scheduler: int,
         waiting: WaitingQueue,
         lifecycle: Lifecycle,
-        prefix: PrefixCache,
         policy: Policy,
         acceptance: Acceptance,
         placement: Router,
@@ -38,8 +37,8 @@ class StepPlanner:
         admission_delay: AdmissionDelay,
         limits: PartialPrefillLimits,
     ) -> None:
-        self.preemption = Preemption(placement, policy, lifecycle, prefix)
-        self._scheduler, self._waiting, self._lifecycle, self._prefix = scheduler, waiting, lifecycle, prefix
+        self.preemption = Preemption(placement, policy, lifecycle)
+        self._scheduler, self._waiting, self._lifecycle = scheduler, waiting, lifecycle
         self._policy, self._router, self._acceptance, self._parallel_sampling = (
             policy,
             placement,
@@ -48,13 +47,13 @@ class StepPlanner:
         )
         self._beam_scheduler, self._admission_delay, self._limits = beam_scheduler, admission_delay, limits
         self._deferred, self._fair_limiter = DeferredPrompts(waiting), FairStepLimiter(policy)
-        self._decode_planner = DecodePlanner(lifecycle, prefix)
+        self._decode_planner = DecodePlanner(lifecycle)
 
     def plan(self, group: WorkerGroup) -> StepPlan | None:
         """The next plan of a group, or None if nothing can run in it now."""
         if self._admission_delay.frozen:
             return None
-        self._prefix.hash_full_blocks(group)
+        group.kv_cache.hash_full_blocks()
         if (sequence := self._next(group)) is not None:
             self.preemption.preempt_for(group, sequence)
         builder = PlanBuilder(group.plan_clock.last_sent + 1, group.max_num_batched_tokens)
@@ -69,16 +68,11 @@ class StepPlanner:
         ends, group.slots_to_end = group.slots_to_end, []
         builder.record.runs = builder.runs
         group.on_sent(builder.record)
-        if builder.copies:
-            group.blocks.release([copy.src for copy in builder.copies], ())  # they rest until this plan's result is in
-        for name, block in builder.new_hashes.items():
-            group.blocks.index.insert(block, name)
+        group.kv_cache.on_plan_sent(builder.new_hashes, [copy.src for copy in builder.copies])
         for request in builder.written_prompts:
             self._parallel_sampling.on_prompt_scheduled(request)
-        names, number = self._prefix.take_new_cached_blocks(group), builder.record.number
-        saves, fetches = group.blocks.host.take()
-        changes = (builder.starts, builder.blocks, builder.runs, names, saves, fetches, builder.copies)
-        return StepPlan(self._scheduler, number, ends, *changes)
+        changes = (builder.starts, builder.blocks, builder.runs, *group.kv_cache.take_plan_changes(), builder.copies)
+        return StepPlan(self._scheduler, builder.record.number, ends, *changes)
 
     def _divide_step(self, group: WorkerGroup, builder: PlanBuilder, sequence: Sequence | None) -> bool:
         """Decodes first, but perhaps none if `sequence`, which is next, goes before others; then no other prompts.
@@ -131,10 +125,10 @@ class StepPlanner:
 
     def _schedule_prefill(self, group: WorkerGroup, builder: PlanBuilder, running: RunningSequence, most: int) -> None:
         num_tokens = min(running.prefill_end - running.num_scheduled_tokens, most)
-        if running.num_scheduled_tokens + num_tokens > running.capacity:
+        if running.num_scheduled_tokens + num_tokens > running.table.capacity:
             num_tokens = self._extend_prefill(group, builder, running, num_tokens)
         builder.schedule(running, num_tokens)
-        for name, block in self._prefix.blocks_filled_by_plan(group, running).items():
+        for name, block in group.kv_cache.blocks_filled_by_plan(running).items():
             builder.new_hashes.setdefault(name, block)
         if running.num_scheduled_tokens == running.prefill_end and len(running.sequence.request.active_sequences) > 1:
             builder.written_prompts.append(running.sequence.request)
@@ -143,16 +137,10 @@ class StepPlanner:
         self, group: WorkerGroup, builder: PlanBuilder, running: RunningSequence, num_tokens: int
     ) -> int:
         """Blocks for so many more tokens of a prompt, or for as many as there are free blocks. Returns the tokens."""
-        pool = group.blocks
-        self._prefix.hash_before_free(group, running)
-        group.free_outside_window(running)
-        missing = pool.blocks_for(running.num_scheduled_tokens + num_tokens) - len(running.blocks)
-        taken = pool.take(min(missing, pool.num_free))
+        taken = group.kv_cache.extend(running, running.num_scheduled_tokens + num_tokens)
         if taken:
-            running.blocks += taken
-            running.capacity += len(taken) * pool.block_size
             builder.blocks.append(SlotBlocks(running.slot, taken))
-        return min(num_tokens, running.capacity - running.num_scheduled_tokens)
+        return min(num_tokens, running.table.capacity - running.num_scheduled_tokens)
 
     def _next(self, group: WorkerGroup) -> Sequence | None:
         """Who is to be seated next, if anybody may be now."""
@@ -174,9 +162,7 @@ class StepPlanner:
                 continue
             if token_budget <= 0 or not group.can_schedule:
                 return
-            found = self._parallel_sampling.find_prefix(
-                group, builder.record, sequence, self._prefix.find(group, sequence)
-            )
+            found = self._parallel_sampling.find_prefix(group, builder.record, sequence, group.kv_cache.find(sequence))
             if found is None:
                 continue
             if found.next_hash in builder.new_hashes:
@@ -186,10 +172,8 @@ class StepPlanner:
             if is_long and not longs.can_add():
                 self._deferred.defer(sequence)
                 continue
-            num_blocks = group.num_blocks_to_take(
-                sequence.num_tokens, found.num_tokens, found.num_skipped, found.blocks
-            )  # some to be fetched
-            if not group.blocks.admits(num_blocks, found.blocks, alone=not group.running):
+            num_blocks = group.kv_cache.num_blocks_to_take(sequence.num_tokens, found, alone=not group.running)
+            if not group.kv_cache.blocks.admits(num_blocks, found.blocks, alone=not group.running):
                 return
             if num_tokens > token_budget and not longs.may_split(
                 min(num_tokens, group.max_num_batched_tokens) > token_budget
@@ -213,14 +197,11 @@ class StepPlanner:
         self._policy.on_scheduled(
             sequence, sequence.num_tokens - found.num_tokens if sequence.num_cached_tokens is None else 0
         )
-        found.host_blocks = group.blocks.host.pin(list(found.host_hashes.values()))
         if found.copy_from is not None:
             found.copy_from = builder.source_of(found.copy_from)
-            group.blocks.share([found.copy_from])  # nobody may get it before this plan has been sent
-        running = group.schedule(sequence, num_blocks, found.blocks)
-        self._prefix.on_scheduled(group, running, found)
+        running = group.schedule(sequence, num_blocks, found)
         if found.copy_from is not None:
-            builder.copy(found.copy_from, running.blocks[running.num_cached_blocks])
+            builder.copy(found.copy_from, running.table.blocks[running.table.num_cached])
         return running
 
     def _ended_unscheduled(self, group: WorkerGroup, sequence: Sequence) -> bool:
@@ -263,7 +244,7 @@ def _slot_start(group: WorkerGroup, running: RunningSequence) -> SlotStart:
         request.frame.prompt_ids + sequence.outputs.tobytes(),
         request.num_prompt,
         num_computed=running.num_scheduled_tokens,
-        blocks=list(running.blocks),
+        blocks=list(running.table.blocks),
         sampling=sampling,
         choice=sequence.index,
         prompt_logprobs_from=sequence.prompt_next,

@@ -6,8 +6,6 @@ from collections import deque
 
 from blockyard.services.scheduler.batch.decode_batch import BatchRows
 from blockyard.services.scheduler.batch.plan_record import PlanRecord
-from blockyard.services.scheduler.kv_cache.invalidation import invalidate_failed, invalidate_unfetched
-from blockyard.services.scheduler.kv_cache.prefix_cache import PrefixCache
 from blockyard.services.scheduler.lifecycle import Lifecycle
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
 from blockyard.services.scheduler.sequences.beam_sequences import BeamScheduler
@@ -19,14 +17,12 @@ from blockyard.shared.messages import NO_TOKEN, STEP_TOKENS, FinishReason, SlotR
 class StepResults:
     """Turns results into TokenSteps and ends what the worker ended. Counts what it saw."""
 
-    def __init__(
-        self, waiting: WaitingQueue, lifecycle: Lifecycle, prefix: PrefixCache, beam_scheduler: BeamScheduler
-    ) -> None:
+    def __init__(self, waiting: WaitingQueue, lifecycle: Lifecycle, beam_scheduler: BeamScheduler) -> None:
         self.num_output_tokens = 0
         self.num_prompt_tokens = 0  # of prompts and of what was computed again
         self.step_sizes = [0] * (len(STEP_TOKENS) + 1)  # steps by tokens computed of prompts plus generated
         self.num_step_tokens = 0
-        self._waiting, self._lifecycle, self._prefix, self._beam_scheduler = waiting, lifecycle, prefix, beam_scheduler
+        self._waiting, self._lifecycle, self._beam_scheduler = waiting, lifecycle, beam_scheduler
 
     def apply(self, group: WorkerGroup, record: PlanRecord, result: StepResult) -> None:
         """Slots that did not run in the plan are ignored; those that did and are silent produced nothing."""
@@ -40,7 +36,7 @@ class StepResults:
                 self._slot(group, record, running, slot, result.stamp_s)
         for number, running in record.sequences.items():
             running.num_scheduled_tokens -= record.chunk_sizes.get(number, 1)
-        group.hash_queue.extend(record.filled)
+        group.kv_cache.mark_blocks_full(record.filled)
         num_tokens = self.num_prompt_tokens + self.num_output_tokens - before
         if num_tokens:
             self.num_step_tokens += num_tokens
@@ -100,8 +96,8 @@ class StepResults:
         if running.num_computed_tokens < running.prefill_end:
             self.num_prompt_tokens += max(0, done)
         running.num_computed_tokens = num_computed
-        if num_computed >= running.next_hash_at:
-            self._prefix.mark_block_full(group, running)
+        if num_computed >= running.table.next_hash_at:
+            group.kv_cache.mark_block_full(running)
         if num_tokens:
             if finish is None and sequence.num_tokens + num_tokens >= running.max_num_tokens:
                 finish = FinishReason.LENGTH  # where the worker's own limit is farther than ours
@@ -143,11 +139,11 @@ class StepResults:
             self._lifecycle.end(sequence)
 
     def _spoil(self, group: WorkerGroup, running: RunningSequence) -> None:
-        for reader in invalidate_failed(group, running):
+        for reader in group.kv_cache.invalidate_failed(running, group.active()):
             self._lifecycle.reschedule(group, reader)
 
     def _unfetched(self, group: WorkerGroup, record: PlanRecord, blocks: list[int]) -> None:
-        for reader in invalidate_unfetched(group, record, blocks):
+        for reader in group.kv_cache.invalidate_unfetched(blocks, [*group.active(), *record.all_sequences()]):
             record.drop(reader)
             self._lifecycle.reschedule(group, reader)
 

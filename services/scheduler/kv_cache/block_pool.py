@@ -59,6 +59,10 @@ class BlockPool:
             return True
         return num_blocks <= room and num_blocks + self._free_queue.num_free_of(found) <= room
 
+    def num_free_of(self, blocks: list[int]) -> int:
+        """How many of these cached blocks count as free."""
+        return self._free_queue.num_free_of(blocks)
+
     def holds(self, block_hash: bytes) -> bool:
         return self.index.get(block_hash) is not None or self.host.get(block_hash) is not None
 

@@ -15,8 +15,6 @@ class HostTier:
     """
 
     def __init__(self, num_blocks: int, plan_clock: PlanClock) -> None:
-        self.num_saved = 0
-        self.num_fetched = 0
         self._plan_clock = plan_clock
         self._ids = IdPool(num_blocks, plan_clock)
         self._block_of: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
@@ -80,8 +78,6 @@ class HostTier:
         """What the plan that is being sent has to copy."""
         saves, self._saves = self._saves, []
         fetches, self._fetches = self._fetches, []
-        self.num_saved += len(saves)
-        self.num_fetched += len(fetches)
         return saves, fetches
 
     def remove(self, hashes: Iterable[bytes]) -> None:

@@ -1,56 +1,48 @@
-"""Models in which every layer sees only the last `window` tokens: sequences hold no more blocks than those.
+"""Models in which every layer sees only the last `window` tokens: a sequence holds only the blocks of its window.
 
-What lies behind is released while the sequence runs. Its table keeps all places, because positions count them; those
-that were released may be in use elsewhere, and no kernel reads them. A prompt needs not be found
-from its beginning: what the next token sees is enough.
+Blocks outside the window are given up while the sequence runs. Their entries in the block table stay, because positions
+count them, and no kernel reads them. A cached prefix can be used when the blocks of its last window are cached.
 """
 
 from collections.abc import Callable, Sequence
 
-from blockyard.services.scheduler.sequences.requests import NEVER, RunningSequence
+from blockyard.services.scheduler.kv_cache.block_table import NEVER
 
 
 class SlidingWindow:
-    """`size` None: some layer sees all, and everything is kept."""
+    """`size` is in tokens; None if some layer sees all tokens, so that every block is kept."""
 
     def __init__(self, size: int | None, block_size: int, max_step_tokens: int) -> None:
         self.size = size
         self._block_size = block_size
-        self._step = max_step_tokens
+        self._max_step_tokens = max_step_tokens
 
     def num_skipped_blocks(self, num_tokens: int) -> int:
-        """Leading blocks that no token behind so many looks at."""
+        """Leading blocks that no token after the first `num_tokens` sees."""
         if self.size is None:
             return 0
         return max(0, num_tokens - self.size + 1) // self._block_size
 
-    def initial_tokens(self, known: int, num_cached_blocks: int) -> int:
-        """Tokens for which a sequence takes blocks when it is seated: those it will hold at a time."""
+    def initial_tokens(self, num_tokens: int, num_found: int) -> int:
+        """Tokens for which a sequence takes blocks when it starts behind `num_found` cached tokens."""
         if self.size is None:
-            return known
-        return min(known, num_cached_blocks + self.size + self._step)
+            return num_tokens
+        return min(num_tokens, num_found + self.size + self._max_step_tokens)
 
     def max_len(self, num_blocks: int) -> int:
-        """Tokens of the longest sequence that fits into so many blocks, computed a block at a time if need be."""
+        """Tokens of the longest sequence that fits into `num_blocks` blocks, if need be computed block by block."""
         if self.size is not None and num_blocks >= -(-self.size // self._block_size) + 2:
             return NEVER
         return num_blocks * self._block_size
 
-    def blocks_outside(self, running: RunningSequence) -> range:
-        """Places in a seat's table that it holds and that no plan in flight or to come will look at."""
-        return range(
-            running.num_freed_blocks, min(self.num_skipped_blocks(running.num_computed_tokens), len(running.blocks))
-        )
-
-    def longest_hit(self, hashes: Sequence[bytes], has: Callable[[bytes], bool]) -> tuple[int, int]:
-        """Of a chain of blocks some of which are there: how many leading ones need not be computed, and how many of
-        these need not even be there."""
+    def longest_hit(self, hashes: Sequence[bytes], is_cached: Callable[[bytes], bool]) -> tuple[int, int]:
+        """The longest usable prefix in blocks, and how many of its leading blocks are outside the window."""
         size, window = self._block_size, self.size
         assert window is not None
-        best = first = run = 0  # `run`: where the blocks begin that are there without a gap
+        best = first = gap_end = 0  # all blocks from `gap_end` on are cached
         for end, block_hash in enumerate(hashes, 1):
-            if not has(block_hash):
-                run = end
-            elif (seen := max(0, end * size - window + 1) // size) >= run:
-                best, first = end, seen
+            if not is_cached(block_hash):
+                gap_end = end
+            elif (skipped := max(0, end * size - window + 1) // size) >= gap_end:
+                best, first = end, skipped
         return best, first

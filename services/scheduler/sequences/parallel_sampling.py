@@ -76,14 +76,14 @@ class ParallelSampling:
             running = other.last_run
             if running is None or not _runs(running, group):
                 continue
-            if running.num_freed_blocks > group.window.num_skipped_blocks(num_tokens):
+            if running.table.num_freed > group.kv_cache.window.num_skipped_blocks(num_tokens):
                 continue  # it has given up what this one would have to see
-            if scored and (running.num_cached_blocks or running.copied_from is not None):
+            if scored and (running.table.num_cached or running.table.copied_from is not None):
                 continue  # a fork itself: nobody may be left who has the log-probabilities of the prompt
             if _has(running, group, record, num_tokens):
                 return self._fork(group, sequence, running, num_tokens)
             is_near = True
-        if not is_near or num_tokens - found.num_tokens < group.blocks.block_size:
+        if not is_near or num_tokens - found.num_tokens < group.kv_cache.blocks.block_size:
             return found
         self._waiting.discard(sequence)
         self._park(sequence)
@@ -95,12 +95,14 @@ class ParallelSampling:
         self.num_awaiting_prompt += 1
 
     def _fork(self, group: WorkerGroup, sequence: Sequence, source: RunningSequence, num_tokens: int) -> PrefixMatch:
-        num_full, rest = divmod(num_tokens, group.blocks.block_size)
+        num_full, rest = divmod(num_tokens, group.kv_cache.blocks.block_size)
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = source.sequence.num_cached_tokens  # one prompt, found once
-        first = group.window.num_skipped_blocks(num_tokens)
-        copied = source.blocks[num_full] if rest else None
-        return PrefixMatch(source.blocks[first:num_full], num_tokens=num_tokens, copy_from=copied, num_skipped=first)
+        first = group.kv_cache.window.num_skipped_blocks(num_tokens)
+        copied = source.table.blocks[num_full] if rest else None
+        return PrefixMatch(
+            source.table.blocks[first:num_full], num_tokens=num_tokens, copy_from=copied, num_skipped=first
+        )
 
 
 def _runs(running: RunningSequence, group: WorkerGroup) -> bool:
@@ -117,7 +119,7 @@ def _has(running: RunningSequence, group: WorkerGroup, record: PlanRecord, num_t
     The seat may be new in this plan: then the block that it ends in is filled by a copy of this plan, and a reader
     copies that one's source (see `PlanBuilder.source_of`).
     """
-    if not _runs(running, group) or running.num_freed_blocks > group.window.num_skipped_blocks(num_tokens):
+    if not _runs(running, group) or running.table.num_freed > group.kv_cache.window.num_skipped_blocks(num_tokens):
         return False
     return running.num_scheduled_tokens - record.num_scheduled(running) >= num_tokens
 

@@ -8,13 +8,13 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
+from blockyard.services.scheduler.kv_cache.block_table import BlockTable
 from blockyard.services.scheduler.kv_cache.id_pool import PlanClock
 from blockyard.services.scheduler.sequences.beam_search import BeamSearch, Hypothesis
 from blockyard.services.scheduler.sequences.detokenizer_outbox import DetokenizerOutbox
 from blockyard.shared.messages import Generate, Sampling, SlotRun
 
 ID_BYTES = 4  # of a token id on the wire
-NEVER = 1 << 62  # tokens that no sequence reaches
 
 Key = tuple[int, ...]  # the smallest is served first and preempted last
 
@@ -144,6 +144,9 @@ class Sequence:
         """For the step that has its first token."""
         return self.num_cached_tokens or 0 if self.reports_cached else 0
 
+    def set_block_hashes(self, block_size: int, hashes: list[bytes]) -> None:
+        self.hash_block_size, self.block_hashes = block_size, hashes
+
     def awaits_results(self) -> bool:
         """Left its seat while plans with it were in flight: what they say are its tokens still."""
         running = self.last_run
@@ -179,17 +182,10 @@ class RunningSequence:
     prefill_end: int  # ids it started with
     max_num_tokens: int  # known tokens at which it ends: max_tokens or the model's length
     max_scheduled_tokens: int
-    blocks: list[int]
-    capacity: int  # tokens that fit in `blocks`
+    table: BlockTable
     decode: SlotRun  # the same in every plan
     progress: SharedProgress = NOT_SHARED  # its lane's
     has_sampled: bool = False  # a token has come: from then on all that is known but the last one is computed
-    num_cached_blocks: int = 0  # leading blocks that were there already: others may have them too
-    copied_from: int | None = None  # block whose contents it began with, in one of its own
-    num_hashed: int = 0  # leading blocks that were offered to the index
-    num_freed_blocks: int = 0  # leading places in `blocks` that it does not hold: they are behind its model's window
-    next_hash_at: int = NEVER  # computed tokens with which the next block is to be named
-    is_hash_due: bool = False  # it has as many, and is in its group's list for that
     batch_row: int = 0  # its place in its lane
     due_step: int = 0  # when its lane looks at it, by its pace
     own_tokens: int = 0  # tokens granted besides its lane's

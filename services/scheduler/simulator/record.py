@@ -107,7 +107,7 @@ class Record:
     def before_preempt(self, group: WorkerGroup, now: float) -> None:
         """A seat is about to be taken away for want of blocks."""
         if self.first_preemption is None:
-            pool = group.blocks
+            pool = group.kv_cache.blocks
             self.first_preemption = FirstPreemption(now, pool.num_used / pool.num_ids, self._unfilled([group]))
 
     def sample(self, now: float, look: Callable[[], tuple[int, list[WorkerGroup]]]) -> None:
@@ -115,7 +115,7 @@ class Record:
         if now < self._next_s:
             return
         waiting, groups = look()
-        used, total = sum(g.blocks.num_used for g in groups), sum(g.blocks.num_ids for g in groups)
+        used, total = sum(g.kv_cache.blocks.num_used for g in groups), sum(g.kv_cache.blocks.num_ids for g in groups)
         running = [len(group.running) for group in groups]
         unfilled = self._unfilled(groups)
         self.samples.append(Sample(now, waiting, running, used / max(total, 1), unfilled, self.num_output_tokens))
@@ -128,8 +128,8 @@ class Record:
         """Of each seat's last block, what lies behind the last token it will ever compute."""
         wasted = slots = 0
         for group in groups:
-            slots += group.blocks.num_used * group.blocks.block_size
+            slots += group.kv_cache.blocks.num_used * group.kv_cache.blocks.block_size
             for seat in group.running:
                 request = self.flows[int(seat.sequence.request.id)].request
-                wasted += max(0, seat.capacity - (request.prompt_tokens + request.output_tokens - 1))
+                wasted += max(0, seat.table.capacity - (request.prompt_tokens + request.output_tokens - 1))
         return wasted / slots if slots else 0.0

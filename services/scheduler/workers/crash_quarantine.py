@@ -79,8 +79,7 @@ class CrashQuarantine:
 
 def _alone(group: WorkerGroup, request: Request) -> bool:
     """Nobody else runs, or may still run."""
-    sequences = [*group.running, *(running for record in group.in_flight for running in record.all_sequences())]
-    return all(running.sequence.request is request for running in sequences)
+    return all(running.sequence.request is request for running in group.active())
 
 
 def _waits(request: Request) -> bool:

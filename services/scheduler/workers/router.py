@@ -10,7 +10,7 @@ from bisect import insort
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from blockyard.services.scheduler.kv_cache.prefix_cache import PrefixCache, PrefixMatch
+from blockyard.services.scheduler.kv_cache.prefix_cache import PrefixMatch
 from blockyard.services.scheduler.queue.acceptance import Acceptance
 from blockyard.services.scheduler.queue.policy import Policy
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
@@ -125,11 +125,10 @@ class Router:
         self,
         waiting: WaitingQueue,
         groups: dict[int, WorkerGroup],
-        prefix: PrefixCache,
         policy: Policy,
         acceptance: Acceptance,
     ) -> None:
-        self._waiting, self._groups, self._prefix, self._policy = waiting, groups, prefix, policy
+        self._waiting, self._groups, self._policy = waiting, groups, policy
         self._acceptance = acceptance
         self._queues: dict[int, GroupQueue] = {}
 
@@ -177,7 +176,7 @@ class Router:
                 self._queue_of(group),
                 sequence,
                 sequence.num_tokens,
-                group.num_blocks_to_take(sequence.num_tokens, 0, 0, []),
+                group.kv_cache.num_blocks_to_take(sequence.num_tokens, _NOTHING, alone=not group.running),
             )
 
     def remove_group(self, group: WorkerGroup) -> None:
@@ -206,12 +205,12 @@ class Router:
         near = _sibling_groups(sequence)
         own = max(1, known - sequence.request.num_prompt)  # what a sibling has not computed of it
         for queue in queues:
-            pool = queue.group.blocks
+            pool = queue.group.kv_cache.blocks
             if pool.block_size != size:
-                size, first = pool.block_size, self._prefix.first_hash(queue.group, sequence)
+                size, first = pool.block_size, queue.group.kv_cache.first_hash(sequence)
             num_tokens, backlog, found = known, queue.backlog, _NOTHING
             if first is not None and (
-                queue.group.may_have_cached(first) or (queue.unfinished and queue.will_cache(first))
+                queue.group.kv_cache.may_have_cached(first) or (queue.unfinished and queue.will_cache(first))
             ):
                 num_tokens, backlog, found = self._find(queue, sequence)
             elif queue.group.worker in near:
@@ -222,7 +221,7 @@ class Router:
             price = cost(num_tokens, backlog + too_long, len(queue.group.running) + len(queue.entries))
             if lowest is not None and price >= lowest:
                 continue
-            num_blocks = queue.group.num_blocks_to_take(known, found.num_tokens, found.num_skipped, found.blocks)
+            num_blocks = queue.group.kv_cache.num_blocks_to_take(known, found, alone=not queue.group.running)
             if pool.admits(num_blocks + queue.num_blocks, found.blocks, alone=not queue.num_sequences):
                 best, lowest = (queue, num_tokens, num_blocks), price
         return best
@@ -232,7 +231,7 @@ class Router:
 
         What somebody before computes for both counts for neither.
         """
-        found, size, coming = self._prefix.find(queue.group, sequence), queue.group.blocks.block_size, 0
+        found, size, coming = queue.group.kv_cache.find(sequence), queue.group.kv_cache.block_size, 0
         if found.next_hash is not None:
             num_cached_blocks = found.num_tokens // size
             coming = (queue.num_blocks_in_progress(sequence.block_hashes, num_cached_blocks) - num_cached_blocks) * size

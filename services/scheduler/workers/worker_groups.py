@@ -10,10 +10,10 @@ from operator import attrgetter
 from blockyard.services.scheduler.batch.decode_batch import DecodeBatch
 from blockyard.services.scheduler.batch.plan_pacer import MAX_PLANS_AHEAD, SEND_AHEAD_S, PlanPacer
 from blockyard.services.scheduler.batch.plan_record import PlanRecord
-from blockyard.services.scheduler.kv_cache.block_pool import BlockPool
 from blockyard.services.scheduler.kv_cache.id_pool import IdPool, PlanClock
-from blockyard.services.scheduler.kv_cache.sliding_window import SlidingWindow
-from blockyard.services.scheduler.sequences.requests import NEVER, Phase, RunningSequence, Sequence
+from blockyard.services.scheduler.kv_cache.kv_cache_manager import CacheStats, KVCacheManager
+from blockyard.services.scheduler.kv_cache.prefix_cache import BlockHasher, PrefixMatch
+from blockyard.services.scheduler.sequences.requests import Phase, RunningSequence, Sequence
 from blockyard.shared.messages import Attach, Attached, Geometry, SlotRun
 
 ATTACH_AGAIN_S = 5.0
@@ -44,7 +44,9 @@ class BatchLimits:
 class WorkerGroup:
     """Everything here dies with the worker or with its attachment."""
 
-    def __init__(self, worker: int, geometry: Geometry, limits: BatchLimits) -> None:
+    def __init__(
+        self, worker: int, geometry: Geometry, limits: BatchLimits, hasher: BlockHasher, stats: CacheStats
+    ) -> None:
         self.worker = worker
         self.geometry = geometry
         late = limits.late and limits.depth is None
@@ -53,31 +55,25 @@ class WorkerGroup:
         self.max_num_seqs = min(limits.max_num_seqs, geometry.max_num_seqs)
         self.max_num_batched_tokens = min(limits.max_num_batched_tokens, geometry.max_num_batched_tokens)
         self.plan_clock = PlanClock()
-        self.blocks = BlockPool(geometry.num_blocks, geometry.block_size, self.plan_clock, geometry.num_host_blocks)
+        self.kv_cache = KVCacheManager(geometry, self.max_num_batched_tokens, self.plan_clock, hasher, stats)
         self.slots = IdPool(limits.num_slots, self.plan_clock)
-        self.window = SlidingWindow(geometry.window, geometry.block_size, self.max_num_batched_tokens)
-        self.max_model_len = min(geometry.max_model_len, self.window.max_len(geometry.num_blocks))
+        self.max_model_len = min(geometry.max_model_len, self.kv_cache.window.max_len(geometry.num_blocks))
         self.last_fair_plan = 0  # the last plan with somebody who went before others
         self.running: list[RunningSequence] = []  # by key: the last is preempted first
         self.decode_batch = DecodeBatch(geometry.block_size)  # some of those, in step
         self.slots_to_end: list[int] = []  # slots to be ended in the next plan
         self.restarts: list[RunningSequence] = []  # whose last token is another than the one their worker drew
         self.in_flight: deque[PlanRecord] = deque()
-        self.hash_queue: deque[RunningSequence] = (
-            deque()
-        )  # whose generated tokens have filled blocks that are still to be named
 
     @property
     def can_schedule(self) -> bool:
         return len(self.running) < self.max_num_seqs and self.slots.num_free > 0
 
-    def schedule(self, sequence: Sequence, num_blocks: int, found: list[int]) -> RunningSequence:
+    def schedule(self, sequence: Sequence, num_blocks: int, found: PrefixMatch) -> RunningSequence:
         """Takes so many blocks beside those found. The caller has looked at free slots and blocks."""
         request = sequence.request
         limit = min(request.num_prompt + request.frame.sampling.max_tokens, self.max_model_len)
         slot = self.slots.take(1)[0]
-        self.blocks.share(found)
-        blocks = found + self.blocks.take(num_blocks)
         running = RunningSequence(
             sequence,
             self.worker,
@@ -90,10 +86,13 @@ class WorkerGroup:
             max_scheduled_tokens=max(sequence.num_tokens, limit - 1)
             if sequence.hypothesis is None
             else sequence.num_tokens,
-            blocks=blocks,
-            capacity=len(blocks) * self.blocks.block_size,
+            table=self.kv_cache.allocate(sequence, num_blocks, found),
             decode=SlotRun(slot, 1),
+            own_tokens=found.num_tokens,
+            _computed=found.num_tokens,
         )
+        if sequence.num_cached_tokens is None:
+            sequence.num_cached_tokens = min(found.num_tokens, request.num_prompt)
         sequence.last_run = running
         sequence.phase = Phase.RUNNING
         insort(self.running, running, key=_by_key)
@@ -107,41 +106,18 @@ class WorkerGroup:
         if self.decode_batch.has(running):
             self.decode_batch.leave(running)
 
-    def may_have_cached(self, first: bytes) -> bool:
-        """Whether something may be found of a chain whose first block has this name."""
-        return self.window.size is not None or self.blocks.holds(first)
-
-    def num_blocks_to_take(self, known: int, num_cached_blocks: int, first: int, found: list[int]) -> int:
-        """Blocks that a choice with so many tokens takes beside those found, which begin with its block `first`."""
-        pool = self.blocks
-        least, wanted = (
-            pool.blocks_for(n) - first - len(found)
-            for n in (num_cached_blocks + 1, self.window.initial_tokens(known, num_cached_blocks))
-        )
-        if self.window.size is None or self.running:
-            return wanted
-        return max(
-            least, min(wanted, pool.num_free - pool.index.free_queue.num_free_of(found))
-        )  # alone it may do with less
-
     def free(self, running: RunningSequence) -> None:
         """The seat's choice runs no more: its slot ends with the next plan, its blocks rest."""
         self.running.remove(running)
         self.detach_from_batch(running)
         self.decode_batch.outside.remove(running)
-        running.next_hash_at = NEVER
         self.slots_to_end.append(running.slot)
         self.slots.release([running.slot])
-        first = running.num_freed_blocks
-        self.blocks.release(running.blocks[first:], running.sequence.block_hashes[first : running.num_hashed])
+        self.kv_cache.free(running)
 
-    def free_outside_window(self, running: RunningSequence) -> None:
-        """Gives up what is behind the window. The caller has named what was filled."""
-        passed = self.window.blocks_outside(running)
-        if passed:
-            hashes = running.sequence.block_hashes[passed.start : min(passed.stop, running.num_hashed)]
-            self.blocks.release(running.blocks[passed.start : passed.stop], hashes)
-            running.num_freed_blocks = passed.stop
+    def active(self) -> list[RunningSequence]:
+        """All sequences that run or have results to come. One may be in the list more than once."""
+        return [*self.running, *(running for record in self.in_flight for running in record.all_sequences())]
 
     def on_sent(self, record: PlanRecord) -> None:
         self.plan_clock.last_sent = record.number
@@ -153,7 +129,7 @@ class WorkerGroup:
             return None
         record = self.in_flight.popleft()
         self.plan_clock.last_completed = number
-        self.blocks.free_pending()
+        self.kv_cache.blocks.free_pending()
         self.slots.free_pending()
         return record
 
@@ -166,23 +142,13 @@ class WorkerGroup:
 class WorkerGroups:
     """Workers this scheduler has attached, and those it has asked."""
 
-    def __init__(self, scheduler: int, limits: BatchLimits) -> None:
+    def __init__(self, scheduler: int, limits: BatchLimits, hasher: BlockHasher) -> None:
+        self.cache_stats = CacheStats()
         self.attached: dict[int, WorkerGroup] = {}
         self._dirty: dict[int, WorkerGroup] = {}
         self._check_all_at = 0.0
-        self._scheduler, self._limits = scheduler, limits
+        self._scheduler, self._limits, self._hasher = scheduler, limits, hasher
         self._asked: dict[int, float] = {}
-        self._saved_before = self._fetched_before = 0  # by groups that are detached
-
-    @property
-    def num_saved(self) -> int:
-        """Blocks copied to host memory by all groups since the start. Never falls."""
-        return self._saved_before + sum(group.blocks.host.num_saved for group in self.attached.values())
-
-    @property
-    def num_fetched(self) -> int:
-        """Blocks copied back from host memory by all groups since the start. Never falls."""
-        return self._fetched_before + sum(group.blocks.host.num_fetched for group in self.attached.values())
 
     def knows(self, worker: int) -> bool:
         return worker in self.attached or worker in self._asked
@@ -216,14 +182,12 @@ class WorkerGroups:
         """None for an answer to another scheduler, or to an Attach that was answered already."""
         if frame.scheduler != self._scheduler or self._asked.pop(worker, None) is None:
             return None
-        group = self.attached[worker] = WorkerGroup(worker, frame.geometry, self._limits)
+        group = self.attached[worker] = WorkerGroup(
+            worker, frame.geometry, self._limits, self._hasher, self.cache_stats
+        )
         return group
 
     def detach(self, worker: int) -> WorkerGroup | None:
         """Forgets a worker; its group, if it had one, is for the caller to clear."""
         self._asked.pop(worker, None)
-        group = self.attached.pop(worker, None)
-        if group is not None:
-            self._saved_before += group.blocks.host.num_saved
-            self._fetched_before += group.blocks.host.num_fetched
-        return group
+        return self.attached.pop(worker, None)

@@ -73,16 +73,16 @@ def check_beams(journal: Journal, pattern: Pattern, max_model_len: int) -> None:
 
 def check_blocks(group: WorkerGroup) -> None:
     """Each block is in one place, and whoever holds it is counted; what has a name has one."""
-    pool, index = group.blocks, group.blocks.index
-    held = Counter(b for seat in group.running for b in seat.blocks[seat.num_freed_blocks :])
+    pool, index = group.kv_cache.blocks, group.kv_cache.blocks.index
+    held = Counter(b for seat in group.running for b in seat.table.blocks[seat.table.num_freed :])
     assert [held[b] for b in range(pool.num_ids)] == pool._holders, "holders are miscounted"
     for seat in group.running:
-        assert len(set(seat.blocks[seat.num_freed_blocks :])) == len(seat.blocks) - seat.num_freed_blocks
-        assert seat.num_freed_blocks <= group.window.num_skipped_blocks(seat.num_computed_tokens)
+        assert len(set(seat.table.blocks[seat.table.num_freed :])) == len(seat.table.blocks) - seat.table.num_freed
+        assert seat.table.num_freed <= group.kv_cache.window.num_skipped_blocks(seat.num_computed_tokens)
     shared = {b for b, count in held.items() if count > 1}
     for seat in group.running:
         written_prompts = seat.num_scheduled_tokens + 1  # its last position may be repeated
-        assert shared.isdisjoint(seat.blocks[written_prompts // pool.block_size :]), (
+        assert shared.isdisjoint(seat.table.blocks[written_prompts // pool.block_size :]), (
             "one that is shared is still written"
         )
     resting = [i for _, ids in pool.uncached._pending for i in ids]
@@ -114,7 +114,7 @@ def check_free_queue(free_queue: FreeBlockQueue, plan_clock: PlanClock) -> None:
 
 def check_host(group: WorkerGroup) -> None:
     """Each host block is in one place, and what is to be copied with the next plan has its name and its block."""
-    host = group.blocks.host
+    host = group.kv_cache.blocks.host
     resting = [i for _, ids in host._ids._pending for i in ids]
     assert sorted(host._ids._free + resting + list(host._block_of.values())) == list(range(host.num_ids))
     for save in host._saves:
@@ -183,9 +183,9 @@ def check_lane(group: WorkerGroup) -> None:
         assert all(outputs is choice.outputs for outputs, choice in zip(now.outputs, choices, strict=True))
         assert list(now.streams) == [choice.stream for choice in choices]
         assert now.accounts == Counter(c.request.account for c in choices if c.request.account is not None)
-    size, progress = group.blocks.block_size, decode_batch._progress.num_scheduled_tokens
+    size, progress = group.kv_cache.blocks.block_size, decode_batch._progress.num_scheduled_tokens
     for seat in inside:
-        last = min(seat.capacity, seat.max_scheduled_tokens - 1)
+        last = min(seat.table.capacity, seat.max_scheduled_tokens - 1)
         assert seat.prefill_end <= seat.num_scheduled_tokens <= last, "it has room for its tokens until it is looked at"
         assert progress <= seat.due_step <= progress + last - seat.num_scheduled_tokens, (
             "nobody looks at it when it has no more"
@@ -210,7 +210,11 @@ def check(core: Scheduler) -> None:
             request = seat.sequence.request
             last = request.num_prompt + request.frame.sampling.max_tokens - 1  # is sampled, never computed
             assert seat.num_scheduled_tokens <= max(seat.prefill_end, min(last, group.max_model_len - 1))
-            assert seat.num_scheduled_tokens <= seat.capacity == len(seat.blocks) * group.blocks.block_size
+            assert (
+                seat.num_scheduled_tokens
+                <= seat.table.capacity
+                == len(seat.table.blocks) * group.kv_cache.blocks.block_size
+            )
             assert (
                 seat.num_scheduled_tokens - (seat.sequence.num_tokens - 1) <= group.depth + 1
                 or seat.num_scheduled_tokens <= seat.prefill_end

@@ -144,10 +144,10 @@ def test_nobody_is_preempted_for_blocks_that_will_be_free_anyway(ring: type[Ring
     it.submit("b", 12, max_tokens=4)
     it.steps(2)
     group = it.world.core._groups.attached[it.worker.incarnation]
-    assert group.blocks.num_free == 0
+    assert group.kv_cache.blocks.num_free == 0
     it.journal("c").cancelled = True
     it.world.tell(it.gateway.incarnation, Cancel("c", 0))
-    assert group.blocks.num_pending == 1
+    assert group.kv_cache.blocks.num_pending == 1
     it.steps(1)
     assert [run.slot for run in plans(it.world)[-1].runs] == [2], "a needs a block and waits for c's"
     it.finish()

@@ -303,7 +303,7 @@ class World:
         assert (stats.running, stats.waiting, stats.blocks_used) == (0, 0, 0)
         assert not self.core._lifecycle.requests
         for group in self.core._groups.attached.values():
-            assert group.blocks.num_free == group.blocks.num_ids
+            assert group.kv_cache.blocks.num_free == group.kv_cache.blocks.num_ids
             assert group.slots.num_free == group.slots.num_ids
         for worker in self.workers.values():
             self.check_names(worker)

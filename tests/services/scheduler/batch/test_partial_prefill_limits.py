@@ -6,6 +6,8 @@ import pytest
 
 from blockyard.services.scheduler.batch.admission_delay import AdmissionDelay
 from blockyard.services.scheduler.batch.partial_prefill_limits import PartialPrefillLimits
+from blockyard.services.scheduler.kv_cache.kv_cache_manager import CacheStats
+from blockyard.services.scheduler.kv_cache.prefix_cache import BlockHasher
 from blockyard.services.scheduler.sequences.requests import Request
 from blockyard.services.scheduler.simulator.simulation import Simulation
 from blockyard.services.scheduler.simulator.trace import TraceRequest
@@ -75,7 +77,9 @@ def test_as_many_long_prompts_as_are_allowed_share_a_step(ring: type[Ring]) -> N
 
 
 def group_of(num_running: int) -> WorkerGroup:
-    group = WorkerGroup(1, Geometry(9, 4, 64, 10, [], 8, 64), BatchLimits(8, 64, 1))
+    group = WorkerGroup(
+        1, Geometry(9, 4, 64, 10, [], 8, 64), BatchLimits(8, 64, 1), BlockHasher("", enabled=True), CacheStats()
+    )
     group.running = [Mock()] * num_running
     return group
 

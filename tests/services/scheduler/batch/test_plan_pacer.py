@@ -6,6 +6,8 @@ import pytest
 
 from blockyard.services.scheduler.batch.plan_pacer import MAX_PLANS_AHEAD, MAX_SEND_AHEAD_S, SEND_AHEAD_S, PlanPacer
 from blockyard.services.scheduler.batch.step_times import StepLoad
+from blockyard.services.scheduler.kv_cache.kv_cache_manager import CacheStats
+from blockyard.services.scheduler.kv_cache.prefix_cache import BlockHasher
 from blockyard.services.scheduler.wakeup_timers import SLACK_S, WakeupTimers
 from blockyard.services.scheduler.workers.worker_groups import BatchLimits, WorkerGroup
 from blockyard.shared.messages import Geometry
@@ -103,7 +105,13 @@ def test_a_device_that_waits_gets_its_plans_sooner() -> None:
 
 
 def test_an_alarm_goes_off_when_a_plan_may_leave() -> None:
-    group = WorkerGroup(7, Geometry(8, 16, 64, 100, [1], 4, 32, step_s=0.02), BatchLimits(4, 32, None, late=True))
+    group = WorkerGroup(
+        7,
+        Geometry(8, 16, 64, 100, [1], 4, 32, step_s=0.02),
+        BatchLimits(4, 32, None, late=True),
+        BlockHasher("", enabled=True),
+        CacheStats(),
+    )
     alarms = WakeupTimers()
     assert alarms.may_send(group, 3.0)
     assert alarms.next() is None

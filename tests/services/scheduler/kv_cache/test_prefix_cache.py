@@ -32,7 +32,7 @@ def starts(it: Ring) -> list[SlotStart]:
 
 
 def index_of(it: Ring) -> dict[bytes, int]:
-    return it.world.core._groups.attached[it.worker.incarnation].blocks.index._block_of
+    return it.world.core._groups.attached[it.worker.incarnation].kv_cache.blocks.index._block_of
 
 
 def names_of(ids: list[int], salt: str = "") -> list[bytes]:
@@ -243,7 +243,7 @@ def test_names_that_do_not_fit_their_blocks_are_not_taken(ring: type[Ring]) -> N
     group = it.world.core._groups.attached[it.worker.incarnation]
     for blocks, names in (([1, 2], b"x" * 16), ([1, 99], b"x" * 16 + b"y" * 16), ([1, -1], b"x" * 16 + b"y" * 16)):
         frame = Attached(it.worker.incarnation, 1, group.geometry, blocks, names)
-        it.world.core._prefix.restore(group, frame)
+        group.kv_cache.restore(frame)
     assert not index_of(it)
 
 

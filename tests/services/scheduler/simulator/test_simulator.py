@@ -37,7 +37,10 @@ def simulate(settings: SimulationConfig, *requests: TraceRequest) -> Simulation:
     simulation = Simulation(settings, requests)
     simulation.run()
     for group in simulation.core.groups.values():
-        assert not group.running and group.blocks.num_free + group.blocks.num_pending == group.blocks.num_ids
+        assert (
+            not group.running
+            and group.kv_cache.blocks.num_free + group.kv_cache.blocks.num_pending == group.kv_cache.blocks.num_ids
+        )
     return simulation
 
 

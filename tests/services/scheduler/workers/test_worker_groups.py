@@ -2,6 +2,8 @@
 
 import pytest
 
+from blockyard.services.scheduler.kv_cache.kv_cache_manager import CacheStats
+from blockyard.services.scheduler.kv_cache.prefix_cache import BlockHasher
 from blockyard.services.scheduler.workers.worker_groups import BatchLimits, WorkerGroup
 from blockyard.shared.messages import Geometry
 
@@ -23,11 +25,17 @@ def test_plans_ahead_cover_two_milliseconds_where_nobody_says_how_many(
 ) -> None:
     geometry = Geometry(8, 16, 64, 100, [1], 4, 32, step_s=step_s)
     limits = BatchLimits(16, 32, asked)
-    assert WorkerGroup(1, geometry, limits).depth == depth
+    assert WorkerGroup(1, geometry, limits, BlockHasher("", enabled=True), CacheStats()).depth == depth
     assert limits.num_slots == (18 if depth else 16)
 
 
 @pytest.mark.parametrize(("limit", "takes"), [(8, 8), (64, 32)])
 def test_a_step_holds_what_both_scheduler_and_worker_allow(limit: int, takes: int) -> None:
-    group = WorkerGroup(1, Geometry(8, 16, 64, 100, [1], 32, 32), BatchLimits(limit, limit, 1))
+    group = WorkerGroup(
+        1,
+        Geometry(8, 16, 64, 100, [1], 32, 32),
+        BatchLimits(limit, limit, 1),
+        BlockHasher("", enabled=True),
+        CacheStats(),
+    )
     assert (group.max_num_seqs, group.max_num_batched_tokens) == (takes, takes)
