@@ -10,14 +10,10 @@ from blockyard.services.scheduler.batch.step_results import StepResults
 from blockyard.services.scheduler.kv_cache.prefix_cache import BlockHasher
 from blockyard.services.scheduler.lifecycle import Lifecycle
 from blockyard.services.scheduler.outbox import Outbox, Outgoing
-from blockyard.services.scheduler.queue.acceptance import Acceptance
-from blockyard.services.scheduler.queue.admission import Admission
-from blockyard.services.scheduler.queue.capacity import capacity_of
-from blockyard.services.scheduler.queue.output_lengths import OutputLengths
+from blockyard.services.scheduler.queue.admission import capacity_of
 from blockyard.services.scheduler.queue.policies import POLICIES
 from blockyard.services.scheduler.queue.queue_bounds import QueueBounds
 from blockyard.services.scheduler.queue.request_handler import RequestHandler
-from blockyard.services.scheduler.queue.wait_estimate import WaitEstimate
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
 from blockyard.services.scheduler.sequences.beam_sequences import BeamScheduler
 from blockyard.services.scheduler.sequences.detokenizer_streams import DetokenizerStreams
@@ -82,43 +78,34 @@ class Scheduler:
         self.notes: list[str] = []
         self._settings, self._created = settings, created
         self._outbox = Outbox()
-        policy = self._policy = POLICIES[settings.policy]()
-        self._waiting = WaitingQueue(policy)
+        self._waiting = WaitingQueue(POLICIES[settings.policy]())
         self._groups = WorkerGroups(
             incarnation, settings.batch, BlockHasher(settings.block_scope, settings.prefix_caching)
         )
-        lengths = OutputLengths()
-        self._wait = WaitEstimate(self._waiting, self._groups.attached, lengths)
         limits = (settings.max_queue_len, settings.max_queue_tokens, settings.max_queue_delay_s)
-        self._bounds = QueueBounds(self._waiting, self._wait, *limits)
+        self._bounds = QueueBounds(self._waiting, self._groups.attached, *limits)
         self.groups = self._groups.attached  # by worker's incarnation, for those who look on
         self._streams = DetokenizerStreams(self._groups.attached)
         self._parallel_sampling = ParallelSampling(self._waiting)
-        self._lifecycle = Lifecycle(
-            self._waiting, self._groups, self._streams, policy, self._parallel_sampling, lengths
-        )
+        self._lifecycle = Lifecycle(self._waiting, self._groups, self._streams, self._parallel_sampling)
         self.before_preempt = self._lifecycle.before_preempt
-        acceptance = Acceptance(self._lifecycle.requests, self._waiting, self._bounds, self._streams, self._outbox)
         beam_scheduler = BeamScheduler(self._waiting, self._groups, self._lifecycle, self._parallel_sampling)
-        self._admission = Admission(settings.names)
         self._request_handler = RequestHandler(
-            self._admission,
+            settings.names,
             self._waiting,
             self._bounds,
             self._lifecycle,
             self._streams,
             self._outbox,
-            acceptance,
-            self._parallel_sampling,
             beam_scheduler,
         )
-        self._router = Router(self._waiting, self._groups.attached, policy, acceptance)
+        acceptance = self._request_handler.acceptance
+        self._router = Router(self._waiting, self._groups.attached, acceptance)
         self._admission_delay, self._timers = AdmissionDelay(settings.delay_factor), WakeupTimers()
         self._planner = StepPlanner(
             incarnation,
             self._waiting,
             self._lifecycle,
-            policy,
             acceptance,
             self._router,
             beam_scheduler,
@@ -216,7 +203,7 @@ class Scheduler:
             if not self._admission_delay.quarantine:
                 self._groups.mark_dirty(self._router.route())  # those who had to give way may run elsewhere
         self._controls.settle(now)
-        self._wait.sample(now, self._results.num_output_tokens, self._results.num_prompt_tokens)
+        self._bounds.wait.sample(now, self._results.num_output_tokens, self._results.num_prompt_tokens)
         self._streams.flush(self._outbox)
         self._heard.clear()
         if (capacity := self._bounds.news()) is not None:
@@ -250,7 +237,7 @@ class Scheduler:
             wait_s=self._bounds.wait_s,
             displaced_total=self._planner.preemption.num_displaced,
             refused=[RefusalCount(reason, total) for reason, total in self._request_handler.num_refused.items()],
-            tenants=self._policy.largest_tenants(MAX_TENANTS),
+            tenants=self._waiting.policy.largest_tenants(MAX_TENANTS),
             step_sizes=list(self._results.step_sizes),
             step_tokens_total=self._results.num_step_tokens,
         )
@@ -301,7 +288,8 @@ class Scheduler:
         groups, settings = list(self._groups.attached.values()), self._settings
         if not groups:
             return
-        capacity = self._admission.capacity = capacity_of([g.geometry for g in groups])
+        capacity = capacity_of([g.geometry for g in groups])
+        self._request_handler.admission.set_capacity(capacity)
         self.notes = capacity.notes(groups)
         card = capacity.card(settings.names, settings.root, self._created)
         if card != self.card:

@@ -2,8 +2,6 @@
 
 from collections.abc import Callable
 
-from blockyard.services.scheduler.queue.output_lengths import OutputLengths
-from blockyard.services.scheduler.queue.policy import Policy
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
 from blockyard.services.scheduler.sequences.detokenizer_streams import DetokenizerStreams
 from blockyard.services.scheduler.sequences.parallel_sampling import ParallelSampling
@@ -18,15 +16,16 @@ class Lifecycle:
         waiting: WaitingQueue,
         groups: WorkerGroups,
         streams: DetokenizerStreams,
-        policy: Policy,
         parallel_sampling: ParallelSampling,
-        lengths: OutputLengths,
     ) -> None:
         self.requests: dict[str, Request] = {}
         self.num_preemptions = 0
         self.before_preempt: list[Callable[[WorkerGroup], None]] = []  # who wants to look before a seat is taken
         self._waiting, self._groups, self._streams = waiting, groups, streams
-        self._policy, self._parallel_sampling, self._lengths = policy, parallel_sampling, lengths
+        self._parallel_sampling = parallel_sampling
+
+    def add(self, request: Request) -> None:
+        self.requests[request.id] = request
 
     def end(self, sequence: Sequence) -> None:
         """The choice is over: results still to come are dropped. Whoever needs to know was told before."""
@@ -40,7 +39,7 @@ class Lifecycle:
                 if sequence.last_run is None
                 else sequence.last_run.max_num_tokens - request.num_prompt
             )
-            self._lengths.ended(len(sequence.outputs), len(sequence.outputs) < most)
+            self._waiting.output_lengths.ended(len(sequence.outputs), len(sequence.outputs) < most)
         self.release(sequence)
         if not request.sequences:
             del self.requests[request.id]
@@ -108,12 +107,12 @@ class Lifecycle:
         """A group is lost: its choices wait again, with what is known of them."""
         for sequence in group.abandon():
             sequence.last_run = None
-            self._policy.on_freed(sequence)
+            self._waiting.policy.on_freed(sequence)
             self._wait(sequence)
 
     def _free(self, group: WorkerGroup, running: RunningSequence) -> None:
         group.free(running)
-        self._policy.on_freed(running.sequence)
+        self._waiting.policy.on_freed(running.sequence)
 
     def _wait(self, sequence: Sequence) -> None:
         sequence.phase = Phase.WAITING

@@ -22,6 +22,13 @@ class AdmissionDelay:
         self._is_open = False  # for all who come after the one that it was opened for, in this turn
         self._prompt_s = 0.0  # the last step with a prompt
 
+    def pause(self, freeze: bool) -> None:
+        """No sequence is scheduled for the first time; with `freeze` none runs."""
+        self.paused, self.frozen = True, freeze
+
+    def resume(self) -> None:
+        self.paused = self.frozen = False
+
     def begin_step(self, now: float) -> None:
         self._now, self._is_open = now, False
         if self.quarantine:

@@ -2,16 +2,16 @@
 
 from blockyard.services.scheduler.kv_cache.prefix_cache import PrefixMatch
 from blockyard.services.scheduler.lifecycle import Lifecycle
-from blockyard.services.scheduler.queue.policy import Policy
+from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
 from blockyard.services.scheduler.sequences.requests import Sequence
 from blockyard.services.scheduler.workers.router import Router
 from blockyard.services.scheduler.workers.worker_groups import WorkerGroup
 
 
 class Preemption:
-    def __init__(self, placement: Router, policy: Policy, lifecycle: Lifecycle) -> None:
+    def __init__(self, waiting: WaitingQueue, router: Router, lifecycle: Lifecycle) -> None:
         self.num_displaced = 0
-        self._router, self._policy, self._lifecycle = placement, policy, lifecycle
+        self._router, self._policy, self._lifecycle = router, waiting.policy, lifecycle
 
     def preempt_for(self, group: WorkerGroup, sequence: Sequence) -> None:
         """Before a plan: the one who is next gets the seat and the blocks that it lacks from higher classes.

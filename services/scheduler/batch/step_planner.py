@@ -13,7 +13,6 @@ from blockyard.services.scheduler.batch.preemption import Preemption
 from blockyard.services.scheduler.kv_cache.prefix_cache import PrefixMatch
 from blockyard.services.scheduler.lifecycle import Lifecycle
 from blockyard.services.scheduler.queue.acceptance import Acceptance
-from blockyard.services.scheduler.queue.policy import Policy
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
 from blockyard.services.scheduler.sequences.beam_sequences import BeamScheduler
 from blockyard.services.scheduler.sequences.requests import RunningSequence, Sequence
@@ -30,23 +29,22 @@ class StepPlanner:
         scheduler: int,
         waiting: WaitingQueue,
         lifecycle: Lifecycle,
-        policy: Policy,
         acceptance: Acceptance,
-        placement: Router,
+        router: Router,
         beam_scheduler: BeamScheduler,
         admission_delay: AdmissionDelay,
         limits: PartialPrefillLimits,
     ) -> None:
-        self.preemption = Preemption(placement, policy, lifecycle)
+        self.preemption = Preemption(waiting, router, lifecycle)
         self._scheduler, self._waiting, self._lifecycle = scheduler, waiting, lifecycle
         self._policy, self._router, self._acceptance, self._parallel_sampling = (
-            policy,
-            placement,
+            waiting.policy,
+            router,
             acceptance,
             beam_scheduler.parallel_sampling,
         )
         self._beam_scheduler, self._admission_delay, self._limits = beam_scheduler, admission_delay, limits
-        self._deferred, self._fair_limiter = DeferredPrompts(waiting), FairStepLimiter(policy)
+        self._deferred, self._fair_limiter = DeferredPrompts(waiting), FairStepLimiter(waiting.policy)
         self._decode_planner = DecodePlanner(lifecycle)
 
     def plan(self, group: WorkerGroup) -> StepPlan | None:

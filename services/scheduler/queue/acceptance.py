@@ -48,7 +48,7 @@ class Acceptance:
             return True
         if not self._streams.open(request, request.frame.choices):
             return False
-        request.accepted = True
+        request.set_accepted()
         self._waiting.on_accepted(request)
         self.notify(request)
         return True

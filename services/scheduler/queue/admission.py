@@ -2,9 +2,69 @@
 
 from dataclasses import dataclass
 
-from blockyard.services.scheduler.queue.capacity import ModelCapacity
+from blockyard.services.scheduler.kv_cache.sliding_window import SlidingWindow
 from blockyard.services.scheduler.sequences.requests import ID_BYTES, num_ids
-from blockyard.shared.messages import Generate
+from blockyard.services.scheduler.workers.worker_groups import WorkerGroup
+from blockyard.shared.messages import Generate, Geometry, ModelCard
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCapacity:
+    """The least that any attached group offers."""
+
+    model_len: int  # tokens, from the model and its flags
+    num_blocks: int
+    block_size: int
+    vocab_size: int
+    eos_token_ids: list[int]
+    longest: int  # tokens of a sequence that the blocks hold, or what its model's window needs of them
+
+    @property
+    def max_model_len(self) -> int:
+        return min(self.model_len, self.longest)
+
+    def validate(self, num_prompt: int, max_tokens: int) -> str:
+        """Why a prompt can never run, with the number it would need; empty if it can."""
+        need = num_prompt + min(1, max_tokens)
+        if need > self.model_len:
+            return f"the prompt's {num_prompt} tokens need a context of {need}, this model has {self.model_len}"
+        if need > self.longest:
+            num_blocks = -(-need // self.block_size)
+            return (
+                f"the prompt's {num_prompt} tokens need {num_blocks} KV blocks of {self.block_size} tokens, "
+                f"there are {self.num_blocks}: raise --gpu-memory-utilization or --num-gpu-blocks-override"
+            )
+        return ""
+
+    def card(self, names: list[str], root: str, created: int) -> ModelCard:
+        return ModelCard(names, root or names[0], self.max_model_len, self.vocab_size, created, self.eos_token_ids)
+
+    def notes(self, limits: list[WorkerGroup]) -> list[str]:
+        """For the start-up report."""
+        tokens = self.num_blocks * self.block_size
+        notes = [
+            f"{len(limits)} worker group{'s' if len(limits) != 1 else ''}, each with {self.num_blocks} KV blocks "
+            f"of {self.block_size} tokens: {tokens} tokens, {tokens / self.max_model_len:.1f} requests of full length",
+            f"batch: {limits[0].max_num_seqs} sequences, {limits[0].max_num_batched_tokens} tokens a step, "
+            f"{limits[0].pacer.text}",
+        ]
+        if self.max_model_len < self.model_len:
+            notes.append(
+                f"max_model_len is {self.max_model_len}, not {self.model_len}: that is what the KV blocks hold"
+            )
+        return notes
+
+
+def capacity_of(geometries: list[Geometry]) -> ModelCapacity:
+    """`geometries` is not empty."""
+    return ModelCapacity(
+        min(g.max_model_len for g in geometries),
+        min(g.num_blocks for g in geometries),
+        geometries[0].block_size,
+        min(g.vocab_size for g in geometries),
+        geometries[0].eos_token_ids,
+        min(SlidingWindow(g.window, g.block_size, g.max_num_batched_tokens).max_len(g.num_blocks) for g in geometries),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,8 +76,11 @@ class Refusal:
 
 class Admission:
     def __init__(self, names: list[str]) -> None:
-        self.capacity: ModelCapacity | None = None  # None until a first group is attached
         self._names = names
+        self._capacity: ModelCapacity | None = None  # None before the first group is attached
+
+    def set_capacity(self, capacity: ModelCapacity) -> None:
+        self._capacity = capacity
 
     def validate(self, frame: Generate) -> Refusal | None:
         """What is wrong with the request itself."""
@@ -33,5 +96,5 @@ class Admission:
         if frame.sampling.max_tokens < 0:
             return Refusal(400, "max_tokens", f"max_tokens must be at least 0, got {frame.sampling.max_tokens}")
         num_prompt = num_ids(frame.prompt_ids)
-        problem = self.capacity.validate(num_prompt, frame.sampling.max_tokens) if self.capacity else ""
+        problem = self._capacity.validate(num_prompt, frame.sampling.max_tokens) if self._capacity else ""
         return Refusal(400, "prompt", problem) if problem else None

@@ -127,7 +127,7 @@ class FairPolicy:
 
     def push(self, sequence: Sequence) -> None:
         user = self._user(sequence)
-        sequence.request.account = user
+        sequence.request.set_account(user)
         self._note_arrival(user.tenant.name, sequence.request.arrival_s)
         self._count(user, 1, 0)
         user.queue.push((0, sequence.request.arrival, sequence.index), sequence)

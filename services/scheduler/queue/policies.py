@@ -1,8 +1,48 @@
-"""The values of --scheduling-policy."""
+"""The values of --scheduling-policy. `fair` is in fair_policy.py."""
 
 from collections.abc import Callable
 
 from blockyard.services.scheduler.queue.fair_policy import FairPolicy
-from blockyard.services.scheduler.queue.policy import Policy, fcfs, priority
+from blockyard.services.scheduler.queue.policy import Policy, SequenceHeap
+from blockyard.services.scheduler.sequences.requests import Key, Sequence
+from blockyard.shared.messages import TenantShare
 
-POLICIES: dict[str, Callable[[], Policy]] = {"fcfs": fcfs, "priority": priority, "fair": FairPolicy}
+
+class OrderedPolicy:
+    """One order for all, which nothing that happens changes."""
+
+    def __init__(self, class_of: Callable[[Sequence], int]) -> None:
+        self._class_of = class_of
+        self._queue = SequenceHeap()
+        self.peek = self._queue.peek
+
+    def push(self, sequence: Sequence) -> None:
+        self._queue.push(self.key(sequence), sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        self._queue.remove()
+
+    def key(self, sequence: Sequence) -> Key:
+        return (self._class_of(sequence), sequence.request.arrival, sequence.index)
+
+    def preemptible_by(self, seated: Sequence, rank: int) -> bool:
+        return seated.key[0] > rank
+
+    def over_share(self, sequence: Sequence, num_seats: int) -> bool:
+        return False
+
+    def on_scheduled(self, sequence: Sequence, num_tokens: int) -> None:
+        pass
+
+    def on_freed(self, sequence: Sequence) -> None:
+        pass
+
+    def largest_tenants(self, most: int) -> list[TenantShare]:
+        return []
+
+
+POLICIES: dict[str, Callable[[], Policy]] = {
+    "fcfs": lambda: OrderedPolicy(lambda sequence: 0),
+    "priority": lambda: OrderedPolicy(lambda sequence: sequence.request.frame.priority),
+    "fair": FairPolicy,
+}

@@ -1,7 +1,6 @@
 """Who is next, and who gives way: the order of those who wait, with whatever state it needs."""
 
 import heapq
-from collections.abc import Callable
 from typing import Protocol
 
 from blockyard.services.scheduler.sequences.requests import Key, Sequence
@@ -75,46 +74,3 @@ class SequenceHeap:
                 return sequence
             heapq.heappop(self._heap)
         return None
-
-
-class OrderedPolicy:
-    """One order for all, which nothing that happens changes."""
-
-    def __init__(self, class_of: Callable[[Sequence], int]) -> None:
-        self._class_of = class_of
-        self._queue = SequenceHeap()
-        self.peek = self._queue.peek
-
-    def push(self, sequence: Sequence) -> None:
-        self._queue.push(self.key(sequence), sequence)
-
-    def remove(self, sequence: Sequence) -> None:
-        self._queue.remove()
-
-    def key(self, sequence: Sequence) -> Key:
-        return (self._class_of(sequence), sequence.request.arrival, sequence.index)
-
-    def preemptible_by(self, seated: Sequence, rank: int) -> bool:
-        return seated.key[0] > rank
-
-    def over_share(self, sequence: Sequence, num_seats: int) -> bool:
-        return False
-
-    def on_scheduled(self, sequence: Sequence, num_tokens: int) -> None:
-        pass
-
-    def on_freed(self, sequence: Sequence) -> None:
-        pass
-
-    def largest_tenants(self, most: int) -> list[TenantShare]:
-        return []
-
-
-def fcfs() -> Policy:
-    """First come, first served."""
-    return OrderedPolicy(lambda sequence: 0)
-
-
-def priority() -> Policy:
-    """The lower a request's `priority` the earlier; of the same, first come, first served."""
-    return OrderedPolicy(lambda sequence: sequence.request.frame.priority)

@@ -4,6 +4,7 @@ from blockyard.services.scheduler.queue.queue_usage import Owner
 from blockyard.services.scheduler.queue.wait_estimate import WaitEstimate
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
 from blockyard.services.scheduler.sequences.requests import QueueAmount, Request
+from blockyard.services.scheduler.workers.worker_groups import WorkerGroup
 from blockyard.shared.messages import QueueCapacity
 
 LEAST_RETRY_S, MOST_RETRY_S = 1.0, 600.0
@@ -15,17 +16,20 @@ class QueueBounds:
     def __init__(
         self,
         waiting: WaitingQueue,
-        wait: WaitEstimate,
+        groups: dict[int, WorkerGroup],
         max_choices: int,
         max_tokens: int,
         max_delay_s: float | None = None,
     ) -> None:
         self.max_delay_s = max_delay_s
-        self._waiting, self._wait = waiting, wait
+        self._waiting, self.wait = waiting, WaitEstimate(waiting, groups)
         self._max_sequences, self._max_tokens = max_choices, max_tokens
-        self.asleep = False  # nothing is served until somebody wakes the workers up
+        self.is_asleep = False  # nothing is served until somebody wakes the workers up
         self._was_full = False  # when `news` was last asked for
         self._told_full = False  # somebody was told so since
+
+    def set_asleep(self, is_asleep: bool) -> None:
+        self.is_asleep = is_asleep
 
     def capacity(self) -> QueueCapacity:
         """For a gateway that is told at once."""
@@ -38,7 +42,7 @@ class QueueBounds:
             max(LEAST_RETRY_S, self.wait_s),
             tenant,
             user,
-            self.asleep,
+            self.is_asleep,
         )
 
     def news(self) -> QueueCapacity | None:
@@ -76,7 +80,7 @@ class QueueBounds:
     @property
     def wait_s(self) -> float:
         """Until a newcomer has a seat behind all that waits, as far as that is known."""
-        return min(MOST_RETRY_S, self._wait.seconds(self._waiting.usage.amount))
+        return min(MOST_RETRY_S, self.wait.seconds(self._waiting.usage.amount))
 
     def _holds_most(self) -> bool:
         waits = self._waiting.usage.amount
@@ -84,7 +88,7 @@ class QueueBounds:
 
     def _is_slow(self, amount: QueueAmount) -> bool:
         """A newcomer behind so much would wait as long as any may."""
-        return self.max_delay_s is not None and self._wait.seconds(amount) >= self.max_delay_s
+        return self.max_delay_s is not None and self.wait.seconds(amount) >= self.max_delay_s
 
     def _share(self, amount: QueueAmount) -> tuple[float, int]:
         """Of what may wait, by choices or by tokens, whichever is more of it."""

@@ -10,7 +10,6 @@ from blockyard.services.scheduler.queue.queue_bounds import QueueBounds
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
 from blockyard.services.scheduler.sequences.beam_sequences import BeamScheduler
 from blockyard.services.scheduler.sequences.detokenizer_streams import DetokenizerStreams
-from blockyard.services.scheduler.sequences.parallel_sampling import ParallelSampling
 from blockyard.services.scheduler.sequences.requests import QueueAmount, Request, Sequence, make_sequence, num_ids
 from blockyard.shared import messages
 from blockyard.shared.messages import Cancel, Generate, PathLost, Refused, Stop
@@ -22,21 +21,21 @@ ALL_ASLEEP = Refusal(503, "", "the workers sleep and the waiting queue is full")
 class RequestHandler:
     def __init__(
         self,
-        admission: Admission,
+        names: list[str],
         waiting: WaitingQueue,
         bounds: QueueBounds,
         lifecycle: Lifecycle,
         streams: DetokenizerStreams,
         outbox: Outbox,
-        acceptance: Acceptance,
-        parallel_sampling: ParallelSampling,
         beam_scheduler: BeamScheduler,
     ) -> None:
+        """`names`: served names of the model."""
         self.num_requests = 0
         self.num_refused: Counter[str] = Counter()  # by reason
-        self._admission, self._waiting, self._bounds, self._lifecycle = admission, waiting, bounds, lifecycle
-        self._streams, self._outbox, self._acceptance = streams, outbox, acceptance
-        self._parallel_sampling, self._beam_scheduler = parallel_sampling, beam_scheduler
+        self.admission = Admission(names)
+        self.acceptance = Acceptance(lifecycle.requests, waiting, bounds, streams, outbox)
+        self._bounds, self._lifecycle, self._streams, self._outbox = bounds, lifecycle, streams, outbox
+        self._beam_scheduler = beam_scheduler
         self._arrivals = 0
 
     def generate(self, gateway: int, frame: Generate, now: float) -> None:
@@ -44,9 +43,9 @@ class RequestHandler:
         request = self._lifecycle.requests.get(frame.request_id)
         if request is not None and frame.attempt <= request.attempt:
             if frame.attempt == request.attempt and request.accepted:
-                self._acceptance.notify(request)  # sent twice, answered twice
+                self.acceptance.notify(request)  # sent twice, answered twice
             return
-        refusal = self._admission.validate(frame)
+        refusal = self.admission.validate(frame)
         if refusal is not None:
             if request is not None:
                 self._lifecycle.drop(request)
@@ -85,7 +84,7 @@ class RequestHandler:
                     self._lifecycle.end(sequence)
 
     def expire(self, now: float) -> None:
-        for request in self._acceptance.expire(now):
+        for request in self.acceptance.expire(now):
             self._refuse(request, Refusal(503, "", "nobody could serve it in time"), "overdue")
 
     def _make_room(self, gateway: int, frame: Generate) -> bool:
@@ -96,7 +95,7 @@ class RequestHandler:
         if gone is None:
             reason = "delay" if self._bounds.is_long() else "full"
             self._answer(
-                gateway, frame.request_id, frame.attempt, ALL_ASLEEP if self._bounds.asleep else QUEUE_FULL, reason
+                gateway, frame.request_id, frame.attempt, ALL_ASLEEP if self._bounds.is_asleep else QUEUE_FULL, reason
             )
             return False
         for request in gone:
@@ -118,7 +117,7 @@ class RequestHandler:
         """Those that were sent again while there was none are accepted now."""
         for request in self._lifecycle.requests.values():
             if request.attempt:
-                self._acceptance.accept(request)
+                self.acceptance.accept(request)
 
     def _resumable(self, request: Request | None, frame: Generate) -> dict[int, messages.ChoiceState]:
         """The listed choices that only need a new stream. None do while no detokenizer could open it."""
@@ -140,12 +139,19 @@ class RequestHandler:
             self.num_requests += 1
             self._arrivals += 1
         arrival = old.arrival if old is not None else self._arrivals
-        request = Request(frame.request_id, frame.attempt, frame, gateway, arrival, num_ids(frame.prompt_ids))
-        request.arrival_s = old.arrival_s if old is not None else now
-        request.owner = old.owner if old is not None else (frame.tenant, frame.user)
-        self._lifecycle.requests[request.id] = request
+        request = Request(
+            frame.request_id,
+            frame.attempt,
+            frame,
+            gateway,
+            arrival,
+            num_ids(frame.prompt_ids),
+            arrival_s=old.arrival_s if old is not None else now,
+            owner=old.owner if old is not None else (frame.tenant, frame.user),
+        )
+        self._lifecycle.add(request)
         self._add_sequences(request, frame.choices, found)
-        self._acceptance.on_arrival(request, now)
+        self.acceptance.on_arrival(request, now)
 
     def _rebind(
         self, request: Request, gateway: int, frame: Generate, resumable: dict[int, messages.ChoiceState]
@@ -156,10 +162,9 @@ class RequestHandler:
         for sequence in list(request.sequences.values()):
             if sequence.index not in resumable:
                 self._lifecycle.end(sequence)
-        request.attempt, request.frame, request.gateway = frame.attempt, frame, gateway
+        request.rebind(frame, gateway)
         self._add_sequences(request, [listed for listed in frame.choices if listed.index not in resumable], found)
-        request.accepted = False
-        self._acceptance.accept(request)
+        self.acceptance.accept(request)
         for index, listed in resumable.items():
             self._streams.resend(request.sequences[index], num_ids(listed.output_ids))
 
@@ -167,9 +172,9 @@ class RequestHandler:
         self, request: Request, listed: list[messages.ChoiceState], found: dict[int, int | None]
     ) -> None:
         sequences = [make_sequence(request, one.index, one.output_ids, found.get(one.index)) for one in listed]
-        request.sequences |= {sequence.index: sequence for sequence in sequences}
+        request.add_sequences(sequences)
         if request.frame.beam is None:
-            self._parallel_sampling.add(request, sequences)
+            self._beam_scheduler.parallel_sampling.add(request, sequences)
         else:
             self._beam_scheduler.begin(request, request.frame.beam)
 

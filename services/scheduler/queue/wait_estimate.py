@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from blockyard.services.scheduler.batch.step_times import StepLoad
-from blockyard.services.scheduler.queue.output_lengths import OutputLengths, OutputLimit
+from blockyard.services.scheduler.queue.output_lengths import OutputLimit
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
 from blockyard.services.scheduler.sequences.requests import QueueAmount, RunningSequence
 from blockyard.services.scheduler.workers.worker_groups import WorkerGroup
@@ -51,8 +51,8 @@ class StartForecast:
 
 
 class WaitEstimate:
-    def __init__(self, waiting: WaitingQueue, groups: dict[int, WorkerGroup], lengths: OutputLengths) -> None:
-        self._waiting, self._groups, self._lengths = waiting, groups, lengths
+    def __init__(self, waiting: WaitingQueue, groups: dict[int, WorkerGroup]) -> None:
+        self._waiting, self._groups = waiting, groups
         self._now: float | None = None  # the last sample
         self._forecast_at = 0.0
         self._forecast: StartForecast | None = None
@@ -111,7 +111,7 @@ class WaitEstimate:
         sampled = sequences[stride // 2 :: stride] or sequences[:1]
         weight = len(sequences) / len(sampled) if sampled else 0.0
         ages = [(len(running.sequence.outputs), _limit(running)) for running in sampled]
-        survival = self._lengths.survival([age for age, limit in ages if not limit.is_fixed], weight)
+        survival = self._waiting.output_lengths.survival([age for age, limit in ages if not limit.is_fixed], weight)
         fresh = self._waiting_limits() or [(limit, 1 / len(ages)) for _, limit in ages]
         mean = sum(share * survival.left(0, limit) for limit, share in fresh)
         left = [survival.left(age, limit) for age, limit in ages]

@@ -5,7 +5,7 @@ It counts choices: one prompt with `n` 128 is 128 sequences to be run. Those tha
 
 from collections import Counter
 
-from blockyard.services.scheduler.queue.output_lengths import OutputLimit
+from blockyard.services.scheduler.queue.output_lengths import OutputLengths, OutputLimit
 from blockyard.services.scheduler.queue.policy import Policy
 from blockyard.services.scheduler.queue.queue_usage import QueueUsage
 from blockyard.services.scheduler.sequences.requests import NO_AMOUNT, QueueAmount, Request, Sequence
@@ -16,11 +16,12 @@ class WaitingQueue:
 
     def __init__(self, policy: Policy) -> None:
         self.peek = policy.peek
+        self.policy = policy
         self.usage = QueueUsage()
+        self.output_lengths = OutputLengths()  # of sequences that have ended
         self.output_limits: Counter[OutputLimit] = Counter()  # of those that wait, how many have each
         self.num_dequeued = 0  # choices that got a seat, so far
         self.num_dequeued_tokens = 0  # known ones of all that got a seat, so far
-        self._policy = policy
         self._tickets = 0
         self._requests: Counter[str] = Counter()  # waiting choices of each request, parked ones among them
         self._num_sequences = 0
@@ -54,30 +55,28 @@ class WaitingQueue:
         """Takes a choice out, wherever it stands; nothing happens if it is not in."""
         if not sequence.ticket:
             return
-        sequence.ticket = 0
+        was_held = sequence.is_held
+        sequence.on_dequeued()
         self._num_sequences -= 1
         self._uncount(sequence)
-        if sequence.is_held:
-            sequence.is_held = False
-        else:
-            self._policy.remove(sequence)
+        if not was_held:
+            self.policy.remove(sequence)
 
     def hold(self, sequence: Sequence) -> None:
         """It waits on, but somewhere else than in the order of the policy."""
-        self._policy.remove(sequence)
+        self.policy.remove(sequence)
         self._tickets += 1
-        sequence.ticket, sequence.is_held = self._tickets, True
+        sequence.on_queued(self._tickets, is_held=True)
 
     def requeue(self, sequence: Sequence) -> None:
         """One that was set aside is among the others again."""
-        sequence.is_held = False
         self._enter(sequence)
 
     def add_tokens(self, sequence: Sequence, num_tokens: int) -> None:
         """A waiting choice learned of more tokens, from plans that were in flight when it was preempted."""
         if sequence.ticket:
             more = QueueAmount(0, num_tokens)
-            sequence.queue_amount = sequence.queue_amount.plus(more)
+            sequence.set_queue_amount(sequence.queue_amount.plus(more))
             self.usage.add(sequence.request.owner, more)
 
     def on_accepted(self, request: Request) -> None:
@@ -86,7 +85,7 @@ class WaitingQueue:
 
     def _count(self, sequence: Sequence) -> None:
         self._requests[sequence.request.id] += 1
-        sequence.queue_amount = QueueAmount(sequence.num_beams, sequence.num_beams * sequence.num_tokens)
+        sequence.set_queue_amount(QueueAmount(sequence.num_beams, sequence.num_beams * sequence.num_tokens))
         self.usage.add(sequence.request.owner, sequence.queue_amount)
         self.output_limits[_limit(sequence.request)] += sequence.num_beams
 
@@ -96,7 +95,7 @@ class WaitingQueue:
         self.output_limits[limit] -= sequence.num_beams
         if not self.output_limits[limit]:
             del self.output_limits[limit]
-        sequence.queue_amount, sequence.num_beams = NO_AMOUNT, 1
+        sequence.clear_queue_amount()
         self._requests[request.id] -= 1
         if not self._requests[request.id]:
             del self._requests[request.id]
@@ -105,8 +104,8 @@ class WaitingQueue:
 
     def _enter(self, sequence: Sequence) -> None:
         self._tickets += 1
-        sequence.ticket = self._tickets
-        self._policy.push(sequence)
+        sequence.on_queued(self._tickets, is_held=False)
+        self.policy.push(sequence)
 
 
 def _limit(request: Request) -> OutputLimit:

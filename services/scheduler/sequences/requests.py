@@ -74,6 +74,19 @@ class Request:
     owner: tuple[str, str] = ("", "")  # tenant, and user of it: those of the first attempt
     search: "ActiveBeamSearch | None" = None
 
+    def add_sequences(self, sequences: list["Sequence"]) -> None:
+        self.sequences |= {sequence.index: sequence for sequence in sequences}
+
+    def set_accepted(self) -> None:
+        self.accepted = True
+
+    def set_account(self, account: TokenAccount) -> None:
+        self.account = account
+
+    def rebind(self, frame: Generate, gateway: int) -> None:
+        """A gateway has sent the request again. It is to be accepted again."""
+        self.attempt, self.frame, self.gateway, self.accepted = frame.attempt, frame, gateway, False
+
     @property
     def has_fixed_length(self) -> bool:
         """Its choices end with `max_tokens` and not before."""
@@ -143,6 +156,19 @@ class Sequence:
     def reported_cached_tokens(self) -> int:
         """For the step that has its first token."""
         return self.num_cached_tokens or 0 if self.reports_cached else 0
+
+    def on_queued(self, ticket: int, is_held: bool) -> None:
+        self.ticket, self.is_held = ticket, is_held
+
+    def on_dequeued(self) -> None:
+        self.ticket, self.is_held = 0, False
+
+    def set_queue_amount(self, amount: QueueAmount) -> None:
+        self.queue_amount = amount
+
+    def clear_queue_amount(self) -> None:
+        """From now on the sequence stands for itself alone."""
+        self.queue_amount, self.num_beams = NO_AMOUNT, 1
 
     def set_block_hashes(self, block_size: int, hashes: list[bytes]) -> None:
         self.hash_block_size, self.block_hashes = block_size, hashes

@@ -31,11 +31,11 @@ class Controls:
             case ControlVerb.RESET_PREFIX_CACHE:
                 self._sleep.reset_prefix_cache(now)
             case ControlVerb.PAUSE:
-                self._admission_delay.paused, self._admission_delay.frozen = True, not frame.drain
+                self._admission_delay.pause(freeze=not frame.drain)
                 if frame.clear_cache and not frame.drain:
                     self._sleep.reset_prefix_cache(now)
             case ControlVerb.RESUME:
-                self._admission_delay.paused = self._admission_delay.frozen = False
+                self._admission_delay.resume()
             case ControlVerb.SLEEP if not self._may_sleep:
                 self._answer(gateway, frame, 400, "sleep needs a server that was started with --enable-sleep-mode")
                 return

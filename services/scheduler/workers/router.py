@@ -12,7 +12,6 @@ from operator import attrgetter
 
 from blockyard.services.scheduler.kv_cache.prefix_cache import PrefixMatch
 from blockyard.services.scheduler.queue.acceptance import Acceptance
-from blockyard.services.scheduler.queue.policy import Policy
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
 from blockyard.services.scheduler.sequences.requests import Key, Phase, Sequence
 from blockyard.services.scheduler.workers.worker_groups import WorkerGroup
@@ -125,10 +124,9 @@ class Router:
         self,
         waiting: WaitingQueue,
         groups: dict[int, WorkerGroup],
-        policy: Policy,
         acceptance: Acceptance,
     ) -> None:
-        self._waiting, self._groups, self._policy = waiting, groups, policy
+        self._waiting, self._groups, self._policy = waiting, groups, waiting.policy
         self._acceptance = acceptance
         self._queues: dict[int, GroupQueue] = {}
 

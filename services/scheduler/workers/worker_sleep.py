@@ -66,7 +66,8 @@ class WorkerSleep:
         """Deeper sleep stays."""
         if level <= self.level and not self.restored:
             return
-        self.level, self._bounds.asleep = max(level, self.level), True
+        self.level = max(level, self.level)
+        self._bounds.set_asleep(True)
         self.restored.clear()
         for worker in self._asleep:
             self._send_control(worker, Sleep(self._scheduler, self.level))
@@ -81,7 +82,8 @@ class WorkerSleep:
                 self._send_control(worker, Wake(self._scheduler, parts))
         if parts and len(self.restored) < len(MemoryTag):
             return
-        self.level, self._bounds.asleep = 0, False
+        self.level = 0
+        self._bounds.set_asleep(False)
         self.restored.clear()
         asleep, self._asleep = self._asleep, {}
         self._num_unanswered.clear()

@@ -125,7 +125,7 @@ def check_host(group: WorkerGroup) -> None:
 
 def check_policy(core: Scheduler, waiting: list[Sequence]) -> None:
     """Somebody is next while anybody waits, and fair shares count who is there."""
-    policy = core._planner._policy
+    policy = core._waiting.policy
     head = policy.peek()
     assert (head is not None) == bool(waiting)
     assert head is None or head in waiting
