@@ -206,7 +206,7 @@ class Scheduler:
         self._bounds.wait.sample(now, self._results.num_output_tokens, self._results.num_prompt_tokens)
         self._streams.flush(self._outbox)
         self._heard.clear()
-        if (capacity := self._bounds.news()) is not None:
+        if (capacity := self._bounds.changed_capacity()) is not None:
             for gateway in self._gateways:
                 self._outbox.answer(gateway, QueueCapacityChanged(capacity))
         return self._outbox.take()

@@ -1,7 +1,7 @@
-"""When a request is told that it will be served: with its first seat, or after it has waited a while.
+"""Accepts requests: when they are first scheduled, or after they have waited for a while.
 
-Until then it may still be refused with a status code. A client that streams gets its status with Accepted, so that one
-that is put off later would get an error event in an answer that began with 200.
+A request can be refused with a status code only before it is accepted, because a streaming client gets its status 200
+with Accepted. A later error would be an event in the stream.
 """
 
 from collections import deque
@@ -13,7 +13,7 @@ from blockyard.services.scheduler.sequences.detokenizer_streams import Detokeniz
 from blockyard.services.scheduler.sequences.requests import Request
 from blockyard.shared.messages import Accepted
 
-MAX_SILENCE_S = 5.0  # that a caller may be without an answer, where no longest wait is set
+MAX_SILENCE_S = 5.0  # without an answer, if no maximum delay is set
 
 
 class Acceptance:
@@ -25,25 +25,25 @@ class Acceptance:
         streams: DetokenizerStreams,
         outbox: Outbox,
     ) -> None:
-        """`requests`: the live ones by id."""
+        """`requests`: all live requests by id."""
         self._requests, self._waiting, self._bounds = requests, waiting, bounds
         self._streams, self._outbox = streams, outbox
         self._refuses = bounds.max_delay_s is not None
         self._max_wait_s = MAX_SILENCE_S if bounds.max_delay_s is None else bounds.max_delay_s
-        # when each one's patience ends, its id and attempt; ids alone, because prompts of ended requests are large
+        # time limit, id and attempt; not the request, which would keep the prompts of ended requests in memory
         self._pending: deque[tuple[float, str, int]] = deque()
 
     def on_arrival(self, request: Request, now: float) -> None:
-        """A request waits. One that is sent again was promised something before."""
+        """A request starts to wait. One that is sent again was accepted before, so that it is accepted at once."""
         if not request.attempt or not self.accept(request):
             self._pending.append((now + self._max_wait_s, request.id, request.attempt))
 
     def can_accept(self, request: Request) -> bool:
-        """Whether it can be served: it has a detokenizer, or there is one."""
+        """Whether the request has a detokenizer or can get one."""
         return request.accepted or len(self._streams) > 0
 
     def accept(self, request: Request) -> bool:
-        """Opens its streams and tells its gateway, unless that is done. False while there is no detokenizer."""
+        """Opens the request's streams and notifies its gateway, once. False while there is no detokenizer."""
         if request.accepted:
             return True
         if not self._streams.open(request, request.frame.choices):
@@ -58,7 +58,7 @@ class Acceptance:
         self._outbox.answer(request.gateway, Accepted(request.id, request.attempt, request.detokenizer, capacity))
 
     def expire(self, now: float) -> list[Request]:
-        """Those that have waited as long as anybody may. Others are promised to be served about now."""
+        """Requests that have waited for the maximum delay and are to be refused. Without such a delay they are accepted."""
         refused = []
         while self._pending and self._pending[0][0] <= now:
             _, request_id, attempt = self._pending.popleft()

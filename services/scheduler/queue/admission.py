@@ -1,4 +1,4 @@
-"""Whether a Generate may be taken at all."""
+"""Checks a request against the model: its name, its prompt, and what the KV cache can hold."""
 
 from dataclasses import dataclass
 
@@ -10,25 +10,25 @@ from blockyard.shared.messages import Generate, Geometry, ModelCard
 
 @dataclass(frozen=True, slots=True)
 class ModelCapacity:
-    """The least that any attached group offers."""
+    """The limits of the model: for each, the minimum over all attached groups."""
 
     model_len: int  # tokens, from the model and its flags
     num_blocks: int
     block_size: int
     vocab_size: int
     eos_token_ids: list[int]
-    longest: int  # tokens of a sequence that the blocks hold, or what its model's window needs of them
+    max_cached_len: int  # tokens of the longest sequence that the blocks hold
 
     @property
     def max_model_len(self) -> int:
-        return min(self.model_len, self.longest)
+        return min(self.model_len, self.max_cached_len)
 
     def validate(self, num_prompt: int, max_tokens: int) -> str:
-        """Why a prompt can never run, with the number it would need; empty if it can."""
+        """An error message if a prompt can never run, empty if it can."""
         need = num_prompt + min(1, max_tokens)
         if need > self.model_len:
             return f"the prompt's {num_prompt} tokens need a context of {need}, this model has {self.model_len}"
-        if need > self.longest:
+        if need > self.max_cached_len:
             num_blocks = -(-need // self.block_size)
             return (
                 f"the prompt's {num_prompt} tokens need {num_blocks} KV blocks of {self.block_size} tokens, "
@@ -39,14 +39,14 @@ class ModelCapacity:
     def card(self, names: list[str], root: str, created: int) -> ModelCard:
         return ModelCard(names, root or names[0], self.max_model_len, self.vocab_size, created, self.eos_token_ids)
 
-    def notes(self, limits: list[WorkerGroup]) -> list[str]:
-        """For the start-up report."""
+    def notes(self, groups: list[WorkerGroup]) -> list[str]:
+        """Lines for the start-up report."""
         tokens = self.num_blocks * self.block_size
         notes = [
-            f"{len(limits)} worker group{'s' if len(limits) != 1 else ''}, each with {self.num_blocks} KV blocks "
+            f"{len(groups)} worker group{'s' if len(groups) != 1 else ''}, each with {self.num_blocks} KV blocks "
             f"of {self.block_size} tokens: {tokens} tokens, {tokens / self.max_model_len:.1f} requests of full length",
-            f"batch: {limits[0].max_num_seqs} sequences, {limits[0].max_num_batched_tokens} tokens a step, "
-            f"{limits[0].pacer.text}",
+            f"batch: {groups[0].max_num_seqs} sequences, {groups[0].max_num_batched_tokens} tokens a step, "
+            f"{groups[0].pacer.text}",
         ]
         if self.max_model_len < self.model_len:
             notes.append(
@@ -69,6 +69,8 @@ def capacity_of(geometries: list[Geometry]) -> ModelCapacity:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
+    """An error response to a request."""
+
     status: int  # HTTP status
     field: str
     message: str
@@ -83,15 +85,15 @@ class Admission:
         self._capacity = capacity
 
     def validate(self, frame: Generate) -> Refusal | None:
-        """What is wrong with the request itself."""
+        """The response to an invalid request; None if it is valid."""
         if frame.model not in self._names:
             return Refusal(404, "model", f"the model {frame.model!r} does not exist")
         if not frame.prompt_ids or len(frame.prompt_ids) % ID_BYTES:
             return Refusal(400, "prompt", f"the prompt must hold at least one token, got {len(frame.prompt_ids)} bytes")
-        indexes = {sequence.index for sequence in frame.choices}
+        indexes = {choice.index for choice in frame.choices}
         if not indexes or len(indexes) != len(frame.choices):
             return Refusal(400, "n", f"choices must be at least one and distinct, got {len(frame.choices)}")
-        if any(len(sequence.output_ids) % ID_BYTES for sequence in frame.choices):
+        if any(len(choice.output_ids) % ID_BYTES for choice in frame.choices):
             return Refusal(400, "choices", "output ids must be 4 bytes each")
         if frame.sampling.max_tokens < 0:
             return Refusal(400, "max_tokens", f"max_tokens must be at least 0, got {frame.sampling.max_tokens}")

@@ -1,9 +1,11 @@
-"""FairPolicy sharing: tenants take turns by the tokens they were served, and the users of a tenant by theirs.
+"""The fair policy: tenants share a scheduler by the tokens they were served, and the users of a tenant likewise.
 
-After Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024): a counter of weighted tokens each, the
-lowest is next. Who comes back after having nothing to wait for starts at the lowest counter of those who wait, so that
-nobody saves up. Beyond the paper, tenants are divided into users, and seats are ranked: the n-th choice that a tenant
-has running is of class n, so that whoever has fewer running may take the place of whoever has more.
+After Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024): each tenant has a counter of weighted
+tokens, and the tenant with the lowest counter is next. A tenant that returns after a time without waiting sequences
+starts at the lowest counter of those that wait, so that nothing is saved up.
+
+Beyond the paper, tenants are divided into users, and running sequences are ranked: the n-th running sequence of a tenant
+has class n, so that a tenant with few running sequences may preempt one with many.
 """
 
 import heapq
@@ -14,86 +16,95 @@ from blockyard.services.scheduler.sequences.requests import Key, Sequence
 from blockyard.shared.messages import TenantShare
 
 PROMPT_WEIGHT, OUTPUT_WEIGHT = 1, 2  # of a token, as in the paper
-RECENT_S = 60.0  # who asked within it may ask again
-MIN_KEPT = 256  # names that are kept without a look at who has gone
+RECENT_S = 60.0  # a tenant that asked within this time may ask again
+MIN_KEPT = 256  # shares to keep before inactive ones are dropped
 
 
 class FairShare:
-    """A tenant, or a user of one: what it was served, and how many of its choices are here."""
+    """A tenant, or a user of a tenant: the tokens it was served and its waiting and running sequences."""
 
-    __slots__ = ("in_heap", "name", "num_running", "num_waiting", "served")
+    __slots__ = ("name", "num_running", "num_waiting", "served")
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.served = 0  # weighted tokens; rises only
+        self.served = 0  # weighted tokens; never falls
         self.num_running = self.num_waiting = 0
-        self.in_heap = False  # in its division's heap
 
     @property
     def is_active(self) -> bool:
         return self.num_running + self.num_waiting > 0
+
+    def count(self, waiting: int, running: int) -> None:
+        self.num_waiting += waiting
+        self.num_running += running
+
+    def serve(self, weighted_tokens: int) -> None:
+        self.served += weighted_tokens
+
+    def raise_to(self, served: int) -> None:
+        self.served = max(self.served, served)
 
 
 T = TypeVar("T", bound=FairShare)
 
 
 class ShareGroup(Generic[T]):
-    """Shares of one whole: the tenants, or the users of a tenant."""
+    """Shares of one whole: all tenants, or the users of one tenant."""
 
     def __init__(self) -> None:
         self.shares: dict[str, T] = {}
         self.num_active = 0
-        self._heap: list[tuple[int, int, str, T]] = []  # who waits, by what it had been served when last looked at
-        self._last: T | None = None  # who was seated last
-        self._look_at = MIN_KEPT
+        self._heap: list[tuple[int, int, str, T]] = []  # shares with waiting sequences, by an earlier `served`
+        self._in_heap: set[str] = set()
+        self._last: T | None = None  # the share that was scheduled last
+        self._num_kept = MIN_KEPT
 
     def add(self, share: T) -> T:
-        if len(self.shares) >= self._look_at:
-            self._forget()
+        if len(self.shares) >= self._num_kept:
+            self._drop_inactive()
         self.shares[share.name] = share
         return share
 
     def lowest(self) -> T | None:
-        """Of those that wait the one that was served least; of those, one that has few running."""
+        """The waiting share that was served least; among equals one with few running sequences."""
         heap = self._heap
         while heap:
-            known, _, _, share = heap[0]
+            served, _, name, share = heap[0]
             if not share.num_waiting:
                 heapq.heappop(heap)
-                share.in_heap = False
-            elif share.served > known:
-                heapq.heapreplace(heap, (share.served, share.num_running, share.name, share))
+                self._in_heap.discard(name)
+            elif share.served > served:
+                heapq.heapreplace(heap, (share.served, share.num_running, name, share))
             else:
                 return share
         return None
 
     def count(self, share: T, waiting: int, running: int) -> None:
-        """So many choices of a share's more, or less, wait and run."""
+        """Adds to a share's numbers of waiting and running sequences; either may be negative."""
         if waiting > 0 and not share.num_waiting:
-            self._join(share)
+            self._start_waiting(share)
         before = share.is_active
-        share.num_waiting += waiting
-        share.num_running += running
+        share.count(waiting, running)
         self.num_active += share.is_active - before
 
     def on_scheduled(self, share: T, num_tokens: int) -> None:
         self._last = share
-        share.served += num_tokens * PROMPT_WEIGHT
+        share.serve(num_tokens * PROMPT_WEIGHT)
 
-    def _join(self, share: T) -> None:
+    def _start_waiting(self, share: T) -> None:
         lowest = self.lowest() or self._last
         if lowest is not None:
-            share.served = max(share.served, lowest.served)
-        if not share.in_heap:
-            share.in_heap = True
+            share.raise_to(lowest.served)
+        if share.name not in self._in_heap:
+            self._in_heap.add(share.name)
             heapq.heappush(self._heap, (share.served, share.num_running, share.name, share))
 
-    def _forget(self) -> None:
-        """Whoever is not here, and would start no lower if it were new."""
+    def _drop_inactive(self) -> None:
+        """Drops inactive shares that would start with the same count if they were new."""
         lowest = self.lowest() or self._last
         floor = 0 if lowest is None else lowest.served
-        self.shares = {n: s for n, s in self.shares.items() if s.is_active or s.in_heap or s.served > floor}
-        self._look_at = max(MIN_KEPT, 2 * len(self.shares))
+        self.shares = {n: s for n, s in self.shares.items() if s.is_active or n in self._in_heap or s.served > floor}
+        self._num_kept = max(MIN_KEPT, 2 * len(self.shares))
 
 
 class User(FairShare):
@@ -105,10 +116,10 @@ class User(FairShare):
         self.queue = SequenceHeap()
 
     def charge(self, num_outputs: int) -> None:
-        """For tokens that were generated."""
+        """Counts generated tokens."""
         weighted = num_outputs * OUTPUT_WEIGHT
-        self.served += weighted
-        self.tenant.served += weighted
+        self.serve(weighted)
+        self.tenant.serve(weighted)
 
 
 class Tenant(FairShare):
@@ -120,9 +131,11 @@ class Tenant(FairShare):
 
 
 class FairPolicy:
+    """Implements `Policy`."""
+
     def __init__(self) -> None:
         self.tenants: ShareGroup[Tenant] = ShareGroup()
-        self._recent: dict[str, float] = {}  # tenants by when they asked last, in that order
+        self._recent: dict[str, float] = {}  # last arrival by tenant, oldest first
         self._now = 0.0
 
     def push(self, sequence: Sequence) -> None:
@@ -143,20 +156,20 @@ class FairPolicy:
         user.queue.remove()
 
     def key(self, sequence: Sequence) -> Key:
-        """The class is the choice's place among its tenant's running ones, if their users took turns."""
+        """The class is the sequence's rank among its tenant's running ones, if the tenant's users took turns."""
         user = self._user(sequence)
         tenant = user.tenant
-        place = min(tenant.num_running + 1, (user.num_running + 1) * max(1, tenant.users.num_active))
-        return (place, sequence.request.arrival, sequence.index)
+        rank = min(tenant.num_running + 1, (user.num_running + 1) * max(1, tenant.users.num_active))
+        return (rank, sequence.request.arrival, sequence.index)
 
-    def preemptible_by(self, seated: Sequence, rank: int) -> bool:
-        """Of n that a tenant has running none is above class n: it was when it was seated, and others have left."""
-        return min(seated.key[0], self._user(seated).tenant.num_running) > rank
+    def preemptible_by(self, running: Sequence, rank: int) -> bool:
+        """A tenant with n running sequences has none above class n, though it may have had more when one started."""
+        return min(running.key[0], self._user(running).tenant.num_running) > rank
 
-    def over_share(self, sequence: Sequence, num_seats: int) -> bool:
-        """His share of them if one tenant more were here."""
+    def over_share(self, sequence: Sequence, num_slots: int) -> bool:
+        """The share of a tenant is what it would get with one more active tenant."""
         tenant, num_tenants = self._user(sequence).tenant, self.tenants.num_active
-        return len(self._recent) > 1 and (tenant.num_running + tenant.num_waiting) * (num_tenants + 1) > num_seats
+        return len(self._recent) > 1 and (tenant.num_running + tenant.num_waiting) * (num_tenants + 1) > num_slots
 
     def on_scheduled(self, sequence: Sequence, num_tokens: int) -> None:
         user = self._user(sequence)
@@ -168,18 +181,17 @@ class FairPolicy:
         self._count(self._user(sequence), 0, -1)
 
     def largest_tenants(self, most: int) -> list[TenantShare]:
-        """The tenants that were served most."""
         tenants = heapq.nlargest(most, self.tenants.shares.values(), key=lambda tenant: tenant.served)
         return [TenantShare(t.name, t.num_running, t.num_waiting, t.served) for t in tenants]
 
     def _note_arrival(self, name: str, now: float) -> None:
-        """Who waits again after a preemption is here now, whenever it came."""
-        lately = self._recent
+        """`now` may be old, for a sequence that waits again after a preemption: time does not go back."""
+        recent = self._recent
         now = self._now = max(now, self._now)
-        lately.pop(name, None)
-        lately[name] = now
-        while lately[first := next(iter(lately))] < now - RECENT_S:
-            del lately[first]
+        recent.pop(name, None)
+        recent[name] = now
+        while recent[first := next(iter(recent))] < now - RECENT_S:
+            del recent[first]
 
     def _user(self, sequence: Sequence) -> User:
         account = sequence.request.account

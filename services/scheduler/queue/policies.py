@@ -9,7 +9,7 @@ from blockyard.shared.messages import TenantShare
 
 
 class OrderedPolicy:
-    """One order for all, which nothing that happens changes."""
+    """Orders by class and arrival. Implements `Policy`."""
 
     def __init__(self, class_of: Callable[[Sequence], int]) -> None:
         self._class_of = class_of
@@ -25,10 +25,10 @@ class OrderedPolicy:
     def key(self, sequence: Sequence) -> Key:
         return (self._class_of(sequence), sequence.request.arrival, sequence.index)
 
-    def preemptible_by(self, seated: Sequence, rank: int) -> bool:
-        return seated.key[0] > rank
+    def preemptible_by(self, running: Sequence, rank: int) -> bool:
+        return running.key[0] > rank
 
-    def over_share(self, sequence: Sequence, num_seats: int) -> bool:
+    def over_share(self, sequence: Sequence, num_slots: int) -> bool:
         return False
 
     def on_scheduled(self, sequence: Sequence, num_tokens: int) -> None:

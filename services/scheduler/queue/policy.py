@@ -1,4 +1,4 @@
-"""Who is next, and who gives way: the order of those who wait, with whatever state it needs."""
+"""The interface of scheduling policies, and the heap of waiting sequences that they share."""
 
 import heapq
 from typing import Protocol
@@ -10,42 +10,42 @@ COMPACT_FROM = 64  # stale entries beyond the live ones
 
 
 class Policy(Protocol):
-    """Orders the waiting choices, and ranks those that run.
+    """Orders the waiting sequences and ranks the running ones.
 
-    The first number of a key is a class. Those of a lower class are served first, and may take the seats and blocks
-    of those of a higher one; within a class nobody gives way to somebody who waits.
+    The first number of a key is a class. Lower classes are scheduled first, and a waiting sequence may preempt running
+    ones of higher classes. Within a class no running sequence is preempted for a waiting one.
     """
 
     def push(self, sequence: Sequence) -> None:
-        """It waits, under its ticket: an entry whose ticket is no longer the choice's is stale."""
+        """The sequence waits, under its current ticket. With another ticket, or none, the entry is stale."""
 
     def peek(self) -> Sequence | None:
-        """Who is next."""
+        """The next sequence to schedule."""
 
     def remove(self, sequence: Sequence) -> None:
-        """It waits no more."""
+        """The sequence waits no longer, or is held outside the order."""
 
     def key(self, sequence: Sequence) -> Key:
-        """What it would be ranked by if it were seated now. Keys of two choices differ."""
+        """The rank of the sequence if it were scheduled now. No two sequences have the same key."""
 
-    def preemptible_by(self, seated: Sequence, rank: int) -> bool:
-        """Whether one that runs gives way to one of this class."""
+    def preemptible_by(self, running: Sequence, rank: int) -> bool:
+        """Whether a running sequence may be preempted for a waiting one of class `rank`."""
 
-    def over_share(self, sequence: Sequence, num_seats: int) -> bool:
-        """Whether its owner has more here than his share of so many seats, and others may come."""
+    def over_share(self, sequence: Sequence, num_slots: int) -> bool:
+        """Whether the sequence's tenant has more than its share of `num_slots`, and other tenants may send requests."""
 
     def on_scheduled(self, sequence: Sequence, num_tokens: int) -> None:
-        """It runs, and so many tokens are computed for it that it had not paid for."""
+        """The sequence runs now. `num_tokens` of its prompt are computed for the first time."""
 
     def on_freed(self, sequence: Sequence) -> None:
-        """It runs no more."""
+        """The sequence runs no longer."""
 
     def largest_tenants(self, most: int) -> list[TenantShare]:
-        """For metrics: so many tenants at most, where tenants are told apart."""
+        """At most `most` tenants, those served most first, for metrics. Empty if the policy knows no tenants."""
 
 
 class SequenceHeap:
-    """Waiting choices by key."""
+    """Waiting sequences by key. Entries are removed when they come to the top."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[Key, int, Sequence]] = []
@@ -59,7 +59,7 @@ class SequenceHeap:
         heapq.heappush(self._heap, (key, sequence.ticket, sequence))
 
     def remove(self) -> None:
-        """One of them has another ticket now, or none."""
+        """One of the sequences has another ticket now, or none."""
         self._num_live -= 1
         if not self._num_live:
             self._heap.clear()  # stale entries hold requests that have ended, with their prompts

@@ -1,4 +1,4 @@
-"""The one place where back-pressure is made: how much may wait, who gives way, what is told of it."""
+"""The bounds of the waiting queue: what fits, which request is refused to make room, and what gateways are told."""
 
 from blockyard.services.scheduler.queue.queue_usage import Owner
 from blockyard.services.scheduler.queue.wait_estimate import WaitEstimate
@@ -11,28 +11,28 @@ LEAST_RETRY_S, MOST_RETRY_S = 1.0, 600.0
 
 
 class QueueBounds:
-    """They hold for newcomers. A request that was accepted waits again, if it has to, whatever they say."""
+    """Bounds for new requests. An accepted request that has to wait again always fits."""
 
     def __init__(
         self,
         waiting: WaitingQueue,
         groups: dict[int, WorkerGroup],
-        max_choices: int,
+        max_sequences: int,
         max_tokens: int,
         max_delay_s: float | None = None,
     ) -> None:
         self.max_delay_s = max_delay_s
         self._waiting, self.wait = waiting, WaitEstimate(waiting, groups)
-        self._max_sequences, self._max_tokens = max_choices, max_tokens
-        self.is_asleep = False  # nothing is served until somebody wakes the workers up
-        self._was_full = False  # when `news` was last asked for
-        self._told_full = False  # somebody was told so since
+        self._max_sequences, self._max_tokens = max_sequences, max_tokens
+        self.is_asleep = False  # all workers sleep
+        self._was_full = False  # at the last call of `changed_capacity`
+        self._told_full = False  # since then an answer to a gateway said so
 
     def set_asleep(self, is_asleep: bool) -> None:
         self.is_asleep = is_asleep
 
     def capacity(self) -> QueueCapacity:
-        """For a gateway that is told at once."""
+        """The free capacity, for an answer to one gateway."""
         waits, full = self._waiting.usage.amount, self.is_full()
         self._told_full = self._told_full or full
         tenant, user = (self._waiting.usage.largest_user(self._share) if full else None) or (None, None)
@@ -45,8 +45,11 @@ class QueueBounds:
             self.is_asleep,
         )
 
-    def news(self) -> QueueCapacity | None:
-        """For everybody: it became full or has room again, also if it was full only while an answer said so."""
+    def changed_capacity(self) -> QueueCapacity | None:
+        """The capacity for all gateways if the queue became full or has room again since the last call.
+
+        That includes a queue that was full only for a moment, if an answer said so.
+        """
         full = self.is_full()
         if full == self._was_full and (full or not self._told_full):
             return None
@@ -57,14 +60,14 @@ class QueueBounds:
         return self._holds_most() or self._is_slow(self._waiting.usage.amount)
 
     def is_long(self) -> bool:
-        """It is the wait that is at its bound, and not what waits."""
+        """Whether the queue is full by its wait alone, and not by what is in it."""
         return not self._holds_most() and self._is_slow(self._waiting.usage.amount)
 
     def make_room(self, owner: Owner, amount: QueueAmount) -> list[Request] | None:
-        """Requests that have to go so that a newcomer with so much may wait; None if it may not.
+        """Requests to refuse so that a new request with `amount` may wait; None if it is to be refused itself.
 
-        The newest request of the tenant with the largest share of the queue gives way, the newcomer too if it is that
-        tenant's. One that is larger than the queue is not kept out of an empty one.
+        The newest request of the tenant with the largest share of the queue is refused, also if that is the new one.
+        An empty queue takes a request of any size.
         """
         waits = self._waiting.usage.amount
 
@@ -79,7 +82,7 @@ class QueueBounds:
 
     @property
     def wait_s(self) -> float:
-        """Until a newcomer has a seat behind all that waits, as far as that is known."""
+        """Estimated seconds until a new request behind the whole queue is scheduled."""
         return min(MOST_RETRY_S, self.wait.seconds(self._waiting.usage.amount))
 
     def _holds_most(self) -> bool:
@@ -87,9 +90,9 @@ class QueueBounds:
         return waits.sequences >= self._max_sequences or waits.tokens >= self._max_tokens
 
     def _is_slow(self, amount: QueueAmount) -> bool:
-        """A newcomer behind so much would wait as long as any may."""
+        """Whether a new request behind `amount` would wait for the maximum delay."""
         return self.max_delay_s is not None and self.wait.seconds(amount) >= self.max_delay_s
 
     def _share(self, amount: QueueAmount) -> tuple[float, int]:
-        """Of what may wait, by choices or by tokens, whichever is more of it."""
+        """The share of the queue's bounds, by sequences or by tokens, whichever is larger."""
         return (max(amount.sequences / self._max_sequences, amount.tokens / self._max_tokens), amount.tokens)

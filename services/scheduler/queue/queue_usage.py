@@ -1,4 +1,4 @@
-"""Whose choices wait: who gives way when the queue is full."""
+"""What each tenant and user has in the waiting queue, and whose request is refused when the queue is full."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -6,31 +6,27 @@ from itertools import islice
 
 from blockyard.services.scheduler.sequences.requests import NO_AMOUNT, QueueAmount, Request
 
-Owner = tuple[str, str]  # tenant, and user of it
-
-
-ShareOf = Callable[
-    [QueueAmount], tuple[float, int]
-]  # how much of the queue that is; of equals the larger second counts
+Owner = tuple[str, str]  # tenant, and user of the tenant
+ShareOf = Callable[[QueueAmount], tuple[float, int]]  # share of the queue, and a second number to order equal shares
 
 
 class UserUsage:
-    """What one user of a tenant has waiting."""
+    """What one user has in the queue."""
 
     __slots__ = ("amount", "newcomers")
 
     def __init__(self) -> None:
         self.amount = NO_AMOUNT
-        self.newcomers: dict[str, Request] = {}  # those that nothing was promised to, by arrival
+        self.newcomers: dict[str, Request] = {}  # requests that are not accepted yet, oldest first
 
 
 class QueueUsage:
     def __init__(self) -> None:
-        self.amount = NO_AMOUNT  # of all
+        self.amount = NO_AMOUNT  # of all users
         self._users: dict[Owner, UserUsage] = {}
 
     def add(self, owner: Owner, amount: QueueAmount) -> None:
-        """So much more of an owner waits, or less where it is negative."""
+        """Adds an amount, which may be negative, to what an owner has in the queue."""
         usage = self._users.get(owner)
         if usage is None:
             usage = self._users[owner] = UserUsage()
@@ -40,26 +36,26 @@ class QueueUsage:
             del self._users[owner]
 
     def on_newcomer(self, request: Request) -> None:
-        """After `add`: it may have to give way."""
+        """The request may be refused to make room. To be called after `add`."""
         self._users[request.owner].newcomers[request.id] = request
 
     def remove_newcomer(self, request: Request) -> None:
-        """Before the last of it is taken off: it was promised to be served, or has gone."""
+        """The request was accepted or has ended. To be called before its last amount is taken off."""
         usage = self._users.get(request.owner)
         if usage is not None:
             usage.newcomers.pop(request.id, None)
 
     def largest_user(self, share: ShareOf) -> Owner | None:
-        """Whose newest request would give way; None if nobody's can."""
+        """The owner whose newest request would be refused to make room; None if all its requests are accepted."""
         owner = self._largest_user({}, share)
         return owner if owner is not None and self._users[owner].newcomers else None
 
     def evict_for(
         self, owner: Owner, amount: QueueAmount, lacks: Callable[[QueueAmount], bool], share: ShareOf
     ) -> list[Request] | None:
-        """Requests that have to go so that a newcomer of `owner` with so much may come; None: it is the one to go.
+        """Requests to refuse so that a new request of `owner` with `amount` fits; None to refuse the new request.
 
-        `lacks` says whether there is no room yet when so much is gone.
+        `lacks` says whether it does not fit yet when an amount is gone.
         """
         freed: dict[Owner, QueueAmount] = {owner: NO_AMOUNT.less(amount)}
         num_gone: Counter[Owner] = Counter()
@@ -83,7 +79,10 @@ class QueueUsage:
     def _largest_user(
         self, freed: dict[Owner, QueueAmount], share: ShareOf, first: Owner | None = None
     ) -> Owner | None:
-        """The user with the largest share of the tenant with the largest, less what is freed; `first` of equals."""
+        """The user with the largest share within the tenant with the largest share, not counting `freed`.
+
+        Among equals it is `first`.
+        """
         users = {owner: usage.amount for owner, usage in self._users.items()}
         for owner, amount in freed.items():
             users[owner] = users.get(owner, NO_AMOUNT).less(amount)

@@ -1,4 +1,4 @@
-"""Requests as they come: new, doubled, sent again, cancelled, stopped."""
+"""Handles requests from gateways: new ones, repeated ones, those sent again after a loss, and cancels."""
 
 from collections import Counter
 
@@ -19,6 +19,8 @@ ALL_ASLEEP = Refusal(503, "", "the workers sleep and the waiting queue is full")
 
 
 class RequestHandler:
+    """Every request that arrives here is answered with Accepted or Refused."""
+
     def __init__(
         self,
         names: list[str],
@@ -39,11 +41,11 @@ class RequestHandler:
         self._arrivals = 0
 
     def generate(self, gateway: int, frame: Generate, now: float) -> None:
-        """Answered with Accepted or Refused, now or when it is known."""
+        """Takes a new request, or a new attempt of one that a gateway sends again after a loss."""
         request = self._lifecycle.requests.get(frame.request_id)
         if request is not None and frame.attempt <= request.attempt:
             if frame.attempt == request.attempt and request.accepted:
-                self.acceptance.notify(request)  # sent twice, answered twice
+                self.acceptance.notify(request)  # a repeated frame gets a repeated answer
             return
         refusal = self.admission.validate(frame)
         if refusal is not None:
@@ -51,7 +53,7 @@ class RequestHandler:
                 self._lifecycle.drop(request)
             self._answer(gateway, frame.request_id, frame.attempt, refusal, "invalid")
             return
-        if frame.attempt == 0 and not self._make_room(gateway, frame):  # a resubmitted one had its room before
+        if frame.attempt == 0 and not self._make_room(gateway, frame):  # later attempts had their place in the queue
             return
         resumable = self._resumable(request, frame)
         if request is not None and resumable:
@@ -60,13 +62,13 @@ class RequestHandler:
             self._start(request, gateway, frame, now)
 
     def on_message(self, peer: int, frame: Cancel | Stop | PathLost) -> None:
-        """What gateways and detokenizers say of requests that are there."""
+        """A frame from a gateway or a detokenizer about a running request."""
         match frame:
             case Cancel():
                 self.cancel(frame)
             case Stop():
                 self.stop(frame)
-            case PathLost(gateway):  # which knows best what is missing
+            case PathLost(gateway):  # the gateway asks again for what is missing
                 self._outbox.answer(gateway, PathLost(peer))
 
     def cancel(self, frame: Cancel) -> None:
@@ -75,7 +77,7 @@ class RequestHandler:
             self._lifecycle.drop(request)
 
     def stop(self, frame: Stop) -> None:
-        """The detokenizer has written the final delta and forgotten the stream: nothing goes there any more."""
+        """The detokenizer found a stop string and has closed the stream: the sequence ends without a final step."""
         for stream in frame.streams:
             request = self._lifecycle.requests.get(stream.request_id)
             if request is not None and request.attempt == stream.attempt:
@@ -84,11 +86,12 @@ class RequestHandler:
                     self._lifecycle.end(sequence)
 
     def expire(self, now: float) -> None:
+        """Refuses requests that have waited for the maximum delay."""
         for request in self.acceptance.expire(now):
-            self._refuse(request, Refusal(503, "", "nobody could serve it in time"), "overdue")
+            self._refuse(request, Refusal(503, "", "the request waited for the maximum queue delay"), "overdue")
 
     def _make_room(self, gateway: int, frame: Generate) -> bool:
-        """Whether a newcomer may wait. If the queue is full either it is refused, or others are in its place."""
+        """Whether a new request may wait. If the queue is full, it is refused, or other requests are in its place."""
         owner = (frame.tenant, frame.user)
         num_sequences = len(frame.choices) if frame.beam is None else frame.beam.width
         gone = self._bounds.make_room(owner, QueueAmount(num_sequences, num_sequences * num_ids(frame.prompt_ids)))
@@ -103,7 +106,7 @@ class RequestHandler:
         return True
 
     def _refuse(self, request: Request, refusal: Refusal, reason: str) -> None:
-        """One that waits and that nothing was promised to."""
+        """Refuses a request that waits and is not accepted."""
         self._lifecycle.drop(request)
         self._answer(request.gateway, request.id, request.attempt, refusal, reason)
 
@@ -114,13 +117,13 @@ class RequestHandler:
         self._outbox.answer(gateway, frame)
 
     def detokenizer_joined(self) -> None:
-        """Those that were sent again while there was none are accepted now."""
+        """Accepts the requests that were sent again while there was no detokenizer."""
         for request in self._lifecycle.requests.values():
             if request.attempt:
                 self.acceptance.accept(request)
 
     def _resumable(self, request: Request | None, frame: Generate) -> dict[int, messages.ChoiceState]:
-        """The listed choices that only need a new stream. None do while no detokenizer could open it."""
+        """The listed choices whose sequences can go on with a new stream, if a detokenizer can open one."""
         if request is None or not request.accepted or not len(self._streams) or request.search is not None:
             return {}  # a beam search starts over
         listed = {c.index: c for c in frame.choices}
@@ -131,7 +134,7 @@ class RequestHandler:
         }
 
     def _start(self, old: Request | None, gateway: int, frame: Generate, now: float) -> None:
-        """A request from the ids it brings, in the place in the queue that it had."""
+        """Starts a request behind the output ids in its frame. A new attempt keeps its place in the queue."""
         found = _num_cached(old)
         if old is not None:
             self._lifecycle.drop(old)
@@ -156,7 +159,7 @@ class RequestHandler:
     def _rebind(
         self, request: Request, gateway: int, frame: Generate, resumable: dict[int, messages.ChoiceState]
     ) -> None:
-        """A live request gets a new stream; its choices run on, or start from the ids they bring."""
+        """Gives a live request new streams. Its sequences go on, or start again behind the output ids in the frame."""
         self._streams.close(request)
         found = _num_cached(request)
         for sequence in list(request.sequences.values()):
@@ -180,16 +183,16 @@ class RequestHandler:
 
 
 def _num_cached(request: Request | None) -> dict[int, int | None]:
-    """How many prompt tokens each choice of an earlier attempt found, as far as they had seats."""
+    """Cached prompt tokens of each sequence of an earlier attempt; None for those that never ran."""
     return (
         {} if request is None else {index: sequence.num_cached_tokens for index, sequence in request.sequences.items()}
     )
 
 
 def _continues(sequence: Sequence, output_ids: bytes) -> bool:
-    """Whether what the gateway has is the beginning of what is known, and all that it lacks can be sent again.
+    """Whether the gateway's ids are a prefix of the sequence's ids, and the rest can be sent to it.
 
-    Log-probabilities cannot: they are large and not kept here. What was not delivered of them is computed again.
+    Log-probabilities cannot be sent again, because they are not kept here: undelivered ones are computed again.
     """
     num_delivered = num_ids(output_ids)
     if num_delivered > len(sequence.outputs) or sequence.outputs[:num_delivered].tobytes() != output_ids:

@@ -1,6 +1,6 @@
-"""The waiting queue: who is in it and how much. Its order is the policy's, its bounds are in queue_bounds.py.
+"""The waiting queue. A policy orders it, and queue_bounds.py bounds it.
 
-It counts choices: one prompt with `n` 128 is 128 sequences to be run. Those that are parked count too.
+It counts sequences: a request with `n` 128 is 128 of them. Parked sequences count too, but cannot be scheduled yet.
 """
 
 from collections import Counter
@@ -12,22 +12,22 @@ from blockyard.services.scheduler.sequences.requests import NO_AMOUNT, QueueAmou
 
 
 class WaitingQueue:
-    """Choices that are in no batch: new ones, and preempted ones with the tokens known so far."""
+    """Sequences that do not run: new ones, and preempted ones with the tokens that they have so far."""
 
     def __init__(self, policy: Policy) -> None:
         self.peek = policy.peek
         self.policy = policy
         self.usage = QueueUsage()
         self.output_lengths = OutputLengths()  # of sequences that have ended
-        self.output_limits: Counter[OutputLimit] = Counter()  # of those that wait, how many have each
-        self.num_dequeued = 0  # choices that got a seat, so far
-        self.num_dequeued_tokens = 0  # known ones of all that got a seat, so far
+        self.output_limits: Counter[OutputLimit] = Counter()  # numbers of waiting sequences
+        self.num_dequeued = 0  # since the start
+        self.num_dequeued_tokens = 0  # tokens of all dequeued sequences
         self._tickets = 0
-        self._requests: Counter[str] = Counter()  # waiting choices of each request, parked ones among them
+        self._requests: Counter[str] = Counter()  # waiting and parked sequences by request
         self._num_sequences = 0
 
     def __len__(self) -> int:
-        """Choices that may be seated; parked ones are not among them."""
+        """Sequences that may be scheduled, without parked ones."""
         return self._num_sequences
 
     def push(self, sequence: Sequence) -> None:
@@ -39,20 +39,20 @@ class WaitingQueue:
             self.usage.on_newcomer(request)
 
     def park(self, sequence: Sequence) -> None:
-        """It will be pushed once a sibling has computed their prompt. Until then it only counts."""
+        """Counts a sequence that is pushed only when another one of its request has computed their prompt."""
         self._count(sequence)
 
     def unpark(self, sequence: Sequence) -> None:
         self._uncount(sequence)
 
     def dequeue(self, sequence: Sequence) -> None:
-        """As `discard`, for a seat."""
+        """Takes out a sequence that is scheduled."""
         self.num_dequeued += 1
         self.num_dequeued_tokens += sequence.num_tokens
         self.discard(sequence)
 
     def discard(self, sequence: Sequence) -> None:
-        """Takes a choice out, wherever it stands; nothing happens if it is not in."""
+        """Takes out a sequence, held or not. Does nothing if it is not in the queue."""
         if not sequence.ticket:
             return
         was_held = sequence.is_held
@@ -63,24 +63,24 @@ class WaitingQueue:
             self.policy.remove(sequence)
 
     def hold(self, sequence: Sequence) -> None:
-        """It waits on, but somewhere else than in the order of the policy."""
+        """Takes a sequence out of the policy's order. It still waits and counts, at a group's queue for example."""
         self.policy.remove(sequence)
         self._tickets += 1
         sequence.on_queued(self._tickets, is_held=True)
 
     def requeue(self, sequence: Sequence) -> None:
-        """One that was set aside is among the others again."""
+        """Puts a held sequence back into the policy's order."""
         self._enter(sequence)
 
     def add_tokens(self, sequence: Sequence, num_tokens: int) -> None:
-        """A waiting choice learned of more tokens, from plans that were in flight when it was preempted."""
+        """A preempted sequence got more tokens, from plans that were in flight when it was preempted."""
         if sequence.ticket:
             more = QueueAmount(0, num_tokens)
             sequence.set_queue_amount(sequence.queue_amount.plus(more))
             self.usage.add(sequence.request.owner, more)
 
     def on_accepted(self, request: Request) -> None:
-        """It gives way to nobody any more."""
+        """The request can no longer be refused to make room."""
         self.usage.remove_newcomer(request)
 
     def _count(self, sequence: Sequence) -> None:
