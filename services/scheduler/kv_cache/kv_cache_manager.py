@@ -1,4 +1,4 @@
-"""The KV cache of one worker group: allocates blocks to sequences, caches full ones by hash and invalidates bad ones."""
+"""The KV cache of one worker group: allocates blocks to sequences, caches full ones by hash, invalidates bad ones."""
 
 from collections import deque
 from collections.abc import Iterable

@@ -282,7 +282,7 @@ def test_nobody_goes_on_with_what_a_failed_slot_has_written(
     it.world.work(it.worker)
     it.world.work(it.worker)  # both plans are taken in, the first has run
     it.worker.links.answer = answer
-    runner.names.names.clear()
+    runner.block_hashes.hashes.clear()
     assert not index_of(it)
     it.world.settle()
     assert [s.num_computed for s in starts(it)] == [0, len(prompt) - 1, 0]
@@ -299,7 +299,7 @@ def test_names_travel_with_the_plan_and_nothing_stale_does(ring: type[Ring]) -> 
     for i in range(12):
         it.submit(f"{i}", 0, prompt=[i % 4, *PROMPT[: 9 + i]], max_tokens=6)
         it.world.settle()
-    names = it.worker.loop._runner.names.names
+    names = it.worker.loop._runner.block_hashes.hashes
     index = {block: name for name, block in index_of(it).items()}
     assert len(names) > 4
     assert all(index.get(block, name) == name for block, name in names.items())
