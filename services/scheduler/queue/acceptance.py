@@ -58,7 +58,7 @@ class Acceptance:
         self._outbox.answer(request.gateway, Accepted(request.id, request.attempt, request.detokenizer, capacity))
 
     def expire(self, now: float) -> list[Request]:
-        """Requests to refuse, because they have waited for the maximum delay. Without such a delay they are accepted."""
+        """Requests to refuse after the maximum delay. Without a maximum they are accepted."""
         refused = []
         while self._pending and self._pending[0][0] <= now:
             _, request_id, attempt = self._pending.popleft()
