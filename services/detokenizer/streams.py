@@ -2,11 +2,11 @@
 
 import logging
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
-from blockyard.services.detokenizer.logprobs import with_tokens
 from blockyard.services.detokenizer.stream import DecodedText, Stream
 from blockyard.services.detokenizer.token_table import TokenTable, UnknownToken
 from blockyard.shared.messages import (
@@ -16,10 +16,33 @@ from blockyard.shared.messages import (
     TextDelta,
     TextLogprobs,
     TokenBatch,
+    TokenLogprobs,
     TokenRows,
     TokenStep,
 )
 from blockyard.shared.token_ids import unpack
+
+
+def with_tokens(entries: Sequence[TokenLogprobs], table: TokenTable, as_ids: bool) -> list[TextLogprobs]:
+    """Raises UnknownToken."""
+    name = _id_name if as_ids else table.raw
+    return [
+        TextLogprobs(
+            entry.token_id,
+            name(entry.token_id),
+            entry.logprob,
+            entry.rank,
+            entry.top_ids,
+            [name(token_id) for token_id in entry.top_ids],
+            entry.top_logprobs,
+        )
+        for entry in entries
+    ]
+
+
+def _id_name(token_id: int) -> bytes:
+    return b"token_id:%d" % token_id
+
 
 log = logging.getLogger(__name__)
 

@@ -5,8 +5,7 @@ import sys
 import threading
 import time
 
-from blockyard.services.message_bus.roster import Roster
-from blockyard.services.message_bus.service import Registry
+from blockyard.services.message_bus.service import Registry, Roster
 from blockyard.shared.bus.registry_socket import RegistrySocket
 from blockyard.shared.config.services.registry import RegistryConfig
 from blockyard.shared.process import settings

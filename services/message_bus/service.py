@@ -3,10 +3,80 @@
 import threading
 import time
 
-from blockyard.services.message_bus.roster import Roster
+import msgspec
+
 from blockyard.shared.bus.links import new_incarnation
 from blockyard.shared.bus.registry_socket import RegistrySocket
-from blockyard.shared.messages import Members
+from blockyard.shared.messages import Announce, Frame, Leave, LinkLost, Member, Members, Stats
+
+PUSH_STATS_S = 0.5
+
+_NO_STATS = Stats()
+
+
+class Roster:
+    """The membership list. Times are seconds of one monotonic clock."""
+
+    def __init__(self, now: float, dead_after_s: float, settle_s: float) -> None:
+        self._settled_at = now + settle_s
+        self._dead_after_s = dead_after_s
+        self._heard: dict[int, float] = {}  # incarnation -> last heartbeat
+        self._members: dict[int, Member] = {}
+        self._changed = False
+        self._stats_changed = False
+        self._pushed_at = now
+        self._was_settled = False
+
+    def settled(self, now: float) -> bool:
+        """From when on a missing member is a dead one."""
+        return now >= self._settled_at
+
+    def members(self) -> list[Member]:
+        return list(self._members.values())
+
+    def hear(self, frame: Frame, now: float) -> None:
+        """Takes one frame in; whoever announces itself is alive, whatever was said of it before."""
+        match frame:
+            case Announce(member):
+                self._announce(member, now)
+            case Leave(incarnation) | LinkLost(incarnation):
+                self._remove(incarnation)
+
+    def due(self, now: float) -> bool:
+        """Drops the silent; True if the list is to be pushed now. Counters alone wait for 0.5 s."""
+        for incarnation, heard in list(self._heard.items()):
+            if now - heard > self._dead_after_s:
+                self._remove(incarnation)
+        if self.settled(now) and not self._was_settled:
+            self._was_settled = self._changed = True
+        due = self._changed or (self._stats_changed and now - self._pushed_at >= PUSH_STATS_S)
+        if due:
+            self._changed = self._stats_changed = False
+            self._pushed_at = now
+        return due
+
+    def _announce(self, member: Member, now: float) -> None:
+        before = self._members.get(member.incarnation)
+        if before is None:
+            for other in list(self._members.values()):
+                if (other.name, other.role) == (member.name, member.role):  # its restarted successor is here
+                    self._remove(other.incarnation)
+        self._members[member.incarnation] = member
+        self._heard[member.incarnation] = now
+        if before is None or _without_stats(before) != _without_stats(member):
+            self._changed = True
+        elif before != member:
+            self._stats_changed = True
+
+    def _remove(self, incarnation: int) -> None:
+        if self._members.pop(incarnation, None) is not None:
+            del self._heard[incarnation]
+            self._changed = True
+
+
+def _without_stats(member: Member) -> Member:
+    return msgspec.structs.replace(member, stats=_NO_STATS)
+
 
 TICK_S = 0.1
 

@@ -11,29 +11,62 @@ import select
 import signal
 import socket
 import time
+import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
+import msgspec
 from setproctitle import setproctitle
 
-from blockyard.services.tokenizer_pool import text_worker
 from blockyard.services.tokenizer_pool.chat_template import ChatTemplates
-from blockyard.services.tokenizer_pool.job_limits import JobLimits
+from blockyard.services.tokenizer_pool.job_limits import JobLimits, ProcessLimits
 from blockyard.services.tokenizer_pool.texts import Texts
 from blockyard.services.tokenizer_pool.token_chars import max_token_chars
 from blockyard.services.tokenizer_pool.worker_frames import (
+    Answer,
     FromServer,
     LoadFailed,
+    Task,
     TokenizerLoaded,
+    Work,
     WorkerEnded,
     WorkerStarted,
     encode,
+    framed,
     pair,
+    read_frame,
 )
 from blockyard.shared import tokenizer_files
 from blockyard.shared.config.services.tokenizer import TokenizerConfig
 from blockyard.shared.errors import BlockyardError, ConfigError, RequestError
+from blockyard.shared.messages import TextRejected
 from blockyard.shared.process import settings
+
+
+def serve_jobs(sock: socket.socket, texts: Texts, limits: JobLimits) -> None:
+    """Answers jobs in order until the service closes the stream, or until this process has grown too much."""
+    phases = ProcessLimits(limits)
+    texts.phases = phases
+    decoder = msgspec.msgpack.Decoder(Task)
+    own_vocab_size = texts.vocab_size
+    with sock, sock.makefile("rb") as stream:
+        while (data := read_frame(stream)) is not None:
+            task = decoder.decode(data)
+            del data
+            texts.vocab_size = task.vocab_size or own_vocab_size
+            phases.begin(task.max_model_len)
+            sock.sendall(framed(_answer(texts, task.work)))
+            if phases.has_grown():
+                return
+
+
+def _answer(texts: Texts, work: Work) -> Answer:
+    try:
+        return texts.answer(work)
+    except MemoryError as e:  # outside the phases: block names, the answer itself
+        traceback.clear_frames(e.__traceback__)
+        return TextRejected(work.request_id, "prompt", "the prompt needs too much memory")
+
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +140,7 @@ class ForkServer:
             ours.close()
             os.close(alive)
             name = f"{self._config.process.name}: text worker"
-            _run(parent, name, lambda: text_worker.serve(theirs, texts, self._limits))
+            _run(parent, name, lambda: serve_jobs(theirs, texts, self._limits))
         theirs.close()
         os.close(held)
         with ours:

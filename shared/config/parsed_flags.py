@@ -1,4 +1,8 @@
-"""Which flags were given, where and with what value: command line, environment, YAML, keyword arguments."""
+"""Parses flags from the command line, the environment, YAML and keyword arguments; `Values` is their merged result.
+
+A container platform sets variables with our prefix for services called `blockyard` (Kubernetes in every pod of a
+namespace, Docker for `--link`). They are recognized and ignored.
+"""
 
 import difflib
 import re
@@ -9,8 +13,33 @@ from typing import TypeVar
 from blockyard.shared.config.flag_values import coerce, is_switch_word
 from blockyard.shared.config.flags import FLAGS, NAMES, SPELLINGS
 from blockyard.shared.config.flags.flag import Flag, FlagKind, variable
-from blockyard.shared.config.foreign_variables import is_foreign, note
 from blockyard.shared.errors import ConfigError
+
+_NAME = re.compile(
+    r"BLOCKYARD_(\w+_)?"
+    r"(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?|ENV_\w+)"
+)
+_LINK = re.compile(r"(tcp|udp|sctp)://")
+_SHOWN = 2  # names in the note
+
+
+def _is_foreign(variable: str, text: str) -> bool:
+    """True for a variable of the container platform. Names that are also flags' (--port, --name) are told by value."""
+    if _NAME.fullmatch(variable):
+        return True
+    if variable.endswith("_PORT"):
+        return _LINK.match(text) is not None
+    return variable.endswith("_NAME") and text.startswith("/") and text.count("/") == 2  # "/web/blockyard"
+
+
+def _note(variables: list[str]) -> list[str]:
+    """Returns one line for all of them, or none."""
+    if not variables:
+        return []
+    shown = ", ".join(variables[:_SHOWN])
+    more = f" and {len(variables) - _SHOWN} more" if len(variables) > _SHOWN else ""
+    return [f"{shown}{more}: not read, the container platform set them for a service of that name"]
+
 
 T = TypeVar("T")
 PREFIX = "BLOCKYARD_"
@@ -57,7 +86,7 @@ def from_environment(environ: Mapping[str, str]) -> tuple[ParsedFlags, list[str]
     for name, text in sorted(environ.items()):
         if not name.startswith(PREFIX):
             continue
-        if is_foreign(name, text):
+        if _is_foreign(name, text):
             foreign.append(name)
             continue
         flag = by_variable.get(name)
@@ -67,7 +96,7 @@ def from_environment(environ: Mapping[str, str]) -> tuple[ParsedFlags, list[str]
             raise ConfigError(f"{name}: given twice, {given[flag.name].where} is the same flag")
         words: object = text.split() if flag.kind is FlagKind.LIST and not text.startswith("[") else text
         given[flag.name] = ParsedFlag(coerce(flag, words, name), name)
-    return given, note(foreign)
+    return given, _note(foreign)
 
 
 def from_mapping(mapping: Mapping[object, object], source: str) -> ParsedFlags:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from blockyard.shared.config import access_keys, host_memory, http_server, kv_cache
+from blockyard.shared.config import host_memory, http_server, worker_fields
 from blockyard.shared.config.checkpoint import (
     Checkpoint,
     config_overrides,
@@ -15,7 +15,6 @@ from blockyard.shared.config.checkpoint import (
     model_length,
     sampling_defaults,
 )
-from blockyard.shared.config.compilation import graph_fields
 from blockyard.shared.config.flags import FLAGS
 from blockyard.shared.config.parsed_flags import Values
 from blockyard.shared.config.services.detokenizer import DetokenizerConfig
@@ -73,7 +72,7 @@ def resolve(values: Values, model: Checkpoint, bus: BusConfig) -> Deployment:
 
 def memory_notes(values: Values) -> list[str]:
     """A line for each flag of KV memory that is given in vain."""
-    return [*host_memory.notes(values), *kv_cache.notes(values)]
+    return [*host_memory.notes(values), *worker_fields.notes(values)]
 
 
 def process_config(values: Values, name: str, bus: BusConfig) -> ProcessConfig:
@@ -101,8 +100,8 @@ def gateway(values: Values, model: Checkpoint, process: ProcessConfig, index: in
         fields
         | {
             "metrics_port": base + index if base else 0,
-            "api_keys": access_keys.read(values, "api-key", "api-key-file"),
-            "admin_keys": access_keys.read(values, "admin-key", "admin-key-file"),
+            "api_keys": http_server.read_keys(values, "api-key", "api-key-file"),
+            "admin_keys": http_server.read_keys(values, "admin-key", "admin-key-file"),
             "served_model_names": served_names(values),
             "defaults": msgspec.to_builtins(sampling_defaults(values, model.generation)),
         },
@@ -160,7 +159,7 @@ def scheduler(values: Values, model: Checkpoint, process: ProcessConfig) -> Sche
 
 
 def worker(values: Values, model: Checkpoint, process: ProcessConfig) -> WorkerConfig:
-    kv_cache.check(values)
+    worker_fields.check_kv_cache(values)
     fields = _fields(values, "worker")
     fields["mock"]["vocab_size"] = fields["mock"]["vocab_size"] or model.config.get("vocab_size", 0)
     fields["mock"]["max_model_len"] = model_length(model.config) or MOCK_LENGTH
@@ -175,7 +174,7 @@ def worker(values: Values, model: Checkpoint, process: ProcessConfig) -> WorkerC
             "max_model_len": context_limit(values, model.config),
             "fit_max_model_len": values["max-model-len"] == "auto",
             "swap_space_gib": host_memory.swap_space(values),
-            **graph_fields(values),
+            **worker_fields.graph_fields(values),
             "config_overrides": msgspec.json.encode(config_overrides(values)).decode(),
         },
     )
@@ -197,7 +196,7 @@ def workers(values: Values, model: Checkpoint, process: Callable[[str], ProcessC
 def block_scope(values: Values, model: Checkpoint) -> str:
     """What else than tokens the KV of a block depends on: tokenizers and scheduler must have the same."""
     overrides = msgspec.json.encode(config_overrides(values)).decode()
-    return "|".join([model.name, model.revision, kv_cache.scope(values), overrides])
+    return "|".join([model.name, model.revision, worker_fields.kv_scope(values), overrides])
 
 
 def served_names(values: Values) -> list[str]:

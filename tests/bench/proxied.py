@@ -17,8 +17,7 @@ from rig import ROOT, Server, wait_ready
 
 from blockyard.services.launcher.models import model_files
 from blockyard.services.launcher.supervision.child import service_specs
-from blockyard.services.message_bus.roster import Roster
-from blockyard.services.message_bus.service import Registry
+from blockyard.services.message_bus.service import Registry, Roster
 from blockyard.shared.bus.registry_socket import RegistrySocket
 from blockyard.shared.config import parsed_flags
 from blockyard.shared.config.resolve import Deployment, resolve

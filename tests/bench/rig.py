@@ -19,8 +19,7 @@ from pathlib import Path
 import aiohttp
 import msgspec
 
-from blockyard.services.message_bus.roster import Roster
-from blockyard.services.message_bus.service import Registry
+from blockyard.services.message_bus.service import Registry, Roster
 from blockyard.shared.bus.registry_socket import RegistrySocket
 from blockyard.shared.config.services.process import BusConfig
 

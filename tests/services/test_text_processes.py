@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from blockyard.services.message_bus.roster import Roster
-from blockyard.services.message_bus.service import Registry
+from blockyard.services.message_bus.service import Registry, Roster
 from blockyard.shared.bus.links import Gone, Links
 from blockyard.shared.bus.registry_socket import RegistrySocket
 from blockyard.shared.config.services.process import BusConfig

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blockyard.services.detokenizer.stops import StopFinder
+from blockyard.services.detokenizer.stream import StopFinder
 
 letters = st.text("abc", max_size=14)
 stop_lists = st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3)

@@ -4,7 +4,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blockyard.services.message_bus.roster import Roster
+from blockyard.services.message_bus.service import Roster
 from blockyard.shared.messages import Announce, Leave, LinkLost, Member, Role, Stats
 
 

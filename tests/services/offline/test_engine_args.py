@@ -8,8 +8,8 @@ import torch
 
 from blockyard.services.offline.engine_args import SERVER_ONLY, read
 from blockyard.shared.config import parsed_flags
-from blockyard.shared.config.compilation import graph_fields
 from blockyard.shared.config.flags import FLAGS
+from blockyard.shared.config.worker_fields import graph_fields
 from blockyard.shared.errors import ConfigError
 
 

@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from blockyard.shared.config import access_keys, parsed_flags
+from blockyard.shared.config import http_server, parsed_flags
 from blockyard.shared.config.parsed_flags import Values
 from blockyard.shared.errors import ConfigError
 
 
 def keys(*args: str, environ: dict[str, str] | None = None) -> list[str]:
     values = Values(parsed_flags.from_command_line(args)[0], parsed_flags.from_environment(environ or {})[0])
-    return access_keys.read(values, "api-key", "api-key-file")
+    return http_server.read_keys(values, "api-key", "api-key-file")
 
 
 def test_flags_and_the_lines_of_a_file(tmp_path: Path) -> None:

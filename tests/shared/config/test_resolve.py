@@ -378,8 +378,8 @@ def test_a_kv_cache_in_8_bits(tmp_path: Path) -> None:
     ]
     assert len({ring.scheduler.block_scope for ring in rings}) == 4, "what one stored is not what another reads"
     for args, message in (
-        (("--calculate-kv-scales",), "--kv-cache-dtype fp8 asks for one"),
-        (("--quantization-param-path", str(file)), "--kv-cache-dtype fp8 asks for one"),
+        (("--calculate-kv-scales",), "set --kv-cache-dtype fp8"),
+        (("--quantization-param-path", str(file)), "set --kv-cache-dtype fp8"),
         ((*fp8, "--calculate-kv-scales", "--quantization-param-path", str(file)), "gives them already"),
         ((*fp8, "--quantization-param-path", "/no/such"), "is not a file"),
         ((*fp8, "--device", "cpu"), "need a GPU"),
