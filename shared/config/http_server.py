@@ -11,7 +11,7 @@ MAX_SOCKET_PATH = 107  # bytes, the kernel's limit
 
 
 def read_keys(values: Values, name: str, file_name: str) -> list[str]:
-    """Returns the keys of two flags; the second names a file with one key a line. Raises ConfigError for an empty one."""
+    """Returns the keys of two flags; the second names a file, one key a line. Raises ConfigError for an empty one."""
     keys = [key.strip() for key in values.get(name, list)]
     if values.is_given(name) and not (keys and all(keys)):
         raise ConfigError(f"{values.where(name)}: an empty key would let everyone in")
