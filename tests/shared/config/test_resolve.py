@@ -185,7 +185,7 @@ def test_lines_for_requests() -> None:
     assert lines("--enable-log-requests") == (True, True)
     assert lines("--enable-log-requests", "--disable-uvicorn-access-log") == (False, True)
     assert lines("--disable-log-requests") == lines("--disable-uvicorn-access-log") == (False, False)
-    with pytest.raises(ConfigError, match="--enable-log-requests and --disable-log-requests: which one"):
+    with pytest.raises(ConfigError, match="--enable-log-requests and --disable-log-requests: give one of them"):
         deploy("--enable-log-requests", "--disable-log-requests")
 
 
