@@ -2,6 +2,7 @@
 
 import fnmatch
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -95,7 +96,8 @@ def find_files(folder: Path, load_format: str, ignore_patterns: list[str]) -> li
     if not folder.is_dir():
         raise LoadError(f"{folder} is not a folder")
     for pattern in wanted:
-        found = [f for f in sorted(folder.glob(pattern)) if not _ignored(f.name, ignore_patterns)]
+        names = fnmatch.filter(sorted(os.listdir(folder)), pattern)
+        found = [folder / name for name in names if not _ignored(name, ignore_patterns)]
         if found and pattern.endswith(".index.json"):
             shards = [f for f in _shards(found[0]) if not _ignored(f.name, ignore_patterns)]
             if not shards:

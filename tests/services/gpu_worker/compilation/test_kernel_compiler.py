@@ -67,7 +67,8 @@ for thread in threading.enumerate():
 def run(mode: str, cache: Path) -> list[str]:
     env = {**os.environ, "TRITON_CACHE_DIR": str(cache)}
     env.pop("TRITON_INTERPRET", None)
-    env["PYTHONPATH"] = str(Path(__file__).parents[4] / ".src")
+    # Where packages are found by PYTHONPATH the compile processes need it too.
+    env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[4] / ".src"), env.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, "-P", "-c", SCRIPT, mode], env=env, capture_output=True, text=True, timeout=120, check=False
     )

@@ -140,7 +140,7 @@ def test_links_in_a_circle_and_nested_files(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     index = folder / "model.safetensors.index.json"
     index.symlink_to(index)
-    assert "has no weights" in refusal(folder)
+    assert "not an index" in refusal(folder)
     index.unlink()
     index.write_text("[" * 100_000)
     assert "not an index" in refusal(folder)
