@@ -17,7 +17,7 @@ from fake_ring import (
 )
 
 from blockyard.shared.messages import Generate, Role, Scrape, Stats, Tokenize
-from blockyard.shared.ring_client.recovery.recovery import hold
+from blockyard.shared.ring_client.recovery import hold
 from blockyard.shared.token_ids import unpack
 
 COMPLETION = "/v1/completions"
