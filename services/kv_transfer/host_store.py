@@ -1,4 +1,4 @@
-"""KV blocks in host memory: what the worker copies there, and back, plan by plan."""
+"""KV blocks in host memory: the interface for copies, and the store for a pool that is in host memory too."""
 
 import math
 from typing import Protocol
@@ -12,15 +12,15 @@ class BlockStore(Protocol):
     """Copies between blocks of the device's pool and blocks of host memory, in the order of the calls."""
 
     def save(self, blocks: list[int], hosts: list[int]) -> None:
-        """Blocks of the device to blocks of the host. Whatever is computed after the call may write to `blocks`.
+        """Copies blocks of the device to host blocks. Work launched after the call may write to `blocks`.
 
-        Nothing that was launched before may still write to them.
+        No work launched before the call may still write to them.
         """
 
     def fetch(self, hosts: list[int], blocks: list[int]) -> None:
-        """Blocks of the host to blocks of the device. Whatever is computed after the call finds them there.
+        """Copies host blocks to blocks of the device. Work launched after the call finds them there.
 
-        Nothing that was launched before may still read or write `blocks`.
+        No work launched before the call may still read or write `blocks`.
         """
 
     def drain(self) -> None:
@@ -28,13 +28,13 @@ class BlockStore(Protocol):
 
 
 class PlainStore:
-    """For a pool in host memory: a copy is done when the call returns."""
+    """The `BlockStore` of a pool in host memory: a copy is complete when the call returns."""
 
     def __init__(self, memory: Tensor, num_host_blocks: int) -> None:
         """memory [layers, num_blocks, ...], contiguous, of any dtype."""
         self._memory = as_bytes(memory)
         layers, _, size = self._memory.shape
-        # numpy leaves it to the kernel to hand out pages on first use
+        # from numpy: the kernel allocates its pages on first use
         self._host = torch.from_numpy(np.empty((num_host_blocks, layers, size), np.uint8))
 
     def save(self, blocks: list[int], hosts: list[int]) -> None:
@@ -46,7 +46,7 @@ class PlainStore:
             self._memory[:, blocks] = self._host[hosts].transpose(0, 1)
 
     def drain(self) -> None:
-        """Nothing is under way."""
+        """Copies are already complete."""
 
 
 def as_bytes(memory: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""Blocks in pinned host memory, copied beside what the GPU computes. Loaded by name, on a GPU alone.
+"""KV blocks in pinned host memory, copied while the GPU computes. Imported only on a GPU.
 
-A save packs blocks on the device (microseconds; what is computed next waits for no more) and the packed ones go to the
-host on a stream of their own. A fetch comes up packed, and is put in its blocks, on another. Copies of adjacent host
-blocks are one.
+A save packs blocks on the device, which takes microseconds and is all that the next step waits for. The packed blocks
+are copied to the host on a second stream. A fetch copies packed blocks to the device and scatters them on a third
+stream. Adjacent host blocks are one copy.
 """
 
 import weakref
@@ -17,13 +17,13 @@ from blockyard.kernels.kv_cache.move_blocks import gather_blocks, scatter_blocks
 from blockyard.services.kv_transfer.host_store import as_bytes
 from blockyard.shared.errors import LoadError
 
-PART_BYTES = 32 << 20  # packed at a time
-NUM_PARTS = 4  # saves that may be on their way before one has to wait
+PART_BYTES = 32 << 20  # packed blocks of one copy
+NUM_PARTS = 4  # saves in flight before the next save waits
 STAGING_BYTES = (NUM_PARTS + 1) * PART_BYTES
 
 
 class Part:
-    """A buffer that a save goes through."""
+    """A device buffer for the packed blocks of a save."""
 
     def __init__(self, buffer: Tensor) -> None:
         self.buffer = buffer
@@ -31,7 +31,7 @@ class Part:
 
 
 class StreamStore:
-    """For `BlockStore`: returns before the copies are done, and makes the calling stream wait for what it must."""
+    """A `BlockStore` whose calls return before the copies are complete; the calling stream waits where it must."""
 
     def __init__(self, memory: Tensor, num_host_blocks: int) -> None:
         """memory [layers, num_blocks, ...], contiguous, of any dtype. Raises LoadError if none can be pinned."""
@@ -46,8 +46,8 @@ class StreamStore:
         self._incoming = torch.empty(size, dtype=torch.int32, device=device)
         self._pack, self._down, self._up = _streams(device)
         self._packed, self._saved, self._fetched = _events()
-        self._saving: set[int] = set()  # host blocks that were on their way when that was last looked at
-        torch.cuda.synchronize(device)  # the pool is there for all streams
+        self._saving: set[int] = set()  # host blocks whose copy may not be complete yet
+        torch.cuda.synchronize(device)  # every stream sees the initialized pool
 
     def save(self, blocks: list[int], hosts: list[int]) -> None:
         for part_blocks, part_hosts in self._in_parts(blocks, hosts):
@@ -71,7 +71,7 @@ class StreamStore:
         self._saved.record(self._down)
 
     def fetch(self, hosts: list[int], blocks: list[int]) -> None:
-        self._up.wait_event(self._packed)  # what these blocks held may have been saved just now
+        self._up.wait_event(self._packed)  # a save may still read these blocks
         if not self._saving.isdisjoint(hosts):
             self._up.wait_event(self._saved)
         with torch.inference_mode(), torch.cuda.stream(self._up):
@@ -87,7 +87,7 @@ class StreamStore:
         torch.cuda.synchronize(self._memory.device)
 
     def _in_parts(self, blocks: list[int], hosts: list[int]) -> Iterator[tuple[list[int], list[int]]]:
-        """Pairs in the order of the host's, as many at a time as a part holds."""
+        """Pairs in the order of the host blocks, in parts that fit a buffer."""
         pairs = sorted(zip(hosts, blocks, strict=True))
         for start in range(0, len(pairs), self._per_part):
             part = pairs[start : start + self._per_part]
@@ -107,7 +107,7 @@ def _events() -> list[torch.cuda.Event]:
 
 
 def adjacent(hosts: list[int]) -> Iterator[tuple[int, int, int]]:
-    """Runs of consecutive numbers: where each begins in the list, its first number, and how many there are."""
+    """Runs of consecutive host blocks: index in the list, first block, length."""
     start = 0
     for i in range(1, len(hosts) + 1):
         if i == len(hosts) or hosts[i] != hosts[i - 1] + 1:
@@ -116,7 +116,7 @@ def adjacent(hosts: list[int]) -> Iterator[tuple[int, int, int]]:
 
 
 def pinned(num_bytes: int) -> Tensor:
-    """Host memory that the GPU copies by itself. Torch's own would take the next power of 2."""
+    """Pinned host memory. torch's own pinned allocation would round the size up to a power of 2."""
     memory = np.empty(num_bytes, np.uint8)
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     error = runtime.cudaHostRegister(memory.ctypes.data, num_bytes, 0)
@@ -125,6 +125,6 @@ def pinned(num_bytes: int) -> Tensor:
             f"{num_bytes / 2**30:.2f} GiB of host memory cannot be pinned ({error}): lower --swap-space, or raise the "
             "limit of locked memory (ulimit -l)"
         )
-    # before the memory goes back: the driver would take what is mapped there next for it
+    # must run before the memory is freed, or the driver would treat the next mapping there as pinned
     weakref.finalize(memory, runtime.cudaHostUnregister, memory.ctypes.data).atexit = False
     return torch.from_numpy(memory)
