@@ -22,7 +22,7 @@ NUM_PARTS = 4  # saves in flight before the next save waits
 STAGING_BYTES = (NUM_PARTS + 1) * PART_BYTES
 
 
-class Part:
+class StagingBuffer:
     """A device buffer for the packed blocks of a save."""
 
     def __init__(self, buffer: Tensor) -> None:
@@ -31,7 +31,7 @@ class Part:
 
 
 class StreamStore:
-    """A `BlockStore` whose calls return before the copies are complete; the calling stream waits where it must."""
+    """A `BlockStore`. Calls return before their copies are complete; CUDA events order them with the calling stream."""
 
     def __init__(self, memory: Tensor, num_host_blocks: int) -> None:
         """memory [layers, num_blocks, ...], contiguous, of any dtype. Raises LoadError if none can be pinned."""
@@ -41,12 +41,12 @@ class StreamStore:
         self._host = pinned(num_host_blocks * layers * words * 4).view(torch.int32).view(-1, layers, words)
         self._per_part = max(1, PART_BYTES // (layers * words * 4))
         size = (self._per_part, layers, words)
-        self._parts = [Part(torch.empty(size, dtype=torch.int32, device=device)) for _ in range(NUM_PARTS)]
+        self._parts = [StagingBuffer(torch.empty(size, dtype=torch.int32, device=device)) for _ in range(NUM_PARTS)]
         self._next = 0
         self._incoming = torch.empty(size, dtype=torch.int32, device=device)
         self._pack, self._down, self._up = _streams(device)
         self._packed, self._saved, self._fetched = _events()
-        self._saving: set[int] = set()  # host blocks whose copy may not be complete yet
+        self._saving: set[int] = set()  # host blocks with copies in flight
         torch.cuda.synchronize(device)  # every stream sees the initialized pool
 
     def save(self, blocks: list[int], hosts: list[int]) -> None:
