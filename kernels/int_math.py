@@ -1,4 +1,4 @@
-"""For grids and tiles, on the host: Triton's own functions of this kind take 5 us a call, a tenth of a launch."""
+"""Integer math for grids and tiles, on the host: Triton's own functions take 5 us a call, a tenth of a launch."""
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -6,5 +6,5 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def next_power_of_2(n: int) -> int:
-    """The next one from n on, which is above 0."""
+    """The smallest power of 2 that is n or more; n is above 0."""
     return 1 << (n - 1).bit_length()

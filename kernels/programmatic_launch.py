@@ -1,8 +1,8 @@
-"""Kernels that begin while the one before them ends: programmatic dependent launch, from compute capability 9.0 on.
+"""Programmatic dependent launch (PDL), from compute capability 9.0 on: a kernel begins while the one before it ends.
 
-A kernel launched so says `gdc_launch_dependents` at once, so that the next one may be set up and fetch what no kernel
-writes (weights), and `gdc_wait` before it reads or writes anything else. It must wait in all its programs: the next
-kernel takes its end for the end of everything before it.
+A kernel launched so calls `gdc_launch_dependents` at once, so that the next kernel may be set up and load what no
+kernel writes (weights). It calls `gdc_wait` before it reads or writes anything else. It must wait in all its programs,
+because the next kernel takes its end for the end of everything before it.
 """
 
 import functools
@@ -15,7 +15,7 @@ def supports_pdl(device: torch.device) -> bool:
 
 
 def pdl_options(pdl: bool) -> dict[str, bool]:
-    """For the launch of a kernel, beside its own argument."""
+    """Launch options of a kernel, beside its own PDL argument."""
     return {"launch_pdl": True} if pdl else {}
 
 

@@ -1,1 +1,14 @@
-"""Attention over the paged KV cache: decode, prefill, a kernel for Hopper GPUs, and batch-invariant attention."""
+"""Attention over the paged KV cache.
+
+- `paged_decode`: one new token a sequence. `split_kv` divides keys among programs, `combine` adds the splits up.
+- `fused_decode`: for one row, head norm, rotary embedding, KV write and attention in one kernel.
+- `paged_prefill`: several new tokens a sequence. On Hopper GPUs it takes `prefill_hopper` (`hopper_producer` loads,
+  `hopper_consumer` computes).
+- `batch_invariant`: both, with results that depend on a row alone.
+- `attention_tiles`: device functions over tiles that these share.
+- `torch_sdpa`: plain torch, for CPUs.
+
+Variables are FlashAttention's: m_i is a row's running maximum, l_i its sum of exponentials, acc its weighted values,
+p a tile's probabilities before division by l_i, alpha the factor of what came before. Imports go to `kv_cache` and
+`layers`.
+"""

@@ -1,84 +1,115 @@
-"""Puts the pieces of a sequence together that `paged_decode` made, on a GPU: in a kernel after it, a program a row and
-head, or where rows are many by the program that is the last of a row's and K/V head's to be done."""
+"""Combines the splits of split-KV attention (flash decoding): each split's output is weighted by its log-sum-exp.
+
+After `paged_decode` by a kernel, one program a row and head; for many rows by the program that finishes last among a
+row's and K/V head's splits. After `paged_prefill` by a kernel of its own layout.
+"""
 
 import triton
 import triton.language as tl
 
 from blockyard.kernels.int_math import next_power_of_2
 
-_COMBINED = 4096  # elements of pieces that the last program takes at once
+_REDUCED_ELEMENTS = 4096  # elements of splits that the last program loads at a time
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["out_ptr"])
 def combine_splits_kernel(
-    of_row_ptr, partial_ptr, weight_ptr, out_ptr, rows,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr,
+    row_splits_ptr, partial_out_ptr, lse_ptr, out_ptr, rows,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    # program (i, j) has head j of row i; none begins early: many programs that wait slow those down that have pieces
+    # program (i, j): head j of row i. Without PDL: waiting programs slow down the programs that still have splits
     row, head = tl.program_id(0), tl.program_id(1)
-    base = tl.load(of_row_ptr + row)
-    parts = tl.load(of_row_ptr + rows + row)
-    if parts == 1:
+    first_split = tl.load(row_splits_ptr + row)
+    num_splits = tl.load(row_splits_ptr + rows + row)
+    if num_splits == 1:
         return
     dims = tl.arange(0, DIM)
     in_head = dims < HEAD_DIM
-    top = float("-inf")
-    mass = 0.0
-    total = tl.zeros([DIM], tl.float32)
-    for start in range(0, parts, PARTS):
-        part = start + tl.arange(0, PARTS)
-        place = (base + part).to(tl.int64) * HEADS + head
-        weight = tl.load(weight_ptr + place, mask=part < parts, other=float("-inf"))
+    m_i = float("-inf")
+    l_i = 0.0
+    acc = tl.zeros([DIM], tl.float32)
+    for start in range(0, num_splits, SPLITS):
+        split = start + tl.arange(0, SPLITS)
+        split_head = (first_split + split).to(tl.int64) * HEADS + head
+        lse = tl.load(lse_ptr + split_head, mask=split < num_splits, other=float("-inf"))
         values = tl.load(
-            partial_ptr + place[:, None] * HEAD_DIM + dims[None, :],
-            mask=(part < parts)[:, None] & in_head[None, :],
+            partial_out_ptr + split_head[:, None] * HEAD_DIM + dims[None, :],
+            mask=(split < num_splits)[:, None] & in_head[None, :],
             other=0.0,
         )
-        higher = tl.maximum(top, tl.max(weight, 0))
-        fade = tl.exp2(top - higher)
-        shares = tl.exp2(weight - higher)
-        mass = mass * fade + tl.sum(shares, 0)
-        total = total * fade + tl.sum(values * shares[:, None], 0)
-        top = higher
-    tl.store(out_ptr + (row.to(tl.int64) * HEADS + head) * HEAD_DIM + dims, total / mass, mask=in_head)
+        m_new = tl.maximum(m_i, tl.max(lse, 0))
+        alpha = tl.exp2(m_i - m_new)
+        p = tl.exp2(lse - m_new)
+        l_i = l_i * alpha + tl.sum(p, 0)
+        acc = acc * alpha + tl.sum(values * p[:, None], 0)
+        m_i = m_new
+    tl.store(out_ptr + (row.to(tl.int64) * HEADS + head) * HEAD_DIM + dims, acc / l_i, mask=in_head)
+
+
+@triton.jit
+def is_last_split(semaphore_ptr, num_splits):
+    """Whether this program is the last of `num_splits` to have stored its split. The caller resets the counter."""
+    tl.debug_barrier()  # stores of all of this program's threads come before its count
+    return tl.atomic_add(semaphore_ptr, 1, sem="acq_rel", scope="gpu") == num_splits - 1
 
 
 @triton.jit
 def reduce_if_last(
-    row, head, parts, of_row_ptr, arrived_ptr, partial_ptr, weight_ptr, out_ptr, rows,
-    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr,
+    row, head, num_splits, row_splits_ptr, semaphores_ptr, partial_out_ptr, lse_ptr, out_ptr, rows,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """A piece of a row and K/V head is stored; who says so last puts all of them together, PARTS at a time."""
+    """If this program is the last of a row's and K/V head's splits, combines all of them, SPLITS at a time."""
     HEADS: tl.constexpr = KV_HEADS * GROUP
-    arrived = arrived_ptr + head * rows + row
-    tl.debug_barrier()  # all of this program's stores before the word that they are there
-    if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == parts - 1:
+    semaphore = semaphores_ptr + head * rows + row
+    if is_last_split(semaphore, num_splits):
         tl.debug_barrier()
-        base = tl.load(of_row_ptr + row)
+        first_split = tl.load(row_splits_ptr + row)
         group, dims = tl.arange(0, triton.next_power_of_2(GROUP)), tl.arange(0, DIM)
         heads, in_head = head * GROUP + group, dims < HEAD_DIM
-        top = tl.full(heads.shape, float("-inf"), tl.float32)
-        mass = tl.zeros(heads.shape, tl.float32)
-        total = tl.zeros([heads.shape[0], DIM], tl.float32)
-        for start in range(0, parts, PARTS):
-            part = start + tl.arange(0, PARTS)
-            place = (base + part).to(tl.int64)[:, None] * HEADS + heads[None, :]
-            known = (part < parts)[:, None] & (group < GROUP)[None, :]
-            weight = tl.load(weight_ptr + place, mask=known, other=float("-inf"), cache_modifier=".cg")
-            inside = known[:, :, None] & in_head[None, None, :]
-            places = partial_ptr + place[:, :, None] * HEAD_DIM + dims[None, None, :]
+        m_i = tl.full(heads.shape, float("-inf"), tl.float32)
+        l_i = tl.zeros(heads.shape, tl.float32)
+        acc = tl.zeros([heads.shape[0], DIM], tl.float32)
+        for start in range(0, num_splits, SPLITS):
+            split = start + tl.arange(0, SPLITS)
+            split_head = (first_split + split).to(tl.int64)[:, None] * HEADS + heads[None, :]
+            valid = (split < num_splits)[:, None] & (group < GROUP)[None, :]
+            lse = tl.load(lse_ptr + split_head, mask=valid, other=float("-inf"), cache_modifier=".cg")
+            inside = valid[:, :, None] & in_head[None, None, :]
+            places = partial_out_ptr + split_head[:, :, None] * HEAD_DIM + dims[None, None, :]
             values = tl.load(places, mask=inside, other=0.0, cache_modifier=".cg")
-            higher = tl.maximum(tl.maximum(top, tl.max(weight, 0)), -3e38)  # heads that pad have no weight
-            fade = tl.exp2(top - higher)
-            shares = tl.exp2(weight - higher[None, :])
-            mass = mass * fade + tl.sum(shares, 0)
-            total = total * fade[:, None] + tl.sum(values * shares[:, :, None], 0)
-            top = higher
-        total = total / tl.where(mass > 0, mass, 1.0)[:, None]
+            m_new = tl.maximum(tl.maximum(m_i, tl.max(lse, 0)), -3e38)  # padding heads have no splits
+            alpha = tl.exp2(m_i - m_new)
+            p = tl.exp2(lse - m_new[None, :])
+            l_i = l_i * alpha + tl.sum(p, 0)
+            acc = acc * alpha[:, None] + tl.sum(values * p[:, :, None], 0)
+            m_i = m_new
+        acc = acc / tl.where(l_i > 0, l_i, 1.0)[:, None]
         columns = (row * HEADS + heads)[:, None] * HEAD_DIM + dims[None, :]
-        tl.store(out_ptr + columns, total, mask=(group < GROUP)[:, None] & in_head[None, :])
-        tl.store(arrived, 0)
+        tl.store(out_ptr + columns, acc, mask=(group < GROUP)[:, None] & in_head[None, :])
+        tl.store(semaphore, 0)
+
+
+@triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["out_ptr"])
+def combine_prefill_kernel(
+    partial_out_ptr, lse_ptr, out_ptr, num_splits, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, MAX_SPLITS: tl.constexpr
+):
+    # program i: one token and head
+    out_row = tl.program_id(0).to(tl.int64)
+    split, dims = tl.arange(0, MAX_SPLITS), tl.arange(0, DIM)
+    in_head = dims < HEAD_DIM
+    lse = tl.load(lse_ptr + out_row * num_splits + split, mask=split < num_splits, other=float("-inf"))
+    m_i = tl.max(lse, 0)
+    lse = tl.exp2(lse - tl.where(m_i == float("-inf"), 0.0, m_i))
+    l_i = tl.sum(lse, 0)
+    values = tl.load(
+        partial_out_ptr + (out_row * num_splits + split)[:, None] * HEAD_DIM + dims[None, :],
+        mask=(lse > 0)[:, None] & in_head[None, :],  # a split without keys has stored no output
+        other=0.0,
+    )
+    acc = tl.sum(values * lse[:, None], 0) / tl.where(l_i > 0, l_i, 1.0)
+    tl.store(out_ptr + out_row * HEAD_DIM + dims, acc, mask=in_head)
 
 
 def splits_at_once(group: int, dim: int) -> int:
-    return max(_COMBINED // (dim * next_power_of_2(group)), 1)
+    """How many splits the last program loads at a time."""
+    return max(_REDUCED_ELEMENTS // (dim * next_power_of_2(group)), 1)

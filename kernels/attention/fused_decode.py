@@ -1,10 +1,10 @@
-"""A decode step of few rows in one kernel: head norm, rotation, KV write and attention; on a GPU.
+"""Decode attention of few rows in one kernel: head norm, rotary embedding, KV write and attention; on a GPU.
 
-A program has a part of the keys of one row and head; where keys are few, all of them. The last program of a head to be
-done puts the parts together. With `overlap` (compute capability 9.0) it starts while the kernel before it ends, and
-fetches its first keys and values before it waits: those are of earlier steps, and where they lie was known when the
-step began. So between the kernel that gathers a step's rows and this one there has to be a kernel that neither starts
-early nor lets others do so.
+A program has a split of the keys of one row and query head; where keys are few, all of them. The last program of a
+head to finish combines the splits. With `pdl` (compute capability 9.0) the kernel starts while the kernel before it
+ends, and loads its first keys and values before it waits: earlier steps wrote them, and their places were known when
+the step began. So between the kernel that gathers a step's inputs and this one there must be a kernel that neither
+starts early nor lets the next one start early.
 """
 
 from dataclasses import dataclass
@@ -15,16 +15,16 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from blockyard.kernels.attention.attention_tiles import apply_soft_cap
 from blockyard.kernels.attention.fused_decode_lanes import (
-    arrive,
-    capped,
-    fold,
-    keys_of_part,
     load_head,
-    load_tile,
-    stored,
-    turned,
-    write_new,
+    load_kv_tile,
+    norm_and_rotate,
+    online_softmax_update,
+    quantize,
+    reduce_if_last,
+    split_key_range,
+    write_kv,
 )
 from blockyard.kernels.attention.paged_decode import paged_decode_reference
 from blockyard.kernels.int_math import ceil_div, next_power_of_2
@@ -34,17 +34,17 @@ from blockyard.kernels.kv_cache.rope_write_kv import check_qkv, rope_write_kv_re
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.programmatic_launch import pdl_options, supports_pdl
 
-FUSED_DECODE_MAX_ROWS = 1  # more have not been measured
-FUSED_DECODE_MAX_LEN = 8192  # keys: with 16,384 rotation, attention and combination in kernels of their own are quicker
+FUSED_DECODE_MAX_ROWS = 1  # more rows have not been measured
+FUSED_DECODE_MAX_LEN = 8192  # keys: with 16,384, separate kernels for rotation, attention and combining are faster
 _LOG2E = 1.4426950408889634
 _PROGRAMS = 2 * 132
-_COMBINED = 4096  # elements of parts that are put together at once
+_COMBINED_ELEMENTS = 4096  # elements of splits that are combined at a time
 
 
 def fused_decode_reference(
     qkv: Tensor,
     layer: Tensor,
-    seqs: PagedKVMetadata,
+    metadata: PagedKVMetadata,
     rotation: Tensor | None,
     norm: RMSNorm | None,
     scale: float,
@@ -52,158 +52,169 @@ def fused_decode_reference(
     soft_cap: float | None = None,
 ) -> Tensor:
     weight, eps = (None, 0.0) if norm is None else (norm.weight.to(qkv.dtype), norm.eps)
-    rope_write_kv_reference(qkv, layer, seqs, rotation, weight, eps)
-    return paged_decode_reference(qkv[:, : -2 * layer.shape[2]], layer, seqs, scale, window, soft_cap)
+    rope_write_kv_reference(qkv, layer, metadata, rotation, weight, eps)
+    return paged_decode_reference(qkv[:, : -2 * layer.shape[2]], layer, metadata, scale, window, soft_cap)
 
 
 @dataclass(frozen=True, slots=True)
 class FusedDecodeConfig:
-    """How a program goes about its keys."""
+    """How a program divides its keys."""
 
-    least: int  # keys of a part, if a row has more than that
-    keys: int  # that a thread has at once
+    min_keys: int  # keys of a split, if a row has more than that
+    keys: int  # of a thread at a time
     warps: int
 
 
-_CUTTING = FusedDecodeConfig(512, 16, 8)
+_CONFIG = FusedDecodeConfig(512, 16, 8)
 
 
 class SplitSemaphores:
-    """Counts the parts of each head that are done, 0 between kernels. For one stream; all layers can share it."""
+    """Counters of finished splits of each head, 0 between kernels. One serves all layers of a stream."""
 
-    def __init__(self, most: int, device: torch.device) -> None:
-        """For so many rows times heads."""
-        self.counts = torch.zeros(most, dtype=torch.int32, device=device)
+    def __init__(self, max_splits: int, device: torch.device) -> None:
+        """`most`: rows times heads."""
+        self.counts = torch.zeros(max_splits, dtype=torch.int32, device=device)
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots_ptr", "positions_ptr", "out_ptr"])
 def _fused_decode_kernel(
-    qkv_ptr, layer_ptr, slots_ptr, positions_ptr, tables_ptr, rotation_ptr, gain_ptr, scales_ptr, partial_ptr,
-    weight_ptr, counts_ptr, out_ptr, row_stride, table_stride, scale, eps,
+    qkv_ptr, layer_ptr, slots_ptr, positions_ptr, tables_ptr, rotation_ptr, norm_weight_ptr, scales_ptr,
+    partial_out_ptr, lse_ptr, semaphores_ptr, out_ptr, row_stride, table_stride, scale, eps,
     FP8_MAX: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROTATE: tl.constexpr, NORM: tl.constexpr,
-    LEAST: tl.constexpr, KEYS: tl.constexpr, WAYS: tl.constexpr, MOST: tl.constexpr, PARTS: tl.constexpr,
-    PDL: tl.constexpr,
+    MIN_KEYS: tl.constexpr, KEYS: tl.constexpr, LANES: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    SPLITS_AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # program (p, j, i) has part p of the keys of row i for head j, split in ways that meet at the end
+    # program (s, j, i): split s of the keys of row i for query head j; lanes are combined at the end
     if PDL:
         gdc_launch_dependents()
-    part, q_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    split, q_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     head = q_head // GROUP
     slot = tl.load(slots_ptr + row)
     position = tl.where(slot >= 0, tl.load(positions_ptr + row), 0).to(tl.int32)
-    begin, stop, parts = keys_of_part(position, part, tl.num_programs(0), WINDOW, LEAST)
+    begin, stop, num_splits = split_key_range(position, split, tl.num_programs(0), WINDOW, MIN_KEYS)
     table = tables_ptr + slot * table_stride
-    k, v = load_tile(begin, stop, table, layer_ptr, head, KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, KEYS * WAYS)
-    ways, dims = tl.arange(0, WAYS)[:, None], tl.arange(0, DIM)
-    inside = tl.broadcast_to((dims < HEAD_DIM)[None, :], [WAYS, DIM])
-    q_gain, k_gain = 1.0, 1.0
+    k, v = load_kv_tile(begin, stop, table, layer_ptr, head, KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, KEYS * LANES)
+    lanes, dims = tl.arange(0, LANES)[:, None], tl.arange(0, DIM)
+    inside = tl.broadcast_to((dims < HEAD_DIM)[None, :], [LANES, DIM])
+    q_norm_weight, k_norm_weight = 1.0, 1.0
     if NORM:
-        q_gain = load_head(gain_ptr, q_head, dims, inside, HEAD_DIM, WAYS, DIM)
-        k_gain = load_head(gain_ptr, KV_HEADS * GROUP + head, dims, inside, HEAD_DIM, WAYS, DIM)
+        q_norm_weight = load_head(norm_weight_ptr, q_head, dims, inside, HEAD_DIM, LANES, DIM)
+        k_norm_weight = load_head(norm_weight_ptr, KV_HEADS * GROUP + head, dims, inside, HEAD_DIM, LANES, DIM)
     if PDL:
         gdc_wait()
-    if part < parts:
+    if split < num_splits:
         cos, sin, k_scale, v_scale = 1.0, 0.0, 1.0, 1.0
         if FP8_MAX > 0:
             k_scale, v_scale = tl.load(scales_ptr), tl.load(scales_ptr + 1)
         source = qkv_ptr + row * row_stride
         if ROTATE:
-            angle = load_head(rotation_ptr, row, dims, inside, HEAD_DIM, WAYS, DIM)
-            cos, sin = tl.split(tl.reshape(angle, [WAYS, DIM // 2, 2]))
-        # the new key is the last part's, in its first way
-        new_k = load_head(source, KV_HEADS * GROUP + head, dims, inside, HEAD_DIM, WAYS, DIM).to(tl.float32)
-        new_v = load_head(source, KV_HEADS * (GROUP + 1) + head, dims, inside, HEAD_DIM, WAYS, DIM).to(tl.float32)
-        new_k = turned(new_k, k_gain, cos, sin, eps, HEAD_DIM, ROTATE, NORM)
-        new_k = stored(new_k, k_scale, layer_ptr.dtype.element_ty, FP8_MAX)
-        new_v = stored(new_v, v_scale, layer_ptr.dtype.element_ty, FP8_MAX)
-        here = tl.where(part == parts - 1, ways, 1) == 0
+            angle = load_head(rotation_ptr, row, dims, inside, HEAD_DIM, LANES, DIM)
+            cos, sin = tl.split(tl.reshape(angle, [LANES, DIM // 2, 2]))
+        # the new key belongs to the last split, to its first lane
+        new_k = load_head(source, KV_HEADS * GROUP + head, dims, inside, HEAD_DIM, LANES, DIM).to(tl.float32)
+        new_v = load_head(source, KV_HEADS * (GROUP + 1) + head, dims, inside, HEAD_DIM, LANES, DIM).to(tl.float32)
+        new_k = norm_and_rotate(new_k, k_norm_weight, cos, sin, eps, HEAD_DIM, ROTATE, NORM)
+        new_k = quantize(new_k, k_scale, layer_ptr.dtype.element_ty, FP8_MAX)
+        new_v = quantize(new_v, v_scale, layer_ptr.dtype.element_ty, FP8_MAX)
+        here = tl.where(split == num_splits - 1, lanes, 1) == 0
         if (slot >= 0) & (q_head % GROUP == 0):
-            write_new(table, layer_ptr, head, position, new_k, new_v, here & inside, KV_HEADS, HEAD_DIM, BLOCK_SIZE)
-        q = load_head(source, q_head, dims, inside, HEAD_DIM, WAYS, DIM).to(tl.float32)
-        q = turned(q, q_gain, cos, sin, eps, HEAD_DIM, ROTATE, NORM)
-        seen = capped(tl.sum(q * new_k.to(tl.float32), 1), scale * k_scale, CAP)[:, None]
-        top = tl.max(tl.where(here, seen, float("-inf")), 1)
-        total = tl.where(here, new_v.to(tl.float32), 0.0)
-        mass = tl.max(here.to(tl.float32), 1)
-        known = begin + tl.arange(0, KEYS * WAYS) < stop
-        total, mass, top = fold(q, k, v, known, scale * k_scale, total, mass, top, KEYS, WAYS, DIM, CAP)
-        for start in range(begin + KEYS * WAYS, stop, KEYS * WAYS):
-            k, v = load_tile(start, stop, table, layer_ptr, head, KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, KEYS * WAYS)
-            known = start + tl.arange(0, KEYS * WAYS) < stop
-            total, mass, top = fold(q, k, v, known, scale * k_scale, total, mass, top, KEYS, WAYS, DIM, CAP)
-        highest = tl.max(top, 0)
-        fade = tl.exp2(top - highest)
-        mass = tl.sum(mass * fade, 0)
-        total = tl.sum(total * fade[:, None], 0) * (v_scale / mass)
-        mine = row * (KV_HEADS * GROUP) + q_head
-        if parts == 1:
-            total = tl.where(slot >= 0, total, 0.0)
-            tl.store(out_ptr + mine * HEAD_DIM + dims, total, mask=dims < HEAD_DIM)
+            write_kv(table, layer_ptr, head, position, new_k, new_v, here & inside, KV_HEADS, HEAD_DIM, BLOCK_SIZE)
+        q = load_head(source, q_head, dims, inside, HEAD_DIM, LANES, DIM).to(tl.float32)
+        q = norm_and_rotate(q, q_norm_weight, cos, sin, eps, HEAD_DIM, ROTATE, NORM)
+        new_score = apply_soft_cap(tl.sum(q * new_k.to(tl.float32), 1), scale * k_scale, CAP)[:, None]
+        m_i = tl.max(tl.where(here, new_score, float("-inf")), 1)
+        acc = tl.where(here, new_v.to(tl.float32), 0.0)
+        l_i = tl.max(here.to(tl.float32), 1)
+        valid = begin + tl.arange(0, KEYS * LANES) < stop
+        acc, l_i, m_i = online_softmax_update(q, k, v, valid, scale * k_scale, acc, l_i, m_i, KEYS, LANES, DIM, CAP)
+        for start in range(begin + KEYS * LANES, stop, KEYS * LANES):
+            k, v = load_kv_tile(start, stop, table, layer_ptr, head, KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, KEYS * LANES)
+            valid = start + tl.arange(0, KEYS * LANES) < stop
+            acc, l_i, m_i = online_softmax_update(q, k, v, valid, scale * k_scale, acc, l_i, m_i, KEYS, LANES, DIM, CAP)
+        m_row = tl.max(m_i, 0)
+        alpha = tl.exp2(m_i - m_row)
+        l_i = tl.sum(l_i * alpha, 0)
+        acc = tl.sum(acc * alpha[:, None], 0) * (v_scale / l_i)
+        out_head = row * (KV_HEADS * GROUP) + q_head
+        if num_splits == 1:
+            acc = tl.where(slot >= 0, acc, 0.0)
+            tl.store(out_ptr + out_head * HEAD_DIM + dims, acc, mask=dims < HEAD_DIM)
         else:
-            place = mine * tl.num_programs(0) + part
-            tl.store(partial_ptr + place * HEAD_DIM + dims, total, mask=dims < HEAD_DIM)
-            tl.store(weight_ptr + place, highest + tl.log2(mass))
-            arrive(mine, parts, out_ptr, partial_ptr, weight_ptr, counts_ptr, HEAD_DIM, DIM, MOST, PARTS)
+            split_head = out_head * tl.num_programs(0) + split
+            tl.store(partial_out_ptr + split_head * HEAD_DIM + dims, acc, mask=dims < HEAD_DIM)
+            tl.store(lse_ptr + split_head, m_row + tl.log2(l_i))
+            reduce_if_last(
+                out_head,
+                num_splits,
+                out_ptr,
+                partial_out_ptr,
+                lse_ptr,
+                semaphores_ptr,
+                HEAD_DIM,
+                DIM,
+                MAX_SPLITS,
+                SPLITS_AT_ONCE,
+            )
 
 
-def supports_fused_decode(rows: int, longest: int) -> bool:
-    """Whether a step of so many rows, none of more than `longest` keys, is quickest in this kernel."""
-    return 0 < rows <= FUSED_DECODE_MAX_ROWS and longest <= FUSED_DECODE_MAX_LEN
+def supports_fused_decode(rows: int, max_seq_len: int) -> bool:
+    """Whether this kernel is the fastest for a step of so many rows with at most `max_seq_len` keys each."""
+    return 0 < rows <= FUSED_DECODE_MAX_ROWS and max_seq_len <= FUSED_DECODE_MAX_LEN
 
 
 def fused_decode(
     qkv: Tensor,
     layer: Tensor,
-    seqs: PagedKVMetadata,
+    metadata: PagedKVMetadata,
     rotation: Tensor | None,
     norm: RMSNorm | None,
     scale: float,
     window: int | None,
-    longest: int,
-    arrivals: SplitSemaphores,
+    max_seq_len: int,
+    semaphores: SplitSemaphores,
     soft_cap: float | None = None,
     scales: Tensor | None = None,
-    cutting: FusedDecodeConfig | None = None,
+    config: FusedDecodeConfig | None = None,
 ) -> Tensor:
-    """As `rope_write_kv` and `paged_decode` after it, one row a sequence -> [rows, heads * head_dim].
+    """As `rope_write_kv` and then `paged_decode`, one row a sequence -> [rows, heads * head_dim].
 
-    qkv stays as it is. Positions are at most `longest`, which only sizes buffers. `arrivals` has a count for each head
-    of each row. Raises ValueError for other shapes.
+    qkv is not changed. Positions are at most `max_seq_len`, which only sizes buffers. `semaphores` has a counter for
+    each head of each row. Raises ValueError for other shapes.
     """
     rows, all_heads, head_dim = qkv.shape
     kv_heads, block_size = layer.shape[2], layer.shape[3]
     heads = all_heads - 2 * kv_heads
-    angles = check_qkv(qkv, layer, seqs, rotation, None if norm is None else norm.weight, scales)
-    check_attention_inputs(qkv[:, :heads], layer, seqs, scales)
-    if len(arrivals.counts) < rows * heads:
-        raise ValueError(f"{len(arrivals.counts)} counts for {rows} rows of {heads} heads")
-    cutting = cutting or _CUTTING
+    angles = check_qkv(qkv, layer, metadata, rotation, None if norm is None else norm.weight, scales)
+    check_attention_inputs(qkv[:, :heads], layer, metadata, scales)
+    if len(semaphores.counts) < rows * heads:
+        raise ValueError(f"{len(semaphores.counts)} counts for {rows} rows of {heads} heads")
+    config = config or _CONFIG
     group, dim = heads // kv_heads, max(next_power_of_2(head_dim), 16)
-    seen = longest if window is None else min(window, longest)
-    most = max(min(_PROGRAMS // max(rows * heads, 1), ceil_div(seen, cutting.least)), 1)
-    places = rows * heads * most
-    partial = torch.empty((places, head_dim), dtype=torch.float32, device=qkv.device)
-    weight = torch.empty(places, dtype=torch.float32, device=qkv.device)
+    new_score = max_seq_len if window is None else min(window, max_seq_len)
+    max_splits = max(min(_PROGRAMS // max(rows * heads, 1), ceil_div(new_score, config.min_keys)), 1)
+    num_partials = rows * heads * max_splits
+    partial_out = torch.empty((num_partials, head_dim), dtype=torch.float32, device=qkv.device)
+    weight = torch.empty(num_partials, dtype=torch.float32, device=qkv.device)
     out = torch.empty((rows, heads * head_dim), dtype=qkv.dtype, device=qkv.device)
     if rows == 0:
         return out
     pdl = supports_pdl(qkv.device)
-    _fused_decode_kernel[(most, heads, rows)](
+    _fused_decode_kernel[(max_splits, heads, rows)](
         qkv,
         layer,
-        seqs.slots,
-        seqs.positions,
-        seqs.tables,
+        metadata.slots,
+        metadata.positions,
+        metadata.tables,
         angles,
         qkv if norm is None else norm.weight,
         qkv if scales is None else scales,
-        partial,
+        partial_out,
         weight,
-        arrivals.counts,
+        semaphores.counts,
         out,
         qkv.stride(0),
-        seqs.tables.stride(0),
+        metadata.tables.stride(0),
         scale if soft_cap is not None else scale * _LOG2E,
         0.0 if norm is None else norm.eps,
         FP8_MAX=FP8_MAX.get(layer.dtype, 0.0),
@@ -216,13 +227,13 @@ def fused_decode(
         BLOCK_SIZE=block_size,
         ROTATE=rotation is not None,
         NORM=norm is not None,
-        LEAST=cutting.least,
-        KEYS=cutting.keys,
-        WAYS=max(cutting.warps * 512 // (dim * qkv.element_size()), 1),
-        MOST=next_power_of_2(most),
-        PARTS=max(_COMBINED // dim, 1),
+        MIN_KEYS=config.min_keys,
+        KEYS=config.keys,
+        LANES=max(config.warps * 512 // (dim * qkv.element_size()), 1),
+        MAX_SPLITS=next_power_of_2(max_splits),
+        SPLITS_AT_ONCE=max(_COMBINED_ELEMENTS // dim, 1),
         PDL=pdl,
-        num_warps=cutting.warps,
+        num_warps=config.warps,
         num_stages=2,
         **pdl_options(pdl),
     )

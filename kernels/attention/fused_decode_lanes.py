@@ -1,19 +1,21 @@
-"""What a program of `fused_decode` does for its head, as device functions.
+"""Device functions of `fused_decode`, in which the lanes of a program work independently until the end.
 
-Its threads split the keys in ways that know nothing of each other until the end, so that nothing is handed from thread
-to thread before that: of a tile [KEYS * WAYS, DIM] a way has every WAYS-th key, and as many threads side by side as
-read a row of DIM elements at once.
+Of a tile of keys [KEYS * LANES, DIM] a lane has every LANES-th key. A lane is as many threads side by side as load a
+row of DIM elements at once. So threads exchange nothing before the lanes are combined.
 """
 
 import triton
 import triton.language as tl
 
+from blockyard.kernels.attention.attention_tiles import apply_soft_cap
+from blockyard.kernels.attention.combine import is_last_split
+
 
 @triton.jit
-def turned(x, gain, cos, sin, eps, HEAD_DIM: tl.constexpr, ROTATE: tl.constexpr, NORM: tl.constexpr):
-    """A head in each row, normalised and rotated in pairs (2i, 2i + 1)."""
+def norm_and_rotate(x, norm_weight, cos, sin, eps, HEAD_DIM: tl.constexpr, ROTATE: tl.constexpr, NORM: tl.constexpr):
+    """Normalises and rotates a head in each row; elements 2i and 2i + 1 are a pair."""
     if NORM:
-        x = x * tl.rsqrt(tl.sum(x * x, 1) / HEAD_DIM + eps)[:, None] * gain.to(tl.float32)
+        x = x * tl.rsqrt(tl.sum(x * x, 1) / HEAD_DIM + eps)[:, None] * norm_weight.to(tl.float32)
     if ROTATE:
         even, odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
         x = tl.reshape(tl.join(even * cos - odd * sin, even * sin + odd * cos), x.shape)
@@ -21,121 +23,116 @@ def turned(x, gain, cos, sin, eps, HEAD_DIM: tl.constexpr, ROTATE: tl.constexpr,
 
 
 @triton.jit
-def load_tile(
-    start, stop, table_ptr, layer_ptr, head, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+def load_kv_tile(
+    start, stop, table_ptr, layer_ptr, head,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Keys and values from start on, below stop, [TILE, DIM] each."""
+    """Keys and values from `start` on, below `stop`, [BLOCK, DIM] each."""
     dims = tl.arange(0, DIM)
     keys = start + tl.arange(0, TILE)
     inside = (keys < stop)[:, None] & (dims < HEAD_DIM)[None, :]
     blocks = tl.load(table_ptr + keys // BLOCK_SIZE, mask=keys < stop, other=0).to(tl.int64)
-    lines = (blocks * (2 * KV_HEADS) + head) * BLOCK_SIZE + keys % BLOCK_SIZE
-    places = layer_ptr + lines[:, None] * HEAD_DIM + dims[None, :]
+    kv_rows = (blocks * (2 * KV_HEADS) + head) * BLOCK_SIZE + keys % BLOCK_SIZE
+    places = layer_ptr + kv_rows[:, None] * HEAD_DIM + dims[None, :]
     k = tl.load(places, mask=inside, other=0.0)
     v = tl.load(places + KV_HEADS * BLOCK_SIZE * HEAD_DIM, mask=inside, other=0.0)
     return k, v
 
 
 @triton.jit
-def capped(scores, scale, CAP: tl.constexpr):
-    """In powers of two."""
-    if CAP > 0:
-        return (2 * tl.sigmoid(scores * (2 * scale / CAP)) - 1) * (CAP * 1.4426950408889634)
-    return scores * scale
+def online_softmax_update(
+    q, k, v, valid, scale, acc, l_i, m_i,
+    KEYS: tl.constexpr, LANES: tl.constexpr, DIM: tl.constexpr, CAP: tl.constexpr,
+):  # fmt: skip
+    """Adds a tile to acc, l_i and m_i of each lane."""
+    k = tl.reshape(k.to(tl.float32), [KEYS, LANES, DIM])
+    v = tl.reshape(v.to(tl.float32), [KEYS, LANES, DIM])
+    scores = apply_soft_cap(tl.sum(k * q[None, :, :], 2), scale, CAP)
+    scores = tl.where(tl.reshape(valid, [KEYS, LANES]), scores, float("-inf"))
+    m_new = tl.maximum(m_i, tl.max(scores, 0))
+    m_safe = tl.maximum(m_new, -3e38)  # while the lane has seen no key
+    p = tl.exp2(scores - m_safe[None, :])
+    alpha = tl.exp2(m_i - m_safe)
+    acc = acc * alpha[:, None] + tl.sum(p[:, :, None] * v, 0)
+    return acc, l_i * alpha + tl.sum(p, 0), m_new
 
 
 @triton.jit
-def fold(
-    q, k, v, known, scale, total, mass, top, KEYS: tl.constexpr, WAYS: tl.constexpr, DIM: tl.constexpr,
-    CAP: tl.constexpr,
+def combine_splits(
+    out_ptr, partial_out_ptr, lse_ptr, num_splits, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    SPLITS_AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Takes a tile into the sum of values, the sum of shares and the largest score, each kept apart a way."""
-    k = tl.reshape(k.to(tl.float32), [KEYS, WAYS, DIM])
-    v = tl.reshape(v.to(tl.float32), [KEYS, WAYS, DIM])
-    scores = capped(tl.sum(k * q[None, :, :], 2), scale, CAP)
-    scores = tl.where(tl.reshape(known, [KEYS, WAYS]), scores, float("-inf"))
-    higher = tl.maximum(top, tl.max(scores, 0))
-    floor = tl.maximum(higher, -3e38)  # as long as nothing was seen
-    shares = tl.exp2(scores - floor[None, :])
-    fade = tl.exp2(top - floor)
-    total = total * fade[:, None] + tl.sum(shares[:, :, None] * v, 0)
-    return total, mass * fade + tl.sum(shares, 0), higher
-
-
-@triton.jit
-def combine(
-    out_ptr, partial_ptr, weight_ptr, parts, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, MOST: tl.constexpr,
-    PARTS: tl.constexpr,
-):  # fmt: skip
-    """A head from its parts, MOST at most."""
-    part, dims = tl.arange(0, MOST), tl.arange(0, DIM)
-    weights = tl.load(weight_ptr + part, mask=part < parts, other=float("-inf"), cache_modifier=".cg")
-    top = tl.max(weights, 0)
-    mass = tl.sum(tl.exp2(weights - top), 0)
-    total = tl.zeros([DIM], tl.float32)
-    for start in range(0, parts, PARTS):
-        some = start + tl.arange(0, PARTS)
-        weight = tl.load(weight_ptr + some, mask=some < parts, other=float("-inf"), cache_modifier=".cg")
-        inside = (some < parts)[:, None] & (dims < HEAD_DIM)[None, :]
-        places = partial_ptr + some[:, None] * HEAD_DIM + dims[None, :]
+    """Combines a head's splits, at most MAX_SPLITS, by their log-sum-exp."""
+    split, dims = tl.arange(0, MAX_SPLITS), tl.arange(0, DIM)
+    lse = tl.load(lse_ptr + split, mask=split < num_splits, other=float("-inf"), cache_modifier=".cg")
+    m_i = tl.max(lse, 0)
+    l_i = tl.sum(tl.exp2(lse - m_i), 0)
+    acc = tl.zeros([DIM], tl.float32)
+    for start in range(0, num_splits, SPLITS_AT_ONCE):
+        splits = start + tl.arange(0, SPLITS_AT_ONCE)
+        lse_some = tl.load(lse_ptr + splits, mask=splits < num_splits, other=float("-inf"), cache_modifier=".cg")
+        inside = (splits < num_splits)[:, None] & (dims < HEAD_DIM)[None, :]
+        places = partial_out_ptr + splits[:, None] * HEAD_DIM + dims[None, :]
         values = tl.load(places, mask=inside, other=0.0, cache_modifier=".cg")
-        total += tl.sum(values * tl.exp2(weight - top)[:, None], 0)
-    tl.store(out_ptr + dims, total / mass, mask=dims < HEAD_DIM)
+        acc += tl.sum(values * tl.exp2(lse_some - m_i)[:, None], 0)
+    tl.store(out_ptr + dims, acc / l_i, mask=dims < HEAD_DIM)
 
 
 @triton.jit
-def keys_of_part(position, part, most, WINDOW: tl.constexpr, LEAST: tl.constexpr):
-    """The keys of a part, all older than the new one, and the parts that there are, `most` of them at most."""
+def split_key_range(position, split, max_splits, WINDOW: tl.constexpr, MIN_KEYS: tl.constexpr):
+    """First and end key of a split, all older than the new key, and the number of splits, at most `max_splits`."""
     first = 0
     if WINDOW > 0:
         first = tl.maximum(position + 1 - WINDOW, 0)
     keys = position - first
-    parts = tl.minimum(tl.maximum(tl.cdiv(keys, LEAST), 1), most)
-    each = tl.cdiv(tl.cdiv(keys, parts), 16) * 16
-    begin = first + part * each
-    return begin, tl.minimum(begin + each, position), tl.maximum(tl.cdiv(keys, tl.maximum(each, 1)), 1)
+    num_splits = tl.minimum(tl.maximum(tl.cdiv(keys, MIN_KEYS), 1), max_splits)
+    keys_per_split = tl.cdiv(tl.cdiv(keys, num_splits), 16) * 16
+    begin = first + split * keys_per_split
+    return (
+        begin,
+        tl.minimum(begin + keys_per_split, position),
+        tl.maximum(tl.cdiv(keys, tl.maximum(keys_per_split, 1)), 1),
+    )
 
 
 @triton.jit
-def stored(x, scale, dtype: tl.constexpr, FP8_MAX: tl.constexpr):
-    """As the pool has it."""
+def quantize(x, scale, dtype: tl.constexpr, FP8_MAX: tl.constexpr):
+    """x in the dtype of the cache."""
     if FP8_MAX > 0:
         x = tl.minimum(tl.maximum(x / scale, -FP8_MAX), FP8_MAX)
     return x.to(dtype)
 
 
 @triton.jit
-def write_new(
-    table, layer_ptr, head, position, k, v, mask, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
+def write_kv(
+    table, layer_ptr, head, position, k, v, mask,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """The new key and value of a head, in the rows of k and v that the mask has."""
+    """Writes the new key and value of a head, from the row of k and v that `mask` selects."""
     block = tl.load(table + position // BLOCK_SIZE).to(tl.int64)
-    line = ((block * (2 * KV_HEADS) + head) * BLOCK_SIZE + position % BLOCK_SIZE) * HEAD_DIM
-    places = layer_ptr + line + tl.broadcast_to(tl.arange(0, k.shape[1])[None, :], k.shape)
+    kv_row = ((block * (2 * KV_HEADS) + head) * BLOCK_SIZE + position % BLOCK_SIZE) * HEAD_DIM
+    places = layer_ptr + kv_row + tl.broadcast_to(tl.arange(0, k.shape[1])[None, :], k.shape)
     tl.store(places, k, mask=mask)
     tl.store(places + KV_HEADS * BLOCK_SIZE * HEAD_DIM, v, mask=mask)
 
 
 @triton.jit
-def load_head(ptr, head, dims, inside, HEAD_DIM: tl.constexpr, WAYS: tl.constexpr, DIM: tl.constexpr):
-    """[WAYS, DIM], in each row the same: a thread loads what it needs of it, and no other hands it over."""
-    return tl.load(tl.broadcast_to(ptr + head * HEAD_DIM + dims[None, :], [WAYS, DIM]), mask=inside, other=0.0)
+def load_head(ptr, head, dims, inside, HEAD_DIM: tl.constexpr, LANES: tl.constexpr, DIM: tl.constexpr):
+    """A head [LANES, DIM], the same in each row: each thread loads what it needs, so threads exchange nothing."""
+    return tl.load(tl.broadcast_to(ptr + head * HEAD_DIM + dims[None, :], [LANES, DIM]), mask=inside, other=0.0)
 
 
 @triton.jit
-def arrive(
-    mine, parts, out_ptr, partial_ptr, weight_ptr, counts_ptr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
-    MOST: tl.constexpr, PARTS: tl.constexpr,
+def reduce_if_last(
+    out_head, num_splits, out_ptr, partial_out_ptr, lse_ptr, semaphores_ptr,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, MAX_SPLITS: tl.constexpr, SPLITS_AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """A part is done; who says so last puts them together."""
-    tl.debug_barrier()  # all of this program's stores before the word that they are there
-    if tl.atomic_add(counts_ptr + mine, 1, sem="acq_rel", scope="gpu") == parts - 1:
+    """If this program is the last of a head's splits, combines all of them and resets the counter."""
+    if is_last_split(semaphores_ptr + out_head, num_splits):
         tl.debug_barrier()
-        first = mine * tl.num_programs(0)
-        combine(
-            out_ptr + mine * HEAD_DIM, partial_ptr + first * HEAD_DIM, weight_ptr + first, parts, HEAD_DIM, DIM, MOST,
-            PARTS,
+        first = out_head * tl.num_programs(0)
+        combine_splits(
+            out_ptr + out_head * HEAD_DIM, partial_out_ptr + first * HEAD_DIM, lse_ptr + first, num_splits, HEAD_DIM,
+            DIM, MAX_SPLITS, SPLITS_AT_ONCE,
         )  # fmt: skip
-        tl.store(counts_ptr + mine, 0)
+        tl.store(semaphores_ptr + out_head, 0)

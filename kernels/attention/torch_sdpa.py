@@ -1,9 +1,9 @@
-"""Attention over KV that lies in blocks of a pool, as plain torch: the CPU path, and the reference of later kernels.
+"""Attention over the paged KV cache in plain torch: the CPU path, and a reference of the kernels.
 
-A pool layer is [num_blocks, 2, kv_heads, block_size, head_dim], the 2 being K and V. Writes see it as rows
-[num_blocks * 2 * kv_heads * block_size, head_dim] (`row_index`), reads as chunks of one head's block
-[num_blocks * 2 * kv_heads, block_size * head_dim] (`chunk_index`). Both indices are worked out once a step, on the
-host, and serve every layer. What lies behind a sequence's length must be finite: it is multiplied by 0.
+A layer of the cache is [num_blocks, 2, kv_heads, block_size, head_dim], the 2 being K and V. Writes see it as rows
+[num_blocks * 2 * kv_heads * block_size, head_dim] (`row_index`), reads as chunks, one head's block each, [num_blocks *
+2 * kv_heads, block_size * head_dim] (`chunk_index`). Both indices are computed once a step, on the host, and serve
+every layer. The cache behind a sequence's end must be finite: it is multiplied by 0.
 """
 
 import numpy as np
@@ -15,24 +15,24 @@ Ints = npt.NDArray[np.int64]
 
 
 def row_index(blocks: Ints, offsets: Ints, kv_heads: int, block_size: int) -> Ints:
-    """Where tokens go: blocks [tokens], offsets [tokens] in the block -> [tokens, 2 * kv_heads]."""
+    """Rows where tokens are written: blocks [tokens], offsets [tokens] in the block -> [tokens, 2 * kv_heads]."""
     heads = np.arange(2 * kv_heads) * block_size
     return (blocks * (2 * kv_heads * block_size) + offsets)[:, None] + heads
 
 
 def chunk_index(blocks: Ints, kv_heads: int) -> Ints:
-    """What sequences read: blocks [seqs, blocks_each] -> flat index of chunks in the order seq, K/V, head, block."""
+    """Chunks that sequences read: blocks [seqs, blocks_each] -> flat index in the order seq, K/V, head, block."""
     heads = np.arange(2 * kv_heads)[:, None]
     return ((blocks * (2 * kv_heads))[:, None, :] + heads).reshape(-1)
 
 
 def write_kv_reference(rows: Tensor, index: Tensor, kv: Tensor) -> None:
-    """Stores kv [tokens, 2 * kv_heads, head_dim] in a pool layer seen as rows, at index [tokens, 2 * kv_heads]."""
+    """Stores kv [tokens, 2 * kv_heads, head_dim] in a layer seen as rows, at index [tokens, 2 * kv_heads]."""
     rows.index_put_((index,), kv)
 
 
 def gather_kv_reference(chunks: Tensor, index: Tensor, num_seqs: int, kv_heads: int, head_dim: int) -> Tensor:
-    """[num_seqs, 2, kv_heads, tokens, head_dim] from a pool layer seen as chunks."""
+    """[num_seqs, 2, kv_heads, tokens, head_dim] from a layer seen as chunks."""
     return chunks.index_select(0, index).view(num_seqs, 2, kv_heads, -1, head_dim)
 
 
@@ -40,7 +40,7 @@ def decode_attention_reference(q: Tensor, kv: Tensor, mask: Tensor | None, scale
     """One query token a sequence, all sequences in one call.
 
     q [seqs, heads, head_dim]; kv [seqs, 2, kv_heads, tokens, head_dim]; mask [seqs, 1, 1, tokens] is added to the
-    scores, None where every key counts. Returns [seqs, heads * head_dim].
+    scores, None where all keys are visible. Returns [seqs, heads * head_dim].
     """
     num_seqs, num_heads, head_dim = q.shape
     keys, values = kv.unbind(1)
@@ -50,14 +50,14 @@ def decode_attention_reference(q: Tensor, kv: Tensor, mask: Tensor | None, scale
 
 
 def prefill_attention_reference(q: Tensor, kv: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """The last tokens of one sequence against all of it.
+    """The last tokens of one sequence against all of its tokens.
 
-    q [tokens, heads, head_dim]; kv [1, 2, kv_heads, known, head_dim]; mask [tokens, known] is added to the scores,
-    None for plain causal attention with tokens == known. Returns [tokens, heads * head_dim].
+    q [tokens, heads, head_dim]; kv [1, 2, kv_heads, known, head_dim]; mask [tokens, known] is added to the scores, None
+    for causal attention with tokens == known. Returns [tokens, heads * head_dim].
     """
     keys, values = kv.unbind(1)
     if mask is not None and q.device.type == "cuda":
-        # with a mask and shared heads torch falls back there to a kernel that holds all scores: gigabytes
+        # with a mask and grouped heads torch falls back to a kernel that stores all scores: gigabytes
         groups = q.shape[1] // keys.shape[1]
         keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
     out = F.scaled_dot_product_attention(

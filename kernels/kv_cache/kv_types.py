@@ -1,13 +1,16 @@
-"""What the pool's memory may be: the type of q, or 8-bit floats with a scale for the K and one for the V of a layer."""
+"""Dtypes of the KV cache: that of q, or 8-bit floats with one scale for K and one for V of a layer."""
 
 import torch
 from torch import Tensor
 
-FP8_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}  # finite numbers; what is larger becomes these
+FP8_MAX = {
+    torch.float8_e4m3fn: 448.0,
+    torch.float8_e5m2: 57344.0,
+}  # largest finite numbers, to which values are clamped
 
 
 def check_kv_dtype(q: Tensor, layer: Tensor, scales: Tensor | None) -> None:
-    """scales [2] float32: what stored K and V are multiplied by. Raises ValueError."""
+    """Checks scales [2] float32, by which stored K and V are multiplied. Raises ValueError."""
     if layer.dtype not in FP8_MAX:
         if q.dtype != layer.dtype or scales is not None:
             raise ValueError(f"expected q of the pool's dtype {layer.dtype} and no scales, got {q.dtype}, {scales}")
@@ -16,6 +19,6 @@ def check_kv_dtype(q: Tensor, layer: Tensor, scales: Tensor | None) -> None:
 
 
 def dequantized_reference(layer: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """layer [num_blocks, 2, kv_heads, block_size, head_dim] in numbers."""
+    """layer [num_blocks, 2, kv_heads, block_size, head_dim] times its scales, in `dtype`."""
     values = layer.to(dtype)
     return values if scales is None else values * scales.to(dtype).view(1, 2, 1, 1, 1)

@@ -1,6 +1,7 @@
-"""Pack scattered KV blocks, all layers of each, into one buffer, and back: what is copied to host memory is then large.
+"""Packs scattered KV blocks, all layers of each, into one buffer, and unpacks them: copies to host memory are then
+large.
 
-A block of an 8B model is 2 MB in 32 pieces of 64 KB; packed, it is one copy, and adjacent ones are one together.
+A block of an 8B model is 2 MB in 32 pieces of 64 KB. Packed it is one copy, and adjacent blocks are one copy together.
 """
 
 import torch
@@ -25,7 +26,7 @@ def scatter_blocks_reference(memory: Tensor, block_ids: Tensor, packed: Tensor) 
 def _move_blocks_kernel(
     memory_ptr, block_ids_ptr, packed_ptr, num_blocks, layers, words, GATHER: tl.constexpr, TILE: tl.constexpr
 ):
-    # program (i, j) copies tile j of layer i % layers of the (i // layers)-th block
+    # program (i, j): tile j of layer i % layers of the (i // layers)-th block
     place = tl.program_id(0).to(tl.int64)  # int64: offsets pass 2**31 in pools of more than 8 GB
     layer = place % layers
     block = tl.load(block_ids_ptr + place // layers).to(tl.int64)
@@ -48,7 +49,7 @@ def gather_blocks(memory: Tensor, block_ids: Tensor, packed: Tensor) -> None:
 
 
 def scatter_blocks(memory: Tensor, block_ids: Tensor, packed: Tensor) -> None:
-    """As `gather_blocks`, the other way round. Ids must differ."""
+    """The reverse of `gather_blocks`: packed -> memory. Ids must differ."""
     _move(memory, block_ids, packed, gather=False)
 
 

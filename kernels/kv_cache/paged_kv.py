@@ -1,4 +1,7 @@
-"""What attention on a GPU is told of the rows of a step."""
+"""What attention kernels are told of a step's rows, and the checks that their inputs have in common.
+
+A layer of the paged KV cache is [num_blocks, 2, kv_heads, block_size, head_dim], the 2 being K and V.
+"""
 
 from dataclasses import dataclass
 
@@ -10,14 +13,14 @@ from blockyard.kernels.kv_cache.kv_types import check_kv_dtype
 
 @dataclass(frozen=True, slots=True)
 class PagedKVMetadata:
-    """Where the sequences of a step lie, on the device."""
+    """Slot, position and block table of each row of a step, on the device."""
 
-    slots: Tensor  # [rows] int64, row of `tables`; below 0: a row that pads, of no sequence
-    positions: Tensor  # [rows] int64, of the new token; all up to it are attended to
+    slots: Tensor  # [rows] int64, row of `tables`; below 0: a padding row
+    positions: Tensor  # [rows] int64, of the new token, which attends to all positions up to it
     tables: Tensor  # [slots, blocks] int32
 
     def check(self, rows: int) -> None:
-        """Raises ValueError."""
+        """Raises ValueError for other shapes and dtypes."""
         if self.slots.shape != (rows,) or self.positions.shape != (rows,) or self.tables.ndim != 2:
             raise ValueError(f"slots {list(self.slots.shape)}, positions {list(self.positions.shape)} for {rows} rows")
         if self.slots.dtype != torch.int64 or self.positions.dtype != torch.int64 or self.tables.dtype != torch.int32:
@@ -28,11 +31,13 @@ class PagedKVMetadata:
             raise ValueError("slots, positions and the rows of tables must be contiguous")
 
 
-def check_attention_inputs(q: Tensor, layer: Tensor, seqs: PagedKVMetadata, scales: Tensor | None) -> None:
-    """Of any attention over the pool: q [rows, heads, head_dim], rows may be strided; layer [num_blocks, 2, kv_heads,
-    block_size, head_dim]; scales as in `check_kv_dtype`. Raises ValueError."""
+def check_attention_inputs(q: Tensor, layer: Tensor, metadata: PagedKVMetadata, scales: Tensor | None) -> None:
+    """Checks q [rows, heads, head_dim], whose rows may be strided, against a layer of the cache and its scales.
+
+    Raises ValueError.
+    """
     rows, heads, head_dim = q.shape
-    seqs.check(rows)
+    metadata.check(rows)
     if layer.shape[4] != head_dim or heads % layer.shape[2] or not layer.is_contiguous():
         raise ValueError(f"q {list(q.shape)} does not fit a layer {list(layer.shape)}, or that is not contiguous")
     check_kv_dtype(q, layer, scales)
@@ -40,12 +45,16 @@ def check_attention_inputs(q: Tensor, layer: Tensor, seqs: PagedKVMetadata, scal
         raise ValueError(f"the heads of a row must be contiguous, got strides {q.stride()}")
 
 
-def check_query_ranges(q: Tensor, starts: Tensor, out: Tensor) -> None:
-    """Of rows that belong to sequences: starts [num_seqs + 1] int32; out [rows from starts[0] on, heads * head_dim],
-    contiguous and of q's dtype. Raises ValueError."""
+def check_query_ranges(q: Tensor, query_start_loc: Tensor, out: Tensor) -> None:
+    """Checks query_start_loc [num_seqs + 1] int32 and out [rows - query_start_loc[0], heads * head_dim], contiguous.
+
+    Raises ValueError.
+    """
     rows, heads, head_dim = q.shape
-    if starts.ndim != 1 or starts.dtype != torch.int32 or starts.stride(0) != 1:
-        raise ValueError(f"starts must be [num_seqs + 1] int32, got {list(starts.shape)} {starts.dtype}")
+    if query_start_loc.ndim != 1 or query_start_loc.dtype != torch.int32 or query_start_loc.stride(0) != 1:
+        raise ValueError(
+            f"query_start_loc must be [num_seqs + 1] int32, got {list(query_start_loc.shape)} {query_start_loc.dtype}"
+        )
     fits = out.ndim == 2 and out.shape[1] == heads * head_dim and len(out) <= rows
     if not fits or not out.is_contiguous() or out.dtype != q.dtype:
         raise ValueError(f"out {list(out.shape)} {out.dtype} does not fit q {list(q.shape)}, or is not contiguous")

@@ -1,4 +1,4 @@
-"""Head norm, rotation and the write of K and V into the pool, in one pass over the new tokens of a step."""
+"""Norm of q and k heads, rotary embedding, and the write of K and V to the paged cache, in one pass; on a GPU."""
 
 import torch
 import triton
@@ -12,14 +12,14 @@ from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 from blockyard.kernels.layers.apply_rope import apply_rope_reference
 from blockyard.kernels.programmatic_launch import pdl_options, supports_pdl
 
-_TILE = 8  # heads of a program
-_FEW = 16 * 132  # with fewer heads in all, a program has one
+_TILE = 8  # heads a program
+_FEW = 16 * 132  # with fewer heads in all rows, a program has one head
 
 
 def rope_write_kv_reference(
     qkv: Tensor,
     layer: Tensor,
-    seqs: PagedKVMetadata,
+    metadata: PagedKVMetadata,
     rotation: Tensor | None,
     weight: Tensor | None,
     eps: float,
@@ -33,9 +33,9 @@ def rope_write_kv_reference(
         qk.copy_(x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float())
     if rotation is not None:
         apply_rope_reference(qk, rotation)
-    for row, (slot, position) in enumerate(zip(seqs.slots.tolist(), seqs.positions.tolist(), strict=True)):
+    for row, (slot, position) in enumerate(zip(metadata.slots.tolist(), metadata.positions.tolist(), strict=True)):
         if slot >= 0:
-            block = int(seqs.tables[slot, position // block_size])
+            block = int(metadata.tables[slot, position // block_size])
             kv = qkv[row, heads:].view(2, kv_heads, -1)
             if scales is not None:
                 largest = FP8_MAX[layer.dtype]
@@ -67,7 +67,7 @@ def _rope_write_kv_kernel(
     TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # program (i, j) has TILE heads of row i: q heads, then K heads, then V heads; elements in pairs (2n, 2n + 1)
+    # program (i, j): TILE heads of row i, in the order q, k, v; elements 2n and 2n + 1 are a pair
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -106,39 +106,39 @@ def _rope_write_kv_kernel(
 def rope_write_kv(
     qkv: Tensor,
     layer: Tensor,
-    seqs: PagedKVMetadata,
+    metadata: PagedKVMetadata,
     rotation: Tensor | None,
     weight: Tensor | None,
     eps: float,
     scales: Tensor | None = None,
     batch_invariant: bool = False,
 ) -> None:
-    """q and k of qkv [rows, heads + 2 * kv_heads, head_dim] are normalised by weight [heads + kv_heads, head_dim] and
-    rotated by rotation [rows, 1, head_dim/2] complex64, each where given; q stays in qkv, K and V go to the pool.
+    """Normalises q and k by `weight`, rotates them by `rotation`, keeps q in qkv and writes K and V to the cache.
 
-    layer [num_blocks, 2, kv_heads, block_size, head_dim]. What is left of k in qkv is not defined. Rows of no slot
-    write no KV. `scales`: of a pool of 8-bit floats, see `check_kv_dtype`: K and V are divided by them.
-    `batch_invariant`: rows are rounded alike however many there are. Blocks and positions must be right: not checked on
-    device. Raises ValueError for other shapes.
+    qkv [rows, heads + 2 * kv_heads, head_dim]; layer [num_blocks, 2, kv_heads, block_size, head_dim]; weight [heads +
+    kv_heads, head_dim] and rotation [rows, 1, head_dim/2] complex64 may be None. k in qkv is undefined afterwards.
+    Padding rows write no KV. scales: of an 8-bit cache, see `check_kv_dtype`; K and V are divided by them.
+    batch_invariant: a row is rounded alike whatever the number of rows. Blocks and positions are not checked on device.
+    Raises ValueError for other shapes.
     """
     rows, all_heads, head_dim = qkv.shape
     kv_heads, block_size = layer.shape[2], layer.shape[3]
     heads = all_heads - 2 * kv_heads
-    angles = check_qkv(qkv, layer, seqs, rotation, weight, scales)
+    angles = check_qkv(qkv, layer, metadata, rotation, weight, scales)
     if rows == 0:
         return
     tile, pdl = 1 if rows * all_heads <= _FEW and not batch_invariant else _TILE, supports_pdl(qkv.device)
     _rope_write_kv_kernel[(rows, ceil_div(all_heads, tile))](
         qkv,
         layer,
-        seqs.slots,
-        seqs.positions,
-        seqs.tables,
+        metadata.slots,
+        metadata.positions,
+        metadata.tables,
         angles,
         qkv if weight is None else weight,
         qkv if scales is None else scales,
         qkv.stride(0),
-        seqs.tables.stride(0),
+        metadata.tables.stride(0),
         eps,
         FP8_MAX=FP8_MAX.get(layer.dtype, 0.0),
         HEADS=heads,
@@ -158,15 +158,17 @@ def rope_write_kv(
 def check_qkv(
     qkv: Tensor,
     layer: Tensor,
-    seqs: PagedKVMetadata,
+    metadata: PagedKVMetadata,
     rotation: Tensor | None,
     weight: Tensor | None,
     scales: Tensor | None,
 ) -> Tensor:
-    """Raises ValueError for what `rope_write_kv` refuses; the angles as numbers, anything where there are none."""
+    """Checks the inputs of `rope_write_kv`. Raises ValueError. Returns the rotation as real numbers, or qkv if it is
+    None.
+    """
     rows, all_heads, head_dim = qkv.shape
     heads, kv_heads = all_heads - 2 * layer.shape[2], layer.shape[2]
-    seqs.check(rows)
+    metadata.check(rows)
     if head_dim % 2 or layer.shape[4] != head_dim or heads < 1 or not layer.is_contiguous():
         raise ValueError(f"qkv {list(qkv.shape)} does not fit a layer {list(layer.shape)}, or that is not contiguous")
     check_kv_dtype(qkv, layer, scales)

@@ -9,7 +9,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from blockyard.kernels.int_math import next_power_of_2
 from blockyard.kernels.programmatic_launch import pdl_options, supports_pdl
 
-LONGEST_ROW = 32768  # a row is one tile
+LONGEST_ROW = 32768  # elements; a program holds a whole row
 
 
 def add_rms_norm_reference(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -33,7 +33,7 @@ def _add_rms_norm_kernel(
     TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # program i has row i, whole
+    # program i: row i
     if PDL:
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
@@ -48,7 +48,7 @@ def _add_rms_norm_kernel(
         x += tl.load(delta_ptr + row * delta_stride + cols, mask=inside, other=0.0).to(tl.float32)
         rounded = x.to(residual_ptr.dtype.element_ty)
         tl.store(residual, rounded, mask=inside)
-        x = rounded.to(tl.float32)  # what later layers will see
+        x = rounded.to(tl.float32)  # normalised as the next layer reads it, rounded
     scale = tl.rsqrt(tl.sum(x * x, 0) / size + eps)
     tl.store(out_ptr + row * size + cols, x * scale * weight, mask=inside)
 

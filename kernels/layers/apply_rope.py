@@ -1,8 +1,8 @@
-"""Rotary position embedding on interleaved pairs.
+"""Rotary position embedding (RoFormer, https://arxiv.org/abs/2104.09864) on interleaved pairs.
 
-Checkpoints pair element i of a head with element i + head_dim/2. The loader brings the rows of the q and k weights
-(and of the q and k norms) into the order 0, d/2, 1, d/2+1, ...: then a pair is one complex number, the rotation of
-q and k together one multiplication, and since both are reordered alike their products do not change.
+Checkpoints pair element i of a head with element i + head_dim/2. The loader reorders the rows of the q and k weights,
+and of the q and k norms, to 0, d/2, 1, d/2+1, ... Then a pair is one complex number and the rotation of q and k is one
+multiplication. Both are reordered alike, so q @ k does not change.
 """
 
 import torch

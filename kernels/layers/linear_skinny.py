@@ -1,10 +1,10 @@
-"""x @ weight.T of one to eight rows, with what is around it: the weight is read once, straight to registers; on a GPU.
+"""Linear layer of one to eight rows: each weight is read once, straight to registers, without tensor cores; on a GPU.
 
-The input may be normalised (RMSNorm) or gated (silu(gate) * up) as it is read, every program for itself: it is a few
-thousand elements. The output may be added to what is there.
+The input may be normalised (RMSNorm) or gated (silu(gate) * up) as it is read. Every program repeats that, because the
+input is only a few thousand elements. The output may be added to an existing tensor.
 
-With `overlap` (compute capability 9.0) the kernel may start while the one before it ends: it fetches its first weights,
-then waits for that kernel, then reads x. Nothing else may be read or written before that wait.
+With `pdl` (programmatic dependent launch, compute capability 9.0) the kernel starts while the kernel before it ends:
+it loads its first weights, waits for that kernel, then reads x. It may read and write nothing else before the wait.
 """
 
 import torch
@@ -40,7 +40,7 @@ def linear_skinny_reference(
 
 @triton.jit
 def _input(x_ptr, row, inside, cols, size, GATED: tl.constexpr):
-    """Columns of a row, float32."""
+    """Elements `cols` of a row of x in float32, gated if GATED."""
     if GATED:
         gate = tl.load(x_ptr + row * 2 * size + cols, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(x_ptr + row * 2 * size + size + cols, mask=inside, other=0.0).to(tl.float32)
@@ -50,10 +50,10 @@ def _input(x_ptr, row, inside, cols, size, GATED: tl.constexpr):
 
 @triton.jit
 def _start(
-    out_ptr, out, rows, outs, ROWS: tl.constexpr, OUT_TILE: tl.constexpr, LANES: tl.constexpr, NORM: tl.constexpr,
-    ADD: tl.constexpr,
+    out_ptr, out, rows, outs,
+    ROWS: tl.constexpr, OUT_TILE: tl.constexpr, LANES: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """Totals, squares, and what there is to be added to, a row each."""
+    """Accumulators, sums of squares, and the output to be added to: tuples with one entry a row."""
     totals = ()
     squares = ()
     before = ()
@@ -69,12 +69,12 @@ def _start(
 
 @triton.jit
 def _weights(weights, gain_ptr, known, start, cols, size, NORM: tl.constexpr):
-    """A tile of them from column `start` on, and the norm's."""
+    """A tile of weights from column `start` on, and the same columns of the norm's weight."""
     inside = start + cols < size
     weight = tl.load(weights + start, mask=known & inside[None, :], other=0.0)
     if NORM:
         return weight, tl.load(gain_ptr + start + cols, mask=inside, other=0.0)
-    else:  # noqa: RET505, one of the two is compiled
+    else:  # noqa: RET505, only one branch is compiled
         return weight, 0.0
 
 
@@ -82,8 +82,10 @@ def _weights(weights, gain_ptr, known, start, cols, size, NORM: tl.constexpr):
 def _add_tile(
     totals, squares, weight, gain, x_ptr, rows, cols, size, ROWS: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr
 ):
-    """One tile of products to the totals and of squares to those, a row each. LANE elements that a thread reads at once
-    are one in them: that takes less registers."""
+    """Adds one tile's products to the accumulators, and its squares to the sums of squares, for each row.
+
+    The LANE elements that a thread loads at once are summed into one accumulator, which takes fewer registers.
+    """
     OUT_TILE: tl.constexpr = weight.shape[0]
     TILE: tl.constexpr = weight.shape[1]
     LANE: tl.constexpr = TILE // totals[0].shape[1]
@@ -121,7 +123,7 @@ def _linear_skinny_kernel(
     ADD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # program i has columns i * OUT_TILE ... of the output, all rows; EARLY tiles are read before the wait
+    # program i: outputs i * OUT_TILE ... of all rows; EARLY tiles of weights are loaded before the wait
     if PDL:
         gdc_launch_dependents()
     out = tl.program_id(0) * OUT_TILE + tl.arange(0, OUT_TILE)
@@ -171,12 +173,12 @@ def linear_skinny(
     gated: bool = False,
     add_to: Tensor | None = None,
 ) -> Tensor:
-    """x [rows, in] of at most MAX_ROWS rows, weight [out, in], bias [out] -> [rows, out], summed in float32.
+    """x [rows, in] of at most MAX_ROWS rows, weight [out, in], bias [out] -> [rows, out], accumulated in float32.
 
-    `norm`: x is normalised first. `gated`: x is [rows, 2 * in], the gate first. `add_to` [rows, out]: gets the sum of
-    what it holds and the product, and is returned. All contiguous and of one dtype. A program has `out_tile` outputs,
-    reads `tile` of each one's weights at a time, and `early` such tiles before its turn.
-    Raises ValueError for other shapes, dtypes and layouts.
+    norm: x is normalised first. gated: x is [rows, 2 * in], the gate first. add_to [rows, out]: is increased by the
+    product and returned. All tensors are contiguous and of one dtype. A program has `out_tile` outputs, loads `tile`
+    weights of each at a time, and loads `early` such tiles before it waits for the previous kernel. Raises ValueError
+    for other shapes, dtypes and layouts.
     """
     rows, outs, size = x.shape[0], *weight.shape
     if rows > MAX_ROWS or x.shape[1:] != (2 * size if gated else size,):
@@ -218,7 +220,7 @@ def linear_skinny(
 
 
 def _check(x: Tensor, weight: Tensor, shape: tuple[int, ...], one: Tensor | None) -> None:
-    """Of what goes into a product beside its rows. Raises ValueError."""
+    """Checks an optional operand of this shape. Raises ValueError."""
     if x.dtype != weight.dtype or (one is not None and one.dtype != weight.dtype):
         raise ValueError(f"dtypes differ: {x.dtype}, {weight.dtype}, {None if one is None else one.dtype}")
     if one is not None and (one.shape != shape or not one.is_contiguous()):

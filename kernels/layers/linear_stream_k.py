@@ -1,18 +1,17 @@
-"""x @ weight.T on tensor cores with the weight as the left operand, so that few rows fill a tile; on a GPU.
+"""Linear layer on tensor cores by stream-K (https://arxiv.org/abs/2301.03598), for steps of few rows; on a GPU.
 
-The output is cut into tiles of outputs and rows, each tile's sum over `in` into steps; the steps of all tiles in a row
-are dealt out evenly to the programs (stream-K, https://arxiv.org/abs/2301.03598). A program works from its last tile
-to its first: the beginning of a tile that the next program ends is stored early, and its own first tile, which others
-began, is finished when their parts have long arrived. Parts are added in the order of programs, never by atomics, so
-the result is the same in every run.
+The weight is the left operand, so that few rows fill a tile. The output is cut into tiles, each tile's sum over `in`
+into steps, and the steps of all tiles in order are divided evenly among the programs. A program works from its last
+tile to its first. It finishes the tile that it began last in time: other programs store their partial sums of it
+early. Partial sums are added in the order of programs, never by atomics, so the result is the same in every run.
 
-**Rows that do not depend on each other.** With `split` parts a tile (programs = tiles * split) part s of any tile has
-the steps from s * steps // split to (s + 1) * steps // split, whatever the number of tiles. A row is one column of the
-right operand of each product of tiles: its sum has the same terms in the same order at any place, in any company and
-for any number of rows, as long as the tiling and `split` are the same.
+**Batch invariance.** With `split` parts a tile (programs = tiles * split), part s of any tile has the steps from s *
+steps // split to (s + 1) * steps // split, whatever the number of tiles. A row of x is one column of the right
+operand: its sum has the same terms in the same order at any index, beside any other rows and for any number of rows,
+as long as the tiling and `split` are the same.
 
-With `overlap` (compute capability 9.0) the kernel may start while the one before it ends: it asks for its first weights
-to be brought to the L2 cache, and waits for that kernel before it reads or writes anything else.
+With `pdl` (programmatic dependent launch, compute capability 9.0) the kernel starts while the kernel before it ends:
+it prefetches its first weights to the L2 cache, then waits for that kernel before it reads or writes anything else.
 """
 
 from dataclasses import dataclass
@@ -28,42 +27,41 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from blockyard.kernels.int_math import ceil_div
 from blockyard.kernels.programmatic_launch import pdl_options
 
-ALIGNMENT = 16  # bytes, of rows that are copied by descriptor
+ALIGNMENT = 16  # bytes, of each row that a tensor descriptor copies
 
 
-def linear_stream_k_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None, gates: bool = False) -> Tensor:
-    y = F.linear(x, weight, bias)
-    return F.silu(y.chunk(2, -1)[0]) * y.chunk(2, -1)[1] if gates else y
+def linear_stream_k_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return F.linear(x, weight, bias)
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How the work is cut. Sizes are powers of two; `out_tile` at least 64, `row_tile` and `in_tile` at least 16."""
+    """Sizes of tiles, all powers of two; `out_tile` at least 64, `row_tile` and `in_tile` at least 16."""
 
     out_tile: int
     row_tile: int
     in_tile: int
-    stages: int  # tiles of both operands on their way
+    stages: int  # tiles of both operands in flight
     warps: int
     pdl: bool
-    fetch: int = 0  # with `overlap`: cache lines of each output's weights; a power of two, or 0
+    fetch: int = 0  # with `pdl`: cache lines of each output's weights to prefetch; a power of two, or 0
 
 
 class Workspace:
-    """Where programs leave parts of tiles for each other. For one stream; all products on it can share it."""
+    """Partial sums that programs leave for each other. Serves all products of one stream."""
 
     def __init__(self, elements: int, programs: int, device: torch.device) -> None:
         self.parts = torch.empty(elements, dtype=torch.float32, device=device)
         self.arrived = torch.zeros(programs, dtype=torch.int32, device=device)  # 0 between kernels
 
     def programs(self, tiling: Tiling) -> int:
-        """At most so many have room."""
+        """How many programs have room at most."""
         return min(self.parts.numel() // (tiling.out_tile * tiling.row_tile), self.arrived.numel())
 
 
 @triton.jit
 def _with_parts(total, other, program, parts_ptr, arrived_ptr, place):
-    """A tile's sum with the parts that the programs from `other` to the one before this leave, in their order."""
+    """Adds the partial sums of programs `other` to `program` - 1 to a tile, in their order, and resets their flags."""
     while other < program:
         while tl.atomic_add(arrived_ptr + other, 0, sem="acquire", scope="gpu") == 0:
             pass
@@ -100,9 +98,8 @@ def _linear_stream_k_kernel(
     BIAS: tl.constexpr,
     PDL: tl.constexpr,
     FETCH: tl.constexpr,
-    GATES: tl.constexpr,
 ):
-    # program p has steps p * work / programs to (p + 1) * work / programs
+    # program p: steps p * work / programs to (p + 1) * work / programs
     program = tl.program_id(0).to(tl.int64)
     programs = tl.num_programs(0).to(tl.int64)
     row_tiles = tl.cdiv(rows, ROW_TILE)
@@ -133,31 +130,25 @@ def _linear_stream_k_kernel(
         out_start = tile // row_tiles * OUT_TILE
         row_start = tile % row_tiles * ROW_TILE
         total = tl.zeros([OUT_TILE, ROW_TILE], tl.float32)
-        up = tl.zeros([OUT_TILE, ROW_TILE], tl.float32)
         for step in tl.range(first, last, num_stages=STAGES):
             weight = weight_desc.load([out_start, step * IN_TILE])
             x = x_desc.load([row_start, step * IN_TILE])
             total = tl.dot(weight, x.T, total, input_precision="ieee")
-            if GATES:
-                weight = weight_desc.load([outs + out_start, step * IN_TILE])
-                up = tl.dot(weight, x.T, up, input_precision="ieee")
         end = tile * steps + first
-        if PDL:  # noqa: SIM102, known when this is compiled
+        if PDL:  # noqa: SIM102, PDL is known at compile time
             if end <= begin:
                 gdc_launch_dependents()
         if last < steps:
             tl.store(parts_ptr + program * OUT_TILE * ROW_TILE + place, total)
-            tl.debug_barrier()  # all of this program's stores before the word that they are there
+            tl.debug_barrier()  # stores of all threads come before the flag
             tl.atomic_xchg(arrived_ptr + program, 1, sem="release", scope="gpu")
         else:
             if first > 0:
-                other = ((tile.to(tl.int64) * steps + 1) * programs - 1) // work  # has the tile's first step
+                other = ((tile.to(tl.int64) * steps + 1) * programs - 1) // work  # the program of the tile's first step
                 total = _with_parts(total, other, program, parts_ptr, arrived_ptr, place)
             out = out_start + tl.arange(0, OUT_TILE)
             row = row_start + tl.arange(0, ROW_TILE)
             total = _with_bias(total, bias_ptr + out, out < outs, BIAS)
-            if GATES:
-                total = total / (1 + tl.exp(-total)) * _with_bias(up, bias_ptr + outs + out, out < outs, BIAS)
             inside = (out < outs)[:, None] & (row < rows)[None, :]
             where = out_ptr + row.to(tl.int64)[None, :] * outs + out[:, None]
             tl.store(where, total.to(out_ptr.dtype.element_ty), mask=inside)
@@ -171,14 +162,13 @@ def linear_stream_k(
     workspace: Workspace,
     split: int,
     programs: int = 0,
-    gates: bool = False,
 ) -> Tensor:
-    """x [rows, in], weight [out, in], bias [out] -> [rows, out], summed in float32.
+    """x [rows, in], weight [out, in], bias [out] -> [rows, out], accumulated in float32.
 
-    Every tile is cut into `split` parts; or, where `programs` is not 0, the work is dealt out to so many. Rows that
-    the workspace has no room for are done in further launches, which changes nothing in their results. `gates`: the
-    first half of the outputs are gates, the result is silu(gate) * up [rows, out / 2]; tiles stay whole. Weight, bias
-    and each row of x are contiguous and aligned to 16 bytes. Raises ValueError for other layouts, shapes and dtypes.
+    Every tile is cut into `split` parts; or, where `programs` is not 0, the steps are divided among that many programs.
+    Rows for which the workspace has no room are computed by further launches, which does not change their results.
+    Weight, bias and each row of x are contiguous and aligned to 16 bytes. Raises ValueError for other layouts, shapes
+    and dtypes.
     """
     rows, size = x.shape
     outs = weight.shape[0]
@@ -188,10 +178,6 @@ def linear_stream_k(
         raise ValueError(f"dtypes differ: {x.dtype}, {weight.dtype}")
     if not fits(x) or not fits(weight) or not weight.is_contiguous():
         raise ValueError(f"rows must be contiguous and aligned, got strides {x.stride()}, {weight.stride()}")
-    if gates:
-        if split > 1 or programs or outs % 2:
-            raise ValueError(f"{outs} gates and what they are for are not computed by parts of tiles, or are odd")
-        outs //= 2
     out = torch.empty((rows, outs), dtype=x.dtype, device=x.device)
     if out.numel() == 0:
         return out
@@ -224,7 +210,6 @@ def linear_stream_k(
             BIAS=bias is not None,
             PDL=tiling.pdl,
             FETCH=tiling.fetch,
-            GATES=gates,
             num_warps=tiling.warps,
             num_stages=tiling.stages,
             **pdl_options(tiling.pdl),
@@ -233,6 +218,6 @@ def linear_stream_k(
 
 
 def fits(matrix: Tensor) -> bool:
-    """Whether a descriptor can copy parts of it."""
+    """Whether a tensor descriptor (TMA) can copy tiles of this matrix."""
     contiguous, step = matrix.stride(1) == 1, matrix.stride(0) * matrix.element_size()
     return contiguous and step % ALIGNMENT == 0 and matrix.data_ptr() % ALIGNMENT == 0

@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation over the last dimension."""
+"""RMSNorm (https://arxiv.org/abs/1910.07467) over the last dimension, in plain torch."""
 
 import math
 
@@ -10,20 +10,20 @@ from torch import Tensor
 class RMSNorm:
     """x * weight / sqrt(mean(x^2) + eps).
 
-    On CPU it is written as x * (weight * sqrt(n)) / hypot(|x|, sqrt(n * eps)): four small kernels take a third of the
-    time of torch's `rms_norm`, which has no fused one there. 16-bit types are rounded once, at the end.
+    On CPU it is computed as x * (weight * sqrt(n)) / hypot(|x|, sqrt(n * eps)): four small kernels take a third of the
+    time of torch's `rms_norm`, which is not fused there. 16-bit types are rounded once, at the end.
     """
 
     __slots__ = ("_floor", "_scaled", "eps", "weight")
 
     def __init__(self, weight: Tensor, eps: float) -> None:
-        self.weight = weight  # [..., n]: leading dimensions give heads weights of their own
+        self.weight = weight  # [..., n]: leading dimensions give each head its own weight
         self.eps = eps
         self._scaled: Tensor | None = None
         self._floor: Tensor | None = None
 
     def prepare(self) -> None:
-        """Call once the weight is loaded."""
+        """Precomputes the CPU path's constants. Call it once the weight is loaded."""
         if self.weight.device.type == "cpu":
             size = self.weight.shape[-1]
             self._scaled = self.weight.float() * math.sqrt(size)

@@ -1,4 +1,4 @@
-"""silu(gate) * up, on a GPU."""
+"""The gated activation of an MLP, silu(gate) * up, on a GPU."""
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ def silu_mul_reference(gate_up: Tensor) -> Tensor:
 
 @triton.jit
 def _silu_mul_kernel(gate_up_ptr, out_ptr, stride, inner, TILE: tl.constexpr, PDL: tl.constexpr):
-    # program (i, j) has tile j of row i
+    # program (i, j): tile j of row i
     if PDL:
         gdc_launch_dependents()
         gdc_wait()

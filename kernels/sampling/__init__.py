@@ -1,1 +1,11 @@
-"""Logits to tokens on the device: penalties, sampling with Gumbel noise from Philox, log-probabilities."""
+"""From logits to tokens on the device, for CUDA graphs.
+
+- `penalize_logits`: bias, bans and penalties, for the slots that need them (`LogitsEdits`).
+- `sample_tokens`: one token a row (`SamplingTensors`). Its kernels are in `sample_scan`, `sample_select` and
+  `sample_large_nucleus`; `sample_common`, `sample_small_nucleus` and `sample_fallback` are device functions of these.
+- `logprobs`: log-probabilities and ranks (`LogprobsTensors`).
+- `philox_gumbel` and `philox_triton`: the same noise in torch and in Triton, a function of seed, choice and index
+  alone.
+
+No import of another folder.
+"""

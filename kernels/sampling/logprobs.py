@@ -1,7 +1,8 @@
-"""Log-probabilities of drawn tokens, their ranks and the likeliest tokens, of raw logits; for CUDA graphs.
+"""Log-probabilities of sampled tokens, their ranks and the likeliest tokens, of raw logits; for CUDA graphs.
 
 The first kernel reads a row once, in several programs: the largest logit and the mass of each span of tokens, and how
-many logits are above the drawn token's. The second takes the likeliest tokens one by one from the spans that lead.
+many logits are above the sampled token's. The second takes the likeliest tokens one by one from the spans with the
+largest logits.
 """
 
 from dataclasses import dataclass
@@ -15,18 +16,16 @@ from blockyard.kernels.int_math import ceil_div, next_power_of_2
 
 MAX_LOGPROBS = 20
 _SPAN = 128  # tokens
-_SPANS = 32  # a program of the first kernel
+_SPANS = 32  # spans of a program of the first kernel
 
 
 @dataclass(frozen=True, slots=True)
 class LogprobsTensors:
-    """What `gather_logprobs` writes, for the rows whose slots ask; all contiguous."""
+    """What `gather_logprobs` writes, for the rows whose slots ask for it; all contiguous."""
 
-    logprob: Tensor  # [rows] float32, of the drawn token
-    rank: Tensor  # [rows] int32, 1 is the likeliest; equals share the best rank
-    top_ids: (
-        Tensor  # [rows, at most MAX_LOGPROBS] int32, the likeliest first, among equals the lowest; the rest is left
-    )
+    logprob: Tensor  # [rows] float32, of the sampled token
+    rank: Tensor  # [rows] int32, 1 is the likeliest; ties share the best rank
+    top_ids: Tensor  # [rows, at most MAX_LOGPROBS] int32, likeliest first, among ties the lowest; the rest is unset
     top_logprobs: Tensor  # as top_ids, float32
 
 
@@ -45,9 +44,11 @@ def gather_logprobs_reference(
 
 
 @triton.jit
-def _logsumexp_kernel(logits_ptr, slots_ptr, tokens_ptr, num_top_ptr, top_ptr, mass_ptr, above_ptr, stride, vocab,
-                      num_spans, SPAN: tl.constexpr, SPANS: tl.constexpr):  # fmt: skip
-    # program (i, j) has tile j of row i
+def _logsumexp_kernel(
+    logits_ptr, slots_ptr, tokens_ptr, num_top_ptr, top_ptr, mass_ptr, above_ptr, stride, vocab, num_spans,
+    SPAN: tl.constexpr, SPANS: tl.constexpr,
+):  # fmt: skip
+    # program (i, j): tile j of row i
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row)
     if tl.load(num_top_ptr + slot, mask=slot >= 0, other=-1) < 0:
@@ -58,7 +59,7 @@ def _logsumexp_kernel(logits_ptr, slots_ptr, tokens_ptr, num_top_ptr, top_ptr, m
     chosen = tl.load(logits_ptr + tl.load(tokens_ptr + row)).to(tl.float32)
     x = tl.load(logits_ptr + cols, mask=cols < vocab, other=float("-inf")).to(tl.float32)
     top = tl.max(x, 1)
-    mass = tl.sum(tl.exp(x - tl.maximum(top, -3e38)[:, None]), 1)  # a span of nothing but -inf has none
+    mass = tl.sum(tl.exp(x - tl.maximum(top, -3e38)[:, None]), 1)  # a span of -inf alone has no mass
     tl.store(top_ptr + row * num_spans + spans, top, mask=spans < num_spans)
     tl.store(mass_ptr + row * num_spans + spans, mass, mask=spans < num_spans)
     above = tl.sum(tl.sum((x > chosen).to(tl.int32), 1), 0)
@@ -66,10 +67,12 @@ def _logsumexp_kernel(logits_ptr, slots_ptr, tokens_ptr, num_top_ptr, top_ptr, m
 
 
 @triton.jit
-def _topk_logprobs_kernel(logits_ptr, slots_ptr, tokens_ptr, num_top_ptr, top_ptr, mass_ptr, above_ptr, out, stride,
-                          vocab, num_spans, programs, most, SPAN: tl.constexpr, ALL_SPANS: tl.constexpr,
-                          PROGRAMS: tl.constexpr):  # fmt: skip
-    # program i has row i
+def _topk_logprobs_kernel(
+    logits_ptr, slots_ptr, tokens_ptr, num_top_ptr, top_ptr, mass_ptr, above_ptr, out, stride, vocab, num_spans,
+    programs, most,
+    SPAN: tl.constexpr, ALL_SPANS: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    # program i: row i
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row)
     num_top = tl.load(num_top_ptr + slot, mask=slot >= 0, other=-1)
@@ -87,7 +90,7 @@ def _topk_logprobs_kernel(logits_ptr, slots_ptr, tokens_ptr, num_top_ptr, top_pt
     chosen = tl.load(logits_ptr + tl.load(tokens_ptr + row)).to(tl.float32)
     tl.store(logprob_ptr + row, chosen - whole)
     tl.store(rank_ptr + row, tl.sum(above, 0) + 1)
-    taken = tl.full([ALL_SPANS], -1, tl.int32)  # the last token of a span that was taken with its largest logit
+    taken = tl.full([ALL_SPANS], -1, tl.int32)  # per span: the last token taken that has its largest logit
     for i in range(0, tl.minimum(num_top, tl.minimum(most, vocab))):
         value = tl.max(tops, 0)
         span = tl.min(tl.where(tops == value, spans, ALL_SPANS - 1), 0)
@@ -105,12 +108,13 @@ def _topk_logprobs_kernel(logits_ptr, slots_ptr, tokens_ptr, num_top_ptr, top_pt
 
 
 def gather_logprobs(logits: Tensor, slots: Tensor, tokens: Tensor, num_top: Tensor, out: LogprobsTensors) -> None:
-    """logits [rows, vocab] as the model made them, rows may be strided; slots [rows] int64, below 0: a row that pads;
-    tokens [rows] int64, the drawn ones; num_top [num_slots] int32: how many of the likeliest a slot asks for, below 0:
-    no log-probabilities at all.
+    """logits [rows, vocab] of the model, rows may be strided -> `out`, in the rows whose slots ask for
+    log-probabilities.
 
-    Writes the rows of `out` that are asked for and leaves the others. Log-probabilities are NaN where a logit is NaN
-    or +inf. Raises ValueError for other shapes and dtypes.
+    slots [rows] int64, below 0 for padding rows; tokens [rows] int64, the sampled ones; num_top [num_slots] int32: how
+    many top log-probabilities a slot asks for, below 0: none, and not the sampled token's either. Other rows of `out`
+    stay as they are. Log-probabilities are NaN where a logit is NaN or +inf. Raises ValueError for other shapes and
+    dtypes.
     """
     rows, vocab = logits.shape
     most = out.top_ids.shape[1]

@@ -1,8 +1,8 @@
-"""Logits as a request wants them: single tokens favoured or forbidden, then penalties; for CUDA graphs.
+"""Logits processors on the device: logit bias, banned tokens, then penalties; for CUDA graphs.
 
-Only slots that ask have a row of counts and one of adjusted logits; the raw logits stay as they are. In vLLM's order:
-bias and bans first, then repetition, frequency and presence. What is said of more tokens than a list holds, and bans
-of several tokens in a row, stay with the host.
+Only slots that need it have a row of token counts and one of adjusted logits; raw logits stay as they are. The order
+is vLLM's: bias and bans first, then repetition, frequency and presence penalties. Lists that are too long for a slot,
+and bans of token sequences, are computed by the host.
 """
 
 from dataclasses import dataclass
@@ -15,22 +15,22 @@ from torch import Tensor
 from blockyard.kernels.int_math import ceil_div
 
 _TILE = 1024
-SEEN = 1 << 30  # in a count: the token is in the prompt; below it, how often it is in the output
+SEEN = 1 << 30  # bit of a count: the token is in the prompt; the bits below count it in the output
 
 
 @dataclass(frozen=True, slots=True)
 class LogitsEdits:
-    """What slots ask for, on the device; all contiguous. `listed` tokens of a slot are different ones."""
+    """Logits edits of slots on the device; all contiguous. The `listed` tokens of a slot are distinct."""
 
-    row: Tensor  # [num_slots] int32: of `counts` and `logits`, each row of one slot alone; below 0: asks for nothing
+    row: Tensor  # [num_slots] int32: row of `counts` and `logits`, each of one slot; below 0: no edits
     repetition: Tensor  # [num_slots] float32, 1: none
     presence: Tensor  # [num_slots] float32
     frequency: Tensor  # [num_slots] float32
-    only_listed: Tensor  # [num_slots] int32, not 0: all tokens that are not listed are forbidden
+    only_listed: Tensor  # [num_slots] int32, not 0: only listed tokens are allowed
     num_listed: Tensor  # [num_slots] int32, at most `most`
     listed: Tensor  # [num_slots, most] int32 token ids
-    bias: Tensor  # [num_slots, most] float32 added to the listed; -inf forbids
-    until: Tensor  # [num_slots, most] int64: forbidden while the new token's index is below
+    bias: Tensor  # [num_slots, most] float32, added to the listed tokens' logits; -inf bans
+    until: Tensor  # [num_slots, most] int64: banned while the new token's index is below
     counts: Tensor  # [rows, vocab] int32: see SEEN
     logits: Tensor  # [rows, vocab] float32, the adjusted logits of the last call
 
@@ -48,7 +48,7 @@ class LogitsEdits:
 
 
 def make_logits_edits(num_slots: int, num_rows: int, most: int, vocab: int, device: torch.device) -> LogitsEdits:
-    """No slot asks for anything. `most`: how many tokens a slot can list, a power of 2."""
+    """Edits of no slot. `most`: how many tokens a slot can list, a power of 2."""
 
     def full(value: float, dtype: torch.dtype, *shape: int) -> Tensor:
         return torch.full(shape, value, dtype=dtype, device=device)
@@ -70,39 +70,39 @@ def make_logits_edits(num_slots: int, num_rows: int, most: int, vocab: int, devi
 
 
 def count_known(counts: Tensor, token_ids: Tensor, num_prompt_tokens: int) -> None:
-    """Begins a slot's row of counts [vocab] int32 anew: token_ids [n] int64 are all it knows, the prompt first."""
+    """Resets a slot's row of counts [vocab] int32 to token_ids [n] int64: all its tokens, the prompt first."""
     output = token_ids[num_prompt_tokens:]
     counts.zero_()
     counts.scatter_add_(0, output, torch.ones_like(output, dtype=torch.int32))
     counts[token_ids[:num_prompt_tokens]] |= SEEN
 
 
-def penalize_logits_reference(logits: Tensor, slots: Tensor, index: Tensor, wishes: LogitsEdits) -> None:
-    """In the precision of wishes.logits."""
+def penalize_logits_reference(logits: Tensor, slots: Tensor, index: Tensor, edits: LogitsEdits) -> None:
+    """As `penalize_logits`, in the precision of edits.logits."""
     for place, slot in enumerate(slots.tolist()):
-        row = int(wishes.row[slot]) if slot >= 0 else -1
+        row = int(edits.row[slot]) if slot >= 0 else -1
         if row < 0:
             continue
-        num = int(wishes.num_listed[slot])
-        listed = wishes.listed[slot, :num].long()
-        x = logits[place].to(wishes.logits.dtype)
-        changed = x[listed] + wishes.bias[slot, :num]
-        changed[index[place] < wishes.until[slot, :num]] = float("-inf")
-        x = torch.full_like(x, float("-inf")) if wishes.only_listed[slot] else x.clone()
+        num = int(edits.num_listed[slot])
+        listed = edits.listed[slot, :num].long()
+        x = logits[place].to(edits.logits.dtype)
+        changed = x[listed] + edits.bias[slot, :num]
+        changed[index[place] < edits.until[slot, :num]] = float("-inf")
+        x = torch.full_like(x, float("-inf")) if edits.only_listed[slot] else x.clone()
         x[listed] = changed
-        counts = wishes.counts[row]
-        by = torch.where(counts > 0, wishes.repetition[slot], 1.0)
+        counts = edits.counts[row]
+        by = torch.where(counts > 0, edits.repetition[slot], 1.0)
         x = torch.where(x > 0, x / by, x * by)
         number = counts & (SEEN - 1)
-        x -= wishes.frequency[slot] * number + wishes.presence[slot] * (number > 0)
-        wishes.logits[row] = x
+        x -= edits.frequency[slot] * number + edits.presence[slot] * (number > 0)
+        edits.logits[row] = x
 
 
-def count_tokens_reference(tokens: Tensor, best: Tensor, slots: Tensor, wishes: LogitsEdits) -> None:
+def count_tokens_reference(tokens: Tensor, best: Tensor, slots: Tensor, edits: LogitsEdits) -> None:
     for token, value, slot in zip(tokens.tolist(), best.tolist(), slots.tolist(), strict=True):
-        row = int(wishes.row[slot]) if slot >= 0 else -1
+        row = int(edits.row[slot]) if slot >= 0 else -1
         if row >= 0 and abs(value) < float("inf"):
-            wishes.counts[row, token] += 1
+            edits.counts[row, token] += 1
 
 
 @triton.jit
@@ -114,9 +114,11 @@ def _penalize(x, count, repetition, presence, frequency, SEEN: tl.constexpr):
 
 
 @triton.jit
-def _penalize_kernel(logits_ptr, slots_ptr, index_ptr, row_ptr, penalties, lists, counts_ptr, out_ptr, stride, vocab,
-                     MOST: tl.constexpr, SEEN: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
-    # program (i, j) has tile j of row i, and the listed tokens in it
+def _penalize_kernel(
+    logits_ptr, slots_ptr, index_ptr, row_ptr, penalties, lists, counts_ptr, out_ptr, stride, vocab,
+    MOST: tl.constexpr, SEEN: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    # program (i, j): tile j of row i, and the listed tokens in it
     place = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + place)
     row = tl.load(row_ptr + slot, mask=slot >= 0, other=-1).to(tl.int64)
@@ -135,7 +137,7 @@ def _penalize_kernel(logits_ptr, slots_ptr, index_ptr, row_ptr, penalties, lists
     tl.store(out_ptr + row * vocab + cols, _penalize(x, count, repetition, presence, frequency, SEEN), mask=inside)
     num = tl.load(num_ptr + slot)
     if num > 0:
-        tl.debug_barrier()  # what is stored here lies over what was stored above
+        tl.debug_barrier()  # the stores below overwrite some of the stores above
         entries = tl.arange(0, MOST)
         ids = tl.load(listed_ptr + slot * MOST + entries, mask=entries < num, other=-1)
         here = (ids >= begin) & (ids < begin + TILE)
@@ -149,43 +151,43 @@ def _penalize_kernel(logits_ptr, slots_ptr, index_ptr, row_ptr, penalties, lists
         )
 
 
-def penalize_logits(logits: Tensor, slots: Tensor, index: Tensor, wishes: LogitsEdits) -> None:
-    """logits [rows, vocab], rows may be strided; slots [rows] int64, below 0: a row that pads; index [rows] int64, of
-    the new token in its sequence.
+def penalize_logits(logits: Tensor, slots: Tensor, index: Tensor, edits: LogitsEdits) -> None:
+    """logits [rows, vocab], rows may be strided -> edits.logits, for the slots that have a row there.
 
-    Writes wishes.logits of the slots that have a row: draw from these with `AdjustedLogits(wishes.row, wishes.logits)`.
-    Listed ids must lie in the vocabulary: not checked on device. Raises ValueError for other shapes and dtypes.
+    slots [rows] int64, below 0 for padding rows; index [rows] int64, the new token's index in its sequence. Sample with
+    `AdjustedLogits(edits.row, edits.logits)`. Listed ids must lie in the vocabulary: not checked on device. Raises
+    ValueError for other shapes and dtypes.
     """
     rows, vocab = logits.shape
-    wishes.check(vocab)
+    edits.check(vocab)
     if logits.stride(1) != 1:
         raise ValueError(f"the elements of a row must be contiguous, got strides {logits.stride()}")
     for name, one in (("slots", slots), ("index", index)):
         _check(name, one, (rows,), torch.int64)
-    if rows == 0 or wishes.counts.shape[0] == 0:
+    if rows == 0 or edits.counts.shape[0] == 0:
         return
-    penalties = (wishes.repetition, wishes.presence, wishes.frequency)
-    lists = (wishes.only_listed, wishes.num_listed, wishes.listed, wishes.bias, wishes.until)
+    penalties = (edits.repetition, edits.presence, edits.frequency)
+    lists = (edits.only_listed, edits.num_listed, edits.listed, edits.bias, edits.until)
     _penalize_kernel[(rows, ceil_div(vocab, _TILE))](
-        logits, slots, index, wishes.row, penalties, lists, wishes.counts, wishes.logits, logits.stride(0), vocab,
-        MOST=wishes.listed.shape[1], SEEN=SEEN, TILE=_TILE,
+        logits, slots, index, edits.row, penalties, lists, edits.counts, edits.logits, logits.stride(0), vocab,
+        MOST=edits.listed.shape[1], SEEN=SEEN, TILE=_TILE,
     )  # fmt: skip
 
 
 @triton.jit
 def _count_kernel(tokens_ptr, best_ptr, slots_ptr, row_ptr, counts_ptr, num, vocab, TILE: tl.constexpr):
-    # one program has TILE rows; no two rows have the same slot
+    # program i: TILE rows; no two rows have the same slot
     places = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = places < num
     slots = tl.load(slots_ptr + places, mask=inside, other=-1)
     row = tl.load(row_ptr + slots, mask=slots >= 0, other=-1).to(tl.int64)
     best = tl.load(best_ptr + places, mask=inside, other=0.0)
-    drawn = (row >= 0) & (tl.abs(best) < float("inf"))
+    sampled = (row >= 0) & (tl.abs(best) < float("inf"))
     where = counts_ptr + row * vocab + tl.load(tokens_ptr + places, mask=inside, other=0)
-    tl.store(where, tl.load(where, mask=drawn, other=0) + 1, mask=drawn)
+    tl.store(where, tl.load(where, mask=sampled, other=0) + 1, mask=sampled)
 
 
-def count_tokens(tokens: Tensor, best: Tensor, slots: Tensor, wishes: LogitsEdits) -> None:
+def count_tokens(tokens: Tensor, best: Tensor, slots: Tensor, edits: LogitsEdits) -> None:
     """Counts what `sample_tokens` drew for the slots that have a row: tokens, slots [rows] int64, best [rows] float32.
 
     Rows in which no token could win (best not finite) count nothing; no two rows may be of one slot.
@@ -194,10 +196,10 @@ def count_tokens(tokens: Tensor, best: Tensor, slots: Tensor, wishes: LogitsEdit
     _check("tokens", tokens, (rows,), torch.int64)
     _check("slots", slots, (rows,), torch.int64)
     _check("best", best, (rows,), torch.float32)
-    if rows and wishes.counts.shape[0]:
-        vocab = wishes.counts.shape[1]
+    if rows and edits.counts.shape[0]:
+        vocab = edits.counts.shape[1]
         grid = (ceil_div(rows, 128),)
-        _count_kernel[grid](tokens, best, slots, wishes.row, wishes.counts, rows, vocab, TILE=128)
+        _count_kernel[grid](tokens, best, slots, edits.row, edits.counts, rows, vocab, TILE=128)
 
 
 def _check(name: str, one: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:

@@ -51,7 +51,7 @@ def to_gumbel(words: Tensor) -> Tensor:
 
 
 def split_seed(seed: int) -> tuple[int, int]:
-    """A 64-bit seed as the two words of the key."""
+    """A 64-bit seed as the two words of the Philox key."""
     return seed & _MASK, (seed >> 32) & _MASK
 
 
@@ -63,7 +63,7 @@ def gumbel_rows(key: Tensor, index: Tensor, choice: Tensor, vocab_size: int) -> 
 
 
 def gumbel_at(key: Tensor, index: Tensor, choice: Tensor, token_ids: Tensor) -> Tensor:
-    """Noise of some tokens, token_ids [rows, n] -> [rows, n] float32. Same values as `gumbel_rows`."""
+    """Noise of some tokens: token_ids [rows, n] -> [rows, n] float32. Same values as `gumbel_rows`."""
     words = _words(key, index, choice, token_ids >> 2)
     return to_gumbel(words.gather(0, (token_ids & 3)[None])[0])
 
@@ -84,7 +84,7 @@ def _words(key: Tensor, index: Tensor, choice: Tensor, groups: Tensor) -> Tensor
 def philox4x32_numpy(even: Words, odd: Words, key: Words) -> Words:
     """`philox4x32` in half its time on CPU: unsigned shifts need no mask, and a reversed view costs nothing.
 
-    even, odd [2, ...]: words 0 and 2, 1 and 3 of the counter; both are overwritten.
+    even, odd [2, ...]: words 0 and 2, and words 1 and 3, of the counter; both are overwritten.
     """
     ones = (1,) * (key.ndim - 1)
     multipliers = np.array([_M0, _M1], np.uint64).reshape(2, *ones)

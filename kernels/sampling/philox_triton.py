@@ -1,6 +1,6 @@
 """The noise of `philox_gumbel` for Triton kernels: the same words, the same Gumbel values up to float32 rounding.
 
-FAST, on a GPU, takes the hardware's log2, which Triton's interpreter does not know.
+FAST, on a GPU, uses the hardware's log2, which Triton's interpreter does not have.
 """
 
 import triton
@@ -9,9 +9,9 @@ import triton.language as tl
 
 @triton.jit
 def philox(group, counter):
-    """group [n] integers; counter: index, choice and the words of the key, uint32 scalars -> four words, uint32 [n].
+    """group [n] integers, counter (index, choice and the words of the key, uint32 scalars) -> four words, uint32 [n].
 
-    What the first two rounds do to scalars alone is done with scalars.
+    In the first two rounds, products of scalars are computed as scalars.
     """
     index, choice, key0, key1 = counter
     even = group.to(tl.uint32).to(tl.uint64) * 0xD2511F53
@@ -62,7 +62,7 @@ def _log2(x):
 
 @triton.jit
 def gumbel_at(tokens, counter, FAST: tl.constexpr):
-    """tokens [n] integers -> float32 [n]: each token's noise, where they follow each other in no order."""
+    """tokens [n] integers -> float32 [n]: the noise of each token, in any order."""
     w0, w1, w2, w3 = philox(tokens >> 2, counter)
     lane = tokens & 3
     return gumbel(tl.where(lane < 2, tl.where(lane == 0, w0, w1), tl.where(lane == 2, w2, w3)), FAST)

@@ -1,8 +1,8 @@
-"""What the kernels of `sample_tokens` share: what a row asks for, keys, powers, and tiles of logits.
+"""Device functions that the kernels of `sample_tokens` share: parameters of a row, ordered integers, powers, tiles.
 
-A tile is RUNS x LANES x 8 tokens, in this order. The RUNS x 8 tokens of a lane are a span: nothing crosses lanes
-before it is stored.
-Powers are of 2: weights are 2 ** (logit * scale - reference), one fused multiply-add and one instruction.
+A tile is RUNS x LANES x 8 tokens, in this order. The RUNS x 8 tokens of a lane are a span: lanes exchange nothing
+before a span's results are stored. Powers are of 2: a weight is 2 ** (logit * scale - reference), one fused
+multiply-add and one instruction.
 """
 
 import triton
@@ -10,8 +10,8 @@ import triton.language as tl
 
 
 @triton.jit
-def settings(slot, limits, vocab):
-    """Is greedy, log2(e) / temperature, top-k, top-p, min-p, is limited."""
+def load_params(slot, limits, vocab):
+    """Returns whether the slot is greedy, log2(e) / temperature, top-k, top-p, min-p, and whether any limit is set."""
     temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, _, _ = limits
     real = slot >= 0
     temperature = tl.load(temperature_ptr + slot, mask=real, other=0.0)
@@ -24,8 +24,8 @@ def settings(slot, limits, vocab):
 
 
 @triton.jit
-def counter(row, slot, rows, limits, num_slots):
-    """Of the noise: index, choice and the words of the key."""
+def load_counter(row, slot, rows, limits, num_slots):
+    """Returns the Philox counter of a row: index, choice and the two words of the key."""
     _, index_ptr = rows
     _, _, _, _, key_ptr, choice_ptr = limits
     index = tl.load(index_ptr + row).to(tl.uint32)
@@ -35,41 +35,42 @@ def counter(row, slot, rows, limits, num_slots):
 
 
 @triton.jit
-def adjusted(slot, other):
-    """The slot's row of adjusted logits, and whether it has one."""
-    which_ptr, other_ptr, other_stride = other
+def adjusted_row(slot, other):
+    """Returns the pointer to the slot's adjusted logits, and whether it has any."""
+    which_ptr, adjusted_ptr, other_stride = other
     which = tl.load(which_ptr + slot).to(tl.int64)
-    return other_ptr + tl.maximum(which, 0) * other_stride, which >= 0
+    return adjusted_ptr + tl.maximum(which, 0) * other_stride, which >= 0
 
 
 @triton.jit
-def key_of(x, shift):
-    """float32 -> int32 in the same order, without the `shift` lowest bits; equal values have equal keys."""
+def to_ordered_int(x, shift):
+    """float32 -> int32 in the same order, without the `shift` lowest bits; equal floats give equal integers."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits) >> shift
 
 
 @triton.jit
-def value_of(key, shift):
-    """The least float32 that has a key."""
+def from_ordered_int(key, shift):
+    """The smallest float32 whose ordered integer this is."""
     key = key << shift
     return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def bounded(x, scale):
-    """The reference for weights of logits up to x: the bound keeps what is all -inf from becoming NaN."""
+def softmax_reference(x, scale):
+    """The reference of the weights of logits up to x. It is finite, so that rows of -inf give no NaN."""
     return tl.maximum(x * scale, -3e38)
 
 
 @triton.jit
-def weight(x, scale, reference, FAST: tl.constexpr):
+def softmax_weight(x, scale, reference, FAST: tl.constexpr):
     """2 ** (x * scale - reference), 0 where that is below 1e-38."""
-    return power(tl.fma(x, scale, -reference), FAST)
+    return fast_exp2(tl.fma(x, scale, -reference), FAST)
 
 
 @triton.jit
-def power(x, FAST: tl.constexpr):
+def fast_exp2(x, FAST: tl.constexpr):
+    """2 ** x, by the hardware's approximate instruction if FAST."""
     if FAST:
         y = tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
     else:
@@ -79,7 +80,7 @@ def power(x, FAST: tl.constexpr):
 
 @triton.jit
 def tile_tokens(tile, LANES: tl.constexpr, RUNS: tl.constexpr):
-    """The ids of a tile's tokens [LANES, RUNS, 8]. In this order of dimensions Triton gives each thread whole lanes."""
+    """Ids of a tile's tokens [LANES, RUNS, 8]. In this order of dimensions Triton gives whole lanes to each thread."""
     lanes = tl.arange(0, LANES)[:, None, None]
     runs = tl.arange(0, RUNS)[None, :, None]
     return ((tile * RUNS + runs) * LANES + lanes) * 8 + tl.arange(0, 8)[None, None, :]
@@ -99,7 +100,7 @@ def to_float(x, FAST: tl.constexpr):
 
 @triton.jit
 def span_tokens(spans, LANES: tl.constexpr, RUNS: tl.constexpr):
-    """spans [n] -> the ids of their tokens [n, RUNS * 8]."""
+    """spans [n] -> ids of their tokens [n, RUNS * 8]."""
     each = tl.arange(0, RUNS * 8)[None, :]
     tile, lane = (spans // LANES)[:, None], (spans % LANES)[:, None]
     return ((tile * RUNS + each // 8) * LANES + lane) * 8 + each % 8

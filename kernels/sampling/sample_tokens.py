@@ -1,9 +1,9 @@
-"""Draws a token a row without sorting, in four kernels of fixed grids: for CUDA graphs.
+"""Samples one token a row without sorting, in four kernels with fixed grids: for CUDA graphs.
 
-Every limit (min-p, top-k, top-p) keeps the tokens from some logit upwards. The first kernel (`draw_scan`) reads all
-logits once and leaves the largest of each span of tokens and, where nothing is limited, which spans can hold the token
-that wins with its noise. The second (`draw_choose`), a program a row, reads few spans again: those that can hold a
-token that is kept, or the winner. Rows with too many tokens to keep for that go to the others (`draw_wide`).
+Every limit (min-p, top-k, top-p) keeps the tokens above some logit, and the sampled token is the one with the largest
+logit plus Gumbel noise (Gumbel-max). The first kernel (`sample_scan`) reads all logits once and stores the largest of
+each span of tokens and, for rows without limits, the spans that can hold the winner. The second (`sample_select`), one
+program a row, reads few spans again. Rows whose limits keep too many tokens for that go to `sample_large_nucleus`.
 """
 
 from dataclasses import dataclass
@@ -13,36 +13,41 @@ from torch import Tensor
 
 from blockyard.kernels.int_math import ceil_div, next_power_of_2
 from blockyard.kernels.programmatic_launch import pdl_options, supports_pdl
+from blockyard.kernels.sampling.philox_gumbel import gumbel_rows
 from blockyard.kernels.sampling.sample_large_nucleus import sample_large_nucleus_kernel, sample_noise_kernel
 from blockyard.kernels.sampling.sample_scan import sample_scan_kernel
 from blockyard.kernels.sampling.sample_select import sample_select_kernel
 
-_LANES = 128  # of a tile: the first and third kernel's threads
-_RUNS = 4  # of 8 tokens that a lane has in a tile
-_CHANCES = 16.0  # tokens that may have noise enough, on average: none of them wins in one draw of exp(16)
-_CHUNK = 64  # spans that are read again at once
-_FEW = 32  # the same in the third kernel
-_MOST_SPANS = 1024  # that are read again; at least _LANES
-_CANDIDATES = 2048  # tokens among which the exact threshold is looked for
-_STEPS = 5  # of the search for the logit from which on spans are read again
-_TILE = 1024  # tokens that get noise at once where one program draws alone
-_PROGRAMS = 8 * 132  # of the first kernel, at most
-_WIDE_PROGRAMS = 8 * 132  # of the fourth
-_WARPS = (4, 8, 4, 4)  # of the four kernels
-_REGISTERS = (64, 128, None, 64)  # a thread of each has at most
-_EARLY = True  # all kernels but the first are set up while the one before them ends, where the GPU can
-_STAGES = 1  # loads under way in the fourth kernel
-_SHIFT = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # low bits of a key that are always the same
+_LANES = 128  # of a tile: threads of the scan and noise kernels
+_RUNS = 4  # runs of 8 tokens of a lane in a tile
+_EXPECTED_CANDIDATES = 16.0  # expected candidates: that none of them wins has a chance of exp(-16)
+_CHUNK = 64  # spans that the select kernel reads at once
+_FEW = 32  # spans that the noise kernel reads at once
+_MAX_SPANS = 1024  # spans in a list; at least _LANES
+_CANDIDATES = 2048  # tokens in a list, among which the exact threshold is searched
+_STEPS = 5  # bisections for the logit above which spans are listed
+_TILE = 1024  # tokens that the fallback perturbs at once
+_PROGRAMS = 8 * 132  # of the scan and noise kernels, at most
+_WIDE_PROGRAMS = 8 * 132  # of the last kernel, at most
+_WARPS = (4, 8, 4, 4)  # of each kernel
+_REGISTERS = (64, 128, None, 64)  # of a thread of each kernel, at most
+_EARLY = True  # all kernels but the first use programmatic dependent launch, where the GPU has it
+_STAGES = 1  # pipeline stages of the last kernel
+_SHIFT = {
+    torch.float32: 0,
+    torch.float16: 13,
+    torch.bfloat16: 16,
+}  # low bits of an ordered integer that are always the same
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingTensors:
-    """How slots are sampled, on the device; all contiguous, [num_slots] but for `key`."""
+    """Sampling parameters of slots on the device; all contiguous, [num_slots] but for `key`."""
 
     temperature: Tensor  # float32; below 1e-5: greedy
-    top_k: Tensor  # int32, from 1; the vocabulary's size is all
-    top_p: Tensor  # float32, 1 is all
-    min_p: Tensor  # float32, 0 is all
+    top_k: Tensor  # int32, from 1; the vocabulary's size or more: no limit
+    top_p: Tensor  # float32, 1: no limit
+    min_p: Tensor  # float32, 0: no limit
     key: Tensor  # [2, num_slots] int32 or int64, the two words of the request's seed
     choice: Tensor  # int32
 
@@ -58,10 +63,46 @@ class SamplingTensors:
 
 @dataclass(frozen=True, slots=True)
 class AdjustedLogits:
-    """Logits that count in place of the raw ones, of the slots that have such a row."""
+    """Logits that replace the raw ones, for the slots that have such a row (see `penalize_logits`)."""
 
     row: Tensor  # [num_slots] int32; below 0: none
     logits: Tensor  # [adjusted rows, vocab] float32, rows may be strided
+
+
+def sample_tokens_reference(
+    logits: Tensor, slots: Tensor, index: Tensor, params: SamplingTensors
+) -> tuple[Tensor, Tensor]:
+    """Tokens [rows] and winning values [rows] by sorting, in the precision of `logits`, on any device."""
+    tokens = torch.zeros_like(slots)
+    best = torch.zeros(len(slots), dtype=logits.dtype, device=logits.device)
+    for row, slot in enumerate(slots.tolist()):
+        if slot < 0:
+            continue
+        values = logits[row]
+        if params.temperature[slot] >= 1e-5:
+            key = params.key[:, slot : slot + 1].long() & 0xFFFFFFFF
+            noise = gumbel_rows(key, index[row : row + 1], params.choice[slot : slot + 1].long(), len(values))[0]
+            logs = (values / params.temperature[slot].to(values.dtype)).log_softmax(-1)
+            kept = _kept_reference(logs, params, slot)
+            values = torch.where(kept, logs + noise, float("-inf"))
+        best[row], tokens[row] = values.max(-1)
+    return tokens, best
+
+
+def _kept_reference(logs: Tensor, params: SamplingTensors, slot: int) -> Tensor:
+    """Which of logs [vocab] the limits keep: min-p, then top-k, then top-p of the remaining mass. Ties are kept
+    together.
+    """
+    order = logs.sort(descending=True).values
+    kept = logs >= order[0] + params.min_p[slot].log()
+    kept &= logs >= order[min(int(params.top_k[slot]), len(order)) - 1]
+    if params.top_p[slot] < 1:
+        shares = torch.where(kept, logs.exp(), 0.0)
+        ranked = shares.sort(descending=True).values
+        before = ranked.cumsum(-1) - ranked
+        inside = before < params.top_p[slot] * shares.sum()
+        kept &= shares >= ranked[inside].min()
+    return kept
 
 
 def sample_tokens(
@@ -74,15 +115,16 @@ def sample_tokens(
     adjusted: AdjustedLogits | None = None,
     batch_invariant: bool = False,
 ) -> None:
-    """logits [rows, vocab] bfloat16, float16 or float32, rows may be strided; slots [rows] int64, below 0: a row that
-    pads; index [rows] int64, of the new token in its sequence, the noise's counter; adjusted: see `penalize_logits`.
+    """logits [rows, vocab] bfloat16, float16 or float32, rows may be strided -> tokens [rows] int64, best [rows]
+    float32.
 
-    Writes tokens [rows] int64 and best [rows] float32: what won with its noise, in no fixed scale (the logit itself
-    where a slot is greedy). `best` is -inf where no token is allowed and NaN where a logit is NaN or +inf; the token
-    is 0 then. Rows that pad get token 0 and best 0. Among equal values the lowest token wins; tokens as likely as the
-    last one that top-k or top-p keeps are kept. The last bits of a mass (1e-6 of it) follow from the number of rows
-    unless `batch_invariant`. No host sync, grids of the shapes alone: for CUDA graphs. Slots must lie below num_slots:
-    not checked on device. Raises ValueError for other shapes and dtypes.
+    slots [rows] int64, below 0 for padding rows; index [rows] int64, the new token's index in its sequence, which is
+    the noise's counter. best is the winner's perturbed logit, in no fixed scale (for greedy slots the logit itself). It
+    is -inf where no token is allowed and NaN where a logit is NaN or +inf; the token is 0 then. Padding rows get token
+    0 and best 0. Among equal values the lowest token wins. Tokens as likely as the last one that top-k or top-p keeps
+    are kept. The last bits of a mass (1e-6 of it) depend on the number of rows unless `batch_invariant`. There is no
+    host sync, and grids follow from shapes alone. Slots must lie below num_slots: not checked on device. Raises
+    ValueError for other shapes and dtypes.
     """
     rows, vocab = logits.shape
     _check_inputs(logits, slots, index, tokens, best)
@@ -99,37 +141,43 @@ def sample_tokens(
     made = _Scratch(logits.device, rows)
     spans = made.floats(num_spans), made.make(torch.int8, num_spans)
     parts, limit = (made.floats(programs), made.floats(programs)), made.floats(1)
-    lists = made.ints(_MOST_SPANS), made.floats(_CANDIDATES), made.ints(_CANDIDATES)
-    wide, sums, arrived = (made.floats(4), made.ints(4), made.floats(1)), made.floats(wide_programs * 4), made.ints(2)
+    lists = made.ints(_MAX_SPANS), made.floats(_CANDIDATES), made.ints(_CANDIDATES)
+    large_nucleus, sums, semaphores = (
+        (made.floats(4), made.ints(4), made.floats(1)),
+        made.floats(wide_programs * 4),
+        made.ints(2),
+    )
     settings = (params.temperature, params.top_k, params.top_p, params.min_p, params.key, params.choice)
     other = (slots, logits, 0) if adjusted is None else (adjusted.row, adjusted.logits, adjusted.logits.stride(0))
     shared, sizes = (logits, (slots, index), settings, other), (logits.stride(0), vocab, params.temperature.shape[0])
     out, shift, all_spans = (tokens, best), _SHIFT[logits.dtype], next_power_of_2(num_spans)
-    most = next_power_of_2(num_tiles)  # programs a row; the same for all row counts: fewer kernels to compile
+    max_programs = next_power_of_2(num_tiles)  # a row; the same for all row counts, so that fewer kernels are compiled
     early = _EARLY and supports_pdl(logits.device)
-    ways = {"LANES": _LANES, "RUNS": _RUNS, "OTHER": adjusted is not None, "FAST": logits.is_cuda, "PDL": early}
+    constants = {"LANES": _LANES, "RUNS": _RUNS, "ADJUSTED": adjusted is not None, "FAST": logits.is_cuda, "PDL": early}
     sample_scan_kernel[(rows, programs)](
-        *shared, spans, parts, limit, *sizes, num_spans, tiles, CHANCES=_CHANCES, num_warps=_WARPS[0],
-        maxnreg=_REGISTERS[0], **ways,
+        *shared, spans, parts, limit, *sizes, num_spans, tiles, EXPECTED_CANDIDATES=_EXPECTED_CANDIDATES,
+        num_warps=_WARPS[0], maxnreg=_REGISTERS[0], **constants,
     )  # fmt: skip
     sample_select_kernel[(rows,)](
-        *shared, spans, parts, limit, lists, wide[2], out, arrived, *sizes, num_spans, programs, SHIFT=shift,
-        ALL_SPANS=all_spans, PROGRAMS=most, CHUNK=_CHUNK, MOST_SPANS=_MOST_SPANS, MOST=_CANDIDATES, STEPS=_STEPS,
-        num_warps=_WARPS[1], maxnreg=_REGISTERS[1], **ways, **pdl_options(early),
+        *shared, spans, parts, limit, lists, large_nucleus[2], out, semaphores, *sizes, num_spans, programs,
+        SHIFT=shift, ALL_SPANS=all_spans, PROGRAMS=max_programs, CHUNK=_CHUNK, MAX_SPANS=_MAX_SPANS,
+        MAX_CANDIDATES=_CANDIDATES, STEPS=_STEPS, num_warps=_WARPS[1], maxnreg=_REGISTERS[1], **constants,
+        **pdl_options(early),
     )  # fmt: skip
     sample_noise_kernel[(rows, programs)](
-        *shared, spans[1], lists, wide, out, arrived, *sizes, num_spans, tiles, CHANCES=_CHANCES, ALL_SPANS=all_spans,
-        CHUNK=_FEW, MOST_SPANS=_MOST_SPANS, num_warps=_WARPS[2], maxnreg=_REGISTERS[2], **ways, **pdl_options(early),
+        *shared, spans[1], lists, large_nucleus, out, semaphores, *sizes, num_spans, tiles,
+        EXPECTED_CANDIDATES=_EXPECTED_CANDIDATES, ALL_SPANS=all_spans, CHUNK=_FEW, MAX_SPANS=_MAX_SPANS,
+        num_warps=_WARPS[2], maxnreg=_REGISTERS[2], **constants, **pdl_options(early),
     )  # fmt: skip
     sample_large_nucleus_kernel[(rows, wide_programs)](
-        *shared, wide, sums, out, arrived, *sizes, wide_tiles, SHIFT=shift, TILE=_TILE, STAGES=_STAGES,
-        PROGRAMS=most, num_warps=_WARPS[3], maxnreg=_REGISTERS[3], **ways, **pdl_options(early),
+        *shared, large_nucleus, sums, out, semaphores, *sizes, wide_tiles, SHIFT=shift, TILE=_TILE, STAGES=_STAGES,
+        PROGRAMS=max_programs, num_warps=_WARPS[3], maxnreg=_REGISTERS[3], **constants, **pdl_options(early),
     )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class _Scratch:
-    """What the kernels leave each other."""
+    """Allocates the buffers by which the kernels pass results to each other."""
 
     device: torch.device
     rows: int
@@ -145,7 +193,7 @@ class _Scratch:
 
 
 def _split(tiles: int, programs: int) -> tuple[int, int]:
-    """How many tiles a program of a row has, and the number of programs, `programs` at most."""
+    """The number of tiles of a program, and of programs, which is at most `programs`, for one row."""
     each = ceil_div(tiles, max(1, min(tiles, programs)))
     return each, ceil_div(tiles, each)
 

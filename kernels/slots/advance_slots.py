@@ -1,4 +1,4 @@
-"""The end of a step: each slot has its new token, or has ended, and the host will read what became of it."""
+"""The end of a step: each slot takes its new token or ends, and the outcome is stored for the host."""
 
 import math
 from enum import IntEnum, auto
@@ -13,19 +13,19 @@ from blockyard.kernels.slots.gather_inputs import StepInputs
 from blockyard.kernels.slots.slot_state import MAX_STOP_IDS, Field, SlotState
 
 _TILE = 128
-NUM_RESULTS = 3  # words of a row: outcome, token, tokens computed
+NUM_RESULTS = 3  # words a row: outcome, token, number of computed tokens
 
 
 class SlotOutcome(IntEnum):
-    """Of a row."""
+    """What a step did to a row's slot."""
 
-    NOTHING = 0  # it pads, or its slot had ended
+    NOTHING = 0  # a padding row, or the slot had ended before
     PART = auto()  # not all known tokens are computed yet
     TOKEN = auto()
-    END_OF_SEQUENCE = auto()  # with a token, as the next two
+    END_OF_SEQUENCE = auto()  # comes with a token, as do STOP and LENGTH
     STOP = auto()
     LENGTH = auto()
-    FULL = auto()  # ended by its length before there was a token
+    FULL = auto()  # at its maximum length, no token was sampled
     NOT_FINITE = auto()
     NONE_ALLOWED = auto()
 
@@ -100,7 +100,7 @@ def _advance_slots_kernel(
     STOPS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    # program i has tile i of the rows; the outcomes' numbers are those of SlotOutcome
+    # program i: tile i of the rows; numbers of outcomes are from SlotOutcome
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = row < count
     slot = tl.load(slots_ptr + row, mask=inside, other=-1)
@@ -151,13 +151,13 @@ def advance_slots(
     results: Tensor,
     counts: Tensor | None = None,
 ) -> None:
-    """Each row's slot gets its token and ends where that, or its length, or logits that are not finite end it.
+    """Gives each row's slot its new token, and ends slots at stop tokens, at their length, or at non-finite logits.
 
-    tokens [rows] int64 and best [rows] float32 as from `sample_tokens`; eos [n] int32, the model's;
-    counts [rows] int32, the tokens a row computed, None: one each.
-    results [ring, NUM_RESULTS, capacity] int32, on the device or in pinned
-    memory, gets the rows' SlotOutcome, token and number of computed tokens at [step % ring]. Tokens count only
-    where all that is known of a slot is computed. Raises ValueError for other shapes and dtypes.
+    tokens [rows] int64 and best [rows] float32 come from `sample_tokens`; eos [n] int32 are the model's EOS ids;
+    counts [rows] int32 is how many tokens each row computed, None for one each. results [ring, NUM_RESULTS, capacity]
+    int32, on the device or in pinned memory, gets the rows' SlotOutcome, token and number of computed tokens at [step %
+    ring]. A slot takes a token only once all its known tokens are computed. Raises ValueError for other shapes and
+    dtypes.
     """
     state.check()
     count = len(rows.slots)

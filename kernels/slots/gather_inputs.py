@@ -1,4 +1,4 @@
-"""What a decode step computes: for each of its rows the slot's next token and position."""
+"""The inputs of a decode step: each row's next token, position and slot, gathered from the slot state."""
 
 from dataclasses import dataclass
 
@@ -11,18 +11,18 @@ from blockyard.kernels.int_math import ceil_div
 from blockyard.kernels.slots.slot_state import Field, SlotState
 
 _TILE = 128
-NUM_INPUT_WORDS = 5  # of a row
+NUM_INPUT_WORDS = 5  # int64 fields of StepInputs
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """Of a step, [rows] int64 each."""
+    """Inputs of a step, [rows] int64 each."""
 
     token_ids: Tensor
     positions: Tensor
-    slots: Tensor  # below 0: a row that pads, or whose slot has ended
-    index: Tensor  # of the token that will follow, in its sequence
-    sampled_slots: Tensor  # the slot, below 0 also where the token that follows is known already
+    slots: Tensor  # below 0: a padding row, or a slot that has ended
+    index: Tensor  # index in its sequence of the token to be sampled
+    sampled_slots: Tensor  # the slot, below 0 also where the next token is known already
 
     @classmethod
     def make(cls, capacity: int, device: torch.device) -> "StepInputs":
@@ -71,7 +71,7 @@ def _gather_inputs_kernel(
     LIVE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    # program i has tile i of the rows
+    # program i: tile i of the rows
     if tl.program_id(0) == 0:
         tl.store(step_ptr, tl.load(step_ptr) + 1)
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
@@ -89,10 +89,10 @@ def _gather_inputs_kernel(
 
 
 def gather_inputs(state: SlotState, rows: StepInputs) -> None:
-    """Fills `rows` from the slots that `state.rows` names, and counts the step.
+    """Fills `rows` from the slots in `state.rows`, and increments the step count.
 
-    Padding rows, and rows whose slot is not live, get token 0, position 0 and slot -1. Slots must lie in the state:
-    not checked on device. Raises ValueError for other shapes and dtypes.
+    Padding rows, and rows whose slot is not live, get token 0, position 0 and slot -1. Slots must lie in the state: not
+    checked on device. Raises ValueError for other shapes and dtypes.
     """
     state.check()
     count = len(rows.slots)

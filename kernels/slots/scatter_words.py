@@ -1,4 +1,4 @@
-"""Writes scattered 32-bit words: how a plan's changes reach the state that lives on the device."""
+"""Scattered writes of 32-bit words: how a plan's changes reach the slot state on the device."""
 
 import torch
 import triton
@@ -16,7 +16,7 @@ def scatter_words_reference(arena: Tensor, pairs: Tensor, count: int) -> None:
 
 @triton.jit(do_not_specialize=["count", "stride"])
 def _scatter_words_kernel(arena_ptr, pairs_ptr, stride, count, TILE: tl.constexpr):
-    # program i has tile i of the pairs
+    # program i: tile i of the pairs
     pair = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = pair < count
     index = tl.load(pairs_ptr + pair, mask=inside, other=0)
@@ -25,10 +25,10 @@ def _scatter_words_kernel(arena_ptr, pairs_ptr, stride, count, TILE: tl.constexp
 
 
 def scatter_words(arena: Tensor, pairs: Tensor, count: int) -> None:
-    """arena[pairs[0, i]] = pairs[1, i] for the first `count` pairs; no index may come twice.
+    """arena[pairs[0, i]] = pairs[1, i] for the first `count` pairs; no index may occur twice.
 
-    arena [words] int32; pairs [2, capacity] int32, on the device or in pinned memory, which is read where it lies.
-    Indices must lie in the arena: not checked. Raises ValueError for other shapes and dtypes.
+    arena [words] int32; pairs [2, capacity] int32, on the device or in pinned memory, which the kernel reads without a
+    copy. Indices must lie in the arena: not checked. Raises ValueError for other shapes and dtypes.
     """
     if arena.ndim != 1 or arena.dtype != torch.int32 or not arena.is_contiguous():
         raise ValueError(f"arena: expected contiguous int32 words, got {list(arena.shape)} of {arena.dtype}")

@@ -1,7 +1,8 @@
-"""What the device knows of the slots of a batch: one arena of 32-bit words, changed by scattered writes.
+"""State of batch slots on the device: one arena of 32-bit words, updated by scattered writes.
 
-A field of all slots is a row of `fields`; `rows` says which slot a step's row has; `tables` are the block tables. A
-plan's changes are pairs (index in the arena, value), whatever they are about: one kernel writes them all.
+`fields` has one row for each field and a column for each slot; `rows` says which slot each row of the step has;
+`tables` are the block tables. The host sends all changes of a plan as pairs (index in the arena, value), which one
+kernel writes.
 """
 
 from dataclasses import dataclass
@@ -10,17 +11,17 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-MAX_STOP_IDS = 8  # stop ids of a slot that fit; a slot with more is looked after by the host
-MAX_TOKEN_EDITS = 64  # tokens that a slot favours or forbids; as above
+MAX_STOP_IDS = 8  # stop ids a slot; the host handles slots with more
+MAX_TOKEN_EDITS = 64  # biased or banned tokens a slot; the host handles slots with more
 
 
 class Field(IntEnum):
-    """Of a slot. Floats are kept by their bits."""
+    """Index of a slot's field in `SlotState.fields`. Floats are stored by their bits."""
 
-    NEXT = 0  # token to be computed next
-    POSITION = 1  # tokens whose KV is written
-    KNOWN = 2  # tokens whose ids are known
-    MAX_KNOWN = 3  # with that many it has reached max_tokens or max_model_len
+    NEXT = 0  # id of the token to be computed next
+    POSITION = 1  # number of computed tokens: their KV is written
+    KNOWN = 2  # number of tokens whose ids are known
+    MAX_KNOWN = 3  # number of tokens at max_tokens or max_model_len
     LIVE = 4
     IGNORE_EOS = 5
     NUM_STOPS = 6
@@ -30,13 +31,13 @@ class Field(IntEnum):
     MIN_P = 10
     KEY = 11  # two words
     CHOICE = 13
-    EDITS_ROW = 14  # of the counts and adjusted logits, below 0: none
+    EDITS_ROW = 14  # row of the token counts and adjusted logits, below 0: none
     REPETITION = 15
     PRESENCE = 16
     FREQUENCY = 17
     ONLY_LISTED = 18
     NUM_LISTED = 19
-    NUM_TOP = 20  # of the likeliest tokens that are reported, below 0: no log-probabilities
+    NUM_TOP = 20  # top log-probabilities to report, below 0: no log-probabilities
     STOPS = 21  # the first of MAX_STOP_IDS
 
 
@@ -45,20 +46,20 @@ NUM_FIELDS = Field.STOPS + MAX_STOP_IDS
 
 @dataclass(frozen=True, slots=True)
 class SlotState:
-    """Views of one arena, in this order."""
+    """Views of one arena, in the arena's order."""
 
     arena: Tensor  # [words] int32
     fields: Tensor  # [NUM_FIELDS, num_slots]
-    rows: Tensor  # [capacity] slots, below 0: a row that pads
-    step: Tensor  # [1] steps that have begun
-    tables: Tensor  # [num_slots, width] blocks
+    rows: Tensor  # [capacity] slot of each row, below 0: a padding row
+    step: Tensor  # [1] number of steps that have begun
+    tables: Tensor  # [num_slots, width] block ids
     listed: Tensor  # [num_slots, MAX_TOKEN_EDITS] token ids
     bias: Tensor  # [num_slots, MAX_TOKEN_EDITS], floats
-    until: Tensor  # [num_slots, 2 * MAX_TOKEN_EDITS], of two words each
+    until: Tensor  # [num_slots, 2 * MAX_TOKEN_EDITS], int64 in two words
 
     @classmethod
     def make(cls, num_slots: int, capacity: int, width: int, device: torch.device) -> "SlotState":
-        """All rows pad, nothing is live. Sizes are rounded up so that every view is aligned."""
+        """All rows are padding, no slot is live. Sizes are rounded up so that every view is aligned."""
         num_slots, width = -(-num_slots // 16) * 16, -(-width // 16) * 16
         padded = -(-capacity // 16) * 16
         lists = num_slots * MAX_TOKEN_EDITS

@@ -1,5 +1,5 @@
-"""Layers of Llama-3.1-8B's shape one after the other in a CUDA graph, as a decode step computes them, by ways to
-compute their products: the library's, tiles, and silu * up within the product of gate and up.
+"""Layers of Llama-3.1-8B's shape in a CUDA graph, as a decode step computes them: by the library's matrix products and
+by `linear_stream_k`.
 
 `bench_layer_chain.py [rows ...] [--context N] [--search]`. Weights and keys are random and larger than the L2 cache.
 `--search`: tries tiles one product after the other.
@@ -8,14 +8,13 @@ compute their products: the library's, tiles, and silu * up within the product o
 import argparse
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from triton.errors import TritonError
 
-from blockyard.kernels.attention.paged_decode import cut, paged_decode, paged_decode_reference
+from blockyard.kernels.attention.paged_decode import paged_decode, paged_decode_reference, schedule_decode
 from blockyard.kernels.attention.split_kv import SplitKVSchedule
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 from blockyard.kernels.kv_cache.rope_write_kv import rope_write_kv, rope_write_kv_reference
@@ -40,21 +39,7 @@ PLAIN = {
     128: {(64, 128, 64, 8, 4): (1, 2), (128, 128, 64, 3, 4): (1, 2, 4), (64, 64, 128, 6, 4): (1, 2)},
     256: {(128, 256, 64, 4, 8): (1, 2), (128, 128, 64, 6, 8): (1, 2), (64, 256, 64, 5, 8): (1, 2)},
 }
-GATES = {
-    16: ((64, 16, 128, 3, 4),),
-    32: ((64, 32, 128, 3, 4),),
-    64: ((64, 64, 128, 2, 4), (64, 64, 64, 4, 4), (128, 64, 64, 5, 8), (64, 64, 128, 4, 4)),
-    128: ((64, 128, 64, 3, 4), (64, 128, 64, 6, 8), (128, 128, 64, 4, 8), (64, 64, 128, 4, 4), (64, 64, 64, 4, 4)),
-    256: ((128, 128, 64, 4, 8), (64, 256, 64, 4, 8), (64, 128, 64, 3, 4)),
-}
-
-
-@dataclass(frozen=True)
-class Way:
-    """How a layer's products are computed, None: by the library."""
-
-    tiles: dict[str, Tile | None]
-    gates: bool = False
+Way = dict[str, Tile | None]  # by product; None: the library's
 
 
 class Chain:
@@ -74,29 +59,28 @@ class Chain:
 
     def run(self, way: Way) -> Tensor:
         residual, delta = self.start.clone(), None
-        pieces = cut(residual.view(self.rows, HEADS, DIM), self.kv[0], self.seqs, None, self.context + 64)
+        schedule = schedule_decode(residual.view(self.rows, HEADS, DIM), self.kv[0], self.seqs, None, self.context + 64)
         for weights, norms, kv in zip(self.weights, self.norms, self.kv, strict=True):
             qkv = self._product(way, "qkv", weights, add_rms_norm(residual, delta, norms[0].weight, norms[0].eps))
-            mixed = self._attend(qkv.view(self.rows, -1, DIM), kv, pieces)
+            mixed = self._attend(qkv.view(self.rows, -1, DIM), kv, schedule)
             delta = self._product(way, "out", weights, mixed)
             x = add_rms_norm(residual, delta, norms[1].weight, norms[1].eps)
             gated = self._product(way, "gate_up", weights, x)
-            delta = self._product(way, "down", weights, gated if way.gates else silu_mul(gated))
+            delta = self._product(way, "down", weights, silu_mul(gated))
         assert delta is not None
         return residual + delta
 
     def _product(self, way: Way, name: str, weights: dict[str, Tensor], x: Tensor) -> Tensor:
-        tile = way.tiles[name]
+        tile = way[name]
         if tile is None:
             return F.linear(x, weights[name])
         out, row, size, stages, warps, split, fetch = tile
         tiling = Tiling(out, row, size, stages, warps, True, fetch)
-        gates = way.gates and name == "gate_up"
-        return linear_stream_k(x, weights[name], None, tiling, self.workspace, split, gates=gates)
+        return linear_stream_k(x, weights[name], None, tiling, self.workspace, split)
 
-    def _attend(self, qkv: Tensor, kv: Tensor, pieces: SplitKVSchedule) -> Tensor:
+    def _attend(self, qkv: Tensor, kv: Tensor, schedule: SplitKVSchedule) -> Tensor:
         rope_write_kv(qkv, kv, self.seqs, self.rotation, None, 0.0)
-        return paged_decode(qkv[:, :HEADS], kv, self.seqs, SCALE, None, self.context + 64, pieces=pieces)
+        return paged_decode(qkv[:, :HEADS], kv, self.seqs, SCALE, None, self.context + 64, schedule=schedule)
 
     def reference(self) -> Tensor:
         residual = self.start.double()
@@ -140,9 +124,7 @@ def replay_us(step: Callable[[], object], repeats: int = 7, times: int = 3) -> f
     return sorted(took)[len(took) // 2]
 
 
-def candidates(rows: int, name: str, gates: bool) -> list[Tile | None]:
-    if name == "gate_up" and gates:
-        return [(*tile, 1, fetch) for tile in GATES[rows] for fetch in (0, 4)]
+def candidates(rows: int, name: str) -> list[Tile | None]:
     tiles: list[Tile | None] = [None]
     for shape, splits in PLAIN[rows].items():
         count = -(-SIZES[name][0] // shape[0]) * -(-rows // shape[1])
@@ -153,11 +135,12 @@ def candidates(rows: int, name: str, gates: bool) -> list[Tile | None]:
 def search(chain: Chain, way: Way) -> None:
     took = replay_us(lambda: chain.run(way))
     for name in ("gate_up", "down", "out", "qkv"):
-        tiles = candidates(chain.rows, name, way.gates)
-        if way.tiles[name] is not None:
-            tiles += [(*way.tiles[name][:6], fetch) for fetch in (0, 8, 16)]
+        tiles = candidates(chain.rows, name)
+        current = way[name]
+        if current is not None:
+            tiles += [(*current[:6], fetch) for fetch in (0, 8, 16)]
         for tile in tiles:
-            other = replace(way, tiles={**way.tiles, name: tile})
+            other = {**way, name: tile}
             try:
                 us = replay_us(lambda other=other: chain.run(other), 5, 2)
             except TritonError as e:  # no room for it
@@ -177,7 +160,7 @@ def compile_all(chain: Chain, ways: Sequence[Way]) -> None:
             with torch.inference_mode():
                 chain.run(way)
         except TritonError as e:
-            print("   not compiled:", way.tiles, str(e).splitlines()[0][:100], flush=True)
+            print("   not compiled:", way, str(e).splitlines()[0][:100], flush=True)
 
     with ThreadPoolExecutor(16) as threads:
         list(threads.map(one, ways))
@@ -191,15 +174,7 @@ def start_tiles(rows: int) -> dict[str, Tile | None]:
 
 
 def ways_of(rows: int) -> dict[str, Way]:
-    library: dict[str, Tile | None] = dict.fromkeys(SIZES)
-    gates: Tile = (*GATES[rows][0], 1, 4)
-    own = start_tiles(rows)
-    return {
-        "tiles": Way(own),
-        "tiles, gates": Way({**own, "gate_up": gates}, True),
-        "library": Way(library),
-        "library, gates": Way({**library, "gate_up": gates}, True),
-    }
+    return {"tiles": start_tiles(rows), "library": dict.fromkeys(SIZES)}
 
 
 def main() -> None:
@@ -213,8 +188,8 @@ def main() -> None:
         for rows in args.rows:
             one_size(rows, args.context)
         for rows in args.rows if args.search else ():
-            way = ways_of(rows)["library, gates" if rows >= 256 else "tiles, gates"]
-            tried = [Way({**way.tiles, n: t}, way.gates) for n in SIZES for t in candidates(rows, n, way.gates)]
+            way = ways_of(rows)["library" if rows >= 256 else "tiles"]
+            tried = [{**way, n: t} for n in SIZES for t in candidates(rows, n)]
             compile_all(Chain(rows, 64, 1), tried)
             search(Chain(rows, args.context), way)
 

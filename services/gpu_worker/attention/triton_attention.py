@@ -9,7 +9,7 @@ from torch import Tensor
 
 from blockyard.kernels.attention.batch_invariant import batch_invariant_attention
 from blockyard.kernels.attention.fused_decode import SplitSemaphores, fused_decode, supports_fused_decode
-from blockyard.kernels.attention.paged_decode import cut, paged_decode
+from blockyard.kernels.attention.paged_decode import paged_decode, schedule_decode
 from blockyard.kernels.attention.paged_prefill import paged_prefill
 from blockyard.kernels.attention.split_kv import SplitKVSchedule
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
@@ -90,7 +90,7 @@ class MixedAttention:
         self._prefill_reach = reach or self._longest
         few = starts is None and logits_indices is None and supports_fused_decode(len(slots), self._longest)
         self._arrivals = arrivals if few else None
-        self._pieces: dict[int | None, SplitKVSchedule | None] = {}  # of each window
+        self._schedules: dict[int | None, SplitKVSchedule | None] = {}  # of each window
         self._side: torch.cuda.Stream | None = None  # that prefills of this layer run on
 
     def __call__(self, layer: int, qkv: Tensor, rotation: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:
@@ -109,14 +109,14 @@ class MixedAttention:
         if self._logits_indices is not None and layer == shape.num_layers - 1:
             return self._last(q, memory, window, self._logits_indices, scales)
         out = qkv.new_empty((len(qkv), shape.num_heads * shape.head_dim))
-        if num_decodes and window not in self._pieces:  # the first layer of a window cuts for all
-            self._pieces[window] = self._cut(q[:num_decodes], memory, self._decodes, window)
+        if num_decodes and window not in self._schedules:  # the first layer of a window cuts for all
+            self._schedules[window] = self._schedule_decodes(q[:num_decodes], memory, self._decodes, window)
         with self._beside(num_decodes):
             if self._starts is not None:
                 self._prefill(q, memory, window, out[num_decodes:], scales)
         if num_decodes:
-            pieces = self._pieces[window]
-            self._decode(q[:num_decodes], memory, self._decodes, window, out[:num_decodes], scales, pieces)
+            schedule = self._schedules[window]
+            self._decode(q[:num_decodes], memory, self._decodes, window, out[:num_decodes], scales, schedule)
         self._join()
         return out
 
@@ -146,11 +146,15 @@ class MixedAttention:
         out = q.new_empty((len(logits_indices.rows), q.shape[1] * q.shape[2]))
         if len(out):
             chosen = q.index_select(0, logits_indices.rows)
-            self._decode(chosen, memory, seqs, window, out, scales, self._cut(chosen, memory, seqs, window))
+            self._decode(
+                chosen, memory, seqs, window, out, scales, self._schedule_decodes(chosen, memory, seqs, window)
+            )
         return out
 
-    def _cut(self, q: Tensor, memory: Tensor, seqs: PagedKVMetadata, window: int | None) -> SplitKVSchedule | None:
-        return cut(q, memory, seqs, window, self._longest)
+    def _schedule_decodes(
+        self, q: Tensor, memory: Tensor, seqs: PagedKVMetadata, window: int | None
+    ) -> SplitKVSchedule | None:
+        return schedule_decode(q, memory, seqs, window, self._longest)
 
     def _decode(
         self,
@@ -160,9 +164,9 @@ class MixedAttention:
         window: int | None,
         out: Tensor,
         scales: Tensor | None,
-        pieces: SplitKVSchedule | None,
+        schedule: SplitKVSchedule | None,
     ) -> None:
-        paged_decode(q, memory, seqs, self._shape.scale, window, self._longest, out, pieces=pieces, scales=scales)
+        paged_decode(q, memory, seqs, self._shape.scale, window, self._longest, out, schedule=schedule, scales=scales)
 
     def _prefill(self, q: Tensor, memory: Tensor, window: int | None, out: Tensor, scales: Tensor | None) -> None:
         seqs, starts = self._seqs, self._starts
@@ -186,7 +190,7 @@ class MixedAttention:
 class InvariantAttention(MixedAttention):
     """What a row gets is a function of that row alone, to the last bit: --batch-invariant."""
 
-    def _cut(self, q: Tensor, memory: Tensor, seqs: PagedKVMetadata, window: int | None) -> None:
+    def _schedule_decodes(self, q: Tensor, memory: Tensor, seqs: PagedKVMetadata, window: int | None) -> None:
         return None
 
     def _decode(
@@ -197,7 +201,7 @@ class InvariantAttention(MixedAttention):
         window: int | None,
         out: Tensor,
         scales: Tensor | None,
-        pieces: SplitKVSchedule | None,
+        schedule: SplitKVSchedule | None,
     ) -> None:
         reach = self._reach()
         starts = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from blockyard.kernels.attention.batch_invariant import batch_invariant_attention
-from blockyard.kernels.attention.paged_decode import cut, paged_decode
+from blockyard.kernels.attention.paged_decode import paged_decode, schedule_decode
 from blockyard.kernels.attention.paged_prefill import paged_prefill
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 from blockyard.services.gpu_worker.bench.row import Row, row
@@ -84,10 +84,10 @@ def _of_lengths(lengths: list[int], dtype: torch.dtype = torch.bfloat16) -> Case
 
 def _decode(name: str, lengths: list[int], dtype: torch.dtype = torch.bfloat16) -> Row:
     it = _of_lengths(lengths, dtype)
-    pieces = cut(it.q, it.layers[0], it.seqs, None, LONGEST)  # once a step
+    schedule = schedule_decode(it.q, it.layers[0], it.seqs, None, LONGEST)  # once a step
 
     def attend(layer: Tensor) -> None:
-        paged_decode(it.q, layer, it.seqs, SCALE, None, LONGEST, it.out, pieces=pieces, scales=it.scales)
+        paged_decode(it.q, layer, it.seqs, SCALE, None, LONGEST, it.out, schedule=schedule, scales=it.scales)
 
     kind = "" if dtype == torch.bfloat16 else ", KV in 8 bits"
     return row(f"decode attention{kind}", name, _seconds(it, attend), it.num_bytes)

@@ -21,8 +21,8 @@ HEADS, DIM, SIZE, LENGTH, LONGEST = 3, 24, 16, 150, 256
 
 @pytest.fixture(autouse=True)
 def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file, "_LEAST_SPLIT", 64)
-    monkeypatch.setattr(file, "_MOST_SPLITS", 4)
+    monkeypatch.setattr(file, "_MIN_SPLIT_LEN", 64)
+    monkeypatch.setattr(file, "_MAX_SPLITS", 4)
 
 
 @pytest.fixture(autouse=True)
@@ -95,4 +95,4 @@ def test_a_row_of_no_slot_is_zero() -> None:
 
 
 def test_splits_by_the_longest_alone() -> None:
-    assert [file.split_length(n) for n in (1, 256, 257, 1024)] == [64, 64, 128, 256]
+    assert [file.split_len(n) for n in (1, 256, 257, 1024)] == [64, 64, 128, 256]

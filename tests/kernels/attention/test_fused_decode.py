@@ -1,4 +1,4 @@
-"""A decode step of few rows in one kernel, against its reference in float64: outputs poisoned with NaN."""
+"""Fused decode attention against its reference in float64; unwritten outputs are NaN."""
 
 from typing import Any
 
@@ -59,7 +59,7 @@ class Case:
         self.seqs = PagedKVMetadata(slots.to(DEVICE), positions.to(DEVICE), tables.to(DEVICE))
         angles = torch.randn(num, 1, head_dim // 2, device=DEVICE)
         self.rotation = torch.polar(torch.ones_like(angles), angles)
-        self.gain = torch.randn(heads + kv_heads, head_dim, device=DEVICE)
+        self.norm_weight = torch.randn(heads + kv_heads, head_dim, device=DEVICE)
         wide = torch.randn(num, (heads + 2 * kv_heads) * head_dim + 8, device=DEVICE)  # rows with gaps
         self.qkv = wide[:, :-8].unflatten(1, (heads + 2 * kv_heads, head_dim))
 
@@ -68,15 +68,17 @@ class Case:
         qkv = wide[:, :-8].view_as(self.qkv).copy_(self.qkv)
         layer, before = self.layer.to(DEVICE, dtype), qkv.clone()
         rotation = None if plain else self.rotation
-        norm = None if plain else RMSNorm(self.gain.to(dtype), 1e-6)
+        norm = None if plain else RMSNorm(self.norm_weight.to(dtype), 1e-6)
         want_layer = layer.double()
         want = fused_decode_reference(qkv.double(), want_layer, self.seqs, rotation, norm, 0.2, window, soft_cap)
-        arrivals, longest = SplitSemaphores(64, torch.device(DEVICE)), int(self.seqs.positions.max()) + 1
-        for _ in range(2):  # what the first left behind serves the second
-            got = fused_decode(qkv, layer, self.seqs, rotation, norm, 0.2, window, longest, arrivals, soft_cap=soft_cap)
+        semaphores, max_seq_len = SplitSemaphores(64, torch.device(DEVICE)), int(self.seqs.positions.max()) + 1
+        for _ in range(2):  # the counters that the first call leaves serve the second
+            got = fused_decode(
+                qkv, layer, self.seqs, rotation, norm, 0.2, window, max_seq_len, semaphores, soft_cap=soft_cap
+            )
             assert_close(got, want, dtype)
             assert_close(layer.nan_to_num(0.5), want_layer.nan_to_num(0.5), dtype)
-            assert not arrivals.counts.any()
+            assert not semaphores.counts.any()
         assert torch.equal(qkv, before)
 
 
@@ -93,15 +95,15 @@ def assert_close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
     ("lengths", "heads", "kv_heads", "head_dim", "block_size", "window", "soft_cap", "plain"),
     [
         ([1, 65, 0, 17], 2, 1, 16, 8, None, None, False),
-        ([300], 3, 1, 24, 16, None, None, False),  # several parts
-        ([300], 2, 1, 24, 16, None, 0.5, True),
-        ([140, 20], 2, 2, 16, 8, 20, None, False),
+        ([90], 3, 1, 24, 16, None, None, False),  # three splits, two of which are combined at a time
+        ([90], 2, 1, 24, 16, None, 0.5, True),
+        ([70, 20], 2, 2, 16, 8, 20, None, False),
         ([0, 0, 0], 2, 1, 16, 8, None, None, True),
-        ([129], 4, 1, 32, 5, 100, 0.7, False),
-        ([40, 33], 2, 1, 200, 16, None, None, False),  # shorter tiles
+        ([70], 2, 1, 32, 5, 50, 0.7, False),
+        ([20, 13], 2, 1, 200, 16, None, None, False),  # shorter tiles
     ],
 )
-def test_rope_attend(
+def test_fused_decode(
     lengths: list[int],
     heads: int,
     kv_heads: int,
@@ -113,8 +115,8 @@ def test_rope_attend(
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(file, "_CUTTING", FusedDecodeConfig(64, 2, 4))
-    monkeypatch.setattr(file, "_COMBINED", 128)
+    monkeypatch.setattr(file, "_CONFIG", FusedDecodeConfig(32, 2, 2))
+    monkeypatch.setattr(file, "_COMBINED_ELEMENTS", 64)
     case = Case([max(n, 1) for n in lengths] if not any(lengths) else lengths, heads, kv_heads, head_dim, block_size)
     if not any(lengths):
         case.seqs.slots.fill_(-1)
@@ -131,8 +133,8 @@ def test_a_pool_of_8_bits(kv_dtype: torch.dtype) -> None:
     rope_write_kv_reference(qkv.clone(), stored, case.seqs, None, None, 0.0, scales)
     known = dequantized_reference(stored, scales, torch.float64)
     want = paged_decode_reference(qkv[:, :4].double(), known, case.seqs, 0.2, None)
-    arrivals = SplitSemaphores(8, torch.device(DEVICE))
-    got = fused_decode(qkv, layer, case.seqs, None, None, 0.2, None, 70, arrivals, scales=scales)
+    semaphores = SplitSemaphores(8, torch.device(DEVICE))
+    got = fused_decode(qkv, layer, case.seqs, None, None, 0.2, None, 70, semaphores, scales=scales)
     assert_close(got, want, torch.float32)
     assert torch.equal(layer.float(), stored.float())
 
@@ -146,10 +148,10 @@ def test_which_steps_it_takes() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     case = Case([3, 4], 4, 2, 16, 8)
-    layer, arrivals = case.layer.to(DEVICE), SplitSemaphores(8, torch.device(DEVICE))
+    layer, semaphores = case.layer.to(DEVICE), SplitSemaphores(8, torch.device(DEVICE))
     with pytest.raises(ValueError, match="7 counts for 2 rows of 4 heads"):
         fused_decode(case.qkv, layer, case.seqs, None, None, 1.0, None, 8, SplitSemaphores(7, torch.device(DEVICE)))
     with pytest.raises(ValueError, match="rotation"):
-        fused_decode(case.qkv, layer, case.seqs, case.rotation[:1], None, 1.0, None, 8, arrivals)
+        fused_decode(case.qkv, layer, case.seqs, case.rotation[:1], None, 1.0, None, 8, semaphores)
     with pytest.raises(ValueError, match="pool's dtype"):
-        fused_decode(case.qkv.half(), layer, case.seqs, None, None, 1.0, None, 8, arrivals)
+        fused_decode(case.qkv.half(), layer, case.seqs, None, None, 1.0, None, 8, semaphores)

@@ -124,26 +124,26 @@ def test_paged_decode(
     layer = pool_layer(seqs, 90, kv_heads, block_size, head_dim).to(DEVICE, dtype)
     q = rows_of(len(lengths), (heads + 3) * head_dim, dtype).view(len(lengths), heads + 3, head_dim)[:, :heads]
     want = paged_decode_reference(q.double(), layer.double(), seqs, 0.2, window)
-    assert_close(paged_decode(q, layer, seqs, 0.2, window, longest=400), want, dtype)
+    assert_close(paged_decode(q, layer, seqs, 0.2, window, max_seq_len=400), want, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 200])
-@pytest.mark.parametrize("joined", [0, 99])
-def test_pieces_are_put_together_layer_by_layer(
-    window: int | None, joined: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("reduce_rows", [0, 99])
+def test_splits_are_combined_layer_by_layer(
+    window: int | None, reduce_rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is kept for all layers serves the second as it did the first; one row has many pieces, one has none."""
-    monkeypatch.setattr(decode_file, "_JOINED", joined)  # by the last program, or in a kernel after it
-    seqs = sequences([1200, 0, 70], 16, 240)
+    """One schedule serves two layers; one row has many splits, one has none. By the last program, or by a kernel."""
+    monkeypatch.setattr(decode_file, "_REDUCE_IN_KERNEL_ROWS", reduce_rows)
+    seqs = sequences([560, 0, 70], 16, 120)
     q = torch.randn(3, 3, 24, device=DEVICE).to(dtype)
-    layers = [pool_layer(seqs, 240, 1, 16, 24).to(DEVICE, dtype) for _ in range(2)]
-    pieces = schedule_split_kv(seqs, 3, 1, 24, window, 1300, programs=5)
-    assert int(pieces.count) >= 4
+    layers = [pool_layer(seqs, 120, 1, 16, 24).to(DEVICE, dtype) for _ in range(2)]
+    schedule = schedule_split_kv(seqs, 3, 1, 24, window, 600, programs=8)
+    assert int(schedule.row_splits[1, 0]) >= (5 if window is None else 2)
     for layer in layers:
         want = paged_decode_reference(q.double(), layer.double(), seqs, 0.2, window)
-        assert_close(paged_decode(q, layer, seqs, 0.2, window, 1300, pieces=pieces), want, dtype)
-        assert not pieces.arrived.any()
+        assert_close(paged_decode(q, layer, seqs, 0.2, window, 600, schedule=schedule), want, dtype)
+        assert not schedule.semaphores.any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -152,7 +152,7 @@ def test_decode_scores_are_capped(dtype: torch.dtype) -> None:
     layer = pool_layer(seqs, 90, 2, 8, 16).to(DEVICE, dtype)
     q = torch.randn(2, 4, 16, device=DEVICE).to(dtype)
     want = paged_decode_reference(q.double(), layer.double(), seqs, 0.2, None, soft_cap=0.5)
-    assert_close(paged_decode(q, layer, seqs, 0.2, None, longest=400, soft_cap=0.5), want, dtype)
+    assert_close(paged_decode(q, layer, seqs, 0.2, None, max_seq_len=400, soft_cap=0.5), want, dtype)
 
 
 @pytest.mark.parametrize(
@@ -165,54 +165,54 @@ def test_decode_scores_are_capped(dtype: torch.dtype) -> None:
         ([7000, 129, 1], None, 1),
     ],
 )
-def test_pieces_cover_every_key_once(lengths: list[int], window: int | None, programs: int) -> None:
+def test_splits_cover_every_key_once(lengths: list[int], window: int | None, programs: int) -> None:
     positions = torch.tensor([max(n - 1, 0) for n in lengths], device=DEVICE)
     slots = torch.tensor([5 * i if n else -1 for i, n in enumerate(lengths)], device=DEVICE)
     seqs = PagedKVMetadata(slots, positions, torch.zeros(1, 1, dtype=torch.int32, device=DEVICE))
-    pieces = schedule_split_kv(seqs, 4, 2, 16, window, max(*lengths, 1), programs)
-    count = int(pieces.count)
-    assert count <= pieces.fields.shape[1]
+    schedule = schedule_split_kv(seqs, 4, 2, 16, window, max(*lengths, 1), programs)
+    count = int(schedule.count)
+    assert count <= schedule.work.shape[1]
     found: dict[int, list[tuple[int, int]]] = {row: [] for row in range(len(lengths))}
-    for i, (row, slot, begin, stop, parts) in enumerate(pieces.fields[:, :count].T.tolist()):
+    for i, (row, slot, begin, stop, num_splits) in enumerate(schedule.work[:, :count].T.tolist()):
         assert slot == slots[row]
-        base = int(pieces.of_row[0, row])
-        assert parts == pieces.of_row[1, row]
-        assert base + len(found[row]) == i < base + parts
+        base = int(schedule.row_splits[0, row])
+        assert num_splits == schedule.row_splits[1, row]
+        assert base + len(found[row]) == i < base + num_splits
         found[row].append((begin, stop))
-    spans = [stop - begin for begin, stop in pieces.fields[2:4, :count].T.tolist()]
-    assert all(before > after - cut_file.TILE for before, after in pairwise(spans)), "the longest first"
+    spans = [stop - begin for begin, stop in schedule.work[2:4, :count].T.tolist()]
+    assert all(before > after - cut_file.BLOCK_N for before, after in pairwise(spans)), "the longest come first"
     for row, length in enumerate(lengths):
         edges = [found[row][0][0], *(stop for _, stop in found[row])]
         assert edges == sorted(edges)
-        assert [begin for begin, _ in found[row]] == edges[:-1], "each begins where the one before ends"
+        assert [begin for begin, _ in found[row]] == edges[:-1], "each split begins where the one before it ends"
         assert (edges[0], edges[-1]) == (max(length - (window or length), 0), length)
     fair = sum(min(n, window or n) for n in lengths) * 2 / programs
     assert (
         max(stop - begin for its in found.values() for begin, stop in its)
-        <= max(fair * cut_file.SLACK / 8, cut_file.LEAST) + 64
+        <= max(fair * cut_file.SLACK / 8, cut_file.MIN_SPLIT) + 64
     )
 
 
 @pytest.mark.parametrize(
-    ("lengths", "most_pieces", "most_keys"),
+    ("lengths", "programs", "max_splits", "max_keys"),
     [
-        ([1100] * 64, 1, 1100),  # a fair share is 1,067: one program more would not help
-        ([1100] * 256, 1, 4 * 1100),
-        ([100 + 61 * i % 1900 for i in range(256)], 1, 4500),  # 4,181
-        ([100 + 61 * i % 1900 for i in range(32)], 4, 800),  # 518
+        ([1100] * 64, 528, 1, 1100),  # a fair share is 1,067: one more split would not help
+        ([1100] * 32, 66, 1, 4 * 1100),
+        ([100 + 61 * i % 1900 for i in range(32)], 66, 1, 4500),  # a fair share is 4,138
+        ([100 + 61 * i % 1900 for i in range(32)], 528, 4, 800),  # 518
     ],
 )
-def test_programs_have_about_the_same_to_do(lengths: list[int], most_pieces: int, most_keys: int) -> None:
+def test_programs_have_about_the_same_to_do(lengths: list[int], programs: int, max_splits: int, max_keys: int) -> None:
     positions = torch.tensor(lengths, device=DEVICE) - 1
     tables = torch.zeros(1, 1, dtype=torch.int32, device=DEVICE)
     seqs = PagedKVMetadata(torch.arange(len(lengths), device=DEVICE), positions, tables)
-    pieces = schedule_split_kv(seqs, 32, 8, 128, None, max(lengths), programs=528)
-    assert int(pieces.of_row[1].max()) <= most_pieces
-    *_, begin, stop, _ = pieces.fields[:, : int(pieces.count)]
+    schedule = schedule_split_kv(seqs, 32, 8, 128, None, max(lengths), programs)
+    assert int(schedule.row_splits[1].max()) <= max_splits
+    *_, begin, stop, _ = schedule.work[:, : int(schedule.count)]
     keys = (stop - begin).cpu().repeat_interleave(8)
-    turns = torch.nn.functional.pad(keys, (0, -len(keys) % 528)).view(-1, 528)
+    turns = torch.nn.functional.pad(keys, (0, -len(keys) % programs)).view(-1, programs)
     turns[1::2] = turns[1::2].flip(1)
-    assert int(turns.sum(0).max()) <= most_keys
+    assert int(turns.sum(0).max()) <= max_keys
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

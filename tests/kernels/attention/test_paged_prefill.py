@@ -124,16 +124,16 @@ def test_scores_are_capped(window: int | None, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("window", [None, 60])
 def test_tiles_are_shared(window: int | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     ran = []
-    kernel = file._combine_kernel
+    kernel = file.combine_prefill_kernel
 
     class Combine:
         def __getitem__(self, grid: tuple[int]) -> Any:
             ran.append(grid)
             return kernel[grid]
 
-    monkeypatch.setattr(file, "_combine_kernel", Combine())
-    monkeypatch.setattr(file, "_MOST_SPLITS", 4)
-    monkeypatch.setattr(file, "_LONG", 60)
+    monkeypatch.setattr(file, "combine_prefill_kernel", Combine())
+    monkeypatch.setattr(file, "_MAX_SPLITS", 4)
+    monkeypatch.setattr(file, "_SPLIT_MIN_LEN", 60)
     monkeypatch.setattr(file, "_COMBINE_US", 0.0)
     Case([(200, 6), (3, 2)], 4, 2, 16, 16).run(dtype, window)
     assert ran == [(32,)]
@@ -182,11 +182,11 @@ def test_what_does_not_fit_is_refused() -> None:
             **{
                 "q": q,
                 "layer": layer,
-                "seqs": case.seqs,
-                "starts": case.starts,
+                "metadata": case.seqs,
+                "query_start_loc": case.starts,
                 "scale": 1.0,
                 "window": None,
-                "longest": 8,
+                "max_seq_len": 8,
                 "out": out,
             }
             | changed
@@ -195,7 +195,7 @@ def test_what_does_not_fit_is_refused() -> None:
     for changed, message in (
         ({"q": q[:, :, :8]}, "does not fit a layer"),
         ({"q": q.half()}, "pool's dtype"),
-        ({"starts": case.starts.long()}, "int32"),
+        ({"query_start_loc": case.starts.long()}, "int32"),
         ({"out": out[:, :16]}, "out"),
         ({"q": q[:2]}, "for 2 rows"),
     ):

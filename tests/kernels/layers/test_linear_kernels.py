@@ -114,18 +114,6 @@ def test_rows(rows: int, size: int, outs: int, bias: bool, split: int, programs:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("rows", "size", "inner", "bias"), [(5, 96, 72, True), (17, 136, 64, False), (0, 64, 8, False)]
-)
-def test_rows_that_gate(rows: int, size: int, inner: int, bias: bool, dtype: torch.dtype) -> None:
-    x, weight, vector = operands(rows, size, 2 * inner, bias, dtype)
-    weight /= size**0.5
-    want = linear_stream_k_reference(x.double(), weight.double(), double(vector), gates=True)
-    got = linear_stream_k(x, weight, vector, tiling(16, PDL), workspace(), 1, gates=True)
-    assert_close(got, want, dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_that_are_strided(dtype: torch.dtype) -> None:
     x, weight, _ = operands(20, 64, 70, False, dtype)
     part = x[:, :48]
@@ -168,7 +156,5 @@ def test_what_does_not_fit_is_refused() -> None:
         linear_skinny(x.repeat(5, 1), weight, bias, **few)
     with pytest.raises(ValueError, match="aligned"):
         linear_stream_k(x[:, 1:50], weight[:, 1:50].contiguous(), None, tiling(16), workspace(), 1)
-    with pytest.raises(ValueError, match="parts of tiles"):
-        linear_stream_k(x, weight, bias, tiling(16), workspace(), 2, gates=True)
     with pytest.raises(ValueError, match="too small"):
         linear_stream_k(x, weight, bias, tiling(16), workspace(1), 2)

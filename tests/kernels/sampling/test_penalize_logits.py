@@ -15,8 +15,12 @@ from blockyard.kernels.sampling.penalize_logits import (
     penalize_logits,
     penalize_logits_reference,
 )
-from blockyard.kernels.sampling.sample_reference import sample_tokens_reference
-from blockyard.kernels.sampling.sample_tokens import AdjustedLogits, SamplingTensors, sample_tokens
+from blockyard.kernels.sampling.sample_tokens import (
+    AdjustedLogits,
+    SamplingTensors,
+    sample_tokens,
+    sample_tokens_reference,
+)
 from blockyard.services.gpu_worker.sampling.penalties import Penalties
 from blockyard.shared.messages import Sampling
 

@@ -7,8 +7,12 @@ import torch
 from torch import Tensor
 
 from blockyard.kernels.sampling import sample_tokens as file
-from blockyard.kernels.sampling.sample_reference import sample_tokens_reference
-from blockyard.kernels.sampling.sample_tokens import AdjustedLogits, SamplingTensors, sample_tokens
+from blockyard.kernels.sampling.sample_tokens import (
+    AdjustedLogits,
+    SamplingTensors,
+    sample_tokens,
+    sample_tokens_reference,
+)
 from blockyard.services.gpu_worker.sampling.topk_topp_sampler import Noise, SamplingLimits, sample_limited
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -25,7 +29,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("_CHUNK", 2),
         ("_FEW", 8),
         ("_TILE", 256),
-        ("_MOST_SPANS", 16),  # of 16 tokens,
+        ("_MAX_SPANS", 16),  # of 16 tokens,
         ("_CANDIDATES", 32),
     ):
         monkeypatch.setattr(file, name, value)
@@ -105,7 +109,7 @@ def test_the_tokens_are_those_of_the_reference(vocab: int, spread: float, dtype:
 )
 def test_flat_rows(chances: float, limits: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
     """Winners that top-p rules out, one after the other, and rows where no span promised the winner."""
-    monkeypatch.setattr(file, "_CHANCES", chances)
+    monkeypatch.setattr(file, "_EXPECTED_CANDIDATES", chances)
     logits = torch.randn(3, 300) * 0.5
     slots, index = torch.arange(3), torch.arange(3) * 7
     given = params(**limits)

@@ -9,8 +9,7 @@ from blockyard.kernels.kv_cache.rope_write_kv import rope_write_kv_reference
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.sampling.logprobs import LogprobsTensors, gather_logprobs_reference
 from blockyard.kernels.sampling.penalize_logits import LogitsEdits, count_tokens_reference, penalize_logits_reference
-from blockyard.kernels.sampling.sample_reference import sample_tokens_reference
-from blockyard.kernels.sampling.sample_tokens import AdjustedLogits, SamplingTensors
+from blockyard.kernels.sampling.sample_tokens import AdjustedLogits, SamplingTensors, sample_tokens_reference
 from blockyard.kernels.slots.advance_slots import advance_slots_reference
 from blockyard.kernels.slots.gather_inputs import StepInputs, gather_inputs_reference
 from blockyard.kernels.slots.scatter_words import scatter_words_reference

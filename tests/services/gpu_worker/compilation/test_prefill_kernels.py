@@ -33,7 +33,7 @@ def test_each_window_alone_and_shared(kv_dtype: torch.dtype, monkeypatch: pytest
 
     def record(*args: Any, **kwargs: Any) -> None:
         window, longest = args[5:7]
-        ran.append((window or 0, longest >= kernels._LONG))
+        ran.append((window or 0, longest >= kernels._SPLIT_MIN_LEN))
         attend(*args, **kwargs)
 
     monkeypatch.setattr(prefill_kernels, "paged_prefill", record)
