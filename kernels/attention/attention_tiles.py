@@ -17,27 +17,10 @@ def apply_soft_cap(scores, scale, CAP: tl.constexpr):
 
 @triton.jit
 def attention_inner_loop(
-    q,
-    acc,
-    l_i,
-    m_i,
-    positions,
-    begin,
-    stop,
-    end,
-    table_ptr,
-    layer_ptr,
-    head,
-    scale,
-    MASK: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CAP: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    q, acc, l_i, m_i, positions, begin, stop, end, table_ptr, layer_ptr, head, scale,
+    MASK: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """Online softmax (FlashAttention-2) over the key tiles from `begin` to `stop`: updates acc, l_i and m_i.
 
     No key from `end` on is read, nor one behind the window of all rows. `scale` is in powers of two. MASK: some row of

@@ -161,41 +161,15 @@ def batch_invariant_attention(
     tile = 64 if dim * q.element_size() <= 256 else 32
     sizes = {"WINDOW": window or 0, "HEAD_DIM": head_dim, "DIM": dim, "SPLIT_LEN": split, "MAX_SPLITS": max_splits}
     _batch_invariant_kernel[(kv_heads, len(out) * group // 64 + num_seqs, max_splits if is_decode else 1)](
-        q,
-        layer,
-        metadata.slots,
-        metadata.positions,
-        metadata.tables,
-        query_start_loc,
-        partial_out,
-        ml,
-        q if scales is None else scales,
-        q.stride(0),
-        metadata.tables.stride(0),
-        num_seqs,
+        q, layer, metadata.slots, metadata.positions, metadata.tables, query_start_loc, partial_out, ml,
+        q if scales is None else scales, q.stride(0), metadata.tables.stride(0), num_seqs,
         scale if soft_cap is not None else scale * _LOG2E,
-        SCALED=scales is not None,
-        CAP=soft_cap or 0.0,
-        GROUP=group,
-        BLOCK_M=64,
-        KV_HEADS=kv_heads,
-        BLOCK_SIZE=block_size,
-        BLOCK_N=tile,
-        SPLIT_KV=is_decode,
-        num_warps=4,
-        num_stages=3 if tile == 64 else 2,
+        SCALED=scales is not None, CAP=soft_cap or 0.0, GROUP=group, BLOCK_M=64, KV_HEADS=kv_heads,
+        BLOCK_SIZE=block_size, BLOCK_N=tile, SPLIT_KV=is_decode, num_warps=4, num_stages=3 if tile == 64 else 2,
         **sizes,
-    )
+    )  # fmt: skip
     if is_decode:
         _combine_in_order_kernel[(rows, heads)](
-            metadata.slots,
-            metadata.positions,
-            partial_out,
-            ml,
-            q if scales is None else scales,
-            out,
-            SCALED=scales is not None,
-            HEADS=heads,
-            num_warps=1,
-            **sizes,
-        )
+            metadata.slots, metadata.positions, partial_out, ml, q if scales is None else scales, out,
+            SCALED=scales is not None, HEADS=heads, num_warps=1, **sizes,
+        )  # fmt: skip

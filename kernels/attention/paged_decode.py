@@ -184,51 +184,19 @@ def paged_decode(
     dim, group, pdl = max(next_power_of_2(head_dim), 16), heads // kv_heads, supports_pdl(q.device)
     warps = _WARPS if group == next_power_of_2(group) else _FEW_WARPS
     _paged_decode_kernel[(schedule.programs,)](
-        q,
-        layer,
-        metadata.tables,
-        schedule.work,
-        schedule.count,
-        schedule.partial_out,
-        schedule.lse,
-        schedule.row_splits,
-        schedule.semaphores,
-        out,
-        q if scales is None else scales,
-        q.stride(0),
-        metadata.tables.stride(0),
-        schedule.work.shape[1],
-        rows,
-        scale if soft_cap is not None else scale * _LOG2E,
-        SCALED=scales is not None,
-        CAP=soft_cap or 0.0,
-        GROUP=group,
-        BLOCK_M=max(next_power_of_2(group), 16),
-        KV_HEADS=kv_heads,
-        HEAD_DIM=head_dim,
-        DIM=dim,
-        BLOCK_SIZE=block_size,
-        BLOCK_N=_tile(dim, q.element_size()),
-        num_warps=warps,
-        PDL=pdl,
-        REDUCE_AT_ONCE=splits_at_once(group, dim) if rows >= _REDUCE_IN_KERNEL_ROWS else 0,
-        maxnreg=min(_REGISTERS // warps, 255),
-        num_stages=_STAGES if q.element_size() <= 2 else 1,
-        **pdl_options(pdl),
-    )
+        q, layer, metadata.tables, schedule.work, schedule.count, schedule.partial_out, schedule.lse,
+        schedule.row_splits, schedule.semaphores, out, q if scales is None else scales, q.stride(0),
+        metadata.tables.stride(0), schedule.work.shape[1], rows, scale if soft_cap is not None else scale * _LOG2E,
+        SCALED=scales is not None, CAP=soft_cap or 0.0, GROUP=group, BLOCK_M=max(next_power_of_2(group), 16),
+        KV_HEADS=kv_heads, HEAD_DIM=head_dim, DIM=dim, BLOCK_SIZE=block_size, BLOCK_N=_tile(dim, q.element_size()),
+        num_warps=warps, PDL=pdl, REDUCE_AT_ONCE=splits_at_once(group, dim) if rows >= _REDUCE_IN_KERNEL_ROWS else 0,
+        maxnreg=min(_REGISTERS // warps, 255), num_stages=_STAGES if q.element_size() <= 2 else 1, **pdl_options(pdl),
+    )  # fmt: skip
     if rows < _REDUCE_IN_KERNEL_ROWS and len(schedule.lse) > rows:
         combine_splits_kernel[(rows, heads)](
-            schedule.row_splits,
-            schedule.partial_out,
-            schedule.lse,
-            out,
-            rows,
-            HEADS=heads,
-            HEAD_DIM=head_dim,
-            DIM=dim,
-            SPLITS=_SPLITS_AT_ONCE,
-            num_warps=4,
-        )
+            schedule.row_splits, schedule.partial_out, schedule.lse, out, rows,
+            HEADS=heads, HEAD_DIM=head_dim, DIM=dim, SPLITS=_SPLITS_AT_ONCE, num_warps=4,
+        )  # fmt: skip
     return out
 
 

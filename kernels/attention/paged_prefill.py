@@ -92,31 +92,12 @@ def paged_prefill_reference(
     do_not_specialize_on_alignment=["slots_ptr", "positions_ptr", "query_start_ptr", "out_ptr"],
 )
 def _paged_prefill_kernel(
-    q_ptr,
-    layer_ptr,
-    slots_ptr,
-    positions_ptr,
-    tables_ptr,
-    query_start_ptr,
-    out_ptr,
-    lse_ptr,
-    scales_ptr,
-    q_stride,
-    table_stride,
-    num_seqs,
-    scale,
-    SCALED: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CAP: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    q_ptr, layer_ptr, slots_ptr, positions_ptr, tables_ptr, query_start_ptr, out_ptr, lse_ptr, scales_ptr, q_stride,
+    table_stride, num_seqs, scale,
+    SCALED: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLIT_KV: tl.constexpr,
-):
+):  # fmt: skip
     # program (i, j, k): split k of the keys of K/V head i of query tile j from the end: the longest come first
     head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
@@ -220,33 +201,13 @@ def paged_prefill(
         prefill_hopper.prefill_hopper(q, layer, metadata, query_start_loc, scale, window, partial_out, lse, num_splits)
     else:
         _paged_prefill_kernel[(kv_heads, tiles, num_splits)](
-            q,
-            layer,
-            metadata.slots,
-            metadata.positions,
-            metadata.tables,
-            query_start_loc,
-            partial_out,
-            lse,
-            q if scales is None else scales,
-            q.stride(0),
-            metadata.tables.stride(0),
-            num_seqs,
+            q, layer, metadata.slots, metadata.positions, metadata.tables, query_start_loc, partial_out, lse,
+            q if scales is None else scales, q.stride(0), metadata.tables.stride(0), num_seqs,
             scale if soft_cap is not None else scale * _LOG2E,
-            SCALED=scales is not None,
-            WINDOW=window or 0,
-            CAP=soft_cap or 0.0,
-            GROUP=group,
-            BLOCK_M=config.block_m,
-            KV_HEADS=kv_heads,
-            HEAD_DIM=head_dim,
-            DIM=dim,
-            BLOCK_SIZE=block_size,
-            BLOCK_N=config.block_n,
-            SPLIT_KV=num_splits > 1,
-            num_warps=config.warps,
-            num_stages=config.stages,
-        )
+            SCALED=scales is not None, WINDOW=window or 0, CAP=soft_cap or 0.0, GROUP=group, BLOCK_M=config.block_m,
+            KV_HEADS=kv_heads, HEAD_DIM=head_dim, DIM=dim, BLOCK_SIZE=block_size, BLOCK_N=config.block_n,
+            SPLIT_KV=num_splits > 1, num_warps=config.warps, num_stages=config.stages,
+        )  # fmt: skip
     if num_splits > 1:
         combine_prefill_kernel[(len(out) * heads,)](
             partial_out, lse, out, num_splits, HEAD_DIM=head_dim, DIM=dim, MAX_SPLITS=_MAX_SPLITS, num_warps=1

@@ -220,28 +220,8 @@ def prefill_hopper(
     items = (len(out) * group // BLOCK_M + min(num_seqs, 2)) * kv_heads * num_splits
     num_multiprocessors = _num_multiprocessors(q.device)
     _prefill_hopper_kernel[(items if items < _ROUNDS * num_multiprocessors else num_multiprocessors,)](
-        blocks,
-        q,
-        metadata.slots,
-        metadata.positions,
-        metadata.tables,
-        query_start_loc,
-        out,
-        lse,
-        q.stride(0),
-        metadata.tables.stride(0),
-        num_seqs,
-        num_splits,
-        scale * _LOG2E,
-        WINDOW=window or 0,
-        GROUP=group,
-        KV_HEADS=kv_heads,
-        HEAD_DIM=head_dim,
-        BLOCK_SIZE=block_size,
-        BLOCK_M=BLOCK_M,
-        BLOCK_N=_BLOCK_N,
-        STAGES=_STAGES,
-        SPLIT_KV=num_splits > 1,
-        SEQS=_SEQS,
-        num_warps=4,
-    )
+        blocks, q, metadata.slots, metadata.positions, metadata.tables, query_start_loc, out, lse, q.stride(0),
+        metadata.tables.stride(0), num_seqs, num_splits, scale * _LOG2E,
+        WINDOW=window or 0, GROUP=group, KV_HEADS=kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, BLOCK_M=BLOCK_M,
+        BLOCK_N=_BLOCK_N, STAGES=_STAGES, SPLIT_KV=num_splits > 1, SEQS=_SEQS, num_warps=4,
+    )  # fmt: skip

@@ -58,26 +58,11 @@ def _splits_of(keys, exists, split_len, BLOCK_N: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["slots_ptr", "positions_ptr"])
 def _split_kv_kernel(
-    slots_ptr,
-    positions_ptr,
-    work_ptr,
-    count_ptr,
-    row_splits_ptr,
-    semaphores_ptr,
-    rows,
-    max_splits,
-    programs,
-    WINDOW: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    ROWS: tl.constexpr,
-    ITEMS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    MIN_SPLIT: tl.constexpr,
-    USUAL_SPLIT: tl.constexpr,
-    ROUNDS: tl.constexpr,
-    SLACK: tl.constexpr,
+    slots_ptr, positions_ptr, work_ptr, count_ptr, row_splits_ptr, semaphores_ptr, rows, max_splits, programs,
+    WINDOW: tl.constexpr, KV_HEADS: tl.constexpr, ROWS: tl.constexpr, ITEMS: tl.constexpr, BLOCK_N: tl.constexpr,
+    MIN_SPLIT: tl.constexpr, USUAL_SPLIT: tl.constexpr, ROUNDS: tl.constexpr, SLACK: tl.constexpr,
     OTHERS: tl.constexpr,
-):
+):  # fmt: skip
     # program i: splits i * ITEMS to (i + 1) * ITEMS - 1; every program reads all rows
     row = tl.arange(0, ROWS)
     exists = row < rows
@@ -149,25 +134,9 @@ def schedule_split_kv(
     )
     width = max(next_power_of_2(rows), 256)  # so that few kernels are compiled
     _split_kv_kernel[(ceil_div(max_splits, _ITEMS),)](
-        metadata.slots,
-        metadata.positions,
-        num_splits.work,
-        num_splits.count,
-        num_splits.row_splits,
-        num_splits.semaphores,
-        rows,
-        max_splits,
-        programs,
-        WINDOW=window or 0,
-        KV_HEADS=kv_heads,
-        ROWS=width,
-        ITEMS=_ITEMS,
-        BLOCK_N=BLOCK_N,
-        MIN_SPLIT=MIN_SPLIT,
-        USUAL_SPLIT=USUAL_SPLIT,
-        ROUNDS=ROUNDS,
-        SLACK=SLACK,
-        OTHERS=_OTHERS,
-        num_warps=8 if width <= 256 else 16,
-    )
+        metadata.slots, metadata.positions, num_splits.work, num_splits.count, num_splits.row_splits,
+        num_splits.semaphores, rows, max_splits, programs,
+        WINDOW=window or 0, KV_HEADS=kv_heads, ROWS=width, ITEMS=_ITEMS, BLOCK_N=BLOCK_N, MIN_SPLIT=MIN_SPLIT,
+        USUAL_SPLIT=USUAL_SPLIT, ROUNDS=ROUNDS, SLACK=SLACK, OTHERS=_OTHERS, num_warps=8 if width <= 256 else 16,
+    )  # fmt: skip
     return num_splits

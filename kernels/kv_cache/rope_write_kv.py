@@ -45,28 +45,11 @@ def rope_write_kv_reference(
 
 @triton.jit(do_not_specialize_on_alignment=["slots_ptr", "positions_ptr"])
 def _rope_write_kv_kernel(
-    qkv_ptr,
-    layer_ptr,
-    slots_ptr,
-    positions_ptr,
-    tables_ptr,
-    rotation_ptr,
-    weight_ptr,
-    scales_ptr,
-    row_stride,
-    table_stride,
-    eps,
-    FP8_MAX: tl.constexpr,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    ROTATE: tl.constexpr,
-    NORM: tl.constexpr,
-    TILE: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    qkv_ptr, layer_ptr, slots_ptr, positions_ptr, tables_ptr, rotation_ptr, weight_ptr, scales_ptr, row_stride,
+    table_stride, eps,
+    FP8_MAX: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, ROTATE: tl.constexpr, NORM: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     # program (i, j): TILE heads of row i, in the order q, k, v; elements 2n and 2n + 1 are a pair
     if PDL:
         gdc_launch_dependents()
@@ -129,30 +112,12 @@ def rope_write_kv(
         return
     tile, pdl = 1 if rows * all_heads <= _FEW and not batch_invariant else _TILE, supports_pdl(qkv.device)
     _rope_write_kv_kernel[(rows, ceil_div(all_heads, tile))](
-        qkv,
-        layer,
-        metadata.slots,
-        metadata.positions,
-        metadata.tables,
-        angles,
-        qkv if weight is None else weight,
-        qkv if scales is None else scales,
-        qkv.stride(0),
-        metadata.tables.stride(0),
-        eps,
-        FP8_MAX=FP8_MAX.get(layer.dtype, 0.0),
-        HEADS=heads,
-        KV_HEADS=kv_heads,
-        HEAD_DIM=head_dim,
-        DIM=next_power_of_2(head_dim),
-        BLOCK_SIZE=block_size,
-        ROTATE=rotation is not None,
-        NORM=weight is not None,
-        TILE=tile,
-        PDL=pdl,
-        num_warps=max(tile // 4, 1),
-        **pdl_options(pdl),
-    )
+        qkv, layer, metadata.slots, metadata.positions, metadata.tables, angles, qkv if weight is None else weight,
+        qkv if scales is None else scales, qkv.stride(0), metadata.tables.stride(0), eps,
+        FP8_MAX=FP8_MAX.get(layer.dtype, 0.0), HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim,
+        DIM=next_power_of_2(head_dim), BLOCK_SIZE=block_size, ROTATE=rotation is not None, NORM=weight is not None,
+        TILE=tile, PDL=pdl, num_warps=max(tile // 4, 1), **pdl_options(pdl),
+    )  # fmt: skip
 
 
 def check_qkv(

@@ -21,18 +21,9 @@ def add_rms_norm_reference(residual: Tensor, delta: Tensor | None, weight: Tenso
 
 @triton.jit
 def _add_rms_norm_kernel(
-    residual_ptr,
-    delta_ptr,
-    weight_ptr,
-    out_ptr,
-    residual_stride,
-    delta_stride,
-    size,
-    eps,
-    ADD: tl.constexpr,
-    TILE: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    residual_ptr, delta_ptr, weight_ptr, out_ptr, residual_stride, delta_stride, size, eps,
+    ADD: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     # program i: row i
     if PDL:
         gdc_launch_dependents()
@@ -73,18 +64,7 @@ def add_rms_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: fl
     if out.numel():
         tile, pdl = next_power_of_2(size), supports_pdl(residual.device)
         _add_rms_norm_kernel[(rows,)](
-            residual,
-            delta,
-            weight,
-            out,
-            residual.stride(0),
-            delta.stride(0),
-            size,
-            eps,
-            ADD=add,
-            TILE=tile,
-            PDL=pdl,
-            num_warps=min(max(tile // 512, 1), 16),
-            **pdl_options(pdl),
-        )
+            residual, delta, weight, out, residual.stride(0), delta.stride(0), size, eps,
+            ADD=add, TILE=tile, PDL=pdl, num_warps=min(max(tile // 512, 1), 16), **pdl_options(pdl),
+        )  # fmt: skip
     return out

@@ -103,26 +103,10 @@ def _add_tile(
 
 @triton.jit(do_not_specialize=["rows"])
 def _linear_skinny_kernel(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    gain_ptr,
-    out_ptr,
-    rows,
-    outs,
-    size,
-    eps,
-    ROWS: tl.constexpr,
-    OUT_TILE: tl.constexpr,
-    TILE: tl.constexpr,
-    LANE: tl.constexpr,
-    EARLY: tl.constexpr,
-    BIAS: tl.constexpr,
-    NORM: tl.constexpr,
-    GATED: tl.constexpr,
-    ADD: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x_ptr, weight_ptr, bias_ptr, gain_ptr, out_ptr, rows, outs, size, eps,
+    ROWS: tl.constexpr, OUT_TILE: tl.constexpr, TILE: tl.constexpr, LANE: tl.constexpr, EARLY: tl.constexpr,
+    BIAS: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     # program i: outputs i * OUT_TILE ... of all rows; EARLY tiles of weights are loaded before the wait
     if PDL:
         gdc_launch_dependents()
@@ -194,28 +178,12 @@ def linear_skinny(
     if out.numel() == 0:
         return out
     _linear_skinny_kernel[(ceil_div(outs, out_tile),)](
-        x,
-        weight,
-        weight if bias is None else bias,
-        weight if norm is None else norm.weight,
-        out,
-        rows,
-        outs,
-        size,
+        x, weight, weight if bias is None else bias, weight if norm is None else norm.weight, out, rows, outs, size,
         0.0 if norm is None else norm.eps,
-        ROWS=next_power_of_2(rows),
-        OUT_TILE=out_tile,
-        TILE=tile,
-        LANE=min(16 // x.element_size(), tile),
-        EARLY=min(max(early, 1), ceil_div(size, tile)),
-        BIAS=bias is not None,
-        NORM=norm is not None,
-        GATED=gated,
-        ADD=add_to is not None,
-        PDL=pdl,
-        num_warps=warps,
-        **pdl_options(pdl),
-    )
+        ROWS=next_power_of_2(rows), OUT_TILE=out_tile, TILE=tile, LANE=min(16 // x.element_size(), tile),
+        EARLY=min(max(early, 1), ceil_div(size, tile)), BIAS=bias is not None, NORM=norm is not None, GATED=gated,
+        ADD=add_to is not None, PDL=pdl, num_warps=warps, **pdl_options(pdl),
+    )  # fmt: skip
     return out
 
 

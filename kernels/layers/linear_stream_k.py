@@ -81,24 +81,10 @@ def _with_bias(total, bias, inside, BIAS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def _linear_stream_k_kernel(
-    x_desc,
-    weight_desc,
-    weight_ptr,
-    bias_ptr,
-    out_ptr,
-    parts_ptr,
-    arrived_ptr,
-    rows,
-    outs,
-    size,
-    OUT_TILE: tl.constexpr,
-    ROW_TILE: tl.constexpr,
-    IN_TILE: tl.constexpr,
-    STAGES: tl.constexpr,
-    BIAS: tl.constexpr,
-    PDL: tl.constexpr,
-    FETCH: tl.constexpr,
-):
+    x_desc, weight_desc, weight_ptr, bias_ptr, out_ptr, parts_ptr, arrived_ptr, rows, outs, size,
+    OUT_TILE: tl.constexpr, ROW_TILE: tl.constexpr, IN_TILE: tl.constexpr, STAGES: tl.constexpr, BIAS: tl.constexpr,
+    PDL: tl.constexpr, FETCH: tl.constexpr,
+):  # fmt: skip
     # program p: steps p * work / programs to (p + 1) * work / programs
     program = tl.program_id(0).to(tl.int64)
     programs = tl.num_programs(0).to(tl.int64)
@@ -193,27 +179,12 @@ def linear_stream_k(
         some, result = x[start : start + most], out[start : start + most]
         grid = programs or parts * ceil_div(len(some), tiling.row_tile)
         _linear_stream_k_kernel[(grid,)](
-            TensorDescriptor.from_tensor(some, [tiling.row_tile, tiling.in_tile]),
-            weights,
-            weight,
-            weight if bias is None else bias,
-            result,
-            workspace.parts,
-            workspace.arrived,
-            len(some),
-            outs,
-            size,
-            OUT_TILE=tiling.out_tile,
-            ROW_TILE=tiling.row_tile,
-            IN_TILE=tiling.in_tile,
-            STAGES=tiling.stages,
-            BIAS=bias is not None,
-            PDL=tiling.pdl,
-            FETCH=tiling.fetch,
-            num_warps=tiling.warps,
-            num_stages=tiling.stages,
-            **pdl_options(tiling.pdl),
-        )
+            TensorDescriptor.from_tensor(some, [tiling.row_tile, tiling.in_tile]), weights, weight,
+            weight if bias is None else bias, result, workspace.parts, workspace.arrived, len(some), outs, size,
+            OUT_TILE=tiling.out_tile, ROW_TILE=tiling.row_tile, IN_TILE=tiling.in_tile, STAGES=tiling.stages,
+            BIAS=bias is not None, PDL=tiling.pdl, FETCH=tiling.fetch, num_warps=tiling.warps,
+            num_stages=tiling.stages, **pdl_options(tiling.pdl),
+        )  # fmt: skip
     return out
 
 

@@ -74,30 +74,11 @@ def _noise_row(
 
 @triton.jit
 def sample_noise_kernel(
-    logits_ptr,
-    rows,
-    limits,
-    other,
-    hits_ptr,
-    lists,
-    large_nucleus,
-    out,
-    semaphores_ptr,
-    stride,
-    vocab,
-    num_slots,
-    num_spans,
-    tiles,
-    EXPECTED_CANDIDATES: tl.constexpr,
-    LANES: tl.constexpr,
-    RUNS: tl.constexpr,
-    ALL_SPANS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    MAX_SPANS: tl.constexpr,
-    ADJUSTED: tl.constexpr,
-    FAST: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    logits_ptr, rows, limits, other, hits_ptr, lists, large_nucleus, out, semaphores_ptr, stride, vocab, num_slots,
+    num_spans, tiles,
+    EXPECTED_CANDIDATES: tl.constexpr, LANES: tl.constexpr, RUNS: tl.constexpr, ALL_SPANS: tl.constexpr,
+    CHUNK: tl.constexpr, MAX_SPANS: tl.constexpr, ADJUSTED: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     # program (i, j): `tiles` tiles of row i, from tile j * tiles on
     if PDL:
         gdc_launch_dependents()
@@ -221,28 +202,10 @@ def _weigh_row(
 
 @triton.jit
 def sample_large_nucleus_kernel(
-    logits_ptr,
-    rows,
-    limits,
-    other,
-    large_nucleus,
-    sums_ptr,
-    out,
-    semaphores_ptr,
-    stride,
-    vocab,
-    num_slots,
-    tiles,
-    SHIFT: tl.constexpr,
-    LANES: tl.constexpr,
-    RUNS: tl.constexpr,
-    TILE: tl.constexpr,
-    STAGES: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    ADJUSTED: tl.constexpr,
-    FAST: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    logits_ptr, rows, limits, other, large_nucleus, sums_ptr, out, semaphores_ptr, stride, vocab, num_slots, tiles,
+    SHIFT: tl.constexpr, LANES: tl.constexpr, RUNS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+    PROGRAMS: tl.constexpr, ADJUSTED: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     # program (i, j): `tiles` tiles of row i, from tile j * tiles on; the last program of a row to arrive decides
     if PDL:
         gdc_launch_dependents()

@@ -159,25 +159,10 @@ def _scan_row(
 
 @triton.jit
 def sample_scan_kernel(
-    logits_ptr,
-    rows,
-    limits,
-    other,
-    spans,
-    parts,
-    limit_ptr,
-    stride,
-    vocab,
-    num_slots,
-    num_spans,
-    tiles,
-    EXPECTED_CANDIDATES: tl.constexpr,
-    LANES: tl.constexpr,
-    RUNS: tl.constexpr,
-    ADJUSTED: tl.constexpr,
-    FAST: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    logits_ptr, rows, limits, other, spans, parts, limit_ptr, stride, vocab, num_slots, num_spans, tiles,
+    EXPECTED_CANDIDATES: tl.constexpr, LANES: tl.constexpr, RUNS: tl.constexpr, ADJUSTED: tl.constexpr,
+    FAST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     # program (i, j): `tiles` tiles of row i, from tile j * tiles on
     if PDL:
         gdc_launch_dependents()

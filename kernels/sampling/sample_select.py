@@ -187,35 +187,12 @@ def _select_row(
 
 @triton.jit
 def sample_select_kernel(
-    logits_ptr,
-    rows,
-    limits,
-    other,
-    spans,
-    parts,
-    limit_ptr,
-    lists,
-    row_mass_ptr,
-    out,
-    semaphores_ptr,
-    stride,
-    vocab,
-    num_slots,
-    num_spans,
-    programs,
-    SHIFT: tl.constexpr,
-    LANES: tl.constexpr,
-    RUNS: tl.constexpr,
-    ALL_SPANS: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    MAX_SPANS: tl.constexpr,
-    MAX_CANDIDATES: tl.constexpr,
-    STEPS: tl.constexpr,
-    ADJUSTED: tl.constexpr,
-    FAST: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    logits_ptr, rows, limits, other, spans, parts, limit_ptr, lists, row_mass_ptr, out, semaphores_ptr, stride, vocab,
+    num_slots, num_spans, programs,
+    SHIFT: tl.constexpr, LANES: tl.constexpr, RUNS: tl.constexpr, ALL_SPANS: tl.constexpr, PROGRAMS: tl.constexpr,
+    CHUNK: tl.constexpr, MAX_SPANS: tl.constexpr, MAX_CANDIDATES: tl.constexpr, STEPS: tl.constexpr,
+    ADJUSTED: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     # program i: row i
     if PDL:
         gdc_launch_dependents()

@@ -83,18 +83,9 @@ def read_spans(row_ptr, spans_ptr, start, num, vocab, LANES: tl.constexpr, RUNS:
 
 @triton.jit
 def gather_candidates(
-    row_ptr,
-    spans_ptr,
-    values_ptr,
-    ids_ptr,
-    num,
-    bound,
-    vocab,
-    LANES: tl.constexpr,
-    RUNS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    MAX_CANDIDATES: tl.constexpr,
-):
+    row_ptr, spans_ptr, values_ptr, ids_ptr, num, bound, vocab,
+    LANES: tl.constexpr, RUNS: tl.constexpr, CHUNK: tl.constexpr, MAX_CANDIDATES: tl.constexpr,
+):  # fmt: skip
     """Lists the tokens of `num` listed spans whose logit is at least `bound`, MAX_CANDIDATES at most; returns their
     number.
     """
@@ -123,22 +114,9 @@ def read_list(values_ptr, ids_ptr, count, MAX_CANDIDATES: tl.constexpr):
 
 @triton.jit
 def sample_among(
-    there,
-    ids,
-    x,
-    bound,
-    max_logit,
-    reference,
-    row_mass,
-    scale,
-    top_k,
-    top_p,
-    only_top_p,
-    vocab,
-    noise,
-    shift,
+    there, ids, x, bound, max_logit, reference, row_mass, scale, top_k, top_p, only_top_p, vocab, noise, shift,
     FAST: tl.constexpr,
-):
+):  # fmt: skip
     """Value and token of the winner among the kept ones of these tokens.
 
     No token outside of these is kept. only_top_p: top-p is the only limit. row_mass: the row's sum of weights against

@@ -155,8 +155,8 @@ def sample_tokens(
     early = _EARLY and supports_pdl(logits.device)
     constants = {"LANES": _LANES, "RUNS": _RUNS, "ADJUSTED": adjusted is not None, "FAST": logits.is_cuda, "PDL": early}
     sample_scan_kernel[(rows, programs)](
-        *shared, spans, parts, limit, *sizes, num_spans, tiles, EXPECTED_CANDIDATES=_EXPECTED_CANDIDATES,
-        num_warps=_WARPS[0], maxnreg=_REGISTERS[0], **constants,
+        *shared, spans, parts, limit, *sizes, num_spans, tiles,
+        EXPECTED_CANDIDATES=_EXPECTED_CANDIDATES, num_warps=_WARPS[0], maxnreg=_REGISTERS[0], **constants,
     )  # fmt: skip
     sample_select_kernel[(rows,)](
         *shared, spans, parts, limit, lists, large_nucleus[2], out, semaphores, *sizes, num_spans, programs,
@@ -170,8 +170,9 @@ def sample_tokens(
         num_warps=_WARPS[2], maxnreg=_REGISTERS[2], **constants, **pdl_options(early),
     )  # fmt: skip
     sample_large_nucleus_kernel[(rows, wide_programs)](
-        *shared, large_nucleus, sums, out, semaphores, *sizes, wide_tiles, SHIFT=shift, TILE=_TILE, STAGES=_STAGES,
-        PROGRAMS=max_programs, num_warps=_WARPS[3], maxnreg=_REGISTERS[3], **constants, **pdl_options(early),
+        *shared, large_nucleus, sums, out, semaphores, *sizes, wide_tiles,
+        SHIFT=shift, TILE=_TILE, STAGES=_STAGES, PROGRAMS=max_programs, num_warps=_WARPS[3], maxnreg=_REGISTERS[3],
+        **constants, **pdl_options(early),
     )  # fmt: skip
 
 

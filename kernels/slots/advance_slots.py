@@ -75,31 +75,12 @@ def _outcome(slot: list[int], position: int, token: int, best: float, eos: list[
 
 @triton.jit(do_not_specialize=["count", "capacity"])
 def _advance_slots_kernel(
-    fields_ptr,
-    step_ptr,
-    slots_ptr,
-    tokens_ptr,
-    best_ptr,
-    eos_ptr,
-    counts_ptr,
-    results_ptr,
-    count,
-    num_slots,
-    ring,
+    fields_ptr, step_ptr, slots_ptr, tokens_ptr, best_ptr, eos_ptr, counts_ptr, results_ptr, count, num_slots, ring,
     capacity,
-    NUM_EOS: tl.constexpr,
-    COUNTED: tl.constexpr,
-    MAX_STOP_IDS: tl.constexpr,
-    NEXT: tl.constexpr,
-    POSITION: tl.constexpr,
-    KNOWN: tl.constexpr,
-    MAX_KNOWN: tl.constexpr,
-    LIVE: tl.constexpr,
-    IGNORE_EOS: tl.constexpr,
-    NUM_STOPS: tl.constexpr,
-    STOPS: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    NUM_EOS: tl.constexpr, COUNTED: tl.constexpr, MAX_STOP_IDS: tl.constexpr, NEXT: tl.constexpr,
+    POSITION: tl.constexpr, KNOWN: tl.constexpr, MAX_KNOWN: tl.constexpr, LIVE: tl.constexpr, IGNORE_EOS: tl.constexpr,
+    NUM_STOPS: tl.constexpr, STOPS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     # program i: tile i of the rows; numbers of outcomes are from SlotOutcome
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = row < count
@@ -176,29 +157,10 @@ def advance_slots(
     if count == 0:
         return
     _advance_slots_kernel[(ceil_div(count, _TILE),)](
-        state.fields,
-        state.step,
-        rows.slots,
-        tokens,
-        best,
-        eos,
-        rows.slots if counts is None else counts,
-        results,
-        count,
-        state.fields.shape[1],
-        len(results),
-        results.shape[2],
-        NUM_EOS=len(eos),
-        COUNTED=counts is not None,
-        MAX_STOP_IDS=MAX_STOP_IDS,
-        NEXT=int(Field.NEXT),
-        POSITION=int(Field.POSITION),
-        KNOWN=int(Field.KNOWN),
-        MAX_KNOWN=int(Field.MAX_KNOWN),
-        LIVE=int(Field.LIVE),
-        IGNORE_EOS=int(Field.IGNORE_EOS),
-        NUM_STOPS=int(Field.NUM_STOPS),
-        STOPS=int(Field.STOPS),
-        TILE=_TILE,
+        state.fields, state.step, rows.slots, tokens, best, eos, rows.slots if counts is None else counts, results,
+        count, state.fields.shape[1], len(results), results.shape[2],
+        NUM_EOS=len(eos), COUNTED=counts is not None, MAX_STOP_IDS=MAX_STOP_IDS, NEXT=int(Field.NEXT),
+        POSITION=int(Field.POSITION), KNOWN=int(Field.KNOWN), MAX_KNOWN=int(Field.MAX_KNOWN), LIVE=int(Field.LIVE),
+        IGNORE_EOS=int(Field.IGNORE_EOS), NUM_STOPS=int(Field.NUM_STOPS), STOPS=int(Field.STOPS), TILE=_TILE,
         num_warps=1,
-    )
+    )  # fmt: skip

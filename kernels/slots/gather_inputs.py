@@ -55,22 +55,9 @@ def gather_inputs_reference(state: SlotState, rows: StepInputs) -> None:
 
 @triton.jit(do_not_specialize=["count"])
 def _gather_inputs_kernel(
-    rows_ptr,
-    fields_ptr,
-    step_ptr,
-    ids_ptr,
-    positions_ptr,
-    slots_ptr,
-    index_ptr,
-    draws_ptr,
-    count,
-    num_slots,
-    NEXT: tl.constexpr,
-    POSITION: tl.constexpr,
-    KNOWN: tl.constexpr,
-    LIVE: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    rows_ptr, fields_ptr, step_ptr, ids_ptr, positions_ptr, slots_ptr, index_ptr, draws_ptr, count, num_slots,
+    NEXT: tl.constexpr, POSITION: tl.constexpr, KNOWN: tl.constexpr, LIVE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     # program i: tile i of the rows
     if tl.program_id(0) == 0:
         tl.store(step_ptr, tl.load(step_ptr) + 1)
@@ -102,20 +89,8 @@ def gather_inputs(state: SlotState, rows: StepInputs) -> None:
     if count == 0:
         return
     _gather_inputs_kernel[(ceil_div(count, _TILE),)](
-        state.rows,
-        state.fields,
-        state.step,
-        rows.token_ids,
-        rows.positions,
-        rows.slots,
-        rows.index,
-        rows.sampled_slots,
-        count,
-        state.fields.shape[1],
-        NEXT=int(Field.NEXT),
-        POSITION=int(Field.POSITION),
-        KNOWN=int(Field.KNOWN),
-        LIVE=int(Field.LIVE),
-        TILE=_TILE,
+        state.rows, state.fields, state.step, rows.token_ids, rows.positions, rows.slots, rows.index,
+        rows.sampled_slots, count, state.fields.shape[1],
+        NEXT=int(Field.NEXT), POSITION=int(Field.POSITION), KNOWN=int(Field.KNOWN), LIVE=int(Field.LIVE), TILE=_TILE,
         num_warps=1,
-    )
+    )  # fmt: skip
