@@ -1,4 +1,4 @@
-"""The command line, and the supervision of the services on one machine.
+"""The `blockyard` command line and the supervision of a ring's processes.
 
 `cli.main` is the `blockyard` command. `serve` runs a whole ring as child processes; `multi_host` runs
 one service of a ring that spans machines. Both read their flags with `sources` and check the machine (`ports`, `gpus`)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from blockyard.shared.ring_client.metrics.histogram import Histogram as Observed
+from blockyard.shared.ring_client.metrics.histogram import BucketCounts
 from blockyard.shared.ring_client.metrics.member_counts import MemberCounts, scheduler_totals
 from blockyard.shared.ring_client.metrics.meters import Meters
 from blockyard.shared.ring_client.metrics.metric_families import (
@@ -59,7 +59,7 @@ def _metrics(families: Iterable[Family[Source]], source: Source, meters: Meters)
                 yield _metric(family.kind, f"vllm:{name}", labels(meters, sample), sample.value)
 
 
-def _metric(kind: MetricKind, name: str, labels: dict[str, str], value: float | Observed) -> Metric:
-    if isinstance(value, Observed):
+def _metric(kind: MetricKind, name: str, labels: dict[str, str], value: float | BucketCounts) -> Metric:
+    if isinstance(value, BucketCounts):
         return Histogram(name, labels, value.count, value.total, dict(value.buckets(finer=False)))
     return Gauge(name, labels, float(value)) if kind is MetricKind.GAUGE else Counter(name, labels, int(value))

@@ -12,7 +12,7 @@ from prometheus_client.metrics_core import (
 
 from blockyard.shared.config.services.gateway import MetricsNames
 from blockyard.shared.messages import Role
-from blockyard.shared.ring_client.metrics.histogram import Histogram
+from blockyard.shared.ring_client.metrics.histogram import BucketCounts
 from blockyard.shared.ring_client.metrics.member_counts import REFUSED, SERVED, Counted
 from blockyard.shared.ring_client.metrics.meters import Meters
 from blockyard.shared.ring_client.metrics.metric_families import (
@@ -59,14 +59,14 @@ def _family(name: str, family: Family[Source], samples: list[MetricSample], mete
     if family.kind is MetricKind.HISTOGRAM:
         histograms = HistogramMetricFamily(name, family.help, labels=keys)
         for sample in samples:
-            assert isinstance(sample.value, Histogram)
+            assert isinstance(sample.value, BucketCounts)
             buckets = [(limit, float(count)) for limit, count in sample.value.buckets(finer)]
             histograms.add_metric(list(labels(meters, sample).values()), buckets, sample.value.total)
         return histograms
     kind = CounterMetricFamily if family.kind is MetricKind.COUNTER else GaugeMetricFamily
     numbers = kind(name, family.help, labels=keys)
     for sample in samples:
-        assert not isinstance(sample.value, Histogram)
+        assert not isinstance(sample.value, BucketCounts)
         numbers.add_metric(list(labels(meters, sample).values()), sample.value)
     return numbers
 

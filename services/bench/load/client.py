@@ -6,7 +6,6 @@ Each request opens its own connection and asks the server to close it.
 
 import asyncio
 import gc
-import resource
 import ssl
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from blockyard.services.bench.load import http_response
+from blockyard.shared.process import open_files
 
 LAST_CHUNK = b"\r\n0\r\n\r\n"  # the line end of the previous chunk and the empty chunk that ends the body
 Clock = Callable[[], float]
@@ -46,7 +46,7 @@ class Endpoint:
 
 
 class Exchange(asyncio.Protocol):
-    """One request and its response as it was read. Times are those of `clock`."""
+    """One request and its response as it was read. Times are by `clock`."""
 
     def __init__(self, request: bytes, due_s: float, clock: Clock) -> None:
         self.due_s = due_s
@@ -78,6 +78,13 @@ class Exchange(asyncio.Protocol):
         self.ended_s = self._clock()
         if not self.ended.done():
             self.ended.set_result(None)
+
+    def mark_sent(self) -> None:
+        self.sent_s = self._clock()
+
+    def fail(self, reason: str) -> None:
+        """There is no connection."""
+        self.failure, self.ended_s = reason, self._clock()
 
     def abort(self, reason: str) -> None:
         self.failure = reason
@@ -122,6 +129,15 @@ class LoadRun:
     num_refused: int = 0
     cpu_s: Callable[[], float] = time.process_time  # of the busiest client process
 
+    def begin(self, at_s: float, cpu_s: Callable[[], float]) -> None:
+        self.started_s, self.cpu_s = at_s, cpu_s
+
+    def end(self, at_s: float) -> None:
+        self.ended_s = at_s
+
+    def count(self, running: int, ended: int, refused: int) -> None:
+        self.num_running, self.num_ended, self.num_refused = running, ended, refused
+
 
 async def run(endpoint: Endpoint, plan: LoadPlan, load: LoadRun) -> None:
     """Sends all requests and returns when the last has ended. Raises OSError if the host has no address."""
@@ -132,8 +148,8 @@ async def run(endpoint: Endpoint, plan: LoadPlan, load: LoadRun) -> None:
     free = asyncio.Semaphore(plan.max_concurrency or len(plan.requests) or 1)
 
     async def one(exchange: Exchange) -> None:
-        load.num_running += 1
-        exchange.sent_s = load.clock()
+        load.count(load.num_running + 1, load.num_ended, load.num_refused)
+        exchange.mark_sent()
         try:
             await loop.create_connection(
                 lambda: exchange, address, endpoint.port, ssl=tls, server_hostname=endpoint.host if tls else None
@@ -145,13 +161,11 @@ async def run(endpoint: Endpoint, plan: LoadPlan, load: LoadRun) -> None:
                 exchange.abort(f"no end within {plan.timeout_s:g} s")
                 await exchange.ended
         except OSError as e:
-            exchange.failure, exchange.ended_s = f"no connection: {e.strerror or e}", load.clock()
-        load.num_running -= 1
-        load.num_ended += 1
-        load.num_refused += exchange.is_refused
+            exchange.fail(f"no connection: {e.strerror or e}")
+        load.count(load.num_running - 1, load.num_ended + 1, load.num_refused + exchange.is_refused)
         free.release()
 
-    load.started_s = load.started_s or load.clock()
+    load.begin(load.started_s or load.clock(), load.cpu_s)
     async with asyncio.TaskGroup() as tasks:
         for request, due_s in zip(plan.requests, plan.due_s, strict=True):
             wait_s = load.started_s + due_s - load.clock()
@@ -161,15 +175,14 @@ async def run(endpoint: Endpoint, plan: LoadPlan, load: LoadRun) -> None:
             exchange = Exchange(request, load.started_s + due_s, load.clock)
             load.exchanges.append(exchange)
             tasks.create_task(one(exchange))
-    load.ended_s = max((x.ended_s for x in load.exchanges), default=load.clock())
+    load.end(max((x.ended_s for x in load.exchanges), default=load.clock()))
 
 
 class QuietProcess:
-    """Raises the limit on open files and disables garbage collection, whose pauses would be measured as ITL."""
+    """Raises the limit on open files and disables garbage collection: its pauses would count as ITL."""
 
     def __enter__(self) -> None:
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        open_files.raise_limit()  # a connection for each running request
         gc.collect()
         gc.freeze()
         gc.disable()

@@ -13,7 +13,6 @@ import uvloop
 from blockyard.services.bench.load import client, results
 from blockyard.services.bench.load.client import Endpoint, LoadPlan, LoadRun
 from blockyard.services.bench.load.results import RequestResult
-from blockyard.shared.process import open_files
 
 T = TypeVar("T")
 PROGRESS_S = 0.5  # between two ClientProgress messages
@@ -69,7 +68,6 @@ def main(source: BinaryIO, out: BinaryIO) -> int:
         out.write(framed(message))
         out.flush()
 
-    open_files.raise_limit()  # a connection for each request under way
     work = _read(source, ClientWork)
     send(ClientReady())
     load = LoadRun(started_s=_read(source, ClientStart).at_s)

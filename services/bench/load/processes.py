@@ -61,9 +61,9 @@ async def run(
         for child in children:
             if not isinstance(await _receive(child), ClientReady):
                 raise BenchError("a client process did not send ClientReady first")
-        load.started_s = time.perf_counter() + HEAD_START_S
         latest: dict[int, ClientProgress] = {}
-        load.cpu_s = lambda: max((one.cpu_s for one in latest.values()), default=0.0)
+        begin_s = time.perf_counter() + HEAD_START_S
+        load.begin(begin_s, lambda: max((one.cpu_s for one in latest.values()), default=0.0))
         try:
             async with asyncio.TaskGroup() as tasks:
                 ends = [tasks.create_task(_follow(i, child, load, latest)) for i, child in enumerate(children)]
@@ -72,7 +72,7 @@ async def run(
     results: list[RequestResult | None] = [None] * len(output_lens)
     for i, end in enumerate(ends):
         results[i::num] = end.result().results
-    load.ended_s = max(end.result().ended_s for end in ends)
+    load.end(max(end.result().ended_s for end in ends))
     return lambda: [one for one in results if one is not None]
 
 
@@ -107,9 +107,8 @@ async def _follow(index: int, child: Process, load: LoadRun, latest: dict[int, C
             return message
         if isinstance(message, ClientProgress):
             latest[index] = message
-            load.num_running = sum(one.num_running for one in latest.values())
-            load.num_ended = sum(one.num_ended for one in latest.values())
-            load.num_refused = sum(one.num_refused for one in latest.values())
+            counts = [(one.num_running, one.num_ended, one.num_refused) for one in latest.values()]
+            load.count(*map(sum, zip(*counts, strict=True)))
 
 
 async def _receive(child: Process) -> ClientMessage:

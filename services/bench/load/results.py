@@ -14,7 +14,7 @@ DONE = b"[DONE]"
 
 
 class BenchError(BlockyardError):
-    """The benchmark cannot run, or its result is not what was requested."""
+    """The benchmark cannot run, or its result differs from the request."""
 
 
 class ChunkDelta(msgspec.Struct):

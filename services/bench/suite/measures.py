@@ -112,7 +112,7 @@ def first_token(num_input: int) -> Callable[[SuiteServer], Measurement]:
 
 
 def cached_first_token(num_cached: int, num_new: int) -> Callable[[SuiteServer], Measurement]:
-    """ms to the first token of a prompt whose prefix is in the prefix cache."""
+    """ms to the first token of a prompt with a cached prefix."""
 
     def measure(served: SuiteServer) -> Measurement:
         make_prompt, rng = RandomIds(*VOCAB), random.Random(0)
@@ -170,7 +170,7 @@ def offline_rate(make_requests: Callable[[], list[SampleRequest]]) -> Callable[[
 
 
 def cost_of_the_ring(num: int, num_input: int, num_output: int) -> Callable[[SuiteContext], Measurement]:
-    """The server's tokens/s divided by those of `LLM.generate`, for the same requests."""
+    """The server's tokens/s divided by `LLM.generate`'s, for the same requests."""
 
     def measure(context: SuiteContext) -> Measurement:
         with serve(context.model, context.flags, context.logs / "cost.log") as served:

@@ -22,7 +22,7 @@ HUNG_CHECK_S = 0.5
 
 
 def local_bus(folder: Path) -> BusConfig:
-    """Returns the bus settings of a ring whose sockets are in one private folder."""
+    """Returns the bus settings of a ring with its sockets in one private folder."""
     return BusConfig(registry=f"ipc://{folder}/message-bus", bind=f"ipc://{folder}")
 
 

@@ -23,7 +23,7 @@ MAX_PATH_BYTES = 90  # an ipc path has at most 107 bytes, and socket names have 
 
 
 class RunDir:
-    """A context whose folder `path` is removed at exit if this class created it. Raises ConfigError."""
+    """A context that removes its folder `path` at exit if it created it. Raises ConfigError."""
 
     def __init__(self, folder: str | None) -> None:
         remove_stale(Path(tempfile.gettempdir()))

@@ -18,8 +18,8 @@ from blockyard.shared.errors import BlockyardError
 
 log = logging.getLogger(__name__)
 
-# Gateways first: they finish the running requests. The scheduler before the services whose loss it would report. The
-# registry last: the others deregister.
+# Gateways first: they finish the running requests. The scheduler before the services that it watches. The registry
+# last: the others deregister.
 WAVES = (("api_gateway",), ("scheduler",), ("gpu_worker", "tokenizer_pool", "detokenizer"), ("message_bus",))
 MAX_STARTS = 3  # of a child before the ring is ready for the first time
 GRACE_S = 5.0  # added to the time a child has to stop before it is killed

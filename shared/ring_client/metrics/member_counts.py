@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import msgspec
 
 from blockyard.shared.messages import STEP_TOKENS, AskStats, Member, Role, Stats, StatsTold
-from blockyard.shared.ring_client.metrics.histogram import Histogram
+from blockyard.shared.ring_client.metrics.histogram import BucketCounts
 from blockyard.shared.ring_client.ring_links import RingLinks
 
 PATIENCE_S = 0.25  # a scheduler that does not answer within it counts as its last heartbeat said
@@ -147,7 +147,7 @@ class SchedulerTotals:
     preemptions: int
     prefix_queries: int
     prefix_hits: int
-    step_tokens: Histogram
+    step_tokens: BucketCounts
 
 
 def scheduler_totals(members: Iterable[Counted]) -> SchedulerTotals:
@@ -157,7 +157,7 @@ def scheduler_totals(members: Iterable[Counted]) -> SchedulerTotals:
     def total(field: str) -> int:
         return sum(one.count(field) for one in schedulers)
 
-    step_tokens = Histogram(STEP_TOKENS)
+    step_tokens = BucketCounts(STEP_TOKENS)
     step_tokens.total = float(total("step_tokens_total"))
     for one in schedulers:
         for bucket, count in one.of(STEP_SIZES):

@@ -2,7 +2,7 @@
 member_counts.py, how all of it is called in metric_families.py."""
 
 from blockyard.shared.messages import FinishReason, ModelCard
-from blockyard.shared.ring_client.metrics.histogram import Histogram, one_two_five
+from blockyard.shared.ring_client.metrics.histogram import BucketCounts, one_two_five
 from blockyard.shared.ring_client.recovery.journal import ChoiceLog, JournalEntry
 
 _SECONDS = (1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
@@ -34,18 +34,18 @@ class Meters:
         self.resent = 0
         self.ended = dict.fromkeys(FinishReason, 0)
         self.responses: dict[str, int] = {}  # HTTP status -> answers
-        self.tokenizing = Histogram(TTFT_S)
-        self.ttft = Histogram(TTFT_S)
-        self.itl = Histogram(TOKEN_S, FINER_TOKEN_S)
-        self.tpot = Histogram(TOKEN_S, FINER_TOKEN_S)
+        self.tokenizing = BucketCounts(TTFT_S)
+        self.ttft = BucketCounts(TTFT_S)
+        self.itl = BucketCounts(TOKEN_S, FINER_TOKEN_S)
+        self.tpot = BucketCounts(TOKEN_S, FINER_TOKEN_S)
         self.e2e, self.queueing, self.prefill, self.decode, self.inference = (
-            Histogram(REQUEST_S, FINER_REQUEST_S) for _ in range(5)
+            BucketCounts(REQUEST_S, FINER_REQUEST_S) for _ in range(5)
         )
-        sizes = [Histogram(one_two_five(MOST_TOKENS)) for _ in range(5)]
+        sizes = [BucketCounts(one_two_five(MOST_TOKENS)) for _ in range(5)]
         self.prompt_sizes, self.computed_sizes, self.output_sizes, self.longest_sizes, self.max_tokens = self._sizes = (
             sizes
         )
-        self.num_choices = Histogram(NUM_CHOICES)
+        self.num_choices = BucketCounts(NUM_CHOICES)
         self.tokenized = self.tokenizing.observe
         self.between_tokens = self.itl.observe
 

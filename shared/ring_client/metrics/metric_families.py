@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from blockyard.shared.ring_client.metrics.histogram import Histogram
+from blockyard.shared.ring_client.metrics.histogram import BucketCounts
 from blockyard.shared.ring_client.metrics.member_counts import SchedulerTotals
 from blockyard.shared.ring_client.metrics.meters import REASONS, Meters
 
@@ -23,7 +23,7 @@ class MetricKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class MetricSample:
-    value: float | Histogram
+    value: float | BucketCounts
     labels: tuple[tuple[str, str], ...] = ()  # besides model_name and engine
 
 
@@ -35,7 +35,7 @@ class Family(Generic[Source]):
     name: str  # without prefix, and without the `_total` that the text of a counter has
     help: str
     kind: MetricKind
-    read: Callable[[Source], float | Histogram | list[MetricSample]]
+    read: Callable[[Source], float | BucketCounts | list[MetricSample]]
     former: str = ""  # an older name of vLLM's, which dashboards still ask for
     ours: bool = False  # vLLM has none
 

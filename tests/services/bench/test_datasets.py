@@ -1,4 +1,4 @@
-"""Lengths and contents of what is asked."""
+"""Lengths and contents of the datasets' requests."""
 
 import json
 import random

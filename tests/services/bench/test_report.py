@@ -1,4 +1,4 @@
-"""What is shown and written: table, warnings, JSON, plots."""
+"""Reports: table, warnings, JSON, plots."""
 
 import io
 import xml.etree.ElementTree as ET

@@ -1,4 +1,4 @@
-"""The offline tokenizer against the one of transformers, whose names it has."""
+"""The offline tokenizer against transformers', whose interface it has."""
 
 from typing import Any
 

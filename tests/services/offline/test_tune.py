@@ -1,4 +1,4 @@
-"""`blockyard tune`, on a ring whose worker has nothing to compile."""
+"""`blockyard tune`, on a ring with a worker that compiles nothing."""
 
 import subprocess
 import sys

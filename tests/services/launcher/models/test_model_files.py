@@ -1,4 +1,4 @@
-"""Finding the model, and what is wrong with it, before anything is started."""
+"""Finding the model and its errors, before any process is started."""
 
 import json
 from pathlib import Path

@@ -92,7 +92,7 @@ def test_a_killed_child_is_started_again(folder: Path) -> None:
 
 
 def test_hung_children_are_killed_and_started_again(folder: Path) -> None:
-    """Every role at once, then the registry, whose silence is seen by the launcher alone."""
+    """Every role at once, then the registry: only the launcher sees its silence."""
     display = Recorder()
 
     async def stop_and_wait(ring: Ring, names: set[str]) -> None:

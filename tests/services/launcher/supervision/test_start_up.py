@@ -1,4 +1,4 @@
-"""The start-up report: what is told of which membership news."""
+"""The start-up report: lines and bars for membership changes."""
 
 import io
 
