@@ -132,7 +132,7 @@ def test_wrong_flags_are_one_line(args: list[str], line: str) -> None:
     assert done.stderr.startswith(f"blockyard bench: error: {line}") and done.stderr.count("\n") == 1
 
 
-def test_what_the_server_says_is_told(server: Server) -> None:
+def test_errors_of_the_server_are_reported(server: Server) -> None:
     done = bench("serve", "--base-url", server.url, "--vocab-range", "5000:6000")
     assert done.returncode == 1
     assert done.stderr.startswith("blockyard bench: error: the first request failed: HTTP 400: ")

@@ -30,7 +30,7 @@ def test_lengths_are_exact_or_uniform() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "a", "0", "-3", "9:3", "3:", "1:2:3", "1.5"])
-def test_what_is_no_length_is_named(text: str) -> None:
+def test_an_invalid_length_is_named(text: str) -> None:
     with pytest.raises(ConfigError, match=f"--input-len {text}: expected"):
         datasets.lengths(text, 0.0, "--input-len")
 

@@ -44,7 +44,7 @@ def test_a_run_by_hand() -> None:
         (["e2el:1"], []),
     ],
 )
-def test_goodput_counts_who_is_within_all_limits(words: list[str], good: list[RequestResult]) -> None:
+def test_goodput_counts_requests_within_all_limits(words: list[str], good: list[RequestResult]) -> None:
     limits = metrics.read_limits(words)
     assert [one for one in ALL if metrics.is_good(one, limits)] == good
     s = metrics.summarize(ALL, 2.0, limits)

@@ -37,7 +37,7 @@ def reported(found: list[RequestResult], cpu_share: float = 0.1) -> report.Serve
     )
 
 
-def test_the_table_says_what_was_measured() -> None:
+def test_the_table_has_all_figures() -> None:
     text = report.text(reported(results()))
     assert "40 requests completed, 1 failed, in 4.40 s" in text
     assert "goodput   9.09 requests/s within the limits, 97.6% of all" in text
@@ -49,7 +49,7 @@ def test_the_table_says_what_was_measured() -> None:
     assert "-" in report.text(reported([results()[-1]])).splitlines()[-5], "nothing completed, nothing measured"
 
 
-def test_warnings_name_what_spoils_the_figures() -> None:
+def test_warnings_name_reasons_to_doubt_the_figures() -> None:
     assert report.warnings(reported(results()[:-1])) == []
     assert "may be the limit that was measured" in report.warnings(reported(results()[:-1], cpu_share=0.81))[0]
     short = RequestResult(0.0, 1.0, 0.0, [1.0], asked_output=9, num_input=1, num_output=5)

@@ -45,7 +45,7 @@ def test_host_memory_is_counted_in_blocks() -> None:
     assert settings("t", "--swap-space", "64000", "--block-size", "32").num_host_blocks == 64000 * 2**30 // 2**22
 
 
-def test_what_changes_nothing_is_refused() -> None:
+def test_flags_without_effect_are_refused() -> None:
     for args, message in (
         (("t", "--port", "1"), "--port: has no effect"),
         (("t", "--gpu-memory-utilization", "0.5"), "has no effect"),

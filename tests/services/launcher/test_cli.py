@@ -113,7 +113,7 @@ def test_keys_are_written_once_and_private(tmp_path: Path) -> None:
     assert again.stderr.count("\n") == 1
 
 
-def test_a_service_run_alone_becomes_that_service(tmp_path: Path) -> None:
+def test_run_replaces_the_process_with_the_service(tmp_path: Path) -> None:
     """A registry on tcp without readable keys: the service itself says so, after the exec."""
     done = blockyard("run", "message-bus", "--message-bus", "tcp://127.0.0.1:1", "--curve-keys", str(tmp_path))
     assert done.returncode == 2
@@ -121,7 +121,7 @@ def test_a_service_run_alone_becomes_that_service(tmp_path: Path) -> None:
     assert done.stderr.count("\n") == 1
 
 
-def test_what_a_flag_does_in_its_place_is_said(
+def test_a_flag_with_another_effect_prints_a_note(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     async def end(*_: object) -> None:

@@ -10,7 +10,7 @@ from blockyard.services.launcher import gpus
 from .rings import deployment
 
 
-def test_what_cuda_would_see(tmp_path: Path) -> None:
+def test_gpus_are_counted_as_cuda_counts_them(tmp_path: Path) -> None:
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "null"):
         (tmp_path / name).touch()
     assert gpus.count({}, tmp_path) == 2

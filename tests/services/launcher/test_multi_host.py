@@ -28,12 +28,12 @@ def test_every_service_has_settings_of_its_own(service: str) -> None:
 
 
 @pytest.mark.parametrize("service", ["message_bus", "api_gateway", "scheduler"])
-def test_who_needs_no_files_looks_for_none(service: str) -> None:
+def test_services_without_model_files_look_for_none(service: str) -> None:
     service_config(service, values("--model", "/no/such/folder", *TCP))
 
 
 @pytest.mark.parametrize("service", ["tokenizer_pool", "detokenizer", "gpu_worker"])
-def test_who_needs_files_says_that_they_are_missing(service: str) -> None:
+def test_services_with_model_files_report_missing_ones(service: str) -> None:
     with pytest.raises(ConfigError, match="no such folder"):
         service_config(service, values("--model", "/no/such/folder", *TCP))
 
@@ -89,7 +89,7 @@ def test_a_process_is_one_worker() -> None:
 
 
 @pytest.mark.parametrize(("service", "num_notes"), [("gpu-worker", 2), ("scheduler", 1)])
-def test_what_a_flag_does_in_its_place_is_said(
+def test_a_flag_with_another_effect_prints_a_note(
     service: str, num_notes: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(os, "execve", lambda path, words, environ: None)

@@ -37,7 +37,7 @@ def test_a_free_port_passes(host: str) -> None:
     ports.check_free(host, free_port(), "--port")
 
 
-def test_a_unix_socket_is_free_once_nobody_listens(tmp_path: Path) -> None:
+def test_a_unix_socket_without_a_listener_is_free(tmp_path: Path) -> None:
     path = tmp_path / "s"
     flags = ("--uds", str(path), "--port", "1")  # a port that is not allowed is not asked for
     ring = deployment(tmp_path, *flags)

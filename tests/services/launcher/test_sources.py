@@ -6,7 +6,7 @@ from blockyard.services.launcher import serve, sources
 from blockyard.shared.errors import ConfigError
 
 
-def test_a_yaml_file_comes_last(tmp_path: Path) -> None:
+def test_a_yaml_file_has_the_lowest_precedence(tmp_path: Path) -> None:
     path = tmp_path / "serve.yaml"
     path.write_text("port: 3\nhost: f\nmax_num_seqs: 7\nrope-scaling:\n  rope_type: linear\n  factor: 2.0\n")
     values, positionals, notes = sources.read(

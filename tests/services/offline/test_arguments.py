@@ -28,7 +28,7 @@ def test_it_has_every_keyword_and_no_other() -> None:
         _ = EngineArgs().max_num_sequences
 
 
-def test_what_is_none_is_not_given() -> None:
+def test_a_none_argument_is_not_given() -> None:
     given = EngineArgs(model="demo", max_num_seqs=8)
     values, notes = read(None, dataclasses.asdict(given), {"BLOCKYARD_DTYPE": "half"})  # type: ignore[call-overload]
     assert [values[name] for name in ("model", "max-num-seqs", "dtype")] == ["demo", 8, "half"]

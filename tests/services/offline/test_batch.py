@@ -143,7 +143,7 @@ def test_a_short_queue_is_never_flooded(most: int, num_prompts: int, num_tokens:
     assert ring.num_refused <= max(0, 16 - most), "only before it had said how much room there is"
 
 
-def test_refusals_by_somebody_elses_load_only_delay() -> None:
+def test_refusals_caused_by_other_load_only_delay() -> None:
     """Another client takes the room that was promised to us."""
 
     async def scene(rig: Rig) -> None:
@@ -175,7 +175,7 @@ def test_a_prompt_that_fails_leaves_the_others_alone() -> None:
     play(FakeRing(), scene)
 
 
-def test_a_worker_that_stumbles_fails_what_it_held() -> None:
+def test_a_failing_worker_fails_its_requests() -> None:
     async def scene(rig: Rig) -> None:
         rig.ring.fail_at = 1
         batch = rig.batch(["a", "b"], SamplingParams(max_tokens=3, n=2))
@@ -206,7 +206,7 @@ def test_a_prompt_that_cannot_be_served_stops_all_before_anything_runs(prompts: 
     play(FakeRing(), scene)
 
 
-def test_giving_up_cancels_what_runs_and_forgets_what_waits() -> None:
+def test_cancelling_cancels_running_and_waiting_requests() -> None:
     async def scene(rig: Rig) -> None:
         rig.ring.step_s = 0.01
         batch = rig.batch(["a"] * 20, SamplingParams(max_tokens=200))
@@ -265,7 +265,7 @@ def test_more_tokens_than_the_context_leaves_are_clamped() -> None:
     play(FakeRing(), scene)
 
 
-def test_a_scheduler_that_comes_back_gets_what_was_open() -> None:
+def test_a_restarted_scheduler_gets_the_open_requests() -> None:
     async def scene(rig: Rig) -> None:
         rig.ring.step_s = 0.005
         batch = rig.batch([f"p{i}" for i in range(10)], SamplingParams(max_tokens=12))

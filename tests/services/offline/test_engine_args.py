@@ -93,7 +93,7 @@ def test_a_mock_needs_no_model() -> None:
     assert read(None, {}, {})[0]["model"] == FLAGS["model"].default
 
 
-def test_what_is_said_on_the_command_line_is_said_here() -> None:
+def test_notes_of_the_command_line_are_printed_here() -> None:
     _, notes = read("m", {"num_scheduler_steps": 4, "swap_space": 0.5, "preemption_mode": "recompute"}, {})
     assert [note.partition(":")[0] for note in notes] == ["LLM", "LLM"]
     assert "N above 1 is --run-ahead N-1" in notes[0] and "no host memory is taken" in notes[1]

@@ -105,7 +105,7 @@ def test_a_bar_counts_prompts_and_tokens(llm: LLM, capfd: pytest.CaptureFixture[
         (["a", "b" * 10**6], SamplingParams(), r"prompts\[1\]: .* 1000000 characters in the prompt"),
     ],
 )
-def test_what_cannot_be_served_raises_before_anything_runs(
+def test_invalid_requests_raise_before_any_prompt_runs(
     llm: LLM, prompts: object, params: SamplingParams | list[SamplingParams], text: str
 ) -> None:
     before = llm._session._client.meters.requests
@@ -114,7 +114,7 @@ def test_what_cannot_be_served_raises_before_anything_runs(
     assert llm._session._client.meters.requests == before
 
 
-def test_what_is_not_built_is_refused_by_name(llm: LLM) -> None:
+def test_unsupported_arguments_are_refused_by_name(llm: LLM) -> None:
     with pytest.raises(RequestError, match="not built"):
         llm.generate("a", lora_request=object())  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="not built"):
@@ -355,7 +355,7 @@ def test_results_do_not_show_that_a_service_was_killed(llm: LLM, service: str) -
     assert disturbed == undisturbed
 
 
-def test_an_interrupted_call_frees_what_it_had(llm: LLM) -> None:
+def test_an_interrupted_call_frees_its_blocks(llm: LLM) -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs begin with it ignored
     threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
@@ -369,7 +369,7 @@ def test_an_interrupted_call_frees_what_it_had(llm: LLM) -> None:
     assert len(llm.generate("a", use_tqdm=False)) == 1
 
 
-def test_the_seed_of_the_llm_decides_what_has_none() -> None:
+def test_requests_without_a_seed_derive_it_from_the_llms() -> None:
     def draw(seed: int) -> list[list[str]]:
         with LLM("demo", worker_cls="mock", seed=seed, log_level="error") as llm:
             return [texts(llm.generate(["a", "a"], use_tqdm=False)) for _ in range(2)]
@@ -379,7 +379,7 @@ def test_the_seed_of_the_llm_decides_what_has_none() -> None:
     assert len({text for call in first + other for text in call}) == 8, "each request has a seed of its own"
 
 
-def test_closing_ends_all_processes_and_what_runs(tmp_path: Path) -> None:
+def test_closing_ends_all_processes_and_running_calls(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     llm = LLM(worker_cls="mock", mock_step_ms=20, run_dir=folder, log_level="error")
     children = pids(llm)
@@ -394,7 +394,7 @@ def test_closing_ends_all_processes_and_what_runs(tmp_path: Path) -> None:
         llm.generate("a", use_tqdm=False)
 
 
-def test_an_llm_nobody_holds_is_closed() -> None:
+def test_an_unreferenced_llm_is_closed() -> None:
     llm = LLM(worker_cls="mock", log_level="error")
     children = pids(llm).values()
     del llm
@@ -406,7 +406,7 @@ def ring_threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name == "blockyard ring"}
 
 
-def test_what_keeps_the_ring_from_starting_is_raised(tmp_path: Path) -> None:
+def test_an_error_at_the_start_is_raised(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such folder"):
         LLM("./not/there")
     before = ring_threads()

@@ -121,7 +121,7 @@ def test_every_field_goes_somewhere() -> None:
         ({"logits_processors": [print]}, "logits_processors"),
     ],
 )
-def test_what_is_wrong_is_a_value_error_that_names_its_field(fields: dict[str, Any], field: str) -> None:
+def test_an_invalid_value_is_a_value_error_that_names_its_field(fields: dict[str, Any], field: str) -> None:
     with pytest.raises(RequestError) as caught:
         SamplingParams(**fields)
     assert caught.value.field == field
@@ -143,7 +143,7 @@ def test_an_unknown_field_is_pythons_own_error() -> None:
         ({"stop_token_ids": [VOCAB]}, "stop_token_ids"),
     ],
 )
-def test_what_depends_on_the_model_is_checked_with_it(fields: dict[str, Any], field: str) -> None:
+def test_limits_of_the_model_are_checked_with_it(fields: dict[str, Any], field: str) -> None:
     params = SamplingParams(**fields)
     with pytest.raises(RequestError) as caught:
         read(params, VOCAB, 20)

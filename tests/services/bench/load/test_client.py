@@ -103,7 +103,7 @@ def test_times_are_those_of_arrival() -> None:
         (b"", "the connection ended before a response: b''"),
     ],
 )
-def test_what_fails_is_counted_and_stops_nobody(data: bytes, failure: str) -> None:
+def test_a_failure_is_counted_and_stops_no_other_request(data: bytes, failure: str) -> None:
     async def answer(request: bytes, writer: asyncio.StreamWriter) -> None:
         good = HEAD + chunk(event("a") + DONE) + LAST
         writer.write(good if request.endswith(b'{"index":1}') else data)

@@ -62,7 +62,7 @@ def test_a_length_and_the_end_of_the_connection_end_an_answer_too() -> None:
     ("data", "text"),
     [(b"", "ended before"), (b"HTTP/1.1 200 OK\r\n", "ended before"), (b"SSH-2.0-x\r\n\r\n", "not HTTP/1")],
 )
-def test_what_is_no_answer(data: bytes, text: str) -> None:
+def test_invalid_responses_are_refused(data: bytes, text: str) -> None:
     with pytest.raises(BadResponse, match=text):
         http_response.read([(0.0, data)] if data else [])
 

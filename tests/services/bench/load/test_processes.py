@@ -60,7 +60,7 @@ def test_as_many_as_the_load_takes_and_the_machine_has(monkeypatch: pytest.Monke
     assert processes.num_for(1020) == 1
 
 
-def test_one_that_breaks_ends_the_run() -> None:
+def test_a_failing_process_ends_the_run() -> None:
     plan = LoadPlan([b"x", b"y"], [0.0, 0.0])
     with pytest.raises(BenchError, match=r"no\.such\.host\.invalid: "):
         run(Endpoint("no.such.host.invalid", 1), plan, 2)

@@ -61,7 +61,7 @@ def test_chat_roles_and_closings_are_no_tokens() -> None:
     assert one.num_output is None and one.output_tokens == 2, "no usage: events are counted"
 
 
-def test_a_role_that_comes_with_text_is_a_token() -> None:
+def test_a_role_with_text_is_a_token() -> None:
     assert read(chat(role="assistant", content="a"), chat("stop", content="b"), DONE).tokens_s == [11.0, 12.0]
     assert read(chat(tool_calls=[{"index": 0}]), chat("tool_calls"), DONE).tokens_s == [11.0]
 
@@ -90,5 +90,5 @@ def test_an_answer_that_is_nothing_but_its_end() -> None:
         (results.read(FinishedExchange([], failure="no connection: refused"), 7), "no connection: refused"),
     ],
 )
-def test_failures_say_what_the_server_said(one: RequestResult, failure: str) -> None:
+def test_failures_have_the_servers_message(one: RequestResult, failure: str) -> None:
     assert one.failure.startswith(failure)

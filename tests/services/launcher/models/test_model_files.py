@@ -88,9 +88,7 @@ def test_a_folder_without_config(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["/no/such", "./no", "a/b/c", "../m", "what is this"])
-def test_what_can_be_no_hub_name_is_a_missing_folder(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_invalid_hub_name_is_a_missing_folder(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="no such folder"):
         find("--model", name)

@@ -50,7 +50,7 @@ def ring() -> Ring:
     return ring
 
 
-def test_nobody_is_killed_while_all_are_heard(ring: Ring) -> None:
+def test_no_child_with_a_heartbeat_is_killed(ring: Ring) -> None:
     ring.run(1000)
     assert not ring.killed
 
@@ -61,7 +61,7 @@ def test_a_silent_child_is_killed_once_after_the_timeout(ring: Ring) -> None:
     assert ring.killed == [("detokenizer 0", TIMEOUT_S - DEAD_AFTER_S)]
 
 
-def test_a_child_that_comes_back_in_time_lives(ring: Ring) -> None:
+def test_a_child_whose_heartbeat_returns_in_time_lives(ring: Ring) -> None:
     for _ in range(5):
         ring.lose("detokenizer 0")
         ring.run(5)
@@ -111,7 +111,7 @@ def test_a_child_that_never_announced_itself(settled: bool) -> None:
     assert ("gpu_worker" in dict(ring.killed)) == settled
 
 
-def test_a_silent_registry_is_killed_and_counts_for_nobody_else(ring: Ring) -> None:
+def test_a_silent_registry_is_killed_and_no_other_child(ring: Ring) -> None:
     ring.lose("detokenizer 0")
     ring.registry_speaks = False
     ring.run(TIMEOUT_S + 1)

@@ -44,7 +44,7 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
         RunDir(str(tmp_path / "file/r"))
 
 
-def test_what_killed_launchers_left_is_removed_and_the_living_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_of_killed_launchers_are_removed_and_others_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     with tempfile.TemporaryDirectory(prefix="by-") as parent:
         monkeypatch.setattr(tempfile, "tempdir", parent)
         stale = Path(tempfile.mkdtemp(prefix=PREFIX))

@@ -35,7 +35,7 @@ def test_no_delay_is_out_of_bounds_and_only_health_shortens_it(runs: list[float]
         before = delay
 
 
-def test_who_takes_longest_starts_first_and_gateways_stop_first(tmp_path: Path) -> None:
+def test_the_slowest_start_is_first_and_gateways_stop_first(tmp_path: Path) -> None:
     ring = service_specs(deployment(tmp_path, "--api-gateways", "2"))
     assert [spec.service for spec in ring][:2] == ["gpu_worker", "message_bus"]
     waves = stop_order([Child(spec, tmp_path) for spec in ring])
