@@ -8,7 +8,7 @@ from blockyard.kernels.sampling.philox_gumbel import split_seed
 from blockyard.kernels.sampling.sample_tokens import SamplingTensors
 from blockyard.kernels.slots.slot_state import MAX_STOP_IDS, NUM_FIELDS, Field, SlotState
 from blockyard.services.gpu_worker.execution.device_writes import DeviceWrites
-from blockyard.services.gpu_worker.sampling.device_edits import DeviceLogitsEdits, float_words
+from blockyard.services.gpu_worker.sampling.device_steps import DeviceLogitsEdits
 from blockyard.services.gpu_worker.slots import Slots
 from blockyard.shared.messages import SlotStart, StepPlan
 
@@ -122,25 +122,17 @@ class DeviceSlots:
             return
         words = [0] * NUM_FIELDS
         endings = [i for i in {*self._eos, *state.stop_ids} if 0 <= i < self._vocab_size]
-        change = (
-            self.logits_edits.start(slot, sampling, table, endings) if len(state.stop_ids) <= MAX_STOP_IDS else None
-        )
-        self.samples_alone[slot] = change is not None
-        words[Field.EDITS_ROW] = words[Field.NUM_TOP] = -1
-        if change is not None:
-            change.put(words)
-            if change.listed.ids:
-                self._writes.add(*self.logits_edits.places(slot, change.listed))
+        needs_host = len(state.stop_ids) > MAX_STOP_IDS
+        edits = self.logits_edits.start(slot, sampling, table, endings, words, needs_host)
+        self.samples_alone[slot] = edits is not None
+        if edits:
+            self._writes.add(*self.logits_edits.places(slot, edits))
         stops = [i for i in state.stop_ids if 0 <= i < self._vocab_size][:MAX_STOP_IDS]
         words[Field.STOPS : Field.STOPS + len(stops)] = stops
         words[Field.POSITION] = computed = int(table.num_computed[slot])
         words[Field.NEXT], words[Field.KNOWN] = int(table.token_ids[slot, computed]), int(table.num_tokens[slot])
         words[Field.MAX_KNOWN], words[Field.LIVE] = state.max_num_tokens, 1
         words[Field.IGNORE_EOS], words[Field.NUM_STOPS] = sampling.ignore_eos, len(stops)
-        words[Field.TOP_K] = sampling.top_k if 0 < sampling.top_k < self._vocab_size else self._vocab_size
-        words[Field.TEMPERATURE], words[Field.TOP_P], words[Field.MIN_P] = float_words(
-            sampling.temperature, sampling.top_p, sampling.min_p
-        )
         words[Field.KEY : Field.KEY + 2] = split_seed(sampling.seed)
         words[Field.CHOICE] = start.choice
         self._writes.put_all([place + slot for place in self._field_places], words)

@@ -1,6 +1,18 @@
 """From logits to token ids.
 
-`sampler.Sampler` is the host's pipeline: `edits` and `penalties` change logits, `topk_topp_sampler` samples, `logprobs`
-and `prompt_logprobs` report log-probabilities; `metadata` holds the parameters of all slots. `device_edits` prepares
-the same for the kernels of steps that run ahead of the host.
+- `logits_steps.LOGITS_STEPS`: the steps that change logits or limit the choice, in order, with their parameters.
+- `sampler.Sampler` samples on the host: `host_steps` implement the list, `topk_topp_sampler` chooses a token,
+  `metadata` holds the parameters of all slots, `logprobs` and `prompt_logprobs` report log-probabilities.
+- `device_steps.DeviceLogitsEdits` writes the same list into the slots of steps that run ahead; kernels read it there.
+
+To add a logits step:
+
+1. Add its parameters to `Sampling` in `shared/messages` and an entry to `LOGITS_STEPS`, at its place in the order.
+2. Host: add a class with `start`, `end`, `apply` and `on_sampled` to `HOST_STEPS`.
+3. Device: add a function that writes a field of the slot to `DEVICE_STEPS`, and read the field in
+   `kernels/sampling`. Without a kernel the function returns False for slots that use the step: the host samples them.
+4. A step that needs the host between tokens (a grammar mask) returns False too; its `apply` masks the slot's row.
+5. `test_logits_steps` fails until host and device have the entry and every parameter belongs to one step.
+
+`batch` and `execution/` call this folder. It imports `slots`, the kernels and, for prompts, `models/`.
 """

@@ -12,10 +12,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from blockyard.services.gpu_worker.sampling.edits import Edit, apply_edits, make_edit
+from blockyard.services.gpu_worker.sampling.host_steps import HOST_PARAMETERS, HOST_STEPS
+from blockyard.services.gpu_worker.sampling.logits_steps import LOGITS_STEPS, unsupported_reason
 from blockyard.services.gpu_worker.sampling.logprobs import score
-from blockyard.services.gpu_worker.sampling.metadata import SamplingMetadata, unsupported_reason
-from blockyard.services.gpu_worker.sampling.penalties import Penalties
+from blockyard.services.gpu_worker.sampling.metadata import SamplingMetadata
 from blockyard.services.gpu_worker.sampling.topk_topp_sampler import Noise, SamplingLimits, sample, sample_limited
 from blockyard.services.gpu_worker.slots import Slots
 from blockyard.shared.messages import Sampling, SlotStart, TokenLogprobs
@@ -38,9 +38,11 @@ class Sampler:
         self.reset(0)
 
     def reset(self, num_slots: int) -> None:
-        self._settings = SamplingMetadata(num_slots, self._vocab_size)
-        self._penalties = Penalties(self._vocab_size, self._device)
-        self._edits: dict[int, Edit] = {}
+        self._metadata = SamplingMetadata(num_slots, self._vocab_size)
+        names = [step.name for step in LOGITS_STEPS]
+        make = [HOST_STEPS[name] for name in names if name in HOST_STEPS]
+        self._steps = [step(self._vocab_size, self._eos, self._device) for step in make]
+        self._parameters = [HOST_PARAMETERS[name] for name in names if name in HOST_PARAMETERS]
 
     def start(self, start: SlotStart) -> str:
         """Why the slot cannot be sampled; empty if it can. Its ids have been checked."""
@@ -49,39 +51,35 @@ class Sampler:
         if problem:
             return problem
         ids = np.frombuffer(start.token_ids, "<u4").astype(np.int64)
-        penalised = self._penalties.start(slot, asked, ids, start.num_prompt_tokens)
-        edit = make_edit(asked, self._eos, self._vocab_size, self._device)
-        if edit is not None:
-            self._edits[slot] = edit
-        self._settings.start(start, adjusted=penalised or edit is not None)
+        adjusted = [step.start(slot, asked, ids, start.num_prompt_tokens) for step in self._steps]
+        for set_parameter in self._parameters:
+            set_parameter(self._metadata, slot, asked)
+        self._metadata.start(start, any(adjusted))
         return ""
 
     def recount(self, slot: int, asked: Sampling, token_ids: Ints, num_prompt_tokens: int) -> None:
-        """Tokens that were not sampled here are counted too."""
-        self._penalties.end(slot)
-        self._penalties.start(slot, asked, token_ids, num_prompt_tokens)
+        """The state of all steps begins anew from these tokens, some of which were not sampled here."""
+        for step in self._steps:
+            step.end(slot)
+            step.start(slot, asked, token_ids, num_prompt_tokens)
 
     def end(self, slot: int) -> None:
-        self._penalties.end(slot)
-        self._edits.pop(slot, None)
+        for step in self._steps:
+            step.end(slot)
 
     def sample(self, logits: Tensor, slots: Ints, table: Slots) -> Sampled:
         """logits [rows, vocab] of these slots; may be written to."""
-        if self._settings.plain[slots].all():
+        if self._metadata.plain[slots].all():
             values, tokens = logits.max(dim=-1)
             return _finish(logits, values, tokens)
         rows = slots.tolist()
         logits = logits.float()
         scores = self._log_softmax(logits, slots)
-        edits = [(i, slot, self._edits[slot]) for i, slot in enumerate(rows) if slot in self._edits]
-        if edits:
-            apply_edits(logits, edits, table)
-        penalised = self._penalties.rows(rows)
-        if penalised:
-            self._penalties.apply(logits, penalised)
+        for step in self._steps:
+            step.apply(logits, rows, table)
         sampled = _finish(logits, *self._choose(logits, slots, table))
-        if penalised:
-            self._penalties.count(penalised, sampled.token_ids)
+        for step in self._steps:
+            step.on_sampled(rows, sampled.token_ids)
         for places, logprobs, num_top in scores:
             tokens = torch.tensor([sampled.token_ids[i] for i in places], device=self._device)
             sampled.logprobs.update(zip(places, score(logprobs, tokens, num_top), strict=True))
@@ -89,7 +87,7 @@ class Sampler:
 
     def _log_softmax(self, logits: Tensor, slots: Ints) -> list[tuple[list[int], Tensor, int]]:
         """Rows that want log-probabilities, grouped by how many: taken here, before anything changes the logits."""
-        wanted = self._settings.num_logprobs[slots]
+        wanted = self._metadata.num_logprobs[slots]
         groups = []
         for num_top in sorted({num for num in wanted.tolist() if num >= 0}):
             places = np.flatnonzero(wanted == num_top)
@@ -99,33 +97,33 @@ class Sampler:
 
     def _choose(self, logits: Tensor, slots: Ints, table: Slots) -> tuple[Tensor, Tensor]:
         """What won, and the token ids."""
-        noisy, limited = self._settings.noisy[slots], self._settings.limited[slots]
+        noisy, limited = self._metadata.noisy[slots], self._metadata.limited[slots]
         if limited.all():
-            return self._draw_limited(logits, slots, table)
+            return self._sample_limited(logits, slots, table)
         if noisy.all() and not limited.any():
-            return self._draw(logits, slots, table)
+            return self._sample_all(logits, slots, table)
         values, tokens = logits.max(dim=-1)
-        for rows, how in ((noisy & ~limited, self._draw), (limited, self._draw_limited)):
+        for rows, how in ((noisy & ~limited, self._sample_all), (limited, self._sample_limited)):
             places = np.flatnonzero(rows)
             if len(places):
                 index = self._tensor(places)
                 values[index], tokens[index] = how(logits[index], slots[places], table)
         return values, tokens
 
-    def _draw(self, logits: Tensor, slots: Ints, table: Slots) -> tuple[Tensor, Tensor]:
+    def _sample_all(self, logits: Tensor, slots: Ints, table: Slots) -> tuple[Tensor, Tensor]:
         return sample(self._scale(logits, slots), self._noise(slots, table))
 
-    def _draw_limited(self, logits: Tensor, slots: Ints, table: Slots) -> tuple[Tensor, Tensor]:
-        settings = self._settings
-        limits = SamplingLimits(*(self._tensor(a[slots]) for a in (settings.top_k, settings.top_p, settings.min_p)))
+    def _sample_limited(self, logits: Tensor, slots: Ints, table: Slots) -> tuple[Tensor, Tensor]:
+        metadata = self._metadata
+        limits = SamplingLimits(*(self._tensor(a[slots]) for a in (metadata.top_k, metadata.top_p, metadata.min_p)))
         return sample_limited(self._scale(logits, slots), limits, self._noise(slots, table))
 
     def _scale(self, logits: Tensor, slots: Ints) -> Tensor:
-        return logits / self._tensor(self._settings.temperature[slots])[:, None]
+        return logits / self._tensor(self._metadata.temperature[slots])[:, None]
 
     def _noise(self, slots: Ints, table: Slots) -> Noise:
-        settings = self._settings
-        arrays = (settings.key[:, slots], table.num_tokens[slots], settings.choice[slots])
+        metadata = self._metadata
+        arrays = (metadata.key[:, slots], table.num_tokens[slots], metadata.choice[slots])
         return Noise(*(self._tensor(a) for a in arrays))
 
     def _tensor(self, values: npt.NDArray[np.generic]) -> Tensor:

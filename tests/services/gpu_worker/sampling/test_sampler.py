@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from blockyard.kernels.sampling.philox_gumbel import gumbel_rows, split_seed
 from blockyard.services.gpu_worker.sampling import topk_topp_sampler
+from blockyard.services.gpu_worker.sampling.host_steps import Penalties
 from blockyard.services.gpu_worker.sampling.sampler import Sampled, Sampler
 from blockyard.services.gpu_worker.slots import Slots
 from blockyard.shared.messages import Sampling, SlotStart
@@ -232,7 +233,8 @@ def test_penalties_of_an_ended_slot_are_forgotten() -> None:
         bench.used.clear()
         bench.add(Sampling(max_tokens=9, temperature=0.0, repetition_penalty=50.0), [5])
         assert bench.sample(logits).token_ids == [3]
-    assert len(bench.sampler._penalties._weights) == 4
+    (penalties,) = (step for step in bench.sampler._steps if isinstance(step, Penalties))
+    assert len(penalties._weights) == 4
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(VOCAB, 0.5), (7, 1.0), (9, 0.4)])

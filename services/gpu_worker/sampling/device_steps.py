@@ -1,0 +1,248 @@
+"""The device's implementation of the logits steps: what the host writes of a slot for the sampling kernels to read.
+
+A slot whose logits change has one of a few rows, which hold counts of its tokens and its adjusted logits. Where a step
+cannot be written so, or there is no row or room left, the host samples the slot.
+"""
+
+import math
+from array import array
+from collections.abc import Callable
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from blockyard.kernels.sampling.logprobs import MAX_LOGPROBS, LogprobsTensors
+from blockyard.kernels.sampling.penalize_logits import LogitsEdits, count_known
+from blockyard.kernels.sampling.sample_tokens import AdjustedLogits
+from blockyard.kernels.slots.slot_state import MAX_TOKEN_EDITS, Field, SlotState
+from blockyard.services.gpu_worker.sampling.logits_steps import LOGITS_STEPS
+from blockyard.services.gpu_worker.slots import Slots
+from blockyard.shared.messages import Sampling, TokenLogprobs
+
+Ints = npt.NDArray[np.int64]
+Words = npt.NDArray[np.int32]
+
+MOST_ROWS = 64  # slots that change their logits at a time; one takes 8 bytes for each token of the vocabulary
+LOGPROB_WORDS = 2 + 2 * MAX_LOGPROBS  # of a row
+
+
+TokenEdits = dict[int, tuple[float, int]]  # by token: bias, and below which index of a token it is banned
+
+
+class DeviceSlot:
+    """What the steps write of one slot that starts: words of its fields, and tokens that it favours or bans."""
+
+    def __init__(self, words: list[int], num_prompt_tokens: int, end_ids: list[int], vocab_size: int) -> None:
+        """words: by `Field`. end_ids: what ends a sequence."""
+        self.words, self.num_prompt_tokens = words, num_prompt_tokens
+        self.end_ids, self.vocab_size = end_ids, vocab_size
+        self.only_listed = False  # all tokens without an edit are banned
+        self.edits: TokenEdits = {}
+        self.has_penalties = False
+
+
+def _allowed_token_ids(slot: DeviceSlot, sampling: Sampling) -> bool:
+    if sampling.allowed_token_ids:
+        slot.only_listed = True
+        slot.edits.update(dict.fromkeys(sampling.allowed_token_ids, (0.0, 0)))
+    return True
+
+
+def _bad_words(slot: DeviceSlot, sampling: Sampling) -> bool:
+    """A word of several tokens is the host's."""
+    for words in sampling.bad_words:
+        slot.edits[words[0]] = (-math.inf, 0)
+    return all(len(words) == 1 for words in sampling.bad_words)
+
+
+def _min_tokens(slot: DeviceSlot, sampling: Sampling) -> bool:
+    for token in slot.end_ids if sampling.min_tokens else ():
+        if not slot.only_listed or token in slot.edits:
+            bias, _ = slot.edits.get(token, (0.0, 0))
+            slot.edits[token] = (bias, slot.num_prompt_tokens + sampling.min_tokens)
+    return True
+
+
+def _logit_bias(slot: DeviceSlot, sampling: Sampling) -> bool:
+    for token, value in sampling.logit_bias:
+        if not slot.only_listed or token in slot.edits:
+            bias, until = slot.edits.get(token, (0.0, 0))
+            slot.edits[token] = (bias + value, until)
+    return True
+
+
+def _penalties(slot: DeviceSlot, sampling: Sampling) -> bool:
+    values = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
+    slot.has_penalties = values != (1.0, 0.0, 0.0)
+    slot.words[Field.REPETITION], slot.words[Field.PRESENCE], slot.words[Field.FREQUENCY] = map(float_word, values)
+    return True
+
+
+def _temperature(slot: DeviceSlot, sampling: Sampling) -> bool:
+    slot.words[Field.TEMPERATURE] = float_word(sampling.temperature)
+    return True
+
+
+def _min_p(slot: DeviceSlot, sampling: Sampling) -> bool:
+    slot.words[Field.MIN_P] = float_word(sampling.min_p)
+    return True
+
+
+def _top_k(slot: DeviceSlot, sampling: Sampling) -> bool:
+    slot.words[Field.TOP_K] = sampling.top_k if 0 < sampling.top_k < slot.vocab_size else slot.vocab_size
+    return True
+
+
+def _top_p(slot: DeviceSlot, sampling: Sampling) -> bool:
+    slot.words[Field.TOP_P] = float_word(sampling.top_p)
+    return True
+
+
+# Each writes what the kernels read of a slot. False: the host has to sample this slot.
+DEVICE_STEPS: dict[str, Callable[[DeviceSlot, Sampling], bool]] = {
+    "allowed_token_ids": _allowed_token_ids,
+    "bad_words": _bad_words,
+    "min_tokens": _min_tokens,
+    "logit_bias": _logit_bias,
+    "penalties": _penalties,
+    "temperature": _temperature,
+    "min_p": _min_p,
+    "top_k": _top_k,
+    "top_p": _top_p,
+}
+_IN_ORDER = tuple(DEVICE_STEPS[step.name] for step in LOGITS_STEPS)
+
+
+class DeviceLogitsEdits:
+    """The rows, who has them, and what a step's log-probabilities are read from."""
+
+    def __init__(self, state: SlotState, capacity: int, vocab_size: int, enabled: bool) -> None:
+        """Not enabled: whatever slots ask for is the host's."""
+        device, self.enabled = state.arena.device, enabled
+        rows = min(capacity, MOST_ROWS) if enabled else 0
+        counts = torch.zeros((rows, vocab_size), dtype=torch.int32, device=device)
+        self.logits_edits = LogitsEdits(
+            row=state.fields[Field.EDITS_ROW],
+            repetition=state.floats(Field.REPETITION),
+            presence=state.floats(Field.PRESENCE),
+            frequency=state.floats(Field.FREQUENCY),
+            only_listed=state.fields[Field.ONLY_LISTED],
+            num_listed=state.fields[Field.NUM_LISTED],
+            listed=state.listed,
+            bias=state.bias.view(torch.float32),
+            until=state.until.view(torch.int64),
+            counts=counts,
+            logits=torch.zeros((rows, vocab_size), dtype=torch.float32, device=device),
+        )
+        self.adjusted = AdjustedLogits(self.logits_edits.row, self.logits_edits.logits)
+        self.num_top = state.fields[Field.NUM_TOP]
+        self._state, self._capacity, self._num_rows, self._vocab_size = state, capacity, rows, vocab_size
+        self.buffer = torch.zeros(LOGPROB_WORDS * capacity if enabled else 0, dtype=torch.int32, device=device)
+        self.reset()
+
+    def reset(self) -> None:
+        self._rows: dict[int, int] = {}  # by slot
+        self._free = list(range(self._num_rows))
+        self.num_logprobs: dict[int, int] = {}  # slots that ask for log-probabilities, and how many of the likeliest
+
+    def needs_processing(self, slots: Ints) -> bool:
+        """Whether any of these asks for anything."""
+        return bool(self._rows or self.num_logprobs) and any(
+            s in self._rows or s in self.num_logprobs for s in slots.tolist()
+        )
+
+    def end(self, slot: int) -> None:
+        self.num_logprobs.pop(slot, None)
+        row = self._rows.pop(slot, None)
+        if row is not None:
+            self._free.append(row)
+
+    def start(
+        self, slot: int, sampling: Sampling, table: Slots, end_ids: list[int], words: list[int], needs_host: bool
+    ) -> TokenEdits | None:
+        """Writes the slot's words and returns its edits of tokens. None: the host samples it. Its ids are in `table`.
+
+        needs_host: it cannot run ahead in any case.
+        """
+        state = DeviceSlot(words, table.slots[slot].num_prompt_tokens, end_ids, self._vocab_size)
+        on_device = all([step(state, sampling) for step in _IN_ORDER])  # a list: each step writes its words
+        words[Field.EDITS_ROW] = words[Field.NUM_TOP] = -1
+        num_logprobs = -1 if sampling.num_logprobs is None else sampling.num_logprobs
+        changes = bool(state.edits) or state.has_penalties
+        if (
+            needs_host
+            or not on_device
+            or sampling.num_prompt_logprobs is not None
+            or num_logprobs > MAX_LOGPROBS
+            or (num_logprobs >= 0 and not self.enabled)
+            or len(state.edits) > MAX_TOKEN_EDITS
+            or (changes and not self._free)
+        ):
+            return None
+        if changes:
+            words[Field.EDITS_ROW] = self._rows[slot] = self._free.pop()
+            self.count(slot, table)
+        if num_logprobs >= 0:
+            words[Field.NUM_TOP] = self.num_logprobs[slot] = num_logprobs
+        words[Field.ONLY_LISTED], words[Field.NUM_LISTED] = state.only_listed, len(state.edits)
+        return state.edits
+
+    def count(self, slot: int, table: Slots) -> None:
+        """Counts all that is known of a slot anew, if it has a row."""
+        row = self._rows.get(slot)
+        if row is None:
+            return
+        ids = torch.from_numpy(table.token_ids[slot, : table.num_tokens[slot]].copy())
+        counts = self.logits_edits.counts
+        if counts.is_cuda:
+            ids = ids.pin_memory().to(counts.device, non_blocking=True)
+        count_known(counts[row], ids, table.slots[slot].num_prompt_tokens)
+
+    def has_row(self, slot: int) -> bool:
+        return slot in self._rows
+
+    def places(self, slot: int, edits: TokenEdits) -> tuple[Words, Words]:
+        """Index and value of the words of a slot's edits."""
+        state, count = self._state, len(edits)
+        at = np.arange(count)
+        index = np.concatenate(
+            [
+                state.place(state.listed) + slot * MAX_TOKEN_EDITS + at,
+                state.place(state.bias) + slot * MAX_TOKEN_EDITS + at,
+                state.place(state.until) + slot * 2 * MAX_TOKEN_EDITS + np.arange(2 * count),
+            ]
+        )
+        values = (
+            np.array(list(edits), np.int32),
+            np.array([bias for bias, _ in edits.values()], np.float32).view(np.int32),
+            np.array([until for _, until in edits.values()], np.int64).view(np.int32),
+        )
+        return index.astype(np.int32), np.concatenate(values)
+
+    def logprob_buffers(self, rows: int) -> LogprobsTensors:
+        """What a step of so many rows writes."""
+        cap, most = self._capacity, MAX_LOGPROBS
+        parts = torch.split(self.buffer, [cap, cap, most * cap, most * cap])
+        return LogprobsTensors(
+            parts[0][:rows].view(torch.float32),
+            parts[1][:rows],
+            parts[2][: most * rows].view(rows, most),
+            parts[3][: most * rows].view(torch.float32).view(rows, most),
+        )
+
+    def read(self, words: Words, place: int, token: int, num_top: int) -> TokenLogprobs:
+        """Of a row, from the host's copy of `buffer`."""
+        cap, most = self._capacity, MAX_LOGPROBS
+        floats, start = words.view(np.float32), 2 * cap + place * most
+        top = slice(start, start + num_top)
+        logs = slice(start + most * cap, start + most * cap + num_top)
+        rank = int(words[cap + place])
+        return TokenLogprobs(token, float(floats[place]), rank, words[top].tolist(), floats[logs].tolist())
+
+
+@lru_cache(maxsize=4096)
+def float_word(value: float) -> int:
+    """The bits of a float32."""
+    return array("i", array("f", (value,)).tobytes())[0]

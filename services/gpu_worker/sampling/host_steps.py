@@ -1,0 +1,236 @@
+"""The host's implementation of the logits steps: `HOST_STEPS` change logits, `HOST_PARAMETERS` say how to choose.
+
+A step keeps state only for the slots that use it; a step that no slot uses costs one look at a dict.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from blockyard.services.gpu_worker.sampling.metadata import SamplingMetadata
+from blockyard.services.gpu_worker.slots import Slots
+from blockyard.shared.messages import Sampling
+
+Ints = npt.NDArray[np.int64]
+
+
+class HostStep(Protocol):
+    """A step that changes logits before a token is chosen."""
+
+    def start(self, slot: int, sampling: Sampling, token_ids: Ints, num_prompt_tokens: int) -> bool:
+        """Whether the slot uses this step. `token_ids` are those it starts with."""
+
+    def end(self, slot: int) -> None:
+        """Drops the slot's state, if there is any."""
+
+    def apply(self, logits: Tensor, slots: list[int], table: Slots) -> None:
+        """Changes logits [rows, vocab] of these slots in place."""
+
+    def on_sampled(self, slots: list[int], token_ids: list[int]) -> None:
+        """One new token of each slot."""
+
+
+class AllowedTokens:
+    """Bans all tokens but `allowed_token_ids`."""
+
+    def __init__(self, vocab_size: int, eos_token_ids: list[int], device: torch.device) -> None:
+        self._device = device
+        self._allowed: dict[int, Tensor] = {}  # by slot
+
+    def start(self, slot: int, sampling: Sampling, token_ids: Ints, num_prompt_tokens: int) -> bool:
+        if not sampling.allowed_token_ids:
+            return False
+        self._allowed[slot] = torch.tensor(sampling.allowed_token_ids, device=self._device)
+        return True
+
+    def end(self, slot: int) -> None:
+        self._allowed.pop(slot, None)
+
+    def apply(self, logits: Tensor, slots: list[int], table: Slots) -> None:
+        for row, slot in enumerate(slots) if self._allowed else ():
+            allowed = self._allowed.get(slot)
+            if allowed is not None:
+                kept = logits[row, allowed]
+                logits[row].fill_(float("-inf"))
+                logits[row, allowed] = kept
+
+    def on_sampled(self, slots: list[int], token_ids: list[int]) -> None: ...
+
+
+class BadWords:
+    """Bans a token that would complete one of `bad_words` within the output; the prompt does not count, as in vLLM."""
+
+    def __init__(self, vocab_size: int, eos_token_ids: list[int], device: torch.device) -> None:
+        self._words: dict[int, list[list[int]]] = {}  # by slot
+
+    def start(self, slot: int, sampling: Sampling, token_ids: Ints, num_prompt_tokens: int) -> bool:
+        if sampling.bad_words:
+            self._words[slot] = sampling.bad_words
+        return bool(sampling.bad_words)
+
+    def end(self, slot: int) -> None:
+        self._words.pop(slot, None)
+
+    def apply(self, logits: Tensor, slots: list[int], table: Slots) -> None:
+        if self._words:
+            _ban(logits, [(r, i) for r, s in enumerate(slots) if s in self._words for i in self._completing(s, table)])
+
+    def on_sampled(self, slots: list[int], token_ids: list[int]) -> None: ...
+
+    def _completing(self, slot: int, table: Slots) -> list[int]:
+        """The last tokens of words whose first ones are the end of the output."""
+        first, end = table.slots[slot].num_prompt_tokens, int(table.num_tokens[slot])
+        tokens = []
+        for word in self._words[slot]:
+            begin = end - len(word) + 1
+            if len(word) == 1 or (begin >= first and table.token_ids[slot, begin:end].tolist() == word[:-1]):
+                tokens.append(word[-1])
+        return tokens
+
+
+class MinTokens:
+    """Bans end-of-sequence and stop tokens until the output has `min_tokens` tokens."""
+
+    def __init__(self, vocab_size: int, eos_token_ids: list[int], device: torch.device) -> None:
+        self._vocab_size, self._eos = vocab_size, eos_token_ids
+        self._banned: dict[int, tuple[int, list[int]]] = {}  # by slot: below how many tokens, and which ids
+
+    def start(self, slot: int, sampling: Sampling, token_ids: Ints, num_prompt_tokens: int) -> bool:
+        ids = [i for i in {*self._eos, *sampling.stop_token_ids} if 0 <= i < self._vocab_size]
+        if not sampling.min_tokens or not ids:
+            return False
+        self._banned[slot] = num_prompt_tokens + sampling.min_tokens, ids
+        return True
+
+    def end(self, slot: int) -> None:
+        self._banned.pop(slot, None)
+
+    def apply(self, logits: Tensor, slots: list[int], table: Slots) -> None:
+        banned = []
+        for row, slot in enumerate(slots) if self._banned else ():
+            end, ids = self._banned.get(slot, (0, []))
+            if table.num_tokens[slot] < end:
+                banned += [(row, token) for token in ids]
+        _ban(logits, banned)
+
+    def on_sampled(self, slots: list[int], token_ids: list[int]) -> None: ...
+
+
+class LogitBias:
+    """Adds `logit_bias`."""
+
+    def __init__(self, vocab_size: int, eos_token_ids: list[int], device: torch.device) -> None:
+        self._bias: dict[int, list[tuple[int, float]]] = {}  # by slot
+
+    def start(self, slot: int, sampling: Sampling, token_ids: Ints, num_prompt_tokens: int) -> bool:
+        if sampling.logit_bias:
+            self._bias[slot] = sampling.logit_bias
+        return bool(sampling.logit_bias)
+
+    def end(self, slot: int) -> None:
+        self._bias.pop(slot, None)
+
+    def apply(self, logits: Tensor, slots: list[int], table: Slots) -> None:
+        if not self._bias:
+            return
+        bias = [(row, *entry) for row, slot in enumerate(slots) for entry in self._bias.get(slot, ())]
+        if bias:
+            index = torch.tensor([(row, token) for row, token, _ in bias], device=logits.device)
+            values = torch.tensor([value for *_, value in bias], dtype=logits.dtype, device=logits.device)
+            logits.index_put_((index[:, 0], index[:, 1]), values, accumulate=True)
+
+    def on_sampled(self, slots: list[int], token_ids: list[int]) -> None: ...
+
+
+class Penalties:
+    """Counts on the device. Repetition looks at prompt and output, presence and frequency at the output alone."""
+
+    def __init__(self, vocab_size: int, eos_token_ids: list[int], device: torch.device) -> None:
+        self._device = device
+        self._rows: dict[int, int] = {}  # by slot
+        self._free: list[int] = []
+        self._seen = torch.zeros((0, vocab_size), dtype=torch.bool, device=device)
+        self._counts = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
+        self._weights = torch.zeros((0, 3), dtype=torch.float32, device=device)  # repetition, presence, frequency
+
+    def start(self, slot: int, sampling: Sampling, token_ids: Ints, num_prompt_tokens: int) -> bool:
+        weights = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
+        if weights == (1.0, 0.0, 0.0):
+            return False
+        if not self._free:
+            self._grow()
+        row = self._rows[slot] = self._free.pop()
+        ids = torch.from_numpy(token_ids).to(self._device)
+        self._seen[row].fill_(False)
+        self._seen[row, ids] = True
+        self._counts[row] = torch.bincount(ids[num_prompt_tokens:], minlength=self._counts.shape[1])
+        self._weights[row] = torch.tensor(weights, device=self._device)
+        return True
+
+    def end(self, slot: int) -> None:
+        row = self._rows.pop(slot, None)
+        if row is not None:
+            self._free.append(row)
+
+    def apply(self, logits: Tensor, slots: list[int], table: Slots | None = None) -> None:
+        rows = self._rows_of(slots)
+        if not rows:
+            return
+        index = torch.tensor(rows, device=self._device)
+        places, mine = index[:, 0], index[:, 1]
+        weights, counts = self._weights[mine], self._counts[mine]
+        repeated = torch.where(self._seen[mine], weights[:, 0:1], 1.0)
+        part = logits[places]
+        part = torch.where(part > 0, part / repeated, part * repeated)
+        part -= weights[:, 2:3] * counts
+        part -= weights[:, 1:2] * (counts > 0)
+        logits[places] = part
+
+    def on_sampled(self, slots: list[int], token_ids: list[int]) -> None:
+        """Counts the tokens that were sampled."""
+        rows = self._rows_of(slots)
+        if not rows:
+            return
+        mine = torch.tensor([row for _, row in rows], device=self._device)
+        tokens = torch.tensor([token_ids[place] for place, _ in rows], device=self._device)
+        self._seen[mine, tokens] = True
+        self._counts[mine, tokens] += 1
+
+    def _rows_of(self, slots: list[int]) -> list[tuple[int, int]]:
+        """Place in `slots` and row of the counts, of slots with penalties."""
+        return [(i, self._rows[s]) for i, s in enumerate(slots) if s in self._rows] if self._rows else []
+
+    def _grow(self) -> None:
+        have = len(self._weights)
+        more = max(have, 4)
+        self._free += range(have, have + more)
+        self._seen = torch.cat((self._seen, self._seen.new_zeros((more, self._seen.shape[1]))))
+        self._counts = torch.cat((self._counts, self._counts.new_zeros((more, self._counts.shape[1]))))
+        self._weights = torch.cat((self._weights, self._weights.new_zeros((more, 3))))
+
+
+def _ban(logits: Tensor, entries: list[tuple[int, int]]) -> None:
+    """entries: row and token id."""
+    if entries:
+        index = torch.tensor(entries, device=logits.device)
+        logits[index[:, 0], index[:, 1]] = float("-inf")
+
+
+HOST_STEPS: dict[str, Callable[[int, list[int], torch.device], HostStep]] = {
+    "allowed_token_ids": AllowedTokens,
+    "bad_words": BadWords,
+    "min_tokens": MinTokens,
+    "logit_bias": LogitBias,
+    "penalties": Penalties,
+}
+# What `Sampler` chooses by, once the logits are changed.
+HOST_PARAMETERS: dict[str, Callable[[SamplingMetadata, int, Sampling], None]] = {
+    "temperature": SamplingMetadata.set_temperature,
+    "min_p": SamplingMetadata.set_min_p,
+    "top_k": SamplingMetadata.set_top_k,
+    "top_p": SamplingMetadata.set_top_p,
+}

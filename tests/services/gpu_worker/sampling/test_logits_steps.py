@@ -1,0 +1,86 @@
+"""The declared list of logits steps: host and device implement every entry, and each parameter belongs to one."""
+
+import math
+
+import pytest
+
+from blockyard.kernels.slots.slot_state import NUM_FIELDS, Field
+from blockyard.services.gpu_worker.sampling.device_steps import DEVICE_STEPS, DeviceSlot, float_word
+from blockyard.services.gpu_worker.sampling.host_steps import HOST_PARAMETERS, HOST_STEPS
+from blockyard.services.gpu_worker.sampling.logits_steps import LOGITS_STEPS, unsupported_reason
+from blockyard.shared.messages import Sampling
+
+# Parameters that change no logits: when a sequence ends, its random numbers, and what is reported.
+OTHERS = {"max_tokens", "ignore_eos", "stop_token_ids", "seed", "num_logprobs", "num_prompt_logprobs"}
+
+
+def written(sampling: Sampling) -> DeviceSlot:
+    slot = DeviceSlot([0] * NUM_FIELDS, 10, [2], 100)
+    for step in LOGITS_STEPS:
+        assert DEVICE_STEPS[step.name](slot, sampling), step.name
+    return slot
+
+
+def test_host_and_device_implement_every_step() -> None:
+    names = [step.name for step in LOGITS_STEPS]
+    assert len({*names}) == len(names)
+    assert {*names} == DEVICE_STEPS.keys() == HOST_STEPS.keys() | HOST_PARAMETERS.keys()
+    assert not HOST_STEPS.keys() & HOST_PARAMETERS.keys()
+
+
+def test_every_parameter_belongs_to_one_step() -> None:
+    parameters = [name for step in LOGITS_STEPS for name in step.parameters]
+    assert sorted([*parameters, *OTHERS]) == sorted(Sampling.__struct_fields__)
+
+
+def test_the_device_reads_every_parameter() -> None:
+    """A value other than the default changes what is written of a slot."""
+    changed = {
+        "allowed_token_ids": [5],
+        "bad_words": [[6]],
+        "min_tokens": 3,
+        "logit_bias": [(7, 1.5)],
+        "repetition_penalty": 1.5,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.25,
+        "temperature": 0.5,
+        "min_p": 0.1,
+        "top_k": 4,
+        "top_p": 0.5,
+    }
+    default = written(Sampling(max_tokens=5))
+    assert changed.keys() == {name for step in LOGITS_STEPS for name in step.parameters}
+    for name, value in changed.items():
+        slot = written(Sampling(max_tokens=5, **{name: value}))
+        assert (slot.words, slot.edits) != (default.words, default.edits), name
+    assert default.words[Field.TOP_K] == 100
+    assert default.words[Field.TEMPERATURE] == float_word(1.0)
+
+
+def test_a_ban_outlasts_a_bias() -> None:
+    sampling = Sampling(max_tokens=9, bad_words=[[6]], min_tokens=3, logit_bias=[(6, 5.0), (2, 1.0), (2, 0.5)])
+    assert written(sampling).edits == {6: (-math.inf, 0), 2: (1.5, 13)}
+
+
+def test_of_allowed_tokens_alone_others_keep_no_edit() -> None:
+    slot = written(Sampling(max_tokens=9, allowed_token_ids=[4, 5], min_tokens=3, logit_bias=[(5, 2.0), (8, 1.0)]))
+    assert (slot.only_listed, slot.edits) == (True, {4: (0.0, 0), 5: (2.0, 0)})
+
+
+def test_a_word_of_several_tokens_is_the_host_s() -> None:
+    slot = DeviceSlot([0] * NUM_FIELDS, 10, [2], 100)
+    assert not DEVICE_STEPS["bad_words"](slot, Sampling(max_tokens=5, bad_words=[[1], [2, 3]]))
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"temperature": math.nan}, "temperature cannot be nan"),
+        ({"top_p": 0.0}, "top_p cannot be 0.0"),
+        ({"presence_penalty": math.inf}, "presence_penalty cannot be inf"),
+        ({"bad_words": [[4], [5, 100]]}, "token id 100 is outside of the vocabulary of 100"),
+        ({"top_p": 0.5, "allowed_token_ids": [99]}, ""),
+    ],
+)
+def test_what_cannot_be_used_is_named(fields: dict[str, object], reason: str) -> None:
+    assert unsupported_reason(Sampling(max_tokens=5, **fields), 100) == reason
