@@ -28,7 +28,7 @@ from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata, check_attention
 _LOG2E = 1.4426950408889634
 _PROGRAMS = 132  # multiprocessors: with fewer programs, keys are split
 _MAX_SPLITS = 16
-SPLIT_MIN_LEN = 1024  # sequences that may be longer are worth a second kernel
+_SPLIT_MIN_LEN = 1024  # shorter sequences are not worth a combine kernel
 _KEY_US = 0.04  # us a key of a program of the Triton kernel, two of which run at a time on a multiprocessor
 _HOPPER_KEY_US = 0.0125  # the same of `prefill_hopper`, one of which runs
 _COMBINE_US = 3.0  # the combine kernel's launch
@@ -219,7 +219,7 @@ def _num_splits(programs: int, max_seq_len: int, max_programs: int, key_us: floa
 
     max_programs run at a time, each takes key_us for a key, and the output has this many elements.
     """
-    if max_seq_len < SPLIT_MIN_LEN:
+    if max_seq_len < _SPLIT_MIN_LEN:
         return 1
 
     def time_us(num_splits: int) -> float:
