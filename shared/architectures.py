@@ -1,6 +1,6 @@
 """The model architectures that workers can run, by their names in config.json.
 
-The launcher checks them before it starts anything; a test holds this list against the worker's own.
+The launcher checks them before it starts a process; a test compares this list with the worker's.
 """
 
 SUPPORTED = (

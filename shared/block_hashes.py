@@ -1,9 +1,9 @@
-"""Names of KV blocks: whoever computes the same block of the same model calls it the same.
+"""Hashes of KV blocks: equal for the same tokens after the same prefix in the same model.
 
-A name is 16 bytes of BLAKE2b over (the parent's name, the block's token ids): tenants may choose the ids, so that names
-must not collide even where somebody tries. It takes such a block in one round, where SHA-256 takes two. What else a
-block's KV depends on (model, revision, KV dtype, cache salt, images) is hashed into the root, the parent of
-the first block. The tokenizer names a prompt's full blocks, the scheduler goes on with those that generation fills.
+A hash is 16 bytes of BLAKE2b over (the parent block's hash, the block's token ids). Tenants choose the ids, so hashes
+must not collide even on purpose. BLAKE2b takes one round for a block of 16 tokens, SHA-256 two. Everything else that KV
+depends on (model, revision, KV dtype, cache salt, images) is hashed into the root, the parent of the first block. The
+tokenizer hashes a prompt's full blocks; the scheduler continues with the blocks that generation fills.
 """
 
 import struct
@@ -18,23 +18,23 @@ _names = struct.Struct(f"{HASH_BYTES}s" * _MANY)
 
 
 def root_hash(scope: str, cache_salt: str = "", image_hashes: Sequence[bytes] = ()) -> bytes:
-    """The name that stands before the first block. `scope` is model, revision and KV dtype in words."""
+    """Returns the parent hash of the first block. `scope` is model, revision and KV dtype as text."""
     parts = [text.encode("utf-8", "surrogatepass") for text in (scope, cache_salt)]
-    # Lengths stand before the parts, so that no two lists of parts read the same.
+    # Each part is prefixed with its length, so that different lists of parts never give the same bytes.
     framed = b"".join(len(part).to_bytes(8, "little") + part for part in [*parts, *image_hashes])
     return blake2b(framed, digest_size=HASH_BYTES).digest()
 
 
 def hash_block(parent: bytes, token_ids: bytes) -> bytes:
-    """The name of one block, all of whose tokens these are (uint32 each)."""
+    """Returns the hash of one block with exactly these tokens (uint32 each)."""
     return blake2b(parent + token_ids, digest_size=HASH_BYTES).digest()
 
 
 def hash_list(parent: bytes, token_ids: bytes, block_size: int) -> list[bytes]:
-    """Names of the full blocks of `token_ids` (uint32 each), chained from `parent`."""
+    """Returns the hashes of the full blocks of `token_ids` (uint32 each), chained from `parent`."""
     step = 4 * block_size
     names = []
-    begin = _begin.copy  # for less than what the constructor takes to read its arguments
+    begin = _begin.copy  # faster than the constructor, which parses its arguments
     for (ids,) in struct.iter_unpack(f"{step}s", token_ids[: len(token_ids) // step * step]):
         block = begin()
         block.update(parent + ids)
@@ -44,12 +44,12 @@ def hash_list(parent: bytes, token_ids: bytes, block_size: int) -> list[bytes]:
 
 
 def block_hashes(parent: bytes, token_ids: bytes, block_size: int) -> bytes:
-    """As `hash_list`, 16 bytes each."""
+    """Returns `hash_list` joined, 16 bytes a block."""
     return b"".join(hash_list(parent, token_ids, block_size))
 
 
 def split_hashes(names: bytes) -> list[bytes]:
-    """A list of what stands side by side: many at once, in a tenth of the time that slices take."""
+    """Splits joined hashes into a list, many at once: ten times as fast as slices."""
     end = len(names) // _names.size * _names.size
     rest = [names[i : i + HASH_BYTES] for i in range(end, len(names), HASH_BYTES)]
     return [*chain.from_iterable(_names.iter_unpack(names[:end])), *rest]

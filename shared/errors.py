@@ -1,8 +1,8 @@
-"""The errors of the product. Messages carry the value that was wrong and are fit to be shown as one line."""
+"""The error tree. Messages contain the wrong value and fit in one line."""
 
 
 class BlockyardError(Exception):
-    """Base of all that is raised on purpose."""
+    """Base of all errors raised on purpose."""
 
     exit_code = 1  # of a process that ends because of it
 
@@ -14,22 +14,22 @@ class ConfigError(BlockyardError):
 
 
 class LoadError(BlockyardError):
-    """The model, its tokenizer or the memory for them is not there or not usable."""
+    """The model, its tokenizer or the memory for them is missing or not usable."""
 
     exit_code = 3
 
 
 class DeviceError(BlockyardError):
-    """What computes failed, a GPU most likely: the process ends, and is worth starting again."""
+    """The compute device failed: the process ends, and may be started again."""
 
     exit_code = 4
 
 
 class RequestError(BlockyardError, ValueError):
-    """A request cannot be served; `field` names what is wrong with it, `status` is the HTTP status.
+    """A request cannot be served. `field` names the wrong field, `status` is the HTTP status.
 
-    Also a ValueError, which users of the offline API expect. `code` is OpenAI's word for it, where there is one
-    besides what follows from the status; it may help to ask again after `retry_after_s`.
+    Also a ValueError, which users of the offline API expect. `code` is OpenAI's error code, if it does not follow from
+    the status. `retry_after_s` is set if a later repetition may succeed.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class RequestError(BlockyardError, ValueError):
 
 
 def not_built(field: str, instead: str = "") -> RequestError:
-    """A field we know, whose effect we do not have: saying so beats an answer that ignored it."""
+    """Returns the error for a known field that has no implementation yet. Ignoring it would give a wrong answer."""
     return RequestError(
         f"`{field}` is not built yet{'; ' + instead if instead else ''}", field, code="unsupported_parameter"
     )

@@ -1,4 +1,4 @@
-"""Token ids as they travel and are kept: little-endian uint32. A prompt of 100k of them takes no Python loop here."""
+"""Token ids in frames and in memory: little-endian uint32. No Python loop runs over a prompt's ids here."""
 
 import struct
 import sys
@@ -8,21 +8,21 @@ from functools import lru_cache
 
 ID_BYTES = 4
 assert sys.byteorder == "little", "arrays of ids are sent as they lie in memory"
-_LANES = 1024  # ids that are compared at once: so few stay in the nearest cache
+_LANES = 1024  # ids compared at once, few enough to stay in the L1 cache
 
 
 def pack(token_ids: Iterable[int]) -> bytes:
-    """Raises OverflowError for what is no uint32, TypeError for what is no integer."""
+    """Raises OverflowError for an id outside uint32, TypeError for a value of another type."""
     return array("I", token_ids).tobytes()
 
 
 def unpack(data: bytes) -> list[int]:
-    """Raises ValueError if `data` is no whole number of ids."""
+    """Raises ValueError if `data` has a partial id."""
     return list(struct.unpack(f"<{count(data)}I", data))
 
 
 def count(data: bytes) -> int:
-    """Raises ValueError if `data` is no whole number of ids."""
+    """Returns the number of ids. Raises ValueError if `data` has a partial id."""
     num, rest = divmod(len(data), ID_BYTES)
     if rest:
         raise ValueError(f"token ids are 4 bytes each, got {len(data)} bytes")
@@ -30,10 +30,10 @@ def count(data: bytes) -> int:
 
 
 def first_outside(data: bytes, vocab_size: int) -> int | None:
-    """The first id that is not below `vocab_size`; None if all are. 10 ns an id, where `max` of a list takes 30.
+    """Returns the first id that is not below `vocab_size`, or None. Takes 10 ns an id; `max` of a list takes 30.
 
-    Ids are the lanes of one large integer. To each is added what the first id outside lacks of the topmost bit: where
-    that is set then, or was before, an id is outside. A lane carries into the next one only where it was set before.
+    Many ids are the 32-bit lanes of one large integer. 2**31 - vocab_size is added to each lane; an id is outside the
+    vocabulary if its lane's top bit is set before or after. Only lanes with the bit set before carry into the next.
     """
     missing, top = _lanes(min(vocab_size, 1 << 31))
     for first in range(0, len(data), ID_BYTES * _LANES):
@@ -48,7 +48,7 @@ def first_outside(data: bytes, vocab_size: int) -> int | None:
 
 @lru_cache(8)
 def _lanes(limit: int) -> tuple[int, int]:
-    """In every lane what `limit` lacks of 2**31; and that, which is the topmost bit."""
+    """Returns two integers: 2**31 - limit in every lane, and the top bit in every lane."""
 
     def filled(lane: int) -> int:
         return int.from_bytes(lane.to_bytes(ID_BYTES, "little") * _LANES, "little")

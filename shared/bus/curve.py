@@ -1,4 +1,4 @@
-"""The deployment's CurveZMQ key pair: one for all members, a file each for the public and the secret half."""
+"""The deployment's CurveZMQ key pair, shared by all members: one file each for the public and the secret key."""
 
 import os
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class KeyPair:
 
 
 def write_keys(folder: Path) -> KeyPair:
-    """Draws a fresh pair into `folder`. Raises ConfigError if one is there: old members would be locked out."""
+    """Writes a new pair into `folder`. Raises ConfigError if one exists: its members would be locked out."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     for name in (PUBLIC_NAME, SECRET_NAME):
         if (folder / name).exists():

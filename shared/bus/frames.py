@@ -13,11 +13,11 @@ F = TypeVar("F")
 
 LINES_A_MINUTE = 10
 SENDERS_REMEMBERED = 1024
-WORDS_CHARS = 200  # of an error or a name in a log line: both may hold what the sender chose
+WORDS_CHARS = 200  # length limit of an error or a name in a log line: the sender may choose its text
 
 
 class Malformed:
-    """Counts malformed frames. Logs the first of each sender, and at most `LINES_A_MINUTE` lines a minute."""
+    """Counts malformed frames. Logs each sender's first one, and at most `LINES_A_MINUTE` lines a minute."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.total = 0
@@ -51,7 +51,7 @@ class FrameReader(Generic[F]):
         self._malformed = malformed
 
     def read(self, data: bytes, sender: int | bytes) -> F | None:
-        """None for a frame that does not decode: it is counted.
+        """Returns None for a frame that does not decode, and counts it.
 
         msgspec raises its DecodeError, but UnicodeDecodeError for a string that is not UTF-8 and RecursionError
         for lists nested too deeply, also in fields that it skips.
@@ -64,7 +64,7 @@ class FrameReader(Generic[F]):
 
 
 def in_log(words: object) -> str:
-    """Text that a peer chose, as one short line of printable characters."""
+    """Returns text from a peer as one short line of printable characters."""
     text = str(words)
     short = text if len(text) <= WORDS_CHARS else f"{text[:WORDS_CHARS]}..."
     return short.encode("unicode_escape").decode("ascii")

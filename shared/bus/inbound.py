@@ -1,4 +1,4 @@
-"""The links that peers opened to this process: one bound ROUTER, a Hello first on each."""
+"""The links that peers opened to this process: one bound ROUTER. The first frame of each link is a Hello."""
 
 import logging
 from collections.abc import Callable, Container
@@ -14,11 +14,11 @@ from blockyard.shared.messages import PROTOCOL_VERSION, Hello, Member
 
 log = logging.getLogger(__name__)
 
-MAX_UNLISTED = 4096  # links whose peer is not on the membership list; the newest are kept
+MAX_UNLISTED = 4096  # remembered links of peers off the membership list; the newest are kept
 
 
 class InboundLinks:
-    """Knows each link's sender by its Hello; frames before one, or meant for another incarnation, are dropped."""
+    """Knows each link's sender by its Hello. Drops frames before a Hello, and links meant for another incarnation."""
 
     def __init__(
         self,
@@ -29,9 +29,9 @@ class InboundLinks:
         malformed: Malformed,
         again: Callable[[int], list[Event]],
     ) -> None:
-        """`members`: the incarnations on the membership list, now and later.
+        """`members`: the incarnations on the membership list; the container changes with the list.
 
-        `again`: what it means to this member that a peer opened a second link, its first being lost.
+        `again`: returns the events to report when a peer opens a second link because its first one broke.
         """
         self.socket = router
         self._me = me
@@ -46,11 +46,11 @@ class InboundLinks:
 
     @property
     def num_links(self) -> int:
-        """Links that are remembered, those of dead peers among them until they are pruned."""
+        """Number of remembered links, including links of dead peers that are not pruned yet."""
         return len(self._sender)
 
     def receive(self, events: list[tuple[int, Any]], at_most: int) -> None:
-        """Appends (sender, frame) for up to `at_most` frames that wait."""
+        """Appends (sender, frame) for up to `at_most` arrived frames."""
         if not readable(self.socket):
             return
         for _ in range(at_most):
@@ -70,7 +70,7 @@ class InboundLinks:
                 self._malformed.count(route, f"{type(frame).__name__} without a Hello")
 
     def send(self, to: int, data: bytes) -> bool:
-        """On the newest link that `to` opened; False if there is none, it closed, or it is full."""
+        """Sends on the newest link that `to` opened. Returns False if there is none, it closed, or it is full."""
         route = self._route.get(to)
         if route is None:
             return False
@@ -90,7 +90,7 @@ class InboundLinks:
         if hello.to == self._me.incarnation and hello.version == PROTOCOL_VERSION:
             if len(self._sender) >= self._prune_at:
                 self._prune()
-            if hello.incarnation in self._route:  # what was on the way on its first link is lost
+            if hello.incarnation in self._route:  # frames in flight on its first link are lost
                 events.extend((hello.incarnation, event) for event in self._again(hello.incarnation))
             self._sender[route] = hello.incarnation
             self._route[hello.incarnation] = route
@@ -99,12 +99,12 @@ class InboundLinks:
         try:
             send_frame(self.socket, self._hello, route)
         except zmq.ZMQError as e:
-            log.debug("%s was gone before it could be greeted: %s", in_log(hello.name), e)
+            log.debug("%s left before it was greeted: %s", in_log(hello.name), e)
 
     def _prune(self) -> None:
-        """Forgets links of peers that are off the membership list, oldest first, and links that were opened anew.
+        """Forgets links of peers off the membership list, oldest first, and links that a newer one replaced.
 
-        A peer says Hello before the list names it, so the newest of those off the list are kept.
+        A peer sends Hello before the list names it, so the newest unlisted links are kept.
         """
         kept: dict[bytes, int] = {}
         unlisted: dict[bytes, int] = {}

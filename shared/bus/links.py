@@ -1,10 +1,9 @@
-"""A member's place in the ring: its entry in the membership list and its direct links.
+"""A member's entry in the membership list and its direct links to other members.
 
-One pattern: each member binds one ROUTER and opens one DEALER to each member it sends to; answers return on
-the same link. A link serves one incarnation of its peer. When it breaks, the peer is Gone at once; if the same
-incarnation answers a new link within 0.3 s it is Joined again, otherwise the registry is told. The other end sees
-the second link of the same incarnation, and for it too the peer is Gone and Joined: a link that broke is one case
-with a death, on both sides.
+Each member binds one ROUTER and opens one DEALER to each member it sends to; answers return on the same link. A link
+serves one incarnation of its peer. When it breaks, the peer is Gone at once; if the same incarnation answers a new link
+within 0.3 s it is Joined again, otherwise the registry removes it. The peer sees a second link of the same incarnation
+and also reports Gone and Joined. So both sides treat a broken link like the death of the peer.
 """
 
 import asyncio
@@ -29,7 +28,7 @@ __all__ = ["Changed", "Event", "Gone", "Joined", "Links", "new_incarnation"]
 
 In = TypeVar("In", bound=Frame)
 
-MAX_FRAMES_A_TURN = 512  # a socket: others get their turn
+MAX_FRAMES_A_TURN = 512  # per socket, so that no socket starves the others
 
 
 def new_incarnation() -> int:
@@ -40,9 +39,8 @@ def new_incarnation() -> int:
 class Links(Generic[In]):
     """All sockets of one process. Not thread safe: one loop owns it.
 
-    `accepts` is the union of frames this member takes; frames of other types are malformed here: counted,
-    logged once a sender, and dropped. With `own_heartbeat` a thread announces this member while the loop is
-    deep in a step.
+    `accepts` is the union of frames this member accepts. Frames of other types are malformed: they are counted, logged
+    once a sender, and dropped. With `own_heartbeat` a thread announces this member while its loop is busy with a step.
     """
 
     def __init__(
@@ -81,45 +79,45 @@ class Links(Generic[In]):
         return self._malformed.total
 
     def of(self, role: Role, model: str = "") -> list[Member]:
-        """Live members of a role that are ready; with `model`, those that serve it or any."""
+        """Returns the ready members of a role; with `model`, only members that serve it or serve any model."""
         live = self._list.members.values()
         return [m for m in live if m.role == role and m.ready and (not model or m.model in ("", model))]
 
     @property
     def registry_heard_s(self) -> float:
-        """When the registry's last list came, on the monotonic clock; at first when this member was made."""
+        """Time of the registry's last list on the monotonic clock; before the first list, the time of construction."""
         return self._registry_link.heard_at
 
     def ask_registry(self) -> None:
-        """Asks for the list, which otherwise comes when it has changed."""
+        """Asks for the list, which the registry otherwise sends only when it has changed."""
         self._registry_link.send(AskMembers(self.me.name))
 
     def update(self, **fields: Any) -> None:
-        """Changes this member's entry; goes out at once unless only `stats` changed."""
+        """Changes this member's entry and announces it at once, unless only `stats` changed."""
         self.me = msgspec.structs.replace(self.me, **fields)
         self._registry_link.update(self.me, urgent=fields.keys() != {"stats"})
 
     def count(self, stats: Stats) -> None:
-        """Publishes counters; adds those the links keep themselves."""
+        """Publishes counters, and adds the links' own."""
         self.update(stats=msgspec.structs.replace(stats, malformed_total=self.malformed_total))
 
     def send(self, to: int, frame: Frame) -> bool:
         """Queues a frame on the link to a member, opening it on first use. Never blocks.
 
-        False if no such member is alive, or its link is full: it is then treated as lost.
+        Returns False if no such member is alive or its link is full; a member with a full link is treated as lost.
         """
         sent = self._out.send(to, self._encode(frame))
         self._poller.wake()
         return sent
 
     def answer(self, to: int, frame: Frame) -> bool:
-        """Sends on the link that member `to` opened to us. False if there is none or it is full."""
+        """Sends on the link that member `to` opened to us. Returns False if there is none or it is full."""
         sent = self._in.send(to, self._encode(frame))
         self._poller.wake()
         return sent
 
     def poll(self, timeout_s: float) -> list[tuple[int, Event | In]]:
-        """For plain threads: what has arrived, waiting up to `timeout_s` for the first of it."""
+        """For plain threads: returns all arrived events, and waits up to `timeout_s` for the first."""
         events = self._drain()
         if events or timeout_s <= 0:
             return events
@@ -127,7 +125,7 @@ class Links(Generic[In]):
         return self._drain()
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Event | In]]:
-        """For asyncio: frames of known peers and membership events, in order of arrival, for ever."""
+        """For asyncio: yields frames of known peers and membership events in order of arrival, for ever."""
         self._poller.enter_loop()
         while True:
             self._poller.clear()
@@ -135,12 +133,12 @@ class Links(Generic[In]):
             for event in events:
                 yield event
             if events:
-                await asyncio.sleep(0)  # HTTP connections get their turn
+                await asyncio.sleep(0)  # lets HTTP connections run
             else:
                 await self._poller.wait_in_loop(self._registry_link.due_in())
 
     def close(self) -> None:
-        """Takes this member off the list; what was sent has a moment to leave."""
+        """Removes this member from the list and closes its links, which have 0.2 s to send queued frames."""
         self._out.close()
         self._poller.remove(self._in.socket, self._registry_link.socket)
         self._in.socket.close(200)
@@ -154,14 +152,14 @@ class Links(Generic[In]):
         self.close()
 
     def _drain(self) -> list[tuple[int, Event | In]]:
-        """Everything that can be had without waiting. Membership first: it says who is gone."""
+        """Returns all arrived events. The membership list comes first, because it says which peers are gone."""
         now = time.monotonic()
         for news in self._registry_link.beat(now):
             self._events.extend((event.member.incarnation, event) for event in self._list.push(news, now))
         self._out.receive(now, MAX_FRAMES_A_TURN)
         self._in.receive(self._events, MAX_FRAMES_A_TURN)
         events = self._events.copy()
-        self._events.clear()  # the list itself is shared with the links
+        self._events.clear()  # in place: the links hold the same list
         return events
 
     def _opened_again(self, peer: int) -> list[Event]:

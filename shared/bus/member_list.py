@@ -1,4 +1,4 @@
-"""What one member knows of the others: pure bookkeeping over the registry's pushes and its own links."""
+"""One member's view of the others, from the registry's lists and its own links. No sockets."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ import msgspec
 
 from blockyard.shared.messages import Member, Members
 
-DISTRUST_S = 1.0  # a list that was pushed before the registry heard of it is older than this
+DISTRUST_S = 1.0  # lists pushed before the registry learned of a broken link arrive within this time
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Changed:
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """A member left, died, or its link broke; what was sent to it and not answered is lost."""
+    """A member left, died, or its link broke. Unanswered frames to it are lost."""
 
     member: Member
 
@@ -34,15 +34,15 @@ Event = Joined | Changed | Gone
 
 
 class MemberList:
-    """The last list, less those whose link broke here and whom the registry has not dropped yet."""
+    """The last list without members whose link broke here and which the registry has not removed yet."""
 
     def __init__(self, own: int) -> None:
         self._own = own
-        self._distrusted: dict[int, float] = {}  # incarnation -> until when the list is not believed
+        self._distrusted: dict[int, float] = {}  # incarnation -> time until which lists that name it are ignored
         self.members: dict[int, Member] = {}
 
     def push(self, news: Members, now: float) -> list[Event]:
-        """Takes the registry's list. An unsettled one only adds: a new registry has not heard everybody yet."""
+        """Applies the registry's list. An unsettled list only adds: a new registry has not heard all members yet."""
         listed = {m.incarnation: m for m in news.members if m.incarnation != self._own}
         for incarnation in list(self._distrusted):
             if self._distrusted[incarnation] < now or (news.settled and incarnation not in listed):
@@ -63,7 +63,7 @@ class MemberList:
         return events
 
     def link_broke(self, incarnation: int, now: float) -> list[Event]:
-        """The link to a member closed or is full: it is gone until `link_returned` or the registry says so."""
+        """The link to a member closed or is full: the member is Gone until `link_returned` or a later list."""
         member = self.members.pop(incarnation, None)
         if member is None:
             return []
@@ -71,7 +71,7 @@ class MemberList:
         return [Gone(msgspec.structs.replace(member, ready=False))]
 
     def link_returned(self, member: Member) -> list[Event]:
-        """The same incarnation answered on a new link. What the broken one lost is for the caller to send again."""
+        """The same incarnation answered on a new link. The caller sends again what the broken link lost."""
         self._distrusted.pop(member.incarnation, None)
         if member.incarnation in self.members:
             return []

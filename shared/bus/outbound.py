@@ -1,4 +1,4 @@
-"""The links this process opened to its peers, and what becomes of them."""
+"""The links this process opened to its peers: a DEALER each, with a monitor that reports a broken connection."""
 
 import logging
 import time
@@ -17,8 +17,8 @@ from blockyard.shared.messages import PROTOCOL_VERSION, Hello, Member
 
 log = logging.getLogger(__name__)
 
-HELLO_S = 4.0  # a member may be busy with a long step when it is dialled first
-RETURN_S = 0.3  # a link that broke has this long to come back
+HELLO_S = 4.0  # the peer may be busy with a long step
+RETURN_S = 0.3  # a broken link must be restored within this time
 
 _BROKEN = (
     zmq.EVENT_DISCONNECTED
@@ -29,7 +29,7 @@ _BROKEN = (
 
 
 class OutboundLink:
-    """Opens at construction; `greeted` once the peer's Hello came back."""
+    """One DEALER to one incarnation of a peer. It connects at construction and is `greeted` after the peer's Hello."""
 
     def __init__(self, sockets: Sockets, member: Member, hello: bytes, now: float, again: bool = False) -> None:
         self.member = member
@@ -41,7 +41,7 @@ class OutboundLink:
         send_frame(self.socket, hello)
 
     def broke(self) -> bool:
-        """True once the monitor has seen the connection end."""
+        """Returns True once the monitor has reported the end of the connection."""
         seen = False
         while readable(self.monitor):
             recv_monitor_message(self.monitor)
@@ -52,7 +52,7 @@ class OutboundLink:
         return not self.greeted and now > self.deadline
 
     def close(self, linger_ms: int = 0) -> None:
-        """With linger 0, so that nothing queued here reaches the peer's successor."""
+        """Linger 0 keeps queued frames from reaching the peer's next incarnation."""
         self.socket.disable_monitor()
         self.monitor.close(0)
         self.socket.close(linger_ms)
@@ -61,8 +61,8 @@ class OutboundLink:
 class OutboundLinks:
     """One DEALER a peer and incarnation, opened on first use.
 
-    A link that breaks makes its peer Gone at once and is tried once more: the same incarnation on a new link is
-    Joined again, otherwise `lost` hears of it. `events` receives (incarnation, frame or event); `malformed` counts.
+    When a link breaks its peer is Gone at once, and one new link is tried. If the same incarnation answers it is Joined
+    again, otherwise `lost` is called. `events` receives (incarnation, frame or event).
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class OutboundLinks:
         return True
 
     def receive(self, now: float, at_most: int) -> None:
-        """Takes what waits on all links, and drops those whose peer is gone."""
+        """Reads arrived frames of all links, and closes links to peers that are gone."""
         for incarnation, link in list(self._links.items()):
             if incarnation not in self._members.members and not link.again:
                 self._forget(link)
@@ -114,7 +114,7 @@ class OutboundLinks:
                 self._give_up(link)
 
     def broke(self, incarnation: int) -> None:
-        """Its connection ended, or it takes nothing more: gone, with one try to reach it again."""
+        """Handles a closed or full link: the peer is Gone, and one new link is tried."""
         link = self._links[incarnation]
         if link.again:
             self._give_up(link)
@@ -124,13 +124,13 @@ class OutboundLinks:
         self._dial(link.member, again=True)
 
     def close(self) -> None:
-        """What was sent has a moment to leave."""
+        """Closes all links, which have 0.2 s to send queued frames."""
         for link in self._links.values():
             self._poller.remove(link.socket, link.monitor)
             link.close(linger_ms=200)
 
     def _receive(self, link: OutboundLink, at_most: int) -> None:
-        if not readable(link.socket):  # nearly always: most links carry frames one way
+        if not readable(link.socket):  # the usual case: most links carry frames one way
             return
         peer = link.member.incarnation
         for _ in range(at_most):
@@ -148,7 +148,7 @@ class OutboundLinks:
                 return
 
     def _greeted(self, link: OutboundLink, hello: Hello) -> bool:
-        """False if whoever answers is not the peer that was meant."""
+        """Returns False if another incarnation or protocol version answered."""
         if hello.version != PROTOCOL_VERSION:
             words = f"{hello.name} speaks protocol {hello.version}, we {PROTOCOL_VERSION}"
             self._malformed.count(link.member.incarnation, words)

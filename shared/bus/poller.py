@@ -1,4 +1,4 @@
-"""Waiting on many ZeroMQ sockets at once, from a plain thread or from asyncio."""
+"""Waits for messages on many ZeroMQ sockets at once, in a plain thread or in asyncio."""
 
 import asyncio
 import math
@@ -10,7 +10,7 @@ from blockyard.shared.bus.sockets import descriptor
 
 
 class Poller:
-    """The sockets of one process. Its owner drains them all after each wait; a wake-up says nothing of which."""
+    """The sockets of one process. After each wait the owner drains all: a wake-up does not say which has a message."""
 
     def __init__(self) -> None:
         self._poller = zmq.Poller()
@@ -26,7 +26,7 @@ class Poller:
                 self._loop.add_reader(descriptor(sock), self._awake.set)
 
     def remove(self, *sockets: "zmq.Socket[Any]") -> None:
-        """Before a socket is closed."""
+        """To be called before a socket is closed."""
         for sock in sockets:
             self._sockets.remove(sock)
             self._poller.unregister(sock)
@@ -34,17 +34,17 @@ class Poller:
                 self._loop.remove_reader(descriptor(sock))
 
     def wait(self, timeout_s: float) -> None:
-        """For plain threads: until a message waits, or the time is over."""
+        """For plain threads: returns when a message waits or the time is over."""
         self._poller.poll(math.ceil(1000 * timeout_s))
 
     def enter_loop(self) -> None:
-        """From here on the running asyncio loop is woken by all sockets, also by those added later."""
+        """From now on all sockets wake the running asyncio loop, including sockets added later."""
         self._loop = asyncio.get_running_loop()
         for sock in self._sockets:
             self._loop.add_reader(descriptor(sock), self._awake.set)
 
     def clear(self) -> None:
-        """Before draining: what arrives from now on ends the next `wait_in_loop`."""
+        """To be called before draining: any later arrival ends the next `wait_in_loop`."""
         self._awake.clear()
 
     async def wait_in_loop(self, timeout_s: float) -> None:
@@ -54,6 +54,6 @@ class Poller:
         timer.cancel()
 
     def wake(self) -> None:
-        """After a send: descriptors are edge-triggered, and it may have swallowed the edge of what arrived."""
+        """To be called after a send: descriptors are edge-triggered, and a send may consume the edge of an arrival."""
         if self._loop is not None:
             self._awake.set()

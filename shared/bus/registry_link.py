@@ -14,7 +14,7 @@ HEARTBEAT_S = 0.5
 
 
 class RegistryLink:
-    """Heartbeats from the owner's loop; with `own_thread` also from a thread, which only repeats the last entry."""
+    """Sends heartbeats from the owner's loop; with `own_thread` a thread also repeats the last entry."""
 
     def __init__(
         self, sockets: Sockets, registry: str, me: Member, malformed: Malformed, own_thread: bool = False
@@ -23,7 +23,7 @@ class RegistryLink:
         self._sockets, self._registry = sockets, registry
         self._reader: FrameReader[Members] = FrameReader(Members, malformed)
         self._incarnation = me.incarnation
-        self.heard_at = time.monotonic()  # when the last list came
+        self.heard_at = time.monotonic()  # time of the last list
         self._next = 0.0
         self._entry = msgspec.msgpack.encode(Announce(me))
         self._stop = threading.Event()
@@ -32,23 +32,23 @@ class RegistryLink:
             self._thread.start()
 
     def update(self, me: Member, urgent: bool) -> None:
-        """The entry to announce from now on; an urgent one does not wait for the next beat."""
+        """Replaces the announced entry. An urgent one is sent at once instead of with the next heartbeat."""
         self._entry = msgspec.msgpack.encode(Announce(me))
         if urgent and not self._send_raw(self._entry):
             self._next = 0.0
 
     def send(self, frame: Frame) -> None:
-        """Best effort: a registry that is away hears it from the heartbeat, or not at all."""
+        """Best effort: the frame is lost if the registry is down."""
         self._send_raw(msgspec.msgpack.encode(frame))
 
     def due_in(self) -> float:
-        """Seconds until the next beat."""
+        """Returns the seconds until the next heartbeat."""
         return max(0.0, self._next - time.monotonic())
 
     def beat(self, now: float) -> list[Members]:
-        """Announces if it is time to; returns the lists that came."""
+        """Sends a heartbeat if one is due, and returns the lists that arrived."""
         if now >= self._next:
-            # while the registry is not connected nothing is queued: try again soon
+            # nothing is queued while the registry is not connected, so retry soon
             self._next = now + (HEARTBEAT_S if self._send_raw(self._entry) else HEARTBEAT_S / 10)
         lists = []
         while readable(self.socket):
@@ -79,5 +79,5 @@ class RegistryLink:
             try:
                 send_frame(sock, self._entry)
             except zmq.Again:
-                continue  # the registry is away; the next beat tells it
+                continue  # the registry is down; the next heartbeat repeats it
         sock.close(0)

@@ -1,4 +1,4 @@
-"""The registry's one socket: everybody's heartbeats come in, the list goes out."""
+"""The registry's one socket: receives all members' heartbeats and sends the list."""
 
 import contextlib
 import ipaddress
@@ -14,7 +14,7 @@ from blockyard.shared.messages import Announce, AskMembers, Frame, Members, Regi
 
 
 class RegistrySocket:
-    """Raises ConfigError if the endpoint is taken."""
+    """Binds the registry's endpoint. Raises ConfigError if it is in use."""
 
     def __init__(self, bus: BusConfig) -> None:
         self._sockets = Sockets(bus)
@@ -29,7 +29,7 @@ class RegistrySocket:
         self._askers: list[bytes] = []
 
     def poll(self, timeout_s: float) -> list[Frame]:
-        """What has arrived, waiting up to `timeout_s` for the first of it."""
+        """Returns all arrived frames, and waits up to `timeout_s` for the first."""
         self._socket.poll(int(1000 * timeout_s))
         frames: list[Frame] = []
         while readable(self._socket):
@@ -49,7 +49,7 @@ class RegistrySocket:
         return self._malformed.total
 
     def push(self, news: Members) -> None:
-        """To every listener; those that vanished or do not read are forgotten until they announce again."""
+        """Sends the list to every listener. A listener that is gone or full is removed until its next announcement."""
         data = msgspec.msgpack.encode(news)
         for route in list(self._listeners):
             try:
@@ -59,11 +59,11 @@ class RegistrySocket:
 
     @property
     def asked(self) -> bool:
-        """Somebody who is no listener waits for the list."""
+        """True if a process that is not a listener asked for the list."""
         return bool(self._askers)
 
     def answer(self, news: Members) -> None:
-        """To those who asked."""
+        """Sends the list to each process that asked for it."""
         askers, self._askers = self._askers, []
         for route in askers:
             with contextlib.suppress(zmq.ZMQError):  # gone meanwhile
@@ -75,10 +75,10 @@ class RegistrySocket:
 
 
 def registry_address(bus: BusConfig) -> str:
-    """The endpoint that the registry binds: the address that members dial.
+    """Returns the endpoint that the registry binds: the address that members dial.
 
-    A host name is no address to bind: other networks may know it by another one. So for a name the registry
-    listens where `bus.bind` says, as every member does.
+    A host name cannot be bound, since it may resolve differently in other networks. For a name the registry binds the
+    address of `bus.bind`, as every member does.
     """
     if not bus.registry.startswith("tcp://"):
         return bus.registry

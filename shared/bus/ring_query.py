@@ -1,4 +1,4 @@
-"""One look at the membership list from outside the ring: for health checks and people."""
+"""Reads the membership list from outside the ring, for health checks and `blockyard ring`."""
 
 import msgspec
 
@@ -10,7 +10,7 @@ from blockyard.shared.messages import AskMembers, Member, Members
 
 
 def ask_members(bus: BusConfig, timeout_s: float) -> Members:
-    """Raises BlockyardError if the registry does not answer in time: it is away, or holds another key."""
+    """Returns the list. Raises BlockyardError if the registry does not answer: it is down or has another key."""
     sockets = Sockets(bus)
     link = sockets.connect_dealer(bus.registry, b"ask")
     try:
@@ -28,7 +28,7 @@ def ask_members(bus: BusConfig, timeout_s: float) -> Members:
 
 
 def not_ready(members: list[Member], host: str) -> str:
-    """Why this host's part in the ring is not ready, or "". Endpoints tell hosts apart: tcp only."""
+    """Returns why this host's members are not ready, or "". Compares hosts of tcp endpoints."""
     here = [m for m in members if m.endpoint.startswith(f"tcp://{host}:")]
     if not here:
         return f"no member of {host} is on the list"
@@ -36,7 +36,7 @@ def not_ready(members: list[Member], host: str) -> str:
 
 
 def as_lines(members: list[Member]) -> list[str]:
-    """A line a member, by role and name."""
+    """Returns one line per member, sorted by role and name."""
     ordered = sorted(members, key=lambda m: (m.role, m.name))
     rows = [(m.name, m.role, _state(m), m.model or "-", m.endpoint or "-") for m in ordered]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -1,6 +1,6 @@
-"""ZeroMQ sockets as every member opens them: one ROUTER bound, one DEALER a peer, Curve on tcp.
+"""Makes the ZeroMQ sockets of a member: one bound ROUTER, one DEALER a peer, CurveZMQ on tcp.
 
-Nothing here blocks and nothing lingers unless asked; a send that cannot be queued raises `zmq.Again`.
+No call blocks, and linger is 0 unless stated. A send that cannot be queued raises `zmq.Again`.
 """
 
 import itertools
@@ -19,27 +19,27 @@ TCP_HEARTBEAT_MS = 1000
 TCP_SILENCE_MS = 4000
 RECONNECT_MS = 50
 HANDSHAKE_MS = 5000  # a connection that has not authenticated by then is closed
-PART_BYTES = 2**16  # a frame that is larger travels as several parts of one message
-SEALED_BYTES = 1024  # what encryption adds to a part, and more than that
+PART_BYTES = 2**16  # a larger frame is sent as several parts of one message
+SEALED_BYTES = 1024  # upper bound of what encryption adds to a part
 
 _routing_ids = itertools.count()
-EVENTS, POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)  # arithmetic on zmq's enums costs more than the question
+EVENTS, POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)  # arithmetic on zmq's enums costs more than the query
 
 
 def readable(sock: "zmq.Socket[Any]") -> bool:
-    """True if a message waits. A third of what a `recv` costs that finds none."""
+    """Returns True if a message waits. Costs a third of a `recv` that finds none."""
     return bool(int(sock.get(EVENTS)) & POLLIN)
 
 
 def descriptor(sock: "zmq.Socket[Any]") -> int:
-    """The file descriptor an event loop may watch: edge-triggered, and for reading only."""
+    """Returns the file descriptor an event loop may watch: edge-triggered, and for reading only."""
     return int(sock.get(zmq.FD))
 
 
 def send_frame(sock: "zmq.Socket[bytes]", data: bytes, route: bytes | None = None) -> None:
-    """Queues a frame without waiting; `route` is the link that a ROUTER sends it on.
+    """Queues a frame without waiting; `route` names the link of a ROUTER.
 
-    Raises zmq.Again where it cannot be queued: then no part of it is sent.
+    Raises zmq.Again if it cannot be queued; no part of it is sent then.
     """
     if len(data) <= PART_BYTES:
         if route is None:
@@ -53,19 +53,19 @@ def send_frame(sock: "zmq.Socket[bytes]", data: bytes, route: bytes | None = Non
 
 
 def receive_frame(dealer: "zmq.Socket[bytes]") -> bytes:
-    """The next frame of a link that this process opened. Raises zmq.Again if none waits."""
+    """Returns the next frame of a link that this process opened. Raises zmq.Again if none waits."""
     parts = dealer.recv_multipart(zmq.NOBLOCK)
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 def receive_routed(router: "zmq.Socket[bytes]") -> tuple[bytes, bytes]:
-    """The next frame of any link of a ROUTER, behind that link's route. Raises zmq.Again if none waits."""
+    """Returns (route, frame) of the next frame on any link of a ROUTER. Raises zmq.Again if none waits."""
     route, *parts = router.recv_multipart(zmq.NOBLOCK)
     return route, parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 class _OneKey:
-    """Credentials provider of the ZAP handler: the deployment's own key (Z85) and no other."""
+    """Credentials provider of the ZAP handler: accepts only the deployment's own key (Z85)."""
 
     def __init__(self, public: bytes) -> None:
         self._public = public
@@ -97,7 +97,7 @@ class Sockets:
             self._zap.configure_curve_callback(domain="blockyard", credentials_provider=_OneKey(self._keys.public))
 
     def bind_router(self, endpoint: str | None = None) -> Bound:
-        """Binds to `endpoint`, or to a fresh address of the configured kind. Raises zmq.ZMQError if taken."""
+        """Binds to `endpoint`, or to a new address of the configured kind. Raises zmq.ZMQError if it is in use."""
         router = self._context.socket(zmq.ROUTER)
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._set_common(router)
@@ -112,9 +112,9 @@ class Sockets:
         return Bound(router, self._dialled_as(router.getsockopt_string(zmq.LAST_ENDPOINT)))
 
     def connect_dealer(self, endpoint: str, prefix: bytes, only_when_connected: bool = False) -> zmq.Socket[bytes]:
-        """A DEALER whose routing id is new: a link opened again is never taken for the one that broke.
+        """Returns a DEALER with a new routing id, so that no peer mistakes a reopened link for the one that broke.
 
-        Raises zmq.ZMQError if `endpoint` is none.
+        Raises zmq.ZMQError if `endpoint` is not valid.
         """
         dealer = self._context.socket(zmq.DEALER)
         dealer.setsockopt(zmq.ROUTING_ID, b"%b-%b-%d" % (prefix, os.urandom(6).hex().encode(), next(_routing_ids)))
@@ -133,7 +133,7 @@ class Sockets:
         return dealer
 
     def close(self) -> None:
-        """Sockets must be closed already; waits for their linger."""
+        """Waits for the linger of sockets, which must be closed already."""
         if self._zap is not None:
             self._zap.stop()
         self._context.term()
@@ -142,11 +142,11 @@ class Sockets:
         sock.setsockopt(zmq.LINGER, 0)
         sock.setsockopt(zmq.SNDHWM, self._bus.link_frames)
         sock.setsockopt(zmq.RCVHWM, self._bus.link_frames)
-        # Both hold before a peer has authenticated: libzmq would take commands of any size from a stranger.
-        # The limit counts for each part of a message, so it need not know the longest frame of a link.
+        # Both limits apply before a peer has authenticated: without them libzmq accepts commands of any size from
+        # unauthenticated peers. MAXMSGSIZE applies to each part, so it does not bound the length of a frame.
         sock.setsockopt(zmq.MAXMSGSIZE, PART_BYTES + SEALED_BYTES)
         sock.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
-        # libzmq answers these by itself, so a member deep in a step still counts as alive
+        # libzmq answers heartbeats in its own thread, so a member that is busy with a step counts as alive
         sock.setsockopt(zmq.HEARTBEAT_IVL, TCP_HEARTBEAT_MS)
         sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, TCP_SILENCE_MS)
 

@@ -1,4 +1,4 @@
-"""Members <-> message bus: who is in the ring, what each member does, and its counters."""
+"""Members <-> message bus: the membership list, with each member's role, state and counters."""
 
 from blockyard.shared.messages.base import Frame, Record, Role
 

@@ -23,7 +23,7 @@ class Scraped(Frame, frozen=True):
 
 
 class AskStats(Frame, frozen=True):
-    """Asks a scheduler for its current counters, which are newer than those of its last heartbeat."""
+    """Asks a scheduler for its current counters: its last heartbeat is older."""
 
     request_id: str
 

@@ -33,7 +33,7 @@ class Attached(Frame, frozen=True):
     worker: int  # incarnation
     scheduler: int
     geometry: Geometry
-    block_ids: list[int] = []  # full blocks whose plan completed ...
+    block_ids: list[int] = []  # full blocks of completed plans ...
     block_hashes: bytes = b""  # ... and their hashes, 16 bytes each
     host_block_ids: list[int] = []  # full blocks in host memory ...
     host_block_hashes: bytes = b""  # ... and their hashes
@@ -42,7 +42,7 @@ class Attached(Frame, frozen=True):
 class Fenced(Frame, frozen=True):
     """The worker belongs to another scheduler: the receiver ends."""
 
-    scheduler: int  # the one that was refused
+    scheduler: int  # incarnation of the refused scheduler
 
 
 class OutOfStep(Frame, frozen=True):
@@ -58,7 +58,7 @@ class SlotStart(Record, frozen=True):
     slot: int
     token_ids: bytes  # prompt and the outputs known so far
     num_prompt_tokens: int
-    num_computed: int  # leading tokens whose KV is in `blocks` already
+    num_computed: int  # leading tokens with KV in `blocks` already
     blocks: list[int]
     sampling: Sampling
     choice: int
@@ -76,7 +76,7 @@ class SlotRun(Record, frozen=True):
     """A slot that runs in this plan. It has no position or length: only the device knows them."""
 
     slot: int
-    max_tokens: int  # tokens whose KV this step computes, at most
+    max_tokens: int  # most tokens that this step computes KV of
 
 
 class FullBlock(Record, frozen=True):
@@ -134,7 +134,7 @@ class SlotResult(Record, frozen=True):
 
     slot: int
     token_ids: list[int]
-    num_computed: int  # tokens whose KV is written now
+    num_computed: int  # tokens with KV written so far
     finish: FinishReason | None = None
     stop_token: int | None = None
     logprobs: list[TokenLogprobs] = []
@@ -151,7 +151,7 @@ class StepResult(Frame, frozen=True):
     slots: list[SlotResult]
     stamp_s: float  # CLOCK_REALTIME at the step's end
     step_s: float = 0.0  # time the step took on the worker
-    failed_fetches: list[int] = []  # device blocks whose fetch failed
+    failed_fetches: list[int] = []  # device blocks that could not be fetched
     # One uint32 per run, in the plan's order: the sampled token of a slot that computed one token and reports nothing
     # else. NO_TOKEN for a slot that is in `slots` or produced nothing. Empty: all results are in `slots`.
     token_ids: bytes = b""

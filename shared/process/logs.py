@@ -21,6 +21,6 @@ def setup(name: str, level: str) -> None:
     text = f"%(asctime)s.%(msecs)03d %(levelname)-7s {name.replace('%', '%%')}: %(message)s"
     handler.setFormatter(logging.Formatter(text, "%Y-%m-%d %H:%M:%S"))
     logging.basicConfig(level=LEVELS[level], handlers=[handler], force=True)
-    # Libraries tell their own stories on these levels; ours stay readable.
+    # Libraries log too much on these levels.
     for noisy in ("asyncio", "aiohttp.access", "filelock", "httpx", "urllib3"):
         logging.getLogger(noisy).setLevel(max(logging.WARNING, LEVELS[level]))

@@ -1,4 +1,4 @@
-"""The limit on open files: raised at the start of each process, because every connection and every link takes some."""
+"""Raises the limit on open files at the start of each process: each connection and link takes descriptors."""
 
 import resource
 
@@ -6,13 +6,13 @@ MOST = 2**20  # macOS and old kernels refuse more; no process needs them
 
 
 def raise_limit() -> int:
-    """Raises the soft limit to the hard one, as far as the system lets it. Returns the soft limit."""
+    """Raises the soft limit to the hard one if the system allows it. Returns the soft limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST if hard == resource.RLIM_INFINITY else min(hard, MOST)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        except (OSError, ValueError):  # a sandbox may forbid it: the limit stays as it is
+        except (OSError, ValueError):  # a sandbox may forbid it
             return soft
         return wanted
     return MOST if soft == resource.RLIM_INFINITY else soft

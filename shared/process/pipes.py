@@ -1,4 +1,4 @@
-"""Output into a pipe that has no reader any more, as in `blockyard flags | head`."""
+"""Output into a pipe that its reader closed, as in `blockyard flags | head`."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ from typing import TextIO
 
 
 def to_its_end(run: Callable[[], int]) -> int:
-    """The exit code of `run`, or that of a program which SIGPIPE ends if stdout has no reader."""
+    """Returns the exit code of `run`, or that of a program killed by SIGPIPE if stdout was closed."""
     try:
         try:
             code = run()
@@ -21,7 +21,7 @@ def to_its_end(run: Callable[[], int]) -> int:
 
 
 def leave(out: TextIO) -> None:
-    """From here on `out` leads nowhere: what is still in its buffer raises nothing at the end."""
+    """Redirects `out` to /dev/null, so that flushing its buffer at exit raises nothing."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, out.fileno())
     os.close(nowhere)

@@ -1,4 +1,4 @@
-"""What asyncio services have in common: they run until SIGTERM, and publish counters."""
+"""Common parts of asyncio services: run until SIGTERM, publish counters."""
 
 import asyncio
 import os
@@ -11,7 +11,7 @@ PUBLISH_S = 0.5
 
 
 async def run_until_stopped(*work: Coroutine[Any, Any, None]) -> None:
-    """Runs all of it; SIGTERM and SIGINT cancel it and return. What one of them raises ends the others."""
+    """Runs all coroutines until SIGTERM or SIGINT cancels them. An exception of one ends the others."""
     loop = asyncio.get_running_loop()
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(coroutine) for coroutine in work]
@@ -32,7 +32,7 @@ async def publish(count: Callable[[], None]) -> None:
 
 
 def rss_bytes() -> int:
-    """Resident memory of this process; 0 where it cannot be read, as when no file descriptor is left."""
+    """Returns the resident memory of this process; 0 if it cannot be read, for example without a free descriptor."""
     try:
         pages = Path("/proc/self/statm").read_text("ascii").split()[1]
     except OSError:

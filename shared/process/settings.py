@@ -1,4 +1,4 @@
-"""How a service process begins: its settings file, process title, logging, and the parent it dies with."""
+"""The start of a service process: its settings file, process title and logging, and its end with the launcher."""
 
 import ctypes
 import logging
@@ -28,7 +28,7 @@ C = TypeVar("C", bound=ServiceConfig)
 
 
 def load(config_type: type[C]) -> C:
-    """The settings in the file that argv[1] names. Raises ConfigError.
+    """Returns the settings in the file that argv[1] names. Raises ConfigError.
 
     Also sets the process title and logging, raises the limit on open files, and ties this process's life to the
     launcher's.
@@ -45,7 +45,7 @@ def load(config_type: type[C]) -> C:
 
 
 def read(path: Path, config_type: type[C]) -> C:
-    """Decodes a settings file by type: a field that is missing, unknown or out of range is a ConfigError."""
+    """Decodes a settings file. Raises ConfigError for a missing, unknown or out-of-range field."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=config_type)
     except OSError as e:
@@ -57,7 +57,7 @@ def read(path: Path, config_type: type[C]) -> C:
 def run(config_type: type[C], serve: Callable[[C], None]) -> int:
     """The whole life of a service process: loads settings, serves, returns the exit code.
 
-    A BlockyardError ends in one line, left beside the settings file where the launcher looks for it
+    A BlockyardError is reported in one line: in a file beside the settings file for the launcher
     (`scheduler.json` -> `scheduler.error`), or on stderr if there is no launcher.
     """
     config: C | None = None
@@ -76,9 +76,9 @@ def run(config_type: type[C], serve: Callable[[C], None]) -> int:
 
 
 def die_with(parent_pid: int) -> None:
-    """The kernel kills this process when its launcher is gone, however that went."""
+    """Makes the kernel kill this process when the launcher ends for any reason."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it went while we were starting
+    if os.getppid() != parent_pid:  # it ended during our start
         logging.getLogger(__name__).error("launcher %d is gone", parent_pid)
         os._exit(1)

@@ -1,4 +1,4 @@
-"""Which models are served, by which scheduler, and whether there is room: known before anything is tokenized."""
+"""The served models, their schedulers, and the capacity of their queues: known before a prompt is tokenized."""
 
 from collections.abc import Iterable
 
@@ -7,8 +7,8 @@ import msgspec
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import Member, ModelCard, QueueCapacity, Role
 
-FULL_FOR_S = 5.0  # a scheduler said full so long ago that it is asked again, should the news of room be lost
-AWAY_S = 5.0  # after its last scheduler was lost a model still takes requests: they wait for the next one
+FULL_FOR_S = 5.0  # a queue counts as full for at most this long, in case the frame of new capacity is lost
+AWAY_S = 5.0  # a model still takes requests for this long after its last scheduler was lost
 UNHEARD = QueueCapacity(16, 2**16)
 
 
@@ -16,7 +16,7 @@ class Served(msgspec.Struct, frozen=True):
     """The models that requests may name."""
 
     cards: list[ModelCard]
-    expected: list[str]  # names to wait for: 503 and not 404 while they are missing
+    expected: list[str]  # configured names: 503 instead of 404 until their scheduler joins
 
     def card(self, model: str | None) -> ModelCard:
         """The card for a request's `model`; without one, the only model there is. Raises RequestError."""
@@ -34,12 +34,12 @@ class Served(msgspec.Struct, frozen=True):
 
 
 class ClientAdmission:
-    """Pure: fed with members and QueueCapacity frames."""
+    """Fed with members and QueueCapacity records; it has no sockets."""
 
     def __init__(self, served_model_names: list[str]) -> None:
         self._expected = set(served_model_names)
         self._schedulers: dict[int, Member] = {}
-        self._away: dict[str, tuple[ModelCard, float]] = {}  # by first name, while a restart may be under way
+        self._away: dict[str, tuple[ModelCard, float]] = {}  # by first name: models that may be restarting
         self._capacities: dict[int, tuple[QueueCapacity, float]] = {}
 
     def changed(self, member: Member) -> None:
@@ -59,11 +59,11 @@ class ClientAdmission:
             self._away[lost.card.names[0]] = lost.card, now + AWAY_S
 
     def tick(self, now: float) -> None:
-        """A model whose scheduler has not come back in time is not served any more."""
+        """Removes models that stayed without a scheduler for AWAY_S."""
         self._away = {name: away for name, away in self._away.items() if now < away[1]}
 
     def cards(self) -> list[ModelCard]:
-        """One a model, though several schedulers may serve it; also of a model whose scheduler restarts."""
+        """Returns one card per model, including models that may be restarting."""
         cards = {name: card for name, (card, _) in self._away.items()}
         return list((cards | {m.card.names[0]: m.card for m in self._schedulers.values() if m.card}).values())
 
@@ -81,17 +81,17 @@ class ClientAdmission:
         self._capacities[scheduler] = (capacity, now)
 
     def check_capacity(self, model: str, now: float, tenant: str = "", user: str = "") -> None:
-        """Raises a 429 if every scheduler of the model said that it is full for this caller."""
+        """Raises a 429 if every scheduler of the model is full for this user."""
         capacities = [self._capacities.get(s) for s in self.schedulers(model)]
         full = [k[0] for k in capacities if k is not None and _is_full(k, now) and _concerns(k[0], tenant, user)]
         if full and len(full) == len(capacities):
             raise too_busy(min(r.retry_after_s for r in full), asleep=full[0].asleep)
 
     def takes(self, model: str, choices: int, tokens: int, now: float, alone: bool = False) -> bool:
-        """Whether a scheduler has room for so many more, counted from what it said last.
+        """Returns whether a scheduler has capacity for so many choices and tokens, by its last record.
 
-        One that has said nothing yet is taken to have a little. A request that is `alone`, because no other one waits
-        for its answer, may be larger than the room there is, and is sent where the last news are old.
+        A scheduler without a record counts as UNHEARD. `alone`: no other request waits for an answer. Such a request
+        may exceed the capacity, and is sent if the last record is older than its retry_after_s.
         """
         for scheduler in self.schedulers(model):
             capacity, heard_s = self._capacities.get(scheduler, (UNHEARD, now))
@@ -102,7 +102,7 @@ class ClientAdmission:
         return False
 
     def most_free(self, schedulers: Iterable[int], now: float) -> int | None:
-        """The scheduler to send to: one that is not full, of those the one with most room; None of none."""
+        """Returns the scheduler with the most capacity, full ones last; None if `schedulers` is empty."""
         best: tuple[bool, int] | None = None
         chosen = None
         for scheduler in schedulers:
@@ -119,7 +119,7 @@ def _is_full(known: tuple[QueueCapacity, float], now: float) -> bool:
 
 
 def _concerns(capacity: QueueCapacity, tenant: str, user: str) -> bool:
-    """In a full queue others may take the place of the one that has most there."""
+    """True if the record applies to this user. A queue full for its largest user may still accept others."""
     return capacity.tenant is None or (capacity.tenant, capacity.user) == (tenant, user)
 
 

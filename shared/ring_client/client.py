@@ -1,4 +1,4 @@
-"""One client's parts put together: frames and membership to those that own them."""
+"""Routes frames and membership events to the parts of a ring client."""
 
 import asyncio
 import time
@@ -33,11 +33,11 @@ from blockyard.shared.ring_client.ring_links import RingLinks
 from blockyard.shared.ring_client.tokenizer_client import TokenizerClient
 
 TICK_S = 0.1
-TICKS_A_ROUND = 5  # of what is looked at less often
+TICKS_A_ROUND = 5  # retries between two rounds of the slower checks
 
 
 class RingClient:
-    """`handle` decides and sends; it never waits."""
+    """All parts of one client. `handle` never waits."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class RingClient:
                 self._gone(event.member)
 
     async def keep_time(self, count: Callable[[], None]) -> None:
-        """For ever: what time brings about. `count` is called about twice a second, to publish counters."""
+        """Runs timeouts and retries for ever. Calls `count` about twice a second to publish counters."""
         while True:
             self.admission.tick(self.clock())
             self._recovery.tick(self.clock())
@@ -94,7 +94,7 @@ class RingClient:
                 await asyncio.sleep(TICK_S)
 
     def num_open(self) -> int:
-        """Choices that have not ended."""
+        """Returns the number of choices that have not ended."""
         return sum(entry.num_open for entry in self.journal.entries.values())
 
     def _changed(self, member: Member) -> None:

@@ -1,4 +1,4 @@
-"""Operators' requests to schedulers: sent to each, awaited from each."""
+"""Operators' commands: sends each to every scheduler and waits for all answers."""
 
 import asyncio
 import secrets
@@ -16,7 +16,7 @@ class ControlClient:
         self._waiting: dict[tuple[int, str], asyncio.Future[Controlled]] = {}  # by scheduler and request
 
     async def ask(self, control: Control) -> list[Controlled]:
-        """Of every scheduler. Raises RequestError if there is none, or one refuses or is lost before it answers."""
+        """Returns every scheduler's answer. Raises RequestError without a scheduler, or if one refuses or is lost."""
         control = msgspec.structs.replace(control, request_id=secrets.token_hex(8))
         loop = asyncio.get_running_loop()
         futures: list[asyncio.Future[Controlled]] = []

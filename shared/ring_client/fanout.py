@@ -1,4 +1,4 @@
-"""A step's text to its streams: the hot path, which waits for nobody."""
+"""Distributes a step's text to the streams of its requests. Hot path: it never waits."""
 
 from collections import OrderedDict
 
@@ -10,7 +10,7 @@ from blockyard.shared.ring_client.recovery.journal import ChoiceLog, Journal
 from blockyard.shared.ring_client.recovery.recovery import Recovery
 from blockyard.shared.ring_client.ring_links import RingLinks
 
-CANCEL_INTERVAL_S = 1.0  # frames for an unknown id within it are answered with one Cancel
+CANCEL_INTERVAL_S = 1.0  # an unknown id is answered with at most one Cancel in this time
 MAX_CANCELLED = 10_000
 
 
@@ -20,7 +20,7 @@ class Fanout:
     ) -> None:
         self._links, self._journal, self._meters = links, journal, meters
         self._dispatch, self._recovery = dispatch, recovery
-        self._cancelled: OrderedDict[str, float] = OrderedDict()  # stray ids -> when a Cancel went out
+        self._cancelled: OrderedDict[str, float] = OrderedDict()  # unknown ids -> time of the last Cancel
 
     def text(self, batch: TextBatch, now: float) -> None:
         take, meters, stamp_s = self._journal.take, self._meters, batch.stamp_s
@@ -48,7 +48,7 @@ class Fanout:
         entry = self._journal.entries[delta.request_id]
         choice.queued_s = delta.queued_s or 0.0
         self._meters.first_token(entry, choice, now)
-        if delta.finish != FinishReason.FAILED:  # a failure before anything else is a status code
+        if delta.finish != FinishReason.FAILED:  # a failure before any output is a status code
             entry.accept()
 
     def _ended(self, delta: TextDelta, choice: ChoiceLog, now: float) -> None:
@@ -61,11 +61,11 @@ class Fanout:
         self._meters.choice_ended(entry, choice, delta.finish, now)
         if entry.num_open == 0:
             self._dispatch.close(entry)
-            entry.accept()  # where not one token came before the end
+            entry.accept()  # the request ended without a token
             entry.owner.finished(entry)
 
     def _repair(self, now: float) -> None:
-        """What the last batch showed to be lost is asked for again; what nobody waits for is cancelled."""
+        """Sends requests with missing tokens again, and cancels requests that are not open here."""
         incomplete, self._journal.incomplete = self._journal.incomplete, []
         for entry in {id(e): e for e in incomplete}.values():
             self._recovery.repair(entry, now)

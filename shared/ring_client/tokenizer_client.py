@@ -1,4 +1,4 @@
-"""Tokenize and Detokenize: handed to the tokenizer pool, awaited by the request that needs them."""
+"""Sends Tokenize and Detokenize to the tokenizer pool and returns the answers."""
 
 import asyncio
 
@@ -12,16 +12,16 @@ from blockyard.shared.ring_client.tokenizer_jobs import JobPool
 Answer = Tokenized | Detokenized
 Work = Tokenize | Detokenize
 
-SHORT_IDS = 8192  # ids that no tokenizer needs to see: the scheduler names their blocks in the time of a hop, 0.4 ms
+SHORT_IDS = 8192  # shorter prompts of ids skip the pool: the scheduler hashes their blocks in 0.4 ms, a hop's time
 
 
 class TokenizerClient:
-    """A tokenizer that dies costs its texts a second trip and nothing else."""
+    """Texts of a lost tokenizer are sent to another one."""
 
     def __init__(self, links: RingLinks) -> None:
         self._links = links
         self._pool: JobPool[Work] = JobPool()
-        self._waiting: dict[str, tuple[asyncio.Future[Answer], str, float]] = {}  # with model and when it came
+        self._waiting: dict[str, tuple[asyncio.Future[Answer], str, float]] = {}  # with its model and arrival time
 
     @property
     def num_waiting(self) -> int:
@@ -31,7 +31,7 @@ class TokenizerClient:
         return self._pool.serves(model)
 
     def submit(self, work: Work) -> asyncio.Future[Answer]:
-        """The answer, or a RequestError. Cancelling the future gives the work up."""
+        """Returns a future of the answer, which may raise RequestError. Cancelling it drops the work."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Answer] = loop.create_future()
         self._waiting[work.request_id] = (future, work.model, loop.time())
@@ -42,10 +42,10 @@ class TokenizerClient:
     async def tokenize(
         self, prompts: list[Tokenize], name: str, truncate: int | None = None, want_text: bool = False
     ) -> list[Tokenized]:
-        """In order, as many at once as the pool takes; their ids begin with `name`. Raises RequestError.
+        """Returns the answers in order of `prompts`; `name` prefixes their request ids. Raises RequestError.
 
-        With `truncate` only so many of a prompt's last ids are kept; `want_text` is then the text of those.
-        A short prompt of ids, whose vocabulary the caller has checked, comes back at once and without block names.
+        With `truncate` only this many last ids of a prompt are kept; `want_text` then returns the text of these ids. A
+        short prompt of ids, already checked by the caller, is returned at once and without block hashes.
         """
         named = [msgspec.structs.replace(p, request_id=f"{name}-{i}") for i, p in enumerate(prompts)]
         done = await self._all(named)
@@ -81,7 +81,7 @@ class TokenizerClient:
         self._send(out)
 
     def tick(self, now: float, patience_s: float) -> None:
-        """Gives up what has waited so long while there was nobody to do it."""
+        """Fails work that waited for `patience_s` without a tokenizer."""
         for future, model, since in list(self._waiting.values()):
             if now - since > patience_s and not self._pool.serves(model) and not future.done():
                 future.set_exception(RequestError("No tokenizer is ready.", status=503, retry_after_s=1.0))
@@ -104,13 +104,13 @@ class TokenizerClient:
         self._pool.forget(request_id)
 
     def _send(self, out: list[tuple[int, Work]]) -> None:
-        """A send that fails means the member is lost: its Gone is on the way and brings the work back."""
+        """A failed send means that the member is lost: its Gone event follows and returns the work."""
         for member, frame in out:
             self._links.send(member, frame)
 
 
 def _located(error: RequestError, futures: list[asyncio.Future[Answer]]) -> RequestError:
-    """Of several prompts it names the one that is refused."""
+    """Returns the error with the index of the refused prompt, if there are several."""
     if error.field != "prompt" or len(futures) == 1:
         return error
     index = next(i for i, f in enumerate(futures) if f.done() and not f.cancelled() and f.exception() is error)
@@ -118,12 +118,12 @@ def _located(error: RequestError, futures: list[asyncio.Future[Answer]]) -> Requ
 
 
 def _is_done(work: Tokenize) -> bool:
-    """Nothing is asked of it that takes a tokenizer."""
+    """True if the work needs no tokenizer."""
     ids = work.token_ids
     return ids is not None and len(ids) <= 4 * SHORT_IDS and not (work.want_text or work.want_pieces or work.bad_words)
 
 
 def kept_end(work: Tokenize, done: Tokenized, num_tokens: int, want_text: bool = False) -> Tokenize:
-    """The work of naming the blocks of a prompt of which only so many last ids are kept."""
+    """Returns the work of hashing the blocks of a prompt cut to its last `num_tokens` ids."""
     ids = done.token_ids[-4 * num_tokens :]
     return msgspec.structs.replace(work, text=None, messages=None, token_ids=ids, want_text=want_text)

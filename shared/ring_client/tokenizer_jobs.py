@@ -1,7 +1,7 @@
-"""Work for any member of a role: each job goes to the live member with the fewest of ours, the rest waits here.
+"""Assigns each job to the live member with the fewest of our jobs; the other jobs wait here.
 
-A member that is lost may have been lost through a job it had. Most are killed or cut off, so its jobs are given to
-another one; a job that was at two members when these were lost is given up.
+A job may have caused the loss of its member. Most lost members were killed or disconnected, so their jobs go to other
+members; a job that was at two lost members fails.
 """
 
 from collections import OrderedDict
@@ -9,25 +9,24 @@ from typing import Generic, TypeVar
 
 F = TypeVar("F")
 
-MAX_WAITING = (
-    2  # of ours at one member: enough that it never idles, few enough that short jobs do not queue behind long
-)
-MAX_LOST = 2  # members that a job may be at when they are lost
+# Jobs of ours at one member: enough to keep it busy, few enough that short jobs do not queue behind long ones.
+MAX_WAITING = 2
+MAX_LOST = 2  # lost members after which a job fails
 
 
 class _Member(Generic[F]):
     def __init__(self, model: str) -> None:
         self.model = model  # "" serves any
-        self.jobs: dict[str, tuple[str, F] | None] = {}  # unanswered: model and frame, None where nobody waits any more
+        self.jobs: dict[str, tuple[str, F] | None] = {}  # unanswered: model and frame, None if forgotten
 
 
 class JobPool(Generic[F]):
-    """Pure bookkeeping; methods return the (member, frame) pairs that are to be sent now."""
+    """No sockets: methods return the (member, frame) pairs to send now."""
 
     def __init__(self) -> None:
         self._members: dict[int, _Member[F]] = {}
-        self._queues: dict[str, OrderedDict[str, F]] = {}  # by model, each job -> frame
-        self._lost: dict[str, int] = {}  # members lost with a job that is still open
+        self._queues: dict[str, OrderedDict[str, F]] = {}  # by model: job -> frame
+        self._lost: dict[str, int] = {}  # open job -> number of members lost with it
 
     @property
     def num_waiting(self) -> int:
@@ -42,7 +41,7 @@ class JobPool(Generic[F]):
         return self._hand_out()
 
     def gone(self, member: int) -> tuple[list[tuple[int, F]], list[str]]:
-        """Its unanswered jobs go first in the queue again, in their order. Also returns the jobs that are given up."""
+        """Returns its unanswered jobs to the front of the queue, in order. Also returns the failed jobs."""
         lost = self._members.pop(member, None)
         given_up = []
         for job, kept in reversed(lost.jobs.items() if lost else ()):
@@ -69,7 +68,7 @@ class JobPool(Generic[F]):
         return self._hand_out()
 
     def forget(self, job: str) -> None:
-        """Nobody waits for it. If a member has it, it counts there until answered."""
+        """Drops a job. If a member has it, it counts there until answered."""
         self._lost.pop(job, None)
         for queue in self._queues.values():
             queue.pop(job, None)

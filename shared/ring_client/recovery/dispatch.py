@@ -1,4 +1,4 @@
-"""Open requests go out to a scheduler, as often as it takes."""
+"""Sends open requests to schedulers, and retries until one accepts."""
 
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import Cancel, FinishReason
@@ -10,17 +10,17 @@ from blockyard.shared.ring_client.ring_links import RingLinks
 
 
 class Dispatch:
-    """The journal's effects: what it says must be sent goes out here."""
+    """Opens, sends, resends and closes the journal's requests."""
 
     def __init__(
         self, links: RingLinks, journal: Journal, admission: ClientAdmission, meters: Meters, hold_s: float = HOLD_S
     ) -> None:
         self._links, self._journal, self._admission, self._meters = links, journal, admission, meters
         self.hold = HeldRequests(hold_s)
-        self.waiting: dict[str, JournalEntry] = {}  # to be sent again once there is a scheduler, and it is time
+        self.waiting: dict[str, JournalEntry] = {}  # to be sent again when due and a scheduler is ready
 
     def check_hold(self, model: str, num_choices: int, num_tokens: int) -> None:
-        """Raises a 503 if a new request had to be held, and is too much for that."""
+        """Raises a 503 if a new request must be held and exceeds the bounds."""
         if not self._admission.schedulers(model):
             self.hold.check(model, num_choices, num_tokens)
 
@@ -31,7 +31,7 @@ class Dispatch:
             self.hold.put(entry, now)
 
     def close(self, entry: JournalEntry) -> None:
-        """The request is over for its caller; what still runs of it is cancelled."""
+        """Closes a request, and cancels its choices that still run."""
         self._close(entry, FinishReason.CANCELLED)
 
     def _close(self, entry: JournalEntry, finish: FinishReason | None) -> None:
@@ -45,7 +45,7 @@ class Dispatch:
             self._links.send(entry.scheduler, Cancel(entry.request_id, entry.attempt))
 
     def fail(self, entry: JournalEntry, error: RequestError) -> None:
-        self._close(entry, FinishReason.FAILED if entry.accepted else None)  # what was refused never was a request
+        self._close(entry, FinishReason.FAILED if entry.accepted else None)  # refused requests are not counted
         entry.owner.failed(entry, error)
 
     def resend(self, entry: JournalEntry, now: float) -> None:
@@ -57,22 +57,22 @@ class Dispatch:
             self.waiting[entry.request_id] = entry
 
     def resend_at(self, entry: JournalEntry, when: float) -> None:
-        """Sends it again at that time, unless something else does before."""
+        """Sends it again at that time, unless it is sent earlier for another reason."""
         entry.not_before_s = when
         self.waiting[entry.request_id] = entry
 
     def retry(self, now: float) -> None:
-        """Every 0.1 s or so: sends again what waited for a time or a scheduler."""
+        """Called about every 0.1 s: sends requests that waited for a time or a scheduler."""
         for entry in list(self.waiting.values()):
             if entry.not_before_s <= now and self._admission.schedulers(entry.model):
                 self.resend(entry, now)
-        for entry in self.hold:  # as new: the scheduler may still refuse it
+        for entry in self.hold:  # as a new request: the scheduler may refuse it
             entry.heard_s = now
             if self._send(entry):
                 self.hold.drop(entry)
 
     def _send(self, entry: JournalEntry) -> bool:
-        """False if there is no scheduler to send it to."""
+        """Returns False if there is no scheduler to send it to."""
         before = entry.scheduler
         candidates = self._admission.schedulers(entry.model)
         chosen = before if before in candidates else self._admission.most_free(candidates, entry.heard_s)
@@ -81,6 +81,6 @@ class Dispatch:
             return False
         entry.scheduler = chosen
         self.waiting.pop(entry.request_id, None)
-        if before is not None and before != chosen:  # false where it is gone
+        if before is not None and before != chosen:  # False if it is gone
             self._links.send(before, Cancel(entry.request_id, entry.attempt - 1))
         return True

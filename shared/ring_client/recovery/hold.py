@@ -1,4 +1,4 @@
-"""New requests while the scheduler of their model restarts: held for some seconds within bounds, then sent as new."""
+"""Holds new requests for some seconds, within bounds, while the scheduler of their model restarts."""
 
 from collections.abc import Iterator
 
@@ -7,16 +7,16 @@ from blockyard.shared.ring_client.admission import not_ready
 from blockyard.shared.ring_client.recovery.journal import JournalEntry
 
 HOLD_S = 5.0
-MAX_HELD = 1024  # choices; a scheduler's queue takes as many requests by default
+MAX_HELD = 1024  # choices, as the default of a scheduler's queue
 MAX_HELD_TOKENS = 2**22  # of their prompts
 
 
 class HeldRequests:
-    """Requests that were never sent. Those that were sent once wait in `Dispatch.waiting`."""
+    """Requests that were never sent. Requests to be sent again wait in `Dispatch.waiting`."""
 
     def __init__(self, hold_s: float) -> None:
         self._hold_s = hold_s
-        self._held: dict[str, tuple[JournalEntry, float]] = {}  # with the time at which it is given up
+        self._held: dict[str, tuple[JournalEntry, float]] = {}  # with the time at which it fails
         self._num_choices = self._num_tokens = 0
 
     def __iter__(self) -> Iterator[JournalEntry]:
@@ -26,7 +26,7 @@ class HeldRequests:
         return len(self._held)
 
     def check(self, model: str, num_choices: int, num_tokens: int) -> None:
-        """Raises a 503 if so many more choices, with so many prompt tokens together, are too many."""
+        """Raises a 503 if so many more choices and prompt tokens exceed the bounds."""
         if self._num_choices + num_choices > MAX_HELD or self._num_tokens + num_tokens > MAX_HELD_TOKENS:
             raise not_ready(f"the model `{model}`")
 
@@ -35,12 +35,12 @@ class HeldRequests:
         self._count(entry, 1)
 
     def drop(self, entry: JournalEntry) -> None:
-        """It was sent, or is over."""
+        """Removes a request that was sent or has ended."""
         if self._held.pop(entry.request_id, None) is not None:
             self._count(entry, -1)
 
     def overdue(self, now: float) -> list[tuple[JournalEntry, RequestError]]:
-        """What has been held for too long, with the answer to it."""
+        """Returns requests that were held for too long, each with its error."""
         due = [entry for entry, until in self._held.values() if until <= now]
         return [(entry, not_ready(f"the model `{entry.model}`")) for entry in due]
 

@@ -1,8 +1,8 @@
-"""The journal: what was asked and delivered of every open request, so that any of it can be asked for again.
+"""The journal of open requests: their parameters and delivered output, from which any of them can be sent again.
 
-A request whose member is lost, or from which nothing comes, is sent again with attempt + 1 and the ids
-delivered so far. Of what arrives only the next ids of the current attempt count, so that lost, late and doubled
-frames are one case: every token is delivered once and every choice ends once.
+When a member of a request is lost or nothing arrives for too long, the request is sent again with attempt + 1 and the
+ids delivered so far. Only the next ids of the current attempt are accepted. So lost, late and repeated frames are one
+case: every token is delivered once and every choice ends once.
 """
 
 from array import array
@@ -21,17 +21,17 @@ from blockyard.shared.messages import (
     TextOptions,
 )
 
-MAX_GAPS = 8  # in a row, without a token in between: then the ring is at fault in a way that trying does not mend
+MAX_GAPS = 8  # in a row without a token in between: the request then fails, since repetition does not help
 
 
 class Sink(Protocol):
-    """Where the text of one choice goes."""
+    """Receives the text of one choice."""
 
     def push(self, delta: TextDelta, now: float, stamp_s: float) -> None: ...
 
 
 class Owner(Protocol):
-    """Who is told what becomes of a request; each is called at most once per request and event."""
+    """Receives the events of a request, each at most once."""
 
     def accepted(self, entry: "JournalEntry") -> None: ...
     def failed(self, entry: "JournalEntry", error: RequestError) -> None: ...
@@ -39,7 +39,7 @@ class Owner(Protocol):
 
 
 class ChoiceLog:
-    """One continuation: what was delivered of it."""
+    """One choice: its delivered output and times."""
 
     __slots__ = (
         "arrived_s",
@@ -59,10 +59,10 @@ class ChoiceLog:
         self.output_ids = array("I")
         self.chars_sent = 0
         self.finish: FinishReason | None = None
-        self.reopened = -1  # attempt whose opening brought text of ids delivered before
-        self.arrived_s = 0.0  # when its last text came; 0 before the first
-        self.first_s = 0.0  # when its first text came
-        self.queued_s = 0.0  # how long it waited in the scheduler for its first seat
+        self.reopened = -1  # attempt that repeated text of delivered ids when it opened
+        self.arrived_s = 0.0  # time of its last text; 0 before the first
+        self.first_s = 0.0  # time of its first text
+        self.queued_s = 0.0  # time in the scheduler's queue until it was first scheduled
 
 
 class JournalEntry:
@@ -118,7 +118,7 @@ class JournalEntry:
         beam: Beam | None = None,
         n: int | None = None,
     ) -> None:
-        """`now`: when its caller asked. `n`: choices that the caller gets; None: all."""
+        """`now`: arrival of the client's request. `n`: choices returned to the client; None: all."""
         self.request_id = request_id
         self.model = model
         self.prompt_ids = prompt_ids
@@ -134,30 +134,30 @@ class JournalEntry:
         self.beam = beam
         self.n = len(choices) if n is None else n
         self.attempt = 0
-        self.scheduler: int | None = None  # incarnation; None while there is none to send to
+        self.scheduler: int | None = None  # incarnation; None while no scheduler is ready
         self.detokenizer: int | None = None
         self.accepted = False  # by any attempt
         self.num_open = len(choices)
         self.came_s = self.opened_s = self.sent_s = now
         self.has_output = False  # of some choice
-        self.heard_s = now  # when anything last came for it
-        self.not_before_s = 0.0  # a refused repetition waits until then
+        self.heard_s = now  # time of its last frame
+        self.not_before_s = 0.0  # a repetition waits until then
         self.gaps = 0
         self.cached_tokens = 0
-        self.prompt_logprobs: list[TextLogprobs] = []  # of prompt position 1 onwards: 0 has none
+        self.prompt_logprobs: list[TextLogprobs] = []  # from prompt position 1: position 0 has none
 
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_ids) // 4
 
     def accept(self) -> None:
-        """The ring has taken it: from here on a failure is an event in the answer, not a status code."""
+        """The ring accepted it: from now on a failure is an event in the answer instead of a status code."""
         if not self.accepted:
             self.accepted = True
             self.owner.accepted(self)
 
     def generate(self) -> Generate:
-        """The frame that starts or continues this attempt."""
+        """Returns the frame that starts this attempt."""
         return Generate(
             request_id=self.request_id,
             attempt=self.attempt,
@@ -178,12 +178,12 @@ class JournalEntry:
 
 
 class Journal:
-    """All open requests of this gateway."""
+    """All open requests of this client."""
 
     def __init__(self) -> None:
         self.entries: dict[str, JournalEntry] = {}
-        self.unknown_ids: dict[str, int] = {}  # ids that frames came for and nobody waits for -> their attempt
-        self.incomplete: list[JournalEntry] = []  # something was lost: to be sent again
+        self.unknown_ids: dict[str, int] = {}  # ids of frames without an open request -> their attempt
+        self.incomplete: list[JournalEntry] = []  # requests with missing tokens, to be sent again
 
     def open(self, entry: JournalEntry) -> None:
         self.entries[entry.request_id] = entry
@@ -192,7 +192,7 @@ class Journal:
         return self.entries.pop(request_id, None)
 
     def take(self, delta: TextDelta, now: float) -> ChoiceLog | None:
-        """Notes what `delta` delivers and returns its choice; None if it is not to be delivered."""
+        """Records the output of `delta` and returns its choice; None if `delta` must not be delivered."""
         entry = self.entries.get(delta.request_id)
         if entry is None:
             self.unknown_ids[delta.request_id] = delta.attempt
@@ -210,11 +210,11 @@ class Journal:
         if delta.prompt_logprobs and not self._take_prompt_logprobs(entry, delta):
             return None
         if delta.token_ids:
-            if not known and delta.choice == 0 and delta.cached_tokens:  # one prompt, once
+            if not known and delta.choice == 0 and delta.cached_tokens:  # once per prompt
                 entry.cached_tokens = delta.cached_tokens
             try:
                 choice.output_ids.extend(delta.token_ids)
-            except OverflowError:  # no token id: whatever made this frame, its ids are asked for again
+            except OverflowError:  # not a token id: the frame is corrupt, ask for its ids again
                 del choice.output_ids[known:]
                 self.incomplete.append(entry)
                 return None
@@ -229,7 +229,7 @@ class Journal:
         return choice
 
     def _take_prompt_logprobs(self, entry: JournalEntry, delta: TextDelta) -> bool:
-        """They come in prompt order, from any choice and again after a repetition."""
+        """They arrive in prompt order, from any choice, and again after a repetition."""
         known = len(entry.prompt_logprobs)
         skip = known - (delta.first_prompt - 1)
         if skip < 0:
@@ -239,22 +239,22 @@ class Journal:
         return True
 
     def through(self, member: int) -> Iterator[JournalEntry]:
-        """The open requests that pass through this member."""
+        """Yields the open requests at this scheduler or detokenizer."""
         return (e for e in list(self.entries.values()) if member in (e.scheduler, e.detokenizer))
 
     def along(self, scheduler: int, detokenizer: int | None) -> Iterator[JournalEntry]:
-        """The open requests that this scheduler has, or those of them whose text comes from this detokenizer."""
+        """Yields the open requests at this scheduler; with `detokenizer` only requests that it decodes."""
         for entry in list(self.entries.values()):
             if entry.scheduler == scheduler and detokenizer in (None, entry.detokenizer):
                 yield entry
 
     def silent_since(self, then: float) -> Iterator[JournalEntry]:
-        """The open requests with a scheduler for which nothing came after `then`."""
+        """Yields the open requests at a scheduler without a frame since `then`."""
         return (e for e in list(self.entries.values()) if e.heard_s < then and e.scheduler is not None)
 
 
 def _is_doubled(choice: ChoiceLog, delta: TextDelta) -> bool:
-    """A stream that is opened anew may bring text of ids delivered before: once an attempt, and nothing else tells."""
+    """True for repeated text: a reopened stream may send text of delivered ids once per attempt."""
     if not delta.text or delta.finish is not None:
         return False
     doubled = choice.reopened == delta.attempt

@@ -1,4 +1,4 @@
-"""What the ring says about open requests, and what is done when a part of it is lost."""
+"""Handles answers about open requests, and sends requests again when a member or a path is lost."""
 
 import logging
 from collections import OrderedDict
@@ -13,11 +13,11 @@ from blockyard.shared.ring_client.ring_links import RingLinks
 log = logging.getLogger(__name__)
 
 LOST_RETRY_S = 0.1
-MAX_LOST = 1000  # members gone of late that are remembered
+MAX_LOST = 1000  # remembered members that are gone
 
 
 class Recovery:
-    """One path for all of it: the request is sent again with the next attempt."""
+    """Every kind of loss is handled alike: the request is sent again with the next attempt."""
 
     def __init__(
         self, links: RingLinks, journal: Journal, admission: ClientAdmission, dispatch: Dispatch, stall_timeout_s: float
@@ -35,7 +35,7 @@ class Recovery:
             entry.heard_s = now
             entry.detokenizer = frame.detokenizer
             entry.accept()
-            if frame.detokenizer in self._lost:  # the scheduler will learn of it any moment
+            if frame.detokenizer in self._lost:  # the scheduler will notice soon
                 self._dispatch.resend_at(entry, now + LOST_RETRY_S)
 
     def refused(self, peer: int, frame: Refused, now: float) -> None:
@@ -43,12 +43,12 @@ class Recovery:
         entry = self._journal.entries.get(frame.request_id)
         if entry is None or frame.attempt != entry.attempt:
             return
-        if entry.accepted and frame.status in (429, 503):  # it was admitted once: it only waits
+        if entry.accepted and frame.status in (429, 503):  # it was accepted before: it waits
             entry.heard_s = now
             entry.scheduler = None
             self._dispatch.resend_at(entry, now + frame.capacity.retry_after_s)
             return
-        entry.scheduler = None  # it keeps nothing that would have to be cancelled
+        entry.scheduler = None  # the scheduler has no state of it to cancel
         error = RequestError(frame.message, frame.field, frame.status)
         if frame.status == 429:
             error = too_busy(frame.capacity.retry_after_s)
@@ -72,9 +72,9 @@ class Recovery:
             self._dispatch.resend(entry, now)
 
     def path_lost(self, scheduler: int, member: int, now: float) -> None:
-        """The scheduler says that text is lost between members that live, or that it dropped this gateway's requests.
+        """Text was lost between live members, or the scheduler dropped this gateway's requests.
 
-        They are sent with the next round of `Dispatch.retry`: the lost link may need a moment to come back.
+        They are sent in the next round of `Dispatch.retry`, which gives the broken link time to reconnect.
         """
         hit = list(self._journal.along(scheduler, None if member == self._links.me.incarnation else member))
         if hit:
@@ -83,7 +83,7 @@ class Recovery:
             self._dispatch.resend_at(entry, now)
 
     def tick(self, now: float) -> None:
-        """Twice a second or so: repeats what is silent, gives up what never found a scheduler."""
+        """Called about twice a second: resends stalled requests, and fails requests that never reached a scheduler."""
         for entry in self._journal.silent_since(now - self._stall_timeout_s):
             log.warning("nothing came for %s in %.0f s: sent again", entry.request_id, self._stall_timeout_s)
             self._dispatch.resend(entry, now)
@@ -94,7 +94,7 @@ class Recovery:
             self._dispatch.fail(entry, error)
 
     def repair(self, entry: JournalEntry, now: float) -> None:
-        """Frames of it were lost: the ids after the gap are asked for again."""
+        """Frames of the request were lost: sends it again, or fails it after MAX_GAPS."""
         if entry.request_id not in self._journal.entries:
             return
         entry.gaps += 1
