@@ -1,4 +1,4 @@
-"""Charts as SVG, and pages of them: one file that needs nothing else. Pure."""
+"""Charts as SVG, and self-contained HTML pages of charts."""
 
 import html
 import math
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 WIDTH, HEIGHT = 560, 260
 LEFT, RIGHT, TOP, BOTTOM = 56, 16, 34, 40  # margins
-MAX_POINTS = 500  # of a curve; more cannot be seen
+MAX_POINTS = 500  # of a curve; more are not visible
 COLOURS = ("#2563eb", "#ea580c", "#059669", "#9333ea", "#dc2626", "#0891b2", "#ca8a04", "#64748b")
 DARK_COLOURS = ("#6ea0ff", "#fb923c", "#34d399", "#c084fc", "#f87171", "#22d3ee", "#facc15", "#94a3b8")
 CHART_STYLE = (
@@ -32,7 +32,7 @@ Point = tuple[float, float]
 @dataclass(frozen=True, slots=True)
 class Curve:
     points: Sequence[Point]
-    name: str = ""  # as the legend has it; empty: it is the only one
+    name: str = ""  # in the legend; empty: no legend
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +54,13 @@ class Axis:
 
 
 def round_step(rough: float) -> float:
-    """1, 2 or 5 times a power of ten, at least `rough`."""
+    """Returns 1, 2 or 5 times a power of ten, at least `rough`."""
     power = 10.0 ** math.floor(math.log10(rough))
     return next(m * power for m in (1, 2, 5, 10) if m * power >= rough * (1 - 1e-9))
 
 
 def cdf(values: Sequence[float]) -> list[Point]:
-    """(value, share of values not above it), thinned out to what can be seen; both ends stay."""
+    """Returns (value, share of values not above it) for at most MAX_POINTS values, with the first and last."""
     ordered = sorted(values)
     num = len(ordered)
     kept = (
@@ -70,7 +70,7 @@ def cdf(values: Sequence[float]) -> list[Point]:
 
 
 def svg(title: str, x_label: str, y_label: str, *curves: Curve) -> str:
-    """Curves over common axes, which begin at 0; empty if there are no points."""
+    """Returns a chart of curves on common axes that begin at 0; empty without points."""
     points = [point for curve in curves for point in curve.points]
     if not points:
         return ""
@@ -98,7 +98,7 @@ def svg(title: str, x_label: str, y_label: str, *curves: Curve) -> str:
 
 
 def _legend(curves: Sequence[Curve]) -> list[str]:
-    """Names in their colours, from the right end of the title's line to the left."""
+    """Returns the names in their colours, right-aligned in the title's line."""
     at, parts = float(WIDTH - RIGHT), []
     for i, curve in reversed(list(enumerate(curves))):
         if curve.name:
@@ -109,7 +109,7 @@ def _legend(curves: Sequence[Curve]) -> list[str]:
 
 
 def page(title: str, text: str, charts: Sequence[str]) -> str:
-    """A whole HTML file, well-formed as XML too; `text` is shown as it is."""
+    """Returns an HTML file, also well-formed XML, with `text` as preformatted text."""
     title = html.escape(title)
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/><title>{title}</title>'
@@ -119,7 +119,7 @@ def page(title: str, text: str, charts: Sequence[str]) -> str:
 
 
 def sheet(charts: Sequence[str], columns: int = 2) -> str:
-    """Charts side by side as one SVG file on white, for documents."""
+    """Returns one SVG file with charts side by side on white, for documents."""
     placed = []
     for i, chart in enumerate(charts):
         row, column = divmod(i, columns)

@@ -1,4 +1,4 @@
-"""How a pool of measured values lies, and its row in a table."""
+"""Mean and percentiles of measured values, and their row in a table."""
 
 from collections.abc import Iterable, Sequence
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class Percentiles(msgspec.Struct, frozen=True):
-    """How values lie, in their own unit."""
+    """Mean, percentiles and maximum, in the unit of the values."""
 
     mean: float
     p50: float
@@ -16,7 +16,7 @@ class Percentiles(msgspec.Struct, frozen=True):
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Of ascending values, interpolated between neighbours as numpy does by default."""
+    """Returns a percentile of ascending values, interpolated linearly as numpy does by default."""
     at = (len(ordered) - 1) * percent / 100
     low = int(at)
     high = min(low + 1, len(ordered) - 1)
@@ -24,7 +24,7 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
 
 
 def spread(values: Iterable[float], scale: float = 1.0) -> Percentiles | None:
-    """None of no values."""
+    """Returns None without values."""
     ordered = sorted(value * scale for value in values)
     if not ordered:
         return None

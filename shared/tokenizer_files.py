@@ -1,6 +1,6 @@
 """A model folder's tokenizer: tokenizer.json, tokenizer_config.json and the files around them.
 
-Reads with `tokenizers` and msgspec what transformers would make of the same folder, without importing it.
+Gives the same tokenizer as transformers for the same folder, with `tokenizers` and msgspec alone.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from blockyard.shared.errors import LoadError
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """What a folder says about text."""
+    """The tokenizer of a folder, with its special tokens and chat templates."""
 
     tokenizer: Tokenizer
     special_tokens: dict[str, str]  # "bos_token" -> "<s>" and so on, as chat templates see them
@@ -24,7 +24,7 @@ class TokenizerFiles:
 
 
 def load(path: str | Path) -> TokenizerFiles:
-    """Reads a folder (or its tokenizer.json). Raises LoadError with one line that says what is missing."""
+    """Reads a folder (or its tokenizer.json). Raises LoadError naming the missing file."""
     folder = Path(path)
     if folder.is_file():
         folder = folder.parent
@@ -48,7 +48,7 @@ def load(path: str | Path) -> TokenizerFiles:
 
 
 def _json_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty if there is no such file."""
+    """Returns the JSON object in a file, or an empty one without the file."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
@@ -64,12 +64,12 @@ def _json_object(path: Path) -> dict[str, Any]:
 def _from_json(path: Path) -> Tokenizer:
     try:
         return Tokenizer.from_file(str(path))
-    except Exception as e:  # tokenizers raises bare Exception for all that is wrong with a file
+    except Exception as e:  # tokenizers raises bare Exception for any wrong file
         raise LoadError(f"tokenizer: {path}: {e}") from e
 
 
 def _from_vocab_and_merges(folder: Path, config: dict[str, Any], special: dict[str, AddedToken]) -> Tokenizer:
-    """Byte-level BPE as GPT-2 and OPT have it."""
+    """Returns the byte-level BPE of GPT-2 and OPT."""
     try:
         vocab = msgspec.json.decode((folder / "vocab.json").read_bytes(), type=dict[str, int])
         lines = (folder / "merges.txt").read_text("utf-8").split("\n")
@@ -86,7 +86,7 @@ def _from_vocab_and_merges(folder: Path, config: dict[str, Any], special: dict[s
 
 
 def _surround(tokenizer: Tokenizer, config: dict[str, Any], special: dict[str, AddedToken]) -> None:
-    """Ids that `add_special_tokens` adds. In tokenizer.json the post-processor says so and the flags do not count."""
+    """Sets the ids that `add_special_tokens` adds. With a tokenizer.json its post-processor decides instead."""
     single, used = "$A:0", []
     if config.get("add_bos_token") and "bos_token" in special:
         single = f"{special['bos_token'].content}:0 {single}"
@@ -110,7 +110,7 @@ def _what_is_missing(folder: Path) -> str:
 
 
 def _special_tokens(config: dict[str, Any], mapped: dict[str, Any]) -> dict[str, AddedToken]:
-    """Named special tokens ("bos_token", ...). The config goes before special_tokens_map.json."""
+    """Returns named special tokens ("bos_token", ...). The config overrides special_tokens_map.json."""
     tokens: dict[str, AddedToken] = {}
     for source in (config, mapped):
         for name, value in source.items():
@@ -121,7 +121,7 @@ def _special_tokens(config: dict[str, Any], mapped: dict[str, Any]) -> dict[str,
 
 
 def _added_token(value: object, special: bool) -> AddedToken | None:
-    """From a string, or an object with `content` and flags; None for anything else (`add_bos_token: true`)."""
+    """Reads a string, or an object with `content` and flags. Returns None for anything else (`add_bos_token: true`)."""
     if isinstance(value, str):
         return AddedToken(value, special=special, normalized=not special)
     if isinstance(value, dict) and isinstance(value.get("content"), str):
@@ -133,10 +133,10 @@ def _added_token(value: object, special: bool) -> AddedToken | None:
 def _mark_added_tokens(
     tokenizer: Tokenizer, folder: Path, config: dict[str, Any], special: dict[str, AddedToken]
 ) -> None:
-    """Adds what the config names and the tokenizer does not know as added, in the order of ids.
+    """Adds the config's added tokens that the tokenizer lacks, in the order of ids.
 
-    A token that would get another id than the config says stays out, and so does one without an id in the
-    vocabulary: the model has no embedding for it.
+    Leaves out a token that would get another id than in the config, and a token without an id in the vocabulary: the
+    model has no embedding for it.
     """
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     wanted: list[tuple[int | None, AddedToken]] = []
@@ -172,7 +172,7 @@ def _id(value: object) -> int:
 
 
 def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    """By name. Files of their own go before the config's entry, as in transformers."""
+    """Returns templates by name. Template files override the config's entry, as in transformers."""
     templates: dict[str, str] = {}
     if (folder / "chat_template.jinja").is_file():
         templates["default"] = _text(folder / "chat_template.jinja")

@@ -1,4 +1,4 @@
-"""The loop of a detokenizer: tokens from schedulers in, one batch of text a step out to each gateway."""
+"""The loop of a detokenizer: receives tokens from schedulers and sends one batch of text per step and gateway."""
 
 from typing import Protocol
 
@@ -11,7 +11,7 @@ from blockyard.shared.process.service_main import rss_bytes
 
 
 class Sends(Protocol):
-    """What the service needs of its links."""
+    """The methods of its links that the service uses."""
 
     def send(self, to: int, frame: Frame) -> bool: ...
 
@@ -21,7 +21,7 @@ class Sends(Protocol):
 
 
 class Detokenizer:
-    """One replica. A stream stays with the one its scheduler chose."""
+    """One replica. A stream stays with the replica that its scheduler chose."""
 
     def __init__(self, links: Sends, table: TokenTable, served_model_names: list[str]) -> None:
         self._links = links
@@ -67,7 +67,7 @@ class Detokenizer:
                     self._links.answer(hit, PathLost(gateway))
 
     def _learn(self, member: Member) -> None:
-        """A model may know more ids than its tokenizer: padding of its embedding, without any text."""
+        """Takes the model's vocabulary size: its embedding may be padded with ids that have no text."""
         card = member.card
         if card is not None and (not self._names or self._names.intersection(card.names)):
             self._table.vocab_size = max(self._table.vocab_size, card.vocab_size)

@@ -1,4 +1,4 @@
-"""One choice's way from token ids to text."""
+"""One choice's stream: token ids to text, cut at stop strings."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,9 +10,9 @@ from blockyard.shared.token_ids import unpack
 
 
 class StopFinder:
-    """Cuts the text at the stop string that is complete first; of two that end together, at the longer one.
+    """Cuts the text at the first complete stop string; of two that end together, at the longer one.
 
-    That depends on the characters alone, not on how they arrive.
+    Text that may be the beginning of a stop string is held back, so the result does not depend on how text arrives.
     """
 
     __slots__ = ("_held", "_include", "_longest", "_stops", "found")
@@ -25,7 +25,7 @@ class StopFinder:
         self.found: str | None = None
 
     def push(self, text: str, check: bool = True) -> str:
-        """Text that can be shown. Without `check` (before min_tokens) no stop string may end in `text`."""
+        """Returns text to show. Without `check` (before min_tokens) stop strings that end in `text` are ignored."""
         if not text:
             return ""
         known = len(self._held)
@@ -39,12 +39,12 @@ class StopFinder:
         return data[:keep]
 
     def flush(self) -> str:
-        """The end: what was held back is no stop string."""
+        """Returns the held-back text at the end of the stream: it is not a stop string."""
         text, self._held = self._held, ""
         return text
 
     def _first(self, data: str, known: int) -> tuple[int, int, str] | None:
-        """(end, start, stop) of the first that is complete, ending after the `known` characters."""
+        """Returns (end, start, stop) of the first complete stop string that ends after the `known` characters."""
         best: tuple[int, int, str] | None = None
         for stop in self._stops:
             start = data.find(stop, max(0, known - len(stop) + 1))
@@ -53,7 +53,7 @@ class StopFinder:
         return best
 
     def _possible_start(self, data: str) -> int:
-        """Where the longest end of `data` begins that a stop string begins with."""
+        """Returns the start of the longest suffix of `data` that is the beginning of a stop string."""
         for start in range(max(0, len(data) - self._longest + 1), len(data)):
             tail = data[start:]
             if any(stop.startswith(tail) and len(stop) > len(tail) for stop in self._stops):
@@ -62,12 +62,12 @@ class StopFinder:
 
 
 class DecodedText(NamedTuple):
-    """What became of some token ids: `used` of them are accounted for by `text`, now or later."""
+    """The text of some token ids. `used` of them are accounted for by `text`, now or later."""
 
     text: str
     used: int
     stop: str | None = None  # the stop string that ended the stream
-    error: str = ""  # the id after the used ones has no text
+    error: str = ""  # cause, if the id after the used ones is unknown
 
 
 class Stream:
@@ -97,7 +97,7 @@ class Stream:
         self.choice = opened.choice
         self.gateway = opened.gateway
         self.scheduler = scheduler
-        self.number = opened.stream  # what the scheduler calls it
+        self.number = opened.stream  # the scheduler's number of it in TokenRows
         self.as_ids = options.tokens_as_ids
         self.shows_stop = options.include_stop
         self.count = 0  # output tokens so far
@@ -108,7 +108,7 @@ class Stream:
         self._uncut = opened.chars_sent  # characters that an earlier attempt delivered
 
     def replay(self, opened: StreamOpen) -> DecodedText:
-        """Advances over the context, which is not shown, and over what an earlier attempt delivered."""
+        """Advances over the context, which is not shown, and over the output of earlier attempts."""
         try:
             for token_id in unpack(opened.context_ids):
                 self._decoder.push(token_id)
@@ -117,7 +117,7 @@ class Stream:
         return self.take(unpack(opened.output_ids))
 
     def take(self, token_ids: Sequence[int]) -> DecodedText:
-        """Output tokens in order. Ends early at a stop string or an unknown id; the caller then calls `end`."""
+        """Decodes output tokens in order. Ends early at a stop string or an unknown id; the caller then calls `end`."""
         push = self._decoder.push
         text = ""
         used = 0
@@ -130,7 +130,7 @@ class Stream:
                 for token_id in token_ids:
                     new = push(token_id)
                     used += 1
-                    # as vLLM: a stop string does not count before min_tokens tokens have gone by
+                    # as in vLLM, a stop string does not count within the first min_tokens tokens
                     text += self._stops.push(new, self.count + used > self._min_tokens)
                     if self._stops.found is not None:
                         break
@@ -141,7 +141,7 @@ class Stream:
         return DecodedText(self._cut(text), used, None if self._stops is None else self._stops.found)
 
     def end(self, hidden: int = 0) -> DecodedText:
-        """All text still held back, after `hidden` ids whose text is not shown. A stop string may end in it."""
+        """Returns all held-back text, after `hidden` ids that are not shown. A stop string may end in it."""
         self.count += hidden
         if self._stops is None:
             return DecodedText(self._cut(self._decoder.flush()), hidden)

@@ -1,4 +1,4 @@
-"""All open streams of a detokenizer: what a batch of tokens becomes, and for whom."""
+"""All open streams of a detokenizer: turns a batch of tokens into text deltas per gateway."""
 
 import logging
 from collections import defaultdict
@@ -24,7 +24,7 @@ from blockyard.shared.token_ids import unpack
 
 
 def with_tokens(entries: Sequence[TokenLogprobs], table: TokenTable, as_ids: bool) -> list[TextLogprobs]:
-    """Raises UnknownToken."""
+    """Returns log-probabilities with the bytes of their tokens. Raises UnknownToken."""
     name = _id_name if as_ids else table.raw
     return [
         TextLogprobs(
@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Outcome:
-    """What one batch asks to be sent."""
+    """The deltas and stops to send after one batch."""
 
     deltas: defaultdict[int, list[TextDelta]] = field(default_factory=lambda: defaultdict(list))  # by gateway
     stops: list[StreamRef] = field(default_factory=list)  # choices that need no more tokens
@@ -61,13 +61,15 @@ class TextStreams:
     def __init__(self, table: TokenTable) -> None:
         self._table = table
         self._streams: dict[str, dict[int, Stream]] = {}
-        self._called: defaultdict[int, dict[int, Stream]] = defaultdict(dict)  # by scheduler and what it calls them
+        self._called: defaultdict[int, dict[int, Stream]] = defaultdict(
+            dict
+        )  # by scheduler and its number of the stream
         self.num_open = 0
         self.opened_total = 0
         self.tokens_total = 0
 
     def apply(self, scheduler: int, batch: TokenBatch) -> Outcome:
-        """Opens, rows, steps and closes, in this order."""
+        """Applies opens, rows, steps and closes, in this order."""
         outcome = Outcome()
         for opened in batch.opens:
             self._open(scheduler, opened, outcome)
@@ -79,7 +81,7 @@ class TextStreams:
             choices = streams.get(step.request_id)
             stream = choices.get(step.choice) if choices is not None else None
             if stream is None or stream.attempt != step.attempt:
-                continue  # ended here already, or of an attempt that is over
+                continue  # ended here already, or of an older attempt
             delta = self._step(stream, step, outcome)
             if delta is not None:
                 deltas[stream.gateway].append(delta)
@@ -88,7 +90,7 @@ class TextStreams:
         return outcome
 
     def drop_peer(self, incarnation: int) -> set[int]:
-        """A gateway or scheduler is gone: nobody reads its streams, or nobody feeds them. Returns their schedulers."""
+        """Closes all streams of a gateway or scheduler that is gone. Returns their schedulers."""
         schedulers = set()
         for request_id in list(self._streams):
             for stream in list(self._streams[request_id].values()):
@@ -110,17 +112,17 @@ class TextStreams:
             self._called[scheduler][opened.stream] = stream
         self.num_open += 1
         self.opened_total += 1
-        taken = stream.replay(opened)._replace(used=0)  # those ids were accounted for by an earlier attempt
+        taken = stream.replay(opened)._replace(used=0)  # an earlier attempt accounted for these ids
         if taken.stop is not None or taken.error:
             delta = self._final(stream, taken, [], outcome)
-        elif taken.text:  # more than was delivered, though all its ids were
+        elif taken.text:  # text of delivered ids that was held back
             delta = _delta(stream, [], taken.text)
         else:
             return
         outcome.deltas[stream.gateway].append(delta)
 
     def _rows(self, called: dict[int, Stream], rows: TokenRows, outcome: Outcome) -> None:
-        """One more token each."""
+        """Applies one more token to each stream."""
         columns = unpack(rows.streams), unpack(rows.firsts), unpack(rows.token_ids)
         for number, first, token_id in zip(*columns, strict=True):
             stream = called.get(number)
@@ -136,7 +138,7 @@ class TextStreams:
                 outcome.deltas[stream.gateway].append(delta)
 
     def _plain(self, stream: Stream, token_ids: list[int], outcome: Outcome) -> TextDelta:
-        """The short way, for nearly every token: there is nothing else to say."""
+        """Fast path of nearly every token: no finish, no log-probabilities."""
         taken = stream.take(token_ids)
         if taken.stop is not None or taken.error:
             return self._final(stream, taken, token_ids, outcome)
@@ -153,7 +155,7 @@ class TextStreams:
                 log.warning(
                     "%s/%d: tokens %d to %d are missing", step.request_id, step.choice, stream.count, step.first
                 )
-            return None  # the gateway will miss them too, and asks again
+            return None  # the gateway misses them too, and sends the request again
         if known:
             token_ids = token_ids[known:]
             if not token_ids and step.finish is None and not step.prompt_logprobs:
@@ -166,7 +168,7 @@ class TextStreams:
     def _full_step(
         self, stream: Stream, step: TokenStep, token_ids: list[int], known: int, outcome: Outcome
     ) -> TextDelta | None:
-        # as vLLM: the id that ended it (end-of-sequence, a stop id) is counted, and shown if the request says so
+        # as in vLLM, the id that ended it (end-of-sequence, stop id) is counted, and shown if requested
         hidden = 1 if step.finish is FinishReason.STOP and token_ids and not stream.shows_stop else 0
         taken = stream.take(token_ids[: len(token_ids) - hidden])
         logprobs: list[TextLogprobs] = []
@@ -192,7 +194,7 @@ class TextStreams:
         step: TokenStep | None = None,
         hidden: int = 0,
     ) -> TextDelta:
-        """The one final delta; the stream is forgotten. An error counts before a stop string, that before `step`."""
+        """Returns the final delta and removes the stream. Precedence: an error, a stop string, then `step`."""
         ended_early = taken.stop is not None or bool(taken.error)
         last = stream.end(0 if ended_early else hidden)
         used = taken.used + last.used

@@ -1,4 +1,4 @@
-"""Incremental token ids to text: a character whose bytes are not all there is held back."""
+"""Incremental decoding of token ids. An incomplete character is held back."""
 
 import codecs
 from typing import Protocol
@@ -10,16 +10,16 @@ from blockyard.services.detokenizer.token_table import TokenKind, TokenTable
 
 class TextDecoder(Protocol):
     def push(self, token_id: int) -> str:
-        """Text that this token completes. Raises UnknownToken, and is then unchanged."""
+        """Returns text that this token completes. Raises UnknownToken without a change of state."""
         ...
 
     def flush(self) -> str:
-        """The end: what is still held back, as replacement characters."""
+        """Returns held-back bytes as replacement characters, at the end of the stream."""
         ...
 
 
 def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
-    """Sentencepiece's way: one replacement character a byte, not one for what was meant to be a character."""
+    """As sentencepiece: one replacement character per byte of a broken character."""
     assert isinstance(error, UnicodeDecodeError)
     return "\ufffd" * (error.end - error.start), error.end
 
@@ -28,10 +28,10 @@ codecs.register_error("blockyard.replace_each_byte", _replace_each_byte)
 
 
 class PieceDecoder:
-    """Joins table entries. Equal to the tokenizer's own decode of all ids, however they are cut into pushes.
+    """Joins table entries. Equal to the tokenizer's own decode of all ids.
 
-    One difference: after byte tokens that form whole characters, a broken one does not undo them (tokenizers
-    turns the whole run into replacement characters, which a stream that has already sent them cannot).
+    One difference: a broken byte token does not affect whole characters before it. `tokenizers` turns the whole run of
+    byte tokens into replacement characters, which is impossible for text that was sent already.
     """
 
     __slots__ = ("_drop_in_first", "_errors", "_pending", "_pieces", "_strip", "_strip_left", "_table")
@@ -60,7 +60,7 @@ class PieceDecoder:
         return self._cut_start(text) if self._strip_left else text
 
     def _join(self, piece: str | bytes) -> str:
-        if isinstance(piece, str):  # begins a character: what was pending will never be one
+        if isinstance(piece, str):  # begins a character: the pending bytes stay incomplete
             text, _ = codecs.utf_8_decode(self._pending, self._errors, True)
             self._pending = b""
             return text + piece
@@ -70,7 +70,7 @@ class PieceDecoder:
         return text
 
     def _start(self, token_id: int, piece: str | bytes) -> str:
-        """The text's beginning, where sentencepiece's leading space is not shown."""
+        """Decodes the beginning of the text, without sentencepiece's leading space."""
         if piece == b"":
             return ""
         if self._drop_in_first:
@@ -90,7 +90,7 @@ class PieceDecoder:
 
 
 class WindowDecoder:
-    """For tokenizers whose neighbours decide: decodes the ids since the last two boundaries anew each time."""
+    """For tokenizers where neighbours change a token's text: decodes the ids since the last two boundaries again."""
 
     __slots__ = ("_ids", "_last_added", "_shown", "_skip_special", "_spaces", "_start", "_table", "_tokenizer")
 
@@ -101,8 +101,8 @@ class WindowDecoder:
         self._spaces = skip_special or spaces_between_special
         self._last_added = False
         self._ids: list[int] = []
-        self._start = 0  # of the ids whose text is not yet the context of later ones
-        self._shown = ""  # text of `_ids` that was given out
+        self._start = 0  # first id that is not only context of later ids
+        self._shown = ""  # text of `_ids` that was returned
 
     def push(self, token_id: int) -> str:
         token = self._table.token(token_id)
@@ -132,7 +132,7 @@ class WindowDecoder:
 
 
 def new_decoder(table: TokenTable, skip_special: bool, spaces_between_special: bool) -> TextDecoder:
-    """`spaces_between_special` matters only where the tokenizer puts spaces between tokens at all."""
+    """`spaces_between_special` matters only for tokenizers that put spaces between tokens."""
     if table.decoding.kind is TokenKind.WINDOW:
         return WindowDecoder(table, skip_special, spaces_between_special)
     return PieceDecoder(table, skip_special)

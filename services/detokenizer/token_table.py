@@ -1,8 +1,8 @@
-"""What each token id stands for, looked up once: the bytes of byte-level tokens, text of the others.
+"""The text of each token id, looked up once: bytes of byte-level tokens, text of other tokens.
 
-Three kinds of decoders cover all tokenizers. Byte-level BPE and sentencepiece-like ones give every token a text
-of its own, so a stream joins table entries and only keeps the bytes of an unfinished character. For any other
-(WordPiece and the like) the neighbours decide, and the tokenizer decodes a window of ids.
+Three kinds of decoders cover all tokenizers. Byte-level BPE and sentencepiece give every token its own text, so a
+stream joins table entries and keeps only the bytes of an incomplete character. In others (WordPiece, for example) a
+token's text depends on its neighbours, and the tokenizer decodes a window of ids.
 """
 
 from dataclasses import dataclass
@@ -16,25 +16,25 @@ from blockyard.shared.errors import RequestError
 
 
 class UnknownToken(RequestError):
-    """A token id that no vocabulary of this model has."""
+    """A token id outside the model's vocabulary."""
 
 
 class TokenKind(Enum):
     BYTES = auto()  # ByteLevel
-    PIECES = auto()  # sentencepiece-like: replacements, `<0xNN>` byte tokens, a start that is stripped
+    PIECES = auto()  # sentencepiece: replacements, `<0xNN>` byte tokens, a stripped start
     WINDOW = auto()  # anything else
 
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """How the tokenizer's decoder joins tokens, as far as a stream needs to know."""
+    """How the tokenizer's decoder joins tokens."""
 
     kind: TokenKind
     replaces: tuple[tuple[str, str], ...] = ()  # within each token, in order
     byte_fallback: bool = False
     strip: str = ""  # this character is cut from the start of the text ...
-    strip_count: int = 0  # ... so many times at most
-    drop_in_first: str = ""  # Metaspace: this character is not a space but nothing in the first token
+    strip_count: int = 0  # ... at most this many times
+    drop_in_first: str = ""  # Metaspace: in the first token this character is dropped instead of becoming a space
 
 
 class _Step(msgspec.Struct):
@@ -72,7 +72,7 @@ def decoding_of(tokenizer: Tokenizer) -> Decoding:
 
 
 def _pieces(steps: list[_Step]) -> Decoding | None:
-    """Replace*, ByteFallback?, Fuse, Strip(left)?: what converted sentencepiece models have."""
+    """Reads Replace*, ByteFallback?, Fuse, Strip(left)?: the steps of converted sentencepiece models."""
     replaces: list[tuple[str, str]] = []
     byte_fallback = False
     rest = list(steps)
@@ -91,7 +91,7 @@ def _pieces(steps: list[_Step]) -> Decoding | None:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's: printable Latin-1 characters stand for themselves, the other bytes for U+0100 and up."""
+    """Returns GPT-2's alphabet: printable Latin-1 characters stand for themselves, other bytes from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(0x100 + n): b for n, b in enumerate(others)}
@@ -101,7 +101,7 @@ BYTE_OF = _byte_alphabet()
 
 
 class TokenTable:
-    """One tokenizer's tokens. `vocab_size` may be raised to the model's: its padding ids have no text."""
+    """One tokenizer's tokens. `vocab_size` may be raised to the model's; its padding ids have no text."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self.tokenizer = tokenizer
@@ -119,14 +119,14 @@ class TokenTable:
         return token_id in self._added and self._added[token_id].special
 
     def token(self, token_id: int) -> str | None:
-        """As the vocabulary spells it; None for an id that only pads the model's. Raises UnknownToken."""
+        """Returns the token in the vocabulary's spelling; None for a padding id of the model. Raises UnknownToken."""
         if not 0 <= token_id < self.vocab_size:
             raise UnknownToken(f"token id {token_id} is outside the vocabulary of {self.vocab_size}")
         text: str | None = self.tokenizer.id_to_token(token_id)
         return text
 
     def raw(self, token_id: int) -> bytes:
-        """The token's own bytes, special or not: what log-probabilities show. Raises UnknownToken."""
+        """Returns the token's own bytes for log-probabilities, also of special tokens. Raises UnknownToken."""
         data = self._raw.get(token_id)
         if data is None:
             data = self._raw[token_id] = self._bytes_of(token_id)
@@ -141,7 +141,7 @@ class TokenTable:
         if self.decoding.kind is TokenKind.BYTES:
             try:
                 return bytes([BYTE_OF[c] for c in token])
-            except KeyError:  # an added token with characters of its own
+            except KeyError:  # an added token with characters outside the alphabet
                 return token.encode()
         for pattern, content in self.decoding.replaces:
             token = token.replace(pattern, content)
@@ -149,7 +149,7 @@ class TokenTable:
         return token.encode() if byte is None else byte
 
     def piece(self, token_id: int, skip_special: bool) -> str | bytes:
-        """Text that stands for itself, or bytes that may be part of a character; b"" adds nothing."""
+        """Returns complete text, or bytes that may be part of a character; b"" adds nothing."""
         data = self.raw(token_id)
         if skip_special and self.is_special(token_id):
             return b""
@@ -160,7 +160,7 @@ class TokenTable:
 
 
 def _fallback_byte(token: str) -> bytes | None:
-    """`<0xNN>` as sentencepiece writes byte tokens."""
+    """Returns the byte of `<0xNN>`, sentencepiece's spelling of byte tokens."""
     if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
         try:
             return bytes.fromhex(token[3:5])
@@ -170,7 +170,7 @@ def _fallback_byte(token: str) -> bytes | None:
 
 
 class Pieces(dict[int, str | bytes]):
-    """`TokenTable.piece` by id, filled as ids are met."""
+    """Cache of `TokenTable.piece` by id."""
 
     def __init__(self, table: TokenTable, skip_special: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""`python -m blockyard.services.message_bus SETTINGS`: the membership list."""
+"""`python -m blockyard.services.message_bus SETTINGS`: serves the membership list."""
 
 import signal
 import sys

@@ -1,4 +1,4 @@
-"""The registry's loop: hear, decide, push the list when it changed."""
+"""The registry's loop: receives announcements, decides which members are alive, sends the list when it changes."""
 
 import threading
 import time
@@ -28,14 +28,14 @@ class Roster:
         self._was_settled = False
 
     def settled(self, now: float) -> bool:
-        """From when on a missing member is a dead one."""
+        """True once a missing member counts as lost: every live one has announced itself since the start."""
         return now >= self._settled_at
 
     def members(self) -> list[Member]:
         return list(self._members.values())
 
     def hear(self, frame: Frame, now: float) -> None:
-        """Takes one frame in; whoever announces itself is alive, whatever was said of it before."""
+        """Applies one frame. A member that announces itself is alive, even after a report of its loss."""
         match frame:
             case Announce(member):
                 self._announce(member, now)
@@ -43,7 +43,7 @@ class Roster:
                 self._remove(incarnation)
 
     def due(self, now: float) -> bool:
-        """Drops the silent; True if the list is to be pushed now. Counters alone wait for 0.5 s."""
+        """Removes silent members. Returns True if the list is due now; a change of counters alone waits 0.5 s."""
         for incarnation, heard in list(self._heard.items()):
             if now - heard > self._dead_after_s:
                 self._remove(incarnation)
@@ -59,7 +59,7 @@ class Roster:
         before = self._members.get(member.incarnation)
         if before is None:
             for other in list(self._members.values()):
-                if (other.name, other.role) == (member.name, member.role):  # its restarted successor is here
+                if (other.name, other.role) == (member.name, member.role):  # the new member is its next incarnation
                     self._remove(other.incarnation)
         self._members[member.incarnation] = member
         self._heard[member.incarnation] = now

@@ -1,1 +1,6 @@
-"""Text and chat messages to token ids and KV block names."""
+"""Tokenizer pool: text and chat messages to token ids and KV block hashes, and ids to text.
+
+The service process (`TokenizerPool`) hands jobs to its text process (`TextProcess`). A fork server loads the tokenizer
+once and forks a text worker; the worker runs templates of clients in a sandbox under limits of CPU time and memory, and
+is replaced when a job breaks them. `Texts` does the work and knows nothing of processes.
+"""

@@ -1,4 +1,4 @@
-"""`python -m blockyard.services.tokenizer_pool SETTINGS`: text and chats to token ids."""
+"""`python -m blockyard.services.tokenizer_pool SETTINGS`: runs one replica of the tokenizer pool."""
 
 import asyncio
 import gc
@@ -35,7 +35,7 @@ async def serve_async(config: TokenizerConfig, control: socket.socket) -> None:
 
 
 def serve(config: TokenizerConfig) -> None:
-    control = fork_server.start(config, LIMITS)  # first of all: a process with threads is not to be forked
+    control = fork_server.start(config, LIMITS)  # first: a process with threads must not be forked
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve_async(config, control))
 

@@ -1,4 +1,4 @@
-"""Chat messages as the API has them, turned into what templates written for transformers expect."""
+"""Turns chat messages of the API into the form that templates written for transformers expect."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -14,13 +14,13 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class ContentStyle(msgspec.Struct, frozen=True):
-    """What a template does with `message.content`."""
+    """How a template reads `message.content`."""
 
-    loops: bool  # over its parts; otherwise it wants a string
-    tests_string: bool  # takes both
+    loops: bool  # over its parts; otherwise it expects a string
+    tests_string: bool  # accepts both
 
 
-# What --chat-template-content-format says instead.
+# Values of --chat-template-content-format.
 STYLES = {
     "string": ContentStyle(loops=False, tests_string=True),
     "openai": ContentStyle(loops=True, tests_string=False),
@@ -39,7 +39,7 @@ def content_style(template: nodes.Template) -> ContentStyle:
 
 
 def _mentions_content(node: nodes.Node, names: set[str]) -> bool:
-    """Is it the content itself (possibly filtered), rather than something computed from it."""
+    """True if the node is the content itself, possibly filtered, and not a value computed from it."""
     match node:
         case nodes.Name():
             return node.name in names
@@ -55,7 +55,7 @@ def _mentions_content(node: nodes.Node, names: set[str]) -> bool:
 
 
 def for_template(messages: list[Message], style: ContentStyle) -> list[Message]:
-    """Fresh messages for a template of this style. Raises RequestError for content that it cannot show."""
+    """Returns new messages for a template of this style. Raises RequestError for content it cannot render."""
     return [_with_reasoning(_with_arguments(_with_content(message, style))) for message in messages]
 
 
@@ -90,7 +90,7 @@ def _texts(content: list[Any]) -> Iterator[str]:
 
 
 def _with_arguments(message: Message) -> Message:
-    """Arguments of tool calls are JSON text in the API and objects in templates."""
+    """Decodes arguments of tool calls, which are JSON text in the API and objects in templates."""
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
         return message
@@ -109,7 +109,7 @@ def _parsed_call(call: Any) -> Any:
 
 
 def _with_reasoning(message: Message) -> Message:
-    """Templates read reasoning under one of several names, as transformers fills them."""
+    """Sets reasoning under all the names that templates use, as transformers does."""
     reasoning = next((message[name] for name in REASONING if message.get(name) is not None), None)
     if reasoning is None:
         return message

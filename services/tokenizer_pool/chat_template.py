@@ -1,4 +1,4 @@
-"""Chat messages to one prompt text, through the template of the model or of the request."""
+"""Renders chat messages to one prompt text with the template of the model or of the request."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
@@ -19,9 +19,9 @@ from blockyard.services.tokenizer_pool.sandbox import Sandbox
 from blockyard.shared.errors import RequestError
 
 MAX_COMPILED = 16
-CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # its space shows whether the template trims
+CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # its trailing space shows whether the template trims
 RESERVED = frozenset({"messages", "tools", "chat_template", "tokenize"})
-# What running a template may raise; each is the template's or its input's fault.
+# Errors that the template or its input causes while it runs.
 RENDER_ERRORS = (
     TemplateError,
     ArithmeticError,
@@ -42,7 +42,7 @@ class Compiled:
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """One rendering: the request's part in it."""
+    """The request's input of one rendering."""
 
     messages: list[Message]
     tools: list[Any]
@@ -50,11 +50,11 @@ class Chat:
     template: str | None
     add_generation_prompt: bool
     continue_final_message: bool
-    content_format: str = "auto"  # string, openai; auto: as the template reads it
+    content_format: str = "auto"  # string, openai; auto: detected from the template
 
 
 class ChatTemplates:
-    """The model's templates by name, the sandbox, and what was compiled last."""
+    """The model's templates by name, the sandbox, and a cache of compiled templates."""
 
     def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
         self._templates = templates
@@ -63,9 +63,9 @@ class ChatTemplates:
         self._compiled: OrderedDict[str, Compiled] = OrderedDict()
 
     def render(self, chat: Chat, max_chars: int | None = None) -> str:
-        """The prompt. Raises RequestError naming the field at fault, also for one of more than `max_chars`.
+        """Returns the prompt. Raises RequestError naming the wrong field, also for more than `max_chars` characters.
 
-        What it costs is limited by the process that it runs in.
+        The process limits its CPU time and memory.
         """
         source = self._pick(chat)
         if not chat.messages:
@@ -167,7 +167,7 @@ def _tag_final(messages: list[Message]) -> str:
 
 
 def _cut_at_tag(text: str, final: str) -> str:
-    """The prompt up to where the final message's text ends."""
+    """Returns the prompt up to the end of the final message's text."""
     at = text.rfind(CONTINUE_TAG.strip())
     if at < 0 or final.strip() not in text:
         raise RequestError("the chat template does not show the final message as it is", "continue_final_message")

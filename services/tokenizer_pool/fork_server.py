@@ -1,7 +1,8 @@
 """The fork server: loads the tokenizer once and forks text workers, one at a time.
 
-A worker that was killed is replaced in milliseconds, with the tokenizer and the compiled templates in memory. The
-server itself runs no client's text or template. It is forked from the service process before that has any thread.
+A text worker is a forked process that renders, encodes and decodes one job after the other, and may be killed. It is
+replaced in milliseconds, with the tokenizer and compiled templates in memory. The server itself runs no client's text
+or template. It is forked from the service process before that has any thread.
 """
 
 import gc
@@ -44,7 +45,7 @@ from blockyard.shared.process import settings
 
 
 def serve_jobs(sock: socket.socket, texts: Texts, limits: JobLimits) -> None:
-    """Answers jobs in order until the service closes the stream, or until this process has grown too much."""
+    """Runs a text worker: answers jobs in order until the service closes the stream or the process grows too much."""
     phases = ProcessLimits(limits)
     texts.phases = phases
     decoder = msgspec.msgpack.Decoder(Task)
@@ -63,7 +64,7 @@ def serve_jobs(sock: socket.socket, texts: Texts, limits: JobLimits) -> None:
 def _answer(texts: Texts, work: Work) -> Answer:
     try:
         return texts.answer(work)
-    except MemoryError as e:  # outside the phases: block names, the answer itself
+    except MemoryError as e:  # outside the phases: block hashes, the answer itself
         traceback.clear_frames(e.__traceback__)
         return TextRejected(work.request_id, "prompt", "the prompt needs too much memory")
 
@@ -71,11 +72,11 @@ def _answer(texts: Texts, work: Work) -> Answer:
 log = logging.getLogger(__name__)
 
 KILL = b"k"  # from the service: end the worker
-PAUSE_S = 0.05  # before the next worker, should one end as soon as it starts
+PAUSE_S = 0.05  # before the next worker, in case one ends right after its start
 
 
 def start(config: TokenizerConfig, limits: JobLimits) -> socket.socket:
-    """Forks the server. Returns the control socket, where it says what becomes of its workers."""
+    """Forks the server. Returns the control socket, on which it reports the start and end of workers."""
     ours, theirs = pair(socket.SOCK_SEQPACKET)
     parent = os.getpid()
     if os.fork() == 0:
@@ -86,8 +87,8 @@ def start(config: TokenizerConfig, limits: JobLimits) -> socket.socket:
 
 
 def load_texts(config: TokenizerConfig) -> tuple[Texts, list[str]]:
-    """The tokenizer of the settings, and what it is in words."""
-    # the library's own switch: a single text is encoded by one thread, a pool of them would only take memory
+    """Returns the configured tokenizer and a description of it."""
+    # a single text is encoded by one thread; a pool of threads would only take memory
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     files = tokenizer_files.load(config.tokenizer_path)
     templates = files.chat_templates if config.chat_template is None else {"default": config.chat_template}
@@ -124,15 +125,15 @@ class ForkServer:
             self._tell(LoadFailed(e.exit_code, str(e)))
             return
         gc.collect()
-        gc.freeze()  # a collection would copy the pages that workers share
+        gc.freeze()  # a garbage collection would copy pages shared with workers
         self._tell(TokenizerLoaded(notes))
         while self._one_worker(texts):
             pass
 
     def _one_worker(self, texts: Texts) -> bool:
-        """From its start to its end. False once the service is gone."""
+        """Runs one worker from start to end. Returns False once the service is gone."""
         ours, theirs = pair(socket.SOCK_STREAM)
-        alive, held = os.pipe()  # the kernel closes the worker's end, however that ends
+        alive, held = os.pipe()  # the kernel closes the worker's end for any kind of exit
         parent, began = os.getpid(), time.monotonic()
         pid = os.fork()
         if pid == 0:
@@ -155,13 +156,13 @@ class ForkServer:
         return served
 
     def _wait(self, pid: int, alive: int) -> bool:
-        """Until the worker has ended. False if that is because the service is gone."""
+        """Waits until the worker has ended. Returns False if the service is gone."""
         while True:
             ready, _, _ = select.select([alive, self._control.fileno()], [], [])
             if alive in ready:
                 return True
             word = self._control.recv(len(KILL))
-            os.kill(pid, signal.SIGKILL)  # not reaped yet: the number is still its own
+            os.kill(pid, signal.SIGKILL)  # not reaped yet, so the pid is still valid
             if word != KILL:
                 return False
 
@@ -170,7 +171,7 @@ class ForkServer:
 
 
 def _run(parent: int, name: str, work: Callable[[], None]) -> NoReturn:
-    """The whole life of a forked process, which ends with its parent."""
+    """Runs `work` as the whole life of a forked process, which ends with its parent."""
     code = 1
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the service decides

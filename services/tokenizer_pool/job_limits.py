@@ -1,4 +1,4 @@
-"""Limits on the CPU time and memory of one job of a text worker. The kernel enforces them, also against code in C."""
+"""Limits on CPU time and memory of one job of a text worker. The kernel enforces them, also for code in C."""
 
 import os
 import resource
@@ -14,21 +14,21 @@ import msgspec
 from blockyard.shared.errors import RequestError
 
 MIB = 1 << 20
-# Each part of a job has a timer of its own, whose signal ends the process and says which part took too long.
+# Each part of a job has its own timer. Its signal ends the process and tells which part took too long.
 RENDERING, ENCODING = signal.SIGPROF, signal.SIGVTALRM
 _TIMERS = {RENDERING: signal.ITIMER_PROF, ENCODING: signal.ITIMER_VIRTUAL}
 
 
 class JobLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What one job may cost; two of the limits grow with the model's context length."""
+    """Limits of one job; two of them grow with the model's context length."""
 
     render_cpu_s: float = 2.0
     encode_cpu_s: float = 2.0
     encode_cpu_us_per_token: float = 20.0  # ordinary text takes 1 to 2
     memory_bytes: int = 256 * MIB
     memory_bytes_per_token: int = 2048  # ordinary text takes about 500
-    silence_s: float = 20.0  # by the clock: a process that is stopped uses no CPU time
-    growth_bytes: int = 128 * MIB  # a worker whose peak grew by more is replaced after its job
+    silence_s: float = 20.0  # wall-clock time: a stopped process uses no CPU time
+    growth_bytes: int = 128 * MIB  # a worker is replaced after a job that raised its peak by more
 
     def encoding_s(self, max_model_len: int) -> float:
         return self.encode_cpu_s + self.encode_cpu_us_per_token * max_model_len / 1e6
@@ -38,7 +38,7 @@ class JobLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Phases(Protocol):
-    """Wraps the two parts of a job. A part that needs too much memory is a RequestError that names `field`."""
+    """Wraps the two parts of a job. Too much memory in a part raises RequestError naming `field`."""
 
     def rendering(self, field: str) -> AbstractContextManager[None]: ...
 
@@ -46,7 +46,7 @@ class Phases(Protocol):
 
 
 class Unlimited:
-    """Phases of code that is run for its result alone."""
+    """Phases without limits."""
 
     def rendering(self, field: str) -> AbstractContextManager[None]:
         return nullcontext()
@@ -56,7 +56,7 @@ class Unlimited:
 
 
 class ProcessLimits:
-    """Phases that limit this process. A part that takes too much CPU time ends the process by its signal."""
+    """Phases that limit this process. Too much CPU time in a part ends the process by the part's signal."""
 
     def __init__(self, limits: JobLimits) -> None:
         self._limits = limits
@@ -67,7 +67,7 @@ class ProcessLimits:
             signal.signal(number, signal.SIG_DFL)
 
     def begin(self, max_model_len: int) -> None:
-        """Before each job. RLIMIT_DATA and not RLIMIT_AS: files that are mapped do not count."""
+        """To be called before each job. Uses RLIMIT_DATA instead of RLIMIT_AS, so that mapped files do not count."""
         if max_model_len != self._max_model_len:
             _, hard = resource.getrlimit(resource.RLIMIT_DATA)
             soft = self._data_bytes + self._limits.memory(max_model_len)
@@ -81,7 +81,7 @@ class ProcessLimits:
         return self._phase(ENCODING, self._limits.encoding_s(self._max_model_len or 0), "the text", field)
 
     def has_grown(self) -> bool:
-        """The last jobs took so much memory that this process is better replaced."""
+        """True if the last jobs took so much memory that this process should be replaced."""
         peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return (peak_kib - self._peak_kib) * 1024 > self._limits.growth_bytes
 
@@ -91,7 +91,7 @@ class ProcessLimits:
         try:
             yield
         except MemoryError as e:
-            traceback.clear_frames(e.__traceback__)  # they hold what was made so far
+            traceback.clear_frames(e.__traceback__)  # frees partial results that the frames hold
             raise RequestError(f"{what} needs too much memory", field) from None
         finally:
             signal.setitimer(_TIMERS[number], 0)

@@ -1,4 +1,4 @@
-"""Jobs of a tokenizer on their way through its text worker: which are sent, and which one made the worker end."""
+"""Jobs of a text worker: queued and sent ones, and the job that made the worker end."""
 
 import signal
 from collections import deque
@@ -8,19 +8,19 @@ from blockyard.services.tokenizer_pool.job_limits import ENCODING, RENDERING, Jo
 from blockyard.services.tokenizer_pool.worker_frames import Work
 from blockyard.shared.messages import Detokenize, TextRejected, Tokenize
 
-MAX_SENT = 2  # the worker never waits for a job, and few are sent again when it ends
-MAX_KILLED = 2  # workers that a job may see killed from outside: by the kernel for memory, or by an operator
+MAX_SENT = 2  # the worker never waits for a job, and few are resent when it ends
+MAX_KILLED = 2  # workers killed from outside (by the kernel for memory, by an operator) before a job fails
 
 
 @dataclass(slots=True)
 class Job:
-    peer: int  # who asked
+    peer: int  # incarnation of the gateway
     work: Work
     killed: int = 0
 
 
 class JobQueue:
-    """Pure bookkeeping. The worker answers in order, so what it worked on when it ended is the first that was sent."""
+    """No sockets. The worker answers in order, so it ended during the first sent job."""
 
     def __init__(self, limits: JobLimits) -> None:
         self._limits = limits
@@ -32,14 +32,14 @@ class JobQueue:
 
     @property
     def current(self) -> Job | None:
-        """What the worker is at."""
+        """Returns the job the worker runs."""
         return self._sent[0] if self._sent else None
 
     def submit(self, peer: int, work: Work) -> None:
         self._waiting.append(Job(peer, work))
 
     def to_send(self) -> list[Work]:
-        """What goes to the worker now, in order."""
+        """Returns the jobs to send to the worker now, in order."""
         out = []
         while self._waiting and len(self._sent) < MAX_SENT:
             job = self._waiting.popleft()
@@ -51,7 +51,7 @@ class JobQueue:
         return self._sent.popleft()
 
     def worker_ended(self, exit_code: int, max_model_len: int = 0) -> tuple[Job, TextRejected] | None:
-        """All unanswered jobs are sent again but one that made the worker end, which comes back with its answer."""
+        """Queues all unanswered jobs again, except the one that made the worker end: returned with its answer."""
         job = self.current
         self._waiting.extendleft(reversed(self._sent))
         self._sent.clear()

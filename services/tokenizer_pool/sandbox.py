@@ -1,4 +1,4 @@
-"""The jinja2 environment that chat templates run in: what transformers offers them, and no more."""
+"""The jinja2 environment of chat templates, with exactly the functions that transformers offers."""
 
 import json
 from collections.abc import Callable
@@ -17,7 +17,7 @@ MAX_BITS = 16_384  # of an integer that `*` or `**` makes
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Besides jinja2's own rules, products are bounded: a single one could run for hours in C, deaf to alarms."""
+    """Adds bounds on products to jinja2's rules: one product could run for hours in C, where alarms do not arrive."""
 
     intercepted_binops = frozenset({"*", "**"})
 
@@ -46,9 +46,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks what the assistant says, for training; here it is only its content."""
+    """`{% generation %}` marks the assistant's text for training; here it renders its content."""
 
-    tags = {"generation"}  # noqa: RUF012  jinja2 declares it so
+    tags = {"generation"}  # noqa: RUF012  declared by jinja2
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
@@ -57,7 +57,7 @@ class _GenerationTag(Extension):
 
 
 class _Namespace(Namespace):
-    """As jinja2's, closed to names that lead into Python."""
+    """jinja2's Namespace without names of Python internals."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         for name in dict(*args[1:], **kwargs):
@@ -85,7 +85,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Without jinja2's HTML escapes."""
+    """JSON without jinja2's HTML escapes."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,4 +1,4 @@
-"""The loop of a tokenizer: requests from gateways, each answered in its turn on the same link."""
+"""The loop of a tokenizer: answers each request of a gateway on the same link, in order."""
 
 import logging
 from collections.abc import Callable
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class Answers(Protocol):
-    """What the service needs of its links."""
+    """The methods of its links that the service uses."""
 
     def answer(self, to: int, frame: Frame) -> bool: ...
 
@@ -30,7 +30,7 @@ class Answers(Protocol):
 
 
 class TextProcessClient(Protocol):
-    """What it needs of its text process."""
+    """The interface of `TextProcess` that the service uses."""
 
     vocab_size: int
     max_model_len: int
@@ -79,7 +79,7 @@ class TokenizerPool:
         self._links.answer(peer, answer)
 
     def _learn(self, member: Member) -> None:
-        """The scheduler's card says how many ids the model knows, which may differ from the tokenizer's."""
+        """Takes the model's vocabulary size from the scheduler's card: it may differ from the tokenizer's."""
         card = member.card
         if card is None or (self._names and not self._names.intersection(card.names)):
             return

@@ -1,4 +1,4 @@
-"""The service's side of its text worker: hands it jobs over a stream, and takes note of its end."""
+"""The service's side of its text worker: sends jobs over a stream, and handles the worker's end."""
 
 import asyncio
 import logging
@@ -42,14 +42,14 @@ class TextProcess:
         self.worker_pid: int | None = None
         self.answered: Callable[[int, Answer], None] = lambda peer, answer: None
         self._writer: asyncio.StreamWriter | None = None
-        self._since_s = 0.0  # when the current job became that
+        self._since_s = 0.0  # start of the current job
         self._news: asyncio.Queue[FromServer | None] = asyncio.Queue()
         self._streams: list[socket.socket] = []  # of workers that started, not yet read
         self._from_server = msgspec.msgpack.Decoder(FromServer)
         self._from_worker = msgspec.msgpack.Decoder(Answer)
 
     async def load(self) -> list[str]:
-        """Until the tokenizer is loaded: what it is, in words. Raises LoadError or ConfigError."""
+        """Waits until the tokenizer is loaded and returns its description. Raises LoadError or ConfigError."""
         asyncio.get_running_loop().add_reader(self._control, self._receive)
         frame = await self._next()
         if isinstance(frame, LoadFailed):
@@ -121,7 +121,7 @@ class TextProcess:
             log.warning("the text worker ended (%d); its jobs are given to the next one", exit_code)
 
     async def _watch(self) -> None:
-        """Ends a worker that is at one job for too long by the clock, because it is stopped or blocked."""
+        """Kills a worker that takes too much wall-clock time for one job, because it is stopped or blocked."""
         while True:
             await asyncio.sleep(WATCH_S)
             most_s = self._limits.silence_s + 4 * self._limits.encoding_s(self.max_model_len)

@@ -1,4 +1,4 @@
-"""Text, chats and ids to token ids with block names, and ids to text. No sockets: one call, one answer."""
+"""Turns text, chats and ids into token ids with block hashes, and ids into text. No sockets."""
 
 from typing import TypeVar
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Texts:
-    """One tokenizer with its templates. `vocab_size` may be changed to the model's once that is known."""
+    """One tokenizer with its templates. `vocab_size` is set to the model's once that is known."""
 
     def __init__(
         self,
@@ -93,14 +93,14 @@ class Texts:
         )
 
     def _most_chars(self, request: Tokenize) -> int | None:
-        """Of a rendered prompt; None: no bound, or one that only the whole text can be held against."""
+        """Returns the most characters of a rendered prompt; None if unbounded, or if only the whole text can tell."""
         chars = self._token_chars
         if chars is None or chars.whitespace_lost or not request.max_tokens:
             return None
         return chars.most * request.max_tokens
 
     def _check_chars(self, text: str, max_tokens: int, field: str) -> None:
-        """Before a text is encoded, which may take seconds."""
+        """Rejects a text that must be too long before encoding it, which may take seconds."""
         if max_tokens and self._token_chars is not None and not self._token_chars.fits(text, max_tokens):
             raise _too_long(f"{len(text)} characters in the {field}", max_tokens, field)
 
@@ -121,9 +121,9 @@ class Texts:
         )
 
     def _encode(self, text: str, add_special_tokens: bool, field: str) -> list[int]:
-        try:  # the batch's fast way notes no offsets, which nobody asks for here: a sixth of the time
+        try:  # encode_batch_fast computes no offsets: a sixth of the time
             (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        except TypeError as e:  # what tokenizers makes of a str that is not Unicode
+        except TypeError as e:  # tokenizers raises it for a str that is not valid Unicode
             raise RequestError("the text has half a surrogate pair in it", field) from e
         return encoding.ids
 
@@ -140,7 +140,7 @@ class Texts:
             raise RequestError(f"token id {outside} is outside the vocabulary of {self.vocab_size}", field)
 
     def _bad_words(self, words: list[str]) -> list[list[int]]:
-        """Ids of each word as it begins a text and, where that is as long, as it follows a space (as vLLM)."""
+        """Returns the ids of each word at the start of a text and, if as long, after a space (as vLLM does)."""
         banned: list[list[int]] = []
         for word in words:
             if not word.strip():

@@ -1,4 +1,4 @@
-"""How many characters of a text one token can stand for at most, so that a text too long is refused unread."""
+"""The most characters one token can stand for: a text that must be too long is rejected without encoding it."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -7,25 +7,25 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer, models
 
-COMPOSED = 4  # characters that Unicode's composition makes one of, at most
+COMPOSED = 4  # most characters that Unicode composition turns into one
 NUM_BYTES = 256
-# Normalizers and pre-tokenizers that keep each character or make several of it.
+# Normalizers and pre-tokenizers that never reduce the number of characters.
 KEEPING = frozenset(
     {"ByteLevel", "Digits", "FixedLength", "Lowercase", "Metaspace", "NFD", "NFKD", "Prepend", "UnicodeScripts"}
 )
-# Those of which only white space is lost.
+# Normalizers and pre-tokenizers that drop only white space.
 WHITESPACE_LOSING = frozenset({"BertPreTokenizer", "Strip", "Whitespace", "WhitespaceSplit"})
 
 
 @dataclass(frozen=True, slots=True)
 class TokenChars:
-    """`most` characters at most stand behind one token; with `whitespace_lost` those that are no white space."""
+    """One token stands for at most `most` characters, or with `whitespace_lost` for so many besides white space."""
 
     most: int
     whitespace_lost: bool = False
 
     def fits(self, text: str, num_tokens: int) -> bool:
-        """False only for a text that is more than `num_tokens` tokens for certain. Quick for those that fit."""
+        """Returns False only for a text that must have more than `num_tokens` tokens. Fast for texts that fit."""
         limit = self.most * num_tokens
         if len(text) <= limit:
             return True
@@ -34,15 +34,15 @@ class TokenChars:
 
 @dataclass(frozen=True, slots=True)
 class _Loss:
-    """What a stage of a tokenizer does to the number of characters."""
+    """The effect of a tokenizer's stage on the number of characters."""
 
-    factor: int = 1  # so many characters become one, at most
+    factor: int = 1  # most characters that become one
     whitespace: bool = False
     unbounded: bool = False
 
 
 def max_token_chars(tokenizer: Tokenizer) -> TokenChars | None:
-    """None where any number of characters may become one token or none: unknown words, accents that are stripped."""
+    """Returns None if any number of characters may become one token or none: unknown words, stripped accents."""
     stages = [*_stages(_state(tokenizer.normalizer), "normalizers")]
     stages += _stages(_state(tokenizer.pre_tokenizer), "pretokenizers")
     losses = [_loss(stage) for stage in stages]
@@ -58,7 +58,7 @@ def max_token_chars(tokenizer: Tokenizer) -> TokenChars | None:
 
 
 def _state(part: Any) -> dict[str, Any] | None:
-    """A part of a tokenizer as its file describes it."""
+    """Returns a part of a tokenizer as in its file."""
     return None if part is None else msgspec.json.decode(part.__getstate__(), type=dict[str, Any])
 
 
@@ -93,10 +93,10 @@ def _loss(stage: dict[str, Any]) -> _Loss:
 
 
 def _covers_all(tokenizer: Tokenizer, stages: list[dict[str, Any]], vocabulary: dict[str, int]) -> bool:
-    """Whether each character that reaches the model is part of a token of its own text, or is one by itself."""
+    """True if each character that reaches the model is part of a token with that text, or a token by itself."""
     model = tokenizer.model
     if not isinstance(model, models.BPE):
-        return False  # words or runs of characters that are unknown become one token
+        return False  # unknown words or runs of characters become one token
     if any(stage.get("type") == "ByteLevel" for stage in stages):
         return sum(len(token) == 1 for token in vocabulary) >= NUM_BYTES
     if model.byte_fallback and all(f"<0x{byte:02X}>" in vocabulary for byte in range(NUM_BYTES)):

@@ -15,7 +15,7 @@ LENGTH = struct.Struct("<I")  # before each frame of a worker's stream
 
 
 class Local(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
-    """Base of the frames that stay within a tokenizer. Without fields, as Frame."""
+    """Base of frames between a tokenizer's processes. It has no fields, as Frame."""
 
 
 class Task(Local, frozen=True):
@@ -27,7 +27,7 @@ class Task(Local, frozen=True):
 
 
 class TokenizerLoaded(Local, frozen=True):
-    """The tokenizer can be used; the first worker follows."""
+    """The tokenizer is loaded; WorkerStarted of the first worker follows."""
 
     notes: list[str]
 
@@ -38,13 +38,13 @@ class LoadFailed(Local, frozen=True):
 
 
 class WorkerStarted(Local, frozen=True):
-    """Comes with the service's end of the worker's stream."""
+    """Sent with the service's end of the worker's stream."""
 
     pid: int
 
 
 class WorkerEnded(Local, frozen=True):
-    exit_code: int  # or minus the signal
+    exit_code: int  # negative: killed by this signal
 
 
 FromServer = TokenizerLoaded | LoadFailed | WorkerStarted | WorkerEnded
@@ -53,13 +53,13 @@ encode = msgspec.msgpack.Encoder().encode
 
 
 def framed(frame: Frame | Local) -> bytes:
-    """As it travels on a stream."""
+    """Returns the frame as bytes of a stream, with its length."""
     data = encode(frame)
     return LENGTH.pack(len(data)) + data
 
 
 def read_frame(stream: BinaryIO) -> bytes | None:
-    """The next one's data; None at the end."""
+    """Returns the data of the next frame, or None at the end of the stream."""
     head = stream.read(LENGTH.size)
     if len(head) < LENGTH.size:
         return None

@@ -71,8 +71,8 @@ class TokenBatch(Frame, frozen=True):
 class PathLost(Frame, frozen=True):
     """Text of open requests was lost on its way to a live gateway, which sends them again with the next attempt.
 
-    detokenizer -> scheduler: text for the gateway `member` could not be sent. scheduler -> api_gateway: the gateway sends
-    its requests at this scheduler again that the detokenizer `member` decodes, or all if `member` is the gateway.
+    detokenizer -> scheduler: text for the gateway `member` could not be sent. scheduler -> api_gateway: affected are
+    the gateway's requests at this scheduler that the detokenizer `member` decodes, or all if `member` is the gateway.
     """
 
     member: int  # incarnation

@@ -1,4 +1,4 @@
-"""What the gateway uses of its links; the real ones are in shared/bus/links.py."""
+"""The methods of `Links` (shared/bus/links.py) that a ring client uses."""
 
 from typing import Any, Protocol
 

@@ -1,4 +1,4 @@
-"""Stands in for `Links` in tests: keeps what was sent, and lets the test say who is a member."""
+"""Replaces `Links` in tests: records sent frames; the test sets the members."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from blockyard.shared.messages import Frame, Member, Role, Stats
 
 
 class FakeLinks:
-    """`sent` and `answered` hold (incarnation, frame) in order. `full` lists incarnations that take nothing."""
+    """`sent` and `answered` hold (incarnation, frame) in order. `full` lists incarnations with full links."""
 
     def __init__(self, me: Member, *members: Member) -> None:
         self.me = me

@@ -1,6 +1,6 @@
 """A ring in one process for tests and benchmarks of the gateway: its links, with members that answer.
 
-A token is a byte of UTF-8. An answer is the words `w0 w1 w2 ...`, one a token, or what `script` says.
+A token is a byte of UTF-8. An answer is the words `w0 w1 w2 ...`, one per token, or that of `script`.
 """
 
 import asyncio
@@ -72,7 +72,7 @@ class Running:
 
 
 class FakeRing(FakeLinks):
-    """Answers on the running loop. Tests set its knobs, look at `sent`, and may feed frames themselves."""
+    """Answers on the running loop. Tests set its attributes, read `sent`, and may send frames themselves."""
 
     def __init__(self) -> None:
         super().__init__(Member("api_gateway", Role.API_GATEWAY, 99, "ipc:///99"), *MEMBERS)
@@ -164,7 +164,7 @@ class FakeRing(FakeLinks):
         frame, index = running.frame, running.done[choice]
         text = self.script(frame.request_id, index)
         sampling, finish, detail, reason = frame.sampling, None, "", None
-        if sampling.max_tokens == 0:  # the prompt fills the context: nothing is drawn
+        if sampling.max_tokens == 0:  # the prompt fills the context: nothing is sampled
             del running.done[choice]
             return TextDelta(frame.request_id, frame.attempt, choice, 0, [], "", FinishReason.LENGTH)
         if self.fail_at == index:

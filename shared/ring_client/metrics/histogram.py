@@ -1,4 +1,4 @@
-"""Histograms with the buckets of vLLM's, and finer ones between them."""
+"""Histograms with vLLM's buckets, and finer ones between them."""
 
 import math
 from bisect import bisect_left
@@ -9,12 +9,12 @@ class BucketCounts:
     """A histogram of plain integers in a list: an observation costs a tenth of a microsecond."""
 
     def __init__(self, bounds: Iterable[float], finer: Iterable[float] = ()) -> None:
-        """`bounds` are vLLM's upper limits; `finer` are ours besides them."""
+        """`bounds` are vLLM's upper limits; `finer` are additional limits of ours."""
         self._vllms = frozenset(bounds)
         self.bounds = sorted(self._vllms | set(finer))
         self.counts = [0] * (len(self.bounds) + 1)
         self.total = 0.0
-        self.most = math.inf  # buckets above it are not shown: nothing can be larger
+        self.most = math.inf  # buckets above it are not shown: no value is larger
 
     def observe(self, value: float) -> None:
         self.counts[bisect_left(self.bounds, value)] += 1
@@ -25,7 +25,7 @@ class BucketCounts:
         return sum(self.counts)
 
     def buckets(self, finer: bool) -> list[tuple[str, int]]:
-        """Cumulative, as Prometheus has them; without `finer`, with vLLM's limits alone."""
+        """Returns cumulative buckets as in Prometheus; without `finer` only vLLM's limits."""
         out, seen = [], 0
         for bound, count in zip(self.bounds, self.counts, strict=False):
             seen += count
@@ -36,7 +36,7 @@ class BucketCounts:
 
 
 def one_two_five(most: int) -> list[int]:
-    """1, 2, 5, 10, 20, 50 and so on up to `most`."""
+    """Returns 1, 2, 5, 10, 20, 50 and so on up to `most`."""
     found, power = [], 1
     while power <= most:
         found += [digit * power for digit in (1, 2, 5) if digit * power <= most]
@@ -45,5 +45,5 @@ def one_two_five(most: int) -> list[int]:
 
 
 def _limit(bound: float) -> str:
-    """As Prometheus clients write it: 10000.0 and 1e+06."""
+    """Formats a limit as Prometheus clients do: 10000.0 and 1e+06."""
     return f"{bound:.0e}" if bound >= 1e6 else str(float(bound))

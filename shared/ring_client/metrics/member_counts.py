@@ -1,7 +1,7 @@
-"""What members count, for metrics: gauges as of now, and counters that never fall.
+"""Counters and gauges of all members for metrics. Counters never fall.
 
-A member starts at 0 when it is started again, so what earlier incarnations by its name had counted is added. Schedulers
-are asked for their counts; of other members the last heartbeat is known.
+A restarted member counts from 0, so the counts of its earlier incarnations by name are added. Schedulers are asked for
+current counts; other members' counts are those of their last heartbeat.
 """
 
 import asyncio
@@ -16,9 +16,9 @@ from blockyard.shared.messages import STEP_TOKENS, AskStats, Member, Role, Stats
 from blockyard.shared.ring_client.metrics.histogram import BucketCounts
 from blockyard.shared.ring_client.ring_links import RingLinks
 
-PATIENCE_S = 0.25  # a scheduler that does not answer within it counts as its last heartbeat said
+PATIENCE_S = 0.25  # a scheduler that answers later counts with its last heartbeat
 MAX_TOLD = 100
-MAX_KEPT = 1000  # incarnations; of older ones only the sums by name are kept
+MAX_KEPT = 1000  # incarnations; older ones are kept only as sums by name
 
 COUNTERS = (  # fields of Stats
     "preemptions_total",
@@ -33,18 +33,18 @@ COUNTERS = (  # fields of Stats
 )
 REFUSED, SERVED, STEP_SIZES = "refused", "served", "step_sizes"
 
-Key = tuple[str, str]  # a field of Stats and "", or one of the last three and what of it is counted
+Key = tuple[str, str]  # (field of Stats, ""), or one of the three above with a reason, tenant or bucket
 
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """A member by its name: what it counted in all its incarnations, and the stats of the latest."""
+    """A member by its name: the counts of all its incarnations, and the stats of the latest one."""
 
     name: str
     role: Role
     counts: Counter[Key]
     stats: Stats
-    ready: bool | None  # None: it is gone, and its gauges mean nothing
+    ready: bool | None  # None: it is gone, and its gauges do not count
 
     def count(self, field: str) -> int:
         return self.counts[field, ""]
@@ -56,13 +56,13 @@ class Counted:
 class MemberCounts:
     def __init__(self, links: RingLinks) -> None:
         self._links = links
-        self._kept: dict[int, tuple[Member, Counter[Key]]] = {}  # by incarnation, the one heard of last at the end
-        self._older: dict[tuple[str, Role], Counter[Key]] = {}  # of incarnations that are not kept
-        self._fresh: dict[int, Stats] = {}  # of schedulers that answered when they were last asked
-        self._asked: dict[str, tuple[set[int], asyncio.Event]] = {}  # who has not answered yet
+        self._kept: dict[int, tuple[Member, Counter[Key]]] = {}  # by incarnation, in order of the last update
+        self._older: dict[tuple[str, Role], Counter[Key]] = {}  # counts of older incarnations
+        self._fresh: dict[int, Stats] = {}  # answers of schedulers to the last query
+        self._asked: dict[str, tuple[set[int], asyncio.Event]] = {}  # query -> incarnations without an answer yet
 
     async def refresh(self) -> None:
-        """Asks the schedulers. Those that do not answer soon are left as they are."""
+        """Asks all schedulers for their counts, and waits for answers for PATIENCE_S."""
         ask, schedulers = AskStats(secrets.token_hex(8)), self._links.of(Role.SCHEDULER)
         waiting = {m.incarnation for m in schedulers if self._links.send(m.incarnation, ask)}
         if not waiting:
@@ -89,17 +89,17 @@ class MemberCounts:
                 everyone.set()
 
     def gone(self, member: Member) -> None:
-        """It may come back as another incarnation, which begins at 0."""
+        """Keeps its counts: its next incarnation starts at 0."""
         self._fresh.pop(member.incarnation, None)
         self._note(member)
 
     def past(self) -> list[Member]:
-        """Those that are gone, for a gateway that may not have seen them; the latest of very many."""
+        """Returns members that are gone, at most the latest MAX_TOLD, for gateways that never saw them."""
         living = self._links.members.keys() | {self._links.me.incarnation}
         return [member for incarnation, (member, _) in self._kept.items() if incarnation not in living][-MAX_TOLD:]
 
     def members(self) -> list[Counted]:
-        """All that are there, and those that are gone and counted something."""
+        """Returns all members: present ones, and the kept ones that are gone."""
         living = {
             m.incarnation: msgspec.structs.replace(m, stats=self._fresh.get(m.incarnation, m.stats))
             for m in [self._links.me, *self._links.members.values()]
@@ -122,7 +122,7 @@ class MemberCounts:
         return list(found.values())
 
     def _note(self, member: Member) -> None:
-        """A heartbeat may be older than an answer: the larger count is the later one."""
+        """Keeps the larger counts: a heartbeat may be older than an answer."""
         before = self._kept.pop(member.incarnation, None)
         counts = _counts(member.stats)
         if before is not None:
@@ -138,7 +138,7 @@ class MemberCounts:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerTotals:
-    """Of all schedulers of the ring together."""
+    """Sums over all schedulers of the ring."""
 
     running: int
     waiting: int

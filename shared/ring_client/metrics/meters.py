@@ -1,5 +1,7 @@
-"""What a client of the ring counts itself: requests, their tokens and their times. What its schedulers count is in
-member_counts.py, how all of it is called in metric_families.py."""
+"""Counters of a ring client: its requests with their tokens and times.
+
+member_counts.py has the schedulers' counters, metric_families.py the names of all metrics.
+"""
 
 from blockyard.shared.messages import FinishReason, ModelCard
 from blockyard.shared.ring_client.metrics.histogram import BucketCounts, one_two_five
@@ -13,7 +15,7 @@ _MINUTES = (60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0)
 REQUEST_S = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, *_MINUTES)
 FINER_REQUEST_S = (0.001, 0.005, 0.02, 0.05, 0.1)
 NUM_CHOICES = (1, 2, 5, 10, 20)
-MOST_TOKENS = 50_000_000  # no context is longer; what is beyond the model's is not shown
+MOST_TOKENS = 50_000_000  # longer than any context; buckets beyond the model's length are not shown
 
 REASONS = {
     FinishReason.STOP: "stop",
@@ -50,7 +52,7 @@ class Meters:
         self.between_tokens = self.itl.observe
 
     def serves(self, card: ModelCard) -> None:
-        """A model is there: the name of all series, and the largest bucket of lengths."""
+        """A model joined: sets the model name of all series and the largest bucket of lengths."""
         self.model_name = self.model_name or card.names[0]
         for histogram in self._sizes:
             histogram.most = card.max_model_len
@@ -63,11 +65,11 @@ class Meters:
             self.prompt_tokens += entry.num_prompt_tokens
 
     def ended_early(self, num_choices: int, finish: FinishReason) -> None:
-        """Aborted by the caller, or failed."""
+        """Counts choices that the client aborted or that failed."""
         self.ended[finish] += num_choices
 
     def choice_ended(self, entry: JournalEntry, choice: ChoiceLog, finish: FinishReason, now: float) -> None:
-        """It has all its tokens."""
+        """Counts a choice that has all its tokens."""
         self.ended[finish] += 1
         num_tokens, first_s = len(choice.output_ids), choice.first_s or now
         decode_s = now - first_s

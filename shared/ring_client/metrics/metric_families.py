@@ -1,6 +1,6 @@
-"""The metric families, declared once: for /metrics of a gateway and for `LLM.get_metrics`.
+"""The metric families of a gateway's /metrics and of `LLM.get_metrics`.
 
-Names, labels and buckets are vLLM's where it has the family; the others are ours.
+Names, labels and buckets are vLLM's if it has the family.
 """
 
 import enum
@@ -12,7 +12,7 @@ from blockyard.shared.ring_client.metrics.histogram import BucketCounts
 from blockyard.shared.ring_client.metrics.member_counts import SchedulerTotals
 from blockyard.shared.ring_client.metrics.meters import REASONS, Meters
 
-ENGINE = "0"  # vLLM's label for the data-parallel replica: the ring of a model counts as one
+ENGINE = "0"  # vLLM's label of the data-parallel replica: the whole ring counts as one
 
 
 class MetricKind(enum.Enum):
@@ -32,11 +32,11 @@ Source = TypeVar("Source")
 
 @dataclass(frozen=True, slots=True)
 class Family(Generic[Source]):
-    name: str  # without prefix, and without the `_total` that the text of a counter has
+    name: str  # without prefix, and without a counter's suffix `_total`
     help: str
     kind: MetricKind
     read: Callable[[Source], float | BucketCounts | list[MetricSample]]
-    former: str = ""  # an older name of vLLM's, which dashboards still ask for
+    former: str = ""  # an older name of vLLM's that dashboards still use
     ours: bool = False  # vLLM has none
 
     def samples(self, source: Source) -> list[MetricSample]:
@@ -142,7 +142,7 @@ OF_SCHEDULERS: tuple[Family[SchedulerTotals], ...] = (
 
 
 def vllms_names(family: Family[Source]) -> Iterator[str]:
-    """The names, without prefix, under which scripts and dashboards made for vLLM look for it."""
+    """Yields the names, without prefix, that scripts and dashboards for vLLM use."""
     if not family.ours:
         yield family.name
         if family.former:

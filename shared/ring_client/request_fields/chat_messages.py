@@ -1,4 +1,4 @@
-"""Chat messages as callers write them, checked and turned into what a chat template sees."""
+"""Checks chat messages of a request and turns them into the messages of a chat template."""
 
 import msgspec
 
@@ -22,7 +22,7 @@ class ContentPart(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Also takes what a client sends back of an earlier answer."""
+    """Also accepts the fields of an earlier answer that a client sends back."""
 
     role: str
     content: str | list[ContentPart] | None = None
@@ -43,7 +43,7 @@ class TextPart(msgspec.Struct, frozen=True):
 
 
 class TemplateMessage(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a chat template sees of a message; the tokenizer joins parts where a template wants one text."""
+    """A message as a chat template sees it. The tokenizer joins parts if the template expects one text."""
 
     role: str
     content: str | list[TextPart]
@@ -52,7 +52,7 @@ class TemplateMessage(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def read_messages(messages: list[Message] | None) -> bytes:
-    """As Tokenize carries them. Raises RequestError."""
+    """Returns the messages as JSON for Tokenize. Raises RequestError."""
     if not messages:
         raise RequestError("`messages` is empty" if messages == [] else "`messages` is missing", "messages")
     return msgspec.json.encode([_message(m, f"messages[{i}]") for i, m in enumerate(messages)])
@@ -74,7 +74,7 @@ def _message(message: Message, where: str) -> TemplateMessage:
 
 
 def _parts(content: list[ContentPart], where: str) -> str | list[TextPart]:
-    """A single part is its text."""
+    """Returns the text of a single part, or the list of parts."""
     texts = [_part(part, f"{where}[{i}]") for i, part in enumerate(content)]
     return texts[0] if len(texts) == 1 else [TextPart("text", text) for text in texts]
 

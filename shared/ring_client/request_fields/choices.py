@@ -1,4 +1,4 @@
-"""How many continuations a request computes and gets: `n`, `best_of` and beam search."""
+"""The number of choices that a request computes and returns: `n`, `best_of` and beam search."""
 
 import math
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ MAX_WIDTH = 64  # of a beam search
 
 STOPS: dict[bool | str, BeamStop] = {False: BeamStop.LIKELY, True: BeamStop.FIRST, "never": BeamStop.NEVER}
 
-# what would change which token is likeliest -> values that ask for nothing
+# fields that would change the likeliest token -> their neutral values
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     **{name: (None, getattr(DEFAULT_SAMPLING, name)) for name in limits.RANGES},
     "temperature": (None, 0, 1),
@@ -41,11 +41,11 @@ class ChoicesRequest(SamplingRequest, Protocol):
 @dataclass(frozen=True, slots=True)
 class Choices:
     returned: int
-    computed: int  # more than are returned: the best of them are
+    computed: int  # if more than `returned`, the best are returned
     beam: Beam | None = None
 
     def sampling(self, sampling: Sampling) -> Sampling:
-        """What the ring is asked for so that the best can be told."""
+        """Returns the sampling to send, with the log-probabilities that ranking the choices needs."""
         if self.beam is not None:
             plain = {name: getattr(DEFAULT_SAMPLING, name) for name in limits.RANGES}  # not the model's defaults
             return msgspec.structs.replace(sampling, **plain | {"temperature": 0.0})
@@ -97,7 +97,7 @@ T = TypeVar("T")
 
 
 def best(choices: Sequence[T], logprobs: Sequence[Sequence[Scored]], count: int) -> list[T]:
-    """Those with the highest log-probability a token, the best first; all, in their order, where none is left out."""
+    """Returns the `count` choices with the highest mean log-probability, best first; unsorted if none is dropped."""
     if len(choices) <= count:
         return list(choices)
     means = [sum(p.logprob for p in entries) / len(entries) if entries else -math.inf for entries in logprobs]

@@ -1,4 +1,4 @@
-"""What of a request's sampling can be said only once its prompt's ids are known."""
+"""Completes a request's sampling once the ids of its prompt are known."""
 
 import secrets
 from collections.abc import Sequence
@@ -20,10 +20,10 @@ def finalize_sampling(
     max_new_tokens: int | None = None,
     prompt_field: str = "prompt",
 ) -> Sampling:
-    """The sampling of a prompt of this length.
+    """Returns the sampling of a prompt of this length.
 
-    `max_tokens` is clamped to what the context leaves, None is all of that; `max_new_tokens` caps it. Without a seed
-    one is drawn. Raises RequestError for a prompt that does not fit, and where no token could be chosen.
+    `max_tokens` is limited to the rest of the context, and None means all of it; `max_new_tokens` caps it. A missing
+    seed is drawn at random. Raises RequestError if the prompt does not fit or no token could be sampled.
     """
     if num_prompt_tokens == 0:
         raise RequestError(f"`{prompt_field}` is empty: not one token", prompt_field)
@@ -36,7 +36,7 @@ def finalize_sampling(
     if sampling.min_tokens > wanted > 0:
         raise RequestError(f"min_tokens is {sampling.min_tokens}, and at most {wanted} can be generated", "min_tokens")
     _check_choice(sampling, bad_words, card.eos_token_ids)
-    # max_tokens 0 is a request for the prompt's log-probabilities: one token is drawn if it fits, and not shown
+    # max_tokens 0 asks for the prompt's log-probabilities: one token is sampled if it fits, and not shown
     seed = secrets.randbits(64) if seed is None else seed % 2**64
     return msgspec.structs.replace(sampling, max_tokens=min(max(wanted, 1), left), seed=seed, bad_words=bad_words)
 

@@ -1,7 +1,7 @@
-"""JSON of callers decoded into structs, where fields that a struct does not declare are ignored and named.
+"""Decodes JSON of clients into structs; undeclared fields are ignored and reported.
 
-The common case costs one strict decode. Only a body that fails it is decoded once more without types: fields that no
-struct declares are removed at any depth, and whole numbers written as fractions (`4.0`) become integers.
+The common case takes one strict decode. A body that fails it is decoded again without types: undeclared fields are
+removed at any depth, and whole numbers with a fraction (`4.0`) become integers.
 """
 
 from collections.abc import Iterator
@@ -11,14 +11,14 @@ from typing import Any, get_args, get_origin
 
 import msgspec
 
-MAX_NAMES = 32  # of one body; further ones are removed and not named
+MAX_NAMES = 32  # reported fields of one body
 MAX_NAME_CHARS = 64
-MAX_WHOLE = 2**53  # above it a fraction does not say which integer is meant
+MAX_WHOLE = 2**53  # larger floats do not determine one integer
 
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """What a struct says about its fields."""
+    """A struct's declared fields."""
 
     names: frozenset[str]
     nested: dict[str, "Declared"]  # fields that hold a struct or a list of them
@@ -26,7 +26,7 @@ class Declared:
 
 
 def decode_known(data: bytes, kind: Any, strict: bool = False) -> tuple[Any, list[str]]:
-    """The value, and the unknown fields that were ignored, as `messages.content.cache_control`.
+    """Returns the value and the ignored unknown fields, such as `messages.content.cache_control`.
 
     With `strict` an unknown field is an error. Raises what `msgspec.json.decode` raises; structs forbid unknown fields.
     """
@@ -38,7 +38,7 @@ def decode_known(data: bytes, kind: Any, strict: bool = False) -> tuple[Any, lis
             raise
         try:
             value = msgspec.json.decode(data)
-        except msgspec.ValidationError:  # a number out of range: the first error says where something is wrong
+        except msgspec.ValidationError:  # a number out of range: the first error is more precise
             raise e from None
     ignored: dict[str, None] = {}
     _tidy(value, _declared_in(kind), "", None if strict else ignored)
@@ -90,7 +90,7 @@ def _declared(kind: type[msgspec.Struct]) -> Declared:
 
 
 def _declared_in(annotation: Any) -> Declared | None:
-    """Of the struct in an annotation such as `list[Message] | None`."""
+    """Returns the fields of the struct in an annotation such as `list[Message] | None`."""
     for leaf in _leaves(annotation):
         if isinstance(leaf, type) and issubclass(leaf, msgspec.Struct):
             return _declared(leaf)
@@ -98,7 +98,7 @@ def _declared_in(annotation: Any) -> Declared | None:
 
 
 def _leaves(annotation: Any) -> Iterator[Any]:
-    """The types in an annotation: through unions and lists, not into dicts."""
+    """Yields the types in an annotation: through unions and lists, not into dicts."""
     if get_origin(annotation) is dict or not get_args(annotation):
         yield annotation
         return
