@@ -42,14 +42,10 @@ def _main_of(what: str) -> Callable[[Sequence[str]], int]:
             from blockyard.services.bench import serve  # noqa: PLC0415
 
             return serve.main
-        case "latency":
+        case "latency" | "throughput":
             from blockyard.services.bench import latency_throughput  # noqa: PLC0415
 
-            return latency_throughput.latency
-        case "throughput":
-            from blockyard.services.bench import latency_throughput  # noqa: PLC0415
-
-            return latency_throughput.throughput
+            return latency_throughput.latency if what == "latency" else latency_throughput.throughput
         case "suite":
             from blockyard.services.bench.suite import command  # noqa: PLC0415
 

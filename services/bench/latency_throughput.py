@@ -1,19 +1,16 @@
 """`blockyard bench latency` and `throughput`: measure a model through `blockyard.LLM`, without HTTP."""
 
 import argparse
-import datetime
 import random
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import blockyard
 from blockyard.services.bench import flags, report, workload
 from blockyard.services.bench.datasets import RandomIds, SampleRequest
 from blockyard.services.bench.load.results import BenchError
 from blockyard.services.offline.llm import LLM
-from blockyard.services.offline.outputs import RequestOutput
 from blockyard.services.offline.sampling_params import SamplingParams
 from blockyard.shared.config import parsed_flags
 from blockyard.shared.errors import ConfigError
@@ -111,16 +108,11 @@ def timed(llm: LLM, requests: Sequence[SampleRequest], show_bar: bool) -> float:
     start = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=show_bar)
     seconds = time.perf_counter() - start
-    check_lengths(requests, outputs)
-    return seconds
-
-
-def check_lengths(requests: Sequence[SampleRequest], outputs: Sequence[RequestOutput]) -> None:
-    """Raises BenchError."""
     for request, output in zip(requests, outputs, strict=True):
         got = len(output.outputs[0].token_ids)
         if got != request.num_output:
             raise BenchError(f"request {output.request_id} has {got} tokens instead of {request.num_output}")
+    return seconds
 
 
 def _prompt_maker(vocab: tuple[int, int], llm: LLM) -> RandomIds:
@@ -135,6 +127,6 @@ def _report(
     command: str, options: argparse.Namespace, model: str | None, engine: Mapping[str, object], figures: Figures
 ) -> None:
     if options.output:
-        date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        done = report.OfflineReport(command, blockyard.__version__, date, model, vars(options), dict(engine), figures)
-        report.write(Path(options.output), report.as_json(done))
+        settings = (model, vars(options), dict(engine), figures)
+        done = report.OfflineReport(command, blockyard.__version__, report.date(), *settings)
+        report.write(options.output, report.as_json(done))

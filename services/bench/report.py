@@ -1,5 +1,6 @@
 """Reports of a run: a table for the terminal, JSON, and an HTML page with plots. Pure apart from `write`."""
 
+import datetime
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -81,15 +82,19 @@ def _request(one: RequestResult, started_s: float) -> RequestRow:
     )
 
 
-def write(path: Path, data: bytes) -> None:
+def write(path: str | Path, data: bytes) -> None:
     """Raises ConfigError."""
     try:
-        path.write_bytes(data)
+        Path(path).write_bytes(data)
     except OSError as e:
         raise ConfigError(f"{path}: {e.strerror}") from e
 
 
-def as_json(report: ServeReport | OfflineReport) -> bytes:
+def date() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def as_json(report: msgspec.Struct) -> bytes:
     return msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n"
 
 

@@ -2,12 +2,10 @@
 
 import argparse
 import asyncio
-import datetime
 import math
 import random
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import msgspec
 import uvloop
@@ -52,7 +50,7 @@ def main(args: Sequence[str]) -> int:
     settings = {name: value for name, value in vars(options).items() if name != "api_key"}
     done = report.ServeReport(
         version=blockyard.__version__,
-        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        date=report.date(),
         url=found.base_url,
         model=model,
         settings=settings | {"request_rate": str(options.request_rate), "burstiness": str(options.burstiness)},
@@ -63,9 +61,9 @@ def main(args: Sequence[str]) -> int:
     )
     print(report.text(done))
     if options.output:
-        report.write(Path(options.output), report.as_json(done))
+        report.write(options.output, report.as_json(done))
     if options.html:
-        report.write(Path(options.html), report.page(done, results, load.started_s).encode())
+        report.write(options.html, report.page(done, results, load.started_s).encode())
     wrong_length = options.ignore_eos and done.summary.requests_off_length > 0
     return 1 if wrong_length or not done.summary.completed else 0
 

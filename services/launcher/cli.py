@@ -83,18 +83,10 @@ def _main_of(command: str) -> Callable[[Sequence[str]], int]:
             from blockyard.services.offline import tune  # noqa: PLC0415
 
             return tune.main
-        case "run":
+        case "run" | "ring" | "keys":
             from blockyard.services.launcher import multi_host  # noqa: PLC0415
 
-            return multi_host.run
-        case "ring":
-            from blockyard.services.launcher import multi_host  # noqa: PLC0415
-
-            return multi_host.ring
-        case "keys":
-            from blockyard.services.launcher import multi_host  # noqa: PLC0415
-
-            return multi_host.keys
+            return {"run": multi_host.run, "ring": multi_host.ring, "keys": multi_host.keys}[command]
         case _:
             return flags
 

@@ -1,6 +1,6 @@
 """Reads flags from the command line, BLOCKYARD_* variables and the YAML file of --config."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 
 import yaml
@@ -13,10 +13,20 @@ from blockyard.shared.errors import ConfigError
 def read(args: Sequence[str], environ: Mapping[str, str]) -> tuple[Values, list[str], list[str]]:
     """Returns (values, positional arguments, notes). Raises ConfigError, also for refused values."""
     line, positionals = parsed_flags.from_command_line(args)
+    values, notes = combine(line, environ)
+    return values, positionals, notes
+
+
+def combine(
+    given: ParsedFlags, environ: Mapping[str, str], known: Container[str] | None = None
+) -> tuple[Values, list[str]]:
+    """Adds the variables and the file to the flags in `given`, or only those in `known`. Raises ConfigError."""
     environment, notes = parsed_flags.from_environment(environ)
-    path = (line.get("config") or environment.get("config") or parsed_flags.ParsedFlag(None, "")).value
+    path = (given.get("config") or environment.get("config") or parsed_flags.ParsedFlag(None, "")).value
     file = read_yaml(Path(path)) if isinstance(path, str) else {}
-    return Values(line, environment, file), positionals, notes
+    if known is not None:
+        environment, file = ({k: v for k, v in flags.items() if k in known} for flags in (environment, file))
+    return Values(given, environment, file), notes
 
 
 def read_yaml(path: Path) -> ParsedFlags:

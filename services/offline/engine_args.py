@@ -4,41 +4,25 @@ import argparse
 import dataclasses
 import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, TypeVar
 
+from blockyard.services.launcher import sources
 from blockyard.services.launcher.models import model_files
-from blockyard.services.launcher.sources import read_yaml
 from blockyard.shared.config import parsed_flags
 from blockyard.shared.config.flag_values import coerce
 from blockyard.shared.config.flags import FLAGS, GROUPS
 from blockyard.shared.config.flags.flag import Flag, FlagKind
-from blockyard.shared.config.parsed_flags import ParsedFlag, ParsedFlags, Values
+from blockyard.shared.config.parsed_flags import ParsedFlag, Values
 from blockyard.shared.config.resolve import memory_notes
 from blockyard.shared.errors import ConfigError
 
 SOURCE = "LLM"  # begins each error
-ALSO_OFFLINE = (
-    "chat-template",
-    "served-model-name",
-    "trust-remote-code",
-    "allowed-local-media-path",
-    "chat-template-content-format",
-)
-SERVER_ONLY = {flag.name for group in ("HTTP server", "Security") for flag in GROUPS[group]} - {*ALSO_OFFLINE} | {
-    "api-gateways",
-    "enable-log-requests",
-    "metrics-port",
-    "metrics-names",
-    "client-timeout",
-    "max-body-bytes",
-    "shutdown-timeout",
-    "message-bus",
-    "bind",
-    "advertise",
-    "curve-keys",
-    "name",
-}
+_ALSO_OFFLINE = {"chat-template", "served-model-name", "trust-remote-code", "allowed-local-media-path"}
+_ALSO_OFFLINE |= {"chat-template-content-format"}
+SERVER_ONLY = {flag.name for group in ("HTTP server", "Security") for flag in GROUPS[group]} - _ALSO_OFFLINE
+SERVER_ONLY |= {"api-gateways", "enable-log-requests", "metrics-port", "metrics-names", "client-timeout"}
+SERVER_ONLY |= {"max-body-bytes", "shutdown-timeout", "message-bus", "bind", "advertise", "curve-keys", "name"}
+KEYWORDS = {flag.name.replace("-", "_"): flag for flag in FLAGS.values() if flag.name not in SERVER_ONLY}
 
 
 def read(
@@ -58,10 +42,7 @@ def read(
             raise ConfigError(f"{one.where}: is for `blockyard serve` and `run`; the offline API has no HTTP server")
     not_given = {str(key).replace("_", "-") for key, value in plain.items() if value is None}
     arguments_given = {name: one for name, one in arguments_given.items() if name not in not_given}
-    environment, notes = parsed_flags.from_environment(environ)
-    path = (arguments_given.get("config") or environment.get("config") or ParsedFlag(None, "")).value
-    file = read_yaml(Path(path)) if isinstance(path, str) else {}
-    values = Values(arguments_given, _without_server(environment), _without_server(file))
+    values, notes = sources.combine(arguments_given, environ, {flag.name for flag in KEYWORDS.values()})
     if not values.is_given("model") and values["worker-cls"] == "mock":
         values = values.with_given({"model": ParsedFlag(model_files.DEMO, "model")})
     return values, [*notes, *values.notes(), *memory_notes(values)]
@@ -75,13 +56,8 @@ def _plain(value: object) -> object:
     return named.removeprefix("torch.") if type(value).__name__ == "dtype" and named.startswith("torch.") else value
 
 
-def _without_server(flags: ParsedFlags) -> ParsedFlags:
-    return {name: one for name, one in flags.items() if name not in SERVER_ONLY and name in FLAGS}
-
-
 T = TypeVar("T", bound="EngineArgsBase")
 P = TypeVar("P", bound=argparse._ActionsContainer)  # a parser or a group of one
-KEYWORDS = {flag.name.replace("-", "_"): flag for flag in FLAGS.values() if flag.name not in SERVER_ONLY}
 
 
 class EngineArgsBase:

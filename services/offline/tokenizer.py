@@ -133,9 +133,9 @@ class LLMTokenizer:
         most = self._length(truncation, max_length)
         ids = [one.ids[:most] for one in found]
         width = self._width(padding, max_length, ids)
-        out: dict[str, list[Any]] = {"input_ids": [self._padded(row, width) for row in ids]}
+        out: dict[str, list[Any]] = {"input_ids": [self._pad(row, width, self.pad_token_id or 0) for row in ids]}
         if return_attention_mask is not False:
-            out["attention_mask"] = [self._mask(len(row), width) for row in ids]
+            out["attention_mask"] = [self._pad([1] * len(row), width, 0) for row in ids]
         if return_offsets_mapping:
             out["offset_mapping"] = [one.offsets[:most] for one in found]
         return BatchEncoding({key: rows[0] if isinstance(text, str) else rows for key, rows in out.items()})
@@ -205,12 +205,8 @@ class LLMTokenizer:
         rows = [ids for _, ids in done]
         if not return_dict:
             return rows[0] if single else rows
-        masks = [[1] * len(row) for row in rows]
-        return BatchEncoding(
-            {"input_ids": rows[0], "attention_mask": masks[0]}
-            if single
-            else {"input_ids": rows, "attention_mask": masks}
-        )
+        columns = {"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows]}
+        return BatchEncoding({key: values[0] if single else values for key, values in columns.items()})
 
     def _length(self, truncation: bool | str | None, max_length: int | None) -> int | None:
         if truncation in (None, False, "do_not_truncate"):
@@ -226,14 +222,9 @@ class LLMTokenizer:
             return self.model_max_length if max_length is None else max_length
         return max(map(len, rows), default=0)
 
-    def _padded(self, row: list[int], width: int) -> list[int]:
-        fill = [self.pad_token_id or 0] * (width - len(row))
-        return fill + row if self.padding_side == "left" else row + fill
-
-    def _mask(self, length: int, width: int) -> list[int]:
-        fill = [0] * (width - length)
-        ones = [1] * length
-        return fill + ones if self.padding_side == "left" else ones + fill
+    def _pad(self, row: list[int], width: int, fill: int) -> list[int]:
+        padding = [fill] * (width - len(row))
+        return padding + row if self.padding_side == "left" else row + padding
 
 
 def through_ring(session: Session) -> RenderTemplates:

@@ -1,7 +1,6 @@
 """`blockyard bench suite`: measures the items and prints their table."""
 
 import contextlib
-import datetime
 import itertools
 import sys
 import tempfile
@@ -59,9 +58,7 @@ def main(args: Sequence[str]) -> int:
             lines.append(line)
             print(row(line), flush=True)
     if options.output:
-        date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        done = SuiteReport(blockyard.__version__, date, lines)
-        report.write(Path(options.output), msgspec.json.format(msgspec.json.encode(done), indent=1) + b"\n")
+        report.write(options.output, report.as_json(SuiteReport(blockyard.__version__, report.date(), lines)))
     return 1 if any(line.failure for line in lines) else 0
 
 
@@ -107,21 +104,20 @@ def _measure(items: Sequence[SuiteItem], folder: Path, more: tuple[str, ...]) ->
     """Consecutive items with the same model and flags share a server."""
     for (model, flags), group in itertools.groupby(items, key=lambda item: (item.model, item.flags)):
         together = list(group)
-        place = SuiteContext(shapes.write(model, folder), flags + more, folder)
-        yield from _on_one_server([item for item in together if item.measure_server is not None], place)
+        context = SuiteContext(shapes.write(model, folder), flags + more, folder)
+        yield from _on_one_server([item for item in together if item.measure_server is not None], context)
         for item in together:
             if item.measure_alone is not None:
-                yield _line(item, item.measure_alone, place)
+                yield _line(item, item.measure_alone, context)
 
 
-def _on_one_server(items: Sequence[SuiteItem], place: SuiteContext) -> Iterator[SuiteRow]:
+def _on_one_server(items: Sequence[SuiteItem], context: SuiteContext) -> Iterator[SuiteRow]:
     if not items:
         return
     with contextlib.ExitStack() as stack:
+        log = context.logs / f"{items[0].name}.log"
         try:
-            served = stack.enter_context(
-                serve(place.model, place.flags, place.logs / f"{items[0].name}.log")
-            ).complete()
+            served = stack.enter_context(serve(context.model, context.flags, log)).complete()
         except BenchError as e:
             yield from (_failed(item, e) for item in items)
             return
@@ -136,10 +132,14 @@ def _line(item: SuiteItem, measure: Callable[[T], Measurement], subject: T) -> S
         measured = measure(subject)
     except (BlockyardError, OSError) as e:
         return _failed(item, e)
-    return SuiteRow(item.name, item.what, item.unit, item.model, item.flags, item.target, item.floor, measured)
+    return _row(item, measured)
 
 
 def _failed(item: SuiteItem, e: Exception) -> SuiteRow:
     print(f"blockyard bench suite: {item.name}: {e}", file=sys.stderr)
-    why = str(e) or type(e).__name__
-    return SuiteRow(item.name, item.what, item.unit, item.model, item.flags, item.target, item.floor, None, why)
+    return _row(item, None, str(e) or type(e).__name__)
+
+
+def _row(item: SuiteItem, measured: Measurement | None, failure: str = "") -> SuiteRow:
+    figures = (item.unit, item.model, item.flags, item.target, item.floor)
+    return SuiteRow(item.name, item.what, *figures, measured, failure)
