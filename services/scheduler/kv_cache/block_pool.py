@@ -1,4 +1,4 @@
-"""KV blocks of one worker group: shared by count, and findable by what they hold."""
+"""The KV blocks of one worker group: reference counts, free blocks and cached blocks."""
 
 from collections.abc import Sequence
 from itertools import filterfalse
@@ -9,10 +9,10 @@ from blockyard.services.scheduler.kv_cache.prefix_index import PrefixIndex
 
 
 class BlockPool:
-    """Whoever holds blocks keeps their table; the pool knows how many hold each, and which are free.
+    """Counts how many sequences hold each block; their block tables say which.
 
-    Each block is in one place: used (held by somebody), bare (in `bare`, free or at rest) or kept (in `index`, idle
-    or cooling). Kept ones that are idle count as free. What is reclaimed of them goes to `host`.
+    Each block is in one place: held by sequences, uncached (in `uncached`), or cached without a holder (in `index`).
+    Blocks without a holder are free, or pending while a plan in flight may still use them. Evicted ones go to `host`.
     """
 
     def __init__(self, num_blocks: int, block_size: int, plan_clock: PlanClock, num_host_blocks: int = 0) -> None:
@@ -46,16 +46,16 @@ class BlockPool:
 
     @property
     def num_admissible(self) -> int:
-        """What a newcomer may take beside others, once nothing rests any more."""
+        """Blocks that a new sequence may take beside others, once no block is pending."""
         return self.num_free + self.num_pending - self._watermark
 
     def admits(self, num_blocks: int, found: list[int], alone: bool) -> bool:
-        """Whether a newcomer may take so many beside those found for it.
+        """Whether a new sequence may take `num_blocks` besides the blocks found for it.
 
-        Beside others it leaves a little, or it is the next to be preempted.
+        Beside other sequences it leaves a few blocks free, or it would be the next to be preempted.
         """
         room = self.num_free - (0 if alone else self._watermark)
-        if num_blocks + len(found) <= room:  # most often: then nobody needs to know which of them are idle
+        if num_blocks + len(found) <= room:  # the usual case, without a look at each block
             return True
         return num_blocks <= room and num_blocks + self._free_queue.num_free_of(found) <= room
 
@@ -76,7 +76,7 @@ class BlockPool:
         return block
 
     def take(self, count: int) -> list[int]:
-        """The caller has looked at `num_free`."""
+        """The caller has checked `num_free`."""
         assert count <= self.num_free, f"{count} blocks wanted, {self.num_free} free"
         taken = self.uncached.take(min(count, self.uncached.num_free))
         if len(taken) < count:
@@ -88,20 +88,20 @@ class BlockPool:
         return taken
 
     def share(self, blocks: list[int]) -> None:
-        """One more holds these, which were found in the index."""
+        """One more sequence holds these blocks, which were found in the index."""
         holders = self._holders
         self._free_queue.take([*filterfalse(holders.__getitem__, blocks)])
         for block in blocks:
             holders[block] += 1
 
     def release(self, blocks: list[int], hashes: Sequence[bytes]) -> None:
-        """One less holds these. `hashes` are of the first of them, as far as they are full once sent plans have run.
+        """One sequence less holds these blocks. `hashes` are of the first of them, as far as sent plans fill them.
 
-        The leaf is given up before its parents: it is of no use without them.
+        The last block of a chain is evicted first: it is useless without the blocks before it.
         """
         holders, index, has = self._holders, self.index, self.index.has
         uncached: list[int] = []
-        kept: list[int] = []  # in the order in which they rest
+        kept: list[int] = []  # in the order of eviction
         for i in range(len(blocks) - 1, -1, -1):
             block = blocks[i]
             holders[block] = left = holders[block] - 1
@@ -111,7 +111,7 @@ class BlockPool:
                 kept.append(block)
                 continue
             if i < len(hashes):
-                self._free_queue.put(kept)  # before the one that is touched
+                self._free_queue.put(kept)  # before the block that is touched
                 kept = []
                 if index.touch(hashes[i]) is None and index.insert(block, hashes[i]):
                     kept.append(block)
@@ -122,15 +122,15 @@ class BlockPool:
             self.uncached.release(uncached)
 
     def invalidate(self, blocks: list[int]) -> None:
-        """What these hold is not what their hashes say."""
+        """The contents of these blocks are wrong: they are cached no longer."""
         self.uncached.release([block for block in blocks if self.index.remove(block)])
 
     def restore(self, blocks: list[int], hashes: list[bytes]) -> None:
-        """Of a worker that was just attached."""
+        """Takes over the cached blocks of a newly attached worker."""
         self.uncached.remove(self.index.restore(blocks, hashes))
 
     def free_pending(self) -> None:
-        """To be called when the plan_clock's `done` has moved."""
+        """To be called after each completed plan."""
         self.uncached.free_pending()
         self._free_queue.free_pending()
         self.host.free_pending()

@@ -30,8 +30,8 @@ class BlockTable:
         self.blocks = blocks
         self.capacity = len(blocks) * block_size  # tokens
         self.num_cached = num_cached  # leading blocks that were found: other sequences may have them too
-        self.num_freed = num_freed  # leading entries whose blocks are not held: outside the sliding window
-        self.copied_from = copied_from  # block whose contents were copied into the first block that was not found
+        self.num_freed = num_freed  # leading entries with blocks that are not held: they are outside the sliding window
+        self.copied_from = copied_from  # this block was copied into the first block that was not found
         self.num_hashed = num_cached  # leading blocks that are hashed, or will be once a plan is sent
         self.next_hash_at = NEVER  # computed tokens with which the next block is full and to be hashed
         self.is_hash_due = False  # waits in the manager's queue for its next block to be hashed

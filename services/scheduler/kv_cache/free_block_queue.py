@@ -1,7 +1,7 @@
-"""Blocks that nobody holds, in the order in which they were left: the first is given up first.
+"""Cached blocks that no sequence holds, in LRU order: the block that was freed first is evicted first.
 
-A prompt's blocks are left, and taken from here again, thousands at a time. So the order is kept of leavings, not of
-blocks: each block knows the batch that it was part of last, and what an older batch says of it counts no more.
+Blocks of a prompt are freed, and taken again, thousands at a time. So the queue orders batches of blocks that were
+freed together. Each block knows the last batch it was in; its entries in older batches are stale.
 """
 
 from collections import Counter, OrderedDict
@@ -9,23 +9,23 @@ from collections.abc import Iterator, Sequence
 
 from blockyard.services.scheduler.kv_cache.id_pool import PlanClock
 
-SLACK = 16  # blocks that a batch may list in vain, besides as many as are still its own
+SLACK = 16  # stale entries of a batch that are always tolerated
 
 
 class FreedBatch:
-    """Blocks that were left together. `listed` ends with the first to be given up, and may list some in vain."""
+    """Blocks that were freed together. `blocks` ends with the first to be evicted, and may have stale entries."""
 
     __slots__ = ("blocks", "is_free", "num_blocks", "plan")
 
     def __init__(self, blocks: Sequence[int], plan: int) -> None:
         self.blocks = [*reversed(blocks)]
         self.num_blocks = len(blocks)
-        self.plan = plan  # the last one sent by then
-        self.is_free = False  # that plan's result is in
+        self.plan = plan  # the last plan sent when they were freed
+        self.is_free = False  # that plan has its result
 
 
 class FreeBlockQueue:
-    """Blocks cool until the result of the last plan sent when they were left is in, and are idle then."""
+    """Blocks are pending until the last plan sent when they were freed has its result. Then they are free."""
 
     def __init__(self, num_blocks: int, plan_clock: PlanClock) -> None:
         self.num_free = 0
@@ -39,7 +39,7 @@ class FreeBlockQueue:
         return self._batch_of[block] is not None
 
     def put(self, blocks: Sequence[int]) -> None:
-        """Their last users have left them; in the order in which they are to be given up."""
+        """Adds blocks that no sequence holds any more, in the order of eviction."""
         if not blocks:
             return
         plan_clock, left = self._plan_clock, self._batch_of
@@ -53,13 +53,13 @@ class FreeBlockQueue:
             self.num_pending += len(blocks)
 
     def take(self, blocks: Sequence[int]) -> None:
-        """All of these are here, and somebody wants them."""
+        """Takes out these blocks, which are all in the queue: a sequence uses them again."""
         left = self._batch_of
         gone = Counter(map(left.__getitem__, blocks))
         for block in blocks:
             left[block] = None
         for batch, count in gone.items():
-            assert batch is not None, "a block is taken from the shelf and is not on it"
+            assert batch is not None, "a block is taken from the queue and is not in it"
             self._remove(batch, count)
 
     def num_free_of(self, blocks: list[int]) -> int:
@@ -67,7 +67,7 @@ class FreeBlockQueue:
         return sum(batch.is_free for block in blocks if (batch := left[block]) is not None)
 
     def free_pending(self) -> None:
-        """To be called when `plan_clock.last_completed` has moved."""
+        """To be called after each completed plan."""
         while self._pending:
             batch = next(iter(self._pending))
             if batch.plan > self._plan_clock.last_completed:
@@ -77,7 +77,7 @@ class FreeBlockQueue:
             self._now_free(batch)
 
     def pop(self, count: int) -> list[int]:
-        """Takes so many idle ones, or all there are, in the order in which they were left."""
+        """Takes the `count` free blocks that were freed first, or all there are."""
         taken: list[int] = []
         left = self._batch_of
         while self._free and len(taken) < count:
@@ -98,7 +98,7 @@ class FreeBlockQueue:
         return taken
 
     def pop_one(self) -> int | None:
-        """As `oldest`, at less cost."""
+        """As `pop` for one block, at less cost."""
         if not self._free:
             return None
         batch, left = next(iter(self._free)), self._batch_of
@@ -109,7 +109,7 @@ class FreeBlockQueue:
         return block
 
     def in_order(self) -> Iterator[tuple[int, bool]]:
-        """All, in the order in which they are given up, and whether they are idle. To look at."""
+        """All blocks in the order of eviction, and whether they are free. For tests."""
         for batch in [*self._free, *self._pending]:
             yield from ((b, batch.is_free) for b in reversed(batch.blocks) if self._batch_of[b] is batch)
 

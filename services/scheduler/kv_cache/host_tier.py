@@ -1,4 +1,4 @@
-"""Blocks in host memory, of one worker group: they keep what is reclaimed from the device, by block_hash."""
+"""The host memory of one worker group: it keeps blocks that are evicted from the device."""
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
@@ -8,17 +8,17 @@ from blockyard.shared.messages import BlockFetch, BlockSave
 
 
 class HostTier:
-    """Which host block holds what. The least recently used is given up first.
+    """Which host block holds which hash. The least recently used block is evicted first.
 
-    Copies ride in the plan that is being made. Plans run in order, so that what one saves it may fetch itself, after
-    its saves. A host block with a copy in flight keeps its block_hash and its bytes until that plan's result is in.
+    Copies are part of the plan that is being built. Plans run in order, so that a plan may fetch a block that it saves
+    itself: saves come first. A host block with a copy in flight keeps its hash and contents until the plan's result.
     """
 
     def __init__(self, num_blocks: int, plan_clock: PlanClock) -> None:
         self._plan_clock = plan_clock
         self._ids = IdPool(num_blocks, plan_clock)
         self._block_of: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
-        self.get = self._block_of.get  # the host block of a block_hash
+        self.get = self._block_of.get  # the host block with a hash
         self.has = self._block_of.__contains__
         self._copied_by = [0] * num_blocks  # the last plan that copies each host block
         self._saves: list[BlockSave] = []
@@ -33,11 +33,8 @@ class HostTier:
         return len(self._block_of)
 
     def pin(self, hashes: Sequence[bytes]) -> list[int]:
-        """The plan that is being made will fetch these, which were found: they stay. A chain's hashes, in its order.
-
-        Returns the host blocks.
-        """
-        self._touch(reversed(hashes))  # a leaf is of no use without its parents: it goes first
+        """Keeps a chain of blocks for the plan that is being built. Returns the host blocks."""
+        self._touch(reversed(hashes))  # the last block of a chain is evicted first
         hosts = [*map(self._block_of.__getitem__, hashes)]
         number = self._plan_clock.last_sent + 1
         for host in hosts:
@@ -45,26 +42,26 @@ class HostTier:
         return hosts
 
     def fetch(self, hosts: Iterable[int], blocks: Iterable[int]) -> None:
-        """Host blocks that are held, into blocks of the device that are reserved for them."""
+        """The plan that is being built copies pinned host blocks into these device blocks."""
         self._fetches += map(BlockFetch, hosts, blocks)
 
     def save_all(self, blocks: list[int], hashes: list[bytes]) -> None:
-        """As `save`, in the order in which they are given up."""
+        """As `save`, for several blocks in the order of eviction."""
         if not self._ids.num_ids:
             return
         try:
-            self._touch(hashes)  # most often all of them are here: what is reclaimed has been fetched or saved before
+            self._touch(hashes)  # the usual case: all of them were fetched or saved before
         except KeyError:
             known = self._block_of.keys() & hashes
             self._touch(
                 [block_hash for block_hash in hashes if block_hash in known]
-            )  # first, or others might take their places
+            )  # first, or new blocks might evict them
             for block, block_hash in zip(blocks, hashes, strict=True):
                 if block_hash not in known:
                     self.save(block, block_hash)
 
     def save(self, block: int, block_hash: bytes) -> None:
-        """A block of the device is about to be written by somebody else. It is lost where there is no room."""
+        """Copies a device block that is about to be overwritten to host memory, if there is room."""
         if block_hash in self._block_of:
             self._block_of.move_to_end(block_hash)
             return
@@ -75,13 +72,13 @@ class HostTier:
             self._saves.append(BlockSave(block, host, block_hash))
 
     def take(self) -> tuple[list[BlockSave], list[BlockFetch]]:
-        """What the plan that is being sent has to copy."""
+        """The copies of the plan that is being sent."""
         saves, self._saves = self._saves, []
         fetches, self._fetches = self._fetches, []
         return saves, fetches
 
     def remove(self, hashes: Iterable[bytes]) -> None:
-        """Nobody is to find these any more. Not to be called while a plan is made."""
+        """Drops these blocks. Not to be called while a plan is built."""
         gone = [block for block_hash in hashes if (block := self._block_of.pop(block_hash, None)) is not None]
         if gone:
             left = set(gone)
@@ -92,16 +89,16 @@ class HostTier:
         self.remove(list(self._block_of))
 
     def restore(self, blocks: list[int], hashes: list[bytes]) -> None:
-        """What the memory of a worker that was just attached holds, oldest first."""
+        """Takes over the host blocks of a newly attached worker, oldest first."""
         self._block_of.update(zip(hashes, blocks, strict=True))
         self._ids.remove(list(self._block_of.values()))
 
     def free_pending(self) -> None:
-        """To be called when the plan_clock's `done` has moved."""
+        """To be called after each completed plan."""
         self._ids.free_pending()
 
     def _touch(self, hashes: Iterable[bytes]) -> None:
-        deque(map(self._block_of.move_to_end, hashes), maxlen=0)  # thousands at a time, at C's speed
+        deque(map(self._block_of.move_to_end, hashes), maxlen=0)  # thousands at a time, at C speed
 
     def _evict(self) -> int | None:
         if not self._block_of:

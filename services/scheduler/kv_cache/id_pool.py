@@ -1,10 +1,10 @@
-"""Integers given out and taken back, with a rest for those that a plan in flight may still touch."""
+"""A pool of ids in which released ids stay pending while a plan in flight may still use them."""
 
 from collections import deque
 
 
 class PlanClock:
-    """Numbers of the last plan sent to a worker and of the last one whose result is in."""
+    """The numbers of the last plan sent to a worker and of the last plan with a result."""
 
     __slots__ = ("last_completed", "last_sent")
 
@@ -14,9 +14,9 @@ class PlanClock:
 
 
 class IdPool:
-    """Ids 0 to n - 1. What is released rests until every plan sent by then has its result.
+    """Ids 0 to n - 1. A released id is pending until every plan sent by then has its result.
 
-    free + resting + given out is always n; the caller keeps those given out and returns each exactly once.
+    Each id is free, pending or taken; the caller returns each taken id exactly once.
     """
 
     def __init__(self, num_ids: int, plan_clock: PlanClock) -> None:
@@ -34,7 +34,7 @@ class IdPool:
         return self._free.pop() if self._free else None
 
     def take(self, count: int) -> list[int]:
-        """The caller has looked at `num_free`."""
+        """The caller has checked `num_free`."""
         assert count <= len(self._free), f"{count} ids wanted, {len(self._free)} free"
         if not count:
             return []
@@ -44,7 +44,7 @@ class IdPool:
         return taken
 
     def remove(self, ids: list[int]) -> None:
-        """These free ones are somebody else's from now on, until they are released here."""
+        """Takes these free ids out of the pool, until they are released."""
         gone = set(ids)
         self._free = [i for i in self._free if i not in gone]
 
@@ -57,7 +57,7 @@ class IdPool:
             self.num_pending += len(ids)
 
     def free_pending(self) -> None:
-        """To be called when `plan_clock.last_completed` has moved."""
+        """To be called after each completed plan."""
         while self._pending and self._pending[0][0] <= self._plan_clock.last_completed:
             _, ids = self._pending.popleft()
             self.num_pending -= len(ids)

@@ -83,13 +83,13 @@ class KVCacheManager:
         return self._hasher.hashes(sequence, self.block_size, sequence.num_tokens)[0]
 
     def may_have_cached(self, first_hash: bytes) -> bool:
-        """Whether `find` may find anything for a sequence whose first block has this hash."""
+        """Whether `find` may find anything for a sequence that begins with this hash."""
         return self.window.size is not None or self.blocks.holds(first_hash)
 
     # allocation
 
     def num_blocks_to_take(self, num_tokens: int, found: PrefixMatch, alone: bool) -> int:
-        """Blocks that a sequence of `num_tokens` takes besides those found. `alone`: the group runs nothing else."""
+        """Blocks that a sequence of `num_tokens` takes besides the ones found. `alone`: the group runs nothing else."""
         pool, num_held = self.blocks, found.num_skipped + len(found.blocks)
         wanted = pool.blocks_for(self.window.initial_tokens(num_tokens, found.num_tokens)) - num_held
         if self.window.size is None or not alone:
@@ -98,12 +98,12 @@ class KVCacheManager:
         return max(least, min(wanted, pool.num_free - pool.num_free_of(found.blocks)))
 
     def num_blocks_lacking(self, num_tokens: int, found: PrefixMatch, alone: bool) -> int:
-        """Blocks that are missing to start a sequence, counting those that plans in flight still use as free."""
+        """Blocks that are missing to start a sequence, with pending blocks counted as free."""
         needed = self.num_blocks_to_take(num_tokens, found, alone) + self.blocks.num_free_of(found.blocks)
         return needed - self.blocks.num_admissible
 
     def allocate(self, sequence: Sequence, num_blocks: int, found: PrefixMatch) -> BlockTable:
-        """Blocks for a sequence that starts: those found, then `num_blocks` free ones. The caller has checked both."""
+        """The table of a sequence that starts: the blocks found, then `num_blocks` free ones, checked by the caller."""
         pool, hosts = self.blocks, self.blocks.host.pin(list(found.host_hashes.values()))  # `take` may evict others
         if found.copy_from is not None:
             pool.share([found.copy_from])  # until `on_plan_sent`: the plan that is being built reads it
@@ -256,7 +256,7 @@ class KVCacheManager:
     def invalidate_failed(self, failed: RunningSequence, active: Iterable[RunningSequence]) -> list[RunningSequence]:
         """A sequence failed and its worker zeroed its blocks: drops them, and all that was computed from them.
 
-        `active`: all sequences with results to come. Returns those of them that read the blocks.
+        `active`: all sequences with results to come. Returns the ones that read the blocks.
         """
         readers = self._invalidate_readers(set(failed.table.blocks[failed.table.num_cached :]), active)
         self.blocks.invalidate(failed.table.blocks)

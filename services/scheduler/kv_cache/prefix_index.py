@@ -1,4 +1,4 @@
-"""Which blocks hold what, by block_hash, and in which order those that nobody uses are given up."""
+"""Cached blocks by hash, and the queue of the ones that no sequence holds."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -10,27 +10,27 @@ FIND_AT_ONCE = 256  # hashes
 
 
 class PrefixIndex:
-    """Names of full blocks. A block without users stays findable until it is reclaimed, least recently used first.
+    """Hashes of full blocks. A block without a holder stays cached until it is evicted, in LRU order.
 
-    One that was left under a plan in flight may be found, and read by later plans, at once; it cools until that
-    plan's result is in, before which nobody may write it.
+    A block that was freed under a plan in flight can be found, and read by later plans, at once. It is pending until
+    that plan has its result, and before that it is not evicted, because nothing may overwrite it.
     """
 
     def __init__(self, num_blocks: int, plan_clock: PlanClock) -> None:
-        self.free_queue = FreeBlockQueue(num_blocks, plan_clock)  # those without users
+        self.free_queue = FreeBlockQueue(num_blocks, plan_clock)  # cached blocks without a holder
         self._block_of: dict[bytes, int] = {}
-        self.get = self._block_of.get  # the block of a block_hash
-        self.has_none = self._block_of.keys().isdisjoint  # of some hashes
+        self.get = self._block_of.get  # the block with a hash
+        self.has_none = self._block_of.keys().isdisjoint
         self._hash_of: dict[int, bytes] = {}
-        self.has = self._hash_of.__contains__  # whether a block has a block_hash
-        self._new: dict[int, bytes] = {}  # what the worker has not been told
+        self.has = self._hash_of.__contains__  # whether a block is cached
+        self._new: dict[int, bytes] = {}  # hashes that the worker has not been told
 
     def find(self, hashes: list[bytes], most: int) -> list[int]:
-        """Blocks of the first hashes, `most` of them, up to the first that is not here."""
+        """The blocks of the first `most` hashes, up to the first one that is not cached."""
         found: list[int] = []
         end = min(most, len(hashes))
         block_of = self._block_of.__getitem__
-        try:  # in slices: a long prompt is looked up at C's speed, and one that is not here not at all
+        try:  # in slices: a long prompt is looked up at C speed, and an unknown one stops at the first slice
             for first in range(0, end, FIND_AT_ONCE):
                 found += [*map(block_of, hashes[first : min(first + FIND_AT_ONCE, end)])]
         except KeyError:
@@ -44,7 +44,7 @@ class PrefixIndex:
         return self._hash_of.get(block)
 
     def insert_all(self, blocks: list[int], hashes: list[bytes]) -> None:
-        """As `put`, of hashes that nobody has."""
+        """As `insert`, for hashes that are not cached."""
         self._block_of.update(zip(hashes, blocks, strict=True))
         hashed = dict(zip(blocks, hashes, strict=True))
         self._hash_of.update(hashed)
@@ -54,7 +54,7 @@ class PrefixIndex:
             self._new = hashed
 
     def insert(self, block: int, block_hash: bytes) -> bool:
-        """Makes a block findable for plans not yet sent. False if another one has that block_hash."""
+        """Caches a block under a hash, for plans that are not sent yet. False if another block has this hash."""
         if self._block_of.setdefault(block_hash, block) != block:
             return False
         self._hash_of[block] = block_hash
@@ -62,14 +62,14 @@ class PrefixIndex:
         return True
 
     def restore(self, blocks: Iterable[int], hashes: list[bytes]) -> list[int]:
-        """Takes over what a worker's blocks hold, oldest first. Returns the blocks it took."""
+        """Takes over the cached blocks of a worker, oldest first. Returns the blocks taken."""
         taken = [block for block, block_hash in zip(blocks, hashes, strict=True) if self.insert(block, block_hash)]
         self.free_queue.put(taken)
-        self._new.clear()  # it comes from the worker
+        self._new.clear()  # the worker knows them
         return taken
 
     def remove(self, block: int) -> bool:
-        """Forgets a block_hash. True if nobody used the block, which is the caller's then and still to be rested."""
+        """Drops a block's hash. True if no sequence held the block: the caller has to release it."""
         block_hash = self._hash_of.pop(block, None)
         if block_hash is None:
             return False
@@ -81,7 +81,7 @@ class PrefixIndex:
         return True
 
     def touch(self, block_hash: bytes) -> int | None:
-        """A block was left that holds the same as the one with this block_hash: that one counts as left now, too."""
+        """A second block with this content was freed: the cached one counts as just used. Returns that block."""
         block = self._block_of.get(block_hash)
         if block is not None and self.free_queue.has(block):
             self.free_queue.take((block,))
@@ -89,17 +89,17 @@ class PrefixIndex:
         return block
 
     def evict(self, count: int) -> tuple[list[int], list[bytes]]:
-        """As `reclaim`, so many at once or all there are: blocks and their hashes, in the order they were left in."""
+        """As `evict_one`, for `count` blocks or all there are. Returns blocks and hashes in the order of eviction."""
         blocks = self.free_queue.pop(count)
         hashes = [*map(self._hash_of.pop, blocks)]
-        deque(map(self._block_of.pop, hashes), maxlen=0)  # thousands at a time, at C's speed
+        deque(map(self._block_of.pop, hashes), maxlen=0)  # thousands at a time, at C speed
         if self._new:
             for block in blocks:
                 self._new.pop(block, None)
         return blocks, hashes
 
     def evict_one(self) -> tuple[int, bytes] | None:
-        """Gives up the block that was left first, and its block_hash."""
+        """Evicts the block that was freed first. Returns it with its hash."""
         block = self.free_queue.pop_one()
         if block is None:
             return None

@@ -1,4 +1,4 @@
-"""What an operator asks for: pause and resume, sleep and wake, a prefix cache that knows nothing."""
+"""Carries out operators' requests: pause and resume, sleep and wake-up, reset of the prefix cache."""
 
 from blockyard.services.scheduler.batch.admission_delay import AdmissionDelay
 from blockyard.services.scheduler.outbox import Outbox
@@ -18,15 +18,15 @@ class Controls:
             outbox,
             may_sleep,
         )
-        self._open: list[tuple[int, Control]] = []  # with gateway; answered when done
+        self._open: list[tuple[int, Control]] = []  # by gateway, until they are done
 
     @property
     def phase(self) -> str:
-        """Empty while everything is as always."""
+        """Empty during normal operation."""
         return "asleep" if self._sleep.level else "paused" if self._admission_delay.paused else ""
 
     def take(self, gateway: int, frame: Control, now: float) -> None:
-        """Answered by `settle`, now or later."""
+        """Starts to carry out a request. `settle` answers it, now or later."""
         match frame.verb:
             case ControlVerb.RESET_PREFIX_CACHE:
                 self._sleep.reset_prefix_cache(now)
@@ -50,13 +50,13 @@ class Controls:
         self.settle(now)
 
     def settle(self, now: float) -> None:
-        """Answers what is done. To be called whenever something happened."""
+        """Answers requests that are done. To be called after every change."""
         still: list[tuple[int, Control]] = []
         for gateway, frame in self._open:
             if frame.verb is ControlVerb.WAKE_UP and self._sleep.level and not self._sleep.has_restored(frame.tags):
-                self._answer(gateway, frame, 409, "it was put to sleep again")
+                self._answer(gateway, frame, 409, "the workers were put to sleep again")
             elif frame.verb is ControlVerb.SLEEP and not self._sleep.level:
-                self._answer(gateway, frame, 409, "it was woken up again")
+                self._answer(gateway, frame, 409, "the workers were woken up again")
             elif not self._is_done(frame):
                 still.append((gateway, frame))
             else:
@@ -78,7 +78,7 @@ class Controls:
                 return not any(group.in_flight for group in groups) and not self._sleep.reattaching
             case ControlVerb.SLEEP:
                 return self._sleep.all_asleep
-            case ControlVerb.WAKE_UP if self._sleep.level:  # a part of it
+            case ControlVerb.WAKE_UP if self._sleep.level:  # partly
                 return self._sleep.all_asleep
             case ControlVerb.WAKE_UP | ControlVerb.RESET_PREFIX_CACHE:
                 return not self._sleep.reattaching

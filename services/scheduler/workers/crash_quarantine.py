@@ -1,8 +1,8 @@
-"""Requests whose work may have broken a worker. They are tried one at a time, each alone in its group, before others.
+"""Quarantine for requests that may have broken a worker: each is run alone in its group, before other requests.
 
-Only a worker that says that its device failed makes suspects: of everything in the plans that it had not answered. A
-worker that is killed, or whose link is lost, makes none. Whoever survives a prefill and a decode step is one no more;
-whoever is alone when a worker breaks once more has done it.
+Only a worker that reports a failed device makes suspects: all requests of its unanswered plans. Killed workers and lost
+links make none. A request is cleared when it has survived a prefill and a decode step. A request that runs alone when
+another worker breaks is failed.
 """
 
 import logging
@@ -14,14 +14,14 @@ from blockyard.services.scheduler.workers.worker_groups import WorkerGroup
 
 log = logging.getLogger(__name__)
 
-CLEARED_AFTER_TOKENS = 2  # new tokens: one of a prefill, one of a decode step
-MAX_WAIT_S = 60.0  # that a suspect waits for a group where nothing runs, before groups are emptied for it
+CLEARED_AFTER_TOKENS = 2  # one from a prefill and one from a decode step
+MAX_WAIT_S = 60.0  # for an empty group; then groups admit nothing until one is empty
 
 
 @dataclass(frozen=True, slots=True)
 class Probation:
     request: Request
-    goal: int  # outputs with which it is cleared
+    goal: int  # output tokens with which the request is cleared
     since_s: float
 
 
@@ -33,7 +33,10 @@ class CrashQuarantine:
         return bool(self._probations)
 
     def blame(self, group: WorkerGroup, detail: str, now: float, fail: Callable[[Sequence, str], None]) -> None:
-        """The worker of this group broke. Who ran alone, and was suspected before, has done it and is failed."""
+        """The worker of a group broke: the requests of its plans go into quarantine.
+
+        A request that ran alone and was in quarantine already is failed.
+        """
         active = (running.sequence for record in group.in_flight for running in record.all_sequences())
         near = {sequence.request.id: sequence.request for sequence in active if sequence.phase is not Phase.ENDED}
         for request in sorted(near.values(), key=lambda request: request.arrival):
@@ -45,24 +48,24 @@ class CrashQuarantine:
                 self._probations[request.id] = Probation(request, _num_outputs(request) + CLEARED_AFTER_TOKENS, now)
 
     def update(self) -> None:
-        """Before plans are made: clears whoever has survived, and forgets those that ended."""
+        """Clears requests that have survived and drops ended ones. To be called before plans are built."""
         for probation in list(self._probations.values()):
             if not probation.request.sequences or _num_outputs(probation.request) >= probation.goal:
                 del self._probations[probation.request.id]
 
     def next_for(self, group: WorkerGroup) -> Sequence | None:
-        """The suspect that is to be seated in this group now, before everybody else: where none of the others runs."""
+        """The quarantined sequence to schedule in this group before all others, if only its request runs there."""
         tried = self._running(group)
         for probation in self._probations.values():
             if probation.request is tried or (tried is None and _alone(group, probation.request)):
                 for sequence in probation.request.active_sequences:
-                    # A preempted one whose last result is still due would keep the group empty until it is in.
+                    # A sequence that waits for a result would keep the group empty until then.
                     if sequence.ticket and not sequence.is_held and not sequence.awaits_results():
                         return sequence
         return None
 
     def may_run(self, group: WorkerGroup, request: Request, now: float) -> bool:
-        """Whether a choice that is next may be seated here."""
+        """Whether a sequence of this request, which is next, may be scheduled in this group."""
         tried = self._running(group)
         if request.id in self._probations:
             return tried in (None, request) and _alone(group, request)
@@ -72,18 +75,18 @@ class CrashQuarantine:
         return not waits or (bool(group.running) and all(now - probation.since_s < MAX_WAIT_S for probation in waits))
 
     def _running(self, group: WorkerGroup) -> Request | None:
-        """The suspect that is tried in this group."""
+        """The quarantined request that runs in this group."""
         requests = (running.sequence.request for running in group.running)
         return next((request for request in requests if request.id in self._probations), None)
 
 
 def _alone(group: WorkerGroup, request: Request) -> bool:
-    """Nobody else runs, or may still run."""
+    """Whether no other request runs or has results to come."""
     return all(running.sequence.request is request for running in group.active())
 
 
 def _waits(request: Request) -> bool:
-    """All that is left of it waits. A request that has ended since `settle` has nothing left."""
+    """Whether all live sequences of the request wait. False if it has ended since `update`."""
     return bool(request.sequences) and all(sequence.phase is Phase.WAITING for sequence in request.active_sequences)
 
 

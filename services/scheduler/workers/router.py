@@ -1,9 +1,9 @@
-"""Which group a waiting choice goes to: where the least is to be computed for it, and before it.
+"""Routes waiting sequences to worker groups: each to the group with the fewest tokens to compute for and before it.
 
-With one group there is nothing to decide, and whoever is next is taken straight from the waiting queue. With several,
-each turn begins with `place`: whoever is next goes to a group's queue, as long as there is one with room, and takes its
-seat with that group's next plan. Desks are short, a step's worth of tokens: what has not been placed yet can still go
-wherever there is room first. Who begins as others do stands longer, where that beginning is computed.
+With one group, sequences are taken straight from the waiting queue. With several, each step of the core begins with
+`route`: the next sequence goes to the queue of a group, as long as a group has room, and starts with that group's next
+plan. Group queues are short, about one step of tokens, so that other sequences can still go where there is room first.
+A sequence may wait longer for a group that computes a prefix which they share.
 """
 
 from bisect import insort
@@ -16,36 +16,36 @@ from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
 from blockyard.services.scheduler.sequences.requests import Key, Phase, Sequence
 from blockyard.services.scheduler.workers.worker_groups import WorkerGroup
 
-RUNNING_TOKENS = 128  # a choice that runs weighs as many tokens to be computed: it will decode for a while yet
-TOO_LONG = 1 << 40  # what it costs to end at a group's limit, where another might take more
-MAX_PLANS_WAITED = 4  # plans after which somebody who got no seat at a queue may go elsewhere
+RUNNING_TOKENS = 128  # the cost of a running sequence, in prompt tokens: it will decode for a while
+TOO_LONG = 1 << 40  # the cost of a group in which the sequence reaches the length limit
+MAX_PLANS_WAITED = 4  # in a group queue, before a sequence may go to another group
 
 _by_key = attrgetter("key")
 _NOTHING = PrefixMatch()
 
 
 def cost(num_tokens: int, backlog: int, num_running: int) -> tuple[int, int]:
-    """Of a choice with so many tokens to be computed in a group with so many before it; the lowest is taken."""
+    """The cost of a group for a sequence. `num_tokens` are to be computed for it there, and `backlog` before it."""
     return (num_tokens + backlog + RUNNING_TOKENS * num_running, num_running)
 
 
 @dataclass(slots=True, eq=False)
 class RoutedSequence:
-    """A choice at a queue, or one that came from there and is in prefill."""
+    """A sequence in a group queue, or one that came from there and is in prefill."""
 
     sequence: Sequence
-    ticket: int  # its entry in the waiting queue while it stands here
+    ticket: int  # its ticket in the waiting queue while it is in the group queue
     key: Key
-    num_tokens: int  # to be computed, as it seemed when it came
+    num_tokens: int  # to compute, when it was routed
     num_blocks: int
-    since: int  # number of the last plan sent by then
+    since: int  # the last plan sent when it was routed
 
     @property
     def waits(self) -> bool:
         return self.sequence.ticket == self.ticket
 
     def left(self, group: WorkerGroup) -> int:
-        """Tokens that are still to be granted."""
+        """Prompt tokens that are still to be scheduled."""
         if self.waits:
             return self.num_tokens
         running = self.sequence.last_run
@@ -56,16 +56,16 @@ class RoutedSequence:
 
 @dataclass(slots=True, eq=False)
 class GroupQueue:
-    """A group, who stands before it in the order of the policy, and what it has before itself."""
+    """The sequences routed to one group."""
 
     group: WorkerGroup
-    entries: list[RoutedSequence] = field(default_factory=list)
-    unfinished: list[RoutedSequence] = field(default_factory=list)  # those in the queue and those in prefill
-    backlog: int = 0  # tokens that they lack
-    num_blocks: int = 0  # that those in the queue will take
+    entries: list[RoutedSequence] = field(default_factory=list)  # waiting, in the order of the policy
+    unfinished: list[RoutedSequence] = field(default_factory=list)  # waiting and in prefill
+    backlog: int = 0  # their prompt tokens that are still to be scheduled
+    num_blocks: int = 0  # that `entries` will take
 
     def refresh(self) -> None:
-        """To be called when somebody is about to be placed: plans have been made since."""
+        """Brings the counts up to date before sequences are routed: plans were built since."""
         self.entries = [routed for routed in self.entries if routed.waits]
         self.num_blocks = sum(routed.num_blocks for routed in self.entries)
         known = [(routed, left) for routed in self.unfinished if (left := routed.left(self.group))]
@@ -81,18 +81,21 @@ class GroupQueue:
 
     @property
     def is_busy(self) -> bool:
-        """The next plan has no tokens left for somebody else: only who finds something here has a reason to stand."""
+        """The next plan is full: only a sequence with a cached prefix here should wait for this group."""
         return self.backlog >= self.group.max_num_batched_tokens
 
     def num_blocks_in_progress(self, hashes: list[bytes], num_cached_blocks: int) -> int:
-        """Leading blocks that will be found once those who came before have been computed; hashes are chained."""
+        """Leading blocks that will be cached once the unfinished sequences are computed.
+
+        Hashes are chained: where two sequences have the same hash, all blocks before are the same.
+        """
         most = num_cached_blocks
         for routed in self.unfinished:
             other = routed.sequence.block_hashes
             end = min(len(hashes), len(other))
             if end <= most or hashes[most] != other[most]:
                 continue
-            low, high = most + 1, end  # the first `low` are the same
+            low, high = most + 1, end  # the first `low` hashes are equal
             while low < high:
                 middle = (low + high + 1) // 2
                 low, high = (middle, high) if hashes[middle - 1] == other[middle - 1] else (low, middle - 1)
@@ -100,13 +103,13 @@ class GroupQueue:
         return most
 
     def will_cache(self, first: bytes) -> bool:
-        """Somebody came whose first block has this name."""
+        """Whether an unfinished sequence begins with the block of this hash."""
         return any(
             routed.sequence.block_hashes and routed.sequence.block_hashes[0] == first for routed in self.unfinished
         )
 
     def requeue(self, waiting: WaitingQueue) -> None:
-        """All who stand here wait among the others again."""
+        """Puts the waiting sequences back into the order of the waiting queue."""
         for routed in self.entries:
             if routed.waits:
                 waiting.requeue(routed.sequence)
@@ -131,12 +134,12 @@ class Router:
         self._queues: dict[int, GroupQueue] = {}
 
     def requeue_all(self) -> None:
-        """Nobody stands at a queue: those who did wait among the others again."""
+        """Empties all group queues into the waiting queue."""
         for queue in self._queues.values():
             queue.requeue(self._waiting)
 
     def route(self) -> list[WorkerGroup]:
-        """Sends those who wait to queues, as far as there is room. Returns the groups that somebody was sent to."""
+        """Moves waiting sequences to group queues while there is room. Returns the groups that got any."""
         chosen: list[WorkerGroup] = []
         if len(self._groups) < 2 or self._next() is None:
             return chosen
@@ -158,7 +161,7 @@ class Router:
         return chosen
 
     def next(self, group: WorkerGroup) -> Sequence | None:
-        """Who is next in this group: at its queue, or of all who wait if nobody has a place for him."""
+        """The next sequence for this group: from its queue, else from the waiting queue."""
         queue = self._queues.get(group.worker)
         if queue is not None:
             while queue.entries and not queue.entries[0].waits:
@@ -168,7 +171,7 @@ class Router:
         return self._waiting.peek()
 
     def reserve(self, group: WorkerGroup, sequence: Sequence) -> None:
-        """Others have given way to this choice in this group: it is not to take anybody's place elsewhere, too."""
+        """Routes a sequence to the group where others were preempted for it: it is to preempt none elsewhere."""
         if len(self._groups) > 1 and not sequence.is_held:
             self._add(
                 self._queue_of(group),
@@ -178,13 +181,13 @@ class Router:
             )
 
     def remove_group(self, group: WorkerGroup) -> None:
-        """A group is lost: those at its queue wait for another."""
+        """Requeues the sequences of a lost group."""
         queue = self._queues.pop(group.worker, None)
         if queue is not None:
             queue.requeue(self._waiting)
 
     def _next(self) -> Sequence | None:
-        """Who is next, if he may be seated."""
+        """The next waiting sequence, if it may be scheduled now."""
         sequence = self._waiting.peek()
         if sequence is None or sequence.awaits_results() or not self._acceptance.can_accept(sequence.request):
             return None
@@ -197,11 +200,11 @@ class Router:
         return queue
 
     def _best(self, queues: list[GroupQueue], sequence: Sequence) -> tuple[GroupQueue, int, int] | None:
-        """The queue, and the tokens and blocks that are lacking there; None without room anywhere."""
+        """The group queue of the lowest cost, with the tokens and blocks to take there; None if no group has room."""
         best, lowest = None, None
         known, size, first = sequence.num_tokens, 0, None
         near = _sibling_groups(sequence)
-        own = max(1, known - sequence.request.num_prompt)  # what a sibling has not computed of it
+        own = max(1, known - sequence.request.num_prompt)  # tokens that other sequences of the request do not compute
         for queue in queues:
             pool = queue.group.kv_cache.blocks
             if pool.block_size != size:
@@ -225,9 +228,9 @@ class Router:
         return best
 
     def _find(self, queue: GroupQueue, sequence: Sequence) -> tuple[int, int, PrefixMatch]:
-        """Tokens that are lacking, those before them, and what is there.
+        """Tokens to compute, tokens to compute before them, and the cached prefix.
 
-        What somebody before computes for both counts for neither.
+        Blocks that an unfinished sequence computes for both are counted in neither number.
         """
         found, size, coming = queue.group.kv_cache.find(sequence), queue.group.kv_cache.block_size, 0
         if found.next_hash is not None:
@@ -244,7 +247,7 @@ class Router:
         )
 
     def _requeue_stalled(self, queue: GroupQueue) -> None:
-        """Those whom plan after plan passed over."""
+        """Requeues sequences that were not scheduled in MAX_PLANS_WAITED plans."""
         sent = queue.group.plan_clock.last_sent
         if queue.entries and sent - min(routed.since for routed in queue.entries) > MAX_PLANS_WAITED:
             queue.requeue(self._waiting)
@@ -252,7 +255,7 @@ class Router:
 
 
 def _sibling_groups(sequence: Sequence) -> set[int]:
-    """WorkerGroups where others of the same prompt run."""
+    """Groups where other sequences of the request run."""
     others = sequence.request.active_sequences
     if len(others) < 2:
         return set()

@@ -1,4 +1,4 @@
-"""A worker group: its batch, its blocks and slots, and the plans it has not answered yet."""
+"""Worker groups: for each its running sequences, KV cache, slots and unanswered plans; and which ones are attached."""
 
 import math
 from bisect import insort
@@ -16,8 +16,8 @@ from blockyard.services.scheduler.kv_cache.prefix_cache import BlockHasher, Pref
 from blockyard.services.scheduler.sequences.requests import Phase, RunningSequence, Sequence
 from blockyard.shared.messages import Attach, Attached, Geometry, SlotRun
 
-ATTACH_AGAIN_S = 5.0
-CHECK_ALL_S = 0.25
+ATTACH_AGAIN_S = 5.0  # without an answer
+CHECK_ALL_S = 0.25  # between checks of all groups, changed or not
 
 _by_key = attrgetter("key")
 
@@ -26,23 +26,23 @@ _by_key = attrgetter("key")
 class BatchLimits:
     max_num_seqs: int
     max_num_batched_tokens: int
-    depth: int | None  # plans that may be queued besides the running one; None: by the worker's step time
-    late: bool = False  # and then they leave no sooner than they have to
+    depth: int | None  # plans ahead of the running one; None: by the worker's step time
+    late: bool = False  # with `depth` None: plans are sent no earlier than needed
 
     @property
     def num_slots(self) -> int:
-        """When plans run ahead a slot rests for a while after its choice: spare ones keep the batch full."""
+        """With plans ahead, a freed slot stays pending for a while: spare slots keep the batch full."""
         return self.max_num_seqs + (-(-self.max_num_seqs // 8) if self.depth != 0 else 0)
 
     def depth_for(self, step_s: float) -> int:
-        """Plans ahead of a worker whose decode steps take so long; 0: it does not say."""
+        """Plans ahead of a worker with decode steps of `step_s`, which is 0 if unknown."""
         if self.depth is not None:
             return self.depth
         return min(max(math.ceil(SEND_AHEAD_S / step_s), 1), MAX_PLANS_AHEAD) if step_s > 0 else 1
 
 
 class WorkerGroup:
-    """Everything here dies with the worker or with its attachment."""
+    """One attached worker. It is dropped with all its state when the worker is lost or attached again."""
 
     def __init__(
         self, worker: int, geometry: Geometry, limits: BatchLimits, hasher: BlockHasher, stats: CacheStats
@@ -58,11 +58,15 @@ class WorkerGroup:
         self.kv_cache = KVCacheManager(geometry, self.max_num_batched_tokens, self.plan_clock, hasher, stats)
         self.slots = IdPool(limits.num_slots, self.plan_clock)
         self.max_model_len = min(geometry.max_model_len, self.kv_cache.window.max_len(geometry.num_blocks))
-        self.last_fair_plan = 0  # the last plan with somebody who went before others
-        self.running: list[RunningSequence] = []  # by key: the last is preempted first
-        self.decode_batch = DecodeBatch(geometry.block_size)  # some of those, in step
-        self.slots_to_end: list[int] = []  # slots to be ended in the next plan
-        self.restarts: list[RunningSequence] = []  # whose last token is another than the one their worker drew
+        self.last_fair_plan = 0  # the last plan with a prefill that excluded others
+        self.running: list[RunningSequence] = []  # by key; the last one is preempted first
+        self.decode_batch = DecodeBatch(
+            geometry.block_size
+        )  # the running sequences that decode one token in every plan
+        self.slots_to_end: list[int] = []  # the next plan ends them
+        self.restarts: list[
+            RunningSequence
+        ] = []  # their last token is not the token that the worker sampled (beam search)
         self.in_flight: deque[PlanRecord] = deque()
 
     @property
@@ -70,7 +74,7 @@ class WorkerGroup:
         return len(self.running) < self.max_num_seqs and self.slots.num_free > 0
 
     def schedule(self, sequence: Sequence, num_blocks: int, found: PrefixMatch) -> RunningSequence:
-        """Takes so many blocks beside those found. The caller has looked at free slots and blocks."""
+        """Starts a sequence with the blocks found and `num_blocks` more. The caller has checked that they are free."""
         request = sequence.request
         limit = min(request.num_prompt + request.frame.sampling.max_tokens, self.max_model_len)
         slot = self.slots.take(1)[0]
@@ -82,7 +86,7 @@ class WorkerGroup:
             sequence.key,
             prefill_end=sequence.num_tokens,
             max_num_tokens=limit,
-            # the last token is sampled and never computed; the next one of a hypothesis is chosen here
+            # the last token is never computed; a hypothesis waits for the scheduler's choice of its next token
             max_scheduled_tokens=max(sequence.num_tokens, limit - 1)
             if sequence.hypothesis is None
             else sequence.num_tokens,
@@ -100,14 +104,14 @@ class WorkerGroup:
         return running
 
     def detach_from_batch(self, running: RunningSequence) -> None:
-        """Something happens to it: what comes of plans in flight is looked at by itself, too."""
+        """Takes a sequence out of the decode batch. Its results of plans in flight are handled one by one, too."""
         for record in self.in_flight:
             record.detached_slots.add(running.slot)
         if self.decode_batch.has(running):
             self.decode_batch.leave(running)
 
     def free(self, running: RunningSequence) -> None:
-        """The seat's choice runs no more: its slot ends with the next plan, its blocks rest."""
+        """Stops a sequence: the next plan ends its slot, and its blocks are pending until plans in flight are done."""
         self.running.remove(running)
         self.detach_from_batch(running)
         self.decode_batch.outside.remove(running)
@@ -124,7 +128,7 @@ class WorkerGroup:
         self.in_flight.append(record)
 
     def on_answered(self, number: int) -> PlanRecord | None:
-        """The record of the oldest plan in flight; None if that is not `number`."""
+        """Takes the record of plan `number`; None if that is not the oldest plan in flight."""
         if not self.in_flight or self.in_flight[0].number != number:
             return None
         record = self.in_flight.popleft()
@@ -134,13 +138,13 @@ class WorkerGroup:
         return record
 
     def abandon(self) -> list[Sequence]:
-        """What was in flight will never be answered. Returns the choices that ran."""
+        """Plans in flight will never be answered. Returns the sequences that ran."""
         self.plan_clock.last_completed = self.plan_clock.last_sent
         return [running.sequence for running in self.running]
 
 
 class WorkerGroups:
-    """Workers this scheduler has attached, and those it has asked."""
+    """All workers that this scheduler has attached or asked to attach."""
 
     def __init__(self, scheduler: int, limits: BatchLimits, hasher: BlockHasher) -> None:
         self.cache_stats = CacheStats()
@@ -154,20 +158,17 @@ class WorkerGroups:
         return worker in self.attached or worker in self._asked
 
     def attach_request(self, worker: int, now: float, forget: bool = False) -> Attach:
-        """`forget`: what its blocks hold counts no more."""
+        """The frame to send to a worker. With `forget` it drops its cached blocks."""
         self._asked[worker] = now
         return Attach(self._scheduler, self._limits.num_slots, self._limits.depth_for(0.0), forget)
 
     def mark_dirty(self, groups: Iterable[WorkerGroup]) -> None:
-        """Something happened to these: a plan may be possible that was not."""
+        """Something changed for these groups: a plan may be possible now."""
         for group in groups:
             self._dirty[group.worker] = group
 
     def take_dirty(self, now: float) -> list[WorkerGroup]:
-        """WorkerGroups to make plans for, so that of a thousand only those are looked at that have something to do.
-
-        Now and then it is all of them, whatever happened.
-        """
+        """Groups to build plans for: the changed ones, and every CHECK_ALL_S all of them."""
         dirty, self._dirty = self._dirty, {}
         if now >= self._check_all_at:
             self._check_all_at = now + CHECK_ALL_S
@@ -175,11 +176,11 @@ class WorkerGroups:
         return [group for worker, group in dirty.items() if self.attached.get(worker) is group]
 
     def attach_overdue(self, now: float) -> list[int]:
-        """Workers that were asked long ago."""
+        """Workers that have not answered for ATTACH_AGAIN_S."""
         return [worker for worker, asked in self._asked.items() if now - asked > ATTACH_AGAIN_S]
 
     def attach(self, worker: int, frame: Attached) -> WorkerGroup | None:
-        """None for an answer to another scheduler, or to an Attach that was answered already."""
+        """A new group; None for an answer to another scheduler or to an Attach that was answered already."""
         if frame.scheduler != self._scheduler or self._asked.pop(worker, None) is None:
             return None
         group = self.attached[worker] = WorkerGroup(
@@ -188,6 +189,6 @@ class WorkerGroups:
         return group
 
     def detach(self, worker: int) -> WorkerGroup | None:
-        """Forgets a worker; its group, if it had one, is for the caller to clear."""
+        """Drops a worker. The caller requeues the sequences of the group that is returned."""
         self._asked.pop(worker, None)
         return self.attached.pop(worker, None)

@@ -1,7 +1,7 @@
-"""Workers that are taken from their batch for a while: to sleep, or to forget what their blocks hold.
+"""Puts workers to sleep and wakes them, and resets their prefix caches.
 
-Their groups are taken as lost, so that requests wait with the tokens that are known, and the workers are asked to
-attach again: at once, or when they are restored up.
+For both, the worker's group is dropped as if it were lost, so that its requests wait with the tokens they have. The
+worker is asked to attach again: after a reset at once, after sleep when it is woken up.
 """
 
 from collections import Counter
@@ -22,17 +22,17 @@ class WorkerSleep:
         outbox: Outbox,
         clear: Callable[[WorkerGroup, str], None],
     ) -> None:
-        self.level = 0  # of sleep
-        self.restored: set[MemoryTag] = set()  # what sleeping workers were given back
-        self.reattaching: set[int] = set()  # workers that were asked to attach again
+        self.level = 0  # of sleep; 0: awake
+        self.restored: set[MemoryTag] = set()  # memory that sleeping workers have back
+        self.reattaching: set[int] = set()  # workers asked to attach again
         self._scheduler = scheduler
         self._groups, self._bounds, self._outbox, self._clear = groups, bounds, outbox, clear
-        self._asleep: dict[int, int] = {}  # workers, and the bytes that they said they freed
-        self._num_unanswered: Counter[int] = Counter()  # answers of each that are still to come
+        self._asleep: dict[int, int] = {}  # freed bytes by worker
+        self._num_unanswered: Counter[int] = Counter()  # controls without an answer by worker
 
     @property
     def all_asleep(self) -> bool:
-        """Workers have done all that they were told."""
+        """Whether all sleeping workers have answered all controls."""
         return not any(self._num_unanswered[worker] for worker in self._asleep)
 
     @property
@@ -43,11 +43,11 @@ class WorkerSleep:
         return worker in self._asleep
 
     def has_restored(self, parts: list[MemoryTag]) -> bool:
-        """Whether sleeping workers were told to take these back."""
+        """Whether sleeping workers were told to restore all of these."""
         return bool(parts) and self.restored.issuperset(parts)
 
     def on_attached(self, group: WorkerGroup) -> None:
-        """A group is there. One that comes while all others sleep is put to sleep."""
+        """Puts a newly attached group to sleep if the others sleep."""
         self.reattaching.discard(group.worker)
         if self.level:
             self._put_to_sleep(group)
@@ -63,7 +63,7 @@ class WorkerSleep:
         self.reattaching.discard(member)
 
     def sleep(self, level: int) -> None:
-        """Deeper sleep stays."""
+        """Puts all workers to sleep. A level below the current one changes nothing."""
         if level <= self.level and not self.restored:
             return
         self.level = max(level, self.level)
@@ -75,7 +75,7 @@ class WorkerSleep:
             self._put_to_sleep(group)
 
     def wake(self, now: float, parts: list[MemoryTag]) -> None:
-        """Without `parts`, or once all were named, workers serve again."""
+        """Wakes up all workers. With `parts`, only that memory is restored, until all parts were named."""
         if self.level and parts and not self.restored.issuperset(parts):
             self.restored.update(parts)
             for worker in self._asleep if len(self.restored) < len(MemoryTag) else ():
@@ -91,7 +91,7 @@ class WorkerSleep:
             self._reattach(worker, now)
 
     def reset_prefix_cache(self, now: float) -> None:
-        """Nothing that any group holds is found any more. What runs is computed again."""
+        """Drops all cached blocks of all groups. Running sequences are computed again."""
         for group in list(self._groups.attached.values()):
             self._detach(group)
             self._reattach(group.worker, now, forget=True)
@@ -103,7 +103,7 @@ class WorkerSleep:
             self._send_control(group.worker, Wake(self._scheduler, sorted(self.restored)))
 
     def _send_control(self, worker: int, frame: Sleep | Wake) -> None:
-        """Answered with Slept."""
+        """Sends a frame that the worker answers with Slept."""
         self._asleep.setdefault(worker, 0)
         self._num_unanswered[worker] += 1
         self._outbox.send(worker, frame)
