@@ -86,7 +86,7 @@ class RequestPipeline:
         self._open.add(generation)
         if self._log_requests:
             _log(generation)
-        self._meters.requests += 1
+        self._meters.request_opened()
         for entry in generation.entries:
             self._dispatch.open(entry, self.clock())
         return generation

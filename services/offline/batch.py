@@ -70,7 +70,7 @@ class RequestBatch:
             self._indexes[entry.request_id] = index
             self._open[entry.request_id] = entry
         self.progress.began_s = self.progress.last_finish_s = self._client.clock()
-        self._client.meters.requests += 1
+        self._client.meters.request_opened()
         try:
             for entry in self._open.values():
                 self._limiter.enqueue(entry)

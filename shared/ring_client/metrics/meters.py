@@ -51,6 +51,9 @@ class Meters:
         self.tokenized = self.tokenizing.observe
         self.between_tokens = self.itl.observe
 
+    def request_opened(self) -> None:
+        self.requests += 1
+
     def serves(self, card: ModelCard) -> None:
         """A model joined: sets the model name of all series and the largest bucket of lengths."""
         self.model_name = self.model_name or card.names[0]
