@@ -1,4 +1,4 @@
-"""What settings need to know of a model's files, and the settings that follow from them."""
+"""The JSON files of a model folder, and the settings that follow from them."""
 
 from pathlib import Path
 from typing import Any
@@ -9,14 +9,14 @@ from blockyard.shared.config.parsed_flags import Values
 from blockyard.shared.config.services.gateway import SamplingDefaults
 from blockyard.shared.errors import ConfigError
 
-UNSAID_WINDOWS = {"MistralForCausalLM": 4096}  # tokens, of folders whose config.json names no sliding_window
+UNSAID_WINDOWS = {"MistralForCausalLM": 4096}  # sliding window in tokens, for a config.json without one
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length")
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     """A model folder on this machine. `config` and `generation` are its JSON files as they are."""
 
-    name: str  # as the user gave it
+    name: str  # as given by the user
     path: Path
     tokenizer_path: Path
     config: dict[str, Any] = {}
@@ -25,7 +25,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises ConfigError naming it."""
+    """Returns a JSON object from a file. Raises ConfigError naming it."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except OSError as e:
@@ -35,15 +35,15 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def model_length(config: dict[str, Any]) -> int | None:
-    """Tokens the model was made for, as config.json says."""
+    """Returns the context length in config.json."""
     return next((config[key] for key in _LENGTH_KEYS if isinstance(config.get(key), int)), None)
 
 
 def config_overrides(values: Values) -> dict[str, Any]:
-    """What is merged over config.json: --hf-overrides, then the RoPE flags, then --disable-sliding-window.
+    """Returns the values merged over config.json: --hf-overrides, the RoPE flags, --disable-sliding-window.
 
-    Merged as RFC 7396 says: objects key by key, and None removes a key. A window is 0 and not removed: a family may
-    have one where its folder says nothing.
+    They are merged by RFC 7396: objects key by key, and None removes a key. A disabled window is 0 instead of removed,
+    because a family may have a default window.
     """
     overrides: dict[str, Any] = dict(values.maybe("hf-overrides", dict) or {})
     for flag, key in (("rope-scaling", "rope_scaling"), ("rope-theta", "rope_theta")):
@@ -55,13 +55,13 @@ def config_overrides(values: Values) -> dict[str, Any]:
 
 
 def asked_length(values: Values) -> int | None:
-    """The number that --max-model-len gives; None: it is unset, or `auto`."""
+    """Returns the number of --max-model-len, or None if it is unset or `auto`."""
     asked = values["max-model-len"]
     return asked if isinstance(asked, int) else None
 
 
 def context_limit(values: Values, config: dict[str, Any]) -> int | None:
-    """--max-model-len, capped to the window that --disable-sliding-window gives up. None: the model's."""
+    """Returns --max-model-len, with --disable-sliding-window limited to the window. None: the model's length."""
     asked = asked_length(values)
     unsaid = UNSAID_WINDOWS.get(next(iter(config.get("architectures") or []), ""))
     window = config.get("sliding_window", unsaid) if config.get("use_sliding_window", True) else None
@@ -76,7 +76,7 @@ def context_limit(values: Values, config: dict[str, Any]) -> int | None:
 
 
 def sampling_defaults(values: Values, generation: dict[str, Any]) -> SamplingDefaults:
-    """What --generation-config and --override-generation-config make the defaults of requests.
+    """Returns defaults of sampling parameters by --generation-config and --override-generation-config.
 
     `generation` is the model's own generation_config.json, used with `auto`. Raises ConfigError.
     """

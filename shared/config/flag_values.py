@@ -1,4 +1,4 @@
-"""A flag's value from text (command line, environment) or from YAML's and Python's types."""
+"""Converts flag values from text (command line, environment) and from types of YAML and Python."""
 
 import math
 import re
@@ -17,9 +17,9 @@ _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
 def coerce(flag: Flag, value: object, where: str) -> object:
-    """The value in the flag's kind, within its choices and range. Raises ConfigError naming `where`.
+    """Returns the value in the flag's kind, checked against its choices and range. Raises ConfigError naming `where`.
 
-    None, and the text `None` for a flag that may be unset, are None.
+    None is the flag's default, and so is the text `None` if the flag may be unset.
     """
     if value is None or (flag.default is None and isinstance(value, str) and value.lower() in _NONE):
         return flag.default
@@ -74,7 +74,7 @@ def _integer(value: object) -> int:
 
 
 def _size(value: object) -> int:
-    """Fractions are for decimal suffixes alone, as `1.5k`."""
+    """Only decimal suffixes may have fractions, such as `1.5k`."""
     if not isinstance(value, str):
         return _integer(value)
     match = _SIZE.fullmatch(value.strip())
@@ -114,7 +114,7 @@ def _json_object(value: object) -> dict[str, object]:
 
 
 def _list(value: object) -> list[str]:
-    """A JSON list, or the one item that the text is."""
+    """Reads a JSON list, or any other text as its one item."""
     if isinstance(value, str):
         value = msgspec.json.decode(value) if value.startswith("[") else [value]
     if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):

@@ -1,4 +1,4 @@
-"""How much host memory keeps KV blocks: --swap-space and --preemption-mode together."""
+"""The host memory for KV blocks, by --swap-space and --preemption-mode."""
 
 import os
 from pathlib import Path
@@ -11,9 +11,9 @@ GIB = 1 << 30
 
 
 def swap_space(values: Values, there_is: int | None = None) -> float:
-    """GiB a worker. `there_is`: bytes of memory, by default this machine's. Raises ConfigError.
+    """Returns GiB per worker. `there_is`: bytes of memory, by default this machine's. Raises ConfigError.
 
-    --preemption-mode swap asks for some, recompute for none; where the mode is not given, --swap-space alone says.
+    --preemption-mode swap needs some, recompute none; without a given mode --swap-space decides.
     """
     asked = values.maybe("swap-space", float)
     if values.get("preemption-mode", str) == "swap":
@@ -37,14 +37,14 @@ def swap_space(values: Values, there_is: int | None = None) -> float:
 
 
 def notes(values: Values) -> list[str]:
-    """A line if --swap-space is given in vain."""
+    """Returns a line if --swap-space has no effect."""
     if values.maybe("swap-space", float) and values.is_given("preemption-mode") and not swap_space(values):
         return [f"{values.where('swap-space')}: no host memory is taken, --preemption-mode is recompute"]
     return []
 
 
 def total_memory(limit_file: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
-    """Bytes of this machine, or of its container if that has less."""
+    """Returns the bytes of memory of this machine, or of its container if smaller."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         return min(total, int(limit_file.read_text("ascii")))

@@ -1,4 +1,4 @@
-"""Ranges of the numbers in config.json: far beyond any model there is, near enough to stop what no machine can hold."""
+"""Ranges of the numbers in config.json: far above any existing model, but no size that would exhaust memory."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -8,10 +8,10 @@ import msgspec
 from blockyard.shared.errors import ConfigError
 
 Vocabulary = Annotated[int, msgspec.Meta(ge=1, le=2**23)]
-Width = Annotated[int, msgspec.Meta(ge=1, le=2**20)]  # of the hidden state, the MLP, an embedding
+Width = Annotated[int, msgspec.Meta(ge=1, le=2**20)]  # of hidden state, MLP, embedding
 Layers = Annotated[int, msgspec.Meta(ge=1, le=2048)]
 Heads = Annotated[int, msgspec.Meta(ge=1, le=8192)]
-HeadSize = Annotated[int, msgspec.Meta(ge=2, le=8192, multiple_of=2)]  # rotations turn pairs
+HeadSize = Annotated[int, msgspec.Meta(ge=2, le=8192, multiple_of=2)]  # rotary embeddings rotate pairs
 Positions = Annotated[int, msgspec.Meta(ge=1, le=2**30)]
 Window = Annotated[int, msgspec.Meta(ge=0, le=2**30)]  # 0: none
 Epsilon = Annotated[float, msgspec.Meta(ge=0, le=1)]
@@ -20,7 +20,7 @@ Scale = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
 
 
 class _Numbers(msgspec.Struct):
-    """Fields of any family; null and absent are left to the family that needs them."""
+    """Fields of all families. A family checks itself for missing ones."""
 
     vocab_size: Vocabulary | None = None
     hidden_size: Width | None = None
@@ -36,7 +36,7 @@ class _Numbers(msgspec.Struct):
 
 
 def check_numbers(config: dict[str, Any], path: Path) -> None:
-    """Raises ConfigError for a number out of range, before a process is started for it."""
+    """Raises ConfigError for a number out of range, before any process is started."""
     try:
         msgspec.convert(config, _Numbers)
     except msgspec.ValidationError as e:
@@ -44,7 +44,7 @@ def check_numbers(config: dict[str, Any], path: Path) -> None:
 
 
 def said(config: dict[str, Any], error: msgspec.ValidationError) -> str:
-    """The error with the value that it is about."""
+    """Returns the error with the wrong value."""
     name = str(error).partition("`$.")[2].rstrip("`")
     value = f" {name} is {msgspec.json.encode(config[name]).decode()[:80]}:" if name in config else ""
     return f"{value} {error}"

@@ -24,7 +24,7 @@ _SHOWN = 2  # names in the note
 
 
 def _is_foreign(variable: str, text: str) -> bool:
-    """True for a variable of the container platform. Names that are also flags' (--port, --name) are told by value."""
+    """True for a variable of the container platform. Names that are also flags (--port, --name) are told by value."""
     if _NAME.fullmatch(variable):
         return True
     if variable.endswith("_PORT"):
@@ -49,14 +49,14 @@ _NUMBER = re.compile(r"-\.?\d")
 @dataclass(frozen=True, slots=True)
 class ParsedFlag:
     value: object
-    where: str  # as errors name it: "--port", "BLOCKYARD_PORT", "serve.yaml: port"
+    where: str  # its name in errors: "--port", "BLOCKYARD_PORT", "serve.yaml: port"
 
 
 ParsedFlags = dict[str, ParsedFlag]
 
 
 def from_command_line(args: Sequence[str]) -> tuple[ParsedFlags, list[str]]:
-    """Flags and the positional arguments.
+    """Returns the flags and the positional arguments.
 
     Any number of leading dashes, `_` for `-`, `--flag=value` and `--flag value` are accepted; a switch takes no
     value, or `true` or `false`; a list takes all words up to the next flag and may be given again.
@@ -79,7 +79,7 @@ def from_command_line(args: Sequence[str]) -> tuple[ParsedFlags, list[str]]:
 
 
 def from_environment(environ: Mapping[str, str]) -> tuple[ParsedFlags, list[str]]:
-    """Flags in BLOCKYARD_* variables, and a note on variables left alone. Lists are JSON or separated by spaces."""
+    """Returns flags of BLOCKYARD_* variables, and notes on ignored variables. Lists are JSON or separated by spaces."""
     by_variable = {variable(name): flag for name, flag in NAMES.items()}
     given: ParsedFlags = {}
     foreign: list[str] = []
@@ -100,7 +100,7 @@ def from_environment(environ: Mapping[str, str]) -> tuple[ParsedFlags, list[str]
 
 
 def from_mapping(mapping: Mapping[object, object], source: str) -> ParsedFlags:
-    """Flags from a YAML file's mapping or from keyword arguments; `source` begins each error."""
+    """Returns flags of a YAML mapping or of keyword arguments; `source` begins each error."""
     given: ParsedFlags = {}
     for key, value in mapping.items():
         where = f"{source}: {key}"
@@ -114,10 +114,10 @@ def from_mapping(mapping: Mapping[object, object], source: str) -> ParsedFlags:
 
 
 class Values:
-    """Every flag's value: the first source that gives it, else its default."""
+    """Every flag's value: from the first source that has it, else its default."""
 
     def __init__(self, *sources: ParsedFlags) -> None:
-        """`sources` in falling precedence. Raises ConfigError with a line for each value that is refused."""
+        """`sources` in falling precedence. Raises ConfigError with a line for each refused value."""
         self._given: ParsedFlags = {}
         for source in reversed(sources):
             self._given |= source
@@ -130,14 +130,14 @@ class Values:
             raise ConfigError("\n".join(refusals))
 
     def with_given(self, more: ParsedFlags) -> "Values":
-        """A copy in which `more` comes first."""
+        """Returns a copy in which `more` has precedence."""
         return Values(more, self._given)
 
     def __getitem__(self, name: str) -> object:
         return self._given[name].value if name in self._given else FLAGS[name].default
 
     def get(self, name: str, kind: type[T]) -> T:
-        """The value of a flag that has a default."""
+        """Returns the value of a flag that has a default."""
         value = self[name]
         assert isinstance(value, kind), f"--{name} is {value!r}"
         return value
@@ -149,11 +149,11 @@ class Values:
         return name in self._given
 
     def where(self, name: str) -> str:
-        """How an error names the flag."""
+        """Returns the flag's name in errors."""
         return self._given[name].where if name in self._given else f"--{name}"
 
     def notes(self) -> list[str]:
-        """One line for each flag that was set and does something else than its name says."""
+        """Returns one line for each mapped flag that was set."""
         return [
             f"{one.where}{_of(one.value)}: {FLAGS[name].mapped}"
             for name, one in sorted(self._given.items())
@@ -170,7 +170,7 @@ def _is_flag(word: str) -> bool:
 
 
 def _split(word: str) -> tuple[Flag, str | None, str]:
-    """A word of the command line as (flag, value if it is in the same word, how errors name it)."""
+    """Splits a word of the command line into (flag, value in the same word or None, name in errors)."""
     where, equals, value = word.partition("=")
     name = where.lstrip("-")
     key = name.replace("_", "-")

@@ -1,4 +1,4 @@
-"""From flags to each service's settings. "auto" and what follows from other flags are settled here."""
+"""Turns flags into each service's settings. "auto", and values that depend on several flags, are settled here."""
 
 import os
 from collections.abc import Callable
@@ -30,9 +30,9 @@ ServiceStruct = RegistryConfig | GatewayConfig | TokenizerConfig | DetokenizerCo
 S = TypeVar("S", bound=msgspec.Struct)
 
 GPU_STEP_TOKENS = 2048
-MOCK_LENGTH = 32768  # of a mock worker beside a model that does not say
+MOCK_LENGTH = 32768  # context length of a mock worker, if the model has none
 DEPTH_FLAGS = ("run-ahead", "disable-async-output-proc", "num-scheduler-steps", "num-lookahead-slots")
-CPU_STEP_TOKENS = 512  # a longer prefill chunk would hold up the decodes beside it
+CPU_STEP_TOKENS = 512  # a longer prefill chunk would delay decodes in the same step
 
 
 class Deployment(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,12 +44,12 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
     detokenizers: list[DetokenizerConfig]
     scheduler: SchedulerConfig
     workers: list[WorkerConfig]
-    notes: list[str]  # lines to say at the start
+    notes: list[str]  # lines printed at the start
     hung_timeout_s: float = 10.0  # silence after which a ready child is killed; 0: never
 
 
 def resolve(values: Values, model: Checkpoint, bus: BusConfig) -> Deployment:
-    """The whole ring on one bus. Raises ConfigError."""
+    """Returns the settings of all processes of a ring. Raises ConfigError."""
 
     def process(name: str) -> ProcessConfig:
         return process_config(values, name, bus)
@@ -71,7 +71,7 @@ def resolve(values: Values, model: Checkpoint, bus: BusConfig) -> Deployment:
 
 
 def memory_notes(values: Values) -> list[str]:
-    """A line for each flag of KV memory that is given in vain."""
+    """Returns a line for each flag of KV memory without effect."""
     return [*host_memory.notes(values), *worker_fields.notes(values)]
 
 
@@ -181,7 +181,7 @@ def worker(values: Values, model: Checkpoint, process: ProcessConfig) -> WorkerC
 
 
 def workers(values: Values, model: Checkpoint, process: Callable[[str], ProcessConfig]) -> list[WorkerConfig]:
-    """One for each replica."""
+    """Returns the settings of each replica's worker."""
     num = values.get("data-parallel-size", int)
     if num == 1:
         return [worker(values, model, process("gpu_worker"))]
@@ -194,7 +194,7 @@ def workers(values: Values, model: Checkpoint, process: Callable[[str], ProcessC
 
 
 def block_scope(values: Values, model: Checkpoint) -> str:
-    """What else than tokens the KV of a block depends on: tokenizers and scheduler must have the same."""
+    """Returns what KV depends on besides tokens. Tokenizers and scheduler need the same value for equal hashes."""
     overrides = msgspec.json.encode(config_overrides(values)).decode()
     return "|".join([model.name, model.revision, worker_fields.kv_scope(values), overrides])
 
@@ -204,7 +204,7 @@ def served_names(values: Values) -> list[str]:
 
 
 def num_tokenizers(values: Values) -> int:
-    """--tokenizers, or the field's name for it."""
+    """Returns --tokenizers, or vLLM's --tokenizer-pool-size."""
     pool = values.maybe("tokenizer-pool-size", int)
     if pool is None:
         return values.get("tokenizers", int)
@@ -214,7 +214,7 @@ def num_tokenizers(values: Values) -> int:
 
 
 def run_ahead(values: Values) -> int | None:
-    """Plans sent ahead of the running one; None: the scheduler sees how long steps take. Raises ConfigError."""
+    """Returns how many plans are sent ahead; None: the scheduler decides by step times. Raises ConfigError."""
     depth = values.maybe("run-ahead", int)
     if depth is None and values.get("disable-async-output-proc", bool):
         depth = 0
@@ -230,7 +230,7 @@ def run_ahead(values: Values) -> int | None:
 
 
 def step_tokens(values: Values, model: Checkpoint) -> int:
-    """Tokens of one step. Raises ConfigError if they cannot hold one of each running choice."""
+    """Returns the most tokens of a step. Raises ConfigError if there are fewer than running sequences."""
     asked = values.maybe("max-num-batched-tokens", int)
     least = values.get("max-num-seqs", int)
     if asked is not None:
@@ -242,17 +242,17 @@ def step_tokens(values: Values, model: Checkpoint) -> int:
     usual = GPU_STEP_TOKENS if on_gpu(values.get("device", str)) else CPU_STEP_TOKENS
     if not values.get("enable-chunked-prefill", bool):
         usual = max(usual, context_limit(values, model.config) or model_length(model.config) or 0)
-    # a full batch must leave room for prompts, or the last to come wait for the others' end
+    # a full batch must leave tokens for prompts, or new requests would wait until others end
     return max(usual, 2 * least)
 
 
 def on_gpu(device: str) -> bool:
-    """Where the worker will run, as far as that can be told without torch."""
+    """Returns whether the worker will run on a GPU, as far as known without torch."""
     return device == "cuda" or (device == "auto" and os.path.exists("/dev/nvidiactl"))
 
 
 def chat_template(values: Values) -> str | None:
-    """The template's text from --chat-template, which is a file or the text itself."""
+    """Returns the template's text from --chat-template, a file or the text itself."""
     given = values.maybe("chat-template", str)
     if given is None or "{{" in given or "{%" in given:
         return given
@@ -269,7 +269,7 @@ def _numbered(role: str, values: Values, flag: str) -> list[tuple[int, str]]:
 
 
 def _fields(values: Values, service: str) -> dict[str, Any]:
-    """The values that flags' `to` sends to this service's struct, nested as it is. Unset ones are left out."""
+    """Returns the values that flags map to this service's struct by `to`, nested like it, without unset ones."""
     fields: dict[str, Any] = {}
     for flag in FLAGS.values():
         for target in flag.to:

@@ -1,4 +1,4 @@
-"""Every flag there is, by group. One declaration a flag."""
+"""All flags by group: one declaration per flag."""
 
 from blockyard.shared.config.flags import engine, execution, features, model, ring, server
 from blockyard.shared.config.flags.flag import Flag
@@ -25,7 +25,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
 
 FLAGS: dict[str, Flag] = {flag.name: flag for group in GROUPS.values() for flag in group}
 
-# By the name and the further names: keys of YAML files, keywords of Python, names of variables.
+# By name and other names: keys of YAML files, Python keywords and environment variables.
 NAMES: dict[str, Flag] = FLAGS | {name: flag for flag in FLAGS.values() for name in flag.also}
 
 SPELLINGS: dict[str, Flag] = NAMES | {alias: flag for flag in FLAGS.values() for alias in flag.aliases}

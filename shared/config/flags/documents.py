@@ -1,4 +1,4 @@
-"""The flags in words: help text for the terminal, and the table in shared/config/FLAGS.md."""
+"""Documents the flags: help text for the terminal, and the table in shared/config/FLAGS.md."""
 
 import textwrap
 
@@ -12,7 +12,7 @@ _SAID_AS = {"honoured": "", "mapped": "mapped: ", "refused": "refused: "}
 
 
 def help_text(show_refused: bool = False) -> str:
-    """Every flag that does something, by group; with `show_refused` all there are."""
+    """Returns the help of all flags by group; without `show_refused` only of flags that have an effect."""
     lines: list[str] = []
     for group, flags in GROUPS.items():
         shown = [flag for flag in flags if show_refused or not flag.refused]
@@ -26,7 +26,7 @@ def help_text(show_refused: bool = False) -> str:
 
 
 def markdown() -> str:
-    """The table, a row a flag."""
+    """Returns the table with one row per flag."""
     rows = ["| flag | default | what it does |", "|---|---|---|"]
     for group, flags in GROUPS.items():
         rows.append(f"| **{group}** | | |")
@@ -37,7 +37,7 @@ def markdown() -> str:
 
 
 def with_table(document: str) -> str:
-    """The document with today's table between its two marker comments. Raises ConfigError without them."""
+    """Returns the document with the current table between its marker comments. Raises ConfigError without them."""
     head, begin, rest = document.partition(BEGIN)
     _, end, tail = rest.partition(END)
     if not begin or not end:
@@ -46,7 +46,7 @@ def with_table(document: str) -> str:
 
 
 def spelling(flag: Flag) -> str:
-    """As in `-tp, --tensor-parallel-size integer`."""
+    """Returns the spellings, such as `-tp, --tensor-parallel-size integer`."""
     names = ", ".join([*(f"-{alias}" for alias in flag.aliases), *(f"--{name}" for name in (flag.name, *flag.also))])
     if flag.kind is FlagKind.BOOL:
         return names if not flag.default else f"{names}, --no-{flag.name}"

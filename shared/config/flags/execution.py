@@ -1,4 +1,4 @@
-"""Flags of how steps are computed, and where."""
+"""Flags of the execution of steps, and of the device."""
 
 from blockyard.shared.config.flags.flag import FOREIGN, Flag, FlagKind
 
@@ -16,7 +16,7 @@ EXECUTION = (
         "batch-invariant",
         FlagKind.BOOL,
         False,
-        "A sequence's logits do not depend on what else is in its steps; slower.",
+        "A sequence's logits do not depend on the rest of its batch; slower.",
         ("worker.batch_invariant",),
     ),
     Flag("max-seq-len-to-capture", FlagKind.INT, None, "Longest sequence in CUDA graphs.", least=1, mapped=_GRAPHS),
@@ -42,7 +42,7 @@ EXECUTION = (
         "device",
         FlagKind.TEXT,
         "auto",
-        "Where the model runs; auto: a GPU where there is one.",
+        "Device of the model; auto: a GPU if there is one.",
         ("worker.device",),
         choices=("auto", "cuda", "cpu"),
         refused_values=dict.fromkeys(("neuron", "openvino", "tpu", "xpu", "hpu"), FOREIGN),

@@ -1,4 +1,4 @@
-"""Flags of features that are not built yet, and of observability."""
+"""Flags of observability, and of features that are not built yet."""
 
 from blockyard.shared.config.flags.flag import Flag, FlagKind, not_built
 
@@ -140,7 +140,7 @@ MULTIMODAL = (
 )
 
 OBSERVABILITY = (
-    Flag("otlp-traces-endpoint", FlagKind.TEXT, None, "Where traces are sent.", refused=_TRACES),
+    Flag("otlp-traces-endpoint", FlagKind.TEXT, None, "Endpoint for traces.", refused=_TRACES),
     Flag(
         "collect-detailed-traces",
         FlagKind.TEXT,
@@ -149,15 +149,13 @@ OBSERVABILITY = (
         choices=("model", "worker", "all"),
         refused=_TRACES,
     ),
-    Flag("disable-log-stats", FlagKind.BOOL, False, "No periodic line of statistics.", ("!scheduler.log_stats",)),
-    Flag(
-        "disable-log-requests", FlagKind.BOOL, False, "No line for each request, neither when it comes nor at its end."
-    ),
+    Flag("disable-log-stats", FlagKind.BOOL, False, "Log no periodic statistics.", ("!scheduler.log_stats",)),
+    Flag("disable-log-requests", FlagKind.BOOL, False, "Log no line for a request, at its arrival or its end."),
     Flag(
         "enable-log-requests",
         FlagKind.BOOL,
         False,
-        "A line when a generation request comes: its id, tokens and sampling fields, never its text.",
+        "Log a line when a generation request arrives: its id, tokens and sampling fields, never its text.",
     ),
     Flag(
         "max-log-len",
@@ -165,7 +163,7 @@ OBSERVABILITY = (
         None,
         "Prompt characters printed in logs.",
         least=0,
-        mapped="logs hold ids and lengths of prompts, never their text: it is 0 always",
+        mapped="always 0: logs contain ids and lengths of prompts, never their text",
     ),
 )
 

@@ -1,4 +1,4 @@
-"""What one declaration says about a flag."""
+"""The declaration of a flag."""
 
 import enum
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 
 class FlagKind(enum.StrEnum):
-    """How a value is written; the words are those of the help text."""
+    """The type of a value; the text appears in the help."""
 
     TEXT = "text"
     INT = "integer"
@@ -19,28 +19,28 @@ class FlagKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """One flag: the command line, the YAML key, the environment variable and the table row come from this.
+    """One flag: its command line name, YAML key, environment variable and row in FLAGS.md.
 
-    It is honoured unless `mapped` or `refused` says otherwise. `to` names the struct fields it becomes
-    ("gateway.port"; "!scheduler.log_stats" for the opposite of a switch); what `resolve` settles has none.
+    It is honoured unless `mapped` or `refused` is set. `to` names the struct fields it sets ("gateway.port", or
+    "!scheduler.log_stats" for the opposite of a switch); flags that `resolve` reads have none.
     """
 
-    name: str  # with dashes, without the two in front
+    name: str  # with dashes, without the leading two
     kind: FlagKind
     default: object  # None: unset
     help: str
     to: tuple[str, ...] = ()
-    aliases: tuple[str, ...] = ()  # without the dash in front, on the command line alone
-    also: tuple[str, ...] = ()  # further names, in every place where the name itself may stand
+    aliases: tuple[str, ...] = ()  # without the leading dash; only on the command line
+    also: tuple[str, ...] = ()  # other names, valid wherever the name is
     choices: tuple[str, ...] = ()
-    words: Mapping[str, str] = field(default_factory=dict)  # values besides those of the kind -> what each stands for
-    takes_json: bool = False  # a text that may also be a JSON object: in YAML and Python a mapping
+    words: Mapping[str, str] = field(default_factory=dict)  # words accepted besides the kind's values -> their values
+    takes_json: bool = False  # text that may also be a JSON object: a mapping in YAML and Python
     bare: str | None = None  # value of the flag without one
     least: float | None = None
     most: float | None = None
-    mapped: str = ""  # said once when the flag is set: what happens in its place
-    refused: str = ""  # the reason why values other than the default and the harmless ones are an error
-    refused_values: Mapping[str, str] = field(default_factory=dict)  # known choices with the reason each is an error
+    mapped: str = ""  # the effect of the flag here, printed when it is set
+    refused: str = ""  # reason why values besides the default and harmless ones are errors
+    refused_values: Mapping[str, str] = field(default_factory=dict)  # known values -> reason why each is an error
     harmless: tuple[object, ...] = ()  # values besides the default that a refused flag may have
 
     @property
@@ -52,7 +52,7 @@ class Flag:
         return variable(self.name)
 
     def refusal(self, value: object) -> str:
-        """Why this value cannot be had, or an empty string."""
+        """Returns why this value is refused, or an empty string."""
         if str(value) in self.refused_values:
             return self.refused_values[str(value)]
         if self.refused and value != self.default and value not in self.harmless:
@@ -61,7 +61,7 @@ class Flag:
 
 
 def variable(name: str) -> str:
-    """The environment variable of a flag's name."""
+    """Returns the environment variable of a flag."""
     return "BLOCKYARD_" + name.upper().replace("-", "_")
 
 

@@ -1,4 +1,4 @@
-"""Flags of the model: which one, how it is loaded, its tokenizer."""
+"""Flags of the model, its loading and its tokenizer."""
 
 from blockyard.shared.config.flags.flag import Flag, FlagKind, not_built
 
@@ -6,12 +6,12 @@ _POOLING = not_built("pooling models")
 _REMOTE_CODE = "no code from model folders is ever run; the supported families are built in"
 
 MODEL = (
-    Flag("model", FlagKind.TEXT, "facebook/opt-125m", "Model folder, hub name, or `demo` for the one that is shipped."),
+    Flag("model", FlagKind.TEXT, "facebook/opt-125m", "Model folder, hub name, or `demo` for the shipped model."),
     Flag(
         "task",
         FlagKind.TEXT,
         "auto",
-        "What the model is served for.",
+        "Task of the model.",
         choices=("auto", "generate"),
         refused_values=dict.fromkeys(("embedding", "embed", "classify", "score", "reward"), _POOLING),
     ),
@@ -29,18 +29,18 @@ MODEL = (
         "max-model-len",
         FlagKind.SIZE,
         None,
-        "Context length, prompt plus output, in tokens; unset: the model's; auto or -1: as much of it as memory holds.",
+        "Context length in tokens, prompt plus output; unset: the model's; auto or -1: limited to what memory holds.",
         least=1,
         words={"auto": "auto", "-1": "auto"},
     ),
     Flag("rope-scaling", FlagKind.JSON, None, 'RoPE scaling, e.g. {"rope_type": "dynamic", "factor": 2.0}.'),
     Flag("rope-theta", FlagKind.FLOAT, None, "RoPE base."),
-    Flag("hf-overrides", FlagKind.JSON, None, "Values laid over the model's config.json."),
+    Flag("hf-overrides", FlagKind.JSON, None, "Values that override the model's config.json."),
     Flag(
         "model-impl",
         FlagKind.TEXT,
         "auto",
-        "Which implementation of the model.",
+        "Implementation of the model.",
         choices=("auto",),
         refused_values={
             "vllm": "another system's; use auto",
@@ -51,7 +51,7 @@ MODEL = (
         "generation-config",
         FlagKind.TEXT,
         None,
-        "Where sampling defaults come from: auto (the model's generation_config.json), a folder, or vllm: neither, "
+        "Source of sampling defaults: auto (the model's generation_config.json), a folder, or vllm: neither, "
         "which is also the default.",
     ),
     Flag("override-generation-config", FlagKind.JSON, None, 'Sampling defaults, e.g. {"temperature": 0.7}.'),
@@ -61,7 +61,7 @@ MODEL = (
         "max-logprobs",
         FlagKind.INT,
         20,
-        "Log-probabilities a request may ask for at a position.",
+        "Most log-probabilities per position that a request may ask for.",
         ("gateway.max_logprobs",),
         least=0,
     ),
@@ -69,7 +69,7 @@ MODEL = (
         "seed",
         FlagKind.INT,
         0,
-        "Seed of dummy weights and of the offline LLM; requests bring their own.",
+        "Seed of dummy weights and of the offline LLM; requests have their own.",
         ("worker.seed",),
         least=0,
         most=2**63 - 1,
@@ -77,12 +77,12 @@ MODEL = (
 )
 
 LOADING = (
-    Flag("download-dir", FlagKind.TEXT, None, "Folder that hub models are downloaded to; unset: the hub's cache."),
+    Flag("download-dir", FlagKind.TEXT, None, "Download folder for hub models; unset: the hub's cache."),
     Flag(
         "hf-token",
         FlagKind.TEXT,
         None,
-        "Token for the hub; without a value the one that `hf auth login` stored. A command line is visible to "
+        "Token for the hub; without a value that of `hf auth login`. A command line is visible to "
         "others: prefer the environment.",
         bare="true",
     ),
@@ -122,7 +122,7 @@ LOADING = (
         "max-parallel-loading-workers",
         FlagKind.INT,
         None,
-        "Load in batches of so many workers.",
+        "Number of workers that load at a time.",
         refused=not_built("tensor parallelism; weights are mapped, not copied through host memory"),
         least=1,
         harmless=(1,),
@@ -147,7 +147,7 @@ LOADING = (
         "quantization-param-path",
         FlagKind.TEXT,
         None,
-        "JSON file of KV scales; without it the checkpoint's, or 1.",
+        "JSON file of KV scales; unset: the checkpoint's, or 1.",
         ("worker.kv_scales_path",),
     ),
     Flag(

@@ -3,12 +3,18 @@
 from blockyard.shared.config.flags.flag import Flag, FlagKind, not_built
 
 SERVER = (
-    Flag("host", FlagKind.TEXT, None, "Host name or address the API server binds to; unset: all.", ("gateway.host",)),
+    Flag(
+        "host",
+        FlagKind.TEXT,
+        None,
+        "Host name or address that the API server binds; unset: all addresses.",
+        ("gateway.host",),
+    ),
     Flag(
         "uds",
         FlagKind.TEXT,
         None,
-        "Path of a Unix socket that the API server listens on, in place of --host and --port.",
+        "Path of a Unix socket for the API server, instead of --host and --port.",
         ("gateway.uds",),
     ),
     Flag("port", FlagKind.INT, 8000, "TCP port of the API server.", ("gateway.port",), least=1, most=65535),
@@ -20,7 +26,7 @@ SERVER = (
         choices=("debug", "info", "warning", "error", "critical", "trace"),
         mapped="sets the log level of the gateway processes",
     ),
-    Flag("disable-uvicorn-access-log", FlagKind.BOOL, False, "No line at the end of each HTTP request."),
+    Flag("disable-uvicorn-access-log", FlagKind.BOOL, False, "Log no line at the end of each HTTP request."),
     Flag("root-path", FlagKind.TEXT, None, "Path prefix behind a path-based routing proxy.", ("gateway.root_path",)),
     Flag(
         "middleware",
@@ -34,7 +40,7 @@ SERVER = (
         "chat-template-content-format",
         FlagKind.TEXT,
         "auto",
-        "How chat templates see a message's content: string, openai (a list of parts), auto: as the template reads it.",
+        "Form of a message's content in chat templates: string, openai (a list of parts), auto: detected.",
         ("tokenizer.chat_template_content_format",),
         choices=("auto", "string", "openai"),
     ),
@@ -42,7 +48,7 @@ SERVER = (
         "trust-request-chat-template",
         FlagKind.BOOL,
         False,
-        "Take the chat templates that requests bring (`chat_template`); off: such a request is a 400.",
+        "Use the `chat_template` of requests; off: such a request is a 400.",
         ("tokenizer.trust_request_chat_template",),
     ),
     Flag(
@@ -75,13 +81,13 @@ SERVER = (
         FlagKind.BOOL,
         False,
         "Turn off the OpenAPI pages.",
-        mapped="no OpenAPI pages are served, there is nothing to turn off",
+        mapped="no OpenAPI pages are served",
     ),
     Flag(
         "strict-fields",
         FlagKind.BOOL,
         False,
-        "Answer requests with unknown fields with a 400; by default they are ignored and named in a header.",
+        "Reject requests with unknown fields with a 400; by default a header names the ignored fields.",
         ("gateway.strict_fields",),
     ),
     Flag(
@@ -102,21 +108,21 @@ SECURITY = (
         "api-key",
         FlagKind.LIST,
         [],
-        "Keys of which a client has to present one. Other users of the machine can read a command line: "
+        "API keys: a client must send one of them. Other users of the machine can read a command line: "
         "BLOCKYARD_API_KEY or --api-key-file are safer.",
         ("gateway.api_keys",),
     ),
-    Flag("api-key-file", FlagKind.TEXT, None, "File with such keys, one on each line."),
+    Flag("api-key-file", FlagKind.TEXT, None, "File with API keys, one on each line."),
     Flag(
         "admin-key",
         FlagKind.LIST,
         [],
-        "Keys of which an operator has to present one to pause, sleep, wake up or reset the prefix cache; safer in "
-        "BLOCKYARD_ADMIN_KEY or --admin-key-file. Without one an API key is asked for, and without any key only this "
+        "Keys of operators, needed to pause, sleep, wake up or reset the prefix cache; safer in "
+        "BLOCKYARD_ADMIN_KEY or --admin-key-file. Without one an API key is needed, and without any key only this "
         "machine is answered.",
         ("gateway.admin_keys",),
     ),
-    Flag("admin-key-file", FlagKind.TEXT, None, "File with such keys, one on each line."),
+    Flag("admin-key-file", FlagKind.TEXT, None, "File with admin keys, one on each line."),
     Flag(
         "ssl-keyfile",
         FlagKind.TEXT,
@@ -131,7 +137,7 @@ SECURITY = (
         "TLS certificate file; it may hold the private key too.",
         ("gateway.tls.certfile",),
     ),
-    Flag("ssl-ca-certs", FlagKind.TEXT, None, "File of the CA certificates that clients' ones are checked against."),
+    Flag("ssl-ca-certs", FlagKind.TEXT, None, "File of CA certificates for checking client certificates."),
     Flag("ssl-cert-reqs", FlagKind.INT, 0, "Client certificates: 0 none, 1 optional, 2 required.", least=0, most=2),
     Flag(
         "allowed-local-media-path",

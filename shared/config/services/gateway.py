@@ -47,7 +47,7 @@ class MetricsNames(enum.StrEnum):
 
 
 class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One HTTP server. Replicas differ in `process.name` and `metrics_port` alone."""
+    """One HTTP server. Replicas differ only in `process.name` and `metrics_port`."""
 
     process: ProcessConfig
     host: str = ""  # empty: all addresses
@@ -57,8 +57,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     metrics_port: int = 0  # this replica's own /metrics; 0: none
     metrics_names: MetricsNames = MetricsNames.BOTH
     root_path: str = ""  # prefix under which a proxy shows this server
-    api_keys: list[str] = []  # empty: no key is asked for
-    admin_keys: list[str] = []  # for operators' endpoints; empty: the API keys, and without those this machine alone
+    api_keys: list[str] = []  # empty: no key is required
+    admin_keys: list[
+        str
+    ] = []  # for operators' endpoints; empty: the API keys, and without keys only this machine has access
     tls: TlsConfig | None = None
     cors: CorsConfig = CorsConfig()
     served_model_names: list[str] = []  # the first is echoed; for messages before a scheduler has joined
@@ -70,13 +72,13 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     enable_prompt_tokens_details: bool = False
     strict_fields: bool = False  # an unknown request field is a 400
     access_log: bool = True  # a line at the end of each POST
-    log_requests: bool = False  # a line when a generation request comes
+    log_requests: bool = False  # a line when a generation request arrives
     max_body_bytes: int = 32 * 2**20
-    max_total_body_bytes: int | None = None  # of all bodies being read; None: eight of the largest
-    body_timeout_s: float = 30.0  # a body that has not arrived within it is a 408
-    max_connections: int | None = None  # None: what the limit on open files allows
-    client_timeout_s: float = 60.0  # a client that takes nothing for so long is cancelled
-    max_unread_mib: int = 512  # of answers that clients have not read; above it the slowest client is cancelled
-    stall_timeout_s: float = 60.0  # a stream for which nothing came for so long is sent again
-    shutdown_timeout_s: float = 30.0  # running requests may end within it after SIGTERM
+    max_total_body_bytes: int | None = None  # of all bodies being read; None: eight times the largest body
+    body_timeout_s: float = 30.0  # a body that takes longer is a 408
+    max_connections: int | None = None  # None: by the limit on open files
+    client_timeout_s: float = 60.0  # a client that reads nothing for this long is cancelled
+    max_unread_mib: int = 512  # of unread answers; above it the slowest client is cancelled
+    stall_timeout_s: float = 60.0  # a request without output for this long is sent again
+    shutdown_timeout_s: float = 30.0  # time for running requests to end after SIGTERM
     keepalive_s: float = 15.0  # a comment line this often while nothing is sent

@@ -1,4 +1,4 @@
-"""What every service process needs: its name, its log level and where the others are."""
+"""Settings of every service process: its name, its log level and the ring's endpoint."""
 
 from typing import Literal
 
@@ -15,7 +15,7 @@ class BusConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     advertise: str = ""  # host name or address that peers dial; tcp only, empty: this machine's host name
     curve_public: str = ""  # file
     curve_secret: str = ""  # file
-    link_frames: int = 4096  # what a link may hold; a peer whose link is full is treated as lost
+    link_frames: int = 4096  # most queued frames of a link; a peer with a full link is treated as lost
 
     def __post_init__(self) -> None:
         for name, endpoint in (("registry", self.registry), ("bind", self.bind)):
@@ -30,7 +30,7 @@ class BusConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 class ProcessConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Composed into every service's struct as `process`."""
 
-    name: str  # as in the process title, the log and the membership list: "scheduler", "api_gateway 0"
+    name: str  # in the process title, the log and the membership list: "scheduler", "api_gateway 0"
     bus: BusConfig
     log_level: LogLevel = "info"
-    parent_pid: int = 0  # the launcher, whose end is this process's end too; 0: none
+    parent_pid: int = 0  # the launcher: this process ends with it; 0: none

@@ -8,25 +8,25 @@ from blockyard.shared.config.services.process import ProcessConfig
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Block count, block size, model length and vocabulary come with the workers' Geometry, not from here."""
+    """The workers' Geometry has block count, block size, model length and vocabulary."""
 
     process: ProcessConfig
     served_model_names: list[str]  # the first is echoed in answers
     root: str = ""  # path or hub name of the weights, as /v1/models shows it
-    max_num_seqs: int = 256  # choices in the batch
+    max_num_seqs: int = 256  # sequences in the batch
     max_num_batched_tokens: int = 2048  # of one step
     enable_chunked_prefill: bool = True
     scheduling_policy: Literal["fcfs", "priority", "fair"] = "fcfs"
-    delay_factor: float = 0.0  # the next prompt waits so many times as long as the last step with a prompt took
-    max_num_partial_prefills: int = 1  # prompts that may be computed in parts at a time
-    max_long_partial_prefills: int = 1  # of those, long ones
+    delay_factor: float = 0.0  # the next prompt waits this many times the duration of the last step with a prompt
+    max_num_partial_prefills: int = 1  # prompts that may be partly computed at a time
+    max_long_partial_prefills: int = 1  # long prompts among them
     long_prefill_token_threshold: int = 0  # longer prompts are long; 0: 4 % of the model's length
     enable_prefix_caching: bool = True
-    block_scope: str = ""  # as the tokenizers have it: names of generated blocks go on from theirs
-    depth: int | None = None  # plans sent ahead of the running one; 0 is lockstep, None: by the worker's step time
-    max_queue_len: int = 1024  # waiting choices
-    max_queue_tokens: int = 2**22  # known tokens of waiting choices
-    max_queue_delay_s: float | None = None  # a newcomer that would wait longer, or has, is refused
+    block_scope: str = ""  # as the tokenizers': hashes of generated blocks continue theirs
+    depth: int | None = None  # plans sent ahead of the running one; 0: synchronous; None: by the worker's step time
+    max_queue_len: int = 1024  # waiting sequences
+    max_queue_tokens: int = 2**22  # known tokens of waiting sequences
+    max_queue_delay_s: float | None = None  # a new request that would wait longer, or has, is refused
     enable_sleep_mode: bool = False
     log_stats: bool = True
     stats_interval_s: float = 10.0

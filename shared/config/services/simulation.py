@@ -7,12 +7,11 @@ from blockyard.shared.config.services.scheduler import SchedulerConfig
 
 
 class CostModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a worker's step takes, and what it has room for.
+    """Duration of a worker's steps, and its capacity.
 
     seconds = rows_s(rows) + context_token_s x KV tokens that decodes read + pair_s x (token, earlier token) pairs of
-    prefills. Rows are the tokens that the step computes, of decodes and prefills; between the points of the table
-    lies a straight line. A step whose plan fetches KV from host memory begins fetch_token_s x tokens later; saves run
-    beside the steps.
+    prefills. Rows are the tokens that the step computes, of decodes and prefills; the table is interpolated linearly. A
+    step with fetches from host memory begins fetch_token_s x tokens later; saves run in parallel with steps.
 
     The defaults are Llama-3.1-8B in bf16 on one H200. The table: CUDA graphs of decode steps with 1, 32, 64 and 256
     rows at context 230 took 4.62, 5.18, 5.64 and 10.41 ms (kernels/PERFORMANCE.md), less their attention, whose 36 ns
@@ -27,9 +26,9 @@ class CostModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     context_token_s: float = 36e-9
     pair_s: float = 1.17e-9
     fetch_token_s: float = 2.53e-6
-    hop_s: float = 0.15e-3  # a frame between scheduler and worker, either way, coded and decoded
+    hop_s: float = 0.15e-3  # a frame between scheduler and worker, encoded and decoded
     num_blocks: int = 55_000
-    token_bytes: int = 131_072  # KV of one
+    token_bytes: int = 131_072  # KV of one token
     max_model_len: int = 131_072  # tokens
 
     def __post_init__(self) -> None:

@@ -15,6 +15,6 @@ class TokenizerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     served_model_names: list[str]  # requests for these come here
     chat_template: str | None = None  # the template's text; None: the model's own
     chat_template_content_format: ContentFormat = "auto"
-    block_size: int = 16  # tokens a KV block: full blocks get names
-    block_scope: str = ""  # model, revision and KV dtype in words, hashed into every chain's first block name
-    trust_request_chat_template: bool = False  # requests may bring templates of their own
+    block_size: int = 16  # tokens a KV block: full blocks are hashed
+    block_scope: str = ""  # model, revision and KV dtype as text, hashed into the root of all block hashes
+    trust_request_chat_template: bool = False  # requests may contain chat templates

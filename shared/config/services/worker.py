@@ -15,13 +15,13 @@ class MockConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     step_ms: float = 0.0  # a step takes at least this long
     vocab_size: int = 0  # 0: the model's
     num_blocks: int = 65536
-    num_host_blocks: int = 65536  # where WorkerConfig.swap_space_gib is not 0
-    max_model_len: int = 32768  # where WorkerConfig.max_model_len is None
-    echo: bool = False  # tokens repeat the prompt's, in place of pseudo-random ones
+    num_host_blocks: int = 65536  # if WorkerConfig.swap_space_gib is not 0
+    max_model_len: int = 32768  # if WorkerConfig.max_model_len is None
+    echo: bool = False  # repeat the prompt's tokens instead of pseudo-random ones
     first_id: int = 0  # tokens come from first_id to end_id - 1; 0: the middle of the vocabulary
     end_id: int = 0
-    fatal_id: int = 0  # its device fails on a prompt with this id; 0: never
-    eos_every: int = 0  # about one token in so many ends its sequence; 0: never
+    fatal_id: int = 0  # the device fails on a prompt with this id; 0: never
+    eos_every: int = 0  # about one in this many tokens ends its sequence; 0: never
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -34,31 +34,31 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     load_format: Literal["auto", "pt", "safetensors", "dummy"] = "auto"
     ignore_patterns: list[str] = []  # file names not loaded
     config_overrides: str = "{}"  # JSON object laid over config.json: --hf-overrides, --rope-scaling, --rope-theta
-    max_model_len: int | None = None  # None: what config.json says
-    fit_max_model_len: bool = False  # max_model_len, or what config.json says, is shortened to what memory holds
+    max_model_len: int | None = None  # None: as in config.json
+    fit_max_model_len: bool = False  # shorten the context length to what memory holds
     block_size: int = 16  # tokens
     gpu_memory_utilization: float = 0.9
     cpu_kv_gib: float | None = None  # KV memory on CPU; None: by need, within limits
     num_gpu_blocks_override: int | None = None
-    kv_cache_memory_bytes: int | None = None  # in place of a share of the device's memory
-    swap_space_gib: float = 0.0  # host memory that keeps KV blocks
-    cpu_offload_gib: float = 0.0  # of the layers' matrices that stay in host memory
+    kv_cache_memory_bytes: int | None = None  # instead of a share of the device's memory
+    swap_space_gib: float = 0.0  # host memory for KV blocks
+    cpu_offload_gib: float = 0.0  # weights of layers that stay in host memory
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     seed: int = 0  # of dummy weights
     threads: int = 0  # compute threads on CPU; 0: cores minus one
     group: int = 0  # worker group
     replicas: int = 1  # workers that share this machine's cores and memory
-    gpu: int | None = None  # its place among the GPUs that may be seen, where it is to have one to itself
+    gpu: int | None = None  # index among the visible GPUs, if it has its own
     mock: MockConfig = MockConfig()
     enforce_eager: bool = False  # no CUDA graphs
-    run_ahead_penalties: bool = True  # penalties, token lists and log-probabilities need no host between tokens
-    graph_sizes: list[int] = []  # rows of decode steps that have graphs; empty: a ladder up to max_num_seqs
-    batch_invariant: bool = False  # a row's logits follow from that row alone
+    run_ahead_penalties: bool = True  # run ahead also with penalties, token lists and log-probabilities
+    graph_sizes: list[int] = []  # batch sizes captured in CUDA graphs; empty: a default list up to max_num_seqs
+    batch_invariant: bool = False  # a sequence's logits do not depend on the rest of its batch
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"
     kv_scales_path: str | None = None  # JSON file
     calculate_kv_scales: bool = False  # from the first prompt
-    fused_steps: bool = True  # on a GPU, steps of few rows in few kernels a layer
+    fused_steps: bool = True  # on a GPU, fuse kernels of small steps
     kernel_cache: str | None = None  # folder of compiled kernels and measured plans; None: in the user's cache
 
     def __post_init__(self) -> None:
