@@ -82,8 +82,8 @@ RING = (
         "max-connections",
         FlagKind.INT,
         None,
-        "Open HTTP connections of one gateway; above it the longest idle are closed. Unset: by the limit on open "
-        "files allows with a reserve, at most 16384.",
+        "Most HTTP connections of one gateway; above it the longest idle are closed. Unset: the limit on open "
+        "files less a reserve, at most 16384.",
         ("gateway.max_connections",),
         least=1,
     ),

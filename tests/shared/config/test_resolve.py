@@ -416,7 +416,7 @@ def test_scheduling_flags_that_cannot_be(args: list[str], says: str) -> None:
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["--no-multi-step-stream-outputs"], "tokens are always sent as they come"),
+        (["--no-multi-step-stream-outputs"], "each step's tokens are always sent at once"),
         (["--num-lookahead-slots", "2"], "N is --run-ahead N"),
         (["--num-scheduler-steps", "4"], "N above 1 is --run-ahead N-1"),
         (["--disable-async-output-proc"], "the same as --run-ahead 0"),
