@@ -12,6 +12,12 @@ class PlanClock:
         self.last_sent = 0
         self.last_completed = 0
 
+    def on_sent(self, number: int) -> None:
+        self.last_sent = number
+
+    def on_completed(self, number: int) -> None:
+        self.last_completed = number
+
 
 class IdPool:
     """Ids 0 to n - 1. A released id is pending until every plan sent by then has its result.

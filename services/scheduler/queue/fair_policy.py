@@ -2,7 +2,7 @@
 
 After Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024): each tenant has a counter of weighted
 tokens, and the tenant with the lowest counter is next. A tenant that returns after a time without waiting sequences
-starts at the lowest counter of those that wait, so that nothing is saved up.
+starts at the lowest counter of the waiting tenants, so that nothing is saved up.
 
 Beyond the paper, tenants are divided into users, and running sequences are ranked: the n-th running sequence of a
 tenant has class n, so that a tenant with few running sequences may preempt one with many.

@@ -1,7 +1,7 @@
-"""How long outputs are, learned from the choices that have ended: how likely one is to end at each length.
+"""Learns how long outputs are from sequences that have ended: how likely a sequence ends at each length.
 
-The rate at which choices end by themselves (stop ids, stop strings, clients that leave) is counted for ranges of
-lengths. Those that reach their `max_tokens`, and those that run, say only that they have not ended sooner.
+For ranges of lengths it counts how many sequences end by themselves (stop ids, stop strings, cancels). Sequences that
+reach their `max_tokens`, and running ones, only say that they have not ended before.
 """
 
 import math
@@ -11,24 +11,24 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 BOUNDS = [0, 1, 2, 3, *(quarter << octave for octave in range(19) for quarter in range(4, 8)), 1 << 21]  # tokens
-FORGET = 512  # choices after which those that ended before count half
-PRIOR = 1.0  # choices that are taken to have been seen in each range, before any was
-PRIOR_TOKENS = 128  # of which one in so many ends with each token, and the fewer the longer they are ...
-PRIOR_ENDS = 16  # ... until so many have ended; then those at any length count
+FORGET = 512  # sequences after which earlier ones count half
+PRIOR = 1.0  # sequences that are assumed to have been seen in each range
+PRIOR_TOKENS = 128  # one of them in so many ends with each token, fewer the longer they are
+PRIOR_ENDS = 16  # after so many ends, the ends at all lengths count instead
 
 _WIDTHS = [end - begin for begin, end in pairwise(BOUNDS)]
 _PRIOR_RATES = [1 / (begin + PRIOR_TOKENS) for begin in BOUNDS[:-1]]
 
 
 class OutputLimit(NamedTuple):
-    """Where a choice ends at the latest."""
+    """The maximum length of an output."""
 
     max_tokens: int
-    is_fixed: bool  # it does not end before
+    is_fixed: bool  # the sequence cannot end before
 
 
 class Survival:
-    """The share of choices that are longer than so many tokens, without their `max_tokens`."""
+    """The share of sequences that are longer than a number of tokens, if there were no `max_tokens`."""
 
     def __init__(self, rates: list[float]) -> None:
         self._rates = rates
@@ -40,7 +40,7 @@ class Survival:
         return math.exp(-self._hazards[place] - self._rates[place] * (num_tokens - BOUNDS[place]))
 
     def mean(self, most: float) -> float:
-        """Tokens of a choice that takes `most` at most."""
+        """The mean length of sequences that are limited to `most` tokens."""
         total = 0.0
         for place, rate in enumerate(self._rates):
             width = min(BOUNDS[place + 1], most) - BOUNDS[place]
@@ -51,14 +51,14 @@ class Survival:
         return total
 
     def left(self, age: int, limit: OutputLimit) -> float:
-        """Tokens that a choice with `age` tokens will still have."""
+        """The expected further tokens of a sequence with `age` tokens."""
         most = limit.max_tokens
         if limit.is_fixed or age >= most:
             return max(0.0, most - age)
         return (self.mean(most) - self.mean(age)) / max(self.at(age), 1e-9)
 
     def gone(self, age: int, limit: OutputLimit, num_tokens: list[float]) -> list[float]:
-        """How likely a choice with `age` tokens has ended after so many more; for each of these numbers."""
+        """How likely a sequence with `age` tokens has ended after each of these numbers of further tokens."""
         left = limit.max_tokens - age
         if limit.is_fixed:
             return [float(num >= left) for num in num_tokens]
@@ -67,7 +67,7 @@ class Survival:
 
 
 class LengthHistogram:
-    """For each range the choices whose last token is in it, and the tokens that they have there."""
+    """For each range of lengths: the sequences with their last token in it, and the tokens that they have in it."""
 
     __slots__ = ("reached", "within")
 
@@ -75,7 +75,7 @@ class LengthHistogram:
         self.reached, self.within = [0.0] * len(_WIDTHS), [0.0] * len(_WIDTHS)
 
     def add(self, num_tokens: int, weight: float) -> int:
-        """Returns the range."""
+        """Adds a sequence. Returns the index of its range."""
         place = bisect_right(BOUNDS, num_tokens) - 1
         self.reached[place] += weight
         self.within[place] += weight * (num_tokens - BOUNDS[place])
@@ -91,14 +91,14 @@ class LengthHistogram:
 
 
 class OutputLengths:
-    """Counts tokens at each length within a time, which those that run then had begun before, or have begun since."""
+    """Counts tokens and ends at each length. Running sequences count with the tokens since they were first seen."""
 
     def __init__(self) -> None:
         self._seen = LengthHistogram()
-        self._before = LengthHistogram()  # what was seen too early of those that run
-        self._ended = [0.0] * len(_WIDTHS)  # those that ended by themselves
+        self._before = LengthHistogram()  # tokens of running sequences that came before the time that counts
+        self._ended = [0.0] * len(_WIDTHS)  # sequences that ended by themselves
         self._num = 0
-        self._kept = 1.0  # how much of `_before` still counts, of when it was last looked at
+        self._kept = 1.0  # the weight of `_before` since the last `survival`
 
     def ended(self, num_tokens: int, by_itself: bool) -> None:
         self._ended[self._seen.add(num_tokens, 1.0)] += by_itself
@@ -110,7 +110,7 @@ class OutputLengths:
             self._kept *= 0.5
 
     def survival(self, running: Iterable[int], weight: float) -> Survival:
-        """`running`: tokens of choices that go on, each of which stands for so many."""
+        """`running`: tokens of a sample of the running sequences, each with this weight."""
         now = LengthHistogram()
         for num_tokens in running:
             now.add(num_tokens, weight)

@@ -41,7 +41,7 @@ class Policy(Protocol):
         """The sequence runs no longer."""
 
     def largest_tenants(self, most: int) -> list[TenantShare]:
-        """At most `most` tenants, those served most first, for metrics. Empty if the policy knows no tenants."""
+        """The `most` tenants that were served most, for metrics. Empty if the policy knows no tenants."""
 
 
 class SequenceHeap:

@@ -60,7 +60,7 @@ class QueueBounds:
         return self._holds_most() or self._is_slow(self._waiting.usage.amount)
 
     def is_long(self) -> bool:
-        """Whether the queue is full by its wait alone, and not by what is in it."""
+        """Whether the queue is full by its wait alone, and not by sequences or tokens."""
         return not self._holds_most() and self._is_slow(self._waiting.usage.amount)
 
     def make_room(self, owner: Owner, amount: QueueAmount) -> list[Request] | None:

@@ -1,4 +1,4 @@
-"""What each tenant and user has in the waiting queue, and whose request is refused when the queue is full."""
+"""What each tenant and user has in the waiting queue, and which request is refused when the queue is full."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -46,7 +46,7 @@ class QueueUsage:
             usage.newcomers.pop(request.id, None)
 
     def largest_user(self, share: ShareOf) -> Owner | None:
-        """The owner whose newest request would be refused to make room; None if all its requests are accepted."""
+        """The owner of the request that would be refused to make room; None if all its requests are accepted."""
         owner = self._largest_user({}, share)
         return owner if owner is not None and self._users[owner].newcomers else None
 

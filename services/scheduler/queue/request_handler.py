@@ -1,4 +1,4 @@
-"""Handles requests from gateways: new ones, repeated ones, those sent again after a loss, and cancels."""
+"""Handles requests from gateways: new ones, repeated ones, new attempts after a loss, and cancels."""
 
 from collections import Counter
 
@@ -68,7 +68,7 @@ class RequestHandler:
                 self.cancel(frame)
             case Stop():
                 self.stop(frame)
-            case PathLost(gateway):  # the gateway asks again for what is missing
+            case PathLost(gateway):  # the gateway asks for the missing ids
                 self._outbox.answer(gateway, PathLost(peer))
 
     def cancel(self, frame: Cancel) -> None:
@@ -123,7 +123,7 @@ class RequestHandler:
                 self.acceptance.accept(request)
 
     def _resumable(self, request: Request | None, frame: Generate) -> dict[int, messages.ChoiceState]:
-        """The listed choices whose sequences can go on with a new stream, if a detokenizer can open one."""
+        """The listed choices that can go on with a new stream, if a detokenizer can open one."""
         if request is None or not request.accepted or not len(self._streams) or request.search is not None:
             return {}  # a beam search starts over
         listed = {c.index: c for c in frame.choices}
@@ -183,7 +183,7 @@ class RequestHandler:
 
 
 def _num_cached(request: Request | None) -> dict[int, int | None]:
-    """Cached prompt tokens of each sequence of an earlier attempt; None for those that never ran."""
+    """Cached prompt tokens of each sequence of an earlier attempt; None if it never ran."""
     return (
         {} if request is None else {index: sequence.num_cached_tokens for index, sequence in request.sequences.items()}
     )

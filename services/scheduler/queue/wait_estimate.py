@@ -1,8 +1,8 @@
-"""How long what waits will wait for its seats: what Retry-After says, and what the longest wait is compared with.
+"""Estimates how long a new request waits for its slot: for Retry-After, and to compare with the maximum delay.
 
-A choice waits until others have left their seats. When those that run will leave follows from how long outputs are,
-from their `max_tokens`, and from the tokens that a seat gets a second; each seat that is left serves others after that,
-as long as each of these takes. Where seats are free, prompts wait for the tokens of steps in place of them.
+A waiting sequence starts when running ones end. When they end follows from how long outputs are, from their
+`max_tokens`, and from the tokens a second of a slot. Each slot that becomes free serves further sequences in the same
+way. If slots are free, prompts wait for the token budget of steps only.
 """
 
 from bisect import bisect_left
@@ -16,37 +16,37 @@ from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
 from blockyard.services.scheduler.sequences.requests import QueueAmount, RunningSequence
 from blockyard.services.scheduler.workers.worker_groups import WorkerGroup
 
-SAMPLE_S = 0.25  # between looks at what the seats got
-LOOK_S = 0.5  # between looks at who runs; a look costs a millisecond
-HALF_LIFE_S = 5.0  # of what was measured
-LEAST_S = 0.5  # seconds of seats without which nothing is known
-NUM_SAMPLES = 48  # of those that run
-NUM_POINTS = 28  # in time
-PARTS = 12  # of the time that a choice takes on average, for how often a seat changes hands
+SAMPLE_S = 0.25  # between samples of the tokens that were generated
+LOOK_S = 0.5  # between forecasts; one costs a millisecond
+HALF_LIFE_S = 5.0  # of measured rates
+LEAST_S = 0.5  # slot seconds below which nothing is estimated
+NUM_SAMPLES = 48  # of running sequences
+NUM_POINTS = 28  # on the time axis
+PARTS = 12  # of the mean time of a sequence, as resolution for `_renewals`
 
 Curve = Callable[[float], float]
 
 
 @dataclass(frozen=True, slots=True)
 class StartForecast:
-    """Choices that will have been seated, by seconds from a moment; both rise. Beyond the last point it goes on so."""
+    """How many sequences will have started at points in time. After the last point, `per_s` start each second."""
 
     since_s: float
-    since: int  # choices that had been seated by then
+    since: int  # sequences that had started by then
     seconds: list[float]
-    seated: list[float]
+    started: list[float]
     per_s: float
 
     def until(self, num_dequeued: int, now: float) -> float:
-        """Seconds until so many have been seated in all."""
-        seated, passed = self.seated, now - self.since_s
+        """Seconds until `num_dequeued` sequences have started in all."""
+        started, passed = self.started, now - self.since_s
         num = num_dequeued - self.since
-        place = bisect_left(seated, num)
+        place = bisect_left(started, num)
         if place == 0:
             return max(0.0, self.seconds[0] - passed)
-        if place == len(seated):
-            return max(0.0, self.seconds[-1] + (num - seated[-1]) / max(self.per_s, 1e-9) - passed)
-        (x0, x1), (y0, y1) = seated[place - 1 : place + 1], self.seconds[place - 1 : place + 1]
+        if place == len(started):
+            return max(0.0, self.seconds[-1] + (num - started[-1]) / max(self.per_s, 1e-9) - passed)
+        (x0, x1), (y0, y1) = started[place - 1 : place + 1], self.seconds[place - 1 : place + 1]
         return max(0.0, y0 + (y1 - y0) * (num - x0) / (x1 - x0) - passed)
 
 
@@ -56,32 +56,32 @@ class WaitEstimate:
         self._now: float | None = None  # the last sample
         self._forecast_at = 0.0
         self._forecast: StartForecast | None = None
-        self._counted = (0, 0, 0)  # tokens sampled, of prompts computed, and known of those seated, so far
-        self._drawn = self._seat_s = 0.0  # tokens, and seconds of all seats in which they came
-        self._computed = self._seated = 0.0  # tokens of prompts, and those known of the choices that were seated
+        self._counted = (0, 0, 0)  # totals: tokens sampled, prompt tokens computed, tokens of started sequences
+        self._sampled = self._slot_s = 0.0  # tokens sampled, and the slot seconds that they took
+        self._computed = self._started = 0.0  # prompt tokens computed, and tokens of started sequences
         self._num_running = 0
 
-    def sample(self, now: float, num_drawn: int, num_computed: int) -> None:
-        """Once a turn, with the tokens that were sampled, and computed of prompts, so far."""
+    def sample(self, now: float, num_sampled: int, num_computed: int) -> None:
+        """To be called each step, with the totals of sampled tokens and of computed prompt tokens."""
         if self._now is not None and now < self._now + SAMPLE_S:
             return
-        counted = (num_drawn, num_computed, self._waiting.num_dequeued_tokens)
+        counted = (num_sampled, num_computed, self._waiting.num_dequeued_tokens)
         num_running = sum(len(group.running) for group in self._groups.values())
         if self._now is not None:
             passed = now - self._now
             fade = 0.5 ** (passed / HALF_LIFE_S)
-            sampled, prefilled, seated = (at - before for at, before in zip(counted, self._counted, strict=True))
-            seat_s = passed * (num_running + self._num_running) / 2
-            if seat_s:  # while nobody runs nothing is learned
-                self._drawn, self._seat_s = self._drawn * fade + sampled, self._seat_s * fade + seat_s
-            if seated or prefilled:
-                self._computed, self._seated = self._computed * fade + prefilled, self._seated * fade + seated
+            sampled, prefilled, started = (at - before for at, before in zip(counted, self._counted, strict=True))
+            slot_s = passed * (num_running + self._num_running) / 2
+            if slot_s:  # nothing is learned while no sequence runs
+                self._sampled, self._slot_s = self._sampled * fade + sampled, self._slot_s * fade + slot_s
+            if started or prefilled:
+                self._computed, self._started = self._computed * fade + prefilled, self._started * fade + started
         self._now, self._counted, self._num_running = now, counted, num_running
 
     def seconds(self, amount: QueueAmount) -> float:
-        """Until a newcomer behind so much has a seat, as of the last tick; 0 if nothing waits or nothing is known."""
+        """Seconds until a new request behind `amount` starts; 0 if nothing waits or nothing is known."""
         now = self._now
-        if now is None or not amount.sequences or self._seat_s < LEAST_S:
+        if now is None or not amount.sequences or self._slot_s < LEAST_S:
             return 0.0
         if self._groups and (self._forecast is None or now >= self._forecast_at + LOOK_S):
             self._forecast_at, self._forecast = now, self._make_forecast(now)
@@ -92,7 +92,7 @@ class WaitEstimate:
         )
 
     def _prefill_s(self, num_tokens: int) -> float:
-        """What it takes to compute these prompts, less what is found of them, in steps that are full."""
+        """Seconds to compute prompts of so many tokens in full steps, less the usual share of cached tokens."""
         per_s = 0.0
         for group in self._groups.values():
             num_running = len(group.running)
@@ -101,11 +101,11 @@ class WaitEstimate:
             per_s += most / step_s if step_s > 0 else 0.0
         if not per_s:
             return 0.0
-        share = min(1.0, self._computed / self._seated) if self._seated else 1.0
+        share = min(1.0, self._computed / self._started) if self._started else 1.0
         return num_tokens * share / per_s
 
     def _make_forecast(self, now: float) -> StartForecast:
-        """When those that run will have left their seats, and those that come after them."""
+        """Forecasts when running sequences end, and the ones that start in their slots."""
         sequences = [running for group in self._groups.values() for running in group.running]
         stride = max(1, -(-len(sequences) // NUM_SAMPLES))
         sampled = sequences[stride // 2 :: stride] or sequences[:1]
@@ -116,32 +116,32 @@ class WaitEstimate:
         mean = sum(share * survival.left(0, limit) for limit, share in fresh)
         left = [survival.left(age, limit) for age, limit in ages]
         free = self._num_free(mean, weight * sum(left))
-        num_seats = len(sequences) + free
-        speed = self._speed(num_seats)
+        num_slots = len(sequences) + free
+        speed = self._speed(num_slots)
         mean_s = max(mean / speed, 1e-6)
         parts = [mean * i / PARTS for i in range(NUM_POINTS + 1)]
         ends = (survival.gone(0, limit, parts) for limit, _ in fresh)
         renewed = _renewals(mean_s, _summed(ends, [share for _, share in fresh], len(parts)))
-        horizon = 2 * (self._waiting.usage.amount.sequences + 1) * mean_s / max(num_seats, 1)
+        horizon = 2 * (self._waiting.usage.amount.sequences + 1) * mean_s / max(num_slots, 1)
         horizon = max(horizon + sum(left) / max(len(left), 1) / speed, 1e-3)
         times = [horizon * (i / NUM_POINTS) ** 2 for i in range(NUM_POINTS + 1)]
         tokens = [speed * t for t in times]
         leaving = _summed((survival.gone(age, limit, tokens) for age, limit in ages), [weight] * len(ages), len(times))
         steps = [(t, after - before) for (before, after), t in zip(pairwise(leaving), times[1:], strict=True)]
-        seated = [free * (1 + renewed(t)) for t in times]
+        started = [free * (1 + renewed(t)) for t in times]
         for i, t in enumerate(times):
-            seated[i] += sum(num * (1 + renewed(t - at)) for at, num in steps[:i])
-        return StartForecast(now, self._waiting.num_dequeued, times, seated, num_seats / mean_s)
+            started[i] += sum(num * (1 + renewed(t - at)) for at, num in steps[:i])
+        return StartForecast(now, self._waiting.num_dequeued, times, started, num_slots / mean_s)
 
-    def _speed(self, num_seats: float) -> float:
-        """Tokens of a seat a second: as measured, but no more than there are steps a second with so many seats."""
-        speed = max(self._drawn / self._seat_s, 1e-9)
-        load = StepLoad(int(num_seats / len(self._groups)), 0)
+    def _speed(self, num_slots: float) -> float:
+        """Tokens a second of a slot: as measured, but at most the steps a second with `num_slots` slots in use."""
+        speed = max(self._sampled / self._slot_s, 1e-9)
+        load = StepLoad(int(num_slots / len(self._groups)), 0)
         slowest_s = max(group.pacer.times.expected_s(load) for group in self._groups.values())
         return min(speed, 1 / slowest_s) if slowest_s > 0 else speed
 
     def _waiting_limits(self) -> list[tuple[OutputLimit, float]]:
-        """The limits of those that wait, close ones as one, and the share of choices that have each."""
+        """The output limits of waiting sequences, similar ones merged, with the share of sequences that have each."""
         found: dict[tuple[int, bool], tuple[int, int]] = {}
         for (most, fixed), num in self._waiting.output_limits.items():
             key = (most.bit_length(), fixed)
@@ -151,7 +151,7 @@ class WaitEstimate:
         return [(OutputLimit(total // count, fixed), count / num_all) for (_, fixed), (count, total) in found.items()]
 
     def _num_free(self, mean: float, left: float) -> float:
-        """Seats that are free and have blocks, where those that run will take so many more tokens together."""
+        """Free slots for which there are blocks, if the running sequences get `left` more tokens in all."""
         amount, free = self._waiting.usage.amount, 0.0
         num_total = sum(len(group.running) for group in self._groups.values())
         known = amount.tokens / max(amount.sequences, 1)
@@ -179,9 +179,9 @@ def _summed(columns: Iterable[list[float]], weights: list[float], size: int) -> 
 
 
 def _renewals(mean_s: float, gone: list[float]) -> Curve:
-    """How often a seat changes hands within some seconds of being taken, by how likely its choice has left it.
+    """How often a slot changes its sequence within a time after one started in it.
 
-    `gone`: that, at each `PARTS`-th of the time that a choice takes on average.
+    `gone`: how likely a sequence has ended, at each `PARTS`-th of the mean time of a sequence.
     """
     steps = [after - before for before, after in pairwise(gone)]
     counts = [0.0]

@@ -1,1 +1,1 @@
-"""`blockyard simulate`: the scheduler itself on a trace, with workers that cost time and compute nothing."""
+"""`blockyard simulate`: runs the scheduler on a trace in virtual time, with workers that compute nothing."""

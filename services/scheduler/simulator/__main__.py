@@ -19,7 +19,7 @@ SHEET = 4  # charts for a document: queue, batch, blocks, throughput
 def simulate(config: SimulationConfig) -> None:
     requests = read_trace(Path(config.trace))
     simulation = Simulation(config, requests)
-    gc.disable()  # nothing is left behind in circles, and a collection looks at all of it
+    gc.disable()  # there are no cycles to collect, and a collection scans the whole simulation
     began = time.perf_counter()
     simulation.run()
     summary = report.summarize(simulation, time.perf_counter() - began)

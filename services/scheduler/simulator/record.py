@@ -1,4 +1,4 @@
-"""What happened in a simulation: to each request, between tokens, and to queue, batch and blocks over time."""
+"""The record of a simulation: each request, the times between tokens, and queue, batch and blocks over time."""
 
 from array import array
 from collections.abc import Callable, Sequence
@@ -9,17 +9,17 @@ from blockyard.services.scheduler.workers.worker_groups import WorkerGroup
 from blockyard.shared.messages import Refused, TokenBatch
 from blockyard.shared.token_ids import unpack
 
-MAX_SAMPLES = 1000  # beyond it every second one goes, and they are taken half as often
+MAX_SAMPLES = 1000  # above it, every second sample is dropped and sampling is half as frequent
 
 
 @dataclass(slots=True)
 class Flow:
-    """One request. Times are those of the simulation."""
+    """One request. Times are virtual."""
 
     request: TraceRequest
-    last_s: list[float | None]  # of each choice: when its last token came
+    last_s: list[float | None]  # time of the last token, by choice
     num_open: int  # choices
-    first_s: float | None = None  # its first token
+    first_s: float | None = None  # time of its first token
     ended_s: float | None = None
     num_cached_tokens: int = 0
     refused: int = 0  # HTTP status
@@ -33,7 +33,7 @@ class Flow:
 
 @dataclass(slots=True)
 class Gaps:
-    """Between two tokens of a choice, with the time of the later one."""
+    """The time between two tokens of a choice, and when the later one came."""
 
     at_s: "array[float]" = field(default_factory=lambda: array("d"))
     gap_s: "array[float]" = field(default_factory=lambda: array("d"))
@@ -43,15 +43,15 @@ class Gaps:
 class Sample:
     at_s: float
     waiting: int
-    running: list[int]  # of each worker
+    running: list[int]  # by worker
     used: float  # share of all blocks
-    unfilled: float  # share of the used blocks' token slots that no token will fill
+    unfilled: float  # share of the used blocks that no token will fill
     output_tokens: int  # so far
 
 
 @dataclass(frozen=True, slots=True)
 class FirstPreemption:
-    """Of the worker on which it happened, the moment before."""
+    """The state of the worker just before its first preemption."""
 
     at_s: float
     used: float
@@ -59,7 +59,7 @@ class FirstPreemption:
 
 
 class Record:
-    """Takes frames as gateways and detokenizers do. Nothing of it changes what happens."""
+    """Receives the frames of gateways and detokenizers. It does not influence the simulation."""
 
     def __init__(self, requests: Sequence[TraceRequest]) -> None:
         self.flows = [Flow(request, [None] * request.n, request.n) for request in requests]
@@ -67,7 +67,7 @@ class Record:
         self.samples: list[Sample] = []
         self.first_preemption: FirstPreemption | None = None
         self.num_open = len(self.flows)
-        self._streams: dict[int, tuple[Flow, int]] = {}  # with its choice, as the scheduler calls it
+        self._streams: dict[int, tuple[Flow, int]] = {}  # request and choice, by the scheduler's stream id
         self.num_output_tokens = 0
         self._every_s = 0.01
         self._next_s = 0.0
@@ -105,13 +105,13 @@ class Record:
         self.num_open -= 1
 
     def before_preempt(self, group: WorkerGroup, now: float) -> None:
-        """A seat is about to be taken away for want of blocks."""
+        """Called before a sequence is preempted."""
         if self.first_preemption is None:
             pool = group.kv_cache.blocks
             self.first_preemption = FirstPreemption(now, pool.num_used / pool.num_ids, self._unfilled([group]))
 
     def sample(self, now: float, look: Callable[[], tuple[int, list[WorkerGroup]]]) -> None:
-        """`look` says how many wait, and which groups there are; it is called now and then."""
+        """Takes a sample if one is due. `look` returns the number of waiting sequences and the groups."""
         if now < self._next_s:
             return
         waiting, groups = look()
@@ -125,7 +125,7 @@ class Record:
         self._next_s = now + self._every_s
 
     def _unfilled(self, groups: list[WorkerGroup]) -> float:
-        """Of each seat's last block, what lies behind the last token it will ever compute."""
+        """The share of blocks behind the last token that their sequence will have."""
         wasted = slots = 0
         for group in groups:
             slots += group.kv_cache.blocks.num_used * group.kv_cache.blocks.block_size

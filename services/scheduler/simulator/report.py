@@ -1,4 +1,4 @@
-"""A simulation in figures: a table for the terminal, charts for a page."""
+"""The report of a simulation: a table for the terminal and charts for a page."""
 
 import bisect
 from collections.abc import Callable, Sequence
@@ -10,8 +10,8 @@ from blockyard.shared.charts import COLOURS, Curve, Point, cdf, svg
 from blockyard.shared.config.services.simulation import SimulationConfig
 from blockyard.shared.percentiles import Percentiles, percentile, percentiles_head, percentiles_row, spread
 
-SLICES = 60  # of the time axis, where percentiles over time are taken
-MOST_TENANTS = 7  # told apart; the others are one
+SLICES = 60  # of the time axis, for percentiles over time
+MOST_TENANTS = 7  # shown one by one; the others are merged
 WIDTH = 24  # of a row's name
 
 
@@ -28,10 +28,10 @@ class Summary:
     preemptions: int
     num_steps: int
     num_events: int
-    busy: float  # share of the time that workers computed
+    busy: float  # share of the time in which workers computed
     ttft_ms: Percentiles | None
     itl_ms: Percentiles | None
-    tenants: dict[str, tuple[Percentiles | None, Percentiles | None]]  # TTFT and ITL; empty of a single one
+    tenants: dict[str, tuple[Percentiles | None, Percentiles | None]]  # TTFT and ITL; empty if there is one tenant
 
 
 def summarize(simulation: Simulation, wall_s: float) -> Summary:
@@ -63,7 +63,7 @@ def _host_text(config: SimulationConfig) -> str:
 
 
 def table(config: SimulationConfig, simulation: Simulation, s: Summary) -> str:
-    """For the terminal, and at the head of the page."""
+    """The table for the terminal and for the head of the page."""
     per_s = 1 / max(s.duration_s, 1e-9)
     lost = f", {s.refused} refused" if s.refused else ""
     lost += f", {s.failed} failed" if s.failed else ""
@@ -93,7 +93,7 @@ def table(config: SimulationConfig, simulation: Simulation, s: Summary) -> str:
 
 
 def charts(simulation: Simulation) -> list[str]:
-    """Queue, batch, blocks, throughput; then percentiles over time and distributions. None without a point."""
+    """Queue, batch, blocks, throughput, percentiles over time and distributions; charts without points are left out."""
     record = simulation.record
     samples = record.samples
     waiting = [(s.at_s, float(s.waiting)) for s in samples]
@@ -154,7 +154,7 @@ def _ttft(flows: Sequence[Flow]) -> Percentiles | None:
 
 
 def _batches(simulation: Simulation) -> list[Curve]:
-    """One a worker while they can be told apart, else their mean."""
+    """One line for each worker if there are few, else their mean."""
     samples = [sample for sample in simulation.record.samples if sample.running]
     num = len(samples[0].running) if samples else 0
     if not 1 < num <= len(COLOURS):
@@ -182,7 +182,7 @@ def _over_time(points: Sequence[Point], end_s: float) -> list[Curve]:
 
 
 def _slices(points: Sequence[Point], end_s: float, percent: float) -> list[Point]:
-    """Of points by time, the percentile in each slice of it that has any, at its middle."""
+    """The percentile of the points in each slice of time that has any, at the middle of the slice."""
     width = max(end_s, 1e-9) / SLICES
     found: list[Point] = []
     first = 0

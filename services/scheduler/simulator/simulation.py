@@ -1,4 +1,4 @@
-"""The ring in virtual time: a heap of what comes when, the scheduler as it is, and nobody who waits."""
+"""The ring in virtual time: a heap of events and the real scheduler. Nothing waits for a clock."""
 
 import heapq
 from collections.abc import Sequence
@@ -25,12 +25,12 @@ from blockyard.shared.messages import (
 )
 
 SCHEDULER, GATEWAY, DETOKENIZER, FIRST_WORKER = 1, 2, 3, 4
-TICK_S = 0.25  # as the service's: at most this late the scheduler is asked again when nothing happens
-PATIENCE_S = 600.0  # without an event, though requests are open
+TICK_S = 0.25  # as in the service: the longest time between two steps of the core
+STUCK_AFTER_S = 600.0  # without an event, though requests are open
 
 
 class StuckError(BlockyardError):
-    """Requests are open and nothing will ever happen to them."""
+    """Requests are open, and no event is left for them."""
 
 
 class Simulation:
@@ -56,13 +56,13 @@ class Simulation:
         self.workers = {first + i: SimWorker(first + i, geometry, pace, requests) for i in range(config.num_workers)}
         self._hop_s = config.cost.hop_s
         self._arrivals = iter(zip(requests, frames(requests, settings.names[0]), strict=True))
-        self._events: list[tuple[float, int, int, SchedulerIn]] = []  # when, in which order, from whom, what
+        self._events: list[tuple[float, int, int, SchedulerIn]] = []  # time, order, sender, frame
         self._num_pushed = 0
         self._quiet_since = 0.0
         self.core.before_preempt.append(self._preempting)
 
     def run(self) -> None:
-        """Until every request has ended. Raises StuckError."""
+        """Runs until every request has ended. Raises StuckError."""
         self._join()
         self._arrive()
         while self.record.num_open:
@@ -87,7 +87,7 @@ class Simulation:
             self.core.on_message(peer, frame, 0.0)
 
     def _arrive(self) -> None:
-        """Only the next arrival is among the events."""
+        """Adds the next arrival to the events."""
         request, frame = next(self._arrivals, (None, None))
         if request is not None and frame is not None:
             self._push(request.arrival_s, GATEWAY, frame)
@@ -97,7 +97,7 @@ class Simulation:
         heapq.heappush(self._events, (max(when, self.now), self._num_pushed, peer, frame))
 
     def _advance(self) -> None:
-        """To the next event, deadline or tick."""
+        """Moves the time to the next event, timer or tick."""
         if self._events:
             self.now = self._quiet_since = self._events[0][0]
             wake_at = self.core.wake_at()
@@ -105,7 +105,7 @@ class Simulation:
                 self.now = wake_at
             return
         self.now += TICK_S
-        if self.now - self._quiet_since > PATIENCE_S:
+        if self.now - self._quiet_since > STUCK_AFTER_S:
             raise StuckError(
                 f"{self.record.num_open} requests are open at {self.now:.1f} s and nothing happens to them"
             )

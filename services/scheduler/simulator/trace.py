@@ -1,4 +1,4 @@
-"""What is asked of a simulated ring, and when: JSON lines to Generate frames."""
+"""Traces: JSON lines of requests with arrival times, and the Generate frames made from them."""
 
 import struct
 from collections.abc import Iterable
@@ -9,21 +9,21 @@ import msgspec
 from blockyard.shared.errors import ConfigError
 from blockyard.shared.messages import ChoiceState, Generate, Sampling, TextOptions
 
-# No two of these are ever the same token, so that only what is meant to be shared is found.
+# These tokens never repeat, so that requests share only the prefixes that a trace asks for.
 GROUP_IDS, PROMPT_IDS, OUTPUT_IDS = 0, 1 << 30, 1 << 31
 
 
 class TraceRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A line of a trace."""
+    """One line of a trace."""
 
     arrival_s: float
     prompt_tokens: int
-    output_tokens: int  # of each choice
-    max_tokens: int | None = None  # None: the request asks for what it gets
+    output_tokens: int  # for each choice
+    max_tokens: int | None = None  # None: `output_tokens`
     tenant: str = ""
     priority: int = 0
     prefix_group: str = ""  # requests of one group begin with the same tokens
-    prefix_tokens: int | None = None  # as many of them; None: all, as far as both go
+    prefix_tokens: int | None = None  # how many of them; None: the shorter of the two prompts
     n: int = 1
 
     def __post_init__(self) -> None:
@@ -37,7 +37,7 @@ class TraceRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 def read_trace(path: Path) -> list[TraceRequest]:
-    """In the order of arrival. Raises ConfigError naming file and line."""
+    """Reads a trace, in the order of arrival. Raises ConfigError with file and line."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError as e:
@@ -56,7 +56,7 @@ def read_trace(path: Path) -> list[TraceRequest]:
 
 
 def frames(requests: Iterable[TraceRequest], model: str) -> list[Generate]:
-    """Their ids, and the seeds that tell a worker which it is, are their indexes."""
+    """Ids of the requests, and the seeds by which a worker recognizes them, are their indexes."""
     groups: dict[str, int] = {}
     made = []
     for serial, request in enumerate(requests):

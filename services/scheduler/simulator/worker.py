@@ -1,4 +1,4 @@
-"""A worker that takes plans in order, knows how long each takes, and what comes out: no tensor, no clock."""
+"""A simulated worker: it takes plans in order and says how long each step takes and what it returns."""
 
 import itertools
 from array import array
@@ -18,7 +18,7 @@ from blockyard.shared.messages import (
     StepResult,
 )
 
-CHOICES = 64  # told apart by the tokens that come out
+CHOICES = 64  # output tokens differ between so many choices
 
 
 class Pace:
@@ -36,22 +36,22 @@ class Pace:
         return rows_s + cost.context_token_s * context_tokens + cost.pair_s * pairs
 
     def fetch_s(self, num_tokens: int) -> float:
-        """That a step waits for so many tokens' KV from host memory."""
+        """Seconds that a step waits for the KV of so many tokens from host memory."""
         return self._cost.fetch_token_s * num_tokens
 
 
 @dataclass(slots=True, eq=False)
 class SimSlot:
-    num_tokens: int  # known to the device
+    num_tokens: int  # that the device has
     num_computed: int
-    end: int  # tokens with which it is finished
+    end: int  # its number of tokens when it ends
     finish: FinishReason
-    sampled: list[int]  # what each of its steps brings
+    sampled: list[int]  # its tokens, one for each step
     finished: bool = False
 
 
 class SimWorker:
-    """`run` takes a plan; the caller delivers the result when it says."""
+    """`run` takes a plan and returns its result with the time at which the caller is to deliver it."""
 
     def __init__(self, incarnation: int, geometry: Geometry, pace: Pace, requests: Sequence[TraceRequest]) -> None:
         self.incarnation, self.geometry = incarnation, geometry
@@ -66,7 +66,7 @@ class SimWorker:
         return Attached(self.incarnation, frame.scheduler, self.geometry)
 
     def run(self, plan: StepPlan, came_at: float) -> tuple[float, StepResult]:
-        """When the step ends, and its result. Plans run one after the other."""
+        """The time when the step ends, and its result. Plans run one after the other."""
         self._apply(plan)
         slots, results = self._slots, []
         token_ids = array("I", [NO_TOKEN]) * len(plan.runs)
@@ -120,7 +120,7 @@ class SimWorker:
 
 
 def _rows_s(cost: CostModel, num_rows: int) -> float:
-    """Along the table's lines; below its first point as there, beyond the last one at `row_s` each."""
+    """Interpolates in the table: constant below its first point, `row_s` a row above the last one."""
     table = cost.rows_s
     if num_rows <= table[0][0]:
         return table[0][1]

@@ -124,7 +124,7 @@ class WorkerGroup:
         return [*self.running, *(running for record in self.in_flight for running in record.all_sequences())]
 
     def on_sent(self, record: PlanRecord) -> None:
-        self.plan_clock.last_sent = record.number
+        self.plan_clock.on_sent(record.number)
         self.in_flight.append(record)
 
     def on_answered(self, number: int) -> PlanRecord | None:
@@ -132,14 +132,14 @@ class WorkerGroup:
         if not self.in_flight or self.in_flight[0].number != number:
             return None
         record = self.in_flight.popleft()
-        self.plan_clock.last_completed = number
+        self.plan_clock.on_completed(number)
         self.kv_cache.blocks.free_pending()
         self.slots.free_pending()
         return record
 
     def abandon(self) -> list[Sequence]:
         """Plans in flight will never be answered. Returns the sequences that ran."""
-        self.plan_clock.last_completed = self.plan_clock.last_sent
+        self.plan_clock.on_completed(self.plan_clock.last_sent)
         return [running.sequence for running in self.running]
 
 
