@@ -1,12 +1,12 @@
-"""The model architectures that workers can run, by their names in config.json.
+"""The table of model architectures: the name in config.json -> its module in `services/gpu_worker/models`.
 
-The launcher checks them before it starts a process; a test compares this list with the worker's.
+The launcher checks the names before it starts anything. It may not import torch, so modules are named by text.
 """
 
-SUPPORTED = (
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "OPTForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-)
+SUPPORTED = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "OPTForCausalLM": "opt",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}

@@ -28,8 +28,8 @@ from blockyard.services.gpu_worker.memory import (
     plan_host,
 )
 from blockyard.services.gpu_worker.memory_profile import peak_bytes
-from blockyard.services.gpu_worker.models.decoder import Model
 from blockyard.services.gpu_worker.models.hf_config import read_config, read_eos_ids
+from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.gpu_worker.models.registry import Build, find_family
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.shared.config.services.worker import WorkerConfig
@@ -261,21 +261,24 @@ def pick_products(
         from blockyard.services.gpu_worker.execution.decode_graphs import capture_sizes  # noqa: PLC0415
         from blockyard.services.gpu_worker.linear_tuning.tuner import Tuner  # noqa: PLC0415
 
+        if not config.fused_steps:
+            for linear in model.linears():
+                linear.disable_fusion()
         tuner = Tuner(model.linears())
         if config.batch_invariant:
-            notes.append(tuner.freeze())
+            notes.append(tuner.make_batch_invariant())
             return None
         sizes = [n for n in config.graph_sizes if n <= config.max_num_seqs] or capture_sizes(config.max_num_seqs)
         folder = None if config.kernel_cache is None else Path(config.kernel_cache)
         if at_once:
             progress = Throttle(lambda done: report("measuring linear layers", done, notes))
-            notes.append(tuner.tune(sizes, progress, folder, config.fused_steps))
+            notes.append(tuner.tune(sizes, progress, folder))
             return None
-        tuner.begin(sizes, folder, config.fused_steps)
+        tuner.begin(sizes, folder)
         return tuner
     if config.batch_invariant:
         for linear in model.linears():
-            linear.freeze()
+            linear.make_batch_invariant()
     return None
 
 

@@ -4,7 +4,7 @@ import torch
 
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.memory import KVMemoryNeed, blocks_of
-from blockyard.services.gpu_worker.models.decoder import Model
+from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.gpu_worker.sampling.topk_topp_sampler import Noise, SamplingLimits, sample_limited
 from blockyard.services.gpu_worker.step import Step
 

@@ -27,7 +27,8 @@ class RowByRow:
         self._seqs = list(zip(tables, counts.tolist(), lengths.tolist(), strict=True))
 
     def __call__(self, layer: int, qkv: Tensor, rotation: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:
-        heads, rotated = self._shape.num_heads, self._shape.num_heads + self._shape.kv_heads
+        heads = self._shape.attention[layer].num_heads
+        rotated = heads + self._shape.kv_heads
         qk = qkv[:, :rotated]
         if norm is not None:
             qk = torch.cat([norm(qk[i : i + 1]) for i in range(len(qk))])
@@ -35,7 +36,7 @@ class RowByRow:
             apply_rope_reference(qk, rotation)
         write_kv_reference(self._pool.rows[layer], self._rows, torch.cat((qk[:, heads:], qkv[:, rotated:]), 1))
         out = qkv.new_empty((len(qkv), heads, self._shape.head_dim))
-        row, window = 0, self._shape.windows[layer]
+        row, window = 0, self._shape.attention[layer].window
         for table, count, length in self._seqs:
             blocks = torch.from_numpy(table[: -(-length // self._pool.block_size)])
             known = self._pool.memory[layer][blocks].permute(1, 2, 0, 3, 4).flatten(2, 3)  # [2, kv_heads, tokens, dim]
@@ -43,7 +44,7 @@ class RowByRow:
                 first = 0 if window is None else max(end - window, 0)
                 keys, values = known[:, :, first:end].contiguous().unbind(0)
                 q = qk[row, :heads].reshape(self._shape.kv_heads, -1, self._shape.head_dim)
-                shares = torch.softmax(q @ keys.mT * self._shape.scale, -1)
+                shares = torch.softmax(q @ keys.mT * self._shape.attention[layer].scale, -1)
                 out[row] = (shares @ values).view(heads, -1)
                 row += 1
         return out.flatten(1)

@@ -56,7 +56,8 @@ class PagedAttention:
         self._reads = [reads[window] for window in pool.shape.windows]
 
     def __call__(self, layer: int, qkv: Tensor, rotation: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:
-        heads, rotated = self._shape.num_heads, self._shape.num_heads + self._shape.kv_heads
+        heads = self._shape.attention[layer].num_heads
+        rotated = heads + self._shape.kv_heads
         qk, kv = qkv[:, :rotated], qkv[:, heads:]
         if norm is not None:
             qk = norm(qk)
@@ -76,7 +77,7 @@ class PagedAttention:
         for prefill in reads.prefills:
             known = self._gather(layer, prefill.chunks, 1)[:, :, :, : prefill.length]
             rows = q[prefill.start : prefill.start + prefill.count]
-            parts.append(prefill_attention_reference(rows, known, prefill.mask, self._shape.scale))
+            parts.append(prefill_attention_reference(rows, known, prefill.mask, self._shape.attention[layer].scale))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _decode(self, layer: int, decodes: Decodes, q: Tensor, kv: Tensor) -> Tensor:
@@ -89,7 +90,7 @@ class PagedAttention:
             assert kept is not None
             known = kept.add(layer, kv)
         known = known.narrow(3, 0, decodes.length)
-        return decode_attention_reference(q, known, decodes.mask, self._shape.scale)
+        return decode_attention_reference(q, known, decodes.mask, self._shape.attention[layer].scale)
 
     def _gather(self, layer: int, chunks: Tensor, num_seqs: int) -> Tensor:
         return gather_kv_reference(

@@ -14,36 +14,13 @@ from blockyard.kernels.attention.paged_prefill import paged_prefill
 from blockyard.kernels.attention.split_kv import SplitKVSchedule
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 from blockyard.kernels.kv_cache.rope_write_kv import rope_write_kv
-from blockyard.kernels.layers.add_rms_norm import add_rms_norm
 from blockyard.kernels.layers.apply_rope import apply_rope_reference
 from blockyard.kernels.layers.rms_norm import RMSNorm
-from blockyard.kernels.layers.silu_mul import silu_mul
 from blockyard.services.gpu_worker.kv.pool import KVPool
-from blockyard.services.gpu_worker.layers.linear import Linear
 from blockyard.services.gpu_worker.step import LogitsIndices
 from blockyard.shared.errors import LoadError
 
 LARGEST_HEAD = 256
-
-
-class TritonOps:
-    """For `ops.Ops`."""
-
-    def add_norm(self, residual: Tensor, delta: Tensor | None, norm: RMSNorm) -> Tensor:
-        return add_rms_norm(residual, delta, norm.weight, norm.eps)
-
-    def enter(self, linear: Linear, residual: Tensor, delta: Tensor | None, norm: RMSNorm) -> Tensor:
-        fused = linear.fused(len(residual))
-        if fused is not None and delta is None:
-            return fused(residual, norm=norm)
-        return linear(self.add_norm(residual, delta, norm))
-
-    def leave(self, linear: Linear, x: Tensor, residual: Tensor, gated: bool = False) -> Tensor | None:
-        fused = linear.fused(len(x))
-        if fused is None:
-            return linear(silu_mul(x) if gated else x)
-        fused(x, gated=gated, add_to=residual)
-        return None
 
 
 @functools.cache
@@ -97,7 +74,7 @@ class MixedAttention:
         memory, shape, num_decodes = self._pool.memory[layer], self._shape, self._num_decodes
         scales = self._scales(layer, qkv, rotation, norm)
         if self._arrivals is not None:
-            window, scale, longest = shape.windows[layer], shape.scale, self._longest
+            window, scale, longest = shape.attention[layer].window, shape.attention[layer].scale, self._longest
             return fused_decode(
                 qkv, memory, self._seqs, rotation, norm, scale, window, longest, self._arrivals, scales=scales
             )
@@ -166,12 +143,15 @@ class MixedAttention:
         scales: Tensor | None,
         schedule: SplitKVSchedule | None,
     ) -> None:
-        paged_decode(q, memory, seqs, self._shape.scale, window, self._longest, out, schedule=schedule, scales=scales)
+        scale = self._shape.attention[0].scale
+        paged_decode(q, memory, seqs, scale, window, self._longest, out, schedule=schedule, scales=scales)
 
     def _prefill(self, q: Tensor, memory: Tensor, window: int | None, out: Tensor, scales: Tensor | None) -> None:
         seqs, starts = self._seqs, self._starts
         assert starts is not None
-        paged_prefill(q, memory, seqs, starts, self._shape.scale, window, self._prefill_reach, out, scales=scales)
+        paged_prefill(
+            q, memory, seqs, starts, self._shape.attention[0].scale, window, self._prefill_reach, out, scales=scales
+        )
 
     def _scales(self, layer: int, qkv: Tensor, rotation: Tensor | None, norm: RMSNorm | None) -> Tensor | None:
         """[2], of K and V stored in 8 bits."""
@@ -205,12 +185,16 @@ class InvariantAttention(MixedAttention):
     ) -> None:
         reach = self._reach()
         starts = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
-        batch_invariant_attention(q, memory, seqs, starts, self._shape.scale, window, reach, out, True, scales=scales)
+        batch_invariant_attention(
+            q, memory, seqs, starts, self._shape.attention[0].scale, window, reach, out, True, scales=scales
+        )
 
     def _prefill(self, q: Tensor, memory: Tensor, window: int | None, out: Tensor, scales: Tensor | None) -> None:
         seqs, starts, reach = self._seqs, self._starts, self._reach()
         assert starts is not None
-        batch_invariant_attention(q, memory, seqs, starts, self._shape.scale, window, reach, out, False, scales=scales)
+        batch_invariant_attention(
+            q, memory, seqs, starts, self._shape.attention[0].scale, window, reach, out, False, scales=scales
+        )
 
     def _reach(self) -> int:
         """Splits are as long as this asks for: it may not depend on what a step is known to need."""

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from blockyard.services.gpu_worker.bench.row import Row, row
-from blockyard.services.gpu_worker.layers.linear import Linear
+from blockyard.services.gpu_worker.layers.linear import Linear, dense_linear
 from blockyard.services.gpu_worker.linear_tuning.kernel_configs import LIBRARY, Layer
 from blockyard.services.gpu_worker.linear_tuning.tuner import Tuner
 
@@ -49,4 +49,4 @@ def _work(layers: list[Layer], num: int, share: int = 1) -> tuple[float, float]:
 
 
 def _linear(outs: int, ins: int) -> Linear:
-    return Linear(torch.randn(outs, ins, dtype=torch.bfloat16, device="cuda").mul_(0.02))
+    return dense_linear(torch.randn(outs, ins, dtype=torch.bfloat16, device="cuda").mul_(0.02))

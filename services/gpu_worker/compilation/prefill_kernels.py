@@ -48,4 +48,4 @@ def _run(pool: KVPool, dtype: torch.dtype, window: int | None, reach: int) -> No
     starts = torch.tensor([0, ROWS], dtype=torch.int32, device=device)
     out = q.new_empty((ROWS, shape.num_heads * shape.head_dim))
     scales = None if pool.scales is None else torch.ones(2, device=device)
-    paged_prefill(q, layer, seqs, starts, shape.scale, window, reach, out, scales=scales)
+    paged_prefill(q, layer, seqs, starts, shape.attention[0].scale, window, reach, out, scales=scales)

@@ -23,7 +23,7 @@ from blockyard.services.gpu_worker.execution.warm_up import LENGTHS
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.linear_tuning.tuner import Tuner
 from blockyard.services.gpu_worker.memory import KVMemoryNeed
-from blockyard.services.gpu_worker.models.decoder import Model
+from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.shared.config.services.worker import WorkerConfig
 
 log = logging.getLogger(__name__)

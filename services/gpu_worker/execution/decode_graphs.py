@@ -20,7 +20,7 @@ from blockyard.services.gpu_worker.execution.device_slots import DeviceSlots
 from blockyard.services.gpu_worker.execution.pinned_ring import PinnedRing
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.memory import KVMemoryNeed, blocks_of
-from blockyard.services.gpu_worker.models.decoder import Model
+from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.gpu_worker.step import Step
 
 log = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from blockyard.services.gpu_worker.interfaces import CompletedPlan
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.linear_tuning.idle_tuning import IdleTuning
 from blockyard.services.gpu_worker.memory import KVMemoryNeed
-from blockyard.services.gpu_worker.models.decoder import Model
+from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.gpu_worker.rows import DecodeTokens
 from blockyard.shared.messages import FinishReason, Geometry, SlotResult, StepPlan
 

@@ -11,7 +11,7 @@ from blockyard.services.gpu_worker.attention.cpu_metadata import ReadPlanner, by
 from blockyard.services.gpu_worker.attention.gathered_kv import ROOM
 from blockyard.services.gpu_worker.batch import Batch
 from blockyard.services.gpu_worker.kv.pool import KVPool
-from blockyard.services.gpu_worker.models.decoder import Model
+from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.gpu_worker.sampling.prompt_logprobs import PromptLogprobs
 from blockyard.services.gpu_worker.step import Step
 from blockyard.shared.messages import FinishReason, SlotResult

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from blockyard.kernels.kv_cache.kv_types import FP8_MAX
-from blockyard.services.gpu_worker.models.decoder import ModelShape
+from blockyard.services.gpu_worker.models.interface import ModelShape
 
 Ints = npt.NDArray[np.int64]
 

@@ -1,26 +1,30 @@
-"""What a decoder computes between its matrix products, chosen for the device when the model is built."""
+"""The operations between the matrix products of a decoder, chosen for the device when the model is built."""
 
-import importlib
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from blockyard.kernels.layers.rms_norm import RMSNorm
+from blockyard.services.gpu_worker.layers.activations import gate
 from blockyard.services.gpu_worker.layers.linear import Linear
 
 
-class Ops(Protocol):
+class FusedOps(Protocol):
     def add_norm(self, residual: Tensor, delta: Tensor | None, norm: RMSNorm) -> Tensor:
         """[rows, hidden]: adds delta to residual in place, returns the norm of the sum."""
 
-    def enter(self, linear: Linear, residual: Tensor, delta: Tensor | None, norm: RMSNorm) -> Tensor:
+    def norm_then_linear(self, linear: Linear, residual: Tensor, delta: Tensor | None, norm: RMSNorm) -> Tensor:
         """linear(add_norm(residual, delta, norm))."""
 
-    def leave(self, linear: Linear, x: Tensor, residual: Tensor, gated: bool = False) -> Tensor | None:
-        """linear(x), still to be added to residual; None: it has been. `gated`: x is gates and what they
-        are for, and may be written to."""
+    def linear_then_add(
+        self, linear: Linear, x: Tensor, residual: Tensor, gate_activation: str | None = None
+    ) -> Tensor | None:
+        """linear(x), which the caller still has to add to residual; None: it was added.
+
+        gate_activation: x is gate and up side by side, and linear's input is activation(gate) * up.
+        x may be written to.
+        """
 
 
 class TorchOps:
@@ -29,18 +33,19 @@ class TorchOps:
             residual.add_(delta)
         return norm(residual)
 
-    def enter(self, linear: Linear, residual: Tensor, delta: Tensor | None, norm: RMSNorm) -> Tensor:
+    def norm_then_linear(self, linear: Linear, residual: Tensor, delta: Tensor | None, norm: RMSNorm) -> Tensor:
         return linear(self.add_norm(residual, delta, norm))
 
-    def leave(self, linear: Linear, x: Tensor, residual: Tensor, gated: bool = False) -> Tensor | None:
-        if gated:
-            gate, up = x.chunk(2, -1)
-            x = F.silu(gate).mul_(up)
-        return linear(x)
+    def linear_then_add(
+        self, linear: Linear, x: Tensor, residual: Tensor, gate_activation: str | None = None
+    ) -> Tensor | None:
+        return linear(x if gate_activation is None else gate(x, gate_activation))
 
 
-def find_ops(device: torch.device) -> Ops:
-    """Triton is loaded by name, for a GPU alone."""
+def find_ops(device: torch.device) -> FusedOps:
     if device.type != "cuda":
         return TorchOps()
-    return cast(Ops, importlib.import_module("blockyard.services.gpu_worker.attention.triton_attention").TritonOps())
+    # Triton is installed and loaded for a GPU alone
+    from blockyard.services.gpu_worker.layers.triton_ops import TritonOps  # noqa: PLC0415
+
+    return TritonOps()

@@ -1,171 +1,137 @@
-"""One matrix product, in the layout that is quickest for its shape and the rows of the step.
+"""A linear layer: the kernels that were picked for a batch size, over the layer's `LinearMethod`.
 
-Measured on CPU with one thread (AMD EPYC, AVX-512, torch 2.13), microseconds, weights out of L2:
-
-    in x out     rows   F.linear   mm on transposed   oneDNN-packed
-    256 x 4096    1       452           127               150
-    256 x 4096    2       675           243               186
-    256 x 4096   16       916           756               392
-    256 x 256     1         8             7                17
-    256 x 256    16        29            27                32
-    1024 x 256    1        21            26                31
-    1024 x 256    2        39            48                31
-    2048 x 2048   1       790           651               639
-    2048 x 2048  16      2566          2953              1383
-
-So in float32: packed from two rows on, and for one row a second copy where the matrix is small enough for it to cost
-little memory: transposed, or as it is where it is wider than high. In bfloat16 packed is best everywhere.
-
-**Rows that do not depend on each other.** Each of these takes another path for another number of rows: on the same
-machine one row in float32 had other bits in F.linear up to 5 or 13 rows, in mm for 1 and from 256, packed for 1. What
-holds is one call of one shape on memory of one alignment: `freeze` computes GROUP rows at a time out of a fresh copy,
-the last group padded, and a row's bits were the same at every place in its group, in all three layouts, on one thread
-and on two. (Rows read where they lay, at other alignments, had other bits.)
+**Batch-invariant rows.** On the CPU each layout takes another code path for another number of rows: on one machine a
+row in float32 had other bits in F.linear up to 5 or 13 rows, in mm for 1 and from 256, and packed for 1. Only calls of
+one shape on memory of one alignment give the same bits. `make_batch_invariant` therefore computes GROUP rows at a time
+out of a fresh copy, with the last group padded. A row's bits were the same at every place in its group, in all three
+layouts, on one thread and on two. (Rows read in place, at other alignments, had other bits.)
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, Protocol
+from enum import Enum
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from blockyard.kernels.layers.rms_norm import RMSNorm
+from blockyard.services.gpu_worker.layers.linear_method import (
+    LinearMethod,
+    LinearSpec,
+    UnquantizedLinear,
+    pick_linear_method,
+)
+from blockyard.services.gpu_worker.loading.weights import Arrange, WeightTable
 
-SECOND_COPY_ELEMENTS = 1_500_000  # above it one row is bound by memory in any layout
-TINY_ELEMENTS = 65_536  # up to here the transposed copy keeps up with packed
-TINY_ROWS = 16
-GROUP = 16  # rows of every product once frozen
+GROUP = 16  # rows of every product that is batch invariant
 
-Around = Literal["", "norm", "add", "gate"]
 Product = Callable[[Tensor], Tensor]  # [rows, in] -> [rows, out]
 
 
-class Fused(Protocol):
-    """A product with what comes before and after it, in one kernel."""
+class Fusion(Enum):
+    """The neighbours of a linear layer that one kernel can compute together with it."""
+
+    NONE = "none"
+    NORM = "norm"  # the RMSNorm of the input
+    ADD = "add"  # adding the result to the residual
+    GATED_ADD = "gated_add"  # silu(gate) * up of the input, and adding the result to the residual
+
+
+class FusedProduct(Protocol):
+    """A kernel that computes a product together with its neighbours."""
 
     def __call__(
         self, x: Tensor, norm: RMSNorm | None = None, gated: bool = False, add_to: Tensor | None = None
     ) -> Tensor:
-        """Of norm(x), or of silu(gate) * up where x is [rows, 2 * in]; added to `add_to` in place, where given."""
-
-
-_dnn: Any = torch.ops.mkldnn
-
-
-def second_copy(in_features: int, out_features: int, dtype: torch.dtype) -> tuple[bool, int]:
-    """Of the copy beside the packed one on CPU: whether it is transposed, and up to how many rows it is used.
-
-    0 rows: there is none.
-    """
-    elements = in_features * out_features
-    if dtype != torch.float32 or elements > SECOND_COPY_ELEMENTS:
-        return False, 0
-    if elements <= TINY_ELEMENTS:
-        return True, TINY_ROWS
-    return in_features <= out_features, 1
-
-
-def can_pack(weight: Tensor) -> bool:
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return False
-    if weight.dtype == torch.bfloat16:
-        return hasattr(_dnn, "_is_mkldnn_bf16_supported") and bool(_dnn._is_mkldnn_bf16_supported())
-    return weight.dtype == torch.float32 and hasattr(_dnn, "_reorder_linear_weight")
+        """The product of norm(x), or of silu(gate) * up where `gated` and x is [rows, 2 * in]. The result is added to
+        `add_to` in place, if given."""
 
 
 class Linear:
-    """x [rows, in] -> [rows, out]. `weight` [out, in] takes the checkpoint's; `prepare` then picks the layouts."""
+    """x [rows, in] -> [rows, out]."""
 
-    __slots__ = (
-        "_fused",
-        "_otherwise",
-        "_packed",
-        "_products",
-        "_second_rows",
-        "_transposed",
-        "around",
-        "bias",
-        "shape",
-        "weight",
-    )
+    __slots__ = ("_default", "_fused", "_products", "fusion", "method", "shape")
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, around: Around = "") -> None:
-        """`around`: in a model x is the result of a norm ("norm"), or the product is added to the residual ("add"),
-        where x may be silu(gate) * up ("gate")."""
-        self.weight: Tensor | None = weight
-        self.bias = bias
-        self.around: Around = around
-        self.shape = (weight.shape[1], weight.shape[0])  # in, out
-        self._transposed: Tensor | None = None
-        self._second_rows = 0
-        self._packed: Tensor | None = None
+    def __init__(self, method: LinearMethod, shape: tuple[int, int], fusion: Fusion = Fusion.NONE) -> None:
+        """shape: input and output features."""
+        self.method, self.shape, self.fusion = method, shape, fusion
         self._products: Mapping[int, Product] = {}
-        self._fused: Mapping[int, Fused] = {}
-        self._otherwise: Product = self._plain
+        self._fused: Mapping[int, FusedProduct] = {}
+        self._default: Product = method.apply
 
     def prepare(self) -> None:
-        """Call once the weight is loaded; on CPU the prepared copies take its place."""
-        weight = self.weight
-        if weight is None or not can_pack(weight):
-            return
-        transposed, self._second_rows = second_copy(*self.shape, weight.dtype)
-        self._packed = _dnn._reorder_linear_weight(weight)
-        if transposed:
-            self._transposed = weight.t().contiguous()
-        if transposed or not self._second_rows:
-            self.weight = None
+        """Call once the weights are loaded."""
+        self.method.prepare()
 
     def use(
         self,
         products: Mapping[int, Product],
-        otherwise: Product | None = None,
-        fused: Mapping[int, Fused] | None = None,
+        default: Product | None = None,
+        fused: Mapping[int, FusedProduct] | None = None,
     ) -> None:
-        """What computes so many rows, and what all others, None leaves these as they are; for which rows that can take
-        in what is around it."""
+        """Installs kernels by number of rows. `default` computes all other numbers; None keeps the current one."""
         self._products, self._fused = products, fused or {}
-        if otherwise is not None:
-            self._otherwise = otherwise
+        if default is not None:
+            self._default = default
 
-    def wrap(self, around: Callable[[Product], Product]) -> None:
-        """What is to be done before and after each product; none takes in what is around it from then on."""
+    def wrap(self, wrapper: Callable[[Product], Product]) -> None:
+        """Replaces each product by `wrapper` of it. Fused kernels are no longer used: they would not be wrapped."""
         self._fused = {}
-        self._products = {rows: around(product) for rows, product in self._products.items()}
-        self._otherwise = around(self._otherwise)
+        self._products = {rows: wrapper(product) for rows, product in self._products.items()}
+        self._default = wrapper(self._default)
 
-    def freeze(self) -> None:
-        """From now on a row's result follows from that row alone."""
-        self.use({}, in_groups(self._plain))
+    def disable_fusion(self) -> None:
+        """No kernel computes this layer together with its neighbours. Call before kernels are picked."""
+        self.fusion = Fusion.NONE
 
-    def fused(self, rows: int) -> Fused | None:
+    def make_batch_invariant(self) -> None:
+        """From now on the result of a row depends on that row alone."""
+        self.use({}, in_groups(self.method.apply))
+
+    def fused(self, rows: int) -> FusedProduct | None:
         return self._fused.get(rows)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._products.get(x.shape[0], self._otherwise)(x)
-
-    def _plain(self, x: Tensor) -> Tensor:
-        if self._packed is not None and x.shape[0] > self._second_rows:
-            out: Tensor = _dnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
-            return out
-        if self._transposed is None:
-            assert self.weight is not None
-            return F.linear(x, self.weight, self.bias)
-        if self.bias is None:
-            return torch.mm(x, self._transposed)
-        return torch.addmm(self.bias, x, self._transposed)
+        return self._products.get(x.shape[0], self._default)(x)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """residual + self(x). May write to `residual`."""
         return residual.add_(self(x))
 
 
+class LinearLayers:
+    """Makes the linear layers of one model, each with the method that config.json asks for."""
+
+    def __init__(self, table: WeightTable, config: Mapping[str, Any]) -> None:
+        self.table, self._config = table, config
+
+    def make(
+        self,
+        outputs: Mapping[str, int],
+        in_features: int,
+        *,
+        bias: bool = False,
+        arrange: Mapping[str, Arrange] | None = None,
+        fusion: Fusion = Fusion.NONE,
+    ) -> Linear:
+        """One product of several checkpoint matrices that share their input: `outputs` names them in order."""
+        spec = LinearSpec(outputs=outputs, in_features=in_features, bias=bias, arrange=arrange or {})
+        method = pick_linear_method(self._config, spec)(self.table, spec)
+        return Linear(method, (in_features, spec.out_features), fusion)
+
+
+def dense_linear(weight: Tensor, bias: Tensor | None = None, fusion: Fusion = Fusion.NONE) -> Linear:
+    """Of a weight [out, in] that is there already: the embedding as output matrix, for one."""
+    return Linear(UnquantizedLinear(weight, bias), (weight.shape[1], weight.shape[0]), fusion)
+
+
 def in_groups(product: Product) -> Product:
-    """The same, GROUP rows at a time, so that every call has one shape."""
+    """The same product, computed GROUP rows at a time, so that every call has one shape."""
 
     def grouped(x: Tensor) -> Tensor:
         rows = x.shape[0]
         padded = F.pad(x, (0, 0, 0, max(-(-rows // GROUP), 1) * GROUP - rows))
-        return torch.cat([product(some) for some in padded.view(-1, GROUP, x.shape[1])])[:rows]
+        return torch.cat([product(group) for group in padded.view(-1, GROUP, x.shape[1])])[:rows]
 
     return grouped

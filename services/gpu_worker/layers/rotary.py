@@ -1,4 +1,4 @@
-"""Rotation angles of every RoPE kind, from config.json to one table of complex numbers a position."""
+"""Rotary position embeddings of every RoPE type: from config.json to one row of complex numbers a position."""
 
 import math
 from typing import Any
@@ -56,6 +56,26 @@ def read_rope(config: dict[str, Any], max_positions: int, default_theta: float =
     if rope.partial_rotary_factor != 1.0:
         raise ConfigError(f"config.json: partial_rotary_factor {rope.partial_rotary_factor} is not supported; 1 is")
     return rope
+
+
+class RotaryEmbedding:
+    """The rotations of q and k at each position."""
+
+    def __init__(self, rope: RopeParameters, head_dim: int, max_positions: int) -> None:
+        """Raises ConfigError for parameters that give no finite rotations."""
+        check_rotations(rope, head_dim, max_positions)
+        self._rope, self._head_dim, self._trained_positions = rope, head_dim, max_positions
+        self.max_positions = extended_length(rope, max_positions)
+        self._table: Tensor | None = None  # [positions, 1, head_dim / 2] complex64
+
+    def prepare(self, max_model_len: int, device: torch.device) -> None:
+        table = rotation_table(self._rope, self._head_dim, self._trained_positions, max_model_len)
+        self._table = table.unsqueeze(1).to(device)
+
+    def __call__(self, positions: Tensor) -> Tensor:
+        """[tokens] -> [tokens, 1, head_dim / 2]."""
+        assert self._table is not None
+        return self._table.index_select(0, positions)
 
 
 def extended_length(rope: RopeParameters | None, max_positions: int) -> int:

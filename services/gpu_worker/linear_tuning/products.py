@@ -8,7 +8,8 @@ from blockyard.kernels.layers.linear_skinny import linear_skinny
 from blockyard.kernels.layers.linear_stream_k import Tiling, Workspace, linear_stream_k
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.programmatic_launch import supports_pdl
-from blockyard.services.gpu_worker.layers.linear import Fused, Linear, Product
+from blockyard.services.gpu_worker.layers.linear import FusedProduct, Linear, Product
+from blockyard.services.gpu_worker.layers.linear_method import DenseWeight
 from blockyard.services.gpu_worker.linear_tuning.kernel_configs import Plan
 
 WORKSPACE_ELEMENTS = 6 << 20  # a tile of 128 x 256 for each of 192 programs
@@ -19,11 +20,11 @@ class Products:
     """On one GPU, for one stream: they share a workspace."""
 
     def __init__(self, device: torch.device) -> None:
-        self._overlap = supports_pdl(device)
+        self._pdl = supports_pdl(device)
         self._workspace = Workspace(WORKSPACE_ELEMENTS, WORKSPACE_PROGRAMS, device)
 
     def of(self, plan: Plan, linear: Linear) -> Product:
-        weight, bias = weight_of(linear), linear.bias
+        weight, bias = dense_weight(linear)
         if plan.kernel == "library":
             return lambda x: F.linear(x, weight, bias)
         if plan.kernel == "few":
@@ -32,12 +33,12 @@ class Products:
         return lambda x: linear_stream_k(x, weight, bias, tiling, workspace, split)
 
     def _tiling(self, plan: Plan) -> Tiling:
-        pdl = self._overlap
+        pdl = self._pdl
         return Tiling(plan.out_tile, plan.row_tile, plan.in_tile, plan.stages, plan.warps, pdl, plan.fetch)
 
-    def fused(self, plan: Plan, linear: Linear) -> Fused:
+    def fused(self, plan: Plan, linear: Linear) -> FusedProduct:
         """Of a plan for few rows."""
-        weight, bias, pdl = weight_of(linear), linear.bias, self._overlap
+        (weight, bias), pdl = dense_weight(linear), self._pdl
         tiles = {"out_tile": plan.out_tile, "tile": plan.in_tile, "warps": plan.warps, "early": plan.stages}
 
         def product(
@@ -48,6 +49,7 @@ class Products:
         return product
 
 
-def weight_of(linear: Linear) -> Tensor:
-    assert linear.weight is not None
-    return linear.weight
+def dense_weight(linear: Linear) -> DenseWeight:
+    found = linear.method.dense_weight()
+    assert found is not None
+    return found

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from blockyard.kernels.layers.add_rms_norm import add_rms_norm
 from blockyard.kernels.layers.rms_norm import RMSNorm
-from blockyard.services.gpu_worker.layers.linear import Linear
+from blockyard.services.gpu_worker.layers.linear import Fusion, Linear
 from blockyard.services.gpu_worker.linear_tuning.kernel_configs import Layer, Plan
-from blockyard.services.gpu_worker.linear_tuning.products import Products, weight_of
+from blockyard.services.gpu_worker.linear_tuning.products import Products, dense_weight
 
 WEIGHT_BYTES = 400 << 20  # of different weights in one measurement: several times the L2 cache
 LAUNCHES = 4  # of one measurement at least
@@ -28,13 +28,13 @@ class LinearTimer:
 
     def __init__(self, linears: Sequence[Linear], layers: Sequence[Layer], products: Products) -> None:
         self._linears, self._layers, self._products = linears, layers, products
-        weight = weight_of(linears[0])
+        weight = dense_weight(linears[0]).weight
         self._device, self._dtype = weight.device, weight.dtype
         self._inputs: dict[tuple[int, int], Tensor] = {}
 
     def seconds(self, plan: Plan, group: Sequence[Linear], rows: int) -> float:
         """Of one layer, over layers of one shape."""
-        some = group[: max(WEIGHT_BYTES // weight_of(group[0]).nbytes, 1)]
+        some = group[: max(WEIGHT_BYTES // dense_weight(group[0]).weight.nbytes, 1)]
         order = [(plan, linear) for linear in some] * -(-LAUNCHES // len(some))
         return _replay(self._step(order, rows)) / len(order)
 
@@ -68,12 +68,12 @@ class LinearTimer:
         product = self._products.of(plan, linear)
         if not norms:
             return lambda: product(x)
-        if plan.kernel != "few" or not linear.around:
+        if plan.kernel != "few" or linear.fusion is Fusion.NONE:
             return lambda: product(add_rms_norm(x, None, norm.weight, norm.eps))
         fused = self._products.fused(plan, linear)
-        if linear.around == "norm":
+        if linear.fusion is Fusion.NORM:
             return lambda: fused(x, norm)
-        gated, total = linear.around == "gate", self._rows(rows, outs)
+        gated, total = linear.fusion is Fusion.GATED_ADD, self._rows(rows, outs)
         given = self._rows(rows, 2 * ins) if gated else x
         return lambda: fused(given, gated=gated, add_to=total)
 

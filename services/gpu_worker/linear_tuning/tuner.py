@@ -16,10 +16,10 @@ import triton
 from triton.errors import TritonError
 
 from blockyard.kernels.layers.linear_stream_k import ALIGNMENT
-from blockyard.services.gpu_worker.layers.linear import Around, Fused, Linear, Product, in_groups
+from blockyard.services.gpu_worker.layers.linear import FusedProduct, Fusion, Linear, Product, dense_linear, in_groups
 from blockyard.services.gpu_worker.linear_tuning import kernel_configs as picker
 from blockyard.services.gpu_worker.linear_tuning.kernel_configs import LIBRARY, Choice, Layer, Plan
-from blockyard.services.gpu_worker.linear_tuning.products import Products, weight_of
+from blockyard.services.gpu_worker.linear_tuning.products import Products, dense_weight
 from blockyard.services.gpu_worker.linear_tuning.timing import EXCERPT, LinearTimer
 
 log = logging.getLogger(__name__)
@@ -27,15 +27,15 @@ log = logging.getLogger(__name__)
 ROUNDS = 2
 COMPILERS = 16
 
-Binary = tuple[Plan, int, Around]
+Binary = tuple[Plan, int, Fusion]
 
 
 class Tuner:
     """For the linear layers of one model."""
 
     def __init__(self, linears: Sequence[Linear]) -> None:
-        self._linears = list(linears)
-        weights = [weight_of(linear) for linear in self._linears]
+        self._linears = [linear for linear in linears if linear.method.dense_weight() is not None]
+        weights = [dense_weight(linear).weight for linear in self._linears]
         self._device, self._dtype = weights[0].device, weights[0].dtype
         groups: dict[tuple[int, int], list[Linear]] = {}
         for linear in self._linears:
@@ -56,12 +56,9 @@ class Tuner:
         self._num_missing, self._problem = 0, ""
         self._capability = (properties.major, properties.minor)
 
-    def begin(self, sizes: Sequence[int], folder: Path | None = None, fused: bool = True) -> None:
+    def begin(self, sizes: Sequence[int], folder: Path | None = None) -> None:
         """For steps of each of these numbers of rows: installs what was measured before, and for other sizes what was
-        quickest on similar shapes. `folder` keeps what is measured, None: the user's cache. `fused`: products may take
-        in what is around them."""
-        for linear in () if fused else self._linears:
-            linear.around = ""
+        quickest on similar shapes. `folder` keeps what is measured, None: the user's cache."""
         self._table = self._path(folder)
         known = picker.read_table(self._table)
         found = {rows: picker.find(known, self.layers, self._dtype_name, rows) for rows in sizes}
@@ -94,11 +91,9 @@ class Tuner:
             log.warning("linear layers could not be measured: %s", self._problem)
         self.timer.forget()
 
-    def tune(
-        self, sizes: Sequence[int], report: Callable[[float], None], folder: Path | None = None, fused: bool = True
-    ) -> str:
+    def tune(self, sizes: Sequence[int], report: Callable[[float], None], folder: Path | None = None) -> str:
         """All of it at once. Says what came of it."""
-        self.begin(sizes, folder, fused)
+        self.begin(sizes, folder)
         self.compile(self.missing)
         report(0.0)
         for _ in filter(None, self.pieces()):
@@ -122,7 +117,7 @@ class Tuner:
         for binary in self._binaries(self.missing):
             self._compiles(binary)
 
-    def freeze(self) -> str:
+    def make_batch_invariant(self) -> str:
         """One plan a layer for every number of rows."""
         for layer, group in zip(self.layers, self.groups, strict=True):
             plan = picker.frozen_plan(layer, self._dtype.itemsize, self._processors)
@@ -136,7 +131,7 @@ class Tuner:
 
     def _candidates(self, layer: Layer, rows: int) -> list[Plan]:
         group = self.groups[self.layers.index(layer)]
-        if any(weight_of(linear).data_ptr() % ALIGNMENT for linear in group):
+        if any(dense_weight(linear).weight.data_ptr() % ALIGNMENT for linear in group):
             return []
         plans = picker.candidates(layer, rows, self._dtype.itemsize, self._processors)
         return [plan for plan in plans if _binary(plan, rows, group[0]) not in self._impossible]
@@ -158,14 +153,14 @@ class Tuner:
         }
 
     def _compiles(self, binary: Binary) -> bool:
-        plan, rows, around = binary
+        plan, rows, fusion = binary
         size = max(plan.in_tile * plan.stages, 256) if plan.kernel == "few" else 256
         with torch.inference_mode():
-            for bias in {linear.bias is not None for linear in self._linears}:
+            for bias in {dense_weight(linear).bias is not None for linear in self._linears}:
                 weight = torch.zeros(256, size, dtype=self._dtype, device=self._device)
                 vector = torch.zeros(256, dtype=self._dtype, device=self._device) if bias else None
                 try:
-                    self.timer.call(plan, Linear(weight, vector, around), rows)()
+                    self.timer.call(plan, dense_linear(weight, vector, fusion), rows)()
                 except TritonError as e:  # too little shared memory, or another Triton that does not compile it
                     log.debug("%s: %s", plan, e)
                     return False
@@ -227,12 +222,12 @@ class Tuner:
 
     def _install(self) -> None:
         products: list[dict[int, Product]] = [{} for _ in self._linears]
-        fused: list[dict[int, Fused]] = [{} for _ in self._linears]
+        fused: list[dict[int, FusedProduct]] = [{} for _ in self._linears]
         for rows, some in self._plans.items():
             for i, (plan, linear) in enumerate(self.timer.order(some)):
                 if plan != LIBRARY:
                     products[i][rows] = self.products.of(plan, linear)
-                if plan.kernel == "few" and linear.around:
+                if plan.kernel == "few" and linear.fusion is not Fusion.NONE:
                     fused[i][rows] = self.products.fused(plan, linear)
         for linear, one, whole in zip(self._linears, products, fused, strict=True):
             linear.use(one, fused=whole)
@@ -241,4 +236,4 @@ class Tuner:
 def _binary(plan: Plan, rows: int, linear: Linear) -> Binary:
     """What is compiled for a plan: the same for any split, and anywhere for any rows unless they are few."""
     few = plan.kernel == "few"
-    return msgspec.structs.replace(plan, split=1), rows if few else 1, linear.around if few else ""
+    return msgspec.structs.replace(plan, split=1), rows if few else 1, linear.fusion if few else Fusion.NONE

@@ -8,7 +8,7 @@ from safetensors import SafetensorError, safe_open
 
 from blockyard.services.gpu_worker.loading.checkpoint import find_files
 from blockyard.services.gpu_worker.loading.weights import WeightTable
-from blockyard.services.gpu_worker.models.decoder import ModelShape
+from blockyard.services.gpu_worker.models.interface import ModelShape
 from blockyard.shared.errors import LoadError
 
 GIB = 1 << 30

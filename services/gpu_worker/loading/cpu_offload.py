@@ -54,16 +54,21 @@ class HostWeights:
     def __init__(self, linears: Sequence[Linear], table: WeightTable) -> None:
         """Call once they are loaded, before anything else looks at `linears`. There has to be one at least."""
         stays = {id(weight) for weight in table.on_host}
-        found = [(one, one.weight) for one in linears if one.weight is not None and id(one.weight) in stays]
-        on_gpu, most = table.device.type == "cuda", max(weight.numel() for _, weight in found)
-        memory = [torch.empty(most, dtype=table.dtype, device=table.device) for _ in range(BUFFERS)]
+        found = [
+            (linear, name, tensor)
+            for linear in linears
+            for name, tensor in linear.method.tensors().items()
+            if id(tensor) in stays
+        ]
+        on_gpu, most = table.device.type == "cuda", max(host.nbytes for _, _, host in found)
+        memory = [torch.empty(most, dtype=torch.uint8, device=table.device) for _ in range(BUFFERS)]
         self._stream = torch.cuda.Stream(table.device) if on_gpu else None  # type: ignore[no-untyped-call]
         self._first, self._stages = linears[0], list[Stage]()
-        for i, (linear, host) in enumerate(found):
-            buffer = memory[i % BUFFERS][: host.numel()].view(host.shape)
+        for i, (linear, name, host) in enumerate(found):
+            buffer = memory[i % BUFFERS][: host.nbytes].view(host.dtype).view(host.shape)
             event = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
             self._stages.append(Stage(linear, host, buffer, event))
-            linear.weight = buffer
+            linear.method.replace(name, buffer)
 
     def __str__(self) -> str:
         size, each = sum(stage.host.nbytes for stage in self._stages), max(s.buffer.nbytes for s in self._stages)

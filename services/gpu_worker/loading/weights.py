@@ -11,16 +11,18 @@ from blockyard.shared.errors import LoadError
 
 Arrange = Callable[[Tensor], Tensor]
 
+FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 HOST_SLACK = 0.5  # bytes: a share is a quotient
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Part of a parameter, and the shape the checkpoint has it in."""
+    """Part of a parameter, and how the checkpoint has it."""
 
     target: Tensor
     shape: tuple[int, ...]
     arrange: Arrange | None
+    stored: frozenset[torch.dtype]  # dtypes that the checkpoint may have; they are converted to the target's
 
 
 class WeightTable:
@@ -39,14 +41,25 @@ class WeightTable:
         self._ignored_suffixes: tuple[str, ...] = ()
         self._loaded: set[str] = set()
 
-    def empty(self, *shape: int) -> Tensor:
-        tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """dtype: None for the model's."""
+        tensor = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
         self.size_bytes += tensor.nbytes
         return tensor
 
-    def place(self, name: str, target: Tensor, shape: tuple[int, ...], arrange: Arrange | None = None) -> None:
-        """A checkpoint's `name` of `shape` goes to `target`, rows rearranged; a smaller shape is repeated."""
-        self.places[name] = Place(target, shape, arrange)
+    def place(
+        self,
+        name: str,
+        target: Tensor,
+        shape: tuple[int, ...],
+        arrange: Arrange | None = None,
+        stored: frozenset[torch.dtype] = FLOATS,
+    ) -> None:
+        """A checkpoint's `name` of `shape` goes to `target`, rows rearranged; a smaller shape is repeated.
+
+        stored: the dtypes that the checkpoint may have there. Weights of a quantization format name theirs.
+        """
+        self.places[name] = Place(target, shape, arrange, stored)
 
     def place_scalar(self, name: str, target: Tensor) -> None:
         """A checkpoint that has the scalar `name` sets `target`; it may lack it."""
@@ -77,22 +90,17 @@ class WeightTable:
         return target
 
     def packed(
-        self,
-        prefix: str,
-        rows: Mapping[str, int],
-        columns: int,
-        bias: bool,
-        arrange: Mapping[str, Arrange] | None = None,
+        self, outputs: Mapping[str, int], columns: int, bias: bool, arrange: Mapping[str, Arrange]
     ) -> tuple[Tensor, Tensor | None]:
-        """One matrix (and bias) of several that share their input: `rows` names them in order."""
-        total = sum(rows.values())
-        weight, vector = self._matrix(prefix, total, columns), self.empty(total) if bias else None
+        """One matrix (and bias) of several that share their input: `outputs` has their names and rows, in order."""
+        total = sum(outputs.values())
+        weight, vector = self._matrix(next(iter(outputs)), total, columns), self.empty(total) if bias else None
         start = 0
-        for name, count in rows.items():
-            how = (arrange or {}).get(name)
-            self.place(f"{prefix}.{name}.weight", weight[start : start + count], (count, columns), how)
+        for name, count in outputs.items():
+            how = arrange.get(name)
+            self.place(f"{name}.weight", weight[start : start + count], (count, columns), how)
             if vector is not None:
-                self.place(f"{prefix}.{name}.bias", vector[start : start + count], (count,), how)
+                self.place(f"{name}.bias", vector[start : start + count], (count,), how)
             start += count
         return weight, vector
 
@@ -111,13 +119,17 @@ class WeightTable:
         raise LoadError(f"the checkpoint has a weight that the model does not: {name}")
 
     def put(self, name: str, value: Tensor) -> None:
-        """Copies one weight in, converting it. Raises LoadError if the shape is not the config's."""
+        """Copies one weight in, converted to the dtype of its place. Raises LoadError if the shape is not the config's
+        or the place does not take the dtype."""
         name = self._known(name)
         self.arrived(name, tuple(value.shape))
         if name in self.scalars:
             self.scalars[name].copy_(value.reshape(()))
             return
         place = self.places[name]
+        if value.dtype not in place.stored:
+            known = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in place.stored))
+            raise LoadError(f"{name}: the checkpoint has {str(value.dtype).removeprefix('torch.')}, expected {known}")
         place.target.copy_(place.arrange(value) if place.arrange else value)
 
     def arrived(self, name: str, shape: tuple[int, ...]) -> None:

@@ -1,12 +1,19 @@
-"""Llama 2, 3 and 3.x, and what shares their architecture."""
+"""Llama 2, 3 and 3.x. `build_llama` also builds the families that differ from it by one part."""
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol
 
 import msgspec
 
-from blockyard.services.gpu_worker.layers.rotary import read_rope
+from blockyard.services.gpu_worker.layers.attention import Attention, AttentionShape
+from blockyard.services.gpu_worker.layers.linear import LinearLayers
+from blockyard.services.gpu_worker.layers.mlp import GatedMLP
+from blockyard.services.gpu_worker.layers.norm import make_rms_norm
+from blockyard.services.gpu_worker.layers.rotary import RotaryEmbedding, read_rope
 from blockyard.services.gpu_worker.loading.weights import WeightTable
-from blockyard.services.gpu_worker.models.decoder import Decoder, DecoderShape
+from blockyard.services.gpu_worker.models.decoder import Decoder, DecoderLayer
 from blockyard.services.gpu_worker.models.hf_config import parse
 from blockyard.shared.config import model_bounds as bounds
 from blockyard.shared.errors import ConfigError
@@ -30,13 +37,55 @@ class LlamaConfig(msgspec.Struct, frozen=True):
     mlp_bias: bool = False
 
 
+class MakeAttention(Protocol):
+    def __call__(
+        self, layers: LinearLayers, prefix: str, layer: int, hidden: int, shape: AttentionShape
+    ) -> Attention: ...
+
+
 def build(config: dict[str, Any], table: WeightTable) -> Decoder:
     fields = parse(config, LlamaConfig)
-    return Decoder(decoder_shape(fields, config), table)
+    attention = partial(Attention, qkv_bias=fields.attention_bias, out_bias=fields.attention_bias)
+    return build_llama(config, fields, table, (None,) * fields.num_hidden_layers, attention)
 
 
-def decoder_shape(fields: LlamaConfig, config: dict[str, Any]) -> DecoderShape:
-    """Raises ConfigError for what the shared block does not do."""
+def build_llama(
+    config: dict[str, Any],
+    fields: LlamaConfig,
+    table: WeightTable,
+    windows: Sequence[int | None],
+    make_attention: MakeAttention,
+) -> Decoder:
+    """windows: of each layer, see `AttentionShape`. Raises ConfigError for a config that the parts do not support."""
+    hidden, eps = fields.hidden_size, fields.rms_norm_eps
+    shape = attention_shape(fields)
+    shapes = tuple(replace(shape, window=window) for window in windows)
+    rope = read_rope(config, fields.max_position_embeddings)
+    layers = LinearLayers(table, config)
+
+    def make_layer(layer: int) -> DecoderLayer:
+        prefix = f"model.layers.{layer}"
+        return DecoderLayer(
+            make_rms_norm(table, f"{prefix}.input_layernorm", hidden, eps),
+            make_attention(layers, f"{prefix}.self_attn", layer, hidden, shapes[layer]),
+            make_rms_norm(table, f"{prefix}.post_attention_layernorm", hidden, eps),
+            GatedMLP(layers, f"{prefix}.mlp", hidden, fields.intermediate_size, fields.hidden_act, fields.mlp_bias),
+        )
+
+    return Decoder(
+        layers,
+        shapes,
+        RotaryEmbedding(rope, shape.head_dim, fields.max_position_embeddings),
+        vocab_size=fields.vocab_size,
+        hidden=hidden,
+        norm_eps=eps,
+        tie_embeddings=fields.tie_word_embeddings,
+        make_layer=make_layer,
+    )
+
+
+def attention_shape(fields: LlamaConfig) -> AttentionShape:
+    """Of a layer without a window. Raises ConfigError."""
     if fields.hidden_act != "silu":
         raise ConfigError(f"config.json: hidden_act {fields.hidden_act!r} is not supported; 'silu' is")
     kv_heads = fields.num_key_value_heads or fields.num_attention_heads
@@ -48,20 +97,6 @@ def decoder_shape(fields: LlamaConfig, config: dict[str, Any]) -> DecoderShape:
             f"config.json: hidden_size {fields.hidden_size} and num_attention_heads {fields.num_attention_heads} make "
             f"heads of {head_dim} numbers; an even number is needed"
         )
-    return DecoderShape(
-        vocab_size=fields.vocab_size,
-        hidden=fields.hidden_size,
-        inner=fields.intermediate_size,
-        num_layers=fields.num_hidden_layers,
-        num_heads=fields.num_attention_heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        max_positions=fields.max_position_embeddings,
-        norm_eps=fields.rms_norm_eps,
-        rope=read_rope(config, fields.max_position_embeddings),
-        windows=(None,) * fields.num_hidden_layers,
-        tied=fields.tie_word_embeddings,
-        qkv_bias=fields.attention_bias,
-        out_bias=fields.attention_bias,
-        mlp_bias=fields.mlp_bias,
+    return AttentionShape(
+        num_heads=fields.num_attention_heads, kv_heads=kv_heads, head_dim=head_dim, scale=head_dim**-0.5
     )

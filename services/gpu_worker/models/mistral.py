@@ -1,20 +1,20 @@
 """Mistral: Llama with a sliding window in every layer (null in later releases)."""
 
-from dataclasses import replace
 from typing import Any
 
 import msgspec
 
+from blockyard.services.gpu_worker.layers.attention import Attention
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import Decoder
 from blockyard.services.gpu_worker.models.hf_config import parse
-from blockyard.services.gpu_worker.models.llama import LlamaConfig, decoder_shape
+from blockyard.services.gpu_worker.models.llama import LlamaConfig, build_llama
 from blockyard.shared.config import model_bounds as bounds
 from blockyard.shared.config.checkpoint import UNSAID_WINDOWS
 
 
 class MistralConfig(msgspec.Struct, frozen=True):
-    """What is Mistral's own; 0 is no window."""
+    """The fields whose defaults differ from Llama's; a window of 0 is no window."""
 
     sliding_window: bounds.Window | None = UNSAID_WINDOWS["MistralForCausalLM"]
     max_position_embeddings: bounds.Positions = 4096 * 32
@@ -27,8 +27,7 @@ def build(config: dict[str, Any], table: WeightTable) -> Decoder:
         parse(config, LlamaConfig),
         max_position_embeddings=own.max_position_embeddings,
         num_key_value_heads=own.num_key_value_heads,
-        attention_bias=False,
         mlp_bias=False,
     )
-    shape = decoder_shape(fields, config)
-    return Decoder(replace(shape, windows=(own.sliding_window or None,) * shape.num_layers), table)
+    windows = (own.sliding_window or None,) * fields.num_hidden_layers
+    return build_llama(config, fields, table, windows, Attention)

@@ -1,14 +1,15 @@
 """Qwen2 and Qwen2.5: Llama with biases on q, k and v, and a sliding window in the upper layers if switched on."""
 
-from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
 
+from blockyard.services.gpu_worker.layers.attention import Attention
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import Decoder
 from blockyard.services.gpu_worker.models.hf_config import parse
-from blockyard.services.gpu_worker.models.llama import LlamaConfig, decoder_shape
+from blockyard.services.gpu_worker.models.llama import LlamaConfig, build_llama
 from blockyard.shared.config import model_bounds as bounds
 from blockyard.shared.errors import ConfigError
 
@@ -19,18 +20,18 @@ class WindowConfig(msgspec.Struct, frozen=True):
     use_sliding_window: bool = False
     sliding_window: bounds.Window | None = 4096  # 0 is none, too
     max_window_layers: Annotated[int, msgspec.Meta(ge=0)] = 28  # layers from this one on have the window
-    layer_types: list[str] | None = None  # says it layer by layer, in newer folders
+    layer_types: list[str] | None = None  # one a layer, in newer folders
 
 
 def build(config: dict[str, Any], table: WeightTable) -> Decoder:
     fields = parse(config | {"max_position_embeddings": config.get("max_position_embeddings", 32768)}, LlamaConfig)
-    fields = msgspec.structs.replace(fields, attention_bias=False, mlp_bias=False)
-    shape = decoder_shape(fields, config)
-    return Decoder(replace(shape, qkv_bias=True, windows=read_windows(config, shape.num_layers)), table)
+    fields = msgspec.structs.replace(fields, mlp_bias=False)
+    windows = read_windows(config, fields.num_hidden_layers)
+    return build_llama(config, fields, table, windows, partial(Attention, qkv_bias=True))
 
 
 def read_windows(config: dict[str, Any], num_layers: int) -> tuple[int | None, ...]:
-    """Each layer's window. Raises ConfigError for a kind of layer that is not attention."""
+    """Each layer's window. Raises ConfigError for a layer type that is not attention."""
     fields = parse(config, WindowConfig)
     window = (fields.sliding_window or None) if fields.use_sliding_window else None
     if fields.layer_types is None:

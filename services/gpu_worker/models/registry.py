@@ -1,28 +1,23 @@
-"""Which family builds which architecture. A new family is a file and a line here."""
+"""Finds the family that builds the model of a config.json."""
 
 from collections.abc import Callable
+from pkgutil import resolve_name
 from typing import Any
 
 from blockyard.services.gpu_worker.loading.weights import WeightTable
-from blockyard.services.gpu_worker.models import llama, mistral, opt, qwen2, qwen3
-from blockyard.services.gpu_worker.models.decoder import Model
+from blockyard.services.gpu_worker.models.interface import Model
+from blockyard.shared.architectures import SUPPORTED
 from blockyard.shared.errors import ConfigError
 
 Build = Callable[[dict[str, Any], WeightTable], Model]  # of a config.json
-
-FAMILIES: dict[str, Build] = {
-    "LlamaForCausalLM": llama.build,
-    "MistralForCausalLM": mistral.build,
-    "OPTForCausalLM": opt.build,
-    "Qwen2ForCausalLM": qwen2.build,
-    "Qwen3ForCausalLM": qwen3.build,
-}
 
 
 def find_family(config: dict[str, Any]) -> Build:
     """By config.json's first known architecture. Raises ConfigError with the list of what is supported."""
     for name in config["architectures"]:
-        if name in FAMILIES:
-            return FAMILIES[name]
+        if name in SUPPORTED:
+            # by name: the table is shared with the launcher, which may not import the families
+            build: Build = resolve_name(f"{__package__}.{SUPPORTED[name]}:build")
+            return build
     named = ", ".join(config["architectures"])
-    raise ConfigError(f"architecture {named} is not supported; supported are {', '.join(sorted(FAMILIES))}")
+    raise ConfigError(f"architecture {named} is not supported; supported are {', '.join(sorted(SUPPORTED))}")

@@ -6,7 +6,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from blockyard.services.gpu_worker.models.decoder import Model
+from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.gpu_worker.sampling.logprobs import score
 from blockyard.services.gpu_worker.slots import Slot, Slots
 from blockyard.shared.messages import SlotResult, TokenLogprobs

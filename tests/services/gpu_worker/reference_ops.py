@@ -32,13 +32,14 @@ class ReferenceAttention:
         shape, memory = self._pool.shape, self._pool.memory[layer]
         weight, eps = (norm.weight, norm.eps) if norm is not None else (None, 0.0)
         rope_write_kv_reference(qkv, memory, self._seqs, rotation, weight, eps)
-        q, seqs, logits_indices = qkv[:, : shape.num_heads].contiguous(), self._seqs, self._logits_indices
+        attention = shape.attention[layer]
+        q, seqs, logits_indices = qkv[:, : attention.num_heads].contiguous(), self._seqs, self._logits_indices
         if logits_indices is not None and layer == shape.num_layers - 1:
             q, seqs = (
                 q[logits_indices.rows],
                 PagedKVMetadata(logits_indices.slots, logits_indices.positions, seqs.tables),
             )
-        return paged_decode_reference(q, memory, seqs, shape.scale, shape.windows[layer])
+        return paged_decode_reference(q, memory, seqs, attention.scale, attention.window)
 
 
 class ReferenceOps:

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from transformers import (
 )
 
 from blockyard.services.gpu_worker import engine
+from blockyard.services.gpu_worker.layers.attention import AttentionShape
+from blockyard.services.gpu_worker.models.interface import ModelShape
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.shared.config.services.process import BusConfig, ProcessConfig
 from blockyard.shared.config.services.worker import WorkerConfig
@@ -134,6 +137,17 @@ MODELS = [
     ),
 ]
 BY_NAME = {tiny.name: tiny for tiny in MODELS}
+
+
+def model_shape(
+    num_heads: int, kv_heads: int, head_dim: int, scale: float, windows: Sequence[int | None]
+) -> ModelShape:
+    """A shape for attention alone: layers differ in their windows."""
+    attention = tuple(
+        AttentionShape(num_heads=num_heads, kv_heads=kv_heads, head_dim=head_dim, scale=scale, window=window)
+        for window in windows
+    )
+    return ModelShape(vocab_size=10, max_positions=128, attention=attention)
 
 
 def settings(folder: Path, **fields: Any) -> WorkerConfig:

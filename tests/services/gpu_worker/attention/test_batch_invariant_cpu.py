@@ -3,21 +3,18 @@
 import numpy as np
 import pytest
 import torch
+from tiny_models import model_shape
 
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.services.gpu_worker.attention.cpu_metadata import ReadPlanner
 from blockyard.services.gpu_worker.kv.pool import KVPool
-from blockyard.services.gpu_worker.models.decoder import ModelShape
 
 LENGTH, SIZE, HEADS, KV_HEADS, DIM = 70, 16, 4, 2, 32
 WINDOWS = (None, 20)
-SHAPE = ModelShape(
-    vocab_size=10,
-    num_layers=2,
+SHAPE = model_shape(
     num_heads=HEADS,
     kv_heads=KV_HEADS,
     head_dim=DIM,
-    max_positions=128,
     scale=DIM**-0.5,
     windows=WINDOWS,
 )

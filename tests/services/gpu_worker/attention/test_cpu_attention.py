@@ -6,25 +6,23 @@ import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_models import model_shape
 
 from blockyard.services.gpu_worker.attention import cpu_metadata as reads
 from blockyard.services.gpu_worker.attention import gathered_kv as kept_kv
 from blockyard.services.gpu_worker.attention.cpu_metadata import ReadPlanner, by_length, length_groups
 from blockyard.services.gpu_worker.kv.pool import KVPool
-from blockyard.services.gpu_worker.models.decoder import ModelShape
+from blockyard.services.gpu_worker.models.interface import ModelShape
 
 HEADS, KV_HEADS, DIM, SIZE, BLOCKS = 4, 2, 8, 4, 200
 WINDOWS = (None, 6, None, 1)
 
 
 def shape() -> ModelShape:
-    return ModelShape(
-        vocab_size=10,
-        num_layers=len(WINDOWS),
+    return model_shape(
         num_heads=HEADS,
         kv_heads=KV_HEADS,
         head_dim=DIM,
-        max_positions=64,
         scale=DIM**-0.5,
         windows=WINDOWS,
     )

@@ -4,25 +4,22 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import model_shape
 
 from blockyard.kernels.attention import paged_prefill as kernels
 from blockyard.services.gpu_worker.compilation import prefill_kernels
 from blockyard.services.gpu_worker.kv.pool import KVPool
-from blockyard.services.gpu_worker.models.decoder import ModelShape
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def pool(dtype: torch.dtype, *windows: int | None) -> KVPool:
-    shape = ModelShape(
-        num_layers=len(windows),
+    shape = model_shape(
         num_heads=4,
         kv_heads=2,
         head_dim=16,
-        vocab_size=10,
         scale=0.25,
         windows=windows,
-        max_positions=100,
     )
     return KVPool(shape, 2, 16, dtype, DEVICE)
 

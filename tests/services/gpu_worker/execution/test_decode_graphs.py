@@ -16,12 +16,12 @@ from tiny_models import BY_NAME, VOCAB, settings, start
 from blockyard.kernels.layers.linear_skinny import linear_skinny
 from blockyard.kernels.programmatic_launch import supports_pdl
 from blockyard.services.gpu_worker import engine, memory_profile
-from blockyard.services.gpu_worker.attention.triton_attention import TritonOps
 from blockyard.services.gpu_worker.execution import device_ops
 from blockyard.services.gpu_worker.execution.decode_graphs import DecodeSize, DecodeSteps, capture_order, capture_sizes
 from blockyard.services.gpu_worker.execution.device_loop import DeviceLoop
 from blockyard.services.gpu_worker.execution.device_ops import DeviceOps, TritonDeviceOps
 from blockyard.services.gpu_worker.layers.linear import Linear
+from blockyard.services.gpu_worker.layers.triton_ops import TritonOps
 from blockyard.services.gpu_worker.models import decoder
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.shared.errors import LoadError
@@ -70,9 +70,8 @@ def loop_of(runner: Runner, capacity: int, ops: DeviceOps | None = None) -> Devi
 
 def take_in(linear: Linear) -> None:
     """Steps of up to three rows compute this layer and what is around it in one kernel."""
-    weight, tiles = linear.weight, {"out_tile": 64, "tile": 64, "warps": 4, "early": 2}
-    assert weight is not None
-    fused = partial(linear_skinny, weight=weight, bias=linear.bias, pdl=supports_pdl(weight.device), **tiles)
+    (weight, bias), tiles = linear.method.dense_weight(), {"out_tile": 64, "tile": 64, "warps": 4, "early": 2}
+    fused = partial(linear_skinny, weight=weight, bias=bias, pdl=supports_pdl(weight.device), **tiles)
     linear.use({}, fused=dict.fromkeys((1, 2, 3), fused))
 
 
@@ -141,7 +140,9 @@ def test_more_slots_than_it_was_made_for(tmp_path: Path) -> None:
 def test_a_head_size_is_refused_by_name(head_dim: int, tmp_path: Path) -> None:
     BY_NAME["llama"].save(tmp_path)
     runner = start(tmp_path, device=DEVICE)
-    runner.model.shape = runner.pool.shape = replace(runner.pool.shape, head_dim=head_dim)
+    shape = runner.pool.shape
+    attention = tuple(replace(layer, head_dim=head_dim) for layer in shape.attention)
+    runner.model.shape = runner.pool.shape = replace(shape, attention=attention)
     with pytest.raises(LoadError, match=f"a head size of {head_dim} is not supported"):
         loop_of(runner, 2)
     with pytest.raises(LoadError, match=f"a head size of {head_dim} is not supported"):

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from tiny_models import BY_NAME, settings
+from tiny_models import BY_NAME, model_shape, settings
 
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.services.gpu_worker import engine
@@ -15,18 +15,14 @@ from blockyard.services.gpu_worker.attention.triton_attention import MixedAttent
 from blockyard.services.gpu_worker.kv import scales as kv_scales
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.loading.weights import WeightTable
-from blockyard.services.gpu_worker.models.decoder import ModelShape
 from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.errors import ConfigError, LoadError
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-SHAPE = ModelShape(
-    vocab_size=10,
-    num_layers=2,
+SHAPE = model_shape(
     num_heads=4,
     kv_heads=2,
     head_dim=16,
-    max_positions=64,
     scale=0.25,
     windows=(None, None),
 )

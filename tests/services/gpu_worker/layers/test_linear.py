@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from blockyard.services.gpu_worker import engine
-from blockyard.services.gpu_worker.layers.linear import GROUP, Linear, in_groups, second_copy
+from blockyard.services.gpu_worker.layers.linear import GROUP, Linear, dense_linear, in_groups
+from blockyard.services.gpu_worker.layers.linear_method import second_copy
 from blockyard.shared.config.services.process import BusConfig, ProcessConfig
 from blockyard.shared.config.services.worker import WorkerConfig
 
@@ -15,7 +16,7 @@ from blockyard.shared.config.services.worker import WorkerConfig
 def test_all_layouts(dtype: torch.dtype, bias: bool, inner: int, outer: int) -> None:
     weight = torch.randn(outer, inner).to(dtype)
     vector = torch.randn(outer).to(dtype) if bias else None
-    linear = Linear(weight.clone(), vector)
+    linear = dense_linear(weight.clone(), vector)
     linear.prepare()
     for rows in (1, 2, 16, 17, 40):
         x = torch.randn(rows, inner).to(dtype)
@@ -42,17 +43,17 @@ def test_picker(inner: int, outer: int, dtype: torch.dtype, expected: tuple[bool
 
 
 def test_no_copy_is_left_behind() -> None:
-    large = Linear(torch.randn(1300, 1200))
+    large = dense_linear(torch.randn(1300, 1200))
     large.prepare()
-    assert large.weight is None
+    assert large.method.dense_weight() is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("inner", "outer"), [(64, 48), (256, 300), (1024, 256), (1300, 1200), (1, 5)])
 def test_frozen_rows_do_not_depend_on_the_others(inner: int, outer: int, dtype: torch.dtype) -> None:
-    linear = Linear(torch.randn(outer, inner).to(dtype), torch.randn(outer).to(dtype))
+    linear = dense_linear(torch.randn(outer, inner).to(dtype), torch.randn(outer).to(dtype))
     linear.prepare()
-    linear.freeze()
+    linear.make_batch_invariant()
     x = torch.randn(150, inner).to(dtype)
     together = linear(x)
     for rows in (1, 2, 5, 15, 16, 17, 64):
@@ -76,7 +77,7 @@ def test_a_group_is_the_only_shape() -> None:
 
 def test_products_by_rows() -> None:
     """Those of their number of rows, else the other one, else the plain product."""
-    linear = Linear(torch.ones(2, 3))
+    linear = dense_linear(torch.ones(2, 3))
     x = torch.ones(2, 3)
     linear.use({2: lambda x: x[:, :2] * 7})
     assert torch.equal(linear(x), torch.full((2, 2), 7.0))
@@ -86,14 +87,14 @@ def test_products_by_rows() -> None:
 
 
 @pytest.mark.parametrize("batch_invariant", [True, False])
-def test_the_flag_freezes_every_linear_layer(batch_invariant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    linears = [Linear(torch.ones(2, 3)) for _ in range(3)]
+def test_every_linear_layer_is_made_batch_invariant(batch_invariant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    linears = [dense_linear(torch.ones(2, 3)) for _ in range(3)]
     frozen: list[Linear] = []
 
-    def freeze(self: Linear) -> None:
+    def make_batch_invariant(self: Linear) -> None:
         frozen.append(self)
 
-    monkeypatch.setattr(Linear, "freeze", freeze)
+    monkeypatch.setattr(Linear, "make_batch_invariant", make_batch_invariant)
 
     class Model:
         def linears(self) -> list[Linear]:

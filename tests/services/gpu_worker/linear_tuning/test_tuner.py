@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from blockyard.services.gpu_worker.layers.linear import Linear
+from blockyard.services.gpu_worker.layers.linear import Fusion, Linear, dense_linear
 from blockyard.services.gpu_worker.linear_tuning import products as linear_products
 from blockyard.services.gpu_worker.linear_tuning import tuner as linear_tuning
 from blockyard.services.gpu_worker.linear_tuning.kernel_configs import LIBRARY, Plan
@@ -23,7 +23,7 @@ def linears(monkeypatch: pytest.MonkeyPatch) -> list[Linear]:
     properties = SimpleNamespace(multi_processor_count=4, name="none", major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(linear_products, "WORKSPACE_ELEMENTS", 1 << 16)
-    return [Linear(torch.randn(*shape).to(DEVICE, torch.float16), around="norm") for shape in SHAPES * 2]
+    return [dense_linear(torch.randn(*shape).to(DEVICE, torch.float16), fusion=Fusion.NORM) for shape in SHAPES * 2]
 
 
 def made_up(tuner: Tuner, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Plan, int]]:
@@ -63,19 +63,21 @@ def test_the_quickest_products_are_used_and_kept(
     assert again.tune([1, 2, 3], done.append, path).endswith("4 of 6 shapes in own kernels, as measured before")
     assert not timed
     for linear in linears:
-        assert linear.weight is not None
+        assert linear.method.dense_weight() is not None
         for rows in (1, 2, 3):
             x = torch.randn(rows, linear.shape[0]).to(DEVICE, torch.float16)
-            want = x.double() @ linear.weight.double().T
+            want = x.double() @ linear.method.dense_weight().weight.double().T
             assert float((linear(x).double() - want).norm() / want.norm()) < 1e-3
 
 
-def test_products_may_be_asked_to_take_nothing_in(
+def test_without_fusion_no_product_is_fused(
     linears: list[Linear], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for linear in linears:
+        linear.disable_fusion()
     tuner = Tuner(linears)
     made_up(tuner, monkeypatch)
-    tuner.tune([1, 2], lambda done: None, tmp_path, fused=False)
+    tuner.tune([1, 2], lambda done: None, tmp_path)
     assert [sorted(linear._products) for linear in linears] == [[1, 2]] * 4
     assert not any(linear.fused(rows) for linear in linears for rows in (1, 2))
 
@@ -139,7 +141,7 @@ def test_what_cannot_be_measured_is_left_to_the_library(
 
 def test_frozen_rows_do_not_depend_on_the_others(linears: list[Linear], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear_tuning.picker, "frozen_plan", lambda layer, size, processors: TILES)
-    Tuner(linears).freeze()
+    Tuner(linears).make_batch_invariant()
     for linear in linears[:2]:
         x = torch.randn(20, linear.shape[0]).to(DEVICE, torch.float16)
         together = linear(x)

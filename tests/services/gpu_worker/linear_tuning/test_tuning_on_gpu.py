@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from blockyard.services.gpu_worker.layers.linear import Linear
+from blockyard.services.gpu_worker.layers.linear import Linear, dense_linear
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
@@ -21,7 +21,7 @@ def tuner_of(linears: list[Linear]) -> Any:
 
 def layers(bias: bool = False) -> list[Linear]:
     return [
-        Linear(
+        dense_linear(
             torch.randn(*shape, device="cuda", dtype=torch.bfloat16),
             torch.randn(shape[0], device="cuda", dtype=torch.bfloat16) if bias else None,
         )
@@ -45,9 +45,10 @@ def test_tuned_products_are_right_and_measured_once(bias: bool, tmp_path: Path) 
         for linear in linears:
             for rows in (1, 4, 8, 33, 40):
                 x = rows_of(linear, rows)
-                assert linear.weight is not None
-                want = x.double() @ linear.weight.double().T
-                want = want if linear.bias is None else want + linear.bias.double()
+                assert linear.method.dense_weight() is not None
+                want = x.double() @ linear.method.dense_weight().weight.double().T
+                bias_vector = linear.method.dense_weight().bias
+                want = want if bias_vector is None else want + bias_vector.double()
                 assert float((linear(x).double() - want).norm() / want.norm()) < 6e-3
 
 
@@ -61,7 +62,7 @@ def test_every_candidate_is_right(tmp_path: Path) -> None:
         for rows in sizes:
             for layer, group in zip(tuner.layers, tuner.groups, strict=True):
                 x = rows_of(group[0], rows)
-                wants = [x.double() @ linear.weight.double().T for linear in group]
+                wants = [x.double() @ linear.method.dense_weight().weight.double().T for linear in group]
                 for plan in tuner._candidates(layer, rows):
                     products = [tuner.products.of(plan, linear) for linear in group * 2]
                     for got, want in zip([product(x) for product in products], wants * 2, strict=True):
@@ -70,7 +71,7 @@ def test_every_candidate_is_right(tmp_path: Path) -> None:
 
 def test_frozen_rows_do_not_depend_on_the_others() -> None:
     linears = layers(bias=True)
-    tuner_of(linears).freeze()
+    tuner_of(linears).make_batch_invariant()
     with torch.inference_mode():
         for linear in linears:
             x = rows_of(linear, 700)

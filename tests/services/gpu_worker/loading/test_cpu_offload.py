@@ -9,7 +9,7 @@ from plan_driver import Driver
 from tiny_models import BASE, BY_NAME, VOCAB, settings, start
 
 from blockyard.services.gpu_worker import engine
-from blockyard.services.gpu_worker.layers import linear
+from blockyard.services.gpu_worker.layers import linear_method
 from blockyard.services.gpu_worker.loading import cpu_offload
 from blockyard.services.gpu_worker.loading.cpu_offload import GIB, share_of_layers
 from blockyard.services.gpu_worker.loading.weights import WeightTable
@@ -43,7 +43,7 @@ def test_outputs_are_those_of_weights_on_the_device(
         driver.run()
         return [stream.output for stream in streams]
 
-    monkeypatch.setattr(linear, "can_pack", lambda weight: False)  # matrices of a CPU are packed once, not staged
+    monkeypatch.setattr(linear_method, "can_pack", lambda weight: False)  # packed matrices are not staged
     plain = outputs()
     copies = []
     copy = cpu_offload.HostWeights._copy
@@ -61,7 +61,7 @@ def test_matrices_are_spread_and_no_more_than_asked_for() -> None:
     table = WeightTable(torch.float32, torch.device("meta"), share)
     model = build(CONFIG, table)
     stays = {id(weight) for weight in table.on_host}
-    places = [i // 4 for i, one in enumerate(model.linears()) if id(one.weight) in stays]
+    places = [i // 4 for i, one in enumerate(model.linears()) if id(one.method.tensors()["weight"]) in stays]
     assert sum(weight.nbytes for weight in table.on_host) <= gib * GIB < 1.2 * sum(w.nbytes for w in table.on_host)
     assert {place // 5 for place in places} == {0, 1}
     assert VOCAB not in {weight.shape[0] for weight in table.on_host}

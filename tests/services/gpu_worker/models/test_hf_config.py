@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from blockyard.shared.config.num_start_tokens import Values, from_command_line
 from tiny_models import LLAMA, settings
 
 from blockyard.services.gpu_worker import cores as cores_file
@@ -16,8 +15,10 @@ from blockyard.services.gpu_worker.layers.rotary import extended_length, read_ro
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import Decoder
 from blockyard.services.gpu_worker.models.hf_config import read_config, read_eos_ids
-from blockyard.services.gpu_worker.models.registry import FAMILIES, find_family
+from blockyard.services.gpu_worker.models.registry import find_family
+from blockyard.shared.architectures import SUPPORTED
 from blockyard.shared.config.checkpoint import config_overrides
+from blockyard.shared.config.parsed_flags import Values, from_command_line
 from blockyard.shared.errors import ConfigError
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -85,7 +86,7 @@ def test_how_long_a_scaling_reaches(tmp_path: Path, scaling: dict[str, Any] | No
 def test_what_is_refused(tmp_path: Path) -> None:
     listed = refusal(tmp_path, architectures=["FancyForCausalLM"])
     assert "FancyForCausalLM is not supported" in listed
-    assert all(name in listed for name in FAMILIES)
+    assert all(name in listed for name in SUPPORTED)
     assert "names no architecture" in refusal(tmp_path, architectures=None)
     assert "names no architecture" in refusal(tmp_path, architectures=[])
     assert "$.hidden_size" in refusal(tmp_path, hidden_size="64")

@@ -1,14 +1,17 @@
-"""The families, and the list of them that the launcher checks before it starts anything."""
+"""The table of architectures, which launcher and worker share."""
 
 import pytest
 
-from blockyard.services.gpu_worker.models.registry import FAMILIES, find_family
+from blockyard.services.gpu_worker.models import llama, qwen2
+from blockyard.services.gpu_worker.models.registry import find_family
 from blockyard.shared.architectures import SUPPORTED
 from blockyard.shared.errors import ConfigError
 
 
-def test_the_launcher_knows_what_the_worker_runs() -> None:
-    assert sorted(FAMILIES) == sorted(SUPPORTED)
+def test_every_architecture_of_the_table_has_a_family() -> None:
+    assert all(callable(find_family({"architectures": [name]})) for name in SUPPORTED)
+    assert find_family({"architectures": ["Unknown", "Qwen2ForCausalLM"]}) is qwen2.build
+    assert find_family({"architectures": ["LlamaForCausalLM"]}) is llama.build
 
 
 def test_an_unknown_architecture_is_refused_with_the_list() -> None:

@@ -1,0 +1,89 @@
+"""The attention sublayer: q, k and v in one product, attention over the KV cache, the output product."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from blockyard.kernels.layers.apply_rope import interleave_pairs
+from blockyard.kernels.layers.rms_norm import RMSNorm
+from blockyard.services.gpu_worker.layers.fused_ops import FusedOps
+from blockyard.services.gpu_worker.layers.linear import Fusion, Linear, LinearLayers
+from blockyard.services.gpu_worker.step import Step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionShape:
+    """The attention of one layer in numbers. Layers of a model may differ."""
+
+    num_heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float  # factor on the scores
+    window: int | None = None  # how many of the last keys, itself included, a token sees; None: all
+
+
+class Attention:
+    """q and k are normalised and rotated by the attention backend, which also stores k and v."""
+
+    def __init__(
+        self,
+        layers: LinearLayers,
+        prefix: str,
+        layer: int,
+        hidden: int,
+        shape: AttentionShape,
+        *,
+        qkv_bias: bool = False,
+        out_bias: bool = False,
+        qk_norm_eps: float | None = None,
+        rotary: bool = True,
+        out_name: str = "o_proj",
+    ) -> None:
+        """qk_norm_eps: there is an RMSNorm over each head of q and k, before the rotation."""
+        heads, kv_heads, head_dim = shape.num_heads, shape.kv_heads, shape.head_dim
+        self._layer, self._head_dim, self._all_heads = layer, head_dim, heads + 2 * kv_heads
+
+        def interleave(rows: Tensor) -> Tensor:
+            return interleave_pairs(rows, head_dim)
+
+        q, k, v = (f"{prefix}.{name}_proj" for name in "qkv")
+        outputs = {q: heads * head_dim, k: kv_heads * head_dim, v: kv_heads * head_dim}
+        arrange = {q: interleave, k: interleave} if rotary else {}
+        self.qkv = layers.make(outputs, hidden, bias=qkv_bias, arrange=arrange, fusion=Fusion.NORM)
+        self.out = layers.make({f"{prefix}.{out_name}": hidden}, heads * head_dim, bias=out_bias, fusion=Fusion.ADD)
+        self._qk_norm: RMSNorm | None = None
+        if qk_norm_eps is not None:  # one weight for all q heads, one for all k heads
+            weight = layers.table.empty(heads + kv_heads, head_dim)
+            layers.table.place(f"{prefix}.q_norm.weight", weight[:heads], (head_dim,), interleave)
+            layers.table.place(f"{prefix}.k_norm.weight", weight[heads:], (head_dim,), interleave)
+            self._qk_norm = RMSNorm(weight, qk_norm_eps)
+
+    def linears(self) -> list[Linear]:
+        return [self.qkv, self.out]
+
+    def prepare(self) -> None:
+        """Call once the weights are loaded. The linear layers are prepared by the model."""
+        if self._qk_norm is not None:
+            self._qk_norm.prepare()
+
+    def attend(self, qkv: Tensor, rotation: Tensor | None, step: Step) -> Tensor:
+        """qkv [tokens, (heads + 2 * kv_heads) * head_dim], rotation [tokens, 1, head_dim / 2] ->
+        [tokens, heads * head_dim], or the rows that the step asks for in the last layer."""
+        return step.attend(self._layer, qkv.view(-1, self._all_heads, self._head_dim), rotation, self._qk_norm)
+
+    def forward(
+        self,
+        ops: FusedOps,
+        residual: Tensor,
+        delta: Tensor | None,
+        norm: RMSNorm,
+        rotation: Tensor | None,
+        step: Step,
+        rows: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Adds delta to residual in place. Returns residual and what is still to be added to it (None: nothing is), of
+        the rows in `rows` (None: of all)."""
+        attended = self.attend(ops.norm_then_linear(self.qkv, residual, delta, norm), rotation, step)
+        if rows is not None:
+            residual = residual.index_select(0, rows)
+        return residual, ops.linear_then_add(self.out, attended, residual)

@@ -1,0 +1,66 @@
+"""What the rest of the worker knows of a model."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from blockyard.services.gpu_worker.layers.attention import AttentionShape
+from blockyard.services.gpu_worker.layers.linear import Linear
+from blockyard.services.gpu_worker.loading.weights import WeightTable
+from blockyard.services.gpu_worker.step import Step
+from blockyard.shared.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """The numbers that the runner, the memory plan, the KV cache and the scheduler need."""
+
+    vocab_size: int
+    max_positions: int  # longest sequence the model was made for
+    attention: tuple[AttentionShape, ...]  # of each layer
+
+    def __post_init__(self) -> None:
+        if len({(layer.kv_heads, layer.head_dim) for layer in self.attention}) > 1:
+            raise ConfigError("config.json: layers differ in key/value heads or head size: the KV cache has one size")
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.attention)
+
+    @property
+    def num_heads(self) -> int:
+        """The most that a layer has."""
+        return max(layer.num_heads for layer in self.attention)
+
+    @property
+    def kv_heads(self) -> int:
+        return self.attention[0].kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.attention[0].head_dim
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Of each layer: how many of the last keys a token sees; None: all."""
+        return tuple(layer.window for layer in self.attention)
+
+
+class Model(Protocol):
+    """Build it, load `table`, call `prepare`."""
+
+    shape: ModelShape
+    table: WeightTable
+
+    def prepare(self, max_model_len: int) -> None:
+        """Call once the weights are loaded."""
+
+    def linears(self) -> list[Linear]:
+        """In the order in which a step uses them."""
+
+    def forward(self, step: Step) -> Tensor:
+        """[tokens, hidden], ready for `logits`."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden] -> [rows, vocab_size] in the dtype of the model."""

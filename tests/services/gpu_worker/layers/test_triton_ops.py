@@ -1,0 +1,60 @@
+"""The operations between matrix products, as Triton kernels, against plain torch."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from blockyard.kernels.layers.linear_skinny import linear_skinny
+from blockyard.kernels.layers.rms_norm import RMSNorm
+from blockyard.services.gpu_worker.layers.fused_ops import FusedOps, TorchOps
+from blockyard.services.gpu_worker.layers.linear import Fusion, dense_linear
+from blockyard.services.gpu_worker.layers.triton_ops import TritonOps
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_products_fused_with_their_neighbours(is_fused: bool) -> None:
+    """A layer's products, in separate kernels and fused with norm, gate and sum, against plain torch."""
+    rows, hidden, inner = 2, 32, 48
+    torch.manual_seed(3)
+    shapes = {Fusion.NORM: (40, hidden), Fusion.ADD: (hidden, 40), Fusion.GATED_ADD: (hidden, inner)}
+    linears = {
+        fusion: dense_linear(torch.randn(*shape, device=DEVICE), fusion=fusion) for fusion, shape in shapes.items()
+    }
+    norm = RMSNorm(torch.randn(hidden, device=DEVICE), 1e-6)
+    residual, delta = torch.randn(2, rows, hidden, device=DEVICE)
+    gate_up = torch.randn(rows, 2 * inner, device=DEVICE)
+
+    def run(ops: FusedOps) -> list[torch.Tensor]:
+        total = residual + delta
+        out = [
+            ops.norm_then_linear(linears[Fusion.NORM], x, y, norm)
+            for x, y in ((residual.clone(), delta), (total, None))
+        ]
+        for fusion, x, activation in ((Fusion.ADD, out[1].clone(), None), (Fusion.GATED_ADD, gate_up.clone(), "silu")):
+            left = ops.linear_then_add(linears[fusion], x, total, activation)
+            assert (left is None) == (is_fused and isinstance(ops, TritonOps))
+            out.append(total.clone() if left is None else total.add_(left).clone())
+        return out
+
+    want = run(TorchOps())
+    calls = []
+    if is_fused:
+        for linear in linears.values():
+            tiles = {"out_tile": 4, "tile": 32, "warps": 1, "pdl": False}
+            product = partial(linear_skinny, weight=linear.method.dense_weight().weight, bias=None, **tiles)
+
+            def fused(x: torch.Tensor, product: Any = product, **around: Any) -> torch.Tensor:
+                calls.append(around)
+                return product(x, **around)
+
+            linear.use({}, fused={rows: fused})
+    for got, one in zip(run(TritonOps()), want, strict=True):
+        torch.testing.assert_close(got, one, atol=1e-4, rtol=1e-4)
+    assert len(calls) == 3 * is_fused, "what is still to be added has to be added before a norm"
+    for linear in linears.values():
+        linear.wrap(lambda product: product)
+        assert linear.fused(rows) is None, "a weight that is fetched for each product is not read by another kernel"
