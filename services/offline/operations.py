@@ -6,6 +6,7 @@ from blockyard.services.offline.metrics import Metric, snapshot
 from blockyard.services.offline.session import Session
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import Control, Controlled, ControlVerb, MemoryTag
+from blockyard.shared.ring_client.client import RingClient
 
 MODES = ("abort", "wait", "keep")
 SCHEDULING = "scheduling"  # the part that sleep level 0 stops
@@ -58,7 +59,12 @@ class RingOperations:
 
     def get_metrics(self) -> list[Metric]:
         """Returns counters, gauges and histograms under vLLM's names."""
-        return self._session.read_metrics(snapshot)
+
+        async def read(client: RingClient) -> list[Metric]:
+            await client.counts.refresh()
+            return snapshot(client.meters, client.counts)
+
+        return self._session.call(read)
 
     def _ask(self, control: Control) -> list[Controlled]:
         return self._session.call(lambda client: client.controls.ask(control))

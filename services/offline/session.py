@@ -27,8 +27,6 @@ from blockyard.shared.config.services.gateway import GatewayConfig
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import GatewayIn, ModelCard, QueueCapacityChanged, Role, Stats
 from blockyard.shared.ring_client.client import RingClient
-from blockyard.shared.ring_client.metrics.member_counts import MemberCounts
-from blockyard.shared.ring_client.metrics.meters import Meters
 
 T = TypeVar("T")
 NAME = "llm"
@@ -107,15 +105,6 @@ class Session:
                 batch.abort(RequestError(why, status=503))
 
         self.call(fail)
-
-    def read_metrics(self, read: Callable[[Meters, MemberCounts], T]) -> T:
-        """Returns `read` of the counters after refreshing the schedulers' ones. Raises RingLost."""
-
-        async def reading(client: RingClient) -> T:
-            await client.counts.refresh()
-            return read(client.meters, client.counts)
-
-        return self.call(reading)
 
     def close(self) -> None:
         """Stops the ring and waits until its last process has ended. May be called again, and in a fork."""
