@@ -18,7 +18,7 @@ from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.messages import Role, WorkerIn
 from blockyard.shared.process import settings
 
-GPU = Path("/dev/nvidiactl")  # there is one where this can be opened
+GPU = Path("/dev/nvidiactl")  # exists where there is a GPU
 
 Report = Callable[[str, float, list[str]], None]  # phase, fraction done, notes so far
 Start = Callable[[WorkerConfig, Report, CompileProcesses | None], OffloadableRunner]
@@ -46,12 +46,12 @@ def serve(config: WorkerConfig) -> None:
         runner = SleepingRunner(lambda: start(config, report, processes), lambda: held_bytes(config), freeze)
         links.update(ready=True)
         freeze()
-        gc.disable()  # a collection would hold up a step
+        gc.disable()  # a collection would delay a step
         Worker(links, runner).run(stopped)
 
 
 def load_engine(worker_cls: str) -> tuple[Start, Callable[[WorkerConfig], int]]:
-    """What makes the runner, and what counts the bytes that this process holds where memory is short."""
+    """Functions that make the runner and that count the bytes of device memory this process holds."""
     if worker_cls == "mock":
         from blockyard.services.gpu_worker.mock import runner  # noqa: PLC0415
 
@@ -63,7 +63,7 @@ def load_engine(worker_cls: str) -> tuple[Start, Callable[[WorkerConfig], int]]:
 
 
 def start_compilers(config: WorkerConfig, gpu: Path = GPU) -> CompileProcesses | None:
-    """On a GPU whose kernels were never compiled here: processes import Triton while this one imports torch."""
+    """Starts compile processes if the kernel cache is empty: they import Triton while this process imports torch."""
     folder = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
     if config.worker_cls == "mock" or config.device == "cpu" or not gpu.exists() or not is_new(folder):
         return None
@@ -73,13 +73,13 @@ def start_compilers(config: WorkerConfig, gpu: Path = GPU) -> CompileProcesses |
 
 
 def freeze() -> None:
-    """What there is now is there to stay."""
+    """Excludes all objects that exist now from garbage collection: they stay."""
     gc.collect()
     gc.freeze()
 
 
 def own_gpu(visible: str | None, place: int) -> str:
-    """CUDA's name of the GPU in that place among those that may be seen; the launcher has counted them."""
+    """CUDA's name of a GPU by its place among the visible ones."""
     return str(place) if visible is None else visible.split(",")[place].strip()
 
 

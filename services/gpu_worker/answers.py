@@ -1,4 +1,4 @@
-"""What a step's slots produced, as the scheduler is told."""
+"""The results of a step in the form of StepResult."""
 
 from array import array
 
@@ -7,7 +7,7 @@ from blockyard.shared.messages import NO_TOKEN, SlotResult
 
 
 def packed(done: CompletedPlan) -> tuple[list[SlotResult], bytes]:
-    """The results of slots that have more to say than one token, and the tokens of the others, by the plan's runs."""
+    """Results of slots that need more than one token id, and the token ids of all other slots, one for each run."""
     runs, rows = done.plan.runs, done.decode_outputs
     token_ids = array("I", rows.token_ids_by_run(runs)) if rows else array("I", [NO_TOKEN]) * len(runs)
     if not done.slot_results:
@@ -24,7 +24,7 @@ def packed(done: CompletedPlan) -> tuple[list[SlotResult], bytes]:
 
 
 def _is_plain(result: SlotResult) -> bool:
-    """It says one token and nothing else."""
+    """Whether a result is one token and nothing else."""
     return (
         len(result.token_ids) == 1
         and result.finish is None

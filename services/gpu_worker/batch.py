@@ -1,4 +1,4 @@
-"""The running choices as the host knows them: their rows, what they ask of the sampler, the names of their blocks."""
+"""The running sequences as the host knows them: their slots, sampling state, block hashes and transfers."""
 
 from collections import deque
 
@@ -18,13 +18,13 @@ Ints = npt.NDArray[np.int64]
 
 
 class Batch:
-    """Changes with every plan twice: `apply` when it is launched, `settle` when its results are known.
+    """Every plan changes it twice: `apply` at its launch, `complete` when its results are known.
 
-    Between the two, later plans may be applied: a slot that a result speaks of may have ended, or have a new owner.
+    Later plans may be applied in between: the slot of a result may have ended by then, or have a new owner.
     """
 
     def __init__(self, geometry: Geometry, pool: KVPool, store: BlockStore | None = None) -> None:
-        """`store`: host memory for blocks, if there is any."""
+        """store: host memory for blocks, None if there is none."""
         self.block_hashes = BlockHashes(pool.num_blocks)
         self.transfers = Transfers(self.block_hashes, geometry.block_size, store)
         self.sampler = Sampler(geometry.vocab_size, geometry.eos_token_ids, pool.device)
@@ -33,18 +33,18 @@ class Batch:
         self.reset(0)
 
     def reset(self, num_slots: int) -> None:
-        """Drops all slots; KV and its names stay."""
+        """Drops all slots. KV and block hashes stay."""
         shape = self._geometry
         self.block_hashes.readmit_all()
         self.transfers.reset()
         self.slots = Slots(num_slots, shape.max_model_len, shape.block_size, shape.vocab_size, shape.num_blocks)
         self.sampler.reset(num_slots)
-        self._blocks_of_ended: dict[int, Ints] = {}  # blocks by owner, until the plan that ended it is settled
-        self._ended_owners: deque[list[int]] = deque()  # owners that plans ended, a list a plan
-        self._failed_blocks: list[tuple[int, Ints]] = []  # slots and blocks, of the plan that is being settled
+        self._blocks_of_ended: dict[int, Ints] = {}  # blocks by owner, until the plan that ended it completes
+        self._ended_owners: deque[list[int]] = deque()  # for each plan in flight, owners that it ended
+        self._failed_blocks: list[tuple[int, Ints]] = []  # slots and blocks, of the plan that completes now
 
     def apply(self, plan: StepPlan) -> list[SlotResult]:
-        """Ends, starts and blocks; returns what is said, once, of slots that were to run and cannot."""
+        """Applies a plan's ends, starts, copies and blocks. Returns failures of slots that should run now."""
         slots = self.slots
         endings: list[int] = []
         for slot in [*plan.ends, *(start.slot for start in plan.starts)]:
@@ -75,7 +75,7 @@ class Batch:
         return [SlotResult(s, [], 0, finish=FinishReason.FAILED, detail=errors.pop(s)) for s in broken]
 
     def complete(self, plan: StepPlan, results: list[SlotResult]) -> None:
-        """The plan has run: its names hold, but for those of slots that failed."""
+        """The plan has run: its block hashes are valid now, except of slots that failed."""
         hashes, slots = self.block_hashes, self.slots
         failed = {r.slot for r in results if r.finish is FinishReason.FAILED}
         for slot in plan.ends:
@@ -97,9 +97,9 @@ class Batch:
             del self._blocks_of_ended[owner]
 
     def drop(self, slot: int, owner: int) -> None:
-        """After logits that are not numbers: what it wrote must not reach the next owner of its blocks.
+        """Fails a slot whose logits are not finite, and scrubs its blocks before another slot reads them.
 
-        To be called before any later plan is launched than those in flight: they may not touch the blocks of others.
+        Call it before another plan is launched: plans in flight do not touch these blocks, later ones may.
         """
         blocks = self._blocks_of_ended.get(owner)
         if blocks is None:
@@ -109,13 +109,13 @@ class Batch:
         self._pool.scrub(blocks)
 
     def recount(self, slot: int) -> None:
-        """The sampler's counts of a slot's tokens begin anew, from what is known."""
+        """Rebuilds the sampler's state of a slot from its tokens."""
         table = self.slots
         state, ids = table.slots[slot], table.token_ids[slot, : table.num_tokens[slot]]
         self.sampler.recount(slot, state.sampling, ids, state.num_prompt_tokens)
 
     def finish_reason_of(self, slot: int, token: int, known: int) -> tuple[FinishReason | None, int | None]:
-        """Whether this token, with which so many are known, ends the choice, and the stop id that did."""
+        """Why a sequence ends with this token, and the stop token if that is why. known: its tokens with this one."""
         state = self.slots.slots[slot]
         if token in self._eos and not state.sampling.ignore_eos:
             return FinishReason.STOP, None

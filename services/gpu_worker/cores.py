@@ -5,15 +5,14 @@ from pathlib import Path
 
 
 def default_threads(replicas: int = 1) -> int:
-    """Cores minus one, shared by all replicas: the rest of the ring needs one.
-
-    Two threads on one core wait for each other.
+    """All cores but one, divided by the replicas: the other services of the ring need one, and two compute threads on
+    one core wait for each other.
     """
     return max(round((usable_cores() - 1) / replicas), 1)
 
 
 def usable_cores(limit_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """The machine's, or what its container may use of them."""
+    """Cores of the machine, or of its container if that has fewer."""
     cores = len(os.sched_getaffinity(0))
     try:
         quota, period = limit_file.read_text("ascii").split()

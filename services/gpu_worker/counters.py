@@ -1,4 +1,4 @@
-"""What a worker has done so far, as the membership list shows it."""
+"""Counts steps and tokens of a worker, and publishes them to the membership list."""
 
 import gc
 import time
@@ -8,7 +8,7 @@ from blockyard.shared.messages import Stats
 from blockyard.shared.process.service_main import rss_bytes
 
 PUBLISH_S = 0.5
-COLLECT_S = 10.0  # between collections of garbage, which happen only when nothing is to be done
+COLLECT_S = 10.0  # between garbage collections, which run only while the worker is idle
 
 
 class Counters:
@@ -26,7 +26,7 @@ class Counters:
         self._tokens += num_rows + sum(len(r.token_ids) for r in done.slot_results)
 
     def idle(self) -> None:
-        """Nothing waits: a collection holds up no step now."""
+        """No plan waits: a garbage collection delays no step now."""
         self._running = 0
         now = time.monotonic()
         if now - self._collected_at >= COLLECT_S:
@@ -34,7 +34,7 @@ class Counters:
             gc.collect()
 
     def publish(self) -> None:
-        """Twice a second at most."""
+        """Publishes at most twice a second."""
         now = time.monotonic()
         if now - self._published_at < PUBLISH_S:
             return

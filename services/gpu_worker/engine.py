@@ -1,4 +1,4 @@
-"""From settings to a runner that is ready: device, weights, memory. Imports torch; `__main__` loads it by need."""
+"""Makes a runner that is ready from settings: device, weights, memory. Imports torch."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -53,7 +53,7 @@ DTYPES = {
 
 
 def start(config: WorkerConfig, report: Report, processes: CompileProcesses | None = None) -> Runner:
-    """Raises ConfigError or LoadError, each fit to be shown as one line. processes: that were started to compile."""
+    """Raises ConfigError or LoadError with a message of one line. processes: started already, to compile."""
     device = pick_device(config.device)
     notes = [set_up(device, config.threads or default_threads(config.replicas))]
     compiler = make_compiler(device, processes)
@@ -106,14 +106,14 @@ def start(config: WorkerConfig, report: Report, processes: CompileProcesses | No
 
 
 def eos_ids_of(folder: Path, settings: dict[str, Any], vocab_size: int) -> list[int]:
-    """Ids of config.json that are outside of the vocabulary end no sequence."""
+    """End-of-sequence ids; ids of config.json outside of the vocabulary are left out."""
     return [i for i in read_eos_ids(folder, settings) if 0 <= i < vocab_size]
 
 
 def geometry_of(
     model: Model, eos_ids: list[int], config: WorkerConfig, need: KVMemoryNeed, num_blocks: int, num_host_blocks: int
 ) -> Geometry:
-    """What the scheduler has to know."""
+    """The worker's sizes and limits, as the scheduler gets them."""
     max_model_len = length_that_fits(need, num_blocks)
     return Geometry(
         num_blocks=num_blocks,
@@ -154,7 +154,7 @@ def compile_kernels(
     report: Report,
     notes: list[str],
 ) -> IdleTuning | None:
-    """Compiles what steps launch, in parallel, on a GPU. Returns what is to be measured when the worker is idle."""
+    """Compiles the kernels of steps in parallel, on a GPU. Returns the tuning that is left for idle times."""
     if compiler is None:
         return None
     report("compiling kernels", 0.0, notes)
@@ -170,7 +170,7 @@ def compile_kernels(
 
 
 def make_compiler(device: torch.device, processes: CompileProcesses | None) -> "KernelCompiler | None":
-    """None on a CPU, whose steps have no kernels to compile."""
+    """None on CPU, where there are no Triton kernels to compile."""
     if device.type == "cuda":
         # It imports Triton, which a worker on the CPU never loads.
         from blockyard.services.gpu_worker.compilation import record_kernels  # noqa: PLC0415
@@ -184,7 +184,7 @@ def make_compiler(device: torch.device, processes: CompileProcesses | None) -> "
 def check(
     build: Build, settings: dict[str, Any], dtype: torch.dtype, config: WorkerConfig, device: torch.device
 ) -> float:
-    """Before memory is taken: whether the model can be what its config says. Returns `host_share`."""
+    """Checks names, shapes and memory before weights are allocated. Returns `host_share`."""
     model = build(settings, WeightTable(dtype, torch.device("meta")))
     kv_scales.claim(model.table, model.shape.num_layers, kv_scales.from_checkpoint(config))
     max_model_len = pick_length(config.max_model_len, model.shape.max_positions)
@@ -200,14 +200,14 @@ def check(
 def host_share(
     build: Build, settings: dict[str, Any], dtype: torch.dtype, config: WorkerConfig, device: torch.device
 ) -> float:
-    """The part of the layers' matrices that waits in host memory; on CPU all are there anyway."""
+    """The share of the layers' matrices that stays in host memory; 0 on CPU."""
     if device.type == "cpu":
         return 0.0
     return share_of_layers(build, settings, dtype, config.cpu_offload_gib, free_memory() // config.replicas)
 
 
 def held_bytes(config: WorkerConfig) -> int:
-    """Memory of the device that this process holds."""
+    """Bytes of the device's memory that this process holds."""
     device = pick_device(config.device)
     if device.type == "cpu":
         return rss_bytes()
@@ -218,7 +218,7 @@ def held_bytes(config: WorkerConfig) -> int:
 def run_ahead(
     runner: Runner, config: WorkerConfig, tuning: IdleTuning | None, report: Report, notes: list[str]
 ) -> None:
-    """Moves the batch to the GPU. Graphs that are captured later are reported as progress of what is ready."""
+    """Moves the batch to the GPU and captures CUDA graphs. Reports progress of graphs that are captured later."""
     # It imports Triton, which a worker on the CPU never loads.
     from blockyard.services.gpu_worker.execution import device_loop  # noqa: PLC0415
 
@@ -234,7 +234,7 @@ def run_ahead(
     )
     runner.run_ahead(loop)
     report("first steps", 0.0, notes)
-    warm_up(runner)  # before there are graphs: of kernels that are launched one by one
+    warm_up(runner)  # without graphs: it launches kernels one by one
     with torch.inference_mode():
         if not config.enforce_eager:
             report("capturing CUDA graphs", 0.0, notes)
@@ -254,8 +254,8 @@ def run_ahead(
 def pick_products(
     model: Model, config: WorkerConfig, device: torch.device, at_once: bool, report: Report, notes: list[str]
 ) -> "Tuner | None":
-    """Installs what computes the linear layers of this model. Returns the tuner where sizes are still to be measured;
-    `at_once`: they are measured here."""
+    """Picks the kernels of the model's linear layers. at_once: measures all sizes here;
+    otherwise returns the tuner that measures them later."""
     if device.type == "cuda" and (config.batch_invariant or not config.enforce_eager):
         # They import Triton, which a worker on the CPU never loads.
         from blockyard.services.gpu_worker.execution.decode_graphs import capture_sizes  # noqa: PLC0415
@@ -283,7 +283,7 @@ def pick_products(
 
 
 class Throttle:
-    """Passes on a fraction when it has grown by a hundredth: a report each weight would be thousands."""
+    """Reports a fraction only when it has grown by 0.01: there are thousands of weights."""
 
     def __init__(self, progress: Callable[[float], None]) -> None:
         self._progress, self._last = progress, -1.0
@@ -303,11 +303,11 @@ def pick_device(name: str) -> torch.device:
 
 
 def set_up(device: torch.device, threads: int) -> str:
-    """Returns what to say of it."""
+    """Returns a note about the device."""
     if device.type == "cpu":
         torch.set_num_threads(threads)
         return f"device: cpu, {torch.get_num_threads()} compute threads"
-    torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN plans anew, 40 ms, for every length a sequence reaches
+    torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN plans 40 ms for every new sequence length
     return f"device: {torch.cuda.get_device_name(device)}"
 
 
@@ -324,7 +324,7 @@ def pick_dtype(name: str, configured: object, device: torch.device) -> torch.dty
 
 
 def window_of(windows: Sequence[int | None], max_model_len: int) -> int | None:
-    """How many of the last keys a token sees in the layer that sees most; None if it sees all in some layer."""
+    """Keys that a token sees in the layer with the widest window; None if a layer sees all."""
     most = [max_model_len if window is None else window for window in windows]
     return max(most) if most and max(most) < max_model_len else None
 
@@ -369,7 +369,7 @@ def plan_memory(
 
 
 def free_memory() -> int:
-    """Bytes that this process can still take: the machine's, or its container's if that is less."""
+    """Free memory of the machine, or of its container if that is less."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for line in Path("/proc/meminfo").read_text("ascii").splitlines():
         if line.startswith("MemAvailable:"):

@@ -1,4 +1,4 @@
-"""What the worker's loop needs of its runner and of its links."""
+"""The interfaces between the worker's loop, its runner and its links. Imports neither torch nor numpy."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,32 +9,32 @@ from blockyard.shared.messages import Frame, Geometry, Member, MemoryTag, SlotRe
 
 
 class DecodeOutputs(Protocol):
-    """Slots that computed one more token, drew one, and have nothing else to say, side by side."""
+    """Results of slots that computed one token and sampled one, as arrays. Nothing else happened to them."""
 
     def __len__(self) -> int: ...
 
     def to_slot_results(self) -> list[SlotResult]:
-        """One by one."""
+        """One `SlotResult` for each slot."""
 
     def token_ids_by_run(self, runs: Sequence[SlotRun]) -> bytes:
-        """Their tokens as in StepResult: uint32 a run, NO_TOKEN of others."""
+        """The tokens as in StepResult: one uint32 for each run, NO_TOKEN for slots that are not here."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompletedPlan:
-    """A plan that has run, and what its slots produced."""
+    """A plan that has run, and the results of its slots."""
 
     plan: StepPlan
     slot_results: list[SlotResult]  # besides `decode_outputs`
-    stamp_s: float  # CLOCK_REALTIME when that was known
-    step_s: float  # time the step took from its launch on, without what it waited for steps before it
-    failed_fetches: list[int]  # blocks that do not hold what was to be fetched
-    launch_s: float = 0.0  # time the host took to launch the step, where the device computes meanwhile
+    stamp_s: float  # CLOCK_REALTIME when the host saw that it was done
+    step_s: float  # from launch to completion, less the wait for earlier steps
+    failed_fetches: list[int]  # blocks whose fetch failed
+    launch_s: float = 0.0  # host time to launch the step; 0 where the host computes it
     decode_outputs: DecodeOutputs | None = None
 
     @property
     def all_results(self) -> list[SlotResult]:
-        """All, one by one."""
+        """Of all slots."""
         if self.decode_outputs is None:
             return self.slot_results
         return [*self.decode_outputs.to_slot_results(), *self.slot_results]
@@ -46,7 +46,7 @@ class CachedBlocks(Protocol):
 
 
 class StepRunner(Protocol):
-    """What executes plans: the model's runner, or one without a model. Plans run in the order they were launched."""
+    """Executes plans in the order of their launch: `runner.Runner`, or the mock without a model."""
 
     @property
     def geometry(self) -> Geometry: ...
@@ -55,35 +55,35 @@ class StepRunner(Protocol):
 
     @property
     def in_flight(self) -> int:
-        """Plans that were launched and not collected."""
+        """Number of plans that were launched and not collected."""
 
     def reset(self, num_slots: int) -> None:
-        """Waits for what is in flight and drops its results and all slots; KV and its names stay."""
+        """Waits for plans in flight, then drops their results and all slots. KV and block hashes stay."""
 
     def reset_prefix_cache(self) -> None:
-        """No name of a block counts any more, here or in host memory."""
+        """Forgets all block hashes, of the pool and of host memory."""
 
     def can_launch(self) -> bool:
-        """False while as many plans are in flight as it keeps count of."""
+        """False while as many plans are in flight as it has buffers for."""
 
     def idle(self) -> bool:
-        """Called when nothing is to be done: does a piece of what could wait; False: there is none left."""
+        """Called when the worker has no plan: does one piece of background work. False: none is left."""
 
     def launch(self, plan: StepPlan) -> None:
-        """Begins a plan. A runner that cannot compute beside the caller computes it here."""
+        """Starts a plan. A runner without a device computes it before it returns."""
 
     def collect(self) -> list[CompletedPlan]:
-        """The plans that are done and were not returned yet, oldest first. Never waits."""
+        """Plans that are done and were not returned yet, oldest first. Never waits."""
 
 
 class OffloadableRunner(StepRunner, Protocol):
-    """A runner that can do without its memory for a while."""
+    """A runner that can give its memory back for a while."""
 
     def release_memory(self, weights: bool = True) -> None:
-        """Gives back the memory of KV, which is forgotten, and of weights that can wait in host memory."""
+        """Frees the memory of KV, whose contents are lost, and of weights, which move to host memory."""
 
     def reclaim_memory(self, weights: bool = True, kv: bool = True) -> None:
-        """Takes back what is named. Once both are there it is as before `park`, with KV that is empty."""
+        """Takes the named memory back. With both it runs as before `release_memory`, with an empty KV cache."""
 
 
 class SleepModeRunner(StepRunner, Protocol):
@@ -97,7 +97,7 @@ class SleepModeRunner(StepRunner, Protocol):
         """Returns the bytes that were freed."""
 
     def wake(self, parts: Sequence[MemoryTag]) -> int:
-        """Takes a part of the memory and sleeps on. Returns the bytes that are still free."""
+        """Takes a part of the memory back and still sleeps. Returns the bytes that are still free."""
 
 
 class WorkerLinks(Protocol):

@@ -1,4 +1,4 @@
-"""How many KV blocks there is memory for, and the arithmetic in words."""
+"""Plans how many KV blocks fit into memory, with notes that explain the number."""
 
 import math
 from dataclasses import dataclass, replace
@@ -6,33 +6,33 @@ from dataclasses import dataclass, replace
 from blockyard.shared.errors import LoadError
 
 GIB = 1 << 30
-CPU_SHARE = 0.5  # of free memory at most, where no flag says how much
+CPU_SHARE = 0.5  # of free memory, unless a flag sets it
 CPU_USUAL = 1 * GIB  # more only if one sequence needs it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVMemoryNeed:
-    """What the memory is for."""
+    """What decides how much KV memory is needed."""
 
     block_size: int  # tokens
     block_bytes: int  # all layers
     max_model_len: int
     max_num_seqs: int
-    window: int | None = None  # tokens that any layer sees at most; None: all
-    max_step_tokens: int = 0  # counts where there is a window
+    window: int | None = None  # tokens that the layer with the widest view sees; None: all
+    max_step_tokens: int = 0  # used only with a window
     batch_invariant: bool = False
-    shorten: bool = False  # max_model_len is the most: a sequence may have as many tokens as there is memory for
+    shorten: bool = False  # max_model_len may be lowered to the number of tokens that fit
 
     @property
     def tokens_held(self) -> int:
-        """That one sequence holds at a time at least: all, where some layer sees all."""
+        """Tokens that one sequence holds at least at a time: all, unless every layer has a window."""
         if self.window is None:
             return self.max_model_len
         return min(self.max_model_len, self.window + 2 * self.block_size)
 
     @property
     def tokens_useful(self) -> int:
-        """That one sequence has use for at a time: a step of a prompt comes to what it holds."""
+        """Tokens that one sequence can use at a time: those it holds and one step of its prompt."""
         return min(self.max_model_len, self.tokens_held + self.max_step_tokens)
 
 
@@ -43,7 +43,7 @@ class MemoryPlan:
 
 
 def length_that_fits(need: KVMemoryNeed, num_blocks: int) -> int:
-    """Tokens that a sequence may have in this many blocks, max_model_len at most."""
+    """Tokens that a sequence may have with so many blocks, at most max_model_len."""
     room = num_blocks * need.block_size
     return need.max_model_len if room >= need.tokens_held else room
 
@@ -81,9 +81,8 @@ def plan_cuda(
     graph_bytes: int = 0,
     staging_bytes: int = 0,
 ) -> MemoryPlan:
-    """peak_bytes: the most that a forward of the largest step needs besides weights and KV; graph_bytes: what CUDA
-    graphs and the buffers of decode steps hold on to; staging_bytes: what blocks go through on their way to the host
-    and back. Raises LoadError."""
+    """peak_bytes: needed by the largest forward pass besides weights and KV. graph_bytes: held by CUDA graphs and the
+    buffers of decode steps. staging_bytes: buffers of copies to host memory. Raises LoadError."""
     if override is not None:
         return _plan(need, override, [f"{override} blocks by --num-gpu-blocks-override"], "--num-gpu-blocks-override")
     left = int(total_bytes * utilization) - weights_bytes - peak_bytes - graph_bytes - staging_bytes
@@ -106,8 +105,8 @@ def plan_cuda(
 
 
 def plan_bytes(need: KVMemoryNeed, kv_bytes: int, free_bytes: int) -> MemoryPlan:
-    """As many bytes as --kv-cache-memory-bytes says. Raises LoadError if so many are not free, or one sequence of
-    max_model_len does not fit."""
+    """Uses --kv-cache-memory-bytes. Raises LoadError if they are not free, or one sequence of max_model_len does not
+    fit."""
     flag = "--kv-cache-memory-bytes"
     if kv_bytes > free_bytes:
         raise LoadError(f"{flag} {kv_bytes}: there is room for {max(free_bytes, 0)}")
@@ -115,7 +114,7 @@ def plan_bytes(need: KVMemoryNeed, kv_bytes: int, free_bytes: int) -> MemoryPlan
 
 
 def plan_host(need: KVMemoryNeed, free_bytes: int, swap_space_gib: float) -> MemoryPlan:
-    """KV blocks in host memory. Raises LoadError if there is not as much, or not enough for one block."""
+    """Plans KV blocks in host memory. Raises LoadError if it is not free, or too small for one block."""
     size = int(swap_space_gib * GIB)
     if size > free_bytes:
         raise LoadError(f"--swap-space {swap_space_gib:g}: {_gib(free_bytes)} of host memory are free")
@@ -174,7 +173,7 @@ def _bytes_of_one(need: KVMemoryNeed) -> int:
 
 
 def _up(value: float) -> float:
-    """To two digits, rounded up."""
+    """Rounds up to two digits."""
     return math.ceil(value * 100) / 100
 
 

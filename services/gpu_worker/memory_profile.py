@@ -8,19 +8,19 @@ from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.gpu_worker.sampling.topk_topp_sampler import Noise, SamplingLimits, sample_limited
 from blockyard.services.gpu_worker.step import Step
 
-WORKSPACE = 256 << 20  # libraries' own memory, and fragments
+WORKSPACE = 256 << 20  # memory of libraries, and fragmentation
 FEW = 2  # tokens of a small prefill
 
 
 def peak_bytes(model: Model, tokens: int, need: KVMemoryNeed, dtype: torch.dtype, device: torch.device) -> int:
-    """Of the largest prefill, then of sampling the most rows; cuda only. Attention reads the pool where it lies: how
-    much was computed before does not matter. Kernels that steps with prefill need are compiled on the way."""
+    """Measured on the largest prefill and on sampling the most rows; cuda only. The length of earlier context does not
+    matter, because attention reads the pool in place. Compiles kernels of steps with prefill on the way."""
     pool = KVPool(model.shape, blocks_of(tokens, need.block_size), need.block_size, dtype, device, need.batch_invariant)
     held = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     hidden = _prefill(model, pool, tokens, need.max_model_len)
     _sample(model.logits(hidden[-min(need.max_num_seqs, tokens) :]).float())
-    for longest in (need.max_model_len, FEW):  # with keys shared by programs, and without
+    for longest in (need.max_model_len, FEW):  # with split-KV, and without
         _prefill(model, pool, min(tokens, FEW), longest)
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - held
@@ -44,7 +44,7 @@ def _prefill(model: Model, pool: KVPool, tokens: int, longest: int) -> torch.Ten
 
 
 def _sample(logits: torch.Tensor) -> None:
-    """With limits that leave every token, the costliest case."""
+    """With limits that keep every token, the most expensive case."""
     rows = len(logits)
     zeros = torch.zeros(rows, dtype=torch.int64, device=logits.device)
     ones = torch.ones(rows, device=logits.device)

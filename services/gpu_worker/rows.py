@@ -1,4 +1,4 @@
-"""Results of a step side by side, as they come from the device."""
+"""Results of a step as arrays, as they come from the device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ Integers = npt.NDArray[np.integer[Any]]
 
 @dataclass(frozen=True, slots=True)
 class DecodeTokens:
-    """Slots that computed one more token, drew one, and have nothing else to say."""
+    """See `interfaces.DecodeOutputs`."""
 
     slots: Integers
     token_ids: Integers
-    computed: Integers  # tokens with KV now
+    computed: Integers  # tokens whose KV is written
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -28,7 +28,7 @@ class DecodeTokens:
         return [SlotResult(slot, [token], computed) for slot, token, computed in zip(*columns, strict=True)]
 
     def token_ids_by_run(self, runs: Sequence[SlotRun]) -> bytes:
-        """Tokens as in StepResult: uint32 a run, NO_TOKEN of others."""
+        """See `interfaces.DecodeOutputs`."""
         slots = np.array([run.slot for run in runs])
         by_slot = np.full(slots.max() + 1, NO_TOKEN, "<u4")
         by_slot[self.slots] = self.token_ids

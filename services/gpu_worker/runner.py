@@ -1,4 +1,4 @@
-"""Runs step plans on a model: applies what changed, computes, samples, says what each slot produced."""
+"""Runs step plans on a model: applies a plan's changes, computes, samples, returns the results of each slot."""
 
 import time
 from collections.abc import Callable
@@ -23,7 +23,7 @@ Ints = npt.NDArray[np.int64]
 
 
 class RunAhead(DeviceSteps, Protocol):
-    """How steps run ahead of the host on a GPU; see device_loop.py."""
+    """Runs steps ahead of the host on a GPU: `execution.device_loop.DeviceLoop`."""
 
     @property
     def in_flight(self) -> int: ...
@@ -38,10 +38,10 @@ class RunAhead(DeviceSteps, Protocol):
 
 
 class Runner:
-    """The state of one worker's batch and the loop body over it.
+    """One step from plan to results: forward, sample, collect. Owns the batch and the way back from sleep.
 
-    Steps whose slots need no host between their tokens run ahead on the device. Before any other step, what is in
-    flight is waited for; then it runs in lockstep.
+    Steps whose slots all sample on the device run ahead of the host. Any other step waits until no step is in flight
+    and then runs synchronously.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Runner:
         store: BlockStore | None = None,
         move_to_device: "Callable[[Runner], None] | None" = None,
     ) -> None:
-        """move_to_device: called when memory is back after sleep; it calls `run_ahead` again."""
+        """move_to_device: called after sleep, when memory is back; it has to call `run_ahead` again."""
         self.geometry, self.model, self.pool = geometry, model, pool
         self.batch = Batch(geometry, pool, store)
         self.host = HostSteps(model, pool, self.batch)
@@ -60,11 +60,11 @@ class Runner:
         self._move_to_device = move_to_device
         self._offloaded: OffloadedWeights | None = None
         self._has_kv = True
-        self._done: list[CompletedPlan] = []  # and not collected
+        self._done: list[CompletedPlan] = []  # completed and not collected
         self.reset(0)
 
     def run_ahead(self, loop: RunAhead, step_s: float = 0.0) -> None:
-        """From now on, where it can. To be called before the first plan. step_s: what a decode step takes."""
+        """Runs steps on `loop` where it supports them. Call it before the first plan. step_s: time of a decode step."""
         self.geometry = msgspec.structs.replace(self.geometry, step_s=step_s)
         self.ahead = loop
         self.host.use_device(loop)
@@ -82,11 +82,11 @@ class Runner:
         return not self._done if self.ahead is None else self.ahead.can_launch()
 
     def idle(self) -> bool:
-        """Does a piece of what can wait until nothing else is to be done; False: there is none left."""
+        """Does one piece of background work. False: none is left."""
         return self.ahead is not None and (bool(self.batch.slots.live.any()) or self.ahead.idle())
 
     def reset(self, num_slots: int) -> None:
-        """Waits for what is in flight and drops its results and all slots; KV and its names stay."""
+        """Waits for steps in flight, then drops their results and all slots. KV and block hashes stay."""
         self._settle()
         self._done.clear()
         self.batch.reset(num_slots)
@@ -96,7 +96,7 @@ class Runner:
         self.batch.block_hashes.clear()
 
     def release_memory(self, weights: bool = True) -> None:
-        """On CPU weights are where they belong, and KV alone is given back."""
+        """Frees the KV memory, and on a GPU the weights, which move to host memory."""
         self.ahead = None
         self.host.use_device(None)
         if weights and self._offloaded is None:
@@ -148,7 +148,7 @@ class Runner:
         return done
 
     def execute(self, plan: StepPlan) -> list[SlotResult]:
-        """Launches a plan and waits for it, where nothing else is in flight."""
+        """Launches a plan and waits for it. No other plan may be in flight."""
         self.launch(plan)
         self._settle()
         return self.collect()[0].all_results

@@ -1,7 +1,6 @@
-"""The worker's loop: takes plans in order, launches them, answers each when it is done. A plain thread, without torch.
+"""The worker's loop: takes plans in order, launches them, answers each one when it is done. A plain thread, no torch.
 
-While steps are in flight it polls, links and runner in turn: one thread runs Python, and a wait inside the driver would
-keep it from the next plan.
+While steps are in flight it polls links and runner in turn: a wait inside the driver would delay the next plan.
 """
 
 import logging
@@ -17,17 +16,17 @@ from blockyard.shared.messages import StepResult
 log = logging.getLogger(__name__)
 
 IDLE_POLL_S = 0.5
-CHORE_POLL_S = 0.1  # after so long without anything to do the runner may do what takes a while
+CHORE_POLL_S = 0.1  # of idle time before the runner does background work
 
 
 class Worker:
-    """Plans that the runner cannot take yet wait in `orders`."""
+    """Runs plans from `session` on `runner`. Plans that the runner cannot take yet wait in `session.plans`."""
 
     def __init__(self, links: WorkerLinks, runner: SleepModeRunner) -> None:
         self._links, self._runner = links, runner
         self.session = SchedulerSession(links, runner)
-        self._has_chores = True  # the runner may have work for idle times
-        self._wait_s = CHORE_POLL_S  # before the next piece of that work; pieces follow each other without a pause
+        self._has_chores = True  # the runner may have background work
+        self._wait_s = CHORE_POLL_S  # before the next piece of background work
         self.counters = Counters(links, runner.geometry.num_blocks)
 
     def run(self, stopped: threading.Event) -> None:
@@ -51,9 +50,9 @@ class Worker:
             self.step()
 
     def step(self) -> None:
-        """Launches the oldest plan, if there is room for one, and answers those that are done.
+        """Launches the oldest plan, if there is room for one, and answers the plans that are done.
 
-        Raises DeviceError after an error of the runner's: of CUDA's nothing can be computed any more.
+        Raises DeviceError after an error of the runner: after a CUDA error nothing can be computed any more.
         """
         try:
             self._step()

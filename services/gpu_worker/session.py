@@ -1,4 +1,4 @@
-"""Whom a worker obeys, and its plans in order: attach, fencing, plans that are missing, sleep. No torch in here."""
+"""The attached scheduler and its plans in order: attach, fencing, missing plans, sleep. Imports no torch."""
 
 import logging
 from collections import deque
@@ -22,16 +22,16 @@ log = logging.getLogger(__name__)
 
 
 class SchedulerSession:
-    """Obeys the scheduler that attached last. Plans that are to be launched wait in `plans`."""
+    """Accepts plans of the scheduler that attached last. Plans wait in `plans` until they are launched."""
 
     def __init__(self, links: WorkerLinks, runner: SleepModeRunner) -> None:
         self._links, self._runner = links, runner
         self.plans: deque[StepPlan] = deque()
         self._scheduler: int | None = None
-        self._next = 0  # number of the plan that is to come; 0: none before the next Attach
+        self._next = 0  # number of the next plan; 0: none is accepted before the next Attach
 
     def expects_result(self, plan: StepPlan) -> bool:
-        """Whether somebody waits for its result. A lost scheduler's successor asks for the state, not for results."""
+        """Whether its scheduler waits for the result. A lost scheduler's successor attaches instead."""
         return self._next > 0 and plan.scheduler == self._scheduler
 
     def handle(self, peer: int, event: "Event | WorkerIn") -> None:
@@ -45,18 +45,20 @@ class SchedulerSession:
             case Wake():
                 self._wake(peer, event)
             case Gone() if peer == self._scheduler:
-                self.plans.clear()  # nobody is left to answer; KV and slots wait for the next Attach
+                self.plans.clear()  # KV and slots stay for the next Attach
                 self._next = 0
-            case Joined() if peer == self._scheduler and self._next == 0:  # it lived after all, and waits for results
+            case Joined() if (
+                peer == self._scheduler and self._next == 0
+            ):  # only its link was lost: it waits for results
                 self._links.answer(peer, OutOfStep(self._links.me.incarnation, 1))
 
     def report_broken(self, detail: str) -> None:
-        """The device failed: whoever waits for results will get none."""
+        """Tells the scheduler that the device failed and no results will follow."""
         if self._scheduler is not None and self._next > 0:
             self._links.answer(self._scheduler, Broken(self._links.me.incarnation, detail))
 
     def _attach(self, peer: int, attach: Attach) -> None:
-        if self._scheduler not in (None, attach.scheduler):  # it may wait for results of plans that are dropped now
+        if self._scheduler not in (None, attach.scheduler):  # its plans are dropped now: it must not wait for results
             self._links.answer(self._scheduler, Fenced(self._scheduler))
         self.plans.clear()
         self._runner.reset(attach.num_slots)
@@ -70,7 +72,7 @@ class SchedulerSession:
         log.info("attached to scheduler %x with %d slots", attach.scheduler, attach.num_slots)
 
     def _sleep(self, peer: int, frame: Sleep) -> None:
-        """Until the next Attach. Only the scheduler that has this worker may send it there."""
+        """Sleeps until the next Attach. Refused from any scheduler but the attached one."""
         if frame.scheduler != self._scheduler:
             self._links.answer(peer, Fenced(frame.scheduler))
             return
@@ -80,7 +82,7 @@ class SchedulerSession:
         self._links.answer(peer, Slept(self._links.me.incarnation, frame.level, freed))
 
     def _wake(self, peer: int, frame: Wake) -> None:
-        """A part of its memory; it sleeps on."""
+        """Takes back a part of the memory; the worker still sleeps."""
         if frame.scheduler != self._scheduler:
             self._links.answer(peer, Fenced(frame.scheduler))
             return
@@ -92,7 +94,7 @@ class SchedulerSession:
             log.warning("refused a plan of scheduler %x", plan.scheduler)
             self._links.answer(peer, Fenced(plan.scheduler))
         elif self._next == 0:
-            return  # out of step, and said so: what is still under way from before counts no more
+            return  # OutOfStep was sent: plans that were on their way then are ignored
         elif plan.number != self._next:
             log.error("plan %d came where %d was due: slots dropped", plan.number, self._next)
             self._links.answer(peer, OutOfStep(self._links.me.incarnation, self._next))

@@ -1,4 +1,4 @@
-"""The running choices: ids, lengths and block tables, one row a slot. No torch, no sampling."""
+"""The running sequences: token ids, lengths and block tables, one row for each slot. No torch, no sampling."""
 
 import itertools
 from dataclasses import dataclass, field
@@ -12,41 +12,41 @@ Ints = npt.NDArray[np.int64]
 
 
 class SlotError(Exception):
-    """This slot cannot run: it fails alone, with this message."""
+    """A slot that cannot run. It fails alone, with this message."""
 
 
 @dataclass(slots=True)
 class Slot:
-    """What is known of a choice besides its row in the arrays."""
+    """A sequence's parameters, besides its row in the arrays."""
 
     sampling: Sampling
     choice: int
     num_prompt_tokens: int
-    max_num_tokens: int  # with that many tokens it has reached max_tokens or max_model_len
+    max_num_tokens: int  # at this length it has reached max_tokens or max_model_len
     prompt_logprobs_from: int = 0
     stop_ids: frozenset[int] = field(default_factory=frozenset)
 
 
 class Slots:
-    """Rows of slots. A slot is `live` from its start until it finishes, fails or is ended."""
+    """Owns the state of all slots. A slot is `live` from its start until it finishes, fails or is ended."""
 
     def __init__(self, num_slots: int, max_model_len: int, block_size: int, vocab_size: int, num_blocks: int) -> None:
         self._limits = (max_model_len, vocab_size, num_blocks)
         self.block_size = block_size
         self.token_ids = np.zeros((num_slots, max_model_len), np.int64)
         self.tables = np.zeros((num_slots, -(-max_model_len // block_size)), np.int64)
-        self.num_tokens = np.zeros(num_slots, np.int64)  # tokens whose ids are here
-        self.num_computed = np.zeros(num_slots, np.int64)  # tokens whose KV is written
-        self.num_start_tokens = np.zeros(num_slots, np.int64)  # tokens whose ids it started with
+        self.num_tokens = np.zeros(num_slots, np.int64)  # tokens with an id
+        self.num_computed = np.zeros(num_slots, np.int64)  # tokens with KV
+        self.num_start_tokens = np.zeros(num_slots, np.int64)  # tokens at its start
         self.num_blocks = np.zeros(num_slots, np.int64)
-        self.owners = np.zeros(num_slots, np.int64)  # a number no other start ever had
+        self.owners = np.zeros(num_slots, np.int64)  # unique for each start
         self._starts = itertools.count(1)
         self.live = np.zeros(num_slots, np.bool_)
         self.slots: dict[int, Slot] = {}
-        self.errors: dict[int, str] = {}  # of slots that are to fail when they are next run
+        self.errors: dict[int, str] = {}  # by slot; its next run fails with this
 
     def start(self, start: SlotStart) -> bool:
-        """False if it cannot run; `errors` then says why, which its first run answers."""
+        """False if it cannot run: `errors` has the reason, and its first run reports it."""
         self.end(start.slot)
         try:
             self._start(start)
@@ -56,7 +56,7 @@ class Slots:
         return True
 
     def end(self, slot: int) -> None:
-        """It writes nothing any more. Unknown slots are ignored."""
+        """Frees a slot. Unknown slots are ignored."""
         self.errors.pop(slot, None)
         if self.slots.pop(slot, None) is not None:
             self.live[slot] = False
@@ -86,11 +86,11 @@ class Slots:
             self.fail(slot, str(e))
 
     def scheduled(self, runs: list[SlotRun]) -> tuple[Ints, Ints]:
-        """Slots that compute something in this step and how many tokens each, decodes first.
+        """Slots that compute tokens in this step, and how many each, decodes first.
 
-        A slot takes the least of what it may, what it knows and what it has blocks for; ended ones are left out.
+        The plan, the slot's known tokens and its blocks each limit the number. Ended slots are left out.
         """
-        slots = np.array([run.slot for run in runs], np.int64)  # a list each: of pairs it takes five times as long
+        slots = np.array([run.slot for run in runs], np.int64)  # two lists: an array of pairs takes five times as long
         most = np.array([run.max_tokens for run in runs], np.int64)
         there = (slots >= 0) & (slots < len(self.live))
         if not there.all():
@@ -109,17 +109,17 @@ class Slots:
         self.num_computed[slots] += counts
 
     def advance_ahead(self, slots: Ints, counts: Ints) -> None:
-        """As `advance`, for a step in flight: a slot whose tokens are all computed gets one more, whose id follows."""
+        """As `advance`, for a step in flight: after its last token a slot gets one more, whose id comes later."""
         positions = self.num_computed[slots] + counts
         self.num_computed[slots] = positions
         self.num_tokens[slots] += positions == self.num_tokens[slots]
 
     def set_tokens(self, slots: Ints, positions: Ints, token_ids: Ints) -> None:
-        """The ids of tokens that `advance_ahead` has counted."""
+        """Sets the ids of tokens that `advance_ahead` has counted."""
         self.token_ids[slots, positions] = token_ids
 
     def append(self, slots: Ints, token_ids: Ints) -> None:
-        """One new token each. One that has reached the end of its row (max_model_len) does not need it any more."""
+        """Adds one token to each slot. A slot at max_model_len counts it and does not store it."""
         known = self.num_tokens[slots]
         fits = known < self.token_ids.shape[1]
         self.token_ids[slots[fits], known[fits]] = token_ids[fits]
@@ -158,7 +158,7 @@ class Slots:
     def _append_blocks(self, slot: int, blocks: list[int]) -> None:
         num_blocks = self._limits[2]
         have = int(self.num_blocks[slot])
-        blocks = blocks[: self.tables.shape[1] - have]  # a grant may reach beyond the context; nothing is written there
+        blocks = blocks[: self.tables.shape[1] - have]  # blocks beyond max_model_len are never written
         if blocks and (min(blocks) < 0 or max(blocks) >= num_blocks):
             raise SlotError(f"blocks {blocks} are outside of the pool of {num_blocks}")
         self.tables[slot, have : have + len(blocks)] = blocks

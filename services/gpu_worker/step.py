@@ -1,4 +1,4 @@
-"""What a forward pass is told about its tokens: built anew each step, the same for every layer."""
+"""Arguments of a forward pass, built for each step and shared by all layers."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -19,10 +19,10 @@ class Attend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LogitsIndices:
-    """Tokens of a step whose hidden states are asked for, [n] int64 each; each is the last of its sequence."""
+    """Tokens whose logits a step needs: the last one of each sequence. [n] int64 each."""
 
-    rows: Tensor  # of the step; those that pad name any
-    slots: Tensor  # below 0: it pads
+    rows: Tensor  # index among the step's tokens; any for padding
+    slots: Tensor  # below 0: padding
     positions: Tensor
 
 

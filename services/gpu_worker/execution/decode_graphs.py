@@ -1,8 +1,7 @@
-"""Steps in which every sequence computes one token, on a GPU: over the slots that live there, as CUDA graphs.
+"""Steps in which every sequence computes one token, on the slots of the GPU, as CUDA graphs.
 
-Two graphs a size: `forward` from the slots' next tokens to the logits, `sample` from there to the slots' new state;
-of the latter a second one, where a slot asks for more than a draw.
-Loaded by name, on a GPU alone.
+A size has two graphs: `forward` from the slots' next tokens to the logits, and `sample` from the logits to the slots'
+new state. A second graph of `sample` is for steps with penalties, edits of tokens or log-probabilities. Imports Triton.
 """
 
 import logging
@@ -25,24 +24,24 @@ from blockyard.services.gpu_worker.step import Step
 
 log = logging.getLogger(__name__)
 
-SLOTS = 2  # times as many as rows: schedulers keep spare ones
-IN_FLIGHT = 8  # steps, at most
+SLOTS = 2  # slots for each row: schedulers keep spare slots
+IN_FLIGHT = 8  # steps at most
 MEASURED = 5
 CAPTURE_S = 3.0  # spent on graphs before the worker is ready
-GRAPH_BYTES = 24 << 20  # of three graphs besides their tensors, more than was seen
+GRAPH_BYTES = 24 << 20  # of three graphs without their tensors; an upper bound of measurements
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeSize:
-    """Of a step."""
+    """The size that a decode step is padded to."""
 
-    rows: int  # the last ones may pad
+    rows: int  # the last ones may be padding
     short_context: bool  # no sequence is longer than `DeviceOps.fused_decode_max_len`
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardOutput:
-    """Of a forward pass; overwritten by the next one."""
+    """Output of a forward pass, overwritten by the next one."""
 
     hidden: Tensor  # [rows, hidden]
     logits: Tensor  # [rows, vocab_size]
@@ -56,11 +55,11 @@ class CapturedGraphs:
     forward: torch.cuda.CUDAGraph
     output: ForwardOutput
     sample: torch.cuda.CUDAGraph
-    sample_processed: torch.cuda.CUDAGraph | None  # None: no slot can ask
+    sample_processed: torch.cuda.CUDAGraph | None  # None: edits and log-probabilities are the host's
 
 
 class DecodeSteps:
-    """For up to `capacity` sequences, in slots below SLOTS times that."""
+    """Decode steps of up to `capacity` sequences, in slots below SLOTS * capacity. Owns their CUDA graphs."""
 
     def __init__(
         self,
@@ -74,8 +73,8 @@ class DecodeSteps:
         ops: DeviceOps | None = None,
         ring: PinnedRing | None = None,
     ) -> None:
-        """`sizes`: of graphs, in place of a ladder; `wishes`: see DeviceSlots. Raises LoadError for a head size that
-        kernels do not take."""
+        """sizes: of graphs, None: `capture_sizes`. logits_edits: see DeviceSlots. Raises LoadError for a head size that
+        the kernels do not support."""
         check_head_size(pool.shape.head_dim)
         self.capacity, self.ops = capacity, ops or TritonDeviceOps()
         width, device, vocab = blocks_of(max_model_len, pool.block_size), pool.device, pool.shape.vocab_size
@@ -91,7 +90,7 @@ class DecodeSteps:
             size for rows in capture_order(self._capture_sizes) for size in self._decode_sizes(rows, max_model_len)
         ]
         self._graphs: dict[DecodeSize, CapturedGraphs] = {}
-        self._missing: list[DecodeSize] = []  # that are still to be captured
+        self._missing: list[DecodeSize] = []  # not captured yet
         self._graph_pool: Any = None
         self.capture_error = ""  # why there are no graphs
         self._capture_s, self._graphs_bytes = 0.0, 0
@@ -104,7 +103,7 @@ class DecodeSteps:
         ]
 
     def padded(self, rows: int, reach: int) -> DecodeSize:
-        """Of the step that so many rows are computed in, no position of which is beyond `reach`."""
+        """The size that so many rows are padded to, with no position beyond `reach`."""
         fitting = (
             one
             for one in self._graphs
@@ -117,11 +116,11 @@ class DecodeSteps:
         )
 
     def padded_num_seqs(self, rows: int) -> int:
-        """The least size of the ladder for so many rows. Kernels are compiled for these."""
+        """The smallest capture size for so many rows. Kernels are compiled for these sizes."""
         return next((n for n in self._capture_sizes if n >= rows), self.capacity)
 
     def forward(self, size: DecodeSize) -> ForwardOutput:
-        """Computes the next token of the slots in the first rows; `size` is as `padded` said."""
+        """Computes the next token of the slots in the first rows. `size` is from `padded`."""
         captured = self._graphs.get(size)
         if captured is None:
             return self._forward(size)
@@ -129,9 +128,9 @@ class DecodeSteps:
         return captured.output
 
     def sample(self, size: DecodeSize, output: ForwardOutput, needs_processing: bool) -> None:
-        """Draws from what `forward` returned; the slots go on or end, and the ring has what became of them.
+        """Samples from the output of `forward`: slots go on or end, and the ring gets their results.
 
-        asked: some slots change their logits, or want log-probabilities.
+        needs_processing: a slot has penalties, edits of tokens, or reports log-probabilities.
         """
         captured = self._graphs.get(size)
         graph = None if captured is None else captured.sample_processed if needs_processing else captured.sample
@@ -154,7 +153,7 @@ class DecodeSteps:
     def sample_rows(
         self, rows: StepInputs, logits: Tensor, needs_processing: bool, counts: Tensor | None = None
     ) -> None:
-        """Each row's slot gets a token; `counts` are the tokens that rows computed, None: one each."""
+        """Samples a token for each row's slot. counts: tokens that each row computed, None: one each."""
         tokens, best, logits_edits = self._tokens[: len(logits)], self._best[: len(logits)], self.slots.logits_edits
         if needs_processing:
             self.ops.adjust(logits, rows, logits_edits.logits_edits)
@@ -167,12 +166,12 @@ class DecodeSteps:
         self.ops.advance(self.slots.state, rows, tokens, best, self._eos, self.ring.results, counts)
 
     def pass_over(self, rows: StepInputs, counts: Tensor) -> None:
-        """Each row's slot has computed `counts` tokens and is due for none."""
+        """Advances each row's slot by `counts` tokens, where no slot samples."""
         tokens, best = self._tokens[: len(counts)], self._best[: len(counts)]
         self.ops.advance(self.slots.state, rows, tokens, best, self._eos, self.ring.results, counts)
 
     def capture(self) -> None:
-        """All sizes as far as CAPTURE_S reaches, the others when `capture_one` is called."""
+        """Captures sizes for CAPTURE_S seconds; `capture_one` captures the others."""
         start = time.perf_counter()
         self._graph_pool = torch.cuda.graph_pool_handle()
         self._missing = list(self._sizes)
@@ -181,11 +180,11 @@ class DecodeSteps:
 
     @property
     def captured(self) -> float:
-        """The part of the sizes that need no graph any more; 1.0 where there will be none."""
+        """The fraction of sizes with a graph; 1.0 if capturing failed."""
         return 1.0 - len(self._missing) / len(self._sizes)
 
     def describe(self) -> str:
-        """What there is of graphs, in a line."""
+        """Number and memory of graphs, in one line."""
         if self.capture_error:
             return f"CUDA graphs: none, decode steps are eager: {self.capture_error}"
         left = f", {len(self._missing)} more when idle" if self._missing else ""
@@ -193,7 +192,7 @@ class DecodeSteps:
         return f"CUDA graphs: {len(self._graphs)} of up to {self.capacity} rows in {took:.1f} s, {size:.2f} GiB{left}"
 
     def capture_one(self) -> bool:
-        """A size that has no graph yet; False: none is left. What cannot be captured stays eager."""
+        """Captures one size. False: none is left. After an error all steps are eager."""
         if not self._missing:
             return False
         size = self._missing.pop(0)
@@ -203,32 +202,32 @@ class DecodeSteps:
                 self._graphs[size] = self._capture(size)
             self._capture_s += time.perf_counter() - start
             self._graphs_bytes += torch.cuda.memory_reserved(self.pool.device) - before
-        except RuntimeError as e:  # OutOfMemoryError and CUDA's own are among them
+        except RuntimeError as e:  # includes OutOfMemoryError and CUDA errors
             self._graphs.clear()
             self._missing.clear()
             torch.cuda.empty_cache()
             self.capture_error = str(e).splitlines()[0]
             log.warning("CUDA graphs could not be captured, decode steps are eager: %s", self.capture_error)
-        self.slots.count_step(self.ring.step)  # the device has counted the trial
+        self.slots.count_step(self.ring.step)  # the device has counted the trial step
         return bool(self._missing)
 
     def capture_again(self, rows: int) -> None:
-        """What computes steps of so many rows has changed: their graphs are dropped, `capture_one` makes new ones."""
+        """Drops the graphs of a size whose kernels have changed; `capture_one` makes new ones."""
         for size in [one for one in self._graphs if one.rows == rows]:
             del self._graphs[size]
             self._missing.append(size)
 
     @property
     def sizes(self) -> list[DecodeSize]:
-        """All that there may be graphs of."""
+        """All sizes that may have graphs."""
         return list(self._sizes)
 
     def _capture(self, size: DecodeSize) -> CapturedGraphs:
-        self.slots.clear_rows()  # rows that pad touch no KV
+        self.slots.clear_rows()  # padding rows touch no KV
         output = self._forward(size)
         ways = (False, True) if self.slots.logits_edits.enabled else (False,)
         for needs_processing in ways:
-            self._sample(size.rows, output, needs_processing)  # compiles and loads what it needs
+            self._sample(size.rows, output, needs_processing)  # compiles and loads its kernels
         torch.cuda.synchronize(self.pool.device)
         forward, samples = torch.cuda.CUDAGraph(), [torch.cuda.CUDAGraph() for _ in ways]
         with torch.cuda.graph(forward, pool=self._graph_pool, capture_error_mode="thread_local"):
@@ -239,7 +238,7 @@ class DecodeSteps:
         return CapturedGraphs(forward, output, samples[0], samples[1] if len(samples) > 1 else None)
 
     def measure(self) -> float:
-        """Seconds that a step of the smallest size takes, best of a few; its row pads."""
+        """Seconds of a step of the smallest size with a padding row, the best of a few."""
         size, best = self.padded(1, 1), float("inf")
         for _ in range(MEASURED):
             torch.cuda.synchronize(self.pool.device)
@@ -251,14 +250,14 @@ class DecodeSteps:
 
 
 def capture_sizes(most: int) -> list[int]:
-    """Sizes that steps are padded to: small ones by powers of two, then every 16, every 32 and every 64."""
+    """Sizes that steps are padded to: powers of two, then multiples of 16, 32 and 64."""
     sizes = [1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, *range(320, most + 64, 64)]
     return [*(n for n in sizes if n < most), most]
 
 
 def capture_order(sizes: list[int]) -> list[int]:
-    """The largest first, so that the others find their memory there; then the middle of the rest, and of its parts, so
-    that no step is padded by much while some are missing."""
+    """The largest first, because the others reuse its memory; then the middle of the rest, and of its halves, so that
+    padding stays small while sizes are missing."""
     order, parts = [sizes[-1]], [sizes[:-1]]
     while parts:
         part = parts.pop(0)
@@ -270,7 +269,7 @@ def capture_order(sizes: list[int]) -> list[int]:
 
 
 def graph_bytes(model: Model, need: KVMemoryNeed, dtype: torch.dtype, logits_edits: bool) -> int:
-    """What the buffers and graphs of `DecodeSteps` will take, measured on its largest step; cuda only."""
+    """Bytes that buffers and graphs of `DecodeSteps` will need, measured on its largest step; cuda only."""
     device, capacity = model.table.device, need.max_num_seqs
     torch.cuda.synchronize(device)
     held = torch.cuda.memory_allocated(device)

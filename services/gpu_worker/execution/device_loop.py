@@ -1,4 +1,4 @@
-"""Steps ahead of the host: the batch lives on the device, and what came of a step is read when it is done."""
+"""Steps that run ahead of the host: the batch's state is on the device, and results are read when a step is done."""
 
 import time
 from collections import deque
@@ -48,63 +48,63 @@ PROBLEMS = {
 
 @dataclass(slots=True)
 class InFlightStep:
-    """A plan that runs on the device."""
+    """A plan that runs on the device now."""
 
     plan: StepPlan
     results: list[SlotResult]  # of slots that could not run
     slots: Ints  # in the order of the step's rows
     owners: Ints
     entry: StepBuffers
-    began_s: float  # its launch
-    launch_s: float  # how long that took
-    num_logprobs: dict[int, int]  # slots that want log-probabilities, and how many of the likeliest
+    began_s: float  # time of its launch
+    launch_s: float  # host time of its launch
+    num_logprobs: dict[int, int]  # by slot that reports log-probabilities: how many of the top tokens
     num_decodes: int  # leading rows that compute one token
 
 
 class DeviceLoop:
     """Launches steps and collects them in order.
 
-    In `Batch.slots`, lengths are those after all steps in flight, should no slot end in them: a slot that does takes
-    part in none of the later ones. Ids of tokens arrive when a step is collected.
+    Lengths in `Batch.slots` are those after all steps in flight, as if no slot ended in them; a slot that ends is
+    skipped by later steps. Token ids arrive when a step is collected.
     """
 
     def __init__(self, steps: DecodeSteps, batch: Batch, most_tokens: int, tuning: IdleTuning | None = None) -> None:
-        """most_tokens: of a step. tuning: of linear layers, None: there is nothing to measure."""
+        """most_tokens: of a step. tuning: of linear layers in idle times, None: none is left."""
         self.steps, self._batch, self._prefill_steps = steps, batch, PrefillSteps(steps)
         self._graphs, self._tuning = PrefillGraphs(steps, most_tokens), tuning
         self._in_flight_steps: deque[InFlightStep] = deque()
         self._on_captured: Callable[[], None] = lambda: None
-        self._done_s = 0.0  # when the last step was found to be done
+        self._done_s = 0.0  # when the host saw that the last step was done
 
     def report_captures(self, on_captured: Callable[[], None]) -> None:
         """`on_captured` is called after each piece of work that `idle` did."""
         self._on_captured = on_captured
 
     def forget(self) -> None:
-        """All slots are gone. Nothing may be in flight."""
+        """Drops all slots. No step may be in flight."""
         self.steps.slots.reset(self.steps.ring.step)
 
     def capture(self) -> None:
-        """CUDA graphs, as many as there is time for now; `idle` captures the others."""
+        """Captures CUDA graphs for a few seconds; `idle` captures the others."""
         self.steps.capture()
         if not self.steps.capture_error:
             self._graphs.capture()
 
     @property
     def captured(self) -> float:
-        """The part of what `idle` has to do that is done; 1.0: nothing is left."""
+        """The fraction of the work of `idle` that is done; 1.0: none is left."""
         parts = [self.steps.captured, self._graphs.captured]
         if self._tuning is not None:
             parts.append(self._tuning.done)
         return sum(parts) / len(parts)
 
     def describe(self) -> list[str]:
-        """What there is of graphs and of tuned layers, in lines."""
+        """Notes on graphs and tuned layers, one line each."""
         tuned = [self._tuning.describe()] if self._tuning is not None else []
         return [*tuned, self.steps.describe(), *([self._graphs.describe()] if not self.steps.capture_error else [])]
 
     def idle(self) -> bool:
-        """Captures a size that was left out at the start, then measures a piece; False: nothing is left."""
+        """Captures one missing size; with none missing, measures one linear layer. False: nothing is left."""
         if self.captured == 1.0:
             return False
         if not self.steps.capture_one() and not self._graphs.capture_one() and self._tuning is not None:
@@ -115,7 +115,7 @@ class DeviceLoop:
         return self.captured < 1.0
 
     def note(self, plan: StepPlan) -> None:
-        """What a plan changed, once the batch has it."""
+        """Sends a plan's changes to the device, after the batch has applied them."""
         self.steps.slots.note(plan, self._batch.slots)
 
     @property
@@ -126,7 +126,7 @@ class DeviceLoop:
         return len(self._in_flight_steps) < len(self.steps.ring)
 
     def runs_ahead(self, slots: Ints, counts: Ints) -> bool:
-        """Whether no slot of this step needs the host between its tokens."""
+        """Whether all slots of this step sample on the device."""
         return len(slots) > 0 and self.supports(slots, counts) and bool(self.steps.slots.samples_alone[slots].all())
 
     def supports(self, slots: Ints, counts: Ints) -> bool:
@@ -134,7 +134,7 @@ class DeviceLoop:
         return len(slots) <= self.steps.capacity and int(slots.max()) < self.steps.slots.num_slots
 
     def launch(self, plan: StepPlan, results: list[SlotResult], slots: Ints, counts: Ints) -> None:
-        """The next `counts` tokens of each slot, ones first. `results` are given out with the step's."""
+        """Launches the next `counts` tokens of each slot, decodes first. `results` are returned with the step's."""
         began_s = time.perf_counter()
         table, logits_edits = self._batch.slots, self.steps.slots.logits_edits
         needs_processing = logits_edits.needs_processing(slots)
@@ -160,7 +160,7 @@ class DeviceLoop:
         )
 
     def _launch_prefill(self, slots: Ints, counts: Ints, needs_processing: bool) -> StepBuffers:
-        """A step with prefill."""
+        """Launches a step with prefill, as a CUDA graph if one fits."""
         table, descriptor = self._batch.slots, self._prefill_steps.descriptor(counts)
         graph = self._graphs.find(descriptor)
         if graph is not None:
@@ -173,24 +173,26 @@ class DeviceLoop:
         return entry
 
     def collect(self) -> CompletedPlan | None:
-        """The oldest plan in flight if it is done."""
+        """The oldest plan in flight, if it is done."""
         if not self._in_flight_steps or not self._in_flight_steps[0].entry.done.query():
             return None
         return self._finish(self._in_flight_steps.popleft())
 
     def wait(self) -> CompletedPlan:
-        """The oldest plan in flight."""
+        """Waits for the oldest plan in flight."""
         flight = self._in_flight_steps.popleft()
         flight.entry.done.synchronize()
         return self._finish(flight)
 
     def run(self, slots: Ints, counts: Ints) -> tuple[Tensor, Tensor | None]:
-        """Hidden rows of a step of which the host picks the tokens; logits too, where every count is one.
+        """Hidden rows of a step that the host samples; logits too, where every count is one.
 
-        Nothing may be in flight, and `renew` has to follow.
+        No step may be in flight, and `sync_from_host` has to follow.
         """
         for slot in slots.tolist():
-            if self.steps.slots.logits_edits.has_row(slot):  # steps that ran ahead were counted on the device alone
+            if self.steps.slots.logits_edits.has_row(
+                slot
+            ):  # tokens of steps that ran ahead were counted on the device alone
                 self._batch.recount(slot)
         if counts[-1] == 1:
             size = self._size(slots)
@@ -205,14 +207,14 @@ class DeviceLoop:
         return hidden, None
 
     def sync_from_host(self, slots: Ints) -> None:
-        """The host has computed a step of these slots."""
+        """Sends the state of slots that the host has sampled."""
         self.steps.slots.sync_from_host(slots, self._batch.slots)
 
     def _size(self, slots: Ints) -> DecodeSize:
         return self.steps.padded(len(slots), int(self._batch.slots.num_computed[slots].max()) + 1)
 
     def _begin(self, slots: Ints, counts: Ints, num_rows: int) -> StepBuffers:
-        """Brings the device's state up to date. num_rows: those of decodes, some may pad."""
+        """Brings the device's state up to date. num_rows: rows of decodes, with padding."""
         table, steps = self._batch.slots, self.steps
         num_decodes = int((counts == 1).sum())
         decodes = slots[:num_decodes]
@@ -236,7 +238,7 @@ class DeviceLoop:
         step_s, self._done_s = now - max(flight.began_s, self._done_s), now
         results, slots = flight.results, flight.slots
         outcomes, tokens, computed = flight.entry.results[:, : len(slots)]
-        plain = outcomes == SlotOutcome.TOKEN  # what nearly every row is
+        plain = outcomes == SlotOutcome.TOKEN  # nearly every row
         held = self._batch.slots.owners[slots] == flight.owners
         keep = plain & held
         self._batch.slots.set_tokens(slots[keep], computed[keep], tokens[keep])
@@ -256,7 +258,7 @@ class DeviceLoop:
         return CompletedPlan(flight.plan, results, time.time(), step_s, failed, flight.launch_s, rows)
 
     def _take_other(self, flight: InFlightStep, row: int, outcome: SlotOutcome, held: bool) -> None:
-        """A row that did not draw a token and go on."""
+        """A row that did not sample, or whose sequence ended."""
         slot, (token, length) = int(flight.slots[row]), flight.entry.results[1:, row].tolist()
         if outcome == SlotOutcome.PART:
             flight.results.append(SlotResult(slot, [], length))
@@ -285,7 +287,7 @@ class DeviceLoop:
 
 
 def graph_bytes(model: Model, need: KVMemoryNeed, dtype: torch.dtype, logits_edits: bool) -> int:
-    """What the buffers and graphs of all steps will take, measured on the largest decode step; cuda only."""
+    """Bytes that buffers and graphs of all steps will need, measured on the largest decode step; cuda only."""
     return decode_graphs.graph_bytes(model, need, dtype, logits_edits) + MOST_BYTES
 
 
@@ -299,7 +301,7 @@ def start(
     fused: bool,
     tuning: IdleTuning | None = None,
 ) -> DeviceLoop:
-    """Raises LoadError for a model that the kernels do not take. `fused`: see TritonDeviceOps."""
+    """Raises LoadError for a model that the kernels do not support. fused: see TritonDeviceOps."""
     eos, length = geometry.eos_token_ids, geometry.max_model_len
     ops = TritonDeviceOps(fused and not pool.batch_invariant, pool.batch_invariant)
     steps = DecodeSteps(model, pool, geometry.max_num_seqs, length, eos, sizes, logits_edits, ops)

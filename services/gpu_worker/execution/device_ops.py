@@ -1,4 +1,4 @@
-"""What a step on the device is made of besides the model, as Triton kernels. Loaded by name, on a GPU alone."""
+"""The parts of a device step besides the model, as Triton kernels. Imports Triton."""
 
 from typing import Protocol
 
@@ -19,8 +19,7 @@ from blockyard.services.gpu_worker.step import Attend, LogitsIndices
 
 class DeviceOps(Protocol):
     def fused_decode_max_len(self, rows: int) -> int:
-        """The longest that sequences may be for the quicker way that there is for a decode step of so few rows; 0: no
-        such way."""
+        """Longest sequence that the fused decode attention supports at this number of rows; 0: not supported."""
 
     def scatter(self, arena: Tensor, pairs: Tensor, count: int) -> None: ...
     def gather(self, state: SlotState, rows: StepInputs) -> None: ...
@@ -62,7 +61,7 @@ class DeviceOps(Protocol):
 
 
 class TritonDeviceOps:
-    """For `DeviceOps`, on one stream."""
+    """`DeviceOps` by Triton kernels, on one stream."""
 
     def __init__(self, fused: bool = False, uniform: bool = False) -> None:
         """`fused`: attention of few rows is one kernel. `uniform`: a row's token follows from that row alone."""

@@ -1,4 +1,4 @@
-"""The host's side of the slots that live on the device: what is to be written there before the next step."""
+"""The host's view of the slots on the device: collects the words to write there before the next step."""
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,7 @@ Words = npt.NDArray[np.int32]
 
 
 class DeviceSlots:
-    """Keeps track of what the device knows of a `Slots`, and collects what it lacks."""
+    """Tracks which state of `Slots` the device has, and collects the difference."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class DeviceSlots:
         device: torch.device,
         logits_edits: bool = False,
     ) -> None:
-        """`wishes`: penalties, lists of tokens and log-probabilities are the device's too."""
+        """logits_edits: penalties, edits of tokens and log-probabilities are computed on the device, too."""
         self.state = state = SlotState.make(num_slots, capacity, width, device)
         self.params = SamplingTensors(
             temperature=state.floats(Field.TEMPERATURE),
@@ -43,13 +43,13 @@ class DeviceSlots:
         self.num_slots, self._vocab_size, self._eos = num_slots, vocab_size, eos_token_ids
         self._field_places = (np.arange(NUM_FIELDS) * state.fields.shape[1]).tolist()
         self._tables_place, self._width = state.place(state.tables), state.tables.shape[1]
-        self._rows = np.full(capacity, -1, np.int64)  # as the device has them
-        self.samples_alone = np.zeros(num_slots, np.bool_)  # slots that need no host between their tokens
-        self._sent = np.zeros(num_slots, np.int64)  # blocks
+        self._rows = np.full(capacity, -1, np.int64)  # slots by row, as on the device
+        self.samples_alone = np.zeros(num_slots, np.bool_)  # by slot: it needs no host between its tokens
+        self._sent = np.zeros(num_slots, np.int64)  # number of blocks
         self._writes = DeviceWrites()
 
     def reset(self, step: int) -> None:
-        """No slot is live, and so many steps have begun."""
+        """Ends all slots. step: number of steps so far."""
         self._writes.clear()
         self.logits_edits.reset()
         self.samples_alone[:] = False
@@ -61,16 +61,16 @@ class DeviceSlots:
         self.count_step(step)
 
     def count_step(self, step: int) -> None:
-        """A step begins that gathers nothing: the device would not count it."""
+        """Sets the step counter, for a step that gathers no rows: the device counts it only while gathering."""
         self._writes.put(self.state.place(self.state.step), step)
 
     def clear_rows(self) -> None:
-        """A step that is only tried: all rows pad, on the device at once."""
+        """Makes all rows padding, on the device at once: for trial steps."""
         self.state.rows.fill_(-1)
         self._rows[:] = -1
 
     def note(self, plan: StepPlan, table: Slots) -> None:
-        """What a plan changed, once `table` has it."""
+        """Collects a plan's changes, after `table` has applied them."""
         for slot in plan.ends:
             if slot < self.num_slots:
                 self._stop(slot)
@@ -85,13 +85,13 @@ class DeviceSlots:
                     self._end(added.slot)
 
     def feed(self, slots: Ints, table: Slots) -> None:
-        """Sets what these slots compute next, where the host knows that and the device does not."""
+        """Sends the next token of slots where only the host has it."""
         if len(slots):
             positions = table.num_computed[slots]
             self._set(Field.NEXT, slots, table.token_ids[slots, np.minimum(positions, table.token_ids.shape[1] - 1)])
 
     def sync_from_host(self, slots: Ints, table: Slots) -> None:
-        """The host has computed a step of these slots by itself."""
+        """Collects the state of slots that the host has sampled."""
         slots = slots[slots < self.num_slots]
         self.feed(slots, table)
         for slot in slots.tolist():
@@ -101,7 +101,7 @@ class DeviceSlots:
         self._set(Field.LIVE, slots, table.live[slots])
 
     def assign(self, slots: Ints, rows: int) -> None:
-        """The first rows of the next step are these slots', those up to `rows` pad."""
+        """Assigns the first rows of the next step to these slots; the others, up to `rows`, are padding."""
         wanted = np.full(rows, -1)
         wanted[: len(slots)] = slots
         different = np.flatnonzero(self._rows[:rows] != wanted)
@@ -110,7 +110,7 @@ class DeviceSlots:
             self._rows[:rows] = wanted
 
     def take(self) -> tuple[Words, Words]:
-        """Index and value of everything that is to be written, no index twice."""
+        """Index and value of all collected words, each index once."""
         return self._writes.take()
 
     def _start(self, start: SlotStart, table: Slots) -> None:

@@ -1,4 +1,4 @@
-"""Words that are to be written on the device before its next step, in the order in which they were said."""
+"""Collects words to write on the device before its next step. The last value of a place counts."""
 
 from collections.abc import Iterable
 
@@ -8,11 +8,11 @@ import numpy.typing as npt
 Words = npt.NDArray[np.int32]
 Numbers = npt.NDArray[np.generic]
 
-MOST_FEW = 64  # words that are quicker kept as a list: an array costs as much to begin with
+MOST_FEW = 64  # below this many words a list is quicker than an array
 
 
 class DeviceWrites:
-    """Arrays of places and values, and lists of them where there are few: a thousand slots may start in a step."""
+    """Places and values, as arrays and, for few words, as lists: a thousand slots may start in a step."""
 
     def __init__(self) -> None:
         self._index: list[Words] = []
@@ -25,17 +25,17 @@ class DeviceWrites:
             kept.clear()
 
     def put(self, place: int, value: int) -> None:
-        """A value is taken modulo 2**32."""
+        """The value is taken modulo 2**32."""
         self._few_index.append(place)
         self._few_values.append(value)
 
     def put_all(self, places: Iterable[int], values: Iterable[int]) -> None:
-        """As many of one as of the other."""
+        """Both have the same length."""
         self._few_index.extend(places)
         self._few_values.extend(values)
 
     def put_run(self, place: int, values: Numbers) -> None:
-        """`values` at `place` and behind it."""
+        """Writes `values` from `place` on."""
         if len(values) <= MOST_FEW:
             self.put_all(range(place, place + len(values)), values.tolist())
         else:
@@ -47,8 +47,8 @@ class DeviceWrites:
         self._values.append(values.astype(np.int32))
 
     def take(self) -> tuple[Words, Words]:
-        """Index and value of everything; the last of what was said of a place. Nothing is left here."""
-        many = bool(self._few_index) or len(self._index) > 1  # an array by itself says nothing twice
+        """Index and value of all words, each place once, and clears them."""
+        many = bool(self._few_index) or len(self._index) > 1  # one array names each place once
         self._settle()
         if not self._index:
             return np.empty(0, np.int32), np.empty(0, np.int32)

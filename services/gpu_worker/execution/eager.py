@@ -1,4 +1,4 @@
-"""Steps in lockstep with the host, which prepares them, waits for the logits and picks the tokens. On CPU all are."""
+"""Synchronous steps: the host prepares a step, waits for its logits and samples. On CPU all steps are synchronous."""
 
 from typing import Protocol
 
@@ -20,7 +20,7 @@ Ints = npt.NDArray[np.int64]
 
 
 class DeviceSteps(Protocol):
-    """How steps are computed on a GPU; see device_loop.py."""
+    """Computes steps on a GPU: `device_loop.DeviceLoop`."""
 
     def forget(self) -> None: ...
     def supports(self, slots: Ints, counts: Ints) -> bool: ...
@@ -35,17 +35,17 @@ class HostSteps:
         self._prompt_logprobs = PromptLogprobs(model)
 
     def use_device(self, device: DeviceSteps | None) -> None:
-        """What computes steps that `device` supports from now on; None: `forward` computes all."""
+        """Steps that `device` supports are computed there from now on; None: none are."""
         self.device = device
 
     def forget(self) -> None:
-        """Owners' numbers begin anew."""
+        """Drops all state of slots."""
         self.planner.forget()
         if self.device is not None:
             self.device.forget()
 
     def run(self, slots: Ints, counts: Ints) -> list[SlotResult]:
-        """The next `counts` tokens of each slot, decodes first. A slot whose logits are not finite fails alone."""
+        """Computes the next `counts` tokens of each slot, decodes first. A slot fails alone if its logits are not finite."""
         table = self._batch.slots
         logits: Tensor | None = None
         if self.device is not None and self.device.supports(slots, counts):
@@ -58,7 +58,7 @@ class HostSteps:
         return self._prompt_logprobs.add(table, slots, counts, begin, hidden, results)
 
     def forward(self, slots: Ints, counts: Ints) -> tuple[Ints, Ints, Tensor]:
-        """Slots, in the order that was computed, the tokens each had, and the hidden rows of the new ones."""
+        """Returns slots in computed order, the tokens each had before, and the hidden rows of the new tokens."""
         table = self._batch.slots
         begin = table.num_computed[slots]
         lengths = begin + counts
@@ -73,7 +73,7 @@ class HostSteps:
             positions = np.arange(len(rows)) - np.repeat(first - begin, counts)
         size = table.block_size
         blocks = table.tables[rows, positions // size]
-        tables = table.tables[:, : (int(lengths.max()) + ROOM) // size + 1][slots]  # not the whole of a long context
+        tables = table.tables[:, : (int(lengths.max()) + ROOM) // size + 1][slots]  # cut to the longest sequence
         self._batch.block_hashes.invalidate(blocks)
         attend = self.planner.attention(
             blocks, positions % size, tables, counts, lengths, table.owners[slots], num_decodes
@@ -82,9 +82,9 @@ class HostSteps:
         return slots, begin, self._model.forward(step)
 
     def _sample(self, slots: Ints, last: Ints, hidden: Tensor, logits: Tensor | None) -> list[SlotResult]:
-        """Tokens for the slots whose known tokens are all computed. `last` is each slot's last row of `hidden`.
+        """Samples slots whose tokens are all computed. last: each slot's last row of `hidden`.
 
-        `logits`: of all rows, where they are known already.
+        logits: of all rows, if the step has computed them.
         """
         batch, table = self._batch, self._batch.slots
         lengths = table.num_computed[slots].tolist()

@@ -1,4 +1,4 @@
-"""Host memory that the device reads and writes while the host is elsewhere: one entry for each step in flight."""
+"""Pinned host memory that the device reads and writes asynchronously: one set of buffers for each step in flight."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ from blockyard.kernels.slots.advance_slots import NUM_RESULTS
 
 Words = npt.NDArray[np.int32]
 
-FIRST_PAIRS = 4096  # an entry starts with room for so many
+FIRST_PAIRS = 4096  # initial capacity of a step's buffers
 
 
 class DeviceEvent(Protocol):
-    """A place in the device's work, as `torch.cuda.Event`."""
+    """The part of `torch.cuda.Event` that is used here."""
 
     def record(self) -> None: ...
     def query(self) -> bool: ...
@@ -25,7 +25,7 @@ class DeviceEvent(Protocol):
 
 
 class CompletedEvent:
-    """The mark of a device that has done what it was asked when the call returns."""
+    """The event of a CPU, where work is done when its call returns."""
 
     def record(self) -> None: ...
 
@@ -37,22 +37,22 @@ class CompletedEvent:
 
 @dataclass(slots=True)
 class StepBuffers:
-    """What goes to the device for a step, and what comes back. Free again when `done` has passed."""
+    """Input words and results of one step. They may be used again once `done` has passed."""
 
     results: Words  # [NUM_RESULTS, capacity]
     done: DeviceEvent
     pairs: Tensor  # [2, some] int32
     _words: Tensor  # [some] int64
-    scores: Tensor | None = None  # int32, log-probabilities of the step; None: nobody asked yet
+    scores: Tensor | None = None  # int32, log-probabilities of the step; None: no step has reported any
 
     def copy_logprobs(self, buffer: Tensor) -> None:
-        """Brings a step's log-probabilities here, once it has computed them."""
+        """Copies a step's log-probabilities to the host, after the step has computed them."""
         if self.scores is None:
             self.scores = torch.empty(buffer.shape, dtype=buffer.dtype, pin_memory=self._pinned)
         self.scores.copy_(buffer, non_blocking=True)
 
     def words(self, count: int) -> Tensor:
-        """[count] int64 for a step's rows."""
+        """[count] int64, for the words of a step with prefill."""
         if count > len(self._words):
             self._words = torch.empty(1 << (count - 1).bit_length(), dtype=torch.int64, pin_memory=self._pinned)
         return self._words[:count]
@@ -72,7 +72,7 @@ class StepBuffers:
 
 
 class PinnedRing:
-    """Entries in turn, one a step. The device finds its results' place by counting steps: see `gather_inputs`."""
+    """Buffers used in turn, one set a step. The device counts steps to find its results: see `gather_inputs`."""
 
     def __init__(
         self, size: int, capacity: int, device: torch.device, mark: Callable[[], DeviceEvent] | None = None
@@ -90,12 +90,12 @@ class PinnedRing:
             )
             for one in self.results
         ]
-        self.step = 0  # the last one that took an entry
+        self.step = 0  # number of the last step that took buffers
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def take(self) -> StepBuffers:
-        """The next step's. Its last use must be over."""
+        """Buffers of the next step. The step that used them before must be done."""
         self.step += 1
         return self._entries[self.step % len(self._entries)]

@@ -1,8 +1,8 @@
-"""CUDA graphs of steps with prefill: their kernels may be over sooner than the host can launch them.
+"""CUDA graphs of steps with prefill, whose kernels may take less time than the host needs to launch them.
 
-A step is padded in rows of decodes, in tokens of prompts and in the number of prompts; everything else its kernels read
-from words on the device, which each step brings up to date. Sizes are captured at the start and in idle times, and
-beside steps that keep missing one: see `prefill_sizes`.
+A step is padded to a size: rows of decodes, tokens and number of prompts. Its kernels read everything else from words
+on the device, which each step rewrites. Sizes are captured at the start, in idle times, and beside steps that keep
+missing one: see `prefill_sizes`.
 """
 
 import contextlib
@@ -28,26 +28,26 @@ log = logging.getLogger(__name__)
 Ints = npt.NDArray[np.int64]
 
 START_S = 0.5  # spent before the worker is ready
-FEWEST = 2  # sizes by then: of a small model they hold every step
+FEWEST = 2  # sizes at least; of a small model they cover every step
 
 
 class Replay(Protocol):
-    """As `torch.cuda.CUDAGraph`."""
+    """The part of `torch.cuda.CUDAGraph` that is used here."""
 
     def replay(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillGraph:
-    """One size."""
+    """The graphs of one size."""
 
     descriptor: BatchDescriptor
-    words: Tensor  # that it reads
+    words: Tensor  # input of the graphs
     forward: Replay
-    samples: tuple[Replay, ...]  # of slots that ask for nothing but a draw, and of others, where some can
+    samples: tuple[Replay, ...]  # without and, where the device supports it, with processing of logits
 
     def run(self, entry: StepBuffers, slots: Ints, counts: Ints, table: Slots, needs_processing: bool) -> None:
-        """As `PrefillStep`: its forward pass, and what follows."""
+        """Fills the words, then replays forward pass and sampling."""
         words = entry.words(len(self.words))
         fill(words, self.descriptor, slots, counts, table)
         self.words.copy_(words, non_blocking=True)
@@ -63,11 +63,11 @@ class CapturedPrefill:
 
 class GraphRecorder(Protocol):
     def record(self, descriptor: BatchDescriptor) -> CapturedPrefill:
-        """Captures one size. Raises RuntimeError where there is no memory, or no CUDA."""
+        """Captures one size. Raises RuntimeError without enough memory, or without CUDA."""
 
 
 class PrefillGraphs:
-    """On the slots, buffers and kernels of the decode steps."""
+    """Owns the graphs; they use slots, buffers and kernels of the decode steps."""
 
     def __init__(self, steps: DecodeSteps, most_tokens: int, recorder: GraphRecorder | None = None) -> None:
         """most_tokens: of a step. recorder: None captures on the GPU."""
@@ -76,13 +76,13 @@ class PrefillGraphs:
         self._sizes = PrefillGraphSizes(steps.capacity, most_tokens, steps.padded_num_seqs)
         self._took_s = 0.0
         self._enabled = False
-        self._problem = ""  # why there are none
+        self._problem = ""  # why capturing failed
 
     def find(self, step: BatchDescriptor) -> PrefillGraph | None:
-        """What computes such a step; None: it is to be launched kernel by kernel.
+        """The graph for such a step; None: launch it kernel by kernel.
 
-        Captures a size where steps have lost as much time without it as that takes, so that all of a worker's steps
-        together lose twice as much at most, however busy it is.
+        Captures a missing size once steps have lost as much time without it as capturing takes. So a busy worker
+        loses at most twice that time.
         """
         if not self._graphs:
             return None
@@ -90,10 +90,10 @@ class PrefillGraphs:
         if wanted is not None:
             self._capture(wanted)
         size = self._sizes.pick(step)
-        return None if size is None else self._graphs.get(size)  # there are none any more if that capture failed
+        return None if size is None else self._graphs.get(size)  # none if that capture failed
 
     def capture(self) -> None:
-        """As many as START_S allows, the others when `capture_one` is called."""
+        """Captures sizes for START_S seconds; `capture_one` captures the others."""
         self._enabled, start = True, time.perf_counter()
         while len(self._graphs) < FEWEST or time.perf_counter() - start < START_S:
             if not self.capture_one():
@@ -101,11 +101,11 @@ class PrefillGraphs:
 
     @property
     def captured(self) -> float:
-        """The part of the sizes that were tried; 1.0 where there are to be none."""
+        """The fraction of sizes that were tried; 1.0 where graphs are off."""
         return self._sizes.captured if self._enabled else 1.0
 
     def describe(self) -> str:
-        """What there is of graphs, in a line."""
+        """Number and memory of graphs, in one line."""
         if self._problem:
             return f"CUDA graphs of prefills: none: {self._problem}"
         missing, most = len(self._sizes.missing), max((one.num_prefill_tokens for one in self._graphs), default=0)
@@ -116,7 +116,7 @@ class PrefillGraphs:
         )
 
     def capture_one(self) -> bool:
-        """A size that is still missing; False: none is left, or there are to be none."""
+        """Captures one missing size. False: none is left, or graphs are off."""
         size = self._sizes.next() if self._enabled else None
         if size is not None:
             self._capture(size)
@@ -132,17 +132,17 @@ class PrefillGraphs:
             self._took_s += took_s
             self._sizes.add_captured(size, done.measured, took_s)
             log.debug("%s captured in %.3f s: %s", size, took_s, done.measured)
-        except RuntimeError as e:  # OutOfMemoryError and CUDA's own are among them
+        except RuntimeError as e:  # includes OutOfMemoryError and CUDA errors
             self._graphs.clear()
             self._sizes.missing.clear()
             torch.cuda.empty_cache()
             self._problem = str(e).splitlines()[0]
             log.warning("steps with prefill are eager, CUDA graphs could not be captured: %s", self._problem)
-        self._steps.slots.count_step(self._steps.ring.step)  # the device has counted the trials
+        self._steps.slots.count_step(self._steps.ring.step)  # the device has counted the trial steps
 
 
 class CudaGraphRecorder:
-    """Steps may be in flight meanwhile: trials touch no slot, and their results go to the place of the next step's."""
+    """Captures on the GPU. Steps may be in flight: trials touch no slot and write to the results of the next step."""
 
     def __init__(self, steps: DecodeSteps) -> None:
         self._steps, self._device = steps, steps.pool.device
@@ -161,7 +161,7 @@ class CudaGraphRecorder:
         self._begin(descriptor)
         due = step.forward()
         for needs_processing in ways:
-            step.sample(due, needs_processing)  # compiles and loads what it needs
+            step.sample(due, needs_processing)  # compiles and loads its kernels
         torch.cuda.synchronize(self._device)
         peak_bytes = torch.cuda.max_memory_allocated(self._device) - held
         before = torch.cuda.memory_reserved(self._device)
@@ -174,26 +174,26 @@ class CudaGraphRecorder:
             with self._recorded(sample):
                 step.sample(due, needs_processing)
         num_bytes = torch.cuda.memory_reserved(self._device) - before
-        for _ in range(2):  # the first one takes the graph to the device
+        for _ in range(2):  # the first replay uploads the graph
             self._begin(descriptor)
             torch.cuda.synchronize(self._device)
             start = time.perf_counter()
             forward.replay()
             samples[0].replay()
             torch.cuda.synchronize(self._device)
-        # What it has left in the pool may be overwritten by other graphs: none runs between forward pass and sampling.
+        # Other graphs may overwrite its output in the pool: none runs between forward pass and sampling.
         measured = GraphCost(launch_s, time.perf_counter() - start, num_bytes, peak_bytes)
         return CapturedPrefill(PrefillGraph(descriptor, words, forward, samples), measured)
 
     def _begin(self, descriptor: BatchDescriptor) -> None:
-        """A trial: all rows pad, and whether it counts itself or not, it is the step after the last one."""
+        """Prepares a trial: all rows are padding, and it has the number of the next step."""
         slots, last = self._steps.slots, self._steps.ring.step
         slots.clear_rows()
         slots.state.step.fill_(last if descriptor.num_decodes else last + 1)
 
     @contextlib.contextmanager
     def _recorded(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-        """`torch.cuda.graph` gives back all memory that is free, and the steps that follow have to ask for it again."""
+        """Captures without emptying the memory cache, as `torch.cuda.graph` would: later steps need that memory."""
         with torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:

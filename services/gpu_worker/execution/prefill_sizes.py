@@ -1,8 +1,7 @@
-"""Sizes that steps with prefill are padded to, as CUDA graphs: which one a step takes, and which is captured next.
+"""Decides which size of CUDA graph a step with prefill is padded to, and which size is captured next. Without torch.
 
-Plain numbers. What padding costs the device is weighed against what a step costs that is launched kernel by kernel:
-the host's time, where that is longer than the device's. What the device takes is known of sizes that are captured;
-between and beyond them it is taken to grow with the tokens.
+A graph of a larger size costs device time for padding; a launch kernel by kernel costs host time where that is longer
+than device time. Device time is measured at captures, and interpolated by tokens for other sizes.
 """
 
 from collections.abc import Callable
@@ -11,58 +10,57 @@ from statistics import fmean
 
 from blockyard.services.gpu_worker.execution.prefill_steps import BatchDescriptor
 
-FRESH = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)  # tokens of prompts
-BETWEEN = (96, 192, 384, 768, 1536)  # also
-DECODES = (16, 64, 128, 256, 512, 1024)  # rows of decodes beside them
-DECODES_BETWEEN = (32, 48, 96, 192, 384, 768)  # also, once those are captured
-FIRST = 512  # tokens alone, from which it is known what larger sizes will take
-PREFILLS = 8  # prompts, at least
-SHORT = 32  # tokens of a prompt: beside decodes there is room for as many of these as fit
-CAPTURE_S = 0.1  # that capturing takes, until it is known
-MOST_BYTES = 512 << 20  # that graphs may hold
+FRESH = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)  # prompt tokens
+BETWEEN = (96, 192, 384, 768, 1536)  # prompt tokens that are captured later
+DECODES = (16, 64, 128, 256, 512, 1024)  # rows of decodes beside prompts
+DECODES_BETWEEN = (32, 48, 96, 192, 384, 768)  # rows of decodes that are captured later
+FIRST = 512  # prompt tokens of the first capture: it predicts larger sizes
+PREFILLS = 8  # prompts at least
+SHORT = 32  # prompts have so many tokens each when a size with decodes is full
+CAPTURE_S = 0.1  # seconds of a capture, until one is measured
+MOST_BYTES = 512 << 20  # of all graphs
 
 
 @dataclass(frozen=True, slots=True)
 class GraphCost:
-    """Of a size as it was captured."""
+    """Measurements of a captured size."""
 
-    launch_s: float  # for the host to launch its kernels one by one
-    device_s: float  # for the device to run them
-    num_bytes: int  # by which what all graphs hold has grown
-    peak_bytes: int  # of the step by itself: graphs find each other's memory
+    launch_s: float  # host time to launch its kernels one by one
+    device_s: float  # device time
+    num_bytes: int  # growth of the memory of all graphs
+    peak_bytes: int  # of the step alone: graphs share memory
 
 
 class PrefillGraphSizes:
-    """Those of one model, and what is known of them."""
+    """The sizes of one model and their measured costs."""
 
     def __init__(self, capacity: int, most_tokens: int, padded_num_seqs: Callable[[int], int]) -> None:
-        """padded_num_seqs: to how many sequences that draw a step is padded."""
+        """padded_num_seqs: number of sampled sequences that a step is padded to."""
         self.missing = descriptors(capacity, most_tokens, padded_num_seqs)
         self._num_all = len(self.missing)
-        self._device_s: dict[BatchDescriptor, float] = {}  # of those that are captured, the smallest first
-        self._launches_s: list[float] = []  # of steps that are launched kernel by kernel
+        self._device_s: dict[BatchDescriptor, float] = {}  # of captured sizes, the smallest first
+        self._launches_s: list[float] = []  # host times of launches kernel by kernel
         self._capture_s = CAPTURE_S
-        self.num_bytes = 0  # held
-        self._lost_s: dict[BatchDescriptor, float] = {}  # by steps that would have taken a missing one
+        self.num_bytes = 0  # of all graphs
+        self._lost_s: dict[BatchDescriptor, float] = {}  # by missing size: time that steps lost without it
 
     @property
     def captured(self) -> float:
-        """The part that was captured, or is known not to be worth it."""
+        """The fraction of sizes that were captured or dropped as not useful."""
         return 1.0 - len(self.missing) / max(self._num_all, 1)
 
     def add_captured(self, descriptor: BatchDescriptor, measured: GraphCost, capture_s: float) -> None:
-        """A size was captured, in so many seconds."""
+        """Adds a captured size."""
         self._lost_s.pop(descriptor, None)
         self._device_s[descriptor] = measured.device_s
         self._launches_s.append(measured.launch_s)
-        self._capture_s = min(self._capture_s, capture_s)  # the first ones compile
+        self._capture_s = min(self._capture_s, capture_s)  # the first captures compile kernels
         self.num_bytes += measured.num_bytes
         most = MOST_BYTES * descriptor.num_tokens / max(measured.peak_bytes, 1) if self.num_bytes < MOST_BYTES else 0
         self.missing = [one for one in self.missing if one != descriptor and one.num_tokens <= most]
 
     def next(self) -> BatchDescriptor | None:
-        """What is to be captured while there is time for it; sizes that are slower than the host are left out. None:
-        nothing is left."""
+        """The next size to capture in idle time; sizes slower than eager launches are dropped. None: none is left."""
         while self.missing:
             if not self._device_s or self._estimate_s(self.missing[0].num_tokens) < fmean(self._launches_s):
                 return self.missing[0]
@@ -70,13 +68,13 @@ class PrefillGraphSizes:
         return None
 
     def pick(self, step: BatchDescriptor) -> BatchDescriptor | None:
-        """The captured size that computes a step soonest; None: it is sooner over kernel by kernel."""
+        """The captured size that computes a step fastest; None: eager launches are faster."""
         fitting = [one for one in self._device_s if covers(one, step)]
         best = min(fitting, key=lambda one: self._device_s[one], default=None)
         return best if best is not None and self._device_s[best] < self._eager_s(step) else None
 
     def size_to_capture(self, step: BatchDescriptor) -> BatchDescriptor | None:
-        """The size to capture now, because steps like this one have lost as much without it as capturing takes."""
+        """The size to capture now, because steps have lost as much time without it as capturing takes."""
         wanted = min((one for one in self.missing if covers(one, step)), key=lambda one: one.num_tokens, default=None)
         if wanted is None:
             return None
@@ -91,7 +89,7 @@ class PrefillGraphSizes:
         return max(fmean(self._launches_s), self._estimate_s(step.num_tokens))
 
     def _estimate_s(self, tokens: int) -> float:
-        """Of the device, for so many rows."""
+        """Device time for so many tokens."""
         known = [(one.num_tokens, seconds) for one, seconds in self._device_s.items()]
         below = max((one for one in known if one[0] <= tokens), default=None)
         above = min((one for one in known if one[0] >= tokens), default=None)
@@ -104,7 +102,7 @@ class PrefillGraphSizes:
 
 
 def covers(descriptor: BatchDescriptor, step: BatchDescriptor) -> bool:
-    """Whether a step can be padded to a size. One more prompt is what pads."""
+    """Whether a step can be padded to a size. One prompt more is the padding."""
     return (
         descriptor.num_decodes >= step.num_decodes
         and descriptor.num_prefill_tokens >= step.num_prefill_tokens
@@ -114,8 +112,7 @@ def covers(descriptor: BatchDescriptor, step: BatchDescriptor) -> bool:
 
 
 def descriptors(capacity: int, most_tokens: int, padded_num_seqs: Callable[[int], int]) -> list[BatchDescriptor]:
-    """In the order in which they are captured: one that tells what others will take, one that holds every step, then
-    what is met most."""
+    """All sizes in capture order: one that predicts the others, one that covers every step, then the most common."""
     fresh = [*(n for n in FRESH if n < most_tokens), most_tokens]
     rows = [*(n for n in DECODES if n < capacity), capacity] if capacity > 1 else []
     all_rows = sorted({*rows, *(n for n in DECODES_BETWEEN if n < capacity)}) if capacity > 1 else []

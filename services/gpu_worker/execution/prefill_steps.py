@@ -1,8 +1,8 @@
-"""Steps with prefill ahead of the host: it knows which tokens of prompts are computed, the device knows the others.
+"""Steps with prefill that run ahead of the host: prompt tokens come from the host, decoded tokens from the device.
 
-Rows are those of decodes first, whose ids and positions are gathered from the slots, then those of prefills, which come
-from the host with everything else in one copy. The last layer and the logits are computed for the last token of each
-sequence alone, and not at all where no sequence comes to its end.
+Rows of decodes come first: their ids and positions are gathered from the slots. Rows of prefills follow: the host sends
+them with everything else in one copy. The last layer and the logits are computed for the last token of each sequence,
+and not at all if no sequence samples.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from blockyard.services.gpu_worker.step import LogitsIndices, Step
 
 Ints = npt.NDArray[np.int64]
 
-ALIGNED = 16  # words: views at other places would have kernels compiled anew
+ALIGNED = 16  # words: kernels are compiled again for views at other alignments
 
 
 def _up(size: int) -> int:
@@ -29,12 +29,14 @@ def _up(size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class BatchDescriptor:
-    """Of the words of a step, int64. Behind the tokens there is one of no slot, for sequences that pad."""
+    """Padded sizes of a step with prefill: the key of its CUDA graph and the layout of its words, int64.
 
-    num_decodes: int  # rows of them; the last ones may pad, as in all that follows
-    num_prefill_tokens: int  # tokens of prompts; those that pad are one more prefill, of no slot
+    One more token, of no slot, follows the tokens: sequences that are padding read it."""
+
+    num_decodes: int  # with padding at the end, as all of these
+    num_prefill_tokens: int  # padding tokens are one more prefill, of no slot
     num_prefills: int
-    num_seqs: int  # that may draw a token
+    num_seqs: int  # sequences that may sample
 
     @property
     def num_tokens(self) -> int:
@@ -46,7 +48,7 @@ class BatchDescriptor:
 
     @property
     def parts(self) -> list[int]:
-        """Tokens, last token of each sequence twice, counts, first row of each prefill."""
+        """Lengths: tokens, last token of each sequence twice, counts, first row of each prefill."""
         sizes = (
             NUM_INPUT_WORDS * self.pitch,
             self.num_seqs,
@@ -58,7 +60,7 @@ class BatchDescriptor:
 
 
 def clear(words: Tensor, descriptor: BatchDescriptor) -> None:
-    """Writes a step on the host in which everything pads."""
+    """Writes a step of padding alone."""
     rows, last, places, counts, starts = (part.numpy() for part in torch.split(words, descriptor.parts))
     table = rows.reshape(NUM_INPUT_WORDS, -1)
     table[:] = 0
@@ -70,8 +72,9 @@ def clear(words: Tensor, descriptor: BatchDescriptor) -> None:
 
 
 def fill(words: Tensor, descriptor: BatchDescriptor, slots: Ints, counts: Ints, table: Slots) -> bool:
-    """Writes a step on the host: `counts` tokens of each slot, ones first. Where there are more, the host knows them
-    all. Returns whether a slot may be due for a token."""
+    """Writes a step: `counts` tokens of each slot, decodes first. The host has the ids of all prefill tokens.
+
+    Returns whether a slot may sample."""
     clear(words, descriptor)
     rows, last, places, sizes, starts = (part.numpy() for part in torch.split(words, descriptor.parts))
     ids, positions, owners, index, sampled_slots = rows.reshape(NUM_INPUT_WORDS, -1)
@@ -86,7 +89,7 @@ def fill(words: Tensor, descriptor: BatchDescriptor, slots: Ints, counts: Ints, 
         positions[row:end] = np.arange(begin, stop)
         index[row:end] = np.arange(begin + 1, stop + 1)
         owners[row:end] = slot
-        due = int(table.num_tokens[slot]) - 1 - begin  # the row from which on tokens that follow are not known
+        due = int(table.num_tokens[slot]) - 1 - begin  # the first row whose next token is sampled
         if due < count:
             sampled_slots[row + max(due, 0) : end] = slot
             is_due = True
@@ -99,13 +102,13 @@ def fill(words: Tensor, descriptor: BatchDescriptor, slots: Ints, counts: Ints, 
 
 
 class PrefillSteps:
-    """On the slots, buffers and kernels of the decode steps."""
+    """Builds steps with prefill on the slots, buffers and kernels of the decode steps."""
 
     def __init__(self, steps: DecodeSteps) -> None:
         self._steps, self._device = steps, steps.pool.device
 
     def descriptor(self, counts: Ints) -> BatchDescriptor:
-        """Of so many tokens of each slot."""
+        """The exact sizes of a step with so many tokens of each slot."""
         num_decodes = int((counts == 1).sum())
         fresh, num_seqs = int(counts.sum()) - num_decodes, len(counts)
         return BatchDescriptor(num_decodes, fresh, num_seqs - num_decodes, self._steps.padded_num_seqs(num_seqs))
@@ -120,15 +123,15 @@ class PrefillSteps:
 
 @dataclass(frozen=True, slots=True)
 class SamplerInput:
-    """What a forward pass leaves for the sampler, of each sequence."""
+    """Output of a forward pass for the sampler, one row for each sequence."""
 
     last: StepInputs  # its last token
     counts: Tensor  # [seqs] int32, tokens computed
-    logits: Tensor | None  # [seqs, vocab_size]; None: no sequence is due for a token
+    logits: Tensor | None  # [seqs, vocab_size]; None: no sequence samples
 
 
 class PrefillStep:
-    """One of them, prepared: words as from `fill`, on the device."""
+    """A step whose words, as `fill` wrote them, are on the device."""
 
     def __init__(
         self,
@@ -138,7 +141,7 @@ class PrefillStep:
         is_due: bool = True,
         reach: int | None = None,
     ) -> None:
-        """is_due: a slot may draw a token. No position of a prompt is beyond `reach`."""
+        """is_due: a slot may sample. reach: the last position of any prompt."""
         self._steps, self._descriptor, self._is_due, self._reach = steps, descriptor, is_due, reach
         self._words = list(torch.split(words, descriptor.parts))
         self._table = self._words[0].view(NUM_INPUT_WORDS, -1)
@@ -161,7 +164,7 @@ class PrefillStep:
         return SamplerInput(last, counts, self._steps.model.logits(hidden) if is_due else None)
 
     def sample(self, due: SamplerInput, needs_processing: bool) -> None:
-        """The slots whose known tokens are all computed draw; all go on or end. asked: see `DecodeSteps.sample`."""
+        """Samples slots whose tokens are all computed, and advances all. needs_processing: see `DecodeSteps.sample`."""
         if due.logits is not None:
             self._steps.sample_rows(due.last, due.logits, needs_processing, due.counts)
         else:

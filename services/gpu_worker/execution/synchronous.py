@@ -1,4 +1,4 @@
-"""For runners that compute where they are called: a plan is done when its launch returns."""
+"""Synchronous execution: a plan is done when its launch returns."""
 
 import time
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from blockyard.shared.messages import SlotResult, StepPlan
 
 
 class SynchronousSteps:
-    """Keeps what `run` made of plans until it is collected; `failed` then says which blocks could not be fetched."""
+    """Keeps completed plans until they are collected. run: executes a plan. failed: blocks of it whose fetch failed."""
 
     def __init__(self, run: Callable[[StepPlan], list[SlotResult]], failed: Callable[[StepPlan], list[int]]) -> None:
         self._run, self._failed = run, failed

@@ -1,6 +1,6 @@
-"""Steps of made-up prompts before a worker is ready: kernels are compiled and loaded by them, not by the first request.
+"""Runs dummy prompts before a worker is ready, so that the first request waits for no compilation.
 
-What of it is compiled stays in Triton's cache on disk: a second start takes as long as the steps themselves.
+Triton caches compiled kernels on disk: a second start only runs the steps.
 """
 
 import logging
@@ -12,12 +12,12 @@ from blockyard.shared.messages import FinishReason, Sampling, SlotResult, SlotRu
 
 log = logging.getLogger(__name__)
 
-LENGTHS = (16, 100, 200, 400, 800)  # tokens of prompts: their attention is shared by fewer programs the longer they are
+LENGTHS = (16, 100, 200, 400, 800)  # tokens of prompts: each has its own number of KV splits
 GREEDY = Sampling(2, temperature=0.0, ignore_eos=True)
 
 
 def first_step(runner: Runner) -> None:
-    """One step of a prompt of two tokens. Raises LoadError if its logits are not finite."""
+    """Runs a prompt of two tokens. Raises LoadError if its logits are not finite."""
     shape = runner.geometry
     length = min(2, shape.max_model_len - 1, (shape.num_blocks - 1) * shape.block_size - 1)
     if length < 1:
@@ -29,9 +29,9 @@ def first_step(runner: Runner) -> None:
 
 
 def warm_up(runner: Runner) -> int:
-    """Runs prompts alone, then one beside a decode. Slots are dropped again; how many steps there were.
+    """Runs prompts alone, then one beside a decode, and drops the slots. Returns the number of steps.
 
-    Raises LoadError if the logits of all of them are not finite.
+    Raises LoadError if no step has finite logits.
     """
     shape = runner.geometry
     room = (shape.num_blocks - 1) * shape.block_size - 1
@@ -55,7 +55,7 @@ def warm_up(runner: Runner) -> int:
 
 
 def _check(steps: list[list[SlotResult]]) -> None:
-    """Raises LoadError if every step failed; warns of some, which made-up prompts may do with a sound model."""
+    """Raises LoadError if every step failed. Warns if some did: dummy prompts may fail with correct weights."""
     failed = [result for step in steps for result in step if result.finish is FinishReason.FAILED]
     if not failed:
         return
