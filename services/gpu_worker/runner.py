@@ -109,7 +109,7 @@ class Runner:
         if self._offloaded is None and self._has_kv:
             return
         if weights and self._offloaded is not None:
-            self._offloaded.undo()
+            self._offloaded.restore()
             self._offloaded = None
         if kv and not self._has_kv:
             self.pool.restore()

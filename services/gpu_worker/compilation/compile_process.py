@@ -1,7 +1,7 @@
 """`python -m blockyard.services.gpu_worker.compilation.compile_process`: compiles Triton kernels, one after the other.
 
-Reads a line for each kernel, Triton's `specialization_data` and the target, and answers with a line: empty, or the
-problem. What was compiled is in Triton's cache on disk. It uses no GPU. `compile_processes` starts it.
+Reads one line for each kernel, Triton's `specialization_data` and the target, and answers with one line: empty, or the
+error. Triton's cache on disk has the binary then. It uses no GPU. `compile_processes` starts it.
 """
 
 import json
@@ -18,24 +18,24 @@ from triton.errors import TritonError
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 
-# Every kernel of a step is in one of the modules that these import: they are looked up by name.
+# These import the modules of all kernels of a step, which are looked up by name.
 from blockyard.services.gpu_worker.execution import device_loop
 from blockyard.services.gpu_worker.linear_tuning import tuner as linear_tuning
 
 LOADED = (device_loop, linear_tuning)
-# What compilers raise; the worker that compiles by itself will say more.
+# Errors of compilers. The worker then compiles the kernel itself and reports the details.
 PROBLEMS = (TritonError, RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, OSError)
 
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what compilers print is no answer
+    os.dup2(2, 1)  # output of compilers must not reach the answers
     for line in sys.stdin:
         answers.write(f"{compile_kernel(line)}\n")
 
 
 def compile_kernel(line: str) -> str:
-    """Returns the problem in one line, nothing if there is none."""
+    """Returns the error in one line, empty if it is compiled."""
     data = json.loads(line)
     try:
         function, target = find_kernel(data["name"]), GPUTarget(*data["gpu"])
@@ -61,7 +61,7 @@ def compile_kernel(line: str) -> str:
 
 
 def find_kernel(name: str) -> JITFunction[Any]:
-    """By its full name. Raises LookupError."""
+    """Finds a kernel by its full name. Raises LookupError."""
     module, _, function = name.rpartition(".")
     if module not in sys.modules:
         raise LookupError(f"no module {module} is loaded")
@@ -76,7 +76,7 @@ def _signature(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _constants(data: dict[str, Any]) -> dict[tuple[int, ...], Any]:
-    """JSON has lists for tuples, and names for what it cannot hold."""
+    """Decodes constants: JSON has lists for tuples, and names for Triton's types."""
 
     def constant(value: Any) -> Any:
         if isinstance(value, dict) and "constexpr" in value:

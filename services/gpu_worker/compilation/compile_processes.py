@@ -1,6 +1,6 @@
-"""Processes that compile Triton kernels, one kernel after the other each. Imports neither torch nor Triton.
+"""Starts processes that compile Triton kernels and gives them kernels. Imports neither torch nor Triton.
 
-They take seconds to import Triton, so a worker that has nothing in its cache starts them before it imports torch.
+A process takes seconds to import Triton, so a worker with an empty cache starts them before it imports torch.
 """
 
 import contextlib
@@ -16,25 +16,25 @@ from queue import SimpleQueue
 
 log = logging.getLogger(__name__)
 
-MOST_PROCESSES = 12  # more would only read the same modules again
+MOST_PROCESSES = 12  # more processes gain nothing: each imports Triton first
 LIST = "blockyard-kernels.txt"  # in the cache folder: a line for each kernel in it
 MODULE = "blockyard.services.gpu_worker.compilation.compile_process"
 
-OnCompiled = Callable[[str], None]  # takes the problem, nothing if there is none
+OnCompiled = Callable[[str], None]  # takes the error, empty if it is compiled
 
 
 def num_processes(cores: int) -> int:
-    """Two threads of a core share it: the kernel that takes longest to compile is to have one of its own."""
+    """Half the cores: two hardware threads share one, and the slowest kernel should have its own."""
     return max(min(cores // 2, MOST_PROCESSES), 1)
 
 
 def is_new(folder: Path) -> bool:
-    """Whether nothing was compiled into this cache folder by a worker."""
+    """Whether no worker has compiled kernels into this cache folder."""
     return not (folder / LIST).is_file()
 
 
 class CompileProcesses:
-    """Takes kernels as lines, in order. Threads wait for the processes, one each."""
+    """Owns the processes. Takes kernels as lines, in order; one thread waits for each process."""
 
     def __init__(self, num: int) -> None:
         self.num = num
@@ -54,7 +54,7 @@ class CompileProcesses:
         self._jobs.put((line, done))
 
     def close(self) -> None:
-        """Ends the processes once they are done with what they compile now; what waits is dropped."""
+        """Ends each process after its current kernel; waiting kernels are dropped."""
         while not self._jobs.empty():
             self._jobs.get()
         for _ in self._threads:
@@ -62,7 +62,7 @@ class CompileProcesses:
         self._threads.clear()
 
     def _serve(self) -> None:
-        """A process that ends takes its kernel with it, no more."""
+        """Restarts a process that has ended: only its current kernel is lost."""
         process = _start()
         while (job := self._jobs.get()) is not None:
             line, done = job
@@ -89,7 +89,7 @@ def _start() -> "subprocess.Popen[str]":
 
 
 def _ask(process: "subprocess.Popen[str]", line: str) -> str:
-    """Returns the problem, nothing if there is none."""
+    """Returns the error, empty if there is none."""
     assert process.stdin is not None
     assert process.stdout is not None
     try:
@@ -103,7 +103,7 @@ def _ask(process: "subprocess.Popen[str]", line: str) -> str:
 def _end(process: "subprocess.Popen[str]") -> None:
     assert process.stdin is not None
     assert process.stdout is not None
-    with contextlib.suppress(BrokenPipeError):  # it ended by itself
+    with contextlib.suppress(BrokenPipeError):  # it has ended already
         process.stdin.close()
     process.stdout.close()
     process.wait()

@@ -1,10 +1,9 @@
 """Compiles Triton kernels in parallel processes, so that the first start of a worker does not compile one by one.
 
-While `KernelCompiler.recording` is active a kernel that is launched does not run: what Triton would compile is written
-down and given to one of `CompileProcesses`. That process puts the binary into Triton's cache on disk, where the launch
-that follows later finds it. A file in that cache lists what was compiled: a later start sends nothing and starts no
-process. Kernels that cannot be compiled there are compiled by the worker itself at their first launch, as if this
-module were not there. Imports Triton: for a GPU alone.
+While `KernelCompiler.recording` is active, a launched kernel does not run. Its source and types go to one of
+`CompileProcesses`, which puts the binary into Triton's cache on disk for later launches. A file in that cache lists
+compiled kernels, so that a later start starts no process. The worker compiles other kernels at their first launch.
+Imports Triton.
 """
 
 import contextlib
@@ -27,11 +26,11 @@ from blockyard.services.gpu_worker.compilation.compile_processes import LIST, Co
 
 log = logging.getLogger(__name__)
 
-FOLDER = "folder="  # in the list: where the cache was when Triton wrote its paths
+FOLDER = "folder="  # line of the list with the cache's folder when Triton wrote its paths
 
 
 class CompiledList:
-    """Which kernels the cache folder has, by a hash of their source and specialization."""
+    """The kernels in the cache folder, by a hash of source and specialization."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._path, self._lock = folder, folder / LIST, threading.Lock()
@@ -50,7 +49,7 @@ class CompiledList:
         return key in self._keys
 
     def add(self, key: str) -> None:
-        """A folder that cannot be written costs the next start its time, no more."""
+        """If the folder cannot be written, the next start compiles again."""
         with self._lock:
             self._keys.add(key)
             try:
@@ -61,7 +60,7 @@ class CompiledList:
                 log.warning("%s cannot be written, the next start compiles again: %s", self._path, e)
 
     def _move(self) -> None:
-        """The folder was written at another place: Triton's groups name their files by absolute paths."""
+        """Rewrites the absolute paths in Triton's groups, after the folder was moved."""
         try:
             for group in self._folder.glob("*/__grp__*.json"):
                 paths: dict[str, str] = json.loads(group.read_bytes())["child_paths"]
@@ -73,7 +72,7 @@ class CompiledList:
 
 
 class KernelCompiler:
-    """What was launched while it recorded, and how much of that is compiled."""
+    """Records launched kernels and has them compiled."""
 
     def __init__(
         self, processes: CompileProcesses, target: GPUTarget | None = None, folder: Path | None = None
@@ -87,8 +86,7 @@ class KernelCompiler:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Kernels launched inside are compiled and do not run, also those that ran before: their outputs keep whatever
-        they held. No kernel that is meant to run may be launched meanwhile."""
+        """Kernels launched inside are compiled and do not run, even if they ran before: their outputs are undefined."""
         assert knobs.runtime.jit_cache_hook is None, "Triton has one hook"
         run = JITFunction.run
 
@@ -104,16 +102,16 @@ class KernelCompiler:
             knobs.runtime.jit_cache_hook = None
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Until all recorded kernels are compiled or were given up; False: they are not yet after this time."""
+        """Waits until all recorded kernels are compiled or have failed. False: not after this time."""
         with self._changed:
             return self._changed.wait_for(lambda: self._num_done == len(self._seen), timeout_s)
 
     def has_all(self, key: str) -> bool:
-        """Whether everything that `key` stands for was compiled before."""
+        """Whether all kernels of `key` were compiled before."""
         return key in self._compiled
 
     def note_all(self, key: str) -> None:
-        """Everything that `key` stands for is compiled."""
+        """All kernels of `key` are compiled."""
         self._compiled.add(key)
 
     def describe(self) -> str:
@@ -123,11 +121,11 @@ class KernelCompiler:
         return f"kernels: {self._num_done} compiled in {self._processes.num} processes in {took_s:.1f} s"
 
     def close(self) -> None:
-        """Nothing more will be recorded."""
+        """Ends the processes. No kernel may be recorded after this."""
         self._processes.close()
 
     def _record(self, *, key: str, fn: Any, compile: dict[str, Any], **_: object) -> bool:
-        """Triton's hook before it compiles. True: it is not to."""
+        """Triton's hook before it compiles. True: Triton does not compile."""
         source = f"{triton.__version__} {self._target} {fn.jit_function.cache_key} {key}"
         digest = hashlib.sha256(source.encode()).hexdigest()
         with self._changed:

@@ -1,7 +1,6 @@
-"""Compiles the kernels of prefill attention that a worker may need before it is ready: no stream waits for one later.
+"""Compiles the kernels of prefill attention before the worker is ready, so that no stream waits for one later.
 
-What was compiled lies in Triton's cache on disk, and a second start finds it there. Imports Triton: loaded by name, for
-a GPU alone.
+Triton's cache on disk has them at a second start. Imports Triton.
 """
 
 import logging
@@ -16,14 +15,14 @@ from blockyard.services.gpu_worker.kv.pool import KVPool
 
 log = logging.getLogger(__name__)
 
-ROWS = 16  # also the width of block tables here: widths that workers have are multiples of it
-REACHES = (ROWS, 1 << 20)  # keys of a sequence are one program's, or shared by several
+ROWS = 16  # also the width of block tables here; workers have multiples of it
+REACHES = (ROWS, 1 << 20)  # without and with split-KV
 
 
 def compile_prefills(pool: KVPool, dtype: torch.dtype) -> None:
-    """For activations of `dtype`. Side by side, some ten seconds if they are new.
+    """Compiles for activations of `dtype`, in parallel; new kernels take some ten seconds.
 
-    What fails is logged: whoever needs that kernel will say so.
+    Failures are logged: a step that needs the kernel reports them.
     """
     kernels = [(window, reach) for window in dict.fromkeys(pool.shape.windows) for reach in REACHES]
     with ThreadPoolExecutor(len(kernels)) as threads:

@@ -1,7 +1,7 @@
-"""Gives the kernels of a worker's steps to a `KernelCompiler` before the first step runs; loaded on a GPU alone.
+"""Records the kernels of a worker's steps with a `KernelCompiler`, before the first step runs. Imports Triton.
 
-Each kind of step is launched once on a KV pool of one block while the compiler records, so nothing runs on the device
-but a few of torch's own kernels, on zeros.
+Each kind of step is launched once on a KV pool of one block. While the compiler records, only a few of torch's own
+kernels run, on zeros.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 def make_compiler(processes: CompileProcesses | None, cores: int) -> KernelCompiler:
-    """processes: that were started before, if any."""
+    """processes: started before, None: new ones."""
     return KernelCompiler(processes or CompileProcesses(num_processes(cores)))
 
 
@@ -43,7 +43,7 @@ def compile_kernels(
     num_eos: int,
     config: WorkerConfig,
 ) -> None:
-    """Returns once the kernels of steps are compiled; those that the tuner will compare follow."""
+    """Returns when the kernels of steps are compiled. Candidates of the tuner are compiled in the background."""
     key = _key(model, need, kv_dtype, num_eos, config)
     log.debug("kernels of steps: %s", key)
     if not compiler.has_all(key):
@@ -57,7 +57,7 @@ def compile_kernels(
 
 
 def _key(model: Model, need: KVMemoryNeed, kv_dtype: torch.dtype, num_eos: int, config: WorkerConfig) -> str:
-    """Of all that decides which kernels steps launch, but the plans of linear layers, whose tuner compiles its own."""
+    """A hash of everything that selects kernels of steps, except linear layers: their tuner compiles its own."""
     flags = (config.graph_sizes, config.run_ahead_penalties, config.fused_steps)
     facts = (triton.__version__, torch.__version__, model.shape, model.table.dtype, kv_dtype, need, num_eos, flags)
     digest = hashlib.sha256(repr(facts).encode())
@@ -67,7 +67,7 @@ def _key(model: Model, need: KVMemoryNeed, kv_dtype: torch.dtype, num_eos: int, 
 
 
 def _launch_steps(model: Model, need: KVMemoryNeed, kv_dtype: torch.dtype, num_eos: int, config: WorkerConfig) -> None:
-    """What takes longest to compile comes first."""
+    """Launches each kind of step, the slowest to compile first."""
     device, most = model.table.device, min(need.max_step_tokens, need.max_model_len)
     pool = KVPool(model.shape, 1, need.block_size, kv_dtype, device, need.batch_invariant)
     ops = TritonDeviceOps(config.fused_steps and not need.batch_invariant, need.batch_invariant)
@@ -83,7 +83,7 @@ def _launch_steps(model: Model, need: KVMemoryNeed, kv_dtype: torch.dtype, num_e
             steps.sample(size, output.first(size.rows), needs_processing)
     for size in steps.sizes:
         steps.forward(size)
-    for descriptor in _layouts(steps, most):
+    for descriptor in _descriptors(steps, most):
         words = torch.empty(sum(descriptor.parts), dtype=torch.int64)
         clear(words, descriptor)
         step = PrefillStep(steps, descriptor, words.to(device))
@@ -92,8 +92,8 @@ def _launch_steps(model: Model, need: KVMemoryNeed, kv_dtype: torch.dtype, num_e
             step.sample(due, needs_processing)
 
 
-def _layouts(steps: DecodeSteps, most: int) -> list[BatchDescriptor]:
-    """Of graphs, and of prompts alone as `warm_up` computes them."""
+def _descriptors(steps: DecodeSteps, most: int) -> list[BatchDescriptor]:
+    """Sizes of graphs, and of the prompts of `warm_up`."""
     alone = [
         BatchDescriptor(0, num_tokens, 1, steps.padded_num_seqs(1))
         for num_tokens in (*(n for n in LENGTHS if n < most), most)

@@ -45,7 +45,7 @@ class HostSteps:
             self.device.forget()
 
     def run(self, slots: Ints, counts: Ints) -> list[SlotResult]:
-        """Computes the next `counts` tokens of each slot, decodes first. A slot fails alone if its logits are not finite."""
+        """Computes `counts` tokens of each slot, decodes first. Logits that are not finite fail their slot alone."""
         table = self._batch.slots
         logits: Tensor | None = None
         if self.device is not None and self.device.supports(slots, counts):

@@ -1,4 +1,4 @@
-"""KV memory and what is in it.
+"""KV memory and its contents.
 
 - `pool.KVPool` owns the memory of all blocks; `scales` finds the scales of a KV cache in 8 bits.
 - `block_hashes.BlockHashes` knows which blocks are full and under which hash, for a scheduler that attaches.

@@ -1,4 +1,4 @@
-"""Blocks that a plan wants twice: what a fork begins with where its tokens end within a block."""
+"""Copies blocks within the pool: a forked sequence needs its own copy of the last block if that is not full."""
 
 import numpy as np
 import torch
@@ -7,15 +7,14 @@ from blockyard.services.gpu_worker.kv.block_hashes import BlockHashes
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.shared.messages import BlockCopy
 
-AT_ONCE = 64  # blocks: what is gathered stays small beside the pool
+AT_ONCE = 64  # blocks; bounds the temporary memory
 
 
 @torch.inference_mode()
 def copy_blocks(pool: KVPool, names: BlockHashes, copies: list[BlockCopy]) -> None:
-    """In all layers, on the stream that steps run on; before the plan's runs and after those of earlier plans.
+    """Copies in all layers, on the stream of steps: before the plan's runs and after those of earlier plans.
 
-    No block is both read and written. One that the pool does not have is left out: whoever holds it fails when it
-    starts.
+    No block is both source and destination. Blocks outside of the pool are skipped: their slots fail at their start.
     """
     known = [(c.src, c.dst) for c in copies if 0 <= c.src < pool.num_blocks and 0 <= c.dst < pool.num_blocks]
     for first in range(0, len(known), AT_ONCE):

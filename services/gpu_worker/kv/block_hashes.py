@@ -1,4 +1,4 @@
-"""Which blocks are full under which name: what a scheduler that attaches gets to know."""
+"""Hashes of full blocks, which a scheduler gets when it attaches."""
 
 from collections.abc import Iterable
 
@@ -9,9 +9,9 @@ from blockyard.shared.messages import BlockSave, FullBlock
 
 
 class BlockHashes:
-    """A name is learnt when the plan that filled its block has completed, and lost when the block is written again.
+    """A hash is added when the plan that filled its block completes, and removed when the block is written again.
 
-    Plans name blocks before it is known that their slot failed: those of a failed slot are excluded until it ends.
+    Plans in flight may still add blocks of a slot that has failed: these are excluded until the slot ends.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -35,13 +35,13 @@ class BlockHashes:
                 self._hashes.pop(block, None)
 
     def clear(self) -> None:
-        """Blocks in host memory too."""
+        """Forgets all hashes, of host memory too."""
         self._is_hashed[:] = False
         self._hashes.clear()
         self._host.clear()
 
     def exclude(self, slot: int, blocks: list[int]) -> None:
-        """This slot failed: its blocks do not hold what plans say."""
+        """The slot has failed: the contents of its blocks are unknown."""
         known = [block for block in blocks if 0 <= block < len(self._is_hashed)]
         self.invalidate(np.array(known, np.int64))
         self._excluded[slot] = set(known)
@@ -53,7 +53,7 @@ class BlockHashes:
         self._excluded.clear()
 
     def on_saved(self, saves: Iterable[BlockSave], good: Iterable[BlockSave]) -> None:
-        """Blocks of host memory are overwritten; the good ones hold what they are called."""
+        """Host blocks of `saves` are overwritten; those of `good` have valid contents."""
         for save in saves:
             self._host.pop(save.host, None)
         self._host.update((save.host, save.block_hash) for save in good)
@@ -62,9 +62,9 @@ class BlockHashes:
         return host in self._host
 
     def host_blocks_and_hashes(self) -> tuple[list[int], bytes]:
-        """Blocks of host memory in the order they were saved, and their names."""
+        """Blocks of host memory in the order of their saves, and their hashes."""
         return list(self._host), b"".join(self._host.values())
 
     def blocks_and_hashes(self) -> tuple[list[int], bytes]:
-        """Blocks, and their names in the same order."""
+        """Blocks, and their hashes in the same order."""
         return list(self._hashes), b"".join(self._hashes.values())

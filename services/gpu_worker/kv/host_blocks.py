@@ -1,4 +1,4 @@
-"""Host memory that keeps KV blocks: how many there is room for, and what copies them."""
+"""Makes the store of KV blocks in host memory."""
 
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.memory import MemoryPlan
@@ -6,7 +6,7 @@ from blockyard.services.kv_transfer.host_store import BlockStore, PlainStore
 
 
 def staging_bytes(device_type: str, plan: MemoryPlan) -> int:
-    """Device memory that copies go through."""
+    """Device memory of the buffers that copies use."""
     if device_type != "cuda" or not plan.num_blocks:
         return 0
     # It imports Triton, which a worker on the CPU never loads.
@@ -16,7 +16,7 @@ def staging_bytes(device_type: str, plan: MemoryPlan) -> int:
 
 
 def make_store(plan: MemoryPlan, pool: KVPool) -> BlockStore | None:
-    """None where there is no host memory for blocks. Raises LoadError if it cannot be had."""
+    """None without host memory for blocks. Raises LoadError if the memory cannot be allocated."""
     if not plan.num_blocks:
         return None
     if pool.device.type != "cuda":

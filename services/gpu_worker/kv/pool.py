@@ -14,15 +14,14 @@ from blockyard.services.gpu_worker.models.interface import ModelShape
 Ints = npt.NDArray[np.int64]
 
 _K_RANGE, _V_RANGE = 200.0, 100.0  # what vLLM takes
-_SMALLEST = 1e-6  # of the largest numbers: scales stay above 0
+_SMALLEST = 1e-6  # lower bound of the largest value: scales stay above 0
 
 
 class KVPool:
     """One pool of blocks for all layers, [layers, num_blocks, 2, kv_heads, block_size, head_dim].
 
-    Starts at zero and is kept finite: what lies behind a sequence's end is read and multiplied by 0. In 8 bits it has
-    `scales` [layers, 2] float32, what stored K and V are multiplied by; while `scales_pending`, the next step with a
-    prefill sets them.
+    Starts at zero and stays finite: kernels read values behind a sequence's end and multiply them by 0. In 8 bits it
+    has `scales` [layers, 2] float32, which multiply stored K and V; while `scales_pending`, the next prefill sets them.
     """
 
     def __init__(
@@ -41,14 +40,14 @@ class KVPool:
         self.scales_pending = False
         self.batch_invariant = batch_invariant
         size = (shape.num_layers, num_blocks, 2, shape.kv_heads, block_size, shape.head_dim)
-        self._pages: mmap.mmap | None = None  # of a pool in host memory
+        self._pages: mmap.mmap | None = None  # of a pool on CPU
         self.memory = self._zeros(size)
         layers = self.memory.unbind(0)
-        self.rows = [layer.view(-1, shape.head_dim) for layer in layers]  # as writes see a layer
-        self.chunks = [layer.view(-1, block_size * shape.head_dim) for layer in layers]  # as reads see it
+        self.rows = [layer.view(-1, shape.head_dim) for layer in layers]  # view of a layer for writes
+        self.chunks = [layer.view(-1, block_size * shape.head_dim) for layer in layers]  # view of a layer for reads
 
     def drop(self) -> None:
-        """Gives the memory back; what was in it is gone. Not to be touched before `restore`."""
+        """Frees the memory and its contents. Do not use the pool before `restore`."""
         if self._pages is not None:
             self._pages.madvise(mmap.MADV_DONTNEED)
         else:
@@ -56,7 +55,7 @@ class KVPool:
 
     @torch.inference_mode()
     def restore(self) -> None:
-        """After `drop`: all zeros, and elsewhere on a GPU."""
+        """Allocates the memory again after `drop`, all zeros; on a GPU at another address."""
         if self._pages is None:
             self.memory.untyped_storage().resize_(self.memory.numel() * self.dtype.itemsize)
             self.memory.zero_()
@@ -64,7 +63,7 @@ class KVPool:
     def _zeros(self, size: tuple[int, ...]) -> Tensor:
         if self.device.type != "cpu":
             return torch.zeros(size, dtype=self.dtype, device=self.device)
-        # the kernel hands out zeroed pages on first use, where torch would touch gigabytes at start-up
+        # Linux gives zeroed pages at first use; torch would write gigabytes at the start
         num_bytes = math.prod(size) * self.dtype.itemsize
         self._pages = mmap.mmap(-1, max(1, num_bytes), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         return torch.from_numpy(np.frombuffer(self._pages, np.uint8, num_bytes)).view(self.dtype).view(size)
@@ -79,7 +78,7 @@ class KVPool:
         self.scales_pending = True
 
     def measure_scales(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """From the K and V of a prompt, so that the largest are this far from the middle: room for larger ones."""
+        """Sets scales from K and V of a prompt, with room for larger values."""
         assert self.scales is not None
         self.scales[layer, 0] = keys.abs().max().float().clamp_min(_SMALLEST) / _K_RANGE
         self.scales[layer, 1] = values.abs().max().float().clamp_min(_SMALLEST) / _V_RANGE
@@ -88,7 +87,7 @@ class KVPool:
 
     @torch.inference_mode()
     def scrub(self, blocks: Ints) -> None:
-        """Replaces what is not finite, before it reaches a later owner of these blocks."""
+        """Replaces values that are not finite, before these blocks have another owner."""
         index = torch.from_numpy(blocks).to(self.device)
         values = self.memory[:, index]
         if self.scales is not None:
@@ -97,5 +96,5 @@ class KVPool:
 
 
 def block_bytes(shape: ModelShape, block_size: int, dtype: torch.dtype) -> int:
-    """Of one block in all layers."""
+    """Bytes of one block in all layers."""
     return shape.num_layers * 2 * shape.kv_heads * block_size * shape.head_dim * dtype.itemsize

@@ -1,4 +1,4 @@
-"""Scales of a KV cache in 8 bits: where they come from."""
+"""Finds the scales of a KV cache in 8 bits: from the checkpoint, a file, or the first prompt."""
 
 from pathlib import Path
 
@@ -12,13 +12,13 @@ from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.errors import ConfigError, LoadError
 
 KV_DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-# names that checkpoints use, after the layer's; kv_scale is one for both
+# names in checkpoints, after the layer's prefix; kv_scale is for both K and V
 _K_NAMES = ("self_attn.k_scale", "self_attn.kv_scale", "self_attn.k_proj.k_scale", "self_attn.attn.k_scale")
 _V_NAMES = ("self_attn.v_scale", "self_attn.v_proj.v_scale", "self_attn.attn.v_scale")
 
 
 class _KVCache(msgspec.Struct):
-    scaling_factor: dict[int, dict[int, float]]  # of each rank, of each layer
+    scaling_factor: dict[int, dict[int, float]]  # by rank, then by layer
 
 
 class _File(msgspec.Struct):
@@ -26,7 +26,7 @@ class _File(msgspec.Struct):
 
 
 def pick_kv_dtype(name: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Raises ConfigError."""
+    """The dtype of --kv-cache-dtype. Raises ConfigError."""
     if name == "auto":
         return dtype
     if device.type == "cpu":
@@ -41,7 +41,7 @@ def from_checkpoint(config: WorkerConfig) -> bool:
 
 
 def claim(table: WeightTable, num_layers: int, is_wanted: bool) -> Tensor:
-    """[layers, 2] float32, of K and of V, 1 where the checkpoint that `table` will read has none."""
+    """[layers, 2] float32, of K and V, which loading the checkpoint fills; 1 where it has none."""
     scales = torch.ones((num_layers, 2), dtype=torch.float32, device=table.device)
     for layer in range(num_layers):
         for names, target in ((_K_NAMES, scales[layer, 0]), (_V_NAMES, scales[layer, 1])):
@@ -56,7 +56,7 @@ def claim(table: WeightTable, num_layers: int, is_wanted: bool) -> Tensor:
 
 
 def read_scales(file: Path, scales: Tensor) -> None:
-    """Into [layers, 2]: K and V of a layer share one. Raises LoadError."""
+    """Reads a file into [layers, 2]; K and V of a layer share a scale. Raises LoadError."""
     try:
         ranks = msgspec.json.decode(file.read_bytes(), type=_File, strict=False).kv_cache.scaling_factor
     except (OSError, msgspec.MsgspecError) as e:
@@ -71,7 +71,7 @@ def read_scales(file: Path, scales: Tensor) -> None:
 
 
 def give(pool: KVPool, scales: Tensor, config: WorkerConfig) -> list[str]:
-    """Sets the pool's, if it is in 8 bits; `scales` are the checkpoint's. Returns notes. Raises LoadError."""
+    """Sets the scales of a pool in 8 bits. scales: of the checkpoint. Returns notes. Raises LoadError."""
     if pool.scales is None:
         return []
     kind = str(pool.dtype).removeprefix("torch.")

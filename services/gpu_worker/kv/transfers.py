@@ -1,4 +1,4 @@
-"""What plans move between the pool and host memory, and what becomes of slots whose blocks did not come."""
+"""Moves blocks between the pool and host memory, and tracks slots whose fetches failed."""
 
 from collections.abc import Iterable
 
@@ -10,19 +10,19 @@ from blockyard.shared.messages import BlockFetch, BlockSave, SlotBlocks, SlotSta
 
 
 class Transfers:
-    """A fetch that fails costs the slots that began on its blocks: they stay silent until the scheduler ends them.
+    """Slots that start on blocks of a failed fetch produce no results until the scheduler ends them.
 
-    It is told which blocks those are, and has their choices computed.
+    The scheduler gets the failed blocks with the plan's result and computes their sequences again.
     """
 
     def __init__(self, block_hashes: BlockHashes, block_size: int, store: BlockStore | None) -> None:
-        self.slots_without_kv: set[int] = set()  # slots
+        self.slots_without_kv: set[int] = set()
         self._block_hashes, self._block_size, self._store = block_hashes, block_size, store
-        self._blocks_without_kv: set[int] = set()  # blocks that do not hold what plans say
-        self._failed: dict[int, list[int]] = {}  # blocks, by number of the plan that was to fetch them
+        self._blocks_without_kv: set[int] = set()  # blocks whose contents are not what plans expect
+        self._failed: dict[int, list[int]] = {}  # blocks by number of the plan that fetched them
 
     def reset(self) -> None:
-        """Slots are gone; what is in host memory stays."""
+        """Drops the state of slots; host memory keeps its blocks."""
         if self._store is not None:
             self._store.drain()
         self.slots_without_kv.clear()
@@ -30,7 +30,7 @@ class Transfers:
         self._failed.clear()
 
     def begin(self, plan: StepPlan) -> None:
-        """Before the plan's slots start."""
+        """Saves and fetches a plan's blocks. Call it before its slots start."""
         self.slots_without_kv.difference_update(plan.ends)
         if plan.saves:
             self._save(plan.saves)
@@ -42,11 +42,11 @@ class Transfers:
                 self._blocks_without_kv.add(copy.dst)
 
     def pop_failed_fetches(self, plan: StepPlan) -> list[int]:
-        """Blocks that a plan was to fetch and did not; for its result."""
+        """Blocks of a plan whose fetch failed, for its result."""
         return self._failed.pop(plan.number, [])
 
     def starts_without_kv(self, start: SlotStart) -> bool:
-        """Whether a slot begins on blocks that did not come. What it would write is as bad."""
+        """Whether a slot starts on blocks without KV. The blocks that it writes are invalid then, too."""
         num_found = -(-start.num_computed // self._block_size)
         fresh = start.blocks[num_found:]
         if self._blocks_without_kv.isdisjoint(start.blocks[:num_found]):

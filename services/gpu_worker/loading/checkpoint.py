@@ -1,4 +1,4 @@
-"""Reads the weights of a local folder into a model's table: safetensors, torch files, or made-up numbers."""
+"""Reads the weights of a local folder into a model's table: safetensors, torch files, or dummy weights."""
 
 import fnmatch
 import json
@@ -16,7 +16,7 @@ from blockyard.services.gpu_worker.loading import parallel_load
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.shared.errors import LoadError
 
-# what torch.load raises for a file that holds more than tensors; nothing is ever unpickled here
+# torch.load raises it for a file with other objects than tensors; no object is unpickled here
 _NOT_PLAIN: type[Exception] = torch.serialization.pickle.UnpicklingError  # type: ignore[attr-defined]
 
 Progress = Callable[[float], None]  # takes the fraction done
@@ -34,7 +34,7 @@ class Loaded:
 
     def __str__(self) -> str:
         if not self.files:
-            return f"weights: {self.size_bytes / 1e9:.3f} GB of made-up numbers in {self.seconds:.2f} s"
+            return f"weights: {self.size_bytes / 1e9:.3f} GB of dummy weights in {self.seconds:.2f} s"
         rate = self.size_bytes / max(self.seconds, 1e-9) / 1e9
         return (
             f"weights: {self.size_bytes / 1e9:.3f} GB from {self.files} files in {self.seconds:.2f} s ({rate:.2f} GB/s)"
@@ -76,7 +76,7 @@ def _elapsed(table: WeightTable, start: float) -> float:
 
 
 def fill_dummy(table: WeightTable, seed: int, progress: Progress) -> None:
-    """Seeded small numbers in the true shapes; norm weights are 1."""
+    """Seeded small random values; norm weights are 1."""
     generator = torch.Generator(table.device).manual_seed(seed)
     for i, (name, place) in enumerate(table.places.items()):
         if len(place.shape) == 1 and "norm" in name and name.endswith("weight"):
@@ -84,14 +84,14 @@ def fill_dummy(table: WeightTable, seed: int, progress: Progress) -> None:
         else:
             target = place.target
             made = target if target.device == table.device else torch.empty_like(target, device=table.device)
-            made.normal_(0.0, 0.02, generator=generator)  # the same numbers wherever they go
+            made.normal_(0.0, 0.02, generator=generator)  # the same values on every device
             if made is not target:
                 target.copy_(made)
         progress((i + 1) / len(table.places))
 
 
 def find_files(folder: Path, load_format: str, ignore_patterns: list[str]) -> list[Path]:
-    """The files that hold the weights, shards in order. Raises LoadError."""
+    """Files of the weights, shards in order. Raises LoadError."""
     wanted = {"auto": (*_SAFETENSORS, *_TORCH), "safetensors": _SAFETENSORS, "pt": _TORCH}[load_format]
     if not folder.is_dir():
         raise LoadError(f"{folder} is not a folder")
@@ -129,7 +129,7 @@ def _shards(index: Path) -> list[Path]:
 
 
 def _whole(file: Path) -> Path:
-    """Raises LoadError for a folder, a link to nothing or a circle of links."""
+    """Raises LoadError for a folder, a broken link or a loop of links."""
     if not file.is_file():
         raise LoadError(f"{file} is not a readable file")
     return file

@@ -1,4 +1,4 @@
-"""Looks whether a model can be what config.json says, before memory is taken for it: its own tensors, free memory."""
+"""Checks a model before its memory is allocated: names and shapes in the checkpoint, and free memory."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,13 +12,13 @@ from blockyard.services.gpu_worker.models.interface import ModelShape
 from blockyard.shared.errors import LoadError
 
 GIB = 1 << 30
-ROTATION_BYTES = 3 * 8  # of a complex number, and of the angles it is made of
+ROTATION_BYTES = 3 * 8  # of a complex number and its angles
 
 
 def check_tensors(table: WeightTable, folder: Path, load_format: str, ignore_patterns: list[str]) -> None:
-    """`table` is of a model without memory. Raises LoadError where names or shapes are not those of the checkpoint.
+    """table: of a model on the meta device. Raises LoadError if names or shapes differ from the checkpoint's.
 
-    Torch files do not tell the shapes without being read: there the number of weights has to fit the files.
+    Shapes in torch files are unknown before they are read: the number of weights has to fit the files' size.
     """
     if load_format == "dummy":
         return
@@ -41,9 +41,9 @@ def check_tensors(table: WeightTable, folder: Path, load_format: str, ignore_pat
 def check_memory(
     table: WeightTable, host_share: float, shape: ModelShape, max_model_len: int, device: torch.device, free_bytes: int
 ) -> None:
-    """Raises LoadError where the weights, or the rotations of each position, are more than `free_bytes` of the device.
+    """Raises LoadError if weights, or the rotations of all positions, need more than `free_bytes` of the device.
 
-    A share of the layers' matrices stays in host memory.
+    share: of the layers' matrices, which stays in host memory.
     """
     where = "GPU memory" if device.type == "cuda" else "memory"
     weights = table.size_bytes - int(host_share * table.layer_bytes)
@@ -62,7 +62,7 @@ def check_memory(
 
 
 def _shapes(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Of each tensor, from the file's header."""
+    """Shape of each tensor, from the file's header."""
     try:
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118, no mapping

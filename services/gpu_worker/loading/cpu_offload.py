@@ -1,8 +1,8 @@
-"""--cpu-offload-gb: part of the layers' matrices stay in pinned host memory and are copied up in every step.
+"""--cpu-offload-gb: part of the layers' matrices stay in pinned host memory and are copied to the GPU in every step.
 
-They take turns in two buffers on the GPU: while a product reads one, the next matrix is copied to the other, on a
-stream of its own. A matrix has the same buffer, at the same address, in every step, so products and CUDA graphs need
-not know. Which matrices stay behind is spread over the model, so that copies run beside the other layers.
+Two buffers on the GPU alternate: while a product reads one, the next matrix is copied to the other on another stream. A
+matrix has the same address in every step, so that CUDA graphs work. The matrices are spread over the model, so that
+copies overlap with the other layers.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ BUFFERS = 2
 
 
 def share_of_layers(build: Build, settings: dict[str, Any], dtype: torch.dtype, gib: float, free_bytes: int) -> float:
-    """The part of the layers' matrices that `gib` is. Raises LoadError for more than there is host memory for."""
+    """The share of the layers' matrices in `gib`. Raises LoadError if host memory does not suffice."""
     if not gib:
         return 0.0
     table = WeightTable(dtype, torch.device("meta"))
@@ -39,8 +39,8 @@ def share_of_layers(build: Build, settings: dict[str, Any], dtype: torch.dtype, 
 
 
 @dataclass(slots=True)
-class Stage:
-    """One matrix: where it stays, and where it is while it is used."""
+class OffloadedMatrix:
+    """One matrix: its host memory and its buffer on the GPU."""
 
     linear: Linear
     host: Tensor
@@ -49,10 +49,10 @@ class Stage:
 
 
 class HostWeights:
-    """The matrices that a table has left in host memory, in the order in which a step uses them."""
+    """Owns the matrices in host memory, in the order in which a step uses them."""
 
     def __init__(self, linears: Sequence[Linear], table: WeightTable) -> None:
-        """Call once they are loaded, before anything else looks at `linears`. There has to be one at least."""
+        """Call it after loading, before other code uses `linears`. At least one matrix has to be in host memory."""
         stays = {id(weight) for weight in table.on_host}
         found = [
             (linear, name, tensor)
@@ -63,11 +63,11 @@ class HostWeights:
         on_gpu, most = table.device.type == "cuda", max(host.nbytes for _, _, host in found)
         memory = [torch.empty(most, dtype=torch.uint8, device=table.device) for _ in range(BUFFERS)]
         self._stream = torch.cuda.Stream(table.device) if on_gpu else None  # type: ignore[no-untyped-call]
-        self._first, self._stages = linears[0], list[Stage]()
+        self._first, self._stages = linears[0], list[OffloadedMatrix]()
         for i, (linear, name, host) in enumerate(found):
             buffer = memory[i % BUFFERS][: host.nbytes].view(host.dtype).view(host.shape)
             event = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
-            self._stages.append(Stage(linear, host, buffer, event))
+            self._stages.append(OffloadedMatrix(linear, host, buffer, event))
             linear.method.replace(name, buffer)
 
     def __str__(self) -> str:
@@ -78,7 +78,7 @@ class HostWeights:
         )
 
     def install(self) -> None:
-        """Call once it is settled what computes the products."""
+        """Call it after the kernels of the products are picked."""
         for i, stage in enumerate(self._stages):
             stage.linear.wrap(self._staged(i))
         self._first.wrap(self._begun)
@@ -108,7 +108,7 @@ class HostWeights:
         return around
 
     def _copy(self, i: int) -> None:
-        """To its buffer, once what was launched so far has been computed: the last product to read from there is."""
+        """Copies a matrix to its buffer after the kernels launched so far, which include the buffer's last reader."""
         stage = self._stages[i]
         if self._stream is None or stage.copied is None:
             stage.buffer.copy_(stage.host)

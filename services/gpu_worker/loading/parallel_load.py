@@ -1,7 +1,7 @@
-"""Safetensors straight to a GPU: several threads read into pinned buffers while earlier ones are copied up.
+"""Loads safetensors to a GPU: several threads read into pinned buffers while earlier buffers are copied.
 
-A mapped file is read page by page by one thread and copied from memory that the driver has to stage itself; readers
-with two pinned buffers each keep both the disk and the host link busy.
+A mapped file would be read page by page by one thread, from memory that the driver stages itself. Readers with two
+pinned buffers each keep both the disk and the link to the GPU busy.
 """
 
 import os
@@ -38,7 +38,7 @@ DTYPES = {
 
 
 class Entry(msgspec.Struct):
-    """Of one tensor in a file's header; offsets count from the header's end."""
+    """One tensor in a file's header; offsets count from the header's end."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -47,7 +47,7 @@ class Entry(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Where a tensor's bytes are."""
+    """The place of a tensor's bytes."""
 
     name: str
     file: Path
@@ -59,10 +59,10 @@ class Stored:
 
 
 def list_tensors(file: Path, fd: int) -> Iterator[Stored]:
-    """Raises LoadError for what is not a whole safetensors file."""
+    """Tensors of a file. Raises LoadError if it is not a complete safetensors file."""
     try:
         with safe_open(file, framework="pt"):
-            pass  # it checks header, offsets and length
+            pass  # opening checks header, offsets and length
     except (SafetensorError, OSError) as e:
         raise LoadError(f"{file} is not a usable safetensors file: {e}") from e
     length = int.from_bytes(os.pread(fd, 8, 0), "little")
@@ -78,7 +78,7 @@ def list_tensors(file: Path, fd: int) -> Iterator[Stored]:
 
 
 class Reader:
-    """Two buffers, used in turn; on a GPU pinned, with a stream of its own."""
+    """A thread's two buffers, used in turn; for a GPU they are pinned, and copies have their own stream."""
 
     def __init__(self, device: torch.device, chunk_bytes: int) -> None:
         self._device = device
@@ -88,7 +88,7 @@ class Reader:
         self._copied = [torch.cuda.Event() for _ in range(2)] if on_gpu else []  # type: ignore[no-untyped-call]
 
     def load(self, stored: Stored, table: WeightTable) -> int:
-        """Fills one weight; returns its bytes. It is there once `wait` has returned."""
+        """Fills one weight and returns its bytes. The copy is complete after `wait`."""
         with torch.inference_mode(), torch.cuda.stream(self._stream) if self._stream else nullcontext():
             value = torch.empty(stored.shape, dtype=stored.dtype, device=self._device)
             self._fill(value.view(-1).view(torch.uint8), stored)
@@ -141,7 +141,7 @@ def opened(files: list[Path]) -> Iterator[list[int]]:
 def load(
     files: list[Path], table: WeightTable, progress: Callable[[float], None], chunk_bytes: int = CHUNK_BYTES
 ) -> None:
-    """Fills the table from safetensors files. Raises LoadError; what is missing is for the caller to see."""
+    """Fills the table from safetensors files. Raises LoadError. The caller checks for missing weights."""
     with opened(files) as fds:
         listed = (stored for file, fd in zip(files, fds, strict=True) for stored in list_tensors(file, fd))
         wanted = sorted((s for s in listed if table.wants(s.name)), key=lambda s: -s.size_bytes)
@@ -169,4 +169,4 @@ def load(
         for reader in readers:
             reader.wait()
     if table.device.type == "cuda":
-        torch.cuda.empty_cache()  # the readers' streams have kept what they staged in
+        torch.cuda.empty_cache()  # frees memory that the readers' streams cached

@@ -1,4 +1,4 @@
-"""A runner that can give its memory back for a while: what the worker's loop runs, awake or asleep. Without torch."""
+"""Sleep mode: a runner that gives its memory back for a while. Imports no torch."""
 
 import gc
 import logging
@@ -14,11 +14,10 @@ WEIGHTS_ON_HOST, NOTHING_LEFT = 1, 2  # levels of sleep
 
 
 class SleepingRunner:
-    """Passes everything on to the runner that `start` made; `reset` wakes it up.
+    """Forwards calls to the runner that `start` made; `reset` wakes it up.
 
-    At level 1 the runner keeps its weights in host memory and nothing of its KV; at level 2 there is no runner, and
-    waking up is a start as the first one was: weights are read again. `held_bytes`: memory that this process holds
-    where it is short, the GPU's or the host's. `settled` is called when there is a runner that will stay for a while.
+    At level 1 the runner has its weights in host memory and no KV. At level 2 there is no runner, and waking up reads
+    the weights again. held_bytes: device memory of this process. settled: called when a runner is awake again.
     """
 
     def __init__(
@@ -29,7 +28,7 @@ class SleepingRunner:
     ) -> None:
         self.level = 0
         self.freed_bytes = 0
-        self._woken: set[MemoryTag] = set()  # what it took back in its sleep
+        self._woken: set[MemoryTag] = set()  # taken back while asleep
         self._start, self._held_bytes, self._settled = start, held_bytes, settled
         self._runner: OffloadableRunner | None = start()
         self._geometry = self._runner.geometry
@@ -67,7 +66,7 @@ class SleepingRunner:
         self._awake().reset_prefix_cache()
 
     def sleep(self, level: int) -> int:
-        """Waits for what is in flight and drops it. Returns the bytes that were freed; deeper sleep stays."""
+        """Waits for plans in flight and drops their results. Returns the freed bytes. A deeper sleep stays."""
         if level <= self.level and not self._woken:
             return self.freed_bytes
         level = max(level, self.level)
@@ -88,7 +87,7 @@ class SleepingRunner:
         return self.freed_bytes
 
     def wake(self, parts: Sequence[MemoryTag]) -> int:
-        """At level 2 KV has to wait for the weights, whose start decides its size."""
+        """At level 2 KV memory waits for the weights, because a start decides its size."""
         if not self.level:
             return 0
         before = self._held_bytes()
@@ -121,7 +120,7 @@ class SleepingRunner:
     def _reclaim_memory(self, runner: OffloadableRunner, weights: bool = True, kv: bool = True) -> None:
         try:
             runner.reclaim_memory(weights, kv)
-        except RuntimeError:  # out of memory, most likely: a new runner looks at what there is
+        except RuntimeError:  # most likely out of memory: a new runner plans with the memory that is free
             log.exception("what was parked does not come back: starting anew")
             self._runner = None
             del runner

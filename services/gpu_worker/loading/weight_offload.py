@@ -1,4 +1,4 @@
-"""Weights of a GPU wait in host memory; the storages of their tensors stay, so that whoever holds one need not know."""
+"""Moves weights from the GPU to host memory and back. Tensors keep their storage objects, so references stay valid."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ _OURS = "blockyard."
 
 
 class OffloadedWeights:
-    """Of the tensors that are on a GPU and reachable from `owner`. Their addresses are others afterwards."""
+    """GPU tensors reachable from `owner`, in host memory. `restore` gives them new addresses."""
 
     @torch.inference_mode()
     def __init__(self, owner: object) -> None:
@@ -21,7 +21,7 @@ class OffloadedWeights:
             storage.resize_(0)
 
     @torch.inference_mode()
-    def undo(self) -> None:
+    def restore(self) -> None:
         for storage, kept in self._host:
             storage.resize_(kept.numel())
             torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).copy_(kept)
@@ -29,7 +29,7 @@ class OffloadedWeights:
 
 
 def storages(owner: object) -> Iterator[torch.UntypedStorage]:
-    """Of all GPU tensors in an object of ours, and in what it holds."""
+    """Storages of all GPU tensors in an object of this project and in its fields."""
     seen: set[int] = set()
     rest = [owner]
     while rest:

@@ -1,4 +1,4 @@
-"""Where each weight of a checkpoint goes, and a count of what has arrived."""
+"""The places of a model's weights under the names of the checkpoint, and which are loaded."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ from blockyard.shared.errors import LoadError
 Arrange = Callable[[Tensor], Tensor]
 
 FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
-HOST_SLACK = 0.5  # bytes: a share is a quotient
+HOST_SLACK = 0.5  # bytes; rounding of a share
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +31,11 @@ class WeightTable:
     def __init__(self, dtype: torch.dtype, device: torch.device, host_share: float = 0.0) -> None:
         """host_share: the part of the layers' matrices that is in host memory, spread over the layers."""
         self.dtype, self.device = dtype, device
-        self.layer_bytes = 0  # of the layers' matrices, wherever they are
+        self.layer_bytes = 0  # of the layers' matrices, on device and host
         self.on_host: list[Tensor] = []
         self._host_share, self._host_bytes = host_share, 0
         self.places: dict[str, Place] = {}
-        self.scalars: dict[str, Tensor] = {}  # single ones, which a checkpoint may have or not
+        self.scalars: dict[str, Tensor] = {}  # by name; a checkpoint may lack them
         self.size_bytes = 0
         self._ignored: set[str] = set()
         self._ignored_suffixes: tuple[str, ...] = ()
@@ -111,7 +111,7 @@ class WeightTable:
         self._ignored_suffixes = (*self._ignored_suffixes, suffix)
 
     def wants(self, name: str) -> bool:
-        """Raises LoadError for a name that the model has no use for."""
+        """Whether the model needs this name. Raises LoadError for an unknown one."""
         if self._known(name) in self.places or self._known(name) in self.scalars:
             return True
         if name in self._ignored or name.endswith(self._ignored_suffixes):
@@ -133,7 +133,7 @@ class WeightTable:
         place.target.copy_(place.arrange(value) if place.arrange else value)
 
     def arrived(self, name: str, shape: tuple[int, ...]) -> None:
-        """Takes note of a weight of the checkpoint. Raises LoadError if the shape is not the config's."""
+        """Marks a weight as loaded. Raises LoadError if its shape differs from the config's."""
         name = self._known(name)
         if name in self.scalars:
             if math.prod(shape) != 1:
@@ -145,7 +145,7 @@ class WeightTable:
         self._loaded.add(name)
 
     def _known(self, name: str) -> str:
-        """Checkpoints of a bare decoder leave the first word out."""
+        """The name in the table; checkpoints of a bare decoder lack the first part."""
         longer = f"model.{name}"
         return longer if longer in self.places or longer in self.scalars else name
 

@@ -1,6 +1,6 @@
 """A worker's batch without a model: slots with lengths, tokens as a function of their position.
 
-It trusts nothing: a plan that contradicts what came before is a PlanError. Tests of the scheduler drive it directly.
+It checks every plan: a contradiction to earlier plans is a PlanError. Tests of the scheduler drive it directly.
 """
 
 from array import array
@@ -22,12 +22,12 @@ from blockyard.shared.messages import (
 
 
 class PlanError(BlockyardError):
-    """The scheduler and the worker do not agree on what there is."""
+    """The scheduler and the worker disagree about slots or blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """Which tokens come: ids in [first_id, end_id), and an end-of-sequence at about one position in `eos_every`."""
+    """The tokens: ids in [first_id, end_id), and an end of sequence at about one position in `eos_every`."""
 
     first_id: int
     end_id: int
@@ -50,16 +50,16 @@ class Pattern:
 @dataclass(slots=True, eq=False)
 class MockSlot:
     prompt: "array[int]"
-    num_tokens: int  # known to the device: prompt and sampled
+    num_tokens: int  # prompt and sampled
     num_computed: int
     blocks: list[int]
     sampling: Sampling
     choice: int
     prompt_logprobs_next: int
-    trail: Trail  # of all tokens known to the device
+    trail: Trail  # of all tokens
     finished: bool = False
-    lost: bool = False  # it began on blocks that could not be fetched: it stays silent
-    num_passed: int = 0  # leading blocks that are behind the window: they may have other owners
+    lost: bool = False  # it started on blocks whose fetch failed: it produces no results
+    num_passed: int = 0  # leading blocks outside of the window: they may have other owners
 
 
 @dataclass(slots=True)
@@ -73,10 +73,10 @@ class MockBatch:
     failed: list[int] = field(default_factory=list)  # fetches of the last step
 
     def __post_init__(self) -> None:
-        self.kv.bad.clear()  # they have lost their names, and what was to be made of them was never written
+        self.kv.bad.clear()  # their hashes are gone, and no later block was computed from them
 
     def step(self, plan: StepPlan) -> list[SlotResult]:
-        """Applies a plan and computes. Raises PlanError, after which the batch is not to be used."""
+        """Applies a plan and computes. Raises PlanError; do not use the batch after that."""
         for slot in plan.ends:
             self._end(slot)
         self._copy(plan)
@@ -201,12 +201,12 @@ class MockBatch:
         return SlotResult(run.slot, token_ids, slot.num_computed, finish, stop_token, logprobs, first, prompt_logprobs)
 
     def _first_seen(self, num_computed: int, without: int = 0) -> int:
-        """The first token that is seen from the next one; `without` a window."""
+        """The first token in the window of the next one; `without` if there is no window."""
         window = self.geometry.window
         return without if window is None else max(0, num_computed - window + 1)
 
     def _pass(self, number: int, slot: MockSlot) -> None:
-        """Blocks that nobody sees any more from this slot may have other owners."""
+        """Gives up blocks that are outside of the slot's window: they may have other owners."""
         passed = self._first_seen(slot.num_computed) // self.geometry.block_size
         for block in slot.blocks[slot.num_passed : passed]:
             self.owners[block].discard(number)
@@ -253,6 +253,6 @@ def _check(condition: bool, message: str) -> None:
 
 
 def likeliest(token: int, num_candidates: int, state: int = 0) -> TokenLogprobs:
-    """Made up, but in order, with the token the first of the candidates: `state` decides the others and how likely."""
+    """Made-up log-probabilities in order, with the token first. `state` decides the other candidates and the values."""
     top = [token, *(i for i in range(state % 50, state % 50 + num_candidates) if i != token)][:num_candidates]
     return TokenLogprobs(token, -0.5, 1, top, [-0.5 - i - (state >> i) % 1009 / 1200 for i in range(len(top))])

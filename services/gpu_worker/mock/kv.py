@@ -1,4 +1,4 @@
-"""What a mock worker has instead of KV: for each of its blocks the tokens in it, and which ones led up to them."""
+"""Stands in for the KV cache of a mock worker: records for each block its tokens and a hash of all tokens before."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -8,17 +8,17 @@ from zlib import crc32
 from blockyard.shared.messages import BlockCopy, BlockFetch, BlockSave, FullBlock
 from blockyard.shared.token_ids import ID_BYTES
 
-Held = tuple[int, bytes]  # what a block holds: the state before it, and the ids of its tokens
-NOTHING: Held = (-1, b"")  # nobody has written the block, or not from its beginning: no sequence has this
+Held = tuple[int, bytes]  # contents of a block: the state before it, and its token ids
+NOTHING: Held = (-1, b"")  # the block is not written from its beginning: no sequence has this
 
 
 def state_of(ids: bytes) -> int:
-    """A number for "these tokens in this order": KV depends on all that came before it."""
+    """A hash of tokens in order: KV depends on all tokens before it."""
     return crc32(ids)
 
 
 class Trail:
-    """A sequence's tokens as they stand in its blocks, the last of which may not be full."""
+    """A sequence's tokens by block; the last block may not be full."""
 
     __slots__ = ("_blocks", "_size_bytes")
 
@@ -40,12 +40,12 @@ class Trail:
             self._blocks.append((crc32(last, before), ids))
 
     def state(self, num_tokens: int) -> int:
-        """After so many tokens, at least one."""
+        """State after so many tokens, at least one."""
         (last,) = self.held(num_tokens, (num_tokens - 1) * ID_BYTES // self._size_bytes)
         return _state_after(last)
 
     def held(self, end: int, first: int = 0) -> list[Held]:
-        """By its blocks from `first` on, once so many tokens are computed."""
+        """Contents of blocks from `first` on, when tokens up to `end` are computed."""
         full, rest = divmod(end * ID_BYTES, self._size_bytes)
         held = self._blocks[first:full]
         if rest:
@@ -56,16 +56,16 @@ class Trail:
 
 @dataclass(slots=True)
 class MockKV:
-    """Outlives slots, as KV does. Also keeps the names of its full blocks, as `BlockHashes` does, without numpy."""
+    """Contents and hashes of all blocks, as `KVPool` and `BlockHashes` have them. It outlives slots."""
 
     block_size: int
     hashes: dict[int, bytes] = field(default_factory=dict)
-    bad: set[int] = field(default_factory=set)  # blocks that could not be fetched, and what was to be made of them
+    bad: set[int] = field(default_factory=set)  # blocks whose fetch failed, and blocks computed from them
     _held: dict[int, Held] = field(default_factory=dict)
-    _host: dict[int, tuple[bytes, Held]] = field(default_factory=dict)  # name and contents of a host block
+    _host: dict[int, tuple[bytes, Held]] = field(default_factory=dict)  # hash and contents of a host block
 
     def write(self, blocks: list[int], first: int, end: int, trail: Trail) -> None:
-        """A sequence with this block table has computed its tokens from position `first` to before `end`."""
+        """A sequence with this block table has computed positions `first` to `end` - 1."""
         begin, offset = divmod(first, self.block_size)
         for block, (before, ids) in zip(blocks[begin:], trail.held(end, begin), strict=False):
             kept = self._held.get(block, NOTHING) if offset else (before, b"")
@@ -76,15 +76,15 @@ class MockKV:
             offset = 0
 
     def state(self, block: int) -> int:
-        """Of a full block, after its last token."""
+        """State of a full block, after its last token."""
         return _state_after(self._held[block])
 
     def host_states(self) -> Iterable[tuple[int, bytes, int]]:
-        """Blocks of host memory, their names and the state after their last token."""
+        """Host blocks, their hashes and the state after their last token."""
         return ((host, name, _state_after(held)) for host, (name, held) in self._host.items())
 
     def save(self, save: BlockSave) -> bool:
-        """False if the block does not hold what it is called, as far as that is known."""
+        """False if the block's contents are known to differ from its hash."""
         held = self._held.get(save.block, NOTHING)
         self._host.pop(save.host, None)
         self._host[save.host] = (save.block_hash, held)
@@ -97,7 +97,7 @@ class MockKV:
         return host in self._host
 
     def fetch(self, fetch: BlockFetch) -> bool:
-        """Whether the copy could be made; `has` says so."""
+        """Whether the fetch succeeded; tests make it fail."""
         _, self._held[fetch.block] = self._host[fetch.host]
         self.hashes.pop(fetch.block, None)
         self.bad.discard(fetch.block)
@@ -114,8 +114,7 @@ class MockKV:
                 self.bad.add(dst)
 
     def first_difference(self, blocks: list[int], trail: Trail, end: int, begin: int = 0) -> int | None:
-        """The first position from `begin` to before `end` at which the blocks do not hold what the sequence would
-        have computed."""
+        """The first position from `begin` to `end` - 1 where the blocks differ from the sequence; None: none."""
         size = self.block_size
         first = begin // size
         expected = trail.held(end, first)
@@ -128,7 +127,7 @@ class MockKV:
                 differ = (at for at, pair in enumerate(zip_longest(written, ids)) if pair[0] != pair[1])
                 same = 0 if known != before else next(differ) // ID_BYTES
                 return max(begin, (first + i) * size + same)
-        return None  # somebody has gone on in the last of them
+        return None  # another sequence has extended the last block
 
     def add(self, names: Iterable[FullBlock]) -> None:
         for entry in names:
@@ -136,14 +135,14 @@ class MockKV:
                 self.hashes[entry.block] = entry.block_hash
 
     def clear(self) -> None:
-        """What is in the blocks, too: nobody may read it."""
+        """Forgets contents of blocks, too: reading one is an error."""
         self.hashes.clear()
         self.bad.clear()
         self._held.clear()
         self._host.clear()
 
     def blocks_and_hashes(self) -> tuple[list[int], bytes]:
-        """Blocks, and their names in the same order."""
+        """Blocks, and their hashes in the same order."""
         return list(self.hashes), b"".join(self.hashes.values())
 
     def host_blocks_and_hashes(self) -> tuple[list[int], bytes]:

@@ -1,4 +1,4 @@
-"""What a mock worker needs to know of a model, from its config.json if there is one."""
+"""Sizes of the model that a mock worker stands in for, from config.json if there is one."""
 
 from pathlib import Path
 
@@ -42,7 +42,7 @@ def describe(config: WorkerConfig) -> tuple[Geometry, Pattern]:
         config.max_num_batched_tokens,
         num_host_blocks=mock.num_host_blocks if config.swap_space_gib else 0,
     )
-    # Tokenizers keep their special tokens and single bytes at the ends; what lies between is text.
+    # Tokenizers have special tokens and single bytes at both ends; ids between them are text.
     first_id = mock.first_id or vocab_size // 8
     end_id = mock.end_id or vocab_size - vocab_size // 64
     if not 0 <= first_id < end_id <= vocab_size:

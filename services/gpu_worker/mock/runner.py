@@ -1,4 +1,4 @@
-"""A runner without a model: the same plans and results, tokens at a set pace or as fast as asked."""
+"""A runner without a model: real plans and results, made-up tokens, at a set pace or as fast as possible."""
 
 import time
 from array import array
@@ -14,7 +14,7 @@ from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.messages import Geometry, SlotResult, StepPlan
 from blockyard.shared.process.service_main import rss_bytes
 
-BEHIND_S = 0.002  # a step that begins this soon after the last one was waiting for it
+BEHIND_S = 0.002  # a step that starts this soon after another one was waiting for it
 
 
 class MockRunner:
@@ -50,14 +50,14 @@ class MockRunner:
         self.block_hashes.clear()
 
     def release_memory(self, weights: bool = True) -> None:
-        """There is no memory to give back."""
+        """A mock has no memory to free."""
 
     def reclaim_memory(self, weights: bool = True, kv: bool = True) -> None:
-        """There is no memory to take."""
+        """A mock has no memory to take back."""
 
     def execute(self, plan: StepPlan) -> list[SlotResult]:
-        """Takes `step_s`. Raises PlanError if the plan contradicts what came before, RuntimeError for what breaks the
-        device: the process then ends."""
+        """Takes `step_s`. Raises PlanError for a plan that contradicts earlier ones, RuntimeError for a prompt with
+        `fatal_id`: the process then ends."""
         if self._fatal_id and any(self._fatal_id in array("I", start.token_ids) for start in plan.starts):
             raise RuntimeError(f"the mock's device fails on id {self._fatal_id}")
         results = self._batch.step(plan)
@@ -77,7 +77,7 @@ def held_bytes(config: WorkerConfig) -> int:
 def start(
     config: WorkerConfig, report: Callable[[str, float, list[str]], None], processes: CompileProcesses | None = None
 ) -> MockRunner:
-    """Raises LoadError if the model's config.json does not decode. processes: there are none for a mock."""
+    """Raises LoadError if the model's config.json does not decode. processes: unused."""
     geometry, pattern = describe(config)
     pace = f"{config.mock.step_ms} ms a step" if config.mock.step_ms else "as fast as it can"
     note = f"mock worker: no weights, {geometry.num_blocks} KV blocks of {geometry.block_size} tokens, {pace}"

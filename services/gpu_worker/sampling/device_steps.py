@@ -1,7 +1,7 @@
-"""The device's implementation of the logits steps: what the host writes of a slot for the sampling kernels to read.
+"""The device's implementation of the logits steps: the host writes fields of a slot, the sampling kernels read them.
 
-A slot whose logits change has one of a few rows, which hold counts of its tokens and its adjusted logits. Where a step
-cannot be written so, or there is no row or room left, the host samples the slot.
+A slot whose logits change has one of a few rows with counts of its tokens and its adjusted logits. The host samples a
+slot whose parameters the kernels do not support, or for which there is no row.
 """
 
 import math
@@ -24,7 +24,7 @@ from blockyard.shared.messages import Sampling, TokenLogprobs
 Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.int32]
 
-MOST_ROWS = 64  # slots that change their logits at a time; one takes 8 bytes for each token of the vocabulary
+MOST_ROWS = 64  # slots with changed logits at a time; a row takes 8 bytes for each token of the vocabulary
 LOGPROB_WORDS = 2 + 2 * MAX_LOGPROBS  # of a row
 
 
@@ -32,7 +32,7 @@ TokenEdits = dict[int, tuple[float, int]]  # by token: bias, and below which ind
 
 
 class DeviceSlot:
-    """What the steps write of one slot that starts: words of its fields, and tokens that it favours or bans."""
+    """State of one starting slot that the steps write: words of its fields, and edits of tokens."""
 
     def __init__(self, words: list[int], num_prompt_tokens: int, end_ids: list[int], vocab_size: int) -> None:
         """words: by `Field`. end_ids: what ends a sequence."""
@@ -51,7 +51,7 @@ def _allowed_token_ids(slot: DeviceSlot, sampling: Sampling) -> bool:
 
 
 def _bad_words(slot: DeviceSlot, sampling: Sampling) -> bool:
-    """A word of several tokens is the host's."""
+    """The host samples slots with words of several tokens."""
     for words in sampling.bad_words:
         slot.edits[words[0]] = (-math.inf, 0)
     return all(len(words) == 1 for words in sampling.bad_words)
@@ -100,7 +100,7 @@ def _top_p(slot: DeviceSlot, sampling: Sampling) -> bool:
     return True
 
 
-# Each writes what the kernels read of a slot. False: the host has to sample this slot.
+# Each writes the fields that the kernels read. False: the host has to sample this slot.
 DEVICE_STEPS: dict[str, Callable[[DeviceSlot, Sampling], bool]] = {
     "allowed_token_ids": _allowed_token_ids,
     "bad_words": _bad_words,
@@ -116,10 +116,10 @@ _IN_ORDER = tuple(DEVICE_STEPS[step.name] for step in LOGITS_STEPS)
 
 
 class DeviceLogitsEdits:
-    """The rows, who has them, and what a step's log-probabilities are read from."""
+    """Owns the rows of slots with changed logits, and the buffer of a step's log-probabilities."""
 
     def __init__(self, state: SlotState, capacity: int, vocab_size: int, enabled: bool) -> None:
-        """Not enabled: whatever slots ask for is the host's."""
+        """enabled: False leaves all penalties, edits of tokens and log-probabilities to the host."""
         device, self.enabled = state.arena.device, enabled
         rows = min(capacity, MOST_ROWS) if enabled else 0
         counts = torch.zeros((rows, vocab_size), dtype=torch.int32, device=device)
@@ -145,10 +145,10 @@ class DeviceLogitsEdits:
     def reset(self) -> None:
         self._rows: dict[int, int] = {}  # by slot
         self._free = list(range(self._num_rows))
-        self.num_logprobs: dict[int, int] = {}  # slots that ask for log-probabilities, and how many of the likeliest
+        self.num_logprobs: dict[int, int] = {}  # by slot that reports log-probabilities: how many of the top tokens
 
     def needs_processing(self, slots: Ints) -> bool:
-        """Whether any of these asks for anything."""
+        """Whether any of these slots changes logits or reports log-probabilities."""
         return bool(self._rows or self.num_logprobs) and any(
             s in self._rows or s in self.num_logprobs for s in slots.tolist()
         )
@@ -190,7 +190,7 @@ class DeviceLogitsEdits:
         return state.edits
 
     def count(self, slot: int, table: Slots) -> None:
-        """Counts all that is known of a slot anew, if it has a row."""
+        """Counts the tokens of a slot again, if it has a row."""
         row = self._rows.get(slot)
         if row is None:
             return
@@ -222,7 +222,7 @@ class DeviceLogitsEdits:
         return index.astype(np.int32), np.concatenate(values)
 
     def logprob_buffers(self, rows: int) -> LogprobsTensors:
-        """What a step of so many rows writes."""
+        """The buffers that a step of so many rows writes."""
         cap, most = self._capacity, MAX_LOGPROBS
         parts = torch.split(self.buffer, [cap, cap, most * cap, most * cap])
         return LogprobsTensors(
@@ -233,7 +233,7 @@ class DeviceLogitsEdits:
         )
 
     def read(self, words: Words, place: int, token: int, num_top: int) -> TokenLogprobs:
-        """Of a row, from the host's copy of `buffer`."""
+        """Log-probabilities of a row, from the host's copy of `buffer`."""
         cap, most = self._capacity, MAX_LOGPROBS
         floats, start = words.view(np.float32), 2 * cap + place * most
         top = slice(start, start + num_top)

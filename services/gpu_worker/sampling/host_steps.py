@@ -1,4 +1,4 @@
-"""The host's implementation of the logits steps: `HOST_STEPS` change logits, `HOST_PARAMETERS` say how to choose.
+"""The host's implementation of the logits steps: `HOST_STEPS` change logits, `HOST_PARAMETERS` limit the choice.
 
 A step keeps state only for the slots that use it; a step that no slot uses costs one look at a dict.
 """
@@ -22,7 +22,7 @@ class HostStep(Protocol):
     """A step that changes logits before a token is chosen."""
 
     def start(self, slot: int, sampling: Sampling, token_ids: Ints, num_prompt_tokens: int) -> bool:
-        """Whether the slot uses this step. `token_ids` are those it starts with."""
+        """Whether the slot uses this step. token_ids: its tokens so far."""
 
     def end(self, slot: int) -> None:
         """Drops the slot's state, if there is any."""
@@ -82,7 +82,7 @@ class BadWords:
     def on_sampled(self, slots: list[int], token_ids: list[int]) -> None: ...
 
     def _completing(self, slot: int, table: Slots) -> list[int]:
-        """The last tokens of words whose first ones are the end of the output."""
+        """Last tokens of the words whose other tokens end the output."""
         first, end = table.slots[slot].num_prompt_tokens, int(table.num_tokens[slot])
         tokens = []
         for word in self._words[slot]:
@@ -147,7 +147,7 @@ class LogitBias:
 
 
 class Penalties:
-    """Counts on the device. Repetition looks at prompt and output, presence and frequency at the output alone."""
+    """Repetition counts tokens of prompt and output; presence and frequency those of the output alone, as in vLLM."""
 
     def __init__(self, vocab_size: int, eos_token_ids: list[int], device: torch.device) -> None:
         self._device = device
@@ -227,7 +227,7 @@ HOST_STEPS: dict[str, Callable[[int, list[int], torch.device], HostStep]] = {
     "logit_bias": LogitBias,
     "penalties": Penalties,
 }
-# What `Sampler` chooses by, once the logits are changed.
+# Parameters of the choice, which `Sampler` makes after the logits are changed.
 HOST_PARAMETERS: dict[str, Callable[[SamplingMetadata, int, Sampling], None]] = {
     "temperature": SamplingMetadata.set_temperature,
     "min_p": SamplingMetadata.set_min_p,

@@ -1,6 +1,6 @@
-"""Log-probabilities as clients see them: of the raw logits, before temperature, penalties, masks and truncation.
+"""Log-probabilities of the raw logits, before temperature, penalties, masks and truncation.
 
-That is what vLLM reports by default (`logprobs_mode=raw_logprobs`), and what compares across sampling settings.
+vLLM reports them by default (`logprobs_mode=raw_logprobs`). They are comparable across sampling parameters.
 """
 
 from torch import Tensor
@@ -9,7 +9,7 @@ from blockyard.shared.messages import TokenLogprobs
 
 
 def score(logprobs: Tensor, token_ids: Tensor, num_top: int) -> list[TokenLogprobs]:
-    """One entry a row of logprobs [rows, vocab]: its token's, and the `num_top` likeliest. Rank 1 is the likeliest."""
+    """One entry for each row of logprobs [rows, vocab]: its token and the `num_top` likeliest. Ranks start at 1."""
     chosen = logprobs.gather(1, token_ids[:, None])
     ranks = (logprobs > chosen).sum(-1).add_(1)
     top = logprobs.topk(min(num_top, logprobs.shape[1]), dim=-1) if num_top else None

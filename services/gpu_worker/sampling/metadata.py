@@ -8,23 +8,23 @@ from blockyard.shared.messages import Sampling, SlotStart
 
 Ints = npt.NDArray[np.int64]
 
-GREEDY_BELOW = 1e-5  # temperatures under it are 0
+GREEDY_BELOW = 1e-5  # lower temperatures are greedy
 
 
 class SamplingMetadata:
-    """`plain` slots take the likeliest token of the raw logits and nothing else is asked of them."""
+    """One array for each parameter. `plain` slots take the likeliest token of the raw logits, and that is all."""
 
     def __init__(self, num_slots: int, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self.plain = np.ones(num_slots, np.bool_)
         self.noisy = np.zeros(num_slots, np.bool_)  # temperature above 0
         self.limited = np.zeros(num_slots, np.bool_)  # noisy, with top-k, top-p or min-p
-        self.num_logprobs = np.full(num_slots, -1, np.int64)  # below 0: not asked for
+        self.num_logprobs = np.full(num_slots, -1, np.int64)  # below 0: not reported
         self.temperature = np.ones(num_slots, np.float32)
-        self.top_k = np.zeros(num_slots, np.int64)  # vocab_size is all
+        self.top_k = np.zeros(num_slots, np.int64)  # vocab_size: no limit
         self.top_p = np.ones(num_slots, np.float32)
         self.min_p = np.zeros(num_slots, np.float32)
-        self.key = np.zeros((2, num_slots), np.int64)  # of the noise
+        self.key = np.zeros((2, num_slots), np.int64)  # of the random numbers
         self.choice = np.zeros(num_slots, np.int64)
 
     def set_temperature(self, slot: int, sampling: Sampling) -> None:
@@ -41,7 +41,7 @@ class SamplingMetadata:
         self.top_p[slot] = sampling.top_p
 
     def start(self, start: SlotStart, adjusted: bool) -> None:
-        """After the parameters were set. `adjusted`: a step changes this slot's logits before a token is chosen."""
+        """Call it after the parameters are set. adjusted: a step changes this slot's logits."""
         slot, asked = start.slot, start.sampling
         noisy = bool(self.noisy[slot])
         self.limited[slot] = noisy and (self.top_k[slot] < self._vocab_size or asked.top_p < 1 or asked.min_p > 0)

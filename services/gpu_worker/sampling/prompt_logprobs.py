@@ -17,7 +17,7 @@ ROWS_AT_ONCE = 256  # bounds the logits in memory
 
 
 class PromptLogprobs:
-    """Position p's entry comes from the logits at p - 1; position 0 has none."""
+    """Scores prompt tokens. Position p's entry comes from the logits at p - 1; position 0 has none."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
@@ -25,7 +25,7 @@ class PromptLogprobs:
     def add(
         self, table: Slots, slots: Ints, counts: Ints, begin: Ints, hidden: Tensor, results: list[SlotResult]
     ) -> list[SlotResult]:
-        """Returns the results, those of slots that asked with the entries that this step made possible."""
+        """Returns the results; slots with prompt log-probabilities get the entries of this step's tokens."""
         asked = {s: i for i, s in enumerate(slots.tolist()) if table.slots[s].sampling.num_prompt_logprobs is not None}
         if not asked:
             return results

@@ -1,7 +1,7 @@
-"""Picks a token a row: the pipeline over the parts in this folder.
+"""Samples one token for each row on the host.
 
-In vLLM's order: log-probabilities of the raw logits; allowed ids, bad words, min_tokens and logit_bias; penalties;
-then the likeliest token where temperature is 0, else temperature, min-p, top-k, top-p and the draw.
+Log-probabilities are taken from the raw logits first. Then the steps of `logits_steps` change the logits in order.
+Greedy rows take the likeliest token; other rows sample after temperature, min-p, top-k and top-p.
 """
 
 import math
@@ -25,7 +25,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(slots=True)
 class Sampled:
-    """A token for each row; rows with a problem have one that is not to be used."""
+    """A token for each row. The token of a row with a problem is invalid."""
 
     token_ids: list[int]
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by row
@@ -45,7 +45,7 @@ class Sampler:
         self._parameters = [HOST_PARAMETERS[name] for name in names if name in HOST_PARAMETERS]
 
     def start(self, start: SlotStart) -> str:
-        """Why the slot cannot be sampled; empty if it can. Its ids have been checked."""
+        """Starts a slot, whose token ids are valid. Returns why it cannot be sampled, empty if it can."""
         slot, asked = start.slot, start.sampling
         problem = unsupported_reason(asked, self._vocab_size)
         if problem:
@@ -58,7 +58,7 @@ class Sampler:
         return ""
 
     def recount(self, slot: int, asked: Sampling, token_ids: Ints, num_prompt_tokens: int) -> None:
-        """The state of all steps begins anew from these tokens, some of which were not sampled here."""
+        """Rebuilds the state of all steps from these tokens: the device has sampled some of them."""
         for step in self._steps:
             step.end(slot)
             step.start(slot, asked, token_ids, num_prompt_tokens)
@@ -86,7 +86,7 @@ class Sampler:
         return sampled
 
     def _log_softmax(self, logits: Tensor, slots: Ints) -> list[tuple[list[int], Tensor, int]]:
-        """Rows that want log-probabilities, grouped by how many: taken here, before anything changes the logits."""
+        """Log-probabilities of rows that report them, grouped by number, before any step changes the logits."""
         wanted = self._metadata.num_logprobs[slots]
         groups = []
         for num_top in sorted({num for num in wanted.tolist() if num >= 0}):
@@ -96,7 +96,7 @@ class Sampler:
         return groups
 
     def _choose(self, logits: Tensor, slots: Ints, table: Slots) -> tuple[Tensor, Tensor]:
-        """What won, and the token ids."""
+        """Scores of the chosen tokens, and their ids."""
         noisy, limited = self._metadata.noisy[slots], self._metadata.limited[slots]
         if limited.all():
             return self._sample_limited(logits, slots, table)
@@ -131,7 +131,7 @@ class Sampler:
 
 
 def _finish(logits: Tensor, values: Tensor, tokens: Tensor) -> Sampled:
-    """To the host, with the rows where nothing could win."""
+    """Copies tokens to the host, and finds rows where no token is valid."""
     sampled = Sampled(tokens.tolist())
     for row, value in enumerate(values.tolist()):
         if not math.isfinite(value):

@@ -1,8 +1,8 @@
-"""Draws a token a row: the largest of logits / temperature plus noise, among what top-k, top-p and min-p leave.
+"""Samples a token for each row: the largest of logits / temperature plus Gumbel noise, within top-k, top-p and min-p.
 
-Nothing is sorted: where the tokens that they leave are among the few likeliest, only those get noise; else all get
-it, and the limits are tested on the winner. Which way a row takes follows from the row alone. Tokens as likely as the
-last one that top-k or top-p leaves are left too, either way.
+It sorts nothing. If the tokens within the limits are among the likeliest CANDIDATES, only those get noise; otherwise
+all tokens do, and the limits are checked on the winner. The choice of way depends on the row alone. Tokens tied with
+the last one within top-k or top-p are kept.
 """
 
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ from torch import Tensor
 
 from blockyard.kernels.sampling.philox_gumbel import gumbel_at, gumbel_rows
 
-CANDIDATES = 80  # more than the top-k that are usual
+CANDIDATES = 80  # more than usual values of top-k
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingLimits:
-    """What a row may choose from; all [rows]."""
+    """Truncation of each row, [rows] each."""
 
-    top_k: Tensor  # int64, the vocabulary's size is all
+    top_k: Tensor  # int64, the vocabulary's size: no limit
     top_p: Tensor
     min_p: Tensor
 
@@ -29,7 +29,7 @@ class SamplingLimits:
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """What decides a row's noise, besides the token id."""
+    """Key and counters of each row's random numbers."""
 
     key: Tensor  # [2, rows] int64
     index: Tensor  # [rows] int64, of the new token in its sequence
@@ -40,14 +40,14 @@ class Noise:
 
 
 def sample(scaled: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
-    """scaled [rows, vocab] -> what won, and the token ids, [rows] each."""
+    """scaled [rows, vocab] -> scores of the winners and their token ids, [rows] each."""
     noisy = gumbel_rows(noise.key, noise.index, noise.choice, scaled.shape[1]).add_(scaled)
     won, tokens = noisy.max(dim=-1)
     return won, tokens
 
 
 def sample_limited(scaled: Tensor, limits: SamplingLimits, noise: Noise) -> tuple[Tensor, Tensor]:
-    """As `sample`, among what the limits leave: min-p first, then top-k, then top-p of the rest's mass, as in vLLM."""
+    """As `sample`, within the limits: min-p, then top-k, then top-p of the remaining probability, as in vLLM."""
     logs = scaled.log_softmax(-1)
     values, ids = logs.topk(min(CANDIDATES, logs.shape[1]), dim=-1)
     kept, is_whole = _within(values, limits, logs.shape[1])
@@ -63,7 +63,7 @@ def sample_limited(scaled: Tensor, limits: SamplingLimits, noise: Noise) -> tupl
 
 
 def _within(values: Tensor, limits: SamplingLimits, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """values [rows, candidates], the likeliest logs in order: which are left, and for which rows that is all."""
+    """values [rows, candidates], sorted log-probabilities -> which are within the limits; rows where no other is."""
     count = values.shape[1]
     least = values[:, :1] + limits.min_p.log()[:, None]
     last = (limits.top_k.clamp(max=count) - 1)[:, None]
@@ -82,9 +82,9 @@ def _within(values: Tensor, limits: SamplingLimits, vocab_size: int) -> tuple[Te
 
 
 def _sample_by_rejection(logs: Tensor, limits: SamplingLimits, noise: Noise) -> tuple[Tensor, Tensor]:
-    """Draws from all tokens: a winner that the limits leave is also the winner among those they leave.
+    """Samples from all tokens until the winner is within the limits: then it also wins among the tokens within them.
 
-    One that they do not takes all tokens that are no likelier with it, and the draw is repeated among the rest.
+    A winner outside removes itself and all tokens that are not likelier.
     """
     least = logs.amax(-1) + limits.min_p.log()
     ranked = (limits.top_k < logs.shape[1]).nonzero()[:, 0]

@@ -162,9 +162,9 @@ def test_weights_of_a_gpu_come_back(folder: Path) -> None:
 
     model = Model()
     kept, held = model.weight.clone().cpu(), torch.cuda.memory_allocated()
-    parking = OffloadedWeights(model)
+    offloaded = OffloadedWeights(model)
     assert held - torch.cuda.memory_allocated() >= 4 << 20
-    parking.undo()
+    offloaded.restore()
     assert torch.equal(model.weight.cpu(), kept) and torch.equal(model.view.cpu(), kept[5:9])
 
 
