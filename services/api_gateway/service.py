@@ -9,7 +9,7 @@ from blockyard.services.api_gateway.metrics.scrape import Metrics
 from blockyard.services.api_gateway.request_pipeline import RequestPipeline
 from blockyard.services.api_gateway.requests.body_parser import BodyParser
 from blockyard.services.api_gateway.responses.streamed_responses import StreamedResponses
-from blockyard.shared.bus.links import Event
+from blockyard.shared.bus.member_list import Event
 from blockyard.shared.config.services.gateway import GatewayConfig
 from blockyard.shared.messages import GatewayIn, Member, Role, Scrape, Scraped, Stats
 from blockyard.shared.process.service_main import rss_bytes

@@ -4,8 +4,8 @@ from typing import Protocol
 
 from blockyard.services.detokenizer.streams import TextStreams
 from blockyard.services.detokenizer.token_table import TokenTable
-from blockyard.shared.bus.links import Changed, Gone, Joined, Links
-from blockyard.shared.bus.member_list import Event
+from blockyard.shared.bus.links import Links
+from blockyard.shared.bus.member_list import Changed, Event, Gone, Joined
 from blockyard.shared.messages import DetokenizerIn, Frame, Member, PathLost, Stats, Stop, TextBatch, TokenBatch
 from blockyard.shared.process.service_main import rss_bytes
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from blockyard.shared.bus.links import Event
+from blockyard.shared.bus.member_list import Event
 from blockyard.shared.messages import Frame, Geometry, Member, MemoryTag, SlotResult, SlotRun, Stats, StepPlan, WorkerIn
 
 

@@ -4,7 +4,7 @@ import logging
 from collections import deque
 
 from blockyard.services.gpu_worker.interfaces import SleepModeRunner, WorkerLinks
-from blockyard.shared.bus.links import Event, Gone, Joined
+from blockyard.shared.bus.member_list import Event, Gone, Joined
 from blockyard.shared.messages import (
     Attach,
     Attached,

@@ -20,7 +20,8 @@ from blockyard.services.launcher.supervision.start_up import StartupDisplay
 from blockyard.services.offline.batch import OfflineRequest, RequestBatch
 from blockyard.services.offline.inflight import InflightLimiter
 from blockyard.services.offline.outputs import RingLost
-from blockyard.shared.bus.links import Changed, Joined, Links
+from blockyard.shared.bus.links import Links
+from blockyard.shared.bus.member_list import Changed, Joined
 from blockyard.shared.config.parsed_flags import Values
 from blockyard.shared.config.resolve import Deployment, resolve
 from blockyard.shared.config.services.gateway import GatewayConfig

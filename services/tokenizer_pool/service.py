@@ -5,8 +5,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from blockyard.services.tokenizer_pool.worker_frames import Answer, Work
-from blockyard.shared.bus.links import Changed, Joined, Links
-from blockyard.shared.bus.member_list import Event
+from blockyard.shared.bus.links import Links
+from blockyard.shared.bus.member_list import Changed, Event, Joined
 from blockyard.shared.messages import (
     Detokenize,
     Frame,

@@ -16,15 +16,13 @@ import msgspec
 
 from blockyard.shared.bus.frames import Malformed
 from blockyard.shared.bus.inbound import InboundLinks
-from blockyard.shared.bus.member_list import Changed, Event, Gone, Joined, MemberList
+from blockyard.shared.bus.member_list import Event, Gone, Joined, MemberList
 from blockyard.shared.bus.outbound import OutboundLinks
 from blockyard.shared.bus.poller import Poller
 from blockyard.shared.bus.registry_link import RegistryLink
 from blockyard.shared.bus.sockets import Sockets
 from blockyard.shared.config.services.process import BusConfig
 from blockyard.shared.messages import AskMembers, Frame, LinkLost, Member, Role, Stats
-
-__all__ = ["Changed", "Event", "Gone", "Joined", "Links", "new_incarnation"]
 
 In = TypeVar("In", bound=Frame)
 

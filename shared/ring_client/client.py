@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from blockyard.shared.bus.links import Changed, Event, Gone, Joined
+from blockyard.shared.bus.member_list import Changed, Event, Gone, Joined
 from blockyard.shared.messages import (
     Accepted,
     Controlled,

@@ -16,7 +16,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from blockyard.services.message_bus.service import Registry, Roster
-from blockyard.shared.bus.links import Gone, Links
+from blockyard.shared.bus.links import Links
+from blockyard.shared.bus.member_list import Gone
 from blockyard.shared.bus.registry_socket import RegistrySocket
 from blockyard.shared.config.services.process import BusConfig
 from blockyard.shared.messages import (

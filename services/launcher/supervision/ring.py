@@ -11,7 +11,8 @@ from blockyard.services.launcher.supervision.hung import HungDetector
 from blockyard.services.launcher.supervision.run_dir import MemberSockets
 from blockyard.services.launcher.supervision.start_up import BUS, StartupDisplay, StartupTracker
 from blockyard.services.launcher.supervision.supervisor import StartFailed, Supervisor
-from blockyard.shared.bus.links import Changed, Gone, Joined, Links
+from blockyard.shared.bus.links import Links
+from blockyard.shared.bus.member_list import Changed, Gone, Joined
 from blockyard.shared.config.resolve import Deployment
 from blockyard.shared.config.services.process import BusConfig
 from blockyard.shared.messages import Hello, Role

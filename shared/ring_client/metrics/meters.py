@@ -63,8 +63,7 @@ class Meters:
     def first_token(self, entry: JournalEntry, choice: ChoiceLog, now: float) -> None:
         self.ttft.observe(now - entry.came_s)
         choice.first_s = now
-        if not entry.has_output:
-            entry.has_output = True
+        if entry.first_output():
             self.prompt_tokens += entry.num_prompt_tokens
 
     def ended_early(self, num_choices: int, finish: FinishReason) -> None:

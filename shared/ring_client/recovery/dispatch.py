@@ -25,7 +25,7 @@ class Dispatch:
             self.hold.check(model, num_choices, num_tokens)
 
     def open(self, entry: JournalEntry, now: float) -> None:
-        entry.opened_s = entry.heard_s = entry.sent_s = now
+        entry.open(now)
         self._journal.open(entry)
         if not self._send(entry):
             self.hold.put(entry, now)
@@ -50,15 +50,13 @@ class Dispatch:
 
     def resend(self, entry: JournalEntry, now: float) -> None:
         self._meters.resent += 1
-        entry.attempt += 1
-        entry.detokenizer = None
-        entry.heard_s = now
+        entry.next_attempt(now)
         if not self._send(entry):
             self.waiting[entry.request_id] = entry
 
     def resend_at(self, entry: JournalEntry, when: float) -> None:
         """Sends it again at that time, unless it is sent earlier for another reason."""
-        entry.not_before_s = when
+        entry.postpone(when)
         self.waiting[entry.request_id] = entry
 
     def retry(self, now: float) -> None:
@@ -67,7 +65,7 @@ class Dispatch:
             if entry.not_before_s <= now and self._admission.schedulers(entry.model):
                 self.resend(entry, now)
         for entry in self.hold:  # as a new request: the scheduler may refuse it
-            entry.heard_s = now
+            entry.heard(now)
             if self._send(entry):
                 self.hold.drop(entry)
 
@@ -77,9 +75,9 @@ class Dispatch:
         candidates = self._admission.schedulers(entry.model)
         chosen = before if before in candidates else self._admission.most_free(candidates, entry.heard_s)
         if chosen is None or not self._links.send(chosen, entry.generate()):
-            entry.scheduler = None
+            entry.assign(None)
             return False
-        entry.scheduler = chosen
+        entry.assign(chosen)
         self.waiting.pop(entry.request_id, None)
         if before is not None and before != chosen:  # False if it is gone
             self._links.send(before, Cancel(entry.request_id, entry.attempt - 1))

@@ -156,6 +156,40 @@ class JournalEntry:
             self.accepted = True
             self.owner.accepted(self)
 
+    def open(self, now: float) -> None:
+        """It is sent for the first time."""
+        self.opened_s = self.heard_s = self.sent_s = now
+
+    def assign(self, scheduler: int | None) -> None:
+        """Sets the scheduler of the current attempt; None while no scheduler is ready."""
+        self.scheduler = scheduler
+
+    def heard(self, now: float) -> None:
+        """Restarts the stall timeout."""
+        self.heard_s = now
+
+    def accepted_by(self, detokenizer: int, now: float) -> None:
+        self.heard_s, self.detokenizer = now, detokenizer
+        self.accept()
+
+    def next_attempt(self, now: float) -> None:
+        self.attempt += 1
+        self.heard_s, self.detokenizer = now, None
+
+    def postpone(self, when: float) -> None:
+        """It must not be sent again before `when`."""
+        self.not_before_s = when
+
+    def count_gap(self) -> int:
+        """Returns the gaps in a row, with this one."""
+        self.gaps += 1
+        return self.gaps
+
+    def first_output(self) -> bool:
+        """True for the first call: the first output of any choice."""
+        first, self.has_output = not self.has_output, True
+        return first
+
     def generate(self) -> Generate:
         """Returns the frame that starts this attempt."""
         return Generate(

@@ -32,9 +32,7 @@ class Recovery:
         if entry is None:
             self._links.send(peer, Cancel(frame.request_id, frame.attempt))
         elif frame.attempt == entry.attempt:
-            entry.heard_s = now
-            entry.detokenizer = frame.detokenizer
-            entry.accept()
+            entry.accepted_by(frame.detokenizer, now)
             if frame.detokenizer in self._lost:  # the scheduler will notice soon
                 self._dispatch.resend_at(entry, now + LOST_RETRY_S)
 
@@ -44,11 +42,11 @@ class Recovery:
         if entry is None or frame.attempt != entry.attempt:
             return
         if entry.accepted and frame.status in (429, 503):  # it was accepted before: it waits
-            entry.heard_s = now
-            entry.scheduler = None
+            entry.heard(now)
+            entry.assign(None)
             self._dispatch.resend_at(entry, now + frame.capacity.retry_after_s)
             return
-        entry.scheduler = None  # the scheduler has no state of it to cancel
+        entry.assign(None)  # the scheduler has no state of it to cancel
         error = RequestError(frame.message, frame.field, frame.status)
         if frame.status == 429:
             error = too_busy(frame.capacity.retry_after_s)
@@ -97,8 +95,7 @@ class Recovery:
         """Frames of the request were lost: sends it again, or fails it after MAX_GAPS."""
         if entry.request_id not in self._journal.entries:
             return
-        entry.gaps += 1
-        if entry.gaps > MAX_GAPS:
+        if entry.count_gap() > MAX_GAPS:
             self._dispatch.fail(
                 entry, RequestError("the answer arrived with gaps that repetition did not close", status=500)
             )

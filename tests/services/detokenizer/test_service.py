@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 
 from blockyard.services.detokenizer.service import Detokenizer
 from blockyard.services.detokenizer.token_table import TokenTable
-from blockyard.shared.bus.links import Changed, Gone, Joined
+from blockyard.shared.bus.member_list import Changed, Gone, Joined
 from blockyard.shared.messages import (
     FinishReason,
     Member,

@@ -10,7 +10,7 @@ from blockyard.services.gpu_worker import counters
 from blockyard.services.gpu_worker.__main__ import own_gpu
 from blockyard.services.gpu_worker.interfaces import CompletedPlan
 from blockyard.services.gpu_worker.service import CHORE_POLL_S, IDLE_POLL_S, Worker
-from blockyard.shared.bus.links import Gone, Joined
+from blockyard.shared.bus.member_list import Gone, Joined
 from blockyard.shared.errors import DeviceError
 from blockyard.shared.messages import (
     Attach,

@@ -13,7 +13,7 @@ from blockyard.services.tokenizer_pool.service import TokenizerPool
 from blockyard.services.tokenizer_pool.texts import Texts
 from blockyard.services.tokenizer_pool.worker_frames import Answer, Work
 from blockyard.shared.block_hashes import block_hashes, root_hash
-from blockyard.shared.bus.links import Changed, Joined
+from blockyard.shared.bus.member_list import Changed, Joined
 from blockyard.shared.messages import (
     Detokenize,
     Detokenized,

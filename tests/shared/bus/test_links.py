@@ -17,7 +17,8 @@ import zmq
 from rig import registry
 
 from blockyard.shared.bus.curve import write_keys
-from blockyard.shared.bus.links import Gone, Joined, Links
+from blockyard.shared.bus.links import Links
+from blockyard.shared.bus.member_list import Gone, Joined
 from blockyard.shared.config.services.process import BusConfig
 from blockyard.shared.messages import PROTOCOL_VERSION, Announce, Cancel, Hello, Member, Members, Role, Stop, StreamRef
 
