@@ -1,4 +1,4 @@
-"""Names of KV blocks: chained, of full blocks only, and different whenever KV would differ."""
+"""Hashes of KV blocks: chained, of full blocks only, and different whenever KV would differ."""
 
 import hashlib
 import struct
@@ -22,7 +22,7 @@ def name(data: bytes) -> bytes:
 
 
 def test_known_value() -> None:
-    """Changing how names are made must be seen: processes of two versions would disagree silently."""
+    """A changed hash must fail a test: processes of two versions would disagree silently."""
     root = name(b"".join(struct.pack("<Q", len(part)) + part for part in (b"m", b"s")))
     assert root_hash("m", "s") == root
     first = name(root + struct.pack("<2I", 1, 2))
@@ -32,7 +32,7 @@ def test_known_value() -> None:
 
 
 @pytest.mark.parametrize("num_names", [0, 1, 63, 64, 65, 200])
-def test_names_side_by_side_and_in_a_list_are_the_same(num_names: int) -> None:
+def test_joined_hashes_equal_the_list(num_names: int) -> None:
     names = hash_list(root_hash("m"), pack(list(range(2 * num_names + 1))), 2)
     assert len(names) == num_names
     assert split_hashes(b"".join(names)) == names
@@ -53,13 +53,13 @@ def test_chain(ids: list[int], more: list[int], block_size: int) -> None:
 
 
 @given(ids=st.lists(st.integers(0, 99), min_size=8, max_size=8), at=st.integers(0, 7))
-def test_a_change_renames_its_block_and_all_after(ids: list[int], at: int) -> None:
+def test_a_change_alters_the_hash_of_its_block_and_all_after(ids: list[int], at: int) -> None:
     changed = [*ids[:at], ids[at] + 1, *ids[at + 1 :]]
     before, after = (split(block_hashes(root_hash("m"), pack(i), 2)) for i in (ids, changed))
     assert [a == b for a, b in zip(before, after, strict=True)] == [n < at // 2 for n in range(4)]
 
 
-def test_whatever_else_kv_depends_on_is_in_the_root() -> None:
+def test_the_root_contains_everything_else_that_kv_depends_on() -> None:
     roots = [
         root_hash("m"),
         root_hash("n"),

@@ -1,4 +1,4 @@
-"""Charts: what is drawn stays within its frame, and files need nothing else."""
+"""Charts: everything drawn stays within the frame, and files are self-contained."""
 
 import xml.etree.ElementTree as ET
 

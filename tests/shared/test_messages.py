@@ -80,6 +80,6 @@ def test_a_frame_of_another_socket_is_refused() -> None:
         msgspec.msgpack.decode(data, type=messages.SchedulerIn)
 
 
-def test_every_frame_is_taken_by_somebody() -> None:
+def test_every_frame_is_in_a_union() -> None:
     taken = {frame for _, frame in FRAMES} | {messages.TokenBatch, messages.Members, messages.Hello}
     assert {f for f in Frame.__subclasses__()} == taken

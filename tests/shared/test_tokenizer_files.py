@@ -1,4 +1,4 @@
-"""A folder's tokenizer against what transformers makes of it."""
+"""A folder's tokenizer compared with that of transformers."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Tokens side by side: streams by the number that their scheduler gave them, and the same text as by steps."""
+"""TokenRows: streams by the number of their scheduler, with the same text as TokenStep."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from blockyard.shared.token_ids import pack
 
 
 def rows(*entries: tuple[int, int, int]) -> TokenRows:
-    """Of (stream, first, token id) each."""
+    """Returns TokenRows of (stream, first, token id) entries."""
     streams, firsts, token_ids = map(list, zip(*entries, strict=True))
     return TokenRows(pack(streams), pack(firsts), pack(token_ids))
 

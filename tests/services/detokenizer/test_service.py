@@ -1,4 +1,4 @@
-"""The detokenizer's loop: one batch a gateway and step, stops back to the scheduler, peers that vanish."""
+"""The detokenizer's loop: one batch per gateway and step, stops to the scheduler, lost peers."""
 
 import struct
 
@@ -79,7 +79,7 @@ def test_gateways_that_vanish(links: FakeLinks, detokenizer: Detokenizer) -> Non
 
 
 def test_every_scheduler_hears_which_gateway_cannot_be_reached(links: FakeLinks, detokenizer: Detokenizer) -> None:
-    """Also the one whose streams were dropped along with those of the batch, and of a stream that just ended."""
+    """Also a scheduler with streams that were dropped with the batch, or that just ended."""
     detokenizer.handle(8, TokenBatch([opened("a", 11)], []))
     detokenizer.handle(SCHEDULER, TokenBatch([opened("b", 11)], []))
     del links.members[11]

@@ -1,4 +1,4 @@
-"""Stop strings: found if and only if they are in the text, however it arrives."""
+"""Stop strings are found if and only if they are in the text, for any division into pushes."""
 
 import pytest
 from hypothesis import given
@@ -11,7 +11,7 @@ stop_lists = st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_si
 
 
 def expected(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
-    """Brute force: the shortest beginning of the text that ends in a stop string, the longest such string."""
+    """Brute force: the shortest prefix of the text that ends in a stop string, and the longest such string."""
     for end in range(1, len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
         if ending:

@@ -1,4 +1,4 @@
-"""Any ids, any cut, any resume point: the same text, the same stop, one final delta."""
+"""Any ids, division into steps and point of resumption give the same text and stop, and one final delta."""
 
 import itertools
 from collections.abc import Callable
@@ -18,7 +18,7 @@ quick = settings(
 
 
 def reference(bench: Any, ids: list[int], options: dict[str, Any]) -> tuple[str, str | None]:
-    """Whole decode, then the first stop string to be complete."""
+    """Decodes all ids at once, then cuts at the first complete stop string."""
     text = bench.tokenizer.decode(ids, skip_special_tokens=options["skip_special_tokens"])
     hits = [(text.find(s) + len(s), text.find(s), s) for s in options["stop"] if s in text]
     if not hits:

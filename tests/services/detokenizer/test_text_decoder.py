@@ -1,4 +1,4 @@
-"""Streaming equals the tokenizer's own decode of the whole, whatever the ids and wherever they are cut."""
+"""Streaming equals the tokenizer's own decode of all ids, for any ids and any division into pushes."""
 
 import pytest
 from hypothesis import HealthCheck, given, settings

@@ -1,4 +1,4 @@
-"""Who is alive, from heartbeats and reports."""
+"""The roster: which members are alive, from heartbeats and reports."""
 
 import msgspec
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Which job is sent when, and which one is blamed for a worker's end."""
+"""The order in which jobs are sent, and the job that is blamed for a worker's end."""
 
 import signal
 

@@ -1,4 +1,4 @@
-"""Jobs that cost too much end their text worker and nothing else: real processes, real limits."""
+"""Jobs above the limits end only their text worker: real processes, real limits."""
 
 import asyncio
 import os
@@ -149,7 +149,7 @@ def test_the_end_of_the_fork_server_ends_the_service(byte_tokenizer: Tokenizer, 
 
 
 def test_one_process_of_a_rig_is_left(rig: TextRig) -> None:
-    """However many were killed: the fork server reaps them."""
+    """The fork server reaps all killed workers."""
     worker = rig.settle()
     server = Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[1]
     assert Path(f"/proc/{server}/task/{server}/children").read_text().split() == [str(worker)]

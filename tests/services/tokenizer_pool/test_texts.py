@@ -1,4 +1,4 @@
-"""Text, chats and ids to token ids with block names, and back; what cannot be is rejected by field."""
+"""Text, chats and ids to token ids with block hashes, and back; invalid input is rejected with its field."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -166,7 +166,7 @@ def test_detokenize(texts: Texts, byte_tokenizer: Tokenizer) -> None:
 
 
 class AtOnce:
-    """A text process that answers while the job is handed to it."""
+    """A text process that answers within `submit`."""
 
     def __init__(self, texts: Texts) -> None:
         self._texts = texts

@@ -1,4 +1,4 @@
-"""The bound on a text's characters: never below what fits, and near enough to keep tokenizers from long texts."""
+"""The bound on a text's characters: no text that fits is rejected, and long texts are not encoded."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""A real fork server with its text workers, and the service's side of them on a loop of the test's own."""
+"""A real fork server with its text workers, and the service's side of them on the test's own loop."""
 
 import asyncio
 import contextlib
@@ -31,19 +31,19 @@ class TextRig:
         self._runner.run(_ended(work))
 
     def ask(self, *works: Work) -> list[Answer]:
-        """The answers in the order in which they came."""
+        """Returns the answers in order of arrival."""
         self.answers.clear()
         for work in works:
             self.run(self._submit(work))
         return self.wait(len(works))
 
     def wait(self, number: int) -> list[Answer]:
-        """As many answers as have been asked for."""
+        """Returns the first `number` answers."""
         self.run(asyncio.wait_for(self._all(number), LIMIT_S))
         return [answer for _, answer in self.answers]
 
     def settle(self) -> int:
-        """Waits until there is a worker that is at rest: its process id."""
+        """Waits until a worker is idle, and returns its process id."""
         self.ask()
         self.run(asyncio.sleep(0.05))
         assert self.process.worker_pid is not None

@@ -1,4 +1,4 @@
-"""Which links of peers are remembered: those of live members always, whatever else connects."""
+"""Links of live members are always remembered, for any number of other connections."""
 
 from collections import deque
 from pathlib import Path
@@ -93,7 +93,7 @@ def test_more_members_than_unlisted_links_are_kept_are_all_heard(peers: Peers) -
 
 
 def test_a_peer_that_is_not_listed_yet_outlives_older_strangers(peers: Peers) -> None:
-    """Its Hello may come before the registry's list names it."""
+    """Its Hello may arrive before the registry's list names it."""
     newest = 2 * MAX_UNLISTED + 1000
     for stranger in range(1000, newest + 1):
         peers.connect(stranger, b"s%d" % stranger)
@@ -114,7 +114,7 @@ def test_a_link_opened_anew_replaces_the_old_one(peers: Peers) -> None:
 
 
 def test_a_dead_link_is_forgotten(tmp_path: Path) -> None:
-    """On real sockets: the peer closes its link, and the first answer after that finds it gone."""
+    """On real sockets: the peer closes its link, and the first answer after that fails."""
     sockets = Sockets(BusConfig(registry=f"ipc://{tmp_path}/bus", bind=f"ipc://{tmp_path}"))
     bound = sockets.bind_router()
     again: list[int] = []

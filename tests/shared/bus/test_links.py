@@ -1,4 +1,4 @@
-"""Links over real sockets and processes: delivery, order, death, restart, strangers."""
+"""Links over real sockets and processes: delivery, order, death, restart, unknown peers."""
 
 import asyncio
 import os
@@ -43,7 +43,7 @@ def bus(request: pytest.FixtureRequest, tmp_path: Path) -> BusConfig:
 
 
 def until(condition: Callable[[], bool], *members: Links, seen: list | None = None, limit_s: float = 10.0) -> None:
-    """Lets the members run their loops until the condition holds; what they received goes to `seen`."""
+    """Runs the members' loops until the condition holds; `seen` collects received events."""
     deadline = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < deadline, "did not happen in time"

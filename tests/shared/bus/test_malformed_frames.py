@@ -1,4 +1,4 @@
-"""Bytes that are no frame end no process: every union, and every kind of socket that decodes."""
+"""Malformed bytes end no process: every union, and every kind of socket that decodes."""
 
 import logging
 import random
@@ -66,7 +66,7 @@ def test_any_bytes_are_a_frame_or_counted(name: str, data: st.DataObject) -> Non
 
 
 def noise(count: int) -> list[bytes]:
-    """`BAD` and changed frames of all unions, none of which decodes in any."""
+    """Returns `BAD` and changed frames of all unions; none of them decodes in any union."""
     rng = random.Random(7)
     decoders = [msgspec.msgpack.Decoder(union).decode for union in UNIONS.values()]
     wires = list(BAD)
@@ -117,7 +117,7 @@ def test_links_that_peers_opened(bus: BusConfig) -> None:
 
 
 def test_links_this_process_opened(bus: BusConfig, tmp_path: Path) -> None:
-    """A peer that answers with noise; and one whose endpoint libzmq does not take."""
+    """A peer that answers with noise, and a peer with an endpoint that libzmq rejects."""
     with registry(bus), Links("a", Role.SCHEDULER, bus, Accepts) as a, raw(zmq.ROUTER) as peer, raw(zmq.DEALER) as told:
         peer.bind(f"ipc://{tmp_path}/peer")
         told.connect(bus.registry)

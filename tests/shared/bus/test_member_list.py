@@ -1,4 +1,4 @@
-"""What a member believes of the others."""
+"""One member's view of the others."""
 
 from blockyard.shared.bus.member_list import Changed, Gone, Joined, MemberList
 from blockyard.shared.messages import Member, Members, Role

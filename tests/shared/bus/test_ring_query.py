@@ -1,4 +1,4 @@
-"""A look at the membership list from outside: answered once, joins nobody, shows who is not ready."""
+"""The membership list read from outside: answered once, adds no member, shows members that are not ready."""
 
 import socket
 import time

@@ -1,4 +1,4 @@
-"""What a stranger on the network can make a process hold, and frames larger than one part of a message."""
+"""Memory that an unauthenticated peer can make a process hold, and frames larger than one part of a message."""
 
 import contextlib
 import socket
@@ -58,7 +58,7 @@ def a_registry(bus: BusConfig) -> Iterator[str]:
 
 
 def taken_of(endpoint: str, flags: int, size: int) -> int:
-    """Bytes of one frame of `size` that a stranger without a key could send before the connection was closed."""
+    """Returns the bytes of a frame that a peer without a key could send before the connection was closed."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     with socket.create_connection((host, int(port)), timeout=10) as stranger:
         stranger.sendall(GREETING + struct.pack(">BQ", flags, size))

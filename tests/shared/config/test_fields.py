@@ -1,4 +1,4 @@
-"""What a flag says is in the settings of the services that it is for, and what no service could do is refused."""
+"""Each flag sets its fields in the services' settings, and impossible values are refused."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "ssl-certfile": ("--ssl-keyfile", __file__),
     "quantization-param-path": FP8,
     "calculate-kv-scales": FP8,
-}  # flags that others have to go with
+}  # flags that need another flag
 # every one of the scheduler's, each with another value than its default
 SCHEDULING = """
     --max-num-seqs 7 --max-num-batched-tokens 70 --scheduling-policy priority --scheduler-delay-factor 0.5

@@ -1,4 +1,4 @@
-"""Every flag that users of this field expect is known: honoured, mapped or refused, and never ignored."""
+"""Every flag of vLLM is known: honoured, mapped or refused, and never ignored."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ SERVICES = Path(__file__).parents[3] / "services"
 
 
 def example(flag: Flag) -> list[str]:
-    """Words of a command line that set the flag to something else than its default."""
+    """Returns command line words that set the flag to a value besides its default."""
     if flag.kind is FlagKind.BOOL:
         return ["false"] if flag.default else []
     if flag.kind is FlagKind.JSON:

@@ -1,4 +1,4 @@
-"""No setting is ignored: each field of a service's struct is read by that service, or by what it shares."""
+"""No setting is ignored: each field of a service's struct is read by the service or by shared code."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a client may send by what the schedulers said of their room."""
+"""What a client may send, by the queue capacities of the schedulers."""
 
 import msgspec
 from fake_ring import CARD, SCHEDULER, member

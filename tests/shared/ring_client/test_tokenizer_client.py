@@ -1,4 +1,4 @@
-"""Which prompts a tokenizer sees, and that the others come back as they are."""
+"""Prompts that need a tokenizer, and prompts that are returned without one."""
 
 import asyncio
 from collections.abc import Callable
@@ -17,7 +17,7 @@ LONG = pack(range(SHORT_IDS + 1))
 
 
 def tokenize(*works: Tokenize, truncate: int | None = None) -> tuple[list[Tokenized], list[Tokenize]]:
-    """The answers, and what the tokenizer got; it says of every prompt that it is [1]."""
+    """Returns the answers and the tokenizer's input; its answer to every prompt is [1]."""
     links = FakeLinks(
         Member("g", Role.API_GATEWAY, 1, ""), member := Member("t", Role.TOKENIZER_POOL, TOKENIZER, "x", ready=True)
     )
@@ -54,7 +54,7 @@ def test_nor_is_what_is_left_of_it() -> None:
     "work",
     [
         Tokenize("", "m", text="abc"),
-        Tokenize("", "m", token_ids=LONG),  # a scheduler would be long at its names
+        Tokenize("", "m", token_ids=LONG),  # a scheduler would take long to hash its blocks
         Tokenize("", "m", token_ids=IDS, bad_words=["no"]),
         Tokenize("", "m", token_ids=IDS, want_text=True),
         Tokenize("", "m", token_ids=IDS, want_pieces=True),

@@ -1,4 +1,4 @@
-"""Work for any member: who gets it, what waits, what a death brings back."""
+"""Jobs for any member: assignment, waiting, and the loss of a member."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -41,7 +41,7 @@ def test_a_job_that_two_members_were_lost_with_is_not_given_to_a_third() -> None
     assert pool.num_waiting == 0
     pool.answered(3, "b")
     assert pool.submit("b", "m", "B") == [(3, "B")]
-    assert pool.gone(3) == ([], []) and pool.num_waiting == 1  # an answer wipes the slate clean
+    assert pool.gone(3) == ([], []) and pool.num_waiting == 1  # an answer resets the count of lost members
 
 
 def test_a_job_that_waits_when_a_member_is_lost_has_lost_none() -> None:

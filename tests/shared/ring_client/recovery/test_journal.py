@@ -1,4 +1,4 @@
-"""The journal against a network that loses, doubles, delays and reorders, and a ring that dies."""
+"""The journal with lost, repeated, delayed and reordered frames, and with members that die."""
 
 from dataclasses import dataclass, field
 
@@ -38,7 +38,7 @@ STALL_S = 5.0
 
 
 def token(attempt: int, choice: int, index: int) -> int:
-    """Attempts draw different ids where nothing was delivered yet, as after a tie."""
+    """Attempts sample different ids before anything was delivered, as after a tie."""
     return 10_000 * attempt + 1000 * choice + index
 
 
@@ -47,7 +47,7 @@ def text_of(ids: list[int]) -> str:
 
 
 def early_text(ids: list[int]) -> str:
-    """All text that these ids allow: every third holds its own back until the next."""
+    """Returns the text of these ids: every third id's text is held back until the next."""
     return text_of(ids[:-1] if len(ids) % 3 == 2 else ids)
 
 
@@ -212,7 +212,7 @@ class World:
             self.wire.pop(0)
 
     def settle(self) -> None:
-        """From here on nothing is lost; what was late arrives too."""
+        """From now on no frame is lost; delayed frames arrive."""
         self.join_scheduler()
         for _ in range(50):
             while self.wire:
@@ -297,7 +297,7 @@ def test_a_request_that_ends_before_it_is_sent_again_is_not() -> None:
 
 
 def test_text_of_ids_delivered_before_counts_once_an_attempt() -> None:
-    """A detokenizer that opens a stream anew may know more text than was delivered with the same ids."""
+    """A detokenizer that reopens a stream may know more text of the same ids than was delivered."""
     world = World(1, 5)
     world.deliver(world.wire.pop(0))
     world.deliver(world.wire.pop(0))
@@ -311,7 +311,7 @@ def scored(*positions: int) -> list[TextLogprobs]:
 
 
 def test_log_probabilities_of_the_prompt_are_taken_once() -> None:
-    """They come again after a repetition, from any choice, and from another position on."""
+    """They arrive again after a repetition, from any choice and any position."""
     world = World(2, 3)
     world.deliver(TextDelta("r", 0, 0, 0, [], "", first_prompt=1, prompt_logprobs=scored(1, 2, 3)))
     world.deliver(TextDelta("r", 0, 1, 0, [], "", first_prompt=1, prompt_logprobs=scored(1, 2)))

@@ -1,4 +1,4 @@
-"""Which continuations are computed, and which of them come back."""
+"""The choices that are computed, and the choices that are returned."""
 
 from dataclasses import dataclass
 

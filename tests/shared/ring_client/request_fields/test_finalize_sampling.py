@@ -1,4 +1,4 @@
-"""max_tokens against the context, and choices that no token is left for."""
+"""max_tokens and the context length, and sampling without an allowed token."""
 
 import pytest
 
