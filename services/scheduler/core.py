@@ -1,10 +1,16 @@
-"""The scheduler without its sockets: events in, frames out."""
+"""The scheduler without its sockets: frames and membership in, frames out.
+
+`step` is the loop: admit, build plans, send. `on_message` takes results and requests before it.
+"""
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from blockyard.services.scheduler.batch.admission_delay import AdmissionDelay
 from blockyard.services.scheduler.batch.partial_prefill_limits import PartialPrefillLimits
+from blockyard.services.scheduler.batch.plan_pacer import WakeupTimers
+from blockyard.services.scheduler.batch.prefill_planner import PrefillPlanner
 from blockyard.services.scheduler.batch.step_planner import StepPlanner
 from blockyard.services.scheduler.batch.step_results import StepResults
 from blockyard.services.scheduler.kv_cache.prefix_cache import BlockHasher
@@ -16,9 +22,6 @@ from blockyard.services.scheduler.queue.queue_bounds import QueueBounds
 from blockyard.services.scheduler.queue.request_handler import RequestHandler
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
 from blockyard.services.scheduler.sequences.beam_sequences import BeamScheduler
-from blockyard.services.scheduler.sequences.detokenizer_streams import DetokenizerStreams
-from blockyard.services.scheduler.sequences.parallel_sampling import ParallelSampling
-from blockyard.services.scheduler.wakeup_timers import WakeupTimers
 from blockyard.services.scheduler.workers.controls import Controls
 from blockyard.services.scheduler.workers.router import Router
 from blockyard.services.scheduler.workers.worker_groups import BatchLimits, WorkerGroup, WorkerGroups
@@ -61,63 +64,57 @@ class SchedulerSettings:
     batch: BatchLimits
     max_queue_len: int
     max_queue_tokens: int
-    max_queue_delay_s: float | None = None  # that a newcomer may wait
-    delay_factor: float = 0.0  # of the last prompt's step that the next one waits
+    max_queue_delay_s: float | None = None  # maximum wait of a new request
+    delay_factor: float = 0.0  # see AdmissionDelay
     partial_prefills: PartialPrefillLimits = field(default_factory=PartialPrefillLimits)
     policy: str = "fcfs"
     may_sleep: bool = False
     prefix_caching: bool = True
-    block_scope: str = ""  # what else than tokens the KV of a block depends on, in words
+    block_scope: str = ""  # what the KV of a block depends on besides tokens, as a text
 
 
 class Scheduler:
-    """Call `on_message` for everything that happened, then `step` for what is to be sent."""
+    """Call `on_message` for each frame, then `step` for the frames to send."""
 
     def __init__(self, incarnation: int, settings: SchedulerSettings, created: int) -> None:
-        self.card: ModelCard | None = None  # once a group is attached; a new object whenever it changed
+        self.card: ModelCard | None = None  # None until a group is attached; a new object after each change
         self.notes: list[str] = []
         self._settings, self._created = settings, created
-        self._outbox = Outbox()
+        self._outbox, self._timers = Outbox(), WakeupTimers()
         self._waiting = WaitingQueue(POLICIES[settings.policy]())
-        self._groups = WorkerGroups(
-            incarnation, settings.batch, BlockHasher(settings.block_scope, settings.prefix_caching)
-        )
+        hasher = BlockHasher(settings.block_scope, settings.prefix_caching)
+        self._groups = WorkerGroups(incarnation, settings.batch, hasher)
+        self.groups = self._groups.attached  # by the worker's incarnation; not to be changed
         limits = (settings.max_queue_len, settings.max_queue_tokens, settings.max_queue_delay_s)
-        self._bounds = QueueBounds(self._waiting, self._groups.attached, *limits)
-        self.groups = self._groups.attached  # by worker's incarnation, for those who look on
-        self._streams = DetokenizerStreams(self._groups.attached)
-        self._parallel_sampling = ParallelSampling(self._waiting)
-        self._lifecycle = Lifecycle(self._waiting, self._groups, self._streams, self._parallel_sampling)
-        self.before_preempt = self._lifecycle.before_preempt
-        beam_scheduler = BeamScheduler(self._waiting, self._groups, self._lifecycle, self._parallel_sampling)
+        self._bounds = QueueBounds(self._waiting, self.groups, *limits)
+        self._lifecycle = Lifecycle(self._waiting, self._groups)
+        beam_scheduler = BeamScheduler(self._waiting, self._groups, self._lifecycle)
         self._request_handler = RequestHandler(
-            settings.names,
-            self._waiting,
-            self._bounds,
-            self._lifecycle,
-            self._streams,
-            self._outbox,
-            beam_scheduler,
+            settings.names, self._waiting, self._bounds, self._lifecycle, self._outbox, beam_scheduler
         )
         acceptance = self._request_handler.acceptance
-        self._router = Router(self._waiting, self._groups.attached, acceptance)
-        self._admission_delay, self._timers = AdmissionDelay(settings.delay_factor), WakeupTimers()
-        self._planner = StepPlanner(
-            incarnation,
+        self._router = Router(self._waiting, self.groups, acceptance)
+        self._admission_delay = AdmissionDelay(settings.delay_factor)
+        prefills = PrefillPlanner(
             self._waiting,
             self._lifecycle,
             acceptance,
             self._router,
-            beam_scheduler,
             self._admission_delay,
             settings.partial_prefills,
         )
+        self._planner = StepPlanner(incarnation, self._lifecycle, beam_scheduler, prefills)
+        self._results = StepResults(self._waiting, self._lifecycle, beam_scheduler)
         self._sleep = WorkerSleep(incarnation, self._groups, self._bounds, self._outbox, self._clear)
         self._controls = Controls(self._groups, self._admission_delay, self._sleep, self._outbox, settings.may_sleep)
-        self._results = StepResults(self._waiting, self._lifecycle, beam_scheduler)
         self._gateways: set[int] = set()
         self._num_steps = 0
-        self._heard: set[int] = set()  # workers with a result since the last turn
+        self._answered: set[int] = set()  # workers with a result since the last call of `step`
+
+    @property
+    def before_preempt(self) -> list[Callable[[WorkerGroup], None]]:
+        """Functions that are called before each preemption."""
+        return self._lifecycle.before_preempt
 
     @property
     def phase(self) -> str:
@@ -134,9 +131,9 @@ class Scheduler:
             self._result(peer, frame, now)
             return
         if not isinstance(frame, Generate) or len(self.groups) < 2:
-            self._groups.mark_dirty(self.groups.values())  # whatever else happens may concern any of them
+            self._groups.mark_dirty(self.groups.values())  # it may allow a plan in any group
         match frame:
-            case Generate():  # of several groups one gets its choices
+            case Generate():  # with several groups, the router marks the one that gets it
                 self._gateways.add(peer)
                 self._request_handler.generate(peer, frame, now)
             case Cancel() | Stop() | PathLost():
@@ -166,60 +163,84 @@ class Scheduler:
                 self._outbox.send(member.incarnation, self._groups.attach_request(member.incarnation, now))
         elif member.role is Role.DETOKENIZER and member.ready:
             self._groups.mark_dirty(self.groups.values())
-            self._streams.add_detokenizer(member.incarnation)
+            self._lifecycle.streams.add_detokenizer(member.incarnation)
             self._tell_lost()
             self._request_handler.detokenizer_joined()
         elif member.role is Role.API_GATEWAY:
             self._gateways.add(member.incarnation)
 
     def on_member_lost(self, incarnation: int) -> None:
-        """A member died, or what was sent to it is lost."""
+        """A member died, or its link broke with frames on it."""
         group = self._groups.detach(incarnation)
         if group is not None:
             self._clear(group)
             self._settle_capacity()
         self._controls.gone(incarnation)
         self._groups.mark_dirty(self.groups.values())
-        self._streams.remove_detokenizer(incarnation, self._lifecycle.requests.values())
+        self._lifecycle.streams.remove_detokenizer(incarnation, self._lifecycle.requests.values())
         self._tell_lost()
         if incarnation in self._gateways:
             self._gateways.discard(incarnation)
             self._lifecycle.drop_gateway(incarnation)
-            self._outbox.answer(incarnation, PathLost(incarnation))  # it may live: it stood still, or its link broke
+            self._outbox.answer(incarnation, PathLost(incarnation))  # it may be alive behind a broken link
 
     def step(self, now: float) -> list[Outgoing]:
-        """Decides what happens next; plans come first, so that no worker waits for text."""
-        self._admission_delay.begin_step(now)
-        self._request_handler.expire(now)
+        """Admits, builds plans, and returns what is to be sent: plans first, because workers wait for them."""
+        acceptance, quarantine = self._request_handler.acceptance, self._admission_delay.quarantine
+        if quarantine.probations:
+            quarantine.update()
+        if now >= acceptance.next_expiry_s:
+            self._request_handler.expire(now)
         for worker in self._groups.attach_overdue(now):
             self._outbox.send(worker, self._groups.attach_request(worker, now))
-        self._place()
-        self._groups.mark_dirty(self.groups[worker] for worker in self._timers.take(now) if worker in self.groups)
-        while dirty := self._groups.take_dirty(now):
-            for group in dirty:
-                while self._timers.may_send(group, now) and (plan := self._planner.plan(group)) is not None:
-                    group.pacer.on_sent(group.in_flight[-1].load, now)
-                    self._outbox.plan(group.worker, plan)
-            if not self._admission_delay.quarantine:
-                self._groups.mark_dirty(self._router.route())  # those who had to give way may run elsewhere
-        self._controls.settle(now)
-        self._bounds.wait.sample(now, self._results.num_output_tokens, self._results.num_prompt_tokens)
-        self._streams.flush(self._outbox)
-        self._heard.clear()
-        if (capacity := self._bounds.changed_capacity()) is not None:
-            for gateway in self._gateways:
-                self._outbox.answer(gateway, QueueCapacityChanged(capacity))
+        if quarantine.probations:  # a quarantined request could wait behind others in the queue of a group
+            self._router.requeue_all()
+            self._groups.mark_dirty(self.groups.values())
+        elif len(self.groups) > 1:
+            self._groups.mark_dirty(self._router.route())
+        if self._timers.heap:
+            self._groups.mark_dirty(self.groups[w] for w in self._timers.take_due(now) if w in self.groups)
+        self._build_plans(now)
+        if self._controls.open:
+            self._controls.settle(now)
+        if now >= self._bounds.wait.next_sample_s:
+            self._bounds.wait.sample(now, self._results.num_output_tokens, self._results.num_prompt_tokens)
+        for text_outbox in self._lifecycle.streams.text_outboxes.values():
+            text_outbox.flush(self._outbox)
+        self._answered.clear()
+        bounds = self._bounds
+        if self._waiting.usage.amount.sequences or bounds.was_full or bounds.told_full:
+            self._tell_capacity()
         return self._outbox.take()
 
+    def _build_plans(self, now: float) -> None:
+        """For each group to which something happened, as many plans as may be in flight."""
+        while dirty := self._groups.take_dirty(now):
+            for group in dirty:
+                while self._timers.may_send(group.worker, group.pacer, now):
+                    plan = self._planner.plan(group, now)
+                    if plan is None:
+                        break
+                    group.pacer.on_sent(group.in_flight[-1].load, now)
+                    self._outbox.plan(group.worker, plan)
+            if len(self.groups) > 1 and not self._admission_delay.quarantine.probations:
+                self._groups.mark_dirty(self._router.route())  # a sequence that was preempted may run in another group
+
+    def _tell_capacity(self) -> None:
+        capacity = self._bounds.changed_capacity()
+        if capacity is not None:
+            for gateway in self._gateways:
+                self._outbox.answer(gateway, QueueCapacityChanged(capacity))
+
     def wake_at(self) -> float | None:
-        """When to call `step` though nothing has happened."""
+        """When to call `step` next if no frame comes."""
         return self._timers.next()
 
     def stats(self) -> Stats:
         groups = self._groups.attached.values()
         return Stats(
             running=sum(len(group.running) for group in groups),
-            waiting=len(self._waiting) + self._parallel_sampling.num_awaiting_prompt,
+            waiting=len(self._waiting) + self._lifecycle.parallel_sampling.num_awaiting_prompt,
             requests_total=self._request_handler.num_requests,
             prompt_tokens_total=self._results.num_prompt_tokens,
             output_tokens_total=self._results.num_output_tokens,
@@ -235,7 +256,7 @@ class Scheduler:
             blocks_fetched_total=self._groups.cache_stats.num_fetched,
             waiting_tokens=self._waiting.usage.amount.tokens,
             wait_s=self._bounds.wait_s,
-            displaced_total=self._planner.preemption.num_displaced,
+            displaced_total=self._planner.prefills.num_displaced,
             refused=[RefusalCount(reason, total) for reason, total in self._request_handler.num_refused.items()],
             tenants=self._waiting.policy.largest_tenants(MAX_TENANTS),
             step_sizes=list(self._results.step_sizes),
@@ -243,22 +264,15 @@ class Scheduler:
         )
 
     def _tell_lost(self) -> None:
-        """Which requests are hit the gateways know best: some have ended here and their last text is lost."""
-        for detokenizer in self._streams.take_lost():
+        """Tells gateways of lost detokenizers. They know the affected requests best: some have ended here already."""
+        for detokenizer in self._lifecycle.streams.take_lost():
             for gateway in self._gateways:
                 self._outbox.answer(gateway, PathLost(detokenizer))
-
-    def _place(self) -> None:
-        if self._admission_delay.quarantine:  # at a desk one might stand behind somebody who is to wait for its trial
-            self._router.requeue_all()
-            self._groups.mark_dirty(self.groups.values())
-        else:
-            self._groups.mark_dirty(self._router.route())
 
     def _result(self, peer: int, frame: StepResult, now: float) -> None:
         group = self._groups.attached.get(peer)
         if group is None:
-            return  # of plans sent before the worker was asked again
+            return  # the group was detached after the plan was sent
         record = group.on_answered(frame.number)
         if record is None or not record.matches(frame.token_ids):
             log.error("worker %x answered plan %d, which is not what was sent: attaching it again", peer, frame.number)
@@ -266,9 +280,9 @@ class Scheduler:
             return
         self._num_steps += 1
         group.pacer.on_completed(frame.step_s, frame.launch_s, frame.stamp_s, now)
-        if peer in self._heard:
-            self._streams.close_batches()
-        self._heard.add(peer)
+        if peer in self._answered:
+            self._lifecycle.streams.close_batches()
+        self._answered.add(peer)
         self._groups.mark_dirty((group,))
         if record.chunk_sizes:
             self._admission_delay.on_prefill_step(frame.step_s)
@@ -284,7 +298,7 @@ class Scheduler:
         self._sleep.on_attached(group)
 
     def _settle_capacity(self) -> None:
-        """What the attached groups hold now, for admission and gateways. While none is attached the last one counts."""
+        """Updates the capacity for admission and gateways. While no group is attached the last one stays."""
         groups, settings = list(self._groups.attached.values()), self._settings
         if not groups:
             return
@@ -296,7 +310,7 @@ class Scheduler:
             self.card = card
 
     def _attach_again(self, worker: int, now: float) -> None:
-        if worker in self._groups.attached:  # if not, it has been asked already
+        if worker in self._groups.attached:  # otherwise it has been asked already
             group = self._groups.detach(worker)
             assert group is not None
             self._clear(group)

@@ -16,7 +16,7 @@ from operator import attrgetter
 from typing import Any
 
 from blockyard.services.scheduler.kv_cache.block_table import NEVER
-from blockyard.services.scheduler.sequences.detokenizer_outbox import DetokenizerOutbox
+from blockyard.services.scheduler.outbox import DetokenizerOutbox
 from blockyard.services.scheduler.sequences.requests import (
     NOT_SHARED,
     RunningSequence,
@@ -114,10 +114,10 @@ class DecodeBatch:
         self._due_steps: defaultdict[int, list[RunningSequence]] = defaultdict(
             list
         )  # by what the pace will have granted then
-        self._num_seats = 0
+        self.num_sequences = 0
 
     def __len__(self) -> int:
-        return self._num_seats
+        return self.num_sequences
 
     def add(self, running: RunningSequence) -> None:
         """A new seat of the group."""
@@ -142,9 +142,8 @@ class DecodeBatch:
         text_outbox = running.sequence.request.text_outbox
         assert text_outbox is not None
         self.outside.remove(running)
-        running.last_plan = number
-        running.share_progress(self._progress)
-        self._num_seats += 1
+        running.share_progress(self._progress, number)
+        self.num_sequences += 1
         outbox_rows = self._rows_by_outbox.get(text_outbox)
         if outbox_rows is None:
             outbox_rows = self._rows_by_outbox[text_outbox] = OutboxRows(text_outbox)
@@ -155,7 +154,7 @@ class DecodeBatch:
         text_outbox = running.sequence.request.text_outbox
         assert text_outbox is not None
         running.share_progress(NOT_SHARED)
-        self._num_seats -= 1
+        self.num_sequences -= 1
         self._rows_by_outbox[text_outbox].remove(running)
         insort(self.outside, running, key=_by_key)
 
@@ -193,7 +192,7 @@ class DecodeBatch:
 
     def advance_all(self, number: int) -> tuple[list[SlotRun], list[BatchRows]]:
         """All run in the plan of this number, which is about to be sent: how the plan and its record say it."""
-        if not self._num_seats:
+        if not self.num_sequences:
             return [], []
         self._progress.num_scheduled_tokens += 1
         self._progress.last_plan = number

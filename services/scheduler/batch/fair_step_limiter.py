@@ -5,7 +5,7 @@ then has to wait for its end. Who comes and is of a lower class than others has 
 also without all decodes if they take so much of it that this is worth the step that they get later.
 """
 
-from blockyard.services.scheduler.batch.step_times import StepLoad
+from blockyard.services.scheduler.batch.plan_pacer import StepLoad
 from blockyard.services.scheduler.queue.policy import Policy
 from blockyard.services.scheduler.sequences.requests import Sequence
 from blockyard.services.scheduler.workers.worker_groups import WorkerGroup

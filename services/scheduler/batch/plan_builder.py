@@ -1,16 +1,70 @@
-"""A plan in the making."""
+"""A plan while it is built, and the record of it until its result is in."""
 
-from blockyard.services.scheduler.batch.plan_record import PlanRecord
-from blockyard.services.scheduler.sequences.requests import Request, RunningSequence
+from dataclasses import dataclass, field
+
+from blockyard.services.scheduler.batch.decode_batch import BatchRows
+from blockyard.services.scheduler.batch.plan_pacer import StepLoad
+from blockyard.services.scheduler.sequences.requests import ID_BYTES, Request, RunningSequence
 from blockyard.shared.messages import BlockCopy, SlotBlocks, SlotRun, SlotStart
 
 
+@dataclass(slots=True)
+class PlanRecord:
+    """A plan in flight. It keeps the sequence of each slot, because a slot may be reused before the result is in."""
+
+    number: int
+    sequences: dict[int, RunningSequence] = field(default_factory=dict)  # by slot, those outside the decode batch
+    chunk_sizes: dict[int, int] = field(default_factory=dict)  # tokens scheduled of a slot, where it is not one
+    rows: list[BatchRows] = field(default_factory=list)  # of the decode batch
+    runs: list[SlotRun] = field(default_factory=list)  # in the plan's order: the rows, then `sequences`
+    filled: list[RunningSequence] = field(default_factory=list)  # the plan before this one filled a block of theirs
+    detached_slots: set[int] = field(default_factory=set)  # no longer in `rows`: handled one by one
+    dropped_slots: set[int] = field(default_factory=set)  # results to be ignored
+
+    @property
+    def load(self) -> StepLoad:
+        return StepLoad(len(self.runs) - len(self.chunk_sizes), sum(self.chunk_sizes.values()))
+
+    def num_scheduled(self, running: RunningSequence) -> int:
+        """Tokens that this plan schedules of a sequence outside the decode batch."""
+        return self.chunk_sizes.get(running.slot, 1) if self.sequences.get(running.slot) is running else 0
+
+    def all_sequences(self) -> list[RunningSequence]:
+        return [*self.sequences.values(), *(running for rows in self.rows for running in rows.sequences)]
+
+    def detach(self, slot: int) -> None:
+        """The result of this slot is handled by itself."""
+        self.detached_slots.add(slot)
+
+    def drop(self, running: RunningSequence) -> None:
+        """The result of this sequence is ignored."""
+        if self.sequences.get(running.slot) is running:
+            del self.sequences[running.slot]
+        else:
+            self.detached_slots.add(running.slot)
+            self.dropped_slots.add(running.slot)
+
+    def detach_rows(self, rows: BatchRows, places: set[int]) -> None:
+        """Moves the rows at `places` to `sequences`."""
+        slots = [rows.slots[i] for i in places]
+        self.sequences |= {
+            slot: rows.sequences[i] for slot, i in zip(slots, places, strict=True) if slot not in self.dropped_slots
+        }
+
+    def matches(self, token_ids: bytes) -> bool:
+        """Whether there is a token for each run, or none at all."""
+        return len(token_ids) in {0, ID_BYTES * len(self.runs)}
+
+
 class PlanBuilder:
+    """Collects what a plan schedules."""
+
     __slots__ = (
         "blocks",
         "copied",
         "copies",
         "new_hashes",
+        "now",
         "num_blocks_owed",
         "record",
         "runs",
@@ -19,41 +73,39 @@ class PlanBuilder:
         "written_prompts",
     )
 
-    def __init__(self, number: int, token_budget: int) -> None:
+    def __init__(self, number: int, token_budget: int, now: float) -> None:
         self.record = PlanRecord(number)
-        self.token_budget = token_budget  # tokens
+        self.token_budget = token_budget
+        self.now = now
         self.starts: list[SlotStart] = []
         self.blocks: list[SlotBlocks] = []
         self.runs: list[SlotRun] = []
         self.copies: list[BlockCopy] = []
-        self.copied: dict[int, int] = {}  # source of each of these copies, by its destination
-        self.written_prompts: list[
-            Request
-        ] = []  # with choices that may wait for the prompt that this plan writes the end of
-        self.new_hashes: dict[bytes, int] = {}  # blocks by name, to be found by later plans
-        self.num_blocks_owed = 0  # blocks that somebody waits for in vain
+        self.copied: dict[int, int] = {}  # source block of each copy by its destination
+        self.written_prompts: list[Request] = []  # this plan computes their last prompt tokens
+        self.new_hashes: dict[bytes, int] = {}  # blocks that this plan fills, for later plans to find
+        self.num_blocks_owed = 0  # blocks that sequences of this plan lack
 
     def schedule(self, running: RunningSequence, num_tokens: int) -> None:
+        """The next `num_tokens` tokens of a prompt."""
         self.runs.append(SlotRun(running.slot, num_tokens))
         self.record.sequences[running.slot] = running
         self.record.chunk_sizes[running.slot] = num_tokens
-        running.num_scheduled_tokens += num_tokens
-        running.last_plan = self.record.number
+        running.on_scheduled(num_tokens, self.record.number)
         self.token_budget -= num_tokens
 
+    def schedule_decode(self, running: RunningSequence) -> None:
+        """The next token of a sequence outside the decode batch."""
+        self.runs.append(running.decode)
+        self.record.sequences[running.slot] = running
+        running.on_scheduled(1, self.record.number)
+        self.token_budget -= 1
+
     def source_of(self, block: int) -> int:
-        """Block that a copy of `block` has to read: copies are parallel, so what one writes no other one may read."""
+        """The block that a copy of `block` reads: copies run in parallel, so none may read what another one writes."""
         return self.copied.get(block, block)
 
     def copy(self, src: int, dst: int) -> None:
         """`src` as `source_of` returned it."""
         self.copies.append(BlockCopy(src, dst))
         self.copied[dst] = src
-
-    def schedule_decode(self, running: RunningSequence) -> None:
-        """The next token of a seat outside of the lane."""
-        self.runs.append(running.decode)
-        self.record.sequences[running.slot] = running
-        running.num_scheduled_tokens += 1
-        running.last_plan = self.record.number
-        self.token_budget -= 1

@@ -1,24 +1,119 @@
-"""When the next plan of a worker leaves: as late as its device will not wait for it.
+"""Sends the next plan of a worker as late as its device does not wait for it, so that new requests still get into it.
 
-Who comes while a plan is on its way is not in it. A plan that leaves as soon as there is room for it costs a newcomer
-up to a whole step; one that leaves when the steps under way have little left to run costs next to nothing. Steps of
-half a millisecond have several plans under way, long ones none but the running one until shortly before its end.
+A plan that is sent as soon as possible costs a request that arrives after it up to a whole step. So the next plan is
+sent when the steps in flight have little time left to run. That time is predicted by `StepTimes`.
 """
 
+import heapq
 import math
 from collections import deque
+from typing import NamedTuple
 
-from blockyard.services.scheduler.batch.step_times import StepLoad, StepTimes
-
-SEND_AHEAD_S = (
-    0.002  # device time under way when the next plan leaves: a hop there and back, the plan, its launch, jitter
-)
-SEND_AHEAD_PER_ROW_S = 4e-6  # more for each choice in it, which scheduler, link and worker all look at
+SEND_AHEAD_S = 0.002  # device time left when the next plan is sent: two hops, building the plan, its launch, jitter
+SEND_AHEAD_PER_ROW_S = 4e-6  # more for each sequence, which scheduler, link and worker all process
 MAX_SEND_AHEAD_S = 0.008
-# a step that begins so much later than it could was waited for, and one launched so shortly before its end
-LATE_S = 0.0003
-FADE = 0.99  # of what was added to the lead, with each step
-MAX_PLANS_AHEAD = 7  # plans besides the running one
+LATE_S = 0.0003  # a step that began this much later than it could was late; so was one launched this near to its end
+AHEAD_FADE = 0.99  # of the time added for late steps, with each step
+MAX_PLANS_AHEAD = 7  # plans in flight besides the running one
+TIMER_SLACK_S = 0.001  # no timer of the operating system is more exact
+
+HALF_LIFE_FADE = 0.5 ** (1 / 32)  # of the weight of a step, with each later step
+DECODES, TOKENS = 64.0, 512.0  # units of the fit, so that its three times are of one size
+MOST_TOKENS = 1 << 30
+PRIOR = 0.02  # weight of the previous fit, in steps
+
+
+class PlanClock:
+    """The numbers of the last plan sent to a worker and of the last plan with a result."""
+
+    __slots__ = ("last_completed", "last_sent")
+
+    def __init__(self) -> None:
+        self.last_sent = 0
+        self.last_completed = 0
+
+    def on_sent(self, number: int) -> None:
+        self.last_sent = number
+
+    def on_completed(self, number: int) -> None:
+        self.last_completed = number
+
+
+class StepLoad(NamedTuple):
+    """The work in a plan."""
+
+    decodes: int  # sequences that get one more token
+    tokens: int  # of prompts
+
+
+class StepTimes:
+    """Predicts the time of a step, from the steps that were measured.
+
+    A step takes a fixed time, a time for each decode, and a time for each token of a prompt. The three are fitted by
+    least squares with a half-life, and with a small weight on their previous values, so that what the steps cannot tell
+    apart stays as it was. Context length is left out: it changes slowly, and the fit follows it.
+    """
+
+    def __init__(self, step_s: float) -> None:
+        """`step_s`: of a step with one decode, 0 if that is not known."""
+        self.num_steps = 0
+        self._base, self._decode, self._token = step_s, 0.0, 0.0  # seconds, the latter of so many
+        self._off_s = 0.0  # what the last ones were off by
+        self._sums = (0.0,) * 9  # of steps with d decodes, t tokens and y seconds: 1, d, t, dd, dt, tt, y, dy, ty
+
+    @property
+    def is_known(self) -> bool:
+        return self.num_steps > 0 or self._base > 0
+
+    def expected_s(self, load: StepLoad) -> float:
+        """Seconds of a step."""
+        return self._base + self._decode * load.decodes / DECODES + self._token * load.tokens / TOKENS
+
+    def tokens_within(self, seconds: float) -> int:
+        """Of prompts, that make a step so much longer; more than any step has if that is not known."""
+        return int(seconds * TOKENS / self._token) if self._token * MOST_TOKENS > seconds * TOKENS else MOST_TOKENS
+
+    def lower_bound(self, load: StepLoad) -> float:
+        """Seconds that a step will hardly fall short of."""
+        expected = self.expected_s(load)
+        return max(expected - 2 * self._off_s, expected / 2)
+
+    def record(self, load: StepLoad, step_s: float) -> None:
+        if step_s <= 0:
+            return  # the worker does not say
+        off_s = abs(step_s - self.expected_s(load))
+        self._off_s += (min(off_s, step_s) - self._off_s) / 16 if self.num_steps else 0.0
+        self.num_steps += 1
+        d, t = load.decodes / DECODES, load.tokens / TOKENS
+        n, sd, st, sdd, sdt, stt, sy, sdy, sty = self._sums
+        self._sums = (
+            n * HALF_LIFE_FADE + 1.0,
+            sd * HALF_LIFE_FADE + d,
+            st * HALF_LIFE_FADE + t,
+            sdd * HALF_LIFE_FADE + d * d,
+            sdt * HALF_LIFE_FADE + d * t,
+            stt * HALF_LIFE_FADE + t * t,
+            sy * HALF_LIFE_FADE + step_s,
+            sdy * HALF_LIFE_FADE + d * step_s,
+            sty * HALF_LIFE_FADE + t * step_s,
+        )
+        self._fit()
+
+    def _fit(self) -> None:
+        """Solves the normal equations by elimination; none of the three is below 0."""
+        n, d, t, dd, dt, tt, y, dy, ty = self._sums
+        n, dd, tt = n + PRIOR, dd + PRIOR, tt + PRIOR
+        y, dy, ty = y + PRIOR * self._base, dy + PRIOR * self._decode, ty + PRIOR * self._token
+        a, b = d / n, t / n
+        dd, dt, dy = dd - a * d, dt - a * t, dy - a * y
+        tt, ty = tt - b * t, ty - b * y
+        c = dt / dd
+        token = (ty - c * dy) / (tt - c * dt)
+        token = token if token > 0.0 else 0.0
+        decode = (dy - dt * token) / dd
+        decode = decode if decode > 0.0 else 0.0
+        base = (y - d * decode - t * token) / n
+        self._base, self._decode, self._token = base if base > 0.0 else 0.0, decode, token
 
 
 class PlanPacer:
@@ -28,12 +123,11 @@ class PlanPacer:
         """`step_s`: of a step with one decode, 0 if that is not known. `ahead`: plans that leave at once."""
         self.times = StepTimes(step_s)
         self._ahead = ahead
-        self._in_flight: deque[tuple[StepLoad, float, bool]] = (
-            deque()
-        )  # what each will take at least; was another under way
-        self._under_way_s = 0.0  # what they take together
-        self._oldest_began_s = 0.0  # the oldest one
-        self._extra_ahead_s = 0.0  # lead, because steps were late
+        # of each plan: its load, the least time that it takes, and whether another plan was in flight when it was sent
+        self._in_flight: deque[tuple[StepLoad, float, bool]] = deque()
+        self._under_way_s = 0.0  # sum of those times
+        self._oldest_began_s = 0.0
+        self._extra_ahead_s = 0.0  # added because steps were late
         self._ended_s = 0.0  # the last step, by its worker's clock
 
     @property
@@ -80,7 +174,38 @@ class PlanPacer:
         if followed and launch_s > step_s - LATE_S and launch_s > SEND_AHEAD_S:
             late_s = max(late_s, launch_s)  # the device had to wait for the host: sooner launched, sooner done
         self._ended_s = ended_s
-        self._extra_ahead_s *= FADE
+        self._extra_ahead_s *= AHEAD_FADE
         if late_s > LATE_S:
             self._extra_ahead_s = min(self._extra_ahead_s + late_s, MAX_SEND_AHEAD_S)
         self.times.record(load, step_s)
+
+
+class WakeupTimers:
+    """Worker groups whose next plan is to be sent at a later time."""
+
+    def __init__(self) -> None:
+        self.heap: list[tuple[float, int]] = []  # time and worker
+        self._next_s: dict[int, float] = {}  # the timer that counts, by worker
+
+    def may_send(self, worker: int, pacer: PlanPacer, now: float) -> bool:
+        """Whether the next plan may be sent now. If not, and if it is only a matter of time, a timer is set."""
+        send_s = pacer.next_send_s - TIMER_SLACK_S
+        if send_s <= now:
+            return True
+        if send_s < self._next_s.get(worker, math.inf):
+            self._next_s[worker] = send_s
+            heapq.heappush(self.heap, (send_s, worker))
+        return False
+
+    def next(self) -> float | None:
+        return self.heap[0][0] if self.heap else None
+
+    def take_due(self, now: float) -> list[int]:
+        """Workers whose timer has run out."""
+        workers = []
+        while self.heap and self.heap[0][0] <= now:
+            send_s, worker = heapq.heappop(self.heap)
+            if self._next_s.get(worker) == send_s:
+                del self._next_s[worker]
+                workers.append(worker)
+        return workers

@@ -5,7 +5,7 @@ from bisect import bisect_left
 from collections import deque
 
 from blockyard.services.scheduler.batch.decode_batch import BatchRows
-from blockyard.services.scheduler.batch.plan_record import PlanRecord
+from blockyard.services.scheduler.batch.plan_builder import PlanRecord
 from blockyard.services.scheduler.lifecycle import Lifecycle
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
 from blockyard.services.scheduler.sequences.beam_sequences import BeamScheduler
@@ -35,8 +35,9 @@ class StepResults:
             if running is not None:
                 self._slot(group, record, running, slot, result.stamp_s)
         for number, running in record.sequences.items():
-            running.num_scheduled_tokens -= record.chunk_sizes.get(number, 1)
-        group.kv_cache.mark_blocks_full(record.filled)
+            running.on_not_computed(record.chunk_sizes.get(number, 1))
+        if record.filled:
+            group.kv_cache.mark_blocks_full(record.filled)
         num_tokens = self.num_prompt_tokens + self.num_output_tokens - before
         if num_tokens:
             self.num_step_tokens += num_tokens
@@ -92,10 +93,10 @@ class StepResults:
         num_computed = slot.num_computed
         done = num_computed - running.num_computed_tokens
         if done != num_scheduled_tokens:
-            running.num_scheduled_tokens -= num_scheduled_tokens - done
+            running.on_not_computed(num_scheduled_tokens - done)
         if running.num_computed_tokens < running.prefill_end:
             self.num_prompt_tokens += max(0, done)
-        running.num_computed_tokens = num_computed
+        running.on_computed(num_computed)
         if num_computed >= running.table.next_hash_at:
             group.kv_cache.mark_block_full(running)
         if num_tokens:
@@ -109,32 +110,14 @@ class StepResults:
         if sequence.hypothesis is not None:
             self._beam_scheduler.on_result(group, sequence, slot)
             return
-        request = sequence.request
-        first = len(sequence.outputs)
-        text_outbox = request.text_outbox
-        if text_outbox is not None:
-            text_outbox.stamp(stamp_s)
-            text_outbox.steps.append(
-                TokenStep(
-                    request.id,
-                    request.attempt,
-                    sequence.index,
-                    first,
-                    slot.token_ids,
-                    finish,
-                    slot.stop_token,
-                    slot.detail,
-                    slot.logprobs,
-                    slot.first_prompt,
-                    slot.prompt_logprobs,
-                    0 if first else sequence.reported_cached_tokens,
-                    None if first else sequence.queued_s,
-                )
-            )
+        _send(sequence, slot, finish, stamp_s)
         if sequence.ticket:
             self._waiting.add_tokens(sequence, num_tokens)
-        _remember(sequence, slot)
-        running.has_sampled = running.has_sampled or num_tokens > 0
+        # log-probabilities are not kept: the gateway has them, or they are computed again
+        scored = slot.first_prompt + len(slot.prompt_logprobs) if slot.prompt_logprobs else None
+        sequence.add_outputs(slot.token_ids, scored)
+        if num_tokens:
+            running.on_sampled()
         if finish is not None:
             self._lifecycle.end(sequence)
 
@@ -158,8 +141,26 @@ def _places(tokens: "array[int]", token: int) -> set[int]:
     return places
 
 
-def _remember(sequence: Sequence, slot: SlotResult) -> None:
-    """Log-probabilities have left with the step: the gateway has them, or they are computed again."""
-    sequence.outputs.extend(slot.token_ids)
-    if slot.prompt_logprobs:
-        sequence.prompt_next = slot.first_prompt + len(slot.prompt_logprobs)
+def _send(sequence: Sequence, slot: SlotResult, finish: FinishReason | None, stamp_s: float) -> None:
+    """What a slot produced, for the detokenizer."""
+    request, first, text_outbox = sequence.request, len(sequence.outputs), sequence.request.text_outbox
+    if text_outbox is None:
+        return
+    text_outbox.stamp(stamp_s)
+    text_outbox.steps.append(
+        TokenStep(
+            request.id,
+            request.attempt,
+            sequence.index,
+            first,
+            slot.token_ids,
+            finish,
+            slot.stop_token,
+            slot.detail,
+            slot.logprobs,
+            slot.first_prompt,
+            slot.prompt_logprobs,
+            0 if first else sequence.reported_cached_tokens,
+            None if first else sequence.queued_s,
+        )
+    )

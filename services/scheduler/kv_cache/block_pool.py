@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from itertools import filterfalse
 
+from blockyard.services.scheduler.batch.plan_pacer import PlanClock
 from blockyard.services.scheduler.kv_cache.host_tier import HostTier
-from blockyard.services.scheduler.kv_cache.id_pool import IdPool, PlanClock
+from blockyard.services.scheduler.kv_cache.id_pool import IdPool
 from blockyard.services.scheduler.kv_cache.prefix_index import PrefixIndex
 
 
@@ -22,6 +23,7 @@ class BlockPool:
         self.index = PrefixIndex(num_blocks, plan_clock)
         self._free_queue = self.index.free_queue
         self.host = HostTier(num_host_blocks, plan_clock)
+        self._has_host = num_host_blocks > 0
         self._holders = [0] * num_blocks
         self._watermark = max(1, num_blocks // 100)
 
@@ -131,9 +133,12 @@ class BlockPool:
 
     def free_pending(self) -> None:
         """To be called after each completed plan."""
-        self.uncached.free_pending()
-        self._free_queue.free_pending()
-        self.host.free_pending()
+        if self.uncached.num_pending:
+            self.uncached.free_pending()
+        if self._free_queue.num_pending:
+            self._free_queue.free_pending()
+        if self._has_host:
+            self.host.free_pending()
 
     def _evict_one(self) -> int | None:
         given_up = self.index.evict_one()

@@ -3,7 +3,8 @@
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 
-from blockyard.services.scheduler.kv_cache.id_pool import IdPool, PlanClock
+from blockyard.services.scheduler.batch.plan_pacer import PlanClock
+from blockyard.services.scheduler.kv_cache.id_pool import IdPool
 from blockyard.shared.messages import BlockFetch, BlockSave
 
 
@@ -21,8 +22,8 @@ class HostTier:
         self.get = self._block_of.get  # the host block with a hash
         self.has = self._block_of.__contains__
         self._copied_by = [0] * num_blocks  # the last plan that copies each host block
-        self._saves: list[BlockSave] = []
-        self._fetches: list[BlockFetch] = []
+        self.saves: list[BlockSave] = []
+        self.fetches: list[BlockFetch] = []
 
     @property
     def num_ids(self) -> int:
@@ -43,7 +44,7 @@ class HostTier:
 
     def fetch(self, hosts: Iterable[int], blocks: Iterable[int]) -> None:
         """The plan that is being built copies pinned host blocks into these device blocks."""
-        self._fetches += map(BlockFetch, hosts, blocks)
+        self.fetches += map(BlockFetch, hosts, blocks)
 
     def save_all(self, blocks: list[int], hashes: list[bytes]) -> None:
         """As `save`, for several blocks in the order of eviction."""
@@ -69,12 +70,12 @@ class HostTier:
         if host is not None:
             self._block_of[block_hash] = host
             self._copied_by[host] = self._plan_clock.last_sent + 1
-            self._saves.append(BlockSave(block, host, block_hash))
+            self.saves.append(BlockSave(block, host, block_hash))
 
     def take(self) -> tuple[list[BlockSave], list[BlockFetch]]:
         """The copies of the plan that is being sent."""
-        saves, self._saves = self._saves, []
-        fetches, self._fetches = self._fetches, []
+        saves, self.saves = self.saves, []
+        fetches, self.fetches = self.fetches, []
         return saves, fetches
 
     def remove(self, hashes: Iterable[bytes]) -> None:
@@ -82,7 +83,7 @@ class HostTier:
         gone = [block for block_hash in hashes if (block := self._block_of.pop(block_hash, None)) is not None]
         if gone:
             left = set(gone)
-            self._saves = [save for save in self._saves if save.host not in left]
+            self.saves = [save for save in self.saves if save.host not in left]
             self._ids.release(gone)
 
     def clear(self) -> None:

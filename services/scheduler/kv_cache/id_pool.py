@@ -2,21 +2,7 @@
 
 from collections import deque
 
-
-class PlanClock:
-    """The numbers of the last plan sent to a worker and of the last plan with a result."""
-
-    __slots__ = ("last_completed", "last_sent")
-
-    def __init__(self) -> None:
-        self.last_sent = 0
-        self.last_completed = 0
-
-    def on_sent(self, number: int) -> None:
-        self.last_sent = number
-
-    def on_completed(self, number: int) -> None:
-        self.last_completed = number
+from blockyard.services.scheduler.batch.plan_pacer import PlanClock
 
 
 class IdPool:

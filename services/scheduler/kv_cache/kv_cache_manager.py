@@ -4,9 +4,9 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from blockyard.services.scheduler.batch.plan_pacer import PlanClock
 from blockyard.services.scheduler.kv_cache.block_pool import BlockPool
 from blockyard.services.scheduler.kv_cache.block_table import NEVER, BlockTable
-from blockyard.services.scheduler.kv_cache.id_pool import PlanClock
 from blockyard.services.scheduler.kv_cache.prefix_cache import BlockHasher, PrefixMatch, find_in_window, find_prefix
 from blockyard.services.scheduler.kv_cache.sliding_window import SlidingWindow
 from blockyard.services.scheduler.sequences.requests import RunningSequence, Sequence
@@ -52,7 +52,7 @@ class KVCacheManager:
         self.window = SlidingWindow(geometry.window, geometry.block_size, max_num_batched_tokens)
         self._hasher, self._stats = hasher, stats
         self._is_searched = hasher.enabled or geometry.num_host_blocks > 0
-        self._hash_queue: deque[RunningSequence] = deque()  # with full blocks that are not hashed yet
+        self.hash_queue: deque[RunningSequence] = deque()  # with full blocks that are not hashed yet
 
     # lookup
 
@@ -192,15 +192,15 @@ class KVCacheManager:
     def mark_block_full(self, running: RunningSequence) -> None:
         """A result says that a sequence has computed up to `next_hash_at`: its next block is full."""
         if running.table.set_hash_due():
-            self._hash_queue.append(running)
+            self.hash_queue.append(running)
 
     def mark_blocks_full(self, sequences: list[RunningSequence]) -> None:
         """As `mark_block_full`, for sequences of the decode batch, which come here once for each block."""
-        self._hash_queue.extend(sequences)
+        self.hash_queue.extend(sequences)
 
     def hash_full_blocks(self) -> None:
         """Hashes the blocks marked as full, a few in each plan, because many may fill up in the same step."""
-        queue = self._hash_queue
+        queue = self.hash_queue
         for _ in range(min(len(queue), len(queue) // 8 + 16)):
             running = queue.popleft()
             running.table.clear_hash_due()
@@ -245,8 +245,11 @@ class KVCacheManager:
 
     def take_plan_changes(self) -> tuple[list[FullBlock], list[BlockSave], list[BlockFetch]]:
         """What the plan that is being sent tells the worker: new hashes, copies to host memory, copies back."""
-        new = self.blocks.index.take_new()
-        saves, fetches = self.blocks.host.take()
+        index, host = self.blocks.index, self.blocks.host
+        if not (index.new or host.saves or host.fetches):
+            return [], [], []
+        new = index.take_new()
+        saves, fetches = host.take()
         if saves or fetches:
             self._stats.on_copies(len(saves), len(fetches))
         return [*map(FullBlock, new.keys(), new.values())] if new else [], saves, fetches

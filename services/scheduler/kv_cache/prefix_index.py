@@ -3,8 +3,8 @@
 from collections import deque
 from collections.abc import Iterable
 
+from blockyard.services.scheduler.batch.plan_pacer import PlanClock
 from blockyard.services.scheduler.kv_cache.free_block_queue import FreeBlockQueue
-from blockyard.services.scheduler.kv_cache.id_pool import PlanClock
 
 FIND_AT_ONCE = 256  # hashes
 
@@ -23,7 +23,7 @@ class PrefixIndex:
         self.has_none = self._block_of.keys().isdisjoint
         self._hash_of: dict[int, bytes] = {}
         self.has = self._hash_of.__contains__  # whether a block is cached
-        self._new: dict[int, bytes] = {}  # hashes that the worker has not been told
+        self.new: dict[int, bytes] = {}  # hashes that the worker has not been told
 
     def find(self, hashes: list[bytes], most: int) -> list[int]:
         """The blocks of the first `most` hashes, up to the first one that is not cached."""
@@ -48,24 +48,24 @@ class PrefixIndex:
         self._block_of.update(zip(hashes, blocks, strict=True))
         hashed = dict(zip(blocks, hashes, strict=True))
         self._hash_of.update(hashed)
-        if self._new:
-            self._new.update(hashed)
+        if self.new:
+            self.new.update(hashed)
         else:
-            self._new = hashed
+            self.new = hashed
 
     def insert(self, block: int, block_hash: bytes) -> bool:
         """Caches a block under a hash, for plans that are not sent yet. False if another block has this hash."""
         if self._block_of.setdefault(block_hash, block) != block:
             return False
         self._hash_of[block] = block_hash
-        self._new[block] = block_hash
+        self.new[block] = block_hash
         return True
 
     def restore(self, blocks: Iterable[int], hashes: list[bytes]) -> list[int]:
         """Takes over the cached blocks of a worker, oldest first. Returns the blocks taken."""
         taken = [block for block, block_hash in zip(blocks, hashes, strict=True) if self.insert(block, block_hash)]
         self.free_queue.put(taken)
-        self._new.clear()  # the worker knows them
+        self.new.clear()  # the worker knows them
         return taken
 
     def remove(self, block: int) -> bool:
@@ -74,7 +74,7 @@ class PrefixIndex:
         if block_hash is None:
             return False
         del self._block_of[block_hash]
-        self._new.pop(block, None)
+        self.new.pop(block, None)
         if not self.free_queue.has(block):
             return False
         self.free_queue.take((block,))
@@ -93,9 +93,9 @@ class PrefixIndex:
         blocks = self.free_queue.pop(count)
         hashes = [*map(self._hash_of.pop, blocks)]
         deque(map(self._block_of.pop, hashes), maxlen=0)  # thousands at a time, at C speed
-        if self._new:
+        if self.new:
             for block in blocks:
-                self._new.pop(block, None)
+                self.new.pop(block, None)
         return blocks, hashes
 
     def evict_one(self) -> tuple[int, bytes] | None:
@@ -105,9 +105,9 @@ class PrefixIndex:
             return None
         block_hash = self._hash_of.pop(block)
         del self._block_of[block_hash]
-        self._new.pop(block, None)
+        self.new.pop(block, None)
         return block, block_hash
 
     def take_new(self) -> dict[int, bytes]:
-        new, self._new = self._new, {}
+        new, self.new = self.new, {}
         return new

@@ -4,12 +4,13 @@ A request can be refused with a status code only before it is accepted, because 
 with Accepted. A later error would be an event in the stream.
 """
 
+import math
 from collections import deque
 
+from blockyard.services.scheduler.lifecycle import Lifecycle
 from blockyard.services.scheduler.outbox import Outbox
 from blockyard.services.scheduler.queue.queue_bounds import QueueBounds
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
-from blockyard.services.scheduler.sequences.detokenizer_streams import DetokenizerStreams
 from blockyard.services.scheduler.sequences.requests import Request
 from blockyard.shared.messages import Accepted
 
@@ -17,26 +18,20 @@ MAX_SILENCE_S = 5.0  # without an answer, if no maximum delay is set
 
 
 class Acceptance:
-    def __init__(
-        self,
-        requests: dict[str, Request],
-        waiting: WaitingQueue,
-        bounds: QueueBounds,
-        streams: DetokenizerStreams,
-        outbox: Outbox,
-    ) -> None:
-        """`requests`: all live requests by id."""
-        self._requests, self._waiting, self._bounds = requests, waiting, bounds
-        self._streams, self._outbox = streams, outbox
+    def __init__(self, lifecycle: Lifecycle, waiting: WaitingQueue, bounds: QueueBounds, outbox: Outbox) -> None:
+        self._requests, self._streams = lifecycle.requests, lifecycle.streams
+        self._waiting, self._bounds, self._outbox = waiting, bounds, outbox
         self._refuses = bounds.max_delay_s is not None
         self._max_wait_s = MAX_SILENCE_S if bounds.max_delay_s is None else bounds.max_delay_s
         # time limit, id and attempt; not the request, which would keep the prompts of ended requests in memory
         self._pending: deque[tuple[float, str, int]] = deque()
+        self.next_expiry_s = math.inf  # when to call `expire`
 
     def on_arrival(self, request: Request, now: float) -> None:
         """A request starts to wait. One that is sent again was accepted before, so that it is accepted at once."""
         if not request.attempt or not self.accept(request):
             self._pending.append((now + self._max_wait_s, request.id, request.attempt))
+            self.next_expiry_s = self._pending[0][0]
 
     def can_accept(self, request: Request) -> bool:
         """Whether the request has a detokenizer or can get one."""
@@ -69,4 +64,5 @@ class Acceptance:
                 refused.append(request)
             elif not self.accept(request):
                 self._pending.append((now + self._max_wait_s, request_id, attempt))
+        self.next_expiry_s = self._pending[0][0] if self._pending else math.inf
         return refused

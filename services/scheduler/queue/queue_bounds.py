@@ -25,8 +25,8 @@ class QueueBounds:
         self._waiting, self.wait = waiting, WaitEstimate(waiting, groups)
         self._max_sequences, self._max_tokens = max_sequences, max_tokens
         self.is_asleep = False  # all workers sleep
-        self._was_full = False  # at the last call of `changed_capacity`
-        self._told_full = False  # since then an answer to a gateway said so
+        self.was_full = False  # at the last call of `changed_capacity`
+        self.told_full = False  # since then an answer to a gateway said so
 
     def set_asleep(self, is_asleep: bool) -> None:
         self.is_asleep = is_asleep
@@ -34,7 +34,7 @@ class QueueBounds:
     def capacity(self) -> QueueCapacity:
         """The free capacity, for an answer to one gateway."""
         waits, full = self._waiting.usage.amount, self.is_full()
-        self._told_full = self._told_full or full
+        self.told_full = self.told_full or full
         tenant, user = (self._waiting.usage.largest_user(self._share) if full else None) or (None, None)
         return QueueCapacity(
             max(0, self._max_sequences - waits.sequences),
@@ -51,9 +51,9 @@ class QueueBounds:
         That includes a queue that was full only for a moment, if an answer said so.
         """
         full = self.is_full()
-        if full == self._was_full and (full or not self._told_full):
+        if full == self.was_full and (full or not self.told_full):
             return None
-        self._was_full = self._told_full = full
+        self.was_full = self.told_full = full
         return self.capacity()
 
     def is_full(self) -> bool:

@@ -9,7 +9,6 @@ from blockyard.services.scheduler.queue.admission import Admission, Refusal
 from blockyard.services.scheduler.queue.queue_bounds import QueueBounds
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
 from blockyard.services.scheduler.sequences.beam_sequences import BeamScheduler
-from blockyard.services.scheduler.sequences.detokenizer_streams import DetokenizerStreams
 from blockyard.services.scheduler.sequences.requests import QueueAmount, Request, Sequence, make_sequence, num_ids
 from blockyard.shared import messages
 from blockyard.shared.messages import Cancel, Generate, PathLost, Refused, Stop
@@ -27,7 +26,6 @@ class RequestHandler:
         waiting: WaitingQueue,
         bounds: QueueBounds,
         lifecycle: Lifecycle,
-        streams: DetokenizerStreams,
         outbox: Outbox,
         beam_scheduler: BeamScheduler,
     ) -> None:
@@ -35,8 +33,8 @@ class RequestHandler:
         self.num_requests = 0
         self.num_refused: Counter[str] = Counter()  # by reason
         self.admission = Admission(names)
-        self.acceptance = Acceptance(lifecycle.requests, waiting, bounds, streams, outbox)
-        self._bounds, self._lifecycle, self._streams, self._outbox = bounds, lifecycle, streams, outbox
+        self.acceptance = Acceptance(lifecycle, waiting, bounds, outbox)
+        self._bounds, self._lifecycle, self._streams, self._outbox = bounds, lifecycle, lifecycle.streams, outbox
         self._beam_scheduler = beam_scheduler
         self._arrivals = 0
 
@@ -177,7 +175,7 @@ class RequestHandler:
         sequences = [make_sequence(request, one.index, one.output_ids, found.get(one.index)) for one in listed]
         request.add_sequences(sequences)
         if request.frame.beam is None:
-            self._beam_scheduler.parallel_sampling.add(request, sequences)
+            self._lifecycle.parallel_sampling.add(request, sequences)
         else:
             self._beam_scheduler.begin(request, request.frame.beam)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
-from blockyard.services.scheduler.batch.step_times import StepLoad
+from blockyard.services.scheduler.batch.plan_pacer import StepLoad
 from blockyard.services.scheduler.queue.output_lengths import OutputLimit
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
 from blockyard.services.scheduler.sequences.requests import QueueAmount, RunningSequence
@@ -60,11 +60,10 @@ class WaitEstimate:
         self._sampled = self._slot_s = 0.0  # tokens sampled, and the slot seconds that they took
         self._computed = self._started = 0.0  # prompt tokens computed, and tokens of started sequences
         self._num_running = 0
+        self.next_sample_s = 0.0  # when to call `sample`
 
     def sample(self, now: float, num_sampled: int, num_computed: int) -> None:
-        """To be called each step, with the totals of sampled tokens and of computed prompt tokens."""
-        if self._now is not None and now < self._now + SAMPLE_S:
-            return
+        """To be called from `next_sample_s` on, with the totals of sampled tokens and of computed prompt tokens."""
         counted = (num_sampled, num_computed, self._waiting.num_dequeued_tokens)
         num_running = sum(len(group.running) for group in self._groups.values())
         if self._now is not None:
@@ -76,6 +75,7 @@ class WaitEstimate:
                 self._sampled, self._slot_s = self._sampled * fade + sampled, self._slot_s * fade + slot_s
             if started or prefilled:
                 self._computed, self._started = self._computed * fade + prefilled, self._started * fade + started
+        self.next_sample_s = now + SAMPLE_S
         self._now, self._counted, self._num_running = now, counted, num_running
 
     def seconds(self, amount: QueueAmount) -> float:

@@ -24,16 +24,16 @@ class WaitingQueue:
         self.num_dequeued_tokens = 0  # tokens of all dequeued sequences
         self._tickets = 0
         self._requests: Counter[str] = Counter()  # waiting and parked sequences by request
-        self._num_sequences = 0
+        self.num_sequences = 0
 
     def __len__(self) -> int:
         """Sequences that may be scheduled, without parked ones."""
-        return self._num_sequences
+        return self.num_sequences
 
     def push(self, sequence: Sequence) -> None:
         self._enter(sequence)
         request = sequence.request
-        self._num_sequences += 1
+        self.num_sequences += 1
         self._count(sequence)
         if not request.accepted and not request.attempt:
             self.usage.on_newcomer(request)
@@ -57,7 +57,7 @@ class WaitingQueue:
             return
         was_held = sequence.is_held
         sequence.on_dequeued()
-        self._num_sequences -= 1
+        self.num_sequences -= 1
         self._uncount(sequence)
         if not was_held:
             self.policy.remove(sequence)

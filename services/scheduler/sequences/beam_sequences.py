@@ -11,7 +11,6 @@ Nothing is said of a search before it is over.
 from blockyard.services.scheduler.lifecycle import Lifecycle
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
 from blockyard.services.scheduler.sequences.beam_search import BeamSearch, Finished, Hypothesis
-from blockyard.services.scheduler.sequences.parallel_sampling import ParallelSampling
 from blockyard.services.scheduler.sequences.requests import ActiveBeamSearch, Phase, Request, Sequence, make_sequence
 from blockyard.services.scheduler.workers.worker_groups import WorkerGroup, WorkerGroups
 from blockyard.shared.messages import Beam, SlotResult, TokenStep
@@ -20,21 +19,18 @@ from blockyard.shared.messages import Beam, SlotResult, TokenStep
 class BeamScheduler:
     """All live searches. `Request.search` says of which choices one consists."""
 
-    def __init__(
-        self, waiting: WaitingQueue, groups: WorkerGroups, lifecycle: Lifecycle, parallel_sampling: ParallelSampling
-    ) -> None:
-        self.parallel_sampling = parallel_sampling
+    def __init__(self, waiting: WaitingQueue, groups: WorkerGroups, lifecycle: Lifecycle) -> None:
         self._waiting, self._groups, self._lifecycle = waiting, groups, lifecycle
-        self._live: dict[str, Request] = {}  # and some that have ended since
+        self.live: dict[str, Request] = {}  # and some that have ended since
 
     def begin(self, request: Request, beam: Beam) -> None:
         """The request's own choices are what it will be answered with."""
         first = make_sequence(request, 0, b"")
-        first.hypothesis = Hypothesis(first.outputs)
+        first.set_hypothesis(Hypothesis(first.outputs))
         first.num_beams = beam.width
-        request.search = ActiveBeamSearch(BeamSearch(beam, request.frame.sampling), [first])
-        self._live[request.id] = request
-        self.parallel_sampling.add(request, [first])
+        request.set_search(ActiveBeamSearch(BeamSearch(beam, request.frame.sampling), [first]))
+        self.live[request.id] = request
+        self._lifecycle.parallel_sampling.add(request, [first])
 
     def on_result(self, group: WorkerGroup, sequence: Sequence, slot: SlotResult) -> None:
         """What a slot produced for a hypothesis."""
@@ -46,18 +42,15 @@ class BeamScheduler:
             return
         if not slot.logprobs:
             return  # of a part of its prompt, or of nothing
-        hypothesis.top = slot.logprobs[0]
+        hypothesis.set_top(slot.logprobs[0])
         self._waiting.discard(sequence)  # if it was preempted since, it needs no seat any more
-        self.parallel_sampling.on_removed(sequence)
-        live = [c.hypothesis for c in search.beam_scheduler if c.hypothesis is not None]
+        self._lifecycle.parallel_sampling.on_removed(sequence)
+        live = [c.hypothesis for c in search.beams if c.hypothesis is not None]
         if any(h.top is None for h in live):
-            near = {
-                c.last_run.worker for c in search.beam_scheduler if c.last_run is not None and c.phase is Phase.RUNNING
-            }
+            near = {c.last_run.worker for c in search.beams if c.last_run is not None and c.phase is Phase.RUNNING}
             self._groups.mark_dirty(self._groups.attached[worker] for worker in near)  # one may have to give way there
             return
-        search.num_cached_tokens = max(search.num_cached_tokens, sequence.num_cached_tokens or 0)
-        search.queued_s = sequence.queued_s if search.queued_s is None else search.queued_s
+        search.on_step(sequence)
         search.steps.shorten(group.max_model_len - request.num_prompt)
         extensions = search.steps.step(live, group.geometry.eos_token_ids)
         if extensions:
@@ -71,17 +64,17 @@ class BeamScheduler:
         Somebody has to give way where one of a search's hypotheses waits for what others hold that wait for it.
         """
         relieved = False
-        for request in list(self._live.values()):
+        for request in list(self.live.values()):
             search = request.search
             if search is None or not request.sequences:
-                del self._live[request.id]
+                del self.live[request.id]
                 continue
             idle = [
                 c.last_run
-                for c in search.beam_scheduler
+                for c in search.beams
                 if _is_idle(c) and c.last_run is not None and c.last_run in group.running
             ]
-            if not idle or any(sequence.awaits_results() for sequence in search.beam_scheduler):
+            if not idle or any(sequence.awaits_results() for sequence in search.beams):
                 search.stalled.pop(group.worker, None)
                 continue
             since = search.stalled.setdefault(group.worker, group.plan_clock.last_sent)
@@ -94,23 +87,25 @@ class BeamScheduler:
 
     def _extend(self, search: ActiveBeamSearch, extensions: list[tuple[int, Hypothesis]]) -> None:
         """The hypotheses that go on take the place of those that there were."""
-        before = search.beam_scheduler
+        before = search.beams
         stay: dict[int, Hypothesis] = {}
         for place, hypothesis in extensions:
             if before[place].phase is Phase.RUNNING:
                 stay.setdefault(place, hypothesis)
         left = [sequence for place, sequence in enumerate(before) if place not in stay]
         indexes = iter([sequence.index for sequence in left] + list(range(len(before), search.steps.width)))
-        search.beam_scheduler = [
-            before[place] if stay.get(place) is hypothesis else _fork(next(indexes), before[place], hypothesis)
-            for place, hypothesis in extensions
-        ]
+        search.replace_beams(
+            [
+                before[place] if stay.get(place) is hypothesis else _fork(next(indexes), before[place], hypothesis)
+                for place, hypothesis in extensions
+            ]
+        )
         for sequence in left:
             self._lifecycle.release(sequence)
         for place, hypothesis in stay.items():
             self._go_on(before[place], hypothesis)
-        self.parallel_sampling.add(
-            before[0].request, [sequence for sequence in search.beam_scheduler if sequence not in before]
+        self._lifecycle.parallel_sampling.add(
+            before[0].request, [sequence for sequence in search.beams if sequence not in before]
         )
 
     def _go_on(self, sequence: Sequence, hypothesis: Hypothesis) -> None:
@@ -121,9 +116,8 @@ class BeamScheduler:
         self._groups.mark_dirty([group])
         if before is None or before.top is None or hypothesis.outputs[-1] != before.top.token_id:
             group.restarts.append(running)
-        sequence.hypothesis, sequence.outputs = hypothesis, hypothesis.outputs
-        sequence.prompt_source = None  # that one goes its own way now
-        running.max_scheduled_tokens = sequence.num_tokens
+        sequence.set_hypothesis(hypothesis)
+        running.set_max_scheduled(sequence.num_tokens)
 
     def _answer(self, request: Request, search: ActiveBeamSearch) -> None:
         """The search is over: each of the request's choices is one of the best, by its index."""

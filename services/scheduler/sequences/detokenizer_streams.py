@@ -2,8 +2,7 @@
 
 from collections.abc import Iterable
 
-from blockyard.services.scheduler.outbox import Outbox
-from blockyard.services.scheduler.sequences.detokenizer_outbox import DetokenizerOutbox
+from blockyard.services.scheduler.outbox import DetokenizerOutbox
 from blockyard.services.scheduler.sequences.requests import ID_BYTES, Request, Sequence
 from blockyard.services.scheduler.workers.worker_groups import WorkerGroup
 from blockyard.shared import messages
@@ -19,22 +18,22 @@ class DetokenizerStreams:
         """`groups` by worker."""
         self._groups = groups
         self._stream = 0  # what the last one is called
-        self._text_outboxes: dict[int, DetokenizerOutbox] = {}
+        self.text_outboxes: dict[int, DetokenizerOutbox] = {}
         self._open_at_loss: dict[int, list[Cancel]] = {}  # what those that left lately had open
         self._lost: list[int] = []  # detokenizers whose link broke, until gateways may be told
 
     def __len__(self) -> int:
-        return len(self._text_outboxes)
+        return len(self.text_outboxes)
 
     def add_detokenizer(self, incarnation: int) -> None:
         """One that returns lost only its link: it still has streams that nobody will continue."""
-        if incarnation not in self._text_outboxes:
-            self._text_outboxes[incarnation] = DetokenizerOutbox(incarnation)
-            self._text_outboxes[incarnation].closes += self._open_at_loss.pop(incarnation, [])
+        if incarnation not in self.text_outboxes:
+            self.text_outboxes[incarnation] = DetokenizerOutbox(incarnation)
+            self.text_outboxes[incarnation].closes += self._open_at_loss.pop(incarnation, [])
 
     def remove_detokenizer(self, incarnation: int, requests: Iterable[Request]) -> None:
         """A member is gone. Its requests go on; their gateways, once told, will say where their text broke off."""
-        text_outbox = self._text_outboxes.pop(incarnation, None)
+        text_outbox = self.text_outboxes.pop(incarnation, None)
         if text_outbox is None:
             return
         self._lost.append(incarnation)
@@ -47,23 +46,22 @@ class DetokenizerStreams:
 
     def take_lost(self) -> list[int]:
         """Detokenizers to name to the gateways in PathLost: none while no detokenizer could open new streams."""
-        if not self._text_outboxes:
+        if not self.text_outboxes:
             return []
         lost, self._lost = self._lost, []
         return lost
 
     def open(self, request: Request, listed: list[messages.ChoiceState]) -> bool:
         """Opens a stream for each listed choice at the detokenizer with the fewest. False if none is alive."""
-        text_outbox = min(self._text_outboxes.values(), key=lambda s: s.num_streams, default=None)
-        request.text_outbox = text_outbox
+        text_outbox = min(self.text_outboxes.values(), key=lambda s: s.num_streams, default=None)
+        request.set_detokenizer(text_outbox)
         if text_outbox is None:
             return False
-        request.detokenizer = text_outbox.incarnation
         context = request.frame.prompt_ids[-CONTEXT_IDS * ID_BYTES :]
         for sequence in listed:
             stream = self._stream = self._stream % MOST_STREAMS + 1
             if sequence.index in request.sequences:
-                request.sequences[sequence.index].stream = stream
+                request.sequences[sequence.index].set_stream(stream)
             text_outbox.opens.append(
                 StreamOpen(
                     request.id,
@@ -90,10 +88,10 @@ class DetokenizerStreams:
 
     def _detach(self, request: Request) -> None:
         for sequence in request.sequences.values():
-            sequence.stream = 0
+            sequence.set_stream(0)
             if sequence.last_run is not None and (group := self._groups.get(sequence.last_run.worker)) is not None:
                 group.detach_from_batch(sequence.last_run)
-        request.text_outbox = None
+        request.set_detokenizer(None)
 
     def resend(self, sequence: Sequence, num_delivered: int) -> None:
         """Sends a newly bound stream the ids beyond those its gateway has. Log-probabilities are not kept."""
@@ -120,12 +118,7 @@ class DetokenizerStreams:
                 TokenStep(request.id, request.attempt, sequence.index, len(sequence.outputs), [], finish, detail=detail)
             )
 
-    def flush(self, outbox: Outbox) -> None:
-        for text_outbox in self._text_outboxes.values():
-            for batch in text_outbox.take():
-                outbox.send(text_outbox.incarnation, batch)
-
     def close_batches(self) -> None:
         """Another result of a worker has come in the same turn."""
-        for text_outbox in self._text_outboxes.values():
+        for text_outbox in self.text_outboxes.values():
             text_outbox.close_batch()

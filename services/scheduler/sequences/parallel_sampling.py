@@ -8,7 +8,7 @@ own token from there.
 
 from collections.abc import Iterable
 
-from blockyard.services.scheduler.batch.plan_record import PlanRecord
+from blockyard.services.scheduler.batch.plan_builder import PlanRecord
 from blockyard.services.scheduler.kv_cache.prefix_cache import PrefixMatch
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
 from blockyard.services.scheduler.sequences.requests import Phase, Request, RunningSequence, Sequence
@@ -36,7 +36,7 @@ class ParallelSampling:
 
     def on_prompt_scheduled(self, request: Request) -> None:
         """The plan that writes the last of one choice's prompt has been sent: the others may begin."""
-        awaiting_prompt, request.awaiting_prompt = request.awaiting_prompt, []
+        awaiting_prompt = request.take_awaiting_prompt()
         self.num_awaiting_prompt -= len(awaiting_prompt)
         for sequence in awaiting_prompt:
             self._waiting.unpark(sequence)
@@ -96,8 +96,7 @@ class ParallelSampling:
 
     def _fork(self, group: WorkerGroup, sequence: Sequence, source: RunningSequence, num_tokens: int) -> PrefixMatch:
         num_full, rest = divmod(num_tokens, group.kv_cache.blocks.block_size)
-        if sequence.num_cached_tokens is None:
-            sequence.num_cached_tokens = source.sequence.num_cached_tokens  # one prompt, found once
+        sequence.set_num_cached(source.sequence.num_cached_tokens)  # of the same prompt
         first = group.kv_cache.window.num_skipped_blocks(num_tokens)
         copied = source.table.blocks[num_full] if rest else None
         return PrefixMatch(

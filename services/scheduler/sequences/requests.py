@@ -1,4 +1,7 @@
-"""What the scheduler knows of a request, its choices, and the seats they take in a worker's batch."""
+"""Requests, the sequences that are run for them, and the state of a sequence while it is in a running batch.
+
+Their fields are written by their own methods only.
+"""
 
 import enum
 from array import array
@@ -8,15 +11,15 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
+from blockyard.services.scheduler.batch.plan_pacer import PlanClock
 from blockyard.services.scheduler.kv_cache.block_table import BlockTable
-from blockyard.services.scheduler.kv_cache.id_pool import PlanClock
+from blockyard.services.scheduler.outbox import DetokenizerOutbox
 from blockyard.services.scheduler.sequences.beam_search import BeamSearch, Hypothesis
-from blockyard.services.scheduler.sequences.detokenizer_outbox import DetokenizerOutbox
 from blockyard.shared.messages import Generate, Sampling, SlotRun
 
 ID_BYTES = 4  # of a token id on the wire
 
-Key = tuple[int, ...]  # the smallest is served first and preempted last
+Key = tuple[int, ...]  # the smallest is scheduled first and preempted last
 
 
 def num_ids(ids: bytes) -> int:
@@ -30,10 +33,10 @@ class Phase(enum.Enum):
 
 
 class QueueAmount(NamedTuple):
-    """How much waits, or is to wait."""
+    """A number of sequences, and of the tokens in all of them."""
 
     sequences: int = 0
-    tokens: int = 0  # known ones of all these choices
+    tokens: int = 0
 
     def plus(self, other: "QueueAmount") -> "QueueAmount":
         return QueueAmount(self.sequences + other.sequences, self.tokens + other.tokens)
@@ -46,14 +49,14 @@ NO_AMOUNT = QueueAmount()
 
 
 class TokenAccount(Protocol):
-    """Who pays for what a request is served, where that is counted."""
+    """Counts the tokens served to a user, under the fair policy."""
 
     def charge(self, num_outputs: int) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One prompt. `choices` holds those that have not ended; the request ends with the last of them."""
+    """One prompt. `sequences` holds those that have not ended; the request ends with the last of them."""
 
     id: str
     attempt: int
@@ -61,21 +64,35 @@ class Request:
     gateway: int  # incarnation
     arrival: int
     num_prompt: int
-    sequences: dict[int, "Sequence"] = field(default_factory=dict)
+    sequences: dict[int, "Sequence"] = field(default_factory=dict)  # by choice index
     text_outbox: DetokenizerOutbox | None = None  # None while no live detokenizer has its streams
-    detokenizer: int = 0  # the one that has or last had them; 0: none yet
+    detokenizer: int = 0  # incarnation of the current or last one; 0: none yet
     accepted: bool = False
-    awaiting_prompt: list["Sequence"] = field(
-        default_factory=list
-    )  # members that begin when another has written the prompt
+    awaiting_prompt: list["Sequence"] = field(default_factory=list)  # start once another one has computed the prompt
 
     account: TokenAccount | None = None
     arrival_s: float = 0.0
-    owner: tuple[str, str] = ("", "")  # tenant, and user of it: those of the first attempt
+    owner: tuple[str, str] = ("", "")  # tenant and user, of the first attempt
     search: "ActiveBeamSearch | None" = None
+
+    @property
+    def has_fixed_length(self) -> bool:
+        """Whether its sequences end with `max_tokens` and never before."""
+        sampling = self.frame.sampling
+        return sampling.ignore_eos and not sampling.stop_token_ids and not self.frame.text.stop
+
+    @property
+    def active_sequences(self) -> Collection["Sequence"]:
+        """The sequences that run or wait: with beam search the beams, otherwise one for each choice."""
+        return self.sequences.values() if self.search is None else self.search.beams
 
     def add_sequences(self, sequences: list["Sequence"]) -> None:
         self.sequences |= {sequence.index: sequence for sequence in sequences}
+
+    def remove_sequence(self, sequence: "Sequence") -> None:
+        del self.sequences[sequence.index]
+        if self.text_outbox is not None:
+            self.text_outbox.num_streams -= 1
 
     def set_accepted(self) -> None:
         self.accepted = True
@@ -83,34 +100,36 @@ class Request:
     def set_account(self, account: TokenAccount) -> None:
         self.account = account
 
+    def set_search(self, search: "ActiveBeamSearch") -> None:
+        self.search = search
+
     def rebind(self, frame: Generate, gateway: int) -> None:
         """A gateway has sent the request again. It is to be accepted again."""
         self.attempt, self.frame, self.gateway, self.accepted = frame.attempt, frame, gateway, False
 
-    @property
-    def has_fixed_length(self) -> bool:
-        """Its choices end with `max_tokens` and not before."""
-        sampling = self.frame.sampling
-        return sampling.ignore_eos and not sampling.stop_token_ids and not self.frame.text.stop
+    def set_detokenizer(self, text_outbox: DetokenizerOutbox | None) -> None:
+        """None: its streams are lost or closed."""
+        self.text_outbox = text_outbox
+        if text_outbox is not None:
+            self.detokenizer = text_outbox.incarnation
 
-    @property
-    def active_sequences(self) -> Collection["Sequence"]:
-        """What runs and waits for it."""
-        return self.sequences.values() if self.search is None else self.search.beam_scheduler
+    def take_awaiting_prompt(self) -> list["Sequence"]:
+        sequences, self.awaiting_prompt = self.awaiting_prompt, []
+        return sequences
 
 
 @dataclass(slots=True, eq=False)
 class ActiveBeamSearch:
-    """A beam search: `choices` are its live hypotheses, those of the request what it will be answered with."""
+    """A beam search in progress. The request's own sequences are only the choices that it will answer with."""
 
     steps: BeamSearch
-    beam_scheduler: list["Sequence"]
-    num_cached_tokens: int = 0  # prompt tokens that the first one found
-    queued_s: float | None = None  # how long the first one waited for its seat
-    stalled: dict[int, int] = field(default_factory=dict)  # by worker: last plan sent when none of it could run there
+    beams: list["Sequence"]
+    num_cached_tokens: int = 0  # prompt tokens that the first beam found
+    queued_s: float | None = None  # how long the first beam waited
+    stalled: dict[int, int] = field(default_factory=dict)  # by worker: last plan sent when no beam could run there
 
     def sampling(self, asked: Sampling, eos: list[int]) -> Sampling:
-        """For the worker, which draws a token that may not be the one taken, and ends nothing."""
+        """For the worker: it returns the likeliest tokens, and its own token and its end conditions do not count."""
         return msgspec.structs.replace(
             asked,
             max_tokens=asked.max_tokens + 1,
@@ -120,32 +139,40 @@ class ActiveBeamSearch:
             num_logprobs=max(self.steps.width + len(self.steps.ends(eos)), asked.num_logprobs or 0),
         )
 
+    def on_step(self, last: "Sequence") -> None:
+        """All beams have the same length; `last` is the one whose result came last."""
+        self.num_cached_tokens = max(self.num_cached_tokens, last.num_cached_tokens or 0)
+        self.queued_s = last.queued_s if self.queued_s is None else self.queued_s
+
+    def replace_beams(self, beams: list["Sequence"]) -> list["Sequence"]:
+        """Returns the previous ones."""
+        before, self.beams = self.beams, beams
+        return before
+
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One continuation: the tokens that are known of it. What is granted of it is its seat's affair."""
+    """The tokens of one choice, or of one beam. Its state in a running batch is its `RunningSequence`."""
 
     request: Request
-    index: int
+    index: int  # of the choice
     outputs: "array[int]"
     phase: Phase = Phase.WAITING
-    key: Key = ()  # of the seat it has or had last
-    ticket: int = 0  # its entry in the waiting queue, 0: none
-    is_held: bool = False  # it waits at a group's desk
-    num_beams: int = 1  # choices that it counts as while it waits: the first of a beam search is all of its beams
-    queue_amount: QueueAmount = NO_AMOUNT  # what it is in the waiting queue's ledger, parked or not
-    last_run: "RunningSequence | None" = (
-        None  # the one it runs in, or, while it waits, the last one: its results may be out still
-    )
-    prompt_next: int = 0  # the first prompt position whose log-probabilities have not come; they are not kept
-    block_hashes: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they were asked for
-    hash_block_size: int = 0  # tokens of the blocks that are named; 0: nobody asked
-    num_cached_tokens: int | None = None  # prompt tokens found when it first got a seat
-    queued_s: float | None = None  # how long its request had waited when it first got a seat
-    reports_cached: bool = True  # false: an earlier attempt had a seat elsewhere, and this one finds what that computed
-    hypothesis: Hypothesis | None = None  # of a beam search
+    key: Key = ()  # of its current or last run
+    ticket: int = 0  # its entry in the waiting queue; 0: none
+    is_held: bool = False  # it waits, but outside the queue's order: in a group's queue, or deferred
+    num_beams: int = 1  # sequences that it counts as while it waits: the first beam counts as all beams
+    queue_amount: QueueAmount = NO_AMOUNT  # what the waiting queue counts for it
+    last_run: "RunningSequence | None" = None  # while it waits, results of its last run may be outstanding
+    prompt_next: int = 0  # first prompt position whose log-probabilities have not come; they are not kept
+    block_hashes: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they were needed
+    hash_block_size: int = 0  # block size of `block_hashes`; 0: none were needed
+    num_cached_tokens: int | None = None  # prompt tokens found when it first ran
+    queued_s: float | None = None  # how long its request had waited when it first ran
+    reports_cached: bool = True  # False after an earlier attempt elsewhere, which may have filled the cache itself
+    hypothesis: Hypothesis | None = None  # of a beam
     prompt_source: "RunningSequence | None" = None  # has computed all its tokens but the last
-    stream: int = 0  # what its detokenizer knows it by, 0: it has none
+    stream: int = 0  # its number at the detokenizer; 0: none
 
     @property
     def num_tokens(self) -> int:
@@ -156,6 +183,13 @@ class Sequence:
     def reported_cached_tokens(self) -> int:
         """For the step that has its first token."""
         return self.num_cached_tokens or 0 if self.reports_cached else 0
+
+    def awaits_results(self) -> bool:
+        """Whether plans of its last run are in flight: their tokens are still its tokens."""
+        running = self.last_run
+        return running is not None and running.last_plan > running.plan_clock.last_completed
+
+    # the waiting queue
 
     def on_queued(self, ticket: int, is_held: bool) -> None:
         self.ticket, self.is_held = ticket, is_held
@@ -170,34 +204,70 @@ class Sequence:
         """From now on the sequence stands for itself alone."""
         self.queue_amount, self.num_beams = NO_AMOUNT, 1
 
+    # the running batch
+
+    def set_key(self, key: Key, now: float) -> None:
+        """It is about to run with this key."""
+        self.key = key
+        if self.queued_s is None:
+            self.queued_s = max(0.0, now - self.request.arrival_s)
+
+    def on_running(self, running: "RunningSequence", num_cached_tokens: int) -> None:
+        self.last_run, self.phase = running, Phase.RUNNING
+        self.set_num_cached(min(num_cached_tokens, self.request.num_prompt))
+
+    def on_waiting(self, is_lost: bool = False) -> None:
+        """`is_lost`: no results of its last run will come."""
+        self.phase = Phase.WAITING
+        if is_lost:
+            self.last_run = None
+
+    def on_ended(self) -> None:
+        """Drops references to runs, because reference cycles stay in memory while the collector is off."""
+        self.phase, self.last_run, self.prompt_source = Phase.ENDED, None, None
+
+    def set_num_cached(self, num_tokens: int | None) -> None:
+        """Prompt tokens found when it first ran. Later calls change nothing."""
+        if self.num_cached_tokens is None:
+            self.num_cached_tokens = num_tokens
+
     def set_block_hashes(self, block_size: int, hashes: list[bytes]) -> None:
         self.hash_block_size, self.block_hashes = block_size, hashes
 
-    def awaits_results(self) -> bool:
-        """Left its seat while plans with it were in flight: what they say are its tokens still."""
-        running = self.last_run
-        return running is not None and running.last_plan > running.plan_clock.last_completed
+    # results
+
+    def add_outputs(self, token_ids: list[int], prompt_next: int | None) -> None:
+        self.outputs.extend(token_ids)
+        if prompt_next is not None:
+            self.prompt_next = prompt_next
+
+    def set_hypothesis(self, hypothesis: Hypothesis) -> None:
+        """A beam continues with this hypothesis. It shares no prompt with other runs any more."""
+        self.hypothesis, self.outputs, self.prompt_source = hypothesis, hypothesis.outputs, None
+
+    def set_stream(self, stream: int) -> None:
+        self.stream = stream
 
 
 class SharedProgress:
-    """What all seats of a lane have in common."""
+    """What all sequences of a decode batch have in common."""
 
     __slots__ = ("last_plan", "num_scheduled_tokens")
 
     def __init__(self) -> None:
-        self.num_scheduled_tokens = 0  # tokens a seat
+        self.num_scheduled_tokens = 0  # of each sequence, since the decode batch began
         self.last_plan = 0
 
 
-NOT_SHARED = SharedProgress()  # of a seat in no lane; never moves
+NOT_SHARED = SharedProgress()  # of sequences outside a decode batch; never changes
 
 
 @dataclass(slots=True, eq=False)
 class RunningSequence:
-    """A choice in a slot of a worker's batch. Positions here are counts of tokens of prompt and outputs.
+    """A sequence in the running batch of a worker group: its slot, its blocks, and how far it is scheduled.
 
-    What changes with every step is not written down for each seat, or a step would cost as much as there are seats:
-    see batch/decode_batch.py.
+    Counts of tokens include the prompt. What changes with each step of a decode batch is kept in `progress`, once for
+    all its sequences, so that the cost of a step does not grow with their number: see batch/decode_batch.py.
     """
 
     sequence: Sequence
@@ -205,60 +275,66 @@ class RunningSequence:
     plan_clock: PlanClock
     slot: int
     key: Key
-    prefill_end: int  # ids it started with
-    max_num_tokens: int  # known tokens at which it ends: max_tokens or the model's length
-    max_scheduled_tokens: int
+    prefill_end: int  # tokens that it started with
+    max_num_tokens: int  # it ends with so many: prompt and max_tokens, or the model's length
+    max_scheduled_tokens: int  # the last token is sampled and never computed
     table: BlockTable
     decode: SlotRun  # the same in every plan
-    progress: SharedProgress = NOT_SHARED  # its lane's
-    has_sampled: bool = False  # a token has come: from then on all that is known but the last one is computed
-    batch_row: int = 0  # its place in its lane
-    due_step: int = 0  # when its lane looks at it, by its pace
-    own_tokens: int = 0  # tokens granted besides its lane's
-    _computed: int = 0  # until a token is drawn
-    _last_plan: int = 0  # before its lane's
+    progress: SharedProgress = NOT_SHARED  # of its decode batch
+    has_sampled: bool = False  # then all its tokens but the last are computed
+    batch_row: int = 0  # its row in the decode batch, which also writes `due_step`
+    due_step: int = 0  # the decode batch handles it by itself when its progress is at this number
+    own_tokens: int = 0  # scheduled tokens besides those of `progress`
+    _computed: int = 0  # until it has sampled
+    _last_plan: int = 0  # before those of `progress`
 
     @property
     def num_scheduled_tokens(self) -> int:
-        """How many tokens have KV at most, once all plans in flight have run.
+        """Tokens whose KV exists once all plans in flight have run.
 
-        It goes past what is known, because a sampled token feeds the next step on the device, and never past `ceiling`.
+        It may exceed the sequence's known tokens, because a sampled token feeds the next step on the device.
         """
         return self.own_tokens + self.progress.num_scheduled_tokens
 
-    @num_scheduled_tokens.setter
-    def num_scheduled_tokens(self, num_tokens: int) -> None:
-        self.own_tokens = num_tokens - self.progress.num_scheduled_tokens
-
     @property
     def num_computed_tokens(self) -> int:
-        """Tokens with KV as of the last result."""
+        """Tokens whose KV exists as of the last result."""
         return self.sequence.num_tokens - 1 if self.has_sampled else self._computed
-
-    @num_computed_tokens.setter
-    def num_computed_tokens(self, num_tokens: int) -> None:
-        self._computed = num_tokens
 
     @property
     def last_plan(self) -> int:
         """Number of the last plan it runs in."""
         return max(self._last_plan, self.progress.last_plan)
 
-    @last_plan.setter
-    def last_plan(self, number: int) -> None:
-        self._last_plan = number
+    def on_scheduled(self, num_tokens: int, plan: int) -> None:
+        self.own_tokens += num_tokens
+        self._last_plan = plan
 
-    def share_progress(self, progress: SharedProgress) -> None:
-        """Goes on at this pace, from where it is."""
-        self._last_plan = self.last_plan
+    def on_not_computed(self, num_tokens: int) -> None:
+        """A plan computed fewer tokens than it scheduled: they are to be scheduled again."""
+        self.own_tokens -= num_tokens
+
+    def on_computed(self, num_tokens: int) -> None:
+        """Until it has sampled."""
+        self._computed = num_tokens
+
+    def on_sampled(self) -> None:
+        self.has_sampled = True
+
+    def set_max_scheduled(self, num_tokens: int) -> None:
+        self.max_scheduled_tokens = num_tokens
+
+    def share_progress(self, progress: SharedProgress, plan: int = 0) -> None:
+        """Joins or leaves a decode batch; its counts stay the same. `plan`: the plan that it joins with."""
+        self._last_plan = max(self.last_plan, plan)
         self.own_tokens += self.progress.num_scheduled_tokens - progress.num_scheduled_tokens
         self.progress = progress
 
 
 def make_sequence(request: Request, index: int, output_ids: bytes, num_cached_tokens: int | None = None) -> Sequence:
-    """A choice that goes on after `output_ids`; if there are any, its prompt's log-probabilities came before them.
+    """A sequence that continues after `output_ids`. If there are any, its prompt's log-probabilities were delivered.
 
-    `num_cached_tokens`: what an earlier attempt found of its prompt, if that is known.
+    `num_cached_tokens`: prompt tokens that an earlier attempt found, if that is known.
     """
     outputs = array("I")
     outputs.frombytes(output_ids)

@@ -18,7 +18,7 @@ class Controls:
             outbox,
             may_sleep,
         )
-        self._open: list[tuple[int, Control]] = []  # by gateway, until they are done
+        self.open: list[tuple[int, Control]] = []  # by gateway, until they are done
 
     @property
     def phase(self) -> str:
@@ -46,13 +46,13 @@ class Controls:
                 self._sleep.sleep(frame.level)
             case ControlVerb.WAKE_UP:
                 self._sleep.wake(now, frame.tags)
-        self._open.append((gateway, frame))
+        self.open.append((gateway, frame))
         self.settle(now)
 
     def settle(self, now: float) -> None:
         """Answers requests that are done. To be called after every change."""
         still: list[tuple[int, Control]] = []
-        for gateway, frame in self._open:
+        for gateway, frame in self.open:
             if frame.verb is ControlVerb.WAKE_UP and self._sleep.level and not self._sleep.has_restored(frame.tags):
                 self._answer(gateway, frame, 409, "the workers were put to sleep again")
             elif frame.verb is ControlVerb.SLEEP and not self._sleep.level:
@@ -63,11 +63,11 @@ class Controls:
                 if frame.verb is ControlVerb.PAUSE and frame.drain and frame.clear_cache:
                     self._sleep.reset_prefix_cache(now)
                 self._answer(gateway, frame, 200, "")
-        self._open = still
+        self.open = still
 
     def gone(self, member: int) -> None:
         self._sleep.on_gone(member)
-        self._open = [(gateway, frame) for gateway, frame in self._open if gateway != member]
+        self.open = [(gateway, frame) for gateway, frame in self.open if gateway != member]
 
     def _is_done(self, frame: Control) -> bool:
         groups = self._groups.attached.values()

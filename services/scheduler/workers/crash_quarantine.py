@@ -27,10 +27,7 @@ class Probation:
 
 class CrashQuarantine:
     def __init__(self) -> None:
-        self._probations: dict[str, Probation] = {}  # by request
-
-    def __bool__(self) -> bool:
-        return bool(self._probations)
+        self.probations: dict[str, Probation] = {}  # by request
 
     def blame(self, group: WorkerGroup, detail: str, now: float, fail: Callable[[Sequence, str], None]) -> None:
         """The worker of a group broke: the requests of its plans go into quarantine.
@@ -40,23 +37,23 @@ class CrashQuarantine:
         active = (running.sequence for record in group.in_flight for running in record.all_sequences())
         near = {sequence.request.id: sequence.request for sequence in active if sequence.phase is not Phase.ENDED}
         for request in sorted(near.values(), key=lambda request: request.arrival):
-            if len(near) == 1 and request.id in self._probations:
+            if len(near) == 1 and request.id in self.probations:
                 log.error("workers break where %s runs alone, it is failed: %s", request.id, detail)
                 for sequence in list(request.sequences.values()):
                     fail(sequence, f"workers broke while they ran this request alone: {detail}")
             else:
-                self._probations[request.id] = Probation(request, _num_outputs(request) + CLEARED_AFTER_TOKENS, now)
+                self.probations[request.id] = Probation(request, _num_outputs(request) + CLEARED_AFTER_TOKENS, now)
 
     def update(self) -> None:
         """Clears requests that have survived and drops ended ones. To be called before plans are built."""
-        for probation in list(self._probations.values()):
+        for probation in list(self.probations.values()):
             if not probation.request.sequences or _num_outputs(probation.request) >= probation.goal:
-                del self._probations[probation.request.id]
+                del self.probations[probation.request.id]
 
     def next_for(self, group: WorkerGroup) -> Sequence | None:
         """The quarantined sequence to schedule in this group before all others, if only its request runs there."""
         tried = self._running(group)
-        for probation in self._probations.values():
+        for probation in self.probations.values():
             if probation.request is tried or (tried is None and _alone(group, probation.request)):
                 for sequence in probation.request.active_sequences:
                     # A sequence that waits for a result would keep the group empty until then.
@@ -67,17 +64,17 @@ class CrashQuarantine:
     def may_run(self, group: WorkerGroup, request: Request, now: float) -> bool:
         """Whether a sequence of this request, which is next, may be scheduled in this group."""
         tried = self._running(group)
-        if request.id in self._probations:
+        if request.id in self.probations:
             return tried in (None, request) and _alone(group, request)
         if tried is not None:
             return False
-        waits = [probation for probation in self._probations.values() if _waits(probation.request)]
+        waits = [probation for probation in self.probations.values() if _waits(probation.request)]
         return not waits or (bool(group.running) and all(now - probation.since_s < MAX_WAIT_S for probation in waits))
 
     def _running(self, group: WorkerGroup) -> Request | None:
         """The quarantined request that runs in this group."""
         requests = (running.sequence.request for running in group.running)
-        return next((request for request in requests if request.id in self._probations), None)
+        return next((request for request in requests if request.id in self.probations), None)
 
 
 def _alone(group: WorkerGroup, request: Request) -> bool:

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from blockyard.services.scheduler.batch.decode_batch import DecodeBatch
-from blockyard.services.scheduler.batch.plan_pacer import MAX_PLANS_AHEAD, SEND_AHEAD_S, PlanPacer
-from blockyard.services.scheduler.batch.plan_record import PlanRecord
-from blockyard.services.scheduler.kv_cache.id_pool import IdPool, PlanClock
+from blockyard.services.scheduler.batch.plan_builder import PlanRecord
+from blockyard.services.scheduler.batch.plan_pacer import MAX_PLANS_AHEAD, SEND_AHEAD_S, PlanClock, PlanPacer
+from blockyard.services.scheduler.kv_cache.id_pool import IdPool
 from blockyard.services.scheduler.kv_cache.kv_cache_manager import CacheStats, KVCacheManager
 from blockyard.services.scheduler.kv_cache.prefix_cache import BlockHasher, PrefixMatch
-from blockyard.services.scheduler.sequences.requests import Phase, RunningSequence, Sequence
+from blockyard.services.scheduler.sequences.requests import RunningSequence, Sequence
 from blockyard.shared.messages import Attach, Attached, Geometry, SlotRun
 
 ATTACH_AGAIN_S = 5.0  # without an answer
@@ -95,10 +95,7 @@ class WorkerGroup:
             own_tokens=found.num_tokens,
             _computed=found.num_tokens,
         )
-        if sequence.num_cached_tokens is None:
-            sequence.num_cached_tokens = min(found.num_tokens, request.num_prompt)
-        sequence.last_run = running
-        sequence.phase = Phase.RUNNING
+        sequence.on_running(running, found.num_tokens)
         insort(self.running, running, key=_by_key)
         self.decode_batch.add(running)
         return running
@@ -106,7 +103,7 @@ class WorkerGroup:
     def detach_from_batch(self, running: RunningSequence) -> None:
         """Takes a sequence out of the decode batch. Its results of plans in flight are handled one by one, too."""
         for record in self.in_flight:
-            record.detached_slots.add(running.slot)
+            record.detach(running.slot)
         if self.decode_batch.has(running):
             self.decode_batch.leave(running)
 
@@ -134,7 +131,8 @@ class WorkerGroup:
         record = self.in_flight.popleft()
         self.plan_clock.on_completed(number)
         self.kv_cache.blocks.free_pending()
-        self.slots.free_pending()
+        if self.slots.num_pending:
+            self.slots.free_pending()
         return record
 
     def abandon(self) -> list[Sequence]:

@@ -5,9 +5,9 @@ from collections import Counter
 import pytest
 
 from blockyard.services.gpu_worker.mock.batch import Pattern
+from blockyard.services.scheduler.batch.plan_pacer import PlanClock
 from blockyard.services.scheduler.core import Scheduler
 from blockyard.services.scheduler.kv_cache.free_block_queue import SLACK, FreeBlockQueue
-from blockyard.services.scheduler.kv_cache.id_pool import PlanClock
 from blockyard.services.scheduler.queue.fair_policy import FairPolicy
 from blockyard.services.scheduler.sequences.parallel_sampling import _computes_prompt
 from blockyard.services.scheduler.sequences.requests import Phase, QueueAmount, Sequence
@@ -117,10 +117,10 @@ def check_host(group: WorkerGroup) -> None:
     host = group.kv_cache.blocks.host
     resting = [i for _, ids in host._ids._pending for i in ids]
     assert sorted(host._ids._free + resting + list(host._block_of.values())) == list(range(host.num_ids))
-    for save in host._saves:
+    for save in host.saves:
         assert host.get(save.block_hash) == save.host
         assert host._copied_by[save.host] > group.plan_clock.last_sent
-    assert not host._fetches, "fetches leave with the plan that seats the choice"
+    assert not host.fetches, "fetches leave with the plan that seats the choice"
 
 
 def check_policy(core: Scheduler, waiting: list[Sequence]) -> None:
@@ -156,7 +156,9 @@ def check_router(core: Scheduler, is_held: list[Sequence]) -> None:
         g for w, g in groups.items() if not g.running and not g.in_flight and not (w in queues and queues[w].entries)
     ]
     head = core._waiting.peek()
-    ready = head is not None and core._planner._acceptance.can_accept(head.request) and not head.awaits_results()
+    ready = (
+        head is not None and core._planner.prefills._acceptance.can_accept(head.request) and not head.awaits_results()
+    )
     assert core._admission_delay.paused or not (idle and ready), "a group idles"
 
 
@@ -221,11 +223,11 @@ def check(core: Scheduler) -> None:
             )
     waiting = [c for r in core._lifecycle.requests.values() for c in r.active_sequences if c.ticket]
     assert len(waiting) == len(core._waiting)
-    held = {id(choice) for choice in core._planner._deferred.sequences()}
+    held = {id(choice) for choice in core._planner.prefills.deferred.sequences()}
     check_policy(core, [choice for choice in waiting if not choice.is_held])
     check_router(core, [choice for choice in waiting if choice.is_held and id(choice) not in held])
     awaiting_prompt = [r for r in core._lifecycle.requests.values() if r.awaiting_prompt]
-    assert sum(len(r.awaiting_prompt) for r in awaiting_prompt) == core._parallel_sampling.num_awaiting_prompt
+    assert sum(len(r.awaiting_prompt) for r in awaiting_prompt) == core._lifecycle.parallel_sampling.num_awaiting_prompt
     queued = [*waiting, *(c for r in awaiting_prompt for c in r.awaiting_prompt)]
     amounts = QueueAmount(sum(c.queue_amount.sequences for c in queued), sum(c.queue_amount.tokens for c in queued))
     assert amounts == core._waiting.usage.amount
@@ -237,7 +239,7 @@ def check(core: Scheduler) -> None:
         assert any(_computes_prompt(c) for c in request.active_sequences), (
             "sequences wait for a prompt that no sequence computes"
         )
-    live = core._streams._text_outboxes.values()
+    live = core._lifecycle.streams.text_outboxes.values()
     assert all(r.text_outbox is None or r.text_outbox in live for r in core._lifecycle.requests.values())
     for text_outbox in live:
         bound = sum(len(r.sequences) for r in core._lifecycle.requests.values() if r.text_outbox is text_outbox)

@@ -307,7 +307,7 @@ class World:
             assert group.slots.num_free == group.slots.num_ids
         for worker in self.workers.values():
             self.check_names(worker)
-        for text_outbox in self.core._streams._text_outboxes.values():
+        for text_outbox in self.core._lifecycle.streams.text_outboxes.values():
             assert text_outbox.num_streams == 0
         for detokenizer in self.detokenizers.values():
             assert not detokenizer.streams or detokenizer.lost_frames, "a detokenizer's stream was never closed"

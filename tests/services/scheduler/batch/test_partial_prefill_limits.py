@@ -90,11 +90,9 @@ def test_the_next_prompt_waits_by_the_delay_factor(factor: float, waits: bool) -
     request = Request("r", 0, frame, 0, 0, 1, arrival_s=10.0)
     admission_delay = AdmissionDelay(factor)
     admission_delay.on_prefill_step(0.4)
-    admission_delay.begin_step(10.1)
-    assert admission_delay.may_admit(request, group_of(3)) != waits
-    assert admission_delay.may_admit(request, group_of(0)), "nothing runs that could be held up"
-    admission_delay.begin_step(10.21)
-    assert admission_delay.may_admit(request, group_of(3))
+    assert admission_delay.may_admit(request, group_of(3), 10.1) != waits
+    assert admission_delay.may_admit(request, group_of(0), 10.1), "nothing runs that could be held up"
+    assert admission_delay.may_admit(request, group_of(3), 10.21)
 
 
 def test_with_a_delay_prompts_are_computed_together() -> None:

@@ -4,13 +4,15 @@ import math
 
 import pytest
 
-from blockyard.services.scheduler.batch.plan_pacer import MAX_PLANS_AHEAD, MAX_SEND_AHEAD_S, SEND_AHEAD_S, PlanPacer
-from blockyard.services.scheduler.batch.step_times import StepLoad
-from blockyard.services.scheduler.kv_cache.kv_cache_manager import CacheStats
-from blockyard.services.scheduler.kv_cache.prefix_cache import BlockHasher
-from blockyard.services.scheduler.wakeup_timers import SLACK_S, WakeupTimers
-from blockyard.services.scheduler.workers.worker_groups import BatchLimits, WorkerGroup
-from blockyard.shared.messages import Geometry
+from blockyard.services.scheduler.batch.plan_pacer import (
+    MAX_PLANS_AHEAD,
+    MAX_SEND_AHEAD_S,
+    SEND_AHEAD_S,
+    TIMER_SLACK_S,
+    PlanPacer,
+    StepLoad,
+    WakeupTimers,
+)
 
 ONE = StepLoad(1, 0)
 
@@ -104,26 +106,20 @@ def test_a_device_that_waits_gets_its_plans_sooner() -> None:
     assert pacer.next_send_s >= 1000.0 + 0.01 - MAX_SEND_AHEAD_S, "it is bounded"
 
 
-def test_an_alarm_goes_off_when_a_plan_may_leave() -> None:
-    group = WorkerGroup(
-        7,
-        Geometry(8, 16, 64, 100, [1], 4, 32, step_s=0.02),
-        BatchLimits(4, 32, None, late=True),
-        BlockHasher("", enabled=True),
-        CacheStats(),
-    )
-    alarms = WakeupTimers()
-    assert alarms.may_send(group, 3.0)
-    assert alarms.next() is None
-    group.pacer.on_sent(ONE, 3.0)
-    assert not alarms.may_send(group, 3.0)
-    assert not alarms.may_send(group, 3.001), "an alarm is set once"
-    at = alarms.next()
-    assert at == pytest.approx(3.02 - SEND_AHEAD_S - SLACK_S, abs=1e-5)
-    assert alarms.take(at - 0.001) == []
-    assert alarms.take(at) == [7]
-    assert alarms.next() is None
-    assert alarms.may_send(group, at)
+def test_a_timer_runs_out_when_a_plan_may_be_sent() -> None:
+    pacer = PlanPacer(0.02, None)
+    timers = WakeupTimers()
+    assert timers.may_send(7, pacer, 3.0)
+    assert timers.next() is None
+    pacer.on_sent(ONE, 3.0)
+    assert not timers.may_send(7, pacer, 3.0)
+    assert not timers.may_send(7, pacer, 3.001), "an alarm is set once"
+    at = timers.next()
+    assert at == pytest.approx(3.02 - SEND_AHEAD_S - TIMER_SLACK_S, abs=1e-5)
+    assert timers.take_due(at - 0.001) == []
+    assert timers.take_due(at) == [7]
+    assert timers.next() is None
+    assert timers.may_send(7, pacer, at)
 
 
 def test_a_step_that_waits_for_its_launch_is_launched_sooner() -> None:

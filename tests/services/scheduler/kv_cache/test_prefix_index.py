@@ -1,6 +1,6 @@
 """The index alone: who is found, who is told of, who goes first."""
 
-from blockyard.services.scheduler.kv_cache.id_pool import PlanClock
+from blockyard.services.scheduler.batch.plan_pacer import PlanClock
 from blockyard.services.scheduler.kv_cache.prefix_index import PrefixIndex
 
 A, B, C = b"a" * 16, b"b" * 16, b"c" * 16

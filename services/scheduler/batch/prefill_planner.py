@@ -1,0 +1,223 @@
+"""Fills the token budget that decodes leave in a step: first unfinished prompts, then sequences from the queue."""
+
+from blockyard.services.scheduler.batch.admission_delay import AdmissionDelay
+from blockyard.services.scheduler.batch.fair_step_limiter import FairStepLimiter
+from blockyard.services.scheduler.batch.partial_prefill_limits import (
+    DeferredPrompts,
+    LongPrefills,
+    PartialPrefillLimits,
+)
+from blockyard.services.scheduler.batch.plan_builder import PlanBuilder
+from blockyard.services.scheduler.kv_cache.prefix_cache import PrefixMatch
+from blockyard.services.scheduler.lifecycle import Lifecycle
+from blockyard.services.scheduler.queue.acceptance import Acceptance
+from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
+from blockyard.services.scheduler.sequences.requests import RunningSequence, Sequence
+from blockyard.services.scheduler.workers.router import Router
+from blockyard.services.scheduler.workers.worker_groups import WorkerGroup
+from blockyard.shared.messages import FinishReason, SlotBlocks, SlotStart
+
+NO_CLASS = 1 << 62  # above every class
+
+
+class PrefillPlanner:
+    """Starts waiting sequences, and preempts running ones of higher classes for them."""
+
+    def __init__(
+        self,
+        waiting: WaitingQueue,
+        lifecycle: Lifecycle,
+        acceptance: Acceptance,
+        router: Router,
+        admission_delay: AdmissionDelay,
+        limits: PartialPrefillLimits,
+    ) -> None:
+        self.num_displaced = 0  # sequences preempted for a waiting one
+        self.admission_delay = admission_delay
+        self.fair_limiter = FairStepLimiter(waiting.policy)
+        self.deferred = DeferredPrompts(waiting)
+        self.waiting, self._policy, self._lifecycle = waiting, waiting.policy, lifecycle
+        self._acceptance, self._router, self._limits = acceptance, router, limits
+
+    def next(self, group: WorkerGroup, now: float) -> Sequence | None:
+        """The next waiting sequence of a group; None if no sequence may start in it now."""
+        quarantine = self.admission_delay.quarantine
+        sequence = (quarantine.next_for(group) if quarantine.probations else None) or self._router.next(group)
+        if sequence is None or sequence.awaits_results() or not self._acceptance.can_accept(sequence.request):
+            return None
+        return sequence if self.admission_delay.may_admit(sequence.request, group, now) else None
+
+    def preempt_for(self, group: WorkerGroup, sequence: Sequence) -> None:
+        """Preempts sequences of higher classes if that makes room for `sequence`, the next waiting one.
+
+        Their blocks may stay in use for some plans; the sequence starts after that. If preempting all of them would not
+        make room, none is preempted.
+        """
+        running, rank = group.running, self._policy.key(sequence)[0]
+        if not running or not self._policy.preemptible_by(running[-1].sequence, rank):
+            return
+        found = group.kv_cache.find(sequence)
+        victims = [other for other in running if self._policy.preemptible_by(other.sequence, rank)]
+        held = sum(len(victim.table.blocks) - victim.table.num_freed for victim in victims)
+        if _num_lacking(group, sequence, found) > held:
+            return
+        self._router.reserve(group, sequence)
+        while victims and (len(running) >= group.max_num_seqs or _num_lacking(group, sequence, found) > 0):
+            self.num_displaced += 1
+            self._lifecycle.preempt(group, victims.pop())
+
+    def schedule_first(self, group: WorkerGroup, builder: PlanBuilder, sequence: Sequence) -> bool:
+        """Schedules waiting sequences up to the class of `sequence`, no unfinished prompts. False if none fits."""
+        self.schedule(group, builder, [], self._policy.key(sequence)[0] + 1)
+        if not builder.starts:
+            return False
+        group.last_fair_plan = builder.record.number
+        return True
+
+    def schedule(
+        self, group: WorkerGroup, builder: PlanBuilder, unfinished: list[RunningSequence], below: int = NO_CLASS
+    ) -> None:
+        """Schedules unfinished prompts, then waiting sequences; lower classes first, long prompts last.
+
+        Only waiting sequences of classes lower than `below` start.
+        """
+        longs = LongPrefills(self._limits, builder.token_budget)
+        shorts: list[RunningSequence] = []
+        for running in unfinished:
+            if self._limits.is_long(group, running.prefill_end - running.num_scheduled_tokens):
+                longs.add(running)
+            else:
+                shorts.append(running)
+        for running in shorts:
+            self._start_waiting(group, builder, longs, running.key[0])
+            if (most := self._max_tokens(group, builder, longs, running.sequence)) > 0:
+                self._schedule_chunk(group, builder, running, most)
+        self._start_waiting(group, builder, longs, below)
+        for running, num_tokens in longs.split_tokens(builder.token_budget):
+            if (most := self._max_tokens(group, builder, None, running.sequence)) > 0:
+                self._schedule_chunk(group, builder, running, min(num_tokens, most))
+
+    def _max_tokens(
+        self, group: WorkerGroup, builder: PlanBuilder, longs: LongPrefills | None, sequence: Sequence
+    ) -> int:
+        """Tokens that this plan may compute of a prompt; 0 or less: none."""
+        left = builder.token_budget - (longs.reserved_tokens if longs is not None else 0)
+        if self._limits.whole_prompts:
+            return left
+        used = sum(builder.record.chunk_sizes.values())
+        return min(left, self.fair_limiter.max_prefill_tokens(group, sequence) - used)
+
+    def _schedule_chunk(self, group: WorkerGroup, builder: PlanBuilder, running: RunningSequence, most: int) -> None:
+        """Schedules the next tokens of a prompt, as far as there are free blocks for them."""
+        kv_cache, scheduled = group.kv_cache, running.num_scheduled_tokens
+        num_tokens = min(running.prefill_end - scheduled, most)
+        if scheduled + num_tokens > running.table.capacity:
+            blocks = kv_cache.extend(running, scheduled + num_tokens)
+            if blocks:
+                builder.blocks.append(SlotBlocks(running.slot, blocks))
+            num_tokens = min(num_tokens, running.table.capacity - scheduled)
+        builder.schedule(running, num_tokens)
+        for block_hash, block in kv_cache.blocks_filled_by_plan(running).items():
+            builder.new_hashes.setdefault(block_hash, block)
+        request = running.sequence.request
+        if scheduled + num_tokens == running.prefill_end and len(request.active_sequences) > 1:
+            builder.written_prompts.append(request)
+
+    def _start_waiting(self, group: WorkerGroup, builder: PlanBuilder, longs: LongPrefills, below: int) -> None:
+        """Starts waiting sequences in order until one does not fit. Only long prompts may be passed by others."""
+        if longs.can_add():
+            self.deferred.release()
+        kv_cache = group.kv_cache
+        while (
+            builder.token_budget > longs.reserved_tokens and not builder.num_blocks_owed and self.waiting.num_sequences
+        ):
+            sequence = self.next(group, builder.now)
+            if sequence is None or self._policy.key(sequence)[0] >= below:
+                return
+            most = self._max_tokens(group, builder, longs, sequence)
+            if self._end_unscheduled(group, sequence):
+                continue
+            if most <= 0 or not group.can_schedule:
+                return
+            found = self._lifecycle.parallel_sampling.find_prefix(
+                group, builder.record, sequence, kv_cache.find(sequence)
+            )
+            if found is None:
+                continue
+            if found.next_hash in builder.new_hashes:
+                return  # this plan computes blocks that the sequence can find in the next one
+            num_tokens = sequence.num_tokens - found.num_tokens
+            is_long = self._limits.is_long(group, num_tokens)
+            if is_long and not longs.can_add():
+                self.deferred.defer(sequence)
+                continue
+            alone = not group.running
+            num_blocks = kv_cache.num_blocks_to_take(sequence.num_tokens, found, alone)
+            if not kv_cache.blocks.admits(num_blocks, found.blocks, alone):
+                return
+            if num_tokens > most and not longs.may_split(min(num_tokens, group.max_num_batched_tokens) > most):
+                return
+            running = self._start(group, builder, sequence, found, num_blocks)
+            if is_long:
+                longs.add(running)
+            else:
+                self._schedule_chunk(group, builder, running, most)
+
+    def _start(
+        self, group: WorkerGroup, builder: PlanBuilder, sequence: Sequence, found: PrefixMatch, num_blocks: int
+    ) -> RunningSequence:
+        """Moves a sequence from the queue to the running batch. The caller has checked for free slots and blocks."""
+        self._acceptance.accept(sequence.request)
+        self.waiting.dequeue(sequence)
+        is_first = sequence.num_cached_tokens is None
+        sequence.set_key(self._policy.key(sequence), builder.now)
+        self._policy.on_scheduled(sequence, sequence.num_tokens - found.num_tokens if is_first else 0)
+        if found.copy_from is not None:
+            found.copy_from = builder.source_of(found.copy_from)
+        running = group.schedule(sequence, num_blocks, found)
+        if found.copy_from is not None:
+            builder.copy(found.copy_from, running.table.blocks[running.table.num_cached])
+        builder.starts.append(slot_start(group, running))
+        return running
+
+    def _end_unscheduled(self, group: WorkerGroup, sequence: Sequence) -> bool:
+        """Ends a waiting sequence that has all its tokens or can never run in this group."""
+        request, max_len = sequence.request, group.max_model_len
+        max_tokens = request.frame.sampling.max_tokens
+        if sequence.outputs and sequence.num_tokens >= min(request.num_prompt + max_tokens, max_len):
+            self._acceptance.accept(request)
+            if sequence.hypothesis is None:
+                self._lifecycle.finish(sequence, FinishReason.LENGTH)
+            else:
+                self._lifecycle.fail(sequence, f"the worker that is left takes {max_len} tokens")
+        elif request.num_prompt + min(1, max_tokens) > max_len:
+            self._acceptance.accept(request)
+            self._lifecycle.fail(
+                sequence, f"the prompt has {request.num_prompt} tokens, the worker that is left takes {max_len}"
+            )
+        else:
+            return False
+        return True
+
+
+def _num_lacking(group: WorkerGroup, sequence: Sequence, found: PrefixMatch) -> int:
+    """Blocks that a waiting sequence would lack even if all plans in flight were completed."""
+    return group.kv_cache.num_blocks_lacking(sequence.num_tokens, found, alone=not group.running)
+
+
+def slot_start(group: WorkerGroup, running: RunningSequence) -> SlotStart:
+    """The worker's copy of a sequence, before this plan schedules any of its tokens."""
+    sequence, request = running.sequence, running.sequence.request
+    sampling = request.frame.sampling
+    if request.search is not None:
+        sampling = request.search.sampling(sampling, group.geometry.eos_token_ids)
+    return SlotStart(
+        running.slot,
+        request.frame.prompt_ids + sequence.outputs.tobytes(),
+        request.num_prompt,
+        num_computed=running.num_scheduled_tokens,
+        blocks=list(running.table.blocks),
+        sampling=sampling,
+        choice=sequence.index,
+        prompt_logprobs_from=sequence.prompt_next,
+    )
