@@ -1,7 +1,45 @@
 """Device functions over tiles of queries and keys that the attention kernels share."""
 
+from typing import Any
+
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from blockyard.kernels.int_math import next_power_of_2
+from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
+
+_LOG2E = 1.4426950408889634
+
+
+def launch_arguments(
+    q: Tensor,
+    layer: Tensor,
+    metadata: PagedKVMetadata,
+    query_start_loc: Tensor,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    scales: Tensor | None,
+    out: Tensor,
+    sums: Tensor,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of the prefill and batch-invariant kernels by position, and the constants that both have.
+
+    sums: where log-sum-exps, or maxima and sums, of splits are stored.
+    """
+    head_dim = q.shape[2]
+    arguments = (
+        q, layer, metadata.slots, metadata.positions, metadata.tables, query_start_loc, out, sums,
+        q if scales is None else scales, q.stride(0), metadata.tables.stride(0), len(query_start_loc) - 1,
+        scale if soft_cap is not None else scale * _LOG2E,
+    )  # fmt: skip
+    constants = {
+        "SCALED": scales is not None, "WINDOW": window or 0, "CAP": soft_cap or 0.0,
+        "GROUP": q.shape[1] // layer.shape[2], "KV_HEADS": layer.shape[2], "HEAD_DIM": head_dim,
+        "DIM": max(next_power_of_2(head_dim), 16), "BLOCK_SIZE": layer.shape[3],
+    }  # fmt: skip
+    return arguments, constants
 
 
 @triton.jit

@@ -14,13 +14,13 @@ from torch import Tensor
 from blockyard.kernels.attention.attention_tiles import (
     attention_inner_loop,
     find_query_tile,
+    launch_arguments,
     load_queries,
     query_positions,
 )
 from blockyard.kernels.int_math import ceil_div, next_power_of_2
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata, check_attention_inputs, check_query_ranges
 
-_LOG2E = 1.4426950408889634
 _MAX_SPLITS = 64  # of the longest sequence
 _MIN_SPLIT_LEN = 512  # keys
 
@@ -147,29 +147,29 @@ def batch_invariant_attention(
     dtypes.
     """
     rows, heads, head_dim = q.shape
-    kv_heads, block_size = layer.shape[2], layer.shape[3]
+    kv_heads = layer.shape[2]
     check_attention_inputs(q, layer, metadata, scales)
     check_query_ranges(q, query_start_loc, out)
     num_seqs, split = len(query_start_loc) - 1, split_len(max_seq_len)
     if num_seqs < 1 or not len(out):
         return
-    group, dim, max_splits = heads // kv_heads, max(next_power_of_2(head_dim), 16), ceil_div(max_seq_len, split)
+    max_splits = ceil_div(max_seq_len, split)
     partial_out, ml = out, out
     if is_decode:
         partial_out = torch.empty((rows, heads, max_splits, head_dim), dtype=torch.float32, device=q.device)
         ml = torch.empty((rows, heads, max_splits, 2), dtype=torch.float32, device=q.device)
-    tile = 64 if dim * q.element_size() <= 256 else 32
-    sizes = {"WINDOW": window or 0, "HEAD_DIM": head_dim, "DIM": dim, "SPLIT_LEN": split, "MAX_SPLITS": max_splits}
-    _batch_invariant_kernel[(kv_heads, len(out) * group // 64 + num_seqs, max_splits if is_decode else 1)](
-        q, layer, metadata.slots, metadata.positions, metadata.tables, query_start_loc, partial_out, ml,
-        q if scales is None else scales, q.stride(0), metadata.tables.stride(0), num_seqs,
-        scale if soft_cap is not None else scale * _LOG2E,
-        SCALED=scales is not None, CAP=soft_cap or 0.0, GROUP=group, BLOCK_M=64, KV_HEADS=kv_heads,
-        BLOCK_SIZE=block_size, BLOCK_N=tile, SPLIT_KV=is_decode, num_warps=4, num_stages=3 if tile == 64 else 2,
-        **sizes,
+    arguments, constants = launch_arguments(
+        q, layer, metadata, query_start_loc, scale, window, soft_cap, scales, partial_out, ml
+    )
+    block_n = 64 if constants["DIM"] * q.element_size() <= 256 else 32
+    num_tiles = len(out) * (heads // kv_heads) // 64 + num_seqs
+    _batch_invariant_kernel[(kv_heads, num_tiles, max_splits if is_decode else 1)](
+        *arguments, BLOCK_M=64, BLOCK_N=block_n, SPLIT_LEN=split, SPLIT_KV=is_decode, MAX_SPLITS=max_splits,
+        num_warps=4, num_stages=3 if block_n == 64 else 2, **constants,
     )  # fmt: skip
     if is_decode:
         _combine_in_order_kernel[(rows, heads)](
             metadata.slots, metadata.positions, partial_out, ml, q if scales is None else scales, out,
-            SCALED=scales is not None, HEADS=heads, num_warps=1, **sizes,
+            SCALED=scales is not None, WINDOW=window or 0, HEADS=heads, HEAD_DIM=head_dim, DIM=constants["DIM"],
+            SPLIT_LEN=split, MAX_SPLITS=max_splits, num_warps=1,
         )  # fmt: skip

@@ -30,7 +30,7 @@ from blockyard.kernels.attention.paged_decode import paged_decode_reference
 from blockyard.kernels.int_math import ceil_div, next_power_of_2
 from blockyard.kernels.kv_cache.kv_types import FP8_MAX
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata, check_attention_inputs
-from blockyard.kernels.kv_cache.rope_write_kv import check_qkv, rope_write_kv_reference
+from blockyard.kernels.kv_cache.rope_write_kv import qkv_arguments, rope_write_kv_reference
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.programmatic_launch import pdl_options, supports_pdl
 
@@ -145,17 +145,9 @@ def _fused_decode_kernel(
             tl.store(partial_out_ptr + split_head * HEAD_DIM + dims, acc, mask=dims < HEAD_DIM)
             tl.store(lse_ptr + split_head, m_row + tl.log2(l_i))
             reduce_if_last(
-                out_head,
-                num_splits,
-                out_ptr,
-                partial_out_ptr,
-                lse_ptr,
-                semaphores_ptr,
-                HEAD_DIM,
-                DIM,
-                MAX_SPLITS,
+                out_head, num_splits, out_ptr, partial_out_ptr, lse_ptr, semaphores_ptr, HEAD_DIM, DIM, MAX_SPLITS,
                 SPLITS_AT_ONCE,
-            )
+            )  # fmt: skip
 
 
 def supports_fused_decode(rows: int, max_seq_len: int) -> bool:
@@ -185,25 +177,24 @@ def fused_decode(
     rows, all_heads, head_dim = qkv.shape
     kv_heads, block_size = layer.shape[2], layer.shape[3]
     heads = all_heads - 2 * kv_heads
-    angles = check_qkv(qkv, layer, metadata, rotation, None if norm is None else norm.weight, scales)
+    arguments = qkv_arguments(qkv, layer, metadata, rotation, None if norm is None else norm.weight, scales)
     check_attention_inputs(qkv[:, :heads], layer, metadata, scales)
     if len(semaphores.counts) < rows * heads:
         raise ValueError(f"{len(semaphores.counts)} counts for {rows} rows of {heads} heads")
     config = config or _CONFIG
     group, dim = heads // kv_heads, max(next_power_of_2(head_dim), 16)
-    new_score = max_seq_len if window is None else min(window, max_seq_len)
-    max_splits = max(min(_PROGRAMS // max(rows * heads, 1), ceil_div(new_score, config.min_keys)), 1)
+    num_keys = max_seq_len if window is None else min(window, max_seq_len)
+    max_splits = max(min(_PROGRAMS // max(rows * heads, 1), ceil_div(num_keys, config.min_keys)), 1)
     num_partials = rows * heads * max_splits
     partial_out = torch.empty((num_partials, head_dim), dtype=torch.float32, device=qkv.device)
-    weight = torch.empty(num_partials, dtype=torch.float32, device=qkv.device)
+    lse = torch.empty(num_partials, dtype=torch.float32, device=qkv.device)
     out = torch.empty((rows, heads * head_dim), dtype=qkv.dtype, device=qkv.device)
     if rows == 0:
         return out
     pdl = supports_pdl(qkv.device)
     _fused_decode_kernel[(max_splits, heads, rows)](
-        qkv, layer, metadata.slots, metadata.positions, metadata.tables, angles, qkv if norm is None else norm.weight,
-        qkv if scales is None else scales, partial_out, weight, semaphores.counts, out, qkv.stride(0),
-        metadata.tables.stride(0), scale if soft_cap is not None else scale * _LOG2E,
+        *arguments, partial_out, lse, semaphores.counts, out, qkv.stride(0), metadata.tables.stride(0),
+        scale if soft_cap is not None else scale * _LOG2E,
         0.0 if norm is None else norm.eps,
         FP8_MAX=FP8_MAX.get(layer.dtype, 0.0), CAP=soft_cap or 0.0, WINDOW=window or 0, GROUP=group, KV_HEADS=kv_heads,
         HEAD_DIM=head_dim, DIM=dim, BLOCK_SIZE=block_size, ROTATE=rotation is not None, NORM=norm is not None,

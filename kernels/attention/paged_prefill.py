@@ -18,14 +18,14 @@ from blockyard.kernels.attention import prefill_hopper
 from blockyard.kernels.attention.attention_tiles import (
     attention_inner_loop,
     find_query_tile,
+    launch_arguments,
     load_queries,
     query_positions,
 )
 from blockyard.kernels.attention.combine import combine_prefill_kernel
-from blockyard.kernels.int_math import ceil_div, next_power_of_2
+from blockyard.kernels.int_math import ceil_div
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata, check_attention_inputs, check_query_ranges
 
-_LOG2E = 1.4426950408889634
 _PROGRAMS = 132  # multiprocessors: with fewer programs, keys are split
 _MAX_SPLITS = 16
 _SPLIT_MIN_LEN = 1024  # shorter sequences are not worth a combine kernel
@@ -176,7 +176,7 @@ def paged_prefill(
     ValueError for other shapes and dtypes.
     """
     _, heads, head_dim = q.shape
-    kv_heads, block_size = layer.shape[2], layer.shape[3]
+    kv_heads = layer.shape[2]
     check_attention_inputs(q, layer, metadata, scales)
     check_query_ranges(q, query_start_loc, out)
     num_seqs = len(query_start_loc) - 1
@@ -184,33 +184,38 @@ def paged_prefill(
         return
     hopper = scales is None and soft_cap is None and window is None and prefill_hopper.fits(q, layer)
     config, group = choose_config(head_dim, q.dtype), heads // kv_heads
-    offs_m = prefill_hopper.BLOCK_M if hopper else config.block_m
-    tiles = len(out) * group // offs_m + num_seqs
-    visible = max_seq_len if window is None else min(window + len(out), max_seq_len)
-    work = ceil_div(len(out) * group, offs_m) * kv_heads  # for one sequence; with several, some tiles are not full
+    block_m = prefill_hopper.BLOCK_M if hopper else config.block_m
+    tiles = len(out) * group // block_m + num_seqs
+    num_keys = max_seq_len if window is None else min(window + len(out), max_seq_len)
+    work = ceil_div(len(out) * group, block_m) * kv_heads  # for one sequence; with several, some tiles are not full
     if hopper:
-        num_splits = _num_splits(work, visible, _PROGRAMS, _HOPPER_KEY_US, out.numel())
+        num_splits = _num_splits(work, num_keys, _PROGRAMS, _HOPPER_KEY_US, out.numel())
     else:
-        num_splits = _num_splits(work, visible, 2 * _PROGRAMS, _KEY_US, out.numel())
+        num_splits = _num_splits(work, num_keys, 2 * _PROGRAMS, _KEY_US, out.numel())
     partial_out, lse = out, out
     if num_splits > 1:
         partial_out = torch.empty((len(out), heads, num_splits, head_dim), dtype=torch.float32, device=q.device)
         lse = torch.empty((len(out), heads, num_splits), dtype=torch.float32, device=q.device)
-    dim = max(next_power_of_2(head_dim), 16)
+    arguments, constants = launch_arguments(
+        q, layer, metadata, query_start_loc, scale, window, soft_cap, scales, partial_out, lse
+    )
     if hopper:
         prefill_hopper.prefill_hopper(q, layer, metadata, query_start_loc, scale, window, partial_out, lse, num_splits)
     else:
         _paged_prefill_kernel[(kv_heads, tiles, num_splits)](
-            q, layer, metadata.slots, metadata.positions, metadata.tables, query_start_loc, partial_out, lse,
-            q if scales is None else scales, q.stride(0), metadata.tables.stride(0), num_seqs,
-            scale if soft_cap is not None else scale * _LOG2E,
-            SCALED=scales is not None, WINDOW=window or 0, CAP=soft_cap or 0.0, GROUP=group, BLOCK_M=config.block_m,
-            KV_HEADS=kv_heads, HEAD_DIM=head_dim, DIM=dim, BLOCK_SIZE=block_size, BLOCK_N=config.block_n,
-            SPLIT_KV=num_splits > 1, num_warps=config.warps, num_stages=config.stages,
+            *arguments, BLOCK_M=config.block_m, BLOCK_N=config.block_n, SPLIT_KV=num_splits > 1,
+            num_warps=config.warps, num_stages=config.stages, **constants,
         )  # fmt: skip
     if num_splits > 1:
         combine_prefill_kernel[(len(out) * heads,)](
-            partial_out, lse, out, num_splits, HEAD_DIM=head_dim, DIM=dim, MAX_SPLITS=_MAX_SPLITS, num_warps=1
+            partial_out,
+            lse,
+            out,
+            num_splits,
+            HEAD_DIM=head_dim,
+            DIM=constants["DIM"],
+            MAX_SPLITS=_MAX_SPLITS,
+            num_warps=1,
         )
 
 

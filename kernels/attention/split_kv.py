@@ -120,10 +120,10 @@ def schedule_split_kv(
     """
     rows, device = len(metadata.slots), metadata.slots.device
     metadata.check(rows)
-    seen = max_seq_len if window is None else min(window, max_seq_len)
-    shared = ceil_div(ROUNDS * programs, kv_heads)  # splits beyond one a row, at most
-    max_splits = max(min(rows + shared, rows * ceil_div(seen, MIN_SPLIT)), 1)
-    num_splits = SplitKVSchedule(
+    num_keys = max_seq_len if window is None else min(window, max_seq_len)
+    extra_splits = ceil_div(ROUNDS * programs, kv_heads)  # beyond one a row, at most
+    max_splits = max(min(rows + extra_splits, rows * ceil_div(num_keys, MIN_SPLIT)), 1)
+    schedule = SplitKVSchedule(
         torch.empty((_WORK_FIELDS, max_splits), dtype=torch.int32, device=device),
         torch.empty(1, dtype=torch.int32, device=device),
         torch.empty((2, rows), dtype=torch.int32, device=device),
@@ -134,9 +134,9 @@ def schedule_split_kv(
     )
     width = max(next_power_of_2(rows), 256)  # so that few kernels are compiled
     _split_kv_kernel[(ceil_div(max_splits, _ITEMS),)](
-        metadata.slots, metadata.positions, num_splits.work, num_splits.count, num_splits.row_splits,
-        num_splits.semaphores, rows, max_splits, programs,
+        metadata.slots, metadata.positions, schedule.work, schedule.count, schedule.row_splits,
+        schedule.semaphores, rows, max_splits, programs,
         WINDOW=window or 0, KV_HEADS=kv_heads, ROWS=width, ITEMS=_ITEMS, BLOCK_N=BLOCK_N, MIN_SPLIT=MIN_SPLIT,
         USUAL_SPLIT=USUAL_SPLIT, ROUNDS=ROUNDS, SLACK=SLACK, OTHERS=_OTHERS, num_warps=8 if width <= 256 else 16,
     )  # fmt: skip
-    return num_splits
+    return schedule

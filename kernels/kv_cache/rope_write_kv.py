@@ -107,29 +107,29 @@ def rope_write_kv(
     rows, all_heads, head_dim = qkv.shape
     kv_heads, block_size = layer.shape[2], layer.shape[3]
     heads = all_heads - 2 * kv_heads
-    angles = check_qkv(qkv, layer, metadata, rotation, weight, scales)
+    arguments = qkv_arguments(qkv, layer, metadata, rotation, weight, scales)
     if rows == 0:
         return
     tile, pdl = 1 if rows * all_heads <= _FEW and not batch_invariant else _TILE, supports_pdl(qkv.device)
     _rope_write_kv_kernel[(rows, ceil_div(all_heads, tile))](
-        qkv, layer, metadata.slots, metadata.positions, metadata.tables, angles, qkv if weight is None else weight,
-        qkv if scales is None else scales, qkv.stride(0), metadata.tables.stride(0), eps,
+        *arguments, qkv.stride(0), metadata.tables.stride(0), eps,
         FP8_MAX=FP8_MAX.get(layer.dtype, 0.0), HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim,
         DIM=next_power_of_2(head_dim), BLOCK_SIZE=block_size, ROTATE=rotation is not None, NORM=weight is not None,
         TILE=tile, PDL=pdl, num_warps=max(tile // 4, 1), **pdl_options(pdl),
     )  # fmt: skip
 
 
-def check_qkv(
+def qkv_arguments(
     qkv: Tensor,
     layer: Tensor,
     metadata: PagedKVMetadata,
     rotation: Tensor | None,
     weight: Tensor | None,
     scales: Tensor | None,
-) -> Tensor:
-    """Checks the inputs of `rope_write_kv`. Raises ValueError. Returns the rotation as real numbers, or qkv if it is
-    None.
+) -> tuple[Tensor, ...]:
+    """Checks the inputs of `rope_write_kv` and returns its kernel's first arguments, with qkv in place of None.
+
+    `fused_decode` begins with the same ones. Raises ValueError.
     """
     rows, all_heads, head_dim = qkv.shape
     heads, kv_heads = all_heads - 2 * layer.shape[2], layer.shape[2]
@@ -141,8 +141,10 @@ def check_qkv(
         raise ValueError(f"the heads of a row must be contiguous, got strides {qkv.stride()}")
     if weight is not None and (weight.shape != (heads + kv_heads, head_dim) or not weight.is_contiguous()):
         raise ValueError(f"weight {list(weight.shape)} does not fit {heads + kv_heads} heads of {head_dim}")
-    if rotation is None:
-        return qkv
-    if rotation.shape != (rows, 1, head_dim // 2) or rotation.dtype != torch.complex64:
-        raise ValueError(f"rotation {list(rotation.shape)} {rotation.dtype} does not fit {rows} rows of {head_dim}")
-    return torch.view_as_real(rotation.contiguous())
+    angles = qkv
+    if rotation is not None:
+        if rotation.shape != (rows, 1, head_dim // 2) or rotation.dtype != torch.complex64:
+            raise ValueError(f"rotation {list(rotation.shape)} {rotation.dtype} does not fit {rows} rows of {head_dim}")
+        angles = torch.view_as_real(rotation.contiguous())
+    optional = (qkv if weight is None else weight, qkv if scales is None else scales)
+    return (qkv, layer, metadata.slots, metadata.positions, metadata.tables, angles, *optional)

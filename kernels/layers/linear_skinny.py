@@ -68,19 +68,29 @@ def _start(
 
 
 @triton.jit
-def _weights(weights, gain_ptr, known, start, cols, size, NORM: tl.constexpr):
+def _weights(weights, norm_weight_ptr, known, start, cols, size, NORM: tl.constexpr):
     """A tile of weights from column `start` on, and the same columns of the norm's weight."""
     inside = start + cols < size
     weight = tl.load(weights + start, mask=known & inside[None, :], other=0.0)
     if NORM:
-        return weight, tl.load(gain_ptr + start + cols, mask=inside, other=0.0)
+        return weight, tl.load(norm_weight_ptr + start + cols, mask=inside, other=0.0)
     else:  # noqa: RET505, only one branch is compiled
         return weight, 0.0
 
 
 @triton.jit
 def _add_tile(
-    totals, squares, weight, gain, x_ptr, rows, cols, size, ROWS: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr
+    totals,
+    squares,
+    weight,
+    norm_weight,
+    x_ptr,
+    rows,
+    cols,
+    size,
+    ROWS: tl.constexpr,
+    NORM: tl.constexpr,
+    GATED: tl.constexpr,
 ):
     """Adds one tile's products to the accumulators, and its squares to the sums of squares, for each row.
 
@@ -95,7 +105,7 @@ def _add_tile(
         x = _input(x_ptr, row, cols < tl.where(rows > row, size, 0), cols, size, GATED)
         if NORM:
             powers += (squares[row] + tl.sum(tl.reshape(x * x, [TILE // LANE, LANE]), 1),)  # type: ignore[assignment]
-            x = x * gain.to(tl.float32)
+            x = x * norm_weight.to(tl.float32)
         products = tl.reshape(weight.to(tl.float32) * x[None, :], [OUT_TILE, TILE // LANE, LANE])
         sums += (totals[row] + tl.sum(products, 2),)  # type: ignore[assignment]
     return sums, powers
@@ -103,7 +113,7 @@ def _add_tile(
 
 @triton.jit(do_not_specialize=["rows"])
 def _linear_skinny_kernel(
-    x_ptr, weight_ptr, bias_ptr, gain_ptr, out_ptr, rows, outs, size, eps,
+    x_ptr, weight_ptr, bias_ptr, norm_weight_ptr, out_ptr, rows, outs, size, eps,
     ROWS: tl.constexpr, OUT_TILE: tl.constexpr, TILE: tl.constexpr, LANE: tl.constexpr, EARLY: tl.constexpr,
     BIAS: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -115,11 +125,11 @@ def _linear_skinny_kernel(
     weights = weight_ptr + (out.to(tl.int64) * size)[:, None] + cols[None, :]
     known = (out < outs)[:, None]
     early = ()
-    gains = ()
+    norm_weights = ()
     for i in tl.static_range(EARLY):
-        weight, gain = _weights(weights, gain_ptr, known, i * TILE, cols, size, NORM)
+        weight, norm_weight = _weights(weights, norm_weight_ptr, known, i * TILE, cols, size, NORM)
         early += (weight,)  # type: ignore[assignment]
-        gains += (gain,)  # type: ignore[assignment]
+        norm_weights += (norm_weight,)  # type: ignore[assignment]
     bias = tl.zeros([OUT_TILE], tl.float32)
     if BIAS:
         bias += tl.load(bias_ptr + out, mask=out < outs, other=0.0).to(tl.float32)
@@ -128,11 +138,13 @@ def _linear_skinny_kernel(
     totals, squares, before = _start(out_ptr, out, rows, outs, ROWS, OUT_TILE, TILE // LANE, NORM, ADD)
     for i in tl.static_range(EARLY):
         totals, squares = _add_tile(
-            totals, squares, early[i], gains[i], x_ptr, rows, i * TILE + cols, size, ROWS, NORM, GATED
+            totals, squares, early[i], norm_weights[i], x_ptr, rows, i * TILE + cols, size, ROWS, NORM, GATED
         )
     for start in range(EARLY * TILE, size, TILE):
-        weight, gain = _weights(weights, gain_ptr, known, start, cols, size, NORM)
-        totals, squares = _add_tile(totals, squares, weight, gain, x_ptr, rows, start + cols, size, ROWS, NORM, GATED)
+        weight, norm_weight = _weights(weights, norm_weight_ptr, known, start, cols, size, NORM)
+        totals, squares = _add_tile(
+            totals, squares, weight, norm_weight, x_ptr, rows, start + cols, size, ROWS, NORM, GATED
+        )
     for row in tl.static_range(ROWS):
         y = tl.sum(totals[row], 1)
         if NORM:

@@ -180,22 +180,9 @@ def _weigh_row(
     if last:
         if token < 0:
             best, token = sample_fallback(
-                row_ptr,
-                vocab,
-                scale,
-                top_k,
-                top_p,
-                min_logit,
-                max_logit,
-                reference,
-                row_mass,
-                noise,
-                SHIFT,
-                LANES,
-                RUNS,
-                TILE,
-                FAST,
-            )
+                row_ptr, vocab, scale, top_k, top_p, min_logit, max_logit, reference, row_mass, noise, SHIFT, LANES,
+                RUNS, TILE, FAST,
+            )  # fmt: skip
         tl.store(out[0] + row, token.to(tl.int64))
         tl.store(out[1] + row, best)
 

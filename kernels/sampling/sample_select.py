@@ -87,22 +87,9 @@ def _sample_limited(
         ids = tl.reshape(ids, [size])
         x = tl.reshape(x, [size])
         best, token = sample_among(
-            there,
-            ids,
-            x,
-            bound,
-            max_logit,
-            reference,
-            row_mass,
-            scale,
-            top_k,
-            top_p,
-            only_top_p,
-            vocab,
-            noise,
-            SHIFT,
+            there, ids, x, bound, max_logit, reference, row_mass, scale, top_k, top_p, only_top_p, vocab, noise, SHIFT,
             FAST,
-        )
+        )  # fmt: skip
     elif num <= MAX_SPANS:
         count = gather_candidates(
             row_ptr, spans_ptr, values_ptr, ids_ptr, num, bound, vocab, LANES, RUNS, CHUNK, MAX_CANDIDATES
@@ -111,22 +98,9 @@ def _sample_limited(
             tl.debug_barrier()
             there, ids, x = read_list(values_ptr, ids_ptr, count, MAX_CANDIDATES)
             best, token = sample_among(
-                there,
-                ids,
-                x,
-                bound,
-                max_logit,
-                reference,
-                row_mass,
-                scale,
-                top_k,
-                top_p,
-                only_top_p,
-                vocab,
-                noise,
-                SHIFT,
-                FAST,
-            )
+                there, ids, x, bound, max_logit, reference, row_mass, scale, top_k, top_p, only_top_p, vocab, noise,
+                SHIFT, FAST,
+            )  # fmt: skip
     return best, token
 
 
