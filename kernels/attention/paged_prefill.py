@@ -203,8 +203,9 @@ def paged_prefill(
         prefill_hopper.prefill_hopper(q, layer, metadata, query_start_loc, scale, window, partial_out, lse, num_splits)
     else:
         _paged_prefill_kernel[(kv_heads, tiles, num_splits)](
-            *arguments, BLOCK_M=config.block_m, BLOCK_N=config.block_n, SPLIT_KV=num_splits > 1,
-            num_warps=config.warps, num_stages=config.stages, **constants,
+            *arguments,
+            BLOCK_M=config.block_m, BLOCK_N=config.block_n, SPLIT_KV=num_splits > 1, num_warps=config.warps,
+            num_stages=config.stages, **constants,
         )  # fmt: skip
     if num_splits > 1:
         combine_prefill_kernel[(len(out) * heads,)](
