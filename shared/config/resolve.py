@@ -225,7 +225,7 @@ def run_ahead(values: Values) -> int | None:
     wanted = values.get("async-scheduling", bool)
     if depth is not None and bool(depth) != wanted:
         said = next(name for name in DEPTH_FLAGS if values.is_given(name))
-        raise ConfigError(f"{values.where('async-scheduling')} and {values.where(said)}: which one?")
+        raise ConfigError(f"{values.where('async-scheduling')} and {values.where(said)}: give one of them")
     return depth if wanted else 0
 
 

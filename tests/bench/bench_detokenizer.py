@@ -93,7 +93,7 @@ def main() -> None:
         block_hashes(root_hash("model"), prompt, 16)
         times.append(time.perf_counter() - started)
     print(
-        f"{'block names':16} {1e3 * statistics.median(times):10.2f} ms for 32768 tokens (best {1e3 * min(times):.2f})"
+        f"{'block hashes':16} {1e3 * statistics.median(times):10.2f} ms for 32768 tokens (best {1e3 * min(times):.2f})"
     )
 
 

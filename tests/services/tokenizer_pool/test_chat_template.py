@@ -1,4 +1,4 @@
-"""Chat templates: the same text as transformers' `apply_chat_template`, and errors that say what is wrong."""
+"""Chat templates: the same text as transformers' `apply_chat_template`, and precise errors."""
 
 import json
 from typing import Any

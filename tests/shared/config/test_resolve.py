@@ -133,7 +133,7 @@ def test_run_ahead(args: list[str], depth: int | None) -> None:
     ],
 )
 def test_two_flags_that_disagree_on_running_ahead(args: list[str], other: str) -> None:
-    with pytest.raises(ConfigError, match=f"{args[0]} and {other}: which one"):
+    with pytest.raises(ConfigError, match=f"{args[0]} and {other}: give one of them"):
         deploy(*args)
 
 

@@ -85,7 +85,7 @@ class Caller:
 
 
 class World:
-    """A gateway's journal with its effects, a scheduler and a detokenizer that can die, and what is on the wire."""
+    """A gateway's journal and dispatch, a scheduler and a detokenizer that can die, and the deltas in flight."""
 
     def __init__(self, num_choices: int, num_tokens: int, bare_final: bool = False) -> None:
         self.now = 100.0
@@ -130,7 +130,7 @@ class World:
         self.serve()
 
     def serve(self) -> None:
-        """The ring answers what was sent since: it accepts, and puts the rest of each choice on the wire."""
+        """The ring accepts new requests and sends the remaining deltas of each choice."""
         sent, self.seen = self.links.sent[self.seen :], len(self.links.sent)
         for to, frame in sent:
             if isinstance(frame, Generate) and to in self.links.members:
