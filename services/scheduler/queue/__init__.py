@@ -1,7 +1,12 @@
-"""The waiting queue: admission, acceptance, order and bounds of requests before they run.
+"""The waiting queue: requests from their arrival to the first plan that schedules them.
 
-Owns the sequences that wait, their order (fcfs, priority, fair), what each tenant and user has in the queue, and the
-refusals. Called by the scheduler's core. Start with `WaitingQueue`, `Policy` and `RequestHandler`.
+Owns the waiting sequences, their order, the bounds of the queue, and the answers Accepted and Refused. A request passes
+`Admission` (is it valid?), `QueueBounds` (does it fit?) and `Acceptance` (when is it promised to run?), and its
+sequences wait in the `WaitingQueue`, in the order of its `Policy` (fcfs, priority or fair). `WaitEstimate` computes
+Retry-After.
 
-Imports go to `sequences`, `workers` and shared code.
+The core calls `RequestHandler` for each frame of a gateway. The plan builder and the router take sequences from the
+`WaitingQueue`. Imports go to `sequences`, `workers`, `batch` (step times) and shared code.
+
+A new policy is a class with the methods of `Policy`, and one line in `policies.py`.
 """

@@ -1,7 +1,8 @@
 """Worker groups: attachment, routing of waiting sequences to groups, crash quarantine, pause and sleep.
 
-Owns the groups with their blocks, slots and plans in flight, the router that assigns waiting sequences to groups, the
-crash quarantine and sleep. Called by the scheduler's core. Start with `WorkerGroup`, `WorkerGroups` and `Router`.
+`WorkerGroups` owns the attached groups. Each `WorkerGroup` owns its sequences, slots, KV cache and plans in flight.
+With several groups, the `Router` moves waiting sequences to the group with the least work for them. `CrashQuarantine`
+runs suspects of a crash alone. `Controls` and `WorkerSleep` carry out operators' requests.
 
-Imports go to `kv_cache`, `batch`, `queue`, `sequences` and shared code.
+Called by the core. Imports go to `kv_cache`, `batch`, `queue`, `sequences` and shared code.
 """

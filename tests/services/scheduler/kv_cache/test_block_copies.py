@@ -1,4 +1,4 @@
-"""Copies of blocks within a plan are parallel: what one of them writes no other one reads."""
+"""Copies of blocks within a plan run in parallel: none reads a block that another one writes."""
 
 from collections import Counter
 
@@ -13,7 +13,7 @@ from ..program import BYTES_PER_STEP, SHAPES, Program
 from ..world import Shape, World
 
 PROMPT = [(i * 7 + 1) % 50 for i in range(22)]  # ends within a block of 4
-EVENTS = 160  # of one history
+EVENTS = 160  # in one history
 HISTORIES = 500 if settings.get_current_profile_name() == "long" else 50
 LEAST = 75 * HISTORIES // 50  # plans with several copies, in all of them
 FORKS = SHAPES | {
@@ -31,12 +31,12 @@ counted: Counter[str] = Counter()
 
 
 def copies_of(world: World) -> list[list[BlockCopy]]:
-    """Of all plans that were sent, in their order."""
+    """The copies of all plans that were sent, in order."""
     return [o.frame.copies for o in world.sent if isinstance(o.frame, StepPlan) and o.frame.copies]
 
 
 def check_copies(world: World) -> None:
-    """The contract of BlockCopy; that a source holds what its reader needs is checked by the mock worker."""
+    """The contract of BlockCopy. The mock worker checks the contents of the sources."""
     for copies in copies_of(world):
         written_prompts = [copy.dst for copy in copies]
         assert len(set(written_prompts)) == len(written_prompts), f"a block is written twice: {copies}"
@@ -46,13 +46,13 @@ def check_copies(world: World) -> None:
 
 
 def stops_together(step: TokenStep) -> bool:
-    """Of every other request most choices stop at the same token, so that seats become free at once."""
+    """Most choices of every other request stop at the same token, so that many slots become free at once."""
     number = int(step.request_id)
     return number % 2 == 0 and step.choice % 3 > 0 and step.first == 2 + number % 5
 
 
 class ForkProgram(Program):
-    """Histories of requests with several choices on two workers, one of which is lost now and then."""
+    """Histories of requests with several choices on two workers. Now and then one worker is lost."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
@@ -75,7 +75,7 @@ class ForkProgram(Program):
 
 
 def end(it: Ring, request_id: str, *choices: int) -> None:
-    """Their stop strings have come, in one batch of text."""
+    """The stop strings of these choices are found in one batch of text."""
     it.world.detokenize(it.detokenizer)
     for choice in choices:
         del it.detokenizer.streams[request_id, choice]
@@ -85,7 +85,7 @@ def end(it: Ring, request_id: str, *choices: int) -> None:
 
 @pytest.mark.parametrize("named", [True, False])
 def test_choices_of_a_lost_worker_join_one_that_runs(ring: type[Ring], named: bool) -> None:
-    """Both with the same plan: the second must not begin with what is copied for the first."""
+    """Both start with the same plan: the second must not copy a block that is a copy for the first."""
     it = ring(depth=0, max_num_seqs=3, max_num_batched_tokens=64, prefix_caching=named)
     other = it.world.add_worker()
     it.submit("a", 0, n=6, prompt=PROMPT, max_tokens=40)
@@ -123,8 +123,8 @@ def test_any_history(shape: Shape, data: bytes) -> None:
         counted["with several copies"] += sum(len(copies) > 1 for copies in copies_of(program.world))
 
 
-def test_how_many_copies_that_were() -> None:
-    """Runs after the one above, which may have been left out."""
+def test_the_number_of_plans_with_copies() -> None:
+    """Runs after the test above, which may have been deselected."""
     if not counted:
         pytest.skip("the histories were not run")
     assert counted["with several copies"] >= LEAST, counted

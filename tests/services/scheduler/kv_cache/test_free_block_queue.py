@@ -1,4 +1,4 @@
-"""The shelf alone, against a list of blocks that is searched."""
+"""The free block queue alone, against a plain list of blocks."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,10 +13,10 @@ deeds = st.lists(st.tuples(st.sampled_from(["put", "take", "oldest", "one", "sen
 
 
 @given(deeds)
-def test_the_first_that_was_left_is_given_up_first(deeds: list[tuple[str, bytes]]) -> None:
+def test_the_block_that_was_freed_first_is_evicted_first(deeds: list[tuple[str, bytes]]) -> None:
     plan_clock = PlanClock()
     free_queue = FreeBlockQueue(NUM_BLOCKS, plan_clock)
-    left: list[tuple[int, int]] = []  # blocks, and the last plan sent when each was left; the first is given up first
+    left: list[tuple[int, int]] = []  # blocks in the order of eviction, with the last plan sent when each was freed
     for deed, data in deeds:
         blocks = list(dict.fromkeys(byte % NUM_BLOCKS for byte in data))
         there = {block for block, _ in left}
@@ -45,7 +45,7 @@ def test_the_first_that_was_left_is_given_up_first(deeds: list[tuple[str, bytes]
         assert free_queue.num_free_of(blocks) == len(set(blocks) & set(idle))
 
 
-def test_what_is_used_again_and_again_leaves_nothing_behind() -> None:
+def test_blocks_that_are_used_often_leave_no_entries_behind() -> None:
     free_queue = FreeBlockQueue(NUM_BLOCKS, PlanClock())
     free_queue.put([9])
     for _ in range(1000):

@@ -1,4 +1,4 @@
-"""Host memory by itself and through the core: what is kept, for how long, and what comes back."""
+"""The host tier alone and through the core: which blocks it keeps, for how long, and which are fetched."""
 
 import pytest
 
@@ -21,24 +21,24 @@ def plans(it: Ring) -> list[StepPlan]:
     return [o.frame for o in it.world.sent if isinstance(o.frame, StepPlan)]
 
 
-def test_the_least_recently_used_is_given_up() -> None:
+def test_the_least_recently_used_block_is_evicted() -> None:
     plan_clock = PlanClock()
     tier = HostTier(2, plan_clock)
     tier.save(7, A)
     tier.save(8, B)
     assert tier.take() == ([BlockSave(7, 0, A), BlockSave(8, 1, B)], [])
     sent(plan_clock)
-    tier.save(9, A)  # it is there already: nothing to copy, but it counts as used
+    tier.save(9, A)  # it is in host memory already: no copy, but it counts as used
     tier.save(3, C)
     assert tier.take() == ([BlockSave(3, 1, C)], [])
     assert (tier.get(A), tier.get(B), tier.get(C), tier.num_used) == (0, None, 1, 2)
 
 
-def test_what_a_plan_in_flight_copies_stays() -> None:
+def test_blocks_that_a_plan_in_flight_copies_stay() -> None:
     plan_clock = PlanClock()
     tier = HostTier(1, plan_clock)
     tier.save(7, A)
-    tier.save(8, B)  # there is no room for it: that of A is being written
+    tier.save(8, B)  # there is no room: A's block is being written
     tier.take()
     sent(plan_clock)
     tier.fetch(tier.pin([A]), [5])
@@ -52,7 +52,7 @@ def test_what_a_plan_in_flight_copies_stays() -> None:
     assert (tier.get(A), tier.get(B)) == (None, 0)
 
 
-def test_forgotten_blocks_rest_until_the_results_are_in() -> None:
+def test_removed_blocks_are_pending_until_the_results() -> None:
     plan_clock = PlanClock()
     tier = HostTier(1, plan_clock)
     tier.save(7, A)
@@ -105,7 +105,7 @@ def test_preempted_sequences_come_back(ring: type[Ring], depth: int, prefix_cach
 
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
-def test_what_cannot_be_fetched_is_computed(ring: type[Ring], depth: int) -> None:
+def test_blocks_that_cannot_be_fetched_are_computed(ring: type[Ring], depth: int) -> None:
     it = crowd(ring, depth=depth, num_host_blocks=60, failing=True)
     fetched = [fetch.block for plan in plans(it) for fetch in plan.fetches]
     assert len(fetched) >= 4, "every fourth fails"

@@ -1,4 +1,4 @@
-"""Prefix caching through the core: what is found, by whom and when, and what is given up first."""
+"""Prefix caching through the core: which blocks a request finds, and which are evicted first."""
 
 import msgspec
 import pytest
@@ -41,7 +41,7 @@ def names_of(ids: list[int], salt: str = "") -> list[bytes]:
 
 
 def after(it: Ring, first: list[int], then: list[int], **more: object) -> int:
-    """Tokens that a request finds after another one has finished."""
+    """Cached tokens of a request after another one has finished."""
     it.submit("first", 0, prompt=first, max_tokens=2)
     it.world.settle()
     it.submit("then", 0, prompt=then, **more)
@@ -144,7 +144,7 @@ def test_requests_that_come_together_share_their_prompt(ring: type[Ring], num_ba
     assert sum(run.max_tokens for plan in plans(it) for run in plan.runs if run.max_tokens > 1) == 22 + 3 * 2
 
 
-def test_whoever_shares_nothing_waits_for_nobody(ring: type[Ring]) -> None:
+def test_requests_without_a_common_prefix_do_not_wait_for_each_other(ring: type[Ring]) -> None:
     it = ring(max_num_batched_tokens=64, depth=0)
     for name, first in (("a", 1), ("b", 2), ("c", 3)):
         it.submit(name, 0, prompt=[first, *PROMPT])
@@ -159,7 +159,7 @@ def test_the_least_recently_used_go_first_and_the_leaf_before_its_parents(ring: 
         it.submit(name, 0, prompt=prompt, max_tokens=1)
         it.world.settle()
     old, new = names_of(PROMPT[:17]), names_of([3, *PROMPT[:16]])
-    it.submit("big", 0, prompt=list(range(200, 225)), max_tokens=1)  # 7 blocks: 4 of 12 have no name
+    it.submit("big", 0, prompt=list(range(200, 225)), max_tokens=1)  # 7 blocks: 4 of 12 are not cached
     it.world.settle()
     assert set(old) <= index_of(it).keys()
     assert [name in index_of(it) for name in new] == [True, False, False, False]
@@ -188,7 +188,7 @@ def test_blocks_that_are_only_kept_count_as_free(ring: type[Ring]) -> None:
 
 
 def test_found_blocks_are_not_counted_on_twice_at_admission(ring: type[Ring]) -> None:
-    """8 blocks, 5 kept of which 5 are found: 3 are left for what is new, not 8."""
+    """8 blocks, of which 5 are cached and all 5 found: 3 are left for new tokens, not 8."""
     it = ring(num_blocks=8, depth=0, max_num_batched_tokens=64)
     it.submit("a", 0, prompt=PROMPT, max_tokens=1)
     it.world.settle()
@@ -225,7 +225,7 @@ def test_a_block_may_be_read_before_the_plan_it_was_left_under_is_in(ring: type[
 
 
 def test_a_new_scheduler_takes_over_what_the_worker_has(ring: type[Ring]) -> None:
-    """OutOfStep and a new scheduler are the same Attach to a worker."""
+    """A worker answers OutOfStep and a new scheduler by the same Attach."""
     it = ring(depth=1)
     it.submit("a", 0, prompt=PROMPT, max_tokens=20)
     it.steps(10)
@@ -259,15 +259,15 @@ def test_a_lost_worker_takes_its_blocks_along(ring: type[Ring]) -> None:
 
 @pytest.mark.parametrize("ended", [False, True])
 @pytest.mark.parametrize(("prompt", "named"), [(PROMPT, True), (PROMPT, False), (PROMPT[:3], True)])
-def test_nobody_goes_on_with_what_a_failed_slot_has_written(
+def test_no_sequence_goes_on_with_blocks_of_a_failed_slot(
     ring: type[Ring], ended: bool, prompt: list[int], named: bool
 ) -> None:
-    """The second choice reads blocks of the first, whose failure is on its way: it starts over, and is right."""
+    """The second choice reads blocks of the first, which has failed: it starts over with the right output."""
     it = ring(depth=1, max_num_batched_tokens=64, prefix_caching=named)
     it.submit("a", 0, n=2, prompt=prompt, max_tokens=20)
     it.world.detokenize(it.detokenizer)
     assert [s.num_computed for s in starts(it)] == [0, len(prompt) - 1]
-    if ended:  # before we hear of its failure
+    if ended:  # before the scheduler hears of its failure
         it.world.tell(it.detokenizer.incarnation, Stop([StreamRef("a", 0, 0)]))
         del it.detokenizer.streams["a", 0]
     assert set(names_of(prompt) if named else []) == index_of(it).keys()
@@ -293,8 +293,8 @@ def test_nobody_goes_on_with_what_a_failed_slot_has_written(
     assert len(it.output("a", 1).ids) == 20
 
 
-def test_names_travel_with_the_plan_and_nothing_stale_does(ring: type[Ring]) -> None:
-    """What the worker believes its blocks hold is what the index says, or a name that was given up since."""
+def test_hashes_are_sent_with_the_plan_and_none_is_stale(ring: type[Ring]) -> None:
+    """The worker's hashes are the ones of the index, or of blocks that were evicted since."""
     it = ring(num_blocks=10, depth=1)
     for i in range(12):
         it.submit(f"{i}", 0, prompt=[i % 4, *PROMPT[: 9 + i]], max_tokens=6)

@@ -1,4 +1,4 @@
-"""The index alone: who is found, who is told of, who goes first."""
+"""The index alone: lookup, hashes to report to the worker, order of eviction."""
 
 from blockyard.services.scheduler.batch.plan_pacer import PlanClock
 from blockyard.services.scheduler.kv_cache.prefix_index import PrefixIndex

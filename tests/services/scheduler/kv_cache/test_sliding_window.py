@@ -1,4 +1,4 @@
-"""Sliding windows: what sequences hold, what admission counts, what is a hit."""
+"""Sliding windows: blocks that sequences hold, limits of admission, hits of the prefix cache."""
 
 import pytest
 
@@ -27,7 +27,7 @@ def test_how_much_is_taken_and_fits() -> None:
     [("", (0, 0)), ("012345", (6, 3)), ("345", (6, 3)), ("45", (0, 0)), ("012", (3, 0)), ("01 345", (6, 3))],
 )
 def test_a_window_of_a_chain_is_a_hit(there: str, best: tuple[int, int]) -> None:
-    """Blocks of 4 tokens, of which the next token sees 9 before it: 3 blocks."""
+    """Blocks of 4 tokens, and the next token sees 9 tokens before it: 3 blocks."""
     names = [str(i).encode() for i in range(6)]
     assert SlidingWindow(10, 4, 8).longest_hit(names, lambda name: name.decode() in there) == best
 

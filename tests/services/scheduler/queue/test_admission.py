@@ -1,4 +1,4 @@
-"""Who is let in, who waits, who is told why not."""
+"""Which requests are admitted, which wait, and which are refused with which reason."""
 
 import pytest
 
@@ -25,7 +25,7 @@ def test_what_can_never_fit_is_refused_with_the_number_it_needs(
     assert (refused.status, refused.field) == (400, "prompt")
     assert refused.message.startswith(says)
     it.submit("b", num_prompt - 1, max_tokens=5)
-    it.submit("scored", num_prompt, max_tokens=0)  # nothing is sampled: it just fits
+    it.submit("scored", num_prompt, max_tokens=0)  # no token is sampled: it just fits
     it.finish()
     assert len(it.output("b").ids) == 1
 
@@ -51,7 +51,7 @@ def test_nonsense_is_refused(ring: type[Ring], change: dict[str, object], status
 
 
 def test_the_queue_is_bounded_in_choices(ring: type[Ring]) -> None:
-    """Those that are parked behind the first of their prompt count: one of the six runs, five wait."""
+    """Choices that are parked until the prompt is computed count: one of the six runs, five wait."""
     it = ring(max_queue_len=5, max_num_seqs=1)
     for i in range(4):
         it.submit(f"{i}", 5, n=2 + 2 * (i == 1))
@@ -66,7 +66,7 @@ def test_the_queue_is_bounded_in_choices(ring: type[Ring]) -> None:
 
 
 def test_room_that_was_gone_for_a_moment_is_told_again(ring: type[Ring]) -> None:
-    """Requests that come together fill the queue, and are all planned before anybody looks at it."""
+    """Requests that arrive together fill the queue, and all are scheduled before the capacity is announced."""
     it = ring(max_queue_len=3, max_num_seqs=8)
     gateway, sampling = it.gateway, it.world.sampling(max_tokens=2)
     for name in "abc":

@@ -1,4 +1,4 @@
-"""A tenant that floods and one that does not: how long the second one waits for its first token."""
+"""How long a tenant with little load waits for its first token while another one floods the server."""
 
 import random
 
@@ -14,7 +14,7 @@ SECONDS, RATE, FLOOD = 12.0, 2.0, 100
 
 
 def load(tenant: str, rate: float, seed: int) -> list[TraceRequest]:
-    """Lengths as of chats."""
+    """Lengths as in chats."""
     rng, now, requests = random.Random(seed), 0.0, []
     while (now := now + rng.expovariate(rate)) < SECONDS:
         prompt = min(2000, max(4, int(rng.lognormvariate(4.8, 1.1))))

@@ -1,4 +1,4 @@
-"""Who is next, and whose seat is taken."""
+"""The order of waiting sequences, and which running sequence is preempted."""
 
 import itertools
 from collections import Counter
@@ -14,7 +14,7 @@ from ..conftest import Ring
 
 
 def order(it: Ring) -> list[str]:
-    """Requests by when they first got a seat: every prompt has a length of its own."""
+    """Requests in the order in which they first ran; each prompt has its own length."""
     by_length = {len(j.frame.prompt_ids) // 4: name for name, j in it.gateway.journals.items()}
     plans = [o.frame for o in it.world.sent if isinstance(o.frame, StepPlan)]
     return list(dict.fromkeys(by_length[start.num_prompt_tokens] for plan in plans for start in plan.starts))
@@ -71,7 +71,7 @@ def test_a_lower_number_takes_blocks(ring: type[Ring]) -> None:
     it.finish()
 
 
-def test_nobody_is_preempted_for_one_who_would_not_fit_all_the_same(ring: type[Ring]) -> None:
+def test_no_sequence_is_preempted_for_one_that_still_would_not_fit(ring: type[Ring]) -> None:
     it = ring(policy="priority", num_blocks=12, block_size=4, max_num_seqs=8, max_num_batched_tokens=64)
     it.submit("a", 20, max_tokens=8, priority=0, salt="a")
     it.submit("b", 6, max_tokens=8, priority=2, salt="b")
@@ -93,7 +93,7 @@ def test_a_tenant_with_one_request_passes_another_ones_queue(ring: type[Ring], p
 
 
 def test_users_divide_the_share_of_their_key(ring: type[Ring]) -> None:
-    """One key with two users against one with one: the second key gets as much as the first one's users together."""
+    """A key with two users and a key with one: the second key gets as much as the first one's users together."""
     it = ring(policy="fair", max_num_seqs=1, max_model_len=200)
     for i in range(12):
         for j, (tenant, user) in enumerate((("a", "x"), ("a", "y"), ("b", "z"))):
@@ -105,7 +105,7 @@ def test_users_divide_the_share_of_their_key(ring: type[Ring]) -> None:
 
 
 def test_long_outputs_count(ring: type[Ring]) -> None:
-    """Of two tenants with as many requests the one whose answers are long gets fewer of them."""
+    """Of two tenants with equally many requests, the one with long answers gets fewer of them."""
     it = ring(policy="fair", max_num_seqs=1)
     for i in range(12):
         it.submit(f"long {i}", 5 + i, tenant="long", max_tokens=30)
@@ -115,7 +115,7 @@ def test_long_outputs_count(ring: type[Ring]) -> None:
 
 
 def test_long_prompts_count(ring: type[Ring]) -> None:
-    """What is found of them does not."""
+    """Cached prompt tokens do not count."""
     it = ring(policy="fair", max_num_seqs=1, max_model_len=200, max_num_batched_tokens=200)
     for i in range(12):
         it.submit(f"long {i}", 100 + i, tenant="long", max_tokens=2, salt=f"long {i}")
@@ -166,7 +166,7 @@ def serve(policy: FairPolicy, choice: Sequence, num_outputs: int) -> None:
     policy.on_freed(choice)
 
 
-def test_who_was_away_saves_nothing_up() -> None:
+def test_a_tenant_that_was_away_saves_nothing_up() -> None:
     policy = FairPolicy()
     for _ in range(50):
         choice = ask("busy")
@@ -184,7 +184,7 @@ def test_who_was_away_saves_nothing_up() -> None:
     assert got.count("was away") == 5
 
 
-def test_who_has_gone_is_forgotten() -> None:
+def test_inactive_tenants_are_dropped() -> None:
     policy = FairPolicy()
     for i in range(20 * MIN_KEPT):
         choice = ask(f"key {i % 2}", f"user {i}")
@@ -195,8 +195,8 @@ def test_who_has_gone_is_forgotten() -> None:
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "fair"])
-def test_nobody_starves(ring: type[Ring], policy: str) -> None:
-    """More comes than is served, for ever: everybody gets a seat within a bound, the flood itself too."""
+def test_no_tenant_starves(ring: type[Ring], policy: str) -> None:
+    """Requests arrive faster than they are served, forever: each tenant runs within a bound, the flood too."""
     it = ring(policy=policy, max_num_seqs=4, num_blocks=120, max_queue_len=40, max_queue_tokens=10**6)
     waits: dict[str, int] = {}
     served: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""The queue is bounded, whoever fills it gives way, and who is sent away is told when to come back."""
+"""The queue is bounded: the largest tenant's requests are refused, with a Retry-After."""
 
 import pytest
 
@@ -22,7 +22,7 @@ def reasons(it: Ring) -> dict[str, int]:
 
 
 def busy(ring: type[Ring], **shape: object) -> Ring:
-    """One request runs for long, all others wait."""
+    """One request runs for long, and all others wait."""
     it = ring(max_num_seqs=1, num_blocks=200, max_model_len=400, **shape)
     it.submit("running", 5, max_tokens=300)
     it.steps(2)
@@ -89,7 +89,7 @@ def test_as_many_give_way_as_the_tokens_need_and_none_if_that_is_not_enough(ring
     it.finish()
 
 
-def test_whoever_was_promised_to_be_served_gives_way_to_nobody(ring: type[Ring]) -> None:
+def test_an_accepted_request_is_not_refused_to_make_room(ring: type[Ring]) -> None:
     it = busy(ring, max_queue_len=2)
     it.submit("a", 20, tenant="heavy")
     it.submit("b", 20, tenant="heavy")
@@ -119,10 +119,10 @@ def test_a_full_queue_says_for_whom(ring: type[Ring]) -> None:
 
 
 @pytest.mark.parametrize(("delay_s", "refused"), [(None, {}), (2.0, {"late": 429})])
-def test_who_would_wait_longer_than_allowed_is_refused(
+def test_a_request_that_would_wait_too_long_is_refused(
     ring: type[Ring], delay_s: float | None, refused: dict[str, int]
 ) -> None:
-    """A token each 0.1 s: the one that runs has the seat for 0.5 s yet, and each of those that wait for 1 s."""
+    """A token each 0.1 s: the running request has its slot for 0.5 s more, and each waiting one needs it for 1 s."""
     it = ring(max_num_seqs=1, max_queue_delay_s=delay_s, max_model_len=200, num_blocks=100, depth=0)
     it.submit("first", 20, max_tokens=100, ignore_eos=True)
     while len(it.output("first").ids) < 95:
@@ -140,7 +140,7 @@ def test_who_would_wait_longer_than_allowed_is_refused(
     it.finish()
 
 
-def test_who_has_waited_longer_than_allowed_is_told(ring: type[Ring]) -> None:
+def test_a_request_that_has_waited_too_long_is_refused(ring: type[Ring]) -> None:
     it = busy(ring, max_queue_delay_s=3.0)
     it.submit("waits", 10)
     it.world.now += 2.9

@@ -1,4 +1,4 @@
-"""The wait that Retry-After tells is the one that comes, in virtual time and under several loads."""
+"""Retry-After is close to the real wait, in virtual time and under several loads."""
 
 import random
 from collections.abc import Callable
@@ -14,10 +14,10 @@ from blockyard.shared.config.services.simulation import CostModel, SimulationCon
 from blockyard.shared.messages import Generate, SchedulerIn
 
 COST = CostModel(rows_s=((1, 0.02), (32, 0.03)), row_s=50e-6, context_token_s=200e-9, pair_s=0.0, hop_s=0.0)
-WARM_S = 1.0  # after the first request: until then nothing has been measured
-WORST, FEW_S = 2.0, 4.0  # a factor, or as many seconds, that 99 of 100 estimates are off by at most
-USUAL = 1.5  # a factor, or as many seconds, that nine of ten are off by at most
-LONG_S = 3.0  # waits from which on factors are printed
+WARM_S = 1.0  # after the first request; before, nothing has been measured
+WORST, FEW_S = 2.0, 4.0  # 99 of 100 estimates are within this factor or so many seconds
+USUAL = 1.5  # nine of ten are within this factor or so many seconds
+LONG_S = 3.0  # factors are printed for longer waits
 
 
 def ask(at: float, prompt: int, output: int, **more: object) -> TraceRequest:
@@ -38,7 +38,7 @@ def length(rng: random.Random, middle: float, spread: float, most: int) -> int:
 
 
 def few(seconds: float) -> list[TraceRequest]:
-    """Others, that come while a burst is served."""
+    """Requests that arrive while a burst is served."""
     return arrivals(1.0, seconds, lambda rng, t: ask(1 + t, 50, 20))
 
 
@@ -67,7 +67,7 @@ LOADS: dict[str, tuple[dict[str, object], list[TraceRequest]]] = {
 
 
 def estimates(more: dict[str, object], requests: list[TraceRequest]) -> list[tuple[float, float]]:
-    """What a request would have been told when it came behind others, and how long it waited for its first token."""
+    """For each request: the estimate when it arrived, and its real wait for the first token."""
     process = ProcessConfig(name="simulator", bus=BusConfig(registry="ipc://none", bind="ipc://none"))
     settings: dict[str, object] = {"max_num_seqs": 32, "max_num_batched_tokens": 512, "max_queue_len": 10**6}
     made = SchedulerConfig(process=process, served_model_names=["m"], max_queue_tokens=10**9, **settings)
@@ -92,7 +92,7 @@ def is_near(told: float, waited: float, factor: float, seconds: float) -> bool:
 
 
 @pytest.mark.parametrize("load", LOADS)
-def test_the_wait_that_is_told_is_the_one_that_comes(load: str) -> None:
+def test_the_estimate_is_close_to_the_real_wait(load: str) -> None:
     found = estimates(*LOADS[load])
     factors = sorted(max(told, 0.01) / waited for told, waited in found if waited >= LONG_S)
     print(f"{load}: {len(factors)} waits, longest {max(w for _, w in found):.1f} s, factors", end=" ")
@@ -102,7 +102,7 @@ def test_the_wait_that_is_told_is_the_one_that_comes(load: str) -> None:
     assert sum(is_near(*pair, USUAL, USUAL) for pair in found) >= 0.9 * len(found)
 
 
-def test_lengths_are_learned_from_those_that_end_and_those_that_go_on() -> None:
+def test_lengths_are_learned_from_ended_and_running_sequences() -> None:
     rng = random.Random(3)
     lengths = OutputLengths()
     assert 100 < lengths.survival([], 0.0).mean(10**5) < 1000, "before anything has ended"

@@ -1,4 +1,4 @@
-"""Pause and resume, sleep and wake, a cache that is forgotten: nothing that runs is lost by it."""
+"""Pause and resume, sleep and wake-up, cache resets: no running request is lost."""
 
 import pytest
 
@@ -122,7 +122,7 @@ def test_a_worker_that_joins_sleepers_sleeps_and_one_that_dies_asleep_is_not_wai
     assert answers(it)[-1] == ("WAKE_UP", 200)
 
 
-def test_whoever_is_woken_up_before_it_sleeps_is_told(ring: type[Ring]) -> None:
+def test_a_wake_up_before_the_sleep_is_done_is_answered(ring: type[Ring]) -> None:
     it = ring()
     tell(it, ControlVerb.SLEEP)
     tell(it, ControlVerb.WAKE_UP)

@@ -1,4 +1,4 @@
-"""A worker whose device fails: who ran on it is tried alone; the one that does it again is failed with the reason."""
+"""A failing device: its requests run alone. A request that breaks a second worker is failed with the reason."""
 
 from dataclasses import replace
 
@@ -13,20 +13,20 @@ LENGTH, FAILED = FinishReason.LENGTH, FinishReason.FAILED
 
 
 def owners(it: Ring) -> list[set[str]]:
-    """Of each plan sent to the worker that is there now: the requests that run in it."""
+    """The requests of each plan that was sent to the current worker."""
     group = it.world.core.groups[it.worker.incarnation]
     return [{seat.sequence.request.id for seat in record.all_sequences()} for record in group.in_flight]
 
 
 def again(it: Ring) -> None:
-    """A worker takes the place of the one that broke."""
+    """Replaces the broken worker."""
     it.worker = it.world.add_worker()
     while it.worker.incarnation not in it.world.core.groups:
         it.world.work(it.worker)
 
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
-def test_whoever_ran_is_tried_alone_and_then_all_run(ring: type[Ring], depth: int) -> None:
+def test_all_requests_are_tried_alone_and_then_run_together(ring: type[Ring], depth: int) -> None:
     it = ring(depth=depth)
     for name in "abc":
         it.submit(name, 6, max_tokens=30)
@@ -45,7 +45,7 @@ def test_whoever_ran_is_tried_alone_and_then_all_run(ring: type[Ring], depth: in
     assert {it.output(name).finish for name in ("a", "b", "c", "new")} == {LENGTH}
 
 
-def test_who_breaks_a_second_worker_alone_is_failed_and_the_others_go_on(ring: type[Ring]) -> None:
+def test_a_request_that_breaks_a_second_worker_alone_is_failed(ring: type[Ring]) -> None:
     it = ring(depth=1)
     for name in ("a", "bad", "c"):
         it.submit(name, 6, max_tokens=12)
@@ -75,7 +75,7 @@ def test_a_kill_makes_no_suspects(ring: type[Ring]) -> None:
     it.finish()
 
 
-def test_a_suspect_that_is_cancelled_holds_nobody_back(ring: type[Ring]) -> None:
+def test_a_cancelled_suspect_delays_no_request(ring: type[Ring]) -> None:
     it = ring()
     it.submit("a", 6, max_tokens=12)
     it.steps(2)
@@ -99,7 +99,7 @@ def test_choices_of_one_suspect_run_together(ring: type[Ring]) -> None:
     assert {it.output("a", i).finish for i in range(3)} == {LENGTH}
 
 
-def test_with_another_worker_those_who_ran_wait_for_an_empty_one() -> None:
+def test_with_another_worker_suspects_wait_for_an_empty_group() -> None:
     it = Ring(max_num_seqs=4, max_num_batched_tokens=64)
     other: World = it.world
     busy = other.add_worker()
@@ -120,7 +120,7 @@ def test_with_another_worker_those_who_ran_wait_for_an_empty_one() -> None:
 
 
 def test_without_another_worker_groups_are_emptied_for_them_in_the_end() -> None:
-    """New requests do not keep the only worker that is left from trying the suspects."""
+    """New requests do not keep the only worker from running the suspects alone."""
     it = Ring(max_num_seqs=2, max_num_batched_tokens=64)
     world = it.world
     busy = world.add_worker()
@@ -164,7 +164,7 @@ def test_a_suspect_behind_others_of_a_lower_class_is_tried_where_several_workers
 
 
 def test_a_suspect_that_ran_beside_another_request_is_not_failed() -> None:
-    """Two requests were in flight where the second worker broke: which of them did it is not known yet."""
+    """Two requests were in flight when the second worker broke: it is not known which of them did it."""
     it = Ring(max_num_seqs=2, max_num_batched_tokens=64)
     world = it.world
     second = world.add_worker()
@@ -188,8 +188,8 @@ def test_a_suspect_that_ran_beside_another_request_is_not_failed() -> None:
     assert {it.output(*name).finish for name in (("suspect", 0), ("suspect", 2), ("other", 0))} == {LENGTH}
 
 
-def test_a_suspect_that_ends_while_plans_are_made_holds_up_nobody(ring: type[Ring]) -> None:
-    """The worker that comes has no room for its prompt: it ends in the turn in which the next one is seated."""
+def test_a_suspect_that_ends_while_plans_are_built_delays_no_request(ring: type[Ring]) -> None:
+    """The new worker has no room for its prompt: it ends in the step in which the next request starts."""
     it = ring(max_num_seqs=2)
     it.submit("suspect", 40, max_tokens=8)
     it.steps(1)

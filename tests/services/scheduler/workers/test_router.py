@@ -1,4 +1,4 @@
-"""Several groups under one scheduler: prefixes are found where they are, and otherwise the load spreads."""
+"""Several groups under one scheduler: requests go where their prefix is cached, and otherwise the load spreads."""
 
 import time
 
@@ -73,8 +73,8 @@ def cached(world: World, request_id: str) -> int | None:
     return gateway.journals[request_id].outputs[0].num_cached_tokens
 
 
-def test_requests_that_begin_alike_meet_where_their_beginning_is(two: World) -> None:
-    """One after the other, others between them: each prompt is computed once."""
+def test_requests_with_a_common_prefix_go_to_the_group_that_has_it(two: World) -> None:
+    """With other requests between them, each prompt is computed once."""
     places = {}
     for i in range(12):
         kind = i % 2
@@ -86,7 +86,7 @@ def test_requests_that_begin_alike_meet_where_their_beginning_is(two: World) -> 
 
 
 def test_one_that_is_still_being_computed_is_waited_for(two: World) -> None:
-    """Both come before any plan: the second goes where the first computes what it needs."""
+    """Both arrive before any plan: the second goes where the first computes their prefix."""
     first, second = [1] * 160 + [2] * 4, [1] * 160 + [3] * 4
     (gateway,) = two.gateways.values()
     for name, prompt in (("a", first), ("b", second)):
@@ -98,7 +98,7 @@ def test_one_that_is_still_being_computed_is_waited_for(two: World) -> None:
 
 
 def test_choices_of_one_prompt_meet_without_a_cache_too() -> None:
-    """150 tokens to be computed again weigh more than one that runs already."""
+    """150 tokens to compute cost more than a running sequence."""
     world = World(
         Shape(num_blocks=200, max_num_seqs=8, max_num_batched_tokens=64, max_model_len=200, prefix_caching=False)
     )
@@ -124,8 +124,8 @@ def test_strangers_spread(two: World) -> None:
     assert all(places.count(worker) == 4 for worker in two.workers)
 
 
-def test_a_short_prefix_does_not_pile_everybody_up(two: World) -> None:
-    """The group that has it is full of work: it is worth computing again elsewhere."""
+def test_a_short_prefix_does_not_put_all_load_on_one_group(two: World) -> None:
+    """The group that has it is busy, so that it is computed again in another group."""
     for i in range(8):
         submit(two, str(i), [1] * 8 + [i + 10] * 12, max_tokens=40)
         if not i:
@@ -135,8 +135,8 @@ def test_a_short_prefix_does_not_pile_everybody_up(two: World) -> None:
     assert len({where(two, str(i)) for i in range(8)}) == 2
 
 
-def test_who_stands_at_a_lost_group_runs_at_the_other(two: World) -> None:
-    for i in range(16):  # more than get a seat at once
+def test_a_sequence_queued_at_a_lost_group_runs_at_the_other(two: World) -> None:
+    for i in range(16):  # more than can run at once
         submit(two, str(i), [i + 1] * 30, max_tokens=10)
     assert any(queue.entries for queue in two.core._router._queues.values())
     lost = next(iter(two.workers))

@@ -20,9 +20,7 @@ from blockyard.shared.messages import Geometry
         (12, 0.0041, 12),
     ],
 )
-def test_plans_ahead_cover_two_milliseconds_where_nobody_says_how_many(
-    asked: int | None, step_s: float, depth: int
-) -> None:
+def test_without_a_setting_plans_ahead_cover_two_milliseconds(asked: int | None, step_s: float, depth: int) -> None:
     geometry = Geometry(8, 16, 64, 100, [1], 4, 32, step_s=step_s)
     limits = BatchLimits(16, 32, asked)
     assert WorkerGroup(1, geometry, limits, BlockHasher("", enabled=True), CacheStats()).depth == depth
