@@ -5,10 +5,9 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
-from blockyard.services.gpu_worker.kv.block_copies import copy_blocks
 from blockyard.services.gpu_worker.kv.block_hashes import BlockHashes
 from blockyard.services.gpu_worker.kv.pool import KVPool
-from blockyard.services.gpu_worker.kv.transfers import Transfers
+from blockyard.services.gpu_worker.kv.transfers import Transfers, copy_blocks
 from blockyard.services.gpu_worker.sampling.sampler import Sampler
 from blockyard.services.gpu_worker.slots import Slots
 from blockyard.services.kv_transfer.host_store import BlockStore
@@ -97,7 +96,7 @@ class Batch:
             del self._blocks_of_ended[owner]
 
     def drop(self, slot: int, owner: int) -> None:
-        """Fails a slot whose logits are not finite, and scrubs its blocks before another slot reads them.
+        """Fails a slot with logits that are not finite, and scrubs its blocks before another slot reads them.
 
         Call it before another plan is launched: plans in flight do not touch these blocks, later ones may.
         """

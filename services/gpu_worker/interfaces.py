@@ -28,7 +28,7 @@ class CompletedPlan:
     slot_results: list[SlotResult]  # besides `decode_outputs`
     stamp_s: float  # CLOCK_REALTIME when the host saw that it was done
     step_s: float  # from launch to completion, less the wait for earlier steps
-    failed_fetches: list[int]  # blocks whose fetch failed
+    failed_fetches: list[int]  # blocks that were not fetched
     launch_s: float = 0.0  # host time to launch the step; 0 where the host computes it
     decode_outputs: DecodeOutputs | None = None
 
@@ -80,7 +80,7 @@ class OffloadableRunner(StepRunner, Protocol):
     """A runner that can give its memory back for a while."""
 
     def release_memory(self, weights: bool = True) -> None:
-        """Frees the memory of KV, whose contents are lost, and of weights, which move to host memory."""
+        """Frees the memory of KV, with its contents, and of weights, which move to host memory."""
 
     def reclaim_memory(self, weights: bool = True, kv: bool = True) -> None:
         """Takes the named memory back. With both it runs as before `release_memory`, with an empty KV cache."""

@@ -32,7 +32,7 @@ class KVMemoryNeed:
 
     @property
     def tokens_useful(self) -> int:
-        """Tokens that one sequence can use at a time: those it holds and one step of its prompt."""
+        """Tokens that one sequence can use at a time: the held ones and one step of its prompt."""
         return min(self.max_model_len, self.tokens_held + self.max_step_tokens)
 
 

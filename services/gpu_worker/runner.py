@@ -40,7 +40,7 @@ class RunAhead(DeviceSteps, Protocol):
 class Runner:
     """One step from plan to results: forward, sample, collect. Owns the batch and the way back from sleep.
 
-    Steps whose slots all sample on the device run ahead of the host. Any other step waits until no step is in flight
+    Steps run ahead of the host if all their slots sample on the device. Any other step waits until no step is in flight
     and then runs synchronously.
     """
 

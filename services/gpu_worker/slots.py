@@ -109,7 +109,7 @@ class Slots:
         self.num_computed[slots] += counts
 
     def advance_ahead(self, slots: Ints, counts: Ints) -> None:
-        """As `advance`, for a step in flight: after its last token a slot gets one more, whose id comes later."""
+        """As `advance`, for a step in flight: after its last token a slot gets one more; its id comes later."""
         positions = self.num_computed[slots] + counts
         self.num_computed[slots] = positions
         self.num_tokens[slots] += positions == self.num_tokens[slots]

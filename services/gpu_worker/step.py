@@ -19,7 +19,7 @@ class Attend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LogitsIndices:
-    """Tokens whose logits a step needs: the last one of each sequence. [n] int64 each."""
+    """Tokens that a step needs logits of: the last one of each sequence. [n] int64 each."""
 
     rows: Tensor  # index among the step's tokens; any for padding
     slots: Tensor  # below 0: padding

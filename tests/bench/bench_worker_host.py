@@ -18,10 +18,10 @@ import torch
 from rig import Row, median, table
 
 from blockyard.kernels.slots.advance_slots import NUM_RESULTS, SlotOutcome
-from blockyard.services.gpu_worker.answers import packed
 from blockyard.services.gpu_worker.execution.device_loop import DeviceLoop, InFlightStep
 from blockyard.services.gpu_worker.execution.device_slots import DeviceSlots
 from blockyard.services.gpu_worker.sampling.sampler import Sampler
+from blockyard.services.gpu_worker.service import packed
 from blockyard.services.gpu_worker.slots import Slots
 from blockyard.shared.messages import Sampling, SlotRun, SlotStart, StepPlan, StepResult, WorkerIn
 

@@ -212,7 +212,7 @@ class DecodeSteps:
         return bool(self._missing)
 
     def capture_again(self, rows: int) -> None:
-        """Drops the graphs of a size whose kernels have changed; `capture_one` makes new ones."""
+        """Drops the graphs of a size after its kernels have changed; `capture_one` makes new ones."""
         for size in [one for one in self._graphs if one.rows == rows]:
             del self._graphs[size]
             self._missing.append(size)

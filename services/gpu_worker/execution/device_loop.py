@@ -64,7 +64,7 @@ class InFlightStep:
 class DeviceLoop:
     """Launches steps and collects them in order.
 
-    Lengths in `Batch.slots` are those after all steps in flight, as if no slot ended in them; a slot that ends is
+    Lengths in `Batch.slots` count all steps in flight, as if no slot ended in them; a slot that ends is
     skipped by later steps. Token ids arrive when a step is collected.
     """
 
@@ -258,7 +258,7 @@ class DeviceLoop:
         return CompletedPlan(flight.plan, results, time.time(), step_s, failed, flight.launch_s, rows)
 
     def _take_other(self, flight: InFlightStep, row: int, outcome: SlotOutcome, held: bool) -> None:
-        """A row that did not sample, or whose sequence ended."""
+        """Handles a row that did not sample, or that ended its sequence."""
         slot, (token, length) = int(flight.slots[row]), flight.entry.results[1:, row].tolist()
         if outcome == SlotOutcome.PART:
             flight.results.append(SlotResult(slot, [], length))

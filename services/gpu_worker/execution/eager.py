@@ -12,7 +12,7 @@ from blockyard.services.gpu_worker.attention.gathered_kv import ROOM
 from blockyard.services.gpu_worker.batch import Batch
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.models.interface import Model
-from blockyard.services.gpu_worker.sampling.prompt_logprobs import PromptLogprobs
+from blockyard.services.gpu_worker.sampling.logprobs import PromptLogprobs
 from blockyard.services.gpu_worker.step import Step
 from blockyard.shared.messages import FinishReason, SlotResult
 
@@ -82,7 +82,7 @@ class HostSteps:
         return slots, begin, self._model.forward(step)
 
     def _sample(self, slots: Ints, last: Ints, hidden: Tensor, logits: Tensor | None) -> list[SlotResult]:
-        """Samples slots whose tokens are all computed. last: each slot's last row of `hidden`.
+        """Samples slots that have computed all their tokens. last: each slot's last row of `hidden`.
 
         logits: of all rows, if the step has computed them.
         """

@@ -1,4 +1,4 @@
-"""CUDA graphs of steps with prefill, whose kernels may take less time than the host needs to launch them.
+"""CUDA graphs of steps with prefill: launching their kernels may take the host longer than the device runs.
 
 A step is padded to a size: rows of decodes, tokens and number of prompts. Its kernels read everything else from words
 on the device, which each step rewrites. Sizes are captured at the start, in idle times, and beside steps that keep

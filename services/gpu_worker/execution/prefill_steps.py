@@ -89,7 +89,7 @@ def fill(words: Tensor, descriptor: BatchDescriptor, slots: Ints, counts: Ints, 
         positions[row:end] = np.arange(begin, stop)
         index[row:end] = np.arange(begin + 1, stop + 1)
         owners[row:end] = slot
-        due = int(table.num_tokens[slot]) - 1 - begin  # the first row whose next token is sampled
+        due = int(table.num_tokens[slot]) - 1 - begin  # the first row before a sampled token
         if due < count:
             sampled_slots[row + max(due, 0) : end] = slot
             is_due = True
@@ -131,7 +131,7 @@ class SamplerInput:
 
 
 class PrefillStep:
-    """A step whose words, as `fill` wrote them, are on the device."""
+    """A step with its words, as `fill` wrote them, on the device."""
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ class PrefillStep:
         return SamplerInput(last, counts, self._steps.model.logits(hidden) if is_due else None)
 
     def sample(self, due: SamplerInput, needs_processing: bool) -> None:
-        """Samples slots whose tokens are all computed, and advances all. needs_processing: see `DecodeSteps.sample`."""
+        """Samples slots that have computed all tokens, advances all. needs_processing: see `DecodeSteps.sample`."""
         if due.logits is not None:
             self._steps.sample_rows(due.last, due.logits, needs_processing, due.counts)
         else:

@@ -53,7 +53,7 @@ class BlockHashes:
         self._excluded.clear()
 
     def on_saved(self, saves: Iterable[BlockSave], good: Iterable[BlockSave]) -> None:
-        """Host blocks of `saves` are overwritten; those of `good` have valid contents."""
+        """Host blocks of `saves` are overwritten; the ones in `good` have valid contents."""
         for save in saves:
             self._host.pop(save.host, None)
         self._host.update((save.host, save.block_hash) for save in good)

@@ -1,12 +1,19 @@
-"""Moves blocks between the pool and host memory, and tracks slots whose fetches failed."""
+"""Moves blocks between the pool and host memory, tracks slots of failed fetches, and copies blocks within the pool.
+
+A forked sequence needs its own copy of the last block if that is not full.
+"""
 
 from collections.abc import Iterable
 
 import numpy as np
+import torch
 
 from blockyard.services.gpu_worker.kv.block_hashes import BlockHashes
+from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.kv_transfer.host_store import BlockStore
-from blockyard.shared.messages import BlockFetch, BlockSave, SlotBlocks, SlotStart, StepPlan
+from blockyard.shared.messages import BlockCopy, BlockFetch, BlockSave, SlotBlocks, SlotStart, StepPlan
+
+AT_ONCE = 64  # blocks; bounds the temporary memory
 
 
 class Transfers:
@@ -18,7 +25,7 @@ class Transfers:
     def __init__(self, block_hashes: BlockHashes, block_size: int, store: BlockStore | None) -> None:
         self.slots_without_kv: set[int] = set()
         self._block_hashes, self._block_size, self._store = block_hashes, block_size, store
-        self._blocks_without_kv: set[int] = set()  # blocks whose contents are not what plans expect
+        self._blocks_without_kv: set[int] = set()  # blocks without the contents that plans expect
         self._failed: dict[int, list[int]] = {}  # blocks by number of the plan that fetched them
 
     def reset(self) -> None:
@@ -42,7 +49,7 @@ class Transfers:
                 self._blocks_without_kv.add(copy.dst)
 
     def pop_failed_fetches(self, plan: StepPlan) -> list[int]:
-        """Blocks of a plan whose fetch failed, for its result."""
+        """Blocks that a plan failed to fetch, for its result."""
         return self._failed.pop(plan.number, [])
 
     def starts_without_kv(self, start: SlotStart) -> bool:
@@ -79,3 +86,17 @@ class Transfers:
         failed = sorted(set(blocks) - {fetch.block for fetch in good})
         self._blocks_without_kv.update(failed)
         return failed
+
+
+@torch.inference_mode()
+def copy_blocks(pool: KVPool, names: BlockHashes, copies: list[BlockCopy]) -> None:
+    """Copies in all layers, on the stream of steps: after earlier plans and before this plan's runs.
+
+    No block is both source and destination. Blocks outside of the pool are skipped: their slots fail at their start.
+    """
+    known = [(c.src, c.dst) for c in copies if 0 <= c.src < pool.num_blocks and 0 <= c.dst < pool.num_blocks]
+    for first in range(0, len(known), AT_ONCE):
+        pairs = np.array(known[first : first + AT_ONCE], np.int64).T
+        names.invalidate(pairs[1])
+        src, dst = torch.from_numpy(pairs).to(pool.device, non_blocking=True)
+        pool.memory.index_copy_(1, dst, pool.memory.index_select(1, src))

@@ -58,7 +58,7 @@ class MockSlot:
     prompt_logprobs_next: int
     trail: Trail  # of all tokens
     finished: bool = False
-    lost: bool = False  # it started on blocks whose fetch failed: it produces no results
+    lost: bool = False  # it started on blocks of a failed fetch: it produces no results
     num_passed: int = 0  # leading blocks outside of the window: they may have other owners
 
 

@@ -60,7 +60,7 @@ class MockKV:
 
     block_size: int
     hashes: dict[int, bytes] = field(default_factory=dict)
-    bad: set[int] = field(default_factory=set)  # blocks whose fetch failed, and blocks computed from them
+    bad: set[int] = field(default_factory=set)  # blocks of failed fetches, and blocks computed from them
     _held: dict[int, Held] = field(default_factory=dict)
     _host: dict[int, tuple[bytes, Held]] = field(default_factory=dict)  # hash and contents of a host block
 

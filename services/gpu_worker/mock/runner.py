@@ -5,7 +5,6 @@ from array import array
 from collections.abc import Callable
 
 from blockyard.services.gpu_worker.compilation.compile_processes import CompileProcesses
-from blockyard.services.gpu_worker.execution.synchronous import SynchronousSteps
 from blockyard.services.gpu_worker.interfaces import CompletedPlan
 from blockyard.services.gpu_worker.mock.batch import MockBatch, Pattern
 from blockyard.services.gpu_worker.mock.kv import MockKV
@@ -15,6 +14,26 @@ from blockyard.shared.messages import Geometry, SlotResult, StepPlan
 from blockyard.shared.process.service_main import rss_bytes
 
 BEHIND_S = 0.002  # a step that starts this soon after another one was waiting for it
+
+
+class SynchronousSteps:
+    """Keeps completed plans until they are collected. run: executes a plan. failed: its blocks without a fetch."""
+
+    def __init__(self, run: Callable[[StepPlan], list[SlotResult]], failed: Callable[[StepPlan], list[int]]) -> None:
+        self._run, self._failed = run, failed
+        self._done: list[CompletedPlan] = []
+
+    def __len__(self) -> int:
+        return len(self._done)
+
+    def launch(self, plan: StepPlan) -> None:
+        start = time.perf_counter()
+        slots = self._run(plan)
+        self._done.append(CompletedPlan(plan, slots, time.time(), time.perf_counter() - start, self._failed(plan)))
+
+    def collect(self) -> list[CompletedPlan]:
+        done, self._done = self._done, []
+        return done
 
 
 class MockRunner:

@@ -2,7 +2,7 @@
 
 - `logits_steps.LOGITS_STEPS`: the steps that change logits or limit the choice, in order, with their parameters.
 - `sampler.Sampler` samples on the host: `host_steps` implement the list, `topk_topp_sampler` chooses a token,
-  `metadata` holds the parameters of all slots, `logprobs` and `prompt_logprobs` report log-probabilities.
+  `metadata` holds the parameters of all slots, `logprobs` reports log-probabilities.
 - `device_steps.DeviceLogitsEdits` writes the same list into the slots of steps that run ahead; kernels read it there.
 
 To add a logits step:

@@ -1,7 +1,7 @@
 """The device's implementation of the logits steps: the host writes fields of a slot, the sampling kernels read them.
 
-A slot whose logits change has one of a few rows with counts of its tokens and its adjusted logits. The host samples a
-slot whose parameters the kernels do not support, or for which there is no row.
+A slot with changed logits has one of a few rows, with counts of its tokens and its adjusted logits. The host samples a
+slot with parameters that the kernels do not support, or without a free row.
 """
 
 import math

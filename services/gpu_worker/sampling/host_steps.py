@@ -82,7 +82,7 @@ class BadWords:
     def on_sampled(self, slots: list[int], token_ids: list[int]) -> None: ...
 
     def _completing(self, slot: int, table: Slots) -> list[int]:
-        """Last tokens of the words whose other tokens end the output."""
+        """Last tokens of words that the next token could complete."""
         first, end = table.slots[slot].num_prompt_tokens, int(table.num_tokens[slot])
         tokens = []
         for word in self._words[slot]:
@@ -147,7 +147,7 @@ class LogitBias:
 
 
 class Penalties:
-    """Repetition counts tokens of prompt and output; presence and frequency those of the output alone, as in vLLM."""
+    """Repetition counts tokens of prompt and output; presence and frequency count the output alone, as in vLLM."""
 
     def __init__(self, vocab_size: int, eos_token_ids: list[int], device: torch.device) -> None:
         self._device = device

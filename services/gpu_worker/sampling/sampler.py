@@ -45,7 +45,7 @@ class Sampler:
         self._parameters = [HOST_PARAMETERS[name] for name in names if name in HOST_PARAMETERS]
 
     def start(self, start: SlotStart) -> str:
-        """Starts a slot, whose token ids are valid. Returns why it cannot be sampled, empty if it can."""
+        """Starts a slot with valid token ids. Returns why it cannot be sampled, empty if it can."""
         slot, asked = start.slot, start.sampling
         problem = unsupported_reason(asked, self._vocab_size)
         if problem:

@@ -1,6 +1,6 @@
 """Samples a token for each row: the largest of logits / temperature plus Gumbel noise, within top-k, top-p and min-p.
 
-It sorts nothing. If the tokens within the limits are among the likeliest CANDIDATES, only those get noise; otherwise
+It sorts nothing. If the tokens within the limits are among the likeliest CANDIDATES, only these get noise; otherwise
 all tokens do, and the limits are checked on the winner. The choice of way depends on the row alone. Tokens tied with
 the last one within top-k or top-p are kept.
 """

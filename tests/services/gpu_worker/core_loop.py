@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from plan_driver import as_bytes
 from token_rows import steps_of
 
-from blockyard.services.gpu_worker.answers import packed
 from blockyard.services.gpu_worker.runner import Runner
+from blockyard.services.gpu_worker.service import packed
 from blockyard.services.scheduler.core import Scheduler, SchedulerSettings
 from blockyard.services.scheduler.workers.worker_groups import BatchLimits
 from blockyard.shared.messages import (

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from blockyard.services.gpu_worker.answers import packed
 from blockyard.services.gpu_worker.interfaces import CompletedPlan
 from blockyard.services.gpu_worker.rows import DecodeTokens
+from blockyard.services.gpu_worker.service import packed
 from blockyard.shared.messages import NO_TOKEN, FinishReason, SlotResult, SlotRun, StepPlan, TokenLogprobs
 from blockyard.shared.token_ids import unpack
 
