@@ -1,6 +1,6 @@
 """`blockyard bench WHAT`: dispatches to the benchmarks."""
 
-import subprocess
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -55,12 +55,11 @@ def _main_of(what: str) -> Callable[[Sequence[str]], int]:
 
 
 def kernels(args: Sequence[str]) -> int:
-    """`blockyard bench kernels`: the worker's own benchmark in a process of its own, which loads torch.
+    """`blockyard bench kernels`: replaces this process with the worker's benchmark, which loads torch.
 
-    Returns the exit code: 2 without a GPU or for an unknown family.
+    Its exit code is 2 without a GPU or for an unknown family.
     """
-    if {"-h", "--help"} & {*args}:
-        print(KERNELS_USAGE)
-        return 0
-    command = [sys.executable, "-P", "-m", "blockyard.services.gpu_worker.bench", *args]
-    return subprocess.run(command, check=False).returncode
+    if not {"-h", "--help"} & {*args}:
+        os.execv(sys.executable, [sys.executable, "-P", "-m", "blockyard.services.gpu_worker.bench", *args])
+    print(KERNELS_USAGE)
+    return 0
