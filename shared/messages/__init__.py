@@ -1,9 +1,10 @@
 """Every frame that crosses a process boundary, one module a conversation.
 
-All names are imported from this package. New fields go last, with a default. Token ids of prompts are bytes
-(little-endian uint32), and so are block hashes (16 bytes a block): services that only forward them never decode them.
-Incarnations are 64 random bits, compared for equality and never ordered. Each socket accepts one union of frames,
-defined here (`GatewayIn`, `SchedulerIn`, ...). Imports go from the conversations to `base`, never back.
+All names are imported from this package; pyproject.toml lets mypy and ruff accept these re-exports. New fields go last,
+with a default. Token ids of prompts are bytes (little-endian uint32), and so are block hashes (16 bytes a block):
+services that only forward them never decode them. Incarnations are 64 random bits, compared for equality and never
+ordered. Each socket accepts one union of frames, defined here (`GatewayIn`, `SchedulerIn`, ...). Imports go from the
+conversations to `base`, never back.
 """
 
 from blockyard.shared.messages.base import NO_TOKEN, PROTOCOL_VERSION, FinishReason, Frame, Hello, Record, Role
@@ -102,87 +103,3 @@ SchedulerIn = (
 )
 DetokenizerIn = TokenBatch
 WorkerIn = Attach | StepPlan | Sleep | Wake
-
-__all__ = [
-    "DEFAULT_SAMPLING",
-    "NO_TOKEN",
-    "PROTOCOL_VERSION",
-    "STEP_TOKENS",
-    "Accepted",
-    "Announce",
-    "AskMembers",
-    "AskStats",
-    "Attach",
-    "Attached",
-    "Beam",
-    "BeamStop",
-    "BlockCopy",
-    "BlockFetch",
-    "BlockSave",
-    "Broken",
-    "Cancel",
-    "ChoiceState",
-    "Control",
-    "ControlVerb",
-    "Controlled",
-    "Detokenize",
-    "Detokenized",
-    "DetokenizerIn",
-    "Fenced",
-    "FinishReason",
-    "Frame",
-    "FullBlock",
-    "GatewayIn",
-    "Generate",
-    "Geometry",
-    "Hello",
-    "Leave",
-    "LinkLost",
-    "Member",
-    "MemberIn",
-    "Members",
-    "MemoryTag",
-    "ModelCard",
-    "OutOfStep",
-    "PastText",
-    "PathLost",
-    "QueueCapacity",
-    "QueueCapacityChanged",
-    "Record",
-    "RefusalCount",
-    "Refused",
-    "RegistryIn",
-    "Role",
-    "Sampling",
-    "SchedulerIn",
-    "Scrape",
-    "Scraped",
-    "Sleep",
-    "Slept",
-    "SlotBlocks",
-    "SlotResult",
-    "SlotRun",
-    "SlotStart",
-    "Stats",
-    "StatsTold",
-    "StepPlan",
-    "StepResult",
-    "Stop",
-    "StreamOpen",
-    "StreamRef",
-    "TenantShare",
-    "TextBatch",
-    "TextDelta",
-    "TextLogprobs",
-    "TextOptions",
-    "TextRejected",
-    "TokenBatch",
-    "TokenLogprobs",
-    "TokenRows",
-    "TokenStep",
-    "Tokenize",
-    "Tokenized",
-    "TokenizerIn",
-    "Wake",
-    "WorkerIn",
-]
