@@ -133,7 +133,7 @@ class Scheduler:
         if not isinstance(frame, Generate) or len(self.groups) < 2:
             self._groups.mark_dirty(self.groups.values())  # it may allow a plan in any group
         match frame:
-            case Generate():  # with several groups, the router marks the one that gets it
+            case Generate():  # with several groups, the router marks one of them
                 self._gateways.add(peer)
                 self._request_handler.generate(peer, frame, now)
             case Cancel() | Stop() | PathLost():
@@ -185,7 +185,7 @@ class Scheduler:
             self._outbox.answer(incarnation, PathLost(incarnation))  # it may be alive behind a broken link
 
     def step(self, now: float) -> list[Outgoing]:
-        """Admits, builds plans, and returns what is to be sent: plans first, because workers wait for them."""
+        """Admits, builds plans, and returns the frames to send: plans first, because workers wait for them."""
         acceptance, quarantine = self._request_handler.acceptance, self._admission_delay.quarantine
         if quarantine.probations:
             quarantine.update()

@@ -1,4 +1,4 @@
-"""What a scheduler is told by its settings; the simulator reads them with the same words."""
+"""Translates SchedulerConfig to SchedulerSettings, for the scheduler and the simulator."""
 
 from blockyard.services.scheduler.batch.partial_prefill_limits import PartialPrefillLimits
 from blockyard.services.scheduler.core import SchedulerSettings

@@ -25,7 +25,7 @@ class Lifecycle:
         self.requests[request.id] = request
 
     def end(self, sequence: Sequence) -> None:
-        """Ends a sequence whose last step has been sent. Its results in flight are dropped."""
+        """Ends a sequence whose last tokens have been sent. Results in flight are ignored."""
         request = sequence.request
         request.remove_sequence(sequence)
         if sequence.outputs and not request.has_fixed_length:
@@ -88,7 +88,7 @@ class Lifecycle:
         self._queue(running.sequence)
 
     def reschedule(self, group: WorkerGroup, running: RunningSequence) -> None:
-        """Starts a sequence again whose blocks were invalidated. Its results in flight are dropped."""
+        """Restarts a sequence after its blocks were invalidated. Results in flight are ignored."""
         for record in group.in_flight:
             record.drop(running)
         if running.sequence.hypothesis is not None:

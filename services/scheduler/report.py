@@ -1,4 +1,4 @@
-"""What a scheduler tells people: a line every few seconds, and that it had to preempt."""
+"""Log lines of a scheduler: statistics every few seconds, and warnings of preemptions."""
 
 import logging
 
@@ -10,7 +10,7 @@ WARN_EVERY = 50  # preemptions
 
 
 class StatsLog:
-    """Compares counters with those of the last time."""
+    """Logs the difference between two readings of the counters."""
 
     def __init__(self, interval_s: float, enabled: bool, now: float) -> None:
         self._interval_s, self._enabled = interval_s, enabled
@@ -22,7 +22,7 @@ class StatsLog:
         return now - self._since >= self._interval_s
 
     def log(self, stats: Stats, now: float) -> None:
-        """Logs what was going on since the last time; nothing if nothing was."""
+        """Logs rates since the last call; nothing if the scheduler was idle."""
         self.warn(stats)
         elapsed_s = now - self._since
         last, self._last, self._since = self._last, stats, now
@@ -44,7 +44,7 @@ class StatsLog:
             )
 
     def warn(self, stats: Stats) -> None:
-        """The first preemption and every fiftieth after it."""
+        """Warns of the first preemption and of every fiftieth after it."""
         num_preemptions = stats.preemptions_total - stats.displaced_total
         if num_preemptions >= self._warn_at:
             self._warn_at = num_preemptions - num_preemptions % WARN_EVERY + WARN_EVERY

@@ -1,4 +1,4 @@
-"""The scheduler's loop, a plain thread: drain the links, decide, send."""
+"""The scheduler's loop, a plain thread: receive, step, send."""
 
 import gc
 import threading
@@ -14,9 +14,9 @@ from blockyard.shared.bus.member_list import Changed, Event, Gone, Joined
 from blockyard.shared.messages import AskStats, Frame, ModelCard, SchedulerIn, Stats, StatsTold
 from blockyard.shared.process.service_main import rss_bytes
 
-TICK_S = 0.25  # at most this late are deadlines, reports and SIGTERM
+TICK_S = 0.25  # longest wait for a frame; reports and SIGTERM may be this late
 STATS_S = 0.5
-COLLECT_S = 10.0  # between collections, which happen only when nothing is in flight
+COLLECT_S = 10.0  # between garbage collections, which run only while no plan is in flight
 
 
 class SchedulerLinks(Protocol):
@@ -41,7 +41,7 @@ class Service:
         """Serves until `stopped` is set. Raises FencedError when another scheduler has taken over."""
         gc.collect()
         gc.freeze()
-        gc.disable()  # a full collection would hold up a step by milliseconds
+        gc.disable()  # a full collection would delay a step by milliseconds
         while not stopped.is_set():
             for peer, event in self._links.poll(self._timeout(time.monotonic())):
                 self.on_event(peer, event, time.monotonic())
@@ -59,7 +59,7 @@ class Service:
                 self._core.on_message(peer, event, now)
 
     def step(self, now: float) -> None:
-        """Sends what the core decided; a member that cannot be sent to is lost, and that is decided upon again."""
+        """One step of the core, and another one if a frame could not be sent: that member is lost."""
         outgoing = self._core.step(now)
         while outgoing:
             lost = {o.to for o in outgoing if not self._send(o) and o.side is LinkSide.OURS}
@@ -77,7 +77,7 @@ class Service:
         core = self._core
         if core.card is not self._card or core.phase != self._phase:
             self._card, self._phase = core.card, core.phase
-            ready = core.card is not None  # and stays so while a worker is away: requests wait
+            ready = core.card is not None  # stays True while a worker is away: requests wait
             self._links.update(card=core.card, ready=ready, phase=core.phase, notes=core.notes)
         if now >= self._stats_at:
             self._stats_at = now + STATS_S

@@ -30,20 +30,20 @@ _by_key = attrgetter("key")
 
 @dataclass(slots=True)
 class BatchRows:
-    """Those of a lane whose text one detokenizer makes, side by side, as of one plan. Not to be changed."""
+    """Batch rows of one detokenizer in one plan. Immutable."""
 
     text_outbox: DetokenizerOutbox
     sequences: list[RunningSequence]
     slots: "array[int]"
-    outputs: "list[array[int]]"  # of their choices
-    streams: "array[int]"  # what the detokenizer calls them
-    accounts: dict[TokenAccount, int]  # how many rows each pays for
+    outputs: "list[array[int]]"  # of their sequences
+    streams: "array[int]"  # their numbers at the detokenizer
+    accounts: dict[TokenAccount, int]  # rows of each account
 
     def __len__(self) -> int:
         return len(self.sequences)
 
     def without(self, places: Iterable[int]) -> "BatchRows":
-        """All but these."""
+        """The rows except those at `places`."""
         sequences, slots, outputs = self.sequences.copy(), self.slots[:], self.outputs.copy()
         streams, accounts = self.streams[:], self.accounts.copy()
         for i in sorted(places, reverse=True):
@@ -55,12 +55,12 @@ class BatchRows:
 
 
 class OutboxRows:
-    """BatchRows that change: one who leaves has the last one in its place."""
+    """The current rows of one detokenizer. A removed row is replaced by the last one."""
 
     def __init__(self, text_outbox: DetokenizerOutbox) -> None:
         self.runs: list[SlotRun] = []
         self._rows = BatchRows(text_outbox, [], array("I"), [], array("I"), {})
-        self._snapshot: BatchRows | None = None  # as it is now
+        self._snapshot: BatchRows | None = None  # of `_rows`, until they change
 
     def add(self, running: RunningSequence) -> None:
         now, sequence = self._rows, running.sequence
@@ -104,30 +104,29 @@ class OutboxRows:
 
 
 class DecodeBatch:
-    """The lane of one worker group. `advance` belongs to each plan that is sent."""
+    """The decode batch of one worker group. `advance_all` is called for each plan that has decodes."""
 
     def __init__(self, block_size: int) -> None:
-        self.outside: list[RunningSequence] = []  # those of the group's seats that are not in here, by key
+        self.outside: list[RunningSequence] = []  # the group's other running sequences, by key
         self._progress = SharedProgress()
         self._block_size = block_size
         self._rows_by_outbox: dict[DetokenizerOutbox, OutboxRows] = {}
-        self._due_steps: defaultdict[int, list[RunningSequence]] = defaultdict(
-            list
-        )  # by what the pace will have granted then
+        # by the progress at which the sequences are handled one by one
+        self._due_steps: defaultdict[int, list[RunningSequence]] = defaultdict(list)
         self.num_sequences = 0
 
     def __len__(self) -> int:
         return self.num_sequences
 
     def add(self, running: RunningSequence) -> None:
-        """A new seat of the group."""
+        """A new running sequence, outside the batch at first."""
         insort(self.outside, running, key=_by_key)
 
     def has(self, running: RunningSequence) -> bool:
         return running.progress is self._progress
 
     def accepts(self, running: RunningSequence) -> bool:
-        """Whether a seat that is to decode now may do so in here, and not only for its last token."""
+        """Whether a sequence may join: it decodes, for more than one step, and its results are plain tokens."""
         sequence = running.sequence
         return (
             running.has_sampled
@@ -138,7 +137,7 @@ class DecodeBatch:
         )
 
     def join(self, running: RunningSequence, number: int) -> None:
-        """From the plan of this number on, which is being made, it decodes here."""
+        """Adds a sequence, beginning with plan `number`, which is being built."""
         text_outbox = running.sequence.request.text_outbox
         assert text_outbox is not None
         self.outside.remove(running)
@@ -159,27 +158,27 @@ class DecodeBatch:
         insort(self.outside, running, key=_by_key)
 
     def clear(self) -> None:
-        """All leave."""
+        """Moves all sequences outside."""
         for outbox_rows in self._rows_by_outbox.values():
             for running in outbox_rows.snapshot().sequences:
                 self.leave(running)
 
     @property
     def num_due(self) -> int:
-        """Seats to be looked at before the next plan, at most."""
+        """An upper bound of the sequences that `take_due` handles."""
         return len(self._due_steps.get(self._progress.num_scheduled_tokens, ()))
 
     def take_due(self, leave: bool) -> list[RunningSequence]:
-        """Before a plan: returns the seats that have come to the end of a block.
+        """Returns the sequences at the end of a block. Called before each plan.
 
-        Those with one more token to go leave, or, if `leave`, all that are due.
+        A sequence with one more token to compute leaves the batch; with `leave`, all due sequences leave.
         """
         progress, now, size = self._progress, self._progress.num_scheduled_tokens, self._block_size
         at_end: list[RunningSequence] = []
         for running in self._due_steps.pop(now, ()):
             if running.progress is not progress or running.due_step != now:
-                continue  # it has left since
-            running.due_step = NEVER  # who left and came back may be there twice
+                continue  # it has left the batch
+            running.due_step = NEVER  # the list may have a sequence twice that left and joined again
             num_scheduled_tokens = running.own_tokens + now
             is_at_end = num_scheduled_tokens % size == 0
             if is_at_end:
@@ -191,7 +190,7 @@ class DecodeBatch:
         return at_end
 
     def advance_all(self, number: int) -> tuple[list[SlotRun], list[BatchRows]]:
-        """All run in the plan of this number, which is about to be sent: how the plan and its record say it."""
+        """Schedules one token of every sequence in plan `number`. Returns the runs and the rows of the plan."""
         if not self.num_sequences:
             return [], []
         self._progress.num_scheduled_tokens += 1
@@ -205,9 +204,9 @@ class DecodeBatch:
         return runs, [outbox_rows.snapshot() for outbox_rows in nonempty]
 
     def _set_due_step(self, running: RunningSequence, num_scheduled_tokens: int, least: int) -> None:
-        """It is to be looked at where a block ends, and before its last token; the plans before that it goes through.
+        """Sets when a sequence is due: at the end of a block, or before its last token.
 
-        `least`: what it will have been granted when it may be looked at first.
+        `least`: its scheduled tokens when it may be due at the earliest.
         """
         size = self._block_size
         at = -(-least // size) * size

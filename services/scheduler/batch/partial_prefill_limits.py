@@ -1,8 +1,8 @@
-"""How prompts in the making divide what decodes leave of a step, so that a long one does not keep out the short ones.
+"""Divides the prefill tokens of a step between prompts, so that a long prompt does not delay short ones.
 
-With one partial prefill at a time (the default) prompts are computed in their order, and the one that comes to its
-step's end goes on in the next. With more, long prompts come last in each plan: they leave room for others, and take
-what these do not need.
+With one partial prefill at a time (the default) prompts are computed in order, and the last prompt of a step continues
+in the next. With more, long prompts are scheduled last in each plan: some tokens are reserved for them, and they also
+take what short prompts do not need.
 """
 
 from collections.abc import Iterator
@@ -15,18 +15,18 @@ from blockyard.services.scheduler.workers.worker_groups import WorkerGroup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartialPrefillLimits:
-    max_partial: int = 1  # prompts that may be computed in parts at a time
-    max_long: int = 1  # of those, long ones
-    long_tokens: int = 0  # longer prompts are long; 0: 4 % of the model's length
+    max_partial: int = 1  # prompts that may be unfinished at a time
+    max_long: int = 1  # long prompts that may be unfinished at a time
+    long_tokens: int = 0  # a prompt with more is long; 0: 4 % of the model's length
     whole_prompts: bool = False  # no chunked prefill: a prompt waits for a step that takes all of it
 
     def is_long(self, group: WorkerGroup, num_tokens: int) -> bool:
-        """So many tokens are to be computed of a prompt."""
+        """Whether a prompt with `num_tokens` left to compute is long."""
         return self.max_partial > 1 and num_tokens > (self.long_tokens or group.max_model_len // 25)
 
 
 class LongPrefills:
-    """Those of one plan."""
+    """The long prompts of one plan."""
 
     def __init__(self, limits: PartialPrefillLimits, token_budget: int) -> None:
         self._sequences: list[RunningSequence] = []
@@ -35,7 +35,7 @@ class LongPrefills:
 
     @property
     def reserved_tokens(self) -> int:
-        """Tokens of the step that others leave to them."""
+        """Tokens of the step that only long prompts may use."""
         return len(self._sequences) * self._tokens_each
 
     def add(self, running: RunningSequence) -> None:
@@ -45,11 +45,11 @@ class LongPrefills:
         return len(self._sequences) < self._limits.max_long
 
     def may_split(self, could_be_whole: bool) -> bool:
-        """Whether another prompt may be computed in part; `could_be_whole`: another step would take all of it."""
+        """Whether another prompt may be split. `could_be_whole`: a later step would fit all of it."""
         return len(self._sequences) < self._limits.max_partial and not (self._limits.whole_prompts and could_be_whole)
 
     def split_tokens(self, token_budget: int) -> Iterator[tuple[RunningSequence, int]]:
-        """What is left of the step in the end, `budget` tokens of it: seats and their tokens."""
+        """Divides the tokens that are left in the step between the long prompts."""
         for i, running in enumerate(self._sequences):
             num_tokens = min(
                 running.prefill_end - running.num_scheduled_tokens, token_budget // (len(self._sequences) - i)
@@ -60,20 +60,20 @@ class LongPrefills:
 
 
 class DeferredPrompts:
-    """Long prompts that wait until another one is done, and are passed by others meanwhile."""
+    """Long prompts that wait for another long prompt to finish; shorter ones may start before them."""
 
     def __init__(self, waiting: WaitingQueue) -> None:
         self._waiting = waiting
-        self._deferred: list[tuple[int, Sequence]] = []  # with tickets: those that have another one have gone
+        self._deferred: list[tuple[int, Sequence]] = []  # with its ticket: if the sequence has another one, it has left
 
     def defer(self, sequence: Sequence) -> None:
-        if sequence.is_held:  # at a group's desk
+        if sequence.is_held:  # in a group's queue
             self._waiting.requeue(sequence)
         self._waiting.hold(sequence)
         self._deferred.append((sequence.ticket, sequence))
 
     def release(self) -> None:
-        """They are among the others again."""
+        """Puts all back into the order of the queue."""
         sequences, self._deferred = self.sequences(), []
         for sequence in sequences:
             self._waiting.requeue(sequence)

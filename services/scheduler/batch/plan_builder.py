@@ -13,7 +13,7 @@ class PlanRecord:
     """A plan in flight. It keeps the sequence of each slot, because a slot may be reused before the result is in."""
 
     number: int
-    sequences: dict[int, RunningSequence] = field(default_factory=dict)  # by slot, those outside the decode batch
+    sequences: dict[int, RunningSequence] = field(default_factory=dict)  # outside the decode batch, by slot
     chunk_sizes: dict[int, int] = field(default_factory=dict)  # tokens scheduled of a slot, where it is not one
     rows: list[BatchRows] = field(default_factory=list)  # of the decode batch
     runs: list[SlotRun] = field(default_factory=list)  # in the plan's order: the rows, then `sequences`

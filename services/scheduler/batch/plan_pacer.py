@@ -117,29 +117,29 @@ class StepTimes:
 
 
 class PlanPacer:
-    """The plans of a group that are in flight, and how long they will take."""
+    """Predicts when the plans in flight of a group will be done."""
 
     def __init__(self, step_s: float, ahead: int | None) -> None:
-        """`step_s`: of a step with one decode, 0 if that is not known. `ahead`: plans that leave at once."""
+        """`step_s`: time of a step with one decode, 0: unknown. `ahead`: plans sent ahead at once; None: by time."""
         self.times = StepTimes(step_s)
         self._ahead = ahead
         # of each plan: its load, the least time that it takes, and whether another plan was in flight when it was sent
         self._in_flight: deque[tuple[StepLoad, float, bool]] = deque()
-        self._under_way_s = 0.0  # sum of those times
+        self._under_way_s = 0.0  # sum of these times
         self._oldest_began_s = 0.0
         self._extra_ahead_s = 0.0  # added because steps were late
         self._ended_s = 0.0  # the last step, by its worker's clock
 
     @property
     def text(self) -> str:
-        """For people."""
+        """For the start-up report."""
         if self._ahead is None:
             return f"plans leave {1000 * SEND_AHEAD_S:.0f} ms before the device needs them"
         return f"{self._ahead} plan{'s' if self._ahead != 1 else ''} ahead"
 
     @property
     def next_send_s(self) -> float:
-        """When the next plan may leave; infinite: not before a result."""
+        """When the next plan may be sent; infinity: after the next result."""
         num_under_way = len(self._in_flight)
         if not num_under_way:
             return 0.0
@@ -163,16 +163,17 @@ class PlanPacer:
         self._in_flight.append((load, seconds, bool(self._in_flight)))
 
     def on_completed(self, step_s: float, launch_s: float, ended_s: float, now: float) -> None:
-        """The oldest plan in flight.
+        """The oldest plan in flight has a result.
 
-        Its step took so long on its worker, by whose clock it ended then, and the host so long to launch it.
+        `step_s`: time of its step; `launch_s`: time of the worker's host to launch it; `ended_s`: its end by the
+        worker's clock.
         """
         load, seconds, followed = self._in_flight.popleft()
         self._under_way_s -= seconds
         self._oldest_began_s = now
         late_s = ended_s - self._ended_s - step_s if followed else 0.0
         if followed and launch_s > step_s - LATE_S and launch_s > SEND_AHEAD_S:
-            late_s = max(late_s, launch_s)  # the device had to wait for the host: sooner launched, sooner done
+            late_s = max(late_s, launch_s)  # the device waited for the host: an earlier launch would have ended earlier
         self._ended_s = ended_s
         self._extra_ahead_s *= AHEAD_FADE
         if late_s > LATE_S:
@@ -181,7 +182,7 @@ class PlanPacer:
 
 
 class WakeupTimers:
-    """Worker groups whose next plan is to be sent at a later time."""
+    """Times at which the next plan of a worker group may be sent."""
 
     def __init__(self) -> None:
         self.heap: list[tuple[float, int]] = []  # time and worker
@@ -201,7 +202,7 @@ class WakeupTimers:
         return self.heap[0][0] if self.heap else None
 
     def take_due(self, now: float) -> list[int]:
-        """Workers whose timer has run out."""
+        """Removes and returns the workers whose time has come."""
         workers = []
         while self.heap and self.heap[0][0] <= now:
             send_s, worker = heapq.heappop(self.heap)

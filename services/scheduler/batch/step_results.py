@@ -1,4 +1,4 @@
-"""What a StepResult means for the choices that ran."""
+"""Applies a StepResult to the sequences that ran in its plan."""
 
 from array import array
 from bisect import bisect_left
@@ -15,17 +15,17 @@ from blockyard.shared.messages import NO_TOKEN, STEP_TOKENS, FinishReason, SlotR
 
 
 class StepResults:
-    """Turns results into TokenSteps and ends what the worker ended. Counts what it saw."""
+    """Sends new tokens to detokenizers, ends finished sequences, and counts tokens."""
 
     def __init__(self, waiting: WaitingQueue, lifecycle: Lifecycle, beam_scheduler: BeamScheduler) -> None:
         self.num_output_tokens = 0
-        self.num_prompt_tokens = 0  # of prompts and of what was computed again
-        self.step_sizes = [0] * (len(STEP_TOKENS) + 1)  # steps by tokens computed of prompts plus generated
+        self.num_prompt_tokens = 0  # including tokens computed again
+        self.step_sizes = [0] * (len(STEP_TOKENS) + 1)  # histogram of steps by their tokens
         self.num_step_tokens = 0
         self._waiting, self._lifecycle, self._beam_scheduler = waiting, lifecycle, beam_scheduler
 
     def apply(self, group: WorkerGroup, record: PlanRecord, result: StepResult) -> None:
-        """Slots that did not run in the plan are ignored; those that did and are silent produced nothing."""
+        """Results of slots that did not run in the plan are ignored. A slot without a result computed nothing."""
         before = self.num_prompt_tokens + self.num_output_tokens
         if result.failed_fetches:
             self._unfetched(group, record, result.failed_fetches)
@@ -44,7 +44,7 @@ class StepResults:
             self.step_sizes[bisect_left(STEP_TOKENS, num_tokens)] += 1
 
     def _tokens(self, group: WorkerGroup, record: PlanRecord, result: StepResult) -> None:
-        """Those of slots that have no more to say. In `record.seats` are the others after it, rows among them."""
+        """Applies results that are a single token. Slots without one are in `record.sequences` after it."""
         token_ids, begin = array("I", result.token_ids), 0
         alone: list[tuple[int, int]] = []  # slots and tokens
         for rows in record.rows:
@@ -64,7 +64,7 @@ class StepResults:
                 )
 
     def _rows(self, rows: BatchRows, tokens: "array[int]", stamp_s: float) -> None:
-        """One token each, at C's speed: this is what a step consists of."""
+        """One token for each row, in loops that run in C: the largest part of a step."""
         if tokens:
             firsts = array("I", map(len, rows.outputs))
             rows.text_outbox.stamp(stamp_s)
@@ -85,10 +85,7 @@ class StepResults:
     def _take(
         self, group: WorkerGroup, running: RunningSequence, slot: SlotResult, num_scheduled_tokens: int, stamp_s: float
     ) -> None:
-        """What a slot produced goes to its text, and to what is known of its choice.
-
-        A step may compute less than granted: the rest is to be granted again.
-        """
+        """Applies the result of one slot. Tokens that were scheduled and not computed are to be scheduled again."""
         sequence, finish, num_tokens = running.sequence, slot.finish, len(slot.token_ids)
         num_computed = slot.num_computed
         done = num_computed - running.num_computed_tokens
@@ -101,7 +98,7 @@ class StepResults:
             group.kv_cache.mark_block_full(running)
         if num_tokens:
             if finish is None and sequence.num_tokens + num_tokens >= running.max_num_tokens:
-                finish = FinishReason.LENGTH  # where the worker's own limit is farther than ours
+                finish = FinishReason.LENGTH  # the limit of the worker may be larger
             self.num_output_tokens += num_tokens
             if sequence.request.account is not None:
                 sequence.request.account.charge(num_tokens)
@@ -132,7 +129,7 @@ class StepResults:
 
 
 def _places(tokens: "array[int]", token: int) -> set[int]:
-    """Where it is."""
+    """The indexes of a token."""
     places: set[int] = set()
     place = -1
     for _ in range(tokens.count(token)):

@@ -1,9 +1,9 @@
-"""Beam search over log-probabilities that somebody else computes: which hypotheses go on, and when to end.
+"""The algorithm of beam search, given the log-probabilities of each step.
 
 As in transformers' `generate(num_beams=...)`: a step ranks the continuations of all hypotheses by the sum of their
-log-probabilities. Those that end and are among the best `width` are finished; the best `width` of the others go on.
-A finished one is kept by its sum over its length (output tokens, the ending one included) to the power of the length
-penalty.
+log-probabilities. Continuations that end and are among the best `width` are finished; the best `width` of the others
+continue. The score of a finished one is its sum divided by its length (output tokens with the last one) to the power
+of the length penalty.
 """
 
 from array import array
@@ -17,11 +17,11 @@ from blockyard.shared.messages import Beam, BeamStop, FinishReason, Sampling, To
 
 @dataclass(slots=True)
 class Hypothesis:
-    """Output tokens with the sum of their log-probabilities, and what may follow them once that is known."""
+    """Output tokens with the sum of their log-probabilities, and the likeliest next tokens once they are computed."""
 
     outputs: "array[int]"
     total: float = 0.0
-    entries: list[TokenLogprobs] = field(default_factory=list)  # one a token, where asked for
+    entries: list[TokenLogprobs] = field(default_factory=list)  # one for each token, if requested
     top: TokenLogprobs | None = None  # the likeliest next tokens
 
     def set_top(self, top: TokenLogprobs) -> None:
@@ -52,15 +52,15 @@ class BeamSearch:
         self._stops, self._ignores_eos = set(sampling.stop_token_ids), sampling.ignore_eos
 
     def ends(self, eos: Sequence[int]) -> set[int]:
-        """Ids that end a hypothesis. Of each, as many of the likeliest tokens as these and `width` have to be known."""
+        """Ids that end a hypothesis. A step needs the likeliest `width` plus this many tokens of each hypothesis."""
         return self._stops if self._ignores_eos else self._stops.union(eos)
 
     def shorten(self, max_tokens: int) -> None:
-        """So many are what a worker's context leaves."""
+        """Lowers `max_tokens` to what the model's length leaves."""
         self._max_tokens = min(self._max_tokens, max_tokens)
 
     def step(self, live: Sequence[Hypothesis], eos: Sequence[int]) -> list[tuple[int, Hypothesis]]:
-        """What the live hypotheses become, each with the place of the one it extends; empty once the search is over.
+        """The next live hypotheses, each with the index of the one it extends; empty once the search is over.
 
         The live ones are equally long, and what follows each is known.
         """
@@ -95,7 +95,7 @@ class BeamSearch:
         del self.finished[self.width :]
 
     def _is_over(self, best: float, length: int) -> bool:
-        """Whether nothing better is to be expected of hypotheses of this length, the best of which has this sum."""
+        """Whether no live hypothesis can still be better. `best` is the highest sum among them."""
         if len(self.finished) < self.width:
             return False
         if self._beam.stop is BeamStop.FIRST:
@@ -105,7 +105,7 @@ class BeamSearch:
         return bool(best / longest**self._beam.length_penalty <= self.finished[-1].score)
 
     def _entry(self, top: TokenLogprobs, rank: int) -> TokenLogprobs:
-        """As if the token had been drawn there."""
+        """The log-probability entry of a token, as if it had been sampled."""
         shown = self._num_logprobs or 0
         return msgspec.structs.replace(
             top,

@@ -1,11 +1,10 @@
-"""Beam search in the batch: each live hypothesis is a choice of its own, computed like any other.
+"""Runs beam search: each live hypothesis, a beam, is a sequence of its own in the running batch.
 
-A hypothesis computes the tokens it has and is then left out of plans until its siblings have done so too: which of
-them go on, and with which tokens, is decided from all their results. Of those that extend the same hypothesis the
-first stays in its seat; the others fork from there, so that all share what they have in common. A hypothesis that is
-preempted, or whose worker is lost, waits for a seat with its tokens like any other choice.
+A beam computes its tokens and is then left out of plans until all beams of its search have done so, because the next
+hypotheses follow from all their results. Of the beams that extend the same hypothesis, the first stays in its slot; the
+others share its blocks. A beam that is preempted, or whose worker is lost, waits like any other sequence.
 
-Nothing is said of a search before it is over.
+The client gets no tokens before the search is over.
 """
 
 from blockyard.services.scheduler.lifecycle import Lifecycle
@@ -17,14 +16,14 @@ from blockyard.shared.messages import Beam, SlotResult, TokenStep
 
 
 class BeamScheduler:
-    """All live searches. `Request.search` says of which choices one consists."""
+    """All searches in progress. The state of each is in its `Request.search`."""
 
     def __init__(self, waiting: WaitingQueue, groups: WorkerGroups, lifecycle: Lifecycle) -> None:
         self._waiting, self._groups, self._lifecycle = waiting, groups, lifecycle
-        self.live: dict[str, Request] = {}  # and some that have ended since
+        self.live: dict[str, Request] = {}  # ended ones are removed in `preempt_stalled`
 
     def begin(self, request: Request, beam: Beam) -> None:
-        """The request's own choices are what it will be answered with."""
+        """Starts a search with one beam. The sequences of the request are only its answer."""
         first = make_sequence(request, 0, b"")
         first.set_hypothesis(Hypothesis(first.outputs))
         first.num_beams = beam.width
@@ -33,7 +32,7 @@ class BeamScheduler:
         self._lifecycle.parallel_sampling.add(request, [first])
 
     def on_result(self, group: WorkerGroup, sequence: Sequence, slot: SlotResult) -> None:
-        """What a slot produced for a hypothesis."""
+        """The result of one slot, for a beam."""
         request, search, hypothesis = sequence.request, sequence.request.search, sequence.hypothesis
         assert search is not None
         assert hypothesis is not None
@@ -41,14 +40,15 @@ class BeamScheduler:
             self._lifecycle.fail(sequence, slot.detail)
             return
         if not slot.logprobs:
-            return  # of a part of its prompt, or of nothing
+            return  # the result of a part of its prompt, or an empty one
         hypothesis.set_top(slot.logprobs[0])
-        self._waiting.discard(sequence)  # if it was preempted since, it needs no seat any more
+        self._waiting.discard(sequence)  # if it was preempted, it needs to run no more
         self._lifecycle.parallel_sampling.on_removed(sequence)
         live = [c.hypothesis for c in search.beams if c.hypothesis is not None]
         if any(h.top is None for h in live):
             near = {c.last_run.worker for c in search.beams if c.last_run is not None and c.phase is Phase.RUNNING}
-            self._groups.mark_dirty(self._groups.attached[worker] for worker in near)  # one may have to give way there
+            # `preempt_stalled` may find a beam to preempt in these groups
+            self._groups.mark_dirty(self._groups.attached[worker] for worker in near)
             return
         search.on_step(sequence)
         search.steps.shorten(group.max_model_len - request.num_prompt)
@@ -59,9 +59,9 @@ class BeamScheduler:
             self._answer(request, search)
 
     def preempt_stalled(self, group: WorkerGroup) -> bool:
-        """Takes the seats of searches that hold some and cannot go on. Returns whether there were any.
+        """Preempts idle beams of searches that cannot continue. Returns whether there were any.
 
-        Somebody has to give way where one of a search's hypotheses waits for what others hold that wait for it.
+        A beam may wait for the blocks of other beams, which are idle until it has run.
         """
         relieved = False
         for request in list(self.live.values()):
@@ -79,14 +79,14 @@ class BeamScheduler:
                 continue
             since = search.stalled.setdefault(group.worker, group.plan_clock.last_sent)
             if group.in_flight and group.plan_clock.last_sent - since <= group.depth:
-                continue  # what is missing may only rest
+                continue  # the blocks it lacks may become free with plans in flight
             for running in idle:
                 self._lifecycle.preempt(group, running)
             relieved = True
         return relieved
 
     def _extend(self, search: ActiveBeamSearch, extensions: list[tuple[int, Hypothesis]]) -> None:
-        """The hypotheses that go on take the place of those that there were."""
+        """Replaces the beams."""
         before = search.beams
         stay: dict[int, Hypothesis] = {}
         for place, hypothesis in extensions:
@@ -109,7 +109,7 @@ class BeamScheduler:
         )
 
     def _go_on(self, sequence: Sequence, hypothesis: Hypothesis) -> None:
-        """A hypothesis in its parent's seat. Its worker has the next token already if that is the one it drew."""
+        """A beam stays in its slot. It restarts there if its next token differs from what the worker sampled."""
         before, running = sequence.hypothesis, sequence.last_run
         assert running is not None
         group = self._groups.attached[running.worker]
@@ -120,7 +120,7 @@ class BeamScheduler:
         running.set_max_scheduled(sequence.num_tokens)
 
     def _answer(self, request: Request, search: ActiveBeamSearch) -> None:
-        """The search is over: each of the request's choices is one of the best, by its index."""
+        """Ends the search. The n-th best hypothesis is the answer for choice n."""
         found = search.steps.finished
         for sequence in sorted(request.sequences.values(), key=lambda c: c.index):
             if sequence.index >= len(found):
@@ -132,12 +132,12 @@ class BeamScheduler:
 
 
 def _is_idle(sequence: Sequence) -> bool:
-    """It has a seat and nothing to do there before its siblings are as far."""
+    """Whether it runs and has nothing to compute before the other beams have done so."""
     return sequence.phase is Phase.RUNNING and sequence.hypothesis is not None and sequence.hypothesis.top is not None
 
 
 def _fork(index: int, parent: Sequence, hypothesis: Hypothesis) -> Sequence:
-    """One that goes on from what its parent has computed, if that is still there when it gets a seat."""
+    """A beam that shares the blocks of its parent, if the parent still has them when the beam starts."""
     return Sequence(
         parent.request,
         index,

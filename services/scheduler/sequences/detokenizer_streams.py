@@ -1,4 +1,4 @@
-"""Which detokenizer makes a request's text, and what each gets at the end of a turn."""
+"""Assigns requests to detokenizers and writes the frames that open, close and resume their text streams."""
 
 from collections.abc import Iterable
 
@@ -9,30 +9,30 @@ from blockyard.shared import messages
 from blockyard.shared.messages import Cancel, FinishReason, StreamOpen, TokenStep
 
 MAX_LEFT = 8
-MOST_STREAMS = 0xFFFFFFFE  # that are told apart: they are called by 32 bits
-CONTEXT_IDS = 8  # ids of the prompt's end that a detokenizer gets
+MOST_STREAMS = 0xFFFFFFFE  # stream numbers have 32 bits
+CONTEXT_IDS = 8  # last prompt ids, which a detokenizer needs to decode the first output ids
 
 
 class DetokenizerStreams:
     def __init__(self, groups: dict[int, WorkerGroup]) -> None:
         """`groups` by worker."""
         self._groups = groups
-        self._stream = 0  # what the last one is called
+        self._stream = 0  # number of the last one
         self.text_outboxes: dict[int, DetokenizerOutbox] = {}
-        self._open_at_loss: dict[int, list[Cancel]] = {}  # what those that left lately had open
-        self._lost: list[int] = []  # detokenizers whose link broke, until gateways may be told
+        self._open_at_loss: dict[int, list[Cancel]] = {}  # streams of detokenizers that were lost lately
+        self._lost: list[int] = []  # lost detokenizers that gateways are not told of yet
 
     def __len__(self) -> int:
         return len(self.text_outboxes)
 
     def add_detokenizer(self, incarnation: int) -> None:
-        """One that returns lost only its link: it still has streams that nobody will continue."""
+        """A detokenizer that returns lost only its link: its old streams are closed."""
         if incarnation not in self.text_outboxes:
             self.text_outboxes[incarnation] = DetokenizerOutbox(incarnation)
             self.text_outboxes[incarnation].closes += self._open_at_loss.pop(incarnation, [])
 
     def remove_detokenizer(self, incarnation: int, requests: Iterable[Request]) -> None:
-        """A member is gone. Its requests go on; their gateways, once told, will say where their text broke off."""
+        """A detokenizer was lost. Its requests continue; their gateways send them again with the ids they have."""
         text_outbox = self.text_outboxes.pop(incarnation, None)
         if text_outbox is None:
             return
@@ -45,14 +45,14 @@ class DetokenizerStreams:
             del self._open_at_loss[next(iter(self._open_at_loss))]
 
     def take_lost(self) -> list[int]:
-        """Detokenizers to name to the gateways in PathLost: none while no detokenizer could open new streams."""
+        """Lost detokenizers to tell gateways of; none while no detokenizer is left to open new streams."""
         if not self.text_outboxes:
             return []
         lost, self._lost = self._lost, []
         return lost
 
     def open(self, request: Request, listed: list[messages.ChoiceState]) -> bool:
-        """Opens a stream for each listed choice at the detokenizer with the fewest. False if none is alive."""
+        """Opens a stream for each listed choice at the detokenizer with the fewest streams. False if none is alive."""
         text_outbox = min(self.text_outboxes.values(), key=lambda s: s.num_streams, default=None)
         request.set_detokenizer(text_outbox)
         if text_outbox is None:
@@ -79,7 +79,7 @@ class DetokenizerStreams:
         return True
 
     def close(self, request: Request) -> None:
-        """Closes what the request has open."""
+        """Closes the streams of a request."""
         text_outbox = request.text_outbox
         if text_outbox is not None:
             text_outbox.closes.append(Cancel(request.id, request.attempt))
@@ -94,7 +94,7 @@ class DetokenizerStreams:
         request.set_detokenizer(None)
 
     def resend(self, sequence: Sequence, num_delivered: int) -> None:
-        """Sends a newly bound stream the ids beyond those its gateway has. Log-probabilities are not kept."""
+        """Sends a new stream the ids that the gateway lacks, without their log-probabilities, which are not kept."""
         text_outbox = sequence.request.text_outbox
         ids = sequence.outputs[num_delivered:].tolist()
         if text_outbox is not None and ids:
@@ -111,7 +111,7 @@ class DetokenizerStreams:
             )
 
     def finish(self, sequence: Sequence, finish: FinishReason, detail: str = "") -> None:
-        """A final step without tokens."""
+        """Sends a final step without tokens."""
         request = sequence.request
         if request.text_outbox is not None:
             request.text_outbox.steps.append(
@@ -119,6 +119,6 @@ class DetokenizerStreams:
             )
 
     def close_batches(self) -> None:
-        """Another result of a worker has come in the same turn."""
+        """Called when a second result of a worker arrives before the next step."""
         for text_outbox in self.text_outboxes.values():
             text_outbox.close_batch()

@@ -1,9 +1,8 @@
-"""Choices of one request compute their prompt once.
+"""Sequences of one request compute their prompt once.
 
-The first of them, the leader, goes ahead; the others are parked until a plan that writes the last of its prompt has
-been sent. Plans run in order, so that a later one may read it: each of the others shares the full blocks by count, its
-worker copies the block that the prompt ends in, and it computes the prompt's last token itself, because it draws its
-own token from there.
+The first sequence computes the prompt. The others wait until a plan that computes the last prompt token has been sent;
+plans run in order, so that a later plan may read its blocks. Each of the others shares the full blocks, copies the
+block that the prompt ends in, and computes the last prompt token itself, because it samples its own token there.
 """
 
 from collections.abc import Iterable
@@ -16,14 +15,14 @@ from blockyard.services.scheduler.workers.worker_groups import WorkerGroup
 
 
 class ParallelSampling:
-    """Holds back the choices that are better started later; says what those that start can begin with."""
+    """Holds back sequences until a sibling has computed their prompt, and finds the blocks to share."""
 
     def __init__(self, waiting: WaitingQueue) -> None:
         self.num_awaiting_prompt = 0
         self._waiting = waiting
 
     def add(self, request: Request, sequences: Iterable[Sequence]) -> None:
-        """These wait from now on, each in the queue or parked."""
+        """Queues sequences, or holds them back until their prompt is computed."""
         for sequence in sequences:
             if (
                 sequence.prompt_source is None
@@ -35,7 +34,7 @@ class ParallelSampling:
                 self._waiting.push(sequence)
 
     def on_prompt_scheduled(self, request: Request) -> None:
-        """The plan that writes the last of one choice's prompt has been sent: the others may begin."""
+        """A plan that computes the last prompt token has been sent: the other sequences may start."""
         awaiting_prompt = request.take_awaiting_prompt()
         self.num_awaiting_prompt -= len(awaiting_prompt)
         for sequence in awaiting_prompt:
@@ -43,7 +42,7 @@ class ParallelSampling:
             self._waiting.push(sequence)
 
     def on_removed(self, sequence: Sequence) -> None:
-        """A choice has ended. If it was the leader, in the middle of its prompt, the next one takes over."""
+        """A sequence has ended. If it was computing the prompt, the next one computes it."""
         request = sequence.request
         if not request.awaiting_prompt:
             return
@@ -60,9 +59,9 @@ class ParallelSampling:
     def find_prefix(
         self, group: WorkerGroup, record: PlanRecord, sequence: Sequence, found: PrefixMatch
     ) -> PrefixMatch | None:
-        """What a choice may begin with in this plan; None if it has been parked: a sibling is at its prompt.
+        """The blocks to start with in this plan; None if the sequence is held back for a sibling's prompt.
 
-        `found` is what there is of it without siblings.
+        `found`: cached blocks, without siblings.
         """
         request = sequence.request
         if sequence.prompt_source is not None and _has(sequence.prompt_source, group, record, sequence.num_tokens - 1):
@@ -77,9 +76,9 @@ class ParallelSampling:
             if running is None or not _runs(running, group):
                 continue
             if running.table.num_freed > group.kv_cache.window.num_skipped_blocks(num_tokens):
-                continue  # it has given up what this one would have to see
+                continue  # its first blocks in the window are freed
             if scored and (running.table.num_cached or running.table.copied_from is not None):
-                continue  # a fork itself: nobody may be left who has the log-probabilities of the prompt
+                continue  # it shares a prompt itself and has no prompt log-probabilities
             if _has(running, group, record, num_tokens):
                 return self._fork(group, sequence, running, num_tokens)
             is_near = True
@@ -113,10 +112,10 @@ def _runs(running: RunningSequence, group: WorkerGroup) -> bool:
 
 
 def _has(running: RunningSequence, group: WorkerGroup, record: PlanRecord, num_tokens: int) -> bool:
-    """Whether a seat's KV is written that far when this plan begins, and it still holds what is seen from there.
+    """Whether the first `num_tokens` tokens are computed before this plan, and their blocks in the window are held.
 
-    The seat may be new in this plan: then the block that it ends in is filled by a copy of this plan, and a reader
-    copies that one's source (see `PlanBuilder.source_of`).
+    If the sequence starts in this plan, a block of it may be filled by a copy; a reader copies the source of that copy
+    (see `PlanBuilder.source_of`).
     """
     if not _runs(running, group) or running.table.num_freed > group.kv_cache.window.num_skipped_blocks(num_tokens):
         return False
@@ -124,7 +123,7 @@ def _has(running: RunningSequence, group: WorkerGroup, record: PlanRecord, num_t
 
 
 def _computes_prompt(sequence: Sequence) -> bool:
-    """It will write the prompt, and a plan that does has not been sent."""
+    """Whether it is to compute the prompt, and no plan that does so has been sent."""
     if sequence.phase is Phase.RUNNING:
         return sequence.last_run is not None and sequence.last_run.num_scheduled_tokens < sequence.last_run.prefill_end
     return bool(sequence.ticket)

@@ -56,7 +56,7 @@ class TokenAccount(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One prompt. `sequences` holds those that have not ended; the request ends with the last of them."""
+    """One prompt. An ended sequence is removed from `sequences`; the request ends with the last one."""
 
     id: str
     attempt: int
@@ -140,7 +140,7 @@ class ActiveBeamSearch:
         )
 
     def on_step(self, last: "Sequence") -> None:
-        """All beams have the same length; `last` is the one whose result came last."""
+        """All beams are computed; `last` is the beam whose result came last."""
         self.num_cached_tokens = max(self.num_cached_tokens, last.num_cached_tokens or 0)
         self.queued_s = last.queued_s if self.queued_s is None else self.queued_s
 
@@ -164,7 +164,7 @@ class Sequence:
     num_beams: int = 1  # sequences that it counts as while it waits: the first beam counts as all beams
     queue_amount: QueueAmount = NO_AMOUNT  # what the waiting queue counts for it
     last_run: "RunningSequence | None" = None  # while it waits, results of its last run may be outstanding
-    prompt_next: int = 0  # first prompt position whose log-probabilities have not come; they are not kept
+    prompt_next: int = 0  # first prompt position without log-probabilities; they are sent on and not kept
     block_hashes: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they were needed
     hash_block_size: int = 0  # block size of `block_hashes`; 0: none were needed
     num_cached_tokens: int | None = None  # prompt tokens found when it first ran
@@ -284,21 +284,21 @@ class RunningSequence:
     has_sampled: bool = False  # then all its tokens but the last are computed
     batch_row: int = 0  # its row in the decode batch, which also writes `due_step`
     due_step: int = 0  # the decode batch handles it by itself when its progress is at this number
-    own_tokens: int = 0  # scheduled tokens besides those of `progress`
+    own_tokens: int = 0  # scheduled tokens, added to `progress`
     _computed: int = 0  # until it has sampled
-    _last_plan: int = 0  # before those of `progress`
+    _last_plan: int = 0  # outside a decode batch
 
     @property
     def num_scheduled_tokens(self) -> int:
-        """Tokens whose KV exists once all plans in flight have run.
+        """Tokens in the KV cache once all plans in flight have run.
 
-        It may exceed the sequence's known tokens, because a sampled token feeds the next step on the device.
+        The count may exceed the sequence's known tokens, because a sampled token feeds the next step on the device.
         """
         return self.own_tokens + self.progress.num_scheduled_tokens
 
     @property
     def num_computed_tokens(self) -> int:
-        """Tokens whose KV exists as of the last result."""
+        """Tokens in the KV cache as of the last result."""
         return self.sequence.num_tokens - 1 if self.has_sampled else self._computed
 
     @property
