@@ -34,8 +34,6 @@ from blockyard.kernels.kv_cache.rope_write_kv import qkv_arguments, rope_write_k
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.programmatic_launch import pdl_options, supports_pdl
 
-FUSED_DECODE_MAX_ROWS = 1  # more rows have not been measured
-FUSED_DECODE_MAX_LEN = 8192  # keys: with 16,384, separate kernels for rotation, attention and combining are faster
 _LOG2E = 1.4426950408889634
 _PROGRAMS = 2 * 132
 _COMBINED_ELEMENTS = 4096  # elements of splits that are combined at a time
@@ -148,11 +146,6 @@ def _fused_decode_kernel(
                 out_head, num_splits, out_ptr, partial_out_ptr, lse_ptr, semaphores_ptr, HEAD_DIM, DIM, MAX_SPLITS,
                 SPLITS_AT_ONCE,
             )  # fmt: skip
-
-
-def supports_fused_decode(rows: int, max_seq_len: int) -> bool:
-    """Whether this kernel is the fastest for a step of so many rows with at most `max_seq_len` keys each."""
-    return 0 < rows <= FUSED_DECODE_MAX_ROWS and max_seq_len <= FUSED_DECODE_MAX_LEN
 
 
 def fused_decode(

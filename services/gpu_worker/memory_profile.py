@@ -2,6 +2,7 @@
 
 import torch
 
+from blockyard.services.gpu_worker.attention.choice import check_head_size
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.memory import KVMemoryNeed, blocks_of
 from blockyard.services.gpu_worker.models.interface import Model
@@ -34,12 +35,12 @@ def _prefill(model: Model, pool: KVPool, tokens: int, longest: int) -> torch.Ten
     # It imports Triton, which a worker on the CPU never loads.
     from blockyard.services.gpu_worker.attention import triton_attention  # noqa: PLC0415
 
-    triton_attention.check_head_size(model.shape.head_dim)
+    check_head_size("cuda", model.shape.head_dim)
     positions = torch.arange(tokens, device=pool.device)
     slots = torch.zeros_like(positions)
     tables = torch.arange(pool.num_blocks, dtype=torch.int32, device=pool.device)[None]
     starts = torch.tensor([0, tokens], dtype=torch.int32, device=pool.device)
-    attend = triton_attention.mixed_attention(pool, slots, positions, tables, starts, longest=longest)
+    attend = triton_attention.build_attention(pool, slots, positions, tables, starts, longest=longest)
     return model.forward(Step(slots, positions, attend))
 
 

@@ -1,7 +1,7 @@
-"""Attention on CPU in which a row's result is a function of that row alone: --batch-invariant.
+"""Attention on the CPU in which the result of a row depends on that row alone: --batch-invariant.
 
-Products of several rows are rounded as their number asks for, so each row has products of its own, with exactly the
-keys that it sees, copied to where nothing else lies.
+How a product of several rows is rounded depends on their number. Each row therefore has its own products, with exactly
+the keys that it sees, copied to fresh memory.
 """
 
 import numpy as np
@@ -17,11 +17,11 @@ from blockyard.services.gpu_worker.kv.pool import KVPool
 Ints = npt.NDArray[np.int64]
 
 
-class RowByRow:
-    """For `Step.attend`."""
+class BatchInvariantCpuAttention:
+    """Implements `step.Attend`."""
 
     def __init__(self, pool: KVPool, blocks: Ints, offsets: Ints, tables: Ints, counts: Ints, lengths: Ints) -> None:
-        """As in `ReadPlanner.attention`."""
+        """As in `CpuMetadataBuilder.attention`."""
         self._pool, self._shape = pool, pool.shape
         self._rows = torch.from_numpy(row_index(blocks, offsets, pool.shape.kv_heads, pool.block_size))
         self._seqs = list(zip(tables, counts.tolist(), lengths.tolist(), strict=True))
@@ -44,7 +44,7 @@ class RowByRow:
                 first = 0 if window is None else max(end - window, 0)
                 keys, values = known[:, :, first:end].contiguous().unbind(0)
                 q = qk[row, :heads].reshape(self._shape.kv_heads, -1, self._shape.head_dim)
-                shares = torch.softmax(q @ keys.mT * self._shape.attention[layer].scale, -1)
-                out[row] = (shares @ values).view(heads, -1)
+                probs = torch.softmax(q @ keys.mT * self._shape.attention[layer].scale, -1)
+                out[row] = (probs @ values).view(heads, -1)
                 row += 1
         return out.flatten(1)

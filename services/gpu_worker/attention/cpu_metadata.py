@@ -1,4 +1,4 @@
-"""From block tables and lengths to what each layer writes and reads. Integers, worked out on the host."""
+"""Builds the attention metadata of a step on the CPU from block tables and lengths."""
 
 import numpy as np
 import numpy.typing as npt
@@ -6,21 +6,27 @@ import torch
 from torch import Tensor
 
 from blockyard.kernels.attention.torch_sdpa import chunk_index, row_index
-from blockyard.services.gpu_worker.attention import gathered_kv as kept_kv
-from blockyard.services.gpu_worker.attention.batch_invariant_cpu import RowByRow
-from blockyard.services.gpu_worker.attention.cpu_attention import Decodes, PagedAttention, Prefill, Reads
-from blockyard.services.gpu_worker.attention.gathered_kv import KeptKV
+from blockyard.services.gpu_worker.attention import cpu_attention
+from blockyard.services.gpu_worker.attention.batch_invariant_cpu import BatchInvariantCpuAttention
+from blockyard.services.gpu_worker.attention.choice import AttentionCase, AttentionKernel, RowKind, choose
+from blockyard.services.gpu_worker.attention.cpu_attention import (
+    CpuAttention,
+    Decodes,
+    GatheredKV,
+    Prefill,
+    WindowMetadata,
+)
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.step import Attend
 
 Ints = npt.NDArray[np.int64]
 
-SPLIT_FROM = 256  # sequences up to this length are never worth a call of their own
+SPLIT_FROM = 256  # sequences up to this length share a call
 SPLIT_RATIO = 2  # how much longer the longest of a group may be than the shortest
 
 
-def by_length(lengths: Ints) -> Ints | None:
-    """An order for decodes in which `length_groups` can keep padding low; None where any order will do."""
+def length_order(lengths: Ints) -> Ints | None:
+    """An order for decodes in which `length_groups` keeps padding low; None if any order does."""
     if len(lengths) < 2 or len(lengths) * int(lengths.max()) <= SPLIT_RATIO * int(
         np.maximum(lengths, SPLIT_FROM).sum()
     ):
@@ -29,8 +35,8 @@ def by_length(lengths: Ints) -> Ints | None:
 
 
 def length_groups(lengths: Ints) -> list[tuple[int, int]]:
-    """Decodes are one call, padded to the longest; where most of that were padding, one a range of lengths."""
-    if by_length(lengths) is None:
+    """Ranges of decodes that share a call, padded to the longest: one range unless most of it would be padding."""
+    if length_order(lengths) is None:
         return [(0, len(lengths))]
     groups, start = [], 0
     for i, length in enumerate(lengths.tolist()):
@@ -40,42 +46,51 @@ def length_groups(lengths: Ints) -> list[tuple[int, int]]:
     return [*groups, (start, len(lengths))]
 
 
-class ReadPlanner:
-    """Builds each step's attention. Holds what decode steps may keep from one to the next."""
+class CpuMetadataBuilder:
+    """Builds the attention of each step. Holds the K and V that decode steps keep for the next one."""
 
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
-        dtype = pool.dtype if pool.scales is None else torch.float32  # 8 bits are not read this way
+        dtype = pool.dtype if pool.scales is None else torch.float32  # a KV cache in 8 bits is for GPUs alone
         self._zero = torch.zeros((), dtype=dtype, device=pool.device)
         self._minus = torch.full((), float("-inf"), dtype=dtype, device=pool.device)
         self._windows = tuple(dict.fromkeys(pool.shape.windows))
-        self._kept: list[KeptKV | None] = []  # of each group of decodes
+        self._kept: list[GatheredKV | None] = []  # of each group of decodes
 
     def forget(self) -> None:
-        """Owners' numbers begin anew."""
+        """Drops what is kept: numbers of owners may be used again."""
         self._kept = []
 
     def attention(
         self, blocks: Ints, offsets: Ints, tables: Ints, counts: Ints, lengths: Ints, owners: Ints, num_decodes: int
     ) -> Attend:
-        """blocks, offsets [tokens] say where K and V go; the rest, [seqs], what is read: tables [seqs, blocks],
-        counts of new tokens, lengths with them, and owners, a number that no other sequence has until `forget`.
-        The first `num_decodes` sequences have one new token each."""
+        """The attention of one step. The first `num_decodes` sequences have one new token each.
+
+        blocks, offsets [tokens]: where K and V are written. tables [seqs, blocks]; counts [seqs] of new tokens; lengths
+        [seqs] with them; owners [seqs]: a number that no other sequence has until `forget`.
+        """
         pool = self._pool
-        if pool.batch_invariant:
-            return RowByRow(pool, blocks, offsets, tables, counts, lengths)
+        case = AttentionCase(
+            device="cpu",
+            kind=RowKind.DECODE if num_decodes else RowKind.PREFILL,
+            head_dim=pool.shape.head_dim,
+            kv_dtype=pool.dtype,
+            batch_invariant=pool.batch_invariant,
+        )
+        if choose(case) is AttentionKernel.TORCH_BATCH_INVARIANT:
+            return BatchInvariantCpuAttention(pool, blocks, offsets, tables, counts, lengths)
         rows = row_index(blocks, offsets, pool.shape.kv_heads, pool.block_size)
-        reads = {}
+        metadata = {}
         for window in self._windows:
             decodes: list[Decodes] = []
             if num_decodes:
                 part = (tables[:num_decodes], lengths[:num_decodes])
                 decodes = self._whole(*part, owners[:num_decodes]) if window is None else [self._recent(window, *part)]
-            reads[window] = Reads(decodes, self._prefills(window, tables, counts, lengths, num_decodes))
-        return PagedAttention(pool, self._tensor(rows), reads)
+            metadata[window] = WindowMetadata(decodes, self._prefills(window, tables, counts, lengths, num_decodes))
+        return CpuAttention(pool, self._tensor(rows), metadata)
 
     def _whole(self, tables: Ints, lengths: Ints, owners: Ints) -> list[Decodes]:
-        """Decodes that look at all their keys."""
+        """Decodes in layers without a window."""
         groups = length_groups(lengths)
         before, self._kept = self._kept, []
         decodes = []
@@ -87,7 +102,7 @@ class ReadPlanner:
         return decodes
 
     def _group(
-        self, start: int, tables: Ints, lengths: Ints, owners: Ints, kept: KeptKV | None, num_groups: int
+        self, start: int, tables: Ints, lengths: Ints, owners: Ints, kept: GatheredKV | None, num_groups: int
     ) -> Decodes:
         count, length = len(lengths), int(lengths.max())
         mask = None
@@ -96,16 +111,16 @@ class ReadPlanner:
         if kept is not None and kept.advance(owners, lengths):
             return Decodes(start, count, length, None, mask, kept)
         pool, size = self._pool, self._pool.block_size
-        num = min(-(-(length + kept_kv.ROOM) // size), tables.shape[1])
-        fits = num_groups * kept_kv.size_bytes(count, num * size, pool) <= kept_kv.MOST_BYTES
+        num = min(-(-(length + cpu_attention.EXTRA_TOKENS) // size), tables.shape[1])
+        fits = num_groups * cpu_attention.gathered_bytes(count, num * size, pool) <= cpu_attention.MAX_BYTES
         if pool.device.type == "cpu" and fits:
-            kept = KeptKV(owners, lengths, num * size, pool)
+            kept = GatheredKV(owners, lengths, num * size, pool)
         else:
             kept, num = None, -(-length // size)
         return Decodes(start, count, length, self._chunks(tables[:, :num]), mask, kept)
 
     def _recent(self, window: int, tables: Ints, lengths: Ints) -> Decodes:
-        """Decodes that look at their last `window` keys; blocks before those are not read."""
+        """Decodes in layers with a window; blocks before it are not read."""
         size = self._pool.block_size
         first = np.maximum(lengths - window, 0)
         skipped = first // size

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from blockyard.kernels.slots.gather_inputs import StepInputs
-from blockyard.services.gpu_worker.attention.triton_attention import check_head_size
+from blockyard.services.gpu_worker.attention.choice import check_head_size
 from blockyard.services.gpu_worker.execution.device_ops import DeviceOps, TritonDeviceOps
 from blockyard.services.gpu_worker.execution.device_slots import DeviceSlots
 from blockyard.services.gpu_worker.execution.pinned_ring import PinnedRing
@@ -75,7 +75,7 @@ class DecodeSteps:
     ) -> None:
         """sizes: of graphs, None: `capture_sizes`. logits_edits: see DeviceSlots. Raises LoadError for a head size that
         the kernels do not support."""
-        check_head_size(pool.shape.head_dim)
+        check_head_size("cuda", pool.shape.head_dim)
         self.capacity, self.ops = capacity, ops or TritonDeviceOps()
         width, device, vocab = blocks_of(max_model_len, pool.block_size), pool.device, pool.shape.vocab_size
         self.slots = DeviceSlots(SLOTS * capacity, capacity, width, vocab, eos_token_ids, device, logits_edits)

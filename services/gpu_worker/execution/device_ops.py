@@ -4,7 +4,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from blockyard.kernels.attention.fused_decode import FUSED_DECODE_MAX_LEN, FUSED_DECODE_MAX_ROWS, SplitSemaphores
+from blockyard.kernels.attention.fused_decode import SplitSemaphores
 from blockyard.kernels.sampling.logprobs import LogprobsTensors, gather_logprobs
 from blockyard.kernels.sampling.penalize_logits import LogitsEdits, count_tokens, penalize_logits
 from blockyard.kernels.sampling.sample_tokens import AdjustedLogits, SamplingTensors, sample_tokens
@@ -12,7 +12,8 @@ from blockyard.kernels.slots.advance_slots import advance_slots
 from blockyard.kernels.slots.gather_inputs import StepInputs, gather_inputs
 from blockyard.kernels.slots.scatter_words import scatter_words
 from blockyard.kernels.slots.slot_state import SlotState
-from blockyard.services.gpu_worker.attention.triton_attention import mixed_attention
+from blockyard.services.gpu_worker.attention.choice import FUSED_DECODE_MAX_LEN, FUSED_DECODE_MAX_ROWS
+from blockyard.services.gpu_worker.attention.triton_attention import build_attention
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.step import Attend, LogitsIndices
 
@@ -66,7 +67,7 @@ class TritonDeviceOps:
     def __init__(self, fused: bool = False, uniform: bool = False) -> None:
         """`fused`: attention of few rows is one kernel. `uniform`: a row's token follows from that row alone."""
         self._fused, self._uniform = fused, uniform
-        self._arrivals: SplitSemaphores | None = None
+        self._semaphores: SplitSemaphores | None = None
 
     def fused_decode_max_len(self, rows: int) -> int:
         return FUSED_DECODE_MAX_LEN if self._fused and 0 < rows <= FUSED_DECODE_MAX_ROWS else 0
@@ -88,11 +89,11 @@ class TritonDeviceOps:
         reach: int | None = None,
         longest: int | None = None,
     ) -> Attend:
-        if self._fused and self._arrivals is None:
-            self._arrivals = SplitSemaphores(FUSED_DECODE_MAX_ROWS * pool.shape.num_heads, pool.device)
-        arrivals = self._arrivals
-        return mixed_attention(
-            pool, rows.slots, rows.positions, tables, starts, num_decodes, longest, logits_indices, reach, arrivals
+        if self._fused and self._semaphores is None:
+            self._semaphores = SplitSemaphores(FUSED_DECODE_MAX_ROWS * pool.shape.num_heads, pool.device)
+        semaphores = self._semaphores
+        return build_attention(
+            pool, rows.slots, rows.positions, tables, starts, num_decodes, longest, logits_indices, reach, semaphores
         )
 
     def adjust(self, logits: Tensor, rows: StepInputs, logits_edits: LogitsEdits) -> None:

@@ -7,8 +7,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from blockyard.services.gpu_worker.attention.cpu_metadata import ReadPlanner, by_length
-from blockyard.services.gpu_worker.attention.gathered_kv import ROOM
+from blockyard.services.gpu_worker.attention.cpu_attention import EXTRA_TOKENS
+from blockyard.services.gpu_worker.attention.cpu_metadata import CpuMetadataBuilder, length_order
 from blockyard.services.gpu_worker.batch import Batch
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.models.interface import Model
@@ -29,7 +29,7 @@ class DeviceSteps(Protocol):
 
 class HostSteps:
     def __init__(self, model: Model, pool: KVPool, batch: Batch) -> None:
-        self.planner = ReadPlanner(pool)
+        self.planner = CpuMetadataBuilder(pool)
         self.device: DeviceSteps | None = None
         self._model, self._pool, self._batch = model, pool, batch
         self._prompt_logprobs = PromptLogprobs(model)
@@ -63,7 +63,7 @@ class HostSteps:
         begin = table.num_computed[slots]
         lengths = begin + counts
         num_decodes = int((counts == 1).sum())
-        if (order := by_length(lengths[:num_decodes])) is not None:
+        if (order := length_order(lengths[:num_decodes])) is not None:
             for array in (slots, begin, lengths):
                 array[:num_decodes] = array[:num_decodes][order]
         rows, positions = slots, begin
@@ -73,7 +73,7 @@ class HostSteps:
             positions = np.arange(len(rows)) - np.repeat(first - begin, counts)
         size = table.block_size
         blocks = table.tables[rows, positions // size]
-        tables = table.tables[:, : (int(lengths.max()) + ROOM) // size + 1][slots]  # cut to the longest sequence
+        tables = table.tables[:, : (int(lengths.max()) + EXTRA_TOKENS) // size + 1][slots]
         self._batch.block_hashes.invalidate(blocks)
         attend = self.planner.attention(
             blocks, positions % size, tables, counts, lengths, table.owners[slots], num_decodes

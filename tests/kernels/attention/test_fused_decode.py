@@ -12,7 +12,6 @@ from blockyard.kernels.attention.fused_decode import (
     SplitSemaphores,
     fused_decode,
     fused_decode_reference,
-    supports_fused_decode,
 )
 from blockyard.kernels.attention.paged_decode import paged_decode_reference
 from blockyard.kernels.kv_cache.kv_types import FP8_MAX, dequantized_reference
@@ -137,13 +136,6 @@ def test_a_pool_of_8_bits(kv_dtype: torch.dtype) -> None:
     got = fused_decode(qkv, layer, case.seqs, None, None, 0.2, None, 70, semaphores, scales=scales)
     assert_close(got, want, torch.float32)
     assert torch.equal(layer.float(), stored.float())
-
-
-def test_which_steps_it_takes() -> None:
-    assert supports_fused_decode(1, 8192)
-    assert not supports_fused_decode(0, 8192)
-    assert not supports_fused_decode(2, 8192)
-    assert not supports_fused_decode(1, 8193)
 
 
 def test_what_does_not_fit_is_refused() -> None:

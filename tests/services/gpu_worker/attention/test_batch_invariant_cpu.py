@@ -6,7 +6,7 @@ import torch
 from tiny_models import model_shape
 
 from blockyard.kernels.layers.rms_norm import RMSNorm
-from blockyard.services.gpu_worker.attention.cpu_metadata import ReadPlanner
+from blockyard.services.gpu_worker.attention.cpu_metadata import CpuMetadataBuilder
 from blockyard.services.gpu_worker.kv.pool import KVPool
 
 LENGTH, SIZE, HEADS, KV_HEADS, DIM = 70, 16, 4, 2, 32
@@ -26,7 +26,7 @@ class Rig:
     def __init__(self, dtype: torch.dtype, batch_invariant: bool = False) -> None:
         torch.manual_seed(3)
         self.pool = KVPool(SHAPE, 40, SIZE, dtype, torch.device("cpu"), batch_invariant)
-        self.planner = ReadPlanner(self.pool)
+        self.planner = CpuMetadataBuilder(self.pool)
         self.qkv = torch.randn(LENGTH, HEADS + 2 * KV_HEADS, DIM).to(dtype)
         angles = torch.randn(LENGTH, 1, DIM // 2)
         self.rotation = torch.polar(torch.ones_like(angles), angles)

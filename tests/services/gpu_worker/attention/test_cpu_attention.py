@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import model_shape
 
-from blockyard.services.gpu_worker.attention import cpu_metadata as reads
-from blockyard.services.gpu_worker.attention import gathered_kv as kept_kv
-from blockyard.services.gpu_worker.attention.cpu_metadata import ReadPlanner, by_length, length_groups
+from blockyard.services.gpu_worker.attention import cpu_attention, cpu_metadata
+from blockyard.services.gpu_worker.attention.cpu_metadata import CpuMetadataBuilder, length_groups, length_order
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.models.interface import ModelShape
 
@@ -35,7 +34,7 @@ class Sequence:
     owner: int
     table: np.ndarray
     kv: torch.Tensor
-    computed: int = 0
+    num_computed: int = 0
 
 
 def dense(seq: Sequence, layer: int, q: torch.Tensor, begin: int) -> torch.Tensor:
@@ -57,7 +56,7 @@ def dense(seq: Sequence, layer: int, q: torch.Tensor, begin: int) -> torch.Tenso
 class Rig:
     def __init__(self, num: int, seed: int) -> None:
         self.pool = KVPool(shape(), BLOCKS, SIZE, torch.float32, torch.device("cpu"))
-        self.planner = ReadPlanner(self.pool)
+        self.planner = CpuMetadataBuilder(self.pool)
         self.random = torch.Generator().manual_seed(seed)
         order = np.random.default_rng(seed).permutation(BLOCKS)[: num * 16].reshape(num, 16)
         self.seqs = [Sequence(i + 1, order[i], self.randn(len(WINDOWS), 2 * KV_HEADS, 64, DIM)) for i in range(num)]
@@ -68,7 +67,7 @@ class Rig:
     def step(self, counts: list[int]) -> None:
         """Computes so many tokens of each sequence and compares every layer's output."""
         running = [i for i, n in enumerate(counts) if n == 1]
-        order = by_length(np.array([self.seqs[i].num_computed + 1 for i in running], np.int64))
+        order = length_order(np.array([self.seqs[i].num_computed + 1 for i in running], np.int64))
         running = [running[i] for i in (range(len(running)) if order is None else order)]
         running += [i for i, n in enumerate(counts) if n > 1]
         if not running:
@@ -111,25 +110,26 @@ class Rig:
     split_from=st.sampled_from([1, 4, 256]),
 )
 def test_any_order_of_steps(num: int, steps: list[list[int]], seed: int, room: int, split_from: int) -> None:
-    before, kept_kv.ROOM, reads.SPLIT_FROM = (kept_kv.ROOM, reads.SPLIT_FROM), room, split_from
+    before = cpu_attention.EXTRA_TOKENS, cpu_metadata.SPLIT_FROM
+    cpu_attention.EXTRA_TOKENS, cpu_metadata.SPLIT_FROM = room, split_from
     try:
         rig = Rig(num, seed)
         for counts in steps:
             rig.step([min(c, 64 - s.num_computed) for c, s in zip(counts, rig.seqs, strict=False)])
     finally:
-        kept_kv.ROOM, reads.SPLIT_FROM = before
+        cpu_attention.EXTRA_TOKENS, cpu_metadata.SPLIT_FROM = before
 
 
 def test_uneven_lengths_are_split_and_even_ones_are_not() -> None:
     even = np.array([200, 900, 500, 1000])
-    assert by_length(even) is None
+    assert length_order(even) is None
     assert length_groups(even) == [(0, 4)]
     uneven = np.array([4000, 100, 300, 90, 700, 120, 80])
-    order = by_length(uneven)
+    order = length_order(uneven)
     assert order is not None
     groups = length_groups(uneven[order])
     assert [uneven[order][a:b].tolist() for a, b in groups] == [[80, 90, 100, 120, 300], [700], [4000]]
-    assert by_length(np.array([9], np.int64)) is None
+    assert length_order(np.array([9], np.int64)) is None
 
 
 def test_decodes_of_one_batch_gather_once() -> None:
@@ -158,7 +158,7 @@ def test_a_slot_given_to_another_sequence_is_not_mistaken_for_the_first() -> Non
 
 
 def test_what_is_too_large_is_not_kept() -> None:
-    before, kept_kv.MOST_BYTES = kept_kv.MOST_BYTES, 1000
+    before, cpu_attention.MAX_BYTES = cpu_attention.MAX_BYTES, 1000
     try:
         rig = Rig(3, 0)
         rig.step([7, 3, 9])
@@ -166,4 +166,4 @@ def test_what_is_too_large_is_not_kept() -> None:
             rig.step([1, 1, 1])
         assert rig.planner._kept == [None]
     finally:
-        kept_kv.MOST_BYTES = before
+        cpu_attention.MAX_BYTES = before

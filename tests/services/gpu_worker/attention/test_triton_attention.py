@@ -8,7 +8,7 @@ from blockyard.kernels.attention.paged_prefill import paged_prefill_reference
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 from blockyard.kernels.kv_cache.rope_write_kv import rope_write_kv_reference
 from blockyard.kernels.layers.rms_norm import RMSNorm
-from blockyard.services.gpu_worker.attention.triton_attention import InvariantAttention, mixed_attention
+from blockyard.services.gpu_worker.attention.triton_attention import BatchInvariant, TritonAttention, build_attention
 from blockyard.services.gpu_worker.kv.pool import KVPool
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -41,10 +41,11 @@ def test_decodes_and_prefills_in_one_step(num_decodes: int, counts: tuple[int, .
     pool.memory.normal_()
     want_memory = pool.memory.clone()
     seqs = PagedKVMetadata(slots.repeat_interleave(sizes).to(DEVICE), positions.to(DEVICE), tables)
-    attend = mixed_attention(
+    attend = build_attention(
         pool, seqs.slots, seqs.positions, tables, starts[num_decodes:] if counts else None, num_decodes
     )
-    assert isinstance(attend, InvariantAttention) == invariant
+    assert isinstance(attend, TritonAttention)
+    assert isinstance(attend._decode, BatchInvariant) == invariant
     angles = torch.randn(len(positions), 1, DIM // 2)
     rotation = torch.polar(torch.ones_like(angles), angles).to(DEVICE)
     norm = RMSNorm(torch.randn(HEADS + KV_HEADS, DIM, device=DEVICE), 1e-6)

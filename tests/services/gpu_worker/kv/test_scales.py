@@ -10,8 +10,8 @@ from tiny_models import BY_NAME, model_shape, settings
 
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.services.gpu_worker import engine
-from blockyard.services.gpu_worker.attention.cpu_metadata import ReadPlanner
-from blockyard.services.gpu_worker.attention.triton_attention import MixedAttention
+from blockyard.services.gpu_worker.attention.cpu_metadata import CpuMetadataBuilder
+from blockyard.services.gpu_worker.attention.triton_attention import build_attention
 from blockyard.services.gpu_worker.kv import scales as kv_scales
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.loading.weights import WeightTable
@@ -84,7 +84,7 @@ def test_scales_of_the_first_prompt(tmp_path: Path) -> None:
     torch.manual_seed(0)
     tables = torch.arange(4, dtype=torch.int32, device=DEVICE)[None]
     slots, starts = torch.zeros(3, dtype=torch.int64, device=DEVICE), torch.tensor([0, 3]).int().to(DEVICE)
-    attend = MixedAttention(it, slots, torch.arange(3, device=DEVICE), tables, starts)
+    attend = build_attention(it, slots, torch.arange(3, device=DEVICE), tables, starts)
     angles = torch.randn(3, 1, 8)
     rotation = torch.polar(torch.ones_like(angles), angles).to(DEVICE)
     norm = RMSNorm(torch.randn(6, 16, device=DEVICE), 1e-6)
@@ -109,7 +109,7 @@ def test_what_is_not_finite_is_scrubbed_from_8_bits() -> None:
     it = pool()
     it.memory[1, 3] = torch.full((2, 2, 8, 16), float("nan"), device=DEVICE).to(it.dtype)
     it.memory[1, 4] = torch.full((2, 2, 8, 16), 2.0, device=DEVICE).to(it.dtype)
-    ReadPlanner(it)  # every worker has one, also where it is not used
+    CpuMetadataBuilder(it)  # every worker has one, also where it is not used
     it.scrub(np.array([3, 4]))
     assert torch.equal(it.memory[1, 3:5].float().amax((1, 2, 3, 4)).cpu(), torch.tensor([0.0, 2.0]))
 

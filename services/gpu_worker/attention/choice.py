@@ -1,0 +1,99 @@
+"""The table of attention kernels: which one computes rows, by device, kind of row, head size, dtype and batch."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+from blockyard.shared.errors import LoadError
+
+FUSED_DECODE_MAX_ROWS = 1  # more rows have not been measured
+FUSED_DECODE_MAX_LEN = 8192  # keys: with 16,384, separate kernels for rotation, attention and combining are faster
+TRITON_MAX_HEAD_DIM = 256
+FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+FLOATS_AND_FP8 = FLOATS | {torch.float8_e4m3fn, torch.float8_e5m2}
+
+
+class RowKind(Enum):
+    DECODE = "decode"  # one new token of each sequence
+    PREFILL = "prefill"  # several new tokens of a sequence
+
+
+class AttentionKernel(Enum):
+    TORCH_BATCH_INVARIANT = "torch_batch_invariant"  # batch_invariant_cpu.py: one product a row
+    TORCH = "torch"  # cpu_attention.py: dense products over gathered blocks
+    FUSED_DECODE = "fused_decode"  # rotation, KV write and attention in one kernel
+    TRITON_BATCH_INVARIANT = "triton_batch_invariant"
+    SPLIT_KV_DECODE = "split_kv_decode"
+    PAGED_PREFILL = "paged_prefill"  # on compute capability 9.0 the kernel package runs its Hopper version if it fits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionCase:
+    """The rows of one kind in a step."""
+
+    device: str  # "cpu" or "cuda"
+    kind: RowKind
+    head_dim: int
+    kv_dtype: torch.dtype
+    batch_invariant: bool
+    decodes_only: bool = False  # all rows of the step are decodes, and all are asked for
+    num_rows: int = 0
+    max_seq_len: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    kernel: AttentionKernel
+    device: str
+    kinds: frozenset[RowKind]
+    kv_dtypes: frozenset[torch.dtype]
+    fits: Callable[[AttentionCase], bool]
+
+
+BOTH = frozenset(RowKind)
+DECODE, PREFILL = frozenset({RowKind.DECODE}), frozenset({RowKind.PREFILL})
+
+
+def _is_batch_invariant(case: AttentionCase) -> bool:
+    return case.batch_invariant
+
+
+def _fits_fused_decode(case: AttentionCase) -> bool:
+    is_short = 0 < case.num_rows <= FUSED_DECODE_MAX_ROWS and case.max_seq_len <= FUSED_DECODE_MAX_LEN
+    return case.decodes_only and is_short and not case.batch_invariant
+
+
+def _always(case: AttentionCase) -> bool:
+    return True
+
+
+# the first entry that fits is used
+TABLE = (
+    Entry(AttentionKernel.TORCH_BATCH_INVARIANT, "cpu", BOTH, FLOATS, _is_batch_invariant),
+    Entry(AttentionKernel.TORCH, "cpu", BOTH, FLOATS, _always),
+    Entry(AttentionKernel.FUSED_DECODE, "cuda", DECODE, FLOATS_AND_FP8, _fits_fused_decode),
+    Entry(AttentionKernel.TRITON_BATCH_INVARIANT, "cuda", BOTH, FLOATS_AND_FP8, _is_batch_invariant),
+    Entry(AttentionKernel.SPLIT_KV_DECODE, "cuda", DECODE, FLOATS_AND_FP8, _always),
+    Entry(AttentionKernel.PAGED_PREFILL, "cuda", PREFILL, FLOATS_AND_FP8, _always),
+)
+
+
+def choose(case: AttentionCase) -> AttentionKernel:
+    """Raises LoadError if no kernel supports the case."""
+    check_head_size(case.device, case.head_dim)
+    for entry in TABLE:
+        is_for = entry.device == case.device and case.kind in entry.kinds and case.kv_dtype in entry.kv_dtypes
+        if is_for and entry.fits(case):
+            return entry.kernel
+    raise LoadError(f"no attention kernel for {case.kind.value} on {case.device} with a KV cache of {case.kv_dtype}")
+
+
+def check_head_size(device: str, head_dim: int) -> None:
+    """Raises LoadError for a head size that the kernels of a device do not support."""
+    if device == "cuda" and (head_dim % 2 or head_dim > TRITON_MAX_HEAD_DIM):
+        raise LoadError(
+            f"a head size of {head_dim} is not supported on a GPU, only even ones up to {TRITON_MAX_HEAD_DIM} are; "
+            "--device cpu takes others"
+        )
