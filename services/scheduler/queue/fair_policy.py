@@ -118,7 +118,7 @@ class User(FairShare):
     def charge(self, num_outputs: int) -> None:
         """Counts generated tokens."""
         weighted = num_outputs * OUTPUT_WEIGHT
-        self.serve(weighted)
+        self.served += weighted
         self.tenant.serve(weighted)
 
 
