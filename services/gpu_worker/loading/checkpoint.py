@@ -27,7 +27,7 @@ _NOT_WEIGHTS = ("consolidated*", "training_args.bin", "optimizer*", "scheduler*"
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedWeights:
     size_bytes: int
     seconds: float
     files: int
@@ -43,12 +43,12 @@ class Loaded:
 
 def load(
     table: WeightTable, folder: Path, load_format: str, ignore_patterns: list[str], seed: int, progress: Progress
-) -> Loaded:
+) -> LoadedWeights:
     """Fills the table and checks that nothing is missing or left over. Raises LoadError."""
     start = time.perf_counter()
     if load_format == "dummy":
         fill_dummy(table, seed, progress)
-        return Loaded(table.size_bytes, _elapsed(table, start), 0)
+        return LoadedWeights(table.size_bytes, _elapsed(table, start), 0)
     files = find_files(folder, load_format, ignore_patterns)
     total = sum(f.stat().st_size for f in files)
     if table.device.type == "cuda" and files[0].suffix == ".safetensors":
@@ -57,7 +57,7 @@ def load(
         _load_in_turn(files, total, table, progress)
     table.check_complete()
     progress(1.0)
-    return Loaded(total, _elapsed(table, start), len(files))
+    return LoadedWeights(total, _elapsed(table, start), len(files))
 
 
 def _load_in_turn(files: list[Path], total: int, table: WeightTable, progress: Progress) -> None:

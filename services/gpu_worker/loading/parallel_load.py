@@ -37,7 +37,7 @@ DTYPES = {
 }
 
 
-class Entry(msgspec.Struct):
+class TensorEntry(msgspec.Struct):
     """One tensor in a file's header; offsets count from the header's end."""
 
     dtype: str
@@ -69,7 +69,7 @@ def list_tensors(file: Path, fd: int) -> Iterator[Stored]:
     header = msgspec.json.decode(os.pread(fd, length, 8), type=dict[str, msgspec.Raw])
     header.pop("__metadata__", None)
     for name, raw in header.items():
-        entry = msgspec.json.decode(raw, type=Entry)
+        entry = msgspec.json.decode(raw, type=TensorEntry)
         dtype = DTYPES.get(entry.dtype)
         if dtype is None:
             raise LoadError(f"{file}: {name} is of type {entry.dtype}, known are {', '.join(DTYPES)}")

@@ -16,7 +16,7 @@ HOST_SLACK = 0.5  # bytes; rounding of a share
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class WeightPlace:
     """Part of a parameter, and how the checkpoint has it."""
 
     target: Tensor
@@ -34,7 +34,7 @@ class WeightTable:
         self.layer_bytes = 0  # of the layers' matrices, on device and host
         self.on_host: list[Tensor] = []
         self._host_share, self._host_bytes = host_share, 0
-        self.places: dict[str, Place] = {}
+        self.places: dict[str, WeightPlace] = {}
         self.scalars: dict[str, Tensor] = {}  # by name; a checkpoint may lack them
         self.size_bytes = 0
         self._ignored: set[str] = set()
@@ -59,7 +59,7 @@ class WeightTable:
 
         stored: the dtypes that the checkpoint may have there. Weights of a quantization format name theirs.
         """
-        self.places[name] = Place(target, shape, arrange, stored)
+        self.places[name] = WeightPlace(target, shape, arrange, stored)
 
     def place_scalar(self, name: str, target: Tensor) -> None:
         """A checkpoint that has the scalar `name` sets `target`; it may lack it."""
