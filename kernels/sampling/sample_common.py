@@ -51,7 +51,7 @@ def to_ordered_int(x, shift):
 
 @triton.jit
 def from_ordered_int(key, shift):
-    """The smallest float32 whose ordered integer this is."""
+    """The smallest float32 with this ordered integer."""
     key = key << shift
     return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
 

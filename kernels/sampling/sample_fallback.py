@@ -32,7 +32,7 @@ def _best_noisy(row_ptr, vocab, scale, min_logit, max_logit, noise, TILE: tl.con
 def _weigh_above(
     row_ptr, vocab, scale, min_logit, reference, LANES: tl.constexpr, RUNS: tl.constexpr, FAST: tl.constexpr
 ):
-    """Mass against `reference`, and number, of the row's tokens whose logit is at least `min_logit`."""
+    """Mass against `reference`, and number, of the row's tokens with a logit of at least `min_logit`."""
     mass = tl.zeros([LANES], tl.float32)
     number = tl.zeros([LANES], tl.int32)
     for tile in range(tl.cdiv(vocab, LANES * RUNS * 8)):

@@ -1,4 +1,4 @@
-"""Last two kernels of `sample_tokens`, for rows whose limits keep many tokens. Several programs share a row.
+"""Last two kernels of `sample_tokens`, for rows with limits that keep many tokens. Several programs share a row.
 
 They do not search for the threshold. The noise kernel finds the spans where the noise can have made a winner, now that
 the row's mass is known. It lists the winners of smaller and smaller sets: of all tokens, then of the tokens likelier

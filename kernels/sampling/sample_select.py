@@ -1,7 +1,7 @@
 """Second kernel of `sample_tokens`, one program a row: decides from the scan's results, and reads few spans again.
 
-Greedy rows read the spans with the largest logit. Rows whose limits keep few tokens go to `sample_small_nucleus`. Rows
-without limits read the candidate spans. Rows whose limits keep many tokens are left to the kernels of
+Greedy rows read the spans with the largest logit. Rows with limits that keep few tokens go to `sample_small_nucleus`.
+Rows without limits read the candidate spans. Rows with limits that keep many tokens are left to the kernels of
 `sample_large_nucleus`.
 """
 

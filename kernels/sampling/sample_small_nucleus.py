@@ -1,4 +1,4 @@
-"""Device functions that sample a row whose limits keep few tokens, one program a row, for `sample_tokens`.
+"""Device functions that sample a row with limits that keep few tokens, one program a row, for `sample_tokens`.
 
 Spans that can hold a kept token are found by their largest logits. Their tokens are listed, and the exact threshold is
 found by bisection over the ordered integers of the list.
@@ -86,7 +86,7 @@ def gather_candidates(
     row_ptr, spans_ptr, values_ptr, ids_ptr, num, bound, vocab,
     LANES: tl.constexpr, RUNS: tl.constexpr, CHUNK: tl.constexpr, MAX_CANDIDATES: tl.constexpr,
 ):  # fmt: skip
-    """Lists the tokens of `num` listed spans whose logit is at least `bound`, MAX_CANDIDATES at most; returns their
+    """Lists the tokens of `num` listed spans with a logit of at least `bound`, MAX_CANDIDATES at most; returns their
     number.
     """
     count = tl.full([], 0, tl.int32)

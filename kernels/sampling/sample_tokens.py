@@ -3,7 +3,7 @@
 Every limit (min-p, top-k, top-p) keeps the tokens above some logit, and the sampled token is the one with the largest
 logit plus Gumbel noise (Gumbel-max). The first kernel (`sample_scan`) reads all logits once and stores the largest of
 each span of tokens and, for rows without limits, the spans that can hold the winner. The second (`sample_select`), one
-program a row, reads few spans again. Rows whose limits keep too many tokens for that go to `sample_large_nucleus`.
+program a row, reads few spans again. Rows with limits that keep too many tokens for that go to `sample_large_nucleus`.
 """
 
 from dataclasses import dataclass

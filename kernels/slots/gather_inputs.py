@@ -78,8 +78,8 @@ def _gather_inputs_kernel(
 def gather_inputs(state: SlotState, rows: StepInputs) -> None:
     """Fills `rows` from the slots in `state.rows`, and increments the step count.
 
-    Padding rows, and rows whose slot is not live, get token 0, position 0 and slot -1. Slots must lie in the state: not
-    checked on device. Raises ValueError for other shapes and dtypes.
+    Padding rows, and rows of a slot that is not live, get token 0, position 0 and slot -1. Slots must lie in the state:
+    not checked on device. Raises ValueError for other shapes and dtypes.
     """
     state.check()
     count = len(rows.slots)

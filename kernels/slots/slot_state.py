@@ -20,7 +20,7 @@ class Field(IntEnum):
 
     NEXT = 0  # id of the token to be computed next
     POSITION = 1  # number of computed tokens: their KV is written
-    KNOWN = 2  # number of tokens whose ids are known
+    KNOWN = 2  # number of tokens with known ids
     MAX_KNOWN = 3  # number of tokens at max_tokens or max_model_len
     LIVE = 4
     IGNORE_EOS = 5
