@@ -6,7 +6,7 @@ import torch
 
 from blockyard.services.gpu_worker.bench.row import Row, row
 from blockyard.services.gpu_worker.layers.linear import Linear, dense_linear
-from blockyard.services.gpu_worker.linear_tuning.kernel_configs import LIBRARY, Layer
+from blockyard.services.gpu_worker.linear_tuning.kernel_configs import LIBRARY, LinearShape
 from blockyard.services.gpu_worker.linear_tuning.tuner import Tuner
 
 SHAPES = {
@@ -42,7 +42,7 @@ def _rows(tuner: Tuner, num: int) -> Iterator[Row]:
         yield row(f"all of a step, {label}", f"{num} rows", seconds, *_work(tuner.layers, num))
 
 
-def _work(layers: list[Layer], num: int, share: int = 1) -> tuple[float, float]:
+def _work(layers: list[LinearShape], num: int, share: int = 1) -> tuple[float, float]:
     """Bytes of weights and operations."""
     elements = sum(layer.ins * layer.outs * layer.count for layer in layers) / share
     return 2 * elements, 2 * num * elements

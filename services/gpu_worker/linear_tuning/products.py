@@ -10,7 +10,7 @@ from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.programmatic_launch import supports_pdl
 from blockyard.services.gpu_worker.layers.linear import FusedProduct, Linear, Product
 from blockyard.services.gpu_worker.layers.linear_method import DenseWeight
-from blockyard.services.gpu_worker.linear_tuning.kernel_configs import Plan
+from blockyard.services.gpu_worker.linear_tuning.kernel_configs import KernelConfig
 
 WORKSPACE_ELEMENTS = 6 << 20  # a tile of 128 x 256 for each of 192 programs
 WORKSPACE_PROGRAMS = 1 << 14
@@ -23,7 +23,7 @@ class Products:
         self._pdl = supports_pdl(device)
         self._workspace = Workspace(WORKSPACE_ELEMENTS, WORKSPACE_PROGRAMS, device)
 
-    def of(self, plan: Plan, linear: Linear) -> Product:
+    def of(self, plan: KernelConfig, linear: Linear) -> Product:
         weight, bias = dense_weight(linear)
         if plan.kernel == "library":
             return lambda x: F.linear(x, weight, bias)
@@ -32,11 +32,11 @@ class Products:
         workspace, split, tiling = self._workspace, plan.split, self._tiling(plan)
         return lambda x: linear_stream_k(x, weight, bias, tiling, workspace, split)
 
-    def _tiling(self, plan: Plan) -> Tiling:
+    def _tiling(self, plan: KernelConfig) -> Tiling:
         pdl = self._pdl
         return Tiling(plan.out_tile, plan.row_tile, plan.in_tile, plan.stages, plan.warps, pdl, plan.fetch)
 
-    def fused(self, plan: Plan, linear: Linear) -> FusedProduct:
+    def fused(self, plan: KernelConfig, linear: Linear) -> FusedProduct:
         """Of a plan for few rows."""
         (weight, bias), pdl = dense_weight(linear), self._pdl
         tiles = {"out_tile": plan.out_tile, "tile": plan.in_tile, "warps": plan.warps, "early": plan.stages}

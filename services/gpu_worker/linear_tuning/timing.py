@@ -13,7 +13,7 @@ from torch import Tensor
 from blockyard.kernels.layers.add_rms_norm import add_rms_norm
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.services.gpu_worker.layers.linear import Fusion, Linear
-from blockyard.services.gpu_worker.linear_tuning.kernel_configs import Layer, Plan
+from blockyard.services.gpu_worker.linear_tuning.kernel_configs import KernelConfig, LinearShape
 from blockyard.services.gpu_worker.linear_tuning.products import Products, dense_weight
 
 WEIGHT_BYTES = 400 << 20  # of different weights in one measurement: several times the L2 cache
@@ -26,32 +26,32 @@ EXCERPT_REPEATS = 6
 class LinearTimer:
     """For the linear layers of one model, in its order, which are of the shapes of `layers`."""
 
-    def __init__(self, linears: Sequence[Linear], layers: Sequence[Layer], products: Products) -> None:
+    def __init__(self, linears: Sequence[Linear], layers: Sequence[LinearShape], products: Products) -> None:
         self._linears, self._layers, self._products = linears, layers, products
         weight = dense_weight(linears[0]).weight
         self._device, self._dtype = weight.device, weight.dtype
         self._inputs: dict[tuple[int, int], Tensor] = {}
 
-    def seconds(self, plan: Plan, group: Sequence[Linear], rows: int) -> float:
+    def seconds(self, plan: KernelConfig, group: Sequence[Linear], rows: int) -> float:
         """Of one layer, over layers of one shape."""
         some = group[: max(WEIGHT_BYTES // dense_weight(group[0]).weight.nbytes, 1)]
         order = [(plan, linear) for linear in some] * -(-LAUNCHES // len(some))
         return _replay(self._step(order, rows)) / len(order)
 
-    def step_seconds(self, plans: Sequence[Plan], rows: int, norms: bool = True) -> float:
+    def step_seconds(self, plans: Sequence[KernelConfig], rows: int, norms: bool = True) -> float:
         """Of all layers, by one plan a shape."""
         return _replay(self._step(self.order(plans), rows, norms))
 
-    def excerpt_seconds(self, plans: Sequence[Plan], rows: int) -> float:
+    def excerpt_seconds(self, plans: Sequence[KernelConfig], rows: int) -> float:
         """Of the first layers, by one plan a shape."""
         return _replay(self._step(self.order(plans)[:EXCERPT], rows), EXCERPT_REPEATS)
 
-    def order(self, plans: Sequence[Plan]) -> list[tuple[Plan, Linear]]:
+    def order(self, plans: Sequence[KernelConfig]) -> list[tuple[KernelConfig, Linear]]:
         """The plan of each layer, in the model's order."""
         by_shape = dict(zip(((layer.ins, layer.outs) for layer in self._layers), plans, strict=True))
         return [(by_shape[linear.shape], linear) for linear in self._linears]
 
-    def _step(self, order: Sequence[tuple[Plan, Linear]], rows: int, norms: bool = True) -> Callable[[], None]:
+    def _step(self, order: Sequence[tuple[KernelConfig, Linear]], rows: int, norms: bool = True) -> Callable[[], None]:
         """All of these products, and where asked for a norm before each."""
         calls = [self.call(plan, linear, rows, norms) for plan, linear in order]
 
@@ -61,7 +61,7 @@ class LinearTimer:
 
         return step
 
-    def call(self, plan: Plan, linear: Linear, rows: int, norms: bool = True) -> Callable[[], object]:
+    def call(self, plan: KernelConfig, linear: Linear, rows: int, norms: bool = True) -> Callable[[], object]:
         """Of one product. Where its kernel takes in what is around it, that takes the place of the norm."""
         ins, outs = linear.shape
         x, norm = self._rows(rows, ins), RMSNorm(self._rows(1, ins)[0], 1e-6)

@@ -17,8 +17,8 @@ from triton.errors import TritonError
 
 from blockyard.kernels.layers.linear_stream_k import ALIGNMENT
 from blockyard.services.gpu_worker.layers.linear import FusedProduct, Fusion, Linear, Product, dense_linear, in_groups
-from blockyard.services.gpu_worker.linear_tuning import kernel_configs as picker
-from blockyard.services.gpu_worker.linear_tuning.kernel_configs import LIBRARY, Choice, Layer, Plan
+from blockyard.services.gpu_worker.linear_tuning import kernel_configs
+from blockyard.services.gpu_worker.linear_tuning.kernel_configs import LIBRARY, KernelConfig, LinearShape, TunedConfig
 from blockyard.services.gpu_worker.linear_tuning.products import Products, dense_weight
 from blockyard.services.gpu_worker.linear_tuning.timing import EXCERPT, LinearTimer
 
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 ROUNDS = 2
 COMPILERS = 16
 
-Binary = tuple[Plan, int, Fusion]
+Binary = tuple[KernelConfig, int, Fusion]
 
 
 class Tuner:
@@ -41,7 +41,7 @@ class Tuner:
         for linear in self._linears:
             groups.setdefault(linear.shape, []).append(linear)
         self.groups = list(groups.values())
-        self.layers = [Layer(*group[0].shape, len(group)) for group in self.groups]
+        self.layers = [LinearShape(*group[0].shape, len(group)) for group in self.groups]
         properties = torch.cuda.get_device_properties(self._device)
         self._processors: int = properties.multi_processor_count
         self.products = Products(self._device)
@@ -51,7 +51,7 @@ class Tuner:
         self._possible: set[Binary] = set()  # that were tried
         self._dtype_name = str(self._dtype).removeprefix("torch.")
         self._table = self._path()
-        self._plans: dict[int, list[Plan]] = {}
+        self._plans: dict[int, list[KernelConfig]] = {}
         self.missing: list[int] = []  # numbers of rows that are still to be measured
         self._num_missing, self._problem = 0, ""
         self._capability = (properties.major, properties.minor)
@@ -60,15 +60,18 @@ class Tuner:
         """For steps of each of these numbers of rows: installs what was measured before, and for other sizes what was
         quickest on similar shapes. `folder` keeps what is measured, None: the user's cache."""
         self._table = self._path(folder)
-        known = picker.read_table(self._table)
-        found = {rows: picker.find(known, self.layers, self._dtype_name, rows) for rows in sizes}
+        known = kernel_configs.read_table(self._table)
+        found = {rows: kernel_configs.find(known, self.layers, self._dtype_name, rows) for rows in sizes}
         self._plans = {rows: some for rows, some in found.items() if some is not None}
         self.missing = [rows for rows in sizes if rows not in self._plans]
         self._num_missing = len(self.missing)
-        measured = picker.read_defaults() if self.missing and self._capability == picker.CAPABILITY else []
+        measured = (
+            kernel_configs.read_defaults() if self.missing and self._capability == kernel_configs.CAPABILITY else []
+        )
         for rows in self.missing:
             self._plans[rows] = [
-                picker.default_plan(measured, layer, rows, self._candidates(layer, rows)) for layer in self.layers
+                kernel_configs.default_config(measured, layer, rows, self._candidates(layer, rows))
+                for layer in self.layers
             ]
         self._install()
 
@@ -81,8 +84,10 @@ class Tuner:
                 while still:
                     self._plans[still[0]] = yield from self.measuring(still[0])
                     self._install()
-                    choices = [Choice(self.layers, self._dtype_name, still[0], self._plans[still[0]])]
-                    picker.write_table(self._table, picker.merge(picker.read_table(self._table), choices))
+                    choices = [TunedConfig(self.layers, self._dtype_name, still[0], self._plans[still[0]])]
+                    kernel_configs.write_table(
+                        self._table, kernel_configs.merge(kernel_configs.read_table(self._table), choices)
+                    )
                     self.missing.remove(still[0])
                     yield still.pop(0)
         except (RuntimeError, TritonError) as e:  # OutOfMemoryError is among them
@@ -120,20 +125,22 @@ class Tuner:
     def make_batch_invariant(self) -> str:
         """One plan a layer for every number of rows."""
         for layer, group in zip(self.layers, self.groups, strict=True):
-            plan = picker.frozen_plan(layer, self._dtype.itemsize, self._processors)
+            plan = kernel_configs.batch_invariant_config(layer, self._dtype.itemsize, self._processors)
             for linear in group:
                 product = self.products.of(plan, linear)
                 linear.use({}, in_groups(product) if plan == LIBRARY else product)
         return "linear layers: one configuration each for any number of rows (--batch-invariant)"
 
     def _path(self, folder: Path | None = None) -> Path:
-        return picker.table_path(self._name, (f"torch{torch.__version__}", f"triton{triton.__version__}"), folder)
+        return kernel_configs.table_path(
+            self._name, (f"torch{torch.__version__}", f"triton{triton.__version__}"), folder
+        )
 
-    def _candidates(self, layer: Layer, rows: int) -> list[Plan]:
+    def _candidates(self, layer: LinearShape, rows: int) -> list[KernelConfig]:
         group = self.groups[self.layers.index(layer)]
         if any(dense_weight(linear).weight.data_ptr() % ALIGNMENT for linear in group):
             return []
-        plans = picker.candidates(layer, rows, self._dtype.itemsize, self._processors)
+        plans = kernel_configs.candidates(layer, rows, self._dtype.itemsize, self._processors)
         return [plan for plan in plans if _binary(plan, rows, group[0]) not in self._impossible]
 
     def compile(self, sizes: Sequence[int]) -> None:
@@ -166,17 +173,17 @@ class Tuner:
                     return False
         return True
 
-    def measure(self, rows: int) -> list[Plan]:
+    def measure(self, rows: int) -> list[KernelConfig]:
         """The quickest plans for so many rows, one a shape."""
         pieces = self.measuring(rows)
         while True:
             try:
                 next(pieces)
             except StopIteration as end:
-                plans: list[Plan] = end.value
+                plans: list[KernelConfig] = end.value
                 return plans
 
-    def measuring(self, rows: int) -> Generator[None, None, list[Plan]]:
+    def measuring(self, rows: int) -> Generator[None, None, list[KernelConfig]]:
         """`measure`, which stops after each timing."""
         library = [LIBRARY] * len(self.layers)
         for binary in self._binaries([rows]):
@@ -186,13 +193,13 @@ class Tuner:
             yield
         if not any(self._candidates(layer, rows) for layer in self.layers):
             return library
-        times: list[dict[Plan, float]] = [{} for _ in self.layers]
+        times: list[dict[KernelConfig, float]] = [{} for _ in self.layers]
         for layer, group, took in zip(self.layers, self.groups, times, strict=True):
             for plan in (LIBRARY, *self._candidates(layer, rows)):
                 took[plan] = self.timer.seconds(plan, group, rows)
                 yield
-        alone = [picker.pick(some) for some in times]
-        sets = picker.distinct([library, alone, (yield from self._refine(alone, times, rows))])
+        alone = [kernel_configs.pick(some) for some in times]
+        sets = kernel_configs.distinct([library, alone, (yield from self._refine(alone, times, rows))])
         if len(sets) == 1:
             return library
         rounds: list[list[float]] = [[] for _ in sets]
@@ -200,23 +207,23 @@ class Tuner:
             for took_s, plans in zip(rounds, sets, strict=True):
                 took_s.append(self.timer.step_seconds(plans, rows))
                 yield
-        return picker.pick_set([(plans, min(took_s)) for plans, took_s in zip(sets, rounds, strict=True)])
+        return kernel_configs.fastest_set([(plans, min(took_s)) for plans, took_s in zip(sets, rounds, strict=True)])
 
     def _refine(
-        self, alone: list[Plan], times: Sequence[Mapping[Plan, float]], rows: int
-    ) -> Generator[None, None, list[Plan]]:
+        self, alone: list[KernelConfig], times: Sequence[Mapping[KernelConfig, float]], rows: int
+    ) -> Generator[None, None, list[KernelConfig]]:
         """From what is quickest alone, or from own kernels throughout: one shape after the other in the plan that is
         quickest beside the others, in the first layers."""
-        starts = picker.distinct([alone, [picker.own(some) for some in times]])
+        starts = kernel_configs.distinct([alone, [kernel_configs.fastest_own(some) for some in times]])
         took, plans = min((self.timer.excerpt_seconds(plans, rows), i, plans) for i, plans in enumerate(starts))[::2]
         yield
         shapes = {linear.shape for linear in self._linears[:EXCERPT]}  # of others only noise would be seen
         for i, (layer, some) in enumerate(zip(self.layers, times, strict=True)):
-            for plan in picker.next_best(some, plans[i]) if (layer.ins, layer.outs) in shapes else []:
+            for plan in kernel_configs.next_best(some, plans[i]) if (layer.ins, layer.outs) in shapes else []:
                 others = [*plans[:i], plan, *plans[i + 1 :]]
                 seconds = self.timer.excerpt_seconds(others, rows)
                 yield
-                if seconds < picker.CLEARLY * took:
+                if seconds < kernel_configs.REFINE_MARGIN * took:
                     plans, took = others, seconds
         return plans
 
@@ -233,7 +240,7 @@ class Tuner:
             linear.use(one, fused=whole)
 
 
-def _binary(plan: Plan, rows: int, linear: Linear) -> Binary:
+def _binary(plan: KernelConfig, rows: int, linear: Linear) -> Binary:
     """What is compiled for a plan: the same for any split, and anywhere for any rows unless they are few."""
     few = plan.kernel == "few"
     return msgspec.structs.replace(plan, split=1), rows if few else 1, linear.fusion if few else Fusion.NONE

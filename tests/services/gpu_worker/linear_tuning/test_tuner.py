@@ -9,12 +9,12 @@ import torch
 from blockyard.services.gpu_worker.layers.linear import Fusion, Linear, dense_linear
 from blockyard.services.gpu_worker.linear_tuning import products as linear_products
 from blockyard.services.gpu_worker.linear_tuning import tuner as linear_tuning
-from blockyard.services.gpu_worker.linear_tuning.kernel_configs import LIBRARY, Plan
+from blockyard.services.gpu_worker.linear_tuning.kernel_configs import LIBRARY, KernelConfig
 from blockyard.services.gpu_worker.linear_tuning.tuner import Tuner
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [(80, 256), (64, 512)]  # out, in
-TILES = Plan("tiles", 64, 16, 32, 3, 4, 2)
+STREAM_K = KernelConfig("tiles", 64, 16, 32, 3, 4, 2)
 
 
 @pytest.fixture
@@ -26,11 +26,11 @@ def linears(monkeypatch: pytest.MonkeyPatch) -> list[Linear]:
     return [dense_linear(torch.randn(*shape).to(DEVICE, torch.float16), fusion=Fusion.NORM) for shape in SHAPES * 2]
 
 
-def made_up(tuner: Tuner, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Plan, int]]:
+def made_up(tuner: Tuner, monkeypatch: pytest.MonkeyPatch) -> list[tuple[KernelConfig, int]]:
     """Tiles are quick for the first shape, few rows for the second, the library at 3 rows. What was timed."""
     timed = []
 
-    def seconds(plan: Plan, group: list[Linear], rows: int) -> float:
+    def seconds(plan: KernelConfig, group: list[Linear], rows: int) -> float:
         timed.append((plan, rows))
         quick = plan.kernel == ("tiles" if group[0].shape == (256, 80) and rows > 1 else "few")
         return 0.5 if quick and rows != 3 else 1.0
@@ -98,7 +98,7 @@ def test_what_is_best_alone_gives_way_to_what_is_best_beside_the_others(
     tuner = Tuner(linears)
     made_up(tuner, monkeypatch)
 
-    def beside(plans: list[Plan], rows: int) -> float:
+    def beside(plans: list[KernelConfig], rows: int) -> float:
         tiles = [plan.kernel == "tiles" for plan in plans]
         return 5.0 - sum(tiles) + 3.0 * all(tiles)  # one after the other they are slow
 
@@ -113,9 +113,9 @@ def test_shapes_that_are_not_among_the_first_layers_stay_as_they_are_alone(
     monkeypatch.setattr(linear_tuning, "EXCERPT", 1)
     tuner = Tuner(linears)
     made_up(tuner, monkeypatch)
-    tried: list[list[Plan]] = []
+    tried: list[list[KernelConfig]] = []
 
-    def noise(plans: list[Plan], rows: int) -> float:
+    def noise(plans: list[KernelConfig], rows: int) -> float:
         tried.append(plans)
         return 1.0 / len(tried)
 
@@ -140,7 +140,9 @@ def test_what_cannot_be_measured_is_left_to_the_library(
 
 
 def test_frozen_rows_do_not_depend_on_the_others(linears: list[Linear], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear_tuning.picker, "frozen_plan", lambda layer, size, processors: TILES)
+    monkeypatch.setattr(
+        linear_tuning.kernel_configs, "batch_invariant_config", lambda layer, size, processors: STREAM_K
+    )
     Tuner(linears).make_batch_invariant()
     for linear in linears[:2]:
         x = torch.randn(20, linear.shape[0]).to(DEVICE, torch.float16)
