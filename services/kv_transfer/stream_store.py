@@ -5,6 +5,7 @@ are copied to the host on a second stream. A fetch copies packed blocks to the d
 stream. Adjacent host blocks are one copy.
 """
 
+import mmap
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -117,7 +118,8 @@ def adjacent(hosts: list[int]) -> Iterator[tuple[int, int, int]]:
 
 def pinned(num_bytes: int) -> Tensor:
     """Pinned host memory. torch's own pinned allocation would round the size up to a power of 2."""
-    memory = np.empty(num_bytes, np.uint8)
+    # Pages of its own: the driver pins whole pages, and refuses one that it has pinned for another allocation.
+    memory = np.frombuffer(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     error = runtime.cudaHostRegister(memory.ctypes.data, num_bytes, 0)
     if int(error) != 0:

@@ -1,6 +1,7 @@
 """Blocks to host memory and back: the plain store, and on a GPU the one with streams."""
 
 import importlib
+from mmap import PAGESIZE
 
 import pytest
 import torch
@@ -49,6 +50,36 @@ def test_a_host_block_is_saved_again_and_fetched_twice() -> None:
 def test_memory_must_be_contiguous() -> None:
     with pytest.raises(ValueError, match="contiguous"):
         PlainStore(torch.zeros(4, 6, 8).transpose(0, 1), 1)
+
+
+class FakeRuntime:
+    """Pins whole pages, as CUDA does, and refuses a page that is pinned already."""
+
+    def __init__(self) -> None:
+        self.pages: set[int] = set()
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        pages = set(range(address // PAGESIZE, (address + size - 1) // PAGESIZE + 1))
+        if pages & self.pages:
+            return 712
+        self.pages |= pages
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.pages.remove(address // PAGESIZE)
+        return 0
+
+
+def test_two_pinned_allocations_share_no_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module("blockyard.services.kv_transfer.stream_store")
+    runtime = FakeRuntime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    live = [module.pinned(100 + i) for i in range(100)]
+    live[50].fill_(7)
+    assert live[50].sum() == 7 * 150
+    assert len(runtime.pages) == 100
+    live.clear()
+    assert not runtime.pages
 
 
 @pytest.mark.skipif(not GPU, reason="needs a GPU")
