@@ -1,0 +1,89 @@
+"""How large folders, files and functions may be, and that names, imports and fields have one meaning and one owner."""
+
+import ast
+from collections import Counter, defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+FILES = sorted(p for top in ("services", "shared", "kernels") for p in (ROOT / top).rglob("*.py"))
+TREES = {path: ast.parse(path.read_text()) for path in FILES}
+MOST_MODULES = 16  # in a folder, without __init__
+MOST_LINES = 500
+MOST_FUNCTION_LINES = 80
+MOST_SHARED_NAMES = 5  # class names that two files define
+MOST_SMALL_FILES = 30  # under 60 lines with one importer
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(("blockyard", *(parts[:-1] if parts[-1] == "__init__" else parts)))
+
+
+MODULES = {module_name(path): path for path in FILES}
+
+
+def imported_modules(path: Path) -> set[str]:
+    """Modules of this project that a file imports anywhere, also inside functions."""
+    found: set[str] = set()
+    for node in ast.walk(TREES[path]):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = (f"{node.module}.{alias.name}" for alias in node.names)
+            found.update(name if name in MODULES else node.module for name in names)
+    return found & set(MODULES)
+
+
+def test_no_import_by_a_string() -> None:
+    """`importlib.import_module` hides an import from this file's checks and from the type checker."""
+    uses = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path, tree in TREES.items()
+        for node in ast.walk(tree)
+        if (isinstance(node, ast.Attribute) and node.attr == "import_module")
+        or (isinstance(node, ast.Name) and node.id == "__import__")
+    ]
+    assert uses == []
+
+
+def test_folders_hold_few_modules() -> None:
+    sizes = Counter(path.parent for path in FILES if path.name != "__init__.py")
+    assert {str(folder): size for folder, size in sizes.items() if size > MOST_MODULES} == {}
+
+
+def test_every_package_says_what_it_owns() -> None:
+    packages = [path for path in FILES if path.name == "__init__.py"]
+    assert [str(path) for path in packages if len((ast.get_docstring(TREES[path]) or "").split()) < 5] == []
+
+
+def test_files_and_functions_can_be_read_at_once() -> None:
+    too_long = [str(path) for path in FILES if len(path.read_text().splitlines()) > MOST_LINES]
+    for path, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                if lines > MOST_FUNCTION_LINES:
+                    too_long.append(f"{path}: {node.name}, {lines} lines")
+    assert too_long == []
+
+
+def test_few_small_files_have_one_importer() -> None:
+    importers: Counter[str] = Counter()
+    for path in FILES:
+        importers.update(imported_modules(path) - {module_name(path)})
+    small = [
+        name
+        for name, path in MODULES.items()
+        if importers[name] == 1 and len(path.read_text().splitlines()) < 60 and not path.name.startswith("__")
+    ]
+    assert len(small) <= MOST_SMALL_FILES, small
+
+
+def test_one_class_name_has_one_meaning() -> None:
+    places: defaultdict[str, set[Path]] = defaultdict(set)
+    for path, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].add(path.relative_to(ROOT))
+    twice = {name: sorted(map(str, paths)) for name, paths in places.items() if len(paths) > 1}
+    assert len(twice) <= MOST_SHARED_NAMES, twice
