@@ -26,6 +26,8 @@ _SEQS = 16  # sequences that are searched at a time
 _ROUNDS = 3  # rounds of persistent programs; with fewer each item has a program, because padding items end soon
 _LOG2E = 1.4426950408889634
 _BLOCK_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)  # constructing it takes 5 us
+# Gluon is experimental: Triton 3.9 has neither name any more, and this kernel was measured with 3.6.
+_GLUON_HAS_NAMES = hasattr(gl, "thread_barrier") and hasattr(gl.shared_memory_descriptor, "_reinterpret")
 
 
 @gluon.jit
@@ -184,10 +186,11 @@ def _num_multiprocessors(device: torch.device) -> int:
 
 
 def fits(q: Tensor, layer: Tensor) -> bool:
-    """Whether `prefill_hopper` supports these tensors on this GPU."""
+    """Whether `prefill_hopper` supports these tensors on this GPU, and compiles with the installed Triton."""
     head_dim, block_size = layer.shape[4], layer.shape[3]
     return (
-        q.device.type == "cuda"
+        _GLUON_HAS_NAMES
+        and q.device.type == "cuda"
         and torch.cuda.get_device_capability(q.device) == (9, 0)
         and q.dtype == layer.dtype
         and q.dtype == torch.bfloat16  # float16 and head size 64 compile but have not run

@@ -1,10 +1,12 @@
 """Prefill attention in Triton against its reference in float64: odd sizes, strided rows, poisoned pool and outputs."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from triton.experimental.gluon import language as gl
 
 from blockyard.kernels.attention import paged_prefill as file
 from blockyard.kernels.attention.paged_prefill import paged_prefill, paged_prefill_reference
@@ -150,6 +152,18 @@ def test_hopper(heads: int, kv_heads: int, head_dim: int, block_size: int, longe
     if not file.prefill_hopper.fits(case.q[:, : heads * head_dim].view(-1, heads, head_dim).to(dtype), layer):
         pytest.skip("another kind of GPU")
     case.run(dtype, None, longest=longest)
+
+
+def test_hopper_prefill_is_for_triton_versions_that_compile_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    hopper = file.prefill_hopper
+    q = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16)
+    layer = SimpleNamespace(dtype=torch.bfloat16, shape=(2, 9, 4, 16, 128))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert hopper.fits(q, layer) == hasattr(gl, "thread_barrier")
+    monkeypatch.setattr(hopper, "_GLUON_HAS_NAMES", False)
+    assert not hopper.fits(q, layer)
+    monkeypatch.setattr(hopper, "_GLUON_HAS_NAMES", True)
+    assert hopper.fits(q, layer)
 
 
 @pytest.mark.parametrize(
