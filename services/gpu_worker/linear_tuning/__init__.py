@@ -1,1 +1,17 @@
-"""Picks the kernel of each linear layer and batch size on a GPU by measuring, and keeps the result on disk."""
+"""Autotunes the linear layers of a model on a GPU: measures the fastest kernel config for each shape and batch size.
+
+- `tuner.Tuner` owns the kernel configs of one model. It times the candidates, installs the fastest in each `Linear` and
+  writes them to a cache file for later starts.
+- `idle_tuning.IdleTuning` runs the tuner a few milliseconds at a time while the worker has no step to run.
+- `kernel_configs` lists the candidates, compares timings, and reads and writes the cache file.
+- `timing.LinearTimer` times GEMMs in CUDA graphs. `products.Products` makes the callable of a kernel config: cuBLAS,
+  the skinny GEMM for few rows (`linear_skinny`) or the stream-K GEMM (`linear_stream_k`).
+
+Types to know: `KernelConfig` describes how one GEMM is computed, `LinearShape` the layers of one shape, and
+`TunedConfig` holds the measured kernel configs of a model for one number of rows.
+
+`engine` creates the `Tuner`, `compilation.record_kernels` compiles its candidates, `execution.device_loop` calls
+`IdleTuning.step` when idle, and `bench.linear` prints timings. Imports go from `tuner` to `timing`, `products` and
+`kernel_configs`, and from there to `layers.linear` and `kernels/`. `idle_tuning` and `kernel_configs` import neither
+torch nor Triton, so `engine` can import `IdleTuning` on a CPU.
+"""

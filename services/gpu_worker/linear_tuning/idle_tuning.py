@@ -1,20 +1,20 @@
-"""Measures linear layers while the worker has nothing else to do, some milliseconds at a time."""
+"""Runs the autotuning of linear layers while the worker is idle, a few milliseconds at a time."""
 
 from collections.abc import Iterator
 from typing import Protocol
 
-WAIT_S = 0.02  # for compilers; requests wait as long at most
+WAIT_S = 0.02  # for compile processes, per step; a new request is delayed by at most this time
 
 
 class Compiling(Protocol):
-    """As `KernelCompiler`."""
+    """The methods of `KernelCompiler` that `IdleTuning` calls."""
 
     def wait(self, timeout_s: float | None = None) -> bool: ...
     def close(self) -> None: ...
 
 
 class Tuning(Protocol):
-    """As `Tuner`, once it has begun."""
+    """The members of `Tuner` that `IdleTuning` uses, after `Tuner.begin`."""
 
     missing: list[int]
 
@@ -23,7 +23,7 @@ class Tuning(Protocol):
 
 
 class IdleTuning:
-    """The tuner's pieces, as soon as the kernels that it compares are compiled."""
+    """Runs the pieces of a tuner one by one, once its candidate kernels are compiled."""
 
     def __init__(self, tuner: Tuning, compiler: Compiling) -> None:
         self._tuner, self._compiler = tuner, compiler
@@ -33,12 +33,12 @@ class IdleTuning:
 
     @property
     def done(self) -> float:
-        """The part of the sizes that is measured; 1.0: no piece is left."""
+        """The fraction of sizes that are measured. 1.0: no piece is left."""
         return 1.0 if self._is_over else 1.0 - (len(self._tuner.missing) + 1) / (self._num_sizes + 1)
 
     def step(self) -> int | None:
-        """Measures a piece. Returns a number of rows if that was the last piece of theirs: what computes them has
-        changed."""
+        """Runs one piece. Returns a number of rows if the piece installed new kernels for it: a CUDA graph of this
+        size must be captured again. Returns None otherwise."""
         if self._is_over or not self._compiler.wait(WAIT_S):
             return None
         try:

@@ -1,6 +1,6 @@
-"""Which kernel computes a linear layer for a number of rows: what there is to try, and which of it was best.
+"""Kernel configs of linear layers: the candidates for a shape, the choice among timings, and the cache file.
 
-Plain functions over numbers, and the file that keeps what was measured. What measures is `linear_tuning`.
+These are functions of numbers, without torch. `tuner` measures the candidates.
 """
 
 import logging
@@ -15,18 +15,18 @@ import msgspec
 
 log = logging.getLogger(__name__)
 
-CACHE_VERSION = 4  # of the candidates below: a file of another one is measured anew
-MARGIN = 0.98  # of the library's time, to be taken in its place: less is noise
-REFINE_MARGIN = 0.997  # of a few layers' time, to be taken beside the others
-NUM_TRIES = 3
-MAX_ROWS = 256  # beyond it products are bound by arithmetic, which the library does best
-SHARED_BYTES = 226 << 10  # a program's at most, on compute capability 9.0
-FETCH_ELEMENTS = 1 << 26  # a weight below it is over so soon that its first bytes are worth asking for early
-FEWEST_STEPS = 3  # of a part of a tile
-CAPABILITY = (9, 0)  # of the GPUs that the defaults were measured on
+CACHE_VERSION = 4  # of the candidates below; a cache file of another version is ignored
+MARGIN = 0.98  # a kernel replaces cuBLAS below this share of its time; a smaller gain is noise
+REFINE_MARGIN = 0.997  # a change of one shape is kept below this share of the excerpt's time
+NUM_TRIES = 3  # alternatives to try for one shape in `Tuner._refine`, beside cuBLAS
+MAX_ROWS = 256  # larger GEMMs are compute-bound, and cuBLAS is fastest
+SHARED_BYTES = 226 << 10  # usable shared memory of one SM, compute capability 9.0
+FETCH_ELEMENTS = 1 << 26  # only a smaller weight is read so quickly that prefetching its first bytes pays off
+FEWEST_STEPS = 3  # fewest steps of `in_tile` elements in each part of a split tile
+CAPABILITY = (9, 0)  # compute capability of the GPUs that the defaults were measured on
 DEFAULTS = Path(__file__).with_name("default_configs.json")
 
-# out_tile, tile, tiles before its turn, warps by rows
+# rows -> candidates: out_tile, in_tile, tiles loaded before the PDL wait, warps
 SKINNY_TILES = {
     1: ((4, 512, 2, 2), (4, 1024, 2, 4), (8, 512, 2, 4), (8, 1024, 1, 4), (8, 1024, 3, 8), (4, 1024, 3, 4),
         (4, 2048, 1, 4), (4, 2048, 2, 4), (1, 4096, 1, 4), (8, 512, 1, 4), (2, 1024, 1, 1), (1, 2048, 1, 1),
@@ -34,7 +34,7 @@ SKINNY_TILES = {
     2: ((4, 512, 1, 2), (4, 1024, 1, 4), (2, 2048, 1, 4), (4, 512, 2, 2), (4, 1024, 3, 4)),
     4: ((2, 1024, 1, 4), (4, 1024, 1, 4), (2, 512, 1, 2), (2, 1024, 3, 4)),
 }  # fmt: skip
-# out_tile, row_tile, in_tile, stages, warps by the most rows they are for
+# most rows -> candidates: out_tile, row_tile, in_tile, stages, warps
 STREAM_K_TILES = {
     16: ((64, 16, 128, 5, 4), (64, 16, 256, 5, 4), (128, 16, 128, 3, 4)),
     32: ((64, 32, 128, 5, 4), (64, 32, 128, 8, 4), (128, 32, 128, 3, 4), (128, 32, 128, 5, 4)),
@@ -42,35 +42,35 @@ STREAM_K_TILES = {
     128: ((64, 64, 128, 6, 4), (128, 128, 64, 3, 4), (64, 128, 64, 8, 4), (128, 128, 64, 6, 8)),
     256: ((128, 128, 64, 6, 8), (64, 128, 64, 8, 4), (128, 256, 64, 4, 8), (128, 128, 64, 3, 4)),
 }
-BATCH_INVARIANT = (128, 64, 64, 4, 4)
+BATCH_INVARIANT = (128, 64, 64, 4, 4)  # as in STREAM_K_TILES, for any number of rows
 
 
 class KernelConfig(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How one product is computed."""
+    """How one GEMM is computed: by cuBLAS ("library"), the skinny kernel ("few") or the stream-K kernel ("tiles")."""
 
     kernel: Literal["library", "few", "tiles"] = "library"
     out_tile: int = 0
     row_tile: int = 0
     in_tile: int = 0
-    stages: int = 0  # tiles on their way; of few rows, before its turn
+    stages: int = 0  # tiles in flight; skinny kernel: tiles loaded before the PDL wait
     warps: int = 0
-    split: int = 1  # parts of a tile's sum
-    fetch: int = 0  # cache lines of each output's weights asked for before the kernel's turn
+    split: int = 1  # split-K: parts that the sum of one output tile is divided into
+    fetch: int = 0  # cache lines of each output's weights prefetched to L2 before the PDL wait
 
 
 LIBRARY = KernelConfig()
 
 
 class LinearShape(msgspec.Struct, frozen=True, order=True):
-    """Linear layers of one shape."""
+    """A shape of linear layers, and how many layers of the model have it."""
 
-    ins: int
-    outs: int
+    ins: int  # input features
+    outs: int  # output features
     count: int
 
 
 class TunedConfig(msgspec.Struct, frozen=True):
-    """What was measured once for all layers of a model: one plan a layer."""
+    """The measured kernel configs of a model for one number of rows: `plans` has one for each entry of `layers`."""
 
     layers: list[LinearShape]
     dtype: str
@@ -79,14 +79,14 @@ class TunedConfig(msgspec.Struct, frozen=True):
 
 
 class TunedConfigFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The file."""
+    """The contents of the cache file."""
 
     edition: int
     choices: list[TunedConfig]
 
 
 def candidates(layer: LinearShape, rows: int, element_bytes: int, processors: int) -> list[KernelConfig]:
-    """What is worth measuring beside the library; nothing for types and shapes that the kernels do not take."""
+    """The kernel configs to measure against cuBLAS. Empty for dtypes and shapes that the kernels do not support."""
     if rows > MAX_ROWS or element_bytes != 2 or layer.ins * element_bytes % 16:
         return []
     plans = [
@@ -103,7 +103,7 @@ def candidates(layer: LinearShape, rows: int, element_bytes: int, processors: in
 def splits(
     layer: LinearShape, rows: int, shape: tuple[int, int, int, int, int], element_bytes: int, processors: int
 ) -> list[int]:
-    """None; and in so many parts that the programs that run at a time are all busy, or half as many."""
+    """The split-K factors to try: 1, the largest with which all programs run at the same time, and half of that."""
     out_tile, row_tile, in_tile, stages, _ = shape
     tiles = -(-layer.outs // out_tile) * -(-rows // row_tile)
     together = processors * max(SHARED_BYTES // ((out_tile + row_tile) * in_tile * element_bytes * stages), 1)
@@ -112,7 +112,10 @@ def splits(
 
 
 def batch_invariant_config(layer: LinearShape, element_bytes: int, processors: int) -> KernelConfig:
-    """The one of a layer under --batch-invariant, for any number of rows; the library's: the kernels do not take it."""
+    """The kernel config of a layer under --batch-invariant, the same for any number of rows.
+
+    LIBRARY if the stream-K kernel does not support the layer.
+    """
     if element_bytes != 2 or layer.ins * element_bytes % 16:
         return LIBRARY
     out_tile, _, in_tile, _, _ = BATCH_INVARIANT
@@ -126,7 +129,7 @@ def _tiles(layer: LinearShape, shape: tuple[int, int, int, int, int], split: int
 
 
 class DefaultConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What was quickest for one shape on the GPUs of CAPABILITY."""
+    """The fastest kernel config of one shape and number of rows on the GPUs of CAPABILITY."""
 
     ins: int
     outs: int
@@ -135,14 +138,17 @@ class DefaultConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_defaults(path: Path = DEFAULTS) -> list[DefaultConfig]:
-    """The plans that are shipped; `blockyard tune` measures those of a model."""
+    """Reads the shipped kernel configs, which serve until a model's own shapes are measured."""
     return msgspec.json.decode(path.read_bytes(), type=list[DefaultConfig])
 
 
 def default_config(
     measured: Sequence[DefaultConfig], layer: LinearShape, rows: int, possible: Sequence[KernelConfig]
 ) -> KernelConfig:
-    """The plan of the most similar shape and number of rows, as far as it is among `possible`; else the library's."""
+    """The kernel config in `possible` that matches the default of the most similar shape and number of rows.
+
+    LIBRARY if there is no default or no match. `split` may differ from the default's: the closest one is taken.
+    """
 
     def distance(one: DefaultConfig) -> float:
         return (
@@ -157,18 +163,18 @@ def default_config(
 
 
 def _unsplit(plan: KernelConfig) -> KernelConfig:
-    """`fetch` follows from the shape, `split` from the shape and the GPU."""
+    """A kernel config without `fetch` and `split`, which depend on the shape and the GPU."""
     return msgspec.structs.replace(plan, split=1, fetch=0)
 
 
 def pick(times: Mapping[KernelConfig, float]) -> KernelConfig:
-    """The quickest; the library unless another is clearly quicker. `times` has the library's."""
+    """The fastest kernel config if it beats cuBLAS by MARGIN, else LIBRARY. `times` must contain LIBRARY."""
     quickest = min(times, key=lambda plan: times[plan])
     return quickest if times[quickest] < MARGIN * times[LIBRARY] else LIBRARY
 
 
 def fastest_own(times: Mapping[KernelConfig, float]) -> KernelConfig:
-    """The quickest but the library, which is taken where there is no other."""
+    """The fastest kernel config except LIBRARY. LIBRARY if there is no other."""
     others = [plan for plan in times if plan != LIBRARY]
     return min(others, key=lambda plan: times[plan]) if others else LIBRARY
 
@@ -178,13 +184,16 @@ def distinct(sets: Sequence[list[KernelConfig]]) -> list[list[KernelConfig]]:
 
 
 def next_best(times: Mapping[KernelConfig, float], taken: KernelConfig) -> list[KernelConfig]:
-    """What else to try: the next quickest, and the library."""
+    """The kernel configs to try in place of `taken`: the NUM_TRIES fastest others, and LIBRARY."""
     others = sorted((plan for plan in times if plan != taken), key=lambda plan: times[plan])
     return list(dict.fromkeys([*others[:NUM_TRIES], *(plan for plan in others if plan == LIBRARY)]))
 
 
 def fastest_set(times: Sequence[tuple[Sequence[KernelConfig], float]]) -> list[KernelConfig]:
-    """Of ways to compute all layers of a step, the first being the library alone: the quickest, as `pick` would."""
+    """The set of kernel configs with the fastest step, if it beats the first set by MARGIN; else the first set.
+
+    A set has one kernel config for each shape. The first set has LIBRARY for all shapes.
+    """
     plans, took = min(times, key=lambda one: one[1])
     return list(plans if took < MARGIN * times[0][1] else times[0][0])
 
@@ -192,14 +201,17 @@ def fastest_set(times: Sequence[tuple[Sequence[KernelConfig], float]]) -> list[K
 def table_path(
     device: str, versions: Sequence[str], folder: Path | None = None, environ: Mapping[str, str] = os.environ
 ) -> Path:
-    """Of a kind of GPU under the versions of what compiles for it, in `folder` or the user's cache."""
+    """The path of the cache file for a GPU model and the versions of torch and Triton.
+
+    It lies in `folder`. None: in the user's cache folder.
+    """
     base = folder or Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "blockyard"
     name = re.sub(r"[^A-Za-z0-9.+]+", "-", "-".join((device, *versions)))
     return base / f"linear-{name}.json"
 
 
 def read_table(path: Path) -> list[TunedConfig]:
-    """Nothing where there is no file of this edition that can be read."""
+    """Reads the cache file. Empty if it is missing, unreadable or of another CACHE_VERSION."""
     try:
         measured = msgspec.json.decode(path.read_bytes(), type=TunedConfigFile)
     except FileNotFoundError:
@@ -211,7 +223,7 @@ def read_table(path: Path) -> list[TunedConfig]:
 
 
 def write_table(path: Path, choices: Sequence[TunedConfig]) -> None:
-    """Whole or not at all. A folder that cannot be written to costs the next start its time, no more."""
+    """Replaces the cache file atomically. If the folder is not writable, the next start measures again."""
     whole = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -224,7 +236,7 @@ def write_table(path: Path, choices: Sequence[TunedConfig]) -> None:
 
 
 def merge(old: Sequence[TunedConfig], new: Sequence[TunedConfig]) -> list[TunedConfig]:
-    """The new ones, and the old ones of other models and rows."""
+    """`new`, and the entries of `old` for other layers, dtypes and numbers of rows."""
     keys = {_key(choice) for choice in new}
     return [*(choice for choice in old if _key(choice) not in keys), *new]
 

@@ -1,4 +1,4 @@
-"""The products that linear layers are computed by, as their plans say; on a GPU alone."""
+"""Makes the callables that compute linear layers by a given kernel config. Imports Triton: for GPUs only."""
 
 import torch
 import torch.nn.functional as F
@@ -12,12 +12,12 @@ from blockyard.services.gpu_worker.layers.linear import FusedProduct, Linear, Pr
 from blockyard.services.gpu_worker.layers.linear_method import DenseWeight
 from blockyard.services.gpu_worker.linear_tuning.kernel_configs import KernelConfig
 
-WORKSPACE_ELEMENTS = 6 << 20  # a tile of 128 x 256 for each of 192 programs
+WORKSPACE_ELEMENTS = 6 << 20  # one tile of 128 x 256 for each of 192 programs
 WORKSPACE_PROGRAMS = 1 << 14
 
 
 class Products:
-    """On one GPU, for one stream: they share a workspace."""
+    """Makes the products of one GPU and one stream. They share the workspace of the stream-K kernel."""
 
     def __init__(self, device: torch.device) -> None:
         self._pdl = supports_pdl(device)
@@ -37,7 +37,7 @@ class Products:
         return Tiling(plan.out_tile, plan.row_tile, plan.in_tile, plan.stages, plan.warps, pdl, plan.fetch)
 
     def fused(self, plan: KernelConfig, linear: Linear) -> FusedProduct:
-        """Of a plan for few rows."""
+        """The skinny GEMM, which can fuse the norm, the gate and the residual addition. `plan.kernel` must be "few"."""
         (weight, bias), pdl = dense_weight(linear), self._pdl
         tiles = {"out_tile": plan.out_tile, "tile": plan.in_tile, "warps": plan.warps, "early": plan.stages}
 

@@ -1,7 +1,7 @@
-"""Times linear layers on a GPU, by plans that are to be compared.
+"""Times linear layers on a GPU with given kernel configs. Imports Triton: for GPUs only.
 
-In a CUDA graph that goes through the weights of the model's layers, so that the L2 cache helps no more than in a step,
-with a norm before each product, or what its kernel takes in, as in a step.
+A measurement replays a CUDA graph that reads the weights of many layers, so that the L2 cache hit rate is as low as in
+a step. As in a step, a norm runs before each GEMM, unless the GEMM's kernel fuses the neighbouring operations.
 """
 
 import itertools
@@ -16,15 +16,15 @@ from blockyard.services.gpu_worker.layers.linear import Fusion, Linear
 from blockyard.services.gpu_worker.linear_tuning.kernel_configs import KernelConfig, LinearShape
 from blockyard.services.gpu_worker.linear_tuning.products import Products, dense_weight
 
-WEIGHT_BYTES = 400 << 20  # of different weights in one measurement: several times the L2 cache
-LAUNCHES = 4  # of one measurement at least
+WEIGHT_BYTES = 400 << 20  # of different weights in one measurement; several times the L2 cache
+LAUNCHES = 4  # fewest GEMMs in one measurement
 REPEATS = 3
-EXCERPT = 24  # layers in which shapes are tried beside each other
+EXCERPT = 24  # linear layers, from the first on, that are timed together to compare kernel configs
 EXCERPT_REPEATS = 6
 
 
 class LinearTimer:
-    """For the linear layers of one model, in its order, which are of the shapes of `layers`."""
+    """Times the linear layers of one model: `linears`, in the model's order. `layers` has each of their shapes once."""
 
     def __init__(self, linears: Sequence[Linear], layers: Sequence[LinearShape], products: Products) -> None:
         self._linears, self._layers, self._products = linears, layers, products
@@ -33,26 +33,26 @@ class LinearTimer:
         self._inputs: dict[tuple[int, int], Tensor] = {}
 
     def seconds(self, plan: KernelConfig, group: Sequence[Linear], rows: int) -> float:
-        """Of one layer, over layers of one shape."""
+        """Seconds of one GEMM with its norm, as the mean over `group`, layers of one shape."""
         some = group[: max(WEIGHT_BYTES // dense_weight(group[0]).weight.nbytes, 1)]
         order = [(plan, linear) for linear in some] * -(-LAUNCHES // len(some))
         return _replay(self._step(order, rows)) / len(order)
 
     def step_seconds(self, plans: Sequence[KernelConfig], rows: int, norms: bool = True) -> float:
-        """Of all layers, by one plan a shape."""
+        """Seconds of all layers in order. `plans` has one kernel config for each shape."""
         return _replay(self._step(self.order(plans), rows, norms))
 
     def excerpt_seconds(self, plans: Sequence[KernelConfig], rows: int) -> float:
-        """Of the first layers, by one plan a shape."""
+        """Seconds of the first EXCERPT layers. `plans` has one kernel config for each shape."""
         return _replay(self._step(self.order(plans)[:EXCERPT], rows), EXCERPT_REPEATS)
 
     def order(self, plans: Sequence[KernelConfig]) -> list[tuple[KernelConfig, Linear]]:
-        """The plan of each layer, in the model's order."""
+        """Each layer with the kernel config of its shape, in the model's order."""
         by_shape = dict(zip(((layer.ins, layer.outs) for layer in self._layers), plans, strict=True))
         return [(by_shape[linear.shape], linear) for linear in self._linears]
 
     def _step(self, order: Sequence[tuple[KernelConfig, Linear]], rows: int, norms: bool = True) -> Callable[[], None]:
-        """All of these products, and where asked for a norm before each."""
+        """A callable that launches these GEMMs, with a norm before each if `norms`."""
         calls = [self.call(plan, linear, rows, norms) for plan, linear in order]
 
         def step() -> None:
@@ -62,7 +62,7 @@ class LinearTimer:
         return step
 
     def call(self, plan: KernelConfig, linear: Linear, rows: int, norms: bool = True) -> Callable[[], object]:
-        """Of one product. Where its kernel takes in what is around it, that takes the place of the norm."""
+        """A callable that launches one GEMM. With `norms` it launches a norm first, or a fused kernel if it can."""
         ins, outs = linear.shape
         x, norm = self._rows(rows, ins), RMSNorm(self._rows(1, ins)[0], 1e-6)
         product = self._products.of(plan, linear)
@@ -78,18 +78,18 @@ class LinearTimer:
         return lambda: fused(given, gated=gated, add_to=total)
 
     def _rows(self, rows: int, size: int) -> Tensor:
-        """Of one memory for each shape."""
+        """A random input, allocated once for each shape."""
         if (rows, size) not in self._inputs:
             self._inputs[rows, size] = torch.randn(rows, size, dtype=self._dtype, device=self._device)
         return self._inputs[rows, size]
 
     def forget(self) -> None:
-        """What products were timed on."""
+        """Frees the inputs of the measurements."""
         self._inputs.clear()
 
 
 def _replay(step: Callable[[], None], repeats: int = REPEATS) -> float:
-    """Seconds that it takes in a CUDA graph, the best of so many."""
+    """Captures `step` in a CUDA graph and returns the seconds of the fastest of `repeats` replays."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     graph = torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())

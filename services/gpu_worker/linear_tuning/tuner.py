@@ -1,7 +1,8 @@
-"""Gives each linear layer on a GPU what computes it quickest, by measuring; loaded by name, on a GPU alone.
+"""Autotunes the linear layers of one model on a GPU and installs the fastest kernels. Imports Triton: for GPUs only.
 
-First each shape alone, then, since what is best alone is not always best beside the others, one shape after the other
-in a few layers, and in the end whole steps against the library's.
+For each number of rows it first times every shape alone. The fastest kernel alone is not always the fastest next to
+other kernels, so it then varies one shape at a time in the first layers of the model. Finally it times all linear
+layers of a step and keeps cuBLAS unless the Triton kernels are faster.
 """
 
 import logging
@@ -24,14 +25,17 @@ from blockyard.services.gpu_worker.linear_tuning.timing import EXCERPT, LinearTi
 
 log = logging.getLogger(__name__)
 
-ROUNDS = 2
-COMPILERS = 16
+ROUNDS = 2  # timings of all linear layers for each set of kernel configs
+COMPILERS = 16  # threads, at most
 
-Binary = tuple[KernelConfig, int, Fusion]
+Binary = tuple[KernelConfig, int, Fusion]  # identifies a compiled kernel, see `_binary`
 
 
 class Tuner:
-    """For the linear layers of one model."""
+    """Owns the kernel configs of the linear layers of one model, for each number of rows.
+
+    A layer without a `dense_weight` keeps the product of its `LinearMethod`.
+    """
 
     def __init__(self, linears: Sequence[Linear]) -> None:
         self._linears = [linear for linear in linears if linear.method.dense_weight() is not None]
@@ -47,18 +51,20 @@ class Tuner:
         self.products = Products(self._device)
         self.timer = LinearTimer(self._linears, self.layers, self.products)
         self._name: str = properties.name
-        self._impossible: set[Binary] = set()  # that this GPU has no room for
-        self._possible: set[Binary] = set()  # that were tried
+        self._impossible: set[Binary] = set()  # failed to compile, for example for lack of shared memory
+        self._possible: set[Binary] = set()  # compiled, or failed to
         self._dtype_name = str(self._dtype).removeprefix("torch.")
         self._table = self._path()
         self._plans: dict[int, list[KernelConfig]] = {}
-        self.missing: list[int] = []  # numbers of rows that are still to be measured
+        self.missing: list[int] = []  # numbers of rows without a measurement
         self._num_missing, self._problem = 0, ""
         self._capability = (properties.major, properties.minor)
 
     def begin(self, sizes: Sequence[int], folder: Path | None = None) -> None:
-        """For steps of each of these numbers of rows: installs what was measured before, and for other sizes what was
-        quickest on similar shapes. `folder` keeps what is measured, None: the user's cache."""
+        """Installs kernels for these numbers of rows: from the cache file, or from the defaults of similar shapes.
+
+        folder: of the cache file, None: the user's cache folder.
+        """
         self._table = self._path(folder)
         known = kernel_configs.read_table(self._table)
         found = {rows: kernel_configs.find(known, self.layers, self._dtype_name, rows) for rows in sizes}
@@ -76,8 +82,11 @@ class Tuner:
         self._install()
 
     def pieces(self) -> Iterator[int | None]:
-        """Measures what is missing, some milliseconds at a time. Yields None after each piece, and a number of rows
-        once their plans are installed. What cannot be measured keeps the plans that it has."""
+        """Measures the missing sizes in pieces of a few milliseconds.
+
+        Yields None after each piece, and a number of rows once its kernels are installed. After an error the missing
+        sizes keep the default kernel configs.
+        """
         still = list(self.missing)
         try:
             with torch.inference_mode():
@@ -90,14 +99,14 @@ class Tuner:
                     )
                     self.missing.remove(still[0])
                     yield still.pop(0)
-        except (RuntimeError, TritonError) as e:  # OutOfMemoryError is among them
+        except (RuntimeError, TritonError) as e:  # OutOfMemoryError is a RuntimeError
             self._problem = str(e).splitlines()[0]
             self.missing.clear()
             log.warning("linear layers could not be measured: %s", self._problem)
         self.timer.forget()
 
     def tune(self, sizes: Sequence[int], report: Callable[[float], None], folder: Path | None = None) -> str:
-        """All of it at once. Says what came of it."""
+        """Measures and installs all sizes before it returns. Returns the line of `describe`."""
         self.begin(sizes, folder)
         self.compile(self.missing)
         report(0.0)
@@ -106,7 +115,7 @@ class Tuner:
         return self.describe()
 
     def describe(self) -> str:
-        """What computes the linear layers, in a line."""
+        """One line for the log: how many shapes use Triton kernels, and how many sizes are measured."""
         if self._problem:
             return f"linear layers: in default kernels, they could not be measured: {self._problem}"
         ours = sum(plan != LIBRARY for some in self._plans.values() for plan in some)
@@ -118,12 +127,12 @@ class Tuner:
         return f"{own}, measured {self._num_missing} of {len(self._plans)} sizes"
 
     def launch_candidates(self) -> None:
-        """Launches each kernel that measuring will launch, on made-up weights."""
+        """Launches all candidates of the missing sizes on zeros, so that a `KernelCompiler` can record them."""
         for binary in self._binaries(self.missing):
             self._compiles(binary)
 
     def make_batch_invariant(self) -> str:
-        """One plan a layer for every number of rows."""
+        """Installs one kernel config in each layer for every number of rows. Returns a line for the log."""
         for layer, group in zip(self.layers, self.groups, strict=True):
             plan = kernel_configs.batch_invariant_config(layer, self._dtype.itemsize, self._processors)
             for linear in group:
@@ -144,7 +153,7 @@ class Tuner:
         return [plan for plan in plans if _binary(plan, rows, group[0]) not in self._impossible]
 
     def compile(self, sizes: Sequence[int]) -> None:
-        """Side by side in this process; those that this GPU has no room for are left out from here on."""
+        """Compiles the candidates in threads of this process. Later measurements skip candidates that fail."""
         binaries = self._binaries(sizes)
         with ThreadPoolExecutor(min(COMPILERS, os.cpu_count() or 1)) as threads:
             possible = zip(binaries, threads.map(self._compiles, binaries), strict=True)
@@ -168,13 +177,13 @@ class Tuner:
                 vector = torch.zeros(256, dtype=self._dtype, device=self._device) if bias else None
                 try:
                     self.timer.call(plan, dense_linear(weight, vector, fusion), rows)()
-                except TritonError as e:  # too little shared memory, or another Triton that does not compile it
+                except TritonError as e:  # too little shared memory, or this Triton version cannot compile it
                     log.debug("%s: %s", plan, e)
                     return False
         return True
 
     def measure(self, rows: int) -> list[KernelConfig]:
-        """The quickest plans for so many rows, one a shape."""
+        """Returns the fastest kernel configs for a number of rows, one for each shape."""
         pieces = self.measuring(rows)
         while True:
             try:
@@ -184,7 +193,7 @@ class Tuner:
                 return plans
 
     def measuring(self, rows: int) -> Generator[None, None, list[KernelConfig]]:
-        """`measure`, which stops after each timing."""
+        """Same as `measure`, as a generator that yields after each timing."""
         library = [LIBRARY] * len(self.layers)
         for binary in self._binaries([rows]):
             if binary not in self._possible and not self._compiles(binary):
@@ -203,7 +212,7 @@ class Tuner:
         if len(sets) == 1:
             return library
         rounds: list[list[float]] = [[] for _ in sets]
-        for _ in range(ROUNDS):  # in turn: clocks sink meanwhile
+        for _ in range(ROUNDS):  # alternates between the sets, because GPU clocks drop while measuring
             for took_s, plans in zip(rounds, sets, strict=True):
                 took_s.append(self.timer.step_seconds(plans, rows))
                 yield
@@ -212,12 +221,14 @@ class Tuner:
     def _refine(
         self, alone: list[KernelConfig], times: Sequence[Mapping[KernelConfig, float]], rows: int
     ) -> Generator[None, None, list[KernelConfig]]:
-        """From what is quickest alone, or from own kernels throughout: one shape after the other in the plan that is
-        quickest beside the others, in the first layers."""
+        """Improves the kernel configs one shape at a time, by the time of the first EXCERPT layers together.
+
+        Starts from the faster of two sets: `alone`, and the fastest Triton kernel of every shape.
+        """
         starts = kernel_configs.distinct([alone, [kernel_configs.fastest_own(some) for some in times]])
         took, plans = min((self.timer.excerpt_seconds(plans, rows), i, plans) for i, plans in enumerate(starts))[::2]
         yield
-        shapes = {linear.shape for linear in self._linears[:EXCERPT]}  # of others only noise would be seen
+        shapes = {linear.shape for linear in self._linears[:EXCERPT]}  # a change of any other shape would measure noise
         for i, (layer, some) in enumerate(zip(self.layers, times, strict=True)):
             for plan in kernel_configs.next_best(some, plans[i]) if (layer.ins, layer.outs) in shapes else []:
                 others = [*plans[:i], plan, *plans[i + 1 :]]
@@ -241,6 +252,6 @@ class Tuner:
 
 
 def _binary(plan: KernelConfig, rows: int, linear: Linear) -> Binary:
-    """What is compiled for a plan: the same for any split, and anywhere for any rows unless they are few."""
+    """The key of a compiled kernel. It ignores `split`, and rows and fusion except for the skinny kernel."""
     few = plan.kernel == "few"
     return msgspec.structs.replace(plan, split=1), rows if few else 1, linear.fusion if few else Fusion.NONE
