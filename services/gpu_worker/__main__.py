@@ -1,4 +1,4 @@
-"""`python -m blockyard.services.gpu_worker SETTINGS`: one worker, real or mock."""
+"""`python -m blockyard.services.gpu_worker SETTINGS`: runs one worker, with a model or as a mock."""
 
 import gc
 import os
@@ -18,7 +18,7 @@ from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.messages import Role, WorkerIn
 from blockyard.shared.process import settings
 
-GPU = Path("/dev/nvidiactl")  # exists where there is a GPU
+GPU = Path("/dev/nvidiactl")  # exists if the machine has a GPU
 
 Report = Callable[[str, float, list[str]], None]  # phase, fraction done, notes so far
 Start = Callable[[WorkerConfig, Report, CompileProcesses | None], OffloadableRunner]
@@ -51,12 +51,12 @@ def serve(config: WorkerConfig) -> None:
 
 
 def load_engine(worker_cls: str) -> tuple[Start, Callable[[WorkerConfig], int]]:
-    """Functions that make the runner and that count the bytes of device memory this process holds."""
+    """Returns two functions: one makes the runner, one counts the bytes of device memory that this process holds."""
     if worker_cls == "mock":
         from blockyard.services.gpu_worker.mock import runner  # noqa: PLC0415
 
         return runner.start, runner.held_bytes
-    # It imports torch, which takes seconds and which a mock worker never loads.
+    # imports torch, which takes seconds and which a mock worker does not need
     from blockyard.services.gpu_worker import engine  # noqa: PLC0415
 
     return engine.start, engine.held_bytes
@@ -73,13 +73,13 @@ def start_compilers(config: WorkerConfig, gpu: Path = GPU) -> CompileProcesses |
 
 
 def freeze() -> None:
-    """Excludes all objects that exist now from garbage collection: they stay."""
+    """Excludes all current objects from garbage collection, because they live as long as the worker."""
     gc.collect()
     gc.freeze()
 
 
 def own_gpu(visible: str | None, place: int) -> str:
-    """CUDA's name of a GPU by its place among the visible ones."""
+    """Returns the CUDA name of a GPU from its index among the visible GPUs."""
     return str(place) if visible is None else visible.split(",")[place].strip()
 
 

@@ -1,4 +1,4 @@
-"""The running sequences as the host knows them: their slots, sampling state, block hashes and transfers."""
+"""The host state of the running sequences: slots, sampling state, block hashes and KV transfers."""
 
 from collections import deque
 
@@ -17,13 +17,13 @@ Ints = npt.NDArray[np.int64]
 
 
 class Batch:
-    """Every plan changes it twice: `apply` at its launch, `complete` when its results are known.
+    """The state of the batch. Each plan changes it twice: `apply` at its launch, `complete` with its results.
 
-    Later plans may be applied in between: the slot of a result may have ended by then, or have a new owner.
+    Later plans may be applied in between, so the slot of a result may have ended or have a new owner.
     """
 
     def __init__(self, geometry: Geometry, pool: KVPool, store: BlockStore | None = None) -> None:
-        """store: host memory for blocks, None if there is none."""
+        """store: host memory for KV blocks, None without --swap-space."""
         self.block_hashes = BlockHashes(pool.num_blocks)
         self.transfers = Transfers(self.block_hashes, geometry.block_size, store)
         self.sampler = Sampler(geometry.vocab_size, geometry.eos_token_ids, pool.device)
@@ -32,18 +32,18 @@ class Batch:
         self.reset(0)
 
     def reset(self, num_slots: int) -> None:
-        """Drops all slots. KV and block hashes stay."""
+        """Drops all slots and keeps KV and block hashes."""
         shape = self._geometry
         self.block_hashes.readmit_all()
         self.transfers.reset()
         self.slots = Slots(num_slots, shape.max_model_len, shape.block_size, shape.vocab_size, shape.num_blocks)
         self.sampler.reset(num_slots)
-        self._blocks_of_ended: dict[int, Ints] = {}  # blocks by owner, until the plan that ended it completes
-        self._ended_owners: deque[list[int]] = deque()  # for each plan in flight, owners that it ended
-        self._failed_blocks: list[tuple[int, Ints]] = []  # slots and blocks, of the plan that completes now
+        self._blocks_of_ended: dict[int, Ints] = {}  # by owner, until the plan that ended it completes
+        self._ended_owners: deque[list[int]] = deque()  # for each plan in flight: the owners that it ended
+        self._failed_blocks: list[tuple[int, Ints]] = []  # (slot, blocks) of the plan that completes next
 
     def apply(self, plan: StepPlan) -> list[SlotResult]:
-        """Applies a plan's ends, starts, copies and blocks. Returns failures of slots that should run now."""
+        """Applies the ends, starts, copies and blocks of a plan. Returns results of scheduled slots that failed."""
         slots = self.slots
         endings: list[int] = []
         for slot in [*plan.ends, *(start.slot for start in plan.starts)]:
@@ -74,7 +74,7 @@ class Batch:
         return [SlotResult(s, [], 0, finish=FinishReason.FAILED, detail=errors.pop(s)) for s in broken]
 
     def complete(self, plan: StepPlan, results: list[SlotResult]) -> None:
-        """The plan has run: its block hashes are valid now, except of slots that failed."""
+        """Adds the block hashes of a plan that has run, except for failed slots."""
         hashes, slots = self.block_hashes, self.slots
         failed = {r.slot for r in results if r.finish is FinishReason.FAILED}
         for slot in plan.ends:
@@ -96,9 +96,9 @@ class Batch:
             del self._blocks_of_ended[owner]
 
     def drop(self, slot: int, owner: int) -> None:
-        """Fails a slot with logits that are not finite, and scrubs its blocks before another slot reads them.
+        """Fails a slot that has logits that are not finite, and scrubs its blocks before another slot reads them.
 
-        Call it before another plan is launched: plans in flight do not touch these blocks, later ones may.
+        Call it before the next launch. Plans in flight do not touch these blocks, but later plans may.
         """
         blocks = self._blocks_of_ended.get(owner)
         if blocks is None:
@@ -108,13 +108,13 @@ class Batch:
         self._pool.scrub(blocks)
 
     def recount(self, slot: int) -> None:
-        """Rebuilds the sampler's state of a slot from its tokens."""
+        """Rebuilds the sampling state of a slot from its tokens."""
         table = self.slots
         state, ids = table.slots[slot], table.token_ids[slot, : table.num_tokens[slot]]
         self.sampler.recount(slot, state.sampling, ids, state.num_prompt_tokens)
 
     def finish_reason_of(self, slot: int, token: int, known: int) -> tuple[FinishReason | None, int | None]:
-        """Why a sequence ends with this token, and the stop token if that is why. known: its tokens with this one."""
+        """Returns the finish reason, if any, and the matched stop token. known: number of tokens with this one."""
         state = self.slots.slots[slot]
         if token in self._eos and not state.sampling.ignore_eos:
             return FinishReason.STOP, None

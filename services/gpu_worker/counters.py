@@ -1,4 +1,4 @@
-"""Counts steps and tokens of a worker, and publishes them to the membership list."""
+"""Counts steps and tokens of a worker and publishes the counters in the member list."""
 
 import gc
 import time
@@ -26,7 +26,7 @@ class Counters:
         self._tokens += num_rows + sum(len(r.token_ids) for r in done.slot_results)
 
     def idle(self) -> None:
-        """No plan waits: a garbage collection delays no step now."""
+        """Runs garbage collection if it is due. Call it only without waiting plans, so that it delays no step."""
         self._running = 0
         now = time.monotonic()
         if now - self._collected_at >= COLLECT_S:
@@ -34,7 +34,7 @@ class Counters:
             gc.collect()
 
     def publish(self) -> None:
-        """Publishes at most twice a second."""
+        """Publishes the counters, at most twice a second."""
         now = time.monotonic()
         if now - self._published_at < PUBLISH_S:
             return

@@ -1,4 +1,4 @@
-"""Makes a runner that is ready from settings: device, weights, memory. Imports torch."""
+"""Builds a ready runner from the settings: device, weights, memory. Imports torch."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -53,7 +53,10 @@ DTYPES = {
 
 
 def start(config: WorkerConfig, report: Report, processes: CompileProcesses | None = None) -> Runner:
-    """Raises ConfigError or LoadError with a message of one line. processes: started already, to compile."""
+    """Loads the model and returns its runner. Raises ConfigError or LoadError with a message of one line.
+
+    processes: compile processes that are already started, if any.
+    """
     device = pick_device(config.device)
     notes = [set_up(device, config.threads or default_threads(config.replicas))]
     compiler = make_compiler(device, processes)
@@ -106,14 +109,14 @@ def start(config: WorkerConfig, report: Report, processes: CompileProcesses | No
 
 
 def eos_ids_of(folder: Path, settings: dict[str, Any], vocab_size: int) -> list[int]:
-    """End-of-sequence ids; ids of config.json outside of the vocabulary are left out."""
+    """Returns the end-of-sequence ids that are inside the vocabulary."""
     return [i for i in read_eos_ids(folder, settings) if 0 <= i < vocab_size]
 
 
 def geometry_of(
     model: Model, eos_ids: list[int], config: WorkerConfig, need: KVMemoryNeed, num_blocks: int, num_host_blocks: int
 ) -> Geometry:
-    """The worker's sizes and limits, as the scheduler gets them."""
+    """Returns the sizes and limits of the worker that are sent to the scheduler."""
     max_model_len = length_that_fits(need, num_blocks)
     return Geometry(
         num_blocks=num_blocks,
@@ -129,7 +132,7 @@ def geometry_of(
 
 
 def prepare(model: Model, config: WorkerConfig, max_model_len: int, report: Report, notes: list[str]) -> "Tuner | None":
-    """Places the weights and picks the kernels of linear layers. Returns the tuner if it has sizes to measure later."""
+    """Prepares weights and picks kernels of linear layers. Returns the tuner if it has sizes to measure later."""
     report("preparing weights", 0.0, notes)
     device = model.table.device
     on_host = HostWeights(model.linears(), model.table) if model.table.on_host else None
@@ -154,11 +157,11 @@ def compile_kernels(
     report: Report,
     notes: list[str],
 ) -> IdleTuning | None:
-    """Compiles the kernels of steps in parallel, on a GPU. Returns the tuning that is left for idle times."""
+    """Compiles the kernels of steps in parallel, on a GPU. Returns the tuning that is left for idle time."""
     if compiler is None:
         return None
     report("compiling kernels", 0.0, notes)
-    # It imports Triton, which a worker on the CPU never loads.
+    # imports Triton, which a worker on the CPU does not load
     from blockyard.services.gpu_worker.compilation import record_kernels  # noqa: PLC0415
 
     record_kernels.compile_kernels(compiler, model, tuner, need, kv_dtype, len(eos_ids), config)
@@ -170,9 +173,9 @@ def compile_kernels(
 
 
 def make_compiler(device: torch.device, processes: CompileProcesses | None) -> "KernelCompiler | None":
-    """None on CPU, where there are no Triton kernels to compile."""
+    """Makes the kernel compiler. Returns None on the CPU, which uses no Triton kernels."""
     if device.type == "cuda":
-        # It imports Triton, which a worker on the CPU never loads.
+        # imports Triton, which a worker on the CPU does not load
         from blockyard.services.gpu_worker.compilation import record_kernels  # noqa: PLC0415
 
         return record_kernels.make_compiler(processes, usable_cores())
@@ -184,7 +187,7 @@ def make_compiler(device: torch.device, processes: CompileProcesses | None) -> "
 def check(
     build: Build, settings: dict[str, Any], dtype: torch.dtype, config: WorkerConfig, device: torch.device
 ) -> float:
-    """Checks names, shapes and memory before weights are allocated. Returns `host_share`."""
+    """Checks tensor names, shapes and memory before weights are allocated. Returns `host_share`."""
     model = build(settings, WeightTable(dtype, torch.device("meta")))
     kv_scales.claim(model.table, model.shape.num_layers, kv_scales.from_checkpoint(config))
     max_model_len = pick_length(config.max_model_len, model.shape.max_positions)
@@ -200,14 +203,14 @@ def check(
 def host_share(
     build: Build, settings: dict[str, Any], dtype: torch.dtype, config: WorkerConfig, device: torch.device
 ) -> float:
-    """The share of the layers' matrices that stays in host memory; 0 on CPU."""
+    """Returns the share of the layers' weights that stays in host memory; 0 on the CPU."""
     if device.type == "cpu":
         return 0.0
     return share_of_layers(build, settings, dtype, config.cpu_offload_gib, free_memory() // config.replicas)
 
 
 def held_bytes(config: WorkerConfig) -> int:
-    """Bytes of the device's memory that this process holds."""
+    """Returns the bytes of device memory that this process holds."""
     device = pick_device(config.device)
     if device.type == "cpu":
         return rss_bytes()
@@ -218,8 +221,8 @@ def held_bytes(config: WorkerConfig) -> int:
 def run_ahead(
     runner: Runner, config: WorkerConfig, tuning: IdleTuning | None, report: Report, notes: list[str]
 ) -> None:
-    """Moves the batch to the GPU and captures CUDA graphs. Reports progress of graphs that are captured later."""
-    # It imports Triton, which a worker on the CPU never loads.
+    """Moves the batch to the GPU and captures CUDA graphs. Reports the progress of graphs that are captured later."""
+    # imports Triton, which a worker on the CPU does not load
     from blockyard.services.gpu_worker.execution import device_loop  # noqa: PLC0415
 
     loop = device_loop.start(
@@ -234,7 +237,7 @@ def run_ahead(
     )
     runner.run_ahead(loop)
     report("first steps", 0.0, notes)
-    warm_up(runner)  # without graphs: it launches kernels one by one
+    warm_up(runner)  # without CUDA graphs
     with torch.inference_mode():
         if not config.enforce_eager:
             report("capturing CUDA graphs", 0.0, notes)
@@ -254,10 +257,12 @@ def run_ahead(
 def pick_products(
     model: Model, config: WorkerConfig, device: torch.device, at_once: bool, report: Report, notes: list[str]
 ) -> "Tuner | None":
-    """Picks the kernels of the model's linear layers. at_once: measures all sizes here;
-    otherwise returns the tuner that measures them later."""
+    """Picks the kernels of the linear layers of the model.
+
+    at_once: measures all batch sizes now. Otherwise returns the tuner, which measures them later.
+    """
     if device.type == "cuda" and (config.batch_invariant or not config.enforce_eager):
-        # They import Triton, which a worker on the CPU never loads.
+        # these import Triton, which a worker on the CPU does not load
         from blockyard.services.gpu_worker.execution.decode_graphs import capture_sizes  # noqa: PLC0415
         from blockyard.services.gpu_worker.linear_tuning.tuner import Tuner  # noqa: PLC0415
 
@@ -283,7 +288,7 @@ def pick_products(
 
 
 class Throttle:
-    """Reports a fraction only when it has grown by 0.01: there are thousands of weights."""
+    """Passes a fraction on only if it has grown by 0.01, because there are thousands of weights."""
 
     def __init__(self, progress: Callable[[float], None]) -> None:
         self._progress, self._last = progress, -1.0
@@ -303,16 +308,16 @@ def pick_device(name: str) -> torch.device:
 
 
 def set_up(device: torch.device, threads: int) -> str:
-    """Returns a note about the device."""
+    """Sets torch options for the device. Returns a note about the device."""
     if device.type == "cpu":
         torch.set_num_threads(threads)
         return f"device: cpu, {torch.get_num_threads()} compute threads"
-    torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN plans 40 ms for every new sequence length
+    torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN takes 40 ms to plan each new sequence length
     return f"device: {torch.cuda.get_device_name(device)}"
 
 
 def pick_dtype(name: str, configured: object, device: torch.device) -> torch.dtype:
-    """`auto` is float32 on CPU and config.json's dtype elsewhere."""
+    """Returns the dtype of the model. `auto`: float32 on the CPU, the dtype of config.json on a GPU."""
     if name != "auto":
         return DTYPES[name]
     if device.type == "cpu":
@@ -324,7 +329,7 @@ def pick_dtype(name: str, configured: object, device: torch.device) -> torch.dty
 
 
 def window_of(windows: Sequence[int | None], max_model_len: int) -> int | None:
-    """Keys that a token sees in the layer with the widest window; None if a layer sees all."""
+    """Returns the largest sliding window of all layers, or None if a layer attends to all tokens."""
     most = [max_model_len if window is None else window for window in windows]
     return max(most) if most and max(most) < max_model_len else None
 
@@ -339,7 +344,7 @@ def pick_length(asked: int | None, made_for: int) -> int:
 
 
 def _graph_bytes(config: WorkerConfig, model: Model, need: KVMemoryNeed, dtype: torch.dtype) -> int:
-    # It imports Triton, which a worker on the CPU never loads.
+    # imports Triton, which a worker on the CPU does not load
     from blockyard.services.gpu_worker.execution import device_loop  # noqa: PLC0415
 
     return device_loop.graph_bytes(model, need, dtype, config.run_ahead_penalties)
@@ -369,7 +374,7 @@ def plan_memory(
 
 
 def free_memory() -> int:
-    """Free memory of the machine, or of its container if that is less."""
+    """Returns the free memory of the machine, or of the container if that is less."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for line in Path("/proc/meminfo").read_text("ascii").splitlines():
         if line.startswith("MemAvailable:"):

@@ -1,4 +1,4 @@
-"""The interfaces between the worker's loop, its runner and its links. Imports neither torch nor numpy."""
+"""The interfaces between the worker loop, its runner and its links. Imports neither torch nor numpy."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,15 +9,15 @@ from blockyard.shared.messages import Frame, Geometry, Member, MemoryTag, SlotRe
 
 
 class DecodeOutputs(Protocol):
-    """Results of slots that computed one token and sampled one, as arrays. Nothing else happened to them."""
+    """Results of decode slots, as arrays: each computed one token and sampled one, without logprobs or a finish."""
 
     def __len__(self) -> int: ...
 
     def to_slot_results(self) -> list[SlotResult]:
-        """One `SlotResult` for each slot."""
+        """Converts the arrays to one `SlotResult` for each slot."""
 
     def token_ids_by_run(self, runs: Sequence[SlotRun]) -> bytes:
-        """The tokens as in StepResult: one uint32 for each run, NO_TOKEN for slots that are not here."""
+        """Encodes the tokens for StepResult: one uint32 for each run, NO_TOKEN for slots without a result here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,16 +25,16 @@ class CompletedPlan:
     """A plan that has run, and the results of its slots."""
 
     plan: StepPlan
-    slot_results: list[SlotResult]  # besides `decode_outputs`
-    stamp_s: float  # CLOCK_REALTIME when the host saw that it was done
-    step_s: float  # from launch to completion, less the wait for earlier steps
-    failed_fetches: list[int]  # blocks that were not fetched
-    launch_s: float = 0.0  # host time to launch the step; 0 where the host computes it
+    slot_results: list[SlotResult]  # results that are not in `decode_outputs`
+    stamp_s: float  # CLOCK_REALTIME when the host saw that it had completed
+    step_s: float  # from launch to completion, minus the wait for earlier steps
+    failed_fetches: list[int]  # blocks that could not be fetched
+    launch_s: float = 0.0  # host time to launch the step; 0 if the host computes the step
     decode_outputs: DecodeOutputs | None = None
 
     @property
     def all_results(self) -> list[SlotResult]:
-        """Of all slots."""
+        """The results of all slots."""
         if self.decode_outputs is None:
             return self.slot_results
         return [*self.decode_outputs.to_slot_results(), *self.slot_results]
@@ -46,7 +46,7 @@ class CachedBlocks(Protocol):
 
 
 class StepRunner(Protocol):
-    """Executes plans in the order of their launch: `runner.Runner`, or the mock without a model."""
+    """Executes plans in launch order. Implemented by `runner.Runner` and by the mock."""
 
     @property
     def geometry(self) -> Geometry: ...
@@ -55,53 +55,53 @@ class StepRunner(Protocol):
 
     @property
     def in_flight(self) -> int:
-        """Number of plans that were launched and not collected."""
+        """The number of plans that are launched and not collected."""
 
     def reset(self, num_slots: int) -> None:
-        """Waits for plans in flight, then drops their results and all slots. KV and block hashes stay."""
+        """Waits for plans in flight, then drops their results and all slots. Keeps KV and block hashes."""
 
     def reset_prefix_cache(self) -> None:
-        """Forgets all block hashes, of the pool and of host memory."""
+        """Drops all block hashes, of the pool and of host memory."""
 
     def can_launch(self) -> bool:
-        """False while as many plans are in flight as it has buffers for."""
+        """Returns False while all buffers for plans in flight are in use."""
 
     def idle(self) -> bool:
-        """Called when the worker has no plan: does one piece of background work. False: none is left."""
+        """Does one piece of background work. Called when the worker has no plan. Returns False if no work is left."""
 
     def launch(self, plan: StepPlan) -> None:
-        """Starts a plan. A runner without a device computes it before it returns."""
+        """Starts a plan. A runner without a GPU computes the step before it returns."""
 
     def collect(self) -> list[CompletedPlan]:
-        """Plans that are done and were not returned yet, oldest first. Never waits."""
+        """Returns the completed plans, oldest first, each once. Does not wait."""
 
 
 class OffloadableRunner(StepRunner, Protocol):
-    """A runner that can give its memory back for a while."""
+    """A runner that can free its memory and take it back later."""
 
     def release_memory(self, weights: bool = True) -> None:
-        """Frees the memory of KV, with its contents, and of weights, which move to host memory."""
+        """Frees KV memory with its contents. With `weights`, also moves the weights to host memory."""
 
     def reclaim_memory(self, weights: bool = True, kv: bool = True) -> None:
-        """Takes the named memory back. With both it runs as before `release_memory`, with an empty KV cache."""
+        """Restores weights, KV memory or both. After both, the runner works again, with an empty KV cache."""
 
 
 class SleepModeRunner(StepRunner, Protocol):
-    """A runner that can sleep; `reset` wakes it up."""
+    """A runner with sleep mode. `reset` wakes it up."""
 
     @property
     def level(self) -> int:
-        """0 is awake."""
+        """The sleep level; 0: awake."""
 
     def sleep(self, level: int) -> int:
-        """Returns the bytes that were freed."""
+        """Frees memory by sleep level. Returns the number of bytes freed."""
 
     def wake(self, parts: Sequence[MemoryTag]) -> int:
-        """Takes a part of the memory back and still sleeps. Returns the bytes that are still free."""
+        """Restores a part of the memory and stays asleep. Returns the number of bytes that are still freed."""
 
 
 class WorkerLinks(Protocol):
-    """The part of `Links` that is used here."""
+    """The methods of `Links` that the worker uses."""
 
     @property
     def me(self) -> Member: ...

@@ -1,4 +1,4 @@
-"""Plans how many KV blocks fit into memory, with notes that explain the number."""
+"""Computes how many KV blocks fit into memory, with notes that explain the number."""
 
 import math
 from dataclasses import dataclass, replace
@@ -6,33 +6,33 @@ from dataclasses import dataclass, replace
 from blockyard.shared.errors import LoadError
 
 GIB = 1 << 30
-CPU_SHARE = 0.5  # of free memory, unless a flag sets it
-CPU_USUAL = 1 * GIB  # more only if one sequence needs it
+CPU_SHARE = 0.5  # share of free memory, unless a flag sets the size
+CPU_USUAL = 1 * GIB  # default size; larger only if one sequence needs more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVMemoryNeed:
-    """What decides how much KV memory is needed."""
+    """The settings and sizes that decide how much KV memory is needed."""
 
     block_size: int  # tokens
-    block_bytes: int  # all layers
+    block_bytes: int  # of all layers
     max_model_len: int
     max_num_seqs: int
-    window: int | None = None  # tokens that the layer with the widest view sees; None: all
+    window: int | None = None  # largest sliding window of all layers; None: a layer has no window
     max_step_tokens: int = 0  # used only with a window
     batch_invariant: bool = False
     shorten: bool = False  # max_model_len may be lowered to the number of tokens that fit
 
     @property
     def tokens_held(self) -> int:
-        """Tokens that one sequence holds at least at a time: all, unless every layer has a window."""
+        """The smallest number of tokens of KV that one sequence needs: all, unless every layer has a window."""
         if self.window is None:
             return self.max_model_len
         return min(self.max_model_len, self.window + 2 * self.block_size)
 
     @property
     def tokens_useful(self) -> int:
-        """Tokens that one sequence can use at a time: the held ones and one step of its prompt."""
+        """The largest number of tokens of KV that one sequence uses: `tokens_held` plus one prefill step."""
         return min(self.max_model_len, self.tokens_held + self.max_step_tokens)
 
 
@@ -43,7 +43,7 @@ class MemoryPlan:
 
 
 def length_that_fits(need: KVMemoryNeed, num_blocks: int) -> int:
-    """Tokens that a sequence may have with so many blocks, at most max_model_len."""
+    """Returns the longest sequence that fits in this number of blocks, at most max_model_len."""
     room = num_blocks * need.block_size
     return need.max_model_len if room >= need.tokens_held else room
 
@@ -53,7 +53,7 @@ def blocks_of(tokens: int, block_size: int) -> int:
 
 
 def plan_cpu(need: KVMemoryNeed, free_bytes: int, cpu_kv_gib: float | None, override: int | None) -> MemoryPlan:
-    """Raises LoadError if one sequence of max_model_len does not fit."""
+    """Plans KV blocks on the CPU. Raises LoadError if one sequence of max_model_len does not fit."""
     if override is not None:
         return _plan(need, override, [f"{override} blocks by --num-gpu-blocks-override"], "--num-gpu-blocks-override")
     if cpu_kv_gib is not None:
@@ -81,8 +81,11 @@ def plan_cuda(
     graph_bytes: int = 0,
     staging_bytes: int = 0,
 ) -> MemoryPlan:
-    """peak_bytes: needed by the largest forward pass besides weights and KV. graph_bytes: held by CUDA graphs and the
-    buffers of decode steps. staging_bytes: buffers of copies to host memory. Raises LoadError."""
+    """Plans KV blocks on a GPU. Raises LoadError if one sequence of max_model_len does not fit.
+
+    peak_bytes: memory of the largest forward pass, besides weights and KV. graph_bytes: memory of CUDA graphs and of
+    the buffers of decode steps. staging_bytes: buffers of copies to host memory.
+    """
     if override is not None:
         return _plan(need, override, [f"{override} blocks by --num-gpu-blocks-override"], "--num-gpu-blocks-override")
     left = int(total_bytes * utilization) - weights_bytes - peak_bytes - graph_bytes - staging_bytes
@@ -105,8 +108,8 @@ def plan_cuda(
 
 
 def plan_bytes(need: KVMemoryNeed, kv_bytes: int, free_bytes: int) -> MemoryPlan:
-    """Uses --kv-cache-memory-bytes. Raises LoadError if they are not free, or one sequence of max_model_len does not
-    fit."""
+    """Plans KV blocks by --kv-cache-memory-bytes. Raises LoadError if so much memory is not free, or if one sequence
+    of max_model_len does not fit."""
     flag = "--kv-cache-memory-bytes"
     if kv_bytes > free_bytes:
         raise LoadError(f"{flag} {kv_bytes}: there is room for {max(free_bytes, 0)}")
@@ -114,7 +117,7 @@ def plan_bytes(need: KVMemoryNeed, kv_bytes: int, free_bytes: int) -> MemoryPlan
 
 
 def plan_host(need: KVMemoryNeed, free_bytes: int, swap_space_gib: float) -> MemoryPlan:
-    """Plans KV blocks in host memory. Raises LoadError if it is not free, or too small for one block."""
+    """Plans KV blocks in host memory. Raises LoadError if the memory is not free, or too small for one block."""
     size = int(swap_space_gib * GIB)
     if size > free_bytes:
         raise LoadError(f"--swap-space {swap_space_gib:g}: {_gib(free_bytes)} of host memory are free")
@@ -173,7 +176,7 @@ def _bytes_of_one(need: KVMemoryNeed) -> int:
 
 
 def _up(value: float) -> float:
-    """Rounds up to two digits."""
+    """Rounds up to two decimal places."""
     return math.ceil(value * 100) / 100
 
 

@@ -1,4 +1,4 @@
-"""Measures what a step needs on a GPU besides weights and KV."""
+"""Measures the GPU memory of a step, besides weights and KV."""
 
 import torch
 
@@ -9,19 +9,22 @@ from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.gpu_worker.sampling.topk_topp_sampler import Noise, SamplingLimits, sample_limited
 from blockyard.services.gpu_worker.step import Step
 
-WORKSPACE = 256 << 20  # memory of libraries, and fragmentation
+WORKSPACE = 256 << 20  # allowance for library memory and fragmentation
 FEW = 2  # tokens of a small prefill
 
 
 def peak_bytes(model: Model, tokens: int, need: KVMemoryNeed, dtype: torch.dtype, device: torch.device) -> int:
-    """Measured on the largest prefill and on sampling the most rows; cuda only. The length of earlier context does not
-    matter, because attention reads the pool in place. Compiles kernels of steps with prefill on the way."""
+    """Returns the peak memory of the largest prefill and of sampling the most rows. Runs only on a GPU.
+
+    The length of cached context does not matter, because attention reads the pool in place. Also compiles the kernels
+    of steps with prefills.
+    """
     pool = KVPool(model.shape, blocks_of(tokens, need.block_size), need.block_size, dtype, device, need.batch_invariant)
     held = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     hidden = _prefill(model, pool, tokens, need.max_model_len)
     _sample(model.logits(hidden[-min(need.max_num_seqs, tokens) :]).float())
-    for longest in (need.max_model_len, FEW):  # with split-KV, and without
+    for longest in (need.max_model_len, FEW):  # compiles attention with split-KV and without
         _prefill(model, pool, min(tokens, FEW), longest)
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - held
@@ -31,8 +34,8 @@ def peak_bytes(model: Model, tokens: int, need: KVMemoryNeed, dtype: torch.dtype
 
 
 def _prefill(model: Model, pool: KVPool, tokens: int, longest: int) -> torch.Tensor:
-    """Raises LoadError for a head size that the kernels do not support."""
-    # It imports Triton, which a worker on the CPU never loads.
+    """Runs one prefill. Raises LoadError for a head size that the kernels do not support."""
+    # imports Triton, which a worker on the CPU does not load
     from blockyard.services.gpu_worker.attention import triton_attention  # noqa: PLC0415
 
     check_head_size("cuda", model.shape.head_dim)
@@ -45,7 +48,7 @@ def _prefill(model: Model, pool: KVPool, tokens: int, longest: int) -> torch.Ten
 
 
 def _sample(logits: torch.Tensor) -> None:
-    """With limits that keep every token, the most expensive case."""
+    """Samples all rows with limits that keep every token, which needs the most memory."""
     rows = len(logits)
     zeros = torch.zeros(rows, dtype=torch.int64, device=logits.device)
     ones = torch.ones(rows, device=logits.device)

@@ -1,4 +1,4 @@
-"""Results of a step as arrays, as they come from the device."""
+"""Results of decode slots as arrays, in the form that the device returns."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ Integers = npt.NDArray[np.integer[Any]]
 
 @dataclass(frozen=True, slots=True)
 class DecodeTokens:
-    """See `interfaces.DecodeOutputs`."""
+    """Implements `interfaces.DecodeOutputs`. The arrays have one element for each slot."""
 
     slots: Integers
     token_ids: Integers
-    computed: Integers  # tokens whose KV is written
+    computed: Integers  # number of tokens with KV
 
     def __len__(self) -> int:
         return len(self.slots)

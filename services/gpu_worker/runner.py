@@ -1,4 +1,4 @@
-"""Runs step plans on a model: applies a plan's changes, computes, samples, returns the results of each slot."""
+"""Runs step plans on a model: applies a plan to the batch, computes, samples, and returns the results of each slot."""
 
 import time
 from collections.abc import Callable
@@ -23,7 +23,7 @@ Ints = npt.NDArray[np.int64]
 
 
 class RunAhead(DeviceSteps, Protocol):
-    """Runs steps ahead of the host on a GPU: `execution.device_loop.DeviceLoop`."""
+    """Runs steps on a GPU ahead of the host. Implemented by `execution.device_loop.DeviceLoop`."""
 
     @property
     def in_flight(self) -> int: ...
@@ -38,9 +38,9 @@ class RunAhead(DeviceSteps, Protocol):
 
 
 class Runner:
-    """One step from plan to results: forward, sample, collect. Owns the batch and the way back from sleep.
+    """Runs each step from plan to results. Owns the batch, and frees and restores memory for sleep mode.
 
-    Steps run ahead of the host if all their slots sample on the device. Any other step waits until no step is in flight
+    A step runs ahead of the host if all its slots sample on the device. Any other step waits until no step is in flight
     and then runs synchronously.
     """
 
@@ -52,7 +52,7 @@ class Runner:
         store: BlockStore | None = None,
         move_to_device: "Callable[[Runner], None] | None" = None,
     ) -> None:
-        """move_to_device: called after sleep, when memory is back; it has to call `run_ahead` again."""
+        """move_to_device: called after sleep, once memory is restored. It must call `run_ahead` again."""
         self.geometry, self.model, self.pool = geometry, model, pool
         self.batch = Batch(geometry, pool, store)
         self.host = HostSteps(model, pool, self.batch)
@@ -60,11 +60,11 @@ class Runner:
         self._move_to_device = move_to_device
         self._offloaded: OffloadedWeights | None = None
         self._has_kv = True
-        self._done: list[CompletedPlan] = []  # completed and not collected
+        self._done: list[CompletedPlan] = []  # completed but not collected
         self.reset(0)
 
     def run_ahead(self, loop: RunAhead, step_s: float = 0.0) -> None:
-        """Runs steps on `loop` where it supports them. Call it before the first plan. step_s: time of a decode step."""
+        """Runs the steps that `loop` supports on it. Call it before the first plan. step_s: time of a decode step."""
         self.geometry = msgspec.structs.replace(self.geometry, step_s=step_s)
         self.ahead = loop
         self.host.use_device(loop)
@@ -82,11 +82,11 @@ class Runner:
         return not self._done if self.ahead is None else self.ahead.can_launch()
 
     def idle(self) -> bool:
-        """Does one piece of background work. False: none is left."""
+        """Does one piece of background work. Returns False if no work is left."""
         return self.ahead is not None and (bool(self.batch.slots.live.any()) or self.ahead.idle())
 
     def reset(self, num_slots: int) -> None:
-        """Waits for steps in flight, then drops their results and all slots. KV and block hashes stay."""
+        """Waits for steps in flight, then drops their results and all slots. Keeps KV and block hashes."""
         self._settle()
         self._done.clear()
         self.batch.reset(num_slots)
@@ -96,7 +96,7 @@ class Runner:
         self.batch.block_hashes.clear()
 
     def release_memory(self, weights: bool = True) -> None:
-        """Frees the KV memory, and on a GPU the weights, which move to host memory."""
+        """Frees the KV memory with its contents. With `weights`, also moves the weights to host memory."""
         self.ahead = None
         self.host.use_device(None)
         if weights and self._offloaded is None:
@@ -121,7 +121,7 @@ class Runner:
             self._move_to_device(self)
 
     def launch(self, plan: StepPlan) -> None:
-        """A slot that cannot run or sample fails alone."""
+        """Applies a plan and starts its step. A slot that cannot run or sample fails without the others."""
         start = time.perf_counter()
         results = self.batch.apply(plan)
         slots, counts = self.batch.slots.scheduled(plan.runs)
@@ -132,7 +132,7 @@ class Runner:
                     self.ahead.launch(plan, results, slots, counts)
                     return
                 self._settle()
-                slots, counts = self.batch.slots.scheduled(plan.runs)  # some may have ended
+                slots, counts = self.batch.slots.scheduled(plan.runs)  # slots may have ended
             if len(slots):
                 results.extend(self.host.run(slots, counts))
                 if self.ahead is not None:
@@ -148,12 +148,12 @@ class Runner:
         return done
 
     def execute(self, plan: StepPlan) -> list[SlotResult]:
-        """Launches a plan and waits for it. No other plan may be in flight."""
+        """Launches a plan and waits for its results. No other plan may be in flight."""
         self.launch(plan)
         self._settle()
         return self.collect()[0].all_results
 
     def _settle(self) -> None:
-        """Waits until nothing is in flight."""
+        """Waits until no step is in flight."""
         while self.ahead is not None and self.ahead.in_flight:
             self._done.append(self.ahead.wait())

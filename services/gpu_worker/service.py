@@ -1,6 +1,6 @@
-"""The worker's loop: takes plans in order, launches them, answers each one when it is done. A plain thread, no torch.
+"""The worker loop: launches plans in order and answers each with its result. Imports no torch.
 
-While steps are in flight it polls links and runner in turn: a wait inside the driver would delay the next plan.
+While steps are in flight it polls links and runner in turn, because a wait inside the driver would delay the next plan.
 """
 
 import logging
@@ -16,11 +16,11 @@ from blockyard.shared.messages import NO_TOKEN, SlotResult, StepResult
 log = logging.getLogger(__name__)
 
 IDLE_POLL_S = 0.5
-CHORE_POLL_S = 0.1  # of idle time before the runner does background work
+CHORE_POLL_S = 0.1  # idle time before the runner does background work
 
 
 class Worker:
-    """Runs plans from `session` on `runner`. Plans that the runner cannot take yet wait in `session.plans`."""
+    """Runs the plans of `session` on `runner`. Plans that cannot be launched yet wait in `session.plans`."""
 
     def __init__(self, links: WorkerLinks, runner: SleepModeRunner) -> None:
         self._links, self._runner = links, runner
@@ -30,7 +30,7 @@ class Worker:
         self.counters = Counters(links, runner.geometry.num_blocks)
 
     def run(self, stopped: threading.Event) -> None:
-        """Serves until `stopped`; the plans in flight are finished first."""
+        """Serves until `stopped`, then finishes the plans in flight."""
         while not stopped.is_set():
             busy = self.session.plans or self._runner.in_flight
             events = self._links.poll(0.0 if busy else self._wait_s)
@@ -50,9 +50,9 @@ class Worker:
             self.step()
 
     def step(self) -> None:
-        """Launches the oldest plan, if there is room for one, and answers the plans that are done.
+        """Launches the oldest plan, if the runner can launch one, and answers the completed plans.
 
-        Raises DeviceError after an error of the runner: after a CUDA error nothing can be computed any more.
+        Raises DeviceError if the runner fails, because no step can run after a CUDA error.
         """
         try:
             self._step()
@@ -82,7 +82,7 @@ class Worker:
 
 
 def packed(done: CompletedPlan) -> tuple[list[SlotResult], bytes]:
-    """Results of slots that need more than one token id, and the token ids of all other slots, one for each run."""
+    """Returns the results that are more than one token id, and the token ids of the other slots, one for each run."""
     runs, rows = done.plan.runs, done.decode_outputs
     token_ids = array("I", rows.token_ids_by_run(runs)) if rows else array("I", [NO_TOKEN]) * len(runs)
     if not done.slot_results:
@@ -99,7 +99,7 @@ def packed(done: CompletedPlan) -> tuple[list[SlotResult], bytes]:
 
 
 def _is_plain(result: SlotResult) -> bool:
-    """Whether a result is one token and nothing else."""
+    """Returns whether a result is one token id without any other field."""
     return (
         len(result.token_ids) == 1
         and result.finish is None

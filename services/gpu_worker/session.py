@@ -1,4 +1,4 @@
-"""The attached scheduler and its plans in order: attach, fencing, missing plans, sleep. Imports no torch."""
+"""The session of the attached scheduler: attach, fencing, order of plans, sleep. Imports no torch."""
 
 import logging
 from collections import deque
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class SchedulerSession:
-    """Accepts plans of the scheduler that attached last. Plans wait in `plans` until they are launched."""
+    """Accepts plans from the scheduler that attached last. Plans wait in `plans` until they are launched."""
 
     def __init__(self, links: WorkerLinks, runner: SleepModeRunner) -> None:
         self._links, self._runner = links, runner
@@ -31,7 +31,7 @@ class SchedulerSession:
         self._next = 0  # number of the next plan; 0: none is accepted before the next Attach
 
     def expects_result(self, plan: StepPlan) -> bool:
-        """Whether its scheduler waits for the result. A lost scheduler's successor attaches instead."""
+        """Returns whether the scheduler of the plan is still attached and waits for the result."""
         return self._next > 0 and plan.scheduler == self._scheduler
 
     def handle(self, peer: int, event: "Event | WorkerIn") -> None:
@@ -45,11 +45,11 @@ class SchedulerSession:
             case Wake():
                 self._wake(peer, event)
             case Gone() if peer == self._scheduler:
-                self.plans.clear()  # KV and slots stay for the next Attach
+                self.plans.clear()  # KV and slots are kept for the next Attach
                 self._next = 0
             case Joined() if (
                 peer == self._scheduler and self._next == 0
-            ):  # only its link was lost: it waits for results
+            ):  # it only lost its link, and waits for results
                 self._links.answer(peer, OutOfStep(self._links.me.incarnation, 1))
 
     def report_broken(self, detail: str) -> None:
@@ -58,7 +58,7 @@ class SchedulerSession:
             self._links.answer(self._scheduler, Broken(self._links.me.incarnation, detail))
 
     def _attach(self, peer: int, attach: Attach) -> None:
-        if self._scheduler not in (None, attach.scheduler):  # its plans are dropped now: it must not wait for results
+        if self._scheduler not in (None, attach.scheduler):  # its plans are dropped, so it must not wait for results
             self._links.answer(self._scheduler, Fenced(self._scheduler))
         self.plans.clear()
         self._runner.reset(attach.num_slots)
@@ -72,7 +72,7 @@ class SchedulerSession:
         log.info("attached to scheduler %x with %d slots", attach.scheduler, attach.num_slots)
 
     def _sleep(self, peer: int, frame: Sleep) -> None:
-        """Sleeps until the next Attach. Refused from any scheduler but the attached one."""
+        """Sleeps until the next Attach. Refuses all schedulers but the attached one."""
         if frame.scheduler != self._scheduler:
             self._links.answer(peer, Fenced(frame.scheduler))
             return
@@ -82,7 +82,7 @@ class SchedulerSession:
         self._links.answer(peer, Slept(self._links.me.incarnation, frame.level, freed))
 
     def _wake(self, peer: int, frame: Wake) -> None:
-        """Takes back a part of the memory; the worker still sleeps."""
+        """Restores a part of the memory. The worker stays asleep."""
         if frame.scheduler != self._scheduler:
             self._links.answer(peer, Fenced(frame.scheduler))
             return
@@ -94,7 +94,7 @@ class SchedulerSession:
             log.warning("refused a plan of scheduler %x", plan.scheduler)
             self._links.answer(peer, Fenced(plan.scheduler))
         elif self._next == 0:
-            return  # OutOfStep was sent: plans that were on their way then are ignored
+            return  # OutOfStep was sent: ignores plans that were sent before it arrived
         elif plan.number != self._next:
             log.error("plan %d came where %d was due: slots dropped", plan.number, self._next)
             self._links.answer(peer, OutOfStep(self._links.me.incarnation, self._next))

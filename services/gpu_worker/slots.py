@@ -1,4 +1,4 @@
-"""The running sequences: token ids, lengths and block tables, one row for each slot. No torch, no sampling."""
+"""Token ids, lengths and block tables of the running sequences, one row for each slot. Imports no torch."""
 
 import itertools
 from dataclasses import dataclass, field
@@ -12,41 +12,41 @@ Ints = npt.NDArray[np.int64]
 
 
 class SlotError(Exception):
-    """A slot that cannot run. It fails alone, with this message."""
+    """The reason that a slot cannot run. Only this slot fails."""
 
 
 @dataclass(slots=True)
 class Slot:
-    """A sequence's parameters, besides its row in the arrays."""
+    """The parameters of a sequence that are not in the arrays of `Slots`."""
 
     sampling: Sampling
     choice: int
     num_prompt_tokens: int
-    max_num_tokens: int  # at this length it has reached max_tokens or max_model_len
+    max_num_tokens: int  # length at max_tokens or max_model_len, whichever is less
     prompt_logprobs_from: int = 0
     stop_ids: frozenset[int] = field(default_factory=frozenset)
 
 
 class Slots:
-    """Owns the state of all slots. A slot is `live` from its start until it finishes, fails or is ended."""
+    """The state of all slots. A slot is `live` from its start until it finishes, fails or is ended."""
 
     def __init__(self, num_slots: int, max_model_len: int, block_size: int, vocab_size: int, num_blocks: int) -> None:
         self._limits = (max_model_len, vocab_size, num_blocks)
         self.block_size = block_size
         self.token_ids = np.zeros((num_slots, max_model_len), np.int64)
         self.tables = np.zeros((num_slots, -(-max_model_len // block_size)), np.int64)
-        self.num_tokens = np.zeros(num_slots, np.int64)  # tokens with an id
+        self.num_tokens = np.zeros(num_slots, np.int64)  # tokens with a known id, or sampled by a step in flight
         self.num_computed = np.zeros(num_slots, np.int64)  # tokens with KV
-        self.num_start_tokens = np.zeros(num_slots, np.int64)  # tokens at its start
+        self.num_start_tokens = np.zeros(num_slots, np.int64)  # tokens when the slot started
         self.num_blocks = np.zeros(num_slots, np.int64)
         self.owners = np.zeros(num_slots, np.int64)  # unique for each start
         self._starts = itertools.count(1)
         self.live = np.zeros(num_slots, np.bool_)
         self.slots: dict[int, Slot] = {}
-        self.errors: dict[int, str] = {}  # by slot; its next run fails with this
+        self.errors: dict[int, str] = {}  # by slot; the next run of the slot fails with this message
 
     def start(self, start: SlotStart) -> bool:
-        """False if it cannot run: `errors` has the reason, and its first run reports it."""
+        """Starts a slot. Returns False if it cannot run: then `errors` has the reason for its first run."""
         self.end(start.slot)
         try:
             self._start(start)
@@ -63,11 +63,11 @@ class Slots:
             self.num_tokens[slot] = self.num_computed[slot] = self.num_blocks[slot] = 0
 
     def finish(self, slot: int) -> None:
-        """It is not scheduled any more; its state stays until it is ended."""
+        """Stops scheduling a slot. Its state is kept until it is ended."""
         self.live[slot] = False
 
     def fail(self, slot: int, error: str = "") -> None:
-        """As `finish`; its next run reports `error`, if there is one."""
+        """Stops scheduling a slot. Its next run reports `error`, if not empty."""
         self.live[slot] = False
         if error:
             self.errors[slot] = error
@@ -86,11 +86,11 @@ class Slots:
             self.fail(slot, str(e))
 
     def scheduled(self, runs: list[SlotRun]) -> tuple[Ints, Ints]:
-        """Slots that compute tokens in this step, and how many each, decodes first.
+        """Returns the slots that compute tokens in this step and the number of tokens of each, decodes first.
 
-        The plan, the slot's known tokens and its blocks each limit the number. Ended slots are left out.
+        The number is limited by the plan, by the known tokens and by the blocks of the slot. Ended slots are left out.
         """
-        slots = np.array([run.slot for run in runs], np.int64)  # two lists: an array of pairs takes five times as long
+        slots = np.array([run.slot for run in runs], np.int64)  # an array of pairs would take five times as long
         most = np.array([run.max_tokens for run in runs], np.int64)
         there = (slots >= 0) & (slots < len(self.live))
         if not there.all():
@@ -105,21 +105,21 @@ class Slots:
         return slots, counts
 
     def advance(self, slots: Ints, counts: Ints) -> None:
-        """The KV of the next `counts` tokens of each slot is written."""
+        """Counts the next `counts` tokens of each slot as computed."""
         self.num_computed[slots] += counts
 
     def advance_ahead(self, slots: Ints, counts: Ints) -> None:
-        """As `advance`, for a step in flight: after its last token a slot gets one more; its id comes later."""
+        """Counts tokens of a step in flight as computed. A slot at its last token gets one more, without an id."""
         positions = self.num_computed[slots] + counts
         self.num_computed[slots] = positions
         self.num_tokens[slots] += positions == self.num_tokens[slots]
 
     def set_tokens(self, slots: Ints, positions: Ints, token_ids: Ints) -> None:
-        """Sets the ids of tokens that `advance_ahead` has counted."""
+        """Sets the ids of tokens that `advance_ahead` added."""
         self.token_ids[slots, positions] = token_ids
 
     def append(self, slots: Ints, token_ids: Ints) -> None:
-        """Adds one token to each slot. A slot at max_model_len counts it and does not store it."""
+        """Adds one token to each slot. A slot at max_model_len counts the token without storing it."""
         known = self.num_tokens[slots]
         fits = known < self.token_ids.shape[1]
         self.token_ids[slots[fits], known[fits]] = token_ids[fits]
@@ -158,7 +158,7 @@ class Slots:
     def _append_blocks(self, slot: int, blocks: list[int]) -> None:
         num_blocks = self._limits[2]
         have = int(self.num_blocks[slot])
-        blocks = blocks[: self.tables.shape[1] - have]  # blocks beyond max_model_len are never written
+        blocks = blocks[: self.tables.shape[1] - have]  # blocks beyond max_model_len are not used
         if blocks and (min(blocks) < 0 or max(blocks) >= num_blocks):
             raise SlotError(f"blocks {blocks} are outside of the pool of {num_blocks}")
         self.tables[slot, have : have + len(blocks)] = blocks

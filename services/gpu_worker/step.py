@@ -1,4 +1,4 @@
-"""Arguments of a forward pass, built for each step and shared by all layers."""
+"""The arguments of a forward pass, built once for each step and shared by all layers."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -9,19 +9,22 @@ from blockyard.kernels.layers.rms_norm import RMSNorm
 
 
 class Attend(Protocol):
-    def __call__(self, layer: int, qkv: Tensor, rotation: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:
-        """qkv [tokens, heads + 2 * kv_heads, head_dim] -> [tokens, heads * head_dim]; qkv may be written to.
+    """The attention of one step, called by each layer. Implemented in `attention/`."""
 
-        First q and k are normalised and rotated by rotation [tokens, 1, head_dim/2], where given, and the K and V of
-        these tokens are stored. In the last layer the result has the rows of `Step.logits_indices` alone.
+    def __call__(self, layer: int, qkv: Tensor, rotation: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:
+        """Computes attention: qkv [tokens, heads + 2 * kv_heads, head_dim] -> [tokens, heads * head_dim].
+
+        First normalises q and k by `norm` and rotates them by rotation [tokens, 1, head_dim / 2], if given, and stores
+        K and V of these tokens. In the last layer only the rows of `Step.logits_indices` are returned. May write to
+        qkv.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class LogitsIndices:
-    """Tokens that a step needs logits of: the last one of each sequence. [n] int64 each."""
+    """The tokens that need logits: the last token of each sequence. Each tensor is [n] int64."""
 
-    rows: Tensor  # index among the step's tokens; any for padding
+    rows: Tensor  # index in the tokens of the step; arbitrary for padding
     slots: Tensor  # below 0: padding
     positions: Tensor
 
@@ -31,6 +34,6 @@ class Step:
     """One forward pass over a flat batch of tokens."""
 
     token_ids: Tensor  # [tokens] int64
-    positions: Tensor  # [tokens] int64, index of each token in its own sequence
+    positions: Tensor  # [tokens] int64, index of each token in its sequence
     attend: Attend
     logits_indices: Tensor | None = None  # [n] int64, `LogitsIndices.rows`; None: all tokens

@@ -1,7 +1,7 @@
-"""Attention on the CPU in which the result of a row depends on that row alone: --batch-invariant.
+"""Batch-invariant attention on the CPU (--batch-invariant): the result of a row does not depend on other rows.
 
-How a product of several rows is rounded depends on their number. Each row therefore has its own products, with exactly
-the keys that it sees, copied to fresh memory.
+The rounding of a matrix product depends on the number of rows. Each row therefore gets its own products, over a fresh
+copy of exactly the keys and values that it attends to.
 """
 
 import numpy as np
@@ -18,10 +18,10 @@ Ints = npt.NDArray[np.int64]
 
 
 class BatchInvariantCpuAttention:
-    """Implements `step.Attend`."""
+    """Computes attention row by row. Implements `step.Attend`."""
 
     def __init__(self, pool: KVPool, blocks: Ints, offsets: Ints, tables: Ints, counts: Ints, lengths: Ints) -> None:
-        """As in `CpuMetadataBuilder.attention`."""
+        """The arguments are the same as in `CpuMetadataBuilder.attention`."""
         self._pool, self._shape = pool, pool.shape
         self._rows = torch.from_numpy(row_index(blocks, offsets, pool.shape.kv_heads, pool.block_size))
         self._seqs = list(zip(tables, counts.tolist(), lengths.tolist(), strict=True))

@@ -1,4 +1,4 @@
-"""The table of attention kernels: which one computes rows, by device, kind of row, head size, dtype and batch."""
+"""The table of attention kernels. `choose` picks one by device, kind of row, KV dtype and batch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,43 +8,45 @@ import torch
 
 from blockyard.shared.errors import LoadError
 
-FUSED_DECODE_MAX_ROWS = 1  # more rows have not been measured
-FUSED_DECODE_MAX_LEN = 8192  # keys: with 16,384, separate kernels for rotation, attention and combining are faster
+FUSED_DECODE_MAX_ROWS = 1  # larger batches were not measured
+FUSED_DECODE_MAX_LEN = 8192  # keys; at 16,384 separate kernels for rotation, attention and combining are faster
 TRITON_MAX_HEAD_DIM = 256
 FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 FLOATS_AND_FP8 = FLOATS | {torch.float8_e4m3fn, torch.float8_e5m2}
 
 
 class RowKind(Enum):
-    DECODE = "decode"  # one new token of each sequence
+    DECODE = "decode"  # one new token of a sequence
     PREFILL = "prefill"  # several new tokens of a sequence
 
 
 class AttentionKernel(Enum):
     TORCH_BATCH_INVARIANT = "torch_batch_invariant"  # batch_invariant_cpu.py: one product a row
-    TORCH = "torch"  # cpu_attention.py: dense products over gathered blocks
+    TORCH = "torch"  # cpu_attention.py: dense products over gathered K and V
     FUSED_DECODE = "fused_decode"  # rotation, KV write and attention in one kernel
     TRITON_BATCH_INVARIANT = "triton_batch_invariant"
     SPLIT_KV_DECODE = "split_kv_decode"
-    PAGED_PREFILL = "paged_prefill"  # on compute capability 9.0 the kernel package runs its Hopper version if it fits
+    PAGED_PREFILL = "paged_prefill"  # on compute capability 9.0 the Hopper version runs if it supports the case
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionCase:
-    """The rows of one kind in a step."""
+    """The rows of one kind in a step, as arguments of `choose`."""
 
     device: str  # "cpu" or "cuda"
     kind: RowKind
     head_dim: int
     kv_dtype: torch.dtype
     batch_invariant: bool
-    decodes_only: bool = False  # all rows of the step are decodes, and all are asked for
+    decodes_only: bool = False  # all rows of the step are decodes and need logits
     num_rows: int = 0
     max_seq_len: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
+    """A row of `TABLE`: a kernel and the cases that it supports."""
+
     kernel: AttentionKernel
     device: str
     kinds: frozenset[RowKind]
@@ -81,7 +83,7 @@ TABLE = (
 
 
 def choose(case: AttentionCase) -> AttentionKernel:
-    """Raises LoadError if no kernel supports the case."""
+    """Returns the first kernel in `TABLE` that supports the case. Raises LoadError if there is none."""
     check_head_size(case.device, case.head_dim)
     for entry in TABLE:
         is_for = entry.device == case.device and case.kind in entry.kinds and case.kv_dtype in entry.kv_dtypes
@@ -91,7 +93,7 @@ def choose(case: AttentionCase) -> AttentionKernel:
 
 
 def check_head_size(device: str, head_dim: int) -> None:
-    """Raises LoadError for a head size that the kernels of a device do not support."""
+    """Raises LoadError if the kernels of a device do not support the head size."""
     if device == "cuda" and (head_dim % 2 or head_dim > TRITON_MAX_HEAD_DIM):
         raise LoadError(
             f"a head size of {head_dim} is not supported on a GPU, only even ones up to {TRITON_MAX_HEAD_DIM} are; "

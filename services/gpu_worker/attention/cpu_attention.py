@@ -1,4 +1,4 @@
-"""Attention of one step on the CPU: torch products over K and V that are gathered from the paged cache."""
+"""Attention of one step on the CPU: gathers K and V from the paged cache and multiplies with torch."""
 
 from dataclasses import dataclass
 
@@ -19,16 +19,16 @@ from blockyard.services.gpu_worker.kv.pool import KVPool
 
 Ints = npt.NDArray[np.int64]
 
-EXTRA_TOKENS = 64  # gathered beyond the longest sequence, so that several decode steps fit
-MAX_BYTES = 256 << 20  # of gathered K and V, which is a second copy; above it nothing is kept
+EXTRA_TOKENS = 64  # capacity beyond the longest sequence, for the next decode steps
+MAX_BYTES = 256 << 20  # limit of gathered K and V, a second copy; above it, each step gathers again
 
 
 class GatheredKV:
-    """K and V of the sequences of a decode step, gathered and kept for the next step.
+    """The gathered K and V of decode sequences, reused by the next step.
 
-    While the same sequences decode, each step adds one token of each instead of gathering all blocks again. With 16
-    sequences of 200 tokens of the demo model, gathering alone took a fifth of a step.
-    [seqs, 2, kv_heads, capacity, head_dim] a layer.
+    Each layer has a tensor [seqs, 2, kv_heads, capacity, head_dim].
+    While the same sequences decode, each step adds one token of each sequence instead of gathering all blocks again.
+    With 16 sequences of 200 tokens of the demo model, gathering alone took a fifth of a step.
     """
 
     def __init__(self, owners: Ints, lengths: Ints, capacity: int, pool: KVPool) -> None:
@@ -38,10 +38,10 @@ class GatheredKV:
         self._heads = np.arange(2 * pool.shape.kv_heads) * capacity
         self._layers: dict[int, Tensor] = {}
         self._rows: dict[int, Tensor] = {}
-        self._index: Tensor | None = None  # where the tokens of this step go; None while it is filled
+        self._index: Tensor | None = None  # rows of the new tokens; None in the step that gathers
 
     def advance(self, owners: Ints, lengths: Ints) -> bool:
-        """Whether it can be used for a step in which these sequences decode, each with one more token."""
+        """Moves on by one token for each sequence. False if it does not fit: other sequences, or no capacity left."""
         fits = (
             len(owners) == len(self._owners)
             and int(lengths.max()) <= self.capacity
@@ -54,12 +54,12 @@ class GatheredKV:
         return fits
 
     def fill(self, layer: int, kv: Tensor) -> None:
-        """Keeps what was gathered, with the tokens of this step."""
+        """Stores the gathered K and V of a layer, which include the tokens of this step."""
         self._layers[layer] = kv
         self._rows[layer] = kv.view(-1, kv.shape[-1])
 
     def add(self, layer: int, kv: Tensor) -> Tensor:
-        """Adds the tokens of this step, kv [seqs, 2 * kv_heads, head_dim]; returns all of them."""
+        """Adds the tokens of this step, kv [seqs, 2 * kv_heads, head_dim]. Returns K and V of all tokens."""
         assert self._index is not None
         self._rows[layer].index_put_((self._index,), kv)
         return self._layers[layer]
@@ -72,19 +72,19 @@ def gathered_bytes(num_seqs: int, capacity: int, pool: KVPool) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Decodes:
-    """Sequences with one new token each, in a range of rows: one call a layer."""
+    """Decode sequences in a range of rows, computed in one call for each layer."""
 
     start: int
     count: int
-    length: int  # keys that are read
-    chunks: Tensor | None  # flat, see chunk_index; None where `kept` has the keys
+    length: int  # number of keys that are read, padding included
+    chunks: Tensor | None  # flat, see chunk_index; None if `kept` has the keys
     mask: Tensor | None  # [count, 1, 1, length]
     kept: GatheredKV | None
 
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """Several tokens of one sequence, in a range of rows."""
+    """New tokens of one prefill sequence, in a range of rows."""
 
     start: int
     count: int
@@ -95,17 +95,17 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class WindowMetadata:
-    """What the layers of one window read."""
+    """The attention metadata of a step for all layers with the same window."""
 
-    decodes: list[Decodes]  # their rows come first
+    decodes: list[Decodes]  # before the rows of prefills
     prefills: list[Prefill]
 
 
 class CpuAttention:
-    """Implements `step.Attend`."""
+    """The attention of one step. Implements `step.Attend`."""
 
     def __init__(self, pool: KVPool, rows: Tensor, metadata: dict[int | None, WindowMetadata]) -> None:
-        """rows: where K and V of each token are written. metadata: by window."""
+        """rows: the cache rows that K and V of each token are written to. metadata: by window."""
         self._pool, self._rows, self._shapes = pool, rows, pool.shape.attention
         self._metadata = [metadata[shape.window] for shape in self._shapes]
 

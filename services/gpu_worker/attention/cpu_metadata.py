@@ -21,12 +21,12 @@ from blockyard.services.gpu_worker.step import Attend
 
 Ints = npt.NDArray[np.int64]
 
-SPLIT_FROM = 256  # sequences up to this length share a call
-SPLIT_RATIO = 2  # how much longer the longest of a group may be than the shortest
+SPLIT_FROM = 256  # sequences up to this length share one call
+SPLIT_RATIO = 2  # the longest sequence of a group is at most this many times the shortest
 
 
 def length_order(lengths: Ints) -> Ints | None:
-    """An order for decodes in which `length_groups` keeps padding low; None if any order does."""
+    """Returns an order of decodes for which `length_groups` pads little; None if every order pads little."""
     if len(lengths) < 2 or len(lengths) * int(lengths.max()) <= SPLIT_RATIO * int(
         np.maximum(lengths, SPLIT_FROM).sum()
     ):
@@ -35,7 +35,7 @@ def length_order(lengths: Ints) -> Ints | None:
 
 
 def length_groups(lengths: Ints) -> list[tuple[int, int]]:
-    """Ranges of decodes that share a call, padded to the longest: one range unless most of it would be padding."""
+    """Splits decodes into ranges that share a call and are padded to the longest. One range if that pads little."""
     if length_order(lengths) is None:
         return [(0, len(lengths))]
     groups, start = [], 0
@@ -47,27 +47,27 @@ def length_groups(lengths: Ints) -> list[tuple[int, int]]:
 
 
 class CpuMetadataBuilder:
-    """Builds the attention of each step. Holds the K and V that decode steps keep for the next one."""
+    """Builds the attention of each step. Keeps the gathered K and V of decodes for the next step."""
 
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
-        dtype = pool.dtype if pool.scales is None else torch.float32  # a KV cache in 8 bits is for GPUs alone
+        dtype = pool.dtype if pool.scales is None else torch.float32  # an 8-bit KV cache exists only on GPUs
         self._zero = torch.zeros((), dtype=dtype, device=pool.device)
         self._minus = torch.full((), float("-inf"), dtype=dtype, device=pool.device)
         self._windows = tuple(dict.fromkeys(pool.shape.windows))
-        self._kept: list[GatheredKV | None] = []  # of each group of decodes
+        self._kept: list[GatheredKV | None] = []  # one for each group of decodes
 
     def forget(self) -> None:
-        """Drops what is kept: numbers of owners may be used again."""
+        """Drops the kept K and V, because owner numbers may be reused."""
         self._kept = []
 
     def attention(
         self, blocks: Ints, offsets: Ints, tables: Ints, counts: Ints, lengths: Ints, owners: Ints, num_decodes: int
     ) -> Attend:
-        """The attention of one step. The first `num_decodes` sequences have one new token each.
+        """Builds the attention of one step. The first `num_decodes` sequences have one new token each.
 
-        blocks, offsets [tokens]: where K and V are written. tables [seqs, blocks]; counts [seqs] of new tokens; lengths
-        [seqs] with them; owners [seqs]: a number that no other sequence has until `forget`.
+        blocks, offsets [tokens]: the places that K and V are written to. tables [seqs, blocks]. counts [seqs]: new
+        tokens. lengths [seqs]: all tokens, the new ones included. owners [seqs]: numbers, unique until `forget`.
         """
         pool = self._pool
         case = AttentionCase(
@@ -90,7 +90,7 @@ class CpuMetadataBuilder:
         return CpuAttention(pool, self._tensor(rows), metadata)
 
     def _whole(self, tables: Ints, lengths: Ints, owners: Ints) -> list[Decodes]:
-        """Decodes in layers without a window."""
+        """Builds the decodes of layers without a window."""
         groups = length_groups(lengths)
         before, self._kept = self._kept, []
         decodes = []
@@ -120,7 +120,7 @@ class CpuMetadataBuilder:
         return Decodes(start, count, length, self._chunks(tables[:, :num]), mask, kept)
 
     def _recent(self, window: int, tables: Ints, lengths: Ints) -> Decodes:
-        """Decodes in layers with a window; blocks before it are not read."""
+        """Builds the decodes of layers with a window. Blocks before the window are not read."""
         size = self._pool.block_size
         first = np.maximum(lengths - window, 0)
         skipped = first // size

@@ -1,4 +1,4 @@
-"""The attention of a step on a GPU, by Triton kernels. Imported on a GPU alone."""
+"""The attention of a step on a GPU, with Triton kernels. Imported only on a GPU."""
 
 import contextlib
 import functools
@@ -24,12 +24,12 @@ from blockyard.services.gpu_worker.step import Attend, LogitsIndices
 
 
 class TritonKernel(Protocol):
-    """Attention of the decodes or of the prefills of a step, whose K and V are stored."""
+    """Computes the attention of all decodes or of all prefills of a step. Their K and V are already stored."""
 
     def schedule(
         self, q: Tensor, memory: Tensor, seqs: PagedKVMetadata, window: int | None, max_seq_len: int
     ) -> SplitKVSchedule | None:
-        """Metadata for all layers with this window and number of heads; None if the kernel needs none."""
+        """Builds metadata for all layers with this window and number of heads; None if the kernel needs none."""
 
     def attend(
         self,
@@ -43,7 +43,10 @@ class TritonKernel(Protocol):
         scales: Tensor | None,
         schedule: SplitKVSchedule | None,
     ) -> None:
-        """q [rows, heads, head_dim] -> out [rows, heads * head_dim]. starts: as in `build_attention`, of prefills."""
+        """Runs the kernel: q [rows, heads, head_dim] -> out [rows, heads * head_dim].
+
+        starts: of prefills, see `build_attention`; None for decodes.
+        """
 
 
 class SplitKVDecode:
@@ -88,7 +91,7 @@ class PagedPrefill:
 
 
 class BatchInvariant:
-    """The result of a row depends on that row alone, to the last bit."""
+    """Computes each row with the same bits in every batch."""
 
     def schedule(self, q: Tensor, memory: Tensor, seqs: PagedKVMetadata, window: int | None, max_seq_len: int) -> None:
         return None
@@ -105,7 +108,7 @@ class BatchInvariant:
         scales: Tensor | None,
         schedule: SplitKVSchedule | None,
     ) -> None:
-        reach = seqs.tables.shape[1] * memory.shape[3]  # sets the length of splits: may not depend on the step
+        reach = seqs.tables.shape[1] * memory.shape[3]  # sets the split length, so it must not depend on the step
         decodes = starts is None
         if starts is None:
             starts = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
@@ -132,12 +135,15 @@ def build_attention(
     reach: int | None = None,
     semaphores: SplitSemaphores | None = None,
 ) -> Attend:
-    """The attention of a step: rows of decodes first, one a sequence, then those of prefills.
+    """Builds the attention of a step. Rows of decodes come first, one for each sequence, then rows of prefills.
 
-    slots and positions [rows], tables [slots, blocks] as in PagedKVMetadata. starts [prefills + 1] int32: the first row
-    of each prefill, `num_decodes` the first, and the number of rows; None: all rows are decodes. No position is beyond
-    `longest` (None: as far as the tables reach), and none of a prefill's beyond `reach` (None: the same).
-    logits_indices: what the last layer computes, None: all rows. semaphores: the fused decode kernel may run.
+    slots and positions [rows], tables [slots, blocks]: see PagedKVMetadata.
+    starts [prefills + 1] int32: first row of each prefill, beginning with `num_decodes`, then the number of rows. None:
+    all rows are decodes.
+    longest: upper bound of the sequence length; None: the length of the tables. reach: the same bound for prefills
+    only; None: `longest`.
+    logits_indices: rows that the last layer computes; None: all rows.
+    semaphores: state of the fused decode kernel; None: it must not run.
     """
     width = tables.shape[1] * pool.block_size
     longest = min(longest or width, width)
@@ -172,7 +178,7 @@ def build_attention(
 
 
 class FusedDecodeAttention:
-    """Few decodes: one kernel rotates, stores K and V, and attends."""
+    """Attention of a small decode batch: one kernel rotates, stores K and V, and attends. Implements `step.Attend`."""
 
     def __init__(self, pool: KVPool, seqs: PagedKVMetadata, longest: int, semaphores: SplitSemaphores) -> None:
         self._pool, self._seqs, self._longest, self._semaphores = pool, seqs, longest, semaphores
@@ -195,7 +201,7 @@ class FusedDecodeAttention:
 
 
 class TritonAttention:
-    """Any step: one kernel stores K and V, one attends for the decodes and one for the prefills."""
+    """Attention of any step: one kernel stores K and V, then one attends for decodes and one for prefills."""
 
     def __init__(
         self,
@@ -208,14 +214,14 @@ class TritonAttention:
         prefill_longest: int,
         kernels: tuple[TritonKernel, TritonKernel],
     ) -> None:
-        """kernels: of decodes and of prefills."""
+        """kernels: for decodes and for prefills. prefill_longest: `reach` of `build_attention`."""
         self._pool, self._shapes, self._logits_indices = pool, pool.shape.attention, logits_indices
         self._seqs, self._starts, self._num_decodes = seqs, starts, num_decodes
         self._decodes = PagedKVMetadata(seqs.slots[:num_decodes], seqs.positions[:num_decodes], seqs.tables)
         self._longest, self._prefill_longest = longest, prefill_longest
         self._decode, self._prefill = kernels
-        self._schedules: dict[tuple[int | None, int], SplitKVSchedule | None] = {}  # by window and number of heads
-        self._side: torch.cuda.Stream | None = None  # that prefills of this layer run on
+        self._schedules: dict[tuple[int | None, int], SplitKVSchedule | None] = {}  # key: window, number of heads
+        self._side: torch.cuda.Stream | None = None  # stream of the prefills of this layer
 
     def __call__(self, layer: int, qkv: Tensor, rotation: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:
         pool, shape, num_decodes = self._pool, self._shapes[layer], self._num_decodes
@@ -229,7 +235,7 @@ class TritonAttention:
         out = qkv.new_empty((len(qkv), shape.num_heads * shape.head_dim))
         key, schedule = (shape.window, shape.num_heads), None
         if num_decodes:
-            if key not in self._schedules:  # the first layer of a kind schedules for all
+            if key not in self._schedules:  # all layers with this key share one schedule
                 self._schedules[key] = self._decode.schedule(
                     q[:num_decodes], memory, self._decodes, shape.window, self._longest
                 )
@@ -255,8 +261,11 @@ class TritonAttention:
 
     @contextlib.contextmanager
     def _beside(self, num_decodes: int) -> Iterator[None]:
-        """In a CUDA graph, attention of prefills runs beside that of decodes, because a short prompt leaves processors
-        idle. Outside of graphs the host's calls for a second stream would take longer than is saved."""
+        """Runs its body on a second stream during CUDA graph capture, parallel to the attention of decodes.
+
+        A short prefill leaves multiprocessors idle. Outside of graphs the host's calls for a second stream cost more
+        time than they save.
+        """
         if not num_decodes or self._pool.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
             yield
             return
@@ -273,7 +282,7 @@ class TritonAttention:
     def _last(
         self, q: Tensor, memory: Tensor, shape: AttentionShape, indices: LogitsIndices, scales: Tensor | None
     ) -> Tensor:
-        """The rows whose logits are asked for, each computed as a decode is."""
+        """Computes only the rows that need logits, each as a decode."""
         seqs = PagedKVMetadata(indices.slots, indices.positions, self._seqs.tables)
         out = q.new_empty((len(indices.rows), q.shape[1] * q.shape[2]))
         if len(out):
@@ -283,7 +292,7 @@ class TritonAttention:
         return out
 
     def _scales(self, layer: int, qkv: Tensor, rotation: Tensor | None, norm: RMSNorm | None) -> Tensor | None:
-        """[2], of K and V stored in 8 bits. The first step with a prefill measures them."""
+        """Returns the scales [2] of 8-bit K and V, or None. The first step with a prefill measures them."""
         pool = self._pool
         if pool.scales is None:
             return None

@@ -1,4 +1,4 @@
-"""`blockyard bench kernels [FAMILY ...]`: measures the families of kernels in this folder on the GPU, one table."""
+"""`blockyard bench kernels [FAMILY ...]`: times the kernels of each family on the GPU and prints one table."""
 
 import sys
 from collections.abc import Callable
@@ -8,12 +8,12 @@ import torch
 from blockyard.services.gpu_worker.bench.row import Row, ceilings
 from blockyard.shared.process import pipes
 
-FAMILIES = ("attention", "linear", "sampling", "small")  # a module each
+FAMILIES = ("attention", "linear", "sampling", "small")  # one module for each
 
 
 def measurements() -> dict[str, Callable[[], list[Row]]]:
-    """By family: measures its kernels on the GPU."""
-    # They import Triton, which comes with torch's CUDA builds.
+    """Returns the `measure` function of each family, by name."""
+    # these import Triton, which comes only with CUDA builds of torch
     from blockyard.services.gpu_worker.bench import attention, linear, sampling, small  # noqa: PLC0415
 
     return dict(zip(FAMILIES, (attention.measure, linear.measure, sampling.measure, small.measure), strict=True))

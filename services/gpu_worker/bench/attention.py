@@ -1,6 +1,7 @@
-"""Attention over the paged pool: decode, prefill, and what KV in 8 bits and --batch-invariant cost.
+"""Times attention over the paged KV pool: decode and prefill, also with an 8-bit KV cache and batch-invariant.
 
-32 heads on 8, head size 128, blocks of 16 in no order, as in Llama-3.1-8B. A decode's floor is one read of its K and V.
+Shapes of Llama-3.1-8B: 32 query heads, 8 KV heads, head size 128; blocks of 16 tokens in random order. The lower bound
+of a decode is one read of its K and V.
 """
 
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from blockyard.services.gpu_worker.bench.timing import copies, graph_seconds
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
 SCALE = HEAD_DIM**-0.5
 LONGEST = 131072
-KV_ELEMENTS = 2 * KV_HEADS * HEAD_DIM  # of a token
+KV_ELEMENTS = 2 * KV_HEADS * HEAD_DIM  # for each token
 DECODES = {
     "1 x 300": [300],
     "1 x 8,000": [8000],
@@ -29,7 +30,7 @@ DECODES = {
     "256 x 1,024": [1024] * 256,
     "1 x 131,072 + 31 x 4,096": [131072, *[4096] * 31],
 }
-PREFILLS = {  # tokens known before, new ones
+PREFILLS = {  # (tokens in the cache, new tokens) of each sequence
     "2,048": [(0, 2048)],
     "8,192": [(0, 8192)],
     "2,048 after 8,192": [(8192, 2048)],
@@ -44,7 +45,7 @@ INVARIANT = ("1 x 300", "64 x 1,024", "256 x 1,024")
 
 
 class Case:
-    """Sequences of (known before, new) tokens, and pools that hold them, several where they are small."""
+    """Inputs for sequences of (cached, new) tokens. Small cases have several pools, to miss the L2 cache."""
 
     def __init__(self, spans: list[tuple[int, int]], dtype: torch.dtype = torch.bfloat16) -> None:
         sizes = [-(-(before + new) // BLOCK_SIZE) for before, new in spans]
@@ -84,7 +85,7 @@ def _of_lengths(lengths: list[int], dtype: torch.dtype = torch.bfloat16) -> Case
 
 def _decode(name: str, lengths: list[int], dtype: torch.dtype = torch.bfloat16) -> Row:
     it = _of_lengths(lengths, dtype)
-    schedule = schedule_decode(it.q, it.layers[0], it.seqs, None, LONGEST)  # once a step
+    schedule = schedule_decode(it.q, it.layers[0], it.seqs, None, LONGEST)  # not timed: runs once a step
 
     def attend(layer: Tensor) -> None:
         paged_decode(it.q, layer, it.seqs, SCALE, None, LONGEST, it.out, schedule=schedule, scales=it.scales)

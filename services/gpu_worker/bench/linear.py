@@ -1,4 +1,4 @@
-"""Linear layers of Llama-3.1-8B's decode steps, in cuBLAS and as picked: each shape, and all of a step."""
+"""Times the linear layers of Llama-3.1-8B decode steps, with cuBLAS and as tuned: each shape, and a whole step."""
 
 from collections.abc import Iterator
 
@@ -22,7 +22,7 @@ ROWS = (1, 8, 64, 128, 256)
 
 
 def measure() -> list[Row]:
-    """15 GB of weights. Shapes are timed with a norm before each product, as in a step; steps are products alone."""
+    """Times all shapes and steps, with 15 GB of weights. Shapes include the norm before each product; steps do not."""
     with torch.inference_mode():
         linears = [_linear(*shape) for _ in range(LAYERS) for shape in SHAPES.values()]
         tuner = Tuner([*linears, _linear(*HEAD)])
@@ -43,7 +43,7 @@ def _rows(tuner: Tuner, num: int) -> Iterator[Row]:
 
 
 def _work(layers: list[LinearShape], num: int, share: int = 1) -> tuple[float, float]:
-    """Bytes of weights and operations."""
+    """Returns the bytes of weights and the number of operations."""
     elements = sum(layer.ins * layer.outs * layer.count for layer in layers) / share
     return 2 * elements, 2 * num * elements
 

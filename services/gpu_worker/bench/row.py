@@ -1,4 +1,4 @@
-"""A line of the kernel table, and the ceilings of the GPU that it is compared with."""
+"""Lines of the kernel table, and the measured limits of the GPU that they are compared with."""
 
 import functools
 from typing import NamedTuple
@@ -8,29 +8,29 @@ import torch
 from blockyard.services.gpu_worker.bench.timing import graph_seconds
 
 READ_BYTES = 1 << 30
-SIZE = 8192  # of the square matrices that are multiplied
+SIZE = 8192  # of the square matrices of the GEMM
 
 
 class Row(NamedTuple):
     name: str
     shape: str
     us: float
-    rate: str  # with its unit: GB/s where memory bounds it, TFLOP/s where arithmetic does
-    ceiling_share: float  # of what this GPU reaches there, 1.0 is all
+    rate: str  # with unit: GB/s if bound by memory, TFLOP/s if bound by arithmetic
+    ceiling_share: float  # share of the measured limit of this GPU, 1.0: all of it
 
 
 class Ceilings(NamedTuple):
-    """Measured on this GPU with torch."""
+    """The limits of this GPU, measured with torch."""
 
     read_bytes_per_s: float
-    copy_bytes_per_s: float  # read and written
+    copy_bytes_per_s: float  # reads plus writes
     bf16_flop_per_s: float
     launch_s: float  # of a tiny kernel in a graph
 
 
 @functools.cache
 def ceilings() -> Ceilings:
-    """Measured once a process."""
+    """Measures the limits once for each process."""
     source = torch.randn(READ_BYTES // 4, device="cuda")
     target, total = torch.empty_like(source), torch.empty((), device="cuda")
     read_s = graph_seconds([lambda: torch.sum(source, 0, out=total)])
@@ -43,7 +43,7 @@ def ceilings() -> Ceilings:
 
 
 def row(name: str, shape: str, seconds: float, num_bytes: float, operations: float = 0.0) -> Row:
-    """Against the slower of the two ceilings: memory (`num_bytes` read and written) and bf16 arithmetic."""
+    """Makes a line, compared with the limit that takes longer: memory (`num_bytes` moved) or bf16 arithmetic."""
     most = ceilings()
     memory_s, arithmetic_s = num_bytes / most.read_bytes_per_s, operations / most.bf16_flop_per_s
     if memory_s >= arithmetic_s:

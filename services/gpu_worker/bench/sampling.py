@@ -1,4 +1,4 @@
-"""From logits to tokens: draws, penalties, scores. The floor of each is one read of what it reads."""
+"""Times the sampling kernels: draws, penalties and logprobs. The lower bound of each is one pass over its memory."""
 
 from functools import partial
 
@@ -18,14 +18,14 @@ ALL = 2**30
 
 
 def peaked(rows: int, num: int, high: float, spread: float) -> Tensor:
-    """A trained model's: most tokens out of the question, `num` that are likely."""
+    """Makes logits like the output of a trained model: `num` likely tokens, all others unlikely."""
     logits = 2 * torch.randn(rows, VOCAB)
     likely = torch.randint(0, VOCAB, (rows, num))
     return logits.scatter_(1, likely, high + spread * torch.randn(rows, num)).to(DTYPE)
 
 
 def flat(rows: int) -> Tensor:
-    """Random weights': all tokens are likely."""
+    """Makes logits like the output of random weights: all tokens are likely."""
     return torch.randn(rows, VOCAB).to(DTYPE)
 
 
@@ -78,7 +78,7 @@ def _params(rows: int, values: dict[str, float]) -> SamplingTensors:
 
 
 def _penalties(rows: int) -> Row:
-    """All rows ask: logits and counts in, adjusted logits out."""
+    """Times penalties on all rows: reads logits and counts, writes adjusted logits."""
     logits = [flat(rows) for _ in range(copies(rows * VOCAB * 10))]
     wishes = make_logits_edits(rows, rows, 64, VOCAB, torch.device(DEVICE))
     wishes.row.copy_(torch.arange(rows))
@@ -91,7 +91,7 @@ def _penalties(rows: int) -> Row:
 
 
 def _scores(rows: int) -> Row:
-    """All rows ask for the token's log-probability, its rank and the five likeliest."""
+    """Times logprobs on all rows: logprob and rank of the token, and the top 5."""
     logits = [peaked(rows, 60, 14, 2) for _ in range(copies(rows * VOCAB * 2))]
     slots, tokens = torch.arange(rows), torch.randint(0, VOCAB, (rows,))
     num_top = torch.full((rows,), 5, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Norms, gate, rotation with KV write: the small kernels between the linear layers of Llama-3.1-8B."""
+"""Times the small kernels between the linear layers of Llama-3.1-8B: norm, gate, rotation with KV write."""
 
 from functools import partial
 
@@ -38,7 +38,7 @@ def _gate(rows: int) -> Row:
 
 
 def _rope(rows: int, normed: bool) -> Row:
-    """Each row a sequence of its own."""
+    """Times rotation and KV write. Each row belongs to another sequence."""
     width = HEADS + 2 * KV_HEADS
     num_bytes = rows * (width + HEADS + 2 * KV_HEADS) * HEAD_DIM * 2
     given = [torch.randn(rows, width, HEAD_DIM).to(DTYPE) for _ in range(copies(num_bytes))]

@@ -1,4 +1,4 @@
-"""Times kernels as a decode step runs them: in a CUDA graph, back to back."""
+"""Times kernels back to back in a CUDA graph, as a decode step runs them."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -6,22 +6,22 @@ from collections.abc import Callable, Sequence
 import torch
 
 DEVICE = "cuda"
-CACHE_BYTES = 256 << 20  # several times the L2 cache: inputs that go round over so much come from memory
+CACHE_BYTES = 256 << 20  # several times the L2 cache: rotating through so many bytes reads each input from memory
 RUNS = 9
-WARM_MS = 50.0  # of replays before those that count: clocks rise meanwhile
+WARM_MS = 50.0  # of untimed replays first, until the clocks have risen
 MOST_WARM = 1000
 
 
 def copies(num_bytes: int, most: int = 64) -> int:
-    """How many inputs of that size are enough for none to be in the cache when its turn comes."""
+    """Returns the number of inputs of this size to rotate through so that none is still in the cache."""
     return max(2, min(most, -(-CACHE_BYTES // max(num_bytes, 1))))
 
 
 def graph_seconds(calls: Sequence[Callable[[], object]]) -> float:
-    """Seconds a call, launch gaps included: the median of several replays of one graph of all."""
+    """Returns seconds for each call, launch gaps included: the median of several replays of a graph of all calls."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # compiles and allocates what happens once
+    with torch.cuda.stream(stream):  # compiles and allocates outside of the graph
         for call in calls:
             call()
     torch.cuda.synchronize()

@@ -1,17 +1,21 @@
-"""Parts that model families are built of: linear layers, norms, MLPs, attention, rotary and token embeddings.
+"""The parts of a transformer model: linear layers, norms, MLPs, attention, rotary and token embeddings.
 
-`models/` builds these parts with a `WeightTable`, which records where each weight of the checkpoint goes. Parts import
-`loading.weights`, `step` and `kernels`; they import neither `models/` nor `execution/`.
+`models/` builds models from these parts. Each part declares its weights in a `WeightTable`, which maps tensor names of
+the checkpoint to memory.
 
-- `Linear`: one matrix product. It calls a kernel that `linear_tuning/` picked, or its `LinearMethod`.
+- `Linear`: one matrix product. It calls a kernel that `linear_tuning/` installed, or its `LinearMethod`.
+- `LinearMethod`: the storage format of a weight, quantized or not.
 - `Attention`, `GatedMLP`, `MLP`: the sublayers of a transformer layer.
-- `FusedOps`: the operations between matrix products, chosen for the device.
+- `FusedOps`: the operations between matrix products, one implementation for each device type.
+
+Layers import `loading.weights`, `step` and `kernels/`, and from `models/` only `hf_config.parse`. They do not import
+`execution/`.
 
 How to add a quantization format:
 1. Write a class with the methods of `LinearMethod` (linear_method.py) in a file of its own.
-2. Its `create` makes the weight places: `table.place(name, target, shape, stored=...)` declares the stored dtype.
-3. `prepare` repacks what was loaded; `apply` multiplies.
-4. `dense_weight` returns None unless the kernels of `linear_tuning/` can read the weight; `tensors` and `replace` let
+2. In `create`, declare the weights: `table.place(name, target, shape, stored=...)`; `stored` is the checkpoint's dtype.
+3. In `prepare`, repack the loaded weights; in `apply`, multiply.
+4. `dense_weight` returns None unless the kernels of `linear_tuning/` can read the weight. `tensors` and `replace` let
    --cpu-offload-gb keep the tensors in host memory.
-5. Add a line to `LINEAR_METHODS`: the `quant_method` of config.json, and a function that picks a class for a layer.
+5. Add an entry to `LINEAR_METHODS`: `quant_method` of config.json, and a function that returns `create` for a layer.
 """

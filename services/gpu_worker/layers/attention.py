@@ -1,4 +1,4 @@
-"""The attention sublayer: q, k and v in one product, attention over the KV cache, the output product."""
+"""The attention sublayer: QKV projection, attention over the paged KV cache, output projection."""
 
 from dataclasses import dataclass
 
@@ -13,17 +13,17 @@ from blockyard.services.gpu_worker.step import Step
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
-    """The attention of one layer in numbers. Layers of a model may differ."""
+    """The attention sizes of one layer. Layers of a model may differ."""
 
     num_heads: int
     kv_heads: int
     head_dim: int
-    scale: float  # factor on the scores
-    window: int | None = None  # how many of the last keys, itself included, a token sees; None: all
+    scale: float  # factor of q @ k before the softmax
+    window: int | None = None  # number of last keys, its own included, that a token attends to; None: all
 
 
 class Attention:
-    """q and k are normalised and rotated by the attention backend, which also stores k and v."""
+    """The attention of one layer. The attention backend normalises and rotates q and k, and stores k and v."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Attention:
         rotary: bool = True,
         out_name: str = "o_proj",
     ) -> None:
-        """qk_norm_eps: there is an RMSNorm over each head of q and k, before the rotation."""
+        """qk_norm_eps: epsilon of the RMSNorm over each head of q and k, before the rotation; None: no norm."""
         heads, kv_heads, head_dim = shape.num_heads, shape.kv_heads, shape.head_dim
         self._layer, self._head_dim, self._all_heads = layer, head_dim, heads + 2 * kv_heads
 
@@ -52,7 +52,7 @@ class Attention:
         self.qkv = layers.make(outputs, hidden, bias=qkv_bias, arrange=arrange, fusion=Fusion.NORM)
         self.out = layers.make({f"{prefix}.{out_name}": hidden}, heads * head_dim, bias=out_bias, fusion=Fusion.ADD)
         self._qk_norm: RMSNorm | None = None
-        if qk_norm_eps is not None:  # one weight for all q heads, one for all k heads
+        if qk_norm_eps is not None:  # all q heads share one weight, all k heads another
             weight = layers.table.empty(heads + kv_heads, head_dim)
             layers.table.place(f"{prefix}.q_norm.weight", weight[:heads], (head_dim,), interleave)
             layers.table.place(f"{prefix}.k_norm.weight", weight[heads:], (head_dim,), interleave)
@@ -62,13 +62,13 @@ class Attention:
         return [self.qkv, self.out]
 
     def prepare(self) -> None:
-        """Call once the weights are loaded. The linear layers are prepared by the model."""
+        """Prepares the norm of q and k, once the weights are loaded. The model prepares the linear layers."""
         if self._qk_norm is not None:
             self._qk_norm.prepare()
 
     def attend(self, qkv: Tensor, rotation: Tensor | None, step: Step) -> Tensor:
-        """qkv [tokens, (heads + 2 * kv_heads) * head_dim], rotation [tokens, 1, head_dim / 2] ->
-        [tokens, heads * head_dim], or the rows that the step asks for in the last layer."""
+        """Computes attention: qkv [tokens, (heads + 2 * kv_heads) * head_dim], rotation [tokens, 1, head_dim / 2] ->
+        [tokens, heads * head_dim]. In the last layer only the rows of `step.logits_indices` are returned."""
         return step.attend(self._layer, qkv.view(-1, self._all_heads, self._head_dim), rotation, self._qk_norm)
 
     def forward(
@@ -81,8 +81,11 @@ class Attention:
         step: Step,
         rows: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Adds delta to residual in place. Returns residual and what is still to be added to it (None: nothing is), of
-        the rows in `rows` (None: of all)."""
+        """Computes the sublayer. Adds delta to residual in place.
+
+        Returns residual and the new delta, which the caller adds to residual; a delta of None is already added. Both
+        have the rows in `rows`; None: all rows.
+        """
         attended = self.attend(ops.norm_then_linear(self.qkv, residual, delta, norm), rotation, step)
         if rows is not None:
             residual = residual.index_select(0, rows)

@@ -1,4 +1,4 @@
-"""Token embeddings and the output matrix."""
+"""Token embeddings, and the output matrix that may share their weight."""
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -9,7 +9,7 @@ HEAD = "lm_head"
 
 
 class TokenEmbedding:
-    """Vectors of token ids, [vocab_size, width]."""
+    """The embedding table, [vocab_size, width]."""
 
     def __init__(self, layers: LinearLayers, name: str, vocab_size: int, width: int) -> None:
         self.weight = layers.table.matrix(f"{name}.weight", vocab_size, width)
@@ -18,7 +18,7 @@ class TokenEmbedding:
         return F.embedding(token_ids, self.weight)
 
     def make_head(self, layers: LinearLayers, tied: bool) -> Linear:
-        """The product that gives logits. tied: its weight is this embedding, and one in the checkpoint is ignored."""
+        """Makes the output layer (LM head). tied: it uses this weight, and `lm_head` of the checkpoint is ignored."""
         vocab_size, width = self.weight.shape
         if not tied:
             return layers.make({HEAD: vocab_size}, width)

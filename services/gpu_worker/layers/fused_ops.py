@@ -1,4 +1,4 @@
-"""The operations between the matrix products of a decoder, chosen for the device when the model is built."""
+"""The operations between the matrix products of a decoder: an interface, and its implementation in torch."""
 
 from typing import Protocol
 
@@ -11,23 +11,27 @@ from blockyard.services.gpu_worker.layers.linear import Linear
 
 
 class FusedOps(Protocol):
+    """Residual additions, norms and gates, which some kernels compute together with a matrix product."""
+
     def add_norm(self, residual: Tensor, delta: Tensor | None, norm: RMSNorm) -> Tensor:
-        """[rows, hidden]: adds delta to residual in place, returns the norm of the sum."""
+        """Adds delta to residual [rows, hidden] in place. Returns the norm of the sum."""
 
     def norm_then_linear(self, linear: Linear, residual: Tensor, delta: Tensor | None, norm: RMSNorm) -> Tensor:
-        """linear(add_norm(residual, delta, norm))."""
+        """Computes linear(add_norm(residual, delta, norm))."""
 
     def linear_then_add(
         self, linear: Linear, x: Tensor, residual: Tensor, gate_activation: str | None = None
     ) -> Tensor | None:
-        """linear(x), which the caller still has to add to residual; None: it was added.
+        """Computes linear(x). Returns it for the caller to add to residual, or None if it is already added.
 
-        gate_activation: x is gate and up side by side, and linear's input is activation(gate) * up.
-        x may be written to.
+        gate_activation: x is gate and up side by side, and the input of linear is activation(gate) * up.
+        May write to x.
         """
 
 
 class TorchOps:
+    """Implements `FusedOps` with torch operations, for the CPU."""
+
     def add_norm(self, residual: Tensor, delta: Tensor | None, norm: RMSNorm) -> Tensor:
         if delta is not None:
             residual.add_(delta)
@@ -45,7 +49,7 @@ class TorchOps:
 def find_ops(device: torch.device) -> FusedOps:
     if device.type != "cuda":
         return TorchOps()
-    # Triton is installed and loaded for a GPU alone
+    # imports Triton, which is installed only on machines with a GPU
     from blockyard.services.gpu_worker.layers.triton_ops import TritonOps  # noqa: PLC0415
 
     return TritonOps()

@@ -1,7 +1,7 @@
-"""How the weight of a linear layer is stored and multiplied. A quantization format is one implementation.
+"""Storage and multiplication of the weight of a linear layer. Each quantization format implements `LinearMethod`.
 
-`UnquantizedLinear` picks the layout that is fastest for the shape and the rows of the step. Measured on CPU with one
-thread (AMD EPYC, AVX-512, torch 2.13), microseconds, weights out of L2:
+`UnquantizedLinear` picks the fastest layout for the shape of the weight and the number of rows. Microseconds on the CPU
+with one thread (AMD EPYC, AVX-512, torch 2.13), with weights that are not in the L2 cache:
 
     in x out     rows   F.linear   mm on transposed   oneDNN-packed
     256 x 4096    1       452           127               150
@@ -14,9 +14,9 @@ thread (AMD EPYC, AVX-512, torch 2.13), microseconds, weights out of L2:
     2048 x 2048   1       790           651               639
     2048 x 2048  16      2566          2953              1383
 
-In float32 the packed weight is used from two rows on. One row uses a second copy where the matrix is small enough for
-the copy to cost little memory: transposed, or as stored where the matrix is wider than high. In bfloat16 packed is
-fastest everywhere.
+In float32 the packed weight is used for two or more rows. For one row a second copy is used if the matrix is small, so
+that the copy costs little memory: transposed, or unchanged if there are more input than output features. In bfloat16
+the packed weight is always the fastest.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,8 +29,8 @@ from torch import Tensor
 
 from blockyard.services.gpu_worker.loading.weights import Arrange, WeightTable
 
-SECOND_COPY_ELEMENTS = 1_500_000  # above it one row is bound by memory in any layout
-TINY_ELEMENTS = 65_536  # up to here the transposed copy keeps up with packed
+SECOND_COPY_ELEMENTS = 1_500_000  # above it, one row is limited by memory bandwidth in any layout
+TINY_ELEMENTS = 65_536  # up to it, the transposed copy is as fast as the packed weight
 TINY_ROWS = 16
 
 _dnn: Any = torch.ops.mkldnn
@@ -38,12 +38,12 @@ _dnn: Any = torch.ops.mkldnn
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearSpec:
-    """What a model family says about a linear layer."""
+    """The arguments of a linear layer, given by the model family."""
 
-    outputs: Mapping[str, int]  # checkpoint names of the matrices packed into this layer -> output features, in order
+    outputs: Mapping[str, int]  # checkpoint names of the matrices in this layer -> output features, in order
     in_features: int
     bias: bool = False
-    arrange: Mapping[str, Arrange] = field(default_factory=dict)  # how loaded rows of a matrix are reordered
+    arrange: Mapping[str, Arrange] = field(default_factory=dict)  # reorders the loaded rows of a matrix
 
     @property
     def out_features(self) -> int:
@@ -51,41 +51,41 @@ class LinearSpec:
 
 
 class DenseWeight(NamedTuple):
-    """What a kernel of `linear_tuning/` reads."""
+    """The weight as the kernels of `linear_tuning/` read it."""
 
     weight: Tensor  # [out, in], in the dtype of the activations
     bias: Tensor | None
 
 
 class LinearMethod(Protocol):
-    """The weight of one linear layer: its places in the checkpoint, its layout and its product."""
+    """The weight of one linear layer: its tensors in the checkpoint, its layout and its product."""
 
     def prepare(self) -> None:
-        """Repacks the weight for the device. Called once, when the weights are loaded."""
+        """Repacks the weight for the device. Called once, after the weights are loaded."""
 
     def apply(self, x: Tensor) -> Tensor:
-        """x [rows, in] -> [rows, out], with the bias."""
+        """Multiplies and adds the bias: x [rows, in] -> [rows, out]."""
 
     def dense_weight(self) -> DenseWeight | None:
-        """The weight that tuned kernels may read; None if this layer is not tuned."""
+        """Returns the weight for tuned kernels, or None if they cannot read it."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors that --cpu-offload-gb may keep in host memory, before `prepare`."""
+        """Returns the tensors that --cpu-offload-gb may keep in host memory, by name. Called before `prepare`."""
 
     def replace(self, name: str, tensor: Tensor) -> None:
-        """Makes `apply` and `dense_weight` read `tensor` in place of the one `tensors` has under this name."""
+        """Makes `apply` and `dense_weight` read `tensor` instead of `tensors()[name]`."""
 
 
 CreateLinearMethod = Callable[[WeightTable, LinearSpec], LinearMethod]
 
 
 class UnquantizedLinear:
-    """A weight in the dtype of the model."""
+    """A weight in the dtype of the model, without quantization."""
 
     __slots__ = ("_bias", "_packed", "_second_rows", "_transposed", "_weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self._weight: Tensor | None = weight  # [out, in]; None where prepared copies have replaced it
+        self._weight: Tensor | None = weight  # [out, in]; None if `prepare` has replaced it by copies
         self._bias = bias
         self._transposed: Tensor | None = None
         self._second_rows = 0
@@ -130,9 +130,9 @@ class UnquantizedLinear:
 
 
 def second_copy(in_features: int, out_features: int, dtype: torch.dtype) -> tuple[bool, int]:
-    """The copy kept beside the packed one on CPU: whether it is transposed, and up to how many rows it is used.
+    """Decides which second copy of the weight the CPU uses for few rows, beside the packed one.
 
-    0 rows: there is no second copy.
+    Returns whether that copy is transposed, and the largest number of rows that it is used for; 0: no second copy.
     """
     elements = in_features * out_features
     if dtype != torch.float32 or elements > SECOND_COPY_ELEMENTS:
@@ -154,12 +154,12 @@ def _unquantized(quantization: Mapping[str, Any], spec: LinearSpec) -> CreateLin
     return UnquantizedLinear.create
 
 
-# `quant_method` of config.json's quantization_config -> what picks the method of one layer
+# `quant_method` in quantization_config of config.json -> function that returns `create` of the method for a layer
 LINEAR_METHODS: dict[str | None, Callable[[Mapping[str, Any], LinearSpec], CreateLinearMethod]] = {None: _unquantized}
 
 
 def pick_linear_method(config: Mapping[str, Any], spec: LinearSpec) -> CreateLinearMethod:
-    """The method of one layer by config.json. An unknown format is unquantized: its weights then fail to load."""
+    """Returns `create` of the method for one layer. An unknown format is unquantized: its weights then fail to load."""
     found = config.get("quantization_config")
     quantization = found if isinstance(found, dict) else {}
     return LINEAR_METHODS.get(quantization.get("quant_method"), _unquantized)(quantization, spec)

@@ -1,4 +1,4 @@
-"""Feed-forward sublayers, with their activation as an argument."""
+"""Feed-forward sublayers, with and without a gate."""
 
 from torch import Tensor
 
@@ -9,7 +9,7 @@ from blockyard.services.gpu_worker.layers.linear import Fusion, Linear, LinearLa
 
 
 class GatedMLP:
-    """down(activation(gate(x)) * up(x)), with gate and up in one product."""
+    """Computes down(activation(gate(x)) * up(x)), with gate and up in one matrix product."""
 
     def __init__(
         self, layers: LinearLayers, prefix: str, hidden: int, inner: int, activation: str = "silu", bias: bool = False
@@ -17,20 +17,20 @@ class GatedMLP:
         self._activation = activation
         outputs = {f"{prefix}.gate_proj": inner, f"{prefix}.up_proj": inner}
         self.gate_up = layers.make(outputs, hidden, bias=bias, fusion=Fusion.NORM)
-        fusion = Fusion.GATED_ADD if activation == "silu" else Fusion.ADD  # fused kernels know silu alone
+        fusion = Fusion.GATED_ADD if activation == "silu" else Fusion.ADD  # fused kernels support only silu
         self.down = layers.make({f"{prefix}.down_proj": hidden}, inner, bias=bias, fusion=fusion)
 
     def linears(self) -> list[Linear]:
         return [self.gate_up, self.down]
 
     def forward(self, ops: FusedOps, residual: Tensor, delta: Tensor | None, norm: RMSNorm) -> Tensor | None:
-        """Adds delta to residual in place. Returns what is still to be added to it; None: nothing is."""
+        """Adds delta to residual in place. Returns the new delta, which the caller adds; None: it is already added."""
         gate_up = ops.norm_then_linear(self.gate_up, residual, delta, norm)
         return ops.linear_then_add(self.down, gate_up, residual, self._activation)
 
 
 class MLP:
-    """down(activation(up(x)))."""
+    """Computes down(activation(up(x)))."""
 
     def __init__(self, up: Linear, down: Linear, activation: str) -> None:
         self.up, self.down, self._activate = up, down, ACTIVATIONS[activation]

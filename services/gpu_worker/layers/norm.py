@@ -1,4 +1,4 @@
-"""Norms: RMSNorm with and without unit offset, and LayerNorm."""
+"""RMSNorm, with and without unit offset, and LayerNorm."""
 
 import torch
 import torch.nn.functional as F
@@ -9,9 +9,9 @@ from blockyard.services.gpu_worker.loading.weights import WeightTable
 
 
 def make_rms_norm(table: WeightTable, name: str, size: int, eps: float, unit_offset: bool = False) -> RMSNorm:
-    """The RMSNorm whose weight the checkpoint has as `name`.weight.
+    """Makes an RMSNorm with the weight `name`.weight of the checkpoint.
 
-    unit_offset: the checkpoint stores weight - 1, as Gemma's does. One is added when it is loaded, in float32.
+    unit_offset: the checkpoint stores weight - 1, as for Gemma. Loading adds 1, in float32.
     """
     if not unit_offset:
         return RMSNorm(table.vector(f"{name}.weight", size), eps)
@@ -21,7 +21,7 @@ def make_rms_norm(table: WeightTable, name: str, size: int, eps: float, unit_off
 
 
 class LayerNorm:
-    """(x - mean) / std, times weight plus bias if `affine`."""
+    """Computes (x - mean) / std, and if `affine` multiplies by a weight and adds a bias."""
 
     def __init__(self, table: WeightTable, name: str, size: int, affine: bool = True) -> None:
         self._size = (size,)

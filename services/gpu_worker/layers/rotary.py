@@ -1,4 +1,4 @@
-"""Rotary position embeddings of every RoPE type: from config.json to one row of complex numbers a position."""
+"""Rotary position embeddings of all RoPE types: reads config.json and computes complex rotations for each position."""
 
 import math
 from typing import Any
@@ -15,7 +15,7 @@ KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
 class RopeParameters(msgspec.Struct, frozen=True, kw_only=True):
-    """As config.json has them; what a kind does not use stays at its default."""
+    """The RoPE parameters of config.json. Fields that a RoPE type does not use keep their defaults."""
 
     rope_type: str = "default"
     rope_theta: bounds.Base = 10000.0
@@ -33,7 +33,7 @@ class RopeParameters(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_rope(config: dict[str, Any], max_positions: int, default_theta: float = 10000.0) -> RopeParameters:
-    """From `rope_parameters`, or `rope_scaling` (with "type" or "rope_type") and `rope_theta`. Raises ConfigError."""
+    """Reads `rope_parameters`, or `rope_scaling` (with "type" or "rope_type") and `rope_theta`. Raises ConfigError."""
     theta = config.get("rope_theta") or default_theta
     found = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(found, dict):
@@ -73,13 +73,13 @@ class RotaryEmbedding:
         self._table = table.unsqueeze(1).to(device)
 
     def __call__(self, positions: Tensor) -> Tensor:
-        """[tokens] -> [tokens, 1, head_dim / 2]."""
+        """Looks up rotations: positions [tokens] -> [tokens, 1, head_dim / 2]."""
         assert self._table is not None
         return self._table.index_select(0, positions)
 
 
 def extended_length(rope: RopeParameters | None, max_positions: int) -> int:
-    """Longest sequence that the scaling was made for."""
+    """Returns the length of the longest sequence that the RoPE scaling supports."""
     if rope is None or rope.factor is None or rope.rope_type in ("default", "llama3"):
         return max_positions
     if rope.rope_type == "yarn" and rope.original_max_position_embeddings is not None:
@@ -88,11 +88,11 @@ def extended_length(rope: RopeParameters | None, max_positions: int) -> int:
 
 
 def rotation_table(rope: RopeParameters, head_dim: int, max_positions: int, length: int) -> Tensor:
-    """[length, head_dim / 2] complex64: what a pair at each position is multiplied by.
+    """Returns the complex factors of q and k at each position, [length, head_dim / 2] complex64.
 
-    "dynamic" is a function of the position alone: up to `max_positions` the plain angles, from there on those of a
-    sequence that ends at this position. That is what transformers computes when it generates token by token; how a
-    longer prompt was chunked cannot change it.
+    For "dynamic" the factors depend only on the position: up to `max_positions` they are unscaled, and after it they
+    are scaled for a sequence that ends at the position. transformers computes the same when it generates token by
+    token. Chunks of a long prompt cannot change the result.
     """
     positions = torch.arange(length, dtype=torch.float32)
     inverse, scale = _frequencies(rope, head_dim, max_positions, length)
@@ -101,7 +101,7 @@ def rotation_table(rope: RopeParameters, head_dim: int, max_positions: int, leng
 
 
 def check_rotations(rope: RopeParameters, head_dim: int, max_positions: int) -> None:
-    """Raises ConfigError for parameters that make no finite rotations."""
+    """Checks that the rotations are finite. Raises ConfigError if they are not, or cannot be computed."""
     try:
         inverse, scale = _frequencies(rope, head_dim, max_positions, length=1)
     except (ArithmeticError, ValueError) as e:
@@ -115,7 +115,7 @@ def _said(rope: RopeParameters) -> str:
 
 
 def _frequencies(rope: RopeParameters, head_dim: int, max_positions: int, length: int) -> tuple[Tensor, float]:
-    """Angles of a step of one position, for all positions or for each, and the factor on cos and sin."""
+    """Returns the inverse frequencies, shared by all positions or one row for each, and the factor of cos and sin."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     inverse = 1.0 / (rope.rope_theta**exponents)
     scale = 1.0
@@ -131,12 +131,12 @@ def _frequencies(rope: RopeParameters, head_dim: int, max_positions: int, length
 
 
 def _factor(rope: RopeParameters) -> float:
-    assert rope.factor is not None  # read_rope has seen to it
+    assert rope.factor is not None  # read_rope has checked it
     return rope.factor
 
 
 def _dynamic(rope: RopeParameters, exponents: Tensor, head_dim: int, max_positions: int, length: int) -> Tensor:
-    """[length, head_dim / 2]: each position has its own base."""
+    """Returns inverse frequencies [length, head_dim / 2]: each position has its own base."""
     factor = _factor(rope)
     seen = torch.arange(1, length + 1, dtype=torch.float64).clamp_(min=max_positions)
     grown = (factor * seen / max_positions - (factor - 1)) ** (head_dim / (head_dim - 2))
@@ -157,7 +157,7 @@ def _llama3(rope: RopeParameters, inverse: Tensor) -> Tensor:
 
 
 def _yarn(rope: RopeParameters, head_dim: int, max_positions: int) -> tuple[Tensor, float]:
-    """Inverse frequencies, and the factor on cos and sin."""
+    """Returns the inverse frequencies and the factor of cos and sin."""
     trained = rope.original_max_position_embeddings or max_positions
     factor = rope.factor if rope.factor is not None else max_positions / trained
 

@@ -1,4 +1,4 @@
-"""The operations between the matrix products of a decoder, as Triton kernels. Imported on a GPU alone."""
+"""The operations between the matrix products of a decoder, as Triton kernels. Imported only on a GPU."""
 
 from torch import Tensor
 
@@ -10,7 +10,7 @@ from blockyard.services.gpu_worker.layers.linear import Fusion, Linear
 
 
 class TritonOps:
-    """Implements `FusedOps`. Fused kernels are used for the numbers of rows that the tuner installed them for."""
+    """Implements `FusedOps`. Uses a fused kernel if the tuner has installed one for the number of rows."""
 
     def add_norm(self, residual: Tensor, delta: Tensor | None, norm: RMSNorm) -> Tensor:
         return add_rms_norm(residual, delta, norm.weight, norm.eps)

@@ -1,4 +1,4 @@
-"""A pre-norm decoder over the parts that a family passes."""
+"""A pre-norm transformer decoder. The model family passes its layers."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -24,8 +24,10 @@ class FeedForward(Protocol):
 
 
 class DecoderLayer:
-    """Norm, attention, norm, feed-forward. What a sublayer adds to the residual is passed on and added by the next
-    norm, so that one kernel can do both."""
+    """One pre-norm layer: norm, attention, norm, feed-forward.
+
+    The output of a sublayer is passed on as `delta`, and the next norm adds it to the residual: one kernel does both.
+    """
 
     def __init__(self, norm1: RMSNorm, attention: Attention, norm2: RMSNorm, mlp: FeedForward) -> None:
         self._norm1, self._attention, self._norm2, self._mlp = norm1, attention, norm2, mlp
@@ -46,14 +48,17 @@ class DecoderLayer:
         step: Step,
         rows: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Adds delta, of the layer before, to residual. Returns residual and what is to be added to it (None: nothing
-        is), of the rows in `rows` (None: of all)."""
+        """Computes the layer. Adds delta, the output of the previous layer, to residual in place.
+
+        Returns residual and the delta of this layer, which the caller adds to residual; a delta of None is already
+        added. Both have the rows in `rows`; None: all rows.
+        """
         residual, delta = self._attention.forward(ops, residual, delta, self._norm1, rotation, step, rows)
         return residual, self._mlp.forward(ops, residual, delta, self._norm2)
 
 
 class Decoder:
-    """Implements `Model`."""
+    """A decoder with token embeddings, layers, a final norm and an output matrix. Implements `Model`."""
 
     def __init__(
         self,
@@ -67,7 +72,7 @@ class Decoder:
         tie_embeddings: bool,
         make_layer: Callable[[int], DecoderLayer],
     ) -> None:
-        """shape: the attention of each layer. make_layer(i) makes the i-th layer and its weight places."""
+        """shape: the attention shape of each layer. make_layer(i) builds layer i and declares its weights."""
         self.shape = ModelShape(vocab_size=vocab_size, max_positions=rotary.max_positions, attention=shape)
         self.table = table = layers.table
         self._rotary = rotary

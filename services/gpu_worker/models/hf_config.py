@@ -1,4 +1,4 @@
-"""What a Hugging Face folder says about its model: config.json and generation_config.json, without their weights."""
+"""Reads config.json and generation_config.json of a Hugging Face model folder."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def read_config(folder: Path, overrides: str = "{}") -> dict[str, Any]:
-    """config.json with `overrides`, a JSON object, merged over it (RFC 7396: null removes). Raises ConfigError."""
+    """Reads config.json and merges `overrides`, a JSON object, into it (RFC 7396: null removes). Raises ConfigError."""
     path = folder / "config.json"
     config = _read_object(path)
     try:
@@ -22,7 +22,7 @@ def read_config(folder: Path, overrides: str = "{}") -> dict[str, Any]:
         raise ConfigError(f"config overrides {overrides!r}: {e}") from e
     if "rope_parameters" in config and patch.keys() & {"rope_scaling", "rope_theta"}:
         _split_rope(config)
-    for whole in ("rope_scaling", "rope_parameters"):  # kinds have different keys: never a mixture of two
+    for whole in ("rope_scaling", "rope_parameters"):  # replaced, not merged: RoPE types have different keys
         if isinstance(patch.get(whole), dict):
             config.pop(whole, None)
     merged = _merge(config, patch)
@@ -33,7 +33,7 @@ def read_config(folder: Path, overrides: str = "{}") -> dict[str, Any]:
 
 
 def read_eos_ids(folder: Path, config: dict[str, Any]) -> list[int]:
-    """End-of-sequence ids: generation_config.json's where it names any, else config.json's."""
+    """Returns the end-of-sequence ids of generation_config.json, or the ids in config.json if it has none."""
     path = folder / "generation_config.json"
     generation = _read_object(path) if path.is_file() else {}
     ids = generation.get("eos_token_id")
@@ -49,7 +49,7 @@ def read_eos_ids(folder: Path, config: dict[str, Any]) -> list[int]:
 
 
 def parse(config: dict[str, Any], fields: type[T]) -> T:
-    """A family's own fields of config.json, checked by type; others are left alone. Raises ConfigError."""
+    """Converts config.json to the struct `fields` and checks types. Ignores other keys. Raises ConfigError."""
     try:
         return msgspec.convert(config, fields)
     except msgspec.ValidationError as e:
@@ -66,7 +66,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _split_rope(config: dict[str, Any]) -> None:
-    """`rope_parameters` in the older spelling, so that an override in that spelling replaces it."""
+    """Renames `rope_parameters` to the older `rope_scaling` and `rope_theta`, so that overrides of these replace it."""
     scaling = config.pop("rope_parameters")
     if isinstance(scaling, dict):
         if "rope_theta" in scaling:

@@ -1,4 +1,4 @@
-"""What the rest of the worker knows of a model."""
+"""The interface between a model and the rest of the worker."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,11 +14,11 @@ from blockyard.shared.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """The numbers that the runner, the memory plan, the KV cache and the scheduler need."""
+    """The sizes of a model that the runner, the memory plan, the KV cache and the scheduler need."""
 
     vocab_size: int
-    max_positions: int  # longest sequence the model was made for
-    attention: tuple[AttentionShape, ...]  # of each layer
+    max_positions: int  # longest sequence that the model supports
+    attention: tuple[AttentionShape, ...]  # one for each layer
 
     def __post_init__(self) -> None:
         if len({(layer.kv_heads, layer.head_dim) for layer in self.attention}) > 1:
@@ -30,7 +30,7 @@ class ModelShape:
 
     @property
     def num_heads(self) -> int:
-        """The most that a layer has."""
+        """The largest number of query heads of any layer."""
         return max(layer.num_heads for layer in self.attention)
 
     @property
@@ -43,24 +43,24 @@ class ModelShape:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Of each layer: how many of the last keys a token sees; None: all."""
+        """Sliding window of each layer: the number of last keys that a token attends to; None: all."""
         return tuple(layer.window for layer in self.attention)
 
 
 class Model(Protocol):
-    """Build it, load `table`, call `prepare`."""
+    """A model. Use: build it, load the weights of `table`, call `prepare`, then run steps."""
 
     shape: ModelShape
     table: WeightTable
 
     def prepare(self, max_model_len: int) -> None:
-        """Call once the weights are loaded."""
+        """Repacks weights and builds the rotation table. Called once, after the weights are loaded."""
 
     def linears(self) -> list[Linear]:
-        """In the order in which a step uses them."""
+        """Returns all linear layers, in the order in which a step uses them."""
 
     def forward(self, step: Step) -> Tensor:
-        """[tokens, hidden], ready for `logits`."""
+        """Runs the layers. Returns hidden states [tokens, hidden], the input of `logits`."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, hidden] -> [rows, vocab_size] in the dtype of the model."""
+        """Multiplies by the output matrix: [rows, hidden] -> [rows, vocab_size], in the dtype of the model."""

@@ -1,4 +1,4 @@
-"""Llama 2, 3 and 3.x. `build_llama` also builds the families that differ from it by one part."""
+"""Llama 2, 3 and 3.x. `build_llama` also builds families that differ from Llama only in attention or windows."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,7 +20,7 @@ from blockyard.shared.errors import ConfigError
 
 
 class LlamaConfig(msgspec.Struct, frozen=True):
-    """The fields of config.json that matter; the defaults are transformers'."""
+    """The fields of config.json that Llama models use, with the defaults of transformers."""
 
     vocab_size: bounds.Vocabulary
     hidden_size: bounds.Width
@@ -56,7 +56,10 @@ def build_llama(
     windows: Sequence[int | None],
     make_attention: MakeAttention,
 ) -> Decoder:
-    """windows: of each layer, see `AttentionShape`. Raises ConfigError for a config that the parts do not support."""
+    """Builds a Llama decoder. Raises ConfigError for a config that `layers/` does not support.
+
+    windows: sliding window of each layer, see `AttentionShape`. make_attention: builds the attention of a layer.
+    """
     hidden, eps = fields.hidden_size, fields.rms_norm_eps
     shape = attention_shape(fields)
     shapes = tuple(replace(shape, window=window) for window in windows)
@@ -85,7 +88,7 @@ def build_llama(
 
 
 def attention_shape(fields: LlamaConfig) -> AttentionShape:
-    """Of a layer without a window. Raises ConfigError."""
+    """Returns the attention shape of a layer without a sliding window. Raises ConfigError for unsupported values."""
     if fields.hidden_act != "silu":
         raise ConfigError(f"config.json: hidden_act {fields.hidden_act!r} is not supported; 'silu' is")
     kv_heads = fields.num_key_value_heads or fields.num_attention_heads

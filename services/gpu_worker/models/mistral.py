@@ -1,4 +1,4 @@
-"""Mistral: Llama with a sliding window in every layer (null in later releases)."""
+"""Mistral: Llama with a sliding window in every layer. Later releases set the window to null."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from blockyard.shared.config.checkpoint import UNSAID_WINDOWS
 
 
 class MistralConfig(msgspec.Struct, frozen=True):
-    """The fields whose defaults differ from Llama's; a window of 0 is no window."""
+    """The fields of config.json with other defaults than Llama. A window of 0 means no window."""
 
     sliding_window: bounds.Window | None = UNSAID_WINDOWS["MistralForCausalLM"]
     max_position_embeddings: bounds.Positions = 4096 * 32

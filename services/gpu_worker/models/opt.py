@@ -17,7 +17,7 @@ from blockyard.services.gpu_worker.step import Step
 from blockyard.shared.config import model_bounds as bounds
 from blockyard.shared.errors import ConfigError
 
-POSITION_OFFSET = 2  # the first two rows of the table are for padding
+POSITION_OFFSET = 2  # the first two rows of the position table are padding
 
 
 class OPTConfig(msgspec.Struct, frozen=True, rename={"remove_final_layer_norm": "_remove_final_layer_norm"}):
@@ -28,7 +28,7 @@ class OPTConfig(msgspec.Struct, frozen=True, rename={"remove_final_layer_norm": 
     num_attention_heads: bounds.Heads
     max_position_embeddings: bounds.Positions = 2048
     word_embed_proj_dim: bounds.Width | None = None  # None: hidden_size
-    do_layer_norm_before: bool = True  # opt-350m normalises after
+    do_layer_norm_before: bool = True  # False in opt-350m: LayerNorm after each sublayer
     remove_final_layer_norm: bool = False
     enable_bias: bool = True
     layer_norm_elementwise_affine: bool = True
@@ -73,7 +73,7 @@ class OPTLayer:
         return [*self._attention.linears(), *self._mlp.linears()]
 
     def forward(self, x: Tensor, step: Step, rows: Tensor | None) -> Tensor:
-        """[tokens, hidden] -> [tokens, hidden], of those in `rows`, None: of all; may write to x."""
+        """Computes the layer: x [tokens, hidden] -> the rows in `rows`, or all rows if None. May write to x."""
         qkv = self._attention.qkv(self._norm1(x) if self._norm_first else x)
         attended = self._attention.attend(qkv, None, step)
         x = self._attention.out.add_to(x if rows is None else x.index_select(0, rows), attended)
@@ -84,7 +84,7 @@ class OPTLayer:
 
 
 class OPT:
-    """Implements `Model`."""
+    """The OPT decoder. Implements `Model`."""
 
     def __init__(self, config: OPTConfig, layers: LinearLayers) -> None:
         hidden, heads = config.hidden_size, config.num_attention_heads
@@ -110,7 +110,7 @@ class OPT:
         self._norm = LayerNorm(table, "model.decoder.final_layer_norm", hidden, affine) if has_norm else None
         self._head = self._embedding.make_head(layers, config.tie_word_embeddings)
         for linear in self.linears():
-            linear.disable_fusion()  # fused kernels know RMSNorm alone
+            linear.disable_fusion()  # fused kernels support only RMSNorm, not LayerNorm
 
     def prepare(self, max_model_len: int) -> None:
         for linear in self.linears():

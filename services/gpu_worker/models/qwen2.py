@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: Llama with biases on q, k and v, and a sliding window in the upper layers if switched on."""
+"""Qwen2 and Qwen2.5: Llama with biases on q, k and v, and an optional sliding window in the upper layers."""
 
 from functools import partial
 from typing import Annotated, Any
@@ -18,9 +18,9 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 
 class WindowConfig(msgspec.Struct, frozen=True):
     use_sliding_window: bool = False
-    sliding_window: bounds.Window | None = 4096  # 0 is none, too
-    max_window_layers: Annotated[int, msgspec.Meta(ge=0)] = 28  # layers from this one on have the window
-    layer_types: list[str] | None = None  # one a layer, in newer folders
+    sliding_window: bounds.Window | None = 4096  # 0 or null: no window
+    max_window_layers: Annotated[int, msgspec.Meta(ge=0)] = 28  # first layer with a window
+    layer_types: list[str] | None = None  # one for each layer, in newer config.json files
 
 
 def build(config: dict[str, Any], table: WeightTable) -> Decoder:
@@ -31,7 +31,7 @@ def build(config: dict[str, Any], table: WeightTable) -> Decoder:
 
 
 def read_windows(config: dict[str, Any], num_layers: int) -> tuple[int | None, ...]:
-    """Each layer's window. Raises ConfigError for a layer type that is not attention."""
+    """Returns the sliding window of each layer, None for full attention. Raises ConfigError for another layer type."""
     fields = parse(config, WindowConfig)
     window = (fields.sliding_window or None) if fields.use_sliding_window else None
     if fields.layer_types is None:

@@ -1,4 +1,4 @@
-"""Qwen3: Llama with an RMSNorm over each head of q and k, and a head size that config.json gives."""
+"""Qwen3: Llama with an RMSNorm over each head of q and k, and an explicit head size in config.json."""
 
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ from blockyard.services.gpu_worker.models.hf_config import parse
 from blockyard.services.gpu_worker.models.llama import LlamaConfig, build_llama
 from blockyard.services.gpu_worker.models.qwen2 import read_windows
 
-DEFAULTS = {"head_dim": 128, "max_position_embeddings": 32768}  # for what config.json leaves out
+DEFAULTS = {"head_dim": 128, "max_position_embeddings": 32768}  # of fields that config.json may omit
 
 
 def build(config: dict[str, Any], table: WeightTable) -> Decoder:

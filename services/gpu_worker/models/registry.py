@@ -1,4 +1,4 @@
-"""Finds the family that builds the model of a config.json."""
+"""Maps the architecture in config.json to the `build` function of a model family."""
 
 from collections.abc import Callable
 from pkgutil import resolve_name
@@ -9,14 +9,14 @@ from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.shared.architectures import SUPPORTED
 from blockyard.shared.errors import ConfigError
 
-Build = Callable[[dict[str, Any], WeightTable], Model]  # of a config.json
+Build = Callable[[dict[str, Any], WeightTable], Model]  # arguments: config.json, weight table
 
 
 def find_family(config: dict[str, Any]) -> Build:
-    """By config.json's first known architecture. Raises ConfigError with the list of what is supported."""
+    """Returns `build` for the first supported architecture in config.json. Raises ConfigError if there is none."""
     for name in config["architectures"]:
         if name in SUPPORTED:
-            # by name: the table is shared with the launcher, which may not import the families
+            # the table holds names, because the launcher reads it too and must not import torch
             build: Build = resolve_name(f"{__package__}.{SUPPORTED[name]}:build")
             return build
     named = ", ".join(config["architectures"])
