@@ -87,8 +87,8 @@ class TextProcess:
             while True:
                 (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
                 self._take(self._from_worker.decode(await reader.readexactly(length)))
-        except (asyncio.IncompleteReadError, ConnectionResetError):
-            pass
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass  # a write to a worker that has just ended raises BrokenPipeError here
         finally:
             self._writer.close()
             self._writer = None

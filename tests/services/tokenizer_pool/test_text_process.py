@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,8 @@ from text_rig import TextRig, text_rig
 from tokenizers import Tokenizer
 
 from blockyard.services.tokenizer_pool.job_limits import JobLimits
+from blockyard.services.tokenizer_pool.text_process import TextProcess
+from blockyard.services.tokenizer_pool.worker_frames import TokenizerLoaded, WorkerEnded, WorkerStarted, encode
 from blockyard.shared.errors import BlockyardError
 from blockyard.shared.messages import Detokenize, TextRejected, Tokenize, Tokenized
 from blockyard.shared.token_ids import pack
@@ -153,3 +156,33 @@ def test_one_process_of_a_rig_is_left(rig: TextRig) -> None:
     worker = rig.settle()
     server = Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[1]
     assert Path(f"/proc/{server}/task/{server}/children").read_text().split() == [str(worker)]
+
+
+def test_a_job_for_a_worker_that_has_just_ended_goes_to_the_next_one() -> None:
+    """The write fails before the end of the stream is read. This test takes the fork server's place."""
+    control, server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+    def start_worker(pid: int) -> socket.socket:
+        ours, theirs = socket.socketpair()
+        socket.send_fds(server, [encode(WorkerStarted(pid))], [ours.fileno()])
+        ours.close()
+        return theirs
+
+    async def check() -> None:
+        process = TextProcess(control, JobLimits())
+        server.send(encode(TokenizerLoaded([])))
+        await process.load()
+        process.submit(1, text("a"))
+        start_worker(1).close()
+        serving = asyncio.create_task(process.run())
+        await asyncio.sleep(0.05)
+        server.send(encode(WorkerEnded(-9)))
+        reader, writer = await asyncio.open_connection(sock=start_worker(2))
+        await asyncio.wait_for(reader.readexactly(8), 5.0)
+        assert not serving.done()
+        serving.cancel()
+        writer.close()
+        await asyncio.wait([serving])
+
+    asyncio.run(check())
+    server.close()
