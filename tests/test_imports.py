@@ -77,6 +77,21 @@ LAYERS["services/offline"] = ("outputs", "prompts", "sampling_params", "inflight
 LAYERS["services/offline"] += ("engine_args", "metrics", "operations", "tokenizer", "beam_search", "llm", "tune")
 LAYERS["services/bench"] = ("load", "metrics", "datasets", "workload", "server", "report", "flags", "serve")
 LAYERS["services/bench"] += ("latency_throughput", "suite", "simulate", "command")
+LAYERS["services/gpu_worker"] = (
+    "interfaces",
+    "cores",
+    "memory",
+    "rows",
+    "step",
+    "slots",
+    "loading",
+    "layers",
+    "models",
+)
+LAYERS["services/gpu_worker"] += ("kv", "linear_tuning", "attention", "sampling", "batch", "execution", "runner")
+LAYERS["services/gpu_worker"] += ("warm_up", "compilation", "memory_profile", "engine", "mock", "bench", "counters")
+LAYERS["services/gpu_worker"] += ("session", "service", "__main__")
+LAYERS["kernels"] = ("int_math", "programmatic_launch", "slots", "sampling", "layers", "kv_cache", "attention")
 
 
 @pytest.mark.parametrize("package", LAYERS)

@@ -22,7 +22,7 @@ Folders:
 - `linear_tuning/`: picks the kernel of each linear layer.
 - `mock/`: a worker without a model. `bench/`: timings of kernels.
 
-Imports go from the top level (`engine` builds everything, `runner` runs it) to the folders, and from `execution/` to
-`sampling/`, `kv/`, `attention/` and `models/`. `service`, `session`, `interfaces`, `loading.sleep` and `mock/` do not
-import torch, so a mock worker runs without it.
+Imports go one way: `engine` -> `compilation/` -> `runner` -> `execution/` -> `batch` -> `sampling/`, `attention/`,
+`linear_tuning/` -> `kv/` -> `models/` -> `layers/` -> `loading/`. tests/test_imports.py holds the whole order.
+`service`, `session`, `interfaces`, `loading.sleep` and `mock/` do not import torch, so a mock worker runs without it.
 """

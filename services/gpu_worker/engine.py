@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,13 +10,13 @@ import torch
 
 from blockyard.services.gpu_worker.compilation.compile_processes import CompileProcesses
 from blockyard.services.gpu_worker.cores import default_threads, usable_cores
-from blockyard.services.gpu_worker.execution.warm_up import first_step, warm_up
 from blockyard.services.gpu_worker.kv import host_blocks
 from blockyard.services.gpu_worker.kv import scales as kv_scales
 from blockyard.services.gpu_worker.kv.pool import KVPool, block_bytes
+from blockyard.services.gpu_worker.layers.cpu_offload import HostWeights, share_of_layers
 from blockyard.services.gpu_worker.linear_tuning.idle_tuning import IdleTuning
 from blockyard.services.gpu_worker.loading import checkpoint, checkpoint_check
-from blockyard.services.gpu_worker.loading.cpu_offload import HostWeights, share_of_layers
+from blockyard.services.gpu_worker.loading.hf_config import read_config, read_eos_ids
 from blockyard.services.gpu_worker.loading.weight_offload import free_cache
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.memory import (
@@ -28,10 +29,10 @@ from blockyard.services.gpu_worker.memory import (
     plan_host,
 )
 from blockyard.services.gpu_worker.memory_profile import peak_bytes
-from blockyard.services.gpu_worker.models.hf_config import read_config, read_eos_ids
 from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.gpu_worker.models.registry import Build, find_family
 from blockyard.services.gpu_worker.runner import Runner
+from blockyard.services.gpu_worker.warm_up import first_step, warm_up
 from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.errors import ConfigError, LoadError
 from blockyard.shared.messages import Geometry
@@ -196,7 +197,7 @@ def check(
     share = host_share(build, settings, dtype, config, device)
     on_gpu = device.type == "cuda"
     free = torch.cuda.mem_get_info(device)[0] if on_gpu else free_memory() // config.replicas
-    checkpoint_check.check_memory(model.table, share, model.shape, max_model_len, device, free)
+    checkpoint_check.check_memory(model.table, share, model.shape.head_dim, max_model_len, device, free)
     return share
 
 
@@ -206,7 +207,7 @@ def host_share(
     """Returns the share of the layers' weights that stays in host memory; 0 on the CPU."""
     if device.type == "cpu":
         return 0.0
-    return share_of_layers(build, settings, dtype, config.cpu_offload_gib, free_memory() // config.replicas)
+    return share_of_layers(partial(build, settings), dtype, config.cpu_offload_gib, free_memory() // config.replicas)
 
 
 def held_bytes(config: WorkerConfig) -> int:

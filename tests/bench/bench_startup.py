@@ -20,8 +20,8 @@ import torch
 from rig import ROOT, completion
 from safetensors.torch import save_file
 
+from blockyard.services.gpu_worker.loading.hf_config import read_config
 from blockyard.services.gpu_worker.loading.weights import WeightTable
-from blockyard.services.gpu_worker.models.hf_config import read_config
 from blockyard.services.gpu_worker.models.registry import find_family
 
 PORT = 8123

@@ -1,8 +1,9 @@
 """Compiles Triton kernels in parallel processes at the first start of a worker on a machine.
 
-`record_kernels` launches every kernel that a worker will need while `kernel_compiler.KernelCompiler` records instead of
-running them; `compile_processes.CompileProcesses` owns the processes and `compile_process` is their main module.
-`prefill_kernels` compiles prefill attention in threads of the worker.
+- `kernel_compiler.KernelCompiler`: while it records, a launched kernel is compiled in another process and does not run.
+- `record_kernels.compile_kernels`: launches every kernel that a worker needs, while the compiler records.
+- `compile_processes.CompileProcesses`: owns the processes. `compile_process` is their main module.
 
-`__main__` starts the processes and `engine` records. Only `compile_processes` may be imported without Triton.
+`__main__` starts the processes, and `engine` calls `record_kernels`. This folder imports `execution/`, `warm_up`,
+`linear_tuning/` and what these import. Only `compile_processes` may be imported without Triton.
 """

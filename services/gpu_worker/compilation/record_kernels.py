@@ -12,18 +12,18 @@ import torch
 import triton
 
 from blockyard import kernels
-from blockyard.services.gpu_worker.compilation import prefill_kernels
 from blockyard.services.gpu_worker.compilation.compile_processes import CompileProcesses, num_processes
 from blockyard.services.gpu_worker.compilation.kernel_compiler import KernelCompiler
+from blockyard.services.gpu_worker.execution import prefill_kernels
 from blockyard.services.gpu_worker.execution.decode_graphs import DecodeSize, DecodeSteps
 from blockyard.services.gpu_worker.execution.device_ops import TritonDeviceOps
 from blockyard.services.gpu_worker.execution.prefill_sizes import descriptors
 from blockyard.services.gpu_worker.execution.prefill_steps import BatchDescriptor, PrefillStep, clear
-from blockyard.services.gpu_worker.execution.warm_up import LENGTHS
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.linear_tuning.tuner import Tuner
 from blockyard.services.gpu_worker.memory import KVMemoryNeed
 from blockyard.services.gpu_worker.models.interface import Model
+from blockyard.services.gpu_worker.warm_up import LENGTHS
 from blockyard.shared.config.services.worker import WorkerConfig
 
 log = logging.getLogger(__name__)

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from blockyard.kernels.slots.advance_slots import SlotOutcome
 from blockyard.services.gpu_worker.batch import Batch
-from blockyard.services.gpu_worker.compilation.prefill_kernels import compile_prefills
 from blockyard.services.gpu_worker.execution import decode_graphs
 from blockyard.services.gpu_worker.execution.decode_graphs import DecodeSize, DecodeSteps
 from blockyard.services.gpu_worker.execution.device_ops import TritonDeviceOps
 from blockyard.services.gpu_worker.execution.pinned_ring import StepBuffers
 from blockyard.services.gpu_worker.execution.prefill_graphs import PrefillGraphs
+from blockyard.services.gpu_worker.execution.prefill_kernels import compile_prefills
 from blockyard.services.gpu_worker.execution.prefill_sizes import MOST_BYTES
 from blockyard.services.gpu_worker.execution.prefill_steps import PrefillSteps
 from blockyard.services.gpu_worker.interfaces import CompletedPlan

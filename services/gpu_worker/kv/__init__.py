@@ -1,9 +1,10 @@
-"""KV memory and its contents.
+"""Owns the memory of the KV cache, and knows what its blocks hold.
 
-- `pool.KVPool` owns the memory of all blocks; `scales` finds the scales of a KV cache in 8 bits.
-- `block_hashes.BlockHashes` knows which blocks are full and under which hash, for a scheduler that attaches.
-- `transfers.Transfers` saves blocks to host memory and fetches them, and knows the slots of failed fetches;
-  `host_blocks` sizes and makes that host memory. it copies blocks within the pool, too.
+- `pool.KVPool` owns the memory of all blocks. `scales` finds the scales of an 8-bit KV cache.
+- `block_hashes.BlockHashes`: which blocks are full, and their hashes. A scheduler gets them when it attaches.
+- `transfers.Transfers`: saves blocks to host memory, fetches them, copies blocks within the pool, and knows the slots
+  of failed fetches. `host_blocks` allocates the host memory.
 
-`batch.Batch` calls this folder for each plan. It imports `kv_transfer` for the copies to host memory.
+`batch.Batch` calls this folder for each plan, `engine` at the start. It imports `models.interface`, `loading.weights`,
+`memory`, and `kv_transfer` for the copies to host memory.
 """

@@ -7,9 +7,10 @@ the checkpoint to memory.
 - `LinearMethod`: the storage format of a weight, quantized or not.
 - `Attention`, `GatedMLP`, `MLP`: the sublayers of a transformer layer.
 - `FusedOps`: the operations between matrix products, one implementation for each device type.
+- `cpu_offload.HostWeights`: matrices that stay in host memory and are copied to the GPU in every step
+  (`--cpu-offload-gb`). `engine` calls it.
 
-Layers import `loading.weights`, `step` and `kernels/`, and from `models/` only `hf_config.parse`. They do not import
-`execution/`.
+Layers import `loading/`, `step` and `kernels/`.
 
 How to add a quantization format:
 1. Write a class with the methods of `LinearMethod` (linear_method.py) in a file of its own.

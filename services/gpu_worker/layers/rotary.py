@@ -7,7 +7,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from blockyard.services.gpu_worker.models.hf_config import parse
+from blockyard.services.gpu_worker.loading.hf_config import parse
 from blockyard.shared.config import model_bounds as bounds
 from blockyard.shared.errors import ConfigError
 

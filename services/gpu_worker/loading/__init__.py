@@ -1,9 +1,11 @@
-"""Weights: from a checkpoint to the device, to host memory and back.
+"""Reads a model folder: config.json and the weights. Also frees and restores weights for sleep mode.
 
-- `weights.WeightTable`: the places of a model's weights, filled by name; `checkpoint` reads a checkpoint into it,
-  `parallel_load` with several threads, and `checkpoint_check` compares names and shapes before memory is taken.
-- `cpu_offload.HostWeights`: matrices that stay in host memory and are copied up in every step (`--cpu-offload-gb`).
-- `sleep.SleepingRunner`: a worker that gives its memory back; `weight_offload` moves weights to host memory for it.
+- `weights.WeightTable`: where each tensor of the checkpoint goes. Layers declare their weights in it.
+- `hf_config`: reads config.json and generation_config.json.
+- `checkpoint.load` fills the table from safetensors or torch files, on a GPU with the threads of `parallel_load`.
+- `checkpoint_check`: compares names, shapes and free memory with the checkpoint before memory is allocated.
+- `sleep.SleepingRunner`: a runner with sleep mode. `weight_offload` moves weights to host memory for it.
 
-`engine` and `__main__` call this folder. It imports nothing of the worker but the table of linear layers.
+`engine`, `runner` and `__main__` call this folder; `layers/`, `models/` and `kv/` declare weights in its table. It is
+below all other folders: it imports only `interfaces`.
 """

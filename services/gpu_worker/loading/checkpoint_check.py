@@ -8,7 +8,6 @@ from safetensors import SafetensorError, safe_open
 
 from blockyard.services.gpu_worker.loading.checkpoint import find_files
 from blockyard.services.gpu_worker.loading.weights import WeightTable
-from blockyard.services.gpu_worker.models.interface import ModelShape
 from blockyard.shared.errors import LoadError
 
 GIB = 1 << 30
@@ -39,11 +38,11 @@ def check_tensors(table: WeightTable, folder: Path, load_format: str, ignore_pat
 
 
 def check_memory(
-    table: WeightTable, host_share: float, shape: ModelShape, max_model_len: int, device: torch.device, free_bytes: int
+    table: WeightTable, host_share: float, head_dim: int, max_model_len: int, device: torch.device, free_bytes: int
 ) -> None:
     """Raises LoadError if weights, or the rotations of all positions, need more than `free_bytes` of the device.
 
-    share: of the layers' matrices, which stays in host memory.
+    host_share: of the layers' matrices, which stays in host memory.
     """
     where = "GPU memory" if device.type == "cuda" else "memory"
     weights = table.size_bytes - int(host_share * table.layer_bytes)
@@ -53,7 +52,7 @@ def check_memory(
             f"the weights that config.json describes take {weights / GIB:.2f} GiB in {dtype}, "
             f"{free_bytes / GIB:.2f} GiB of {where} are free"
         )
-    rotations = max_model_len * (shape.head_dim // 2) * ROTATION_BYTES
+    rotations = max_model_len * (head_dim // 2) * ROTATION_BYTES
     if rotations > free_bytes:
         raise LoadError(
             f"a context of {max_model_len} tokens takes {rotations / GIB:.2f} GiB for its positions alone, "

@@ -1,5 +1,9 @@
 """A worker without a model: it answers plans with made-up tokens and checks that every plan is consistent.
 
-`runner.start` makes it, `batch.MockBatch` checks slots and blocks, `kv.MockKV` knows which tokens each block holds, and
-`model` reads sizes from config.json. Tests and benches of the other services run against it. No torch and no numpy.
+- `runner.MockRunner`: implements `interfaces.OffloadableRunner`.
+- `batch.MockBatch`: the slots and blocks. A plan that contradicts earlier plans raises `PlanError`.
+- `kv.MockKV`: which tokens each block holds. `model` reads sizes from config.json.
+
+`__main__` calls `runner.start`; tests and benchmarks of the other services run against it. It imports `interfaces`, and
+neither torch nor numpy.
 """

@@ -5,9 +5,8 @@
 
 - `interface.Model` and `interface.ModelShape`: the only view that the rest of the worker has of a family.
 - `decoder.Decoder`: the pre-norm decoder that most families use.
-- `hf_config`: reads config.json and generation_config.json.
 
-Families import `layers/` and `hf_config`, and nothing from `execution/`, `kv/` or `sampling/`.
+Families import `layers/`, `loading/` and `step`, and nothing from `execution/`, `kv/` or `sampling/`.
 
 How to add a model family:
 1. Write `models/<family>.py`: `build(config, table) -> Model`, and a msgspec struct of the config.json fields it reads.

@@ -12,9 +12,9 @@ from blockyard.services.gpu_worker.layers.linear import LinearLayers
 from blockyard.services.gpu_worker.layers.mlp import GatedMLP
 from blockyard.services.gpu_worker.layers.norm import make_rms_norm
 from blockyard.services.gpu_worker.layers.rotary import RotaryEmbedding, read_rope
+from blockyard.services.gpu_worker.loading.hf_config import parse
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import Decoder, DecoderLayer
-from blockyard.services.gpu_worker.models.hf_config import parse
 from blockyard.shared.config import model_bounds as bounds
 from blockyard.shared.errors import ConfigError
 

@@ -10,8 +10,8 @@ from blockyard.services.gpu_worker.layers.embedding import TokenEmbedding
 from blockyard.services.gpu_worker.layers.linear import Linear, LinearLayers
 from blockyard.services.gpu_worker.layers.mlp import MLP
 from blockyard.services.gpu_worker.layers.norm import LayerNorm
+from blockyard.services.gpu_worker.loading.hf_config import parse
 from blockyard.services.gpu_worker.loading.weights import WeightTable
-from blockyard.services.gpu_worker.models.hf_config import parse
 from blockyard.services.gpu_worker.models.interface import ModelShape
 from blockyard.services.gpu_worker.step import Step
 from blockyard.shared.config import model_bounds as bounds

@@ -6,9 +6,9 @@ from typing import Annotated, Any
 import msgspec
 
 from blockyard.services.gpu_worker.layers.attention import Attention
+from blockyard.services.gpu_worker.loading.hf_config import parse
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import Decoder
-from blockyard.services.gpu_worker.models.hf_config import parse
 from blockyard.services.gpu_worker.models.llama import LlamaConfig, build_llama
 from blockyard.shared.config import model_bounds as bounds
 from blockyard.shared.errors import ConfigError

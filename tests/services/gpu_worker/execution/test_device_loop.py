@@ -17,8 +17,8 @@ from ties import Score, Ties
 from tiny_models import BY_NAME, VOCAB, greedy_score, start
 
 from blockyard.services.gpu_worker.execution.decode_graphs import IN_FLIGHT
-from blockyard.services.gpu_worker.execution.warm_up import warm_up
 from blockyard.services.gpu_worker.runner import Runner
+from blockyard.services.gpu_worker.warm_up import warm_up
 from blockyard.shared.messages import FinishReason, FullBlock, Sampling, SlotRun, SlotStart, StepPlan
 
 EOS = [1, *range(20, 30)]  # so many that some streams meet one

@@ -10,8 +10,8 @@ from tiny_models import BY_NAME, settings, start
 
 from blockyard.services.gpu_worker import engine
 from blockyard.services.gpu_worker.loading import checkpoint
+from blockyard.services.gpu_worker.loading.hf_config import read_config
 from blockyard.services.gpu_worker.loading.weights import WeightTable
-from blockyard.services.gpu_worker.models.hf_config import read_config
 from blockyard.services.gpu_worker.models.registry import find_family
 from blockyard.shared.errors import LoadError
 

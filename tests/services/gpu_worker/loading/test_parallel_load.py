@@ -9,8 +9,8 @@ from safetensors.torch import save_file
 from tiny_models import BY_NAME
 
 from blockyard.services.gpu_worker.loading import checkpoint, parallel_load
+from blockyard.services.gpu_worker.loading.hf_config import read_config
 from blockyard.services.gpu_worker.loading.weights import WeightTable
-from blockyard.services.gpu_worker.models.hf_config import read_config
 from blockyard.services.gpu_worker.models.registry import find_family
 from blockyard.shared.errors import LoadError
 

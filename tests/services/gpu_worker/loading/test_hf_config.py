@@ -12,9 +12,9 @@ from tiny_models import LLAMA, settings
 from blockyard.services.gpu_worker import cores as cores_file
 from blockyard.services.gpu_worker import engine
 from blockyard.services.gpu_worker.layers.rotary import extended_length, read_rope
+from blockyard.services.gpu_worker.loading.hf_config import read_config, read_eos_ids
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import Decoder
-from blockyard.services.gpu_worker.models.hf_config import read_config, read_eos_ids
 from blockyard.services.gpu_worker.models.registry import find_family
 from blockyard.shared.architectures import SUPPORTED
 from blockyard.shared.config.checkpoint import config_overrides

@@ -7,30 +7,31 @@ copies overlap with the other layers.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from blockyard.services.gpu_worker.layers.linear import Linear, Product
 from blockyard.services.gpu_worker.loading.weights import WeightTable
-from blockyard.services.gpu_worker.models.registry import Build
 from blockyard.shared.errors import LoadError
 
 GIB = 1 << 30
 BUFFERS = 2
 
 
-def share_of_layers(build: Build, settings: dict[str, Any], dtype: torch.dtype, gib: float, free_bytes: int) -> float:
-    """The share of the layers' matrices in `gib`. Raises LoadError if host memory does not suffice."""
+def share_of_layers(build: Callable[[WeightTable], object], dtype: torch.dtype, gib: float, free_bytes: int) -> float:
+    """The share of the layers' matrices in `gib`. Raises LoadError if host memory does not suffice.
+
+    build: declares the model's weights in a table.
+    """
     if not gib:
         return 0.0
     table = WeightTable(dtype, torch.device("meta"))
-    build(settings, table)
+    build(table)
     asked = min(int(gib * GIB), table.layer_bytes)
     share = asked / table.layer_bytes
     trial = WeightTable(dtype, torch.device("meta"), share)
-    build(settings, trial)
+    build(trial)
     if not trial.on_host:
         raise LoadError(f"--cpu-offload-gb {gib:g}: no matrix is so small; layers have {table.layer_bytes / GIB:.4g}")
     if asked > free_bytes:

@@ -7,7 +7,7 @@ import torch
 from tiny_models import model_shape
 
 from blockyard.kernels.attention import paged_prefill as kernels
-from blockyard.services.gpu_worker.compilation import prefill_kernels
+from blockyard.services.gpu_worker.execution import prefill_kernels
 from blockyard.services.gpu_worker.kv.pool import KVPool
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

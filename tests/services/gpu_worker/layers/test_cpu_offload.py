@@ -1,5 +1,6 @@
 """Weights that wait in host memory give the outputs that they give on the device, and are spread over the layers."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,8 @@ from plan_driver import Driver
 from tiny_models import BASE, BY_NAME, VOCAB, settings, start
 
 from blockyard.services.gpu_worker import engine
-from blockyard.services.gpu_worker.layers import linear_method
-from blockyard.services.gpu_worker.loading import cpu_offload
-from blockyard.services.gpu_worker.loading.cpu_offload import GIB, share_of_layers
+from blockyard.services.gpu_worker.layers import cpu_offload, linear_method
+from blockyard.services.gpu_worker.layers.cpu_offload import GIB, share_of_layers
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.registry import find_family
 from blockyard.shared.errors import LoadError
@@ -56,7 +56,7 @@ def test_outputs_are_those_of_weights_on_the_device(
 def test_matrices_are_spread_and_no_more_than_asked_for() -> None:
     build = find_family(CONFIG)
     gib = 0.25 * 10 * LAYER_BYTES / GIB
-    share = share_of_layers(build, CONFIG, torch.float32, gib, free_bytes=GIB)
+    share = share_of_layers(partial(build, CONFIG), torch.float32, gib, free_bytes=GIB)
     assert share == pytest.approx(0.25)
     table = WeightTable(torch.float32, torch.device("meta"), share)
     model = build(CONFIG, table)
@@ -69,11 +69,11 @@ def test_matrices_are_spread_and_no_more_than_asked_for() -> None:
 
 def test_all_layers_at_most(tmp_path: Path) -> None:
     build = find_family(CONFIG)
-    assert share_of_layers(build, CONFIG, torch.float32, 5.0, free_bytes=6 * GIB) == 1.0
+    assert share_of_layers(partial(build, CONFIG), torch.float32, 5.0, free_bytes=6 * GIB) == 1.0
     with pytest.raises(LoadError, match=r"--cpu-offload-gb 0.001: 0\.00 GiB of host memory are free"):
-        share_of_layers(build, CONFIG, torch.float32, 0.001, free_bytes=10_000)
+        share_of_layers(partial(build, CONFIG), torch.float32, 0.001, free_bytes=10_000)
     with pytest.raises(LoadError, match=r"--cpu-offload-gb 1e-06: no matrix is so small; layers have 0\.0012"):
-        share_of_layers(build, CONFIG, torch.float32, 1e-6, free_bytes=GIB)
+        share_of_layers(partial(build, CONFIG), torch.float32, 1e-6, free_bytes=GIB)
 
 
 def test_the_flag_says_how_much_stays_unless_this_is_a_cpu(tmp_path: Path) -> None:
