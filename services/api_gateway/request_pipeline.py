@@ -11,7 +11,7 @@ from blockyard.services.api_gateway.responses.full_response import CollectedChoi
 from blockyard.services.api_gateway.responses.http_generation import Echo, HttpGeneration
 from blockyard.services.api_gateway.responses.response_writer import ResponseWriter
 from blockyard.shared.errors import RequestError
-from blockyard.shared.messages import DEFAULT_SAMPLING, Detokenize, Detokenized, Tokenized
+from blockyard.shared.messages import DEFAULT_SAMPLING, Detokenize, Detokenized, Generate, Tokenized
 from blockyard.shared.ring_client.client import RingClient
 from blockyard.shared.ring_client.recovery.journal import ChoiceLog, JournalEntry
 from blockyard.shared.ring_client.request_fields import limits
@@ -62,23 +62,23 @@ class RequestPipeline:
         generation = HttpGeneration(request, arrived_s, self._dispatch.close)
         for i, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
             sinks = [_sink(generation, i * computed + k, writer, prompt.token_ids) for k in range(computed)]
-            entry = JournalEntry(
+            frame = Generate(
                 request_id=prompt.request_id,
+                attempt=0,
                 model=model,
                 prompt_ids=prompt.token_ids,
                 block_hashes=prompt.block_hashes,
                 sampling=sampling,
                 text=request.text,
-                choices=[ChoiceLog(k, sink) for k, sink in enumerate(sinks)],
-                owner=generation,
-                now=arrived_s,
+                choices=[],
                 priority=request.priority,
                 tenant=tenant,
                 user=request.user,
                 cache_salt=request.cache_salt,
                 beam=request.choices.beam,
-                n=request.choices.returned,
             )
+            logs = [ChoiceLog(k, sink) for k, sink in enumerate(sinks)]
+            entry = JournalEntry(frame, logs, generation, arrived_s, request.choices.returned)
             if echoes:
                 for sink in sinks:
                     sink.prepend(Echo(*echoes[i], entry.prompt_logprobs))
@@ -124,7 +124,7 @@ class RequestPipeline:
 
 def _log(generation: HttpGeneration) -> None:
     """Logs ids and numbers only. Prompts, stop strings and bad words are the user's text and stay out of logs."""
-    request, sampling = generation.request, generation.entries[0].sampling
+    request, sampling = generation.request, generation.entries[0].request.sampling
     values = [(name, getattr(sampling, name), getattr(DEFAULT_SAMPLING, name)) for name in LOGGED]
     fields = {name: value for name, value, default in values if name == "temperature" or value != default}
     log.info(

@@ -70,4 +70,4 @@ class Detokenizer:
         """Takes the model's vocabulary size: its embedding may be padded with ids that have no text."""
         card = member.card
         if card is not None and (not self._names or self._names.intersection(card.names)):
-            self._table.vocab_size = max(self._table.vocab_size, card.vocab_size)
+            self._table.raise_vocab_size(card.vocab_size)

@@ -75,6 +75,7 @@ class Stream:
 
     __slots__ = (
         "_decoder",
+        "_has_gap",
         "_min_tokens",
         "_stops",
         "_uncut",
@@ -82,7 +83,6 @@ class Stream:
         "attempt",
         "choice",
         "count",
-        "gap_seen",
         "gateway",
         "number",
         "request_id",
@@ -101,7 +101,7 @@ class Stream:
         self.as_ids = options.tokens_as_ids
         self.shows_stop = options.include_stop
         self.count = 0  # output tokens so far
-        self.gap_seen = False
+        self._has_gap = False
         self._decoder = new_decoder(table, options.skip_special_tokens, options.spaces_between_special_tokens)
         self._stops = StopFinder(options.stop, options.include_stop) if options.stop else None
         self._min_tokens = options.min_tokens
@@ -139,6 +139,11 @@ class Stream:
             return DecodedText(self._cut(text), used, error=str(e))
         self.count += used
         return DecodedText(self._cut(text), used, None if self._stops is None else self._stops.found)
+
+    def is_first_gap(self) -> bool:
+        """Called when tokens are missing. Returns True the first time."""
+        first, self._has_gap = not self._has_gap, True
+        return first
 
     def end(self, hidden: int = 0) -> DecodedText:
         """Returns all held-back text, after `hidden` ids that are not shown. A stop string may end in it."""

@@ -150,8 +150,7 @@ class TextStreams:
         token_ids = step.token_ids
         known = stream.count - step.first
         if known < 0:
-            if not stream.gap_seen:
-                stream.gap_seen = True
+            if stream.is_first_gap():
                 log.warning(
                     "%s/%d: tokens %d to %d are missing", step.request_id, step.choice, stream.count, step.first
                 )

@@ -101,7 +101,7 @@ BYTE_OF = _byte_alphabet()
 
 
 class TokenTable:
-    """One tokenizer's tokens. `vocab_size` may be raised to the model's; its padding ids have no text."""
+    """One tokenizer's tokens. Ids that the model has beyond the tokenizer's have no text."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self.tokenizer = tokenizer
@@ -111,6 +111,10 @@ class TokenTable:
         self.pieces = Pieces(self, skip_special=False)
         self.pieces_without_special = Pieces(self, skip_special=True)
         self._raw: dict[int, bytes] = {}
+
+    def raise_vocab_size(self, model_vocab_size: int) -> None:
+        """The model may have more ids than the tokenizer: padding of its embedding, without text."""
+        self.vocab_size = max(self.vocab_size, model_vocab_size)
 
     def is_added(self, token_id: int) -> bool:
         return token_id in self._added

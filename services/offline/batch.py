@@ -12,7 +12,7 @@ from blockyard.services.offline.outputs import ArrivalTimes, OutputCollector, Re
 from blockyard.services.offline.prompts import Prompt
 from blockyard.services.offline.sampling_params import CheckedParams
 from blockyard.shared.errors import BlockyardError, RequestError
-from blockyard.shared.messages import ModelCard, Tokenize, Tokenized
+from blockyard.shared.messages import Generate, ModelCard, Tokenize, Tokenized
 from blockyard.shared.ring_client.client import RingClient
 from blockyard.shared.ring_client.recovery.journal import ChoiceLog, JournalEntry
 from blockyard.shared.ring_client.request_fields.finalize_sampling import finalize_sampling
@@ -38,8 +38,22 @@ class BatchProgress:
     num_prompt_tokens: int = 0  # of finished prompts
     num_output_tokens: int = 0
 
+    def on_tokenized(self) -> None:
+        self.num_tokenized += 1
+
+    def on_begin(self, now: float) -> None:
+        """All prompts were tokenized."""
+        self.began_s = self.last_finish_s = now
+
     def add_output_tokens(self, num: int) -> None:
         self.num_output_tokens += num
+
+    def add_prompt_tokens(self, num: int) -> None:
+        self.num_prompt_tokens += num
+
+    def on_finish(self, now: float) -> None:
+        self.num_finished += 1
+        self.last_finish_s = now
 
 
 class RequestBatch:
@@ -69,7 +83,7 @@ class RequestBatch:
             entry = self._entry(index)
             self._indexes[entry.request_id] = index
             self._open[entry.request_id] = entry
-        self.progress.began_s = self.progress.last_finish_s = self._client.clock()
+        self.progress.on_begin(self._client.clock())
         self._client.meters.request_opened()
         try:
             for entry in self._open.values():
@@ -95,7 +109,7 @@ class RequestBatch:
         self.outputs[index] = request_output(
             entry, text, params.choices.returned, params.num_logprobs, self._arrival, queued_s
         )
-        self.progress.num_prompt_tokens += entry.num_prompt_tokens
+        self.progress.add_prompt_tokens(entry.num_prompt_tokens)
         self._ended(entry)
 
     def failed(self, entry: JournalEntry, error: RequestError) -> None:
@@ -115,8 +129,7 @@ class RequestBatch:
     def _ended(self, entry: JournalEntry) -> None:
         self._limiter.on_answered(entry)
         del self._open[entry.request_id]
-        self.progress.num_finished += 1
-        self.progress.last_finish_s = self._client.clock()
+        self.progress.on_finish(self._client.clock())
         if not self._open:
             self._done.set()
 
@@ -152,7 +165,7 @@ class RequestBatch:
                     raise self._with_prompt(e, int(work.request_id.rpartition("-")[2])) from e
                 assert isinstance(answer, Tokenized)
                 out.append(answer)
-                self.progress.num_tokenized += 1
+                self.progress.on_tokenized()
         finally:
             for future in futures:
                 if not future.cancel() and not future.cancelled():
@@ -171,23 +184,22 @@ class RequestBatch:
             seed=request.seed if params.seed is None else params.seed,
             prompt_field=where,
         )
-        return JournalEntry(
+        frame = Generate(
             request_id=prompt.request_id,
+            attempt=0,
             model=self._card.names[0],
             prompt_ids=prompt.token_ids,
             block_hashes=prompt.block_hashes,
             sampling=sampling,
             text=params.text,
-            choices=[
-                ChoiceLog(i, OutputCollector(add_tokens, params.detokenize)) for i in range(params.choices.computed)
-            ],
-            owner=self,
-            now=self._arrival.clock_s,
+            choices=[],
             priority=request.priority,
             cache_salt=request.prompt.work.cache_salt,
             beam=params.choices.beam,
-            n=params.choices.returned,
         )
+        sinks = [OutputCollector(add_tokens, params.detokenize) for _ in range(params.choices.computed)]
+        logs = [ChoiceLog(i, sink) for i, sink in enumerate(sinks)]
+        return JournalEntry(frame, logs, self, self._arrival.clock_s, params.choices.returned)
 
     def _with_prompt(self, error: RequestError, index: int) -> BlockyardError:
         """Returns the error with the prompt it is about."""

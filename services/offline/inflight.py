@@ -49,7 +49,7 @@ class InflightLimiter:
         self._served_s = now
         while self._queue:
             entry = next(iter(self._queue.values()))
-            choices = len(entry.choices) if entry.beam is None else entry.beam.width
+            choices = len(entry.choices) if entry.request.beam is None else entry.request.beam.width
             tokens = entry.num_prompt_tokens * choices
             wanted = (self._num_choices + choices, self._num_tokens + tokens)
             if not self._client.admission.takes(self._model, *wanted, now, alone=not self._unanswered):

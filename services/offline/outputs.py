@@ -149,14 +149,14 @@ def request_output(
     """Builds the output of a finished entry from its `count` best choices. Their sinks are OutputCollectors."""
     pairs = [(choice, choice.sink) for choice in entry.choices if isinstance(choice.sink, OutputCollector)]
     chosen = best(pairs, [sink.logprobs for _, sink in pairs], count)
-    num_prompt_logprobs = entry.sampling.num_prompt_logprobs
+    num_prompt_logprobs = entry.request.sampling.num_prompt_logprobs
     of_prompt: list[PositionLogprobs | None] | None = None
     if num_prompt_logprobs is not None:
         of_prompt = [None, *(_position_logprobs(t, num_prompt_logprobs) for t in entry.prompt_logprobs)]
     return RequestOutput(
         request_id=entry.request_id,
         prompt=prompt,
-        prompt_token_ids=unpack(entry.prompt_ids),
+        prompt_token_ids=unpack(entry.request.prompt_ids),
         outputs=[_completion_output(i, choice, sink, num_logprobs) for i, (choice, sink) in enumerate(chosen)],
         prompt_logprobs=of_prompt,
         num_cached_tokens=entry.cached_tokens,

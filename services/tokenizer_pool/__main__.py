@@ -31,7 +31,7 @@ async def serve_async(config: TokenizerConfig, control: socket.socket) -> None:
         gc.collect()
         gc.freeze()
         links.update(ready=True, phase="ready", progress=1.0, notes=notes)
-        await run_until_stopped(pool.run(links), worker.run(), publish(pool.count))
+        await run_until_stopped(pool.run(links), worker.run(pool.on_answer), publish(pool.count))
 
 
 def serve(config: TokenizerConfig) -> None:

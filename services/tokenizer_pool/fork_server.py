@@ -47,14 +47,13 @@ from blockyard.shared.process import settings
 def serve_jobs(sock: socket.socket, texts: Texts, limits: JobLimits) -> None:
     """Runs a text worker: answers jobs in order until the service closes the stream or the process grows too much."""
     phases = ProcessLimits(limits)
-    texts.phases = phases
+    texts.set_phases(phases)
     decoder = msgspec.msgpack.Decoder(Task)
-    own_vocab_size = texts.vocab_size
     with sock, sock.makefile("rb") as stream:
         while (data := read_frame(stream)) is not None:
             task = decoder.decode(data)
             del data
-            texts.vocab_size = task.vocab_size or own_vocab_size
+            texts.set_model_vocab_size(task.vocab_size)
             phases.begin(task.max_model_len)
             sock.sendall(framed(_answer(texts, task.work)))
             if phases.has_grown():
@@ -99,16 +98,7 @@ def load_texts(config: TokenizerConfig) -> tuple[Texts, list[str]]:
         if config.chat_template is not None:
             raise ConfigError(f"--chat-template: {e}") from e
         log.warning("chats will be refused: %s", e)
-    texts = Texts(
-        files.tokenizer,
-        files.vocab_size,
-        chats,
-        config.block_size,
-        config.block_scope,
-        config.trust_request_chat_template,
-        config.chat_template_content_format,
-        token_chars=max_token_chars(files.tokenizer),
-    )
+    texts = Texts(files.tokenizer, files.vocab_size, chats, config, max_token_chars(files.tokenizer))
     return texts, [f"vocabulary {files.vocab_size}", f"chat template {'yes' if templates else 'no'}"]
 
 

@@ -16,7 +16,12 @@ MAX_KILLED = 2  # workers killed from outside (by the kernel for memory, by an o
 class Job:
     peer: int  # incarnation of the gateway
     work: Work
-    killed: int = 0
+    num_kills: int = 0
+
+    def on_killed(self) -> bool:
+        """Its worker was killed from outside. Returns True if the job may run again."""
+        self.num_kills += 1
+        return self.num_kills < MAX_KILLED
 
 
 class JobQueue:
@@ -57,10 +62,8 @@ class JobQueue:
         self._sent.clear()
         if job is None or exit_code == 0:  # it ended by itself, between two jobs
             return None
-        if exit_code == -signal.SIGKILL:
-            job.killed += 1
-            if job.killed < MAX_KILLED:
-                return None
+        if exit_code == -signal.SIGKILL and job.on_killed():
+            return None
         self._waiting.popleft()
         work = job.work
         field = "tokens" if isinstance(work, Detokenize) else "prompt" if work.messages is None else "messages"

@@ -1,7 +1,6 @@
 """The loop of a tokenizer: answers each request of a gateway on the same link, in order."""
 
 import logging
-from collections.abc import Callable
 from typing import Protocol
 
 from blockyard.services.tokenizer_pool.worker_frames import Answer, Work
@@ -30,11 +29,9 @@ class Answers(Protocol):
 
 
 class TextProcessClient(Protocol):
-    """The interface of `TextProcess` that the service uses."""
+    """The methods of `TextProcess` that the service uses."""
 
-    vocab_size: int
-    max_model_len: int
-    answered: Callable[[int, Answer], None]
+    def set_model(self, vocab_size: int, max_model_len: int) -> bool: ...
 
     def submit(self, peer: int, work: Work) -> None: ...
 
@@ -45,7 +42,6 @@ class TokenizerPool:
     def __init__(self, links: Answers, worker: TextProcessClient, served_model_names: list[str]) -> None:
         self._links = links
         self._worker = worker
-        worker.answered = self._answered
         self._names = frozenset(served_model_names)
         self._requests_total = 0
         self._prompt_tokens_total = 0
@@ -72,7 +68,7 @@ class TokenizerPool:
             )
         )
 
-    def _answered(self, peer: int, answer: Answer) -> None:
+    def on_answer(self, peer: int, answer: Answer) -> None:
         self._requests_total += 1
         if isinstance(answer, Tokenized):
             self._prompt_tokens_total += len(answer.token_ids) // 4
@@ -83,7 +79,5 @@ class TokenizerPool:
         card = member.card
         if card is None or (self._names and not self._names.intersection(card.names)):
             return
-        self._worker.max_model_len = card.max_model_len
-        if card.vocab_size != self._worker.vocab_size:
+        if self._worker.set_model(card.vocab_size, card.max_model_len):
             log.info("the vocabulary has %d ids", card.vocab_size)
-            self._worker.vocab_size = card.vocab_size

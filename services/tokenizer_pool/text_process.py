@@ -31,16 +31,14 @@ WATCH_S = 0.5
 
 
 class TextProcess:
-    """`control` is the fork server's socket. `vocab_size` and `max_model_len` are the model's, 0 until known."""
+    """A client of the fork server, whose socket is `control`, and of the text worker that it forked last."""
 
     def __init__(self, control: socket.socket, limits: JobLimits) -> None:
         self._control, self._limits = control, limits
         self._control.setblocking(False)
         self._jobs = JobQueue(limits)
-        self.vocab_size = 0
-        self.max_model_len = 0
+        self._vocab_size = self._max_model_len = 0  # the model's; 0 until known
         self.worker_pid: int | None = None
-        self.answered: Callable[[int, Answer], None] = lambda peer, answer: None
         self._writer: asyncio.StreamWriter | None = None
         self._since_s = 0.0  # start of the current job
         self._news: asyncio.Queue[FromServer | None] = asyncio.Queue()
@@ -57,18 +55,27 @@ class TextProcess:
         assert isinstance(frame, TokenizerLoaded)
         return frame.notes
 
+    def set_model(self, vocab_size: int, max_model_len: int) -> bool:
+        """Sets the model's limits for later jobs. Returns True if the size of its vocabulary changed."""
+        changed = vocab_size != self._vocab_size
+        self._vocab_size, self._max_model_len = vocab_size, max_model_len
+        return changed
+
     def submit(self, peer: int, work: Work) -> None:
         self._jobs.submit(peer, work)
         self._send()
 
-    async def run(self) -> None:
-        """Serves until cancelled. Raises BlockyardError if the fork server ends."""
+    async def run(self, on_answer: Callable[[int, Answer], None]) -> None:
+        """Calls `on_answer` with the peer and answer of each job until cancelled.
+
+        Raises BlockyardError if the fork server ends.
+        """
         try:
             async with asyncio.TaskGroup() as tasks:
                 watch = tasks.create_task(self._watch())
                 try:
                     while True:
-                        await self._one_worker()
+                        await self._one_worker(on_answer)
                 finally:
                     watch.cancel()
         except* BlockyardError as group:
@@ -77,7 +84,7 @@ class TextProcess:
             asyncio.get_running_loop().remove_reader(self._control)
             self._control.close()
 
-    async def _one_worker(self) -> None:
+    async def _one_worker(self, on_answer: Callable[[int, Answer], None]) -> None:
         started = await self._next()
         assert isinstance(started, WorkerStarted)
         self.worker_pid = started.pid
@@ -86,7 +93,7 @@ class TextProcess:
         try:
             while True:
                 (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-                self._take(self._from_worker.decode(await reader.readexactly(length)))
+                on_answer(*self._take(self._from_worker.decode(await reader.readexactly(length))))
         except (asyncio.IncompleteReadError, ConnectionError):
             pass  # a write to a worker that has just ended raises BrokenPipeError here
         finally:
@@ -94,7 +101,13 @@ class TextProcess:
             self._writer = None
         ended = await self._next()
         assert isinstance(ended, WorkerEnded)
-        self._ended(ended.exit_code)
+        refused = self._jobs.worker_ended(ended.exit_code, self._max_model_len)
+        if refused is not None:
+            job, answer = refused
+            log.warning("request %s: %s", job.work.request_id, answer.message)
+            on_answer(job.peer, answer)
+        elif ended.exit_code != 0:
+            log.warning("the text worker ended (%d); its jobs are given to the next one", ended.exit_code)
 
     def _send(self) -> None:
         if self._writer is None:
@@ -102,29 +115,21 @@ class TextProcess:
         if self._jobs.current is None:
             self._since_s = asyncio.get_running_loop().time()
         for work in self._jobs.to_send():
-            self._writer.write(framed(Task(self.vocab_size, self.max_model_len, work)))
+            self._writer.write(framed(Task(self._vocab_size, self._max_model_len, work)))
 
-    def _take(self, answer: Answer) -> None:
+    def _take(self, answer: Answer) -> tuple[int, Answer]:
+        """Sends the next job. Returns the peer with its answer."""
         job = self._jobs.answered()
         assert answer.request_id == job.work.request_id
         self._since_s = asyncio.get_running_loop().time()
         self._send()
-        self.answered(job.peer, answer)
-
-    def _ended(self, exit_code: int) -> None:
-        refused = self._jobs.worker_ended(exit_code, self.max_model_len)
-        if refused is not None:
-            job, answer = refused
-            log.warning("request %s: %s", job.work.request_id, answer.message)
-            self.answered(job.peer, answer)
-        elif exit_code != 0:
-            log.warning("the text worker ended (%d); its jobs are given to the next one", exit_code)
+        return job.peer, answer
 
     async def _watch(self) -> None:
         """Kills a worker that takes too much wall-clock time for one job, because it is stopped or blocked."""
         while True:
             await asyncio.sleep(WATCH_S)
-            most_s = self._limits.silence_s + 4 * self._limits.encoding_s(self.max_model_len)
+            most_s = self._limits.silence_s + 4 * self._limits.encoding_s(self._max_model_len)
             if self._jobs.current is not None and self._writer is not None:
                 now = asyncio.get_running_loop().time()
                 if now - self._since_s > most_s:

@@ -9,6 +9,7 @@ from blockyard.services.tokenizer_pool.chat_template import Chat, ChatTemplates
 from blockyard.services.tokenizer_pool.job_limits import Phases, Unlimited
 from blockyard.services.tokenizer_pool.token_chars import TokenChars
 from blockyard.shared.block_hashes import block_hashes, root_hash
+from blockyard.shared.config.services.tokenizer import TokenizerConfig
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import Detokenize, Detokenized, TextRejected, Tokenize, Tokenized
 from blockyard.shared.token_ids import count, first_outside, pack, unpack
@@ -17,28 +18,33 @@ T = TypeVar("T")
 
 
 class Texts:
-    """One tokenizer with its templates. `vocab_size` is set to the model's once that is known."""
+    """One tokenizer with its chat templates.
+
+    `token_chars` bounds the characters a token may have; None: every text is encoded to count its tokens.
+    """
 
     def __init__(
         self,
         tokenizer: Tokenizer,
         vocab_size: int,
         templates: ChatTemplates,
-        block_size: int,
-        block_scope: str,
-        trust_request_template: bool = False,
-        content_format: str = "auto",
+        config: TokenizerConfig,
         token_chars: TokenChars | None = None,
     ) -> None:
-        self._content_format = content_format
         self._tokenizer = tokenizer
-        self.vocab_size = vocab_size
+        self._own_vocab_size = self.vocab_size = vocab_size
         self._templates = templates
-        self._block_size = block_size
-        self._block_scope = block_scope
-        self._trust_request_template = trust_request_template
+        self._config = config
         self._token_chars = token_chars
-        self.phases: Phases = Unlimited()
+        self._phases: Phases = Unlimited()
+
+    def set_phases(self, phases: Phases) -> None:
+        """Sets the limits of both parts of every later job."""
+        self._phases = phases
+
+    def set_model_vocab_size(self, model_vocab_size: int) -> None:
+        """Sets which token ids are valid; 0: the model's size is not known, the tokenizer's own counts."""
+        self.vocab_size = model_vocab_size or self._own_vocab_size
 
     def answer(self, work: Tokenize | Detokenize) -> Tokenized | Detokenized | TextRejected:
         return self.tokenize(work) if isinstance(work, Tokenize) else self.detokenize(work)
@@ -51,7 +57,7 @@ class Texts:
 
     def detokenize(self, request: Detokenize) -> Detokenized | TextRejected:
         try:
-            with self.phases.encoding("tokens"):
+            with self._phases.encoding("tokens"):
                 self._check(request.token_ids, "tokens")
                 return Detokenized(request.request_id, self._text_of(request.token_ids))
         except RequestError as e:
@@ -63,9 +69,9 @@ class Texts:
         text, field = request.text, "prompt"
         if request.messages is not None:
             field = "messages"
-            with self.phases.rendering(field):
+            with self._phases.rendering(field):
                 text = self._templates.render(self._chat(request, request.messages), self._most_chars(request))
-        with self.phases.encoding(field):
+        with self._phases.encoding(field):
             return self._encoded(request, text, field)
 
     def _encoded(self, request: Tokenize, text: str | None, field: str) -> Tokenized:
@@ -78,7 +84,7 @@ class Texts:
         self._check(data, field)
         if 0 < request.max_tokens < count(data):
             raise _too_long(f"{count(data)} tokens in the {field}", request.max_tokens, field)
-        root = root_hash(self._block_scope, cache_salt=request.cache_salt)
+        root = root_hash(self._config.block_scope, cache_salt=request.cache_salt)
         if not request.want_text:
             text = ""
         elif text is None:
@@ -86,7 +92,7 @@ class Texts:
         return Tokenized(
             request.request_id,
             data,
-            block_hashes(root, data, self._block_size),
+            block_hashes(root, data, self._config.block_size),
             self._bad_words(request.bad_words),
             text,
             [self._tokenizer.id_to_token(i) or "" for i in unpack(data)] if request.want_pieces else [],
@@ -105,7 +111,7 @@ class Texts:
             raise _too_long(f"{len(text)} characters in the {field}", max_tokens, field)
 
     def _chat(self, request: Tokenize, messages: bytes) -> Chat:
-        if request.chat_template is not None and not self._trust_request_template:
+        if request.chat_template is not None and not self._config.trust_request_chat_template:
             raise RequestError(
                 "chat templates of requests are taken with --trust-request-chat-template alone", "chat_template"
             )
@@ -117,7 +123,7 @@ class Texts:
             request.chat_template,
             request.add_generation_prompt,
             request.continue_final_message,
-            request.content_format or self._content_format,
+            request.content_format or self._config.chat_template_content_format,
         )
 
     def _encode(self, text: str, add_special_tokens: bool, field: str) -> list[int]:

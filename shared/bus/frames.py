@@ -48,7 +48,7 @@ class FrameReader(Generic[F]):
 
     def __init__(self, accepts: Any, malformed: Malformed) -> None:
         self._decode: Callable[[bytes], F] = msgspec.msgpack.Decoder(accepts).decode
-        self._malformed = malformed
+        self.malformed = malformed
 
     def read(self, data: bytes, sender: int | bytes) -> F | None:
         """Returns None for a frame that does not decode, and counts it.
@@ -59,7 +59,7 @@ class FrameReader(Generic[F]):
         try:
             return self._decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
-            self._malformed.count(sender, e)
+            self.malformed.count(sender, e)
             return None
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from blockyard.shared.bus.frames import FrameReader, Malformed, in_log
+from blockyard.shared.bus.frames import FrameReader, in_log
 from blockyard.shared.bus.member_list import Event
 from blockyard.shared.bus.sockets import readable, receive_routed, send_frame
 from blockyard.shared.messages import PROTOCOL_VERSION, Hello, Member
@@ -24,9 +24,8 @@ class InboundLinks:
         self,
         router: "zmq.Socket[bytes]",
         me: Member,
-        accepts: Any,
+        reader: FrameReader[Any],
         members: Container[int],
-        malformed: Malformed,
         again: Callable[[int], list[Event]],
     ) -> None:
         """`members`: the incarnations on the membership list; the container changes with the list.
@@ -37,8 +36,7 @@ class InboundLinks:
         self._me = me
         self._members = members
         self._again = again
-        self._malformed = malformed
-        self._reader: FrameReader[Any] = FrameReader(accepts | Hello, malformed)
+        self._reader = reader
         self._hello = msgspec.msgpack.encode(Hello(PROTOCOL_VERSION, me.incarnation, me.name))
         self._sender: dict[bytes, int] = {}  # routing id -> incarnation
         self._route: dict[int, bytes] = {}  # incarnation -> its newest routing id
@@ -67,7 +65,7 @@ class InboundLinks:
             elif sender is not None:
                 events.append((sender, frame))
             else:
-                self._malformed.count(route, f"{type(frame).__name__} without a Hello")
+                self._reader.malformed.count(route, f"{type(frame).__name__} without a Hello")
 
     def send(self, to: int, data: bytes) -> bool:
         """Sends on the newest link that `to` opened. Returns False if there is none, it closed, or it is full."""
@@ -95,7 +93,7 @@ class InboundLinks:
             self._sender[route] = hello.incarnation
             self._route[hello.incarnation] = route
         elif hello.version != PROTOCOL_VERSION:
-            self._malformed.count(route, f"{hello.name} speaks protocol {hello.version}, we {PROTOCOL_VERSION}")
+            self._reader.malformed.count(route, f"{hello.name} speaks protocol {hello.version}, we {PROTOCOL_VERSION}")
         try:
             send_frame(self.socket, self._hello, route)
         except zmq.ZMQError as e:

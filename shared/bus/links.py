@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from blockyard.shared.bus.frames import Malformed
+from blockyard.shared.bus.frames import FrameReader, Malformed
 from blockyard.shared.bus.inbound import InboundLinks
 from blockyard.shared.bus.member_list import Event, Gone, Joined, MemberList
 from blockyard.shared.bus.outbound import OutboundLinks
@@ -22,7 +22,7 @@ from blockyard.shared.bus.poller import Poller
 from blockyard.shared.bus.registry_link import RegistryLink
 from blockyard.shared.bus.sockets import Sockets
 from blockyard.shared.config.services.process import BusConfig
-from blockyard.shared.messages import AskMembers, Frame, LinkLost, Member, Role, Stats
+from blockyard.shared.messages import AskMembers, Frame, Hello, LinkLost, Member, Role, Stats
 
 In = TypeVar("In", bound=Frame)
 
@@ -48,23 +48,14 @@ class Links(Generic[In]):
         bound = sockets.bind_router()
         self.me = me = Member(name, role, new_incarnation(), bound.endpoint, model=model)
         self._encode = msgspec.msgpack.Encoder().encode
-        self._events: list[tuple[int, Event | In]] = []
         self._list = MemberList(me.incarnation)
         self._malformed = Malformed()
         self._registry_link = RegistryLink(sockets, bus.registry, me, self._malformed, own_thread=own_heartbeat)
         self._poller = Poller()
         self._poller.add(bound.socket, self._registry_link.socket)
-        self._in = InboundLinks(bound.socket, me, accepts, self._list.members, self._malformed, self._opened_again)
-        self._out = OutboundLinks(
-            sockets,
-            me,
-            accepts,
-            self._list,
-            self._poller,
-            self._events,
-            lost=lambda incarnation: self._registry_link.send(LinkLost(incarnation)),
-            malformed=self._malformed,
-        )
+        reader: FrameReader[In | Hello] = FrameReader(accepts | Hello, self._malformed)
+        self._in = InboundLinks(bound.socket, me, reader, self._list.members, self._opened_again)
+        self._out = OutboundLinks(sockets, me, reader, self._list, self._poller, self._link_lost)
 
     @property
     def members(self) -> dict[int, Member]:
@@ -152,13 +143,16 @@ class Links(Generic[In]):
     def _drain(self) -> list[tuple[int, Event | In]]:
         """Returns all arrived events. The membership list comes first, because it says which peers are gone."""
         now = time.monotonic()
+        events: list[tuple[int, Event | In]] = self._out.take_events()  # of sends since the last call
         for news in self._registry_link.beat(now):
-            self._events.extend((event.member.incarnation, event) for event in self._list.push(news, now))
+            events.extend((event.member.incarnation, event) for event in self._list.push(news, now))
         self._out.receive(now, MAX_FRAMES_A_TURN)
-        self._in.receive(self._events, MAX_FRAMES_A_TURN)
-        events = self._events.copy()
-        self._events.clear()  # in place: the links hold the same list
+        events += self._out.take_events()
+        self._in.receive(events, MAX_FRAMES_A_TURN)
         return events
+
+    def _link_lost(self, incarnation: int) -> None:
+        self._registry_link.send(LinkLost(incarnation))
 
     def _opened_again(self, peer: int) -> list[Event]:
         member = self._list.members.get(peer)

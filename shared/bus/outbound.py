@@ -9,7 +9,7 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from blockyard.shared.bus.frames import FrameReader, Malformed
+from blockyard.shared.bus.frames import FrameReader
 from blockyard.shared.bus.member_list import Event, MemberList
 from blockyard.shared.bus.poller import Poller
 from blockyard.shared.bus.sockets import Sockets, readable, receive_frame, send_frame
@@ -48,6 +48,11 @@ class OutboundLink:
             seen = True
         return seen
 
+    def on_hello(self) -> bool:
+        """The peer answered. Returns True if this link replaces one that broke."""
+        replaced, self.again, self.greeted = self.again, False, True
+        return replaced
+
     def overdue(self, now: float) -> bool:
         return not self.greeted and now > self.deadline
 
@@ -62,24 +67,22 @@ class OutboundLinks:
     """One DEALER a peer and incarnation, opened on first use.
 
     When a link breaks its peer is Gone at once, and one new link is tried. If the same incarnation answers it is Joined
-    again, otherwise `lost` is called. `events` receives (incarnation, frame or event).
+    again, otherwise `lost` is called.
     """
 
     def __init__(
         self,
         sockets: Sockets,
         me: Member,
-        accepts: Any,
+        reader: FrameReader[Any],
         members: MemberList,
         poller: Poller,
-        events: list[tuple[int, Any]],
         lost: Callable[[int], None],
-        malformed: Malformed,
     ) -> None:
         self._sockets, self._me, self._members, self._poller = sockets, me, members, poller
-        self._reader: FrameReader[Any] = FrameReader(accepts | Hello, malformed)
-        self._events, self._lost, self._malformed = events, lost, malformed
+        self._reader, self._lost = reader, lost
         self._links: dict[int, OutboundLink] = {}
+        self._events: list[tuple[int, Any]] = []
 
     def send(self, to: int, data: bytes) -> bool:
         """False if no such member is alive, or its link is full: it is then treated as lost."""
@@ -89,7 +92,7 @@ class OutboundLinks:
         try:
             link = self._links.get(to) or self._dial(member, again=False)
         except zmq.ZMQError as e:  # an endpoint that libzmq does not take
-            self._malformed.count(to, f"its endpoint {member.endpoint}: {e}")
+            self._reader.malformed.count(to, f"its endpoint {member.endpoint}: {e}")
             self._tell(self._members.link_broke(to, time.monotonic()))
             self._lost(to)
             return False
@@ -100,6 +103,11 @@ class OutboundLinks:
             self.broke(to)
             return False
         return True
+
+    def take_events(self) -> list[tuple[int, Any]]:
+        """Returns (incarnation, frame or membership event) since the last call, in order."""
+        events, self._events = self._events, []
+        return events
 
     def receive(self, now: float, at_most: int) -> None:
         """Reads arrived frames of all links, and closes links to peers that are gone."""
@@ -151,13 +159,11 @@ class OutboundLinks:
         """Returns False if another incarnation or protocol version answered."""
         if hello.version != PROTOCOL_VERSION:
             words = f"{hello.name} speaks protocol {hello.version}, we {PROTOCOL_VERSION}"
-            self._malformed.count(link.member.incarnation, words)
+            self._reader.malformed.count(link.member.incarnation, words)
             return False
         if hello.incarnation != link.member.incarnation:
             return False
-        link.greeted = True
-        if link.again:
-            link.again = False
+        if link.on_hello():
             self._tell(self._members.link_returned(link.member))
         return True
 

@@ -23,31 +23,31 @@ class Fanout:
         self._cancelled: OrderedDict[str, float] = OrderedDict()  # unknown ids -> time of the last Cancel
 
     def text(self, batch: TextBatch, now: float) -> None:
-        take, meters, stamp_s = self._journal.take, self._meters, batch.stamp_s
+        take, meters, stamp_s, num_tokens = self._journal.take, self._meters, batch.stamp_s, 0
         for delta in batch.deltas:
             choice = take(delta, now)
             if choice is None:
                 continue
             if delta.token_ids:
-                meters.output_tokens += len(delta.token_ids)
-                if choice.arrived_s:
-                    meters.between_tokens(now - choice.arrived_s)
+                num_tokens += len(delta.token_ids)
+                if choice.first_s:
+                    meters.between_tokens(choice.itl_s)
                 else:
                     self._first(delta, choice, now)
-                choice.arrived_s = now
             if delta.finish is None:
                 choice.sink.push(delta, now, stamp_s)
             else:
                 if delta.finish <= FinishReason.LENGTH:
                     choice.sink.push(delta, now, stamp_s)
                 self._ended(delta, choice, now)
+        meters.add_output_tokens(num_tokens)
         if self._journal.incomplete or self._journal.unknown_ids:
             self._repair(now)
 
     def _first(self, delta: TextDelta, choice: ChoiceLog, now: float) -> None:
         entry = self._journal.entries[delta.request_id]
-        choice.queued_s = delta.queued_s or 0.0
-        self._meters.first_token(entry, choice, now)
+        choice.on_first_token(now, delta.queued_s or 0.0)
+        self._meters.first_token(entry, now)
         if delta.finish != FinishReason.FAILED:  # a failure before any output is a status code
             entry.accept()
 
@@ -66,11 +66,9 @@ class Fanout:
 
     def _repair(self, now: float) -> None:
         """Sends requests with missing tokens again, and cancels requests that are not open here."""
-        incomplete, self._journal.incomplete = self._journal.incomplete, []
-        for entry in {id(e): e for e in incomplete}.values():
+        for entry in self._journal.take_incomplete():
             self._recovery.repair(entry, now)
-        unknown_ids, self._journal.unknown_ids = self._journal.unknown_ids, {}
-        for request_id, attempt in unknown_ids.items():
+        for request_id, attempt in self._journal.take_unknown_ids().items():
             if now - self._cancelled.get(request_id, -CANCEL_INTERVAL_S) >= CANCEL_INTERVAL_S:
                 self._cancel(request_id, attempt, now)
 

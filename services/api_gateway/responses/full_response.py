@@ -126,7 +126,7 @@ def encode_full_response(generation: HttpGeneration) -> bytes:
             chat_choices,
             generation.usage(),
             _prompt_logprobs(generation, entry),
-            unpack(entry.prompt_ids) if options.token_ids else None,
+            unpack(entry.request.prompt_ids) if options.token_ids else None,
         )
     )
 
@@ -166,7 +166,7 @@ def _completion_choice(
         sink.stop_reason,
         _prompt_logprobs(generation, entry),
         output_ids if options.token_ids else None,
-        unpack(entry.prompt_ids) if options.token_ids else None,
+        unpack(entry.request.prompt_ids) if options.token_ids else None,
     )
 
 

@@ -1,8 +1,9 @@
 """Parses a recorded HTTP response: each server-sent event with the time at which its last byte was read. Pure."""
 
 import bisect
+import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 TimedReads = Sequence[tuple[float, bytes]]  # (time of the read, bytes)
 
@@ -52,16 +53,16 @@ class ChunkedDecoder:
         return end + 1
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class HttpResponse:
     """A response body with the arrival time of each of its parts."""
 
     status: int
     body: bytes
-    ends: list[int] = field(default_factory=list)  # length of the body after each read
-    times_s: list[float] = field(default_factory=list)  # time of each read
-    complete: bool = True  # False: the connection ended before the response
-    is_self_delimited: bool = False  # complete by its length or last chunk, not by the closed connection
+    ends: list[int]  # length of the body after each read
+    times_s: list[float]  # time of each read
+    complete: bool  # False: the connection ended before the response
+    is_self_delimited: bool  # complete by its length or last chunk, not by the closed connection
 
     def complete_at(self, end: int) -> float:
         """Returns the time at which the body's first `end` bytes had been read."""
@@ -93,17 +94,12 @@ def read(pieces: TimedReads) -> HttpResponse:
     else:
         raise BadResponse(f"the connection ended before a response: {head[:80]!r}")
     chunks = ChunkedDecoder()
-    parts, answer, size = [], HttpResponse(status, b""), 0
-    for at, piece in [(pieces[rest_of][0], first), *pieces[rest_of + 1 :]]:
-        part = chunks.feed(piece) if chunked else piece
-        parts.append(part)
-        size += len(part)
-        answer.ends.append(size)
-        answer.times_s.append(at)
-    answer.body = b"".join(parts)
-    answer.complete = chunks.ended if chunked else size >= length
-    answer.is_self_delimited = answer.complete and (chunked or length >= 0)
-    return answer
+    rest = [(pieces[rest_of][0], first), *pieces[rest_of + 1 :]]
+    parts = [chunks.feed(piece) if chunked else piece for _, piece in rest]
+    ends = list(itertools.accumulate(len(part) for part in parts))
+    complete = chunks.ended if chunked else ends[-1] >= length
+    is_self_delimited = complete and (chunked or length >= 0)
+    return HttpResponse(status, b"".join(parts), ends, [at for at, _ in rest], complete, is_self_delimited)
 
 
 def _read_head(head: bytes) -> tuple[int, bool, int]:

@@ -89,6 +89,20 @@ class RequestResult:
         """The server's count, or the number of events without one."""
         return len(self.tokens_s) if self.num_output is None else self.num_output
 
+    def fail(self, reason: str) -> None:
+        self.failure = reason
+
+    def set_usage(self, usage: ChunkUsage) -> None:
+        self.num_input, self.num_output = usage.prompt_tokens, usage.completion_tokens
+
+    def end(self, last_s: float) -> None:
+        """The stream is complete. `last_s`: time of its closing event, 0 without one."""
+        if not self.tokens_s and not last_s:
+            self.fail("the stream had no token")
+            return
+        self.tokens_s = self.tokens_s or [last_s]  # the stream has a closing event only
+        self.ended_s = max(last_s, self.tokens_s[-1])
+
 
 class FinishedExchange(Protocol):
     """The fields of an exchange that `read` uses."""
@@ -110,13 +124,13 @@ def read(ended: FinishedExchange, asked_output: int) -> RequestResult:
     try:
         found = http_response.read(ended.pieces)
         if found.status != 200:
-            result.failure = f"HTTP {found.status}: {error_text(found.body)}"
+            result.fail(f"HTTP {found.status}: {error_text(found.body)}")
         else:
             _read_events(found.events(), result)
     except BadResponse as e:
-        result.failure = str(e)
+        result.fail(str(e))
     except (msgspec.DecodeError, UnicodeDecodeError) as e:
-        result.failure = f"an event that is not a completion chunk: {e}"
+        result.fail(f"an event that is not a completion chunk: {e}")
     return result
 
 
@@ -128,10 +142,10 @@ def _read_events(events: Iterable[tuple[float, bytes]], result: RequestResult) -
             continue
         chunk = decode_chunk(data)
         if bytes(chunk.error) not in (b"", b"null"):
-            result.failure = f"error event: {error_text(data)}"
+            result.fail(f"error event: {error_text(data)}")
             return
         if chunk.usage is not None:
-            result.num_input, result.num_output = chunk.usage.prompt_tokens, chunk.usage.completion_tokens
+            result.set_usage(chunk.usage)
         if not chunk.choices:
             continue
         choice = chunk.choices[0]
@@ -139,13 +153,10 @@ def _read_events(events: Iterable[tuple[float, bytes]], result: RequestResult) -
             last_s = at  # ends the request; it may or may not carry a token
         elif choice.delta is None or not choice.delta.is_opening:
             result.tokens_s.append(at)
-    if not done:
-        result.failure = "the stream ended before [DONE]"
-    elif result.tokens_s or last_s:
-        result.tokens_s = result.tokens_s or [last_s]  # the stream has a closing event only
-        result.ended_s = max(last_s, result.tokens_s[-1])
+    if done:
+        result.end(last_s)
     else:
-        result.failure = "the stream had no token"
+        result.fail("the stream ended before [DONE]")
 
 
 def error_text(body: bytes) -> str:

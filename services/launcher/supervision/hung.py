@@ -16,6 +16,15 @@ class _Heartbeat:
     ready: bool = False
     reported: bool = False
 
+    def on_arrived(self, incarnation: int, ready: bool) -> None:
+        self.incarnation, self.ready, self.silent_since = incarnation, ready, None
+
+    def on_silent(self, since: float) -> None:
+        self.silent_since = since
+
+    def on_reported(self) -> None:
+        self.reported = True
+
 
 class HungDetector:
     """Detects hung children from the membership list. Times are seconds of one monotonic clock.
@@ -41,25 +50,25 @@ class HungDetector:
         """The member is on the list: its heartbeat arrives."""
         child = self._children.get(member.name)
         if child is not None:
-            child.incarnation, child.ready, child.silent_since = member.incarnation, member.ready, None
+            child.on_arrived(member.incarnation, member.ready)
 
     def on_gone(self, member: Member, now: float) -> None:
         """The member was removed from the list."""
         child = self._children.get(member.name)
         if child is not None and child.incarnation == member.incarnation:
-            child.silent_since = now - self._dead_after_s
+            child.on_silent(now - self._dead_after_s)
 
     def on_registry(self, name: str, heard_at: float, now: float) -> None:
         """The registry's last message came at `heard_at`. The registry is a child without an entry on the list."""
         child = self._children.get(name)
         if child is not None and heard_at > now - REGISTRY_S:
-            child.silent_since, child.ready, child.incarnation = None, True, 1
+            child.on_arrived(incarnation=1, ready=True)
         elif child is not None and child.silent_since is None:
-            child.silent_since = heard_at
+            child.on_silent(heard_at)
         if heard_at <= now - REGISTRY_S:
             for other, heartbeat in self._children.items():
                 if other != name and heartbeat.silent_since is not None:
-                    heartbeat.silent_since = now
+                    heartbeat.on_silent(now)
 
     def find_hung(self, now: float, settled: bool) -> dict[str, float]:
         """Returns the children to kill with their seconds of silence. Each start of a child is returned once.
@@ -74,6 +83,6 @@ class HungDetector:
             silent_s = now - child.silent_since
             limit_s = self._timeout_s if child.ready else self._timeout_s * STARTING_TIMES
             if silent_s >= limit_s and (settled or child.incarnation):
-                child.reported = True
+                child.on_reported()
                 found[name] = silent_s
         return found

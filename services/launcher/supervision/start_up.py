@@ -23,12 +23,31 @@ class StartupDisplay(Protocol):
 
 
 @dataclass(slots=True)
-class _Row:
-    incarnation: int = 0
+class _ServiceStart:
+    """What was shown of one start of a service."""
+
+    incarnation: int = 0  # 0: it has not joined yet
     phase: str = "starting"
     progress: float = 0.0
     ready: bool = False
-    notes_shown: int = 0
+    num_notes: int = 0
+
+    def on_joined(self, incarnation: int) -> None:
+        self.incarnation = incarnation
+
+    def new_notes(self, notes: Sequence[str]) -> Sequence[str]:
+        """Returns the notes after those that an earlier call returned."""
+        new, self.num_notes = notes[self.num_notes :], len(notes)
+        return new
+
+    def on_phase(self, phase: str, progress: float) -> bool:
+        """Returns True if it differs from what was shown."""
+        changed = (phase, progress) != (self.phase, self.progress)
+        self.phase, self.progress = phase, progress
+        return changed
+
+    def on_ready(self) -> None:
+        self.ready = True
 
 
 class StartupTracker:
@@ -37,7 +56,7 @@ class StartupTracker:
     def __init__(
         self, names: Sequence[str], display: StartupDisplay, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._rows = {name: _Row() for name in names}
+        self._starts = {name: _ServiceStart() for name in names}
         self._display = display
         self._clock = clock
         self._began = clock()
@@ -49,37 +68,35 @@ class StartupTracker:
 
     def on_member(self, member: Member) -> bool:
         """Takes a member's newest entry. Returns True if the ring is now complete for the first time."""
-        if BUS in self._rows and not self._rows[BUS].ready:
-            self._ready(BUS, self._rows[BUS])
-        row = self._rows.get(member.name)
-        if row is None:
+        if BUS in self._starts and not self._starts[BUS].ready:
+            self._ready(BUS, self._starts[BUS])
+        start = self._starts.get(member.name)
+        if start is None:
             return False
-        if row.incarnation not in (0, member.incarnation):
-            row = self._rows[member.name] = _Row()
-        row.incarnation = member.incarnation
-        for note in member.notes[row.notes_shown :]:
+        if start.incarnation not in (0, member.incarnation):
+            start = self._starts[member.name] = _ServiceStart()
+        start.on_joined(member.incarnation)
+        for note in start.new_notes(member.notes):
             self._display.say(f"  {member.name}: {note}")
-        row.notes_shown = len(member.notes)
-        if member.ready and not row.ready:
-            self._ready(member.name, row)
-        elif not self.complete and not member.ready and (member.phase, member.progress) != (row.phase, row.progress):
-            row.phase, row.progress = member.phase, member.progress
+        if member.ready and not start.ready:
+            self._ready(member.name, start)
+        elif not self.complete and not member.ready and start.on_phase(member.phase, member.progress):
             self._display.phase(member.name, member.phase, member.progress)
-        if self.complete or not all(row.ready for row in self._rows.values()):
+        if self.complete or not all(start.ready for start in self._starts.values()):
             return False
         self.complete = True
         return True
 
     def on_gone(self, member: Member) -> None:
         """Resets the service, unless another incarnation has already joined under its name."""
-        row = self._rows.get(member.name)
-        if row is not None and row.incarnation == member.incarnation:
-            self._rows[member.name] = _Row()
+        start = self._starts.get(member.name)
+        if start is not None and start.incarnation == member.incarnation:
+            self._starts[member.name] = _ServiceStart()
             if not self.complete:
                 self._display.phase(member.name, "starting", 0.0)
 
-    def _ready(self, name: str, row: _Row) -> None:
-        row.ready = True
+    def _ready(self, name: str, start: _ServiceStart) -> None:
+        start.on_ready()
         if self.complete:
             self._display.say(f"{name} is ready again")
         else:

@@ -14,11 +14,21 @@ class BucketCounts:
         self.bounds = sorted(self._vllms | set(finer))
         self.counts = [0] * (len(self.bounds) + 1)
         self.total = 0.0
-        self.most = math.inf  # buckets above it are not shown: no value is larger
+        self._max_value = math.inf
 
     def observe(self, value: float) -> None:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
+
+    def add(self, counts: Iterable[tuple[int, int]], total: float) -> None:
+        """Adds observations counted elsewhere: (index of a bucket, observations in it) and the sum of their values."""
+        for bucket, count in counts:
+            self.counts[bucket] += count
+        self.total += total
+
+    def set_max_value(self, value: float) -> None:
+        """No value is larger: buckets above it are not shown."""
+        self._max_value = value
 
     @property
     def count(self) -> int:
@@ -29,7 +39,7 @@ class BucketCounts:
         out, seen = [], 0
         for bound, count in zip(self.bounds, self.counts, strict=False):
             seen += count
-            if bound <= self.most and (finer or bound in self._vllms):
+            if bound <= self._max_value and (finer or bound in self._vllms):
                 out.append((_limit(bound), seen))
         out.append(("+Inf", seen + self.counts[-1]))
         return out

@@ -158,10 +158,8 @@ def scheduler_totals(members: Iterable[Counted]) -> SchedulerTotals:
         return sum(one.count(field) for one in schedulers)
 
     step_tokens = BucketCounts(STEP_TOKENS)
-    step_tokens.total = float(total("step_tokens_total"))
-    for one in schedulers:
-        for bucket, count in one.of(STEP_SIZES):
-            step_tokens.counts[int(bucket)] += count
+    sizes = ((int(bucket), count) for one in schedulers for bucket, count in one.of(STEP_SIZES))
+    step_tokens.add(sizes, float(total("step_tokens_total")))
     return SchedulerTotals(
         sum(one.running for one in stats),
         sum(one.waiting for one in stats),

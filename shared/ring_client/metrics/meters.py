@@ -54,15 +54,20 @@ class Meters:
     def request_opened(self) -> None:
         self.requests += 1
 
+    def add_output_tokens(self, num_tokens: int) -> None:
+        self.output_tokens += num_tokens
+
+    def request_resent(self) -> None:
+        self.resent += 1
+
     def serves(self, card: ModelCard) -> None:
         """A model joined: sets the model name of all series and the largest bucket of lengths."""
         self.model_name = self.model_name or card.names[0]
         for histogram in self._sizes:
-            histogram.most = card.max_model_len
+            histogram.set_max_value(card.max_model_len)
 
-    def first_token(self, entry: JournalEntry, choice: ChoiceLog, now: float) -> None:
-        self.ttft.observe(now - entry.came_s)
-        choice.first_s = now
+    def first_token(self, entry: JournalEntry, now: float) -> None:
+        self.ttft.observe(now - entry.arrived_s)
         if entry.first_output():
             self.prompt_tokens += entry.num_prompt_tokens
 
@@ -76,7 +81,7 @@ class Meters:
         num_tokens, first_s = len(choice.output_ids), choice.first_s or now
         decode_s = now - first_s
         prefill_s = max(0.0, first_s - entry.sent_s - choice.queued_s)
-        self.e2e.observe(now - entry.came_s)
+        self.e2e.observe(now - entry.arrived_s)
         self.queueing.observe(choice.queued_s)
         self.prefill.observe(prefill_s)
         self.decode.observe(decode_s)
@@ -85,10 +90,10 @@ class Meters:
         self.prompt_sizes.observe(entry.num_prompt_tokens)
         self.computed_sizes.observe(entry.num_prompt_tokens - entry.cached_tokens)
         self.output_sizes.observe(num_tokens)
-        self.max_tokens.observe(entry.sampling.max_tokens)
+        self.max_tokens.observe(entry.request.sampling.max_tokens)
         if entry.num_open == 0:
             self.longest_sizes.observe(max(len(one.output_ids) for one in entry.choices))
-            self.num_choices.observe(entry.n)
+            self.num_choices.observe(entry.num_returned)
 
     def responded(self, status: int) -> None:
         self.responses[str(status)] = self.responses.get(str(status), 0) + 1

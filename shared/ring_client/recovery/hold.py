@@ -42,7 +42,7 @@ class HeldRequests:
     def overdue(self, now: float) -> list[tuple[JournalEntry, RequestError]]:
         """Returns requests that were held for too long, each with its error."""
         due = [entry for entry, until in self._held.values() if until <= now]
-        return [(entry, not_ready(f"the model `{entry.model}`")) for entry in due]
+        return [(entry, not_ready(f"the model `{entry.request.model}`")) for entry in due]
 
     def _count(self, entry: JournalEntry, sign: int) -> None:
         self._num_choices += sign * len(entry.choices)

@@ -9,17 +9,10 @@ from array import array
 from collections.abc import Iterator
 from typing import Protocol
 
+import msgspec
+
 from blockyard.shared.errors import RequestError
-from blockyard.shared.messages import (
-    Beam,
-    ChoiceState,
-    FinishReason,
-    Generate,
-    Sampling,
-    TextDelta,
-    TextLogprobs,
-    TextOptions,
-)
+from blockyard.shared.messages import ChoiceState, FinishReason, Generate, TextDelta, TextLogprobs
 
 MAX_GAPS = 8  # in a row without a token in between: the request then fails, since repetition does not help
 
@@ -42,11 +35,12 @@ class ChoiceLog:
     """One choice: its delivered output and times."""
 
     __slots__ = (
-        "arrived_s",
         "chars_sent",
         "finish",
         "first_s",
         "index",
+        "itl_s",
+        "last_s",
         "output_ids",
         "queued_s",
         "reopened",
@@ -60,9 +54,34 @@ class ChoiceLog:
         self.chars_sent = 0
         self.finish: FinishReason | None = None
         self.reopened = -1  # attempt that repeated text of delivered ids when it opened
-        self.arrived_s = 0.0  # time of its last text; 0 before the first
-        self.first_s = 0.0  # time of its first text
+        self.first_s = 0.0  # time of its first tokens; 0 before
+        self.last_s = 0.0  # time of its latest tokens
+        self.itl_s = 0.0  # between its latest two arrivals of tokens; unset before the second
         self.queued_s = 0.0  # time in the scheduler's queue until it was first scheduled
+
+    def on_first_token(self, now: float, queued_s: float) -> None:
+        self.first_s, self.queued_s = now, queued_s
+
+    def append(self, delta: TextDelta, now: float) -> None:
+        """Records the next output. Raises OverflowError, and records nothing, for what is no token id."""
+        if delta.token_ids:
+            known = len(self.output_ids)
+            try:
+                self.output_ids.extend(delta.token_ids)
+            except OverflowError:
+                del self.output_ids[known:]
+                raise
+            self.itl_s, self.last_s = now - self.last_s, now
+        self.chars_sent += len(delta.text)
+        self.finish = delta.finish
+
+    def repeats_text(self, delta: TextDelta) -> bool:
+        """True for a delta without ids that repeats text: a reopened stream may send it once per attempt."""
+        if not delta.text or delta.finish is not None:
+            return False
+        repeated = self.reopened == delta.attempt
+        self.reopened = delta.attempt
+        return repeated
 
 
 class JournalEntry:
@@ -70,75 +89,44 @@ class JournalEntry:
 
     __slots__ = (
         "accepted",
+        "arrived_s",
         "attempt",
-        "beam",
-        "block_hashes",
-        "cache_salt",
         "cached_tokens",
-        "came_s",
         "choices",
         "detokenizer",
         "gaps",
         "has_output",
         "heard_s",
-        "model",
-        "n",
         "not_before_s",
         "num_open",
+        "num_returned",
         "opened_s",
         "owner",
-        "priority",
-        "prompt_ids",
         "prompt_logprobs",
+        "request",
         "request_id",
-        "sampling",
         "scheduler",
         "sent_s",
-        "tenant",
-        "text",
-        "user",
     )
 
-    def __init__(  # noqa: PLR0913 -- one call site, all by name
-        self,
-        *,
-        request_id: str,
-        model: str,
-        prompt_ids: bytes,
-        block_hashes: bytes,
-        sampling: Sampling,
-        text: TextOptions,
-        choices: list[ChoiceLog],
-        owner: Owner,
-        now: float,
-        priority: int = 0,
-        tenant: str = "",
-        user: str = "",
-        cache_salt: str = "",
-        beam: Beam | None = None,
-        n: int | None = None,
+    def __init__(
+        self, request: Generate, choices: list[ChoiceLog], owner: Owner, now: float, num_returned: int | None = None
     ) -> None:
-        """`now`: arrival of the client's request. `n`: choices returned to the client; None: all."""
-        self.request_id = request_id
-        self.model = model
-        self.prompt_ids = prompt_ids
-        self.block_hashes = block_hashes
-        self.sampling = sampling
-        self.text = text
+        """`request`: the frame to send, without attempt and choices. `now`: arrival of the client's request.
+
+        `num_returned`: choices returned to the client; None: all.
+        """
+        self.request = request
+        self.request_id = request.request_id
         self.choices = choices
         self.owner = owner
-        self.priority = priority
-        self.tenant = tenant
-        self.user = user
-        self.cache_salt = cache_salt
-        self.beam = beam
-        self.n = len(choices) if n is None else n
+        self.num_returned = len(choices) if num_returned is None else num_returned
         self.attempt = 0
         self.scheduler: int | None = None  # incarnation; None while no scheduler is ready
         self.detokenizer: int | None = None
         self.accepted = False  # by any attempt
         self.num_open = len(choices)
-        self.came_s = self.opened_s = self.sent_s = now
+        self.arrived_s = self.opened_s = self.sent_s = now
         self.has_output = False  # of some choice
         self.heard_s = now  # time of its last frame
         self.not_before_s = 0.0  # a repetition waits until then
@@ -148,7 +136,7 @@ class JournalEntry:
 
     @property
     def num_prompt_tokens(self) -> int:
-        return len(self.prompt_ids) // 4
+        return len(self.request.prompt_ids) // 4
 
     def accept(self) -> None:
         """The ring accepted it: from now on a failure is an event in the answer instead of a status code."""
@@ -190,25 +178,28 @@ class JournalEntry:
         first, self.has_output = not self.has_output, True
         return first
 
+    def add_prompt_logprobs(self, delta: TextDelta) -> bool:
+        """They arrive in prompt order, from any choice, and again after a repetition. Returns False after a gap."""
+        skip = len(self.prompt_logprobs) - (delta.first_prompt - 1)
+        if skip < 0:
+            return False
+        self.prompt_logprobs.extend(delta.prompt_logprobs[skip:])
+        return True
+
+    def on_output(self, delta: TextDelta, now: float) -> None:
+        """The output of `delta` was recorded for its choice."""
+        self.heard_s = now
+        if delta.token_ids:
+            self.gaps = 0
+            if delta.cached_tokens and delta.first == 0 and delta.choice == 0:  # once per prompt
+                self.cached_tokens = delta.cached_tokens
+        if delta.finish is not None:
+            self.num_open -= 1
+
     def generate(self) -> Generate:
         """Returns the frame that starts this attempt."""
-        return Generate(
-            request_id=self.request_id,
-            attempt=self.attempt,
-            model=self.model,
-            prompt_ids=self.prompt_ids,
-            block_hashes=self.block_hashes,
-            sampling=self.sampling,
-            text=self.text,
-            choices=[
-                ChoiceState(c.index, c.output_ids.tobytes(), c.chars_sent) for c in self.choices if c.finish is None
-            ],
-            priority=self.priority,
-            tenant=self.tenant,
-            user=self.user,
-            cache_salt=self.cache_salt,
-            beam=self.beam,
-        )
+        choices = [ChoiceState(c.index, c.output_ids.tobytes(), c.chars_sent) for c in self.choices if c.finish is None]
+        return msgspec.structs.replace(self.request, attempt=self.attempt, choices=choices)
 
 
 class Journal:
@@ -241,36 +232,28 @@ class Journal:
             if delta.first + len(delta.token_ids) > known or delta.finish is not None:
                 self.incomplete.append(entry)
             return None
-        if delta.prompt_logprobs and not self._take_prompt_logprobs(entry, delta):
+        if delta.prompt_logprobs and not entry.add_prompt_logprobs(delta):
+            self.incomplete.append(entry)
             return None
-        if delta.token_ids:
-            if not known and delta.choice == 0 and delta.cached_tokens:  # once per prompt
-                entry.cached_tokens = delta.cached_tokens
-            try:
-                choice.output_ids.extend(delta.token_ids)
-            except OverflowError:  # not a token id: the frame is corrupt, ask for its ids again
-                del choice.output_ids[known:]
-                self.incomplete.append(entry)
-                return None
-            entry.gaps = 0
-        elif _is_doubled(choice, delta):
+        if not delta.token_ids and choice.repeats_text(delta):
             return None
-        choice.chars_sent += len(delta.text)
-        entry.heard_s = now
-        if delta.finish is not None:
-            choice.finish = delta.finish
-            entry.num_open -= 1
+        try:
+            choice.append(delta, now)
+        except OverflowError:  # the frame is corrupt: its ids are sent again
+            self.incomplete.append(entry)
+            return None
+        entry.on_output(delta, now)
         return choice
 
-    def _take_prompt_logprobs(self, entry: JournalEntry, delta: TextDelta) -> bool:
-        """They arrive in prompt order, from any choice, and again after a repetition."""
-        known = len(entry.prompt_logprobs)
-        skip = known - (delta.first_prompt - 1)
-        if skip < 0:
-            self.incomplete.append(entry)
-            return False
-        entry.prompt_logprobs.extend(delta.prompt_logprobs[skip:])
-        return True
+    def take_incomplete(self) -> list[JournalEntry]:
+        """Returns the requests with missing tokens since the last call, each once."""
+        incomplete, self.incomplete = self.incomplete, []
+        return list({id(entry): entry for entry in incomplete}.values())
+
+    def take_unknown_ids(self) -> dict[str, int]:
+        """Returns the ids without an open request since the last call, with their attempts."""
+        unknown_ids, self.unknown_ids = self.unknown_ids, {}
+        return unknown_ids
 
     def through(self, member: int) -> Iterator[JournalEntry]:
         """Yields the open requests at this scheduler or detokenizer."""
@@ -285,12 +268,3 @@ class Journal:
     def silent_since(self, then: float) -> Iterator[JournalEntry]:
         """Yields the open requests at a scheduler without a frame since `then`."""
         return (e for e in list(self.entries.values()) if e.heard_s < then and e.scheduler is not None)
-
-
-def _is_doubled(choice: ChoiceLog, delta: TextDelta) -> bool:
-    """True for repeated text: a reopened stream may send text of delivered ids once per attempt."""
-    if not delta.text or delta.finish is not None:
-        return False
-    doubled = choice.reopened == delta.attempt
-    choice.reopened = delta.attempt
-    return doubled

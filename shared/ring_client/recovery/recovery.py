@@ -47,11 +47,12 @@ class Recovery:
             self._dispatch.resend_at(entry, now + frame.capacity.retry_after_s)
             return
         entry.assign(None)  # the scheduler has no state of it to cancel
-        error = RequestError(frame.message, frame.field, frame.status)
+        retry_after_s = frame.capacity.retry_after_s
         if frame.status == 429:
-            error = too_busy(frame.capacity.retry_after_s)
-        elif frame.status == 503:
-            error.retry_after_s = frame.capacity.retry_after_s
+            error = too_busy(retry_after_s)
+        else:
+            after_s = retry_after_s if frame.status == 503 else None
+            error = RequestError(frame.message, frame.field, frame.status, retry_after_s=after_s)
         self._dispatch.fail(entry, error)
 
     def changed(self, member: Member, now: float) -> None:
@@ -87,7 +88,7 @@ class Recovery:
             self._dispatch.resend(entry, now)
         for entry in list(self._dispatch.waiting.values()):
             if not entry.accepted and now - entry.opened_s > self._stall_timeout_s:
-                self._dispatch.fail(entry, not_ready(f"the model `{entry.model}`"))
+                self._dispatch.fail(entry, not_ready(f"the model `{entry.request.model}`"))
         for entry, error in self._dispatch.hold.overdue(now):
             self._dispatch.fail(entry, error)
 

@@ -174,7 +174,7 @@ def test_a_job_for_a_worker_that_has_just_ended_goes_to_the_next_one() -> None:
         await process.load()
         process.submit(1, text("a"))
         start_worker(1).close()
-        serving = asyncio.create_task(process.run())
+        serving = asyncio.create_task(process.run(lambda peer, answer: None))
         await asyncio.sleep(0.05)
         server.send(encode(WorkerEnded(-9)))
         reader, writer = await asyncio.open_connection(sock=start_worker(2))

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from fake_links import FakeLinks
+from text_rig import text_config
 from tokenizers import Tokenizer
 
 from blockyard.services.tokenizer_pool.chat_template import ChatTemplates
@@ -27,13 +28,14 @@ from blockyard.shared.messages import (
 from blockyard.shared.token_ids import pack, unpack
 
 TEMPLATE = "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}:{{ m.content }}<|im_end|>{% endfor %}"
+TRUSTING = text_config(block_size=4, block_scope="scope", trust_request_chat_template=True)
 USER = b'[{"role": "user", "content": "the fox"}]'
 
 
 @pytest.fixture
 def texts(byte_tokenizer: Tokenizer) -> Iterator[Texts]:
     templates = ChatTemplates({"default": TEMPLATE}, {"bos_token": "<s>"})
-    yield Texts(byte_tokenizer, byte_tokenizer.get_vocab_size(), templates, 4, "scope", trust_request_template=True)
+    yield Texts(byte_tokenizer, byte_tokenizer.get_vocab_size(), templates, TRUSTING)
 
 
 def done(texts: Texts, **fields: Any) -> Tokenized:
@@ -57,7 +59,7 @@ def test_the_form_of_contents_may_be_said(byte_tokenizer: Tokenizer) -> None:
 
     def rendered(template: str, messages: bytes, content_format: str, asked: str = "") -> str:
         templates = ChatTemplates({"default": template}, {})
-        texts = Texts(byte_tokenizer, size, templates, 4, "scope", content_format=content_format)
+        texts = Texts(byte_tokenizer, size, templates, text_config(chat_template_content_format=content_format))
         return done(texts, messages=messages, want_text=True, content_format=asked).text
 
     part = "{'type': 'text', 'text': '%s'}"
@@ -98,12 +100,12 @@ def test_ids(texts: Texts, byte_tokenizer: Tokenizer) -> None:
     bad = rejected(texts, token_ids=pack([1, texts.vocab_size]))
     assert bad.field == "prompt" and str(texts.vocab_size) in bad.message
     assert rejected(texts, token_ids=b"abc").field == "prompt"
-    texts.vocab_size += 1
+    texts.set_model_vocab_size(texts.vocab_size + 1)
     done(texts, token_ids=pack([texts.vocab_size - 1]))
 
 
 def test_ids_that_the_model_does_not_know(texts: Texts) -> None:
-    texts.vocab_size = 10
+    texts.set_model_vocab_size(10)
     assert rejected(texts, text="the fox").field == "prompt"
     assert rejected(texts, messages=USER).field == "messages"
 
@@ -137,7 +139,7 @@ def test_rejected_by_field(texts: Texts, fields: dict[str, Any], field: str) -> 
 
 def test_templates_of_requests_may_be_forbidden(byte_tokenizer: Tokenizer) -> None:
     templates = ChatTemplates({"default": "x"}, {})
-    texts = Texts(byte_tokenizer, 1000, templates, 4, "")
+    texts = Texts(byte_tokenizer, 1000, templates, text_config())
     assert rejected(texts, messages=USER, chat_template="y").field == "chat_template"
 
 
@@ -152,7 +154,7 @@ def test_bad_words_with_and_without_a_space(texts: Texts, byte_tokenizer: Tokeni
 
 
 def test_a_bad_word_that_a_space_does_not_change(word_tokenizer: Tokenizer) -> None:
-    texts = Texts(word_tokenizer, 1000, ChatTemplates({}, {}), 4, "")
+    texts = Texts(word_tokenizer, 1000, ChatTemplates({}, {}), text_config())
     assert done(texts, text="a", bad_words=["fox"]).bad_words == [word_tokenizer.encode("fox").ids]
 
 
@@ -173,6 +175,10 @@ class AtOnce:
         self.vocab_size = self.max_model_len = 0
         self.answered: Callable[[int, Answer], None] = lambda peer, answer: None
 
+    def set_model(self, vocab_size: int, max_model_len: int) -> bool:
+        self.vocab_size, self.max_model_len = vocab_size, max_model_len
+        return True
+
     def submit(self, peer: int, work: Work) -> None:
         self.answered(peer, self._texts.answer(work))
 
@@ -183,7 +189,9 @@ def links() -> FakeLinks:
 
 
 def test_service_answers_in_order_and_counts(links: FakeLinks, texts: Texts) -> None:
-    pool = TokenizerPool(links, AtOnce(texts), ["m"])
+    worker = AtOnce(texts)
+    pool = TokenizerPool(links, worker, ["m"])
+    worker.answered = pool.on_answer
     pool.handle(5, Tokenize("a", "m", text="the fox"))
     pool.handle(6, Tokenize("b", "m"))
     pool.handle(5, Detokenize("c", "m", b""))

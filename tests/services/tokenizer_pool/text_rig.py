@@ -23,9 +23,9 @@ QUICK = JobLimits(render_cpu_s=0.2, encode_cpu_s=0.2)
 class TextRig:
     def __init__(self, runner: asyncio.Runner, process: TextProcess) -> None:
         self._runner, self.process = runner, process
-        self.serving = runner.get_loop().create_task(process.run())
         self.answers: list[tuple[int, Answer]] = []
-        process.answered = lambda peer, answer: self.answers.append((peer, answer))
+        serving = process.run(lambda peer, answer: self.answers.append((peer, answer)))
+        self.serving = runner.get_loop().create_task(serving)
 
     def run(self, work: Awaitable[None]) -> None:
         self._runner.run(_ended(work))
@@ -57,16 +57,19 @@ class TextRig:
             await asyncio.sleep(0.005)
 
 
-@contextlib.contextmanager
-def text_rig(folder: Path, tokenizer: Tokenizer, limits: JobLimits = QUICK, **settings: Any) -> Iterator[TextRig]:
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = TokenizerConfig(
+def text_config(folder: Path = Path(), **settings: Any) -> TokenizerConfig:
+    return TokenizerConfig(
         process=ProcessConfig(name="test", bus=BusConfig(registry="ipc:///nowhere", bind="ipc:///")),
         tokenizer_path=str(folder),
         served_model_names=["m"],
         **settings,
     )
-    control = fork_server.start(config, limits)
+
+
+@contextlib.contextmanager
+def text_rig(folder: Path, tokenizer: Tokenizer, limits: JobLimits = QUICK, **settings: Any) -> Iterator[TextRig]:
+    tokenizer.save(str(folder / "tokenizer.json"))
+    control = fork_server.start(text_config(folder, **settings), limits)
     with asyncio.Runner() as runner:
         process = TextProcess(control, limits)
         runner.run(process.load())

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import zmq
 
-from blockyard.shared.bus.frames import Malformed
+from blockyard.shared.bus.frames import FrameReader, Malformed
 from blockyard.shared.bus.inbound import MAX_UNLISTED, InboundLinks
 from blockyard.shared.bus.sockets import Sockets
 from blockyard.shared.config.services.process import BusConfig
@@ -48,7 +48,9 @@ class Peers:
         self.listed: set[int] = set()
         self.malformed = Malformed()
         self.opened_again: list[int] = []
-        self.links = InboundLinks(self.router, ME, Cancel, self.listed, self.malformed, self._again)  # type: ignore[arg-type]
+        self.links = InboundLinks(
+            self.router, ME, FrameReader(Cancel | Hello, self.malformed), self.listed, self._again
+        )  # type: ignore[arg-type]
 
     def _again(self, incarnation: int) -> list[Any]:
         self.opened_again.append(incarnation)
@@ -118,7 +120,9 @@ def test_a_dead_link_is_forgotten(tmp_path: Path) -> None:
     sockets = Sockets(BusConfig(registry=f"ipc://{tmp_path}/bus", bind=f"ipc://{tmp_path}"))
     bound = sockets.bind_router()
     again: list[int] = []
-    links = InboundLinks(bound.socket, ME, Cancel, {10}, Malformed(), lambda peer: again.append(peer) or [])  # type: ignore[func-returns-value]
+    links = InboundLinks(
+        bound.socket, ME, FrameReader(Cancel | Hello, Malformed()), {10}, lambda peer: again.append(peer) or []
+    )  # type: ignore[func-returns-value]
     hello = msgspec.msgpack.encode(Hello(PROTOCOL_VERSION, 10, "peer", ME.incarnation))
     try:
         for _ in range(2):

@@ -103,17 +103,9 @@ class World:
         self.late: list[TextDelta] = []
         self.seen = 0
         self.join_scheduler()
-        self.entry = JournalEntry(
-            request_id="r",
-            model="tiny",
-            prompt_ids=b"\1\0\0\0",
-            block_hashes=b"",
-            sampling=Sampling(num_tokens),
-            text=TextOptions(),
-            choices=[ChoiceLog(i, r) for i, r in enumerate(self.readers)],
-            owner=self.caller,
-            now=self.now,
-        )
+        frame = Generate("r", 0, "tiny", b"\1\0\0\0", b"", Sampling(num_tokens), TextOptions(), [])
+        logs = [ChoiceLog(i, r) for i, r in enumerate(self.readers)]
+        self.entry = JournalEntry(frame, logs, self.caller, self.now)
         self.dispatch.open(self.entry, self.now)
         self.serve()
 
