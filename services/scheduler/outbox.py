@@ -43,31 +43,51 @@ class Outbox:
 class DetokenizerOutbox:
     """What a step sends to one live detokenizer."""
 
-    __slots__ = ("_closed", "closes", "incarnation", "num_streams", "opens", "rows", "stamp_s", "steps")
+    __slots__ = ("_batches", "_closes", "_opens", "_rows", "_stamp_s", "_steps", "incarnation", "num_streams")
 
     def __init__(self, incarnation: int) -> None:
         self.incarnation = incarnation
-        self.num_streams = 0
-        self.opens: list[StreamOpen] = []
-        self.rows: list[TokenRows] = []
-        self.steps: list[TokenStep] = []
-        self.closes: list[Cancel] = []
-        self.stamp_s = 0.0
-        self._closed: list[TokenBatch] = []
+        self.num_streams = 0  # open ones
+        self._opens: list[StreamOpen] = []
+        self._rows: list[TokenRows] = []
+        self._steps: list[TokenStep] = []
+        self._closes: list[Cancel] = []
+        self._stamp_s = 0.0  # of two results in one step the older time counts, so that no latency is hidden
+        self._batches: list[TokenBatch] = []
 
-    def stamp(self, stamp_s: float) -> None:
-        """Of two results in one step the older time counts, so that no latency is hidden."""
-        if not self.stamp_s:
-            self.stamp_s = stamp_s
+    def open_streams(self, opens: list[StreamOpen]) -> None:
+        self._opens += opens
+        self.num_streams += len(opens)
 
-    def close_batch(self) -> None:
-        """Starts a new batch: within one, the detokenizer reads `rows` before `steps`."""
-        if self.opens or self.rows or self.steps or self.closes:
-            self._closed.append(TokenBatch(self.opens, self.steps, self.closes, self.stamp_s, self.rows))
-            self.opens, self.rows, self.steps, self.closes, self.stamp_s = [], [], [], [], 0.0
+    def close_streams(self, closes: list[Cancel], num_streams: int = 0) -> None:
+        """`num_streams`: how many of the streams counted here this closes."""
+        self._closes += closes
+        self.num_streams -= num_streams
+
+    def on_stream_ended(self) -> None:
+        """The detokenizer closes a stream by itself after its last token."""
+        self.num_streams -= 1
+
+    def add_rows(self, rows: TokenRows, stamp_s: float) -> None:
+        """`stamp_s`: when the tokens were sampled, by the worker's clock."""
+        self._rows.append(rows)
+        if not self._stamp_s:
+            self._stamp_s = stamp_s
+
+    def add_step(self, step: TokenStep, stamp_s: float = 0.0) -> None:
+        """`stamp_s` as for `add_rows`; 0 for a step without new tokens."""
+        self._steps.append(step)
+        if not self._stamp_s:
+            self._stamp_s = stamp_s
+
+    def end_batch(self) -> None:
+        """Starts a new batch: within one, the detokenizer reads rows before steps."""
+        if self._opens or self._rows or self._steps or self._closes:
+            self._batches.append(TokenBatch(self._opens, self._steps, self._closes, self._stamp_s, self._rows))
+            self._opens, self._rows, self._steps, self._closes, self._stamp_s = [], [], [], [], 0.0
 
     def flush(self, outbox: Outbox) -> None:
-        self.close_batch()
-        for batch in self._closed:
+        self.end_batch()
+        for batch in self._batches:
             outbox.send(self.incarnation, batch)
-        self._closed = []
+        self._batches = []

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-from blockyard.services.scheduler.kv_cache.block_table import NEVER
 from blockyard.services.scheduler.outbox import DetokenizerOutbox
 from blockyard.services.scheduler.sequences.requests import (
     NOT_SHARED,
@@ -60,11 +59,12 @@ class OutboxRows:
     def __init__(self, text_outbox: DetokenizerOutbox) -> None:
         self.runs: list[SlotRun] = []
         self._rows = BatchRows(text_outbox, [], array("I"), [], array("I"), {})
+        self._row_of: dict[RunningSequence, int] = {}
         self._snapshot: BatchRows | None = None  # of `_rows`, until they change
 
     def add(self, running: RunningSequence) -> None:
         now, sequence = self._rows, running.sequence
-        running.batch_row = len(now.sequences)
+        self._row_of[running] = len(now.sequences)
         self._snapshot = None
         self.runs.append(running.decode)
         now.sequences.append(running)
@@ -76,9 +76,10 @@ class OutboxRows:
             now.accounts[account] = now.accounts.get(account, 0) + 1
 
     def remove(self, running: RunningSequence) -> None:
-        now, i = self._rows, running.batch_row
+        now, i = self._rows, self._row_of[running]
         self._snapshot = None
-        now.sequences[-1].batch_row = i
+        self._row_of[now.sequences[-1]] = i
+        del self._row_of[running]
         columns: tuple[MutableSequence[Any], ...] = (self.runs, now.sequences, now.slots, now.outputs, now.streams)
         for column in columns:
             column[i] = column[-1]
@@ -111,7 +112,9 @@ class DecodeBatch:
         self._progress = SharedProgress()
         self._block_size = block_size
         self._rows_by_outbox: dict[DetokenizerOutbox, OutboxRows] = {}
-        # by the progress at which the sequences are handled one by one
+        # The batch handles a sequence by itself when the progress is at its due step. The list of a step may have stale
+        # entries: of sequences that have left, or that have another due step since they joined again.
+        self._due_step_of: dict[RunningSequence, int] = {}
         self._due_steps: defaultdict[int, list[RunningSequence]] = defaultdict(list)
         self.num_sequences = 0
 
@@ -153,6 +156,7 @@ class DecodeBatch:
         text_outbox = running.sequence.request.text_outbox
         assert text_outbox is not None
         running.share_progress(NOT_SHARED)
+        self._due_step_of.pop(running, None)
         self.num_sequences -= 1
         self._rows_by_outbox[text_outbox].remove(running)
         insort(self.outside, running, key=_by_key)
@@ -173,12 +177,12 @@ class DecodeBatch:
 
         A sequence with one more token to compute leaves the batch; with `leave`, all due sequences leave.
         """
-        progress, now, size = self._progress, self._progress.num_scheduled_tokens, self._block_size
+        now, size, due_step_of = self._progress.num_scheduled_tokens, self._block_size, self._due_step_of
         at_end: list[RunningSequence] = []
         for running in self._due_steps.pop(now, ()):
-            if running.progress is not progress or running.due_step != now:
-                continue  # it has left the batch
-            running.due_step = NEVER  # the list may have a sequence twice that left and joined again
+            if running not in due_step_of or due_step_of[running] != now:
+                continue
+            del due_step_of[running]
             num_scheduled_tokens = running.own_tokens + now
             is_at_end = num_scheduled_tokens % size == 0
             if is_at_end:
@@ -212,5 +216,5 @@ class DecodeBatch:
         at = -(-least // size) * size
         if at >= running.max_scheduled_tokens:
             at = running.max_scheduled_tokens - 1
-        running.due_step = when = self._progress.num_scheduled_tokens + at - num_scheduled_tokens
+        self._due_step_of[running] = when = self._progress.num_scheduled_tokens + at - num_scheduled_tokens
         self._due_steps[when].append(running)

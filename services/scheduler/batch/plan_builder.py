@@ -51,6 +51,15 @@ class PlanRecord:
             slot: rows.sequences[i] for slot, i in zip(slots, places, strict=True) if slot not in self.dropped_slots
         }
 
+    def set_filled(self, filled: list[RunningSequence]) -> None:
+        self.filled = filled
+
+    def set_runs(self, runs: list[SlotRun]) -> None:
+        self.runs = runs
+
+    def set_rows(self, rows: list[BatchRows]) -> None:
+        self.rows = rows
+
     def matches(self, token_ids: bytes) -> bool:
         """Whether there is a token for each run, or none at all."""
         return len(token_ids) in {0, ID_BYTES * len(self.runs)}
@@ -100,6 +109,19 @@ class PlanBuilder:
         self.record.sequences[running.slot] = running
         running.on_scheduled(1, self.record.number)
         self.token_budget -= 1
+
+    def reserve(self, num_tokens: int) -> None:
+        """Takes tokens of the budget for the decode batch, which is added with `add_decode_batch`."""
+        self.token_budget -= num_tokens
+
+    def add_decode_batch(self, runs: list[SlotRun], rows: list[BatchRows]) -> None:
+        """Its runs come first in the plan."""
+        self.runs = runs + self.runs
+        self.record.set_rows(rows)
+
+    def owe_block(self) -> None:
+        """A running sequence lacks a block and is not in this plan."""
+        self.num_blocks_owed += 1
 
     def source_of(self, block: int) -> int:
         """The block that a copy of `block` reads: copies run in parallel, so none may read what another one writes."""

@@ -71,7 +71,7 @@ class PrefillPlanner:
         self.schedule(group, builder, [], self._policy.key(sequence)[0] + 1)
         if not builder.starts:
             return False
-        group.last_fair_plan = builder.record.number
+        group.set_last_fair_plan(builder.record.number)
         return True
 
     def schedule(
@@ -173,7 +173,7 @@ class PrefillPlanner:
         sequence.set_key(self._policy.key(sequence), builder.now)
         self._policy.on_scheduled(sequence, sequence.num_tokens - found.num_tokens if is_first else 0)
         if found.copy_from is not None:
-            found.copy_from = builder.source_of(found.copy_from)
+            found.set_copy_from(builder.source_of(found.copy_from))
         running = group.schedule(sequence, num_blocks, found)
         if found.copy_from is not None:
             builder.copy(found.copy_from, running.table.blocks[running.table.num_cached])

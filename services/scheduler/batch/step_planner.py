@@ -10,7 +10,7 @@ from blockyard.services.scheduler.lifecycle import Lifecycle
 from blockyard.services.scheduler.sequences.beam_sequences import BeamScheduler
 from blockyard.services.scheduler.sequences.requests import Phase, RunningSequence, Sequence
 from blockyard.services.scheduler.workers.worker_groups import WorkerGroup
-from blockyard.shared.messages import SlotBlocks, SlotStart, StepPlan
+from blockyard.shared.messages import SlotBlocks, StepPlan
 
 
 class StepPlanner:
@@ -31,16 +31,16 @@ class StepPlanner:
         if sequence is not None:
             self.prefills.preempt_for(group, sequence)
         builder = PlanBuilder(group.plan_clock.last_sent + 1, group.max_num_batched_tokens, now)
-        restarts = [(running, slot_start(group, running)) for running in group.restarts] if group.restarts else []
+        # beams that continue with another token than their worker sampled start again in their slots
+        restarts = {running: slot_start(group, running) for running in group.restarts} if group.restarts else {}
         has_decodes = self._divide_step(group, builder, sequence)
         preempted = self._beam_scheduler.preempt_stalled(group) if self._beam_scheduler.live else False
         if has_decodes and group.decode_batch.num_sequences:
-            runs, builder.record.rows = group.decode_batch.advance_all(builder.record.number)
-            builder.runs = runs + builder.runs
+            builder.add_decode_batch(*group.decode_batch.advance_all(builder.record.number))
         if not builder.runs:
             return self.plan(group, now) if preempted else None
         if restarts:
-            self._restart(group, builder, restarts)
+            builder.starts.extend(restarts[running] for running in group.end_restarted())
         return self._send(group, builder)
 
     def _divide_step(self, group: WorkerGroup, builder: PlanBuilder, sequence: Sequence | None) -> bool:
@@ -88,7 +88,7 @@ class StepPlanner:
                     batch.join(running, builder.record.number)
                 else:
                     builder.schedule_decode(running)
-        builder.token_budget -= batch.num_sequences
+        builder.reserve(batch.num_sequences)
         return unfinished
 
     def _extend_decode_batch(self, group: WorkerGroup, builder: PlanBuilder) -> None:
@@ -101,7 +101,8 @@ class StepPlanner:
         if not num_due:
             return
         is_scarce = kv_cache.blocks.num_free < num_due + len(batch.outside)
-        at_end = builder.record.filled = batch.take_due(leave=is_scarce or kv_cache.window.size is not None)
+        at_end = batch.take_due(leave=is_scarce or kv_cache.window.size is not None)
+        builder.record.set_filled(at_end)
         full = [r for r in at_end if batch.has(r) and r.num_scheduled_tokens == r.table.capacity]
         for running, block in zip(full, kv_cache.append_block_to_each(full), strict=True):
             builder.blocks.append(SlotBlocks(running.slot, [block]))
@@ -114,31 +115,20 @@ class StepPlanner:
         kv_cache, pool = group.kv_cache, group.kv_cache.blocks
         block = kv_cache.append_block(running)
         if block is None:
-            builder.num_blocks_owed += 1
-            while pool.num_free + pool.num_pending < builder.num_blocks_owed and group.running[-1] is not running:
+            num_owed = builder.num_blocks_owed + 1
+            while pool.num_free + pool.num_pending < num_owed and group.running[-1] is not running:
                 self._lifecycle.preempt(group, group.running[-1])
             block = kv_cache.append_block(running)
             if block is None:
+                builder.owe_block()
                 return False
-            builder.num_blocks_owed -= 1
         builder.blocks.append(SlotBlocks(running.slot, [block]))
         return True
 
-    def _restart(
-        self, group: WorkerGroup, builder: PlanBuilder, restarts: list[tuple[RunningSequence, SlotStart]]
-    ) -> None:
-        """Starts beams again in their slots, because they continue with another token than their worker sampled."""
-        group.restarts.clear()
-        for running, start in restarts:
-            if running in group.running:  # not preempted by this plan
-                group.slots_to_end.append(running.slot)
-                builder.starts.append(start)
-
     def _send(self, group: WorkerGroup, builder: PlanBuilder) -> StepPlan:
-        ends, group.slots_to_end = group.slots_to_end, []
         record = builder.record
-        record.runs = builder.runs
-        group.on_sent(record)
+        record.set_runs(builder.runs)
+        ends = group.on_sent(record)
         if builder.new_hashes or builder.copies:
             group.kv_cache.on_plan_sent(builder.new_hashes, [copy.src for copy in builder.copies])
         for request in builder.written_prompts:

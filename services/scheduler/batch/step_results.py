@@ -67,8 +67,7 @@ class StepResults:
         """One token for each row, in loops that run in C: the largest part of a step."""
         if tokens:
             firsts = array("I", map(len, rows.outputs))
-            rows.text_outbox.stamp(stamp_s)
-            rows.text_outbox.rows.append(TokenRows(rows.streams.tobytes(), firsts.tobytes(), tokens.tobytes()))
+            rows.text_outbox.add_rows(TokenRows(rows.streams.tobytes(), firsts.tobytes(), tokens.tobytes()), stamp_s)
             deque(map(array.append, rows.outputs, tokens), maxlen=0)
             self.num_output_tokens += len(tokens)
             for account, num_rows in rows.accounts.items():
@@ -143,8 +142,7 @@ def _send(sequence: Sequence, slot: SlotResult, finish: FinishReason | None, sta
     request, first, text_outbox = sequence.request, len(sequence.outputs), sequence.request.text_outbox
     if text_outbox is None:
         return
-    text_outbox.stamp(stamp_s)
-    text_outbox.steps.append(
+    text_outbox.add_step(
         TokenStep(
             request.id,
             request.attempt,
@@ -159,5 +157,6 @@ def _send(sequence: Sequence, slot: SlotResult, finish: FinishReason | None, sta
             slot.prompt_logprobs,
             0 if first else sequence.reported_cached_tokens,
             None if first else sequence.queued_s,
-        )
+        ),
+        stamp_s,
     )

@@ -23,6 +23,12 @@ class FreedBatch:
         self.plan = plan  # the last plan sent when they were freed
         self.is_free = False  # that plan has its result
 
+    def set_free(self) -> None:
+        self.is_free = True
+
+    def drop_stale(self, batch_of: "Sequence[FreedBatch | None]") -> None:
+        self.blocks = [block for block in self.blocks if batch_of[block] is self]
+
 
 class FreeBlockQueue:
     """Blocks are pending until the last plan sent when they were freed has its result. Then they are free."""
@@ -114,7 +120,7 @@ class FreeBlockQueue:
             yield from ((b, batch.is_free) for b in reversed(batch.blocks) if self._batch_of[b] is batch)
 
     def _now_free(self, batch: FreedBatch) -> None:
-        batch.is_free = True
+        batch.set_free()
         self._free[batch] = None
         self.num_free += batch.num_blocks
 
@@ -127,5 +133,4 @@ class FreeBlockQueue:
         if not batch.num_blocks:
             del (self._free if batch.is_free else self._pending)[batch]
         elif len(batch.blocks) > 2 * batch.num_blocks + SLACK:
-            left = self._batch_of
-            batch.blocks = [block for block in batch.blocks if left[block] is batch]
+            batch.drop_stale(self._batch_of)

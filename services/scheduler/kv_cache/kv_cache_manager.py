@@ -68,10 +68,9 @@ class KVCacheManager:
             found = find_in_window(self.blocks, self.window, hashes[:most])
         else:
             found = find_prefix(self.blocks, hashes, most)
-        found.is_query = self._hasher.enabled
         num_found = found.num_blocks_found
-        found.num_tokens = num_found * self.block_size
-        found.next_hash = hashes[num_found] if num_found < most else None
+        next_hash = hashes[num_found] if num_found < most else None
+        found.complete(next_hash, num_found * self.block_size, is_query=self._hasher.enabled)
         return found
 
     def first_hash(self, sequence: Sequence) -> bytes | None:

@@ -71,6 +71,12 @@ class PrefixMatch:
     host_hashes: dict[int, bytes] = field(default_factory=dict)  # by index in the table: blocks to fetch from the host
     num_skipped: int = 0  # leading blocks outside the sliding window, which no later token reads
 
+    def complete(self, next_hash: bytes | None, num_tokens: int, is_query: bool) -> None:
+        self.next_hash, self.num_tokens, self.is_query = next_hash, num_tokens, is_query
+
+    def set_copy_from(self, block: int) -> None:
+        self.copy_from = block
+
     @property
     def num_blocks_found(self) -> int:
         """Leading blocks that need not be computed."""
@@ -108,7 +114,7 @@ def _extend_from_host(pool: BlockPool, hashes: list[bytes], found: PrefixMatch) 
     if pool.index.has_none(rest):  # the usual case: one lookup of all hashes runs at C speed
         is_held = [*map(pool.host.has, rest)]
         end = is_held.index(False) if False in is_held else len(is_held)
-        found.host_hashes = dict(zip(range(start, start + end), rest[:end], strict=True))
+        found.host_hashes.update(zip(range(start, start + end), rest[:end], strict=True))
         return
     for i in range(start, len(hashes)):
         if (block := on_device(hashes[i])) is not None:

@@ -19,6 +19,9 @@ class UserUsage:
         self.amount = NO_AMOUNT
         self.newcomers: dict[str, Request] = {}  # requests that are not accepted yet, oldest first
 
+    def add(self, amount: QueueAmount) -> None:
+        self.amount = self.amount.plus(amount)
+
 
 class QueueUsage:
     def __init__(self) -> None:
@@ -31,7 +34,7 @@ class QueueUsage:
         if usage is None:
             usage = self._users[owner] = UserUsage()
         self.amount = self.amount.plus(amount)
-        usage.amount = usage.amount.plus(amount)
+        usage.add(amount)
         if not usage.amount.sequences:
             del self._users[owner]
 

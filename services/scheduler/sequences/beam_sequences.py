@@ -26,7 +26,7 @@ class BeamScheduler:
         """Starts a search with one beam. The sequences of the request are only its answer."""
         first = make_sequence(request, 0, b"")
         first.set_hypothesis(Hypothesis(first.outputs))
-        first.num_beams = beam.width
+        first.set_num_beams(beam.width)
         request.set_search(ActiveBeamSearch(BeamSearch(beam, request.frame.sampling), [first]))
         self.live[request.id] = request
         self._lifecycle.parallel_sampling.add(request, [first])
@@ -115,7 +115,7 @@ class BeamScheduler:
         group = self._groups.attached[running.worker]
         self._groups.mark_dirty([group])
         if before is None or before.top is None or hypothesis.outputs[-1] != before.top.token_id:
-            group.restarts.append(running)
+            group.restart_sequence(running)
         sequence.set_hypothesis(hypothesis)
         running.set_max_scheduled(sequence.num_tokens)
 
@@ -127,7 +127,7 @@ class BeamScheduler:
                 self._lifecycle.fail(sequence, f"beam search found {len(found)} sequences, no more")
                 return
             if request.text_outbox is not None:
-                request.text_outbox.steps.append(_step(sequence, found[sequence.index], search))
+                request.text_outbox.add_step(_step(sequence, found[sequence.index], search))
             self._lifecycle.end(sequence)
 
 

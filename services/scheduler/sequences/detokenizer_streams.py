@@ -28,8 +28,8 @@ class DetokenizerStreams:
     def add_detokenizer(self, incarnation: int) -> None:
         """A detokenizer that returns lost only its link: its old streams are closed."""
         if incarnation not in self.text_outboxes:
-            self.text_outboxes[incarnation] = DetokenizerOutbox(incarnation)
-            self.text_outboxes[incarnation].closes += self._open_at_loss.pop(incarnation, [])
+            text_outbox = self.text_outboxes[incarnation] = DetokenizerOutbox(incarnation)
+            text_outbox.close_streams(self._open_at_loss.pop(incarnation, []))
 
     def remove_detokenizer(self, incarnation: int, requests: Iterable[Request]) -> None:
         """A detokenizer was lost. Its requests continue; their gateways send them again with the ids they have."""
@@ -58,32 +58,32 @@ class DetokenizerStreams:
         if text_outbox is None:
             return False
         context = request.frame.prompt_ids[-CONTEXT_IDS * ID_BYTES :]
-        for sequence in listed:
+        opens: list[StreamOpen] = []
+        for choice in listed:
             stream = self._stream = self._stream % MOST_STREAMS + 1
-            if sequence.index in request.sequences:
-                request.sequences[sequence.index].set_stream(stream)
-            text_outbox.opens.append(
+            if choice.index in request.sequences:
+                request.sequences[choice.index].set_stream(stream)
+            opens.append(
                 StreamOpen(
                     request.id,
                     request.attempt,
-                    sequence.index,
+                    choice.index,
                     request.gateway,
                     context,
-                    sequence.output_ids,
-                    sequence.chars_sent,
+                    choice.output_ids,
+                    choice.chars_sent,
                     request.frame.text,
                     stream,
                 )
             )
-        text_outbox.num_streams += len(listed)
+        text_outbox.open_streams(opens)
         return True
 
     def close(self, request: Request) -> None:
         """Closes the streams of a request."""
         text_outbox = request.text_outbox
         if text_outbox is not None:
-            text_outbox.closes.append(Cancel(request.id, request.attempt))
-            text_outbox.num_streams -= len(request.sequences)
+            text_outbox.close_streams([Cancel(request.id, request.attempt)], len(request.sequences))
             self._detach(request)
 
     def _detach(self, request: Request) -> None:
@@ -98,7 +98,7 @@ class DetokenizerStreams:
         text_outbox = sequence.request.text_outbox
         ids = sequence.outputs[num_delivered:].tolist()
         if text_outbox is not None and ids:
-            text_outbox.steps.append(
+            text_outbox.add_step(
                 TokenStep(
                     sequence.request.id,
                     sequence.request.attempt,
@@ -114,11 +114,11 @@ class DetokenizerStreams:
         """Sends a final step without tokens."""
         request = sequence.request
         if request.text_outbox is not None:
-            request.text_outbox.steps.append(
+            request.text_outbox.add_step(
                 TokenStep(request.id, request.attempt, sequence.index, len(sequence.outputs), [], finish, detail=detail)
             )
 
     def close_batches(self) -> None:
         """Called when a second result of a worker arrives before the next step."""
         for text_outbox in self.text_outboxes.values():
-            text_outbox.close_batch()
+            text_outbox.end_batch()

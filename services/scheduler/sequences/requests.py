@@ -92,7 +92,7 @@ class Request:
     def remove_sequence(self, sequence: "Sequence") -> None:
         del self.sequences[sequence.index]
         if self.text_outbox is not None:
-            self.text_outbox.num_streams -= 1
+            self.text_outbox.on_stream_ended()
 
     def set_accepted(self) -> None:
         self.accepted = True
@@ -197,6 +197,9 @@ class Sequence:
     def on_dequeued(self) -> None:
         self.ticket, self.is_held = 0, False
 
+    def set_num_beams(self, num_beams: int) -> None:
+        self.num_beams = num_beams
+
     def set_queue_amount(self, amount: QueueAmount) -> None:
         self.queue_amount = amount
 
@@ -250,7 +253,7 @@ class Sequence:
 
 
 class SharedProgress:
-    """What all sequences of a decode batch have in common."""
+    """What all sequences of a decode batch have in common. Written by the `DecodeBatch` that made it."""
 
     __slots__ = ("last_plan", "num_scheduled_tokens")
 
@@ -282,8 +285,6 @@ class RunningSequence:
     decode: SlotRun  # the same in every plan
     progress: SharedProgress = NOT_SHARED  # of its decode batch
     has_sampled: bool = False  # then all its tokens but the last are computed
-    batch_row: int = 0  # its row in the decode batch, which also writes `due_step`
-    due_step: int = 0  # the decode batch handles it by itself when its progress is at this number
     own_tokens: int = 0  # scheduled tokens, added to `progress`
     _computed: int = 0  # until it has sampled
     _last_plan: int = 0  # outside a decode batch

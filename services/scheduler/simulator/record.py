@@ -25,6 +25,20 @@ class Flow:
     refused: int = 0  # HTTP status
     detail: str = ""  # why it failed
 
+    def on_first_token(self, now: float, num_cached_tokens: int) -> None:
+        self.first_s, self.num_cached_tokens = now, num_cached_tokens
+
+    def on_choice_ended(self, now: float, detail: str) -> bool:
+        """Whether it was the last choice."""
+        self.detail = self.detail or detail
+        self.num_open -= 1
+        if not self.num_open:
+            self.ended_s = now
+        return not self.num_open
+
+    def on_refused(self, now: float, status: int, detail: str) -> None:
+        self.refused, self.detail, self.ended_s = status, detail, now
+
     @property
     def ttft_s(self) -> float:
         assert self.first_s is not None
@@ -82,14 +96,10 @@ class Record:
             flow = self.flows[int(step.request_id)]
             if step.token_ids:
                 if flow.first_s is None:
-                    flow.first_s, flow.num_cached_tokens = now, step.cached_tokens
+                    flow.on_first_token(now, step.cached_tokens)
                 self._token(flow, step.choice, len(step.token_ids), now)
-            if step.finish is not None:
-                flow.detail = flow.detail or step.detail
-                flow.num_open -= 1
-                if not flow.num_open:
-                    flow.ended_s = now
-                    self.num_open -= 1
+            if step.finish is not None and flow.on_choice_ended(now, step.detail):
+                self.num_open -= 1
 
     def _token(self, flow: Flow, choice: int, num_tokens: int, now: float) -> None:
         self.num_output_tokens += num_tokens
@@ -100,8 +110,7 @@ class Record:
             found.gap_s.append(now - last)
 
     def refused(self, frame: Refused, now: float) -> None:
-        flow = self.flows[int(frame.request_id)]
-        flow.refused, flow.detail, flow.ended_s = frame.status, frame.message, now
+        self.flows[int(frame.request_id)].on_refused(now, frame.status, frame.message)
         self.num_open -= 1
 
     def before_preempt(self, group: WorkerGroup, now: float) -> None:
@@ -129,7 +138,7 @@ class Record:
         wasted = slots = 0
         for group in groups:
             slots += group.kv_cache.blocks.num_used * group.kv_cache.blocks.block_size
-            for seat in group.running:
-                request = self.flows[int(seat.sequence.request.id)].request
-                wasted += max(0, seat.table.capacity - (request.prompt_tokens + request.output_tokens - 1))
+            for running in group.running:
+                request = self.flows[int(running.sequence.request.id)].request
+                wasted += max(0, running.table.capacity - (request.prompt_tokens + request.output_tokens - 1))
         return wasted / slots if slots else 0.0

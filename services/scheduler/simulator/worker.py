@@ -49,6 +49,19 @@ class SimSlot:
     sampled: list[int]  # its tokens, one for each step
     finished: bool = False
 
+    def compute(self, num_tokens: int) -> int:
+        """Computes the next `num_tokens` tokens, as far as there are so many. Returns how many are computed in all."""
+        self.num_computed = min(self.num_computed + num_tokens, self.num_tokens)
+        return self.num_computed
+
+    def sample(self, number: int) -> SlotResult:
+        """The result of a step for slot `number`: a token if all tokens are computed."""
+        if self.num_computed < self.num_tokens:
+            return SlotResult(number, [], self.num_computed)
+        self.num_tokens += 1
+        self.finished = self.num_tokens >= self.end
+        return SlotResult(number, self.sampled, self.num_computed, self.finish if self.finished else None)
+
 
 class SimWorker:
     """`run` takes a plan and returns its result with the time at which the caller is to deliver it."""
@@ -85,9 +98,9 @@ class SimWorker:
                     token_ids[i] = slot.sampled[0]
                     continue
             else:
-                computed = slot.num_computed = min(before + granted, slot.num_tokens)
+                computed = slot.compute(granted)
                 pairs += (computed - before) * (computed + before) // 2
-            results.append(self._result(run.slot, slot))
+            results.append(slot.sample(run.slot))
         step_s = self._pace.step_s(num_rows, context_tokens, pairs)
         step_s += self._pace.fetch_s(len(plan.fetches) * self.geometry.block_size)
         ends_at = self._free_at = max(self._free_at, came_at) + step_s
@@ -108,15 +121,6 @@ class SimWorker:
             finish = FinishReason.LENGTH if end >= min(asked, self.geometry.max_model_len) else FinishReason.STOP
             sampled = [OUTPUT_IDS + (start.sampling.seed * CHOICES + start.choice) % OUTPUT_IDS]
             self._slots[start.slot] = SimSlot(num_known, start.num_computed, end, finish, sampled)
-
-    def _result(self, number: int, slot: SimSlot) -> SlotResult:
-        if slot.num_computed < slot.num_tokens:
-            return SlotResult(number, [], slot.num_computed)
-        slot.num_tokens += 1
-        if slot.num_tokens < slot.end:
-            return SlotResult(number, slot.sampled, slot.num_computed)
-        slot.finished = True
-        return SlotResult(number, slot.sampled, slot.num_computed, slot.finish)
 
 
 def _rows_s(cost: CostModel, num_rows: int) -> float:

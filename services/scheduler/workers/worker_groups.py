@@ -120,9 +120,12 @@ class WorkerGroup:
         """All sequences that run or have results to come. One may be in the list more than once."""
         return [*self.running, *(running for record in self.in_flight for running in record.all_sequences())]
 
-    def on_sent(self, record: PlanRecord) -> None:
+    def on_sent(self, record: PlanRecord) -> list[int]:
+        """A plan is sent. Returns the slots that it ends."""
         self.plan_clock.on_sent(record.number)
         self.in_flight.append(record)
+        ends, self.slots_to_end = self.slots_to_end, []
+        return ends
 
     def on_answered(self, number: int) -> PlanRecord | None:
         """Takes the record of plan `number`; None if that is not the oldest plan in flight."""
@@ -134,6 +137,20 @@ class WorkerGroup:
         if self.slots.num_pending:
             self.slots.free_pending()
         return record
+
+    def set_last_fair_plan(self, number: int) -> None:
+        self.last_fair_plan = number
+
+    def restart_sequence(self, running: RunningSequence) -> None:
+        """The next plan starts a sequence again in its slot."""
+        self.restarts.append(running)
+
+    def end_restarted(self) -> list[RunningSequence]:
+        """Returns the sequences to start again, whose slots the next plan ends first. Preempted ones are left out."""
+        restarted = [running for running in self.restarts if running in self.running]
+        self.slots_to_end += [running.slot for running in restarted]
+        self.restarts.clear()
+        return restarted
 
     def abandon(self) -> list[Sequence]:
         """Plans in flight will never be answered. Returns the sequences that ran."""

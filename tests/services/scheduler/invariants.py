@@ -180,20 +180,21 @@ def check_lane(group: WorkerGroup) -> None:
             for seat in now.sequences
             if decode_batch.has(seat) and seat.sequence.request.text_outbox is text_outbox
         ]
-        assert [seat.batch_row for seat in now.sequences] == list(range(len(now)))
+        assert outbox_rows._row_of == {seat: i for i, seat in enumerate(now.sequences)}
         assert [run.slot for run in outbox_rows.runs] == [seat.slot for seat in now.sequences] == list(now.slots)
         assert all(outputs is choice.outputs for outputs, choice in zip(now.outputs, choices, strict=True))
         assert list(now.streams) == [choice.stream for choice in choices]
         assert now.accounts == Counter(c.request.account for c in choices if c.request.account is not None)
     size, progress = group.kv_cache.blocks.block_size, decode_batch._progress.num_scheduled_tokens
-    for seat in inside:
+    assert decode_batch._due_step_of.keys() == set(inside)
+    for seat, due_step in decode_batch._due_step_of.items():
         last = min(seat.table.capacity, seat.max_scheduled_tokens - 1)
         assert seat.prefill_end <= seat.num_scheduled_tokens <= last, "it has room for its tokens until it is looked at"
-        assert progress <= seat.due_step <= progress + last - seat.num_scheduled_tokens, (
+        assert progress <= due_step <= progress + last - seat.num_scheduled_tokens, (
             "nobody looks at it when it has no more"
         )
-        assert seat.due_step - progress <= size
-        assert seat in decode_batch._due_steps[seat.due_step]
+        assert due_step - progress <= size
+        assert seat in decode_batch._due_steps[due_step]
 
 
 def check(core: Scheduler) -> None:

@@ -44,7 +44,7 @@ def test_a_seat_is_not_looked_at_between_two_blocks(ring: type[Ring]) -> None:
     looks = []
     for _ in range(20):
         it.steps(1)
-        looks.append(seat.due_step)
+        looks.append(group_of(it).decode_batch._due_step_of[seat])
     assert len(set(looks)) in {4, 5}
     assert seat.num_scheduled_tokens > 20
     it.finish()
