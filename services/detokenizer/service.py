@@ -10,7 +10,7 @@ from blockyard.shared.messages import DetokenizerIn, Frame, Member, PathLost, St
 from blockyard.shared.process.service_main import rss_bytes
 
 
-class Sends(Protocol):
+class DetokenizerLinks(Protocol):
     """The methods of its links that the service uses."""
 
     def send(self, to: int, frame: Frame) -> bool: ...
@@ -23,7 +23,7 @@ class Sends(Protocol):
 class Detokenizer:
     """One replica. A stream stays with the replica that its scheduler chose."""
 
-    def __init__(self, links: Sends, table: TokenTable, served_model_names: list[str]) -> None:
+    def __init__(self, links: DetokenizerLinks, table: TokenTable, served_model_names: list[str]) -> None:
         self._links = links
         self._table = table
         self._names = frozenset(served_model_names)

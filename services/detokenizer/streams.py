@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class Outcome:
+class BatchOutput:
     """The deltas and stops to send after one batch."""
 
     deltas: defaultdict[int, list[TextDelta]] = field(default_factory=lambda: defaultdict(list))  # by gateway
@@ -68,9 +68,9 @@ class TextStreams:
         self.opened_total = 0
         self.tokens_total = 0
 
-    def apply(self, scheduler: int, batch: TokenBatch) -> Outcome:
+    def apply(self, scheduler: int, batch: TokenBatch) -> BatchOutput:
         """Applies opens, rows, steps and closes, in this order."""
-        outcome = Outcome()
+        outcome = BatchOutput()
         for opened in batch.opens:
             self._open(scheduler, opened, outcome)
         streams = self._streams
@@ -100,7 +100,7 @@ class TextStreams:
         self._called.pop(incarnation, None)
         return schedulers
 
-    def _open(self, scheduler: int, opened: StreamOpen, outcome: Outcome) -> None:
+    def _open(self, scheduler: int, opened: StreamOpen, outcome: BatchOutput) -> None:
         before = self._streams.get(opened.request_id, {}).get(opened.choice)
         if before is not None:
             if before.attempt >= opened.attempt:
@@ -121,7 +121,7 @@ class TextStreams:
             return
         outcome.deltas[stream.gateway].append(delta)
 
-    def _rows(self, called: dict[int, Stream], rows: TokenRows, outcome: Outcome) -> None:
+    def _rows(self, called: dict[int, Stream], rows: TokenRows, outcome: BatchOutput) -> None:
         """Applies one more token to each stream."""
         columns = unpack(rows.streams), unpack(rows.firsts), unpack(rows.token_ids)
         for number, first, token_id in zip(*columns, strict=True):
@@ -137,7 +137,7 @@ class TextStreams:
             if delta is not None:
                 outcome.deltas[stream.gateway].append(delta)
 
-    def _plain(self, stream: Stream, token_ids: list[int], outcome: Outcome) -> TextDelta:
+    def _plain(self, stream: Stream, token_ids: list[int], outcome: BatchOutput) -> TextDelta:
         """Fast path of nearly every token: no finish, no log-probabilities."""
         taken = stream.take(token_ids)
         if taken.stop is not None or taken.error:
@@ -146,7 +146,7 @@ class TextStreams:
         first = stream.count - taken.used
         return TextDelta(stream.request_id, stream.attempt, stream.choice, first, token_ids, taken.text)
 
-    def _step(self, stream: Stream, step: TokenStep, outcome: Outcome) -> TextDelta | None:
+    def _step(self, stream: Stream, step: TokenStep, outcome: BatchOutput) -> TextDelta | None:
         token_ids = step.token_ids
         known = stream.count - step.first
         if known < 0:
@@ -165,7 +165,7 @@ class TextStreams:
         return self._plain(stream, token_ids, outcome)
 
     def _full_step(
-        self, stream: Stream, step: TokenStep, token_ids: list[int], known: int, outcome: Outcome
+        self, stream: Stream, step: TokenStep, token_ids: list[int], known: int, outcome: BatchOutput
     ) -> TextDelta | None:
         # as in vLLM, the id that ended it (end-of-sequence, stop id) is counted, and shown if requested
         hidden = 1 if step.finish is FinishReason.STOP and token_ids and not stream.shows_stop else 0
@@ -189,7 +189,7 @@ class TextStreams:
         stream: Stream,
         taken: DecodedText,
         token_ids: list[int],
-        outcome: Outcome,
+        outcome: BatchOutput,
         step: TokenStep | None = None,
         hidden: int = 0,
     ) -> TextDelta:

@@ -7,7 +7,7 @@ token's text depends on its neighbours, and the tokenizer decodes a window of id
 
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 from tokenizers import Tokenizer
@@ -48,11 +48,6 @@ class _Step(msgspec.Struct):
     stop: int = 0
     replacement: str = ""
     prepend_scheme: str = "always"
-
-
-class TokenEntry(NamedTuple):
-    raw: bytes
-    special: bool
 
 
 def decoding_of(tokenizer: Tokenizer) -> Decoding:

@@ -1,5 +1,5 @@
 """The message bus: one process that keeps the membership list of the ring. No request passes through it.
 
-`Roster` decides from heartbeats, farewells and broken links which members are alive; `Registry` is the loop around it
-and the `RegistrySocket` of `shared/bus`.
+`Membership` decides from heartbeats, farewells and broken links which members are alive; `Registry` is the loop around
+it and the `RegistrySocket` of `shared/bus`.
 """

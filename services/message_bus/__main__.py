@@ -5,7 +5,7 @@ import sys
 import threading
 import time
 
-from blockyard.services.message_bus.service import Registry, Roster
+from blockyard.services.message_bus.service import Membership, Registry
 from blockyard.shared.bus.registry_socket import RegistrySocket
 from blockyard.shared.config.services.registry import RegistryConfig
 from blockyard.shared.process import settings
@@ -16,7 +16,7 @@ def serve(config: RegistryConfig) -> None:
     signal.signal(signal.SIGTERM, lambda *_: stopped.set())
     socket = RegistrySocket(config.process.bus)
     try:
-        Registry(socket, Roster(time.monotonic(), config.dead_after_s, config.settle_s)).run(stopped)
+        Registry(socket, Membership(time.monotonic(), config.dead_after_s, config.settle_s)).run(stopped)
     finally:
         socket.close()
 

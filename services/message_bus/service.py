@@ -14,7 +14,7 @@ PUSH_STATS_S = 0.5
 _NO_STATS = Stats()
 
 
-class Roster:
+class Membership:
     """The membership list. Times are seconds of one monotonic clock."""
 
     def __init__(self, now: float, dead_after_s: float, settle_s: float) -> None:
@@ -82,8 +82,8 @@ TICK_S = 0.1
 
 
 class Registry:
-    def __init__(self, socket: RegistrySocket, roster: Roster) -> None:
-        self._socket, self._roster = socket, roster
+    def __init__(self, socket: RegistrySocket, membership: Membership) -> None:
+        self._socket, self._membership = socket, membership
         self._incarnation = new_incarnation()
 
     def run(self, stopped: threading.Event) -> None:
@@ -92,10 +92,10 @@ class Registry:
             frames = self._socket.poll(TICK_S)
             now = time.monotonic()
             for frame in frames:
-                self._roster.hear(frame, now)
-            due = self._roster.due(now)
+                self._membership.hear(frame, now)
+            due = self._membership.due(now)
             if due or self._socket.asked:
-                news = Members(self._incarnation, self._roster.settled(now), self._roster.members())
+                news = Members(self._incarnation, self._membership.settled(now), self._membership.members())
                 if due:
                     self._socket.push(news)
                 self._socket.answer(news)

@@ -11,7 +11,7 @@ from blockyard.services.scheduler.core import Scheduler
 from blockyard.services.scheduler.outbox import LinkSide, Outgoing
 from blockyard.services.scheduler.report import StatsLog
 from blockyard.shared.bus.member_list import Changed, Event, Gone, Joined
-from blockyard.shared.messages import AskStats, Frame, ModelCard, SchedulerIn, Stats, StatsTold
+from blockyard.shared.messages import Frame, ModelCard, SchedulerIn, Stats, StatsRequest, StatsResponse
 from blockyard.shared.process.service_main import rss_bytes
 
 TICK_S = 0.25  # longest wait for a frame; reports and SIGTERM may be this late
@@ -53,8 +53,8 @@ class Service:
                 self._core.on_member(member, now)
             case Gone():
                 self._core.on_member_lost(peer)
-            case AskStats(request_id):
-                self._links.answer(peer, StatsTold(request_id, self._stats()))
+            case StatsRequest(request_id):
+                self._links.answer(peer, StatsResponse(request_id, self._stats()))
             case _:
                 self._core.on_message(peer, event, now)
 

@@ -2,5 +2,5 @@
 
 The service process (`TokenizerPool`) hands jobs to its text process (`TextProcess`). A fork server loads the tokenizer
 once and forks a text worker; the worker runs templates of clients in a sandbox under limits of CPU time and memory, and
-is replaced when a job breaks them. `Texts` does the work and knows nothing of processes.
+is replaced when a job breaks them. `TextCodec` does the work and knows nothing of processes.
 """

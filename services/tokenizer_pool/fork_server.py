@@ -21,7 +21,7 @@ from setproctitle import setproctitle
 
 from blockyard.services.tokenizer_pool.chat_template import ChatTemplates
 from blockyard.services.tokenizer_pool.job_limits import JobLimits, ProcessLimits
-from blockyard.services.tokenizer_pool.texts import Texts
+from blockyard.services.tokenizer_pool.text_codec import TextCodec
 from blockyard.services.tokenizer_pool.token_chars import max_token_chars
 from blockyard.services.tokenizer_pool.worker_frames import (
     Answer,
@@ -44,7 +44,7 @@ from blockyard.shared.messages import TextRejected
 from blockyard.shared.process import settings
 
 
-def serve_jobs(sock: socket.socket, texts: Texts, limits: JobLimits) -> None:
+def serve_jobs(sock: socket.socket, texts: TextCodec, limits: JobLimits) -> None:
     """Runs a text worker: answers jobs in order until the service closes the stream or the process grows too much."""
     phases = ProcessLimits(limits)
     texts.set_phases(phases)
@@ -60,7 +60,7 @@ def serve_jobs(sock: socket.socket, texts: Texts, limits: JobLimits) -> None:
                 return
 
 
-def _answer(texts: Texts, work: Work) -> Answer:
+def _answer(texts: TextCodec, work: Work) -> Answer:
     try:
         return texts.answer(work)
     except MemoryError as e:  # outside the phases: block hashes, the answer itself
@@ -85,7 +85,7 @@ def start(config: TokenizerConfig, limits: JobLimits) -> socket.socket:
     return ours
 
 
-def load_texts(config: TokenizerConfig) -> tuple[Texts, list[str]]:
+def load_texts(config: TokenizerConfig) -> tuple[TextCodec, list[str]]:
     """Returns the configured tokenizer and a description of it."""
     # a single text is encoded by one thread; a pool of threads would only take memory
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -98,7 +98,7 @@ def load_texts(config: TokenizerConfig) -> tuple[Texts, list[str]]:
         if config.chat_template is not None:
             raise ConfigError(f"--chat-template: {e}") from e
         log.warning("chats will be refused: %s", e)
-    texts = Texts(files.tokenizer, files.vocab_size, chats, config, max_token_chars(files.tokenizer))
+    texts = TextCodec(files.tokenizer, files.vocab_size, chats, config, max_token_chars(files.tokenizer))
     return texts, [f"vocabulary {files.vocab_size}", f"chat template {'yes' if templates else 'no'}"]
 
 
@@ -120,7 +120,7 @@ class ForkServer:
         while self._one_worker(texts):
             pass
 
-    def _one_worker(self, texts: Texts) -> bool:
+    def _one_worker(self, texts: TextCodec) -> bool:
         """Runs one worker from start to end. Returns False once the service is gone."""
         ours, theirs = pair(socket.SOCK_STREAM)
         alive, held = os.pipe()  # the kernel closes the worker's end for any kind of exit

@@ -20,7 +20,7 @@ from blockyard.shared.process.service_main import rss_bytes
 log = logging.getLogger(__name__)
 
 
-class Answers(Protocol):
+class TokenizerLinks(Protocol):
     """The methods of its links that the service uses."""
 
     def answer(self, to: int, frame: Frame) -> bool: ...
@@ -39,7 +39,7 @@ class TextProcessClient(Protocol):
 class TokenizerPool:
     """One replica. Stateless between requests, so a gateway may ask any."""
 
-    def __init__(self, links: Answers, worker: TextProcessClient, served_model_names: list[str]) -> None:
+    def __init__(self, links: TokenizerLinks, worker: TextProcessClient, served_model_names: list[str]) -> None:
         self._links = links
         self._worker = worker
         self._names = frozenset(served_model_names)

@@ -14,11 +14,11 @@ Answer = Tokenized | Detokenized | TextRejected
 LENGTH = struct.Struct("<I")  # before each frame of a worker's stream
 
 
-class Local(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+class LocalFrame(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
     """Base of frames between a tokenizer's processes. It has no fields, as Frame."""
 
 
-class Task(Local, frozen=True):
+class Task(LocalFrame, frozen=True):
     """One job for the worker."""
 
     vocab_size: int  # 0: the tokenizer's own
@@ -26,24 +26,24 @@ class Task(Local, frozen=True):
     work: Work
 
 
-class TokenizerLoaded(Local, frozen=True):
+class TokenizerLoaded(LocalFrame, frozen=True):
     """The tokenizer is loaded; WorkerStarted of the first worker follows."""
 
     notes: list[str]
 
 
-class LoadFailed(Local, frozen=True):
+class LoadFailed(LocalFrame, frozen=True):
     exit_code: int
     message: str
 
 
-class WorkerStarted(Local, frozen=True):
+class WorkerStarted(LocalFrame, frozen=True):
     """Sent with the service's end of the worker's stream."""
 
     pid: int
 
 
-class WorkerEnded(Local, frozen=True):
+class WorkerEnded(LocalFrame, frozen=True):
     exit_code: int  # negative: killed by this signal
 
 
@@ -52,7 +52,7 @@ FromServer = TokenizerLoaded | LoadFailed | WorkerStarted | WorkerEnded
 encode = msgspec.msgpack.Encoder().encode
 
 
-def framed(frame: Frame | Local) -> bytes:
+def framed(frame: Frame | LocalFrame) -> bytes:
     """Returns the frame as bytes of a stream, with its length."""
     data = encode(frame)
     return LENGTH.pack(len(data)) + data

@@ -22,7 +22,7 @@ from blockyard.shared.bus.poller import Poller
 from blockyard.shared.bus.registry_link import RegistryLink
 from blockyard.shared.bus.sockets import Sockets
 from blockyard.shared.config.services.process import BusConfig
-from blockyard.shared.messages import AskMembers, Frame, Hello, LinkLost, Member, Role, Stats
+from blockyard.shared.messages import Frame, Hello, LinkLost, Member, MembersRequest, Role, Stats
 
 In = TypeVar("In", bound=Frame)
 
@@ -79,7 +79,7 @@ class Links(Generic[In]):
 
     def ask_registry(self) -> None:
         """Asks for the list, which the registry otherwise sends only when it has changed."""
-        self._registry_link.send(AskMembers(self.me.name))
+        self._registry_link.send(MembersRequest(self.me.name))
 
     def update(self, **fields: Any) -> None:
         """Changes this member's entry and announces it at once, unless only `stats` changed."""

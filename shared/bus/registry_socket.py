@@ -10,7 +10,7 @@ from blockyard.shared.bus.frames import FrameReader, Malformed
 from blockyard.shared.bus.sockets import Sockets, readable, receive_routed, send_frame
 from blockyard.shared.config.services.process import BusConfig
 from blockyard.shared.errors import ConfigError
-from blockyard.shared.messages import Announce, AskMembers, Frame, Members, RegistryIn
+from blockyard.shared.messages import Announce, Frame, Members, MembersRequest, RegistryIn
 
 
 class RegistrySocket:
@@ -39,7 +39,7 @@ class RegistrySocket:
                 continue
             if isinstance(frame, Announce) and route.startswith(b"m"):  # "h" sockets only repeat heartbeats
                 self._listeners[route] = frame.member.incarnation
-            elif isinstance(frame, AskMembers):
+            elif isinstance(frame, MembersRequest):
                 self._askers.append(route)
             frames.append(frame)
         return frames

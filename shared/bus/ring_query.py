@@ -6,7 +6,7 @@ from blockyard.shared.bus.frames import FrameReader, Malformed
 from blockyard.shared.bus.sockets import Sockets, receive_frame, send_frame
 from blockyard.shared.config.services.process import BusConfig
 from blockyard.shared.errors import BlockyardError
-from blockyard.shared.messages import AskMembers, Member, Members
+from blockyard.shared.messages import Member, Members, MembersRequest
 
 
 def ask_members(bus: BusConfig, timeout_s: float) -> Members:
@@ -14,7 +14,7 @@ def ask_members(bus: BusConfig, timeout_s: float) -> Members:
     sockets = Sockets(bus)
     link = sockets.connect_dealer(bus.registry, b"ask")
     try:
-        send_frame(link, msgspec.msgpack.encode(AskMembers("query")))
+        send_frame(link, msgspec.msgpack.encode(MembersRequest("query")))
         if not link.poll(int(1000 * timeout_s)):
             raise BlockyardError(f"no answer from the message bus at {bus.registry} within {timeout_s:g} s")
         reader: FrameReader[Members] = FrameReader(Members, Malformed())

@@ -23,19 +23,19 @@ def coerce(flag: Flag, value: object, where: str) -> object:
     """
     if value is None or (flag.default is None and isinstance(value, str) and value.lower() in _NONE):
         return flag.default
-    if isinstance(value, str | int) and str(value).lower() in flag.words:
-        return flag.words[str(value).lower()]
+    if isinstance(value, str | int) and str(value).lower() in flag.named_values:
+        return flag.named_values[str(value).lower()]
     if isinstance(value, dict) and flag.takes_json:
         value = msgspec.json.encode(value).decode()
-    if isinstance(value, bool) and flag.bare is not None:
+    if isinstance(value, bool) and flag.const is not None:
         value = str(value).lower()
     try:
         typed = _READERS[flag.kind](value)
     except (ValueError, msgspec.DecodeError) as e:
         article = "an" if flag.kind is FlagKind.INT else "a"
-        if flag.words:
+        if flag.named_values:
             raise ConfigError(
-                f"{where}: expected {article} {flag.kind}, or {', '.join(flag.words)}, got {_shown(value)}"
+                f"{where}: expected {article} {flag.kind}, or {', '.join(flag.named_values)}, got {_shown(value)}"
             ) from e
         raise ConfigError(f"{where}: expected {article} {flag.kind}, got {_shown(value)}") from e
     _check_choice(flag, typed, where)
@@ -55,10 +55,10 @@ def _check_choice(flag: Flag, value: object, where: str) -> None:
 def _check_range(flag: Flag, value: object, where: str) -> None:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return
-    if flag.least is not None and value < flag.least:
-        raise ConfigError(f"{where}: must be at least {flag.least:g}, got {value}")
-    if flag.most is not None and value > flag.most:
-        raise ConfigError(f"{where}: must be at most {flag.most:g}, got {value}")
+    if flag.ge is not None and value < flag.ge:
+        raise ConfigError(f"{where}: must be at least {flag.ge:g}, got {value}")
+    if flag.le is not None and value > flag.le:
+        raise ConfigError(f"{where}: must be at most {flag.le:g}, got {value}")
 
 
 def _text(value: object) -> str:

@@ -40,10 +40,10 @@ def check_numbers(config: dict[str, Any], path: Path) -> None:
     try:
         msgspec.convert(config, _Numbers)
     except msgspec.ValidationError as e:
-        raise ConfigError(f"{path}:{said(config, e)}") from e
+        raise ConfigError(f"{path}:{describe_error(config, e)}") from e
 
 
-def said(config: dict[str, Any], error: msgspec.ValidationError) -> str:
+def describe_error(config: dict[str, Any], error: msgspec.ValidationError) -> str:
     """Returns the error with the wrong value."""
     name = str(error).partition("`$.")[2].rstrip("`")
     value = f" {name} is {msgspec.json.encode(config[name]).decode()[:80]}:" if name in config else ""

@@ -191,8 +191,8 @@ def _take_value(flag: Flag, rest: list[str], where: str) -> object:
     while rest and not _is_flag(rest[0]) and (not words or flag.kind is FlagKind.LIST):
         words.append(rest.pop(0))
     if not words:
-        if flag.bare is not None:
-            return flag.bare
+        if flag.const is not None:
+            return flag.const
         raise ConfigError(f"{where}: expects a value")
     return words if len(words) > 1 else words[0]
 

@@ -7,22 +7,22 @@ ordered. Each socket accepts one union of frames, defined here (`GatewayIn`, `Sc
 conversations to `base`, never back.
 """
 
-from blockyard.shared.messages.base import NO_TOKEN, PROTOCOL_VERSION, FinishReason, Frame, Hello, Record, Role
+from blockyard.shared.messages.base import NO_TOKEN, PROTOCOL_VERSION, FinishReason, Frame, FrameStruct, Hello, Role
 from blockyard.shared.messages.controls import Control, Controlled, ControlVerb, MemoryTag, Sleep, Slept, Wake
 from blockyard.shared.messages.membership import (
     STEP_TOKENS,
     Announce,
-    AskMembers,
     Leave,
     LinkLost,
     Member,
     Members,
+    MembersRequest,
     ModelCard,
     RefusalCount,
     Stats,
     TenantShare,
 )
-from blockyard.shared.messages.metrics import AskStats, PastText, Scrape, Scraped, StatsTold
+from blockyard.shared.messages.metrics import PastText, Scrape, Scraped, StatsRequest, StatsResponse
 from blockyard.shared.messages.requests import (
     DEFAULT_SAMPLING,
     Accepted,
@@ -70,7 +70,7 @@ from blockyard.shared.messages.streams import (
 )
 from blockyard.shared.messages.text import Detokenize, Detokenized, TextRejected, Tokenize, Tokenized
 
-RegistryIn = Announce | Leave | LinkLost | AskMembers
+RegistryIn = Announce | Leave | LinkLost | MembersRequest
 MemberIn = Members  # from the registry, on the registry link
 GatewayIn = (
     Tokenized
@@ -84,7 +84,7 @@ GatewayIn = (
     | Scraped
     | Controlled
     | PathLost
-    | StatsTold
+    | StatsResponse
 )
 TokenizerIn = Tokenize | Detokenize
 SchedulerIn = (
@@ -99,7 +99,7 @@ SchedulerIn = (
     | Control
     | Slept
     | Broken
-    | AskStats
+    | StatsRequest
 )
 DetokenizerIn = TokenBatch
 WorkerIn = Attach | StepPlan | Sleep | Wake

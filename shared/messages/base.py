@@ -26,7 +26,7 @@ class FinishReason(enum.IntEnum):
     FAILED = 3  # our fault or the input's: the gateway answers with an error
 
 
-class Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class FrameStruct(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Base of the structs inside frames. It has no fields, for the same reason as `Frame`."""
 
 

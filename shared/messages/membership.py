@@ -1,12 +1,12 @@
 """Members <-> message bus: the membership list, with each member's role, state and counters."""
 
-from blockyard.shared.messages.base import Frame, Record, Role
+from blockyard.shared.messages.base import Frame, FrameStruct, Role
 
 # Upper limits of the histogram of tokens per step; the last bucket has no limit.
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
-class ModelCard(Record, frozen=True):
+class ModelCard(FrameStruct, frozen=True):
     """The model as a scheduler settled it with its workers. Gateways validate requests against it."""
 
     names: list[str]  # served names, the first is echoed in answers
@@ -17,12 +17,12 @@ class ModelCard(Record, frozen=True):
     eos_token_ids: list[int] = []
 
 
-class RefusalCount(Record, frozen=True):
+class RefusalCount(FrameStruct, frozen=True):
     reason: str
     total: int
 
 
-class TenantShare(Record, frozen=True):
+class TenantShare(FrameStruct, frozen=True):
     """A tenant's use of one scheduler."""
 
     tenant: str
@@ -31,7 +31,7 @@ class TenantShare(Record, frozen=True):
     served: int  # weighted tokens, as the fair policy compares them
 
 
-class Stats(Record, frozen=True):
+class Stats(FrameStruct, frozen=True):
     """Counters since start, and gauges. Fields that do not apply to a role stay 0."""
 
     running: int = 0  # sequences in the batch; open streams of gateways and detokenizers
@@ -61,7 +61,7 @@ class Stats(Record, frozen=True):
     step_tokens_total: int = 0  # sum of the same tokens
 
 
-class Member(Record, frozen=True):
+class Member(FrameStruct, frozen=True):
     """One process of the ring in the membership list."""
 
     name: str
@@ -104,7 +104,7 @@ class Members(Frame, frozen=True):
     members: list[Member]
 
 
-class AskMembers(Frame, frozen=True):
+class MembersRequest(Frame, frozen=True, tag="AskMembers"):
     """Asks for the list once, from a process that is not a member."""
 
-    asker: str
+    name: str  # of the process

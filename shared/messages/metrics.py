@@ -1,6 +1,6 @@
 """Metrics: API gateway <-> API gateway, and API gateway <-> scheduler."""
 
-from blockyard.shared.messages.base import Frame, Record
+from blockyard.shared.messages.base import Frame, FrameStruct
 from blockyard.shared.messages.membership import Member, Stats
 
 
@@ -8,7 +8,7 @@ class Scrape(Frame, frozen=True):
     request_id: str
 
 
-class PastText(Record, frozen=True):
+class PastText(FrameStruct, frozen=True):
     """The last counters of a gateway that is gone."""
 
     gateway: int  # incarnation
@@ -22,12 +22,14 @@ class Scraped(Frame, frozen=True):
     gone: list[Member] = []  # other members that are gone, with their last counters
 
 
-class AskStats(Frame, frozen=True):
+class StatsRequest(Frame, frozen=True, tag="AskStats"):
     """Asks a scheduler for its current counters: its last heartbeat is older."""
 
     request_id: str
 
 
-class StatsTold(Frame, frozen=True):
+class StatsResponse(Frame, frozen=True, tag="StatsTold"):
+    """Answers StatsRequest."""
+
     request_id: str
     stats: Stats

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import msgspec
 
-from blockyard.shared.messages.base import Frame, Record
+from blockyard.shared.messages.base import Frame, FrameStruct
 
 # Ranges of the sampling parameters. HTTP requests, the offline API and the model's defaults are checked against them.
 Temperature = Annotated[float, msgspec.Meta(ge=0, le=100)]  # 0 is greedy
@@ -17,7 +17,7 @@ Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 NumTokens = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class Sampling(Record, frozen=True):
+class Sampling(FrameStruct, frozen=True):
     """Sampling parameters with their ranges and defaults. The gateway validates them and the worker applies them."""
 
     max_tokens: int  # output tokens of one choice, over all attempts
@@ -42,7 +42,7 @@ class Sampling(Record, frozen=True):
 DEFAULT_SAMPLING = Sampling(max_tokens=16)
 
 
-class TextOptions(Record, frozen=True):
+class TextOptions(FrameStruct, frozen=True):
     """How the detokenizer turns ids into text."""
 
     stop: list[str] = []
@@ -53,7 +53,7 @@ class TextOptions(Record, frozen=True):
     min_tokens: int = 0  # ignore stop strings in the text of this many output tokens
 
 
-class ChoiceState(Record, frozen=True):
+class ChoiceState(FrameStruct, frozen=True):
     """One of the `n` choices of a request, with its output that was delivered before this attempt."""
 
     index: int
@@ -69,7 +69,7 @@ class BeamStop(enum.IntEnum):
     NEVER = 2  # "never": when the best live hypothesis cannot become better than the worst finished one
 
 
-class Beam(Record, frozen=True):
+class Beam(FrameStruct, frozen=True):
     """Beam search: the request's choices are the best hypotheses, in order."""
 
     width: int
@@ -102,7 +102,7 @@ class Cancel(Frame, frozen=True):
     attempt: int
 
 
-class QueueCapacity(Record, frozen=True):
+class QueueCapacity(FrameStruct, frozen=True):
     """How much more the waiting queue takes. Gateways answer 429 by it before they tokenize anything."""
 
     choices: int

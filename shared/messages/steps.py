@@ -1,6 +1,6 @@
 """Scheduler <-> GPU worker: attachment, the plan of each step, and its result."""
 
-from blockyard.shared.messages.base import FinishReason, Frame, Record
+from blockyard.shared.messages.base import FinishReason, Frame, FrameStruct
 from blockyard.shared.messages.requests import Sampling
 from blockyard.shared.messages.streams import TokenLogprobs
 
@@ -14,7 +14,7 @@ class Attach(Frame, frozen=True):
     forget: bool = False  # the contents of blocks are invalid, on the device and in host memory
 
 
-class Geometry(Record, frozen=True):
+class Geometry(FrameStruct, frozen=True):
     """The sizes a worker group settled at start-up."""
 
     num_blocks: int
@@ -52,7 +52,7 @@ class OutOfStep(Frame, frozen=True):
     expected: int  # plan number
 
 
-class SlotStart(Record, frozen=True):
+class SlotStart(FrameStruct, frozen=True):
     """A sequence enters a slot with all its ids."""
 
     slot: int
@@ -65,28 +65,28 @@ class SlotStart(Record, frozen=True):
     prompt_logprobs_from: int = 0  # earlier positions were delivered already
 
 
-class SlotBlocks(Record, frozen=True):
+class SlotBlocks(FrameStruct, frozen=True):
     """Blocks appended to a slot's block table."""
 
     slot: int
     blocks: list[int]
 
 
-class SlotRun(Record, frozen=True):
+class SlotRun(FrameStruct, frozen=True):
     """A slot that runs in this plan. It has no position or length: only the device knows them."""
 
     slot: int
     max_tokens: int  # most tokens that this step computes KV of
 
 
-class FullBlock(Record, frozen=True):
+class FullBlock(FrameStruct, frozen=True):
     """The block is full once this plan completed."""
 
     block: int
     block_hash: bytes
 
 
-class BlockSave(Record, frozen=True):
+class BlockSave(FrameStruct, frozen=True):
     """Copies a device block to host memory, before this plan writes to any block."""
 
     block: int
@@ -94,14 +94,14 @@ class BlockSave(Record, frozen=True):
     block_hash: bytes
 
 
-class BlockFetch(Record, frozen=True):
+class BlockFetch(FrameStruct, frozen=True):
     """Copies a block of host memory to the device, after the plan's saves and before the plan reads any block."""
 
     host: int
     block: int
 
 
-class BlockCopy(Record, frozen=True):
+class BlockCopy(FrameStruct, frozen=True):
     """Copies a whole block to another block, after the plan's fetches and before its runs.
 
     Copies of one plan are parallel: a worker may read any source before or after it writes any destination. So no
@@ -129,7 +129,7 @@ class StepPlan(Frame, frozen=True):
     copies: list[BlockCopy] = []
 
 
-class SlotResult(Record, frozen=True):
+class SlotResult(FrameStruct, frozen=True):
     """0 to m tokens of one slot. A finished slot stays silent until its end is planned."""
 
     slot: int

@@ -1,10 +1,10 @@
 """Scheduler -> detokenizer -> API gateway: sampled tokens and their text."""
 
-from blockyard.shared.messages.base import FinishReason, Frame, Record
+from blockyard.shared.messages.base import FinishReason, Frame, FrameStruct
 from blockyard.shared.messages.requests import Cancel, TextOptions
 
 
-class TokenLogprobs(Record, frozen=True):
+class TokenLogprobs(FrameStruct, frozen=True):
     """Log-probabilities at one position: of its token and of the likeliest candidates."""
 
     token_id: int
@@ -14,7 +14,7 @@ class TokenLogprobs(Record, frozen=True):
     top_logprobs: list[float]
 
 
-class StreamOpen(Record, frozen=True):
+class StreamOpen(FrameStruct, frozen=True):
     """Opens one choice's stream at this detokenizer, after the `output_ids` and `chars_sent` of earlier attempts."""
 
     request_id: str
@@ -28,7 +28,7 @@ class StreamOpen(Record, frozen=True):
     stream: int = 0  # the scheduler's number of this stream in `TokenRows`; 0: it appears in no TokenRows
 
 
-class TokenStep(Record, frozen=True):
+class TokenStep(FrameStruct, frozen=True):
     """Tokens one scheduler step produced for one choice, in order."""
 
     request_id: str
@@ -46,7 +46,7 @@ class TokenStep(Record, frozen=True):
     queued_s: float | None = None  # with the first token: how long the request waited to be scheduled
 
 
-class TokenRows(Record, frozen=True):
+class TokenRows(FrameStruct, frozen=True):
     """One token more for each of many streams, in columns of uint32. The usual form: TokenStep is for the rest."""
 
     streams: bytes  # `StreamOpen.stream`
@@ -78,7 +78,7 @@ class PathLost(Frame, frozen=True):
     member: int  # incarnation
 
 
-class StreamRef(Record, frozen=True):
+class StreamRef(FrameStruct, frozen=True):
     request_id: str
     attempt: int
     choice: int
@@ -90,7 +90,7 @@ class Stop(Frame, frozen=True):
     streams: list[StreamRef]
 
 
-class TextLogprobs(Record, frozen=True):
+class TextLogprobs(FrameStruct, frozen=True):
     """`TokenLogprobs` with each token's text; bytes because one token may be part of a character."""
 
     token_id: int
@@ -102,7 +102,7 @@ class TextLogprobs(Record, frozen=True):
     top_logprobs: list[float]
 
 
-class TextDelta(Record, frozen=True):
+class TextDelta(FrameStruct, frozen=True):
     """Final text and the ids it accounts for; `text` is empty while characters are held back."""
 
     request_id: str

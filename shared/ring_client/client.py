@@ -15,7 +15,7 @@ from blockyard.shared.messages import (
     QueueCapacityChanged,
     Refused,
     Role,
-    StatsTold,
+    StatsResponse,
     TextBatch,
     TextRejected,
     Tokenized,
@@ -75,8 +75,8 @@ class RingClient:
                 self.admission.heard(peer, event.capacity, self.clock())
             case Controlled():
                 self.controls.answered(peer, event)
-            case StatsTold():
-                self.counts.told(peer, event)
+            case StatsResponse():
+                self.counts.on_response(peer, event)
             case Joined() | Changed():
                 self._changed(event.member)
             case Gone():

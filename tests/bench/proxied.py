@@ -17,7 +17,7 @@ from rig import ROOT, Server, wait_ready
 
 from blockyard.services.launcher.models import model_files
 from blockyard.services.launcher.supervision.child import service_specs
-from blockyard.services.message_bus.service import Registry, Roster
+from blockyard.services.message_bus.service import Membership, Registry
 from blockyard.shared.bus.registry_socket import RegistrySocket
 from blockyard.shared.config import parsed_flags
 from blockyard.shared.config.resolve import Deployment, resolve
@@ -156,8 +156,8 @@ def proxied_ring(folder: Path, *flags: str, dead_after_s: float = 4.0) -> Iterat
     threads = [threading.Thread(target=loop.run_forever, name="proxies")]
     threads[0].start()
     stopped, registry = threading.Event(), ProxiedRegistry(bus, loop)
-    roster = Roster(time.monotonic(), dead_after_s=dead_after_s, settle_s=0.5)
-    threads.append(threading.Thread(target=Registry(registry, roster).run, args=(stopped,), name="registry"))
+    membership = Membership(time.monotonic(), dead_after_s=dead_after_s, settle_s=0.5)
+    threads.append(threading.Thread(target=Registry(registry, membership).run, args=(stopped,), name="registry"))
     threads[1].start()
     ring = ProxiedRing(deployment, registry, folder)
     try:

@@ -19,7 +19,7 @@ from pathlib import Path
 import aiohttp
 import msgspec
 
-from blockyard.services.message_bus.service import Registry, Roster
+from blockyard.services.message_bus.service import Membership, Registry
 from blockyard.shared.bus.registry_socket import RegistrySocket
 from blockyard.shared.config.services.process import BusConfig
 
@@ -186,7 +186,7 @@ def registry(bus: BusConfig) -> Iterator[None]:
     """A message bus in a thread of this process, quicker to give up on the silent than the real one."""
     stopped = threading.Event()
     server = RegistrySocket(bus)
-    loop = Registry(server, Roster(time.monotonic(), dead_after_s=1.5, settle_s=1.2))
+    loop = Registry(server, Membership(time.monotonic(), dead_after_s=1.5, settle_s=1.2))
     thread = threading.Thread(target=loop.run, args=(stopped,))
     thread.start()
     try:

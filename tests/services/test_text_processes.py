@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from blockyard.services.message_bus.service import Registry, Roster
+from blockyard.services.message_bus.service import Membership, Registry
 from blockyard.shared.bus.links import Links
 from blockyard.shared.bus.member_list import Gone
 from blockyard.shared.bus.registry_socket import RegistrySocket
@@ -47,7 +47,7 @@ LIMIT_S = 20.0
 def bus(tmp_path: Path) -> Iterator[BusConfig]:
     config = BusConfig(registry=f"ipc://{tmp_path}/bus", bind=f"ipc://{tmp_path}")
     stopped, socket = threading.Event(), RegistrySocket(config)
-    registry = Registry(socket, Roster(time.monotonic(), dead_after_s=3.0, settle_s=1.0))
+    registry = Registry(socket, Membership(time.monotonic(), dead_after_s=3.0, settle_s=1.0))
     thread = threading.Thread(target=registry.run, args=(stopped,))
     thread.start()
     yield config

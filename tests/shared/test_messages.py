@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from blockyard.shared import messages
-from blockyard.shared.messages import Frame, Record
+from blockyard.shared.messages import Frame, FrameStruct
 
 UNIONS = {
     name: union
@@ -35,7 +35,7 @@ def sample(kind: Any) -> Any:
         return sample(next(k for k in get_args(kind) if k is not type(None)))
     if issubclass(kind, enum.Enum):
         return list(kind)[-1]
-    assert issubclass(kind, Record | Frame), kind
+    assert issubclass(kind, FrameStruct | Frame), kind
     return kind(*(sample(f.type) for f in msgspec.structs.fields(kind)))
 
 

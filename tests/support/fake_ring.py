@@ -13,7 +13,6 @@ from fake_links import FakeLinks
 from blockyard.shared.bus.member_list import Event, Gone, Joined
 from blockyard.shared.messages import (
     Accepted,
-    AskStats,
     Cancel,
     Control,
     Controlled,
@@ -28,7 +27,8 @@ from blockyard.shared.messages import (
     QueueCapacity,
     Refused,
     Role,
-    StatsTold,
+    StatsRequest,
+    StatsResponse,
     TextBatch,
     TextDelta,
     TextLogprobs,
@@ -122,8 +122,8 @@ class FakeRing(FakeLinks):
                 self._admit(to, frame)
             case Control():
                 self.receive(to, self.control(frame))
-            case AskStats():
-                self.receive(to, StatsTold(frame.request_id, self.members[to].stats))
+            case StatsRequest():
+                self.receive(to, StatsResponse(frame.request_id, self.members[to].stats))
             case Cancel():
                 running = self.running.get(frame.request_id)
                 if running is not None and running.frame.attempt <= frame.attempt:

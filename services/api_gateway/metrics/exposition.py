@@ -13,7 +13,7 @@ from prometheus_client.metrics_core import (
 from blockyard.shared.config.services.gateway import MetricsNames
 from blockyard.shared.messages import Role
 from blockyard.shared.ring_client.metrics.histogram import BucketCounts
-from blockyard.shared.ring_client.metrics.member_counts import REFUSED, SERVED, Counted
+from blockyard.shared.ring_client.metrics.member_counts import REFUSED, SERVED, MemberTotals
 from blockyard.shared.ring_client.metrics.meters import Meters
 from blockyard.shared.ring_client.metrics.metric_families import (
     Family,
@@ -71,7 +71,7 @@ def _family(name: str, family: Family[Source], samples: list[MetricSample], mete
     return numbers
 
 
-def member_families(members: Iterable[Counted], model_name: str) -> Iterator[Metric]:
+def member_families(members: Iterable[MemberTotals], model_name: str) -> Iterator[Metric]:
     """One series per member, under our prefix only: vLLM has no such members."""
     counted = list(members)
     present = [(one, [model_name, one.name, one.role.value]) for one in counted if one.ready is not None]
@@ -96,7 +96,7 @@ def member_families(members: Iterable[Counted], model_name: str) -> Iterator[Met
     yield from _queue_families(counted, model_name)
 
 
-def _queue_families(members: Iterable[Counted], model_name: str) -> Iterator[Metric]:
+def _queue_families(members: Iterable[MemberTotals], model_name: str) -> Iterator[Metric]:
     """The schedulers' queues: refusals by reason, preemptions by mode, tokens served by tenant."""
     schedulers = [(one, [model_name, one.name]) for one in members if one.role is Role.SCHEDULER]
     yield from _queue_gauges([(one, values) for one, values in schedulers if one.ready is not None])
@@ -121,7 +121,7 @@ def _queue_families(members: Iterable[Counted], model_name: str) -> Iterator[Met
     yield from (refused, preempted, served)
 
 
-def _queue_gauges(schedulers: list[tuple[Counted, list[str]]]) -> Iterator[Metric]:
+def _queue_gauges(schedulers: list[tuple[MemberTotals, list[str]]]) -> Iterator[Metric]:
     tokens = GaugeMetricFamily("blockyard:queue_tokens", "Tokens of what waits", labels=_QUEUE)
     wait = GaugeMetricFamily(
         "blockyard:queue_wait_seconds", "Until what waits is served, by the measured rate", labels=_QUEUE

@@ -53,7 +53,7 @@ def parse(config: dict[str, Any], fields: type[T]) -> T:
     try:
         return msgspec.convert(config, fields)
     except msgspec.ValidationError as e:
-        raise ConfigError(f"config.json:{model_bounds.said(config, e)}") from e
+        raise ConfigError(f"config.json:{model_bounds.describe_error(config, e)}") from e
 
 
 def _read_object(path: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ PARALLEL = (
         1,
         "GPUs of a tensor-parallel group.",
         aliases=("tp",),
-        least=1,
+        ge=1,
         refused=not_built("tensor parallelism; use 1"),
     ),
     Flag(
@@ -20,7 +20,7 @@ PARALLEL = (
         1,
         "Pipeline stages.",
         aliases=("pp",),
-        least=1,
+        ge=1,
         refused=not_built("pipeline parallelism; use 1"),
     ),
     Flag(
@@ -29,8 +29,8 @@ PARALLEL = (
         1,
         "Replicas of the model, each on its own GPU or with its share of the CPU cores.",
         aliases=("dp",),
-        least=1,
-        most=1024,
+        ge=1,
+        le=1024,
     ),
     Flag("enable-expert-parallel", FlagKind.BOOL, False, "Spread experts.", refused=not_built("expert parallelism")),
     Flag(
@@ -87,15 +87,15 @@ CACHE = (
         0.9,
         "Fraction of the GPU's memory for weights and KV.",
         ("worker.gpu_memory_utilization",),
-        least=0.01,
-        most=1,
+        ge=0.01,
+        le=1,
     ),
     Flag(
         "swap-space",
         FlagKind.FLOAT,
         None,
         "Host memory for KV blocks evicted from the device, in GiB per worker; unset: 4 to swap, else 0.",
-        least=0,
+        ge=0,
     ),
     Flag(
         "cpu-offload-gb",
@@ -103,7 +103,7 @@ CACHE = (
         0.0,
         "Weights kept in host memory, in GiB per GPU; each GiB adds about 20 ms to every step.",
         ("worker.cpu_offload_gib",),
-        least=0,
+        ge=0,
     ),
     Flag(
         "num-gpu-blocks-override",
@@ -111,25 +111,17 @@ CACHE = (
         None,
         "Number of KV blocks, instead of what memory allows.",
         ("worker.num_gpu_blocks_override",),
-        least=1,
+        ge=1,
     ),
-    Flag(
-        "use-v2-block-manager",
-        FlagKind.BOOL,
-        True,
-        "Choose a block manager.",
-        mapped="there is one block manager",
-    ),
-    Flag(
-        "cpu-kv-gib", FlagKind.FLOAT, None, "KV memory on CPU, in GiB; unset: by need.", ("worker.cpu_kv_gib",), least=0
-    ),
+    Flag("use-v2-block-manager", FlagKind.BOOL, True, "Choose a block manager.", mapped="there is one block manager"),
+    Flag("cpu-kv-gib", FlagKind.FLOAT, None, "KV memory on CPU, in GiB; unset: by need.", ("worker.cpu_kv_gib",), ge=0),
     Flag(
         "kv-cache-memory-bytes",
         FlagKind.SIZE,
         None,
         "KV memory of a worker in bytes, also on CPU, instead of what --gpu-memory-utilization leaves.",
         ("worker.kv_cache_memory_bytes",),
-        least=1,
+        ge=1,
     ),
 )
 
@@ -139,7 +131,7 @@ SCHEDULER = (
         FlagKind.SIZE,
         None,
         "Most tokens per step; unset: 2048 on a GPU, 512 on CPU, but at least twice --max-num-seqs.",
-        least=1,
+        ge=1,
     ),
     Flag(
         "max-num-seqs",
@@ -147,7 +139,7 @@ SCHEDULER = (
         256,
         "Most sequences that run at a time.",
         ("worker.max_num_seqs", "scheduler.max_num_seqs"),
-        least=1,
+        ge=1,
     ),
     Flag(
         "enable-chunked-prefill",
@@ -162,7 +154,7 @@ SCHEDULER = (
         1,
         "Prompts that may be partly computed at a time; above 1, long prompts leave tokens of a step to short ones.",
         ("scheduler.max_num_partial_prefills",),
-        least=1,
+        ge=1,
     ),
     Flag(
         "max-long-partial-prefills",
@@ -170,7 +162,7 @@ SCHEDULER = (
         1,
         "Long prompts among --max-num-partial-prefills.",
         ("scheduler.max_long_partial_prefills",),
-        least=1,
+        ge=1,
     ),
     Flag(
         "long-prefill-token-threshold",
@@ -178,7 +170,7 @@ SCHEDULER = (
         0,
         "A prompt with more tokens to compute counts as long; 0: 4 % of the context length.",
         ("scheduler.long_prefill_token_threshold",),
-        least=0,
+        ge=0,
     ),
     Flag(
         "scheduler-delay-factor",
@@ -186,15 +178,15 @@ SCHEDULER = (
         0.0,
         "Delay before the next prompt, in durations of the last step with a prompt, while sequences run.",
         ("scheduler.delay_factor",),
-        least=0,
+        ge=0,
     ),
     Flag(
         "num-scheduler-steps",
         FlagKind.INT,
         1,
         "Steps per scheduler call.",
-        least=1,
-        most=64,
+        ge=1,
+        le=64,
         mapped="N above 1 is --run-ahead N-1; 1 leaves it at its default",
     ),
     Flag(
@@ -202,8 +194,8 @@ SCHEDULER = (
         FlagKind.INT,
         None,
         "Steps planned ahead of the running one; 0: synchronous; unset: enough for 2 ms of steps.",
-        least=0,
-        most=63,
+        ge=0,
+        le=63,
     ),
     Flag(
         "run-ahead-penalties",
@@ -224,8 +216,8 @@ SCHEDULER = (
         FlagKind.INT,
         0,
         "KV slots for tokens that are not sampled yet.",
-        least=0,
-        most=63,
+        ge=0,
+        le=63,
         mapped="N is --run-ahead N, unless --run-ahead or --num-scheduler-steps gives more",
     ),
     Flag(
@@ -250,20 +242,14 @@ SCHEDULER = (
         "Process outputs between steps.",
         mapped="the same as --run-ahead 0",
     ),
-    Flag(
-        "async-scheduling",
-        FlagKind.BOOL,
-        True,
-        "Plan a step while earlier ones run.",
-        mapped="off is --run-ahead 0",
-    ),
+    Flag("async-scheduling", FlagKind.BOOL, True, "Plan a step while earlier ones run.", mapped="off is --run-ahead 0"),
     Flag(
         "max-queue-len",
         FlagKind.INT,
         1024,
         "Most waiting sequences (a request has n); more are a 429.",
         ("scheduler.max_queue_len",),
-        least=1,
+        ge=1,
     ),
     Flag(
         "max-queue-tokens",
@@ -271,7 +257,7 @@ SCHEDULER = (
         2**22,
         "Most tokens of waiting sequences (a prompt counts n times); more are a 429.",
         ("scheduler.max_queue_tokens",),
-        least=1,
+        ge=1,
     ),
     Flag(
         "max-queue-delay",
@@ -279,6 +265,6 @@ SCHEDULER = (
         None,
         "Seconds a request may wait for its first step: 429 if it would wait longer, 503 if it has.",
         ("scheduler.max_queue_delay_s",),
-        least=0.1,
+        ge=0.1,
     ),
 )

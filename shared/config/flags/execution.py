@@ -5,13 +5,7 @@ from blockyard.shared.config.flags.flag import FOREIGN, Flag, FlagKind
 _GRAPHS = "decode steps of any length are in CUDA graphs; --enforce-eager turns them off"
 
 EXECUTION = (
-    Flag(
-        "enforce-eager",
-        FlagKind.BOOL,
-        False,
-        "No CUDA graphs.",
-        ("worker.enforce_eager",),
-    ),
+    Flag("enforce-eager", FlagKind.BOOL, False, "No CUDA graphs.", ("worker.enforce_eager",)),
     Flag(
         "batch-invariant",
         FlagKind.BOOL,
@@ -19,8 +13,8 @@ EXECUTION = (
         "A sequence's logits do not depend on the rest of its batch; slower.",
         ("worker.batch_invariant",),
     ),
-    Flag("max-seq-len-to-capture", FlagKind.INT, None, "Longest sequence in CUDA graphs.", least=1, mapped=_GRAPHS),
-    Flag("max-context-len-to-capture", FlagKind.INT, None, "Longest sequence in CUDA graphs.", least=1, mapped=_GRAPHS),
+    Flag("max-seq-len-to-capture", FlagKind.INT, None, "Longest sequence in CUDA graphs.", ge=1, mapped=_GRAPHS),
+    Flag("max-context-len-to-capture", FlagKind.INT, None, "Longest sequence in CUDA graphs.", ge=1, mapped=_GRAPHS),
     Flag(
         "compilation-config",
         FlagKind.TEXT,
@@ -56,5 +50,5 @@ EXECUTION = (
         " unset: ~/.triton and ~/.cache/blockyard.",
         ("worker.kernel_cache",),
     ),
-    Flag("cpu-threads", FlagKind.INT, 0, "Compute threads on CPU; 0: cores minus one.", ("worker.threads",), least=0),
+    Flag("cpu-threads", FlagKind.INT, 0, "Compute threads on CPU; 0: cores minus one.", ("worker.threads",), ge=0),
 )

@@ -33,11 +33,11 @@ class Flag:
     aliases: tuple[str, ...] = ()  # without the leading dash; only on the command line
     also: tuple[str, ...] = ()  # other names, valid wherever the name is
     choices: tuple[str, ...] = ()
-    words: Mapping[str, str] = field(default_factory=dict)  # words accepted besides the kind's values -> their values
+    named_values: Mapping[str, str] = field(default_factory=dict)  # accepted besides the kind's values -> their meaning
     takes_json: bool = False  # text that may also be a JSON object: a mapping in YAML and Python
-    bare: str | None = None  # value of the flag without one
-    least: float | None = None
-    most: float | None = None
+    const: str | None = None  # the value if the command line gives the flag without one, as argparse's
+    ge: float | None = None  # smallest valid number
+    le: float | None = None  # largest valid number
     mapped: str = ""  # the effect of the flag here, printed when it is set
     refused: str = ""  # reason why values besides the default and harmless ones are errors
     refused_values: Mapping[str, str] = field(default_factory=dict)  # known values -> reason why each is an error

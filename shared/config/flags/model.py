@@ -30,8 +30,8 @@ MODEL = (
         FlagKind.SIZE,
         None,
         "Context length in tokens, prompt plus output; unset: the model's; auto or -1: limited to what memory holds.",
-        least=1,
-        words={"auto": "auto", "-1": "auto"},
+        ge=1,
+        named_values={"auto": "auto", "-1": "auto"},
     ),
     Flag("rope-scaling", FlagKind.JSON, None, 'RoPE scaling, e.g. {"rope_type": "dynamic", "factor": 2.0}.'),
     Flag("rope-theta", FlagKind.FLOAT, None, "RoPE base."),
@@ -63,7 +63,7 @@ MODEL = (
         20,
         "Most log-probabilities per position that a request may ask for.",
         ("gateway.max_logprobs",),
-        least=0,
+        ge=0,
     ),
     Flag(
         "seed",
@@ -71,8 +71,8 @@ MODEL = (
         0,
         "Seed of dummy weights and of the offline LLM; requests have their own.",
         ("worker.seed",),
-        least=0,
-        most=2**63 - 1,
+        ge=0,
+        le=2**63 - 1,
     ),
 )
 
@@ -84,7 +84,7 @@ LOADING = (
         None,
         "Token for the hub; without a value that of `hf auth login`. A command line is visible to "
         "others: prefer the environment.",
-        bare="true",
+        const="true",
     ),
     Flag(
         "load-format",
@@ -124,7 +124,7 @@ LOADING = (
         None,
         "Number of workers that load at a time.",
         refused=not_built("tensor parallelism; weights are mapped, not copied through host memory"),
-        least=1,
+        ge=1,
         harmless=(1,),
     ),
     Flag(
@@ -180,14 +180,14 @@ TOKENIZER = (
         "Token ids in, token ids out.",
         refused=not_built("serving without a tokenizer; prompts may be given as token ids all the same"),
     ),
-    Flag("tokenizers", FlagKind.INT, 1, "Tokenizer processes.", least=1, most=256),
+    Flag("tokenizers", FlagKind.INT, 1, "Tokenizer processes.", ge=1, le=256),
     Flag(
         "tokenizer-pool-size",
         FlagKind.INT,
         None,
         "Tokenizer processes.",
-        least=0,
-        most=256,
+        ge=0,
+        le=256,
         mapped="the same as --tokenizers, where 0 means 1",
     ),
     Flag(

@@ -10,10 +10,10 @@ RING = (
         1,
         "Gateway processes; they share the port.",
         also=("api-server-count",),
-        least=1,
-        most=256,
+        ge=1,
+        le=256,
     ),
-    Flag("detokenizers", FlagKind.INT, 1, "Detokenizer processes.", least=1, most=256),
+    Flag("detokenizers", FlagKind.INT, 1, "Detokenizer processes.", ge=1, le=256),
     Flag(
         "log-level",
         FlagKind.TEXT,
@@ -22,12 +22,7 @@ RING = (
         choices=("trace", "debug", "info", "warning", "error", "critical"),
     ),
     Flag(
-        "metrics-port",
-        FlagKind.INT,
-        0,
-        "Gateway N serves its own metrics on this port plus N; 0: off.",
-        least=0,
-        most=65535,
+        "metrics-port", FlagKind.INT, 0, "Gateway N serves its own metrics on this port plus N; 0: off.", ge=0, le=65535
     ),
     Flag(
         "metrics-names",
@@ -44,7 +39,7 @@ RING = (
         30.0,
         "Seconds for running requests to end after SIGTERM.",
         ("gateway.shutdown_timeout_s",),
-        least=0,
+        ge=0,
     ),
     Flag(
         "client-timeout",
@@ -52,7 +47,7 @@ RING = (
         60.0,
         "Seconds after which a client that reads nothing is cancelled.",
         ("gateway.client_timeout_s",),
-        least=0.1,
+        ge=0.1,
     ),
     Flag(
         "max-unread-mib",
@@ -60,7 +55,7 @@ RING = (
         512,
         "MiB of unread answers of one gateway; above it the slowest client is cancelled.",
         ("gateway.max_unread_mib",),
-        least=1,
+        ge=1,
     ),
     Flag(
         "stall-timeout",
@@ -68,7 +63,7 @@ RING = (
         60.0,
         "Seconds after which a request without output is sent again.",
         ("gateway.stall_timeout_s",),
-        least=0.1,
+        ge=0.1,
     ),
     Flag(
         "hung-timeout",
@@ -76,7 +71,7 @@ RING = (
         10.0,
         "`serve`: seconds without a heartbeat after which a process is killed and started again, six times as many "
         "until it is ready; 0: never, as under a debugger.",
-        least=0,
+        ge=0,
     ),
     Flag(
         "max-connections",
@@ -85,9 +80,9 @@ RING = (
         "Most HTTP connections of one gateway; above it the longest idle are closed. Unset: the limit on open "
         "files less a reserve, at most 16384.",
         ("gateway.max_connections",),
-        least=1,
+        ge=1,
     ),
-    Flag("max-body-bytes", FlagKind.INT, 32 * 2**20, "Largest HTTP body.", ("gateway.max_body_bytes",), least=1024),
+    Flag("max-body-bytes", FlagKind.INT, 32 * 2**20, "Largest HTTP body.", ("gateway.max_body_bytes",), ge=1024),
     Flag(
         "max-total-body-bytes",
         FlagKind.INT,
@@ -95,7 +90,7 @@ RING = (
         "Sum of the HTTP bodies that one gateway reads at a time, above which a request is a 503. Unset: 8 times "
         "--max-body-bytes.",
         ("gateway.max_total_body_bytes",),
-        least=1024,
+        ge=1024,
     ),
     Flag(
         "body-timeout",
@@ -103,7 +98,7 @@ RING = (
         30.0,
         "Seconds for a body to arrive; a later one is a 408.",
         ("gateway.body_timeout_s",),
-        least=0.1,
+        ge=0.1,
     ),
     Flag("run-dir", FlagKind.TEXT, None, "Private folder of the sockets; unset: a new one in the temporary folder."),
     Flag(
@@ -123,30 +118,23 @@ RING = (
 )
 
 MOCK = (
-    Flag(
-        "mock-step-ms",
-        FlagKind.FLOAT,
-        0.0,
-        "Duration of a mock worker's step.",
-        ("worker.mock.step_ms",),
-        least=0,
-    ),
+    Flag("mock-step-ms", FlagKind.FLOAT, 0.0, "Duration of a mock worker's step.", ("worker.mock.step_ms",), ge=0),
     Flag(
         "mock-vocab-size",
         FlagKind.INT,
         0,
         "Vocabulary of the mock worker; 0: the model's.",
         ("worker.mock.vocab_size",),
-        least=0,
+        ge=0,
     ),
-    Flag("mock-blocks", FlagKind.INT, 65536, "Its KV blocks.", ("worker.mock.num_blocks",), least=1),
+    Flag("mock-blocks", FlagKind.INT, 65536, "Its KV blocks.", ("worker.mock.num_blocks",), ge=1),
     Flag(
         "mock-eos-every",
         FlagKind.INT,
         0,
         "One in this many tokens ends a mock worker's sequence; 0: none.",
         ("worker.mock.eos_every",),
-        least=0,
+        ge=0,
     ),
     Flag(
         "mock-fatal-id",
@@ -154,7 +142,7 @@ MOCK = (
         0,
         "The mock worker's device fails on a prompt with this id; 0: never.",
         ("worker.mock.fatal_id",),
-        least=0,
+        ge=0,
     ),
     Flag("mock-echo", FlagKind.BOOL, False, "The mock worker repeats the prompt.", ("worker.mock.echo",)),
 )

@@ -17,7 +17,7 @@ SERVER = (
         "Path of a Unix socket for the API server, instead of --host and --port.",
         ("gateway.uds",),
     ),
-    Flag("port", FlagKind.INT, 8000, "TCP port of the API server.", ("gateway.port",), least=1, most=65535),
+    Flag("port", FlagKind.INT, 8000, "TCP port of the API server.", ("gateway.port",), ge=1, le=65535),
     Flag(
         "uvicorn-log-level",
         FlagKind.TEXT,
@@ -138,7 +138,7 @@ SECURITY = (
         ("gateway.tls.certfile",),
     ),
     Flag("ssl-ca-certs", FlagKind.TEXT, None, "File of CA certificates for checking client certificates."),
-    Flag("ssl-cert-reqs", FlagKind.INT, 0, "Client certificates: 0 none, 1 optional, 2 required.", least=0, most=2),
+    Flag("ssl-cert-reqs", FlagKind.INT, 0, "Client certificates: 0 none, 1 optional, 2 required.", ge=0, le=2),
     Flag(
         "allowed-local-media-path",
         FlagKind.TEXT,

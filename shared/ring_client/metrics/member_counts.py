@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 import msgspec
 
-from blockyard.shared.messages import STEP_TOKENS, AskStats, Member, Role, Stats, StatsTold
+from blockyard.shared.messages import STEP_TOKENS, Member, Role, Stats, StatsRequest, StatsResponse
 from blockyard.shared.ring_client.metrics.histogram import BucketCounts
 from blockyard.shared.ring_client.ring_links import RingLinks
 
-PATIENCE_S = 0.25  # a scheduler that answers later counts with its last heartbeat
-MAX_TOLD = 100
+RESPONSE_TIMEOUT_S = 0.25  # a scheduler that answers later counts with its last heartbeat
+MAX_PAST = 100
 MAX_KEPT = 1000  # incarnations; older ones are kept only as sums by name
 
 COUNTERS = (  # fields of Stats
@@ -37,7 +37,7 @@ Key = tuple[str, str]  # (field of Stats, ""), or one of the three above with a 
 
 
 @dataclass(frozen=True, slots=True)
-class Counted:
+class MemberTotals:
     """A member by its name: the counts of all its incarnations, and the stats of the latest one."""
 
     name: str
@@ -59,31 +59,31 @@ class MemberCounts:
         self._kept: dict[int, tuple[Member, Counter[Key]]] = {}  # by incarnation, in order of the last update
         self._older: dict[tuple[str, Role], Counter[Key]] = {}  # counts of older incarnations
         self._fresh: dict[int, Stats] = {}  # answers of schedulers to the last query
-        self._asked: dict[str, tuple[set[int], asyncio.Event]] = {}  # query -> incarnations without an answer yet
+        self._pending: dict[str, tuple[set[int], asyncio.Event]] = {}  # query -> incarnations without an answer yet
 
     async def refresh(self) -> None:
-        """Asks all schedulers for their counts, and waits for answers for PATIENCE_S."""
-        ask, schedulers = AskStats(secrets.token_hex(8)), self._links.of(Role.SCHEDULER)
-        waiting = {m.incarnation for m in schedulers if self._links.send(m.incarnation, ask)}
+        """Asks all schedulers for their counts, and waits for answers for RESPONSE_TIMEOUT_S."""
+        request, schedulers = StatsRequest(secrets.token_hex(8)), self._links.of(Role.SCHEDULER)
+        waiting = {m.incarnation for m in schedulers if self._links.send(m.incarnation, request)}
         if not waiting:
             return
         everyone = asyncio.Event()
-        self._asked[ask.request_id] = waiting, everyone
+        self._pending[request.request_id] = waiting, everyone
         try:
-            async with asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout(RESPONSE_TIMEOUT_S):
                 await everyone.wait()
         except TimeoutError:
             for incarnation in waiting:
                 self._fresh.pop(incarnation, None)
         finally:
-            del self._asked[ask.request_id]
+            del self._pending[request.request_id]
 
-    def told(self, peer: int, frame: StatsTold) -> None:
+    def on_response(self, peer: int, frame: StatsResponse) -> None:
         self._fresh[peer] = frame.stats
         if (member := self._links.members.get(peer)) is not None:
             self._note(msgspec.structs.replace(member, stats=frame.stats))
-        if frame.request_id in self._asked:
-            waiting, everyone = self._asked[frame.request_id]
+        if frame.request_id in self._pending:
+            waiting, everyone = self._pending[frame.request_id]
             waiting.discard(peer)
             if not waiting:
                 everyone.set()
@@ -94,11 +94,11 @@ class MemberCounts:
         self._note(member)
 
     def past(self) -> list[Member]:
-        """Returns members that are gone, at most the latest MAX_TOLD, for gateways that never saw them."""
+        """Returns members that are gone, at most the latest MAX_PAST, for gateways that never saw them."""
         living = self._links.members.keys() | {self._links.me.incarnation}
-        return [member for incarnation, (member, _) in self._kept.items() if incarnation not in living][-MAX_TOLD:]
+        return [member for incarnation, (member, _) in self._kept.items() if incarnation not in living][-MAX_PAST:]
 
-    def members(self) -> list[Counted]:
+    def members(self) -> list[MemberTotals]:
         """Returns all members: present ones, and the kept ones that are gone."""
         living = {
             m.incarnation: msgspec.structs.replace(m, stats=self._fresh.get(m.incarnation, m.stats))
@@ -106,8 +106,8 @@ class MemberCounts:
         }
         for member in living.values():
             self._note(member)
-        found: dict[tuple[str, Role], Counted] = {
-            (name, role): Counted(name, role, Counter(counts), Stats(), None)
+        found: dict[tuple[str, Role], MemberTotals] = {
+            (name, role): MemberTotals(name, role, Counter(counts), Stats(), None)
             for (name, role), counts in self._older.items()
         }
         for incarnation, (kept, counts) in self._kept.items():
@@ -116,9 +116,9 @@ class MemberCounts:
             before = found.get(key)
             total = counts if before is None else before.counts + counts
             if lives or before is None or before.ready is None:
-                found[key] = Counted(*key, total, member.stats, member.ready if lives else None)
+                found[key] = MemberTotals(*key, total, member.stats, member.ready if lives else None)
             else:
-                found[key] = Counted(*key, total, before.stats, before.ready)
+                found[key] = MemberTotals(*key, total, before.stats, before.ready)
         return list(found.values())
 
     def _note(self, member: Member) -> None:
@@ -150,7 +150,7 @@ class SchedulerTotals:
     step_tokens: BucketCounts
 
 
-def scheduler_totals(members: Iterable[Counted]) -> SchedulerTotals:
+def scheduler_totals(members: Iterable[MemberTotals]) -> SchedulerTotals:
     schedulers = [one for one in members if one.role is Role.SCHEDULER]
     stats = [one.stats for one in schedulers if one.ready is not None]
 

@@ -23,7 +23,7 @@ class Sink(Protocol):
     def push(self, delta: TextDelta, now: float, stamp_s: float) -> None: ...
 
 
-class Owner(Protocol):
+class RequestOwner(Protocol):
     """Receives the events of a request, each at most once."""
 
     def accepted(self, entry: "JournalEntry") -> None: ...
@@ -110,7 +110,12 @@ class JournalEntry:
     )
 
     def __init__(
-        self, request: Generate, choices: list[ChoiceLog], owner: Owner, now: float, num_returned: int | None = None
+        self,
+        request: Generate,
+        choices: list[ChoiceLog],
+        owner: RequestOwner,
+        now: float,
+        num_returned: int | None = None,
     ) -> None:
         """`request`: the frame to send, without attempt and choices. `now`: arrival of the client's request.
 

@@ -88,7 +88,7 @@ def _read_beam(request: ChoicesRequest, n: int, width: int, streams: bool) -> Ch
     return Choices(n, n, Beam(width, penalty, stop))
 
 
-class Scored(Protocol):
+class HasLogprob(Protocol):
     @property
     def logprob(self) -> float: ...
 
@@ -96,7 +96,7 @@ class Scored(Protocol):
 T = TypeVar("T")
 
 
-def best(choices: Sequence[T], logprobs: Sequence[Sequence[Scored]], count: int) -> list[T]:
+def best(choices: Sequence[T], logprobs: Sequence[Sequence[HasLogprob]], count: int) -> list[T]:
     """Returns the `count` choices with the highest mean log-probability, best first; unsorted if none is dropped."""
     if len(choices) <= count:
         return list(choices)

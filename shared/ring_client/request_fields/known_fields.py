@@ -41,25 +41,25 @@ def decode_known(data: bytes, kind: Any, strict: bool = False) -> tuple[Any, lis
         except msgspec.ValidationError:  # a number out of range: the first error is more precise
             raise e from None
     ignored: dict[str, None] = {}
-    _tidy(value, _declared_in(kind), "", None if strict else ignored)
+    _remove_undeclared(value, _declared_in(kind), "", None if strict else ignored)
     return msgspec.json.decode(msgspec.json.encode(value), type=kind), list(ignored)
 
 
-def _tidy(value: object, declared: Declared | None, where: str, ignored: dict[str, None] | None) -> None:
+def _remove_undeclared(value: object, declared: Declared | None, where: str, ignored: dict[str, None] | None) -> None:
     """Changes `value` in place. `ignored` None: unknown fields stay, for the decoder to refuse."""
     if declared is None:
         return
     if isinstance(value, list):
         for item in value:
-            _tidy(item, declared, where, ignored)
+            _remove_undeclared(item, declared, where, ignored)
     elif isinstance(value, dict):
         if ignored is not None:
             _remove_unknown(value, declared, where, ignored)
         for name in declared.integers & value.keys():
-            value[name] = _whole(value[name])
+            value[name] = _as_integer(value[name])
         for name, inner in declared.nested.items():
             if name in value:
-                _tidy(value[name], inner, f"{where}{name}.", ignored)
+                _remove_undeclared(value[name], inner, f"{where}{name}.", ignored)
 
 
 def _remove_unknown(value: dict[str, Any], declared: Declared, where: str, ignored: dict[str, None]) -> None:
@@ -69,10 +69,10 @@ def _remove_unknown(value: dict[str, Any], declared: Declared, where: str, ignor
             ignored[where + name[:MAX_NAME_CHARS]] = None
 
 
-def _whole(value: object) -> object:
+def _as_integer(value: object) -> object:
     if isinstance(value, float) and value.is_integer() and abs(value) <= MAX_WHOLE:
         return int(value)
-    return [_whole(item) for item in value] if isinstance(value, list) else value
+    return [_as_integer(item) for item in value] if isinstance(value, list) else value
 
 
 @cache

@@ -85,7 +85,7 @@ def test_chat_with_a_shared_prefix(server: Server, tmp_path: Path) -> None:
     assert all(60 <= count <= 180 for count in counts), "words are about as many tokens as asked for, and a template"
 
 
-def test_texts_of_a_sharegpt_file_are_counted_by_the_server(server: Server, tmp_path: Path) -> None:
+def test_text_codec_of_a_sharegpt_file_are_counted_by_the_server(server: Server, tmp_path: Path) -> None:
     talk = {"conversations": [{"value": "def add(a, b):\n    return"}, {"value": "    return a + b, of course"}]}
     (tmp_path / "s.json").write_text(json.dumps([talk]))
     words = ["--dataset", "sharegpt", "--dataset-path", str(tmp_path / "s.json"), "--num-prompts", "3", "--ignore-eos"]

@@ -26,7 +26,7 @@ def theirs(byte_tokenizer: Tokenizer) -> Any:
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_texts_and_ids(ours: LLMTokenizer, theirs: Any, text: str) -> None:
+def test_text_codec_and_ids(ours: LLMTokenizer, theirs: Any, text: str) -> None:
     ids = theirs.encode(text)
     assert ours.encode(text) == ours(text).input_ids == ours(text)["input_ids"] == ids
     assert ours(text).attention_mask == [1] * len(ids)

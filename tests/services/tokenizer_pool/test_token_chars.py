@@ -9,7 +9,7 @@ from text_rig import text_config
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
 from blockyard.services.tokenizer_pool.chat_template import ChatTemplates
-from blockyard.services.tokenizer_pool.texts import Texts
+from blockyard.services.tokenizer_pool.text_codec import TextCodec
 from blockyard.services.tokenizer_pool.token_chars import TokenChars, max_token_chars
 from blockyard.shared import tokenizer_files
 from blockyard.shared.messages import TextRejected, Tokenize, Tokenized
@@ -121,7 +121,7 @@ def test_white_space_that_is_lost_does_not_count() -> None:
 def test_a_text_that_is_too_long_is_refused_unread(byte_tokenizer: Tokenizer) -> None:
     chars = of(byte_tokenizer)
     templates = ChatTemplates({"default": TEMPLATE}, {})
-    texts = Texts(byte_tokenizer, 1000, templates, text_config(), chars)
+    texts = TextCodec(byte_tokenizer, 1000, templates, text_config(), chars)
     limit = chars.most * 10
     message = b'[{"role": "user", "content": "%s"}]'
     for work, field in (

@@ -31,7 +31,7 @@ SCHEDULING = """
     --no-enable-prefix-caching --run-ahead 3 --max-queue-len 5 --max-queue-tokens 99 --max-queue-delay 9
     --enable-sleep-mode --disable-log-stats
 """
-NUMBERS = [flag for flag in FLAGS.values() if flag.least is not None and "-1" not in flag.words]
+NUMBERS = [flag for flag in FLAGS.values() if flag.ge is not None and "-1" not in flag.named_values]
 
 
 def deploy(*args: str) -> Deployment:
@@ -45,8 +45,8 @@ def other_value(flag: Flag) -> Any:
         case FlagKind.BOOL:
             return not flag.default
         case FlagKind.INT | FlagKind.SIZE | FlagKind.FLOAT if not flag.choices:
-            least = flag.least or 0.0
-            number = 0.5 if flag.most == 1 else least + 3 if flag.default != least + 3 else least + 4
+            least = flag.ge or 0.0
+            number = 0.5 if flag.le == 1 else least + 3 if flag.default != least + 3 else least + 4
             return number if flag.kind is FlagKind.FLOAT else int(number)
         case FlagKind.LIST:
             return ["a", "b"]
@@ -91,8 +91,8 @@ def test_a_scheduler_has_no_setting_that_no_flag_reaches() -> None:
 
 @pytest.mark.parametrize("flag", NUMBERS, ids=lambda flag: flag.name)
 def test_less_than_the_least_is_refused_with_the_least(flag: Flag) -> None:
-    assert flag.least is not None and flag.least >= 0, "no number is a negative one"
-    with pytest.raises(ConfigError, match=f"--{flag.name}: must be at least {flag.least:g}, got -1"):
+    assert flag.ge is not None and flag.ge >= 0, "no number is a negative one"
+    with pytest.raises(ConfigError, match=f"--{flag.name}: must be at least {flag.ge:g}, got -1"):
         deploy(f"--{flag.name}", "-1")
 
 

@@ -23,7 +23,7 @@ def example(flag: Flag) -> list[str]:
         return ['{"a": 1}']
     if flag.kind in (FlagKind.INT, FlagKind.SIZE, FlagKind.FLOAT) and not flag.choices:
         value = (flag.default or 0) + 2 if isinstance(flag.default, int | float | None) else 2
-        return [str(min(value, 1.0) if flag.most == 1 else value)]
+        return [str(min(value, 1.0) if flag.le == 1 else value)]
     different = [choice for choice in (*flag.choices, *flag.refused_values) if choice != str(flag.default)]
     return [different[-1] if different else "/some/text"]
 

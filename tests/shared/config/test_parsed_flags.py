@@ -256,7 +256,9 @@ def test_any_command_line_is_read_or_refused_in_words(args: list[str]) -> None:
         assert str(e)
 
 
-NUMBERS = [f for f in FLAGS.values() if f.kind in (FlagKind.INT, FlagKind.SIZE) and not f.choices and not f.words]
+NUMBERS = [
+    f for f in FLAGS.values() if f.kind in (FlagKind.INT, FlagKind.SIZE) and not f.choices and not f.named_values
+]
 
 
 @forall(st.sampled_from(NUMBERS), st.integers(), st.booleans(), st.booleans())
@@ -267,7 +269,7 @@ def test_integers_come_through_every_source_alike(flag, number, underscores, equ
         lambda: from_environment({flag.variable: str(number)})[0],
         lambda: from_mapping({flag.name: number}, "test"),
     ]
-    allowed = (flag.least is None or number >= flag.least) and (flag.most is None or number <= flag.most)
+    allowed = (flag.ge is None or number >= flag.ge) and (flag.le is None or number <= flag.le)
     for source in sources:
         try:
             assert source()[flag.name].value == number

@@ -10,7 +10,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from blockyard.shared.config.services.gateway import MetricsNames
 from blockyard.shared.messages import (
-    AskStats,
     Generate,
     Member,
     QueueCapacity,
@@ -19,7 +18,8 @@ from blockyard.shared.messages import (
     Scrape,
     Scraped,
     Stats,
-    StatsTold,
+    StatsRequest,
+    StatsResponse,
 )
 from blockyard.shared.ring_client.metrics.meters import Meters
 
@@ -171,8 +171,8 @@ async def test_a_scheduler_is_asked_and_a_hung_scheduler_counts_by_its_last_hear
         r.ring.members[SCHEDULER] = scheduler(running=1, steps_total=5)
         r.ring.silent.add(Role.SCHEDULER)
         asked = asyncio.create_task(scrape(r))
-        await r.until(lambda: bool(r.ring.frames(AskStats)))
-        told = StatsTold(r.ring.frames(AskStats)[0].request_id, Stats(running=4, steps_total=9))
+        await r.until(lambda: bool(r.ring.frames(StatsRequest)))
+        told = StatsResponse(r.ring.frames(StatsRequest)[0].request_id, Stats(running=4, steps_total=9))
         r.ring.receive(SCHEDULER, told)
         assert (await asked)["vllm:num_requests_running", ONE] == 4
         later = await scrape(r)

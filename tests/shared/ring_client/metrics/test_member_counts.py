@@ -2,12 +2,12 @@
 
 from fake_links import FakeLinks
 
-from blockyard.shared.messages import Member, RefusalCount, Role, Stats, StatsTold
+from blockyard.shared.messages import Member, RefusalCount, Role, Stats, StatsResponse
 from blockyard.shared.ring_client.metrics.member_counts import (
     MAX_KEPT,
     REFUSED,
-    Counted,
     MemberCounts,
+    MemberTotals,
     scheduler_totals,
 )
 
@@ -18,7 +18,7 @@ def scheduler(incarnation: int, **stats: object) -> Member:
     return Member("scheduler", Role.SCHEDULER, incarnation, "", ready=True, stats=Stats(**stats))  # type: ignore[arg-type]
 
 
-def only(counts: MemberCounts) -> Counted:
+def only(counts: MemberCounts) -> MemberTotals:
     [found] = [one for one in counts.members() if one.role is Role.SCHEDULER]
     return found
 
@@ -47,7 +47,7 @@ def test_a_link_that_breaks_and_returns_counts_once() -> None:
 def test_a_heartbeat_that_is_older_than_an_answer_takes_nothing_back() -> None:
     links = FakeLinks(ME, scheduler(1, steps_total=7, running=1))
     counts = MemberCounts(links)
-    counts.told(1, StatsTold("", Stats(steps_total=20, running=6)))
+    counts.on_response(1, StatsResponse("", Stats(steps_total=20, running=6)))
     assert (only(counts).count("steps_total"), only(counts).stats.running) == (20, 6)
     counts.gone(links.members.pop(1))
     assert only(counts).count("steps_total") == 20
@@ -57,7 +57,7 @@ def test_a_heartbeat_that_is_older_than_an_answer_takes_nothing_back() -> None:
 def test_heartbeats_that_come_after_the_last_answer_count() -> None:
     links = FakeLinks(ME, scheduler(1))
     counts = MemberCounts(links)
-    counts.told(1, StatsTold("", Stats(steps_total=20)))
+    counts.on_response(1, StatsResponse("", Stats(steps_total=20)))
     counts.gone(scheduler(1, steps_total=900))
     links.members.clear()
     assert only(counts).count("steps_total") == 900

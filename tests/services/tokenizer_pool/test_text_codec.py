@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from blockyard.services.tokenizer_pool.chat_template import ChatTemplates
 from blockyard.services.tokenizer_pool.service import TokenizerPool
-from blockyard.services.tokenizer_pool.texts import Texts
+from blockyard.services.tokenizer_pool.text_codec import TextCodec
 from blockyard.services.tokenizer_pool.worker_frames import Answer, Work
 from blockyard.shared.block_hashes import block_hashes, root_hash
 from blockyard.shared.bus.member_list import Changed, Joined
@@ -33,19 +33,19 @@ USER = b'[{"role": "user", "content": "the fox"}]'
 
 
 @pytest.fixture
-def texts(byte_tokenizer: Tokenizer) -> Iterator[Texts]:
+def texts(byte_tokenizer: Tokenizer) -> Iterator[TextCodec]:
     templates = ChatTemplates({"default": TEMPLATE}, {"bos_token": "<s>"})
-    yield Texts(byte_tokenizer, byte_tokenizer.get_vocab_size(), templates, TRUSTING)
+    yield TextCodec(byte_tokenizer, byte_tokenizer.get_vocab_size(), templates, TRUSTING)
 
 
-def done(texts: Texts, **fields: Any) -> Tokenized:
+def done(texts: TextCodec, **fields: Any) -> Tokenized:
     answer = texts.tokenize(Tokenize("r", "m", **fields))
     assert isinstance(answer, Tokenized), answer
     assert answer.request_id == "r"
     return answer
 
 
-def rejected(texts: Texts, **fields: Any) -> TextRejected:
+def rejected(texts: TextCodec, **fields: Any) -> TextRejected:
     answer = texts.tokenize(Tokenize("r", "m", **fields))
     assert isinstance(answer, TextRejected), answer
     assert answer.request_id == "r" and answer.message
@@ -59,7 +59,7 @@ def test_the_form_of_contents_may_be_said(byte_tokenizer: Tokenizer) -> None:
 
     def rendered(template: str, messages: bytes, content_format: str, asked: str = "") -> str:
         templates = ChatTemplates({"default": template}, {})
-        texts = Texts(byte_tokenizer, size, templates, text_config(chat_template_content_format=content_format))
+        texts = TextCodec(byte_tokenizer, size, templates, text_config(chat_template_content_format=content_format))
         return done(texts, messages=messages, want_text=True, content_format=asked).text
 
     part = "{'type': 'text', 'text': '%s'}"
@@ -71,7 +71,7 @@ def test_the_form_of_contents_may_be_said(byte_tokenizer: Tokenizer) -> None:
     assert rendered(loops, parts, "auto") == "<a><b>"
 
 
-def test_text(texts: Texts, byte_tokenizer: Tokenizer) -> None:
+def test_text(texts: TextCodec, byte_tokenizer: Tokenizer) -> None:
     answer = done(texts, text="the quick fox jumps", cache_salt="salt")
     ids = byte_tokenizer.encode("the quick fox jumps").ids
     assert unpack(answer.token_ids) == ids and ids[0] == 0
@@ -83,7 +83,7 @@ def test_text(texts: Texts, byte_tokenizer: Tokenizer) -> None:
     assert done(texts, text="the quick fox jumps").block_hashes != answer.block_hashes
 
 
-def test_chat_gets_special_tokens_from_its_template_alone(texts: Texts, byte_tokenizer: Tokenizer) -> None:
+def test_chat_gets_special_tokens_from_its_template_alone(texts: TextCodec, byte_tokenizer: Tokenizer) -> None:
     answer = done(texts, messages=USER, want_text=True, want_pieces=True)
     assert answer.text == "<s><|im_start|>user:the fox<|im_end|>"
     assert unpack(answer.token_ids) == byte_tokenizer.encode(answer.text, add_special_tokens=False).ids
@@ -91,7 +91,7 @@ def test_chat_gets_special_tokens_from_its_template_alone(texts: Texts, byte_tok
     assert unpack(done(texts, messages=USER, add_special_tokens=True).token_ids)[:2] == [0, 0]
 
 
-def test_ids(texts: Texts, byte_tokenizer: Tokenizer) -> None:
+def test_ids(texts: TextCodec, byte_tokenizer: Tokenizer) -> None:
     ids = byte_tokenizer.encode("the fox").ids
     answer = done(texts, token_ids=pack(ids), want_text=True)
     assert unpack(answer.token_ids) == ids
@@ -104,7 +104,7 @@ def test_ids(texts: Texts, byte_tokenizer: Tokenizer) -> None:
     done(texts, token_ids=pack([texts.vocab_size - 1]))
 
 
-def test_ids_that_the_model_does_not_know(texts: Texts) -> None:
+def test_ids_that_the_model_does_not_know(texts: TextCodec) -> None:
     texts.set_model_vocab_size(10)
     assert rejected(texts, text="the fox").field == "prompt"
     assert rejected(texts, messages=USER).field == "messages"
@@ -133,17 +133,17 @@ def test_ids_that_the_model_does_not_know(texts: Texts) -> None:
         ({"text": "a", "bad_words": ["\udfff"]}, "bad_words"),
     ],
 )
-def test_rejected_by_field(texts: Texts, fields: dict[str, Any], field: str) -> None:
+def test_rejected_by_field(texts: TextCodec, fields: dict[str, Any], field: str) -> None:
     assert rejected(texts, **fields).field == field
 
 
 def test_templates_of_requests_may_be_forbidden(byte_tokenizer: Tokenizer) -> None:
     templates = ChatTemplates({"default": "x"}, {})
-    texts = Texts(byte_tokenizer, 1000, templates, text_config())
+    texts = TextCodec(byte_tokenizer, 1000, templates, text_config())
     assert rejected(texts, messages=USER, chat_template="y").field == "chat_template"
 
 
-def test_bad_words_with_and_without_a_space(texts: Texts, byte_tokenizer: Tokenizer) -> None:
+def test_bad_words_with_and_without_a_space(texts: TextCodec, byte_tokenizer: Tokenizer) -> None:
     def ids(text: str) -> list[int]:
         return list(byte_tokenizer.encode(text, add_special_tokens=False).ids)
 
@@ -154,11 +154,11 @@ def test_bad_words_with_and_without_a_space(texts: Texts, byte_tokenizer: Tokeni
 
 
 def test_a_bad_word_that_a_space_does_not_change(word_tokenizer: Tokenizer) -> None:
-    texts = Texts(word_tokenizer, 1000, ChatTemplates({}, {}), text_config())
+    texts = TextCodec(word_tokenizer, 1000, ChatTemplates({}, {}), text_config())
     assert done(texts, text="a", bad_words=["fox"]).bad_words == [word_tokenizer.encode("fox").ids]
 
 
-def test_detokenize(texts: Texts, byte_tokenizer: Tokenizer) -> None:
+def test_detokenize(texts: TextCodec, byte_tokenizer: Tokenizer) -> None:
     ids = byte_tokenizer.encode("naïve 🎉").ids
     assert texts.detokenize(Detokenize("d", "m", pack(ids))) == Detokenized("d", "<s>naïve 🎉")
     assert texts.detokenize(Detokenize("d", "m", b"")) == Detokenized("d", "")
@@ -170,7 +170,7 @@ def test_detokenize(texts: Texts, byte_tokenizer: Tokenizer) -> None:
 class AtOnce:
     """A text process that answers within `submit`."""
 
-    def __init__(self, texts: Texts) -> None:
+    def __init__(self, texts: TextCodec) -> None:
         self._texts = texts
         self.vocab_size = self.max_model_len = 0
         self.answered: Callable[[int, Answer], None] = lambda peer, answer: None
@@ -188,7 +188,7 @@ def links() -> FakeLinks:
     return FakeLinks(Member("tokenizer", Role.TOKENIZER_POOL, 1, "ipc://x"))
 
 
-def test_service_answers_in_order_and_counts(links: FakeLinks, texts: Texts) -> None:
+def test_service_answers_in_order_and_counts(links: FakeLinks, texts: TextCodec) -> None:
     worker = AtOnce(texts)
     pool = TokenizerPool(links, worker, ["m"])
     worker.answered = pool.on_answer
@@ -204,7 +204,7 @@ def test_service_answers_in_order_and_counts(links: FakeLinks, texts: Texts) -> 
     assert links.me.stats.rss_bytes > 0
 
 
-def test_service_learns_the_models_vocabulary(links: FakeLinks, texts: Texts) -> None:
+def test_service_learns_the_models_vocabulary(links: FakeLinks, texts: TextCodec) -> None:
     worker = AtOnce(texts)
     pool = TokenizerPool(links, worker, ["m"])
     member = Member("s", Role.SCHEDULER, 9, "ipc://s")
@@ -215,7 +215,7 @@ def test_service_learns_the_models_vocabulary(links: FakeLinks, texts: Texts) ->
     assert (worker.vocab_size, worker.max_model_len) == (7, 70)
 
 
-def test_deeply_nested_content_is_no_crash(texts: Texts) -> None:
+def test_deeply_nested_content_is_no_crash(texts: TextCodec) -> None:
     content: Any = "x"
     for _ in range(400):
         content = [content]

@@ -1,10 +1,10 @@
-"""The roster: which members are alive, from heartbeats and reports."""
+"""The membership: which members are alive, from heartbeats and reports."""
 
 import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blockyard.services.message_bus.service import Roster
+from blockyard.services.message_bus.service import Membership
 from blockyard.shared.messages import Announce, Leave, LinkLost, Member, Role, Stats
 
 
@@ -12,12 +12,12 @@ def member(name: str, incarnation: int, **fields: object) -> Member:
     return Member(name, Role.DETOKENIZER, incarnation, f"ipc:///{incarnation}", **fields)  # type: ignore[arg-type]
 
 
-def roster() -> Roster:
-    return Roster(0.0, dead_after_s=4.0, settle_s=4.0)
+def membership() -> Membership:
+    return Membership(0.0, dead_after_s=4.0, settle_s=4.0)
 
 
 def test_a_new_member_is_pushed_at_once_and_a_repeated_heartbeat_is_not() -> None:
-    r = roster()
+    r = membership()
     r.hear(Announce(member("a", 1)), 0.1)
     assert r.due(0.1)
     r.hear(Announce(member("a", 1)), 0.6)
@@ -25,7 +25,7 @@ def test_a_new_member_is_pushed_at_once_and_a_repeated_heartbeat_is_not() -> Non
 
 
 def test_counters_wait_half_a_second_and_a_change_of_phase_does_not() -> None:
-    r = roster()
+    r = membership()
     r.hear(Announce(member("a", 1)), 0.1)
     r.due(0.1)
     busy = member("a", 1, stats=Stats(running=3))
@@ -37,7 +37,7 @@ def test_counters_wait_half_a_second_and_a_change_of_phase_does_not() -> None:
 
 
 def test_silence_is_death_after_four_seconds() -> None:
-    r = roster()
+    r = membership()
     r.hear(Announce(member("a", 1)), 0.0)
     r.due(0.0)
     r.due(3.9)
@@ -47,14 +47,14 @@ def test_silence_is_death_after_four_seconds() -> None:
 
 
 def test_a_successor_of_the_same_name_replaces_its_predecessor_at_once() -> None:
-    r = roster()
+    r = membership()
     r.hear(Announce(member("a", 1)), 0.0)
     r.hear(Announce(member("a", 2)), 0.1)
     assert [m.incarnation for m in r.members()] == [2]
 
 
 def test_one_that_was_reported_lost_and_still_speaks_is_back() -> None:
-    r = roster()
+    r = membership()
     r.hear(Announce(member("a", 1)), 0.0)
     r.hear(LinkLost(1), 0.1)
     assert not r.members()
@@ -63,7 +63,7 @@ def test_one_that_was_reported_lost_and_still_speaks_is_back() -> None:
 
 
 def test_it_is_settled_after_its_time_and_says_so_once() -> None:
-    r = roster()
+    r = membership()
     assert not r.settled(3.9)
     assert not r.due(3.9)
     assert r.settled(4.0)
@@ -80,7 +80,7 @@ frames = st.one_of(
 
 @given(st.lists(st.tuples(frames, st.floats(0, 3))))
 def test_names_are_unique_and_the_last_push_is_the_list(steps: list[tuple[Announce | Leave | LinkLost, float]]) -> None:
-    r, now, pushed = roster(), 0.0, []
+    r, now, pushed = membership(), 0.0, []
     for frame, wait in steps:
         now += wait
         r.hear(frame, now)

@@ -17,7 +17,7 @@ from blockyard.shared.token_ids import count, first_outside, pack, unpack
 T = TypeVar("T")
 
 
-class Texts:
+class TextCodec:
     """One tokenizer with its chat templates.
 
     `token_chars` bounds the characters a token may have; None: every text is encoded to count its tokens.
