@@ -36,7 +36,7 @@ WITH_TOKEN = (SlotOutcome.TOKEN, SlotOutcome.END_OF_SEQUENCE, SlotOutcome.STOP, 
 
 def advance_slots_reference(
     state: SlotState,
-    rows: StepInputs,
+    inputs: StepInputs,
     tokens: Tensor,
     best: Tensor,
     eos: Tensor,
@@ -45,8 +45,8 @@ def advance_slots_reference(
 ) -> None:
     out = results[int(state.step) % len(results)]
     fields = state.fields
-    out[0, : len(rows.slots)] = int(SlotOutcome.NOTHING)
-    for row, slot in enumerate(rows.slots.tolist()):
+    out[0, : len(inputs.slots)] = int(SlotOutcome.NOTHING)
+    for row, slot in enumerate(inputs.slots.tolist()):
         if slot < 0:
             continue
         position = int(fields[Field.POSITION, slot]) + (1 if counts is None else int(counts[row]))
@@ -125,7 +125,7 @@ def _advance_slots_kernel(
 
 def advance_slots(
     state: SlotState,
-    rows: StepInputs,
+    inputs: StepInputs,
     tokens: Tensor,
     best: Tensor,
     eos: Tensor,
@@ -141,8 +141,8 @@ def advance_slots(
     dtypes.
     """
     state.check()
-    count = len(rows.slots)
-    rows.check(count)
+    count = len(inputs.slots)
+    inputs.check(count)
     if results.ndim != 3 or results.shape[1] != NUM_RESULTS or results.shape[2] < count:
         raise ValueError(f"results: expected [ring, {NUM_RESULTS}, {count} or more], got {list(results.shape)}")
     if results.dtype != torch.int32 or not results.is_contiguous():
@@ -157,7 +157,7 @@ def advance_slots(
     if count == 0:
         return
     _advance_slots_kernel[(ceil_div(count, _TILE),)](
-        state.fields, state.step, rows.slots, tokens, best, eos, rows.slots if counts is None else counts, results,
+        state.fields, state.step, inputs.slots, tokens, best, eos, inputs.slots if counts is None else counts, results,
         count, state.fields.shape[1], len(results), results.shape[2],
         NUM_EOS=len(eos), COUNTED=counts is not None, MAX_STOP_IDS=MAX_STOP_IDS, NEXT=int(Field.NEXT),
         POSITION=int(Field.POSITION), KNOWN=int(Field.KNOWN), MAX_KNOWN=int(Field.MAX_KNOWN), LIVE=int(Field.LIVE),

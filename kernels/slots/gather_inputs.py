@@ -42,20 +42,23 @@ class StepInputs:
                 raise ValueError(f"expected contiguous [{rows}] int64, got {list(one.shape)} of {one.dtype}")
 
 
-def gather_inputs_reference(state: SlotState, rows: StepInputs) -> None:
-    slots = state.rows[: len(rows.slots)].long()
+def gather_inputs_reference(state: SlotState, inputs: StepInputs) -> None:
+    slots = state.row_slots[: len(inputs.slots)].long()
     live = (slots >= 0) & (state.fields[Field.LIVE][slots.clamp(min=0)] != 0)
-    for field, out in ((Field.NEXT, rows.token_ids), (Field.POSITION, rows.positions)):
+    for field, out in ((Field.NEXT, inputs.token_ids), (Field.POSITION, inputs.positions)):
         out.copy_(torch.where(live, state.fields[field][slots.clamp(min=0)].long(), 0))
-    rows.slots.copy_(torch.where(live, slots, -1))
-    rows.index.copy_(rows.positions + 1)
-    rows.sampled_slots.copy_(torch.where(state.fields[Field.KNOWN][slots.clamp(min=0)] <= rows.index, rows.slots, -1))
+    inputs.slots.copy_(torch.where(live, slots, -1))
+    inputs.index.copy_(inputs.positions + 1)
+    inputs.sampled_slots.copy_(
+        torch.where(state.fields[Field.KNOWN][slots.clamp(min=0)] <= inputs.index, inputs.slots, -1)
+    )
     state.step.add_(1)
 
 
 @triton.jit(do_not_specialize=["count"])
 def _gather_inputs_kernel(
-    rows_ptr, fields_ptr, step_ptr, ids_ptr, positions_ptr, slots_ptr, index_ptr, draws_ptr, count, num_slots,
+    row_slots_ptr, fields_ptr, step_ptr, ids_ptr, positions_ptr, slots_ptr, index_ptr, sampled_slots_ptr, count,
+    num_slots,
     NEXT: tl.constexpr, POSITION: tl.constexpr, KNOWN: tl.constexpr, LIVE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     # program i: tile i of the rows
@@ -63,7 +66,7 @@ def _gather_inputs_kernel(
         tl.store(step_ptr, tl.load(step_ptr) + 1)
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = row < count
-    slot = tl.load(rows_ptr + row, mask=inside, other=-1)
+    slot = tl.load(row_slots_ptr + row, mask=inside, other=-1)
     live = tl.load(fields_ptr + LIVE * num_slots + slot, mask=slot >= 0, other=0) != 0
     token = tl.load(fields_ptr + NEXT * num_slots + slot, mask=live, other=0)
     position = tl.load(fields_ptr + POSITION * num_slots + slot, mask=live, other=0)
@@ -71,26 +74,26 @@ def _gather_inputs_kernel(
     tl.store(positions_ptr + row, position.to(tl.int64), mask=inside)
     tl.store(slots_ptr + row, tl.where(live, slot, -1).to(tl.int64), mask=inside)
     tl.store(index_ptr + row, position.to(tl.int64) + 1, mask=inside)
-    sampled_slots = live & (tl.load(fields_ptr + KNOWN * num_slots + slot, mask=live, other=0) <= position + 1)
-    tl.store(draws_ptr + row, tl.where(sampled_slots, slot, -1).to(tl.int64), mask=inside)
+    samples = live & (tl.load(fields_ptr + KNOWN * num_slots + slot, mask=live, other=0) <= position + 1)
+    tl.store(sampled_slots_ptr + row, tl.where(samples, slot, -1).to(tl.int64), mask=inside)
 
 
-def gather_inputs(state: SlotState, rows: StepInputs) -> None:
-    """Fills `rows` from the slots in `state.rows`, and increments the step count.
+def gather_inputs(state: SlotState, inputs: StepInputs) -> None:
+    """Fills `inputs` from the slots in `state.row_slots`, and increments the step count.
 
     Padding rows, and rows of a slot that is not live, get token 0, position 0 and slot -1. Slots must lie in the state:
     not checked on device. Raises ValueError for other shapes and dtypes.
     """
     state.check()
-    count = len(rows.slots)
-    rows.check(count)
-    if count > len(state.rows):
-        raise ValueError(f"{count} rows, the state has {len(state.rows)}")
+    count = len(inputs.slots)
+    inputs.check(count)
+    if count > len(state.row_slots):
+        raise ValueError(f"{count} rows, the state has {len(state.row_slots)}")
     if count == 0:
         return
     _gather_inputs_kernel[(ceil_div(count, _TILE),)](
-        state.rows, state.fields, state.step, rows.token_ids, rows.positions, rows.slots, rows.index,
-        rows.sampled_slots, count, state.fields.shape[1],
+        state.row_slots, state.fields, state.step, inputs.token_ids, inputs.positions, inputs.slots, inputs.index,
+        inputs.sampled_slots, count, state.fields.shape[1],
         NEXT=int(Field.NEXT), POSITION=int(Field.POSITION), KNOWN=int(Field.KNOWN), LIVE=int(Field.LIVE), TILE=_TILE,
         num_warps=1,
     )  # fmt: skip

@@ -1,6 +1,6 @@
 """State of batch slots on the device: one arena of 32-bit words, updated by scattered writes.
 
-`fields` has one row for each field and a column for each slot; `rows` says which slot each row of the step has;
+`fields` has one row for each field and a column for each slot; `row_slots` has the slot of each row of the step;
 `tables` are the block tables. The host sends all changes of a plan as pairs (index in the arena, value), which one
 kernel writes.
 """
@@ -50,7 +50,7 @@ class SlotState:
 
     arena: Tensor  # [words] int32
     fields: Tensor  # [NUM_FIELDS, num_slots]
-    rows: Tensor  # [capacity] slot of each row, below 0: a padding row
+    row_slots: Tensor  # [capacity] slot of each row, below 0: a padding row
     step: Tensor  # [1] number of steps that have begun
     tables: Tensor  # [num_slots, width] block ids
     listed: Tensor  # [num_slots, MAX_TOKEN_EDITS] token ids
@@ -65,12 +65,12 @@ class SlotState:
         lists = num_slots * MAX_TOKEN_EDITS
         sizes = [NUM_FIELDS * num_slots, padded, 16, num_slots * width, lists, lists, 2 * lists]
         arena = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
-        fields, rows, step, tables, listed, bias, until = torch.split(arena, sizes)
-        rows.fill_(-1)
+        fields, row_slots, step, tables, listed, bias, until = torch.split(arena, sizes)
+        row_slots.fill_(-1)
         return cls(
             arena,
             fields.view(NUM_FIELDS, num_slots),
-            rows[:capacity],
+            row_slots[:capacity],
             step[:1],
             tables.view(num_slots, width),
             listed.view(num_slots, -1),
@@ -88,7 +88,7 @@ class SlotState:
 
     def check(self) -> None:
         """Raises ValueError."""
-        for name in ("arena", "fields", "rows", "step", "tables"):
+        for name in ("arena", "fields", "row_slots", "step", "tables"):
             one: Tensor = getattr(self, name)
             if one.dtype != torch.int32 or not one.is_contiguous():
                 raise ValueError(f"{name}: expected contiguous int32, got {one.dtype}, strides {one.stride()}")

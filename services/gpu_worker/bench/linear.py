@@ -6,7 +6,7 @@ import torch
 
 from blockyard.services.gpu_worker.bench.row import Row, row
 from blockyard.services.gpu_worker.layers.linear import Linear, dense_linear
-from blockyard.services.gpu_worker.linear_tuning.kernel_configs import LIBRARY, LinearShape
+from blockyard.services.gpu_worker.linear_tuning.kernel_configs import CUBLAS, LinearShape
 from blockyard.services.gpu_worker.linear_tuning.tuner import Tuner
 
 SHAPES = {
@@ -17,7 +17,7 @@ SHAPES = {
 }
 HEAD = (128256, 4096)
 LAYERS = 32
-NAMES = {"library": "cuBLAS", "few": "rows in registers", "tiles": "tensor cores"}
+NAMES = {"cublas": "cuBLAS", "skinny": "rows in registers", "stream_k": "tensor cores"}
 ROWS = (1, 8, 64, 128, 256)
 
 
@@ -31,14 +31,14 @@ def measure() -> list[Row]:
 
 
 def _rows(tuner: Tuner, num: int) -> Iterator[Row]:
-    picked, library = tuner.measure(num), [LIBRARY] * len(tuner.layers)
-    for name, layer, plan, group in zip((*SHAPES, "head"), tuner.layers, picked, tuner.groups, strict=True):
+    picked, cublas = tuner.measure(num), [CUBLAS] * len(tuner.layers)
+    for name, layer, config, group in zip((*SHAPES, "head"), tuner.layers, picked, tuner.groups, strict=True):
         shape = f"{num} x {layer.ins} -> {layer.outs}"
-        for one in dict.fromkeys((LIBRARY, plan)):
+        for one in dict.fromkeys((CUBLAS, config)):
             seconds = tuner.timer.seconds(one, group, num)
             yield row(f"{name}, {NAMES[one.kernel]}", shape, seconds, *_work([layer], num, layer.count))
-    for label, plans in (("cuBLAS", library), ("as picked", picked)):
-        seconds = tuner.timer.step_seconds(plans, num, norms=False)
+    for label, configs in (("cuBLAS", cublas), ("as picked", picked)):
+        seconds = tuner.timer.step_seconds(configs, num, norms=False)
         yield row(f"all of a step, {label}", f"{num} rows", seconds, *_work(tuner.layers, num))
 
 

@@ -57,7 +57,7 @@ class DeviceSlots:
         self._rows[:] = -1
         state = self.state
         self._set(Field.LIVE, np.arange(self.num_slots), 0)
-        self._writes.add(np.arange(len(self._rows)) + state.place(state.rows), self._rows)
+        self._writes.add(np.arange(len(self._rows)) + state.place(state.row_slots), self._rows)
         self.count_step(step)
 
     def count_step(self, step: int) -> None:
@@ -66,7 +66,7 @@ class DeviceSlots:
 
     def clear_rows(self) -> None:
         """Makes all rows padding, on the device at once: for trial steps."""
-        self.state.rows.fill_(-1)
+        self.state.row_slots.fill_(-1)
         self._rows[:] = -1
 
     def note(self, plan: StepPlan, table: Slots) -> None:
@@ -106,7 +106,7 @@ class DeviceSlots:
         wanted[: len(slots)] = slots
         different = np.flatnonzero(self._rows[:rows] != wanted)
         if len(different):
-            self._writes.add(different + self.state.place(self.state.rows), wanted[different])
+            self._writes.add(different + self.state.place(self.state.row_slots), wanted[different])
             self._rows[:rows] = wanted
 
     def take(self) -> tuple[Words, Words]:

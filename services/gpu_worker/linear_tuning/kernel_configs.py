@@ -15,7 +15,7 @@ import msgspec
 
 log = logging.getLogger(__name__)
 
-CACHE_VERSION = 4  # of the candidates below; a cache file of another version is ignored
+CACHE_VERSION = 5  # of the candidates and fields below; a cache file of another version is ignored
 MARGIN = 0.98  # a kernel replaces cuBLAS below this share of its time; a smaller gain is noise
 REFINE_MARGIN = 0.997  # a change of one shape is kept below this share of the excerpt's time
 NUM_TRIES = 3  # alternatives to try for one shape in `Tuner._refine`, beside cuBLAS
@@ -46,9 +46,9 @@ BATCH_INVARIANT = (128, 64, 64, 4, 4)  # as in STREAM_K_TILES, for any number of
 
 
 class KernelConfig(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How one GEMM is computed: by cuBLAS ("library"), the skinny kernel ("few") or the stream-K kernel ("tiles")."""
+    """How one GEMM is computed: by cuBLAS, `linear_skinny` or `linear_stream_k`, and with which tiles."""
 
-    kernel: Literal["library", "few", "tiles"] = "library"
+    kernel: Literal["cublas", "skinny", "stream_k"] = "cublas"
     out_tile: int = 0
     row_tile: int = 0
     in_tile: int = 0
@@ -58,7 +58,7 @@ class KernelConfig(msgspec.Struct, frozen=True, omit_defaults=True):
     fetch: int = 0  # cache lines of each output's weights prefetched to L2 before the PDL wait
 
 
-LIBRARY = KernelConfig()
+CUBLAS = KernelConfig()
 
 
 class LinearShape(msgspec.Struct, frozen=True, order=True):
@@ -70,34 +70,36 @@ class LinearShape(msgspec.Struct, frozen=True, order=True):
 
 
 class TunedConfig(msgspec.Struct, frozen=True):
-    """The measured kernel configs of a model for one number of rows: `plans` has one for each entry of `layers`."""
+    """The measured kernel configs of a model for one number of rows: `configs` has one for each entry of `layers`."""
 
     layers: list[LinearShape]
     dtype: str
     rows: int
-    plans: list[KernelConfig]
+    configs: list[KernelConfig]
 
 
 class TunedConfigFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The contents of the cache file."""
 
-    edition: int
-    choices: list[TunedConfig]
+    version: int
+    entries: list[TunedConfig]
 
 
 def candidates(layer: LinearShape, rows: int, element_bytes: int, processors: int) -> list[KernelConfig]:
     """The kernel configs to measure against cuBLAS. Empty for dtypes and shapes that the kernels do not support."""
     if rows > MAX_ROWS or element_bytes != 2 or layer.ins * element_bytes % 16:
         return []
-    plans = [
-        KernelConfig("few", out, 0, size, early, warps)
+    configs = [
+        KernelConfig("skinny", out, 0, size, early, warps)
         for out, size, early, warps in SKINNY_TILES.get(rows, ())
         if size * early <= 2 * layer.ins
     ]
     if rows > 1:
         for shape in STREAM_K_TILES[next(most for most in STREAM_K_TILES if rows <= most)]:
-            plans += [_tiles(layer, shape, split) for split in splits(layer, rows, shape, element_bytes, processors)]
-    return plans
+            configs += [
+                _stream_k(layer, shape, split) for split in splits(layer, rows, shape, element_bytes, processors)
+            ]
+    return configs
 
 
 def splits(
@@ -114,18 +116,18 @@ def splits(
 def batch_invariant_config(layer: LinearShape, element_bytes: int, processors: int) -> KernelConfig:
     """The kernel config of a layer under --batch-invariant, the same for any number of rows.
 
-    LIBRARY if the stream-K kernel does not support the layer.
+    CUBLAS if the stream-K kernel does not support the layer.
     """
     if element_bytes != 2 or layer.ins * element_bytes % 16:
-        return LIBRARY
+        return CUBLAS
     out_tile, _, in_tile, _, _ = BATCH_INVARIANT
     split = max(min(round(processors / -(-layer.outs // out_tile)), layer.ins // in_tile // FEWEST_STEPS), 1)
-    return _tiles(layer, BATCH_INVARIANT, split)
+    return _stream_k(layer, BATCH_INVARIANT, split)
 
 
-def _tiles(layer: LinearShape, shape: tuple[int, int, int, int, int], split: int) -> KernelConfig:
+def _stream_k(layer: LinearShape, shape: tuple[int, int, int, int, int], split: int) -> KernelConfig:
     fetch = 4 if layer.ins * layer.outs <= FETCH_ELEMENTS else 0
-    return KernelConfig("tiles", *shape, split, fetch)
+    return KernelConfig("stream_k", *shape, split, fetch)
 
 
 class DefaultConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -134,7 +136,7 @@ class DefaultConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ins: int
     outs: int
     rows: int
-    plan: KernelConfig
+    config: KernelConfig
 
 
 def read_defaults(path: Path = DEFAULTS) -> list[DefaultConfig]:
@@ -147,7 +149,7 @@ def default_config(
 ) -> KernelConfig:
     """The kernel config in `possible` that matches the default of the most similar shape and number of rows.
 
-    LIBRARY if there is no default or no match. `split` may differ from the default's: the closest one is taken.
+    CUBLAS if there is no default or no match. `split` may differ from the default's: the closest one is taken.
     """
 
     def distance(one: DefaultConfig) -> float:
@@ -157,48 +159,48 @@ def default_config(
 
     nearest = min((one for one in measured if (one.rows > 1) == (rows > 1)), key=distance, default=None)
     if nearest is None:
-        return LIBRARY
-    same = [plan for plan in possible if _unsplit(plan) == _unsplit(nearest.plan)]
-    return min(same, key=lambda plan: abs(plan.split - nearest.plan.split), default=LIBRARY)
+        return CUBLAS
+    same = [config for config in possible if _unsplit(config) == _unsplit(nearest.config)]
+    return min(same, key=lambda config: abs(config.split - nearest.config.split), default=CUBLAS)
 
 
-def _unsplit(plan: KernelConfig) -> KernelConfig:
+def _unsplit(config: KernelConfig) -> KernelConfig:
     """A kernel config without `fetch` and `split`, which depend on the shape and the GPU."""
-    return msgspec.structs.replace(plan, split=1, fetch=0)
+    return msgspec.structs.replace(config, split=1, fetch=0)
 
 
 def pick(times: Mapping[KernelConfig, float]) -> KernelConfig:
-    """The fastest kernel config if it beats cuBLAS by MARGIN, else LIBRARY. `times` must contain LIBRARY."""
-    quickest = min(times, key=lambda plan: times[plan])
-    return quickest if times[quickest] < MARGIN * times[LIBRARY] else LIBRARY
+    """The fastest kernel config if it beats cuBLAS by MARGIN, else CUBLAS. `times` must contain CUBLAS."""
+    quickest = min(times, key=lambda config: times[config])
+    return quickest if times[quickest] < MARGIN * times[CUBLAS] else CUBLAS
 
 
-def fastest_own(times: Mapping[KernelConfig, float]) -> KernelConfig:
-    """The fastest kernel config except LIBRARY. LIBRARY if there is no other."""
-    others = [plan for plan in times if plan != LIBRARY]
-    return min(others, key=lambda plan: times[plan]) if others else LIBRARY
+def fastest_triton(times: Mapping[KernelConfig, float]) -> KernelConfig:
+    """The fastest kernel config except CUBLAS. CUBLAS if there is no other."""
+    others = [config for config in times if config != CUBLAS]
+    return min(others, key=lambda config: times[config]) if others else CUBLAS
 
 
 def distinct(sets: Sequence[list[KernelConfig]]) -> list[list[KernelConfig]]:
-    return [plans for i, plans in enumerate(sets) if plans not in sets[:i]]
+    return [configs for i, configs in enumerate(sets) if configs not in sets[:i]]
 
 
 def next_best(times: Mapping[KernelConfig, float], taken: KernelConfig) -> list[KernelConfig]:
-    """The kernel configs to try in place of `taken`: the NUM_TRIES fastest others, and LIBRARY."""
-    others = sorted((plan for plan in times if plan != taken), key=lambda plan: times[plan])
-    return list(dict.fromkeys([*others[:NUM_TRIES], *(plan for plan in others if plan == LIBRARY)]))
+    """The kernel configs to try in place of `taken`: the NUM_TRIES fastest others, and CUBLAS."""
+    others = sorted((config for config in times if config != taken), key=lambda config: times[config])
+    return list(dict.fromkeys([*others[:NUM_TRIES], *(config for config in others if config == CUBLAS)]))
 
 
 def fastest_set(times: Sequence[tuple[Sequence[KernelConfig], float]]) -> list[KernelConfig]:
     """The set of kernel configs with the fastest step, if it beats the first set by MARGIN; else the first set.
 
-    A set has one kernel config for each shape. The first set has LIBRARY for all shapes.
+    A set has one kernel config for each shape. The first set has CUBLAS for all shapes.
     """
-    plans, took = min(times, key=lambda one: one[1])
-    return list(plans if took < MARGIN * times[0][1] else times[0][0])
+    configs, took = min(times, key=lambda one: one[1])
+    return list(configs if took < MARGIN * times[0][1] else times[0][0])
 
 
-def table_path(
+def cache_path(
     device: str, versions: Sequence[str], folder: Path | None = None, environ: Mapping[str, str] = os.environ
 ) -> Path:
     """The path of the cache file for a GPU model and the versions of torch and Triton.
@@ -210,7 +212,7 @@ def table_path(
     return base / f"linear-{name}.json"
 
 
-def read_table(path: Path) -> list[TunedConfig]:
+def read_cache(path: Path) -> list[TunedConfig]:
     """Reads the cache file. Empty if it is missing, unreadable or of another CACHE_VERSION."""
     try:
         measured = msgspec.json.decode(path.read_bytes(), type=TunedConfigFile)
@@ -219,16 +221,16 @@ def read_table(path: Path) -> list[TunedConfig]:
     except (OSError, msgspec.MsgspecError) as e:
         log.warning("%s cannot be used, linear layers are measured anew: %s", path, e)
         return []
-    return measured.choices if measured.edition == CACHE_VERSION else []
+    return measured.entries if measured.version == CACHE_VERSION else []
 
 
-def write_table(path: Path, choices: Sequence[TunedConfig]) -> None:
+def write_cache(path: Path, entries: Sequence[TunedConfig]) -> None:
     """Replaces the cache file atomically. If the folder is not writable, the next start measures again."""
     whole = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         whole.write_bytes(
-            msgspec.json.format(msgspec.json.encode(TunedConfigFile(CACHE_VERSION, list(choices))), indent=1)
+            msgspec.json.format(msgspec.json.encode(TunedConfigFile(CACHE_VERSION, list(entries))), indent=1)
         )
         whole.replace(path)
     except OSError as e:
@@ -237,14 +239,14 @@ def write_table(path: Path, choices: Sequence[TunedConfig]) -> None:
 
 def merge(old: Sequence[TunedConfig], new: Sequence[TunedConfig]) -> list[TunedConfig]:
     """`new`, and the entries of `old` for other layers, dtypes and numbers of rows."""
-    keys = {_key(choice) for choice in new}
-    return [*(choice for choice in old if _key(choice) not in keys), *new]
+    keys = {_key(entry) for entry in new}
+    return [*(entry for entry in old if _key(entry) not in keys), *new]
 
 
-def find(choices: Sequence[TunedConfig], layers: list[LinearShape], dtype: str, rows: int) -> list[KernelConfig] | None:
+def find(entries: Sequence[TunedConfig], layers: list[LinearShape], dtype: str, rows: int) -> list[KernelConfig] | None:
     wanted = (tuple(layers), dtype, rows)
-    return next((c.plans for c in choices if _key(c) == wanted and len(c.plans) == len(layers)), None)
+    return next((c.configs for c in entries if _key(c) == wanted and len(c.configs) == len(layers)), None)
 
 
-def _key(choice: TunedConfig) -> tuple[tuple[LinearShape, ...], str, int]:
-    return tuple(choice.layers), choice.dtype, choice.rows
+def _key(entry: TunedConfig) -> tuple[tuple[LinearShape, ...], str, int]:
+    return tuple(entry.layers), entry.dtype, entry.rows

@@ -23,23 +23,23 @@ class Products:
         self._pdl = supports_pdl(device)
         self._workspace = Workspace(WORKSPACE_ELEMENTS, WORKSPACE_PROGRAMS, device)
 
-    def of(self, plan: KernelConfig, linear: Linear) -> Product:
+    def of(self, config: KernelConfig, linear: Linear) -> Product:
         weight, bias = dense_weight(linear)
-        if plan.kernel == "library":
+        if config.kernel == "cublas":
             return lambda x: F.linear(x, weight, bias)
-        if plan.kernel == "few":
-            return self.fused(plan, linear)
-        workspace, split, tiling = self._workspace, plan.split, self._tiling(plan)
+        if config.kernel == "skinny":
+            return self.fused(config, linear)
+        workspace, split, tiling = self._workspace, config.split, self._tiling(config)
         return lambda x: linear_stream_k(x, weight, bias, tiling, workspace, split)
 
-    def _tiling(self, plan: KernelConfig) -> Tiling:
+    def _tiling(self, config: KernelConfig) -> Tiling:
         pdl = self._pdl
-        return Tiling(plan.out_tile, plan.row_tile, plan.in_tile, plan.stages, plan.warps, pdl, plan.fetch)
+        return Tiling(config.out_tile, config.row_tile, config.in_tile, config.stages, config.warps, pdl, config.fetch)
 
-    def fused(self, plan: KernelConfig, linear: Linear) -> FusedProduct:
-        """The skinny GEMM, which can fuse the norm, the gate and the residual addition. `plan.kernel` must be "few"."""
+    def fused(self, config: KernelConfig, linear: Linear) -> FusedProduct:
+        """The skinny GEMM, which can fuse the norm, the gate and the residual addition. config: of that kernel."""
         (weight, bias), pdl = dense_weight(linear), self._pdl
-        tiles = {"out_tile": plan.out_tile, "tile": plan.in_tile, "warps": plan.warps, "early": plan.stages}
+        tiles = {"out_tile": config.out_tile, "tile": config.in_tile, "warps": config.warps, "early": config.stages}
 
         def product(
             x: Tensor, norm: RMSNorm | None = None, gated: bool = False, add_to: Tensor | None = None

@@ -32,28 +32,28 @@ class LinearTimer:
         self._device, self._dtype = weight.device, weight.dtype
         self._inputs: dict[tuple[int, int], Tensor] = {}
 
-    def seconds(self, plan: KernelConfig, group: Sequence[Linear], rows: int) -> float:
+    def seconds(self, config: KernelConfig, group: Sequence[Linear], rows: int) -> float:
         """Seconds of one GEMM with its norm, as the mean over `group`, layers of one shape."""
         some = group[: max(WEIGHT_BYTES // dense_weight(group[0]).weight.nbytes, 1)]
-        order = [(plan, linear) for linear in some] * -(-LAUNCHES // len(some))
+        order = [(config, linear) for linear in some] * -(-LAUNCHES // len(some))
         return _replay(self._step(order, rows)) / len(order)
 
-    def step_seconds(self, plans: Sequence[KernelConfig], rows: int, norms: bool = True) -> float:
-        """Seconds of all layers in order. `plans` has one kernel config for each shape."""
-        return _replay(self._step(self.order(plans), rows, norms))
+    def step_seconds(self, configs: Sequence[KernelConfig], rows: int, norms: bool = True) -> float:
+        """Seconds of all layers in order. `configs` has one kernel config for each shape."""
+        return _replay(self._step(self.order(configs), rows, norms))
 
-    def excerpt_seconds(self, plans: Sequence[KernelConfig], rows: int) -> float:
-        """Seconds of the first EXCERPT layers. `plans` has one kernel config for each shape."""
-        return _replay(self._step(self.order(plans)[:EXCERPT], rows), EXCERPT_REPEATS)
+    def excerpt_seconds(self, configs: Sequence[KernelConfig], rows: int) -> float:
+        """Seconds of the first EXCERPT layers. `configs` has one kernel config for each shape."""
+        return _replay(self._step(self.order(configs)[:EXCERPT], rows), EXCERPT_REPEATS)
 
-    def order(self, plans: Sequence[KernelConfig]) -> list[tuple[KernelConfig, Linear]]:
+    def order(self, configs: Sequence[KernelConfig]) -> list[tuple[KernelConfig, Linear]]:
         """Each layer with the kernel config of its shape, in the model's order."""
-        by_shape = dict(zip(((layer.ins, layer.outs) for layer in self._layers), plans, strict=True))
+        by_shape = dict(zip(((layer.ins, layer.outs) for layer in self._layers), configs, strict=True))
         return [(by_shape[linear.shape], linear) for linear in self._linears]
 
     def _step(self, order: Sequence[tuple[KernelConfig, Linear]], rows: int, norms: bool = True) -> Callable[[], None]:
         """A callable that launches these GEMMs, with a norm before each if `norms`."""
-        calls = [self.call(plan, linear, rows, norms) for plan, linear in order]
+        calls = [self.call(config, linear, rows, norms) for config, linear in order]
 
         def step() -> None:
             for call in calls:
@@ -61,16 +61,16 @@ class LinearTimer:
 
         return step
 
-    def call(self, plan: KernelConfig, linear: Linear, rows: int, norms: bool = True) -> Callable[[], object]:
+    def call(self, config: KernelConfig, linear: Linear, rows: int, norms: bool = True) -> Callable[[], object]:
         """A callable that launches one GEMM. With `norms` it launches a norm first, or a fused kernel if it can."""
         ins, outs = linear.shape
         x, norm = self._rows(rows, ins), RMSNorm(self._rows(1, ins)[0], 1e-6)
-        product = self._products.of(plan, linear)
+        product = self._products.of(config, linear)
         if not norms:
             return lambda: product(x)
-        if plan.kernel != "few" or linear.fusion is Fusion.NONE:
+        if config.kernel != "skinny" or linear.fusion is Fusion.NONE:
             return lambda: product(add_rms_norm(x, None, norm.weight, norm.eps))
-        fused = self._products.fused(plan, linear)
+        fused = self._products.fused(config, linear)
         if linear.fusion is Fusion.NORM:
             return lambda: fused(x, norm)
         gated, total = linear.fusion is Fusion.GATED_ADD, self._rows(rows, outs)

@@ -19,7 +19,7 @@ from triton.errors import TritonError
 from blockyard.kernels.layers.linear_stream_k import ALIGNMENT
 from blockyard.services.gpu_worker.layers.linear import FusedProduct, Fusion, Linear, Product, dense_linear, in_groups
 from blockyard.services.gpu_worker.linear_tuning import kernel_configs
-from blockyard.services.gpu_worker.linear_tuning.kernel_configs import LIBRARY, KernelConfig, LinearShape, TunedConfig
+from blockyard.services.gpu_worker.linear_tuning.kernel_configs import CUBLAS, KernelConfig, LinearShape, TunedConfig
 from blockyard.services.gpu_worker.linear_tuning.products import Products, dense_weight
 from blockyard.services.gpu_worker.linear_tuning.timing import EXCERPT, LinearTimer
 
@@ -51,11 +51,11 @@ class Tuner:
         self.products = Products(self._device)
         self.timer = LinearTimer(self._linears, self.layers, self.products)
         self._name: str = properties.name
-        self._impossible: set[Binary] = set()  # failed to compile, for example for lack of shared memory
-        self._possible: set[Binary] = set()  # compiled, or failed to
+        self._failed: set[Binary] = set()  # failed to compile, for example for lack of shared memory
+        self._tried: set[Binary] = set()  # compiled, or failed to
         self._dtype_name = str(self._dtype).removeprefix("torch.")
-        self._table = self._path()
-        self._plans: dict[int, list[KernelConfig]] = {}
+        self._cache_path = self._path()
+        self._configs: dict[int, list[KernelConfig]] = {}
         self.missing: list[int] = []  # numbers of rows without a measurement
         self._num_missing, self._problem = 0, ""
         self._capability = (properties.major, properties.minor)
@@ -65,17 +65,17 @@ class Tuner:
 
         folder: of the cache file, None: the user's cache folder.
         """
-        self._table = self._path(folder)
-        known = kernel_configs.read_table(self._table)
+        self._cache_path = self._path(folder)
+        known = kernel_configs.read_cache(self._cache_path)
         found = {rows: kernel_configs.find(known, self.layers, self._dtype_name, rows) for rows in sizes}
-        self._plans = {rows: some for rows, some in found.items() if some is not None}
-        self.missing = [rows for rows in sizes if rows not in self._plans]
+        self._configs = {rows: some for rows, some in found.items() if some is not None}
+        self.missing = [rows for rows in sizes if rows not in self._configs]
         self._num_missing = len(self.missing)
         measured = (
             kernel_configs.read_defaults() if self.missing and self._capability == kernel_configs.CAPABILITY else []
         )
         for rows in self.missing:
-            self._plans[rows] = [
+            self._configs[rows] = [
                 kernel_configs.default_config(measured, layer, rows, self._candidates(layer, rows))
                 for layer in self.layers
             ]
@@ -91,11 +91,11 @@ class Tuner:
         try:
             with torch.inference_mode():
                 while still:
-                    self._plans[still[0]] = yield from self.measuring(still[0])
+                    self._configs[still[0]] = yield from self.measuring(still[0])
                     self._install()
-                    choices = [TunedConfig(self.layers, self._dtype_name, still[0], self._plans[still[0]])]
-                    kernel_configs.write_table(
-                        self._table, kernel_configs.merge(kernel_configs.read_table(self._table), choices)
+                    entries = [TunedConfig(self.layers, self._dtype_name, still[0], self._configs[still[0]])]
+                    kernel_configs.write_cache(
+                        self._cache_path, kernel_configs.merge(kernel_configs.read_cache(self._cache_path), entries)
                     )
                     self.missing.remove(still[0])
                     yield still.pop(0)
@@ -118,13 +118,13 @@ class Tuner:
         """One line for the log: how many shapes use Triton kernels, and how many sizes are measured."""
         if self._problem:
             return f"linear layers: in default kernels, they could not be measured: {self._problem}"
-        ours = sum(plan != LIBRARY for some in self._plans.values() for plan in some)
-        own = f"linear layers: {ours} of {len(self._plans) * len(self.layers)} shapes in own kernels"
+        ours = sum(config != CUBLAS for some in self._configs.values() for config in some)
+        own = f"linear layers: {ours} of {len(self._configs) * len(self.layers)} shapes in own kernels"
         if self.missing:
-            return f"{own}, {len(self.missing)} of {len(self._plans)} sizes are measured when idle"
+            return f"{own}, {len(self.missing)} of {len(self._configs)} sizes are measured when idle"
         if not self._num_missing:
             return f"{own}, as measured before"
-        return f"{own}, measured {self._num_missing} of {len(self._plans)} sizes"
+        return f"{own}, measured {self._num_missing} of {len(self._configs)} sizes"
 
     def launch_candidates(self) -> None:
         """Launches all candidates of the missing sizes on zeros, so that a `KernelCompiler` can record them."""
@@ -134,14 +134,14 @@ class Tuner:
     def make_batch_invariant(self) -> str:
         """Installs one kernel config in each layer for every number of rows. Returns a line for the log."""
         for layer, group in zip(self.layers, self.groups, strict=True):
-            plan = kernel_configs.batch_invariant_config(layer, self._dtype.itemsize, self._processors)
+            config = kernel_configs.batch_invariant_config(layer, self._dtype.itemsize, self._processors)
             for linear in group:
-                product = self.products.of(plan, linear)
-                linear.use({}, in_groups(product) if plan == LIBRARY else product)
+                product = self.products.of(config, linear)
+                linear.use({}, in_groups(product) if config == CUBLAS else product)
         return "linear layers: one configuration each for any number of rows (--batch-invariant)"
 
     def _path(self, folder: Path | None = None) -> Path:
-        return kernel_configs.table_path(
+        return kernel_configs.cache_path(
             self._name, (f"torch{torch.__version__}", f"triton{triton.__version__}"), folder
         )
 
@@ -149,36 +149,36 @@ class Tuner:
         group = self.groups[self.layers.index(layer)]
         if any(dense_weight(linear).weight.data_ptr() % ALIGNMENT for linear in group):
             return []
-        plans = kernel_configs.candidates(layer, rows, self._dtype.itemsize, self._processors)
-        return [plan for plan in plans if _binary(plan, rows, group[0]) not in self._impossible]
+        configs = kernel_configs.candidates(layer, rows, self._dtype.itemsize, self._processors)
+        return [config for config in configs if _binary(config, rows, group[0]) not in self._failed]
 
     def compile(self, sizes: Sequence[int]) -> None:
         """Compiles the candidates in threads of this process. Later measurements skip candidates that fail."""
         binaries = self._binaries(sizes)
         with ThreadPoolExecutor(min(COMPILERS, os.cpu_count() or 1)) as threads:
             possible = zip(binaries, threads.map(self._compiles, binaries), strict=True)
-            self._impossible |= {binary for binary, is_possible in possible if not is_possible}
-        self._possible |= binaries
+            self._failed |= {binary for binary, is_possible in possible if not is_possible}
+        self._tried |= binaries
 
     def _binaries(self, sizes: Sequence[int]) -> set[Binary]:
         return {
-            _binary(plan, rows, group[0])
+            _binary(config, rows, group[0])
             for rows in sizes
             for layer, group in zip(self.layers, self.groups, strict=True)
-            for plan in self._candidates(layer, rows)
+            for config in self._candidates(layer, rows)
         }
 
     def _compiles(self, binary: Binary) -> bool:
-        plan, rows, fusion = binary
-        size = max(plan.in_tile * plan.stages, 256) if plan.kernel == "few" else 256
+        config, rows, fusion = binary
+        size = max(config.in_tile * config.stages, 256) if config.kernel == "skinny" else 256
         with torch.inference_mode():
             for bias in {dense_weight(linear).bias is not None for linear in self._linears}:
                 weight = torch.zeros(256, size, dtype=self._dtype, device=self._device)
                 vector = torch.zeros(256, dtype=self._dtype, device=self._device) if bias else None
                 try:
-                    self.timer.call(plan, dense_linear(weight, vector, fusion), rows)()
+                    self.timer.call(config, dense_linear(weight, vector, fusion), rows)()
                 except TritonError as e:  # too little shared memory, or this Triton version cannot compile it
-                    log.debug("%s: %s", plan, e)
+                    log.debug("%s: %s", config, e)
                     return False
         return True
 
@@ -189,34 +189,36 @@ class Tuner:
             try:
                 next(pieces)
             except StopIteration as end:
-                plans: list[KernelConfig] = end.value
-                return plans
+                configs: list[KernelConfig] = end.value
+                return configs
 
     def measuring(self, rows: int) -> Generator[None, None, list[KernelConfig]]:
         """Same as `measure`, as a generator that yields after each timing."""
-        library = [LIBRARY] * len(self.layers)
+        cublas = [CUBLAS] * len(self.layers)
         for binary in self._binaries([rows]):
-            if binary not in self._possible and not self._compiles(binary):
-                self._impossible.add(binary)
-            self._possible.add(binary)
+            if binary not in self._tried and not self._compiles(binary):
+                self._failed.add(binary)
+            self._tried.add(binary)
             yield
         if not any(self._candidates(layer, rows) for layer in self.layers):
-            return library
+            return cublas
         times: list[dict[KernelConfig, float]] = [{} for _ in self.layers]
         for layer, group, took in zip(self.layers, self.groups, times, strict=True):
-            for plan in (LIBRARY, *self._candidates(layer, rows)):
-                took[plan] = self.timer.seconds(plan, group, rows)
+            for config in (CUBLAS, *self._candidates(layer, rows)):
+                took[config] = self.timer.seconds(config, group, rows)
                 yield
         alone = [kernel_configs.pick(some) for some in times]
-        sets = kernel_configs.distinct([library, alone, (yield from self._refine(alone, times, rows))])
+        sets = kernel_configs.distinct([cublas, alone, (yield from self._refine(alone, times, rows))])
         if len(sets) == 1:
-            return library
+            return cublas
         rounds: list[list[float]] = [[] for _ in sets]
         for _ in range(ROUNDS):  # alternates between the sets, because GPU clocks drop while measuring
-            for took_s, plans in zip(rounds, sets, strict=True):
-                took_s.append(self.timer.step_seconds(plans, rows))
+            for took_s, configs in zip(rounds, sets, strict=True):
+                took_s.append(self.timer.step_seconds(configs, rows))
                 yield
-        return kernel_configs.fastest_set([(plans, min(took_s)) for plans, took_s in zip(sets, rounds, strict=True)])
+        return kernel_configs.fastest_set(
+            [(configs, min(took_s)) for configs, took_s in zip(sets, rounds, strict=True)]
+        )
 
     def _refine(
         self, alone: list[KernelConfig], times: Sequence[Mapping[KernelConfig, float]], rows: int
@@ -225,33 +227,35 @@ class Tuner:
 
         Starts from the faster of two sets: `alone`, and the fastest Triton kernel of every shape.
         """
-        starts = kernel_configs.distinct([alone, [kernel_configs.fastest_own(some) for some in times]])
-        took, plans = min((self.timer.excerpt_seconds(plans, rows), i, plans) for i, plans in enumerate(starts))[::2]
+        starts = kernel_configs.distinct([alone, [kernel_configs.fastest_triton(some) for some in times]])
+        took, configs = min(
+            (self.timer.excerpt_seconds(configs, rows), i, configs) for i, configs in enumerate(starts)
+        )[::2]
         yield
         shapes = {linear.shape for linear in self._linears[:EXCERPT]}  # a change of any other shape would measure noise
         for i, (layer, some) in enumerate(zip(self.layers, times, strict=True)):
-            for plan in kernel_configs.next_best(some, plans[i]) if (layer.ins, layer.outs) in shapes else []:
-                others = [*plans[:i], plan, *plans[i + 1 :]]
+            for config in kernel_configs.next_best(some, configs[i]) if (layer.ins, layer.outs) in shapes else []:
+                others = [*configs[:i], config, *configs[i + 1 :]]
                 seconds = self.timer.excerpt_seconds(others, rows)
                 yield
                 if seconds < kernel_configs.REFINE_MARGIN * took:
-                    plans, took = others, seconds
-        return plans
+                    configs, took = others, seconds
+        return configs
 
     def _install(self) -> None:
         products: list[dict[int, Product]] = [{} for _ in self._linears]
         fused: list[dict[int, FusedProduct]] = [{} for _ in self._linears]
-        for rows, some in self._plans.items():
-            for i, (plan, linear) in enumerate(self.timer.order(some)):
-                if plan != LIBRARY:
-                    products[i][rows] = self.products.of(plan, linear)
-                if plan.kernel == "few" and linear.fusion is not Fusion.NONE:
-                    fused[i][rows] = self.products.fused(plan, linear)
+        for rows, some in self._configs.items():
+            for i, (config, linear) in enumerate(self.timer.order(some)):
+                if config != CUBLAS:
+                    products[i][rows] = self.products.of(config, linear)
+                if config.kernel == "skinny" and linear.fusion is not Fusion.NONE:
+                    fused[i][rows] = self.products.fused(config, linear)
         for linear, one, whole in zip(self._linears, products, fused, strict=True):
             linear.use(one, fused=whole)
 
 
-def _binary(plan: KernelConfig, rows: int, linear: Linear) -> Binary:
+def _binary(config: KernelConfig, rows: int, linear: Linear) -> Binary:
     """The key of a compiled kernel. It ignores `split`, and rows and fusion except for the skinny kernel."""
-    few = plan.kernel == "few"
-    return msgspec.structs.replace(plan, split=1), rows if few else 1, linear.fusion if few else Fusion.NONE
+    few = config.kernel == "skinny"
+    return msgspec.structs.replace(config, split=1), rows if few else 1, linear.fusion if few else Fusion.NONE

@@ -72,7 +72,7 @@ class FirstPreemption:
     unfilled: float
 
 
-class Record:
+class SimulationRecord:
     """Receives the frames of gateways and detokenizers. It does not influence the simulation."""
 
     def __init__(self, requests: Sequence[TraceRequest]) -> None:

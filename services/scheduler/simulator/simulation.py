@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from blockyard.services.scheduler.core import Scheduler
 from blockyard.services.scheduler.from_config import settings_of
 from blockyard.services.scheduler.outbox import Outgoing
-from blockyard.services.scheduler.simulator.record import Record
+from blockyard.services.scheduler.simulator.record import SimulationRecord
 from blockyard.services.scheduler.simulator.trace import TraceRequest, frames
 from blockyard.services.scheduler.simulator.worker import Pace, SimWorker
 from blockyard.services.scheduler.workers.worker_groups import WorkerGroup
@@ -37,7 +37,7 @@ class Simulation:
     def __init__(self, config: SimulationConfig, requests: Sequence[TraceRequest]) -> None:
         settings = settings_of(config.scheduler)
         self.core = Scheduler(SCHEDULER, settings, 0)
-        self.record = Record(requests)
+        self.record = SimulationRecord(requests)
         self.num_events = 0
         self.now = 0.0
         limits = settings.batch

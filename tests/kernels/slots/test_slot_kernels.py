@@ -33,13 +33,13 @@ def random_state(num_slots: int, seed: int) -> SlotState:
     for i in range(MAX_STOP_IDS):
         fields[Field.STOPS + i] = draw(0, 20)
     order = torch.randperm(num_slots, generator=at)[: CAPACITY - 10].to(torch.int32)
-    state.rows[: len(order)] = order.to(DEVICE)
+    state.row_slots[: len(order)] = order.to(DEVICE)
     state.step.fill_(seed)
     return state
 
 
 def copy_of(state: SlotState) -> SlotState:
-    other = SlotState.make(state.fields.shape[1], len(state.rows), state.tables.shape[1], DEVICE)
+    other = SlotState.make(state.fields.shape[1], len(state.row_slots), state.tables.shape[1], DEVICE)
     other.arena.copy_(state.arena)
     return other
 
@@ -48,8 +48,8 @@ def test_views_are_of_one_arena_and_hold_floats() -> None:
     state = SlotState.make(5, 3, 7, DEVICE)
     state.check()
     assert state.fields.shape == (NUM_FIELDS, 16)
-    assert state.rows.tolist() == [-1] * 3
-    for view in (state.fields, state.rows, state.step, state.tables):
+    assert state.row_slots.tolist() == [-1] * 3
+    for view in (state.fields, state.row_slots, state.step, state.tables):
         state.arena[state.place(view)] = 77
         assert int(view.reshape(-1)[0]) == 77
     state.floats(Field.TOP_P)[2] = 0.25

@@ -6,65 +6,63 @@ from pathlib import Path
 import pytest
 
 from blockyard.services.gpu_worker.linear_tuning import kernel_configs
-from blockyard.services.gpu_worker.linear_tuning.kernel_configs import LIBRARY, KernelConfig, LinearShape, TunedConfig
+from blockyard.services.gpu_worker.linear_tuning.kernel_configs import CUBLAS, KernelConfig, LinearShape, TunedConfig
 
-SKINNY, STREAM_K = KernelConfig("few", 4), KernelConfig("tiles", 64, 16)
+SKINNY, STREAM_K = KernelConfig("skinny", 4), KernelConfig("stream_k", 64, 16)
 LAYERS = [LinearShape(4096, 6144, 32), LinearShape(4096, 128256, 1)]
 
 
 @pytest.mark.parametrize(
     ("times", "chosen"),
     [
-        ({LIBRARY: 4.0, SKINNY: 3.0, STREAM_K: 3.5}, SKINNY),
-        ({LIBRARY: 4.0, SKINNY: 3.9, STREAM_K: 3.8}, STREAM_K),
-        ({LIBRARY: 4.0, SKINNY: 3.99}, LIBRARY),  # noise
-        ({LIBRARY: 4.0, SKINNY: 5.0}, LIBRARY),
-        ({LIBRARY: 4.0}, LIBRARY),
+        ({CUBLAS: 4.0, SKINNY: 3.0, STREAM_K: 3.5}, SKINNY),
+        ({CUBLAS: 4.0, SKINNY: 3.9, STREAM_K: 3.8}, STREAM_K),
+        ({CUBLAS: 4.0, SKINNY: 3.99}, CUBLAS),  # noise
+        ({CUBLAS: 4.0, SKINNY: 5.0}, CUBLAS),
+        ({CUBLAS: 4.0}, CUBLAS),
     ],
 )
-def test_the_quickest_is_picked_the_library_when_in_doubt(
-    times: dict[KernelConfig, float], chosen: KernelConfig
-) -> None:
+def test_the_quickest_is_picked_cublas_when_in_doubt(times: dict[KernelConfig, float], chosen: KernelConfig) -> None:
     assert kernel_configs.pick(times) == chosen
 
 
 def test_a_set_that_is_slower_as_a_whole_is_not_picked() -> None:
-    library, ours = [LIBRARY, LIBRARY], [SKINNY, STREAM_K]
-    assert kernel_configs.fastest_set([(library, 4.0), ([SKINNY, LIBRARY], 4.1), (ours, 3.7)]) == ours
-    assert kernel_configs.fastest_set([(library, 4.0), (ours, 4.1)]) == library
-    assert kernel_configs.fastest_set([(library, 4.0), (ours, 3.99)]) == library
+    cublas, ours = [CUBLAS, CUBLAS], [SKINNY, STREAM_K]
+    assert kernel_configs.fastest_set([(cublas, 4.0), ([SKINNY, CUBLAS], 4.1), (ours, 3.7)]) == ours
+    assert kernel_configs.fastest_set([(cublas, 4.0), (ours, 4.1)]) == cublas
+    assert kernel_configs.fastest_set([(cublas, 4.0), (ours, 3.99)]) == cublas
 
 
 def test_what_is_tried_next() -> None:
     times = {
-        LIBRARY: 9.0,
+        CUBLAS: 9.0,
         SKINNY: 3.0,
         STREAM_K: 2.0,
-        **{KernelConfig("few", i): float(i) for i in (4, 5, 6)},
+        **{KernelConfig("skinny", i): float(i) for i in (4, 5, 6)},
     }
     assert kernel_configs.next_best(times, STREAM_K) == [
         SKINNY,
-        KernelConfig("few", 5),
-        KernelConfig("few", 6),
-        LIBRARY,
+        KernelConfig("skinny", 5),
+        KernelConfig("skinny", 6),
+        CUBLAS,
     ]
-    assert kernel_configs.next_best({LIBRARY: 1.0, STREAM_K: 2.0}, LIBRARY) == [STREAM_K]
-    assert kernel_configs.fastest_own({LIBRARY: 1.0, SKINNY: 3.0, STREAM_K: 2.0}) == STREAM_K
-    assert kernel_configs.fastest_own({LIBRARY: 1.0}) == LIBRARY
+    assert kernel_configs.next_best({CUBLAS: 1.0, STREAM_K: 2.0}, CUBLAS) == [STREAM_K]
+    assert kernel_configs.fastest_triton({CUBLAS: 1.0, SKINNY: 3.0, STREAM_K: 2.0}) == STREAM_K
+    assert kernel_configs.fastest_triton({CUBLAS: 1.0}) == CUBLAS
 
 
 def test_candidates_fit_their_rows() -> None:
     layer = LinearShape(4096, 6144, 32)
-    assert {plan.kernel for plan in kernel_configs.candidates(layer, 1, 2, 132)} == {"few"}
-    assert {plan.kernel for plan in kernel_configs.candidates(layer, 4, 2, 132)} == {"few", "tiles"}
+    assert {config.kernel for config in kernel_configs.candidates(layer, 1, 2, 132)} == {"skinny"}
+    assert {config.kernel for config in kernel_configs.candidates(layer, 4, 2, 132)} == {"skinny", "stream_k"}
     for rows in (3, 8, 16, 17, 48, 64, 100, 256):
-        plans = kernel_configs.candidates(layer, rows, 2, 132)
-        assert plans
-        assert len(set(plans)) == len(plans) <= 12, "each costs a start its time"
-        assert all(plan.kernel == "tiles" for plan in plans)
-        assert all(plan.row_tile >= 16 for plan in plans)
-        assert all(layer.ins // plan.in_tile // plan.split >= kernel_configs.FEWEST_STEPS for plan in plans)
-        assert any(plan.row_tile >= min(rows, 128) for plan in plans)
+        configs = kernel_configs.candidates(layer, rows, 2, 132)
+        assert configs
+        assert len(set(configs)) == len(configs) <= 12, "each costs a start its time"
+        assert all(config.kernel == "stream_k" for config in configs)
+        assert all(config.row_tile >= 16 for config in configs)
+        assert all(layer.ins // config.in_tile // config.split >= kernel_configs.FEWEST_STEPS for config in configs)
+        assert any(config.row_tile >= min(rows, 128) for config in configs)
     assert kernel_configs.candidates(layer, 257, 2, 132) == []
     assert kernel_configs.candidates(layer, 1, 4, 132) == []
     assert kernel_configs.candidates(LinearShape(4097, 6144, 1), 16, 2, 132) == [], (
@@ -81,60 +79,60 @@ def test_small_layers_are_split_until_all_processors_are_busy() -> None:
     )
 
 
-def test_a_frozen_plan_follows_from_the_layer_alone() -> None:
-    plan = kernel_configs.batch_invariant_config(LinearShape(4096, 4096, 32), 2, 132)
-    assert plan.kernel == "tiles"
-    assert plan.split == 4
-    assert kernel_configs.batch_invariant_config(LinearShape(4096, 4096, 32), 4, 132) == LIBRARY
+def test_a_batch_invariant_config_follows_from_the_layer_alone() -> None:
+    config = kernel_configs.batch_invariant_config(LinearShape(4096, 4096, 32), 2, 132)
+    assert config.kernel == "stream_k"
+    assert config.split == 4
+    assert kernel_configs.batch_invariant_config(LinearShape(4096, 4096, 32), 4, 132) == CUBLAS
 
 
-def test_a_table_comes_back(tmp_path: Path) -> None:
-    path = kernel_configs.table_path("NVIDIA H200", ("torch2.11.0+cu130",), environ={"XDG_CACHE_HOME": str(tmp_path)})
+def test_a_cache_file_comes_back(tmp_path: Path) -> None:
+    path = kernel_configs.cache_path("NVIDIA H200", ("torch2.11.0+cu130",), environ={"XDG_CACHE_HOME": str(tmp_path)})
     assert path == tmp_path / "blockyard" / "linear-NVIDIA-H200-torch2.11.0+cu130.json"
-    assert kernel_configs.read_table(path) == []
-    choices = [
-        TunedConfig(LAYERS, "bfloat16", 1, [SKINNY, LIBRARY]),
-        TunedConfig(LAYERS, "bfloat16", 16, [STREAM_K, LIBRARY]),
+    assert kernel_configs.read_cache(path) == []
+    entries = [
+        TunedConfig(LAYERS, "bfloat16", 1, [SKINNY, CUBLAS]),
+        TunedConfig(LAYERS, "bfloat16", 16, [STREAM_K, CUBLAS]),
     ]
-    kernel_configs.write_table(path, choices)
-    assert kernel_configs.read_table(path) == choices
+    kernel_configs.write_cache(path, entries)
+    assert kernel_configs.read_cache(path) == entries
     assert [f.name for f in path.parent.iterdir()] == [path.name]
-    assert kernel_configs.find(choices, LAYERS, "bfloat16", 16) == [STREAM_K, LIBRARY]
-    assert kernel_configs.find(choices, LAYERS, "float16", 16) is None
-    assert kernel_configs.find(choices, LAYERS, "bfloat16", 8) is None
-    assert kernel_configs.find(choices, LAYERS[:1], "bfloat16", 16) is None
+    assert kernel_configs.find(entries, LAYERS, "bfloat16", 16) == [STREAM_K, CUBLAS]
+    assert kernel_configs.find(entries, LAYERS, "float16", 16) is None
+    assert kernel_configs.find(entries, LAYERS, "bfloat16", 8) is None
+    assert kernel_configs.find(entries, LAYERS[:1], "bfloat16", 16) is None
 
 
 def test_what_is_measured_again_replaces_what_was() -> None:
     old = [
-        TunedConfig(LAYERS, "bfloat16", 1, [SKINNY, LIBRARY]),
+        TunedConfig(LAYERS, "bfloat16", 1, [SKINNY, CUBLAS]),
         TunedConfig(LAYERS[:1], "bfloat16", 1, [SKINNY]),
     ]
-    new = [TunedConfig(LAYERS, "bfloat16", 1, [LIBRARY, LIBRARY])]
+    new = [TunedConfig(LAYERS, "bfloat16", 1, [CUBLAS, CUBLAS])]
     assert kernel_configs.merge(old, new) == [old[1], new[0]]
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b'{"edition": 1}', b'{"edition": "x", "choices": []}', b"\xff\x00"])
-def test_a_broken_table_is_measured_anew(content: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("content", [b"", b"{", b'{"version": 1}', b'{"version": "x", "entries": []}', b"\xff\x00"])
+def test_a_broken_cache_file_is_measured_anew(content: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "table.json"
     path.write_bytes(content)
     with caplog.at_level(logging.WARNING):
-        assert kernel_configs.read_table(path) == []
+        assert kernel_configs.read_cache(path) == []
     assert [r.message for r in caplog.records if "measured anew" in r.message]
-    kernel_configs.write_table(path, [TunedConfig(LAYERS, "bfloat16", 1, [SKINNY, LIBRARY])])
-    assert len(kernel_configs.read_table(path)) == 1
+    kernel_configs.write_cache(path, [TunedConfig(LAYERS, "bfloat16", 1, [SKINNY, CUBLAS])])
+    assert len(kernel_configs.read_cache(path)) == 1
 
 
 def test_another_edition_is_measured_anew(tmp_path: Path) -> None:
     path = tmp_path / "table.json"
-    path.write_bytes(b'{"edition": 0, "choices": []}')
-    assert kernel_configs.read_table(path) == []
+    path.write_bytes(b'{"version": 0, "entries": []}')
+    assert kernel_configs.read_cache(path) == []
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "blockyard").write_text("a file where the folder belongs")
     with caplog.at_level(logging.WARNING):
-        kernel_configs.write_table(tmp_path / "blockyard" / "table.json", [])
+        kernel_configs.write_cache(tmp_path / "blockyard" / "table.json", [])
     assert len(caplog.records) == 1
     assert "cannot be written" in caplog.records[0].message
-    assert kernel_configs.read_table(tmp_path / "blockyard" / "table.json") == []
+    assert kernel_configs.read_cache(tmp_path / "blockyard" / "table.json") == []

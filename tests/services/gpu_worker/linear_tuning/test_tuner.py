@@ -9,12 +9,12 @@ import torch
 from blockyard.services.gpu_worker.layers.linear import Fusion, Linear, dense_linear
 from blockyard.services.gpu_worker.linear_tuning import products as linear_products
 from blockyard.services.gpu_worker.linear_tuning import tuner as linear_tuning
-from blockyard.services.gpu_worker.linear_tuning.kernel_configs import LIBRARY, KernelConfig
+from blockyard.services.gpu_worker.linear_tuning.kernel_configs import CUBLAS, KernelConfig
 from blockyard.services.gpu_worker.linear_tuning.tuner import Tuner
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [(80, 256), (64, 512)]  # out, in
-STREAM_K = KernelConfig("tiles", 64, 16, 32, 3, 4, 2)
+STREAM_K = KernelConfig("stream_k", 64, 16, 32, 3, 4, 2)
 
 
 @pytest.fixture
@@ -30,15 +30,15 @@ def made_up(tuner: Tuner, monkeypatch: pytest.MonkeyPatch) -> list[tuple[KernelC
     """Tiles are quick for the first shape, few rows for the second, the library at 3 rows. What was timed."""
     timed = []
 
-    def seconds(plan: KernelConfig, group: list[Linear], rows: int) -> float:
-        timed.append((plan, rows))
-        quick = plan.kernel == ("tiles" if group[0].shape == (256, 80) and rows > 1 else "few")
+    def seconds(config: KernelConfig, group: list[Linear], rows: int) -> float:
+        timed.append((config, rows))
+        quick = config.kernel == ("stream_k" if group[0].shape == (256, 80) and rows > 1 else "skinny")
         return 0.5 if quick and rows != 3 else 1.0
 
     monkeypatch.setattr(tuner, "compile", lambda sizes: None)
     monkeypatch.setattr(tuner.timer, "seconds", seconds)
-    monkeypatch.setattr(tuner.timer, "excerpt_seconds", lambda plans, rows: 1.0)
-    monkeypatch.setattr(tuner.timer, "step_seconds", lambda plans, rows: sum(2 - (p != LIBRARY) for p in plans))
+    monkeypatch.setattr(tuner.timer, "excerpt_seconds", lambda configs, rows: 1.0)
+    monkeypatch.setattr(tuner.timer, "step_seconds", lambda configs, rows: sum(2 - (p != CUBLAS) for p in configs))
     return timed
 
 
@@ -53,7 +53,7 @@ def test_the_quickest_products_are_used_and_kept(
         "linear layers: 4 of 6 shapes in own kernels, measured 3"
     )
     assert done == [0, 1 - 2 / 3, 1 - 1 / 3, 1]
-    assert (LIBRARY, 3) in timed
+    assert (CUBLAS, 3) in timed
     assert [sorted(linear._products) for linear in linears] == [[1, 2]] * 4
     assert [linear.fused(1) is not None for linear in linears] == [True] * 4
     assert [linear.fused(2) is not None for linear in linears] == [False, True] * 2, "tiles take nothing in"
@@ -87,7 +87,7 @@ def test_a_step_that_is_no_quicker_is_the_library_s(
 ) -> None:
     tuner = Tuner(linears)
     made_up(tuner, monkeypatch)
-    monkeypatch.setattr(tuner.timer, "step_seconds", lambda plans, rows: 1.0)
+    monkeypatch.setattr(tuner.timer, "step_seconds", lambda configs, rows: 1.0)
     assert "0 of 2 shapes" in tuner.tune([2], lambda done: None, tmp_path)
     assert not any(linear._products for linear in linears)
 
@@ -98,13 +98,13 @@ def test_what_is_best_alone_gives_way_to_what_is_best_beside_the_others(
     tuner = Tuner(linears)
     made_up(tuner, monkeypatch)
 
-    def beside(plans: list[KernelConfig], rows: int) -> float:
-        tiles = [plan.kernel == "tiles" for plan in plans]
+    def beside(configs: list[KernelConfig], rows: int) -> float:
+        tiles = [config.kernel == "stream_k" for config in configs]
         return 5.0 - sum(tiles) + 3.0 * all(tiles)  # one after the other they are slow
 
     for name in ("step_seconds", "excerpt_seconds"):
         monkeypatch.setattr(tuner.timer, name, beside)
-    assert [plan.kernel == "tiles" for plan in tuner.measure(5)] == [True, False]
+    assert [config.kernel == "stream_k" for config in tuner.measure(5)] == [True, False]
 
 
 def test_shapes_that_are_not_among_the_first_layers_stay_as_they_are_alone(
@@ -115,14 +115,14 @@ def test_shapes_that_are_not_among_the_first_layers_stay_as_they_are_alone(
     made_up(tuner, monkeypatch)
     tried: list[list[KernelConfig]] = []
 
-    def noise(plans: list[KernelConfig], rows: int) -> float:
-        tried.append(plans)
+    def noise(configs: list[KernelConfig], rows: int) -> float:
+        tried.append(configs)
         return 1.0 / len(tried)
 
     monkeypatch.setattr(tuner.timer, "excerpt_seconds", noise)
     tuner.measure(5)
-    assert len({plans[0] for plans in tried}) > 1
-    assert len({plans[1] for plans in tried[2:]}) == 1
+    assert len({configs[0] for configs in tried}) > 1
+    assert len({configs[1] for configs in tried[2:]}) == 1
 
 
 def test_what_cannot_be_measured_is_left_to_the_library(
