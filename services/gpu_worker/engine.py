@@ -226,16 +226,7 @@ def run_ahead(
     # imports Triton, which a worker on the CPU does not load
     from blockyard.services.gpu_worker.execution import device_loop  # noqa: PLC0415
 
-    loop = device_loop.start(
-        runner.batch,
-        runner.model,
-        runner.pool,
-        runner.geometry,
-        config.graph_sizes,
-        config.run_ahead_penalties,
-        config.fused_steps,
-        tuning,
-    )
+    loop = device_loop.start(runner.batch, runner.model, runner.pool, runner.geometry, config, tuning)
     runner.run_ahead(loop)
     report("first steps", 0.0, notes)
     warm_up(runner)  # without CUDA graphs

@@ -2,6 +2,7 @@
 
 import torch
 
+from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 from blockyard.services.gpu_worker.attention.choice import check_head_size
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.memory import KVMemoryNeed, blocks_of
@@ -24,8 +25,8 @@ def peak_bytes(model: Model, tokens: int, need: KVMemoryNeed, dtype: torch.dtype
     torch.cuda.reset_peak_memory_stats(device)
     hidden = _prefill(model, pool, tokens, need.max_model_len)
     _sample(model.logits(hidden[-min(need.max_num_seqs, tokens) :]).float())
-    for longest in (need.max_model_len, FEW):  # compiles attention with split-KV and without
-        _prefill(model, pool, min(tokens, FEW), longest)
+    for max_seq_len in (need.max_model_len, FEW):  # compiles attention with split-KV and without
+        _prefill(model, pool, min(tokens, FEW), max_seq_len)
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - held
     del pool, hidden
@@ -33,7 +34,7 @@ def peak_bytes(model: Model, tokens: int, need: KVMemoryNeed, dtype: torch.dtype
     return peak + WORKSPACE
 
 
-def _prefill(model: Model, pool: KVPool, tokens: int, longest: int) -> torch.Tensor:
+def _prefill(model: Model, pool: KVPool, tokens: int, max_seq_len: int) -> torch.Tensor:
     """Runs one prefill. Raises LoadError for a head size that the kernels do not support."""
     # imports Triton, which a worker on the CPU does not load
     from blockyard.services.gpu_worker.attention import triton_attention  # noqa: PLC0415
@@ -43,7 +44,9 @@ def _prefill(model: Model, pool: KVPool, tokens: int, longest: int) -> torch.Ten
     slots = torch.zeros_like(positions)
     tables = torch.arange(pool.num_blocks, dtype=torch.int32, device=pool.device)[None]
     starts = torch.tensor([0, tokens], dtype=torch.int32, device=pool.device)
-    attend = triton_attention.build_attention(pool, slots, positions, tables, starts, longest=longest)
+    rows = PagedKVMetadata(slots, positions, tables)
+    metadata = triton_attention.AttentionMetadata(rows, starts, max_seq_len=max_seq_len)
+    attend = triton_attention.build_attention(pool, metadata)
     return model.forward(Step(slots, positions, attend))
 
 

@@ -18,6 +18,7 @@ import torch
 from rig import Row, median, table
 
 from blockyard.kernels.slots.advance_slots import NUM_RESULTS, SlotOutcome
+from blockyard.kernels.slots.slot_state import SlotState
 from blockyard.services.gpu_worker.execution.device_loop import DeviceLoop, InFlightStep
 from blockyard.services.gpu_worker.execution.device_slots import DeviceSlots
 from blockyard.services.gpu_worker.sampling.sampler import Sampler
@@ -72,7 +73,7 @@ def measure(rows: int) -> Row:
 def starts(num: int) -> Row:
     """Requests that begin in one step: the host's slots, the sampler's, and what the device gets to know."""
     slots, device = Slots(1152, 8192, 16, 151936, 4096), torch.device("cpu")
-    on_device = DeviceSlots(2048, 1024, 512, 151936, [151645], device, logits_edits=True)
+    on_device = DeviceSlots(SlotState.make(2048, 1024, 512, device), 2048, 151936, [151645], logits_edits=True)
     sampler = Sampler(151936, [151645], device)
     sampler.reset(1152)
     prompt, asked = np.arange(32, dtype="<u4").tobytes(), Sampling(256, temperature=0.0, ignore_eos=True)
@@ -80,7 +81,7 @@ def starts(num: int) -> Row:
     plan = StepPlan(1, 1, [], all_of_them, [], [SlotRun(i, 32) for i in range(num)])
 
     def note() -> None:
-        on_device.note(plan, slots)
+        on_device.apply(plan, slots)
         on_device.take()
 
     parts = {

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -23,97 +24,76 @@ from blockyard.services.gpu_worker.layers.attention import AttentionShape
 from blockyard.services.gpu_worker.step import Attend, LogitsIndices
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionMetadata:
+    """The rows of a step: decodes first, one for each sequence, then the rows of prefills."""
+
+    rows: PagedKVMetadata
+    query_start_loc: Tensor | None = None  # [prefills + 1] int32: first row of each prefill, then the number of rows
+    num_decodes: int = 0  # where query_start_loc is None, all rows are decodes
+    max_seq_len: int | None = None  # upper bound of sequence lengths; None: the length of the block tables
+    prefill_max_seq_len: int | None = None  # the same of prefills; None: max_seq_len
+    logits_indices: LogitsIndices | None = None  # rows that the last layer computes; None: all rows
+
+
+@dataclass(frozen=True, slots=True)
+class KernelRows:
+    """The rows that one kernel computes: all decodes or all prefills of a step."""
+
+    metadata: PagedKVMetadata
+    query_start_loc: Tensor | None  # see `AttentionMetadata`; None: decodes
+    max_seq_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKV:
+    """The KV cache of one layer."""
+
+    memory: Tensor  # [num_blocks, 2, kv_heads, block_size, head_dim]
+    scales: Tensor | None  # [2] float32, of 8-bit K and V
+    shape: AttentionShape
+
+
 class TritonKernel(Protocol):
     """Computes the attention of all decodes or of all prefills of a step. Their K and V are already stored."""
 
-    def schedule(
-        self, q: Tensor, memory: Tensor, seqs: PagedKVMetadata, window: int | None, max_seq_len: int
-    ) -> SplitKVSchedule | None:
+    def schedule(self, q: Tensor, kv: LayerKV, rows: KernelRows) -> SplitKVSchedule | None:
         """Builds metadata for all layers with this window and number of heads; None if the kernel needs none."""
-
-    def attend(
-        self,
-        q: Tensor,
-        memory: Tensor,
-        seqs: PagedKVMetadata,
-        starts: Tensor | None,
-        shape: AttentionShape,
-        max_seq_len: int,
-        out: Tensor,
-        scales: Tensor | None,
-        schedule: SplitKVSchedule | None,
-    ) -> None:
-        """Runs the kernel: q [rows, heads, head_dim] -> out [rows, heads * head_dim].
-
-        starts: of prefills, see `build_attention`; None for decodes.
-        """
-
-
-class SplitKVDecode:
-    def schedule(
-        self, q: Tensor, memory: Tensor, seqs: PagedKVMetadata, window: int | None, max_seq_len: int
-    ) -> SplitKVSchedule:
-        return schedule_decode(q, memory, seqs, window, max_seq_len)
-
-    def attend(
-        self,
-        q: Tensor,
-        memory: Tensor,
-        seqs: PagedKVMetadata,
-        starts: Tensor | None,
-        shape: AttentionShape,
-        max_seq_len: int,
-        out: Tensor,
-        scales: Tensor | None,
-        schedule: SplitKVSchedule | None,
-    ) -> None:
-        paged_decode(q, memory, seqs, shape.scale, shape.window, max_seq_len, out, schedule=schedule, scales=scales)
-
-
-class PagedPrefill:
-    def schedule(self, q: Tensor, memory: Tensor, seqs: PagedKVMetadata, window: int | None, max_seq_len: int) -> None:
         return None
 
-    def attend(
-        self,
-        q: Tensor,
-        memory: Tensor,
-        seqs: PagedKVMetadata,
-        starts: Tensor | None,
-        shape: AttentionShape,
-        max_seq_len: int,
-        out: Tensor,
-        scales: Tensor | None,
-        schedule: SplitKVSchedule | None,
-    ) -> None:
-        assert starts is not None
-        paged_prefill(q, memory, seqs, starts, shape.scale, shape.window, max_seq_len, out, scales=scales)
+    def attend(self, q: Tensor, kv: LayerKV, rows: KernelRows, out: Tensor, schedule: SplitKVSchedule | None) -> None:
+        """Runs the kernel: q [rows, heads, head_dim] -> out [rows, heads * head_dim]."""
 
 
-class BatchInvariant:
+class SplitKVDecode(TritonKernel):
+    def schedule(self, q: Tensor, kv: LayerKV, rows: KernelRows) -> SplitKVSchedule:
+        return schedule_decode(q, kv.memory, rows.metadata, kv.shape.window, rows.max_seq_len)
+
+    def attend(self, q: Tensor, kv: LayerKV, rows: KernelRows, out: Tensor, schedule: SplitKVSchedule | None) -> None:
+        scale, window, most = kv.shape.scale, kv.shape.window, rows.max_seq_len
+        paged_decode(q, kv.memory, rows.metadata, scale, window, most, out, schedule=schedule, scales=kv.scales)
+
+
+class PagedPrefill(TritonKernel):
+    def attend(self, q: Tensor, kv: LayerKV, rows: KernelRows, out: Tensor, schedule: SplitKVSchedule | None) -> None:
+        assert rows.query_start_loc is not None
+        scale, window, most = kv.shape.scale, kv.shape.window, rows.max_seq_len
+        paged_prefill(q, kv.memory, rows.metadata, rows.query_start_loc, scale, window, most, out, scales=kv.scales)
+
+
+class BatchInvariant(TritonKernel):
     """Computes each row with the same bits in every batch."""
 
-    def schedule(self, q: Tensor, memory: Tensor, seqs: PagedKVMetadata, window: int | None, max_seq_len: int) -> None:
-        return None
-
-    def attend(
-        self,
-        q: Tensor,
-        memory: Tensor,
-        seqs: PagedKVMetadata,
-        starts: Tensor | None,
-        shape: AttentionShape,
-        max_seq_len: int,
-        out: Tensor,
-        scales: Tensor | None,
-        schedule: SplitKVSchedule | None,
-    ) -> None:
-        reach = seqs.tables.shape[1] * memory.shape[3]  # sets the split length, so it must not depend on the step
-        decodes = starts is None
+    def attend(self, q: Tensor, kv: LayerKV, rows: KernelRows, out: Tensor, schedule: SplitKVSchedule | None) -> None:
+        # sets the split length, so it must not depend on the step
+        most = rows.metadata.tables.shape[1] * kv.memory.shape[3]
+        is_decode, starts = rows.query_start_loc is None, rows.query_start_loc
         if starts is None:
             starts = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
-        scale, window = shape.scale, shape.window
-        batch_invariant_attention(q, memory, seqs, starts, scale, window, reach, out, decodes, scales=scales)
+        scale, window = kv.shape.scale, kv.shape.window
+        batch_invariant_attention(
+            q, kv.memory, rows.metadata, starts, scale, window, most, out, is_decode, scales=kv.scales
+        )
 
 
 KERNELS: dict[AttentionKernel, TritonKernel] = {
@@ -123,65 +103,40 @@ KERNELS: dict[AttentionKernel, TritonKernel] = {
 }
 
 
-def build_attention(
-    pool: KVPool,
-    slots: Tensor,
-    positions: Tensor,
-    tables: Tensor,
-    starts: Tensor | None = None,
-    num_decodes: int = 0,
-    longest: int | None = None,
-    logits_indices: LogitsIndices | None = None,
-    reach: int | None = None,
-    semaphores: SplitSemaphores | None = None,
-) -> Attend:
-    """Builds the attention of a step. Rows of decodes come first, one for each sequence, then rows of prefills.
-
-    slots and positions [rows], tables [slots, blocks]: see PagedKVMetadata.
-    starts [prefills + 1] int32: first row of each prefill, beginning with `num_decodes`, then the number of rows. None:
-    all rows are decodes.
-    longest: upper bound of the sequence length; None: the length of the tables. reach: the same bound for prefills
-    only; None: `longest`.
-    logits_indices: rows that the last layer computes; None: all rows.
-    semaphores: state of the fused decode kernel; None: it must not run.
-    """
-    width = tables.shape[1] * pool.block_size
-    longest = min(longest or width, width)
-    decode = choose(
-        AttentionCase(
-            device="cuda",
-            kind=RowKind.DECODE,
-            head_dim=pool.shape.head_dim,
-            kv_dtype=pool.dtype,
-            batch_invariant=pool.batch_invariant,
-            decodes_only=starts is None and logits_indices is None and semaphores is not None,
-            num_rows=len(slots),
-            max_seq_len=longest,
-        )
+def build_attention(pool: KVPool, metadata: AttentionMetadata, semaphores: SplitSemaphores | None = None) -> Attend:
+    """Builds the attention of a step. semaphores: state of the fused decode kernel; None: it must not run."""
+    table_len = metadata.rows.tables.shape[1] * pool.block_size
+    max_seq_len, num_rows = min(metadata.max_seq_len or table_len, table_len), len(metadata.rows.slots)
+    decodes_only = metadata.query_start_loc is None
+    case = AttentionCase(
+        device="cuda",
+        kind=RowKind.DECODE,
+        head_dim=pool.shape.head_dim,
+        kv_dtype=pool.dtype,
+        batch_invariant=pool.batch_invariant,
+        decodes_only=decodes_only and metadata.logits_indices is None and semaphores is not None,
+        num_rows=num_rows,
+        max_seq_len=max_seq_len,
     )
+    decode = choose(case)
     if decode is AttentionKernel.FUSED_DECODE:
         assert semaphores is not None
-        return FusedDecodeAttention(pool, PagedKVMetadata(slots, positions, tables), longest, semaphores)
-    prefill = choose(
-        AttentionCase(
-            device="cuda",
-            kind=RowKind.PREFILL,
-            head_dim=pool.shape.head_dim,
-            kv_dtype=pool.dtype,
-            batch_invariant=pool.batch_invariant,
-        )
+        return FusedDecodeAttention(pool, metadata.rows, max_seq_len, semaphores)
+    prefill = choose(replace(case, kind=RowKind.PREFILL))
+    bounded = replace(
+        metadata,
+        num_decodes=num_rows if decodes_only else metadata.num_decodes,
+        max_seq_len=max_seq_len,
+        prefill_max_seq_len=metadata.prefill_max_seq_len or max_seq_len,
     )
-    seqs = PagedKVMetadata(slots, positions, tables)
-    num_decodes = len(slots) if starts is None else num_decodes
-    kernels = KERNELS[decode], KERNELS[prefill]
-    return TritonAttention(pool, seqs, starts, num_decodes, longest, logits_indices, reach or longest, kernels)
+    return TritonAttention(pool, bounded, KERNELS[decode], KERNELS[prefill])
 
 
 class FusedDecodeAttention:
     """Attention of a small decode batch: one kernel rotates, stores K and V, and attends. Implements `step.Attend`."""
 
-    def __init__(self, pool: KVPool, seqs: PagedKVMetadata, longest: int, semaphores: SplitSemaphores) -> None:
-        self._pool, self._seqs, self._longest, self._semaphores = pool, seqs, longest, semaphores
+    def __init__(self, pool: KVPool, rows: PagedKVMetadata, max_seq_len: int, semaphores: SplitSemaphores) -> None:
+        self._pool, self._rows, self._max_seq_len, self._semaphores = pool, rows, max_seq_len, semaphores
 
     def __call__(self, layer: int, qkv: Tensor, rotation: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:
         pool, shape = self._pool, self._pool.shape.attention[layer]
@@ -189,12 +144,12 @@ class FusedDecodeAttention:
         return fused_decode(
             qkv,
             pool.memory[layer],
-            self._seqs,
+            self._rows,
             rotation,
             norm,
             shape.scale,
             shape.window,
-            self._longest,
+            self._max_seq_len,
             self._semaphores,
             scales=scales,
         )
@@ -203,59 +158,41 @@ class FusedDecodeAttention:
 class TritonAttention:
     """Attention of any step: one kernel stores K and V, then one attends for decodes and one for prefills."""
 
-    def __init__(
-        self,
-        pool: KVPool,
-        seqs: PagedKVMetadata,
-        starts: Tensor | None,
-        num_decodes: int,
-        longest: int,
-        logits_indices: LogitsIndices | None,
-        prefill_longest: int,
-        kernels: tuple[TritonKernel, TritonKernel],
-    ) -> None:
-        """kernels: for decodes and for prefills. prefill_longest: `reach` of `build_attention`."""
-        self._pool, self._shapes, self._logits_indices = pool, pool.shape.attention, logits_indices
-        self._seqs, self._starts, self._num_decodes = seqs, starts, num_decodes
-        self._decodes = PagedKVMetadata(seqs.slots[:num_decodes], seqs.positions[:num_decodes], seqs.tables)
-        self._longest, self._prefill_longest = longest, prefill_longest
-        self._decode, self._prefill = kernels
+    def __init__(self, pool: KVPool, metadata: AttentionMetadata, decode: TritonKernel, prefill: TritonKernel) -> None:
+        """metadata: with both bounds of sequence lengths, and the number of decodes."""
+        assert metadata.max_seq_len is not None
+        assert metadata.prefill_max_seq_len is not None
+        rows, num_decodes, starts = metadata.rows, metadata.num_decodes, metadata.query_start_loc
+        self._pool, self._shapes, self._logits_indices = pool, pool.shape.attention, metadata.logits_indices
+        self._rows, self._num_decodes, self._max_seq_len = rows, num_decodes, metadata.max_seq_len
+        decodes = PagedKVMetadata(rows.slots[:num_decodes], rows.positions[:num_decodes], rows.tables)
+        self._decodes = KernelRows(decodes, None, metadata.max_seq_len)
+        self._prefills = None if starts is None else KernelRows(rows, starts, metadata.prefill_max_seq_len)
+        self._decode, self._prefill = decode, prefill
         self._schedules: dict[tuple[int | None, int], SplitKVSchedule | None] = {}  # key: window, number of heads
         self._side: torch.cuda.Stream | None = None  # stream of the prefills of this layer
 
     def __call__(self, layer: int, qkv: Tensor, rotation: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:
         pool, shape, num_decodes = self._pool, self._shapes[layer], self._num_decodes
-        memory = pool.memory[layer]
-        scales = self._scales(layer, qkv, rotation, norm)
+        kv = LayerKV(pool.memory[layer], self._scales(layer, qkv, rotation, norm), shape)
         weight, eps = (norm.weight, norm.eps) if norm is not None else (None, 0.0)
-        rope_write_kv(qkv, memory, self._seqs, rotation, weight, eps, scales, batch_invariant=pool.batch_invariant)
+        rope_write_kv(
+            qkv, kv.memory, self._rows, rotation, weight, eps, kv.scales, batch_invariant=pool.batch_invariant
+        )
         q = qkv[:, : shape.num_heads]
         if self._logits_indices is not None and layer == len(self._shapes) - 1:
-            return self._last(q, memory, shape, self._logits_indices, scales)
+            return self._last(q, kv, self._logits_indices)
         out = qkv.new_empty((len(qkv), shape.num_heads * shape.head_dim))
         key, schedule = (shape.window, shape.num_heads), None
         if num_decodes:
             if key not in self._schedules:  # all layers with this key share one schedule
-                self._schedules[key] = self._decode.schedule(
-                    q[:num_decodes], memory, self._decodes, shape.window, self._longest
-                )
+                self._schedules[key] = self._decode.schedule(q[:num_decodes], kv, self._decodes)
             schedule = self._schedules[key]
-        if self._starts is not None:
+        if self._prefills is not None:
             with self._beside(num_decodes):
-                self._prefill.attend(
-                    q,
-                    memory,
-                    self._seqs,
-                    self._starts,
-                    shape,
-                    self._prefill_longest,
-                    out[num_decodes:],
-                    scales,
-                    None,
-                )
+                self._prefill.attend(q, kv, self._prefills, out[num_decodes:], None)
         if num_decodes:
-            rows, result = q[:num_decodes], out[:num_decodes]
-            self._decode.attend(rows, memory, self._decodes, None, shape, self._longest, result, scales, schedule)
+            self._decode.attend(q[:num_decodes], kv, self._decodes, out[:num_decodes], schedule)
         self._join()
         return out
 
@@ -279,16 +216,14 @@ class TritonAttention:
             torch.cuda.current_stream().wait_stream(self._side)
             self._side = None
 
-    def _last(
-        self, q: Tensor, memory: Tensor, shape: AttentionShape, indices: LogitsIndices, scales: Tensor | None
-    ) -> Tensor:
+    def _last(self, q: Tensor, kv: LayerKV, indices: LogitsIndices) -> Tensor:
         """Computes only the rows that need logits, each as a decode."""
-        seqs = PagedKVMetadata(indices.slots, indices.positions, self._seqs.tables)
+        metadata = PagedKVMetadata(indices.slots, indices.positions, self._rows.tables)
+        rows = KernelRows(metadata, None, self._max_seq_len)
         out = q.new_empty((len(indices.rows), q.shape[1] * q.shape[2]))
         if len(out):
-            rows = q.index_select(0, indices.rows)
-            schedule = self._decode.schedule(rows, memory, seqs, shape.window, self._longest)
-            self._decode.attend(rows, memory, seqs, None, shape, self._longest, out, scales, schedule)
+            q = q.index_select(0, indices.rows)
+            self._decode.attend(q, kv, rows, out, self._decode.schedule(q, kv, rows))
         return out
 
     def _scales(self, layer: int, qkv: Tensor, rotation: Tensor | None, norm: RMSNorm | None) -> Tensor | None:
@@ -296,7 +231,7 @@ class TritonAttention:
         pool = self._pool
         if pool.scales is None:
             return None
-        if pool.scales_pending and self._starts is not None:
+        if pool.scales_pending and self._prefills is not None:
             heads = self._shapes[layer].num_heads
             rotated = heads + self._shapes[layer].kv_heads
             qk = qkv[:, :rotated].clone() if norm is None else norm(qkv[:, :rotated])

@@ -15,8 +15,8 @@ from blockyard import kernels
 from blockyard.services.gpu_worker.compilation.compile_processes import CompileProcesses, num_processes
 from blockyard.services.gpu_worker.compilation.kernel_compiler import KernelCompiler
 from blockyard.services.gpu_worker.execution import prefill_kernels
-from blockyard.services.gpu_worker.execution.decode_graphs import DecodeSize, DecodeSteps
-from blockyard.services.gpu_worker.execution.device_ops import TritonDeviceOps
+from blockyard.services.gpu_worker.execution.decode_graphs import DecodeSettings, DecodeSize, DecodeSteps
+from blockyard.services.gpu_worker.execution.device_ops import DeviceOps
 from blockyard.services.gpu_worker.execution.prefill_sizes import descriptors
 from blockyard.services.gpu_worker.execution.prefill_steps import BatchDescriptor, PrefillStep, clear
 from blockyard.services.gpu_worker.kv.pool import KVPool
@@ -70,16 +70,21 @@ def _launch_steps(model: Model, need: KVMemoryNeed, kv_dtype: torch.dtype, num_e
     """Launches each kind of step, the slowest to compile first."""
     device, most = model.table.device, min(need.max_step_tokens, need.max_model_len)
     pool = KVPool(model.shape, 1, need.block_size, kv_dtype, device, need.batch_invariant)
-    ops = TritonDeviceOps(config.fused_steps and not need.batch_invariant, need.batch_invariant)
-    asks = config.run_ahead_penalties
-    eos = list(range(num_eos))
-    steps = DecodeSteps(model, pool, need.max_num_seqs, need.max_model_len, eos, config.graph_sizes, asks, ops)
-    ways = (False, True) if asks else (False,)
+    ops = DeviceOps(config.fused_steps and not need.batch_invariant, need.batch_invariant)
+    settings = DecodeSettings(
+        capacity=need.max_num_seqs,
+        max_model_len=need.max_model_len,
+        eos_token_ids=list(range(num_eos)),
+        graph_sizes=config.graph_sizes,
+        logits_edits=config.run_ahead_penalties,
+    )
+    steps = DecodeSteps(model, pool, settings, ops)
+    variants = steps.slots.logits_edits.sample_variants
     if not need.batch_invariant:
         prefill_kernels.compile_prefills(pool, model.table.dtype)
     output = steps.forward(DecodeSize(steps.capacity, short_context=False))
     for size in steps.sizes:
-        for needs_processing in ways:
+        for needs_processing in variants:
             steps.sample(size, output.first(size.rows), needs_processing)
     for size in steps.sizes:
         steps.forward(size)
@@ -88,7 +93,7 @@ def _launch_steps(model: Model, need: KVMemoryNeed, kv_dtype: torch.dtype, num_e
         clear(words, descriptor)
         step = PrefillStep(steps, descriptor, words.to(device))
         due = step.forward()
-        for needs_processing in ways:
+        for needs_processing in variants:
             step.sample(due, needs_processing)
 
 

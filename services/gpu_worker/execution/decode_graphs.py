@@ -6,15 +6,18 @@ new state. A second graph of `sample` is for steps with penalties, edits of toke
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 from blockyard.kernels.slots.gather_inputs import StepInputs
+from blockyard.kernels.slots.slot_state import SlotState
 from blockyard.services.gpu_worker.attention.choice import check_head_size
-from blockyard.services.gpu_worker.execution.device_ops import DeviceOps, TritonDeviceOps
+from blockyard.services.gpu_worker.attention.triton_attention import AttentionMetadata
+from blockyard.services.gpu_worker.execution.device_ops import DeviceOps
 from blockyard.services.gpu_worker.execution.device_slots import DeviceSlots
 from blockyard.services.gpu_worker.execution.pinned_ring import PinnedRing
 from blockyard.services.gpu_worker.kv.pool import KVPool
@@ -58,6 +61,17 @@ class CapturedGraphs:
     sample_processed: torch.cuda.CUDAGraph | None  # None: edits and log-probabilities are the host's
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeSettings:
+    """Limits and features of the steps on a GPU."""
+
+    capacity: int  # sequences of a step
+    max_model_len: int
+    eos_token_ids: list[int]
+    graph_sizes: list[int] = field(default_factory=list)  # rows; empty: `capture_sizes`
+    logits_edits: bool = False  # see `DeviceSlots`
+
+
 class DecodeSteps:
     """Decode steps of up to `capacity` sequences, in slots below SLOTS * capacity. Owns their CUDA graphs."""
 
@@ -65,27 +79,24 @@ class DecodeSteps:
         self,
         model: Model,
         pool: KVPool,
-        capacity: int,
-        max_model_len: int,
-        eos_token_ids: list[int],
-        sizes: list[int] | None = None,
-        logits_edits: bool = False,
+        settings: DecodeSettings,
         ops: DeviceOps | None = None,
         ring: PinnedRing | None = None,
     ) -> None:
-        """sizes: of graphs, None: `capture_sizes`. logits_edits: see DeviceSlots. Raises LoadError for a head size that
-        the kernels do not support."""
+        """Raises LoadError for a head size that the kernels do not support."""
         check_head_size("cuda", pool.shape.head_dim)
-        self.capacity, self.ops = capacity, ops or TritonDeviceOps()
-        width, device, vocab = blocks_of(max_model_len, pool.block_size), pool.device, pool.shape.vocab_size
-        self.slots = DeviceSlots(SLOTS * capacity, capacity, width, vocab, eos_token_ids, device, logits_edits)
+        self.capacity, self.ops = settings.capacity, ops or DeviceOps()
+        capacity, max_model_len, eos_token_ids = settings.capacity, settings.max_model_len, settings.eos_token_ids
+        device, vocab = pool.device, pool.shape.vocab_size
+        state = SlotState.make(SLOTS * capacity, capacity, blocks_of(max_model_len, pool.block_size), device)
+        self.slots = DeviceSlots(state, SLOTS * capacity, vocab, eos_token_ids, settings.logits_edits)
         self.ring = ring or PinnedRing(IN_FLIGHT, capacity, device)
         self.model, self.pool = model, pool
-        self._rows = StepInputs.make(capacity, device)
+        self._inputs = StepInputs.make(capacity, device)
         self._tokens = torch.zeros(capacity, dtype=torch.int64, device=device)
         self._best = torch.zeros(capacity, dtype=torch.float32, device=device)
         self._eos = torch.tensor([i for i in eos_token_ids if 0 <= i < vocab], dtype=torch.int32, device=device)
-        self._capture_sizes = [n for n in sizes or [] if n <= capacity] or capture_sizes(capacity)
+        self._capture_sizes = [n for n in settings.graph_sizes if n <= capacity] or capture_sizes(capacity)
         self._sizes = [
             size for rows in capture_order(self._capture_sizes) for size in self._decode_sizes(rows, max_model_len)
         ]
@@ -102,17 +113,17 @@ class DecodeSteps:
             *([DecodeSize(rows, True)] if max_len else []),
         ]
 
-    def padded(self, rows: int, reach: int) -> DecodeSize:
-        """The size that so many rows are padded to, with no position beyond `reach`."""
+    def padded(self, rows: int, max_seq_len: int) -> DecodeSize:
+        """The size that so many rows are padded to, with no sequence longer than `max_seq_len`."""
         fitting = (
             one
             for one in self._graphs
-            if one.rows >= rows and (not one.short_context or reach <= self.ops.fused_decode_max_len(one.rows))
+            if one.rows >= rows and (not one.short_context or max_seq_len <= self.ops.fused_decode_max_len(one.rows))
         )
         return min(
             fitting,
             key=lambda one: (one.rows, not one.short_context),
-            default=DecodeSize(rows, reach <= self.ops.fused_decode_max_len(rows)),
+            default=DecodeSize(rows, max_seq_len <= self.ops.fused_decode_max_len(rows)),
         )
 
     def padded_num_seqs(self, rows: int) -> int:
@@ -140,35 +151,35 @@ class DecodeSteps:
             graph.replay()
 
     def _forward(self, size: DecodeSize) -> ForwardOutput:
-        now = self._rows.first(size.rows)
-        self.ops.gather(self.slots.state, now)
-        longest = self.ops.fused_decode_max_len(size.rows) if size.short_context else None
-        attend = self.ops.attend(self.pool, now, self.slots.state.tables, longest=longest)
-        hidden = self.model.forward(Step(now.token_ids, now.positions, attend))
+        inputs, state = self._inputs.first(size.rows), self.slots.state
+        self.ops.gather_inputs(state, inputs)
+        rows = PagedKVMetadata(inputs.slots, inputs.positions, state.tables)
+        max_seq_len = self.ops.fused_decode_max_len(size.rows) if size.short_context else None
+        attend = self.ops.attend(self.pool, AttentionMetadata(rows, max_seq_len=max_seq_len))
+        hidden = self.model.forward(Step(inputs.token_ids, inputs.positions, attend))
         return ForwardOutput(hidden, self.model.logits(hidden))
 
     def _sample(self, rows: int, output: ForwardOutput, needs_processing: bool) -> None:
-        self.sample_rows(self._rows.first(rows), output.logits, needs_processing)
+        self.sample_rows(self._inputs.first(rows), output.logits, needs_processing)
 
     def sample_rows(
-        self, rows: StepInputs, logits: Tensor, needs_processing: bool, counts: Tensor | None = None
+        self, inputs: StepInputs, logits: Tensor, needs_processing: bool, counts: Tensor | None = None
     ) -> None:
         """Samples a token for each row's slot. counts: tokens that each row computed, None: one each."""
-        tokens, best, logits_edits = self._tokens[: len(logits)], self._best[: len(logits)], self.slots.logits_edits
+        tokens, best, edits = self._tokens[: len(logits)], self._best[: len(logits)], self.slots.logits_edits
+        adjusted = edits.adjusted if needs_processing else None
         if needs_processing:
-            self.ops.adjust(logits, rows, logits_edits.logits_edits)
-        self.ops.draw(
-            logits, rows, self.slots.params, tokens, best, logits_edits.adjusted if needs_processing else None
-        )
+            self.ops.penalize(logits, inputs, edits.tensors)
+        self.ops.sample(logits, inputs, self.slots.params, tokens, best, adjusted)
         if needs_processing:
-            self.ops.count(tokens, best, rows, logits_edits.logits_edits)
-            self.ops.score(logits, rows, tokens, logits_edits.num_top, logits_edits.logprob_buffers(len(logits)))
-        self.ops.advance(self.slots.state, rows, tokens, best, self._eos, self.ring.results, counts)
+            self.ops.count_tokens(tokens, best, inputs, edits.tensors)
+            self.ops.gather_logprobs(logits, inputs, tokens, edits.num_top, edits.logprob_buffers(len(logits)))
+        self.ops.advance(self.slots.state, inputs, tokens, best, self._eos, self.ring.results, counts)
 
-    def pass_over(self, rows: StepInputs, counts: Tensor) -> None:
+    def advance(self, inputs: StepInputs, counts: Tensor) -> None:
         """Advances each row's slot by `counts` tokens, where no slot samples."""
         tokens, best = self._tokens[: len(counts)], self._best[: len(counts)]
-        self.ops.advance(self.slots.state, rows, tokens, best, self._eos, self.ring.results, counts)
+        self.ops.advance(self.slots.state, inputs, tokens, best, self._eos, self.ring.results, counts)
 
     def capture(self) -> None:
         """Captures sizes for CAPTURE_S seconds; `capture_one` captures the others."""
@@ -225,14 +236,14 @@ class DecodeSteps:
     def _capture(self, size: DecodeSize) -> CapturedGraphs:
         self.slots.clear_rows()  # padding rows touch no KV
         output = self._forward(size)
-        ways = (False, True) if self.slots.logits_edits.enabled else (False,)
-        for needs_processing in ways:
+        variants = self.slots.logits_edits.sample_variants
+        for needs_processing in variants:
             self._sample(size.rows, output, needs_processing)  # compiles and loads its kernels
         torch.cuda.synchronize(self.pool.device)
-        forward, samples = torch.cuda.CUDAGraph(), [torch.cuda.CUDAGraph() for _ in ways]
+        forward, samples = torch.cuda.CUDAGraph(), [torch.cuda.CUDAGraph() for _ in variants]
         with torch.cuda.graph(forward, pool=self._graph_pool, capture_error_mode="thread_local"):
             output = self._forward(size)
-        for needs_processing, sample in zip(ways, samples, strict=True):
+        for needs_processing, sample in zip(variants, samples, strict=True):
             with torch.cuda.graph(sample, pool=self._graph_pool, capture_error_mode="thread_local"):
                 self._sample(size.rows, output, needs_processing)
         return CapturedGraphs(forward, output, samples[0], samples[1] if len(samples) > 1 else None)
@@ -275,7 +286,10 @@ def graph_bytes(model: Model, need: KVMemoryNeed, dtype: torch.dtype, logits_edi
     held = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     pool = KVPool(model.shape, 1, need.block_size, dtype, device, need.batch_invariant)
-    steps = DecodeSteps(model, pool, capacity, need.max_model_len, [0], logits_edits=logits_edits)
+    settings = DecodeSettings(
+        capacity=capacity, max_model_len=need.max_model_len, eos_token_ids=[0], logits_edits=logits_edits
+    )
+    steps = DecodeSteps(model, pool, settings)
     size = steps.padded(capacity, need.max_model_len)
     output = steps.forward(size)
     steps.sample(size, output, needs_processing=logits_edits)

@@ -14,8 +14,8 @@ from torch import Tensor
 from blockyard.kernels.slots.advance_slots import SlotOutcome
 from blockyard.services.gpu_worker.batch import Batch
 from blockyard.services.gpu_worker.execution import decode_graphs
-from blockyard.services.gpu_worker.execution.decode_graphs import DecodeSize, DecodeSteps
-from blockyard.services.gpu_worker.execution.device_ops import TritonDeviceOps
+from blockyard.services.gpu_worker.execution.decode_graphs import DecodeSettings, DecodeSize, DecodeSteps
+from blockyard.services.gpu_worker.execution.device_ops import DeviceOps
 from blockyard.services.gpu_worker.execution.pinned_ring import StepBuffers
 from blockyard.services.gpu_worker.execution.prefill_graphs import PrefillGraphs
 from blockyard.services.gpu_worker.execution.prefill_kernels import compile_prefills
@@ -27,6 +27,7 @@ from blockyard.services.gpu_worker.linear_tuning.idle_tuning import IdleTuning
 from blockyard.services.gpu_worker.memory import KVMemoryNeed
 from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.gpu_worker.rows import DecodeTokens
+from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.messages import FinishReason, Geometry, SlotResult, StepPlan
 
 __all__ = ["DeviceLoop", "graph_bytes", "start"]
@@ -114,9 +115,9 @@ class DeviceLoop:
         self._on_captured()
         return self.captured < 1.0
 
-    def note(self, plan: StepPlan) -> None:
+    def apply(self, plan: StepPlan) -> None:
         """Sends a plan's changes to the device, after the batch has applied them."""
-        self.steps.slots.note(plan, self._batch.slots)
+        self.steps.slots.apply(plan, self._batch.slots)
 
     @property
     def in_flight(self) -> int:
@@ -222,7 +223,7 @@ class DeviceLoop:
         self._batch.block_hashes.invalidate(table.tables[decodes, positions[:num_decodes] // size])
         for slot, begin, count in zip(slots[num_decodes:], positions[num_decodes:], counts[num_decodes:], strict=True):
             self._batch.block_hashes.invalidate(table.tables[slot, begin // size : -(-(begin + count) // size)])
-        steps.slots.feed(decodes[positions[:num_decodes] < table.num_start_tokens[decodes]], table)
+        steps.slots.send_next_tokens(decodes[positions[:num_decodes] < table.num_start_tokens[decodes]], table)
         entry = steps.ring.take()
         steps.slots.assign(decodes, num_rows)
         if not num_rows:
@@ -296,15 +297,19 @@ def start(
     model: Model,
     pool: KVPool,
     geometry: Geometry,
-    sizes: list[int],
-    logits_edits: bool,
-    fused: bool,
+    config: WorkerConfig,
     tuning: IdleTuning | None = None,
 ) -> DeviceLoop:
-    """Raises LoadError for a model that the kernels do not support. fused: see TritonDeviceOps."""
-    eos, length = geometry.eos_token_ids, geometry.max_model_len
-    ops = TritonDeviceOps(fused and not pool.batch_invariant, pool.batch_invariant)
-    steps = DecodeSteps(model, pool, geometry.max_num_seqs, length, eos, sizes, logits_edits, ops)
+    """Raises LoadError for a model that the kernels do not support."""
+    settings = DecodeSettings(
+        capacity=geometry.max_num_seqs,
+        max_model_len=geometry.max_model_len,
+        eos_token_ids=geometry.eos_token_ids,
+        graph_sizes=config.graph_sizes,
+        logits_edits=config.run_ahead_penalties,
+    )
+    ops = DeviceOps(config.fused_steps and not pool.batch_invariant, pool.batch_invariant)
+    steps = DecodeSteps(model, pool, settings, ops)
     if pool.device.type == "cuda" and not pool.batch_invariant:
         compile_prefills(pool, model.table.dtype)
-    return DeviceLoop(steps, batch, min(geometry.max_num_batched_tokens, length), tuning)
+    return DeviceLoop(steps, batch, min(geometry.max_num_batched_tokens, geometry.max_model_len), tuning)

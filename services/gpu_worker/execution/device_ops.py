@@ -1,6 +1,4 @@
-"""The parts of a device step besides the model, as Triton kernels. Imports Triton."""
-
-from typing import Protocol
+"""The operations of a step on the GPU besides the model. Imports Triton."""
 
 from torch import Tensor
 
@@ -13,117 +11,69 @@ from blockyard.kernels.slots.gather_inputs import StepInputs, gather_inputs
 from blockyard.kernels.slots.scatter_words import scatter_words
 from blockyard.kernels.slots.slot_state import SlotState
 from blockyard.services.gpu_worker.attention.choice import FUSED_DECODE_MAX_LEN, FUSED_DECODE_MAX_ROWS
-from blockyard.services.gpu_worker.attention.triton_attention import build_attention
+from blockyard.services.gpu_worker.attention.triton_attention import AttentionMetadata, build_attention
 from blockyard.services.gpu_worker.kv.pool import KVPool
-from blockyard.services.gpu_worker.step import Attend, LogitsIndices
+from blockyard.services.gpu_worker.step import Attend
 
 
-class DeviceOps(Protocol):
-    def fused_decode_max_len(self, rows: int) -> int:
-        """Longest sequence that the fused decode attention supports at this number of rows; 0: not supported."""
+class DeviceOps:
+    """The operations of a step besides the model, as Triton kernels on one stream.
 
-    def scatter(self, arena: Tensor, pairs: Tensor, count: int) -> None: ...
-    def gather(self, state: SlotState, rows: StepInputs) -> None: ...
-    def attend(
-        self,
-        pool: KVPool,
-        rows: StepInputs,
-        tables: Tensor,
-        starts: Tensor | None = None,
-        num_decodes: int = 0,
-        logits_indices: LogitsIndices | None = None,
-        reach: int | None = None,
-        longest: int | None = None,
-    ) -> Attend: ...
-    def adjust(self, logits: Tensor, rows: StepInputs, logits_edits: LogitsEdits) -> None: ...
-    def draw(
-        self,
-        logits: Tensor,
-        rows: StepInputs,
-        params: SamplingTensors,
-        tokens: Tensor,
-        best: Tensor,
-        adjusted: AdjustedLogits | None,
-    ) -> None: ...
-    def count(self, tokens: Tensor, best: Tensor, rows: StepInputs, logits_edits: LogitsEdits) -> None: ...
-    def score(
-        self, logits: Tensor, rows: StepInputs, tokens: Tensor, num_top: Tensor, out: LogprobsTensors
-    ) -> None: ...
-    def advance(
-        self,
-        state: SlotState,
-        rows: StepInputs,
-        tokens: Tensor,
-        best: Tensor,
-        eos: Tensor,
-        results: Tensor,
-        counts: Tensor | None,
-    ) -> None: ...
+    Tests on the CPU override them by the kernels' references.
+    """
 
-
-class TritonDeviceOps:
-    """`DeviceOps` by Triton kernels, on one stream."""
-
-    def __init__(self, fused: bool = False, uniform: bool = False) -> None:
-        """`fused`: attention of few rows is one kernel. `uniform`: a row's token follows from that row alone."""
-        self._fused, self._uniform = fused, uniform
+    def __init__(self, fused: bool = False, batch_invariant: bool = False) -> None:
+        """fused: attention of few rows is one kernel. batch_invariant: a row's token depends on that row alone."""
+        self._fused, self._batch_invariant = fused, batch_invariant
         self._semaphores: SplitSemaphores | None = None
 
     def fused_decode_max_len(self, rows: int) -> int:
+        """Longest sequence that the fused decode attention supports at this number of rows; 0: not supported."""
         return FUSED_DECODE_MAX_LEN if self._fused and 0 < rows <= FUSED_DECODE_MAX_ROWS else 0
 
     def scatter(self, arena: Tensor, pairs: Tensor, count: int) -> None:
         scatter_words(arena, pairs, count)
 
-    def gather(self, state: SlotState, rows: StepInputs) -> None:
-        gather_inputs(state, rows)
+    def gather_inputs(self, state: SlotState, inputs: StepInputs) -> None:
+        gather_inputs(state, inputs)
 
-    def attend(
-        self,
-        pool: KVPool,
-        rows: StepInputs,
-        tables: Tensor,
-        starts: Tensor | None = None,
-        num_decodes: int = 0,
-        logits_indices: LogitsIndices | None = None,
-        reach: int | None = None,
-        longest: int | None = None,
-    ) -> Attend:
+    def attend(self, pool: KVPool, metadata: AttentionMetadata) -> Attend:
+        """The attention of a step, for all layers."""
         if self._fused and self._semaphores is None:
             self._semaphores = SplitSemaphores(FUSED_DECODE_MAX_ROWS * pool.shape.num_heads, pool.device)
-        semaphores = self._semaphores
-        return build_attention(
-            pool, rows.slots, rows.positions, tables, starts, num_decodes, longest, logits_indices, reach, semaphores
-        )
+        return build_attention(pool, metadata, self._semaphores)
 
-    def adjust(self, logits: Tensor, rows: StepInputs, logits_edits: LogitsEdits) -> None:
-        penalize_logits(logits, rows.sampled_slots, rows.index, logits_edits)
+    def penalize(self, logits: Tensor, inputs: StepInputs, edits: LogitsEdits) -> None:
+        penalize_logits(logits, inputs.sampled_slots, inputs.index, edits)
 
-    def draw(
+    def sample(
         self,
         logits: Tensor,
-        rows: StepInputs,
+        inputs: StepInputs,
         params: SamplingTensors,
         tokens: Tensor,
         best: Tensor,
         adjusted: AdjustedLogits | None,
     ) -> None:
-        sample_tokens(logits, rows.sampled_slots, rows.index, params, tokens, best, adjusted, self._uniform)
+        slots, index = inputs.sampled_slots, inputs.index
+        sample_tokens(logits, slots, index, params, tokens, best, adjusted, self._batch_invariant)
 
-    def count(self, tokens: Tensor, best: Tensor, rows: StepInputs, logits_edits: LogitsEdits) -> None:
-        count_tokens(tokens, best, rows.sampled_slots, logits_edits)
+    def count_tokens(self, tokens: Tensor, best: Tensor, inputs: StepInputs, edits: LogitsEdits) -> None:
+        count_tokens(tokens, best, inputs.sampled_slots, edits)
 
-    def score(self, logits: Tensor, rows: StepInputs, tokens: Tensor, num_top: Tensor, out: LogprobsTensors) -> None:
-        gather_logprobs(logits, rows.sampled_slots, tokens, num_top, out)
+    def gather_logprobs(
+        self, logits: Tensor, inputs: StepInputs, tokens: Tensor, num_top: Tensor, out: LogprobsTensors
+    ) -> None:
+        gather_logprobs(logits, inputs.sampled_slots, tokens, num_top, out)
 
     def advance(
         self,
         state: SlotState,
-        rows: StepInputs,
+        inputs: StepInputs,
         tokens: Tensor,
         best: Tensor,
         eos: Tensor,
         results: Tensor,
         counts: Tensor | None,
     ) -> None:
-        advance_slots(state, rows, tokens, best, eos, results, counts)
+        advance_slots(state, inputs, tokens, best, eos, results, counts)

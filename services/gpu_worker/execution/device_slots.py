@@ -2,7 +2,6 @@
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from blockyard.kernels.sampling.philox_gumbel import split_seed
 from blockyard.kernels.sampling.sample_tokens import SamplingTensors
@@ -20,17 +19,13 @@ class DeviceSlots:
     """Tracks which state of `Slots` the device has, and collects the difference."""
 
     def __init__(
-        self,
-        num_slots: int,
-        capacity: int,
-        width: int,
-        vocab_size: int,
-        eos_token_ids: list[int],
-        device: torch.device,
-        logits_edits: bool = False,
+        self, state: SlotState, num_slots: int, vocab_size: int, eos_token_ids: list[int], logits_edits: bool = False
     ) -> None:
-        """logits_edits: penalties, edits of tokens and log-probabilities are computed on the device, too."""
-        self.state = state = SlotState.make(num_slots, capacity, width, device)
+        """num_slots: that are used, of the slots in `state`.
+
+        logits_edits: penalties, edits of tokens and log-probabilities are computed on the device, too.
+        """
+        self.state = state
         self.params = SamplingTensors(
             temperature=state.floats(Field.TEMPERATURE),
             top_k=state.fields[Field.TOP_K],
@@ -39,11 +34,11 @@ class DeviceSlots:
             key=state.fields[Field.KEY : Field.KEY + 2],
             choice=state.fields[Field.CHOICE],
         )
-        self.logits_edits = DeviceLogitsEdits(state, capacity, vocab_size, logits_edits)
+        self.logits_edits = DeviceLogitsEdits(state, vocab_size, logits_edits)
         self.num_slots, self._vocab_size, self._eos = num_slots, vocab_size, eos_token_ids
         self._field_places = (np.arange(NUM_FIELDS) * state.fields.shape[1]).tolist()
         self._tables_place, self._width = state.place(state.tables), state.tables.shape[1]
-        self._rows = np.full(capacity, -1, np.int64)  # slots by row, as on the device
+        self._rows = np.full(len(state.row_slots), -1, np.int64)  # slots by row, as on the device
         self.samples_alone = np.zeros(num_slots, np.bool_)  # by slot: it needs no host between its tokens
         self._sent = np.zeros(num_slots, np.int64)  # number of blocks
         self._writes = DeviceWrites()
@@ -69,7 +64,7 @@ class DeviceSlots:
         self.state.row_slots.fill_(-1)
         self._rows[:] = -1
 
-    def note(self, plan: StepPlan, table: Slots) -> None:
+    def apply(self, plan: StepPlan, table: Slots) -> None:
         """Collects a plan's changes, after `table` has applied them."""
         for slot in plan.ends:
             if slot < self.num_slots:
@@ -84,7 +79,7 @@ class DeviceSlots:
                 if not table.live[added.slot]:
                     self._end(added.slot)
 
-    def feed(self, slots: Ints, table: Slots) -> None:
+    def send_next_tokens(self, slots: Ints, table: Slots) -> None:
         """Sends the next token of slots where only the host has it."""
         if len(slots):
             positions = table.num_computed[slots]
@@ -93,7 +88,7 @@ class DeviceSlots:
     def sync_from_host(self, slots: Ints, table: Slots) -> None:
         """Collects the state of slots that the host has sampled."""
         slots = slots[slots < self.num_slots]
-        self.feed(slots, table)
+        self.send_next_tokens(slots, table)
         for slot in slots.tolist():
             self.logits_edits.count(slot, table)
         self._set(Field.POSITION, slots, table.num_computed[slots])

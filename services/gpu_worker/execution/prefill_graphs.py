@@ -155,22 +155,22 @@ class CudaGraphRecorder:
         clear(host, descriptor)
         words = host.to(self._device)
         step = PrefillStep(self._steps, descriptor, words)
-        ways = (False, True) if self._steps.slots.logits_edits.enabled else (False,)
+        variants = self._steps.slots.logits_edits.sample_variants
         held = torch.cuda.memory_allocated(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
         self._begin(descriptor)
         due = step.forward()
-        for needs_processing in ways:
+        for needs_processing in variants:
             step.sample(due, needs_processing)  # compiles and loads its kernels
         torch.cuda.synchronize(self._device)
         peak_bytes = torch.cuda.max_memory_allocated(self._device) - held
         before = torch.cuda.memory_reserved(self._device)
-        forward, samples = torch.cuda.CUDAGraph(), tuple(torch.cuda.CUDAGraph() for _ in ways)
+        forward, samples = torch.cuda.CUDAGraph(), tuple(torch.cuda.CUDAGraph() for _ in variants)
         start = time.perf_counter()
         with self._recorded(forward):
             due = step.forward()
             launch_s = time.perf_counter() - start
-        for needs_processing, sample in zip(ways, samples, strict=True):
+        for needs_processing, sample in zip(variants, samples, strict=True):
             with self._recorded(sample):
                 step.sample(due, needs_processing)
         num_bytes = torch.cuda.memory_reserved(self._device) - before

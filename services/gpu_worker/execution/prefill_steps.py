@@ -12,7 +12,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 from blockyard.kernels.slots.gather_inputs import NUM_INPUT_WORDS, StepInputs
+from blockyard.services.gpu_worker.attention.triton_attention import AttentionMetadata
 from blockyard.services.gpu_worker.execution.decode_graphs import DecodeSteps
 from blockyard.services.gpu_worker.execution.pinned_ring import StepBuffers
 from blockyard.services.gpu_worker.slots import Slots
@@ -117,8 +119,9 @@ class PrefillSteps:
         self, entry: StepBuffers, descriptor: BatchDescriptor, slots: Ints, counts: Ints, table: Slots
     ) -> "PrefillStep":
         words = entry.words(sum(descriptor.parts))
-        is_due, reach = fill(words, descriptor, slots, counts, table), int((table.num_computed[slots] + counts).max())
-        return PrefillStep(self._steps, descriptor, words.to(self._device, non_blocking=True), is_due, reach)
+        is_due = fill(words, descriptor, slots, counts, table)
+        max_seq_len = int((table.num_computed[slots] + counts).max())
+        return PrefillStep(self._steps, descriptor, words.to(self._device, non_blocking=True), is_due, max_seq_len)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,13 +142,13 @@ class PrefillStep:
         descriptor: BatchDescriptor,
         words: Tensor,
         is_due: bool = True,
-        reach: int | None = None,
+        max_seq_len: int | None = None,
     ) -> None:
-        """is_due: a slot may sample. reach: the last position of any prompt."""
-        self._steps, self._descriptor, self._is_due, self._reach = steps, descriptor, is_due, reach
+        """is_due: a slot may sample. max_seq_len: of the prompts, with this step; None: unknown."""
+        self._steps, self._descriptor, self._is_due, self._max_seq_len = steps, descriptor, is_due, max_seq_len
         self._words = list(torch.split(words, descriptor.parts))
         self._table = self._words[0].view(NUM_INPUT_WORDS, -1)
-        self._rows = StepInputs(*(row[: descriptor.num_tokens] for row in self._table))
+        self._inputs = StepInputs(*(row[: descriptor.num_tokens] for row in self._table))
 
     def forward_all(self) -> Tensor:
         """Hidden rows of all tokens, [tokens, hidden]."""
@@ -168,17 +171,21 @@ class PrefillStep:
         if due.logits is not None:
             self._steps.sample_rows(due.last, due.logits, needs_processing, due.counts)
         else:
-            self._steps.pass_over(due.last, due.counts)
+            self._steps.advance(due.last, due.counts)
 
     def _gather(self) -> None:
         if self._descriptor.num_decodes:
-            self._steps.ops.gather(self._steps.slots.state, self._rows.first(self._descriptor.num_decodes))
+            self._steps.ops.gather_inputs(self._steps.slots.state, self._inputs.first(self._descriptor.num_decodes))
 
     def _forward(self, logits_indices: LogitsIndices | None) -> Tensor:
-        steps, descriptor, rows = self._steps, self._descriptor, self._rows
-        starts = self._words[4].view(torch.int32)[: descriptor.num_prefills + 1]
-        attend = steps.ops.attend(
-            steps.pool, rows, steps.slots.state.tables, starts, descriptor.num_decodes, logits_indices, self._reach
+        steps, inputs = self._steps, self._inputs
+        metadata = AttentionMetadata(
+            PagedKVMetadata(inputs.slots, inputs.positions, steps.slots.state.tables),
+            query_start_loc=self._words[4].view(torch.int32)[: self._descriptor.num_prefills + 1],
+            num_decodes=self._descriptor.num_decodes,
+            prefill_max_seq_len=self._max_seq_len,
+            logits_indices=logits_indices,
         )
+        attend = steps.ops.attend(steps.pool, metadata)
         chosen = None if logits_indices is None else logits_indices.rows
-        return steps.model.forward(Step(rows.token_ids, rows.positions, attend, chosen))
+        return steps.model.forward(Step(inputs.token_ids, inputs.positions, attend, chosen))

@@ -22,6 +22,20 @@ class AttentionShape:
     window: int | None = None  # number of last keys, its own included, that a token attends to; None: all
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionOptions:
+    """How the attention of a model family differs from Llama's."""
+
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qk_norm_eps: float | None = None  # of an RMSNorm over each head of q and k, before the rotation; None: no norm
+    rotary: bool = True
+    out_name: str = "o_proj"  # of the output projection in checkpoints
+
+
+LLAMA = AttentionOptions()
+
+
 class Attention:
     """The attention of one layer. The attention backend normalises and rotates q and k, and stores k and v."""
 
@@ -32,14 +46,9 @@ class Attention:
         layer: int,
         hidden: int,
         shape: AttentionShape,
-        *,
-        qkv_bias: bool = False,
-        out_bias: bool = False,
-        qk_norm_eps: float | None = None,
-        rotary: bool = True,
-        out_name: str = "o_proj",
+        options: AttentionOptions = LLAMA,
     ) -> None:
-        """qk_norm_eps: epsilon of the RMSNorm over each head of q and k, before the rotation; None: no norm."""
+        """prefix: of the layer's names in checkpoints. hidden: size of the hidden state."""
         heads, kv_heads, head_dim = shape.num_heads, shape.kv_heads, shape.head_dim
         self._layer, self._head_dim, self._all_heads = layer, head_dim, heads + 2 * kv_heads
 
@@ -48,15 +57,16 @@ class Attention:
 
         q, k, v = (f"{prefix}.{name}_proj" for name in "qkv")
         outputs = {q: heads * head_dim, k: kv_heads * head_dim, v: kv_heads * head_dim}
-        arrange = {q: interleave, k: interleave} if rotary else {}
-        self.qkv = layers.make(outputs, hidden, bias=qkv_bias, arrange=arrange, fusion=Fusion.NORM)
-        self.out = layers.make({f"{prefix}.{out_name}": hidden}, heads * head_dim, bias=out_bias, fusion=Fusion.ADD)
+        arrange = {q: interleave, k: interleave} if options.rotary else {}
+        self.qkv = layers.make(outputs, hidden, bias=options.qkv_bias, arrange=arrange, fusion=Fusion.NORM)
+        out_name = f"{prefix}.{options.out_name}"
+        self.out = layers.make({out_name: hidden}, heads * head_dim, bias=options.out_bias, fusion=Fusion.ADD)
         self._qk_norm: RMSNorm | None = None
-        if qk_norm_eps is not None:  # all q heads share one weight, all k heads another
+        if options.qk_norm_eps is not None:  # all q heads share one weight, all k heads another
             weight = layers.table.empty(heads + kv_heads, head_dim)
             layers.table.place(f"{prefix}.q_norm.weight", weight[:heads], (head_dim,), interleave)
             layers.table.place(f"{prefix}.k_norm.weight", weight[heads:], (head_dim,), interleave)
-            self._qk_norm = RMSNorm(weight, qk_norm_eps)
+            self._qk_norm = RMSNorm(weight, options.qk_norm_eps)
 
     def linears(self) -> list[Linear]:
         return [self.qkv, self.out]

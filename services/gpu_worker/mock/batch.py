@@ -6,7 +6,7 @@ It checks every plan: a contradiction to earlier plans is a PlanError. Tests of 
 from array import array
 from dataclasses import dataclass, field
 
-from blockyard.services.gpu_worker.mock.kv import MockKV, Trail
+from blockyard.services.gpu_worker.mock.kv import MockKV, TokensByBlock
 from blockyard.shared.errors import BlockyardError
 from blockyard.shared.messages import (
     FinishReason,
@@ -56,10 +56,31 @@ class MockSlot:
     sampling: Sampling
     choice: int
     prompt_logprobs_next: int
-    trail: Trail  # of all tokens
+    tokens: TokensByBlock  # all tokens
     finished: bool = False
     lost: bool = False  # it started on blocks of a failed fetch: it produces no results
     num_passed: int = 0  # leading blocks outside of the window: they may have other owners
+
+    def add_blocks(self, blocks: list[int]) -> None:
+        self.blocks += blocks
+
+    def compute(self, max_tokens: int) -> None:
+        """Counts up to `max_tokens` of the known tokens as computed."""
+        self.num_computed = min(self.num_computed + max_tokens, self.num_tokens)
+
+    def pass_blocks(self, num_passed: int) -> list[int]:
+        """Gives up leading blocks, `num_passed` in all. Returns those that it had until now."""
+        given_up = self.blocks[self.num_passed : num_passed]
+        self.num_passed = max(self.num_passed, num_passed)
+        return given_up
+
+    def append(self, token: int) -> None:
+        self.num_tokens += 1
+        self.tokens.append(token)
+
+    def finish(self) -> None:
+        """The slot produces no more results."""
+        self.finished = True
 
 
 @dataclass(slots=True)
@@ -98,7 +119,10 @@ class MockBatch:
         slot = self.slots.pop(number, None)
         if slot is None:
             raise PlanError(f"end of slot {number}, which is not live")
-        for block in slot.blocks[slot.num_passed :]:
+        self._disown(number, slot.blocks[slot.num_passed :])
+
+    def _disown(self, number: int, blocks: list[int]) -> None:
+        for block in blocks:
             owners = self.owners[block]
             owners.discard(number)
             if not owners:
@@ -107,11 +131,11 @@ class MockBatch:
     def _copy(self, plan: StepPlan) -> None:
         for save in plan.saves:
             _check(0 <= save.host < self.geometry.num_host_blocks, f"host block {save.host}")
-            _check(save.block not in self.owners, f"block {save.block} is saved while somebody has it")
+            _check(save.block not in self.owners, f"block {save.block} is saved while slots have it")
             _check(self.kv.save(save), f"block {save.block} is saved as what it is not")
         self.failed = []
         for fetch in plan.fetches:
-            _check(fetch.block not in self.owners, f"fetch into block {fetch.block}, which somebody has")
+            _check(fetch.block not in self.owners, f"fetch into block {fetch.block}, which slots have")
             _check(self.kv.has(fetch.host), f"host block {fetch.host} holds nothing to be fetched")
             if not self.kv.fetch(fetch):
                 self.failed.append(fetch.block)
@@ -137,12 +161,12 @@ class MockBatch:
         _check(len(ids) <= self.geometry.max_model_len, f"{len(ids)} tokens start, limit {self.geometry.max_model_len}")
         _check(0 <= start.num_computed < len(ids), f"{start.num_computed} of {len(ids)} tokens computed at start")
         num_full, rest = divmod(start.num_computed, self.geometry.block_size)
-        trail = Trail(start.token_ids, self.geometry.block_size)
+        tokens = TokensByBlock(start.token_ids, self.geometry.block_size)
         found = start.blocks[: num_full + bool(rest)]
         seen = self._first_seen(start.num_computed)
         passed = seen // self.geometry.block_size
         lost = not self.kv.bad.isdisjoint(found[passed:])
-        different = self.kv.first_difference(found, trail, start.num_computed, seen)
+        different = self.kv.first_difference(found, tokens, start.num_computed, seen)
         _check(lost or different is None, f"slot {start.slot} starts on KV that is not its own at {different}")
         slot = self.slots[start.slot] = MockSlot(
             ids[: start.num_prompt_tokens],
@@ -152,14 +176,14 @@ class MockBatch:
             start.sampling,
             start.choice,
             start.prompt_logprobs_from,
-            trail,
+            tokens,
             finished=lost,
             lost=lost,
             num_passed=passed,
         )
         for block in found[passed:num_full]:
             self.owners.setdefault(block, set()).add(start.slot)
-        slot.blocks += found[passed:num_full]
+        slot.add_blocks(found[passed:num_full])
         self._append(SlotBlocks(start.slot, start.blocks[num_full:]))
 
     def _append(self, more: SlotBlocks) -> None:
@@ -171,7 +195,7 @@ class MockBatch:
             if owners := all_owners.get(block):
                 raise PlanError(f"block {block} of slot {more.slot} is slot {min(owners)}'s")
             all_owners[block] = {more.slot}
-        slot.blocks += more.blocks
+        slot.add_blocks(more.blocks)
         if slot.lost:
             self.kv.bad.update(more.blocks)
 
@@ -181,22 +205,23 @@ class MockBatch:
         if slot.finished:
             return None
         before = slot.num_computed
-        slot.num_computed = min(before + run.max_tokens, slot.num_tokens)
+        slot.compute(run.max_tokens)
         room = len(slot.blocks) * self.geometry.block_size
         _check(slot.num_computed <= room, f"slot {run.slot} computes {slot.num_computed} tokens, blocks hold {room}")
-        different = self.kv.first_difference(slot.blocks, slot.trail, before, self._first_seen(before, before))
+        different = self.kv.first_difference(slot.blocks, slot.tokens, before, self._first_seen(before, before))
         _check(different is None, f"slot {run.slot} reads KV that is not its own at {different}")
-        self.kv.write(slot.blocks, before, slot.num_computed, slot.trail)
+        self.kv.write(slot.blocks, before, slot.num_computed, slot.tokens)
         self._pass(run.slot, slot)
         first, prompt_logprobs = self._prompt_logprobs(slot, before)
         if slot.num_computed < slot.num_tokens:
             return SlotResult(run.slot, [], slot.num_computed, None, None, [], first, prompt_logprobs)
         token_ids, finish, stop_token = self._sample(slot)
-        slot.finished = finish is not None
+        if finish is not None:
+            slot.finish()
         num_candidates = slot.sampling.num_logprobs
         logprobs = []
         if num_candidates is not None:
-            state = slot.trail.state(slot.num_computed)
+            state = slot.tokens.state(slot.num_computed)
             logprobs = [likeliest(token, num_candidates, state) for token in token_ids]
         return SlotResult(run.slot, token_ids, slot.num_computed, finish, stop_token, logprobs, first, prompt_logprobs)
 
@@ -207,12 +232,7 @@ class MockBatch:
 
     def _pass(self, number: int, slot: MockSlot) -> None:
         """Gives up blocks that are outside of the slot's window: they may have other owners."""
-        passed = self._first_seen(slot.num_computed) // self.geometry.block_size
-        for block in slot.blocks[slot.num_passed : passed]:
-            self.owners[block].discard(number)
-            if not self.owners[block]:
-                del self.owners[block]
-        slot.num_passed = max(slot.num_passed, passed)
+        self._disown(number, slot.pass_blocks(self._first_seen(slot.num_computed) // self.geometry.block_size))
 
     def _sample(self, slot: MockSlot) -> tuple[list[int], FinishReason | None, int | None]:
         sampling, num_prompt = slot.sampling, len(slot.prompt)
@@ -221,8 +241,7 @@ class MockBatch:
         eos = self.geometry.eos_token_ids
         choice = slot.choice if sampling.temperature else 0
         token = self.pattern.token(sampling, choice, slot.num_tokens, slot.prompt, eos)
-        slot.num_tokens += 1
-        slot.trail.append(token)
+        slot.append(token)
         num_outputs = slot.num_tokens - num_prompt
         if num_outputs > sampling.min_tokens and token in sampling.stop_token_ids:
             return [token], FinishReason.STOP, token

@@ -8,8 +8,8 @@ from zlib import crc32
 from blockyard.shared.messages import BlockCopy, BlockFetch, BlockSave, FullBlock
 from blockyard.shared.token_ids import ID_BYTES
 
-Held = tuple[int, bytes]  # contents of a block: the state before it, and its token ids
-NOTHING: Held = (-1, b"")  # the block is not written from its beginning: no sequence has this
+BlockContents = tuple[int, bytes]  # the state before a block, and its token ids
+UNKNOWN: BlockContents = (-1, b"")  # the block is not written from its beginning: no sequence has this
 
 
 def state_of(ids: bytes) -> int:
@@ -17,14 +17,14 @@ def state_of(ids: bytes) -> int:
     return crc32(ids)
 
 
-class Trail:
+class TokensByBlock:
     """A sequence's tokens by block; the last block may not be full."""
 
     __slots__ = ("_blocks", "_size_bytes")
 
     def __init__(self, ids: bytes, block_size: int) -> None:
         self._size_bytes = size = block_size * ID_BYTES
-        self._blocks: list[Held] = []
+        self._blocks: list[BlockContents] = []
         state = 0
         for first in range(0, len(ids), size):
             block = ids[first : first + size]
@@ -41,17 +41,17 @@ class Trail:
 
     def state(self, num_tokens: int) -> int:
         """State after so many tokens, at least one."""
-        (last,) = self.held(num_tokens, (num_tokens - 1) * ID_BYTES // self._size_bytes)
+        (last,) = self.contents(num_tokens, (num_tokens - 1) * ID_BYTES // self._size_bytes)
         return _state_after(last)
 
-    def held(self, end: int, first: int = 0) -> list[Held]:
+    def contents(self, end: int, first: int = 0) -> list[BlockContents]:
         """Contents of blocks from `first` on, when tokens up to `end` are computed."""
         full, rest = divmod(end * ID_BYTES, self._size_bytes)
-        held = self._blocks[first:full]
+        contents = self._blocks[first:full]
         if rest:
             before, ids = self._blocks[full]
-            held.append((before, ids[:rest]))
-        return held
+            contents.append((before, ids[:rest]))
+        return contents
 
 
 @dataclass(slots=True)
@@ -61,34 +61,34 @@ class MockKV:
     block_size: int
     hashes: dict[int, bytes] = field(default_factory=dict)
     bad: set[int] = field(default_factory=set)  # blocks of failed fetches, and blocks computed from them
-    _held: dict[int, Held] = field(default_factory=dict)
-    _host: dict[int, tuple[bytes, Held]] = field(default_factory=dict)  # hash and contents of a host block
+    _contents: dict[int, BlockContents] = field(default_factory=dict)
+    _host: dict[int, tuple[bytes, BlockContents]] = field(default_factory=dict)  # hash and contents of a host block
 
-    def write(self, blocks: list[int], first: int, end: int, trail: Trail) -> None:
+    def write(self, blocks: list[int], first: int, end: int, tokens: TokensByBlock) -> None:
         """A sequence with this block table has computed positions `first` to `end` - 1."""
         begin, offset = divmod(first, self.block_size)
-        for block, (before, ids) in zip(blocks[begin:], trail.held(end, begin), strict=False):
-            kept = self._held.get(block, NOTHING) if offset else (before, b"")
+        for block, (before, ids) in zip(blocks[begin:], tokens.contents(end, begin), strict=False):
+            kept = self._contents.get(block, UNKNOWN) if offset else (before, b"")
             is_ours = kept[0] == before and kept[1][: offset * ID_BYTES] == ids[: offset * ID_BYTES]
-            self._held[block] = (before, ids) if is_ours else NOTHING
+            self._contents[block] = (before, ids) if is_ours else UNKNOWN
             self.hashes.pop(block, None)
             self.bad.discard(block)
             offset = 0
 
     def state(self, block: int) -> int:
         """State of a full block, after its last token."""
-        return _state_after(self._held[block])
+        return _state_after(self._contents[block])
 
     def host_states(self) -> Iterable[tuple[int, bytes, int]]:
         """Host blocks, their hashes and the state after their last token."""
-        return ((host, name, _state_after(held)) for host, (name, held) in self._host.items())
+        return ((host, name, _state_after(contents)) for host, (name, contents) in self._host.items())
 
     def save(self, save: BlockSave) -> bool:
         """False if the block's contents are known to differ from its hash."""
-        held = self._held.get(save.block, NOTHING)
+        contents = self._contents.get(save.block, UNKNOWN)
         self._host.pop(save.host, None)
-        self._host[save.host] = (save.block_hash, held)
-        is_full = len(held[1]) == self.block_size * ID_BYTES
+        self._host[save.host] = (save.block_hash, contents)
+        is_full = len(contents[1]) == self.block_size * ID_BYTES
         return (
             save.block not in self.bad and self.hashes.get(save.block, save.block_hash) == save.block_hash and is_full
         )
@@ -98,31 +98,31 @@ class MockKV:
 
     def fetch(self, fetch: BlockFetch) -> bool:
         """Whether the fetch succeeded; tests make it fail."""
-        _, self._held[fetch.block] = self._host[fetch.host]
+        _, self._contents[fetch.block] = self._host[fetch.host]
         self.hashes.pop(fetch.block, None)
         self.bad.discard(fetch.block)
         return True
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """As the real pool does: all sources are read before any destination is written."""
-        read = [(copy.dst, self._held.get(copy.src, NOTHING), copy.src in self.bad) for copy in copies]
-        for dst, held, is_bad in read:
+        read = [(copy.dst, self._contents.get(copy.src, UNKNOWN), copy.src in self.bad) for copy in copies]
+        for dst, contents, is_bad in read:
             self.hashes.pop(dst, None)
-            self._held[dst] = held
+            self._contents[dst] = contents
             self.bad.discard(dst)
             if is_bad:
                 self.bad.add(dst)
 
-    def first_difference(self, blocks: list[int], trail: Trail, end: int, begin: int = 0) -> int | None:
+    def first_difference(self, blocks: list[int], tokens: TokensByBlock, end: int, begin: int = 0) -> int | None:
         """The first position from `begin` to `end` - 1 where the blocks differ from the sequence; None: none."""
         size = self.block_size
         first = begin // size
-        expected = trail.held(end, first)
-        there = [*map(self._held.get, blocks[first : first + len(expected)])]
+        expected = tokens.contents(end, first)
+        there = [*map(self._contents.get, blocks[first : first + len(expected)])]
         if there == expected:
             return None
         for i, (before, ids) in enumerate(expected):
-            known, written = (there[i] if i < len(there) else None) or NOTHING
+            known, written = (there[i] if i < len(there) else None) or UNKNOWN
             if known != before or not written.startswith(ids):
                 differ = (at for at, pair in enumerate(zip_longest(written, ids)) if pair[0] != pair[1])
                 same = 0 if known != before else next(differ) // ID_BYTES
@@ -138,7 +138,7 @@ class MockKV:
         """Forgets contents of blocks, too: reading one is an error."""
         self.hashes.clear()
         self.bad.clear()
-        self._held.clear()
+        self._contents.clear()
         self._host.clear()
 
     def blocks_and_hashes(self) -> tuple[list[int], bytes]:
@@ -149,6 +149,6 @@ class MockKV:
         return list(self._host), b"".join(name for name, _ in self._host.values())
 
 
-def _state_after(held: Held) -> int:
-    before, ids = held
+def _state_after(contents: BlockContents) -> int:
+    before, ids = contents
     return crc32(ids, max(before, 0))

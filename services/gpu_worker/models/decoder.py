@@ -1,6 +1,7 @@
 """A pre-norm transformer decoder. The model family passes its layers."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -57,30 +58,36 @@ class DecoderLayer:
         return residual, self._mlp.forward(ops, residual, delta, self._norm2)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderConfig:
+    """What a decoder is built with outside of its layers."""
+
+    vocab_size: int
+    hidden: int  # size of the hidden state
+    norm_eps: float  # of the final norm
+    tie_embeddings: bool  # the output matrix is the embedding table
+
+
 class Decoder:
     """A decoder with token embeddings, layers, a final norm and an output matrix. Implements `Model`."""
 
     def __init__(
         self,
         layers: LinearLayers,
+        config: DecoderConfig,
         shape: tuple[AttentionShape, ...],
         rotary: RotaryEmbedding,
-        *,
-        vocab_size: int,
-        hidden: int,
-        norm_eps: float,
-        tie_embeddings: bool,
         make_layer: Callable[[int], DecoderLayer],
     ) -> None:
         """shape: the attention shape of each layer. make_layer(i) builds layer i and declares its weights."""
-        self.shape = ModelShape(vocab_size=vocab_size, max_positions=rotary.max_positions, attention=shape)
+        self.shape = ModelShape(vocab_size=config.vocab_size, max_positions=rotary.max_positions, attention=shape)
         self.table = table = layers.table
         self._rotary = rotary
-        self._embedding = TokenEmbedding(layers, "model.embed_tokens", vocab_size, hidden)
+        self._embedding = TokenEmbedding(layers, "model.embed_tokens", config.vocab_size, config.hidden)
         self._ops = find_ops(table.device)
         self._layers = [make_layer(layer) for layer in range(len(shape))]
-        self._norm = make_rms_norm(table, "model.norm", hidden, norm_eps)
-        self._head = self._embedding.make_head(layers, tie_embeddings)
+        self._norm = make_rms_norm(table, "model.norm", config.hidden, config.norm_eps)
+        self._head = self._embedding.make_head(layers, config.tie_embeddings)
         table.ignore_suffix(".rotary_emb.inv_freq")
 
     def prepare(self, max_model_len: int) -> None:

@@ -2,19 +2,18 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
-from blockyard.services.gpu_worker.layers.attention import Attention, AttentionShape
+from blockyard.services.gpu_worker.layers.attention import LLAMA, Attention, AttentionOptions, AttentionShape
 from blockyard.services.gpu_worker.layers.linear import LinearLayers
 from blockyard.services.gpu_worker.layers.mlp import GatedMLP
 from blockyard.services.gpu_worker.layers.norm import make_rms_norm
 from blockyard.services.gpu_worker.layers.rotary import RotaryEmbedding, read_rope
 from blockyard.services.gpu_worker.loading.hf_config import parse
 from blockyard.services.gpu_worker.loading.weights import WeightTable
-from blockyard.services.gpu_worker.models.decoder import Decoder, DecoderLayer
+from blockyard.services.gpu_worker.models.decoder import Decoder, DecoderConfig, DecoderLayer
 from blockyard.shared.config import model_bounds as bounds
 from blockyard.shared.errors import ConfigError
 
@@ -37,15 +36,9 @@ class LlamaConfig(msgspec.Struct, frozen=True):
     mlp_bias: bool = False
 
 
-class MakeAttention(Protocol):
-    def __call__(
-        self, layers: LinearLayers, prefix: str, layer: int, hidden: int, shape: AttentionShape
-    ) -> Attention: ...
-
-
 def build(config: dict[str, Any], table: WeightTable) -> Decoder:
     fields = parse(config, LlamaConfig)
-    attention = partial(Attention, qkv_bias=fields.attention_bias, out_bias=fields.attention_bias)
+    attention = AttentionOptions(qkv_bias=fields.attention_bias, out_bias=fields.attention_bias)
     return build_llama(config, fields, table, (None,) * fields.num_hidden_layers, attention)
 
 
@@ -54,11 +47,11 @@ def build_llama(
     fields: LlamaConfig,
     table: WeightTable,
     windows: Sequence[int | None],
-    make_attention: MakeAttention,
+    attention: AttentionOptions = LLAMA,
 ) -> Decoder:
     """Builds a Llama decoder. Raises ConfigError for a config that `layers/` does not support.
 
-    windows: sliding window of each layer, see `AttentionShape`. make_attention: builds the attention of a layer.
+    windows: sliding window of each layer, see `AttentionShape`.
     """
     hidden, eps = fields.hidden_size, fields.rms_norm_eps
     shape = attention_shape(fields)
@@ -70,21 +63,16 @@ def build_llama(
         prefix = f"model.layers.{layer}"
         return DecoderLayer(
             make_rms_norm(table, f"{prefix}.input_layernorm", hidden, eps),
-            make_attention(layers, f"{prefix}.self_attn", layer, hidden, shapes[layer]),
+            Attention(layers, f"{prefix}.self_attn", layer, hidden, shapes[layer], attention),
             make_rms_norm(table, f"{prefix}.post_attention_layernorm", hidden, eps),
             GatedMLP(layers, f"{prefix}.mlp", hidden, fields.intermediate_size, fields.hidden_act, fields.mlp_bias),
         )
 
-    return Decoder(
-        layers,
-        shapes,
-        RotaryEmbedding(rope, shape.head_dim, fields.max_position_embeddings),
-        vocab_size=fields.vocab_size,
-        hidden=hidden,
-        norm_eps=eps,
-        tie_embeddings=fields.tie_word_embeddings,
-        make_layer=make_layer,
+    decoder = DecoderConfig(
+        vocab_size=fields.vocab_size, hidden=hidden, norm_eps=eps, tie_embeddings=fields.tie_word_embeddings
     )
+    rotary = RotaryEmbedding(rope, shape.head_dim, fields.max_position_embeddings)
+    return Decoder(layers, decoder, shapes, rotary, make_layer)
 
 
 def attention_shape(fields: LlamaConfig) -> AttentionShape:

@@ -4,7 +4,6 @@ from typing import Any
 
 import msgspec
 
-from blockyard.services.gpu_worker.layers.attention import Attention
 from blockyard.services.gpu_worker.loading.hf_config import parse
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import Decoder
@@ -30,4 +29,4 @@ def build(config: dict[str, Any], table: WeightTable) -> Decoder:
         mlp_bias=False,
     )
     windows = (own.sliding_window or None,) * fields.num_hidden_layers
-    return build_llama(config, fields, table, windows, Attention)
+    return build_llama(config, fields, table, windows)

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
-from blockyard.services.gpu_worker.layers.attention import Attention, AttentionShape
+from blockyard.services.gpu_worker.layers.attention import Attention, AttentionOptions, AttentionShape
 from blockyard.services.gpu_worker.layers.embedding import TokenEmbedding
 from blockyard.services.gpu_worker.layers.linear import Linear, LinearLayers
 from blockyard.services.gpu_worker.layers.mlp import MLP
@@ -57,10 +57,7 @@ class OPTLayer:
             layer,
             hidden,
             shape,
-            qkv_bias=bias,
-            out_bias=bias,
-            rotary=False,
-            out_name="out_proj",
+            AttentionOptions(qkv_bias=bias, out_bias=bias, rotary=False, out_name="out_proj"),
         )
         self._norm2 = LayerNorm(table, f"{prefix}.final_layer_norm", hidden, affine)
         self._mlp = MLP(

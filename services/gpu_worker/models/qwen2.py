@@ -1,11 +1,10 @@
 """Qwen2 and Qwen2.5: Llama with biases on q, k and v, and an optional sliding window in the upper layers."""
 
-from functools import partial
 from typing import Annotated, Any
 
 import msgspec
 
-from blockyard.services.gpu_worker.layers.attention import Attention
+from blockyard.services.gpu_worker.layers.attention import AttentionOptions
 from blockyard.services.gpu_worker.loading.hf_config import parse
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import Decoder
@@ -27,7 +26,7 @@ def build(config: dict[str, Any], table: WeightTable) -> Decoder:
     fields = parse(config | {"max_position_embeddings": config.get("max_position_embeddings", 32768)}, LlamaConfig)
     fields = msgspec.structs.replace(fields, mlp_bias=False)
     windows = read_windows(config, fields.num_hidden_layers)
-    return build_llama(config, fields, table, windows, partial(Attention, qkv_bias=True))
+    return build_llama(config, fields, table, windows, AttentionOptions(qkv_bias=True))
 
 
 def read_windows(config: dict[str, Any], num_layers: int) -> tuple[int | None, ...]:

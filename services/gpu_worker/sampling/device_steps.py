@@ -42,10 +42,19 @@ class DeviceSlot:
         self.edits: TokenEdits = {}
         self.has_penalties = False
 
+    def ban_unlisted(self) -> None:
+        """Bans all tokens without an edit."""
+        self.only_listed = True
+
+    def set_penalties(self, repetition: float, presence: float, frequency: float) -> None:
+        values = (repetition, presence, frequency)
+        self.has_penalties = values != (1.0, 0.0, 0.0)
+        self.words[Field.REPETITION], self.words[Field.PRESENCE], self.words[Field.FREQUENCY] = map(float_word, values)
+
 
 def _allowed_token_ids(slot: DeviceSlot, sampling: Sampling) -> bool:
     if sampling.allowed_token_ids:
-        slot.only_listed = True
+        slot.ban_unlisted()
         slot.edits.update(dict.fromkeys(sampling.allowed_token_ids, (0.0, 0)))
     return True
 
@@ -74,9 +83,7 @@ def _logit_bias(slot: DeviceSlot, sampling: Sampling) -> bool:
 
 
 def _penalties(slot: DeviceSlot, sampling: Sampling) -> bool:
-    values = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
-    slot.has_penalties = values != (1.0, 0.0, 0.0)
-    slot.words[Field.REPETITION], slot.words[Field.PRESENCE], slot.words[Field.FREQUENCY] = map(float_word, values)
+    slot.set_penalties(sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
     return True
 
 
@@ -118,12 +125,12 @@ _IN_ORDER = tuple(DEVICE_STEPS[step.name] for step in LOGITS_STEPS)
 class DeviceLogitsEdits:
     """Owns the rows of slots with changed logits, and the buffer of a step's log-probabilities."""
 
-    def __init__(self, state: SlotState, capacity: int, vocab_size: int, enabled: bool) -> None:
+    def __init__(self, state: SlotState, vocab_size: int, enabled: bool) -> None:
         """enabled: False leaves all penalties, edits of tokens and log-probabilities to the host."""
-        device, self.enabled = state.arena.device, enabled
+        device, capacity, self.enabled = state.arena.device, len(state.row_slots), enabled
         rows = min(capacity, MOST_ROWS) if enabled else 0
         counts = torch.zeros((rows, vocab_size), dtype=torch.int32, device=device)
-        self.logits_edits = LogitsEdits(
+        self.tensors = LogitsEdits(
             row=state.fields[Field.EDITS_ROW],
             repetition=state.floats(Field.REPETITION),
             presence=state.floats(Field.PRESENCE),
@@ -136,11 +143,16 @@ class DeviceLogitsEdits:
             counts=counts,
             logits=torch.zeros((rows, vocab_size), dtype=torch.float32, device=device),
         )
-        self.adjusted = AdjustedLogits(self.logits_edits.row, self.logits_edits.logits)
+        self.adjusted = AdjustedLogits(self.tensors.row, self.tensors.logits)
         self.num_top = state.fields[Field.NUM_TOP]
         self._state, self._capacity, self._num_rows, self._vocab_size = state, capacity, rows, vocab_size
         self.buffer = torch.zeros(LOGPROB_WORDS * capacity if enabled else 0, dtype=torch.int32, device=device)
         self.reset()
+
+    @property
+    def sample_variants(self) -> tuple[bool, ...]:
+        """The values of `needs_processing` that a step of sampling may have; each has kernels and a graph."""
+        return (False, True) if self.enabled else (False,)
 
     def reset(self) -> None:
         self._rows: dict[int, int] = {}  # by slot
@@ -195,7 +207,7 @@ class DeviceLogitsEdits:
         if row is None:
             return
         ids = torch.from_numpy(table.token_ids[slot, : table.num_tokens[slot]].copy())
-        counts = self.logits_edits.counts
+        counts = self.tensors.counts
         if counts.is_cuda:
             ids = ids.pin_memory().to(counts.device, non_blocking=True)
         count_known(counts[row], ids, table.slots[slot].num_prompt_tokens)

@@ -14,8 +14,10 @@ from blockyard.kernels.slots.advance_slots import advance_slots_reference
 from blockyard.kernels.slots.gather_inputs import StepInputs, gather_inputs_reference
 from blockyard.kernels.slots.scatter_words import scatter_words_reference
 from blockyard.kernels.slots.slot_state import SlotState
-from blockyard.services.gpu_worker.execution.decode_graphs import IN_FLIGHT, DecodeSteps
+from blockyard.services.gpu_worker.attention.triton_attention import AttentionMetadata
+from blockyard.services.gpu_worker.execution.decode_graphs import IN_FLIGHT, DecodeSettings, DecodeSteps
 from blockyard.services.gpu_worker.execution.device_loop import DeviceLoop
+from blockyard.services.gpu_worker.execution.device_ops import DeviceOps
 from blockyard.services.gpu_worker.execution.pinned_ring import PinnedRing
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.runner import Runner
@@ -42,8 +44,8 @@ class ReferenceAttention:
         return paged_decode_reference(q, memory, seqs, attention.scale, attention.window)
 
 
-class ReferenceOps:
-    """For `DeviceOps`."""
+class ReferenceOps(DeviceOps):
+    """The operations of a step by the kernels' references."""
 
     def fused_decode_max_len(self, rows: int) -> int:
         return NEAR if rows == 1 else 0
@@ -52,33 +54,25 @@ class ReferenceOps:
         assert len(set(pairs[0, :count].tolist())) == count, "no place may be written twice"
         scatter_words_reference(arena, pairs, count)
 
-    def gather(self, state: SlotState, rows: StepInputs) -> None:
-        gather_inputs_reference(state, rows)
+    def gather_inputs(self, state: SlotState, inputs: StepInputs) -> None:
+        gather_inputs_reference(state, inputs)
 
-    def attend(
-        self,
-        pool: KVPool,
-        rows: StepInputs,
-        tables: Tensor,
-        starts: Tensor | None = None,
-        num_decodes: int = 0,
-        logits_indices: LogitsIndices | None = None,
-        reach: int | None = None,
-        longest: int | None = None,
-    ) -> ReferenceAttention:
+    def attend(self, pool: KVPool, metadata: AttentionMetadata) -> ReferenceAttention:
+        rows, starts, longest = metadata.rows, metadata.query_start_loc, metadata.max_seq_len
+        num_decodes, longest_prefill = metadata.num_decodes, metadata.prefill_max_seq_len
         assert longest is None or int(rows.positions.max()) < longest
         if starts is not None:
             assert (int(starts[0]), int(starts[-1])) == (num_decodes, len(rows.slots))
-            assert reach is None or int(rows.positions[num_decodes:].max()) < reach
-        return ReferenceAttention(pool, PagedKVMetadata(rows.slots, rows.positions, tables), logits_indices)
+            assert longest_prefill is None or int(rows.positions[num_decodes:].max()) < longest_prefill
+        return ReferenceAttention(pool, rows, metadata.logits_indices)
 
-    def adjust(self, logits: Tensor, rows: StepInputs, logits_edits: LogitsEdits) -> None:
-        penalize_logits_reference(logits, rows.sampled_slots, rows.index, logits_edits)
+    def penalize(self, logits: Tensor, inputs: StepInputs, edits: LogitsEdits) -> None:
+        penalize_logits_reference(logits, inputs.sampled_slots, inputs.index, edits)
 
-    def draw(
+    def sample(
         self,
         logits: Tensor,
-        rows: StepInputs,
+        inputs: StepInputs,
         params: SamplingTensors,
         tokens: Tensor,
         best: Tensor,
@@ -86,31 +80,33 @@ class ReferenceOps:
     ) -> None:
         if adjusted is not None:
             logits = logits.clone()
-            for place, slot in enumerate(rows.sampled_slots.tolist()):
+            for place, slot in enumerate(inputs.sampled_slots.tolist()):
                 row = int(adjusted.row[slot]) if slot >= 0 else -1
                 if row >= 0:
                     logits[place] = adjusted.logits[row]
-        drawn, won = sample_tokens_reference(logits, rows.sampled_slots, rows.index, params)
+        drawn, won = sample_tokens_reference(logits, inputs.sampled_slots, inputs.index, params)
         tokens.copy_(drawn)
         best.copy_(won)
 
-    def count(self, tokens: Tensor, best: Tensor, rows: StepInputs, logits_edits: LogitsEdits) -> None:
-        count_tokens_reference(tokens, best, rows.sampled_slots, logits_edits)
+    def count_tokens(self, tokens: Tensor, best: Tensor, inputs: StepInputs, edits: LogitsEdits) -> None:
+        count_tokens_reference(tokens, best, inputs.sampled_slots, edits)
 
-    def score(self, logits: Tensor, rows: StepInputs, tokens: Tensor, num_top: Tensor, out: LogprobsTensors) -> None:
-        gather_logprobs_reference(logits, rows.sampled_slots, tokens, num_top, out)
+    def gather_logprobs(
+        self, logits: Tensor, inputs: StepInputs, tokens: Tensor, num_top: Tensor, out: LogprobsTensors
+    ) -> None:
+        gather_logprobs_reference(logits, inputs.sampled_slots, tokens, num_top, out)
 
     def advance(
         self,
         state: SlotState,
-        rows: StepInputs,
+        inputs: StepInputs,
         tokens: Tensor,
         best: Tensor,
         eos: Tensor,
         results: Tensor,
         counts: Tensor | None,
     ) -> None:
-        advance_slots_reference(state, rows, tokens, best, eos, results, counts)
+        advance_slots_reference(state, inputs, tokens, best, eos, results, counts)
 
 
 class SlowMark:
@@ -134,16 +130,13 @@ def run_ahead(runner: Runner, capacity: int, seed: int = 0, logits_edits: bool =
     """Gives a runner on CPU a device loop."""
     rng, shape = random.Random(seed), runner.geometry
     ring = PinnedRing(IN_FLIGHT, capacity, runner.pool.device, lambda: SlowMark(rng))
-    steps = DecodeSteps(
-        runner.model,
-        runner.pool,
-        capacity,
-        shape.max_model_len,
-        shape.eos_token_ids,
+    settings = DecodeSettings(
+        capacity=capacity,
+        max_model_len=shape.max_model_len,
+        eos_token_ids=shape.eos_token_ids,
         logits_edits=logits_edits,
-        ops=ReferenceOps(),
-        ring=ring,
     )
+    steps = DecodeSteps(runner.model, runner.pool, settings, ReferenceOps(), ring)
     loop = DeviceLoop(steps, runner.batch, shape.max_num_batched_tokens)
     runner.run_ahead(loop)
     return loop

@@ -160,7 +160,7 @@ class StutteringBatch(MockBatch):
         scores = slot.sampling.num_prompt_logprobs is not None and begin < end - 1
         if begin + run.max_tokens < end or scores or not self.num_stutters % 4:
             return super()._run(run)
-        self.kv.write(slot.blocks, begin, end, slot.trail)
+        self.kv.write(slot.blocks, begin, end, slot.tokens)
         slot.num_computed = end - 1
         self._pass(run.slot, slot)
         return SlotResult(run.slot, [], end - 1) if self.num_stutters % 2 or begin < end - 1 else None

@@ -8,7 +8,12 @@ from blockyard.kernels.attention.paged_prefill import paged_prefill_reference
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 from blockyard.kernels.kv_cache.rope_write_kv import rope_write_kv_reference
 from blockyard.kernels.layers.rms_norm import RMSNorm
-from blockyard.services.gpu_worker.attention.triton_attention import BatchInvariant, TritonAttention, build_attention
+from blockyard.services.gpu_worker.attention.triton_attention import (
+    AttentionMetadata,
+    BatchInvariant,
+    TritonAttention,
+    build_attention,
+)
 from blockyard.services.gpu_worker.kv.pool import KVPool
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -41,9 +46,7 @@ def test_decodes_and_prefills_in_one_step(num_decodes: int, counts: tuple[int, .
     pool.memory.normal_()
     want_memory = pool.memory.clone()
     seqs = PagedKVMetadata(slots.repeat_interleave(sizes).to(DEVICE), positions.to(DEVICE), tables)
-    attend = build_attention(
-        pool, seqs.slots, seqs.positions, tables, starts[num_decodes:] if counts else None, num_decodes
-    )
+    attend = build_attention(pool, AttentionMetadata(seqs, starts[num_decodes:] if counts else None, num_decodes))
     assert isinstance(attend, TritonAttention)
     assert isinstance(attend._decode, BatchInvariant) == invariant
     angles = torch.randn(len(positions), 1, DIM // 2)

@@ -17,9 +17,15 @@ from blockyard.kernels.layers.linear_skinny import linear_skinny
 from blockyard.kernels.programmatic_launch import supports_pdl
 from blockyard.services.gpu_worker import engine, memory_profile
 from blockyard.services.gpu_worker.execution import device_ops
-from blockyard.services.gpu_worker.execution.decode_graphs import DecodeSize, DecodeSteps, capture_order, capture_sizes
+from blockyard.services.gpu_worker.execution.decode_graphs import (
+    DecodeSettings,
+    DecodeSize,
+    DecodeSteps,
+    capture_order,
+    capture_sizes,
+)
 from blockyard.services.gpu_worker.execution.device_loop import DeviceLoop
-from blockyard.services.gpu_worker.execution.device_ops import DeviceOps, TritonDeviceOps
+from blockyard.services.gpu_worker.execution.device_ops import DeviceOps
 from blockyard.services.gpu_worker.layers.linear import Linear
 from blockyard.services.gpu_worker.layers.triton_ops import TritonOps
 from blockyard.services.gpu_worker.models import decoder
@@ -62,9 +68,13 @@ def alone(runner: Runner) -> list[int]:
 
 def loop_of(runner: Runner, capacity: int, ops: DeviceOps | None = None) -> DeviceLoop:
     shape = runner.geometry
-    steps = DecodeSteps(
-        runner.model, runner.pool, capacity, shape.max_model_len, shape.eos_token_ids, logits_edits=True, ops=ops
+    settings = DecodeSettings(
+        capacity=capacity,
+        max_model_len=shape.max_model_len,
+        eos_token_ids=shape.eos_token_ids,
+        logits_edits=True,
     )
+    steps = DecodeSteps(runner.model, runner.pool, settings, ops)
     return DeviceLoop(steps, runner.batch, 64)
 
 
@@ -89,7 +99,7 @@ def test_same_tokens_as_the_plain_path(name: str, tmp_path: Path, monkeypatch: p
     fast = start(tmp_path, device=DEVICE)
     for linear in fast.model.linears():
         take_in(linear)
-    loop = loop_of(fast, 3, TritonDeviceOps(fused=True))
+    loop = loop_of(fast, 3, DeviceOps(fused=True))
     fast.run_ahead(loop)
     ran = []
     launch = loop.launch
@@ -103,7 +113,7 @@ def test_same_tokens_as_the_plain_path(name: str, tmp_path: Path, monkeypatch: p
 def test_the_quicker_way_ends_where_a_sequence_is_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     BY_NAME["llama"].save(tmp_path)
     monkeypatch.setattr(device_ops, "FUSED_DECODE_MAX_LEN", 8)
-    steps = loop_of(start(tmp_path, device=DEVICE), 2, TritonDeviceOps(fused=True)).steps
+    steps = loop_of(start(tmp_path, device=DEVICE), 2, DeviceOps(fused=True)).steps
     assert steps.padded(1, 8) == DecodeSize(1, short_context=True)
     assert steps.padded(1, 9) == DecodeSize(1, short_context=False)
     assert steps.padded(2, 1) == DecodeSize(2, short_context=False)

@@ -8,10 +8,11 @@ import pytest
 import torch
 from tiny_models import BY_NAME, model_shape, settings
 
+from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.services.gpu_worker import engine
 from blockyard.services.gpu_worker.attention.cpu_metadata import CpuMetadataBuilder
-from blockyard.services.gpu_worker.attention.triton_attention import build_attention
+from blockyard.services.gpu_worker.attention.triton_attention import AttentionMetadata, build_attention
 from blockyard.services.gpu_worker.kv import scales as kv_scales
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.loading.weights import WeightTable
@@ -84,7 +85,8 @@ def test_scales_of_the_first_prompt(tmp_path: Path) -> None:
     torch.manual_seed(0)
     tables = torch.arange(4, dtype=torch.int32, device=DEVICE)[None]
     slots, starts = torch.zeros(3, dtype=torch.int64, device=DEVICE), torch.tensor([0, 3]).int().to(DEVICE)
-    attend = build_attention(it, slots, torch.arange(3, device=DEVICE), tables, starts)
+    rows = PagedKVMetadata(slots, torch.arange(3, device=DEVICE), tables)
+    attend = build_attention(it, AttentionMetadata(rows, starts))
     angles = torch.randn(3, 1, 8)
     rotation = torch.polar(torch.ones_like(angles), angles).to(DEVICE)
     norm = RMSNorm(torch.randn(6, 16, device=DEVICE), 1e-6)

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from blockyard.services.gpu_worker.mock.batch import MockBatch, Pattern, PlanError
-from blockyard.services.gpu_worker.mock.kv import MockKV, Trail
+from blockyard.services.gpu_worker.mock.kv import MockKV, TokensByBlock
 from blockyard.services.gpu_worker.mock.model import describe
 from blockyard.services.gpu_worker.mock.runner import MockRunner, start
 from blockyard.shared.config.services.process import BusConfig, ProcessConfig
@@ -210,7 +210,7 @@ def test_all_copies_read_before_one_writes() -> None:
     """As the real pool copies, where a chain hands on what was in the block before."""
     kv = MockKV(4)
     for block in (0, 1):
-        kv.write([block], 0, 4, Trail(array("I", [block] * 4).tobytes(), 4))
+        kv.write([block], 0, 4, TokensByBlock(array("I", [block] * 4).tobytes(), 4))
     before = kv.state(1)
     kv.copy([BlockCopy(0, 1), BlockCopy(1, 2)])
     assert (kv.state(1), kv.state(2)) == (kv.state(0), before)
