@@ -93,6 +93,10 @@ LAYERS["services/gpu_worker"] += ("warm_up", "compilation", "memory_profile", "e
 LAYERS["services/gpu_worker"] += ("session", "service", "__main__")
 LAYERS["kernels"] = ("int_math", "programmatic_launch", "slots", "sampling", "layers", "kv_cache", "attention")
 
+LAYERS["services/scheduler"] = ("outbox", "plan_pacer", "sequences", "kv_cache", "batch", "queue", "lifecycle")
+LAYERS["services/scheduler"] += ("admission", "workers", "planning", "core", "from_config", "report", "service")
+LAYERS["services/scheduler"] += ("simulator", "__main__")
+
 
 @pytest.mark.parametrize("package", LAYERS)
 def test_layers_import_only_lower_layers(package: str) -> None:

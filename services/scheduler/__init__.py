@@ -1,10 +1,14 @@
 """One model's scheduler: admission, continuous batching, KV block accounting, and the worker groups.
 
 `service` is the loop over the links; `core.Scheduler` is the same without sockets: `on_message`, then `step`.
-`lifecycle` owns the live requests; `outbox` collects the frames of a step.
+`outbox` collects the frames of a step; `plan_pacer` decides when the next plan of a worker is sent.
 
-- `queue`: the waiting queue, its policies and bounds, and the answers to new requests.
-- `batch`: the plan of each step, and its result.  `sequences`: requests, sequences, beams, text streams.
-- `kv_cache`: blocks and the prefix cache.  `workers`: worker groups, routing, sleep, quarantine.
-- `simulator`: the scheduler with simulated workers and clients.
+The folders, lowest first. Each imports only itself, `outbox`, `plan_pacer`, and folders before it:
+
+- `sequences`: requests, sequences, beam hypotheses.  `kv_cache`: blocks and the prefix cache.
+- `batch`: what runs in each worker group.  `queue`: what waits, in which order, and how long.
+- `lifecycle`: how sequences start to wait, wait again and end.  `admission`: the answers to new requests.
+- `workers`: attachment, routing, sleep, quarantine.  `planning`: the plan of each step, and its result.
+
+`simulator` is the scheduler with simulated workers and clients.
 """

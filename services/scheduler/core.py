@@ -7,24 +7,24 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from blockyard.services.scheduler.batch.admission_delay import AdmissionDelay
-from blockyard.services.scheduler.batch.partial_prefill_limits import PartialPrefillLimits
-from blockyard.services.scheduler.batch.plan_pacer import WakeupTimers
-from blockyard.services.scheduler.batch.prefill_planner import PrefillPlanner
-from blockyard.services.scheduler.batch.step_planner import StepPlanner
-from blockyard.services.scheduler.batch.step_results import StepResults
+from blockyard.services.scheduler.admission.admission import capacity_of
+from blockyard.services.scheduler.admission.request_handler import RequestHandler
+from blockyard.services.scheduler.batch.worker_groups import BatchLimits, WorkerGroup, WorkerGroups
 from blockyard.services.scheduler.kv_cache.prefix_cache import BlockHasher
-from blockyard.services.scheduler.lifecycle import Lifecycle
+from blockyard.services.scheduler.lifecycle.beam_sequences import BeamScheduler
+from blockyard.services.scheduler.lifecycle.lifecycle import Lifecycle
 from blockyard.services.scheduler.outbox import Outbox, Outgoing
-from blockyard.services.scheduler.queue.admission import capacity_of
+from blockyard.services.scheduler.plan_pacer import WakeupTimers
+from blockyard.services.scheduler.planning.partial_prefill_limits import PartialPrefillLimits
+from blockyard.services.scheduler.planning.prefill_planner import PrefillPlanner
+from blockyard.services.scheduler.planning.step_planner import StepPlanner
+from blockyard.services.scheduler.planning.step_results import StepResults
 from blockyard.services.scheduler.queue.policies import POLICIES
 from blockyard.services.scheduler.queue.queue_bounds import QueueBounds
-from blockyard.services.scheduler.queue.request_handler import RequestHandler
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
-from blockyard.services.scheduler.sequences.beam_sequences import BeamScheduler
+from blockyard.services.scheduler.workers.admission_delay import AdmissionDelay
 from blockyard.services.scheduler.workers.controls import Controls
 from blockyard.services.scheduler.workers.router import Router
-from blockyard.services.scheduler.workers.worker_groups import BatchLimits, WorkerGroup, WorkerGroups
 from blockyard.services.scheduler.workers.worker_sleep import WorkerSleep
 from blockyard.shared.errors import BlockyardError
 from blockyard.shared.messages import (

@@ -1,8 +1,8 @@
 """Translates SchedulerConfig to SchedulerSettings, for the scheduler and the simulator."""
 
-from blockyard.services.scheduler.batch.partial_prefill_limits import PartialPrefillLimits
+from blockyard.services.scheduler.batch.worker_groups import BatchLimits
 from blockyard.services.scheduler.core import SchedulerSettings
-from blockyard.services.scheduler.workers.worker_groups import BatchLimits
+from blockyard.services.scheduler.planning.partial_prefill_limits import PartialPrefillLimits
 from blockyard.shared.config.services.scheduler import SchedulerConfig
 
 

@@ -30,8 +30,8 @@ from bench_prefix import prefix_rows
 from bench_simulator import simulator_rows
 from rig import Row, table
 
+from blockyard.services.scheduler.batch.worker_groups import BatchLimits
 from blockyard.services.scheduler.core import Scheduler, SchedulerSettings
-from blockyard.services.scheduler.workers.worker_groups import BatchLimits
 from blockyard.shared.block_hashes import block_hashes, root_hash
 from blockyard.shared.messages import (
     NO_TOKEN,

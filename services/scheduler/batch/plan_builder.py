@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from blockyard.services.scheduler.batch.decode_batch import BatchRows
-from blockyard.services.scheduler.batch.plan_pacer import StepLoad
+from blockyard.services.scheduler.plan_pacer import StepLoad
 from blockyard.services.scheduler.sequences.requests import ID_BYTES, Request, RunningSequence
 from blockyard.shared.messages import BlockCopy, SlotBlocks, SlotRun, SlotStart
 

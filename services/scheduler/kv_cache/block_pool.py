@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from itertools import filterfalse
 
-from blockyard.services.scheduler.batch.plan_pacer import PlanClock
 from blockyard.services.scheduler.kv_cache.host_tier import HostTier
 from blockyard.services.scheduler.kv_cache.id_pool import IdPool
 from blockyard.services.scheduler.kv_cache.prefix_index import PrefixIndex
+from blockyard.services.scheduler.plan_pacer import PlanClock
 
 
 class BlockPool:

@@ -7,7 +7,7 @@ freed together. Each block knows the last batch it was in; its entries in older 
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 
-from blockyard.services.scheduler.batch.plan_pacer import PlanClock
+from blockyard.services.scheduler.plan_pacer import PlanClock
 
 SLACK = 16  # stale entries of a batch that are always tolerated
 

@@ -3,8 +3,8 @@
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 
-from blockyard.services.scheduler.batch.plan_pacer import PlanClock
 from blockyard.services.scheduler.kv_cache.id_pool import IdPool
+from blockyard.services.scheduler.plan_pacer import PlanClock
 from blockyard.shared.messages import BlockFetch, BlockSave
 
 

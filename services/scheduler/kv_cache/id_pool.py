@@ -2,7 +2,7 @@
 
 from collections import deque
 
-from blockyard.services.scheduler.batch.plan_pacer import PlanClock
+from blockyard.services.scheduler.plan_pacer import PlanClock
 
 
 class IdPool:

@@ -4,11 +4,11 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from blockyard.services.scheduler.batch.plan_pacer import PlanClock
 from blockyard.services.scheduler.kv_cache.block_pool import BlockPool
-from blockyard.services.scheduler.kv_cache.block_table import NEVER, BlockTable
 from blockyard.services.scheduler.kv_cache.prefix_cache import BlockHasher, PrefixMatch, find_in_window, find_prefix
 from blockyard.services.scheduler.kv_cache.sliding_window import SlidingWindow
+from blockyard.services.scheduler.plan_pacer import PlanClock
+from blockyard.services.scheduler.sequences.block_table import NEVER, BlockTable
 from blockyard.services.scheduler.sequences.requests import RunningSequence, Sequence
 from blockyard.shared.block_hashes import HASH_BYTES, split_hashes
 from blockyard.shared.messages import Attached, BlockFetch, BlockSave, FullBlock, Geometry

@@ -3,8 +3,8 @@
 from collections import deque
 from collections.abc import Iterable
 
-from blockyard.services.scheduler.batch.plan_pacer import PlanClock
 from blockyard.services.scheduler.kv_cache.free_block_queue import FreeBlockQueue
+from blockyard.services.scheduler.plan_pacer import PlanClock
 
 FIND_AT_ONCE = 256  # hashes
 

@@ -6,7 +6,7 @@ count them, and no kernel reads them. A cached prefix can be used when the block
 
 from collections.abc import Callable, Sequence
 
-from blockyard.services.scheduler.kv_cache.block_table import NEVER
+from blockyard.services.scheduler.sequences.block_table import NEVER
 
 
 class SlidingWindow:

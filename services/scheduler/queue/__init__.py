@@ -1,12 +1,9 @@
-"""The waiting queue: requests from their arrival to the first plan that schedules them.
+"""The waiting queue: which sequences wait, in which order, how many may, and for how long.
 
-Owns the waiting sequences, their order, the bounds of the queue, and the answers Accepted and Refused. A request passes
-`Admission` (is it valid?), `QueueBounds` (does it fit?) and `Acceptance` (when is it promised to run?), and its
-sequences wait in the `WaitingQueue`, in the order of its `Policy` (fcfs, priority or fair). `WaitEstimate` computes
-Retry-After.
+`WaitingQueue` owns the waiting sequences, in the order of its `Policy` (fcfs, priority or fair). `QueueBounds` says
+what fits and which request is refused to make room, by what each user has in the queue (`QueueUsage`). `WaitEstimate`
+computes Retry-After, from the lengths of earlier outputs (`OutputLengths`).
 
-The core calls `RequestHandler` for each frame of a gateway. The plan builder and the router take sequences from the
-`WaitingQueue`. Imports go to `sequences`, `workers`, `batch` (step times) and shared code.
-
-A new policy is a class with the methods of `Policy`, and one line in `policies.py`.
+`lifecycle` queues sequences, `planning` and the router take them. Imports `sequences` and `batch` (what runs decides
+how long others wait). A new policy is a class with the methods of `Policy`, and one line in `policies.py`.
 """

@@ -1,10 +1,10 @@
 """The bounds of the waiting queue: what fits, which request is refused to make room, and what gateways are told."""
 
+from blockyard.services.scheduler.batch.worker_groups import WorkerGroup
 from blockyard.services.scheduler.queue.queue_usage import Owner
 from blockyard.services.scheduler.queue.wait_estimate import WaitEstimate
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
 from blockyard.services.scheduler.sequences.requests import QueueAmount, Request
-from blockyard.services.scheduler.workers.worker_groups import WorkerGroup
 from blockyard.shared.messages import QueueCapacity
 
 LEAST_RETRY_S, MOST_RETRY_S = 1.0, 600.0

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
-from blockyard.services.scheduler.batch.plan_pacer import StepLoad
+from blockyard.services.scheduler.batch.worker_groups import WorkerGroup
+from blockyard.services.scheduler.plan_pacer import StepLoad
 from blockyard.services.scheduler.queue.output_lengths import OutputLimit
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
 from blockyard.services.scheduler.sequences.requests import QueueAmount, RunningSequence
-from blockyard.services.scheduler.workers.worker_groups import WorkerGroup
 
 SAMPLE_S = 0.25  # between samples of the tokens that were generated
 LOOK_S = 0.5  # between forecasts; one costs a millisecond

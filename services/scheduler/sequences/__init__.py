@@ -1,11 +1,10 @@
-"""Requests, their sequences, and the text streams of their choices.
+"""Requests, their sequences, and the state of a sequence in a running batch. Data with methods, no decisions.
 
 A `Request` has one `Sequence` for each choice, or for each beam of a beam search. While a sequence is in a running
-batch, its slot, blocks and progress are in a `RunningSequence`. Their fields are written by their own methods.
+batch, its slot, its `BlockTable` and its progress are in a `RunningSequence`. Fields are written by their own methods.
 
-- `requests`: these types. `parallel_sampling`: sequences of one request compute their prompt once.
-- `beam_search`: the algorithm. `beam_sequences`: runs it with sequences of the batch.
-- `detokenizer_streams`: which detokenizer writes the text of a request.
+- `requests`: these types. `block_table`: the KV blocks of a running sequence.
+- `beam_search`: the algorithm of beam search, on hypotheses.
 
-Called by queue, batch and lifecycle. `requests` imports only kv_cache's block table and the outbox.
+Used by all other folders. Imports only `outbox`, `plan_pacer` and shared code.
 """

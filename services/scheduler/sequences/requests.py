@@ -11,10 +11,10 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from blockyard.services.scheduler.batch.plan_pacer import PlanClock
-from blockyard.services.scheduler.kv_cache.block_table import BlockTable
 from blockyard.services.scheduler.outbox import DetokenizerOutbox
+from blockyard.services.scheduler.plan_pacer import PlanClock
 from blockyard.services.scheduler.sequences.beam_search import BeamSearch, Hypothesis
+from blockyard.services.scheduler.sequences.block_table import BlockTable
 from blockyard.shared.messages import Generate, Sampling, SlotRun
 
 ID_BYTES = 4  # of a token id on the wire

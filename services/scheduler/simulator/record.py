@@ -4,8 +4,8 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from blockyard.services.scheduler.batch.worker_groups import WorkerGroup
 from blockyard.services.scheduler.simulator.trace import TraceRequest
-from blockyard.services.scheduler.workers.worker_groups import WorkerGroup
 from blockyard.shared.messages import Refused, TokenBatch
 from blockyard.shared.token_ids import unpack
 

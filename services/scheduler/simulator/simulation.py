@@ -3,13 +3,13 @@
 import heapq
 from collections.abc import Sequence
 
+from blockyard.services.scheduler.batch.worker_groups import WorkerGroup
 from blockyard.services.scheduler.core import Scheduler
 from blockyard.services.scheduler.from_config import settings_of
 from blockyard.services.scheduler.outbox import Outgoing
 from blockyard.services.scheduler.simulator.record import SimulationRecord
 from blockyard.services.scheduler.simulator.trace import TraceRequest, frames
 from blockyard.services.scheduler.simulator.worker import Pace, SimWorker
-from blockyard.services.scheduler.workers.worker_groups import WorkerGroup
 from blockyard.shared.config.services.simulation import SimulationConfig
 from blockyard.shared.errors import BlockyardError
 from blockyard.shared.messages import (

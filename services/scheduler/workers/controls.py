@@ -1,8 +1,8 @@
 """Carries out operators' requests: pause and resume, sleep and wake-up, reset of the prefix cache."""
 
-from blockyard.services.scheduler.batch.admission_delay import AdmissionDelay
+from blockyard.services.scheduler.batch.worker_groups import WorkerGroups
 from blockyard.services.scheduler.outbox import Outbox
-from blockyard.services.scheduler.workers.worker_groups import WorkerGroups
+from blockyard.services.scheduler.workers.admission_delay import AdmissionDelay
 from blockyard.services.scheduler.workers.worker_sleep import WorkerSleep
 from blockyard.shared.messages import Control, Controlled, ControlVerb
 

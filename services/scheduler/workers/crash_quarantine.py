@@ -9,8 +9,8 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from blockyard.services.scheduler.batch.worker_groups import WorkerGroup
 from blockyard.services.scheduler.sequences.requests import Phase, Request, Sequence
-from blockyard.services.scheduler.workers.worker_groups import WorkerGroup
 
 log = logging.getLogger(__name__)
 

@@ -10,11 +10,11 @@ from bisect import insort
 from dataclasses import dataclass, field
 from operator import attrgetter
 
+from blockyard.services.scheduler.admission.acceptance import Acceptance
+from blockyard.services.scheduler.batch.worker_groups import WorkerGroup
 from blockyard.services.scheduler.kv_cache.prefix_cache import PrefixMatch
-from blockyard.services.scheduler.queue.acceptance import Acceptance
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
 from blockyard.services.scheduler.sequences.requests import Key, Phase, Sequence
-from blockyard.services.scheduler.workers.worker_groups import WorkerGroup
 
 RUNNING_TOKENS = 128  # the cost of a running sequence, in prompt tokens: it will decode for a while
 TOO_LONG = 1 << 40  # the cost of a group in which the sequence reaches the length limit

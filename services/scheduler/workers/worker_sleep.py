@@ -7,9 +7,9 @@ worker is asked to attach again: after a reset at once, after sleep when it is w
 from collections import Counter
 from collections.abc import Callable
 
+from blockyard.services.scheduler.batch.worker_groups import WorkerGroup, WorkerGroups
 from blockyard.services.scheduler.outbox import Outbox
 from blockyard.services.scheduler.queue.queue_bounds import QueueBounds
-from blockyard.services.scheduler.workers.worker_groups import WorkerGroup, WorkerGroups
 from blockyard.shared.messages import MemoryTag, Sleep, Slept, Wake
 
 

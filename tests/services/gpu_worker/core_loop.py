@@ -9,8 +9,8 @@ from token_rows import steps_of
 
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.services.gpu_worker.service import packed
+from blockyard.services.scheduler.batch.worker_groups import BatchLimits
 from blockyard.services.scheduler.core import Scheduler, SchedulerSettings
-from blockyard.services.scheduler.workers.worker_groups import BatchLimits
 from blockyard.shared.messages import (
     Attached,
     ChoiceState,

@@ -5,13 +5,13 @@ from collections import Counter
 import pytest
 
 from blockyard.services.gpu_worker.mock.batch import Pattern
-from blockyard.services.scheduler.batch.plan_pacer import PlanClock
+from blockyard.services.scheduler.batch.worker_groups import WorkerGroup
 from blockyard.services.scheduler.core import Scheduler
 from blockyard.services.scheduler.kv_cache.free_block_queue import SLACK, FreeBlockQueue
+from blockyard.services.scheduler.lifecycle.parallel_sampling import _computes_prompt
+from blockyard.services.scheduler.plan_pacer import PlanClock
 from blockyard.services.scheduler.queue.fair_policy import FairPolicy
-from blockyard.services.scheduler.sequences.parallel_sampling import _computes_prompt
 from blockyard.services.scheduler.sequences.requests import Phase, QueueAmount, Sequence
-from blockyard.services.scheduler.workers.worker_groups import WorkerGroup
 from blockyard.shared.messages import FinishReason
 
 from .beam_reference import beam_reference

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from blockyard.services.scheduler.batch.partial_prefill_limits import PartialPrefillLimits
+from blockyard.services.scheduler.planning.partial_prefill_limits import PartialPrefillLimits
 from blockyard.shared.messages import Beam, BeamStop, Cancel, Control, ControlVerb, MemoryTag, TokenStep
 
 from .fakes import FakeGateway, ids_list

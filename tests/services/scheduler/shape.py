@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from blockyard.services.scheduler.batch.partial_prefill_limits import PartialPrefillLimits
+from blockyard.services.scheduler.planning.partial_prefill_limits import PartialPrefillLimits
 
 
 @dataclass(frozen=True, kw_only=True)

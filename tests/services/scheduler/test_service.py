@@ -6,10 +6,10 @@ import re
 import pytest
 from fake_links import FakeLinks
 
+from blockyard.services.scheduler.batch.worker_groups import BatchLimits
 from blockyard.services.scheduler.core import Scheduler, SchedulerSettings
 from blockyard.services.scheduler.report import StatsLog
 from blockyard.services.scheduler.service import Service
-from blockyard.services.scheduler.workers.worker_groups import BatchLimits
 from blockyard.shared.bus.member_list import Changed, Gone, Joined
 from blockyard.shared.config.flags import FLAGS
 from blockyard.shared.messages import (

@@ -13,9 +13,9 @@ from blockyard.services.gpu_worker.mock.batch import Pattern
 from blockyard.services.gpu_worker.mock.kv import state_of
 from blockyard.services.gpu_worker.mock.runner import MockRunner
 from blockyard.services.gpu_worker.service import Worker
+from blockyard.services.scheduler.batch.worker_groups import BatchLimits
 from blockyard.services.scheduler.core import Scheduler, SchedulerSettings
 from blockyard.services.scheduler.outbox import Outgoing
-from blockyard.services.scheduler.workers.worker_groups import BatchLimits
 from blockyard.shared.block_hashes import block_hashes, root_hash, split_hashes
 from blockyard.shared.messages import (
     Attached,

@@ -5,7 +5,7 @@ import itertools
 import msgspec
 import pytest
 
-from blockyard.services.scheduler.workers.worker_groups import WorkerGroup
+from blockyard.services.scheduler.batch.worker_groups import WorkerGroup
 from blockyard.shared.messages import NO_TOKEN, Cancel, Frame, StepPlan, StepResult, TokenBatch
 
 from ..conftest import Ring

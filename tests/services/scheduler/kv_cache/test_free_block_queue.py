@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blockyard.services.scheduler.batch.plan_pacer import PlanClock
 from blockyard.services.scheduler.kv_cache.free_block_queue import FreeBlockQueue
+from blockyard.services.scheduler.plan_pacer import PlanClock
 
 from ..invariants import check_free_queue
 

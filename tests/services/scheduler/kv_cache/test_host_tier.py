@@ -2,8 +2,8 @@
 
 import pytest
 
-from blockyard.services.scheduler.batch.plan_pacer import PlanClock
 from blockyard.services.scheduler.kv_cache.host_tier import HostTier
+from blockyard.services.scheduler.plan_pacer import PlanClock
 from blockyard.shared.messages import BlockFetch, BlockSave, StepPlan
 
 from ..conftest import Ring

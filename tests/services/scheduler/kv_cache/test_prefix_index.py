@@ -1,7 +1,7 @@
 """The index alone: lookup, hashes to report to the worker, order of eviction."""
 
-from blockyard.services.scheduler.batch.plan_pacer import PlanClock
 from blockyard.services.scheduler.kv_cache.prefix_index import PrefixIndex
+from blockyard.services.scheduler.plan_pacer import PlanClock
 
 A, B, C = b"a" * 16, b"b" * 16, b"c" * 16
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from blockyard.services.scheduler.kv_cache.block_table import NEVER
 from blockyard.services.scheduler.kv_cache.sliding_window import SlidingWindow
+from blockyard.services.scheduler.sequences.block_table import NEVER
 
 from ..conftest import Ring
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from blockyard.services.scheduler.queue.acceptance import MAX_SILENCE_S
+from blockyard.services.scheduler.admission.acceptance import MAX_SILENCE_S
 from blockyard.services.scheduler.queue.queue_bounds import MOST_RETRY_S
 from blockyard.shared.messages import Accepted, Beam, QueueCapacityChanged
 

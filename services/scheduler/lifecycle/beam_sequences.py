@@ -7,11 +7,11 @@ others share its blocks. A beam that is preempted, or whose worker is lost, wait
 The client gets no tokens before the search is over.
 """
 
-from blockyard.services.scheduler.lifecycle import Lifecycle
+from blockyard.services.scheduler.batch.worker_groups import WorkerGroup, WorkerGroups
+from blockyard.services.scheduler.lifecycle.lifecycle import Lifecycle
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
 from blockyard.services.scheduler.sequences.beam_search import BeamSearch, Finished, Hypothesis
 from blockyard.services.scheduler.sequences.requests import ActiveBeamSearch, Phase, Request, Sequence, make_sequence
-from blockyard.services.scheduler.workers.worker_groups import WorkerGroup, WorkerGroups
 from blockyard.shared.messages import Beam, SlotResult, TokenStep
 
 

@@ -2,13 +2,13 @@
 
 from collections import Counter
 
-from blockyard.services.scheduler.lifecycle import Lifecycle
+from blockyard.services.scheduler.admission.acceptance import Acceptance
+from blockyard.services.scheduler.admission.admission import Admission, Refusal
+from blockyard.services.scheduler.lifecycle.beam_sequences import BeamScheduler
+from blockyard.services.scheduler.lifecycle.lifecycle import Lifecycle
 from blockyard.services.scheduler.outbox import Outbox
-from blockyard.services.scheduler.queue.acceptance import Acceptance
-from blockyard.services.scheduler.queue.admission import Admission, Refusal
 from blockyard.services.scheduler.queue.queue_bounds import QueueBounds
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
-from blockyard.services.scheduler.sequences.beam_sequences import BeamScheduler
 from blockyard.services.scheduler.sequences.requests import QueueAmount, Request, Sequence, make_sequence, num_ids
 from blockyard.shared import messages
 from blockyard.shared.messages import Cancel, Generate, PathLost, Refused, Stop

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
+from blockyard.services.scheduler.batch.worker_groups import WorkerGroup
 from blockyard.services.scheduler.kv_cache.sliding_window import SlidingWindow
 from blockyard.services.scheduler.sequences.requests import ID_BYTES, num_ids
-from blockyard.services.scheduler.workers.worker_groups import WorkerGroup
 from blockyard.shared.messages import Generate, Geometry, ModelCard
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 
+from blockyard.services.scheduler.batch.worker_groups import BatchLimits, WorkerGroup
 from blockyard.services.scheduler.kv_cache.kv_cache_manager import CacheStats
 from blockyard.services.scheduler.kv_cache.prefix_cache import BlockHasher
-from blockyard.services.scheduler.workers.worker_groups import BatchLimits, WorkerGroup
 from blockyard.shared.messages import Geometry
 
 

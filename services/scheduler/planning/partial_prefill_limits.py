@@ -8,9 +8,9 @@ take what short prompts do not need.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from blockyard.services.scheduler.batch.worker_groups import WorkerGroup
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
 from blockyard.services.scheduler.sequences.requests import RunningSequence, Sequence
-from blockyard.services.scheduler.workers.worker_groups import WorkerGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,10 +9,10 @@ from operator import attrgetter
 
 from blockyard.services.scheduler.batch.decode_batch import DecodeBatch
 from blockyard.services.scheduler.batch.plan_builder import PlanRecord
-from blockyard.services.scheduler.batch.plan_pacer import MAX_PLANS_AHEAD, SEND_AHEAD_S, PlanClock, PlanPacer
 from blockyard.services.scheduler.kv_cache.id_pool import IdPool
 from blockyard.services.scheduler.kv_cache.kv_cache_manager import CacheStats, KVCacheManager
 from blockyard.services.scheduler.kv_cache.prefix_cache import BlockHasher, PrefixMatch
+from blockyard.services.scheduler.plan_pacer import MAX_PLANS_AHEAD, SEND_AHEAD_S, PlanClock, PlanPacer
 from blockyard.services.scheduler.sequences.requests import RunningSequence, Sequence
 from blockyard.shared.messages import Attach, Attached, Geometry, SlotRun
 

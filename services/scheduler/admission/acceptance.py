@@ -7,7 +7,7 @@ with Accepted. A later error would be an event in the stream.
 import math
 from collections import deque
 
-from blockyard.services.scheduler.lifecycle import Lifecycle
+from blockyard.services.scheduler.lifecycle.lifecycle import Lifecycle
 from blockyard.services.scheduler.outbox import Outbox
 from blockyard.services.scheduler.queue.queue_bounds import QueueBounds
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue

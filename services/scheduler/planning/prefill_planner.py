@@ -1,20 +1,20 @@
 """Fills the token budget that decodes leave in a step: first unfinished prompts, then sequences from the queue."""
 
-from blockyard.services.scheduler.batch.admission_delay import AdmissionDelay
-from blockyard.services.scheduler.batch.fair_step_limiter import FairStepLimiter
-from blockyard.services.scheduler.batch.partial_prefill_limits import (
+from blockyard.services.scheduler.admission.acceptance import Acceptance
+from blockyard.services.scheduler.batch.plan_builder import PlanBuilder
+from blockyard.services.scheduler.batch.worker_groups import WorkerGroup
+from blockyard.services.scheduler.kv_cache.prefix_cache import PrefixMatch
+from blockyard.services.scheduler.lifecycle.lifecycle import Lifecycle
+from blockyard.services.scheduler.planning.fair_step_limiter import FairStepLimiter
+from blockyard.services.scheduler.planning.partial_prefill_limits import (
     DeferredPrompts,
     LongPrefills,
     PartialPrefillLimits,
 )
-from blockyard.services.scheduler.batch.plan_builder import PlanBuilder
-from blockyard.services.scheduler.kv_cache.prefix_cache import PrefixMatch
-from blockyard.services.scheduler.lifecycle import Lifecycle
-from blockyard.services.scheduler.queue.acceptance import Acceptance
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
 from blockyard.services.scheduler.sequences.requests import RunningSequence, Sequence
+from blockyard.services.scheduler.workers.admission_delay import AdmissionDelay
 from blockyard.services.scheduler.workers.router import Router
-from blockyard.services.scheduler.workers.worker_groups import WorkerGroup
 from blockyard.shared.messages import FinishReason, SlotBlocks, SlotStart
 
 NO_CLASS = 1 << 62  # above every class

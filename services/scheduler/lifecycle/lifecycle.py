@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 
+from blockyard.services.scheduler.batch.worker_groups import WorkerGroup, WorkerGroups
+from blockyard.services.scheduler.lifecycle.detokenizer_streams import DetokenizerStreams
+from blockyard.services.scheduler.lifecycle.parallel_sampling import ParallelSampling
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
-from blockyard.services.scheduler.sequences.detokenizer_streams import DetokenizerStreams
-from blockyard.services.scheduler.sequences.parallel_sampling import ParallelSampling
 from blockyard.services.scheduler.sequences.requests import Phase, Request, RunningSequence, Sequence
-from blockyard.services.scheduler.workers.worker_groups import WorkerGroup, WorkerGroups
 from blockyard.shared.messages import FinishReason
 
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from blockyard.services.scheduler.batch.plan_pacer import MOST_TOKENS, StepLoad, StepTimes
+from blockyard.services.scheduler.plan_pacer import MOST_TOKENS, StepLoad, StepTimes
 
 
 def cost(load: StepLoad, scale: float = 1.0) -> float:

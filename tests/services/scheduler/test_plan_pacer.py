@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from blockyard.services.scheduler.batch.plan_pacer import (
+from blockyard.services.scheduler.plan_pacer import (
     MAX_PLANS_AHEAD,
     MAX_SEND_AHEAD_S,
     SEND_AHEAD_S,

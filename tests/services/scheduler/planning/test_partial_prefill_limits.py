@@ -4,14 +4,14 @@ from unittest.mock import Mock
 
 import pytest
 
-from blockyard.services.scheduler.batch.admission_delay import AdmissionDelay
-from blockyard.services.scheduler.batch.partial_prefill_limits import PartialPrefillLimits
+from blockyard.services.scheduler.batch.worker_groups import BatchLimits, WorkerGroup
 from blockyard.services.scheduler.kv_cache.kv_cache_manager import CacheStats
 from blockyard.services.scheduler.kv_cache.prefix_cache import BlockHasher
+from blockyard.services.scheduler.planning.partial_prefill_limits import PartialPrefillLimits
 from blockyard.services.scheduler.sequences.requests import Request
 from blockyard.services.scheduler.simulator.simulation import Simulation
 from blockyard.services.scheduler.simulator.trace import TraceRequest
-from blockyard.services.scheduler.workers.worker_groups import BatchLimits, WorkerGroup
+from blockyard.services.scheduler.workers.admission_delay import AdmissionDelay
 from blockyard.shared.config.services.process import BusConfig, ProcessConfig
 from blockyard.shared.config.services.scheduler import SchedulerConfig
 from blockyard.shared.config.services.simulation import SimulationConfig

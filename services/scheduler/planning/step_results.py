@@ -6,11 +6,11 @@ from collections import deque
 
 from blockyard.services.scheduler.batch.decode_batch import BatchRows
 from blockyard.services.scheduler.batch.plan_builder import PlanRecord
-from blockyard.services.scheduler.lifecycle import Lifecycle
+from blockyard.services.scheduler.batch.worker_groups import WorkerGroup
+from blockyard.services.scheduler.lifecycle.beam_sequences import BeamScheduler
+from blockyard.services.scheduler.lifecycle.lifecycle import Lifecycle
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
-from blockyard.services.scheduler.sequences.beam_sequences import BeamScheduler
 from blockyard.services.scheduler.sequences.requests import Phase, RunningSequence, Sequence
-from blockyard.services.scheduler.workers.worker_groups import WorkerGroup
 from blockyard.shared.messages import NO_TOKEN, STEP_TOKENS, FinishReason, SlotResult, StepResult, TokenRows, TokenStep
 
 

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from blockyard.services.scheduler.batch.plan_pacer import StepLoad
+from blockyard.services.scheduler.plan_pacer import StepLoad
 from blockyard.shared.messages import StepPlan
 
 from ..conftest import Ring

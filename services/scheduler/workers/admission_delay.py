@@ -1,8 +1,8 @@
 """Whether the next waiting sequence may start: not while paused, delayed, or beside a quarantined request."""
 
+from blockyard.services.scheduler.batch.worker_groups import WorkerGroup
 from blockyard.services.scheduler.sequences.requests import Request
 from blockyard.services.scheduler.workers.crash_quarantine import CrashQuarantine
-from blockyard.services.scheduler.workers.worker_groups import WorkerGroup
 
 
 class AdmissionDelay:

@@ -5,10 +5,10 @@ tenant does not wait long for the end of the step. A waiting sequence of a lower
 prompts of higher classes, and without decodes if those would take most of it.
 """
 
-from blockyard.services.scheduler.batch.plan_pacer import StepLoad
+from blockyard.services.scheduler.batch.worker_groups import WorkerGroup
+from blockyard.services.scheduler.plan_pacer import StepLoad
 from blockyard.services.scheduler.queue.policy import Policy
 from blockyard.services.scheduler.sequences.requests import Sequence
-from blockyard.services.scheduler.workers.worker_groups import WorkerGroup
 
 MIN_STEP_RATIO = 3  # prompts may take at least the time of so many steps of one decode: shorter steps are inefficient
 MAX_TOKENS_DIVISOR = 8  # prompts may take at least this part of `max_num_batched_tokens`

@@ -8,10 +8,10 @@ block that the prompt ends in, and computes the last prompt token itself, becaus
 from collections.abc import Iterable
 
 from blockyard.services.scheduler.batch.plan_builder import PlanRecord
+from blockyard.services.scheduler.batch.worker_groups import WorkerGroup
 from blockyard.services.scheduler.kv_cache.prefix_cache import PrefixMatch
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
 from blockyard.services.scheduler.sequences.requests import Phase, Request, RunningSequence, Sequence
-from blockyard.services.scheduler.workers.worker_groups import WorkerGroup
 
 
 class ParallelSampling:

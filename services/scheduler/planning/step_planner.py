@@ -5,11 +5,11 @@ sequence, lets the `PrefillPlanner` fill the rest of the token budget, and write
 """
 
 from blockyard.services.scheduler.batch.plan_builder import PlanBuilder
-from blockyard.services.scheduler.batch.prefill_planner import PrefillPlanner, slot_start
-from blockyard.services.scheduler.lifecycle import Lifecycle
-from blockyard.services.scheduler.sequences.beam_sequences import BeamScheduler
+from blockyard.services.scheduler.batch.worker_groups import WorkerGroup
+from blockyard.services.scheduler.lifecycle.beam_sequences import BeamScheduler
+from blockyard.services.scheduler.lifecycle.lifecycle import Lifecycle
+from blockyard.services.scheduler.planning.prefill_planner import PrefillPlanner, slot_start
 from blockyard.services.scheduler.sequences.requests import Phase, RunningSequence, Sequence
-from blockyard.services.scheduler.workers.worker_groups import WorkerGroup
 from blockyard.shared.messages import SlotBlocks, StepPlan
 
 

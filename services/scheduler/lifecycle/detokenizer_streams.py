@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable
 
+from blockyard.services.scheduler.batch.worker_groups import WorkerGroup
 from blockyard.services.scheduler.outbox import DetokenizerOutbox
 from blockyard.services.scheduler.sequences.requests import ID_BYTES, Request, Sequence
-from blockyard.services.scheduler.workers.worker_groups import WorkerGroup
 from blockyard.shared import messages
 from blockyard.shared.messages import Cancel, FinishReason, StreamOpen, TokenStep
 

@@ -1,0 +1,9 @@
+"""Decides what each step computes, and applies its result.
+
+`StepPlanner.plan` builds the plan of a step: decodes, then prefills. `StepResults.apply` takes its result.
+
+- `prefill_planner`: starts waiting sequences, preempts for them, and divides the prefill tokens of a step by
+  `partial_prefill_limits` and `fair_step_limiter`.
+
+Called by the core. Imports all other folders.
+"""
