@@ -58,6 +58,9 @@ def test_arrows_point_one_way(path: Path) -> None:
         assert top not in ("pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"), f"imports {name}"
 
 
+# parts of a service that import nothing else of their service or another
+SHARED_ONLY = ("services/api_gateway/requests", "services/bench/load", "services/launcher/supervision")
+SHARED_ONLY += ("services/launcher/models",)
 # package -> its folders and modules, lowest first: each imports only itself and those before it
 LAYERS: dict[str, tuple[str, ...]] = {
     "services/api_gateway": (
@@ -72,6 +75,22 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "__main__",
     ),
 }
+LAYERS["shared"] = ("errors", "architectures", "block_hashes", "charts", "percentiles", "token_ids", "tokenizer_files")
+LAYERS["shared"] += ("messages", "config", "bus", "process", "ring_client")
+LAYERS["shared/messages"] = ("base", "requests", "streams", "steps", "text", "controls", "membership", "metrics")
+LAYERS["shared/bus"] = ("curve", "frames", "member_list", "sockets", "poller", "registry_socket", "registry_link")
+LAYERS["shared/bus"] += ("ring_query", "inbound", "outbound", "links")
+LAYERS["shared/config"] = ("services", "flags", "flag_values", "parsed_flags", "model_bounds", "host_memory")
+LAYERS["shared/config"] += ("http_server", "checkpoint", "worker_fields", "resolve")
+LAYERS["shared/ring_client"] = ("ring_links", "request_fields", "admission", "controls", "tokenizer_jobs")
+LAYERS["shared/ring_client"] += ("tokenizer_client", "journal", "metrics", "recovery", "fanout", "client")
+LAYERS["services/tokenizer_pool"] = ("worker_frames", "job_limits", "token_chars", "chat_messages", "sandbox")
+LAYERS["services/tokenizer_pool"] += ("chat_template", "text_codec", "fork_server", "job_queue", "text_process")
+LAYERS["services/tokenizer_pool"] += ("service", "__main__")
+LAYERS["services/detokenizer"] = ("token_table", "text_decoder", "stream", "streams", "service", "__main__")
+LAYERS["services/launcher/supervision"] = ("child", "run_dir", "hung", "start_up", "supervisor", "ring")
+LAYERS["services/bench/load"] = ("http_response", "results", "client", "monitor", "client_process", "processes")
+LAYERS["services/bench/suite"] = ("shapes", "served", "measures", "items", "command")
 LAYERS["services/launcher"] = ("supervision", "models", "sources", "gpus", "ports", "serve", "multi_host", "cli")
 LAYERS["services/offline"] = ("outputs", "prompts", "sampling_params", "inflight", "batch", "progress", "session")
 LAYERS["services/offline"] += ("engine_args", "metrics", "operations", "tokenizer", "beam_search", "llm", "tune")
@@ -107,6 +126,14 @@ def test_layers_import_only_lower_layers(package: str) -> None:
             used = {name.removeprefix(dotted).split(".")[0] for name in imports(path) if name.startswith(dotted)}
             allowed = layers[: layers.index(own) + 1]
             assert used <= set(allowed), f"{path}: imports {used - set(allowed)}"
+
+
+@pytest.mark.parametrize("folder", SHARED_ONLY)
+def test_folders_that_import_shared_only(folder: str) -> None:
+    for path in (ROOT / folder).rglob("*.py"):
+        ours = [f"{name}." for name in imports(path) if name.startswith("blockyard.")]
+        allowed = ("blockyard.shared.", f"blockyard.{folder.replace('/', '.')}.")
+        assert [name for name in ours if not name.startswith(allowed)] == [], path
 
 
 def test_modules_import_each_other_in_no_cycle() -> None:

@@ -13,7 +13,7 @@ from blockyard.services.api_gateway.responses.response_writer import ResponseWri
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import DEFAULT_SAMPLING, Detokenize, Detokenized, Generate, Tokenized
 from blockyard.shared.ring_client.client import RingClient
-from blockyard.shared.ring_client.recovery.journal import ChoiceLog, JournalEntry
+from blockyard.shared.ring_client.journal import ChoiceLog, JournalEntry
 from blockyard.shared.ring_client.request_fields import limits
 
 ChoiceSink = CollectedChoice | EventStream

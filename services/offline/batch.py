@@ -14,7 +14,7 @@ from blockyard.services.offline.sampling_params import CheckedParams
 from blockyard.shared.errors import BlockyardError, RequestError
 from blockyard.shared.messages import Generate, ModelCard, Tokenize, Tokenized
 from blockyard.shared.ring_client.client import RingClient
-from blockyard.shared.ring_client.recovery.journal import ChoiceLog, JournalEntry
+from blockyard.shared.ring_client.journal import ChoiceLog, JournalEntry
 from blockyard.shared.ring_client.request_fields.finalize_sampling import finalize_sampling
 from blockyard.shared.ring_client.tokenizer_client import TokenizerClient, kept_end
 

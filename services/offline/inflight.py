@@ -4,7 +4,7 @@ from collections import OrderedDict
 
 from blockyard.shared.ring_client.admission import not_ready
 from blockyard.shared.ring_client.client import RingClient
-from blockyard.shared.ring_client.recovery.journal import JournalEntry
+from blockyard.shared.ring_client.journal import JournalEntry
 
 
 class InflightLimiter:

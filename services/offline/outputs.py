@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from blockyard.shared.errors import BlockyardError
 from blockyard.shared.messages import FinishReason, TextDelta, TextLogprobs
-from blockyard.shared.ring_client.recovery.journal import ChoiceLog, JournalEntry
+from blockyard.shared.ring_client.journal import ChoiceLog, JournalEntry
 from blockyard.shared.ring_client.request_fields.choices import best
 from blockyard.shared.token_ids import unpack
 

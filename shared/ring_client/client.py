@@ -23,11 +23,11 @@ from blockyard.shared.messages import (
 from blockyard.shared.ring_client.admission import ClientAdmission
 from blockyard.shared.ring_client.controls import ControlClient
 from blockyard.shared.ring_client.fanout import Fanout
+from blockyard.shared.ring_client.journal import Journal
 from blockyard.shared.ring_client.metrics.member_counts import MemberCounts
 from blockyard.shared.ring_client.metrics.meters import Meters
 from blockyard.shared.ring_client.recovery.dispatch import Dispatch
 from blockyard.shared.ring_client.recovery.hold import HOLD_S
-from blockyard.shared.ring_client.recovery.journal import Journal
 from blockyard.shared.ring_client.recovery.recovery import Recovery
 from blockyard.shared.ring_client.ring_links import RingLinks
 from blockyard.shared.ring_client.tokenizer_client import TokenizerClient

@@ -4,9 +4,9 @@ from collections import OrderedDict
 
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import Cancel, FinishReason, Role, TextBatch, TextDelta
+from blockyard.shared.ring_client.journal import ChoiceLog, Journal
 from blockyard.shared.ring_client.metrics.meters import Meters
 from blockyard.shared.ring_client.recovery.dispatch import Dispatch
-from blockyard.shared.ring_client.recovery.journal import ChoiceLog, Journal
 from blockyard.shared.ring_client.recovery.recovery import Recovery
 from blockyard.shared.ring_client.ring_links import RingLinks
 

@@ -12,8 +12,8 @@ from blockyard.services.api_gateway.responses.logprobs import (
     prompt_logprobs,
 )
 from blockyard.shared.messages import FinishReason, TextDelta, TextLogprobs
+from blockyard.shared.ring_client.journal import ChoiceLog, JournalEntry
 from blockyard.shared.ring_client.metrics.meters import REASONS
-from blockyard.shared.ring_client.recovery.journal import ChoiceLog, JournalEntry
 from blockyard.shared.ring_client.request_fields.choices import best
 from blockyard.shared.token_ids import unpack
 

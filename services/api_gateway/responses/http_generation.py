@@ -10,7 +10,7 @@ from blockyard.services.api_gateway.requests.generate_request import GenerateReq
 from blockyard.services.api_gateway.responses.chunks import encode
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import FinishReason, TextDelta, TextLogprobs
-from blockyard.shared.ring_client.recovery.journal import JournalEntry
+from blockyard.shared.ring_client.journal import JournalEntry
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):

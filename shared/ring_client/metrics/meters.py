@@ -4,8 +4,8 @@ member_counts.py has the schedulers' counters, metric_families.py the names of a
 """
 
 from blockyard.shared.messages import FinishReason, ModelCard
+from blockyard.shared.ring_client.journal import ChoiceLog, JournalEntry
 from blockyard.shared.ring_client.metrics.histogram import BucketCounts, one_two_five
-from blockyard.shared.ring_client.recovery.journal import ChoiceLog, JournalEntry
 
 _SECONDS = (1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, *_SECONDS, 160.0, 640.0, 2560.0)

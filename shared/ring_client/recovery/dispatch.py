@@ -3,9 +3,9 @@
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import Cancel, FinishReason
 from blockyard.shared.ring_client.admission import ClientAdmission
+from blockyard.shared.ring_client.journal import Journal, JournalEntry
 from blockyard.shared.ring_client.metrics.meters import Meters
 from blockyard.shared.ring_client.recovery.hold import HOLD_S, HeldRequests
-from blockyard.shared.ring_client.recovery.journal import Journal, JournalEntry
 from blockyard.shared.ring_client.ring_links import RingLinks
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from blockyard.shared.errors import RequestError
 from blockyard.shared.ring_client.admission import not_ready
-from blockyard.shared.ring_client.recovery.journal import JournalEntry
+from blockyard.shared.ring_client.journal import JournalEntry
 
 HOLD_S = 5.0
 MAX_HELD = 1024  # choices, as the default of a scheduler's queue

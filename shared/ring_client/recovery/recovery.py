@@ -6,8 +6,8 @@ from collections import OrderedDict
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import Accepted, Cancel, Member, Refused, Role
 from blockyard.shared.ring_client.admission import ClientAdmission, not_ready, too_busy
+from blockyard.shared.ring_client.journal import MAX_GAPS, Journal, JournalEntry
 from blockyard.shared.ring_client.recovery.dispatch import Dispatch
-from blockyard.shared.ring_client.recovery.journal import MAX_GAPS, Journal, JournalEntry
 from blockyard.shared.ring_client.ring_links import RingLinks
 
 log = logging.getLogger(__name__)

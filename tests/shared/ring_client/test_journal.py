@@ -27,9 +27,9 @@ from blockyard.shared.messages import (
 )
 from blockyard.shared.ring_client.admission import ClientAdmission
 from blockyard.shared.ring_client.fanout import Fanout
+from blockyard.shared.ring_client.journal import MAX_GAPS, ChoiceLog, Journal, JournalEntry
 from blockyard.shared.ring_client.metrics.meters import Meters
 from blockyard.shared.ring_client.recovery.dispatch import Dispatch
-from blockyard.shared.ring_client.recovery.journal import MAX_GAPS, ChoiceLog, Journal, JournalEntry
 from blockyard.shared.ring_client.recovery.recovery import Recovery
 from blockyard.shared.token_ids import unpack
 
