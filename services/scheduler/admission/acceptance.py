@@ -10,7 +10,6 @@ from collections import deque
 from blockyard.services.scheduler.lifecycle.lifecycle import Lifecycle
 from blockyard.services.scheduler.outbox import Outbox
 from blockyard.services.scheduler.queue.queue_bounds import QueueBounds
-from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
 from blockyard.services.scheduler.sequences.requests import Request
 from blockyard.shared.messages import Accepted
 
@@ -18,9 +17,9 @@ MAX_SILENCE_S = 5.0  # without an answer, if no maximum delay is set
 
 
 class Acceptance:
-    def __init__(self, lifecycle: Lifecycle, waiting: WaitingQueue, bounds: QueueBounds, outbox: Outbox) -> None:
+    def __init__(self, lifecycle: Lifecycle, bounds: QueueBounds, outbox: Outbox) -> None:
         self._requests, self._streams = lifecycle.requests, lifecycle.streams
-        self._waiting, self._bounds, self._outbox = waiting, bounds, outbox
+        self._waiting, self._bounds, self._outbox = lifecycle.waiting, bounds, outbox
         self._refuses = bounds.max_delay_s is not None
         self._max_wait_s = MAX_SILENCE_S if bounds.max_delay_s is None else bounds.max_delay_s
         # time limit, id and attempt; not the request, which would keep the prompts of ended requests in memory

@@ -1,11 +1,19 @@
 """Checks a request against the model: its name, its prompt, and what the KV cache can hold."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from blockyard.services.scheduler.batch.worker_groups import WorkerGroup
 from blockyard.services.scheduler.kv_cache.sliding_window import SlidingWindow
 from blockyard.services.scheduler.sequences.requests import ID_BYTES, num_ids
 from blockyard.shared.messages import Generate, Geometry, ModelCard
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    names: list[str]
+    root: str  # empty: the first name
+    created: int  # Unix time in seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +44,9 @@ class ModelCapacity:
             )
         return ""
 
-    def card(self, names: list[str], root: str, created: int) -> ModelCard:
-        return ModelCard(names, root or names[0], self.max_model_len, self.vocab_size, created, self.eos_token_ids)
+    def card(self, model: ServedModel) -> ModelCard:
+        root = model.root or model.names[0]
+        return ModelCard(model.names, root, self.max_model_len, self.vocab_size, model.created, self.eos_token_ids)
 
     def notes(self, groups: list[WorkerGroup]) -> list[str]:
         """Lines for the start-up report."""
@@ -77,16 +86,27 @@ class Refusal:
 
 
 class Admission:
-    def __init__(self, names: list[str]) -> None:
-        self._names = names
+    """Owns the model's limits, for the check of requests and for gateways."""
+
+    def __init__(self, model: ServedModel) -> None:
+        self.card: ModelCard | None = None  # None before the first group is attached; a new object after each change
+        self.notes: list[str] = []  # for the start-up report
+        self._model = model
         self._capacity: ModelCapacity | None = None  # None before the first group is attached
 
-    def set_capacity(self, capacity: ModelCapacity) -> None:
-        self._capacity = capacity
+    def update_capacity(self, groups: Collection[WorkerGroup]) -> None:
+        """Called when a group was attached or detached. While no group is attached the last capacity stays."""
+        if not groups:
+            return
+        self._capacity = capacity_of([group.geometry for group in groups])
+        self.notes = self._capacity.notes(list(groups))
+        card = self._capacity.card(self._model)
+        if card != self.card:
+            self.card = card
 
     def validate(self, frame: Generate) -> Refusal | None:
         """The response to an invalid request; None if it is valid."""
-        if frame.model not in self._names:
+        if frame.model not in self._model.names:
             return Refusal(404, "model", f"the model {frame.model!r} does not exist")
         if not frame.prompt_ids or len(frame.prompt_ids) % ID_BYTES:
             return Refusal(400, "prompt", f"the prompt must hold at least one token, got {len(frame.prompt_ids)} bytes")

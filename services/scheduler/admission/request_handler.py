@@ -3,12 +3,13 @@
 from collections import Counter
 
 from blockyard.services.scheduler.admission.acceptance import Acceptance
-from blockyard.services.scheduler.admission.admission import Admission, Refusal
+from blockyard.services.scheduler.admission.admission import Admission, Refusal, ServedModel
+from blockyard.services.scheduler.admission.gateways import Gateways
+from blockyard.services.scheduler.batch.worker_groups import WorkerGroups
 from blockyard.services.scheduler.lifecycle.beam_sequences import BeamScheduler
 from blockyard.services.scheduler.lifecycle.lifecycle import Lifecycle
 from blockyard.services.scheduler.outbox import Outbox
-from blockyard.services.scheduler.queue.queue_bounds import QueueBounds
-from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
+from blockyard.services.scheduler.queue.queue_bounds import QueueBounds, QueueLimits
 from blockyard.services.scheduler.sequences.requests import QueueAmount, Request, Sequence, make_sequence, num_ids
 from blockyard.shared import messages
 from blockyard.shared.messages import Cancel, Generate, PathLost, Refused, Stop
@@ -22,23 +23,62 @@ class RequestHandler:
 
     def __init__(
         self,
-        names: list[str],
-        waiting: WaitingQueue,
-        bounds: QueueBounds,
+        model: ServedModel,
+        limits: QueueLimits,
         lifecycle: Lifecycle,
+        groups: WorkerGroups,
         outbox: Outbox,
-        beam_scheduler: BeamScheduler,
     ) -> None:
-        """`names`: served names of the model."""
         self.num_requests = 0
         self.num_refused: Counter[str] = Counter()  # by reason
-        self.admission = Admission(names)
-        self.acceptance = Acceptance(lifecycle, waiting, bounds, outbox)
-        self._bounds, self._lifecycle, self._streams, self._outbox = bounds, lifecycle, lifecycle.streams, outbox
-        self._beam_scheduler = beam_scheduler
+        self.admission = Admission(model)
+        self.bounds = QueueBounds(lifecycle.waiting, groups.attached, limits)
+        self.acceptance = Acceptance(lifecycle, self.bounds, outbox)
+        self.gateways = Gateways(lifecycle, outbox)
+        self.beam_scheduler = BeamScheduler(lifecycle, groups)
+        self._lifecycle, self._streams, self._outbox = lifecycle, lifecycle.streams, outbox
         self._arrivals = 0
 
-    def generate(self, gateway: int, frame: Generate, now: float) -> None:
+    def on_message(self, peer: int, frame: Generate | Cancel | Stop | PathLost, now: float) -> None:
+        """A frame from a gateway, or from a detokenizer about a running request."""
+        match frame:
+            case Generate():
+                if peer not in self.gateways.incarnations:
+                    self.gateways.add(peer)
+                self._generate(peer, frame, now)
+            case Cancel():
+                self._cancel(frame)
+            case Stop():
+                self._stop(frame)
+            case PathLost(gateway):  # the gateway asks for the missing ids
+                self._outbox.answer(gateway, PathLost(peer))
+
+    def on_detokenizer(self, incarnation: int) -> None:
+        """A detokenizer joined: accepts the requests that were sent again while there was none."""
+        self._streams.add_detokenizer(incarnation)
+        self.gateways.tell_lost_detokenizers()
+        for request in self._lifecycle.requests.values():
+            if request.attempt:
+                self.acceptance.accept(request)
+
+    def on_member_lost(self, member: int) -> None:
+        """A member is lost, which may be a detokenizer or a gateway."""
+        self._streams.remove_detokenizer(member, self._lifecycle.requests.values())
+        self.gateways.tell_lost_detokenizers()
+        self.gateways.remove(member)
+
+    def expire(self, now: float) -> None:
+        """Refuses requests that have waited for the maximum delay."""
+        for request in self.acceptance.expire(now):
+            self._refuse(request, Refusal(503, "", "the request waited for the maximum queue delay"), "overdue")
+
+    def tell_capacity(self) -> None:
+        """Tells all gateways if the queue became full or has room again."""
+        capacity = self.bounds.changed_capacity()
+        if capacity is not None:
+            self.gateways.tell_capacity(capacity)
+
+    def _generate(self, gateway: int, frame: Generate, now: float) -> None:
         """Takes a new request, or a new attempt of one that a gateway sends again after a loss."""
         request = self._lifecycle.requests.get(frame.request_id)
         if request is not None and frame.attempt <= request.attempt:
@@ -59,22 +99,12 @@ class RequestHandler:
         else:
             self._start(request, gateway, frame, now)
 
-    def on_message(self, peer: int, frame: Cancel | Stop | PathLost) -> None:
-        """A frame from a gateway or a detokenizer about a running request."""
-        match frame:
-            case Cancel():
-                self.cancel(frame)
-            case Stop():
-                self.stop(frame)
-            case PathLost(gateway):  # the gateway asks for the missing ids
-                self._outbox.answer(gateway, PathLost(peer))
-
-    def cancel(self, frame: Cancel) -> None:
+    def _cancel(self, frame: Cancel) -> None:
         request = self._lifecycle.requests.get(frame.request_id)
         if request is not None and request.attempt <= frame.attempt:
             self._lifecycle.drop(request)
 
-    def stop(self, frame: Stop) -> None:
+    def _stop(self, frame: Stop) -> None:
         """The detokenizer found a stop string and has closed the stream: the sequence ends without a final step."""
         for stream in frame.streams:
             request = self._lifecycle.requests.get(stream.request_id)
@@ -83,20 +113,15 @@ class RequestHandler:
                 if sequence is not None:
                     self._lifecycle.end(sequence)
 
-    def expire(self, now: float) -> None:
-        """Refuses requests that have waited for the maximum delay."""
-        for request in self.acceptance.expire(now):
-            self._refuse(request, Refusal(503, "", "the request waited for the maximum queue delay"), "overdue")
-
     def _make_room(self, gateway: int, frame: Generate) -> bool:
         """Whether a new request may wait. If the queue is full, it is refused, or other requests are in its place."""
         owner = (frame.tenant, frame.user)
         num_sequences = len(frame.choices) if frame.beam is None else frame.beam.width
-        gone = self._bounds.make_room(owner, QueueAmount(num_sequences, num_sequences * num_ids(frame.prompt_ids)))
+        gone = self.bounds.make_room(owner, QueueAmount(num_sequences, num_sequences * num_ids(frame.prompt_ids)))
         if gone is None:
-            reason = "delay" if self._bounds.is_long() else "full"
+            reason = "delay" if self.bounds.is_long() else "full"
             self._answer(
-                gateway, frame.request_id, frame.attempt, ALL_ASLEEP if self._bounds.is_asleep else QUEUE_FULL, reason
+                gateway, frame.request_id, frame.attempt, ALL_ASLEEP if self.bounds.is_asleep else QUEUE_FULL, reason
             )
             return False
         for request in gone:
@@ -110,15 +135,9 @@ class RequestHandler:
 
     def _answer(self, gateway: int, request_id: str, attempt: int, refusal: Refusal, reason: str) -> None:
         self.num_refused[reason] += 1
-        capacity = self._bounds.capacity()
+        capacity = self.bounds.capacity()
         frame = Refused(request_id, attempt, refusal.status, refusal.field, refusal.message, capacity)
         self._outbox.answer(gateway, frame)
-
-    def detokenizer_joined(self) -> None:
-        """Accepts the requests that were sent again while there was no detokenizer."""
-        for request in self._lifecycle.requests.values():
-            if request.attempt:
-                self.acceptance.accept(request)
 
     def _resumable(self, request: Request | None, frame: Generate) -> dict[int, messages.ChoiceState]:
         """The listed choices that can go on with a new stream, if a detokenizer can open one."""
@@ -177,7 +196,7 @@ class RequestHandler:
         if request.frame.beam is None:
             self._lifecycle.parallel_sampling.add(request, sequences)
         else:
-            self._beam_scheduler.begin(request, request.frame.beam)
+            self.beam_scheduler.begin(request, request.frame.beam)
 
 
 def _num_cached(request: Request | None) -> dict[int, int | None]:

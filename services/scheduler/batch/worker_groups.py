@@ -12,7 +12,7 @@ from blockyard.services.scheduler.batch.plan_builder import PlanRecord
 from blockyard.services.scheduler.kv_cache.id_pool import IdPool
 from blockyard.services.scheduler.kv_cache.kv_cache_manager import CacheStats, KVCacheManager
 from blockyard.services.scheduler.kv_cache.prefix_cache import BlockHasher, PrefixMatch
-from blockyard.services.scheduler.plan_pacer import MAX_PLANS_AHEAD, SEND_AHEAD_S, PlanClock, PlanPacer
+from blockyard.services.scheduler.plan_pacer import MAX_PLANS_AHEAD, SEND_AHEAD_S, PlanClock, PlanPacer, WakeupTimers
 from blockyard.services.scheduler.sequences.requests import RunningSequence, Sequence
 from blockyard.shared.messages import Attach, Attached, Geometry, SlotRun
 
@@ -60,13 +60,9 @@ class WorkerGroup:
         self.max_model_len = min(geometry.max_model_len, self.kv_cache.window.max_len(geometry.num_blocks))
         self.last_fair_plan = 0  # the last plan with a prefill that excluded others
         self.running: list[RunningSequence] = []  # by key; the last one is preempted first
-        self.decode_batch = DecodeBatch(
-            geometry.block_size
-        )  # the running sequences that decode one token in every plan
+        self.decode_batch = DecodeBatch(geometry.block_size)  # running sequences that decode a token in every plan
         self.slots_to_end: list[int] = []  # the next plan ends them
-        self.restarts: list[
-            RunningSequence
-        ] = []  # their last token is not the token that the worker sampled (beam search)
+        self.restarts: list[RunningSequence] = []  # of a beam search: their last token is not what the worker sampled
         self.in_flight: deque[PlanRecord] = deque()
 
     @property
@@ -133,7 +129,8 @@ class WorkerGroup:
             return None
         record = self.in_flight.popleft()
         self.plan_clock.on_completed(number)
-        self.kv_cache.blocks.free_pending()
+        if self.kv_cache.blocks.has_pending:
+            self.kv_cache.blocks.free_pending()
         if self.slots.num_pending:
             self.slots.free_pending()
         return record
@@ -164,26 +161,33 @@ class WorkerGroups:
     def __init__(self, scheduler: int, limits: BatchLimits, hasher: BlockHasher) -> None:
         self.cache_stats = CacheStats()
         self.attached: dict[int, WorkerGroup] = {}
+        self.asked: dict[int, float] = {}  # workers that have not answered an Attach, with the time of the last one
+        self.timers = WakeupTimers()
+        self.scheduler = scheduler  # incarnation
         self._dirty: dict[int, WorkerGroup] = {}
         self._check_all_at = 0.0
-        self._scheduler, self._limits, self._hasher = scheduler, limits, hasher
-        self._asked: dict[int, float] = {}
+        self._limits, self._hasher = limits, hasher
 
     def knows(self, worker: int) -> bool:
-        return worker in self.attached or worker in self._asked
+        return worker in self.attached or worker in self.asked
 
     def attach_request(self, worker: int, now: float, forget: bool = False) -> Attach:
         """The frame to send to a worker. With `forget` it drops its cached blocks."""
-        self._asked[worker] = now
-        return Attach(self._scheduler, self._limits.num_slots, self._limits.depth_for(0.0), forget)
+        self.asked[worker] = now
+        return Attach(self.scheduler, self._limits.num_slots, self._limits.depth_for(0.0), forget)
 
     def mark_dirty(self, groups: Iterable[WorkerGroup]) -> None:
         """Something changed for these groups: a plan may be possible now."""
         for group in groups:
             self._dirty[group.worker] = group
 
+    def mark_all_dirty(self) -> None:
+        self._dirty.update(self.attached)
+
     def take_dirty(self, now: float) -> list[WorkerGroup]:
-        """Groups to build plans for: the changed ones, and every CHECK_ALL_S all of them."""
+        """Groups to build plans for: changed ones, ones whose timer is due, and every CHECK_ALL_S all of them."""
+        if self.timers.heap and self.timers.heap[0][0] <= now:
+            self.mark_dirty(self.attached[worker] for worker in self.timers.take_due(now) if worker in self.attached)
         dirty, self._dirty = self._dirty, {}
         if now >= self._check_all_at:
             self._check_all_at = now + CHECK_ALL_S
@@ -192,11 +196,11 @@ class WorkerGroups:
 
     def attach_overdue(self, now: float) -> list[int]:
         """Workers that have not answered for ATTACH_AGAIN_S."""
-        return [worker for worker, asked in self._asked.items() if now - asked > ATTACH_AGAIN_S]
+        return [worker for worker, asked in self.asked.items() if now - asked > ATTACH_AGAIN_S]
 
     def attach(self, worker: int, frame: Attached) -> WorkerGroup | None:
         """A new group; None for an answer to another scheduler or to an Attach that was answered already."""
-        if frame.scheduler != self._scheduler or self._asked.pop(worker, None) is None:
+        if frame.scheduler != self.scheduler or self.asked.pop(worker, None) is None:
             return None
         group = self.attached[worker] = WorkerGroup(
             worker, frame.geometry, self._limits, self._hasher, self.cache_stats
@@ -205,5 +209,5 @@ class WorkerGroups:
 
     def detach(self, worker: int) -> WorkerGroup | None:
         """Drops a worker. The caller requeues the sequences of the group that is returned."""
-        self._asked.pop(worker, None)
+        self.asked.pop(worker, None)
         return self.attached.pop(worker, None)

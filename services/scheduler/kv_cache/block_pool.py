@@ -24,6 +24,7 @@ class BlockPool:
         self._free_queue = self.index.free_queue
         self.host = HostTier(num_host_blocks, plan_clock)
         self._has_host = num_host_blocks > 0
+        self.has_pending = self._has_host  # `free_pending` may have something to do
         self._holders = [0] * num_blocks
         self._watermark = max(1, num_blocks // 100)
 
@@ -122,10 +123,12 @@ class BlockPool:
         self._free_queue.put(kept)
         if uncached:
             self.uncached.release(uncached)
+        self.has_pending = True
 
     def invalidate(self, blocks: list[int]) -> None:
         """The contents of these blocks are wrong: they are cached no longer."""
         self.uncached.release([block for block in blocks if self.index.remove(block)])
+        self.has_pending = True
 
     def restore(self, blocks: list[int], hashes: list[bytes]) -> None:
         """Takes over the cached blocks of a newly attached worker."""
@@ -139,6 +142,7 @@ class BlockPool:
             self._free_queue.free_pending()
         if self._has_host:
             self.host.free_pending()
+        self.has_pending = self._has_host or self.uncached.num_pending > 0 or self._free_queue.num_pending > 0
 
     def _evict_one(self) -> int | None:
         given_up = self.index.evict_one()

@@ -9,7 +9,6 @@ The client gets no tokens before the search is over.
 
 from blockyard.services.scheduler.batch.worker_groups import WorkerGroup, WorkerGroups
 from blockyard.services.scheduler.lifecycle.lifecycle import Lifecycle
-from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
 from blockyard.services.scheduler.sequences.beam_search import BeamSearch, Finished, Hypothesis
 from blockyard.services.scheduler.sequences.requests import ActiveBeamSearch, Phase, Request, Sequence, make_sequence
 from blockyard.shared.messages import Beam, SlotResult, TokenStep
@@ -18,8 +17,8 @@ from blockyard.shared.messages import Beam, SlotResult, TokenStep
 class BeamScheduler:
     """All searches in progress. The state of each is in its `Request.search`."""
 
-    def __init__(self, waiting: WaitingQueue, groups: WorkerGroups, lifecycle: Lifecycle) -> None:
-        self._waiting, self._groups, self._lifecycle = waiting, groups, lifecycle
+    def __init__(self, lifecycle: Lifecycle, groups: WorkerGroups) -> None:
+        self._lifecycle, self._waiting, self._groups = lifecycle, lifecycle.waiting, groups
         self.live: dict[str, Request] = {}  # ended ones are removed in `preempt_stalled`
 
     def begin(self, request: Request, beam: Beam) -> None:

@@ -118,7 +118,7 @@ class DetokenizerStreams:
                 TokenStep(request.id, request.attempt, sequence.index, len(sequence.outputs), [], finish, detail=detail)
             )
 
-    def close_batches(self) -> None:
+    def end_batches(self) -> None:
         """Called when a second result of a worker arrives before the next step."""
         for text_outbox in self.text_outboxes.values():
             text_outbox.end_batch()

@@ -5,21 +5,23 @@ from collections.abc import Callable
 from blockyard.services.scheduler.batch.worker_groups import WorkerGroup, WorkerGroups
 from blockyard.services.scheduler.lifecycle.detokenizer_streams import DetokenizerStreams
 from blockyard.services.scheduler.lifecycle.parallel_sampling import ParallelSampling
+from blockyard.services.scheduler.queue.policy import Policy
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
 from blockyard.services.scheduler.sequences.requests import Phase, Request, RunningSequence, Sequence
 from blockyard.shared.messages import FinishReason
 
 
 class Lifecycle:
-    """Owns the live requests, their text streams, and the sequences that wait for a sibling's prompt."""
+    """Owns the live requests, their text streams, the waiting queue, and what waits for a sibling's prompt."""
 
-    def __init__(self, waiting: WaitingQueue, groups: WorkerGroups) -> None:
+    def __init__(self, policy: Policy, groups: WorkerGroups) -> None:
+        self.waiting = WaitingQueue(policy)
         self.requests: dict[str, Request] = {}
         self.num_preemptions = 0
         self.before_preempt: list[Callable[[WorkerGroup], None]] = []  # called before each preemption
         self.streams = DetokenizerStreams(groups.attached)
-        self.parallel_sampling = ParallelSampling(waiting)
-        self._waiting, self._groups = waiting, groups
+        self.parallel_sampling = ParallelSampling(self.waiting)
+        self._groups = groups
 
     def add(self, request: Request) -> None:
         self.requests[request.id] = request
@@ -34,7 +36,7 @@ class Lifecycle:
                 if sequence.last_run is None
                 else sequence.last_run.max_num_tokens - request.num_prompt
             )
-            self._waiting.output_lengths.ended(len(sequence.outputs), len(sequence.outputs) < most)
+            self.waiting.output_lengths.ended(len(sequence.outputs), len(sequence.outputs) < most)
         self.release(sequence)
         if not request.sequences:
             del self.requests[request.id]
@@ -50,7 +52,7 @@ class Lifecycle:
             self._free(left, sequence.last_run)
             self._groups.mark_dirty([left])  # a result of one group may end a beam in another
         else:
-            self._waiting.discard(sequence)
+            self.waiting.discard(sequence)
         sequence.on_ended()
         self.parallel_sampling.on_removed(sequence)
         if group is not None:
@@ -102,13 +104,13 @@ class Lifecycle:
         """A group is lost: its sequences wait again, with the tokens that they have."""
         for sequence in group.abandon():
             sequence.on_waiting(is_lost=True)
-            self._waiting.policy.on_freed(sequence)
+            self.waiting.policy.on_freed(sequence)
             self._queue(sequence)
 
     def _free(self, group: WorkerGroup, running: RunningSequence) -> None:
         group.free(running)
-        self._waiting.policy.on_freed(running.sequence)
+        self.waiting.policy.on_freed(running.sequence)
 
     def _queue(self, sequence: Sequence) -> None:
         if sequence.hypothesis is None or sequence.hypothesis.top is None:  # else it only waits for the other beams
-            self._waiting.push(sequence)
+            self.waiting.push(sequence)

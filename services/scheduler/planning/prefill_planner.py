@@ -11,10 +11,8 @@ from blockyard.services.scheduler.planning.partial_prefill_limits import (
     LongPrefills,
     PartialPrefillLimits,
 )
-from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
 from blockyard.services.scheduler.sequences.requests import RunningSequence, Sequence
-from blockyard.services.scheduler.workers.admission_delay import AdmissionDelay
-from blockyard.services.scheduler.workers.router import Router
+from blockyard.services.scheduler.workers.workers import Workers
 from blockyard.shared.messages import FinishReason, SlotBlocks, SlotStart
 
 NO_CLASS = 1 << 62  # above every class
@@ -24,20 +22,14 @@ class PrefillPlanner:
     """Starts waiting sequences, and preempts running ones of higher classes for them."""
 
     def __init__(
-        self,
-        waiting: WaitingQueue,
-        lifecycle: Lifecycle,
-        acceptance: Acceptance,
-        router: Router,
-        admission_delay: AdmissionDelay,
-        limits: PartialPrefillLimits,
+        self, lifecycle: Lifecycle, acceptance: Acceptance, workers: Workers, limits: PartialPrefillLimits
     ) -> None:
         self.num_displaced = 0  # sequences preempted for a waiting one
-        self.admission_delay = admission_delay
-        self.fair_limiter = FairStepLimiter(waiting.policy)
-        self.deferred = DeferredPrompts(waiting)
-        self.waiting, self._policy, self._lifecycle = waiting, waiting.policy, lifecycle
-        self._acceptance, self._router, self._limits = acceptance, router, limits
+        self.waiting, self.admission_delay = lifecycle.waiting, workers.admission_delay
+        self.fair_limiter = FairStepLimiter(self.waiting.policy)
+        self.deferred = DeferredPrompts(self.waiting)
+        self._policy, self._lifecycle = self.waiting.policy, lifecycle
+        self._acceptance, self._router, self._limits = acceptance, workers.router, limits
 
     def next(self, group: WorkerGroup, now: float) -> Sequence | None:
         """The next waiting sequence of a group; None if no sequence may start in it now."""

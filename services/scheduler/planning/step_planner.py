@@ -4,22 +4,31 @@ Call order: `plan` asks the `PrefillPlanner` for the next waiting sequence, sche
 sequence, lets the `PrefillPlanner` fill the rest of the token budget, and writes the `StepPlan`.
 """
 
+from blockyard.services.scheduler.admission.request_handler import RequestHandler
 from blockyard.services.scheduler.batch.plan_builder import PlanBuilder
 from blockyard.services.scheduler.batch.worker_groups import WorkerGroup
-from blockyard.services.scheduler.lifecycle.beam_sequences import BeamScheduler
 from blockyard.services.scheduler.lifecycle.lifecycle import Lifecycle
+from blockyard.services.scheduler.planning.partial_prefill_limits import PartialPrefillLimits
 from blockyard.services.scheduler.planning.prefill_planner import PrefillPlanner, slot_start
+from blockyard.services.scheduler.planning.step_results import StepResults
 from blockyard.services.scheduler.sequences.requests import Phase, RunningSequence, Sequence
+from blockyard.services.scheduler.workers.workers import Workers
 from blockyard.shared.messages import SlotBlocks, StepPlan
 
 
 class StepPlanner:
     def __init__(
-        self, scheduler: int, lifecycle: Lifecycle, beam_scheduler: BeamScheduler, prefills: PrefillPlanner
+        self,
+        scheduler: int,
+        lifecycle: Lifecycle,
+        requests: RequestHandler,
+        workers: Workers,
+        limits: PartialPrefillLimits,
     ) -> None:
         """`scheduler`: this scheduler's incarnation."""
-        self._scheduler, self._lifecycle, self._beam_scheduler = scheduler, lifecycle, beam_scheduler
-        self.prefills = prefills
+        self.prefills = PrefillPlanner(lifecycle, requests.acceptance, workers, limits)
+        self.results = StepResults(lifecycle, requests.beam_scheduler)  # of the plans
+        self._scheduler, self._lifecycle, self._beam_scheduler = scheduler, lifecycle, requests.beam_scheduler
 
     def plan(self, group: WorkerGroup, now: float) -> StepPlan | None:
         """The next plan of a group, or None if nothing can run in it now."""

@@ -9,7 +9,6 @@ from blockyard.services.scheduler.batch.plan_builder import PlanRecord
 from blockyard.services.scheduler.batch.worker_groups import WorkerGroup
 from blockyard.services.scheduler.lifecycle.beam_sequences import BeamScheduler
 from blockyard.services.scheduler.lifecycle.lifecycle import Lifecycle
-from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
 from blockyard.services.scheduler.sequences.requests import Phase, RunningSequence, Sequence
 from blockyard.shared.messages import NO_TOKEN, STEP_TOKENS, FinishReason, SlotResult, StepResult, TokenRows, TokenStep
 
@@ -17,12 +16,12 @@ from blockyard.shared.messages import NO_TOKEN, STEP_TOKENS, FinishReason, SlotR
 class StepResults:
     """Sends new tokens to detokenizers, ends finished sequences, and counts tokens."""
 
-    def __init__(self, waiting: WaitingQueue, lifecycle: Lifecycle, beam_scheduler: BeamScheduler) -> None:
+    def __init__(self, lifecycle: Lifecycle, beam_scheduler: BeamScheduler) -> None:
         self.num_output_tokens = 0
         self.num_prompt_tokens = 0  # including tokens computed again
         self.step_sizes = [0] * (len(STEP_TOKENS) + 1)  # histogram of steps by their tokens
         self.num_step_tokens = 0
-        self._waiting, self._lifecycle, self._beam_scheduler = waiting, lifecycle, beam_scheduler
+        self._lifecycle, self._waiting, self._beam_scheduler = lifecycle, lifecycle.waiting, beam_scheduler
 
     def apply(self, group: WorkerGroup, record: PlanRecord, result: StepResult) -> None:
         """Results of slots that did not run in the plan are ignored. A slot without a result computed nothing."""

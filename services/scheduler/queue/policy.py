@@ -1,6 +1,7 @@
-"""The interface of scheduling policies, and the heap of waiting sequences that they share."""
+"""The interface of scheduling policies, the heap of waiting sequences that they share, and the order by arrival."""
 
 import heapq
+from collections.abc import Callable
 from typing import Protocol
 
 from blockyard.services.scheduler.sequences.requests import Key, Sequence
@@ -74,3 +75,36 @@ class SequenceHeap:
                 return sequence
             heapq.heappop(self._heap)
         return None
+
+
+class OrderedPolicy:
+    """Orders by class and arrival. Implements `Policy`."""
+
+    def __init__(self, class_of: Callable[[Sequence], int]) -> None:
+        self._class_of = class_of
+        self._queue = SequenceHeap()
+        self.peek = self._queue.peek
+
+    def push(self, sequence: Sequence) -> None:
+        self._queue.push(self.key(sequence), sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        self._queue.remove()
+
+    def key(self, sequence: Sequence) -> Key:
+        return (self._class_of(sequence), sequence.request.arrival, sequence.index)
+
+    def preemptible_by(self, running: Sequence, rank: int) -> bool:
+        return running.key[0] > rank
+
+    def over_share(self, sequence: Sequence, num_slots: int) -> bool:
+        return False
+
+    def on_scheduled(self, sequence: Sequence, num_tokens: int) -> None:
+        pass
+
+    def on_freed(self, sequence: Sequence) -> None:
+        pass
+
+    def largest_tenants(self, most: int) -> list[TenantShare]:
+        return []

@@ -1,5 +1,7 @@
 """The bounds of the waiting queue: what fits, which request is refused to make room, and what gateways are told."""
 
+from dataclasses import dataclass
+
 from blockyard.services.scheduler.batch.worker_groups import WorkerGroup
 from blockyard.services.scheduler.queue.queue_usage import Owner
 from blockyard.services.scheduler.queue.wait_estimate import WaitEstimate
@@ -10,20 +12,20 @@ from blockyard.shared.messages import QueueCapacity
 LEAST_RETRY_S, MOST_RETRY_S = 1.0, 600.0
 
 
+@dataclass(frozen=True, slots=True)
+class QueueLimits:
+    max_sequences: int
+    max_tokens: int
+    max_delay_s: float | None = None  # maximum wait of a new request
+
+
 class QueueBounds:
     """Bounds for new requests. An accepted request that has to wait again always fits."""
 
-    def __init__(
-        self,
-        waiting: WaitingQueue,
-        groups: dict[int, WorkerGroup],
-        max_sequences: int,
-        max_tokens: int,
-        max_delay_s: float | None = None,
-    ) -> None:
-        self.max_delay_s = max_delay_s
+    def __init__(self, waiting: WaitingQueue, groups: dict[int, WorkerGroup], limits: QueueLimits) -> None:
+        self.max_delay_s = limits.max_delay_s
         self._waiting, self.wait = waiting, WaitEstimate(waiting, groups)
-        self._max_sequences, self._max_tokens = max_sequences, max_tokens
+        self._max_sequences, self._max_tokens = limits.max_sequences, limits.max_tokens
         self.is_asleep = False  # all workers sleep
         self.was_full = False  # at the last call of `changed_capacity`
         self.told_full = False  # since then an answer to a gateway said so

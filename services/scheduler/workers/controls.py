@@ -26,7 +26,7 @@ class Controls:
         return "asleep" if self._sleep.level else "paused" if self._admission_delay.paused else ""
 
     def take(self, gateway: int, frame: Control, now: float) -> None:
-        """Starts to carry out a request. `settle` answers it, now or later."""
+        """Starts to carry out a request. `answer_done` answers it, now or later."""
         match frame.verb:
             case ControlVerb.RESET_PREFIX_CACHE:
                 self._sleep.reset_prefix_cache(now)
@@ -47,9 +47,9 @@ class Controls:
             case ControlVerb.WAKE_UP:
                 self._sleep.wake(now, frame.tags)
         self.open.append((gateway, frame))
-        self.settle(now)
+        self.answer_done(now)
 
-    def settle(self, now: float) -> None:
+    def answer_done(self, now: float) -> None:
         """Answers requests that are done. To be called after every change."""
         still: list[tuple[int, Control]] = []
         for gateway, frame in self.open:
@@ -65,8 +65,8 @@ class Controls:
                 self._answer(gateway, frame, 200, "")
         self.open = still
 
-    def gone(self, member: int) -> None:
-        self._sleep.on_gone(member)
+    def on_lost(self, member: int) -> None:
+        self._sleep.on_lost(member)
         self.open = [(gateway, frame) for gateway, frame in self.open if gateway != member]
 
     def _is_done(self, frame: Control) -> bool:

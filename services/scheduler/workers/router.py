@@ -123,14 +123,9 @@ class GroupQueue:
 
 
 class Router:
-    def __init__(
-        self,
-        waiting: WaitingQueue,
-        groups: dict[int, WorkerGroup],
-        acceptance: Acceptance,
-    ) -> None:
-        self._waiting, self._groups, self._policy = waiting, groups, waiting.policy
-        self._acceptance = acceptance
+    def __init__(self, waiting: WaitingQueue, groups: dict[int, WorkerGroup], acceptance: Acceptance) -> None:
+        self._waiting, self._policy = waiting, waiting.policy
+        self._groups, self._acceptance = groups, acceptance
         self._queues: dict[int, GroupQueue] = {}
 
     def requeue_all(self) -> None:

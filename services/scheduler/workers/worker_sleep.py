@@ -16,17 +16,17 @@ from blockyard.shared.messages import MemoryTag, Sleep, Slept, Wake
 class WorkerSleep:
     def __init__(
         self,
-        scheduler: int,
         groups: WorkerGroups,
         bounds: QueueBounds,
         outbox: Outbox,
-        clear: Callable[[WorkerGroup, str], None],
+        requeue: Callable[[WorkerGroup, str], None],
     ) -> None:
+        """`requeue` makes the sequences of a detached group wait again; its second argument says why, for the log."""
         self.level = 0  # of sleep; 0: awake
         self.restored: set[MemoryTag] = set()  # memory that sleeping workers have back
         self.reattaching: set[int] = set()  # workers asked to attach again
-        self._scheduler = scheduler
-        self._groups, self._bounds, self._outbox, self._clear = groups, bounds, outbox, clear
+        self._scheduler = groups.scheduler
+        self._groups, self._bounds, self._outbox, self._requeue = groups, bounds, outbox, requeue
         self._asleep: dict[int, int] = {}  # freed bytes by worker
         self._num_unanswered: Counter[int] = Counter()  # controls without an answer by worker
 
@@ -57,7 +57,7 @@ class WorkerSleep:
             self._asleep[worker] = frame.freed_bytes
             self._num_unanswered[worker] -= 1
 
-    def on_gone(self, member: int) -> None:
+    def on_lost(self, member: int) -> None:
         self._asleep.pop(member, None)
         self._num_unanswered.pop(member, None)
         self.reattaching.discard(member)
@@ -110,7 +110,7 @@ class WorkerSleep:
 
     def _detach(self, group: WorkerGroup) -> None:
         self._groups.detach(group.worker)
-        self._clear(group, "is asked to begin anew")
+        self._requeue(group, "is asked to begin anew")
 
     def _reattach(self, worker: int, now: float, forget: bool = False) -> None:
         self.reattaching.add(worker)

@@ -125,7 +125,7 @@ def check_host(group: WorkerGroup) -> None:
 
 def check_policy(core: Scheduler, waiting: list[Sequence]) -> None:
     """Somebody is next while anybody waits, and fair shares count who is there."""
-    policy = core._waiting.policy
+    policy = core._lifecycle.waiting.policy
     head = policy.peek()
     assert (head is not None) == bool(waiting)
     assert head is None or head in waiting
@@ -148,18 +148,18 @@ def check_policy(core: Scheduler, waiting: list[Sequence]) -> None:
 
 def check_router(core: Scheduler, is_held: list[Sequence]) -> None:
     """Each routed sequence is in the queue of one attached group, and no group idles while a sequence could run."""
-    queues, groups = core._router._queues, core._groups.attached
+    queues, groups = core._workers.router._queues, core._groups.attached
     assert all(groups.get(worker) is queue.group for worker, queue in queues.items())
     standing = [routed.sequence for queue in queues.values() for routed in queue.entries if routed.waits]
     assert len(standing) == len(is_held) and {*map(id, standing)} == {*map(id, is_held)}
     idle = [
         g for w, g in groups.items() if not g.running and not g.in_flight and not (w in queues and queues[w].entries)
     ]
-    head = core._waiting.peek()
+    head = core._lifecycle.waiting.peek()
     ready = (
         head is not None and core._planner.prefills._acceptance.can_accept(head.request) and not head.awaits_results()
     )
-    assert core._admission_delay.paused or not (idle and ready), "a group idles"
+    assert core._workers.admission_delay.paused or not (idle and ready), "a group idles"
 
 
 def check_lane(group: WorkerGroup) -> None:
@@ -223,7 +223,7 @@ def check(core: Scheduler) -> None:
                 or seat.num_scheduled_tokens <= seat.prefill_end
             )
     waiting = [c for r in core._lifecycle.requests.values() for c in r.active_sequences if c.ticket]
-    assert len(waiting) == len(core._waiting)
+    assert len(waiting) == len(core._lifecycle.waiting)
     held = {id(choice) for choice in core._planner.prefills.deferred.sequences()}
     check_policy(core, [choice for choice in waiting if not choice.is_held])
     check_router(core, [choice for choice in waiting if choice.is_held and id(choice) not in held])
@@ -231,9 +231,9 @@ def check(core: Scheduler) -> None:
     assert sum(len(r.awaiting_prompt) for r in awaiting_prompt) == core._lifecycle.parallel_sampling.num_awaiting_prompt
     queued = [*waiting, *(c for r in awaiting_prompt for c in r.awaiting_prompt)]
     amounts = QueueAmount(sum(c.queue_amount.sequences for c in queued), sum(c.queue_amount.tokens for c in queued))
-    assert amounts == core._waiting.usage.amount
+    assert amounts == core._lifecycle.waiting.usage.amount
     assert all(c.queue_amount == QueueAmount(c.num_beams, c.num_beams * c.num_tokens) for c in queued)
-    assert core._waiting.output_limits.total() == amounts.sequences
+    assert core._lifecycle.waiting.output_limits.total() == amounts.sequences
     for request in awaiting_prompt:
         assert all(c in request.active_sequences and not c.ticket for c in request.awaiting_prompt)
         assert all(c.phase is Phase.WAITING and not c.awaits_results() for c in request.awaiting_prompt)

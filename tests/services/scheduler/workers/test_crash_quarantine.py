@@ -181,7 +181,7 @@ def test_a_suspect_that_ran_beside_another_request_is_not_failed() -> None:
     alone = next(incarnation for incarnation, names in near.items() if names == {"suspect"})
     shared = next(incarnation for incarnation, names in near.items() if names == {"suspect", "other"})
     world.break_down(alone)
-    assert "suspect" in world.core._admission_delay.quarantine.probations
+    assert "suspect" in world.core._workers.admission_delay.quarantine.probations
     world.break_down(shared)
     it.worker = world.add_worker()
     it.finish()
