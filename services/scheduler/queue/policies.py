@@ -6,7 +6,7 @@ from blockyard.services.scheduler.queue.fair_policy import FairPolicy
 from blockyard.services.scheduler.queue.policy import OrderedPolicy, Policy
 
 POLICIES: dict[str, Callable[[], Policy]] = {
-    "fcfs": lambda: OrderedPolicy(lambda sequence: 0),
-    "priority": lambda: OrderedPolicy(lambda sequence: sequence.request.frame.priority),
+    "fcfs": lambda: OrderedPolicy(by_priority=False),
+    "priority": lambda: OrderedPolicy(by_priority=True),
     "fair": FairPolicy,
 }

@@ -1,7 +1,6 @@
 """The interface of scheduling policies, the heap of waiting sequences that they share, and the order by arrival."""
 
 import heapq
-from collections.abc import Callable
 from typing import Protocol
 
 from blockyard.services.scheduler.sequences.requests import Key, Sequence
@@ -78,10 +77,10 @@ class SequenceHeap:
 
 
 class OrderedPolicy:
-    """Orders by class and arrival. Implements `Policy`."""
+    """Orders by arrival; with `by_priority`, the request's priority is the class. Implements `Policy`."""
 
-    def __init__(self, class_of: Callable[[Sequence], int]) -> None:
-        self._class_of = class_of
+    def __init__(self, by_priority: bool) -> None:
+        self._by_priority = by_priority
         self._queue = SequenceHeap()
         self.peek = self._queue.peek
 
@@ -92,7 +91,8 @@ class OrderedPolicy:
         self._queue.remove()
 
     def key(self, sequence: Sequence) -> Key:
-        return (self._class_of(sequence), sequence.request.arrival, sequence.index)
+        request = sequence.request
+        return (request.frame.priority if self._by_priority else 0, request.arrival, sequence.index)
 
     def preemptible_by(self, running: Sequence, rank: int) -> bool:
         return running.key[0] > rank
