@@ -6,16 +6,16 @@
 - `sampling/`: penalties, sampling with Gumbel noise from Philox, log-probabilities.
 - `slots/`: state of batch slots on the device, and the kernels that begin and end a decode step.
 
-`services/gpu_worker` calls them, and `services/kv_transfer` copies blocks. This package imports no service, and
-within it attention -> kv_cache -> layers is the only way from one folder to another. PERFORMANCE.md has the figures.
-Modules without Triton (references, RMSNorm, the CPU path) are imported on machines that have none.
+`services/gpu_worker` calls them, and `services/kv_transfer` copies blocks. This package imports no service. Within it
+`attention/` imports `kv_cache/`, which imports `layers/`; no other folder imports another. `int_math`,
+`programmatic_launch` and `tensor_checks` serve all host functions. PERFORMANCE.md has the figures. Modules without
+Triton (references, RMSNorm, the CPU path) are imported on machines that have none.
 
 To add a kernel:
 1. A file in the folder of its subject: the `@triton.jit` kernel, a host function that checks shapes and launches it,
    and `<name>_reference` in plain torch. Shapes and dtypes go into the host function's docstring.
 2. A test in `tests/kernels/<folder>/` against the reference; without a GPU it runs in Triton's interpreter.
-3. A caller in `services/gpu_worker`, launched in `compilation/record_kernels.py`'s steps, so that a start compiles
-   it.
+3. A caller in `services/gpu_worker`. `compilation/record_kernels.py` must launch it, so that a start compiles it.
 4. A row in `services/gpu_worker/bench`, which `blockyard bench kernels` prints, and its figure in PERFORMANCE.md.
 5. Nothing else: mypy and ruff know the kernels' files by their folder.
 """

@@ -97,10 +97,10 @@ LAYERS["services/offline"] += ("engine_args", "metrics", "operations", "tokenize
 LAYERS["services/bench"] = ("load", "metrics", "datasets", "workload", "server", "report", "flags", "serve")
 LAYERS["services/bench"] += ("latency_throughput", "suite", "simulate", "command")
 LAYERS["services/gpu_worker"] = (
+    "arrays",
     "interfaces",
     "cores",
     "memory",
-    "rows",
     "step",
     "slots",
     "loading",
@@ -110,7 +110,8 @@ LAYERS["services/gpu_worker"] = (
 LAYERS["services/gpu_worker"] += ("kv", "linear_tuning", "attention", "sampling", "batch", "execution", "runner")
 LAYERS["services/gpu_worker"] += ("warm_up", "compilation", "memory_profile", "engine", "mock", "bench", "counters")
 LAYERS["services/gpu_worker"] += ("session", "service", "__main__")
-LAYERS["kernels"] = ("int_math", "programmatic_launch", "slots", "sampling", "layers", "kv_cache", "attention")
+LAYERS["kernels"] = ("int_math", "programmatic_launch", "tensor_checks", "slots", "sampling", "layers", "kv_cache")
+LAYERS["kernels"] += ("attention",)
 
 LAYERS["services/scheduler"] = ("outbox", "plan_pacer", "sequences", "kv_cache", "batch", "queue", "lifecycle")
 LAYERS["services/scheduler"] += ("admission", "workers", "planning", "core", "from_config", "report", "service")

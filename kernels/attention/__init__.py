@@ -9,6 +9,8 @@
 - `torch_sdpa`: plain torch, for CPUs.
 
 Variables are FlashAttention's: m_i is a row's running maximum, l_i its sum of exponentials, acc its weighted values,
-p a tile's probabilities before division by l_i, alpha the factor of what came before. Imports go to `kv_cache` and
-`layers`.
+p a tile's probabilities before division by l_i, alpha the factor of earlier sums.
+
+`services/gpu_worker/attention` calls these. Types to know: `kv_cache.paged_kv.PagedKVMetadata`, the rows of a step, and
+`split_kv.SplitKVSchedule`, the splits of a step. Imports go to `kv_cache` and `layers`.
 """

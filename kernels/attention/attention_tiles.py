@@ -9,7 +9,7 @@ from torch import Tensor
 from blockyard.kernels.int_math import next_power_of_2
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 
-_LOG2E = 1.4426950408889634
+LOG2E = 1.4426950408889634
 
 
 def launch_arguments(
@@ -19,7 +19,6 @@ def launch_arguments(
     query_start_loc: Tensor,
     scale: float,
     window: int | None,
-    soft_cap: float | None,
     scales: Tensor | None,
     out: Tensor,
     sums: Tensor,
@@ -32,37 +31,26 @@ def launch_arguments(
     arguments = (
         q, layer, metadata.slots, metadata.positions, metadata.tables, query_start_loc, out, sums,
         q if scales is None else scales, q.stride(0), metadata.tables.stride(0), len(query_start_loc) - 1,
-        scale if soft_cap is not None else scale * _LOG2E,
+        scale * LOG2E,
     )  # fmt: skip
     constants = {
-        "SCALED": scales is not None, "WINDOW": window or 0, "CAP": soft_cap or 0.0,
-        "GROUP": q.shape[1] // layer.shape[2], "KV_HEADS": layer.shape[2], "HEAD_DIM": head_dim,
-        "DIM": max(next_power_of_2(head_dim), 16), "BLOCK_SIZE": layer.shape[3],
+        "SCALED": scales is not None, "WINDOW": window or 0, "GROUP": q.shape[1] // layer.shape[2],
+        "KV_HEADS": layer.shape[2], "HEAD_DIM": head_dim, "DIM": max(next_power_of_2(head_dim), 16),
+        "BLOCK_SIZE": layer.shape[3],
     }  # fmt: skip
     return arguments, constants
 
 
 @triton.jit
-def apply_soft_cap(scores, scale, CAP: tl.constexpr):
-    """CAP * tanh(scores * scale / CAP), no cap if CAP is 0; in powers of two, as `tl.exp2` takes them.
-
-    `scale` includes log2(e) only where there is no cap.
-    """
-    if CAP > 0:
-        return (2 * tl.sigmoid(scores * (2 * scale / CAP)) - 1) * (CAP * 1.4426950408889634)
-    return scores * scale
-
-
-@triton.jit
 def attention_inner_loop(
     q, acc, l_i, m_i, positions, begin, stop, end, table_ptr, layer_ptr, head, scale,
-    MASK: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    MASK: tl.constexpr, WINDOW: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Online softmax (FlashAttention-2) over the key tiles from `begin` to `stop`: updates acc, l_i and m_i.
 
-    No key from `end` on is read, nor one behind the window of all rows. `scale` is in powers of two. MASK: some row of
-    the tile may not see all of these keys.
+    No key from `end` on is read, nor one behind the window of all rows. `scale` includes log2(e), because exponentials
+    are of 2. MASK: some row of the tile may not see all of these keys.
     """
     dims = tl.arange(0, DIM)
     in_head = dims < HEAD_DIM
@@ -88,8 +76,7 @@ def attention_inner_loop(
             k = tl.load(k_ptr)
             v = tl.load(v_ptr)
         k, v = k.to(q.dtype), v.to(q.dtype)  # dequantized, if the cache is 8-bit
-        scores = tl.dot(q, k, input_precision="ieee")
-        scores = apply_soft_cap(scores, scale, CAP)
+        scores = tl.dot(q, k, input_precision="ieee") * scale
         if MASK:
             visible = keys[None, :] <= positions[:, None]
             if WINDOW > 0:
@@ -116,23 +103,23 @@ def find_query_tile(query_start_ptr, num_seqs, tile, GROUP: tl.constexpr, BLOCK_
     A row of the tile is a token and one of the query heads that share a K/V head. Sequence i has the tiles from
     query_start_loc[i] * GROUP // BLOCK_M + i on: as many as it can need.
     """
-    m_safe = tl.load(query_start_ptr)
+    first_row = tl.load(query_start_ptr)
     seq = -1
     for i in range(0, num_seqs, 32):
         index = i + tl.arange(0, 32)
         start = tl.load(query_start_ptr + index, mask=index < num_seqs, other=0)
-        first = (start - m_safe) * GROUP // BLOCK_M + index
+        first = (start - first_row) * GROUP // BLOCK_M + index
         seq += tl.sum(((first <= tile) & (index < num_seqs)).to(tl.int32), 0)
     start = tl.load(query_start_ptr + seq)
-    first = (start - m_safe) * GROUP // BLOCK_M + seq
+    first = (start - first_row) * GROUP // BLOCK_M + seq
     return seq, start, tl.load(query_start_ptr + seq + 1), (tile - first) * BLOCK_M
 
 
 @triton.jit
 def query_positions(slots_ptr, positions_ptr, start, start_m, num_m, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Of a query tile from row `start_m` of `num_m` of a sequence whose first row in the batch is `start`.
+    """Returns a query tile's slot, context length, rows, their positions, and the end of the keys that any row may see.
 
-    Returns its slot, context length, rows, their positions, and the end of the keys that any of them may see.
+    The tile begins at row `start_m` of a sequence with `num_m` rows, which begins at token `start` of the batch.
     """
     slot = tl.load(slots_ptr + start)
     context_len = tl.load(positions_ptr + start).to(tl.int32)

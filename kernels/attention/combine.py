@@ -1,7 +1,12 @@
 """Combines the splits of split-KV attention (flash decoding): each split's output is weighted by its log-sum-exp.
 
-After `paged_decode` by a kernel, one program a row and head; for many rows by the program that finishes last among a
-row's and K/V head's splits. After `paged_prefill` by a kernel of its own layout.
+- `combine_splits_kernel`: after `paged_decode` of few rows, one program a row and head.
+- `combine_if_last`: for many rows, in `paged_decode` itself: the last program of a row's and K/V head's splits to
+  finish combines them.
+- `combine_prefill_kernel`: after `paged_prefill`, one program a token and head, all splits at once.
+
+`fused_decode_lanes` has its own function for one head, and `batch_invariant` combines in a fixed order. The five differ
+in the order of their sums and in the layout of the splits, so none can stand in for another.
 """
 
 import triton
@@ -9,7 +14,7 @@ import triton.language as tl
 
 from blockyard.kernels.int_math import next_power_of_2
 
-_REDUCED_ELEMENTS = 4096  # elements of splits that the last program loads at a time
+_COMBINED_ELEMENTS = 4096  # elements of splits that the last program loads at once
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["out_ptr"])
@@ -49,12 +54,12 @@ def combine_splits_kernel(
 @triton.jit
 def is_last_split(semaphore_ptr, num_splits):
     """Whether this program is the last of `num_splits` to have stored its split. The caller resets the counter."""
-    tl.debug_barrier()  # stores of all of this program's threads come before its count
+    tl.debug_barrier()  # the stores of all threads of this program come before its count
     return tl.atomic_add(semaphore_ptr, 1, sem="acq_rel", scope="gpu") == num_splits - 1
 
 
 @triton.jit
-def reduce_if_last(
+def combine_if_last(
     row, head, num_splits, row_splits_ptr, semaphores_ptr, partial_out_ptr, lse_ptr, out_ptr, rows,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
@@ -112,4 +117,4 @@ def combine_prefill_kernel(
 
 def splits_at_once(group: int, dim: int) -> int:
     """How many splits the last program loads at a time."""
-    return max(_REDUCED_ELEMENTS // (dim * next_power_of_2(group)), 1)
+    return max(_COMBINED_ELEMENTS // (dim * next_power_of_2(group)), 1)

@@ -1,10 +1,11 @@
 """Decode attention of few rows in one kernel: head norm, rotary embedding, KV write and attention; on a GPU.
 
 A program has a split of the keys of one row and query head; where keys are few, all of them. The last program of a
-head to finish combines the splits. With `pdl` (compute capability 9.0) the kernel starts while the kernel before it
-ends, and loads its first keys and values before it waits: earlier steps wrote them, and their places were known when
-the step began. So between the kernel that gathers a step's inputs and this one there must be a kernel that neither
-starts early nor lets the next one start early.
+head to finish combines the splits.
+
+With PDL (see `programmatic_launch`) the kernel loads slots, positions and its first keys and values before it waits for
+the kernel before it. Earlier steps wrote those keys and values, but `gather_inputs` writes slots and positions in this
+step. So the model must launch a kernel without PDL between `gather_inputs` and this kernel.
 """
 
 from dataclasses import dataclass
@@ -15,14 +16,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from blockyard.kernels.attention.attention_tiles import apply_soft_cap
+from blockyard.kernels.attention.attention_tiles import LOG2E
 from blockyard.kernels.attention.fused_decode_lanes import (
+    combine_head_if_last,
     load_head,
     load_kv_tile,
     norm_and_rotate,
     online_softmax_update,
     quantize,
-    reduce_if_last,
     split_key_range,
     write_kv,
 )
@@ -34,8 +35,7 @@ from blockyard.kernels.kv_cache.rope_write_kv import qkv_arguments, rope_write_k
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.programmatic_launch import pdl_options, supports_pdl
 
-_LOG2E = 1.4426950408889634
-_PROGRAMS = 2 * 132
+_PROGRAMS = 2 * 132  # at most, if keys are split: two a multiprocessor
 _COMBINED_ELEMENTS = 4096  # elements of splits that are combined at a time
 
 
@@ -47,11 +47,10 @@ def fused_decode_reference(
     norm: RMSNorm | None,
     scale: float,
     window: int | None,
-    soft_cap: float | None = None,
 ) -> Tensor:
     weight, eps = (None, 0.0) if norm is None else (norm.weight.to(qkv.dtype), norm.eps)
     rope_write_kv_reference(qkv, layer, metadata, rotation, weight, eps)
-    return paged_decode_reference(qkv[:, : -2 * layer.shape[2]], layer, metadata, scale, window, soft_cap)
+    return paged_decode_reference(qkv[:, : -2 * layer.shape[2]], layer, metadata, scale, window)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +69,7 @@ class SplitSemaphores:
     """Counters of finished splits of each head, 0 between kernels. One serves all layers of a stream."""
 
     def __init__(self, max_splits: int, device: torch.device) -> None:
-        """`most`: rows times heads."""
+        """max_splits: rows times heads, as every head of a row has one counter."""
         self.counts = torch.zeros(max_splits, dtype=torch.int32, device=device)
 
 
@@ -78,7 +77,7 @@ class SplitSemaphores:
 def _fused_decode_kernel(
     qkv_ptr, layer_ptr, slots_ptr, positions_ptr, tables_ptr, rotation_ptr, norm_weight_ptr, scales_ptr,
     partial_out_ptr, lse_ptr, semaphores_ptr, out_ptr, row_stride, table_stride, scale, eps,
-    FP8_MAX: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr,
+    FP8_MAX: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROTATE: tl.constexpr, NORM: tl.constexpr,
     MIN_KEYS: tl.constexpr, KEYS: tl.constexpr, LANES: tl.constexpr, MAX_SPLITS: tl.constexpr,
     SPLITS_AT_ONCE: tl.constexpr, PDL: tl.constexpr,
@@ -120,16 +119,16 @@ def _fused_decode_kernel(
             write_kv(table, layer_ptr, head, position, new_k, new_v, here & inside, KV_HEADS, HEAD_DIM, BLOCK_SIZE)
         q = load_head(source, q_head, dims, inside, HEAD_DIM, LANES, DIM).to(tl.float32)
         q = norm_and_rotate(q, q_norm_weight, cos, sin, eps, HEAD_DIM, ROTATE, NORM)
-        new_score = apply_soft_cap(tl.sum(q * new_k.to(tl.float32), 1), scale * k_scale, CAP)[:, None]
+        new_score = (tl.sum(q * new_k.to(tl.float32), 1) * (scale * k_scale))[:, None]
         m_i = tl.max(tl.where(here, new_score, float("-inf")), 1)
         acc = tl.where(here, new_v.to(tl.float32), 0.0)
         l_i = tl.max(here.to(tl.float32), 1)
         valid = begin + tl.arange(0, KEYS * LANES) < stop
-        acc, l_i, m_i = online_softmax_update(q, k, v, valid, scale * k_scale, acc, l_i, m_i, KEYS, LANES, DIM, CAP)
+        acc, l_i, m_i = online_softmax_update(q, k, v, valid, scale * k_scale, acc, l_i, m_i, KEYS, LANES, DIM)
         for start in range(begin + KEYS * LANES, stop, KEYS * LANES):
             k, v = load_kv_tile(start, stop, table, layer_ptr, head, KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, KEYS * LANES)
             valid = start + tl.arange(0, KEYS * LANES) < stop
-            acc, l_i, m_i = online_softmax_update(q, k, v, valid, scale * k_scale, acc, l_i, m_i, KEYS, LANES, DIM, CAP)
+            acc, l_i, m_i = online_softmax_update(q, k, v, valid, scale * k_scale, acc, l_i, m_i, KEYS, LANES, DIM)
         m_row = tl.max(m_i, 0)
         alpha = tl.exp2(m_i - m_row)
         l_i = tl.sum(l_i * alpha, 0)
@@ -142,7 +141,7 @@ def _fused_decode_kernel(
             split_head = out_head * tl.num_programs(0) + split
             tl.store(partial_out_ptr + split_head * HEAD_DIM + dims, acc, mask=dims < HEAD_DIM)
             tl.store(lse_ptr + split_head, m_row + tl.log2(l_i))
-            reduce_if_last(
+            combine_head_if_last(
                 out_head, num_splits, out_ptr, partial_out_ptr, lse_ptr, semaphores_ptr, HEAD_DIM, DIM, MAX_SPLITS,
                 SPLITS_AT_ONCE,
             )  # fmt: skip
@@ -158,7 +157,6 @@ def fused_decode(
     window: int | None,
     max_seq_len: int,
     semaphores: SplitSemaphores,
-    soft_cap: float | None = None,
     scales: Tensor | None = None,
     config: FusedDecodeConfig | None = None,
 ) -> Tensor:
@@ -187,9 +185,9 @@ def fused_decode(
     pdl = supports_pdl(qkv.device)
     _fused_decode_kernel[(max_splits, heads, rows)](
         *arguments, partial_out, lse, semaphores.counts, out, qkv.stride(0), metadata.tables.stride(0),
-        scale if soft_cap is not None else scale * _LOG2E,
+        scale * LOG2E,
         0.0 if norm is None else norm.eps,
-        FP8_MAX=FP8_MAX.get(layer.dtype, 0.0), CAP=soft_cap or 0.0, WINDOW=window or 0, GROUP=group, KV_HEADS=kv_heads,
+        FP8_MAX=FP8_MAX.get(layer.dtype, 0.0), WINDOW=window or 0, GROUP=group, KV_HEADS=kv_heads,
         HEAD_DIM=head_dim, DIM=dim, BLOCK_SIZE=block_size, ROTATE=rotation is not None, NORM=norm is not None,
         MIN_KEYS=config.min_keys, KEYS=config.keys, LANES=max(config.warps * 512 // (dim * qkv.element_size()), 1),
         MAX_SPLITS=next_power_of_2(max_splits), SPLITS_AT_ONCE=max(_COMBINED_ELEMENTS // dim, 1), PDL=pdl,

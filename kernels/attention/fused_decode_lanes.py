@@ -1,13 +1,13 @@
 """Device functions of `fused_decode`, in which the lanes of a program work independently until the end.
 
-Of a tile of keys [KEYS * LANES, DIM] a lane has every LANES-th key. A lane is as many threads side by side as load a
-row of DIM elements at once. So threads exchange nothing before the lanes are combined.
+A lane is a group of adjacent threads that together load one row of DIM elements. Of a tile of keys [KEYS * LANES, DIM]
+a lane has every LANES-th key, and its own online softmax. So no threads of different lanes exchange values before the
+lanes are combined.
 """
 
 import triton
 import triton.language as tl
 
-from blockyard.kernels.attention.attention_tiles import apply_soft_cap
 from blockyard.kernels.attention.combine import is_last_split
 
 
@@ -27,7 +27,7 @@ def load_kv_tile(
     start, stop, table_ptr, layer_ptr, head,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Keys and values from `start` on, below `stop`, [BLOCK, DIM] each."""
+    """Keys and values from `start` on, below `stop`, [TILE, DIM] each."""
     dims = tl.arange(0, DIM)
     keys = start + tl.arange(0, TILE)
     inside = (keys < stop)[:, None] & (dims < HEAD_DIM)[None, :]
@@ -42,12 +42,12 @@ def load_kv_tile(
 @triton.jit
 def online_softmax_update(
     q, k, v, valid, scale, acc, l_i, m_i,
-    KEYS: tl.constexpr, LANES: tl.constexpr, DIM: tl.constexpr, CAP: tl.constexpr,
+    KEYS: tl.constexpr, LANES: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     """Adds a tile to acc, l_i and m_i of each lane."""
     k = tl.reshape(k.to(tl.float32), [KEYS, LANES, DIM])
     v = tl.reshape(v.to(tl.float32), [KEYS, LANES, DIM])
-    scores = apply_soft_cap(tl.sum(k * q[None, :, :], 2), scale, CAP)
+    scores = tl.sum(k * q[None, :, :], 2) * scale
     scores = tl.where(tl.reshape(valid, [KEYS, LANES]), scores, float("-inf"))
     m_new = tl.maximum(m_i, tl.max(scores, 0))
     m_safe = tl.maximum(m_new, -3e38)  # while the lane has seen no key
@@ -58,7 +58,7 @@ def online_softmax_update(
 
 
 @triton.jit
-def combine_splits(
+def combine_head_splits(
     out_ptr, partial_out_ptr, lse_ptr, num_splits, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, MAX_SPLITS: tl.constexpr,
     SPLITS_AT_ONCE: tl.constexpr,
 ):  # fmt: skip
@@ -123,7 +123,7 @@ def load_head(ptr, head, dims, inside, HEAD_DIM: tl.constexpr, LANES: tl.constex
 
 
 @triton.jit
-def reduce_if_last(
+def combine_head_if_last(
     out_head, num_splits, out_ptr, partial_out_ptr, lse_ptr, semaphores_ptr,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, MAX_SPLITS: tl.constexpr, SPLITS_AT_ONCE: tl.constexpr,
 ):  # fmt: skip
@@ -131,7 +131,7 @@ def reduce_if_last(
     if is_last_split(semaphores_ptr + out_head, num_splits):
         tl.debug_barrier()
         first = out_head * tl.num_programs(0)
-        combine_splits(
+        combine_head_splits(
             out_ptr + out_head * HEAD_DIM, partial_out_ptr + first * HEAD_DIM, lse_ptr + first, num_splits, HEAD_DIM,
             DIM, MAX_SPLITS, SPLITS_AT_ONCE,
         )  # fmt: skip

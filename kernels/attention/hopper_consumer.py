@@ -61,8 +61,8 @@ def _main_loop(
 ):  # fmt: skip
     """Main loop over key tiles `begin` to `stop`: the scores of tile i, and p @ V of tile i - 1.
 
-    `count` tiles came before this item's. The two warpgroups take turns (FlashAttention-3's ping-pong): one runs its
-    matrix products while the other computes its softmax.
+    `count` key tiles of earlier items went through the stages before this item's. The two warpgroups take turns
+    (FlashAttention-3's ping-pong): one runs its matrix products while the other computes its softmax.
     """
     for i in range(begin, stop):
         place = count + i
@@ -72,10 +72,10 @@ def _main_loop(
         mbarrier.wait(k_full.index(stage), (place // STAGES) & 1)
         zeros = gl.zeros([HALF_M, BLOCK_N], gl.float32, layout=SCORES)
         scores = warpgroup_mma(q, k_tiles.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-        context_len = (place - 1) % STAGES
+        last_stage = (place - 1) % STAGES
         acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, ACC))[:, None]
-        mbarrier.wait(v_full.index(context_len), ((place - 1) // STAGES) & 1)
-        acc = warpgroup_mma(operand, v_tiles.index(context_len), acc, is_async=True)
+        mbarrier.wait(v_full.index(last_stage), ((place - 1) // STAGES) & 1)
+        acc = warpgroup_mma(operand, v_tiles.index(last_stage), acc, is_async=True)
         mbarrier.arrive(next_turn, count=1)
         scores = warpgroup_mma_wait(1, deps=[scores])
         _release(k_empty.index(stage))
@@ -83,7 +83,7 @@ def _main_loop(
             scores, m_i, l_i, top_tile - i, positions, scale, MASK, WINDOW, BLOCK_N, SCORES
         )
         acc, operand = warpgroup_mma_wait(0, deps=[acc, operand])
-        _release(v_empty.index(context_len))
+        _release(v_empty.index(last_stage))
     return acc, m_i, l_i, p, alpha
 
 

@@ -135,13 +135,13 @@ def _find_blocks(table_ptr, tile, first_block, last_block, BLOCKS: gl.constexpr)
 
 @gluon.jit
 def _load_tile(
-    desc, blocks, start_m, block_rows, buffer, barrier, stage,
+    desc, blocks, head_row, block_rows, buffer, barrier, stage,
     BLOCKS: gl.constexpr, BLOCK_SIZE: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
     """Starts the TMA copies of a key or value tile; `barrier` completes when all have arrived."""
     mbarrier.expect(barrier, BLOCKS * BLOCK_SIZE * HALVES * 64 * 2)
     for b in gl.static_range(BLOCKS):
-        kv_row = blocks[b] * block_rows + start_m
+        kv_row = blocks[b] * block_rows + head_row
         for h in gl.static_range(HALVES):
             tma.async_copy_global_to_shared(
                 desc, [kv_row, h * 64], barrier, buffer.index((stage * HALVES + h) * BLOCKS + b)

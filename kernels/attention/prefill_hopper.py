@@ -15,6 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from blockyard.kernels.attention.attention_tiles import LOG2E
 from blockyard.kernels.attention.hopper_consumer import attend_item
 from blockyard.kernels.attention.hopper_producer import count_tiles, next_item, produce, warp_uniform
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
@@ -24,7 +25,6 @@ _BLOCK_N = 128
 _STAGES = 2
 _SEQS = 16  # sequences that are searched at a time
 _ROUNDS = 3  # rounds of persistent programs; with fewer each item has a program, because padding items end soon
-_LOG2E = 1.4426950408889634
 _BLOCK_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)  # constructing it takes 5 us
 # Gluon is experimental: Triton 3.9 has neither name any more, and this kernel was measured with 3.6.
 _GLUON_HAS_NAMES = hasattr(gl, "thread_barrier") and hasattr(gl.shared_memory_descriptor, "_reinterpret")
@@ -224,7 +224,7 @@ def prefill_hopper(
     num_multiprocessors = _num_multiprocessors(q.device)
     _prefill_hopper_kernel[(items if items < _ROUNDS * num_multiprocessors else num_multiprocessors,)](
         blocks, q, metadata.slots, metadata.positions, metadata.tables, query_start_loc, out, lse, q.stride(0),
-        metadata.tables.stride(0), num_seqs, num_splits, scale * _LOG2E,
+        metadata.tables.stride(0), num_seqs, num_splits, scale * LOG2E,
         WINDOW=window or 0, GROUP=group, KV_HEADS=kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, BLOCK_M=BLOCK_M,
         BLOCK_N=_BLOCK_N, STAGES=_STAGES, SPLIT_KV=num_splits > 1, SEQS=_SEQS, num_warps=4,
     )  # fmt: skip

@@ -3,10 +3,8 @@
 import torch
 from torch import Tensor
 
-FP8_MAX = {
-    torch.float8_e4m3fn: 448.0,
-    torch.float8_e5m2: 57344.0,
-}  # largest finite numbers, to which values are clamped
+# largest finite numbers, to which values are clamped
+FP8_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
 
 def check_kv_dtype(q: Tensor, layer: Tensor, scales: Tensor | None) -> None:

@@ -1,4 +1,4 @@
-"""What attention kernels are told of a step's rows, and the checks that their inputs have in common.
+"""Slot, position and block table of each row of a step, and the checks that attention kernels have in common.
 
 A layer of the paged KV cache is [num_blocks, 2, kv_heads, block_size, head_dim], the 2 being K and V.
 """

@@ -1,6 +1,9 @@
 """Kernels of a decoder layer outside of attention.
 
-Linear layers: `linear_skinny` for one to eight rows, `linear_stream_k` for more; the worker's tuner measures them
-beside cuBLAS and picks. `add_rms_norm`, `rms_norm`, `silu_mul` and `apply_rope` are what their names say. No import
-of another folder.
+- `linear_skinny`: matrix products of one to eight rows. `linear_stream_k`: of more rows. The worker's `linear_tuning`
+  measures both against cuBLAS and picks one for each shape and number of rows.
+- `add_rms_norm`: residual addition and RMSNorm. `rms_norm.RMSNorm`: RMSNorm in torch, and its weight.
+- `silu_mul`: the gated activation. `apply_rope`: rotary embedding in torch.
+
+The worker's `layers/` and `linear_tuning/` call these. No import of another folder.
 """

@@ -7,5 +7,6 @@
 - `philox_gumbel` and `philox_triton`: the same noise in torch and in Triton, a function of seed, choice and index
   alone.
 
-No import of another folder.
+The worker's `execution.device_ops` calls the first three; its host sampler uses `philox_gumbel`. No import of another
+folder.
 """

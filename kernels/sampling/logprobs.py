@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from blockyard.kernels.int_math import ceil_div, next_power_of_2
+from blockyard.kernels.tensor_checks import check_tensor
 
 MAX_LOGPROBS = 20
 _SPAN = 128  # tokens
@@ -129,10 +130,7 @@ def gather_logprobs(logits: Tensor, slots: Tensor, tokens: Tensor, num_top: Tens
         ("top_ids", out.top_ids, (rows, most), torch.int32),
         ("top_logprobs", out.top_logprobs, (rows, most), torch.float32),
     ):
-        if one.shape != shape or one.dtype != dtype or not one.is_contiguous():
-            raise ValueError(
-                f"{name}: expected contiguous {list(shape)} of {dtype}, got {list(one.shape)}, {one.dtype}"
-            )
+        check_tensor(name, one, shape, dtype)
     if rows == 0:
         return
     num_spans = ceil_div(vocab, _SPAN)

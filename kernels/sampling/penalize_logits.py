@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from blockyard.kernels.int_math import ceil_div
+from blockyard.kernels.tensor_checks import check_tensor
 
 _TILE = 1024
 SEEN = 1 << 30  # bit of a count: the token is in the prompt; the bits below count it in the output
@@ -40,11 +41,11 @@ class LogitsEdits:
         whole = {"row": torch.int32, "only_listed": torch.int32, "num_listed": torch.int32}
         one = {"repetition": torch.float32, "presence": torch.float32, "frequency": torch.float32}
         for name, dtype in (whole | one).items():
-            _check(name, getattr(self, name), (num,), dtype)
+            check_tensor(name, getattr(self, name), (num,), dtype)
         for name, dtype in {"listed": torch.int32, "bias": torch.float32, "until": torch.int64}.items():
-            _check(name, getattr(self, name), (num, most), dtype)
+            check_tensor(name, getattr(self, name), (num, most), dtype)
         for name, dtype in {"counts": torch.int32, "logits": torch.float32}.items():
-            _check(name, getattr(self, name), (self.counts.shape[0], vocab), dtype)
+            check_tensor(name, getattr(self, name), (self.counts.shape[0], vocab), dtype)
 
 
 def make_logits_edits(num_slots: int, num_rows: int, most: int, vocab: int, device: torch.device) -> LogitsEdits:
@@ -163,7 +164,7 @@ def penalize_logits(logits: Tensor, slots: Tensor, index: Tensor, edits: LogitsE
     if logits.stride(1) != 1:
         raise ValueError(f"the elements of a row must be contiguous, got strides {logits.stride()}")
     for name, one in (("slots", slots), ("index", index)):
-        _check(name, one, (rows,), torch.int64)
+        check_tensor(name, one, (rows,), torch.int64)
     if rows == 0 or edits.counts.shape[0] == 0:
         return
     penalties = (edits.repetition, edits.presence, edits.frequency)
@@ -193,15 +194,10 @@ def count_tokens(tokens: Tensor, best: Tensor, slots: Tensor, edits: LogitsEdits
     Rows in which no token could win (best not finite) count nothing; no two rows may be of one slot.
     """
     rows = tokens.shape[0]
-    _check("tokens", tokens, (rows,), torch.int64)
-    _check("slots", slots, (rows,), torch.int64)
-    _check("best", best, (rows,), torch.float32)
+    check_tensor("tokens", tokens, (rows,), torch.int64)
+    check_tensor("slots", slots, (rows,), torch.int64)
+    check_tensor("best", best, (rows,), torch.float32)
     if rows and edits.counts.shape[0]:
         vocab = edits.counts.shape[1]
         grid = (ceil_div(rows, 128),)
         _count_kernel[grid](tokens, best, slots, edits.row, edits.counts, rows, vocab, TILE=128)
-
-
-def _check(name: str, one: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    if one.shape != shape or one.dtype != dtype or not one.is_contiguous():
-        raise ValueError(f"{name}: expected contiguous {list(shape)} of {dtype}, got {list(one.shape)} of {one.dtype}")

@@ -2,7 +2,7 @@
 
 Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). Key: the request's 64-bit seed,
 low word first. Counter: (token_id // 4, index, choice, 0); of the four words that come out, token_id % 4 picks one.
-The draw therefore knows neither batch nor slot, worker, preemption or restart.
+So a sampled token does not depend on batch, slot, worker, preemption or restart.
 """
 
 import numpy as np
@@ -10,16 +10,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-Words = npt.NDArray[np.uint64]
+PhiloxWords = npt.NDArray[np.uint64]
 
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _MASK = 0xFFFFFFFF
 _ROUNDS = 10
-
-# Bounds of what `to_gumbel` can return: v is at least 2**-33 and at most 1 - 2**-24.
-GUMBEL_MAX = 22.88
-GUMBEL_MIN = -2.82
 
 
 def philox4x32(counter: Tensor, key: Tensor) -> Tensor:
@@ -81,7 +77,7 @@ def _words(key: Tensor, index: Tensor, choice: Tensor, groups: Tensor) -> Tensor
     return torch.from_numpy(words.view(np.int64))
 
 
-def philox4x32_numpy(even: Words, odd: Words, key: Words) -> Words:
+def philox4x32_numpy(even: PhiloxWords, odd: PhiloxWords, key: PhiloxWords) -> PhiloxWords:
     """`philox4x32` in half its time on CPU: unsigned shifts need no mask, and a reversed view costs nothing.
 
     even, odd [2, ...]: words 0 and 2, and words 1 and 3, of the counter; both are overwritten.

@@ -1,9 +1,9 @@
 """Last two kernels of `sample_tokens`, for rows with limits that keep many tokens. Several programs share a row.
 
-They do not search for the threshold. The noise kernel finds the spans where the noise can have made a winner, now that
-the row's mass is known. It lists the winners of smaller and smaller sets: of all tokens, then of the tokens likelier
-than the last winner. The winner within top-p is the first of these for which the tokens likelier than it have less
-mass than top-p. The last kernel computes those masses in one read. The last program of a row to arrive decides.
+They do not search for the threshold. The noise kernel finds the spans that can hold a winner, given the row's mass. It
+lists the winners of smaller and smaller sets: of all tokens, then of the tokens likelier than the last winner. The
+sampled token is the first winner for which the tokens likelier than it have less mass than top-p. The last kernel
+computes these masses in one read of the row; its last program to finish picks the token.
 """
 
 import triton

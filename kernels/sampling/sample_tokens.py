@@ -17,10 +17,11 @@ from blockyard.kernels.sampling.philox_gumbel import gumbel_rows
 from blockyard.kernels.sampling.sample_large_nucleus import sample_large_nucleus_kernel, sample_noise_kernel
 from blockyard.kernels.sampling.sample_scan import sample_scan_kernel
 from blockyard.kernels.sampling.sample_select import sample_select_kernel
+from blockyard.kernels.tensor_checks import check_tensor
 
 _LANES = 128  # of a tile: threads of the scan and noise kernels
 _RUNS = 4  # runs of 8 tokens of a lane in a tile
-_EXPECTED_CANDIDATES = 16.0  # expected candidates: that none of them wins has a chance of exp(-16)
+_EXPECTED_CANDIDATES = 16.0  # with so many expected candidates, the winner is none of them with probability exp(-16)
 _CHUNK = 64  # spans that the select kernel reads at once
 _FEW = 32  # spans that the noise kernel reads at once
 _MAX_SPANS = 1024  # spans in a list; at least _LANES
@@ -33,11 +34,8 @@ _WARPS = (4, 8, 4, 4)  # of each kernel
 _REGISTERS = (64, 128, None, 64)  # of a thread of each kernel, at most
 _EARLY = True  # all kernels but the first use programmatic dependent launch, where the GPU has it
 _STAGES = 1  # pipeline stages of the last kernel
-_SHIFT = {
-    torch.float32: 0,
-    torch.float16: 13,
-    torch.bfloat16: 16,
-}  # low bits of an ordered integer that are always the same
+# low bits of an ordered integer that are always the same
+_SHIFT = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +53,10 @@ class SamplingTensors:
         """Raises ValueError."""
         num = self.temperature.shape[0]
         for name, dtype in (("temperature", torch.float32), ("top_p", torch.float32), ("min_p", torch.float32)):
-            _check_one(name, getattr(self, name), (num,), (dtype,))
-        _check_one("top_k", self.top_k, (num,), (torch.int32,))
-        _check_one("choice", self.choice, (num,), (torch.int32,))
-        _check_one("key", self.key, (2, num), (torch.int32, torch.int64))
+            check_tensor(name, getattr(self, name), (num,), dtype)
+        check_tensor("top_k", self.top_k, (num,), torch.int32)
+        check_tensor("choice", self.choice, (num,), torch.int32)
+        check_tensor("key", self.key, (2, num), torch.int32, torch.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,17 +202,12 @@ def _check_inputs(logits: Tensor, slots: Tensor, index: Tensor, tokens: Tensor, 
     if logits.dtype not in _SHIFT or logits.stride(1) != 1 or logits.shape[1] == 0:
         raise ValueError(f"expected rows of float logits, got {logits.dtype}, {logits.shape}, {logits.stride()}")
     for name, one in (("slots", slots), ("index", index), ("tokens", tokens)):
-        _check_one(name, one, (rows,), (torch.int64,))
-    _check_one("best", best, (rows,), (torch.float32,))
+        check_tensor(name, one, (rows,), torch.int64)
+    check_tensor("best", best, (rows,), torch.float32)
 
 
 def _check_adjusted(adjusted: AdjustedLogits, num_slots: int, vocab: int) -> None:
-    _check_one("adjusted.row", adjusted.row, (num_slots,), (torch.int32,))
+    check_tensor("adjusted.row", adjusted.row, (num_slots,), torch.int32)
     given = adjusted.logits
     if given.dtype != torch.float32 or given.ndim != 2 or given.shape[1] != vocab or given.stride(1) != 1:
         raise ValueError(f"adjusted: expected float32 rows of {vocab}, got {given.dtype} {list(given.shape)}")
-
-
-def _check_one(name: str, one: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
-    if one.shape != shape or one.dtype not in dtypes or not one.is_contiguous():
-        raise ValueError(f"{name}: expected contiguous {list(shape)} of {dtypes}, got {list(one.shape)} of {one.dtype}")

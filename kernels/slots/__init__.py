@@ -1,5 +1,6 @@
-"""State of batch slots on the device (`slot_state.SlotState`), so that steps run ahead of the host.
+"""State of batch slots on the device (`SlotState`), and the kernels that begin and end a decode step.
 
-`scatter_words` writes the host's changes into it, `gather_inputs` begins a step (`StepInputs`), and `advance_slots`
-ends it: each slot takes its token or ends (`SlotOutcome`). No import of another folder.
+`scatter_words` writes the changes of a plan, `gather_inputs` fills the inputs of a step (`StepInputs`), and
+`advance_slots` gives each slot its new token or ends it. The worker's `execution/` calls these. No import of another
+folder.
 """

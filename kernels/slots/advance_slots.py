@@ -11,6 +11,7 @@ from torch import Tensor
 from blockyard.kernels.int_math import ceil_div
 from blockyard.kernels.slots.gather_inputs import StepInputs
 from blockyard.kernels.slots.slot_state import MAX_STOP_IDS, Field, SlotState
+from blockyard.kernels.tensor_checks import check_tensor
 
 _TILE = 128
 NUM_RESULTS = 3  # words a row: outcome, token, number of computed tokens
@@ -147,13 +148,11 @@ def advance_slots(
         raise ValueError(f"results: expected [ring, {NUM_RESULTS}, {count} or more], got {list(results.shape)}")
     if results.dtype != torch.int32 or not results.is_contiguous():
         raise ValueError(f"results: expected contiguous int32, got {results.dtype}, strides {results.stride()}")
-    for name, one, dtype in (("tokens", tokens, torch.int64), ("best", best, torch.float32)):
-        if one.shape != (count,) or one.dtype != dtype or not one.is_contiguous():
-            raise ValueError(f"{name}: expected contiguous [{count}] {dtype}, got {list(one.shape)} of {one.dtype}")
-    if eos.ndim != 1 or eos.dtype != torch.int32 or not eos.is_contiguous():
-        raise ValueError(f"eos: expected contiguous int32 ids, got {list(eos.shape)} of {eos.dtype}")
-    if counts is not None and (counts.shape != (count,) or counts.dtype != torch.int32 or counts.stride(0) != 1):
-        raise ValueError(f"counts: expected contiguous [{count}] int32, got {list(counts.shape)} of {counts.dtype}")
+    check_tensor("tokens", tokens, (count,), torch.int64)
+    check_tensor("best", best, (count,), torch.float32)
+    check_tensor("eos", eos, (eos.numel(),), torch.int32)
+    if counts is not None:
+        check_tensor("counts", counts, (count,), torch.int32)
     if count == 0:
         return
     _advance_slots_kernel[(ceil_div(count, _TILE),)](

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from blockyard.kernels.int_math import ceil_div
 from blockyard.kernels.slots.slot_state import Field, SlotState
+from blockyard.kernels.tensor_checks import check_tensor
 
 _TILE = 128
 NUM_INPUT_WORDS = 5  # int64 fields of StepInputs
@@ -37,9 +38,8 @@ class StepInputs:
 
     def check(self, rows: int) -> None:
         """Raises ValueError."""
-        for one in (self.token_ids, self.positions, self.slots, self.index, self.sampled_slots):
-            if one.shape != (rows,) or one.dtype != torch.int64 or not one.is_contiguous():
-                raise ValueError(f"expected contiguous [{rows}] int64, got {list(one.shape)} of {one.dtype}")
+        for name in ("token_ids", "positions", "slots", "index", "sampled_slots"):
+            check_tensor(name, getattr(self, name), (rows,), torch.int64)
 
 
 def gather_inputs_reference(state: SlotState, inputs: StepInputs) -> None:

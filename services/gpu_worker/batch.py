@@ -2,9 +2,7 @@
 
 from collections import deque
 
-import numpy as np
-import numpy.typing as npt
-
+from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.kv.block_hashes import BlockHashes
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.kv.transfers import Transfers, copy_blocks
@@ -12,8 +10,6 @@ from blockyard.services.gpu_worker.sampling.sampler import Sampler
 from blockyard.services.gpu_worker.slots import Slots
 from blockyard.services.kv_transfer.host_store import BlockStore
 from blockyard.shared.messages import FinishReason, Geometry, SlotResult, StepPlan
-
-Ints = npt.NDArray[np.int64]
 
 
 class Batch:
@@ -95,7 +91,7 @@ class Batch:
         for owner in self._ended_owners.popleft():
             del self._blocks_of_ended[owner]
 
-    def drop(self, slot: int, owner: int) -> None:
+    def fail_slot(self, slot: int, owner: int) -> None:
         """Fails a slot that has logits that are not finite, and scrubs its blocks before another slot reads them.
 
         Call it before the next launch. Plans in flight do not touch these blocks, but later plans may.

@@ -69,7 +69,7 @@ def start(config: WorkerConfig, report: Report, processes: CompileProcesses | No
     build = find_family(settings)
     share = check(build, settings, dtype, config, device)
     model = build(settings, WeightTable(dtype, device, share))
-    scales = kv_scales.claim(model.table, model.shape.num_layers, kv_scales.from_checkpoint(config))
+    scales = kv_scales.place_scales(model.table, model.shape.num_layers, kv_scales.are_in_checkpoint(config))
     max_model_len = pick_length(config.max_model_len, model.shape.max_positions)
     notes.append(f"model: {settings['architectures'][0]}, {str(dtype).removeprefix('torch.')}")
     progress = Throttle(lambda done: report("loading weights", done, notes))
@@ -95,7 +95,7 @@ def start(config: WorkerConfig, report: Report, processes: CompileProcesses | No
         notes.extend([*plan.notes, *host_plan.notes])
         report("reserving KV memory", 0.0, notes)
         pool = KVPool(model.shape, plan.num_blocks, config.block_size, kv_dtype, device, config.batch_invariant)
-        notes.extend(kv_scales.give(pool, scales, config))
+        notes.extend(kv_scales.set_pool_scales(pool, scales, config))
         store = host_blocks.make_store(host_plan, pool)
     geometry = geometry_of(model, eos_ids, config, need, plan.num_blocks, host_plan.num_blocks)
     if device.type == "cuda":
@@ -190,7 +190,7 @@ def check(
 ) -> float:
     """Checks tensor names, shapes and memory before weights are allocated. Returns `host_share`."""
     model = build(settings, WeightTable(dtype, torch.device("meta")))
-    kv_scales.claim(model.table, model.shape.num_layers, kv_scales.from_checkpoint(config))
+    kv_scales.place_scales(model.table, model.shape.num_layers, kv_scales.are_in_checkpoint(config))
     max_model_len = pick_length(config.max_model_len, model.shape.max_positions)
     folder = Path(config.model_path)
     checkpoint_check.check_tensors(model.table, folder, config.load_format, config.ignore_patterns)

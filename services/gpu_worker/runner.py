@@ -5,10 +5,9 @@ from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 import torch
 
+from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.batch import Batch
 from blockyard.services.gpu_worker.execution.eager import DeviceSteps, HostSteps
 from blockyard.services.gpu_worker.interfaces import CompletedPlan
@@ -18,8 +17,6 @@ from blockyard.services.gpu_worker.loading.weight_offload import OffloadedWeight
 from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.kv_transfer.host_store import BlockStore
 from blockyard.shared.messages import Geometry, SlotResult, StepPlan
-
-Ints = npt.NDArray[np.int64]
 
 
 class RunAhead(DeviceSteps, Protocol):
@@ -87,7 +84,7 @@ class Runner:
 
     def reset(self, num_slots: int) -> None:
         """Waits for steps in flight, then drops their results and all slots. Keeps KV and block hashes."""
-        self._settle()
+        self._wait_for_steps()
         self._done.clear()
         self.batch.reset(num_slots)
         self.host.forget()
@@ -131,7 +128,7 @@ class Runner:
                 if self.ahead.runs_ahead(slots, counts):
                     self.ahead.launch(plan, results, slots, counts)
                     return
-                self._settle()
+                self._wait_for_steps()
                 slots, counts = self.batch.slots.scheduled(plan.runs)  # slots may have ended
             if len(slots):
                 results.extend(self.host.run(slots, counts))
@@ -150,10 +147,10 @@ class Runner:
     def execute(self, plan: StepPlan) -> list[SlotResult]:
         """Launches a plan and waits for its results. No other plan may be in flight."""
         self.launch(plan)
-        self._settle()
+        self._wait_for_steps()
         return self.collect()[0].all_results
 
-    def _settle(self) -> None:
+    def _wait_for_steps(self) -> None:
         """Waits until no step is in flight."""
         while self.ahead is not None and self.ahead.in_flight:
             self._done.append(self.ahead.wait())

@@ -4,11 +4,9 @@ import itertools
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
+from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.shared.messages import Sampling, SlotBlocks, SlotRun, SlotStart
-
-Ints = npt.NDArray[np.int64]
 
 
 class SlotError(Exception):
@@ -71,10 +69,6 @@ class Slots:
         self.live[slot] = False
         if error:
             self.errors[slot] = error
-
-    def clear(self) -> None:
-        for slot in [*self.slots, *self.errors]:
-            self.end(slot)
 
     def add_blocks(self, added: SlotBlocks) -> None:
         slot = added.slot

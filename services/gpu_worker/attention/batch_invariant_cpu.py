@@ -4,17 +4,14 @@ The rounding of a matrix product depends on the number of rows. Each row therefo
 copy of exactly the keys and values that it attends to.
 """
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from blockyard.kernels.attention.torch_sdpa import row_index, write_kv_reference
 from blockyard.kernels.layers.apply_rope import apply_rope_reference
 from blockyard.kernels.layers.rms_norm import RMSNorm
+from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.kv.pool import KVPool
-
-Ints = npt.NDArray[np.int64]
 
 
 class BatchInvariantCpuAttention:

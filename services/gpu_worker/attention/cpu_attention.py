@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -15,9 +14,8 @@ from blockyard.kernels.attention.torch_sdpa import (
 )
 from blockyard.kernels.layers.apply_rope import apply_rope_reference
 from blockyard.kernels.layers.rms_norm import RMSNorm
+from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.kv.pool import KVPool
-
-Ints = npt.NDArray[np.int64]
 
 EXTRA_TOKENS = 64  # capacity beyond the longest sequence, for the next decode steps
 MAX_BYTES = 256 << 20  # limit of gathered K and V, a second copy; above it, each step gathers again

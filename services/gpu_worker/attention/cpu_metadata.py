@@ -1,11 +1,11 @@
 """Builds the attention metadata of a step on the CPU from block tables and lengths."""
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from blockyard.kernels.attention.torch_sdpa import chunk_index, row_index
+from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.attention import cpu_attention
 from blockyard.services.gpu_worker.attention.batch_invariant_cpu import BatchInvariantCpuAttention
 from blockyard.services.gpu_worker.attention.choice import AttentionCase, AttentionKernel, RowKind, choose
@@ -18,8 +18,6 @@ from blockyard.services.gpu_worker.attention.cpu_attention import (
 )
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.step import Attend
-
-Ints = npt.NDArray[np.int64]
 
 SPLIT_FROM = 256  # sequences up to this length share one call
 SPLIT_RATIO = 2  # the longest sequence of a group is at most this many times the shortest

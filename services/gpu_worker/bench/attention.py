@@ -84,42 +84,42 @@ def _of_lengths(lengths: list[int], dtype: torch.dtype = torch.bfloat16) -> Case
 
 
 def _decode(name: str, lengths: list[int], dtype: torch.dtype = torch.bfloat16) -> Row:
-    it = _of_lengths(lengths, dtype)
-    schedule = schedule_decode(it.q, it.layers[0], it.seqs, None, LONGEST)  # not timed: runs once a step
+    case = _of_lengths(lengths, dtype)
+    schedule = schedule_decode(case.q, case.layers[0], case.seqs, None, LONGEST)  # not timed: runs once a step
 
     def attend(layer: Tensor) -> None:
-        paged_decode(it.q, layer, it.seqs, SCALE, None, LONGEST, it.out, schedule=schedule, scales=it.scales)
+        paged_decode(case.q, layer, case.seqs, SCALE, None, LONGEST, case.out, schedule=schedule, scales=case.scales)
 
     kind = "" if dtype == torch.bfloat16 else ", KV in 8 bits"
-    return row(f"decode attention{kind}", name, _seconds(it, attend), it.num_bytes)
+    return row(f"decode attention{kind}", name, _seconds(case, attend), case.num_bytes)
 
 
 def _prefill(name: str, spans: list[tuple[int, int]]) -> Row:
-    it, longest = Case(spans), max(before + new for before, new in spans)
+    case, longest = Case(spans), max(before + new for before, new in spans)
 
     def attend(layer: Tensor) -> None:
-        paged_prefill(it.q, layer, it.seqs, it.starts, SCALE, None, longest, it.out)
+        paged_prefill(case.q, layer, case.seqs, case.starts, SCALE, None, longest, case.out)
 
-    return row("prefill attention", name, _seconds(it, attend), it.num_bytes, it.operations)
+    return row("prefill attention", name, _seconds(case, attend), case.num_bytes, case.operations)
 
 
 def _invariant_decode(name: str) -> Row:
-    it = _of_lengths(DECODES[name])
+    case = _of_lengths(DECODES[name])
 
     def attend(layer: Tensor) -> None:
-        batch_invariant_attention(it.q, layer, it.seqs, it.starts, SCALE, None, LONGEST, it.out, True)
+        batch_invariant_attention(case.q, layer, case.seqs, case.starts, SCALE, None, LONGEST, case.out, True)
 
-    return row("decode attention, batch-invariant", name, _seconds(it, attend), it.num_bytes)
+    return row("decode attention, batch-invariant", name, _seconds(case, attend), case.num_bytes)
 
 
 def _invariant_prefill(name: str, spans: list[tuple[int, int]]) -> Row:
-    it = Case(spans)
+    case = Case(spans)
 
     def attend(layer: Tensor) -> None:
-        batch_invariant_attention(it.q, layer, it.seqs, it.starts, SCALE, None, LONGEST, it.out, False)
+        batch_invariant_attention(case.q, layer, case.seqs, case.starts, SCALE, None, LONGEST, case.out, False)
 
-    return row("prefill attention, batch-invariant", name, _seconds(it, attend), it.num_bytes, it.operations)
+    return row("prefill attention, batch-invariant", name, _seconds(case, attend), case.num_bytes, case.operations)
 
 
-def _seconds(it: Case, attend: Callable[[Tensor], None]) -> float:
-    return graph_seconds([partial(attend, layer) for layer in it.layers])
+def _seconds(case: Case, attend: Callable[[Tensor], None]) -> float:
+    return graph_seconds([partial(attend, layer) for layer in case.layers])

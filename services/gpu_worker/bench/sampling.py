@@ -32,7 +32,7 @@ def flat(rows: int) -> Tensor:
 def measure() -> list[Row]:
     torch.manual_seed(0)
     with torch.inference_mode(), torch.device(DEVICE):
-        return [one for rows in ROWS for one in (*_draws(rows), _penalties(rows), _scores(rows))]
+        return [one for rows in ROWS for one in (*_draws(rows), _penalties(rows), _logprobs(rows))]
 
 
 def _draws(rows: int) -> list[Row]:
@@ -55,12 +55,12 @@ def _draws(rows: int) -> list[Row]:
     }
     slots, index = torch.randperm(rows), torch.randint(0, 2**17, (rows,))
     tokens, best = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows)
-    found = []
+    measured = []
     for name, (kind, values) in cases.items():
         params = _params(rows, values)
         calls = [partial(sample_tokens, x, slots, index, params, tokens, best) for x in logits[kind]]
-        found.append(row(name, f"{rows} x {VOCAB}", graph_seconds(calls), rows * VOCAB * 2))
-    return found
+        measured.append(row(name, f"{rows} x {VOCAB}", graph_seconds(calls), rows * VOCAB * 2))
+    return measured
 
 
 def _params(rows: int, values: dict[str, float]) -> SamplingTensors:
@@ -80,17 +80,17 @@ def _params(rows: int, values: dict[str, float]) -> SamplingTensors:
 def _penalties(rows: int) -> Row:
     """Times penalties on all rows: reads logits and counts, writes adjusted logits."""
     logits = [flat(rows) for _ in range(copies(rows * VOCAB * 10))]
-    wishes = make_logits_edits(rows, rows, 64, VOCAB, torch.device(DEVICE))
-    wishes.row.copy_(torch.arange(rows))
-    wishes.repetition.fill_(1.2)
-    for counts in wishes.counts:
+    edits = make_logits_edits(rows, rows, 64, VOCAB, torch.device(DEVICE))
+    edits.row.copy_(torch.arange(rows))
+    edits.repetition.fill_(1.2)
+    for counts in edits.counts:
         count_known(counts, torch.randint(0, VOCAB, (1000,)), 500)
     slots = torch.arange(rows)
-    seconds = graph_seconds([partial(penalize_logits, x, slots, slots, wishes) for x in logits])
+    seconds = graph_seconds([partial(penalize_logits, x, slots, slots, edits) for x in logits])
     return row("penalties", f"{rows} x {VOCAB}", seconds, rows * VOCAB * 10)
 
 
-def _scores(rows: int) -> Row:
+def _logprobs(rows: int) -> Row:
     """Times logprobs on all rows: logprob and rank of the token, and the top 5."""
     logits = [peaked(rows, 60, 14, 2) for _ in range(copies(rows * VOCAB * 2))]
     slots, tokens = torch.arange(rows), torch.randint(0, VOCAB, (rows,))

@@ -46,16 +46,7 @@ def compile_kernel(line: str) -> str:
         kernel = compile(source, target=target, options=options)
         if hasattr(nvidia, "make_launcher"):  # up to Triton 3.6 a C compiler makes a function for each signature
             nvidia.CudaLauncher(kernel.src, kernel.metadata)
-    except (
-        TritonError,
-        RuntimeError,
-        ValueError,
-        TypeError,
-        LookupError,
-        AttributeError,
-        AssertionError,
-        OSError,
-    ) as e:
+    except PROBLEMS as e:
         return f"{data['name']}: {type(e).__name__}: {' '.join(str(e).split())[:300]}"
     return ""
 

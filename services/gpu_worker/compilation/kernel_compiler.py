@@ -106,11 +106,11 @@ class KernelCompiler:
         with self._changed:
             return self._changed.wait_for(lambda: self._num_done == len(self._seen), timeout_s)
 
-    def has_all(self, key: str) -> bool:
+    def has_compiled(self, key: str) -> bool:
         """Whether all kernels of `key` were compiled before."""
         return key in self._compiled
 
-    def note_all(self, key: str) -> None:
+    def mark_compiled(self, key: str) -> None:
         """All kernels of `key` are compiled."""
         self._compiled.add(key)
 

@@ -46,11 +46,11 @@ def compile_kernels(
     """Returns when the kernels of steps are compiled. Candidates of the tuner are compiled in the background."""
     key = _key(model, need, kv_dtype, num_eos, config)
     log.debug("kernels of steps: %s", key)
-    if not compiler.has_all(key):
+    if not compiler.has_compiled(key):
         with torch.inference_mode(), compiler.recording():
             _launch_steps(model, need, kv_dtype, num_eos, config)
         compiler.wait()
-        compiler.note_all(key)
+        compiler.mark_compiled(key)
     if tuner is not None and tuner.missing:
         with compiler.recording():
             tuner.launch_candidates()
@@ -92,9 +92,9 @@ def _launch_steps(model: Model, need: KVMemoryNeed, kv_dtype: torch.dtype, num_e
         words = torch.empty(sum(descriptor.parts), dtype=torch.int64)
         clear(words, descriptor)
         step = PrefillStep(steps, descriptor, words.to(device))
-        due = step.forward()
+        sampler_input = step.forward()
         for needs_processing in variants:
-            step.sample(due, needs_processing)
+            step.sample(sampler_input, needs_processing)
 
 
 def _descriptors(steps: DecodeSteps, most: int) -> list[BatchDescriptor]:

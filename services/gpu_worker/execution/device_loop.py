@@ -7,14 +7,15 @@ from dataclasses import dataclass
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from blockyard.kernels.slots.advance_slots import SlotOutcome
+from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.batch import Batch
 from blockyard.services.gpu_worker.execution import decode_graphs
 from blockyard.services.gpu_worker.execution.decode_graphs import DecodeSettings, DecodeSize, DecodeSteps
+from blockyard.services.gpu_worker.execution.decode_tokens import DecodeTokens
 from blockyard.services.gpu_worker.execution.device_ops import DeviceOps
 from blockyard.services.gpu_worker.execution.pinned_ring import StepBuffers
 from blockyard.services.gpu_worker.execution.prefill_graphs import PrefillGraphs
@@ -26,14 +27,11 @@ from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.linear_tuning.idle_tuning import IdleTuning
 from blockyard.services.gpu_worker.memory import KVMemoryNeed
 from blockyard.services.gpu_worker.models.interface import Model
-from blockyard.services.gpu_worker.rows import DecodeTokens
 from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.messages import FinishReason, Geometry, SlotResult, StepPlan
 
 __all__ = ["DeviceLoop", "graph_bytes", "start"]
 
-Ints = npt.NDArray[np.int64]
-Words = npt.NDArray[np.int32]
 
 FINISH = {
     SlotOutcome.END_OF_SEQUENCE: FinishReason.STOP,
@@ -55,7 +53,7 @@ class InFlightStep:
     results: list[SlotResult]  # of slots that could not run
     slots: Ints  # in the order of the step's rows
     owners: Ints
-    entry: StepBuffers
+    buffers: StepBuffers
     began_s: float  # time of its launch
     launch_s: float  # host time of its launch
     num_logprobs: dict[int, int]  # by slot that reports log-probabilities: how many of the top tokens
@@ -128,7 +126,7 @@ class DeviceLoop:
 
     def runs_ahead(self, slots: Ints, counts: Ints) -> bool:
         """Whether all slots of this step sample on the device."""
-        return len(slots) > 0 and self.supports(slots, counts) and bool(self.steps.slots.samples_alone[slots].all())
+        return len(slots) > 0 and self.supports(slots, counts) and bool(self.steps.slots.samples_on_device[slots].all())
 
     def supports(self, slots: Ints, counts: Ints) -> bool:
         """Whether a step of these slots can be computed on the device's state."""
@@ -141,13 +139,13 @@ class DeviceLoop:
         needs_processing = logits_edits.needs_processing(slots)
         if counts[-1] == 1:
             size = self._size(slots)
-            entry = self._begin(slots, counts, size.rows)
+            buffers = self._begin(slots, counts, size.rows)
             self.steps.sample(size, self.steps.forward(size), needs_processing)
         else:
-            entry = self._launch_prefill(slots, counts, needs_processing)
+            buffers = self._launch_prefill(slots, counts, needs_processing)
         if logits_edits.num_logprobs:
-            entry.copy_logprobs(logits_edits.buffer)
-        entry.done.record()
+            buffers.copy_logprobs(logits_edits.buffer)
+        buffers.done.record()
         table.advance_ahead(slots, counts)
         num_logprobs = (
             {s: logits_edits.num_logprobs[s] for s in slots.tolist() if s in logits_edits.num_logprobs}
@@ -157,7 +155,7 @@ class DeviceLoop:
         owners, num_decodes = table.owners[slots], int((counts == 1).sum())
         launch_s = time.perf_counter() - began_s
         self._in_flight_steps.append(
-            InFlightStep(plan, results, slots, owners, entry, began_s, launch_s, num_logprobs, num_decodes)
+            InFlightStep(plan, results, slots, owners, buffers, began_s, launch_s, num_logprobs, num_decodes)
         )
 
     def _launch_prefill(self, slots: Ints, counts: Ints, needs_processing: bool) -> StepBuffers:
@@ -165,24 +163,24 @@ class DeviceLoop:
         table, descriptor = self._batch.slots, self._prefill_steps.descriptor(counts)
         graph = self._graphs.find(descriptor)
         if graph is not None:
-            entry = self._begin(slots, counts, graph.descriptor.num_decodes)
-            graph.run(entry, slots, counts, table, needs_processing)
+            buffers = self._begin(slots, counts, graph.descriptor.num_decodes)
+            graph.run(buffers, slots, counts, table, needs_processing)
         else:
-            entry = self._begin(slots, counts, descriptor.num_decodes)
-            step = self._prefill_steps.prepare(entry, descriptor, slots, counts, table)
+            buffers = self._begin(slots, counts, descriptor.num_decodes)
+            step = self._prefill_steps.prepare(buffers, descriptor, slots, counts, table)
             step.sample(step.forward(), needs_processing)
-        return entry
+        return buffers
 
     def collect(self) -> CompletedPlan | None:
         """The oldest plan in flight, if it is done."""
-        if not self._in_flight_steps or not self._in_flight_steps[0].entry.done.query():
+        if not self._in_flight_steps or not self._in_flight_steps[0].buffers.done.query():
             return None
         return self._finish(self._in_flight_steps.popleft())
 
     def wait(self) -> CompletedPlan:
         """Waits for the oldest plan in flight."""
         flight = self._in_flight_steps.popleft()
-        flight.entry.done.synchronize()
+        flight.buffers.done.synchronize()
         return self._finish(flight)
 
     def run(self, slots: Ints, counts: Ints) -> tuple[Tensor, Tensor | None]:
@@ -197,14 +195,14 @@ class DeviceLoop:
                 self._batch.recount(slot)
         if counts[-1] == 1:
             size = self._size(slots)
-            entry = self._begin(slots, counts, size.rows)
+            buffers = self._begin(slots, counts, size.rows)
             output = self.steps.forward(size).first(len(slots))
-            entry.done.record()
+            buffers.done.record()
             return output.hidden, output.logits
         descriptor = self._prefill_steps.descriptor(counts)
-        entry = self._begin(slots, counts, descriptor.num_decodes)
-        hidden = self._prefill_steps.prepare(entry, descriptor, slots, counts, self._batch.slots).forward_all()
-        entry.done.record()
+        buffers = self._begin(slots, counts, descriptor.num_decodes)
+        hidden = self._prefill_steps.prepare(buffers, descriptor, slots, counts, self._batch.slots).forward_all()
+        buffers.done.record()
         return hidden, None
 
     def sync_from_host(self, slots: Ints) -> None:
@@ -224,21 +222,21 @@ class DeviceLoop:
         for slot, begin, count in zip(slots[num_decodes:], positions[num_decodes:], counts[num_decodes:], strict=True):
             self._batch.block_hashes.invalidate(table.tables[slot, begin // size : -(-(begin + count) // size)])
         steps.slots.send_next_tokens(decodes[positions[:num_decodes] < table.num_start_tokens[decodes]], table)
-        entry = steps.ring.take()
+        buffers = steps.ring.take()
         steps.slots.assign(decodes, num_rows)
         if not num_rows:
             steps.slots.count_step(steps.ring.step)
         index, values = steps.slots.take()
         if len(index):
-            entry.write(index, values)
-            steps.ops.scatter(steps.slots.state.arena, entry.pairs, len(index))
-        return entry
+            buffers.write(index, values)
+            steps.ops.scatter(steps.slots.state.arena, buffers.pairs, len(index))
+        return buffers
 
     def _finish(self, flight: InFlightStep) -> CompletedPlan:
         now = time.perf_counter()
         step_s, self._done_s = now - max(flight.began_s, self._done_s), now
         results, slots = flight.results, flight.slots
-        outcomes, tokens, computed = flight.entry.results[:, : len(slots)]
+        outcomes, tokens, computed = flight.buffers.results[:, : len(slots)]
         plain = outcomes == SlotOutcome.TOKEN  # nearly every row
         held = self._batch.slots.owners[slots] == flight.owners
         keep = plain & held
@@ -260,7 +258,7 @@ class DeviceLoop:
 
     def _take_other(self, flight: InFlightStep, row: int, outcome: SlotOutcome, held: bool) -> None:
         """Handles a row that did not sample, or that ended its sequence."""
-        slot, (token, length) = int(flight.slots[row]), flight.entry.results[1:, row].tolist()
+        slot, (token, length) = int(flight.slots[row]), flight.buffers.results[1:, row].tolist()
         if outcome == SlotOutcome.PART:
             flight.results.append(SlotResult(slot, [], length))
         elif outcome != SlotOutcome.NOTHING:
@@ -269,19 +267,19 @@ class DeviceLoop:
                 self._batch.slots.finish(slot)
 
     def _add_logprobs(self, flight: InFlightStep) -> None:
-        assert flight.entry.scores is not None
-        words, places = flight.entry.scores.numpy(), {s: i for i, s in enumerate(flight.slots.tolist())}
+        assert flight.buffers.logprobs is not None
+        words, places = flight.buffers.logprobs.numpy(), {s: i for i, s in enumerate(flight.slots.tolist())}
         for i, result in enumerate(flight.results):
             num_top = flight.num_logprobs.get(result.slot)
             if num_top is not None and result.token_ids:
                 place, token = places[result.slot], result.token_ids[0]
-                entry = self.steps.slots.logits_edits.read(words, place, token, num_top)
-                flight.results[i] = msgspec.structs.replace(result, logprobs=[entry])
+                logprobs = self.steps.slots.logits_edits.read(words, place, token, num_top)
+                flight.results[i] = msgspec.structs.replace(result, logprobs=[logprobs])
 
     def _finished_result(self, slot: int, owner: int, outcome: SlotOutcome, token: int, length: int) -> SlotResult:
         problem = PROBLEMS.get(outcome)
         if problem is not None:
-            self._batch.drop(slot, owner)
+            self._batch.fail_slot(slot, owner)
             return SlotResult(slot, [], length, FinishReason.FAILED, detail=problem)
         ids = [] if outcome == SlotOutcome.FULL else [token]
         return SlotResult(slot, ids, length, FINISH[outcome], token if outcome == SlotOutcome.STOP else None)

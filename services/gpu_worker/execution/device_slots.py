@@ -6,13 +6,11 @@ import numpy.typing as npt
 from blockyard.kernels.sampling.philox_gumbel import split_seed
 from blockyard.kernels.sampling.sample_tokens import SamplingTensors
 from blockyard.kernels.slots.slot_state import MAX_STOP_IDS, NUM_FIELDS, Field, SlotState
+from blockyard.services.gpu_worker.arrays import Ints, Words
 from blockyard.services.gpu_worker.execution.device_writes import DeviceWrites
 from blockyard.services.gpu_worker.sampling.device_steps import DeviceLogitsEdits
 from blockyard.services.gpu_worker.slots import Slots
 from blockyard.shared.messages import SlotStart, StepPlan
-
-Ints = npt.NDArray[np.int64]
-Words = npt.NDArray[np.int32]
 
 
 class DeviceSlots:
@@ -39,7 +37,7 @@ class DeviceSlots:
         self._field_places = (np.arange(NUM_FIELDS) * state.fields.shape[1]).tolist()
         self._tables_place, self._width = state.place(state.tables), state.tables.shape[1]
         self._rows = np.full(len(state.row_slots), -1, np.int64)  # slots by row, as on the device
-        self.samples_alone = np.zeros(num_slots, np.bool_)  # by slot: it needs no host between its tokens
+        self.samples_on_device = np.zeros(num_slots, np.bool_)  # by slot: it needs no host between its tokens
         self._sent = np.zeros(num_slots, np.int64)  # number of blocks
         self._writes = DeviceWrites()
 
@@ -47,7 +45,7 @@ class DeviceSlots:
         """Ends all slots. step: number of steps so far."""
         self._writes.clear()
         self.logits_edits.reset()
-        self.samples_alone[:] = False
+        self.samples_on_device[:] = False
         self._sent[:] = 0
         self._rows[:] = -1
         state = self.state
@@ -119,7 +117,7 @@ class DeviceSlots:
         endings = [i for i in {*self._eos, *state.stop_ids} if 0 <= i < self._vocab_size]
         needs_host = len(state.stop_ids) > MAX_STOP_IDS
         edits = self.logits_edits.start(slot, sampling, table, endings, words, needs_host)
-        self.samples_alone[slot] = edits is not None
+        self.samples_on_device[slot] = edits is not None
         if edits:
             self._writes.add(*self.logits_edits.places(slot, edits))
         stops = [i for i in state.stop_ids if 0 <= i < self._vocab_size][:MAX_STOP_IDS]
@@ -136,7 +134,7 @@ class DeviceSlots:
 
     def _stop(self, slot: int) -> None:
         self.logits_edits.end(slot)
-        self.samples_alone[slot] = False
+        self.samples_on_device[slot] = False
 
     def _end(self, slot: int) -> None:
         self._writes.put(self._field_places[Field.LIVE] + slot, 0)

@@ -5,7 +5,8 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-Words = npt.NDArray[np.int32]
+from blockyard.services.gpu_worker.arrays import Words
+
 Numbers = npt.NDArray[np.generic]
 
 MOST_FEW = 64  # below this many words a list is quicker than an array
@@ -42,14 +43,14 @@ class DeviceWrites:
             self.add(np.arange(place, place + len(values)), values)
 
     def add(self, index: Numbers, values: Numbers) -> None:
-        self._settle()
+        self._few_to_arrays()
         self._index.append(index.astype(np.int32))
         self._values.append(values.astype(np.int32))
 
     def take(self) -> tuple[Words, Words]:
         """Index and value of all words, each place once, and clears them."""
         many = bool(self._few_index) or len(self._index) > 1  # one array names each place once
-        self._settle()
+        self._few_to_arrays()
         if not self._index:
             return np.empty(0, np.int32), np.empty(0, np.int32)
         index, values = np.concatenate(self._index), np.concatenate(self._values)
@@ -61,7 +62,7 @@ class DeviceWrites:
                 index, values = index[keep], values[keep]
         return index, values
 
-    def _settle(self) -> None:
+    def _few_to_arrays(self) -> None:
         if self._few_index:
             self._index.append(np.array(self._few_index, np.int32))
             self._values.append(np.array(self._few_values, np.int64).astype(np.int32))

@@ -3,10 +3,10 @@
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.attention.cpu_attention import EXTRA_TOKENS
 from blockyard.services.gpu_worker.attention.cpu_metadata import CpuMetadataBuilder, length_order
 from blockyard.services.gpu_worker.batch import Batch
@@ -15,8 +15,6 @@ from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.gpu_worker.sampling.logprobs import PromptLogprobs
 from blockyard.services.gpu_worker.step import Step
 from blockyard.shared.messages import FinishReason, SlotResult
-
-Ints = npt.NDArray[np.int64]
 
 
 class DeviceSteps(Protocol):
@@ -29,7 +27,7 @@ class DeviceSteps(Protocol):
 
 class HostSteps:
     def __init__(self, model: Model, pool: KVPool, batch: Batch) -> None:
-        self.planner = CpuMetadataBuilder(pool)
+        self.metadata_builder = CpuMetadataBuilder(pool)
         self.device: DeviceSteps | None = None
         self._model, self._pool, self._batch = model, pool, batch
         self._prompt_logprobs = PromptLogprobs(model)
@@ -40,7 +38,7 @@ class HostSteps:
 
     def forget(self) -> None:
         """Drops all state of slots."""
-        self.planner.forget()
+        self.metadata_builder.forget()
         if self.device is not None:
             self.device.forget()
 
@@ -75,7 +73,7 @@ class HostSteps:
         blocks = table.tables[rows, positions // size]
         tables = table.tables[:, : (int(lengths.max()) + EXTRA_TOKENS) // size + 1][slots]
         self._batch.block_hashes.invalidate(blocks)
-        attend = self.planner.attention(
+        attend = self.metadata_builder.attention(
             blocks, positions % size, tables, counts, lengths, table.owners[slots], num_decodes
         )
         step = Step(self._tensor(table.token_ids[rows, positions]), self._tensor(positions), attend)
@@ -111,7 +109,7 @@ class HostSteps:
         for i, slot in enumerate(chosen.tolist()):
             length = lengths[ready[i]]
             if (problem := sampled.problems.get(i)) is not None:
-                batch.drop(slot, int(table.owners[slot]))
+                batch.fail_slot(slot, int(table.owners[slot]))
                 results.append(SlotResult(slot, [], length, FinishReason.FAILED, detail=problem))
                 continue
             token = sampled.token_ids[i]

@@ -4,14 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from blockyard.kernels.slots.advance_slots import NUM_RESULTS
-
-Words = npt.NDArray[np.int32]
+from blockyard.services.gpu_worker.arrays import Words
 
 FIRST_PAIRS = 4096  # initial capacity of a step's buffers
 
@@ -43,13 +40,13 @@ class StepBuffers:
     done: DeviceEvent
     pairs: Tensor  # [2, some] int32
     _words: Tensor  # [some] int64
-    scores: Tensor | None = None  # int32, log-probabilities of the step; None: no step has reported any
+    logprobs: Tensor | None = None  # int32, log-probabilities of the step; None: no step has reported any
 
     def copy_logprobs(self, buffer: Tensor) -> None:
         """Copies a step's log-probabilities to the host, after the step has computed them."""
-        if self.scores is None:
-            self.scores = torch.empty(buffer.shape, dtype=buffer.dtype, pin_memory=self._pinned)
-        self.scores.copy_(buffer, non_blocking=True)
+        if self.logprobs is None:
+            self.logprobs = torch.empty(buffer.shape, dtype=buffer.dtype, pin_memory=self._pinned)
+        self.logprobs.copy_(buffer, non_blocking=True)
 
     def words(self, count: int) -> Tensor:
         """[count] int64, for the words of a step with prefill."""
@@ -75,16 +72,16 @@ class PinnedRing:
     """Buffers used in turn, one set a step. The device counts steps to find its results: see `gather_inputs`."""
 
     def __init__(
-        self, size: int, capacity: int, device: torch.device, mark: Callable[[], DeviceEvent] | None = None
+        self, size: int, capacity: int, device: torch.device, make_event: Callable[[], DeviceEvent] | None = None
     ) -> None:
         pinned = device.type == "cuda"
-        if mark is None:
-            mark = torch.cuda.Event if pinned else CompletedEvent
+        if make_event is None:
+            make_event = torch.cuda.Event if pinned else CompletedEvent
         self.results = torch.zeros((size, NUM_RESULTS, capacity), dtype=torch.int32, pin_memory=pinned)
         self._entries = [
             StepBuffers(
                 one.numpy(),
-                mark(),
+                make_event(),
                 torch.zeros((2, FIRST_PAIRS), dtype=torch.int32, pin_memory=pinned),
                 torch.empty(0, dtype=torch.int64),
             )

@@ -12,11 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.execution.decode_graphs import DecodeSteps
 from blockyard.services.gpu_worker.execution.pinned_ring import StepBuffers
 from blockyard.services.gpu_worker.execution.prefill_sizes import GraphCost, PrefillGraphSizes
@@ -25,7 +24,6 @@ from blockyard.services.gpu_worker.slots import Slots
 
 log = logging.getLogger(__name__)
 
-Ints = npt.NDArray[np.int64]
 
 START_S = 0.5  # spent before the worker is ready
 FEWEST = 2  # sizes at least; of a small model they cover every step
@@ -46,9 +44,9 @@ class PrefillGraph:
     forward: Replay
     samples: tuple[Replay, ...]  # without and, where the device supports it, with processing of logits
 
-    def run(self, entry: StepBuffers, slots: Ints, counts: Ints, table: Slots, needs_processing: bool) -> None:
+    def run(self, buffers: StepBuffers, slots: Ints, counts: Ints, table: Slots, needs_processing: bool) -> None:
         """Fills the words, then replays forward pass and sampling."""
-        words = entry.words(len(self.words))
+        words = buffers.words(len(self.words))
         fill(words, self.descriptor, slots, counts, table)
         self.words.copy_(words, non_blocking=True)
         self.forward.replay()
@@ -159,20 +157,20 @@ class CudaGraphRecorder:
         held = torch.cuda.memory_allocated(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
         self._begin(descriptor)
-        due = step.forward()
+        sampler_input = step.forward()
         for needs_processing in variants:
-            step.sample(due, needs_processing)  # compiles and loads its kernels
+            step.sample(sampler_input, needs_processing)  # compiles and loads its kernels
         torch.cuda.synchronize(self._device)
         peak_bytes = torch.cuda.max_memory_allocated(self._device) - held
         before = torch.cuda.memory_reserved(self._device)
         forward, samples = torch.cuda.CUDAGraph(), tuple(torch.cuda.CUDAGraph() for _ in variants)
         start = time.perf_counter()
         with self._recorded(forward):
-            due = step.forward()
+            sampler_input = step.forward()
             launch_s = time.perf_counter() - start
         for needs_processing, sample in zip(variants, samples, strict=True):
             with self._recorded(sample):
-                step.sample(due, needs_processing)
+                step.sample(sampler_input, needs_processing)
         num_bytes = torch.cuda.memory_reserved(self._device) - before
         for _ in range(2):  # the first replay uploads the graph
             self._begin(descriptor)

@@ -16,7 +16,7 @@ from blockyard.services.gpu_worker.kv.pool import KVPool
 log = logging.getLogger(__name__)
 
 ROWS = 16  # also the width of block tables here; workers have multiples of it
-REACHES = (ROWS, 1 << 20)  # without and with split-KV
+MAX_SEQ_LENS = (ROWS, 1 << 20)  # without and with split-KV
 
 
 def compile_prefills(pool: KVPool, dtype: torch.dtype) -> None:
@@ -24,7 +24,7 @@ def compile_prefills(pool: KVPool, dtype: torch.dtype) -> None:
 
     Failures are logged: a step that needs the kernel reports them.
     """
-    kernels = [(window, reach) for window in dict.fromkeys(pool.shape.windows) for reach in REACHES]
+    kernels = [(window, max_seq_len) for window in dict.fromkeys(pool.shape.windows) for max_seq_len in MAX_SEQ_LENS]
     with ThreadPoolExecutor(len(kernels)) as threads:
         runs = [threads.submit(_run, pool, dtype, *kernel) for kernel in kernels]
     for run in runs:
@@ -35,7 +35,7 @@ def compile_prefills(pool: KVPool, dtype: torch.dtype) -> None:
 
 
 @torch.inference_mode()
-def _run(pool: KVPool, dtype: torch.dtype, window: int | None, reach: int) -> None:
+def _run(pool: KVPool, dtype: torch.dtype, window: int | None, max_seq_len: int) -> None:
     shape, device = pool.shape, pool.device
     heads = shape.num_heads + 2 * shape.kv_heads
     q = torch.zeros((ROWS, heads, shape.head_dim), dtype=dtype, device=device)[:, : shape.num_heads]
@@ -47,4 +47,4 @@ def _run(pool: KVPool, dtype: torch.dtype, window: int | None, reach: int) -> No
     starts = torch.tensor([0, ROWS], dtype=torch.int32, device=device)
     out = q.new_empty((ROWS, shape.num_heads * shape.head_dim))
     scales = None if pool.scales is None else torch.ones(2, device=device)
-    paged_prefill(q, layer, seqs, starts, shape.attention[0].scale, window, reach, out, scales=scales)
+    paged_prefill(q, layer, seqs, starts, shape.attention[0].scale, window, max_seq_len, out, scales=scales)

@@ -10,13 +10,13 @@ from statistics import fmean
 
 from blockyard.services.gpu_worker.execution.prefill_steps import BatchDescriptor
 
-FRESH = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)  # prompt tokens
-BETWEEN = (96, 192, 384, 768, 1536)  # prompt tokens that are captured later
-DECODES = (16, 64, 128, 256, 512, 1024)  # rows of decodes beside prompts
-DECODES_BETWEEN = (32, 48, 96, 192, 384, 768)  # rows of decodes that are captured later
-FIRST = 512  # prompt tokens of the first capture: it predicts larger sizes
-PREFILLS = 8  # prompts at least
-SHORT = 32  # prompts have so many tokens each when a size with decodes is full
+PREFILL_TOKENS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)  # prompt tokens
+LATER_PREFILL_TOKENS = (96, 192, 384, 768, 1536)  # prompt tokens that are captured later
+DECODE_ROWS = (16, 64, 128, 256, 512, 1024)  # rows of decodes beside prompts
+LATER_DECODE_ROWS = (32, 48, 96, 192, 384, 768)  # rows of decodes that are captured later
+FIRST_PREFILL_TOKENS = 512  # prompt tokens of the first capture: it predicts larger sizes
+MIN_PREFILLS = 8  # prompts at least
+MIN_TOKENS_OF_PREFILL = 32  # prompts have so many tokens each when a size with decodes is full
 CAPTURE_S = 0.1  # seconds of a capture, until one is measured
 MOST_BYTES = 512 << 20  # of all graphs
 
@@ -113,19 +113,22 @@ def covers(descriptor: BatchDescriptor, step: BatchDescriptor) -> bool:
 
 def descriptors(capacity: int, most_tokens: int, padded_num_seqs: Callable[[int], int]) -> list[BatchDescriptor]:
     """All sizes in capture order: one that predicts the others, one that covers every step, then the most common."""
-    fresh = [*(n for n in FRESH if n < most_tokens), most_tokens]
-    rows = [*(n for n in DECODES if n < capacity), capacity] if capacity > 1 else []
-    all_rows = sorted({*rows, *(n for n in DECODES_BETWEEN if n < capacity)}) if capacity > 1 else []
-    all_fresh = sorted({*fresh, *(n for n in BETWEEN if n < most_tokens)})
-    alone = [min(FIRST, most_tokens), most_tokens, 128, 256, 64, 32, *fresh, *BETWEEN]
-    usual = sorted(fresh, key=lambda n: (n > FIRST, -n))
+    prefill_tokens = [*(n for n in PREFILL_TOKENS if n < most_tokens), most_tokens]
+    rows = [*(n for n in DECODE_ROWS if n < capacity), capacity] if capacity > 1 else []
+    all_rows = sorted({*rows, *(n for n in LATER_DECODE_ROWS if n < capacity)}) if capacity > 1 else []
+    all_prefill_tokens = sorted({*prefill_tokens, *(n for n in LATER_PREFILL_TOKENS if n < most_tokens)})
+    first = min(FIRST_PREFILL_TOKENS, most_tokens)
+    alone = [first, most_tokens, 128, 256, 64, 32, *prefill_tokens, *LATER_PREFILL_TOKENS]
+    usual = sorted(prefill_tokens, key=lambda n: (n > FIRST_PREFILL_TOKENS, -n))
     wanted = [(0, n) for n in alone if n <= most_tokens]
     wanted[1:1] = [(n, most_tokens) for n in rows[-1:]]
     wanted[7:7] = [(n, m) for m in usual for n in sorted(rows, key=lambda n: abs(n - 64))]
-    wanted += [(n, m) for m in all_fresh for n in all_rows]
+    wanted += [(n, m) for m in all_prefill_tokens for n in all_rows]
     return [_descriptor(decodes, tokens, capacity, padded_num_seqs) for decodes, tokens in dict.fromkeys(wanted)]
 
 
-def _descriptor(decodes: int, fresh: int, capacity: int, padded_num_seqs: Callable[[int], int]) -> BatchDescriptor:
-    prefills = max(PREFILLS, fresh // SHORT if decodes else 0)
-    return BatchDescriptor(decodes, fresh, prefills + 1, padded_num_seqs(min(decodes + prefills, capacity)))
+def _descriptor(
+    decodes: int, prefill_tokens: int, capacity: int, padded_num_seqs: Callable[[int], int]
+) -> BatchDescriptor:
+    prefills = max(MIN_PREFILLS, prefill_tokens // MIN_TOKENS_OF_PREFILL if decodes else 0)
+    return BatchDescriptor(decodes, prefill_tokens, prefills + 1, padded_num_seqs(min(decodes + prefills, capacity)))

@@ -8,19 +8,17 @@ and not at all if no sequence samples.
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 from blockyard.kernels.slots.gather_inputs import NUM_INPUT_WORDS, StepInputs
+from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.attention.triton_attention import AttentionMetadata
 from blockyard.services.gpu_worker.execution.decode_graphs import DecodeSteps
 from blockyard.services.gpu_worker.execution.pinned_ring import StepBuffers
 from blockyard.services.gpu_worker.slots import Slots
 from blockyard.services.gpu_worker.step import LogitsIndices, Step
-
-Ints = npt.NDArray[np.int64]
 
 ALIGNED = 16  # words: kernels are compiled again for views at other alignments
 
@@ -82,7 +80,7 @@ def fill(words: Tensor, descriptor: BatchDescriptor, slots: Ints, counts: Ints, 
     ids, positions, owners, index, sampled_slots = rows.reshape(NUM_INPUT_WORDS, -1)
     first_rows = starts.view(np.int32)
     num_decodes, row = int((counts == 1).sum()), descriptor.num_decodes
-    is_due = num_decodes > 0
+    has_samples = num_decodes > 0
     last[: len(slots)] = np.arange(len(slots))
     for i in range(num_decodes, len(slots)):
         slot, count = int(slots[i]), int(counts[i])
@@ -94,13 +92,13 @@ def fill(words: Tensor, descriptor: BatchDescriptor, slots: Ints, counts: Ints, 
         due = int(table.num_tokens[slot]) - 1 - begin  # the first row before a sampled token
         if due < count:
             sampled_slots[row + max(due, 0) : end] = slot
-            is_due = True
+            has_samples = True
         last[i] = end - 1
         first_rows[i - num_decodes + 1] = row = end
     places[: len(slots)] = last[: len(slots)]
     sizes.view(np.int32)[: len(slots)] = counts
     first_rows[len(slots) - num_decodes + 1 : descriptor.num_prefills] = row
-    return is_due
+    return has_samples
 
 
 class PrefillSteps:
@@ -112,16 +110,18 @@ class PrefillSteps:
     def descriptor(self, counts: Ints) -> BatchDescriptor:
         """The exact sizes of a step with so many tokens of each slot."""
         num_decodes = int((counts == 1).sum())
-        fresh, num_seqs = int(counts.sum()) - num_decodes, len(counts)
-        return BatchDescriptor(num_decodes, fresh, num_seqs - num_decodes, self._steps.padded_num_seqs(num_seqs))
+        num_prefill_tokens, num_seqs = int(counts.sum()) - num_decodes, len(counts)
+        return BatchDescriptor(
+            num_decodes, num_prefill_tokens, num_seqs - num_decodes, self._steps.padded_num_seqs(num_seqs)
+        )
 
     def prepare(
-        self, entry: StepBuffers, descriptor: BatchDescriptor, slots: Ints, counts: Ints, table: Slots
+        self, buffers: StepBuffers, descriptor: BatchDescriptor, slots: Ints, counts: Ints, table: Slots
     ) -> "PrefillStep":
-        words = entry.words(sum(descriptor.parts))
-        is_due = fill(words, descriptor, slots, counts, table)
+        words = buffers.words(sum(descriptor.parts))
+        has_samples = fill(words, descriptor, slots, counts, table)
         max_seq_len = int((table.num_computed[slots] + counts).max())
-        return PrefillStep(self._steps, descriptor, words.to(self._device, non_blocking=True), is_due, max_seq_len)
+        return PrefillStep(self._steps, descriptor, words.to(self._device, non_blocking=True), has_samples, max_seq_len)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,11 +141,16 @@ class PrefillStep:
         steps: DecodeSteps,
         descriptor: BatchDescriptor,
         words: Tensor,
-        is_due: bool = True,
+        has_samples: bool = True,
         max_seq_len: int | None = None,
     ) -> None:
-        """is_due: a slot may sample. max_seq_len: of the prompts, with this step; None: unknown."""
-        self._steps, self._descriptor, self._is_due, self._max_seq_len = steps, descriptor, is_due, max_seq_len
+        """has_samples: a slot may sample. max_seq_len: of the prompts, with this step; None: unknown."""
+        self._steps, self._descriptor, self._has_samples, self._max_seq_len = (
+            steps,
+            descriptor,
+            has_samples,
+            max_seq_len,
+        )
         self._words = list(torch.split(words, descriptor.parts))
         self._table = self._words[0].view(NUM_INPUT_WORDS, -1)
         self._inputs = StepInputs(*(row[: descriptor.num_tokens] for row in self._table))
@@ -156,15 +161,15 @@ class PrefillStep:
         return self._forward(None)
 
     def forward(self) -> SamplerInput:
-        seqs, is_due = self._descriptor.num_seqs, self._is_due
+        seqs, has_samples = self._descriptor.num_seqs, self._has_samples
         self._gather()
         last = StepInputs(*(row[:seqs] for row in self._table.index_select(1, self._words[1])))
-        num_logits = seqs if is_due else 0
+        num_logits = seqs if has_samples else 0
         logits_indices = LogitsIndices(
             self._words[2][:num_logits], last.slots[:num_logits], last.positions[:num_logits]
         )
         hidden, counts = self._forward(logits_indices), self._words[3].view(torch.int32)[:seqs]
-        return SamplerInput(last, counts, self._steps.model.logits(hidden) if is_due else None)
+        return SamplerInput(last, counts, self._steps.model.logits(hidden) if has_samples else None)
 
     def sample(self, due: SamplerInput, needs_processing: bool) -> None:
         """Samples slots that have computed all tokens, advances all. needs_processing: see `DecodeSteps.sample`."""

@@ -4,14 +4,12 @@ import math
 import mmap
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from blockyard.kernels.kv_cache.kv_types import FP8_MAX
+from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.models.interface import ModelShape
-
-Ints = npt.NDArray[np.int64]
 
 _K_RANGE, _V_RANGE = 200.0, 100.0  # what vLLM takes
 _SMALLEST = 1e-6  # lower bound of the largest value: scales stay above 0

@@ -36,11 +36,11 @@ def pick_kv_dtype(name: str, dtype: torch.dtype, device: torch.device) -> torch.
     return KV_DTYPES[name]
 
 
-def from_checkpoint(config: WorkerConfig) -> bool:
+def are_in_checkpoint(config: WorkerConfig) -> bool:
     return config.kv_cache_dtype != "auto" and config.kv_scales_path is None and not config.calculate_kv_scales
 
 
-def claim(table: WeightTable, num_layers: int, is_wanted: bool) -> Tensor:
+def place_scales(table: WeightTable, num_layers: int, is_wanted: bool) -> Tensor:
     """[layers, 2] float32, of K and V, which loading the checkpoint fills; 1 where it has none."""
     scales = torch.ones((num_layers, 2), dtype=torch.float32, device=table.device)
     for layer in range(num_layers):
@@ -70,7 +70,7 @@ def read_scales(file: Path, scales: Tensor) -> None:
     scales.copy_(values[:, None].expand(-1, 2))
 
 
-def give(pool: KVPool, scales: Tensor, config: WorkerConfig) -> list[str]:
+def set_pool_scales(pool: KVPool, scales: Tensor, config: WorkerConfig) -> list[str]:
     """Sets the scales of a pool in 8 bits. scales: of the checkpoint. Returns notes. Raises LoadError."""
     if pool.scales is None:
         return []

@@ -12,13 +12,14 @@ from blockyard.shared.config import model_bounds as bounds
 from blockyard.shared.errors import ConfigError
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+DEFAULT_THETA = 10000.0
 
 
 class RopeParameters(msgspec.Struct, frozen=True, kw_only=True):
     """The RoPE parameters of config.json. Fields that a RoPE type does not use keep their defaults."""
 
     rope_type: str = "default"
-    rope_theta: bounds.Base = 10000.0
+    rope_theta: bounds.Base = DEFAULT_THETA
     factor: bounds.Scale | None = None
     original_max_position_embeddings: bounds.Positions | None = None
     low_freq_factor: bounds.Scale | None = None
@@ -32,9 +33,9 @@ class RopeParameters(msgspec.Struct, frozen=True, kw_only=True):
     partial_rotary_factor: float = 1.0
 
 
-def read_rope(config: dict[str, Any], max_positions: int, default_theta: float = 10000.0) -> RopeParameters:
+def read_rope(config: dict[str, Any], max_positions: int) -> RopeParameters:
     """Reads `rope_parameters`, or `rope_scaling` (with "type" or "rope_type") and `rope_theta`. Raises ConfigError."""
-    theta = config.get("rope_theta") or default_theta
+    theta = config.get("rope_theta") or DEFAULT_THETA
     found = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(found, dict):
         raise ConfigError(f"config.json: rope parameters must be an object, got {found!r}")

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from blockyard.services.gpu_worker.loading import parallel_load
@@ -144,13 +143,10 @@ def _read(file: Path, wants: Callable[[str], bool]) -> Iterator[tuple[str, Tenso
 
 
 def _read_safetensors(file: Path, wants: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
-    try:
-        with safe_open(file, framework="pt") as opened:  # mmap: a tensor is read when it is copied
-            for name in opened.keys():  # noqa: SIM118, no mapping
-                if wants(name):
-                    yield name, opened.get_tensor(name)
-    except (SafetensorError, OSError) as e:
-        raise LoadError(f"{file} is not a usable safetensors file: {e}") from e
+    with parallel_load.open_safetensors(file) as opened:
+        for name in opened.keys():  # noqa: SIM118, no mapping
+            if wants(name):
+                yield name, opened.get_tensor(name)
 
 
 def _read_torch(file: Path, wants: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from blockyard.services.gpu_worker.loading.checkpoint import find_files
+from blockyard.services.gpu_worker.loading.parallel_load import open_safetensors
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.shared.errors import LoadError
 
@@ -26,7 +26,7 @@ def check_tensors(table: WeightTable, folder: Path, load_format: str, ignore_pat
         for file in files:
             for name, shape in _shapes(file):
                 if table.wants(name):
-                    table.arrived(name, shape)
+                    table.mark_loaded(name, shape)
         table.check_complete()
         return
     stored = sum(file.stat().st_size for file in files)
@@ -62,9 +62,6 @@ def check_memory(
 
 def _shapes(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Shape of each tensor, from the file's header."""
-    try:
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118, no mapping
-                yield name, tuple(opened.get_slice(name).get_shape())
-    except (SafetensorError, OSError) as e:
-        raise LoadError(f"{file} is not a usable safetensors file: {e}") from e
+    with open_safetensors(file) as opened:
+        for name in opened.keys():  # noqa: SIM118, no mapping
+            yield name, tuple(opened.get_slice(name).get_shape())

@@ -11,6 +11,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 import msgspec
 import torch
@@ -58,13 +59,20 @@ class Stored:
     size_bytes: int
 
 
-def list_tensors(file: Path, fd: int) -> Iterator[Stored]:
-    """Tensors of a file. Raises LoadError if it is not a complete safetensors file."""
+@contextmanager
+def open_safetensors(file: Path) -> Iterator[Any]:
+    """Opens a file with mmap: a tensor is read when it is copied. Raises LoadError if the file is not complete."""
     try:
-        with safe_open(file, framework="pt"):
-            pass  # opening checks header, offsets and length
+        with safe_open(file, framework="pt") as opened_file:  # checks header, offsets and length
+            yield opened_file
     except (SafetensorError, OSError) as e:
         raise LoadError(f"{file} is not a usable safetensors file: {e}") from e
+
+
+def list_tensors(file: Path, fd: int) -> Iterator[Stored]:
+    """Tensors of a file. Raises LoadError if it is not a complete safetensors file."""
+    with open_safetensors(file):
+        pass
     length = int.from_bytes(os.pread(fd, 8, 0), "little")
     header = msgspec.json.decode(os.pread(fd, length, 8), type=dict[str, msgspec.Raw])
     header.pop("__metadata__", None)

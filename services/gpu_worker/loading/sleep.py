@@ -10,26 +10,26 @@ from blockyard.shared.messages import Geometry, MemoryTag, StepPlan
 
 log = logging.getLogger(__name__)
 
-WEIGHTS_ON_HOST, NOTHING_LEFT = 1, 2  # levels of sleep
+NOTHING_LEFT = 2  # the sleep level without weights and KV; at level 1 the weights are in host memory
 
 
 class SleepingRunner:
     """Forwards calls to the runner that `start` made; `reset` wakes it up.
 
     At level 1 the runner has its weights in host memory and no KV. At level 2 there is no runner, and waking up reads
-    the weights again. held_bytes: device memory of this process. settled: called when a runner is awake again.
+    the weights again. held_bytes: device memory of this process. on_awake: called when a runner is awake again.
     """
 
     def __init__(
         self,
         start: Callable[[], OffloadableRunner],
         held_bytes: Callable[[], int],
-        settled: Callable[[], None] = lambda: None,
+        on_awake: Callable[[], None] = lambda: None,
     ) -> None:
         self.level = 0
         self.freed_bytes = 0
         self._woken: set[MemoryTag] = set()  # taken back while asleep
-        self._start, self._held_bytes, self._settled = start, held_bytes, settled
+        self._start, self._held_bytes, self._on_awake = start, held_bytes, on_awake
         self._runner: OffloadableRunner | None = start()
         self._geometry = self._runner.geometry
 
@@ -110,7 +110,7 @@ class SleepingRunner:
             self._begin()
         self._woken.clear()
         self.level, self.freed_bytes = 0, 0
-        self._settled()
+        self._on_awake()
         log.info("awake after %.2f s", time.monotonic() - began)
 
     def _begin(self) -> None:

@@ -41,9 +41,9 @@ class WeightTable:
         self._ignored_suffixes: tuple[str, ...] = ()
         self._loaded: set[str] = set()
 
-    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """dtype: None for the model's."""
-        tensor = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+    def empty(self, *shape: int) -> Tensor:
+        """Memory of the device in the model's dtype."""
+        tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
         self.size_bytes += tensor.nbytes
         return tensor
 
@@ -122,7 +122,7 @@ class WeightTable:
         """Copies one weight in, converted to the dtype of its place. Raises LoadError if the shape is not the config's
         or the place does not take the dtype."""
         name = self._known(name)
-        self.arrived(name, tuple(value.shape))
+        self.mark_loaded(name, tuple(value.shape))
         if name in self.scalars:
             self.scalars[name].copy_(value.reshape(()))
             return
@@ -132,7 +132,7 @@ class WeightTable:
             raise LoadError(f"{name}: the checkpoint has {str(value.dtype).removeprefix('torch.')}, expected {known}")
         place.target.copy_(place.arrange(value) if place.arrange else value)
 
-    def arrived(self, name: str, shape: tuple[int, ...]) -> None:
+    def mark_loaded(self, name: str, shape: tuple[int, ...]) -> None:
         """Marks a weight as loaded. Raises LoadError if its shape differs from the config's."""
         name = self._known(name)
         if name in self.scalars:

@@ -225,10 +225,10 @@ class MockBatch:
             logprobs = [likeliest(token, num_candidates, state) for token in token_ids]
         return SlotResult(run.slot, token_ids, slot.num_computed, finish, stop_token, logprobs, first, prompt_logprobs)
 
-    def _first_seen(self, num_computed: int, without: int = 0) -> int:
-        """The first token in the window of the next one; `without` if there is no window."""
+    def _first_seen(self, num_computed: int, default: int = 0) -> int:
+        """The first token in the window of the next one; `default` if there is no window."""
         window = self.geometry.window
-        return without if window is None else max(0, num_computed - window + 1)
+        return default if window is None else max(0, num_computed - window + 1)
 
     def _pass(self, number: int, slot: MockSlot) -> None:
         """Gives up blocks that are outside of the slot's window: they may have other owners."""

@@ -13,56 +13,42 @@ from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.messages import Geometry, SlotResult, StepPlan
 from blockyard.shared.process.service_main import rss_bytes
 
-BEHIND_S = 0.002  # a step that starts this soon after another one was waiting for it
-
-
-class SynchronousSteps:
-    """Keeps completed plans until they are collected. run: executes a plan. failed: its blocks without a fetch."""
-
-    def __init__(self, run: Callable[[StepPlan], list[SlotResult]], failed: Callable[[StepPlan], list[int]]) -> None:
-        self._run, self._failed = run, failed
-        self._done: list[CompletedPlan] = []
-
-    def __len__(self) -> int:
-        return len(self._done)
-
-    def launch(self, plan: StepPlan) -> None:
-        start = time.perf_counter()
-        slots = self._run(plan)
-        self._done.append(CompletedPlan(plan, slots, time.time(), time.perf_counter() - start, self._failed(plan)))
-
-    def collect(self) -> list[CompletedPlan]:
-        done, self._done = self._done, []
-        return done
+BEHIND_S = 0.002  # a step launched so soon after the last one ended is timed from that end
 
 
 class MockRunner:
+    """Runs each plan before `launch` returns."""
+
     def __init__(self, geometry: Geometry, pattern: Pattern, step_s: float, fatal_id: int = 0) -> None:
         self.geometry, self.block_hashes = geometry, MockKV(geometry.block_size)
         self._fatal_id = fatal_id
         self._pattern, self._step_s = pattern, step_s
         self._batch = MockBatch(geometry, 0, pattern, self.block_hashes)
         self._done_at = 0.0
-        self._steps = SynchronousSteps(self.execute, lambda plan: self._batch.failed)
+        self._done: list[CompletedPlan] = []  # not collected yet
 
     @property
     def in_flight(self) -> int:
-        return len(self._steps)
+        return len(self._done)
 
     def can_launch(self) -> bool:
-        return not self._steps
+        return not self._done
 
     def idle(self) -> bool:
         return False
 
     def launch(self, plan: StepPlan) -> None:
-        self._steps.launch(plan)
+        start = time.perf_counter()
+        results = self.execute(plan)
+        step_s = time.perf_counter() - start
+        self._done.append(CompletedPlan(plan, results, time.time(), step_s, self._batch.failed))
 
     def collect(self) -> list[CompletedPlan]:
-        return self._steps.collect()
+        done, self._done = self._done, []
+        return done
 
     def reset(self, num_slots: int) -> None:
-        self._steps.collect()
+        self._done.clear()
         self._batch = MockBatch(self.geometry, num_slots, self._pattern, self.block_hashes)
 
     def reset_prefix_cache(self) -> None:

@@ -10,19 +10,16 @@ from collections.abc import Callable
 from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from blockyard.kernels.sampling.logprobs import MAX_LOGPROBS, LogprobsTensors
 from blockyard.kernels.sampling.penalize_logits import LogitsEdits, count_known
 from blockyard.kernels.sampling.sample_tokens import AdjustedLogits
 from blockyard.kernels.slots.slot_state import MAX_TOKEN_EDITS, Field, SlotState
+from blockyard.services.gpu_worker.arrays import Ints, Words
 from blockyard.services.gpu_worker.sampling.logits_steps import LOGITS_STEPS
 from blockyard.services.gpu_worker.slots import Slots
 from blockyard.shared.messages import Sampling, TokenLogprobs
-
-Ints = npt.NDArray[np.int64]
-Words = npt.NDArray[np.int32]
 
 MOST_ROWS = 64  # slots with changed logits at a time; a row takes 8 bytes for each token of the vocabulary
 LOGPROB_WORDS = 2 + 2 * MAX_LOGPROBS  # of a row

@@ -6,16 +6,13 @@ A step keeps state only for the slots that use it; a step that no slot uses cost
 from collections.abc import Callable
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.sampling.metadata import SamplingMetadata
 from blockyard.services.gpu_worker.slots import Slots
 from blockyard.shared.messages import Sampling
-
-Ints = npt.NDArray[np.int64]
 
 
 class HostStep(Protocol):

@@ -5,15 +5,13 @@ vLLM reports them by default (`logprobs_mode=raw_logprobs`). They are comparable
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.gpu_worker.slots import Slot, Slots
 from blockyard.shared.messages import SlotResult, TokenLogprobs
-
-Ints = npt.NDArray[np.int64]
 
 ROWS_AT_ONCE = 256  # bounds the logits in memory
 

@@ -1,12 +1,9 @@
 """Sampling parameters of all slots, as arrays that a step indexes by slot."""
 
 import numpy as np
-import numpy.typing as npt
 
 from blockyard.kernels.sampling.philox_gumbel import split_seed
 from blockyard.shared.messages import Sampling, SlotStart
-
-Ints = npt.NDArray[np.int64]
 
 GREEDY_BELOW = 1e-5  # lower temperatures are greedy
 
@@ -42,10 +39,10 @@ class SamplingMetadata:
 
     def start(self, start: SlotStart, adjusted: bool) -> None:
         """Call it after the parameters are set. adjusted: a step changes this slot's logits."""
-        slot, asked = start.slot, start.sampling
+        slot, sampling = start.slot, start.sampling
         noisy = bool(self.noisy[slot])
-        self.limited[slot] = noisy and (self.top_k[slot] < self._vocab_size or asked.top_p < 1 or asked.min_p > 0)
-        self.num_logprobs[slot] = -1 if asked.num_logprobs is None else asked.num_logprobs
-        self.key[:, slot] = split_seed(asked.seed)
+        self.limited[slot] = noisy and (self.top_k[slot] < self._vocab_size or sampling.top_p < 1 or sampling.min_p > 0)
+        self.num_logprobs[slot] = -1 if sampling.num_logprobs is None else sampling.num_logprobs
+        self.key[:, slot] = split_seed(sampling.seed)
         self.choice[slot] = start.choice
-        self.plain[slot] = not (noisy or adjusted or asked.num_logprobs is not None)
+        self.plain[slot] = not (noisy or adjusted or sampling.num_logprobs is not None)

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.sampling.host_steps import HOST_PARAMETERS, HOST_STEPS
 from blockyard.services.gpu_worker.sampling.logits_steps import LOGITS_STEPS, unsupported_reason
 from blockyard.services.gpu_worker.sampling.logprobs import score
@@ -19,8 +20,6 @@ from blockyard.services.gpu_worker.sampling.metadata import SamplingMetadata
 from blockyard.services.gpu_worker.sampling.topk_topp_sampler import Noise, SamplingLimits, sample, sample_limited
 from blockyard.services.gpu_worker.slots import Slots
 from blockyard.shared.messages import Sampling, SlotStart, TokenLogprobs
-
-Ints = npt.NDArray[np.int64]
 
 
 @dataclass(slots=True)
@@ -46,22 +45,22 @@ class Sampler:
 
     def start(self, start: SlotStart) -> str:
         """Starts a slot with valid token ids. Returns why it cannot be sampled, empty if it can."""
-        slot, asked = start.slot, start.sampling
-        problem = unsupported_reason(asked, self._vocab_size)
+        slot, sampling = start.slot, start.sampling
+        problem = unsupported_reason(sampling, self._vocab_size)
         if problem:
             return problem
         ids = np.frombuffer(start.token_ids, "<u4").astype(np.int64)
-        adjusted = [step.start(slot, asked, ids, start.num_prompt_tokens) for step in self._steps]
+        adjusted = [step.start(slot, sampling, ids, start.num_prompt_tokens) for step in self._steps]
         for set_parameter in self._parameters:
-            set_parameter(self._metadata, slot, asked)
+            set_parameter(self._metadata, slot, sampling)
         self._metadata.start(start, any(adjusted))
         return ""
 
-    def recount(self, slot: int, asked: Sampling, token_ids: Ints, num_prompt_tokens: int) -> None:
+    def recount(self, slot: int, sampling: Sampling, token_ids: Ints, num_prompt_tokens: int) -> None:
         """Rebuilds the state of all steps from these tokens: the device has sampled some of them."""
         for step in self._steps:
             step.end(slot)
-            step.start(slot, asked, token_ids, num_prompt_tokens)
+            step.start(slot, sampling, token_ids, num_prompt_tokens)
 
     def end(self, slot: int) -> None:
         for step in self._steps:

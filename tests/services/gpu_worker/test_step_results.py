@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from blockyard.services.gpu_worker.execution.decode_tokens import DecodeTokens
 from blockyard.services.gpu_worker.interfaces import CompletedPlan
-from blockyard.services.gpu_worker.rows import DecodeTokens
 from blockyard.services.gpu_worker.service import packed
 from blockyard.shared.messages import NO_TOKEN, FinishReason, SlotResult, SlotRun, StepPlan, TokenLogprobs
 from blockyard.shared.token_ids import unpack

@@ -54,8 +54,8 @@ print(compiler.describe().partition(" in ")[0])
 print(hits(lambda: launch(4)), hits(lambda: launch(32)))
 with compiler.recording():
     launch(4)  # this process has it by now: it would be launched, and there is no GPU
-print(compiler.has_all("everything"))
-compiler.note_all("everything")
+print(compiler.has_compiled("everything"))
+compiler.mark_compiled("everything")
 compiler.close()
 for thread in threading.enumerate():
     if thread.name.startswith("compile-"):

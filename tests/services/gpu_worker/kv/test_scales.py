@@ -40,47 +40,47 @@ def config(folder: Path, **changed: object) -> WorkerConfig:
 @pytest.mark.parametrize("name", ["self_attn.k_scale", "self_attn.k_proj.k_scale", "self_attn.kv_scale"])
 def test_scales_of_a_checkpoint(name: str, tmp_path: Path) -> None:
     table = WeightTable(torch.float32, DEVICE)
-    scales = kv_scales.claim(table, 2, is_wanted=True)
+    scales = kv_scales.place_scales(table, 2, is_wanted=True)
     assert table.wants(f"model.layers.1.{name}")
     table.put(f"model.layers.1.{name}", torch.tensor([0.5]))
     table.check_complete()  # a checkpoint need not have them
     assert scales.tolist() == [[1.0, 1.0], [0.5, 0.5 if "kv_scale" in name else 1.0]]
     it = pool()
-    assert kv_scales.give(it, scales, config(tmp_path)) == ["KV scales: float8_e4m3fn, the checkpoint"]
+    assert kv_scales.set_pool_scales(it, scales, config(tmp_path)) == ["KV scales: float8_e4m3fn, the checkpoint"]
     assert it.scales is not None
     assert torch.equal(it.scales, scales)
     with pytest.raises(LoadError, match="one number"):
         table.put(f"model.layers.1.{name}", torch.ones(2))
     table.put(f"model.layers.1.{name}", torch.tensor(0.0))
     with pytest.raises(LoadError, match="layer 1 has"):
-        kv_scales.give(it, scales, config(tmp_path))
+        kv_scales.set_pool_scales(it, scales, config(tmp_path))
 
 
 def test_a_16_bit_cache_takes_no_notice_of_scales(tmp_path: Path) -> None:
     table = WeightTable(torch.float32, DEVICE)
-    scales = kv_scales.claim(table, 2, is_wanted=False)
+    scales = kv_scales.place_scales(table, 2, is_wanted=False)
     assert not table.wants("model.layers.1.self_attn.k_scale")
-    assert kv_scales.give(pool(torch.float16), scales, settings(tmp_path)) == []
+    assert kv_scales.set_pool_scales(pool(torch.float16), scales, settings(tmp_path)) == []
 
 
 def test_scales_of_a_file(tmp_path: Path) -> None:
     file = tmp_path / "scales.json"
     file.write_text('{"model_type": "llama", "kv_cache": {"scaling_factor": {"0": {"0": 0.25, "1": 2.0}}}}')
     it = pool()
-    notes = kv_scales.give(it, torch.ones(2, 2, device=DEVICE), config(tmp_path, kv_scales_path=str(file)))
+    notes = kv_scales.set_pool_scales(it, torch.ones(2, 2, device=DEVICE), config(tmp_path, kv_scales_path=str(file)))
     assert notes == [f"KV scales: float8_e4m3fn, {file}"]
     assert it.scales is not None
     assert it.scales.tolist() == [[0.25, 0.25], [2.0, 2.0]]
     for text, message in (("[]", "not a file of KV scales"), ('{"kv_cache": {"scaling_factor": {}}}', "of 0 layers")):
         file.write_text(text)
         with pytest.raises(LoadError, match=message):
-            kv_scales.give(it, torch.ones(2, 2), config(tmp_path, kv_scales_path=str(file)))
+            kv_scales.set_pool_scales(it, torch.ones(2, 2), config(tmp_path, kv_scales_path=str(file)))
 
 
 def test_scales_of_the_first_prompt(tmp_path: Path) -> None:
     """As large as its largest K and V ask for, after norm and rotation; later prompts leave them alone."""
     it = pool()
-    kv_scales.give(it, torch.ones(2, 2), config(tmp_path, calculate_kv_scales=True))
+    kv_scales.set_pool_scales(it, torch.ones(2, 2), config(tmp_path, calculate_kv_scales=True))
     assert it.scales_pending
     torch.manual_seed(0)
     tables = torch.arange(4, dtype=torch.int32, device=DEVICE)[None]

@@ -59,7 +59,7 @@ def all_logits(runner: Runner, ids: list[int], chunks: list[int]) -> torch.Tenso
         for count in chunks:
             positions = np.arange(done, done + count)
             done += count
-            attend = runner.host.planner.attention(
+            attend = runner.host.metadata_builder.attention(
                 table[positions // size],
                 positions % size,
                 table[None],
