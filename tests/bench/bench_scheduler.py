@@ -67,7 +67,7 @@ class Bench:
         host: bool = False,
         churn: int = 0,
     ) -> None:
-        """With `host` every block of the device holds something, and whoever needs one has that saved first.
+        """With `host` every block of the device is cached, and is saved to host memory before it is used again.
 
         With `churn` choices have 1 to 2 times so many tokens, and whenever one ends another comes.
         """
@@ -178,7 +178,7 @@ def _spread(seconds: list[float]) -> str:
 
 
 class Lookups:
-    """Prompts that are seated in the turn in which they come: all that the scheduler does for them."""
+    """Prompts that start in the step in which they arrive: all that the scheduler does for them."""
 
     def __init__(self, num_tokens: int, num_blocks: int, num_host_blocks: int) -> None:
         self.num_tokens = num_tokens
@@ -191,7 +191,7 @@ class Lookups:
         geometry = Geometry(num_blocks, 16, 10**6, 32000, [2], 8, num_tokens, num_host_blocks=num_host_blocks)
         core.on_message(WORKER, Attached(WORKER, ME, geometry), 0.0)
 
-    def seat(self, request_id: str, prompt: bytes, names: bytes) -> tuple[float, int]:
+    def start(self, request_id: str, prompt: bytes, names: bytes) -> tuple[float, int]:
         """Milliseconds from Generate to plan, and tokens found."""
         core = self.core
         frame = Generate(request_id, 0, "m", prompt, names, Sampling(1), TextOptions(), [ChoiceState(0)])
@@ -217,8 +217,8 @@ def lookup_rows(num_tokens: int, rounds: int, host: bool = False) -> list[Row]:
         with collector_off():
             for i in range(rounds + 1):  # the first fills the cache
                 if host:
-                    lookups.seat(f"other {label} {i}", prompts[1], names[1])
-                elapsed, num_cached_blocks = lookups.seat(f"{label} {i}", prompts[0], given)
+                    lookups.start(f"other {label} {i}", prompts[1], names[1])
+                elapsed, num_cached_blocks = lookups.start(f"{label} {i}", prompts[0], given)
                 times.append(elapsed)
                 found.append(num_cached_blocks)
         assert found[-1] == num_tokens - 16, "the last block holds the last token, which is computed"

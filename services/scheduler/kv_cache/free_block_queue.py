@@ -5,7 +5,7 @@ freed together. Each block knows the last batch it was in; its entries in older 
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from blockyard.services.scheduler.plan_pacer import PlanClock
 
@@ -113,11 +113,6 @@ class FreeBlockQueue:
         left[block] = None
         self._remove(batch, 1)
         return block
-
-    def in_order(self) -> Iterator[tuple[int, bool]]:
-        """All blocks in the order of eviction, and whether they are free. For tests."""
-        for batch in [*self._free, *self._pending]:
-            yield from ((b, batch.is_free) for b in reversed(batch.blocks) if self._batch_of[b] is batch)
 
     def _now_free(self, batch: FreedBatch) -> None:
         batch.set_free()

@@ -72,35 +72,44 @@ def check_beams(journal: Journal, pattern: Pattern, max_model_len: int) -> None:
 
 
 def check_blocks(group: WorkerGroup) -> None:
-    """Each block is in one place, and whoever holds it is counted; what has a name has one."""
+    """Each block is in one place, its holders are counted, and its hash belongs to no other block."""
     pool, index = group.kv_cache.blocks, group.kv_cache.blocks.index
-    held = Counter(b for seat in group.running for b in seat.table.blocks[seat.table.num_freed :])
+    held = Counter(b for running in group.running for b in running.table.blocks[running.table.num_freed :])
     assert [held[b] for b in range(pool.num_ids)] == pool._holders, "holders are miscounted"
-    for seat in group.running:
-        assert len(set(seat.table.blocks[seat.table.num_freed :])) == len(seat.table.blocks) - seat.table.num_freed
-        assert seat.table.num_freed <= group.kv_cache.window.num_skipped_blocks(seat.num_computed_tokens)
-    shared = {b for b, count in held.items() if count > 1}
-    for seat in group.running:
-        written_prompts = seat.num_scheduled_tokens + 1  # its last position may be repeated
-        assert shared.isdisjoint(seat.table.blocks[written_prompts // pool.block_size :]), (
-            "one that is shared is still written"
+    for running in group.running:
+        assert (
+            len(set(running.table.blocks[running.table.num_freed :]))
+            == len(running.table.blocks) - running.table.num_freed
         )
-    resting = [i for _, ids in pool.uncached._pending for i in ids]
-    assert len(resting) == pool.uncached.num_pending
+        assert running.table.num_freed <= group.kv_cache.window.num_skipped_blocks(running.num_computed_tokens)
+    shared = {b for b, count in held.items() if count > 1}
+    for running in group.running:
+        written_prompts = running.num_scheduled_tokens + 1  # its last position may be repeated
+        assert shared.isdisjoint(running.table.blocks[written_prompts // pool.block_size :]), (
+            "a shared block is still written"
+        )
+    pending = [i for _, ids in pool.uncached._pending for i in ids]
+    assert len(pending) == pool.uncached.num_pending
     check_free_queue(index.free_queue, group.plan_clock)
-    shelved = [block for block, _ in index.free_queue.in_order()]
-    places = pool.uncached._free + resting + shelved + list(held)
+    cached = [block for block, _ in blocks_in_order(index.free_queue)]
+    places = pool.uncached._free + pending + cached + list(held)
     assert sorted(places) == list(range(pool.num_ids)), "a block is lost or in two places"
     assert pool.num_free + pool.num_pending + pool.num_used == pool.num_ids
     assert pool.num_used == len(held)
     assert {b: n for n, b in index._block_of.items()} == index._hash_of
-    assert set(shelved) <= index._hash_of.keys() <= set(places) - {*pool.uncached._free}
+    assert set(cached) <= index._hash_of.keys() <= set(places) - {*pool.uncached._free}
     check_host(group)
+
+
+def blocks_in_order(free_queue: FreeBlockQueue) -> list[tuple[int, bool]]:
+    """All blocks in the order of eviction, and whether they are free."""
+    batches, batch_of = [*free_queue._free, *free_queue._pending], free_queue._batch_of
+    return [(b, batch.is_free) for batch in batches for b in reversed(batch.blocks) if batch_of[b] is batch]
 
 
 def check_free_queue(free_queue: FreeBlockQueue, plan_clock: PlanClock) -> None:
     """Blocks are counted, those that cool are so for a plan in flight, and no batch outlives its blocks."""
-    assert Counter(is_free for _, is_free in free_queue.in_order()) == +Counter(
+    assert Counter(is_free for _, is_free in blocks_in_order(free_queue)) == +Counter(
         {True: free_queue.num_free, False: free_queue.num_pending}
     )
     plans = [batch.plan for batch in free_queue._pending]
@@ -115,26 +124,26 @@ def check_free_queue(free_queue: FreeBlockQueue, plan_clock: PlanClock) -> None:
 def check_host(group: WorkerGroup) -> None:
     """Each host block is in one place, and what is to be copied with the next plan has its name and its block."""
     host = group.kv_cache.blocks.host
-    resting = [i for _, ids in host._ids._pending for i in ids]
-    assert sorted(host._ids._free + resting + list(host._block_of.values())) == list(range(host.num_ids))
+    pending = [i for _, ids in host._ids._pending for i in ids]
+    assert sorted(host._ids._free + pending + list(host._block_of.values())) == list(range(host.num_ids))
     for save in host.saves:
         assert host.get(save.block_hash) == save.host
         assert host._copied_by[save.host] > group.plan_clock.last_sent
-    assert not host.fetches, "fetches leave with the plan that seats the choice"
+    assert not host.fetches, "fetches are sent with the plan that starts the sequence"
 
 
 def check_policy(core: Scheduler, waiting: list[Sequence]) -> None:
-    """Somebody is next while anybody waits, and fair shares count who is there."""
+    """A sequence is next while any waits, and fair shares count the waiting and the running sequences."""
     policy = core._lifecycle.waiting.policy
-    head = policy.peek()
-    assert (head is not None) == bool(waiting)
-    assert head is None or head in waiting
+    first = policy.peek()
+    assert (first is not None) == bool(waiting)
+    assert first is None or first in waiting
     if not isinstance(policy, FairPolicy):
-        assert head is None or policy.key(head) == min(policy.key(choice) for choice in waiting)
+        assert first is None or policy.key(first) == min(policy.key(choice) for choice in waiting)
         return
     waits = Counter((c.request.frame.tenant, c.request.frame.user) for c in waiting)
-    seats = [seat for group in core._groups.attached.values() for seat in group.running]
-    runs = Counter((s.sequence.request.frame.tenant, s.sequence.request.frame.user) for s in seats)
+    all_running = [running for group in core._groups.attached.values() for running in group.running]
+    runs = Counter((s.sequence.request.frame.tenant, s.sequence.request.frame.user) for s in all_running)
     for tenant in policy.tenants.shares.values():
         for user in tenant.users.shares.values():
             name = (tenant.name, user.name)
@@ -150,23 +159,25 @@ def check_router(core: Scheduler, is_held: list[Sequence]) -> None:
     """Each routed sequence is in the queue of one attached group, and no group idles while a sequence could run."""
     queues, groups = core._workers.router._queues, core._groups.attached
     assert all(groups.get(worker) is queue.group for worker, queue in queues.items())
-    standing = [routed.sequence for queue in queues.values() for routed in queue.entries if routed.waits]
-    assert len(standing) == len(is_held) and {*map(id, standing)} == {*map(id, is_held)}
+    routed_sequences = [routed.sequence for queue in queues.values() for routed in queue.entries if routed.waits]
+    assert len(routed_sequences) == len(is_held) and {*map(id, routed_sequences)} == {*map(id, is_held)}
     idle = [
         g for w, g in groups.items() if not g.running and not g.in_flight and not (w in queues and queues[w].entries)
     ]
-    head = core._lifecycle.waiting.peek()
+    first = core._lifecycle.waiting.peek()
     ready = (
-        head is not None and core._planner.prefills._acceptance.can_accept(head.request) and not head.awaits_results()
+        first is not None
+        and core._planner.prefills._acceptance.can_accept(first.request)
+        and not first.awaits_results()
     )
     assert core._workers.admission_delay.paused or not (idle and ready), "a group idles"
 
 
-def check_lane(group: WorkerGroup) -> None:
-    """Who runs is in the lane or apart, and what the lane's lists say of its seats is so."""
+def check_decode_batch(group: WorkerGroup) -> None:
+    """A running sequence is in the decode batch or outside, and the rows of the batch agree with its sequences."""
     decode_batch = group.decode_batch
     rows = [outbox_rows.snapshot() for outbox_rows in decode_batch._rows_by_outbox.values()]
-    inside = [seat for one in rows for seat in one.sequences]
+    inside = [running for one in rows for running in one.sequences]
     assert len(inside) == len(decode_batch)
     assert {*map(id, inside), *map(id, decode_batch.outside)} == {*map(id, group.running)}
     assert len(inside) + len(decode_batch.outside) == len(group.running)
@@ -174,27 +185,29 @@ def check_lane(group: WorkerGroup) -> None:
     assert not any(map(decode_batch.has, decode_batch.outside))
     for text_outbox, outbox_rows in decode_batch._rows_by_outbox.items():
         now = outbox_rows.snapshot()
-        choices = [seat.sequence for seat in now.sequences]
+        choices = [running.sequence for running in now.sequences]
         assert now.sequences == [
-            seat
-            for seat in now.sequences
-            if decode_batch.has(seat) and seat.sequence.request.text_outbox is text_outbox
+            running
+            for running in now.sequences
+            if decode_batch.has(running) and running.sequence.request.text_outbox is text_outbox
         ]
-        assert outbox_rows._row_of == {seat: i for i, seat in enumerate(now.sequences)}
-        assert [run.slot for run in outbox_rows.runs] == [seat.slot for seat in now.sequences] == list(now.slots)
+        assert outbox_rows._row_of == {running: i for i, running in enumerate(now.sequences)}
+        assert [run.slot for run in outbox_rows.runs] == [running.slot for running in now.sequences] == list(now.slots)
         assert all(outputs is choice.outputs for outputs, choice in zip(now.outputs, choices, strict=True))
         assert list(now.streams) == [choice.stream for choice in choices]
         assert now.accounts == Counter(c.request.account for c in choices if c.request.account is not None)
     size, progress = group.kv_cache.blocks.block_size, decode_batch._progress.num_scheduled_tokens
     assert decode_batch._due_step_of.keys() == set(inside)
-    for seat, due_step in decode_batch._due_step_of.items():
-        last = min(seat.table.capacity, seat.max_scheduled_tokens - 1)
-        assert seat.prefill_end <= seat.num_scheduled_tokens <= last, "it has room for its tokens until it is looked at"
-        assert progress <= due_step <= progress + last - seat.num_scheduled_tokens, (
-            "nobody looks at it when it has no more"
+    for running, due_step in decode_batch._due_step_of.items():
+        last = min(running.table.capacity, running.max_scheduled_tokens - 1)
+        assert running.prefill_end <= running.num_scheduled_tokens <= last, (
+            "it has blocks for its tokens until it is handled by itself"
+        )
+        assert progress <= due_step <= progress + last - running.num_scheduled_tokens, (
+            "it has no token left before it is handled by itself"
         )
         assert due_step - progress <= size
-        assert seat in decode_batch._due_steps[due_step]
+        assert running in decode_batch._due_steps[due_step]
 
 
 def check(core: Scheduler) -> None:
@@ -203,24 +216,24 @@ def check(core: Scheduler) -> None:
         assert len(group.running) <= group.max_num_seqs
         assert [s.key for s in group.running] == sorted(s.key for s in group.running)
         assert len(group.in_flight) <= group.depth + 1
-        resting = [i for _, ids in group.slots._pending for i in ids]
-        assert len(resting) == group.slots.num_pending
-        used = [seat.slot for seat in group.running]
-        assert sorted(group.slots._free + resting + used) == list(range(group.slots.num_ids)), "a slot is lost"
+        pending = [i for _, ids in group.slots._pending for i in ids]
+        assert len(pending) == group.slots.num_pending
+        used = [running.slot for running in group.running]
+        assert sorted(group.slots._free + pending + used) == list(range(group.slots.num_ids)), "a slot is lost"
         check_blocks(group)
-        check_lane(group)
-        for seat in group.running:
-            request = seat.sequence.request
+        check_decode_batch(group)
+        for running in group.running:
+            request = running.sequence.request
             last = request.num_prompt + request.frame.sampling.max_tokens - 1  # is sampled, never computed
-            assert seat.num_scheduled_tokens <= max(seat.prefill_end, min(last, group.max_model_len - 1))
+            assert running.num_scheduled_tokens <= max(running.prefill_end, min(last, group.max_model_len - 1))
             assert (
-                seat.num_scheduled_tokens
-                <= seat.table.capacity
-                == len(seat.table.blocks) * group.kv_cache.blocks.block_size
+                running.num_scheduled_tokens
+                <= running.table.capacity
+                == len(running.table.blocks) * group.kv_cache.blocks.block_size
             )
             assert (
-                seat.num_scheduled_tokens - (seat.sequence.num_tokens - 1) <= group.depth + 1
-                or seat.num_scheduled_tokens <= seat.prefill_end
+                running.num_scheduled_tokens - (running.sequence.num_tokens - 1) <= group.depth + 1
+                or running.num_scheduled_tokens <= running.prefill_end
             )
     waiting = [c for r in core._lifecycle.requests.values() for c in r.active_sequences if c.ticket]
     assert len(waiting) == len(core._lifecycle.waiting)

@@ -50,7 +50,7 @@ def test_no_depth_is_not_lockstep(depth: int | None) -> None:
     assert found("batch.depth", depth=depth) == depth
 
 
-def test_what_is_turned_round() -> None:
+def test_inverted_and_derived_settings() -> None:
     assert [
         found("partial_prefills.whole_prompts", enable_chunked_prefill=on, max_num_partial_prefills=1)
         for on in (True, False)

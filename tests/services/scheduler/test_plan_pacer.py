@@ -1,16 +1,19 @@
-"""Plans leave shortly before the device needs them, and none of them too late."""
+"""Plans are sent shortly before the device needs them, by the predicted times of steps."""
 
 import math
+import random
 
 import pytest
 
 from blockyard.services.scheduler.plan_pacer import (
     MAX_PLANS_AHEAD,
     MAX_SEND_AHEAD_S,
+    MOST_TOKENS,
     SEND_AHEAD_S,
     TIMER_SLACK_S,
     PlanPacer,
     StepLoad,
+    StepTimes,
     WakeupTimers,
 )
 
@@ -18,7 +21,7 @@ ONE = StepLoad(1, 0)
 
 
 class Device:
-    """Runs what a departures lets go, each step as long as the test says."""
+    """Runs each plan when the pacer sends it; the test says how long a step takes."""
 
     def __init__(self, pacer: PlanPacer, hop_s: float = 0.0) -> None:
         self.pacer, self.hop_s = pacer, hop_s
@@ -27,7 +30,7 @@ class Device:
         self.most = 0
 
     def step(self, step_s: float, load: StepLoad = ONE) -> None:
-        """Plans leave until the oldest is done; that one is answered."""
+        """Sends plans until the oldest is done, and answers that one."""
         while not self.ends or self.pacer.next_send_s <= self.ends[0]:
             self.now = max(self.now, self.pacer.next_send_s)
             begins = max(self.free_at, self.now + self.hop_s)
@@ -43,7 +46,7 @@ class Device:
 @pytest.mark.parametrize(
     ("ahead", "num_sent"), [(0, [True]), (2, [True, True, True])], ids=["lockstep", "so many as asked for"]
 )
-def test_a_number_of_plans_is_what_it_says(ahead: int, num_sent: list[bool]) -> None:
+def test_a_fixed_number_of_plans_is_sent_ahead(ahead: int, num_sent: list[bool]) -> None:
     pacer = PlanPacer(0.004, ahead)
     for _ in num_sent:
         assert pacer.next_send_s == 0
@@ -53,7 +56,7 @@ def test_a_number_of_plans_is_what_it_says(ahead: int, num_sent: list[bool]) -> 
     assert pacer.next_send_s == 0
 
 
-def test_nothing_is_known_of_the_first_step() -> None:
+def test_without_a_known_step_time_one_plan_is_sent_ahead() -> None:
     pacer = PlanPacer(0.0, None)
     assert pacer.next_send_s == 0
     pacer.on_sent(ONE, 5.0)
@@ -87,7 +90,7 @@ def test_a_long_step_has_its_successor_at_its_end() -> None:
     assert 20.03 < pacer.next_send_s <= 20.05 - SEND_AHEAD_S
 
 
-def test_a_device_that_waits_gets_its_plans_sooner() -> None:
+def test_plans_are_sent_earlier_after_late_steps() -> None:
     """Here a plan is on its way for longer than the lead."""
     device = Device(PlanPacer(0.02, None), hop_s=SEND_AHEAD_S + 0.002)
     for _ in range(50):
@@ -137,3 +140,57 @@ def test_a_step_that_waits_for_its_launch_is_launched_sooner() -> None:
         "the device was busy long after the launch"
     )
     assert next_send_s(0.01) == pytest.approx(0.01 - MAX_SEND_AHEAD_S, abs=0.0005)
+
+
+def cost(load: StepLoad, scale: float = 1.0) -> float:
+    return scale * (0.0046 + 35e-6 * load.decodes + 22e-6 * load.tokens)
+
+
+def learn(times: StepTimes, loads: list[StepLoad], scale: float = 1.0) -> None:
+    for load in loads:
+        times.record(load, cost(load, scale))
+
+
+def mixed(seed: int, num: int) -> list[StepLoad]:
+    rng = random.Random(seed)
+    return [StepLoad(rng.randrange(200, 256), rng.choice([0, 0, 200, 600, 2048])) for _ in range(num)]
+
+
+@pytest.mark.parametrize("prior_s", [0.0, 0.0046])
+def test_a_cost_model_is_found_in_mixed_steps(prior_s: float) -> None:
+    times = StepTimes(prior_s)
+    learn(times, mixed(1, 200))
+    for load in (StepLoad(220, 0), StepLoad(240, 512), StepLoad(256, 2048)):
+        assert times.expected_s(load) == pytest.approx(cost(load), rel=0.03)
+        assert 0.8 * cost(load) < times.lower_bound(load) <= cost(load) * 1.03
+    assert times.tokens_within(0.011) == pytest.approx(500, rel=0.05)
+
+
+def test_a_change_is_followed() -> None:
+    times = StepTimes(0.0046)
+    learn(times, mixed(1, 200))
+    learn(times, mixed(2, 200), scale=2.0)
+    assert times.expected_s(StepLoad(240, 512)) == pytest.approx(2 * cost(StepLoad(240, 512)), rel=0.03)
+
+
+def test_what_steps_do_not_tell_apart_stays_where_it_was() -> None:
+    times = StepTimes(0.0046)
+    learn(times, [StepLoad(256, 0)] * 1000)
+    assert times.expected_s(StepLoad(256, 0)) == pytest.approx(cost(StepLoad(256, 0)), rel=0.001)
+    assert times.expected_s(StepLoad(0, 0)) == pytest.approx(0.0046, rel=0.2)
+    assert times.tokens_within(1.0) == MOST_TOKENS, "no prompt was seen"
+
+
+def test_steps_that_vary_are_expected_to_end_early() -> None:
+    times, rng = StepTimes(0.0), random.Random(3)
+    for _ in range(300):
+        times.record(StepLoad(8, 0), rng.uniform(0.005, 0.015))
+    assert times.expected_s(StepLoad(8, 0)) == pytest.approx(0.01, rel=0.15)
+    assert times.lower_bound(StepLoad(8, 0)) <= 0.006
+
+
+def test_a_result_without_a_step_time_changes_nothing() -> None:
+    times = StepTimes(0.0)
+    times.record(StepLoad(1, 0), 0.0)
+    assert not times.is_known
+    assert times.expected_s(StepLoad(1, 0)) == 0

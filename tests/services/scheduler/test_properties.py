@@ -26,7 +26,7 @@ counted: Counter[str] = Counter()
     phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],
 )
 @given(shapes, st.binary(min_size=EVENTS * BYTES_PER_STEP, max_size=EVENTS * BYTES_PER_STEP))
-def test_any_history(shape: Shape, data: bytes) -> None:
+def test_random_histories_keep_the_invariants(shape: Shape, data: bytes) -> None:
     program = Program(shape)
     try:
         program.run(data)
@@ -36,12 +36,12 @@ def test_any_history(shape: Shape, data: bytes) -> None:
         counted["rows"] += sum(detokenizer.num_rows for detokenizer in program.world.detokenizers.values())
 
 
-def test_how_many_steps_that_were(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_histories_ran_many_steps(capsys: pytest.CaptureFixture[str]) -> None:
     """Runs after the one above, which may have been left out."""
     if not counted:
         pytest.skip("the histories were not run")
     with capsys.disabled():
-        text = "{steps} steps of the scheduler, {plans} plans answered, {rows} tokens of seats in step"
+        text = "{steps} steps of the scheduler, {plans} plans answered, {rows} tokens of decode batches"
         print("\n" + text.format(**counted), end="")
     assert counted["steps"] >= LEAST
     assert counted["rows"] > counted["plans"] / 10

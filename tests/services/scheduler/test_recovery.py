@@ -119,7 +119,7 @@ def test_gateways_are_told_once_there_is_a_detokenizer(ring: type[Ring]) -> None
     del it.world.detokenizers[it.detokenizer.incarnation]
     it.world.core.on_member_lost(it.detokenizer.incarnation)  # only the scheduler hears of it
     it.world.turn()
-    assert not it.gateway.lost, "a request that comes while no stream can be opened loses its seat"
+    assert not it.gateway.lost, "a request that arrives while no stream can be opened loses nothing"
     other = it.world.add_detokenizer()
     assert it.gateway.lost == {"a"}
     it.finish()

@@ -137,7 +137,7 @@ def test_the_newest_is_preempted_and_its_results_still_count(ring: type[Ring]) -
     assert resumed[0].num_prompt_tokens == 10
 
 
-def test_nobody_is_preempted_for_blocks_that_will_be_free_anyway(ring: type[Ring]) -> None:
+def test_no_sequence_is_preempted_for_blocks_that_are_pending(ring: type[Ring]) -> None:
     it = ring(num_blocks=8, block_size=4, depth=1)
     it.submit("a", 9, max_tokens=6)
     it.submit("c", 1, max_tokens=20)

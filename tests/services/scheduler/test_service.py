@@ -106,7 +106,7 @@ def test_one_turn_sends_the_plan_before_the_text() -> None:
 
 
 @pytest.mark.parametrize("lost", [WORKER, DETOKENIZER], ids=lambda m: m.name)
-def test_whoever_cannot_be_sent_to_is_lost_and_comes_back(lost: Member) -> None:
+def test_a_member_with_a_full_link_is_lost_and_can_return(lost: Member) -> None:
     it, links = attached()
     links.full.add(lost.incarnation)
     generate(it)
@@ -123,7 +123,7 @@ def test_whoever_cannot_be_sent_to_is_lost_and_comes_back(lost: Member) -> None:
         assert back == TokenBatch([], [], [Cancel("r", 0)]), "the stream it has will not go on"
 
 
-def test_a_full_link_to_a_detokenizer_is_told_to_the_gateways_once_it_is_back() -> None:
+def test_gateways_learn_of_a_full_detokenizer_link_when_it_is_back() -> None:
     it, links = attached()
     links.full.add(DETOKENIZER.incarnation)
     generate(it)
@@ -137,7 +137,7 @@ def test_a_full_link_to_a_detokenizer_is_told_to_the_gateways_once_it_is_back() 
     assert links.answered[-1] == (4, PathLost(3))
 
 
-def test_the_phase_says_that_no_worker_is_there() -> None:
+def test_the_phase_says_that_no_worker_is_attached() -> None:
     it, links = attached()
     assert links.me.phase == "serving"
     it.on_event(2, Gone(WORKER), 0.0)
@@ -145,7 +145,7 @@ def test_the_phase_says_that_no_worker_is_there() -> None:
     assert (links.me.phase, links.me.ready) == ("waiting for a worker", True)
 
 
-def test_a_result_of_a_worker_that_is_gone_is_dropped() -> None:
+def test_a_result_of_a_lost_worker_is_dropped() -> None:
     it, _ = attached()
     generate(it)
     it.on_event(2, Gone(WORKER), 0.0)
@@ -163,7 +163,7 @@ def test_stats_are_published() -> None:
     assert (stats.running, stats.requests_total, stats.blocks_used, stats.blocks_total) == (1, 1, 1, 64)
 
 
-def test_the_report_tells_rates_and_keeps_quiet_when_idle(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_has_rates_and_nothing_when_idle(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     report = StatsLog(10.0, True, 0.0)
     stats = Stats(
@@ -208,7 +208,7 @@ def test_preemptions_warn_with_the_count_and_the_flags(caplog: pytest.LogCapture
     assert "preemption_mode" not in caplog.text
 
 
-def test_who_gave_way_to_somebody_more_urgent_is_no_lack_of_memory(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_preemption_for_a_waiting_sequence_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     report = StatsLog(10.0, False, 0.0)
     report.warn(Stats(preemptions_total=60, displaced_total=60))
     assert not caplog.records

@@ -39,7 +39,7 @@ def test_what_can_never_fit_is_refused_with_the_number_it_needs(
         ({"choices": []}, 400, "n"),
     ],
 )
-def test_nonsense_is_refused(ring: type[Ring], change: dict[str, object], status: int, field: str) -> None:
+def test_invalid_requests_are_refused(ring: type[Ring], change: dict[str, object], status: int, field: str) -> None:
     it = ring()
     good = it.gateway.new("a", [1, 2], it.world.sampling(max_tokens=1), 1)
     bad = Generate(**{name: getattr(good, name) for name in good.__struct_fields__} | change)
@@ -65,7 +65,7 @@ def test_the_queue_is_bounded_in_choices(ring: type[Ring]) -> None:
     assert [frame.capacity.choices > 0 for frame in it.gateway.capacities] == [False, True]
 
 
-def test_room_that_was_gone_for_a_moment_is_told_again(ring: type[Ring]) -> None:
+def test_a_queue_full_for_a_moment_is_reported_again(ring: type[Ring]) -> None:
     """Requests that arrive together fill the queue, and all are scheduled before the capacity is announced."""
     it = ring(max_queue_len=3, max_num_seqs=8)
     gateway, sampling = it.gateway, it.world.sampling(max_tokens=2)
@@ -87,7 +87,7 @@ def test_the_queue_is_bounded_in_tokens_but_takes_one_long_prompt(ring: type[Rin
     it.finish()
 
 
-def test_a_resubmitted_request_is_not_kept_out(ring: type[Ring]) -> None:
+def test_a_resubmitted_request_is_not_refused_by_a_full_queue(ring: type[Ring]) -> None:
     it = ring(max_queue_len=1, max_num_seqs=1)
     it.submit("running", 5)
     it.submit("waiting", 5)
@@ -109,7 +109,7 @@ def test_without_a_detokenizer_requests_wait_and_are_accepted_later(ring: type[R
     it.finish()
 
 
-def test_streams_go_where_the_fewest_are(ring: type[Ring]) -> None:
+def test_streams_go_to_the_detokenizer_with_the_fewest(ring: type[Ring]) -> None:
     it = ring(max_num_batched_tokens=64, max_num_seqs=8)
     other = it.world.add_detokenizer()
     it.submit("a", 5, n=3)
@@ -121,7 +121,7 @@ def test_streams_go_where_the_fewest_are(ring: type[Ring]) -> None:
     it.finish()
 
 
-def test_what_came_before_the_geometry_was_known_fails_when_it_does_not_fit(ring: type[Ring]) -> None:
+def test_a_request_from_before_the_first_attach_fails_if_it_does_not_fit(ring: type[Ring]) -> None:
     world = World(ring().world.shape)
     gateway = world.add_gateway()
     world.add_detokenizer()
@@ -134,7 +134,7 @@ def test_what_came_before_the_geometry_was_known_fails_when_it_does_not_fit(ring
     world.check_idle()
 
 
-def test_accepted_says_how_much_room_is_left(ring: type[Ring]) -> None:
+def test_accepted_has_the_free_capacity(ring: type[Ring]) -> None:
     it = ring(max_queue_len=5)
     it.submit("a", 7)
     answers = [o.frame for o in it.world.sent if isinstance(o.frame, Accepted | Refused)]

@@ -22,7 +22,7 @@ def last(it: Ring, kind: type[Frame]) -> Frame:
 
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
-def test_decodes_are_in_step_and_their_tokens_side_by_side(ring: type[Ring], depth: int) -> None:
+def test_decoding_sequences_join_the_batch_and_send_rows(ring: type[Ring], depth: int) -> None:
     it = ring(depth=depth, num_blocks=200, max_num_seqs=8)
     for i in range(6):
         it.submit(str(i), 5 + i, max_tokens=40)
@@ -36,21 +36,21 @@ def test_decodes_are_in_step_and_their_tokens_side_by_side(ring: type[Ring], dep
     it.finish()
 
 
-def test_a_seat_is_not_looked_at_between_two_blocks(ring: type[Ring]) -> None:
+def test_a_sequence_is_not_handled_between_two_blocks(ring: type[Ring]) -> None:
     it = ring(num_blocks=200, block_size=5)
     it.submit("a", 4, max_tokens=40)
     it.steps(6)
-    (seat,) = group_of(it).running
+    (running,) = group_of(it).running
     looks = []
     for _ in range(20):
         it.steps(1)
-        looks.append(group_of(it).decode_batch._due_step_of[seat])
+        looks.append(group_of(it).decode_batch._due_step_of[running])
     assert len(set(looks)) in {4, 5}
-    assert seat.num_scheduled_tokens > 20
+    assert running.num_scheduled_tokens > 20
     it.finish()
 
 
-def test_somebody_who_leaves_the_lane_leaves_the_others_in_it(ring: type[Ring]) -> None:
+def test_other_sequences_stay_in_the_batch_when_one_leaves(ring: type[Ring]) -> None:
     it = ring(num_blocks=200, max_num_seqs=8)
     for i in range(4):
         it.submit(str(i), 5, max_tokens=24 + 6 * i)
@@ -65,8 +65,8 @@ def test_somebody_who_leaves_the_lane_leaves_the_others_in_it(ring: type[Ring]) 
 
 
 @pytest.mark.parametrize("together", [2, 3])
-def test_results_that_come_in_one_turn_reach_the_text_in_their_order(ring: type[Ring], together: int) -> None:
-    """The first token of a seat is said by itself, those that follow in rows: a batch has its rows first."""
+def test_results_of_one_step_reach_the_detokenizer_in_order(ring: type[Ring], together: int) -> None:
+    """The first token of a sequence is a step, later ones are rows, and a batch has its rows first."""
     it = ring(depth=3, num_blocks=200, max_num_seqs=8)
     for i in range(4):
         it.submit(str(i), 5, max_tokens=30)
@@ -82,17 +82,17 @@ def test_results_that_come_in_one_turn_reach_the_text_in_their_order(ring: type[
     it.finish()
 
 
-def test_those_who_want_log_probabilities_are_looked_at_one_by_one(ring: type[Ring]) -> None:
+def test_sequences_with_log_probabilities_stay_outside_the_batch(ring: type[Ring]) -> None:
     it = ring(num_blocks=200, max_num_seqs=8)
     it.submit("a", 5, max_tokens=20, num_logprobs=2)
     it.submit("b", 5, max_tokens=20)
     it.steps(10)
-    assert [seat.sequence.request.id for seat in group_of(it).decode_batch.outside] == ["a"]
+    assert [running.sequence.request.id for running in group_of(it).decode_batch.outside] == ["a"]
     it.finish()
 
 
-def test_where_a_step_has_no_room_for_all_the_oldest_run(ring: type[Ring]) -> None:
-    """Nobody is seated for whom a step has no room; but if it came to that, a plan is not to be too large."""
+def test_the_oldest_run_if_a_step_has_too_few_tokens(ring: type[Ring]) -> None:
+    """No sequence starts without room for it in a step; if the limit falls later, plans still keep to it."""
     it = ring(depth=0, num_blocks=200, max_num_seqs=8)
     for i in range(5):
         it.submit(str(i), 2, max_tokens=15)
@@ -103,13 +103,13 @@ def test_where_a_step_has_no_room_for_all_the_oldest_run(ring: type[Ring]) -> No
     it.steps(1)
     plan = last(it, StepPlan)
     assert isinstance(plan, StepPlan)
-    assert [run.slot for run in plan.runs] == [seat.slot for seat in group.running[:3]]
+    assert [run.slot for run in plan.runs] == [running.slot for running in group.running[:3]]
     assert not len(group.decode_batch)
     it.finish()
 
 
 @pytest.mark.parametrize("kept", [0, 4, 8])
-def test_tokens_for_another_number_of_runs_are_no_answer(ring: type[Ring], kept: int) -> None:
+def test_a_result_with_another_number_of_tokens_means_attach_again(ring: type[Ring], kept: int) -> None:
     it = ring(depth=0, num_blocks=200, max_num_seqs=8)
     for i in range(3):
         it.submit(str(i), 5, max_tokens=20)

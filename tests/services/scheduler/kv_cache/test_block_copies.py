@@ -113,7 +113,7 @@ def test_choices_of_a_lost_worker_join_one_that_runs(ring: type[Ring], named: bo
     phases=[Phase.explicit, Phase.reuse, Phase.generate],  # a shorter one takes minutes to find
 )
 @given(shapes, st.binary(min_size=EVENTS * BYTES_PER_STEP, max_size=EVENTS * BYTES_PER_STEP))
-def test_any_history(shape: Shape, data: bytes) -> None:
+def test_random_histories_keep_the_invariants(shape: Shape, data: bytes) -> None:
     program = ForkProgram(shape)
     try:
         program.run(data)

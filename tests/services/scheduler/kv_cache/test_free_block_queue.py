@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from blockyard.services.scheduler.kv_cache.free_block_queue import FreeBlockQueue
 from blockyard.services.scheduler.plan_pacer import PlanClock
 
-from ..invariants import check_free_queue
+from ..invariants import blocks_in_order, check_free_queue
 
 NUM_BLOCKS = 24
 deeds = st.lists(st.tuples(st.sampled_from(["put", "take", "oldest", "one", "send", "done"]), st.binary(max_size=12)))
@@ -40,7 +40,7 @@ def test_the_block_that_was_freed_first_is_evicted_first(deeds: list[tuple[str, 
             plan_clock.last_completed = min(plan_clock.last_sent, plan_clock.last_completed + len(data))
             free_queue.free_pending()
         check_free_queue(free_queue, plan_clock)
-        assert [block for block, _ in free_queue.in_order()] == [block for block, _ in left]
+        assert [block for block, _ in blocks_in_order(free_queue)] == [block for block, _ in left]
         idle = [block for block, plan in left if plan <= plan_clock.last_completed]
         assert free_queue.num_free_of(blocks) == len(set(blocks) & set(idle))
 
@@ -52,5 +52,5 @@ def test_blocks_that_are_used_often_leave_no_entries_behind() -> None:
         free_queue.put([1, 2, 3, 4])
         free_queue.take([1, 2])
         free_queue.take([3, 4])
-    assert [*free_queue.in_order()] == [(9, True)]
+    assert blocks_in_order(free_queue) == [(9, True)]
     assert len(free_queue._free) == 1

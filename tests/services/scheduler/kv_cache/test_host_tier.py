@@ -67,7 +67,7 @@ def test_removed_blocks_are_pending_until_the_results() -> None:
     assert tier.take() == ([BlockSave(8, 0, B)], [])
 
 
-def test_of_an_attached_worker_the_oldest_goes_first() -> None:
+def test_the_oldest_host_block_of_an_attached_worker_is_evicted_first() -> None:
     tier = HostTier(3, PlanClock())
     tier.restore([2, 0, 1], [A, B, C])
     tier.save(9, b"d" * 16)
@@ -111,7 +111,7 @@ def test_blocks_that_cannot_be_fetched_are_computed(ring: type[Ring], depth: int
     assert len(fetched) >= 4, "every fourth fails"
 
 
-def test_what_a_plan_saves_is_given_to_its_new_owner_in_the_same_plan(ring: type[Ring]) -> None:
+def test_a_plan_saves_a_block_and_reuses_it(ring: type[Ring]) -> None:
     it = crowd(ring, depth=0, num_host_blocks=60)
     first = next(plan for plan in plans(it) if plan.saves)
     given = [b for change in [*first.starts, *first.blocks] for b in change.blocks]

@@ -61,7 +61,7 @@ def test_a_prompt_seen_before_is_found(ring: type[Ring], depth: int) -> None:
     assert sum(run.max_tokens for plan in plans(it) for run in plan.runs if run.max_tokens > 1) == 22 + 2
 
 
-def test_switched_off_nothing_is_found_or_named(ring: type[Ring]) -> None:
+def test_without_prefix_caching_nothing_is_found_or_hashed(ring: type[Ring]) -> None:
     it = ring(prefix_caching=False)
     assert after(it, PROMPT, PROMPT) == 0
     assert it.world.core.stats().prefix_queries_total == 0
@@ -110,7 +110,7 @@ def test_the_next_turn_of_a_conversation_finds_what_was_generated(ring: type[Rin
     assert it.output("b").num_cached_tokens == 32
 
 
-def test_generation_after_a_prompt_of_less_than_a_block_is_named(ring: type[Ring]) -> None:
+def test_generated_blocks_after_a_short_prompt_are_hashed(ring: type[Ring]) -> None:
     it = ring()
     it.submit("a", 0, prompt=[5], max_tokens=12, salt="s")
     it.finish()
@@ -153,7 +153,7 @@ def test_requests_without_a_common_prefix_do_not_wait_for_each_other(ring: type[
     it.finish()
 
 
-def test_the_least_recently_used_go_first_and_the_leaf_before_its_parents(ring: type[Ring]) -> None:
+def test_the_least_recently_used_are_evicted_first_and_the_last_of_a_chain_before_its_parents(ring: type[Ring]) -> None:
     it = ring(num_blocks=12, depth=0)
     for name, prompt in (("old", PROMPT[:17]), ("new", [3, *PROMPT[:16]]), ("old again", PROMPT[:17])):
         it.submit(name, 0, prompt=prompt, max_tokens=1)
@@ -238,7 +238,7 @@ def test_a_new_scheduler_takes_over_what_the_worker_has(ring: type[Ring]) -> Non
     assert again.blocks[:6] == first.blocks[:6]
 
 
-def test_names_that_do_not_fit_their_blocks_are_not_taken(ring: type[Ring]) -> None:
+def test_hashes_that_do_not_fit_their_blocks_are_not_taken(ring: type[Ring]) -> None:
     it = ring()
     group = it.world.core._groups.attached[it.worker.incarnation]
     for blocks, names in (([1, 2], b"x" * 16), ([1, 99], b"x" * 16 + b"y" * 16), ([1, -1], b"x" * 16 + b"y" * 16)):

@@ -15,7 +15,7 @@ def test_found_up_to_the_first_that_is_missing_or_the_limit() -> None:
     assert index.find([A, b"x" * 16, C], 3) == [4]
 
 
-def test_the_first_block_of_a_name_keeps_it() -> None:
+def test_the_first_block_with_a_hash_keeps_it() -> None:
     index = PrefixIndex(20, PlanClock())
     index.insert(1, A)
     assert index.insert(1, A)
@@ -24,7 +24,7 @@ def test_the_first_block_of_a_name_keeps_it() -> None:
     assert not index.has(2)
 
 
-def test_nothing_is_told_of_a_block_that_was_given_up_since() -> None:
+def test_no_hash_is_sent_of_an_evicted_block() -> None:
     index = PrefixIndex(20, PlanClock())
     for block, name in ((1, A), (2, B), (3, C)):
         index.insert(block, name)
@@ -35,7 +35,7 @@ def test_nothing_is_told_of_a_block_that_was_given_up_since() -> None:
     assert index.take_new() == {}
 
 
-def test_what_was_left_under_a_plan_in_flight_is_found_but_not_given_up() -> None:
+def test_a_block_freed_under_a_plan_in_flight_is_found_and_not_evicted() -> None:
     plan_clock = PlanClock()
     index = PrefixIndex(20, plan_clock)
     index.insert(1, A)
@@ -54,7 +54,7 @@ def test_what_was_left_under_a_plan_in_flight_is_found_but_not_given_up() -> Non
     assert index.find([A], 1) == []
 
 
-def test_a_touched_block_is_given_up_last() -> None:
+def test_a_touched_block_is_evicted_last() -> None:
     index = PrefixIndex(20, PlanClock())
     for block, name in ((1, A), (2, B)):
         index.insert(block, name)
@@ -64,7 +64,7 @@ def test_a_touched_block_is_given_up_last() -> None:
     assert (index.evict_one(), index.evict_one()) == ((2, B), (1, A))
 
 
-def test_of_an_attached_worker_each_name_is_taken_once_and_not_told_back() -> None:
+def test_hashes_of_an_attached_worker_are_taken_once_and_not_sent_back() -> None:
     index = PrefixIndex(20, PlanClock())
     assert index.restore([5, 6, 7], [A, B, A]) == [5, 6]
     assert index.take_new() == {}

@@ -8,14 +8,14 @@ from blockyard.services.scheduler.sequences.block_table import NEVER
 from ..conftest import Ring
 
 
-def test_which_blocks_are_seen() -> None:
+def test_which_blocks_are_in_the_window() -> None:
     window = SlidingWindow(10, 4, 8)
     assert [window.num_skipped_blocks(n) for n in (0, 9, 12, 13, 16, 17, 100)] == [0, 0, 0, 1, 1, 2, 22]
     assert SlidingWindow(None, 4, 8).num_skipped_blocks(100) == 0
     assert SlidingWindow(1, 4, 8).num_skipped_blocks(8) == 2, "a token that sees itself alone"
 
 
-def test_how_much_is_taken_and_fits() -> None:
+def test_how_many_blocks_are_taken_and_fit() -> None:
     window = SlidingWindow(10, 4, 8)
     assert (window.initial_tokens(100, 0), window.initial_tokens(12, 0), window.initial_tokens(100, 40)) == (18, 12, 58)
     assert (window.max_len(5), window.max_len(4)) == (NEVER, 16)
@@ -46,7 +46,7 @@ def test_many_long_sequences_run_where_one_would_not_fit(ring: type[Ring]) -> No
     assert it.world.core.card.max_model_len == 120
 
 
-def test_without_a_window_they_are_refused(ring: type[Ring]) -> None:
+def test_without_a_window_long_prompts_are_refused(ring: type[Ring]) -> None:
     it = ring(num_blocks=24, max_model_len=120)
     it.submit("long", 0, prompt=list(range(100)), max_tokens=10)
     assert it.journal("long").refused is not None

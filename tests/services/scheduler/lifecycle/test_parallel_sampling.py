@@ -60,7 +60,7 @@ def test_a_prompt_that_ends_with_a_block(ring: type[Ring]) -> None:
     assert first.blocks[4] not in fork.blocks
 
 
-def test_one_token_is_shared_by_nobody(ring: type[Ring]) -> None:
+def test_a_prompt_of_one_token_is_not_shared(ring: type[Ring]) -> None:
     it = ring()
     it.submit("a", 1, n=3)
     assert len(plans(it)[0].starts) == 3
@@ -68,7 +68,7 @@ def test_one_token_is_shared_by_nobody(ring: type[Ring]) -> None:
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_the_next_takes_over_where_the_first_ends_in_its_prompt(ring: type[Ring], named: bool) -> None:
+def test_the_next_sequence_computes_the_prompt_if_the_first_ends(ring: type[Ring], named: bool) -> None:
     it = ring(depth=0, max_num_batched_tokens=8, prefix_caching=named)
     it.submit("a", 0, n=3, prompt=PROMPT)
     it.steps(1)
@@ -126,7 +126,7 @@ def test_resumed_choices_share_their_prompt(ring: type[Ring]) -> None:
     assert [s.num_computed for s in starts(it)[before:]] == [0, 22, 22]
 
 
-def test_prompt_logprobs_come_from_the_one_that_computed_it(ring: type[Ring]) -> None:
+def test_prompt_logprobs_come_from_the_sequence_that_computed_the_prompt(ring: type[Ring]) -> None:
     it = ring(max_num_batched_tokens=8)
     it.submit("a", 0, n=3, prompt=PROMPT, num_prompt_logprobs=1)
     it.finish()

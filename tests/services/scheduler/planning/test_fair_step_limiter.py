@@ -45,7 +45,7 @@ def flood_after_the_first(it: Ring) -> int:
 
 
 @pytest.mark.parametrize(("policy", "most"), [("fair", 10), ("fcfs", TOKENS), ("priority", TOKENS)])
-def test_prompts_of_a_flood_leave_steps_short_where_others_ask_too(ring: type[Ring], policy: str, most: int) -> None:
+def test_prompts_above_the_share_keep_steps_short(ring: type[Ring], policy: str, most: int) -> None:
     it = make(ring, policy)
     it.submit("light", 8, tenant="light", max_tokens=1)
     it.finish()
@@ -57,13 +57,13 @@ def test_prompts_of_a_flood_leave_steps_short_where_others_ask_too(ring: type[Ri
     it.finish()
 
 
-def test_where_nobody_else_asks_they_take_what_there_is(ring: type[Ring]) -> None:
+def test_a_single_tenant_takes_the_whole_budget(ring: type[Ring]) -> None:
     it = make(ring, "fair")
     assert flood_after_the_first(it) > TOKENS - 8
     it.finish()
 
 
-def test_others_are_forgotten_after_a_minute(ring: type[Ring]) -> None:
+def test_a_tenant_counts_as_recent_for_a_minute(ring: type[Ring]) -> None:
     it = make(ring, "fair")
     it.submit("light", 8, tenant="light", max_tokens=1)
     it.finish()
@@ -72,7 +72,7 @@ def test_others_are_forgotten_after_a_minute(ring: type[Ring]) -> None:
     it.finish()
 
 
-def test_who_asks_for_little_has_all_the_tokens_of_a_step(ring: type[Ring]) -> None:
+def test_a_tenant_below_its_share_has_the_whole_budget(ring: type[Ring]) -> None:
     it = make(ring, "fair")
     for i in range(4):
         it.submit(f"heavy {i}", 8, prompt=[i] * 8, tenant="heavy", max_tokens=60)
@@ -85,7 +85,7 @@ def test_who_asks_for_little_has_all_the_tokens_of_a_step(ring: type[Ring]) -> N
 
 
 @pytest.mark.parametrize("whole_prompts", [False, True])
-def test_a_prompt_that_may_not_be_computed_in_parts_is_not_held_up(ring: type[Ring], whole_prompts: bool) -> None:
+def test_without_chunks_a_prompt_is_not_limited(ring: type[Ring], whole_prompts: bool) -> None:
     it = make(ring, "fair", whole_prompts=whole_prompts)
     it.submit("light", 8, tenant="light", max_tokens=1)
     for i in range(12):
@@ -109,7 +109,7 @@ def crowd(ring: type[Ring], policy: str, num: int) -> tuple[Ring, int]:
 
 
 @pytest.mark.parametrize("policy", ["fair", "priority"])
-def test_who_comes_from_a_lower_class_has_the_next_step_to_himself(ring: type[Ring], policy: str) -> None:
+def test_a_sequence_of_a_lower_class_has_the_next_step_alone(ring: type[Ring], policy: str) -> None:
     it, begin = crowd(ring, policy, 6)
     alone, together = tokens_of(it, begin)[:2]
     assert list(alone.values()) == [20]
@@ -117,19 +117,19 @@ def test_who_comes_from_a_lower_class_has_the_next_step_to_himself(ring: type[Ri
     it.finish()
 
 
-def test_first_come_first_served_knows_no_classes(ring: type[Ring]) -> None:
+def test_fcfs_has_one_class(ring: type[Ring]) -> None:
     it, begin = crowd(ring, "fcfs", 6)
     assert len(tokens_of(it, begin)[0]) == 7
     it.finish()
 
 
-def test_a_step_that_is_hardly_longer_with_the_others_has_them(ring: type[Ring]) -> None:
+def test_decodes_stay_in_a_step_that_they_hardly_lengthen(ring: type[Ring]) -> None:
     it, begin = crowd(ring, "fair", 1)
     assert len(tokens_of(it, begin)[0]) == 2
     it.finish()
 
 
-def test_those_who_decode_miss_no_two_steps_in_a_row(ring: type[Ring]) -> None:
+def test_decodes_are_left_out_of_one_step_at_most(ring: type[Ring]) -> None:
     it = make(ring, "priority", max_num_seqs=16, max_queue_len=1000)
     for i in range(6):
         it.submit(f"low {i}", 8, prompt=[i] * 8, priority=50, max_tokens=80)
@@ -144,7 +144,7 @@ def test_those_who_decode_miss_no_two_steps_in_a_row(ring: type[Ring]) -> None:
     it.finish()
 
 
-def test_a_tenant_does_not_take_its_own_seats(ring: type[Ring]) -> None:
+def test_a_tenant_does_not_preempt_its_own_sequences(ring: type[Ring]) -> None:
     """Those that are left are in the classes that they had when there were more."""
     it = ring(policy="fair", max_num_seqs=4, depth=0, num_blocks=100, max_num_batched_tokens=64)
     for i in range(4):

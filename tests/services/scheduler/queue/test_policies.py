@@ -20,9 +20,9 @@ def order(it: Ring) -> list[str]:
     return list(dict.fromkeys(by_length[start.num_prompt_tokens] for plan in plans for start in plan.starts))
 
 
-def seats(it: Ring) -> list[str]:
+def running_ids(it: Ring) -> list[str]:
     group = it.world.core._groups.attached[it.worker.incarnation]
-    return [seat.sequence.request.id for seat in group.running]
+    return [running.sequence.request.id for running in group.running]
 
 
 @pytest.mark.parametrize(
@@ -39,19 +39,19 @@ def test_the_lower_priority_number_is_served_first(ring: type[Ring], policy: str
 
 
 @pytest.mark.parametrize(("policy", "displaced"), [("fcfs", 0), ("priority", 1)])
-def test_a_lower_number_takes_a_seat(ring: type[Ring], policy: str, displaced: int) -> None:
+def test_a_lower_number_preempts_for_a_slot(ring: type[Ring], policy: str, displaced: int) -> None:
     it = ring(policy=policy, max_num_seqs=2)
     it.submit("a", 5, max_tokens=30, priority=1)
     it.submit("b", 6, max_tokens=30, priority=2)
     it.steps(3)
     it.submit("urgent", 7, max_tokens=3, priority=0)
     it.steps(2)
-    assert (seats(it) == ["urgent", "a"]) == bool(displaced)
+    assert (running_ids(it) == ["urgent", "a"]) == bool(displaced)
     assert it.world.core.stats().preemptions_total == displaced
     it.finish()
 
 
-def test_an_equal_number_takes_no_seat(ring: type[Ring]) -> None:
+def test_an_equal_number_does_not_preempt(ring: type[Ring]) -> None:
     it = ring(policy="priority", max_num_seqs=1)
     it.submit("a", 5, max_tokens=20, priority=3)
     it.submit("b", 6, priority=3)
@@ -59,15 +59,15 @@ def test_an_equal_number_takes_no_seat(ring: type[Ring]) -> None:
     assert it.world.core.stats().preemptions_total == 0
 
 
-def test_a_lower_number_takes_blocks(ring: type[Ring]) -> None:
+def test_a_lower_number_preempts_for_blocks(ring: type[Ring]) -> None:
     it = ring(policy="priority", num_blocks=12, block_size=4, max_num_seqs=8, max_num_batched_tokens=64)
     it.submit("a", 20, max_tokens=8, priority=1, salt="a")
     it.submit("b", 20, max_tokens=8, priority=2, salt="b")
     it.steps(2)
     it.submit("urgent", 19, max_tokens=4, priority=0, salt="c")
     it.steps(3)
-    assert "urgent" in seats(it)
-    assert "b" not in seats(it)
+    assert "urgent" in running_ids(it)
+    assert "b" not in running_ids(it)
     it.finish()
 
 
@@ -78,7 +78,7 @@ def test_no_sequence_is_preempted_for_one_that_still_would_not_fit(ring: type[Ri
     it.steps(2)
     it.submit("urgent", 36, max_tokens=4, priority=1, salt="c")
     it.steps(1)
-    assert seats(it) == ["a", "b"]
+    assert running_ids(it) == ["a", "b"]
     it.finish()
 
 
@@ -130,7 +130,7 @@ def test_long_prompts_count(ring: type[Ring]) -> None:
     assert sum(name.startswith("long") for name in order(again)[:12]) >= 5
 
 
-def test_seats_are_shared_between_tenants(ring: type[Ring]) -> None:
+def test_slots_are_shared_between_tenants(ring: type[Ring]) -> None:
     it = ring(policy="fair", max_num_seqs=4, max_num_batched_tokens=32)
     for i in range(8):
         it.submit(f"heavy {i}", 3 + i, tenant="heavy", max_tokens=40)
@@ -138,7 +138,7 @@ def test_seats_are_shared_between_tenants(ring: type[Ring]) -> None:
     for i in range(8):
         it.submit(f"light {i}", 13 + i, tenant="light", max_tokens=40)
     it.steps(4)
-    assert Counter(name.split()[0] for name in seats(it)) == {"heavy": 2, "light": 2}
+    assert Counter(name.split()[0] for name in running_ids(it)) == {"heavy": 2, "light": 2}
     assert it.world.core.stats().preemptions_total == 2, "taken as often as it needs to be, and not to and fro"
     it.finish()
 
@@ -166,7 +166,7 @@ def serve(policy: FairPolicy, choice: Sequence, num_outputs: int) -> None:
     policy.on_freed(choice)
 
 
-def test_a_tenant_that_was_away_saves_nothing_up() -> None:
+def test_an_idle_tenant_saves_nothing_up() -> None:
     policy = FairPolicy()
     for _ in range(50):
         choice = ask("busy")

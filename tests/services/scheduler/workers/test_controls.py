@@ -47,7 +47,7 @@ def test_requests_wait_while_the_workers_sleep_and_go_on_where_they_were(ring: t
     assert [len(it.output(r).ids) for r in "ab"] == [20, 3]
 
 
-def test_sleeping_twice_is_sleeping_once_and_deeper_is_deeper(ring: type[Ring]) -> None:
+def test_a_second_sleep_changes_the_level_only_upwards(ring: type[Ring]) -> None:
     it = ring()
     for level in (1, 1, 2, 1):
         tell(it, ControlVerb.SLEEP, level=level)
@@ -73,7 +73,7 @@ def test_sleep_needs_its_flag_and_a_level(ring: type[Ring]) -> None:
     awake.finish()
 
 
-def test_parts_come_back_one_after_the_other(ring: type[Ring]) -> None:
+def test_memory_parts_are_restored_one_after_the_other(ring: type[Ring]) -> None:
     it = ring()
     it.submit("a", 10, max_tokens=20)
     it.steps(5)
@@ -183,7 +183,7 @@ def test_a_pause_that_waits_is_answered_when_all_that_ran_has_ended(ring: type[R
     assert bool(it.output("a again").num_cached_tokens) != clear
 
 
-def test_a_forgotten_cache_finds_nothing(ring: type[Ring]) -> None:
+def test_a_reset_cache_finds_nothing(ring: type[Ring]) -> None:
     it = ring(num_host_blocks=8, num_blocks=16)
     it.submit("a", 20, max_tokens=3)
     it.world.settle()

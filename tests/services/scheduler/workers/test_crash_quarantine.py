@@ -15,7 +15,7 @@ LENGTH, FAILED = FinishReason.LENGTH, FinishReason.FAILED
 def owners(it: Ring) -> list[set[str]]:
     """The requests of each plan that was sent to the current worker."""
     group = it.world.core.groups[it.worker.incarnation]
-    return [{seat.sequence.request.id for seat in record.all_sequences()} for record in group.in_flight]
+    return [{running.sequence.request.id for running in record.all_sequences()} for record in group.in_flight]
 
 
 def again(it: Ring) -> None:
@@ -223,5 +223,5 @@ def test_a_preempted_suspect_with_results_due_keeps_no_other_group_empty() -> No
     assert empty.incarnation in world.core.groups
     world.turn()
     assert any(choice.ticket and choice.awaits_results() for choice in choices), "its results are still due"
-    assert [seat.sequence.request.id for seat in world.core.groups[empty.incarnation].running] == ["next"]
+    assert [running.sequence.request.id for running in world.core.groups[empty.incarnation].running] == ["next"]
     it.finish()

@@ -62,10 +62,10 @@ def submit(world: World, request_id: str, prompt: list[int], max_tokens: int = 4
 def where(world: World, request_id: str) -> int:
     (choice,) = world.core._lifecycle.requests[request_id].sequences.values()
     queues = world.core._workers.router._queues.items()
-    standing = [
+    queued_ids = [
         worker for worker, queue in queues for routed in queue.entries if routed.waits and routed.sequence is choice
     ]
-    return standing[0] if standing or choice.last_run is None else choice.last_run.worker
+    return queued_ids[0] if queued_ids or choice.last_run is None else choice.last_run.worker
 
 
 def cached(world: World, request_id: str) -> int | None:
@@ -85,7 +85,7 @@ def test_requests_with_a_common_prefix_go_to_the_group_that_has_it(two: World) -
     assert all(len(found) == 1 for found in places.values())
 
 
-def test_one_that_is_still_being_computed_is_waited_for(two: World) -> None:
+def test_a_request_waits_for_a_group_that_computes_its_prefix(two: World) -> None:
     """Both arrive before any plan: the second goes where the first computes their prefix."""
     first, second = [1] * 160 + [2] * 4, [1] * 160 + [3] * 4
     (gateway,) = two.gateways.values()
@@ -97,7 +97,7 @@ def test_one_that_is_still_being_computed_is_waited_for(two: World) -> None:
     assert cached(two, "b") == 160
 
 
-def test_choices_of_one_prompt_meet_without_a_cache_too() -> None:
+def test_choices_of_one_request_run_in_one_group_without_a_cache() -> None:
     """150 tokens to compute cost more than a running sequence."""
     world = World(
         Shape(num_blocks=200, max_num_seqs=8, max_num_batched_tokens=64, max_model_len=200, prefix_caching=False)
@@ -117,7 +117,7 @@ def test_choices_of_one_prompt_meet_without_a_cache_too() -> None:
     assert world.num_copies == 1, "of the block that the prompt ends in"
 
 
-def test_strangers_spread(two: World) -> None:
+def test_requests_without_a_common_prefix_spread(two: World) -> None:
     for i in range(8):
         submit(two, str(i), [i + 1] * 20, max_tokens=40)
     places = [where(two, str(i)) for i in range(8)]
@@ -146,18 +146,20 @@ def test_a_sequence_queued_at_a_lost_group_runs_at_the_other(two: World) -> None
     two.check_idle()
 
 
-def test_a_cancelled_one_leaves_its_group_queue(two: World) -> None:
+def test_a_cancelled_sequence_leaves_its_group_queue(two: World) -> None:
     from blockyard.shared.messages import Cancel
 
     for i in range(16):
         submit(two, str(i), [i + 1] * 30, max_tokens=10)
-    standing = [c.sequence.request.id for d in two.core._workers.router._queues.values() for c in d.entries if c.waits]
-    assert standing
+    queued_ids = [
+        c.sequence.request.id for d in two.core._workers.router._queues.values() for c in d.entries if c.waits
+    ]
+    assert queued_ids
     (gateway,) = two.gateways.values()
-    for request_id in standing:
+    for request_id in queued_ids:
         gateway.journals[request_id].cancelled = True
         two.tell(gateway.incarnation, Cancel(request_id, 0))
-    assert len(two.core._lifecycle.waiting) <= 16 - len(standing)
+    assert len(two.core._lifecycle.waiting) <= 16 - len(queued_ids)
     two.settle()
     two.check_outputs()
     two.check_idle()
