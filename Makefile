@@ -20,6 +20,8 @@ PY := .venv/bin/python
 base-ready: .venv/.base
 test-ready: .venv/.base .venv/.test
 endif
+# without bytecode every process that a test starts compiles all its modules
+unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPATH := .src$(if $(PYTHONPATH),:$(PYTHONPATH))
 # -P: the repository root stays off sys.path, where `kernels` would be taken for the package of that name
 RUN := $(PY) -P
@@ -37,14 +39,14 @@ check: test-ready
 	$(RUN) -m ruff format --check --quiet services shared kernels tests compose
 	$(RUN) -m mypy
 
-# Tests that start processes have the machine to themselves. `make pytest ARGS=tests/shared` runs these alone.
-PROCESSES := integration services/launcher services/offline services/bench services/api_gateway services/tokenizer_pool services/test_text_processes.py
+# Tests that assert timings of whole services have the machine to themselves. `make pytest ARGS=tests/shared` runs these alone.
+ALONE := integration services/bench/test_suite.py
 pytest: test-ready
 ifdef ARGS
 	$(RUN) -m pytest $(ARGS)
 else
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 2 --dist loadfile $(PROCESSES:%=--ignore=tests/%)
-	$(RUN) -m pytest -q $(PROCESSES:%=tests/%)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 2 --dist loadfile $(ALONE:%=--ignore=tests/%)
+	$(RUN) -m pytest -q $(ALONE:%=tests/%)
 endif
 
 # What needs a GPU, on a machine that has one (with its own torch and Triton: NO_INSTALL=1 PYTHON=python3).

@@ -1,7 +1,20 @@
+from collections.abc import Iterator
+from types import SimpleNamespace
+
 import pytest
+
+from blockyard.services.gpu_worker.loading import sleep
 
 from .fakes import FakeDetokenizer, FakeGateway, Journal, Output
 from .world import FakeWorker, Shape, World
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_garbage_collection() -> Iterator[None]:
+    """A worker that falls asleep collects garbage: a second each in a process that has imported all tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sleep, "gc", SimpleNamespace(collect=lambda: 0, unfreeze=lambda: None))
+        yield
 
 
 class Ring:
