@@ -23,7 +23,7 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
 
 
-def spread(values: Iterable[float], scale: float = 1.0) -> Percentiles | None:
+def percentiles_of(values: Iterable[float], scale: float = 1.0) -> Percentiles | None:
     """Returns None without values."""
     ordered = sorted(value * scale for value in values)
     if not ordered:

@@ -14,7 +14,7 @@ from blockyard.services.offline.llm import LLM
 from blockyard.services.offline.sampling_params import SamplingParams
 from blockyard.shared.config import parsed_flags
 from blockyard.shared.errors import ConfigError
-from blockyard.shared.percentiles import Percentiles, percentiles_head, percentiles_row, spread
+from blockyard.shared.percentiles import Percentiles, percentiles_head, percentiles_of, percentiles_row
 
 Figures = dict[str, float | Percentiles | None]
 
@@ -30,7 +30,7 @@ def latency(args: Sequence[str]) -> int:
             prompts = [make_prompt(rng, options.input_len) for _ in range(options.batch_size)]  # new: none is cached
             requests = [SampleRequest(prompt, options.input_len, options.output_len) for prompt in prompts]
             seconds.append(timed(llm, requests, show_bar=False))
-    values = spread(seconds[options.num_iters_warmup :], 1000)
+    values = percentiles_of(seconds[options.num_iters_warmup :], 1000)
     assert values is not None, "at least one iteration"
     figures: Figures = {
         "latency_ms": values,

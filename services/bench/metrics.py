@@ -14,7 +14,7 @@ import msgspec
 
 from blockyard.services.bench.load.results import RequestResult
 from blockyard.shared.errors import ConfigError
-from blockyard.shared.percentiles import Percentiles, spread
+from blockyard.shared.percentiles import Percentiles, percentiles_of
 
 LIMITED = ("ttft", "tpot", "itl", "e2el")
 
@@ -120,10 +120,10 @@ def summarize(results: Sequence[RequestResult], duration_s: float, limits: Mappi
         peak_running=max((num for _, num in running(results)), default=0),
         goodput_per_s=num_good * per_s if limits else None,
         good_share=num_good / len(results) if limits and results else None,
-        ttft_ms=spread((ttft_s(one) for one in done), 1000),
-        tpot_ms=spread((t for t in tpots if t is not None), 1000),
-        itl_ms=spread((gap for one in done for gap in gaps_s(one)), 1000),
-        e2el_ms=spread((e2el_s(one) for one in done), 1000),
+        ttft_ms=percentiles_of((ttft_s(one) for one in done), 1000),
+        tpot_ms=percentiles_of((t for t in tpots if t is not None), 1000),
+        itl_ms=percentiles_of((gap for one in done for gap in gaps_s(one)), 1000),
+        e2el_ms=percentiles_of((e2el_s(one) for one in done), 1000),
     )
 
 

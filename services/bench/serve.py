@@ -19,7 +19,7 @@ from blockyard.services.bench.load.monitor import CpuMonitor, progress_bar
 from blockyard.services.bench.load.results import BenchError, RequestResult
 from blockyard.services.bench.server import OpenAIServer
 from blockyard.shared.errors import ConfigError
-from blockyard.shared.percentiles import spread
+from blockyard.shared.percentiles import percentiles_of
 
 WARM_UP_OUTPUT = 16  # tokens
 
@@ -55,7 +55,7 @@ def main(args: Sequence[str]) -> int:
         model=model,
         settings=settings | {"request_rate": str(options.request_rate), "burstiness": str(options.burstiness)},
         summary=metrics.summarize(results, load.ended_s - load.started_s, limits),
-        client=report.ClientLoad(cpu.cpu_share, cpu.peak_cpu_share, spread(late_s, 1000)),
+        client=report.ClientLoad(cpu.cpu_share, cpu.peak_cpu_share, percentiles_of(late_s, 1000)),
         failures=metrics.failures(results),
         requests=report.request_rows(results, load.started_s),
     )

@@ -90,7 +90,7 @@ class PieceDecoder:
 
 
 class WindowDecoder:
-    """For tokenizers where neighbours change a token's text: decodes the ids since the last two boundaries again."""
+    """For tokenizers where neighbours change a token's text: decodes each token with the ids of the text before it."""
 
     __slots__ = ("_ids", "_last_added", "_shown", "_skip_special", "_spaces", "_start", "_table", "_tokenizer")
 
@@ -101,7 +101,7 @@ class WindowDecoder:
         self._spaces = skip_special or spaces_between_special
         self._last_added = False
         self._ids: list[int] = []
-        self._start = 0  # first id that is not only context of later ids
+        self._start = 0  # ids before it are context: their text was returned by an earlier push
         self._shown = ""  # text of `_ids` that was returned
 
     def push(self, token_id: int) -> str:

@@ -28,7 +28,7 @@ COMMANDS = ("serve", "bench", "simulate", "tune", "run", "ring", "keys", "flags"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
-    return pipes.to_its_end(lambda: _main(argv))
+    return pipes.exit_code_of(lambda: _main(argv))
 
 
 def _main(argv: Sequence[str] | None) -> int:

@@ -20,7 +20,7 @@ def read(args: Sequence[str], environ: Mapping[str, str]) -> tuple[Values, list[
 def combine(
     given: ParsedFlags, environ: Mapping[str, str], known: Container[str] | None = None
 ) -> tuple[Values, list[str]]:
-    """Adds the variables and the file to the flags in `given`, or only those in `known`. Raises ConfigError."""
+    """Adds flags of the environment and the --config file to `given`; with `known` only these. Raises ConfigError."""
     environment, notes = parsed_flags.from_environment(environ)
     path = (given.get("config") or environment.get("config") or parsed_flags.ParsedFlag(None, "")).value
     file = read_yaml(Path(path)) if isinstance(path, str) else {}

@@ -34,7 +34,7 @@ class Membership:
     def members(self) -> list[Member]:
         return list(self._members.values())
 
-    def hear(self, frame: Frame, now: float) -> None:
+    def apply(self, frame: Frame, now: float) -> None:
         """Applies one frame. A member that announces itself is alive, even after a report of its loss."""
         match frame:
             case Announce(member):
@@ -92,9 +92,9 @@ class Registry:
             frames = self._socket.poll(TICK_S)
             now = time.monotonic()
             for frame in frames:
-                self._membership.hear(frame, now)
+                self._membership.apply(frame, now)
             due = self._membership.due(now)
-            if due or self._socket.asked:
+            if due or self._socket.has_requests:
                 news = Members(self._incarnation, self._membership.settled(now), self._membership.members())
                 if due:
                     self._socket.push(news)

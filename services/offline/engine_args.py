@@ -74,7 +74,7 @@ class EngineArgsBase:
         """Adds every flag to a parser's new group or to a given group. A flag that is not given is None."""
         group = parser.add_argument_group("Blockyard") if isinstance(parser, argparse.ArgumentParser) else parser
         for name, flag in KEYWORDS.items():
-            names = dict.fromkeys([f"--{flag.name}", f"--{name}", *(f"--{other}" for other in flag.also)])
+            names = dict.fromkeys([f"--{flag.name}", f"--{name}", *(f"--{other}" for other in flag.other_names)])
             group.add_argument(*names, dest=name, help=flag.help.replace("%", "%%"), **_kind(flag))
         return parser
 

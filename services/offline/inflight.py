@@ -10,8 +10,8 @@ from blockyard.shared.ring_client.journal import JournalEntry
 class InflightLimiter:
     """Sends requests in order of arrival. Its owner calls `send_pending` whenever there may be room."""
 
-    def __init__(self, client: RingClient, model: str, patience_s: float) -> None:
-        self._client, self._model, self._patience_s = client, model, patience_s
+    def __init__(self, client: RingClient, model: str, timeout_s: float) -> None:
+        self._client, self._model, self._timeout_s = client, model, timeout_s
         self._served_s = client.clock()  # when a scheduler was last available
         self._queue: OrderedDict[str, JournalEntry] = OrderedDict()
         # id -> choices and prompt tokens of requests sent but not yet accepted or refused; below, their sums
@@ -60,8 +60,8 @@ class InflightLimiter:
             self._client.dispatch.open(entry, now)
 
     def _wait_for_scheduler(self, now: float) -> None:
-        """Waits while the scheduler restarts; fails all requests after `patience_s`."""
-        if now - self._served_s > self._patience_s:
+        """Waits while the scheduler restarts; fails all requests after `timeout_s`."""
+        if now - self._served_s > self._timeout_s:
             failed, self._queue = self._queue, OrderedDict()
             for entry in failed.values():
                 entry.owner.failed(entry, not_ready(f"the model `{self._model}`"))

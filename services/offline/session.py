@@ -132,9 +132,9 @@ class Session:
         bus = self._deployment.registry.process.bus
         links: Links[GatewayIn] = Links(NAME, Role.API_GATEWAY, bus, GatewayIn)
         self._links = links
-        names, patience_s = self.config.served_model_names, self.config.stall_timeout_s
-        self._client = RingClient(links, names, patience_s, hold_s=patience_s)
-        self._limiter = InflightLimiter(self._client, names[0], patience_s)
+        names, timeout_s = self.config.served_model_names, self.config.stall_timeout_s
+        self._client = RingClient(links, names, timeout_s, hold_s=timeout_s)
+        self._limiter = InflightLimiter(self._client, names[0], timeout_s)
 
         def each_round() -> None:
             links.count(_stats(self._client, len(self._limiter)))

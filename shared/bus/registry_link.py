@@ -27,7 +27,7 @@ class RegistryLink:
         self._next = 0.0
         self._entry = msgspec.msgpack.encode(Announce(me))
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._repeat, name="heart", daemon=True) if own_thread else None
+        self._thread = threading.Thread(target=self._repeat, name="heartbeat", daemon=True) if own_thread else None
         if self._thread is not None:
             self._thread.start()
 

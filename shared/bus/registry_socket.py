@@ -26,7 +26,7 @@ class RegistrySocket:
         self._malformed = Malformed()
         self._reader: FrameReader[Frame] = FrameReader(RegistryIn, self._malformed)
         self._listeners: dict[bytes, int] = {}  # routing id -> incarnation
-        self._askers: list[bytes] = []
+        self._requesters: list[bytes] = []
 
     def poll(self, timeout_s: float) -> list[Frame]:
         """Returns all arrived frames, and waits up to `timeout_s` for the first."""
@@ -40,7 +40,7 @@ class RegistrySocket:
             if isinstance(frame, Announce) and route.startswith(b"m"):  # "h" sockets only repeat heartbeats
                 self._listeners[route] = frame.member.incarnation
             elif isinstance(frame, MembersRequest):
-                self._askers.append(route)
+                self._requesters.append(route)
             frames.append(frame)
         return frames
 
@@ -58,14 +58,14 @@ class RegistrySocket:
                 del self._listeners[route]
 
     @property
-    def asked(self) -> bool:
+    def has_requests(self) -> bool:
         """True if a process that is not a listener asked for the list."""
-        return bool(self._askers)
+        return bool(self._requesters)
 
     def answer(self, news: Members) -> None:
         """Sends the list to each process that asked for it."""
-        askers, self._askers = self._askers, []
-        for route in askers:
+        requesters, self._requesters = self._requesters, []
+        for route in requesters:
             with contextlib.suppress(zmq.ZMQError):  # gone meanwhile
                 send_frame(self._socket, msgspec.msgpack.encode(news), route)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TextIO
 
 
-def to_its_end(run: Callable[[], int]) -> int:
+def exit_code_of(run: Callable[[], int]) -> int:
     """Returns the exit code of `run`, or that of a program killed by SIGPIPE if stdout was closed."""
     try:
         try:
@@ -15,12 +15,12 @@ def to_its_end(run: Callable[[], int]) -> int:
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
-        leave(sys.stdout)
+        discard(sys.stdout)
         return 128 + signal.SIGPIPE
     return code
 
 
-def leave(out: TextIO) -> None:
+def discard(out: TextIO) -> None:
     """Redirects `out` to /dev/null, so that flushing its buffer at exit raises nothing."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, out.fileno())

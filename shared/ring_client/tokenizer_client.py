@@ -80,10 +80,10 @@ class TokenizerClient:
                 future.set_exception(RequestError("Two tokenizers were lost with this text.", status=500))
         self._send(out)
 
-    def tick(self, now: float, patience_s: float) -> None:
-        """Fails work that waited for `patience_s` without a tokenizer."""
+    def tick(self, now: float, timeout_s: float) -> None:
+        """Fails work that waited for `timeout_s` without a tokenizer."""
         for future, model, since in list(self._waiting.values()):
-            if now - since > patience_s and not self._pool.serves(model) and not future.done():
+            if now - since > timeout_s and not self._pool.serves(model) and not future.done():
                 future.set_exception(RequestError("No tokenizer is ready.", status=503, retry_after_s=1.0))
 
     async def _all(self, works: list[Tokenize]) -> list[Tokenized]:

@@ -80,7 +80,7 @@ class Proxy:
                     for copy in copies:
                         copy.cancel()
         except (OSError, asyncio.CancelledError):
-            pass  # both ends hear it below
+            pass  # both ends apply it below
         finally:
             self._connections.discard(task)
             for end in ends:

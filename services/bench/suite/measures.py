@@ -13,10 +13,10 @@ from blockyard.services.bench.latency_throughput import engine_keywords, timed
 from blockyard.services.bench.load.results import BenchError, RequestResult
 from blockyard.services.bench.suite.served import VOCAB, SuiteServer, random_requests, serve
 from blockyard.services.offline.llm import LLM
-from blockyard.shared.percentiles import Percentiles, percentile, spread
+from blockyard.shared.percentiles import Percentiles, percentile, percentiles_of
 
 RUNS = 3
-EVENTS = 0.95  # least events per token: special tokens and parts of characters have no event
+MIN_EVENTS_A_TOKEN = 0.95  # least events per token: special tokens and parts of characters have no event
 
 
 class Measurement(msgspec.Struct, frozen=True):
@@ -70,7 +70,7 @@ def inter_token(num: int, num_input: int, num_output: int) -> Callable[[SuiteSer
 
     def measure(served: SuiteServer) -> Measurement:
         found, every = _streams(served, (num, num_input, num_output), median_gap)
-        tpot = spread((t for one in every if (t := metrics.tpot_s(one)) is not None), 1000)
+        tpot = percentiles_of((t for one in every if (t := metrics.tpot_s(one)) is not None), 1000)
         return found if tpot is None else msgspec.structs.replace(found, spreads=found.spreads | {"tpot": tpot})
 
     return measure
@@ -134,7 +134,7 @@ def streamed_rate(num: int, num_input: int, num_output: int) -> Callable[[SuiteS
 
     def rate(results: list[RequestResult]) -> float:
         num_events = sum(len(one.tokens_s) for one in results)
-        if num_events < EVENTS * num * num_output:
+        if num_events < MIN_EVENTS_A_TOKEN * num * num_output:
             raise BenchError(f"{num_events:,} events for {num * num_output:,} tokens: not one for each")
         return num * num_output / (max(one.ended_s for one in results) - min(one.sent_s for one in results))
 
@@ -192,8 +192,8 @@ def _llm(context: SuiteContext) -> LLM:
 
 
 def _itl(every: Sequence[RequestResult]) -> Percentiles | None:
-    return spread((gap for one in every for gap in metrics.gaps_s(one)), 1000)
+    return percentiles_of((gap for one in every for gap in metrics.gaps_s(one)), 1000)
 
 
 def _ttft(every: Sequence[RequestResult]) -> Percentiles | None:
-    return spread((metrics.ttft_s(one) for one in every), 1000)
+    return percentiles_of((metrics.ttft_s(one) for one in every), 1000)

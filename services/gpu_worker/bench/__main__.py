@@ -43,4 +43,4 @@ def main(names: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(pipes.to_its_end(lambda: main(sys.argv[1:])))
+    sys.exit(pipes.exit_code_of(lambda: main(sys.argv[1:])))

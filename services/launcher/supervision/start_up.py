@@ -24,7 +24,7 @@ class StartupDisplay(Protocol):
 
 @dataclass(slots=True)
 class _ServiceStart:
-    """What was shown of one start of a service."""
+    """The part of a service's start that the display has shown."""
 
     incarnation: int = 0  # 0: it has not joined yet
     phase: str = "starting"
@@ -36,12 +36,12 @@ class _ServiceStart:
         self.incarnation = incarnation
 
     def new_notes(self, notes: Sequence[str]) -> Sequence[str]:
-        """Returns the notes after those that an earlier call returned."""
+        """Returns the notes that no earlier call returned."""
         new, self.num_notes = notes[self.num_notes :], len(notes)
         return new
 
     def on_phase(self, phase: str, progress: float) -> bool:
-        """Returns True if it differs from what was shown."""
+        """Returns True if the phase or its progress changed."""
         changed = (phase, progress) != (self.phase, self.progress)
         self.phase, self.progress = phase, progress
         return changed
@@ -123,7 +123,7 @@ class PlainDisplay:
         try:
             print(line, file=self._out, flush=True)
         except BrokenPipeError:
-            pipes.leave(self._out)
+            pipes.discard(self._out)
 
     def close(self) -> None:
         pass

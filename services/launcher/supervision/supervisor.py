@@ -92,16 +92,16 @@ def stop_order(children: Sequence[Child]) -> list[list[Child]]:
     return [[child for child in children if child.spec.service in wave] for wave in WAVES]
 
 
-async def _wait_gone(children: Sequence[Child], patience_s: float) -> None:
-    """Waits `patience_s`, then kills the children that still run."""
+async def _wait_gone(children: Sequence[Child], timeout_s: float) -> None:
+    """Waits `timeout_s`, then kills the children that still run."""
     try:
-        async with asyncio.timeout(patience_s):
+        async with asyncio.timeout(timeout_s):
             for child in children:
                 await child.gone.wait()
     except TimeoutError:
         for child in children:
             if not child.gone.is_set():
-                log.warning("%s did not end within %.0f s of SIGTERM: killed", child.spec.name, patience_s)
+                log.warning("%s did not end within %.0f s of SIGTERM: killed", child.spec.name, timeout_s)
                 child.send(signal.SIGKILL)
     for child in children:
         await child.gone.wait()

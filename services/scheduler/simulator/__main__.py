@@ -41,4 +41,4 @@ def _write(path: str, text: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(pipes.to_its_end(lambda: settings.run(SimulationConfig, simulate)))
+    sys.exit(pipes.exit_code_of(lambda: settings.run(SimulationConfig, simulate)))

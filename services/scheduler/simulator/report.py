@@ -8,7 +8,7 @@ from blockyard.services.scheduler.simulator.record import Flow, Gaps
 from blockyard.services.scheduler.simulator.simulation import Simulation
 from blockyard.shared.charts import COLOURS, Curve, Point, cdf, svg
 from blockyard.shared.config.services.simulation import SimulationConfig
-from blockyard.shared.percentiles import Percentiles, percentile, percentiles_head, percentiles_row, spread
+from blockyard.shared.percentiles import Percentiles, percentile, percentiles_head, percentiles_of, percentiles_row
 
 SLICES = 60  # of the time axis, for percentiles over time
 MOST_TENANTS = 7  # shown one by one; the others are merged
@@ -38,7 +38,7 @@ def summarize(simulation: Simulation, wall_s: float) -> Summary:
     record, workers = simulation.record, simulation.workers.values()
     done = _done(record.flows)
     names = sorted(record.gaps)
-    tenants = {name: (_ttft(_of_tenant(done, name)), spread(record.gaps[name].gap_s, 1000)) for name in names}
+    tenants = {name: (_ttft(_of_tenant(done, name)), percentiles_of(record.gaps[name].gap_s, 1000)) for name in names}
     return Summary(
         completed=len(done),
         refused=sum(flow.refused > 0 for flow in record.flows),
@@ -53,7 +53,7 @@ def summarize(simulation: Simulation, wall_s: float) -> Summary:
         num_events=simulation.num_events,
         busy=sum(worker.busy_s for worker in workers) / max(simulation.now * len(workers), 1e-9),
         ttft_ms=_ttft(done),
-        itl_ms=spread((gap for gaps in record.gaps.values() for gap in gaps.gap_s), 1000),
+        itl_ms=percentiles_of((gap for gaps in record.gaps.values() for gap in gaps.gap_s), 1000),
         tenants=tenants if len(tenants) > 1 else {},
     )
 
@@ -150,7 +150,7 @@ def _of_tenant(flows: Sequence[Flow], tenant: str) -> list[Flow]:
 
 
 def _ttft(flows: Sequence[Flow]) -> Percentiles | None:
-    return spread((flow.ttft_s for flow in flows), 1000)
+    return percentiles_of((flow.ttft_s for flow in flows), 1000)
 
 
 def _batches(simulation: Simulation) -> list[Curve]:

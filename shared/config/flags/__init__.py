@@ -26,6 +26,6 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
 FLAGS: dict[str, Flag] = {flag.name: flag for group in GROUPS.values() for flag in group}
 
 # By name and other names: keys of YAML files, Python keywords and environment variables.
-NAMES: dict[str, Flag] = FLAGS | {name: flag for flag in FLAGS.values() for name in flag.also}
+NAMES: dict[str, Flag] = FLAGS | {name: flag for flag in FLAGS.values() for name in flag.other_names}
 
-SPELLINGS: dict[str, Flag] = NAMES | {alias: flag for flag in FLAGS.values() for alias in flag.aliases}
+SPELLINGS: dict[str, Flag] = NAMES | {alias: flag for flag in FLAGS.values() for alias in flag.short_names}

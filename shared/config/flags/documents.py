@@ -47,7 +47,7 @@ def with_table(document: str) -> str:
 
 def spelling(flag: Flag) -> str:
     """Returns the spellings, such as `-tp, --tensor-parallel-size integer`."""
-    names = ", ".join([*(f"-{alias}" for alias in flag.aliases), *(f"--{name}" for name in (flag.name, *flag.also))])
+    names = ", ".join([*_short_names(flag), *_long_names(flag)])
     if flag.kind is FlagKind.BOOL:
         return names if not flag.default else f"{names}, --no-{flag.name}"
     return f"{names} {{{','.join(flag.choices)}}}" if flag.choices else f"{names} {flag.kind.partition(',')[0]}"
@@ -63,10 +63,15 @@ def _terminal_words(flag: Flag) -> str:
 
 
 def _names(flag: Flag) -> str:
-    return ", ".join(
-        f"`{name}`"
-        for name in (*(f"--{name}" for name in (flag.name, *flag.also)), *(f"-{alias}" for alias in flag.aliases))
-    )
+    return ", ".join(f"`{name}`" for name in (*_long_names(flag), *_short_names(flag)))
+
+
+def _long_names(flag: Flag) -> list[str]:
+    return [f"--{name}" for name in (flag.name, *flag.other_names)]
+
+
+def _short_names(flag: Flag) -> list[str]:
+    return [f"-{name}" for name in flag.short_names]
 
 
 def _default(flag: Flag) -> str:

@@ -20,7 +20,7 @@ EXECUTION = (
         FlagKind.TEXT,
         None,
         "Level 0 to 3, or a JSON object with `level`, `use_cudagraph`, `cudagraph_capture_sizes`.",
-        aliases=("O",),
+        short_names=("O",),
         takes_json=True,
         mapped="level 0 is --enforce-eager; 1 is kernels written by hand, in CUDA graphs; 2, the default,"
         " and 3 also fuse kernels of a layer where a step has few rows; no torch.compile",

@@ -30,8 +30,8 @@ class Flag:
     default: object  # None: unset
     help: str
     to: tuple[str, ...] = ()
-    aliases: tuple[str, ...] = ()  # without the leading dash; only on the command line
-    also: tuple[str, ...] = ()  # other names, valid wherever the name is
+    short_names: tuple[str, ...] = ()  # without their one dash; only on the command line
+    other_names: tuple[str, ...] = ()  # valid wherever the name is
     choices: tuple[str, ...] = ()
     named_values: Mapping[str, str] = field(default_factory=dict)  # accepted besides the kind's values -> their meaning
     takes_json: bool = False  # text that may also be a JSON object: a mapping in YAML and Python

@@ -9,7 +9,7 @@ RING = (
         FlagKind.INT,
         1,
         "Gateway processes; they share the port.",
-        also=("api-server-count",),
+        other_names=("api-server-count",),
         ge=1,
         le=256,
     ),

@@ -18,27 +18,27 @@ def membership() -> Membership:
 
 def test_a_new_member_is_pushed_at_once_and_a_repeated_heartbeat_is_not() -> None:
     r = membership()
-    r.hear(Announce(member("a", 1)), 0.1)
+    r.apply(Announce(member("a", 1)), 0.1)
     assert r.due(0.1)
-    r.hear(Announce(member("a", 1)), 0.6)
+    r.apply(Announce(member("a", 1)), 0.6)
     assert not r.due(0.6)
 
 
 def test_counters_wait_half_a_second_and_a_change_of_phase_does_not() -> None:
     r = membership()
-    r.hear(Announce(member("a", 1)), 0.1)
+    r.apply(Announce(member("a", 1)), 0.1)
     r.due(0.1)
     busy = member("a", 1, stats=Stats(running=3))
-    r.hear(Announce(busy), 0.2)
+    r.apply(Announce(busy), 0.2)
     assert not r.due(0.3)
     assert r.due(0.7)
-    r.hear(Announce(msgspec.structs.replace(busy, ready=True)), 0.8)
+    r.apply(Announce(msgspec.structs.replace(busy, ready=True)), 0.8)
     assert r.due(0.8)
 
 
 def test_silence_is_death_after_four_seconds() -> None:
     r = membership()
-    r.hear(Announce(member("a", 1)), 0.0)
+    r.apply(Announce(member("a", 1)), 0.0)
     r.due(0.0)
     r.due(3.9)
     assert r.members()
@@ -48,17 +48,17 @@ def test_silence_is_death_after_four_seconds() -> None:
 
 def test_a_successor_of_the_same_name_replaces_its_predecessor_at_once() -> None:
     r = membership()
-    r.hear(Announce(member("a", 1)), 0.0)
-    r.hear(Announce(member("a", 2)), 0.1)
+    r.apply(Announce(member("a", 1)), 0.0)
+    r.apply(Announce(member("a", 2)), 0.1)
     assert [m.incarnation for m in r.members()] == [2]
 
 
 def test_one_that_was_reported_lost_and_still_speaks_is_back() -> None:
     r = membership()
-    r.hear(Announce(member("a", 1)), 0.0)
-    r.hear(LinkLost(1), 0.1)
+    r.apply(Announce(member("a", 1)), 0.0)
+    r.apply(LinkLost(1), 0.1)
     assert not r.members()
-    r.hear(Announce(member("a", 1)), 0.5)
+    r.apply(Announce(member("a", 1)), 0.5)
     assert [m.incarnation for m in r.members()] == [1]
 
 
@@ -83,7 +83,7 @@ def test_names_are_unique_and_the_last_push_is_the_list(steps: list[tuple[Announ
     r, now, pushed = membership(), 0.0, []
     for frame, wait in steps:
         now += wait
-        r.hear(frame, now)
+        r.apply(frame, now)
         if r.due(now):
             pushed = r.members()
         assert len({m.name for m in r.members()}) == len(r.members())

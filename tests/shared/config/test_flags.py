@@ -61,7 +61,7 @@ def test_an_honoured_flag_is_read_somewhere(flag: Flag) -> None:
 
 def test_no_name_is_declared_twice() -> None:
     names = [flag.name for group in GROUPS.values() for flag in group]
-    aliases = [alias for flag in FLAGS.values() for alias in (*flag.aliases, *flag.also)]
+    aliases = [alias for flag in FLAGS.values() for alias in (*flag.short_names, *flag.other_names)]
     assert len(names + aliases) == len(set(names + aliases)) == len(SPELLINGS)
 
 
