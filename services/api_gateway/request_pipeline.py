@@ -59,7 +59,7 @@ class RequestPipeline:
         echoes = await self._echoes(request, prompts) if request.options.echo else []
         num_tokens = sum(len(p.token_ids) // 4 for p in prompts)
         self._dispatch.check_hold(model, len(prompts) * computed, num_tokens * computed)
-        generation = HttpGeneration(request, arrived_s, self._dispatch.close)
+        generation = HttpGeneration(request, self._dispatch.close)
         for i, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
             sinks = [_sink(generation, i * computed + k, writer, prompt.token_ids) for k in range(computed)]
             frame = Generate(

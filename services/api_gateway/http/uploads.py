@@ -17,11 +17,11 @@ RETRY_AFTER_S = 1.0
 class Uploads:
     """The uploads of one gateway. Counts received bytes, not announced ones: announcing costs a client nothing."""
 
-    def __init__(self, most_bytes: int, most_total_bytes: int | None, timeout_s: float) -> None:
-        """`most_total_bytes` defaults to eight bodies of the largest size."""
-        self._most, self._timeout_s = most_bytes, timeout_s
-        self._most_total = max(8 * most_bytes if most_total_bytes is None else most_total_bytes, most_bytes)
-        self._most_large = max(int(LARGE_SHARE * self._most_total), most_bytes)
+    def __init__(self, max_bytes: int, max_total_bytes: int | None, timeout_s: float) -> None:
+        """`max_total_bytes` defaults to eight bodies of the largest size."""
+        self._max, self._timeout_s = max_bytes, timeout_s
+        self._max_total = max(8 * max_bytes if max_total_bytes is None else max_total_bytes, max_bytes)
+        self._max_large = max(int(LARGE_SHARE * self._max_total), max_bytes)
         self.held_bytes = 0  # of bodies that are being read or parsed
 
     @asynccontextmanager
@@ -43,8 +43,8 @@ class Uploads:
 
     def hold(self, size: int, of_body: int) -> None:
         """Counts `size` more bytes of a body that now has `of_body`. Raises RequestError if there is no room."""
-        if of_body > self._most:
-            raise RequestError(f"the body is larger than the {self._most} bytes this server takes", "body", status=413)
+        if of_body > self._max:
+            raise RequestError(f"the body is larger than the {self._max} bytes this server takes", "body", status=413)
         self._check_room(size, of_body)
         self.held_bytes += size
 
@@ -52,12 +52,12 @@ class Uploads:
         self.held_bytes -= size
 
     def _check_announced(self, size: int) -> None:
-        if size > self._most:
+        if size > self._max:
             self.hold(0, size)
         self._check_room(size, size)
 
     def _check_room(self, size: int, of_body: int) -> None:
-        most = self._most_total if of_body <= SMALL_BYTES else self._most_large
+        most = self._max_total if of_body <= SMALL_BYTES else self._max_large
         if self.held_bytes + size > most:
             raise RequestError(
                 "This server reads as many request bodies as it has memory for.",

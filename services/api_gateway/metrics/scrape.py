@@ -14,6 +14,7 @@ from blockyard.shared.messages import PastText, Role, Scrape, Scraped
 from blockyard.shared.ring_client.metrics.member_counts import MemberCounts, scheduler_totals
 from blockyard.shared.ring_client.metrics.meters import Meters
 from blockyard.shared.ring_client.metrics.metric_families import OF_CLIENT, OF_SCHEDULERS
+from blockyard.shared.ring_client.metrics.peer_queries import PeerQueries
 from blockyard.shared.ring_client.ring_links import RingLinks
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -28,8 +29,7 @@ class Metrics:
         self._links, self._meters, self._counts, self._names = links, meters, counts, names
         self._own = _registry(lambda: expose(OF_CLIENT, meters, meters, names))
         self._ring = _registry(self._of_ring)
-        # scrape id -> gateways that have not answered yet, and the event that ends the wait
-        self._asked: dict[str, tuple[set[int], asyncio.Event]] = {}
+        self._queries = PeerQueries(links)
         self._texts: dict[int, str] = {}  # each other gateway's last answer, by incarnation
         self._older = ""
 
@@ -56,11 +56,7 @@ class Metrics:
                 self._keep(one.gateway, one.text)
         for member in frame.gone:
             self._counts.gone(member)
-        if frame.request_id in self._asked:
-            waiting, all_answered = self._asked[frame.request_id]
-            waiting.discard(peer)
-            if not waiting:
-                all_answered.set()
+        self._queries.answered(peer, frame.request_id)
 
     def _keep(self, gateway: int, text: str) -> None:
         self._texts.pop(gateway, None)
@@ -69,20 +65,8 @@ class Metrics:
             self._older = summed([self._older, self._texts.pop(next(iter(self._texts)))])
 
     async def _ask_others(self) -> None:
-        scrape = Scrape(secrets.token_hex(8))
-        others = [m.incarnation for m in self._links.members.values() if m.role == Role.API_GATEWAY]
-        waiting = {incarnation for incarnation in others if self._links.send(incarnation, scrape)}
-        if not waiting:
-            return
-        all_answered = asyncio.Event()
-        self._asked[scrape.request_id] = waiting, all_answered
-        try:
-            async with asyncio.timeout(SCRAPE_TIMEOUT_S):
-                await all_answered.wait()
-        except TimeoutError:
-            pass
-        finally:
-            del self._asked[scrape.request_id]
+        others = [m for m in self._links.members.values() if m.role == Role.API_GATEWAY]
+        await self._queries.ask(others, Scrape(secrets.token_hex(8)), SCRAPE_TIMEOUT_S)
 
     def _of_ring(self) -> Iterator[Metric]:
         members = self._counts.members()

@@ -36,9 +36,8 @@ class Echo:
 class HttpGeneration:
     """The owner of its journal entries. One failed entry fails all of them."""
 
-    def __init__(self, request: GenerateRequest, arrived_s: float, close: Callable[[JournalEntry], None]) -> None:
+    def __init__(self, request: GenerateRequest, close: Callable[[JournalEntry], None]) -> None:
         self.request = request
-        self.arrived_s = arrived_s
         self.entries: list[JournalEntry] = []
         self.error: RequestError | None = None
         self._close = close

@@ -4,7 +4,6 @@ A restarted member counts from 0, so the counts of its earlier incarnations by n
 current counts; other members' counts are those of their last heartbeat.
 """
 
-import asyncio
 import secrets
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -14,6 +13,7 @@ import msgspec
 
 from blockyard.shared.messages import STEP_TOKENS, Member, Role, Stats, StatsRequest, StatsResponse
 from blockyard.shared.ring_client.metrics.histogram import BucketCounts
+from blockyard.shared.ring_client.metrics.peer_queries import PeerQueries
 from blockyard.shared.ring_client.ring_links import RingLinks
 
 RESPONSE_TIMEOUT_S = 0.25  # a scheduler that answers later counts with its last heartbeat
@@ -59,34 +59,19 @@ class MemberCounts:
         self._kept: dict[int, tuple[Member, Counter[Key]]] = {}  # by incarnation, in order of the last update
         self._older: dict[tuple[str, Role], Counter[Key]] = {}  # counts of older incarnations
         self._fresh: dict[int, Stats] = {}  # answers of schedulers to the last query
-        self._pending: dict[str, tuple[set[int], asyncio.Event]] = {}  # query -> incarnations without an answer yet
+        self._queries = PeerQueries(links)
 
     async def refresh(self) -> None:
         """Asks all schedulers for their counts, and waits for answers for RESPONSE_TIMEOUT_S."""
         request, schedulers = StatsRequest(secrets.token_hex(8)), self._links.of(Role.SCHEDULER)
-        waiting = {m.incarnation for m in schedulers if self._links.send(m.incarnation, request)}
-        if not waiting:
-            return
-        everyone = asyncio.Event()
-        self._pending[request.request_id] = waiting, everyone
-        try:
-            async with asyncio.timeout(RESPONSE_TIMEOUT_S):
-                await everyone.wait()
-        except TimeoutError:
-            for incarnation in waiting:
-                self._fresh.pop(incarnation, None)
-        finally:
-            del self._pending[request.request_id]
+        for incarnation in await self._queries.ask(schedulers, request, RESPONSE_TIMEOUT_S):
+            self._fresh.pop(incarnation, None)
 
     def on_response(self, peer: int, frame: StatsResponse) -> None:
         self._fresh[peer] = frame.stats
         if (member := self._links.members.get(peer)) is not None:
             self._note(msgspec.structs.replace(member, stats=frame.stats))
-        if frame.request_id in self._pending:
-            waiting, everyone = self._pending[frame.request_id]
-            waiting.discard(peer)
-            if not waiting:
-                everyone.set()
+        self._queries.answered(peer, frame.request_id)
 
     def gone(self, member: Member) -> None:
         """Keeps its counts: its next incarnation starts at 0."""
