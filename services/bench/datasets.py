@@ -170,11 +170,7 @@ def read_sharegpt(
 
 
 def _kept(
-    pairs: Sequence[tuple[str, str]],
-    num: int,
-    count: Callable[[str], int],
-    output: Lengths | None,
-    rng: random.Random,
+    pairs: Sequence[tuple[str, str]], num: int, count: Callable[[str], int], output: Lengths | None, rng: random.Random
 ) -> list[SampleRequest]:
     requests: list[SampleRequest] = []
     for prompt, answer in pairs:

@@ -19,13 +19,7 @@ from blockyard.services.offline.engine_args import KEYWORDS, EngineArgsBase
 from blockyard.services.offline.operations import RingOperations
 from blockyard.services.offline.outputs import GenerationError, RequestOutput
 from blockyard.services.offline.progress import RichProgressBar, TqdmProgressBar
-from blockyard.services.offline.prompts import (
-    ChatOptions,
-    Prompt,
-    read_conversations,
-    read_prompts,
-    with_token_ids,
-)
+from blockyard.services.offline.prompts import ChatOptions, Prompt, read_conversations, read_prompts, with_token_ids
 from blockyard.services.offline.sampling_params import CheckedParams, SamplingParams, read
 from blockyard.services.offline.session import Session
 from blockyard.services.offline.tokenizer import LLMTokenizer, through_ring

@@ -8,13 +8,7 @@ from typing import Any
 from jinja2 import Template
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
 
-from blockyard.services.tokenizer_pool.chat_messages import (
-    STYLES,
-    ContentStyle,
-    Message,
-    content_style,
-    for_template,
-)
+from blockyard.services.tokenizer_pool.chat_messages import STYLES, ContentStyle, Message, content_style, for_template
 from blockyard.services.tokenizer_pool.sandbox import Sandbox
 from blockyard.shared.errors import RequestError
 

@@ -6,15 +6,7 @@ from typing import Protocol
 from blockyard.services.tokenizer_pool.worker_frames import Answer, Work
 from blockyard.shared.bus.links import Links
 from blockyard.shared.bus.member_list import Changed, Event, Joined
-from blockyard.shared.messages import (
-    Detokenize,
-    Frame,
-    Member,
-    Stats,
-    Tokenize,
-    Tokenized,
-    TokenizerIn,
-)
+from blockyard.shared.messages import Detokenize, Frame, Member, Stats, Tokenize, Tokenized, TokenizerIn
 from blockyard.shared.process.service_main import rss_bytes
 
 log = logging.getLogger(__name__)

@@ -63,13 +63,12 @@ class ChoiceLog:
         self.first_s, self.queued_s = now, queued_s
 
     def append(self, delta: TextDelta, now: float) -> None:
-        """Records the next output. Raises OverflowError, and records nothing, for what is no token id."""
-        if delta.token_ids:
-            known = len(self.output_ids)
+        """Records the next output. Raises OverflowError, and records nothing, if a token id is beyond uint32."""
+        if token_ids := delta.token_ids:
             try:
-                self.output_ids.extend(delta.token_ids)
+                self.output_ids.extend(token_ids)
             except OverflowError:
-                del self.output_ids[known:]
+                del self.output_ids[delta.first :]
                 raise
             self.itl_s, self.last_s = now - self.last_s, now
         self.chars_sent += len(delta.text)
@@ -194,10 +193,10 @@ class JournalEntry:
     def on_output(self, delta: TextDelta, now: float) -> None:
         """The output of `delta` was recorded for its choice."""
         self.heard_s = now
-        if delta.token_ids:
+        if self.gaps and delta.token_ids:
             self.gaps = 0
-            if delta.cached_tokens and delta.first == 0 and delta.choice == 0:  # once per prompt
-                self.cached_tokens = delta.cached_tokens
+        if delta.first == 0 and delta.choice == 0 and delta.token_ids:  # once per prompt
+            self.cached_tokens = delta.cached_tokens or self.cached_tokens
         if delta.finish is not None:
             self.num_open -= 1
 

@@ -16,12 +16,7 @@ from blockyard.shared.messages import Member, ModelCard, Role
 from blockyard.shared.ring_client.ring_links import RingLinks
 
 # roles of which every deployment needs a ready member
-NEEDED = (
-    Role.TOKENIZER_POOL,
-    Role.SCHEDULER,
-    Role.GPU_WORKER,
-    Role.DETOKENIZER,
-)
+NEEDED = (Role.TOKENIZER_POOL, Role.SCHEDULER, Role.GPU_WORKER, Role.DETOKENIZER)
 PAGE_TYPES = {".js": "text/javascript", ".svg": "image/svg+xml", ".css": "text/css", ".html": "text/html"}
 
 PAGE_HEADERS = {
@@ -219,30 +214,13 @@ def _makes_progress(links: RingLinks, stalled: frozenset[int]) -> bool:
 def _member(m: Member) -> MemberView:
     stats = StatsView(**{field: getattr(m.stats, field) for field in StatsView.__struct_fields__})
     return MemberView(
-        m.name,
-        m.role.value,
-        f"{m.incarnation:016x}",
-        m.model,
-        m.ready,
-        m.phase,
-        m.progress,
-        m.notes,
-        m.group,
-        stats,
+        m.name, m.role.value, f"{m.incarnation:016x}", m.model, m.ready, m.phase, m.progress, m.notes, m.group, stats
     )
 
 
 def _totals(members: list[Member]) -> Totals:
-    def total(role: Role, field: str) -> int:
+    def total(field: str) -> int:
+        role = Role.API_GATEWAY if field == "requests_total" else Role.SCHEDULER
         return sum(getattr(m.stats, field) for m in members if m.role == role)
 
-    return Totals(
-        requests_total=total(Role.API_GATEWAY, "requests_total"),
-        prompt_tokens_total=total(Role.SCHEDULER, "prompt_tokens_total"),
-        output_tokens_total=total(Role.SCHEDULER, "output_tokens_total"),
-        running=total(Role.SCHEDULER, "running"),
-        waiting=total(Role.SCHEDULER, "waiting"),
-        preemptions_total=total(Role.SCHEDULER, "preemptions_total"),
-        blocks_used=total(Role.SCHEDULER, "blocks_used"),
-        blocks_total=total(Role.SCHEDULER, "blocks_total"),
-    )
+    return Totals(**{field: total(field) for field in Totals.__struct_fields__})

@@ -3,12 +3,7 @@ or both, and one series per member under ours."""
 
 from collections.abc import Iterable, Iterator
 
-from prometheus_client.metrics_core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from blockyard.shared.config.services.gateway import MetricsNames
 from blockyard.shared.messages import Role
@@ -105,9 +100,7 @@ def _queue_families(members: Iterable[MemberTotals], model_name: str) -> Iterato
     )
     preempted = CounterMetricFamily("blockyard:preemptions", "Preemptions, by mode", labels=[*_QUEUE, "mode"])
     served = CounterMetricFamily(
-        "blockyard:tenant_served_tokens",
-        "Weighted tokens: prompt once, output twice",
-        labels=[*_QUEUE, "tenant"],
+        "blockyard:tenant_served_tokens", "Weighted tokens: prompt once, output twice", labels=[*_QUEUE, "tenant"]
     )
     for one, values in schedulers:
         for reason, count in one.of(REFUSED):

@@ -59,11 +59,7 @@ def parse_completion(request: CompletionRequest, card: ModelCard, config: Gatewa
         if echo:
             of_prompt = max(num_top, of_prompt or 0)
     prompts = [
-        msgspec.structs.replace(
-            p,
-            add_special_tokens=request.add_special_tokens,
-            want_text=echo and p.text is None,
-        )
+        msgspec.structs.replace(p, add_special_tokens=request.add_special_tokens, want_text=echo and p.text is None)
         for p in completion_prompts(request.prompt, card)
     ]
     options = replace(

@@ -8,11 +8,7 @@ from aiohttp import web
 from blockyard.shared.errors import RequestError
 
 JSON = "application/json"
-_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    429: "rate_limit_error",
-}
+_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _CODES = {
     401: "invalid_api_key",
     408: "request_timeout",

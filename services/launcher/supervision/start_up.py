@@ -32,9 +32,6 @@ class _ServiceStart:
     ready: bool = False
     num_notes: int = 0
 
-    def on_joined(self, incarnation: int) -> None:
-        self.incarnation = incarnation
-
     def new_notes(self, notes: Sequence[str]) -> Sequence[str]:
         """Returns the notes that no earlier call returned."""
         new, self.num_notes = notes[self.num_notes :], len(notes)
@@ -73,9 +70,8 @@ class StartupTracker:
         start = self._starts.get(member.name)
         if start is None:
             return False
-        if start.incarnation not in (0, member.incarnation):
-            start = self._starts[member.name] = _ServiceStart()
-        start.on_joined(member.incarnation)
+        if start.incarnation != member.incarnation:
+            start = self._starts[member.name] = _ServiceStart(member.incarnation)
         for note in start.new_notes(member.notes):
             self._display.say(f"  {member.name}: {note}")
         if member.ready and not start.ready:

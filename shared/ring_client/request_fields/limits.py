@@ -38,12 +38,7 @@ def in_range(field: str, value: Any, default: Any) -> Any:
 
 
 def number(
-    field: str,
-    value: float | None,
-    default: float,
-    low: float,
-    high: float = math.inf,
-    above_low: bool = False,
+    field: str, value: float | None, default: float, low: float, high: float = math.inf, above_low: bool = False
 ) -> float:
     """`value` or the default. Must be finite, in [low, high], or in (low, high] with `above_low`."""
     if value is None:
