@@ -35,11 +35,11 @@ def load_counter(row, slot, rows, limits, num_slots):
 
 
 @triton.jit
-def adjusted_row(slot, other):
+def adjusted_row(slot, adjusted):
     """Returns the pointer to the slot's adjusted logits, and whether it has any."""
-    which_ptr, adjusted_ptr, other_stride = other
+    which_ptr, adjusted_ptr, stride = adjusted
     which = tl.load(which_ptr + slot).to(tl.int64)
-    return adjusted_ptr + tl.maximum(which, 0) * other_stride, which >= 0
+    return adjusted_ptr + tl.maximum(which, 0) * stride, which >= 0
 
 
 @triton.jit

@@ -74,7 +74,7 @@ def _noise_row(
 
 @triton.jit
 def sample_noise_kernel(
-    logits_ptr, rows, limits, other, hits_ptr, lists, large_nucleus, out, semaphores_ptr, stride, vocab, num_slots,
+    logits_ptr, rows, limits, adjusted, hits_ptr, lists, large_nucleus, out, semaphores_ptr, stride, vocab, num_slots,
     num_spans, tiles,
     EXPECTED_CANDIDATES: tl.constexpr, LANES: tl.constexpr, RUNS: tl.constexpr, ALL_SPANS: tl.constexpr,
     CHUNK: tl.constexpr, MAX_SPANS: tl.constexpr, ADJUSTED: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
@@ -88,7 +88,7 @@ def sample_noise_kernel(
         return
     slot = tl.load(rows[0] + row)
     if ADJUSTED:
-        adjusted_ptr, is_adjusted = adjusted_row(slot, other)
+        adjusted_ptr, is_adjusted = adjusted_row(slot, adjusted)
         if is_adjusted:
             _noise_row(
                 row, slot, adjusted_ptr, rows, limits, hits_ptr, lists, large_nucleus, out, semaphores_ptr, vocab,
@@ -189,7 +189,7 @@ def _weigh_row(
 
 @triton.jit
 def sample_large_nucleus_kernel(
-    logits_ptr, rows, limits, other, large_nucleus, sums_ptr, out, semaphores_ptr, stride, vocab, num_slots, tiles,
+    logits_ptr, rows, limits, adjusted, large_nucleus, sums_ptr, out, semaphores_ptr, stride, vocab, num_slots, tiles,
     SHIFT: tl.constexpr, LANES: tl.constexpr, RUNS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
     PROGRAMS: tl.constexpr, ADJUSTED: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -202,7 +202,7 @@ def sample_large_nucleus_kernel(
         return
     slot = tl.load(rows[0] + row)
     if ADJUSTED:
-        adjusted_ptr, is_adjusted = adjusted_row(slot, other)
+        adjusted_ptr, is_adjusted = adjusted_row(slot, adjusted)
         if is_adjusted:
             _weigh_row(
                 row, slot, adjusted_ptr, rows, limits, large_nucleus, sums_ptr, out, semaphores_ptr, vocab, num_slots,

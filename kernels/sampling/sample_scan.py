@@ -159,7 +159,7 @@ def _scan_row(
 
 @triton.jit
 def sample_scan_kernel(
-    logits_ptr, rows, limits, other, spans, parts, limit_ptr, stride, vocab, num_slots, num_spans, tiles,
+    logits_ptr, rows, limits, adjusted, spans, parts, limit_ptr, stride, vocab, num_slots, num_spans, tiles,
     EXPECTED_CANDIDATES: tl.constexpr, LANES: tl.constexpr, RUNS: tl.constexpr, ADJUSTED: tl.constexpr,
     FAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -171,7 +171,7 @@ def sample_scan_kernel(
     if slot < 0:
         return
     if ADJUSTED:
-        adjusted_ptr, is_adjusted = adjusted_row(slot, other)
+        adjusted_ptr, is_adjusted = adjusted_row(slot, adjusted)
         if is_adjusted:
             _scan_row(
                 row, slot, adjusted_ptr, rows, limits, spans, parts, limit_ptr, vocab, num_slots, num_spans, tiles,

@@ -161,8 +161,8 @@ def _select_row(
 
 @triton.jit
 def sample_select_kernel(
-    logits_ptr, rows, limits, other, spans, parts, limit_ptr, lists, row_mass_ptr, out, semaphores_ptr, stride, vocab,
-    num_slots, num_spans, programs,
+    logits_ptr, rows, limits, adjusted, spans, parts, limit_ptr, lists, row_mass_ptr, out, semaphores_ptr, stride,
+    vocab, num_slots, num_spans, programs,
     SHIFT: tl.constexpr, LANES: tl.constexpr, RUNS: tl.constexpr, ALL_SPANS: tl.constexpr, PROGRAMS: tl.constexpr,
     CHUNK: tl.constexpr, MAX_SPANS: tl.constexpr, MAX_CANDIDATES: tl.constexpr, STEPS: tl.constexpr,
     ADJUSTED: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
@@ -178,7 +178,7 @@ def sample_select_kernel(
     if slot >= 0:
         is_adjusted = slot < 0
         if ADJUSTED:
-            adjusted_ptr, is_adjusted = adjusted_row(slot, other)
+            adjusted_ptr, is_adjusted = adjusted_row(slot, adjusted)
             if is_adjusted:
                 best, token = _select_row(
                     row, slot, adjusted_ptr, rows, limits, spans, parts, limit_ptr, lists, row_mass_ptr, vocab,

@@ -32,7 +32,6 @@ _PROGRAMS = 8 * 132  # of the scan and noise kernels, at most
 _WIDE_PROGRAMS = 8 * 132  # of the last kernel, at most
 _WARPS = (4, 8, 4, 4)  # of each kernel
 _REGISTERS = (64, 128, None, 64)  # of a thread of each kernel, at most
-_EARLY = True  # all kernels but the first use programmatic dependent launch, where the GPU has it
 _STAGES = 1  # pipeline stages of the last kernel
 # low bits of an ordered integer that are always the same
 _SHIFT = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
@@ -145,13 +144,13 @@ def sample_tokens(
         made.floats(wide_programs * 4),
         made.ints(2),
     )
-    settings = (params.temperature, params.top_k, params.top_p, params.min_p, params.key, params.choice)
-    other = (slots, logits, 0) if adjusted is None else (adjusted.row, adjusted.logits, adjusted.logits.stride(0))
-    shared, sizes = (logits, (slots, index), settings, other), (logits.stride(0), vocab, params.temperature.shape[0])
+    limits = (params.temperature, params.top_k, params.top_p, params.min_p, params.key, params.choice)
+    replaced = (slots, logits, 0) if adjusted is None else (adjusted.row, adjusted.logits, adjusted.logits.stride(0))
+    shared, sizes = (logits, (slots, index), limits, replaced), (logits.stride(0), vocab, params.temperature.shape[0])
     out, shift, all_spans = (tokens, best), _SHIFT[logits.dtype], next_power_of_2(num_spans)
     max_programs = next_power_of_2(num_tiles)  # a row; the same for all row counts, so that fewer kernels are compiled
-    early = _EARLY and supports_pdl(logits.device)
-    constants = {"LANES": _LANES, "RUNS": _RUNS, "ADJUSTED": adjusted is not None, "FAST": logits.is_cuda, "PDL": early}
+    pdl = supports_pdl(logits.device)  # all kernels but the first use programmatic dependent launch
+    constants = {"LANES": _LANES, "RUNS": _RUNS, "ADJUSTED": adjusted is not None, "FAST": logits.is_cuda, "PDL": pdl}
     sample_scan_kernel[(rows, programs)](
         *shared, spans, parts, limit, *sizes, num_spans, tiles,
         EXPECTED_CANDIDATES=_EXPECTED_CANDIDATES, num_warps=_WARPS[0], maxnreg=_REGISTERS[0], **constants,
@@ -160,17 +159,17 @@ def sample_tokens(
         *shared, spans, parts, limit, lists, large_nucleus[2], out, semaphores, *sizes, num_spans, programs,
         SHIFT=shift, ALL_SPANS=all_spans, PROGRAMS=max_programs, CHUNK=_CHUNK, MAX_SPANS=_MAX_SPANS,
         MAX_CANDIDATES=_CANDIDATES, STEPS=_STEPS, num_warps=_WARPS[1], maxnreg=_REGISTERS[1], **constants,
-        **pdl_options(early),
+        **pdl_options(pdl),
     )  # fmt: skip
     sample_noise_kernel[(rows, programs)](
         *shared, spans[1], lists, large_nucleus, out, semaphores, *sizes, num_spans, tiles,
         EXPECTED_CANDIDATES=_EXPECTED_CANDIDATES, ALL_SPANS=all_spans, CHUNK=_FEW, MAX_SPANS=_MAX_SPANS,
-        num_warps=_WARPS[2], maxnreg=_REGISTERS[2], **constants, **pdl_options(early),
+        num_warps=_WARPS[2], maxnreg=_REGISTERS[2], **constants, **pdl_options(pdl),
     )  # fmt: skip
     sample_large_nucleus_kernel[(rows, wide_programs)](
         *shared, large_nucleus, sums, out, semaphores, *sizes, wide_tiles,
         SHIFT=shift, TILE=_TILE, STAGES=_STAGES, PROGRAMS=max_programs, num_warps=_WARPS[3], maxnreg=_REGISTERS[3],
-        **constants, **pdl_options(early),
+        **constants, **pdl_options(pdl),
     )  # fmt: skip
 
 

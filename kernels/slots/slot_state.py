@@ -82,7 +82,7 @@ class SlotState:
         """[num_slots] float32."""
         return self.fields[field].view(torch.float32)
 
-    def place(self, view: Tensor) -> int:
+    def offset(self, view: Tensor) -> int:
         """Index in the arena of a view's first element."""
         return int(view.storage_offset())
 

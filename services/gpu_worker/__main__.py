@@ -10,7 +10,7 @@ from pathlib import Path
 
 from blockyard.services.gpu_worker.compilation.compile_processes import CompileProcesses, is_new, num_processes
 from blockyard.services.gpu_worker.cores import usable_cores
-from blockyard.services.gpu_worker.interfaces import OffloadableRunner
+from blockyard.services.gpu_worker.interfaces import OffloadableRunner, Report
 from blockyard.services.gpu_worker.loading.sleep import SleepingRunner
 from blockyard.services.gpu_worker.service import Worker
 from blockyard.shared.bus.links import Links
@@ -20,7 +20,6 @@ from blockyard.shared.process import settings
 
 GPU = Path("/dev/nvidiactl")  # exists if the machine has a GPU
 
-Report = Callable[[str, float, list[str]], None]  # phase, fraction done, notes so far
 Start = Callable[[WorkerConfig, Report, CompileProcesses | None], OffloadableRunner]
 
 

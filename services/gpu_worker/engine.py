@@ -10,6 +10,7 @@ import torch
 
 from blockyard.services.gpu_worker.compilation.compile_processes import CompileProcesses
 from blockyard.services.gpu_worker.cores import default_threads, usable_cores
+from blockyard.services.gpu_worker.interfaces import Report
 from blockyard.services.gpu_worker.kv import host_blocks
 from blockyard.services.gpu_worker.kv import scales as kv_scales
 from blockyard.services.gpu_worker.kv.pool import KVPool, block_bytes
@@ -41,8 +42,6 @@ from blockyard.shared.process.service_main import rss_bytes
 if TYPE_CHECKING:
     from blockyard.services.gpu_worker.compilation.kernel_compiler import KernelCompiler
     from blockyard.services.gpu_worker.linear_tuning.tuner import Tuner
-
-Report = Callable[[str, float, list[str]], None]  # phase, fraction done, notes so far
 
 DTYPES = {
     "half": torch.float16,

@@ -1,11 +1,13 @@
 """The interfaces between the worker loop, its runner and its links. Imports neither torch nor numpy."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from blockyard.shared.bus.member_list import Event
 from blockyard.shared.messages import Frame, Geometry, Member, MemoryTag, SlotResult, SlotRun, Stats, StepPlan, WorkerIn
+
+Report = Callable[[str, float, list[str]], None]  # of a start: phase, fraction done, notes so far
 
 
 class DecodeOutputs(Protocol):

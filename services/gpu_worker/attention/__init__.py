@@ -6,15 +6,16 @@ the cache, and returns the attention output.
 
 - `choice`: the table of kernels. It does not import Triton, so the CPU uses it too.
 - `cpu_metadata.CpuMetadataBuilder`: builds `CpuAttention` or `BatchInvariantCpuAttention`.
-- `triton_attention.build_attention`: builds the attention of a step on a GPU. Imported only on a GPU.
+- `triton_attention.build_attention`: builds the attention of a step on a GPU from `AttentionMetadata`. Imported only on
+  a GPU.
 
-This folder imports `kv/`, `step`, `layers.attention` and `kernels/`.
+`execution/` and `memory_profile` call this folder. It imports `kv/`, `step`, `layers.attention` and `kernels/`.
 
 How to add an attention kernel:
 1. Write it in `kernels/attention/`, with its torch reference.
 2. Add a name to `choice.AttentionKernel` and an entry to `choice.TABLE`. The first entry that fits is used.
-3. On a GPU, write a `TritonKernel` (triton_attention.py) and add it to `KERNELS`: `schedule` builds metadata once for
-   each step and kind of layer, `attend` runs the kernel.
+3. On a GPU, write a `TritonKernel` (triton_attention.py) and add it to `KERNELS`: `attend` runs the kernel, and
+   `schedule`, if the kernel needs it, builds metadata once for each step and kind of layer.
 4. On a CPU, or if it also stores K and V, write a class with the signature of `step.Attend`.
 5. Test it in tests/services/gpu_worker/attention/, and its choice in test_choice.py.
 """

@@ -51,7 +51,7 @@ class CpuMetadataBuilder:
         self._pool = pool
         dtype = pool.dtype if pool.scales is None else torch.float32  # an 8-bit KV cache exists only on GPUs
         self._zero = torch.zeros((), dtype=dtype, device=pool.device)
-        self._minus = torch.full((), float("-inf"), dtype=dtype, device=pool.device)
+        self._minus_inf = torch.full((), float("-inf"), dtype=dtype, device=pool.device)
         self._windows = tuple(dict.fromkeys(pool.shape.windows))
         self._kept: list[GatheredKV | None] = []  # one for each group of decodes
 
@@ -83,11 +83,14 @@ class CpuMetadataBuilder:
             decodes: list[Decodes] = []
             if num_decodes:
                 part = (tables[:num_decodes], lengths[:num_decodes])
-                decodes = self._whole(*part, owners[:num_decodes]) if window is None else [self._recent(window, *part)]
+                if window is None:
+                    decodes = self._full_decodes(*part, owners[:num_decodes])
+                else:
+                    decodes = [self._windowed_decodes(window, *part)]
             metadata[window] = WindowMetadata(decodes, self._prefills(window, tables, counts, lengths, num_decodes))
         return CpuAttention(pool, self._tensor(rows), metadata)
 
-    def _whole(self, tables: Ints, lengths: Ints, owners: Ints) -> list[Decodes]:
+    def _full_decodes(self, tables: Ints, lengths: Ints, owners: Ints) -> list[Decodes]:
         """Builds the decodes of layers without a window."""
         groups = length_groups(lengths)
         before, self._kept = self._kept, []
@@ -117,7 +120,7 @@ class CpuMetadataBuilder:
             kept, num = None, -(-length // size)
         return Decodes(start, count, length, self._chunks(tables[:, :num]), mask, kept)
 
-    def _recent(self, window: int, tables: Ints, lengths: Ints) -> Decodes:
+    def _windowed_decodes(self, window: int, tables: Ints, lengths: Ints) -> Decodes:
         """Builds the decodes of layers with a window. Blocks before the window are not read."""
         size = self._pool.block_size
         first = np.maximum(lengths - window, 0)
@@ -159,7 +162,7 @@ class CpuMetadataBuilder:
 
     def _mask(self, seen: Tensor) -> Tensor:
         seen = seen.to(self._pool.device, non_blocking=True)
-        return torch.where(seen, self._zero, self._minus)
+        return torch.where(seen, self._zero, self._minus_inf)
 
     def _tensor(self, values: Ints) -> Tensor:
         tensor = torch.from_numpy(values)

@@ -33,7 +33,7 @@ def measure() -> list[Row]:
 def _rows(tuner: Tuner, num: int) -> Iterator[Row]:
     picked, cublas = tuner.measure(num), [CUBLAS] * len(tuner.layers)
     for name, layer, config, group in zip((*SHAPES, "head"), tuner.layers, picked, tuner.groups, strict=True):
-        shape = f"{num} x {layer.ins} -> {layer.outs}"
+        shape = f"{num} x {layer.in_features} -> {layer.out_features}"
         for one in dict.fromkeys((CUBLAS, config)):
             seconds = tuner.timer.seconds(one, group, num)
             yield row(f"{name}, {NAMES[one.kernel]}", shape, seconds, *_work([layer], num, layer.count))
@@ -44,9 +44,9 @@ def _rows(tuner: Tuner, num: int) -> Iterator[Row]:
 
 def _work(layers: list[LinearShape], num: int, share: int = 1) -> tuple[float, float]:
     """Returns the bytes of weights and the number of operations."""
-    elements = sum(layer.ins * layer.outs * layer.count for layer in layers) / share
+    elements = sum(layer.in_features * layer.out_features * layer.count for layer in layers) / share
     return 2 * elements, 2 * num * elements
 
 
-def _linear(outs: int, ins: int) -> Linear:
-    return dense_linear(torch.randn(outs, ins, dtype=torch.bfloat16, device="cuda").mul_(0.02))
+def _linear(out_features: int, in_features: int) -> Linear:
+    return dense_linear(torch.randn(out_features, in_features, dtype=torch.bfloat16, device="cuda").mul_(0.02))

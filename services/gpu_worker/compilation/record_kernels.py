@@ -18,7 +18,7 @@ from blockyard.services.gpu_worker.execution import prefill_kernels
 from blockyard.services.gpu_worker.execution.decode_graphs import DecodeSettings, DecodeSize, DecodeSteps
 from blockyard.services.gpu_worker.execution.device_ops import DeviceOps
 from blockyard.services.gpu_worker.execution.prefill_sizes import descriptors
-from blockyard.services.gpu_worker.execution.prefill_steps import BatchDescriptor, PrefillStep, clear
+from blockyard.services.gpu_worker.execution.prefill_steps import BatchDescriptor, PrefillStep, write_padding
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.linear_tuning.tuner import Tuner
 from blockyard.services.gpu_worker.memory import KVMemoryNeed
@@ -90,7 +90,7 @@ def _launch_steps(model: Model, need: KVMemoryNeed, kv_dtype: torch.dtype, num_e
         steps.forward(size)
     for descriptor in _descriptors(steps, most):
         words = torch.empty(sum(descriptor.parts), dtype=torch.int64)
-        clear(words, descriptor)
+        write_padding(words, descriptor)
         step = PrefillStep(steps, descriptor, words.to(device))
         sampler_input = step.forward()
         for needs_processing in variants:

@@ -273,7 +273,7 @@ class DeviceLoop:
             num_top = flight.num_logprobs.get(result.slot)
             if num_top is not None and result.token_ids:
                 place, token = places[result.slot], result.token_ids[0]
-                logprobs = self.steps.slots.logits_edits.read(words, place, token, num_top)
+                logprobs = self.steps.slots.logits_edits.read_logprobs(words, place, token, num_top)
                 flight.results[i] = msgspec.structs.replace(result, logprobs=[logprobs])
 
     def _finished_result(self, slot: int, owner: int, outcome: SlotOutcome, token: int, length: int) -> SlotResult:

@@ -34,8 +34,8 @@ class DeviceSlots:
         )
         self.logits_edits = DeviceLogitsEdits(state, vocab_size, logits_edits)
         self.num_slots, self._vocab_size, self._eos = num_slots, vocab_size, eos_token_ids
-        self._field_places = (np.arange(NUM_FIELDS) * state.fields.shape[1]).tolist()
-        self._tables_place, self._width = state.place(state.tables), state.tables.shape[1]
+        self._field_offsets = (np.arange(NUM_FIELDS) * state.fields.shape[1]).tolist()
+        self._tables_offset, self._width = state.offset(state.tables), state.tables.shape[1]
         self._rows = np.full(len(state.row_slots), -1, np.int64)  # slots by row, as on the device
         self.samples_on_device = np.zeros(num_slots, np.bool_)  # by slot: it needs no host between its tokens
         self._sent = np.zeros(num_slots, np.int64)  # number of blocks
@@ -50,12 +50,12 @@ class DeviceSlots:
         self._rows[:] = -1
         state = self.state
         self._set(Field.LIVE, np.arange(self.num_slots), 0)
-        self._writes.add(np.arange(len(self._rows)) + state.place(state.row_slots), self._rows)
+        self._writes.add(np.arange(len(self._rows)) + state.offset(state.row_slots), self._rows)
         self.count_step(step)
 
     def count_step(self, step: int) -> None:
         """Sets the step counter, for a step that gathers no rows: the device counts it only while gathering."""
-        self._writes.put(self.state.place(self.state.step), step)
+        self._writes.put(self.state.offset(self.state.step), step)
 
     def clear_rows(self) -> None:
         """Makes all rows padding, on the device at once: for trial steps."""
@@ -88,7 +88,7 @@ class DeviceSlots:
         slots = slots[slots < self.num_slots]
         self.send_next_tokens(slots, table)
         for slot in slots.tolist():
-            self.logits_edits.count(slot, table)
+            self.logits_edits.recount(slot, table)
         self._set(Field.POSITION, slots, table.num_computed[slots])
         self._set(Field.KNOWN, slots, table.num_tokens[slots])
         self._set(Field.LIVE, slots, table.live[slots])
@@ -99,7 +99,7 @@ class DeviceSlots:
         wanted[: len(slots)] = slots
         different = np.flatnonzero(self._rows[:rows] != wanted)
         if len(different):
-            self._writes.add(different + self.state.place(self.state.row_slots), wanted[different])
+            self._writes.add(different + self.state.offset(self.state.row_slots), wanted[different])
             self._rows[:rows] = wanted
 
     def take(self) -> tuple[Words, Words]:
@@ -119,7 +119,7 @@ class DeviceSlots:
         edits = self.logits_edits.start(slot, sampling, table, endings, words, needs_host)
         self.samples_on_device[slot] = edits is not None
         if edits:
-            self._writes.add(*self.logits_edits.places(slot, edits))
+            self._writes.add(*self.logits_edits.edit_words(slot, edits))
         stops = [i for i in state.stop_ids if 0 <= i < self._vocab_size][:MAX_STOP_IDS]
         words[Field.STOPS : Field.STOPS + len(stops)] = stops
         words[Field.POSITION] = computed = int(table.num_computed[slot])
@@ -128,7 +128,7 @@ class DeviceSlots:
         words[Field.IGNORE_EOS], words[Field.NUM_STOPS] = sampling.ignore_eos, len(stops)
         words[Field.KEY : Field.KEY + 2] = split_seed(sampling.seed)
         words[Field.CHOICE] = start.choice
-        self._writes.put_all([place + slot for place in self._field_places], words)
+        self._writes.put_all([offset + slot for offset in self._field_offsets], words)
         self._sent[slot] = 0
         self._send_blocks(slot, table)
 
@@ -137,13 +137,13 @@ class DeviceSlots:
         self.samples_on_device[slot] = False
 
     def _end(self, slot: int) -> None:
-        self._writes.put(self._field_places[Field.LIVE] + slot, 0)
+        self._writes.put(self._field_offsets[Field.LIVE] + slot, 0)
 
     def _send_blocks(self, slot: int, table: Slots) -> None:
         begin, end = int(self._sent[slot]), int(table.num_blocks[slot])
         if begin < end:
-            self._writes.put_run(self._tables_place + slot * self._width + begin, table.tables[slot, begin:end])
+            self._writes.put_run(self._tables_offset + slot * self._width + begin, table.tables[slot, begin:end])
             self._sent[slot] = end
 
     def _set(self, field: Field, slots: Ints, values: "npt.NDArray[np.generic] | int") -> None:
-        self._writes.add(slots + self._field_places[field], np.broadcast_to(values, slots.shape))
+        self._writes.add(slots + self._field_offsets[field], np.broadcast_to(values, slots.shape))

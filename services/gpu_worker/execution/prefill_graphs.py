@@ -19,7 +19,12 @@ from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.execution.decode_graphs import DecodeSteps
 from blockyard.services.gpu_worker.execution.pinned_ring import StepBuffers
 from blockyard.services.gpu_worker.execution.prefill_sizes import GraphCost, PrefillGraphSizes
-from blockyard.services.gpu_worker.execution.prefill_steps import BatchDescriptor, PrefillStep, clear, fill
+from blockyard.services.gpu_worker.execution.prefill_steps import (
+    BatchDescriptor,
+    PrefillStep,
+    write_padding,
+    write_step,
+)
 from blockyard.services.gpu_worker.slots import Slots
 
 log = logging.getLogger(__name__)
@@ -47,7 +52,7 @@ class PrefillGraph:
     def run(self, buffers: StepBuffers, slots: Ints, counts: Ints, table: Slots, needs_processing: bool) -> None:
         """Fills the words, then replays forward pass and sampling."""
         words = buffers.words(len(self.words))
-        fill(words, self.descriptor, slots, counts, table)
+        write_step(words, self.descriptor, slots, counts, table)
         self.words.copy_(words, non_blocking=True)
         self.forward.replay()
         self.samples[needs_processing].replay()
@@ -150,7 +155,7 @@ class CudaGraphRecorder:
 
     def record(self, descriptor: BatchDescriptor) -> CapturedPrefill:
         host = torch.empty(sum(descriptor.parts), dtype=torch.int64)
-        clear(host, descriptor)
+        write_padding(host, descriptor)
         words = host.to(self._device)
         step = PrefillStep(self._steps, descriptor, words)
         variants = self._steps.slots.logits_edits.sample_variants

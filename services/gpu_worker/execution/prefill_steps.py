@@ -29,9 +29,10 @@ def _up(size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class BatchDescriptor:
-    """Padded sizes of a step with prefill: the key of its CUDA graph and the layout of its words, int64.
+    """Padded sizes of a step with prefill: the key of its CUDA graph, and the layout of its input words, int64.
 
-    One more token, of no slot, follows the tokens: sequences that are padding read it."""
+    One more token, of no slot, follows the tokens: it is the last token of padding sequences.
+    """
 
     num_decodes: int  # with padding at the end, as all of these
     num_prefill_tokens: int  # padding tokens are one more prefill, of no slot
@@ -43,14 +44,14 @@ class BatchDescriptor:
         return self.num_decodes + self.num_prefill_tokens
 
     @property
-    def pitch(self) -> int:
+    def stride(self) -> int:
         return _up(self.num_tokens + 1)
 
     @property
     def parts(self) -> list[int]:
         """Lengths: tokens, last token of each sequence twice, counts, first row of each prefill."""
         sizes = (
-            NUM_INPUT_WORDS * self.pitch,
+            NUM_INPUT_WORDS * self.stride,
             self.num_seqs,
             self.num_seqs,
             (self.num_seqs + 1) // 2,
@@ -59,23 +60,24 @@ class BatchDescriptor:
         return [_up(size) for size in sizes]
 
 
-def clear(words: Tensor, descriptor: BatchDescriptor) -> None:
+def write_padding(words: Tensor, descriptor: BatchDescriptor) -> None:
     """Writes a step of padding alone."""
     rows, last, places, counts, starts = (part.numpy() for part in torch.split(words, descriptor.parts))
     table = rows.reshape(NUM_INPUT_WORDS, -1)
     table[:] = 0
-    table[[2, 4]] = -1
+    table[[2, 4]] = -1  # slots and sampled_slots
     last[:] = descriptor.num_tokens
     places[:] = counts[:] = 0
     starts.view(np.int32)[: descriptor.num_prefills] = descriptor.num_decodes
     starts.view(np.int32)[descriptor.num_prefills] = descriptor.num_tokens
 
 
-def fill(words: Tensor, descriptor: BatchDescriptor, slots: Ints, counts: Ints, table: Slots) -> bool:
+def write_step(words: Tensor, descriptor: BatchDescriptor, slots: Ints, counts: Ints, table: Slots) -> bool:
     """Writes a step: `counts` tokens of each slot, decodes first. The host has the ids of all prefill tokens.
 
-    Returns whether a slot may sample."""
-    clear(words, descriptor)
+    Returns whether a slot may sample.
+    """
+    write_padding(words, descriptor)
     rows, last, places, sizes, starts = (part.numpy() for part in torch.split(words, descriptor.parts))
     ids, positions, owners, index, sampled_slots = rows.reshape(NUM_INPUT_WORDS, -1)
     first_rows = starts.view(np.int32)
@@ -119,7 +121,7 @@ class PrefillSteps:
         self, buffers: StepBuffers, descriptor: BatchDescriptor, slots: Ints, counts: Ints, table: Slots
     ) -> "PrefillStep":
         words = buffers.words(sum(descriptor.parts))
-        has_samples = fill(words, descriptor, slots, counts, table)
+        has_samples = write_step(words, descriptor, slots, counts, table)
         max_seq_len = int((table.num_computed[slots] + counts).max())
         return PrefillStep(self._steps, descriptor, words.to(self._device, non_blocking=True), has_samples, max_seq_len)
 
@@ -134,7 +136,7 @@ class SamplerInput:
 
 
 class PrefillStep:
-    """A step with its words, as `fill` wrote them, on the device."""
+    """A step with its words, as `write_step` wrote them, on the device."""
 
     def __init__(
         self,

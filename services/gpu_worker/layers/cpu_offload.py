@@ -13,9 +13,9 @@ from torch import Tensor
 
 from blockyard.services.gpu_worker.layers.linear import Linear, Product
 from blockyard.services.gpu_worker.loading.weights import WeightTable
+from blockyard.services.gpu_worker.memory import GIB
 from blockyard.shared.errors import LoadError
 
-GIB = 1 << 30
 BUFFERS = 2
 
 
@@ -54,25 +54,25 @@ class HostWeights:
 
     def __init__(self, linears: Sequence[Linear], table: WeightTable) -> None:
         """Call it after loading, before other code uses `linears`. At least one matrix has to be in host memory."""
-        stays = {id(weight) for weight in table.on_host}
+        host_ids = {id(weight) for weight in table.on_host}
         found = [
             (linear, name, tensor)
             for linear in linears
             for name, tensor in linear.method.tensors().items()
-            if id(tensor) in stays
+            if id(tensor) in host_ids
         ]
         on_gpu, most = table.device.type == "cuda", max(host.nbytes for _, _, host in found)
         memory = [torch.empty(most, dtype=torch.uint8, device=table.device) for _ in range(BUFFERS)]
         self._stream = torch.cuda.Stream(table.device) if on_gpu else None  # type: ignore[no-untyped-call]
-        self._first, self._stages = linears[0], list[OffloadedMatrix]()
+        self._first, self._matrices = linears[0], list[OffloadedMatrix]()
         for i, (linear, name, host) in enumerate(found):
             buffer = memory[i % BUFFERS][: host.nbytes].view(host.dtype).view(host.shape)
             event = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
-            self._stages.append(OffloadedMatrix(linear, host, buffer, event))
+            self._matrices.append(OffloadedMatrix(linear, host, buffer, event))
             linear.method.replace(name, buffer)
 
     def __str__(self) -> str:
-        size, each = sum(stage.host.nbytes for stage in self._stages), max(s.buffer.nbytes for s in self._stages)
+        size, each = sum(matrix.host.nbytes for matrix in self._matrices), max(s.buffer.nbytes for s in self._matrices)
         return (
             f"weights in host memory: {size / GIB:.2f} GiB, copied up in every step through {BUFFERS} buffers of "
             f"{each / (1 << 20):.1f} MiB"
@@ -80,27 +80,27 @@ class HostWeights:
 
     def install(self) -> None:
         """Call it after the kernels of the products are picked."""
-        for i, stage in enumerate(self._stages):
-            stage.linear.wrap(self._staged(i))
-        self._first.wrap(self._begun)
+        for i, matrix in enumerate(self._matrices):
+            matrix.linear.wrap(self._wait_and_prefetch(i))
+        self._first.wrap(self._prefetch_first)
 
-    def _begun(self, product: Product) -> Product:
+    def _prefetch_first(self, product: Product) -> Product:
         def run(x: Tensor) -> Tensor:
-            for i in range(min(BUFFERS, len(self._stages))):
+            for i in range(min(BUFFERS, len(self._matrices))):
                 self._copy(i)
             return product(x)
 
         return run
 
-    def _staged(self, i: int) -> Callable[[Product], Product]:
-        stage = self._stages[i]
+    def _wait_and_prefetch(self, i: int) -> Callable[[Product], Product]:
+        matrix = self._matrices[i]
 
         def around(product: Product) -> Product:
             def run(x: Tensor) -> Tensor:
-                if stage.copied is not None:
-                    torch.cuda.current_stream().wait_event(stage.copied)
+                if matrix.copied is not None:
+                    torch.cuda.current_stream().wait_event(matrix.copied)
                 result = product(x)
-                if i + BUFFERS < len(self._stages):
+                if i + BUFFERS < len(self._matrices):
                     self._copy(i + BUFFERS)
                 return result
 
@@ -110,11 +110,11 @@ class HostWeights:
 
     def _copy(self, i: int) -> None:
         """Copies a matrix to its buffer after the kernels launched so far, which include the buffer's last reader."""
-        stage = self._stages[i]
-        if self._stream is None or stage.copied is None:
-            stage.buffer.copy_(stage.host)
+        matrix = self._matrices[i]
+        if self._stream is None or matrix.copied is None:
+            matrix.buffer.copy_(matrix.host)
             return
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            stage.buffer.copy_(stage.host, non_blocking=True)
-            stage.copied.record(self._stream)
+            matrix.buffer.copy_(matrix.host, non_blocking=True)
+            matrix.copied.record(self._stream)

@@ -64,9 +64,14 @@ CUBLAS = KernelConfig()
 class LinearShape(msgspec.Struct, frozen=True, order=True):
     """A shape of linear layers, and how many layers of the model have it."""
 
-    ins: int  # input features
-    outs: int  # output features
+    in_features: int
+    out_features: int
     count: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """As `Linear.shape`."""
+        return self.in_features, self.out_features
 
 
 class TunedConfig(msgspec.Struct, frozen=True):
@@ -87,12 +92,12 @@ class TunedConfigFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def candidates(layer: LinearShape, rows: int, element_bytes: int, processors: int) -> list[KernelConfig]:
     """The kernel configs to measure against cuBLAS. Empty for dtypes and shapes that the kernels do not support."""
-    if rows > MAX_ROWS or element_bytes != 2 or layer.ins * element_bytes % 16:
+    if rows > MAX_ROWS or element_bytes != 2 or layer.in_features * element_bytes % 16:
         return []
     configs = [
         KernelConfig("skinny", out, 0, size, early, warps)
         for out, size, early, warps in SKINNY_TILES.get(rows, ())
-        if size * early <= 2 * layer.ins
+        if size * early <= 2 * layer.in_features
     ]
     if rows > 1:
         for shape in STREAM_K_TILES[next(most for most in STREAM_K_TILES if rows <= most)]:
@@ -107,9 +112,9 @@ def splits(
 ) -> list[int]:
     """The split-K factors to try: 1, the largest with which all programs run at the same time, and half of that."""
     out_tile, row_tile, in_tile, stages, _ = shape
-    tiles = -(-layer.outs // out_tile) * -(-rows // row_tile)
+    tiles = -(-layer.out_features // out_tile) * -(-rows // row_tile)
     together = processors * max(SHARED_BYTES // ((out_tile + row_tile) * in_tile * element_bytes * stages), 1)
-    most = max(min(together // tiles, layer.ins // in_tile // FEWEST_STEPS), 1)
+    most = max(min(together // tiles, layer.in_features // in_tile // FEWEST_STEPS), 1)
     return sorted({1, most, max(most // 2, 1)})
 
 
@@ -118,23 +123,24 @@ def batch_invariant_config(layer: LinearShape, element_bytes: int, processors: i
 
     CUBLAS if the stream-K kernel does not support the layer.
     """
-    if element_bytes != 2 or layer.ins * element_bytes % 16:
+    if element_bytes != 2 or layer.in_features * element_bytes % 16:
         return CUBLAS
     out_tile, _, in_tile, _, _ = BATCH_INVARIANT
-    split = max(min(round(processors / -(-layer.outs // out_tile)), layer.ins // in_tile // FEWEST_STEPS), 1)
+    together = round(processors / -(-layer.out_features // out_tile))
+    split = max(min(together, layer.in_features // in_tile // FEWEST_STEPS), 1)
     return _stream_k(layer, BATCH_INVARIANT, split)
 
 
 def _stream_k(layer: LinearShape, shape: tuple[int, int, int, int, int], split: int) -> KernelConfig:
-    fetch = 4 if layer.ins * layer.outs <= FETCH_ELEMENTS else 0
+    fetch = 4 if layer.in_features * layer.out_features <= FETCH_ELEMENTS else 0
     return KernelConfig("stream_k", *shape, split, fetch)
 
 
 class DefaultConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The fastest kernel config of one shape and number of rows on the GPUs of CAPABILITY."""
 
-    ins: int
-    outs: int
+    in_features: int
+    out_features: int
     rows: int
     config: KernelConfig
 
@@ -154,7 +160,9 @@ def default_config(
 
     def distance(one: DefaultConfig) -> float:
         return (
-            abs(math.log(one.ins / layer.ins)) + abs(math.log(one.outs / layer.outs)) + abs(math.log(one.rows / rows))
+            abs(math.log(one.in_features / layer.in_features))
+            + abs(math.log(one.out_features / layer.out_features))
+            + abs(math.log(one.rows / rows))
         )
 
     nearest = min((one for one in measured if (one.rows > 1) == (rows > 1)), key=distance, default=None)

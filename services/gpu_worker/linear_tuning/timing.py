@@ -48,7 +48,7 @@ class LinearTimer:
 
     def order(self, configs: Sequence[KernelConfig]) -> list[tuple[KernelConfig, Linear]]:
         """Each layer with the kernel config of its shape, in the model's order."""
-        by_shape = dict(zip(((layer.ins, layer.outs) for layer in self._layers), configs, strict=True))
+        by_shape = dict(zip((layer.shape for layer in self._layers), configs, strict=True))
         return [(by_shape[linear.shape], linear) for linear in self._linears]
 
     def _step(self, order: Sequence[tuple[KernelConfig, Linear]], rows: int, norms: bool = True) -> Callable[[], None]:
@@ -63,8 +63,8 @@ class LinearTimer:
 
     def call(self, config: KernelConfig, linear: Linear, rows: int, norms: bool = True) -> Callable[[], object]:
         """A callable that launches one GEMM. With `norms` it launches a norm first, or a fused kernel if it can."""
-        ins, outs = linear.shape
-        x, norm = self._rows(rows, ins), RMSNorm(self._rows(1, ins)[0], 1e-6)
+        in_features, out_features = linear.shape
+        x, norm = self._rows(rows, in_features), RMSNorm(self._rows(1, in_features)[0], 1e-6)
         product = self._products.of(config, linear)
         if not norms:
             return lambda: product(x)
@@ -73,8 +73,8 @@ class LinearTimer:
         fused = self._products.fused(config, linear)
         if linear.fusion is Fusion.NORM:
             return lambda: fused(x, norm)
-        gated, total = linear.fusion is Fusion.GATED_ADD, self._rows(rows, outs)
-        given = self._rows(rows, 2 * ins) if gated else x
+        gated, total = linear.fusion is Fusion.GATED_ADD, self._rows(rows, out_features)
+        given = self._rows(rows, 2 * in_features) if gated else x
         return lambda: fused(given, gated=gated, add_to=total)
 
     def _rows(self, rows: int, size: int) -> Tensor:

@@ -234,7 +234,7 @@ class Tuner:
         yield
         shapes = {linear.shape for linear in self._linears[:EXCERPT]}  # a change of any other shape would measure noise
         for i, (layer, some) in enumerate(zip(self.layers, times, strict=True)):
-            for config in kernel_configs.next_best(some, configs[i]) if (layer.ins, layer.outs) in shapes else []:
+            for config in kernel_configs.next_best(some, configs[i]) if layer.shape in shapes else []:
                 others = [*configs[:i], config, *configs[i + 1 :]]
                 seconds = self.timer.excerpt_seconds(others, rows)
                 yield

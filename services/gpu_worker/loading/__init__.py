@@ -7,5 +7,5 @@
 - `sleep.SleepingRunner`: a runner with sleep mode. `weight_offload` moves weights to host memory for it.
 
 `engine`, `runner` and `__main__` call this folder; `layers/`, `models/` and `kv/` declare weights in its table. It is
-below all other folders: it imports only `interfaces`.
+below all other folders: it imports only `interfaces` and `memory`.
 """

@@ -8,9 +8,9 @@ import torch
 from blockyard.services.gpu_worker.loading.checkpoint import find_files
 from blockyard.services.gpu_worker.loading.parallel_load import open_safetensors
 from blockyard.services.gpu_worker.loading.weights import WeightTable
+from blockyard.services.gpu_worker.memory import GIB
 from blockyard.shared.errors import LoadError
 
-GIB = 1 << 30
 ROTATION_BYTES = 3 * 8  # of a complex number and its angles
 
 

@@ -211,7 +211,7 @@ class MockBatch:
         different = self.kv.first_difference(slot.blocks, slot.tokens, before, self._first_seen(before, before))
         _check(different is None, f"slot {run.slot} reads KV that is not its own at {different}")
         self.kv.write(slot.blocks, before, slot.num_computed, slot.tokens)
-        self._pass(run.slot, slot)
+        self._release_passed(run.slot, slot)
         first, prompt_logprobs = self._prompt_logprobs(slot, before)
         if slot.num_computed < slot.num_tokens:
             return SlotResult(run.slot, [], slot.num_computed, None, None, [], first, prompt_logprobs)
@@ -230,7 +230,7 @@ class MockBatch:
         window = self.geometry.window
         return default if window is None else max(0, num_computed - window + 1)
 
-    def _pass(self, number: int, slot: MockSlot) -> None:
+    def _release_passed(self, number: int, slot: MockSlot) -> None:
         """Gives up blocks that are outside of the slot's window: they may have other owners."""
         self._disown(number, slot.pass_blocks(self._first_seen(slot.num_computed) // self.geometry.block_size))
 

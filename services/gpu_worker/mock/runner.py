@@ -2,10 +2,9 @@
 
 import time
 from array import array
-from collections.abc import Callable
 
 from blockyard.services.gpu_worker.compilation.compile_processes import CompileProcesses
-from blockyard.services.gpu_worker.interfaces import CompletedPlan
+from blockyard.services.gpu_worker.interfaces import CompletedPlan, Report
 from blockyard.services.gpu_worker.mock.batch import MockBatch, Pattern
 from blockyard.services.gpu_worker.mock.kv import MockKV
 from blockyard.services.gpu_worker.mock.model import describe
@@ -79,9 +78,7 @@ def held_bytes(config: WorkerConfig) -> int:
     return rss_bytes()
 
 
-def start(
-    config: WorkerConfig, report: Callable[[str, float, list[str]], None], processes: CompileProcesses | None = None
-) -> MockRunner:
+def start(config: WorkerConfig, report: Report, processes: CompileProcesses | None = None) -> MockRunner:
     """Raises LoadError if the model's config.json does not decode. processes: unused."""
     geometry, pattern = describe(config)
     pace = f"{config.mock.step_ms} ms a step" if config.mock.step_ms else "as fast as it can"

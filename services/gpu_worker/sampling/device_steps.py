@@ -192,13 +192,13 @@ class DeviceLogitsEdits:
             return None
         if changes:
             words[Field.EDITS_ROW] = self._rows[slot] = self._free.pop()
-            self.count(slot, table)
+            self.recount(slot, table)
         if num_logprobs >= 0:
             words[Field.NUM_TOP] = self.num_logprobs[slot] = num_logprobs
         words[Field.ONLY_LISTED], words[Field.NUM_LISTED] = state.only_listed, len(state.edits)
         return state.edits
 
-    def count(self, slot: int, table: Slots) -> None:
+    def recount(self, slot: int, table: Slots) -> None:
         """Counts the tokens of a slot again, if it has a row."""
         row = self._rows.get(slot)
         if row is None:
@@ -212,15 +212,15 @@ class DeviceLogitsEdits:
     def has_row(self, slot: int) -> bool:
         return slot in self._rows
 
-    def places(self, slot: int, edits: TokenEdits) -> tuple[Words, Words]:
+    def edit_words(self, slot: int, edits: TokenEdits) -> tuple[Words, Words]:
         """Index and value of the words of a slot's edits."""
         state, count = self._state, len(edits)
         at = np.arange(count)
         index = np.concatenate(
             [
-                state.place(state.listed) + slot * MAX_TOKEN_EDITS + at,
-                state.place(state.bias) + slot * MAX_TOKEN_EDITS + at,
-                state.place(state.until) + slot * 2 * MAX_TOKEN_EDITS + np.arange(2 * count),
+                state.offset(state.listed) + slot * MAX_TOKEN_EDITS + at,
+                state.offset(state.bias) + slot * MAX_TOKEN_EDITS + at,
+                state.offset(state.until) + slot * 2 * MAX_TOKEN_EDITS + np.arange(2 * count),
             ]
         )
         values = (
@@ -241,7 +241,7 @@ class DeviceLogitsEdits:
             parts[3][: most * rows].view(torch.float32).view(rows, most),
         )
 
-    def read(self, words: Words, place: int, token: int, num_top: int) -> TokenLogprobs:
+    def read_logprobs(self, words: Words, place: int, token: int, num_top: int) -> TokenLogprobs:
         """Log-probabilities of a row, from the host's copy of `buffer`."""
         cap, most = self._capacity, MAX_LOGPROBS
         floats, start = words.view(np.float32), 2 * cap + place * most

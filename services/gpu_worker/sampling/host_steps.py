@@ -31,7 +31,7 @@ class HostStep(Protocol):
         """One new token of each slot."""
 
 
-class AllowedTokens:
+class AllowedTokens(HostStep):
     """Bans all tokens but `allowed_token_ids`."""
 
     def __init__(self, vocab_size: int, eos_token_ids: list[int], device: torch.device) -> None:
@@ -55,10 +55,8 @@ class AllowedTokens:
                 logits[row].fill_(float("-inf"))
                 logits[row, allowed] = kept
 
-    def on_sampled(self, slots: list[int], token_ids: list[int]) -> None: ...
 
-
-class BadWords:
+class BadWords(HostStep):
     """Bans a token that would complete one of `bad_words` within the output; the prompt does not count, as in vLLM."""
 
     def __init__(self, vocab_size: int, eos_token_ids: list[int], device: torch.device) -> None:
@@ -76,8 +74,6 @@ class BadWords:
         if self._words:
             _ban(logits, [(r, i) for r, s in enumerate(slots) if s in self._words for i in self._completing(s, table)])
 
-    def on_sampled(self, slots: list[int], token_ids: list[int]) -> None: ...
-
     def _completing(self, slot: int, table: Slots) -> list[int]:
         """Last tokens of words that the next token could complete."""
         first, end = table.slots[slot].num_prompt_tokens, int(table.num_tokens[slot])
@@ -89,7 +85,7 @@ class BadWords:
         return tokens
 
 
-class MinTokens:
+class MinTokens(HostStep):
     """Bans end-of-sequence and stop tokens until the output has `min_tokens` tokens."""
 
     def __init__(self, vocab_size: int, eos_token_ids: list[int], device: torch.device) -> None:
@@ -114,10 +110,8 @@ class MinTokens:
                 banned += [(row, token) for token in ids]
         _ban(logits, banned)
 
-    def on_sampled(self, slots: list[int], token_ids: list[int]) -> None: ...
 
-
-class LogitBias:
+class LogitBias(HostStep):
     """Adds `logit_bias`."""
 
     def __init__(self, vocab_size: int, eos_token_ids: list[int], device: torch.device) -> None:
@@ -140,10 +134,8 @@ class LogitBias:
             values = torch.tensor([value for *_, value in bias], dtype=logits.dtype, device=logits.device)
             logits.index_put_((index[:, 0], index[:, 1]), values, accumulate=True)
 
-    def on_sampled(self, slots: list[int], token_ids: list[int]) -> None: ...
 
-
-class Penalties:
+class Penalties(HostStep):
     """Repetition counts tokens of prompt and output; presence and frequency count the output alone, as in vLLM."""
 
     def __init__(self, vocab_size: int, eos_token_ids: list[int], device: torch.device) -> None:

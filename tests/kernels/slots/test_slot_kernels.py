@@ -50,7 +50,7 @@ def test_views_are_of_one_arena_and_hold_floats() -> None:
     assert state.fields.shape == (NUM_FIELDS, 16)
     assert state.row_slots.tolist() == [-1] * 3
     for view in (state.fields, state.row_slots, state.step, state.tables):
-        state.arena[state.place(view)] = 77
+        state.arena[state.offset(view)] = 77
         assert int(view.reshape(-1)[0]) == 77
     state.floats(Field.TOP_P)[2] = 0.25
     assert int(state.fields[Field.TOP_P, 2]) == 0x3E800000

@@ -162,7 +162,7 @@ class StutteringBatch(MockBatch):
             return super()._run(run)
         self.kv.write(slot.blocks, begin, end, slot.tokens)
         slot.num_computed = end - 1
-        self._pass(run.slot, slot)
+        self._release_passed(run.slot, slot)
         return SlotResult(run.slot, [], end - 1) if self.num_stutters % 2 or begin < end - 1 else None
 
 

@@ -19,7 +19,12 @@ from blockyard.services.gpu_worker.execution.prefill_graphs import (
     PrefillGraphs,
 )
 from blockyard.services.gpu_worker.execution.prefill_sizes import GraphCost
-from blockyard.services.gpu_worker.execution.prefill_steps import BatchDescriptor, PrefillStep, SamplerInput, clear
+from blockyard.services.gpu_worker.execution.prefill_steps import (
+    BatchDescriptor,
+    PrefillStep,
+    SamplerInput,
+    write_padding,
+)
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.shared.messages import Sampling
 
@@ -64,7 +69,7 @@ class GraphRecorder(CudaGraphRecorder):
     def record(self, descriptor: BatchDescriptor) -> CapturedPrefill:
         self.in_flight[descriptor] = self._loop.in_flight
         words = torch.empty(sum(descriptor.parts), dtype=torch.int64)
-        clear(words, descriptor)
+        write_padding(words, descriptor)
         step = PrefillStep(self._steps, descriptor, words)
         forward = Forward(step)
         samples = tuple(Sample(step, forward, needs_processing) for needs_processing in (False, True))

@@ -11,8 +11,9 @@ from tiny_models import BASE, BY_NAME, VOCAB, settings, start
 
 from blockyard.services.gpu_worker import engine
 from blockyard.services.gpu_worker.layers import cpu_offload, linear_method
-from blockyard.services.gpu_worker.layers.cpu_offload import GIB, share_of_layers
+from blockyard.services.gpu_worker.layers.cpu_offload import share_of_layers
 from blockyard.services.gpu_worker.loading.weights import WeightTable
+from blockyard.services.gpu_worker.memory import GIB
 from blockyard.services.gpu_worker.models.registry import find_family
 from blockyard.shared.errors import LoadError
 from blockyard.shared.messages import Sampling

@@ -61,7 +61,9 @@ def test_candidates_fit_their_rows() -> None:
         assert len(set(configs)) == len(configs) <= 12, "each costs a start its time"
         assert all(config.kernel == "stream_k" for config in configs)
         assert all(config.row_tile >= 16 for config in configs)
-        assert all(layer.ins // config.in_tile // config.split >= kernel_configs.FEWEST_STEPS for config in configs)
+        assert all(
+            layer.in_features // config.in_tile // config.split >= kernel_configs.FEWEST_STEPS for config in configs
+        )
         assert any(config.row_tile >= min(rows, 128) for config in configs)
     assert kernel_configs.candidates(layer, 257, 2, 132) == []
     assert kernel_configs.candidates(layer, 1, 4, 132) == []
