@@ -43,6 +43,23 @@ if TYPE_CHECKING:
     from blockyard.services.gpu_worker.compilation.kernel_compiler import KernelCompiler
     from blockyard.services.gpu_worker.linear_tuning.tuner import Tuner
 
+
+class StartReport:
+    """Reports the phases of a start, each with all notes so far."""
+
+    def __init__(self, report: Report) -> None:
+        self._report = report
+        self._notes: list[str] = []
+
+    def phase(self, name: str, progress: float = 0.0, *more_notes: str) -> None:
+        """progress: fraction of the phase. more_notes: for this phase alone."""
+        self._report(name, progress, [*self._notes, *more_notes])
+
+    def note(self, *notes: str) -> None:
+        """Adds lines to the following reports."""
+        self._notes.extend(notes)
+
+
 DTYPES = {
     "half": torch.float16,
     "float16": torch.float16,
@@ -52,15 +69,16 @@ DTYPES = {
 }
 
 
-def start(config: WorkerConfig, report: Report, processes: CompileProcesses | None = None) -> Runner:
+def start(config: WorkerConfig, report_start: Report, processes: CompileProcesses | None = None) -> Runner:
     """Loads the model and returns its runner. Raises ConfigError or LoadError with a message of one line.
 
     processes: compile processes that are already started, if any.
     """
     device = pick_device(config.device)
-    notes = [set_up(device, config.threads or default_threads(config.replicas))]
+    report = StartReport(report_start)
+    report.note(set_up(device, config.threads or default_threads(config.replicas)))
     compiler = make_compiler(device, processes)
-    report("reading the configuration", 0.0, notes)
+    report.phase("reading the configuration")
     folder = Path(config.model_path)
     settings = read_config(folder, config.config_overrides)
     dtype = pick_dtype(config.dtype, settings.get("dtype") or settings.get("torch_dtype"), device)
@@ -70,12 +88,12 @@ def start(config: WorkerConfig, report: Report, processes: CompileProcesses | No
     model = build(settings, WeightTable(dtype, device, share))
     scales = kv_scales.place_scales(model.table, model.shape.num_layers, kv_scales.are_in_checkpoint(config))
     max_model_len = pick_length(config.max_model_len, model.shape.max_positions)
-    notes.append(f"model: {settings['architectures'][0]}, {str(dtype).removeprefix('torch.')}")
-    progress = Throttle(lambda done: report("loading weights", done, notes))
+    report.note(f"model: {settings['architectures'][0]}, {str(dtype).removeprefix('torch.')}")
+    progress = Throttle(lambda done: report.phase("loading weights", done))
     with torch.inference_mode():
         loaded = checkpoint.load(model.table, folder, config.load_format, config.ignore_patterns, config.seed, progress)
-        notes.append(str(loaded))
-        tuner = prepare(model, config, max_model_len, report, notes)
+        report.note(str(loaded))
+        tuner = prepare(model, config, max_model_len, report)
         eos_ids = eos_ids_of(folder, settings, model.shape.vocab_size)
         need = KVMemoryNeed(
             block_size=config.block_size,
@@ -87,24 +105,24 @@ def start(config: WorkerConfig, report: Report, processes: CompileProcesses | No
             batch_invariant=config.batch_invariant,
             shorten=config.fit_max_model_len,
         )
-        tuning = compile_kernels(compiler, model, tuner, need, kv_dtype, eos_ids, config, report, notes)
-        report("planning memory", 0.0, notes)
+        tuning = compile_kernels(compiler, model, tuner, need, kv_dtype, eos_ids, config, report)
+        report.phase("planning memory")
         host_plan = plan_host(need, free_memory() // config.replicas, config.swap_space_gib)
         plan = plan_memory(config, model, need, kv_dtype, device, host_blocks.staging_bytes(device.type, host_plan))
-        notes.extend([*plan.notes, *host_plan.notes])
-        report("reserving KV memory", 0.0, notes)
+        report.note(*plan.notes, *host_plan.notes)
+        report.phase("reserving KV memory")
         pool = KVPool(model.shape, plan.num_blocks, config.block_size, kv_dtype, device, config.batch_invariant)
-        notes.extend(kv_scales.set_pool_scales(pool, scales, config))
+        report.note(*kv_scales.set_pool_scales(pool, scales, config))
         store = host_blocks.make_store(host_plan, pool)
     geometry = geometry_of(model, eos_ids, config, need, plan.num_blocks, host_plan.num_blocks)
     if device.type == "cuda":
-        runner = Runner(model, pool, geometry, store, lambda again: run_ahead(again, config, tuning, report, notes))
-        run_ahead(runner, config, tuning, report, notes)
+        runner = Runner(model, pool, geometry, store, lambda again: run_ahead(again, config, tuning, report))
+        run_ahead(runner, config, tuning, report)
         return runner
     runner = Runner(model, pool, geometry, store)
-    report("first step", 0.0, notes)
+    report.phase("first step")
     first_step(runner)
-    report("ready", 1.0, notes)
+    report.phase("ready", 1.0)
     return runner
 
 
@@ -131,18 +149,18 @@ def geometry_of(
     )
 
 
-def prepare(model: Model, config: WorkerConfig, max_model_len: int, report: Report, notes: list[str]) -> "Tuner | None":
+def prepare(model: Model, config: WorkerConfig, max_model_len: int, report: StartReport) -> "Tuner | None":
     """Prepares weights and picks kernels of linear layers. Returns the tuner if it has sizes to measure later."""
-    report("preparing weights", 0.0, notes)
+    report.phase("preparing weights")
     device = model.table.device
     on_host = HostWeights(model.linears(), model.table) if model.table.on_host else None
     model.prepare(max_model_len)
-    tuner = pick_products(model, config, device, on_host is not None, report, notes)
+    tuner = pick_products(model, config, device, on_host is not None, report)
     if on_host is not None:
         on_host.install()
-        notes.append(str(on_host))
+        report.note(str(on_host))
     elif config.cpu_offload_gib:
-        notes.append("weights in host memory: all, this is a CPU (--cpu-offload-gb)")
+        report.note("weights in host memory: all, this is a CPU (--cpu-offload-gb)")
     return tuner
 
 
@@ -154,18 +172,17 @@ def compile_kernels(
     kv_dtype: torch.dtype,
     eos_ids: list[int],
     config: WorkerConfig,
-    report: Report,
-    notes: list[str],
+    report: StartReport,
 ) -> IdleTuning | None:
     """Compiles the kernels of steps in parallel, on a GPU. Returns the tuning that is left for idle time."""
     if compiler is None:
         return None
-    report("compiling kernels", 0.0, notes)
+    report.phase("compiling kernels")
     # imports Triton, which a worker on the CPU does not load
     from blockyard.services.gpu_worker.compilation import record_kernels  # noqa: PLC0415
 
     record_kernels.compile_kernels(compiler, model, tuner, need, kv_dtype, len(eos_ids), config)
-    notes.append(compiler.describe())
+    report.note(compiler.describe())
     if tuner is not None:
         return IdleTuning(tuner, compiler)
     compiler.close()
@@ -218,20 +235,18 @@ def held_bytes(config: WorkerConfig) -> int:
     return torch.cuda.memory_reserved(device)
 
 
-def run_ahead(
-    runner: Runner, config: WorkerConfig, tuning: IdleTuning | None, report: Report, notes: list[str]
-) -> None:
+def run_ahead(runner: Runner, config: WorkerConfig, tuning: IdleTuning | None, report: StartReport) -> None:
     """Moves the batch to the GPU and captures CUDA graphs. Reports the progress of graphs that are captured later."""
     # imports Triton, which a worker on the CPU does not load
     from blockyard.services.gpu_worker.execution import device_loop  # noqa: PLC0415
 
     loop = device_loop.start(runner.batch, runner.model, runner.pool, runner.geometry, config, tuning)
     runner.run_ahead(loop)
-    report("first steps", 0.0, notes)
+    report.phase("first steps")
     warm_up(runner)  # without CUDA graphs
     with torch.inference_mode():
         if not config.enforce_eager:
-            report("capturing CUDA graphs", 0.0, notes)
+            report.phase("capturing CUDA graphs")
             loop.capture()
         step_s = loop.steps.measure()
     runner.run_ahead(loop, step_s)
@@ -239,14 +254,14 @@ def run_ahead(
 
     def report_ready() -> None:
         graphs = [] if config.enforce_eager else loop.describe()
-        report("ready", loop.captured, [*notes, *graphs, step_note])
+        report.phase("ready", loop.captured, *graphs, step_note)
 
     report_ready()
     loop.report_captures(report_ready)
 
 
 def pick_products(
-    model: Model, config: WorkerConfig, device: torch.device, at_once: bool, report: Report, notes: list[str]
+    model: Model, config: WorkerConfig, device: torch.device, at_once: bool, report: StartReport
 ) -> "Tuner | None":
     """Picks the kernels of the linear layers of the model.
 
@@ -262,13 +277,13 @@ def pick_products(
                 linear.disable_fusion()
         tuner = Tuner(model.linears())
         if config.batch_invariant:
-            notes.append(tuner.make_batch_invariant())
+            report.note(tuner.make_batch_invariant())
             return None
         sizes = [n for n in config.graph_sizes if n <= config.max_num_seqs] or capture_sizes(config.max_num_seqs)
         folder = None if config.kernel_cache is None else Path(config.kernel_cache)
         if at_once:
-            progress = Throttle(lambda done: report("measuring linear layers", done, notes))
-            notes.append(tuner.tune(sizes, progress, folder))
+            progress = Throttle(lambda done: report.phase("measuring linear layers", done))
+            report.note(tuner.tune(sizes, progress, folder))
             return None
         tuner.begin(sizes, folder)
         return tuner

@@ -87,7 +87,7 @@ class Runner:
         self._wait_for_steps()
         self._done.clear()
         self.batch.reset(num_slots)
-        self.host.forget()
+        self.host.reset()
 
     def reset_prefix_cache(self) -> None:
         self.batch.block_hashes.clear()
@@ -113,7 +113,7 @@ class Runner:
             self._has_kv = True
         if self._offloaded is not None or not self._has_kv:
             return
-        self.host.forget()
+        self.host.reset()
         if self._move_to_device is not None:
             self._move_to_device(self)
 

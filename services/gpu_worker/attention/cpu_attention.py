@@ -75,9 +75,9 @@ class Decodes:
     start: int
     count: int
     length: int  # number of keys that are read, padding included
-    chunks: Tensor | None  # flat, see chunk_index; None if `kept` has the keys
+    chunks: Tensor | None  # flat, see chunk_index; None if `gathered` has the keys
     mask: Tensor | None  # [count, 1, 1, length]
-    kept: GatheredKV | None
+    gathered: GatheredKV | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,14 +133,14 @@ class CpuAttention:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _decode(self, layer: int, decodes: Decodes, q: Tensor, kv: Tensor) -> Tensor:
-        kept = decodes.kept
+        gathered = decodes.gathered
         if decodes.chunks is not None:
             known = self._gather(layer, decodes.chunks, decodes.count)
-            if kept is not None:
-                kept.fill(layer, known)
+            if gathered is not None:
+                gathered.fill(layer, known)
         else:
-            assert kept is not None
-            known = kept.add(layer, kv)
+            assert gathered is not None
+            known = gathered.add(layer, kv)
         known = known.narrow(3, 0, decodes.length)
         return decode_attention_reference(q, known, decodes.mask, self._shapes[layer].scale)
 

@@ -53,11 +53,11 @@ class CpuMetadataBuilder:
         self._zero = torch.zeros((), dtype=dtype, device=pool.device)
         self._minus_inf = torch.full((), float("-inf"), dtype=dtype, device=pool.device)
         self._windows = tuple(dict.fromkeys(pool.shape.windows))
-        self._kept: list[GatheredKV | None] = []  # one for each group of decodes
+        self._gathered: list[GatheredKV | None] = []  # one for each group of decodes
 
-    def forget(self) -> None:
-        """Drops the kept K and V, because owner numbers may be reused."""
-        self._kept = []
+    def clear(self) -> None:
+        """Drops the gathered K and V, because owner numbers may be reused."""
+        self._gathered = []
 
     def attention(
         self, blocks: Ints, offsets: Ints, tables: Ints, counts: Ints, lengths: Ints, owners: Ints, num_decodes: int
@@ -65,7 +65,7 @@ class CpuMetadataBuilder:
         """Builds the attention of one step. The first `num_decodes` sequences have one new token each.
 
         blocks, offsets [tokens]: the places that K and V are written to. tables [seqs, blocks]. counts [seqs]: new
-        tokens. lengths [seqs]: all tokens, the new ones included. owners [seqs]: numbers, unique until `forget`.
+        tokens. lengths [seqs]: all tokens, the new ones included. owners [seqs]: numbers, unique until `clear`.
         """
         pool = self._pool
         case = AttentionCase(
@@ -93,32 +93,32 @@ class CpuMetadataBuilder:
     def _full_decodes(self, tables: Ints, lengths: Ints, owners: Ints) -> list[Decodes]:
         """Builds the decodes of layers without a window."""
         groups = length_groups(lengths)
-        before, self._kept = self._kept, []
+        before, self._gathered = self._gathered, []
         decodes = []
         for i, (start, end) in enumerate(groups):
             part = slice(start, end)
-            kept = before[i] if i < len(before) else None
-            decodes.append(self._group(start, tables[part], lengths[part], owners[part], kept, len(groups)))
-            self._kept.append(decodes[-1].kept)
+            gathered = before[i] if i < len(before) else None
+            decodes.append(self._group(start, tables[part], lengths[part], owners[part], gathered, len(groups)))
+            self._gathered.append(decodes[-1].gathered)
         return decodes
 
     def _group(
-        self, start: int, tables: Ints, lengths: Ints, owners: Ints, kept: GatheredKV | None, num_groups: int
+        self, start: int, tables: Ints, lengths: Ints, owners: Ints, gathered: GatheredKV | None, num_groups: int
     ) -> Decodes:
         count, length = len(lengths), int(lengths.max())
         mask = None
         if count > 1 and int(lengths.min()) != length:
             mask = self._mask(torch.from_numpy(np.arange(length) < lengths[:, None]))[:, None, None, :]
-        if kept is not None and kept.advance(owners, lengths):
-            return Decodes(start, count, length, None, mask, kept)
+        if gathered is not None and gathered.advance(owners, lengths):
+            return Decodes(start, count, length, None, mask, gathered)
         pool, size = self._pool, self._pool.block_size
         num = min(-(-(length + cpu_attention.EXTRA_TOKENS) // size), tables.shape[1])
         fits = num_groups * cpu_attention.gathered_bytes(count, num * size, pool) <= cpu_attention.MAX_BYTES
         if pool.device.type == "cpu" and fits:
-            kept = GatheredKV(owners, lengths, num * size, pool)
+            gathered = GatheredKV(owners, lengths, num * size, pool)
         else:
-            kept, num = None, -(-length // size)
-        return Decodes(start, count, length, self._chunks(tables[:, :num]), mask, kept)
+            gathered, num = None, -(-length // size)
+        return Decodes(start, count, length, self._chunks(tables[:, :num]), mask, gathered)
 
     def _windowed_decodes(self, window: int, tables: Ints, lengths: Ints) -> Decodes:
         """Builds the decodes of layers with a window. Blocks before the window are not read."""

@@ -30,9 +30,6 @@ from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.messages import FinishReason, Geometry, SlotResult, StepPlan
 
-__all__ = ["DeviceLoop", "graph_bytes", "start"]
-
-
 FINISH = {
     SlotOutcome.END_OF_SEQUENCE: FinishReason.STOP,
     SlotOutcome.STOP: FinishReason.STOP,
@@ -79,7 +76,7 @@ class DeviceLoop:
         """`on_captured` is called after each piece of work that `idle` did."""
         self._on_captured = on_captured
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Drops all slots. No step may be in flight."""
         self.steps.slots.reset(self.steps.ring.step)
 

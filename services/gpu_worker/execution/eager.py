@@ -20,7 +20,7 @@ from blockyard.shared.messages import FinishReason, SlotResult
 class DeviceSteps(Protocol):
     """Computes steps on a GPU: `device_loop.DeviceLoop`."""
 
-    def forget(self) -> None: ...
+    def reset(self) -> None: ...
     def supports(self, slots: Ints, counts: Ints) -> bool: ...
     def run(self, slots: Ints, counts: Ints) -> tuple[Tensor, Tensor | None]: ...
 
@@ -36,11 +36,11 @@ class HostSteps:
         """Steps that `device` supports are computed there from now on; None: none are."""
         self.device = device
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Drops all state of slots."""
-        self.metadata_builder.forget()
+        self.metadata_builder.clear()
         if self.device is not None:
-            self.device.forget()
+            self.device.reset()
 
     def run(self, slots: Ints, counts: Ints) -> list[SlotResult]:
         """Computes `counts` tokens of each slot, decodes first. Logits that are not finite fail their slot alone."""

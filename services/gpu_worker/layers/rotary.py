@@ -106,12 +106,12 @@ def check_rotations(rope: RopeParameters, head_dim: int, max_positions: int) -> 
     try:
         inverse, scale = _frequencies(rope, head_dim, max_positions, length=1)
     except (ArithmeticError, ValueError) as e:
-        raise ConfigError(f"config.json: rope parameters {_said(rope)} cannot be computed with: {e}") from e
+        raise ConfigError(f"config.json: rope parameters {_describe(rope)} cannot be computed with: {e}") from e
     if not (bool(inverse.isfinite().all()) and math.isfinite(scale)):
-        raise ConfigError(f"config.json: rope parameters {_said(rope)} give rotations that are not finite")
+        raise ConfigError(f"config.json: rope parameters {_describe(rope)} give rotations that are not finite")
 
 
-def _said(rope: RopeParameters) -> str:
+def _describe(rope: RopeParameters) -> str:
     return msgspec.json.encode({k: v for k, v in msgspec.structs.asdict(rope).items() if v is not None}).decode()
 
 

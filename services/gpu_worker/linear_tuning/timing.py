@@ -83,7 +83,7 @@ class LinearTimer:
             self._inputs[rows, size] = torch.randn(rows, size, dtype=self._dtype, device=self._device)
         return self._inputs[rows, size]
 
-    def forget(self) -> None:
+    def free_inputs(self) -> None:
         """Frees the inputs of the measurements."""
         self._inputs.clear()
 

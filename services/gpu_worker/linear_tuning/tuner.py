@@ -103,7 +103,7 @@ class Tuner:
             self._problem = str(e).splitlines()[0]
             self.missing.clear()
             log.warning("linear layers could not be measured: %s", self._problem)
-        self.timer.forget()
+        self.timer.free_inputs()
 
     def tune(self, sizes: Sequence[int], report: Callable[[float], None], folder: Path | None = None) -> str:
         """Measures and installs all sizes before it returns. Returns the line of `describe`."""

@@ -136,12 +136,12 @@ def test_decodes_of_one_batch_gather_once() -> None:
     rig = Rig(3, 0)
     rig.step([7, 3, 9])
     rig.step([1, 1, 1])
-    (kept,) = rig.planner._kept
+    (kept,) = rig.planner._gathered
     for _ in range(20):
         rig.step([1, 1, 1])
-    assert rig.planner._kept == [kept]
+    assert rig.planner._gathered == [kept]
     rig.step([1, 0, 1])  # another batch: gathered anew
-    assert rig.planner._kept != [kept]
+    assert rig.planner._gathered != [kept]
 
 
 def test_a_slot_given_to_another_sequence_is_not_mistaken_for_the_first() -> None:
@@ -164,6 +164,6 @@ def test_what_is_too_large_is_not_kept() -> None:
         rig.step([7, 3, 9])
         for _ in range(5):
             rig.step([1, 1, 1])
-        assert rig.planner._kept == [None]
+        assert rig.planner._gathered == [None]
     finally:
         cpu_attention.MAX_BYTES = before

@@ -102,6 +102,6 @@ def test_every_linear_layer_is_made_batch_invariant(batch_invariant: bool, monke
 
     process = ProcessConfig(name="one", bus=BusConfig(registry="ipc:///unused", bind="ipc:///unused"))
     config = WorkerConfig(process=process, model_path="unused", batch_invariant=batch_invariant)
-    tuner = engine.pick_products(Model(), config, torch.device("cpu"), False, print, [])  # type: ignore[arg-type]
+    tuner = engine.pick_products(Model(), config, torch.device("cpu"), False, engine.StartReport(print))  # type: ignore[arg-type]
     assert tuner is None
     assert frozen == (linears if batch_invariant else [])
