@@ -85,7 +85,7 @@ class Scheduler:
         self._planner = StepPlanner(
             incarnation, self._lifecycle, self._requests, self._workers, settings.partial_prefills
         )
-        self.groups = self._groups.attached  # by the worker's incarnation; not to be changed
+        self.groups = self._groups.attached  # by the worker's incarnation
 
     @property
     def before_preempt(self) -> list[Callable[[WorkerGroup], None]]:

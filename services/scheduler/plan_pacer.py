@@ -1,7 +1,7 @@
-"""Sends the next plan of a worker as late as its device does not wait for it, so that new requests still get into it.
+"""Decides when the next plan of a worker is sent: just early enough that the device does not wait for it.
 
-A plan that is sent as soon as possible costs a request that arrives after it up to a whole step. So the next plan is
-sent when the steps in flight have little time left to run. That time is predicted by `StepTimes`.
+A request that arrives after a plan was sent waits for the next plan, so plans should be sent late. The next plan is
+sent when the steps in flight have little time left to run. `StepTimes` predicts that time.
 """
 
 import heapq
@@ -12,10 +12,10 @@ from typing import NamedTuple
 SEND_AHEAD_S = 0.002  # device time left when the next plan is sent: two hops, building the plan, its launch, jitter
 SEND_AHEAD_PER_ROW_S = 4e-6  # more for each sequence, which scheduler, link and worker all process
 MAX_SEND_AHEAD_S = 0.008
-LATE_S = 0.0003  # a step that began this much later than it could was late; so was one launched this near to its end
+LATE_S = 0.0003  # a step is late if it began this long after it could, or was launched this shortly before its end
 AHEAD_FADE = 0.99  # of the time added for late steps, with each step
 MAX_PLANS_AHEAD = 7  # plans in flight besides the running one
-TIMER_SLACK_S = 0.001  # no timer of the operating system is more exact
+TIMER_SLACK_S = 0.001  # precision of the operating system's timers
 
 HALF_LIFE_FADE = 0.5 ** (1 / 32)  # of the weight of a step, with each later step
 DECODES, TOKENS = 64.0, 512.0  # units of the fit, so that its three times are of one size
@@ -55,11 +55,11 @@ class StepTimes:
     """
 
     def __init__(self, step_s: float) -> None:
-        """`step_s`: of a step with one decode, 0 if that is not known."""
+        """`step_s`: time of a step with one decode, 0 if unknown."""
         self.num_steps = 0
-        self._base, self._decode, self._token = step_s, 0.0, 0.0  # seconds, the latter of so many
-        self._off_s = 0.0  # what the last ones were off by
-        self._sums = (0.0,) * 9  # of steps with d decodes, t tokens and y seconds: 1, d, t, dd, dt, tt, y, dy, ty
+        self._base, self._decode, self._token = step_s, 0.0, 0.0  # seconds: fixed, of DECODES decodes, of TOKENS tokens
+        self._off_s = 0.0  # average error of recent predictions
+        self._sums = (0.0,) * 9  # weighted, over steps of d decodes, t tokens, y s: 1, d, t, dd, dt, tt, y, dy, ty
 
     @property
     def is_known(self) -> bool:
@@ -70,11 +70,11 @@ class StepTimes:
         return self._base + self._decode * load.decodes / DECODES + self._token * load.tokens / TOKENS
 
     def tokens_within(self, seconds: float) -> int:
-        """Of prompts, that make a step so much longer; more than any step has if that is not known."""
+        """How many prompt tokens lengthen a step by so many seconds; MOST_TOKENS if that is unknown."""
         return int(seconds * TOKENS / self._token) if self._token * MOST_TOKENS > seconds * TOKENS else MOST_TOKENS
 
     def lower_bound(self, load: StepLoad) -> float:
-        """Seconds that a step will hardly fall short of."""
+        """Seconds that nearly every step of this load takes at least."""
         expected = self.expected_s(load)
         return max(expected - 2 * self._off_s, expected / 2)
 
@@ -100,7 +100,7 @@ class StepTimes:
         self._fit()
 
     def _fit(self) -> None:
-        """Solves the normal equations by elimination; none of the three is below 0."""
+        """Solves the normal equations by elimination; no time is below 0."""
         n, d, t, dd, dt, tt, y, dy, ty = self._sums
         n, dd, tt = n + PRIOR, dd + PRIOR, tt + PRIOR
         y, dy, ty = y + PRIOR * self._base, dy + PRIOR * self._decode, ty + PRIOR * self._token
@@ -189,7 +189,7 @@ class WakeupTimers:
         self._next_s: dict[int, float] = {}  # the timer that counts, by worker
 
     def may_send(self, worker: int, pacer: PlanPacer, now: float) -> bool:
-        """Whether the next plan may be sent now. If not, and if it is only a matter of time, a timer is set."""
+        """Whether the next plan may be sent now. If it may be sent later without a result, sets a timer."""
         send_s = pacer.next_send_s - TIMER_SLACK_S
         if send_s <= now:
             return True

@@ -114,7 +114,7 @@ class RequestHandler:
                     self._lifecycle.end(sequence)
 
     def _make_room(self, gateway: int, frame: Generate) -> bool:
-        """Whether a new request may wait. If the queue is full, it is refused, or other requests are in its place."""
+        """Whether a new request may wait. If the queue is full, refuses it, or other requests in its place."""
         owner = (frame.tenant, frame.user)
         num_sequences = len(frame.choices) if frame.beam is None else frame.beam.width
         gone = self.bounds.make_room(owner, QueueAmount(num_sequences, num_sequences * num_ids(frame.prompt_ids)))
@@ -140,7 +140,7 @@ class RequestHandler:
         self._outbox.answer(gateway, frame)
 
     def _resumable(self, request: Request | None, frame: Generate) -> dict[int, messages.ChoiceState]:
-        """The listed choices that can go on with a new stream, if a detokenizer can open one."""
+        """The choices of the frame, by index, whose sequences continue: only their text stream is new."""
         if request is None or not request.accepted or not len(self._streams) or request.search is not None:
             return {}  # a beam search starts over
         listed = {c.index: c for c in frame.choices}
@@ -151,7 +151,7 @@ class RequestHandler:
         }
 
     def _start(self, old: Request | None, gateway: int, frame: Generate, now: float) -> None:
-        """Starts a request behind the output ids in its frame. A new attempt keeps its place in the queue."""
+        """Starts a request, after the output ids in its frame. A new attempt keeps its place in the queue."""
         found = _num_cached(old)
         if old is not None:
             self._lifecycle.drop(old)
@@ -176,7 +176,7 @@ class RequestHandler:
     def _rebind(
         self, request: Request, gateway: int, frame: Generate, resumable: dict[int, messages.ChoiceState]
     ) -> None:
-        """Gives a live request new streams. Its sequences go on, or start again behind the output ids in the frame."""
+        """Gives a live request new streams. Sequences in `resumable` continue, others start after the frame's ids."""
         self._streams.close(request)
         found = _num_cached(request)
         for sequence in list(request.sequences.values()):

@@ -51,15 +51,6 @@ class PlanRecord:
             slot: rows.sequences[i] for slot, i in zip(slots, places, strict=True) if slot not in self.dropped_slots
         }
 
-    def set_filled(self, filled: list[RunningSequence]) -> None:
-        self.filled = filled
-
-    def set_runs(self, runs: list[SlotRun]) -> None:
-        self.runs = runs
-
-    def set_rows(self, rows: list[BatchRows]) -> None:
-        self.rows = rows
-
     def matches(self, token_ids: bytes) -> bool:
         """Whether there is a token for each run, or none at all."""
         return len(token_ids) in {0, ID_BYTES * len(self.runs)}
@@ -88,7 +79,7 @@ class PlanBuilder:
         self.now = now
         self.starts: list[SlotStart] = []
         self.blocks: list[SlotBlocks] = []
-        self.runs: list[SlotRun] = []
+        self.runs = self.record.runs
         self.copies: list[BlockCopy] = []
         self.copied: dict[int, int] = {}  # source block of each copy by its destination
         self.written_prompts: list[Request] = []  # this plan computes their last prompt tokens
@@ -116,8 +107,8 @@ class PlanBuilder:
 
     def add_decode_batch(self, runs: list[SlotRun], rows: list[BatchRows]) -> None:
         """Its runs come first in the plan."""
-        self.runs = runs + self.runs
-        self.record.set_rows(rows)
+        self.runs[:0] = runs
+        self.record.rows.extend(rows)
 
     def owe_block(self) -> None:
         """A running sequence lacks a block and is not in this plan."""

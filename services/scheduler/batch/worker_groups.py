@@ -3,7 +3,8 @@
 import math
 from bisect import insort
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as ReadOnly
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -59,11 +60,14 @@ class WorkerGroup:
         self.slots = IdPool(limits.num_slots, self.plan_clock)
         self.max_model_len = min(geometry.max_model_len, self.kv_cache.window.max_len(geometry.num_blocks))
         self.last_fair_plan = 0  # the last plan with a prefill that excluded others
-        self.running: list[RunningSequence] = []  # by key; the last one is preempted first
+        self._running: list[RunningSequence] = []
+        self.running: ReadOnly[RunningSequence] = self._running  # by key; the last one is preempted first
         self.decode_batch = DecodeBatch(geometry.block_size)  # running sequences that decode a token in every plan
-        self.slots_to_end: list[int] = []  # the next plan ends them
-        self.restarts: list[RunningSequence] = []  # of a beam search: their last token is not what the worker sampled
-        self.in_flight: deque[PlanRecord] = deque()
+        self._slots_to_end: list[int] = []  # the next plan ends them
+        self._restarts: list[RunningSequence] = []
+        self.restarts: ReadOnly[RunningSequence] = self._restarts  # their last token is not what the worker sampled
+        self._in_flight: deque[PlanRecord] = deque()
+        self.in_flight: ReadOnly[PlanRecord] = self._in_flight
 
     @property
     def can_schedule(self) -> bool:
@@ -92,7 +96,7 @@ class WorkerGroup:
             _computed=found.num_tokens,
         )
         sequence.on_running(running, found.num_tokens)
-        insort(self.running, running, key=_by_key)
+        insort(self._running, running, key=_by_key)
         self.decode_batch.add(running)
         return running
 
@@ -105,10 +109,10 @@ class WorkerGroup:
 
     def free(self, running: RunningSequence) -> None:
         """Stops a sequence: the next plan ends its slot, and its blocks are pending until plans in flight are done."""
-        self.running.remove(running)
+        self._running.remove(running)
         self.detach_from_batch(running)
         self.decode_batch.outside.remove(running)
-        self.slots_to_end.append(running.slot)
+        self._slots_to_end.append(running.slot)
         self.slots.release([running.slot])
         self.kv_cache.free(running)
 
@@ -119,15 +123,15 @@ class WorkerGroup:
     def on_sent(self, record: PlanRecord) -> list[int]:
         """A plan is sent. Returns the slots that it ends."""
         self.plan_clock.on_sent(record.number)
-        self.in_flight.append(record)
-        ends, self.slots_to_end = self.slots_to_end, []
+        self._in_flight.append(record)
+        ends, self._slots_to_end = self._slots_to_end, []
         return ends
 
     def on_answered(self, number: int) -> PlanRecord | None:
         """Takes the record of plan `number`; None if that is not the oldest plan in flight."""
         if not self.in_flight or self.in_flight[0].number != number:
             return None
-        record = self.in_flight.popleft()
+        record = self._in_flight.popleft()
         self.plan_clock.on_completed(number)
         if self.kv_cache.blocks.has_pending:
             self.kv_cache.blocks.free_pending()
@@ -140,13 +144,13 @@ class WorkerGroup:
 
     def restart_sequence(self, running: RunningSequence) -> None:
         """The next plan starts a sequence again in its slot."""
-        self.restarts.append(running)
+        self._restarts.append(running)
 
     def end_restarted(self) -> list[RunningSequence]:
         """Returns the sequences to start again, whose slots the next plan ends first. Preempted ones are left out."""
         restarted = [running for running in self.restarts if running in self.running]
-        self.slots_to_end += [running.slot for running in restarted]
-        self.restarts.clear()
+        self._slots_to_end += [running.slot for running in restarted]
+        self._restarts.clear()
         return restarted
 
     def abandon(self) -> list[Sequence]:
@@ -160,7 +164,8 @@ class WorkerGroups:
 
     def __init__(self, scheduler: int, limits: BatchLimits, hasher: BlockHasher) -> None:
         self.cache_stats = CacheStats()
-        self.attached: dict[int, WorkerGroup] = {}
+        self._attached: dict[int, WorkerGroup] = {}
+        self.attached: Mapping[int, WorkerGroup] = self._attached  # by the worker's incarnation
         self.asked: dict[int, float] = {}  # workers that have not answered an Attach, with the time of the last one
         self.timers = WakeupTimers()
         self.scheduler = scheduler  # incarnation
@@ -202,7 +207,7 @@ class WorkerGroups:
         """A new group; None for an answer to another scheduler or to an Attach that was answered already."""
         if frame.scheduler != self.scheduler or self.asked.pop(worker, None) is None:
             return None
-        group = self.attached[worker] = WorkerGroup(
+        group = self._attached[worker] = WorkerGroup(
             worker, frame.geometry, self._limits, self._hasher, self.cache_stats
         )
         return group
@@ -210,4 +215,4 @@ class WorkerGroups:
     def detach(self, worker: int) -> WorkerGroup | None:
         """Drops a worker. The caller requeues the sequences of the group that is returned."""
         self.asked.pop(worker, None)
-        return self.attached.pop(worker, None)
+        return self._attached.pop(worker, None)

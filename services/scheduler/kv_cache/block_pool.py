@@ -40,10 +40,6 @@ class BlockPool:
     def num_used(self) -> int:
         return self.num_ids - self.num_free - self.num_pending
 
-    @property
-    def num_tokens(self) -> int:
-        return self.num_ids * self.block_size
-
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 

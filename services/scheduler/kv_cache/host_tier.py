@@ -86,9 +86,6 @@ class HostTier:
             self.saves = [save for save in self.saves if save.host not in left]
             self._ids.release(gone)
 
-    def clear(self) -> None:
-        self.remove(list(self._block_of))
-
     def restore(self, blocks: list[int], hashes: list[bytes]) -> None:
         """Takes over the host blocks of a newly attached worker, oldest first."""
         self._block_of.update(zip(hashes, blocks, strict=True))

@@ -1,6 +1,6 @@
 """Assigns requests to detokenizers and writes the frames that open, close and resume their text streams."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from blockyard.services.scheduler.batch.worker_groups import WorkerGroup
 from blockyard.services.scheduler.outbox import DetokenizerOutbox
@@ -14,7 +14,7 @@ CONTEXT_IDS = 8  # last prompt ids, which a detokenizer needs to decode the firs
 
 
 class DetokenizerStreams:
-    def __init__(self, groups: dict[int, WorkerGroup]) -> None:
+    def __init__(self, groups: Mapping[int, WorkerGroup]) -> None:
         """`groups` by worker."""
         self._groups = groups
         self._stream = 0  # number of the last one

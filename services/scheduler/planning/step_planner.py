@@ -111,7 +111,7 @@ class StepPlanner:
             return
         is_scarce = kv_cache.blocks.num_free < num_due + len(batch.outside)
         at_end = batch.take_due(leave=is_scarce or kv_cache.window.size is not None)
-        builder.record.set_filled(at_end)
+        builder.record.filled.extend(at_end)
         full = [r for r in at_end if batch.has(r) and r.num_scheduled_tokens == r.table.capacity]
         for running, block in zip(full, kv_cache.append_block_to_each(full), strict=True):
             builder.blocks.append(SlotBlocks(running.slot, [block]))
@@ -135,13 +135,11 @@ class StepPlanner:
         return True
 
     def _send(self, group: WorkerGroup, builder: PlanBuilder) -> StepPlan:
-        record = builder.record
-        record.set_runs(builder.runs)
-        ends = group.on_sent(record)
+        ends = group.on_sent(builder.record)
         if builder.new_hashes or builder.copies:
             group.kv_cache.on_plan_sent(builder.new_hashes, [copy.src for copy in builder.copies])
         for request in builder.written_prompts:
             self._lifecycle.parallel_sampling.on_prompt_scheduled(request)
         full_blocks, saves, fetches = group.kv_cache.take_plan_changes()
         changes = (builder.starts, builder.blocks, builder.runs, full_blocks, saves, fetches, builder.copies)
-        return StepPlan(self._scheduler, record.number, ends, *changes)
+        return StepPlan(self._scheduler, builder.record.number, ends, *changes)

@@ -27,12 +27,12 @@ class StepResults:
         """Results of slots that did not run in the plan are ignored. A slot without a result computed nothing."""
         before = self.num_prompt_tokens + self.num_output_tokens
         if result.failed_fetches:
-            self._unfetched(group, record, result.failed_fetches)
-        self._tokens(group, record, result)
+            self._invalidate_unfetched(group, record, result.failed_fetches)
+        self._apply_tokens(group, record, result)
         for slot in result.slots:
             running = record.sequences.pop(slot.slot, None)
             if running is not None:
-                self._slot(group, record, running, slot, result.stamp_s)
+                self._apply_slot(group, record, running, slot, result.stamp_s)
         for number, running in record.sequences.items():
             running.on_not_computed(record.chunk_sizes.get(number, 1))
         if record.filled:
@@ -42,27 +42,27 @@ class StepResults:
             self.num_step_tokens += num_tokens
             self.step_sizes[bisect_left(STEP_TOKENS, num_tokens)] += 1
 
-    def _tokens(self, group: WorkerGroup, record: PlanRecord, result: StepResult) -> None:
-        """Applies results that are a single token. Slots without one are in `record.sequences` after it."""
+    def _apply_tokens(self, group: WorkerGroup, record: PlanRecord, result: StepResult) -> None:
+        """Applies the results that are a single token. Slots with other results stay in `record.sequences`."""
         token_ids, begin = array("I", result.token_ids), 0
-        alone: list[tuple[int, int]] = []  # slots and tokens
+        singles: list[tuple[int, int]] = []  # slots and tokens
         for rows in record.rows:
             tokens = token_ids[begin : begin + len(rows)] or array("I", [NO_TOKEN]) * len(rows)
             begin += len(rows)
-            places = _places(tokens, NO_TOKEN)
+            places = _indexes(tokens, NO_TOKEN)
             places |= {rows.slots.index(slot) for slot in record.detached_slots if slot in rows.slots}
             record.detach_rows(rows, places)
-            alone += [(rows.slots[i], tokens.pop(i)) for i in sorted(places, reverse=True)]
-            self._rows(rows.without(places) if places else rows, tokens, result.stamp_s)
-        alone += [(run.slot, token) for run, token in zip(record.runs[begin:], token_ids[begin:], strict=False)]
-        for slot, token in alone:
+            singles += [(rows.slots[i], tokens.pop(i)) for i in sorted(places, reverse=True)]
+            self._apply_rows(rows.without(places) if places else rows, tokens, result.stamp_s)
+        singles += [(run.slot, token) for run, token in zip(record.runs[begin:], token_ids[begin:], strict=False)]
+        for slot, token in singles:
             running = record.sequences.pop(slot, None) if token != NO_TOKEN else None
             if running is not None:
-                self._slot(
+                self._apply_slot(
                     group, record, running, SlotResult(slot, [token], running.num_computed_tokens + 1), result.stamp_s
                 )
 
-    def _rows(self, rows: BatchRows, tokens: "array[int]", stamp_s: float) -> None:
+    def _apply_rows(self, rows: BatchRows, tokens: "array[int]", stamp_s: float) -> None:
         """One token for each row, in loops that run in C: the largest part of a step."""
         if tokens:
             firsts = array("I", map(len, rows.outputs))
@@ -72,15 +72,15 @@ class StepResults:
             for account, num_rows in rows.accounts.items():
                 account.charge(num_rows)
 
-    def _slot(
+    def _apply_slot(
         self, group: WorkerGroup, record: PlanRecord, running: RunningSequence, slot: SlotResult, stamp_s: float
     ) -> None:
         if slot.finish is not None and slot.finish is FinishReason.FAILED:
-            self._spoil(group, running)
+            self._invalidate_failed(group, running)
         if running.sequence.phase is not Phase.ENDED:
-            self._take(group, running, slot, record.chunk_sizes.get(slot.slot, 1), stamp_s)
+            self._apply_result(group, running, slot, record.chunk_sizes.get(slot.slot, 1), stamp_s)
 
-    def _take(
+    def _apply_result(
         self, group: WorkerGroup, running: RunningSequence, slot: SlotResult, num_scheduled_tokens: int, stamp_s: float
     ) -> None:
         """Applies the result of one slot. Tokens that were scheduled and not computed are to be scheduled again."""
@@ -116,18 +116,18 @@ class StepResults:
         if finish is not None:
             self._lifecycle.end(sequence)
 
-    def _spoil(self, group: WorkerGroup, running: RunningSequence) -> None:
+    def _invalidate_failed(self, group: WorkerGroup, running: RunningSequence) -> None:
         for reader in group.kv_cache.invalidate_failed(running, group.active()):
             self._lifecycle.reschedule(group, reader)
 
-    def _unfetched(self, group: WorkerGroup, record: PlanRecord, blocks: list[int]) -> None:
+    def _invalidate_unfetched(self, group: WorkerGroup, record: PlanRecord, blocks: list[int]) -> None:
         for reader in group.kv_cache.invalidate_unfetched(blocks, [*group.active(), *record.all_sequences()]):
             record.drop(reader)
             self._lifecycle.reschedule(group, reader)
 
 
-def _places(tokens: "array[int]", token: int) -> set[int]:
-    """The indexes of a token."""
+def _indexes(tokens: "array[int]", token: int) -> set[int]:
+    """The indexes at which a token stands."""
     places: set[int] = set()
     place = -1
     for _ in range(tokens.count(token)):
@@ -137,7 +137,7 @@ def _places(tokens: "array[int]", token: int) -> set[int]:
 
 
 def _send(sequence: Sequence, slot: SlotResult, finish: FinishReason | None, stamp_s: float) -> None:
-    """What a slot produced, for the detokenizer."""
+    """Sends what a slot produced to the detokenizer."""
     request, first, text_outbox = sequence.request, len(sequence.outputs), sequence.request.text_outbox
     if text_outbox is None:
         return

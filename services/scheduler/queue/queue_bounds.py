@@ -1,5 +1,6 @@
 """The bounds of the waiting queue: what fits, which request is refused to make room, and what gateways are told."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from blockyard.services.scheduler.batch.worker_groups import WorkerGroup
@@ -22,7 +23,7 @@ class QueueLimits:
 class QueueBounds:
     """Bounds for new requests. An accepted request that has to wait again always fits."""
 
-    def __init__(self, waiting: WaitingQueue, groups: dict[int, WorkerGroup], limits: QueueLimits) -> None:
+    def __init__(self, waiting: WaitingQueue, groups: Mapping[int, WorkerGroup], limits: QueueLimits) -> None:
         self.max_delay_s = limits.max_delay_s
         self._waiting, self.wait = waiting, WaitEstimate(waiting, groups)
         self._max_sequences, self._max_tokens = limits.max_sequences, limits.max_tokens

@@ -6,7 +6,7 @@ way. If slots are free, prompts wait for the token budget of steps only.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -51,7 +51,7 @@ class StartForecast:
 
 
 class WaitEstimate:
-    def __init__(self, waiting: WaitingQueue, groups: dict[int, WorkerGroup]) -> None:
+    def __init__(self, waiting: WaitingQueue, groups: Mapping[int, WorkerGroup]) -> None:
         self._waiting, self._groups = waiting, groups
         self._now: float | None = None  # the last sample
         self._forecast_at = 0.0

@@ -36,7 +36,7 @@ class WaitingQueue:
         self.num_sequences += 1
         self._count(sequence)
         if not request.accepted and not request.attempt:
-            self.usage.on_newcomer(request)
+            self.usage.add_unaccepted(request)
 
     def park(self, sequence: Sequence) -> None:
         """Counts a sequence that is pushed only when another one of its request has computed their prompt."""
@@ -81,7 +81,7 @@ class WaitingQueue:
 
     def on_accepted(self, request: Request) -> None:
         """The request can no longer be refused to make room."""
-        self.usage.remove_newcomer(request)
+        self.usage.remove_unaccepted(request)
 
     def _count(self, sequence: Sequence) -> None:
         self._requests[sequence.request.id] += 1
@@ -99,7 +99,7 @@ class WaitingQueue:
         self._requests[request.id] -= 1
         if not self._requests[request.id]:
             del self._requests[request.id]
-            self.usage.remove_newcomer(request)
+            self.usage.remove_unaccepted(request)
         self.usage.add(request.owner, NO_AMOUNT.less(amount))
 
     def _enter(self, sequence: Sequence) -> None:

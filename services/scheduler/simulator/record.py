@@ -119,11 +119,11 @@ class SimulationRecord:
             pool = group.kv_cache.blocks
             self.first_preemption = FirstPreemption(now, pool.num_used / pool.num_ids, self._unfilled([group]))
 
-    def sample(self, now: float, look: Callable[[], tuple[int, list[WorkerGroup]]]) -> None:
-        """Takes a sample if one is due. `look` returns the number of waiting sequences and the groups."""
+    def sample(self, now: float, state: Callable[[], tuple[int, list[WorkerGroup]]]) -> None:
+        """Takes a sample if one is due. `state()`: the number of waiting sequences, and the groups."""
         if now < self._next_s:
             return
-        waiting, groups = look()
+        waiting, groups = state()
         used, total = sum(g.kv_cache.blocks.num_used for g in groups), sum(g.kv_cache.blocks.num_ids for g in groups)
         running = [len(group.running) for group in groups]
         unfilled = self._unfilled(groups)
@@ -134,7 +134,7 @@ class SimulationRecord:
         self._next_s = now + self._every_s
 
     def _unfilled(self, groups: list[WorkerGroup]) -> float:
-        """The share of blocks behind the last token that their sequence will have."""
+        """The share of token slots in used blocks that lie after the last token of their sequence."""
         wasted = slots = 0
         for group in groups:
             slots += group.kv_cache.blocks.num_used * group.kv_cache.blocks.block_size

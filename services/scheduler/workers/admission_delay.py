@@ -6,10 +6,10 @@ from blockyard.services.scheduler.workers.crash_quarantine import CrashQuarantin
 
 
 class AdmissionDelay:
-    """`delay_factor`: the next prompt waits so many times as long as the last step with a prompt took.
+    """With `delay_factor`, the next prompt waits for that multiple of the last prefill step's time since its arrival.
 
     With 0.5 and steps of 0.4 s, prompts that arrive within 0.2 s of each other are computed in the same step, so that
-    running sequences are delayed once. In a group that runs nothing no prompt waits.
+    running sequences are delayed once. A prompt does not wait in a group without running sequences.
     """
 
     def __init__(self, delay_factor: float) -> None:
@@ -17,8 +17,8 @@ class AdmissionDelay:
         self.frozen = False  # no sequence runs
         self.quarantine = CrashQuarantine()
         self._delay_factor = delay_factor
-        self._over_at = -1.0  # the time of the step in which a delay was over: all that wait then may start
-        self._prompt_step_s = 0.0  # the last step with a prompt
+        self._over_at = -1.0  # time of the step in which a delay ended: all waiting sequences may start in it
+        self._prompt_step_s = 0.0  # time of the last prefill step
 
     def pause(self, freeze: bool) -> None:
         """No sequence starts; with `freeze` none runs."""

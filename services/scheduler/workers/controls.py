@@ -11,13 +11,8 @@ class Controls:
     def __init__(
         self, groups: WorkerGroups, admission_delay: AdmissionDelay, sleep: WorkerSleep, outbox: Outbox, may_sleep: bool
     ) -> None:
-        self._groups, self._admission_delay, self._sleep, self._outbox, self._may_sleep = (
-            groups,
-            admission_delay,
-            sleep,
-            outbox,
-            may_sleep,
-        )
+        self._groups, self._outbox, self._may_sleep = groups, outbox, may_sleep
+        self._admission_delay, self._sleep = admission_delay, sleep
         self.open: list[tuple[int, Control]] = []  # by gateway, until they are done
 
     @property

@@ -6,7 +6,7 @@ another worker breaks is failed.
 """
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from blockyard.services.scheduler.batch.worker_groups import WorkerGroup
@@ -88,5 +88,4 @@ def _waits(request: Request) -> bool:
 
 
 def _num_outputs(request: Request) -> int:
-    active_sequences: Iterable[Sequence] = request.active_sequences
-    return max((len(sequence.outputs) for sequence in active_sequences), default=0)
+    return max((len(sequence.outputs) for sequence in request.active_sequences), default=0)

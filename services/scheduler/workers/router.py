@@ -7,6 +7,7 @@ A sequence may wait longer for a group that computes a prefix which they share.
 """
 
 from bisect import insort
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -123,7 +124,7 @@ class GroupQueue:
 
 
 class Router:
-    def __init__(self, waiting: WaitingQueue, groups: dict[int, WorkerGroup], acceptance: Acceptance) -> None:
+    def __init__(self, waiting: WaitingQueue, groups: Mapping[int, WorkerGroup], acceptance: Acceptance) -> None:
         self._waiting, self._policy = waiting, waiting.policy
         self._groups, self._acceptance = groups, acceptance
         self._queues: dict[int, GroupQueue] = {}

@@ -94,7 +94,7 @@ class Program:
         world.check_idle()
 
     def _settle(self) -> None:
-        """Nobody starves: what is left ends within a number of plans that its tokens bound, preemption included."""
+        """No request starves: what is left ends within a number of plans that its tokens bound, preemption included."""
         world = self.world
         live = world.core._lifecycle.requests.values()
         widths = [len(r.sequences) if r.frame.beam is None else r.frame.beam.width for r in live]
@@ -230,7 +230,7 @@ class Program:
             self.world.recover(gateway)
 
     def operate(self, a: int, b: int) -> None:
-        """Somebody pauses it, sends it to sleep or empties its cache, and mostly lets it go on soon."""
+        """An operator pauses it, puts it to sleep or resets its cache, and mostly resumes it soon."""
         off, on = (
             (ControlVerb.PAUSE, ControlVerb.RESUME),
             (ControlVerb.SLEEP, ControlVerb.WAKE_UP),

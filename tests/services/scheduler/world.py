@@ -254,7 +254,7 @@ class World:
         check(self.core)
 
     def settle(self, max_steps: int = 100_000) -> None:
-        """Lets everybody work until there is nothing left to do."""
+        """Runs all members until there is nothing left to do."""
         for _ in range(max_steps):
             workers = [w for w in self.workers.values() if w.busy()]
             detokenizers = [d for d in self.detokenizers.values() if d.inbox]

@@ -1,4 +1,4 @@
-"""Seats that decode in step: who does, what leaves for them, and what happens when something happens to one."""
+"""The decode batch: which sequences are in it, the frames that it makes, and how sequences leave it."""
 
 import itertools
 

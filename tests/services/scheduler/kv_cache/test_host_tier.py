@@ -58,7 +58,7 @@ def test_removed_blocks_are_pending_until_the_results() -> None:
     tier.save(7, A)
     tier.take()
     sent(plan_clock, done=False)
-    tier.clear()
+    tier.remove([A])
     tier.save(8, B)
     assert tier.num_used == 0
     plan_clock.last_completed = plan_clock.last_sent

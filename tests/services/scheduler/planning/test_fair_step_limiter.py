@@ -1,4 +1,4 @@
-"""Nobody's prompts make a step long that others may wait for, and who waits does not wait for others' tokens."""
+"""Under the fair policy, prompts of a tenant above its share keep steps short for the others."""
 
 from itertools import pairwise
 

@@ -114,7 +114,7 @@ def test_a_full_queue_says_for_whom(ring: type[Ring]) -> None:
     it.submit("c", 20, tenant="light")
     refused = it.journal("c").refused
     assert refused is not None
-    assert refused.capacity.tenant is None, "nobody can give way: it is full for everybody"
+    assert refused.capacity.tenant is None, "no request can be refused in place of another: all are accepted"
     it.finish()
 
 

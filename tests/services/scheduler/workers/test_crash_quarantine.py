@@ -36,11 +36,11 @@ def test_all_requests_are_tried_alone_and_then_run_together(ring: type[Ring], de
     again(it)
     tried: list[str] = []
     while len(tried) < 3 or len(owners(it)[-1]) < 2:
-        for who in owners(it):
-            if tried[-1:] != list(who) and len(who) == 1:
-                tried += who
+        for ids in owners(it):
+            if tried[-1:] != list(ids) and len(ids) == 1:
+                tried += ids
         it.steps(1)
-    assert tried[:3] == ["a", "b", "c"], "one at a time, before who came since"
+    assert tried[:3] == ["a", "b", "c"], "one at a time, before later requests"
     it.finish()
     assert {it.output(name).finish for name in ("a", "b", "c", "new")} == {LENGTH}
 
