@@ -1,6 +1,7 @@
-"""Counts the CPU cores that this process may use."""
+"""Counts the CPU cores and the threads that this process may use."""
 
 import os
+import sys
 from pathlib import Path
 
 
@@ -20,3 +21,11 @@ def usable_cores(limit_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
         return min(cores, max(int(quota) // int(period), 1))
     except (OSError, ValueError):  # no file, or "max 100000": the container has no limit
         return cores
+
+
+def compile_threads(most: int) -> int:
+    """Returns how many threads may compile Triton kernels at the same time: `most`, or 1 before Python 3.11.8.
+
+    Triton calls `ast.parse`, which raises SystemError there when two threads are in it (python/cpython#106905).
+    """
+    return most if sys.version_info >= (3, 11, 8) else 1

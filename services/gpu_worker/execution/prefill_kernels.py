@@ -11,6 +11,7 @@ from triton.errors import TritonError
 
 from blockyard.kernels.attention.paged_prefill import paged_prefill
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
+from blockyard.services.gpu_worker.cores import compile_threads
 from blockyard.services.gpu_worker.kv.pool import KVPool
 
 log = logging.getLogger(__name__)
@@ -25,7 +26,7 @@ def compile_prefills(pool: KVPool, dtype: torch.dtype) -> None:
     Failures are logged: a step that needs the kernel reports them.
     """
     kernels = [(window, max_seq_len) for window in dict.fromkeys(pool.shape.windows) for max_seq_len in MAX_SEQ_LENS]
-    with ThreadPoolExecutor(len(kernels)) as threads:
+    with ThreadPoolExecutor(compile_threads(len(kernels))) as threads:
         runs = [threads.submit(_run, pool, dtype, *kernel) for kernel in kernels]
     for run in runs:
         try:

@@ -17,6 +17,7 @@ import triton
 from triton.errors import TritonError
 
 from blockyard.kernels.layers.linear_stream_k import ALIGNMENT
+from blockyard.services.gpu_worker.cores import compile_threads
 from blockyard.services.gpu_worker.layers.linear import FusedProduct, Fusion, Linear, Product, dense_linear, in_groups
 from blockyard.services.gpu_worker.linear_tuning import kernel_configs
 from blockyard.services.gpu_worker.linear_tuning.kernel_configs import CUBLAS, KernelConfig, LinearShape, TunedConfig
@@ -155,7 +156,7 @@ class Tuner:
     def compile(self, sizes: Sequence[int]) -> None:
         """Compiles the candidates in threads of this process. Later measurements skip candidates that fail."""
         binaries = self._binaries(sizes)
-        with ThreadPoolExecutor(min(COMPILERS, os.cpu_count() or 1)) as threads:
+        with ThreadPoolExecutor(compile_threads(min(COMPILERS, os.cpu_count() or 1))) as threads:
             possible = zip(binaries, threads.map(self._compiles, binaries), strict=True)
             self._failed |= {binary for binary, is_possible in possible if not is_possible}
         self._tried |= binaries

@@ -1,5 +1,6 @@
 """Kernels of prefill attention, compiled before a stream needs them."""
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -34,6 +35,8 @@ def test_each_window_alone_and_shared(kv_dtype: torch.dtype, monkeypatch: pytest
         attend(*args, **kwargs)
 
     monkeypatch.setattr(prefill_kernels, "paged_prefill", record)
+    if DEVICE.type == "cpu":  # Triton's interpreter replaces functions of triton.language during a run: one thread only
+        monkeypatch.setattr(prefill_kernels, "compile_threads", lambda most: 1)
     prefill_kernels.compile_prefills(pool(kv_dtype, None, 5000, None), torch.float16)
     assert sorted(ran) == [(0, False), (0, True), (5000, False), (5000, True)]
 
@@ -45,3 +48,13 @@ def test_what_does_not_compile_is_said(monkeypatch: pytest.MonkeyPatch, caplog: 
     monkeypatch.setattr(prefill_kernels, "paged_prefill", fail)
     prefill_kernels.compile_prefills(pool(torch.float16, None), torch.float16)
     assert "no such instruction" in caplog.text
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_no_more_threads_than_may_compile(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    monkeypatch.setattr(prefill_kernels, "paged_prefill", lambda *args, **kwargs: None)
+    monkeypatch.setattr(prefill_kernels, "compile_threads", lambda most: threads)
+    monkeypatch.setattr(prefill_kernels, "ThreadPoolExecutor", lambda n: made.append(n) or ThreadPoolExecutor(n))
+    prefill_kernels.compile_prefills(pool(torch.float16, None), torch.float16)
+    assert made == [threads]
