@@ -52,7 +52,7 @@ def test_a_stop_string_may_end_in_a_row(bench: Any) -> None:
 
 
 @pytest.mark.parametrize("end", ["close", "peer", "attempt"])
-def test_a_number_means_nobody_once_its_stream_is_gone(bench: Any, end: str) -> None:
+def test_a_number_is_unknown_once_its_stream_is_gone(bench: Any, end: str) -> None:
     token_id = bench.ids("a")[0]
     bench.open(stream=3)
     if end == "close":

@@ -49,7 +49,7 @@ def test_two_join_the_same_sibling_with_the_same_plan(runners: list[Runner], pre
     loop.turn()
     while min(loop.num_plans.values()) < 8:
         loop.step()
-    first, second, third = (seat.sequence.index for seat in loop.core.groups[MORE].running)
+    first, second, third = (entry.sequence.index for entry in loop.core.groups[MORE].running)
     loop.lose(WORKER, again=False)
     loop.core.on_message(DETOKENIZER, Stop([StreamRef("a", 0, second), StreamRef("a", 0, third)]), 0.0)
     loop.run()

@@ -23,7 +23,7 @@ def test_plain_tokens_stand_in_the_order_of_the_runs() -> None:
     assert packed(done(plan, results)) == ([], b"".join(t.to_bytes(4, "little") for t in (40, 20, 90)))
 
 
-def test_whoever_has_more_to_say_says_it() -> None:
+def test_a_slot_with_more_than_a_plain_token_has_a_result() -> None:
     scores = [TokenLogprobs(1, -0.5, 1, [], [])]
     more = [
         SlotResult(1, [10], 5, FinishReason.LENGTH),
@@ -40,7 +40,7 @@ def test_whoever_has_more_to_say_says_it() -> None:
     assert unpack(token_ids) == [99, *[NO_TOKEN] * 8], "slot 8 was silent"
 
 
-def test_where_nobody_says_just_a_token_there_are_none() -> None:
+def test_without_plain_tokens_there_are_none() -> None:
     results = [SlotResult(0, [5], 9, FinishReason.STOP)]
     assert packed(done(plan_of((0, 1)), results)) == (results, b"")
     assert packed(done(plan_of((0, 1)), [])) == ([], b"")

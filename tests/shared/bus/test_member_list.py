@@ -26,7 +26,7 @@ def test_a_change_is_told_once() -> None:
     assert seen.push(news(ready), 0.0) == []
 
 
-def test_only_a_settled_list_lets_somebody_be_missed() -> None:
+def test_only_a_settled_list_reports_missing_members() -> None:
     seen = MemberList(9)
     seen.push(news(A, B), 0.0)
     assert seen.push(news(A, settled=False), 1.0) == []

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from blockyard.shared.ring_client.tokenizer_jobs import MAX_WAITING, JobPool
 
 
-def test_the_least_loaded_gets_it_and_the_rest_waits() -> None:
+def test_the_least_loaded_gets_a_job_and_further_jobs_wait() -> None:
     pool: JobPool[str] = JobPool()
     assert pool.submit("a", "m", "A") == [] and pool.num_waiting == 1
     assert pool.join(1, "") == [(1, "A")]

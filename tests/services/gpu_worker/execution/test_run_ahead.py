@@ -82,7 +82,7 @@ def test_what_leaves_in_mid_flight_leaves_the_others_alone(tiny: Tiny, how: str,
     loop.run()
     for place, ids in loop.outputs.items():
         if place[0] == gone.name:
-            assert len(ids) == known[place], "tokens of somebody who left"
+            assert len(ids) == known[place], "tokens of a slot that ended"
     for request in [*asked, *requests(2, max_tokens=20, first=100)]:
         for choice in range(request.n if request is not gone else 0):
             expected = alone(runner, request.prompt, request.sampling, choice)

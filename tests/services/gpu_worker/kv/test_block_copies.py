@@ -25,7 +25,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
     return start(folder, max_model_len=128, device=request.param), greedy_score(theirs)
 
 
-def seat(slot: int, ids: list[int], blocks: list[int], num_computed: int = 0) -> SlotStart:
+def slot_start(slot: int, ids: list[int], blocks: list[int], num_computed: int = 0) -> SlotStart:
     return SlotStart(slot, as_bytes(ids), len(ids), num_computed, blocks, GREEDY, slot)
 
 
@@ -47,8 +47,8 @@ def test_forks_of_a_running_slot(tiny: tuple[Runner, Score], length: int) -> Non
     outputs: list[list[int]] = [[], [], []]
     live = {0}
     for number in range(1, 40):
-        forks = [seat(i, prompt, tables[i], length - 1) for i in (1, 2)] if number == 4 else []
-        starts = [seat(0, prompt, tables[0])] if number == 1 else forks
+        forks = [slot_start(i, prompt, tables[i], length - 1) for i in (1, 2)] if number == 4 else []
+        starts = [slot_start(0, prompt, tables[0])] if number == 1 else forks
         live |= {s.slot for s in starts}
         runs = [SlotRun(slot, 1000) for slot in sorted(live)]
         plan = StepPlan(1, number, [], starts, [], runs, copies=copies if number == 4 else [])
@@ -68,7 +68,7 @@ def test_a_block_that_is_copied_over_has_no_name_any_more(tiny: tuple[Runner, Sc
     size = runner.geometry.block_size
     prompt = [5] * (size + 3)
     names = [FullBlock(10, b"a" * 16)]
-    runner.execute(StepPlan(1, 1, [], [seat(0, prompt, [10, 11])], [], [SlotRun(0, 1000)], names))
+    runner.execute(StepPlan(1, 1, [], [slot_start(0, prompt, [10, 11])], [], [SlotRun(0, 1000)], names))
     assert 10 in runner.block_hashes.blocks_and_hashes()[0]
     runner.execute(StepPlan(1, 2, [], [], [], [SlotRun(0, 1)], copies=[BlockCopy(11, 10), BlockCopy(11, 10**6)]))
     assert 10 not in runner.block_hashes.blocks_and_hashes()[0]

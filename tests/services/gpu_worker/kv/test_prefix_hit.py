@@ -32,7 +32,7 @@ def plain(runner: Runner, prompt: list[int]) -> list[int]:
     return stream.output
 
 
-def seat(slot: int, prompt: list[int], blocks: list[int], num_computed: int = 0) -> SlotStart:
+def slot_start(slot: int, prompt: list[int], blocks: list[int], num_computed: int = 0) -> SlotStart:
     return SlotStart(slot, as_bytes(prompt), len(prompt), num_computed, blocks, GREEDY, 0)
 
 
@@ -64,7 +64,7 @@ def test_turns_of_a_conversation_on_shared_blocks(
     expected = plain(runner, first)
     runner.reset(8)
     table = [*range(30, 30 + 10)]
-    (output,) = run(runner, [seat(0, first, table)], chunk).values()
+    (output,) = run(runner, [slot_start(0, first, table)], chunk).values()
     ties.compare("first turn", first, expected, output, score)
     full = (len(first) + len(output) - 1) // size  # the last token was sampled and never computed
     assert full * size > len(first) + size, "a block of generated tokens alone is among them"
@@ -73,11 +73,11 @@ def test_turns_of_a_conversation_on_shared_blocks(
     expected_turns = [plain(runner, turn) for turn in turns]
     runner.reset(8)  # a scheduler that attaches: KV stays
     # `plain` took blocks of its own choice: the first turn is computed once more where it was
-    run(runner, [seat(0, first, table)], chunk)
+    run(runner, [slot_start(0, first, table)], chunk)
     starts = [
-        seat(3, turns[0], [*table[:full], *range(50, 60)], full * size),
-        seat(1, turns[1], [*table[:full], *range(60, 70)], full * size),
-        seat(2, turns[2], [*range(70, 80)]),
+        slot_start(3, turns[0], [*table[:full], *range(50, 60)], full * size),
+        slot_start(1, turns[1], [*table[:full], *range(60, 70)], full * size),
+        slot_start(2, turns[2], [*range(70, 80)]),
     ]
     outputs = run(runner, starts, chunk)
     for slot, turn, wanted in zip((3, 1, 2), turns, expected_turns, strict=True):
@@ -92,8 +92,8 @@ def test_blocks_that_are_read_keep_their_names(tiny: tuple[Runner, Score]) -> No
     size = runner.geometry.block_size
     prompt = prompt_of(2 * size + 3, 5)
     names = [FullBlock(5, b"a" * 16), FullBlock(6, b"b" * 16)]
-    runner.execute(StepPlan(1, 1, [], [seat(0, prompt, [5, 6, 7])], [], [SlotRun(0, 1000)], names))
-    runner.execute(StepPlan(1, 2, [0], [seat(1, prompt, [5, 6, 8], 2 * size)], [], [SlotRun(1, 1000)]))
+    runner.execute(StepPlan(1, 1, [], [slot_start(0, prompt, [5, 6, 7])], [], [SlotRun(0, 1000)], names))
+    runner.execute(StepPlan(1, 2, [0], [slot_start(1, prompt, [5, 6, 8], 2 * size)], [], [SlotRun(1, 1000)]))
     assert {5, 6} <= set(runner.block_hashes.blocks_and_hashes()[0])
 
 
@@ -102,12 +102,12 @@ def test_names_of_a_slot_that_could_not_start_are_not_learnt(tiny: tuple[Runner,
     runner, _ = tiny
     runner.reset(4)
     size = runner.geometry.block_size
-    bad = seat(0, [*prompt_of(2 * size, 6), VOCAB], [20, 21, 22])
+    bad = slot_start(0, [*prompt_of(2 * size, 6), VOCAB], [20, 21, 22])
     (result,) = runner.execute(StepPlan(1, 1, [], [bad], [], [SlotRun(0, size)], [FullBlock(20, b"a" * 16)]))
     assert result.finish is FinishReason.FAILED
     runner.execute(StepPlan(1, 2, [], [], [], [SlotRun(0, size)], [FullBlock(21, b"b" * 16)]))
     assert not {20, 21} & set(runner.block_hashes.blocks_and_hashes()[0])
-    good = seat(1, prompt_of(2 * size + 1, 7), [20, 21, 22])
+    good = slot_start(1, prompt_of(2 * size + 1, 7), [20, 21, 22])
     names = [FullBlock(20, b"c" * 16), FullBlock(21, b"d" * 16)]
     runner.execute(StepPlan(1, 3, [0], [good], [], [SlotRun(1, 1000)], names))
     assert {20, 21} <= set(runner.block_hashes.blocks_and_hashes()[0])

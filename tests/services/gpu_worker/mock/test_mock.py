@@ -37,13 +37,13 @@ PATTERN = Pattern(100, 900)
 PROMPT = [11, 12, 13, 14, 15]
 
 
-def seat(slot: int, blocks: list[int], ids: list[int] = PROMPT, choice: int = 0, **sampling: object) -> SlotStart:
+def slot_start(slot: int, blocks: list[int], ids: list[int] = PROMPT, choice: int = 0, **sampling: object) -> SlotStart:
     sampling.setdefault("max_tokens", 4)
     return SlotStart(slot, array("I", ids).tobytes(), len(PROMPT), 0, blocks, Sampling(**sampling), choice)
 
 
 def found(slot: int, blocks: list[int], num_computed: int, ids: list[int] = PROMPT) -> SlotStart:
-    return msgspec.structs.replace(seat(slot, blocks, ids), num_computed=num_computed)
+    return msgspec.structs.replace(slot_start(slot, blocks, ids), num_computed=num_computed)
 
 
 def plan(
@@ -76,28 +76,28 @@ def tokens(it: MockBatch, slot: int, steps: int = 30) -> tuple[list[int], SlotRe
 
 def test_a_chunked_prompt_gives_its_first_token_with_the_last_chunk() -> None:
     it = batch()
-    assert it.step(plan((0, 3), starts=[seat(0, [0, 1, 2])])) == [SlotResult(0, [], 3)]
+    assert it.step(plan((0, 3), starts=[slot_start(0, [0, 1, 2])])) == [SlotResult(0, [], 3)]
     (result,) = it.step(plan((0, 3)))
     assert (result.num_computed, len(result.token_ids)) == (5, 1)
 
 
 def test_tokens_depend_on_seed_choice_and_position_alone() -> None:
     whole = batch()
-    whole.step(plan((0, 5), starts=[seat(0, [0, 1, 2], seed=9, max_tokens=5)]))
+    whole.step(plan((0, 5), starts=[slot_start(0, [0, 1, 2], seed=9, max_tokens=5)]))
     first = whole.slots[0]
     ids, _ = tokens(whole, 0)
     ids = [PATTERN.token(first.sampling, 0, 5, first.prompt, []), *ids]
     resumed = batch()
-    (result,) = resumed.step(plan((3, 7), starts=[seat(3, [5, 1], PROMPT + ids[:2], seed=9, max_tokens=5)]))
+    (result,) = resumed.step(plan((3, 7), starts=[slot_start(3, [5, 1], PROMPT + ids[:2], seed=9, max_tokens=5)]))
     assert result.token_ids == [ids[2]]
     other = batch()
-    (result,) = other.step(plan((0, 5), starts=[seat(0, [0, 1], choice=1, seed=9)]))
+    (result,) = other.step(plan((0, 5), starts=[slot_start(0, [0, 1], choice=1, seed=9)]))
     assert result.token_ids != [ids[0]]
 
 
 def test_max_tokens_ends_a_slot_which_is_silent_then() -> None:
     it = batch()
-    it.step(plan((0, 5), starts=[seat(0, [0, 1, 2])]))
+    it.step(plan((0, 5), starts=[slot_start(0, [0, 1, 2])]))
     ids, last = tokens(it, 0)
     assert len(ids) == 3
     assert last is not None
@@ -107,7 +107,7 @@ def test_max_tokens_ends_a_slot_which_is_silent_then() -> None:
 
 def test_the_model_length_ends_a_slot() -> None:
     it = batch()
-    it.step(plan((0, 5), starts=[seat(0, [0, 1, 2, 3, 4], max_tokens=99)]))
+    it.step(plan((0, 5), starts=[slot_start(0, [0, 1, 2, 3, 4], max_tokens=99)]))
     ids, last = tokens(it, 0)
     assert 1 + len(ids) == GEOMETRY.max_model_len - len(PROMPT)
     assert last is not None
@@ -117,7 +117,7 @@ def test_the_model_length_ends_a_slot() -> None:
 @pytest.mark.parametrize("done", [[], [50, 51]])
 def test_a_slot_that_has_all_its_tokens_ends_without_one(done: list[int]) -> None:
     it = batch()
-    start = seat(0, [0, 1, 2], PROMPT + done, max_tokens=len(done))
+    start = slot_start(0, [0, 1, 2], PROMPT + done, max_tokens=len(done))
     assert it.step(plan((0, 7), starts=[start])) == [SlotResult(0, [], 5 + len(done), FinishReason.LENGTH)]
 
 
@@ -126,7 +126,7 @@ def test_end_of_sequence_and_stop_ids() -> None:
 
     def run(**sampling: object) -> tuple[list[int], SlotResult | None]:
         it = batch(often)
-        it.step(plan((0, 4), starts=[seat(0, [0, 1, 2, 3, 4], max_tokens=12, **sampling)]))
+        it.step(plan((0, 4), starts=[slot_start(0, [0, 1, 2, 3, 4], max_tokens=12, **sampling)]))
         return tokens(it, 0)
 
     ids, last = run()
@@ -144,34 +144,34 @@ def test_end_of_sequence_and_stop_ids() -> None:
 
 def test_echo_repeats_the_prompt() -> None:
     it = batch(Pattern(100, 900, echo=True))
-    it.step(plan((0, 4), starts=[seat(0, [0, 1, 2], max_tokens=7)]))
+    it.step(plan((0, 4), starts=[slot_start(0, [0, 1, 2], max_tokens=7)]))
     ids, _ = tokens(it, 0)
     assert ids == [11, 12, 13, 14, 15, 11, 12]
 
 
 def test_logprobs_and_prompt_logprobs_if_asked() -> None:
     it = batch()
-    start = seat(0, [0, 1, 2], num_logprobs=3, num_prompt_logprobs=1)
+    start = slot_start(0, [0, 1, 2], num_logprobs=3, num_prompt_logprobs=1)
     (first,) = it.step(plan((0, 3), starts=[start]))
     (second,) = it.step(plan((0, 2)))
     assert (first.first_prompt, [p.token_id for p in first.prompt_logprobs]) == (1, [12, 13, 14])
     assert (second.first_prompt, [p.token_id for p in second.prompt_logprobs]) == (4, [15])
     assert [(p.token_id, len(p.top_ids)) for p in second.logprobs] == [(second.token_ids[0], 3)]
     plain = batch()
-    (result,) = plain.step(plan((0, 5), starts=[seat(0, [0, 1, 2])]))
+    (result,) = plain.step(plan((0, 5), starts=[slot_start(0, [0, 1, 2])]))
     assert (result.logprobs, result.prompt_logprobs) == ([], [])
 
 
 BAD = {
-    "block 1 of slot 1 is slot 0's": plan((1, 5), starts=[seat(1, [1, 2])]),
+    "block 1 of slot 1 is slot 0's": plan((1, 5), starts=[slot_start(1, [1, 2])]),
     "block 1 of slot 0 is slot 0's": plan((0, 1), blocks=[SlotBlocks(0, [1])]),
-    "block 8 of 8": plan((1, 5), starts=[seat(1, [8, 2])]),
-    "start in slot 0, which is live": plan((0, 5), starts=[seat(0, [2, 3])]),
-    "slot 4 is outside 0 to 3": plan((4, 5), starts=[seat(4, [2, 3])]),
+    "block 8 of 8": plan((1, 5), starts=[slot_start(1, [8, 2])]),
+    "start in slot 0, which is live": plan((0, 5), starts=[slot_start(0, [2, 3])]),
+    "slot 4 is outside 0 to 3": plan((4, 5), starts=[slot_start(4, [2, 3])]),
     "slot 2 is not live": plan((2, 1)),
     "slot 3 is not live": plan((0, 1), blocks=[SlotBlocks(3, [5])]),
     "end of slot 2, which is not live": plan((0, 1), ends=[2]),
-    "slot 1 computes 5 tokens, blocks hold 4": plan((1, 5), starts=[seat(1, [2])]),
+    "slot 1 computes 5 tokens, blocks hold 4": plan((1, 5), starts=[slot_start(1, [2])]),
     "slot 0 runs for 0 tokens": plan((0, 0)),
     "a slot runs twice": plan((0, 1), (0, 1)),
     "17 tokens granted, the limit is 16": plan((0, 17)),
@@ -184,23 +184,23 @@ BAD = {
     ),
     "a copy reads what another one writes": plan((0, 1), copies=[BlockCopy(1, 4), BlockCopy(4, 5)]),
     "a block is written by two copies": plan((0, 1), copies=[BlockCopy(0, 4), BlockCopy(1, 4)]),
-    "block 0 of slot 1 is slot 0's": plan((1, 5), starts=[seat(1, [0, 2])]),
-    "21 tokens start, limit 20": plan((1, 1), starts=[seat(1, [2], list(range(21)))]),
+    "block 0 of slot 1 is slot 0's": plan((1, 5), starts=[slot_start(1, [0, 2])]),
+    "21 tokens start, limit 20": plan((1, 1), starts=[slot_start(1, [2], list(range(21)))]),
 }
 
 
 @pytest.mark.parametrize("says", BAD)
 def test_contradictions_are_fatal(says: str) -> None:
     it = batch()
-    it.step(plan((0, 5), starts=[seat(0, [0, 1])]))
+    it.step(plan((0, 5), starts=[slot_start(0, [0, 1])]))
     with pytest.raises(PlanError, match=says):
         it.step(BAD[says])
 
 
 def test_a_copied_block_is_a_slots_own() -> None:
     it = batch()
-    it.step(plan((0, 5), starts=[seat(0, [0, 1])]))
-    (own,) = it.step(plan((1, 5), starts=[seat(1, [2, 3], seed=3)]))
+    it.step(plan((0, 5), starts=[slot_start(0, [0, 1])]))
+    (own,) = it.step(plan((1, 5), starts=[slot_start(1, [2, 3], seed=3)]))
     start = msgspec.structs.replace(found(2, [0, 4], 5 - 1), sampling=Sampling(4, seed=3))
     (copied,) = it.step(plan((2, 1), ends=[1], starts=[start], copies=[BlockCopy(1, 4)]))
     assert (copied.num_computed, copied.token_ids) == (5, own.token_ids)
@@ -219,34 +219,34 @@ def test_all_copies_read_before_one_writes() -> None:
 
 def test_blocks_are_shared_by_those_that_begin_alike() -> None:
     it = batch()
-    it.step(plan((0, 5), starts=[seat(0, [0, 1])]))
-    (own,) = it.step(plan((1, 5), starts=[seat(1, [2, 3], seed=3)]))
+    it.step(plan((0, 5), starts=[slot_start(0, [0, 1])]))
+    (own,) = it.step(plan((1, 5), starts=[slot_start(1, [2, 3], seed=3)]))
     (shared,) = it.step(
         plan((2, 1), ends=[1], starts=[msgspec.structs.replace(found(2, [0, 4], 4), sampling=Sampling(4, seed=3))])
     )
     assert (shared.num_computed, shared.token_ids) == (5, own.token_ids)
     it.step(plan((2, 1), ends=[0]))
     with pytest.raises(PlanError, match="block 0 of slot 3 is slot 2's"):
-        it.step(plan((3, 5), starts=[seat(3, [0, 5])]))
+        it.step(plan((3, 5), starts=[slot_start(3, [0, 5])]))
 
 
 def test_kv_and_names_outlive_slots() -> None:
     runner = MockRunner(GEOMETRY, PATTERN, step_s=0.0)
     runner.reset(4)
-    named = msgspec.structs.replace(plan((0, 5), starts=[seat(0, [3, 1])]), full_blocks=[FullBlock(3, b"n" * 16)])
+    named = msgspec.structs.replace(plan((0, 5), starts=[slot_start(0, [3, 1])]), full_blocks=[FullBlock(3, b"n" * 16)])
     runner.execute(named)
     runner.reset(4)
     assert runner.block_hashes.blocks_and_hashes() == ([3], b"n" * 16)
     (result,) = runner.execute(plan((0, 1), starts=[found(0, [3, 2], 4)]))
     assert result.num_computed == 5
-    runner.execute(plan((1, 5), ends=[0], starts=[seat(1, [3, 1], [1, 2, 3, 4, 5])]))
+    runner.execute(plan((1, 5), ends=[0], starts=[slot_start(1, [3, 1], [1, 2, 3, 4, 5])]))
     assert runner.block_hashes.blocks_and_hashes() == ([], b"")
 
 
 def test_an_ended_slot_and_its_blocks_have_a_new_life_in_the_same_plan() -> None:
     it = batch()
-    it.step(plan((0, 5), starts=[seat(0, [0, 1])]))
-    (result,) = it.step(plan((0, 5), ends=[0], starts=[seat(0, [1, 0])]))
+    it.step(plan((0, 5), starts=[slot_start(0, [0, 1])]))
+    (result,) = it.step(plan((0, 5), ends=[0], starts=[slot_start(0, [1, 0])]))
     assert result.num_computed == 5
 
 
@@ -285,7 +285,7 @@ def test_bad_models_and_ranges_are_named(tmp_path: Path) -> None:
 def test_a_step_takes_its_time() -> None:
     runner = MockRunner(GEOMETRY, PATTERN, step_s=0.02)
     runner.reset(4)
-    runner.execute(plan((0, 5), starts=[seat(0, [0, 1, 2])]))
+    runner.execute(plan((0, 5), starts=[slot_start(0, [0, 1, 2])]))
     begun = time.monotonic()
     for _ in range(3):
         runner.execute(plan((0, 1)))
