@@ -4,7 +4,7 @@ from collections import OrderedDict
 
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import Cancel, FinishReason, Role, TextBatch, TextDelta
-from blockyard.shared.ring_client.journal import ChoiceLog, Journal
+from blockyard.shared.ring_client.journal import ChoiceLog, Journal, JournalEntry, TokensMissing
 from blockyard.shared.ring_client.metrics.meters import Meters
 from blockyard.shared.ring_client.recovery.dispatch import Dispatch
 from blockyard.shared.ring_client.recovery.recovery import Recovery
@@ -23,36 +23,47 @@ class Fanout:
         self._cancelled: OrderedDict[str, float] = OrderedDict()  # unknown ids -> time of the last Cancel
 
     def text(self, batch: TextBatch, now: float) -> None:
-        take, meters, stamp_s, num_tokens = self._journal.take, self._meters, batch.stamp_s, 0
+        entries, meters, stamp_s, num_tokens = self._journal.entries, self._meters, batch.stamp_s, 0
+        incomplete: dict[str, JournalEntry] = {}
+        unknown: dict[str, int] = {}  # request id -> attempt
         for delta in batch.deltas:
-            choice = take(delta, now)
+            entry = entries.get(delta.request_id)
+            if entry is None:
+                unknown[delta.request_id] = delta.attempt
+                continue
+            try:
+                choice = entry.take(delta, now)
+            except TokensMissing:
+                incomplete[delta.request_id] = entry
+                continue
             if choice is None:
                 continue
-            if delta.token_ids:
-                num_tokens += len(delta.token_ids)
+            if token_ids := delta.token_ids:
+                num_tokens += len(token_ids)
                 if choice.first_s:
                     meters.between_tokens(choice.itl_s)
                 else:
-                    self._first(delta, choice, now)
+                    self._first(entry, delta, choice, now)
             if delta.finish is None:
                 choice.sink.push(delta, now, stamp_s)
             else:
                 if delta.finish <= FinishReason.LENGTH:
                     choice.sink.push(delta, now, stamp_s)
-                self._ended(delta, choice, now)
+                self._ended(entry, delta, choice, now)
         meters.add_output_tokens(num_tokens)
-        if self._journal.incomplete or self._journal.unknown_ids:
-            self._repair(now)
+        for entry in incomplete.values():
+            self._recovery.repair(entry, now)
+        for request_id, attempt in unknown.items():
+            if now - self._cancelled.get(request_id, -CANCEL_INTERVAL_S) >= CANCEL_INTERVAL_S:
+                self._cancel(request_id, attempt, now)
 
-    def _first(self, delta: TextDelta, choice: ChoiceLog, now: float) -> None:
-        entry = self._journal.entries[delta.request_id]
+    def _first(self, entry: JournalEntry, delta: TextDelta, choice: ChoiceLog, now: float) -> None:
         choice.on_first_token(now, delta.queued_s or 0.0)
         self._meters.first_token(entry, now)
         if delta.finish != FinishReason.FAILED:  # a failure before any output is a status code
             entry.accept()
 
-    def _ended(self, delta: TextDelta, choice: ChoiceLog, now: float) -> None:
-        entry = self._journal.entries[delta.request_id]
+    def _ended(self, entry: JournalEntry, delta: TextDelta, choice: ChoiceLog, now: float) -> None:
         assert delta.finish is not None
         if delta.finish > FinishReason.LENGTH:
             self._meters.ended_early(1, delta.finish)
@@ -63,14 +74,6 @@ class Fanout:
             self._dispatch.close(entry)
             entry.accept()  # the request ended without a token
             entry.owner.finished(entry)
-
-    def _repair(self, now: float) -> None:
-        """Sends requests with missing tokens again, and cancels requests that are not open here."""
-        for entry in self._journal.take_incomplete():
-            self._recovery.repair(entry, now)
-        for request_id, attempt in self._journal.take_unknown_ids().items():
-            if now - self._cancelled.get(request_id, -CANCEL_INTERVAL_S) >= CANCEL_INTERVAL_S:
-                self._cancel(request_id, attempt, now)
 
     def _cancel(self, request_id: str, attempt: int, now: float) -> None:
         self._cancelled[request_id] = now

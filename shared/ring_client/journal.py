@@ -17,6 +17,10 @@ from blockyard.shared.messages import ChoiceState, FinishReason, Generate, TextD
 MAX_GAPS = 8  # in a row without a token in between: the request then fails, since repetition does not help
 
 
+class TokensMissing(Exception):
+    """Frames of a request were lost: it must be sent again."""
+
+
 class Sink(Protocol):
     """Receives the text of one choice."""
 
@@ -63,13 +67,13 @@ class ChoiceLog:
         self.first_s, self.queued_s = now, queued_s
 
     def append(self, delta: TextDelta, now: float) -> None:
-        """Records the next output. Raises OverflowError, and records nothing, if a token id is beyond uint32."""
+        """Records the next output. Raises TokensMissing, and records nothing, if an id is beyond uint32."""
         if token_ids := delta.token_ids:
             try:
                 self.output_ids.extend(token_ids)
-            except OverflowError:
+            except OverflowError as e:  # the frame is corrupt: its ids are sent again
                 del self.output_ids[delta.first :]
-                raise
+                raise TokensMissing from e
             self.itl_s, self.last_s = now - self.last_s, now
         self.chars_sent += len(delta.text)
         self.finish = delta.finish
@@ -105,7 +109,6 @@ class JournalEntry:
         "request",
         "request_id",
         "scheduler",
-        "sent_s",
     )
 
     def __init__(
@@ -130,7 +133,7 @@ class JournalEntry:
         self.detokenizer: int | None = None
         self.accepted = False  # by any attempt
         self.num_open = len(choices)
-        self.arrived_s = self.opened_s = self.sent_s = now
+        self.arrived_s = self.opened_s = now
         self.has_output = False  # of some choice
         self.heard_s = now  # time of its last frame
         self.not_before_s = 0.0  # a repetition waits until then
@@ -150,7 +153,7 @@ class JournalEntry:
 
     def open(self, now: float) -> None:
         """It is sent for the first time."""
-        self.opened_s = self.heard_s = self.sent_s = now
+        self.opened_s = self.heard_s = now
 
     def assign(self, scheduler: int | None) -> None:
         """Sets the scheduler of the current attempt; None while no scheduler is ready."""
@@ -182,23 +185,42 @@ class JournalEntry:
         first, self.has_output = not self.has_output, True
         return first
 
-    def add_prompt_logprobs(self, delta: TextDelta) -> bool:
-        """They arrive in prompt order, from any choice, and again after a repetition. Returns False after a gap."""
-        skip = len(self.prompt_logprobs) - (delta.first_prompt - 1)
-        if skip < 0:
-            return False
-        self.prompt_logprobs.extend(delta.prompt_logprobs[skip:])
-        return True
+    def take(self, delta: TextDelta, now: float) -> ChoiceLog | None:
+        """Records the output of `delta` and returns its choice; None if `delta` must not be delivered.
 
-    def on_output(self, delta: TextDelta, now: float) -> None:
-        """The output of `delta` was recorded for its choice."""
+        Raises TokensMissing after a gap.
+        """
+        if delta.attempt != self.attempt or not 0 <= delta.choice < len(self.choices):
+            return None
+        choice = self.choices[delta.choice]
+        if choice.finish is not None:
+            return None
+        first, token_ids = delta.first, delta.token_ids
+        known = len(choice.output_ids)
+        if first != known:
+            if first + len(token_ids) > known or delta.finish is not None:
+                raise TokensMissing
+            return None
+        if delta.prompt_logprobs:
+            self._add_prompt_logprobs(delta)
+        if not token_ids and choice.repeats_text(delta):
+            return None
+        choice.append(delta, now)
         self.heard_s = now
-        if self.gaps and delta.token_ids:
+        if token_ids:
             self.gaps = 0
-        if delta.first == 0 and delta.choice == 0 and delta.token_ids:  # once per prompt
-            self.cached_tokens = delta.cached_tokens or self.cached_tokens
+            if not known and delta.choice == 0 and delta.cached_tokens:  # once per prompt
+                self.cached_tokens = delta.cached_tokens
         if delta.finish is not None:
             self.num_open -= 1
+        return choice
+
+    def _add_prompt_logprobs(self, delta: TextDelta) -> None:
+        """They arrive in prompt order, from any choice, and again after a repetition."""
+        skip = len(self.prompt_logprobs) - (delta.first_prompt - 1)
+        if skip < 0:
+            raise TokensMissing
+        self.prompt_logprobs.extend(delta.prompt_logprobs[skip:])
 
     def generate(self) -> Generate:
         """Returns the frame that starts this attempt."""
@@ -211,53 +233,12 @@ class Journal:
 
     def __init__(self) -> None:
         self.entries: dict[str, JournalEntry] = {}
-        self.unknown_ids: dict[str, int] = {}  # ids of frames without an open request -> their attempt
-        self.incomplete: list[JournalEntry] = []  # requests with missing tokens, to be sent again
 
     def open(self, entry: JournalEntry) -> None:
         self.entries[entry.request_id] = entry
 
     def close(self, request_id: str) -> JournalEntry | None:
         return self.entries.pop(request_id, None)
-
-    def take(self, delta: TextDelta, now: float) -> ChoiceLog | None:
-        """Records the output of `delta` and returns its choice; None if `delta` must not be delivered."""
-        entry = self.entries.get(delta.request_id)
-        if entry is None:
-            self.unknown_ids[delta.request_id] = delta.attempt
-            return None
-        if delta.attempt != entry.attempt or not 0 <= delta.choice < len(entry.choices):
-            return None
-        choice = entry.choices[delta.choice]
-        if choice.finish is not None:
-            return None
-        known = len(choice.output_ids)
-        if delta.first != known:
-            if delta.first + len(delta.token_ids) > known or delta.finish is not None:
-                self.incomplete.append(entry)
-            return None
-        if delta.prompt_logprobs and not entry.add_prompt_logprobs(delta):
-            self.incomplete.append(entry)
-            return None
-        if not delta.token_ids and choice.repeats_text(delta):
-            return None
-        try:
-            choice.append(delta, now)
-        except OverflowError:  # the frame is corrupt: its ids are sent again
-            self.incomplete.append(entry)
-            return None
-        entry.on_output(delta, now)
-        return choice
-
-    def take_incomplete(self) -> list[JournalEntry]:
-        """Returns the requests with missing tokens since the last call, each once."""
-        incomplete, self.incomplete = self.incomplete, []
-        return list({id(entry): entry for entry in incomplete}.values())
-
-    def take_unknown_ids(self) -> dict[str, int]:
-        """Returns the ids without an open request since the last call, with their attempts."""
-        unknown_ids, self.unknown_ids = self.unknown_ids, {}
-        return unknown_ids
 
     def through(self, member: int) -> Iterator[JournalEntry]:
         """Yields the open requests at this scheduler or detokenizer."""

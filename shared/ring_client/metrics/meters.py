@@ -80,7 +80,7 @@ class Meters:
         self.ended[finish] += 1
         num_tokens, first_s = len(choice.output_ids), choice.first_s or now
         decode_s = now - first_s
-        prefill_s = max(0.0, first_s - entry.sent_s - choice.queued_s)
+        prefill_s = max(0.0, first_s - entry.opened_s - choice.queued_s)
         self.e2e.observe(now - entry.arrived_s)
         self.queueing.observe(choice.queued_s)
         self.prefill.observe(prefill_s)

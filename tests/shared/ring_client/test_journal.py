@@ -242,7 +242,7 @@ def test_every_token_once_and_one_final(
         assert reader.text == text_of(reader.ids)
         assert reader.finals == 1
         world.check(choice)
-    assert world.journal.entries == {} and world.journal.incomplete == []
+    assert world.journal.entries == {} and world.dispatch.waiting == {}
     assert world.meters.output_tokens == num_choices * num_tokens
 
 
