@@ -9,6 +9,7 @@ from pathlib import Path
 from blockyard.services.launcher import sources
 from blockyard.services.launcher.models import model_files
 from blockyard.services.launcher.supervision.child import exec_service
+from blockyard.services.launcher.supervision.run_dir import SERVICES
 from blockyard.shared.bus import curve, ring_query
 from blockyard.shared.config import resolve
 from blockyard.shared.config.checkpoint import Checkpoint
@@ -17,7 +18,6 @@ from blockyard.shared.config.resolve import ServiceStruct
 from blockyard.shared.config.services.process import BusConfig
 from blockyard.shared.errors import ConfigError
 
-SERVICES = ("message_bus", "api_gateway", "tokenizer_pool", "scheduler", "detokenizer", "gpu_worker")
 REGISTRY_PORT = 5700
 ANSWER_S = 5.0  # longest wait for the registry's answer
 

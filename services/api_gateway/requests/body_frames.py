@@ -35,7 +35,7 @@ FAILED = Rejected("The server failed at this request.", "", 500, None, None)
 ParseResult = ParsedBody | Rejected
 
 encode = msgspec.msgpack.Encoder().encode
-decode_terms = msgspec.msgpack.Decoder(ParseContext).decode
+decode_context = msgspec.msgpack.Decoder(ParseContext).decode
 decode_result = msgspec.msgpack.Decoder(ParseResult).decode
 
 

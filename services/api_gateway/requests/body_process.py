@@ -17,7 +17,7 @@ from blockyard.services.api_gateway.requests.body_frames import (
     FAILED,
     TOO_LARGE,
     Rejected,
-    decode_terms,
+    decode_context,
     framed,
     read_frame,
 )
@@ -43,7 +43,7 @@ def serve(stream: BinaryIO, out: BinaryIO, max_cpu_s: float) -> None:
         data, body = frame
         del frame
         signal.setitimer(signal.ITIMER_PROF, max_cpu_s)
-        result = _parse(body, decode_terms(data), config)
+        result = _parse(body, decode_context(data), config)
         signal.setitimer(signal.ITIMER_PROF, 0)
         del body
         out.write(result)

@@ -7,7 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from blockyard.services.launcher.multi_host import SERVICES, bus_config, run, service_config
+from blockyard.services.launcher.multi_host import bus_config, run, service_config
+from blockyard.services.launcher.supervision.run_dir import SERVICES
 from blockyard.shared.config.parsed_flags import Values, from_command_line
 from blockyard.shared.config.services.gateway import GatewayConfig
 from blockyard.shared.config.services.scheduler import SchedulerConfig
