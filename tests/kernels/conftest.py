@@ -6,3 +6,6 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+    import quick_interpreter
+
+    quick_interpreter.use()

@@ -9,6 +9,9 @@ import torch
 
 if not torch.cuda.is_available():  # said before anything imports Triton
     os.environ["TRITON_INTERPRET"] = "1"
+    import quick_interpreter
+
+    quick_interpreter.use()
 
 
 def _module(name: str, path: Path) -> None:
