@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-if not torch.cuda.is_available():  # said before anything imports Triton
+if not torch.cuda.is_available():  # set before Triton is imported
     os.environ["TRITON_INTERPRET"] = "1"
     import quick_interpreter
 

@@ -1,4 +1,4 @@
-"""The scheduler's core and a model's runner, with no more between them than a queue of plans."""
+"""The scheduler's core and a model's runner, connected only by a queue of plans."""
 
 from array import array
 from collections import deque
@@ -32,9 +32,10 @@ ME, WORKER, DETOKENIZER, GATEWAY, MORE = 1, 2, 3, 4, 5
 
 
 class CoreLoop:
-    """`outputs` by request and choice. A small pool makes it preempt; with host memory for blocks it swaps.
+    """Runs requests on real runners; `outputs` by request and choice. A small pool makes it preempt, or swap
+    if there is host memory for blocks.
 
-    `more` are further worker groups beside the first.
+    `more` are the runners of further worker groups.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class CoreLoop:
         self.runner = runner
         self.runners = {WORKER: runner} | {MORE + i: other for i, other in enumerate(more)}
         self.plans = deque[tuple[int, StepPlan]]()
-        self.most_launched = 0  # before the first of them was done
+        self.most_launched = 0  # plans launched before the first of them was done, at most
         self.num_plans = dict.fromkeys(self.runners, 0)
         self.outputs: dict[tuple[str, int], list[int]] = {}
         self.streams: dict[int, StreamOpen] = {}
@@ -70,13 +71,13 @@ class CoreLoop:
     def add(
         self, request_id: str, prompt: list[int], sampling: Sampling, n: int | Sequence[int] = 1, **more: object
     ) -> None:
-        """`n` choices, or those of these indexes."""
+        """`n` is the number of choices, or their indexes."""
         choices = [ChoiceState(i) for i in (range(n) if isinstance(n, int) else n)]
         frame = Generate(request_id, 0, "m", as_bytes(prompt), b"", sampling, TextOptions(), choices, **more)
         self.core.on_message(GATEWAY, frame, 0.0)
 
     def run(self) -> Stats:
-        """Until nothing is left to do."""
+        """Runs until no plan is left."""
         self.turn()
         while self.plans:
             self.step()
@@ -85,7 +86,7 @@ class CoreLoop:
         return stats
 
     def lose(self, worker: int, again: bool = True) -> None:
-        """A group dies with its plans and its KV; `again`: and is there again at once."""
+        """A worker group dies with its plans and its KV. If `again`, it attaches again at once."""
         self.plans = deque((to, plan) for to, plan in self.plans if to != worker)
         self.core.on_member_lost(worker)
         self.runners[worker].reset(0)
@@ -96,14 +97,14 @@ class CoreLoop:
 
     def _attach(self, worker: int) -> None:
         self.core.on_member(Member("gpu_worker", Role.GPU_WORKER, worker, "", ready=True), 0.0)
-        self.turn()  # asks it
+        self.turn()  # sends Attach
         one = self.runners[worker]
         one.reset(self._batch.num_slots)
         held, host = one.block_hashes.blocks_and_hashes(), one.block_hashes.host_blocks_and_hashes()
         self.core.on_message(worker, Attached(worker, ME, one.geometry, *held, *host), 0.0)
 
     def step(self) -> None:
-        """The oldest plan runs and is answered, with those behind it that its worker takes before it is done."""
+        """Runs and answers the oldest plan, and the next plans that its worker can launch before it is done."""
         worker, plan = self.plans.popleft()
         runner, launched = self.runners[worker], [plan]
         runner.launch(plan)

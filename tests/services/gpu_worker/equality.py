@@ -1,6 +1,6 @@
-"""The same requests under every way of scheduling them, on one real model: what each gives against each choice alone.
+"""The same requests scheduled in several ways on one real model; each choice is compared with its output alone.
 
-Without services between: the scheduler's core and runners in float32.
+Uses the scheduler's core and runners in float32, without services.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from blockyard.services.gpu_worker.runner import Runner
 from blockyard.shared.messages import Sampling, Stats
 
 MAX_MODEL_LEN = 256
-BLOCK_BYTES = 3 * 2 * 2 * 8 * 16 * 4  # of the tiny model: layers, K and V, heads, tokens, head size, float32
+BLOCK_BYTES = 3 * 2 * 2 * 8 * 16 * 4  # bytes of the tiny model: layers, K and V, heads, tokens, head size, float32
 FEW = 36  # blocks, so that not all requests fit
 
 
@@ -32,7 +32,7 @@ class Request:
 
 
 def requests(count: int, max_tokens: int, first: int = 0) -> list[Request]:
-    """Greedy and seeded in turn, every third with three choices; some begin alike."""
+    """Alternately greedy and seeded, every third with three choices; some share a prefix."""
     made = []
     for i in range(first, first + count):
         rng = np.random.default_rng(i // 4)
@@ -43,7 +43,7 @@ def requests(count: int, max_tokens: int, first: int = 0) -> list[Request]:
 
 
 def noisy(score: Score, sampling: Sampling, choice: int) -> Score:
-    """With what is added before the largest is taken."""
+    """Adds the Gumbel noise of a seeded draw to the scores, scaled by temperature."""
     if not sampling.temperature:
         return score
     key = torch.tensor(split_seed(sampling.seed))[:, None]
@@ -56,7 +56,7 @@ def noisy(score: Score, sampling: Sampling, choice: int) -> Score:
 
 
 class Bench:
-    """Runners on one checkpoint, and what each request gives alone."""
+    """Runners on one checkpoint, and the output of each request alone."""
 
     def __init__(self, folder: Path, batch_invariant: bool = False, device: str = "cpu") -> None:
         self.score: Score = greedy_score(BY_NAME["llama"].save(folder))
@@ -122,7 +122,7 @@ def swapped(bench: Bench, asked: list[Request]) -> CoreLoop:
 
 
 def prefix_hit(bench: Bench, asked: list[Request]) -> CoreLoop:
-    """Everything was asked before: all full blocks of the prompts are there."""
+    """All requests have run before, so all full blocks of the prompts are cached."""
     run(bench.roomy, asked)
     loop, stats = run(bench.roomy, asked)
     assert stats.prefix_hits_total > sum(len(request.prompt) // 8 * 8 - 8 for request in asked)
@@ -145,4 +145,4 @@ CONDITIONS: dict[str, Callable[[Bench, list[Request]], CoreLoop]] = {
     "swapped": swapped,
     "prefix hit": prefix_hit,
     "data parallel 2": two_groups,
-}  # n > 1 is in all of them
+}  # all of them have requests with n > 1

@@ -39,8 +39,8 @@ class Stream:
     blocks: list[int] = field(default_factory=list)
     planned: int = 0  # tokens computed once all plans sent are done, at most
     known: int = 0  # tokens known once all plans sent are done, at most
-    last_run: int = 0  # the last plan it was in
-    started: int = 0  # the plan that gave it its slot
+    last_run: int = 0  # number of the last plan that ran it
+    started: int = 0  # number of the plan that started its slot
     preempt_at: set[int] = field(default_factory=set)  # numbers of output tokens
 
     @property
@@ -63,7 +63,7 @@ class Driver:
         self.streams: list[Stream] = []
         self.numbers = itertools.count(1)
         self.completed = 0
-        self.preempted: dict[int, Stream] = {}  # by the slot it had, until the plan that ends it is done
+        self.preempted: dict[int, Stream] = {}  # by slot, until the plan that ends it is done
         self.queued: deque[StepPlan] = deque()
         self.ends: list[int] = []
         self.released: deque[tuple[int, list[int], list[int]]] = deque()  # after this plan: slots, blocks
@@ -80,7 +80,7 @@ class Driver:
                 self.step()
         while self.queued or self.runner.in_flight:
             self.step()
-        self.queued.append(self.plan())  # the ends of those that finished last
+        self.queued.append(self.plan())  # sends the ends of the last streams
         self.step()
 
     def plan(self) -> StepPlan:
@@ -89,7 +89,7 @@ class Driver:
         for s in self.streams:
             if s.finish is not None:
                 continue
-            if s.slot is None and s.last_run <= self.completed:  # a preempted one waits for its results
+            if s.slot is None and s.last_run <= self.completed:  # a preempted stream waits for its results
                 if not self.free_slots:
                     continue
                 s.slot, s.planned, s.num_tokens, s.started = self.free_slots.pop(0), 0, len(s.ids), number
@@ -124,7 +124,7 @@ class Driver:
         return StepPlan(1, number, ends, starts, blocks, runs)
 
     def step(self) -> None:
-        """Launches what can be launched, and waits for one plan at least."""
+        """Launches all plans that it can, and waits for at least one result."""
         while self.queued and self.runner.can_launch():
             self.runner.launch(self.queued.popleft())
         while not (done := self.runner.collect()):
@@ -139,7 +139,7 @@ class Driver:
         for result in results:
             if result.slot in by_slot and by_slot[result.slot].started <= plan.number:
                 self._take_result(by_slot[result.slot], result)
-            elif result.slot in self.preempted:  # tokens of a plan that was under way: still its own
+            elif result.slot in self.preempted:  # tokens of a plan in flight still belong to the stream
                 self._take_result(self.preempted[result.slot], result)
         while self.released and self.released[0][0] <= plan.number:
             _, slots, blocks = self.released.popleft()
@@ -160,7 +160,7 @@ class Driver:
             self._release(s)
 
     def _release(self, s: Stream) -> None:
-        """Slot and blocks come back when the plan that ends the slot is done; until then later plans may hold it."""
+        """Frees slot and blocks when the plan that ends the slot is done; until then later plans may hold it."""
         assert s.slot is not None
         self.ends.append(s.slot)
         self.preempted[s.slot] = s

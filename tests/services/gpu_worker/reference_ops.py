@@ -1,4 +1,4 @@
-"""Steps of the device loop in plain torch, and a device that is slow to say that it is done."""
+"""Steps of the device loop in plain torch, and an event that becomes ready late."""
 
 import random
 
@@ -45,7 +45,7 @@ class ReferenceAttention:
 
 
 class ReferenceOps(DeviceOps):
-    """The operations of a step by the kernels' references."""
+    """The operations of a step, computed by the kernels' references."""
 
     def fused_decode_max_len(self, rows: int) -> int:
         return NEAR if rows == 1 else 0
@@ -110,7 +110,7 @@ class ReferenceOps(DeviceOps):
 
 
 class SlowMark:
-    """Passes when it has been asked a few times."""
+    """An event that is ready only after several queries."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng, self._left = rng, 0

@@ -1,4 +1,4 @@
-"""--batch-invariant: log-probabilities of a stream to the last bit, alone, in company, in chunks and preempted."""
+"""--batch-invariant: a stream's log-probabilities are bitwise equal alone, batched, in chunks and preempted."""
 
 from pathlib import Path
 
@@ -32,7 +32,7 @@ def run(runner: Runner, others: tuple[int, ...], chunk: int = 10**6, preempt_at:
 
 
 @pytest.mark.parametrize("name", ["llama-odd", "mistral-window", "qwen3"])
-def test_a_stream_is_itself_in_any_company(name: str, tmp_path: Path) -> None:
+def test_a_stream_has_the_same_logprobs_in_any_batch(name: str, tmp_path: Path) -> None:
     BY_NAME[name].save(tmp_path)
     config = msgspec.structs.replace(settings(tmp_path, device=DEVICE), batch_invariant=True)
     runner = engine.start(config, lambda *_: None)

@@ -1,4 +1,4 @@
-"""Beam search in the scheduler on a real model finds what transformers' finds, with the same scores."""
+"""Beam search in the scheduler on a real model finds the same sequences and scores as transformers."""
 
 from pathlib import Path
 
@@ -89,8 +89,10 @@ def test_the_same_sequences_and_scores(
 
 
 @pytest.mark.parametrize("depth", [0, 3])
-def test_preempted_and_beside_others(tiny: tuple[Runner, PreTrainedModel], depth: int) -> None:
-    """Too few seats and too few blocks change nothing."""
+def test_the_result_is_the_same_when_preempted_and_beside_other_requests(
+    tiny: tuple[Runner, PreTrainedModel], depth: int
+) -> None:
+    """Too few slots and blocks do not change the result."""
     runner, model = tiny
     beam = Beam(4, 1.0)
     loop = CoreLoop(runner, depth=depth, max_num_seqs=5, chunk=8)

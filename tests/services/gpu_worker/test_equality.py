@@ -1,4 +1,4 @@
-"""Greedy and seeded outputs do not depend on how they are scheduled: up to ties, and without any if batch-invariant.
+"""Greedy and seeded outputs do not depend on scheduling: up to ties, or exactly if batch-invariant.
 
 tests/bench/bench_equality.py does the same with many more tokens.
 """
@@ -27,7 +27,7 @@ def it(request: pytest.FixtureRequest, batch_invariant: bool, tmp_path_factory: 
     return Bench(tmp_path_factory.mktemp("tiny"), batch_invariant, request.param)
 
 
-def test_every_condition_gives_what_each_choice_gives_alone(
+def test_every_way_of_scheduling_gives_the_output_of_each_choice_alone(
     it: Bench, batch_invariant: bool, asked: list[Request], capsys: pytest.CaptureFixture[str]
 ) -> None:
     expected, ties = it.alone(asked), Ties()

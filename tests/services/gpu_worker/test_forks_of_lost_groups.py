@@ -1,4 +1,4 @@
-"""Choices whose worker group is lost join siblings that run in another one, and go on as if nothing had happened."""
+"""Choices of a lost worker group join siblings in another group, and give the same tokens as without the loss."""
 
 from collections import Counter
 from pathlib import Path
@@ -32,7 +32,7 @@ def sampling(seed: int) -> Sampling:
 
 
 def alone(runner: Runner, name: str, ids: list[int], n: int, asked: Sampling, **more: object) -> Outputs:
-    """To be called while no other loop has the runner."""
+    """Call it only while no other loop uses the runner."""
     loop = CoreLoop(runner, depth=0)
     loop.add(name, ids, asked, n, **more)
     loop.run()
@@ -40,8 +40,8 @@ def alone(runner: Runner, name: str, ids: list[int], n: int, asked: Sampling, **
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
-def test_two_join_the_same_sibling_with_the_same_plan(runners: list[Runner], prefix_caching: bool) -> None:
-    """The second one's last block must not be a copy of what the first one's held before."""
+def test_two_choices_join_the_same_sibling_in_one_plan(runners: list[Runner], prefix_caching: bool) -> None:
+    """The second choice must not copy the old content of the first choice's last block."""
     ids = prompt(0, 22)
     expected = alone(runners[0], "a", ids, 6, sampling(7))
     loop = CoreLoop(runners[0], 0, max_num_seqs=3, more=[runners[1]], prefix_caching=prefix_caching)
@@ -73,7 +73,7 @@ def undisturbed(runners: list[Runner]) -> Outputs:
 
 @pytest.mark.parametrize("depth", [0, 2])
 def test_groups_die_in_turn(runners: list[Runner], undisturbed: Outputs, depth: int) -> None:
-    """Choices and beams, with too few seats for all of them."""
+    """Choices and beams, with too few slots for all of them."""
     loop = CoreLoop(runners[0], depth, max_num_seqs=7, more=[runners[1]])
     for i, (name, ids, n) in enumerate(ASKED):
         loop.add(name, ids, sampling(i), n)

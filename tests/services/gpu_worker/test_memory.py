@@ -1,4 +1,4 @@
-"""The memory plan's arithmetic, and the line that says which flag to change."""
+"""The memory plan's arithmetic, and errors that name the flag to change."""
 
 import re
 from dataclasses import replace
@@ -33,7 +33,7 @@ def test_cpu_defaults() -> None:
     assert plan_cpu(need(), 1 * GIB, None, None).num_blocks == GIB // 2 // (96 * KIB)
 
 
-def test_what_a_flag_says_is_done() -> None:
+def test_flags_are_followed() -> None:
     assert plan_cpu(need(), 20 * GIB, 2.0, None).num_blocks == 2 * GIB // (96 * KIB)
     plan = plan_cpu(need(), 20 * GIB, 2.0, 300)
     assert plan.num_blocks == 300
@@ -51,7 +51,7 @@ def test_cuda_arithmetic_is_shown() -> None:
     assert "x max_model_len 4096" in plan.notes[2]
 
 
-def test_memory_of_graphs_is_left_out_and_named() -> None:
+def test_memory_of_graphs_is_reserved_and_reported() -> None:
     plan = plan_cuda(need(), 80 * GIB, 0.9, 16 * GIB, 2 * GIB, None, graph_bytes=GIB)
     assert plan.num_blocks == 53 * GIB // (96 * KIB)
     assert "- 2.00 GiB for a step - 1.00 GiB for CUDA graphs = 53.00 GiB" in plan.notes[0]
@@ -80,7 +80,7 @@ def test_too_little_names_the_flag_and_a_value_that_works() -> None:
     plan_cuda(need(131072), 80 * GIB, value, 16 * GIB, int(3.9 * GIB), None)
 
     line = refused(need(131072, 1024 * KIB), 16 * GIB, 0.9, 15 * GIB, 2 * GIB, None, cuda=True)
-    assert "--gpu-memory-utilization" not in line  # no share of this GPU would do
+    assert "--gpu-memory-utilization" not in line  # no fraction of this GPU is enough
     assert "a smaller --max-model-len" in line
 
 
@@ -127,7 +127,7 @@ def test_a_worker_offers_the_context_that_fits(tmp_path: Path) -> None:
         start(tmp_path, **by_size)
 
 
-def test_a_worker_offers_what_its_settings_say(tmp_path: Path) -> None:
+def test_a_worker_offers_the_context_of_its_settings(tmp_path: Path) -> None:
     BY_NAME["llama"].save(tmp_path)
     found = start(
         tmp_path, max_num_seqs=5, max_num_batched_tokens=40, num_gpu_blocks_override=30, max_model_len=100

@@ -1,4 +1,4 @@
-"""Step plans on a tiny model: what slots produce, when they end, and that nothing else changes it."""
+"""Step plans on a tiny model: which tokens slots produce and when they end, independent of other slots."""
 
 import math
 from pathlib import Path
@@ -166,7 +166,7 @@ def test_max_tokens(runner: Runner) -> None:
     assert (len(stream.output), stream.finish, stream.stop_token) == (3, FinishReason.LENGTH, None)
 
 
-def test_no_tokens_at_all(runner: Runner) -> None:
+def test_max_tokens_of_zero(runner: Runner) -> None:
     stream = generate(runner, prompt_of(5), greedy(max_tokens=0, num_prompt_logprobs=1), chunk=2)
     assert (stream.output, stream.finish) == ([], FinishReason.LENGTH)
     assert sorted(stream.prompt_logprobs) == [1, 2, 3, 4]
@@ -207,12 +207,12 @@ def test_an_ended_slot_is_silent_and_writes_nothing(runner: Runner) -> None:
     (result,) = runner.execute(plan)
     assert (result.finish, result.num_computed) == (FinishReason.LENGTH, 7)
     before = runner.pool.memory.clone()
-    assert runner.execute(StepPlan(1, 2, [], [], [], [SlotRun(2, 1)])) == []  # granted before its end was known
+    assert runner.execute(StepPlan(1, 2, [], [], [], [SlotRun(2, 1)])) == []  # scheduled before its end was known
     assert torch.equal(before, runner.pool.memory)
     assert runner.execute(StepPlan(1, 3, [2], [], [], [])) == []
 
 
-def test_a_grant_beyond_the_blocks_is_cut(runner: Runner) -> None:
+def test_scheduled_tokens_beyond_the_blocks_are_cut(runner: Runner) -> None:
     runner.reset(4)
     (result,) = runner.execute(StepPlan(1, 1, [], [started(0, prompt_of(20), greedy(), [9])], [], [SlotRun(0, 20)]))
     assert (result.token_ids, result.num_computed) == ([], 8)
@@ -221,7 +221,7 @@ def test_a_grant_beyond_the_blocks_is_cut(runner: Runner) -> None:
     assert (len(result.token_ids), result.num_computed) == (1, 20)
 
 
-def test_a_prefix_that_is_computed_already(runner: Runner) -> None:
+def test_a_cached_prefix(runner: Runner) -> None:
     prompt = prompt_of(20)
     runner.reset(4)
     first = started(0, prompt, greedy(max_tokens=1), [11, 12, 13])
@@ -284,7 +284,7 @@ def test_kv_that_is_not_finite_does_not_reach_the_next_owner(runner: Runner) -> 
     assert stream.output == expected
 
 
-# --- what is reported besides tokens ----------------------------------------------------------------------------------
+# --- reports besides tokens -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", [{}, {"chunk": 4}, {"chunk": 5, "depth": 1, "preempt_at": (2,)}])
@@ -311,7 +311,7 @@ def test_prompt_logprobs(runner: Runner, theirs: PreTrainedModel, options: dict[
         assert entry.top_logprobs == pytest.approx(row.topk(2).values.tolist(), abs=1e-4)
 
 
-def test_block_names_live_as_long_as_their_content(runner: Runner) -> None:
+def test_block_hashes_live_as_long_as_their_content(runner: Runner) -> None:
     runner.reset(4)
     names = [FullBlock(20, b"a" * 16), FullBlock(21, b"b" * 16)]
     first = started(0, prompt_of(17), greedy(max_tokens=1), [20, 21, 22])
@@ -319,7 +319,7 @@ def test_block_names_live_as_long_as_their_content(runner: Runner) -> None:
     blocks, joined = runner.block_hashes.blocks_and_hashes()
     listed = {block: joined[16 * i : 16 * i + 16] for i, block in enumerate(blocks)}
     assert (listed[20], listed[21]) == (b"a" * 16, b"b" * 16)
-    runner.reset(2)  # another scheduler: slots go, KV and names stay
+    runner.reset(2)  # another scheduler: slots are dropped, KV and block hashes stay
     assert set(runner.block_hashes.blocks_and_hashes()[0]) >= {20, 21}
     second = started(1, prompt_of(3), greedy(max_tokens=1), [21])
     runner.execute(StepPlan(2, 1, [], [second], [], [SlotRun(1, 3)]))

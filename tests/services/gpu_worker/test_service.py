@@ -1,4 +1,4 @@
-"""The worker's protocol: attach, order of plans, fencing. The runner is a stand-in."""
+"""The worker's protocol: attach, order of plans, fencing, with a fake runner."""
 
 import threading
 import time
@@ -40,7 +40,7 @@ class StubNames:
 
 
 class StubRunner:
-    """Two plans may be in flight; `held` ones are not done until somebody says so."""
+    """A fake runner: two plans may be in flight, and plans in `held` are not done until a test removes them."""
 
     def __init__(self) -> None:
         self.geometry = Geometry(8, 16, 64, 100, [1], 4, 32)
@@ -85,7 +85,7 @@ def worker() -> tuple[Worker, FakeLinks, StubRunner]:
     return Worker(links, runner), links, runner
 
 
-def test_attach_answers_geometry_and_named_blocks() -> None:
+def test_attach_answers_with_geometry_and_block_hashes() -> None:
     it, links, runner = worker()
     it.session.handle(OLD, Attach(OLD, num_slots=9, depth=1))
     assert links.answered == [(OLD, Attached(ME, OLD, runner.geometry, [3], b"n" * 16, [5], b"h" * 16))]
@@ -111,7 +111,7 @@ def test_attach_drops_what_is_queued_and_fences_the_older_scheduler() -> None:
     it.session.handle(OLD, Attach(OLD, 9, 1))
     it.session.handle(OLD, plan(1))
     it.session.handle(NEW, Attach(NEW, 5, 1))
-    assert (OLD, Fenced(OLD)) in links.answered  # told at once: it may have no more plans to send
+    assert (OLD, Fenced(OLD)) in links.answered  # told at once, because it may have no more plans to send
     it.step()
     assert ("plan", 1) not in runner.log
     it.session.handle(OLD, plan(2))
@@ -121,7 +121,7 @@ def test_attach_drops_what_is_queued_and_fences_the_older_scheduler() -> None:
     assert links.answered[-1][0] == NEW
 
 
-def test_a_gap_drops_slots_and_asks_to_be_attached_again() -> None:
+def test_a_gap_in_plan_numbers_drops_slots_and_asks_for_an_attach() -> None:
     it, links, runner = worker()
     it.session.handle(OLD, Attach(OLD, 9, 1))
     it.session.handle(OLD, plan(1))
@@ -129,7 +129,7 @@ def test_a_gap_drops_slots_and_asks_to_be_attached_again() -> None:
     assert links.answered[-1] == (OLD, OutOfStep(ME, 2))
     assert runner.log[-1] == ("reset", 0)
     count = len(links.answered)
-    it.session.handle(OLD, plan(4))  # was under way: said once is enough
+    it.session.handle(OLD, plan(4))  # was in flight: one OutOfStep is enough
     it.step()
     assert len(links.answered) == count
     it.session.handle(OLD, Attach(OLD, 9, 1))
@@ -156,19 +156,19 @@ def test_queued_plans_of_a_dead_scheduler_are_not_run() -> None:
     assert runner.log == [("reset", 9)]
 
 
-def test_a_scheduler_that_was_only_thought_dead_attaches_again() -> None:
+def test_a_scheduler_wrongly_taken_for_dead_attaches_again() -> None:
     it, links, _ = worker()
     scheduler = Member("scheduler", Role.SCHEDULER, OLD, "ipc://s")
     it.session.handle(OLD, Attach(OLD, 9, 1))
     it.session.handle(OLD, plan(1))
     it.session.handle(OLD, Gone(scheduler))
-    it.session.handle(OLD, plan(2))  # ignored: the one before was dropped
+    it.session.handle(OLD, plan(2))  # ignored: the previous plan was dropped
     it.session.handle(OLD, Joined(scheduler))
     assert links.answered[-1] == (OLD, OutOfStep(ME, 1))
     assert not it.session.plans
 
 
-def test_counters_say_what_runs_and_that_nothing_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counters_show_running_and_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(counters, "PUBLISH_S", 0.0)
     it, links, _ = worker()
     it.session.handle(OLD, Attach(OLD, 9, 1))
@@ -199,7 +199,7 @@ def test_the_next_plan_is_launched_while_one_runs_and_results_keep_their_order()
         it.session.handle(OLD, plan(number))
         it.step()
     assert runner.log[1:] == [("plan", 1), ("plan", 2)]
-    assert [p.number for p in it.session.plans] == [3]  # as many as the runner keeps count of are in flight
+    assert [p.number for p in it.session.plans] == [3]  # the runner's maximum is in flight
     assert [type(frame) for _, frame in links.answered] == [Attached]
     runner.held = False
     it.step()
@@ -223,7 +223,7 @@ def test_results_in_flight_of_a_dropped_scheduler_are_dropped() -> None:
     it.session.handle(OLD, plan(1))
     it.step()
     it.session.handle(NEW, Attach(NEW, 9, 1))
-    assert runner.log[-1] == ("reset", 9)  # which waits for what is in flight
+    assert runner.log[-1] == ("reset", 9)  # waits for plans in flight
     runner.held = False
     it.session.handle(NEW, plan(1, NEW))
     it.step()
@@ -259,12 +259,12 @@ def test_plans_in_flight_are_answered_before_it_ends() -> None:
     assert [frame.number for _, frame in links.answered[1:]] == [1]
 
 
-def test_a_replica_has_its_own_of_the_gpus_that_may_be_seen() -> None:
+def test_each_replica_uses_its_own_visible_gpu() -> None:
     assert [own_gpu(None, i) for i in (0, 3)] == ["0", "3"]
     assert [own_gpu("4, 6", i) for i in (0, 1)] == ["4", "6"]
 
 
-def test_what_can_wait_is_done_in_idle_times_without_waiting_for_the_links(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chores_run_while_idle_without_waiting_for_the_links(monkeypatch: pytest.MonkeyPatch) -> None:
     it, links, runner = worker()
     runner.chores = 3
     stopped = threading.Event()

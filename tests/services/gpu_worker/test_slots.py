@@ -1,4 +1,4 @@
-"""Who runs in a step, out of what a plan says."""
+"""Which slots of a plan run in a step, and how many tokens of each."""
 
 from array import array
 
@@ -22,12 +22,12 @@ def table_of(*starts: SlotStart) -> Slots:
     return table
 
 
-def test_the_least_of_what_it_may_what_it_knows_and_what_it_has_blocks_for() -> None:
+def test_tokens_are_limited_by_the_plan_the_known_tokens_and_the_blocks() -> None:
     table = table_of(start(0, 9, 3), start(1, 9, 2), start(2, 9, 3, 8))
     assert granted(table, (0, 5), (1, 20), (2, 20)) == [(2, 1), (0, 5), (1, 8)]  # decodes first
 
 
-def test_slots_that_ended_or_never_were_are_left_out() -> None:
+def test_ended_and_unknown_slots_are_left_out() -> None:
     table = table_of(start(0, 9, 3), start(1, 9, 3), start(2, 9, 3))
     table.end(1)
     table.fail(2)

@@ -1,4 +1,4 @@
-"""What the scheduler is told of a step: plain tokens as bytes in the plan's order, the rest in words."""
+"""Results of a step for the scheduler: plain tokens as bytes in the plan's order, other results as SlotResult."""
 
 import numpy as np
 
@@ -17,7 +17,7 @@ def done(plan: StepPlan, results: list[SlotResult], rows: DecodeTokens | None = 
     return CompletedPlan(plan, results, 0.0, 0.0, [], decode_outputs=rows)
 
 
-def test_plain_tokens_stand_in_the_order_of_the_runs() -> None:
+def test_plain_tokens_are_in_the_order_of_the_runs() -> None:
     plan = plan_of((4, 1), (2, 1), (9, 1))
     results = [SlotResult(9, [90], 5), SlotResult(4, [40], 7), SlotResult(2, [20], 3)]
     assert packed(done(plan, results)) == ([], b"".join(t.to_bytes(4, "little") for t in (40, 20, 90)))
@@ -32,7 +32,7 @@ def test_a_slot_with_more_than_a_plain_token_has_a_result() -> None:
         SlotResult(4, [10], 5, logprobs=scores),
         SlotResult(5, [10], 5, prompt_logprobs=scores),
         SlotResult(6, [], 0, FinishReason.FAILED, detail="why"),
-        SlotResult(7, [10], 12),  # a prompt of which more than a token was computed
+        SlotResult(7, [10], 12),  # several prompt tokens were computed
     ]
     plan = plan_of(*((slot, 1) for slot in range(7)), (7, 12), (8, 1))
     slots, token_ids = packed(done(plan, [SlotResult(0, [99], 2), *more]))
@@ -46,7 +46,7 @@ def test_without_plain_tokens_there_are_none() -> None:
     assert packed(done(plan_of((0, 1)), [])) == ([], b"")
 
 
-def test_rows_are_told_as_results_would_be() -> None:
+def test_rows_are_packed_like_results() -> None:
     plan = plan_of((4, 1), (2, 1), (9, 1), (0, 7), (6, 1))
     rows = DecodeTokens(np.array([9, 2]), np.array([90, 20], np.int32), np.array([5, 3]))
     more = [SlotResult(0, [1], 7), SlotResult(6, [60], 8)]

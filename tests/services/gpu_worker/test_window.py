@@ -1,4 +1,4 @@
-"""Models with a window in every layer hold its blocks and no more, and never look at those they gave up."""
+"""Models with a window in every layer hold only the blocks of the window, and never read blocks that they freed."""
 
 from pathlib import Path
 
@@ -40,9 +40,9 @@ def greedy(max_tokens: int = 60) -> Sampling:
 
 
 class Poisoned(CoreLoop):
-    """Whenever plans are made, all blocks that are free by the core's count are filled with large numbers.
+    """Fills all blocks that the core counts as free with large numbers whenever plans are made.
 
-    Not with NaN: a batch is padded with blocks of anybody, whose finite values are multiplied by 0.
+    Not with NaN: a batch is padded with blocks of any sequence, and their finite values are multiplied by 0.
     """
 
     most_used = 0
@@ -67,10 +67,10 @@ def expected(folder: Path) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("depth", "chunk", "prefix_caching"), [(0, 16, True), (1, 200, False), (3, 16, False)])
-def test_less_than_the_sequences_have_is_enough(
+def test_sequences_need_fewer_blocks_than_their_tokens_would_fill(
     tiny: tuple[Path, Score], depth: int, chunk: int, prefix_caching: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One sequence of up to 220 tokens would take 28 blocks: there are 12 for five of them."""
+    """One sequence of up to 220 tokens would fill 28 blocks; five of them share 12."""
     folder, score = tiny
     runner = start(folder, max_model_len=256, num_gpu_blocks_override=12, max_num_batched_tokens=chunk)
     assert runner.geometry.window == WINDOW
@@ -84,7 +84,7 @@ def test_less_than_the_sequences_have_is_enough(
         print(f"\nwindow of {WINDOW}, depth {depth}, chunks of {chunk}: {ties.check()}", end="")
 
 
-def test_a_long_sequence_holds_its_window_alone(tiny: tuple[Path, Score]) -> None:
+def test_a_long_sequence_holds_only_its_window(tiny: tuple[Path, Score]) -> None:
     runner = start(tiny[0], max_model_len=256, max_num_batched_tokens=16, num_gpu_blocks_override=100)
     loop = Poisoned(runner, depth=1, chunk=16)
     loop.add("long", prompt_of(0), greedy(200))
@@ -93,8 +93,8 @@ def test_a_long_sequence_holds_its_window_alone(tiny: tuple[Path, Score]) -> Non
     assert loop.most_used <= -(-(WINDOW + 16) // SIZE) + 2
 
 
-def test_only_the_window_of_a_prefix_has_to_be_there(tiny: tuple[Path, Score]) -> None:
-    """12 blocks cannot hold 140 tokens: what is left of them is found all the same."""
+def test_only_the_window_of_a_prefix_has_to_be_cached(tiny: tuple[Path, Score]) -> None:
+    """12 blocks cannot hold 140 tokens; a hit needs only the blocks that are left."""
     runner = start(tiny[0], max_model_len=256, max_num_batched_tokens=32, num_gpu_blocks_override=12)
     loop = Poisoned(runner, depth=0, chunk=32)
     prompt = prompt_of(3)[:130]
@@ -106,7 +106,7 @@ def test_only_the_window_of_a_prefix_has_to_be_there(tiny: tuple[Path, Score]) -
     assert loop.outputs["again", 0] == loop.outputs["first", 0]
 
 
-def test_without_a_window_the_model_keeps_all(tmp_path: Path) -> None:
+def test_without_a_window_all_blocks_are_kept(tmp_path: Path) -> None:
     BY_NAME["qwen2-window"].save(tmp_path)
     assert start(tmp_path, max_model_len=256).geometry.window is None
     assert window_of([4, 9, 4], 100) == 9
@@ -114,7 +114,7 @@ def test_without_a_window_the_model_keeps_all(tmp_path: Path) -> None:
     assert window_of([100, 100], 100) is None
 
 
-def test_memory_is_planned_for_what_sequences_hold(tiny: tuple[Path, Score]) -> None:
+def test_memory_is_planned_for_the_blocks_of_the_window(tiny: tuple[Path, Score]) -> None:
     need = KVMemoryNeed(
         block_size=16,
         block_bytes=1 << 20,

@@ -142,7 +142,7 @@ BY_NAME = {tiny.name: tiny for tiny in MODELS}
 def model_shape(
     num_heads: int, kv_heads: int, head_dim: int, scale: float, windows: Sequence[int | None]
 ) -> ModelShape:
-    """A shape for attention alone: layers differ in their windows."""
+    """A model shape for attention tests: layers differ in their windows."""
     attention = tuple(
         AttentionShape(num_heads=num_heads, kv_heads=kv_heads, head_dim=head_dim, scale=scale, window=window)
         for window in windows
@@ -169,7 +169,7 @@ def start(folder: Path, **fields: Any) -> Runner:
 
 
 def greedy_score(model: PreTrainedModel) -> Any:
-    """For `Ties`: float64 logits of transformers' model."""
+    """A score function for `Ties`: float64 logits of transformers' model."""
     exact = copy.deepcopy(model).double()
 
     def score(ids: list[int]) -> Tensor:

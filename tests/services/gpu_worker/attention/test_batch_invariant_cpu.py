@@ -1,4 +1,4 @@
-"""On CPU with --batch-invariant: the same bits in any company and in any chunks, and the right ones."""
+"""On CPU with --batch-invariant: results have the same bits in any batch and any chunks, and are correct."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ SHAPE = model_shape(
 
 
 class Rig:
-    """One sequence of interest in blocks 0 to 7, others beside it in the blocks behind."""
+    """The sequence under test is in blocks 0 to 7, the other sequences are in later blocks."""
 
     def __init__(self, dtype: torch.dtype, batch_invariant: bool = False) -> None:
         torch.manual_seed(3)
@@ -33,7 +33,7 @@ class Rig:
         self.norm = RMSNorm(torch.randn(HEADS + KV_HEADS, DIM).to(dtype), 1e-6)
 
     def step(self, spans: list[tuple[int, int]], layer: int) -> list[torch.Tensor]:
-        """Computes such tokens of sequences 0, 1, ...: all are the same one, in blocks of their own."""
+        """Computes these tokens of sequences 0, 1, ...: all have the same content, each in its own blocks."""
         order = sorted(range(len(spans)), key=lambda i: spans[i][1] - spans[i][0] > 1)
         begins, counts = (np.array([f(*spans[i]) for i in order]) for f in (lambda a, b: a, lambda a, b: b - a))
         positions = np.concatenate([np.arange(*spans[i]) for i in order])
@@ -55,7 +55,7 @@ class Rig:
 
 @pytest.mark.parametrize("layer", [0, 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_same_bits(dtype: torch.dtype, layer: int) -> None:
+def test_outputs_are_bitwise_equal(dtype: torch.dtype, layer: int) -> None:
     usual, rig = Rig(dtype), Rig(dtype, batch_invariant=True)
     (whole,) = rig.step([(0, LENGTH)], layer)
     (want,) = usual.step([(0, LENGTH)], layer)

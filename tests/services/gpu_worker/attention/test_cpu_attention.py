@@ -29,7 +29,7 @@ def shape() -> ModelShape:
 
 @dataclass
 class Sequence:
-    """Its K and V, dense, a layer: [layers, 2 * kv_heads, tokens, dim]."""
+    """Dense K and V of all layers: [layers, 2 * kv_heads, tokens, dim]."""
 
     owner: int
     table: np.ndarray
@@ -65,7 +65,7 @@ class Rig:
         return torch.randn(size, generator=self.random)
 
     def step(self, counts: list[int]) -> None:
-        """Computes so many tokens of each sequence and compares every layer's output."""
+        """Computes these numbers of tokens of each sequence and compares every layer's output."""
         running = [i for i, n in enumerate(counts) if n == 1]
         order = length_order(np.array([self.seqs[i].num_computed + 1 for i in running], np.int64))
         running = [running[i] for i in (range(len(running)) if order is None else order)]
@@ -144,7 +144,7 @@ def test_decodes_of_one_batch_gather_once() -> None:
     assert rig.planner._gathered != [kept]
 
 
-def test_a_slot_given_to_another_sequence_is_not_mistaken_for_the_first() -> None:
+def test_a_reused_slot_does_not_use_the_cached_kv_of_the_previous_sequence() -> None:
     rig = Rig(2, 0)
     rig.step([5, 5])
     rig.step([1, 1])
@@ -157,7 +157,7 @@ def test_a_slot_given_to_another_sequence_is_not_mistaken_for_the_first() -> Non
     assert first.owner != other.owner
 
 
-def test_what_is_too_large_is_not_kept() -> None:
+def test_kv_that_is_too_large_is_not_cached() -> None:
     before, cpu_attention.MAX_BYTES = cpu_attention.MAX_BYTES, 1000
     try:
         rig = Rig(3, 0)

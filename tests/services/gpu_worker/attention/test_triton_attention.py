@@ -25,7 +25,7 @@ WINDOWS = (None, 6)
     ("num_decodes", "counts", "invariant"), [(0, (5, 3), False), (2, (3,), False), (2, (), False), (2, (3,), True)]
 )
 def test_decodes_and_prefills_in_one_step(num_decodes: int, counts: tuple[int, ...], invariant: bool) -> None:
-    """Everything that was there before is known, the last sequence has no slot any more."""
+    """All earlier tokens are in the KV cache; the last sequence no longer has a slot."""
     shape = model_shape(
         num_heads=HEADS,
         kv_heads=KV_HEADS,

@@ -14,7 +14,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every call takes 10 us; ceilings are round."""
+    """Every call takes 10 us; ceilings are round numbers."""
 
     def graph_seconds(calls: Sequence[Callable[[], object]]) -> float:
         calls[0]()
@@ -29,7 +29,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "VOCAB", 260)
 
 
-def test_the_slower_ceiling_is_what_a_kernel_is_held_to() -> None:
+def test_a_kernel_is_compared_with_the_slower_ceiling() -> None:
     assert row("a", "s", 1e-5, 4e6, 1e6) == Row("a", "s", pytest.approx(10), "400 GB/s", pytest.approx(0.1))
     assert row("b", "s", 1e-5, 4e6, 4e9) == Row("b", "s", pytest.approx(10), "400 TFLOP/s", pytest.approx(0.5))
 
@@ -42,7 +42,7 @@ def test_all_small_kernels_are_measured(monkeypatch: pytest.MonkeyPatch) -> None
     assert [one.shape for one in small.measure()] == ["2 x 64", "2 x 96", "2 x 8 x 16", "2 x 8 x 16"]
 
 
-def test_all_ways_to_draw_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_sampling_kernels_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "DTYPE", torch.float16)
     rows = sampling.measure()
     assert len({one.name for one in rows}) == len(rows) == 10
@@ -50,7 +50,7 @@ def test_all_ways_to_draw_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows[0].rate == f"{2 * 260 * 2 / 1e-5 / 1e9:,.0f} GB/s"
 
 
-def test_inputs_go_round_over_more_than_the_cache() -> None:
+def test_inputs_rotate_over_more_memory_than_the_cache() -> None:
     assert timing.copies(65 << 20) * (65 << 20) >= timing.CACHE_BYTES
     assert timing.copies(1) == 64
     assert timing.copies(1 << 40) == 2

@@ -1,4 +1,4 @@
-"""Kernels compiled in other processes, for a GPU that is not there: Triton compiles for it all the same."""
+"""Kernels compiled in other processes, for a GPU that is absent: Triton can compile for it without having it."""
 
 import os
 import shutil
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-# In a process of its own: in this one Triton interprets.
+# In another process, because Triton runs its interpreter in this one.
 SCRIPT = """
 import sys, threading
 from pathlib import Path
@@ -67,7 +67,7 @@ for thread in threading.enumerate():
 def run(mode: str, cache: Path) -> list[str]:
     env = {**os.environ, "TRITON_CACHE_DIR": str(cache)}
     env.pop("TRITON_INTERPRET", None)
-    # Where packages are found by PYTHONPATH the compile processes need it too.
+    # The compile processes need PYTHONPATH too, if packages are found by it.
     env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[4] / ".src"), env.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, "-P", "-c", SCRIPT, mode], env=env, capture_output=True, text=True, timeout=120, check=False
@@ -81,7 +81,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("triton")
 
 
-def test_what_was_recorded_is_found_in_triton_s_cache(cache: Path) -> None:
+def test_recorded_kernels_are_found_in_tritons_cache(cache: Path) -> None:
     assert run("first", cache) == ["kernels: 1 compiled", "[True] []", "False"], "rows do not specialize this kernel"
 
 
@@ -89,8 +89,8 @@ def test_a_second_start_compiles_nothing(cache: Path) -> None:
     assert run("second", cache) == ["kernels: compiled before", "[True] []", "True"]
 
 
-def test_a_cache_that_was_copied_is_used_where_it_is(cache: Path, tmp_path: Path) -> None:
-    """An image carries it to another place; what it was copied from is gone."""
+def test_a_copied_cache_is_used_at_its_new_path(cache: Path, tmp_path: Path) -> None:
+    """As in a container image: the cache has another path, and the original is gone."""
     copy = tmp_path / "elsewhere"
     shutil.copytree(cache, copy)
     hidden = cache.rename(cache.with_name("gone"))
@@ -100,5 +100,5 @@ def test_a_cache_that_was_copied_is_used_where_it_is(cache: Path, tmp_path: Path
         hidden.rename(cache)
 
 
-def test_processes_that_do_not_start_leave_it_to_the_first_launch(tmp_path: Path) -> None:
+def test_if_compile_processes_do_not_start_the_first_launch_compiles(tmp_path: Path) -> None:
     assert run("broken", tmp_path)[1] == "[False] []"

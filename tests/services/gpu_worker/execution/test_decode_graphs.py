@@ -1,4 +1,4 @@
-"""Decode steps through the Triton kernels and the device's block tables, against the plain path."""
+"""Decode steps with the Triton kernels and the device's block tables, compared with the plain path."""
 
 import os
 import subprocess
@@ -38,7 +38,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def outputs(runner: Runner) -> list[list[int]]:
-    """Streams that begin and end at different steps, one ahead, one preempted, more of them than there are slots."""
+    """Streams that begin and end at different steps, one plan ahead, one preempted, more streams than slots."""
     driver = Driver(runner, num_slots=3, depth=1, seed=2)
     streams = []
     needs_processing = (
@@ -59,7 +59,7 @@ def outputs(runner: Runner) -> list[list[int]]:
 
 
 def alone(runner: Runner) -> list[int]:
-    """A stream of eight tokens after five."""
+    """One stream: eight output tokens after a prompt of five."""
     driver = Driver(runner, num_slots=1, depth=1, seed=2)
     stream = driver.add([3, 5, 7, 9, 11], Sampling(max_tokens=8, temperature=0.0, ignore_eos=True))
     driver.run()
@@ -79,7 +79,7 @@ def loop_of(runner: Runner, capacity: int, ops: DeviceOps | None = None) -> Devi
 
 
 def take_in(linear: Linear) -> None:
-    """Steps of up to three rows compute this layer and what is around it in one kernel."""
+    """Steps of up to three rows compute this layer and its neighbouring operations in one kernel."""
     (weight, bias), tiles = linear.method.dense_weight(), {"out_tile": 64, "tile": 64, "warps": 4, "early": 2}
     fused = partial(linear_skinny, weight=weight, bias=bias, pdl=supports_pdl(weight.device), **tiles)
     linear.use({}, fused=dict.fromkeys((1, 2, 3), fused))
@@ -88,14 +88,14 @@ def take_in(linear: Linear) -> None:
 NAMES = ["llama-odd", "mistral-window", "qwen3", "opt"]
 
 
-@pytest.mark.parametrize("name", NAMES if DEVICE == "cuda" else NAMES[:1])  # the interpreter takes its time
+@pytest.mark.parametrize("name", NAMES if DEVICE == "cuda" else NAMES[:1])  # the interpreter is slow
 def test_same_tokens_as_the_plain_path(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     BY_NAME[name].save(tmp_path)
     plain = start(tmp_path, device=DEVICE)
     plain.ahead = plain.host.device = None
     want = outputs(plain)
     monkeypatch.setattr(decoder, "find_ops", lambda device: TritonOps())
-    monkeypatch.setattr(Linear, "prepare", lambda linear: None)  # weights stay as they are
+    monkeypatch.setattr(Linear, "prepare", lambda linear: None)  # weights are not repacked
     fast = start(tmp_path, device=DEVICE)
     for linear in fast.model.linears():
         take_in(linear)
@@ -110,7 +110,9 @@ def test_same_tokens_as_the_plain_path(name: str, tmp_path: Path, monkeypatch: p
         assert outputs(fast) == want, "the tables of the last owners must not be taken for these"
 
 
-def test_the_quicker_way_ends_where_a_sequence_is_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_decode_is_not_used_for_a_sequence_that_is_too_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     BY_NAME["llama"].save(tmp_path)
     monkeypatch.setattr(device_ops, "FUSED_DECODE_MAX_LEN", 8)
     steps = loop_of(start(tmp_path, device=DEVICE), 2, DeviceOps(fused=True)).steps
@@ -121,7 +123,7 @@ def test_the_quicker_way_ends_where_a_sequence_is_too_long(tmp_path: Path, monke
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_a_stream_that_outgrows_the_quicker_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_that_outgrows_fused_decode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     BY_NAME["qwen3"].save(tmp_path)
     want = alone(start(tmp_path, device="cpu"))
     monkeypatch.setattr(device_ops, "FUSED_DECODE_MAX_LEN", 8)
@@ -138,7 +140,7 @@ def test_a_stream_that_outgrows_the_quicker_way(tmp_path: Path, monkeypatch: pyt
     assert set(replayed[7:]) <= {(False, True)}, "a plan may be in flight when the stream ends"
 
 
-def test_more_slots_than_it_was_made_for(tmp_path: Path) -> None:
+def test_more_slots_than_the_capacity(tmp_path: Path) -> None:
     BY_NAME["llama"].save(tmp_path)
     loop = loop_of(start(tmp_path, device=DEVICE), 2)
     assert loop.supports(np.array([0, 3]), np.array([1, 1]))
@@ -169,13 +171,13 @@ def test_a_head_size_is_refused_by_name(head_dim: int, tmp_path: Path) -> None:
         (256, [1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256]),
     ],
 )
-def test_ladder(most: int, sizes: list[int]) -> None:
+def test_capture_sizes(most: int, sizes: list[int]) -> None:
     assert capture_sizes(most) == sizes
     assert capture_sizes(most + 1000)[-1] == most + 1000
     assert sorted(capture_order(sizes)) == sizes
 
 
-def test_with_few_graphs_no_step_is_padded_by_much() -> None:
+def test_the_first_captured_sizes_keep_padding_small() -> None:
     assert capture_order(capture_sizes(256)) == [256, 48, 8, 160, 2, 32, 96, 224, 1, 4, 16, 64, 128, 192]
 
 

@@ -1,4 +1,4 @@
-"""Steps ahead of the host against the path in lockstep: the same tokens and ends, whatever is in flight meanwhile."""
+"""Steps ahead of the host give the same tokens and finish reasons as lockstep, with any plans in flight."""
 
 import json
 import math
@@ -21,7 +21,7 @@ from blockyard.services.gpu_worker.runner import Runner
 from blockyard.services.gpu_worker.warm_up import warm_up
 from blockyard.shared.messages import FinishReason, FullBlock, Sampling, SlotRun, SlotStart, StepPlan
 
-EOS = [1, *range(20, 30)]  # so many that some streams meet one
+EOS = [1, *range(20, 30)]  # so many that some streams sample one
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ STREAMS: list[tuple[list[int], Sampling]] = [
     (prompt_of(12, 3), Sampling(max_tokens=25, temperature=0.7, top_p=0.9, seed=2**63 + 5, ignore_eos=True)),
     (prompt_of(17, 4), Sampling(max_tokens=20, temperature=2.0, top_k=40, min_p=0.01, seed=3)),
     (prompt_of(50, 5), greedy(max_tokens=40)),  # the context ends it
-    (prompt_of(6, 6), greedy(max_tokens=20, stop_token_ids=list(range(40, 60)))),  # more stop ids than fit
+    (prompt_of(6, 6), greedy(max_tokens=20, stop_token_ids=list(range(40, 60)))),  # more stop ids than a slot holds
     (prompt_of(5, 7), greedy(max_tokens=12, repetition_penalty=1.3, num_logprobs=2)),
     (prompt_of(7, 8), greedy(max_tokens=1)),
     (prompt_of(4, 9), greedy(max_tokens=0)),
@@ -83,7 +83,7 @@ STREAMS: list[tuple[list[int], Sampling]] = [
         prompt_of(6, 12),
         Sampling(max_tokens=15, temperature=0.9, seed=5, allowed_token_ids=[*range(10, 60)], min_tokens=8),
     ),
-    (prompt_of(9, 13), greedy(max_tokens=12, bad_words=[[60, 61]], repetition_penalty=1.2)),  # the host's
+    (prompt_of(9, 13), greedy(max_tokens=12, bad_words=[[60, 61]], repetition_penalty=1.2)),  # bad words: on the host
     (prompt_of(11, 10), Sampling(max_tokens=30, temperature=1.5, seed=11, stop_token_ids=[*range(100, 108)])),
 ]
 
@@ -109,7 +109,7 @@ def alone(plain: Runner) -> list[Stream]:
     preempt=st.lists(st.integers(1, 25), max_size=2),
     seed=st.integers(0, 99),
 )
-def test_the_same_tokens_and_ends_as_in_lockstep(
+def test_the_same_tokens_and_finish_reasons_as_in_lockstep(
     ahead: Runner,
     alone: list[Stream],
     logits_of: Score,
@@ -179,7 +179,7 @@ def test_plans_are_in_flight_and_a_slot_that_ended_takes_no_part_in_later_ones(a
     assert [results[n][2].num_computed for n in range(1, 9)] == list(range(1, 9))
 
 
-def test_logits_that_are_not_finite_cost_their_slot_alone_and_its_blocks_are_scrubbed(ahead: Runner) -> None:
+def test_logits_that_are_not_finite_fail_only_their_slot_and_its_blocks_are_scrubbed(ahead: Runner) -> None:
     ahead.reset(4)
     first, other = prompt_of(3), prompt_of(3, 1)
     expected = []
@@ -193,7 +193,7 @@ def test_logits_that_are_not_finite_cost_their_slot_alone_and_its_blocks_are_scr
                 ahead.pool.memory[:, 6, :, :, 0] = math.nan
         ahead.launch(plan(2, 0, 1, full_blocks=[FullBlock(6, b"x" * 16)]))
         ahead.launch(plan(3, 0, 1))
-        ahead.launch(plan(4, 1, ends=[0]))  # cancelled before it was known that it failed
+        ahead.launch(plan(4, 1, ends=[0]))  # cancelled before its failure was known
         results = collected(ahead)
         tokens = [results[n][1].token_ids for n in (2, 3, 4)]
         if not bad:
@@ -207,8 +207,8 @@ def test_logits_that_are_not_finite_cost_their_slot_alone_and_its_blocks_are_scr
         assert 6 not in ahead.block_hashes.blocks_and_hashes()[0]
 
 
-def test_a_slot_with_a_new_owner_while_the_old_ones_results_are_out(ahead: Runner) -> None:
-    """Their scheduler rests slots, but nothing here may depend on that."""
+def test_a_slot_is_reused_while_results_of_its_previous_sequence_are_in_flight(ahead: Runner) -> None:
+    """The scheduler waits before it reuses a slot, but the device loop must not depend on that."""
     ahead.reset(4)
     ahead.launch(plan(1, 0, starts=[started(0, prompt_of(1), greedy(), [3])]))
     ahead.launch(plan(2, 0))
@@ -233,7 +233,7 @@ def test_reset_waits_and_drops_what_is_in_flight(ahead: Runner) -> None:
     assert collected(ahead) == {1: {}}, "its slots are gone"
 
 
-def test_what_runs_ahead_is_settled_before_a_step_in_lockstep(ahead: Runner) -> None:
+def test_steps_ahead_are_collected_before_a_step_in_lockstep(ahead: Runner) -> None:
     ahead.reset(4)
     starts = [
         started(0, prompt_of(2), greedy(), [3]),
@@ -250,7 +250,7 @@ def test_what_runs_ahead_is_settled_before_a_step_in_lockstep(ahead: Runner) -> 
 
 
 @pytest.mark.parametrize("logits_edits", [True, False])
-def test_what_the_device_does_by_itself(folder: Path, logits_of: Score, logits_edits: bool) -> None:
+def test_which_slots_can_run_ahead(folder: Path, logits_of: Score, logits_edits: bool) -> None:
     ahead = start(folder, max_model_len=64)
     run_ahead(ahead, capacity=6, logits_edits=logits_edits)
     ahead.reset(6)
@@ -264,7 +264,7 @@ def test_what_the_device_does_by_itself(folder: Path, logits_of: Score, logits_e
     assert alone == ([True, True, True, False, True] if logits_edits else [True, False, False, False, True])
 
 
-def test_slots_that_change_their_logits_have_rows_as_long_as_there_are_some(ahead: Runner) -> None:
+def test_slots_with_logits_edits_run_ahead_while_edit_rows_are_free(ahead: Runner) -> None:
     ahead.reset(12)
     loop = ahead.ahead
     assert loop is not None
@@ -282,7 +282,7 @@ def test_slots_that_change_their_logits_have_rows_as_long_as_there_are_some(ahea
 @pytest.mark.parametrize(
     "limits", [{}, {"max_num_batched_tokens": 32}, {"num_gpu_blocks_override": 2, "max_model_len": 16}]
 )
-def test_first_steps_leave_nothing_behind(folder: Path, logits_of: Score, limits: dict[str, int]) -> None:
+def test_warm_up_leaves_no_state_behind(folder: Path, logits_of: Score, limits: dict[str, int]) -> None:
     runner = start(folder, **({"max_model_len": 64} | limits))
     run_ahead(runner, capacity=6)
     names = [FullBlock(300, b"n" * 16)] if not limits else []

@@ -1,4 +1,4 @@
-"""Words for the device: whatever way they were said, the last of what was said of a place counts."""
+"""Pending writes to device memory: the last value written to an index counts, by any of the methods."""
 
 import numpy as np
 from hypothesis import given
@@ -16,7 +16,7 @@ SAID = st.one_of(
 
 
 @given(st.lists(SAID, max_size=12))
-def test_the_last_word_counts(said: list[tuple[str, object, object]]) -> None:
+def test_the_last_value_written_to_an_index_counts(said: list[tuple[str, object, object]]) -> None:
     writes, wanted = DeviceWrites(), dict[int, int]()
     for kind, place, value in said:
         if kind == "put":
@@ -36,7 +36,7 @@ def test_the_last_word_counts(said: list[tuple[str, object, object]]) -> None:
     assert len(writes.take()[0]) == 0
 
 
-def test_values_are_words_and_what_is_cleared_is_gone() -> None:
+def test_values_are_32_bit_words_and_cleared_writes_are_dropped() -> None:
     writes = DeviceWrites()
     writes.put_all([3, 4], [0xFFFFFFFF, 0x80000000])
     index, values = writes.take()

@@ -1,6 +1,6 @@
-"""Forks and beam searches where the batch lives on the device and steps are launched ahead of the host.
+"""Forks and beam searches with the batch on the device and steps launched ahead of the host.
 
-With the torch references in place of Triton's kernels where there is no GPU.
+Without a GPU the torch references replace the Triton kernels.
 """
 
 from pathlib import Path
@@ -49,7 +49,7 @@ def test_choices_that_share_a_prompt(runners: Runners, prefix_caching: bool) -> 
 
 @pytest.mark.parametrize("depth", [0, 2])
 def test_beam_searches(runners: Runners, depth: int) -> None:
-    """Beside a stream that runs ahead: hypotheses go on in their slots with other tokens than were drawn there."""
+    """Beside a stream that runs ahead: hypotheses continue in their slots with tokens other than the sampled ones."""
     plain, ahead, _ = runners
     found = []
     for runner, ahead_by in ((plain, 0), (ahead, depth)):

@@ -1,4 +1,4 @@
-"""Steps with prefills in padded sizes: the same tokens, whatever pads and whenever a size is captured."""
+"""Steps with prefills in padded sizes give the same tokens, with any padding and any time of capture."""
 
 import itertools
 from pathlib import Path
@@ -33,7 +33,7 @@ LAUNCH_S = 0.1
 
 
 class Forward:
-    """Stands for a CUDA graph: computes a step anew from the words that it has by then."""
+    """Stands for a CUDA graph: computes a step again from the current content of its input buffer."""
 
     def __init__(self, step: PrefillStep) -> None:
         self.count = 0
@@ -57,13 +57,13 @@ class Sample:
 
 
 class GraphRecorder(CudaGraphRecorder):
-    """Tries a step as on a GPU, with what that leaves behind."""
+    """Runs a step before its capture as on a GPU, with the same side effects."""
 
     def __init__(self, loop: DeviceLoop, device_s: float) -> None:
         super().__init__(loop.steps)
         self.forwards: dict[BatchDescriptor, Forward] = {}
         self.samples: dict[BatchDescriptor, tuple[Sample, ...]] = {}
-        self.in_flight: dict[BatchDescriptor, int] = {}  # steps, when a size was captured
+        self.in_flight: dict[BatchDescriptor, int] = {}  # number of steps in flight when a size was captured
         self._loop, self._device_s = loop, device_s
 
     def record(self, descriptor: BatchDescriptor) -> CapturedPrefill:
@@ -84,7 +84,7 @@ class GraphRecorder(CudaGraphRecorder):
 
 
 def with_graphs(runner: Runner, num: int, device_s: float = 0.0) -> tuple[PrefillGraphs, GraphRecorder]:
-    """Of the first sizes; others are captured beside steps that miss them."""
+    """Captures the first `num` sizes; other sizes are captured beside steps that miss them."""
     loop = run_ahead(runner, CAPACITY)
     recorder = GraphRecorder(loop, device_s)
     loop._graphs = graphs = PrefillGraphs(loop.steps, 48, recorder)
@@ -114,8 +114,8 @@ def outputs(runner: Runner, chunk: int, asking: int | None, depth: int = 2) -> l
 
 
 @pytest.mark.parametrize(("chunk", "num_used", "asking"), [(5, 5, None), (8, 2, None), (5, 5, 4)])
-def test_what_pads_changes_nothing(runner: Runner, chunk: int, num_used: int, asking: int | None) -> None:
-    """asking: a stream whose logits are changed."""
+def test_padding_does_not_change_tokens(runner: Runner, chunk: int, num_used: int, asking: int | None) -> None:
+    """`asking` is the index of a stream with logits edits."""
     run_ahead(runner, CAPACITY)
     expected = outputs(runner, chunk, asking)
     _, recorder = with_graphs(runner, 100)
@@ -127,7 +127,7 @@ def test_what_pads_changes_nothing(runner: Runner, chunk: int, num_used: int, as
 
 
 def missed(graphs: PrefillGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every second step has a size captured, whatever it takes itself."""
+    """Makes every second step capture a size, also if the step needs none."""
     sizes, steps = graphs._sizes, itertools.count(1)
 
     def due(step: BatchDescriptor) -> BatchDescriptor | None:
@@ -160,14 +160,14 @@ def test_steps_that_keep_missing_a_size_have_it_captured(runner: Runner) -> None
     assert sum(recorder.in_flight.values()) > 0
 
 
-def test_nothing_is_captured_beside_steps_where_there_are_to_be_no_graphs(runner: Runner) -> None:
+def test_without_graphs_nothing_is_captured_beside_steps(runner: Runner) -> None:
     graphs, recorder = with_graphs(runner, 0)
     outputs(runner, 5, None)
     assert (recorder.forwards, graphs.captured) == ({}, 0.0)
 
 
-def test_a_step_alone_may_take_a_size_with_rows_for_decodes(runner: Runner) -> None:
-    """Those count the step on the device, the others do not."""
+def test_a_step_without_decodes_may_take_a_size_with_rows_for_decodes(runner: Runner) -> None:
+    """Sizes with rows for decodes count the step on the device, the others do not."""
     run_ahead(runner, CAPACITY)
     expected = outputs(runner, 5, None)
     graphs, recorder = with_graphs(runner, 2)
@@ -179,10 +179,10 @@ def test_a_step_alone_may_take_a_size_with_rows_for_decodes(runner: Runner) -> N
 
 
 @pytest.mark.parametrize("beside", [False, True])
-def test_what_cannot_be_captured_stays_eager(
+def test_a_size_that_cannot_be_captured_runs_eagerly(
     runner: Runner, beside: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """beside: a step."""
+    """`beside`: the capture is tried beside a step."""
     run_ahead(runner, CAPACITY)
     expected = outputs(runner, 5, None)
     graphs, recorder = with_graphs(runner, 1)
@@ -203,7 +203,7 @@ def test_what_cannot_be_captured_stays_eager(
 @pytest.mark.cuda
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mistral-window"])
 def test_on_a_gpu(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sizes are captured beside steps, then all are there; greedy, up to ties."""
+    """First sizes are captured beside steps, then all are captured; greedy outputs are equal up to ties."""
     if not torch.cuda.is_available():
         pytest.skip("no GPU")
     score = greedy_score(BY_NAME[name].save(tmp_path).to("cuda"))

@@ -1,4 +1,4 @@
-"""Kernels of prefill attention, compiled before a stream needs them."""
+"""Kernels of prefill attention are compiled before a stream needs them."""
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -41,7 +41,7 @@ def test_each_window_alone_and_shared(kv_dtype: torch.dtype, monkeypatch: pytest
     assert sorted(ran) == [(0, False), (0, True), (5000, False), (5000, True)]
 
 
-def test_what_does_not_compile_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_compile_error_is_reported(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     def fail(*_args: Any, **_kwargs: Any) -> None:
         raise RuntimeError("no such instruction")
 
@@ -51,7 +51,7 @@ def test_what_does_not_compile_is_said(monkeypatch: pytest.MonkeyPatch, caplog: 
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_no_more_threads_than_may_compile(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile_threads_are_limited(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     monkeypatch.setattr(prefill_kernels, "paged_prefill", lambda *args, **kwargs: None)
     monkeypatch.setattr(prefill_kernels, "compile_threads", lambda most: threads)

@@ -1,4 +1,4 @@
-"""Which size a step with prefill is padded to, and which is captured next: times made up, as those of two models."""
+"""Which size a step with prefill is padded to, and which is captured next, with assumed times of two models."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ LAUNCH_S, CAPTURE_S = 0.015, 0.08
 
 @dataclass(frozen=True)
 class Model:
-    """The device takes so long for a step, and so long for each token."""
+    """Device time of a step, in seconds: the least, and the time of each token."""
 
     least_s: float
     token_s: float
@@ -45,7 +45,7 @@ def capture(sizes: PrefillGraphSizes, model: Model, descriptor: BatchDescriptor)
 
 
 def captured(model: Model, most: int = 1000) -> tuple[PrefillGraphSizes, list[BatchDescriptor]]:
-    """As in idle times."""
+    """Captures up to `most` sizes, as the worker does when idle."""
     sizes, done = sizes_of(), []
     while len(done) < most and (descriptor := sizes.next()) is not None:
         done.append(descriptor)
@@ -87,7 +87,7 @@ def test_a_step_is_padded_only_where_the_host_would_be_slower() -> None:
     assert slow.pick(step(0, 760)) is None, "the device would be busy for longer"
 
 
-def test_a_size_is_captured_once_steps_have_lost_what_that_takes() -> None:
+def test_a_size_is_captured_once_steps_have_lost_the_time_of_a_capture() -> None:
     sizes, _ = captured(SMALL, most=1)
     some, lost_s, count = step(40, 2000, 5), 0.0, 0
     while (due := sizes.size_to_capture(some)) is None:
@@ -102,7 +102,7 @@ def test_a_size_is_captured_once_steps_have_lost_what_that_takes() -> None:
     assert sizes.size_to_capture(some) is None
 
 
-def test_a_better_size_is_captured_where_one_is_padded_by_much() -> None:
+def test_a_smaller_size_is_captured_for_a_step_with_much_padding() -> None:
     sizes, _ = captured(SMALL, most=2)
     some = step(200, 100)
     assert sizes.pick(some) == BatchDescriptor(256, 2048, 65, 256)
@@ -111,7 +111,7 @@ def test_a_better_size_is_captured_where_one_is_padded_by_much() -> None:
     assert sizes.size_to_capture(some) == BatchDescriptor(256, 128, 9, 256)
 
 
-def test_a_capture_that_compiled_does_not_keep_steps_waiting_for_the_next() -> None:
+def test_a_slow_capture_that_compiled_does_not_delay_the_next_capture() -> None:
     sizes = sizes_of()
     first = sizes.next()
     assert first is not None
@@ -119,12 +119,12 @@ def test_a_capture_that_compiled_does_not_keep_steps_waiting_for_the_next() -> N
     assert any(sizes.size_to_capture(step(40, 2000, 5)) for _ in range(20))
 
 
-def test_steps_of_a_busy_device_have_nothing_captured() -> None:
+def test_no_size_is_captured_while_the_device_is_busy() -> None:
     sizes, _ = captured(LARGE, most=1)
     assert not any(sizes.size_to_capture(step(100, 1948, 4)) for _ in range(100))
 
 
-def test_a_size_that_there_is_no_memory_for_is_left_out() -> None:
+def test_a_size_without_enough_memory_is_left_out() -> None:
     sizes = sizes_of()
     first = sizes.next()
     assert first is not None
@@ -150,7 +150,7 @@ def test_layouts() -> None:
     st.lists(st.tuples(st.integers(0, 255), st.integers(2, 2048), st.integers(1, 80)), min_size=1, max_size=60),
 )
 def test_any_steps(model: Model, steps: list[tuple[int, int, int]]) -> None:
-    """What is picked holds the step and is sooner; captures take no longer than what was lost before, but for one."""
+    """A picked size holds the step and is faster; captures take at most the time lost before, but for one capture."""
     sizes, _ = captured(model, most=1)
     lost_s = spent_s = 0.0
     for decodes, fresh, prefills in steps:

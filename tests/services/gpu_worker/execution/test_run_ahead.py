@@ -1,4 +1,4 @@
-"""The scheduler three plans ahead of a real runner: whatever ends or leaves a choice, the others do not notice."""
+"""The scheduler three plans ahead of a real runner: the end of one choice does not change the others."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -35,7 +35,7 @@ def alone(runner: Runner, prompt: list[int], sampling: Sampling, choice: int = 0
 
 
 def test_finish_reasons(tiny: Tiny) -> None:
-    """A stop id, max_tokens and the context, met at different steps of one batch."""
+    """A stop id, max_tokens and the context length, reached at different steps of one batch."""
     runner, _, compare = tiny
     loop = CoreLoop(runner, depth=DEPTH)
     asked = {}
@@ -60,8 +60,8 @@ def test_finish_reasons(tiny: Tiny) -> None:
 
 @pytest.mark.parametrize("how", ["stop string", "abort"])
 @pytest.mark.parametrize("when", [1, 7])
-def test_what_leaves_in_mid_flight_leaves_the_others_alone(tiny: Tiny, how: str, when: int) -> None:
-    """The plans that are out compute tokens that nobody gets; blocks are given out again only behind them."""
+def test_a_request_that_ends_with_plans_in_flight_does_not_change_the_others(tiny: Tiny, how: str, when: int) -> None:
+    """Plans in flight still compute its tokens, which are dropped; its blocks are reused only after these plans."""
     runner, ties, compare = tiny
     asked = requests(5, max_tokens=20)
     loop = CoreLoop(runner, depth=DEPTH)
@@ -77,7 +77,7 @@ def test_what_leaves_in_mid_flight_leaves_the_others_alone(tiny: Tiny, how: str,
         refs = [StreamRef(gone.name, 0, choice) for choice in range(gone.n)]
         loop.core.on_message(DETOKENIZER, Stop(refs), 0.0)
     known = {place: len(ids) for place, ids in loop.outputs.items()}
-    for request in requests(2, max_tokens=20, first=100):  # these take what it had
+    for request in requests(2, max_tokens=20, first=100):  # these reuse its slots and blocks
         loop.add(request.name, request.prompt, request.sampling, request.n)
     loop.run()
     for place, ids in loop.outputs.items():
@@ -92,8 +92,8 @@ def test_what_leaves_in_mid_flight_leaves_the_others_alone(tiny: Tiny, how: str,
     ties.check()
 
 
-def test_preempted_while_three_plans_are_out(tiny: Tiny) -> None:
-    """What they compute for it counts, and it is not seated again before it is known."""
+def test_preempted_while_three_plans_are_in_flight(tiny: Tiny) -> None:
+    """Their results for the sequence count, and it is scheduled again only after them."""
     runner, ties, compare = tiny
     asked = requests(5, max_tokens=24, first=20)
     loop = CoreLoop(runner, depth=DEPTH)

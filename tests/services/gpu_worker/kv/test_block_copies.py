@@ -1,4 +1,4 @@
-"""A fork that begins within a copied block goes on as if it had computed all of it itself."""
+"""A fork that starts within a copied block gives the same tokens as if it had computed the whole block."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ def slot_start(slot: int, ids: list[int], blocks: list[int], num_computed: int =
 
 @pytest.mark.parametrize("length", [2, 15, 16, 17, 40])
 def test_forks_of_a_running_slot(tiny: tuple[Runner, Score], length: int) -> None:
-    """Two of them, while the first has gone on for three tokens in the block that they copy."""
+    """Two forks start after the first sequence has written three more tokens to the block that they copy."""
     runner, score = tiny
     size, ties = runner.geometry.block_size, Ties()
     prompt = np.random.default_rng(length).integers(2, VOCAB, length).tolist()
@@ -62,7 +62,7 @@ def test_forks_of_a_running_slot(tiny: tuple[Runner, Score], length: int) -> Non
     ties.check()
 
 
-def test_a_block_that_is_copied_over_has_no_name_any_more(tiny: tuple[Runner, Score]) -> None:
+def test_an_overwritten_block_loses_its_hash(tiny: tuple[Runner, Score]) -> None:
     runner, _ = tiny
     runner.reset(2)
     size = runner.geometry.block_size

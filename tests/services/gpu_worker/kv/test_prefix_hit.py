@@ -1,4 +1,4 @@
-"""A slot that starts on blocks of earlier ones goes on as if it had computed them itself, up to ties."""
+"""A slot that starts on cached blocks gives the same tokens as if it had computed them itself, up to ties."""
 
 from pathlib import Path
 
@@ -37,7 +37,7 @@ def slot_start(slot: int, prompt: list[int], blocks: list[int], num_computed: in
 
 
 def run(runner: Runner, starts: list[SlotStart], chunk: int) -> dict[int, list[int]]:
-    """Runs some slots together to their ends; what each produced."""
+    """Runs the slots together until they end. Returns the output of each."""
     outputs: dict[int, list[int]] = {s.slot: [] for s in starts}
     live = set(outputs)
     number = 0
@@ -57,7 +57,7 @@ def run(runner: Runner, starts: list[SlotStart], chunk: int) -> dict[int, list[i
 def test_turns_of_a_conversation_on_shared_blocks(
     tiny: tuple[Runner, Score], chunk: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Second turns read the prompt's and the generated blocks of the first, two at once beside a stranger."""
+    """Two second turns at once read prompt and output blocks of the first, beside an unrelated request."""
     runner, score = tiny
     size, ties = runner.geometry.block_size, Ties()
     first, stranger = prompt_of(45, 1), prompt_of(30, 2)
@@ -71,8 +71,8 @@ def test_turns_of_a_conversation_on_shared_blocks(
     said = first + output
     turns = [said + prompt_of(9, 3), said[: full * size] + prompt_of(1, 4), stranger]
     expected_turns = [plain(runner, turn) for turn in turns]
-    runner.reset(8)  # a scheduler that attaches: KV stays
-    # `plain` took blocks of its own choice: the first turn is computed once more where it was
+    runner.reset(8)  # as when a scheduler attaches: the KV stays
+    # `plain` used other blocks, so the first turn is computed again in its own blocks
     run(runner, [slot_start(0, first, table)], chunk)
     starts = [
         slot_start(3, turns[0], [*table[:full], *range(50, 60)], full * size),
@@ -86,7 +86,7 @@ def test_turns_of_a_conversation_on_shared_blocks(
         print(f"\nprefix hits, chunks of {chunk}: {ties.check()}", end="")
 
 
-def test_blocks_that_are_read_keep_their_names(tiny: tuple[Runner, Score]) -> None:
+def test_blocks_that_are_read_keep_their_hashes(tiny: tuple[Runner, Score]) -> None:
     runner, _ = tiny
     runner.reset(4)
     size = runner.geometry.block_size
@@ -97,8 +97,8 @@ def test_blocks_that_are_read_keep_their_names(tiny: tuple[Runner, Score]) -> No
     assert {5, 6} <= set(runner.block_hashes.blocks_and_hashes()[0])
 
 
-def test_names_of_a_slot_that_could_not_start_are_not_learnt(tiny: tuple[Runner, Score]) -> None:
-    """Plans name its blocks in good faith, also those sent before the failure was known."""
+def test_block_hashes_of_a_slot_that_could_not_start_are_not_stored(tiny: tuple[Runner, Score]) -> None:
+    """Plans sent before the failure was known also contain hashes of its blocks."""
     runner, _ = tiny
     runner.reset(4)
     size = runner.geometry.block_size

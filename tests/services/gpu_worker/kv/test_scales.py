@@ -1,4 +1,4 @@
-"""Where the scales of a KV cache in 8 bits come from, and what cannot be used."""
+"""Sources of the scales of an 8-bit KV cache, and scales that are refused."""
 
 from pathlib import Path
 
@@ -56,7 +56,7 @@ def test_scales_of_a_checkpoint(name: str, tmp_path: Path) -> None:
         kv_scales.set_pool_scales(it, scales, config(tmp_path))
 
 
-def test_a_16_bit_cache_takes_no_notice_of_scales(tmp_path: Path) -> None:
+def test_a_16_bit_cache_ignores_scales(tmp_path: Path) -> None:
     table = WeightTable(torch.float32, DEVICE)
     scales = kv_scales.place_scales(table, 2, is_wanted=False)
     assert not table.wants("model.layers.1.self_attn.k_scale")
@@ -78,7 +78,7 @@ def test_scales_of_a_file(tmp_path: Path) -> None:
 
 
 def test_scales_of_the_first_prompt(tmp_path: Path) -> None:
-    """As large as its largest K and V ask for, after norm and rotation; later prompts leave them alone."""
+    """Scales follow from its largest K and V, after norm and rotation; later prompts do not change them."""
     it = pool()
     kv_scales.set_pool_scales(it, torch.ones(2, 2), config(tmp_path, calculate_kv_scales=True))
     assert it.scales_pending
@@ -107,16 +107,16 @@ def test_scales_of_the_first_prompt(tmp_path: Path) -> None:
     assert it.scales.tolist() == [[k_first, v_first], [k_second, v_second]]
 
 
-def test_what_is_not_finite_is_scrubbed_from_8_bits() -> None:
+def test_scrub_clears_8_bit_blocks_that_are_not_finite() -> None:
     it = pool()
     it.memory[1, 3] = torch.full((2, 2, 8, 16), float("nan"), device=DEVICE).to(it.dtype)
     it.memory[1, 4] = torch.full((2, 2, 8, 16), 2.0, device=DEVICE).to(it.dtype)
-    CpuMetadataBuilder(it)  # every worker has one, also where it is not used
+    CpuMetadataBuilder(it)  # every worker creates one, even if it is unused
     it.scrub(np.array([3, 4]))
     assert torch.equal(it.memory[1, 3:5].float().amax((1, 2, 3, 4)).cpu(), torch.tensor([0.0, 2.0]))
 
 
-def test_what_cannot_be_in_8_bits(tmp_path: Path) -> None:
+def test_kv_cache_dtype_is_checked(tmp_path: Path) -> None:
     BY_NAME["llama"].save(tmp_path)
     with pytest.raises(ConfigError, match="need a GPU; on CPU leave it at auto"):
         engine.start(msgspec.structs.replace(settings(tmp_path), kv_cache_dtype="fp8"), lambda *_: None)

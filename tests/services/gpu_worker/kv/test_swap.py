@@ -1,4 +1,4 @@
-"""Preempted sequences whose KV comes back from host memory go on as if nothing had happened, up to ties."""
+"""Preempted sequences whose KV is fetched from host memory give the same tokens as without preemption, up to ties."""
 
 from pathlib import Path
 
@@ -36,13 +36,13 @@ def prompt_of(seed: int) -> list[int]:
 
 
 def sampling_of(seed: int) -> Sampling:
-    """Half of them greedy, half seeded."""
+    """Greedy for even seeds, seeded sampling for odd ones."""
     return Sampling(max_tokens=50, temperature=0.7 * (seed % 2), seed=seed, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
 def expected(tiny: tuple[Path, Score]) -> list[list[int]]:
-    """Each alone."""
+    """The output of each stream alone."""
     runner = start(tiny[0], max_model_len=256)
     outputs = []
     for seed in range(NUM_STREAMS):
@@ -95,7 +95,7 @@ def test_swapped_out_and_in(
         )
 
 
-def test_less_is_computed_than_without_host_memory(tiny: tuple[Path, Score]) -> None:
+def test_host_memory_saves_prefill_tokens(tiny: tuple[Path, Score]) -> None:
     computed = []
     for gib in (0.0, host_gib(200)):
         runner = start(tiny[0], num_gpu_blocks_override=33, max_model_len=256, swap_space_gib=gib)
@@ -104,7 +104,7 @@ def test_less_is_computed_than_without_host_memory(tiny: tuple[Path, Score]) -> 
     assert computed[1] < 0.7 * computed[0]
 
 
-def test_a_scheduler_that_attaches_finds_what_is_in_host_memory(tiny: tuple[Path, Score]) -> None:
+def test_a_new_scheduler_finds_the_blocks_in_host_memory(tiny: tuple[Path, Score]) -> None:
     folder, _ = tiny
     runner = start(folder, num_gpu_blocks_override=32, max_model_len=256, swap_space_gib=host_gib(100))
     prompts = [np.random.default_rng(90 + i).integers(2, VOCAB, 200).tolist() for i in range(3)]
@@ -127,8 +127,8 @@ def done_by(runner: Runner, plan: StepPlan) -> CompletedPlan:
     return done[0]
 
 
-def test_a_fetch_that_fails_is_said_and_its_slot_is_silent(tiny: tuple[Path, Score]) -> None:
-    """Host block 1 holds nothing: the slot that begins on it says nothing, nor does one that reads what it writes."""
+def test_a_failed_fetch_is_reported_and_its_slot_has_no_result(tiny: tuple[Path, Score]) -> None:
+    """Host block 1 is empty: the slot that starts on it has no result, nor has a slot that reads its blocks."""
     folder, _ = tiny
     runner = start(folder, max_model_len=256, swap_space_gib=host_gib(8))
     prompt, size = prompt_of(5), 8
@@ -157,7 +157,7 @@ def test_a_fetch_that_fails_is_said_and_its_slot_is_silent(tiny: tuple[Path, Sco
     assert [r.slot for r in done.all_results] == [4]
 
 
-def test_more_than_there_is_and_less_than_a_block(tiny: tuple[Path, Score]) -> None:
+def test_swap_space_above_the_free_memory_and_below_a_block(tiny: tuple[Path, Score]) -> None:
     folder, _ = tiny
     with pytest.raises(LoadError, match=r"--swap-space 1e\+06: .* of host memory are free"):
         start(folder, swap_space_gib=1e6)

@@ -1,4 +1,4 @@
-"""Weights that wait in host memory give the outputs that they give on the device, and are spread over the layers."""
+"""Weights in host memory give the same outputs as weights on the device, and are spread over the layers."""
 
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ LAYER_BYTES = 4 * 64 * (3 * 64 + 64 + 2 * 96 + 96)  # qkv, out, gate and up, dow
 
 @pytest.mark.parametrize("name", ["llama", "opt"])
 @pytest.mark.parametrize("share", [0.3, 1.0])
-def test_outputs_are_those_of_weights_on_the_device(
+def test_outputs_equal_those_of_weights_on_the_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, share: float
 ) -> None:
     BY_NAME[name].save(tmp_path)
@@ -54,7 +54,7 @@ def test_outputs_are_those_of_weights_on_the_device(
     assert copies[:2] == [0, 1] and max(copies) > 2
 
 
-def test_matrices_are_spread_and_no_more_than_asked_for() -> None:
+def test_offloaded_matrices_are_spread_and_within_the_limit() -> None:
     build = find_family(CONFIG)
     gib = 0.25 * 10 * LAYER_BYTES / GIB
     share = share_of_layers(partial(build, CONFIG), torch.float32, gib, free_bytes=GIB)
@@ -77,7 +77,7 @@ def test_all_layers_at_most(tmp_path: Path) -> None:
         share_of_layers(partial(build, CONFIG), torch.float32, 1e-6, free_bytes=GIB)
 
 
-def test_the_flag_says_how_much_stays_unless_this_is_a_cpu(tmp_path: Path) -> None:
+def test_the_flag_gives_the_offloaded_share_and_nothing_is_offloaded_on_cpu(tmp_path: Path) -> None:
     config = settings(tmp_path, cpu_offload_gib=0.25 * 10 * LAYER_BYTES / GIB)
     shares = [
         engine.host_share(find_family(CONFIG), CONFIG, torch.float32, config, torch.device(device))
@@ -86,7 +86,7 @@ def test_the_flag_says_how_much_stays_unless_this_is_a_cpu(tmp_path: Path) -> No
     assert shares == [pytest.approx(0.25), 0.0]
 
 
-def test_on_cpu_they_are_there_anyway(tmp_path: Path) -> None:
+def test_on_cpu_the_flag_only_prints_a_note(tmp_path: Path) -> None:
     BY_NAME["llama"].save(tmp_path)
     seen: list[str] = []
     runner = engine.start(
@@ -98,7 +98,7 @@ def test_on_cpu_they_are_there_anyway(tmp_path: Path) -> None:
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_by_the_flag_with_graphs(tmp_path: Path) -> None:
+def test_offload_by_the_flag_with_cuda_graphs(tmp_path: Path) -> None:
     BY_NAME["llama"].save(tmp_path)
     outputs = []
     for gib in (0.0, 0.0001):

@@ -1,4 +1,4 @@
-"""Every layout gives the product, and the picker chooses as was measured."""
+"""Every weight layout gives the same product, and the picker chooses by measured times."""
 
 import pytest
 import torch
@@ -62,7 +62,7 @@ def test_frozen_rows_do_not_depend_on_the_others(inner: int, outer: int, dtype: 
     assert linear(x[:0]).shape == (0, outer)
 
 
-def test_a_group_is_the_only_shape() -> None:
+def test_in_groups_calls_the_product_with_one_shape_only() -> None:
     seen = set()
 
     def product(x: torch.Tensor) -> torch.Tensor:
@@ -75,8 +75,8 @@ def test_a_group_is_the_only_shape() -> None:
     assert seen == {GROUP}
 
 
-def test_products_by_rows() -> None:
-    """Those of their number of rows, else the other one, else the plain product."""
+def test_the_number_of_rows_selects_the_product() -> None:
+    """The product for this number of rows is used, else the default one, else the plain product."""
     linear = dense_linear(torch.ones(2, 3))
     x = torch.ones(2, 3)
     linear.use({2: lambda x: x[:, :2] * 7})

@@ -16,7 +16,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @pytest.mark.parametrize("is_fused", [False, True])
-def test_products_fused_with_their_neighbours(is_fused: bool) -> None:
+def test_fused_products(is_fused: bool) -> None:
     """A layer's products, in separate kernels and fused with norm, gate and sum, against plain torch."""
     rows, hidden, inner = 2, 32, 48
     torch.manual_seed(3)

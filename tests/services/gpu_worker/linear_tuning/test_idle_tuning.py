@@ -1,4 +1,4 @@
-"""Measuring in idle times, with a made-up tuner."""
+"""Tuning while the worker is idle, with a fake tuner."""
 
 from collections.abc import Iterator
 
@@ -44,7 +44,7 @@ def test_nothing_is_measured_before_its_kernels_are_compiled() -> None:
     assert compiler.closed == 1
 
 
-def test_what_is_known_already_needs_no_compiler() -> None:
+def test_cached_results_need_no_compiler() -> None:
     compiler = Compiler()
     assert IdleTuning(Tuner(), compiler).done == 1.0
     assert compiler.closed == 1

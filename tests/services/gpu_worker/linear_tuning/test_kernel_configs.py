@@ -1,4 +1,4 @@
-"""Candidates, the choice among them, and the file that keeps it."""
+"""Candidate configs, the choice among them, and the cache file."""
 
 import logging
 from pathlib import Path
@@ -26,14 +26,14 @@ def test_the_quickest_is_picked_cublas_when_in_doubt(times: dict[KernelConfig, f
     assert kernel_configs.pick(times) == chosen
 
 
-def test_a_set_that_is_slower_as_a_whole_is_not_picked() -> None:
+def test_a_set_with_a_slower_sum_is_not_picked() -> None:
     cublas, ours = [CUBLAS, CUBLAS], [SKINNY, STREAM_K]
     assert kernel_configs.fastest_set([(cublas, 4.0), ([SKINNY, CUBLAS], 4.1), (ours, 3.7)]) == ours
     assert kernel_configs.fastest_set([(cublas, 4.0), (ours, 4.1)]) == cublas
     assert kernel_configs.fastest_set([(cublas, 4.0), (ours, 3.99)]) == cublas
 
 
-def test_what_is_tried_next() -> None:
+def test_the_next_candidates() -> None:
     times = {
         CUBLAS: 9.0,
         SKINNY: 3.0,
@@ -72,8 +72,8 @@ def test_candidates_fit_their_rows() -> None:
     )
 
 
-def test_small_layers_are_split_until_all_processors_are_busy() -> None:
-    shape = (64, 16, 128, 5, 4)  # 100 KiB: two programs a processor
+def test_small_layers_are_split_until_all_sms_are_busy() -> None:
+    shape = (64, 16, 128, 5, 4)  # 100 KiB of shared memory: two programs an SM
     assert kernel_configs.splits(LinearShape(4096, 4096, 1), 16, shape, 2, 132) == [1, 2, 4]
     assert kernel_configs.splits(LinearShape(4096, 128256, 1), 16, shape, 2, 132) == [1]
     assert kernel_configs.splits(LinearShape(512, 64, 1), 16, shape, 2, 132) == [1], (
@@ -88,7 +88,7 @@ def test_a_batch_invariant_config_follows_from_the_layer_alone() -> None:
     assert kernel_configs.batch_invariant_config(LinearShape(4096, 4096, 32), 4, 132) == CUBLAS
 
 
-def test_a_cache_file_comes_back(tmp_path: Path) -> None:
+def test_a_cache_file_round_trip(tmp_path: Path) -> None:
     path = kernel_configs.cache_path("NVIDIA H200", ("torch2.11.0+cu130",), environ={"XDG_CACHE_HOME": str(tmp_path)})
     assert path == tmp_path / "blockyard" / "linear-NVIDIA-H200-torch2.11.0+cu130.json"
     assert kernel_configs.read_cache(path) == []
@@ -105,7 +105,7 @@ def test_a_cache_file_comes_back(tmp_path: Path) -> None:
     assert kernel_configs.find(entries, LAYERS[:1], "bfloat16", 16) is None
 
 
-def test_what_is_measured_again_replaces_what_was() -> None:
+def test_a_new_measurement_replaces_the_old_one() -> None:
     old = [
         TunedConfig(LAYERS, "bfloat16", 1, [SKINNY, CUBLAS]),
         TunedConfig(LAYERS[:1], "bfloat16", 1, [SKINNY]),

@@ -1,4 +1,4 @@
-"""The tuner with clocks and GPU made up: products in Triton's interpreter, on a GPU as they are."""
+"""The tuner with a fake timer and fake GPU properties; without a GPU, products run in Triton's interpreter."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ STREAM_K = KernelConfig("stream_k", 64, 16, 32, 3, 4, 2)
 
 @pytest.fixture
 def linears(monkeypatch: pytest.MonkeyPatch) -> list[Linear]:
-    torch.zeros(1, device=DEVICE)  # CUDA reads the true properties as it begins
+    torch.zeros(1, device=DEVICE)  # initialises CUDA, which reads the real properties
     properties = SimpleNamespace(multi_processor_count=4, name="none", major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(linear_products, "WORKSPACE_ELEMENTS", 1 << 16)
@@ -27,7 +27,9 @@ def linears(monkeypatch: pytest.MonkeyPatch) -> list[Linear]:
 
 
 def made_up(tuner: Tuner, monkeypatch: pytest.MonkeyPatch) -> list[tuple[KernelConfig, int]]:
-    """Tiles are quick for the first shape, few rows for the second, the library at 3 rows. What was timed."""
+    """Fakes the timer and returns the configs that it times.
+
+    stream-K is fastest for the first shape from 2 rows on, skinny otherwise, and no kernel beats cuBLAS at 3 rows."""
     timed = []
 
     def seconds(config: KernelConfig, group: list[Linear], rows: int) -> float:
@@ -82,7 +84,7 @@ def test_without_fusion_no_product_is_fused(
     assert not any(linear.fused(rows) for linear in linears for rows in (1, 2))
 
 
-def test_a_step_that_is_no_quicker_is_the_library_s(
+def test_cublas_is_kept_where_the_whole_step_is_not_faster(
     linears: list[Linear], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tuner = Tuner(linears)
@@ -92,7 +94,7 @@ def test_a_step_that_is_no_quicker_is_the_library_s(
     assert not any(linear._products for linear in linears)
 
 
-def test_what_is_best_alone_gives_way_to_what_is_best_beside_the_others(
+def test_the_config_that_makes_the_whole_step_fastest_is_picked(
     linears: list[Linear], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tuner = Tuner(linears)
@@ -100,14 +102,14 @@ def test_what_is_best_alone_gives_way_to_what_is_best_beside_the_others(
 
     def beside(configs: list[KernelConfig], rows: int) -> float:
         tiles = [config.kernel == "stream_k" for config in configs]
-        return 5.0 - sum(tiles) + 3.0 * all(tiles)  # one after the other they are slow
+        return 5.0 - sum(tiles) + 3.0 * all(tiles)  # two in a row are slow
 
     for name in ("step_seconds", "excerpt_seconds"):
         monkeypatch.setattr(tuner.timer, name, beside)
     assert [config.kernel == "stream_k" for config in tuner.measure(5)] == [True, False]
 
 
-def test_shapes_that_are_not_among_the_first_layers_stay_as_they_are_alone(
+def test_shapes_outside_the_timed_excerpt_keep_their_own_best_config(
     linears: list[Linear], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linear_tuning, "EXCERPT", 1)
@@ -125,7 +127,7 @@ def test_shapes_that_are_not_among_the_first_layers_stay_as_they_are_alone(
     assert len({configs[1] for configs in tried[2:]}) == 1
 
 
-def test_what_cannot_be_measured_is_left_to_the_library(
+def test_cublas_is_kept_if_measuring_fails(
     linears: list[Linear], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tuner = Tuner(linears)

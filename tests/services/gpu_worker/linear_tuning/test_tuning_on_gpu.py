@@ -1,4 +1,4 @@
-"""Linear layers picked by measuring, and frozen ones; on a GPU."""
+"""Tuned and batch-invariant linear layers on a GPU."""
 
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ def test_tuned_products_are_right_and_measured_once(bias: bool, tmp_path: Path) 
 
 
 def test_every_candidate_is_right(tmp_path: Path) -> None:
-    """Also in a chain, where each begins before the last one ended."""
+    """Also in a chain where each kernel starts before the previous one has ended."""
     linears = layers()
     tuner = tuner_of(linears)
     sizes = (1, 2, 4, 16, 20, 64, 128, 256)

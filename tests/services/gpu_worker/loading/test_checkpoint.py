@@ -1,4 +1,4 @@
-"""Reading weights: every file kind gives the same numbers, and everything wrong is one line."""
+"""Reading weights: every file format gives the same values, and every error is one line."""
 
 import json
 from pathlib import Path
@@ -126,7 +126,7 @@ def test_missing_and_left_over_weights_are_named(whole: Path) -> None:
     assert refusal(whole) == "model.norm.weight: the checkpoint has [63], config.json means [64]"
 
 
-def test_what_a_model_has_no_use_for(sharded: Path, whole: Path) -> None:
+def test_unused_weights_are_skipped(sharded: Path, whole: Path) -> None:
     change(whole, **{"model__layers__0__self_attn__rotary_emb__inv_freq": torch.ones(8)})
     assert same(load(whole), load(sharded))
 
@@ -142,7 +142,7 @@ def test_broken_files(sharded: Path, whole: Path) -> None:
     assert "--load-format dummy" in refusal(whole)
     (whole / "pytorch_model.bin").write_bytes(b"nonsense")
     assert "not a usable torch file" in refusal(whole)
-    torch.save({"a": print}, whole / "pytorch_model.bin")  # code, not weights
+    torch.save({"a": print}, whole / "pytorch_model.bin")  # a pickle with code
     assert "not a usable torch file" in refusal(whole)
     torch.save([torch.ones(1)], whole / "pytorch_model.bin")
     assert "holds a list" in refusal(whole)

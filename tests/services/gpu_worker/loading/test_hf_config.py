@@ -1,4 +1,4 @@
-"""config.json: overrides, RoPE in both spellings, families, and what is refused."""
+"""config.json: overrides, both forms of RoPE settings, model families, refused values."""
 
 import json
 import math
@@ -78,12 +78,12 @@ def test_rope_spellings(tmp_path: Path, fields: dict[str, Any], overrides: str) 
         ({"rope_type": "yarn", "factor": 4.0}, 1024),
     ],
 )
-def test_how_long_a_scaling_reaches(tmp_path: Path, scaling: dict[str, Any] | None, length: int) -> None:
+def test_context_length_with_rope_scaling(tmp_path: Path, scaling: dict[str, Any] | None, length: int) -> None:
     rope = read_rope(read_config(write(tmp_path, rope_scaling=scaling)), 256)
     assert extended_length(rope, 256) == length
 
 
-def test_what_is_refused(tmp_path: Path) -> None:
+def test_refused_configs(tmp_path: Path) -> None:
     listed = refusal(tmp_path, architectures=["FancyForCausalLM"])
     assert "FancyForCausalLM is not supported" in listed
     assert all(name in listed for name in SUPPORTED)
@@ -155,7 +155,7 @@ def test_windows(tmp_path: Path, fields: dict[str, Any], windows: tuple[int | No
     assert disabled.shape.windows == (None,) * 3
 
 
-PUBLISHED = {  # the shapes of models that people run, without their weights
+PUBLISHED = {  # shapes of published models, without their weights
     "llama-3.1-8b": (
         {
             "architectures": ["LlamaForCausalLM"],
@@ -245,7 +245,7 @@ def test_threads_leave_a_core_to_the_ring(tmp_path: Path, monkeypatch: pytest.Mo
     assert [cores_file.default_threads(replicas) for replicas in (2, 3, 8)] == [2, 1, 1]
 
 
-def test_a_device_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_device(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("it is there")
     with pytest.raises(ConfigError, match="--device cpu"):

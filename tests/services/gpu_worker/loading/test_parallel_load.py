@@ -1,4 +1,4 @@
-"""Readers side by side give what one gives, and fail as it does."""
+"""Parallel readers give the same weights and errors as one reader."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A worker that slept computes what it computed before, and gives memory back meanwhile."""
+"""A worker frees memory while it sleeps, and computes the same tokens after it."""
 
 from pathlib import Path
 
@@ -64,7 +64,7 @@ def test_tokens_are_the_same_before_and_after(folder: Path, level: int) -> None:
 
 @pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize("first", list(MemoryTag))
-def test_weights_and_kv_come_back_one_after_the_other(folder: Path, level: int, first: MemoryTag) -> None:
+def test_weights_and_kv_are_restored_one_after_the_other(folder: Path, level: int, first: MemoryTag) -> None:
     runners: list[Runner] = []
 
     def begin() -> Runner:
@@ -89,7 +89,7 @@ def test_weights_and_kv_come_back_one_after_the_other(folder: Path, level: int, 
     assert answer(runners[-1]) == before
 
 
-def test_a_runner_that_does_not_come_back_is_made_anew(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_runner_that_fails_to_wake_is_created_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runners: list[Runner] = []
 
     def begin() -> Runner:
@@ -108,7 +108,7 @@ def test_a_runner_that_does_not_come_back_is_made_anew(folder: Path, monkeypatch
     assert answer(runners[1]) == before
 
 
-def test_a_pool_in_host_memory_gives_its_pages_back() -> None:
+def test_a_pool_in_host_memory_frees_its_pages() -> None:
     shape = start_shape()
     pool = KVPool(shape, 4096, 16, torch.float32, torch.device("cpu"))
     pool.memory.fill_(1.0)
@@ -152,7 +152,7 @@ def test_every_tensor_is_found_once() -> None:
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_weights_of_a_gpu_come_back(folder: Path) -> None:
+def test_weights_are_restored_on_a_gpu(folder: Path) -> None:
     class Model:
         __module__ = "blockyard.services.gpu_worker.models.made_up"
 

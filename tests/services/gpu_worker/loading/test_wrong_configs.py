@@ -1,4 +1,4 @@
-"""A config.json that is not that of its checkpoint, or of no model at all: one line, before memory is taken."""
+"""A config.json that is invalid or does not match its checkpoint: one line, before memory is allocated."""
 
 import json
 import time
@@ -29,7 +29,7 @@ def change(folder: Path, **fields: Any) -> None:
 
 
 def refusal(folder: Path, **fields: Any) -> str:
-    """What a worker says of the folder, from the point where it would load."""
+    """The error of a worker that starts on the folder, before it loads weights."""
     began = time.monotonic()
     with pytest.raises((ConfigError, LoadError)) as error:
         engine.start(settings(folder, **fields), lambda phase, progress, notes: loaded(phase))
@@ -74,7 +74,7 @@ LIES: list[tuple[str, Any, str]] = [
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
 @pytest.mark.parametrize(("name", "value", "said"), LIES, ids=[f"{n} {str(v)[:12]}" for n, v, _ in LIES])
-def test_numbers_of_no_model_are_one_line(folder: Path, load_format: str, name: str, value: Any, said: str) -> None:
+def test_invalid_values_are_one_line(folder: Path, load_format: str, name: str, value: Any, said: str) -> None:
     change(folder, **{name: value})
     assert said in refusal(folder, load_format=load_format)
 
@@ -90,7 +90,7 @@ def test_numbers_of_no_model_are_one_line(folder: Path, load_format: str, name: 
         ("num_key_value_heads", 4, "the checkpoint has"),
     ],
 )
-def test_numbers_of_another_model_are_held_against_the_checkpoint(
+def test_values_of_another_model_are_compared_with_the_checkpoint(
     folder: Path, name: str, value: Any, said: str
 ) -> None:
     change(folder, **{name: value})
@@ -106,7 +106,7 @@ def test_torch_files_bound_the_number_of_weights(folder: Path) -> None:
     assert "can hold" in refusal(folder)
 
 
-def test_made_up_weights_must_fit_into_memory(folder: Path) -> None:
+def test_dummy_weights_must_fit_into_memory(folder: Path) -> None:
     change(folder, hidden_size=2**17, intermediate_size=2**19, num_hidden_layers=100)
     said = refusal(folder, load_format="dummy")
     assert "GiB in float32" in said and "are free" in said
@@ -132,7 +132,7 @@ def test_an_index_names_files_of_its_folder(folder: Path, index: Any, said: str)
     assert said in refusal(folder)
 
 
-def test_links_in_a_circle_and_nested_files(folder: Path) -> None:
+def test_symlink_cycles_and_nested_files(folder: Path) -> None:
     for file in folder.glob("model*"):
         file.unlink()
     (folder / "model.safetensors").symlink_to("model.safetensors")
@@ -148,7 +148,7 @@ def test_links_in_a_circle_and_nested_files(folder: Path) -> None:
     assert "config.json" in refusal(folder)
 
 
-def test_shards_may_be_links_to_elsewhere(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_shards_may_be_symlinks_out_of_the_folder(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     """As in the hub's cache, where each file is a link to a blob."""
     blobs = tmp_path_factory.mktemp("blobs")
     for file in folder.glob("*.safetensors"):

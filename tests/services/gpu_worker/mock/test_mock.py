@@ -1,4 +1,4 @@
-"""The mock worker's batch: what it makes of plans, and that it dies of those that contradict what came before."""
+"""The mock worker's batch: how it runs plans, and that a plan that contradicts earlier ones is a fatal error."""
 
 import os
 import subprocess
@@ -62,7 +62,7 @@ def batch(pattern: Pattern = PATTERN, geometry: Geometry = GEOMETRY) -> MockBatc
 
 
 def tokens(it: MockBatch, slot: int, steps: int = 30) -> tuple[list[int], SlotResult | None]:
-    """All tokens of a slot until it is silent, and its last result."""
+    """All tokens of a slot until it has no more results, and its last result."""
     ids: list[int] = []
     last = None
     for _ in range(steps):
@@ -95,7 +95,7 @@ def test_tokens_depend_on_seed_choice_and_position_alone() -> None:
     assert result.token_ids != [ids[0]]
 
 
-def test_max_tokens_ends_a_slot_which_is_silent_then() -> None:
+def test_max_tokens_ends_a_slot_and_it_has_no_more_results() -> None:
     it = batch()
     it.step(plan((0, 5), starts=[slot_start(0, [0, 1, 2])]))
     ids, last = tokens(it, 0)
@@ -197,7 +197,7 @@ def test_contradictions_are_fatal(says: str) -> None:
         it.step(BAD[says])
 
 
-def test_a_copied_block_is_a_slots_own() -> None:
+def test_a_copied_block_may_be_written() -> None:
     it = batch()
     it.step(plan((0, 5), starts=[slot_start(0, [0, 1])]))
     (own,) = it.step(plan((1, 5), starts=[slot_start(1, [2, 3], seed=3)]))
@@ -206,8 +206,8 @@ def test_a_copied_block_is_a_slots_own() -> None:
     assert (copied.num_computed, copied.token_ids) == (5, own.token_ids)
 
 
-def test_all_copies_read_before_one_writes() -> None:
-    """As the real pool copies, where a chain hands on what was in the block before."""
+def test_all_copies_read_before_any_writes() -> None:
+    """As in the real pool: in a chain of copies, each reads the content from before the plan."""
     kv = MockKV(4)
     for block in (0, 1):
         kv.write([block], 0, 4, TokensByBlock(array("I", [block] * 4).tobytes(), 4))
@@ -217,7 +217,7 @@ def test_all_copies_read_before_one_writes() -> None:
     assert before != kv.state(0)
 
 
-def test_blocks_are_shared_by_those_that_begin_alike() -> None:
+def test_sequences_with_a_common_prefix_share_blocks() -> None:
     it = batch()
     it.step(plan((0, 5), starts=[slot_start(0, [0, 1])]))
     (own,) = it.step(plan((1, 5), starts=[slot_start(1, [2, 3], seed=3)]))
@@ -230,7 +230,7 @@ def test_blocks_are_shared_by_those_that_begin_alike() -> None:
         it.step(plan((3, 5), starts=[slot_start(3, [0, 5])]))
 
 
-def test_kv_and_names_outlive_slots() -> None:
+def test_kv_and_block_hashes_outlive_slots() -> None:
     runner = MockRunner(GEOMETRY, PATTERN, step_s=0.0)
     runner.reset(4)
     named = msgspec.structs.replace(plan((0, 5), starts=[slot_start(0, [3, 1])]), full_blocks=[FullBlock(3, b"n" * 16)])
@@ -243,7 +243,7 @@ def test_kv_and_names_outlive_slots() -> None:
     assert runner.block_hashes.blocks_and_hashes() == ([], b"")
 
 
-def test_an_ended_slot_and_its_blocks_have_a_new_life_in_the_same_plan() -> None:
+def test_an_ended_slot_and_its_blocks_may_be_reused_in_the_same_plan() -> None:
     it = batch()
     it.step(plan((0, 5), starts=[slot_start(0, [0, 1])]))
     (result,) = it.step(plan((0, 5), ends=[0], starts=[slot_start(0, [1, 0])]))
@@ -255,7 +255,7 @@ def config(folder: Path, **more: object) -> WorkerConfig:
     return WorkerConfig(process=process, model_path=str(folder), worker_cls="mock", **more)
 
 
-def test_vocabulary_length_and_ends_come_from_the_model(tmp_path: Path) -> None:
+def test_vocabulary_length_and_eos_ids_come_from_the_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(
         '{"vocab_size": 4096, "max_position_embeddings": 2048, "eos_token_id": [1, 3], "hidden_size": 8}'
     )

@@ -50,7 +50,7 @@ def pair(request: pytest.FixtureRequest, device: str, tmp_path_factory: pytest.T
 
 
 def all_logits(runner: Runner, ids: list[int], chunks: list[int]) -> torch.Tensor:
-    """Logits at every position, computed in chunks of the given sizes on blocks in no order."""
+    """Logits at every position, computed in chunks of the given sizes on blocks in random order."""
     size = runner.geometry.block_size
     table = np.random.default_rng(5).permutation(runner.geometry.num_blocks)[: -(-len(ids) // size)]
     device = runner.pool.device
@@ -100,7 +100,7 @@ def test_lower_precision_stays_near(name: str, dtype: str, device: str, tmp_path
 
 @pytest.mark.parametrize("name", ["llama-yarn", "mistral-window", "qwen2", "qwen3", "opt"])
 def test_bfloat16_tokens_by_a_float64_reference(name: str, device: str, tmp_path: Path) -> None:
-    """Steps as they are served, on a GPU in graphs ahead of the host: a token that is not float64's choice scores there
+    """Steps as in serving, on a GPU in graphs ahead of the host: a token that float64 would not choose scores there
     as much less as transformers' own bfloat16 is wrong about two tokens at most."""
     half = BY_NAME[name].save(tmp_path).bfloat16()
     exact = copy.deepcopy(half).double()
@@ -121,7 +121,7 @@ def test_bfloat16_tokens_by_a_float64_reference(name: str, device: str, tmp_path
         assert sum(same) > 0.85 * len(same)
 
 
-def test_greedy_tokens_alone_and_in_company(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
+def test_greedy_tokens_alone_and_batched(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
     """Alone equals transformers; batched, chunked and preempted equal alone. All up to ties."""
     sampling = Sampling(max_tokens=OUTPUT, temperature=0.0, ignore_eos=True)
     score, ties = greedy_score(pair.theirs), Ties()
@@ -131,7 +131,7 @@ def test_greedy_tokens_alone_and_in_company(pair: Pair, capsys: pytest.CaptureFi
         stream = driver.add(prompt, sampling)
         driver.run()
         alone.append(stream.output)
-        # their choice at each position, given our tokens so far: equal everywhere means their own run is this one
+        # transformers' choice at each position given our tokens: if all are equal, its own run gives the same tokens
         with torch.no_grad():
             logits = pair.theirs(torch.tensor([prompt + stream.output], device=pair.theirs.device)).logits[0]
         theirs = logits.argmax(-1)[len(prompt) - 1 : -1].tolist()
@@ -153,7 +153,7 @@ def test_greedy_tokens_alone_and_in_company(pair: Pair, capsys: pytest.CaptureFi
 
 
 def test_transformers_own_generate(tmp_path: Path) -> None:
-    """The comparison above feeds their model our tokens; here it generates by itself, past a dynamic RoPE length."""
+    """The test above feeds our tokens to transformers' model; here it generates itself, past a dynamic RoPE length."""
     tiny = BY_NAME["llama-dynamic"]
     tiny.fields["max_position_embeddings"] = 40
     try:

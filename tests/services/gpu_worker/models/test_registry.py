@@ -1,4 +1,4 @@
-"""The table of architectures, which launcher and worker share."""
+"""The table of architectures, shared by launcher and worker."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The declared list of logits steps: host and device implement every entry, and each parameter belongs to one."""
+"""The declared list of logits steps: host and device implement every step, and each parameter belongs to one step."""
 
 import math
 
@@ -10,7 +10,7 @@ from blockyard.services.gpu_worker.sampling.host_steps import HOST_PARAMETERS, H
 from blockyard.services.gpu_worker.sampling.logits_steps import LOGITS_STEPS, unsupported_reason
 from blockyard.shared.messages import Sampling
 
-# Parameters that change no logits: when a sequence ends, its random numbers, and what is reported.
+# Parameters that change no logits: finish conditions, the seed, and the reported log-probabilities.
 OTHERS = {"max_tokens", "ignore_eos", "stop_token_ids", "seed", "num_logprobs", "num_prompt_logprobs"}
 
 
@@ -34,7 +34,7 @@ def test_every_parameter_belongs_to_one_step() -> None:
 
 
 def test_the_device_reads_every_parameter() -> None:
-    """A value other than the default changes what is written of a slot."""
+    """A value other than the default changes the slot state that is written to the device."""
     changed = {
         "allowed_token_ids": [5],
         "bad_words": [[6]],
@@ -57,17 +57,17 @@ def test_the_device_reads_every_parameter() -> None:
     assert default.words[Field.TEMPERATURE] == float_word(1.0)
 
 
-def test_a_ban_outlasts_a_bias() -> None:
+def test_a_ban_overrides_a_bias() -> None:
     sampling = Sampling(max_tokens=9, bad_words=[[6]], min_tokens=3, logit_bias=[(6, 5.0), (2, 1.0), (2, 0.5)])
     assert written(sampling).edits == {6: (-math.inf, 0), 2: (1.5, 13)}
 
 
-def test_of_allowed_tokens_alone_others_keep_no_edit() -> None:
+def test_with_allowed_tokens_other_tokens_need_no_edit() -> None:
     slot = written(Sampling(max_tokens=9, allowed_token_ids=[4, 5], min_tokens=3, logit_bias=[(5, 2.0), (8, 1.0)]))
     assert (slot.only_listed, slot.edits) == (True, {4: (0.0, 0), 5: (2.0, 0)})
 
 
-def test_a_word_of_several_tokens_is_the_host_s() -> None:
+def test_bad_words_of_several_tokens_are_applied_on_the_host() -> None:
     slot = DeviceSlot([0] * NUM_FIELDS, 10, [2], 100)
     assert not DEVICE_STEPS["bad_words"](slot, Sampling(max_tokens=5, bad_words=[[1], [2, 3]]))
 
@@ -82,5 +82,5 @@ def test_a_word_of_several_tokens_is_the_host_s() -> None:
         ({"top_p": 0.5, "allowed_token_ids": [99]}, ""),
     ],
 )
-def test_what_cannot_be_used_is_named(fields: dict[str, object], reason: str) -> None:
+def test_invalid_parameters_are_named(fields: dict[str, object], reason: str) -> None:
     assert unsupported_reason(Sampling(max_tokens=5, **fields), 100) == reason

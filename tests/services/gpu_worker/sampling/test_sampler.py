@@ -1,4 +1,4 @@
-"""The sampler against a plain loop over one row, and each parameter on its own."""
+"""The sampler compared with a plain loop over one row, and each parameter alone."""
 
 import math
 from collections.abc import Callable
@@ -21,7 +21,7 @@ NEG = -math.inf
 
 
 class Bench:
-    """Slots and a sampler without a model; `add` starts a slot with everything computed but its last token."""
+    """Slots and a sampler without a model; `add` starts a slot of which all tokens but the last are computed."""
 
     def __init__(self, num_slots: int = 16) -> None:
         self.slots = Slots(num_slots, max_model_len=64, block_size=16, vocab_size=VOCAB, num_blocks=100)
@@ -44,7 +44,7 @@ class Bench:
 
 
 def reference(logits: torch.Tensor, start: SlotStart) -> int:
-    """One row, in the order that the documentation gives, token by token."""
+    """Samples one row, token by token, in the documented order."""
     s = start.sampling
     ids = np.frombuffer(start.token_ids, "<u4").tolist()
     output = ids[start.num_prompt_tokens :]
@@ -113,7 +113,7 @@ samplings = st.builds(
     spread=st.sampled_from([0.3, 2.0, 8.0]),
     seed=st.integers(0, 1000),
 )
-def test_any_mixture_of_rows_is_sampled_as_one_by_one(
+def test_a_mixed_batch_is_sampled_as_row_by_row(
     rows: list[tuple[Sampling, list[int], int]], spread: float, seed: int
 ) -> None:
     bench = Bench()
@@ -196,22 +196,22 @@ def test_a_row_that_cannot_be_sampled_fails_alone(
         Sampling(max_tokens=1, presence_penalty=float("inf")),
     ],
 )
-def test_parameters_that_cannot_be_followed_are_named(bad: Sampling) -> None:
+def test_unsupported_parameters_are_named(bad: Sampling) -> None:
     assert Bench().add(bad, [1]) != ""
 
 
 @pytest.mark.parametrize(
     ("prompt", "output", "phrase", "forbidden"),
     [
-        ([1, 5, 6], (), [6, 7], False),  # its beginning is the prompt's end
-        ([1, 5], (6,), [5, 6, 7], False),  # it begins in the prompt
+        ([1, 5, 6], (), [6, 7], False),  # it starts with the last prompt token
+        ([1, 5], (6,), [5, 6, 7], False),  # it starts in the prompt
         ([1, 5], (6,), [6, 7], True),
         ([6], (5, 6), [5, 6, 7], True),
-        ([6, 6], (6, 5), [6, 7], False),  # said before, not last
-        ([7], (), [7], True),  # one token: wherever
+        ([6, 6], (6, 5), [6, 7], False),  # its prefix is in the output, but not at the end
+        ([7], (), [7], True),  # one token is always banned
     ],
 )
-def test_bad_words_count_against_the_output_alone(
+def test_bad_words_match_only_the_output(
     prompt: list[int], output: tuple[int, ...], phrase: list[int], forbidden: bool
 ) -> None:
     bench = Bench()
@@ -227,7 +227,7 @@ def test_penalties_of_an_ended_slot_are_forgotten() -> None:
     logits = torch.zeros(1, VOCAB)
     logits[0, 3], logits[0, 4] = 10.0, 5.0
     assert bench.sample(logits).token_ids == [4]
-    for _ in range(20):  # rows are used again, and no more of them than at once
+    for _ in range(20):  # rows are reused: no more exist than slots at a time
         bench.sampler.end(1)
         bench.slots.end(1)
         bench.used.clear()
@@ -238,7 +238,7 @@ def test_penalties_of_an_ended_slot_are_forgotten() -> None:
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(VOCAB, 0.5), (7, 1.0), (9, 0.4)])
-def test_equal_logits_stay_together_whichever_way_a_row_takes(
+def test_equal_logits_are_kept_together_on_every_path(
     top_k: int, top_p: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = 40
@@ -252,4 +252,4 @@ def test_equal_logits_stay_together_whichever_way_a_row_takes(
         noise = topk_topp_sampler.Noise(key, torch.arange(rows), torch.zeros(rows).long())
         drawn.append(topk_topp_sampler.sample_limited(logits, limits, noise)[1].tolist())
     assert drawn[0] == drawn[1] == drawn[2]
-    assert len({*drawn[0]}) > 20  # the tokens of the next value are kept, all of them
+    assert len({*drawn[0]}) > 20  # all tokens of the next value are kept
