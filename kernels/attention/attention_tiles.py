@@ -19,6 +19,7 @@ def launch_arguments(
     query_start_loc: Tensor,
     scale: float,
     window: int | None,
+    soft_cap: float | None,
     scales: Tensor | None,
     out: Tensor,
     sums: Tensor,
@@ -31,26 +32,37 @@ def launch_arguments(
     arguments = (
         q, layer, metadata.slots, metadata.positions, metadata.tables, query_start_loc, out, sums,
         q if scales is None else scales, q.stride(0), metadata.tables.stride(0), len(query_start_loc) - 1,
-        scale * LOG2E,
+        scale if soft_cap is not None else scale * LOG2E,
     )  # fmt: skip
     constants = {
-        "SCALED": scales is not None, "WINDOW": window or 0, "GROUP": q.shape[1] // layer.shape[2],
-        "KV_HEADS": layer.shape[2], "HEAD_DIM": head_dim, "DIM": max(next_power_of_2(head_dim), 16),
-        "BLOCK_SIZE": layer.shape[3],
+        "SCALED": scales is not None, "WINDOW": window or 0, "CAP": soft_cap or 0.0,
+        "GROUP": q.shape[1] // layer.shape[2], "KV_HEADS": layer.shape[2], "HEAD_DIM": head_dim,
+        "DIM": max(next_power_of_2(head_dim), 16), "BLOCK_SIZE": layer.shape[3],
     }  # fmt: skip
     return arguments, constants
 
 
 @triton.jit
+def apply_soft_cap(scores, scale, CAP: tl.constexpr):
+    """CAP * tanh(scores * scale / CAP), no cap if CAP is 0; in powers of two, as `tl.exp2` takes them.
+
+    `scale` includes log2(e) only where there is no cap. With a cap, this function multiplies by it.
+    """
+    if CAP > 0:
+        return (2 * tl.sigmoid(scores * (2 * scale / CAP)) - 1) * (CAP * 1.4426950408889634)
+    return scores * scale
+
+
+@triton.jit
 def attention_inner_loop(
     q, acc, l_i, m_i, positions, begin, stop, end, table_ptr, layer_ptr, head, scale,
-    MASK: tl.constexpr, WINDOW: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    MASK: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Online softmax (FlashAttention-2) over the key tiles from `begin` to `stop`: updates acc, l_i and m_i.
 
-    No key from `end` on is read, nor one behind the window of all rows. `scale` includes log2(e), because exponentials
-    are of 2. MASK: some row of the tile may not see all of these keys.
+    No key from `end` on is read, nor one behind the window of all rows. scale, CAP: of `apply_soft_cap`. MASK: some row
+    of the tile may not see all of these keys.
     """
     dims = tl.arange(0, DIM)
     in_head = dims < HEAD_DIM
@@ -76,7 +88,8 @@ def attention_inner_loop(
             k = tl.load(k_ptr)
             v = tl.load(v_ptr)
         k, v = k.to(q.dtype), v.to(q.dtype)  # dequantized, if the cache is 8-bit
-        scores = tl.dot(q, k, input_precision="ieee") * scale
+        scores = tl.dot(q, k, input_precision="ieee")
+        scores = apply_soft_cap(scores, scale, CAP)
         if MASK:
             visible = keys[None, :] <= positions[:, None]
             if WINDOW > 0:

@@ -45,8 +45,8 @@ def _rescale(m_i, other_m):
 def _batch_invariant_kernel(
     q_ptr, layer_ptr, slots_ptr, positions_ptr, tables_ptr, query_start_ptr, out_ptr, ml_ptr, scales_ptr, q_stride,
     table_stride, num_seqs, scale,
-    SCALED: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    SCALED: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLIT_LEN: tl.constexpr, SPLIT_KV: tl.constexpr, MAX_SPLITS: tl.constexpr,
 ):  # fmt: skip
     # program (i, j, k): K/V head i of query tile j from the end; if SPLIT_KV splits k, k + programs, ..., else all
@@ -79,7 +79,7 @@ def _batch_invariant_kernel(
         split_acc = tl.zeros([BLOCK_M, DIM], tl.float32)
         split_acc, split_l, split_m = attention_inner_loop(
             q, split_acc, split_l, split_m, positions, split * SPLIT_LEN, tl.minimum((split + 1) * SPLIT_LEN, end),
-            end, table, layer_ptr, head, scale, True, WINDOW, KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N,
+            end, table, layer_ptr, head, scale, True, WINDOW, CAP, KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N,
         )  # fmt: skip
         if SPLIT_KV:
             split_row = out_row * MAX_SPLITS + split
@@ -138,6 +138,7 @@ def batch_invariant_attention(
     max_seq_len: int,
     out: Tensor,
     is_decode: bool,
+    soft_cap: float | None = None,
     scales: Tensor | None = None,
 ) -> None:
     """As `paged_prefill`, except that `max_seq_len` must be the same in all steps.
@@ -157,7 +158,9 @@ def batch_invariant_attention(
     if is_decode:
         partial_out = torch.empty((rows, heads, max_splits, head_dim), dtype=torch.float32, device=q.device)
         ml = torch.empty((rows, heads, max_splits, 2), dtype=torch.float32, device=q.device)
-    arguments, constants = launch_arguments(q, layer, metadata, query_start_loc, scale, window, scales, partial_out, ml)
+    arguments, constants = launch_arguments(
+        q, layer, metadata, query_start_loc, scale, window, soft_cap, scales, partial_out, ml
+    )
     block_n = 64 if constants["DIM"] * q.element_size() <= 256 else 32
     num_tiles = len(out) * (heads // kv_heads) // 64 + num_seqs
     _batch_invariant_kernel[(kv_heads, num_tiles, max_splits if is_decode else 1)](

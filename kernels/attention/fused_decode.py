@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from blockyard.kernels.attention.attention_tiles import LOG2E
+from blockyard.kernels.attention.attention_tiles import LOG2E, apply_soft_cap
 from blockyard.kernels.attention.fused_decode_lanes import (
     combine_head_if_last,
     load_head,
@@ -47,10 +47,11 @@ def fused_decode_reference(
     norm: RMSNorm | None,
     scale: float,
     window: int | None,
+    soft_cap: float | None = None,
 ) -> Tensor:
     weight, eps = (None, 0.0) if norm is None else (norm.weight.to(qkv.dtype), norm.eps)
     rope_write_kv_reference(qkv, layer, metadata, rotation, weight, eps)
-    return paged_decode_reference(qkv[:, : -2 * layer.shape[2]], layer, metadata, scale, window)
+    return paged_decode_reference(qkv[:, : -2 * layer.shape[2]], layer, metadata, scale, window, soft_cap)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ class SplitSemaphores:
 def _fused_decode_kernel(
     qkv_ptr, layer_ptr, slots_ptr, positions_ptr, tables_ptr, rotation_ptr, norm_weight_ptr, scales_ptr,
     partial_out_ptr, lse_ptr, semaphores_ptr, out_ptr, row_stride, table_stride, scale, eps,
-    FP8_MAX: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr,
+    FP8_MAX: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROTATE: tl.constexpr, NORM: tl.constexpr,
     MIN_KEYS: tl.constexpr, KEYS: tl.constexpr, LANES: tl.constexpr, MAX_SPLITS: tl.constexpr,
     SPLITS_AT_ONCE: tl.constexpr, PDL: tl.constexpr,
@@ -119,16 +120,16 @@ def _fused_decode_kernel(
             write_kv(table, layer_ptr, head, position, new_k, new_v, here & inside, KV_HEADS, HEAD_DIM, BLOCK_SIZE)
         q = load_head(source, q_head, dims, inside, HEAD_DIM, LANES, DIM).to(tl.float32)
         q = norm_and_rotate(q, q_norm_weight, cos, sin, eps, HEAD_DIM, ROTATE, NORM)
-        new_score = (tl.sum(q * new_k.to(tl.float32), 1) * (scale * k_scale))[:, None]
+        new_score = apply_soft_cap(tl.sum(q * new_k.to(tl.float32), 1), scale * k_scale, CAP)[:, None]
         m_i = tl.max(tl.where(here, new_score, float("-inf")), 1)
         acc = tl.where(here, new_v.to(tl.float32), 0.0)
         l_i = tl.max(here.to(tl.float32), 1)
         valid = begin + tl.arange(0, KEYS * LANES) < stop
-        acc, l_i, m_i = online_softmax_update(q, k, v, valid, scale * k_scale, acc, l_i, m_i, KEYS, LANES, DIM)
+        acc, l_i, m_i = online_softmax_update(q, k, v, valid, scale * k_scale, acc, l_i, m_i, KEYS, LANES, DIM, CAP)
         for start in range(begin + KEYS * LANES, stop, KEYS * LANES):
             k, v = load_kv_tile(start, stop, table, layer_ptr, head, KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, KEYS * LANES)
             valid = start + tl.arange(0, KEYS * LANES) < stop
-            acc, l_i, m_i = online_softmax_update(q, k, v, valid, scale * k_scale, acc, l_i, m_i, KEYS, LANES, DIM)
+            acc, l_i, m_i = online_softmax_update(q, k, v, valid, scale * k_scale, acc, l_i, m_i, KEYS, LANES, DIM, CAP)
         m_row = tl.max(m_i, 0)
         alpha = tl.exp2(m_i - m_row)
         l_i = tl.sum(l_i * alpha, 0)
@@ -157,6 +158,7 @@ def fused_decode(
     window: int | None,
     max_seq_len: int,
     semaphores: SplitSemaphores,
+    soft_cap: float | None = None,
     scales: Tensor | None = None,
     config: FusedDecodeConfig | None = None,
 ) -> Tensor:
@@ -185,9 +187,9 @@ def fused_decode(
     pdl = supports_pdl(qkv.device)
     _fused_decode_kernel[(max_splits, heads, rows)](
         *arguments, partial_out, lse, semaphores.counts, out, qkv.stride(0), metadata.tables.stride(0),
-        scale * LOG2E,
+        scale if soft_cap is not None else scale * LOG2E,
         0.0 if norm is None else norm.eps,
-        FP8_MAX=FP8_MAX.get(layer.dtype, 0.0), WINDOW=window or 0, GROUP=group, KV_HEADS=kv_heads,
+        FP8_MAX=FP8_MAX.get(layer.dtype, 0.0), CAP=soft_cap or 0.0, WINDOW=window or 0, GROUP=group, KV_HEADS=kv_heads,
         HEAD_DIM=head_dim, DIM=dim, BLOCK_SIZE=block_size, ROTATE=rotation is not None, NORM=norm is not None,
         MIN_KEYS=config.min_keys, KEYS=config.keys, LANES=max(config.warps * 512 // (dim * qkv.element_size()), 1),
         MAX_SPLITS=next_power_of_2(max_splits), SPLITS_AT_ONCE=max(_COMBINED_ELEMENTS // dim, 1), PDL=pdl,

@@ -8,6 +8,7 @@ lanes are combined.
 import triton
 import triton.language as tl
 
+from blockyard.kernels.attention.attention_tiles import apply_soft_cap
 from blockyard.kernels.attention.combine import is_last_split
 
 
@@ -42,12 +43,12 @@ def load_kv_tile(
 @triton.jit
 def online_softmax_update(
     q, k, v, valid, scale, acc, l_i, m_i,
-    KEYS: tl.constexpr, LANES: tl.constexpr, DIM: tl.constexpr,
+    KEYS: tl.constexpr, LANES: tl.constexpr, DIM: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """Adds a tile to acc, l_i and m_i of each lane."""
     k = tl.reshape(k.to(tl.float32), [KEYS, LANES, DIM])
     v = tl.reshape(v.to(tl.float32), [KEYS, LANES, DIM])
-    scores = tl.sum(k * q[None, :, :], 2) * scale
+    scores = apply_soft_cap(tl.sum(k * q[None, :, :], 2), scale, CAP)
     scores = tl.where(tl.reshape(valid, [KEYS, LANES]), scores, float("-inf"))
     m_new = tl.maximum(m_i, tl.max(scores, 0))
     m_safe = tl.maximum(m_new, -3e38)  # while the lane has seen no key

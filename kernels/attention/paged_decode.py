@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from blockyard.kernels.attention.attention_tiles import LOG2E
+from blockyard.kernels.attention.attention_tiles import LOG2E, apply_soft_cap
 from blockyard.kernels.attention.combine import combine_if_last, combine_splits_kernel, splits_at_once
 from blockyard.kernels.attention.paged_prefill import paged_prefill_reference
 from blockyard.kernels.attention.split_kv import BLOCK_N, SplitKVSchedule, schedule_split_kv
@@ -31,17 +31,17 @@ _COMBINE_IN_KERNEL_ROWS = 48  # from so many rows on the last program combines: 
 
 
 def paged_decode_reference(
-    q: Tensor, layer: Tensor, metadata: PagedKVMetadata, scale: float, window: int | None
+    q: Tensor, layer: Tensor, metadata: PagedKVMetadata, scale: float, window: int | None, soft_cap: float | None = None
 ) -> Tensor:
     starts = torch.arange(len(q) + 1, device=q.device)  # each row is a prefill of one token
-    return paged_prefill_reference(q, layer, metadata, starts, scale, window)
+    return paged_prefill_reference(q, layer, metadata, starts, scale, window, soft_cap)
 
 
 @triton.jit
 def _attend_split(
     q, begin, stop, table_ptr, layer_ptr, head, scale,
-    BLOCK_M: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    CAP: tl.constexpr, BLOCK_M: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Attention over the keys from `begin` to `stop`: acc, l_i and m_i of FlashAttention, scores in powers of two."""
     dims = tl.arange(0, DIM)
@@ -59,7 +59,8 @@ def _attend_split(
         k = tl.load(k_ptr, mask=valid[None, :] & in_head[:, None], other=0.0)
         v = tl.load(v_ptr, mask=valid[:, None] & in_head[None, :], other=0.0)
         k, v = k.to(q.dtype), v.to(q.dtype)  # dequantized, if the cache is 8-bit
-        scores = tl.dot(q, k, input_precision="ieee") * scale
+        scores = tl.dot(q, k, input_precision="ieee")
+        scores = apply_soft_cap(scores, scale, CAP)
         scores = tl.where(valid[None, :], scores, float("-inf"))
         m_new = tl.maximum(m_i, tl.max(scores, 1))  # finite: a tile has at least one key
         p = tl.exp2(scores - m_new[:, None])
@@ -74,7 +75,7 @@ def _attend_split(
 def _paged_decode_kernel(
     q_ptr, layer_ptr, tables_ptr, work_ptr, count_ptr, partial_out_ptr, lse_ptr, row_splits_ptr, semaphores_ptr,
     out_ptr, scales_ptr, q_stride, table_stride, max_splits, rows, scale,
-    SCALED: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, KV_HEADS: tl.constexpr,
+    SCALED: tl.constexpr, CAP: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
     COMBINE_AT_ONCE: tl.constexpr,
 ):  # fmt: skip
@@ -105,7 +106,7 @@ def _paged_decode_kernel(
         in_group = (group < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
         q = tl.load(q_ptr + row * q_stride + columns, mask=in_group, other=0.0)
         acc, l_i, m_i = _attend_split(
-            q, begin, stop, tables_ptr + slot * table_stride, layer_ptr, head, scale, BLOCK_M, KV_HEADS, HEAD_DIM,
+            q, begin, stop, tables_ptr + slot * table_stride, layer_ptr, head, scale, CAP, BLOCK_M, KV_HEADS, HEAD_DIM,
             DIM, BLOCK_SIZE, BLOCK_N,
         )  # fmt: skip
         acc = acc * (v_scale / tl.where(l_i > 0, l_i, 1.0))[:, None]  # zeros in padding rows
@@ -141,6 +142,7 @@ def paged_decode(
     window: int | None,
     max_seq_len: int,
     out: Tensor | None = None,
+    soft_cap: float | None = None,
     schedule: SplitKVSchedule | None = None,
     scales: Tensor | None = None,
 ) -> Tensor:
@@ -148,8 +150,9 @@ def paged_decode(
     [rows, heads * head_dim], contiguous, allocated if None; zeros in padding rows.
 
     window: a row sees this many of its last keys, None all. max_seq_len: a bound of positions, which only sizes
-    buffers. schedule: of `schedule_decode`, made here if None. scales: of an 8-bit cache, see `check_kv_dtype`. Blocks
-    and positions are not checked on device. Raises ValueError for other shapes and dtypes.
+    buffers. soft_cap: scores become soft_cap * tanh(score / soft_cap). schedule: of `schedule_decode`, made here if
+    None. scales: of an 8-bit cache, see `check_kv_dtype`. Blocks and positions are not checked on device. Raises
+    ValueError for other shapes and dtypes.
     """
     rows, heads, head_dim = q.shape
     kv_heads, block_size = layer.shape[2], layer.shape[3]
@@ -169,8 +172,8 @@ def paged_decode(
     _paged_decode_kernel[(schedule.programs,)](
         q, layer, metadata.tables, schedule.work, schedule.count, schedule.partial_out, schedule.lse,
         schedule.row_splits, schedule.semaphores, out, q if scales is None else scales, q.stride(0),
-        metadata.tables.stride(0), schedule.work.shape[1], rows, scale * LOG2E,
-        SCALED=scales is not None, GROUP=group, BLOCK_M=max(next_power_of_2(group), 16),
+        metadata.tables.stride(0), schedule.work.shape[1], rows, scale if soft_cap is not None else scale * LOG2E,
+        SCALED=scales is not None, CAP=soft_cap or 0.0, GROUP=group, BLOCK_M=max(next_power_of_2(group), 16),
         KV_HEADS=kv_heads, HEAD_DIM=head_dim, DIM=dim, BLOCK_SIZE=block_size, BLOCK_N=_tile(dim, q.element_size()),
         num_warps=warps, PDL=pdl, COMBINE_AT_ONCE=splits_at_once(group, dim) if rows >= _COMBINE_IN_KERNEL_ROWS else 0,
         maxnreg=min(_REGISTERS // warps, 255), num_stages=_STAGES if q.element_size() <= 2 else 1, **pdl_options(pdl),

@@ -60,6 +60,7 @@ def paged_prefill_reference(
     query_start_loc: Tensor,
     scale: float,
     window: int | None,
+    soft_cap: float | None,
 ) -> Tensor:
     kv_heads, block_size, head_dim = layer.shape[2:]
     out = torch.zeros_like(q)
@@ -73,6 +74,8 @@ def paged_prefill_reference(
         keys, values = layer[blocks].permute(1, 2, 0, 3, 4).reshape(2, kv_heads, -1, head_dim)[:, :, :length]
         grouped = q[start:end].view(end - start, kv_heads, -1, head_dim).permute(1, 2, 0, 3)
         scores = grouped @ keys.mT[:, None] * scale
+        if soft_cap is not None:
+            scores = soft_cap * (scores / soft_cap).tanh()
         position = torch.arange(first, length, device=q.device)[:, None]
         key = torch.arange(length, device=q.device)
         visible = key <= position
@@ -91,8 +94,8 @@ def paged_prefill_reference(
 def _paged_prefill_kernel(
     q_ptr, layer_ptr, slots_ptr, positions_ptr, tables_ptr, query_start_ptr, out_ptr, lse_ptr, scales_ptr, q_stride,
     table_stride, num_seqs, scale,
-    SCALED: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    SCALED: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLIT_KV: tl.constexpr,
 ):  # fmt: skip
     # program (i, j, k): split k of the keys of K/V head i of query tile j from the end: the longest come first
@@ -130,16 +133,16 @@ def _paged_prefill_kernel(
     if WINDOW > 0:
         masked_to = tl.maximum(tl.minimum(unmasked_from, unmasked_to), begin)
         acc, l_i, m_i = attention_inner_loop(
-            q, acc, l_i, m_i, positions, begin, masked_to, end, table, layer_ptr, head, scale, True, WINDOW,
+            q, acc, l_i, m_i, positions, begin, masked_to, end, table, layer_ptr, head, scale, True, WINDOW, CAP,
             KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N,
         )  # fmt: skip
         begin = masked_to
     acc, l_i, m_i = attention_inner_loop(
-        q, acc, l_i, m_i, positions, begin, unmasked_to, end, table, layer_ptr, head, scale, False, WINDOW,
+        q, acc, l_i, m_i, positions, begin, unmasked_to, end, table, layer_ptr, head, scale, False, WINDOW, CAP,
         KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N,
     )  # fmt: skip
     acc, l_i, m_i = attention_inner_loop(
-        q, acc, l_i, m_i, positions, unmasked_to, stop, end, table, layer_ptr, head, scale, True, WINDOW,
+        q, acc, l_i, m_i, positions, unmasked_to, stop, end, table, layer_ptr, head, scale, True, WINDOW, CAP,
         KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N,
     )  # fmt: skip
     acc = acc * (v_scale / tl.where(l_i > 0, l_i, 1.0))[:, None]  # zeros where a row sees no key
@@ -159,16 +162,18 @@ def paged_prefill(
     window: int | None,
     max_seq_len: int,
     out: Tensor,
+    soft_cap: float | None = None,
     scales: Tensor | None = None,
 ) -> None:
     """Causal attention of the rows from query_start_loc[0] on, whose K and V are all in the cache already.
 
     q [rows, heads, head_dim], rows may be strided; layer [num_blocks, 2, kv_heads, block_size, head_dim].
     query_start_loc [num_seqs + 1] int32: first row of each sequence, then `rows`; rows of a sequence are adjacent, in
-    the order of their positions. window: a token sees this many of its last keys, None all. max_seq_len: a
-    bound of positions, which only decides how work is shared. scales: of an 8-bit cache, see `check_kv_dtype`. out
-    [rows - query_start_loc[0], heads * head_dim], contiguous, is written whole, with zeros for padding sequences.
-    Blocks, positions and query_start_loc are not checked on device. Raises ValueError for other shapes and dtypes.
+    the order of their positions. window: a token sees this many of its last keys, None all. soft_cap: scores become
+    soft_cap * tanh(score / soft_cap). max_seq_len: a bound of positions, which only decides how work is shared. scales:
+    of an 8-bit cache, see `check_kv_dtype`. out [rows - query_start_loc[0], heads * head_dim], contiguous, is written
+    whole, with zeros for padding sequences. Blocks, positions and query_start_loc are not checked on device. Raises
+    ValueError for other shapes and dtypes.
     """
     _, heads, head_dim = q.shape
     kv_heads = layer.shape[2]
@@ -177,7 +182,7 @@ def paged_prefill(
     num_seqs = len(query_start_loc) - 1
     if num_seqs < 1 or not len(out):
         return
-    hopper = scales is None and window is None and prefill_hopper.fits(q, layer)
+    hopper = scales is None and soft_cap is None and window is None and prefill_hopper.fits(q, layer)
     config, group = choose_config(head_dim, q.dtype), heads // kv_heads
     block_m = prefill_hopper.BLOCK_M if hopper else config.block_m
     tiles = len(out) * group // block_m + num_seqs
@@ -192,7 +197,7 @@ def paged_prefill(
         partial_out = torch.empty((len(out), heads, num_splits, head_dim), dtype=torch.float32, device=q.device)
         lse = torch.empty((len(out), heads, num_splits), dtype=torch.float32, device=q.device)
     arguments, constants = launch_arguments(
-        q, layer, metadata, query_start_loc, scale, window, scales, partial_out, lse
+        q, layer, metadata, query_start_loc, scale, window, soft_cap, scales, partial_out, lse
     )
     if hopper:
         prefill_hopper.prefill_hopper(q, layer, metadata, query_start_loc, scale, window, partial_out, lse, num_splits)

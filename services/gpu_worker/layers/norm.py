@@ -1,5 +1,6 @@
-"""RMSNorm with a weight of the checkpoint, and LayerNorm."""
+"""RMSNorm, with and without unit offset, and LayerNorm."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -7,9 +8,16 @@ from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 
 
-def make_rms_norm(table: WeightTable, name: str, size: int, eps: float) -> RMSNorm:
-    """Makes an RMSNorm with the weight `name`.weight of the checkpoint."""
-    return RMSNorm(table.vector(f"{name}.weight", size), eps)
+def make_rms_norm(table: WeightTable, name: str, size: int, eps: float, unit_offset: bool = False) -> RMSNorm:
+    """Makes an RMSNorm with the weight `name`.weight of the checkpoint.
+
+    unit_offset: the checkpoint stores weight - 1, as for Gemma. Loading adds 1, in float32.
+    """
+    if not unit_offset:
+        return RMSNorm(table.vector(f"{name}.weight", size), eps)
+    weight = table.empty(size, dtype=torch.float32)
+    table.place(f"{name}.weight", weight, (size,), lambda stored: stored.float() + 1.0)
+    return RMSNorm(weight, eps)
 
 
 class LayerNorm:

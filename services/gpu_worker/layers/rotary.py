@@ -33,9 +33,9 @@ class RopeParameters(msgspec.Struct, frozen=True, kw_only=True):
     partial_rotary_factor: float = 1.0
 
 
-def read_rope(config: dict[str, Any], max_positions: int) -> RopeParameters:
+def read_rope(config: dict[str, Any], max_positions: int, default_theta: float = DEFAULT_THETA) -> RopeParameters:
     """Reads `rope_parameters`, or `rope_scaling` (with "type" or "rope_type") and `rope_theta`. Raises ConfigError."""
-    theta = config.get("rope_theta") or DEFAULT_THETA
+    theta = config.get("rope_theta") or default_theta
     found = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(found, dict):
         raise ConfigError(f"config.json: rope parameters must be an object, got {found!r}")

@@ -41,9 +41,9 @@ class WeightTable:
         self._ignored_suffixes: tuple[str, ...] = ()
         self._loaded: set[str] = set()
 
-    def empty(self, *shape: int) -> Tensor:
-        """Memory of the device in the model's dtype."""
-        tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Memory of the device. dtype: None for the model's."""
+        tensor = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
         self.size_bytes += tensor.nbytes
         return tensor
 

@@ -39,12 +39,12 @@ def products_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
 class Sequence:
     """All of a sequence's q, and its K and V in a pool."""
 
-    def __init__(self, dtype: torch.dtype, window: int | None) -> None:
+    def __init__(self, dtype: torch.dtype, window: int | None, soft_cap: float | None) -> None:
         torch.manual_seed(5)
         self.q = torch.randn(LENGTH, HEADS, DIM, device=DEVICE).to(dtype)
         self.layer = torch.randn(24, 2, 1, SIZE, DIM, device=DEVICE).to(dtype)
         self.tables = torch.randperm(24).int().view(2, 12).to(DEVICE)
-        self.window = window
+        self.window, self.soft_cap = window, soft_cap
 
     def rows(self, counts: list[tuple[int, int]], are_decodes: bool = False) -> Tensor:
         """Of (first position, rows) each, in the two slots by turns; the first slot is the sequence."""
@@ -54,15 +54,21 @@ class Sequence:
         seqs = PagedKVMetadata(slots, positions, self.tables)
         q = self.q[positions].contiguous()
         out = torch.full((len(q), HEADS * DIM), float("nan"), dtype=q.dtype, device=DEVICE)
-        batch_invariant_attention(q, self.layer, seqs, starts, 0.3, self.window, LONGEST, out, are_decodes)
-        want = paged_prefill_reference(q.double(), self.layer.double(), seqs, starts, 0.3, self.window)
+        options = (0.3, self.window, LONGEST, out, are_decodes, self.soft_cap)
+        batch_invariant_attention(q, self.layer, seqs, starts, *options)
+        want = paged_prefill_reference(
+            q.double(), self.layer.double(), seqs, starts, 0.3, self.window, soft_cap=self.soft_cap
+        )
         assert float((out.double() - want).norm() / want.norm()) <= ERROR[q.dtype]
         return out
 
 
-@pytest.mark.parametrize(("dtype", "window"), [(DTYPES[0], None), (DTYPES[-1], 70), (DTYPES[-1], None)])
-def test_the_same_bits_however_it_is_computed(dtype: torch.dtype, window: int | None) -> None:
-    it = Sequence(dtype, window)
+@pytest.mark.parametrize(
+    ("dtype", "window", "soft_cap"),
+    [(DTYPES[0], None, None), (DTYPES[-1], 70, None), (DTYPES[-1], None, None), (DTYPES[-1], None, 2.0)],
+)
+def test_the_same_bits_however_it_is_computed(dtype: torch.dtype, window: int | None, soft_cap: float | None) -> None:
+    it = Sequence(dtype, window, soft_cap)
     whole = it.rows([(0, LENGTH)])
     chunks = [it.rows([(at, n)]) for at, n in ((0, 61), (121, LENGTH - 121))]
     assert torch.equal(torch.cat(chunks), torch.cat((whole[:61], whole[121:])))

@@ -62,17 +62,19 @@ class Case:
         wide = torch.randn(num, (heads + 2 * kv_heads) * head_dim + 8, device=DEVICE)  # rows with gaps
         self.qkv = wide[:, :-8].unflatten(1, (heads + 2 * kv_heads, head_dim))
 
-    def check(self, dtype: torch.dtype, plain: bool, window: int | None) -> None:
+    def check(self, dtype: torch.dtype, plain: bool, window: int | None, soft_cap: float | None) -> None:
         wide = torch.zeros(len(self.qkv), self.qkv[0].numel() + 8, dtype=dtype, device=DEVICE)
         qkv = wide[:, :-8].view_as(self.qkv).copy_(self.qkv)
         layer, before = self.layer.to(DEVICE, dtype), qkv.clone()
         rotation = None if plain else self.rotation
         norm = None if plain else RMSNorm(self.norm_weight.to(dtype), 1e-6)
         want_layer = layer.double()
-        want = fused_decode_reference(qkv.double(), want_layer, self.seqs, rotation, norm, 0.2, window)
+        want = fused_decode_reference(qkv.double(), want_layer, self.seqs, rotation, norm, 0.2, window, soft_cap)
         semaphores, max_seq_len = SplitSemaphores(64, torch.device(DEVICE)), int(self.seqs.positions.max()) + 1
         for _ in range(2):  # the counters that the first call leaves serve the second
-            got = fused_decode(qkv, layer, self.seqs, rotation, norm, 0.2, window, max_seq_len, semaphores)
+            got = fused_decode(
+                qkv, layer, self.seqs, rotation, norm, 0.2, window, max_seq_len, semaphores, soft_cap=soft_cap
+            )
             assert_close(got, want, dtype)
             assert_close(layer.nan_to_num(0.5), want_layer.nan_to_num(0.5), dtype)
             assert not semaphores.counts.any()
@@ -89,15 +91,17 @@ def assert_close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("lengths", "heads", "kv_heads", "head_dim", "block_size", "window", "plain"),
+    ("lengths", "heads", "kv_heads", "head_dim", "block_size", "window", "soft_cap", "plain"),
     [
-        ([1, 65, 0, 17], 2, 1, 16, 8, None, False),
-        ([90], 3, 1, 24, 16, None, False),  # three splits, two of which are combined at a time
-        ([90], 2, 1, 24, 16, None, True),
-        ([70, 20], 2, 2, 16, 8, 20, False),
-        ([0, 0, 0], 2, 1, 16, 8, None, True),
-        ([70], 2, 1, 32, 5, 50, False),
-        ([20, 13], 2, 1, 200, 16, None, False),  # shorter tiles
+        ([1, 65, 0, 17], 2, 1, 16, 8, None, None, False),
+        ([90], 3, 1, 24, 16, None, None, False),  # three splits, two of which are combined at a time
+        ([90], 2, 1, 24, 16, None, None, True),
+        ([90], 2, 1, 24, 16, None, 0.5, True),
+        ([70, 20], 2, 2, 16, 8, 20, None, False),
+        ([0, 0, 0], 2, 1, 16, 8, None, None, True),
+        ([70], 2, 1, 32, 5, 50, None, False),
+        ([70], 2, 1, 32, 5, 50, 0.7, False),
+        ([20, 13], 2, 1, 200, 16, None, None, False),  # shorter tiles
     ],
 )
 def test_fused_decode(
@@ -107,6 +111,7 @@ def test_fused_decode(
     head_dim: int,
     block_size: int,
     window: int | None,
+    soft_cap: float | None,
     plain: bool,
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
@@ -116,7 +121,7 @@ def test_fused_decode(
     case = Case([max(n, 1) for n in lengths] if not any(lengths) else lengths, heads, kv_heads, head_dim, block_size)
     if not any(lengths):
         case.seqs.slots.fill_(-1)
-    case.check(dtype, plain, window)
+    case.check(dtype, plain, window, soft_cap)
 
 
 @pytest.mark.parametrize("kv_dtype", FP8_MAX)

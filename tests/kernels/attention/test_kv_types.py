@@ -31,7 +31,7 @@ def test_attention_to_8_bits(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
     layer = (torch.randn(12, 2, 1, 16, 24, device=DEVICE) * 3).to(kv_dtype)
     q = torch.randn(4, 3, 24, device=DEVICE).to(dtype)
     known = dequantized_reference(layer, SCALES, torch.float64)
-    want = paged_prefill_reference(q.double(), known, seqs, starts, 5.0, None)
+    want = paged_prefill_reference(q.double(), known, seqs, starts, 5.0, None, None)
     out = torch.full((4, 72), float("nan"), dtype=dtype, device=DEVICE)
     paged_prefill(q, layer, seqs, starts, 5.0, None, 100, out, scales=SCALES)
     assert error(out, want) <= ERROR[dtype]

@@ -146,6 +146,15 @@ def test_splits_are_combined_layer_by_layer(
         assert not schedule.semaphores.any()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_decode_scores_are_capped(dtype: torch.dtype) -> None:
+    seqs = sequences([90, 3], 8, 90)
+    layer = pool_layer(seqs, 90, 2, 8, 16).to(DEVICE, dtype)
+    q = torch.randn(2, 4, 16, device=DEVICE).to(dtype)
+    want = paged_decode_reference(q.double(), layer.double(), seqs, 0.2, None, soft_cap=0.5)
+    assert_close(paged_decode(q, layer, seqs, 0.2, None, max_seq_len=400, soft_cap=0.5), want, dtype)
+
+
 @pytest.mark.parametrize(
     ("lengths", "window", "programs"),
     [

@@ -74,14 +74,14 @@ class Case:
         self.q = torch.randn(int(counts.sum()), (heads + 3) * head_dim + 2, device=DEVICE)
         self.shape = (heads, head_dim)
 
-    def run(self, dtype: torch.dtype, window: int | None, longest: int = 400) -> None:
+    def run(self, dtype: torch.dtype, window: int | None, soft_cap: float | None = None, longest: int = 400) -> None:
         heads, head_dim = self.shape
         rows, layer = len(self.q), self.layer.to(dtype)
         q = self.q.to(dtype)[:, : (heads + 3) * head_dim].view(rows, heads + 3, head_dim)[:, :heads]
         prefills = rows - int(self.starts[0])
         out = torch.full((prefills, heads * head_dim), float("nan"), dtype=dtype, device=DEVICE)
-        paged_prefill(q, layer, self.seqs, self.starts, 0.2, window, longest, out)
-        want = paged_prefill_reference(q.double(), layer.double(), self.seqs, self.starts, 0.2, window)
+        paged_prefill(q, layer, self.seqs, self.starts, 0.2, window, longest, out, soft_cap)
+        want = paged_prefill_reference(q.double(), layer.double(), self.seqs, self.starts, 0.2, window, soft_cap)
         assert not out.isnan().any()
         error = float((out.double() - want).norm() / want.norm().clamp_min(1e-12))
         assert error <= ERROR[dtype], f"relative error {error}"
@@ -114,6 +114,12 @@ def test_paged_prefill(
 
 def test_rows_of_decodes_come_first_and_are_left_alone() -> None:
     Case([(20, 7), (0, 90)], 4, 2, 16, 8, decodes=5).run(torch.float32, None)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 9, 150])
+def test_scores_are_capped(window: int | None, dtype: torch.dtype) -> None:
+    Case([(40, 33)], 4, 2, 16, 8).run(dtype, window, soft_cap=0.5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

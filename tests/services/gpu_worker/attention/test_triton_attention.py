@@ -57,7 +57,7 @@ def test_decodes_and_prefills_in_one_step(num_decodes: int, counts: tuple[int, .
         want_qkv = qkv.clone()
         rope_write_kv_reference(want_qkv, want_memory[layer], seqs, rotation, norm.weight, norm.eps)
         want = paged_prefill_reference(
-            want_qkv[:, :HEADS], want_memory[layer], seqs, starts, shape.attention[layer].scale, window
+            want_qkv[:, :HEADS], want_memory[layer], seqs, starts, shape.attention[layer].scale, window, soft_cap=None
         )
         torch.testing.assert_close(attend(layer, qkv, rotation, norm), want, atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(pool.memory[layer], want_memory[layer], atol=1e-5, rtol=1e-4)

@@ -68,6 +68,20 @@ def test_rope_spellings(tmp_path: Path, fields: dict[str, Any], overrides: str) 
 
 
 @pytest.mark.parametrize(
+    ("fields", "theta"),
+    [
+        ({}, 5e5),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, 5e5),
+        ({"rope_theta": 9.0}, 9.0),
+        ({"rope_parameters": {"rope_theta": 9.0}}, 9.0),
+    ],
+)
+def test_a_family_has_its_own_default_theta(fields: dict[str, Any], theta: float) -> None:
+    assert read_rope(fields, 256, default_theta=5e5).rope_theta == theta
+    assert read_rope(fields, 256).rope_theta == (theta if theta == 9.0 else 10000.0)
+
+
+@pytest.mark.parametrize(
     ("scaling", "length"),
     [
         (None, 256),
