@@ -11,14 +11,14 @@ from .world import FakeWorker, Shape, World
 
 @pytest.fixture(autouse=True, scope="module")
 def no_garbage_collection() -> Iterator[None]:
-    """A worker that falls asleep collects garbage: a second each in a process that has imported all tests."""
+    """A worker that starts to sleep collects garbage, which takes a second in a process that imported all tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sleep, "gc", SimpleNamespace(collect=lambda: 0, unfreeze=lambda: None))
         yield
 
 
 class Ring:
-    """A world with one of each, attached and ready."""
+    """A world with one gateway, worker and detokenizer, attached and ready."""
 
     def __init__(self, **shape: object) -> None:
         self.world = World(Shape(**shape))
@@ -37,7 +37,7 @@ class Ring:
         return self.journal(request_id).outputs[choice]
 
     def steps(self, count: int) -> None:
-        """The worker answers so many plans, and the detokenizer keeps up."""
+        """The worker answers `n` plans, and the detokenizer handles all of their text."""
         until = self.world.num_steps + count
         while self.world.num_steps < until:
             assert self.worker.busy(), "nothing to do"
@@ -46,7 +46,7 @@ class Ring:
                 self.world.detokenize(self.detokenizer)
 
     def finish(self) -> None:
-        """Everything ends, rightly, and nothing is left."""
+        """Runs until all requests end, then checks their outputs and that nothing is left."""
         self.world.settle()
         self.world.check_outputs()
         self.world.check_idle()

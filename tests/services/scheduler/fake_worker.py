@@ -1,4 +1,4 @@
-"""A worker on a link that delivers when the test says so; what leaves for it is checked against what is in flight."""
+"""A worker on a link that delivers on the test's demand; frames for it are checked against the plans in flight."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -31,7 +31,7 @@ SCHEDULER = 1
 
 @dataclass
 class InFlight:
-    """What a plan may touch until its result is in."""
+    """Slots and blocks that a plan may read or write until its result arrives."""
 
     number: int
     runs: list[int]  # slots, in the plan's order
@@ -41,19 +41,19 @@ class InFlight:
 
 @dataclass
 class Table:
-    since: int  # plan
+    since: int  # number of the plan
     num_computed: int  # tokens, as of the last result
     blocks: list[int]
 
     def seen(self, geometry: Geometry) -> set[int]:
-        """Those that the slot may still look at, or write."""
+        """Blocks that the slot may still read or write."""
         first = 0 if geometry.window is None else max(0, self.num_computed - geometry.window + 1)
         return set(self.blocks[first // geometry.block_size :])
 
 
 @dataclass
 class FakeWorker:
-    """The worker's loop and the mock runner, behind a link that delivers when the test says so."""
+    """The worker's loop and the mock runner, behind a link that delivers on the test's demand."""
 
     incarnation: int
     links: FakeLinks
@@ -63,7 +63,7 @@ class FakeWorker:
     in_flight: list[InFlight] = field(default_factory=list)
 
     def sent(self, frame: Frame) -> None:
-        """Checks a frame against what is in flight as it leaves the scheduler."""
+        """Checks a frame that leaves the scheduler against the plans in flight."""
         self.inbox.append(frame)
         if isinstance(frame, Attach | Sleep | Wake):
             self.tables, self.in_flight = {}, []
@@ -97,7 +97,7 @@ class FakeWorker:
         self.in_flight.append(InFlight(frame.number, slots, blocks, host))
 
     def skip(self) -> None:
-        """The next plan on the link does not reach the worker's loop, or one of a number that is not due does."""
+        """Sends the worker's loop a plan with a number that is not the next one."""
         plan = StepPlan(SCHEDULER, 10**9, [], [], [], [])
         self.inbox.append(plan)
 
@@ -105,7 +105,7 @@ class FakeWorker:
         return bool(self.inbox or self.loop.session.plans)
 
     def work(self) -> list[Frame]:
-        """Takes one frame off the link, or else runs one plan; the answers."""
+        """Takes one frame off the link, or else runs one plan. Returns the answers."""
         if self.inbox:
             self.loop.session.handle(SCHEDULER, self.inbox.popleft())
         else:
@@ -128,7 +128,7 @@ class FakeWorker:
         return answers
 
     def _in_words(self, answer: StepResult, runs: list[int]) -> StepResult:
-        """The same with a result for each slot, as far as it can be said how much each has computed."""
+        """The same answer with a SlotResult in place of each plain token whose slot is still known."""
         slots, token_ids = list(answer.slots), ids_list(answer.token_ids)
         for i, token in enumerate(token_ids):
             if token != NO_TOKEN and (table := self._table(runs[i], answer)) is not None:
@@ -138,15 +138,15 @@ class FakeWorker:
         return msgspec.structs.replace(answer, slots=slots, token_ids=left)
 
     def _table(self, slot: int, answer: StepResult) -> Table | None:
-        """Of the slot that ran, if it is there still."""
+        """The table of the slot that ran, or None if the slot was ended or reused."""
         table = self.tables.get(slot)
         return table if table is not None and table.since <= answer.number else None
 
 
 class StutteringBatch(MockBatch):
-    """Now and then a slot gets no token, as with a mask that comes late: it repeats its last position later.
+    """Sometimes a slot gets no token, as with a late grammar mask, and repeats its last position later.
 
-    The KV of all that it was granted is there all the same, so that others may read it.
+    The KV of all its scheduled tokens is written anyway, so that other slots may read it.
     """
 
     num_stutters = 0

@@ -1,4 +1,4 @@
-"""A gateway and a detokenizer that believe nothing: each frame must fit what they have."""
+"""A strict gateway and detokenizer: they assert that each frame fits their state."""
 
 from array import array
 from collections import deque
@@ -41,14 +41,14 @@ def ids_list(data: bytes) -> list[int]:
 
 @dataclass
 class Output:
-    """What the gateway's journal has of a choice."""
+    """The output of a choice in the gateway's journal."""
 
     ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     finish: FinishReason | None = None
     detail: str = ""
-    num_cached_tokens: int | None = None  # as the first step of the first attempt said
+    num_cached_tokens: int | None = None  # from the first step of the first attempt
 
 
 @dataclass
@@ -71,7 +71,7 @@ class FakeGateway:
     journals: dict[str, Journal] = field(default_factory=dict)
     capacities: list[Frame] = field(default_factory=list)
     controlled: list[Controlled] = field(default_factory=list)
-    lost: set[str] = field(default_factory=set)  # requests to be sent again, as PathLost said
+    lost: set[str] = field(default_factory=set)  # requests to be sent again, from PathLost
 
     def new(
         self, request_id: str, prompt: list[int], sampling: Sampling, n: int, names: bytes = b"", **more: object
@@ -82,7 +82,7 @@ class FakeGateway:
         return frame
 
     def again(self, request_id: str) -> Generate:
-        """The same request with the next attempt and the ids that have come."""
+        """The same request with the next attempt and the ids received so far."""
         journal = self.journals[request_id]
         old = journal.frame
         choices = [
@@ -93,7 +93,7 @@ class FakeGateway:
         return journal.frame
 
     def take(self, frame: Frame) -> None:
-        """An answer of the scheduler's."""
+        """Handles an answer of the scheduler."""
         if isinstance(frame, Controlled):
             self.controlled.append(frame)
             return
@@ -114,7 +114,7 @@ class FakeGateway:
             journal.detokenizer = frame.detokenizer
 
     def through(self, detokenizer: int) -> list[str]:
-        """Open requests whose text comes from this detokenizer."""
+        """Open requests with this detokenizer."""
         return [name for name, j in self.journals.items() if j.detokenizer == detokenizer and j.open()]
 
     def take_lost(self) -> list[str]:
@@ -122,7 +122,7 @@ class FakeGateway:
         return [name for name, journal in self.journals.items() if name in lost and journal.open()]
 
     def read(self, step: TokenStep) -> None:
-        """A delta of a detokenizer's."""
+        """Handles a delta of a detokenizer."""
         journal = self.journals[step.request_id]
         if step.attempt != journal.frame.attempt or journal.cancelled:
             return
@@ -153,14 +153,14 @@ class FakeDetokenizer:
     incarnation: int
     stops: Callable[[TokenStep], bool]  # whether a stop string ends with this step
     streams: dict[tuple[str, int], Stream] = field(default_factory=dict)
-    called: dict[int, StreamOpen] = field(default_factory=dict)  # all there were, as the scheduler calls them
+    called: dict[int, StreamOpen] = field(default_factory=dict)  # all streams so far, by the scheduler's number
     inbox: deque[TokenBatch] = field(default_factory=deque)
     ended: set[tuple[str, int, int]] = field(default_factory=set)  # streams of an attempt that the scheduler ended
     num_rows: int = 0
-    lost_frames: bool = False  # closes may be among them
+    lost_frames: bool = False  # the lost frames may contain closes
 
     def work(self, read: Callable[[int, TokenStep], None]) -> list[Stop]:
-        """Handles one batch: deltas go to `read`, and what is to be told to the scheduler comes back."""
+        """Handles one batch: calls `read` for each delta, and returns the Stop frames for the scheduler."""
         if not self.inbox:
             return []
         batch = self.inbox.popleft()

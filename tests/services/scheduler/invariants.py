@@ -1,4 +1,4 @@
-"""What must hold: of the core's state after every step, and of the outputs in the end."""
+"""Invariants of the core's state after every step, and of the outputs at the end."""
 
 from collections import Counter
 
@@ -21,7 +21,7 @@ EOS = 7
 
 
 def check_tokens(journal: Journal, pattern: Pattern, max_model_len: int) -> None:
-    """Ids, log-probabilities and the reason of the end are those that an undisturbed run would have."""
+    """Ids, log-probabilities and finish reasons equal those of an undisturbed run."""
     prompt = ids_list(journal.frame.prompt_ids)
     sampling = journal.frame.sampling
     room = min(sampling.max_tokens, max_model_len - len(prompt))
@@ -47,13 +47,13 @@ def check_tokens(journal: Journal, pattern: Pattern, max_model_len: int) -> None
             and not journal.cancelled
             and (out.ids or out.finish is FinishReason.LENGTH)
         ):
-            outs = journal.outputs.values()  # one of them computed the prompt
+            outs = journal.outputs.values()  # one of the choices computed the prompt
             found = {p: logprobs.token_id for out in outs for p, logprobs in out.prompt_logprobs.items()}
             assert found == dict(enumerate(prompt[1:], 1)), name
 
 
 def check_beams(journal: Journal, pattern: Pattern, max_model_len: int) -> None:
-    """What the search finds where nothing disturbs it."""
+    """Hypotheses equal those of an undisturbed search."""
     frame = journal.frame
     if len(ids_list(frame.prompt_ids)) >= max_model_len:
         return
@@ -108,7 +108,7 @@ def blocks_in_order(free_queue: FreeBlockQueue) -> list[tuple[int, bool]]:
 
 
 def check_free_queue(free_queue: FreeBlockQueue, plan_clock: PlanClock) -> None:
-    """Blocks are counted, those that cool are so for a plan in flight, and no batch outlives its blocks."""
+    """Counts of blocks are right, pending blocks wait for a plan in flight, and no batch outlives its blocks."""
     assert Counter(is_free for _, is_free in blocks_in_order(free_queue)) == +Counter(
         {True: free_queue.num_free, False: free_queue.num_pending}
     )
@@ -122,7 +122,7 @@ def check_free_queue(free_queue: FreeBlockQueue, plan_clock: PlanClock) -> None:
 
 
 def check_host(group: WorkerGroup) -> None:
-    """Each host block is in one place, and what is to be copied with the next plan has its name and its block."""
+    """Each host block is in one place, and each save of the next plan has its hash and its host block."""
     host = group.kv_cache.blocks.host
     pending = [i for _, ids in host._ids._pending for i in ids]
     assert sorted(host._ids._free + pending + list(host._block_of.values())) == list(range(host.num_ids))
@@ -224,7 +224,7 @@ def check(core: Scheduler) -> None:
         check_decode_batch(group)
         for running in group.running:
             request = running.sequence.request
-            last = request.num_prompt + request.frame.sampling.max_tokens - 1  # is sampled, never computed
+            last = request.num_prompt + request.frame.sampling.max_tokens - 1  # the last token is not computed
             assert running.num_scheduled_tokens <= max(running.prefill_end, min(last, group.max_model_len - 1))
             assert (
                 running.num_scheduled_tokens

@@ -1,4 +1,4 @@
-"""Bytes to a history: arrivals, aborts, deaths and delays in any order. All zeros is a quiet one."""
+"""Turns bytes into a history of arrivals, aborts, deaths and delays in any order. Zeros give an undisturbed one."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -11,7 +11,7 @@ from .world import Shape, World
 
 BYTES_PER_STEP = 3
 MAX_MEMBERS = 2
-PATIENCE = 4  # plans a token
+PATIENCE = 4  # plans for each token
 
 SHAPES: dict[str, list[object]] = {
     "depth": [0, 1, 2, 3, None],
@@ -37,7 +37,7 @@ SHAPES: dict[str, list[object]] = {
     "num_host_blocks": [0, 1, 5, 40],
     "failing": [False, True],
     "window": [None, None, None, 1, 5, 12],
-}  # of a world, by field
+}  # fields of a world's Shape
 
 T = TypeVar("T")
 
@@ -76,7 +76,7 @@ class Program:
         ]
 
     def run(self, data: bytes) -> None:
-        """Runs a history, then lets everything come to its end and checks what came of it."""
+        """Runs a history, then runs all requests to their end and checks the outputs."""
         for i in range(0, len(data) - BYTES_PER_STEP + 1, BYTES_PER_STEP):
             rule, a, b = data[i : i + BYTES_PER_STEP]
             self._rules[rule % len(self._rules)](a, b)
@@ -94,7 +94,7 @@ class Program:
         world.check_idle()
 
     def _settle(self) -> None:
-        """No request starves: what is left ends within a number of plans that its tokens bound, preemption included."""
+        """No request starves: open requests end within a number of plans bounded by their tokens, also if preempted."""
         world = self.world
         live = world.core._lifecycle.requests.values()
         widths = [len(r.sequences) if r.frame.beam is None else r.frame.beam.width for r in live]
@@ -150,7 +150,7 @@ class Program:
         )
 
     def _prompt(self, a: int, b: int, num_prompt: int) -> list[int]:
-        """Many begin alike, and some go on where another request has ended."""
+        """Many prompts share a prefix, and some continue the output of another request."""
         prompt = [(i * 7 + b % 2) % 50 for i in range(num_prompt)]
         journals = [j for g in self.world.gateways.values() for j in g.journals.values()]
         earlier = pick(journals, b)
@@ -167,12 +167,12 @@ class Program:
             assert request_id not in self.world.core._lifecycle.requests, "it was cancelled"
 
     def resubmit(self, a: int, b: int) -> None:
-        """A gateway lost patience, or something on the way."""
+        """A gateway sends a request again after a timeout or a lost frame."""
         for gateway, request_id in self._open(a):
             self.world.tell(gateway.incarnation, gateway.again(request_id))
 
     def repeat(self, a: int, b: int) -> None:
-        """A Generate comes twice while it is live, and a Cancel of an earlier attempt comes late."""
+        """A Generate arrives twice while its request is open, and a Cancel of an earlier attempt arrives late."""
         for gateway, request_id in self._open(a):
             frame = gateway.journals[request_id].frame
             if request_id in self.world.core._lifecycle.requests:
@@ -230,7 +230,7 @@ class Program:
             self.world.recover(gateway)
 
     def operate(self, a: int, b: int) -> None:
-        """An operator pauses it, puts it to sleep or resets its cache, and mostly resumes it soon."""
+        """An operator pauses the scheduler, puts it to sleep or resets its cache, and usually resumes it soon."""
         off, on = (
             (ControlVerb.PAUSE, ControlVerb.RESUME),
             (ControlVerb.SLEEP, ControlVerb.WAKE_UP),
@@ -255,7 +255,7 @@ class Program:
         self.world.turn()
 
     def _open(self, a: int) -> list[tuple[FakeGateway, str]]:
-        """One open request, if there is any."""
+        """One open request, or None."""
         found = [(g, r) for g in self.world.gateways.values() for r, j in g.journals.items() if j.open()]
         one = pick(found, a)
         return [one] if one else []

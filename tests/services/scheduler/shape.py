@@ -1,4 +1,4 @@
-"""The settings of a world: its scheduler's, its workers' and what goes wrong there."""
+"""The settings of a world: of its scheduler and workers, and which faults happen."""
 
 from dataclasses import dataclass, field
 
@@ -26,7 +26,7 @@ class Shape:
     may_sleep: bool = True
     num_host_blocks: int = 0
     window: int | None = None  # tokens, of every layer
-    failing: bool = False  # now and then a fetch from host memory does
+    failing: bool = False  # sometimes a fetch from host memory fails
 
     @property
     def limit(self) -> int:

@@ -1,4 +1,4 @@
-"""Every setting of a scheduler's file is a setting of the scheduler."""
+"""Every setting of a scheduler's config file reaches the scheduler."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from blockyard.shared.config.services.process import BusConfig, ProcessConfig
 from blockyard.shared.config.services.scheduler import SchedulerConfig
 
 PROCESS = ProcessConfig(name="scheduler", bus=BusConfig(registry="ipc:///r", bind="ipc:///b"))
-# field of the file, another value than its default, where that is found
+# field of the file, a value other than its default, where the scheduler stores it
 SETTINGS = [
     ("served_model_names", ["a", "b"], "names"),
     ("root", "/m", "root"),

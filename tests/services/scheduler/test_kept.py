@@ -1,4 +1,4 @@
-"""What a scheduler keeps of requests and of workers that are gone: no prompt, no log-probabilities; but counters."""
+"""What a scheduler keeps of ended requests and lost workers: counters, but no prompts or log-probabilities."""
 
 import gc
 from dataclasses import replace
@@ -11,11 +11,11 @@ from blockyard.shared.messages import Generate, TokenLogprobs, TokenStep
 from .conftest import Ring
 
 T = TypeVar("T")
-GAUGES = ("blocks_total", "host_blocks_total")  # what there is now
+GAUGES = ("blocks_total", "host_blocks_total")  # current counts
 
 
 def held(root: object, kind: type[T]) -> list[T]:
-    """All objects of this type that can be reached from another one."""
+    """All objects of this type that are reachable from another object."""
     found: list[T] = []
     seen: set[int] = set()
     todo = [root]
@@ -46,12 +46,12 @@ def test_log_probabilities_leave_with_the_step_that_brings_them(ring: type[Ring]
 
 
 def test_log_probabilities_that_a_dead_detokenizer_had_are_computed_again(ring: type[Ring]) -> None:
-    """The journal that is checked in the end has one entry a token, and each prompt position."""
+    """The journal that is checked at the end has one entry for each token and each prompt position."""
     it = ring(max_num_batched_tokens=8)
     it.submit("a", 20, n=2, max_tokens=20, num_logprobs=2, num_prompt_logprobs=1)
     it.submit("prompt", 20, max_tokens=1, num_prompt_logprobs=1)
     for _ in range(6):
-        it.world.work(it.worker)  # the detokenizer reads nothing of it
+        it.world.work(it.worker)  # the detokenizer reads none of it
         it.detokenizer.inbox.clear()
     it.world.add_detokenizer()
     it.world.kill(it.detokenizer.incarnation)
@@ -60,7 +60,7 @@ def test_log_probabilities_that_a_dead_detokenizer_had_are_computed_again(ring: 
 
 
 def test_a_request_that_has_ended_is_not_kept(ring: type[Ring]) -> None:
-    """Its prompt may be 128 KiB. The clock stands still: nothing is kept until some time has passed."""
+    """Its prompt may be 128 KiB. The clock stands still, so that a request kept until a timeout would be found."""
     it = ring(policy="fair")
     for i in range(6):
         it.submit(f"{i}", 8, max_tokens=4)
@@ -69,7 +69,7 @@ def test_a_request_that_has_ended_is_not_kept(ring: type[Ring]) -> None:
     assert held(it.world.core, Generate) == []
 
 
-def test_cached_tokens_are_told_again_to_a_journal_that_never_heard_of_them(ring: type[Ring]) -> None:
+def test_cached_tokens_are_sent_again_if_the_first_report_was_lost(ring: type[Ring]) -> None:
     it = ring()
     it.submit("first", 12, max_tokens=1)
     it.world.settle()
@@ -83,8 +83,8 @@ def test_cached_tokens_are_told_again_to_a_journal_that_never_heard_of_them(ring
     it.finish()
 
 
-def test_what_an_earlier_attempt_computed_is_no_hit_of_the_request(ring: type[Ring]) -> None:
-    """The gateway's ids are not what is known: it starts over, and finds its own prompt."""
+def test_tokens_that_an_earlier_attempt_computed_are_no_cache_hit(ring: type[Ring]) -> None:
+    """The gateway's ids differ from the known ones: the request starts over and finds its own prompt in the cache."""
     it = ring()
     it.submit("a", 12, max_tokens=20)
     it.steps(4)
@@ -97,7 +97,7 @@ def test_what_an_earlier_attempt_computed_is_no_hit_of_the_request(ring: type[Ri
     assert it.output("a").num_cached_tokens == 0
 
 
-def test_capacity_and_card_are_those_of_the_groups_that_are_left(ring: type[Ring]) -> None:
+def test_capacity_and_card_follow_the_remaining_groups(ring: type[Ring]) -> None:
     it = ring(max_model_len=64)
     core, shape = it.world.core, it.world.shape
     large, notes = core.card, core.notes

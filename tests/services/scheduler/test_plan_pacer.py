@@ -91,7 +91,7 @@ def test_a_long_step_has_its_successor_at_its_end() -> None:
 
 
 def test_plans_are_sent_earlier_after_late_steps() -> None:
-    """Here a plan is on its way for longer than the lead."""
+    """Here a plan takes longer to arrive than the lead."""
     device = Device(PlanPacer(0.02, None), hop_s=SEND_AHEAD_S + 0.002)
     for _ in range(50):
         device.step(0.02)
@@ -125,7 +125,7 @@ def test_a_timer_runs_out_when_a_plan_may_be_sent() -> None:
     assert timers.may_send(7, pacer, at)
 
 
-def test_a_step_that_waits_for_its_launch_is_launched_sooner() -> None:
+def test_plans_are_sent_earlier_if_steps_wait_for_their_launch() -> None:
     def next_send_s(launch_s: float) -> float:
         pacer = PlanPacer(0.01, None)
         for at in range(10):
@@ -166,14 +166,14 @@ def test_a_cost_model_is_found_in_mixed_steps(prior_s: float) -> None:
     assert times.tokens_within(0.011) == pytest.approx(500, rel=0.05)
 
 
-def test_a_change_is_followed() -> None:
+def test_the_cost_model_follows_a_change() -> None:
     times = StepTimes(0.0046)
     learn(times, mixed(1, 200))
     learn(times, mixed(2, 200), scale=2.0)
     assert times.expected_s(StepLoad(240, 512)) == pytest.approx(2 * cost(StepLoad(240, 512)), rel=0.03)
 
 
-def test_what_steps_do_not_tell_apart_stays_where_it_was() -> None:
+def test_costs_that_steps_do_not_determine_stay_unchanged() -> None:
     times = StepTimes(0.0046)
     learn(times, [StepLoad(256, 0)] * 1000)
     assert times.expected_s(StepLoad(256, 0)) == pytest.approx(cost(StepLoad(256, 0)), rel=0.001)

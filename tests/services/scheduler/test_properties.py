@@ -1,4 +1,4 @@
-"""Whatever happens, in whatever order: nothing is lost, leaked, repeated or owned twice, and everything ends."""
+"""In random histories nothing is lost, leaked, repeated or owned twice, and every request ends."""
 
 from collections import Counter
 
@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from .program import BYTES_PER_STEP, SHAPES, Program
 from .world import Shape
 
-EVENTS = 420  # of one history
+EVENTS = 420  # steps of one history
 HISTORIES = 1000 if settings.get_current_profile_name() == "long" else 75
-LEAST = 100_000 * HISTORIES // 300  # steps of the scheduler in all of them, each with the invariants checked behind it
+LEAST = 100_000 * HISTORIES // 300  # steps of the scheduler in all histories; the invariants are checked after each
 
 shapes = st.builds(Shape, **{name: st.sampled_from(values) for name, values in SHAPES.items()})
 counted: Counter[str] = Counter()
@@ -37,7 +37,7 @@ def test_random_histories_keep_the_invariants(shape: Shape, data: bytes) -> None
 
 
 def test_the_histories_ran_many_steps(capsys: pytest.CaptureFixture[str]) -> None:
-    """Runs after the one above, which may have been left out."""
+    """Runs after the test above, which may have been deselected."""
     if not counted:
         pytest.skip("the histories were not run")
     with capsys.disabled():

@@ -1,4 +1,4 @@
-"""What the core does when a member is lost, or a gateway sends a request again."""
+"""How the core reacts when a member is lost, or a gateway sends a request again."""
 
 import pytest
 
@@ -37,7 +37,7 @@ def test_a_death_in_mid_stream_loses_and_repeats_nothing(ring: type[Ring], lost:
     it.steps(6)
     if lost == "detokenizer":
         it.world.work(it.worker)
-        it.world.work(it.worker)  # what these brought is lost with the detokenizer
+        it.world.work(it.worker)  # the text of these plans is lost with the detokenizer
         it.world.kill(it.detokenizer.incarnation)
         it.world.settle()
         it.world.add_detokenizer()
@@ -63,7 +63,7 @@ def test_a_rebound_request_runs_on_and_only_its_stream_is_new(ring: type[Ring]) 
     assert sum(len(p.starts) for p in plans(it.world)) == 1
 
 
-def test_ids_that_are_not_the_beginning_of_what_is_known_start_over(ring: type[Ring]) -> None:
+def test_a_request_starts_over_if_its_ids_are_no_prefix_of_the_known_ids(ring: type[Ring]) -> None:
     it = ring()
     it.submit("a", 5, max_tokens=30)
     it.steps(6)
@@ -76,11 +76,11 @@ def test_ids_that_are_not_the_beginning_of_what_is_known_start_over(ring: type[R
     assert start.num_prompt_tokens == 5
 
 
-def test_choices_that_are_not_listed_any_more_end(ring: type[Ring]) -> None:
+def test_choices_that_are_no_longer_listed_end(ring: type[Ring]) -> None:
     it = ring()
     it.submit("a", 5, n=3, max_tokens=20)
     it.steps(4)
-    it.output("a", 1).finish = STOP  # the gateway has its final delta, we have not heard yet
+    it.output("a", 1).finish = STOP  # the gateway has its final delta, the scheduler does not know yet
     it.world.tell(it.gateway.incarnation, it.gateway.again("a"))
     assert sorted(it.world.core._lifecycle.requests["a"].sequences) == [0, 2]
     it.finish()
@@ -98,7 +98,7 @@ def test_a_choice_that_comes_back_complete_ends_at_once(ring: type[Ring]) -> Non
 
 
 def test_a_cut_link_to_a_detokenizer_is_told_to_the_gateways(ring: type[Ring]) -> None:
-    """Two requests run, and of a third all tokens are drawn, but their text was lost on the link."""
+    """Two requests run; all tokens of a third are sampled, but their text was lost on the link."""
     it = ring()
     it.submit("short", 5, max_tokens=3)
     it.submit("a", 5, n=2, max_tokens=30)
@@ -117,7 +117,7 @@ def test_gateways_are_told_once_there_is_a_detokenizer(ring: type[Ring]) -> None
     it.submit("a", 5, max_tokens=30)
     it.steps(3)
     del it.world.detokenizers[it.detokenizer.incarnation]
-    it.world.core.on_member_lost(it.detokenizer.incarnation)  # only the scheduler hears of it
+    it.world.core.on_member_lost(it.detokenizer.incarnation)  # only the scheduler is told
     it.world.turn()
     assert not it.gateway.lost, "a request that arrives while no stream can be opened loses nothing"
     other = it.world.add_detokenizer()
@@ -141,7 +141,7 @@ def test_a_gateway_that_returns_to_the_list_is_told_that_its_requests_were_dropp
     it.finish()
 
 
-def test_text_that_a_detokenizer_cannot_send_is_asked_for_again(ring: type[Ring]) -> None:
+def test_text_that_a_detokenizer_cannot_send_is_requested_again(ring: type[Ring]) -> None:
     it = ring()
     other = it.world.add_gateway()
     it.submit("a", 5, max_tokens=30)
@@ -180,7 +180,7 @@ def test_a_result_that_is_not_the_next_means_attach_again(ring: type[Ring]) -> N
     assert len(it.output("a").ids) == 30
 
 
-def test_out_of_step_while_it_is_asked_changes_nothing(ring: type[Ring]) -> None:
+def test_out_of_step_before_the_answer_to_attach_changes_nothing(ring: type[Ring]) -> None:
     it = ring()
     it.submit("a", 5, max_tokens=30)
     it.steps(4)

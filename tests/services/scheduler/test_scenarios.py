@@ -1,4 +1,4 @@
-"""One thing at a time through the scheduler core, with the mock batch as its worker."""
+"""Single scenarios of the scheduler core, with the mock batch as its worker."""
 
 import pytest
 
@@ -31,7 +31,7 @@ def test_a_request_runs_to_its_length(ring: type[Ring], depth: int) -> None:
     it.submit("a", 5, max_tokens=8)
     it.finish()
     assert (len(it.output("a").ids), it.output("a").finish) == (8, LENGTH)
-    assert len(plans(it.world)) == 8  # none is wasted: the end by max_tokens is foreseen
+    assert len(plans(it.world)) == 8  # no plan is wasted: the end by max_tokens is known in advance
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
@@ -130,7 +130,7 @@ def test_the_newest_is_preempted_and_its_results_still_count(ring: type[Ring]) -
     assert new.awaits_results()
     known = new.num_tokens
     it.steps(1)
-    assert new.num_tokens == known + 1  # of the plan that was in flight
+    assert new.num_tokens == known + 1  # tokens of the plan in flight
     it.finish()
     resumed = [s for p in plans(it.world) for s in p.starts if len(s.token_ids) // 4 > s.num_prompt_tokens]
     assert [len(s.token_ids) // 4 for s in resumed] == [known + 1]
@@ -195,7 +195,7 @@ def test_stop_ends_a_choice_without_a_final_step(ring: type[Ring]) -> None:
     it.steps(3)
     it.world.tell(it.detokenizer.incarnation, Stop([StreamRef("a", 0, 1), StreamRef("a", 7, 0), StreamRef("x", 0, 0)]))
     del it.detokenizer.streams["a", 1]
-    it.output("a", 1).finish = STOP  # the detokenizer wrote it
+    it.output("a", 1).finish = STOP  # the detokenizer has written it
     sent = len(batches(it.world))
     it.finish()
     assert {step.choice for batch in batches(it.world)[sent:] for step in batch.steps} == {0}

@@ -1,4 +1,4 @@
-"""The loop around the core: what is published, what a failed send means, what people are told."""
+"""The loop around the core: published statistics, failed sends, log lines."""
 
 import logging
 import re
@@ -64,7 +64,7 @@ def generate(it: Service, request_id: str = "r") -> None:
     it.step(0.0)
 
 
-def test_ready_with_the_settled_card_once_a_worker_is_attached() -> None:
+def test_ready_with_the_final_card_once_a_worker_is_attached() -> None:
     it, links = service()
     assert links.sent == [(2, Attach(1, num_slots=5, depth=1))]
     assert not links.me.ready

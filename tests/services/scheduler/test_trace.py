@@ -1,4 +1,4 @@
-"""How many of the scheduler's files a plain greedy request goes through."""
+"""How many of the scheduler's files a plain greedy request enters."""
 
 import sys
 from collections.abc import Callable

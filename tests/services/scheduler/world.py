@@ -40,7 +40,7 @@ from .invariants import EOS, check, check_tokens
 from .shape import Shape
 
 SCOPE = "m|main"
-STEP_S = 0.001  # of a step, and of each choice in it
+STEP_S = 0.001  # seconds of a step, and of each choice in it
 
 
 class World:
@@ -49,7 +49,7 @@ class World:
         self.now = 0.0
         self.num_steps = 0  # plans that were answered
         self.num_copies = 0
-        self.num_turns = 0  # after each, the invariants are checked
+        self.num_turns = 0  # steps; the invariants are checked after each
         self.pattern = Pattern(100, 900, shape.eos_every)
         self.core = Scheduler(
             SCHEDULER,
@@ -72,8 +72,8 @@ class World:
         self.gateways: dict[int, FakeGateway] = {}
         self.workers: dict[int, FakeWorker] = {}
         self.detokenizers: dict[int, FakeDetokenizer] = {}
-        self.sent: list[Outgoing] = []  # everything, for scenarios to look at
-        self.done: list[Journal] = []  # of gateways that are gone
+        self.sent: list[Outgoing] = []  # all frames sent, for scenarios to inspect
+        self.done: list[Journal] = []  # journals of gateways that are gone
         self._incarnations = itertools.count(2)
 
     # --- members
@@ -129,15 +129,14 @@ class World:
                 self.tell(other.incarnation, other.again(request_id))
 
     def break_down(self, incarnation: int, detail: str = "CUDA error") -> None:
-        """A worker's device fails: it says so and is gone; nothing of what was in flight comes back."""
+        """A worker's device fails: it reports the error and is lost with all plans in flight."""
         self.core.on_message(incarnation, Broken(incarnation, detail), self.now)
         self.kill(incarnation)
 
     def blink(self, incarnation: int) -> None:
-        """A member's link breaks and comes back: what was on it is lost, the member is not.
+        """A member's link breaks and comes back: frames on the link are lost, the member is not.
 
-        No gateway hears of it but from the scheduler. Of a gateway it is the entry in the membership list that goes and
-        comes back: it stood still for a while.
+        Only the scheduler tells gateways of it. A gateway leaves the membership list and returns to it, as after a stall.
         """
         worker, detokenizer = self.workers.get(incarnation), self.detokenizers.get(incarnation)
         if worker is not None:
@@ -156,12 +155,12 @@ class World:
         self._present(incarnation, role)
 
     def lose_text(self, detokenizer: FakeDetokenizer, gateway: FakeGateway) -> None:
-        """A detokenizer cannot send to a gateway, and says so."""
+        """A detokenizer cannot send to a gateway, and reports it."""
         detokenizer.forget(gateway.incarnation)
         self.tell(detokenizer.incarnation, PathLost(gateway.incarnation))
 
     def recover(self, gateway: FakeGateway) -> None:
-        """A gateway sends again what it was told is lost."""
+        """A gateway sends the requests again that were reported as lost."""
         for request_id in gateway.take_lost():
             self.tell(gateway.incarnation, gateway.again(request_id))
 
@@ -189,7 +188,7 @@ class World:
         beam: Beam | None = None,
         **sampling: object,
     ) -> Generate:
-        """Every other request brings the names of its blocks. `prompt` replaces the usual one of this length."""
+        """Every other request carries its block hashes. `prompt` replaces the usual one of this length."""
         sampling.setdefault("max_tokens", 8)
         prompt = prompt or [(i * 7 + num_prompt) % 50 for i in range(num_prompt)]
         named = len(gateway.journals) % 2
@@ -213,7 +212,7 @@ class World:
         return Sampling(**sampling)
 
     def work(self, worker: FakeWorker, turn: bool = True) -> None:
-        """Without `turn` the scheduler hears more before it decides."""
+        """Without `turn` the scheduler receives more frames before its next step."""
         for answer in worker.work():
             if isinstance(answer, Attached):
                 self.check_names(worker)
@@ -223,7 +222,7 @@ class World:
                 self.turn()
 
     def _timed(self, answer: StepResult) -> StepResult:
-        """As if its step had taken the same time in every run. Where plans go by the clock that moves on."""
+        """Gives each step the same time in every run. If the pacer uses the clock, the clock advances too."""
         self.num_steps += 1
         step_s = STEP_S * (1 + len(answer.slots) + len(answer.token_ids) // 4)
         if self.shape.depth is None:
@@ -273,7 +272,7 @@ class World:
         if gateway in self.gateways:
             self.gateways[gateway].read(step)
 
-    # --- what must be true in the end
+    # --- invariants at the end
 
     def check_outputs(self) -> None:
         """Every choice that was not cancelled or refused has one end, and the tokens that belong to it."""
@@ -283,7 +282,7 @@ class World:
             check_tokens(journal, self.pattern, self.shape.limit)
 
     def check_names(self, worker: FakeWorker) -> None:
-        """What a worker says its blocks hold is what they hold, as far as journals know the tokens."""
+        """The block hashes that a worker reports match the tokens in the journals."""
         kv, size = worker.loop._runner.block_hashes, self.shape.block_size
         states: dict[bytes, int] = {}
         for journal in [j for g in self.gateways.values() for j in g.journals.values()] + self.done:

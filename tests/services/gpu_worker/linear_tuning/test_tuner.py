@@ -29,7 +29,8 @@ def linears(monkeypatch: pytest.MonkeyPatch) -> list[Linear]:
 def made_up(tuner: Tuner, monkeypatch: pytest.MonkeyPatch) -> list[tuple[KernelConfig, int]]:
     """Fakes the timer and returns the configs that it times.
 
-    stream-K is fastest for the first shape from 2 rows on, skinny otherwise, and no kernel beats cuBLAS at 3 rows."""
+    stream-K is fastest for the first shape from 2 rows on, skinny otherwise, and no kernel beats cuBLAS at 3 rows.
+    """
     timed = []
 
     def seconds(config: KernelConfig, group: list[Linear], rows: int) -> float:

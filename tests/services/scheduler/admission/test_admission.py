@@ -15,7 +15,7 @@ from ..world import World
         ({"num_blocks": 3, "block_size": 4}, 12, "the prompt's 12 tokens need 4 KV blocks of 4 tokens, there are 3"),
     ],
 )
-def test_what_can_never_fit_is_refused_with_the_number_it_needs(
+def test_a_request_that_can_never_fit_is_refused_with_the_number_it_needs(
     ring: type[Ring], shape: dict[str, int], num_prompt: int, says: str
 ) -> None:
     it = ring(**shape)
@@ -51,7 +51,7 @@ def test_invalid_requests_are_refused(ring: type[Ring], change: dict[str, object
 
 
 def test_the_queue_is_bounded_in_choices(ring: type[Ring]) -> None:
-    """Choices that are parked until the prompt is computed count: one of the six runs, five wait."""
+    """Choices parked until the prompt is computed count too: one of the six runs, five wait."""
     it = ring(max_queue_len=5, max_num_seqs=1)
     for i in range(4):
         it.submit(f"{i}", 5, n=2 + 2 * (i == 1))

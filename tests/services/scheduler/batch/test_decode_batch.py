@@ -71,7 +71,7 @@ def test_results_of_one_step_reach_the_detokenizer_in_order(ring: type[Ring], to
     for i in range(4):
         it.submit(str(i), 5, max_tokens=30)
     it.steps(12)
-    for i in range(4):  # these come while others are in step, and go while results are out
+    for i in range(4):  # these join while others decode, and end while results are in flight
         it.submit(f"late {i}", 5, max_tokens=6 + i)
     while it.worker.busy():
         for _ in range(2 * together):
@@ -92,7 +92,7 @@ def test_sequences_with_log_probabilities_stay_outside_the_batch(ring: type[Ring
 
 
 def test_the_oldest_run_if_a_step_has_too_few_tokens(ring: type[Ring]) -> None:
-    """No sequence starts without room for it in a step; if the limit falls later, plans still keep to it."""
+    """A sequence starts only if a step has room for it; plans also keep to a limit that falls later."""
     it = ring(depth=0, num_blocks=200, max_num_seqs=8)
     for i in range(5):
         it.submit(str(i), 2, max_tokens=15)
@@ -126,7 +126,7 @@ def test_a_result_with_another_number_of_tokens_means_attach_again(ring: type[Ri
     assert before.running or asked
 
 
-def test_no_token_is_four_bytes_that_no_vocabulary_has() -> None:
+def test_no_token_is_an_id_outside_any_vocabulary() -> None:
     assert ids_list(NO_TOKEN.to_bytes(4, "little")) == [NO_TOKEN]
 
 

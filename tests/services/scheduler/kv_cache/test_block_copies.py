@@ -12,10 +12,10 @@ from ..conftest import Ring
 from ..program import BYTES_PER_STEP, SHAPES, Program
 from ..world import Shape, World
 
-PROMPT = [(i * 7 + 1) % 50 for i in range(22)]  # ends within a block of 4
-EVENTS = 160  # in one history
+PROMPT = [(i * 7 + 1) % 50 for i in range(22)]  # a prompt that ends within a block of 4
+EVENTS = 160  # steps of one history
 HISTORIES = 500 if settings.get_current_profile_name() == "long" else 50
-LEAST = 75 * HISTORIES // 50  # plans with several copies, in all of them
+LEAST = 75 * HISTORIES // 50  # plans with several copies, in all histories
 FORKS = SHAPES | {
     "block_size": [2, 3, 5],
     "num_blocks": list(range(14, 40)),
@@ -52,7 +52,7 @@ def stops_together(step: TokenStep) -> bool:
 
 
 class ForkProgram(Program):
-    """Histories of requests with several choices on two workers. Now and then one worker is lost."""
+    """Histories of requests with several choices on two workers. Sometimes one worker is lost."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
@@ -110,7 +110,7 @@ def test_choices_of_a_lost_worker_join_one_that_runs(ring: type[Ring], named: bo
     deadline=None,
     suppress_health_check=list(HealthCheck),
     print_blob=True,
-    phases=[Phase.explicit, Phase.reuse, Phase.generate],  # a shorter one takes minutes to find
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],  # shrinking a failure takes minutes
 )
 @given(shapes, st.binary(min_size=EVENTS * BYTES_PER_STEP, max_size=EVENTS * BYTES_PER_STEP))
 def test_random_histories_keep_the_invariants(shape: Shape, data: bytes) -> None:

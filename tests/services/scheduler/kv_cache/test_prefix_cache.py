@@ -78,7 +78,7 @@ def test_the_last_prompt_token_is_computed_even_if_its_block_is_known(ring: type
     assert starts(it)[0].blocks[4] not in starts(it)[1].blocks
 
 
-def test_a_salt_of_its_own_finds_nothing_of_others(ring: type[Ring]) -> None:
+def test_a_request_with_its_own_salt_finds_no_blocks_of_others(ring: type[Ring]) -> None:
     assert after(ring(), PROMPT, PROMPT, salt="tenant") == 0
     it = ring()
     it.submit("a", 0, prompt=PROMPT, salt="tenant")
@@ -99,7 +99,7 @@ def test_prompt_logprobs_are_computed_but_their_blocks_serve_others(ring: type[R
 
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
-def test_the_next_turn_of_a_conversation_finds_what_was_generated(ring: type[Ring], depth: int) -> None:
+def test_the_next_turn_of_a_conversation_finds_generated_blocks(ring: type[Ring], depth: int) -> None:
     it = ring(depth=depth)
     it.submit("a", 0, prompt=PROMPT, max_tokens=12)
     it.world.settle()
@@ -117,7 +117,7 @@ def test_generated_blocks_after_a_short_prompt_are_hashed(ring: type[Ring]) -> N
     assert set(names_of([5, *it.output("a").ids[:11]], "s")) == index_of(it).keys()
 
 
-def test_what_a_plan_fills_is_found_by_the_next_one(ring: type[Ring]) -> None:
+def test_blocks_that_a_plan_fills_are_found_by_the_next_plan(ring: type[Ring]) -> None:
     it = ring(depth=2, max_num_batched_tokens=64)
     it.submit("a", 0, prompt=PROMPT, max_tokens=2)
     it.submit("b", 0, prompt=PROMPT)
@@ -153,7 +153,7 @@ def test_requests_without_a_common_prefix_do_not_wait_for_each_other(ring: type[
     it.finish()
 
 
-def test_the_least_recently_used_are_evicted_first_and_the_last_of_a_chain_before_its_parents(ring: type[Ring]) -> None:
+def test_eviction_is_least_recently_used_and_children_before_parents(ring: type[Ring]) -> None:
     it = ring(num_blocks=12, depth=0)
     for name, prompt in (("old", PROMPT[:17]), ("new", [3, *PROMPT[:16]]), ("old again", PROMPT[:17])):
         it.submit(name, 0, prompt=prompt, max_tokens=1)
@@ -166,7 +166,7 @@ def test_the_least_recently_used_are_evicted_first_and_the_last_of_a_chain_befor
     it.finish()
 
 
-def test_what_is_in_use_is_not_reclaimed(ring: type[Ring]) -> None:
+def test_blocks_in_use_are_not_evicted(ring: type[Ring]) -> None:
     it = ring(num_blocks=8, depth=1)
     it.submit("a", 0, prompt=PROMPT[:9], max_tokens=12)
     it.steps(1)
@@ -176,7 +176,7 @@ def test_what_is_in_use_is_not_reclaimed(ring: type[Ring]) -> None:
     assert it.output("b").num_cached_tokens == 8
 
 
-def test_blocks_that_are_only_kept_count_as_free(ring: type[Ring]) -> None:
+def test_cached_blocks_without_a_holder_count_as_free(ring: type[Ring]) -> None:
     it = ring(num_blocks=8, depth=0)
     it.submit("a", 0, prompt=PROMPT, max_tokens=8)
     it.world.settle()
@@ -187,7 +187,7 @@ def test_blocks_that_are_only_kept_count_as_free(ring: type[Ring]) -> None:
     assert len(it.output("b").ids) == 4
 
 
-def test_found_blocks_are_not_counted_on_twice_at_admission(ring: type[Ring]) -> None:
+def test_found_blocks_do_not_count_as_free_at_admission(ring: type[Ring]) -> None:
     """8 blocks, of which 5 are cached and all 5 found: 3 are left for new tokens, not 8."""
     it = ring(num_blocks=8, depth=0, max_num_batched_tokens=64)
     it.submit("a", 0, prompt=PROMPT, max_tokens=1)
@@ -211,21 +211,21 @@ def test_a_preempted_choice_finds_its_own_blocks(ring: type[Ring]) -> None:
     assert it.output("new").num_cached_tokens == 0, "its own tokens are no hit of the request"
 
 
-def test_a_block_may_be_read_before_the_plan_it_was_left_under_is_in(ring: type[Ring]) -> None:
+def test_a_freed_block_may_be_read_before_the_plan_in_flight_is_done(ring: type[Ring]) -> None:
     it = ring(depth=1, max_num_batched_tokens=64)
     it.submit("a", 0, prompt=PROMPT, max_tokens=20)
     assert len(it.worker.in_flight) == 2
     it.journal("a").cancelled = True
     it.world.tell(it.gateway.incarnation, Cancel("a", 0))
     it.submit("b", 0, prompt=PROMPT, max_tokens=2)
-    it.steps(1)  # of a's plans
+    it.steps(1)  # one of a's plans
     assert starts(it)[-1].num_computed == 20
     assert starts(it)[-1].blocks[:5] == starts(it)[0].blocks[:5]
     it.finish()
 
 
-def test_a_new_scheduler_takes_over_what_the_worker_has(ring: type[Ring]) -> None:
-    """A worker answers OutOfStep and a new scheduler by the same Attach."""
+def test_an_attached_worker_keeps_its_cached_blocks(ring: type[Ring]) -> None:
+    """After OutOfStep the scheduler sends the same Attach as a new scheduler."""
     it = ring(depth=1)
     it.submit("a", 0, prompt=PROMPT, max_tokens=20)
     it.steps(10)
@@ -238,7 +238,7 @@ def test_a_new_scheduler_takes_over_what_the_worker_has(ring: type[Ring]) -> Non
     assert again.blocks[:6] == first.blocks[:6]
 
 
-def test_hashes_that_do_not_fit_their_blocks_are_not_taken(ring: type[Ring]) -> None:
+def test_hashes_that_do_not_match_the_blocks_are_ignored(ring: type[Ring]) -> None:
     it = ring()
     group = it.world.core._groups.attached[it.worker.incarnation]
     for blocks, names in (([1, 2], b"x" * 16), ([1, 99], b"x" * 16 + b"y" * 16), ([1, -1], b"x" * 16 + b"y" * 16)):
@@ -247,7 +247,7 @@ def test_hashes_that_do_not_fit_their_blocks_are_not_taken(ring: type[Ring]) -> 
     assert not index_of(it)
 
 
-def test_a_lost_worker_takes_its_blocks_along(ring: type[Ring]) -> None:
+def test_blocks_of_a_lost_worker_are_forgotten(ring: type[Ring]) -> None:
     it = ring()
     it.submit("a", 0, prompt=PROMPT, max_tokens=20)
     it.steps(4)
@@ -280,7 +280,7 @@ def test_no_sequence_goes_on_with_blocks_of_a_failed_slot(
     it.worker.links.answer = fail
     it.world.work(it.worker)
     it.world.work(it.worker)
-    it.world.work(it.worker)  # both plans are taken in, the first has run
+    it.world.work(it.worker)  # both plans were received, the first has run
     it.worker.links.answer = answer
     runner.block_hashes.hashes.clear()
     assert not index_of(it)

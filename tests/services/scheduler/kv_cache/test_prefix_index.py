@@ -6,7 +6,7 @@ from blockyard.services.scheduler.plan_pacer import PlanClock
 A, B, C = b"a" * 16, b"b" * 16, b"c" * 16
 
 
-def test_found_up_to_the_first_that_is_missing_or_the_limit() -> None:
+def test_blocks_are_found_up_to_the_first_miss_or_the_limit() -> None:
     index = PrefixIndex(20, PlanClock())
     for block, name in ((4, A), (2, B), (9, C)):
         assert index.insert(block, name)
@@ -24,7 +24,7 @@ def test_the_first_block_with_a_hash_keeps_it() -> None:
     assert not index.has(2)
 
 
-def test_no_hash_is_sent_of_an_evicted_block() -> None:
+def test_the_hash_of_an_evicted_block_is_not_sent() -> None:
     index = PrefixIndex(20, PlanClock())
     for block, name in ((1, A), (2, B), (3, C)):
         index.insert(block, name)

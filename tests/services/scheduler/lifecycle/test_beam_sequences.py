@@ -1,4 +1,4 @@
-"""Beam searches in a batch find what they would find alone, also when beams are preempted or lost."""
+"""Beam searches in a batch give the same result as alone, also when beams are preempted or lost."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Choices of one request compute their prompt once, whatever happens to the one that goes ahead."""
+"""Choices of one request compute their prompt once, also if the choice that computes it is lost or ends."""
 
 import pytest
 
@@ -115,7 +115,7 @@ def test_choices_are_cancelled_while_they_are_parked(ring: type[Ring]) -> None:
 
 
 def test_resumed_choices_share_their_prompt(ring: type[Ring]) -> None:
-    """Each goes on after its own tokens: what they have in common is the prompt, all of it."""
+    """Each continues after its own tokens; they share the whole prompt."""
     it = ring(max_num_batched_tokens=64, prefix_caching=False)
     it.submit("a", 0, n=3, prompt=PROMPT, max_tokens=20)
     it.steps(6)
@@ -140,8 +140,8 @@ def test_prompt_logprobs_that_were_lost_are_computed_again(ring: type[Ring]) -> 
     while len(starts(it)) < 2:
         it.world.work(it.worker)
     lost, it.detokenizer = it.detokenizer, it.world.add_detokenizer()
-    it.world.tell(lost.incarnation, Stop([StreamRef("a", 0, 0)]))  # a stop string came
-    it.world.kill(lost.incarnation)  # with all that choice 0 had to say
+    it.world.tell(lost.incarnation, Stop([StreamRef("a", 0, 0)]))  # a stop string was found
+    it.world.kill(lost.incarnation)  # with all results of choice 0
     it.finish()
     assert [s.num_computed for s in starts(it)] == [0, 21, 0]
     assert len(it.output("a", 0).prompt_logprobs) == 21

@@ -10,17 +10,17 @@ from blockyard.shared.messages import StepPlan
 from ..conftest import Ring
 
 TOKEN_S = 0.001
-TOKENS = 64  # of a step
+TOKENS = 64  # token budget of a step
 
 
 def tokens_of(it: Ring, begin: int) -> list[dict[int, int]]:
-    """Of each plan sent from there on: tokens by slot."""
+    """Tokens by slot, for each plan sent from index `begin` on."""
     plans = [o.frame for o in it.world.sent[begin:] if isinstance(o.frame, StepPlan)]
     return [{run.slot: run.max_tokens for run in plan.runs} for plan in plans]
 
 
 def make(ring: type[Ring], policy: str, **shape: object) -> Ring:
-    """Steps take 2 ms, 1 ms more for each decode, and for each token of a prompt."""
+    """A step takes 2 ms plus 1 ms for each decode and each prompt token."""
     shape = {"max_num_seqs": 8, "num_blocks": 200, "max_model_len": 200, "max_num_batched_tokens": TOKENS} | shape
     it = ring(policy=policy, depth=0, **shape)
     (group,) = it.world.core.groups.values()
@@ -35,7 +35,7 @@ def largest(it: Ring, begin: int) -> int:
 
 
 def flood_after_the_first(it: Ring) -> int:
-    """A tenant's prompts behind one that has left. Returns the largest number of tokens of prompts in a step."""
+    """Sends prompts of one tenant after its first request. Returns the largest number of prompt tokens in a step."""
     it.submit("first", 8, tenant="heavy", max_tokens=8)
     begin = len(it.world.sent)
     for i in range(8):
@@ -97,7 +97,7 @@ def test_without_chunks_a_prompt_is_not_limited(ring: type[Ring], whole_prompts:
 
 
 def crowd(ring: type[Ring], policy: str, num: int) -> tuple[Ring, int]:
-    """So many of the heavy one decode when the light one comes."""
+    """`num` requests of the heavy tenant decode when the light tenant's request arrives."""
     it = make(ring, policy)
     for i in range(num):
         it.submit(f"heavy {i}", 8, prompt=[i] * 8, tenant="heavy", priority=5, max_tokens=60)
@@ -145,7 +145,7 @@ def test_decodes_are_left_out_of_one_step_at_most(ring: type[Ring]) -> None:
 
 
 def test_a_tenant_does_not_preempt_its_own_sequences(ring: type[Ring]) -> None:
-    """Those that are left are in the classes that they had when there were more."""
+    """When sequences end, the remaining ones keep their classes."""
     it = ring(policy="fair", max_num_seqs=4, depth=0, num_blocks=100, max_num_batched_tokens=64)
     for i in range(4):
         it.submit(f"heavy {i}", 4, prompt=[i] * 4, tenant="heavy", max_tokens=4 + 10 * i)

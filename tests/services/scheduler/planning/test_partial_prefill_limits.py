@@ -1,4 +1,4 @@
-"""How prompts divide a step, and when the next one is let in."""
+"""How prompts share a step, and when the next prompt is scheduled."""
 
 from unittest.mock import Mock
 
@@ -33,7 +33,7 @@ def ttft_s(simulation: Simulation, num_prompt: int) -> list[float]:
 
 
 def test_a_long_prompt_does_not_keep_out_short_ones() -> None:
-    """100,000 tokens take seconds; short prompts that come meanwhile wait for some steps and not for all of it."""
+    """100,000 tokens take seconds; short prompts that arrive meanwhile wait for a few steps only."""
     requests = [TraceRequest(arrival_s=0.0, prompt_tokens=100_000, output_tokens=5)]
     requests += [TraceRequest(arrival_s=0.1 * i, prompt_tokens=200, output_tokens=5) for i in range(1, 30)]
     alone = ttft_s(simulate(requests[:1]), 100_000)[0]
@@ -96,7 +96,7 @@ def test_the_next_prompt_waits_by_the_delay_factor(factor: float, waits: bool) -
 
 
 def test_with_a_delay_prompts_are_computed_together() -> None:
-    """Prompts come every 20 ms beside a decoding one; a delay gathers them in fewer steps."""
+    """Prompts arrive every 20 ms beside a decode; the delay batches them in fewer steps."""
     requests = [TraceRequest(arrival_s=0.0, prompt_tokens=100, output_tokens=400)]
     requests += [TraceRequest(arrival_s=0.1 + 0.02 * i, prompt_tokens=301, output_tokens=1) for i in range(60)]
     few, many = (simulate(requests, delay_factor=factor).record.gaps[""].gap_s for factor in (8.0, 0.0))

@@ -1,4 +1,4 @@
-"""How long a tenant with little load waits for its first token while another one floods the server."""
+"""Time to first token of a tenant with little load while another tenant floods the server."""
 
 import random
 

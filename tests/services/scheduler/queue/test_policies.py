@@ -105,7 +105,7 @@ def test_users_divide_the_share_of_their_key(ring: type[Ring]) -> None:
 
 
 def test_long_outputs_count(ring: type[Ring]) -> None:
-    """Of two tenants with equally many requests, the one with long answers gets fewer of them."""
+    """Of two tenants with equally many requests, the tenant with long outputs gets fewer requests served."""
     it = ring(policy="fair", max_num_seqs=1)
     for i in range(12):
         it.submit(f"long {i}", 5 + i, tenant="long", max_tokens=30)
@@ -166,7 +166,7 @@ def serve(policy: FairPolicy, choice: Sequence, num_outputs: int) -> None:
     policy.on_freed(choice)
 
 
-def test_an_idle_tenant_saves_nothing_up() -> None:
+def test_an_idle_tenant_accumulates_no_credit() -> None:
     policy = FairPolicy()
     for _ in range(50):
         choice = ask("busy")
@@ -196,7 +196,7 @@ def test_inactive_tenants_are_dropped() -> None:
 
 @pytest.mark.parametrize("policy", ["fcfs", "fair"])
 def test_no_tenant_starves(ring: type[Ring], policy: str) -> None:
-    """Requests arrive faster than they are served, forever: each tenant runs within a bound, the flood too."""
+    """Requests always arrive faster than they are served: each tenant's requests still run within a bound."""
     it = ring(policy=policy, max_num_seqs=4, num_blocks=120, max_queue_len=40, max_queue_tokens=10**6)
     waits: dict[str, int] = {}
     served: dict[str, int] = {}

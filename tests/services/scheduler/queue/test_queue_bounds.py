@@ -22,7 +22,7 @@ def reasons(it: Ring) -> dict[str, int]:
 
 
 def busy(ring: type[Ring], **shape: object) -> Ring:
-    """One request runs for long, and all others wait."""
+    """One request runs for a long time, and all others wait."""
     it = ring(max_num_seqs=1, num_blocks=200, max_model_len=400, **shape)
     it.submit("running", 5, max_tokens=300)
     it.steps(2)
@@ -78,7 +78,7 @@ def test_a_beam_search_counts_as_all_of_its_beams(ring: type[Ring]) -> None:
     it.finish()
 
 
-def test_as_many_give_way_as_the_tokens_need_and_none_if_that_is_not_enough(ring: type[Ring]) -> None:
+def test_requests_give_way_until_the_tokens_fit_and_none_if_that_is_not_enough(ring: type[Ring]) -> None:
     it = busy(ring, max_queue_tokens=100)
     for i in range(10):
         it.submit(f"heavy {i}", 10, tenant="heavy")
@@ -102,7 +102,7 @@ def test_an_accepted_request_is_not_refused_to_make_room(ring: type[Ring]) -> No
     it.finish()
 
 
-def test_a_full_queue_says_for_whom(ring: type[Ring]) -> None:
+def test_a_refusal_tells_which_tenants_the_queue_is_full_for(ring: type[Ring]) -> None:
     it = busy(ring, max_queue_len=2)
     it.submit("a", 20, tenant="heavy", user="u")
     it.submit("b", 20, tenant="heavy", user="u")
@@ -122,7 +122,7 @@ def test_a_full_queue_says_for_whom(ring: type[Ring]) -> None:
 def test_a_request_that_would_wait_too_long_is_refused(
     ring: type[Ring], delay_s: float | None, refused: dict[str, int]
 ) -> None:
-    """A token each 0.1 s: the running request has its slot for 0.5 s more, and each waiting one needs it for 1 s."""
+    """A token takes 0.1 s: the running request keeps its slot for 0.5 s more, each waiting request needs it for 1 s."""
     it = ring(max_num_seqs=1, max_queue_delay_s=delay_s, max_model_len=200, num_blocks=100, depth=0)
     it.submit("first", 20, max_tokens=100, ignore_eos=True)
     while len(it.output("first").ids) < 95:
@@ -154,7 +154,7 @@ def test_a_request_that_has_waited_too_long_is_refused(ring: type[Ring]) -> None
     it.finish()
 
 
-def test_retry_after_is_long_where_nothing_moves(ring: type[Ring]) -> None:
+def test_retry_after_is_long_while_no_request_progresses(ring: type[Ring]) -> None:
     it = busy(ring, max_queue_len=3)
     for i in range(3):
         it.submit(f"{i}", 10)

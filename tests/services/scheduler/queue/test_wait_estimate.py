@@ -15,9 +15,9 @@ from blockyard.shared.messages import Generate, SchedulerIn
 
 COST = CostModel(rows_s=((1, 0.02), (32, 0.03)), row_s=50e-6, context_token_s=200e-9, pair_s=0.0, hop_s=0.0)
 WARM_S = 1.0  # after the first request; before, nothing has been measured
-WORST, FEW_S = 2.0, 4.0  # 99 of 100 estimates are within this factor or so many seconds
-USUAL = 1.5  # nine of ten are within this factor or so many seconds
-LONG_S = 3.0  # factors are printed for longer waits
+WORST, FEW_S = 2.0, 4.0  # 99 of 100 estimates are within this factor or this many seconds
+USUAL = 1.5  # nine of ten are within this factor or this many seconds
+LONG_S = 3.0  # seconds; factors are printed for longer waits
 
 
 def ask(at: float, prompt: int, output: int, **more: object) -> TraceRequest:

@@ -1,4 +1,4 @@
-"""The simulator: time passes as its cost model says, and what it reports is what happened."""
+"""The simulator: time follows its cost model, and its report matches the simulated run."""
 
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -54,8 +54,8 @@ def test_a_request_takes_its_prefill_and_a_step_for_each_token() -> None:
     assert (worker.num_steps, worker.busy_s) == (3, pytest.approx(0.069))
 
 
-def test_what_is_in_host_memory_is_fetched_and_not_computed() -> None:
-    """The third prompt is the first one, which had to make room for the second."""
+def test_blocks_in_host_memory_are_fetched_and_not_computed() -> None:
+    """The third prompt equals the first, whose blocks were evicted for the second."""
     cost = msgspec.structs.replace(ROUND, fetch_token_s=0.0001)
     settings = {"max_num_batched_tokens": 256}
     asked = [
@@ -68,7 +68,7 @@ def test_what_is_in_host_memory_is_fetched_and_not_computed() -> None:
     assert fetched.ttft_s == pytest.approx(0.01 + 160 * 0.0001)
 
 
-def test_running_ahead_hides_the_way_between_scheduler_and_worker() -> None:
+def test_running_ahead_hides_the_latency_between_scheduler_and_worker() -> None:
     slow = msgspec.structs.replace(ROUND, hop_s=0.002)
     lockstep = simulate(config(slow, depth=0), ask(0.0, 1, 20)).record.gaps[""].gap_s
     ahead = simulate(config(slow, depth=1), ask(0.0, 1, 20)).record.gaps[""].gap_s
@@ -86,7 +86,7 @@ def test_a_step_costs_rows_context_and_pairs() -> None:
     assert Pace(eight).step_s(2048, 0, 2048 * 1024) / 2048 == pytest.approx(24e-6, rel=0.02)
 
 
-def test_what_is_shared_is_found_and_nothing_else() -> None:
+def test_only_shared_prefixes_are_cache_hits() -> None:
     shared = [ask(i, 48, 4, prefix_group="a", prefix_tokens=32) for i in range(3)]
     other = ask(3.0, 48, 4, prefix_group="b", prefix_tokens=32)
     alone = [ask(4.0, 48, 4), ask(5.0, 48, 4)]
@@ -122,15 +122,15 @@ def test_blocks_are_full_when_the_first_preemption_comes() -> None:
     assert f"the first at {first.at_s:.1f} s" in report.table(config(), simulation, report.summarize(simulation, 1.0))
 
 
-def test_slots_that_no_token_fills_are_counted() -> None:
-    """17 tokens are computed: of the second block 15 slots stay empty, from its first token on."""
+def test_unfilled_block_slots_are_counted() -> None:
+    """17 tokens are computed: 15 slots of the second block stay empty, from its first token on."""
     simulation = simulate(config(), ask(0.0, 17, 1))
     assert simulation.record.samples[0].unfilled in (0.0, 15 / 32)
     whole = simulate(config(), ask(0.0, 31, 200), ask(0.0, 17, 200))
     assert all(sample.unfilled < 0.05 for sample in whole.record.samples)
 
 
-def test_more_workers_take_more() -> None:
+def test_throughput_grows_with_workers() -> None:
     requests = [ask(0.0, 10, 50) for _ in range(16)]
     one = simulate(config(max_num_seqs=4), *requests)
     four = simulate(config(max_num_seqs=4, more={"num_workers": 4}), *requests)

@@ -106,7 +106,7 @@ def test_memory_parts_are_restored_one_after_the_other(ring: type[Ring]) -> None
     assert len(it.output("a").ids) == 20
 
 
-def test_a_worker_that_joins_sleepers_sleeps_and_one_that_dies_asleep_is_not_waited_for(ring: type[Ring]) -> None:
+def test_a_worker_that_joins_sleeps_too_and_a_worker_that_dies_asleep_is_not_waited_for(ring: type[Ring]) -> None:
     it = ring()
     tell(it, ControlVerb.SLEEP)
     it.world.settle()
@@ -132,7 +132,7 @@ def test_a_wake_up_before_the_sleep_is_done_is_answered(ring: type[Ring]) -> Non
     it.finish()
 
 
-def test_a_full_queue_before_sleepers_is_a_503(ring: type[Ring]) -> None:
+def test_a_full_queue_while_workers_sleep_is_a_503(ring: type[Ring]) -> None:
     it = ring(max_queue_len=1)
     tell(it, ControlVerb.SLEEP)
     it.world.settle()
@@ -146,7 +146,7 @@ def test_a_full_queue_before_sleepers_is_a_503(ring: type[Ring]) -> None:
 
 
 @pytest.mark.parametrize("clear", [True, False])
-def test_paused_requests_stand_still_and_go_on(ring: type[Ring], clear: bool) -> None:
+def test_paused_requests_stop_and_resume(ring: type[Ring], clear: bool) -> None:
     it = ring()
     it.submit("a", 10, max_tokens=20)
     it.steps(4)

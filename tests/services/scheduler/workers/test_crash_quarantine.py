@@ -64,7 +64,7 @@ def test_a_request_that_breaks_a_second_worker_alone_is_failed(ring: type[Ring])
     assert {it.output(name).finish for name in "ac"} == {LENGTH}
 
 
-def test_a_kill_makes_no_suspects(ring: type[Ring]) -> None:
+def test_a_killed_worker_makes_no_request_suspect(ring: type[Ring]) -> None:
     it = ring()
     it.submit("a", 6, max_tokens=12)
     it.submit("b", 6, max_tokens=12)
@@ -146,7 +146,7 @@ def test_without_another_worker_groups_are_emptied_for_them_in_the_end() -> None
     it.finish()
 
 
-def test_a_suspect_behind_others_of_a_lower_class_is_tried_where_several_workers_come_at_once() -> None:
+def test_a_suspect_behind_lower_classes_is_tried_when_several_workers_join_at_once() -> None:
     it = Ring(policy="priority", max_num_seqs=4, max_num_batched_tokens=64)
     world = it.world
     it.submit("suspect", 6, max_tokens=12, priority=5)
@@ -164,7 +164,7 @@ def test_a_suspect_behind_others_of_a_lower_class_is_tried_where_several_workers
 
 
 def test_a_suspect_that_ran_beside_another_request_is_not_failed() -> None:
-    """Two requests were in flight when the second worker broke: it is not known which of them did it."""
+    """Two requests were in flight when the second worker broke: it is not known which of them broke it."""
     it = Ring(max_num_seqs=2, max_num_batched_tokens=64)
     world = it.world
     second = world.add_worker()

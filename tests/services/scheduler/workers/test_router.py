@@ -36,7 +36,7 @@ def ask(at: float, prompt: int, output: int, group: str = "", prefix: int | None
     )
 
 
-def test_the_cost_is_what_is_to_be_computed_there_and_before() -> None:
+def test_the_cost_is_the_work_of_the_sequence_and_of_those_before_it() -> None:
     assert cost(100, 50, 0) < cost(100, 51, 0) < cost(200, 0, 0)
     assert cost(1000, 0, 1) < cost(1000 + RUNNING_TOKENS + 1, 0, 0), "a short way to a busy group"
     assert cost(10, 0, 2) == (10 + 2 * RUNNING_TOKENS, 2)
