@@ -1,4 +1,4 @@
-"""Who may import whom, who may import torch and zmq, and what the processes really load."""
+"""Allowed imports between packages, imports of torch and zmq, and the modules that processes load."""
 
 import ast
 import subprocess
@@ -61,7 +61,7 @@ def test_arrows_point_one_way(path: Path) -> None:
 # parts of a service that import nothing else of their service or another
 SHARED_ONLY = ("services/api_gateway/requests", "services/bench/load", "services/launcher/supervision")
 SHARED_ONLY += ("services/launcher/models",)
-# package -> its folders and modules, lowest first: each imports only itself and those before it
+# package -> its folders and modules, lowest first: each imports only itself and earlier ones
 LAYERS: dict[str, tuple[str, ...]] = {
     "services/api_gateway": (
         "requests",

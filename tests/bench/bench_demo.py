@@ -73,7 +73,7 @@ def bare_tokens_per_s(loops: list[Bare], num: int) -> float:
 
 @dataclass
 class Rates:
-    """Tokens/s of each round; what is compared ran within the same round."""
+    """Tokens/s of each round; compared values were measured in the same round."""
 
     ring: list[float] = field(default_factory=list)
     peer: list[float] = field(default_factory=list)
@@ -111,7 +111,7 @@ def demo_rows(dtype: str = "float32", level: str = "2") -> list[Row]:
     flags = ("--dtype", dtype, "-O", level, "--no-enable-prefix-caching")  # the rounds repeat their prompts
     with serve("demo", *flags) as server:
         for num, bar, bare_bar in BARS[dtype]:
-            measure(num, peer, loops, server.url)  # warms all
+            measure(num, peer, loops, server.url)  # warm-up
             rates = measure(num, peer, loops, server.url)
             what = f"demo model through the ring, {dtype}, -O{level}, {num} stream{'s' if num > 1 else ''}"
             tokens = f"{median(rates.ring):,.0f} to {median(rates.peer):,.0f} tokens/s"

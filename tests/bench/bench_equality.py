@@ -23,7 +23,7 @@ MAX_TOKENS = 60
 
 
 def measure(num_tokens: int, batch_invariant: bool, device: str = "cpu") -> dict[str, Ties]:
-    """Rounds of requests until so many tokens were compared; by condition."""
+    """Runs rounds of requests until this many tokens were compared. Returns results by condition."""
     torch.set_num_threads(1)
     round_, ties = 0, {name: Ties() for name in CONDITIONS}
     with tempfile.TemporaryDirectory() as folder:

@@ -2,7 +2,7 @@
 
     python tests/bench/bench_fairness.py [--seconds 30] [--gaps] [MODEL FLAG ...]
 
-MODEL is the demo model unless given. With `--gaps` instead: what passes from one step of the mock worker to the next.
+MODEL is the demo model unless given. With `--gaps` instead: the time from one step of the mock worker to the next.
 """
 
 import argparse

@@ -105,7 +105,7 @@ def _normed(norm: RMSNorm, x: Tensor) -> Tensor:
 
 
 def replay_us(step: Callable[[], object], repeats: int = 7, times: int = 3) -> float:
-    """Of the whole step, the median."""
+    """Median time of the whole step."""
     graph = torch.cuda.CUDAGraph()
     step()
     torch.cuda.synchronize()
@@ -143,7 +143,7 @@ def search(chain: Chain, way: Way) -> None:
             other = {**way, name: tile}
             try:
                 us = replay_us(lambda other=other: chain.run(other), 5, 2)
-            except TritonError as e:  # no room for it
+            except TritonError as e:  # out of resources
                 print(f"   {name} {tile}: {str(e).splitlines()[0][:80]}", flush=True)
                 continue
             print(f"   {name} {tile}: {us / LAYERS:.1f}", flush=True)
@@ -153,7 +153,7 @@ def search(chain: Chain, way: Way) -> None:
 
 
 def compile_all(chain: Chain, ways: Sequence[Way]) -> None:
-    """Side by side; what cannot be compiled shows up when it is timed."""
+    """Compiles in parallel; compile errors appear when a candidate is timed."""
 
     def one(way: Way) -> None:
         try:

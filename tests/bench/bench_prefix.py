@@ -1,4 +1,4 @@
-"""Time to the first token of a prompt whose beginning was seen before, against one that is new, on one server.
+"""Time to first token of a prompt with a cached prefix, compared with a new prompt, on one server.
 
     python tests/bench/bench_prefix.py [--shared 3000] [--shape NAME | MODEL FLAG ...]
 

@@ -1,7 +1,8 @@
-"""What a long prompt costs on the host, from the client's POST to its first token: a mock worker, prompts of token ids.
+"""Host cost of a long prompt, from the client's POST to its first token: a mock worker, prompts of token ids.
 
-Prompts of one length share all but their last 128 tokens, so that all but the first are in the prefix cache. CPU times
-are those of whole requests of two tokens, by process; on a machine that others use too they say more than the clock.
+Prompts of one length share all but their last 128 tokens, so that all but the first are in the prefix cache.
+CPU times are of whole requests of two tokens, by process; on a
+shared machine they say more than the clock.
 
     python tests/bench/bench_prompts.py [--lengths 128 2048 8192 16512 32000] [--rounds 13]
 """

@@ -1,4 +1,4 @@
-"""What the ring costs: start-up, idle memory, a token's way, events a core. Mock worker where models do not matter."""
+"""Costs of the ring: start-up, idle memory, token latency, events per core. Mock worker where models do not matter."""
 
 import asyncio
 import time

@@ -1,8 +1,8 @@
-"""The scheduling table, as it is measured here; each row with its bar.
+"""The scheduling table as measured on this machine; each row with its bar.
 
-A step is one result in, one plan and one token batch out, all of them decoding; a lookup is a newcomer whose prompt of
-32k tokens is in the prefix cache. On a machine that others use too, the CPU figures are the scheduler's own and the
-others are the wait for a core.
+A step is one result in, one plan and one token batch out, all of them decoding; a lookup is a new
+request with a prompt of 32k tokens that is in the prefix cache. On a shared
+machine the CPU figures are the scheduler's own, and the others include the wait for a core.
 
     python tests/bench/bench_scheduler.py [--running 256 1024] [--steps 3000] [--quick] [--profile]
 """
@@ -50,11 +50,11 @@ from blockyard.shared.messages import (
     TextOptions,
 )
 
-ME, DETOKENIZER, GATEWAY, WORKER = 1, 2, 3, 4  # more workers have the numbers behind
+ME, DETOKENIZER, GATEWAY, WORKER = 1, 2, 3, 4  # further workers have the next numbers
 
 
 class Bench:
-    """Workers that answer each plan at once, outside the time that is taken."""
+    """Workers that answer each plan at once, outside the measured time."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class Bench:
         self._turn()
 
     def cycle(self) -> tuple[float, float, float]:
-        """Seconds in the scheduler for one result by the clock and of CPU, and seconds to encode what left."""
+        """For one result: seconds in the scheduler by the clock, CPU seconds, and seconds to encode the frames sent."""
         worker, plan = self.plans.pop(0)
         result = self._result(worker, plan)
         for slot in result.slots:

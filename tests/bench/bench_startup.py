@@ -1,4 +1,4 @@
-"""From the launch of `blockyard serve` to the first token, with what was said on the way: twice a model folder.
+"""Time from the launch of `blockyard serve` to the first token, with the start's log lines: twice a model folder.
 
 `bench_startup.py [--checkpoint] FOLDER ...`: a folder needs config.json alone, weights are random and the tokenizer is
 the demo's. `--checkpoint` writes them to files first, so that reading them is part of the start.

@@ -1,5 +1,5 @@
-"""Host memory for KV blocks on a GPU: copies of blocks of an 8B model, alone and beside products, and the time to the
-first token of a long prompt whose blocks come from host memory against one that is computed.
+"""Host memory for KV blocks on a GPU: copies of blocks of an 8B model, alone and beside
+products, and the time to first token of a long prompt with blocks in host memory, compared with prefill.
 
 `python tests/bench/bench_swap_gpu.py [--prompt 16384] [--rounds 4] [--blocks 1 16 128 1024]`
 """

@@ -1,4 +1,4 @@
-"""What steps cost the worker's thread around the device: plan in, slots granted, results out, answer; new requests.
+"""Cost of steps for the worker's thread around the device: plan in, slots granted, results out, answer; new requests.
 
 No device takes part: its results stand in memory. CPU time, medians. `python tests/bench/bench_worker_host.py [rows]`
 """

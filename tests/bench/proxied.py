@@ -1,4 +1,4 @@
-"""A ring of real processes over tcp whose links all pass through proxies: a link is cut while both its ends live."""
+"""A ring of real processes over tcp, with all links through proxies: a link is cut while both its ends live."""
 
 import asyncio
 import contextlib
@@ -25,7 +25,7 @@ from blockyard.shared.config.services.process import BusConfig
 from blockyard.shared.messages import Members
 
 HOST = "127.0.0.1"
-RESET = struct.pack("ii", 1, 0)  # SO_LINGER: a close sends RST, and what was on the way is lost
+RESET = struct.pack("ii", 1, 0)  # SO_LINGER: a close sends RST, and data in flight is lost
 READ_BYTES = 65536
 
 

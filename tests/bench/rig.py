@@ -1,4 +1,4 @@
-"""Starts the real thing for benchmarks and reads its streams; nothing here is timed by pytest."""
+"""Starts a real server for benchmarks and reads its streams; pytest times nothing here."""
 
 import asyncio
 import contextlib
@@ -183,7 +183,7 @@ def table(rows: list[Row]) -> str:
 
 @contextlib.contextmanager
 def registry(bus: BusConfig) -> Iterator[None]:
-    """A message bus in a thread of this process, quicker to give up on the silent than the real one."""
+    """A message bus in a thread of this process, with shorter timeouts for silent members than the real one."""
     stopped = threading.Event()
     server = RegistrySocket(bus)
     loop = Registry(server, Membership(time.monotonic(), dead_after_s=1.5, settle_s=1.2))

@@ -1,4 +1,4 @@
-"""Random kills of services under load, or none, and every answer compared with the one that was given undisturbed.
+"""Random kills of services under load, or none; every answer is compared with the answer of an undisturbed run.
 
 PYTHONPATH=.src python tests/bench/soak.py [--answers 1000] [--kills 100] [--victims gpu_worker] [FLAGS OF SERVE]
 
@@ -114,9 +114,9 @@ class Soak:
         while not self._is_over and self.tally.killed.total() < kills:
             await asyncio.sleep(rng.uniform(0.05, 1.0))
             if self.tally.killed.total() * num_answers > self.tally.counts["answers"] * kills:
-                continue  # all would be busy with what the kills cost
+                continue  # the ring would do little but recover
             idle = await self._idle_workers(session, rng.randrange(5, 60))
-            titles = self._server.children()  # of one that starts: its command line
+            titles = self._server.children()  # a starting process has its command line as title
             names = {title.removeprefix(OURS): pid for title, pid in titles.items() if title.startswith(OURS)}
             found = [name for name in names if any(v in name for v in victims) and name not in idle]
             if found:
@@ -125,7 +125,7 @@ class Soak:
                 self.tally.killed[name] += 1
 
     async def _idle_workers(self, session: aiohttp.ClientSession, least_steps: int) -> set[str]:
-        """Those that are not there, or have not done so many steps."""
+        """Workers that are not in the ring, or have done fewer steps than `least_steps`."""
         async with session.get(f"{self._server.url}/ring") as answer:
             members = {m["name"]: m["stats"]["steps_total"] for m in (await answer.json())["members"] if m["ready"]}
         return {name for name in WORKERS if members.get(name, 0) < least_steps}

@@ -1,11 +1,11 @@
-"""What a detokenizer reads from batches of tokens, told in steps."""
+"""TokenSteps from the rows and steps of token batches, as a detokenizer reads them."""
 
 from blockyard.shared.messages import StreamOpen, TokenBatch, TokenStep
 from blockyard.shared.token_ids import unpack
 
 
 def steps_of(batch: TokenBatch, streams: dict[int, StreamOpen]) -> list[TokenStep]:
-    """All that a batch says of tokens, in its order. `streams`: those that earlier ones opened, by number."""
+    """All tokens of a batch as steps, in order. `streams` holds the open streams by number."""
     for opened in batch.opens:
         assert opened.stream not in streams, "two streams are called the same"
         streams[opened.stream] = opened

@@ -1,4 +1,4 @@
-"""The shipped demo model: its files agree with each other, and it knows Python better than counting does."""
+"""The shipped demo model: its files agree with each other, and its loss is below that of n-gram models."""
 
 import ast
 import json

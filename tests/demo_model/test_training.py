@@ -1,4 +1,4 @@
-"""What the demo model's scripts do to text: the split, the cuts, the windows, the baselines."""
+"""Text processing of the demo model's scripts: the split, the cuts, the windows, the baselines."""
 
 import random
 from pathlib import Path

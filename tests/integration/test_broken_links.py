@@ -1,4 +1,4 @@
-"""Links between live processes are cut, and a gateway stands still: each stream pauses briefly and keeps its text."""
+"""Links between live processes are cut, and a gateway stalls: each stream pauses briefly and keeps its text."""
 
 import asyncio
 import signal
@@ -15,7 +15,7 @@ STEP_MS = 10
 NUM_TOKENS = 120
 NUM_STREAMS = 8
 DEAD_AFTER_S = 2.0
-STALL_S = 12  # what a stream waits whose gateway is not told
+STALL_S = 12  # the wait of a stream if its gateway is not told
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def ring(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProxiedRing]:
 
 
 async def run(ring: ProxiedRing, disturb: Callable[[], object]) -> list[StreamLog]:
-    """All streams at once; in the middle something happens."""
+    """Runs all streams at once and calls `disturb` while they run."""
     bodies = [completion(NUM_TOKENS, prompt=f"def stream_{i}():", seed=i) for i in range(NUM_STREAMS)]
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(60)) as session:
         tasks = [asyncio.create_task(stream(session, ring.url, body)) for body in bodies]
@@ -55,13 +55,12 @@ def longest_pause(log: StreamLog, since: float = 0.0) -> float:
         ("api_gateway 0", 0.0, 1.0),
         ("scheduler", 0.0, 1.0),
         ("gpu_worker", 0.0, 1.0),
-        ("api_gateway 0", 0.2, 3.0),  # longer than it takes to give a member up: it leaves the list and comes back
+        ("api_gateway 0", 0.2, 3.0),  # longer than the timeout of a member: it leaves the list and returns
         ("detokenizer 0", 0.2, 3.0),
     ],
 )
 def test_a_link_is_cut(ring: ProxiedRing, undisturbed: list[str], member: str, refuse_s: float, bar_s: float) -> None:
-    """The one to the detokenizer is the scheduler's, to the gateway the detokenizer's, to the scheduler the gateway's,
-    to the worker the scheduler's."""
+    """The cut links: scheduler to detokenizer, detokenizer to gateway, gateway to scheduler, scheduler to worker."""
     proxy = ring.proxies[member]
     assert proxy.num_connections == 1
     logs = asyncio.run(run(ring, lambda: proxy.cut(refuse_s)))
@@ -70,7 +69,7 @@ def test_a_link_is_cut(ring: ProxiedRing, undisturbed: list[str], member: str, r
 
 
 def test_a_prompt_is_tokenized_though_the_link_was_cut(ring: ProxiedRing, undisturbed: list[str]) -> None:
-    """The link is idle when it breaks, and again while prompts are under way."""
+    """The link breaks while it is idle, and again while prompts are in flight."""
     ring.proxies["tokenizer_pool 0"].cut()
     logs = asyncio.run(run(ring, ring.proxies["tokenizer_pool 0"].cut))
     assert [log.text for log in logs] == undisturbed
@@ -78,15 +77,15 @@ def test_a_prompt_is_tokenized_though_the_link_was_cut(ring: ProxiedRing, undist
 
 
 def test_new_requests_wait_while_the_scheduler_restarts(ring: ProxiedRing, undisturbed: list[str]) -> None:
-    """Streams that come after its death and before its successor is ready, and those that run."""
+    """Running streams, and streams that arrive between the scheduler's death and the restart."""
     ring.running["scheduler"].kill()
     ring.running["scheduler"].wait()
     logs = asyncio.run(run(ring, lambda: ring.start("scheduler")))
     assert [log.text for log in logs] == undisturbed
 
 
-def test_a_gateway_that_stood_still_asks_again(ring: ProxiedRing, undisturbed: list[str]) -> None:
-    """It is off the list meanwhile; of most streams the last token has been drawn by then."""
+def test_a_gateway_sends_its_requests_again_after_a_stall(ring: ProxiedRing, undisturbed: list[str]) -> None:
+    """It leaves the list meanwhile; most streams have sampled their last token when it returns."""
     woke_s = 0.0
 
     def stand_still() -> None:

@@ -1,4 +1,4 @@
-"""A request that breaks every worker it runs on: it is found out and failed, and the others get their tokens."""
+"""A request that breaks every worker it runs on is identified and failed; the others get their tokens."""
 
 import asyncio
 import json
@@ -13,7 +13,7 @@ PROMPTS = [[100 + i, 5, 6, 7] for i in range(4)]
 
 
 async def run(server: Server, *more: Sequence[int]) -> tuple[list[StreamLog], list[tuple[int, str]]]:
-    """The streams, and the answers to further prompts that come while they run."""
+    """The streams, and the answers to further prompts sent while they run."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(60)) as session:
         bodies = [completion(NUM_TOKENS, prompt=prompt, seed=1) for prompt in PROMPTS]
         streams = [asyncio.create_task(stream(session, server.url, body)) for body in bodies]
@@ -25,7 +25,7 @@ async def run(server: Server, *more: Sequence[int]) -> tuple[list[StreamLog], li
         return await asyncio.gather(*streams), answers
 
 
-def test_it_is_failed_and_the_others_go_on() -> None:
+def test_a_request_that_breaks_workers_is_failed_and_the_others_continue() -> None:
     with serve("demo", *FLAGS) as server:
         disturbed, [(status, text)] = asyncio.run(run(server, [9, FATAL_ID, 9]))
         assert status == 500

@@ -1,4 +1,4 @@
-"""Replicas of a model under one scheduler: one cache, one queue, and a killed one costs a pause."""
+"""Replicas of a model under one scheduler: one cache, one queue, and a pause when a replica is killed."""
 
 import asyncio
 import os
@@ -15,7 +15,7 @@ from rig import Server, completion, serve
 from several_choices import KINDS, Answer, ask, bodies
 
 NUM_STREAMS = 6
-PREFIX = 160  # tokens that prompts of one kind begin with: ten blocks
+PREFIX = 160  # length of the prefix of prompts of one kind: ten blocks
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ async def post(server: Server, **fields: object) -> dict[str, Any]:
 
 
 async def steps(server: Server) -> dict[str, int]:
-    """Of each worker, as its heartbeat says."""
+    """Steps of each worker, from its heartbeat."""
     async with aiohttp.ClientSession() as session, session.get(f"{server.url}/ring") as answer:
         members = (await answer.json())["members"]
         return {m["name"]: m["stats"]["steps_total"] for m in members if m["role"] == "gpu_worker"}
@@ -56,14 +56,14 @@ async def run(server: Server, num_tokens: int, victim: str = "") -> list[Answer]
         return await asyncio.gather(*tasks)
 
 
-def test_both_work_and_what_was_computed_is_found_where_it_is(ring: Server) -> None:
+def test_both_replicas_run_and_cached_prefixes_are_found(ring: Server) -> None:
     kinds = [[300 + kind] * PREFIX for kind in range(4)]
     for turn in range(3):
         for kind, prefix in enumerate(kinds):
             body = asyncio.run(post(ring, prompt=[*prefix, 700 + turn, 701 + turn]))
             cached = body["usage"]["prompt_tokens_details"]["cached_tokens"]
             assert cached == (PREFIX if turn else 0), f"kind {kind}, turn {turn}"
-    deadline = time.monotonic() + 60  # the ring is ready with its first worker, the other one may come later
+    deadline = time.monotonic() + 60  # the ring is ready with its first worker, the other may join later
     while not (worked := asyncio.run(steps(ring))) or min(worked.values()) < 20:
         assert time.monotonic() < deadline, worked
         asyncio.run(run(ring, 40))
@@ -72,7 +72,7 @@ def test_both_work_and_what_was_computed_is_found_where_it_is(ring: Server) -> N
 
 
 def test_a_killed_replica_costs_a_pause(ring: Server) -> None:
-    """Of streams with one choice, and of requests with several: their choices join siblings on the other one."""
+    """Streams with one choice, and requests with several: the choices join siblings on the other replica."""
     undisturbed = asyncio.run(run(ring, 60))
     assert all(undisturbed)
     assert asyncio.run(run(ring, 60, "gpu_worker 1")) == undisturbed

@@ -1,7 +1,7 @@
-"""kill -9 of a service in mid-stream: every answer is the one that it would have been.
+"""kill -9 of a service in mid-stream does not change any answer.
 
-There are two workers, and requests with one choice and with several. Tokens of mock workers do not depend on KV, but
-they check that what a plan says they have is there: one that was told wrong ends with a PlanError.
+There are two workers, and requests with one choice and with several. Tokens of mock workers do not depend on KV,
+but a mock worker checks that the KV which a plan relies on is there, and ends with a PlanError if not.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ def bodies() -> list[dict[str, object]]:
 
 
 async def run_and_kill(server: Server, *titles: str) -> list[object]:
-    """All at once; each named process is killed in the middle, half a second apart. Texts, then ids of choices."""
+    """Runs all at once and kills each named process meanwhile, half a second apart. Texts, then ids of choices."""
 
     async def text(body: dict[str, object]) -> object:
         return (await stream(session, server.url, body)).text
@@ -82,7 +82,7 @@ def test_streams_survive(ring: Server, undisturbed: list[object], victims: tuple
     wait_until_whole(ring, *victims)
 
 
-def test_a_killed_gateway_frees_what_its_clients_had(ring: Server) -> None:
+def test_blocks_of_a_killed_gateways_requests_are_freed(ring: Server) -> None:
     """Its connections drop, and the scheduler cancels its requests: blocks go back to 0."""
 
     async def doomed() -> None:

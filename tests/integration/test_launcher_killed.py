@@ -1,4 +1,4 @@
-"""What a launcher that is killed leaves behind, and what two launchers on one port do; with real rings."""
+"""The next launcher removes the folder of a killed one, and a second launcher on a port is refused; with real rings."""
 
 import os
 import signal

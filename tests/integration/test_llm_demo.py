@@ -1,4 +1,4 @@
-"""The demo model through `blockyard.LLM`, as its users meet it."""
+"""The demo model through `blockyard.LLM`."""
 
 import math
 from collections.abc import Iterator
@@ -75,8 +75,8 @@ def test_log_probabilities_of_output_and_prompt(llm: LLM) -> None:
         assert position_or_none is not None and token_id in position_or_none and 2 <= len(position_or_none) <= 3
 
 
-def test_what_a_prompt_says_of_itself_is_what_generating_it_said(llm: LLM) -> None:
-    """The log-probabilities of generated tokens come back as those of a prompt that holds them."""
+def test_prompt_logprobs_equal_the_logprobs_of_generation(llm: LLM) -> None:
+    """Generated tokens have the same log-probabilities when they are sent as part of a prompt."""
     params = SamplingParams(temperature=0, max_tokens=12, logprobs=0, ignore_eos=True)
     (made,) = llm.generate(CODE, params, use_tqdm=False)
     choice = made.outputs[0]

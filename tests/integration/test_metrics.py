@@ -32,7 +32,7 @@ async def scrape(session: aiohttp.ClientSession, server: Server) -> Samples:
 
 
 def total(found: Samples, name: str, **labels: str) -> float:
-    """Of all series of a name that have these labels."""
+    """The sum of all series of a name with these labels."""
     wanted = set(labels.items())
     return sum(value for (one, given), value in found.items() if one == name and wanted <= set(given))
 
@@ -41,7 +41,7 @@ def total(found: Samples, name: str, **labels: str) -> float:
 async def running(
     server: Server, num_tokens: int
 ) -> AsyncIterator[tuple[aiohttp.ClientSession, list[asyncio.Task[str]]]]:
-    """Streams of which each has shown some text."""
+    """Runs streams, each of which has received some text."""
     begun = asyncio.Semaphore(0)
 
     async def one(i: int) -> str:
@@ -93,12 +93,12 @@ def test_each_panel_of_vllms_dashboards_has_series(ring: Server) -> None:
     assert total(found, "vllm:request_decode_time_seconds_sum") > 4 * 4 * 0.01
 
 
-def test_what_runs_is_one_series_as_of_now(ring: Server) -> None:
+def test_running_requests_are_one_series_with_the_current_value(ring: Server) -> None:
     async def look() -> tuple[Samples, Samples, Samples]:
         async with running(ring, 600) as (session, tasks):
             during = await scrape(session, ring)
             for task in tasks[:3]:
-                task.cancel()  # these clients leave
+                task.cancel()  # these clients disconnect
             await asyncio.gather(*tasks[:3], return_exceptions=True)
             for _ in range(100):
                 left = await scrape(session, ring)

@@ -1,7 +1,7 @@
 """The playground in headless Chromium.
 
-Tests that take `any_page` hold for any gateway and run against a fake one and the demo model's ring. Those that take
-`fake` need its canned answers or its view of what the page sent.
+Tests that take `any_page` hold for any gateway and run against a fake one and the demo model's ring.
+Tests that take `fake` need its canned answers or its view of what the page sent.
 """
 
 import http.server
@@ -103,7 +103,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def event(self, value: dict[str, Any]) -> None:
         data = f"data: {json.dumps(value, ensure_ascii=False)}\n\n".encode()
-        cut = data.find("é".encode()) + 1 or 25  # through a character or a line
+        cut = data.find("é".encode()) + 1 or 25  # splits a character or a line
         self.wfile.write(data[:cut])
         time.sleep(0.005)
         self.wfile.write(data[cut:])
@@ -159,7 +159,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chro
 
 
 class Page:
-    """What a person does on the page, and sees."""
+    """A user's actions on the page, and its content."""
 
     def __init__(self, driver: webdriver.Chrome, url: str) -> None:
         self.driver = driver
@@ -173,12 +173,12 @@ class Page:
         return self.driver.find_elements(By.CSS_SELECTOR, selector)
 
     def text(self, selector: str) -> str:
-        """Of all that match, as it is in the document."""
+        """Text of all matching elements, as it is in the document."""
         script = "return [...document.querySelectorAll(arguments[0])].map((found) => found.textContent).join('\\n')"
         return str(self.driver.execute_script(script, selector))
 
     def until(self, seen: Callable[[], Any], what: str) -> Any:
-        wait = WebDriverWait(self.driver, PATIENCE_S, 0.05, (WebDriverException,))  # parts are drawn anew at any time
+        wait = WebDriverWait(self.driver, PATIENCE_S, 0.05, (WebDriverException,))  # elements are replaced at any time
         return wait.until(lambda _: seen(), f"never saw {what}")
 
     def ask(self, text: str, pane: str = "chat") -> None:
@@ -294,7 +294,7 @@ def test_a_refused_request_is_readable_and_can_be_repeated(any_page: Page) -> No
 def test_an_error_in_mid_stream_keeps_what_came_before(page: Page, fake: FakeGateway) -> None:
     page.ask("break")
     page.finished()
-    assert page.text(".answer .prose") == "Héllo <b>yard</b>"  # as text: nothing a model says is markup
+    assert page.text(".answer .prose") == "Héllo <b>yard</b>"  # as text: a model's output is never markup
     assert "died twice" in page.text(".error")
 
 

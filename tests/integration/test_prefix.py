@@ -1,4 +1,4 @@
-"""Prefix caching through the ring: what usage and metrics say, and what survives kill -9 of the scheduler."""
+"""Prefix caching through the ring: usage, metrics, and cache hits after kill -9 of the scheduler."""
 
 import asyncio
 import os
@@ -58,22 +58,22 @@ def test_usage_and_metrics_say_what_was_found(ring: Server) -> None:
 
 
 def test_a_salt_keeps_texts_apart(ring: Server) -> None:
-    """Their blocks are named by a tokenizer."""
+    """A tokenizer computes their block hashes."""
     text = "def add(a, b):\n    return a + b\n" * 20
     plain = [cached(ring, prompt=text) for _ in range(2)]
     salted = [cached(ring, prompt=text, cache_salt="mine") for _ in range(2)]
     assert plain == salted and plain[0] == 0 < plain[1]
 
 
-def test_text_that_goes_on_finds_what_was_generated(ring: Server) -> None:
-    """The tokenizer's names and the scheduler's are of one chain."""
+def test_a_continued_text_finds_generated_blocks(ring: Server) -> None:
+    """Block hashes of tokenizer and scheduler belong to one chain."""
     first = asyncio.run(post(ring, prompt=[9, *PROMPT], max_tokens=60, return_token_ids=True))
     ids = first["choices"][0]["token_ids"]
     assert cached(ring, prompt=[9, *PROMPT, *ids, 5]) == 160
 
 
 def test_after_a_kill_of_the_scheduler_the_worker_still_has_it(ring: Server) -> None:
-    """Each prompt is new, so that all hits are of requests that were resubmitted to the new scheduler."""
+    """Each prompt is new, so that all hits belong to requests resubmitted to the new scheduler."""
 
     async def kill() -> list[str]:
         bodies = [completion(150, prompt=[1000 + i, *PROMPT], seed=i) for i in range(NUM_STREAMS)]

@@ -1,4 +1,4 @@
-"""The waiting queue from the command line: who is next, who is sent away, and when to come back."""
+"""The waiting queue from the command line: order, refusals, and Retry-After."""
 
 import asyncio
 from typing import Any
@@ -11,7 +11,7 @@ MOCK = ("--worker-cls", "mock", "--mock-step-ms", "10", "--max-model-len", "600"
 
 
 class Client:
-    """Requests that leave one after another, by name, and the order in which they are answered."""
+    """Requests sent one after another, by name, and the order in which they are answered."""
 
     def __init__(self, http: aiohttp.ClientSession) -> None:
         self._http = http
@@ -44,7 +44,7 @@ async def priorities(server: Server) -> None:
         assert 1 <= int(answers[3][1]) <= 600
 
 
-def test_a_lower_number_is_next_and_who_does_not_fit_is_a_429() -> None:
+def test_a_lower_priority_number_is_next_and_a_full_queue_is_a_429() -> None:
     with serve("demo", *MOCK, "--scheduling-policy", "priority", "--max-queue-len", "2") as server:
         asyncio.run(priorities(server))
 
@@ -62,7 +62,7 @@ async def two_keys(server: Server, light: str) -> list[str]:
 
 @pytest.mark.parametrize(("policy", "place"), [("fair", 1), ("fcfs", 4)])
 def test_keys_share_fairly(policy: str, place: int) -> None:
-    """Whoever was served less is next, whatever came before from others."""
+    """Under fair, the key with less service is next, even if other requests arrived earlier."""
     flags = ("--scheduling-policy", policy, "--api-key", "heavy", "other")
     with serve("demo", *MOCK, *flags) as server:
         ended = asyncio.run(two_keys(server, "other"))

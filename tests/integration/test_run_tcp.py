@@ -1,4 +1,4 @@
-"""Six `blockyard run` processes over tcp with Curve keys, as in containers: one completion, one look, a clean end."""
+"""Six `blockyard run` processes over tcp with Curve keys, as in containers: a completion, health, a clean end."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""The demo model through every service, as its users meet it: the `openai` client, curl-like streams, aborts."""
+"""The demo model through every service: the `openai` client, curl-like streams, aborts."""
 
 import asyncio
 import signal
@@ -176,7 +176,7 @@ def test_no_process_is_left(ring: Server) -> None:
 
 
 def test_best_of_returns_the_likeliest_a_token(client: openai.OpenAI, model: str) -> None:
-    """The choices of `n` and of `best_of` are the same ones, of which the second leaves out most."""
+    """`n` and `best_of` generate the same choices; `best_of` returns only the best."""
     asked = {"model": model, "prompt": CODE, "max_tokens": 12, "temperature": 1.0, "seed": 5, "logprobs": 0}
     every = client.completions.create(n=6, **asked)
     best = client.completions.create(n=2, best_of=6, **asked)

@@ -1,4 +1,4 @@
-"""Flags that users of this field type, from the command line, a file and the environment to what the server does."""
+"""Common flags, from the command line, a file and the environment to the server's behaviour."""
 
 import json
 import os
@@ -57,7 +57,7 @@ def wait_ready(path: Path, server: subprocess.Popen[str]) -> None:
         time.sleep(0.05)
 
 
-def test_todays_flags_reach_what_they_name_and_the_log_may_lose_its_reader(tmp_path: Path) -> None:
+def test_common_flags_take_effect_and_the_log_may_lose_its_reader(tmp_path: Path) -> None:
     path, file, log = tmp_path / "s", tmp_path / "serve.yaml", tmp_path / "log"
     file.write_text(FILE)
     env = {name: value for name, value in os.environ.items() if not name.startswith("BLOCKYARD_")}

@@ -45,7 +45,7 @@ async def sleeps(server: Server) -> None:
             waits = asyncio.create_task(text(http))
             await asyncio.sleep(0.3)
             assert not waits.done()
-            if level == 2:  # as a trainer does that shares the device
+            if level == 2:  # as a trainer that shares the device
                 assert (await post(http, "/wake_up?tags=weights"))["sleep_level"] == 2
                 assert await get(http, "/is_sleeping") == {"is_sleeping": True}
                 assert not waits.done()

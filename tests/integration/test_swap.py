@@ -1,4 +1,4 @@
-"""Host memory for KV blocks from the command line: --preemption-mode swap, --swap-space, and what metrics say."""
+"""Host memory for KV blocks from the command line: --preemption-mode swap, --swap-space, metrics."""
 
 import asyncio
 
@@ -19,7 +19,7 @@ async def crowd(server: Server) -> list[str]:
 
 
 async def counters(server: Server) -> dict[str, float]:
-    """The scheduler's, by name."""
+    """The scheduler's counters, by name."""
     async with aiohttp.ClientSession() as session, session.get(f"{server.url}/metrics") as answer:
         lines = (await answer.text()).splitlines()
     shown = ('role="scheduler"', 'engine="0"')  # of its member, or of all schedulers together
@@ -33,7 +33,7 @@ async def after(server: Server) -> tuple[list[str], dict[str, float]]:
 
 @pytest.fixture(scope="module")
 def plain() -> list[str]:
-    """With room for all."""
+    """Answers with enough blocks for all."""
     with serve("demo", *MOCK[:4], "--max-model-len", "600") as server:
         texts, counts = asyncio.run(after(server))
     assert (counts["num_preemptions_total"], counts["host_kv_blocks"]) == (0, 0)

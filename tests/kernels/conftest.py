@@ -1,4 +1,4 @@
-"""Without a GPU the Triton kernels of this folder run in Triton's interpreter; said before anything imports them."""
+"""Without a GPU the Triton kernels of this folder run in Triton's interpreter; set before they are imported."""
 
 import os
 

@@ -39,7 +39,7 @@ from blockyard.shared.token_ids import unpack
 
 ROOT = Path(__file__).parents[2]
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-DEAF = "{{ ([[1]] * 4000000) | sum(start=[]) }}"  # runs in C: no Python code has a turn in it
+DEAF = "{{ ([[1]] * 4000000) | sum(start=[]) }}"  # runs in C, so that no Python code runs meanwhile
 LIMIT_S = 20.0
 
 
@@ -121,7 +121,7 @@ def test_tokenizer_process(bus: BusConfig, tmp_path: Path, byte_tokenizer: Token
         assert unpack(text.token_ids) == byte_tokenizer.encode("the fox").ids
         gateway.until(lambda: links.members[member.incarnation].stats.requests_total == 3)
         assert links.members[member.incarnation].stats.rss_bytes < 70e6
-        assert not gateway.taken(Gone)  # its heartbeat went on
+        assert not gateway.taken(Gone)  # its heartbeats continued
         assert end(child) == 0
 
 
@@ -150,7 +150,7 @@ def test_detokenizer_process(bus: BusConfig, tmp_path: Path, byte_tokenizer: Tok
         gateway_links.update(ready=True)
         gateway, scheduler = Peer(gateway_links), Peer(scheduler_links)
         gateway.until(lambda: gateway_links.of(Role.DETOKENIZER))
-        # who hears of the gateway last is as good as any to wait for
+        # the scheduler needs both members in its list before it sends
         scheduler.until(lambda: scheduler_links.of(Role.DETOKENIZER) and scheduler_links.of(Role.API_GATEWAY))
         (member,) = scheduler_links.of(Role.DETOKENIZER)
         opened = StreamOpen("r", 1, 0, gateway_links.me.incarnation, b"", b"", 0, TextOptions(stop=["ick"]))

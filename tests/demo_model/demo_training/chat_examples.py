@@ -1,4 +1,4 @@
-"""A small instruction set made from the standard library: who asks for a function gets its source.
+"""A small instruction set made from the standard library: a request for a function is answered with its source.
 
 Questions are templates of ours, answers are the library's own code and docstrings; a few lines of small talk are ours
 altogether. Everything is drawn from a seeded generator, so the same corpus gives the same examples.

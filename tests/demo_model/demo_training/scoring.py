@@ -35,7 +35,7 @@ def scoring_windows(document: Ids, window: int, stride: int) -> list[tuple[Wide,
 
 
 def padded(pairs: list[tuple[Wide, Wide]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Two [batch, longest] tensors; what is behind a window's end is id 0 and IGNORED."""
+    """Two [batch, longest] tensors; positions after a window's end have id 0 and IGNORED."""
     longest = max(len(inputs) for inputs, _ in pairs)
     inputs = torch.zeros(len(pairs), longest, dtype=torch.long)
     targets = torch.full((len(pairs), longest), IGNORED)

@@ -2,7 +2,7 @@
 
     python -m demo_training.train --tokenizer shared/demo_model --out OUT --minutes 4
 
-The learning rate follows whichever of `--epochs` and `--minutes` is nearer its end, so a slow machine anneals too.
+The learning rate follows `--epochs` or `--minutes`, the one nearer its end, so a slow machine anneals too.
 Checkpoints are picked by validation loss after rounding to bf16, which is what is shipped.
 """
 

@@ -1,4 +1,4 @@
-"""Attention whose rows depend on nothing else: the same bits as decode, as prefill, in chunks and in company."""
+"""Batch-invariant attention: the same bits as decode, as prefill, in chunks and beside other sequences."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def products_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter computes `tl.dot` by numpy's BLAS, whose rows on some processors depend on their place."""
+    """Triton's interpreter computes `tl.dot` with numpy's BLAS, where on some CPUs a row's bits depend on its index."""
 
     def matmul(a: npt.NDArray[Any], b: npt.NDArray[Any], dtype: npt.DTypeLike = None) -> npt.NDArray[Any]:
         return np.einsum("...ik,...kj->...ij", a.astype(dtype), b.astype(dtype))
@@ -37,7 +37,7 @@ def products_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Sequence:
-    """All of a sequence's q, and its K and V in a pool."""
+    """All q of a sequence, and its K and V in a pool."""
 
     def __init__(self, dtype: torch.dtype, window: int | None, soft_cap: float | None) -> None:
         torch.manual_seed(5)
@@ -47,7 +47,7 @@ class Sequence:
         self.window, self.soft_cap = window, soft_cap
 
     def rows(self, counts: list[tuple[int, int]], are_decodes: bool = False) -> Tensor:
-        """Of (first position, rows) each, in the two slots by turns; the first slot is the sequence."""
+        """Outputs for (first position, rows) pairs, in the two slots alternately; slot 0 is the sequence under test."""
         positions = torch.cat([torch.arange(a, a + n) for a, n in counts]).to(DEVICE)
         slots = torch.cat([torch.full((n,), i % 2) for i, (_, n) in enumerate(counts)]).to(DEVICE)
         starts = torch.tensor([0, *(n for _, n in counts)]).cumsum(0).int().to(DEVICE)
@@ -95,5 +95,5 @@ def test_a_row_of_no_slot_is_zero() -> None:
         assert not out.any()
 
 
-def test_splits_by_the_longest_alone() -> None:
+def test_splits_depend_only_on_the_longest_sequence() -> None:
     assert [file.split_len(n) for n in (1, 256, 257, 1024)] == [64, 64, 128, 256]

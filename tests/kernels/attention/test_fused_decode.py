@@ -27,7 +27,7 @@ BLOCKS = 120
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the kernel does not write is NaN."""
+    """Fills new tensors with NaN, so that unwritten elements are found."""
 
     class Torch:
         def __getattr__(self, name: str) -> Any:
@@ -45,7 +45,7 @@ class Case:
     def __init__(self, lengths: list[int], heads: int, kv_heads: int, head_dim: int, block_size: int) -> None:
         num, width = len(lengths), -(-max(lengths) // block_size)
         order = torch.randperm(num + 2)[:num]
-        tables = torch.full((num + 2, width), 2**30, dtype=torch.int32)  # never to be read
+        tables = torch.full((num + 2, width), 2**30, dtype=torch.int32)  # must not be read
         blocks = torch.randperm(BLOCKS)[: num * width].view(num, width)
         self.layer = torch.full((BLOCKS, 2, kv_heads, block_size, head_dim), float("nan"))
         for row, length in enumerate(lengths):

@@ -1,4 +1,4 @@
-"""KV in 8 bits: written, and read by decodes and prefills, against what the stored numbers mean in float64."""
+"""8-bit KV: written, and read by decodes and prefills, compared with float64 on the stored values."""
 
 import pytest
 import torch
@@ -42,9 +42,9 @@ def test_attention_to_8_bits(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("kv_dtype", FP8_MAX)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_written_in_8_bits(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
-    """What is too large becomes the largest. Without a GPU only numbers that 8 bits can hold: the interpreter rounds
-    1.99 to 1."""
+def test_8_bit_writes(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+    """Values that are too large become the largest value. Without a GPU only exact 8-bit values are tested: the
+    interpreter rounds 1.99 to 1."""
     torch.manual_seed(2)
     seqs = PagedKVMetadata(
         torch.tensor([0, -1, 1], device=DEVICE),

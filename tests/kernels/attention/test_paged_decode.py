@@ -26,7 +26,7 @@ DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" e
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the kernels do not write is NaN."""
+    """Fills new tensors with NaN, so that unwritten elements are found."""
     torch.manual_seed(int.from_bytes(torch.randint(256, (4,)).numpy().tobytes()[:1]))
 
     def empty(*args: Any, **kwargs: Any) -> Tensor:
@@ -42,7 +42,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rows_of(rows: int, columns: int, dtype: torch.dtype, gap: int = 3) -> Tensor:
-    """Rows that do not follow each other at once."""
+    """Strided rows."""
     return torch.randn(rows, columns + gap, device=DEVICE).to(dtype)[:, :columns]
 
 
@@ -75,11 +75,11 @@ def test_silu_mul(rows: int, inner: int, dtype: torch.dtype) -> None:
 
 
 def sequences(lengths: list[int], block_size: int, num_blocks: int) -> PagedKVMetadata:
-    """In slots of no order; a length of 0 is a row that pads."""
+    """Sequences in random slots; a length of 0 is a padding row."""
     num = len(lengths)
     width = -(-max([*lengths, 1]) // block_size)
     blocks = torch.randperm(num_blocks)[: num * width].view(num, width)
-    tables = torch.full((num + 2, width), 2**30, dtype=torch.int32)  # never to be read
+    tables = torch.full((num + 2, width), 2**30, dtype=torch.int32)  # must not be read
     order = torch.randperm(num + 2)[:num]
     for row, length in enumerate(lengths):
         used = -(-length // block_size)
@@ -90,7 +90,7 @@ def sequences(lengths: list[int], block_size: int, num_blocks: int) -> PagedKVMe
 
 
 def pool_layer(seqs: PagedKVMetadata, num_blocks: int, kv_heads: int, block_size: int, head_dim: int) -> Tensor:
-    """NaN wherever no sequence has a token."""
+    """A pool layer with NaN wherever no sequence has a token."""
     layer = torch.full((num_blocks, 2, kv_heads, block_size, head_dim), float("nan"))
     for slot, position in zip(seqs.slots.tolist(), seqs.positions.tolist(), strict=True):
         for i in range(position + 1) if slot >= 0 else ():
@@ -133,7 +133,7 @@ def test_paged_decode(
 def test_splits_are_combined_layer_by_layer(
     window: int | None, reduce_rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One schedule serves two layers; one row has many splits, one has none. By the last program, or by a kernel."""
+    """One schedule serves two layers; one row has many splits, one has none. The last program combines, or a kernel."""
     monkeypatch.setattr(decode_file, "_COMBINE_IN_KERNEL_ROWS", reduce_rows)
     seqs = sequences([560, 0, 70], 16, 120)
     q = torch.randn(3, 3, 24, device=DEVICE).to(dtype)
@@ -202,7 +202,7 @@ def test_splits_cover_every_key_once(lengths: list[int], window: int | None, pro
         ([100 + 61 * i % 1900 for i in range(32)], 528, 4, 800),  # 518
     ],
 )
-def test_programs_have_about_the_same_to_do(lengths: list[int], programs: int, max_splits: int, max_keys: int) -> None:
+def test_programs_have_about_the_same_work(lengths: list[int], programs: int, max_splits: int, max_keys: int) -> None:
     positions = torch.tensor(lengths, device=DEVICE) - 1
     tables = torch.zeros(1, 1, dtype=torch.int32, device=DEVICE)
     seqs = PagedKVMetadata(torch.arange(len(lengths), device=DEVICE), positions, tables)

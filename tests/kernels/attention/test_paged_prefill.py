@@ -19,7 +19,7 @@ DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" e
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the kernels do not write is NaN."""
+    """Fills new tensors with NaN, so that unwritten elements are found."""
     torch.manual_seed(int.from_bytes(torch.randint(256, (4,)).numpy().tobytes()[:1]))
 
     def empty(*args: Any, **kwargs: Any) -> Tensor:
@@ -45,13 +45,13 @@ class Case:
         decodes: int = 0,
         rest: float = float("nan"),
     ) -> None:
-        """rest: what lies in the pool where no token is."""
+        """`rest` is the value of pool rows without a token."""
         num_blocks, width = 160, 40
         counts = torch.tensor([1] * decodes + [n for _, n in seqs])
         befores = [3] * decodes + [known for known, _ in seqs]
         order = torch.randperm(len(counts) + 2)[: len(counts)]
         free = torch.randperm(num_blocks).tolist()
-        tables = torch.full((len(counts) + 2, width), 2**30, dtype=torch.int32)  # never to be read
+        tables = torch.full((len(counts) + 2, width), 2**30, dtype=torch.int32)  # must not be read
         self.layer = torch.full((num_blocks, 2, kv_heads, block_size, head_dim), rest)
         positions = []
         for i, before in enumerate(befores):
@@ -97,7 +97,7 @@ class Case:
         ([(0, 130)], 2, 1, 32, 5, 64),
         ([(0, 20), (30, 9)], 2, 2, 200, 16, None),
         ([(-1, 4)], 2, 2, 16, 8, None),
-        ([(0, 1)] * 35, 5, 1, 16, 16, None),  # more sequences than are looked at at once
+        ([(0, 1)] * 35, 5, 1, 16, 16, None),  # more sequences than are loaded at once
     ],
 )
 def test_paged_prefill(
@@ -169,7 +169,7 @@ def test_hopper_prefill_is_for_triton_versions_that_compile_it(monkeypatch: pyte
 @pytest.mark.parametrize(
     ("rows", "longest", "splits"),
     [
-        (32, 16_512, 16),  # 8 programs: all processors have a part
+        (32, 16_512, 16),  # 8 programs: splits occupy all SMs
         (128, 16_512, 4),
         (128, 131_072, 4),
         (256, 16_512, 2),
@@ -178,7 +178,7 @@ def test_hopper_prefill_is_for_triton_versions_that_compile_it(monkeypatch: pyte
         (128, 1_000, 1),
         (2048, 32_000, 1),  # four rounds, and nearly full ones
         (8192, 8192, 1),
-        (32_768, 32_768, 1),  # what a part saves of a round is less than what it costs to put together
+        (32_768, 32_768, 1),  # combining would cost more than a split saves
     ],
 )
 def test_splits_by_work(rows: int, longest: int, splits: int) -> None:

@@ -1,4 +1,4 @@
-"""Packing blocks and putting them back, against plain indexing."""
+"""Gathering and scattering blocks, compared with plain indexing."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @pytest.mark.parametrize("words", [1, 100, 5000])
 @pytest.mark.parametrize("ids", [[3], [4, 0, 2]])
-def test_blocks_there_and_back(words: int, ids: list[int]) -> None:
+def test_gathered_blocks_scatter_back(words: int, ids: list[int]) -> None:
     torch.manual_seed(0)
     memory = torch.randint(-(2**31), 2**31 - 1, (2, 5, words), dtype=torch.int32, device=DEVICE)
     block_ids = torch.tensor(ids, dtype=torch.int32, device=DEVICE)

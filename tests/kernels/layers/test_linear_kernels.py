@@ -20,7 +20,7 @@ DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" e
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the kernels do not write is NaN."""
+    """Fills new tensors with NaN, so that unwritten elements are found."""
 
     def empty(*args: Any, **kwargs: Any) -> Tensor:
         return torch.full(args[0] if isinstance(args[0], tuple) else args, float("nan"), **kwargs)
@@ -76,7 +76,7 @@ def test_few_rows(rows: int, size: int, outs: int, bias: bool, dtype: torch.dtyp
 def test_few_rows_and_what_is_around_them(
     around: str, rows: int, size: int, outs: int, bias: bool, dtype: torch.dtype
 ) -> None:
-    """Tiles that are read before the kernel's turn, and others after them."""
+    """Tiles that are prefetched before the previous kernel ends, and tiles loaded after it."""
     x, weight, vector = operands(rows, size, outs, bias, dtype)
     gated = "gate" in around
     if gated:
@@ -124,7 +124,7 @@ def test_rows_that_are_strided(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("split", [1, 3])
 def test_a_row_does_not_depend_on_the_others(split: int, dtype: torch.dtype) -> None:
-    """Alone, at another place, among more rows, and where the workspace makes several launches: the same bits."""
+    """The same bits alone, at another index, among more rows, and with several launches for a small workspace."""
     x, weight, bias = operands(24, 96, 70, True, dtype)
     together = linear_stream_k(x, weight, bias, tiling(16), workspace(), split)
     for rows in (slice(0, 1), slice(5, 6), slice(7, 24)):

@@ -43,7 +43,7 @@ def test_rope_on_pairs_is_rope_on_halves(dtype: torch.dtype) -> None:
     halves = torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
 
     def pairs(y: torch.Tensor) -> torch.Tensor:
-        """Heads as the loader arranges the rows that make them."""
+        """Heads with rows in the order in which the loader arranges them."""
         return torch.stack([interleave_pairs(row.reshape(-1), dim).view(heads, dim) for row in y])
 
     wide = torch.zeros(tokens, heads + 2, dim, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Log-probabilities against the reference in float64: ties, strided rows, rows that ask for nothing."""
+"""Log-probabilities against the reference in float64: ties, strided rows, rows without a request."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def scores(rows: int, most: int, dtype: torch.dtype = torch.float32) -> LogprobsTensors:
-    """Poisoned."""
+    """Outputs filled with NaN."""
 
     def full(value: float, kind: torch.dtype, *shape: int) -> torch.Tensor:
         return torch.full(shape, value, dtype=kind, device=DEVICE)
@@ -40,7 +40,7 @@ def test_scores_are_those_of_the_reference(vocab: int, ties: bool, dtype: torch.
     logits = (logits.round() if ties else logits).to(dtype)[:, :vocab]
     logits[1, 2] = float("-inf")
     slots = torch.tensor([3, 0, -1, 1, 2], device=DEVICE)
-    num_top = torch.tensor([7, -1, 0, 4], dtype=torch.int32, device=DEVICE)  # slot 1 asks for nothing
+    num_top = torch.tensor([7, -1, 0, 4], dtype=torch.int32, device=DEVICE)  # slot 1 requests none
     tokens = torch.randint(0, vocab, (5,), device=DEVICE)
     got, want = scores(5, 6), scores(5, 6, torch.float64)
     gather_logprobs(logits, slots, tokens, num_top, got)

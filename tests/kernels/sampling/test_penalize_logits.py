@@ -36,7 +36,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def asked() -> LogitsEdits:
-    """Slot 1 is penalised, slot 2 has bias and bans, slot 4 may choose from three tokens; 0 and 3 ask nothing."""
+    """Slot 1 is penalised, slot 2 has bias and bans, slot 4 has three allowed tokens; 0 and 3 have no edits."""
     wishes = make_logits_edits(5, 3, 8, VOCAB, DEVICE)
     wishes.logits.fill_(float("nan"))
     wishes.row[:] = torch.tensor([-1, 2, 0, -1, 1])
@@ -65,7 +65,7 @@ def test_logits_are_those_of_the_reference(dtype: torch.dtype) -> None:
     torch.testing.assert_close(wishes.logits.double(), want.logits, rtol=1e-6, atol=1e-6)
     assert torch.equal(logits, before)
     assert wishes.logits[0, 299] == wishes.logits[0, 8] == float("-inf")
-    assert wishes.logits[0, 255] == logits[0, 255]  # its time is over
+    assert wishes.logits[0, 255] == logits[0, 255]  # its min_tokens are reached
     assert int(wishes.logits[1].isfinite().sum()) == 3
 
 
@@ -102,7 +102,7 @@ def test_tokens_are_counted_where_asked_and_drawn() -> None:
 
 
 def test_the_draw_takes_the_adjusted_logits() -> None:
-    """Of the slots that have such; the others' raw ones."""
+    """For slots with edits; other slots use the raw logits."""
     wishes = asked()
     logits = torch.randn(3, VOCAB).half()
     slots, index = torch.tensor([4, 1, 0]), torch.arange(3)

@@ -34,7 +34,7 @@ def test_known_answers(counter: str, key: str, result: str) -> None:
     assert philox4x32(torch.tensor(words(counter)), torch.tensor(words(key))).tolist() == words(result)
 
 
-def test_the_quick_way_on_cpu_gives_the_same_words() -> None:
+def test_the_fast_cpu_path_gives_the_same_words() -> None:
     counter = torch.randint(0, 2**32, (4, 50), generator=torch.Generator().manual_seed(1))
     key = torch.randint(0, 2**32, (2, 50), generator=torch.Generator().manual_seed(2))
     even, odd, both = (t.numpy().astype(np.uint64) for t in (counter[0::2], counter[1::2], key))

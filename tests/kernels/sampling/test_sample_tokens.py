@@ -1,4 +1,4 @@
-"""The draw against sorting in float64, and against the sampler's way on the CPU."""
+"""Sampled tokens compared with sorting in float64 and with the sampler on the CPU."""
 
 from collections.abc import Iterator
 
@@ -22,7 +22,7 @@ SLOTS = 12
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Lists so short that small vocabularies take every way."""
+    """Short candidate lists, so that small vocabularies reach every path."""
     for name, value in (
         ("_LANES", 16),
         ("_RUNS", 2),
@@ -79,7 +79,7 @@ LIMITS = [
     [(421, 4.0, torch.float32), (421, 0.5, DTYPES[-1]), (7, 1.0, torch.float16)],  # peaked, flat, short
 )
 def test_the_tokens_are_those_of_the_reference(vocab: int, spread: float, dtype: torch.dtype) -> None:
-    """All limits in one step, in slots of no order, with a row that pads; rows are strided."""
+    """All limits in one step, in random slots, with a padding row; rows are strided."""
     given, num = params(), len(LIMITS)
     slots = torch.randperm(SLOTS)[:num]
     for slot, (temperature, top_k, top_p, min_p) in zip(slots.tolist(), LIMITS, strict=True):
@@ -108,7 +108,7 @@ def test_the_tokens_are_those_of_the_reference(vocab: int, spread: float, dtype:
     ids=str,
 )
 def test_flat_rows(chances: float, limits: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Winners that top-p rules out, one after the other, and rows where no span promised the winner."""
+    """Top-p rejects several maxima in a row, and rows where no span's bound contains the maximum."""
     monkeypatch.setattr(file, "_EXPECTED_CANDIDATES", chances)
     logits = torch.randn(3, 300) * 0.5
     slots, index = torch.arange(3), torch.arange(3) * 7
@@ -119,7 +119,7 @@ def test_flat_rows(chances: float, limits: dict[str, float], monkeypatch: pytest
 
 
 @pytest.mark.parametrize("limits", [{}, {"top_p": 0.9}], ids=str)
-def test_adjusted_rows_count_in_place_of_the_raw_ones(limits: dict[str, float]) -> None:
+def test_adjusted_rows_replace_the_raw_ones(limits: dict[str, float]) -> None:
     logits, instead = torch.randn(3, 300).half(), torch.randn(2, 300) * 3
     slots, index, given = torch.tensor([4, 0, 2]), torch.arange(3), params(**limits)
     row = torch.full((SLOTS,), -1, dtype=torch.int32)
@@ -143,7 +143,7 @@ def test_equal_logits_stay_together_and_the_lowest_wins(limits: dict[str, float]
     assert tokens.tolist() == sample_tokens_reference(logits.double(), slots, index, given)[0].tolist()
 
 
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # what numpy says of it in the interpreter
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's warning in the interpreter
 @pytest.mark.parametrize("limits", [{}, {"temperature": 0.0}, {"top_p": 0.9}], ids=str)
 def test_logits_that_are_not_numbers(limits: dict[str, float]) -> None:
     logits = torch.randn(4, 300)
@@ -173,7 +173,7 @@ def test_the_sampler_on_cpu_draws_the_same(limits: dict[str, float]) -> None:
     assert run(logits, slots, index, given)[0].tolist() == tokens.tolist()
 
 
-def test_it_is_distributed_as_the_shares_say() -> None:
+def test_draws_follow_the_distribution() -> None:
     """Of many draws with other indices: chi-square of 4 kept tokens."""
     logits = torch.tensor([[1.0, 0.5, -3.0, 0.2, 0.1, -6.0]])
     num = 2000

@@ -17,7 +17,7 @@ RING, CAPACITY = 3, 150
 
 
 def random_state(num_slots: int, seed: int) -> SlotState:
-    """Slots at every stage of their life."""
+    """Slots in every state."""
     state = SlotState.make(num_slots, CAPACITY, 5, DEVICE)
     at = torch.Generator().manual_seed(seed)
 
@@ -60,11 +60,11 @@ def test_views_are_of_one_arena_and_hold_floats() -> None:
 def test_scatter(count: int) -> None:
     at = torch.Generator().manual_seed(count)
     arena = torch.randint(-9, 9, (4000,), generator=at, dtype=torch.int32).to(DEVICE)
-    pairs = torch.full((2, 2000), 10**9, dtype=torch.int32)  # behind `count` lies what must not be read
+    pairs = torch.full((2, 2000), 10**9, dtype=torch.int32)  # elements after `count` must not be read
     pairs[0, :count] = torch.randperm(4000, generator=at)[:count]
     pairs[1, :count] = torch.randint(-(2**31), 2**31 - 1, (count,), generator=at, dtype=torch.int32)
     if DEVICE.type == "cuda":
-        pairs = pairs.pin_memory()  # read where it lies
+        pairs = pairs.pin_memory()  # read in place
     want = arena.cpu()
     scatter_words_reference(want, pairs, count)
     scatter_words(arena, pairs, count)

@@ -1,4 +1,4 @@
-"""A real HTTP server on a real socket over a ring that lives in the test's own loop."""
+"""A real HTTP server on a real socket, with a fake ring in the test's event loop."""
 
 import asyncio
 import inspect
@@ -43,7 +43,7 @@ class Rig:
             return response.status, msgspec.json.decode(await response.read())
 
     async def events(self, path: str, body: dict[str, Any]) -> list[Any]:
-        """The data of a streamed answer's events, decoded; "[DONE]" as it is."""
+        """The decoded data of a streamed answer's events; "[DONE]" stays text."""
         async with self.http.post(path, json=body | {"stream": True}) as response:
             assert response.status == 200, await response.text()
             text = await response.text()

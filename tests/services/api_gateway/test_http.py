@@ -243,7 +243,7 @@ async def test_defaults_of_the_deployment(rig) -> None:
     assert len({a.seed, b.seed, c.seed}) == 3
 
 
-async def test_a_chat_may_fill_what_is_left(rig) -> None:
+async def test_a_chat_without_max_tokens_may_fill_the_context(rig) -> None:
     async with rig() as r:
         status, answer = await r.post(CHAT, {"messages": USER})
         [frame] = r.ring.frames(Generate)

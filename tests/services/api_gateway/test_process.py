@@ -97,7 +97,7 @@ def test_idle_connections_beyond_the_limit_on_open_files_do_not_end_it(gateway, 
     time.sleep(1.5)  # its counters are published twice a second
     assert gateway.poll() is None, gateway.communicate()[1]
     assert len(os.listdir(f"/proc/{gateway.pid}/fd")) < 160
-    assert status(unused_port, "/live") == 200  # one of the idle is closed for it
+    assert status(unused_port, "/live") == 200  # an idle connection is closed for it
     for each in idle:
         each.close()
     gateway.send_signal(signal.SIGTERM)

@@ -25,7 +25,7 @@ def test_an_idle_scheduler_and_one_that_left_do_not_stall() -> None:
     detector.observe([scheduler(7, running=0)], 100.0)
     assert not detector.stalled
     detector.observe([scheduler(7, running=1)], 105.0)
-    assert not detector.stalled  # it has only just begun
+    assert not detector.stalled  # the requests have just started
     detector.observe([scheduler(7, running=1)], 111.0)
     assert detector.stalled == {1}
     detector.observe([], 112.0)

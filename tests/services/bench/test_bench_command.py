@@ -1,4 +1,4 @@
-"""The command as users meet it, against a real server with a mock worker."""
+"""The command as users run it, against a real server with a mock worker."""
 
 import json
 import os
@@ -97,7 +97,7 @@ def test_text_codec_of_a_sharegpt_file_are_counted_by_the_server(server: Server,
 
 
 def test_refusals_are_failures(server: Server, tmp_path: Path) -> None:
-    """Far more at once than queue and batch hold: 429 for the rest."""
+    """Far more requests at once than queue and batch hold: the rest get 429."""
     words = ["--num-prompts", "200", "--input-len", "4", "--output-len", "200", "--base-url", server.url]
     done = bench("serve", *words, "--output", str(tmp_path / "o.json"))
     assert done.returncode == 0

@@ -92,7 +92,7 @@ def test_a_sharegpt_file(tmp_path: Path) -> None:
         requests(*words)
 
 
-def test_a_file_that_is_none(tmp_path: Path) -> None:
+def test_a_file_that_is_no_dataset(tmp_path: Path) -> None:
     words = ("--dataset", "sharegpt", "--dataset-path")
     with pytest.raises(ConfigError, match="No such file"):
         requests(*words, str(tmp_path / "no.json"))

@@ -1,4 +1,4 @@
-"""Figures against cases computed by hand."""
+"""Metrics compared with cases computed by hand."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from blockyard.shared.errors import ConfigError
 FIRST = RequestResult(0.0, 0.16, 0.0, [0.1, 0.12, 0.16], asked_output=3, num_input=10, num_output=3)
 # sent at 0.05: four tokens in two events after 200 and 260 ms, its end at 300 ms
 SECOND = RequestResult(0.05, 0.35, 0.0, [0.25, 0.31], asked_output=5, num_input=20, num_output=4)
-# one token, no usage, sent when the others were over
+# one token, no usage, sent after the end of the others
 THIRD = RequestResult(0.4, 0.5, 0.4, [0.5], asked_output=1)
 FAILED = RequestResult(0.0, 0.9, 0.0, asked_output=9, failure="HTTP 429: full")
 ALL = [FIRST, SECOND, THIRD, FAILED]
@@ -52,7 +52,7 @@ def test_goodput_counts_requests_within_all_limits(words: list[str], good: list[
 
 
 @pytest.mark.parametrize("word", ["ttft", "ttft:", "ttft:x", "ttft:0", "ttft:-1", "ttft:nan", "tft:5", ":5"])
-def test_limits_that_are_none(word: str) -> None:
+def test_invalid_limits(word: str) -> None:
     with pytest.raises(ConfigError, match=f"--goodput {word}: expected"):
         metrics.read_limits([word])
 

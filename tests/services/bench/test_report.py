@@ -60,7 +60,7 @@ def test_warnings_name_reasons_to_doubt_the_figures() -> None:
     assert "3.00 tokens an event" in found
 
 
-def test_json_has_everything_in_it(tmp_path: Path) -> None:
+def test_json_has_all_results(tmp_path: Path) -> None:
     made = reported(results())
     path = tmp_path / "out.json"
     report.write(path, report.as_json(made))
@@ -93,7 +93,7 @@ def test_the_timeline_has_a_step_for_each_change() -> None:
     assert report.timeline([], 0.0) == []
 
 
-def test_the_bar_counts() -> None:
+def test_the_progress_bar_counts() -> None:
     out = io.StringIO()
     bar = LoadProgressBar(9, Console(file=out, force_terminal=True, width=100))
     bar.show(LoadRun(num_ended=4, num_running=3, num_refused=2))

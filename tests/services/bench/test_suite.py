@@ -52,7 +52,7 @@ def test_a_worker_with_graphs_to_capture_is_waited_for(server: SuiteServer, monk
 
 
 def test_rates_count_tokens(server: SuiteServer) -> None:
-    """4 streams at one token in 4 ms each are 1000 a second at most."""
+    """4 streams with a token every 4 ms each give at most 1000 tokens a second."""
     for measure in (measures.rate_while_all_run(4, 20, 40), measures.streamed_rate(4, 20, 40)):
         assert 100 < measure(server).value < 1050
 
@@ -96,7 +96,7 @@ def test_gaps_count_while_all_run() -> None:
         measures.all_running([result(1, 2), result(3, 4)])
 
 
-def test_a_server_that_does_not_start_fails_its_items_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_that_does_not_start_fails_only_its_items(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ("--max-model-len", "no")
     item = SuiteItem("x", "what", "ms", "qwen3-0.6b", flags, 1.0, None, False, measure_server=measures.first_token(3))
     measure_alone = SuiteItem(

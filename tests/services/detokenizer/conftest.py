@@ -43,7 +43,7 @@ class Bench:
         self.stops.extend(outcome.stops)
 
     def restart(self) -> None:
-        """Another detokenizer takes over."""
+        """Replaces the detokenizer by a new one."""
         self.streams = TextStreams(TokenTable(self.tokenizer, self.tokenizer.get_vocab_size()))
 
     @property

@@ -1,4 +1,4 @@
-"""TokenRows: streams by the number of their scheduler, with the same text as TokenStep."""
+"""TokenRows identify streams by the scheduler's numbers, and give the same text as TokenStep."""
 
 from typing import Any
 
@@ -76,7 +76,7 @@ def test_each_scheduler_has_numbers_of_its_own(bench: Any) -> None:
 
 
 @pytest.mark.parametrize(("first", "said"), [(0, 0), (1, 1), (2, 0)])
-def test_a_token_is_said_once_and_none_behind_a_gap(bench: Any, first: int, said: int) -> None:
+def test_a_repeated_token_and_a_token_after_a_gap_are_dropped(bench: Any, first: int, said: int) -> None:
     token_id = bench.ids("a")[0]
     bench.open(stream=1)
     bench.step(0, [token_id])

@@ -78,8 +78,8 @@ def test_gateways_that_vanish(links: FakeLinks, detokenizer: Detokenizer) -> Non
     assert links.answered == [(SCHEDULER, PathLost(12))]
 
 
-def test_every_scheduler_hears_which_gateway_cannot_be_reached(links: FakeLinks, detokenizer: Detokenizer) -> None:
-    """Also a scheduler with streams that were dropped with the batch, or that just ended."""
+def test_every_scheduler_is_told_which_gateway_is_unreachable(links: FakeLinks, detokenizer: Detokenizer) -> None:
+    """Also a scheduler with streams that were dropped with the batch or have just ended."""
     detokenizer.handle(8, TokenBatch([opened("a", 11)], []))
     detokenizer.handle(SCHEDULER, TokenBatch([opened("b", 11)], []))
     del links.members[11]

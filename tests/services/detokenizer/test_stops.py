@@ -60,7 +60,7 @@ def test_holds_back_no_more_than_could_be_a_stop(chunks: list[str], stops: list[
 
 
 @given(before=letters, after=letters, stops=stop_lists)
-def test_unchecked_text_is_no_reason_to_stop(before: str, after: str, stops: list[str]) -> None:
+def test_stop_strings_in_unchecked_text_do_not_count(before: str, after: str, stops: list[str]) -> None:
     """A stop string counts if it ends in checked text, even when it began before."""
     finder = StopFinder(stops, False)
     shown = finder.push(before, check=False)
@@ -77,4 +77,4 @@ def test_unchecked_text_is_no_reason_to_stop(before: str, after: str, stops: lis
 
 def test_a_stop_string_that_does_not_count_is_shown_at_once() -> None:
     assert StopFinder(["xy", "abc"], False).push("xy", check=False) == "xy"
-    assert StopFinder(["xyx"], False).push("xyx", check=False) == "xy"  # the last x may begin another
+    assert StopFinder(["xyx"], False).push("xyx", check=False) == "xy"  # the last x may begin another match

@@ -95,7 +95,7 @@ def test_stop_string_cuts_the_ids_of_its_step(bench: Any) -> None:
     assert [entry.token_id for entry in delta.logprobs] == ids
 
 
-def test_stop_string_goes_before_the_workers_finish_and_needs_no_answer_then(bench: Any) -> None:
+def test_a_stop_string_replaces_the_workers_finish_without_a_stop_frame(bench: Any) -> None:
     bench.open(stop=["two"])
     bench.step(0, bench.ids("one two"), finish=FinishReason.LENGTH)
     assert (bench.deltas[0].finish, bench.deltas[0].stop_reason, bench.stops) == (FinishReason.STOP, "two", [])
@@ -133,7 +133,7 @@ def test_overlaps_are_cut_and_gaps_dropped(bench: Any, caplog: pytest.LogCapture
     ids = bench.ids("one two three four")
     bench.open()
     bench.step(0, ids[:2])
-    bench.step(0, ids[:2])  # a duplicate says nothing
+    bench.step(0, ids[:2])  # a duplicate gives no delta
     bench.step(1, ids[1:3], logprobs=[TokenLogprobs(i, -1.0, 1, [], []) for i in ids[1:3]])
     assert bench.token_ids == ids[:3]
     assert [entry.token_id for entry in bench.deltas[-1].logprobs] == ids[2:3]
@@ -153,7 +153,7 @@ def test_the_highest_attempt_wins(bench: Any) -> None:
     bench.step(0, ids, attempt=3)  # not opened yet
     assert bench.deltas == []
     bench.step(0, ids, attempt=2)
-    bench.open(attempt=2)  # a duplicate: the stream goes on where it is
+    bench.open(attempt=2)  # a duplicate does not reset the stream
     assert bench.streams.apply(SCHEDULER, TokenBatch([], [TokenStep("r", 2, 0, 0, ids)])).deltas == {}
     bench.open(attempt=3, gateway=100)
     bench.step(len(ids), ids, attempt=2)
@@ -175,7 +175,7 @@ def test_close_drops_up_to_its_attempt(bench: Any) -> None:
 
 
 @pytest.mark.parametrize("gone", [GATEWAY, SCHEDULER])
-def test_peers_that_are_gone_take_their_streams_along(bench: Any, gone: int) -> None:
+def test_streams_of_a_lost_peer_are_dropped(bench: Any, gone: int) -> None:
     bench.open("a")
     bench.open("b", gateway=5)
     bench.streams.apply(6, TokenBatch([StreamOpen("c", 1, 0, GATEWAY, b"", b"", 0, TextOptions())], []))
@@ -217,8 +217,8 @@ def test_logprobs_have_bytes(bench: Any) -> None:
     assert bench.deltas[-1].finish is FinishReason.FAILED
 
 
-def test_a_stop_in_what_was_delivered_ends_at_once(bench: Any) -> None:
-    """Cannot happen between honest peers; it must not hang either."""
+def test_a_stop_string_in_delivered_text_ends_the_stream_at_once(bench: Any) -> None:
+    """Correct peers never send this, but the stream must not hang."""
     ids = bench.ids("one two three")
     bench.open(attempt=2, stop=["two"], output_ids=pack(ids), chars_sent=2)
     (delta,) = bench.deltas

@@ -60,7 +60,7 @@ def test_any_cut_and_any_resume_point_give_the_whole_text(
     attempt = 1
     for n, (start, end) in enumerate(itertools.pairwise(bounds)):
         if n == resume_at and not any(d.finish is not None for d in bench.deltas):
-            attempt = 2  # another detokenizer takes over with what the gateway has
+            attempt = 2  # another detokenizer takes over with the ids that the gateway has
             bench.restart()
             delivered = len(bench.text)
             bench.open(attempt=2, output_ids=pack(bench.token_ids), chars_sent=delivered, **options)

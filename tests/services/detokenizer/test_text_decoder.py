@@ -33,7 +33,7 @@ def streamed(table: TokenTable, ids: list[int], skip_special: bool, context: lis
     return "".join(decoder.push(token_id) for token_id in ids) + decoder.flush()
 
 
-def test_families_are_told_apart(
+def test_tokenizer_families_are_detected(
     byte_tokenizer: Tokenizer, sentence_tokenizer: Tokenizer, metaspace_tokenizer: Tokenizer, word_tokenizer: Tokenizer
 ) -> None:
     tokenizers = (byte_tokenizer, sentence_tokenizer, metaspace_tokenizer, word_tokenizer)
@@ -65,7 +65,7 @@ def test_encoded_text_streams_back(tokenizer: Tokenizer, text: str) -> None:
 @quick
 @given(data=st.binary(max_size=12), tail=st.sampled_from(["", "▁the", "x"]))
 def test_byte_tokens(sentence_tokenizer: Tokenizer, data: bytes, tail: str) -> None:
-    """Valid runs equal tokenizers' decode; in broken ones each lost byte is one replacement character."""
+    """Valid runs equal tokenizers' decode; in invalid runs each lost byte is one replacement character."""
     table = table_of(sentence_tokenizer)
     ids = [sentence_tokenizer.token_to_id(f"<0x{b:02X}>") for b in data]
     ids += sentence_tokenizer.encode(tail, add_special_tokens=False).ids if tail else []
@@ -110,7 +110,7 @@ def test_unknown_ids(byte_tokenizer: Tokenizer) -> None:
     for token_id in (table.vocab_size, -1):
         with pytest.raises(UnknownToken, match=str(token_id)):
             decoder.push(token_id)
-    table.vocab_size += 10  # as many as the model has
+    table.vocab_size += 10  # the size of the model's vocabulary
     assert decoder.push(table.vocab_size - 1) == ""
     assert table.raw(table.vocab_size - 1) == b""
 

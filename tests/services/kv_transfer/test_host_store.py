@@ -1,4 +1,4 @@
-"""Blocks to host memory and back: the plain store, and on a GPU the one with streams."""
+"""Copies of blocks to host memory and back: the plain store, and on a GPU the store with streams."""
 
 import importlib
 from mmap import PAGESIZE
@@ -23,7 +23,7 @@ def make(dtype: torch.dtype, num_host_blocks: int) -> tuple[torch.Tensor, BlockS
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
-def test_what_was_saved_comes_back_wherever_it_is_wanted(dtype: torch.dtype) -> None:
+def test_saved_blocks_are_fetched_into_any_block(dtype: torch.dtype) -> None:
     memory, store = make(dtype, 9)
     before = as_bytes(memory).clone()
     store.save([4, 0, 39], [2, 8, 3])
@@ -84,7 +84,7 @@ def test_two_pinned_allocations_share_no_page(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.skipif(not GPU, reason="needs a GPU")
 def test_many_blocks_beside_a_busy_gpu() -> None:
-    """More than the staging holds, into blocks that are saved in the same plan, while the compute stream works."""
+    """More blocks than the staging buffer holds, into blocks saved in the same plan, beside a busy compute stream."""
     module = importlib.import_module("blockyard.services.kv_transfer.stream_store")
     memory = torch.randint(0, 255, (4, 600, 1 << 18), dtype=torch.uint8, device=DEVICE)  # 1 MiB a block
     before = memory.clone()

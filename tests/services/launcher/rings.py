@@ -1,4 +1,4 @@
-"""What the launcher's tests share: a deployment of stand-ins, and a display that remembers."""
+"""Shared by the launcher's tests: a deployment of stand-ins, and a display that records its calls."""
 
 import sys
 from pathlib import Path
@@ -19,14 +19,14 @@ def deployment(folder: Path, *flags: str) -> Deployment:
 
 
 def stand_in(service: str, settings: Path) -> list[str]:
-    """The registry is real, the others are stand-ins."""
+    """The command of a service: the registry is real, the others are stand-ins."""
     if service == "message_bus":
         return command(service, settings)
     return [sys.executable, str(STAND_IN), service, str(settings)]
 
 
 class Recorder:
-    """A display."""
+    """A display that records its calls."""
 
     def __init__(self) -> None:
         self.said: list[str] = []

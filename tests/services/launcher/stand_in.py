@@ -34,7 +34,7 @@ def main() -> None:
     links: Links[Hello] = Links(config.process.name, Role(service), config.process.bus, Hello)
     with links:
         links.update(phase="warming up", progress=0.5, notes=["one note"])
-        until = time.monotonic() + 0.4  # the registry tells news in batches
+        until = time.monotonic() + 0.4  # the registry sends changes in batches
         while time.monotonic() < until:
             links.poll(0.02)
         links.update(ready=True, phase="ready")

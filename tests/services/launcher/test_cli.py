@@ -62,11 +62,11 @@ def test_a_wrong_line_is_one_line_and_exit_code_2(args: list[str], line: str) ->
         (["serve", "--help"], 128 + signal.SIGPIPE),
         (["flags"], 128 + signal.SIGPIPE),
         (["version"], 128 + signal.SIGPIPE),
-        (["bench", "serve", "--help"], 0),  # argparse passes over what it cannot write
+        (["bench", "serve", "--help"], 0),  # argparse ignores write errors
         (["simulate", "--generate", "sharegpt", "--requests", "3000"], 128 + signal.SIGPIPE),
     ],
 )
-def test_a_pipe_without_a_reader_ends_it_without_a_word(args: list[str], code: int) -> None:
+def test_a_closed_pipe_ends_it_without_output(args: list[str], code: int) -> None:
     """As `blockyard flags | head` once head has seen enough."""
     reader, writer = os.pipe()
     os.close(reader)
@@ -77,7 +77,7 @@ def test_a_pipe_without_a_reader_ends_it_without_a_word(args: list[str], code: i
     assert (done.returncode, done.stderr) == (code, "")
 
 
-def test_unknown_services_are_told_which_there_are() -> None:
+def test_an_unknown_service_is_refused_with_the_list() -> None:
     done = blockyard("run", "schedular", "--run-dir", "/x")
     assert done.returncode == 2
     assert "message-bus, api-gateway, tokenizer-pool, scheduler, detokenizer, gpu-worker" in done.stderr

@@ -39,7 +39,7 @@ def test_a_free_port_passes(host: str) -> None:
 
 def test_a_unix_socket_without_a_listener_is_free(tmp_path: Path) -> None:
     path = tmp_path / "s"
-    flags = ("--uds", str(path), "--port", "1")  # a port that is not allowed is not asked for
+    flags = ("--uds", str(path), "--port", "1")  # a privileged port, which is not probed
     ring = deployment(tmp_path, *flags)
     ports.check(ring.gateways)
     assert ports.url(ring.gateways[0]) == f"unix:{path}"
@@ -62,7 +62,7 @@ def test_a_host_that_is_not_here(tmp_path: Path) -> None:
         ports.check_free("203.0.113.7", free_port(), "--port")
 
 
-def test_metrics_ports_are_asked_too(tmp_path: Path, taken: int) -> None:
+def test_metrics_ports_are_checked_too(tmp_path: Path, taken: int) -> None:
     flags = ("--host", "127.0.0.1", "--port", str(free_port()), "--metrics-port", str(taken))
     with pytest.raises(ConfigError, match="choose another with --metrics-port"):
         ports.check(deployment(tmp_path, *flags).gateways)

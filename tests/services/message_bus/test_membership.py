@@ -53,7 +53,7 @@ def test_a_successor_of_the_same_name_replaces_its_predecessor_at_once() -> None
     assert [m.incarnation for m in r.members()] == [2]
 
 
-def test_one_that_was_reported_lost_and_still_speaks_is_back() -> None:
+def test_a_member_reported_lost_returns_with_its_next_heartbeat() -> None:
     r = membership()
     r.apply(Announce(member("a", 1)), 0.0)
     r.apply(LinkLost(1), 0.1)

@@ -1,4 +1,4 @@
-"""Batches against a ring in this process: its queue is short, it refuses, fails and goes away."""
+"""Batches against a ring in this process with a short queue, refusals, failures and a lost scheduler."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -32,7 +32,7 @@ FULL = QueueCapacity(0, 0, retry_after_s=0.02)
 
 
 class ShortQueue(FakeRing):
-    """At most `most` requests at once; the others are a 429."""
+    """At most `most` requests at once; others get a 429."""
 
     def __init__(self, most: int) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Rig:
 
 
 def play(ring: FakeRing, scene: Callable[[Rig], Coroutine[Any, Any, None]]) -> Rig:
-    """Runs the scene; afterwards nothing may be open."""
+    """Runs the scene; then no request may be open."""
 
     async def run() -> Rig:
         rig = Rig(ring)
@@ -130,7 +130,7 @@ def test_outputs_are_in_the_order_of_the_prompts() -> None:
 @given(most=st.integers(1, 40), num_prompts=st.integers(0, 120), num_tokens=st.integers(1, 3))
 def test_a_short_queue_is_never_flooded(most: int, num_prompts: int, num_tokens: int) -> None:
     async def scene(rig: Rig) -> None:
-        rig.now = 1.0  # stands still: a queue of which no news came for a while is worth one try
+        rig.now = 1.0  # stands still: after a while without news of the queue, one request is sent as a probe
         batch = rig.batch([f"p{i}" for i in range(num_prompts)], SamplingParams(max_tokens=num_tokens))
         await batch.run()
         assert batch.failures == {}
@@ -144,7 +144,7 @@ def test_a_short_queue_is_never_flooded(most: int, num_prompts: int, num_tokens:
 
 
 def test_refusals_caused_by_other_load_only_delay() -> None:
-    """Another client takes the room that was promised to us."""
+    """Another client takes the announced queue capacity."""
 
     async def scene(rig: Rig) -> None:
         turn = iter(range(10_000))
@@ -291,7 +291,7 @@ def test_logprobs_have_the_fields_shape() -> None:
         output = batch.outputs[0]
         assert output is not None and output.prompt_logprobs is not None
         assert output.prompt_logprobs[0] is None
-        # the ring says: rank 2 of the candidates 1, itself, 2
+        # from the ring: rank 2 of the candidates 1, itself, 2
         assert list(output.prompt_logprobs[1] or ()) == [ord("b"), 1]
         choice = output.outputs[0]
         assert choice.logprobs is not None
@@ -348,7 +348,7 @@ def test_priorities_and_beams_reach_the_ring() -> None:
     play(FakeRing(), scene)
 
 
-def test_seeds_are_asked_ones_or_derived() -> None:
+def test_seeds_are_given_or_derived() -> None:
     async def scene(rig: Rig) -> None:
         batch = rig.batch(["a", "a", "a"], SamplingParams(), SamplingParams(seed=-1), SamplingParams(seed=5))
         await batch.run()

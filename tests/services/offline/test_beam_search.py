@@ -1,4 +1,4 @@
-"""What `LLM.beam_search` asks the ring for."""
+"""Requests that `LLM.beam_search` sends to the ring."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import Beam, BeamStop
 
 
-def test_a_search_as_wide_as_asked_that_ends_when_nothing_could_become_better() -> None:
+def test_the_search_has_the_given_width_and_ends_when_no_hypothesis_can_improve() -> None:
     params = BeamSearchParams(beam_width=3, max_tokens=9, length_penalty=0.5, ignore_eos=True)
     asked = read(params.sampling(), 1000)
     assert (asked.choices.returned, asked.choices.beam) == (3, Beam(3, 0.5, BeamStop.NEVER))

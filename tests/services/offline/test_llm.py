@@ -238,7 +238,7 @@ def test_contents_reach_the_template_in_the_form_asked_for(llm: LLM) -> None:
     assert shown == ["True 3", "True 3", "False 2"]
 
 
-def test_the_prefix_cache_is_forgotten(llm: LLM) -> None:
+def test_the_prefix_cache_is_reset(llm: LLM) -> None:
     def cached() -> int:
         return llm.generate("word " * 60, SamplingParams(max_tokens=1), use_tqdm=False)[0].num_cached_tokens
 
@@ -248,7 +248,7 @@ def test_the_prefix_cache_is_forgotten(llm: LLM) -> None:
     assert cached() == 0
 
 
-def test_sleep_needs_its_switch(llm: LLM) -> None:
+def test_sleep_needs_its_flag(llm: LLM) -> None:
     with pytest.raises(RequestError, match="enable-sleep-mode"):
         llm.sleep()
     for wrong in ({"level": 3}, {"mode": "soon"}):
@@ -335,7 +335,7 @@ def test_calls_from_threads_and_from_a_running_loop(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("service", ["detokenizer", "scheduler"])
-def test_results_do_not_show_that_a_service_was_killed(llm: LLM, service: str) -> None:
+def test_a_killed_service_does_not_change_results(llm: LLM, service: str) -> None:
     prompts = [f"def stream_{i}():" for i in range(20)]
     params = SamplingParams(max_tokens=300, seed=3, n=2)
     undisturbed = texts(llm.generate(prompts, params, use_tqdm=False))
@@ -356,7 +356,7 @@ def test_results_do_not_show_that_a_service_was_killed(llm: LLM, service: str) -
 
 
 def test_an_interrupted_call_frees_its_blocks(llm: LLM) -> None:
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs begin with it ignored
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs start with SIGINT ignored
     threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
         llm.generate(["a"] * 60, SamplingParams(max_tokens=3000), use_tqdm=False)
@@ -416,7 +416,7 @@ def test_an_error_at_the_start_is_raised(tmp_path: Path) -> None:
 
 
 def script(body: str, *args: str) -> subprocess.CompletedProcess[str]:
-    head = "import os, sys\nfrom blockyard import LLM, SamplingParams\n"  # as a user's script begins
+    head = "import os, sys\nfrom blockyard import LLM, SamplingParams\n"  # the first line of a user's script
     return subprocess.run(
         [sys.executable, "-X", "dev", "-c", head + textwrap.dedent(body), *args],
         env=os.environ | {"PYTHONPATH": str(SRC), "TMPDIR": tempfile.gettempdir()},
@@ -444,7 +444,7 @@ def test_the_callers_process_loads_no_torch_and_leaves_nothing_behind() -> None:
     assert "Traceback" not in run.stderr and "Warning" not in run.stderr
 
 
-def test_a_script_that_fails_takes_the_ring_along() -> None:
+def test_the_ring_ends_with_a_script_that_fails() -> None:
     run = script(
         """
         llm = LLM(worker_cls="mock", log_level="error")
@@ -457,7 +457,7 @@ def test_a_script_that_fails_takes_the_ring_along() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_script_that_is_killed_takes_the_ring_along(number: signal.Signals) -> None:
+def test_the_ring_ends_with_a_script_that_is_killed(number: signal.Signals) -> None:
     run = script(
         """
         llm = LLM(worker_cls="mock", log_level="error")

@@ -55,7 +55,7 @@ def test_forms_of_prompts(given: object, expected: list[Any]) -> None:
         ({"prompt": "a", "cache_salt": 5}, "prompts.cache_salt", "got int"),
     ],
 )
-def test_prompts_that_are_none(given: object, field: str, text: str) -> None:
+def test_invalid_prompts(given: object, field: str, text: str) -> None:
     with pytest.raises(RequestError) as caught:
         read_prompts(given, "tiny")
     assert caught.value.field == field and text in str(caught.value)
@@ -84,7 +84,7 @@ def test_one_conversation_or_many() -> None:
         ([{"role": "user", "content": object()}], "messages", "object"),
     ],
 )
-def test_conversations_that_are_none(given: object, field: str, text: str) -> None:
+def test_invalid_conversations(given: object, field: str, text: str) -> None:
     with pytest.raises(RequestError) as caught:
         read_conversations(given, CHAT, "tiny")
     assert caught.value.field == field and text in str(caught.value)

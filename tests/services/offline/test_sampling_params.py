@@ -1,4 +1,4 @@
-"""SamplingParams: the field's names and defaults, and the ranges that HTTP requests have too."""
+"""SamplingParams: vLLM's names and defaults, and the same ranges as in HTTP requests."""
 
 import math
 from typing import Any
@@ -31,7 +31,7 @@ def test_all_of_the_vocabulary_has_several_names(top_k: int) -> None:
     assert read(SamplingParams(top_k=top_k), VOCAB).sampling.top_k == 0
 
 
-def test_every_field_goes_somewhere() -> None:
+def test_every_field_reaches_a_request() -> None:
     params = SamplingParams(
         n=3,
         best_of=3,
@@ -150,7 +150,7 @@ def test_limits_of_the_model_are_checked_with_it(fields: dict[str, Any], field: 
     assert caught.value.field == field
 
 
-def test_changes_are_checked_when_it_is_used() -> None:
+def test_changed_fields_are_checked_at_use() -> None:
     params = SamplingParams(stop=["a"])
     copy = params.clone()
     params.temperature = -1.0

@@ -1,4 +1,4 @@
-"""The offline tokenizer against transformers', whose interface it has."""
+"""The offline tokenizer has the interface and results of transformers' tokenizer."""
 
 from typing import Any
 
@@ -64,7 +64,7 @@ def test_names_and_sizes(ours: LLMTokenizer, theirs: Any) -> None:
     assert ours.name_or_path == "/models/m"
 
 
-def test_tensors_are_the_callers_to_make(ours: LLMTokenizer) -> None:
+def test_return_tensors_is_refused(ours: LLMTokenizer) -> None:
     with pytest.raises(RequestError, match="return_tensors"):
         ours("a", return_tensors="pt")
     with pytest.raises(AttributeError, match="labels"):

@@ -25,7 +25,7 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
     assert run.stderr == f"blockyard tune: error: --kernel-cache {tmp_path}/file/x: Not a directory\n"
 
 
-def test_progress_is_said_once_a_tenth() -> None:
+def test_progress_is_printed_at_each_tenth() -> None:
     fractions = iter([0.0, 0.01, 0.3, 0.35, 0.99, 1.0])
     said: list[float] = []
     tune.wait(lambda: next(fractions), said.append, period_s=0.0)

@@ -128,7 +128,7 @@ class FakeWorker:
         return answers
 
     def _in_words(self, answer: StepResult, runs: list[int]) -> StepResult:
-        """The same answer with a SlotResult in place of each plain token whose slot is still known."""
+        """The same answer with a SlotResult in place of each plain token, if its slot is still known."""
         slots, token_ids = list(answer.slots), ids_list(answer.token_ids)
         for i, token in enumerate(token_ids):
             if token != NO_TOKEN and (table := self._table(runs[i], answer)) is not None:

@@ -136,7 +136,7 @@ class World:
     def blink(self, incarnation: int) -> None:
         """A member's link breaks and comes back: frames on the link are lost, the member is not.
 
-        Only the scheduler tells gateways of it. A gateway leaves the membership list and returns to it, as after a stall.
+        Only the scheduler tells gateways of it. A gateway leaves the membership list and returns, as after a stall.
         """
         worker, detokenizer = self.workers.get(incarnation), self.detokenizers.get(incarnation)
         if worker is not None:

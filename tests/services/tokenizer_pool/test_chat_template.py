@@ -130,7 +130,7 @@ def test_tool_calls_are_as_in_transformers_and_their_arguments_may_be_text(byte_
     reference = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer, **SPECIAL)
     expected = reference.apply_chat_template(CALLS, chat_template=LLAMA3, tokenize=False)
     assert render(LLAMA3, CALLS) == expected
-    assert expected.count("look") == 4  # the user's, and three calls until the break
+    assert expected.count("look") == 4  # the user's message, and three calls until the break
     as_text = json.loads(json.dumps(CALLS))
     for call in as_text[1]["tool_calls"]:
         call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
@@ -189,7 +189,7 @@ def test_a_template_that_fails_says_why(template: str, message: str) -> None:
 
 
 @pytest.mark.parametrize("template", ["{% for %}", "{{ 'a' ", "{% unknown %}", "{{ " + "(" * 400 + ")" * 400 + " }}"])
-def test_a_template_that_is_none(template: str) -> None:
+def test_an_invalid_template(template: str) -> None:
     with pytest.raises(RequestError) as error:
         render("fine", own=template)
     assert error.value.field == "chat_template"

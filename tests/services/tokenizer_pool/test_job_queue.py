@@ -22,7 +22,7 @@ def sent(jobs: JobQueue) -> list[str]:
     return [work.request_id for work in jobs.to_send()]
 
 
-def test_few_are_sent_and_all_in_order() -> None:
+def test_few_jobs_are_in_flight_and_all_are_sent_in_order() -> None:
     jobs = queue("a", "b", "c")
     assert sent(jobs) == ["a", "b"] and MAX_SENT == 2
     assert sent(jobs) == [] and len(jobs) == 3
@@ -32,7 +32,7 @@ def test_few_are_sent_and_all_in_order() -> None:
 
 
 @pytest.mark.parametrize("exit_code", [-RENDERING, -ENCODING, -signal.SIGABRT, -signal.SIGSEGV, 1])
-def test_the_job_at_work_is_blamed_and_the_others_are_sent_again(exit_code: int) -> None:
+def test_the_running_job_is_blamed_and_the_others_are_sent_again(exit_code: int) -> None:
     jobs = queue("a", "b", "c")
     sent(jobs)
     refused = jobs.worker_ended(exit_code)
@@ -53,7 +53,7 @@ def test_the_job_at_work_is_blamed_and_the_others_are_sent_again(exit_code: int)
         (Detokenize("r", "m", b""), 1, "tokens", "exit code 1"),
     ],
 )
-def test_the_answer_says_what_was_too_much(
+def test_the_answer_names_the_exceeded_limit(
     work: Tokenize | Detokenize, exit_code: int, field: str, message: str
 ) -> None:
     jobs = JobQueue(LIMITS)

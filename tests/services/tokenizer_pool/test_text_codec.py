@@ -147,7 +147,7 @@ def test_bad_words_with_and_without_a_space(texts: TextCodec, byte_tokenizer: To
     def ids(text: str) -> list[int]:
         return list(byte_tokenizer.encode(text, add_special_tokens=False).ids)
 
-    assert len(ids("two")) > len(ids(" two")) == 1  # the spaced form is another length: left out, as in vLLM
+    assert len(ids("two")) > len(ids(" two")) == 1  # the form with a space has another length: left out, as in vLLM
     assert done(texts, text="a", bad_words=["two"]).bad_words == [ids("two")]
     one = next(w for w in ("e", "t", "o", "s", "f") if len(ids(" " + w)) == len(ids(w)) == 1)
     assert done(texts, text="a", bad_words=["  " + one]).bad_words == [ids(one), ids(" " + one)]

@@ -159,7 +159,7 @@ def test_one_process_of_a_rig_is_left(rig: TextRig) -> None:
 
 
 def test_a_job_for_a_worker_that_has_just_ended_goes_to_the_next_one() -> None:
-    """The write fails before the end of the stream is read. This test takes the fork server's place."""
+    """The write fails before the end of the stream is read. The test plays the fork server."""
     control, server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
     def start_worker(pid: int) -> socket.socket:

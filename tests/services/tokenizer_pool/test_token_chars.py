@@ -85,14 +85,14 @@ def test_no_text_that_fits_is_refused(byte_tokenizer: Tokenizer, name: str, piec
 
 @given(pieces=PIECES)
 @settings(max_examples=60, deadline=None)
-def test_nor_with_byte_fallback(sentence_tokenizer: Tokenizer, pieces: list[str]) -> None:
+def test_no_text_that_fits_is_refused_with_byte_fallback(sentence_tokenizer: Tokenizer, pieces: list[str]) -> None:
     text = "".join(pieces)
     num_tokens = len(sentence_tokenizer.encode(text, add_special_tokens=False).ids)
     assert of(sentence_tokenizer).fits(text, num_tokens)
 
 
 @pytest.mark.parametrize("name", UNBOUNDED)
-def test_what_loses_any_character_has_no_bound(byte_tokenizer: Tokenizer, name: str) -> None:
+def test_a_tokenizer_that_drops_any_character_has_no_bound(byte_tokenizer: Tokenizer, name: str) -> None:
     tokenizer = copy(byte_tokenizer)
     UNBOUNDED[name](tokenizer)
     assert max_token_chars(tokenizer) is None
@@ -100,7 +100,7 @@ def test_what_loses_any_character_has_no_bound(byte_tokenizer: Tokenizer, name: 
 
 def test_unknown_words_and_characters_have_no_bound(word_tokenizer: Tokenizer) -> None:
     assert max_token_chars(word_tokenizer) is None
-    assert max_token_chars(Tokenizer(models.BPE())) is None  # drops what it does not know
+    assert max_token_chars(Tokenizer(models.BPE())) is None  # drops unknown characters
     assert (
         max_token_chars(Tokenizer(models.BPE(vocab={"?": 0, "ab": 1}, merges=[], unk_token="?", fuse_unk=True))) is None
     )
@@ -112,7 +112,7 @@ def test_the_demo_models_bound() -> None:
     assert max_token_chars(tokenizer_files.load("shared/demo_model").tokenizer) == TokenChars(45)
 
 
-def test_white_space_that_is_lost_does_not_count() -> None:
+def test_dropped_white_space_does_not_count() -> None:
     chars = TokenChars(2, whitespace_lost=True)
     assert chars.fits("ab" + " \t\n" * 99 + "cd", 2) and not chars.fits("ab" + " " * 99 + "cde", 2)
     assert not TokenChars(2).fits("ab  c", 2)
@@ -135,4 +135,4 @@ def test_a_text_that_is_too_long_is_refused_unread(byte_tokenizer: Tokenizer) ->
         assert (answer.field, answer.code) == (field, "context_length_exceeded")
         assert "maximum context length" in answer.message
     assert isinstance(texts.tokenize(Tokenize("r", "m", token_ids=bytes(40), max_tokens=10)), Tokenized)
-    assert isinstance(texts.tokenize(Tokenize("r", "m", text="x" * (limit + 1))), Tokenized)  # it is to be truncated
+    assert isinstance(texts.tokenize(Tokenize("r", "m", text="x" * (limit + 1))), Tokenized)  # it will be truncated

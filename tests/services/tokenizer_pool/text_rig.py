@@ -1,4 +1,4 @@
-"""A real fork server with its text workers, and the service's side of them on the test's own loop."""
+"""A real fork server with its text workers, and the service's side on the test's event loop."""
 
 import asyncio
 import contextlib

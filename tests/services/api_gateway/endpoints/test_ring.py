@@ -1,4 +1,4 @@
-"""The gateway as a member of the ring: recovery through real HTTP, health, metrics, models that come and go."""
+"""The gateway as a member of the ring: recovery through real HTTP, health, metrics, changing models."""
 
 import asyncio
 import time
@@ -81,7 +81,7 @@ async def test_a_killed_tokenizer_has_no_visible_effect(rig) -> None:
     async with rig() as r:
         r.ring.silent = {Role.TOKENIZER_POOL}
         asked = [asyncio.create_task(r.post(COMPLETION, completion(max_tokens=2))) for _ in range(5)]
-        await r.until(lambda: len(r.ring.frames(Tokenize)) == 2)  # no more wait at one
+        await r.until(lambda: len(r.ring.frames(Tokenize)) == 2)  # at most this many wait at one tokenizer
         r.ring.silent = set()
         r.ring.lose(TOKENIZER)
         await asyncio.sleep(0.02)

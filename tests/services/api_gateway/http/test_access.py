@@ -104,7 +104,7 @@ async def test_operations_ask_for_the_admin_key(rig) -> None:
                     assert response.status == status
         await r.post("/v1/completions", ASKS, headers=bearer("root"))
         assert r.ring.frames(Generate)[0].tenant == "admin"
-    async with rig(admin_keys=["root"]) as r:  # clients need none
+    async with rig(admin_keys=["root"]) as r:  # clients need no key
         assert (await r.post("/v1/completions", ASKS))[0] == 200
         assert (await r.post("/pause", {}))[0] == 401
 
@@ -220,7 +220,7 @@ async def test_a_key_of_any_bytes_is_a_401(rig) -> None:
         assert await raw(r, right) == 200
 
 
-async def test_the_page_runs_its_own_scripts_alone_and_in_no_frame(rig) -> None:
+async def test_the_page_runs_only_its_own_scripts_and_in_no_frame(rig) -> None:
     async with rig() as r:
         for path in ("/", "/page/playground.js"):
             async with r.http.get(path) as response:

@@ -46,7 +46,7 @@ async def test_a_body_that_does_not_arrive_is_a_408(rig, path: str) -> None:
         await r.until(lambda: r.gateway.num_active == 0)
 
 
-async def test_a_body_that_trickles_in_has_no_more_time(rig) -> None:
+async def test_a_slow_body_has_the_same_time_limit(rig) -> None:
     async with rig(body_timeout_s=0.5) as r:
         reader, writer = await asyncio.open_connection("127.0.0.1", r.port)
         writer.write((HEAD % (COMPLETION, 10_000)).encode())
@@ -76,7 +76,7 @@ async def test_above_the_sum_of_bodies_a_large_body_is_a_503_and_small_ones_are_
             assert (await client.completions.create(model="tiny", **ASKS)).choices[0].text == "w0 "
         for task in answers:
             task.cancel()
-        await stack.aclose()  # the uploads are given up: what they held is free
+        await stack.aclose()  # the uploads are aborted and their bytes are free
         await r.until(lambda: r.gateway.num_active == 0)
         assert [(await r.post(COMPLETION, big))[0] for _ in range(8)] == [200] * 8
 

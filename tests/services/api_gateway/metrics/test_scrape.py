@@ -148,7 +148,7 @@ async def test_gateways_are_summed_and_a_silent_gateway_counts_by_its_last_answe
         await r.until(lambda: bool(r.ring.frames(Scrape)))
         r.gateway.handle(77, Scraped(r.ring.frames(Scrape)[0].request_id, r.gateway.metrics.own()))
         found = await asked
-        silent = await scrape(r)  # 77 does not answer this time
+        silent = await scrape(r)  # gateway 77 does not answer this time
         r.ring.lose(77)
         gone = await scrape(r)
     for one in (found, silent, gone):
@@ -210,7 +210,7 @@ async def test_a_gateway_learns_the_counters_of_gateways_that_left_before_it_sta
         before = await scrape(old)
         new.ring.lose(SCHEDULER)
         new.ring.join(Member("api_gateway 1", Role.API_GATEWAY, 77, "ipc:///77", ready=True))
-        for _ in range(2):  # once more changes nothing
+        for _ in range(2):  # another scrape changes nothing
             asked = asyncio.create_task(scrape(new))
             await new.until(lambda: bool(new.ring.frames(Scrape)))
             old.gateway.handle(99, new.ring.frames(Scrape)[-1])

@@ -155,7 +155,7 @@ async def test_echo_comes_first(rig) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_client_that_leaves_is_cancelled(rig, stream: bool) -> None:
+async def test_a_disconnected_client_is_cancelled(rig, stream: bool) -> None:
     async with rig() as r:
         r.ring.step_s = 0.01
         _, writer = await raw(r.port, completion(max_tokens=200, stream=stream, n=2))
@@ -169,7 +169,7 @@ async def test_a_client_that_leaves_is_cancelled(rig, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("role", [Role.TOKENIZER_POOL, Role.SCHEDULER])
-async def test_a_client_that_leaves_before_anything_came(rig, role: Role) -> None:
+async def test_a_client_that_disconnects_before_the_first_token(rig, role: Role) -> None:
     async with rig() as r:
         r.ring.silent = {role}
         _, writer = await raw(r.port, completion())
@@ -244,8 +244,8 @@ def test_kept_deltas_are_merged_without_losing_text() -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [250, 200])
-async def test_a_client_that_takes_nothing_is_cancelled(rig, num_tokens: int) -> None:
-    """While its text is generated, and after the end of it."""
+async def test_a_client_that_reads_nothing_is_cancelled(rig, num_tokens: int) -> None:
+    """While its text is generated, and after its end."""
     async with rig(client_timeout_s=0.3) as r:
         r.ring.script = lambda request_id, index: "x" * 60_000
         r.ring.step_s = 0.0 if num_tokens == 200 else 0.01
@@ -295,10 +295,10 @@ def refused(frame: Generate, status: int) -> Refused:
     return Refused(frame.request_id, frame.attempt, status, "", "no room", QueueCapacity(0, 0, 6.2))
 
 
-async def test_no_room_is_429_before_anything_is_tokenized(rig) -> None:
+async def test_a_full_queue_is_a_429_before_tokenization(rig) -> None:
     async with rig() as r:
         r.ring.capacity = QueueCapacity(0, 0, 6.2)
-        assert (await r.post(COMPLETION, completion(stream=False)))[0] == 200  # its answer says that it was the last
+        assert (await r.post(COMPLETION, completion(stream=False)))[0] == 200  # its Accepted: the queue is full
         r.ring.sent.clear()
         async with r.http.post(CHAT, json={"messages": USER}) as response:
             assert response.status == 429 and response.headers["Retry-After"] == "7"
@@ -308,7 +308,7 @@ async def test_no_room_is_429_before_anything_is_tokenized(rig) -> None:
         assert (await r.post(COMPLETION, completion(stream=False)))[0] == 200
 
 
-async def test_a_queue_that_one_tenant_fills_is_open_to_others(rig) -> None:
+async def test_a_queue_full_for_one_tenant_accepts_others(rig) -> None:
     async with rig(api_keys=["sk-a", "sk-b"]) as r:
         r.ring.capacity = QueueCapacity(0, 0, 6.2, "key-0", "ann")
 
@@ -316,7 +316,7 @@ async def test_a_queue_that_one_tenant_fills_is_open_to_others(rig) -> None:
             headers = {"Authorization": f"Bearer {key}"}
             return (await r.post(COMPLETION, completion(stream=False, user=user), headers=headers))[0]
 
-        assert await ask("sk-b", "ann") == 200  # its answer says that it is full for the other one
+        assert await ask("sk-b", "ann") == 200  # its Accepted: full for ann of the first key
         assert [await ask("sk-a", "ann"), await ask("sk-a", "bob"), await ask("sk-b", "ann")] == [429, 200, 200]
 
 

@@ -1,4 +1,4 @@
-"""The load generator against a server that misbehaves on purpose."""
+"""The load generator against a faulty server."""
 
 import asyncio
 import contextlib
@@ -29,7 +29,7 @@ def chunk(data: bytes) -> bytes:
 
 @contextlib.asynccontextmanager
 async def serving(answer: HttpResponse) -> AsyncIterator[Endpoint]:
-    """A server that reads a request and leaves the rest to `answer`; it keeps the connection if that does."""
+    """A server that reads a request and calls `answer`; it keeps the connection open if `answer` does."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
@@ -87,7 +87,7 @@ def test_times_are_those_of_arrival() -> None:
             writer.write(data)
 
     (one,), _ = run(answer)
-    assert 0.19 < one.tokens_s[0] - one.sent_s < 2  # far above: the machine may be busy
+    assert 0.19 < one.tokens_s[0] - one.sent_s < 2  # a loose bound, because the machine may be busy
     assert 0.05 < one.tokens_s[1] - one.tokens_s[0] < 2
     assert one.ended_s == one.tokens_s[1], "[DONE] is no token"
 
@@ -128,7 +128,7 @@ def test_no_server_and_no_end() -> None:
 
 
 def test_concurrency_is_kept_and_arrivals_are_on_time() -> None:
-    running = [0, 0]  # now, and the most
+    running = [0, 0]  # running requests now, and their maximum
 
     async def answer(_: bytes, writer: asyncio.StreamWriter) -> None:
         running[0] += 1

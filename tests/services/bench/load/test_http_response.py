@@ -1,4 +1,4 @@
-"""HTTP answers and their events, cut wherever a network may cut them."""
+"""HTTP answers and their events, split at any byte."""
 
 import itertools
 
@@ -35,7 +35,7 @@ def test_events_and_times_do_not_depend_on_where_the_bytes_were_cut(chunks: list
     assert (found.status, found.body, found.complete) == (200, BODY, True)
     events = list(found.events())
     assert [data for _, data in events] == EVENTS
-    for i, (at, _) in enumerate(events):  # its last byte was read in that piece and not before
+    for i, (at, _) in enumerate(events):  # its last byte was read in this piece
         assert num_events(pieces[: int(at) + 1]) > i >= num_events(pieces[: int(at)])
 
 

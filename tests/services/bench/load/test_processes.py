@@ -1,4 +1,4 @@
-"""Several client processes: together they do what one does, and one that breaks ends the run with its reason."""
+"""Several client processes measure the same as one, and a failing process ends the run with its error."""
 
 import asyncio
 import socket
@@ -22,7 +22,7 @@ def url() -> Iterator[str]:
 
 
 def body(index: int) -> dict[str, object]:
-    """Answers have their request's place as length, so that they can be told apart."""
+    """Answers differ in length, by the index of their request."""
     asked = {"prompt": [300] * 5, "max_tokens": 2 + index, "ignore_eos": True, "temperature": 0.0, "stream": True}
     return asked | {"stream_options": {"include_usage": True}}
 
@@ -39,7 +39,7 @@ def test_answers_are_in_the_order_of_their_requests(url: str) -> None:
     assert [one.num_output for one in results] == [one.asked_output for one in results] == [2, 3, 4, 5, 6, 7, 8]
     assert not any(one.failure for one in results)
     assert (load.num_running, load.num_ended, load.num_refused) == (0, 7, 0)
-    assert load.cpu_s() > 0 and load.exchanges == []  # it was not this process
+    assert load.cpu_s() > 0 and load.exchanges == []  # the requests ran in other processes
     for i, one in enumerate(results):  # clocks of all processes are one clock; timers may be 1 ms early
         assert one.sent_s >= load.started_s + 0.02 * i - 0.002
         assert one.sent_s < one.tokens_s[0] <= one.ended_s <= load.ended_s
@@ -53,7 +53,7 @@ def test_shares_are_whole() -> None:
     assert [p.max_concurrency for p in parts] == [2, 2, 1] and parts[0].timeout_s == 9.0
 
 
-def test_as_many_as_the_load_takes_and_the_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_processes_follows_the_load_and_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes.os, "sched_getaffinity", lambda _: range(16))
     assert [processes.num_for(n) for n in (1, 128, 129, 252, 1020, 9999)] == [1, 1, 2, 2, 4, 4]
     monkeypatch.setattr(processes.os, "sched_getaffinity", lambda _: range(2))
@@ -74,7 +74,7 @@ def test_refused_connections_are_failures_of_their_requests() -> None:
     assert load.num_refused == 2
 
 
-def test_messages_survive_their_way() -> None:
+def test_messages_round_trip() -> None:
     work = client_process.ClientWork(
         Endpoint("h", 1, headers=(("a", "b"),)), LoadPlan([b"\x00\xff"], [1.5], None, 3.0), [4]
     )

@@ -1,4 +1,4 @@
-"""What a stream's events mean."""
+"""Results of a request from the events of its stream."""
 
 from dataclasses import dataclass, field
 
@@ -48,7 +48,7 @@ def test_completion_tokens_and_usage() -> None:
     assert (one.num_input, one.num_output, one.asked_output, one.sent_s) == (5, 7, 7, 10.0)
 
 
-def test_chat_roles_and_closings_are_no_tokens() -> None:
+def test_chat_role_and_final_events_are_no_tokens() -> None:
     one = read(
         chat(role="assistant", content=""),
         b": keep-alive\n\n",
@@ -66,7 +66,7 @@ def test_a_role_with_text_is_a_token() -> None:
     assert read(chat(tool_calls=[{"index": 0}]), chat("tool_calls"), DONE).tokens_s == [11.0]
 
 
-def test_an_answer_that_is_nothing_but_its_end() -> None:
+def test_an_answer_with_only_a_final_event() -> None:
     one = read(completion("", "stop"), DONE)
     assert (one.tokens_s, one.ended_s, one.failure) == ([11.0], 11.0, "")
 

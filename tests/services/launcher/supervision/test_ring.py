@@ -92,7 +92,7 @@ def test_a_killed_child_is_started_again(folder: Path) -> None:
 
 
 def test_hung_children_are_killed_and_started_again(folder: Path) -> None:
-    """Every role at once, then the registry: only the launcher sees its silence."""
+    """Every role at once, then the registry: only the launcher detects its silence."""
     display = Recorder()
 
     async def stop_and_wait(ring: Ring, names: set[str]) -> None:
@@ -115,7 +115,7 @@ def test_hung_children_are_killed_and_started_again(folder: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_a_system_that_starts_no_process_for_a_while_ends_no_ring(folder: Path) -> None:
+def test_a_ring_survives_a_while_in_which_no_process_can_start(folder: Path) -> None:
     display = Recorder()
     failures: list[str] = []
 
@@ -156,7 +156,7 @@ def test_a_second_signal_kills(folder: Path) -> None:
     async def scenario() -> dict[str, int]:
         async with running(folder, Recorder()) as ring:
             found = pids(ring)
-            os.kill(found["api_gateway 0"], signal.SIGSTOP)  # it will never answer SIGTERM
+            os.kill(found["api_gateway 0"], signal.SIGSTOP)  # it cannot handle SIGTERM
             ring.stop()
             await asyncio.sleep(0.1)
             ring.kill()
@@ -168,7 +168,7 @@ def test_a_second_signal_kills(folder: Path) -> None:
     assert not any(alive(pid) for pid in found.values())
 
 
-def test_a_child_that_cannot_start_ends_everything_with_its_own_words(folder: Path) -> None:
+def test_a_child_that_cannot_start_ends_the_ring_with_its_own_error(folder: Path) -> None:
     said = "import pathlib, sys; pathlib.Path(sys.argv[1]).with_suffix('.error').write_text('no weights\\nin /m')"
 
     def command(service: str, settings: Path) -> list[str]:

@@ -34,7 +34,7 @@ def test_phases_progress_and_notes_are_told_once() -> None:
     assert display.said == ["  gpu_worker: a", "  gpu_worker: b"]
 
 
-def test_members_that_are_no_children_of_ours_are_left_alone() -> None:
+def test_members_that_are_not_our_children_are_ignored() -> None:
     display = Recorder()
     start = StartupTracker(["scheduler"], display)
     assert not start.on_member(replace(WORKER, ready=True))
@@ -49,7 +49,7 @@ def test_a_child_lost_during_the_start_has_to_be_ready_anew() -> None:
     assert start.on_member(replace(WORKER, incarnation=7, ready=True))
 
 
-def test_news_of_a_dead_incarnation_do_not_touch_the_new_one() -> None:
+def test_news_of_a_dead_incarnation_does_not_change_the_new_one() -> None:
     display = Recorder()
     start = StartupTracker(["gpu_worker"], display)
     start.on_member(replace(WORKER, ready=True))

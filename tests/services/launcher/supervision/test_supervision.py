@@ -1,4 +1,4 @@
-"""What to do when a child dies, without processes."""
+"""Decisions after a child's death, without processes."""
 
 from pathlib import Path
 

@@ -55,7 +55,7 @@ def test_a_request_takes_its_prefill_and_a_step_for_each_token() -> None:
 
 
 def test_blocks_in_host_memory_are_fetched_and_not_computed() -> None:
-    """The third prompt equals the first, whose blocks were evicted for the second."""
+    """The third prompt equals the first, and the blocks of the first were evicted for the second."""
     cost = msgspec.structs.replace(ROUND, fetch_token_s=0.0001)
     settings = {"max_num_batched_tokens": 256}
     asked = [
