@@ -52,8 +52,7 @@ class Uploads:
         self.held_bytes -= size
 
     def _check_announced(self, size: int) -> None:
-        if size > self._max:
-            self.hold(0, size)
+        self.hold(0, size)
         self._check_room(size, size)
 
     def _check_room(self, size: int, of_body: int) -> None:

@@ -92,6 +92,13 @@ async def test_the_announced_size_is_checked_before_the_body_arrives(rig) -> Non
         assert not first.at_eof()
 
 
+async def test_a_body_of_the_largest_size_is_served(rig) -> None:
+    padded = msgspec.json.encode(ASKS).ljust(10_000)
+    async with rig(max_body_bytes=10_000, max_total_body_bytes=20_000) as r:
+        assert (await r.post(COMPLETION, padded))[0] == 200
+        assert (await r.post(COMPLETION, padded + b" "))[0] == 413
+
+
 async def test_a_compressed_body_counts_with_its_decompressed_size(rig) -> None:
     async with rig(max_body_bytes=10_000) as r:
         body = gzip.compress(b'{"prompt": "' + b"x" * 1_000_000 + b'"}')
