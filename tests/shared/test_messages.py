@@ -80,6 +80,19 @@ def test_a_frame_of_another_socket_is_refused() -> None:
         msgspec.msgpack.decode(data, type=messages.SchedulerIn)
 
 
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        (messages.FinishReason, ["STOP", "LENGTH", "CANCELLED", "FAILED"]),
+        (messages.ControlVerb, ["STATUS", "RESET_PREFIX_CACHE", "PAUSE", "RESUME", "SLEEP", "WAKE_UP"]),
+        (messages.BeamStop, ["LIKELY", "FIRST", "NEVER"]),
+    ],
+)
+def test_a_number_on_the_wire_keeps_its_meaning(kind: type[enum.IntEnum], names: list[str]) -> None:
+    """A peer may be of another version, so a new member goes last."""
+    assert [kind(number).name for number in range(len(names))] == names
+
+
 def test_every_frame_is_in_a_union() -> None:
     taken = {frame for _, frame in FRAMES} | {messages.TokenBatch, messages.Members, messages.Hello}
     assert {f for f in Frame.__subclasses__()} == taken

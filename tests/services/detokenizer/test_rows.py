@@ -75,6 +75,13 @@ def test_each_scheduler_has_numbers_of_its_own(bench: Any) -> None:
     assert not bench.deltas
 
 
+def test_a_stream_without_a_number_is_in_no_row(bench: Any) -> None:
+    token_id = bench.ids("a")[0]
+    bench.open()
+    bench.apply(TokenBatch([], [], rows=[rows((0, 0, token_id), (1, 0, token_id))]))
+    assert not bench.deltas
+
+
 @pytest.mark.parametrize(("first", "said"), [(0, 0), (1, 1), (2, 0)])
 def test_a_repeated_token_and_a_token_after_a_gap_are_dropped(bench: Any, first: int, said: int) -> None:
     token_id = bench.ids("a")[0]

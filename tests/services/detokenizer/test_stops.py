@@ -25,7 +25,7 @@ def fed(finder: StopFinder, chunks: list[str]) -> str:
     for chunk in chunks:
         shown += finder.push(chunk)
         if finder.found is not None:
-            return shown
+            break
     return shown + finder.flush()
 
 

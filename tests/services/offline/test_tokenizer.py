@@ -1,13 +1,18 @@
 """The offline tokenizer has the interface and results of transformers' tokenizer."""
 
+import asyncio
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from blockyard.services.offline.tokenizer import LLMTokenizer
+from blockyard.services.offline.tokenizer import LLMTokenizer, TemplateOptions, through_ring
 from blockyard.shared.errors import RequestError
+from blockyard.shared.messages import Tokenize, Tokenized
+from blockyard.shared.token_ids import pack
 from blockyard.shared.tokenizer_files import TokenizerFiles
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -69,3 +74,31 @@ def test_return_tensors_is_refused(ours: LLMTokenizer) -> None:
         ours("a", return_tensors="pt")
     with pytest.raises(AttributeError, match="labels"):
         _ = ours("a").labels
+
+
+def test_templates_are_rendered_by_the_ring_with_all_options() -> None:
+    asked: list[Tokenize] = []
+
+    async def tokenize(works: list[Tokenize], name: str) -> list[Tokenized]:
+        asked.extend(works)
+        return [Tokenized(name, pack([i, 7]), b"", text=f"text {i}") for i in range(len(works))]
+
+    client = SimpleNamespace(tokenizer_client=SimpleNamespace(tokenize=tokenize))
+    session: Any = SimpleNamespace(card=SimpleNamespace(names=["m"]), call=lambda work: asyncio.run(work(client)))
+    conversations = [[{"role": "user", "content": "a"}], [{"role": "assistant", "content": "b"}]]
+    options = TemplateOptions([{"name": "find"}], "{{ 1 }}", False, True, {"mood": "glad"})
+    assert through_ring(session)(conversations, options) == [("text 0", [0, 7]), ("text 1", [1, 7])]
+    assert asked == [
+        Tokenize(
+            "",
+            "m",
+            messages=msgspec.json.encode(messages),
+            tools=b'[{"name":"find"}]',
+            template_kwargs=b'{"mood":"glad"}',
+            chat_template="{{ 1 }}",
+            add_generation_prompt=False,
+            continue_final_message=True,
+            want_text=True,
+        )
+        for messages in conversations
+    ]

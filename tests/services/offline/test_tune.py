@@ -26,10 +26,10 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
 
 
 def test_progress_is_printed_at_each_tenth() -> None:
-    fractions = iter([0.0, 0.01, 0.3, 0.35, 0.99, 1.0])
+    fractions = iter([0.0, 0.01, 0.19, 0.2, 0.3, 0.39, 0.4, 0.99, 1.0])
     said: list[float] = []
     tune.wait(lambda: next(fractions), said.append, period_s=0.0)
-    assert said == [0.0, 0.3, 0.99]
+    assert said == [0.0, 0.19, 0.2, 0.3, 0.4, 0.99]
 
 
 def test_a_ring_that_ends_is_an_error() -> None:

@@ -41,6 +41,11 @@ def test_bad_settings_are_named(tmp_path: Path, text: str, names: str) -> None:
         settings.read(tmp_path / "s.json", DetokenizerConfig)
 
 
+def test_a_settings_file_that_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"s\.json: No such file"):
+        settings.read(tmp_path / "s.json", DetokenizerConfig)
+
+
 def test_values_out_of_range_do_not_decode() -> None:
     with pytest.raises(ValueError, match="depth must be >= 0, got -1"):
         SchedulerConfig(process=PROCESS, served_model_names=["m"], depth=-1)

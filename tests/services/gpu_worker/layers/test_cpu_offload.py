@@ -54,6 +54,19 @@ def test_outputs_equal_those_of_weights_on_the_device(
     assert copies[:2] == [0, 1] and max(copies) > 2
 
 
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_kernels_are_measured_at_the_start_if_weights_are_replaced_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float
+) -> None:
+    """HostWeights wraps the kernels that were picked, so none may be picked later."""
+    at_once: list[bool] = []
+    monkeypatch.setattr(linear_method, "can_pack", lambda weight: False)
+    monkeypatch.setattr(engine, "pick_products", lambda model, config, device, now, report: at_once.append(now))
+    model = find_family(CONFIG)(CONFIG, WeightTable(torch.float32, torch.device("cpu"), share))
+    engine.prepare(model, settings(tmp_path, device="cpu"), 64, engine.StartReport(lambda *of: None))
+    assert at_once == [share > 0]
+
+
 def test_offloaded_matrices_are_spread_and_within_the_limit() -> None:
     build = find_family(CONFIG)
     gib = 0.25 * 10 * LAYER_BYTES / GIB

@@ -61,6 +61,10 @@ def test_candidates_fit_their_rows() -> None:
         assert len(set(configs)) == len(configs) <= 12, "each costs a start its time"
         assert all(config.kernel == "stream_k" for config in configs)
         assert all(config.row_tile >= 16 for config in configs)
+        sizes = {
+            size for config in configs for size in (config.out_tile, config.row_tile, config.in_tile, config.warps)
+        }
+        assert all(size.bit_count() == 1 for size in sizes), "Triton tiles are powers of two"
         assert all(
             layer.in_features // config.in_tile // config.split >= kernel_configs.FEWEST_STEPS for config in configs
         )

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from blockyard.services.gpu_worker.mock import runner as mock_runner
 from blockyard.services.gpu_worker.mock.batch import MockBatch, Pattern, PlanError
 from blockyard.services.gpu_worker.mock.kv import MockKV, TokensByBlock
 from blockyard.services.gpu_worker.mock.model import describe
@@ -282,14 +282,41 @@ def test_bad_models_and_ranges_are_named(tmp_path: Path) -> None:
         describe(config(tmp_path))
 
 
-def test_a_step_takes_its_time() -> None:
-    runner = MockRunner(GEOMETRY, PATTERN, step_s=0.02)
+class Clock:
+    """Virtual time in place of the module `time`."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        assert seconds >= 0
+        self.now += seconds
+
+
+@pytest.mark.parametrize(
+    ("step_s", "between_s", "total_s"),
+    [
+        (0.02, 0.0, 0.08),
+        (0.02, 0.0015, 0.08),  # a launch that follows at once is timed from the end of the step before
+        (0.02, 0.01, 0.11),
+        (0.001, 0.0011, 0.0043),  # the next step is due already
+    ],
+)
+def test_a_step_takes_its_time(
+    step_s: float, between_s: float, total_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(mock_runner, "time", clock)
+    runner = MockRunner(GEOMETRY, PATTERN, step_s)
     runner.reset(4)
     runner.execute(plan((0, 5), starts=[slot_start(0, [0, 1, 2])]))
-    begun = time.monotonic()
     for _ in range(3):
+        clock.sleep(between_s)
         runner.execute(plan((0, 1)))
-    assert time.monotonic() - begun > 0.055
+    assert clock.now - 100.0 == pytest.approx(total_s)
 
 
 def test_the_runner_is_ready_with_a_note(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from blockyard.shared.messages import Accepted, FinishReason, Generate, QueueCapacityChanged, Refused
+from blockyard.shared.messages import Accepted, ChoiceState, FinishReason, Generate, QueueCapacityChanged, Refused
 
 from ..conftest import Ring
 from ..world import World
@@ -37,6 +37,7 @@ def test_a_request_that_can_never_fit_is_refused_with_the_number_it_needs(
         ({"prompt_ids": b""}, 400, "prompt"),
         ({"prompt_ids": b"abc"}, 400, "prompt"),
         ({"choices": []}, 400, "n"),
+        ({"choices": [ChoiceState(0, output_ids=b"abcdefg")]}, 400, "choices"),
     ],
 )
 def test_invalid_requests_are_refused(ring: type[Ring], change: dict[str, object], status: int, field: str) -> None:

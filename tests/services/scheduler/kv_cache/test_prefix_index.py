@@ -35,6 +35,14 @@ def test_the_hash_of_an_evicted_block_is_not_sent() -> None:
     assert index.take_new() == {}
 
 
+def test_all_inserted_hashes_are_sent_once() -> None:
+    index = PrefixIndex(20, PlanClock())
+    index.insert_all([1], [A])
+    index.insert_all([2, 3], [B, C])
+    assert index.take_new() == {1: A, 2: B, 3: C}
+    assert index.take_new() == {}
+
+
 def test_a_block_freed_under_a_plan_in_flight_is_found_and_not_evicted() -> None:
     plan_clock = PlanClock()
     index = PrefixIndex(20, plan_clock)

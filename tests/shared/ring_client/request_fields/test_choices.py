@@ -7,7 +7,7 @@ import pytest
 from blockyard.services.offline.sampling_params import SamplingParams
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import Beam, BeamStop, Sampling
-from blockyard.shared.ring_client.request_fields.choices import best, read_choices
+from blockyard.shared.ring_client.request_fields.choices import MAX_BEST_OF, best, read_choices
 
 
 @dataclass
@@ -31,6 +31,13 @@ def test_best_of_needs_log_probabilities_and_all_need_to_end() -> None:
         read_choices(params, streams=True)
     assert caught.value.field == "best_of"
     assert read_choices(SamplingParams(n=3, best_of=3), streams=True).computed == 3
+
+
+def test_the_bound_of_best_of_is_for_more_choices_than_are_returned() -> None:
+    assert read_choices(SamplingParams(n=MAX_BEST_OF + 1, best_of=MAX_BEST_OF + 1)).computed == MAX_BEST_OF + 1
+    with pytest.raises(RequestError) as caught:
+        read_choices(SamplingParams(n=1, best_of=MAX_BEST_OF + 1))
+    assert caught.value.field == "best_of"
 
 
 def test_a_beam_search_is_as_wide_as_best_of_or_n() -> None:
