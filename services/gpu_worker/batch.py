@@ -8,7 +8,7 @@ from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.kv.transfers import Transfers, copy_blocks
 from blockyard.services.gpu_worker.sampling.sampler import Sampler
 from blockyard.services.gpu_worker.slots import Slots
-from blockyard.services.kv_transfer.host_store import BlockStore
+from blockyard.services.kv_transfer.host.host_store import BlockStore
 from blockyard.shared.messages import FinishReason, Geometry, SlotResult, StepPlan
 
 

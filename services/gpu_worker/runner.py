@@ -15,7 +15,7 @@ from blockyard.services.gpu_worker.kv.block_hashes import BlockHashes
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.loading.weight_offload import OffloadedWeights, free_cache
 from blockyard.services.gpu_worker.models.interface import Model
-from blockyard.services.kv_transfer.host_store import BlockStore
+from blockyard.services.kv_transfer.host.host_store import BlockStore
 from blockyard.shared.messages import Geometry, SlotResult, StepPlan
 
 

@@ -85,8 +85,9 @@ class Bound:
 class Sockets:
     """One ZeroMQ context with the deployment's security; makes and closes sockets."""
 
-    def __init__(self, bus: BusConfig) -> None:
-        self._bus = bus
+    def __init__(self, bus: BusConfig, part_bytes: int = PART_BYTES) -> None:
+        """part_bytes: upper bound of one part of a message. A larger one closes the connection."""
+        self._bus, self._part_bytes = bus, part_bytes
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._keys: KeyPair | None = None
         self._zap: ThreadAuthenticator | None = None
@@ -144,7 +145,7 @@ class Sockets:
         sock.setsockopt(zmq.RCVHWM, self._bus.link_frames)
         # Both limits apply before a peer has authenticated: without them libzmq accepts commands of any size from
         # unauthenticated peers. MAXMSGSIZE applies to each part, so it does not bound the length of a frame.
-        sock.setsockopt(zmq.MAXMSGSIZE, PART_BYTES + SEALED_BYTES)
+        sock.setsockopt(zmq.MAXMSGSIZE, self._part_bytes + SEALED_BYTES)
         sock.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         # libzmq answers heartbeats in its own thread, so a member that is busy with a step counts as alive
         sock.setsockopt(zmq.HEARTBEAT_IVL, TCP_HEARTBEAT_MS)

@@ -20,7 +20,7 @@ import torch
 from bench_worker_gpu import CONFIG
 
 from blockyard.services.gpu_worker import engine
-from blockyard.services.kv_transfer.stream_store import StreamStore
+from blockyard.services.kv_transfer.host.stream_store import StreamStore
 from blockyard.shared.config.services.process import BusConfig, ProcessConfig
 from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.messages import Sampling

@@ -1,6 +1,6 @@
 """Owns the memory of the KV cache, and knows what its blocks hold.
 
-- `pool.KVPool` owns the memory of all blocks. `scales` finds the scales of an 8-bit KV cache.
+- `pool.KVPool` is all blocks, as views of an arena of `kv_transfer`. `scales` finds the scales of an 8-bit KV cache.
 - `block_hashes.BlockHashes`: which blocks are full, and their hashes. A scheduler gets them when it attaches.
 - `transfers.Transfers`: saves blocks to host memory, fetches them, copies blocks within the pool, and knows the slots
   of failed fetches. `host_blocks` allocates the host memory.

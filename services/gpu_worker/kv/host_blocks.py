@@ -2,7 +2,7 @@
 
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.memory import MemoryPlan
-from blockyard.services.kv_transfer.host_store import BlockStore, PlainStore
+from blockyard.services.kv_transfer.host.host_store import BlockStore, PlainStore
 
 
 def staging_bytes(device_type: str, plan: MemoryPlan) -> int:
@@ -10,7 +10,7 @@ def staging_bytes(device_type: str, plan: MemoryPlan) -> int:
     if device_type != "cuda" or not plan.num_blocks:
         return 0
     # It imports Triton, which a worker on the CPU never loads.
-    from blockyard.services.kv_transfer.stream_store import STAGING_BYTES  # noqa: PLC0415
+    from blockyard.services.kv_transfer.host.stream_store import STAGING_BYTES  # noqa: PLC0415
 
     return STAGING_BYTES
 
@@ -22,6 +22,6 @@ def make_store(plan: MemoryPlan, pool: KVPool) -> BlockStore | None:
     if pool.device.type != "cuda":
         return PlainStore(pool.memory, plan.num_blocks)
     # It imports Triton, which a worker on the CPU never loads.
-    from blockyard.services.kv_transfer.stream_store import StreamStore  # noqa: PLC0415
+    from blockyard.services.kv_transfer.host.stream_store import StreamStore  # noqa: PLC0415
 
     return StreamStore(pool.memory, plan.num_blocks)

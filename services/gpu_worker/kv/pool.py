@@ -1,22 +1,21 @@
-"""The memory that K and V live in."""
+"""The KV blocks of all layers, as views of the worker's arena."""
 
 import math
-import mmap
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from blockyard.kernels.kv_cache.kv_types import FP8_MAX
 from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.models.interface import ModelShape
+from blockyard.services.kv_transfer.arena import make_arena
 
 _K_RANGE, _V_RANGE = 200.0, 100.0  # what vLLM takes
 _SMALLEST = 1e-6  # lower bound of the largest value: scales stay above 0
 
 
 class KVPool:
-    """One pool of blocks for all layers, [layers, num_blocks, 2, kv_heads, block_size, head_dim].
+    """The blocks of an arena, one pool for all layers: [layers, num_blocks, 2, kv_heads, block_size, head_dim].
 
     Starts at zero and stays finite: kernels read values behind a sequence's end and multiply them by 0. In 8 bits it
     has `scales` [layers, 2] float32, which multiply stored K and V; while `scales_pending`, the next prefill sets them.
@@ -38,33 +37,19 @@ class KVPool:
         self.scales_pending = False
         self.batch_invariant = batch_invariant
         size = (shape.num_layers, num_blocks, 2, shape.kv_heads, block_size, shape.head_dim)
-        self._pages: mmap.mmap | None = None  # of a pool on CPU
-        self.memory = self._zeros(size)
+        self.arena = make_arena(math.prod(size) * dtype.itemsize, device)
+        self.memory = self.arena.bytes.view(dtype).view(size)
         layers = self.memory.unbind(0)
         self.rows = [layer.view(-1, shape.head_dim) for layer in layers]  # view of a layer for writes
         self.chunks = [layer.view(-1, block_size * shape.head_dim) for layer in layers]  # view of a layer for reads
 
     def drop(self) -> None:
         """Frees the memory and its contents. Do not use the pool before `restore`."""
-        if self._pages is not None:
-            self._pages.madvise(mmap.MADV_DONTNEED)
-        else:
-            self.memory.untyped_storage().resize_(0)
+        self.arena.drop()
 
-    @torch.inference_mode()
     def restore(self) -> None:
         """Allocates the memory again after `drop`, all zeros; on a GPU at another address."""
-        if self._pages is None:
-            self.memory.untyped_storage().resize_(self.memory.numel() * self.dtype.itemsize)
-            self.memory.zero_()
-
-    def _zeros(self, size: tuple[int, ...]) -> Tensor:
-        if self.device.type != "cpu":
-            return torch.zeros(size, dtype=self.dtype, device=self.device)
-        # Linux gives zeroed pages at first use; torch would write gigabytes at the start
-        num_bytes = math.prod(size) * self.dtype.itemsize
-        self._pages = mmap.mmap(-1, max(1, num_bytes), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        return torch.from_numpy(np.frombuffer(self._pages, np.uint8, num_bytes)).view(self.dtype).view(size)
+        self.arena.restore()
 
     def set_scales(self, scales: Tensor) -> None:
         """scales [layers, 2], of a pool in 8 bits."""

@@ -10,7 +10,7 @@ import torch
 
 from blockyard.services.gpu_worker.kv.block_hashes import BlockHashes
 from blockyard.services.gpu_worker.kv.pool import KVPool
-from blockyard.services.kv_transfer.host_store import BlockStore
+from blockyard.services.kv_transfer.host.host_store import BlockStore
 from blockyard.shared.messages import BlockCopy, BlockFetch, BlockSave, SlotBlocks, SlotStart, StepPlan
 
 AT_ONCE = 64  # blocks; bounds the temporary memory

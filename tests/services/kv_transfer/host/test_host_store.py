@@ -6,7 +6,7 @@ from mmap import PAGESIZE
 import pytest
 import torch
 
-from blockyard.services.kv_transfer.host_store import BlockStore, PlainStore, as_bytes
+from blockyard.services.kv_transfer.host.host_store import BlockStore, PlainStore, as_bytes
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -18,7 +18,7 @@ def make(dtype: torch.dtype, num_host_blocks: int) -> tuple[torch.Tensor, BlockS
     memory = torch.randn(SHAPE, device=DEVICE).to(dtype)
     if not GPU:
         return memory, PlainStore(memory, num_host_blocks)
-    module = importlib.import_module("blockyard.services.kv_transfer.stream_store")
+    module = importlib.import_module("blockyard.services.kv_transfer.host.stream_store")
     return memory, module.StreamStore(memory, num_host_blocks)
 
 
@@ -71,7 +71,7 @@ class FakeRuntime:
 
 
 def test_two_pinned_allocations_share_no_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = importlib.import_module("blockyard.services.kv_transfer.stream_store")
+    module = importlib.import_module("blockyard.services.kv_transfer.host.stream_store")
     runtime = FakeRuntime()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     live = [module.pinned(100 + i) for i in range(100)]
@@ -85,7 +85,7 @@ def test_two_pinned_allocations_share_no_page(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.skipif(not GPU, reason="needs a GPU")
 def test_many_blocks_beside_a_busy_gpu() -> None:
     """More blocks than the staging buffer holds, into blocks saved in the same plan, beside a busy compute stream."""
-    module = importlib.import_module("blockyard.services.kv_transfer.stream_store")
+    module = importlib.import_module("blockyard.services.kv_transfer.host.stream_store")
     memory = torch.randint(0, 255, (4, 600, 1 << 18), dtype=torch.uint8, device=DEVICE)  # 1 MiB a block
     before = memory.clone()
     store = module.StreamStore(memory, 400)
@@ -107,6 +107,6 @@ def test_many_blocks_beside_a_busy_gpu() -> None:
 def test_adjacent_runs() -> None:
     if not GPU:
         pytest.importorskip("triton")
-    adjacent = importlib.import_module("blockyard.services.kv_transfer.stream_store").adjacent
+    adjacent = importlib.import_module("blockyard.services.kv_transfer.host.stream_store").adjacent
     assert list(adjacent([3, 4, 5, 9, 11, 12])) == [(0, 3, 3), (3, 9, 1), (4, 11, 2)]
     assert list(adjacent([])) == []

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from blockyard.kernels.kv_cache.move_blocks import gather_blocks, scatter_blocks
-from blockyard.services.kv_transfer.host_store import as_bytes
+from blockyard.services.kv_transfer.host.host_store import as_bytes
 from blockyard.shared.errors import LoadError
 
 PART_BYTES = 32 << 20  # packed blocks of one copy

@@ -1,0 +1,146 @@
+"""The memory of a worker's KV blocks. Other workers of the same host can map it if it is host memory.
+
+A `HostArena` is a memfd, mapped shared. It has no name in a file system, and Linux frees its pages when the last
+process unmaps it. Its size is sealed, so a process that has mapped it can still access it safely after the owner has
+died. `drop` maps a new memfd at the same address. A process that has mapped the old memfd can still write to it, but
+the owner no longer reads that memory.
+"""
+
+import ctypes
+import fcntl
+import mmap
+import os
+import secrets
+import weakref
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from blockyard.services.kv_transfer.protocol.frames import ArenaHandle
+
+Bytes = npt.NDArray[np.uint8]
+
+NONCE_BYTES = 16
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000  # <linux/mman.h>; Python's mmap cannot map at an address
+_PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
+
+
+class Arena(Protocol):
+    """The memory of all KV blocks of a worker, all zeros at first."""
+
+    @property
+    def bytes(self) -> Tensor:
+        """[num_bytes] uint8. Views of it stay valid over `drop` and `restore`."""
+
+    @property
+    def generation(self) -> int:
+        """Starts at 1. Each `drop` adds 1, because the blocks then are in other memory."""
+
+    def export(self, incarnation: int) -> ArenaHandle | None:
+        """Returns a handle with which processes of this host can map the memory; None on a GPU."""
+
+    def drop(self) -> None:
+        """Frees the memory. No copy may be in flight in this process. Do not use the arena before `restore`."""
+
+    def restore(self) -> None:
+        """Allocates the memory again after `drop`, all zeros."""
+
+
+def make_arena(num_bytes: int, device: torch.device) -> Arena:
+    """Allocates num_bytes of zeros on a device."""
+    return HostArena(num_bytes) if device.type == "cpu" else DeviceArena(num_bytes, device)
+
+
+class DeviceArena:
+    """An `Arena` on a GPU: one allocation of torch. After `restore` it is at another address."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.bytes = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        self.generation = 1
+
+    def export(self, incarnation: int) -> ArenaHandle | None:
+        return None
+
+    def drop(self) -> None:
+        self.generation += 1
+        self.bytes.untyped_storage().resize_(0)
+
+    @torch.inference_mode()
+    def restore(self) -> None:
+        self.bytes.untyped_storage().resize_(self.bytes.numel())
+        self.bytes.zero_()
+
+
+class HostArena:
+    """An `Arena` in host memory, at one address for its whole life. Linux allocates its pages at first use."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.generation = 1
+        self._num_bytes, self._size = num_bytes, mapped_size(num_bytes)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        self._region = mmap.mmap(-1, self._size, flags)  # reserves the address, and unmaps it with the last view
+        self._address = np.frombuffer(self._region, np.uint8).ctypes.data
+        self._nonce = b""
+        self._fd = self._map_new()
+        self._close = weakref.finalize(self, os.close, self._fd)
+        self.bytes = torch.from_numpy(np.frombuffer(self._region, np.uint8, num_bytes))
+
+    def export(self, incarnation: int) -> ArenaHandle | None:
+        return ArenaHandle(os.getpid(), self._fd, self._num_bytes, incarnation, self.generation, self._nonce)
+
+    def drop(self) -> None:
+        self.generation += 1
+        self._close.detach()
+        # frees the pages now: closing the file would not while another process maps it
+        if _libc.fallocate(self._fd, _PUNCH_HOLE, 0, self._size):
+            raise OSError(ctypes.get_errno(), "fallocate of the KV memory")
+        os.close(self._fd)
+        self._fd = self._map_new()
+        self._close = weakref.finalize(self, os.close, self._fd)
+
+    def restore(self) -> None:
+        """Does nothing: `drop` has already mapped new memory, and Linux allocates its pages at first use."""
+
+    def _map_new(self) -> int:
+        """Maps a new memfd at the arena's address, with a new nonce. Returns its file descriptor."""
+        fd = os.memfd_create("blockyard-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(fd, self._size)
+        self._nonce = secrets.token_bytes(NONCE_BYTES)
+        os.pwrite(fd, self._nonce, self._size - NONCE_BYTES)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
+        if _libc.mmap(self._address, self._size, protection, flags, fd, 0) != self._address:
+            raise OSError(ctypes.get_errno(), f"mmap of {self._size} bytes of KV memory")
+        return fd
+
+
+def map_arena(handle: ArenaHandle) -> Bytes:
+    """Maps another process's arena: [num_bytes] uint8. The last view unmaps it.
+
+    Raises OSError if this process cannot open the memfd, ValueError if it is not the one that the handle names.
+    """
+    fd = os.open(f"/proc/{handle.pid}/fd/{handle.fd}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        size, seals = os.fstat(fd).st_size, fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        if size != mapped_size(handle.num_bytes) or not seals & fcntl.F_SEAL_SHRINK:
+            raise ValueError(f"the memory has {size} bytes and seals {seals:#x}, not an arena of {handle.num_bytes}")
+        nonce = os.pread(fd, NONCE_BYTES, size - NONCE_BYTES)
+        if nonce != handle.nonce:
+            raise ValueError(f"other memory is at /proc/{handle.pid}/fd/{handle.fd} than the handle names")
+        return np.frombuffer(mmap.mmap(fd, size), np.uint8, handle.num_bytes)
+    finally:
+        os.close(fd)
+
+
+def mapped_size(num_bytes: int) -> int:
+    """Bytes of a memfd: the blocks, rounded up to whole pages, and one page for the nonce."""
+    return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE + mmap.PAGESIZE

@@ -1,0 +1,7 @@
+"""Connectors copy KV blocks from one worker's arena into another's.
+
+A connector is a `BlockWriter` on the sender's side and a `BlockReader` on the receiver's: `interface`. `shm` writes
+into the mapped memory of a worker on the same host, `tcp` sends the bytes with the frames. `selection` picks a
+connector by trying it. `sender_link` and `receiver` call connectors, which know only single copies and no transfers.
+Imports go from `selection` to `shm` and `tcp`, and from there to `interface`.
+"""

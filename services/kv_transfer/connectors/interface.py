@@ -1,0 +1,62 @@
+"""The interface of a connector: a writer on the sender's side, a reader on the receiver's."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import zmq
+
+from blockyard.services.kv_transfer.host_blocks import Words
+from blockyard.services.kv_transfer.protocol.incoming import Landing
+from blockyard.services.kv_transfer.protocol.outgoing import BlockWrite
+
+Written = Callable[[BlockWrite, Words | None, "Payload | None"], None]  # checksums [n] over the copied layers
+Landed = Callable[[Landing, Words | None], None]
+
+
+class Payload(Protocol):
+    """Bytes of one copy, the second part of a `BlocksWritten` message. Call `sent` or `discard`, once."""
+
+    @property
+    def view(self) -> memoryview:
+        """The bytes to send."""
+
+    def sent(self, tracker: zmq.MessageTracker) -> None:
+        """libzmq reads the bytes in place until `tracker` is done. The buffer is reused after that."""
+
+    def discard(self) -> None:
+        """The bytes are not sent. The buffer is reused at once."""
+
+
+class BlockWriter(Protocol):
+    """Copies this worker's blocks to one receiver. No call waits."""
+
+    name: str
+    chunk_bytes: int  # upper bound of one copy
+    maps_memory: bool  # the copies write to the receiver's memory directly
+
+    def try_start(self, write: BlockWrite, written: Written, failed: Callable[[BlockWrite, str], None]) -> bool:
+        """Starts a copy. Returns False if too many are in flight: try again after one is complete.
+
+        A later `CopyThread.poll` calls `written` or `failed`. The copy reads the source blocks and writes to the
+        receiver's memory only between `try_start` and that call. Raises ValueError for blocks outside of the pools.
+        """
+
+    def close(self) -> None:
+        """Unmaps the receiver's memory once no copy is in flight."""
+
+
+class BlockReader(Protocol):
+    """Stores the blocks that one sender has sent. No call waits."""
+
+    def start(
+        self,
+        landing: Landing,
+        payload: memoryview | None,
+        landed: Landed,
+        failed: Callable[[Landing, str], None],
+    ) -> None:
+        """Copies `payload` into the arena, if there is one, and computes the checksums of the blocks in the arena.
+
+        payload: None if the sender has written to the arena itself. Calls `landed` or `failed`, at once or in a later
+        `CopyThread.poll`.
+        """

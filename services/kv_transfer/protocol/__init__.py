@@ -1,0 +1,12 @@
+"""The protocol of KV transfers between two workers, in plain Python and numpy: no torch, no sockets, no connectors.
+
+- `frames`: all frames between two workers, and `Transfer`, which both workers get from the scheduler.
+- `outgoing.OutgoingTransfers`: the sender's state of its transfers to one receiver.
+- `incoming.IncomingTransfers`: the receiver's state of all transfers to it.
+- `drops.Drops`: counts rejected frames by reason.
+
+The receiver decides when its blocks may be written. A sender writes blocks of a transfer only after `WritesAllowed`,
+and never after the last `BlockSums` or `Stopped`. The receiver ends a transfer, which frees its blocks, only if the
+sender has sent one of these two or cannot write any more, and if its own copies and checksums of the blocks are done.
+Imports go from `incoming` to `outgoing`, and from there to `frames` and `drops`.
+"""

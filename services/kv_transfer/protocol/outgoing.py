@@ -1,0 +1,322 @@
+"""The sender's side of its transfers to one receiver: which blocks to copy now, and which sources are free again."""
+
+import enum
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from blockyard.services.kv_transfer.layout import BlockLayout
+from blockyard.services.kv_transfer.protocol.drops import DropReason, Drops
+from blockyard.services.kv_transfer.protocol.frames import (
+    BlockSums,
+    BlocksWritten,
+    LinkFrame,
+    Stopped,
+    StopWrites,
+    Transfer,
+    WritesAllowed,
+)
+
+GAVE_UP = "the receiver gave up"
+MAX_EARLY = 4096  # WritesAllowed of transfers that have not begun here
+MAX_REMEMBERED = 4096  # numbers of ended transfers
+
+
+class Sent(enum.StrEnum):
+    """How a transfer ended on the sender's side. Its source blocks are not read any more."""
+
+    WRITTEN = "written"  # all blocks; only the receiver knows whether they landed
+    ABORTED = "aborted"  # by the sender
+    STOPPED = "stopped"  # by the receiver
+    LINK_LOST = "link_lost"
+
+
+@dataclass(frozen=True, slots=True)
+class SenderEnded:
+    """A transfer has ended: its source blocks are not read any more."""
+
+    number: int
+    outcome: Sent
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockWrite:
+    """One copy for a connector: `sources` to positions [first, first + len(sources)), which are blocks `targets`."""
+
+    number: int
+    first: int
+    sources: list[int]
+    targets: list[int]
+    layers: range
+
+
+@dataclass(slots=True, eq=False)
+class _Outgoing:
+    transfer: Transfer
+    requested: list[int]  # by layer: bit mask of positions that `write` has named
+    written: list[int]  # by layer: bit mask of positions with a complete copy
+    summed: int = 0  # bit mask of positions in a BlockSums
+    is_allowed: bool = False
+    waiting: deque[BlockWrite] = field(default_factory=deque)  # copies to start
+    in_flight: int = 0  # copies
+    ending: SenderEnded | None = None  # waits for copies in flight
+
+
+class OutgoingTransfers:
+    """Decides which copies start, and keeps the state of each transfer. It copies nothing itself.
+
+    Take the copies to start from `next_write`, report each by `on_written` or `on_failed`, and send the frames of
+    `take_frames` in their order.
+    """
+
+    def __init__(self, layout: BlockLayout, sender: int, generation: int, chunk_bytes: int = 1) -> None:
+        """sender: its incarnation. generation: of its arena.
+
+        chunk_bytes: upper bound of a copy of more than one block or layer.
+        """
+        self.drops = Drops()
+        self._layout, self._sender, self._generation, self._chunk_bytes = layout, sender, generation, chunk_bytes
+        self._open: dict[int, _Outgoing] = {}
+        self._early: OrderedDict[int, Transfer] = OrderedDict()
+        self._ended: OrderedDict[int, bool] = OrderedDict()  # number -> False if StopWrites came before `begin`
+        self._sums: dict[int, npt.NDArray[np.uint64]] = {}
+        self._frames: list[tuple[LinkFrame, BlockWrite | None]] = []
+        self._events: list[SenderEnded] = []
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    def set_chunk_bytes(self, chunk_bytes: int) -> None:
+        """Sets the connector's bound, which is known when the link is open. No copy starts before that."""
+        self._chunk_bytes = chunk_bytes
+
+    def begin(self, transfer: Transfer) -> None:
+        """Opens a transfer. Raises ValueError for another sender or generation, or a used number."""
+        if transfer.sender != self._sender or transfer.sender_generation != self._generation:
+            raise ValueError(
+                f"transfer {transfer.number} is of {transfer.sender:x} generation {transfer.sender_generation},"
+                f" this is {self._sender:x} generation {self._generation}"
+            )
+        if transfer.number in self._open or self._ended.get(transfer.number):
+            raise ValueError(f"transfer {transfer.number} has begun before")
+        if transfer.number in self._ended:
+            self._remember(transfer.number)
+            self._events.append(SenderEnded(transfer.number, Sent.STOPPED, GAVE_UP))
+            return
+        layers = self._layout.num_layers
+        it = self._open[transfer.number] = _Outgoing(transfer, [0] * layers, [0] * layers)
+        self._sums[transfer.number] = np.zeros(len(transfer.blocks), np.uint64)
+        early = self._early.pop(transfer.number, None)
+        if early is not None:
+            self._allow(it, early)
+        if not transfer.blocks:
+            self._end(it, SenderEnded(transfer.number, Sent.WRITTEN))
+
+    def write(self, number: int, first: int, sources: list[int], layers: range) -> None:
+        """Queues copies of blocks `sources` in `layers` to positions [first, first + len(sources)).
+
+        Ignored if the transfer has ended. Raises ValueError for positions or layers outside of the transfer, or that
+        were queued before.
+        """
+        it = self._open.get(number)
+        if it is None or it.ending is not None:
+            return
+        count, num_layers = len(sources), self._layout.num_layers
+        mask = bits(first, count)
+        if not (first >= 0 and first + count <= len(it.transfer.blocks)):
+            raise ValueError(f"transfer {number} has {len(it.transfer.blocks)} blocks, not {first} to {first + count}")
+        if not (0 <= layers.start <= layers.stop <= num_layers and layers.step == 1):
+            raise ValueError(f"the model has {num_layers} layers, not {layers}")
+        if any(it.requested[layer] & mask for layer in layers):
+            raise ValueError(f"transfer {number}: some of blocks {first} to {first + count} were written before")
+        for layer in layers:
+            it.requested[layer] |= mask
+        if count and layers:
+            it.waiting.append(BlockWrite(number, first, sources, it.transfer.blocks[first : first + count], layers))
+
+    def abort(self, number: int, reason: str) -> None:
+        """Ends a transfer as soon as none of its copies is in flight. Ignored if it has ended."""
+        it = self._open.get(number)
+        if it is not None:
+            self._begin_end(it, SenderEnded(number, Sent.ABORTED, reason))
+
+    def open_transfers(self) -> list[Transfer]:
+        """Transfers that have not ended: their source blocks must not change."""
+        return [it.transfer for it in self._open.values()]
+
+    def on_allowed(self, frame: WritesAllowed) -> None:
+        transfer = frame.transfer
+        it = self._open.get(transfer.number)
+        if it is not None:
+            self._allow(it, transfer)
+        elif transfer.number in self._ended:
+            self.drops.count(DropReason.ENDED, f"permission for transfer {transfer.number}")
+        else:
+            self._early[transfer.number] = transfer
+            if len(self._early) > MAX_EARLY:
+                number, _ = self._early.popitem(last=False)
+                self.drops.count(DropReason.UNKNOWN_TRANSFER, f"permission for transfer {number}")
+
+    def on_stop(self, frame: StopWrites) -> None:
+        """Answers for an unknown transfer, too: its later `begin` ends it at once."""
+        it = self._open.get(frame.number)
+        if it is not None:
+            self._begin_end(it, SenderEnded(frame.number, Sent.STOPPED, GAVE_UP))
+            return
+        if frame.number in self._ended:
+            self.drops.count(DropReason.ENDED, f"stop of transfer {frame.number}")
+            return
+        self._early.pop(frame.number, None)
+        self._remember(frame.number, begun=False)
+        self._frames.append((Stopped(frame.number, "unknown"), None))
+
+    def on_link_lost(self) -> None:
+        """Ends all transfers. The link must still report its copies in flight."""
+        self._frames.clear()
+        self._early.clear()
+        for it in list(self._open.values()):
+            self._begin_end(it, SenderEnded(it.transfer.number, Sent.LINK_LOST))
+
+    def next_write(self) -> BlockWrite | None:
+        """Returns the next copy to start, and counts it as in flight. None if there is none."""
+        for it in self._open.values():
+            if it.is_allowed and it.waiting:
+                it.in_flight += 1
+                chunk, *rest = self._chunks(it.waiting.popleft())
+                it.waiting.extendleft(reversed(rest))
+                return chunk
+        return None
+
+    def has_waiting(self) -> bool:
+        """Whether `next_write` would return a copy."""
+        return any(it.is_allowed and it.waiting for it in self._open.values())
+
+    def not_started(self, write: BlockWrite) -> None:
+        """Puts a copy of `next_write` back in front, because the connector had no room for it."""
+        it = self._open[write.number]
+        it.in_flight -= 1
+        if it.ending is None:
+            it.waiting.appendleft(write)
+        self._settle(it)
+
+    def on_written(self, write: BlockWrite, sums: npt.NDArray[np.uint64] | None) -> bool:
+        """A copy is complete. sums [blocks]: checksums over its layers. Returns False if the transfer is ending."""
+        it = self._open[write.number]
+        it.in_flight -= 1
+        if it.ending is not None:
+            self._settle(it)
+            return False
+        transfer, count = it.transfer, len(write.sources)
+        mask = bits(write.first, count)
+        for layer in write.layers:
+            it.written[layer] |= mask
+        if sums is not None:
+            self._sums[write.number][write.first : write.first + count] += sums
+        frame = BlocksWritten(
+            write.number, transfer.receiver_generation, write.first, count, write.layers.start, len(write.layers)
+        )
+        self._frames.append((frame, write))
+        self._send_sums(it)
+        return True
+
+    def on_failed(self, write: BlockWrite, reason: str) -> None:
+        """A copy has failed: its transfer is aborted."""
+        it = self._open[write.number]
+        it.in_flight -= 1
+        self._begin_end(it, SenderEnded(write.number, Sent.ABORTED, reason))
+
+    def take_frames(self) -> list[tuple[LinkFrame, BlockWrite | None]]:
+        """Returns frames to send, in order, each with its copy if it is a `BlocksWritten`."""
+        frames, self._frames = self._frames, []
+        return frames
+
+    def take_events(self) -> list[SenderEnded]:
+        events, self._events = self._events, []
+        return events
+
+    def _allow(self, it: _Outgoing, allowed: Transfer) -> None:
+        if it.ending is not None:
+            self.drops.count(DropReason.ENDED, f"permission for transfer {allowed.number}")
+        elif it.is_allowed:
+            self.drops.count(DropReason.DOUBLED, f"permission for transfer {allowed.number}")
+        elif allowed.receiver_generation != it.transfer.receiver_generation:
+            self.drops.count(DropReason.OLD_GENERATION, f"permission for transfer {allowed.number}")
+        elif allowed != it.transfer:
+            self.drops.count(DropReason.WRONG_SIZE, f"permission for transfer {allowed.number}, other blocks")
+        else:
+            it.is_allowed = True
+
+    def _chunks(self, write: BlockWrite) -> list[BlockWrite]:
+        """Splits a copy into copies of at most `chunk_bytes`."""
+        piece = self._layout.piece_bytes
+        num_layers = max(1, min(len(write.layers), self._chunk_bytes // piece))
+        count = max(1, self._chunk_bytes // (piece * num_layers))
+        if num_layers == len(write.layers) and count >= len(write.sources):
+            return [write]
+        return [
+            BlockWrite(
+                write.number,
+                write.first + at,
+                write.sources[at : at + count],
+                write.targets[at : at + count],
+                write.layers[start : start + num_layers],
+            )
+            for at in range(0, len(write.sources), count)
+            for start in range(0, len(write.layers), num_layers)
+        ]
+
+    def _send_sums(self, it: _Outgoing) -> None:
+        """Sends checksums of blocks that are newly written in all layers. The last of them ends the transfer."""
+        transfer, complete = it.transfer, -1
+        for written in it.written:
+            complete &= written
+        for first, count in ranges(complete & ~it.summed):
+            sums = self._sums[transfer.number][first : first + count].tobytes() if self._layout.checksums else b""
+            self._frames.append((BlockSums(transfer.number, transfer.receiver_generation, first, count, sums), None))
+        it.summed = complete
+        if complete == bits(0, len(transfer.blocks)):
+            self._end(it, SenderEnded(transfer.number, Sent.WRITTEN))
+
+    def _begin_end(self, it: _Outgoing, event: SenderEnded) -> None:
+        it.ending = it.ending or event
+        it.waiting.clear()
+        self._settle(it)
+
+    def _settle(self, it: _Outgoing) -> None:
+        if it.ending is not None and not it.in_flight:
+            if it.ending.outcome is not Sent.LINK_LOST:
+                self._frames.append((Stopped(it.transfer.number, it.ending.detail), None))
+            self._end(it, it.ending)
+
+    def _end(self, it: _Outgoing, event: SenderEnded) -> None:
+        del self._open[it.transfer.number], self._sums[it.transfer.number]
+        self._remember(it.transfer.number)
+        self._events.append(event)
+
+    def _remember(self, number: int, begun: bool = True) -> None:
+        self._ended[number] = begun
+        if len(self._ended) > MAX_REMEMBERED:
+            self._ended.popitem(last=False)
+
+
+def bits(first: int, count: int) -> int:
+    """Bit mask with bits [first, first + count) set."""
+    return ((1 << count) - 1) << first if count > 0 and first >= 0 else 0
+
+
+def ranges(mask: int) -> list[tuple[int, int]]:
+    """Runs of set bits: (first bit, length), lowest first."""
+    found: list[tuple[int, int]] = []
+    at = 0
+    while mask:
+        zeros = (mask & -mask).bit_length() - 1
+        mask >>= zeros
+        ones = (~mask & (mask + 1)).bit_length() - 1
+        found.append((at + zeros, ones))
+        mask >>= ones
+        at += zeros + ones
+    return found

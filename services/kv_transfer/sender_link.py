@@ -1,0 +1,220 @@
+"""The link over which this worker writes KV blocks into the arena of one other worker."""
+
+import logging
+import os
+import time
+from collections import deque
+from typing import Any
+
+import msgspec
+import zmq
+
+from blockyard.services.kv_transfer.arena import Arena
+from blockyard.services.kv_transfer.connectors.interface import BlockWriter, Payload
+from blockyard.services.kv_transfer.connectors.selection import make_writer
+from blockyard.services.kv_transfer.copy_thread import CopyThread
+from blockyard.services.kv_transfer.host_blocks import Words, blocks_of
+from blockyard.services.kv_transfer.layout import BlockLayout
+from blockyard.services.kv_transfer.link_sockets import HELLO_S, MAX_MESSAGES_A_TURN, decode_frame, drain_monitor
+from blockyard.services.kv_transfer.protocol.frames import (
+    LINK_VERSION,
+    LinkFrame,
+    LinkHello,
+    LinkReady,
+    LinkRefused,
+    LinkWelcome,
+    Probe,
+    StopWrites,
+    ToSender,
+    Transfer,
+    WritesAllowed,
+)
+from blockyard.services.kv_transfer.protocol.outgoing import BlockWrite, OutgoingTransfers, SenderEnded
+from blockyard.shared.bus.sockets import Sockets, readable
+from blockyard.shared.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+_BROKEN = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
+
+
+class SenderLink:
+    """Sends blocks to one receiver, for one generation of both arenas. Only `close` waits.
+
+    All work happens in `poll`. Call it when `socket`, `monitor` or `CopyThread.descriptor` is readable, and within a
+    millisecond while `busy`. A closed link does not open again: make a new one, with a new ticket.
+    """
+
+    def __init__(
+        self,
+        sockets: Sockets,
+        endpoint: str,
+        receiver: int,
+        sender: int,
+        layout: BlockLayout,
+        arena: Arena,
+        copies: CopyThread,
+        connector: str = "auto",
+        ticket: bytes = b"",
+    ) -> None:
+        """receiver, sender: incarnations. ticket: for a link without encryption, see `TransferReceiver.admit`.
+
+        An earlier link to the same receiver must have no open transfer, because the hello tells the receiver that this
+        worker has stopped writing for it. Raises zmq.ZMQError if `endpoint` is not valid.
+        """
+        self.receiver, self.connector = receiver, ""
+        self.closed = ""  # the reason, once the link is closed
+        self._sender, self._layout, self._arena, self._copies = sender, layout, arena, copies
+        self._generation, self._wanted, self._endpoint = arena.generation, connector, endpoint
+        self._own: Words = blocks_of(arena.bytes.numpy(), layout)
+        self._writer: BlockWriter | None = None
+        self._transfers = OutgoingTransfers(layout, sender, arena.generation)
+        self.drops = self._transfers.drops
+        self._decoder = msgspec.msgpack.Decoder(ToSender)
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._payloads: dict[BlockWrite, Payload] = {}
+        self._outbox: deque[tuple[bytes, Payload | None]] = deque()
+        self._deadline = time.monotonic() + HELLO_S
+        self.socket = sockets.connect_dealer(endpoint, b"k")
+        self.monitor: zmq.Socket[Any] = self.socket.get_monitor_socket(_BROKEN)
+        self._post(LinkHello(LINK_VERSION, sender, self._generation, receiver, layout, ticket))
+
+    def open_transfers(self) -> list[Transfer]:
+        """Transfers that have not ended: their source blocks must not change."""
+        return self._transfers.open_transfers()
+
+    @property
+    def busy(self) -> bool:
+        """Whether frames or copies wait for room. No descriptor tells when there is: poll within a millisecond."""
+        can_start = self._writer is not None and self._transfers.has_waiting()
+        return not self.closed and (bool(self._outbox) or can_start)
+
+    def begin(self, transfer: Transfer) -> None:
+        """Opens a transfer. Raises ValueError for another worker or generation, or a used number."""
+        if transfer.receiver != self.receiver:
+            raise ValueError(f"transfer {transfer.number} is to {transfer.receiver:x}, the link to {self.receiver:x}")
+        self._transfers.begin(transfer)
+        if self.closed:
+            self._transfers.on_link_lost()
+
+    def write(self, number: int, first: int, sources: list[int], layers: range) -> None:
+        """Copies blocks `sources` in `layers` to positions [first, ...) of a transfer, once the receiver allows it.
+
+        K and V of these layers must not change until the transfer has ended. Raises ValueError for blocks that are not
+        in the pool, and as `OutgoingTransfers.write`.
+        """
+        if any(not 0 <= block < self._own.shape[1] for block in sources):
+            raise ValueError(f"transfer {number}: some of {sources} are not blocks of this worker")
+        self._transfers.write(number, first, sources, layers)
+
+    def abort(self, number: int, reason: str) -> None:
+        """Aborts a transfer. `poll` reports its end once none of its source blocks is read any more."""
+        self._transfers.abort(number, reason)
+
+    def poll(self) -> list[SenderEnded]:
+        """Receives frames, starts copies, sends frames of complete ones. Returns the transfers that have ended."""
+        self._copies.poll()
+        if not self.closed:
+            self._receive()
+        if not self.closed:
+            if drain_monitor(self.monitor):
+                self._lose(f"the link to {self._endpoint} has closed")
+            elif self._writer is None and time.monotonic() > self._deadline:
+                self._lose(f"{self._endpoint} does not answer")
+            elif self._arena.generation != self._generation:
+                self._lose("this worker's KV memory is another one now")
+        self._start_writes()
+        self._send()
+        return self._transfers.take_events()
+
+    def close(self) -> None:
+        """Aborts all transfers and closes the link. Waits some milliseconds for copies in flight."""
+        for transfer in self.open_transfers():
+            self.abort(transfer.number, "the sender has closed the link")
+        self._copies.drain()
+        self._send()
+        self._lose("closed by this worker", linger_ms=200)
+
+    def _receive(self) -> None:
+        for _ in range(MAX_MESSAGES_A_TURN):
+            if self.closed or not readable(self.socket):
+                return
+            parts = self.socket.recv_multipart(zmq.NOBLOCK)
+            frame = decode_frame(self._decoder, parts[0], self.drops)
+            if frame is not None:
+                self._handle(frame)
+
+    def _handle(self, frame: LinkFrame) -> None:
+        match frame:
+            case LinkWelcome():
+                self._welcome(frame)
+            case LinkRefused():
+                self._lose(f"refused by {self._endpoint}: {frame.reason}")
+            case WritesAllowed():
+                self._transfers.on_allowed(frame)
+            case StopWrites():
+                self._transfers.on_stop(frame)
+            case Probe():
+                pass
+
+    def _welcome(self, frame: LinkWelcome) -> None:
+        if self._writer is not None or frame.receiver != self.receiver:
+            self._lose(f"{self._endpoint} is {frame.receiver:x}, not {self.receiver:x}")
+            return
+        try:
+            self._writer = make_writer(self._wanted, frame.arena, self._own, self._layout, self._copies)
+        except ConfigError as e:
+            self._lose(str(e))
+            return
+        self.connector = self._writer.name
+        self._transfers.set_chunk_bytes(self._writer.chunk_bytes)
+        self._post(LinkReady(self.connector, os.getpid() if self._writer.maps_memory else 0))
+
+    def _start_writes(self) -> None:
+        while self._writer is not None and not self.closed and (write := self._transfers.next_write()) is not None:
+            if not self._writer.try_start(write, self._written, self._transfers.on_failed):
+                self._transfers.not_started(write)
+                return
+
+    def _written(self, write: BlockWrite, sums: Words | None, payload: Payload | None) -> None:
+        if payload is not None:
+            self._payloads[write] = payload
+        if not self._transfers.on_written(write, sums) and payload is not None:
+            self._payloads.pop(write).discard()
+
+    def _post(self, frame: LinkFrame, payload: Payload | None = None) -> None:
+        self._outbox.append((self._encode(frame), payload))
+
+    def _send(self) -> None:
+        for frame, write in self._transfers.take_frames():
+            self._post(frame, None if write is None else self._payloads.pop(write, None))
+        while self._outbox and not self.closed:
+            data, payload = self._outbox[0]
+            try:
+                if payload is None:
+                    self.socket.send(data, zmq.NOBLOCK)
+                else:
+                    self.socket.send(data, zmq.NOBLOCK | zmq.SNDMORE)
+                    payload.sent(self.socket.send(payload.view, zmq.NOBLOCK, copy=False, track=True))
+            except zmq.Again:
+                return
+            self._outbox.popleft()
+
+    def _lose(self, reason: str, linger_ms: int = 0) -> None:
+        if self.closed:
+            return
+        self.closed = reason
+        log.info("KV link to %x: %s", self.receiver, reason)
+        self._transfers.on_link_lost()
+        if self._writer is not None:
+            self._writer.close()
+        self._outbox.clear()
+        self._payloads.clear()
+        self.socket.disable_monitor()
+        self.monitor.close(0)
+        self.socket.close(linger_ms)

@@ -1,0 +1,162 @@
+"""Kill -9 of either side in mid-copy, with real processes: the survivor lives, and only whole blocks have landed."""
+
+import gc
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from kv_peers import LARGE, RECEIVER, SENDER, Pair, Peer, kill_in_mid_copy, process
+
+from blockyard.services.kv_transfer.protocol.frames import Transfer
+from blockyard.services.kv_transfer.protocol.incoming import BlocksLanded, Received, ReceiverEnded
+from blockyard.services.kv_transfer.protocol.outgoing import SenderEnded, Sent
+from blockyard.shared.config.services.process import BusConfig
+
+NUM_BLOCKS = 128  # 64 MiB
+FIRST_PART = 32  # blocks that have landed before the sender is killed
+KILL_AFTER = 4  # copies
+
+CONNECTORS = ("shm", "tcp")
+
+
+@pytest.fixture
+def bus(tmp_path: Path) -> BusConfig:
+    return BusConfig(registry="ipc:///unused", bind=f"ipc://{tmp_path}")
+
+
+@pytest.fixture
+def peer(bus: BusConfig) -> Iterator[Peer]:
+    it = Peer(bus, LARGE, NUM_BLOCKS)
+    yield it
+    it.close()
+
+
+def poll_until(step: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not step():
+        assert time.monotonic() < deadline
+        time.sleep(0.0005)
+
+
+def mapped_arenas() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:blockyard-kv")
+
+
+def arena_contents(seed: int = 0) -> np.ndarray:
+    """What `Peer.fill_random` writes."""
+    shape = (LARGE.num_layers, NUM_BLOCKS, LARGE.piece_bytes // 8)
+    return np.random.default_rng(seed).integers(0, 2**64, shape, dtype=np.uint64)
+
+
+def works_again(source: Peer, target: Peer, connector: str) -> None:
+    """A transfer between a survivor and another peer, with new links."""
+    pair = Pair(source, target, connector)
+    transfer = pair.transfer(99, list(range(0, 20, 2)))
+    pair.receiver.expect(transfer)
+    pair.sender.begin(transfer)
+    pair.sender.write(99, 0, list(range(10)), range(LARGE.num_layers))
+    pair.until(lambda: 99 in pair.ended)
+    assert pair.ended[99].outcome is Received.LANDED
+    assert (target.blocks[:, 0:20:2] == source.blocks[:, :10]).all()
+    pair.close()
+
+
+@pytest.mark.parametrize("connector", CONNECTORS)
+def test_the_sender_is_killed(bus: BusConfig, peer: Peer, connector: str) -> None:
+    receiver = peer.receiver()
+    transfer = Transfer(1, SENDER, 1, RECEIVER, 1, list(range(NUM_BLOCKS)))
+    receiver.expect(transfer)
+    landed: list[int] = []
+    ended: list[ReceiverEnded] = []
+
+    def step() -> bool:
+        for event in receiver.poll():
+            if isinstance(event, BlocksLanded):
+                landed.extend(event.positions)
+            else:
+                ended.append(event)
+        return bool(ended) or len(landed) == FIRST_PART
+
+    settings = {"bind": bus.bind, "num_blocks": NUM_BLOCKS, "endpoint": receiver.endpoint, "connector": connector}
+    with process("send", **settings, first_part=FIRST_PART, kill_after=KILL_AFTER) as sender:
+        poll_until(step)
+        sender.events.send("go on")
+        poll_until(lambda: step() and bool(ended))
+        sender.process.join(10)
+    assert (ended[0].outcome, ended[0].corrupt) == (Received.SENDER_LOST, [])
+    assert FIRST_PART <= len(landed) < NUM_BLOCKS and sorted(landed) == ended[0].landed
+    assert receiver.open_transfers() == []
+    expected, after = arena_contents(), peer.blocks.copy()
+    assert (after[:, landed] == expected[:, landed]).all()
+    if connector == "shm":
+        assert (after != 0).any(2).all(0).sum() > len(landed), "the copy in progress had written more than has landed"
+    time.sleep(0.05)
+    assert (peer.blocks == after).all(), "the dead sender writes nothing more"
+    receiver.close()
+    other = Peer(bus, LARGE, 32)
+    other.fill_random(3)
+    works_again(other, peer, connector)
+    other.close()
+
+
+@pytest.mark.parametrize("connector", CONNECTORS)
+def test_the_receiver_is_killed(bus: BusConfig, peer: Peer, connector: str) -> None:
+    peer.fill_random()
+    gc.collect()  # what tests before this one have left
+    before = mapped_arenas()
+    ended: list[SenderEnded] = []
+    with process("receive", bind=bus.bind, num_blocks=NUM_BLOCKS) as receiver:
+        link = peer.sender(receiver.wait("bound"), connector)
+        kill_in_mid_copy(link, KILL_AFTER, receiver.pid)
+        link.begin(Transfer(1, SENDER, 1, RECEIVER, 1, list(range(NUM_BLOCKS))))
+        link.write(1, 0, list(range(NUM_BLOCKS)), range(LARGE.num_layers))
+
+        def step() -> bool:
+            ended.extend(link.poll())
+            return bool(ended)
+
+        poll_until(step)
+        receiver.process.join(10)
+    assert [(event.number, event.outcome) for event in ended] == [(1, Sent.LINK_LOST)]
+    assert "closed" in link.closed and link.open_transfers() == []
+    assert mapped_arenas() == before, "the memory of the dead process is given back"
+    assert (peer.blocks == arena_contents()).all()
+    link.begin(Transfer(2, SENDER, 1, RECEIVER, 1, [1]))
+    assert [event.outcome for event in link.poll()] == [Sent.LINK_LOST]
+    link.close()
+    other = Peer(bus, LARGE, 32)
+    works_again(peer, other, connector)
+    other.close()
+
+
+def test_kills_leave_no_file_behind(bus: BusConfig, peer: Peer) -> None:
+    before = set(os.listdir("/dev/shm"))
+    with process("receive", bind=bus.bind, num_blocks=NUM_BLOCKS) as receiver:
+        receiver.wait("bound")
+        receiver.process.kill()
+        receiver.process.join(10)
+    assert set(os.listdir("/dev/shm")) <= before
+    assert [path for path in Path(bus.bind.removeprefix("ipc://")).iterdir() if not path.is_socket()] == []
+
+
+def test_a_link_that_breaks_between_two_living_workers_proves_nothing(bus: BusConfig, peer: Peer) -> None:
+    """The sender may still write to the memory it has mapped: blocks stay reserved until it says that it stopped."""
+    source = Peer(bus, LARGE, 32)
+    pair = Pair(source, peer, "shm")
+    transfer = pair.transfer(1, [4, 5])
+    pair.receiver.expect(transfer)
+    pair.sender.begin(transfer)
+    pair.until(lambda: pair.sender.connector == "shm")
+    pair.sender._lose("test")
+    for _ in range(100):
+        pair.turn()
+        time.sleep(0.005)
+    assert pair.receiver.open_transfers() == [transfer] and not pair.ended
+    pair.sender = source.sender(pair.receiver.endpoint, "shm")
+    pair.until(lambda: 1 in pair.ended)
+    assert pair.ended[1].outcome is Received.SENDER_LOST
+    pair.close()
+    source.close()

@@ -1,0 +1,153 @@
+"""The state of a link between polls: `busy`, and its open transfers."""
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from kv_peers import RECEIVER, SENDER, SMALL, Pair, Peer
+
+from blockyard.services.kv_transfer.protocol.frames import LinkHello, LinkReady, ToSender, Transfer, WritesAllowed
+from blockyard.services.kv_transfer.protocol.incoming import Received
+from blockyard.services.kv_transfer.protocol.outgoing import Sent
+from blockyard.shared.bus.sockets import readable
+from blockyard.shared.config.services.process import BusConfig
+
+ALL = range(SMALL.num_layers)
+encode = msgspec.msgpack.encode
+
+
+@pytest.fixture
+def peers(tmp_path: Path) -> Iterator[tuple[Peer, Peer]]:
+    bus = BusConfig(registry="ipc:///unused", bind=f"ipc://{tmp_path}")
+    source, target = Peer(bus, SMALL, 20), Peer(bus, SMALL, 30)
+    source.fill_random()
+    yield source, target
+    source.close()
+    target.close()
+
+
+@pytest.fixture(params=["shm", "tcp"])
+def pair(request: pytest.FixtureRequest, peers: tuple[Peer, Peer]) -> Iterator[Pair]:
+    it = Pair(*peers, request.param)
+    yield it
+    it.close()
+
+
+def begin(pair: Pair, number: int, targets: list[int]) -> Transfer:
+    transfer = pair.transfer(number, targets)
+    pair.receiver.expect(transfer)
+    pair.sender.begin(transfer)
+    return transfer
+
+
+def hold_copies(peer: Peer) -> threading.Event:
+    """Occupies the copy thread until the event is set."""
+    release = threading.Event()
+    peer.copies.submit(lambda: release.wait(10), lambda _: None, lambda _: None)
+    return release
+
+
+def numbers(transfers: list[Transfer]) -> list[int]:
+    return sorted(transfer.number for transfer in transfers)
+
+
+def test_a_sender_is_busy_while_frames_or_copies_wait_for_room(pair: Pair) -> None:
+    assert pair.sender.busy, "the hello is not sent yet"
+    pair.sender.poll()
+    assert not pair.sender.busy, "it waits for an answer, which its socket reports"
+    pair.until(lambda: pair.sender.connector != "")
+    pair.until(lambda: not pair.sender.busy)
+    release = hold_copies(pair.source)
+    for number in range(12):  # more than a connector has in flight
+        begin(pair, number, [number])
+        pair.sender.write(number, 0, [number], ALL)
+    pair.until(lambda: pair.sender.busy)
+    for _ in range(20):
+        pair.turn()
+    assert pair.sender.busy and not pair.sent, "copies wait until others are complete"
+    release.set()
+    pair.until(lambda: len(pair.ended) == len(pair.sent) == 12)
+    assert not pair.sender.busy and not pair.receiver.busy
+
+
+def test_a_receiver_is_busy_while_a_link_is_full_and_loses_no_frame(peers: tuple[Peer, Peer]) -> None:
+    """The sender reads nothing, until the queues of both sides are full."""
+    source, target = peers
+    receiver = target.receiver()
+    raw = source.sockets.connect_dealer(receiver.endpoint, b"x")
+    raw.send(encode(LinkHello(1, SENDER, 1, RECEIVER, SMALL)))
+    raw.send(encode(LinkReady("tcp", 0)))
+    assert not receiver.busy
+    decode, allowed = msgspec.msgpack.Decoder(ToSender).decode, []
+    deadline, count = time.monotonic() + 10, 0
+    while not receiver.busy:
+        assert time.monotonic() < deadline and receiver.poll() == []
+        for _ in range(200):
+            receiver.expect(Transfer(count, SENDER, 1, RECEIVER, 1, list(range(30))))
+            count += 1
+    assert receiver.poll() == [] and receiver.busy
+    while len(allowed) < count:
+        assert time.monotonic() < deadline and receiver.poll() == []
+        while readable(raw):
+            frame = decode(raw.recv())
+            if isinstance(frame, WritesAllowed):
+                allowed.append(frame.transfer.number)
+    assert allowed == list(range(count)) and not receiver.busy
+    raw.close(0)
+    receiver.close()
+
+
+def test_both_sides_name_their_open_transfers_to_a_scheduler_that_attaches(pair: Pair) -> None:
+    """A new scheduler knows nothing of earlier transfers: it must hear of each one that still uses blocks."""
+    pair.until(lambda: pair.sender.connector != "")
+    whole, part = begin(pair, 1, [1, 2]), begin(pair, 2, [3, 4])
+    unknown = pair.transfer(3, [5])
+    pair.receiver.expect(unknown)  # the sender has not begun it
+    revoked = begin(pair, 4, [6])
+    pair.sender.write(1, 0, [0, 1], ALL)
+    pair.sender.write(2, 0, [2], ALL)
+    pair.until(lambda: 1 in pair.ended and 1 in pair.sent and 2 in pair.landed)
+    release = hold_copies(pair.source)
+    pair.sender.write(4, 0, [3], ALL)
+    pair.until(lambda: pair.sender._transfers._open[4].in_flight == 1)
+    pair.receiver.revoke(4)
+    for _ in range(20):
+        pair.turn()
+    assert pair.receiver.open_transfers() == [part, unknown, revoked]
+    assert pair.sender.open_transfers() == [part, revoked], "its copy still reads block 3"
+    release.set()
+    pair.until(lambda: 4 in pair.ended and 4 in pair.sent)
+    for transfer in (part, unknown):
+        pair.receiver.revoke(transfer.number)
+    pair.until(lambda: len(pair.ended) == 4)
+    assert pair.receiver.open_transfers() == pair.sender.open_transfers() == []
+    assert whole.number in pair.ended
+
+
+def test_open_transfers_after_the_sender_attaches_again(pair: Pair) -> None:
+    """A new link ends what the old one was allowed, keeps what it was not, and carries new transfers."""
+    pair.until(lambda: pair.sender.connector != "")
+    begin(pair, 1, [1, 2])
+    pair.sender.write(1, 0, [7], ALL)
+    pair.until(lambda: 1 in pair.landed)
+    pair.sender._lose("test")
+    pair.until(lambda: 1 in pair.sent)
+    assert pair.sent[1].outcome is Sent.LINK_LOST and pair.sender.open_transfers() == []
+    if pair.sender.connector == "shm":  # the sender's process lives: it may still write
+        assert numbers(pair.receiver.open_transfers()) == [1]
+    pair.until(lambda: not pair.receiver._links)
+    late = pair.transfer(2, [3, 4])
+    pair.receiver.expect(late)
+    pair.sender = pair.source.sender(pair.receiver.endpoint, pair.sender.connector)
+    pair.sender.begin(late)
+    pair.until(lambda: pair.sender.connector != "" and 1 in pair.ended)
+    assert (pair.ended[1].outcome, pair.ended[1].landed) == (Received.SENDER_LOST, [0])
+    assert pair.receiver.open_transfers() == pair.sender.open_transfers() == [late]
+    pair.sender.write(2, 0, [8, 9], ALL)
+    pair.until(lambda: 2 in pair.ended and 2 in pair.sent)
+    assert pair.ended[2].outcome is Received.LANDED
+    assert (pair.target.blocks[:, [3, 4]] == pair.source.blocks[:, [8, 9]]).all()
+    assert pair.receiver.open_transfers() == pair.sender.open_transfers() == []

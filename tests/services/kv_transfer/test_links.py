@@ -1,0 +1,466 @@
+"""Links between two workers in this process: both connectors, strangers, frames that are not accepted, damage."""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+from kv_peers import RECEIVER, SENDER, SMALL, Pair, Peer
+
+from blockyard.services.kv_transfer import sender_link
+from blockyard.services.kv_transfer.link_sockets import transfer_sockets
+from blockyard.services.kv_transfer.protocol.drops import DropReason
+from blockyard.services.kv_transfer.protocol.frames import (
+    BlockSums,
+    BlocksWritten,
+    LinkHello,
+    LinkReady,
+    Stopped,
+    Transfer,
+)
+from blockyard.services.kv_transfer.protocol.incoming import Received
+from blockyard.services.kv_transfer.protocol.outgoing import Sent
+from blockyard.services.kv_transfer.receiver import TransferReceiver
+from blockyard.services.kv_transfer.sender_link import SenderLink
+from blockyard.shared.bus.curve import write_keys
+from blockyard.shared.config.services.process import BusConfig
+from blockyard.shared.errors import ConfigError
+
+ALL = range(SMALL.num_layers)
+encode = msgspec.msgpack.encode
+
+
+@pytest.fixture
+def bus(tmp_path: Path) -> BusConfig:
+    return BusConfig(registry="ipc:///unused", bind=f"ipc://{tmp_path}")
+
+
+def tcp_bus(folder: Path, keys: str = "keys") -> BusConfig:
+    if not (folder / keys).exists():
+        write_keys(folder / keys)
+    return BusConfig(
+        registry="tcp://127.0.0.1:1",
+        bind="tcp://127.0.0.1",
+        advertise="127.0.0.1",
+        curve_public=str(folder / keys / "blockyard.key"),
+        curve_secret=str(folder / keys / "blockyard.key_secret"),
+    )
+
+
+@pytest.fixture
+def peers(bus: BusConfig) -> Iterator[tuple[Peer, Peer]]:
+    """Source and target, of different sizes."""
+    source, target = Peer(bus, SMALL, 20), Peer(bus, SMALL, 30)
+    source.fill_random()
+    yield source, target
+    source.close()
+    target.close()
+
+
+@pytest.fixture(params=["shm", "tcp"])
+def pair(request: pytest.FixtureRequest, peers: tuple[Peer, Peer]) -> Iterator[Pair]:
+    it = Pair(*peers, request.param)
+    yield it
+    it.close()
+
+
+def begin(pair: Pair, number: int, targets: list[int]) -> Transfer:
+    transfer = pair.transfer(number, targets)
+    pair.receiver.expect(transfer)
+    pair.sender.begin(transfer)
+    return transfer
+
+
+def poll_both(receiver: TransferReceiver, sender: SenderLink, until: Callable[[], bool], timeout_s: float = 10) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not until():
+        assert time.monotonic() < deadline, (sender.closed, receiver.drops.by_reason)
+        receiver.poll()
+        sender.poll()
+        time.sleep(0.0005)
+
+
+def test_layers_arrive_one_by_one_and_in_parts(pair: Pair) -> None:
+    begin(pair, 7, [5, 9, 1, 2])
+    before = pair.target.blocks.copy()
+    pair.sender.write(7, 0, [3, 4], ALL)
+    pair.sender.write(7, 2, [8, 0], range(1, 3))
+    pair.until(lambda: sorted(pair.landed.get(7, [])) == [0, 1])
+    assert not pair.ended and len(pair.receiver.open_transfers()) == len(pair.sender.open_transfers()) == 1
+    pair.sender.write(7, 2, [8, 0], range(1))
+    pair.until(lambda: 7 in pair.ended)
+    assert pair.ended[7].outcome is Received.LANDED and sorted(pair.landed[7]) == pair.ended[7].landed == [0, 1, 2, 3]
+    assert pair.sent[7].outcome is Sent.WRITTEN
+    assert (pair.target.blocks[:, [5, 9, 1, 2]] == pair.source.blocks[:, [3, 4, 8, 0]]).all()
+    rest = [block for block in range(30) if block not in (5, 9, 1, 2)]
+    assert (pair.target.blocks[:, rest] == before[:, rest]).all()
+    assert not pair.receiver.drops.by_reason and not pair.sender.drops.by_reason
+
+
+def test_many_transfers_at_once(pair: Pair) -> None:
+    pair.sender.begin(pair.transfer(0, [0]))  # the sender hears of it first
+    for number in range(1, 10):
+        begin(pair, number, [number * 3, number * 3 + 1])
+        pair.sender.write(number, 0, [number, 19 - number], ALL)
+    pair.sender.write(0, 0, [0], ALL)
+    pair.until(lambda: len(pair.ended) == 9)
+    pair.receiver.expect(pair.transfer(0, [0]))
+    pair.until(lambda: len(pair.ended) == 10 and len(pair.sent) == 10)
+    assert {event.outcome for event in pair.ended.values()} == {Received.LANDED}
+    for number in range(1, 10):
+        expected = pair.source.blocks[:, [number, 19 - number]]
+        assert (pair.target.blocks[:, [number * 3, number * 3 + 1]] == expected).all()
+    assert pair.receiver.open_transfers() == [] and pair.sender.open_transfers() == []
+
+
+def test_both_sides_give_up(pair: Pair) -> None:
+    for number in (1, 2):
+        begin(pair, number, [2 * number, 2 * number + 1])
+        pair.sender.write(number, 0, [number], ALL)
+    pair.until(lambda: len(pair.landed) == 2)
+    pair.sender.abort(1, "preempted")
+    pair.receiver.revoke(2)
+    pair.until(lambda: len(pair.ended) == len(pair.sent) == 2)
+    assert (pair.ended[1].outcome, pair.ended[1].landed) == (Received.ABORTED, [0])
+    assert pair.ended[1].detail == "preempted"
+    assert pair.ended[2].outcome is Received.REVOKED
+    assert (pair.sent[1].outcome, pair.sent[2].outcome) == (Sent.ABORTED, Sent.STOPPED)
+    pair.sender.write(2, 1, [5], ALL)  # the model has not heard of it yet
+    assert pair.sender.open_transfers() == []
+
+
+def test_a_transfer_that_the_sender_never_began_can_be_given_up(pair: Pair) -> None:
+    transfer = pair.transfer(5, [1, 2])
+    pair.receiver.expect(transfer)
+    pair.until(lambda: pair.sender.connector != "")
+    for _ in range(10):
+        pair.turn()
+        time.sleep(0.001)
+    pair.receiver.revoke(5)
+    pair.until(lambda: 5 in pair.ended)
+    assert pair.ended[5].outcome is Received.REVOKED
+    pair.sender.begin(transfer)  # its plan came late
+    pair.sender.write(5, 0, [1, 2], ALL)
+    pair.until(lambda: 5 in pair.sent)
+    assert pair.sent[5].outcome is Sent.STOPPED and not pair.target.blocks.any()
+
+
+def test_the_sender_closes_its_link(pair: Pair) -> None:
+    begin(pair, 1, [2, 3])
+    pair.sender.write(1, 0, [1], ALL)
+    pair.until(lambda: 1 in pair.landed)
+    pair.sender.close()
+    assert [event.outcome for event in pair.sender.poll()] == [Sent.ABORTED]
+    pair.until(lambda: 1 in pair.ended)
+    assert (pair.ended[1].outcome, pair.ended[1].landed) == (Received.ABORTED, [0])
+
+
+@pytest.mark.parametrize("harm", ["word", "layer"])
+def test_damage_is_found_and_only_the_damaged_block_fails(pair: Pair, harm: str) -> None:
+    """The bytes change after the sender has computed their checksums, and before the receiver does."""
+    begin(pair, 1, [10, 11, 12])
+    pair.sender.write(1, 0, [1, 2, 3], ALL)
+    pair.sender.poll()
+    on_written = pair.receiver._transfers.on_written
+
+    def harmed(*args: Any) -> object:
+        pair.source.copies.drain()
+        landing = on_written(*args)
+        start = links[SENDER].reader.start
+
+        def start_with_harm(landing: Any, payload: Any, *rest: Any) -> None:
+            if payload is None:
+                damage(pair.target.blocks)
+                start(landing, payload, *rest)
+            else:
+                words = np.frombuffer(bytearray(payload), np.uint64).reshape(len(ALL), 3, -1)
+                damage_packed(words)
+                start(landing, memoryview(words).cast("B", (words.nbytes,)), *rest)
+
+        links[SENDER].reader.start = start_with_harm
+        return landing
+
+    def damage(blocks: np.ndarray) -> None:
+        if harm == "word":
+            blocks[1, 11, 5] ^= np.uint64(1 << 63)
+        else:
+            blocks[[0, 1], 11] = blocks[[1, 0], 11]
+
+    def damage_packed(words: np.ndarray) -> None:
+        if harm == "word":
+            words[1, 1, 5] ^= np.uint64(1 << 63)
+        else:
+            words[[0, 1], 1] = words[[1, 0], 1]
+
+    links = pair.receiver._links
+    pair.receiver._transfers.on_written = harmed  # type: ignore[method-assign]
+    pair.until(lambda: 1 in pair.ended)
+    assert pair.ended[1].outcome is Received.CORRUPT
+    assert (pair.ended[1].landed, pair.ended[1].corrupt) == ([0, 2], [1])
+    assert pair.landed[1] == [0, 2]
+
+
+def test_without_checksums_blocks_land_too(bus: BusConfig) -> None:
+    layout = msgspec.structs.replace(SMALL, checksums=False)
+    for connector in ("shm", "tcp"):
+        source, target = Peer(bus, layout, 20), Peer(bus, layout, 30)
+        source.fill_random()
+        pair = Pair(source, target, connector)
+        begin(pair, 1, [4, 5])
+        pair.sender.write(1, 0, [9, 3], ALL)
+        pair.until(lambda pair=pair: 1 in pair.ended)
+        assert pair.ended[1].landed == [0, 1]
+        assert (target.blocks[:, [4, 5]] == source.blocks[:, [9, 3]]).all()
+        pair.close()
+        source.close()
+        target.close()
+
+
+def test_auto_takes_shared_memory_if_it_can_be_opened(
+    peers: tuple[Peer, Peer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = Pair(*peers, "auto")
+    pair.until(lambda: pair.sender.connector == "shm")
+    pair.close()
+    handle = peers[1].arena.export(RECEIVER)
+    assert handle is not None
+    wrong = [
+        None,
+        msgspec.structs.replace(handle, nonce=bytes(16)),
+        msgspec.structs.replace(handle, fd=0),
+        msgspec.structs.replace(handle, pid=2**22 + 1),
+    ]
+    for export in wrong:
+        monkeypatch.setattr(peers[1].arena, "export", lambda me, export=export: export)
+        pair = Pair(*peers, "auto")
+        pair.until(lambda pair=pair: pair.sender.connector == "tcp")
+        pair.close()
+        pair = Pair(*peers, "shm")
+        pair.until(lambda pair=pair: bool(pair.sender.closed))
+        assert "cannot be mapped" in pair.sender.closed
+        pair.close()
+
+
+@pytest.mark.parametrize("which", ["layout", "receiver", "generation", "connector"])
+def test_a_link_that_cannot_be_is_refused_in_words(which: str, bus: BusConfig, peers: tuple[Peer, Peer]) -> None:
+    source, target = peers
+    receiver = target.receiver()
+    layout = msgspec.structs.replace(SMALL, scope="other|main", kv_heads=4, head_dim=4) if which == "layout" else SMALL
+    if which == "generation":
+        receiver._copies.drain()
+        target.arena.drop()
+    me = RECEIVER + 1 if which == "receiver" else RECEIVER
+    connector = "carrier pigeon" if which == "connector" else "auto"
+    link = SenderLink(source.sockets, receiver.endpoint, me, SENDER, layout, source.arena, source.copies, connector)
+    poll_both(receiver, link, lambda: bool(link.closed))
+    words = {
+        "layout": "KV heads 2 here, 4 there; head size 8 here, 4 there; model '' here, 'other|main' there",
+        "receiver": "it wants 4f, this is 4e",
+        "generation": "KV memory is another one now",
+        "connector": "unknown KV connector 'carrier pigeon': use one of auto, shm, tcp",
+    }
+    assert words[which] in link.closed
+    link.close()
+    receiver.close()
+
+
+def test_a_receiver_that_does_not_answer(
+    peers: tuple[Peer, Peer], bus: BusConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sender_link, "HELLO_S", 0.05)
+    link = peers[0].sender(f"{bus.bind}/nobody")
+    link.begin(Transfer(1, SENDER, 1, RECEIVER, 1, [1]))
+    deadline, events = time.monotonic() + 5, []
+    while not events and time.monotonic() < deadline:
+        events = link.poll()
+    assert [event.outcome for event in events] == [Sent.LINK_LOST] and "does not answer" in link.closed
+    link.close()
+
+
+def test_an_arena_that_was_dropped_ends_its_links(pair: Pair) -> None:
+    begin(pair, 1, [2, 3])
+    pair.sender.write(1, 0, [1], ALL)
+    pair.until(lambda: 1 in pair.landed)
+    pair.source.arena.drop()
+    pair.until(lambda: 1 in pair.sent)
+    assert pair.sent[1].outcome is Sent.LINK_LOST and "memory is another one" in pair.sender.closed
+    with pytest.raises(ValueError, match="generation 1"):
+        pair.sender.begin(pair.transfer(2, [4]))
+
+
+def test_a_late_write_to_dropped_memory_changes_no_block(peers: tuple[Peer, Peer]) -> None:
+    pair = Pair(*peers, "shm")
+    begin(pair, 1, [2, 3])
+    pair.until(lambda: pair.sender.connector == "shm")
+    for _ in range(20):
+        pair.turn()
+    pair.receiver.close()
+    peers[1].arena.drop()
+    pair.receiver = peers[1].receiver()
+    pair.sender.write(1, 0, [1, 2], ALL)
+    pair.until(lambda: bool(pair.sent))
+    peers[0].copies.drain()
+    assert not peers[1].blocks.any()
+    pair.close()
+
+
+# -- strangers
+
+
+def raw_link(sockets: Any, endpoint: str) -> "zmq.Socket[bytes]":
+    return sockets.connect_dealer(endpoint, b"x")
+
+
+def poll_for(receiver: TransferReceiver, condition: Callable[[], bool], timeout_s: float = 5.0) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < deadline:
+        assert receiver.poll() == []
+        time.sleep(0.001)
+    return condition()
+
+
+def test_a_stranger_with_a_fresh_key_is_not_let_in(tmp_path: Path) -> None:
+    """The first test: without a handler of keys libzmq accepts anyone."""
+    target = Peer(tcp_bus(tmp_path), SMALL, 30)
+    receiver = target.receiver()
+    with socket_without_keys() as plain:
+        plain.connect(receiver.endpoint)
+        plain.send(encode(LinkHello(1, SENDER, 1, RECEIVER, SMALL)))
+        other = Peer(tcp_bus(tmp_path, "other keys"), SMALL, 20)
+        link = other.sender(receiver.endpoint)
+        assert poll_for(receiver, lambda: bool(link.poll() or link.closed))
+        time.sleep(0.1)
+        receiver.poll()
+        assert receiver._links == {} and not link.connector
+        assert not receiver.drops.by_reason, "nothing of them came through"
+        link.close()
+        other.close()
+    mine = Peer(tcp_bus(tmp_path), SMALL, 20)
+    link = mine.sender(receiver.endpoint)
+    poll_both(receiver, link, lambda: link.connector != "")
+    link.close()
+    mine.close()
+    receiver.close()
+    target.close()
+
+
+class socket_without_keys:
+    def __enter__(self) -> "zmq.Socket[bytes]":
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        return self.socket
+
+    def __exit__(self, *args: object) -> None:
+        self.socket.close(0)
+        self.context.term()
+
+
+def test_tcp_needs_keys_unless_it_is_told_not_to_encrypt(tmp_path: Path) -> None:
+    bare = BusConfig(registry="tcp://127.0.0.1:1", bind="tcp://127.0.0.1", advertise="127.0.0.1")
+    with pytest.raises(ConfigError, match="needs keys"):
+        transfer_sockets(bare)
+    transfer_sockets(bare, encrypt=False).close()
+
+
+def test_without_encryption_a_ticket_lets_one_sender_in_once(tmp_path: Path) -> None:
+    source, target = (Peer(tcp_bus(tmp_path), SMALL, 20, encrypt=False) for _ in range(2))
+    source.fill_random()
+    receiver = target.receiver(needs_ticket=True)
+    receiver.admit(b"first ticket", SENDER)
+    receiver.admit(b"of another", SENDER + 1)
+    for ticket in (b"", b"guess", b"of another"):
+        link = source.sender(receiver.endpoint, "tcp", ticket)
+        poll_both(receiver, link, lambda link=link: bool(link.closed))
+        assert "no valid ticket" in link.closed
+    assert receiver.drops.by_reason == {DropReason.STRANGER: 3}
+    link = source.sender(receiver.endpoint, "tcp", b"first ticket")
+    poll_both(receiver, link, lambda: link.connector == "tcp")
+    transfer = Transfer(1, SENDER, 1, RECEIVER, 1, [3])
+    receiver.expect(transfer)
+    link.begin(transfer)
+    link.write(1, 0, [4], ALL)
+    poll_both(receiver, link, lambda: receiver.open_transfers() == [])
+    assert (target.blocks[:, 3] == source.blocks[:, 4]).all()
+    link.close()
+    again = source.sender(receiver.endpoint, "tcp", b"first ticket")
+    poll_both(receiver, again, lambda: bool(again.closed))
+    assert "no valid ticket" in again.closed
+    again.close()
+    receiver.close()
+    source.close()
+    target.close()
+
+
+def test_frames_of_strangers_and_malformed_frames_are_counted(peers: tuple[Peer, Peer]) -> None:
+    source, target = peers
+    receiver = target.receiver()
+    receiver.expect(Transfer(1, SENDER, 1, RECEIVER, 1, [3]))
+    raw = raw_link(source.sockets, receiver.endpoint)
+    raw.send_multipart([encode(BlocksWritten(1, 1, 0, 1, 0, 3)), bytes(SMALL.block_bytes)])
+    raw.send(encode(BlockSums(1, 1, 0, 1, bytes(8))))
+    raw.send(encode(Stopped(1, "")))
+    raw.send(encode(LinkReady("shm", os.getpid())))
+    assert poll_for(receiver, lambda: receiver.drops.by_reason[DropReason.STRANGER] == 4)
+    for malformed in (b"", b"\xc1", b"x" * 100, encode(["Nothing", 1]), b"\x91" * 5000, encode(["Stopped", "1", 2])):
+        raw.send(malformed)
+    assert poll_for(receiver, lambda: receiver.drops.by_reason[DropReason.MALFORMED] == 6)
+    assert not target.blocks.any() and len(receiver.open_transfers()) == 1
+    raw.close()
+    receiver.close()
+
+
+@pytest.fixture
+def raw_tcp(peers: tuple[Peer, Peer]) -> "Iterator[tuple[TransferReceiver, zmq.Socket[bytes]]]":
+    """A receiver that expects transfer 1 of 2 blocks, and a link of its sender that the test writes by hand."""
+    source, target = peers
+    receiver = target.receiver()
+    receiver.expect(Transfer(1, SENDER, 1, RECEIVER, 1, [3, 4]))
+    raw = raw_link(source.sockets, receiver.endpoint)
+    raw.send(encode(LinkHello(1, SENDER, 1, RECEIVER, SMALL)))
+    raw.send(encode(LinkReady("tcp", 0)))
+    assert poll_for(receiver, lambda: SENDER in receiver._links and receiver._links[SENDER].reader is not None)
+    yield receiver, raw
+    raw.close()
+    receiver.close()
+
+
+def test_messages_of_a_wrong_size(raw_tcp: "tuple[TransferReceiver, zmq.Socket[bytes]]", peers: Any) -> None:
+    receiver, raw = raw_tcp
+    header = encode(BlocksWritten(1, 1, 0, 2, 0, 3))
+    size = 2 * SMALL.block_bytes
+    messages = [
+        [header],  # its bytes are missing
+        [header, bytes(size - 8)],
+        [header, bytes(size + 8)],
+        [header, b""],
+        [header, bytes(size), b"more"],
+        [encode(Stopped(1, "")), b"bytes"],
+        [encode(BlocksWritten(1, 1, 1, 2, 0, 3)), bytes(size)],
+        [encode(BlocksWritten(1, 1, 0, 2, 1, 3)), bytes(size)],
+        [encode(BlocksWritten(1, 1, -1, 2, 0, 3)), bytes(size)],
+        [encode(BlocksWritten(1, 1, 0, 2**40, 0, 2**40)), bytes(size)],
+        [encode(BlocksWritten(1, 1, 0, 0, 0, 3)), b""],
+    ]
+    for message in messages:
+        raw.send_multipart(message)
+    assert poll_for(receiver, lambda: receiver.drops.by_reason[DropReason.WRONG_SIZE] == len(messages))
+    assert not peers[1].blocks.any() and len(receiver.open_transfers()) == 1
+
+
+def test_a_message_of_gigabytes_closes_the_connection(
+    raw_tcp: "tuple[TransferReceiver, zmq.Socket[bytes]]", peers: Any
+) -> None:
+    receiver, raw = raw_tcp
+    raw.send_multipart([encode(BlocksWritten(1, 1, 0, 2, 0, 3)), bytes(64 << 20)])
+    deadline = time.monotonic() + 5
+    events: list[Any] = []
+    while not events and time.monotonic() < deadline:
+        events = receiver.poll()
+    assert events[0].outcome is Received.SENDER_LOST
+    assert not peers[1].blocks.any()

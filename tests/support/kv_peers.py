@@ -1,0 +1,249 @@
+"""Two ends of KV transfers for tests: in this process, and as processes that can be killed."""
+
+import functools
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from blockyard.services.kv_transfer.arena import HostArena, map_arena
+from blockyard.services.kv_transfer.copy_thread import CopyThread
+from blockyard.services.kv_transfer.host_blocks import Words, blocks_of
+from blockyard.services.kv_transfer.layout import BlockLayout
+from blockyard.services.kv_transfer.link_sockets import transfer_sockets
+from blockyard.services.kv_transfer.protocol.frames import ArenaHandle, Transfer
+from blockyard.services.kv_transfer.protocol.incoming import BlocksLanded, ReceiverEnded
+from blockyard.services.kv_transfer.protocol.outgoing import SenderEnded
+from blockyard.services.kv_transfer.receiver import TransferReceiver
+from blockyard.services.kv_transfer.sender_link import SenderLink
+from blockyard.shared.config.services.process import BusConfig
+
+SMALL = BlockLayout(num_layers=3, kv_heads=2, head_dim=8, block_size=4, dtype="float32", dtype_bytes=4)
+LARGE = BlockLayout(num_layers=8, kv_heads=8, head_dim=64, block_size=16, dtype="float32", dtype_bytes=4)  # 512 KiB
+SENDER, RECEIVER = 0x5E, 0x4E
+
+
+class Peer:
+    """A worker's arena, copy thread and sockets."""
+
+    def __init__(self, bus: BusConfig, layout: BlockLayout, num_blocks: int, encrypt: bool = True) -> None:
+        self.layout = layout
+        self.arena = HostArena(num_blocks * layout.block_bytes)
+        self.copies = CopyThread()
+        self.sockets = transfer_sockets(bus, encrypt)
+
+    @property
+    def blocks(self) -> Words:
+        """[layers, num_blocks, words]"""
+        return blocks_of(self.arena.bytes.numpy(), self.layout)
+
+    def fill_random(self, seed: int = 0) -> None:
+        self.blocks[:] = np.random.default_rng(seed).integers(0, 2**64, self.blocks.shape, dtype=np.uint64)
+
+    def sender(self, endpoint: str, connector: str = "auto", ticket: bytes = b"", me: int = SENDER) -> SenderLink:
+        return SenderLink(self.sockets, endpoint, RECEIVER, me, self.layout, self.arena, self.copies, connector, ticket)
+
+    def receiver(self, needs_ticket: bool = False) -> TransferReceiver:
+        return TransferReceiver(self.sockets, RECEIVER, self.layout, self.arena, self.copies, needs_ticket)
+
+    def close(self) -> None:
+        self.copies.close()
+        if self.sockets._zap is not None:
+            self.sockets._zap.stop()
+        self.sockets._context.destroy(0)  # also the sockets that a failed test has left
+
+
+class Pair:
+    """A sender and a receiver in this process, and all their events."""
+
+    def __init__(self, source: Peer, target: Peer, connector: str) -> None:
+        self.source, self.target = source, target
+        self.receiver = target.receiver()
+        self.sender = source.sender(self.receiver.endpoint, connector)
+        self.sent: dict[int, SenderEnded] = {}
+        self.landed: dict[int, list[int]] = {}
+        self.ended: dict[int, ReceiverEnded] = {}
+
+    def transfer(self, number: int, targets: list[int]) -> Transfer:
+        return Transfer(number, SENDER, self.source.arena.generation, RECEIVER, self.target.arena.generation, targets)
+
+    def turn(self) -> None:
+        for event in self.receiver.poll():
+            if isinstance(event, BlocksLanded):
+                self.landed.setdefault(event.number, []).extend(event.positions)
+            else:
+                assert event.number not in self.ended
+                self.ended[event.number] = event
+        for sent in self.sender.poll():
+            assert sent.number not in self.sent
+            self.sent[sent.number] = sent
+
+    def until(self, condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, (self.sent, self.ended, self.sender.closed, self.receiver.drops)
+            self.turn()
+            time.sleep(0.0002)
+
+    def close(self) -> None:
+        self.sender.close()
+        self.receiver.close()
+
+
+@contextmanager
+def process(role: str, **settings: Any) -> Iterator["PeerProcess"]:
+    peer = PeerProcess(role, settings)
+    try:
+        yield peer
+    finally:
+        peer.process.kill()
+        peer.process.join()
+        peer.process.close()
+        peer.events.close()
+
+
+@functools.cache
+def forkserver() -> ForkServerContext:
+    """Imports torch once for all processes."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["kv_peers"])
+    before = os.environ.get("PYTHONPATH", "")
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # the server does not get this process's path otherwise
+    multiprocessing.forkserver.ensure_running()
+    os.environ["PYTHONPATH"] = before
+    return context
+
+
+class PeerProcess:
+    """One end in a process of its own. It sends (name, values) of its events."""
+
+    def __init__(self, role: str, settings: dict[str, Any]) -> None:
+        context = forkserver()
+        self.events, theirs = context.Pipe()
+        self.process = context.Process(target=PEERS[role], args=(theirs, settings), daemon=True)
+        self.process.start()
+        theirs.close()
+        assert self.process.pid is not None
+        self.pid = self.process.pid
+
+    def wait(self, name: str, timeout_s: float = 30.0) -> Any:
+        """The values of the next event of that name."""
+        deadline = time.monotonic() + timeout_s
+        while self.events.poll(deadline - time.monotonic()):
+            found, values = self.events.recv()
+            if found == name:
+                return values
+        raise AssertionError(f"no {name}")
+
+
+class Mapper:
+    """A process that has an arena of its own, or maps this process's."""
+
+    def __init__(self) -> None:
+        self._pipe, theirs = forkserver().Pipe()
+        self.process = forkserver().Process(target=run_mapper, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def __enter__(self) -> "Mapper":
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self.process.kill()
+        self.process.join()
+        self.process.close()
+        self._pipe.close()
+
+    def map(self, handle: ArenaHandle) -> None:
+        self._ask("map", handle)
+
+    def read(self, at: int) -> int:
+        return int(self._ask("read", at))
+
+    def write(self, at: int, value: int) -> None:
+        self._ask("write", at, value)
+
+    def export(self, num_bytes: int) -> ArenaHandle:
+        return msgspec.convert(self._ask("export", num_bytes), ArenaHandle)
+
+    def _ask(self, *question: Any) -> Any:
+        self._pipe.send([msgspec.to_builtins(part, builtin_types=(bytes,)) for part in question])
+        assert self._pipe.poll(30)
+        return self._pipe.recv()
+
+
+def run_mapper(pipe: "Connection") -> None:
+    while True:
+        match pipe.recv():
+            case ["map", handle]:
+                mapped = map_arena(msgspec.convert(handle, ArenaHandle))
+                pipe.send(None)
+            case ["read", at]:
+                pipe.send(int(mapped[at]))
+            case ["write", at, value]:
+                mapped[at] = value
+                pipe.send(None)
+            case ["export", num_bytes]:
+                arena = HostArena(num_bytes)
+                pipe.send(msgspec.to_builtins(arena.export(1), builtin_types=(bytes,)))
+
+
+def run_receiver(events: "Connection", settings: dict[str, Any]) -> None:
+    bus = BusConfig(registry="ipc:///unused", bind=settings["bind"])
+    receiver = Peer(bus, LARGE, settings["num_blocks"]).receiver()
+    receiver.expect(Transfer(1, SENDER, 1, RECEIVER, 1, list(range(settings["num_blocks"]))))
+    events.send(("bound", receiver.endpoint))
+    while True:
+        receiver.poll()
+        time.sleep(0.0005)
+
+
+def run_sender(events: "Connection", settings: dict[str, Any]) -> None:
+    """Writes the first part, and the rest when it is told that that has landed; then it kills itself in mid-copy."""
+    bus = BusConfig(registry="ipc:///unused", bind=settings["bind"])
+    peer = Peer(bus, LARGE, settings["num_blocks"])
+    peer.fill_random()
+    link = peer.sender(settings["endpoint"], settings["connector"])
+    blocks, first = list(range(settings["num_blocks"])), settings["first_part"]
+    link.begin(Transfer(1, SENDER, 1, RECEIVER, 1, blocks))
+    link.write(1, 0, blocks[:first], range(LARGE.num_layers))
+    while not events.poll(0.0002):
+        link.poll()
+    kill_in_mid_copy(link, settings["kill_after"], os.getpid())
+    link.write(1, first, blocks[first:], range(LARGE.num_layers))
+    while True:
+        link.poll()
+        time.sleep(0.0002)
+
+
+PEERS = {"send": run_sender, "receive": run_receiver}
+
+
+def kill_in_mid_copy(link: SenderLink, after: int, pid: int) -> None:
+    """Kills a process once that many copies are complete and the next one runs."""
+    transfers, start, count = link._transfers, link._start_writes, [0]
+    on_written = transfers.on_written
+
+    def counted(*args: Any) -> bool:
+        count[0] += 1
+        return on_written(*args)
+
+    def start_and_kill() -> None:
+        start()
+        if count[0] >= after:
+            assert transfers.open_transfers(), "a copy is running"
+            count[0] = -1000
+            os.kill(pid, signal.SIGKILL)
+
+    transfers.on_written = counted  # type: ignore[method-assign]
+    link._start_writes = start_and_kill  # type: ignore[method-assign]
