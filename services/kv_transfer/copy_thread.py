@@ -1,4 +1,4 @@
-"""Runs copies of blocks beside the thread of the worker's steps."""
+"""A thread that copies blocks while the worker's main thread runs steps."""
 
 import contextlib
 import os
@@ -16,25 +16,29 @@ Job = Callable[[], None]
 class CopyThread:
     """One thread that runs jobs in order. A job must spend its time in calls that release the GIL.
 
-    Only the thread that owns this object calls its methods.
+    Call its methods from one thread. `done` and `failed` run on that thread, inside of `poll` or `drain`.
     """
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[tuple[Job, Job] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[list[Job] | None] = queue.SimpleQueue()
         self._done: deque[Job] = deque()
         self._num_open = 0
-        self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # readable when `poll` has something to do
+        self._is_closed = False
+        self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # readable when a job is complete: for select
         self._thread = threading.Thread(target=self._run, name="kv-copies", daemon=True)
         self._thread.start()
 
     def submit(self, job: Callable[[], T], done: Callable[[T], None], failed: Callable[[Exception], None]) -> None:
-        """Runs `job` on the thread, then one of `done` and `failed` inside of a later `poll`."""
+        """Queues `job`. A later `poll` calls `done` with its result, or `failed` with its exception.
+
+        Raises RuntimeError after `close`.
+        """
         outcome: list[T | Exception] = []
 
         def run() -> None:
             try:
                 outcome.append(job())
-            except Exception as e:  # noqa: BLE001 - the caller gets it
+            except Exception as e:  # noqa: BLE001 - `failed` gets it
                 outcome.append(e)
 
         def report() -> None:
@@ -44,41 +48,50 @@ class CopyThread:
             else:
                 done(result)
 
+        if self._is_closed:
+            raise RuntimeError("the thread of KV copies is closed")
         self._num_open += 1
-        self._jobs.put((run, report))
+        self._jobs.put([run, report])
 
     def poll(self) -> None:
-        """Reports the jobs that are complete. Does not wait."""
-        if not self._done:
+        """Calls `done` or `failed` of complete jobs. Does not wait."""
+        if self._is_closed:
             return
-        with contextlib.suppress(BlockingIOError):  # a write that is about to come: the next poll finds nothing to do
+        # reads also if no job is complete: the thread writes after it appends, so an earlier poll may have missed it
+        with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.descriptor)
         while self._done:
             self._num_open -= 1
             self._done.popleft()()
 
     def drain(self) -> None:
-        """Waits for all jobs and reports them. Reports may submit more."""
+        """Waits for all jobs and reports them as `poll` does, also jobs that are submitted meanwhile."""
         while self._num_open:
             idle = threading.Event()
-            self._jobs.put((idle.set, _nothing))
+            self._jobs.put([idle.set, _nothing])
             self._num_open += 1
             idle.wait()
             self.poll()
 
     def close(self) -> None:
-        """Waits for the running job, and drops all others."""
-        while not self._jobs.empty():
-            self._jobs.get_nowait()
+        """Waits for the running job, and drops all others: no `done` or `failed` is called any more."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        with contextlib.suppress(queue.Empty):  # the thread may take the last job first
+            while True:
+                self._jobs.get_nowait()
         self._jobs.put(None)
         self._thread.join()
+        self._done.clear()
+        self._num_open = 0
         os.close(self.descriptor)
 
     def _run(self) -> None:
         while (entry := self._jobs.get()) is not None:
-            entry[0]()
-            self._done.append(entry[1])
-            del entry  # it holds the memory that the job has used
+            entry.pop(0)()
+            # the thread keeps no reference: a poll that reports the job may be the last user of its memory
+            self._done.append(entry.pop())
             os.eventfd_write(self.descriptor, 1)
 
 
