@@ -244,6 +244,7 @@ def kill_in_mid_copy(link: SenderLink, after: int, pid: int) -> None:
             assert transfers.open_transfers(), "a copy is running"
             count[0] = -1000
             os.kill(pid, signal.SIGKILL)
+            time.sleep(0.3)  # the link breaks before the next copy is started
 
     transfers.on_written = counted  # type: ignore[method-assign]
     link._start_writes = start_and_kill  # type: ignore[method-assign]
