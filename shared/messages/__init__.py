@@ -9,6 +9,7 @@ conversations to `base`, never back.
 
 from blockyard.shared.messages.base import NO_TOKEN, PROTOCOL_VERSION, FinishReason, Frame, FrameStruct, Hello, Role
 from blockyard.shared.messages.controls import Control, Controlled, ControlVerb, MemoryTag, Sleep, Slept, Wake
+from blockyard.shared.messages.kv_transfer import KVAbort, KVLanded, KVReceive, KVRole, KVSend, KVSendEnded
 from blockyard.shared.messages.membership import (
     STEP_TOKENS,
     Announce,
@@ -100,6 +101,8 @@ SchedulerIn = (
     | Slept
     | Broken
     | StatsRequest
+    | KVLanded
+    | KVSendEnded
 )
 DetokenizerIn = TokenBatch
-WorkerIn = Attach | StepPlan | Sleep | Wake
+WorkerIn = Attach | StepPlan | Sleep | Wake | KVReceive | KVAbort

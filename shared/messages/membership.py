@@ -59,6 +59,13 @@ class Stats(FrameStruct, frozen=True):
     active: int = 0  # HTTP requests in progress, of gateways
     step_sizes: list[int] = []  # number of steps by their prompt plus generated tokens, in the buckets of STEP_TOKENS
     step_tokens_total: int = 0  # sum of the same tokens
+    arriving: int = 0  # sequences whose KV blocks come from another worker; also counted in `waiting`
+    transfers_open: int = 0  # of KV blocks between workers, until both workers have ended them
+    transfers_landed_total: int = 0
+    transfers_aborted_total: int = 0
+    blocks_quarantined: int = 0  # KV blocks of aborted transfers that a worker may still use
+    transfer_blocks_failed_total: int = 0  # KV blocks that arrived with a wrong checksum
+    transfer_notices_dropped_total: int = 0  # frames about transfers that are unknown, or that ended
 
 
 class Member(FrameStruct, frozen=True):

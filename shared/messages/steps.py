@@ -1,6 +1,7 @@
 """Scheduler <-> GPU worker: attachment, the plan of each step, and its result."""
 
 from blockyard.shared.messages.base import FinishReason, Frame, FrameStruct
+from blockyard.shared.messages.kv_transfer import KVRole, KVSend
 from blockyard.shared.messages.requests import Sampling
 from blockyard.shared.messages.streams import TokenLogprobs
 
@@ -27,6 +28,10 @@ class Geometry(FrameStruct, frozen=True):
     num_host_blocks: int = 0  # in host memory, of the same size
     window: int | None = None  # largest number of keys a token attends to, itself included; None: all, in some layer
     step_s: float = 0.0  # measured time of a decode step of one sequence; 0: not measured
+    kv_role: KVRole = KVRole.BOTH
+    kv_layout: str = ""  # digest: groups exchange blocks if theirs are equal; empty: with no other group
+    kv_generation: int = 0  # of the KV memory: it rises whenever that is another one
+    kv_endpoint: bytes = b""  # how other workers reach the KV memory; opaque
 
 
 class Attached(Frame, frozen=True):
@@ -37,6 +42,8 @@ class Attached(Frame, frozen=True):
     block_hashes: bytes = b""  # ... and their hashes, 16 bytes each
     host_block_ids: list[int] = []  # full blocks in host memory ...
     host_block_hashes: bytes = b""  # ... and their hashes
+    open_transfers: list[int] = []  # transfers whose blocks may still be read or written ...
+    open_transfer_blocks: list[list[int]] = []  # ... and the blocks of each on this worker
 
 
 class Fenced(Frame, frozen=True):
@@ -127,6 +134,7 @@ class StepPlan(Frame, frozen=True):
     saves: list[BlockSave] = []
     fetches: list[BlockFetch] = []
     copies: list[BlockCopy] = []
+    sends: list[KVSend] = []
 
 
 class SlotResult(FrameStruct, frozen=True):

@@ -1,0 +1,73 @@
+"""Transfers of KV blocks between two workers: scheduler <-> GPU worker.
+
+A worker that prefills sends full blocks into reserved blocks of a worker that decodes. The scheduler numbers the
+transfer, never twice the same, and says which blocks belong to it. `KVReceive` comes first, then the plans of the
+sending worker carry a `KVSend` for each chunk of the prompt. The positions of a transfer are the indexes of
+`KVReceive.blocks`; the target blocks of its sends follow one another in that order.
+"""
+
+import enum
+
+from blockyard.shared.messages.base import Frame, FrameStruct
+
+
+class KVRole(enum.StrEnum):
+    """What a worker group is preferred for. Without a live group of a role, the others serve."""
+
+    BOTH = "both"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class KVReceive(Frame, frozen=True):
+    """scheduler -> receiving worker: reserved blocks that another worker writes.
+
+    From now on the worker reports no hash of `blocks` until a plan names one. It answers with KVLanded.
+    """
+
+    transfer: int
+    source: int  # incarnation of the sending worker
+    source_generation: int
+    source_endpoint: bytes
+    blocks: list[int]  # of the receiver, by position
+    hashes: bytes = b""  # 16 bytes for each block
+
+
+class KVSend(FrameStruct, frozen=True):
+    """A part of a transfer, in the plan whose completion makes these blocks full. They may be full before."""
+
+    transfer: int
+    target: int  # incarnation of the receiving worker
+    target_generation: int
+    target_endpoint: bytes
+    blocks: list[int]  # of the sender
+    target_blocks: list[int]
+    is_last: bool
+
+
+class KVAbort(Frame, frozen=True):
+    """scheduler -> either worker: stop, and answer with KVLanded (`is_ended`) or KVSendEnded once no block is touched.
+
+    Repeated until it is answered. It is also answered for a transfer that the worker does not know or that has ended.
+    A worker that has plans with sends of this transfer in its queue ignores those sends.
+    """
+
+    transfer: int
+
+
+class KVLanded(Frame, frozen=True):
+    """receiving worker -> scheduler: what has landed since the last KVLanded of the transfer."""
+
+    worker: int
+    transfer: int
+    blocks: list[int]  # whole, and their checksums right
+    failed_blocks: list[int] = []  # written, with another checksum than the sender's
+    is_ended: bool = False  # nobody writes to blocks of this transfer any more
+
+
+class KVSendEnded(Frame, frozen=True):
+    """sending worker -> scheduler: no block of the transfer is read any more."""
+
+    worker: int
+    transfer: int
+    is_complete: bool  # all blocks were written
