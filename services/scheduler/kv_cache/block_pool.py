@@ -10,9 +10,9 @@ from blockyard.services.scheduler.plan_pacer import PlanClock
 
 
 class BlockPool:
-    """Counts how many sequences hold each block; their block tables say which.
+    """Counts how many sequences and transfers hold each block; block tables and the ledger of transfers say which.
 
-    Each block is in one place: held by sequences, uncached (in `uncached`), or cached without a holder (in `index`).
+    Each block is in one place: held, uncached (in `uncached`), or cached without a holder (in `index`).
     Blocks without a holder are free, or pending while a plan in flight may still use them. Evicted ones go to `host`.
     """
 
@@ -87,14 +87,44 @@ class BlockPool:
         return taken
 
     def share(self, blocks: list[int]) -> None:
-        """One more sequence holds these blocks, which were found in the index."""
+        """One more sequence or transfer holds these blocks, which are cached or have a holder."""
         holders = self._holders
         self._free_queue.take([*filterfalse(holders.__getitem__, blocks)])
         for block in blocks:
             holders[block] += 1
 
+    # transfers to and from other workers
+
+    def reserve(self, count: int) -> list[int] | None:
+        """Free blocks that another worker is going to write; None while there are too few.
+
+        What they had cached is not saved to host memory: that copy is part of a plan, and the writer does not wait for
+        plans of this worker. For the same reason nothing is reserved while copies wait for their plan.
+        """
+        if count > self.num_free or self.host.saves:
+            return None
+        taken = self.uncached.take(min(count, self.uncached.num_free))
+        taken += self.index.evict(count - len(taken))[0] if len(taken) < count else []
+        for block in taken:
+            self._holders[block] = 1
+        return taken
+
+    def hold_open(self, blocks: list[int]) -> None:
+        """Holds blocks of a newly attached worker, which may be in use by transfers that began before."""
+        cached = [block for block in blocks if self.index.has(block)]
+        self.share(cached)
+        new = [block for block in blocks if not self._holders[block]]
+        self.uncached.remove(new)
+        for block in {*blocks}.difference(cached):
+            self._holders[block] += 1
+
+    def land(self, blocks: list[int], hashes: list[bytes]) -> None:
+        """Blocks that a transfer holds were written by another worker: they are cached."""
+        for block, block_hash in zip(blocks, hashes, strict=True):
+            self.index.insert(block, block_hash)
+
     def release(self, blocks: list[int], hashes: Sequence[bytes]) -> None:
-        """One sequence less holds these blocks. `hashes` are of the first of them, as far as sent plans fill them.
+        """One holder less for these blocks. `hashes` are of the first of them, as far as sent plans fill them.
 
         The last block of a chain is evicted first: it is useless without the blocks before it.
         """
