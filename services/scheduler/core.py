@@ -26,6 +26,8 @@ from blockyard.shared.messages import (
     Control,
     Fenced,
     Generate,
+    KVLanded,
+    KVSendEnded,
     Member,
     ModelCard,
     OutOfStep,
@@ -61,6 +63,8 @@ class SchedulerSettings:
     policy: str = "fcfs"
     may_sleep: bool = False
     prefix_caching: bool = True
+    decode_prefill_tokens: int = 128  # a prompt of which a decoding group lacks no more is computed there
+    kv_lease_s: float = 30.0  # after a transfer's last block was sent, before its workers are asked about it
     block_scope: str = ""  # what the KV of a block depends on besides tokens, as a text
 
 
@@ -77,10 +81,16 @@ class Scheduler:
 
         self._outbox = Outbox()
         self._groups = WorkerGroups(incarnation, settings.batch, hasher)
-        self._lifecycle = Lifecycle(POLICIES[settings.policy](), self._groups)
+        self._lifecycle = Lifecycle(POLICIES[settings.policy](), self._groups, self._outbox, settings.kv_lease_s)
         self._requests = RequestHandler(model, limits, self._lifecycle, self._groups, self._outbox)
         self._workers = Workers(
-            self._groups, self._lifecycle, self._requests, self._outbox, settings.delay_factor, settings.may_sleep
+            self._groups,
+            self._lifecycle,
+            self._requests,
+            self._outbox,
+            settings.delay_factor,
+            settings.may_sleep,
+            settings.decode_prefill_tokens,
         )
         self._planner = StepPlanner(
             incarnation, self._lifecycle, self._requests, self._workers, settings.partial_prefills
@@ -118,7 +128,7 @@ class Scheduler:
         if isinstance(frame, StepResult):
             self._on_result(peer, frame, now)
             return
-        if not isinstance(frame, Generate) or len(self.groups) < 2:
+        if not isinstance(frame, Generate | KVLanded | KVSendEnded) or len(self.groups) < 2:
             self._groups.mark_all_dirty()  # with several groups, the router marks the group of a new request
         match frame:
             case Generate() | Cancel() | Stop() | PathLost():
@@ -128,6 +138,8 @@ class Scheduler:
                 self._workers.on_control(peer, frame, now)
             case Attached() | Slept() | OutOfStep():
                 self._workers.on_message(peer, frame, now)
+            case KVLanded() | KVSendEnded():
+                self._lifecycle.handovers.on_message(peer, frame, now)
             case Broken() if peer in self.groups:
                 self._workers.on_broken(self.groups[peer], frame.detail, now)
                 self.on_member_lost(peer)
@@ -214,10 +226,11 @@ class Scheduler:
 
     def stats(self) -> Stats:
         lifecycle, requests, results = self._lifecycle, self._requests, self._planner.results
+        ledger = lifecycle.handovers.ledger
         groups, cache_stats, waiting = self.groups.values(), self._groups.cache_stats, lifecycle.waiting
         return Stats(
             running=sum(len(group.running) for group in groups),
-            waiting=len(waiting) + lifecycle.parallel_sampling.num_awaiting_prompt,
+            waiting=len(waiting) + lifecycle.parallel_sampling.num_awaiting_prompt + lifecycle.handovers.num_arriving,
             requests_total=requests.num_requests,
             prompt_tokens_total=results.num_prompt_tokens,
             output_tokens_total=results.num_output_tokens,
@@ -238,4 +251,11 @@ class Scheduler:
             tenants=waiting.policy.largest_tenants(MAX_TENANTS),
             step_sizes=list(results.step_sizes),
             step_tokens_total=results.num_step_tokens,
+            arriving=lifecycle.handovers.num_arriving,
+            transfers_open=len(ledger.transfers),
+            transfers_landed_total=ledger.num_landed,
+            transfers_aborted_total=ledger.num_aborted,
+            blocks_quarantined=ledger.num_quarantined,
+            transfer_blocks_failed_total=ledger.num_failed_blocks,
+            transfer_notices_dropped_total=ledger.num_dropped,
         )

@@ -21,12 +21,17 @@ class Outbox:
     """The frames of one step. Plans are sent first, because workers wait for them."""
 
     def __init__(self) -> None:
+        self._before_plans: list[Outgoing] = []
         self._plans: list[Outgoing] = []
         self._frames: list[Outgoing] = []  # in order
 
     def plan(self, worker: int, plan: StepPlan) -> None:
         """The only frame that this worker gets in this step."""
         self._plans.append(Outgoing(LinkSide.OURS, worker, plan))
+
+    def send_before_plans(self, to: int, frame: Frame) -> None:
+        """For a frame that one worker must have before another worker has its plan."""
+        self._before_plans.append(Outgoing(LinkSide.OURS, to, frame))
 
     def send(self, to: int, frame: Frame) -> None:
         self._frames.append(Outgoing(LinkSide.OURS, to, frame))
@@ -35,8 +40,8 @@ class Outbox:
         self._frames.append(Outgoing(LinkSide.PEERS, to, frame))
 
     def take(self) -> list[Outgoing]:
-        frames = self._plans + self._frames
-        self._plans, self._frames = [], []
+        frames = self._before_plans + self._plans + self._frames
+        self._before_plans, self._plans, self._frames = [], [], []
         return frames
 
 

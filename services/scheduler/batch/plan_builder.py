@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from blockyard.services.scheduler.batch.decode_batch import BatchRows
 from blockyard.services.scheduler.plan_pacer import StepLoad
 from blockyard.services.scheduler.sequences.requests import ID_BYTES, Request, RunningSequence
-from blockyard.shared.messages import BlockCopy, SlotBlocks, SlotRun, SlotStart
+from blockyard.shared.messages import BlockCopy, KVSend, SlotBlocks, SlotRun, SlotStart
 
 
 @dataclass(slots=True)
@@ -68,6 +68,7 @@ class PlanBuilder:
         "num_blocks_owed",
         "record",
         "runs",
+        "sends",
         "starts",
         "token_budget",
         "written_prompts",
@@ -84,6 +85,7 @@ class PlanBuilder:
         self.copied: dict[int, int] = {}  # source block of each copy by its destination
         self.written_prompts: list[Request] = []  # this plan computes their last prompt tokens
         self.new_hashes: dict[bytes, int] = {}  # blocks that this plan fills, for later plans to find
+        self.sends: list[KVSend] = []  # blocks that this plan fills, for other groups
         self.num_blocks_owed = 0  # blocks that sequences of this plan lack
 
     def schedule(self, running: RunningSequence, num_tokens: int) -> None:

@@ -58,10 +58,10 @@ class KVCacheManager:
 
     def find(self, sequence: Sequence) -> PrefixMatch:
         """The leading full blocks of a sequence that are cached. The block of its last token is never among them."""
-        if not self._is_searched:
+        if not self._is_searched and not sequence.was_prefilled:
             return PrefixMatch()
         hashes = self._hasher.hashes(sequence, self.block_size, sequence.num_tokens)
-        if sequence.request.frame.sampling.num_prompt_logprobs is not None:
+        if sequence.request.frame.sampling.num_prompt_logprobs is not None and not sequence.was_prefilled:
             return PrefixMatch()  # prompt log-probabilities need the whole prompt's forward pass
         most = (sequence.num_tokens - 1) // self.block_size
         if self.window.size is not None:
@@ -70,14 +70,18 @@ class KVCacheManager:
             found = find_prefix(self.blocks, hashes, most)
         num_found = found.num_blocks_found
         next_hash = hashes[num_found] if num_found < most else None
-        found.complete(next_hash, num_found * self.block_size, is_query=self._hasher.enabled)
+        found.complete(
+            next_hash, num_found * self.block_size, is_query=self._hasher.enabled and not sequence.was_prefilled
+        )
         return found
 
     def first_hash(self, sequence: Sequence) -> bytes | None:
         """Hash of a sequence's first full block; None if `find` cannot find it."""
-        if not self._is_searched or sequence.num_tokens <= self.block_size:
+        if sequence.num_tokens <= self.block_size:
             return None
-        if sequence.request.frame.sampling.num_prompt_logprobs is not None:
+        if not sequence.was_prefilled and (
+            not self._is_searched or sequence.request.frame.sampling.num_prompt_logprobs is not None
+        ):
             return None
         return self._hasher.hashes(sequence, self.block_size, sequence.num_tokens)[0]
 
@@ -126,6 +130,20 @@ class KVCacheManager:
         if self._hasher.enabled:
             table.set_hashed(found.num_blocks_found)
         return table
+
+    def missing_blocks(self, sequence: Sequence, num_tokens: int) -> tuple[dict[int, bytes], list[int]]:
+        """What this group lacks to continue after `num_tokens` tokens that another group computes.
+
+        Returns the hashes of full blocks by their index in the block table, and the blocks that are cached here.
+        Blocks outside the sliding window, and in host memory, are in neither.
+        """
+        hashes = self._hasher.hashes(sequence, self.block_size, num_tokens)
+        end = num_tokens // self.block_size
+        first = self.window.num_skipped_blocks(end * self.block_size)
+        here = [*map(self.blocks.index.get, hashes[first:end])]
+        in_host = self.blocks.host.has
+        missing = {i: hashes[i] for i, block in enumerate(here, first) if block is None and not in_host(hashes[i])}
+        return missing, [block for block in here if block is not None]
 
     def append_block(self, running: RunningSequence) -> int | None:
         """One more block for a sequence; None if no block is free."""

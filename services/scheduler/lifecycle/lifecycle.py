@@ -5,17 +5,21 @@ from collections.abc import Callable
 from blockyard.services.scheduler.batch.worker_groups import WorkerGroup, WorkerGroups
 from blockyard.services.scheduler.lifecycle.detokenizer_streams import DetokenizerStreams
 from blockyard.services.scheduler.lifecycle.parallel_sampling import ParallelSampling
+from blockyard.services.scheduler.outbox import Outbox
 from blockyard.services.scheduler.queue.policy import Policy
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
 from blockyard.services.scheduler.sequences.requests import Phase, Request, RunningSequence, Sequence
+from blockyard.services.scheduler.transfers.handovers import Handovers
 from blockyard.shared.messages import FinishReason
 
 
 class Lifecycle:
     """Owns the live requests, their text streams, the waiting queue, and what waits for a sibling's prompt."""
 
-    def __init__(self, policy: Policy, groups: WorkerGroups) -> None:
+    def __init__(self, policy: Policy, groups: WorkerGroups, outbox: Outbox, lease_s: float) -> None:
+        """`lease_s`: of transfers of KV blocks between groups."""
         self.waiting = WaitingQueue(policy)
+        self.handovers = Handovers(groups, self.waiting, outbox, lease_s)
         self.requests: dict[str, Request] = {}
         self.num_preemptions = 0
         self.before_preempt: list[Callable[[WorkerGroup], None]] = []  # called before each preemption
@@ -53,6 +57,8 @@ class Lifecycle:
             self._groups.mark_dirty([left])  # a result of one group may end a beam in another
         else:
             self.waiting.discard(sequence)
+            if sequence.handover is not None:
+                self.handovers.drop(sequence)
         sequence.on_ended()
         self.parallel_sampling.on_removed(sequence)
         if group is not None:
@@ -89,6 +95,12 @@ class Lifecycle:
         running.sequence.on_waiting()
         self._queue(running.sequence)
 
+    def hand_over(self, group: WorkerGroup, running: RunningSequence) -> None:
+        """A sequence has its first token: it leaves the batch, and goes on in another group."""
+        group.free(running)
+        self.waiting.policy.on_freed(running.sequence)
+        self.handovers.on_prefilled(running.sequence)
+
     def reschedule(self, group: WorkerGroup, running: RunningSequence) -> None:
         """Restarts a sequence after its blocks were invalidated. Results in flight are ignored."""
         for record in group.in_flight:
@@ -103,6 +115,8 @@ class Lifecycle:
     def requeue_all(self, group: WorkerGroup) -> None:
         """A group is lost: its sequences wait again, with the tokens that they have."""
         for sequence in group.abandon():
+            if sequence.handover is not None:
+                self.handovers.drop(sequence)
             sequence.on_waiting(is_lost=True)
             self.waiting.policy.on_freed(sequence)
             self._queue(sequence)
@@ -110,6 +124,8 @@ class Lifecycle:
     def _free(self, group: WorkerGroup, running: RunningSequence) -> None:
         group.free(running)
         self.waiting.policy.on_freed(running.sequence)
+        if running.sequence.handover is not None:
+            self.handovers.drop(running.sequence)
 
     def _queue(self, sequence: Sequence) -> None:
         if sequence.hypothesis is None or sequence.hypothesis.top is None:  # else it only waits for the other beams

@@ -111,6 +111,8 @@ class PrefillPlanner:
         builder.schedule(running, num_tokens)
         for block_hash, block in kv_cache.blocks_filled_by_plan(running).items():
             builder.new_hashes.setdefault(block_hash, block)
+        if running.sequence.handover is not None:
+            builder.sends += self._lifecycle.handovers.send(group, running, builder.now)
         request = running.sequence.request
         if scheduled + num_tokens == running.prefill_end and len(request.active_sequences) > 1:
             builder.written_prompts.append(request)
@@ -167,6 +169,8 @@ class PrefillPlanner:
         if found.copy_from is not None:
             found.set_copy_from(builder.source_of(found.copy_from))
         running = group.schedule(sequence, num_blocks, found)
+        if sequence.handover is not None:
+            self._lifecycle.handovers.begin(group, running)
         if found.copy_from is not None:
             builder.copy(found.copy_from, running.table.blocks[running.table.num_cached])
         builder.starts.append(slot_start(group, running))

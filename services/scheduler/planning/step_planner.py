@@ -141,5 +141,14 @@ class StepPlanner:
         for request in builder.written_prompts:
             self._lifecycle.parallel_sampling.on_prompt_scheduled(request)
         full_blocks, saves, fetches = group.kv_cache.take_plan_changes()
-        changes = (builder.starts, builder.blocks, builder.runs, full_blocks, saves, fetches, builder.copies)
+        changes = (
+            builder.starts,
+            builder.blocks,
+            builder.runs,
+            full_blocks,
+            saves,
+            fetches,
+            builder.copies,
+            builder.sends,
+        )
         return StepPlan(self._scheduler, builder.record.number, ends, *changes)

@@ -113,8 +113,16 @@ class StepResults:
         sequence.add_outputs(slot.token_ids, scored)
         if num_tokens:
             running.on_sampled()
+        if finish is not None or running.leaves_prefilled:
+            self._leave(group, running, finish, num_tokens)
+
+    def _leave(
+        self, group: WorkerGroup, running: RunningSequence, finish: FinishReason | None, num_tokens: int
+    ) -> None:
         if finish is not None:
-            self._lifecycle.end(sequence)
+            self._lifecycle.end(running.sequence)
+        elif num_tokens and running.sequence.phase is Phase.RUNNING:
+            self._lifecycle.hand_over(group, running)
 
     def _invalidate_failed(self, group: WorkerGroup, running: RunningSequence) -> None:
         for reader in group.kv_cache.invalidate_failed(running, group.active()):

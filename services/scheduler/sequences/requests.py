@@ -15,6 +15,7 @@ from blockyard.services.scheduler.outbox import DetokenizerOutbox
 from blockyard.services.scheduler.plan_pacer import PlanClock
 from blockyard.services.scheduler.sequences.beam_search import BeamSearch, Hypothesis
 from blockyard.services.scheduler.sequences.block_table import BlockTable
+from blockyard.services.scheduler.sequences.handover import Handover
 from blockyard.shared.messages import Generate, Sampling, SlotRun
 
 ID_BYTES = 4  # of a token id on the wire
@@ -29,6 +30,7 @@ def num_ids(ids: bytes) -> int:
 class Phase(enum.Enum):
     WAITING = enum.auto()
     RUNNING = enum.auto()
+    ARRIVING = enum.auto()  # its prompt is computed in one group, and its blocks are on their way to another
     ENDED = enum.auto()
 
 
@@ -173,6 +175,8 @@ class Sequence:
     hypothesis: Hypothesis | None = None  # of a beam
     prompt_source: "RunningSequence | None" = None  # has computed all its tokens but the last
     stream: int = 0  # its number at the detokenizer; 0: none
+    handover: Handover | None = None  # to the group that decodes it, until it is seated there
+    was_prefilled: bool = False  # in a group that handed it over: it may find its own blocks, whatever it asks for
 
     @property
     def num_tokens(self) -> int:
@@ -224,6 +228,13 @@ class Sequence:
         self.phase = Phase.WAITING
         if is_lost:
             self.last_run = None
+
+    def set_handover(self, handover: Handover | None) -> None:
+        self.handover = handover
+
+    def on_prefilled(self) -> None:
+        """Its prompt and first token are computed, and it has left the batch of that group."""
+        self.phase, self.was_prefilled = Phase.ARRIVING, True
 
     def on_ended(self) -> None:
         """Drops references to runs, because reference cycles stay in memory while the collector is off."""
@@ -285,6 +296,7 @@ class RunningSequence:
     decode: SlotRun  # the same in every plan
     progress: SharedProgress = NOT_SHARED  # of its decode batch
     has_sampled: bool = False  # then all its tokens but the last are computed
+    leaves_prefilled: bool = False  # once it has sampled, it goes on in another group
     own_tokens: int = 0  # scheduled tokens, added to `progress`
     _computed: int = 0  # until it has sampled
     _last_plan: int = 0  # outside a decode batch
@@ -321,6 +333,9 @@ class RunningSequence:
 
     def on_sampled(self) -> None:
         self.has_sampled = True
+
+    def set_leaves_prefilled(self) -> None:
+        self.leaves_prefilled, self.max_scheduled_tokens = True, self.prefill_end
 
     def set_max_scheduled(self, num_tokens: int) -> None:
         self.max_scheduled_tokens = num_tokens

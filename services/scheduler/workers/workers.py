@@ -26,9 +26,16 @@ class Workers:
         outbox: Outbox,
         delay_factor: float,
         may_sleep: bool,
+        decode_prefill_tokens: int,
     ) -> None:
-        """`delay_factor`: see `AdmissionDelay`. `may_sleep`: the workers were started with sleep mode."""
-        self.router = Router(lifecycle.waiting, groups.attached, requests.acceptance)
+        """`delay_factor`: see `AdmissionDelay`. `may_sleep`: the workers were started with sleep mode.
+
+        `decode_prefill_tokens`: see `RoleRouter`.
+        """
+        self._handovers = lifecycle.handovers
+        self.router = Router(
+            lifecycle.waiting, groups.attached, requests.acceptance, self._handovers, decode_prefill_tokens
+        )
         self.admission_delay = AdmissionDelay(delay_factor)
         self._quarantine = self.admission_delay.quarantine
         self._groups, self._lifecycle, self._outbox = groups, lifecycle, outbox
@@ -68,8 +75,10 @@ class Workers:
         """A member is lost, which may be a worker or a gateway that has sent controls."""
         group = self._groups.detach(member)
         if group is not None:
-            self._requeue(group)
+            self._requeue(group, is_lost=True)
             self._admission.update_capacity(self._groups.attached.values())
+        else:
+            self._handovers.on_detached(member, is_lost=True)
         self._controls.on_lost(member)
 
     def attach_again(self, worker: int, now: float) -> None:
@@ -84,6 +93,8 @@ class Workers:
         """Called before sequences are routed: ends the quarantine of requests that survived, and repeats Attach."""
         if self._quarantine.probations:
             self._quarantine.update()
+        if self._handovers.ledger.transfers:
+            self._handovers.update(now)
         if self._groups.asked:
             for worker in self._groups.attach_overdue(now):
                 self._attach(worker, now)
@@ -114,13 +125,21 @@ class Workers:
         if group is None:
             return
         group.kv_cache.restore(frame)
+        self._handovers.on_attached(group, frame)
+        self.router.roles.set_groups(self._groups.attached.values())
         self._groups.mark_dirty((group,))
         self._admission.update_capacity(self._groups.attached.values())
         self._sleep.on_attached(group)
 
-    def _requeue(self, group: WorkerGroup, what: str = "is lost") -> None:
-        """The sequences of a detached group wait again."""
+    def _requeue(self, group: WorkerGroup, what: str = "is lost", is_lost: bool = False) -> None:
+        """The sequences of a detached group wait again. With `is_lost` the worker answers no question."""
         level, num_running = logging.WARNING if group.running else logging.INFO, len(group.running)
         log.log(level, "worker %x %s; %d sequences that ran on it wait again", group.worker, what, num_running)
+        self._handovers.on_detached(group.worker, is_lost)
         self.router.remove_group(group)
         self._lifecycle.requeue_all(group)
+        was_active = self.router.roles.is_active
+        self.router.roles.set_groups(self._groups.attached.values())
+        if was_active:  # sequences that were routed to pairs with this group are routed again
+            self.router.requeue_all()
+            self._groups.mark_all_dirty()

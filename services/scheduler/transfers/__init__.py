@@ -1,0 +1,8 @@
+"""KV blocks that move between two worker groups: a prompt is computed in one and continued in another.
+
+- `ledger`: `TransferLedger` alone decides when the blocks of a transfer may be given out again.
+- `handovers`: `Handovers` reserves blocks for a sequence in another group, sends what its prefill fills, and says when
+  the sequence may go on there.
+
+Called by `lifecycle`, `planning` and `workers`. Imports `sequences`, `kv_cache` and `batch`.
+"""

@@ -1,0 +1,243 @@
+"""Moves sequences from the group that computes their prompt to the group that decodes them.
+
+A sequence runs in the source group through its prompt and the next token. Before that begins, blocks are reserved in
+the target group, and each plan of the source sends the blocks that it fills. Then the sequence is *arriving*: it has no
+slot and counts as waiting. When its blocks have landed they are cached in the target, and the sequence waits for the
+target's next plan, which finds them there. If anything fails, the sequence waits again with the tokens it has.
+
+One sequence of a request is handed over only if it is the only one. Requests with several sequences, and beam searches,
+stay in the group that computes their prompt.
+"""
+
+import logging
+from collections import Counter
+
+from blockyard.services.scheduler.batch.worker_groups import WorkerGroup, WorkerGroups
+from blockyard.services.scheduler.outbox import Outbox
+from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
+from blockyard.services.scheduler.sequences.handover import Handover
+from blockyard.services.scheduler.sequences.requests import Phase, RunningSequence, Sequence
+from blockyard.services.scheduler.transfers.ledger import TransferLedger
+from blockyard.shared.messages import Attached, KVAbort, KVLanded, KVReceive, KVSend, KVSendEnded
+
+log = logging.getLogger(__name__)
+
+CHECK_S = 0.25  # between checks of leases
+
+
+class Handovers:
+    def __init__(self, groups: WorkerGroups, waiting: WaitingQueue, outbox: Outbox, lease_s: float) -> None:
+        self.ledger = TransferLedger(groups.scheduler, lease_s)
+        self.num_arriving = 0  # sequences
+        self.num_inbound: Counter[int] = Counter()  # handovers by target worker
+        self._groups, self._waiting, self._outbox = groups, waiting, outbox
+        self._live: dict[Handover, Sequence] = {}
+        self._by_transfer: dict[int, Sequence] = {}
+        self.arrived: list[tuple[Sequence, int]] = []  # sequences to be seated, and where
+        self._check_at = 0.0
+        self._now = 0.0
+
+    @property
+    def open_handovers(self) -> list[Handover]:
+        return list(self._live)
+
+    def take_arrived(self) -> list[tuple[Sequence, WorkerGroup]]:
+        """Sequences that wait in the queue, with the group that has their blocks."""
+        arrived, self.arrived = self.arrived, []
+        attached = self._groups.attached
+        return [
+            (one, attached[worker])
+            for one, worker in arrived
+            if one.ticket and not one.is_held and one.phase is Phase.WAITING and worker in attached
+        ]
+
+    # the way of a sequence
+
+    def reserve(self, sequence: Sequence, source: WorkerGroup, target: WorkerGroup) -> bool:
+        """Reserves blocks in the target for a sequence that is about to be routed to the source."""
+        missing, cached = target.kv_cache.missing_blocks(sequence, sequence.num_tokens)
+        pool = target.kv_cache.blocks
+        pool.share(cached)
+        blocks = pool.reserve(len(missing))
+        if blocks is None:
+            pool.release(cached, ())
+            return False
+        handover = Handover(
+            source.worker, target.worker, sequence.num_tokens, list(missing), blocks, list(missing.values()), cached
+        )
+        sequence.set_handover(handover)
+        self._live[handover] = sequence
+        self.num_inbound[target.worker] += 1
+        return True
+
+    def begin(self, group: WorkerGroup, running: RunningSequence) -> None:
+        """A sequence with a handover starts in a group. Both workers hear of the transfer."""
+        handover = running.sequence.handover
+        assert handover is not None
+        if handover.source != group.worker or handover.num_tokens != running.prefill_end:
+            self.drop(running.sequence)  # it started elsewhere, and goes on there
+            return
+        transfer = self.ledger.open(handover.source, handover.target, handover.target_blocks)
+        handover.transfer = transfer.number
+        self._by_transfer[transfer.number] = running.sequence
+        running.set_leaves_prefilled()
+        geometry = group.geometry
+        self._outbox.send_before_plans(
+            handover.target,
+            KVReceive(
+                transfer.number,
+                group.worker,
+                geometry.kv_generation,
+                geometry.kv_endpoint,
+                handover.target_blocks,
+                b"".join(handover.hashes),
+            ),
+        )
+
+    def send(self, group: WorkerGroup, running: RunningSequence, now: float) -> list[KVSend]:
+        """What the plan that is being built sends, after it has scheduled tokens of the sequence: one or nothing."""
+        handover = running.sequence.handover
+        assert handover is not None
+        transfer = self.ledger.transfers.get(handover.transfer)
+        if transfer is None or transfer.is_aborted or transfer.target.has_answered:
+            return []
+        end = min(running.num_scheduled_tokens, running.prefill_end) // group.kv_cache.block_size
+        self._now = now
+        first = last = handover.num_sent
+        while last < len(handover.positions) and handover.positions[last] < end:
+            last += 1
+        if first == last:
+            return []
+        blocks = [running.table.blocks[i] for i in handover.positions[first:last]]
+        group.kv_cache.blocks.share(blocks)
+        handover.num_sent, is_last = last, last == len(handover.positions)
+        self.ledger.send(transfer, blocks, is_last, now)
+        geometry = self._groups.attached[handover.target].geometry
+        return [
+            KVSend(
+                transfer.number,
+                handover.target,
+                geometry.kv_generation,
+                geometry.kv_endpoint,
+                blocks,
+                handover.target_blocks[first:last],
+                is_last,
+            )
+        ]
+
+    def on_prefilled(self, sequence: Sequence) -> None:
+        """A sequence has its first token, and has left the batch of the source."""
+        sequence.on_prefilled()
+        handover = sequence.handover
+        if handover is None:  # the target was lost meanwhile
+            sequence.on_waiting()
+            self._waiting.push(sequence)
+            return
+        handover.is_prefilled = True
+        self.num_arriving += 1
+        self._waiting.park(sequence)
+        self._seat_landed(sequence, handover)
+
+    def drop(self, sequence: Sequence) -> None:
+        """Ends the handover of a sequence, in whatever state. The caller decides what becomes of the sequence."""
+        handover = sequence.handover
+        assert handover is not None
+        self._forget(sequence, handover)
+        target = self._groups.attached.get(handover.target)
+        if target is not None:
+            target.kv_cache.blocks.release(handover.held, ())
+            self._groups.mark_dirty([target])
+        transfer = self.ledger.transfers.get(handover.transfer)
+        if transfer is not None and handover.landed is None:
+            self.ledger.abort(transfer, self._now)
+            self._apply()
+
+    def _seat_landed(self, sequence: Sequence, handover: Handover) -> None:
+        """The sequence may go on in the target once its prompt is computed and the transfer has ended there."""
+        if not handover.is_prefilled or handover.landed is None:
+            return
+        self._forget(sequence, handover)
+        target = self._groups.attached[handover.target]
+        pool, landed = target.kv_cache.blocks, handover.landed
+        known = [
+            (block, h) for block, h in zip(handover.target_blocks, handover.hashes, strict=True) if block in landed
+        ]
+        pool.land([block for block, _ in known], [block_hash for _, block_hash in known])
+        pool.release(handover.held, ())
+        self._wait(sequence)
+        self.arrived.append((sequence, handover.target))
+        self._groups.mark_dirty([target])
+
+    def _forget(self, sequence: Sequence, handover: Handover) -> None:
+        sequence.set_handover(None)
+        del self._live[handover]
+        self._by_transfer.pop(handover.transfer, None)
+        self.num_inbound[handover.target] -= 1
+        if sequence.phase is Phase.ARRIVING:
+            self._waiting.unpark(sequence)
+            self.num_arriving -= 1
+
+    def _wait(self, sequence: Sequence) -> None:
+        sequence.on_waiting()
+        self._waiting.push(sequence)
+
+    # workers
+
+    def on_message(self, worker: int, frame: KVLanded | KVSendEnded, now: float) -> None:
+        self._now = now
+        match frame:
+            case KVLanded(_, number, blocks, failed, is_ended):
+                self.ledger.on_landed(worker, number, blocks, failed, is_ended, now)
+            case KVSendEnded(_, number, is_complete):
+                self.ledger.on_send_ended(worker, number, is_complete, now)
+        self._apply()
+
+    def on_detached(self, worker: int, is_lost: bool) -> None:
+        """A group was dropped, and with it the blocks that were held there."""
+        for handover, sequence in list(self._live.items()):
+            if handover.target == worker:
+                was_arriving = sequence.phase is Phase.ARRIVING
+                self._forget(sequence, handover)
+                if was_arriving:
+                    self._wait(sequence)
+        self.ledger.on_detached(worker, is_lost, self._now)
+        self._apply()
+
+    def on_attached(self, group: WorkerGroup, frame: Attached) -> None:
+        """Blocks of transfers that are still open on the worker are held until it says that they have ended."""
+        pairs = zip(frame.open_transfers, frame.open_transfer_blocks, strict=False)
+        for blocks in self.ledger.on_attached(group.worker, dict(pairs), self._now):
+            group.kv_cache.blocks.hold_open(blocks)
+        self._apply()
+
+    def update(self, now: float) -> None:
+        """Called in each step: asks workers about transfers whose lease is over."""
+        self._now = now
+        if now < self._check_at:
+            return
+        self._check_at = now + CHECK_S
+        for transfer in self.ledger.ask_overdue(now):
+            log.warning("KV transfer %d has not ended within its lease: asking its workers", transfer.number)
+            sequence = self._by_transfer.get(transfer.number)
+            handover = sequence.handover if sequence is not None else None
+            if sequence is None or handover is None:
+                continue
+            if handover.is_prefilled and handover.was_asked:
+                self.drop(sequence)
+                self._wait(sequence)
+            handover.was_asked = True
+        self._apply()
+
+    def _apply(self) -> None:
+        """Sends the questions of the ledger, and gives back what nobody uses any more."""
+        for transfer, end, blocks in self.ledger.take_released():
+            group = self._groups.attached.get(end.worker)
+            sequence = self._by_transfer.get(transfer.number) if end is transfer.target else None
+            if sequence is not None and sequence.handover is not None:
+                sequence.handover.landed = transfer.landed
+                self._seat_landed(sequence, sequence.handover)
+            elif group is not None:
+                group.kv_cache.blocks.release(blocks, ())
+                self._groups.mark_dirty([group])
+        for worker, number in self.ledger.take_asks():
+            self._outbox.send(worker, KVAbort(number))

@@ -1,0 +1,217 @@
+"""The ledger of KV transfers: who may still read or write the blocks of a transfer, on both workers.
+
+It holds no blocks itself. Its caller holds the blocks of each end, and gives them back when `take_released` says so.
+"""
+
+import enum
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+class EndState(enum.Enum):
+    OFFERED = enum.auto()  # the worker uses the blocks, or may do so
+    LANDED = enum.auto()  # the worker is done, and all blocks have arrived
+    ABORTED = enum.auto()  # the transfer was given up
+    RELEASED = enum.auto()  # nobody uses the blocks: they were given back
+
+
+@dataclass(slots=True, eq=False)
+class TransferEnd:
+    """One worker's part of a transfer. Written by the ledger."""
+
+    worker: int  # incarnation
+    blocks: list[int] = field(default_factory=list)
+    state: EndState = EndState.OFFERED
+    has_answered: bool = False  # the worker has said that it does not touch the blocks any more
+    is_gone: bool = False  # the worker is lost: its blocks went with its group
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether this worker does nothing to the other one's blocks."""
+        return self.has_answered or self.is_gone
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    number: int
+    source: TransferEnd
+    target: TransferEnd
+    ask_at: float | None = None  # when the workers are asked; None: the scheduler still sends blocks
+    is_aborted: bool = False
+    landed: set[int] = field(default_factory=set)  # target blocks
+    num_failed: int = 0
+
+    @property
+    def ends(self) -> tuple[TransferEnd, TransferEnd]:
+        return self.source, self.target
+
+
+class TransferLedger:
+    """All transfers that have not ended on both workers.
+
+    The blocks of an end are released when its worker has answered, and either everything arrived, or the other worker
+    has answered too or is lost. Time releases nothing: when a lease is over, the workers are asked.
+    """
+
+    def __init__(self, scheduler: int, lease_s: float) -> None:
+        """`scheduler`: its incarnation, so that no other scheduler uses the same numbers."""
+        self.num_landed = self.num_aborted = self.num_failed_blocks = self.num_dropped = 0
+        self.transfers: dict[int, Transfer] = {}
+        self._lease_s = lease_s
+        self._next = (scheduler & 0xFFFF_FFFF) << 31
+        self._asks: dict[tuple[int, int], None] = {}  # worker and transfer, in order
+        self._released: list[tuple[Transfer, TransferEnd]] = []
+
+    @property
+    def num_quarantined(self) -> int:
+        """Blocks of aborted transfers that a worker may still use."""
+        ends = (end for transfer in self.transfers.values() if transfer.is_aborted for end in transfer.ends)
+        return sum(len(end.blocks) for end in ends if end.state is EndState.ABORTED)
+
+    def held(self, worker: int) -> "Counter[int]":
+        """Blocks of a worker that transfers hold, with the number of transfers."""
+        ends = (end for transfer in self.transfers.values() for end in transfer.ends if end.worker == worker)
+        return Counter(block for end in ends for block in end.blocks)
+
+    # what the scheduler does
+
+    def open(self, source: int, target: int, target_blocks: list[int]) -> Transfer:
+        """The target is told. The source is told with the first call of `send`."""
+        self._next += 1
+        sender = TransferEnd(source, state=EndState.RELEASED, has_answered=True)
+        transfer = Transfer(self._next, sender, TransferEnd(target, target_blocks))
+        self.transfers[transfer.number] = transfer
+        return transfer
+
+    def send(self, transfer: Transfer, blocks: list[int], is_last: bool, now: float) -> None:
+        """A plan of the source sends these blocks. The lease begins when all of them are sent."""
+        transfer.source.has_answered, transfer.source.state = False, EndState.OFFERED
+        transfer.source.blocks += blocks
+        if is_last:
+            transfer.ask_at = now + self._lease_s
+
+    def abort(self, transfer: Transfer, now: float) -> None:
+        """Gives a transfer up and asks both workers to stop."""
+        if not transfer.is_aborted:
+            transfer.is_aborted = True
+            self.num_aborted += 1
+            for end in transfer.ends:
+                if end.state is EndState.OFFERED:
+                    end.state = EndState.ABORTED
+        self._ask(transfer)
+        transfer.ask_at = now + self._lease_s
+        self._settle(transfer)
+
+    def ask_overdue(self, now: float) -> list[Transfer]:
+        """Aborts the transfers whose lease is over, again and again until there is an answer. Returns them."""
+        due = [one for one in self.transfers.values() if one.ask_at is not None and one.ask_at <= now]
+        for transfer in due:
+            self.abort(transfer, now)
+        return due
+
+    def take_asks(self) -> list[tuple[int, int]]:
+        """Workers to send KVAbort to, with the transfer's number."""
+        asks, self._asks = list(self._asks), {}
+        return asks
+
+    def take_released(self) -> list[tuple[Transfer, TransferEnd, list[int]]]:
+        """Ends that nobody uses any more, with their blocks, which the caller gives back."""
+        released = [(transfer, end, end.blocks) for transfer, end in self._released]
+        for _, end in self._released:
+            end.blocks = []
+        self._released = []
+        return released
+
+    # what workers say
+
+    def on_landed(
+        self, worker: int, number: int, blocks: list[int], failed: list[int], is_ended: bool, now: float
+    ) -> Transfer | None:
+        """None if the notice is dropped: it is late, doubled, or from a stranger."""
+        transfer = self.transfers.get(number)
+        if transfer is None or transfer.target.worker != worker or transfer.target.has_answered:
+            self.num_dropped += 1
+            return None
+        target = transfer.target
+        transfer.landed.update({*blocks}.intersection(target.blocks))
+        transfer.num_failed += len(failed)
+        self.num_failed_blocks += len(failed)
+        if not is_ended:
+            if transfer.ask_at is not None and not transfer.is_aborted:
+                transfer.ask_at = now + self._lease_s
+            return transfer
+        target.has_answered = True
+        if len(transfer.landed) == len(target.blocks):
+            target.state = EndState.LANDED
+            self.num_landed += not transfer.is_aborted
+        elif len(transfer.landed) + transfer.num_failed < len(target.blocks) and not transfer.is_aborted:
+            self.abort(transfer, now)
+        elif target.state is EndState.OFFERED:
+            target.state = EndState.ABORTED
+        self._settle(transfer)
+        return transfer
+
+    def on_send_ended(self, worker: int, number: int, is_complete: bool, now: float) -> Transfer | None:
+        """None if the notice is dropped."""
+        transfer = self.transfers.get(number)
+        if transfer is None or transfer.source.worker != worker or transfer.source.has_answered:
+            self.num_dropped += 1
+            return None
+        transfer.source.has_answered = True
+        if is_complete:
+            transfer.source.state = EndState.LANDED
+        elif not transfer.is_aborted:
+            self.abort(transfer, now)
+        self._settle(transfer)
+        return transfer
+
+    def on_detached(self, worker: int, is_lost: bool, now: float) -> list[Transfer]:
+        """A worker's group is dropped, and with it what it held. Its transfers are aborted; returns them.
+
+        A worker that is lost is not asked. It may be alive behind a broken link: the other worker's answer says that
+        it can do nothing any more.
+        """
+        found = [one for one in self.transfers.values() if any(end.worker == worker for end in one.ends)]
+        for transfer in found:
+            for end in transfer.ends:
+                if end.worker == worker:
+                    end.blocks, end.is_gone = [], end.is_gone or is_lost
+            self.abort(transfer, now)
+        return found
+
+    def on_attached(self, worker: int, still_open: dict[int, list[int]], now: float) -> list[list[int]]:
+        """A worker begins anew and reports its open transfers with their blocks. Returns the blocks to hold."""
+        for transfer in list(self.transfers.values()):
+            for end in transfer.ends:
+                if end.worker == worker and transfer.number not in still_open:
+                    end.has_answered = True
+                    self._settle(transfer)
+        held = []
+        for number, blocks in still_open.items():
+            known = self.transfers.get(number)
+            end = next((end for end in known.ends if end.worker == worker), None) if known is not None else None
+            if known is not None and end is not None:
+                transfer = known
+            else:  # of an earlier scheduler, or forgotten
+                end = TransferEnd(worker)
+                nobody = TransferEnd(0, state=EndState.RELEASED, is_gone=True)
+                transfer = self.transfers[number] = Transfer(number, nobody, end)
+            end.blocks, end.is_gone, end.has_answered, end.state = blocks, False, False, EndState.OFFERED
+            held.append(blocks)
+            transfer.is_aborted = False
+            self.abort(transfer, now)
+        return held
+
+    def _ask(self, transfer: Transfer) -> None:
+        for end in transfer.ends:
+            if not end.is_closed:
+                self._asks[end.worker, transfer.number] = None
+
+    def _settle(self, transfer: Transfer) -> None:
+        for end, other in (transfer.ends, transfer.ends[::-1]):
+            is_whole = end.state is EndState.LANDED
+            if end.state is not EndState.RELEASED and end.has_answered and (is_whole or other.is_closed):
+                end.state = EndState.RELEASED
+                self._released.append((transfer, end))
+        if all(end.state is EndState.RELEASED or end.is_gone for end in transfer.ends):
+            self.transfers.pop(transfer.number, None)

@@ -1,0 +1,185 @@
+"""Routes sequences when groups have roles: to a group that computes the prompt and one that decodes, or to one group.
+
+A prompt of which a decoding group lacks few tokens stays there. A longer one goes to the pair of groups with the least
+cost. With many groups only some are compared for each sequence: the next few of each role in turn, and the groups where
+the last sequence that began alike was sent.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import islice
+
+from blockyard.services.scheduler.batch.worker_groups import WorkerGroup
+from blockyard.services.scheduler.sequences.requests import Sequence
+from blockyard.services.scheduler.transfers.handovers import Handovers
+from blockyard.services.scheduler.workers.group_queue import RUNNING_TOKENS, GroupQueue, cost, sibling_groups
+from blockyard.shared.messages import KVRole
+
+NUM_COMPARED = 8  # groups of a role
+MAX_REMEMBERED = 1 << 14  # beginnings of sequences
+TRANSFER_SHARE = 16  # to send a token's blocks costs so much less than to compute it
+
+
+@dataclass(slots=True)
+class RoleGroups:
+    """The groups that may serve a role. It compares `NUM_COMPARED` of them for a sequence, others for the next."""
+
+    groups: list[WorkerGroup] = field(default_factory=list)
+    _next: int = 0
+
+    def some(self) -> Iterable[WorkerGroup]:
+        num = len(self.groups)
+        if num <= NUM_COMPARED:
+            return self.groups
+        first, self._next = self._next, (self._next + NUM_COMPARED) % num
+        return islice(self.groups + self.groups[:NUM_COMPARED], first, first + NUM_COMPARED)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A group that has room for a sequence."""
+
+    queue: GroupQueue
+    num_tokens: int  # to compute there
+    num_blocks: int  # to take there
+    price: int
+
+
+def is_pair(source: WorkerGroup, target: WorkerGroup) -> bool:
+    """Whether blocks of one group can go to the other."""
+    one, other = source.geometry, target.geometry
+    return source is not target and one.kv_layout == other.kv_layout != "" and one.block_size == other.block_size
+
+
+class RoleRouter:
+    def __init__(
+        self, handovers: Handovers, queue_of: Callable[[WorkerGroup], GroupQueue], decode_prefill_tokens: int
+    ) -> None:
+        """`decode_prefill_tokens`: a prompt of which a decoding group lacks no more is computed there."""
+        self.is_active = False  # there are groups of different roles
+        self._handovers, self._queue_of = handovers, queue_of
+        self._most_there = decode_prefill_tokens
+        self._prefill, self._decode = RoleGroups(), RoleGroups()
+        self._recent: OrderedDict[bytes, dict[int, None]] = OrderedDict()  # workers by the first block of a sequence
+        self._by_worker: dict[int, WorkerGroup] = {}
+
+    def set_groups(self, groups: Iterable[WorkerGroup]) -> None:
+        """Called when a group was attached or detached. Without a group of one role, the others serve as both."""
+        self._by_worker = {group.worker: group for group in groups}
+        every = list(self._by_worker.values())
+        roles = {group.geometry.kv_role for group in every}
+        self.is_active = len(roles) > 1
+        self._prefill = RoleGroups([group for group in every if group.geometry.kv_role is not KVRole.DECODE])
+        self._decode = RoleGroups([group for group in every if group.geometry.kv_role is not KVRole.PREFILL])
+
+    def place(self, sequence: Sequence) -> Choice | None:
+        """The group that a waiting sequence goes to, with a handover if it is to decode elsewhere; None: no room."""
+        if sequence.handover is not None:
+            self._handovers.drop(sequence)
+        known = sequence.num_tokens
+        request = sequence.request
+        most = request.num_prompt + request.frame.sampling.max_tokens  # tokens, if its groups are long enough
+        first, decode, prefill = self._candidates(sequence)
+        longest = max(group.max_model_len for group in [*decode, *prefill])
+        need = min(most, longest)
+        decode = [group for group in decode if group.max_model_len >= need]
+        at_decode = [(group, self._missing(group, sequence)) for group in decode]
+        near = [group for group, num in at_decode if num <= max(self._most_there, group.kv_cache.block_size)]
+        if near:
+            return self._remember(first, self._cheapest(near, sequence))
+        if siblings := [self._by_worker[worker] for worker in sibling_groups(sequence) if worker in self._by_worker]:
+            choice = self._cheapest(siblings, sequence)
+            if choice is not None:
+                return choice
+        is_single = len(request.active_sequences) == 1 and request.search is None
+        if not is_single or known + 1 >= need or not decode:
+            fits = [group for group in prefill if group.max_model_len >= need] or decode or [*decode, *prefill]
+            return self._remember(first, self._cheapest(fits, sequence))
+        prefill = [group for group in prefill if group.max_model_len > known + 1]
+        pairs = [(s, t) for s in prefill for t in decode if s is t or is_pair(s, t)]
+        if not pairs:  # their blocks do not fit together
+            fits = [group for group in prefill if group.max_model_len >= need] or decode
+            return self._remember(first, self._cheapest(fits, sequence))
+        return self._place_pair(first, sequence, pairs, dict(at_decode))
+
+    def _place_pair(
+        self,
+        first: bytes | None,
+        sequence: Sequence,
+        pairs: list[tuple[WorkerGroup, WorkerGroup]],
+        missing: dict[WorkerGroup, int],
+    ) -> Choice | None:
+        choices = {source: self._choice(source, sequence) for source in {source: None for source, _ in pairs}}
+        prices = {
+            target: self._target_price(target, missing[target]) for target in {target: None for _, target in pairs}
+        }
+        offers: list[tuple[int, int, Choice, WorkerGroup]] = []
+        for source, target in pairs:
+            choice, price = choices[source], prices[target]
+            if choice is not None and price is not None:
+                offers.append((choice.price + price, len(offers), choice, target))
+        for _, _, choice, target in sorted(offers, key=lambda offer: offer[:2]):
+            if choice.queue.group is target or self._handovers.reserve(sequence, choice.queue.group, target):
+                return self._remember(first, choice, target)
+        return None
+
+    def _candidates(self, sequence: Sequence) -> tuple[bytes | None, list[WorkerGroup], list[WorkerGroup]]:
+        """Its first block's hash, and groups to decode and to compute it."""
+        decode, prefill = list(self._decode.some()), list(self._prefill.some())
+        first = next(iter(decode or prefill)).kv_cache.first_hash(sequence)
+        for worker in self._recent.get(first, {}) if first is not None else {}:
+            group = self._by_worker.get(worker)
+            if group is not None and group.geometry.kv_role is not KVRole.PREFILL and group not in decode:
+                decode.append(group)
+            if group is not None and group.geometry.kv_role is not KVRole.DECODE and group not in prefill:
+                prefill.append(group)
+        return first, decode, prefill
+
+    def _remember(self, first: bytes | None, choice: Choice | None, target: WorkerGroup | None = None) -> Choice | None:
+        if choice is not None and first is not None:
+            self._recent[first] = {choice.queue.group.worker: None} | ({target.worker: None} if target else {})
+            self._recent.move_to_end(first)
+            if len(self._recent) > MAX_REMEMBERED:
+                self._recent.popitem(last=False)
+        return choice
+
+    def _missing(self, group: WorkerGroup, sequence: Sequence) -> int:
+        """Tokens that are not cached there."""
+        first = group.kv_cache.first_hash(sequence)
+        if first is None or not group.kv_cache.may_have_cached(first):
+            return sequence.num_tokens
+        return sequence.num_tokens - group.kv_cache.find(sequence).num_tokens
+
+    def _cheapest(self, groups: list[WorkerGroup], sequence: Sequence) -> Choice | None:
+        found = [choice for group in groups if (choice := self._choice(group, sequence)) is not None]
+        return min(found, key=lambda choice: choice.price, default=None)
+
+    def _choice(self, group: WorkerGroup, sequence: Sequence) -> Choice | None:
+        """None if the group has no room."""
+        queue = self._queue_of(group)
+        if self._num_sequences(queue) >= group.max_num_seqs:
+            return None
+        num_tokens, backlog, found = queue.find(sequence)
+        if queue.is_busy and not found.num_tokens:
+            return None
+        pool, alone = group.kv_cache.blocks, not group.running
+        num_blocks = group.kv_cache.num_blocks_to_take(sequence.num_tokens, found, alone)
+        if not pool.admits(num_blocks + queue.num_blocks, found.blocks, alone=not queue.num_sequences):
+            return None
+        return Choice(queue, num_tokens, num_blocks, cost(num_tokens, backlog, self._num_sequences(queue))[0])
+
+    def _target_price(self, group: WorkerGroup, num_missing: int) -> int | None:
+        """The cost of a group that decodes what another one computes; None if it has no room."""
+        queue = self._queue_of(group)
+        num_sequences = self._num_sequences(queue)
+        if num_sequences >= group.max_num_seqs:
+            return None
+        pool = group.kv_cache.blocks
+        if not pool.admits(pool.blocks_for(num_missing) + queue.num_blocks, [], alone=not num_sequences):
+            return None
+        return num_missing // TRANSFER_SHARE + queue.backlog + RUNNING_TOKENS * num_sequences
+
+    def _num_sequences(self, queue: GroupQueue) -> int:
+        """That run, wait for the next plan, or are on their way."""
+        return queue.num_sequences + self._handovers.num_inbound[queue.group.worker]
