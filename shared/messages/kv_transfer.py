@@ -53,6 +53,7 @@ class KVAbort(Frame, frozen=True):
     """
 
     transfer: int
+    is_source: bool = False  # the worker sends; for one that does not know the transfer
 
 
 class KVLanded(Frame, frozen=True):

@@ -239,5 +239,5 @@ class Handovers:
             elif group is not None:
                 group.kv_cache.blocks.release(blocks, ())
                 self._groups.mark_dirty([group])
-        for worker, number in self.ledger.take_asks():
-            self._outbox.send(worker, KVAbort(number))
+        for worker, number, is_source in self.ledger.take_asks():
+            self._outbox.send(worker, KVAbort(number, is_source))

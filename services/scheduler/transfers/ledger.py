@@ -37,6 +37,7 @@ class Transfer:
     source: TransferEnd
     target: TransferEnd
     ask_at: float | None = None  # when the workers are asked; None: the scheduler still sends blocks
+    is_unknown: bool = False  # of an earlier scheduler, or forgotten: which end sends is not known
     is_aborted: bool = False
     landed: set[int] = field(default_factory=set)  # target blocks
     num_failed: int = 0
@@ -44,6 +45,9 @@ class Transfer:
     @property
     def ends(self) -> tuple[TransferEnd, TransferEnd]:
         return self.source, self.target
+
+    def end_of(self, worker: int) -> TransferEnd | None:
+        return next((end for end in self.ends if end.worker == worker), None)
 
 
 class TransferLedger:
@@ -59,7 +63,7 @@ class TransferLedger:
         self.transfers: dict[int, Transfer] = {}
         self._lease_s = lease_s
         self._next = (scheduler & 0xFFFF_FFFF) << 31
-        self._asks: dict[tuple[int, int], None] = {}  # worker and transfer, in order
+        self._asks: dict[tuple[int, int, bool], None] = {}  # in order
         self._released: list[tuple[Transfer, TransferEnd]] = []
 
     @property
@@ -109,8 +113,8 @@ class TransferLedger:
             self.abort(transfer, now)
         return due
 
-    def take_asks(self) -> list[tuple[int, int]]:
-        """Workers to send KVAbort to, with the transfer's number."""
+    def take_asks(self) -> list[tuple[int, int, bool]]:
+        """Workers to send KVAbort to, with the transfer's number and whether the worker is its source."""
         asks, self._asks = list(self._asks), {}
         return asks
 
@@ -129,6 +133,8 @@ class TransferLedger:
     ) -> Transfer | None:
         """None if the notice is dropped: it is late, doubled, or from a stranger."""
         transfer = self.transfers.get(number)
+        if transfer is not None and transfer.is_unknown:
+            return self._on_unknown_ended(worker, transfer) if is_ended else None
         if transfer is None or transfer.target.worker != worker or transfer.target.has_answered:
             self.num_dropped += 1
             return None
@@ -154,6 +160,8 @@ class TransferLedger:
     def on_send_ended(self, worker: int, number: int, is_complete: bool, now: float) -> Transfer | None:
         """None if the notice is dropped."""
         transfer = self.transfers.get(number)
+        if transfer is not None and transfer.is_unknown:
+            return self._on_unknown_ended(worker, transfer)
         if transfer is None or transfer.source.worker != worker or transfer.source.has_answered:
             self.num_dropped += 1
             return None
@@ -162,6 +170,15 @@ class TransferLedger:
             transfer.source.state = EndState.LANDED
         elif not transfer.is_aborted:
             self.abort(transfer, now)
+        self._settle(transfer)
+        return transfer
+
+    def _on_unknown_ended(self, worker: int, transfer: Transfer) -> Transfer | None:
+        end = transfer.end_of(worker)
+        if end is None or end.has_answered:
+            self.num_dropped += 1
+            return None
+        end.has_answered = True
         self._settle(transfer)
         return transfer
 
@@ -188,14 +205,13 @@ class TransferLedger:
                     self._settle(transfer)
         held = []
         for number, blocks in still_open.items():
-            known = self.transfers.get(number)
-            end = next((end for end in known.ends if end.worker == worker), None) if known is not None else None
-            if known is not None and end is not None:
-                transfer = known
-            else:  # of an earlier scheduler, or forgotten
-                end = TransferEnd(worker)
-                nobody = TransferEnd(0, state=EndState.RELEASED, is_gone=True)
-                transfer = self.transfers[number] = Transfer(number, nobody, end)
+            transfer = self.transfers.get(number)
+            if transfer is None:
+                transfer = self.transfers[number] = Transfer(number, _nobody(), _nobody(), is_unknown=True)
+            end = transfer.end_of(worker) or transfer.end_of(0)
+            if end is None:
+                continue  # three workers name the same number
+            end.worker = worker
             end.blocks, end.is_gone, end.has_answered, end.state = blocks, False, False, EndState.OFFERED
             held.append(blocks)
             transfer.is_aborted = False
@@ -205,7 +221,7 @@ class TransferLedger:
     def _ask(self, transfer: Transfer) -> None:
         for end in transfer.ends:
             if not end.is_closed:
-                self._asks[end.worker, transfer.number] = None
+                self._asks[end.worker, transfer.number, end is transfer.source] = None
 
     def _settle(self, transfer: Transfer) -> None:
         for end, other in (transfer.ends, transfer.ends[::-1]):
@@ -215,3 +231,8 @@ class TransferLedger:
                 self._released.append((transfer, end))
         if all(end.state is EndState.RELEASED or end.is_gone for end in transfer.ends):
             self.transfers.pop(transfer.number, None)
+
+
+def _nobody() -> TransferEnd:
+    """An end whose worker is not known, or not attached."""
+    return TransferEnd(0, state=EndState.RELEASED, is_gone=True)

@@ -13,9 +13,13 @@ from blockyard.services.gpu_worker.service import Worker
 from blockyard.shared.messages import (
     NO_TOKEN,
     Attach,
+    Attached,
     BlockFetch,
     Frame,
     Geometry,
+    KVAbort,
+    KVReceive,
+    KVSend,
     Sleep,
     SlotResult,
     SlotRun,
@@ -24,6 +28,7 @@ from blockyard.shared.messages import (
     Wake,
 )
 
+from .fake_transfers import FakeTransfers, abort
 from .fakes import ids_bytes, ids_list
 
 SCHEDULER = 1
@@ -37,6 +42,7 @@ class InFlight:
     runs: list[int]  # slots, in the plan's order
     blocks: set[int]
     host: set[int]
+    sends: list[KVSend]
 
 
 @dataclass
@@ -58,13 +64,22 @@ class FakeWorker:
     incarnation: int
     links: FakeLinks
     loop: Worker
+    transfers: dict[int, FakeTransfers] = field(default_factory=dict)  # of all workers
     inbox: deque[Frame] = field(default_factory=deque)
     tables: dict[int, "Table"] = field(default_factory=dict)  # as of the last plan sent
     in_flight: list[InFlight] = field(default_factory=list)
 
     def sent(self, frame: Frame) -> None:
         """Checks a frame that leaves the scheduler against the plans in flight."""
+        busy_transfers = self.busy_transfers()
         self.inbox.append(frame)
+        if isinstance(frame, KVAbort):
+            return
+        if isinstance(frame, KVReceive):
+            assert busy_transfers.isdisjoint(frame.blocks), "blocks of a transfer are reserved for another"
+            used = set().union(*(f.blocks for f in self.in_flight))
+            assert used.isdisjoint(frame.blocks), "blocks of plans in flight are reserved"
+            return
         if isinstance(frame, Attach | Sleep | Wake):
             self.tables, self.in_flight = {}, []
             return
@@ -85,16 +100,25 @@ class FakeWorker:
             assert start.slot not in busy_slots, f"slot {start.slot} starts while a plan in flight runs it"
             fresh = start.blocks[start.num_computed // self.loop._runner.geometry.block_size :]
             assert busy_blocks.isdisjoint(fresh), f"slot {start.slot} gets blocks of plans in flight"
+            assert busy_transfers.isdisjoint(fresh), f"slot {start.slot} gets blocks of transfers"
             self.tables[start.slot] = Table(frame.number, start.num_computed, list(start.blocks))
         for more in frame.blocks:
             assert busy_blocks.isdisjoint(more.blocks), f"slot {more.slot} gets blocks of plans in flight"
+            assert busy_transfers.isdisjoint(more.blocks), f"slot {more.slot} gets blocks of transfers"
             self.tables[more.slot].blocks += more.blocks
         slots = [run.slot for run in frame.runs]
         geometry = self.loop._runner.geometry
         blocks = set().union(*(self.tables[slot].seen(geometry) for slot in slots))
         blocks |= {copy.src for copy in frame.copies}
         host = {copy.host for copy in [*frame.saves, *frame.fetches]}
-        self.in_flight.append(InFlight(frame.number, slots, blocks, host))
+        self.in_flight.append(InFlight(frame.number, slots, blocks, host, frame.sends))
+
+    def busy_transfers(self) -> set[int]:
+        """Blocks that transfers may touch, those included that the worker is about to hear of."""
+        own = self.transfers[self.incarnation]
+        coming = {b for f in self.inbox if isinstance(f, KVReceive) and f.transfer not in own.over for b in f.blocks}
+        sent = {b for plan in self.in_flight for s in plan.sends if s.transfer not in own.over for b in s.blocks}
+        return own.blocks | coming | sent
 
     def skip(self) -> None:
         """Sends the worker's loop a plan with a number that is not the next one."""
@@ -106,8 +130,18 @@ class FakeWorker:
 
     def work(self) -> list[Frame]:
         """Takes one frame off the link, or else runs one plan. Returns the answers."""
+        own = self.transfers[self.incarnation]
         if self.inbox:
-            self.loop.session.handle(SCHEDULER, self.inbox.popleft())
+            frame = self.inbox.popleft()
+            if isinstance(frame, Sleep):
+                for number in own.open_transfers():
+                    abort(self.transfers, self.incarnation, KVAbort(number))
+            if isinstance(frame, KVReceive):
+                own.receive(frame, self.loop._runner.block_hashes)
+            elif isinstance(frame, KVAbort):
+                abort(self.transfers, self.incarnation, frame)
+            else:
+                self.loop.session.handle(SCHEDULER, frame)
         else:
             self.loop.step()
         answers: list[Frame] = []
@@ -116,6 +150,8 @@ class FakeWorker:
             if isinstance(answer, StepResult):
                 record = self.in_flight.pop(0)
                 assert record.number == answer.number
+                for send in record.sends:
+                    own.send(send)
                 for slot in answer.slots:
                     if (table := self._table(slot.slot, answer)) is not None:
                         table.num_computed = slot.num_computed
@@ -123,6 +159,10 @@ class FakeWorker:
                     if token != NO_TOKEN and (table := self._table(slot, answer)) is not None:
                         table.num_computed += 1
                 answer = self._in_words(answer, record.runs) if answer.number % 5 == 4 else answer
+            if isinstance(answer, Attached):
+                still_open = own.open_transfers()
+                numbers, blocks = list(still_open), list(still_open.values())
+                answer = msgspec.structs.replace(answer, open_transfers=numbers, open_transfer_blocks=blocks)
             answers.append(answer)
         self.links.answered.clear()
         return answers

@@ -71,10 +71,34 @@ def check_beams(journal: Journal, pattern: Pattern, max_model_len: int) -> None:
             assert sum(p.logprob for p in out.logprobs) == pytest.approx(best[index].hypothesis.total)
 
 
-def check_blocks(group: WorkerGroup) -> None:
+def held_by_transfers(core: Scheduler, worker: int) -> Counter[int]:
+    """Blocks that transfers and handovers hold."""
+    handovers = core._lifecycle.handovers
+    reserved = Counter(b for h in handovers.open_handovers if h.target == worker for b in h.held)
+    return handovers.ledger.held(worker) + reserved
+
+
+def check_handovers(core: Scheduler) -> None:
+    """Each handover is of one live sequence, and arriving sequences are counted."""
+    handovers = core._lifecycle.handovers
+    sequences = [c for r in core._lifecycle.requests.values() for c in r.active_sequences]
+    assert {id(c.handover) for c in sequences if c.handover is not None} == {id(h) for h in handovers.open_handovers}
+    arriving = [c for c in sequences if c.phase is Phase.ARRIVING]
+    assert len(arriving) == handovers.num_arriving
+    for sequence in arriving:
+        assert sequence.handover is not None and sequence.handover.is_prefilled and not sequence.ticket
+    assert +handovers.num_inbound == Counter(h.target for h in handovers.open_handovers)
+    for handover in handovers.open_handovers:
+        assert handover.target in core._groups.attached
+        assert handover.source != handover.target
+
+
+def check_blocks(core: Scheduler, group: WorkerGroup) -> None:
     """Each block is in one place, its holders are counted, and its hash belongs to no other block."""
+    transferred = held_by_transfers(core, group.worker)
     pool, index = group.kv_cache.blocks, group.kv_cache.blocks.index
     held = Counter(b for running in group.running for b in running.table.blocks[running.table.num_freed :])
+    held += transferred
     assert [held[b] for b in range(pool.num_ids)] == pool._holders, "holders are miscounted"
     for running in group.running:
         assert (
@@ -170,6 +194,8 @@ def check_router(core: Scheduler, is_held: list[Sequence]) -> None:
         and core._planner.prefills._acceptance.can_accept(first.request)
         and not first.awaits_results()
     )
+    if core._workers.router.roles.is_active:
+        return  # a group waits for sequences that are routed to it
     assert core._workers.admission_delay.paused or not (idle and ready), "a group idles"
 
 
@@ -220,7 +246,7 @@ def check(core: Scheduler) -> None:
         assert len(pending) == group.slots.num_pending
         used = [running.slot for running in group.running]
         assert sorted(group.slots._free + pending + used) == list(range(group.slots.num_ids)), "a slot is lost"
-        check_blocks(group)
+        check_blocks(core, group)
         check_decode_batch(group)
         for running in group.running:
             request = running.sequence.request
@@ -242,7 +268,9 @@ def check(core: Scheduler) -> None:
     check_router(core, [choice for choice in waiting if choice.is_held and id(choice) not in held])
     awaiting_prompt = [r for r in core._lifecycle.requests.values() if r.awaiting_prompt]
     assert sum(len(r.awaiting_prompt) for r in awaiting_prompt) == core._lifecycle.parallel_sampling.num_awaiting_prompt
-    queued = [*waiting, *(c for r in awaiting_prompt for c in r.awaiting_prompt)]
+    check_handovers(core)
+    arriving = [c for r in core._lifecycle.requests.values() for c in r.active_sequences if c.phase is Phase.ARRIVING]
+    queued = [*waiting, *arriving, *(c for r in awaiting_prompt for c in r.awaiting_prompt)]
     amounts = QueueAmount(sum(c.queue_amount.sequences for c in queued), sum(c.queue_amount.tokens for c in queued))
     assert amounts == core._lifecycle.waiting.usage.amount
     assert all(c.queue_amount == QueueAmount(c.num_beams, c.num_beams * c.num_tokens) for c in queued)

@@ -53,6 +53,7 @@ class Program:
         self.world.add_gateway()
         self.world.add_worker()
         self.world.add_detokenizer()
+        self.max_workers = MAX_MEMBERS
         self.num_requests = self.num_searches = self.num_told = 0
         quiet = [self.work, self.submit, self.work, self.detokenize, self.work, self.submit, self.detokenize]
         self._rules: list[Callable[[int, int], None]] = quiet * 7
@@ -188,7 +189,7 @@ class Program:
                 self.world.kill(worker.incarnation)
 
     def add_worker(self, a: int, b: int) -> None:
-        if len(self.world.workers) < MAX_MEMBERS:
+        if len(self.world.workers) < self.max_workers:
             self.world.add_worker()
 
     def kill_detokenizer(self, a: int, b: int) -> None:

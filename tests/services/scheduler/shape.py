@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from blockyard.services.scheduler.planning.partial_prefill_limits import PartialPrefillLimits
+from blockyard.shared.messages import KVRole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +27,9 @@ class Shape:
     may_sleep: bool = True
     num_host_blocks: int = 0
     window: int | None = None  # tokens, of every layer
+    roles: tuple[KVRole, ...] = (KVRole.BOTH,)  # of the workers, in turn
+    decode_prefill_tokens: int = 0
+    kv_lease_s: float = 5.0
     failing: bool = False  # sometimes a fetch from host memory fails
 
     @property

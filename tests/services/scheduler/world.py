@@ -23,6 +23,7 @@ from blockyard.shared.messages import (
     Broken,
     Generate,
     Geometry,
+    KVRole,
     Member,
     PathLost,
     Role,
@@ -34,6 +35,8 @@ from blockyard.shared.messages import (
     TokenStep,
 )
 
+from . import fake_transfers
+from .fake_transfers import FakeTransfers
 from .fake_worker import SCHEDULER, FailingKV, FakeWorker, StutteringRunner
 from .fakes import FakeDetokenizer, FakeGateway, Journal, ids_bytes, ids_list
 from .invariants import EOS, check, check_tokens
@@ -66,11 +69,15 @@ class World:
                 may_sleep=shape.may_sleep,
                 prefix_caching=shape.prefix_caching,
                 block_scope=SCOPE,
+                decode_prefill_tokens=shape.decode_prefill_tokens,
+                kv_lease_s=shape.kv_lease_s,
             ),
             created=0,
         )
         self.gateways: dict[int, FakeGateway] = {}
         self.workers: dict[int, FakeWorker] = {}
+        self.transfers: dict[int, FakeTransfers] = {}  # by worker
+        self.num_workers = 0  # ever
         self.detokenizers: dict[int, FakeDetokenizer] = {}
         self.sent: list[Outgoing] = []  # all frames sent, for scenarios to inspect
         self.done: list[Journal] = []  # journals of gateways that are gone
@@ -84,7 +91,11 @@ class World:
         self._present(gateway.incarnation, Role.API_GATEWAY)
         return gateway
 
-    def add_worker(self) -> FakeWorker:
+    def add_worker(self, role: KVRole | None = None, layout: str = "layout") -> FakeWorker:
+        """`role`: by default the next of the shape."""
+        if role is None:
+            role = self.shape.roles[self.num_workers % len(self.shape.roles)]
+        self.num_workers += 1
         incarnation = next(self._incarnations)
         s = self.shape
         geometry = Geometry(
@@ -97,12 +108,18 @@ class World:
             s.max_num_batched_tokens,
             num_host_blocks=s.num_host_blocks,
             window=s.window,
+            kv_role=role,
+            kv_layout=layout,
+            kv_generation=incarnation,
+            kv_endpoint=b"%d" % incarnation,
         )
         links = FakeLinks(Member("gpu_worker", Role.GPU_WORKER, incarnation, "", ready=True))
         runner = (StutteringRunner if s.stutters else MockRunner)(geometry, self.pattern, 0.0)
         if s.failing:
             runner.block_hashes = FailingKV(s.block_size)
-        worker = FakeWorker(incarnation, links, Worker(links, SleepingRunner(lambda: runner, lambda: 0)))
+        loop = Worker(links, SleepingRunner(lambda: runner, lambda: 0))
+        self.transfers[incarnation] = FakeTransfers(incarnation)
+        worker = FakeWorker(incarnation, links, loop, self.transfers)
         self.workers[incarnation] = worker
         self._present(incarnation, Role.GPU_WORKER)
         return worker
@@ -115,7 +132,9 @@ class World:
 
     def kill(self, incarnation: int) -> None:
         """The member and all on its links vanish; gateways hear of a detokenizer's end from the registry."""
-        self.workers.pop(incarnation, None)
+        if self.workers.pop(incarnation, None) is not None:
+            del self.transfers[incarnation]
+            fake_transfers.lose_worker(self.transfers, incarnation)
         self.detokenizers.pop(incarnation, None)
         gateway = self.gateways.pop(incarnation, None)
         if gateway is not None:
@@ -141,6 +160,7 @@ class World:
         worker, detokenizer = self.workers.get(incarnation), self.detokenizers.get(incarnation)
         if worker is not None:
             worker.inbox.clear()
+            self.transfers[incarnation].notices.clear()
             role = Role.GPU_WORKER
         elif detokenizer is not None:
             detokenizer.inbox.clear()
@@ -233,6 +253,17 @@ class World:
             self.now = ends
         return msgspec.structs.replace(answer, step_s=step_s, stamp_s=self.now)
 
+    def move(self, worker: int, count: int = 1 << 30, fails: bool = False) -> None:
+        """A worker sends blocks to others. With `fails` the last of them is broken on the way."""
+        kvs = {incarnation: one.loop._runner.block_hashes for incarnation, one in self.workers.items()}
+        fake_transfers.move(self.transfers, kvs, worker, count, fails)
+
+    def notify(self, worker: int, is_doubled: bool = False) -> None:
+        """The scheduler hears the next notice of a worker about its transfers."""
+        notice = self.transfers[worker].notices.popleft()
+        for _ in range(1 + is_doubled):
+            self.tell(worker, notice)
+
     def detokenize(self, detokenizer: FakeDetokenizer) -> None:
         for stop in detokenizer.work(self._read):
             self.tell(detokenizer.incarnation, stop)
@@ -258,8 +289,17 @@ class World:
             workers = [w for w in self.workers.values() if w.busy()]
             detokenizers = [d for d in self.detokenizers.values() if d.inbox]
             gateways = [g for g in self.gateways.values() if g.lost]
-            if not workers and not detokenizers and not gateways:
-                return
+            moving = [w for w, one in self.transfers.items() if one.outgoing]
+            noticed = [w for w, one in self.transfers.items() if one.notices]
+            if not workers and not detokenizers and not gateways and not moving and not noticed:
+                if not self.core._lifecycle.handovers.ledger.transfers:
+                    return
+                self.now += self.shape.kv_lease_s + 1.0
+                self.turn()
+            for incarnation in moving:
+                self.move(incarnation)
+            for incarnation in noticed:
+                self.notify(incarnation)
             for gateway in gateways:
                 self.recover(gateway)
             for worker in workers:
@@ -301,6 +341,7 @@ class World:
         stats = self.core.stats()
         assert (stats.running, stats.waiting, stats.blocks_used) == (0, 0, 0)
         assert not self.core._lifecycle.requests
+        assert (stats.arriving, stats.transfers_open, stats.blocks_quarantined) == (0, 0, 0)
         for group in self.core._groups.attached.values():
             assert group.kv_cache.blocks.num_free == group.kv_cache.blocks.num_ids
             assert group.slots.num_free == group.slots.num_ids

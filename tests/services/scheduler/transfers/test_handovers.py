@@ -1,0 +1,370 @@
+"""A sequence is computed in one group and continued in another, and what happens when a part of that fails."""
+
+import pytest
+
+from blockyard.services.scheduler.sequences.requests import Phase, Sequence
+from blockyard.shared.messages import (
+    Cancel,
+    FinishReason,
+    KVAbort,
+    KVLanded,
+    KVReceive,
+    KVRole,
+    KVSend,
+    KVSendEnded,
+    SlotStart,
+    StepPlan,
+)
+
+from ..fake_worker import FakeWorker
+from ..fakes import Output
+from ..world import Shape, World
+
+P, D = KVRole.PREFILL, KVRole.DECODE
+
+
+class Pair:
+    """A world with a prefill and a decode worker."""
+
+    def __init__(self, *roles: KVRole, **shape: object) -> None:
+        self.world = World(Shape(**({"max_num_batched_tokens": 8, "max_num_seqs": 4} | shape)))
+        self.gateway = self.world.add_gateway()
+        self.workers = [self.world.add_worker(role) for role in roles or (P, D)]
+        self.detokenizer = self.world.add_detokenizer()
+        self.source, self.target = self.workers[:2]
+        for worker in self.workers:
+            self.work(worker)
+
+    def submit(self, request_id: str, num_prompt: int, **more: object) -> None:
+        self.world.submit(self.gateway, request_id, num_prompt, **({"max_tokens": 6} | more))
+
+    def sequence(self, request_id: str) -> Sequence:
+        return self.world.core._lifecycle.requests[request_id].sequences[0]
+
+    def output(self, request_id: str, choice: int = 0) -> Output:
+        return self.gateway.journals[request_id].outputs[choice]
+
+    def work(self, worker: FakeWorker) -> None:
+        while worker.busy():
+            self.world.work(worker)
+        while self.detokenizer.inbox:
+            self.world.detokenize(self.detokenizer)
+
+    def notify(self) -> None:
+        for worker, transfers in self.world.transfers.items():
+            while transfers.notices:
+                self.world.notify(worker)
+
+    def prefill(self) -> None:
+        """The source computes all it can, and no block moves."""
+        self.work(self.source)
+
+    def starts(self, worker: FakeWorker) -> list[SlotStart]:
+        return [start for plan in self.plans(worker) for start in plan.starts]
+
+    def plans(self, worker: FakeWorker) -> list[StepPlan]:
+        return [o.frame for o in self.world.sent if o.to == worker.incarnation and isinstance(o.frame, StepPlan)]
+
+    def sends(self, worker: FakeWorker) -> list[KVSend]:
+        return [send for plan in self.plans(worker) for send in plan.sends]
+
+    def frames(self, kind: type, worker: FakeWorker) -> list[object]:
+        return [o.frame for o in self.world.sent if o.to == worker.incarnation and isinstance(o.frame, kind)]
+
+    def finish(self) -> None:
+        self.world.settle()
+        self.world.check_outputs()
+        self.world.check_idle()
+
+
+def test_a_prompt_is_computed_in_one_group_and_continued_in_the_other() -> None:
+    it = Pair()
+    it.submit("a", 22)
+    it.prefill()
+    assert it.sequence("a").phase is Phase.ARRIVING
+    assert len(it.output("a").ids) == 1, "the first token waits for no transfer"
+    stats = it.world.core.stats()
+    assert (stats.arriving, stats.waiting, stats.running, stats.transfers_open) == (1, 1, 0, 1)
+    (receive,) = it.frames(KVReceive, it.target)
+    sends = it.sends(it.source)
+    assert [len(send.blocks) for send in sends] == [2, 2, 1], "chunk by chunk"
+    assert [send.is_last for send in sends] == [False, False, True]
+    assert [block for send in sends for block in send.target_blocks] == receive.blocks
+    assert receive.source_endpoint == b"%d" % it.source.incarnation
+    it.work(it.target)
+    it.world.move(it.source.incarnation)
+    it.notify()
+    assert it.sequence("a").phase is Phase.RUNNING
+    it.finish()
+    (start,) = it.starts(it.target)
+    assert (start.num_computed, start.num_prompt_tokens, len(start.token_ids) // 4) == (20, 22, 23)
+    assert len(it.output("a").ids) == 6
+    assert it.output("a").num_cached_tokens == 0
+    assert it.world.core.stats().transfers_landed_total == 1
+
+
+def test_the_receiver_hears_of_a_transfer_before_the_sender() -> None:
+    it = Pair()
+    it.submit("a", 22)
+    it.finish()
+    order = [type(o.frame) for o in it.world.sent if isinstance(o.frame, KVReceive) or getattr(o.frame, "sends", [])]
+    assert order[0] is KVReceive
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"prefix_caching": False}, {"num_host_blocks": 8}, {"window": 9}, {"depth": 0}, {"policy": "fair"}, {"block_size": 1}],
+)
+def test_it_finds_its_blocks_with_any_cache(more: dict[str, object]) -> None:
+    it = Pair(**more)
+    it.submit("a", 22)
+    it.submit("b", 17, num_prompt_logprobs=1)
+    it.finish()
+    size = it.world.shape.block_size
+    assert {start.num_computed for start in it.starts(it.target)} == {22 // size * size, 17 // size * size}
+    assert it.world.core.stats().transfers_landed_total == 2
+
+
+def test_a_window_model_sends_the_blocks_of_the_window() -> None:
+    it = Pair(window=9)
+    it.submit("a", 22)
+    it.finish()
+    (receive,) = it.frames(KVReceive, it.target)
+    assert len(receive.blocks) == 2
+
+
+def test_only_what_the_target_lacks_is_sent() -> None:
+    it = Pair()
+    it.submit("a", 22)
+    it.finish()
+    prompt = [(i * 7 + 22) % 50 for i in range(22)] + list(range(12))
+    it.submit("b", 34, prompt=prompt)
+    it.finish()
+    first, second = it.frames(KVReceive, it.target)
+    assert (len(first.blocks), len(second.blocks)) == (5, 3)
+
+
+def test_short_prompts_stay_where_they_are() -> None:
+    it = Pair(decode_prefill_tokens=8)
+    it.submit("short", 8)
+    it.submit("long", 9)
+    it.finish()
+    assert [start.num_prompt_tokens for start in it.starts(it.source)] == [9]
+    assert sorted(start.num_prompt_tokens for start in it.starts(it.target)) == [8, 9]
+
+
+@pytest.mark.parametrize("roles", [(P, P), (D, D), (P,), (D,)])
+def test_without_a_group_of_a_role_the_others_serve(roles: tuple[KVRole, ...]) -> None:
+    it = Pair(*(roles if len(roles) > 1 else roles * 2))
+    if len(roles) == 1:
+        it.world.kill(it.target.incarnation)
+    it.submit("a", 22)
+    it.finish()
+    assert not it.sends(it.source)
+
+
+def test_groups_of_different_layouts_exchange_nothing() -> None:
+    it = Pair(P, P)
+    it.world.kill(it.target.incarnation)
+    it.world.add_worker(D, "another layout")
+    it.world.settle()
+    it.submit("a", 22)
+    it.finish()
+    assert not it.sends(it.source)
+    assert len(it.starts(it.source)) == 1
+
+
+def test_a_request_with_several_sequences_stays_in_the_group_of_its_prompt() -> None:
+    it = Pair()
+    it.submit("a", 22, n=3)
+    it.finish()
+    assert not it.sends(it.source)
+    assert len(it.starts(it.source)) == 3
+
+
+def test_a_request_for_one_token_needs_no_transfer() -> None:
+    it = Pair()
+    it.submit("a", 22, max_tokens=1)
+    it.finish()
+    assert not it.sends(it.source)
+    assert it.output("a").finish is FinishReason.LENGTH
+
+
+# --- what dies
+
+
+def test_the_source_dies_before_the_first_token() -> None:
+    it = Pair(P, D, P)
+    it.submit("a", 22)
+    victim = next(w for w in it.workers if w.busy() and w is not it.target)
+    for _ in range(2):
+        it.world.work(victim)
+    it.world.kill(victim.incarnation)
+    assert it.frames(KVAbort, it.target)
+    assert it.world.core.stats().blocks_quarantined == 5
+    it.finish()
+    assert it.world.core.stats().transfers_landed_total == 1, "the other prefill group computed it"
+
+
+@pytest.mark.parametrize("num_landed", [0, 2, 5])
+def test_the_source_dies_between_first_token_and_landing(num_landed: int) -> None:
+    it = Pair()
+    it.submit("a", 22)
+    it.prefill()
+    it.work(it.target)
+    it.world.move(it.source.incarnation, num_landed)
+    it.world.kill(it.source.incarnation)
+    it.finish()
+    (start,) = it.starts(it.target)
+    assert start.num_computed == 4 * num_landed, "the decode side computes what did not land"
+
+
+def test_the_target_dies_while_blocks_arrive() -> None:
+    it = Pair(P, D, D)
+    it.submit("a", 22)
+    it.prefill()
+    target = next(w for w in it.workers[1:] if it.frames(KVReceive, w))
+    other = next(w for w in it.workers[1:] if w is not target)
+    it.work(target)
+    it.world.move(it.source.incarnation, 2)
+    it.world.kill(target.incarnation)
+    it.finish()
+    assert len(it.starts(it.source)) == 2
+    assert it.starts(it.source)[1].num_computed == 20, "its blocks are still there, and are sent again"
+    assert [start.num_computed for start in it.starts(other)] == [20]
+
+
+def test_the_target_dies_before_the_first_token() -> None:
+    it = Pair(P, D, D)
+    it.submit("a", 22)
+    target = next(w for w in it.workers[1:] if it.frames(KVReceive, w))
+    it.world.work(it.source)
+    it.world.kill(target.incarnation)
+    it.finish()
+    assert it.world.core.stats().transfers_landed_total == 1
+
+
+def test_the_last_decode_group_dies_and_the_prefill_group_decodes() -> None:
+    it = Pair()
+    it.submit("a", 22)
+    it.prefill()
+    it.world.kill(it.target.incarnation)
+    it.finish()
+    assert len(it.output("a").ids) == 6
+
+
+def test_a_broken_link_between_the_workers_aborts_on_both() -> None:
+    it = Pair()
+    it.submit("a", 22)
+    it.prefill()
+    it.work(it.target)
+    it.world.move(it.source.incarnation, 3)
+    ((number, _),) = it.world.transfers[it.source.incarnation].outgoing.items()
+    it.world.transfers[it.source.incarnation].end_send(number, False)
+    it.notify()
+    assert it.frames(KVAbort, it.target)
+    it.finish()
+    assert [start.num_computed for start in it.starts(it.target)] == [12]
+    assert it.world.core.stats().transfers_aborted_total == 1
+
+
+@pytest.mark.parametrize("when", ["computing", "arriving"])
+def test_a_cancel_reaches_both(when: str) -> None:
+    it = Pair()
+    it.submit("a", 22)
+    if when == "computing":
+        it.world.work(it.source)
+        it.world.work(it.source)
+    else:
+        it.prefill()
+    it.gateway.journals["a"].cancelled = True
+    it.world.tell(it.gateway.incarnation, Cancel("a", 0))
+    assert it.world.core.stats().blocks_quarantined > 0
+    assert it.frames(KVAbort, it.source) and it.frames(KVAbort, it.target)
+    it.finish()
+
+
+def test_blocks_are_quarantined_until_both_workers_have_answered() -> None:
+    it = Pair()
+    it.submit("a", 22)
+    it.prefill()
+    it.gateway.journals["a"].cancelled = True
+    it.world.tell(it.gateway.incarnation, Cancel("a", 0))
+    ((number, transfer),) = it.world.core._lifecycle.handovers.ledger.transfers.items()
+    blocks, source, target = it.world.core._groups.attached, it.source.incarnation, it.target.incarnation
+    assert it.world.core.stats().blocks_quarantined == 10
+    it.world.tell(target, KVLanded(target, number, [], [], True))
+    assert blocks[target].kv_cache.blocks.num_used == 5, "the sender may still write"
+    it.world.tell(source, KVSendEnded(source, number, False))
+    assert (blocks[source].kv_cache.blocks.num_used, blocks[target].kv_cache.blocks.num_used) == (0, 0)
+    assert not transfer.source.blocks
+
+
+def test_a_failed_block_is_computed_again_and_counted() -> None:
+    it = Pair()
+    it.submit("a", 22)
+    it.prefill()
+    it.work(it.target)
+    it.world.move(it.source.incarnation, 3, fails=True)
+    it.finish()
+    assert [start.num_computed for start in it.starts(it.target)] == [8]
+    assert it.world.core.stats().transfer_blocks_failed_total == 1
+
+
+def test_a_lost_notice_is_asked_for_when_the_lease_is_over() -> None:
+    it = Pair()
+    it.submit("a", 22)
+    it.prefill()
+    it.work(it.target)
+    it.world.move(it.source.incarnation)
+    for transfers in it.world.transfers.values():
+        transfers.notices.clear()
+    it.world.now += 4.0
+    it.world.turn()
+    assert not it.frames(KVAbort, it.target)
+    it.world.now += 2.0
+    it.world.turn()
+    assert it.frames(KVAbort, it.target) and it.frames(KVAbort, it.source)
+    it.finish()
+
+
+def test_a_sequence_does_not_wait_for_a_worker_that_never_answers() -> None:
+    it = Pair()
+    it.submit("a", 22)
+    it.prefill()
+    for _ in range(2):
+        it.world.now += 6.0
+        it.world.turn()
+    assert it.sequence("a").phase is not Phase.ARRIVING
+    assert it.world.core.stats().blocks_quarantined == 10
+    it.finish()
+
+
+def test_unknown_doubled_and_late_notices_are_dropped_and_counted() -> None:
+    it = Pair()
+    it.submit("a", 22)
+    it.finish()
+    source, target = it.source.incarnation, it.target.incarnation
+    ((number,)) = {send.transfer for send in it.sends(it.source)}
+    for peer, frame in (
+        (target, KVLanded(target, number, [1], [], True)),
+        (source, KVSendEnded(source, number, True)),
+        (target, KVLanded(target, 99, [1])),
+        (source, KVSendEnded(source, 99, False)),
+    ):
+        it.world.tell(peer, frame)
+    assert it.world.core.stats().transfer_notices_dropped_total == 4
+    it.world.check_idle()
+
+
+def test_a_new_scheduler_keeps_blocks_of_open_transfers_out_of_use() -> None:
+    it = Pair()
+    it.submit("a", 22)
+    it.prefill()
+    it.work(it.target)
+    it.world.blink(it.target.incarnation)
+    it.world.blink(it.source.incarnation)
+    for worker in it.workers:
+        it.world.work(worker)
+    assert it.world.core.stats().blocks_quarantined == 10
+    it.finish()
