@@ -145,6 +145,12 @@ class KVCacheManager:
         missing = {i: hashes[i] for i, block in enumerate(here, first) if block is None and not in_host(hashes[i])}
         return missing, [block for block in here if block is not None]
 
+    def num_blocks_to_receive(self, num_tokens: int, num_missing: int) -> int:
+        """At most so many are missing to continue after `num_tokens` tokens, of which `num_missing` are not cached."""
+        end = num_tokens // self.block_size
+        first = self.window.num_skipped_blocks(end * self.block_size)
+        return min(end - first, self.blocks.blocks_for(num_missing))
+
     def append_block(self, running: RunningSequence) -> int | None:
         """One more block for a sequence; None if no block is free."""
         if self.window.size is not None:

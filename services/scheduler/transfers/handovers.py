@@ -77,10 +77,13 @@ class Handovers:
         if handover.source != group.worker or handover.num_tokens != running.prefill_end:
             self.drop(running.sequence)  # it started elsewhere, and goes on there
             return
+        running.set_leaves_prefilled()
+        if not handover.target_blocks:  # the target has all blocks
+            handover.landed = set()
+            return
         transfer = self.ledger.open(handover.source, handover.target, handover.target_blocks)
         handover.transfer = transfer.number
         self._by_transfer[transfer.number] = running.sequence
-        running.set_leaves_prefilled()
         geometry = group.geometry
         self._outbox.send_before_plans(
             handover.target,
@@ -108,6 +111,7 @@ class Handovers:
             last += 1
         if first == last:
             return []
+        assert handover.positions[first] >= running.table.num_freed, "a block outside the window is sent"
         blocks = [running.table.blocks[i] for i in handover.positions[first:last]]
         group.kv_cache.blocks.share(blocks)
         handover.num_sent, is_last = last, last == len(handover.positions)

@@ -69,8 +69,8 @@ class TransferLedger:
     @property
     def num_quarantined(self) -> int:
         """Blocks of aborted transfers that a worker may still use."""
-        ends = (end for transfer in self.transfers.values() if transfer.is_aborted for end in transfer.ends)
-        return sum(len(end.blocks) for end in ends if end.state is EndState.ABORTED)
+        ends = [end for transfer in self.transfers.values() if transfer.is_aborted for end in transfer.ends]
+        return sum(len(end.blocks) for end in ends)
 
     def held(self, worker: int) -> "Counter[int]":
         """Blocks of a worker that transfers hold, with the number of transfers."""

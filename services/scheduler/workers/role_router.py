@@ -112,7 +112,7 @@ class RoleRouter:
     ) -> Choice | None:
         choices = {source: self._choice(source, sequence) for source in {source: None for source, _ in pairs}}
         prices = {
-            target: self._target_price(target, missing[target]) for target in {target: None for _, target in pairs}
+            target: self._target_price(target, sequence.num_tokens, missing[target]) for target in {target: None for _, target in pairs}
         }
         offers: list[tuple[int, int, Choice, WorkerGroup]] = []
         for source, target in pairs:
@@ -169,14 +169,14 @@ class RoleRouter:
             return None
         return Choice(queue, num_tokens, num_blocks, cost(num_tokens, backlog, self._num_sequences(queue))[0])
 
-    def _target_price(self, group: WorkerGroup, num_missing: int) -> int | None:
+    def _target_price(self, group: WorkerGroup, num_tokens: int, num_missing: int) -> int | None:
         """The cost of a group that decodes what another one computes; None if it has no room."""
         queue = self._queue_of(group)
         num_sequences = self._num_sequences(queue)
         if num_sequences >= group.max_num_seqs:
             return None
-        pool = group.kv_cache.blocks
-        if not pool.admits(pool.blocks_for(num_missing) + queue.num_blocks, [], alone=not num_sequences):
+        num_blocks = group.kv_cache.num_blocks_to_receive(num_tokens, num_missing)
+        if not group.kv_cache.blocks.admits(num_blocks + queue.num_blocks, [], alone=not num_sequences):
             return None
         return num_missing // TRANSFER_SHARE + queue.backlog + RUNNING_TOKENS * num_sequences
 

@@ -194,8 +194,8 @@ def check_router(core: Scheduler, is_held: list[Sequence]) -> None:
         and core._planner.prefills._acceptance.can_accept(first.request)
         and not first.awaits_results()
     )
-    if core._workers.router.roles.is_active:
-        return  # a group waits for sequences that are routed to it
+    if core._workers.router.roles.is_active or core._lifecycle.handovers.ledger.transfers:
+        return  # a group waits for sequences that are routed to it, or for blocks
     assert core._workers.admission_delay.paused or not (idle and ready), "a group idles"
 
 

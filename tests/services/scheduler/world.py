@@ -255,7 +255,8 @@ class World:
 
     def move(self, worker: int, count: int = 1 << 30, fails: bool = False) -> None:
         """A worker sends blocks to others. With `fails` the last of them is broken on the way."""
-        kvs = {incarnation: one.loop._runner.block_hashes for incarnation, one in self.workers.items()}
+        awake = {incarnation: one for incarnation, one in self.workers.items() if one.loop._runner._runner is not None}
+        kvs = {incarnation: one.loop._runner.block_hashes for incarnation, one in awake.items()}
         fake_transfers.move(self.transfers, kvs, worker, count, fails)
 
     def notify(self, worker: int, is_doubled: bool = False) -> None:
