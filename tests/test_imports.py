@@ -77,7 +77,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
 }
 LAYERS["shared"] = ("errors", "architectures", "block_hashes", "charts", "percentiles", "token_ids", "tokenizer_files")
 LAYERS["shared"] += ("messages", "config", "bus", "process", "ring_client")
-LAYERS["shared/messages"] = ("base", "requests", "streams", "steps", "text", "controls", "membership", "metrics")
+LAYERS["shared/messages"] = ("base", "requests", "streams", "kv_transfer", "steps", "text", "controls")
+LAYERS["shared/messages"] += ("membership", "metrics")
 LAYERS["shared/bus"] = ("curve", "frames", "member_list", "sockets", "poller", "registry_socket", "registry_link")
 LAYERS["shared/bus"] += ("ring_query", "inbound", "outbound", "links")
 LAYERS["shared/config"] = ("services", "flags", "flag_values", "parsed_flags", "model_bounds", "host_memory")
@@ -118,8 +119,17 @@ LAYERS["services/gpu_worker"] += ("session", "service", "__main__")
 LAYERS["kernels"] = ("int_math", "programmatic_launch", "tensor_checks", "slots", "sampling", "layers", "kv_cache")
 LAYERS["kernels"] += ("attention",)
 
-LAYERS["services/scheduler"] = ("outbox", "plan_pacer", "sequences", "kv_cache", "batch", "queue", "lifecycle")
-LAYERS["services/scheduler"] += ("admission", "workers", "planning", "core", "from_config", "report", "service")
+LAYERS["services/scheduler"] = ("outbox", "plan_pacer", "sequences", "kv_cache", "batch", "queue", "transfers")
+LAYERS["services/scheduler"] += (
+    "lifecycle",
+    "admission",
+    "workers",
+    "planning",
+    "core",
+    "from_config",
+    "report",
+    "service",
+)
 LAYERS["services/scheduler"] += ("simulator", "__main__")
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from blockyard.services.scheduler.batch.worker_groups import WorkerGroup
 from blockyard.services.scheduler.kv_cache.sliding_window import SlidingWindow
 from blockyard.services.scheduler.sequences.requests import ID_BYTES, num_ids
-from blockyard.shared.messages import Generate, Geometry, ModelCard
+from blockyard.shared.messages import Generate, Geometry, KVRole, ModelCard
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,28 @@ class ModelCapacity:
 
 
 def capacity_of(geometries: list[Geometry]) -> ModelCapacity:
-    """`geometries` is not empty."""
+    """What every group can serve; with roles, what the best pair of groups can serve. `geometries` is not empty."""
+    if len({g.kv_role for g in geometries}) > 1:
+        alike = {
+            (g.kv_role, g.kv_layout, g.num_blocks, g.max_model_len, g.max_num_batched_tokens): g for g in geometries
+        }
+        pairs = [
+            [source, target]
+            for source in alike.values()
+            for target in alike.values()
+            if source.kv_role is not KVRole.DECODE and target.kv_role is not KVRole.PREFILL and exchange(source, target)
+        ]
+        if pairs:
+            return max(map(_least_of, pairs), key=lambda capacity: capacity.max_model_len)
+    return _least_of(geometries)
+
+
+def exchange(source: Geometry, target: Geometry) -> bool:
+    """Whether KV blocks of one group can go to another."""
+    return source.kv_layout == target.kv_layout != "" and source.block_size == target.block_size
+
+
+def _least_of(geometries: list[Geometry]) -> ModelCapacity:
     return ModelCapacity(
         min(g.max_model_len for g in geometries),
         min(g.num_blocks for g in geometries),

@@ -25,6 +25,11 @@ class TransferEnd:
     has_answered: bool = False  # the worker has said that it does not touch the blocks any more
     is_gone: bool = False  # the worker is lost: its blocks went with its group
 
+    def reopen(self, worker: int, blocks: list[int]) -> None:
+        """The worker begins anew, and still uses these blocks."""
+        self.worker, self.blocks, self.state = worker, blocks, EndState.OFFERED
+        self.has_answered = self.is_gone = False
+
     @property
     def is_closed(self) -> bool:
         """Whether this worker does nothing to the other one's blocks."""
@@ -205,17 +210,16 @@ class TransferLedger:
                     self._settle(transfer)
         held = []
         for number, blocks in still_open.items():
-            transfer = self.transfers.get(number)
-            if transfer is None:
-                transfer = self.transfers[number] = Transfer(number, _nobody(), _nobody(), is_unknown=True)
-            end = transfer.end_of(worker) or transfer.end_of(0)
-            if end is None:
+            if number not in self.transfers:  # of an earlier scheduler, or forgotten
+                self.transfers[number] = Transfer(number, _nobody(), _nobody(), is_unknown=True)
+            one = self.transfers[number]
+            part = one.end_of(worker) or one.end_of(0)
+            if part is None:
                 continue  # three workers name the same number
-            end.worker = worker
-            end.blocks, end.is_gone, end.has_answered, end.state = blocks, False, False, EndState.OFFERED
+            part.reopen(worker, blocks)
             held.append(blocks)
-            transfer.is_aborted = False
-            self.abort(transfer, now)
+            one.is_aborted = False
+            self.abort(one, now)
         return held
 
     def _ask(self, transfer: Transfer) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 
+from blockyard.services.scheduler.admission.admission import exchange
 from blockyard.services.scheduler.batch.worker_groups import WorkerGroup
 from blockyard.services.scheduler.sequences.requests import Sequence
 from blockyard.services.scheduler.transfers.handovers import Handovers
@@ -48,8 +49,7 @@ class Choice:
 
 def is_pair(source: WorkerGroup, target: WorkerGroup) -> bool:
     """Whether blocks of one group can go to the other."""
-    one, other = source.geometry, target.geometry
-    return source is not target and one.kv_layout == other.kv_layout != "" and one.block_size == other.block_size
+    return source is not target and exchange(source.geometry, target.geometry)
 
 
 class RoleRouter:
@@ -112,7 +112,8 @@ class RoleRouter:
     ) -> Choice | None:
         choices = {source: self._choice(source, sequence) for source in {source: None for source, _ in pairs}}
         prices = {
-            target: self._target_price(target, sequence.num_tokens, missing[target]) for target in {target: None for _, target in pairs}
+            target: self._target_price(target, sequence.num_tokens, missing[target])
+            for target in {target: None for _, target in pairs}
         }
         offers: list[tuple[int, int, Choice, WorkerGroup]] = []
         for source, target in pairs:

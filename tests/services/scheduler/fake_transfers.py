@@ -105,8 +105,9 @@ def move(workers: dict[int, FakeTransfers], kvs: dict[int, MockKV], worker: int,
             block, to = one.writes.popleft()
             assert to in there.blocks
             kvs[one.target].hashes.pop(to, None)
+            kvs[one.target].bad.discard(to)
             is_bad = fails and not count
-            contents = kvs[worker]._contents.get(block, UNKNOWN)
+            contents = UNKNOWN if block in kvs[worker].bad else kvs[worker]._contents.get(block, UNKNOWN)
             kvs[one.target]._contents[to] = UNKNOWN if is_bad else contents
             (there.failed if is_bad else there.landed).append(to)
         if not one.writes and one.has_all:

@@ -132,16 +132,7 @@ class FakeWorker:
         """Takes one frame off the link, or else runs one plan. Returns the answers."""
         own = self.transfers[self.incarnation]
         if self.inbox:
-            frame = self.inbox.popleft()
-            if isinstance(frame, Sleep):
-                for number in own.open_transfers():
-                    abort(self.transfers, self.incarnation, KVAbort(number))
-            if isinstance(frame, KVReceive):
-                own.receive(frame, self.loop._runner.block_hashes)
-            elif isinstance(frame, KVAbort):
-                abort(self.transfers, self.incarnation, frame)
-            else:
-                self.loop.session.handle(SCHEDULER, frame)
+            self._take(self.inbox.popleft())
         else:
             self.loop.step()
         answers: list[Frame] = []
@@ -166,6 +157,18 @@ class FakeWorker:
             answers.append(answer)
         self.links.answered.clear()
         return answers
+
+    def _take(self, frame: Frame) -> None:
+        own = self.transfers[self.incarnation]
+        if isinstance(frame, Sleep):
+            for number in own.open_transfers():
+                abort(self.transfers, self.incarnation, KVAbort(number))
+        if isinstance(frame, KVReceive):
+            own.receive(frame, self.loop._runner.block_hashes)
+        elif isinstance(frame, KVAbort):
+            abort(self.transfers, self.incarnation, frame)
+        else:
+            self.loop.session.handle(SCHEDULER, frame)
 
     def _in_words(self, answer: StepResult, runs: list[int]) -> StepResult:
         """The same answer with a SlotResult in place of each plain token, if its slot is still known."""

@@ -1,7 +1,9 @@
 """A sequence is computed in one group and continued in another, and what happens when a part of that fails."""
 
+import msgspec
 import pytest
 
+from blockyard.services.scheduler.admission.admission import capacity_of
 from blockyard.services.scheduler.sequences.requests import Phase, Sequence
 from blockyard.shared.messages import (
     Cancel,
@@ -113,7 +115,14 @@ def test_the_receiver_hears_of_a_transfer_before_the_sender() -> None:
 
 @pytest.mark.parametrize(
     "more",
-    [{"prefix_caching": False}, {"num_host_blocks": 8}, {"window": 9}, {"depth": 0}, {"policy": "fair"}, {"block_size": 1}],
+    [
+        {"prefix_caching": False},
+        {"num_host_blocks": 8},
+        {"window": 9},
+        {"depth": 0},
+        {"policy": "fair"},
+        {"block_size": 1},
+    ],
 )
 def test_it_finds_its_blocks_with_any_cache(more: dict[str, object]) -> None:
     it = Pair(**more)
@@ -367,4 +376,41 @@ def test_a_new_scheduler_keeps_blocks_of_open_transfers_out_of_use() -> None:
     for worker in it.workers:
         it.world.work(worker)
     assert it.world.core.stats().blocks_quarantined == 10
+    it.finish()
+
+
+def test_the_longest_request_is_the_one_that_some_pair_of_groups_serves() -> None:
+    it = Pair(P, D)
+    assert it.world.core.card is not None
+    assert it.world.core.card.max_model_len == 64
+    core = it.world.core
+    small = msgspec.structs.replace(core._groups.attached[it.source.incarnation].geometry, num_blocks=5)
+    large = core._groups.attached[it.target.incarnation].geometry
+    assert capacity_of([small, large]).max_model_len == 20
+    other = msgspec.structs.replace(small, num_blocks=9)
+    assert capacity_of([small, other, large]).max_model_len == 36
+    alone = msgspec.structs.replace(other, kv_layout="another")
+    assert capacity_of([small, alone, large]).max_model_len == 20
+    assert capacity_of([alone, large]).max_model_len == 36, "no pair: what every group serves"
+
+
+def test_many_groups_share_the_prompts_and_the_sequences() -> None:
+    """More groups of a role than are compared for one sequence."""
+    it = Pair(*[P] * 12, *[D] * 12)
+    for i in range(24):
+        it.submit(f"{i}", 20 + i, max_tokens=3, prompt=[i * 7 + j for j in range(20 + i)])
+    it.finish()
+    prefills = [len(it.starts(worker)) for worker in it.workers[:12]]
+    decodes = [len(it.starts(worker)) for worker in it.workers[12:]]
+    assert (sum(prefills), sum(decodes)) == (24, 24)
+    assert max(prefills) <= 4 and max(decodes) <= 4, (prefills, decodes)
+
+
+def test_prompts_that_begin_alike_go_to_the_same_pair_of_many() -> None:
+    it = Pair(*[P] * 12, *[D] * 12)
+    for i in range(6):
+        it.submit(f"{i}", 24, max_tokens=3, prompt=[*range(20), i, i, i, i])
+        it.world.settle()
+    assert sum(bool(it.starts(worker)) for worker in it.workers[:12]) == 1
+    assert sum(bool(it.starts(worker)) for worker in it.workers[12:]) == 1
     it.finish()

@@ -23,12 +23,20 @@ class TransferProgram(Program):
         self.max_workers = MAX_WORKERS
         for _ in range(num_workers - 1):
             self.world.add_worker()
-        self._rules += [self.move, self.notify] * 14 + [self.expire, self.lose_notice, self.break_link]
+        self._rules += [self.work, self.work, self.move, self.notify] * 20 + [
+            self.expire,
+            self.lose_notice,
+            self.break_link,
+        ]
+
+    def submit(self, a: int, b: int) -> None:
+        """Most requests have one sequence: only these are handed over."""
+        super().submit(a if b % 4 == 0 else 6 * (a // 6) + 3 * (b % 2), b - (b % 7 == 3))
 
     def move(self, a: int, b: int) -> None:
         worker = pick([w for w, one in self.world.transfers.items() if one.outgoing], a)
         if worker is not None:
-            self.world.move(worker, 1 + b % 5, fails=b % 16 == 15)
+            self.world.move(worker, 1 + b % 8, fails=b % 16 < 3)
 
     def notify(self, a: int, b: int) -> None:
         worker = pick([w for w, one in self.world.transfers.items() if one.notices], a)
@@ -55,7 +63,7 @@ class TransferProgram(Program):
         self.world.turn()
 
 
-ROLES = st.lists(st.sampled_from([*KVRole, KVRole.PREFILL, KVRole.DECODE]), min_size=2, max_size=6).map(tuple)
+ROLES = st.lists(st.sampled_from(list(KVRole)), max_size=4).map(lambda more: (KVRole.PREFILL, KVRole.DECODE, *more))
 DECODE_PREFILLS = [0, 0, 3, 8]
 shapes = st.builds(
     Shape,
@@ -93,4 +101,4 @@ def test_the_histories_had_transfers_of_all_kinds() -> None:
     if not any(counted.values()):
         pytest.skip("the histories were not run")
     assert min(counted.values()) > 0, counted
-    assert counted["landed"] > HISTORIES, counted
+    assert counted["landed"] > HISTORIES // 4, counted

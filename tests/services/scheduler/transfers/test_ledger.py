@@ -1,0 +1,172 @@
+"""When the blocks of a transfer may be given out again."""
+
+import pytest
+
+from blockyard.services.scheduler.transfers.ledger import EndState, Transfer, TransferLedger
+
+P, D, OTHER = 11, 12, 13
+LEASE = 10.0
+
+
+class Books:
+    """A ledger with one transfer of two blocks, which is sent."""
+
+    def __init__(self, is_sent: bool = True) -> None:
+        self.ledger = TransferLedger(7, LEASE)
+        self.transfer = self.ledger.open(P, D, [5, 6])
+        self.number = self.transfer.number
+        if is_sent:
+            self.ledger.send(self.transfer, [1], False, 0.0)
+            self.ledger.send(self.transfer, [2], True, 0.0)
+
+    def landed(self, *blocks: int, failed: tuple[int, ...] = (), is_ended: bool = True) -> Transfer | None:
+        return self.ledger.on_landed(D, self.number, list(blocks), list(failed), is_ended, 1.0)
+
+    def send_ended(self, is_complete: bool) -> Transfer | None:
+        return self.ledger.on_send_ended(P, self.number, is_complete, 1.0)
+
+    def released(self) -> dict[int, list[int]]:
+        """Blocks that are given back now, by worker."""
+        return {end.worker: blocks for _, end, blocks in self.ledger.take_released()}
+
+    def asked(self) -> list[int]:
+        return [worker for worker, number, _ in self.ledger.take_asks() if number == self.number]
+
+
+def test_each_end_of_a_whole_transfer_is_released_by_its_own_answer() -> None:
+    it = Books()
+    assert it.ledger.held(P) == {1: 1, 2: 1}
+    it.landed(5, is_ended=False)
+    assert it.released() == {}
+    it.landed(6)
+    assert it.released() == {D: [5, 6]}
+    it.send_ended(True)
+    assert it.released() == {P: [1, 2]}
+    assert not it.ledger.transfers
+    assert (it.ledger.num_landed, it.ledger.num_aborted, it.ledger.num_quarantined) == (1, 0, 0)
+
+
+@pytest.mark.parametrize("first", [P, D])
+def test_an_aborted_transfer_ends_when_both_have_answered(first: int) -> None:
+    it = Books()
+    it.ledger.abort(it.transfer, 0.0)
+    assert sorted(it.asked()) == [P, D]
+    assert {end.state for end in it.transfer.ends} == {EndState.ABORTED}
+    assert it.ledger.num_quarantined == 4
+    for answer in [lambda: it.send_ended(False), it.landed][:: 1 if first == P else -1]:
+        assert it.released() == {}
+        answer()
+    assert it.released() == {P: [1, 2], D: [5, 6]}
+
+
+def test_a_sender_that_has_heard_nothing_need_not_answer() -> None:
+    it = Books(is_sent=False)
+    it.ledger.abort(it.transfer, 0.0)
+    assert it.asked() == [D]
+    it.landed()
+    assert it.released() == {D: [5, 6]}
+
+
+@pytest.mark.parametrize("lost", [P, D])
+def test_when_one_worker_is_lost_the_other_still_has_to_answer(lost: int) -> None:
+    it = Books()
+    it.ledger.on_detached(lost, True, 0.0)
+    assert it.asked() == [D if lost == P else P], "the lost one is not asked"
+    assert it.released() == {}
+    if lost == P:
+        it.landed()
+        assert it.released() == {D: [5, 6]}
+    else:
+        it.send_ended(False)
+        assert it.released() == {P: [1, 2]}
+    assert not it.ledger.transfers
+
+
+@pytest.mark.parametrize("is_complete", [False, True])
+def test_one_end_that_gives_up_makes_the_other_be_asked(is_complete: bool) -> None:
+    it = Books()
+    it.send_ended(is_complete)
+    assert it.asked() == ([] if is_complete else [D])
+    it.landed(5)
+    assert it.released() == {P: [1, 2], D: [5, 6]}
+    assert (it.transfer.landed, it.ledger.num_landed) == ({5}, 0)
+
+
+def test_failed_blocks_are_counted_and_end_the_transfer_without_a_question() -> None:
+    it = Books()
+    it.landed(5, failed=(6,))
+    assert (it.asked(), it.released(), it.ledger.num_failed_blocks) == ([], {}, 1)
+    it.send_ended(True)
+    assert it.released() == {P: [1, 2], D: [5, 6]}
+
+
+def test_a_lease_asks_again_and_again_and_frees_nothing() -> None:
+    it = Books()
+    assert it.ledger.ask_overdue(LEASE - 1) == []
+    for i in range(1, 4):
+        assert it.ledger.ask_overdue(i * LEASE) == [it.transfer]
+        assert sorted(it.asked()) == [P, D]
+        assert it.released() == {}
+    assert it.ledger.num_aborted == 1
+
+
+def test_a_transfer_whose_prompt_is_still_computed_has_no_lease() -> None:
+    it = Books(is_sent=False)
+    it.ledger.send(it.transfer, [1], False, 0.0)
+    assert it.ledger.ask_overdue(100 * LEASE) == []
+
+
+def test_notices_that_are_doubled_late_or_of_strangers_are_dropped() -> None:
+    it = Books()
+    assert it.ledger.on_landed(OTHER, it.number, [5, 6], [], True, 1.0) is None
+    assert it.ledger.on_send_ended(D, it.number, True, 1.0) is None
+    it.landed(5, 6)
+    it.send_ended(True)
+    it.released()
+    assert it.landed(5, 6) is None
+    assert it.send_ended(True) is None
+    assert it.ledger.num_dropped == 4
+    assert it.released() == {}
+
+
+def test_a_block_that_is_not_of_the_transfer_does_not_count() -> None:
+    it = Books()
+    it.landed(5, 77)
+    assert it.ledger.num_landed == 0
+    assert it.transfer.landed == {5}
+
+
+def test_a_worker_that_returns_says_what_is_open() -> None:
+    it = Books()
+    it.ledger.on_detached(P, True, 0.0)
+    assert it.ledger.on_attached(P, {it.number: [1]}, 0.0) == [[1]]
+    it.landed()
+    assert it.released() == {}, "the sender is alive, and may still write"
+    it.send_ended(False)
+    assert it.released() == {P: [1], D: [5, 6]}
+
+
+def test_a_worker_that_returns_without_a_transfer_has_ended_it() -> None:
+    it = Books()
+    it.ledger.on_detached(P, False, 0.0)
+    assert it.ledger.on_attached(P, {}, 0.0) == []
+    it.landed()
+    assert it.released() == {P: [], D: [5, 6]}
+
+
+def test_transfers_of_an_earlier_scheduler_are_held_until_their_workers_answer() -> None:
+    ledger = TransferLedger(8, LEASE)
+    assert ledger.on_attached(P, {99: [1, 2]}, 0.0) == [[1, 2]]
+    assert ledger.on_attached(D, {99: [5]}, 0.0) == [[5]]
+    assert {worker for worker, _, _ in ledger.take_asks()} == {P, D}
+    assert ledger.num_quarantined == 3
+    ledger.on_landed(D, 99, [5], [], True, 0.0)
+    assert ledger.take_released() == []
+    ledger.on_send_ended(P, 99, False, 0.0)
+    assert {end.worker: blocks for _, end, blocks in ledger.take_released()} == {P: [1, 2], D: [5]}
+    assert not ledger.transfers
+
+
+def test_no_two_schedulers_use_the_same_numbers() -> None:
+    one, other = TransferLedger(1, LEASE), TransferLedger(2, LEASE)
+    assert one.open(P, D, []).number != other.open(P, D, []).number
