@@ -42,6 +42,15 @@ class StatsLog:
                 stats.wait_s,
                 sum(one.total for one in stats.refused),
             )
+        if self._enabled and stats.transfers_open:
+            log.info(
+                "KV transfers: %d open, %d sequences arriving, %d landed and %d aborted in all, %d blocks in quarantine",
+                stats.transfers_open,
+                stats.arriving,
+                stats.transfers_landed_total,
+                stats.transfers_aborted_total,
+                stats.blocks_quarantined,
+            )
 
     def warn(self, stats: Stats) -> None:
         """Warns of the first preemption and of every fiftieth after it."""

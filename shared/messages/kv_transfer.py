@@ -63,7 +63,7 @@ class KVLanded(Frame, frozen=True):
     transfer: int
     blocks: list[int]  # whole, and their checksums right
     failed_blocks: list[int] = []  # written, with another checksum than the sender's
-    is_ended: bool = False  # nobody writes to blocks of this transfer any more
+    is_ended: bool = False  # no worker writes to blocks of this transfer any more
 
 
 class KVSendEnded(Frame, frozen=True):

@@ -5,5 +5,6 @@
 - `beam_sequences`: beam search, with a sequence for each beam.
 - `detokenizer_streams`: which detokenizer writes the text of a request.
 
-Called by `admission`, `workers` and `planning`. Imports `sequences`, `kv_cache`, `batch` and `queue`.
+Called by `admission`, `workers` and `planning`. Imports `sequences`, `kv_cache`, `batch`,
+`queue` and `transfers`.
 """

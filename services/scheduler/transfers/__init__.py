@@ -4,5 +4,5 @@
 - `handovers`: `Handovers` reserves blocks for a sequence in another group, sends what its prefill fills, and says when
   the sequence may go on there.
 
-Called by `lifecycle`, `planning` and `workers`. Imports `sequences`, `kv_cache` and `batch`.
+Called by `lifecycle`, `planning` and `workers`. Imports `sequences`, `batch` and `queue`.
 """

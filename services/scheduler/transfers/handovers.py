@@ -233,7 +233,7 @@ class Handovers:
         self._apply()
 
     def _apply(self) -> None:
-        """Sends the questions of the ledger, and gives back what nobody uses any more."""
+        """Sends the questions of the ledger, and gives back the blocks that no worker uses any more."""
         for transfer, end, blocks in self.ledger.take_released():
             group = self._groups.attached.get(end.worker)
             sequence = self._by_transfer.get(transfer.number) if end is transfer.target else None

@@ -12,7 +12,7 @@ class EndState(enum.Enum):
     OFFERED = enum.auto()  # the worker uses the blocks, or may do so
     LANDED = enum.auto()  # the worker is done, and all blocks have arrived
     ABORTED = enum.auto()  # the transfer was given up
-    RELEASED = enum.auto()  # nobody uses the blocks: they were given back
+    RELEASED = enum.auto()  # no worker uses the blocks: they were given back
 
 
 @dataclass(slots=True, eq=False)
@@ -124,7 +124,7 @@ class TransferLedger:
         return asks
 
     def take_released(self) -> list[tuple[Transfer, TransferEnd, list[int]]]:
-        """Ends that nobody uses any more, with their blocks, which the caller gives back."""
+        """Ends that no worker uses any more, with their blocks, which the caller gives back."""
         released = [(transfer, end, end.blocks) for transfer, end in self._released]
         for _, end in self._released:
             end.blocks = []

@@ -6,7 +6,7 @@ import pytest
 
 from blockyard.services.scheduler.simulator.simulation import Simulation
 from blockyard.services.scheduler.simulator.trace import TraceRequest
-from blockyard.services.scheduler.workers.router import RUNNING_TOKENS, cost
+from blockyard.services.scheduler.workers.group_queue import RUNNING_TOKENS, cost
 from blockyard.shared.config.services.process import BusConfig, ProcessConfig
 from blockyard.shared.config.services.scheduler import SchedulerConfig
 from blockyard.shared.config.services.simulation import CostModel, SimulationConfig

@@ -1,0 +1,81 @@
+"""Blocks that transfers hold or reserve."""
+
+import pytest
+
+from blockyard.services.scheduler.kv_cache.block_pool import BlockPool
+from blockyard.services.scheduler.plan_pacer import PlanClock
+
+
+@pytest.fixture
+def pool() -> BlockPool:
+    return BlockPool(6, 4, PlanClock(), num_host_blocks=2)
+
+
+def name(i: int) -> bytes:
+    return bytes([i]) * 16
+
+
+def cache(pool: BlockPool, count: int) -> list[int]:
+    """Cached blocks without a holder."""
+    blocks = pool.take(count)
+    pool.release(blocks, [name(i) for i in range(count)])
+    return blocks
+
+
+def test_a_block_that_a_transfer_holds_is_not_given_out_when_its_sequence_ends(pool: BlockPool) -> None:
+    blocks = pool.take(2)
+    pool.share(blocks)
+    pool.release(blocks, [name(0), name(1)])
+    assert (pool.num_used, pool.num_free) == (2, 4)
+    assert set(pool.take(4)).isdisjoint(blocks)
+    pool.release(blocks, ())
+    assert pool.num_free == 2
+
+
+def test_reserved_blocks_are_cached_once_they_have_landed(pool: BlockPool) -> None:
+    blocks = pool.reserve(2)
+    assert blocks is not None
+    assert pool.index.find([name(0), name(1)], 2) == []
+    pool.land(blocks, [name(0), name(1)])
+    pool.release(blocks, ())
+    assert pool.index.find([name(0), name(1)], 2) == blocks
+    assert pool.num_free == 6
+
+
+def test_a_landed_block_that_is_cached_already_becomes_free(pool: BlockPool) -> None:
+    (cached,) = cache(pool, 1)
+    blocks = pool.reserve(1)
+    assert blocks is not None
+    pool.land(blocks, [name(0)])
+    pool.release(blocks, ())
+    assert pool.index.get(name(0)) == cached
+    assert pool.uncached.num_free == 5
+
+
+def test_reserving_evicts_without_a_copy_to_host_memory(pool: BlockPool) -> None:
+    cache(pool, 6)
+    assert pool.reserve(7) is None
+    assert len(pool.reserve(2) or []) == 2
+    assert not pool.host.saves
+
+
+def test_nothing_is_reserved_while_copies_to_host_memory_wait_for_their_plan(pool: BlockPool) -> None:
+    """The copy would read what another worker has written."""
+    cache(pool, 6)
+    taken = pool.take(1)
+    pool.release(taken, ())
+    assert pool.reserve(1) is None
+    pool.host.take()
+    assert pool.reserve(1) == taken
+
+
+def test_open_transfers_of_a_new_worker_hold_blocks_with_and_without_contents(pool: BlockPool) -> None:
+    pool.restore([1], [name(1)])
+    pool.hold_open([1, 2])
+    pool.hold_open([1, 3])
+    assert pool.num_used == 3
+    assert set(pool.take(3)).isdisjoint({1, 2, 3})
+    pool.release([1, 2], ())
+    assert pool.num_free == 1
+    pool.release([1, 3], ())
+    assert pool.num_free == 3
