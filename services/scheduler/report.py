@@ -43,14 +43,7 @@ class StatsLog:
                 sum(one.total for one in stats.refused),
             )
         if self._enabled and stats.transfers_open:
-            log.info(
-                "KV transfers: %d open, %d sequences arriving, %d landed and %d aborted in all, %d blocks in quarantine",
-                stats.transfers_open,
-                stats.arriving,
-                stats.transfers_landed_total,
-                stats.transfers_aborted_total,
-                stats.blocks_quarantined,
-            )
+            _log_transfers(stats)
 
     def warn(self, stats: Stats) -> None:
         """Warns of the first preemption and of every fiftieth after it."""
@@ -69,3 +62,14 @@ class StatsLog:
                 else "; preemption_mode swap keeps it in host memory (swap_space) in place of computing it again",
                 num_preemptions,
             )
+
+
+def _log_transfers(stats: Stats) -> None:
+    log.info(
+        "KV transfers: %d open, %d sequences arriving, %d landed and %d aborted in all, %d blocks in quarantine",
+        stats.transfers_open,
+        stats.arriving,
+        stats.transfers_landed_total,
+        stats.transfers_aborted_total,
+        stats.blocks_quarantined,
+    )

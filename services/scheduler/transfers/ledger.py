@@ -211,7 +211,7 @@ class TransferLedger:
         held = []
         for number, blocks in still_open.items():
             if number not in self.transfers:  # of an earlier scheduler, or forgotten
-                self.transfers[number] = Transfer(number, _nobody(), _nobody(), is_unknown=True)
+                self.transfers[number] = Transfer(number, _unknown_end(), _unknown_end(), is_unknown=True)
             one = self.transfers[number]
             part = one.end_of(worker) or one.end_of(0)
             if part is None:
@@ -237,6 +237,6 @@ class TransferLedger:
             self.transfers.pop(transfer.number, None)
 
 
-def _nobody() -> TransferEnd:
+def _unknown_end() -> TransferEnd:
     """An end whose worker is not known, or not attached."""
     return TransferEnd(0, state=EndState.RELEASED, is_gone=True)

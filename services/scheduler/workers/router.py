@@ -50,7 +50,10 @@ class Router:
         chosen = self._queue_arrived() if self._handovers.arrived else []
         if len(self._groups) < 2 or self._next() is None:
             return chosen
-        queues = [self._queue_of(group) for group in self._groups.values()]
+        if self.roles.is_active:
+            queues = list(self._queues.values())  # the role router adds the ones that it needs
+        else:
+            queues = [self._queue_of(group) for group in self._groups.values()]
         for queue in queues:
             if queue.unfinished or queue.entries:
                 queue.refresh()
