@@ -34,7 +34,7 @@ class KVReceive(Frame, frozen=True):
 
 
 class KVSend(FrameStruct, frozen=True):
-    """A part of a transfer, in the plan whose completion makes these blocks full. They may be full before."""
+    """A part of a transfer, in the plan that fills these blocks. They may be full before."""
 
     transfer: int
     target: int  # incarnation of the receiving worker

@@ -215,7 +215,7 @@ class Handovers:
         self._apply()
 
     def update(self, now: float) -> None:
-        """Called in each step: asks workers about transfers whose lease is over."""
+        """Called in each step: asks workers about transfers with an expired lease."""
         self._now = now
         if now < self._check_at:
             return

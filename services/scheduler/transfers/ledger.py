@@ -1,4 +1,4 @@
-"""The ledger of KV transfers: who may still read or write the blocks of a transfer, on both workers.
+"""The ledger of KV transfers: which worker may still read or write the blocks of a transfer.
 
 It holds no blocks itself. Its caller holds the blocks of each end, and gives them back when `take_released` says so.
 """
@@ -112,7 +112,7 @@ class TransferLedger:
         self._settle(transfer)
 
     def ask_overdue(self, now: float) -> list[Transfer]:
-        """Aborts the transfers whose lease is over, again and again until there is an answer. Returns them."""
+        """Aborts the transfers with an expired lease, again in each call until the workers answer. Returns them."""
         due = [one for one in self.transfers.values() if one.ask_at is not None and one.ask_at <= now]
         for transfer in due:
             self.abort(transfer, now)
@@ -238,5 +238,5 @@ class TransferLedger:
 
 
 def _unknown_end() -> TransferEnd:
-    """An end whose worker is not known, or not attached."""
+    """An end with a worker that is unknown or not attached."""
     return TransferEnd(0, state=EndState.RELEASED, is_gone=True)

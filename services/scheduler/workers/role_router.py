@@ -38,7 +38,7 @@ class RoleGroups:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Placement:
     """A group that has room for a sequence."""
 
     queue: GroupQueue
@@ -73,7 +73,7 @@ class RoleRouter:
         self._prefill = RoleGroups([group for group in every if group.geometry.kv_role is not KVRole.DECODE])
         self._decode = RoleGroups([group for group in every if group.geometry.kv_role is not KVRole.PREFILL])
 
-    def place(self, sequence: Sequence) -> Choice | None:
+    def place(self, sequence: Sequence) -> Placement | None:
         """The group that a waiting sequence goes to, with a handover if it is to decode elsewhere; None: no room."""
         if sequence.handover is not None:
             self._handovers.drop(sequence)
@@ -89,9 +89,9 @@ class RoleRouter:
         if near:
             return self._remember(first, self._cheapest(near, sequence))
         if siblings := [self._by_worker[worker] for worker in sibling_groups(sequence) if worker in self._by_worker]:
-            choice = self._cheapest(siblings, sequence)
-            if choice is not None:
-                return choice
+            placement = self._cheapest(siblings, sequence)
+            if placement is not None:
+                return placement
         is_single = len(request.active_sequences) == 1 and request.search is None
         if not is_single or known + 1 >= need or not decode:
             fits = [group for group in prefill if group.max_model_len >= need] or decode or [*decode, *prefill]
@@ -109,20 +109,20 @@ class RoleRouter:
         sequence: Sequence,
         pairs: list[tuple[WorkerGroup, WorkerGroup]],
         missing: dict[WorkerGroup, int],
-    ) -> Choice | None:
-        choices = {source: self._choice(source, sequence) for source in {source: None for source, _ in pairs}}
+    ) -> Placement | None:
+        placements = {source: self._placement(source, sequence) for source in {source: None for source, _ in pairs}}
         prices = {
             target: self._target_price(target, sequence.num_tokens, missing[target])
             for target in {target: None for _, target in pairs}
         }
-        offers: list[tuple[int, int, Choice, WorkerGroup]] = []
+        offers: list[tuple[int, int, Placement, WorkerGroup]] = []
         for source, target in pairs:
-            choice, price = choices[source], prices[target]
-            if choice is not None and price is not None:
-                offers.append((choice.price + price, len(offers), choice, target))
-        for _, _, choice, target in sorted(offers, key=lambda offer: offer[:2]):
-            if choice.queue.group is target or self._handovers.reserve(sequence, choice.queue.group, target):
-                return self._remember(first, choice, target)
+            placement, price = placements[source], prices[target]
+            if placement is not None and price is not None:
+                offers.append((placement.price + price, len(offers), placement, target))
+        for _, _, placement, target in sorted(offers, key=lambda offer: offer[:2]):
+            if placement.queue.group is target or self._handovers.reserve(sequence, placement.queue.group, target):
+                return self._remember(first, placement, target)
         return None
 
     def _candidates(self, sequence: Sequence) -> tuple[bytes | None, list[WorkerGroup], list[WorkerGroup]]:
@@ -137,13 +137,15 @@ class RoleRouter:
                 prefill.append(group)
         return first, decode, prefill
 
-    def _remember(self, first: bytes | None, choice: Choice | None, target: WorkerGroup | None = None) -> Choice | None:
-        if choice is not None and first is not None:
-            self._recent[first] = {choice.queue.group.worker: None} | ({target.worker: None} if target else {})
+    def _remember(
+        self, first: bytes | None, placement: Placement | None, target: WorkerGroup | None = None
+    ) -> Placement | None:
+        if placement is not None and first is not None:
+            self._recent[first] = {placement.queue.group.worker: None} | ({target.worker: None} if target else {})
             self._recent.move_to_end(first)
             if len(self._recent) > MAX_REMEMBERED:
                 self._recent.popitem(last=False)
-        return choice
+        return placement
 
     def _missing(self, group: WorkerGroup, sequence: Sequence) -> int:
         """Tokens that are not cached there."""
@@ -152,11 +154,11 @@ class RoleRouter:
             return sequence.num_tokens
         return sequence.num_tokens - group.kv_cache.find(sequence).num_tokens
 
-    def _cheapest(self, groups: list[WorkerGroup], sequence: Sequence) -> Choice | None:
-        found = [choice for group in groups if (choice := self._choice(group, sequence)) is not None]
-        return min(found, key=lambda choice: choice.price, default=None)
+    def _cheapest(self, groups: list[WorkerGroup], sequence: Sequence) -> Placement | None:
+        found = [placement for group in groups if (placement := self._placement(group, sequence)) is not None]
+        return min(found, key=lambda placement: placement.price, default=None)
 
-    def _choice(self, group: WorkerGroup, sequence: Sequence) -> Choice | None:
+    def _placement(self, group: WorkerGroup, sequence: Sequence) -> Placement | None:
         """None if the group has no room."""
         queue = self._queue_of(group)
         if self._num_sequences(queue) >= group.max_num_seqs:
@@ -168,7 +170,7 @@ class RoleRouter:
         num_blocks = group.kv_cache.num_blocks_to_take(sequence.num_tokens, found, alone)
         if not pool.admits(num_blocks + queue.num_blocks, found.blocks, alone=not queue.num_sequences):
             return None
-        return Choice(queue, num_tokens, num_blocks, cost(num_tokens, backlog, self._num_sequences(queue))[0])
+        return Placement(queue, num_tokens, num_blocks, cost(num_tokens, backlog, self._num_sequences(queue))[0])
 
     def _target_price(self, group: WorkerGroup, num_tokens: int, num_missing: int) -> int | None:
         """The cost of a group that decodes what another one computes; None if it has no room."""

@@ -59,9 +59,9 @@ class Router:
                 queue.refresh()
                 self._requeue_stalled(queue)
         if self.roles.is_active:
-            while (sequence := self._next()) is not None and (choice := self.roles.place(sequence)) is not None:
-                self._add(choice.queue, sequence, choice.num_tokens, choice.num_blocks)
-                chosen.append(choice.queue.group)
+            while (sequence := self._next()) is not None and (placement := self.roles.place(sequence)) is not None:
+                self._add(placement.queue, sequence, placement.num_tokens, placement.num_blocks)
+                chosen.append(placement.queue.group)
             return chosen
         queues = [queue for queue in queues if not queue.is_full]
         while queues and (sequence := self._next()) is not None:
