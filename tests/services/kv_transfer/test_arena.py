@@ -1,6 +1,7 @@
 """An arena in host memory: exported to another process, dropped and restored while that has it mapped."""
 
 import fcntl
+import gc
 import mmap
 import os
 from collections.abc import Iterator
@@ -97,9 +98,15 @@ def test_a_wrong_handle(change: dict[str, object]) -> None:
         map_arena(msgspec.structs.replace(handle, **change))
 
 
+def num_mapped() -> int:
+    """Arenas that this process has mapped."""
+    return Path("/proc/self/maps").read_text().count("memfd:blockyard-kv")
+
+
 def test_pages_are_allocated_at_first_use_and_nothing_is_left() -> None:
-    size = 64 << 20
-    before, files, shm = rss_bytes(), len(os.listdir("/proc/self/fd")), os.listdir("/dev/shm")
+    gc.collect()  # arenas that earlier tests of this process have left
+    size, maps = 64 << 20, num_mapped()
+    before, files = rss_bytes(), len(os.listdir("/proc/self/fd"))
     arena = HostArena(size)
     assert rss_bytes() - before < size // 4
     arena.bytes.fill_(1)
@@ -114,11 +121,11 @@ def test_pages_are_allocated_at_first_use_and_nothing_is_left() -> None:
     assert mapped[:9].tolist() == [1] * 9
     view = arena.bytes[:4]
     del arena, mapped
-    assert len(os.listdir("/proc/self/fd")) == files
+    assert len(os.listdir("/proc/self/fd")) <= files
     assert view.tolist() == [1] * 4, "a view keeps the memory"
     del view
-    assert "memfd:blockyard-kv" not in Path("/proc/self/maps").read_text()
-    assert os.listdir("/dev/shm") == shm
+    assert num_mapped() <= maps
+    assert not [name for name in os.listdir("/dev/shm") if "blockyard-kv" in name]
 
 
 def test_an_arena_without_blocks() -> None:

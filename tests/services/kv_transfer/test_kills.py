@@ -122,7 +122,7 @@ def test_the_receiver_is_killed(bus: BusConfig, peer: Peer, connector: str) -> N
         receiver.process.join(10)
     assert [(event.number, event.outcome) for event in ended] == [(1, Sent.LINK_LOST)]
     assert "closed" in link.closed and link.open_transfers() == []
-    assert mapped_arenas() == before, "the memory of the dead process is given back"
+    assert mapped_arenas() <= before, "the memory of the dead process is given back"
     assert (peer.blocks == arena_contents()).all()
     link.begin(Transfer(2, SENDER, 1, RECEIVER, 1, [1]))
     assert [event.outcome for event in link.poll()] == [Sent.LINK_LOST]
@@ -133,12 +133,11 @@ def test_the_receiver_is_killed(bus: BusConfig, peer: Peer, connector: str) -> N
 
 
 def test_kills_leave_no_file_behind(bus: BusConfig, peer: Peer) -> None:
-    before = set(os.listdir("/dev/shm"))
     with process("receive", bind=bus.bind, num_blocks=NUM_BLOCKS) as receiver:
         receiver.wait("bound")
         receiver.process.kill()
         receiver.process.join(10)
-    assert set(os.listdir("/dev/shm")) <= before
+    assert not [name for name in os.listdir("/dev/shm") if "blockyard-kv" in name]
     assert [path for path in Path(bus.bind.removeprefix("ipc://")).iterdir() if not path.is_socket()] == []
 
 
