@@ -100,7 +100,7 @@ LAYERS["services/bench"] += ("latency_throughput", "suite", "simulate", "command
 LAYERS["services/kv_transfer"] = ("layout", "protocol", "arena", "host", "host_blocks", "copy_thread", "link_sockets")
 LAYERS["services/kv_transfer"] += ("connectors", "sender_link", "receiver")
 LAYERS["services/kv_transfer/host"] = ("host_store", "stream_store")
-LAYERS["services/kv_transfer/protocol"] = ("drops", "frames", "outgoing", "incoming")
+LAYERS["services/kv_transfer/protocol"] = ("bit_masks", "drops", "frames", "outgoing", "incoming")
 LAYERS["services/kv_transfer/connectors"] = ("interface", "shm", "tcp", "selection")
 LAYERS["services/gpu_worker"] = (
     "arrays",

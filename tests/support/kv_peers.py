@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -77,6 +78,13 @@ class Pair:
     def transfer(self, number: int, targets: list[int]) -> Transfer:
         return Transfer(number, SENDER, self.source.arena.generation, RECEIVER, self.target.arena.generation, targets)
 
+    def begin(self, number: int, targets: list[int]) -> Transfer:
+        """Opens a transfer on both sides."""
+        transfer = self.transfer(number, targets)
+        self.receiver.expect(transfer)
+        self.sender.begin(transfer)
+        return transfer
+
     def turn(self) -> None:
         for event in self.receiver.poll():
             if isinstance(event, BlocksLanded):
@@ -98,6 +106,11 @@ class Pair:
     def close(self) -> None:
         self.sender.close()
         self.receiver.close()
+
+
+def mapped_arenas() -> int:
+    """Arenas that this process has mapped."""
+    return Path("/proc/self/maps").read_text().count("memfd:blockyard-kv")
 
 
 @contextmanager

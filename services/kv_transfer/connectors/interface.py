@@ -11,6 +11,8 @@ from blockyard.services.kv_transfer.protocol.outgoing import BlockWrite
 
 Written = Callable[[BlockWrite, Words | None, "Payload | None"], None]  # checksums [n] over the copied layers
 Landed = Callable[[Landing, Words | None], None]
+WriteFailed = Callable[[BlockWrite, str], None]  # with the reason
+LandingFailed = Callable[[Landing, str], None]
 
 
 class Payload(Protocol):
@@ -34,7 +36,7 @@ class BlockWriter(Protocol):
     chunk_bytes: int  # upper bound of one copy
     maps_memory: bool  # the copies write to the receiver's memory directly
 
-    def try_start(self, write: BlockWrite, written: Written, failed: Callable[[BlockWrite, str], None]) -> bool:
+    def try_start(self, write: BlockWrite, written: Written, failed: WriteFailed) -> bool:
         """Starts a copy. Returns False if too many are in flight: try again after one is complete.
 
         A later `CopyThread.poll` calls `written` or `failed`. The copy reads the source blocks and writes to the
@@ -48,13 +50,7 @@ class BlockWriter(Protocol):
 class BlockReader(Protocol):
     """Stores the blocks that one sender has sent. No call waits."""
 
-    def start(
-        self,
-        landing: Landing,
-        payload: memoryview | None,
-        landed: Landed,
-        failed: Callable[[Landing, str], None],
-    ) -> None:
+    def start(self, landing: Landing, payload: memoryview | None, landed: Landed, failed: LandingFailed) -> None:
         """Copies `payload` into the arena, if there is one, and computes the checksums of the blocks in the arena.
 
         payload: None if the sender has written to the arena itself. Calls `landed` or `failed`, at once or in a later

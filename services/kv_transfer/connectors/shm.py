@@ -5,11 +5,9 @@ may write until Linux has ended its process, and the receiver learns of that end
 proof that the sender stopped writing: both processes may live.
 """
 
-from collections.abc import Callable
-
 import numpy as np
 
-from blockyard.services.kv_transfer.connectors.interface import Landed, Written
+from blockyard.services.kv_transfer.connectors.interface import Landed, LandingFailed, WriteFailed, Written
 from blockyard.services.kv_transfer.copy_thread import CopyThread
 from blockyard.services.kv_transfer.host_blocks import Checksums, Words, copy_blocks
 from blockyard.services.kv_transfer.protocol.incoming import Landing
@@ -31,7 +29,7 @@ class ShmWriter:
         self._own, self._theirs, self._copies, self._checksums = own, theirs, copies, checksums
         self._in_flight = 0
 
-    def try_start(self, write: BlockWrite, written: Written, failed: Callable[[BlockWrite, str], None]) -> bool:
+    def try_start(self, write: BlockWrite, written: Written, failed: WriteFailed) -> bool:
         if self._in_flight >= MAX_IN_FLIGHT:
             return False
         own, theirs, checksums = self._own, self._theirs, self._checksums
@@ -65,13 +63,7 @@ class ShmReader:
     def __init__(self, own: Words, copies: CopyThread, checksums: Checksums | None) -> None:
         self._own, self._copies, self._checksums = own, copies, checksums
 
-    def start(
-        self,
-        landing: Landing,
-        payload: memoryview | None,
-        landed: Landed,
-        failed: Callable[[Landing, str], None],
-    ) -> None:
+    def start(self, landing: Landing, payload: memoryview | None, landed: Landed, failed: LandingFailed) -> None:
         if self._checksums is None:
             landed(landing, None)
             return

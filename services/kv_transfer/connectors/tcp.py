@@ -4,12 +4,10 @@ Only the receiver writes to its arena, so a sender that died cannot damage it. T
 abort the source blocks are free at once, though their bytes may still be on the way. The receiver drops these.
 """
 
-from collections.abc import Callable
-
 import numpy as np
 import zmq
 
-from blockyard.services.kv_transfer.connectors.interface import Landed, Written
+from blockyard.services.kv_transfer.connectors.interface import Landed, LandingFailed, WriteFailed, Written
 from blockyard.services.kv_transfer.copy_thread import CopyThread
 from blockyard.services.kv_transfer.host_blocks import Checksums, Words, pack_blocks, unpack_blocks
 from blockyard.services.kv_transfer.protocol.incoming import Landing
@@ -50,7 +48,7 @@ class TcpWriter:
         self._sending: list[tuple[Words, zmq.MessageTracker]] = []
         self._num_buffers = 0
 
-    def try_start(self, write: BlockWrite, written: Written, failed: Callable[[BlockWrite, str], None]) -> bool:
+    def try_start(self, write: BlockWrite, written: Written, failed: WriteFailed) -> bool:
         buffer = self._buffer()
         if buffer is None:
             return False
@@ -99,13 +97,7 @@ class TcpReader:
     def __init__(self, own: Words, copies: CopyThread, checksums: Checksums | None) -> None:
         self._own, self._copies, self._checksums = own, copies, checksums
 
-    def start(
-        self,
-        landing: Landing,
-        payload: memoryview | None,
-        landed: Landed,
-        failed: Callable[[Landing, str], None],
-    ) -> None:
+    def start(self, landing: Landing, payload: memoryview | None, landed: Landed, failed: LandingFailed) -> None:
         assert payload is not None, "the bytes come with the frame"
         own, checksums = self._own, self._checksums
         targets, layers = np.array(landing.targets), landing.layers

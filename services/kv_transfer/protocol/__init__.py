@@ -3,10 +3,10 @@
 - `frames`: all frames between two workers, and `Transfer`, which both workers get from the scheduler.
 - `outgoing.OutgoingTransfers`: the sender's state of its transfers to one receiver.
 - `incoming.IncomingTransfers`: the receiver's state of all transfers to it.
-- `drops.Drops`: counts rejected frames by reason.
+- `drops.Drops`: counts rejected frames by reason. `bit_masks`: sets of a transfer's positions.
 
 The receiver decides when its blocks may be written. A sender writes blocks of a transfer only after `WritesAllowed`,
 and never after the last `BlockSums` or `Stopped`. The receiver ends a transfer, which frees its blocks, only if the
 sender has sent one of these two or cannot write any more, and if its own copies and checksums of the blocks are done.
-Imports go from `incoming` to `outgoing`, and from there to `frames` and `drops`.
+`outgoing` and `incoming` import `frames`, `drops` and `bit_masks`, and not each other.
 """

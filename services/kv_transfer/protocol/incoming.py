@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from blockyard.services.kv_transfer.layout import BlockLayout
+from blockyard.services.kv_transfer.protocol.bit_masks import bits, ranges
 from blockyard.services.kv_transfer.protocol.drops import DropReason, Drops
 from blockyard.services.kv_transfer.protocol.frames import (
     BlockSums,
@@ -18,7 +19,6 @@ from blockyard.services.kv_transfer.protocol.frames import (
     Transfer,
     WritesAllowed,
 )
-from blockyard.services.kv_transfer.protocol.outgoing import bits, ranges
 
 MAX_REMEMBERED = 4096  # numbers of ended transfers
 

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from blockyard.services.kv_transfer.layout import BlockLayout
+from blockyard.services.kv_transfer.protocol.bit_masks import bits, ranges
 from blockyard.services.kv_transfer.protocol.drops import DropReason, Drops
 from blockyard.services.kv_transfer.protocol.frames import (
     BlockSums,
@@ -301,22 +302,3 @@ class OutgoingTransfers:
         self._ended[number] = begun
         if len(self._ended) > MAX_REMEMBERED:
             self._ended.popitem(last=False)
-
-
-def bits(first: int, count: int) -> int:
-    """Bit mask with bits [first, first + count) set."""
-    return ((1 << count) - 1) << first if count > 0 and first >= 0 else 0
-
-
-def ranges(mask: int) -> list[tuple[int, int]]:
-    """Runs of set bits: (first bit, length), lowest first."""
-    found: list[tuple[int, int]] = []
-    at = 0
-    while mask:
-        zeros = (mask & -mask).bit_length() - 1
-        mask >>= zeros
-        ones = (~mask & (mask + 1)).bit_length() - 1
-        found.append((at + zeros, ones))
-        mask >>= ones
-        at += zeros + ones
-    return found

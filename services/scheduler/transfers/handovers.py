@@ -134,8 +134,7 @@ class Handovers:
         sequence.on_prefilled()
         handover = sequence.handover
         if handover is None:  # the target was lost meanwhile
-            sequence.on_waiting()
-            self._waiting.push(sequence)
+            self._wait(sequence)
             return
         handover.is_prefilled = True
         self.num_arriving += 1

@@ -8,7 +8,6 @@ the last sequence that began alike was sent.
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from itertools import islice
 
 from blockyard.services.scheduler.admission.admission import exchange
 from blockyard.services.scheduler.batch.worker_groups import WorkerGroup
@@ -29,12 +28,12 @@ class RoleGroups:
     groups: list[WorkerGroup] = field(default_factory=list)
     _next: int = 0
 
-    def some(self) -> Iterable[WorkerGroup]:
+    def some(self) -> list[WorkerGroup]:
         num = len(self.groups)
         if num <= NUM_COMPARED:
-            return self.groups
+            return self.groups.copy()
         first, self._next = self._next, (self._next + NUM_COMPARED) % num
-        return islice(self.groups + self.groups[:NUM_COMPARED], first, first + NUM_COMPARED)
+        return [self.groups[i % num] for i in range(first, first + NUM_COMPARED)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +109,12 @@ class RoleRouter:
         pairs: list[tuple[WorkerGroup, WorkerGroup]],
         missing: dict[WorkerGroup, int],
     ) -> Placement | None:
-        placements = {source: self._placement(source, sequence) for source in {source: None for source, _ in pairs}}
+        placements = {
+            source: self._placement(source, sequence) for source in dict.fromkeys(source for source, _ in pairs)
+        }
         prices = {
             target: self._target_price(target, sequence.num_tokens, missing[target])
-            for target in {target: None for _, target in pairs}
+            for target in dict.fromkeys(target for _, target in pairs)
         }
         offers: list[tuple[int, int, Placement, WorkerGroup]] = []
         for source, target in pairs:
@@ -127,8 +128,8 @@ class RoleRouter:
 
     def _candidates(self, sequence: Sequence) -> tuple[bytes | None, list[WorkerGroup], list[WorkerGroup]]:
         """Its first block's hash, and groups to decode and to compute it."""
-        decode, prefill = list(self._decode.some()), list(self._prefill.some())
-        first = next(iter(decode or prefill)).kv_cache.first_hash(sequence)
+        decode, prefill = self._decode.some(), self._prefill.some()
+        first = (decode or prefill)[0].kv_cache.first_hash(sequence)
         for worker in self._recent.get(first, {}) if first is not None else {}:
             group = self._by_worker.get(worker)
             if group is not None and group.geometry.kv_role is not KVRole.PREFILL and group not in decode:

@@ -5,12 +5,11 @@ import gc
 import mmap
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import msgspec
 import pytest
 import torch
-from kv_peers import Mapper
+from kv_peers import Mapper, mapped_arenas
 
 from blockyard.services.kv_transfer.arena import HostArena, make_arena, map_arena
 from blockyard.shared.process.service_main import rss_bytes
@@ -98,14 +97,9 @@ def test_a_wrong_handle(change: dict[str, object]) -> None:
         map_arena(msgspec.structs.replace(handle, **change))
 
 
-def num_mapped() -> int:
-    """Arenas that this process has mapped."""
-    return Path("/proc/self/maps").read_text().count("memfd:blockyard-kv")
-
-
 def test_pages_are_allocated_at_first_use_and_nothing_is_left() -> None:
     gc.collect()  # arenas that earlier tests of this process have left
-    size, maps = 64 << 20, num_mapped()
+    size, maps = 64 << 20, mapped_arenas()
     before, files = rss_bytes(), len(os.listdir("/proc/self/fd"))
     arena = HostArena(size)
     assert rss_bytes() - before < size // 4
@@ -124,7 +118,7 @@ def test_pages_are_allocated_at_first_use_and_nothing_is_left() -> None:
     assert len(os.listdir("/proc/self/fd")) <= files
     assert view.tolist() == [1] * 4, "a view keeps the memory"
     del view
-    assert num_mapped() <= maps
+    assert mapped_arenas() <= maps
     assert not [name for name in os.listdir("/dev/shm") if "blockyard-kv" in name]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kv_peers import LARGE, RECEIVER, SENDER, Pair, Peer, kill_in_mid_copy, process
+from kv_peers import LARGE, RECEIVER, SENDER, Pair, Peer, kill_in_mid_copy, mapped_arenas, process
 
 from blockyard.services.kv_transfer.protocol.frames import Transfer
 from blockyard.services.kv_transfer.protocol.incoming import BlocksLanded, Received, ReceiverEnded
@@ -23,11 +23,6 @@ CONNECTORS = ("shm", "tcp")
 
 
 @pytest.fixture
-def bus(tmp_path: Path) -> BusConfig:
-    return BusConfig(registry="ipc:///unused", bind=f"ipc://{tmp_path}")
-
-
-@pytest.fixture
 def peer(bus: BusConfig) -> Iterator[Peer]:
     it = Peer(bus, LARGE, NUM_BLOCKS)
     yield it
@@ -39,10 +34,6 @@ def poll_until(step: Callable[[], bool], timeout_s: float = 20.0) -> None:
     while not step():
         assert time.monotonic() < deadline
         time.sleep(0.0005)
-
-
-def mapped_arenas() -> int:
-    return Path("/proc/self/maps").read_text().count("memfd:blockyard-kv")
 
 
 def arena_contents(seed: int = 0) -> np.ndarray:

@@ -2,45 +2,17 @@
 
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import msgspec
-import pytest
 from kv_peers import RECEIVER, SENDER, SMALL, Pair, Peer
 
 from blockyard.services.kv_transfer.protocol.frames import LinkHello, LinkReady, ToSender, Transfer, WritesAllowed
 from blockyard.services.kv_transfer.protocol.incoming import Received
 from blockyard.services.kv_transfer.protocol.outgoing import Sent
 from blockyard.shared.bus.sockets import readable
-from blockyard.shared.config.services.process import BusConfig
 
 ALL = range(SMALL.num_layers)
 encode = msgspec.msgpack.encode
-
-
-@pytest.fixture
-def peers(tmp_path: Path) -> Iterator[tuple[Peer, Peer]]:
-    bus = BusConfig(registry="ipc:///unused", bind=f"ipc://{tmp_path}")
-    source, target = Peer(bus, SMALL, 20), Peer(bus, SMALL, 30)
-    source.fill_random()
-    yield source, target
-    source.close()
-    target.close()
-
-
-@pytest.fixture(params=["shm", "tcp"])
-def pair(request: pytest.FixtureRequest, peers: tuple[Peer, Peer]) -> Iterator[Pair]:
-    it = Pair(*peers, request.param)
-    yield it
-    it.close()
-
-
-def begin(pair: Pair, number: int, targets: list[int]) -> Transfer:
-    transfer = pair.transfer(number, targets)
-    pair.receiver.expect(transfer)
-    pair.sender.begin(transfer)
-    return transfer
 
 
 def hold_copies(peer: Peer) -> threading.Event:
@@ -62,7 +34,7 @@ def test_a_sender_is_busy_while_frames_or_copies_wait_for_room(pair: Pair) -> No
     pair.until(lambda: not pair.sender.busy)
     release = hold_copies(pair.source)
     for number in range(12):  # more than a connector has in flight
-        begin(pair, number, [number])
+        pair.begin(number, [number])
         pair.sender.write(number, 0, [number], ALL)
     pair.until(lambda: pair.sender.busy)
     for _ in range(20):
@@ -103,10 +75,10 @@ def test_a_receiver_is_busy_while_a_link_is_full_and_loses_no_frame(peers: tuple
 def test_both_sides_name_their_open_transfers_to_a_scheduler_that_attaches(pair: Pair) -> None:
     """A new scheduler knows nothing of earlier transfers: it must hear of each one that still uses blocks."""
     pair.until(lambda: pair.sender.connector != "")
-    whole, part = begin(pair, 1, [1, 2]), begin(pair, 2, [3, 4])
+    whole, part = pair.begin(1, [1, 2]), pair.begin(2, [3, 4])
     unknown = pair.transfer(3, [5])
     pair.receiver.expect(unknown)  # the sender has not begun it
-    revoked = begin(pair, 4, [6])
+    revoked = pair.begin(4, [6])
     pair.sender.write(1, 0, [0, 1], ALL)
     pair.sender.write(2, 0, [2], ALL)
     pair.until(lambda: 1 in pair.ended and 1 in pair.sent and 2 in pair.landed)
@@ -130,7 +102,7 @@ def test_both_sides_name_their_open_transfers_to_a_scheduler_that_attaches(pair:
 def test_open_transfers_after_the_sender_attaches_again(pair: Pair) -> None:
     """A new link ends what the old one was allowed, keeps what it was not, and carries new transfers."""
     pair.until(lambda: pair.sender.connector != "")
-    begin(pair, 1, [1, 2])
+    pair.begin(1, [1, 2])
     pair.sender.write(1, 0, [7], ALL)
     pair.until(lambda: 1 in pair.landed)
     pair.sender._lose("test")

@@ -35,11 +35,6 @@ ALL = range(SMALL.num_layers)
 encode = msgspec.msgpack.encode
 
 
-@pytest.fixture
-def bus(tmp_path: Path) -> BusConfig:
-    return BusConfig(registry="ipc:///unused", bind=f"ipc://{tmp_path}")
-
-
 def tcp_bus(folder: Path, keys: str = "keys") -> BusConfig:
     if not (folder / keys).exists():
         write_keys(folder / keys)
@@ -52,30 +47,6 @@ def tcp_bus(folder: Path, keys: str = "keys") -> BusConfig:
     )
 
 
-@pytest.fixture
-def peers(bus: BusConfig) -> Iterator[tuple[Peer, Peer]]:
-    """Source and target, of different sizes."""
-    source, target = Peer(bus, SMALL, 20), Peer(bus, SMALL, 30)
-    source.fill_random()
-    yield source, target
-    source.close()
-    target.close()
-
-
-@pytest.fixture(params=["shm", "tcp"])
-def pair(request: pytest.FixtureRequest, peers: tuple[Peer, Peer]) -> Iterator[Pair]:
-    it = Pair(*peers, request.param)
-    yield it
-    it.close()
-
-
-def begin(pair: Pair, number: int, targets: list[int]) -> Transfer:
-    transfer = pair.transfer(number, targets)
-    pair.receiver.expect(transfer)
-    pair.sender.begin(transfer)
-    return transfer
-
-
 def poll_both(receiver: TransferReceiver, sender: SenderLink, until: Callable[[], bool], timeout_s: float = 10) -> None:
     deadline = time.monotonic() + timeout_s
     while not until():
@@ -86,7 +57,7 @@ def poll_both(receiver: TransferReceiver, sender: SenderLink, until: Callable[[]
 
 
 def test_layers_arrive_one_by_one_and_in_parts(pair: Pair) -> None:
-    begin(pair, 7, [5, 9, 1, 2])
+    pair.begin(7, [5, 9, 1, 2])
     before = pair.target.blocks.copy()
     pair.sender.write(7, 0, [3, 4], ALL)
     pair.sender.write(7, 2, [8, 0], range(1, 3))
@@ -105,7 +76,7 @@ def test_layers_arrive_one_by_one_and_in_parts(pair: Pair) -> None:
 def test_many_transfers_at_once(pair: Pair) -> None:
     pair.sender.begin(pair.transfer(0, [0]))  # the sender hears of it first
     for number in range(1, 10):
-        begin(pair, number, [number * 3, number * 3 + 1])
+        pair.begin(number, [number * 3, number * 3 + 1])
         pair.sender.write(number, 0, [number, 19 - number], ALL)
     pair.sender.write(0, 0, [0], ALL)
     pair.until(lambda: len(pair.ended) == 9)
@@ -120,7 +91,7 @@ def test_many_transfers_at_once(pair: Pair) -> None:
 
 def test_both_sides_give_up(pair: Pair) -> None:
     for number in (1, 2):
-        begin(pair, number, [2 * number, 2 * number + 1])
+        pair.begin(number, [2 * number, 2 * number + 1])
         pair.sender.write(number, 0, [number], ALL)
     pair.until(lambda: len(pair.landed) == 2)
     pair.sender.abort(1, "preempted")
@@ -151,7 +122,7 @@ def test_a_transfer_that_the_sender_never_began_can_be_given_up(pair: Pair) -> N
 
 
 def test_the_sender_closes_its_link(pair: Pair) -> None:
-    begin(pair, 1, [2, 3])
+    pair.begin(1, [2, 3])
     pair.sender.write(1, 0, [1], ALL)
     pair.until(lambda: 1 in pair.landed)
     pair.sender.close()
@@ -163,7 +134,7 @@ def test_the_sender_closes_its_link(pair: Pair) -> None:
 @pytest.mark.parametrize("harm", ["word", "layer"])
 def test_damage_is_found_and_only_the_damaged_block_fails(pair: Pair, harm: str) -> None:
     """The bytes change after the sender has computed their checksums, and before the receiver does."""
-    begin(pair, 1, [10, 11, 12])
+    pair.begin(1, [10, 11, 12])
     pair.sender.write(1, 0, [1, 2, 3], ALL)
     pair.sender.poll()
     on_written = pair.receiver._transfers.on_written
@@ -211,7 +182,7 @@ def test_without_checksums_blocks_land_too(bus: BusConfig) -> None:
         source, target = Peer(bus, layout, 20), Peer(bus, layout, 30)
         source.fill_random()
         pair = Pair(source, target, connector)
-        begin(pair, 1, [4, 5])
+        pair.begin(1, [4, 5])
         pair.sender.write(1, 0, [9, 3], ALL)
         pair.until(lambda pair=pair: 1 in pair.ended)
         assert pair.ended[1].landed == [0, 1]
@@ -283,7 +254,7 @@ def test_a_receiver_that_does_not_answer(
 
 
 def test_an_arena_that_was_dropped_ends_its_links(pair: Pair) -> None:
-    begin(pair, 1, [2, 3])
+    pair.begin(1, [2, 3])
     pair.sender.write(1, 0, [1], ALL)
     pair.until(lambda: 1 in pair.landed)
     pair.source.arena.drop()
@@ -295,7 +266,7 @@ def test_an_arena_that_was_dropped_ends_its_links(pair: Pair) -> None:
 
 def test_a_late_write_to_dropped_memory_changes_no_block(peers: tuple[Peer, Peer]) -> None:
     pair = Pair(*peers, "shm")
-    begin(pair, 1, [2, 3])
+    pair.begin(1, [2, 3])
     pair.until(lambda: pair.sender.connector == "shm")
     for _ in range(20):
         pair.turn()
