@@ -31,6 +31,7 @@ class KVReceive(Frame, frozen=True):
     source_endpoint: bytes
     blocks: list[int]  # of the receiver, by position
     hashes: bytes = b""  # 16 bytes for each block
+    ticket: bytes = b""  # random; with it the sender may open one link without encryption
 
 
 class KVSend(FrameStruct, frozen=True):
@@ -43,6 +44,7 @@ class KVSend(FrameStruct, frozen=True):
     blocks: list[int]  # of the sender
     target_blocks: list[int]
     is_last: bool
+    ticket: bytes = b""  # as in KVReceive
 
 
 class KVAbort(Frame, frozen=True):

@@ -27,6 +27,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     max_queue_len: int = 1024  # waiting sequences
     max_queue_tokens: int = 2**22  # known tokens of waiting sequences
     max_queue_delay_s: float | None = None  # a new request that would wait longer, or has, is refused
+    decode_prefill_tokens: int = 128  # a prompt of which a decode group lacks no more is computed there
+    kv_lease_s: float = 30.0  # after a transfer's last block was sent, before its workers are asked about it
+    kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"  # of blocks that did not land
     enable_sleep_mode: bool = False
     log_stats: bool = True
     stats_interval_s: float = 10.0

@@ -5,6 +5,7 @@ from typing import Literal
 import msgspec
 
 from blockyard.shared.config.services.process import ProcessConfig
+from blockyard.shared.messages import KVRole
 
 Dtype = Literal["auto", "half", "float16", "bfloat16", "float", "float32"]
 
@@ -22,6 +23,26 @@ class MockConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     end_id: int = 0
     fatal_id: int = 0  # the device fails on a prompt with this id; 0: never
     eos_every: int = 0  # about one in this many tokens ends its sequence; 0: never
+
+
+class KVTransferFaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Faults that a worker adds to its own transfers, for tests: `--pd-faults`. Probabilities are of one copy."""
+
+    drop: float = 0.0  # the copy fails, so its transfer is aborted
+    delay_ms: float = 0.0  # longest delay of a copy; delays are uniform
+    flip: float = 0.0  # one bit of the copied bytes is inverted
+
+
+class KVTransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Transfers of KV blocks to and from other workers: `--role`, `--kv-transfer-config`."""
+
+    role: KVRole = KVRole.BOTH
+    connector: Literal["auto", "cuda_ipc", "shm", "tcp", "nixl"] = "auto"
+    backends: list[str] = []  # of nixl; empty: its default
+    encrypt: bool = True  # False: frames and blocks are not encrypted, and each link needs a one-time ticket
+    checksums: bool = True
+    port: int = 0  # of the socket for links of senders; 0: any
+    faults: KVTransferFaults = KVTransferFaults()
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -59,6 +80,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     kv_scales_path: str | None = None  # JSON file
     calculate_kv_scales: bool = False  # from the first prompt
     fused_steps: bool = True  # on a GPU, fuse kernels of small steps
+    kv_transfer: KVTransferConfig | None = None  # None: this worker neither sends nor receives KV blocks
     kernel_cache: str | None = None  # folder of compiled kernels and measured plans; None: in the user's cache
 
     def __post_init__(self) -> None:
