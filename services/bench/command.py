@@ -12,6 +12,7 @@ usage: blockyard bench serve [flags]                    a running server: its TT
        blockyard bench throughput [MODEL] [flags]       many prompts through `blockyard.LLM`, without HTTP
        blockyard bench kernels [FAMILY ...]             the GPU's kernels: time, rate, share of the ceiling
        blockyard bench suite [ITEM ...] [flags]         performance figures of this GPU, with targets and floors
+       blockyard bench pd [ITEM ...] [flags]            two GPUs: prefill and decode apart against unified workers
 
 `--help` after any of them lists its flags and defines its figures."""
 
@@ -21,7 +22,7 @@ usage: blockyard bench kernels [FAMILY ...]
 Measures the GPU's ceilings, then the worker's kernels in CUDA graphs with inputs that no cache holds, and prints a
 table: kernel, shape, us, rate, share of the ceiling. Without names all families are measured."""
 
-BENCHES = ("serve", "latency", "throughput", "kernels", "suite")
+BENCHES = ("serve", "latency", "throughput", "kernels", "suite", "pd")
 
 
 def main(args: Sequence[str]) -> int:
@@ -50,6 +51,10 @@ def _main_of(what: str) -> Callable[[Sequence[str]], int]:
             from blockyard.services.bench.suite import command  # noqa: PLC0415
 
             return command.main
+        case "pd":
+            from blockyard.services.bench.prefill_decode import command as pd_command  # noqa: PLC0415
+
+            return pd_command.main
         case _:
             return kernels
 

@@ -47,8 +47,12 @@ class SuiteServer:
             time.sleep(0.02)
         return replace(self, full_s=time.perf_counter() - self.launched_s)
 
-    def stream(self, requests: Sequence[SampleRequest], each_token: bool = True) -> list[RequestResult]:
-        """Sends all at once, each on its own connection. Raises BenchError if one fails or has another length.
+    def stream(
+        self, requests: Sequence[SampleRequest], each_token: bool = True, due_s: Sequence[float] | None = None
+    ) -> list[RequestResult]:
+        """Sends each on its own connection, `due_s` after the start (all at once).
+
+        Raises BenchError if a request fails or has another length.
 
         `each_token`: requires an event for every token. Random weights sample many tokens without text, so token ids
         are requested as well. The last token may share an event with the end of the response.
@@ -56,7 +60,8 @@ class SuiteServer:
         endpoint = find(self.url, None).endpoint("completions")
         more = {"return_token_ids": True} if each_token else {}
         bodies = [endpoint.request(_body(request) | more) for request in requests]
-        plan, output_lens = LoadPlan(bodies, [0.0] * len(bodies)), [request.num_output for request in requests]
+        plan = LoadPlan(bodies, [0.0] * len(bodies) if due_s is None else due_s)
+        output_lens = [request.num_output for request in requests]
         with client.QuietProcess(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             read = runner.run(processes.run(endpoint, plan, output_lens, LoadRun(), processes.num_for(len(requests))))
         results = read()

@@ -1,0 +1,59 @@
+"""The servers that `blockyard bench pd` compares, and the items that each is measured for."""
+
+import enum
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from blockyard.shared.errors import ConfigError
+
+APART_FLAGS = ("--prefill-workers", "1", "--decode-workers", "1")
+NO_CHECKSUMS = ("--kv-transfer-config.kv_connector_extra_config.checksum", "false")
+
+
+class PDItem(enum.StrEnum):
+    """A figure of a server, by the name that the command line uses."""
+
+    TTFT = "ttft"  # a long prompt alone, with the time to its second token
+    CHECKSUMS = "checksums"  # the same with checksums off
+    ONE_TOKEN = "one-token"  # a long prompt that asks for one token: its prefill has nothing to send
+    ITL = "itl"  # of streams, with and without long prompts beside them
+    GOODPUT_LONG = "goodput-long"
+    GOODPUT_SHORT = "goodput-short"
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """A way to use the GPUs. Rows name it by `name`."""
+
+    name: str
+    flags: tuple[str, ...]  # of `blockyard serve`
+    items: frozenset[PDItem]
+
+
+ONE = Deployment("one", (), frozenset({PDItem.TTFT, PDItem.ONE_TOKEN}))
+TWO = Deployment("two", ("--data-parallel-size", "2"), frozenset({PDItem.ITL}))
+APART = Deployment("apart", APART_FLAGS, frozenset(PDItem) - {PDItem.CHECKSUMS})
+APART_UNCHECKED = Deployment("apart, no checksums", APART_FLAGS + NO_CHECKSUMS, frozenset({PDItem.CHECKSUMS}))
+
+
+def two_with_step(step_tokens: int) -> Deployment:
+    """Two unified workers with another step size, for goodput."""
+    flags = (*TWO.flags, "--max-num-batched-tokens", str(step_tokens))
+    return Deployment(
+        f"two, {step_tokens} tokens a step", flags, frozenset({PDItem.GOODPUT_LONG, PDItem.GOODPUT_SHORT})
+    )
+
+
+def read_items(names: Sequence[str]) -> frozenset[PDItem]:
+    """All items for no names. Raises ConfigError for an unknown one. `checksums` needs `ttft`, which is added."""
+    known = {item.value: item for item in PDItem}
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigError(f"{unknown[0]}: no such item; the items are {', '.join(known)}")
+    items = {known[name] for name in names} or set(PDItem)
+    return frozenset(items | ({PDItem.TTFT} if PDItem.CHECKSUMS in items else set()))
+
+
+def needed(items: Collection[PDItem], step_sizes: Sequence[int]) -> list[Deployment]:
+    """The servers to start for these items, in the order of their starts."""
+    every = [ONE, APART, APART_UNCHECKED, TWO, *map(two_with_step, step_sizes)]
+    return [deployment for deployment in every if deployment.items & set(items)]
