@@ -26,7 +26,6 @@ from blockyard.services.kv_transfer.protocol.frames import (
     Probe,
     StopWrites,
     ToSender,
-    Transfer,
     WritesAllowed,
 )
 from blockyard.services.kv_transfer.protocol.outgoing import BlockWrite, OutgoingTransfers, SenderEnded
@@ -69,11 +68,11 @@ class SenderLink:
         """
         self.receiver, self.connector = receiver, ""
         self.closed = ""  # the reason, once the link is closed
-        self._sender, self._layout, self._arena, self._copies = sender, layout, arena, copies
+        self._layout, self._arena, self._copies = layout, arena, copies
         self._generation, self._wanted, self._endpoint = arena.generation, connector, endpoint
         self._own: Words = blocks_of(arena.bytes.numpy(), layout)
         self._writer: BlockWriter | None = None
-        self._transfers = OutgoingTransfers(layout, sender, arena.generation)
+        self._transfers = OutgoingTransfers(layout, arena.generation)
         self.drops = self._transfers.drops
         self._decoder = msgspec.msgpack.Decoder(ToSender)
         self._encode = msgspec.msgpack.Encoder().encode
@@ -84,8 +83,8 @@ class SenderLink:
         self.monitor: zmq.Socket[Any] = self.socket.get_monitor_socket(_BROKEN)
         self._post(LinkHello(LINK_VERSION, sender, self._generation, receiver, layout, ticket))
 
-    def open_transfers(self) -> list[Transfer]:
-        """Transfers that have not ended: their source blocks must not change."""
+    def open_transfers(self) -> dict[int, list[int]]:
+        """Numbers of transfers that have not ended, with the source blocks named so far, which must not change."""
         return self._transfers.open_transfers()
 
     @property
@@ -94,23 +93,21 @@ class SenderLink:
         can_start = self._writer is not None and self._transfers.has_waiting()
         return not self.closed and (bool(self._outbox) or can_start)
 
-    def begin(self, transfer: Transfer) -> None:
-        """Opens a transfer. Raises ValueError for another worker or generation, or a used number."""
-        if transfer.receiver != self.receiver:
-            raise ValueError(f"transfer {transfer.number} is to {transfer.receiver:x}, the link to {self.receiver:x}")
-        self._transfers.begin(transfer)
+    def begin(self, number: int, receiver_generation: int) -> None:
+        """Opens a transfer. Raises ValueError for a used number."""
+        self._transfers.begin(number, receiver_generation)
         if self.closed:
             self._transfers.on_link_lost()
 
-    def write(self, number: int, first: int, sources: list[int], layers: range) -> None:
-        """Copies blocks `sources` in `layers` to positions [first, ...) of a transfer, once the receiver allows it.
+    def write(self, number: int, sources: list[int], targets: list[int], layers: range) -> None:
+        """Copies blocks `sources` in `layers` to the receiver's blocks `targets`, once the receiver allows it.
 
         K and V of these layers must not change until the transfer has ended. Raises ValueError for blocks that are not
         in the pool, and as `OutgoingTransfers.write`.
         """
         if any(not 0 <= block < self._own.shape[1] for block in sources):
             raise ValueError(f"transfer {number}: some of {sources} are not blocks of this worker")
-        self._transfers.write(number, first, sources, layers)
+        self._transfers.write(number, sources, targets, layers)
 
     def abort(self, number: int, reason: str) -> None:
         """Aborts a transfer. `poll` reports its end once none of its source blocks is read any more."""
@@ -134,8 +131,8 @@ class SenderLink:
 
     def close(self) -> None:
         """Aborts all transfers and closes the link. Waits some milliseconds for copies in flight."""
-        for transfer in self.open_transfers():
-            self.abort(transfer.number, "the sender has closed the link")
+        for number in self.open_transfers():
+            self.abort(number, "the sender has closed the link")
         self._copies.drain()
         self._send()
         self._lose("closed by this worker", linger_ms=200)

@@ -108,12 +108,12 @@ class Link:
         self.number += 1
         transfer = Transfer(self.number, SENDER, 1, RECEIVER, 1, targets)
         self.events.send(transfer)
-        self.link.begin(transfer)
-        while not self.link._transfers._open[self.number].is_allowed:
+        self.link.begin(self.number, 1)
+        while self.link._transfers._open[self.number].blocks is None:
             self.poller.poll(10)
             self.link.poll()
         began = time.monotonic()
-        self.link.write(self.number, 0, sources, range(self.layout.num_layers))
+        self.link.write(self.number, sources, targets, range(self.layout.num_layers))
         self.link.poll()
         while self.link.open_transfers():
             self.poller.poll(1 if self.link.busy else 100)

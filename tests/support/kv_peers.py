@@ -82,7 +82,7 @@ class Pair:
         """Opens a transfer on both sides."""
         transfer = self.transfer(number, targets)
         self.receiver.expect(transfer)
-        self.sender.begin(transfer)
+        self.sender.begin(number, self.target.arena.generation)
         return transfer
 
     def turn(self) -> None:
@@ -228,12 +228,12 @@ def run_sender(events: "Connection", settings: dict[str, Any]) -> None:
     peer.fill_random()
     link = peer.sender(settings["endpoint"], settings["connector"])
     blocks, first = list(range(settings["num_blocks"])), settings["first_part"]
-    link.begin(Transfer(1, SENDER, 1, RECEIVER, 1, blocks))
-    link.write(1, 0, blocks[:first], range(LARGE.num_layers))
+    link.begin(1, 1)
+    link.write(1, blocks[:first], blocks[:first], range(LARGE.num_layers))
     while not events.poll(0.0002):
         link.poll()
     kill_in_mid_copy(link, settings["kill_after"], os.getpid())
-    link.write(1, first, blocks[first:], range(LARGE.num_layers))
+    link.write(1, blocks[first:], blocks[first:], range(LARGE.num_layers))
     while True:
         link.poll()
         time.sleep(0.0002)

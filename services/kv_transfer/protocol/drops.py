@@ -16,6 +16,7 @@ class DropReason(enum.StrEnum):
     OLD_GENERATION = "old_generation"
     WRONG_SIZE = "wrong_size"  # positions, layers or bytes outside of the transfer
     DOUBLED = "doubled"
+    CONTRADICTION = "contradiction"  # the sending and the receiving worker were told of different blocks
     NOT_ALLOWED = "not_allowed"  # too early, for example blocks before WritesAllowed
 
 

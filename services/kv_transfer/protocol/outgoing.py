@@ -54,36 +54,53 @@ class BlockWrite:
     layers: range
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Arguments of a `write` before the positions are known."""
+
+    sources: list[int]
+    targets: list[int]
+    layers: range
+
+
 @dataclass(slots=True, eq=False)
 class _Outgoing:
-    transfer: Transfer
+    number: int
+    receiver_generation: int
     requested: list[int]  # by layer: bit mask of positions that `write` has named
     written: list[int]  # by layer: bit mask of positions with a complete copy
+    sources: dict[int, None] = field(default_factory=dict)  # blocks that `write` has named
+    parts: list[_Part] = field(default_factory=list)  # of `write` before WritesAllowed
+    blocks: list[int] | None = None  # of the receiver, by position; None before WritesAllowed
+    positions: dict[int, int] = field(default_factory=dict)  # by block of the receiver
+    sums: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))  # by position
     summed: int = 0  # bit mask of positions in a BlockSums
-    is_allowed: bool = False
     waiting: deque[BlockWrite] = field(default_factory=deque)  # copies to start
     in_flight: int = 0  # copies
     ending: SenderEnded | None = None  # waits for copies in flight
+
+    def allow(self, blocks: list[int]) -> None:
+        self.blocks, self.sums = blocks, np.zeros(len(blocks), np.uint64)
+        self.positions = {block: position for position, block in enumerate(blocks)}
 
 
 class OutgoingTransfers:
     """Decides which copies start, and keeps the state of each transfer. It copies nothing itself.
 
+    The scheduler names the blocks of a transfer part by part, and the receiver all of them at once in `WritesAllowed`.
+    Only then the positions of the blocks are known. A part that contradicts `WritesAllowed` ends its transfer.
+
     Take the copies to start from `next_write`, report each by `on_written` or `on_failed`, and send the frames of
     `take_frames` in their order.
     """
 
-    def __init__(self, layout: BlockLayout, sender: int, generation: int, chunk_bytes: int = 1) -> None:
-        """sender: its incarnation. generation: of its arena.
-
-        chunk_bytes: upper bound of a copy of more than one block or layer.
-        """
+    def __init__(self, layout: BlockLayout, generation: int, chunk_bytes: int = 1) -> None:
+        """generation: of the sender's arena. chunk_bytes: upper bound of a copy of more than one block or layer."""
         self.drops = Drops()
-        self._layout, self._sender, self._generation, self._chunk_bytes = layout, sender, generation, chunk_bytes
+        self._layout, self._generation, self._chunk_bytes = layout, generation, chunk_bytes
         self._open: dict[int, _Outgoing] = {}
         self._early: OrderedDict[int, Transfer] = OrderedDict()
         self._ended: OrderedDict[int, bool] = OrderedDict()  # number -> False if StopWrites came before `begin`
-        self._sums: dict[int, npt.NDArray[np.uint64]] = {}
         self._frames: list[tuple[LinkFrame, BlockWrite | None]] = []
         self._events: list[SenderEnded] = []
 
@@ -95,49 +112,38 @@ class OutgoingTransfers:
         """Sets the connector's bound, which is known when the link is open. No copy starts before that."""
         self._chunk_bytes = chunk_bytes
 
-    def begin(self, transfer: Transfer) -> None:
-        """Opens a transfer. Raises ValueError for another sender or generation, or a used number."""
-        if transfer.sender != self._sender or transfer.sender_generation != self._generation:
-            raise ValueError(
-                f"transfer {transfer.number} is of {transfer.sender:x} generation {transfer.sender_generation},"
-                f" this is {self._sender:x} generation {self._generation}"
-            )
-        if transfer.number in self._open or self._ended.get(transfer.number):
-            raise ValueError(f"transfer {transfer.number} has begun before")
-        if transfer.number in self._ended:
-            self._remember(transfer.number)
-            self._events.append(SenderEnded(transfer.number, Sent.STOPPED, GAVE_UP))
+    def begin(self, number: int, receiver_generation: int) -> None:
+        """Opens a transfer. Raises ValueError for a used number."""
+        if number in self._open or self._ended.get(number):
+            raise ValueError(f"transfer {number} has begun before")
+        if number in self._ended:
+            self._remember(number)
+            self._events.append(SenderEnded(number, Sent.STOPPED, GAVE_UP))
             return
         layers = self._layout.num_layers
-        it = self._open[transfer.number] = _Outgoing(transfer, [0] * layers, [0] * layers)
-        self._sums[transfer.number] = np.zeros(len(transfer.blocks), np.uint64)
-        early = self._early.pop(transfer.number, None)
+        it = self._open[number] = _Outgoing(number, receiver_generation, [0] * layers, [0] * layers)
+        early = self._early.pop(number, None)
         if early is not None:
             self._allow(it, early)
-        if not transfer.blocks:
-            self._end(it, SenderEnded(transfer.number, Sent.WRITTEN))
 
-    def write(self, number: int, first: int, sources: list[int], layers: range) -> None:
-        """Queues copies of blocks `sources` in `layers` to positions [first, first + len(sources)).
+    def write(self, number: int, sources: list[int], targets: list[int], layers: range) -> None:
+        """Queues copies of blocks `sources` in `layers` to the receiver's blocks `targets`, whose positions follow one
+        another.
 
-        Ignored if the transfer has ended. Raises ValueError for positions or layers outside of the transfer, or that
-        were queued before.
+        Ignored if the transfer has ended. Ends it if the receiver has not reserved `targets` for it in this order, or
+        if some of them were queued before. Raises ValueError for layers outside of the model.
         """
         it = self._open.get(number)
         if it is None or it.ending is not None:
             return
-        count, num_layers = len(sources), self._layout.num_layers
-        mask = bits(first, count)
-        if not (first >= 0 and first + count <= len(it.transfer.blocks)):
-            raise ValueError(f"transfer {number} has {len(it.transfer.blocks)} blocks, not {first} to {first + count}")
-        if not (0 <= layers.start <= layers.stop <= num_layers and layers.step == 1):
-            raise ValueError(f"the model has {num_layers} layers, not {layers}")
-        if any(it.requested[layer] & mask for layer in layers):
-            raise ValueError(f"transfer {number}: some of blocks {first} to {first + count} were written before")
-        for layer in layers:
-            it.requested[layer] |= mask
-        if count and layers:
-            it.waiting.append(BlockWrite(number, first, sources, it.transfer.blocks[first : first + count], layers))
+        if not (0 <= layers.start <= layers.stop <= self._layout.num_layers and layers.step == 1):
+            raise ValueError(f"the model has {self._layout.num_layers} layers, not {layers}")
+        it.sources.update(dict.fromkeys(sources))
+        part = _Part(sources, targets, layers)
+        if it.blocks is None:
+            it.parts.append(part)
+        else:
+            self._place(it, it.blocks, part)
 
     def abort(self, number: int, reason: str) -> None:
         """Ends a transfer as soon as none of its copies is in flight. Ignored if it has ended."""
@@ -145,9 +151,9 @@ class OutgoingTransfers:
         if it is not None:
             self._begin_end(it, SenderEnded(number, Sent.ABORTED, reason))
 
-    def open_transfers(self) -> list[Transfer]:
-        """Transfers that have not ended: their source blocks must not change."""
-        return [it.transfer for it in self._open.values()]
+    def open_transfers(self) -> dict[int, list[int]]:
+        """Numbers of transfers that have not ended, with the source blocks named so far, which must not change."""
+        return {number: list(it.sources) for number, it in self._open.items()}
 
     def on_allowed(self, frame: WritesAllowed) -> None:
         transfer = frame.transfer
@@ -180,12 +186,12 @@ class OutgoingTransfers:
         self._frames.clear()
         self._early.clear()
         for it in list(self._open.values()):
-            self._begin_end(it, SenderEnded(it.transfer.number, Sent.LINK_LOST))
+            self._begin_end(it, SenderEnded(it.number, Sent.LINK_LOST))
 
     def next_write(self) -> BlockWrite | None:
         """Returns the next copy to start, and counts it as in flight. None if there is none."""
         for it in self._open.values():
-            if it.is_allowed and it.waiting:
+            if it.waiting:
                 it.in_flight += 1
                 chunk, *rest = self._chunks(it.waiting.popleft())
                 it.waiting.extendleft(reversed(rest))
@@ -194,7 +200,7 @@ class OutgoingTransfers:
 
     def has_waiting(self) -> bool:
         """Whether `next_write` would return a copy."""
-        return any(it.is_allowed and it.waiting for it in self._open.values())
+        return any(it.waiting for it in self._open.values())
 
     def not_started(self, write: BlockWrite) -> None:
         """Puts a copy of `next_write` back in front, because the connector had no room for it."""
@@ -211,15 +217,14 @@ class OutgoingTransfers:
         if it.ending is not None:
             self._settle(it)
             return False
-        transfer, count = it.transfer, len(write.sources)
+        count = len(write.sources)
         mask = bits(write.first, count)
         for layer in write.layers:
             it.written[layer] |= mask
         if sums is not None:
-            self._sums[write.number][write.first : write.first + count] += sums
-        frame = BlocksWritten(
-            write.number, transfer.receiver_generation, write.first, count, write.layers.start, len(write.layers)
-        )
+            it.sums[write.first : write.first + count] += sums
+        layers = write.layers
+        frame = BlocksWritten(write.number, it.receiver_generation, write.first, count, layers.start, len(layers))
         self._frames.append((frame, write))
         self._send_sums(it)
         return True
@@ -241,15 +246,41 @@ class OutgoingTransfers:
 
     def _allow(self, it: _Outgoing, allowed: Transfer) -> None:
         if it.ending is not None:
-            self.drops.count(DropReason.ENDED, f"permission for transfer {allowed.number}")
-        elif it.is_allowed:
-            self.drops.count(DropReason.DOUBLED, f"permission for transfer {allowed.number}")
-        elif allowed.receiver_generation != it.transfer.receiver_generation:
-            self.drops.count(DropReason.OLD_GENERATION, f"permission for transfer {allowed.number}")
-        elif allowed != it.transfer:
-            self.drops.count(DropReason.WRONG_SIZE, f"permission for transfer {allowed.number}, other blocks")
+            self.drops.count(DropReason.ENDED, f"permission for transfer {it.number}")
+        elif it.blocks is not None:
+            self.drops.count(DropReason.DOUBLED, f"permission for transfer {it.number}")
+        elif (allowed.sender_generation, allowed.receiver_generation) != (self._generation, it.receiver_generation):
+            detail = (
+                f"generations {allowed.sender_generation} and {allowed.receiver_generation} of transfer {it.number}"
+            )
+            self._reject(it, DropReason.OLD_GENERATION, f"the receiver has {detail}")
         else:
-            it.is_allowed = True
+            it.allow(allowed.blocks)
+            parts, it.parts = it.parts, []
+            for part in parts:
+                self._place(it, allowed.blocks, part)
+            if not allowed.blocks:
+                self._end(it, SenderEnded(it.number, Sent.WRITTEN))
+
+    def _place(self, it: _Outgoing, blocks: list[int], part: _Part) -> None:
+        """Queues the copy of a part, now that the receiver's blocks are known."""
+        if it.ending is not None or not part.targets or not part.layers:
+            return
+        count = len(part.targets)
+        first = it.positions.get(part.targets[0], -1)
+        mask = bits(first, count)
+        if first < 0 or len(part.sources) != count or blocks[first : first + count] != part.targets:
+            self._reject(it, DropReason.CONTRADICTION, f"the receiver has not reserved {part.targets} in this order")
+        elif any(it.requested[layer] & mask for layer in part.layers):
+            self._reject(it, DropReason.CONTRADICTION, f"blocks {part.targets} were sent before")
+        else:
+            for layer in part.layers:
+                it.requested[layer] |= mask
+            it.waiting.append(BlockWrite(it.number, first, part.sources, part.targets, part.layers))
+
+    def _reject(self, it: _Outgoing, reason: DropReason, detail: str) -> None:
+        self.drops.count(reason, f"transfer {it.number}: {detail}")
+        self._begin_end(it, SenderEnded(it.number, Sent.ABORTED, detail))
 
     def _chunks(self, write: BlockWrite) -> list[BlockWrite]:
         """Splits a copy into copies of at most `chunk_bytes`."""
@@ -272,30 +303,31 @@ class OutgoingTransfers:
 
     def _send_sums(self, it: _Outgoing) -> None:
         """Sends checksums of blocks that are newly written in all layers. The last of them ends the transfer."""
-        transfer, complete = it.transfer, -1
+        complete = bits(0, len(it.sums))
         for written in it.written:
             complete &= written
         for first, count in ranges(complete & ~it.summed):
-            sums = self._sums[transfer.number][first : first + count].tobytes() if self._layout.checksums else b""
-            self._frames.append((BlockSums(transfer.number, transfer.receiver_generation, first, count, sums), None))
+            sums = it.sums[first : first + count].tobytes() if self._layout.checksums else b""
+            self._frames.append((BlockSums(it.number, it.receiver_generation, first, count, sums), None))
         it.summed = complete
-        if complete == bits(0, len(transfer.blocks)):
-            self._end(it, SenderEnded(transfer.number, Sent.WRITTEN))
+        if complete == bits(0, len(it.sums)):
+            self._end(it, SenderEnded(it.number, Sent.WRITTEN))
 
     def _begin_end(self, it: _Outgoing, event: SenderEnded) -> None:
         it.ending = it.ending or event
+        it.parts.clear()
         it.waiting.clear()
         self._settle(it)
 
     def _settle(self, it: _Outgoing) -> None:
         if it.ending is not None and not it.in_flight:
             if it.ending.outcome is not Sent.LINK_LOST:
-                self._frames.append((Stopped(it.transfer.number, it.ending.detail), None))
+                self._frames.append((Stopped(it.number, it.ending.detail), None))
             self._end(it, it.ending)
 
     def _end(self, it: _Outgoing, event: SenderEnded) -> None:
-        del self._open[it.transfer.number], self._sums[it.transfer.number]
-        self._remember(it.transfer.number)
+        del self._open[it.number]
+        self._remember(it.number)
         self._events.append(event)
 
     def _remember(self, number: int, begun: bool = True) -> None:

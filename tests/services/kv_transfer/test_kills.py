@@ -47,8 +47,8 @@ def works_again(source: Peer, target: Peer, connector: str) -> None:
     pair = Pair(source, target, connector)
     transfer = pair.transfer(99, list(range(0, 20, 2)))
     pair.receiver.expect(transfer)
-    pair.sender.begin(transfer)
-    pair.sender.write(99, 0, list(range(10)), range(LARGE.num_layers))
+    pair.sender.begin(99, 1)
+    pair.sender.write(99, list(range(10)), transfer.blocks, range(LARGE.num_layers))
     pair.until(lambda: 99 in pair.ended)
     assert pair.ended[99].outcome is Received.LANDED
     assert (target.blocks[:, 0:20:2] == source.blocks[:, :10]).all()
@@ -102,8 +102,8 @@ def test_the_receiver_is_killed(bus: BusConfig, peer: Peer, connector: str) -> N
     with process("receive", bind=bus.bind, num_blocks=NUM_BLOCKS) as receiver:
         link = peer.sender(receiver.wait("bound"), connector)
         kill_in_mid_copy(link, KILL_AFTER, receiver.pid)
-        link.begin(Transfer(1, SENDER, 1, RECEIVER, 1, list(range(NUM_BLOCKS))))
-        link.write(1, 0, list(range(NUM_BLOCKS)), range(LARGE.num_layers))
+        link.begin(1, 1)
+        link.write(1, list(range(NUM_BLOCKS)), list(range(NUM_BLOCKS)), range(LARGE.num_layers))
 
         def step() -> bool:
             ended.extend(link.poll())
@@ -112,10 +112,10 @@ def test_the_receiver_is_killed(bus: BusConfig, peer: Peer, connector: str) -> N
         poll_until(step)
         receiver.process.join(10)
     assert [(event.number, event.outcome) for event in ended] == [(1, Sent.LINK_LOST)]
-    assert "closed" in link.closed and link.open_transfers() == []
+    assert "closed" in link.closed and link.open_transfers() == {}
     assert mapped_arenas() <= before, "the memory of the dead process is given back"
     assert (peer.blocks == arena_contents()).all()
-    link.begin(Transfer(2, SENDER, 1, RECEIVER, 1, [1]))
+    link.begin(2, 1)
     assert [event.outcome for event in link.poll()] == [Sent.LINK_LOST]
     link.close()
     other = Peer(bus, LARGE, 32)
@@ -138,7 +138,7 @@ def test_a_link_that_breaks_between_two_living_workers_proves_nothing(bus: BusCo
     pair = Pair(source, peer, "shm")
     transfer = pair.transfer(1, [4, 5])
     pair.receiver.expect(transfer)
-    pair.sender.begin(transfer)
+    pair.sender.begin(1, 1)
     pair.until(lambda: pair.sender.connector == "shm")
     pair.sender._lose("test")
     for _ in range(100):

@@ -35,7 +35,7 @@ def test_a_sender_is_busy_while_frames_or_copies_wait_for_room(pair: Pair) -> No
     release = hold_copies(pair.source)
     for number in range(12):  # more than a connector has in flight
         pair.begin(number, [number])
-        pair.sender.write(number, 0, [number], ALL)
+        pair.sender.write(number, [number], [number], ALL)
     pair.until(lambda: pair.sender.busy)
     for _ in range(20):
         pair.turn()
@@ -79,23 +79,23 @@ def test_both_sides_name_their_open_transfers_to_a_scheduler_that_attaches(pair:
     unknown = pair.transfer(3, [5])
     pair.receiver.expect(unknown)  # the sender has not begun it
     revoked = pair.begin(4, [6])
-    pair.sender.write(1, 0, [0, 1], ALL)
-    pair.sender.write(2, 0, [2], ALL)
+    pair.sender.write(1, [0, 1], [1, 2], ALL)
+    pair.sender.write(2, [2], [3], ALL)
     pair.until(lambda: 1 in pair.ended and 1 in pair.sent and 2 in pair.landed)
     release = hold_copies(pair.source)
-    pair.sender.write(4, 0, [3], ALL)
+    pair.sender.write(4, [3], [6], ALL)
     pair.until(lambda: pair.sender._transfers._open[4].in_flight == 1)
     pair.receiver.revoke(4)
     for _ in range(20):
         pair.turn()
     assert pair.receiver.open_transfers() == [part, unknown, revoked]
-    assert pair.sender.open_transfers() == [part, revoked], "its copy still reads block 3"
+    assert pair.sender.open_transfers() == {2: [2], 4: [3]}, "its copy still reads block 3"
     release.set()
     pair.until(lambda: 4 in pair.ended and 4 in pair.sent)
     for transfer in (part, unknown):
         pair.receiver.revoke(transfer.number)
     pair.until(lambda: len(pair.ended) == 4)
-    assert pair.receiver.open_transfers() == pair.sender.open_transfers() == []
+    assert pair.receiver.open_transfers() == [] and pair.sender.open_transfers() == {}
     assert whole.number in pair.ended
 
 
@@ -103,23 +103,23 @@ def test_open_transfers_after_the_sender_attaches_again(pair: Pair) -> None:
     """A new link ends what the old one was allowed, keeps what it was not, and carries new transfers."""
     pair.until(lambda: pair.sender.connector != "")
     pair.begin(1, [1, 2])
-    pair.sender.write(1, 0, [7], ALL)
+    pair.sender.write(1, [7], [1], ALL)
     pair.until(lambda: 1 in pair.landed)
     pair.sender._lose("test")
     pair.until(lambda: 1 in pair.sent)
-    assert pair.sent[1].outcome is Sent.LINK_LOST and pair.sender.open_transfers() == []
+    assert pair.sent[1].outcome is Sent.LINK_LOST and pair.sender.open_transfers() == {}
     if pair.sender.connector == "shm":  # the sender's process lives: it may still write
         assert numbers(pair.receiver.open_transfers()) == [1]
     pair.until(lambda: not pair.receiver._links)
     late = pair.transfer(2, [3, 4])
     pair.receiver.expect(late)
     pair.sender = pair.source.sender(pair.receiver.endpoint, pair.sender.connector)
-    pair.sender.begin(late)
+    pair.sender.begin(2, 1)
     pair.until(lambda: pair.sender.connector != "" and 1 in pair.ended)
     assert (pair.ended[1].outcome, pair.ended[1].landed) == (Received.SENDER_LOST, [0])
-    assert pair.receiver.open_transfers() == pair.sender.open_transfers() == [late]
-    pair.sender.write(2, 0, [8, 9], ALL)
+    assert pair.receiver.open_transfers() == [late] and pair.sender.open_transfers() == {2: []}
+    pair.sender.write(2, [8, 9], [3, 4], ALL)
     pair.until(lambda: 2 in pair.ended and 2 in pair.sent)
     assert pair.ended[2].outcome is Received.LANDED
     assert (pair.target.blocks[:, [3, 4]] == pair.source.blocks[:, [8, 9]]).all()
-    assert pair.receiver.open_transfers() == pair.sender.open_transfers() == []
+    assert pair.receiver.open_transfers() == [] and pair.sender.open_transfers() == {}

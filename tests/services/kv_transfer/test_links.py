@@ -59,11 +59,11 @@ def poll_both(receiver: TransferReceiver, sender: SenderLink, until: Callable[[]
 def test_layers_arrive_one_by_one_and_in_parts(pair: Pair) -> None:
     pair.begin(7, [5, 9, 1, 2])
     before = pair.target.blocks.copy()
-    pair.sender.write(7, 0, [3, 4], ALL)
-    pair.sender.write(7, 2, [8, 0], range(1, 3))
+    pair.sender.write(7, [3, 4], [5, 9], ALL)
+    pair.sender.write(7, [8, 0], [1, 2], range(1, 3))
     pair.until(lambda: sorted(pair.landed.get(7, [])) == [0, 1])
     assert not pair.ended and len(pair.receiver.open_transfers()) == len(pair.sender.open_transfers()) == 1
-    pair.sender.write(7, 2, [8, 0], range(1))
+    pair.sender.write(7, [8, 0], [1, 2], range(1))
     pair.until(lambda: 7 in pair.ended)
     assert pair.ended[7].outcome is Received.LANDED and sorted(pair.landed[7]) == pair.ended[7].landed == [0, 1, 2, 3]
     assert pair.sent[7].outcome is Sent.WRITTEN
@@ -74,11 +74,11 @@ def test_layers_arrive_one_by_one_and_in_parts(pair: Pair) -> None:
 
 
 def test_many_transfers_at_once(pair: Pair) -> None:
-    pair.sender.begin(pair.transfer(0, [0]))  # the sender hears of it first
+    pair.sender.begin(0, 1)  # the sender hears of it first
     for number in range(1, 10):
         pair.begin(number, [number * 3, number * 3 + 1])
-        pair.sender.write(number, 0, [number, 19 - number], ALL)
-    pair.sender.write(0, 0, [0], ALL)
+        pair.sender.write(number, [number, 19 - number], [number * 3, number * 3 + 1], ALL)
+    pair.sender.write(0, [0], [0], ALL)
     pair.until(lambda: len(pair.ended) == 9)
     pair.receiver.expect(pair.transfer(0, [0]))
     pair.until(lambda: len(pair.ended) == 10 and len(pair.sent) == 10)
@@ -86,13 +86,13 @@ def test_many_transfers_at_once(pair: Pair) -> None:
     for number in range(1, 10):
         expected = pair.source.blocks[:, [number, 19 - number]]
         assert (pair.target.blocks[:, [number * 3, number * 3 + 1]] == expected).all()
-    assert pair.receiver.open_transfers() == [] and pair.sender.open_transfers() == []
+    assert pair.receiver.open_transfers() == [] and pair.sender.open_transfers() == {}
 
 
 def test_both_sides_give_up(pair: Pair) -> None:
     for number in (1, 2):
         pair.begin(number, [2 * number, 2 * number + 1])
-        pair.sender.write(number, 0, [number], ALL)
+        pair.sender.write(number, [number], [2 * number], ALL)
     pair.until(lambda: len(pair.landed) == 2)
     pair.sender.abort(1, "preempted")
     pair.receiver.revoke(2)
@@ -101,8 +101,8 @@ def test_both_sides_give_up(pair: Pair) -> None:
     assert pair.ended[1].detail == "preempted"
     assert pair.ended[2].outcome is Received.REVOKED
     assert (pair.sent[1].outcome, pair.sent[2].outcome) == (Sent.ABORTED, Sent.STOPPED)
-    pair.sender.write(2, 1, [5], ALL)  # the model has not heard of it yet
-    assert pair.sender.open_transfers() == []
+    pair.sender.write(2, [5], [5], ALL)  # the model has not heard of it yet
+    assert pair.sender.open_transfers() == {}
 
 
 def test_a_transfer_that_the_sender_never_began_can_be_given_up(pair: Pair) -> None:
@@ -115,15 +115,15 @@ def test_a_transfer_that_the_sender_never_began_can_be_given_up(pair: Pair) -> N
     pair.receiver.revoke(5)
     pair.until(lambda: 5 in pair.ended)
     assert pair.ended[5].outcome is Received.REVOKED
-    pair.sender.begin(transfer)  # its plan came late
-    pair.sender.write(5, 0, [1, 2], ALL)
+    pair.sender.begin(5, 1)  # its plan came late
+    pair.sender.write(5, [1, 2], [1, 2], ALL)
     pair.until(lambda: 5 in pair.sent)
     assert pair.sent[5].outcome is Sent.STOPPED and not pair.target.blocks.any()
 
 
 def test_the_sender_closes_its_link(pair: Pair) -> None:
     pair.begin(1, [2, 3])
-    pair.sender.write(1, 0, [1], ALL)
+    pair.sender.write(1, [1], [2], ALL)
     pair.until(lambda: 1 in pair.landed)
     pair.sender.close()
     assert [event.outcome for event in pair.sender.poll()] == [Sent.ABORTED]
@@ -135,7 +135,7 @@ def test_the_sender_closes_its_link(pair: Pair) -> None:
 def test_damage_is_found_and_only_the_damaged_block_fails(pair: Pair, harm: str) -> None:
     """The bytes change after the sender has computed their checksums, and before the receiver does."""
     pair.begin(1, [10, 11, 12])
-    pair.sender.write(1, 0, [1, 2, 3], ALL)
+    pair.sender.write(1, [1, 2, 3], [10, 11, 12], ALL)
     pair.sender.poll()
     on_written = pair.receiver._transfers.on_written
 
@@ -183,7 +183,7 @@ def test_without_checksums_blocks_land_too(bus: BusConfig) -> None:
         source.fill_random()
         pair = Pair(source, target, connector)
         pair.begin(1, [4, 5])
-        pair.sender.write(1, 0, [9, 3], ALL)
+        pair.sender.write(1, [9, 3], [4, 5], ALL)
         pair.until(lambda pair=pair: 1 in pair.ended)
         assert pair.ended[1].landed == [0, 1]
         assert (target.blocks[:, [4, 5]] == source.blocks[:, [9, 3]]).all()
@@ -245,7 +245,7 @@ def test_a_receiver_that_does_not_answer(
 ) -> None:
     monkeypatch.setattr(sender_link, "HELLO_S", 0.05)
     link = peers[0].sender(f"{bus.bind}/nobody")
-    link.begin(Transfer(1, SENDER, 1, RECEIVER, 1, [1]))
+    link.begin(1, 1)
     deadline, events = time.monotonic() + 5, []
     while not events and time.monotonic() < deadline:
         events = link.poll()
@@ -255,13 +255,45 @@ def test_a_receiver_that_does_not_answer(
 
 def test_an_arena_that_was_dropped_ends_its_links(pair: Pair) -> None:
     pair.begin(1, [2, 3])
-    pair.sender.write(1, 0, [1], ALL)
+    pair.sender.write(1, [1], [2], ALL)
     pair.until(lambda: 1 in pair.landed)
     pair.source.arena.drop()
     pair.until(lambda: 1 in pair.sent)
     assert pair.sent[1].outcome is Sent.LINK_LOST and "memory is another one" in pair.sender.closed
-    with pytest.raises(ValueError, match="generation 1"):
-        pair.sender.begin(pair.transfer(2, [4]))
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+@pytest.mark.parametrize(
+    ("sources", "targets"),
+    [([1, 2], [11, 12]), ([1, 2], [11, 10]), ([1], [13]), ([1, 2], [10]), ([1, 2, 3, 4], [10, 11, 12, 13])],
+)
+def test_a_send_that_contradicts_the_receiver_ends_its_transfer(
+    pair: Pair, sources: list[int], targets: list[int], is_early: bool
+) -> None:
+    """The plan names other blocks than the receiver has reserved, before or after the receiver allows writes."""
+    pair.receiver.expect(pair.transfer(1, [10, 11, 12]))
+    pair.receiver.expect(pair.transfer(2, [14]))
+    pair.sender.begin(1, 1)
+    if not is_early:
+        pair.until(lambda: pair.sender._transfers._open[1].blocks == [10, 11, 12])
+    pair.sender.write(1, [5], [11], ALL)
+    pair.sender.write(1, sources, targets, ALL)
+    pair.sender.begin(2, 1)
+    pair.sender.write(2, [6], [14], ALL)
+    pair.until(lambda: len(pair.ended) == len(pair.sent) == 2)
+    assert (pair.sent[1].outcome, pair.ended[1].outcome) == (Sent.ABORTED, Received.ABORTED)
+    assert pair.sender.drops.by_reason == {DropReason.CONTRADICTION: 1}
+    assert pair.ended[2].outcome is Received.LANDED
+    assert not pair.target.blocks[:, [10, 12, 13]].any()
+
+
+def test_a_transfer_to_an_earlier_memory_of_the_receiver_ends(pair: Pair) -> None:
+    pair.receiver.expect(pair.transfer(1, [10]))
+    pair.sender.begin(1, 2)
+    pair.sender.write(1, [5], [10], ALL)
+    pair.until(lambda: 1 in pair.ended and 1 in pair.sent)
+    assert (pair.sent[1].outcome, pair.ended[1].outcome) == (Sent.ABORTED, Received.ABORTED)
+    assert pair.sender.drops.by_reason == {DropReason.OLD_GENERATION: 1} and not pair.target.blocks.any()
 
 
 def test_a_late_write_to_dropped_memory_changes_no_block(peers: tuple[Peer, Peer]) -> None:
@@ -273,7 +305,7 @@ def test_a_late_write_to_dropped_memory_changes_no_block(peers: tuple[Peer, Peer
     pair.receiver.close()
     peers[1].arena.drop()
     pair.receiver = peers[1].receiver()
-    pair.sender.write(1, 0, [1, 2], ALL)
+    pair.sender.write(1, [1, 2], [2, 3], ALL)
     pair.until(lambda: bool(pair.sent))
     peers[0].copies.drain()
     assert not peers[1].blocks.any()
@@ -354,8 +386,8 @@ def test_without_encryption_a_ticket_lets_one_sender_in_once(tmp_path: Path) -> 
     poll_both(receiver, link, lambda: link.connector == "tcp")
     transfer = Transfer(1, SENDER, 1, RECEIVER, 1, [3])
     receiver.expect(transfer)
-    link.begin(transfer)
-    link.write(1, 0, [4], ALL)
+    link.begin(1, 1)
+    link.write(1, [4], [3], ALL)
     poll_both(receiver, link, lambda: receiver.open_transfers() == [])
     assert (target.blocks[:, 3] == source.blocks[:, 4]).all()
     link.close()
