@@ -1,6 +1,6 @@
 """The KV blocks of one worker group: reference counts, free blocks and cached blocks."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import filterfalse
 
 from blockyard.services.scheduler.kv_cache.host_tier import HostTier
@@ -108,6 +108,16 @@ class BlockPool:
         for block in taken:
             self._holders[block] = 1
         return taken
+
+    def keep_named(self, blocks: Iterable[int]) -> None:
+        """A plan was sent that tells the worker hashes of these blocks. Until its result none is reserved.
+
+        The worker adds the hashes when the plan completes, and a transfer may have written the blocks by then.
+        """
+        unheld = [block for block in blocks if self._free_queue.has(block)]
+        self._free_queue.take(unheld)
+        self._free_queue.put(unheld[::-1])
+        self.has_pending = True
 
     def hold_open(self, blocks: list[int]) -> None:
         """Holds blocks of a newly attached worker, which may be in use by transfers that began before."""

@@ -38,6 +38,7 @@ class FreeBlockQueue:
         self.num_pending = 0
         self._plan_clock = plan_clock
         self._batch_of: list[FreedBatch | None] = [None] * num_blocks
+        self.batch_of = self._batch_of.__getitem__  # None for a block that is not in the queue
         self._free: OrderedDict[FreedBatch, None] = OrderedDict()
         self._pending: OrderedDict[FreedBatch, None] = OrderedDict()
 

@@ -272,6 +272,8 @@ class KVCacheManager:
         if not (index.new or host.saves or host.fetches):
             return [], [], []
         new = index.take_new()
+        if any(map(index.free_queue.batch_of, new)):
+            self.blocks.keep_named(new)
         saves, fetches = host.take()
         if saves or fetches:
             self._stats.on_copies(len(saves), len(fetches))

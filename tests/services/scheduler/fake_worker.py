@@ -43,6 +43,7 @@ class InFlight:
     blocks: set[int]
     host: set[int]
     sends: list[KVSend]
+    named: set[int]  # blocks whose hashes the worker adds with the plan
 
 
 @dataclass
@@ -78,6 +79,7 @@ class FakeWorker:
         if isinstance(frame, KVReceive):
             assert busy_transfers.isdisjoint(frame.blocks), "blocks of a transfer are reserved for another"
             used = set().union(*(f.blocks for f in self.in_flight))
+            used = used.union(*(f.named for f in self.in_flight))
             assert used.isdisjoint(frame.blocks), "blocks of plans in flight are reserved"
             return
         if isinstance(frame, Attach | Sleep | Wake):
@@ -111,7 +113,8 @@ class FakeWorker:
         blocks = set().union(*(self.tables[slot].seen(geometry) for slot in slots))
         blocks |= {copy.src for copy in frame.copies}
         host = {copy.host for copy in [*frame.saves, *frame.fetches]}
-        self.in_flight.append(InFlight(frame.number, slots, blocks, host, frame.sends))
+        named = {full.block for full in frame.full_blocks}
+        self.in_flight.append(InFlight(frame.number, slots, blocks, host, frame.sends, named))
 
     def busy_transfers(self) -> set[int]:
         """Blocks that transfers may touch, those included that the worker is about to hear of."""
