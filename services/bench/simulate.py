@@ -128,8 +128,8 @@ def simulation_config(parsed: argparse.Namespace, rest: Sequence[str]) -> Simula
 
 
 def _host_blocks(values: Values, cost: CostModel) -> int:
-    """Returns the host blocks of each worker. This machine's memory is no limit: the simulated one has its own."""
-    size = host_memory.swap_space(values, there_is=sys.maxsize) * host_memory.GIB
+    """Returns the host blocks of each worker."""
+    size = host_memory.swap_space(values) * host_memory.GIB
     return int(size) // (values.get("block-size", int) * cost.token_bytes)
 
 

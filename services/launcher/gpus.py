@@ -18,8 +18,8 @@ def check(workers: Sequence[WorkerConfig], environ: Mapping[str, str], devices: 
     num = count(environ, devices)
     if num < needed:
         raise ConfigError(
-            f"--data-parallel-size {len(workers)}: each replica needs its own GPU, and there "
-            f"{'is 1' if num == 1 else f'are {num}'} here"
+            f"--data-parallel-size, --prefill-workers, --decode-workers: each of {len(workers)} workers needs its own "
+            f"GPU, and there {'is 1' if num == 1 else f'are {num}'} here"
         )
 
 

@@ -11,7 +11,7 @@ from blockyard.services.launcher.models import model_files
 from blockyard.services.launcher.supervision.child import exec_service
 from blockyard.services.launcher.supervision.run_dir import SERVICES
 from blockyard.shared.bus import curve, ring_query
-from blockyard.shared.config import resolve
+from blockyard.shared.config import host_memory, kv_transfer, resolve, worker_roles
 from blockyard.shared.config.checkpoint import Checkpoint
 from blockyard.shared.config.parsed_flags import ParsedFlag, Values
 from blockyard.shared.config.resolve import ServiceStruct
@@ -36,9 +36,13 @@ def run(args: Sequence[str]) -> int:
     if values.get("data-parallel-size", int) > 1:
         where = values.where("data-parallel-size")
         raise ConfigError(f"{where}: `run` starts one process; start more gpu-workers, they share one scheduler")
+    for name in ("prefill-workers", "decode-workers"):
+        if values.is_given(name):
+            raise ConfigError(f"{values.where(name)}: `run` starts one process; give gpu-workers a --role")
     config = service_config(service, values)
-    of_memory = resolve.memory_notes(values) if service == "gpu_worker" else []
-    for note in (*notes, *values.notes(), *of_memory):
+    is_local = config.process.bus.bind.startswith("ipc://")
+    of_worker = resolve.worker_notes(values, is_local) if service == "gpu_worker" else []
+    for note in (*notes, *values.notes(), *of_worker):
         print(note, file=sys.stderr)
     exec_service(service, config)
 
@@ -62,7 +66,9 @@ def service_config(service: str, values: Values) -> ServiceStruct:
                 values = values.with_given({"device": ParsedFlag("cuda", "device")})
             return resolve.scheduler(values, model, process)
         case _:
-            return resolve.worker(values, model, process)
+            of_role = worker_roles.of_process(values)
+            host_memory.check([(of_role.values, 1)])
+            return resolve.worker(of_role, model, process)
 
 
 def find_model(service: str, values: Values) -> Checkpoint:
@@ -104,7 +110,7 @@ def _tcp_bus(values: Values, registry: str) -> BusConfig:
     return BusConfig(
         registry=registry,
         bind=values.maybe("bind", str) or "tcp://0.0.0.0",
-        advertise=values.maybe("advertise", str) or "",
+        advertise=kv_transfer.advertised(values) or "",
         curve_public=str(Path(keys) / curve.PUBLIC_NAME),
         curve_secret=str(Path(keys) / curve.SECRET_NAME),
     )

@@ -21,7 +21,7 @@ from blockyard.shared.config.resolve import Deployment, resolve
 from blockyard.shared.errors import ConfigError
 from blockyard.shared.process import logs
 
-RUN_ONLY = ("message-bus", "bind", "advertise", "curve-keys", "name")
+RUN_ONLY = ("message-bus", "bind", "advertise", "curve-keys", "name", "role")
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 

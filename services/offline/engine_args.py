@@ -13,7 +13,7 @@ from blockyard.shared.config.flag_values import coerce
 from blockyard.shared.config.flags import FLAGS, GROUPS
 from blockyard.shared.config.flags.flag import Flag, FlagKind
 from blockyard.shared.config.parsed_flags import ParsedFlag, Values
-from blockyard.shared.config.resolve import memory_notes
+from blockyard.shared.config.resolve import worker_notes
 from blockyard.shared.errors import ConfigError
 
 SOURCE = "LLM"  # begins each error
@@ -22,7 +22,10 @@ _ALSO_OFFLINE |= {"chat-template-content-format"}
 SERVER_ONLY = {flag.name for group in ("HTTP server", "Security") for flag in GROUPS[group]} - _ALSO_OFFLINE
 SERVER_ONLY |= {"api-gateways", "enable-log-requests", "metrics-port", "metrics-names", "client-timeout"}
 SERVER_ONLY |= {"max-body-bytes", "shutdown-timeout", "message-bus", "bind", "advertise", "curve-keys", "name"}
-KEYWORDS = {flag.name.replace("-", "_"): flag for flag in FLAGS.values() if flag.name not in SERVER_ONLY}
+SERVER_ONLY |= {"role"}
+KEYWORDS = {
+    flag.name.replace("-", "_").replace(".", "_"): flag for flag in FLAGS.values() if flag.name not in SERVER_ONLY
+}
 
 
 def read(
@@ -45,7 +48,7 @@ def read(
     values, notes = sources.combine(arguments_given, environ, {flag.name for flag in KEYWORDS.values()})
     if not values.is_given("model") and values["worker-cls"] == "mock":
         values = values.with_given({"model": ParsedFlag(model_files.DEMO, "model")})
-    return values, [*notes, *values.notes(), *memory_notes(values)]
+    return values, [*notes, *values.notes(), *worker_notes(values, is_local=True)]
 
 
 def _plain(value: object) -> object:

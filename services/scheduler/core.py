@@ -6,6 +6,7 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
 from blockyard.services.scheduler.admission.admission import ServedModel
 from blockyard.services.scheduler.admission.request_handler import RequestHandler
@@ -65,6 +66,7 @@ class SchedulerSettings:
     prefix_caching: bool = True
     decode_prefill_tokens: int = 128  # a prompt of which a decoding group lacks no more is computed there
     kv_lease_s: float = 30.0  # after a transfer's last block was sent, before its workers are asked about it
+    load_failure_policy: Literal["recompute", "fail"] = "recompute"  # of blocks that did not land
     block_scope: str = ""  # what the KV of a block depends on besides tokens, as a text
 
 

@@ -26,5 +26,8 @@ def settings_of(config: SchedulerConfig) -> SchedulerSettings:
         policy=config.scheduling_policy,
         may_sleep=config.enable_sleep_mode,
         prefix_caching=config.enable_prefix_caching,
+        decode_prefill_tokens=config.decode_prefill_tokens,
+        kv_lease_s=config.kv_lease_s,
+        load_failure_policy=config.kv_load_failure_policy,
         block_scope=config.block_scope,
     )

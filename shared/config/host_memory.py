@@ -1,8 +1,10 @@
 """The host memory for KV blocks, by --swap-space and --preemption-mode."""
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
+from blockyard.shared.config import kv_transfer
 from blockyard.shared.config.parsed_flags import Values
 from blockyard.shared.errors import ConfigError
 
@@ -10,30 +12,40 @@ USUAL_GIB = 4.0
 GIB = 1 << 30
 
 
-def swap_space(values: Values, there_is: int | None = None) -> float:
-    """Returns GiB per worker. `there_is`: bytes of memory, by default this machine's. Raises ConfigError.
+def swap_space(values: Values) -> float:
+    """Returns GiB per worker. Raises ConfigError.
 
     --preemption-mode swap needs some, recompute none; without a given mode --swap-space decides.
     """
     asked = values.maybe("swap-space", float)
+    if asked is None and kv_transfer.offloads(values):
+        asked = USUAL_GIB
     if values.get("preemption-mode", str) == "swap":
         size = USUAL_GIB if asked is None else asked
         if not size:
             raise ConfigError(
                 f"{values.where('swap-space')} 0: --preemption-mode swap needs some; give it, or use recompute"
             )
-    elif values.is_given("preemption-mode"):
-        return 0.0
-    else:
-        size = asked or 0.0
+        return size
+    return 0.0 if values.is_given("preemption-mode") else asked or 0.0
+
+
+def check(workers: Iterable[tuple[Values, int]], there_is: int | None = None) -> None:
+    """Raises ConfigError if this machine has less memory than its workers take.
+
+    workers: the flags of each kind of worker, and how many there are of it. there_is: bytes, by default this machine's.
+    """
     there_is = total_memory() if there_is is None else there_is
-    replicas = values.get("data-parallel-size", int)
-    if size * GIB * replicas > there_is:
-        each = f" for each of {replicas} replicas" if replicas > 1 else ""
-        raise ConfigError(
-            f"{values.where('swap-space')} {size:g}{each}: there are {there_is / GIB:.1f} GiB of memory on this machine"
-        )
-    return size
+    taken = [(swap_space(values) * number, number, values) for values, number in workers]
+    if sum(size for size, _, _ in taken) * GIB <= there_is:
+        return
+    _, number, values = max(taken, key=lambda one: one[0])
+    others = " and those of other roles" if len(taken) > 1 else ""
+    each = f" for each of {number} workers{others}" if number > 1 or others else ""
+    raise ConfigError(
+        f"{values.where('swap-space')} {swap_space(values):g}{each}: there are {there_is / GIB:.1f} GiB of memory on "
+        "this machine"
+    )
 
 
 def notes(values: Values) -> list[str]:

@@ -10,9 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+import msgspec
+
 from blockyard.shared.config.flag_values import coerce, is_switch_word
 from blockyard.shared.config.flags import FLAGS, NAMES, SPELLINGS
 from blockyard.shared.config.flags.flag import Flag, FlagKind, variable
+from blockyard.shared.config.flags.roles import PER_ROLE, ROLE_NAMES
 from blockyard.shared.errors import ConfigError
 
 _NAME = re.compile(
@@ -55,13 +58,37 @@ class ParsedFlag:
 ParsedFlags = dict[str, ParsedFlag]
 
 
+@dataclass(frozen=True, slots=True)
+class JsonKey:
+    """One key of a flag whose value is a JSON object: `flag.key`, or `flag.key.inner`."""
+
+    flag: Flag
+    path: tuple[str, ...]
+
+    def add_to(self, given: ParsedFlags, value: object, prefix: str) -> None:
+        """Sets the key in the flag's object. `prefix` stands before the flag's name in errors."""
+        name = self.flag.name
+        before = given[name] if name in given else ParsedFlag({}, f"{prefix}{name}")
+        given[name] = ParsedFlag(_with_key(before.value, self.path, value), before.where)
+
+
+def _with_key(value: object, path: Sequence[str], new: object) -> object:
+    """Returns `value`, a JSON object, with the key at `path` set to `new`."""
+    if not path:
+        return new
+    before = value if isinstance(value, dict) else {}
+    return before | {path[0]: _with_key(before.get(path[0]), path[1:], new)}
+
+
 def from_command_line(args: Sequence[str]) -> tuple[ParsedFlags, list[str]]:
     """Returns the flags and the positional arguments.
 
     Any number of leading dashes, `_` for `-`, `--flag=value` and `--flag value` are accepted; a switch takes no
-    value, or `true` or `false`; a list takes all words up to the next flag and may be given again.
+    value, or `true` or `false`; a list takes all words up to the next flag and may be given again. One key of a JSON
+    object is `--flag.key value`, which has precedence over the whole object.
     """
     given: ParsedFlags = {}
+    keys: list[tuple[JsonKey, str]] = []
     positionals: list[str] = []
     rest = list(args)
     while rest:
@@ -69,12 +96,19 @@ def from_command_line(args: Sequence[str]) -> tuple[ParsedFlags, list[str]]:
         if not _is_flag(word):
             positionals.append(word)
             continue
+        where, equals, of_key = word.partition("=")
+        key = _json_key(where.lstrip("-"))
+        if key is not None:
+            keys.append((key, of_key if equals else str(_take_value(key.flag, rest, where))))
+            continue
         flag, text, where = _split(word)
         typed = coerce(flag, _take_value(flag, rest, where) if text is None else text, where)
         if flag.kind is FlagKind.LIST and flag.name in given and isinstance(typed, list):
             before = given[flag.name].value
             typed = [*before, *typed] if isinstance(before, list) else typed
         given[flag.name] = ParsedFlag(typed, where)
+    for key, of_key in keys:
+        key.add_to(given, _json_value(of_key), "--")
     return given, positionals
 
 
@@ -91,7 +125,7 @@ def from_environment(environ: Mapping[str, str]) -> tuple[ParsedFlags, list[str]
             continue
         flag = by_variable.get(name)
         if flag is None:
-            raise ConfigError(f"{name}: no such flag{_suggestion(name, list(by_variable))}")
+            raise ConfigError(_unknown(name, name, list(by_variable)))
         if flag.name in given:
             raise ConfigError(f"{name}: given twice, {given[flag.name].where} is the same flag")
         words: object = text.split() if flag.kind is FlagKind.LIST and not text.startswith("[") else text
@@ -102,14 +136,21 @@ def from_environment(environ: Mapping[str, str]) -> tuple[ParsedFlags, list[str]
 def from_mapping(mapping: Mapping[object, object], source: str) -> ParsedFlags:
     """Returns flags of a YAML mapping or of keyword arguments; `source` begins each error."""
     given: ParsedFlags = {}
-    for key, value in mapping.items():
-        where = f"{source}: {key}"
-        flag = NAMES.get(str(key).replace("_", "-"))
+    keys: list[tuple[JsonKey, object]] = []
+    for name, value in mapping.items():
+        where = f"{source}: {name}"
+        key = _json_key(str(name))
+        if key is not None:
+            keys.append((key, value))
+            continue
+        flag = NAMES.get(str(name).replace("_", "-"))
         if flag is None:
-            raise ConfigError(f"{where}: no such flag{_suggestion(str(key), list(NAMES))}")
+            raise ConfigError(_unknown(where, str(name), list(NAMES)))
         if flag.name in given:
             raise ConfigError(f"{where}: given twice")
         given[flag.name] = ParsedFlag(coerce(flag, value, where), where)
+    for key, value in keys:
+        key.add_to(given, value, f"{source}: ")
     return given
 
 
@@ -132,6 +173,11 @@ class Values:
     def with_given(self, more: ParsedFlags) -> "Values":
         """Returns a copy in which `more` has precedence."""
         return Values(more, self._given)
+
+    def of_role(self, role: str) -> "Values":
+        """Returns a copy for workers of a role, "prefill" or "decode", in which `role.flag` is the value of `flag`."""
+        own = {name: self._given[f"{role}.{name}"] for name in PER_ROLE if f"{role}.{name}" in self._given}
+        return self.with_given(own)
 
     def __getitem__(self, name: str) -> object:
         return self._given[name].value if name in self._given else FLAGS[name].default
@@ -180,7 +226,7 @@ def _split(word: str) -> tuple[Flag, str | None, str]:
         return SPELLINGS[key[3:]], "false", where
     if re.fullmatch(r"O\d", name):  # -O3 is -O 3
         return SPELLINGS["O"], name[1:], where
-    raise ConfigError(f"{where}: no such flag{_suggestion(key, list(SPELLINGS), '--')}")
+    raise ConfigError(_unknown(where, key, list(SPELLINGS), "--"))
 
 
 def _take_value(flag: Flag, rest: list[str], where: str) -> object:
@@ -195,6 +241,31 @@ def _take_value(flag: Flag, rest: list[str], where: str) -> object:
             return flag.const
         raise ConfigError(f"{where}: expects a value")
     return words if len(words) > 1 else words[0]
+
+
+def _json_key(name: str) -> JsonKey | None:
+    """Returns the key that `name`, as "kv-transfer-config.kv_role", means; None if it is no key of a JSON object."""
+    base, dot, path = name.partition(".")
+    flag = SPELLINGS.get(base.replace("_", "-"))
+    if not dot or flag is None or flag.kind is not FlagKind.JSON:
+        return None
+    return JsonKey(flag, tuple(path.replace("-", "_").split(".")))
+
+
+def _json_value(text: str) -> object:
+    """Reads JSON, or any other text as itself."""
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return text
+
+
+def _unknown(where: str, name: str, known: list[str], dashes: str = "") -> str:
+    """Returns the error for a flag that does not exist."""
+    role, _, shared = name.removeprefix(PREFIX).lower().replace("_", "-").replace(".", "-").partition("-")
+    if role in ROLE_NAMES and shared in SPELLINGS:
+        return f"{where}: is no setting of one role, give --{shared}; a role may have its own {', '.join(PER_ROLE)}"
+    return f"{where}: no such flag{_suggestion(name, known, dashes)}"
 
 
 def _suggestion(name: str, known: list[str], dashes: str = "") -> str:

@@ -1,13 +1,12 @@
 """Turns flags into each service's settings. "auto", and values that depend on several flags, are settled here."""
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
-from blockyard.shared.config import host_memory, http_server, worker_fields
+from blockyard.shared.config import host_memory, http_server, kv_transfer, worker_fields, worker_roles
 from blockyard.shared.config.checkpoint import (
     Checkpoint,
     config_overrides,
@@ -24,6 +23,7 @@ from blockyard.shared.config.services.registry import RegistryConfig
 from blockyard.shared.config.services.scheduler import SchedulerConfig
 from blockyard.shared.config.services.tokenizer import TokenizerConfig
 from blockyard.shared.config.services.worker import WorkerConfig
+from blockyard.shared.config.worker_roles import WorkersOfRole
 from blockyard.shared.errors import ConfigError
 
 ServiceStruct = RegistryConfig | GatewayConfig | TokenizerConfig | DetokenizerConfig | SchedulerConfig | WorkerConfig
@@ -54,6 +54,7 @@ def resolve(values: Values, model: Checkpoint, bus: BusConfig) -> Deployment:
     def process(name: str) -> ProcessConfig:
         return process_config(values, name, bus)
 
+    to_start = worker_roles.workers_to_start(values)
     return Deployment(
         registry=registry(process("message_bus")),
         gateways=[
@@ -63,16 +64,19 @@ def resolve(values: Values, model: Checkpoint, bus: BusConfig) -> Deployment:
         detokenizers=[
             detokenizer(values, model, process(name)) for _, name in _numbered("detokenizer", values, "detokenizers")
         ],
-        scheduler=scheduler(values, model, process("scheduler")),
-        workers=workers(values, model, process),
-        notes=[*values.notes(), *http_server.notes(values), *memory_notes(values)],
+        scheduler=scheduler(values, model, process("scheduler"), [each.values for each in to_start]),
+        workers=workers(to_start, model, process),
+        notes=[*values.notes(), *http_server.notes(values), *worker_notes(values, is_local=True)],
         hung_timeout_s=values.get("hung-timeout", float),
     )
 
 
-def memory_notes(values: Values) -> list[str]:
-    """Returns a line for each flag of KV memory without effect."""
-    return [*host_memory.notes(values), *worker_fields.notes(values)]
+def worker_notes(values: Values, is_local: bool) -> list[str]:
+    """Returns a line for each flag of KV memory and KV transfers that has no effect, or another one than it says.
+
+    is_local: all workers of the ring run on this machine.
+    """
+    return [*host_memory.notes(values), *worker_fields.notes(values), *kv_transfer.notes(values, is_local)]
 
 
 def process_config(values: Values, name: str, bus: BusConfig) -> ProcessConfig:
@@ -128,9 +132,13 @@ def detokenizer(values: Values, model: Checkpoint, process: ProcessConfig) -> De
     )
 
 
-def scheduler(values: Values, model: Checkpoint, process: ProcessConfig) -> SchedulerConfig:
+def scheduler(
+    values: Values, model: Checkpoint, process: ProcessConfig, of_workers: list[Values] | None = None
+) -> SchedulerConfig:
+    """of_workers: the flags of each kind of worker; by default those of every role. A worker may have lower limits."""
     fields = _fields(values, "scheduler")
-    budget = step_tokens(values, model)
+    of_workers = worker_roles.of_any_role(values) if of_workers is None else of_workers
+    budgets = [step_tokens(each, model) for each in of_workers]
     delay_s, stall_s = values.maybe("max-queue-delay", float), values.get("stall-timeout", float)
     if delay_s is not None and delay_s >= stall_s:
         raise ConfigError(
@@ -139,9 +147,10 @@ def scheduler(values: Values, model: Checkpoint, process: ProcessConfig) -> Sche
         )
     if not values.get("enable-chunked-prefill", bool):
         length = context_limit(values, model.config) or model_length(model.config) or 0
-        if budget < length:
+        budget, each = min(zip(budgets, of_workers, strict=True), key=lambda one: one[0])
+        if budget < length:  # workers of any role compute prompts while there are no others
             raise ConfigError(
-                f"{values.where('max-num-batched-tokens')} {budget}: without chunked prefill a step must hold the "
+                f"{each.where('max-num-batched-tokens')} {budget}: without chunked prefill a step must hold the "
                 f"longest prompt, {length} tokens"
             )
     return _struct(
@@ -151,14 +160,18 @@ def scheduler(values: Values, model: Checkpoint, process: ProcessConfig) -> Sche
         | {
             "served_model_names": served_names(values),
             "root": model.name,
-            "max_num_batched_tokens": budget,
+            "max_num_seqs": max(each.get("max-num-seqs", int) for each in of_workers),
+            "max_num_batched_tokens": max(budgets),
             "depth": run_ahead(values),
             "block_scope": block_scope(values, model),
+            **kv_transfer.scheduler_fields(values),
         },
     )
 
 
-def worker(values: Values, model: Checkpoint, process: ProcessConfig) -> WorkerConfig:
+def worker(of_role: WorkersOfRole, model: Checkpoint, process: ProcessConfig) -> WorkerConfig:
+    """Returns the settings of one worker of a role. Raises ConfigError."""
+    values = of_role.values
     worker_fields.check_kv_cache(values)
     fields = _fields(values, "worker")
     fields["mock"]["vocab_size"] = fields["mock"]["vocab_size"] or model.config.get("vocab_size", 0)
@@ -174,19 +187,23 @@ def worker(values: Values, model: Checkpoint, process: ProcessConfig) -> WorkerC
             "max_model_len": context_limit(values, model.config),
             "fit_max_model_len": values["max-model-len"] == "auto",
             "swap_space_gib": host_memory.swap_space(values),
+            "kv_transfer": msgspec.to_builtins(kv_transfer.worker_config(values, of_role.role, process.bus)),
             **worker_fields.graph_fields(values),
             "config_overrides": msgspec.json.encode(config_overrides(values)).decode(),
         },
     )
 
 
-def workers(values: Values, model: Checkpoint, process: Callable[[str], ProcessConfig]) -> list[WorkerConfig]:
-    """Returns the settings of each replica's worker."""
-    num = values.get("data-parallel-size", int)
+def workers(
+    to_start: list[WorkersOfRole], model: Checkpoint, process: Callable[[str], ProcessConfig]
+) -> list[WorkerConfig]:
+    """Returns the settings of each worker of this machine. Raises ConfigError."""
+    host_memory.check((each.values, each.num_workers) for each in to_start)
+    num = sum(each.num_workers for each in to_start)
     if num == 1:
-        return [worker(values, model, process("gpu_worker"))]
-    has_gpu = on_gpu(values.get("device", str)) and values["worker-cls"] != "mock"
-    made = [worker(values, model, process(f"gpu_worker {i}")) for i in range(num)]
+        return [worker(to_start[0], model, process(to_start[0].name))]
+    has_gpu = worker_fields.kv_on_gpu(to_start[0].values)
+    made = [worker(each, model, process(f"{each.name} {i}")) for each in to_start for i in range(each.num_workers)]
     return [
         msgspec.structs.replace(config, group=i, replicas=num, gpu=i if has_gpu else None)
         for i, config in enumerate(made)
@@ -236,19 +253,15 @@ def step_tokens(values: Values, model: Checkpoint) -> int:
     if asked is not None:
         if asked < least:
             raise ConfigError(
-                f"{values.where('max-num-batched-tokens')} {asked}: at least --max-num-seqs, {least}, is needed"
+                f"{values.where('max-num-batched-tokens')} {asked}: at least {values.where('max-num-seqs')}, {least}, "
+                "is needed"
             )
         return asked
-    usual = GPU_STEP_TOKENS if on_gpu(values.get("device", str)) else CPU_STEP_TOKENS
+    usual = GPU_STEP_TOKENS if worker_fields.on_gpu(values) else CPU_STEP_TOKENS
     if not values.get("enable-chunked-prefill", bool):
         usual = max(usual, context_limit(values, model.config) or model_length(model.config) or 0)
     # a full batch must leave tokens for prompts, or new requests would wait until others end
     return max(usual, 2 * least)
-
-
-def on_gpu(device: str) -> bool:
-    """Returns whether the worker will run on a GPU, as far as known without torch."""
-    return device == "cuda" or (device == "auto" and os.path.exists("/dev/nvidiactl"))
 
 
 def chat_template(values: Values) -> str | None:

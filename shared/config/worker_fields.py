@@ -3,6 +3,7 @@
 Kernels are written by hand here, so a compilation level only chooses CUDA graphs and fused kernels.
 """
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,17 @@ def notes(values: Values) -> list[str]:
     if values.maybe("kv-cache-memory-bytes", int) is None or not values.is_given("gpu-memory-utilization"):
         return []
     return [f"{values.where('gpu-memory-utilization')}: has no effect beside --kv-cache-memory-bytes"]
+
+
+def on_gpu(values: Values) -> bool:
+    """Returns whether the device of workers is a GPU, as far as known without torch."""
+    device = values.get("device", str)
+    return device == "cuda" or (device == "auto" and os.path.exists("/dev/nvidiactl"))
+
+
+def kv_on_gpu(values: Values) -> bool:
+    """Returns whether workers have their KV blocks on GPUs. Mock workers need no device."""
+    return on_gpu(values) and values["worker-cls"] != "mock"
 
 
 def kv_scope(values: Values) -> str:

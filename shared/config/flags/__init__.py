@@ -1,6 +1,6 @@
 """All flags by group: one declaration per flag."""
 
-from blockyard.shared.config.flags import engine, execution, features, model, ring, server
+from blockyard.shared.config.flags import engine, execution, features, model, ring, roles, server
 from blockyard.shared.config.flags.flag import Flag
 
 GROUPS: dict[str, tuple[Flag, ...]] = {
@@ -13,6 +13,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
     "KV memory": engine.CACHE,
     "Execution": execution.EXECUTION,
     "Parallelism": engine.PARALLEL,
+    "Prefill and decode workers": roles.ROLES,
     "The ring": ring.RING,
     "Observability": features.OBSERVABILITY,
     "Mock worker": ring.MOCK,
@@ -20,7 +21,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
     "Adapters": features.LORA,
     "Speculative decoding": features.SPECULATIVE,
     "Images": features.MULTIMODAL,
-    "Structured output, tools, disaggregation": features.STRUCTURED,
+    "Structured output and tools": features.STRUCTURED,
 }
 
 FLAGS: dict[str, Flag] = {flag.name: flag for group in GROUPS.values() for flag in group}

@@ -188,5 +188,4 @@ STRUCTURED = (
     Flag("tool-parser-plugin", FlagKind.TEXT, "", "File with more parsers.", refused=_TOOLS),
     Flag("enable-reasoning", FlagKind.BOOL, False, "Return reasoning content.", refused=_REASONING),
     Flag("reasoning-parser", FlagKind.TEXT, None, "Parser of reasoning.", refused=_REASONING),
-    Flag("kv-transfer-config", FlagKind.JSON, None, "Disaggregated KV transfer.", refused=not_built("disaggregation")),
 )

@@ -62,7 +62,7 @@ class Flag:
 
 def variable(name: str) -> str:
     """Returns the environment variable of a flag."""
-    return "BLOCKYARD_" + name.upper().replace("-", "_")
+    return "BLOCKYARD_" + name.upper().replace("-", "_").replace(".", "_")
 
 
 def not_built(what: str) -> str:

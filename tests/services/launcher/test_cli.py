@@ -45,6 +45,20 @@ def blockyard(*args: str, **variables: str) -> subprocess.CompletedProcess[str]:
             ["serve", "demo", "--bind", "tcp://x"],
             "blockyard serve: error: --bind: is for `blockyard run`; serve starts its own ring",
         ),
+        (
+            ["serve", "demo", "--role", "prefill"],
+            "blockyard serve: error: --role: is for `blockyard run`; serve starts its own ring",
+        ),
+        (
+            ["serve", "demo", "--kv-transfer-config", '{"kv_connector": "Foo", "kv_role": "kv_both"}'],
+            "blockyard serve: error: --kv-transfer-config: kv_connector Foo: unknown; use one of auto, cuda_ipc, shm, "
+            "tcp, nixl",
+        ),
+        (
+            ["serve", "demo", "--kv-transfer-config.kv_connector", "tcp"],
+            "blockyard serve: error: --kv-transfer-config: kv_connector needs kv_role: kv_producer, kv_consumer or "
+            "kv_both",
+        ),
         (["run", "scheduler"], "blockyard run: error: run: --message-bus is needed, e.g. tcp://message-bus:5700"),
         (["sreve"], "blockyard sreve: error: no such command; did you mean serve?"),
         (["ring", "x", "--run-dir", "/x"], "blockyard ring: error: expected flags and --check, got x"),

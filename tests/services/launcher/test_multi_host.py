@@ -12,6 +12,7 @@ from blockyard.services.launcher.supervision.run_dir import SERVICES
 from blockyard.shared.config.parsed_flags import Values, from_command_line
 from blockyard.shared.config.services.gateway import GatewayConfig
 from blockyard.shared.config.services.scheduler import SchedulerConfig
+from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.errors import ConfigError
 
 TCP = ("--message-bus", "tcp://message-bus:5700", "--curve-keys", "/keys")
@@ -82,6 +83,20 @@ def test_bad_buses(args: tuple[str, ...], words: str) -> None:
 
 def test_advertise(tmp_path: Path) -> None:
     assert bus_config(values(*TCP, "--advertise", "10.0.0.9")).advertise == "10.0.0.9"
+
+
+def test_a_worker_process_has_a_role_and_the_address_of_its_config() -> None:
+    keys = ("--kv-transfer-config", '{"kv_role": "kv_producer", "kv_ip": "10.0.0.7", "kv_port": 14579}')
+    config = service_config("gpu_worker", values("--model", "demo", *TCP, *keys))
+    assert isinstance(config, WorkerConfig) and config.kv_transfer is not None
+    assert (config.kv_transfer.role, config.kv_transfer.port) == ("prefill", 14579)
+    assert config.process.bus.advertise == "10.0.0.7"
+
+
+@pytest.mark.parametrize("flag", ["--prefill-workers", "--decode-workers"])
+def test_a_process_has_one_role(flag: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{flag}: `run` starts one process; give gpu-workers a --role$"):
+        run(["gpu-worker", "demo", *TCP, flag, "2"])
 
 
 def test_a_process_is_one_worker() -> None:

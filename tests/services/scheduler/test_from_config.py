@@ -27,6 +27,9 @@ SETTINGS = [
     ("max_queue_tokens", 99, "max_queue_tokens"),
     ("max_queue_delay_s", 9.0, "max_queue_delay_s"),
     ("enable_sleep_mode", True, "may_sleep"),
+    ("decode_prefill_tokens", 9, "decode_prefill_tokens"),
+    ("kv_lease_s", 9.0, "kv_lease_s"),
+    ("kv_load_failure_policy", "fail", "load_failure_policy"),
 ]
 ELSEWHERE = {"process", "enable_chunked_prefill", "log_stats", "stats_interval_s"}
 

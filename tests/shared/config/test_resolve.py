@@ -75,9 +75,10 @@ def test_each_replica_takes_its_own_host_memory() -> None:
     flags = ["--preemption-mode", "swap", "--swap-space", "3", "--data-parallel-size", "2"]
     line, _ = parsed_flags.from_command_line(flags)
     values = parsed_flags.Values(line)
-    assert host_memory.swap_space(values, there_is=6 << 30) == 3.0
-    with pytest.raises(ConfigError, match="--swap-space 3 for each of 2 replicas: there are 5"):
-        host_memory.swap_space(values, there_is=5 << 30)
+    assert host_memory.swap_space(values) == 3.0
+    host_memory.check([(values, 2)], there_is=6 << 30)
+    with pytest.raises(ConfigError, match="--swap-space 3 for each of 2 workers: there are 5"):
+        host_memory.check([(values, 2)], there_is=5 << 30)
 
 
 def test_block_size_is_one_number_for_all() -> None:

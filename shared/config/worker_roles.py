@@ -1,0 +1,65 @@
+"""The workers that `serve` starts: how many of each role, and the flags of each role."""
+
+from dataclasses import dataclass
+
+from blockyard.shared.config import kv_transfer
+from blockyard.shared.config.flags.roles import PER_ROLE, ROLE_NAMES
+from blockyard.shared.config.parsed_flags import Values
+from blockyard.shared.errors import ConfigError
+from blockyard.shared.messages import KVRole
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersOfRole:
+    """Workers of one machine with the same settings. Each is a worker group of its own."""
+
+    role: KVRole | None  # None: no flag gives one, and the workers have no KV transfers
+    num_workers: int
+    values: Values  # with the role's own flags
+
+    @property
+    def name(self) -> str:
+        """The first word of a worker's number in its name: "gpu_worker prefill 0", "gpu_worker 0"."""
+        return "gpu_worker" if self.role in (None, KVRole.BOTH) else f"gpu_worker {self.role}"
+
+
+def workers_to_start(values: Values) -> list[WorkersOfRole]:
+    """Returns the workers of --prefill-workers, --decode-workers and --data-parallel-size. Raises ConfigError.
+
+    With one of the first two, --data-parallel-size adds workers of both roles if it is given. Without them all its
+    workers have the role of --kv-transfer-config.
+    """
+    role, numbers = kv_transfer.role_of(values), {name: values.get(f"{name}-workers", int) for name in ROLE_NAMES}
+    for name, number in numbers.items():
+        own = [flag for flag in PER_ROLE if values.is_given(f"{name}.{flag}")]
+        if own and not number:
+            raise ConfigError(f"{values.where(f'{name}.{own[0]}')}: there are no {name} workers; give --{name}-workers")
+    if not any(numbers.values()):
+        return [WorkersOfRole(role, values.get("data-parallel-size", int), _of_role(values, role))]
+    if role not in (None, KVRole.BOTH):
+        raise ConfigError(
+            f"{values.where(kv_transfer.FLAG)}: kv_role {kv_transfer.keys_of(values).kv_role}: --prefill-workers and "
+            "--decode-workers give the roles; use kv_both"
+        )
+    num_both = values.get("data-parallel-size", int) if values.is_given("data-parallel-size") else 0
+    found = [
+        WorkersOfRole(KVRole.BOTH, num_both, values),
+        *(WorkersOfRole(KVRole(name), number, values.of_role(name)) for name, number in numbers.items()),
+    ]
+    return [workers for workers in found if workers.num_workers]
+
+
+def of_process(values: Values) -> WorkersOfRole:
+    """Returns the one worker of `blockyard run gpu-worker`. Raises ConfigError."""
+    role = kv_transfer.role_of(values)
+    return WorkersOfRole(role, 1, _of_role(values, role))
+
+
+def of_any_role(values: Values) -> list[Values]:
+    """Returns the flags of every kind of worker that a scheduler may have."""
+    given = [name for name in ROLE_NAMES if any(values.is_given(f"{name}.{flag}") for flag in PER_ROLE)]
+    return [values, *(values.of_role(name) for name in given)]
+
+
+def _of_role(values: Values, role: KVRole | None) -> Values:
+    return values if role in (None, KVRole.BOTH) else values.of_role(role.value)
