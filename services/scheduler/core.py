@@ -4,6 +4,7 @@
 """
 
 import logging
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -73,7 +74,14 @@ class SchedulerSettings:
 class Scheduler:
     """Call `on_message` for each frame, then `step` for the frames to send."""
 
-    def __init__(self, incarnation: int, settings: SchedulerSettings, created: int) -> None:
+    def __init__(
+        self,
+        incarnation: int,
+        settings: SchedulerSettings,
+        created: int,
+        random_bytes: Callable[[int], bytes] = secrets.token_bytes,
+    ) -> None:
+        """`random_bytes`: for tickets, which a stranger may not guess."""
         model = ServedModel(settings.names, settings.root, created)
         limits = QueueLimits(settings.max_queue_len, settings.max_queue_tokens, settings.max_queue_delay_s)
         hasher = BlockHasher(settings.block_scope, settings.prefix_caching)
@@ -83,7 +91,9 @@ class Scheduler:
 
         self._outbox = Outbox()
         self._groups = WorkerGroups(incarnation, settings.batch, hasher)
-        self._lifecycle = Lifecycle(POLICIES[settings.policy](), self._groups, self._outbox, settings.kv_lease_s)
+        self._lifecycle = Lifecycle(
+            POLICIES[settings.policy](), self._groups, self._outbox, settings.kv_lease_s, random_bytes
+        )
         self._requests = RequestHandler(model, limits, self._lifecycle, self._groups, self._outbox)
         self._workers = Workers(
             self._groups,

@@ -16,10 +16,17 @@ from blockyard.shared.messages import FinishReason
 class Lifecycle:
     """Owns the live requests, their text streams, the waiting queue, and what waits for a sibling's prompt."""
 
-    def __init__(self, policy: Policy, groups: WorkerGroups, outbox: Outbox, lease_s: float) -> None:
-        """`lease_s`: of transfers of KV blocks between groups."""
+    def __init__(
+        self,
+        policy: Policy,
+        groups: WorkerGroups,
+        outbox: Outbox,
+        lease_s: float,
+        random_bytes: Callable[[int], bytes],
+    ) -> None:
+        """`lease_s` and `random_bytes`, for their tickets: of transfers of KV blocks between groups."""
         self.waiting = WaitingQueue(policy)
-        self.handovers = Handovers(groups, self.waiting, outbox, lease_s)
+        self.handovers = Handovers(groups, self.waiting, outbox, lease_s, random_bytes)
         self.requests: dict[str, Request] = {}
         self.num_preemptions = 0
         self.before_preempt: list[Callable[[WorkerGroup], None]] = []  # called before each preemption

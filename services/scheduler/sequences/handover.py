@@ -15,6 +15,7 @@ class Handover:
     hashes: list[bytes]  # of the target blocks
     cached: list[int]  # blocks of the sequence that the target has already
     transfer: int = 0  # its number; 0: the workers know nothing of it yet
+    ticket: bytes = b""  # random: the sender shows it to the receiver on a link without encryption
     num_sent: int = 0  # positions
     landed: set[int] | None = None  # target blocks with contents, once the transfer has ended on the target
     is_prefilled: bool = False

@@ -11,6 +11,7 @@ stay in the group that computes their prompt.
 
 import logging
 from collections import Counter
+from collections.abc import Callable
 
 from blockyard.services.scheduler.batch.worker_groups import WorkerGroup, WorkerGroups
 from blockyard.services.scheduler.outbox import Outbox
@@ -23,14 +24,23 @@ from blockyard.shared.messages import Attached, KVAbort, KVLanded, KVReceive, KV
 log = logging.getLogger(__name__)
 
 CHECK_S = 0.25  # between checks of leases
+TICKET_BYTES = 16
 
 
 class Handovers:
-    def __init__(self, groups: WorkerGroups, waiting: WaitingQueue, outbox: Outbox, lease_s: float) -> None:
+    def __init__(
+        self,
+        groups: WorkerGroups,
+        waiting: WaitingQueue,
+        outbox: Outbox,
+        lease_s: float,
+        random_bytes: Callable[[int], bytes],
+    ) -> None:
         self.ledger = TransferLedger(groups.scheduler, lease_s)
         self.num_arriving = 0  # sequences
         self.num_inbound: Counter[int] = Counter()  # handovers by target worker
         self._groups, self._waiting, self._outbox = groups, waiting, outbox
+        self._random_bytes = random_bytes
         self._live: dict[Handover, Sequence] = {}
         self._by_transfer: dict[int, Sequence] = {}
         self.arrived: list[tuple[Sequence, int]] = []  # sequences to be seated, and where
@@ -82,7 +92,7 @@ class Handovers:
             handover.landed = set()
             return
         transfer = self.ledger.open(handover.source, handover.target, handover.target_blocks)
-        handover.transfer = transfer.number
+        handover.transfer, handover.ticket = transfer.number, self._random_bytes(TICKET_BYTES)
         self._by_transfer[transfer.number] = running.sequence
         geometry = group.geometry
         self._outbox.send_before_plans(
@@ -94,6 +104,7 @@ class Handovers:
                 geometry.kv_endpoint,
                 handover.target_blocks,
                 b"".join(handover.hashes),
+                handover.ticket,
             ),
         )
 
@@ -126,6 +137,7 @@ class Handovers:
                 blocks,
                 handover.target_blocks[first:last],
                 is_last,
+                handover.ticket,
             )
         ]
 

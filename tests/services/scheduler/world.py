@@ -1,6 +1,7 @@
 """A scheduler core with everything around it faked, and the invariants that must hold after every step."""
 
 import itertools
+import random
 from array import array
 from collections.abc import Callable
 from dataclasses import replace
@@ -73,6 +74,7 @@ class World:
                 kv_lease_s=shape.kv_lease_s,
             ),
             created=0,
+            random_bytes=random.Random(0).randbytes,
         )
         self.gateways: dict[int, FakeGateway] = {}
         self.workers: dict[int, FakeWorker] = {}

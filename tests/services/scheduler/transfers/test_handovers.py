@@ -113,6 +113,18 @@ def test_the_receiver_hears_of_a_transfer_before_the_sender() -> None:
     assert order[0] is KVReceive
 
 
+def test_both_workers_get_the_same_ticket_and_each_transfer_another() -> None:
+    it = Pair()
+    it.submit("a", 22)
+    it.submit("b", 17)
+    it.finish()
+    received = {f.transfer: f.ticket for f in it.frames(KVReceive, it.target) if isinstance(f, KVReceive)}
+    assert {send.transfer: send.ticket for send in it.sends(it.source)} == received
+    assert all({send.ticket == received[send.transfer] for send in it.sends(it.source)})
+    assert len({*received.values()}) == 2
+    assert {len(ticket) for ticket in received.values()} == {16}
+
+
 @pytest.mark.parametrize(
     "more",
     [
