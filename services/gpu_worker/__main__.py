@@ -36,7 +36,7 @@ def serve(config: WorkerConfig) -> None:
         config.process.name, Role.GPU_WORKER, config.process.bus, WorkerIn, model=model, own_heartbeat=True
     )
     with links:
-        links.update(group=config.group)
+        links.update(group=config.group, kv_role=config.kv_transfer.role if config.kv_transfer is not None else None)
 
         def report(phase: str, progress: float, notes: list[str]) -> None:
             links.update(phase=phase, progress=progress, notes=list(notes))

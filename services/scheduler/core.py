@@ -195,7 +195,7 @@ class Scheduler:
         self._groups.mark_dirty((group,))
         if record.chunk_sizes:
             self._workers.admission_delay.on_prefill_step(result.step_s)
-        self._planner.results.apply(group, record, result)
+        self._planner.results.apply(group, record, result, now)
 
     # admit, build plans, send
 
@@ -270,4 +270,6 @@ class Scheduler:
             blocks_quarantined=ledger.num_quarantined,
             transfer_blocks_failed_total=ledger.num_failed_blocks,
             transfer_notices_dropped_total=ledger.num_dropped,
+            second_token_counts=list(results.second_tokens),
+            second_token_us_total=round(1e6 * results.second_token_s),
         )

@@ -38,9 +38,13 @@ def not_ready(members: list[Member], host: str) -> str:
 def as_lines(members: list[Member]) -> list[str]:
     """Returns one line per member, sorted by role and name."""
     ordered = sorted(members, key=lambda m: (m.role, m.name))
-    rows = [(m.name, m.role, _state(m), m.model or "-", m.endpoint or "-") for m in ordered]
+    rows = [(m.name, _roles(m), _state(m), m.model or "-", m.endpoint or "-") for m in ordered]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _roles(member: Member) -> str:
+    return member.role if member.kv_role is None else f"{member.role} {member.kv_role}"
 
 
 def _state(member: Member) -> str:

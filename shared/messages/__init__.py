@@ -11,6 +11,7 @@ from blockyard.shared.messages.base import NO_TOKEN, PROTOCOL_VERSION, FinishRea
 from blockyard.shared.messages.controls import Control, Controlled, ControlVerb, MemoryTag, Sleep, Slept, Wake
 from blockyard.shared.messages.kv_transfer import KVAbort, KVLanded, KVReceive, KVRole, KVSend, KVSendEnded
 from blockyard.shared.messages.membership import (
+    SECOND_TOKEN_S,
     STEP_TOKENS,
     Announce,
     Leave,
@@ -19,6 +20,7 @@ from blockyard.shared.messages.membership import (
     Members,
     MembersRequest,
     ModelCard,
+    NamedCount,
     RefusalCount,
     Stats,
     TenantShare,

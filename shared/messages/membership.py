@@ -1,9 +1,12 @@
 """Members <-> message bus: the membership list, with each member's role, state and counters."""
 
 from blockyard.shared.messages.base import Frame, FrameStruct, Role
+from blockyard.shared.messages.kv_transfer import KVRole
 
 # Upper limits of the histogram of tokens per step; the last bucket has no limit.
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+# Upper limits, in seconds, of the histogram of the time from the first to the second token of a handed-over sequence.
+SECOND_TOKEN_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 
 
 class ModelCard(FrameStruct, frozen=True):
@@ -19,6 +22,11 @@ class ModelCard(FrameStruct, frozen=True):
 
 class RefusalCount(FrameStruct, frozen=True):
     reason: str
+    total: int
+
+
+class NamedCount(FrameStruct, frozen=True):
+    name: str
     total: int
 
 
@@ -66,6 +74,11 @@ class Stats(FrameStruct, frozen=True):
     blocks_quarantined: int = 0  # KV blocks of aborted transfers that a worker may still use
     transfer_blocks_failed_total: int = 0  # KV blocks that arrived with a wrong checksum
     transfer_notices_dropped_total: int = 0  # frames about transfers that are unknown, or that ended
+    second_token_counts: list[int] = []  # sequences that were handed over, in the buckets of SECOND_TOKEN_S
+    second_token_us_total: int = 0  # sum of the same times, in microseconds
+    transfer_bytes: list[NamedCount] = []  # bytes of KV blocks that this worker has sent, by connector
+    transfer_frames_dropped: list[NamedCount] = []  # frames of other workers that this one has refused, by reason
+    sends_to: list[int] = []  # incarnations of workers that it has sent KV blocks to since its last counters
 
 
 class Member(FrameStruct, frozen=True):
@@ -83,6 +96,7 @@ class Member(FrameStruct, frozen=True):
     card: ModelCard | None = None  # schedulers only, once settled
     group: int = 0  # worker group
     stats: Stats = Stats()
+    kv_role: KVRole | None = None  # workers with KV transfers only
 
 
 class Announce(Frame, frozen=True):

@@ -52,7 +52,9 @@ class FakeGateway(http.server.ThreadingHTTPServer):
             {"name": f"{role}-0", "role": role, "ready": True, "phase": "ready", "model": "demo", "stats": STATS}
             for role in ROLES
         ]
+        members[3] |= {"incarnation": "a", "kv_role": "prefill", "sends_to": ["b"]}
         members.append(members[3] | {"name": "gpu_worker-1", "ready": False, "phase": "loading weights"})
+        members[5] |= {"incarnation": "b", "kv_role": "decode", "sends_to": []}
         totals = {"requests_total": len(self.requests), "output_tokens_total": self.tokens, "blocks_used": 1024}
         return {"members": members, "totals": totals | {"blocks_total": 4096, "running": 3, "waiting": 2}}
 
@@ -273,6 +275,9 @@ def test_ring_shows_members_and_load(page: Page, fake: FakeGateway) -> None:
     for rate in ("tokens", "requests"):
         page.until(lambda rate=rate: float(page.text(f"#rate-{rate}")) > 0, f"{rate} a second")
     assert page.text("[data-role=gpu_worker] .replica.starting") and "loading weights" in page.text("#member-rows")
+    assert [one.text for one in page.all("[data-role=gpu_worker] .replica text")] == ["P", "D"]
+    assert len(page.all("[data-role=gpu_worker] .sending")) == 1
+    assert {"prefill", "decode"} == {one.get_attribute("textContent") for one in page.all(".kv-role")}
     assert page.text("#kv-text") == "1,024 of 4,096" and len(page.all("#kv-stacks .full")) == 32
     for down, words in ((True, "no answer"), (False, "starting")):
         fake.ring_down = down

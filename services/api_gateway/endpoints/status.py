@@ -67,6 +67,11 @@ class StatsView(msgspec.Struct, frozen=True):
     steps_total: int
     rss_bytes: int
     malformed_total: int
+    arriving: int
+    transfers_open: int
+    transfers_landed_total: int
+    transfers_aborted_total: int
+    blocks_quarantined: int
 
 
 class MemberView(msgspec.Struct, frozen=True):
@@ -80,6 +85,8 @@ class MemberView(msgspec.Struct, frozen=True):
     notes: list[str]
     group: int
     stats: StatsView
+    kv_role: str  # "prefill", "decode" or "both"; empty: no KV transfers
+    sends_to: list[str]  # incarnations of workers that this one sends KV blocks to
 
 
 class Totals(msgspec.Struct, frozen=True):
@@ -212,9 +219,19 @@ def _makes_progress(links: RingLinks, stalled: frozenset[int]) -> bool:
 
 
 def _member(m: Member) -> MemberView:
-    stats = StatsView(**{field: getattr(m.stats, field) for field in StatsView.__struct_fields__})
     return MemberView(
-        m.name, m.role.value, f"{m.incarnation:016x}", m.model, m.ready, m.phase, m.progress, m.notes, m.group, stats
+        name=m.name,
+        role=m.role.value,
+        incarnation=f"{m.incarnation:016x}",
+        model=m.model,
+        ready=m.ready,
+        phase=m.phase,
+        progress=m.progress,
+        notes=m.notes,
+        group=m.group,
+        stats=StatsView(**{field: getattr(m.stats, field) for field in StatsView.__struct_fields__}),
+        kv_role=m.kv_role or "",
+        sends_to=[f"{worker:016x}" for worker in m.stats.sends_to],
     )
 
 

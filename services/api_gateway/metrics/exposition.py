@@ -8,7 +8,13 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from blockyard.shared.config.services.gateway import MetricsNames
 from blockyard.shared.messages import Role
 from blockyard.shared.ring_client.metrics.histogram import BucketCounts
-from blockyard.shared.ring_client.metrics.member_counts import REFUSED, SERVED, MemberTotals
+from blockyard.shared.ring_client.metrics.member_counts import (
+    FRAMES_DROPPED,
+    REFUSED,
+    SERVED,
+    TRANSFER_BYTES,
+    MemberTotals,
+)
 from blockyard.shared.ring_client.metrics.meters import Meters
 from blockyard.shared.ring_client.metrics.metric_families import (
     Family,
@@ -35,7 +41,23 @@ _COUNTERS = (
     ("kv_blocks_fetched", "KV blocks copied back from host memory", "blocks_fetched_total"),
     ("malformed_frames", "Frames that did not decode", "malformed_total"),
 )
-_LABELS = ["model_name", "member", "role"]
+# of a scheduler
+_TRANSFER_GAUGES = (
+    ("sequences_arriving", "Sequences whose KV blocks come from another worker", "arriving"),
+    ("kv_transfers_open", "Transfers of KV blocks that have not ended on both workers", "transfers_open"),
+    ("kv_blocks_quarantined", "KV blocks of aborted transfers that a worker may still use", "blocks_quarantined"),
+)
+_TRANSFER_COUNTERS = (
+    ("kv_transfers_landed", "Transfers of KV blocks that are complete", "transfers_landed_total"),
+    ("kv_transfers_aborted", "Transfers of KV blocks that were aborted", "transfers_aborted_total"),
+    ("kv_transfer_blocks_failed", "KV blocks that arrived with a wrong checksum", "transfer_blocks_failed_total"),
+    (
+        "kv_transfer_notices_dropped",
+        "Frames of workers about transfers that are unknown, or that had ended",
+        "transfer_notices_dropped_total",
+    ),
+)
+_LABELS = ["model_name", "member", "role", "kv_role"]  # the last one only of workers with KV transfers
 _QUEUE = ["model_name", "member"]
 
 
@@ -69,7 +91,7 @@ def _family(name: str, family: Family[Source], samples: list[MetricSample], mete
 def member_families(members: Iterable[MemberTotals], model_name: str) -> Iterator[Metric]:
     """One series per member, under our prefix only: vLLM has no such members."""
     counted = list(members)
-    present = [(one, [model_name, one.name, one.role.value]) for one in counted if one.ready is not None]
+    present = [(one, _member_labels(one, model_name)) for one in counted if one.ready is not None]
     for name, text, field in _GAUGES:
         gauge = GaugeMetricFamily(f"blockyard:{name}", text, labels=_LABELS)
         for one, values in present:
@@ -86,9 +108,14 @@ def member_families(members: Iterable[MemberTotals], model_name: str) -> Iterato
     for name, text, field in _COUNTERS:
         counter = CounterMetricFamily(f"blockyard:{name}", text, labels=_LABELS)
         for one in counted:
-            counter.add_metric([model_name, one.name, one.role.value], one.count(field))
+            counter.add_metric(_member_labels(one, model_name), one.count(field))
         yield counter
     yield from _queue_families(counted, model_name)
+    yield from _transfer_families(counted, model_name)
+
+
+def _member_labels(one: MemberTotals, model_name: str) -> list[str]:
+    return [model_name, one.name, one.role.value, *([one.kv_role.value] if one.kv_role is not None else [])]
 
 
 def _queue_families(members: Iterable[MemberTotals], model_name: str) -> Iterator[Metric]:
@@ -128,3 +155,29 @@ def _queue_gauges(schedulers: list[tuple[MemberTotals, list[str]]]) -> Iterator[
             running.add_metric([*values, share.tenant], share.running)
             waiting.add_metric([*values, share.tenant], share.waiting)
     yield from (tokens, wait, running, waiting)
+
+
+def _transfer_families(members: Iterable[MemberTotals], model_name: str) -> Iterator[Metric]:
+    """KV transfers as schedulers count them, and bytes and refused frames as workers do."""
+    schedulers = [(one, [model_name, one.name]) for one in members if one.role is Role.SCHEDULER]
+    workers = [(one, [model_name, one.name, one.kv_role.value]) for one in members if one.kv_role is not None]
+    for name, text, field in _TRANSFER_GAUGES:
+        gauge = GaugeMetricFamily(f"blockyard:{name}", text, labels=_QUEUE)
+        for one, values in schedulers:
+            if one.ready is not None:
+                gauge.add_metric(values, getattr(one.stats, field))
+        yield gauge
+    for name, text, field in _TRANSFER_COUNTERS:
+        counter = CounterMetricFamily(f"blockyard:{name}", text, labels=_QUEUE)
+        for one, values in schedulers:
+            counter.add_metric(values, one.count(field))
+        yield counter
+    for name, text, kind, label in (
+        ("kv_transfer_bytes", "Bytes of KV blocks sent to other workers, by connector", TRANSFER_BYTES, "connector"),
+        ("kv_transfer_frames_dropped", "Frames of other workers that were refused", FRAMES_DROPPED, "reason"),
+    ):
+        counter = CounterMetricFamily(f"blockyard:{name}", text, labels=[*_QUEUE, "kv_role", label])
+        for one, values in workers:
+            for what, count in one.of(kind):
+                counter.add_metric([*values, what], count)
+        yield counter

@@ -17,6 +17,7 @@ const TOKEN_WAY = "M338 166 V253 Q338 293 298 293 H102 Q62 293 62 253 V166";
 const CHEVRONS = [[62, 101, -90], [200, 37, 0], [338, 101, 90], [338, 236, 90], [298, 293, 180], [102, 293, 180], [62, 236, -90]];
 const BLOCK = 11;
 const BLOCKS_SHOWN = 7; // in one row of a station
+const LETTERS = { prefill: "P", decode: "D" };
 
 function shape(name, attributes = {}, ...children) {
   const made = document.createElementNS(SVG, name);
@@ -101,7 +102,9 @@ function drawStation({ role, title, x, y }, members) {
   const replicas = all ? `×${members.length}` : `${ready.length}/${members.length}`;
   if (members.length > 1) group.append(shape("text", { x: WIDTH - 10, y: 18, class: "replicas" }, replicas));
   const shown = members.slice(0, members.length > BLOCKS_SHOWN ? BLOCKS_SHOWN - 1 : BLOCKS_SHOWN);
-  shown.forEach((member, index) => group.append(drawReplica(member, 10 + index * (BLOCK + 3))));
+  const left = (index) => 10 + index * (BLOCK + 3);
+  shown.forEach((member, index) => group.append(drawReplica(member, left(index))));
+  group.append(...drawSends(shown, left));
   if (shown.length < members.length) {
     group.append(shape("text", { x: 10 + shown.length * (BLOCK + 3), y: 36, class: "more" }, `+${members.length - shown.length}`));
   }
@@ -122,11 +125,21 @@ function drawReplica(member, x) {
   const { running = 0, rss_bytes: bytes = 0 } = member.stats ?? {};
   const state = member.state === "starting" ? member.phase : member.state;
   group.append(
-    shape("title", {}, `${member.name}: ${state}, ${running} running, ${formatBytes(bytes)}`),
+    shape("title", {}, `${member.name}: ${member.kv_role ? `${member.kv_role}, ` : ""}${state}, ${running} running, ${formatBytes(bytes)}`),
     shape("rect", { width: BLOCK, height: BLOCK, rx: 1.5 }),
   );
+  if (LETTERS[member.kv_role]) group.append(shape("text", { x: BLOCK / 2, y: 8.5 }, LETTERS[member.kv_role]));
   if (member.state === "gone") group.append(shape("path", { d: "M2.5 2.5 L8.5 8.5 M8.5 2.5 L2.5 8.5" }));
   return group;
+}
+
+/** An arc below the row from each worker to the workers that it sends KV blocks to. */
+function drawSends(members, left) {
+  const places = new Map(members.map(({ incarnation }, index) => [incarnation, left(index) + BLOCK / 2]));
+  return members.flatMap((member) => (member.sends_to ?? []).filter((to) => places.has(to)).map((to) => {
+    const [from, end] = [places.get(member.incarnation), places.get(to)];
+    return shape("path", { class: "sending", "data-from": member.name, d: `M${from} 38 Q${(from + end) / 2} 47 ${end} 38` });
+  }));
 }
 
 export function drawSpark(svg, values, points) {

@@ -116,6 +116,7 @@ function drawMembers(members) {
     const row = element("tr", "", member.state);
     const name = element("th", member.name);
     name.scope = "row";
+    if (member.kv_role) name.append(element("span", member.kv_role, "kv-role"));
     const state = member.state === "starting" ? member.phase || "starting" : member.state;
     const { running = 0, rss_bytes: bytes = 0 } = member.stats ?? {};
     row.append(name, element("td", state, "state-cell"), element("td", count(running), "num"), element("td", formatBytes(bytes), "num"));

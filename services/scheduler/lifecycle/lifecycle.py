@@ -102,11 +102,11 @@ class Lifecycle:
         running.sequence.on_waiting()
         self._queue(running.sequence)
 
-    def hand_over(self, group: WorkerGroup, running: RunningSequence) -> None:
+    def hand_over(self, group: WorkerGroup, running: RunningSequence, now: float) -> None:
         """A sequence has its first token: it leaves the batch, and goes on in another group."""
         group.free(running)
         self.waiting.policy.on_freed(running.sequence)
-        self.handovers.on_prefilled(running.sequence)
+        self.handovers.on_prefilled(running.sequence, now)
 
     def reschedule(self, group: WorkerGroup, running: RunningSequence) -> None:
         """Restarts a sequence after its blocks were invalidated. Results in flight are ignored."""

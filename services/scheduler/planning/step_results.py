@@ -10,7 +10,16 @@ from blockyard.services.scheduler.batch.worker_groups import WorkerGroup
 from blockyard.services.scheduler.lifecycle.beam_sequences import BeamScheduler
 from blockyard.services.scheduler.lifecycle.lifecycle import Lifecycle
 from blockyard.services.scheduler.sequences.requests import Phase, RunningSequence, Sequence
-from blockyard.shared.messages import NO_TOKEN, STEP_TOKENS, FinishReason, SlotResult, StepResult, TokenRows, TokenStep
+from blockyard.shared.messages import (
+    NO_TOKEN,
+    SECOND_TOKEN_S,
+    STEP_TOKENS,
+    FinishReason,
+    SlotResult,
+    StepResult,
+    TokenRows,
+    TokenStep,
+)
 
 
 class StepResults:
@@ -21,10 +30,14 @@ class StepResults:
         self.num_prompt_tokens = 0  # including tokens computed again
         self.step_sizes = [0] * (len(STEP_TOKENS) + 1)  # histogram of steps by their tokens
         self.num_step_tokens = 0
+        self.second_tokens = [0] * (len(SECOND_TOKEN_S) + 1)  # histogram of the times after a handover
+        self.second_token_s = 0.0  # sum of the same times
+        self._now = 0.0  # of the result that is applied
         self._lifecycle, self._waiting, self._beam_scheduler = lifecycle, lifecycle.waiting, beam_scheduler
 
-    def apply(self, group: WorkerGroup, record: PlanRecord, result: StepResult) -> None:
+    def apply(self, group: WorkerGroup, record: PlanRecord, result: StepResult, now: float) -> None:
         """Results of slots that did not run in the plan are ignored. A slot without a result computed nothing."""
+        self._now = now
         before = self.num_prompt_tokens + self.num_output_tokens
         if result.failed_fetches:
             self._invalidate_unfetched(group, record, result.failed_fetches)
@@ -113,6 +126,7 @@ class StepResults:
         sequence.add_outputs(slot.token_ids, scored)
         if num_tokens:
             running.on_sampled()
+            self._count_second_token(sequence)
         if finish is not None or running.leaves_prefilled:
             self._leave(group, running, finish, num_tokens)
 
@@ -122,7 +136,14 @@ class StepResults:
         if finish is not None:
             self._lifecycle.end(running.sequence)
         elif num_tokens and running.sequence.phase is Phase.RUNNING:
-            self._lifecycle.hand_over(group, running)
+            self._lifecycle.hand_over(group, running, self._now)
+
+    def _count_second_token(self, sequence: Sequence) -> None:
+        """Of a handed-over sequence. The step that seats it has a prompt token to compute, so its token is no row."""
+        first_token_s = sequence.take_first_token_s()
+        if first_token_s is not None:
+            self.second_token_s += self._now - first_token_s
+            self.second_tokens[bisect_left(SECOND_TOKEN_S, self._now - first_token_s)] += 1
 
     def _invalidate_failed(self, group: WorkerGroup, running: RunningSequence) -> None:
         for reader in group.kv_cache.invalidate_failed(running, group.active()):

@@ -177,6 +177,7 @@ class Sequence:
     stream: int = 0  # its number at the detokenizer; 0: none
     handover: Handover | None = None  # to the group that decodes it, until it is seated there
     was_prefilled: bool = False  # in a group that handed it over: it may find its own blocks, whatever it asks for
+    first_token_s: float | None = None  # when its first token came, after a handover and until the second token
 
     @property
     def num_tokens(self) -> int:
@@ -232,9 +233,14 @@ class Sequence:
     def set_handover(self, handover: Handover | None) -> None:
         self.handover = handover
 
-    def on_prefilled(self) -> None:
+    def on_prefilled(self, now: float) -> None:
         """Its prompt and first token are computed, and it has left the batch of that group."""
-        self.phase, self.was_prefilled = Phase.ARRIVING, True
+        self.phase, self.was_prefilled, self.first_token_s = Phase.ARRIVING, True, now
+
+    def take_first_token_s(self) -> float | None:
+        """When its first token came; None at every call but the first after a handover."""
+        first_token_s, self.first_token_s = self.first_token_s, None
+        return first_token_s
 
     def on_ended(self) -> None:
         """Drops references to runs, because reference cycles stay in memory while the collector is off."""

@@ -141,9 +141,9 @@ class Handovers:
             )
         ]
 
-    def on_prefilled(self, sequence: Sequence) -> None:
+    def on_prefilled(self, sequence: Sequence, now: float) -> None:
         """A sequence has its first token, and has left the batch of the source."""
-        sequence.on_prefilled()
+        sequence.on_prefilled(now)
         handover = sequence.handover
         if handover is None:  # the target was lost meanwhile
             self._wait(sequence)

@@ -11,7 +11,16 @@ from dataclasses import dataclass
 
 import msgspec
 
-from blockyard.shared.messages import STEP_TOKENS, Member, Role, Stats, StatsRequest, StatsResponse
+from blockyard.shared.messages import (
+    SECOND_TOKEN_S,
+    STEP_TOKENS,
+    KVRole,
+    Member,
+    Role,
+    Stats,
+    StatsRequest,
+    StatsResponse,
+)
 from blockyard.shared.ring_client.metrics.histogram import BucketCounts
 from blockyard.shared.ring_client.metrics.peer_queries import PeerQueries
 from blockyard.shared.ring_client.ring_links import RingLinks
@@ -30,10 +39,16 @@ COUNTERS = (  # fields of Stats
     "blocks_fetched_total",
     "malformed_total",
     "step_tokens_total",
+    "transfers_landed_total",
+    "transfers_aborted_total",
+    "transfer_blocks_failed_total",
+    "transfer_notices_dropped_total",
+    "second_token_us_total",
 )
-REFUSED, SERVED, STEP_SIZES = "refused", "served", "step_sizes"
+REFUSED, SERVED, STEP_SIZES, SECOND_TOKENS = "refused", "served", "step_sizes", "second_tokens"
+TRANSFER_BYTES, FRAMES_DROPPED = "transfer_bytes", "frames_dropped"
 
-Key = tuple[str, str]  # (field of Stats, ""), or one of the three above with a reason, tenant or bucket
+Key = tuple[str, str]  # (field of Stats, ""), or one of the words above with a reason, tenant, bucket or connector
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +60,7 @@ class MemberTotals:
     counts: Counter[Key]
     stats: Stats
     ready: bool | None  # None: it is gone, and its gauges do not count
+    kv_role: KVRole | None = None  # of a worker with KV transfers
 
     def count(self, field: str) -> int:
         return self.counts[field, ""]
@@ -101,9 +117,9 @@ class MemberCounts:
             before = found.get(key)
             total = counts if before is None else before.counts + counts
             if lives or before is None or before.ready is None:
-                found[key] = MemberTotals(*key, total, member.stats, member.ready if lives else None)
+                found[key] = MemberTotals(*key, total, member.stats, member.ready if lives else None, member.kv_role)
             else:
-                found[key] = MemberTotals(*key, total, before.stats, before.ready)
+                found[key] = MemberTotals(*key, total, before.stats, before.ready, before.kv_role)
         return list(found.values())
 
     def _note(self, member: Member) -> None:
@@ -133,6 +149,7 @@ class SchedulerTotals:
     prefix_queries: int
     prefix_hits: int
     step_tokens: BucketCounts
+    second_tokens: BucketCounts
 
 
 def scheduler_totals(members: Iterable[MemberTotals]) -> SchedulerTotals:
@@ -142,9 +159,11 @@ def scheduler_totals(members: Iterable[MemberTotals]) -> SchedulerTotals:
     def total(field: str) -> int:
         return sum(one.count(field) for one in schedulers)
 
-    step_tokens = BucketCounts(STEP_TOKENS)
-    sizes = ((int(bucket), count) for one in schedulers for bucket, count in one.of(STEP_SIZES))
-    step_tokens.add(sizes, float(total("step_tokens_total")))
+    def histogram(bounds: tuple[float, ...], what: str, value: float) -> BucketCounts:
+        made = BucketCounts(bounds)
+        made.add(((int(bucket), count) for one in schedulers for bucket, count in one.of(what)), value)
+        return made
+
     return SchedulerTotals(
         sum(one.running for one in stats),
         sum(one.waiting for one in stats),
@@ -153,7 +172,8 @@ def scheduler_totals(members: Iterable[MemberTotals]) -> SchedulerTotals:
         total("preemptions_total"),
         total("prefix_queries_total"),
         total("prefix_hits_total"),
-        step_tokens,
+        histogram(STEP_TOKENS, STEP_SIZES, float(total("step_tokens_total"))),
+        histogram(SECOND_TOKEN_S, SECOND_TOKENS, total("second_token_us_total") / 1e6),
     )
 
 
@@ -162,4 +182,8 @@ def _counts(stats: Stats) -> Counter[Key]:
     counts.update({(REFUSED, one.reason): one.total for one in stats.refused})
     counts.update({(SERVED, one.tenant): one.served for one in stats.tenants})
     counts.update({(STEP_SIZES, str(i)): count for i, count in enumerate(stats.step_sizes[: len(STEP_TOKENS) + 1])})
+    seconds = stats.second_token_counts[: len(SECOND_TOKEN_S) + 1]
+    counts.update({(SECOND_TOKENS, str(i)): count for i, count in enumerate(seconds)})
+    counts.update({(TRANSFER_BYTES, one.name): one.total for one in stats.transfer_bytes})
+    counts.update({(FRAMES_DROPPED, one.name): one.total for one in stats.transfer_frames_dropped})
     return counts

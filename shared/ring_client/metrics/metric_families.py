@@ -138,6 +138,13 @@ OF_SCHEDULERS: tuple[Family[SchedulerTotals], ...] = (
         MetricKind.HISTOGRAM,
         lambda s: s.step_tokens,
     ),
+    Family(
+        "second_token_seconds",
+        "From the first to the second token of a sequence that a prefill group has handed over.",
+        MetricKind.HISTOGRAM,
+        lambda s: s.second_tokens,
+        ours=True,
+    ),
 )
 
 

@@ -12,7 +12,7 @@ from blockyard.shared.bus.links import Links
 from blockyard.shared.bus.ring_query import as_lines, ask_members, not_ready
 from blockyard.shared.config.services.process import BusConfig
 from blockyard.shared.errors import BlockyardError
-from blockyard.shared.messages import Cancel, Member, Role
+from blockyard.shared.messages import Cancel, KVRole, Member, Role
 
 
 def bus_config(keys: Path, port: int) -> BusConfig:
@@ -68,3 +68,5 @@ def test_hosts_are_told_apart_by_their_whole_name() -> None:
         "c  gpu_worker  loading weights 25 %  -  tcp://host-10:6",
         "b  scheduler   ready                 -  tcp://host-10:5",
     ]
+    prefill = Member("d", Role.GPU_WORKER, 3, "tcp://host-10:7", ready=True, kv_role=KVRole.PREFILL)
+    assert as_lines([prefill]) == ["d  gpu_worker prefill  ready  -  tcp://host-10:7"]

@@ -16,7 +16,7 @@ from fake_ring import (
     member,
 )
 
-from blockyard.shared.messages import Generate, Role, Scrape, Stats, Tokenize
+from blockyard.shared.messages import Generate, KVRole, Role, Scrape, Stats, Tokenize
 from blockyard.shared.ring_client.recovery import hold
 from blockyard.shared.token_ids import unpack
 
@@ -206,13 +206,19 @@ async def test_the_ring_for_the_playground(rig) -> None:
         await r.post(COMPLETION, completion(max_tokens=2))
         await r.until(lambda: r.ring.me.stats.requests_total == 1)
         r.ring.members[SCHEDULER] = msgspec.structs.replace(
-            MEMBERS[1], stats=Stats(running=2, blocks_used=4, blocks_total=9, output_tokens_total=5)
+            MEMBERS[1], stats=Stats(running=2, blocks_used=4, blocks_total=9, output_tokens_total=5, transfers_open=3)
+        )
+        r.ring.members[WORKER] = msgspec.structs.replace(
+            r.ring.members[WORKER], kv_role=KVRole.PREFILL, stats=Stats(sends_to=[1, 2**64 - 1])
         )
         view = msgspec.json.decode(await get(r, "/ring"))
     roles = ["api_gateway", "tokenizer_pool", "scheduler", "gpu_worker", "detokenizer"]
     assert [m["role"] for m in view["members"]] == roles
     assert view["members"][2]["stats"]["blocks_used"] == 4 and view["members"][2]["ready"] is True
     assert view["members"][0]["stats"]["rss_bytes"] > 2**20
+    assert view["members"][2]["stats"]["transfers_open"] == 3
+    assert [m["kv_role"] for m in view["members"]] == ["", "", "", "prefill", ""]
+    assert view["members"][3]["sends_to"] == ["0000000000000001", "ffffffffffffffff"]
     totals = view["totals"]
     assert (totals["requests_total"], totals["output_tokens_total"]) == (1, 5)
     assert (totals["running"], totals["blocks_used"], totals["blocks_total"]) == (2, 4, 9)

@@ -5,13 +5,15 @@ from typing import Any
 
 import msgspec
 import pytest
-from fake_ring import CARD, MEMBERS, SCHEDULER, member
+from fake_ring import CARD, MEMBERS, SCHEDULER, WORKER, member
 from prometheus_client.parser import text_string_to_metric_families
 
 from blockyard.shared.config.services.gateway import MetricsNames
 from blockyard.shared.messages import (
     Generate,
+    KVRole,
     Member,
+    NamedCount,
     QueueCapacity,
     Refused,
     Role,
@@ -178,6 +180,48 @@ async def test_a_scheduler_is_asked_and_a_hung_scheduler_counts_by_its_last_hear
         later = await scrape(r)
     steps = "blockyard:steps_total", frozenset({("model_name", "tiny"), ("member", "scheduler"), ("role", "scheduler")})
     assert later["vllm:num_requests_running", ONE] == 1 and later[steps] == 9
+
+
+async def test_transfers_of_schedulers_and_workers(rig) -> None:
+    counts: dict[str, Any] = {"second_token_counts": [0, 2, 1], "second_token_us_total": 9_000}
+    counts |= {"transfers_open": 2, "arriving": 1, "blocks_quarantined": 4, "transfers_landed_total": 8}
+    counts |= {"transfers_aborted_total": 3, "transfer_blocks_failed_total": 5, "transfer_notices_dropped_total": 6}
+    sent = Stats(
+        steps_total=9,
+        transfer_bytes=[NamedCount("shm", 700), NamedCount("tcp", 50)],
+        transfer_frames_dropped=[NamedCount("doubled", 2)],
+    )
+    async with rig() as r:
+        r.ring.members[SCHEDULER] = scheduler(**counts)
+        plain = await scrape(r)
+        r.ring.members[WORKER] = msgspec.structs.replace(r.ring.members[WORKER], kv_role=KVRole.PREFILL, stats=sent)
+        found = await scrape(r)
+        r.ring.lose(WORKER)
+        gone = await scrape(r)
+    of_scheduler = frozenset({("model_name", "tiny"), ("member", MEMBERS[1].name)})
+    worker = next(one for one in MEMBERS if one.role is Role.GPU_WORKER)
+    of_worker = frozenset({("model_name", "tiny"), ("member", worker.name), ("kv_role", "prefill")})
+    with_role = of_worker | {("role", "gpu_worker")}
+    assert not [one for one, labels in plain if "kv_role" in dict(labels)], "without roles there is no such label"
+    for name, value in (
+        ("kv_transfers_open", 2),
+        ("sequences_arriving", 1),
+        ("kv_blocks_quarantined", 4),
+        ("kv_transfers_landed_total", 8),
+        ("kv_transfers_aborted_total", 3),
+        ("kv_transfer_blocks_failed_total", 5),
+        ("kv_transfer_notices_dropped_total", 6),
+    ):
+        assert found[f"blockyard:{name}", of_scheduler] == value, name
+    assert found["blockyard:second_token_seconds_count", ONE] == 3
+    assert found["blockyard:second_token_seconds_sum", ONE] == 0.009
+    assert found["blockyard:second_token_seconds_bucket", ONE | {("le", "0.002")}] == 2
+    assert found["blockyard:member_ready", with_role] == 1 and ("blockyard:member_ready", with_role) not in gone
+    for one in (found, gone):
+        assert one["blockyard:kv_transfer_bytes_total", of_worker | {("connector", "shm")}] == 700
+        assert one["blockyard:kv_transfer_bytes_total", of_worker | {("connector", "tcp")}] == 50
+        assert one["blockyard:kv_transfer_frames_dropped_total", of_worker | {("reason", "doubled")}] == 2
+        assert one["blockyard:steps_total", with_role] == 9
 
 
 async def test_counters_outlive_a_scheduler(rig) -> None:

@@ -1,11 +1,14 @@
 """A sequence is computed in one group and continued in another, and what happens when a part of that fails."""
 
+from bisect import bisect_left
+
 import msgspec
 import pytest
 
 from blockyard.services.scheduler.admission.admission import capacity_of
 from blockyard.services.scheduler.sequences.requests import Phase, Sequence
 from blockyard.shared.messages import (
+    SECOND_TOKEN_S,
     Cancel,
     FinishReason,
     KVAbort,
@@ -103,6 +106,20 @@ def test_a_prompt_is_computed_in_one_group_and_continued_in_the_other() -> None:
     assert len(it.output("a").ids) == 6
     assert it.output("a").num_cached_tokens == 0
     assert it.world.core.stats().transfers_landed_total == 1
+
+
+def test_the_time_to_the_second_token_is_counted_once_a_handover() -> None:
+    it = Pair()
+    it.submit("a", 22)
+    it.submit("short", 2)  # is not handed over
+    it.prefill()
+    assert sum(it.world.core.stats().second_token_counts) == 0
+    it.world.now += 0.03
+    it.finish()
+    stats = it.world.core.stats()
+    assert sum(stats.second_token_counts) == 1
+    assert sum(stats.second_token_counts[: bisect_left(SECOND_TOKEN_S, 0.03)]) == 0
+    assert stats.second_token_us_total >= 30_000
 
 
 def test_the_receiver_hears_of_a_transfer_before_the_sender() -> None:
