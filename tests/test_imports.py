@@ -97,11 +97,13 @@ LAYERS["services/offline"] = ("outputs", "prompts", "sampling_params", "inflight
 LAYERS["services/offline"] += ("engine_args", "metrics", "operations", "tokenizer", "beam_search", "llm", "tune")
 LAYERS["services/bench"] = ("load", "metrics", "datasets", "workload", "server", "report", "flags", "serve")
 LAYERS["services/bench"] += ("latency_throughput", "suite", "prefill_decode", "simulate", "command")
-LAYERS["services/kv_transfer"] = ("layout", "protocol", "arena", "host", "host_blocks", "copy_thread", "link_sockets")
-LAYERS["services/kv_transfer"] += ("connectors", "sender_link", "receiver")
+LAYERS["services/kv_transfer"] = ("layout", "protocol", "device", "arena", "host", "host_blocks", "copy_thread")
+LAYERS["services/kv_transfer"] += ("block_memory", "device_blocks", "link_sockets", "connectors", "sender_link")
+LAYERS["services/kv_transfer"] += ("receiver",)
+LAYERS["services/kv_transfer/device"] = ("ipc_memory", "stream_copies")
 LAYERS["services/kv_transfer/host"] = ("host_store", "stream_store")
 LAYERS["services/kv_transfer/protocol"] = ("bit_masks", "drops", "frames", "outgoing", "incoming")
-LAYERS["services/kv_transfer/connectors"] = ("interface", "shm", "tcp", "selection")
+LAYERS["services/kv_transfer/connectors"] = ("interface", "mapped", "tcp", "selection")
 LAYERS["services/gpu_worker"] = (
     "arrays",
     "interfaces",

@@ -12,7 +12,7 @@ _TILE = 1024
 _SHIFT, _MIX_1, _MIX_2 = tl.constexpr(SHIFT), tl.constexpr(MIX_1), tl.constexpr(MIX_2)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks", "first_layer"])  # one kernel for all transfers
 def _block_checksums_kernel(
     memory_ptr, block_ids_ptr, multipliers_ptr, salts_ptr, sums_ptr, num_blocks, first_layer, words, TILE: tl.constexpr
 ):

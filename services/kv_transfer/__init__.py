@@ -3,16 +3,19 @@
 The worker uses `arena` (the memory of `KVPool`) and `host/` (KV offload to host memory) today; the links between
 workers are a library that only tests and a benchmark call, until plans of the scheduler carry transfers.
 
-- `arena.Arena`: all KV blocks of a worker. Other processes of the same host can map a `HostArena`.
+- `arena.Arena`: all KV blocks of a worker. Other processes of the same host can map it.
 - `host/`: copies between KV blocks and host memory, for `--swap-space`.
 - `layout.BlockLayout`: the shape, dtype and model of KV blocks. Two workers exchange blocks only if theirs are equal.
 - `protocol/`: the frames between two workers, and the state of transfers on each side. It imports no torch and no zmq.
-- `connectors/`: copies of block contents into another worker's arena, by shared memory or TCP.
+- `connectors/`: copies of block contents into another worker's arena, by mapped memory or TCP.
 - `sender_link.SenderLink`: writes blocks to one other worker.
 - `receiver.TransferReceiver`: accepts blocks from all other workers.
+- `block_memory.BlockMemory`: the blocks for connectors, in host memory (`HostBlocks`) or on a GPU
+  (`device_blocks.DeviceBlocks`).
 - `copy_thread.CopyThread`: runs copies on a second thread, so that steps go on meanwhile. `host_blocks` has the copies
-  and their checksums, in numpy. `link_sockets` makes the sockets of links.
+  and their checksums, in numpy. `device/` has copies on a stream of a GPU. `link_sockets` makes the sockets of links.
 
 `gpu_worker` alone imports this package. One thread calls links, protocol and connectors. None of these calls waits,
-except `close`. Imports go down: links, `connectors`, `copy_thread` and `host_blocks`, `arena`, `protocol`, `layout`.
+except `close`. Imports go down: links, `connectors`, `device_blocks`, `block_memory`, `copy_thread` and `host_blocks`,
+`arena`, `device`, `protocol`, `layout`.
 """

@@ -1,13 +1,17 @@
-"""The memory of a worker's KV blocks. Other workers of the same host can map it if it is host memory.
+"""The memory of a worker's KV blocks. Other workers of the same host can map it.
 
 A `HostArena` is a memfd, mapped shared. It has no name in a file system, and Linux frees its pages when the last
 process unmaps it. Its size is sealed, so a process that has mapped it can still access it safely after the owner has
 died. `drop` maps a new memfd at the same address. A process that has mapped the old memfd can still write to it, but
 the owner no longer reads that memory.
+
+A `DeviceArena` is an allocation on a GPU, exported through CUDA IPC. It too stays in memory until the last process has
+unmapped it, so senders must unmap a dropped one: they do when their links to its receiver close.
 """
 
 import ctypes
 import fcntl
+import logging
 import mmap
 import os
 import secrets
@@ -19,11 +23,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from blockyard.services.kv_transfer.protocol.frames import ArenaHandle
+from blockyard.services.kv_transfer.device.ipc_memory import MappedMemory, cuda_driver
+from blockyard.services.kv_transfer.protocol.frames import ArenaHandle, DeviceArenaHandle, HostArenaHandle
+
+log = logging.getLogger(__name__)
 
 Bytes = npt.NDArray[np.uint8]
 
 NONCE_BYTES = 16
+_ALLOCATION_BYTES = 2 << 20  # the step of allocation sizes on a GPU
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000  # <linux/mman.h>; Python's mmap cannot map at an address
 _PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
@@ -46,7 +54,7 @@ class Arena(Protocol):
         """Starts at 1. Each `drop` adds 1, because the blocks then are in other memory."""
 
     def export(self, incarnation: int) -> ArenaHandle | None:
-        """Returns a handle with which processes of this host can map the memory; None on a GPU."""
+        """Returns a handle with which processes of this host can map the memory; None if they cannot."""
 
     def drop(self) -> None:
         """Frees the memory. No copy may be in flight in this process. Do not use the arena before `restore`."""
@@ -64,20 +72,45 @@ class DeviceArena:
     """An `Arena` on a GPU: one allocation of torch. After `restore` it is at another address."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        self.bytes = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        self._memory = torch.empty(num_bytes + NONCE_BYTES, dtype=torch.uint8, device=device)
+        self.bytes = self._memory[:num_bytes]
         self.generation = 1
+        self._nonce = b""
+        self._clear()
 
-    def export(self, incarnation: int) -> ArenaHandle | None:
-        return None
+    def export(self, incarnation: int) -> DeviceArenaHandle | None:
+        driver, address, num_bytes = cuda_driver(), self._memory.data_ptr(), self.bytes.numel()
+        try:
+            start, size = driver.address_range(address)
+            if size >= self._memory.numel() + _ALLOCATION_BYTES:
+                # a sender could write to other tensors after `drop`
+                raise OSError(f"it is {num_bytes} bytes of an allocation of {size}")
+            handle = driver.export(address)
+        except OSError as e:
+            log.warning(
+                "KV blocks arrive over tcp, the KV memory of this GPU cannot be shared: %s. PYTORCH_CUDA_ALLOC_CONF "
+                "must not have expandable_segments:True",
+                e,
+            )
+            return None
+        return DeviceArenaHandle(handle, address - start, num_bytes, incarnation, self.generation, self._nonce)
 
     def drop(self) -> None:
         self.generation += 1
-        self.bytes.untyped_storage().resize_(0)
+        self._memory.untyped_storage().resize_(0)
+        # no other tensor may get this memory: a sender may write to it until its link has closed
+        torch.cuda.empty_cache()
+
+    def restore(self) -> None:
+        self._memory.untyped_storage().resize_(self._memory.numel())
+        self._clear()
 
     @torch.inference_mode()
-    def restore(self) -> None:
-        self.bytes.untyped_storage().resize_(self.bytes.numel())
-        self.bytes.zero_()
+    def _clear(self) -> None:
+        """Writes zeros, and a new nonce behind the blocks."""
+        self._nonce = secrets.token_bytes(NONCE_BYTES)
+        self._memory.zero_()
+        self._memory[self.bytes.numel() :] = torch.frombuffer(bytearray(self._nonce), dtype=torch.uint8)
 
 
 class HostArena:
@@ -94,8 +127,8 @@ class HostArena:
         self._close = weakref.finalize(self, os.close, self._fd)
         self.bytes = torch.from_numpy(np.frombuffer(self._region, np.uint8, num_bytes))
 
-    def export(self, incarnation: int) -> ArenaHandle | None:
-        return ArenaHandle(os.getpid(), self._fd, self._num_bytes, incarnation, self.generation, self._nonce)
+    def export(self, incarnation: int) -> HostArenaHandle | None:
+        return HostArenaHandle(os.getpid(), self._fd, self._num_bytes, incarnation, self.generation, self._nonce)
 
     def drop(self) -> None:
         self.generation += 1
@@ -123,7 +156,7 @@ class HostArena:
         return fd
 
 
-def map_arena(handle: ArenaHandle) -> Bytes:
+def map_arena(handle: HostArenaHandle) -> Bytes:
     """Maps another process's arena: [num_bytes] uint8. The last view unmaps it.
 
     Raises OSError if this process cannot open the memfd, ValueError if it is not the one that the handle names.
@@ -139,6 +172,19 @@ def map_arena(handle: ArenaHandle) -> Bytes:
         return np.frombuffer(mmap.mmap(fd, size), np.uint8, handle.num_bytes)
     finally:
         os.close(fd)
+
+
+def map_device_arena(handle: DeviceArenaHandle) -> MappedMemory:
+    """Maps another process's arena on a GPU.
+
+    Raises OSError if this process cannot open the memory, ValueError if it is not the one that the handle names.
+    """
+    driver = cuda_driver()
+    mapped = MappedMemory(driver, handle.ipc)
+    nonce = driver.read(mapped.address + handle.offset + handle.num_bytes, NONCE_BYTES)
+    if nonce != handle.nonce:
+        raise ValueError("the CUDA IPC handle opens other memory than it names")
+    return mapped
 
 
 def mapped_size(num_bytes: int) -> int:

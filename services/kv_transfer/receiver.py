@@ -13,9 +13,8 @@ import zmq
 
 from blockyard.services.kv_transfer.arena import Arena
 from blockyard.services.kv_transfer.connectors.interface import BlockReader
-from blockyard.services.kv_transfer.connectors.selection import make_reader
+from blockyard.services.kv_transfer.connectors.selection import make_reader, open_blocks
 from blockyard.services.kv_transfer.copy_thread import CopyThread
-from blockyard.services.kv_transfer.host_blocks import Words, blocks_of
 from blockyard.services.kv_transfer.layout import BlockLayout, differences
 from blockyard.services.kv_transfer.link_sockets import MAX_MESSAGES_A_TURN, decode_frame, drain_monitor
 from blockyard.services.kv_transfer.protocol.drops import DropReason
@@ -71,9 +70,9 @@ class TransferReceiver:
         needs_ticket: bool = False,
     ) -> None:
         """receiver: incarnation of this worker. needs_ticket: the links are not encrypted."""
-        self._me, self._layout, self._arena, self._copies = receiver, layout, arena, copies
+        self._me, self._layout, self._arena = receiver, layout, arena
         self._generation = arena.generation
-        self._own: Words = blocks_of(arena.bytes.numpy(), layout)
+        self._own = open_blocks(arena, layout, copies)
         self._transfers = IncomingTransfers(layout, receiver, arena.generation)
         self.drops = self._transfers.drops
         self._needs_ticket = needs_ticket
@@ -95,8 +94,11 @@ class TransferReceiver:
 
     @property
     def busy(self) -> bool:
-        """Whether frames wait for a full link. No descriptor tells when it has room: poll within a millisecond."""
-        return any(link.outbox for link in self._links.values())
+        """Whether to poll within a millisecond: frames wait for a full link, or copies of a GPU are in flight.
+
+        No descriptor tells when these go on.
+        """
+        return self._own.busy or any(link.outbox for link in self._links.values())
 
     def admit(self, ticket: bytes, sender: int) -> None:
         """Lets this sender open one link with a ticket that it received over an encrypted link."""
@@ -104,7 +106,7 @@ class TransferReceiver:
 
     def expect(self, transfer: Transfer) -> None:
         """Allows the sender to write to the transfer's blocks. Raises ValueError, see `IncomingTransfers.expect`."""
-        if any(not 0 <= block < self._own.shape[1] for block in transfer.blocks):
+        if any(not 0 <= block < self._own.num_blocks for block in transfer.blocks):
             raise ValueError(f"transfer {transfer.number}: some of {transfer.blocks} are not blocks of this worker")
         self._transfers.expect(transfer)
 
@@ -114,7 +116,7 @@ class TransferReceiver:
 
     def poll(self) -> list[BlocksLanded | ReceiverEnded]:
         """Receives frames, starts landings, sends frames. Returns landed blocks and ended transfers, in order."""
-        self._copies.poll()
+        self._own.poll()
         for _ in range(MAX_MESSAGES_A_TURN):
             if not readable(self.socket):
                 break
@@ -137,7 +139,7 @@ class TransferReceiver:
         self.socket.disable_monitor()
         self.monitor.close(0)
         self.socket.close(0)
-        self._copies.drain()
+        self._own.drain()
         for process in self._processes.values():
             os.close(process)
         self._processes.clear()
@@ -195,7 +197,7 @@ class TransferReceiver:
         link.outbox.append(self._encode(LinkWelcome(self._me, self._generation, handle)))
 
     def _open(self, link: _Link, frame: LinkReady) -> None:
-        reader = make_reader(frame.connector, self._own, self._layout, self._copies)
+        reader = make_reader(frame.connector, self._own)
         if reader is None or link.reader is not None:
             self.drops.count(DropReason.DOUBLED, f"connector {in_log(frame.connector)} of {link.sender:x}")
             return

@@ -11,9 +11,9 @@ import zmq
 
 from blockyard.services.kv_transfer.arena import Arena
 from blockyard.services.kv_transfer.connectors.interface import BlockWriter, Payload
-from blockyard.services.kv_transfer.connectors.selection import make_writer
+from blockyard.services.kv_transfer.connectors.selection import make_writer, open_blocks
 from blockyard.services.kv_transfer.copy_thread import CopyThread
-from blockyard.services.kv_transfer.host_blocks import Words, blocks_of
+from blockyard.services.kv_transfer.host_blocks import Words
 from blockyard.services.kv_transfer.layout import BlockLayout
 from blockyard.services.kv_transfer.link_sockets import HELLO_S, MAX_MESSAGES_A_TURN, decode_frame, drain_monitor
 from blockyard.services.kv_transfer.protocol.frames import (
@@ -68,9 +68,9 @@ class SenderLink:
         """
         self.receiver, self.connector = receiver, ""
         self.closed = ""  # the reason, once the link is closed
-        self._layout, self._arena, self._copies = layout, arena, copies
+        self._layout, self._arena = layout, arena
         self._generation, self._wanted, self._endpoint = arena.generation, connector, endpoint
-        self._own: Words = blocks_of(arena.bytes.numpy(), layout)
+        self._own = open_blocks(arena, layout, copies)
         self._writer: BlockWriter | None = None
         self._transfers = OutgoingTransfers(layout, arena.generation)
         self.drops = self._transfers.drops
@@ -89,9 +89,12 @@ class SenderLink:
 
     @property
     def busy(self) -> bool:
-        """Whether frames or copies wait for room. No descriptor tells when there is: poll within a millisecond."""
+        """Whether to poll within a millisecond: frames or copies wait for room, or copies of a GPU are in flight.
+
+        No descriptor tells when these go on.
+        """
         can_start = self._writer is not None and self._transfers.has_waiting()
-        return not self.closed and (bool(self._outbox) or can_start)
+        return self._own.busy or (not self.closed and (bool(self._outbox) or can_start))
 
     def begin(self, number: int, receiver_generation: int) -> None:
         """Opens a transfer. Raises ValueError for a used number."""
@@ -105,7 +108,7 @@ class SenderLink:
         K and V of these layers must not change until the transfer has ended. Raises ValueError for blocks that are not
         in the pool, and as `OutgoingTransfers.write`.
         """
-        if any(not 0 <= block < self._own.shape[1] for block in sources):
+        if any(not 0 <= block < self._own.num_blocks for block in sources):
             raise ValueError(f"transfer {number}: some of {sources} are not blocks of this worker")
         self._transfers.write(number, sources, targets, layers)
 
@@ -115,7 +118,7 @@ class SenderLink:
 
     def poll(self) -> list[SenderEnded]:
         """Receives frames, starts copies, sends frames of complete ones. Returns the transfers that have ended."""
-        self._copies.poll()
+        self._own.poll()
         if not self.closed:
             self._receive()
         if not self.closed:
@@ -133,7 +136,7 @@ class SenderLink:
         """Aborts all transfers and closes the link. Waits some milliseconds for copies in flight."""
         for number in self.open_transfers():
             self.abort(number, "the sender has closed the link")
-        self._copies.drain()
+        self._own.drain()
         self._send()
         self._lose("closed by this worker", linger_ms=200)
 
@@ -164,7 +167,7 @@ class SenderLink:
             self._lose(f"{self._endpoint} is {frame.receiver:x}, not {self.receiver:x}")
             return
         try:
-            self._writer = make_writer(self._wanted, frame.arena, self._own, self._layout, self._copies)
+            self._writer = make_writer(self._wanted, frame.arena, self._own, self._layout)
         except ConfigError as e:
             self._lose(str(e))
             return

@@ -16,13 +16,14 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import torch
 
-from blockyard.services.kv_transfer.arena import HostArena, map_arena
+from blockyard.services.kv_transfer.arena import Arena, DeviceArena, HostArena, map_arena
 from blockyard.services.kv_transfer.copy_thread import CopyThread
 from blockyard.services.kv_transfer.host_blocks import Words, blocks_of
 from blockyard.services.kv_transfer.layout import BlockLayout
 from blockyard.services.kv_transfer.link_sockets import transfer_sockets
-from blockyard.services.kv_transfer.protocol.frames import ArenaHandle, Transfer
+from blockyard.services.kv_transfer.protocol.frames import HostArenaHandle, Transfer
 from blockyard.services.kv_transfer.protocol.incoming import BlocksLanded, ReceiverEnded
 from blockyard.services.kv_transfer.protocol.outgoing import SenderEnded
 from blockyard.services.kv_transfer.receiver import TransferReceiver
@@ -37,19 +38,27 @@ SENDER, RECEIVER = 0x5E, 0x4E
 class Peer:
     """A worker's arena, copy thread and sockets."""
 
-    def __init__(self, bus: BusConfig, layout: BlockLayout, num_blocks: int, encrypt: bool = True) -> None:
-        self.layout = layout
-        self.arena = HostArena(num_blocks * layout.block_bytes)
+    def __init__(
+        self, bus: BusConfig, layout: BlockLayout, num_blocks: int, encrypt: bool = True, device: str = "host"
+    ) -> None:
+        """device: "host", "cuda", or "cpu" for the memory of a fake GPU."""
+        self.layout, num_bytes = layout, num_blocks * layout.block_bytes
+        self.arena: Arena = HostArena(num_bytes) if device == "host" else DeviceArena(num_bytes, torch.device(device))
         self.copies = CopyThread()
         self.sockets = transfer_sockets(bus, encrypt)
 
     @property
     def blocks(self) -> Words:
-        """[layers, num_blocks, words]"""
-        return blocks_of(self.arena.bytes.numpy(), self.layout)
+        """[layers, num_blocks, words]; a copy of those on a GPU, see `put`."""
+        memory = self.arena.bytes if isinstance(self.arena, HostArena) else self.arena.bytes.to("cpu", copy=True)
+        return blocks_of(memory.numpy(), self.layout)
+
+    def put(self, blocks: Words) -> None:
+        """Writes all blocks."""
+        self.arena.bytes.copy_(torch.from_numpy(blocks.reshape(-1).view(np.uint8)))  # waits
 
     def fill_random(self, seed: int = 0) -> None:
-        self.blocks[:] = np.random.default_rng(seed).integers(0, 2**64, self.blocks.shape, dtype=np.uint64)
+        self.put(np.random.default_rng(seed).integers(0, 2**64, self.blocks.shape, dtype=np.uint64))
 
     def sender(self, endpoint: str, connector: str = "auto", ticket: bytes = b"", me: int = SENDER) -> SenderLink:
         return SenderLink(self.sockets, endpoint, RECEIVER, me, self.layout, self.arena, self.copies, connector, ticket)
@@ -177,7 +186,7 @@ class Mapper:
         self.process.close()
         self._pipe.close()
 
-    def map(self, handle: ArenaHandle) -> None:
+    def map(self, handle: HostArenaHandle) -> None:
         self._ask("map", handle)
 
     def read(self, at: int) -> int:
@@ -186,8 +195,8 @@ class Mapper:
     def write(self, at: int, value: int) -> None:
         self._ask("write", at, value)
 
-    def export(self, num_bytes: int) -> ArenaHandle:
-        return msgspec.convert(self._ask("export", num_bytes), ArenaHandle)
+    def export(self, num_bytes: int) -> HostArenaHandle:
+        return msgspec.convert(self._ask("export", num_bytes), HostArenaHandle)
 
     def _ask(self, *question: Any) -> Any:
         self._pipe.send([msgspec.to_builtins(part, builtin_types=(bytes,)) for part in question])
@@ -199,7 +208,7 @@ def run_mapper(pipe: "Connection") -> None:
     while True:
         match pipe.recv():
             case ["map", handle]:
-                mapped = map_arena(msgspec.convert(handle, ArenaHandle))
+                mapped = map_arena(msgspec.convert(handle, HostArenaHandle))
                 pipe.send(None)
             case ["read", at]:
                 pipe.send(int(mapped[at]))
@@ -212,19 +221,27 @@ def run_mapper(pipe: "Connection") -> None:
 
 
 def run_receiver(events: "Connection", settings: dict[str, Any]) -> None:
-    bus = BusConfig(registry="ipc:///unused", bind=settings["bind"])
-    receiver = Peer(bus, LARGE, settings["num_blocks"]).receiver()
-    receiver.expect(Transfer(1, SENDER, 1, RECEIVER, 1, list(range(settings["num_blocks"]))))
+    """Reports how transfer 1 ends, with the bytes of its blocks in their order. Drops its memory if it is told to."""
+    peer = peer_of(settings)
+    receiver = peer.receiver()
+    blocks = settings.get("blocks", list(range(settings["num_blocks"])))
+    receiver.expect(Transfer(1, SENDER, 1, RECEIVER, 1, blocks))
     events.send(("bound", receiver.endpoint))
     while True:
-        receiver.poll()
-        time.sleep(0.0005)
+        for event in receiver.poll():
+            if isinstance(event, ReceiverEnded):
+                events.send(("ended", (event.outcome.value, event.landed, peer.blocks[:, blocks].tobytes())))
+        if events.poll(0.0005):
+            events.recv()
+            receiver.close()
+            peer.arena.drop()
+            events.send(("dropped", None))
+            receiver = peer.receiver()
 
 
 def run_sender(events: "Connection", settings: dict[str, Any]) -> None:
     """Writes the first part, and the rest when it is told that that has landed; then it kills itself in mid-copy."""
-    bus = BusConfig(registry="ipc:///unused", bind=settings["bind"])
-    peer = Peer(bus, LARGE, settings["num_blocks"])
+    peer = peer_of(settings)
     peer.fill_random()
     link = peer.sender(settings["endpoint"], settings["connector"])
     blocks, first = list(range(settings["num_blocks"])), settings["first_part"]
@@ -237,6 +254,22 @@ def run_sender(events: "Connection", settings: dict[str, Any]) -> None:
     while True:
         link.poll()
         time.sleep(0.0002)
+
+
+def peer_of(settings: dict[str, Any]) -> Peer:
+    device = settings.get("device", "host")
+    if device != "host":
+        small_copies_of_gpus()
+    bus = BusConfig(registry="ipc:///unused", bind=settings["bind"])
+    return Peer(bus, LARGE, settings["num_blocks"], device=device)
+
+
+def small_copies_of_gpus() -> None:
+    """Makes copies to mapped GPU memory as small as those of host memory, so that a transfer has many."""
+    # imports Triton, which must not be imported before TRITON_INTERPRET is set
+    from blockyard.services.kv_transfer import device_blocks
+
+    device_blocks.DeviceBlocks.chunk_bytes = 4 << 20
 
 
 PEERS = {"send": run_sender, "receive": run_receiver}

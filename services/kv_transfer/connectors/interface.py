@@ -39,7 +39,7 @@ class BlockWriter(Protocol):
     def try_start(self, write: BlockWrite, written: Written, failed: WriteFailed) -> bool:
         """Starts a copy. Returns False if too many are in flight: try again after one is complete.
 
-        A later `CopyThread.poll` calls `written` or `failed`. The copy reads the source blocks and writes to the
+        A later `BlockMemory.poll` calls `written` or `failed`. The copy reads the source blocks and writes to the
         receiver's memory only between `try_start` and that call. Raises ValueError for blocks outside of the pools.
         """
 
@@ -54,5 +54,5 @@ class BlockReader(Protocol):
         """Copies `payload` into the arena, if there is one, and computes the checksums of the blocks in the arena.
 
         payload: None if the sender has written to the arena itself. Calls `landed` or `failed`, at once or in a later
-        `CopyThread.poll`.
+        `BlockMemory.poll`.
         """

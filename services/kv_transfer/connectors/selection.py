@@ -1,51 +1,57 @@
-"""Picks the connector of a link by trying it."""
+"""Opens the blocks of an arena, and picks the connector of a link by trying it."""
 
 import logging
 
-from blockyard.services.kv_transfer.arena import map_arena
+from blockyard.services.kv_transfer.arena import Arena, DeviceArena
+from blockyard.services.kv_transfer.block_memory import BlockMemory, HostBlocks
 from blockyard.services.kv_transfer.connectors.interface import BlockReader, BlockWriter
-from blockyard.services.kv_transfer.connectors.shm import ShmReader, ShmWriter
+from blockyard.services.kv_transfer.connectors.mapped import MappedReader, MappedWriter
 from blockyard.services.kv_transfer.connectors.tcp import TcpReader, TcpWriter
 from blockyard.services.kv_transfer.copy_thread import CopyThread
-from blockyard.services.kv_transfer.host_blocks import Checksums, Words, blocks_of
+from blockyard.services.kv_transfer.host_blocks import blocks_of
 from blockyard.services.kv_transfer.layout import BlockLayout
 from blockyard.services.kv_transfer.protocol.frames import ArenaHandle
 from blockyard.shared.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-CONNECTORS = ("auto", "shm", "tcp")
+CONNECTORS = ("auto", "cuda_ipc", "shm", "tcp")
 
 
-def make_writer(
-    name: str, handle: ArenaHandle | None, own: Words, layout: BlockLayout, copies: CopyThread
-) -> BlockWriter:
-    """Makes a writer. "auto" takes shm, or tcp if the receiver's memory cannot be mapped.
+def open_blocks(arena: Arena, layout: BlockLayout, copies: CopyThread) -> BlockMemory:
+    """Raises ValueError if the arena's memory is not whole blocks of words of 8 bytes."""
+    if isinstance(arena, DeviceArena):
+        # imports Triton, which a worker on the CPU does not load
+        from blockyard.services.kv_transfer import device_blocks  # noqa: PLC0415
 
-    handle: of the receiver's arena; None if it cannot be exported. own [layers, num_blocks, words]. Raises ConfigError
-    for an unknown name, and for "shm" if the memory cannot be mapped.
+        return device_blocks.open_blocks(arena.bytes, layout, copies)
+    return HostBlocks(blocks_of(arena.bytes.numpy(), layout), layout, copies)
+
+
+def make_writer(name: str, handle: ArenaHandle | None, own: BlockMemory, layout: BlockLayout) -> BlockWriter:
+    """Makes a writer. "auto" maps the receiver's memory, or takes tcp if it cannot.
+
+    handle: of the receiver's arena; None if it cannot be exported. Raises ConfigError for an unknown name, and for
+    "shm" or "cuda_ipc" if the memory cannot be mapped.
     """
-    checksums = Checksums(layout) if layout.checksums else None
     if name not in CONNECTORS:
         raise ConfigError(f"unknown KV connector {name!r}: use one of {', '.join(CONNECTORS)}")
     if name != "tcp":
         try:
+            if name not in ("auto", own.connector):
+                raise ValueError(f"the KV memory of this worker is on {'a GPU' if name == 'shm' else 'a CPU'}")
             if handle is None:
-                raise ValueError("its memory is not host memory")
-            return ShmWriter(own, blocks_of(map_arena(handle), layout), copies, checksums)
+                raise ValueError("it is not exported")
+            return MappedWriter(own, own.map_peer(handle))
         except (OSError, ValueError) as e:
-            if name == "shm":
-                raise ConfigError(f"KV connector shm: the receiver's memory cannot be mapped: {e}") from e
+            if name != "auto":
+                raise ConfigError(f"KV connector {name}: the receiver's memory cannot be mapped: {e}") from e
             log.info("KV blocks go over tcp, the receiver's memory cannot be mapped: %s", e)
-    return TcpWriter(own, copies, checksums)
+    return TcpWriter(own, layout.piece_bytes)
 
 
-def make_reader(name: str, own: Words, layout: BlockLayout, copies: CopyThread) -> BlockReader | None:
+def make_reader(name: str, own: BlockMemory) -> BlockReader | None:
     """Makes the reader that belongs to the writer `name`; None for an unknown name."""
-    checksums = Checksums(layout) if layout.checksums else None
-    match name:
-        case "shm":
-            return ShmReader(own, copies, checksums)
-        case "tcp":
-            return TcpReader(own, copies, checksums)
-    return None
+    if name == own.connector:
+        return MappedReader(own)
+    return TcpReader(own) if name == "tcp" else None

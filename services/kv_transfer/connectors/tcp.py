@@ -4,12 +4,13 @@ Only the receiver writes to its arena, so a sender that died cannot damage it. T
 abort the source blocks are free at once, though their bytes may still be on the way. The receiver drops these.
 """
 
-import numpy as np
+import math
+
 import zmq
 
+from blockyard.services.kv_transfer.block_memory import BlockMemory
 from blockyard.services.kv_transfer.connectors.interface import Landed, LandingFailed, WriteFailed, Written
-from blockyard.services.kv_transfer.copy_thread import CopyThread
-from blockyard.services.kv_transfer.host_blocks import Checksums, Words, pack_blocks, unpack_blocks
+from blockyard.services.kv_transfer.host_blocks import Words
 from blockyard.services.kv_transfer.protocol.incoming import Landing
 from blockyard.services.kv_transfer.protocol.outgoing import BlockWrite
 
@@ -40,10 +41,10 @@ class TcpWriter:
     name = "tcp"
     maps_memory = False
 
-    def __init__(self, own: Words, copies: CopyThread, checksums: Checksums | None) -> None:
-        """own [layers, num_blocks, words]."""
-        self.chunk_bytes = max(CHUNK_BYTES, 8 * own.shape[2])
-        self._own, self._copies, self._checksums = own, copies, checksums
+    def __init__(self, own: BlockMemory, piece_bytes: int) -> None:
+        """piece_bytes: of a block in one layer."""
+        self.chunk_bytes = max(CHUNK_BYTES, piece_bytes)
+        self._own, self._words = own, piece_bytes // 8
         self._free: list[Words] = []
         self._sending: list[tuple[Words, zmq.MessageTracker]] = []
         self._num_buffers = 0
@@ -52,22 +53,19 @@ class TcpWriter:
         buffer = self._buffer()
         if buffer is None:
             return False
-        own, checksums, words = self._own, self._checksums, self._own.shape[2]
-        sources = np.array(write.sources)
-        if (sources >= own.shape[1]).any():
+        if max(write.sources) >= self._own.num_blocks:
             raise ValueError(f"blocks of transfer {write.number} are not in the pool")
-        num_words = len(write.layers) * len(sources) * words
+        shape = (len(write.layers), len(write.sources), self._words)
+        packed = buffer[: math.prod(shape)].reshape(shape)
 
-        def job() -> Words | None:
-            packed = buffer[:num_words].reshape(len(write.layers), len(sources), words)
-            pack_blocks(own, sources, write.layers, packed)
-            return None if checksums is None else checksums.of_packed(packed, write.layers)
+        def done(sums: Words | None) -> None:
+            written(write, sums, PackedBlocks(self, buffer, packed.size))
 
         def broke(error: Exception) -> None:
             self.return_buffer(buffer, None)
             failed(write, str(error))
 
-        self._copies.submit(job, lambda sums: written(write, sums, PackedBlocks(self, buffer, num_words)), broke)
+        self._own.pack(write.sources, write.layers, packed, done, broke)
         return True
 
     def return_buffer(self, buffer: Words, tracker: zmq.MessageTracker | None) -> None:
@@ -87,24 +85,22 @@ class TcpWriter:
                 self.return_buffer(buffer, None if tracker.done else tracker)
         if not self._free and self._num_buffers < NUM_BUFFERS:
             self._num_buffers += 1
-            self._free.append(np.empty(self.chunk_bytes // 8, np.uint64))
+            self._free.append(self._own.make_buffer(self.chunk_bytes))
         return self._free.pop() if self._free else None
 
 
 class TcpReader:
     """Copies received bytes into this worker's arena."""
 
-    def __init__(self, own: Words, copies: CopyThread, checksums: Checksums | None) -> None:
-        self._own, self._copies, self._checksums = own, copies, checksums
+    def __init__(self, own: BlockMemory) -> None:
+        self._own = own
 
     def start(self, landing: Landing, payload: memoryview | None, landed: Landed, failed: LandingFailed) -> None:
         assert payload is not None, "the bytes come with the frame"
-        own, checksums = self._own, self._checksums
-        targets, layers = np.array(landing.targets), landing.layers
-        packed = np.frombuffer(payload, np.uint64).reshape(len(layers), len(targets), own.shape[2])
-
-        def job() -> Words | None:
-            unpack_blocks(packed, own, targets, layers)
-            return None if checksums is None else checksums.of_blocks(own, targets, layers)
-
-        self._copies.submit(job, lambda sums: landed(landing, sums), lambda error: failed(landing, str(error)))
+        self._own.unpack(
+            payload,
+            landing.targets,
+            landing.layers,
+            lambda sums: landed(landing, sums),
+            lambda error: failed(landing, str(error)),
+        )

@@ -11,7 +11,7 @@ from blockyard.services.kv_transfer.layout import BlockLayout
 LINK_VERSION = 1
 
 
-class ArenaHandle(msgspec.Struct, frozen=True, array_like=True):
+class HostArenaHandle(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Names the host memory of an arena to other processes of the host. Valid for one generation."""
 
     pid: int
@@ -20,6 +20,20 @@ class ArenaHandle(msgspec.Struct, frozen=True, array_like=True):
     incarnation: int  # of the worker that owns the arena
     generation: int
     nonce: bytes  # random bytes behind the blocks; a reader compares them to know that it opened the right memfd
+
+
+class DeviceArenaHandle(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Names the GPU memory of an arena to other processes of the host. Valid for one generation."""
+
+    ipc: bytes  # CUDA IPC handle of the whole allocation
+    offset: int  # bytes before the first block
+    num_bytes: int
+    incarnation: int
+    generation: int
+    nonce: bytes  # random bytes behind the blocks, as in `HostArenaHandle`
+
+
+ArenaHandle = HostArenaHandle | DeviceArenaHandle
 
 
 class Transfer(msgspec.Struct, frozen=True, array_like=True):

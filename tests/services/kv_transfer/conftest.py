@@ -1,12 +1,24 @@
 """Two workers' ends of KV transfers, for the tests of links."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+
+if not torch.cuda.is_available():  # set before Triton is imported
+    os.environ["TRITON_INTERPRET"] = "1"
+    import quick_interpreter
+
+    quick_interpreter.use()
+
+import fake_cuda
 from kv_peers import SMALL, Pair, Peer
 
 from blockyard.shared.config.services.process import BusConfig
+
+GPU = torch.cuda.is_available()
 
 
 @pytest.fixture
@@ -15,17 +27,37 @@ def bus(tmp_path: Path) -> BusConfig:
 
 
 @pytest.fixture
+def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> fake_cuda.FakeGpu:
+    if GPU:
+        pytest.skip("Triton does not interpret its kernels where a GPU is")
+    return fake_cuda.install(monkeypatch)
+
+
+@pytest.fixture
 def peers(bus: BusConfig) -> Iterator[tuple[Peer, Peer]]:
     """Source and target, of different sizes."""
-    source, target = Peer(bus, SMALL, 20), Peer(bus, SMALL, 30)
+    yield from peers_on(bus, "host", "host")
+
+
+@pytest.fixture(params=["shm", "tcp", "cuda_ipc", "tcp of GPUs", "tcp to a GPU", "tcp from a GPU"])
+def pair(request: pytest.FixtureRequest, bus: BusConfig) -> Iterator[Pair]:
+    """Peers with every connector; GPUs are fake where there is none. CUDA IPC needs two processes: see `test_kills`."""
+    connector, device = request.param.split()[0], "cuda" if GPU else "cpu"
+    devices = {"tcp to a GPU": ("host", device), "tcp from a GPU": (device, "host")}
+    both = ("host", "host") if request.param in ("shm", "tcp") else (device, device)
+    if connector == "cuda_ipc" and GPU:
+        pytest.skip("CUDA IPC needs two processes")
+    if device in both and not GPU:
+        fake_cuda.install(request.getfixturevalue("monkeypatch"))
+    for peers in peers_on(bus, *devices.get(request.param, both)):
+        it = Pair(*peers, connector)
+        yield it
+        it.close()
+
+
+def peers_on(bus: BusConfig, *devices: str) -> Iterator[tuple[Peer, Peer]]:
+    source, target = Peer(bus, SMALL, 20, device=devices[0]), Peer(bus, SMALL, 30, device=devices[1])
     source.fill_random()
     yield source, target
     source.close()
     target.close()
-
-
-@pytest.fixture(params=["shm", "tcp"])
-def pair(request: pytest.FixtureRequest, peers: tuple[Peer, Peer]) -> Iterator[Pair]:
-    it = Pair(*peers, request.param)
-    yield it
-    it.close()

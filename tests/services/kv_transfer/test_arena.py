@@ -8,10 +8,9 @@ from collections.abc import Iterator
 
 import msgspec
 import pytest
-import torch
 from kv_peers import Mapper, mapped_arenas
 
-from blockyard.services.kv_transfer.arena import HostArena, make_arena, map_arena
+from blockyard.services.kv_transfer.arena import HostArena, map_arena
 from blockyard.shared.process.service_main import rss_bytes
 
 SIZE = 3 * mmap.PAGESIZE + 100
@@ -126,16 +125,3 @@ def test_an_arena_without_blocks() -> None:
     arena = HostArena(0)
     handle = arena.export(ME)
     assert handle is not None and arena.bytes.numel() == 0 and map_arena(handle).nbytes == 0
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_an_arena_on_a_gpu() -> None:
-    arena = make_arena(1 << 20, torch.device("cuda"))
-    view = arena.bytes[5:9]
-    view.fill_(3)
-    held = torch.cuda.memory_allocated()
-    arena.drop()
-    assert held - torch.cuda.memory_allocated() >= 1 << 20
-    arena.restore()
-    assert arena.generation == 2 and view.tolist() == [0] * 4 and arena.export(ME) is None

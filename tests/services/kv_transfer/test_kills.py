@@ -8,7 +8,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kv_peers import LARGE, RECEIVER, SENDER, Pair, Peer, kill_in_mid_copy, mapped_arenas, process
+import torch
+from kv_peers import (
+    LARGE,
+    RECEIVER,
+    SENDER,
+    Pair,
+    Peer,
+    kill_in_mid_copy,
+    mapped_arenas,
+    process,
+    small_copies_of_gpus,
+)
 
 from blockyard.services.kv_transfer.protocol.frames import Transfer
 from blockyard.services.kv_transfer.protocol.incoming import BlocksLanded, Received, ReceiverEnded
@@ -19,14 +30,29 @@ NUM_BLOCKS = 128  # 64 MiB
 FIRST_PART = 32  # blocks that have landed before the sender is killed
 KILL_AFTER = 4  # copies
 
-CONNECTORS = ("shm", "tcp")
+on_gpu = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+# connector, and the memory of both sides
+CONNECTORS = [
+    ("shm", "host"),
+    ("tcp", "host"),
+    pytest.param(("cuda_ipc", "cuda"), marks=on_gpu),
+    pytest.param(("tcp", "cuda"), marks=on_gpu),
+]
 
 
 @pytest.fixture
-def peer(bus: BusConfig) -> Iterator[Peer]:
-    it = Peer(bus, LARGE, NUM_BLOCKS)
-    yield it
-    it.close()
+def make_peer(bus: BusConfig) -> Iterator[Callable[..., Peer]]:
+    peers: list[Peer] = []
+
+    def make(device: str = "host", num_blocks: int = NUM_BLOCKS) -> Peer:
+        if device != "host":
+            small_copies_of_gpus()
+        peers.append(Peer(bus, LARGE, num_blocks, device=device))
+        return peers[-1]
+
+    yield make
+    for peer in peers:
+        peer.close()
 
 
 def poll_until(step: Callable[[], bool], timeout_s: float = 20.0) -> None:
@@ -44,7 +70,7 @@ def arena_contents(seed: int = 0) -> np.ndarray:
 
 def works_again(source: Peer, target: Peer, connector: str) -> None:
     """A transfer between a survivor and another peer, with new links."""
-    pair = Pair(source, target, connector)
+    pair = Pair(source, target, "tcp" if connector == "cuda_ipc" else connector)  # CUDA IPC needs two processes
     transfer = pair.transfer(99, list(range(0, 20, 2)))
     pair.receiver.expect(transfer)
     pair.sender.begin(99, 1)
@@ -55,8 +81,10 @@ def works_again(source: Peer, target: Peer, connector: str) -> None:
     pair.close()
 
 
-@pytest.mark.parametrize("connector", CONNECTORS)
-def test_the_sender_is_killed(bus: BusConfig, peer: Peer, connector: str) -> None:
+@pytest.mark.parametrize("case", CONNECTORS, ids=" ".join)
+def test_the_sender_is_killed(bus: BusConfig, make_peer: Callable[..., Peer], case: tuple[str, str]) -> None:
+    connector, device = case
+    peer = make_peer(device)
     receiver = peer.receiver()
     transfer = Transfer(1, SENDER, 1, RECEIVER, 1, list(range(NUM_BLOCKS)))
     receiver.expect(transfer)
@@ -72,7 +100,7 @@ def test_the_sender_is_killed(bus: BusConfig, peer: Peer, connector: str) -> Non
         return bool(ended) or len(landed) == FIRST_PART
 
     settings = {"bind": bus.bind, "num_blocks": NUM_BLOCKS, "endpoint": receiver.endpoint, "connector": connector}
-    with process("send", **settings, first_part=FIRST_PART, kill_after=KILL_AFTER) as sender:
+    with process("send", **settings, device=device, first_part=FIRST_PART, kill_after=KILL_AFTER) as sender:
         poll_until(step)
         sender.events.send("go on")
         poll_until(lambda: step() and bool(ended))
@@ -82,24 +110,25 @@ def test_the_sender_is_killed(bus: BusConfig, peer: Peer, connector: str) -> Non
     assert receiver.open_transfers() == []
     expected, after = arena_contents(), peer.blocks.copy()
     assert (after[:, landed] == expected[:, landed]).all()
-    if connector == "shm":
+    if connector != "tcp":
         assert (after != 0).any(2).all(0).sum() >= len(landed), "the bytes of landed blocks are there"
     time.sleep(0.05)
     assert (peer.blocks == after).all(), "the dead sender writes nothing more"
     receiver.close()
-    other = Peer(bus, LARGE, 32)
+    other = make_peer(device, 32)
     other.fill_random(3)
     works_again(other, peer, connector)
-    other.close()
 
 
-@pytest.mark.parametrize("connector", CONNECTORS)
-def test_the_receiver_is_killed(bus: BusConfig, peer: Peer, connector: str) -> None:
+@pytest.mark.parametrize("case", CONNECTORS, ids=" ".join)
+def test_the_receiver_is_killed(bus: BusConfig, make_peer: Callable[..., Peer], case: tuple[str, str]) -> None:
+    connector, device = case
+    peer = make_peer(device)
     peer.fill_random()
     gc.collect()  # what tests before this one have left
     before = mapped_arenas()
     ended: list[SenderEnded] = []
-    with process("receive", bind=bus.bind, num_blocks=NUM_BLOCKS) as receiver:
+    with process("receive", bind=bus.bind, num_blocks=NUM_BLOCKS, device=device) as receiver:
         link = peer.sender(receiver.wait("bound"), connector)
         kill_in_mid_copy(link, KILL_AFTER, receiver.pid)
         link.begin(1, 1)
@@ -118,12 +147,10 @@ def test_the_receiver_is_killed(bus: BusConfig, peer: Peer, connector: str) -> N
     link.begin(2, 1)
     assert [event.outcome for event in link.poll()] == [Sent.LINK_LOST]
     link.close()
-    other = Peer(bus, LARGE, 32)
-    works_again(peer, other, connector)
-    other.close()
+    works_again(peer, make_peer(device, 32), connector)
 
 
-def test_kills_leave_no_file_behind(bus: BusConfig, peer: Peer) -> None:
+def test_kills_leave_no_file_behind(bus: BusConfig) -> None:
     with process("receive", bind=bus.bind, num_blocks=NUM_BLOCKS) as receiver:
         receiver.wait("bound")
         receiver.process.kill()
@@ -132,9 +159,9 @@ def test_kills_leave_no_file_behind(bus: BusConfig, peer: Peer) -> None:
     assert [path for path in Path(bus.bind.removeprefix("ipc://")).iterdir() if not path.is_socket()] == []
 
 
-def test_a_link_that_breaks_between_two_living_workers_proves_nothing(bus: BusConfig, peer: Peer) -> None:
+def test_a_link_that_breaks_between_two_living_workers_proves_nothing(make_peer: Callable[..., Peer]) -> None:
     """The sender may still write to the memory it has mapped: blocks stay reserved until it says that it stopped."""
-    source = Peer(bus, LARGE, 32)
+    source, peer = make_peer("host", 32), make_peer()
     pair = Pair(source, peer, "shm")
     transfer = pair.transfer(1, [4, 5])
     pair.receiver.expect(transfer)

@@ -146,7 +146,9 @@ def test_damage_is_found_and_only_the_damaged_block_fails(pair: Pair, harm: str)
 
         def start_with_harm(landing: Any, payload: Any, *rest: Any) -> None:
             if payload is None:
-                damage(pair.target.blocks)
+                blocks = pair.target.blocks
+                damage(blocks)
+                pair.target.put(blocks)
                 start(landing, payload, *rest)
             else:
                 words = np.frombuffer(bytearray(payload), np.uint64).reshape(len(ALL), 3, -1)
@@ -223,7 +225,7 @@ def test_a_link_that_cannot_be_is_refused_in_words(which: str, bus: BusConfig, p
     receiver = target.receiver()
     layout = msgspec.structs.replace(SMALL, scope="other|main", kv_heads=4, head_dim=4) if which == "layout" else SMALL
     if which == "generation":
-        receiver._copies.drain()
+        receiver._own.drain()
         target.arena.drop()
     me = RECEIVER + 1 if which == "receiver" else RECEIVER
     connector = "carrier pigeon" if which == "connector" else "auto"
@@ -233,7 +235,7 @@ def test_a_link_that_cannot_be_is_refused_in_words(which: str, bus: BusConfig, p
         "layout": "KV heads 2 here, 4 there; head size 8 here, 4 there; model '' here, 'other|main' there",
         "receiver": "it wants 4f, this is 4e",
         "generation": "KV memory is another one now",
-        "connector": "unknown KV connector 'carrier pigeon': use one of auto, shm, tcp",
+        "connector": "unknown KV connector 'carrier pigeon': use one of auto, cuda_ipc, shm, tcp",
     }
     assert words[which] in link.closed
     link.close()

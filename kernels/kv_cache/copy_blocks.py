@@ -1,0 +1,125 @@
+"""Copies scattered KV blocks to another pool, a packed buffer, or pinned host memory, with checksums in the same pass.
+
+The target may be memory of another process: a kernel writes to any address that the GPU has mapped. Few programs, each
+with many pieces, leave multiprocessors for the steps that run at the same time.
+"""
+
+from typing import Protocol
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from blockyard.kernels.int_math import next_power_of_2
+from blockyard.kernels.kv_cache.block_checksum import MIX_1, MIX_2, SHIFT, block_checksums_reference
+
+_TILE = 2048  # words: one program has 16 KiB in flight
+_SHIFT, _MIX_1, _MIX_2 = tl.constexpr(SHIFT), tl.constexpr(MIX_1), tl.constexpr(MIX_2)
+
+
+class Memory(Protocol):
+    """What the kernel needs of a tensor [layers, num_blocks, words] int64, contiguous."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    def data_ptr(self) -> int: ...
+
+
+def copy_blocks_reference(
+    source: Tensor,
+    target: Tensor,
+    ids: Tensor,
+    num_layers: int,
+    first_source_layer: int = 0,
+    first_target_layer: int = 0,
+) -> Tensor:
+    """Copies as `copy_blocks`. Returns the checksums, [n] int64."""
+    source_ids, target_ids = ids.long()
+    layers = range(first_source_layer, first_source_layer + num_layers)
+    into = target[first_target_layer : first_target_layer + num_layers]
+    into[:, target_ids] = source[layers.start : layers.stop, source_ids]
+    return block_checksums_reference(source, source_ids, layers)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num", "num_layers", "source_blocks", "target_blocks", "first_source_layer", "first_target_layer"
+    ]
+)  # fmt: skip
+def _copy_blocks_kernel(
+    source_ptr, target_ptr, ids_ptr, multipliers_ptr, salts_ptr, sums_ptr, num, num_layers, source_blocks,
+    target_blocks, first_source_layer, first_target_layer,
+    WORDS: tl.constexpr, TILE: tl.constexpr, CHECKSUMS: tl.constexpr,
+):  # fmt: skip
+    # program p: pieces p, p + programs, ...; a piece is one block in one layer
+    for piece in range(tl.program_id(0), num * num_layers, tl.num_programs(0)):
+        i, layer = piece % num, (piece // num).to(tl.int64)  # int64: offsets pass 2**31 in pools of more than 16 GB
+        source_block = tl.load(ids_ptr + i).to(tl.int64)
+        target_block = tl.load(ids_ptr + num + i).to(tl.int64)
+        from_ptr = source_ptr + ((first_source_layer + layer) * source_blocks + source_block) * WORDS
+        to_ptr = target_ptr + ((first_target_layer + layer) * target_blocks + target_block) * WORDS
+        total = tl.zeros([TILE], dtype=tl.uint64)
+        for start in range(0, WORDS, TILE):
+            columns = start + tl.arange(0, TILE)
+            inside = columns < WORDS
+            word = tl.load(from_ptr + columns, mask=inside, other=0)
+            tl.store(to_ptr + columns, word, mask=inside)
+            if CHECKSUMS:
+                word = word.to(tl.uint64, bitcast=True)
+                multiplier = tl.load(multipliers_ptr + columns, mask=inside, other=0).to(tl.uint64, bitcast=True)
+                total += (word ^ (word >> _SHIFT)) * multiplier
+        if CHECKSUMS:
+            x = tl.sum(total, 0) + tl.load(salts_ptr + first_source_layer + layer).to(tl.uint64, bitcast=True)
+            x = (x ^ (x >> 30)) * tl.full((), _MIX_1, tl.uint64)
+            x = (x ^ (x >> 27)) * tl.full((), _MIX_2, tl.uint64)
+            x = x ^ (x >> 31)
+            tl.atomic_add(sums_ptr + i, x.to(tl.int64, bitcast=True), sem="relaxed")
+
+
+def copy_blocks(
+    source: Tensor,
+    target: Memory,
+    ids: Tensor,
+    num_layers: int,
+    first_source_layer: int = 0,
+    first_target_layer: int = 0,
+    checksums: tuple[Tensor, Tensor, Tensor] | None = None,
+    programs: int = 32,
+) -> None:
+    """Copies blocks ids[0] of source to blocks ids[1] of target, in layers [first_source_layer, ...) and [first_target_
+    layer, ...).
+
+    source, target [layers, num_blocks, words] int64, of different numbers of layers and blocks. ids [2, n] int32 on the
+    device; no target block may occur twice, and none is checked on the device. checksums: multipliers [words] and salts
+    [layers of source] of `block_checksum`, and sums [n], to which the checksums' part over these layers is added; all
+    int64. programs: upper bound of the multiprocessors in use. Raises ValueError for other shapes and dtypes.
+    """
+    (layers, num_blocks, words), (target_layers, target_blocks, target_words) = source.shape, target.shape
+    num = ids.shape[-1]
+    if source.dtype != torch.int64 or target.dtype != torch.int64 or not source.is_contiguous():
+        raise ValueError(f"source and target must be int64 and contiguous, not {source.dtype} and {target.dtype}")
+    if ids.shape != (2, num) or ids.dtype != torch.int32 or not ids.is_contiguous():
+        raise ValueError(f"ids must be [2, n] int32 and contiguous, got {list(ids.shape)} {ids.dtype}")
+    fits = 0 <= first_source_layer <= layers - num_layers and 0 <= first_target_layer <= target_layers - num_layers
+    if words != target_words or not fits or num_layers < 0:
+        raise ValueError(
+            f"{num_layers} layers from {first_source_layer} of {list(source.shape)} do not fit those from"
+            f" {first_target_layer} of {list(target.shape)}"
+        )
+    multipliers, salts, sums = checksums or (ids, ids, ids)
+    if checksums is not None:
+        if any(t.dtype != torch.int64 or not t.is_contiguous() for t in checksums):
+            raise ValueError("multipliers, salts and sums must be int64 and contiguous")
+        if multipliers.shape != (words,) or salts.shape != (layers,) or sums.shape != (num,):
+            raise ValueError(f"sums {list(sums.shape)} and multipliers do not fit {num} blocks of {words} words")
+    if not num or not num_layers:
+        return
+    tile = min(_TILE, next_power_of_2(words))
+    _copy_blocks_kernel[(min(programs, num * num_layers),)](
+        source, target, ids, multipliers, salts, sums, num, num_layers, num_blocks, target_blocks, first_source_layer,
+        first_target_layer, WORDS=words, TILE=tile, CHECKSUMS=checksums is not None,
+        num_warps=max(1, min(8, tile // 64)),
+    )  # fmt: skip

@@ -1,0 +1,135 @@
+"""The blocks of this worker for connectors: one interface for host and GPU memory."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+
+from blockyard.services.kv_transfer.arena import map_arena
+from blockyard.services.kv_transfer.copy_thread import CopyThread
+from blockyard.services.kv_transfer.device.ipc_memory import MappedBlocks
+from blockyard.services.kv_transfer.host_blocks import (
+    Checksums,
+    Ids,
+    Words,
+    blocks_of,
+    copy_blocks,
+    pack_blocks,
+    unpack_blocks,
+)
+from blockyard.services.kv_transfer.layout import BlockLayout
+from blockyard.services.kv_transfer.protocol.frames import ArenaHandle, HostArenaHandle
+
+Copied = Callable[[Words | None], None]  # checksums [n] over the copied layers; None if checksums are off
+CopyFailed = Callable[[Exception], None]
+
+PeerBlocks = Words | MappedBlocks  # [layers, num_blocks, words] of another worker, mapped
+
+
+class BlockMemory(Protocol):
+    """The KV blocks of one generation of an arena. Each copy ends in a call of `done` or `failed` by `poll`.
+
+    Block ids must be in the pools. Call the methods from one thread. None waits, except `drain`.
+    """
+
+    num_blocks: int
+    connector: str  # that writes to mapped memory of this kind
+    chunk_bytes: int  # of one copy to mapped memory
+
+    @property
+    def busy(self) -> bool:
+        """Whether a copy is in flight of whose end no descriptor tells: call `poll` within a millisecond."""
+
+    def poll(self) -> None: ...
+    def drain(self) -> None:
+        """Waits for all copies."""
+
+    def map_peer(self, handle: ArenaHandle) -> PeerBlocks:
+        """Maps another worker's blocks; the last reference unmaps them. Raises OSError or ValueError if it cannot."""
+
+    def write(
+        self, sources: list[int], peer: PeerBlocks, targets: list[int], layers: range, done: Copied, failed: CopyFailed
+    ) -> None:
+        """Copies blocks to mapped memory. `done` gets checksums of the source."""
+
+    def make_buffer(self, num_bytes: int) -> Words:
+        """Makes host memory for `pack`."""
+
+    def pack(self, sources: list[int], layers: range, packed: Words, done: Copied, failed: CopyFailed) -> None:
+        """Copies blocks into packed [len(layers), n, words], of `make_buffer`. `done` gets checksums of the source."""
+
+    def unpack(self, packed: memoryview, targets: list[int], layers: range, done: Copied, failed: CopyFailed) -> None:
+        """The reverse of `pack`. `done` gets checksums of the blocks in the arena. packed: any host memory."""
+
+    def sum(self, ids: list[int], layers: range, done: Copied, failed: CopyFailed) -> None:
+        """Computes checksums. With checksums off, calls `done` at once."""
+
+
+class HostBlocks:
+    """Blocks in host memory, a `BlockMemory`. Copies run on a `CopyThread`, whose descriptor tells of their ends."""
+
+    connector = "shm"
+    chunk_bytes = 4 << 20  # small, because an aborted transfer waits for its copies in flight
+    busy = False
+
+    def __init__(self, own: Words, layout: BlockLayout, copies: CopyThread) -> None:
+        """own [layers, num_blocks, words]."""
+        self.num_blocks = own.shape[1]
+        self._own, self._layout, self._copies = own, layout, copies
+        self._checksums = Checksums(layout) if layout.checksums else None
+
+    def poll(self) -> None:
+        self._copies.poll()
+
+    def drain(self) -> None:
+        self._copies.drain()
+
+    def map_peer(self, handle: ArenaHandle) -> Words:
+        if not isinstance(handle, HostArenaHandle):
+            raise ValueError("its KV memory is on a GPU")
+        return blocks_of(map_arena(handle), self._layout)
+
+    def write(
+        self, sources: list[int], peer: PeerBlocks, targets: list[int], layers: range, done: Copied, failed: CopyFailed
+    ) -> None:
+        assert isinstance(peer, np.ndarray)
+        ids = np.array(sources)
+        copy = partial(copy_blocks, self._own, ids, peer, np.array(targets), layers)
+        self._submit(copy, ids, layers, done, failed)
+
+    def make_buffer(self, num_bytes: int) -> Words:
+        return np.empty(num_bytes // 8, np.uint64)
+
+    def pack(self, sources: list[int], layers: range, packed: Words, done: Copied, failed: CopyFailed) -> None:
+        ids, checksums = np.array(sources), self._checksums
+
+        def job() -> Words | None:
+            pack_blocks(self._own, ids, layers, packed)
+            return None if checksums is None else checksums.of_packed(packed, layers)
+
+        self._copies.submit(job, done, failed)
+
+    def unpack(self, packed: memoryview, targets: list[int], layers: range, done: Copied, failed: CopyFailed) -> None:
+        ids = np.array(targets)
+        words = np.frombuffer(packed, np.uint64).reshape(len(layers), len(targets), -1)
+        self._submit(partial(unpack_blocks, words, self._own, ids, layers), ids, layers, done, failed)
+
+    def sum(self, ids: list[int], layers: range, done: Copied, failed: CopyFailed) -> None:
+        if self._checksums is None:
+            done(None)
+            return
+        self._submit(lambda: None, np.array(ids), layers, done, failed)
+
+    def _submit(
+        self, copy: Callable[[], None], ids: Ids, layers: range, done: Copied,
+        failed: CopyFailed,
+    ) -> None:  # fmt: skip
+        """Runs a copy on the thread, then computes checksums of own blocks."""
+        own, checksums = self._own, self._checksums
+
+        def job() -> Words | None:
+            copy()
+            return None if checksums is None else checksums.of_blocks(own, ids, layers)
+
+        self._copies.submit(job, done, failed)

@@ -1,0 +1,114 @@
+"""Copies on a CUDA stream beside the steps."""
+
+import contextlib
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+class StreamEvent(Protocol):
+    """The part of `torch.cuda.Event` that is used here."""
+
+    def query(self) -> bool: ...
+    def synchronize(self) -> None: ...
+
+
+class SideStream(Protocol):
+    """A stream beside that of the steps."""
+
+    def use(self) -> AbstractContextManager[Any]:
+        """Work that is launched in this context runs on the stream."""
+
+    def record(self) -> StreamEvent:
+        """Returns an event that is complete when all work launched so far is."""
+
+
+class CudaStream:
+    """A `SideStream` of torch."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream(device))  # the arena is initialized
+
+    def use(self) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self._stream)
+
+    def record(self) -> StreamEvent:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        return event
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    state: StreamEvent | Exception  # the error of its launch
+    launch: Callable[[], object]  # keeps the memory that the copy uses
+    done: Callable[[], None]
+    failed: Callable[[Exception], None]
+
+
+class StreamCopies:
+    """Launches copies in order, and reports them in order once the GPU has completed them. Like a `CopyThread`.
+
+    No descriptor tells when a copy is complete: call `poll` within a millisecond while `num_open` is not 0.
+    """
+
+    def __init__(self, stream: SideStream) -> None:
+        self._stream = stream
+        self._open: deque[_Copy] = deque()
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    def run(self, launch: Callable[[], T]) -> T:
+        """Launches work before the first copy. Raises what `launch` raises."""
+        with torch.inference_mode(), self._stream.use():
+            return launch()
+
+    def submit(self, launch: Callable[[], T], done: Callable[[T], None], failed: Callable[[Exception], None]) -> None:
+        """Calls `launch`, whose kernels and copies go to the stream. It must not wait.
+
+        A later `poll` calls `done` with its result when they are complete, or `failed` with the error of a launch or of
+        the GPU.
+        """
+        try:
+            result = self.run(launch)
+            self._open.append(_Copy(self._stream.record(), launch, lambda: done(result), failed))
+        except Exception as e:  # noqa: BLE001 - `failed` gets it
+            self._open.append(_Copy(e, launch, _nothing, failed))
+
+    def poll(self) -> None:
+        """Reports complete copies. Does not wait."""
+        while self._open:
+            copy = self._open[0]
+            error = copy.state if isinstance(copy.state, Exception) else None
+            try:
+                if not isinstance(copy.state, Exception) and not copy.state.query():
+                    return
+            except RuntimeError as e:
+                error = e
+            self._open.popleft()
+            if error is None:
+                copy.done()
+            else:
+                copy.failed(error)
+
+    def drain(self) -> None:
+        """Waits for all copies and reports them, also those that are submitted meanwhile."""
+        while self._open:
+            last = self._open[-1].state
+            if not isinstance(last, Exception):
+                with contextlib.suppress(RuntimeError):  # `poll` reports it
+                    last.synchronize()
+            self.poll()
+
+
+def _nothing() -> None:
+    pass

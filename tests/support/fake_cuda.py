@@ -1,0 +1,107 @@
+"""CUDA for tests of transfers without a GPU: DeviceArenas are in host memory, and Triton interprets the kernels.
+
+Both ends are in this process, which real CUDA IPC does not allow. As on a GPU, a copy is complete only some polls after
+its launch; an error of the GPU appears at the next query and in all calls after it; a handle of freed memory does not
+open, but memory that is mapped stays until it is closed.
+"""
+
+import contextlib
+import ctypes
+import math
+import secrets
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from blockyard.services.kv_transfer import arena, device_blocks
+from blockyard.services.kv_transfer.device.ipc_memory import HANDLE_BYTES, MappedMemory
+
+POLLS = 3  # until a copy is complete
+
+
+class FakeGpu:
+    """Replaces the driver, streams and events."""
+
+    def __init__(self) -> None:
+        self.error = ""  # of a kernel; it stays
+        self.refuses = ""  # why memory cannot be exported
+        self.open: list[int] = []  # addresses that are mapped
+        self._handles: dict[bytes, int] = {}
+
+    # as `CudaDriver`
+    def address_range(self, address: int) -> tuple[int, int]:
+        return address - 512, 1024
+
+    def export(self, address: int) -> bytes:
+        if self.refuses:
+            raise OSError(f"cuIpcGetMemHandle: {self.refuses} (1)")
+        handle = secrets.token_bytes(HANDLE_BYTES)
+        self._handles[handle] = address - 512
+        return handle
+
+    def open_handle(self, handle: bytes) -> int:
+        if handle not in self._handles:
+            raise OSError("cuIpcOpenMemHandle: invalid argument (1)")
+        self.open.append(self._handles[handle])
+        return self._handles[handle]
+
+    def close(self, address: int) -> None:
+        self.open.remove(address)
+
+    def read(self, address: int, num_bytes: int) -> bytes:
+        return ctypes.string_at(address, num_bytes)
+
+    def check(self) -> None:
+        if self.error:
+            raise RuntimeError(f"CUDA error: {self.error}")
+
+
+class FakeDriver:
+    def __init__(self, gpu: FakeGpu) -> None:
+        self.address_range, self.export, self.open = gpu.address_range, gpu.export, gpu.open_handle
+        self.close, self.read = gpu.close, gpu.read
+
+
+class FakeEvent:
+    def __init__(self, gpu: FakeGpu) -> None:
+        self._gpu, self._polls = gpu, POLLS
+
+    def query(self) -> bool:
+        self._gpu.check()
+        self._polls -= 1
+        return self._polls < 0
+
+    def synchronize(self) -> None:
+        self._gpu.check()
+        self._polls = 0
+
+
+class FakeStream:
+    def __init__(self, gpu: FakeGpu) -> None:
+        self._gpu = gpu
+
+    def use(self) -> AbstractContextManager[Any]:
+        self._gpu.check()
+        return contextlib.nullcontext()
+
+    def record(self) -> FakeEvent:
+        self._gpu.check()
+        return FakeEvent(self._gpu)
+
+
+def mapped_blocks(memory: MappedMemory, offset: int, shape: tuple[int, int, int]) -> torch.Tensor:
+    """Returns a tensor in place of `MappedBlocks`, because the interpreter takes no other pointers."""
+    raw = (ctypes.c_ubyte * (math.prod(shape) * 8)).from_address(memory.address + offset)
+    raw.memory = memory  # as long as the tensor lives
+    return torch.from_numpy(np.frombuffer(raw, np.int64)).view(shape)
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    gpu = FakeGpu()
+    monkeypatch.setattr(arena, "cuda_driver", lambda: FakeDriver(gpu))
+    monkeypatch.setattr(device_blocks, "CudaStream", lambda device: FakeStream(gpu))
+    monkeypatch.setattr(device_blocks, "MappedBlocks", mapped_blocks)
+    return gpu
