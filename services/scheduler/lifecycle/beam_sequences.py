@@ -108,11 +108,18 @@ class BeamScheduler:
         )
 
     def _go_on(self, sequence: Sequence, hypothesis: Hypothesis) -> None:
-        """A beam stays in its slot. It restarts there if its next token differs from what the worker sampled."""
+        """A beam stays in its slot, or is handed over to another group.
+
+        It restarts in its slot if its next token differs from what the worker sampled.
+        """
         before, running = sequence.hypothesis, sequence.last_run
         assert running is not None
         group = self._groups.attached[running.worker]
         self._groups.mark_dirty([group])
+        if running.leaves_prefilled:
+            sequence.set_hypothesis(hypothesis)
+            self._lifecycle.hand_over(group, running, None)  # its tokens are told at the end
+            return
         if before is None or before.top is None or hypothesis.outputs[-1] != before.top.token_id:
             group.restart_sequence(running)
         sequence.set_hypothesis(hypothesis)
@@ -137,6 +144,8 @@ def _is_idle(sequence: Sequence) -> bool:
 
 def _fork(index: int, parent: Sequence, hypothesis: Hypothesis) -> Sequence:
     """A beam that shares the blocks of its parent, if the parent still has them when the beam starts."""
+    running = parent.last_run if parent.phase is Phase.RUNNING else None
+    leaves = running is not None and running.leaves_prefilled
     return Sequence(
         parent.request,
         index,
@@ -145,7 +154,8 @@ def _fork(index: int, parent: Sequence, hypothesis: Hypothesis) -> Sequence:
         hash_block_size=parent.hash_block_size,
         num_cached_tokens=parent.num_cached_tokens or 0,
         hypothesis=hypothesis,
-        prompt_source=parent.last_run if parent.phase is Phase.RUNNING else None,
+        prompt_source=None if leaves else running,
+        was_prefilled=leaves or parent.was_prefilled,
     )
 
 

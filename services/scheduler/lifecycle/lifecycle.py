@@ -65,11 +65,19 @@ class Lifecycle:
         else:
             self.waiting.discard(sequence)
             if sequence.handover is not None:
-                self.handovers.drop(sequence)
+                self._end_handover(sequence)
         sequence.on_ended()
         self.parallel_sampling.on_removed(sequence)
         if group is not None:
             group.kv_cache.drop_private(sequence)
+
+    def _end_handover(self, sequence: Sequence) -> None:
+        is_arriving = sequence.phase is Phase.ARRIVING
+        heir = self.parallel_sampling.take_next(sequence.request) if is_arriving else None
+        if heir is not None:
+            self.handovers.pass_on(sequence, heir)
+        else:
+            self.handovers.drop(sequence)
 
     def finish(self, sequence: Sequence, finish: FinishReason, detail: str = "") -> None:
         """Ends a sequence for a reason that does not come from the worker."""
@@ -102,11 +110,16 @@ class Lifecycle:
         running.sequence.on_waiting()
         self._queue(running.sequence)
 
-    def hand_over(self, group: WorkerGroup, running: RunningSequence, now: float) -> None:
+    def hand_over(self, group: WorkerGroup, running: RunningSequence, now: float | None) -> None:
         """A sequence has its first token: it leaves the batch, and goes on in another group."""
         group.free(running)
         self.waiting.policy.on_freed(running.sequence)
         self.handovers.on_prefilled(running.sequence, now)
+
+    def drop_handover(self, sequence: Sequence) -> None:
+        """If a sequence was to go on in another group, it no longer is."""
+        if sequence.handover is not None:
+            self.handovers.drop(sequence)
 
     def reschedule(self, group: WorkerGroup, running: RunningSequence) -> None:
         """Restarts a sequence after its blocks were invalidated. Results in flight are ignored."""
@@ -122,8 +135,7 @@ class Lifecycle:
     def requeue_all(self, group: WorkerGroup) -> None:
         """A group is lost: its sequences wait again, with the tokens that they have."""
         for sequence in group.abandon():
-            if sequence.handover is not None:
-                self.handovers.drop(sequence)
+            self.drop_handover(sequence)
             sequence.on_waiting(is_lost=True)
             self.waiting.policy.on_freed(sequence)
             self._queue(sequence)
@@ -131,8 +143,7 @@ class Lifecycle:
     def _free(self, group: WorkerGroup, running: RunningSequence) -> None:
         group.free(running)
         self.waiting.policy.on_freed(running.sequence)
-        if running.sequence.handover is not None:
-            self.handovers.drop(running.sequence)
+        self.drop_handover(running.sequence)
 
     def _queue(self, sequence: Sequence) -> None:
         if sequence.hypothesis is None or sequence.hypothesis.top is None:  # else it only waits for the other beams

@@ -3,6 +3,7 @@
 The first sequence computes the prompt. The others wait until a plan that computes the last prompt token has been sent;
 plans run in order, so that a later plan may read its blocks. Each of the others shares the full blocks, copies the
 block that the prompt ends in, and computes the last prompt token itself, because it samples its own token there.
+If the first sequence is handed over to another group, the others wait until it runs there.
 """
 
 from collections.abc import Iterable
@@ -41,6 +42,15 @@ class ParallelSampling:
             self._waiting.unpark(sequence)
             self._waiting.push(sequence)
 
+    def take_next(self, request: Request) -> Sequence | None:
+        """A sequence that waits for the prompt, and no longer does."""
+        if not request.awaiting_prompt:
+            return None
+        sequence = request.awaiting_prompt.pop(0)
+        self._waiting.unpark(sequence)
+        self.num_awaiting_prompt -= 1
+        return sequence
+
     def on_removed(self, sequence: Sequence) -> None:
         """A sequence has ended. If it was computing the prompt, the next one computes it."""
         request = sequence.request
@@ -51,10 +61,9 @@ class ParallelSampling:
             self._waiting.unpark(sequence)
             self.num_awaiting_prompt -= 1
         elif not any(_computes_prompt(other) for other in request.active_sequences):
-            leader = request.awaiting_prompt.pop(0)
-            self._waiting.unpark(leader)
+            leader = self.take_next(request)
+            assert leader is not None
             self._waiting.push(leader)
-            self.num_awaiting_prompt -= 1
 
     def find_prefix(
         self, group: WorkerGroup, record: PlanRecord, sequence: Sequence, found: PrefixMatch
@@ -71,13 +80,16 @@ class ParallelSampling:
             return found
         is_near = False
         scored = request.frame.sampling.num_prompt_logprobs is not None
+        if scored and request.attempt and not sequence.prompt_next:
+            return found  # a stream was lost, and with it the log-probabilities that a sibling had computed
         for other in request.active_sequences:
             running = other.last_run
             if running is None or not _runs(running, group):
                 continue
             if running.table.num_freed > group.kv_cache.window.num_skipped_blocks(num_tokens):
                 continue  # its first blocks in the window are freed
-            if scored and (running.table.num_cached or running.table.copied_from is not None):
+            is_shared = running.table.num_cached > 0 or running.table.copied_from is not None
+            if scored and is_shared and not other.was_prefilled:
                 continue  # it shares a prompt itself and has no prompt log-probabilities
             if _has(running, group, record, num_tokens):
                 return self._fork(group, sequence, running, num_tokens)
@@ -123,7 +135,8 @@ def _has(running: RunningSequence, group: WorkerGroup, record: PlanRecord, num_t
 
 
 def _computes_prompt(sequence: Sequence) -> bool:
-    """Whether it is to compute the prompt, and no plan that does so has been sent."""
-    if sequence.phase is Phase.RUNNING:
-        return sequence.last_run is not None and sequence.last_run.num_scheduled_tokens < sequence.last_run.prefill_end
-    return bool(sequence.ticket)
+    """Whether it is to compute the prompt, or takes it to another group, and no plan that does so has been sent."""
+    running = sequence.last_run
+    if sequence.phase is Phase.RUNNING and running is not None:
+        return running.leaves_prefilled or running.num_scheduled_tokens < running.prefill_end
+    return sequence.phase is Phase.ARRIVING or bool(sequence.ticket)

@@ -114,7 +114,8 @@ class PrefillPlanner:
         if running.sequence.handover is not None:
             builder.sends += self._lifecycle.handovers.send(group, running, builder.now)
         request = running.sequence.request
-        if scheduled + num_tokens == running.prefill_end and len(request.active_sequences) > 1:
+        is_written = scheduled + num_tokens == running.prefill_end and not running.leaves_prefilled
+        if is_written and len(request.active_sequences) > 1:
             builder.written_prompts.append(request)
 
     def _start_waiting(self, group: WorkerGroup, builder: PlanBuilder, longs: LongPrefills, below: int) -> None:
@@ -137,6 +138,7 @@ class PrefillPlanner:
                 group, builder.record, sequence, kv_cache.find(sequence)
             )
             if found is None:
+                self._lifecycle.drop_handover(sequence)
                 continue
             if found.next_hash in builder.new_hashes:
                 return  # this plan computes blocks that the sequence can find in the next one

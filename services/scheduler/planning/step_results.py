@@ -133,10 +133,13 @@ class StepResults:
     def _leave(
         self, group: WorkerGroup, running: RunningSequence, finish: FinishReason | None, num_tokens: int
     ) -> None:
+        sequence = running.sequence
+        if num_tokens and running.leaves_prefilled and sequence.phase is Phase.RUNNING:
+            others = sequence.request.awaiting_prompt if finish is not FinishReason.FAILED else []
+            if finish is None or others:  # one of the others continues in the other group
+                self._lifecycle.hand_over(group, running, self._now)
         if finish is not None:
-            self._lifecycle.end(running.sequence)
-        elif num_tokens and running.sequence.phase is Phase.RUNNING:
-            self._lifecycle.hand_over(group, running, self._now)
+            self._lifecycle.end(sequence)
 
     def _count_second_token(self, sequence: Sequence) -> None:
         """Of a handed-over sequence. The step that seats it has a prompt token to compute, so its token is no row."""

@@ -10,6 +10,7 @@ class Handover:
     source: int  # worker
     target: int  # worker
     num_tokens: int  # of the sequence: the source computes all of them, and samples the next token
+    num_sequences: int  # of its request, that will run on the target
     positions: list[int]  # indexes in the block table, of the blocks to send
     target_blocks: list[int]  # reserved, one for each position
     hashes: list[bytes]  # of the target blocks

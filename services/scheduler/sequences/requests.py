@@ -176,13 +176,18 @@ class Sequence:
     prompt_source: "RunningSequence | None" = None  # has computed all its tokens but the last
     stream: int = 0  # its number at the detokenizer; 0: none
     handover: Handover | None = None  # to the group that decodes it, until it is seated there
-    was_prefilled: bool = False  # in a group that handed it over: it may find its own blocks, whatever it asks for
+    was_prefilled: bool = False  # its prompt was handed over: it may find its own blocks, whatever it asks for
     first_token_s: float | None = None  # when its first token came, after a handover and until the second token
 
     @property
     def num_tokens(self) -> int:
         """Tokens of prompt and outputs."""
         return self.request.num_prompt + len(self.outputs)
+
+    @property
+    def num_to_place(self) -> int:
+        """Sequences of its request that start where it runs: beams, and the ones that wait for its prompt."""
+        return self.num_beams + len(self.request.awaiting_prompt)
 
     @property
     def reported_cached_tokens(self) -> int:
@@ -233,7 +238,7 @@ class Sequence:
     def set_handover(self, handover: Handover | None) -> None:
         self.handover = handover
 
-    def on_prefilled(self, now: float) -> None:
+    def on_prefilled(self, now: float | None) -> None:
         """Its prompt and first token are computed, and it has left the batch of that group."""
         self.phase, self.was_prefilled, self.first_token_s = Phase.ARRIVING, True, now
 
@@ -241,6 +246,11 @@ class Sequence:
         """When its first token came; None at every call but the first after a handover."""
         first_token_s, self.first_token_s = self.first_token_s, None
         return first_token_s
+
+    def share_prefilled(self, other: "Sequence") -> None:
+        """`other` has computed the prompt for both, and delivered its log-probabilities."""
+        self.was_prefilled, self.prompt_next = True, max(self.prompt_next, other.prompt_next)
+        self.set_num_cached(other.num_cached_tokens)
 
     def on_ended(self) -> None:
         """Drops references to runs, because reference cycles stay in memory while the collector is off."""

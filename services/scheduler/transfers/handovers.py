@@ -5,8 +5,9 @@ the target group, and each plan of the source sends the blocks that it fills. Th
 slot and counts as waiting. When its blocks have landed they are cached in the target, and the sequence waits for the
 target's next plan, which finds them there. If anything fails, the sequence waits again with the tokens it has.
 
-One sequence of a request is handed over only if it is the only one. Requests with several sequences, and beam searches,
-stay in the group that computes their prompt.
+Of a request with several sequences, and of a beam search, the first one is handed over. The others wait until it runs
+in the target, and share its blocks there: see `ParallelSampling`. If it ends before, one of them continues with its
+blocks.
 """
 
 import logging
@@ -38,7 +39,7 @@ class Handovers:
     ) -> None:
         self.ledger = TransferLedger(groups.scheduler, lease_s)
         self.num_arriving = 0  # sequences
-        self.num_inbound: Counter[int] = Counter()  # handovers by target worker
+        self.num_inbound: Counter[int] = Counter()  # sequences by target worker
         self._groups, self._waiting, self._outbox = groups, waiting, outbox
         self._random_bytes = random_bytes
         self._live: dict[Handover, Sequence] = {}
@@ -73,11 +74,18 @@ class Handovers:
             pool.release(cached, ())
             return False
         handover = Handover(
-            source.worker, target.worker, sequence.num_tokens, list(missing), blocks, list(missing.values()), cached
+            source.worker,
+            target.worker,
+            sequence.num_tokens,
+            sequence.num_to_place,
+            list(missing),
+            blocks,
+            list(missing.values()),
+            cached,
         )
         sequence.set_handover(handover)
         self._live[handover] = sequence
-        self.num_inbound[target.worker] += 1
+        self.num_inbound[target.worker] += handover.num_sequences
         return True
 
     def begin(self, group: WorkerGroup, running: RunningSequence) -> None:
@@ -141,9 +149,11 @@ class Handovers:
             )
         ]
 
-    def on_prefilled(self, sequence: Sequence, now: float) -> None:
-        """A sequence has its first token, and has left the batch of the source."""
+    def on_prefilled(self, sequence: Sequence, now: float | None) -> None:
+        """A sequence has its first token, and has left the source's batch. `now`: None if no client gets it now."""
         sequence.on_prefilled(now)
+        for other in sequence.request.awaiting_prompt:
+            other.share_prefilled(sequence)
         handover = sequence.handover
         if handover is None:  # the target was lost meanwhile
             self._wait(sequence)
@@ -152,6 +162,19 @@ class Handovers:
         self.num_arriving += 1
         self._waiting.park(sequence)
         self._seat_landed(sequence, handover)
+
+    def pass_on(self, sequence: Sequence, heir: Sequence) -> None:
+        """An arriving sequence ends. Another one of its request, which is in no queue, continues with its blocks."""
+        handover = sequence.handover
+        assert handover is not None and sequence.phase is Phase.ARRIVING
+        self._waiting.unpark(sequence)
+        sequence.set_handover(None)
+        heir.set_handover(handover)
+        heir.on_prefilled(None)
+        self._waiting.park(heir)
+        self._live[handover] = heir
+        if handover.transfer in self._by_transfer:
+            self._by_transfer[handover.transfer] = heir
 
     def drop(self, sequence: Sequence) -> None:
         """Ends the handover of a sequence, in whatever state. The caller decides what becomes of the sequence."""
@@ -187,7 +210,7 @@ class Handovers:
         sequence.set_handover(None)
         del self._live[handover]
         self._by_transfer.pop(handover.transfer, None)
-        self.num_inbound[handover.target] -= 1
+        self.num_inbound[handover.target] -= handover.num_sequences
         if sequence.phase is Phase.ARRIVING:
             self._waiting.unpark(sequence)
             self.num_arriving -= 1

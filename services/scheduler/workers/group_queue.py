@@ -128,8 +128,9 @@ class GroupQueue:
 
 
 def sibling_groups(sequence: Sequence) -> set[int]:
-    """Groups where other sequences of the request run."""
+    """Groups where other sequences of the request run, and stay."""
     others = sequence.request.active_sequences
     if len(others) < 2:
         return set()
-    return {c.last_run.worker for c in others if c.last_run is not None and c.phase is Phase.RUNNING}
+    runs = [c.last_run for c in others if c.last_run is not None and c.phase is Phase.RUNNING]
+    return {running.worker for running in runs if not running.leaves_prefilled}

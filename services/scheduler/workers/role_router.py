@@ -84,15 +84,17 @@ class RoleRouter:
         need = min(most, longest)
         decode = [group for group in decode if group.max_model_len >= need]
         at_decode = [(group, self._missing(group, sequence)) for group in decode]
+        if siblings := [self._by_worker[worker] for worker in sibling_groups(sequence) if worker in self._by_worker]:
+            beside = [
+                one for group in siblings if (one := self._placement(group, sequence, is_sibling=True)) is not None
+            ]
+            if beside:
+                return min(beside, key=lambda placement: placement.price)
         near = [group for group, num in at_decode if num <= max(self._most_there, group.kv_cache.block_size)]
         if near:
             return self._remember(first, self._cheapest(near, sequence))
-        if siblings := [self._by_worker[worker] for worker in sibling_groups(sequence) if worker in self._by_worker]:
-            placement = self._cheapest(siblings, sequence)
-            if placement is not None:
-                return placement
-        is_single = len(request.active_sequences) == 1 and request.search is None
-        if not is_single or known + 1 >= need or not decode:
+        may_leave = request.search is None or len(request.active_sequences) == 1  # other beams await its result
+        if not may_leave or known + 1 >= need or not decode:
             fits = [group for group in prefill if group.max_model_len >= need] or decode or [*decode, *prefill]
             return self._remember(first, self._cheapest(fits, sequence))
         prefill = [group for group in prefill if group.max_model_len > known + 1]
@@ -159,13 +161,15 @@ class RoleRouter:
         found = [placement for group in groups if (placement := self._placement(group, sequence)) is not None]
         return min(found, key=lambda placement: placement.price, default=None)
 
-    def _placement(self, group: WorkerGroup, sequence: Sequence) -> Placement | None:
-        """None if the group has no room."""
+    def _placement(self, group: WorkerGroup, sequence: Sequence, is_sibling: bool = False) -> Placement | None:
+        """None if the group has no room. `is_sibling`: another sequence that runs there has computed its prompt."""
         queue = self._queue_of(group)
         if self._num_sequences(queue) >= group.max_num_seqs:
             return None
         num_tokens, backlog, found = queue.find(sequence)
-        if queue.is_busy and not found.num_tokens:
+        if is_sibling:
+            num_tokens = min(num_tokens, max(1, sequence.num_tokens - sequence.request.num_prompt))
+        elif queue.is_busy and not found.num_tokens:
             return None
         pool, alone = group.kv_cache.blocks, not group.running
         num_blocks = group.kv_cache.num_blocks_to_take(sequence.num_tokens, found, alone)

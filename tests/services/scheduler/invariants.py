@@ -87,7 +87,8 @@ def check_handovers(core: Scheduler) -> None:
     assert len(arriving) == handovers.num_arriving
     for sequence in arriving:
         assert sequence.handover is not None and sequence.handover.is_prefilled and not sequence.ticket
-    assert +handovers.num_inbound == Counter(h.target for h in handovers.open_handovers)
+    inbound = Counter(h.target for h in handovers.open_handovers for _ in range(h.num_sequences))
+    assert +handovers.num_inbound == inbound
     for handover in handovers.open_handovers:
         assert handover.target in core._groups.attached
         assert handover.source != handover.target

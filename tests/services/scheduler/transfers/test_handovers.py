@@ -9,6 +9,7 @@ from blockyard.services.scheduler.admission.admission import capacity_of
 from blockyard.services.scheduler.sequences.requests import Phase, Sequence
 from blockyard.shared.messages import (
     SECOND_TOKEN_S,
+    Beam,
     Cancel,
     FinishReason,
     KVAbort,
@@ -43,8 +44,8 @@ class Pair:
     def submit(self, request_id: str, num_prompt: int, **more: object) -> None:
         self.world.submit(self.gateway, request_id, num_prompt, **({"max_tokens": 6} | more))
 
-    def sequence(self, request_id: str) -> Sequence:
-        return self.world.core._lifecycle.requests[request_id].sequences[0]
+    def sequence(self, request_id: str, index: int = 0) -> Sequence:
+        return self.world.core._lifecycle.requests[request_id].sequences[index]
 
     def output(self, request_id: str, choice: int = 0) -> Output:
         return self.gateway.journals[request_id].outputs[choice]
@@ -212,12 +213,59 @@ def test_groups_of_different_layouts_exchange_nothing() -> None:
     assert len(it.starts(it.source)) == 1
 
 
-def test_a_request_with_several_sequences_stays_in_the_group_of_its_prompt() -> None:
-    it = Pair()
-    it.submit("a", 22, n=3)
+@pytest.mark.parametrize("more", [{}, {"num_prompt_logprobs": 1}, {"beam": Beam(3), "temperature": 0.0}])
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_all_sequences_of_a_request_go_to_one_group_over_one_transfer(
+    more: dict[str, object], prefix_caching: bool
+) -> None:
+    it = Pair(P, D, D, prefix_caching=prefix_caching)
+    it.submit("a", 22, **({"n": 3} | more))
     it.finish()
-    assert not it.sends(it.source)
-    assert len(it.starts(it.source)) == 3
+    assert len({send.transfer for send in it.sends(it.source)}) == 1
+    assert [start.num_prompt_tokens for start in it.starts(it.source)] == [22]
+    (group,) = [worker for worker in it.workers[1:] if it.starts(worker)]
+    starts = it.starts(group)
+    assert [start.num_computed for start in starts[:3]] == [20, *[21 + ("beam" in more)] * 2]
+    assert it.world.core.stats().transfers_landed_total == 1
+
+
+def test_if_the_first_sequence_ends_with_its_first_token_another_one_takes_its_blocks() -> None:
+    it = Pair(prefix_caching=False)
+    it.submit("a", 22, n=3, num_prompt_logprobs=1, stop_token_ids=[first_token("a", 22)])
+    it.finish()
+    assert [len(it.output("a", i).ids) for i in range(3)] == [1, 6, 6]
+    assert len(it.starts(it.source)) == len({send.transfer for send in it.sends(it.source)}) == 1
+    assert [start.num_computed for start in it.starts(it.target)] == [20, 21]
+    assert [len(it.output("a", i).prompt_logprobs) for i in range(3)] == [21, 0, 0]
+
+
+def first_token(request_id: str, num_prompt: int) -> int:
+    it = Pair()
+    it.submit(request_id, num_prompt)
+    it.prefill()
+    return it.output(request_id).ids[0]
+
+
+def test_if_the_first_sequence_ends_while_its_blocks_arrive_another_one_takes_them() -> None:
+    it = Pair()
+    it.detokenizer.stops = lambda step: step.choice == 0
+    it.submit("a", 22, n=2)
+    it.prefill()
+    assert [one.index for one in it.world.core._lifecycle.requests["a"].sequences.values()] == [1]
+    assert it.sequence("a", 1).phase is Phase.ARRIVING
+    it.finish()
+    assert [start.num_computed for start in it.starts(it.target)] == [20]
+    assert it.world.core.stats().transfers_aborted_total == 0
+
+
+def test_the_target_of_several_sequences_dies_while_blocks_arrive() -> None:
+    it = Pair(P, D, D)
+    it.submit("a", 22, n=3)
+    it.prefill()
+    it.world.kill(next(w for w in it.workers[1:] if it.frames(KVReceive, w)).incarnation)
+    it.finish()
+    assert [start.num_computed for start in it.starts(it.source)] == [0, 20]
+    assert it.world.core.stats().transfers_landed_total == 1
 
 
 def test_a_request_for_one_token_needs_no_transfer() -> None:

@@ -29,10 +29,6 @@ class TransferProgram(Program):
             self.break_link,
         ]
 
-    def submit(self, a: int, b: int) -> None:
-        """Most requests have one sequence: only these are handed over."""
-        super().submit(a if b % 4 == 0 else 6 * (a // 6) + 3 * (b % 2), b - (b % 7 == 3))
-
     def move(self, a: int, b: int) -> None:
         worker = pick([w for w, one in self.world.transfers.items() if one.outgoing], a)
         if worker is not None:
