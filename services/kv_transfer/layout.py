@@ -41,6 +41,11 @@ _WORDS = {
 }
 
 
+def as_text(layout: BlockLayout) -> str:
+    """Returns all fields in words. Two workers can exchange blocks if their texts are equal."""
+    return "; ".join(f"{words} {_text(getattr(layout, name))}" for name, words in _WORDS.items())
+
+
 def differences(mine: BlockLayout, theirs: BlockLayout) -> str:
     """Names the fields that differ, in one line; "" if the two workers can exchange blocks."""
     found: list[str] = []

@@ -29,7 +29,7 @@ class Geometry(FrameStruct, frozen=True):
     window: int | None = None  # largest number of keys a token attends to, itself included; None: all, in some layer
     step_s: float = 0.0  # measured time of a decode step of one sequence; 0: not measured
     kv_role: KVRole = KVRole.BOTH
-    kv_layout: str = ""  # digest: groups exchange blocks if theirs are equal; empty: with no other group
+    kv_layout: str = ""  # "layers 32; KV heads 8; ...": groups exchange blocks if theirs are equal; empty: with none
     kv_generation: int = 0  # of the KV memory: it rises whenever that is another one
     kv_endpoint: bytes = b""  # how other workers reach the KV memory; opaque
 

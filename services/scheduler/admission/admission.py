@@ -50,18 +50,28 @@ class ModelCapacity:
 
     def notes(self, groups: list[WorkerGroup]) -> list[str]:
         """Lines for the start-up report."""
-        tokens = self.num_blocks * self.block_size
-        notes = [
-            f"{len(groups)} worker group{'s' if len(groups) != 1 else ''}, each with {self.num_blocks} KV blocks "
-            f"of {self.block_size} tokens: {tokens} tokens, {tokens / self.max_model_len:.1f} requests of full length",
-            f"batch: {groups[0].max_num_seqs} sequences, {groups[0].max_num_batched_tokens} tokens a step, "
-            f"{groups[0].pacer.text}",
-        ]
+        by_role: dict[KVRole, list[WorkerGroup]] = {}
+        for group in groups:
+            by_role.setdefault(group.geometry.kv_role, []).append(group)
+        notes = [line for role in sorted(by_role) for line in self._role_notes(role, by_role[role], len(by_role) > 1)]
         if self.max_model_len < self.model_len:
+            longest = {role: max(group.max_model_len for group in of_role) for role, of_role in by_role.items()}
+            of_role = f" of {min(longest, key=lambda role: longest[role])} groups" if len(by_role) > 1 else ""
             notes.append(
-                f"max_model_len is {self.max_model_len}, not {self.model_len}: that is what the KV blocks hold"
+                f"max_model_len is {self.max_model_len}, not {self.model_len}: that is what the KV blocks{of_role} hold"
             )
         return notes
+
+    def _role_notes(self, role: KVRole, groups: list[WorkerGroup], has_roles: bool) -> list[str]:
+        num_blocks = min(group.geometry.num_blocks for group in groups)
+        tokens = num_blocks * self.block_size
+        kind, prefix = (f"{role} group", f"{role} batch") if has_roles else ("worker group", "batch")
+        return [
+            f"{len(groups)} {kind}{'s' if len(groups) != 1 else ''}, each with {num_blocks} KV blocks "
+            f"of {self.block_size} tokens: {tokens} tokens, {tokens / self.max_model_len:.1f} requests of full length",
+            f"{prefix}: {groups[0].max_num_seqs} sequences, {groups[0].max_num_batched_tokens} tokens a step, "
+            f"{groups[0].pacer.text}",
+        ]
 
 
 def capacity_of(geometries: list[Geometry]) -> ModelCapacity:

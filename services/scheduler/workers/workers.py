@@ -8,6 +8,7 @@ from blockyard.services.scheduler.lifecycle.lifecycle import Lifecycle
 from blockyard.services.scheduler.outbox import Outbox
 from blockyard.services.scheduler.workers.admission_delay import AdmissionDelay
 from blockyard.services.scheduler.workers.controls import Controls
+from blockyard.services.scheduler.workers.layout_check import LayoutCheck
 from blockyard.services.scheduler.workers.router import Router
 from blockyard.services.scheduler.workers.worker_sleep import WorkerSleep
 from blockyard.shared.messages import Attached, Control, OutOfStep, Slept
@@ -40,6 +41,7 @@ class Workers:
         self._quarantine = self.admission_delay.quarantine
         self._groups, self._lifecycle, self._outbox = groups, lifecycle, outbox
         self._admission = requests.admission
+        self._layouts = LayoutCheck()
         # `_requeue` is passed as a function: a group that is put to sleep is dropped as if it were lost
         self._sleep = WorkerSleep(groups, requests.bounds, outbox, self._requeue)
         self._controls = Controls(groups, self.admission_delay, self._sleep, outbox, may_sleep)
@@ -129,6 +131,7 @@ class Workers:
         self.router.roles.set_groups(self._groups.attached.values())
         self._groups.mark_dirty((group,))
         self._admission.update_capacity(self._groups.attached.values())
+        self._layouts.on_attached(worker, group.geometry)
         self._sleep.on_attached(group)
 
     def _requeue(self, group: WorkerGroup, what: str = "is lost", is_lost: bool = False) -> None:

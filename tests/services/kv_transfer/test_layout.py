@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from blockyard.services.kv_transfer.layout import BlockLayout, differences
+from blockyard.services.kv_transfer.layout import _WORDS, BlockLayout, as_text, differences
 
 MINE = BlockLayout(
     num_layers=32, kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16", dtype_bytes=2, scope="llama|main|auto"
@@ -35,7 +35,17 @@ def test_sizes() -> None:
     ],
 )
 def test_differences_in_words(change: dict[str, object], words: str) -> None:
-    assert differences(MINE, msgspec.structs.replace(MINE, **change)) == words
+    other = msgspec.structs.replace(MINE, **change)
+    assert differences(MINE, other) == words
+    assert (as_text(MINE) == as_text(other)) is (words == "")
+
+
+def test_the_text_that_workers_compare() -> None:
+    assert as_text(MINE) == (
+        "layers 32; KV heads 8; head size 128; block size 16; KV dtype 'bfloat16'; bytes of a KV value 2; "
+        "KV scales none; model 'llama|main|auto'; checksums on"
+    )
+    assert {name for name in BlockLayout.__struct_fields__ if name not in _WORDS} == set(), "each field is compared"
 
 
 def test_every_field_is_compared() -> None:

@@ -1,6 +1,7 @@
 """A sequence is computed in one group and continued in another, and what happens when a part of that fails."""
 
 from bisect import bisect_left
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -469,6 +470,21 @@ def test_the_longest_request_is_the_one_that_some_pair_of_groups_serves() -> Non
     alone = msgspec.structs.replace(other, kv_layout="another")
     assert capacity_of([small, alone, large]).max_model_len == 20
     assert capacity_of([alone, large]).max_model_len == 36, "no pair: what every group serves"
+
+
+def test_the_notes_name_each_role_and_the_one_that_limits_the_length() -> None:
+    it = Pair(P, P)
+    assert it.world.core.notes[0].startswith("2 worker groups, each with 64 KV blocks of 4 tokens")
+    it.world.kill(it.target.incarnation)
+    it.world.shape = replace(it.world.shape, num_blocks=5, max_num_seqs=2)
+    it.world.add_worker(D)
+    it.world.settle()
+    decode, of_decode, prefill, of_prefill, limit = it.world.core.notes
+    assert decode.startswith("1 decode group, each with 5 KV blocks of 4 tokens: 20 tokens, 1.0 requests")
+    assert prefill.startswith("1 prefill group, each with 64 KV blocks of 4 tokens")
+    assert of_decode.startswith("decode batch: 2 sequences, 8 tokens a step")
+    assert of_prefill.startswith("prefill batch: 4 sequences, 8 tokens a step")
+    assert limit == "max_model_len is 20, not 64: that is what the KV blocks of decode groups hold"
 
 
 def test_many_groups_share_the_prompts_and_the_sequences() -> None:
