@@ -14,29 +14,31 @@ from blockyard.services.bench.flags import Parser, count, positive
 from blockyard.services.bench.workload import due_times
 from blockyard.services.launcher import sources
 from blockyard.services.launcher.supervision import child
-from blockyard.shared.config import host_memory, parsed_flags, resolve
+from blockyard.shared.config import host_memory, parsed_flags, resolve, worker_roles
 from blockyard.shared.config.checkpoint import Checkpoint, asked_length
 from blockyard.shared.config.flags import FLAGS, GROUPS
+from blockyard.shared.config.flags.roles import ROLE_NAMES
 from blockyard.shared.config.parsed_flags import ParsedFlag, Values
 from blockyard.shared.config.services.process import BusConfig
-from blockyard.shared.config.services.simulation import CostModel, SimulationConfig
+from blockyard.shared.config.services.simulation import CostModel, SimulatedKill, SimulatedRole, SimulationConfig
+from blockyard.shared.config.worker_roles import WorkersOfRole
 from blockyard.shared.errors import ConfigError
+from blockyard.shared.messages import KVRole
 
 KINDS = ("sharegpt", "random", "prefix-shared")
 # Flags of `serve` that change a simulation, besides those that become scheduler settings.
-USED_FLAGS = {flag.name for flag in GROUPS["Scheduling"]} | {
-    "block-size",
-    "config",
-    "data-parallel-size",
-    "log-level",
-    "max-model-len",
-    "model",
-    "num-gpu-blocks-override",
-    "swap-space",
-}
+_OF_WORKERS = ("max-num-seqs", "max-num-batched-tokens", "num-gpu-blocks-override", "swap-space")
+USED_FLAGS = (
+    {flag.name for flag in GROUPS["Scheduling"]}
+    | {*_OF_WORKERS, "block-size", "config", "data-parallel-size", "log-level", "max-model-len", "model"}
+    | {f"{role}-workers" for role in ROLE_NAMES}
+    | {f"{role}.{name}" for role in ROLE_NAMES for name in _OF_WORKERS}
+)
 EPILOG = """
 The scheduler's flags of `blockyard serve` may follow: --max-num-seqs, --max-num-batched-tokens, --scheduling-policy,
 ... --num-gpu-blocks-override and --block-size set a worker's KV blocks, --swap-space those in host memory.
+With --prefill-workers and --decode-workers, prompts are computed on the first and continued on the second; a role may
+have its own --prefill.max-num-batched-tokens, --decode.max-num-seqs, ....
 
 A trace has one JSON object per line: arrival_s, prompt_tokens, output_tokens, and optionally max_tokens (the requested
 limit, if above output_tokens), tenant, priority, prefix_group (requests of a group share their first tokens),
@@ -44,6 +46,7 @@ prefix_tokens (how many; by default as many as the shorter prompt has) and n (ch
 
     blockyard simulate --generate sharegpt --requests 10000 --rate 20 > trace.jsonl
     blockyard simulate trace.jsonl --max-num-seqs 128
+    blockyard simulate trace.jsonl --prefill-workers 4 --decode-workers 6 --decode.max-num-batched-tokens 512
 """
 
 
@@ -76,6 +79,12 @@ def parser() -> Parser:
     add("--print-cost", action="store_true", help="print the cost model as JSON and exit")
     add("--html", metavar="FILE", help="report with charts (default: the trace's name with .html, in this folder)")
     add("--svg", metavar="FILE", help="charts of queue, batch, blocks and throughput")
+    add = made.add_argument_group("prefill and decode workers").add_argument
+    add("--kv-link-gb-per-s", type=positive, metavar="GB", help="KV blocks from worker to worker (the cost model's)")
+    add("--kv-link-latency-us", type=positive, metavar="US", help="from the last byte sent to the receiver's notice")
+    add("--kv-link-unstreamed", action="store_true", help="blocks leave when their step ends, not layer by layer")
+    add("--kill", nargs="+", default=[], metavar="ROLE@S", help="a worker dies at that second: prefill@10 decode@12.5")
+    add("--restart-s", type=positive, default=10.0, help="from such a death to the next worker's start (%(default)s)")
     add = made.add_argument_group("trace").add_argument
     add("--generate", choices=KINDS, help="write a trace to stdout")
     add("--requests", type=count, default=1000, help="(%(default)s)")
@@ -94,7 +103,7 @@ def parser() -> Parser:
 
 def simulation_config(parsed: argparse.Namespace, rest: Sequence[str]) -> SimulationConfig:
     """Raises ConfigError, also for flags of `serve` that have no effect in a simulation."""
-    cost = read_cost(parsed.cost)
+    cost = _with_link(read_cost(parsed.cost), parsed)
     line, _ = parsed_flags.from_command_line(rest)
     for name, one in line.items():
         if name not in USED_FLAGS and not any(to.lstrip("!").startswith("scheduler.") for to in FLAGS[name].to):
@@ -106,6 +115,9 @@ def simulation_config(parsed: argparse.Namespace, rest: Sequence[str]) -> Simula
         print(note, file=sys.stderr)
     if values["device"] == "auto":  # the cost model describes a GPU
         values = values.with_given({"device": ParsedFlag("cuda", "device")})
+    if parsed.workers:
+        values = values.with_given({"data-parallel-size": ParsedFlag(parsed.workers, "--workers")})
+    workers = worker_roles.workers_to_start(values)
     trace = "/dev/stdin" if positionals[0] == "-" else positionals[0]
     max_model_len = asked_length(values) or cost.max_model_len
     bus = BusConfig(registry="ipc://none", bind="ipc://none")
@@ -114,17 +126,50 @@ def simulation_config(parsed: argparse.Namespace, rest: Sequence[str]) -> Simula
     model = Checkpoint(name=cost.name, path=Path(), tokenizer_path=Path(), config=config)
     return SimulationConfig(
         process=process,
-        scheduler=resolve.scheduler(_with_model_name(values), model, process),
+        scheduler=resolve.scheduler(_with_model_name(values), model, process, [each.values for each in workers]),
         trace=trace,
         cost=cost,
-        num_workers=parsed.workers or values.get("data-parallel-size", int),
-        num_blocks=values.maybe("num-gpu-blocks-override", int) or cost.num_blocks,
-        num_host_blocks=_host_blocks(values, cost),
+        roles=[_role(each, model, cost) for each in workers],
+        kills=[_kill(word) for word in parsed.kill],
+        restart_s=parsed.restart_s,
         block_size=values.get("block-size", int),
         max_model_len=max_model_len,
         html=parsed.html or f"{'simulation' if positionals[0] == '-' else Path(trace).stem}.html",
         svg=parsed.svg or "",
     )
+
+
+def _role(workers: WorkersOfRole, model: Checkpoint, cost: CostModel) -> SimulatedRole:
+    values = workers.values
+    return SimulatedRole(
+        role=workers.role or KVRole.BOTH,
+        num_workers=workers.num_workers,
+        max_num_seqs=values.get("max-num-seqs", int),
+        max_num_batched_tokens=resolve.step_tokens(values, model),
+        num_blocks=values.maybe("num-gpu-blocks-override", int) or cost.num_blocks,
+        num_host_blocks=_host_blocks(values, cost),
+    )
+
+
+def _kill(word: str) -> SimulatedKill:
+    """Parses `prefill@12.5`. Raises ConfigError."""
+    role, _, at_s = word.partition("@")
+    try:
+        return SimulatedKill(KVRole(role), float(at_s))
+    except ValueError:
+        expected = f"{', '.join(KVRole)} and the second, such as decode@12.5"
+        raise ConfigError(f"--kill {word}: expected {expected}") from None
+
+
+def _with_link(cost: CostModel, parsed: argparse.Namespace) -> CostModel:
+    changes: dict[str, object] = {}
+    if parsed.kv_link_gb_per_s:
+        changes["link_bytes_s"] = 1e9 * parsed.kv_link_gb_per_s
+    if parsed.kv_link_latency_us:
+        changes["link_latency_s"] = 1e-6 * parsed.kv_link_latency_us
+    if parsed.kv_link_unstreamed:
+        changes["stream_layers"] = False
+    return msgspec.structs.replace(cost, **changes)
 
 
 def _host_blocks(values: Values, cost: CostModel) -> int:

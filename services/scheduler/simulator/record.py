@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from blockyard.services.scheduler.batch.worker_groups import WorkerGroup
 from blockyard.services.scheduler.simulator.trace import TraceRequest
-from blockyard.shared.messages import Refused, TokenBatch
+from blockyard.shared.messages import KVRole, Refused, TokenBatch
 from blockyard.shared.token_ids import unpack
 
 MAX_SAMPLES = 1000  # above it, every second sample is dropped and sampling is half as frequent
@@ -20,6 +20,7 @@ class Flow:
     last_s: list[float | None]  # time of the last token, by choice
     num_open: int  # choices
     first_s: float | None = None  # time of its first token
+    second_gap_s: float | None = None  # between the first two tokens of the first choice that has two
     ended_s: float | None = None
     num_cached_tokens: int = 0
     refused: int = 0  # HTTP status
@@ -27,6 +28,9 @@ class Flow:
 
     def on_first_token(self, now: float, num_cached_tokens: int) -> None:
         self.first_s, self.num_cached_tokens = now, num_cached_tokens
+
+    def on_second_token(self, gap_s: float) -> None:
+        self.second_gap_s = gap_s
 
     def on_choice_ended(self, now: float, detail: str) -> bool:
         """Whether it was the last choice."""
@@ -54,6 +58,24 @@ class Gaps:
 
 
 @dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What a sample is taken of."""
+
+    num_waiting: int  # sequences
+    groups: list[WorkerGroup]
+    busy_s: dict[KVRole, float]  # that all workers of a role have computed so far
+
+
+@dataclass(frozen=True, slots=True)
+class RoleSample:
+    """The use of all workers of a role."""
+
+    num_workers: int
+    busy_s: float  # so far
+    used: float  # share of their blocks
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
     at_s: float
     waiting: int
@@ -61,6 +83,7 @@ class Sample:
     used: float  # share of all blocks
     unfilled: float  # share of the used blocks that no token will fill
     output_tokens: int  # so far
+    roles: dict[KVRole, RoleSample]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +98,8 @@ class FirstPreemption:
 class SimulationRecord:
     """Receives the frames of gateways and detokenizers. It does not influence the simulation."""
 
-    def __init__(self, requests: Sequence[TraceRequest]) -> None:
+    def __init__(self, requests: Sequence[TraceRequest], every_s: float) -> None:
+        """`every_s`: virtual time between samples, at first."""
         self.flows = [Flow(request, [None] * request.n, request.n) for request in requests]
         self.gaps: dict[str, Gaps] = {request.tenant: Gaps() for request in requests}
         self.samples: list[Sample] = []
@@ -83,7 +107,7 @@ class SimulationRecord:
         self.num_open = len(self.flows)
         self._streams: dict[int, tuple[Flow, int]] = {}  # request and choice, by the scheduler's stream id
         self.num_output_tokens = 0
-        self._every_s = 0.01
+        self._every_s = every_s
         self._next_s = 0.0
 
     def tokens(self, batch: TokenBatch, now: float) -> None:
@@ -105,6 +129,8 @@ class SimulationRecord:
         self.num_output_tokens += num_tokens
         last, flow.last_s[choice] = flow.last_s[choice], now
         if last is not None:
+            if flow.second_gap_s is None:
+                flow.on_second_token(now - last)
             found = self.gaps[flow.request.tenant]
             found.at_s.append(now)
             found.gap_s.append(now - last)
@@ -119,19 +145,27 @@ class SimulationRecord:
             pool = group.kv_cache.blocks
             self.first_preemption = FirstPreemption(now, pool.num_used / pool.num_ids, self._unfilled([group]))
 
-    def sample(self, now: float, state: Callable[[], tuple[int, list[WorkerGroup]]]) -> None:
-        """Takes a sample if one is due. `state()`: the number of waiting sequences, and the groups."""
+    def sample(self, now: float, look: Callable[[], Snapshot]) -> bool:
+        """Takes a sample if one is due, and returns whether it was."""
         if now < self._next_s:
-            return
-        waiting, groups = state()
-        used, total = sum(g.kv_cache.blocks.num_used for g in groups), sum(g.kv_cache.blocks.num_ids for g in groups)
+            return False
+        snapshot = look()
+        groups = snapshot.groups
+        by_role = {role: [g for g in groups if g.geometry.kv_role is role] for role in snapshot.busy_s}
+        roles = {
+            role: RoleSample(len(found), snapshot.busy_s[role], _used(found))
+            for role, found in by_role.items()
+            if found
+        }
+        used = next(iter(roles.values())).used if len(roles) == 1 else _used(groups)
         running = [len(group.running) for group in groups]
         unfilled = self._unfilled(groups)
-        self.samples.append(Sample(now, waiting, running, used / max(total, 1), unfilled, self.num_output_tokens))
+        self.samples.append(Sample(now, snapshot.num_waiting, running, used, unfilled, self.num_output_tokens, roles))
         if len(self.samples) > MAX_SAMPLES:
             del self.samples[1::2]
             self._every_s *= 2
         self._next_s = now + self._every_s
+        return True
 
     def _unfilled(self, groups: list[WorkerGroup]) -> float:
         """The share of token slots in used blocks that lie after the last token of their sequence."""
@@ -142,3 +176,9 @@ class SimulationRecord:
                 request = self.flows[int(running.sequence.request.id)].request
                 wasted += max(0, running.table.capacity - (request.prompt_tokens + request.output_tokens - 1))
         return wasted / slots if slots else 0.0
+
+
+def _used(groups: list[WorkerGroup]) -> float:
+    """The share of their blocks that is in use."""
+    total = sum(group.kv_cache.blocks.num_ids for group in groups)
+    return sum(group.kv_cache.blocks.num_used for group in groups) / max(total, 1)

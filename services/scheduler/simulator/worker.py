@@ -74,6 +74,18 @@ class SimWorker:
         self._slots: dict[int, SimSlot] = {}
         self._free_at = 0.0
 
+    @property
+    def num_slots(self) -> int:
+        return len(self._slots)
+
+    def busy_until(self, now: float) -> float:
+        """Seconds in which it has computed. Steps of plans that wait are in `busy_s`, and come later."""
+        return self.busy_s - max(0.0, self._free_at - now)
+
+    def stop(self, now: float) -> None:
+        """It dies: what it would have computed later it does not."""
+        self.busy_s, self._free_at = self.busy_until(now), now
+
     def attach(self, frame: Attach) -> Attached:
         self._slots = {}
         return Attached(self.incarnation, frame.scheduler, self.geometry)

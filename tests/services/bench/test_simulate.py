@@ -10,8 +10,9 @@ import pytest
 
 from blockyard.services.bench import simulate
 from blockyard.services.launcher.supervision.child import environment
-from blockyard.shared.config.services.simulation import CostModel, SimulationConfig
+from blockyard.shared.config.services.simulation import CostModel, SimulatedKill, SimulationConfig
 from blockyard.shared.errors import ConfigError
+from blockyard.shared.messages import KVRole
 
 
 def settings(*args: str) -> SimulationConfig:
@@ -28,27 +29,60 @@ def test_flags_of_serve_reach_the_scheduler_and_the_workers() -> None:
     assert (found.scheduler.max_num_seqs, found.scheduler.depth) == (7, 3)
     assert not found.scheduler.enable_prefix_caching
     assert found.scheduler.max_num_batched_tokens == 2048, "a GPU's"
-    assert (found.trace, found.html, found.num_workers, found.num_blocks) == ("a/t.jsonl", "t.html", 1, 55_000)
+    assert (found.trace, found.html) == ("a/t.jsonl", "t.html")
+    (worker,) = found.fleet
+    assert (worker.role, worker.num_workers, worker.num_blocks, worker.num_host_blocks) == (KVRole.BOTH, 1, 55_000, 0)
     more = settings(
         "-", "--num-gpu-blocks-override", "9", "--block-size", "32", "--max-model-len", "100", "--workers", "4"
     )
     assert (more.trace, more.html) == ("/dev/stdin", "simulation.html")
-    assert (more.num_blocks, more.block_size, more.max_model_len, more.num_workers) == (9, 32, 100, 4)
-    assert settings("t", "--data-parallel-size", "3").num_workers == 3
+    assert (more.block_size, more.max_model_len) == (32, 100)
+    assert [(each.num_blocks, each.num_workers) for each in more.fleet] == [(9, 4)]
+    assert settings("t", "--data-parallel-size", "3").fleet[0].num_workers == 3
     whole = settings("t", "--no-enable-chunked-prefill", "--max-model-len", "5000")
     assert whole.scheduler.max_num_batched_tokens == 5000 and not whole.scheduler.enable_chunked_prefill
 
 
 def test_host_memory_is_counted_in_blocks() -> None:
-    assert settings("t").num_host_blocks == 0
-    assert settings("t", "--preemption-mode", "swap").num_host_blocks == 4 * 2**30 // (16 * 131_072)
-    assert settings("t", "--swap-space", "64000", "--block-size", "32").num_host_blocks == 64000 * 2**30 // 2**22
+    assert settings("t").fleet[0].num_host_blocks == 0
+    assert settings("t", "--preemption-mode", "swap").fleet[0].num_host_blocks == 4 * 2**30 // (16 * 131_072)
+    large = settings("t", "--swap-space", "64000", "--block-size", "32")
+    assert large.fleet[0].num_host_blocks == 64000 * 2**30 // 2**22
+
+
+def test_roles_have_workers_and_flags_of_their_own() -> None:
+    found = settings(
+        *("t", "--prefill-workers", "4", "--decode-workers", "6", "--max-num-seqs", "100"),
+        *("--prefill.max-num-batched-tokens", "4096", "--decode.max-num-batched-tokens", "300"),
+        *("--decode.max-num-seqs", "200", "--decode.num-gpu-blocks-override", "77"),
+    )
+    sizes = [(one.role, one.num_workers, one.max_num_batched_tokens, one.max_num_seqs) for one in found.fleet]
+    assert sizes == [(KVRole.PREFILL, 4, 4096, 100), (KVRole.DECODE, 6, 300, 200)]
+    assert [each.num_blocks for each in found.fleet] == [55_000, 77]
+    assert (found.scheduler.max_num_batched_tokens, found.scheduler.max_num_seqs) == (4096, 200), "the largest"
+    mixed = settings("t", "--workers", "2", "--prefill-workers", "1")
+    assert [(each.role, each.num_workers) for each in mixed.fleet] == [(KVRole.BOTH, 2), (KVRole.PREFILL, 1)]
+
+
+def test_links_and_deaths_are_flags() -> None:
+    found = settings(
+        *("t", "--kv-link-gb-per-s", "3.6", "--kv-link-latency-us", "50", "--kv-link-unstreamed"),
+        *("--kill", "prefill@3", "decode@4.5", "--restart-s", "2"),
+    )
+    cost = found.cost
+    assert (cost.link_bytes_s, cost.link_latency_s, cost.stream_layers) == (3.6e9, pytest.approx(50e-6), False)
+    assert found.kills == [SimulatedKill(KVRole.PREFILL, 3.0), SimulatedKill(KVRole.DECODE, 4.5)]
+    assert found.restart_s == 2.0
+    for wrong in ("prefill", "sender@3", "decode@soon"):
+        with pytest.raises(ConfigError, match=f"--kill {wrong}: expected both, prefill, decode and the second"):
+            settings("t", "--kill", wrong)
 
 
 def test_flags_without_effect_are_refused() -> None:
     for args, message in (
         (("t", "--port", "1"), "--port: has no effect"),
         (("t", "--gpu-memory-utilization", "0.5"), "has no effect"),
+        (("t", "--decode-workers", "1", "--decode.cpu-threads", "2"), "--decode.cpu-threads: has no effect"),
         (("t", "--preemption-mode", "swap", "--swap-space", "0"), "needs some"),
         (("t", "u"), "expected one trace, got t u"),
         ((), "expected one trace, got none"),
@@ -67,7 +101,7 @@ def test_costs_come_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[st
     file = tmp_path / "cost.json"
     file.write_text('{"name": "mine", "num_blocks": 5, "max_model_len": 60}')
     found = settings("t", "--cost", str(file))
-    assert (found.cost.name, found.num_blocks, found.max_model_len) == ("mine", 5, 60)
+    assert (found.cost.name, found.fleet[0].num_blocks, found.max_model_len) == ("mine", 5, 60)
     file.write_text('{"row": 1}')
     with pytest.raises(ConfigError, match="unknown field `row`"):
         settings("t", "--cost", str(file))

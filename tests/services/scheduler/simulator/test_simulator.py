@@ -8,40 +8,13 @@ import pytest
 
 from blockyard.services.scheduler.simulator import report
 from blockyard.services.scheduler.simulator.simulation import Simulation, StuckError
-from blockyard.services.scheduler.simulator.trace import TraceRequest, frames, read_trace
+from blockyard.services.scheduler.simulator.trace import frames, read_trace
 from blockyard.services.scheduler.simulator.worker import Pace
 from blockyard.shared import charts
-from blockyard.shared.config.services.process import BusConfig, ProcessConfig
-from blockyard.shared.config.services.scheduler import SchedulerConfig
-from blockyard.shared.config.services.simulation import CostModel, SimulationConfig
+from blockyard.shared.config.services.simulation import CostModel
 from blockyard.shared.errors import ConfigError
 
-# 10 ms a step, 1 ms a row beyond the first, frames take no time
-ROUND = CostModel(rows_s=((1, 0.01),), row_s=0.001, context_token_s=0.0, pair_s=0.0, hop_s=0.0)
-
-
-def config(cost: CostModel = ROUND, more: dict[str, object] | None = None, **scheduler: object) -> SimulationConfig:
-    process = ProcessConfig(name="simulator", bus=BusConfig(registry="ipc://none", bind="ipc://none"))
-    settings: dict[str, object] = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "depth": 0, **scheduler}
-    made = SchedulerConfig(process=process, served_model_names=["m"], **settings)
-    return SimulationConfig(
-        process=process, scheduler=made, trace="t.jsonl", cost=cost, **({"num_blocks": 100} | (more or {}))
-    )
-
-
-def ask(at: float, prompt: int, output: int, **more: object) -> TraceRequest:
-    return TraceRequest(arrival_s=at, prompt_tokens=prompt, output_tokens=output, **more)
-
-
-def simulate(settings: SimulationConfig, *requests: TraceRequest) -> Simulation:
-    simulation = Simulation(settings, requests)
-    simulation.run()
-    for group in simulation.core.groups.values():
-        assert (
-            not group.running
-            and group.kv_cache.blocks.num_free + group.kv_cache.blocks.num_pending == group.kv_cache.blocks.num_ids
-        )
-    return simulation
+from .simulations import ROUND, ask, config, simulate
 
 
 def test_a_request_takes_its_prefill_and_a_step_for_each_token() -> None:
@@ -159,7 +132,7 @@ def test_the_report_has_every_chart_and_tenant() -> None:
     assert {"TTFT", "ITL", "TTFT of light", "ITL of heavy"} <= set(rows)
     assert "40 requests completed, in " in text and "400 in" in text and "320 out" in text
     drawn = report.charts(simulation)
-    assert len(drawn) == 9
+    assert len(drawn) == 10
     page = ET.fromstring(charts.page("t", text, drawn).removeprefix("<!DOCTYPE html>"))
     titles = [svg[0].text for svg in page.iter("{http://www.w3.org/2000/svg}svg")]
     assert titles[:4] == ["Queue", "Batch", "KV blocks", "Throughput"]
