@@ -68,6 +68,7 @@ class SenderLink:
         """
         self.receiver, self.connector = receiver, ""
         self.closed = ""  # the reason, once the link is closed
+        self.bytes_written = 0  # of KV blocks, with those of transfers that were aborted
         self._layout, self._arena = layout, arena
         self._generation, self._wanted, self._endpoint = arena.generation, connector, endpoint
         self._own = open_blocks(arena, layout, copies)
@@ -182,6 +183,7 @@ class SenderLink:
                 return
 
     def _written(self, write: BlockWrite, sums: Words | None, payload: Payload | None) -> None:
+        self.bytes_written += len(write.sources) * len(write.layers) * self._layout.piece_bytes
         if payload is not None:
             self._payloads[write] = payload
         if not self._transfers.on_written(write, sums) and payload is not None:

@@ -67,6 +67,7 @@ def test_layers_arrive_one_by_one_and_in_parts(pair: Pair) -> None:
     pair.until(lambda: 7 in pair.ended)
     assert pair.ended[7].outcome is Received.LANDED and sorted(pair.landed[7]) == pair.ended[7].landed == [0, 1, 2, 3]
     assert pair.sent[7].outcome is Sent.WRITTEN
+    assert pair.sender.bytes_written == 4 * SMALL.block_bytes
     assert (pair.target.blocks[:, [5, 9, 1, 2]] == pair.source.blocks[:, [3, 4, 8, 0]]).all()
     rest = [block for block in range(30) if block not in (5, 9, 1, 2)]
     assert (pair.target.blocks[:, rest] == before[:, rest]).all()
