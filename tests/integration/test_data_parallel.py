@@ -87,4 +87,4 @@ def test_too_few_gpus_are_refused_at_the_start() -> None:
     env = os.environ | {"CUDA_VISIBLE_DEVICES": "0"}
     run = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert run.returncode == 2
-    assert "--data-parallel-size 2" in run.stderr and "there is 1 here" in run.stderr
+    assert "each of 2 workers needs its own GPU, and there is 1 here" in run.stderr
