@@ -116,8 +116,8 @@ LAYERS["services/gpu_worker"] = (
     "models",
 )
 LAYERS["services/gpu_worker"] += ("kv", "linear_tuning", "attention", "sampling", "batch", "execution", "runner")
-LAYERS["services/gpu_worker"] += ("warm_up", "compilation", "memory_profile", "engine", "mock", "bench", "counters")
-LAYERS["services/gpu_worker"] += ("session", "service", "__main__")
+LAYERS["services/gpu_worker"] += ("warm_up", "compilation", "memory_profile", "engine", "mock", "bench", "transfers")
+LAYERS["services/gpu_worker"] += ("counters", "session", "service", "__main__")
 LAYERS["kernels"] = ("int_math", "programmatic_launch", "tensor_checks", "slots", "sampling", "layers", "kv_cache")
 LAYERS["kernels"] += ("attention",)
 

@@ -17,12 +17,14 @@ Folders:
 - `sampling/`: from logits to tokens.
 - `execution/`: eager steps, CUDA graphs, the device loop.
 - `compilation/`: compiles Triton kernels in parallel at startup.
-- `kv/`: KV memory, block hashes and transfers.
+- `kv/`: KV memory, block hashes, and KV blocks in host memory.
+- `transfers/`: KV blocks that go to other workers or come from them.
 - `loading/`: weights, CPU offload, sleep.
 - `linear_tuning/`: picks the kernel of each linear layer.
 - `mock/`: a worker without a model. `bench/`: timings of kernels.
 
 Imports go one way: `engine` -> `compilation/` -> `runner` -> `execution/` -> `batch` -> `sampling/`, `attention/`,
 `linear_tuning/` -> `kv/` -> `models/` -> `layers/` -> `loading/`. tests/test_imports.py holds the whole order.
-`service`, `session`, `interfaces`, `loading.sleep` and `mock/` do not import torch, so a mock worker runs without it.
+`service`, `session`, `interfaces`, `loading.sleep` and `mock/` do not import torch, so a mock worker without transfers
+runs without it.
 """

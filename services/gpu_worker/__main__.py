@@ -10,7 +10,7 @@ from pathlib import Path
 
 from blockyard.services.gpu_worker.compilation.compile_processes import CompileProcesses, is_new, num_processes
 from blockyard.services.gpu_worker.cores import usable_cores
-from blockyard.services.gpu_worker.interfaces import OffloadableRunner, Report
+from blockyard.services.gpu_worker.interfaces import KVTransfers, OffloadableRunner, Report, WorkerLinks
 from blockyard.services.gpu_worker.loading.sleep import SleepingRunner
 from blockyard.services.gpu_worker.service import Worker
 from blockyard.shared.bus.links import Links
@@ -43,10 +43,11 @@ def serve(config: WorkerConfig) -> None:
 
         start, held_bytes = load_engine(config.worker_cls)
         runner = SleepingRunner(lambda: start(config, report, processes), lambda: held_bytes(config), freeze)
+        transfers = make_transfers(config, links, runner)
         links.update(ready=True)
         freeze()
         gc.disable()  # a collection would delay a step
-        Worker(links, runner).run(stopped)
+        Worker(links, runner, transfers).run(stopped)
 
 
 def load_engine(worker_cls: str) -> tuple[Start, Callable[[WorkerConfig], int]]:
@@ -69,6 +70,16 @@ def start_compilers(config: WorkerConfig, gpu: Path = GPU) -> CompileProcesses |
     processes = CompileProcesses(num_processes(usable_cores()))
     processes.start()
     return processes
+
+
+def make_transfers(config: WorkerConfig, links: WorkerLinks, runner: SleepingRunner) -> KVTransfers | None:
+    """Binds the socket for KV blocks of other workers. Raises ConfigError if that cannot be done."""
+    if config.kv_transfer is None:
+        return None
+    # imports torch, which a mock worker without transfers does not need
+    from blockyard.services.gpu_worker.transfers.worker_transfers import WorkerTransfers  # noqa: PLC0415
+
+    return WorkerTransfers(config, links, lambda: runner.kv_memory)
 
 
 def freeze() -> None:

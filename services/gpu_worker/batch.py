@@ -53,7 +53,7 @@ class Batch:
         if plan.copies:
             copy_blocks(self._pool, self.block_hashes, plan.copies)
         for start in plan.starts:
-            lacks_kv = self.transfers.starts_without_kv(start)
+            lacks_kv = self.transfers.starts_without_kv(plan, start)
             if slots.start(start):
                 if lacks_kv:
                     slots.fail(start.slot)

@@ -2,10 +2,29 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from blockyard.shared.bus.member_list import Event
-from blockyard.shared.messages import Frame, Geometry, Member, MemoryTag, SlotResult, SlotRun, Stats, StepPlan, WorkerIn
+from blockyard.shared.messages import (
+    Frame,
+    Geometry,
+    KVAbort,
+    KVLanded,
+    KVReceive,
+    KVSendEnded,
+    Member,
+    MemoryTag,
+    SlotResult,
+    SlotRun,
+    Stats,
+    StepPlan,
+    WorkerIn,
+)
+
+if TYPE_CHECKING:  # they import torch
+    from blockyard.services.kv_transfer.arena import Arena
+    from blockyard.services.kv_transfer.layout import BlockLayout
+    from blockyard.shared.bus.poller import Readable
 
 Report = Callable[[str, float, list[str]], None]  # of a start: phase, fraction done, notes so far
 
@@ -30,7 +49,7 @@ class CompletedPlan:
     slot_results: list[SlotResult]  # results that are not in `decode_outputs`
     stamp_s: float  # CLOCK_REALTIME when the host saw that it had completed
     step_s: float  # from launch to completion, minus the wait for earlier steps
-    failed_fetches: list[int]  # blocks that could not be fetched
+    failed_fetches: list[int]  # blocks that could not be fetched, or were read before another worker's KV had landed
     launch_s: float = 0.0  # host time to launch the step; 0 if the host computes the step
     decode_outputs: DecodeOutputs | None = None
 
@@ -45,6 +64,32 @@ class CompletedPlan:
 class CachedBlocks(Protocol):
     def blocks_and_hashes(self) -> tuple[list[int], bytes]: ...
     def host_blocks_and_hashes(self) -> tuple[list[int], bytes]: ...
+
+
+class KVMemory(Protocol):
+    """The KV blocks of a runner, as its transfers to and from other workers use them.
+
+    Implemented by `kv.pool_memory.PoolMemory` and by the mock.
+    """
+
+    @property
+    def arena(self) -> "Arena": ...
+
+    @property
+    def layout(self) -> "BlockLayout | None":
+        """The layout of blocks, without `scope`; None while the scales of an 8-bit KV cache are not known."""
+
+    def begin_send(self, transfer: int, blocks: list[int]) -> None:
+        """These full blocks are read from the arena until `end`."""
+
+    def begin_receive(self, transfer: int, blocks: list[int]) -> None:
+        """Another worker writes these blocks until `end`: they have no hash now, and no KV until they have landed."""
+
+    def landed(self, blocks: list[int]) -> None:
+        """Received blocks have their KV."""
+
+    def end(self, transfer: int) -> None:
+        """Transfers no longer read or write blocks for this number."""
 
 
 class StepRunner(Protocol):
@@ -81,6 +126,10 @@ class StepRunner(Protocol):
 class OffloadableRunner(StepRunner, Protocol):
     """A runner that can free its memory and take it back later."""
 
+    @property
+    def kv_memory(self) -> KVMemory:
+        """Only for a worker with KV transfers."""
+
     def release_memory(self, weights: bool = True) -> None:
         """Frees KV memory with its contents. With `weights`, also moves the weights to host memory."""
 
@@ -102,6 +151,42 @@ class SleepModeRunner(StepRunner, Protocol):
         """Restores a part of the memory and stays asleep. Returns the number of bytes that are still freed."""
 
 
+class KVTransfers(Protocol):
+    """Transfers of KV blocks with other workers. Implemented by `transfers.worker_transfers.WorkerTransfers`."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether `poll` must be called within a millisecond. Otherwise the worker's links wake up when it is due."""
+
+    @property
+    def num_open(self) -> int:
+        """The number of transfers that have not ended."""
+
+    def open(self) -> None:
+        """Begins with the runner's KV memory, unless it has begun already. Call it after the runner is awake."""
+
+    def describe(self, geometry: Geometry) -> Geometry:
+        """Returns the geometry with role, layout, generation and endpoint of the KV memory."""
+
+    def open_transfers(self) -> dict[int, list[int]]:
+        """This worker's blocks of the transfers that have not ended, by number."""
+
+    def receive(self, frame: KVReceive) -> None: ...
+    def abort(self, frame: KVAbort) -> None: ...
+
+    def on_plan_done(self, plan: StepPlan) -> None:
+        """Starts the sends of a plan whose step is complete. A transfer begins with its first send."""
+
+    def on_gone(self, worker: int) -> None:
+        """Another member has left the ring."""
+
+    def poll(self) -> list[KVLanded | KVSendEnded]:
+        """Moves blocks on. Returns answers for the attached scheduler. Does not wait."""
+
+    def close(self) -> None:
+        """Aborts all transfers, before the KV memory is freed. Waits some milliseconds for copies in flight."""
+
+
 class WorkerLinks(Protocol):
     """The methods of `Links` that the worker uses."""
 
@@ -109,4 +194,6 @@ class WorkerLinks(Protocol):
     def me(self) -> Member: ...
     def poll(self, timeout_s: float) -> "list[tuple[int, Event | WorkerIn]]": ...
     def answer(self, to: int, frame: Frame) -> bool: ...
+    def watch(self, *sources: "Readable") -> None: ...
+    def unwatch(self, *sources: "Readable") -> None: ...
     def count(self, stats: Stats) -> None: ...

@@ -13,6 +13,7 @@ from blockyard.services.gpu_worker.execution.eager import DeviceSteps, HostSteps
 from blockyard.services.gpu_worker.interfaces import CompletedPlan
 from blockyard.services.gpu_worker.kv.block_hashes import BlockHashes
 from blockyard.services.gpu_worker.kv.pool import KVPool
+from blockyard.services.gpu_worker.kv.pool_memory import PoolMemory
 from blockyard.services.gpu_worker.loading.weight_offload import OffloadedWeights, free_cache
 from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.kv_transfer.host.host_store import BlockStore
@@ -70,6 +71,10 @@ class Runner:
     @property
     def block_hashes(self) -> BlockHashes:
         return self.batch.block_hashes
+
+    @property
+    def kv_memory(self) -> PoolMemory:
+        return PoolMemory(self.pool, self.batch.block_hashes, self.batch.transfers)
 
     @property
     def in_flight(self) -> int:

@@ -8,7 +8,7 @@ import threading
 from array import array
 
 from blockyard.services.gpu_worker.counters import Counters
-from blockyard.services.gpu_worker.interfaces import CompletedPlan, SleepModeRunner, WorkerLinks
+from blockyard.services.gpu_worker.interfaces import CompletedPlan, KVTransfers, SleepModeRunner, WorkerLinks
 from blockyard.services.gpu_worker.session import SchedulerSession
 from blockyard.shared.errors import DeviceError
 from blockyard.shared.messages import NO_TOKEN, SlotResult, StepResult
@@ -17,26 +17,29 @@ log = logging.getLogger(__name__)
 
 IDLE_POLL_S = 0.5
 CHORE_POLL_S = 0.1  # idle time before the runner does background work
+TRANSFER_POLL_S = 0.001  # while a KV transfer waits for room on a link, which no socket reports
 
 
 class Worker:
     """Runs the plans of `session` on `runner`. Plans that cannot be launched yet wait in `session.plans`."""
 
-    def __init__(self, links: WorkerLinks, runner: SleepModeRunner) -> None:
-        self._links, self._runner = links, runner
-        self.session = SchedulerSession(links, runner)
+    def __init__(self, links: WorkerLinks, runner: SleepModeRunner, transfers: KVTransfers | None = None) -> None:
+        self._links, self._runner, self._transfers = links, runner, transfers
+        self.session = SchedulerSession(links, runner, transfers)
         self._has_chores = True  # the runner may have background work
         self._wait_s = CHORE_POLL_S  # before the next piece of background work
         self.counters = Counters(links, runner.geometry.num_blocks)
 
     def run(self, stopped: threading.Event) -> None:
-        """Serves until `stopped`, then finishes the plans in flight."""
+        """Serves until `stopped`, then finishes the plans in flight and aborts KV transfers."""
         while not stopped.is_set():
-            busy = self.session.plans or self._runner.in_flight
+            busy = bool(self.session.plans or self._runner.in_flight)
             events = self._links.poll(0.0 if busy else self._wait_s)
             for peer, event in events:
                 self.session.handle(peer, event)
-            if busy or events:
+            if self._transfers is not None and self._move_blocks(self._transfers):
+                self._has_chores = True
+            elif busy or events:
                 self._wait_s, self._has_chores = CHORE_POLL_S, True
             elif self._has_chores:
                 self._has_chores = self._runner.idle()
@@ -48,6 +51,9 @@ class Worker:
         self.session.plans.clear()
         while self._runner.in_flight:
             self.step()
+        if self._transfers is not None:
+            self._transfers.close()
+            self.session.answer_transfers(self._transfers.poll())
 
     def step(self) -> None:
         """Launches the oldest plan, if the runner can launch one, and answers the completed plans.
@@ -71,6 +77,14 @@ class Worker:
         for done in self._runner.collect():
             self._answer(done)
 
+    def _move_blocks(self, transfers: KVTransfers) -> bool:
+        """Polls KV transfers. Returns whether some are open: the runner does no background work meanwhile."""
+        self.session.answer_transfers(transfers.poll())
+        if not transfers.num_open:
+            return False
+        self._wait_s = TRANSFER_POLL_S if transfers.busy else CHORE_POLL_S
+        return True
+
     def _answer(self, done: CompletedPlan) -> None:
         plan = done.plan
         if self.session.expects_result(plan):
@@ -78,6 +92,9 @@ class Worker:
             slots, token_ids = packed(done)
             answer = StepResult(me, plan.number, slots, done.stamp_s, done.step_s, failed, token_ids, done.launch_s)
             self._links.answer(plan.scheduler, answer)
+            if plan.sends and self._transfers is not None:
+                self._transfers.on_plan_done(plan)
+                self._move_blocks(self._transfers)
         self.counters.stepped(done)
 
 

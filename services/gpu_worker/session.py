@@ -1,15 +1,19 @@
-"""The session of the attached scheduler: attach, fencing, order of plans, sleep. Imports no torch."""
+"""The session of the attached scheduler: attach, fencing, order of plans, transfers, sleep. Imports no torch."""
 
 import logging
 from collections import deque
 
-from blockyard.services.gpu_worker.interfaces import SleepModeRunner, WorkerLinks
+from blockyard.services.gpu_worker.interfaces import KVTransfers, SleepModeRunner, WorkerLinks
 from blockyard.shared.bus.member_list import Event, Gone, Joined
 from blockyard.shared.messages import (
     Attach,
     Attached,
     Broken,
     Fenced,
+    KVAbort,
+    KVLanded,
+    KVReceive,
+    KVSendEnded,
     OutOfStep,
     Sleep,
     Slept,
@@ -24,8 +28,9 @@ log = logging.getLogger(__name__)
 class SchedulerSession:
     """Accepts plans from the scheduler that attached last. Plans wait in `plans` until they are launched."""
 
-    def __init__(self, links: WorkerLinks, runner: SleepModeRunner) -> None:
-        self._links, self._runner = links, runner
+    def __init__(self, links: WorkerLinks, runner: SleepModeRunner, transfers: KVTransfers | None = None) -> None:
+        """transfers: of KV blocks; None: this worker exchanges blocks with no other."""
+        self._links, self._runner, self._transfers = links, runner, transfers
         self.plans: deque[StepPlan] = deque()
         self._scheduler: int | None = None
         self._next = 0  # number of the next plan; 0: none is accepted before the next Attach
@@ -44,6 +49,8 @@ class SchedulerSession:
                 self._sleep(peer, event)
             case Wake():
                 self._wake(peer, event)
+            case KVReceive() | KVAbort():
+                self._take_transfer(peer, event)
             case Gone() if peer == self._scheduler:
                 self.plans.clear()  # KV and slots are kept for the next Attach
                 self._next = 0
@@ -51,6 +58,15 @@ class SchedulerSession:
                 peer == self._scheduler and self._next == 0
             ):  # it only lost its link, and waits for results
                 self._links.answer(peer, OutOfStep(self._links.me.incarnation, 1))
+            case Gone() if self._transfers is not None:
+                self._transfers.on_gone(peer)
+
+    def answer_transfers(self, frames: list[KVLanded | KVSendEnded]) -> None:
+        """Answers also for transfers of an earlier scheduler, which an attached one has heard of. Without an attached
+        scheduler there is no answer: the next one hears which transfers are open."""
+        if self._scheduler is not None:
+            for frame in frames:
+                self._links.answer(self._scheduler, frame)
 
     def report_broken(self, detail: str) -> None:
         """Tells the scheduler that the device failed and no results will follow."""
@@ -66,9 +82,13 @@ class SchedulerSession:
             self._runner.reset_prefix_cache()
         self._scheduler, self._next = attach.scheduler, 1
         block_ids, names = self._runner.block_hashes.blocks_and_hashes()
-        me = self._links.me.incarnation
+        me, geometry, still_open = self._links.me.incarnation, self._runner.geometry, dict[int, list[int]]()
         host = self._runner.block_hashes.host_blocks_and_hashes()
-        self._links.answer(peer, Attached(me, attach.scheduler, self._runner.geometry, block_ids, names, *host))
+        if self._transfers is not None:
+            self._transfers.open()
+            geometry, still_open = self._transfers.describe(geometry), self._transfers.open_transfers()
+        transfers = list(still_open), list(still_open.values())
+        self._links.answer(peer, Attached(me, attach.scheduler, geometry, block_ids, names, *host, *transfers))
         log.info("attached to scheduler %x with %d slots", attach.scheduler, attach.num_slots)
 
     def _sleep(self, peer: int, frame: Sleep) -> None:
@@ -78,6 +98,8 @@ class SchedulerSession:
             return
         self.plans.clear()
         self._next = 0
+        if self._transfers is not None:
+            self._transfers.close()
         freed = self._runner.sleep(frame.level)
         self._links.answer(peer, Slept(self._links.me.incarnation, frame.level, freed))
 
@@ -88,6 +110,16 @@ class SchedulerSession:
             return
         freed = self._runner.wake(frame.tags)
         self._links.answer(peer, Slept(self._links.me.incarnation, self._runner.level, freed))
+
+    def _take_transfer(self, peer: int, frame: KVReceive | KVAbort) -> None:
+        if peer != self._scheduler:
+            self._links.answer(peer, Fenced(peer))
+        elif self._transfers is None:
+            log.error("KV transfer %d came to a worker without KV transfers", frame.transfer)
+        elif isinstance(frame, KVAbort):
+            self._transfers.abort(frame)
+        elif self._next > 0:  # otherwise it was sent before OutOfStep arrived
+            self._transfers.receive(frame)
 
     def _take(self, peer: int, plan: StepPlan) -> None:
         if plan.scheduler != self._scheduler:

@@ -1,7 +1,7 @@
 """Owns the memory of KV blocks, and moves blocks between workers and between a worker and its host memory.
 
-The worker uses `arena` (the memory of `KVPool`) and `host/` (KV offload to host memory) today; the links between
-workers are a library that only tests and a benchmark call, until plans of the scheduler carry transfers.
+`gpu_worker.kv` uses `arena` (the memory of `KVPool`) and `host/` (KV offload to host memory), `gpu_worker.transfers`
+the links between workers.
 
 - `arena.Arena`: all KV blocks of a worker. Other processes of the same host can map it.
 - `host/`: copies between KV blocks and host memory, for `--swap-space`.

@@ -51,7 +51,10 @@ class Arena(Protocol):
 
     @property
     def generation(self) -> int:
-        """Starts at 1. Each `drop` adds 1, because the blocks then are in other memory."""
+        """Starts at 1. It rises with each `drop`, because the blocks then are in other memory."""
+
+    def renumber(self, at_least: int) -> None:
+        """Raises `generation` to at least this: the arena follows another one of the same worker."""
 
     def export(self, incarnation: int) -> ArenaHandle | None:
         """Returns a handle with which processes of this host can map the memory; None if they cannot."""
@@ -77,6 +80,9 @@ class DeviceArena:
         self.generation = 1
         self._nonce = b""
         self._clear()
+
+    def renumber(self, at_least: int) -> None:
+        self.generation = max(self.generation, at_least)
 
     def export(self, incarnation: int) -> DeviceArenaHandle | None:
         driver, address, num_bytes = cuda_driver(), self._memory.data_ptr(), self.bytes.numel()
@@ -126,6 +132,9 @@ class HostArena:
         self._fd = self._map_new()
         self._close = weakref.finalize(self, os.close, self._fd)
         self.bytes = torch.from_numpy(np.frombuffer(self._region, np.uint8, num_bytes))
+
+    def renumber(self, at_least: int) -> None:
+        self.generation = max(self.generation, at_least)
 
     def export(self, incarnation: int) -> HostArenaHandle | None:
         return HostArenaHandle(os.getpid(), self._fd, self._num_bytes, incarnation, self.generation, self._nonce)

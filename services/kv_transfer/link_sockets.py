@@ -28,6 +28,11 @@ def transfer_sockets(bus: BusConfig, encrypt: bool = True) -> Sockets:
     return Sockets(settings, PART_BYTES)
 
 
+def bind_address(bus: BusConfig, port: int) -> str | None:
+    """Where a receiver binds; None: a new address. port: 0 for any."""
+    return f"{bus.bind}:{port}" if port and bus.bind.startswith("tcp://") else None
+
+
 def drain_monitor(monitor: "zmq.Socket[Any]") -> bool:
     """Reads all events. Returns True if there was one."""
     seen = False

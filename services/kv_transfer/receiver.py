@@ -35,6 +35,7 @@ from blockyard.services.kv_transfer.protocol.frames import (
 from blockyard.services.kv_transfer.protocol.incoming import BlocksLanded, IncomingTransfers, ReceiverEnded
 from blockyard.shared.bus.frames import in_log
 from blockyard.shared.bus.sockets import Sockets, readable
+from blockyard.shared.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -68,8 +69,12 @@ class TransferReceiver:
         arena: Arena,
         copies: CopyThread,
         needs_ticket: bool = False,
+        bind: str | None = None,
     ) -> None:
-        """receiver: incarnation of this worker. needs_ticket: the links are not encrypted."""
+        """receiver: incarnation of this worker. needs_ticket: the links are not encrypted.
+
+        bind: address of the socket; None: a new one. Raises ConfigError if it is in use.
+        """
         self._me, self._layout, self._arena = receiver, layout, arena
         self._generation = arena.generation
         self._own = open_blocks(arena, layout, copies)
@@ -82,7 +87,10 @@ class TransferReceiver:
         self._processes: dict[int, int] = {}  # by sender: pidfd, if the sender has mapped the arena
         self._decoder = msgspec.msgpack.Decoder(ToReceiver)
         self._encode = msgspec.msgpack.Encoder().encode
-        bound = sockets.bind_router()
+        try:
+            bound = sockets.bind_router(bind)
+        except zmq.ZMQError as e:
+            raise ConfigError(f"KV links cannot bind {bind or 'a new address'}: {e}") from e
         self.socket, self.endpoint = bound.socket, bound.endpoint
         self.monitor: zmq.Socket[Any] = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._next_probe, self._probe_until = 0.0, 0.0
@@ -94,15 +102,22 @@ class TransferReceiver:
 
     @property
     def busy(self) -> bool:
-        """Whether to poll within a millisecond: frames wait for a full link, or copies of a GPU are in flight.
-
-        No descriptor tells when these go on.
+        """Whether to poll within a millisecond: frames wait for a full link, copies of a GPU are in flight, or the
+        `poll` of a sender's link has made events. No descriptor tells when these go on.
         """
-        return self._own.busy or any(link.outbox for link in self._links.values())
+        return self._transfers.has_output or self._own.busy or any(link.outbox for link in self._links.values())
 
     def admit(self, ticket: bytes, sender: int) -> None:
         """Lets this sender open one link with a ticket that it received over an encrypted link."""
         self._tickets[ticket] = sender
+
+    def withdraw(self, ticket: bytes) -> None:
+        """Makes a ticket invalid, unless it was used."""
+        self._tickets.pop(ticket, None)
+
+    def on_gone(self, sender: int) -> None:
+        """The sender has left the ring. `poll` reports transfers for which it has opened no link."""
+        self._transfers.on_gone(sender)
 
     def expect(self, transfer: Transfer) -> None:
         """Allows the sender to write to the transfer's blocks. Raises ValueError, see `IncomingTransfers.expect`."""

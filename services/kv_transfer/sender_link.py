@@ -64,7 +64,7 @@ class SenderLink:
         """receiver, sender: incarnations. ticket: for a link without encryption, see `TransferReceiver.admit`.
 
         An earlier link to the same receiver must have no open transfer, because the hello tells the receiver that this
-        worker has stopped writing for it. Raises zmq.ZMQError if `endpoint` is not valid.
+        worker has stopped writing for it. Raises ValueError if `endpoint` is not valid.
         """
         self.receiver, self.connector = receiver, ""
         self.closed = ""  # the reason, once the link is closed
@@ -80,7 +80,10 @@ class SenderLink:
         self._payloads: dict[BlockWrite, Payload] = {}
         self._outbox: deque[tuple[bytes, Payload | None]] = deque()
         self._deadline = time.monotonic() + HELLO_S
-        self.socket = sockets.connect_dealer(endpoint, b"k")
+        try:
+            self.socket = sockets.connect_dealer(endpoint, b"k")
+        except zmq.ZMQError as e:
+            raise ValueError(f"{endpoint!r} is no endpoint of KV links: {e}") from e
         self.monitor: zmq.Socket[Any] = self.socket.get_monitor_socket(_BROKEN)
         self._post(LinkHello(LINK_VERSION, sender, self._generation, receiver, layout, ticket))
 
@@ -90,12 +93,13 @@ class SenderLink:
 
     @property
     def busy(self) -> bool:
-        """Whether to poll within a millisecond: frames or copies wait for room, or copies of a GPU are in flight.
-
-        No descriptor tells when these go on.
+        """Whether to poll within a millisecond: frames or copies wait for room, copies of a GPU are in flight, or the
+        `poll` of another link has made events. No descriptor tells when these go on.
         """
+        if self._transfers.has_output or self._own.busy:
+            return True
         can_start = self._writer is not None and self._transfers.has_waiting()
-        return self._own.busy or (not self.closed and (bool(self._outbox) or can_start))
+        return not self.closed and (bool(self._outbox) or can_start)
 
     def begin(self, number: int, receiver_generation: int) -> None:
         """Opens a transfer. Raises ValueError for a used number."""

@@ -18,7 +18,7 @@ from blockyard.shared.bus.frames import FrameReader, Malformed
 from blockyard.shared.bus.inbound import InboundLinks
 from blockyard.shared.bus.member_list import Event, Gone, Joined, MemberList
 from blockyard.shared.bus.outbound import OutboundLinks
-from blockyard.shared.bus.poller import Poller
+from blockyard.shared.bus.poller import Poller, Readable
 from blockyard.shared.bus.registry_link import RegistryLink
 from blockyard.shared.bus.sockets import Sockets
 from blockyard.shared.config.services.process import BusConfig
@@ -125,6 +125,14 @@ class Links(Generic[In]):
                 await asyncio.sleep(0)  # lets HTTP connections run
             else:
                 await self._poller.wait_in_loop(self._registry_link.due_in())
+
+    def watch(self, *sources: Readable) -> None:
+        """Makes `poll` return early, without events, while one of these sockets or descriptors is readable."""
+        self._poller.add(*sources)
+
+    def unwatch(self, *sources: Readable) -> None:
+        """The sockets may be closed already."""
+        self._poller.remove(*sources)
 
     def close(self) -> None:
         """Removes this member from the list and closes its links, which have 0.2 s to send queued frames."""

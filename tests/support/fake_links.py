@@ -16,6 +16,7 @@ class FakeLinks:
         self.sent: list[tuple[int, Frame]] = []
         self.answered: list[tuple[int, Frame]] = []
         self.full: set[int] = set()
+        self.watched: list[Any] = []
 
     def of(self, role: Role, model: str = "") -> list[Member]:
         return [
@@ -33,6 +34,13 @@ class FakeLinks:
             return False
         self.answered.append((to, frame))
         return True
+
+    def watch(self, *sources: Any) -> None:
+        self.watched.extend(sources)
+
+    def unwatch(self, *sources: Any) -> None:
+        for source in sources:
+            self.watched.remove(source)
 
     def update(self, **fields: Any) -> None:
         self.me = msgspec.structs.replace(self.me, **fields)

@@ -17,16 +17,17 @@ AT_ONCE = 64  # blocks; bounds the temporary memory
 
 
 class Transfers:
-    """Slots that start on blocks of a failed fetch produce no results until the scheduler ends them.
+    """Slots that start on blocks of a failed fetch, or on blocks of another worker that have not landed, produce no
+    results until the scheduler ends them.
 
-    The scheduler gets the failed blocks with the plan's result and computes their sequences again.
+    The scheduler gets these blocks with the plan's result and computes their sequences again.
     """
 
     def __init__(self, block_hashes: BlockHashes, block_size: int, store: BlockStore | None) -> None:
         self.slots_without_kv: set[int] = set()
         self._block_hashes, self._block_size, self._store = block_hashes, block_size, store
         self._blocks_without_kv: set[int] = set()  # blocks without the contents that plans expect
-        self._failed: dict[int, list[int]] = {}  # blocks by number of the plan that fetched them
+        self._failed: dict[int, set[int]] = {}  # blocks by number of the plan that fetched or read them
 
     def reset(self) -> None:
         """Drops the state of slots; host memory keeps its blocks."""
@@ -42,23 +43,32 @@ class Transfers:
         if plan.saves:
             self._save(plan.saves)
         if plan.fetches and (failed := self._fetch(plan.fetches)):
-            self._failed[plan.number] = failed
+            self._failed[plan.number] = set(failed)
         for copy in plan.copies:
             self._blocks_without_kv.discard(copy.dst)
             if copy.src in self._blocks_without_kv:
                 self._blocks_without_kv.add(copy.dst)
 
     def pop_failed_fetches(self, plan: StepPlan) -> list[int]:
-        """Blocks that a plan failed to fetch, for its result."""
-        return self._failed.pop(plan.number, [])
+        """Blocks that a plan failed to fetch, or has read without their KV, for its result."""
+        return sorted(self._failed.pop(plan.number, ()))
 
-    def starts_without_kv(self, start: SlotStart) -> bool:
+    def expect(self, blocks: list[int]) -> None:
+        """Another worker writes these blocks."""
+        self._blocks_without_kv.update(blocks)
+
+    def landed(self, blocks: list[int]) -> None:
+        self._blocks_without_kv.difference_update(blocks)
+
+    def starts_without_kv(self, plan: StepPlan, start: SlotStart) -> bool:
         """Whether a slot starts on blocks without KV. The blocks that it writes are invalid then, too."""
         num_found = -(-start.num_computed // self._block_size)
         fresh = start.blocks[num_found:]
         if self._blocks_without_kv.isdisjoint(start.blocks[:num_found]):
             self._blocks_without_kv.difference_update(fresh)
             return False
+        missing = self._blocks_without_kv.intersection(start.blocks[:num_found])
+        self._failed.setdefault(plan.number, set()).update(missing)
         self.slots_without_kv.add(start.slot)
         self._blocks_without_kv.update(fresh)
         return True

@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from blockyard.services.gpu_worker.interfaces import CachedBlocks, CompletedPlan, OffloadableRunner
+from blockyard.services.gpu_worker.interfaces import CachedBlocks, CompletedPlan, KVMemory, OffloadableRunner
 from blockyard.shared.messages import Geometry, MemoryTag, StepPlan
 
 log = logging.getLogger(__name__)
@@ -40,6 +40,10 @@ class SleepingRunner:
     @property
     def block_hashes(self) -> CachedBlocks:
         return self._awake().block_hashes
+
+    @property
+    def kv_memory(self) -> KVMemory:
+        return self._awake().kv_memory
 
     @property
     def in_flight(self) -> int:

@@ -91,7 +91,7 @@ class MockBatch:
     kv: MockKV
     slots: dict[int, MockSlot] = field(default_factory=dict)
     owners: dict[int, set[int]] = field(default_factory=dict)  # block -> live slots
-    failed: list[int] = field(default_factory=list)  # fetches of the last step
+    failed: list[int] = field(default_factory=list)  # blocks of the last step that were not fetched, or read without KV
 
     def __post_init__(self) -> None:
         self.kv.bad.clear()  # their hashes are gone, and no later block was computed from them
@@ -100,6 +100,8 @@ class MockBatch:
         """Applies a plan and computes. Raises PlanError; do not use the batch after that."""
         for slot in plan.ends:
             self._end(slot)
+        if self.kv.in_transfer:
+            self._check_transfers(plan)
         self._copy(plan)
         for start in plan.starts:
             self._start(start)
@@ -127,6 +129,15 @@ class MockBatch:
             owners.discard(number)
             if not owners:
                 del self.owners[block]
+
+    def _check_transfers(self, plan: StepPlan) -> None:
+        """Blocks that another worker may read or write have no other use until their transfer has ended."""
+        used = {copy.dst for copy in plan.copies} | {fetch.block for fetch in plan.fetches}
+        used.update(block for more in plan.blocks for block in more.blocks)
+        size = self.geometry.block_size
+        used.update(block for start in plan.starts for block in start.blocks[-(-start.num_computed // size) :])
+        for transfer, blocks in self.kv.in_transfer.items():
+            _check(used.isdisjoint(blocks), f"blocks {used & blocks} are in use while transfer {transfer} has them")
 
     def _copy(self, plan: StepPlan) -> None:
         for save in plan.saves:
@@ -166,6 +177,8 @@ class MockBatch:
         seen = self._first_seen(start.num_computed)
         passed = seen // self.geometry.block_size
         lost = not self.kv.bad.isdisjoint(found[passed:])
+        if lost:
+            self.failed = sorted(self.kv.bad.intersection(found[passed:]).union(self.failed))
         different = self.kv.first_difference(found, tokens, start.num_computed, seen)
         _check(lost or different is None, f"slot {start.slot} starts on KV that is not its own at {different}")
         slot = self.slots[start.slot] = MockSlot(

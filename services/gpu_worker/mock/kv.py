@@ -61,6 +61,7 @@ class MockKV:
     block_size: int
     hashes: dict[int, bytes] = field(default_factory=dict)
     bad: set[int] = field(default_factory=set)  # blocks of failed fetches, and blocks computed from them
+    in_transfer: dict[int, set[int]] = field(default_factory=dict)  # blocks that other workers read or write
     _contents: dict[int, BlockContents] = field(default_factory=dict)
     _host: dict[int, tuple[bytes, BlockContents]] = field(default_factory=dict)  # hash and contents of a host block
 
@@ -112,6 +113,15 @@ class MockKV:
             self.bad.discard(dst)
             if is_bad:
                 self.bad.add(dst)
+
+    def contents_of(self, block: int) -> BlockContents:
+        return self._contents.get(block, UNKNOWN)
+
+    def receive(self, block: int, contents: BlockContents) -> None:
+        """Another worker has written a block. It has no hash until a plan names one."""
+        self.hashes.pop(block, None)
+        self.bad.discard(block)
+        self._contents[block] = contents
 
     def first_difference(self, blocks: list[int], tokens: TokensByBlock, end: int, begin: int = 0) -> int | None:
         """The first position from `begin` to `end` - 1 where the blocks differ from the sequence; None: none."""

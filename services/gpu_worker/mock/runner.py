@@ -2,9 +2,10 @@
 
 import time
 from array import array
+from collections.abc import Callable
 
 from blockyard.services.gpu_worker.compilation.compile_processes import CompileProcesses
-from blockyard.services.gpu_worker.interfaces import CompletedPlan, Report
+from blockyard.services.gpu_worker.interfaces import CompletedPlan, KVMemory, Report
 from blockyard.services.gpu_worker.mock.batch import MockBatch, Pattern
 from blockyard.services.gpu_worker.mock.kv import MockKV
 from blockyard.services.gpu_worker.mock.model import describe
@@ -18,13 +19,27 @@ BEHIND_S = 0.002  # a step launched so soon after the last one ended is timed fr
 class MockRunner:
     """Runs each plan before `launch` returns."""
 
-    def __init__(self, geometry: Geometry, pattern: Pattern, step_s: float, fatal_id: int = 0) -> None:
+    def __init__(
+        self,
+        geometry: Geometry,
+        pattern: Pattern,
+        step_s: float,
+        fatal_id: int = 0,
+        make_memory: Callable[[MockKV, int], KVMemory] | None = None,
+    ) -> None:
+        """make_memory: for KV transfers, of the blocks and their number."""
         self.geometry, self.block_hashes = geometry, MockKV(geometry.block_size)
+        self._memory = None if make_memory is None else make_memory(self.block_hashes, geometry.num_blocks)
         self._fatal_id = fatal_id
         self._pattern, self._step_s = pattern, step_s
         self._batch = MockBatch(geometry, 0, pattern, self.block_hashes)
         self._done_at = 0.0
         self._done: list[CompletedPlan] = []  # not collected yet
+
+    @property
+    def kv_memory(self) -> KVMemory:
+        assert self._memory is not None, "the worker has no KV transfers"
+        return self._memory
 
     @property
     def in_flight(self) -> int:
@@ -54,10 +69,13 @@ class MockRunner:
         self.block_hashes.clear()
 
     def release_memory(self, weights: bool = True) -> None:
-        """A mock has no memory to free."""
+        """Only blocks for KV transfers are in memory."""
+        if self._memory is not None:
+            self._memory.arena.drop()
 
     def reclaim_memory(self, weights: bool = True, kv: bool = True) -> None:
-        """A mock has no memory to take back."""
+        if self._memory is not None and kv:
+            self._memory.arena.restore()
 
     def execute(self, plan: StepPlan) -> list[SlotResult]:
         """Takes `step_s`. Raises PlanError for a plan that contradicts earlier ones, RuntimeError for a prompt with
@@ -84,4 +102,10 @@ def start(config: WorkerConfig, report: Report, processes: CompileProcesses | No
     pace = f"{config.mock.step_ms} ms a step" if config.mock.step_ms else "as fast as it can"
     note = f"mock worker: no weights, {geometry.num_blocks} KV blocks of {geometry.block_size} tokens, {pace}"
     report("ready", 1.0, [note])
-    return MockRunner(geometry, pattern, config.mock.step_ms / 1000, config.mock.fatal_id)
+    make_memory: Callable[[MockKV, int], KVMemory] | None = None
+    if config.kv_transfer is not None:
+        # imports torch, which a mock worker without transfers does not need
+        from blockyard.services.gpu_worker.mock.memory import MockMemory  # noqa: PLC0415
+
+        make_memory = MockMemory
+    return MockRunner(geometry, pattern, config.mock.step_ms / 1000, config.mock.fatal_id, make_memory)

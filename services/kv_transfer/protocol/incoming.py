@@ -107,6 +107,11 @@ class IncomingTransfers:
     def num_open(self) -> int:
         return len(self._open)
 
+    @property
+    def has_output(self) -> bool:
+        """Whether there are frames or events to take. A poll of a sender's link may make some."""
+        return bool(self._frames or self._events)
+
     def open_transfers(self) -> list[Transfer]:
         """Transfers that have not ended: their blocks must stay reserved."""
         return [it.transfer for it in self._open.values()]
@@ -163,6 +168,15 @@ class IncomingTransfers:
         for it in self._of(sender):
             if it.is_allowed:
                 self._begin_end(it, Received.SENDER_LOST, "", has_stopped=True)
+
+    def on_gone(self, sender: int) -> None:
+        """The sender has left the ring. Ends its transfers that it was not allowed to write to.
+
+        The others end when its link breaks, or by `on_sender_stopped`.
+        """
+        for it in self._of(sender):
+            if not it.is_allowed:
+                self._begin_end(it, Received.SENDER_LOST, "")
 
     def on_written(self, sender: int, frame: BlocksWritten, payload_bytes: int | None) -> Landing | None:
         """payload_bytes: size of the frame's second part; None if the sender wrote into this worker's arena itself.

@@ -108,6 +108,11 @@ class OutgoingTransfers:
     def num_open(self) -> int:
         return len(self._open)
 
+    @property
+    def has_output(self) -> bool:
+        """Whether there are frames or events to take. The `poll` of another link may make some."""
+        return bool(self._frames or self._events)
+
     def set_chunk_bytes(self, chunk_bytes: int) -> None:
         """Sets the connector's bound, which is known when the link is open. No copy starts before that."""
         self._chunk_bytes = chunk_bytes

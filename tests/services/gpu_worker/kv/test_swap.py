@@ -151,7 +151,7 @@ def test_a_failed_fetch_is_reported_and_its_slot_has_no_result(tiny: tuple[Path,
     assert {21, 33}.isdisjoint(runner.block_hashes.blocks_and_hashes()[0])
     reads = [begin(3, [33, *range(50, 59)], 1)]
     done = done_by(runner, StepPlan(1, 4, [], reads, [], [SlotRun(1, 1), SlotRun(3, 100)]))
-    assert (done.failed_fetches, done.all_results) == ([], [])
+    assert (done.failed_fetches, done.all_results) == ([33], [])
     again = begin(4, [21, *range(60, 69)], 0)
     done = done_by(runner, StepPlan(1, 5, [1, 3], [again], [], [SlotRun(4, 100)]))
     assert [r.slot for r in done.all_results] == [4]

@@ -1,0 +1,51 @@
+"""The KV blocks of a pool, for transfers to and from other workers."""
+
+import hashlib
+
+import numpy as np
+
+from blockyard.services.gpu_worker.kv.block_hashes import BlockHashes
+from blockyard.services.gpu_worker.kv.pool import KVPool
+from blockyard.services.gpu_worker.kv.transfers import Transfers
+from blockyard.services.kv_transfer.arena import Arena
+from blockyard.services.kv_transfer.layout import BlockLayout
+
+
+class PoolMemory:
+    """Implements `interfaces.KVMemory`. Blocks are read and written in place."""
+
+    def __init__(self, pool: KVPool, block_hashes: BlockHashes, transfers: Transfers) -> None:
+        self._pool, self._block_hashes, self._transfers = pool, block_hashes, transfers
+
+    @property
+    def arena(self) -> Arena:
+        return self._pool.arena
+
+    @property
+    def layout(self) -> BlockLayout | None:
+        pool, shape = self._pool, self._pool.shape
+        if pool.scales_pending:
+            return None
+        scales = b"" if pool.scales is None else hashlib.sha256(pool.scales.cpu().numpy().tobytes()).digest()
+        return BlockLayout(
+            num_layers=shape.num_layers,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            block_size=pool.block_size,
+            dtype=str(pool.dtype).removeprefix("torch."),
+            dtype_bytes=pool.dtype.itemsize,
+            scales=scales,
+        )
+
+    def begin_send(self, transfer: int, blocks: list[int]) -> None:
+        """The scheduler keeps the blocks until the transfer has ended."""
+
+    def begin_receive(self, transfer: int, blocks: list[int]) -> None:
+        self._block_hashes.invalidate(np.array(blocks, np.int64))
+        self._transfers.expect(blocks)
+
+    def landed(self, blocks: list[int]) -> None:
+        self._transfers.landed(blocks)
+
+    def end(self, transfer: int) -> None:
+        """Blocks that did not land stay without KV until they are written."""
