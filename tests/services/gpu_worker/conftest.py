@@ -1,10 +1,13 @@
 """Makes this folder's own modules importable: `tests/` is off sys.path, its `kernels` would hide another package."""
 
+import gc
 import importlib.util
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():  # set before Triton is imported
@@ -30,3 +33,16 @@ _module("tiny_models", _HERE / "tiny_models.py")
 _module("core_loop", _HERE / "core_loop.py")
 _module("equality", _HERE / "equality.py")
 _module("reference_ops", _HERE / "reference_ops.py")
+
+
+@pytest.fixture(autouse=True)
+def _collected() -> Iterator[None]:
+    """Garbage of a GPU test is collected at its end and not meanwhile, as in a worker: a collection that frees a CUDA
+    graph while another one is captured breaks the capture."""
+    if not torch.cuda.is_available():
+        yield
+        return
+    gc.disable()
+    yield
+    gc.enable()
+    gc.collect()

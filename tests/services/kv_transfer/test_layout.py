@@ -1,5 +1,6 @@
 """What two workers must agree on, and that the protocol can be imported without torch and zmq."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -65,7 +66,7 @@ def test_every_field_is_compared() -> None:
 def test_the_protocol_needs_neither_torch_nor_zmq() -> None:
     code = "import sys; from blockyard.services.kv_transfer.protocol import incoming, outgoing"
     code += "; print([m for m in ('torch', 'zmq') if m in sys.modules])"
-    path = str(Path(__file__).parents[3] / ".src")
+    path = os.pathsep.join([str(Path(__file__).parents[3] / ".src"), os.environ.get("PYTHONPATH", "")])
     run = subprocess.run(
         [sys.executable, "-c", code], env={"PYTHONPATH": path}, capture_output=True, text=True, check=True
     )
