@@ -21,6 +21,7 @@ from blockyard.shared.messages import (
     KVSendEnded,
     SlotStart,
     StepPlan,
+    TokenBatch,
 )
 
 from ..fake_worker import FakeWorker
@@ -275,6 +276,46 @@ def test_a_request_for_one_token_needs_no_transfer() -> None:
     it.finish()
     assert not it.sends(it.source)
     assert it.output("a").finish is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_what_was_handed_over_is_no_hit_of_the_prefix_cache(n: int) -> None:
+    it = Pair()
+    it.submit("a", 22, n=n)
+    it.finish()
+    stats = it.world.core.stats()
+    assert (stats.prefix_queries_total, stats.prefix_hits_total) == (22, 0)
+    assert [it.output("a", i).num_cached_tokens for i in range(n)] == [0] * n
+    it.submit("b", 26, prompt=[(i * 7 + 22) % 50 for i in range(22)] + [1, 2, 3, 4])
+    it.finish()
+    stats = it.world.core.stats()
+    assert (stats.prefix_queries_total, stats.prefix_hits_total) == (22 + 26, 20), "found by the source"
+    assert it.output("b").num_cached_tokens == 20
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("dies", [None, 0, 1])
+def test_log_probabilities_of_the_prompt_are_delivered_once(n: int, dies: int | None) -> None:
+    it = Pair(P, D, P, D)
+    it.submit("a", 22, n=n, num_prompt_logprobs=1)
+    for worker in it.workers:
+        it.work(worker)
+    if dies is not None:
+        it.world.kill(next(w for w in it.workers[dies::2] if it.frames((StepPlan, KVReceive)[dies], w)).incarnation)
+    it.finish()
+    steps = [step for o in it.world.sent if isinstance(o.frame, TokenBatch) for step in o.frame.steps]
+    scored = [step.first_prompt + i for step in steps for i in range(len(step.prompt_logprobs))]
+    assert scored == list(range(1, 22))
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_a_sequence_that_is_preempted_in_the_decode_group_ends_with_its_tokens(prefix_caching: bool) -> None:
+    it = Pair(num_blocks=16, prefix_caching=prefix_caching)
+    for i in range(3):
+        it.submit(f"{i}", 12, max_tokens=30, prompt=[i, *range(11)])
+    it.finish()
+    assert it.world.core.stats().preemptions_total
+    assert [len(it.output(f"{i}").ids) for i in range(3)] == [30] * 3
 
 
 # --- what dies
