@@ -19,6 +19,7 @@ from blockyard.services.scheduler.planning.partial_prefill_limits import Partial
 from blockyard.services.scheduler.planning.step_planner import StepPlanner
 from blockyard.services.scheduler.queue.policies import POLICIES
 from blockyard.services.scheduler.queue.queue_bounds import QueueLimits
+from blockyard.services.scheduler.transfers.handovers import TransferSettings
 from blockyard.services.scheduler.workers.workers import Workers
 from blockyard.shared.errors import BlockyardError
 from blockyard.shared.messages import (
@@ -91,9 +92,8 @@ class Scheduler:
 
         self._outbox = Outbox()
         self._groups = WorkerGroups(incarnation, settings.batch, hasher)
-        self._lifecycle = Lifecycle(
-            POLICIES[settings.policy](), self._groups, self._outbox, settings.kv_lease_s, random_bytes
-        )
+        transfers = TransferSettings(settings.kv_lease_s, random_bytes, settings.load_failure_policy == "fail")
+        self._lifecycle = Lifecycle(POLICIES[settings.policy](), self._groups, self._outbox, transfers)
         self._requests = RequestHandler(model, limits, self._lifecycle, self._groups, self._outbox)
         self._workers = Workers(
             self._groups,

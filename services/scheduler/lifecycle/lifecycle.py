@@ -9,24 +9,16 @@ from blockyard.services.scheduler.outbox import Outbox
 from blockyard.services.scheduler.queue.policy import Policy
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
 from blockyard.services.scheduler.sequences.requests import Phase, Request, RunningSequence, Sequence
-from blockyard.services.scheduler.transfers.handovers import Handovers
+from blockyard.services.scheduler.transfers.handovers import Handovers, TransferSettings
 from blockyard.shared.messages import FinishReason
 
 
 class Lifecycle:
     """Owns the live requests, their text streams, the waiting queue, and what waits for a sibling's prompt."""
 
-    def __init__(
-        self,
-        policy: Policy,
-        groups: WorkerGroups,
-        outbox: Outbox,
-        lease_s: float,
-        random_bytes: Callable[[int], bytes],
-    ) -> None:
-        """`lease_s` and `random_bytes`, for their tickets: of transfers of KV blocks between groups."""
+    def __init__(self, policy: Policy, groups: WorkerGroups, outbox: Outbox, transfers: TransferSettings) -> None:
         self.waiting = WaitingQueue(policy)
-        self.handovers = Handovers(groups, self.waiting, outbox, lease_s, random_bytes)
+        self.handovers = Handovers(groups, self.waiting, outbox, transfers, self.fail)
         self.requests: dict[str, Request] = {}
         self.num_preemptions = 0
         self.before_preempt: list[Callable[[WorkerGroup], None]] = []  # called before each preemption

@@ -146,6 +146,7 @@ class PrefillPlanner:
             is_long = self._limits.is_long(group, num_tokens)
             if is_long and not longs.can_add():
                 self.deferred.defer(sequence)
+                self._lifecycle.drop_handover(sequence)  # others may take the room that it reserved
                 continue
             alone = not group.running
             num_blocks = kv_cache.num_blocks_to_take(sequence.num_tokens, found, alone)

@@ -13,6 +13,7 @@ blocks.
 import logging
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from blockyard.services.scheduler.batch.worker_groups import WorkerGroup, WorkerGroups
 from blockyard.services.scheduler.outbox import Outbox
@@ -26,6 +27,14 @@ log = logging.getLogger(__name__)
 
 CHECK_S = 0.25  # between checks of leases
 TICKET_BYTES = 16
+NOT_LANDED = "KV blocks of the prompt did not arrive, and kv_load_failure_policy is fail"
+
+
+@dataclass(frozen=True, slots=True)
+class TransferSettings:
+    lease_s: float  # after a transfer's last block was sent, before its workers are asked about it
+    random_bytes: Callable[[int], bytes]  # for tickets
+    fails: bool = False  # a sequence whose blocks did not land ends with an error, and is not computed again
 
 
 class Handovers:
@@ -34,14 +43,15 @@ class Handovers:
         groups: WorkerGroups,
         waiting: WaitingQueue,
         outbox: Outbox,
-        lease_s: float,
-        random_bytes: Callable[[int], bytes],
+        settings: TransferSettings,
+        fail: Callable[[Sequence, str], None],
     ) -> None:
-        self.ledger = TransferLedger(groups.scheduler, lease_s)
+        """`fail` ends a sequence with an error."""
+        self.ledger = TransferLedger(groups.scheduler, settings.lease_s)
         self.num_arriving = 0  # sequences
         self.num_inbound: Counter[int] = Counter()  # sequences by target worker
         self._groups, self._waiting, self._outbox = groups, waiting, outbox
-        self._random_bytes = random_bytes
+        self._settings, self._fail = settings, fail
         self._live: dict[Handover, Sequence] = {}
         self._by_transfer: dict[int, Sequence] = {}
         self.arrived: list[tuple[Sequence, int]] = []  # sequences to be seated, and where
@@ -100,7 +110,7 @@ class Handovers:
             handover.landed = set()
             return
         transfer = self.ledger.open(handover.source, handover.target, handover.target_blocks)
-        handover.transfer, handover.ticket = transfer.number, self._random_bytes(TICKET_BYTES)
+        handover.transfer, handover.ticket = transfer.number, self._settings.random_bytes(TICKET_BYTES)
         self._by_transfer[transfer.number] = running.sequence
         geometry = group.geometry
         self._outbox.send_before_plans(
@@ -202,9 +212,17 @@ class Handovers:
         ]
         pool.land([block for block, _ in known], [block_hash for _, block_hash in known])
         pool.release(handover.held, ())
+        self._groups.mark_dirty([target])
+        if self._settings.fails and len(known) < len(handover.target_blocks):
+            self._end_unlanded(sequence)
+            return
         self._wait(sequence)
         self.arrived.append((sequence, handover.target))
-        self._groups.mark_dirty([target])
+
+    def _end_unlanded(self, sequence: Sequence) -> None:
+        """Ends a sequence whose blocks did not land, and the ones that wait for its prompt."""
+        for one in [*sequence.request.awaiting_prompt, sequence]:
+            self._fail(one, NOT_LANDED)
 
     def _forget(self, sequence: Sequence, handover: Handover) -> None:
         sequence.set_handover(None)
@@ -262,7 +280,10 @@ class Handovers:
                 continue
             if handover.is_prefilled and handover.was_asked:
                 self.drop(sequence)
-                self._wait(sequence)
+                if self._settings.fails:
+                    self._end_unlanded(sequence)
+                else:
+                    self._wait(sequence)
             handover.was_asked = True
         self._apply()
 

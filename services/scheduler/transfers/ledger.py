@@ -23,12 +23,21 @@ class TransferEnd:
     blocks: list[int] = field(default_factory=list)
     state: EndState = EndState.OFFERED
     has_answered: bool = False  # the worker has said that it does not touch the blocks any more
-    is_gone: bool = False  # the worker is lost: its blocks went with its group
+    is_gone: bool = False  # the worker is lost
+    is_held: bool = True  # the blocks are held in the worker's group
 
     def reopen(self, worker: int, blocks: list[int]) -> None:
-        """The worker begins anew, and still uses these blocks."""
-        self.worker, self.blocks, self.state = worker, blocks, EndState.OFFERED
-        self.has_answered = self.is_gone = False
+        """The worker begins anew, and may still use these blocks."""
+        self.worker, self.blocks, self.state = worker, blocks, EndState.ABORTED
+        self.has_answered, self.is_gone, self.is_held = False, False, True
+
+    def detach(self, is_lost: bool) -> None:
+        """The group of the worker is dropped."""
+        self.is_held, self.is_gone = False, self.is_gone or is_lost
+
+    @property
+    def held_blocks(self) -> list[int]:
+        return self.blocks if self.is_held else []
 
     @property
     def is_closed(self) -> bool:
@@ -75,12 +84,12 @@ class TransferLedger:
     def num_quarantined(self) -> int:
         """Blocks of aborted transfers that a worker may still use."""
         ends = [end for transfer in self.transfers.values() if transfer.is_aborted for end in transfer.ends]
-        return sum(len(end.blocks) for end in ends)
+        return sum(len(end.held_blocks) for end in ends)
 
     def held(self, worker: int) -> "Counter[int]":
         """Blocks of a worker that transfers hold, with the number of transfers."""
         ends = (end for transfer in self.transfers.values() for end in transfer.ends if end.worker == worker)
-        return Counter(block for end in ends for block in end.blocks)
+        return Counter(block for end in ends for block in end.held_blocks)
 
     # what the scheduler does
 
@@ -125,7 +134,7 @@ class TransferLedger:
 
     def take_released(self) -> list[tuple[Transfer, TransferEnd, list[int]]]:
         """Ends that no worker uses any more, with their blocks, which the caller gives back."""
-        released = [(transfer, end, end.blocks) for transfer, end in self._released]
+        released = [(transfer, end, end.held_blocks) for transfer, end in self._released]
         for _, end in self._released:
             end.blocks = []
         self._released = []
@@ -197,29 +206,28 @@ class TransferLedger:
         for transfer in found:
             for end in transfer.ends:
                 if end.worker == worker:
-                    end.blocks, end.is_gone = [], end.is_gone or is_lost
+                    end.detach(is_lost)
             self.abort(transfer, now)
         return found
 
     def on_attached(self, worker: int, still_open: dict[int, list[int]], now: float) -> list[list[int]]:
-        """A worker begins anew and reports its open transfers with their blocks. Returns the blocks to hold."""
-        for transfer in list(self.transfers.values()):
-            for end in transfer.ends:
-                if end.worker == worker and transfer.number not in still_open:
-                    end.has_answered = True
-                    self._settle(transfer)
+        """A worker begins anew and reports its open transfers with their blocks. Returns the blocks to hold.
+
+        A transfer that it does not report may have begun after the report: it has not ended before the worker answers.
+        """
+        for number in still_open.keys() - self.transfers.keys():  # of an earlier scheduler, or forgotten
+            self.transfers[number] = Transfer(number, _unknown_end(), _unknown_end(), is_unknown=True)
         held = []
-        for number, blocks in still_open.items():
-            if number not in self.transfers:  # of an earlier scheduler, or forgotten
-                self.transfers[number] = Transfer(number, _unknown_end(), _unknown_end(), is_unknown=True)
-            one = self.transfers[number]
-            part = one.end_of(worker) or one.end_of(0)
-            if part is None:
-                continue  # three workers name the same number
-            part.reopen(worker, blocks)
-            held.append(blocks)
-            one.is_aborted = False
-            self.abort(one, now)
+        for transfer in list(self.transfers.values()):
+            end = transfer.end_of(worker)
+            reported = still_open.get(transfer.number)
+            if end is None and reported is not None:
+                end = transfer.end_of(0)  # None if three workers name the same number
+            if end is None or (reported is None and end.has_answered):
+                continue
+            end.reopen(worker, sorted({*end.blocks, *(reported or [])}))
+            held.append(end.blocks)
+            self.abort(transfer, now)
         return held
 
     def _ask(self, transfer: Transfer) -> None:

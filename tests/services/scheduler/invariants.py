@@ -12,6 +12,7 @@ from blockyard.services.scheduler.lifecycle.parallel_sampling import _computes_p
 from blockyard.services.scheduler.plan_pacer import PlanClock
 from blockyard.services.scheduler.queue.fair_policy import FairPolicy
 from blockyard.services.scheduler.sequences.requests import Phase, QueueAmount, Sequence
+from blockyard.services.scheduler.transfers.handovers import NOT_LANDED
 from blockyard.shared.messages import FinishReason
 
 from .beam_reference import beam_reference
@@ -38,7 +39,7 @@ def check_tokens(journal: Journal, pattern: Pattern, max_model_len: int) -> None
             assert len(out.ids) == room, name
         elif out.finish is FinishReason.FAILED:
             too_long = len(prompt) + min(1, sampling.max_tokens) > max_model_len
-            broke = out.detail.startswith("workers broke")
+            broke = out.detail.startswith(("workers broke", NOT_LANDED))
             assert too_long or broke, f"{name}: {out.detail}"
         if sampling.num_logprobs is not None:
             assert [p.token_id for p in out.logprobs] == out.ids, name
@@ -62,7 +63,7 @@ def check_beams(journal: Journal, pattern: Pattern, max_model_len: int) -> None:
         name = f"{frame.request_id}/{index}"
         if out.finish not in (FinishReason.STOP, FinishReason.LENGTH):
             assert not out.ids, f"{name} was told before it was over"
-            broke = out.detail.startswith("workers broke")
+            broke = out.detail.startswith(("workers broke", NOT_LANDED))
             assert out.finish is None or broke, f"{name}: {out.detail}"
             continue
         assert (out.ids, out.finish) == (best[index].hypothesis.outputs.tolist(), best[index].finish), name
@@ -83,6 +84,8 @@ def check_handovers(core: Scheduler) -> None:
     handovers = core._lifecycle.handovers
     sequences = [c for r in core._lifecycle.requests.values() for c in r.active_sequences]
     assert {id(c.handover) for c in sequences if c.handover is not None} == {id(h) for h in handovers.open_handovers}
+    waiting = [c for c in sequences if c.handover is not None and c.phase is Phase.WAITING]
+    assert all(c.is_held for c in waiting), "room is reserved for a sequence that other ones may have to wait for"
     arriving = [c for c in sequences if c.phase is Phase.ARRIVING]
     assert len(arriving) == handovers.num_arriving
     for sequence in arriving:

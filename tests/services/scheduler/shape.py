@@ -1,6 +1,7 @@
 """The settings of a world: of its scheduler and workers, and which faults happen."""
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from blockyard.services.scheduler.planning.partial_prefill_limits import PartialPrefillLimits
 from blockyard.shared.messages import KVRole
@@ -30,6 +31,7 @@ class Shape:
     roles: tuple[KVRole, ...] = (KVRole.BOTH,)  # of the workers, in turn
     decode_prefill_tokens: int = 0
     kv_lease_s: float = 5.0
+    load_failure_policy: Literal["recompute", "fail"] = "recompute"
     failing: bool = False  # sometimes a fetch from host memory fails
 
     @property

@@ -72,6 +72,7 @@ class World:
                 block_scope=SCOPE,
                 decode_prefill_tokens=shape.decode_prefill_tokens,
                 kv_lease_s=shape.kv_lease_s,
+                load_failure_policy=shape.load_failure_policy,
             ),
             created=0,
             random_bytes=random.Random(0).randbytes,

@@ -8,6 +8,7 @@ import pytest
 
 from blockyard.services.scheduler.admission.admission import capacity_of
 from blockyard.services.scheduler.sequences.requests import Phase, Sequence
+from blockyard.services.scheduler.transfers.handovers import NOT_LANDED
 from blockyard.shared.messages import (
     SECOND_TOKEN_S,
     Beam,
@@ -437,6 +438,41 @@ def test_a_failed_block_is_computed_again_and_counted() -> None:
     it.finish()
     assert [start.num_computed for start in it.starts(it.target)] == [8]
     assert it.world.core.stats().transfer_blocks_failed_total == 1
+
+
+@pytest.mark.parametrize("more", [{}, {"n": 3}, {"n": 2, "beam": Beam(3), "temperature": 0.0}])
+@pytest.mark.parametrize("lost", ["a block", "the source", "the answers"])
+def test_with_the_policy_fail_a_request_whose_blocks_do_not_land_ends_with_an_error(
+    lost: str, more: dict[str, object]
+) -> None:
+    it = Pair(load_failure_policy="fail")
+    it.submit("a", 22, **more)
+    it.prefill()
+    it.work(it.target)
+    if lost == "a block":
+        it.world.move(it.source.incarnation, 3, fails=True)
+    elif lost == "the source":
+        it.world.kill(it.source.incarnation)
+    else:
+        for _ in range(2):
+            it.world.now += 6.0
+            it.world.turn()
+    it.finish()
+    outputs = it.gateway.journals["a"].outputs.values()
+    assert {(out.finish, out.detail) for out in outputs} == {(FinishReason.FAILED, NOT_LANDED)}
+    assert not it.starts(it.target), "nothing is computed again"
+    it.submit("b", 22)
+    it.finish()
+    assert len(it.output("b").ids) == 6
+
+
+def test_with_the_policy_fail_a_sequence_whose_decode_worker_dies_goes_on_in_another_group() -> None:
+    it = Pair(P, D, D, load_failure_policy="fail")
+    it.submit("a", 22)
+    it.prefill()
+    it.world.kill(next(w for w in it.workers[1:] if it.frames(KVReceive, w)).incarnation)
+    it.finish()
+    assert len(it.output("a").ids) == 6
 
 
 def test_a_lost_notice_is_asked_for_when_the_lease_is_over() -> None:

@@ -139,17 +139,35 @@ def test_a_block_that_is_not_of_the_transfer_does_not_count() -> None:
 def test_a_worker_that_returns_says_what_is_open() -> None:
     it = Books()
     it.ledger.on_detached(P, True, 0.0)
-    assert it.ledger.on_attached(P, {it.number: [1]}, 0.0) == [[1]]
+    assert it.ledger.on_attached(P, {it.number: [1]}, 0.0) == [[1, 2]]
     it.landed()
     assert it.released() == {}, "the sender is alive, and may still write"
     it.send_ended(False)
-    assert it.released() == {P: [1], D: [5, 6]}
+    assert it.released() == {P: [1, 2], D: [5, 6]}
 
 
-def test_a_worker_that_returns_without_a_transfer_has_ended_it() -> None:
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_worker_that_returns_without_a_transfer_is_asked_about_it(is_lost: bool) -> None:
+    """Its report may be older than the transfer."""
+    it = Books()
+    it.ledger.on_detached(P, is_lost, 0.0)
+    it.asked()
+    assert it.ledger.on_attached(P, {}, 0.0) == [[1, 2]]
+    assert it.asked() == [P, D]
+    it.landed()
+    assert it.released() == {}
+    it.send_ended(False)
+    assert it.released() == {P: [1, 2], D: [5, 6]}
+    assert it.ledger.num_aborted == 1
+
+
+def test_a_worker_that_has_answered_and_returns_is_not_asked() -> None:
     it = Books()
     it.ledger.on_detached(P, False, 0.0)
+    it.send_ended(False)
+    it.asked()
     assert it.ledger.on_attached(P, {}, 0.0) == []
+    assert it.asked() == []
     it.landed()
     assert it.released() == {P: [], D: [5, 6]}
 

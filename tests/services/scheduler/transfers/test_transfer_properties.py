@@ -65,6 +65,7 @@ shapes = st.builds(
     Shape,
     roles=ROLES,
     decode_prefill_tokens=st.sampled_from(DECODE_PREFILLS),
+    load_failure_policy=st.sampled_from(["recompute", "recompute", "recompute", "fail"]),
     **{name: st.sampled_from(values) for name, values in SHAPES.items()},
 )
 
