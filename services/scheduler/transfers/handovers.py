@@ -20,7 +20,8 @@ from blockyard.services.scheduler.outbox import Outbox
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
 from blockyard.services.scheduler.sequences.handover import Handover
 from blockyard.services.scheduler.sequences.requests import Phase, RunningSequence, Sequence
-from blockyard.services.scheduler.transfers.ledger import TransferLedger
+from blockyard.services.scheduler.transfers.ledger import Transfer, TransferLedger
+from blockyard.services.scheduler.transfers.link_backoff import LinkBackoff
 from blockyard.shared.messages import Attached, KVAbort, KVLanded, KVReceive, KVSend, KVSendEnded
 
 log = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ class Handovers:
     ) -> None:
         """`fail` ends a sequence with an error."""
         self.ledger = TransferLedger(groups.scheduler, settings.lease_s)
+        self.links = LinkBackoff()
         self.num_arriving = 0  # sequences
         self.num_inbound: Counter[int] = Counter()  # sequences by target worker
         self._groups, self._waiting, self._outbox = groups, waiting, outbox
@@ -96,6 +98,8 @@ class Handovers:
         sequence.set_handover(handover)
         self._live[handover] = sequence
         self.num_inbound[target.worker] += handover.num_sequences
+        if self.links.failing:
+            self.links.on_chosen((source.worker, target.worker), self._now)
         return True
 
     def begin(self, group: WorkerGroup, running: RunningSequence) -> None:
@@ -241,12 +245,26 @@ class Handovers:
 
     def on_message(self, worker: int, frame: KVLanded | KVSendEnded, now: float) -> None:
         self._now = now
+        known = self.ledger.transfers.get(frame.transfer)
+        was_aborted = known is None or known.is_aborted
         match frame:
             case KVLanded(_, number, blocks, failed, is_ended):
-                self.ledger.on_landed(worker, number, blocks, failed, is_ended, now)
+                transfer = self.ledger.on_landed(worker, number, blocks, failed, is_ended, now)
             case KVSendEnded(_, number, is_complete):
-                self.ledger.on_send_ended(worker, number, is_complete, now)
+                transfer = self.ledger.on_send_ended(worker, number, is_complete, now)
+        if transfer is not None and not was_aborted:
+            self._count_outcome(transfer)
         self._apply()
+
+    def _count_outcome(self, transfer: Transfer) -> None:
+        """Of a transfer that the scheduler has not given up."""
+        pair = transfer.source.worker, transfer.target.worker
+        if transfer.is_unknown:
+            return
+        if transfer.is_aborted or transfer.num_failed:
+            self.links.on_failed(pair, transfer.number, self.ledger.last_opened, self._now)
+        elif self.links.failing and transfer.has_landed:
+            self.links.on_landed(pair, self._now)
 
     def on_detached(self, worker: int, is_lost: bool) -> None:
         """A group was dropped, and with it the blocks that were held there."""
@@ -257,6 +275,7 @@ class Handovers:
                 if was_arriving:
                     self._wait(sequence)
         self.ledger.on_detached(worker, is_lost, self._now)
+        self.links.on_detached(worker, self._now)
         self._apply()
 
     def on_attached(self, group: WorkerGroup, frame: Attached) -> None:
@@ -272,8 +291,10 @@ class Handovers:
         if now < self._check_at:
             return
         self._check_at = now + CHECK_S
+        self.links.update(now)
         for transfer in self.ledger.ask_overdue(now):
             log.warning("KV transfer %d has not ended within its lease: asking its workers", transfer.number)
+            self._count_outcome(transfer)
             sequence = self._by_transfer.get(transfer.number)
             handover = sequence.handover if sequence is not None else None
             if sequence is None or handover is None:

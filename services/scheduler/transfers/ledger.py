@@ -60,6 +60,11 @@ class Transfer:
     def ends(self) -> tuple[TransferEnd, TransferEnd]:
         return self.source, self.target
 
+    @property
+    def has_landed(self) -> bool:
+        """Whether all blocks have arrived; not to be asked after they were given back."""
+        return len(self.landed) == len(self.target.blocks)
+
     def end_of(self, worker: int) -> TransferEnd | None:
         return next((end for end in self.ends if end.worker == worker), None)
 
@@ -76,7 +81,7 @@ class TransferLedger:
         self.num_landed = self.num_aborted = self.num_failed_blocks = self.num_dropped = 0
         self.transfers: dict[int, Transfer] = {}
         self._lease_s = lease_s
-        self._next = (scheduler & 0xFFFF_FFFF) << 31
+        self.last_opened = (scheduler & 0xFFFF_FFFF) << 31  # number
         self._asks: dict[tuple[int, int, bool], None] = {}  # in order
         self._released: list[tuple[Transfer, TransferEnd]] = []
 
@@ -95,9 +100,9 @@ class TransferLedger:
 
     def open(self, source: int, target: int, target_blocks: list[int]) -> Transfer:
         """The target is told. The source is told with the first call of `send`."""
-        self._next += 1
+        self.last_opened += 1
         sender = TransferEnd(source, state=EndState.RELEASED, has_answered=True)
-        transfer = Transfer(self._next, sender, TransferEnd(target, target_blocks))
+        transfer = Transfer(self.last_opened, sender, TransferEnd(target, target_blocks))
         self.transfers[transfer.number] = transfer
         return transfer
 
@@ -161,7 +166,7 @@ class TransferLedger:
                 transfer.ask_at = now + self._lease_s
             return transfer
         target.has_answered = True
-        if len(transfer.landed) == len(target.blocks):
+        if transfer.has_landed:
             target.state = EndState.LANDED
             self.num_landed += not transfer.is_aborted
         elif len(transfer.landed) + transfer.num_failed < len(target.blocks) and not transfer.is_aborted:

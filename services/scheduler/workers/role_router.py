@@ -99,7 +99,9 @@ class RoleRouter:
             return self._remember(first, self._cheapest(fits, sequence))
         prefill = [group for group in prefill if group.max_model_len > known + 1]
         pairs = [(s, t) for s in prefill for t in decode if s is t or is_pair(s, t)]
-        if not pairs:  # their blocks do not fit together
+        if avoided := self._handovers.links.avoided:
+            pairs = [(s, t) for s, t in pairs if (s.worker, t.worker) not in avoided]
+        if not pairs:  # their blocks do not fit together, or transfers between them fail
             fits = [group for group in prefill if group.max_model_len >= need] or decode
             return self._remember(first, self._cheapest(fits, sequence))
         return self._place_pair(first, sequence, pairs, dict(at_decode))

@@ -95,7 +95,7 @@ class Workers:
         """Called before sequences are routed: ends the quarantine of requests that survived, and repeats Attach."""
         if self._quarantine.probations:
             self._quarantine.update()
-        if self._handovers.ledger.transfers:
+        if self._handovers.ledger.transfers or self._handovers.links.failing:
             self._handovers.update(now)
         if self._groups.asked:
             for worker in self._groups.attach_overdue(now):

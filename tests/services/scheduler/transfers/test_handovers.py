@@ -397,6 +397,45 @@ def test_a_broken_link_between_the_workers_aborts_on_both() -> None:
     assert it.world.core.stats().transfers_aborted_total == 1
 
 
+def test_a_pair_whose_link_fails_is_avoided_for_a_while() -> None:
+    it = Pair(P, D, D)
+    it.submit("a", 22)
+    it.prefill()
+    target = next(w for w in it.workers[1:] if it.frames(KVReceive, w))
+    other = next(w for w in it.workers[1:] if w is not target)
+    it.world.transfers[it.source.incarnation].end_send(
+        next(iter(it.world.transfers[it.source.incarnation].outgoing)), False
+    )
+    it.finish()
+    for name in "bcd":
+        it.submit(name, 17, prompt=[ord(name), *range(16)])
+    it.finish()
+    assert (len(it.frames(KVReceive, target)), len(it.frames(KVReceive, other))) == (1, 3)
+    it.world.now += 1.0
+    for name in "efgh":
+        it.submit(name, 17, prompt=[ord(name), *range(16)])
+    it.work(it.source)
+    assert len(it.frames(KVReceive, target)) == 2, "one is tried"
+    it.finish()
+    for name in "ijkl":
+        it.submit(name, 17, prompt=[ord(name), *range(16)])
+    it.finish()
+    assert len(it.frames(KVReceive, target)) == 4
+
+
+def test_if_all_links_fail_the_prompts_are_not_sent() -> None:
+    it = Pair()
+    it.submit("a", 22)
+    it.prefill()
+    it.work(it.target)
+    it.world.move(it.source.incarnation, 3, fails=True)
+    it.finish()
+    it.submit("b", 17)
+    it.finish()
+    assert len(it.frames(KVReceive, it.target)) == 1
+    assert len(it.output("b").ids) == 6
+
+
 @pytest.mark.parametrize("when", ["computing", "arriving"])
 def test_a_cancel_reaches_both(when: str) -> None:
     it = Pair()
