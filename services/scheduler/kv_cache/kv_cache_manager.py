@@ -281,6 +281,13 @@ class KVCacheManager:
 
     # invalidation
 
+    def drop_cached(self, block_hash: bytes) -> None:
+        """The block of this hash cannot be trusted: no other sequence finds it, here or in host memory."""
+        block = self.blocks.index.get(block_hash)
+        if block is not None:
+            self.blocks.invalidate([block])
+        self.blocks.host.remove([block_hash])
+
     def invalidate_failed(self, failed: RunningSequence, active: Iterable[RunningSequence]) -> list[RunningSequence]:
         """A sequence failed and its worker zeroed its blocks: drops them, and all that was computed from them.
 

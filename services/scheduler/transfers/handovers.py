@@ -20,8 +20,8 @@ from blockyard.services.scheduler.outbox import Outbox
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
 from blockyard.services.scheduler.sequences.handover import Handover
 from blockyard.services.scheduler.sequences.requests import Phase, RunningSequence, Sequence
+from blockyard.services.scheduler.transfers.failures import FailedBlocks, LinkBackoff
 from blockyard.services.scheduler.transfers.ledger import Transfer, TransferLedger
-from blockyard.services.scheduler.transfers.link_backoff import LinkBackoff
 from blockyard.shared.messages import Attached, KVAbort, KVLanded, KVReceive, KVSend, KVSendEnded
 
 log = logging.getLogger(__name__)
@@ -50,6 +50,7 @@ class Handovers:
         """`fail` ends a sequence with an error."""
         self.ledger = TransferLedger(groups.scheduler, settings.lease_s)
         self.links = LinkBackoff()
+        self._failed_blocks = FailedBlocks()
         self.num_arriving = 0  # sequences
         self.num_inbound: Counter[int] = Counter()  # sequences by target worker
         self._groups, self._waiting, self._outbox = groups, waiting, outbox
@@ -250,11 +251,25 @@ class Handovers:
         match frame:
             case KVLanded(_, number, blocks, failed, is_ended):
                 transfer = self.ledger.on_landed(worker, number, blocks, failed, is_ended, now)
+                if transfer is not None and failed:
+                    self._count_failed(transfer, failed)
             case KVSendEnded(_, number, is_complete):
                 transfer = self.ledger.on_send_ended(worker, number, is_complete, now)
         if transfer is not None and not was_aborted:
             self._count_outcome(transfer)
         self._apply()
+
+    def _count_failed(self, transfer: Transfer, failed: list[int]) -> None:
+        """A source block that failed twice is cached there no longer, because later requests would send it again."""
+        sequence, source = self._by_transfer.get(transfer.number), self._groups.attached.get(transfer.source.worker)
+        if sequence is None or sequence.handover is None or source is None:
+            return
+        hash_of = dict(zip(sequence.handover.target_blocks, sequence.handover.hashes, strict=True))
+        for block in failed:
+            block_hash = hash_of.get(block)
+            if block_hash is not None and self._failed_blocks.on_failed(source.worker, block_hash):
+                log.warning("worker %x: a KV block failed its checksum twice and is dropped", source.worker)
+                source.kv_cache.drop_cached(block_hash)
 
     def _count_outcome(self, transfer: Transfer) -> None:
         """Of a transfer that the scheduler has not given up."""

@@ -159,8 +159,9 @@ class TransferLedger:
             return None
         target = transfer.target
         transfer.landed.update({*blocks}.intersection(target.blocks))
-        transfer.num_failed += len(failed)
-        self.num_failed_blocks += len(failed)
+        num_failed = len({*failed}.intersection(target.blocks))
+        transfer.num_failed += num_failed
+        self.num_failed_blocks += num_failed
         if not is_ended:
             if transfer.ask_at is not None and not transfer.is_aborted:
                 transfer.ask_at = now + self._lease_s

@@ -479,6 +479,21 @@ def test_a_failed_block_is_computed_again_and_counted() -> None:
     assert it.world.core.stats().transfer_blocks_failed_total == 1
 
 
+def test_a_source_block_that_fails_twice_is_found_no_more() -> None:
+    it = Pair(P, D, D, D)
+    for i in range(3):
+        it.submit(f"{i}", 22, prompt=[(j * 7 + 22) % 50 for j in range(22)])
+        it.prefill()
+        target = next(w for w in it.workers[1:] if w.inbox)
+        it.work(target)
+        it.world.move(it.source.incarnation, 3, fails=i < 2)
+        it.finish()
+        it.world.now += 4.0
+        it.world.kill(target.incarnation)
+    assert [start.num_computed for start in it.starts(it.source)] == [0, 20, 8], "the third block is computed again"
+    assert it.world.core.stats().transfer_blocks_failed_total == 2
+
+
 @pytest.mark.parametrize("more", [{}, {"n": 3}, {"n": 2, "beam": Beam(3), "temperature": 0.0}])
 @pytest.mark.parametrize("lost", ["a block", "the source", "the answers"])
 def test_with_the_policy_fail_a_request_whose_blocks_do_not_land_ends_with_an_error(

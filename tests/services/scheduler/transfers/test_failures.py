@@ -1,6 +1,6 @@
-"""A pair of workers whose transfers fail is avoided for a growing time."""
+"""Pairs of workers whose transfers fail are avoided for a growing time; blocks that fail twice are dropped."""
 
-from blockyard.services.scheduler.transfers.link_backoff import FIRST_S, MOST_S, LinkBackoff
+from blockyard.services.scheduler.transfers.failures import FIRST_S, MAX_BLOCKS, MOST_S, FailedBlocks, LinkBackoff
 
 PAIR, OTHER = (1, 2), (1, 3)
 
@@ -60,3 +60,13 @@ def test_without_failures_nothing_is_kept() -> None:
     links.on_chosen(PAIR, 0.0)
     links.on_landed(PAIR, 0.0)
     assert not links.failing
+
+
+def test_a_block_is_dropped_when_it_fails_for_the_second_time() -> None:
+    failed = FailedBlocks()
+    assert [failed.on_failed(1, b"a") for _ in range(4)] == [False, True, False, True]
+    assert not failed.on_failed(2, b"b")
+    assert not failed.on_failed(1, b"b"), "of another worker"
+    for i in range(MAX_BLOCKS):
+        assert not failed.on_failed(1, b"%d" % i)
+    assert not failed.on_failed(2, b"b"), "long ago"

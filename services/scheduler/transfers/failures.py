@@ -1,10 +1,12 @@
-"""Pairs of workers between which transfers fail: no sequence is handed over between them for a while."""
+"""What fails again and again: transfers between two workers, and blocks that arrive with a wrong checksum."""
 
+from collections import OrderedDict
 from collections.abc import Container
 from dataclasses import dataclass
 
 FIRST_S = 1.0  # after the first failure
 MOST_S = 60.0
+MAX_BLOCKS = 1 << 12  # that failed once and are remembered
 
 Pair = tuple[int, int]  # incarnations of source and target
 
@@ -17,7 +19,9 @@ class FailingLink:
 
 
 class LinkBackoff:
-    """After a failure a pair is avoided for 1 s, then one transfer is tried; each further failure doubles the time.
+    """Pairs of workers between which no sequence is handed over for a while, because a transfer failed.
+
+    After a failure a pair is avoided for 1 s, then one transfer is tried; each further failure doubles the time.
 
     It holds the pairs whose last transfer failed, and costs nothing while there are none.
     """
@@ -57,3 +61,21 @@ class LinkBackoff:
     def update(self, now: float) -> None:
         """Brings `avoided` up to date."""
         self.avoided = frozenset(pair for pair, link in self.failing.items() if link.until_s > now)
+
+
+class FailedBlocks:
+    """Source blocks that arrived with another checksum than the sender's, by their hashes."""
+
+    def __init__(self) -> None:
+        self._failed: OrderedDict[tuple[int, bytes], None] = OrderedDict()  # once, by worker
+
+    def on_failed(self, worker: int, block_hash: bytes) -> bool:
+        """Whether the block of this source has failed for the second time. Then it counts anew."""
+        key = worker, block_hash
+        if key in self._failed:
+            del self._failed[key]
+            return True
+        self._failed[key] = None
+        if len(self._failed) > MAX_BLOCKS:
+            self._failed.popitem(last=False)
+        return False
