@@ -2,6 +2,7 @@
 
 import logging
 import os
+import random
 import select
 import time
 from collections import deque
@@ -12,6 +13,7 @@ import msgspec
 import zmq
 
 from blockyard.services.kv_transfer.arena import Arena
+from blockyard.services.kv_transfer.connectors.faults import FaultyReader
 from blockyard.services.kv_transfer.connectors.interface import BlockReader
 from blockyard.services.kv_transfer.connectors.selection import make_reader, open_blocks
 from blockyard.services.kv_transfer.copy_thread import CopyThread
@@ -35,6 +37,7 @@ from blockyard.services.kv_transfer.protocol.frames import (
 from blockyard.services.kv_transfer.protocol.incoming import BlocksLanded, IncomingTransfers, ReceiverEnded
 from blockyard.shared.bus.frames import in_log
 from blockyard.shared.bus.sockets import Sockets, readable
+from blockyard.shared.config.services.worker import KVTransferFaults
 from blockyard.shared.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -70,6 +73,7 @@ class TransferReceiver:
         copies: CopyThread,
         needs_ticket: bool = False,
         bind: str | None = None,
+        faults: KVTransferFaults | None = None,
     ) -> None:
         """receiver: incarnation of this worker. needs_ticket: the links are not encrypted.
 
@@ -80,7 +84,7 @@ class TransferReceiver:
         self._own = open_blocks(arena, layout, copies)
         self._transfers = IncomingTransfers(layout, receiver, arena.generation)
         self.drops = self._transfers.drops
-        self._needs_ticket = needs_ticket
+        self._needs_ticket, self._faults = needs_ticket, faults
         self._tickets: dict[bytes, int] = {}
         self._links: dict[int, _Link] = {}  # by sender
         self._routes: dict[bytes, _Link] = {}
@@ -216,6 +220,8 @@ class TransferReceiver:
         if reader is None or link.reader is not None:
             self.drops.count(DropReason.DOUBLED, f"connector {in_log(frame.connector)} of {link.sender:x}")
             return
+        if self._faults is not None:
+            reader = FaultyReader(reader, self._faults, random.Random(), self._arena, self._layout)
         self._drop_process(link.sender)
         if frame.pid:
             try:

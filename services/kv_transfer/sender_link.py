@@ -2,6 +2,7 @@
 
 import logging
 import os
+import random
 import time
 from collections import deque
 from typing import Any
@@ -10,6 +11,7 @@ import msgspec
 import zmq
 
 from blockyard.services.kv_transfer.arena import Arena
+from blockyard.services.kv_transfer.connectors.faults import FaultyWriter
 from blockyard.services.kv_transfer.connectors.interface import BlockWriter, Payload
 from blockyard.services.kv_transfer.connectors.selection import make_writer, open_blocks
 from blockyard.services.kv_transfer.copy_thread import CopyThread
@@ -30,6 +32,7 @@ from blockyard.services.kv_transfer.protocol.frames import (
 )
 from blockyard.services.kv_transfer.protocol.outgoing import BlockWrite, OutgoingTransfers, SenderEnded
 from blockyard.shared.bus.sockets import Sockets, readable
+from blockyard.shared.config.services.worker import KVTransferFaults
 from blockyard.shared.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -60,6 +63,7 @@ class SenderLink:
         copies: CopyThread,
         connector: str = "auto",
         ticket: bytes = b"",
+        faults: KVTransferFaults | None = None,
     ) -> None:
         """receiver, sender: incarnations. ticket: for a link without encryption, see `TransferReceiver.admit`.
 
@@ -73,6 +77,7 @@ class SenderLink:
         self._generation, self._wanted, self._endpoint = arena.generation, connector, endpoint
         self._own = open_blocks(arena, layout, copies)
         self._writer: BlockWriter | None = None
+        self._faults = faults
         self._transfers = OutgoingTransfers(layout, arena.generation)
         self.drops = self._transfers.drops
         self._decoder = msgspec.msgpack.Decoder(ToSender)
@@ -176,6 +181,8 @@ class SenderLink:
         except ConfigError as e:
             self._lose(str(e))
             return
+        if self._faults is not None:
+            self._writer = FaultyWriter(self._writer, self._faults, random.Random())
         self.connector = self._writer.name
         self._transfers.set_chunk_bytes(self._writer.chunk_bytes)
         self._post(LinkReady(self.connector, os.getpid() if self._writer.maps_memory else 0))

@@ -16,7 +16,7 @@ from blockyard.services.gpu_worker import engine
 from blockyard.services.gpu_worker.mock import runner as mock_runner
 from blockyard.services.gpu_worker.mock.batch import PlanError
 from blockyard.shared.config.services.process import BusConfig, ProcessConfig
-from blockyard.shared.config.services.worker import KVTransferConfig, MockConfig, WorkerConfig
+from blockyard.shared.config.services.worker import KVTransferConfig, KVTransferFaults, MockConfig, WorkerConfig
 from blockyard.shared.messages import FinishReason, KVRole, Sampling
 
 PREFILL, DECODE = KVRole.PREFILL, KVRole.DECODE
@@ -167,3 +167,31 @@ def test_a_model_continues_on_blocks_of_another_worker(
             ties.compare(f"{connector}: {place}", request.prompt, expected[place], loop.outputs[place], judge)
     ties.check()
     check_clean(loop)
+
+
+@pytest.mark.parametrize("connector", CONNECTORS)
+def test_lost_late_and_damaged_copies_cost_no_token(make_loop: Callable[..., RoleLoop], connector: str) -> None:
+    """With checksums a flipped bit never reaches a sequence, and no block is left in quarantine."""
+    faults = KVTransferFaults(drop=0.1, delay_ms=4.0, flip=0.1)
+    loop = make_loop(decode_prefill_tokens=8)
+    for role in (PREFILL, PREFILL, DECODE, DECODE):
+        add_mock(loop, role, connector, faults=faults)
+    ask(loop, 60)
+    loop.run()
+    one = make_loop()
+    add_mock(one, KVRole.BOTH)
+    ask(one, 60)
+    one.run()
+    assert loop.outputs == one.outputs and loop.finishes == one.finishes and not loop.details
+    assert loop.ledger.num_failed_blocks > 0 and loop.ledger.num_aborted > 0 and loop.ledger.num_landed > 10
+    check_clean(loop)
+
+
+def test_without_checksums_a_flipped_bit_reaches_a_sequence(make_loop: Callable[..., RoleLoop]) -> None:
+    """The test above would fail without checksums."""
+    loop = make_loop(decode_prefill_tokens=8)
+    for role in (PREFILL, DECODE):
+        add_mock(loop, role, checksums=False, faults=KVTransferFaults(flip=1.0))
+    ask(loop, 60)
+    with pytest.raises(PlanError, match="KV that is not its own"):
+        loop.run()

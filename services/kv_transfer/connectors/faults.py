@@ -1,0 +1,75 @@
+"""Faults of `--pd-faults`, for tests: copies that fail, come late, or arrive with a wrong bit."""
+
+import random
+import time
+
+import torch
+
+from blockyard.services.kv_transfer.arena import Arena
+from blockyard.services.kv_transfer.connectors.interface import (
+    BlockReader,
+    BlockWriter,
+    Landed,
+    LandingFailed,
+    WriteFailed,
+    Written,
+)
+from blockyard.services.kv_transfer.layout import BlockLayout
+from blockyard.services.kv_transfer.protocol.incoming import Landing
+from blockyard.services.kv_transfer.protocol.outgoing import BlockWrite
+from blockyard.shared.config.services.worker import KVTransferFaults
+
+
+class FaultyWriter:
+    """A `BlockWriter` that loses and delays copies of another one. A delayed copy delays those of its link after it."""
+
+    def __init__(self, writer: BlockWriter, faults: KVTransferFaults, rng: random.Random) -> None:
+        self.name, self.chunk_bytes, self.maps_memory = writer.name, writer.chunk_bytes, writer.maps_memory
+        self._writer, self._faults, self._rng = writer, faults, rng
+        self._next: BlockWrite | None = None  # the copy that waits
+        self._due_s = 0.0
+        self._is_lost = False
+
+    def try_start(self, write: BlockWrite, written: Written, failed: WriteFailed) -> bool:
+        now = time.monotonic()
+        if write is not self._next:
+            self._next, self._due_s = write, now + self._rng.uniform(0, self._faults.delay_ms / 1000)
+            self._is_lost = self._rng.random() < self._faults.drop
+        if now < self._due_s:
+            return False
+        if self._is_lost:
+            failed(write, "lost by --pd-faults")
+            return True
+        return self._writer.try_start(write, written, failed)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class FaultyReader:
+    """A `BlockReader` that inverts one bit of some copies, before another one computes their checksums."""
+
+    def __init__(
+        self, reader: BlockReader, faults: KVTransferFaults, rng: random.Random, arena: Arena, layout: BlockLayout
+    ) -> None:
+        self._reader, self._faults, self._rng = reader, faults, rng
+        self._arena, self._layout = arena, layout
+
+    def start(self, landing: Landing, payload: memoryview | None, landed: Landed, failed: LandingFailed) -> None:
+        if self._rng.random() < self._faults.flip:
+            if payload is None:
+                self._flip_in_arena(landing)
+            else:
+                changed = bytearray(payload)
+                changed[self._rng.randrange(len(changed))] ^= 1 << self._rng.randrange(8)
+                payload = memoryview(changed)
+        self._reader.start(landing, payload, landed, failed)
+
+    @torch.inference_mode()
+    def _flip_in_arena(self, landing: Landing) -> None:
+        """The sender has written to the arena already."""
+        pieces = self._arena.bytes.view(self._layout.num_layers, -1, self._layout.piece_bytes)
+        piece = pieces[self._rng.choice(landing.layers), self._rng.choice(landing.targets)]
+        at = self._rng.randrange(self._layout.piece_bytes)
+        piece[at] = int(piece[at]) ^ 1 << self._rng.randrange(8)
+        int(piece[at])  # waits for a GPU, whose checksums are computed on another stream

@@ -1,0 +1,77 @@
+"""Copies that are lost, late or damaged on purpose: the links find each of them."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from kv_peers import RECEIVER, SENDER, SMALL, Pair, Peer
+
+from blockyard.services.kv_transfer.protocol.incoming import Received
+from blockyard.services.kv_transfer.protocol.outgoing import Sent
+from blockyard.services.kv_transfer.receiver import TransferReceiver
+from blockyard.services.kv_transfer.sender_link import SenderLink
+from blockyard.shared.config.services.process import BusConfig
+from blockyard.shared.config.services.worker import KVTransferFaults
+
+ALL = range(SMALL.num_layers)
+
+
+@pytest.fixture(params=["shm", "tcp"])
+def connector(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+class FaultyPair(Pair):
+    def __init__(self, source: Peer, target: Peer, connector: str, faults: KVTransferFaults) -> None:
+        super().__init__(source, target, connector)
+        self.close()
+        end = (target.sockets, RECEIVER, SMALL, target.arena, target.copies)
+        self.receiver = TransferReceiver(*end, faults=faults)
+        own = (SENDER, SMALL, source.arena, source.copies)
+        self.sender = SenderLink(source.sockets, self.receiver.endpoint, RECEIVER, *own, connector, faults=faults)
+
+
+@pytest.fixture
+def peers(tmp_path: Path) -> Iterator[tuple[Peer, Peer]]:
+    bus = BusConfig(registry="ipc:///unused", bind=f"ipc://{tmp_path}")
+    source, target = Peer(bus, SMALL, 20), Peer(bus, SMALL, 30)
+    source.fill_random()
+    yield source, target
+    source.close()
+    target.close()
+
+
+def test_a_lost_copy_aborts_its_transfer(peers: tuple[Peer, Peer], connector: str) -> None:
+    pair = FaultyPair(*peers, connector, KVTransferFaults(drop=1.0))
+    pair.begin(1, [4, 5])
+    pair.sender.write(1, [1, 2], [4, 5], ALL)
+    pair.until(lambda: 1 in pair.sent and 1 in pair.ended)
+    assert (pair.sent[1].outcome, pair.ended[1].outcome) == (Sent.ABORTED, Received.ABORTED)
+    assert "--pd-faults" in pair.sent[1].detail and not pair.target.blocks.any()
+    pair.close()
+
+
+def test_a_flipped_bit_is_found_by_the_checksum_of_its_block(peers: tuple[Peer, Peer], connector: str) -> None:
+    pair = FaultyPair(*peers, connector, KVTransferFaults(flip=1.0))
+    pair.begin(1, [4, 5, 6])
+    pair.sender.write(1, [1, 2, 3], [4, 5, 6], ALL)
+    pair.until(lambda: 1 in pair.ended)
+    assert pair.ended[1].outcome is Received.CORRUPT
+    (corrupt,) = pair.ended[1].corrupt
+    assert sorted(pair.ended[1].landed) == [position for position in range(3) if position != corrupt]
+    differ = pair.target.blocks[:, 4:7] ^ pair.source.blocks[:, 1:4]
+    assert np.unpackbits(differ.view(np.uint8)).sum() == 1 and differ[:, corrupt].any()
+    pair.close()
+
+
+def test_late_copies_land_in_the_end(peers: tuple[Peer, Peer], connector: str) -> None:
+    pair = FaultyPair(*peers, connector, KVTransferFaults(delay_ms=20.0))
+    for number in range(5):
+        pair.begin(number, [number])
+        pair.sender.write(number, [number], [number], ALL)
+    pair.until(lambda: pair.sender.connector != "")
+    assert pair.sender.busy or pair.ended, "no descriptor tells when the delay is over"
+    pair.until(lambda: len(pair.ended) == len(pair.sent) == 5)
+    assert (pair.target.blocks[:, :5] == pair.source.blocks[:, :5]).all()
+    pair.close()
