@@ -32,13 +32,13 @@ def _block_checksums_kernel(
     x = (x ^ (x >> 30)) * tl.full((), _MIX_1, tl.uint64)
     x = (x ^ (x >> 27)) * tl.full((), _MIX_2, tl.uint64)
     x = x ^ (x >> 31)
-    tl.atomic_add(sums_ptr + i, x.to(tl.int64, bitcast=True), sem="relaxed")
+    tl.store(sums_ptr + tl.program_id(1) * tl.num_programs(0) + i, x.to(tl.int64, bitcast=True))
 
 
 def block_checksums(
     memory: Tensor, block_ids: Tensor, layers: range, multipliers: Tensor, salts: Tensor, sums: Tensor
 ) -> None:
-    """Adds the checksums' part over `layers` to sums [n] int64.
+    """Writes each layer's part of the checksums to sums [len(layers), n] int64, which may be in pinned host memory.
 
     memory [all layers, num_blocks, words] int64, block_ids [n] int32, multipliers [words] and salts [all layers] int64
     of `block_checksum`, on the same device. Ids must lie in [0, num_blocks): not checked on device. Raises ValueError
@@ -47,7 +47,7 @@ def block_checksums(
     num_layers, num_blocks, words = memory.shape
     if any(t.dtype != torch.int64 or not t.is_contiguous() for t in (memory, multipliers, salts, sums)):
         raise ValueError("memory, multipliers, salts and sums must be int64 and contiguous")
-    if block_ids.dtype != torch.int32 or sums.shape != block_ids.shape or multipliers.shape != (words,):
+    if block_ids.dtype != torch.int32 or sums.shape != (len(layers), len(block_ids)) or multipliers.shape != (words,):
         raise ValueError(
             f"{block_ids.dtype} ids {list(block_ids.shape)}, sums {list(sums.shape)} and multipliers"
             f" {list(multipliers.shape)} do not fit blocks of {words} words"

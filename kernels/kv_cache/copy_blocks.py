@@ -36,12 +36,12 @@ def copy_blocks_reference(
     first_source_layer: int = 0,
     first_target_layer: int = 0,
 ) -> Tensor:
-    """Copies as `copy_blocks`. Returns the checksums, [n] int64."""
+    """Copies as `copy_blocks`. Returns the checksums, [num_layers, n] int64."""
     source_ids, target_ids = ids.long()
-    layers = range(first_source_layer, first_source_layer + num_layers)
-    into = target[first_target_layer : first_target_layer + num_layers]
-    into[:, target_ids] = source[layers.start : layers.stop, source_ids]
-    return block_checksums_reference(source, source_ids, layers)
+    first, last = first_source_layer, first_source_layer + num_layers
+    target[first_target_layer : first_target_layer + num_layers, target_ids] = source[first:last, source_ids]
+    sums = [block_checksums_reference(source, source_ids, range(i, i + 1)) for i in range(first, last)]
+    return torch.stack(sums) if sums else ids.new_empty((0, len(source_ids)), dtype=torch.int64)
 
 
 @triton.jit(
@@ -76,7 +76,7 @@ def _copy_blocks_kernel(
             x = (x ^ (x >> 30)) * tl.full((), _MIX_1, tl.uint64)
             x = (x ^ (x >> 27)) * tl.full((), _MIX_2, tl.uint64)
             x = x ^ (x >> 31)
-            tl.atomic_add(sums_ptr + i, x.to(tl.int64, bitcast=True), sem="relaxed")
+            tl.store(sums_ptr + piece, x.to(tl.int64, bitcast=True))
 
 
 def copy_blocks(
@@ -94,8 +94,9 @@ def copy_blocks(
 
     source, target [layers, num_blocks, words] int64, of different numbers of layers and blocks. ids [2, n] int32 on the
     device; no target block may occur twice, and none is checked on the device. checksums: multipliers [words] and salts
-    [layers of source] of `block_checksum`, and sums [n], to which the checksums' part over these layers is added; all
-    int64. programs: upper bound of the multiprocessors in use. Raises ValueError for other shapes and dtypes.
+    [layers of source] of `block_checksum`, and sums [num_layers, n], which get each layer's part of the checksums; all
+    int64. The sums, and source or target, may be in pinned host memory. programs: upper bound of the multiprocessors in
+    use. Raises ValueError for other shapes and dtypes.
     """
     (layers, num_blocks, words), (target_layers, target_blocks, target_words) = source.shape, target.shape
     num = ids.shape[-1]
@@ -113,7 +114,7 @@ def copy_blocks(
     if checksums is not None:
         if any(t.dtype != torch.int64 or not t.is_contiguous() for t in checksums):
             raise ValueError("multipliers, salts and sums must be int64 and contiguous")
-        if multipliers.shape != (words,) or salts.shape != (layers,) or sums.shape != (num,):
+        if multipliers.shape != (words,) or salts.shape != (layers,) or sums.shape != (num_layers, num):
             raise ValueError(f"sums {list(sums.shape)} and multipliers do not fit {num} blocks of {words} words")
     if not num or not num_layers:
         return

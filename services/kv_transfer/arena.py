@@ -9,6 +9,7 @@ A `DeviceArena` is an allocation on a GPU, exported through CUDA IPC. It too sta
 unmapped it, so senders must unmap a dropped one: they do when their links to its receiver close.
 """
 
+import contextlib
 import ctypes
 import fcntl
 import logging
@@ -16,6 +17,7 @@ import mmap
 import os
 import secrets
 import weakref
+from collections.abc import Iterator
 from typing import Protocol
 
 import numpy as np
@@ -31,7 +33,6 @@ log = logging.getLogger(__name__)
 Bytes = npt.NDArray[np.uint8]
 
 NONCE_BYTES = 16
-_ALLOCATION_BYTES = 2 << 20  # the step of allocation sizes on a GPU
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000  # <linux/mman.h>; Python's mmap cannot map at an address
 _PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
@@ -72,10 +73,16 @@ def make_arena(num_bytes: int, device: torch.device) -> Arena:
 
 
 class DeviceArena:
-    """An `Arena` on a GPU: one allocation of torch. After `restore` it is at another address."""
+    """An `Arena` on a GPU: one allocation of torch. After `restore` it is at another address.
+
+    No other tensor shares its allocation or gets it after `drop`, because a sender may write to it until its link has
+    closed.
+    """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        self._memory = torch.empty(num_bytes + NONCE_BYTES, dtype=torch.uint8, device=device)
+        self._pool: torch.cuda.MemPool | None = None
+        with self._new_pool(device):
+            self._memory = torch.empty(num_bytes + NONCE_BYTES, dtype=torch.uint8, device=device)
         self.bytes = self._memory[:num_bytes]
         self.generation = 1
         self._nonce = b""
@@ -87,11 +94,7 @@ class DeviceArena:
     def export(self, incarnation: int) -> DeviceArenaHandle | None:
         driver, address, num_bytes = cuda_driver(), self._memory.data_ptr(), self.bytes.numel()
         try:
-            start, size = driver.address_range(address)
-            if size >= self._memory.numel() + _ALLOCATION_BYTES:
-                # a sender could write to other tensors after `drop`
-                raise OSError(f"it is {num_bytes} bytes of an allocation of {size}")
-            handle = driver.export(address)
+            start, handle = driver.start_of(address), driver.export(address)
         except OSError as e:
             log.warning(
                 "KV blocks arrive over tcp, the KV memory of this GPU cannot be shared: %s. PYTORCH_CUDA_ALLOC_CONF "
@@ -104,12 +107,23 @@ class DeviceArena:
     def drop(self) -> None:
         self.generation += 1
         self._memory.untyped_storage().resize_(0)
-        # no other tensor may get this memory: a sender may write to it until its link has closed
-        torch.cuda.empty_cache()
+        self._pool = None
+        torch.cuda.empty_cache()  # gives the memory of the pool back to the driver
 
     def restore(self) -> None:
-        self._memory.untyped_storage().resize_(self._memory.numel())
+        with self._new_pool(self._memory.device):
+            self._memory.untyped_storage().resize_(self._memory.numel())
         self._clear()
+
+    @contextlib.contextmanager
+    def _new_pool(self, device: torch.device) -> Iterator[None]:
+        """Allocations in this context are in a memory pool of their own."""
+        if device.type != "cuda":
+            yield
+            return
+        self._pool = torch.cuda.MemPool()
+        with torch.cuda.use_mem_pool(self._pool):
+            yield
 
     @torch.inference_mode()
     def _clear(self) -> None:

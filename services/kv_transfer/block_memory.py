@@ -37,11 +37,9 @@ class BlockMemory(Protocol):
     connector: str  # that writes to mapped memory of this kind
     chunk_bytes: int  # of one copy to mapped memory
 
-    @property
-    def busy(self) -> bool:
-        """Whether a copy is in flight of whose end no descriptor tells: call `poll` within a millisecond."""
+    def poll(self) -> None:
+        """Reports complete copies. Call it when `CopyThread.descriptor` is readable."""
 
-    def poll(self) -> None: ...
     def drain(self) -> None:
         """Waits for all copies."""
 
@@ -67,11 +65,10 @@ class BlockMemory(Protocol):
 
 
 class HostBlocks:
-    """Blocks in host memory, a `BlockMemory`. Copies run on a `CopyThread`, whose descriptor tells of their ends."""
+    """Blocks in host memory, a `BlockMemory`. Copies run on a `CopyThread`."""
 
     connector = "shm"
     chunk_bytes = 4 << 20  # small, because an aborted transfer waits for its copies in flight
-    busy = False
 
     def __init__(self, own: Words, layout: BlockLayout, copies: CopyThread) -> None:
         """own [layers, num_blocks, words]."""

@@ -36,6 +36,30 @@ class _Unpack:
     failed: CopyFailed
 
 
+class _CopyBuffers:
+    """Block ids and checksums of one copy. Reused, because allocating pinned memory may take longer than a copy."""
+
+    def __init__(self, device: torch.device, num_ids: int, num_sums: int) -> None:
+        pins = device.type == "cuda"
+        self._host_ids = torch.empty(num_ids, dtype=torch.int32, pin_memory=pins)
+        self._ids = torch.empty(num_ids, dtype=torch.int32, device=device)
+        self._sums = torch.empty(num_sums, dtype=torch.int64, pin_memory=pins)
+
+    def fits(self, num_ids: int, num_sums: int) -> bool:
+        return self._ids.numel() >= num_ids and self._sums.numel() >= num_sums
+
+    def ids(self, *rows: list[int] | range) -> Tensor:
+        """Sends ids to the device: [rows, n] int32."""
+        count = len(rows) * len(rows[0])
+        self._host_ids[:count].numpy().reshape(len(rows), -1)[:] = rows
+        self._ids[:count].copy_(self._host_ids[:count], non_blocking=True)
+        return self._ids[:count].view(len(rows), -1)
+
+    def sums(self, num_layers: int, num: int) -> Tensor:
+        """[num_layers, num] int64, in pinned memory: the device writes to it."""
+        return self._sums[: num_layers * num].view(num_layers, num)
+
+
 class DeviceBlocks:
     """Blocks in GPU memory, a `BlockMemory`. Copies are kernels on a stream beside the steps.
 
@@ -60,21 +84,15 @@ class DeviceBlocks:
         self._waiting: deque[_Unpack] = deque()
         self._staging: list[Words] = []  # free pinned buffers
         self._num_staging = 0
+        self._buffers: list[_CopyBuffers] = []  # free ones
         self._tables = copies.run(self._prepare)
-
-    @property
-    def busy(self) -> bool:
-        return self._copies.num_open > 0
 
     def poll(self) -> None:
         self._thread.poll()
         self._copies.poll()
 
     def drain(self) -> None:
-        self._thread.drain()
-        while self.busy:
-            self._copies.drain()
-            self._thread.drain()  # a complete copy lets bytes that wait into its buffer
+        self._copies.drain()
 
     def map_peer(self, handle: ArenaHandle) -> MappedBlocks:
         if not isinstance(handle, DeviceArenaHandle):
@@ -89,22 +107,14 @@ class DeviceBlocks:
         self, sources: list[int], peer: PeerBlocks, targets: list[int], layers: range, done: Copied, failed: CopyFailed
     ) -> None:
         assert not isinstance(peer, np.ndarray)
-
-        def launch() -> Tensor | None:
-            ids = self._ids(sources, targets)
-            return self._copy(self._own, peer, ids, layers, layers.start, PROGRAMS)
-
-        self._copies.submit(launch, lambda sums: done(_words(sums)), failed)
+        self._copy_own(sources, peer, targets, layers, layers.start, PROGRAMS, done, failed)
 
     def make_buffer(self, num_bytes: int) -> Words:
         return torch.empty(num_bytes // 8, dtype=torch.int64, pin_memory=self._pins).numpy().view(np.uint64)
 
     def pack(self, sources: list[int], layers: range, packed: Words, done: Copied, failed: CopyFailed) -> None:
-        def launch() -> Tensor | None:
-            ids = self._ids(sources, range(len(sources)))
-            return self._copy(self._own, torch.from_numpy(packed.view(np.int64)), ids, layers, 0, HOST_PROGRAMS)
-
-        self._copies.submit(launch, lambda sums: done(_words(sums)), failed)
+        target = torch.from_numpy(packed.view(np.int64))
+        self._copy_own(sources, target, range(len(sources)), layers, 0, HOST_PROGRAMS, done, failed)
 
     def unpack(self, packed: memoryview, targets: list[int], layers: range, done: Copied, failed: CopyFailed) -> None:
         self._waiting.append(_Unpack(packed, targets, layers, done, failed))
@@ -114,7 +124,7 @@ class DeviceBlocks:
         if self._tables is None:
             done(None)
             return
-        self._copies.submit(lambda: self._sums_of(self._ids(ids)[0], layers), lambda sums: done(_words(sums)), failed)
+        self._submit(1, ids, layers, lambda buffers: self._sum(buffers.ids(ids)[0], layers, buffers), done, failed)
 
     def _start_unpacks(self) -> None:
         while self._waiting and (self._staging or self._num_staging < MAX_STAGING):
@@ -132,11 +142,12 @@ class DeviceBlocks:
         """Copies received bytes to pinned memory on the thread, and then to the device on the stream."""
         words = buffer[: it.packed.nbytes // 8]
 
-        def launch() -> Tensor | None:
-            source = torch.from_numpy(words.view(np.int64)).view(len(it.layers), len(it.targets), -1)
-            ids = self._ids(range(len(it.targets)), it.targets)
+        source = torch.from_numpy(words.view(np.int64)).view(len(it.layers), len(it.targets), -1)
+
+        def launch(buffers: _CopyBuffers) -> Tensor | None:
+            ids = buffers.ids(range(len(it.targets)), it.targets)
             copy_blocks(source, self._own, ids, len(it.layers), 0, it.layers.start, programs=HOST_PROGRAMS)
-            return None if self._tables is None else self._sums_of(ids[1], it.layers)
+            return None if self._tables is None else self._sum(ids[1], it.layers, buffers)
 
         def finish(end: Callable[[], None]) -> None:
             self._staging.append(buffer)
@@ -147,7 +158,7 @@ class DeviceBlocks:
             finish(lambda: it.failed(error))
 
         def scatter(_: None) -> None:
-            self._copies.submit(launch, lambda sums: finish(lambda: it.done(_words(sums))), failed)
+            self._submit(2, it.targets, it.layers, launch, lambda sums: finish(lambda: it.done(sums)), failed)
 
         self._thread.submit(lambda: np.copyto(words, np.frombuffer(it.packed, np.uint64)), scatter, failed)
 
@@ -159,43 +170,53 @@ class DeviceBlocks:
         copy_blocks(block, block.clone(), ids, 1)
         if not self._layout.checksums:
             return None
-        one, many, sums = multipliers(words).to(device), salts(self._layout.num_layers).to(device), block[0, 0, :1]
-        copy_blocks(block, block.clone(), ids, 1, checksums=(one, many[:1], sums.clone()))
-        block_checksums(block, ids[0], range(1), one, many[:1], sums.clone())
+        one, many = multipliers(words).to(device), salts(self._layout.num_layers).to(device)
+        sums = _CopyBuffers(device, 2, 1).sums(1, 1)
+        copy_blocks(block, block.clone(), ids, 1, checksums=(one, many[:1], sums))
+        block_checksums(block, ids[0], range(1), one, many[:1], sums)
         return one, many
 
-    def _ids(self, *rows: list[int] | range) -> Tensor:
-        """[rows, n] int32 on the device."""
-        ids = torch.tensor([list(row) for row in rows], dtype=torch.int32)
-        return (ids.pin_memory() if self._pins else ids).to(self._own.device, non_blocking=True)
+    def _copy_own(
+        self, sources: list[int], target: Memory, targets: list[int] | range, layers: range, first_target_layer: int,
+        programs: int, done: Copied, failed: CopyFailed,
+    ) -> None:  # fmt: skip
+        """Copies own blocks, with checksums."""
 
-    def _copy(
-        self, source: Tensor, target: Memory, ids: Tensor, layers: range, first_target_layer: int, programs: int
-    ) -> Tensor | None:
-        """Launches a copy of own blocks. Returns host memory that gets their checksums."""
-        if self._tables is None:
-            copy_blocks(source, target, ids, len(layers), layers.start, first_target_layer, programs=programs)
-            return None
-        sums = torch.zeros(ids.shape[1], dtype=torch.int64, device=ids.device)
-        checksums = (*self._tables, sums)
-        copy_blocks(source, target, ids, len(layers), layers.start, first_target_layer, checksums, programs)
-        return self._to_host(sums)
+        def launch(buffers: _CopyBuffers) -> Tensor | None:
+            ids = buffers.ids(sources, targets)
+            sums = None if self._tables is None else buffers.sums(len(layers), len(sources))
+            checksums = None if self._tables is None or sums is None else (*self._tables, sums)
+            copy_blocks(self._own, target, ids, len(layers), layers.start, first_target_layer, checksums, programs)
+            return sums
 
-    def _sums_of(self, ids: Tensor, layers: range) -> Tensor:
+        self._submit(2, sources, layers, launch, done, failed)
+
+    def _submit(
+        self, num_rows: int, ids: list[int], layers: range, launch: Callable[[_CopyBuffers], Tensor | None],
+        done: Copied, failed: CopyFailed,
+    ) -> None:  # fmt: skip
+        """Launches a copy with buffers for `num_rows` rows of ids and for a checksum of each block and layer."""
+        num_ids, num_sums = num_rows * len(ids), len(layers) * len(ids)
+        buffers = self._buffers.pop() if self._buffers else None
+        if buffers is None or not buffers.fits(num_ids, num_sums):
+            buffers = _CopyBuffers(self._own.device, num_ids, num_sums)
+        taken = buffers
+
+        def complete(sums: Tensor | None) -> None:
+            total: Words | None = None if sums is None else sums.numpy().view(np.uint64).sum(0)
+            self._buffers.append(taken)
+            done(total)
+
+        # buffers of a copy that has failed are not used again: the GPU may still write to them
+        self._copies.submit(lambda: launch(taken), complete, failed)
+
+    def _sum(self, ids: Tensor, layers: range, buffers: _CopyBuffers) -> Tensor:
         assert self._tables is not None
-        sums = torch.zeros(len(ids), dtype=torch.int64, device=ids.device)
+        sums = buffers.sums(len(layers), len(ids))
         block_checksums(self._own, ids, layers, *self._tables, sums)
-        return self._to_host(sums)
-
-    def _to_host(self, sums: Tensor) -> Tensor:
-        host = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=self._pins)
-        return host.copy_(sums, non_blocking=True)
+        return sums
 
 
 def open_blocks(memory: Tensor, layout: BlockLayout, thread: CopyThread) -> DeviceBlocks:
     """memory [num_bytes] uint8 on a GPU."""
-    return DeviceBlocks(memory, layout, thread, StreamCopies(CudaStream(memory.device)))
-
-
-def _words(sums: Tensor | None) -> Words | None:
-    return None if sums is None else sums.numpy().view(np.uint64)
+    return DeviceBlocks(memory, layout, thread, StreamCopies(CudaStream(memory.device), thread))

@@ -106,10 +106,9 @@ class TransferReceiver:
 
     @property
     def busy(self) -> bool:
-        """Whether to poll within a millisecond: frames wait for a full link, copies of a GPU are in flight, or the
-        `poll` of a sender's link has made events. No descriptor tells when these go on.
-        """
-        return self._transfers.has_output or self._own.busy or any(link.outbox for link in self._links.values())
+        """Whether to poll within a millisecond: frames wait for a full link, of which no descriptor tells when it has
+        room, or the `poll` of a sender's link has made events."""
+        return self._transfers.has_output or any(link.outbox for link in self._links.values())
 
     def admit(self, ticket: bytes, sender: int) -> None:
         """Lets this sender open one link with a ticket that it received over an encrypted link."""

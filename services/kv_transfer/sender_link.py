@@ -98,10 +98,9 @@ class SenderLink:
 
     @property
     def busy(self) -> bool:
-        """Whether to poll within a millisecond: frames or copies wait for room, copies of a GPU are in flight, or the
-        `poll` of another link has made events. No descriptor tells when these go on.
-        """
-        if self._transfers.has_output or self._own.busy:
+        """Whether to poll within a millisecond: frames or copies wait for room, of which no descriptor tells, or the
+        `poll` of another link has made events."""
+        if self._transfers.has_output:
             return True
         can_start = self._writer is not None and self._transfers.has_waiting()
         return not self.closed and (bool(self._outbox) or can_start)

@@ -28,6 +28,7 @@ sys.path[:0] = [str(TESTS.parent / ".src"), str(TESTS / "support")]
 sys.path[:] = [entry for entry in sys.path if entry != str(TESTS.parent)]
 
 import torch  # noqa: E402
+import zmq  # noqa: E402
 from kv_peers import RECEIVER, SENDER, Peer  # noqa: E402
 
 from blockyard.kernels.kv_cache.copy_blocks import copy_blocks  # noqa: E402
@@ -102,17 +103,29 @@ def works() -> bool:
     return bool(torch.equal(x @ x, x))
 
 
+def waiter(link: Any, peer: Peer, pipe: Connection) -> Callable[[], None]:
+    """Waits until `link` has work."""
+    poller = zmq.Poller()
+    for it in (link.socket, link.monitor, peer.copies.descriptor, pipe.fileno()):
+        poller.register(it, zmq.POLLIN)
+
+    def wait() -> None:
+        poller.poll(1 if link.busy else 100)
+
+    return wait
+
+
 def run_receiver(pipe: Connection, bus: BusConfig, encrypt: bool, checksums: bool) -> None:
     peer = Peer(bus, layout_of(checksums), NUM_BLOCKS, encrypt, device="cuda")
     receiver = peer.receiver(needs_ticket=not encrypt)
     receiver.admit(b"ticket", SENDER)
     pipe.send(receiver.endpoint)
-    ended: list[ReceiverEnded] = []
+    wait = waiter(receiver, peer, pipe)
     while True:
+        wait()
         for event in receiver.poll():
             if isinstance(event, ReceiverEnded):
                 at = time.monotonic()
-                ended.append(event)
                 pipe.send((at, event.outcome.value, len(event.landed)))
         if not pipe.poll():
             continue
@@ -144,42 +157,63 @@ def run_sender(
     memory_of(peer).random_(-(2**63), 2**63 - 1)
     torch.cuda.synchronize()
     link = peer.sender(endpoint, connector, b"" if encrypt else b"ticket")
+    wait, ended = waiter(link, peer, pipe), link.poll()
     while not link.connector:
+        wait()
         link.poll()
         assert not link.closed, link.closed
     pipe.send(link.connector)
     while True:
         if not pipe.poll():
-            link.poll()
+            ended += link.poll()
+            if link.closed:
+                time.sleep(0.01)
+            else:
+                wait()
             continue
         match pipe.recv():
             case ["send", number, sources, targets]:
-                link.begin(number, 1)
-                while link._transfers._open[number].blocks is None:
-                    link.poll()
-                began = time.monotonic()
-                link.write(number, sources, targets, range(LAYERS))
-                while link.open_transfers():
-                    link.poll()
-                pipe.send(began)
+                pipe.send(send(link, wait, number, sources, targets))
             case ["start a copy", then_die, number, sources, targets]:
-                link.begin(number, 1)
-                link.write(number, sources, targets, range(LAYERS))
-                while not link._own.busy:
-                    link.poll()
-                time.sleep(0.02)
-                pipe.send((time.monotonic(), not link._own._copies._open[0].state.query()))
+                running = start_copy(link, number, sources, targets)
+                pipe.send((time.monotonic(), running))
                 if then_die:
                     os.kill(os.getpid(), signal.SIGKILL)
             case ["outlive"]:
-                ended = link.poll()
-                while not link.closed or link.busy:
+                while not link.closed or link.open_transfers():
                     ended += link.poll()
+                ended += link.poll()
                 pipe.send(([event.outcome.value for event in ended], link.closed, works()))
             case ["digest", blocks]:
                 pipe.send(digest(peer, blocks))
             case ["kernel", sources, targets, programs, with_sums, rounds]:
                 pipe.send(kernel_s(link, sources, targets, programs, with_sums, rounds))
+
+
+def start_copy(link: Any, number: int, sources: list[int], targets: list[int]) -> bool:
+    """Returns whether it still runs after a while."""
+    link.begin(number, 1)
+    link.write(number, sources, targets, range(LAYERS))
+    while not link._transfers._open[number].in_flight:
+        link.poll()
+    time.sleep(0.02)
+    link.poll()
+    return bool(link._transfers._open[number].in_flight)
+
+
+def send(link: Any, wait: Callable[[], None], number: int, sources: list[int], targets: list[int]) -> float:
+    """Sends blocks. Returns the time at which the receiver had already allowed it."""
+    link.begin(number, 1)
+    while link._transfers._open[number].blocks is None:
+        wait()
+        link.poll()
+    began = time.monotonic()
+    link.write(number, sources, targets, range(LAYERS))
+    link.poll()
+    while link.open_transfers():
+        wait()
+        link.poll()
+    return began
 
 
 def kernel_s(link: Any, sources: list[int], targets: list[int], programs: int, with_sums: bool, rounds: int) -> float:

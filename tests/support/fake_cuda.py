@@ -1,14 +1,15 @@
 """CUDA for tests of transfers without a GPU: DeviceArenas are in host memory, and Triton interprets the kernels.
 
-Both ends are in this process, which real CUDA IPC does not allow. As on a GPU, a copy is complete only some polls after
-its launch; an error of the GPU appears at the next query and in all calls after it; a handle of freed memory does not
-open, but memory that is mapped stays until it is closed.
+Both ends are in this process, which real CUDA IPC does not allow. As on a GPU, a copy is reported some time after its
+launch; an error of the GPU appears when a copy is waited for, and in all calls after that; an unknown handle does not
+open.
 """
 
 import contextlib
 import ctypes
 import math
 import secrets
+import threading
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -26,14 +27,16 @@ class FakeGpu:
     """Replaces the driver, streams and events."""
 
     def __init__(self) -> None:
+        self.computes = threading.Event()  # while it is not set, no copy completes
+        self.computes.set()
         self.error = ""  # of a kernel; it stays
         self.refuses = ""  # why memory cannot be exported
         self.open: list[int] = []  # addresses that are mapped
         self._handles: dict[bytes, int] = {}
 
     # as `CudaDriver`
-    def address_range(self, address: int) -> tuple[int, int]:
-        return address - 512, 1024
+    def start_of(self, address: int) -> int:
+        return address - 512
 
     def export(self, address: int) -> bytes:
         if self.refuses:
@@ -61,7 +64,7 @@ class FakeGpu:
 
 class FakeDriver:
     def __init__(self, gpu: FakeGpu) -> None:
-        self.address_range, self.export, self.open = gpu.address_range, gpu.export, gpu.open_handle
+        self.start_of, self.export, self.open = gpu.start_of, gpu.export, gpu.open_handle
         self.close, self.read = gpu.close, gpu.read
 
 
@@ -72,9 +75,10 @@ class FakeEvent:
     def query(self) -> bool:
         self._gpu.check()
         self._polls -= 1
-        return self._polls < 0
+        return self._gpu.computes.is_set() and self._polls < 0
 
     def synchronize(self) -> None:
+        self._gpu.computes.wait(10)
         self._gpu.check()
         self._polls = 0
 

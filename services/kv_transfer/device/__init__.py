@@ -1,7 +1,7 @@
 """KV blocks in GPU memory, for transfers between workers.
 
 - `ipc_memory`: memory of one process in another, through CUDA IPC.
-- `stream_copies.StreamCopies`: copies on a CUDA stream beside the steps, and which of them are complete.
+- `stream_copies.StreamCopies`: launches copies on a CUDA stream beside the steps, and reports complete ones.
 
-Imports nothing else of `kv_transfer`, and no Triton. `device_blocks` has the copies.
+Of `kv_transfer` it imports `copy_thread` alone, and no Triton. `device_blocks` has the copies.
 """

@@ -31,12 +31,12 @@ class CudaDriver:
         library.cuMemcpyDtoH_v2.argtypes = [void, pointer, size]
         library.cuGetErrorString.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)]
 
-    def address_range(self, address: int) -> tuple[int, int]:
-        """Returns start and bytes of the allocation that has this address."""
+    def start_of(self, address: int) -> int:
+        """Returns the start of the allocation that has this address."""
         base, size = ctypes.c_uint64(), ctypes.c_size_t()
         code = self._library.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), address)
         self._check(code, "cuMemGetAddressRange")
-        return base.value, size.value
+        return base.value
 
     def export(self, address: int) -> bytes:
         """Returns the handle of the whole allocation that has this address."""

@@ -1,6 +1,5 @@
 """Copies on a CUDA stream beside the steps."""
 
-import contextlib
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -8,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
+
+from blockyard.services.kv_transfer.copy_thread import CopyThread
 
 T = TypeVar("T")
 
@@ -40,7 +41,7 @@ class CudaStream:
         return torch.cuda.stream(self._stream)
 
     def record(self) -> StreamEvent:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call] # a thread that waits takes no core
         event.record(self._stream)
         return event
 
@@ -54,18 +55,14 @@ class _Copy:
 
 
 class StreamCopies:
-    """Launches copies in order, and reports them in order once the GPU has completed them. Like a `CopyThread`.
+    """Launches copies on the calling thread, in order, and reports them in order once the GPU has completed them.
 
-    No descriptor tells when a copy is complete: call `poll` within a millisecond while `num_open` is not 0.
+    A `CopyThread` waits for them too, so that its descriptor is readable when one is complete.
     """
 
-    def __init__(self, stream: SideStream) -> None:
-        self._stream = stream
+    def __init__(self, stream: SideStream, thread: CopyThread) -> None:
+        self._stream, self._thread = stream, thread
         self._open: deque[_Copy] = deque()
-
-    @property
-    def num_open(self) -> int:
-        return len(self._open)
 
     def run(self, launch: Callable[[], T]) -> T:
         """Launches work before the first copy. Raises what `launch` raises."""
@@ -75,17 +72,21 @@ class StreamCopies:
     def submit(self, launch: Callable[[], T], done: Callable[[T], None], failed: Callable[[Exception], None]) -> None:
         """Calls `launch`, whose kernels and copies go to the stream. It must not wait.
 
-        A later `poll` calls `done` with its result when they are complete, or `failed` with the error of a launch or of
-        the GPU.
+        A later `poll` calls `done` with its result when they are complete, or `failed` with the error of the launch or
+        of the GPU. Memory that `launch` refers to is kept until then.
         """
         try:
             result = self.run(launch)
-            self._open.append(_Copy(self._stream.record(), launch, lambda: done(result), failed))
+            event = self._stream.record()
         except Exception as e:  # noqa: BLE001 - `failed` gets it
             self._open.append(_Copy(e, launch, _nothing, failed))
+            self._thread.submit(_nothing, _ignore, _ignore)
+            return
+        self._open.append(_Copy(event, launch, lambda: done(result), failed))
+        self._thread.submit(event.synchronize, _ignore, _ignore)  # `poll` reports an error
 
     def poll(self) -> None:
-        """Reports complete copies. Does not wait."""
+        """Reports complete copies. Does not wait. Asks the GPU, because the thread may have to wait for the GIL."""
         while self._open:
             copy = self._open[0]
             error = copy.state if isinstance(copy.state, Exception) else None
@@ -101,14 +102,16 @@ class StreamCopies:
                 copy.failed(error)
 
     def drain(self) -> None:
-        """Waits for all copies and reports them, also those that are submitted meanwhile."""
+        """Waits for all copies and reports them, and jobs of the thread, also those that are submitted meanwhile."""
+        self._thread.drain()
         while self._open:
-            last = self._open[-1].state
-            if not isinstance(last, Exception):
-                with contextlib.suppress(RuntimeError):  # `poll` reports it
-                    last.synchronize()
             self.poll()
+            self._thread.drain()
 
 
 def _nothing() -> None:
+    pass
+
+
+def _ignore(_: object) -> None:
     pass

@@ -31,22 +31,12 @@ def test_blocks_and_checksums(
     ids, layers = ids_of((6, 0), (0, 10), (3, 4)), (num_layers, first_source_layer, first_target_layer)
     expected = target.clone()
     expected_sums = copy_blocks_reference(source, expected, ids, *layers)
-    with_sums, sums = target.clone(), torch.full((3,), 5, dtype=torch.int64, device=DEVICE)
+    with_sums, sums = target.clone(), torch.full((num_layers, 3), 5, dtype=torch.int64, device=DEVICE)
     tables = (multipliers(words).to(DEVICE), salts(LAYERS).to(DEVICE), sums)
     copy_blocks(source, with_sums, ids, *layers, checksums=tables, programs=programs)
-    assert torch.equal(with_sums, expected) and torch.equal(sums, expected_sums + 5)
+    assert torch.equal(with_sums, expected) and torch.equal(sums, expected_sums)
     copy_blocks(source, target, ids, *layers, programs=programs)
     assert torch.equal(target, expected)
-
-
-def test_checksums_of_layers_add_up() -> None:
-    source, target = random_memory(LAYERS, BLOCKS, 60, 1), random_memory(LAYERS, BLOCKS, 60, 2)
-    ids, sums = ids_of((1, 2), (2, 1)), torch.zeros(2, dtype=torch.int64, device=DEVICE)
-    tables = (multipliers(60).to(DEVICE), salts(LAYERS).to(DEVICE), sums)
-    for first, count in ((1, 2), (0, 0), (0, 1)):
-        copy_blocks(source, target, ids, count, first, first, tables)
-    assert torch.equal(sums, copy_blocks_reference(source, target.clone(), ids, LAYERS))
-    assert torch.equal(target[:, [2, 1]], source[:, [1, 2]])
 
 
 def test_one_block_goes_to_two_places() -> None:
@@ -60,6 +50,7 @@ def test_nothing_to_copy_and_what_does_not_fit() -> None:
     before = memory.clone()
     copy_blocks(memory, memory, ids_of(), LAYERS)
     copy_blocks(memory, memory, ids, 0)
+    assert copy_blocks_reference(memory, memory, ids, 0).shape == (0, 1)
     assert torch.equal(memory, before)
     with pytest.raises(ValueError, match="do not fit those"):
         copy_blocks(memory, memory, ids, LAYERS, 1)
@@ -69,6 +60,10 @@ def test_nothing_to_copy_and_what_does_not_fit() -> None:
         copy_blocks(memory, memory, ids[0], LAYERS)
     with pytest.raises(ValueError, match="contiguous"):
         copy_blocks(memory.transpose(0, 1), memory, ids, 1)
-    tables = (multipliers(8).to(DEVICE), salts(LAYERS).to(DEVICE), torch.zeros(2, dtype=torch.int64, device=DEVICE))
+    tables = (
+        multipliers(8).to(DEVICE),
+        salts(LAYERS).to(DEVICE),
+        torch.zeros((1, 2), dtype=torch.int64, device=DEVICE),
+    )
     with pytest.raises(ValueError, match="1 blocks of 8 words"):
         copy_blocks(memory, memory, ids, LAYERS, checksums=tables)

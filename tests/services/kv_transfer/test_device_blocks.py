@@ -83,25 +83,30 @@ def test_an_error_of_the_gpu_fails_transfers_by_name(
     pair = Pair(*gpu_peers, connector)
     pair.begin(1, [4, 5])
     pair.until(lambda: pair.sender.connector == connector)
+    fake_gpu.computes.clear()
     pair.sender.write(1, [1], [4], ALL)
-    pair.until(lambda: pair.sender._own.busy)
+    pair.until(lambda: pair.sender._transfers._open[1].in_flight == 1)
     fake_gpu.error = "an illegal memory access was encountered"
+    fake_gpu.computes.set()
     pair.begin(2, [6])
     pair.sender.write(2, [2], [6], ALL)
     pair.until(lambda: len(pair.sent) == len(pair.ended) == 2)
     for number in (1, 2):
         assert pair.sent[number].outcome is Sent.ABORTED and "illegal memory access" in pair.sent[number].detail
         assert pair.ended[number].outcome is Received.ABORTED and pair.ended[number].landed == []
-    assert not pair.sender.busy and not pair.receiver.busy
     pair.close()
 
 
-def test_an_error_of_the_receivers_gpu_ends_the_transfer(fake_gpu: FakeGpu, gpu_peers: tuple[Peer, Peer]) -> None:
+def test_a_kernel_that_the_receiver_cannot_launch_ends_the_transfer(
+    gpu_peers: tuple[Peer, Peer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
     pair = Pair(*gpu_peers, "cuda_ipc")
+    monkeypatch.setattr(device_blocks, "block_checksums", fails)
     pair.begin(1, [4, 5])
     pair.sender.write(1, [1, 2], [4, 5], ALL)
-    pair.until(lambda: pair.receiver._own.busy)
-    fake_gpu.error = "unspecified launch failure"
     pair.until(lambda: 1 in pair.ended)
     assert pair.ended[1].outcome is Received.REVOKED and "unspecified launch failure" in pair.ended[1].detail
     pair.close()
@@ -113,13 +118,16 @@ def test_a_copy_in_flight_keeps_the_mapping(
     monkeypatch.setattr(device_blocks, "copy_blocks", lambda *args, **options: None)  # the interpreter keeps arguments
     pair = Pair(*gpu_peers, "cuda_ipc")
     pair.begin(1, [4])
+    fake_gpu.computes.clear()
     pair.sender.write(1, [1], [4], ALL)
-    pair.until(lambda: pair.sender._own.busy)
-    assert len(fake_gpu.open) == 1
+    pair.until(lambda: pair.sender._transfers._open[1].in_flight == 1)
     pair.sender._lose("test")
-    assert len(fake_gpu.open) == 1 and pair.sender.busy, "it must be polled until the copy is complete"
+    for _ in range(10):
+        pair.turn()
+    assert len(fake_gpu.open) == 1 and pair.sender.open_transfers() == {1: [1]}
+    fake_gpu.computes.set()
     pair.until(lambda: 1 in pair.sent)
-    assert pair.sent[1].outcome is Sent.LINK_LOST and fake_gpu.open == [] and not pair.sender.busy
+    assert pair.sent[1].outcome is Sent.LINK_LOST and fake_gpu.open == []
     pair.close()
 
 
@@ -158,7 +166,7 @@ def test_received_bytes_wait_for_a_pinned_buffer(fake_gpu: FakeGpu) -> None:
         blocks.unpack(memoryview(packed.tobytes()), [2 * i, 39 - 2 * i], ALL, lambda sums, i=i: landed(i, sums), failed)
     assert len(blocks._waiting) == 12 - MAX_STAGING
     blocks.drain()
-    assert order == list(range(12)) and not blocks.busy and len(blocks._staging) == MAX_STAGING
+    assert order == list(range(12)) and len(blocks._staging) == MAX_STAGING
     memory = arena.bytes.numpy().view(np.uint64).reshape(SMALL.num_layers, 40, words)
     for i, packed in enumerate(sent):
         assert (memory[:, [2 * i, 39 - 2 * i]] == packed).all()
