@@ -1,0 +1,151 @@
+"""Prefill and decode workers of mock models: kills, aborted clients and faults of transfers change no answer.
+
+Tokens of mock workers do not depend on KV. But each mock worker knows which tokens a block holds, its blocks move
+through the real links, and it ends with a PlanError if a plan reads a block with other tokens.
+"""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from rig import Server, completion, serve
+from several_choices import KINDS, Answer, Body, ask, bodies
+
+ROLES = ("--prefill-workers", "2", "--decode-workers", "2", "--decode-prefill-tokens", "0")
+MOCK = ("demo", "--worker-cls", "mock", "--mock-step-ms", "5")
+SLOW = ("--pd-faults", "delay=150ms")  # so that a kill finds transfers under way
+WORKERS = ("prefill 0", "prefill 1", "decode 0", "decode 1")
+LEFT = ("running", "waiting", "arriving", "transfers_open", "blocks_quarantined", "blocks_used")
+NUM_STREAMS = 12
+HEARTBEAT_S = 0.7  # counters are at most so old
+
+
+CONNECTORS = {
+    "shm": '{"kv_connector": "shm", "kv_role": "kv_both"}',
+    "tcp": '{"kv_connector": "tcp", "kv_role": "kv_both", "kv_connector_extra_config": {"encrypt": false}}',
+}
+
+
+@pytest.fixture(scope="module")
+def unified() -> Iterator[Server]:
+    with serve(*MOCK) as server:
+        yield server
+
+
+@pytest.fixture(scope="module", params=CONNECTORS)
+def ring(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("ring") / "log"
+    with serve(*MOCK, *ROLES, *SLOW, "--kv-transfer-config", CONNECTORS[request.param], log=log) as server:
+        asyncio.run(wait_for(server, WORKERS))
+        yield server
+    assert "PlanError" not in log.read_text("utf-8", "replace")
+
+
+async def members(server: Server) -> list[dict[str, Any]]:
+    async with aiohttp.ClientSession() as session, session.get(f"{server.url}/ring") as answer:
+        found: list[dict[str, Any]] = (await answer.json())["members"]
+        return found
+
+
+async def wait_for(server: Server, names: tuple[str, ...]) -> None:
+    """Until all these workers are ready. The ring is ready with its first worker."""
+    deadline = time.monotonic() + 40
+    while True:
+        ready = {m["name"] for m in await members(server) if m["ready"]}
+        if all(f"gpu_worker {name}" in ready for name in names):
+            break
+        assert time.monotonic() < deadline, ready
+        await asyncio.sleep(0.1)
+    await asyncio.sleep(0.3)  # the scheduler attaches the last one
+
+
+async def totals(server: Server) -> dict[str, int]:
+    (stats,) = [m["stats"] for m in await members(server) if m["role"] == "scheduler"]
+    return dict(stats)
+
+
+async def left_over(server: Server) -> dict[str, int]:
+    """Counts that are not 0 when all answers have ended."""
+    await asyncio.sleep(HEARTBEAT_S)
+    deadline = time.monotonic() + 20
+    while True:
+        counts = await totals(server)
+        left = {name: counts[name] for name in LEFT if counts[name]}
+        if not left or time.monotonic() > deadline:
+            return left
+        await asyncio.sleep(0.1)
+
+
+def requests(first: int = 0) -> list[Body]:
+    """Streams of one choice with prompts of 2 to 10 blocks, and requests with several choices."""
+    plain = [
+        completion(60, prompt=[300 + (31 * (first + i) + j) % 3000 for j in range(30 + 10 * i)], seed=i, stream=True)
+        for i in range(NUM_STREAMS)
+    ]
+    return [*plain, *bodies(len(KINDS), 60)]
+
+
+async def run(server: Server, asked: list[Body], victim: str = "", after_s: float = 0.25) -> list[Answer]:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(100)) as session:
+        tasks = [asyncio.create_task(ask(session, server.url, body)) for body in asked]
+        if victim:
+            await asyncio.sleep(after_s)
+            assert not any(task.done() for task in tasks), "the kill comes too late to mean anything"
+            os.kill(next(pid for name, pid in server.children().items() if victim in name), signal.SIGKILL)
+        return await asyncio.gather(*tasks)
+
+
+def test_answers_are_those_of_unified_workers(ring: Server, unified: Server) -> None:
+    expected = asyncio.run(run(unified, requests()))
+    before = asyncio.run(totals(ring))["transfers_landed_total"]
+    assert asyncio.run(run(ring, requests())) == expected
+    assert asyncio.run(left_over(ring)) == {}
+    assert asyncio.run(totals(ring))["transfers_landed_total"] - before >= NUM_STREAMS
+
+
+@pytest.mark.parametrize("victim", ["prefill 0", "decode 1", "scheduler", "message_bus"])
+def test_a_kill_during_transfers_changes_no_answer(ring: Server, unified: Server, victim: str) -> None:
+    asked = requests(first=100 * (1 + len(victim)))  # no cache holds these prompts, so all are sent
+    expected = asyncio.run(run(unified, asked))
+    before = asyncio.run(totals(ring))
+    assert asyncio.run(run(ring, asked, victim)) == expected
+    asyncio.run(wait_for(ring, WORKERS))
+    assert asyncio.run(left_over(ring)) == {}
+    if victim.startswith(("prefill", "decode")):
+        assert asyncio.run(totals(ring))["transfers_aborted_total"] > before["transfers_aborted_total"]
+
+
+def test_clients_that_leave_between_prefill_and_decode_leave_no_block(ring: Server) -> None:
+    async def leave() -> None:
+        async with aiohttp.ClientSession() as session:
+            posts = [
+                session.post(f"{ring.url}/v1/completions", json=body) for body in requests(first=900)[:NUM_STREAMS]
+            ]
+            answers = await asyncio.gather(*posts)
+            for answer in answers:
+                await answer.content.readany()  # the first token
+                answer.close()
+
+    asyncio.run(leave())
+    assert asyncio.run(left_over(ring)) == {}
+
+
+def test_lost_delayed_and_corrupt_transfers_change_no_answer(unified: Server, tmp_path: Path) -> None:
+    asked = [completion(8, prompt=[300 + (37 * i + j) % 3000 for j in range(40 + i % 100)], seed=i, stream=True)
+             for i in range(500)]  # fmt: skip
+    log = tmp_path / "log"
+    expected = asyncio.run(run(unified, asked))
+    faults = ("--pd-faults", "drop=0.02,delay=50ms,flip=0.02")
+    with serve(*MOCK, *ROLES, *faults, log=log) as server:
+        asyncio.run(wait_for(server, WORKERS))
+        assert asyncio.run(run(server, asked)) == expected
+        assert asyncio.run(left_over(server)) == {}
+        counts = asyncio.run(totals(server))
+    assert counts["transfers_landed_total"] > 300 and counts["transfers_aborted_total"] > 0
+    assert "PlanError" not in log.read_text("utf-8", "replace")
