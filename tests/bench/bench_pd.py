@@ -1,6 +1,6 @@
 """Two prefill and two decode workers of the demo model on this machine's CPU, against one unified worker.
 
-PYTHONPATH=.src python tests/bench/bench_pd.py [--connectors shm tcp nixl] [--requests 200] [--batch-invariant]
+PYTHONPATH=.src:tests/bench python tests/bench/bench_pd.py [--connectors shm tcp] [--requests 200] [--batch-invariant]
 
 Every request is greedy or seeded, and every prompt is handed over. Answers must be equal; without `--batch-invariant`
 up to ties, which are counted. After the last answer no transfer may be open and no block held, on either side.
