@@ -11,7 +11,9 @@ from blockyard.shared.messages import (
     Broken,
     Fenced,
     KVAbort,
+    KVAudit,
     KVLanded,
+    KVOpenTransfers,
     KVReceive,
     KVSendEnded,
     OutOfStep,
@@ -49,7 +51,7 @@ class SchedulerSession:
                 self._sleep(peer, event)
             case Wake():
                 self._wake(peer, event)
-            case KVReceive() | KVAbort():
+            case KVReceive() | KVAbort() | KVAudit():
                 self._take_transfer(peer, event)
             case Gone() if peer == self._scheduler:
                 self.plans.clear()  # KV and slots are kept for the next Attach
@@ -111,11 +113,18 @@ class SchedulerSession:
         freed = self._runner.wake(frame.tags)
         self._links.answer(peer, Slept(self._links.me.incarnation, self._runner.level, freed))
 
-    def _take_transfer(self, peer: int, frame: KVReceive | KVAbort) -> None:
+    def _take_transfer(self, peer: int, frame: KVReceive | KVAbort | KVAudit) -> None:
         if peer != self._scheduler:
             self._links.answer(peer, Fenced(peer))
         elif self._transfers is None:
-            log.error("KV transfer %d came to a worker without KV transfers", frame.transfer)
+            log.error("%s came to a worker without KV transfers", type(frame).__name__)
+        elif isinstance(frame, KVAudit):
+            self.answer_transfers(self._transfers.poll())  # first: what is not in the list has ended
+            still_open = self._transfers.open_transfers()
+            answer = KVOpenTransfers(
+                self._links.me.incarnation, frame.number, list(still_open), list(still_open.values())
+            )
+            self._links.answer(peer, answer)
         elif isinstance(frame, KVAbort):
             self._transfers.abort(frame)
         elif self._next > 0:  # otherwise it was sent before OutOfStep arrived

@@ -30,6 +30,7 @@ from blockyard.shared.messages import (
     Fenced,
     Generate,
     KVLanded,
+    KVOpenTransfers,
     KVSendEnded,
     Member,
     ModelCard,
@@ -140,7 +141,7 @@ class Scheduler:
         if isinstance(frame, StepResult):
             self._on_result(peer, frame, now)
             return
-        if not isinstance(frame, Generate | KVLanded | KVSendEnded) or len(self.groups) < 2:
+        if not isinstance(frame, Generate | KVLanded | KVSendEnded | KVOpenTransfers) or len(self.groups) < 2:
             self._groups.mark_all_dirty()  # with several groups, the router marks the group of a new request
         match frame:
             case Generate() | Cancel() | Stop() | PathLost():
@@ -150,6 +151,8 @@ class Scheduler:
                 self._workers.on_control(peer, frame, now)
             case Attached() | Slept() | OutOfStep():
                 self._workers.on_message(peer, frame, now)
+            case KVOpenTransfers():
+                self._lifecycle.handovers.on_audited(peer, frame, now)
             case KVLanded() | KVSendEnded():
                 self._lifecycle.handovers.on_message(peer, frame, now)
             case Broken() if peer in self.groups:
@@ -270,6 +273,7 @@ class Scheduler:
             blocks_quarantined=ledger.num_quarantined,
             transfer_blocks_failed_total=ledger.num_failed_blocks,
             transfer_notices_dropped_total=ledger.num_dropped,
+            transfer_audit_differences_total=lifecycle.handovers.audit.num_differences,
             second_token_counts=list(results.second_tokens),
             second_token_us_total=round(1e6 * results.second_token_s),
         )

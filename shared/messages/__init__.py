@@ -9,7 +9,16 @@ conversations to `base`, never back.
 
 from blockyard.shared.messages.base import NO_TOKEN, PROTOCOL_VERSION, FinishReason, Frame, FrameStruct, Hello, Role
 from blockyard.shared.messages.controls import Control, Controlled, ControlVerb, MemoryTag, Sleep, Slept, Wake
-from blockyard.shared.messages.kv_transfer import KVAbort, KVLanded, KVReceive, KVRole, KVSend, KVSendEnded
+from blockyard.shared.messages.kv_transfer import (
+    KVAbort,
+    KVAudit,
+    KVLanded,
+    KVOpenTransfers,
+    KVReceive,
+    KVRole,
+    KVSend,
+    KVSendEnded,
+)
 from blockyard.shared.messages.membership import (
     SECOND_TOKEN_S,
     STEP_TOKENS,
@@ -105,6 +114,7 @@ SchedulerIn = (
     | StatsRequest
     | KVLanded
     | KVSendEnded
+    | KVOpenTransfers
 )
 DetokenizerIn = TokenBatch
-WorkerIn = Attach | StepPlan | Sleep | Wake | KVReceive | KVAbort
+WorkerIn = Attach | StepPlan | Sleep | Wake | KVReceive | KVAbort | KVAudit

@@ -58,6 +58,21 @@ class KVAbort(Frame, frozen=True):
     is_source: bool = False  # the worker sends; for one that does not know the transfer
 
 
+class KVAudit(Frame, frozen=True):
+    """scheduler -> worker, every minute: which transfers are open? It answers with KVOpenTransfers."""
+
+    number: int  # of the question
+
+
+class KVOpenTransfers(Frame, frozen=True):
+    """worker -> scheduler, after all that it has said of transfers before: the ones that have not ended."""
+
+    worker: int
+    number: int  # of the question
+    transfers: list[int] = []
+    blocks: list[list[int]] = []  # the worker's own, of each transfer
+
+
 class KVLanded(Frame, frozen=True):
     """receiving worker -> scheduler: what has landed since the last KVLanded of the transfer."""
 

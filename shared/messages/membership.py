@@ -79,6 +79,7 @@ class Stats(FrameStruct, frozen=True):
     transfer_bytes: list[NamedCount] = []  # bytes of KV blocks that this worker has sent, by connector
     transfer_frames_dropped: list[NamedCount] = []  # frames of other workers that this one has refused, by reason
     sends_to: list[int] = []  # incarnations of workers that it has sent KV blocks to since its last counters
+    transfer_audit_differences_total: int = 0  # transfers that a worker knew otherwise than the scheduler
 
 
 class Member(FrameStruct, frozen=True):

@@ -56,6 +56,11 @@ _TRANSFER_COUNTERS = (
         "Frames of workers about transfers that are unknown, or that had ended",
         "transfer_notices_dropped_total",
     ),
+    (
+        "kv_transfer_audit_differences",
+        "Transfers of which a worker and the scheduler knew different things",
+        "transfer_audit_differences_total",
+    ),
 )
 _LABELS = ["model_name", "member", "role", "kv_role"]  # the last one only of workers with KV transfers
 _QUEUE = ["model_name", "member"]

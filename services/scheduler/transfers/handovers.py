@@ -20,9 +20,10 @@ from blockyard.services.scheduler.outbox import Outbox
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
 from blockyard.services.scheduler.sequences.handover import Handover
 from blockyard.services.scheduler.sequences.requests import Phase, RunningSequence, Sequence
+from blockyard.services.scheduler.transfers.audit import TransferAudit
 from blockyard.services.scheduler.transfers.failures import FailedBlocks, LinkBackoff
 from blockyard.services.scheduler.transfers.ledger import Transfer, TransferLedger
-from blockyard.shared.messages import Attached, KVAbort, KVLanded, KVReceive, KVSend, KVSendEnded
+from blockyard.shared.messages import Attached, KVAbort, KVLanded, KVOpenTransfers, KVReceive, KVSend, KVSendEnded
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ class Handovers:
     ) -> None:
         """`fail` ends a sequence with an error."""
         self.ledger = TransferLedger(groups.scheduler, settings.lease_s)
+        self.audit = TransferAudit(self.ledger)
         self.links = LinkBackoff()
         self._failed_blocks = FailedBlocks()
         self.num_arriving = 0  # sequences
@@ -117,6 +119,7 @@ class Handovers:
         transfer = self.ledger.open(handover.source, handover.target, handover.target_blocks)
         handover.transfer, handover.ticket = transfer.number, self._settings.random_bytes(TICKET_BYTES)
         self._by_transfer[transfer.number] = running.sequence
+        self.audit.on_opened(handover.source, handover.target, self._now)
         geometry = group.geometry
         self._outbox.send_before_plans(
             handover.target,
@@ -149,7 +152,7 @@ class Handovers:
         blocks = [running.table.blocks[i] for i in handover.positions[first:last]]
         group.kv_cache.blocks.share(blocks)
         handover.num_sent, is_last = last, last == len(handover.positions)
-        self.ledger.send(transfer, blocks, is_last, now)
+        self.ledger.send(transfer, blocks, is_last, group.plan_clock.last_sent + 1, now)
         geometry = self._groups.attached[handover.target].geometry
         return [
             KVSend(
@@ -281,6 +284,12 @@ class Handovers:
         elif self.links.failing and transfer.has_landed:
             self.links.on_landed(pair, self._now)
 
+    def on_audited(self, worker: int, frame: KVOpenTransfers, now: float) -> None:
+        """A worker says which transfers are open there."""
+        for number in self.audit.on_answer(worker, frame, now):
+            self._outbox.send(worker, KVAbort(number))
+        self._apply()
+
     def on_detached(self, worker: int, is_lost: bool) -> None:
         """A group was dropped, and with it the blocks that were held there."""
         for handover, sequence in list(self._live.items()):
@@ -291,6 +300,7 @@ class Handovers:
                     self._wait(sequence)
         self.ledger.on_detached(worker, is_lost, self._now)
         self.links.on_detached(worker, self._now)
+        self.audit.on_detached(worker)
         self._apply()
 
     def on_attached(self, group: WorkerGroup, frame: Attached) -> None:
@@ -307,6 +317,10 @@ class Handovers:
             return
         self._check_at = now + CHECK_S
         self.links.update(now)
+        if self.audit.is_due(now):
+            completed = {group.worker: group.plan_clock.last_completed for group in self._groups.attached.values()}
+            for worker, question in self.audit.ask(completed, now):
+                self._outbox.send(worker, question)
         for transfer in self.ledger.ask_overdue(now):
             log.warning("KV transfer %d has not ended within its lease: asking its workers", transfer.number)
             self._count_outcome(transfer)

@@ -25,15 +25,21 @@ class TransferEnd:
     has_answered: bool = False  # the worker has said that it does not touch the blocks any more
     is_gone: bool = False  # the worker is lost
     is_held: bool = True  # the blocks are held in the worker's group
+    last_plan: int = 0  # of the source: the last plan that sends blocks
 
     def reopen(self, worker: int, blocks: list[int]) -> None:
         """The worker begins anew, and may still use these blocks."""
         self.worker, self.blocks, self.state = worker, blocks, EndState.ABORTED
-        self.has_answered, self.is_gone, self.is_held = False, False, True
+        self.has_answered, self.is_gone, self.is_held, self.last_plan = False, False, True, 0
 
     def detach(self, is_lost: bool) -> None:
         """The group of the worker is dropped."""
         self.is_held, self.is_gone = False, self.is_gone or is_lost
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its worker is attached and has not answered."""
+        return self.is_held and not self.is_closed
 
     @property
     def held_blocks(self) -> list[int]:
@@ -106,10 +112,11 @@ class TransferLedger:
         self.transfers[transfer.number] = transfer
         return transfer
 
-    def send(self, transfer: Transfer, blocks: list[int], is_last: bool, now: float) -> None:
+    def send(self, transfer: Transfer, blocks: list[int], is_last: bool, plan: int, now: float) -> None:
         """A plan of the source sends these blocks. The lease begins when all of them are sent."""
-        transfer.source.has_answered, transfer.source.state = False, EndState.OFFERED
-        transfer.source.blocks += blocks
+        source = transfer.source
+        source.has_answered, source.state, source.last_plan = False, EndState.OFFERED, plan
+        source.blocks += blocks
         if is_last:
             transfer.ask_at = now + self._lease_s
 

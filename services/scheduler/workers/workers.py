@@ -95,8 +95,9 @@ class Workers:
         """Called before sequences are routed: ends the quarantine of requests that survived, and repeats Attach."""
         if self._quarantine.probations:
             self._quarantine.update()
-        if self._handovers.ledger.transfers or self._handovers.links.failing:
-            self._handovers.update(now)
+        handovers = self._handovers
+        if handovers.ledger.transfers or handovers.links.failing or handovers.audit.workers:
+            handovers.update(now)
         if self._groups.asked:
             for worker in self._groups.attach_overdue(now):
                 self._attach(worker, now)

@@ -43,6 +43,7 @@ COUNTERS = (  # fields of Stats
     "transfers_aborted_total",
     "transfer_blocks_failed_total",
     "transfer_notices_dropped_total",
+    "transfer_audit_differences_total",
     "second_token_us_total",
 )
 REFUSED, SERVED, STEP_SIZES, SECOND_TOKENS = "refused", "served", "step_sizes", "second_tokens"

@@ -16,7 +16,9 @@ from blockyard.shared.messages import (
     Fenced,
     Geometry,
     KVAbort,
+    KVAudit,
     KVLanded,
+    KVOpenTransfers,
     KVReceive,
     KVRole,
     KVSend,
@@ -146,6 +148,18 @@ def test_frames_of_the_attached_scheduler_reach_the_transfers() -> None:
     it.session.handle(OLD, RECEIVE)
     it.session.handle(OLD, KVAbort(1))
     assert log == [RECEIVE, KVAbort(1)]
+
+
+def test_a_question_is_answered_after_all_that_was_to_be_said_before() -> None:
+    it, links, transfers, _ = worker()
+    transfers.answers.append(KVLanded(ME, 7, [1], [], True))
+    it.session.handle(OLD, KVAudit(3))
+    assert links.answered[-2:] == [
+        (OLD, KVLanded(ME, 7, [1], [], True)),
+        (OLD, KVOpenTransfers(ME, 3, [9, 8], [[1, 2], [3]])),
+    ]
+    it.session.handle(NEW, KVAudit(3))
+    assert links.answered[-1] == (NEW, Fenced(NEW))
 
 
 def test_frames_of_another_scheduler_are_refused() -> None:

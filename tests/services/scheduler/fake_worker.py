@@ -18,6 +18,8 @@ from blockyard.shared.messages import (
     Frame,
     Geometry,
     KVAbort,
+    KVAudit,
+    KVOpenTransfers,
     KVReceive,
     KVSend,
     Sleep,
@@ -74,7 +76,7 @@ class FakeWorker:
         """Checks a frame that leaves the scheduler against the plans in flight."""
         busy_transfers = self.busy_transfers()
         self.inbox.append(frame)
-        if isinstance(frame, KVAbort):
+        if isinstance(frame, KVAbort | KVAudit):
             return
         if isinstance(frame, KVReceive):
             assert busy_transfers.isdisjoint(frame.blocks), "blocks of a transfer are reserved for another"
@@ -168,6 +170,10 @@ class FakeWorker:
                 abort(self.transfers, self.incarnation, KVAbort(number))
         if isinstance(frame, KVReceive):
             own.receive(frame, self.loop._runner.block_hashes)
+        elif isinstance(frame, KVAudit):
+            still_open = own.open_transfers()
+            numbers, blocks = list(still_open), list(still_open.values())
+            own.notices.append(KVOpenTransfers(self.incarnation, frame.number, numbers, blocks))
         elif isinstance(frame, KVAbort):
             abort(self.transfers, self.incarnation, frame)
         else:

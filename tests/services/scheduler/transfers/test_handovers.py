@@ -15,6 +15,7 @@ from blockyard.shared.messages import (
     Cancel,
     FinishReason,
     KVAbort,
+    KVAudit,
     KVLanded,
     KVReceive,
     KVRole,
@@ -544,6 +545,43 @@ def test_a_lost_notice_is_asked_for_when_the_lease_is_over() -> None:
     it.world.turn()
     assert it.frames(KVAbort, it.target) and it.frames(KVAbort, it.source)
     it.finish()
+
+
+def test_the_audit_finds_lost_notices_before_the_lease_is_over() -> None:
+    it = Pair(kv_lease_s=1000.0)
+    it.submit("a", 22)
+    it.prefill()
+    it.work(it.target)
+    it.world.move(it.source.incarnation)
+    for transfers in it.world.transfers.values():
+        transfers.notices.clear()
+    it.world.now += 59.0
+    it.world.turn()
+    assert not it.frames(KVAudit, it.target)
+    it.world.now += 2.0
+    it.world.turn()
+    for worker in it.workers:
+        it.work(worker)
+    it.notify()
+    assert it.sequence("a").phase is Phase.RUNNING
+    stats = it.world.core.stats()
+    assert (stats.transfer_audit_differences_total, stats.transfers_open) == (2, 0)
+    it.finish()
+
+
+def test_the_audit_finds_no_difference_in_a_sound_world() -> None:
+    it = Pair(P, P, D, D, kv_lease_s=1000.0)
+    for i in range(12):
+        it.submit(f"{i}", 20 + i, prompt=[i, *range(19 + i)])
+        for j, worker in enumerate(it.workers):
+            if (i + j) % 3:
+                it.world.work(worker)
+                it.world.move(worker.incarnation, 2)
+        it.world.now += 30.0
+        it.world.turn()
+    it.finish()
+    assert it.frames(KVAudit, it.source) and it.frames(KVAudit, it.workers[2])
+    assert it.world.core.stats().transfer_audit_differences_total == 0
 
 
 def test_a_sequence_does_not_wait_for_a_worker_that_never_answers() -> None:

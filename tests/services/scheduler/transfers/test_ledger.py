@@ -16,8 +16,8 @@ class Books:
         self.transfer = self.ledger.open(P, D, [5, 6])
         self.number = self.transfer.number
         if is_sent:
-            self.ledger.send(self.transfer, [1], False, 0.0)
-            self.ledger.send(self.transfer, [2], True, 0.0)
+            self.ledger.send(self.transfer, [1], False, 1, 0.0)
+            self.ledger.send(self.transfer, [2], True, 2, 0.0)
 
     def landed(self, *blocks: int, failed: tuple[int, ...] = (), is_ended: bool = True) -> Transfer | None:
         return self.ledger.on_landed(D, self.number, list(blocks), list(failed), is_ended, 1.0)
@@ -112,7 +112,7 @@ def test_a_lease_asks_again_and_again_and_frees_nothing() -> None:
 
 def test_a_transfer_whose_prompt_is_still_computed_has_no_lease() -> None:
     it = Books(is_sent=False)
-    it.ledger.send(it.transfer, [1], False, 0.0)
+    it.ledger.send(it.transfer, [1], False, 1, 0.0)
     assert it.ledger.ask_overdue(100 * LEASE) == []
 
 

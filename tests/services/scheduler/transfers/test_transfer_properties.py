@@ -25,6 +25,7 @@ class TransferProgram(Program):
             self.world.add_worker()
         self._rules += [self.work, self.work, self.move, self.notify] * 20 + [
             self.expire,
+            self.audit,
             self.lose_notice,
             self.break_link,
         ]
@@ -54,6 +55,10 @@ class TransferProgram(Program):
             if target is not None and number in target.incoming:
                 target.end_receive(number)
 
+    def audit(self, a: int, b: int) -> None:
+        self.world.now += 61.0
+        self.world.turn()
+
     def expire(self, a: int, b: int) -> None:
         self.world.now += self.world.shape.kv_lease_s * (1 + b % 2)
         self.world.turn()
@@ -65,6 +70,7 @@ shapes = st.builds(
     Shape,
     roles=ROLES,
     decode_prefill_tokens=st.sampled_from(DECODE_PREFILLS),
+    kv_lease_s=st.sampled_from([5.0, 5.0, 500.0]),
     load_failure_policy=st.sampled_from(["recompute", "recompute", "recompute", "fail"]),
     **{name: st.sampled_from(values) for name, values in SHAPES.items()},
 )
