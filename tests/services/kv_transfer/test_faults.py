@@ -70,8 +70,8 @@ def test_late_copies_land_in_the_end(peers: tuple[Peer, Peer], connector: str) -
     for number in range(5):
         pair.begin(number, [number])
         pair.sender.write(number, [number], [number], ALL)
-    pair.until(lambda: pair.sender.connector != "")
-    assert pair.sender.busy or pair.ended, "no descriptor tells when the delay is over"
+    pair.until(pair.sender._transfers.has_waiting)
+    assert pair.sender.busy, "no descriptor tells when the delay is over"
     pair.until(lambda: len(pair.ended) == len(pair.sent) == 5)
     assert (pair.target.blocks[:, :5] == pair.source.blocks[:, :5]).all()
     pair.close()
