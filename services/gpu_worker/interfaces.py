@@ -177,6 +177,9 @@ class KVTransfers(Protocol):
     def on_plan_done(self, plan: StepPlan) -> None:
         """Starts the sends of a plan whose step is complete. A transfer begins with its first send."""
 
+    def count(self, stats: Stats) -> Stats:
+        """Returns the worker's counters with those of transfers, and the receivers of sends since the last call."""
+
     def on_gone(self, worker: int) -> None:
         """Another member has left the ring."""
 

@@ -28,7 +28,7 @@ class Worker:
         self.session = SchedulerSession(links, runner, transfers)
         self._has_chores = True  # the runner may have background work
         self._wait_s = CHORE_POLL_S  # before the next piece of background work
-        self.counters = Counters(links, runner.geometry.num_blocks)
+        self.counters = Counters(links, runner.geometry.num_blocks, transfers)
 
     def run(self, stopped: threading.Event) -> None:
         """Serves until `stopped`, then finishes the plans in flight and aborts KV transfers."""

@@ -5,6 +5,7 @@ import time
 from dataclasses import dataclass, field
 
 from blockyard.services.gpu_worker.interfaces import KVMemory, WorkerLinks
+from blockyard.services.gpu_worker.transfers.link_counts import LinkCounts
 from blockyard.services.kv_transfer.copy_thread import CopyThread
 from blockyard.services.kv_transfer.layout import BlockLayout
 from blockyard.services.kv_transfer.protocol.outgoing import SenderEnded
@@ -48,6 +49,8 @@ class SenderLinks:
         self._targets: dict[int, _Target] = {}  # by incarnation
         self._by_transfer: dict[int, _Target] = {}
         self._ended: list[SenderEnded] = []  # of links that were closed
+        self._counts = LinkCounts()  # of the same links
+        self._sent_to: set[int] = set()  # receivers since the last `take_sent_to`
 
     @property
     def busy(self) -> bool:
@@ -64,6 +67,18 @@ class SenderLinks:
             found |= target.link.open_transfers()
         return found
 
+    def counts(self) -> LinkCounts:
+        """Sums over all links, closed ones too."""
+        counts = self._counts.copy()
+        for target in self._targets.values():
+            counts.add_sender(target.link)
+        return counts
+
+    def take_sent_to(self) -> list[int]:
+        """Incarnations of the receivers of all sends since the last call."""
+        sent_to, self._sent_to = self._sent_to, set()
+        return sorted(sent_to)
+
     def write(self, send: KVSend, layers: range) -> None:
         """Sends blocks in some layers, in which they must be full. Opens link and transfer if they are not open.
 
@@ -76,6 +91,7 @@ class SenderLinks:
             target.link.begin(number, send.target_generation)
             target.transfers.add(number)
             self._by_transfer[number] = target
+        self._sent_to.add(send.target)
         self._memory.begin_send(number, send.blocks)
         target.link.write(number, send.blocks, send.target_blocks, layers)
 
@@ -101,6 +117,7 @@ class SenderLinks:
                 self._unwatch(target)
             if target.link.closed and not target.transfers:
                 del self._targets[receiver]
+                self._counts.add_sender(target.link)
             elif target.transfers:
                 target.used_s = now
             elif now - target.used_s > IDLE_S:
@@ -140,6 +157,7 @@ class SenderLinks:
         target.link.close()
         self._take(target, target.link.poll())
         self._unwatch(target)
+        self._counts.add_sender(target.link)
 
     def _unwatch(self, target: _Target) -> None:
         if target.is_watched:

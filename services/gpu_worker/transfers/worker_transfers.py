@@ -1,6 +1,5 @@
 """All transfers of KV blocks to and from this worker."""
 
-import hashlib
 import logging
 import time
 from collections import OrderedDict
@@ -10,9 +9,10 @@ from dataclasses import dataclass, field
 import msgspec
 
 from blockyard.services.gpu_worker.interfaces import KVMemory, WorkerLinks
+from blockyard.services.gpu_worker.transfers.link_counts import LinkCounts
 from blockyard.services.gpu_worker.transfers.sender_links import SenderLinks
 from blockyard.services.kv_transfer.copy_thread import CopyThread
-from blockyard.services.kv_transfer.layout import BlockLayout
+from blockyard.services.kv_transfer.layout import BlockLayout, as_text
 from blockyard.services.kv_transfer.link_sockets import bind_address, transfer_sockets
 from blockyard.services.kv_transfer.protocol.frames import Transfer
 from blockyard.services.kv_transfer.protocol.incoming import BlocksLanded, Received, ReceiverEnded
@@ -20,12 +20,11 @@ from blockyard.services.kv_transfer.protocol.outgoing import Sent
 from blockyard.services.kv_transfer.receiver import TransferReceiver
 from blockyard.shared.bus.sockets import Sockets
 from blockyard.shared.config.services.worker import KVTransferConfig, KVTransferFaults, WorkerConfig
-from blockyard.shared.messages import Geometry, KVAbort, KVLanded, KVReceive, KVSend, KVSendEnded, StepPlan
+from blockyard.shared.messages import Geometry, KVAbort, KVLanded, KVReceive, KVSend, KVSendEnded, Stats, StepPlan
 
 log = logging.getLogger(__name__)
 
 MAX_REMEMBERED = 4096  # numbers of ended sends: plans that were queued before may still name them
-DIGEST_BYTES = 16
 CALM_POLL_S = 0.005
 
 
@@ -68,6 +67,7 @@ class WorkerTransfers:
         self._poll_s = 0.0  # time of the next poll if no transfer is open
         self._ended_sends: OrderedDict[int, bool] = OrderedDict()  # number -> whether it was complete
         self._answers: list[KVLanded | KVSendEnded] = []
+        self._past = LinkCounts()  # of links to earlier memory
         self.open()
 
     @property
@@ -105,13 +105,26 @@ class WorkerTransfers:
         memory, role = self._memory, self._config.role
         if memory is None:
             return msgspec.structs.replace(geometry, kv_role=role)
-        digest = hashlib.sha256(msgspec.msgpack.encode(memory.layout)).digest()[:DIGEST_BYTES].hex()
         return msgspec.structs.replace(
             geometry,
             kv_role=role,
-            kv_layout=digest,
+            kv_layout=as_text(memory.layout),
             kv_generation=memory.generation,
             kv_endpoint=memory.receiver.endpoint.encode(),
+        )
+
+    def count(self, stats: Stats) -> Stats:
+        """Returns this worker's counters with those of transfers, and the receivers of sends since the last call."""
+        counts, memory = self._past, self._memory
+        if memory is not None:
+            counts = counts.copy()
+            counts.add(memory.senders.counts())
+            counts.add_drops(memory.receiver.drops)
+        return msgspec.structs.replace(
+            stats,
+            transfer_bytes=counts.bytes_written,
+            transfer_frames_dropped=counts.dropped,
+            sends_to=memory.senders.take_sent_to() if memory is not None else [],
         )
 
     def open_transfers(self) -> dict[int, list[int]]:
@@ -204,6 +217,8 @@ class WorkerTransfers:
             self._end_receive(memory, number, [], [])
         memory.copies.close()
         memory.sockets.close()
+        self._past.add(memory.senders.counts())
+        self._past.add_drops(memory.receiver.drops)
 
     def _poll(self, memory: _Memory) -> None:
         landed: dict[int, list[int]] = {}  # blocks by transfer

@@ -30,6 +30,7 @@ from blockyard.shared.messages import (
     Slept,
     SlotResult,
     SlotRun,
+    Stats,
     StepPlan,
     StepResult,
     WorkerIn,
@@ -110,6 +111,9 @@ class Transfers:
         self.log.append(("sends", plan.number))
         self.answers.append(KVSendEnded(ME, 5, True))
 
+    def count(self, stats: Stats) -> Stats:
+        return msgspec.structs.replace(stats, sends_to=[OTHER])
+
     def on_gone(self, worker: int) -> None:
         self.log.append(("gone", worker))
 
@@ -141,6 +145,12 @@ def test_attached_has_the_memory_and_the_open_transfers() -> None:
     attached = links.answered[-1][1]
     assert isinstance(attached, Attached) and attached.geometry.kv_role is KVRole.DECODE
     assert (attached.open_transfers, attached.open_transfer_blocks) == ([9, 8], [[1, 2], [3]])
+
+
+def test_the_counters_have_those_of_transfers() -> None:
+    it, links, _, _ = worker()
+    it.counters.publish()
+    assert links.me.stats.sends_to == [OTHER] and links.me.stats.blocks_total == it._runner.geometry.num_blocks
 
 
 def test_frames_of_the_attached_scheduler_reach_the_transfers() -> None:

@@ -12,8 +12,10 @@ from kv_peers import LARGE, SMALL
 from kv_workers import GEOMETRY, NUM_BLOCKS, KVWorker, bus_at, plan_of, send_to, until, worker_process
 
 from blockyard.services.gpu_worker.transfers import sender_links
+from blockyard.services.kv_transfer.layout import as_text
+from blockyard.services.kv_transfer.protocol.drops import DropReason
 from blockyard.shared.bus.poller import Poller
-from blockyard.shared.messages import KVAbort, KVLanded, KVReceive, KVRole, KVSendEnded
+from blockyard.shared.messages import KVAbort, KVLanded, KVReceive, KVRole, KVSendEnded, NamedCount, Stats
 
 A, B = 0xA, 0xB
 
@@ -160,7 +162,8 @@ def test_workers_with_other_layouts_do_not_exchange_blocks(make: Callable[..., K
 def test_geometry_names_role_layout_memory_and_endpoint(make: Callable[..., KVWorker]) -> None:
     a = make(A, SMALL, role=KVRole.PREFILL)
     told = a.geometry
-    assert (told.kv_role, told.kv_generation, len(told.kv_layout)) == (KVRole.PREFILL, 1, 32)
+    assert (told.kv_role, told.kv_generation) == (KVRole.PREFILL, 1)
+    assert told.kv_layout == as_text(msgspec.structs.replace(SMALL, scope="m|{}|auto|")), "readable, for the log"
     assert told.kv_endpoint.startswith(b"ipc://")
     rest = msgspec.structs.replace(told, kv_role=KVRole.BOTH, kv_generation=0, kv_layout="", kv_endpoint=b"")
     assert rest == GEOMETRY
@@ -176,6 +179,30 @@ def test_without_scales_a_worker_exchanges_blocks_with_none_until_it_has_them(ma
     a.memory.layout = msgspec.structs.replace(LARGE, scales=b"s")
     a.transfers.open()
     assert a.geometry.kv_layout and a.geometry.kv_endpoint
+
+
+def test_counters_outlive_links_and_memory(workers: tuple[KVWorker, KVWorker], monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = workers
+    monkeypatch.setattr(sender_links, "IDLE_S", 0.05)
+    assert a.transfers.count(Stats(steps_total=7)) == Stats(steps_total=7)
+    b.receive(1, A, [5, 9])
+    a.send(send_to(b.geometry, B, 1, [3, 4], [5, 9]))
+    until(lambda: 1 in a.ended and 1 in b.ended, a, b)
+    sent = [NamedCount("shm", 2 * SMALL.block_bytes)]
+    assert a.transfers.count(Stats()) == Stats(transfer_bytes=sent, sends_to=[B])
+    assert a.transfers.count(Stats()) == Stats(transfer_bytes=sent), "nothing was sent since"
+    until(lambda: len(a.links.watched) == 3, a, b)  # the idle link is closed
+    assert a.transfers.count(Stats()).transfer_bytes == sent
+    b.transfers._memory.receiver.drops.count(DropReason.DOUBLED, "for a test")
+    for worker in workers:
+        worker.transfers.close()
+        worker.memory.renew()
+        worker.transfers.open()
+    b.receive(2, A, [7], a.geometry.kv_generation)
+    a.send(send_to(b.geometry, B, 2, [3], [7]))
+    until(lambda: 2 in a.ended and 2 in b.ended, a, b)
+    assert a.transfers.count(Stats()).transfer_bytes == [NamedCount("shm", 3 * SMALL.block_bytes)]
+    assert b.transfers.count(Stats()).transfer_frames_dropped == [NamedCount("doubled", 1)]
 
 
 @pytest.mark.parametrize("side", ["sender", "receiver"])
