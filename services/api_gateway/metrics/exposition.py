@@ -58,11 +58,6 @@ _TRANSFER_COUNTERS = (
     ),
     (
         "kv_transfer_audit_differences",
-        "Transfers that a worker knew otherwise than the scheduler",
-        "transfer_audit_differences_total",
-    ),
-    (
-        "kv_transfer_audit_differences",
         "Transfers of which a worker and the scheduler knew different things",
         "transfer_audit_differences_total",
     ),

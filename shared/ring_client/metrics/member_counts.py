@@ -44,7 +44,6 @@ COUNTERS = (  # fields of Stats
     "transfer_blocks_failed_total",
     "transfer_notices_dropped_total",
     "transfer_audit_differences_total",
-    "transfer_audit_differences_total",
     "second_token_us_total",
 )
 REFUSED, SERVED, STEP_SIZES, SECOND_TOKENS = "refused", "served", "step_sizes", "second_tokens"
