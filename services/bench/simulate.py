@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from blockyard.services.bench import datasets
+from blockyard.services.bench import datasets, metrics
 from blockyard.services.bench.flags import Parser, count, positive
 from blockyard.services.bench.workload import due_times
 from blockyard.services.launcher import sources
@@ -20,7 +20,13 @@ from blockyard.shared.config.flags import FLAGS, GROUPS
 from blockyard.shared.config.flags.roles import ROLE_NAMES
 from blockyard.shared.config.parsed_flags import ParsedFlag, Values
 from blockyard.shared.config.services.process import BusConfig
-from blockyard.shared.config.services.simulation import CostModel, SimulatedKill, SimulatedRole, SimulationConfig
+from blockyard.shared.config.services.simulation import (
+    CostModel,
+    LatencyLimits,
+    SimulatedKill,
+    SimulatedRole,
+    SimulationConfig,
+)
 from blockyard.shared.config.worker_roles import WorkersOfRole
 from blockyard.shared.errors import ConfigError
 from blockyard.shared.messages import KVRole
@@ -47,6 +53,7 @@ prefix_tokens (how many; by default as many as the shorter prompt has) and n (ch
     blockyard simulate --generate sharegpt --requests 10000 --rate 20 > trace.jsonl
     blockyard simulate trace.jsonl --max-num-seqs 128
     blockyard simulate trace.jsonl --prefill-workers 4 --decode-workers 6 --decode.max-num-batched-tokens 512
+    blockyard simulate trace.jsonl --workers 10 --goodput ttft:1000 itl:8
 """
 
 
@@ -83,6 +90,13 @@ def parser() -> Parser:
     add("--kv-link-gb-per-s", type=positive, metavar="GB", help="KV blocks from worker to worker (the cost model's)")
     add("--kv-link-latency-us", type=positive, metavar="US", help="from the last byte sent to the receiver's notice")
     add("--kv-link-unstreamed", action="store_true", help="blocks leave when their step ends, not layer by layer")
+    add(
+        "--goodput",
+        nargs="+",
+        metavar="NAME:MS",
+        help="find the split of all workers into prefill and decode workers with the most requests a second within "
+        "limits of the 99th percentiles, ttft:1000 itl:8; the trace is played faster or slower",
+    )
     add("--kill", nargs="+", default=[], metavar="ROLE@S", help="a worker dies at that second: prefill@10 decode@12.5")
     add("--restart-s", type=positive, default=10.0, help="from such a death to the next worker's start (%(default)s)")
     add = made.add_argument_group("trace").add_argument
@@ -130,6 +144,7 @@ def simulation_config(parsed: argparse.Namespace, rest: Sequence[str]) -> Simula
         trace=trace,
         cost=cost,
         roles=[_role(each, model, cost) for each in workers],
+        goodput=_limits(parsed.goodput) if parsed.goodput else None,
         kills=[_kill(word) for word in parsed.kill],
         restart_s=parsed.restart_s,
         block_size=values.get("block-size", int),
@@ -149,6 +164,13 @@ def _role(workers: WorkersOfRole, model: Checkpoint, cost: CostModel) -> Simulat
         num_blocks=values.maybe("num-gpu-blocks-override", int) or cost.num_blocks,
         num_host_blocks=_host_blocks(values, cost),
     )
+
+
+def _limits(words: Sequence[str]) -> LatencyLimits:
+    found = metrics.read_limits(words)
+    if found.keys() != {"ttft", "itl"}:
+        raise ConfigError(f"--goodput {' '.join(words)}: expected both limits, such as ttft:1000 itl:8, and no other")
+    return LatencyLimits(ttft_ms=found["ttft"], itl_ms=found["itl"])
 
 
 def _kill(word: str) -> SimulatedKill:

@@ -5,11 +5,11 @@ import sys
 import time
 from pathlib import Path
 
-from blockyard.services.scheduler.simulator import report
+from blockyard.services.scheduler.simulator import goodput, report
 from blockyard.services.scheduler.simulator.simulation import Simulation
-from blockyard.services.scheduler.simulator.trace import read_trace
+from blockyard.services.scheduler.simulator.trace import TraceRequest, read_trace
 from blockyard.shared import charts
-from blockyard.shared.config.services.simulation import SimulationConfig
+from blockyard.shared.config.services.simulation import LatencyLimits, SimulationConfig
 from blockyard.shared.errors import ConfigError
 from blockyard.shared.process import pipes, settings
 
@@ -18,19 +18,41 @@ SHEET = 4  # charts for a document: queue, batch, blocks, throughput
 
 def simulate(config: SimulationConfig) -> None:
     requests = read_trace(Path(config.trace))
+    gc.disable()  # a collection scans the whole simulation
+    searched = ""
+    if config.goodput is not None:
+        searched, config, requests = _search(config, config.goodput, requests)
     simulation = Simulation(config, requests)
-    gc.disable()  # there are no cycles to collect, and a collection scans the whole simulation
     began = time.perf_counter()
     simulation.run()
     summary = report.summarize(simulation, time.perf_counter() - began)
     text = report.table(config, simulation, summary)
     print(text)
+    text = searched + text
     drawn = report.charts(simulation)
     if config.html:
         _write(config.html, charts.page(f"blockyard simulate {Path(config.trace).name}", text, drawn))
         print(f"\nreport      {config.html}")
     if config.svg:
         _write(config.svg, charts.sheet(drawn[:SHEET]))
+
+
+def _search(
+    config: SimulationConfig, limits: LatencyLimits, requests: list[TraceRequest]
+) -> tuple[str, SimulationConfig, list[TraceRequest]]:
+    """Prints how the setups compare. Returns that text, and the simulation of the best one at its goodput."""
+    lines = [goodput.head(limits)]
+    print(lines[0])
+
+    def add(line: str) -> None:
+        lines.append(line)
+        print(line, flush=True)
+
+    search = goodput.GoodputSearch(config, requests, limits, lambda found: add(goodput.row(found)))
+    apart, together = search.best(*goodput.splits(config)), search.best(*goodput.unified(config))
+    add(f"{goodput.conclusion(apart, together)}\n")
+    best = max(apart, together, key=lambda found: (not found.is_less, found.per_s))
+    return "\n".join([*lines, ""]), goodput.setup_config(config, best.setup), search.at_rate(best.per_s)
 
 
 def _write(path: str, text: str) -> None:

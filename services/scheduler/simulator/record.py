@@ -43,6 +43,10 @@ class Flow:
     def on_refused(self, now: float, status: int, detail: str) -> None:
         self.refused, self.detail, self.ended_s = status, detail, now
 
+    def is_late(self, now: float, limit_s: float) -> bool:
+        """Whether its first token came, or will come, later than `limit_s` after its arrival."""
+        return (now if self.first_s is None else self.first_s) - self.request.arrival_s > limit_s
+
     @property
     def ttft_s(self) -> float:
         assert self.first_s is not None

@@ -10,7 +10,7 @@ import pytest
 
 from blockyard.services.bench import simulate
 from blockyard.services.launcher.supervision.child import environment
-from blockyard.shared.config.services.simulation import CostModel, SimulatedKill, SimulationConfig
+from blockyard.shared.config.services.simulation import CostModel, LatencyLimits, SimulatedKill, SimulationConfig
 from blockyard.shared.errors import ConfigError
 from blockyard.shared.messages import KVRole
 
@@ -76,6 +76,15 @@ def test_links_and_deaths_are_flags() -> None:
     for wrong in ("prefill", "sender@3", "decode@soon"):
         with pytest.raises(ConfigError, match=f"--kill {wrong}: expected both, prefill, decode and the second"):
             settings("t", "--kill", wrong)
+
+
+def test_goodput_takes_both_limits() -> None:
+    assert settings("t", "--workers", "4", "--goodput", "ttft:1000", "itl:8").goodput == LatencyLimits(
+        ttft_ms=1000, itl_ms=8
+    )
+    for words in (["ttft:1000"], ["ttft:1000", "itl:8", "e2el:9000"]):
+        with pytest.raises(ConfigError, match="expected both limits"):
+            settings("t", "--goodput", *words)
 
 
 def test_flags_without_effect_are_refused() -> None:
