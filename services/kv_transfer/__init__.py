@@ -7,7 +7,7 @@ the links between workers.
 - `host/`: copies between KV blocks and host memory, for `--swap-space`.
 - `layout.BlockLayout`: the shape, dtype and model of KV blocks. Two workers exchange blocks only if theirs are equal.
 - `protocol/`: the frames between two workers, and the state of transfers on each side. It imports no torch and no zmq.
-- `connectors/`: copies of block contents into another worker's arena, by mapped memory or TCP.
+- `connectors/`: copies of block contents into another worker's arena, by mapped memory, TCP or nixl.
 - `sender_link.SenderLink`: writes blocks to one other worker.
 - `receiver.TransferReceiver`: accepts blocks from all other workers.
 - `block_memory.BlockMemory`: the blocks for connectors, in host memory (`HostBlocks`) or on a GPU

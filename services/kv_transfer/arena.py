@@ -35,6 +35,7 @@ Bytes = npt.NDArray[np.uint8]
 NONCE_BYTES = 16
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000  # <linux/mman.h>; Python's mmap cannot map at an address
+_PROT_NONE, _MAP_FAILED = 0, 2 ** (8 * ctypes.sizeof(ctypes.c_void_p)) - 1
 _PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -59,6 +60,15 @@ class Arena(Protocol):
 
     def export(self, incarnation: int) -> ArenaHandle | None:
         """Returns a handle with which processes of this host can map the memory; None if they cannot."""
+
+    def expose(self) -> int:
+        """Returns an address of the memory for processes that write to addresses of this one. Call `hide` in the end.
+
+        It stays the same memory after `drop`, and no other memory gets the address, also not after `hide`.
+        """
+
+    def hide(self, address: int) -> None:
+        """Makes accesses to an address of `expose` fail."""
 
     def drop(self) -> None:
         """Frees the memory. No copy may be in flight in this process. Do not use the arena before `restore`."""
@@ -103,6 +113,12 @@ class DeviceArena:
             )
             return None
         return DeviceArenaHandle(handle, address - start, num_bytes, incarnation, self.generation, self._nonce)
+
+    def expose(self) -> int:
+        return self._memory.data_ptr()
+
+    def hide(self, address: int) -> None:
+        """Does nothing: no process can write to addresses of a GPU's memory by itself."""
 
     def drop(self) -> None:
         self.generation += 1
@@ -153,6 +169,14 @@ class HostArena:
     def export(self, incarnation: int) -> HostArenaHandle | None:
         return HostArenaHandle(os.getpid(), self._fd, self._num_bytes, incarnation, self.generation, self._nonce)
 
+    def expose(self) -> int:
+        """The blocks' own address would lead to the blocks of a later generation after `drop`."""
+        return self._map(None, self._fd, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED)
+
+    def hide(self, address: int) -> None:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
+        self._map(address, -1, _PROT_NONE, flags)
+
     def drop(self) -> None:
         self.generation += 1
         self._close.detach()
@@ -173,10 +197,15 @@ class HostArena:
         self._nonce = secrets.token_bytes(NONCE_BYTES)
         os.pwrite(fd, self._nonce, self._size - NONCE_BYTES)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-        protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
-        if _libc.mmap(self._address, self._size, protection, flags, fd, 0) != self._address:
-            raise OSError(ctypes.get_errno(), f"mmap of {self._size} bytes of KV memory")
+        self._map(self._address, fd, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED)
         return fd
+
+    def _map(self, address: int | None, fd: int, protection: int, flags: int) -> int:
+        """Maps the arena's size. Returns the address."""
+        found: int = _libc.mmap(address, self._size, protection, flags, fd, 0)
+        if found == _MAP_FAILED:
+            raise OSError(ctypes.get_errno(), f"mmap of {self._size} bytes of KV memory")
+        return found
 
 
 def map_arena(handle: HostArenaHandle) -> Bytes:

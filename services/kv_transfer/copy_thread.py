@@ -16,7 +16,8 @@ Job = Callable[[], None]
 class CopyThread:
     """One thread that runs jobs in order. A job must spend its time in calls that release the GIL.
 
-    Call its methods from one thread. `done` and `failed` run on that thread, inside of `poll` or `drain`.
+    Call its methods from one thread, except `report`. `done` and `failed` run on that thread, inside of `poll` or
+    `drain`.
     """
 
     def __init__(self) -> None:
@@ -24,6 +25,7 @@ class CopyThread:
         self._done: deque[Job] = deque()
         self._num_open = 0
         self._is_closed = False
+        self._closing = threading.Lock()  # `report` may not write to a descriptor that is closed
         self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # readable when a job is complete: for select
         self._thread = threading.Thread(target=self._run, name="kv-copies", daemon=True)
         self._thread.start()
@@ -42,6 +44,7 @@ class CopyThread:
                 outcome.append(e)
 
         def report() -> None:
+            self._num_open -= 1
             result = outcome[0]
             if isinstance(result, Exception):
                 failed(result)
@@ -61,14 +64,20 @@ class CopyThread:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.descriptor)
         while self._done:
-            self._num_open -= 1
             self._done.popleft()()
+
+    def report(self, done: Job) -> None:
+        """A later `poll` calls `done`. Any thread may call this. Ignored after `close`."""
+        with self._closing:
+            if not self._is_closed:
+                self._done.append(done)
+                os.eventfd_write(self.descriptor, 1)
 
     def drain(self) -> None:
         """Waits for all jobs and reports them as `poll` does, also jobs that are submitted meanwhile."""
         while self._num_open:
             idle = threading.Event()
-            self._jobs.put([idle.set, _nothing])
+            self._jobs.put([idle.set, self._end_of_drain])
             self._num_open += 1
             idle.wait()
             self.poll()
@@ -77,7 +86,8 @@ class CopyThread:
         """Waits for the running job, and drops all others: no `done` or `failed` is called any more."""
         if self._is_closed:
             return
-        self._is_closed = True
+        with self._closing:
+            self._is_closed = True
         with contextlib.suppress(queue.Empty):  # the thread may take the last job first
             while True:
                 self._jobs.get_nowait()
@@ -94,6 +104,5 @@ class CopyThread:
             self._done.append(entry.pop())
             os.eventfd_write(self.descriptor, 1)
 
-
-def _nothing() -> None:
-    pass
+    def _end_of_drain(self) -> None:
+        self._num_open -= 1

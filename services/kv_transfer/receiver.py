@@ -5,7 +5,7 @@ import os
 import random
 import select
 import time
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ import zmq
 from blockyard.services.kv_transfer.arena import Arena
 from blockyard.services.kv_transfer.connectors.faults import FaultyReader
 from blockyard.services.kv_transfer.connectors.interface import BlockReader
+from blockyard.services.kv_transfer.connectors.nixl import NixlAccesses
 from blockyard.services.kv_transfer.connectors.selection import make_reader, open_blocks
 from blockyard.services.kv_transfer.copy_thread import CopyThread
 from blockyard.services.kv_transfer.layout import BlockLayout, differences
@@ -37,7 +38,7 @@ from blockyard.services.kv_transfer.protocol.frames import (
 from blockyard.services.kv_transfer.protocol.incoming import BlocksLanded, IncomingTransfers, ReceiverEnded
 from blockyard.shared.bus.frames import in_log
 from blockyard.shared.bus.sockets import Sockets, readable
-from blockyard.shared.config.services.worker import KVTransferFaults
+from blockyard.shared.config.services.worker import KVTransferConfig, KVTransferFaults
 from blockyard.shared.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -52,8 +53,8 @@ class _Link:
 
     sender: int
     route: bytes
+    is_nixl: bool  # the sender asks for nixl
     reader: BlockReader | None = None  # None until the sender has chosen a connector
-    has_payloads: bool = False  # the bytes of blocks come with BlocksWritten
     outbox: deque[bytes] = field(default_factory=deque)
 
 
@@ -73,22 +74,26 @@ class TransferReceiver:
         copies: CopyThread,
         needs_ticket: bool = False,
         bind: str | None = None,
-        faults: KVTransferFaults | None = None,
+        config: KVTransferConfig | None = None,
     ) -> None:
         """receiver: incarnation of this worker. needs_ticket: the links are not encrypted.
 
-        bind: address of the socket; None: a new one. Raises ConfigError if it is in use.
+        bind: address of the socket; None: a new one. Raises ConfigError if it is in use, and if the config's connector
+        is nixl and its package is not installed.
         """
-        self._me, self._layout, self._arena = receiver, layout, arena
+        self._me, self._layout, self._arena, self._copies = receiver, layout, arena, copies
+        self._config = config or KVTransferConfig()
         self._generation = arena.generation
         self._own = open_blocks(arena, layout, copies)
         self._transfers = IncomingTransfers(layout, receiver, arena.generation)
         self.drops = self._transfers.drops
-        self._needs_ticket, self._faults = needs_ticket, faults
+        self._needs_ticket = needs_ticket
         self._tickets: dict[bytes, int] = {}
         self._links: dict[int, _Link] = {}  # by sender
         self._routes: dict[bytes, _Link] = {}
         self._processes: dict[int, int] = {}  # by sender: pidfd, if the sender has mapped the arena
+        self._nixl = NixlAccesses(arena, copies, self._config.backends) if self._config.connector == "nixl" else None
+        self._closing: Counter[int] = Counter()  # by sender: agents of nixl that still let it write
         self._decoder = msgspec.msgpack.Decoder(ToReceiver)
         self._encode = msgspec.msgpack.Encoder().encode
         try:
@@ -145,6 +150,8 @@ class TransferReceiver:
         if now < self._probe_until or now > self._next_probe:
             self._next_probe = now + PROBE_S
             self._probe_links()
+        if self._nixl is not None:
+            self._nixl.set_active(self._transfers.num_open > 0)
         self._reap_processes()
         self._send()
         return self._transfers.take_events()
@@ -154,6 +161,8 @@ class TransferReceiver:
 
         Call it before `Arena.drop`. A sender on this host may go on writing, but only to the dropped memory.
         """
+        if self._nixl is not None:
+            self._nixl.stop()
         self.socket.disable_monitor()
         self.monitor.close(0)
         self.socket.close(0)
@@ -205,22 +214,46 @@ class TransferReceiver:
         elif differ := differences(self._layout, hello.layout):
             reason = f"the workers cannot exchange KV blocks: {differ}"
         if reason:
-            log.warning("KV link of %x refused: %s", hello.sender, in_log(reason))
-            self._try_send(route, self._encode(LinkRefused(reason)))
+            self._refuse(hello.sender, route, reason)
             return
         self._forget(hello.sender)
-        link = _Link(hello.sender, route)
+        link = _Link(hello.sender, route, hello.connector == "nixl")
         self._links[hello.sender] = self._routes[route] = link
-        handle = self._arena.export(self._me)
-        link.outbox.append(self._encode(LinkWelcome(self._me, self._generation, handle)))
+        if link.is_nixl:
+            self._open_nixl(link)
+        else:
+            self._welcome(link)
+
+    def _open_nixl(self, link: _Link) -> None:
+        def failed(reason: str) -> None:
+            if self._links.get(link.sender) is link:
+                self._forget(link.sender)
+                self._refuse(link.sender, link.route, reason)
+
+        try:
+            self._nixl = self._nixl or NixlAccesses(self._arena, self._copies, self._config.backends)
+        except ConfigError as e:
+            failed(str(e))
+            return
+        self._nixl.open(link.sender, lambda remote: self._welcome(link, remote), failed)
+
+    def _welcome(self, link: _Link, remote: bytes = b"") -> None:
+        if self._links.get(link.sender) is link:
+            handle = self._arena.export(self._me)
+            link.outbox.append(self._encode(LinkWelcome(self._me, self._generation, handle, remote)))
+
+    def _refuse(self, sender: int, route: bytes, reason: str) -> None:
+        log.warning("KV link of %x refused: %s", sender, in_log(reason))
+        self._try_send(route, self._encode(LinkRefused(reason)))
 
     def _open(self, link: _Link, frame: LinkReady) -> None:
         reader = make_reader(frame.connector, self._own)
-        if reader is None or link.reader is not None:
+        is_other = link.is_nixl != (frame.connector == "nixl") or self._closing[link.sender] > 0
+        if reader is None or link.reader is not None or is_other:
             self.drops.count(DropReason.DOUBLED, f"connector {in_log(frame.connector)} of {link.sender:x}")
             return
-        if self._faults is not None:
-            reader = FaultyReader(reader, self._faults, random.Random(), self._arena, self._layout)
+        if self._config.faults != KVTransferFaults():
+            reader = FaultyReader(reader, self._config.faults, random.Random(), self._arena, self._layout)
         self._drop_process(link.sender)
         if frame.pid:
             try:
@@ -228,11 +261,11 @@ class TransferReceiver:
             except (OSError, ValueError, OverflowError) as e:
                 log.warning("KV link of %x: process %d: %s", link.sender, frame.pid, e)
                 return
-        link.reader, link.has_payloads = reader, not frame.pid
+        link.reader = reader
         self._transfers.on_link(link.sender)
 
     def _written(self, link: _Link, frame: BlocksWritten, payload: memoryview | None) -> None:
-        if link.reader is None or link.has_payloads != (payload is not None):
+        if link.reader is None or link.reader.has_payloads != (payload is not None):
             self.drops.count(DropReason.WRONG_SIZE, f"blocks of transfer {frame.number} with or without their bytes")
             return
         landing = self._transfers.on_written(link.sender, frame, None if payload is None else payload.nbytes)
@@ -255,7 +288,7 @@ class TransferReceiver:
         for process, _ in waiting.poll(0):
             self._forget(senders[process])
             self._drop_process(senders[process])
-            self._transfers.on_sender_stopped(senders[process])
+            self._end_if_stopped(senders[process])
 
     def _send(self) -> None:
         for sender, frame in self._transfers.take_frames():
@@ -285,14 +318,28 @@ class TransferReceiver:
     def _lose(self, link: _Link) -> None:
         """Handles a closed link. A sender that has mapped the arena may write until its process ends."""
         self._forget(link.sender)
-        if link.sender not in self._processes:
-            self._transfers.on_sender_stopped(link.sender)
+        self._end_if_stopped(link.sender)
+
+    def _end_if_stopped(self, sender: int) -> None:
+        """Ends the transfers of a lost link, if its sender certainly cannot write any more."""
+        if sender not in self._processes and not self._closing[sender]:
+            self._transfers.on_sender_stopped(sender)
 
     def _forget(self, sender: int) -> None:
         link = self._links.pop(sender, None)
-        if link is not None:
-            del self._routes[link.route]
-            self._transfers.on_link_lost(sender)
+        if link is None:
+            return
+        del self._routes[link.route]
+        self._transfers.on_link_lost(sender)
+        if link.is_nixl and self._nixl is not None:
+            self._closing[sender] += 1
+            self._nixl.close(sender, lambda: self._closed(sender))
+
+    def _closed(self, sender: int) -> None:
+        self._closing[sender] -= 1
+        self._closing += Counter()  # drops zeros
+        if sender not in self._links:
+            self._end_if_stopped(sender)
 
     def _drop_process(self, sender: int) -> None:
         process = self._processes.pop(sender, None)

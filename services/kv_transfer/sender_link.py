@@ -13,6 +13,7 @@ import zmq
 from blockyard.services.kv_transfer.arena import Arena
 from blockyard.services.kv_transfer.connectors.faults import FaultyWriter
 from blockyard.services.kv_transfer.connectors.interface import BlockWriter, Payload
+from blockyard.services.kv_transfer.connectors.nixl import OPEN_S
 from blockyard.services.kv_transfer.connectors.selection import make_writer, open_blocks
 from blockyard.services.kv_transfer.copy_thread import CopyThread
 from blockyard.services.kv_transfer.host_blocks import Words
@@ -32,10 +33,12 @@ from blockyard.services.kv_transfer.protocol.frames import (
 )
 from blockyard.services.kv_transfer.protocol.outgoing import BlockWrite, OutgoingTransfers, SenderEnded
 from blockyard.shared.bus.sockets import Sockets, readable
-from blockyard.shared.config.services.worker import KVTransferFaults
+from blockyard.shared.config.services.worker import KVTransferConfig, KVTransferFaults
 from blockyard.shared.errors import ConfigError
 
 log = logging.getLogger(__name__)
+
+CLOSE_S = 1.0  # that `close` waits for copies in flight
 
 _BROKEN = (
     zmq.EVENT_DISCONNECTED
@@ -61,9 +64,8 @@ class SenderLink:
         layout: BlockLayout,
         arena: Arena,
         copies: CopyThread,
-        connector: str = "auto",
+        config: KVTransferConfig,
         ticket: bytes = b"",
-        faults: KVTransferFaults | None = None,
     ) -> None:
         """receiver, sender: incarnations. ticket: for a link without encryption, see `TransferReceiver.admit`.
 
@@ -73,24 +75,24 @@ class SenderLink:
         self.receiver, self.connector = receiver, ""
         self.closed = ""  # the reason, once the link is closed
         self.bytes_written = 0  # of KV blocks, with those of transfers that were aborted
-        self._layout, self._arena = layout, arena
-        self._generation, self._wanted, self._endpoint = arena.generation, connector, endpoint
+        self._broken = ""  # why the connector has failed
+        self._layout, self._arena, self._copies = layout, arena, copies
+        self._generation, self._config, self._endpoint = arena.generation, config, endpoint
         self._own = open_blocks(arena, layout, copies)
         self._writer: BlockWriter | None = None
-        self._faults = faults
         self._transfers = OutgoingTransfers(layout, arena.generation)
         self.drops = self._transfers.drops
         self._decoder = msgspec.msgpack.Decoder(ToSender)
         self._encode = msgspec.msgpack.Encoder().encode
         self._payloads: dict[BlockWrite, Payload] = {}
         self._outbox: deque[tuple[bytes, Payload | None]] = deque()
-        self._deadline = time.monotonic() + HELLO_S
+        self._deadline = time.monotonic() + (OPEN_S if config.connector == "nixl" else HELLO_S)
         try:
             self.socket = sockets.connect_dealer(endpoint, b"k")
         except zmq.ZMQError as e:
             raise ValueError(f"{endpoint!r} is no endpoint of KV links: {e}") from e
         self.monitor: zmq.Socket[Any] = self.socket.get_monitor_socket(_BROKEN)
-        self._post(LinkHello(LINK_VERSION, sender, self._generation, receiver, layout, ticket))
+        self._post(LinkHello(LINK_VERSION, sender, self._generation, receiver, layout, ticket, config.connector))
 
     def open_transfers(self) -> dict[int, list[int]]:
         """Numbers of transfers that have not ended, with the source blocks named so far, which must not change."""
@@ -102,8 +104,8 @@ class SenderLink:
         `poll` of another link has made events."""
         if self._transfers.has_output:
             return True
-        can_start = self._writer is not None and self._transfers.has_waiting()
-        return not self.closed and (bool(self._outbox) or can_start)
+        can_start = bool(self.connector) and self._transfers.has_waiting()
+        return not self.closed and (bool(self._outbox or self._broken) or can_start)
 
     def begin(self, number: int, receiver_generation: int) -> None:
         """Opens a transfer. Raises ValueError for a used number."""
@@ -131,9 +133,11 @@ class SenderLink:
         if not self.closed:
             self._receive()
         if not self.closed:
-            if drain_monitor(self.monitor):
+            if self._broken:
+                self._lose(f"{self._endpoint}: {self._broken}")
+            elif drain_monitor(self.monitor):
                 self._lose(f"the link to {self._endpoint} has closed")
-            elif self._writer is None and time.monotonic() > self._deadline:
+            elif not self.connector and time.monotonic() > self._deadline:
                 self._lose(f"{self._endpoint} does not answer")
             elif self._arena.generation != self._generation:
                 self._lose("this worker's KV memory is another one now")
@@ -146,8 +150,14 @@ class SenderLink:
         for number in self.open_transfers():
             self.abort(number, "the sender has closed the link")
         self._own.drain()
+        deadline = time.monotonic() + CLOSE_S
+        while self._transfers.num_copies and time.monotonic() < deadline:
+            time.sleep(0.0005)
+            self._own.drain()
         self._send()
         self._lose("closed by this worker", linger_ms=200)
+        if self._writer is not None:
+            self._writer.join()
 
     def _receive(self) -> None:
         for _ in range(MAX_MESSAGES_A_TURN):
@@ -176,18 +186,30 @@ class SenderLink:
             self._lose(f"{self._endpoint} is {frame.receiver:x}, not {self.receiver:x}")
             return
         try:
-            self._writer = make_writer(self._wanted, frame.arena, self._own, self._layout)
+            self._writer = make_writer(self._config, frame, self._arena, self._own, self._layout, self._copies)
         except ConfigError as e:
             self._lose(str(e))
             return
-        if self._faults is not None:
-            self._writer = FaultyWriter(self._writer, self._faults, random.Random())
+        if self._config.faults != KVTransferFaults():
+            self._writer = FaultyWriter(self._writer, self._config.faults, random.Random())
+        self._writer.open(self._opened, self._fail)
+
+    def _opened(self) -> None:
+        if self.closed or self._writer is None:
+            return
         self.connector = self._writer.name
         self._transfers.set_chunk_bytes(self._writer.chunk_bytes)
         self._post(LinkReady(self.connector, os.getpid() if self._writer.maps_memory else 0))
 
+    def _fail(self, reason: str) -> None:
+        """The connector has failed. `poll` closes the link."""
+        self._broken = reason
+        self._transfers.on_link_lost()  # the receiver must not hear that these transfers have stopped
+
     def _start_writes(self) -> None:
-        while self._writer is not None and not self.closed and (write := self._transfers.next_write()) is not None:
+        if self._writer is None or not self.connector:
+            return
+        while not self.closed and (write := self._transfers.next_write()) is not None:
             if not self._writer.try_start(write, self._written, self._transfers.on_failed):
                 self._transfers.not_started(write)
                 return

@@ -1,4 +1,4 @@
-"""KV transfers between two processes of this host: shared memory against memcpy, TCP against a plain socket pair.
+"""KV transfers between two processes of this host: shared memory and nixl against memcpy, TCP against a socket pair.
 
 `python tests/bench/bench_kv_transfer.py [--mib 16 64] [--rounds 9] [--tokens 16]`
 
@@ -31,6 +31,7 @@ from blockyard.services.kv_transfer.layout import BlockLayout  # noqa: E402
 from blockyard.services.kv_transfer.protocol.frames import Transfer  # noqa: E402
 from blockyard.services.kv_transfer.protocol.incoming import Received, ReceiverEnded  # noqa: E402
 from blockyard.shared.bus.curve import write_keys  # noqa: E402
+from blockyard.shared.config.kv_transfer import has_nixl  # noqa: E402
 from blockyard.shared.config.services.process import BusConfig  # noqa: E402
 
 BUFFER = 2 << 20  # of the plain socket pair
@@ -195,7 +196,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16, help="of a block")
     parser.add_argument("--layers", type=int, default=32)
     args = parser.parse_args()
-    cases = [("shm", True), ("tcp", False), ("tcp", True)]
+    cases = [("shm", True), ("tcp", False), ("tcp", True)] + [("nixl", True)] * has_nixl()
     with tempfile.TemporaryDirectory() as name:
         for mib in args.mib:
             plain_s = plain_socket_s(mib << 20, args.rounds)
@@ -211,9 +212,9 @@ def main() -> None:
                         for _ in range(args.rounds):
                             times.append(link.seconds(sources, targets))
                             copies.append(link.memcpy_s(mib << 20))
-                        way = connector if connector == "shm" else f"tcp {'curve' if encrypt else 'plain'}"
+                        way = connector if connector != "tcp" else f"tcp {'curve' if encrypt else 'plain'}"
                         title = f"{mib} MiB {way}, {order}, checksums {'on' if checksums else 'off'}"
-                        base = (min(copies), "memcpy") if connector == "shm" else (plain_s, "a socket pair")
+                        base = (min(copies), "memcpy") if connector != "tcp" else (plain_s, "a socket pair")
                         row(title, mib << 20, min(times), *base)
                     link.close()
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import pytest
 import torch
 
 from blockyard.services.kv_transfer.arena import Arena, DeviceArena, HostArena, map_arena
@@ -28,11 +29,15 @@ from blockyard.services.kv_transfer.protocol.incoming import BlocksLanded, Recei
 from blockyard.services.kv_transfer.protocol.outgoing import SenderEnded
 from blockyard.services.kv_transfer.receiver import TransferReceiver
 from blockyard.services.kv_transfer.sender_link import SenderLink
+from blockyard.shared.config.kv_transfer import has_nixl
 from blockyard.shared.config.services.process import BusConfig
+from blockyard.shared.config.services.worker import KVTransferConfig
 
 SMALL = BlockLayout(num_layers=3, kv_heads=2, head_dim=8, block_size=4, dtype="float32", dtype_bytes=4)
 LARGE = BlockLayout(num_layers=8, kv_heads=8, head_dim=64, block_size=16, dtype="float32", dtype_bytes=4)  # 512 KiB
 SENDER, RECEIVER = 0x5E, 0x4E
+
+needs_nixl = pytest.mark.skipif(not has_nixl(), reason="needs the package nixl")
 
 
 class Peer:
@@ -61,7 +66,8 @@ class Peer:
         self.put(np.random.default_rng(seed).integers(0, 2**64, self.blocks.shape, dtype=np.uint64))
 
     def sender(self, endpoint: str, connector: str = "auto", ticket: bytes = b"", me: int = SENDER) -> SenderLink:
-        return SenderLink(self.sockets, endpoint, RECEIVER, me, self.layout, self.arena, self.copies, connector, ticket)
+        config = KVTransferConfig(connector=connector)
+        return SenderLink(self.sockets, endpoint, RECEIVER, me, self.layout, self.arena, self.copies, config, ticket)
 
     def receiver(self, needs_ticket: bool = False) -> TransferReceiver:
         return TransferReceiver(self.sockets, RECEIVER, self.layout, self.arena, self.copies, needs_ticket)
@@ -257,6 +263,7 @@ def run_sender(events: "Connection", settings: dict[str, Any]) -> None:
 
 
 def peer_of(settings: dict[str, Any]) -> Peer:
+    os.environ.update(settings.get("env", {}))
     device = settings.get("device", "host")
     if device != "host":
         small_copies_of_gpus()

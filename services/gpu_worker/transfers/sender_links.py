@@ -11,7 +11,7 @@ from blockyard.services.kv_transfer.layout import BlockLayout
 from blockyard.services.kv_transfer.protocol.outgoing import SenderEnded
 from blockyard.services.kv_transfer.sender_link import SenderLink
 from blockyard.shared.bus.sockets import Sockets
-from blockyard.shared.config.services.worker import KVTransferConfig, KVTransferFaults
+from blockyard.shared.config.services.worker import KVTransferConfig
 from blockyard.shared.messages import KVSend
 
 log = logging.getLogger(__name__)
@@ -144,9 +144,8 @@ class SenderLinks:
             self._layout,
             self._memory.arena,
             self._copies,
-            self._config.connector,
+            self._config,
             send.ticket,
-            None if self._config.faults == KVTransferFaults() else self._config.faults,
         )
         self._links.watch(link.socket, link.monitor)
         made = self._targets[send.target] = _Target(link, send.target_generation, time.monotonic())

@@ -19,7 +19,7 @@ from blockyard.services.kv_transfer.protocol.incoming import BlocksLanded, Recei
 from blockyard.services.kv_transfer.protocol.outgoing import Sent
 from blockyard.services.kv_transfer.receiver import TransferReceiver
 from blockyard.shared.bus.sockets import Sockets
-from blockyard.shared.config.services.worker import KVTransferConfig, KVTransferFaults, WorkerConfig
+from blockyard.shared.config.services.worker import KVTransferConfig, WorkerConfig
 from blockyard.shared.messages import Geometry, KVAbort, KVLanded, KVReceive, KVSend, KVSendEnded, Stats, StepPlan
 
 log = logging.getLogger(__name__)
@@ -95,8 +95,7 @@ class WorkerTransfers:
         encrypt = self._config.encrypt
         sockets, copies = transfer_sockets(self._bus, encrypt), CopyThread()
         address = bind_address(self._bus, self._config.port)
-        faults = None if self._config.faults == KVTransferFaults() else self._config.faults
-        receiver = TransferReceiver(sockets, self._me, layout, blocks.arena, copies, not encrypt, address, faults)
+        receiver = TransferReceiver(sockets, self._me, layout, blocks.arena, copies, not encrypt, address, self._config)
         senders = SenderLinks(self._links, sockets, layout, blocks, copies, self._config)
         self._memory = _Memory(blocks, layout, sockets, copies, receiver, senders)
         self._links.watch(receiver.socket, receiver.monitor, copies.descriptor)

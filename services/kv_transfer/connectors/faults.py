@@ -2,6 +2,7 @@
 
 import random
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -11,6 +12,7 @@ from blockyard.services.kv_transfer.connectors.interface import (
     BlockWriter,
     Landed,
     LandingFailed,
+    LinkLost,
     WriteFailed,
     Written,
 )
@@ -30,6 +32,9 @@ class FaultyWriter:
         self._due_s = 0.0
         self._is_lost = False
 
+    def open(self, opened: Callable[[], None], lost: LinkLost) -> None:
+        self._writer.open(opened, lost)
+
     def try_start(self, write: BlockWrite, written: Written, failed: WriteFailed) -> bool:
         now = time.monotonic()
         if write is not self._next:
@@ -45,6 +50,9 @@ class FaultyWriter:
     def close(self) -> None:
         self._writer.close()
 
+    def join(self) -> None:
+        self._writer.join()
+
 
 class FaultyReader:
     """A `BlockReader` that inverts one bit of some copies, before another one computes their checksums."""
@@ -52,6 +60,7 @@ class FaultyReader:
     def __init__(
         self, reader: BlockReader, faults: KVTransferFaults, rng: random.Random, arena: Arena, layout: BlockLayout
     ) -> None:
+        self.has_payloads = reader.has_payloads
         self._reader, self._faults, self._rng = reader, faults, rng
         self._arena, self._layout = arena, layout
 

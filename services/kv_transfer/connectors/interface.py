@@ -13,6 +13,7 @@ Written = Callable[[BlockWrite, Words | None, "Payload | None"], None]  # checks
 Landed = Callable[[Landing, Words | None], None]
 WriteFailed = Callable[[BlockWrite, str], None]  # with the reason
 LandingFailed = Callable[[Landing, str], None]
+LinkLost = Callable[[str], None]  # with the reason
 
 
 class Payload(Protocol):
@@ -34,7 +35,14 @@ class BlockWriter(Protocol):
 
     name: str
     chunk_bytes: int  # upper bound of one copy
-    maps_memory: bool  # the copies write to the receiver's memory directly
+    maps_memory: bool  # this process writes to the receiver's memory itself, and may go on when the link breaks
+
+    def open(self, opened: Callable[[], None], lost: LinkLost) -> None:
+        """Call it first. Calls `opened`, at once or in a later `BlockMemory.poll`; no copy may start before that.
+
+        Calls `lost`, once at most, if the connector fails: the link must close, without a frame about copies that fail
+        after that. Their bytes may still arrive.
+        """
 
     def try_start(self, write: BlockWrite, written: Written, failed: WriteFailed) -> bool:
         """Starts a copy. Returns False if too many are in flight: try again after one is complete.
@@ -44,11 +52,16 @@ class BlockWriter(Protocol):
         """
 
     def close(self) -> None:
-        """Unmaps the receiver's memory once no copy is in flight."""
+        """Unmaps the receiver's memory once no copy is in flight, or ends the copies. They are reported in any case."""
+
+    def join(self) -> None:
+        """Waits until `close` is complete."""
 
 
 class BlockReader(Protocol):
     """Stores the blocks that one sender has sent. No call waits."""
+
+    has_payloads: bool  # the bytes come with `BlocksWritten`
 
     def start(self, landing: Landing, payload: memoryview | None, landed: Landed, failed: LandingFailed) -> None:
         """Copies `payload` into the arena, if there is one, and computes the checksums of the blocks in the arena.

@@ -6,8 +6,10 @@ process, and the receiver learns of that end from a pidfd. A broken link is no p
 both processes may live.
 """
 
+from collections.abc import Callable
+
 from blockyard.services.kv_transfer.block_memory import BlockMemory, PeerBlocks
-from blockyard.services.kv_transfer.connectors.interface import Landed, LandingFailed, WriteFailed, Written
+from blockyard.services.kv_transfer.connectors.interface import Landed, LandingFailed, LinkLost, WriteFailed, Written
 from blockyard.services.kv_transfer.host_blocks import Words
 from blockyard.services.kv_transfer.protocol.incoming import Landing
 from blockyard.services.kv_transfer.protocol.outgoing import BlockWrite
@@ -26,6 +28,9 @@ class MappedWriter:
         self._theirs: PeerBlocks | None = theirs
         self._num_blocks = theirs.shape[1]
         self._in_flight = 0
+
+    def open(self, opened: Callable[[], None], lost: LinkLost) -> None:
+        opened()
 
     def try_start(self, write: BlockWrite, written: Written, failed: WriteFailed) -> bool:
         if self._in_flight >= MAX_IN_FLIGHT or self._theirs is None:
@@ -48,9 +53,14 @@ class MappedWriter:
     def close(self) -> None:
         self._theirs = None  # a copy in flight keeps the mapping until it is complete
 
+    def join(self) -> None:
+        """Does nothing: `BlockMemory.drain` waits for the copies."""
+
 
 class MappedReader:
     """Computes checksums of blocks that the sender has already written into this worker's arena."""
+
+    has_payloads = False
 
     def __init__(self, own: BlockMemory) -> None:
         self._own = own

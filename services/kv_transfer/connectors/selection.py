@@ -6,16 +6,18 @@ from blockyard.services.kv_transfer.arena import Arena, DeviceArena
 from blockyard.services.kv_transfer.block_memory import BlockMemory, HostBlocks
 from blockyard.services.kv_transfer.connectors.interface import BlockReader, BlockWriter
 from blockyard.services.kv_transfer.connectors.mapped import MappedReader, MappedWriter
+from blockyard.services.kv_transfer.connectors.nixl import NixlWriter
 from blockyard.services.kv_transfer.connectors.tcp import TcpReader, TcpWriter
 from blockyard.services.kv_transfer.copy_thread import CopyThread
 from blockyard.services.kv_transfer.host_blocks import blocks_of
 from blockyard.services.kv_transfer.layout import BlockLayout
-from blockyard.services.kv_transfer.protocol.frames import ArenaHandle
+from blockyard.services.kv_transfer.protocol.frames import LinkWelcome
+from blockyard.shared.config.services.worker import KVTransferConfig
 from blockyard.shared.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-CONNECTORS = ("auto", "cuda_ipc", "shm", "tcp")
+CONNECTORS = ("auto", "cuda_ipc", "shm", "tcp", "nixl")
 
 
 def open_blocks(arena: Arena, layout: BlockLayout, copies: CopyThread) -> BlockMemory:
@@ -28,14 +30,19 @@ def open_blocks(arena: Arena, layout: BlockLayout, copies: CopyThread) -> BlockM
     return HostBlocks(blocks_of(arena.bytes.numpy(), layout), layout, copies)
 
 
-def make_writer(name: str, handle: ArenaHandle | None, own: BlockMemory, layout: BlockLayout) -> BlockWriter:
+def make_writer(
+    config: KVTransferConfig, welcome: LinkWelcome, arena: Arena, own: BlockMemory, layout: BlockLayout,
+    copies: CopyThread,
+) -> BlockWriter:  # fmt: skip
     """Makes a writer. "auto" maps the receiver's memory, or takes tcp if it cannot.
 
-    handle: of the receiver's arena; None if it cannot be exported. Raises ConfigError for an unknown name, and for
-    "shm" or "cuda_ipc" if the memory cannot be mapped.
+    Raises ConfigError for an unknown connector, and for one that cannot be used with this receiver.
     """
+    name, handle = config.connector, welcome.arena
     if name not in CONNECTORS:
         raise ConfigError(f"unknown KV connector {name!r}: use one of {', '.join(CONNECTORS)}")
+    if name == "nixl":
+        return NixlWriter(arena, own, layout, welcome.remote, copies, config.backends)
     if name != "tcp":
         try:
             if name not in ("auto", own.connector):
@@ -52,6 +59,6 @@ def make_writer(name: str, handle: ArenaHandle | None, own: BlockMemory, layout:
 
 def make_reader(name: str, own: BlockMemory) -> BlockReader | None:
     """Makes the reader that belongs to the writer `name`; None for an unknown name."""
-    if name == own.connector:
+    if name in (own.connector, NixlWriter.name):
         return MappedReader(own)
     return TcpReader(own) if name == "tcp" else None

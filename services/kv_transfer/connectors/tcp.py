@@ -5,11 +5,12 @@ abort the source blocks are free at once, though their bytes may still be on the
 """
 
 import math
+from collections.abc import Callable
 
 import zmq
 
 from blockyard.services.kv_transfer.block_memory import BlockMemory
-from blockyard.services.kv_transfer.connectors.interface import Landed, LandingFailed, WriteFailed, Written
+from blockyard.services.kv_transfer.connectors.interface import Landed, LandingFailed, LinkLost, WriteFailed, Written
 from blockyard.services.kv_transfer.host_blocks import Words
 from blockyard.services.kv_transfer.protocol.incoming import Landing
 from blockyard.services.kv_transfer.protocol.outgoing import BlockWrite
@@ -49,6 +50,9 @@ class TcpWriter:
         self._sending: list[tuple[Words, zmq.MessageTracker]] = []
         self._num_buffers = 0
 
+    def open(self, opened: Callable[[], None], lost: LinkLost) -> None:
+        opened()
+
     def try_start(self, write: BlockWrite, written: Written, failed: WriteFailed) -> bool:
         buffer = self._buffer()
         if buffer is None:
@@ -78,6 +82,9 @@ class TcpWriter:
     def close(self) -> None:
         """Does nothing: a buffer is freed when libzmq has sent its last message."""
 
+    def join(self) -> None:
+        """Does nothing: `BlockMemory.drain` waits for the copies."""
+
     def _buffer(self) -> Words | None:
         if not self._free:
             sending, self._sending = self._sending, []
@@ -91,6 +98,8 @@ class TcpWriter:
 
 class TcpReader:
     """Copies received bytes into this worker's arena."""
+
+    has_payloads = True
 
     def __init__(self, own: BlockMemory) -> None:
         self._own = own

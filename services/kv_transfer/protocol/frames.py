@@ -60,6 +60,7 @@ class LinkHello(LinkFrame, frozen=True):
     receiver: int
     layout: BlockLayout
     ticket: bytes = b""  # one-time, needed on a link without encryption
+    connector: str = ""  # that the sender asks for
 
 
 class LinkWelcome(LinkFrame, frozen=True):
@@ -68,6 +69,7 @@ class LinkWelcome(LinkFrame, frozen=True):
     receiver: int
     generation: int
     arena: ArenaHandle | None  # None if it cannot be mapped
+    remote: bytes = b""  # of the receiver's side of the connector, for that of the sender
 
 
 class LinkRefused(LinkFrame, frozen=True):
@@ -80,7 +82,7 @@ class LinkReady(LinkFrame, frozen=True):
     """The sender has chosen a connector."""
 
     connector: str
-    pid: int  # of the sender if it has mapped the receiver's arena, otherwise 0
+    pid: int  # of the sender if its process writes to the receiver's memory itself, otherwise 0
 
 
 class WritesAllowed(LinkFrame, frozen=True):

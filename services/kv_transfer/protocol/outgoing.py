@@ -113,6 +113,11 @@ class OutgoingTransfers:
         """Whether there are frames or events to take. The `poll` of another link may make some."""
         return bool(self._frames or self._events)
 
+    @property
+    def num_copies(self) -> int:
+        """Copies in flight."""
+        return sum(it.in_flight for it in self._open.values())
+
     def set_chunk_bytes(self, chunk_bytes: int) -> None:
         """Sets the connector's bound, which is known when the link is open. No copy starts before that."""
         self._chunk_bytes = chunk_bytes

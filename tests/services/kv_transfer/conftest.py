@@ -14,7 +14,7 @@ if not torch.cuda.is_available():  # set before Triton is imported
     quick_interpreter.use()
 
 import fake_cuda
-from kv_peers import SMALL, Pair, Peer
+from kv_peers import SMALL, Pair, Peer, needs_nixl
 
 from blockyard.shared.config.services.process import BusConfig
 
@@ -39,12 +39,16 @@ def peers(bus: BusConfig) -> Iterator[tuple[Peer, Peer]]:
     yield from peers_on(bus, "host", "host")
 
 
-@pytest.fixture(params=["shm", "tcp", "cuda_ipc", "tcp of GPUs", "tcp to a GPU", "tcp from a GPU"])
+WAYS = ["shm", "tcp", pytest.param("nixl", marks=needs_nixl)]
+WAYS += ["cuda_ipc", "tcp of GPUs", "tcp to a GPU", "tcp from a GPU"]
+
+
+@pytest.fixture(params=WAYS)
 def pair(request: pytest.FixtureRequest, bus: BusConfig) -> Iterator[Pair]:
     """Peers with every connector; GPUs are fake where there is none. CUDA IPC needs two processes: see `test_kills`."""
     connector, device = request.param.split()[0], "cuda" if GPU else "cpu"
     devices = {"tcp to a GPU": ("host", device), "tcp from a GPU": (device, "host")}
-    both = ("host", "host") if request.param in ("shm", "tcp") else (device, device)
+    both = ("host", "host") if request.param in ("shm", "tcp", "nixl") else (device, device)
     if connector == "cuda_ipc" and GPU:
         pytest.skip("CUDA IPC needs two processes")
     if device in both and not GPU:

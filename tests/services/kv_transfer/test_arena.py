@@ -1,10 +1,12 @@
 """An arena in host memory: exported to another process, dropped and restored while that has it mapped."""
 
+import ctypes
 import fcntl
 import gc
 import mmap
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -125,3 +127,30 @@ def test_an_arena_without_blocks() -> None:
     arena = HostArena(0)
     handle = arena.export(ME)
     assert handle is not None and arena.bytes.numel() == 0 and map_arena(handle).nbytes == 0
+
+
+def test_an_exposed_address_leads_to_one_generation_only() -> None:
+    """A process that writes to addresses of this one does not hear of `drop` or `hide` in time."""
+    arena = HostArena(SIZE)
+    address = arena.expose()
+    assert address != arena.bytes.data_ptr()
+    ctypes.memset(address, 7, SIZE)
+    assert (arena.bytes == 7).all()
+    arena.drop()
+    ctypes.memset(address, 8, SIZE)
+    assert (arena.bytes == 0).all()
+    arena.hide(address)
+    with pytest.raises(OSError, match="Bad address"):
+        write_to_process(address, b"late")
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    assert any(line.startswith(f"{address:x}-") and "---p" in line for line in maps), "no other memory gets the address"
+
+
+def write_to_process(address: int, data: bytes) -> None:
+    """As CMA does it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    words = ctypes.c_uint64 * 2
+    buffer = ctypes.create_string_buffer(data)
+    own, theirs = words(ctypes.addressof(buffer), len(data)), words(address, len(data))
+    if libc.process_vm_writev(os.getpid(), own, 1, theirs, 1, 0) < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

@@ -145,3 +145,18 @@ def test_close_while_the_thread_takes_the_last_job() -> None:
     threading.Timer(0.05, release.set).start()
     copies.close()
     assert not copies._thread.is_alive()
+
+
+def test_other_threads_report_and_do_nothing_after_close() -> None:
+    copies, reported = CopyThread(), []
+    thread = threading.Thread(target=lambda: copies.report(lambda: reported.append(threading.current_thread())))
+    thread.start()
+    assert is_readable(copies, 10) and reported == []
+    thread.join()
+    copies.poll()
+    assert reported == [threading.current_thread()]
+    copies.close()
+    other = os.eventfd(0, os.EFD_NONBLOCK)  # has the descriptor's number
+    copies.report(lambda: reported.append(None))
+    assert not select.select([other], [], [], 0)[0] and len(reported) == 1
+    os.close(other)

@@ -29,6 +29,7 @@ from blockyard.services.kv_transfer.receiver import TransferReceiver
 from blockyard.services.kv_transfer.sender_link import SenderLink
 from blockyard.shared.bus.curve import write_keys
 from blockyard.shared.config.services.process import BusConfig
+from blockyard.shared.config.services.worker import KVTransferConfig
 from blockyard.shared.errors import ConfigError
 
 ALL = range(SMALL.num_layers)
@@ -230,13 +231,14 @@ def test_a_link_that_cannot_be_is_refused_in_words(which: str, bus: BusConfig, p
         target.arena.drop()
     me = RECEIVER + 1 if which == "receiver" else RECEIVER
     connector = "carrier pigeon" if which == "connector" else "auto"
-    link = SenderLink(source.sockets, receiver.endpoint, me, SENDER, layout, source.arena, source.copies, connector)
+    config = KVTransferConfig(connector=connector)
+    link = SenderLink(source.sockets, receiver.endpoint, me, SENDER, layout, source.arena, source.copies, config)
     poll_both(receiver, link, lambda: bool(link.closed))
     words = {
         "layout": "KV heads 2 here, 4 there; head size 8 here, 4 there; model '' here, 'other|main' there",
         "receiver": "it wants 4f, this is 4e",
         "generation": "KV memory is another one now",
-        "connector": "unknown KV connector 'carrier pigeon': use one of auto, cuda_ipc, shm, tcp",
+        "connector": "unknown KV connector 'carrier pigeon': use one of auto, cuda_ipc, shm, tcp, nixl",
     }
     assert words[which] in link.closed
     link.close()
