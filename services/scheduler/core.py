@@ -30,6 +30,7 @@ from blockyard.shared.messages import (
     Fenced,
     Generate,
     KVLanded,
+    KVRole,
     KVOpenTransfers,
     KVSendEnded,
     Member,
@@ -124,6 +125,11 @@ class Scheduler:
     def notes(self) -> list[str]:
         """Lines for the start-up report."""
         return self._requests.admission.notes
+
+    @property
+    def roles(self) -> frozenset[KVRole]:
+        """Of the groups in `notes`."""
+        return self._requests.admission.roles
 
     @property
     def phase(self) -> str:

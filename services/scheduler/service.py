@@ -11,7 +11,7 @@ from blockyard.services.scheduler.core import Scheduler
 from blockyard.services.scheduler.outbox import LinkSide, Outgoing
 from blockyard.services.scheduler.report import StatsLog
 from blockyard.shared.bus.member_list import Changed, Event, Gone, Joined
-from blockyard.shared.messages import Frame, ModelCard, SchedulerIn, Stats, StatsRequest, StatsResponse
+from blockyard.shared.messages import Frame, KVRole, ModelCard, SchedulerIn, Stats, StatsRequest, StatsResponse
 from blockyard.shared.process.service_main import rss_bytes
 
 TICK_S = 0.25  # longest wait for a frame; reports and SIGTERM may be this late
@@ -34,6 +34,7 @@ class Service:
         self._links, self._core, self._report = links, core, report
         self._card: ModelCard | None = None
         self._phase = ""
+        self._roles: frozenset[KVRole] = frozenset()
         self._stats_at = 0.0
         self._collected_at = time.monotonic()
 
@@ -75,8 +76,8 @@ class Service:
 
     def _publish(self, now: float) -> None:
         core = self._core
-        if core.card is not self._card or core.phase != self._phase:
-            self._card, self._phase = core.card, core.phase
+        if core.card is not self._card or core.phase != self._phase or core.roles != self._roles:
+            self._card, self._phase, self._roles = core.card, core.phase, core.roles
             ready = core.card is not None  # stays True while a worker is away: requests wait
             self._links.update(card=core.card, ready=ready, phase=core.phase, notes=core.notes)
         if now >= self._stats_at:

@@ -122,6 +122,7 @@ class Admission:
     def __init__(self, model: ServedModel) -> None:
         self.card: ModelCard | None = None  # None before the first group is attached; a new object after each change
         self.notes: list[str] = []  # for the start-up report
+        self.roles: frozenset[KVRole] = frozenset()  # of the groups that the notes describe
         self._model = model
         self._capacity: ModelCapacity | None = None  # None before the first group is attached
 
@@ -131,6 +132,7 @@ class Admission:
             return
         self._capacity = capacity_of([group.geometry for group in groups])
         self.notes = self._capacity.notes(list(groups))
+        self.roles = frozenset(group.geometry.kv_role for group in groups)
         card = self._capacity.card(self._model)
         if card != self.card:
             self.card = card

@@ -3,6 +3,7 @@
 import logging
 import re
 
+import msgspec
 import pytest
 from fake_links import FakeLinks
 
@@ -20,6 +21,7 @@ from blockyard.shared.messages import (
     ChoiceState,
     Generate,
     Geometry,
+    KVRole,
     Member,
     PathLost,
     Role,
@@ -75,6 +77,19 @@ def test_ready_with_the_final_card_once_a_worker_is_attached() -> None:
     assert (links.me.card.names, links.me.card.root) == (["m", "alias"], "/models/m")
     assert (links.me.card.max_model_len, links.me.card.vocab_size, links.me.card.created) == (512, 1000, 5)
     assert any("64 KV blocks of 16 tokens" in note for note in links.me.notes)
+
+
+def test_notes_follow_the_roles_of_workers() -> None:
+    it, links = service()
+    prefill, decode = (msgspec.structs.replace(GEOMETRY, kv_role=role) for role in (KVRole.PREFILL, KVRole.DECODE))
+    it.on_event(2, Attached(2, 1, prefill), 0.0)
+    it.step(0.0)
+    assert not any("decode" in note for note in links.me.notes)
+    links.members[8] = Member("gpu_worker 1", Role.GPU_WORKER, 8, "", model="m", ready=True)
+    it.on_event(8, Joined(links.members[8]), 0.0)
+    it.on_event(8, Attached(8, 1, decode), 0.0)
+    it.step(0.0)
+    assert any("1 decode group" in note for note in links.me.notes)
 
 
 def test_a_worker_is_asked_when_it_is_ready_and_serves_this_model() -> None:
