@@ -11,6 +11,7 @@ import msgspec
 from blockyard.services.gpu_worker.interfaces import KVMemory, WorkerLinks
 from blockyard.services.gpu_worker.transfers.link_counts import LinkCounts
 from blockyard.services.gpu_worker.transfers.sender_links import SenderLinks
+from blockyard.services.kv_transfer.connectors.selection import check_connector
 from blockyard.services.kv_transfer.copy_thread import CopyThread
 from blockyard.services.kv_transfer.layout import BlockLayout, as_text
 from blockyard.services.kv_transfer.link_sockets import bind_address, transfer_sockets
@@ -56,7 +57,7 @@ class WorkerTransfers:
     def __init__(self, config: WorkerConfig, links: WorkerLinks, memory: Callable[[], KVMemory]) -> None:
         """memory: returns the runner's blocks, which may be other ones after sleep.
 
-        Raises ConfigError for settings with which no socket can be bound.
+        Raises ConfigError for settings with which no socket can be bound, or no link opened.
         """
         assert config.kv_transfer is not None
         self._config: KVTransferConfig = config.kv_transfer
@@ -90,6 +91,7 @@ class WorkerTransfers:
         self.close()
         if layout is None:
             return
+        check_connector(self._config.connector, blocks.arena)
         blocks.arena.renumber(self._generation + 1)
         self._generation = blocks.arena.generation
         encrypt = self._config.encrypt

@@ -20,6 +20,15 @@ log = logging.getLogger(__name__)
 CONNECTORS = ("auto", "cuda_ipc", "shm", "tcp", "nixl")
 
 
+def check_connector(name: str, arena: Arena) -> None:
+    """Called at the start of a worker. Raises ConfigError for a connector that no link of this worker could use."""
+    if name not in CONNECTORS:
+        raise ConfigError(f"unknown KV connector {name!r}: use one of {', '.join(CONNECTORS)}")
+    on_gpu = isinstance(arena, DeviceArena)
+    if name == ("shm" if on_gpu else "cuda_ipc"):
+        raise ConfigError(f"KV connector {name}: the KV memory of this worker is on {'a GPU' if on_gpu else 'a CPU'}")
+
+
 def open_blocks(arena: Arena, layout: BlockLayout, copies: CopyThread) -> BlockMemory:
     """Raises ValueError if the arena's memory is not whole blocks of words of 8 bytes."""
     if isinstance(arena, DeviceArena):

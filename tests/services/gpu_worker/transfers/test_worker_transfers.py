@@ -15,6 +15,7 @@ from blockyard.services.gpu_worker.transfers import sender_links
 from blockyard.services.kv_transfer.layout import as_text
 from blockyard.services.kv_transfer.protocol.drops import DropReason
 from blockyard.shared.bus.poller import Poller
+from blockyard.shared.errors import ConfigError
 from blockyard.shared.messages import KVAbort, KVLanded, KVReceive, KVRole, KVSendEnded, NamedCount, Stats
 
 A, B = 0xA, 0xB
@@ -179,6 +180,21 @@ def test_without_scales_a_worker_exchanges_blocks_with_none_until_it_has_them(ma
     a.memory.layout = msgspec.structs.replace(LARGE, scales=b"s")
     a.transfers.open()
     assert a.geometry.kv_layout and a.geometry.kv_endpoint
+
+
+@pytest.mark.parametrize(
+    ("connector", "line"),
+    [
+        ("cuda_ipc", "KV connector cuda_ipc: the KV memory of this worker is on a CPU"),
+        ("nixl", "unknown KV connector 'nixl': use one of auto, cuda_ipc, shm, tcp"),
+    ],
+)
+def test_a_connector_that_cannot_be_used_is_an_error_at_the_start(
+    make: Callable[..., KVWorker], connector: str, line: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        make(A, SMALL, connector=connector)
+    assert str(error.value) == line
 
 
 def test_counters_outlive_links_and_memory(workers: tuple[KVWorker, KVWorker], monkeypatch: pytest.MonkeyPatch) -> None:
