@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / ".src"))
 import msgspec
 from bench_equality import equality_rows
 from bench_prefix import prefix_rows
+from bench_roles import role_rows
 from bench_simulator import simulator_rows
 from rig import Row, table
 
@@ -41,6 +42,7 @@ from blockyard.shared.messages import (
     Frame,
     Generate,
     Geometry,
+    KVRole,
     Member,
     Role,
     Sampling,
@@ -66,8 +68,11 @@ class Bench:
         waiting: int = 0,
         host: bool = False,
         churn: int = 0,
+        roles: bool = False,
     ) -> None:
-        """With `host` every block of the device is cached, and is saved to host memory before it is used again.
+        """With `roles` the groups only decode, and one more group, which is idle, would compute longer prompts.
+
+        With `host` every block of the device is cached, and is saved to host memory before it is used again.
 
         With `churn` choices have 1 to 2 times so many tokens, and whenever one ends another comes.
         """
@@ -83,10 +88,12 @@ class Bench:
         held = list(range(host * num_blocks))
         names = b"".join(block.to_bytes(16, "little") for block in held)
         geometry = Geometry(num_blocks, 16, 10**6, 32000, [2], running, 16 * running, num_host_blocks=len(held) // 2)
-        for worker in range(WORKER, WORKER + num_groups):
+        kinds = [KVRole.DECODE if roles else KVRole.BOTH] * num_groups + [KVRole.PREFILL] * roles
+        for worker, role in enumerate(kinds, WORKER):
             self.core.on_member(Member("w", Role.GPU_WORKER, worker, "", ready=True), 0.0)
             self._turn()
-            self.core.on_message(worker, Attached(worker, ME, geometry, held, names), 0.0)
+            there = msgspec.structs.replace(geometry, kv_role=role, kv_layout="layout")
+            self.core.on_message(worker, Attached(worker, ME, there, held, names), 0.0)
         self.max_tokens, self.churn, self.num_come = max_tokens, churn, 0
         self.said: dict[tuple[int, int], tuple[int, int]] = {}  # tokens of a worker's slot, and how many it will say
         for _ in range(running * num_groups + waiting):
@@ -234,6 +241,8 @@ def schedule_rows(running: list[int], steps: int) -> list[Row]:
     for num in running:
         rows.append((f"a step's schedule, {num} running, one plan ahead", measure(num, 1, steps), bars.get(num, "")))
     rows.append(("the same, lockstep, 256 running", measure(256, 0, steps), bars[256]))
+    text = measure(256, 1, steps, roles=True)
+    rows.append(("the same, 256 running in a decode group beside an idle prefill group", text, bars[256]))
     rows.append(("the same, each of 8 groups with 256 running", measure(256, 1, steps, 8), bars[256]))
     text = measure(256, 1, steps, churn=200)
     rows.append(("the same, 256 running, one ends and another comes in nearly every step", text, bars[256]))
@@ -260,7 +269,7 @@ def main() -> None:
         return
     load = os.getloadavg()[0]
     rows = [*schedule_rows(args.running, args.steps), *lookup_rows(32768, 40), *lookup_rows(32768, 40, host=True)]
-    rows += simulator_rows()
+    rows += [*role_rows(), *simulator_rows()]
     if not args.quick:
         rows += [*prefix_rows(), *equality_rows()]
     print(f"{platform.processor() or platform.machine()}, Python {platform.python_version()}, load {load:.1f}\n")

@@ -56,20 +56,20 @@ class Lifecycle:
             self._groups.mark_dirty([left])  # a result of one group may end a beam in another
         else:
             self.waiting.discard(sequence)
-            if sequence.handover is not None:
-                self._end_handover(sequence)
+            if sequence.phase is Phase.ARRIVING:
+                self.pass_on(sequence)
+            self.drop_handover(sequence)
         sequence.on_ended()
         self.parallel_sampling.on_removed(sequence)
         if group is not None:
             group.kv_cache.drop_private(sequence)
 
-    def _end_handover(self, sequence: Sequence) -> None:
-        is_arriving = sequence.phase is Phase.ARRIVING
-        heir = self.parallel_sampling.take_next(sequence.request) if is_arriving else None
+    def pass_on(self, sequence: Sequence) -> None:
+        """A sequence ends whose prompt is computed. If another one waits for that, it gets the blocks."""
+        heir = self.parallel_sampling.take_next(sequence.request) if sequence.handover is not None else None
         if heir is not None:
+            heir.share_prefilled(sequence)
             self.handovers.pass_on(sequence, heir)
-        else:
-            self.handovers.drop(sequence)
 
     def finish(self, sequence: Sequence, finish: FinishReason, detail: str = "") -> None:
         """Ends a sequence for a reason that does not come from the worker."""

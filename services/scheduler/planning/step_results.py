@@ -134,12 +134,12 @@ class StepResults:
         self, group: WorkerGroup, running: RunningSequence, finish: FinishReason | None, num_tokens: int
     ) -> None:
         sequence = running.sequence
-        if num_tokens and running.leaves_prefilled and sequence.phase is Phase.RUNNING:
-            others = sequence.request.awaiting_prompt if finish is not FinishReason.FAILED else []
-            if finish is None or others:  # one of the others continues in the other group
-                self._lifecycle.hand_over(group, running, self._now)
         if finish is not None:
+            if num_tokens and running.leaves_prefilled and finish is not FinishReason.FAILED:
+                self._lifecycle.pass_on(sequence)
             self._lifecycle.end(sequence)
+        elif num_tokens and sequence.phase is Phase.RUNNING:
+            self._lifecycle.hand_over(group, running, self._now)
 
     def _count_second_token(self, sequence: Sequence) -> None:
         """Of a handed-over sequence. The step that seats it has a prompt token to compute, so its token is no row."""

@@ -182,17 +182,24 @@ class Handovers:
         self._seat_landed(sequence, handover)
 
     def pass_on(self, sequence: Sequence, heir: Sequence) -> None:
-        """An arriving sequence ends. Another one of its request, which is in no queue, continues with its blocks."""
+        """A sequence ends whose prompt is computed. Another one of its request, in no queue, goes on in its place."""
         handover = sequence.handover
-        assert handover is not None and sequence.phase is Phase.ARRIVING
-        self._waiting.unpark(sequence)
+        assert handover is not None
+        if sequence.phase is Phase.ARRIVING:
+            self._waiting.unpark(sequence)
+        else:
+            self.num_arriving += 1
         sequence.set_handover(None)
         heir.set_handover(handover)
         heir.on_prefilled(None)
+        for other in heir.request.awaiting_prompt:
+            other.share_prefilled(heir)
         self._waiting.park(heir)
         self._live[handover] = heir
         if handover.transfer in self._by_transfer:
             self._by_transfer[handover.transfer] = heir
+        handover.is_prefilled = True
+        self._seat_landed(heir, handover)
 
     def drop(self, sequence: Sequence) -> None:
         """Ends the handover of a sequence, in whatever state. The caller decides what becomes of the sequence."""

@@ -125,7 +125,7 @@ class RoleRouter:
             placement, price = placements[source], prices[target]
             if placement is not None and price is not None:
                 offers.append((placement.price + price, len(offers), placement, target))
-        for _, _, placement, target in sorted(offers, key=lambda offer: offer[:2]):
+        for _, _, placement, target in sorted(offers):  # the numbers differ, so placements are not compared
             if placement.queue.group is target or self._handovers.reserve(sequence, placement.queue.group, target):
                 return self._remember(first, placement, target)
         return None

@@ -36,6 +36,7 @@ class Router:
         self._waiting, self._policy = waiting, waiting.policy
         self._groups, self._acceptance, self._handovers = groups, acceptance, handovers
         self._queues: dict[int, GroupQueue] = {}
+        self._used: dict[int, GroupQueue] = {}  # the ones with sequences that wait or are in prefill
         self._is_bypassed = False  # groups take any sequence, whatever their role
 
     def requeue_all(self) -> None:
@@ -50,20 +51,17 @@ class Router:
         chosen = self._queue_arrived() if self._handovers.arrived else []
         if len(self._groups) < 2 or self._next() is None:
             return chosen
-        if self.roles.is_active:
-            queues = list(self._queues.values())  # the role router adds the ones that it needs
-        else:
-            queues = [self._queue_of(group) for group in self._groups.values()]
-        for queue in queues:
-            if queue.unfinished or queue.entries:
-                queue.refresh()
-                self._requeue_stalled(queue)
+        for worker, queue in list(self._used.items()):
+            queue.refresh()
+            self._requeue_stalled(queue)
+            if not queue.unfinished:
+                del self._used[worker]
         if self.roles.is_active:
             while (sequence := self._next()) is not None and (placement := self.roles.place(sequence)) is not None:
                 self._add(placement.queue, sequence, placement.num_tokens, placement.num_blocks)
                 chosen.append(placement.queue.group)
             return chosen
-        queues = [queue for queue in queues if not queue.is_full]
+        queues = [queue for group in self._groups.values() if not (queue := self._queue_of(group)).is_full]
         while queues and (sequence := self._next()) is not None:
             best = self._best(queues, sequence)
             if best is None:
@@ -98,6 +96,7 @@ class Router:
     def remove_group(self, group: WorkerGroup) -> None:
         """Requeues the sequences of a lost group."""
         queue = self._queues.pop(group.worker, None)
+        self._used.pop(group.worker, None)
         if queue is not None:
             queue.requeue(self._waiting, self._handovers)
 
@@ -156,6 +155,7 @@ class Router:
     def _add(self, queue: GroupQueue, sequence: Sequence, num_tokens: int, num_blocks: int) -> None:
         key = self._policy.key(sequence)
         self._waiting.hold(sequence)
+        self._used[queue.group.worker] = queue
         queue.add(
             RoutedSequence(sequence, sequence.ticket, key, num_tokens, num_blocks, queue.group.plan_clock.last_sent)
         )

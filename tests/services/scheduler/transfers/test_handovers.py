@@ -243,6 +243,19 @@ def test_if_the_first_sequence_ends_with_its_first_token_another_one_takes_its_b
     assert [len(it.output("a", i).prompt_logprobs) for i in range(3)] == [21, 0, 0]
 
 
+def test_with_the_policy_fail_the_others_fail_if_the_first_sequence_has_ended() -> None:
+    it = Pair(load_failure_policy="fail")
+    it.submit("a", 22, n=3, stop_token_ids=[first_token("a", 22)])
+    while not it.plans(it.source)[-1].sends[-1:] or not it.plans(it.source)[-1].sends[-1].is_last:
+        it.world.work(it.source)
+    it.work(it.target)
+    it.world.transfers[it.target.incarnation].end_receive(it.sends(it.source)[0].transfer)
+    it.world.transfers[it.source.incarnation].end_send(it.sends(it.source)[0].transfer, False)
+    it.notify()
+    it.finish()
+    assert [it.output("a", i).finish for i in range(3)] == [FinishReason.STOP, *[FinishReason.FAILED] * 2]
+
+
 def first_token(request_id: str, num_prompt: int) -> int:
     it = Pair()
     it.submit(request_id, num_prompt)
