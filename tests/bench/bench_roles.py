@@ -48,6 +48,7 @@ class Placements:
         )
         self.core, self.num_prompt, self.num_come = Scheduler(ME, settings, 0), num_prompt, 0
         self.received: dict[int, tuple[int, list[int]]] = {}  # worker and blocks of each transfer
+        self.num_tokens: dict[tuple[int, int], int] = {}  # by worker and slot
         self.core.on_member(Member("d", Role.DETOKENIZER, DETOKENIZER, "", ready=True), 0.0)
         roles = [KVRole.PREFILL] * num_prefill + [KVRole.DECODE] * num_decode
         for worker, role in enumerate(roles, WORKER):
@@ -89,16 +90,13 @@ class Placements:
             self.received[frame.transfer] = (worker, frame.blocks)
         if not isinstance(frame, StepPlan):
             return
-        starts = {start.slot: start for start in frame.starts}
+        for start in frame.starts:
+            self.num_tokens[worker, start.slot] = len(start.token_ids) // 4
         slots = []
         for run in frame.runs:
-            start = starts.get(run.slot)
-            if start is None:
-                continue  # it decodes, and this worker takes its time for it
-            num_tokens = len(start.token_ids) // 4
-            slots.append(SlotResult(run.slot, [7], num_tokens))
-        if slots:
-            self.core.on_message(worker, StepResult(worker, frame.number, slots, 1.0), 0.0)
+            slots.append(SlotResult(run.slot, [7], self.num_tokens[worker, run.slot]))
+            self.num_tokens[worker, run.slot] += 1
+        self.core.on_message(worker, StepResult(worker, frame.number, slots, 1.0), 0.0)
         for send in frame.sends:
             if send.is_last:
                 target, blocks = self.received.pop(send.transfer)
@@ -110,7 +108,7 @@ def placement_row(num_prefill: int, num_decode: int, num_prompt: int, requests: 
     bench = Placements(num_prefill, num_decode, num_prompt)
     gc.freeze()
     gc.disable()  # as the service does
-    whole = sorted(bench.come(64) for _ in range(requests))
+    whole = sorted(bench.come(4) for _ in range(requests))
     gc.enable()
     assert bench.core.stats().transfers_landed_total == requests, "each was handed over"
     ordered = sorted(bench.place_s)
