@@ -1,4 +1,4 @@
-"""Rows of the scheduling table that the simulator measures: its own speed, full blocks, fairness, replicas.
+"""Rows of the scheduling table that the simulator measures: its own speed, full blocks, fairness, replicas, roles.
 
 python tests/bench/bench_simulator.py
 """
@@ -7,6 +7,7 @@ import gc
 import random
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / ".src"))
@@ -19,7 +20,8 @@ from blockyard.services.scheduler.simulator.simulation import Simulation
 from blockyard.services.scheduler.simulator.trace import TraceRequest
 from blockyard.shared.config.services.process import BusConfig, ProcessConfig
 from blockyard.shared.config.services.scheduler import SchedulerConfig
-from blockyard.shared.config.services.simulation import SimulationConfig
+from blockyard.shared.config.services.simulation import SimulatedRole, SimulationConfig
+from blockyard.shared.messages import KVRole
 from blockyard.shared.percentiles import percentile
 
 TIGHT_BLOCKS = 2000  # so few that choices have to give way
@@ -36,7 +38,11 @@ def sharegpt(num: int, rate: float, seed: int = 0, tenant: str = "") -> list[Tra
 
 
 def simulate(
-    requests: list[TraceRequest], num_workers: int = 1, num_blocks: int = 55_000, **scheduler: object
+    requests: list[TraceRequest],
+    num_workers: int = 1,
+    num_blocks: int = 55_000,
+    roles: Sequence[SimulatedRole] = (),
+    **scheduler: object,
 ) -> tuple[Simulation, float]:
     """A finished simulation of 8B workers, and the CPU seconds that it took."""
     process = ProcessConfig(name="simulator", bus=BusConfig(registry="ipc://none", bind="ipc://none"))
@@ -45,6 +51,7 @@ def simulate(
         scheduler=SchedulerConfig(process=process, served_model_names=["m"], **scheduler),
         trace="",
         num_workers=num_workers,
+        roles=list(roles),
         num_blocks=num_blocks,
     )
     simulation = Simulation(config, sorted(requests, key=lambda request: request.arrival_s))
@@ -70,6 +77,18 @@ def speed_row() -> Row:
         f"{seconds:.1f} s of CPU ({simulation.record.num_output_tokens:,} tokens out, {simulation.num_events:,} events)"
     )
     return ("simulator, 10,000 requests of ShareGPT-like lengths on one core", text, "60 s")
+
+
+def roles_row() -> Row:
+    """Prompts of 8,192 tokens that keep the prefill workers busy for 90 % of the time."""
+    due = due_times(10_000, 1600.0, 1.0, random.Random(0))
+    requests = [TraceRequest(arrival_s=at, prompt_tokens=8192, output_tokens=256) for at in due]
+    roles = [SimulatedRole(role=KVRole.PREFILL, num_workers=400), SimulatedRole(role=KVRole.DECODE, num_workers=600)]
+    simulation, seconds = simulate(requests, roles=roles, max_queue_len=20_000)
+    assert all(flow.ended_s is not None and not flow.detail for flow in simulation.record.flows)
+    landed = simulation.core.stats().transfers_landed_total
+    text = f"{seconds:.1f} s of CPU ({landed:,} transfers landed, {simulation.num_events:,} events)"
+    return ("simulator, 10,000 requests of 8,192 tokens, 400 prefill and 600 decode workers, one core", text, "120 s")
 
 
 def preemption_rows() -> list[Row]:
@@ -140,7 +159,7 @@ def replica_rows() -> list[Row]:
 
 
 def simulator_rows() -> list[Row]:
-    return [speed_row(), *preemption_rows(), *fair_rows(), *replica_rows()]
+    return [speed_row(), roles_row(), *preemption_rows(), *fair_rows(), *replica_rows()]
 
 
 if __name__ == "__main__":
