@@ -8,12 +8,14 @@ import asyncio
 import os
 import signal
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from rig import Server, completion, serve
 from several_choices import KINDS, Answer, Body, ask, bodies
 
@@ -107,6 +109,26 @@ def test_answers_are_those_of_unified_workers(ring: Server, unified: Server) -> 
     assert asyncio.run(run(ring, requests())) == expected
     assert asyncio.run(left_over(ring)) == {}
     assert asyncio.run(totals(ring))["transfers_landed_total"] - before >= NUM_STREAMS
+
+
+def test_an_operator_sees_roles_and_transfers(ring: Server, request: pytest.FixtureRequest) -> None:
+    asyncio.run(run(ring, requests(first=5000)))
+    assert asyncio.run(left_over(ring)) == {}
+    roles = {m["name"]: m["kv_role"] for m in asyncio.run(members(ring)) if m["kv_role"]}
+    assert roles == {f"gpu_worker {name}": name.partition(" ")[0] for name in WORKERS}
+    with urllib.request.urlopen(f"{ring.url}/metrics", timeout=20) as answer:
+        text = answer.read().decode()
+    samples = [
+        (sample.name, sample.labels, sample.value)
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    ]
+    sent = [(labels, value) for name, labels, value in samples if name == "blockyard:kv_transfer_bytes_total"]
+    connector = request.node.callspec.params["ring"]
+    assert {labels["connector"] for labels, _ in sent} == {connector}
+    assert {labels["kv_role"] for labels, value in sent if value > 0} >= {"prefill"}
+    (handed_over,) = [value for name, _, value in samples if name == "blockyard:second_token_seconds_count"]
+    assert handed_over >= NUM_STREAMS
 
 
 @pytest.mark.parametrize("victim", ["prefill 0", "decode 1", "scheduler", "message_bus"])
