@@ -25,6 +25,7 @@ from blockyard.services.kv_transfer.protocol.frames import (
     LINK_VERSION,
     BlockSums,
     BlocksWritten,
+    LinkClosed,
     LinkFrame,
     LinkHello,
     LinkReady,
@@ -199,6 +200,12 @@ class TransferReceiver:
                 self._transfers.on_sums(link.sender, frame)
             case Stopped():
                 self._transfers.on_stopped(link.sender, frame)
+            case LinkClosed() if link.is_nixl:
+                self._lose(link)  # the agent may still let the sender write
+            case LinkClosed():
+                self._remove(link)
+                self._drop_process(link.sender)
+                self._transfers.on_link_closed(link.sender)
 
     def _greet(self, route: bytes, hello: LinkHello) -> None:
         reason = ""
@@ -326,10 +333,10 @@ class TransferReceiver:
             self._transfers.on_sender_stopped(sender)
 
     def _forget(self, sender: int) -> None:
-        link = self._links.pop(sender, None)
+        link = self._links.get(sender)
         if link is None:
             return
-        del self._routes[link.route]
+        self._remove(link)
         self._transfers.on_link_lost(sender)
         if link.is_nixl and self._nixl is not None:
             self._closing[sender] += 1
@@ -340,6 +347,9 @@ class TransferReceiver:
         self._closing += Counter()  # drops zeros
         if sender not in self._links:
             self._end_if_stopped(sender)
+
+    def _remove(self, link: _Link) -> None:
+        del self._links[link.sender], self._routes[link.route]
 
     def _drop_process(self, sender: int) -> None:
         process = self._processes.pop(sender, None)

@@ -21,6 +21,7 @@ from blockyard.services.kv_transfer.layout import BlockLayout
 from blockyard.services.kv_transfer.link_sockets import HELLO_S, MAX_MESSAGES_A_TURN, decode_frame, drain_monitor
 from blockyard.services.kv_transfer.protocol.frames import (
     LINK_VERSION,
+    LinkClosed,
     LinkFrame,
     LinkHello,
     LinkReady,
@@ -155,6 +156,9 @@ class SenderLink:
             time.sleep(0.0005)
             self._own.drain()
         self._send()
+        if not self._transfers.num_copies:
+            self._post(LinkClosed())
+            self._send()
         self._lose("closed by this worker", linger_ms=200)
         if self._writer is not None:
             self._writer.join()

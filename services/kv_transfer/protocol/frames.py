@@ -125,9 +125,13 @@ class Stopped(LinkFrame, frozen=True):
     reason: str
 
 
+class LinkClosed(LinkFrame, frozen=True):
+    """The sender's last frame: it has ended all transfers that it had begun, and writes nothing more."""
+
+
 class Probe(LinkFrame, frozen=True):
     """Ignored. The receiver sends it to learn whether the link is still open."""
 
 
-ToReceiver = LinkHello | LinkReady | BlocksWritten | BlockSums | Stopped
+ToReceiver = LinkHello | LinkReady | BlocksWritten | BlockSums | Stopped | LinkClosed
 ToSender = LinkWelcome | LinkRefused | WritesAllowed | StopWrites | Probe

@@ -163,6 +163,19 @@ class IncomingTransfers:
             if it.is_allowed:
                 self._begin_end(it, Received.SENDER_LOST, "")
 
+    def on_link_closed(self, sender: int) -> None:
+        """The sender has closed the link on purpose, and writes nothing more for transfers that it had begun.
+
+        A transfer that it had not begun waits for the next link.
+        """
+        self._linked.discard(sender)
+        self._frames = [entry for entry in self._frames if entry[0] != sender]
+        for it in self._of(sender):
+            if it.ending is None and not any(it.claimed):
+                it.is_allowed = False
+            elif it.is_allowed:
+                self._begin_end(it, Received.SENDER_LOST, "", has_stopped=True)
+
     def on_sender_stopped(self, sender: int) -> None:
         """This sender certainly writes nothing more for transfers that were allowed before."""
         for it in self._of(sender):

@@ -133,6 +133,37 @@ def test_the_sender_closes_its_link(pair: Pair) -> None:
     assert (pair.ended[1].outcome, pair.ended[1].landed) == (Received.ABORTED, [0])
 
 
+def test_a_transfer_that_was_not_begun_goes_on_over_the_next_link(pair: Pair) -> None:
+    """The sender has closed an idle link while the receiver allowed a new transfer on it."""
+    pair.begin(1, [1])
+    pair.sender.write(1, [4], [1], ALL)
+    pair.until(lambda: 1 in pair.ended and 1 in pair.sent)
+    pair.receiver.expect(pair.transfer(2, [2, 3]))
+    pair.until(lambda: 2 in pair.sender._transfers._early)
+    connector = pair.sender.connector
+    pair.sender.close()
+    pair.until(lambda: not pair.receiver._links)
+    assert 2 not in pair.ended and pair.receiver._processes == {}
+    pair.sender = pair.source.sender(pair.receiver.endpoint, connector)
+    pair.sender.begin(2, 1)
+    pair.sender.write(2, [5, 6], [2, 3], ALL)
+    pair.until(lambda: 2 in pair.ended and 2 in pair.sent)
+    assert pair.ended[2].outcome is Received.LANDED and not pair.receiver.drops.by_reason
+
+
+def test_a_transfer_that_was_not_begun_can_be_given_up_after_its_link_was_closed(pair: Pair) -> None:
+    """Its sender sleeps, and opens no link any more: the blocks are free at once."""
+    pair.receiver.expect(pair.transfer(1, [1]))
+    pair.receiver.expect(pair.transfer(2, [2]))
+    pair.until(lambda: {1, 2} <= pair.sender._transfers._early.keys())
+    pair.receiver.revoke(2)  # the sender closes the link before it hears of this
+    pair.sender.close()
+    pair.until(lambda: 2 in pair.ended and not pair.receiver._links)
+    pair.receiver.revoke(1)
+    pair.until(lambda: 1 in pair.ended)
+    assert {event.outcome for event in pair.ended.values()} == {Received.REVOKED}
+
+
 @pytest.mark.parametrize("harm", ["word", "layer"])
 def test_damage_is_found_and_only_the_damaged_block_fails(pair: Pair, harm: str) -> None:
     """The bytes change after the sender has computed their checksums, and before the receiver does."""

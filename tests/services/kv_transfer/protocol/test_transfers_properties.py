@@ -246,6 +246,23 @@ class World:
             sender.machine.on_link_lost()
             self.receiver.on_link_lost(sender.incarnation)
 
+    def close_link(self, which: int, pick: int) -> None:
+        """The sender closes its link on purpose: all its frames arrive."""
+        sender = self.senders[which % 2]
+        if not sender.linked or pick % 4:
+            return
+        for number in sender.machine.open_transfers():
+            sender.machine.abort(number, "closed")
+        while sender.copies:
+            self.complete_copy(which, 1)
+        self.settle()
+        assert not sender.machine.open_transfers()
+        while sender.to_receiver:
+            self.deliver_to_receiver(which, 1)
+        sender.linked = False
+        sender.to_sender.clear()
+        self.receiver.on_link_closed(sender.incarnation)
+
     def kill(self, which: int, pick: int) -> None:
         sender = self.senders[which % 2]
         if sender.alive and pick % 6 == 0:
@@ -353,6 +370,7 @@ ACTIONS = {
     World.damage: 3,
     World.give_up: 1,
     World.break_link: 2,
+    World.close_link: 2,
     World.kill: 1,
     World.link_again: 4,
 }
