@@ -76,7 +76,12 @@ def worker_notes(values: Values, is_local: bool) -> list[str]:
 
     is_local: all workers of the ring run on this machine.
     """
-    return [*host_memory.notes(values), *worker_fields.notes(values), *kv_transfer.notes(values, is_local)]
+    of_memory = [
+        note
+        for each in worker_roles.of_any_role(values)
+        for note in (*host_memory.notes(each), *worker_fields.notes(each))
+    ]
+    return [*dict.fromkeys(of_memory), *kv_transfer.notes(values, is_local)]
 
 
 def process_config(values: Values, name: str, bus: BusConfig) -> ProcessConfig:

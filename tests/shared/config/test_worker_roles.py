@@ -131,6 +131,15 @@ def test_a_flag_of_one_role_goes_before_the_flag_of_all() -> None:
     assert [config.max_num_seqs for config in found] == [40, 90]
 
 
+def test_notes_name_the_flag_of_the_role() -> None:
+    limit = ("--kv-cache-memory-bytes", "1g")
+    reason = "has no effect beside --kv-cache-memory-bytes"
+    of_decode = deploy(*APART, *limit, "--decode.gpu-memory-utilization", "0.5").notes
+    assert of_decode == [f"--decode.gpu-memory-utilization: {reason}"]
+    of_all = deploy(*APART, *limit, "--gpu-memory-utilization", "0.5", "--decode.swap-space", "0.1").notes
+    assert of_all == [f"--gpu-memory-utilization: {reason}"], "said once"
+
+
 def test_the_scheduler_has_the_limits_of_the_largest_worker() -> None:
     limits = ("--prefill.max-num-batched-tokens", "8k", "--prefill.max-num-seqs", "8", "--decode.max-num-seqs", "64")
     ring = deploy(*APART, *limits)
