@@ -7,7 +7,7 @@ namespace, Docker for `--link`). They are recognized and ignored.
 import difflib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import msgspec
@@ -53,6 +53,7 @@ _NUMBER = re.compile(r"-\.?\d")
 class ParsedFlag:
     value: object
     where: str  # its name in errors: "--port", "BLOCKYARD_PORT", "serve.yaml: port"
+    is_partial: bool = False  # single keys of a JSON object, to be set in the object of another source
 
 
 ParsedFlags = dict[str, ParsedFlag]
@@ -68,16 +69,17 @@ class JsonKey:
     def add_to(self, given: ParsedFlags, value: object, prefix: str) -> None:
         """Sets the key in the flag's object. `prefix` stands before the flag's name in errors."""
         name = self.flag.name
-        before = given[name] if name in given else ParsedFlag({}, f"{prefix}{name}")
-        given[name] = ParsedFlag(_with_key(before.value, self.path, value), before.where)
+        before = given[name] if name in given else ParsedFlag({}, f"{prefix}{name}", is_partial=True)
+        for key in reversed(self.path):
+            value = {key: value}
+        given[name] = replace(before, value=_merged(before.value, value))
 
 
-def _with_key(value: object, path: Sequence[str], new: object) -> object:
-    """Returns `value`, a JSON object, with the key at `path` set to `new`."""
-    if not path:
+def _merged(old: object, new: object) -> object:
+    """Returns the JSON object `old` with the keys of `new` set, at any depth."""
+    if not isinstance(old, dict) or not isinstance(new, dict):
         return new
-    before = value if isinstance(value, dict) else {}
-    return before | {path[0]: _with_key(before.get(path[0]), path[1:], new)}
+    return old | {key: _merged(old.get(key), value) for key, value in new.items()}
 
 
 def from_command_line(args: Sequence[str]) -> tuple[ParsedFlags, list[str]]:
@@ -161,7 +163,8 @@ class Values:
         """`sources` in falling precedence. Raises ConfigError with a line for each refused value."""
         self._given: ParsedFlags = {}
         for source in reversed(sources):
-            self._given |= source
+            for name, one in source.items():
+                self._given[name] = _over(self._given.get(name), one)
         refusals = [
             f"{one.where}{_of(one.value)}: {reason}"
             for name, one in self._given.items()
@@ -205,6 +208,13 @@ class Values:
             for name, one in sorted(self._given.items())
             if FLAGS[name].mapped and one.value != FLAGS[name].default
         ]
+
+
+def _over(before: ParsedFlag | None, one: ParsedFlag) -> ParsedFlag:
+    """Returns `one`, which has precedence; single keys of an object are set in the object that was there before."""
+    if before is None or not one.is_partial:
+        return one
+    return replace(one, value=_merged(before.value, one.value), is_partial=before.is_partial)
 
 
 def _of(value: object) -> str:

@@ -291,6 +291,20 @@ def test_keys_in_a_file() -> None:
     )
 
 
+def test_single_keys_change_the_object_of_the_environment() -> None:
+    text = '{"kv_connector": "tcp", "kv_role": "kv_both", "kv_connector_extra_config": {"checksum": false}}'
+    environment, _ = parsed_flags.from_environment({"BLOCKYARD_KV_TRANSFER_CONFIG": text})
+    extra = "--kv-transfer-config.kv_connector_extra_config.encrypt"
+    line, _ = parsed_flags.from_command_line(["--kv-transfer-config.kv_role", "kv_producer", extra, "false"])
+    whole = {"checksum": False, "encrypt": False}
+    merged = {"kv_connector": "tcp", "kv_role": "kv_producer", "kv_connector_extra_config": whole}
+    assert Values(line, environment)["kv-transfer-config"] == merged
+    assert Values(line, environment).with_given({})["kv-transfer-config"] == merged
+    replaced, _ = parsed_flags.from_command_line(["--kv-transfer-config", '{"kv_role": "kv_both"}'])
+    assert Values(replaced, environment)["kv-transfer-config"] == {"kv_role": "kv_both"}, "a whole object replaces it"
+    assert environment["kv-transfer-config"].value == msgspec.json.decode(text), "sources stay as they are"
+
+
 def test_a_key_without_a_value() -> None:
     with pytest.raises(ConfigError, match=r"^--kv-transfer-config.kv_role: expects a value$"):
         parsed_flags.from_command_line(["--kv-transfer-config.kv_role", "--port", "1"])
