@@ -186,7 +186,7 @@ def test_without_scales_a_worker_exchanges_blocks_with_none_until_it_has_them(ma
     ("connector", "line"),
     [
         ("cuda_ipc", "KV connector cuda_ipc: the KV memory of this worker is on a CPU"),
-        ("nixl", "unknown KV connector 'nixl': use one of auto, cuda_ipc, shm, tcp"),
+        ("pigeon", "unknown KV connector 'pigeon': use one of auto, cuda_ipc, shm, tcp, nixl"),
     ],
 )
 def test_a_connector_that_cannot_be_used_is_an_error_at_the_start(
