@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from core_loop import CoreLoop
 from equality import Request, noisy, requests
+from kv_peers import needs_nixl
 from role_loop import RoleLoop
 from ties import Ties
 from tiny_models import BY_NAME, greedy_score, settings, start
@@ -20,7 +21,7 @@ from blockyard.shared.config.services.worker import KVTransferConfig, KVTransfer
 from blockyard.shared.messages import FinishReason, KVRole, Sampling
 
 PREFILL, DECODE = KVRole.PREFILL, KVRole.DECODE
-CONNECTORS = ["shm", "tcp"]
+CONNECTORS = ["shm", "tcp", pytest.param("nixl", marks=needs_nixl)]
 
 
 @pytest.fixture

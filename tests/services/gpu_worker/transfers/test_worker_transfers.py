@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from kv_peers import LARGE, SMALL
+from kv_peers import LARGE, SMALL, needs_nixl
 from kv_workers import GEOMETRY, NUM_BLOCKS, KVWorker, bus_at, plan_of, send_to, until, worker_process
 
 from blockyard.services.gpu_worker.transfers import sender_links
@@ -19,6 +19,7 @@ from blockyard.shared.errors import ConfigError
 from blockyard.shared.messages import KVAbort, KVLanded, KVReceive, KVRole, KVSendEnded, NamedCount, Stats
 
 A, B = 0xA, 0xB
+CONNECTORS = ["shm", "tcp", pytest.param("nixl", marks=needs_nixl)]
 
 
 @pytest.fixture
@@ -288,7 +289,7 @@ def test_a_link_is_closed_when_idle_and_when_its_worker_leaves(
     until(lambda: 2 in b.ended and 3 in b.ended, b)
 
 
-@pytest.mark.parametrize("connector", ["shm", "tcp"])
+@pytest.mark.parametrize("connector", CONNECTORS)
 def test_without_encryption_each_link_uses_the_ticket_of_a_transfer(
     make: Callable[..., KVWorker], connector: str
 ) -> None:
@@ -323,7 +324,7 @@ def test_the_ring_poller_wakes_up_while_blocks_move(workers: tuple[KVWorker, KVW
     poller.remove(*a.links.watched, *b.links.watched)
 
 
-@pytest.mark.parametrize("connector", ["shm", "tcp"])
+@pytest.mark.parametrize("connector", CONNECTORS)
 def test_the_sender_is_killed(tmp_path: Path, make: Callable[..., KVWorker], connector: str) -> None:
     """What has landed stays, the transfer ends by itself, and the worker goes on with another sender."""
     b = make(B, LARGE, NUM_BLOCKS, connector=connector)
@@ -349,7 +350,7 @@ def test_the_sender_is_killed(tmp_path: Path, make: Callable[..., KVWorker], con
     assert sorted(b.landed[3]) == [1, 2]
 
 
-@pytest.mark.parametrize("connector", ["shm", "tcp"])
+@pytest.mark.parametrize("connector", CONNECTORS)
 def test_the_receiver_is_killed(tmp_path: Path, make: Callable[..., KVWorker], connector: str) -> None:
     a = make(A, LARGE, NUM_BLOCKS, connector=connector)
     blocks = list(range(NUM_BLOCKS))
