@@ -61,6 +61,14 @@ class CompletedPlan:
         return [*self.decode_outputs.to_slot_results(), *self.slot_results]
 
 
+@dataclass(frozen=True, slots=True)
+class StoredLayers:
+    """Layers of a step that runs. `is_stored` tells whether their K and V of all tokens are in the KV cache."""
+
+    layers: range
+    is_stored: Callable[[], bool]
+
+
 class CachedBlocks(Protocol):
     def blocks_and_hashes(self) -> tuple[list[int], bytes]: ...
     def host_blocks_and_hashes(self) -> tuple[list[int], bytes]: ...
@@ -116,8 +124,12 @@ class StepRunner(Protocol):
     def idle(self) -> bool:
         """Does one piece of background work. Called when the worker has no plan. Returns False if no work is left."""
 
-    def launch(self, plan: StepPlan) -> None:
-        """Starts a plan. A runner without a GPU computes the step before it returns."""
+    def launch(self, plan: StepPlan) -> Sequence[StoredLayers]:
+        """Starts a plan. A runner without a GPU computes the step before it returns.
+
+        Returns groups of layers in their order, all of the model, if the plan sends blocks and the step tells when
+        layers are stored. Otherwise returns nothing: the blocks can be sent once the plan is complete.
+        """
 
     def collect(self) -> list[CompletedPlan]:
         """Returns the completed plans, oldest first, each once. Does not wait."""
@@ -174,8 +186,11 @@ class KVTransfers(Protocol):
     def receive(self, frame: KVReceive) -> None: ...
     def abort(self, frame: KVAbort) -> None: ...
 
+    def on_launched(self, plan: StepPlan, stored: Sequence[StoredLayers]) -> None:
+        """Starts the sends of a plan whose step runs, layers by layers. A transfer begins with its first send."""
+
     def on_plan_done(self, plan: StepPlan) -> None:
-        """Starts the sends of a plan whose step is complete. A transfer begins with its first send."""
+        """Starts the sends of a plan whose step is complete, unless `on_launched` has."""
 
     def count(self, stats: Stats) -> Stats:
         """Returns the worker's counters with those of transfers, and the receivers of sends since the last call."""

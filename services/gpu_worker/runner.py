@@ -1,7 +1,7 @@
 """Runs step plans on a model: applies a plan to the batch, computes, samples, and returns the results of each slot."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -10,7 +10,7 @@ import torch
 from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.batch import Batch
 from blockyard.services.gpu_worker.execution.eager import DeviceSteps, HostSteps
-from blockyard.services.gpu_worker.interfaces import CompletedPlan
+from blockyard.services.gpu_worker.interfaces import CompletedPlan, StoredLayers
 from blockyard.services.gpu_worker.kv.block_hashes import BlockHashes
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.kv.pool_memory import PoolMemory
@@ -29,7 +29,9 @@ class RunAhead(DeviceSteps, Protocol):
     def idle(self) -> bool: ...
     def apply(self, plan: StepPlan) -> None: ...
     def runs_ahead(self, slots: Ints, counts: Ints) -> bool: ...
-    def launch(self, plan: StepPlan, results: list[SlotResult], slots: Ints, counts: Ints) -> None: ...
+    def launch(
+        self, plan: StepPlan, results: list[SlotResult], slots: Ints, counts: Ints
+    ) -> Sequence[StoredLayers]: ...
     def collect(self) -> CompletedPlan | None: ...
     def wait(self) -> CompletedPlan: ...
     def sync_from_host(self, slots: Ints) -> None: ...
@@ -122,7 +124,7 @@ class Runner:
         if self._move_to_device is not None:
             self._move_to_device(self)
 
-    def launch(self, plan: StepPlan) -> None:
+    def launch(self, plan: StepPlan) -> Sequence[StoredLayers]:
         """Applies a plan and starts its step. A slot that cannot run or sample fails without the others."""
         start = time.perf_counter()
         results = self.batch.apply(plan)
@@ -131,8 +133,7 @@ class Runner:
             if self.ahead is not None:
                 self.ahead.apply(plan)
                 if self.ahead.runs_ahead(slots, counts):
-                    self.ahead.launch(plan, results, slots, counts)
-                    return
+                    return self.ahead.launch(plan, results, slots, counts)
                 self._wait_for_steps()
                 slots, counts = self.batch.slots.scheduled(plan.runs)  # slots may have ended
             if len(slots):
@@ -142,6 +143,7 @@ class Runner:
         self.batch.complete(plan, results)
         failed = self.batch.transfers.pop_failed_fetches(plan)
         self._done.append(CompletedPlan(plan, results, time.time(), time.perf_counter() - start, failed))
+        return ()
 
     def collect(self) -> list[CompletedPlan]:
         done, self._done = self._done, []

@@ -70,7 +70,10 @@ class Worker:
 
     def _step(self) -> None:
         if self.session.plans and self._runner.can_launch():
-            self._runner.launch(self.session.plans.popleft())
+            plan = self.session.plans.popleft()
+            stored = self._runner.launch(plan)
+            if stored and self._transfers is not None:
+                self._transfers.on_launched(plan, stored)
         elif not self._runner.in_flight:
             self.counters.idle()
             return

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import queue
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -11,6 +12,8 @@ from typing import TypeVar
 T = TypeVar("T")
 
 Job = Callable[[], None]
+
+SWITCH_INTERVAL_S = 0.0005  # how long a thread waits for the GIL of one that polls without waiting; Python's is 0.005
 
 
 class CopyThread:
@@ -26,6 +29,8 @@ class CopyThread:
         self._num_open = 0
         self._is_closed = False
         self._closing = threading.Lock()  # `report` may not write to a descriptor that is closed
+        # this thread and pyzmq's, which returns sent buffers, take the GIL several times for each copy
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # readable when a job is complete: for select
         self._thread = threading.Thread(target=self._run, name="kv-copies", daemon=True)
         self._thread.start()

@@ -5,6 +5,7 @@ import os
 import random
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -114,15 +115,24 @@ class SenderLink:
         if self.closed:
             self._transfers.on_link_lost()
 
-    def write(self, number: int, sources: list[int], targets: list[int], layers: range) -> None:
+    def write(
+        self,
+        number: int,
+        sources: list[int],
+        targets: list[int],
+        layers: range,
+        is_stored: Callable[[], bool] | None = None,
+    ) -> None:
         """Copies blocks `sources` in `layers` to the receiver's blocks `targets`, once the receiver allows it.
+
+        is_stored: the copy waits until this is true, asked at each `poll`.
 
         K and V of these layers must not change until the transfer has ended. Raises ValueError for blocks that are not
         in the pool, and as `OutgoingTransfers.write`.
         """
         if any(not 0 <= block < self._own.num_blocks for block in sources):
             raise ValueError(f"transfer {number}: some of {sources} are not blocks of this worker")
-        self._transfers.write(number, sources, targets, layers)
+        self._transfers.write(number, sources, targets, layers, is_stored)
 
     def abort(self, number: int, reason: str) -> None:
         """Aborts a transfer. `poll` reports its end once none of its source blocks is read any more."""

@@ -219,7 +219,7 @@ def send(link: Any, wait: Callable[[], None], number: int, sources: list[int], t
 def kernel_s(link: Any, sources: list[int], targets: list[int], programs: int, with_sums: bool, rounds: int) -> float:
     own, theirs = link._own._own, link._writer._theirs
     ids = torch.tensor([sources, targets], dtype=torch.int32, device="cuda")
-    sums = torch.zeros(len(sources), dtype=torch.int64, device="cuda")
+    sums = torch.zeros((LAYERS, len(sources)), dtype=torch.int64).pin_memory()
     checksums = (*link._own._tables, sums) if with_sums else None
     return events_s(lambda: copy_blocks(own, theirs, ids, LAYERS, checksums=checksums, programs=programs), rounds)
 

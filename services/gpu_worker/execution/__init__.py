@@ -6,6 +6,7 @@
   of `pinned_ring`.
 - `decode_graphs.DecodeSteps`: steps of one token a sequence, as CUDA graphs.
 - `prefill_steps` builds steps with prefills, `prefill_graphs` captures them, and `prefill_sizes` decides which sizes.
+- `layer_events.LayerEvents`: events of a step with prefill that is not a CUDA graph, for the sends of KV blocks.
 - `prefill_kernels` compiles prefill attention before the first step.
 
 `runner`, `engine` and `compilation/` call this folder. It imports `batch`, `sampling/`, `kv/`, `attention/`,

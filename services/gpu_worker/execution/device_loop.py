@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -17,12 +17,13 @@ from blockyard.services.gpu_worker.execution import decode_graphs
 from blockyard.services.gpu_worker.execution.decode_graphs import DecodeSettings, DecodeSize, DecodeSteps
 from blockyard.services.gpu_worker.execution.decode_tokens import DecodeTokens
 from blockyard.services.gpu_worker.execution.device_ops import DeviceOps
+from blockyard.services.gpu_worker.execution.layer_events import LayerEvents
 from blockyard.services.gpu_worker.execution.pinned_ring import StepBuffers
 from blockyard.services.gpu_worker.execution.prefill_graphs import PrefillGraphs
 from blockyard.services.gpu_worker.execution.prefill_kernels import compile_prefills
 from blockyard.services.gpu_worker.execution.prefill_sizes import MOST_BYTES
 from blockyard.services.gpu_worker.execution.prefill_steps import PrefillSteps
-from blockyard.services.gpu_worker.interfaces import CompletedPlan
+from blockyard.services.gpu_worker.interfaces import CompletedPlan, StoredLayers
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.linear_tuning.idle_tuning import IdleTuning
 from blockyard.services.gpu_worker.memory import KVMemoryNeed
@@ -129,17 +130,21 @@ class DeviceLoop:
         """Whether a step of these slots can be computed on the device's state."""
         return len(slots) <= self.steps.capacity and int(slots.max()) < self.steps.slots.num_slots
 
-    def launch(self, plan: StepPlan, results: list[SlotResult], slots: Ints, counts: Ints) -> None:
-        """Launches the next `counts` tokens of each slot, decodes first. `results` are returned with the step's."""
+    def launch(self, plan: StepPlan, results: list[SlotResult], slots: Ints, counts: Ints) -> Sequence[StoredLayers]:
+        """Launches the next `counts` tokens of each slot, decodes first. `results` are returned with the step's.
+
+        If the plan sends blocks and the step is not a CUDA graph, returns events of its layers.
+        """
         began_s = time.perf_counter()
         table, logits_edits = self._batch.slots, self.steps.slots.logits_edits
         needs_processing = logits_edits.needs_processing(slots)
+        events = LayerEvents(self.steps.pool.shape.num_layers) if plan.sends else None
         if counts[-1] == 1:
             size = self._size(slots)
             buffers = self._begin(slots, counts, size.rows)
             self.steps.sample(size, self.steps.forward(size), needs_processing)
         else:
-            buffers = self._launch_prefill(slots, counts, needs_processing)
+            buffers = self._launch_prefill(slots, counts, needs_processing, events)
         if logits_edits.num_logprobs:
             buffers.copy_logprobs(logits_edits.buffer)
         buffers.done.record()
@@ -154,8 +159,11 @@ class DeviceLoop:
         self._in_flight_steps.append(
             InFlightStep(plan, results, slots, owners, buffers, began_s, launch_s, num_logprobs, num_decodes)
         )
+        return [] if events is None else events.stored
 
-    def _launch_prefill(self, slots: Ints, counts: Ints, needs_processing: bool) -> StepBuffers:
+    def _launch_prefill(
+        self, slots: Ints, counts: Ints, needs_processing: bool, events: LayerEvents | None
+    ) -> StepBuffers:
         """Launches a step with prefill, as a CUDA graph if one fits."""
         table, descriptor = self._batch.slots, self._prefill_steps.descriptor(counts)
         graph = self._graphs.find(descriptor)
@@ -164,7 +172,7 @@ class DeviceLoop:
             graph.run(buffers, slots, counts, table, needs_processing)
         else:
             buffers = self._begin(slots, counts, descriptor.num_decodes)
-            step = self._prefill_steps.prepare(buffers, descriptor, slots, counts, table)
+            step = self._prefill_steps.prepare(buffers, descriptor, slots, counts, table, events)
             step.sample(step.forward(), needs_processing)
         return buffers
 

@@ -5,7 +5,13 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from blockyard.services.gpu_worker.interfaces import CachedBlocks, CompletedPlan, KVMemory, OffloadableRunner
+from blockyard.services.gpu_worker.interfaces import (
+    CachedBlocks,
+    CompletedPlan,
+    KVMemory,
+    OffloadableRunner,
+    StoredLayers,
+)
 from blockyard.shared.messages import Geometry, MemoryTag, StepPlan
 
 log = logging.getLogger(__name__)
@@ -55,8 +61,8 @@ class SleepingRunner:
     def idle(self) -> bool:
         return not self.level and self._awake().idle()
 
-    def launch(self, plan: StepPlan) -> None:
-        self._awake().launch(plan)
+    def launch(self, plan: StepPlan) -> Sequence[StoredLayers]:
+        return self._awake().launch(plan)
 
     def collect(self) -> list[CompletedPlan]:
         return [] if self._runner is None else self._runner.collect()

@@ -2,10 +2,10 @@
 
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from blockyard.services.gpu_worker.compilation.compile_processes import CompileProcesses
-from blockyard.services.gpu_worker.interfaces import CompletedPlan, KVMemory, Report
+from blockyard.services.gpu_worker.interfaces import CompletedPlan, KVMemory, Report, StoredLayers
 from blockyard.services.gpu_worker.mock.batch import MockBatch, Pattern
 from blockyard.services.gpu_worker.mock.kv import MockKV
 from blockyard.services.gpu_worker.mock.model import describe
@@ -51,11 +51,12 @@ class MockRunner:
     def idle(self) -> bool:
         return False
 
-    def launch(self, plan: StepPlan) -> None:
+    def launch(self, plan: StepPlan) -> Sequence[StoredLayers]:
         start = time.perf_counter()
         results = self.execute(plan)
         step_s = time.perf_counter() - start
         self._done.append(CompletedPlan(plan, results, time.time(), step_s, self._batch.failed))
+        return ()
 
     def collect(self) -> list[CompletedPlan]:
         done, self._done = self._done, []

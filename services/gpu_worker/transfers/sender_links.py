@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from blockyard.services.gpu_worker.interfaces import KVMemory, WorkerLinks
@@ -79,8 +80,10 @@ class SenderLinks:
         sent_to, self._sent_to = self._sent_to, set()
         return sorted(sent_to)
 
-    def write(self, send: KVSend, layers: range) -> None:
-        """Sends blocks in some layers, in which they must be full. Opens link and transfer if they are not open.
+    def write(self, send: KVSend, layers: range, is_stored: Callable[[], bool] | None = None) -> None:
+        """Sends blocks in some layers, in which they must be full once `is_stored` is true; None: they are.
+
+        Opens link and transfer if they are not open.
 
         Raises ValueError for an endpoint that is not valid, and for blocks that this worker does not have.
         """
@@ -93,7 +96,7 @@ class SenderLinks:
             self._by_transfer[number] = target
         self._sent_to.add(send.target)
         self._memory.begin_send(number, send.blocks)
-        target.link.write(number, send.blocks, send.target_blocks, layers)
+        target.link.write(number, send.blocks, send.target_blocks, layers, is_stored)
 
     def abort(self, number: int, reason: str) -> bool:
         """Aborts a transfer. Returns False if it is not open. `poll` reports its end."""

@@ -3,12 +3,12 @@
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
-from blockyard.services.gpu_worker.interfaces import KVMemory, WorkerLinks
+from blockyard.services.gpu_worker.interfaces import KVMemory, StoredLayers, WorkerLinks
 from blockyard.services.gpu_worker.transfers.link_counts import LinkCounts
 from blockyard.services.gpu_worker.transfers.sender_links import SenderLinks
 from blockyard.services.kv_transfer.connectors.selection import check_connector
@@ -67,6 +67,7 @@ class WorkerTransfers:
         self._generation = 0  # the last one that was open
         self._poll_s = 0.0  # time of the next poll if no transfer is open
         self._ended_sends: OrderedDict[int, bool] = OrderedDict()  # number -> whether it was complete
+        self._launched: set[tuple[int, int]] = set()  # scheduler and number of plans that `on_launched` has sent
         self._answers: list[KVLanded | KVSendEnded] = []
         self._past = LinkCounts()  # of links to earlier memory
         self.open()
@@ -168,12 +169,23 @@ class WorkerTransfers:
         else:
             self._answers.append(KVLanded(self._me, number, [], [], True))
 
+    def on_launched(self, plan: StepPlan, stored: Sequence[StoredLayers]) -> None:
+        # plans of an earlier scheduler are not answered
+        self._launched = {entry for entry in self._launched if entry[0] == plan.scheduler}
+        self._launched.add((plan.scheduler, plan.number))
+        for send in plan.sends:
+            for group in stored:
+                self.send(send, group)
+
     def on_plan_done(self, plan: StepPlan) -> None:
+        if (plan.scheduler, plan.number) in self._launched:
+            self._launched.discard((plan.scheduler, plan.number))
+            return
         for send in plan.sends:
             self.send(send)
 
-    def send(self, send: KVSend, layers: range | None = None) -> None:
-        """Sends blocks in `layers`, in which they are full; None: in all.
+    def send(self, send: KVSend, stored: StoredLayers | None = None) -> None:
+        """Sends blocks in layers of a step that runs; None: in all layers, of a complete step.
 
         A part of a transfer that has ended or was aborted is ignored, and answered again.
         """
@@ -182,7 +194,10 @@ class WorkerTransfers:
             self._remember_send(number, is_complete=self._ended_sends.get(number, False))
             return
         try:
-            memory.senders.write(send, range(memory.layout.num_layers) if layers is None else layers)
+            if stored is None:
+                memory.senders.write(send, range(memory.layout.num_layers))
+            else:
+                memory.senders.write(send, stored.layers, stored.is_stored)
         except ValueError as e:
             log.error("KV transfer %d is refused: %s", number, e)
             if not memory.senders.abort(number, str(e)):

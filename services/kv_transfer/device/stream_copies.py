@@ -35,13 +35,12 @@ class CudaStream:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._stream.wait_stream(torch.cuda.current_stream(device))  # the arena is initialized
 
     def use(self) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._stream)
 
     def record(self) -> StreamEvent:
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call] # a thread that waits takes no core
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self._stream)
         return event
 
@@ -57,7 +56,8 @@ class _Copy:
 class StreamCopies:
     """Launches copies on the calling thread, in order, and reports them in order once the GPU has completed them.
 
-    A `CopyThread` waits for them too, so that its descriptor is readable when one is complete.
+    A `CopyThread` waits for them too, so that its descriptor is readable when one is complete. It uses a core
+    meanwhile, because a thread that sleeps would wake up later.
     """
 
     def __init__(self, stream: SideStream, thread: CopyThread) -> None:

@@ -2,6 +2,7 @@
 
 import enum
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -52,6 +53,7 @@ class BlockWrite:
     sources: list[int]
     targets: list[int]
     layers: range
+    is_stored: Callable[[], bool] | None = None  # the copy starts once this is true
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,7 @@ class _Part:
     sources: list[int]
     targets: list[int]
     layers: range
+    is_stored: Callable[[], bool] | None
 
 
 @dataclass(slots=True, eq=False)
@@ -136,9 +139,16 @@ class OutgoingTransfers:
         if early is not None:
             self._allow(it, early)
 
-    def write(self, number: int, sources: list[int], targets: list[int], layers: range) -> None:
+    def write(
+        self,
+        number: int,
+        sources: list[int],
+        targets: list[int],
+        layers: range,
+        is_stored: Callable[[], bool] | None = None,
+    ) -> None:
         """Queues copies of blocks `sources` in `layers` to the receiver's blocks `targets`, whose positions follow one
-        another.
+        another. They start once `is_stored` is true, after earlier ones of the transfer.
 
         Ignored if the transfer has ended. Ends it if the receiver has not reserved `targets` for it in this order, or
         if some of them were queued before. Raises ValueError for layers outside of the model.
@@ -149,7 +159,7 @@ class OutgoingTransfers:
         if not (0 <= layers.start <= layers.stop <= self._layout.num_layers and layers.step == 1):
             raise ValueError(f"the model has {self._layout.num_layers} layers, not {layers}")
         it.sources.update(dict.fromkeys(sources))
-        part = _Part(sources, targets, layers)
+        part = _Part(sources, targets, layers, is_stored)
         if it.blocks is None:
             it.parts.append(part)
         else:
@@ -201,7 +211,7 @@ class OutgoingTransfers:
     def next_write(self) -> BlockWrite | None:
         """Returns the next copy to start, and counts it as in flight. None if there is none."""
         for it in self._open.values():
-            if it.waiting:
+            if it.waiting and ((is_stored := it.waiting[0].is_stored) is None or is_stored()):
                 it.in_flight += 1
                 chunk, *rest = self._chunks(it.waiting.popleft())
                 it.waiting.extendleft(reversed(rest))
@@ -209,7 +219,7 @@ class OutgoingTransfers:
         return None
 
     def has_waiting(self) -> bool:
-        """Whether `next_write` would return a copy."""
+        """Whether copies wait to be started, also those whose K and V are not stored yet."""
         return any(it.waiting for it in self._open.values())
 
     def not_started(self, write: BlockWrite) -> None:
@@ -286,7 +296,7 @@ class OutgoingTransfers:
         else:
             for layer in part.layers:
                 it.requested[layer] |= mask
-            it.waiting.append(BlockWrite(it.number, first, part.sources, part.targets, part.layers))
+            it.waiting.append(BlockWrite(it.number, first, part.sources, part.targets, part.layers, part.is_stored))
 
     def _reject(self, it: _Outgoing, reason: DropReason, detail: str) -> None:
         self.drops.count(reason, f"transfer {it.number}: {detail}")

@@ -3,9 +3,11 @@
 import json
 import math
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -17,9 +19,11 @@ from ties import Score, Ties
 from tiny_models import BY_NAME, VOCAB, greedy_score, start
 
 from blockyard.services.gpu_worker.execution.decode_graphs import IN_FLIGHT
+from blockyard.services.gpu_worker.execution.layer_events import LayerEvents
+from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.services.gpu_worker.warm_up import warm_up
-from blockyard.shared.messages import FinishReason, FullBlock, Sampling, SlotRun, SlotStart, StepPlan
+from blockyard.shared.messages import FinishReason, FullBlock, KVSend, Sampling, SlotRun, SlotStart, StepPlan
 
 EOS = [1, *range(20, 30)]  # so many that some streams sample one
 
@@ -219,6 +223,53 @@ def test_a_slot_is_reused_while_results_of_its_previous_sequence_are_in_flight(a
     assert [results[n][0].num_computed for n in (1, 2, 3, 4)] == [1, 2, 1, 2]
     table = ahead.batch.slots
     assert table.token_ids[0, :3].tolist() == prompt + results[3][0].token_ids + results[4][0].token_ids
+
+
+class SeenEvent:
+    """Sees which layers of block 6 have KV when it is recorded. Complete once a test says so."""
+
+    def __init__(self, pool: KVPool, seen: "list[SeenEvent]") -> None:
+        self._pool, self._seen = pool, seen
+        self.layers: list[bool] = []
+        self.is_complete = False
+
+    def record(self) -> None:
+        self.layers = self._pool.memory[:, 6].flatten(1).any(1).tolist()
+        self._seen.append(self)
+
+    def query(self) -> bool:
+        return self.is_complete
+
+
+def test_a_step_that_sends_blocks_tells_which_layers_are_stored(ahead: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[SeenEvent] = []
+    make = partial(LayerEvents, make_event=lambda: SeenEvent(ahead.pool, seen))
+    monkeypatch.setattr("blockyard.services.gpu_worker.execution.device_loop.LayerEvents", make)
+    num_layers = ahead.pool.shape.num_layers
+    for groups in (8, 2):
+        monkeypatch.setattr("blockyard.services.gpu_worker.execution.layer_events.GROUPS", groups)
+        ahead.reset(4)
+        seen.clear()
+        with torch.inference_mode():
+            ahead.pool.memory[:, 6].zero_()
+        starts = [started(0, prompt_of(3), greedy(), [6, 7])]
+        send = KVSend(1, 2, 1, b"", [6], [0], is_last=True)
+        stored = ahead.launch(StepPlan(1, 1, [], starts, [], [SlotRun(0, 3)], sends=[send]))
+        ends = [group.layers.stop for group in stored]
+        assert ends == ([1, 2, 3] if groups == 8 else [2, 3]) and [group.layers.start for group in stored] == [
+            0, *ends[:-1],
+        ]  # fmt: skip
+        for event, end in zip(seen, ends, strict=True):
+            assert event.layers == [True] * end + [False] * (num_layers - end)
+        assert not any(group.is_stored() for group in stored)
+        seen[0].is_complete = True
+        assert [group.is_stored() for group in stored] == [True] + [False] * (len(stored) - 1)
+        assert not ahead.launch(msgspec.structs.replace(plan(2, 0), sends=[send])), "a step of decodes alone"
+        collected(ahead)
+    seen.clear()
+    ahead.reset(4)
+    assert not ahead.launch(StepPlan(1, 1, [], starts, [], [SlotRun(0, 3)])) and not seen, "nothing to send"
+    collected(ahead)
 
 
 def test_reset_waits_and_drops_what_is_in_flight(ahead: Runner) -> None:

@@ -11,6 +11,7 @@ import pytest
 from kv_peers import LARGE, SMALL, needs_nixl
 from kv_workers import GEOMETRY, NUM_BLOCKS, KVWorker, bus_at, plan_of, send_to, until, worker_process
 
+from blockyard.services.gpu_worker.interfaces import StoredLayers
 from blockyard.services.gpu_worker.transfers import sender_links
 from blockyard.services.kv_transfer.layout import as_text
 from blockyard.services.kv_transfer.protocol.drops import DropReason
@@ -65,6 +66,46 @@ def test_blocks_of_several_plans_land_and_both_ends_answer_once(workers: tuple[K
     assert a.transfers.num_open == b.transfers.num_open == 0 and b.transfers.open_transfers() == {}
 
 
+def test_layers_leave_one_after_another_while_the_step_runs(workers: tuple[KVWorker, KVWorker]) -> None:
+    a, b = workers
+    b.receive(1, A, [5, 9])
+    stored: set[int] = set()  # layers
+    groups = [StoredLayers(range(i, i + 1), lambda i=i: i in stored) for i in range(SMALL.num_layers)]
+    plan = plan_of(send_to(b.geometry, B, 1, [3, 4], [5, 9]))
+    a.transfers.on_launched(plan, groups)
+    for layer in range(SMALL.num_layers):
+        for _ in range(20):
+            a.turn()
+            b.turn()
+        until(lambda: a.transfers.busy, a, b)  # the rest waits
+        moved = [bool((b.memory.blocks[i, [5, 9]] == a.memory.blocks[i, [3, 4]]).all()) for i in range(3)]
+        assert moved == [i < layer for i in range(3)] and not b.landed
+        stored.add(layer)
+        until(lambda i=layer: bool((b.memory.blocks[i, [5, 9]] == a.memory.blocks[i, [3, 4]]).all()), a, b)
+    until(lambda: 1 in a.ended and 1 in b.ended, a, b)
+    assert sorted(b.landed[1]) == [5, 9] and a.is_complete(1)
+    a.transfers.on_plan_done(plan)  # it sends nothing again
+    for _ in range(20):
+        a.turn()
+        b.turn()
+    assert a.is_complete(1) and len(b.landed[1]) == 2
+
+
+def test_an_abort_before_layers_are_stored_ends_a_send(workers: tuple[KVWorker, KVWorker]) -> None:
+    a, b = workers
+    b.receive(1, A, [5])
+    plan = plan_of(send_to(b.geometry, B, 1, [3], [5]))
+    a.transfers.on_launched(plan, [StoredLayers(range(SMALL.num_layers), lambda: False)])
+    for _ in range(20):
+        a.turn()
+        b.turn()
+    a.transfers.abort(KVAbort(1, True))
+    until(lambda: 1 in a.ended and 1 in b.ended, a, b)
+    assert not a.is_complete(1) and not b.landed.get(1) and not b.memory.blocks[:, 5].any()
+    a.transfers.on_plan_done(plan)
+    assert a.transfers.num_open == 0
+
+
 def test_one_link_carries_all_transfers_of_a_pair(workers: tuple[KVWorker, KVWorker]) -> None:
     a, b = workers
     for number in range(6):
@@ -73,18 +114,6 @@ def test_one_link_carries_all_transfers_of_a_pair(workers: tuple[KVWorker, KVWor
     until(lambda: len(a.ended) == len(b.ended) == 6, a, b)
     assert all(holds(b, [2 * n, 2 * n + 1], a, [n, 19 - n]) for n in range(6))
     assert len(a.links.watched) == 5, "socket and monitor of a link and of the receiver, and the copy thread"
-
-
-def test_a_layer_can_be_sent_before_the_others(workers: tuple[KVWorker, KVWorker]) -> None:
-    a, b = workers
-    b.receive(1, A, [5])
-    send = send_to(b.geometry, B, 1, [3], [5])
-    a.transfers.send(send, range(1))
-    until(lambda: bool((b.memory.blocks[0, 5] == a.memory.blocks[0, 3]).all()), a, b)
-    assert not b.landed and not b.memory.blocks[1:, 5].any()
-    a.transfers.send(send, range(1, 3))
-    until(lambda: 1 in a.ended and 1 in b.ended, a, b)
-    assert b.landed[1] == [5] and holds(b, [5], a, [3])
 
 
 @pytest.mark.parametrize("by", ["source", "target"])
