@@ -15,6 +15,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from kv_peers import needs_nixl
 from prometheus_client.parser import text_string_to_metric_families
 from rig import Server, completion, serve
 from several_choices import KINDS, Answer, Body, ask, bodies
@@ -31,7 +32,9 @@ HEARTBEAT_S = 0.7  # counters are at most so old
 CONNECTORS = {
     "shm": '{"kv_connector": "shm", "kv_role": "kv_both"}',
     "tcp": '{"kv_connector": "tcp", "kv_role": "kv_both", "kv_connector_extra_config": {"encrypt": false}}',
+    "nixl": '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}',
 }
+WAYS = ["shm", "tcp", pytest.param("nixl", marks=needs_nixl)]
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +43,7 @@ def unified() -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture(scope="module", params=CONNECTORS)
+@pytest.fixture(scope="module", params=WAYS)
 def ring(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("ring") / "log"
     with serve(*MOCK, *ROLES, *SLOW, "--kv-transfer-config", CONNECTORS[request.param], log=log) as server:
