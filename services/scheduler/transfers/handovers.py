@@ -109,8 +109,10 @@ class Handovers:
         """A sequence with a handover starts in a group. Both workers hear of the transfer."""
         handover = running.sequence.handover
         assert handover is not None
-        if handover.source != group.worker or handover.num_tokens != running.prefill_end:
-            self.drop(running.sequence)  # it started elsewhere, and goes on there
+        is_here = handover.source == group.worker and handover.num_tokens == running.prefill_end
+        # behind a sibling's prompt it may start without the first block of the window that the target needs
+        if not is_here or (handover.positions and handover.positions[0] < running.table.num_freed):
+            self.drop(running.sequence)  # it goes on where it started
             return
         running.set_leaves_prefilled()
         if not handover.target_blocks:  # the target has all blocks
