@@ -6,6 +6,7 @@ import random
 import select
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -200,12 +201,13 @@ class TransferReceiver:
                 self._transfers.on_sums(link.sender, frame)
             case Stopped():
                 self._transfers.on_stopped(link.sender, frame)
-            case LinkClosed() if link.is_nixl:
-                self._lose(link)  # the agent may still let the sender write
             case LinkClosed():
                 self._remove(link)
                 self._drop_process(link.sender)
-                self._transfers.on_link_closed(link.sender)
+                if link.is_nixl:
+                    self._close_agent(link.sender, self._transfers.on_link_closed)
+                else:
+                    self._transfers.on_link_closed(link.sender)
 
     def _greet(self, route: bytes, hello: LinkHello) -> None:
         reason = ""
@@ -329,7 +331,7 @@ class TransferReceiver:
 
     def _end_if_stopped(self, sender: int) -> None:
         """Ends the transfers of a lost link, if its sender certainly cannot write any more."""
-        if sender not in self._processes and not self._closing[sender]:
+        if sender not in self._links and sender not in self._processes and not self._closing[sender]:
             self._transfers.on_sender_stopped(sender)
 
     def _forget(self, sender: int) -> None:
@@ -338,15 +340,21 @@ class TransferReceiver:
             return
         self._remove(link)
         self._transfers.on_link_lost(sender)
-        if link.is_nixl and self._nixl is not None:
-            self._closing[sender] += 1
-            self._nixl.close(sender, lambda: self._closed(sender))
+        if link.is_nixl:
+            self._close_agent(sender, self._end_if_stopped)
 
-    def _closed(self, sender: int) -> None:
-        self._closing[sender] -= 1
-        self._closing += Counter()  # drops zeros
-        if sender not in self._links:
-            self._end_if_stopped(sender)
+    def _close_agent(self, sender: int, then: Callable[[int], None]) -> None:
+        """Calls `then` once the sender's agent cannot write to this worker's memory any more."""
+        if self._nixl is None:  # it could not be loaded
+            return
+
+        def closed() -> None:
+            self._closing[sender] -= 1
+            self._closing += Counter()  # drops zeros
+            then(sender)
+
+        self._closing[sender] += 1
+        self._nixl.close(sender, closed)
 
     def _remove(self, link: _Link) -> None:
         del self._links[link.sender], self._routes[link.route]
