@@ -37,7 +37,10 @@ class _Unpack:
 
 
 class _CopyBuffers:
-    """Block ids and checksums of one copy. Reused, because allocating pinned memory may take longer than a copy."""
+    """Block ids and checksums of one copy. Reused, because allocating pinned memory may take longer than a copy.
+
+    Make it on the stream of the copies.
+    """
 
     def __init__(self, device: torch.device, num_ids: int, num_sums: int) -> None:
         pins = device.type == "cuda"
@@ -197,18 +200,23 @@ class DeviceBlocks:
     ) -> None:  # fmt: skip
         """Launches a copy with buffers for `num_rows` rows of ids and for a checksum of each block and layer."""
         num_ids, num_sums = num_rows * len(ids), len(layers) * len(ids)
-        buffers = self._buffers.pop() if self._buffers else None
-        if buffers is None or not buffers.fits(num_ids, num_sums):
-            buffers = _CopyBuffers(self._own.device, num_ids, num_sums)
-        taken = buffers
 
-        def complete(sums: Tensor | None) -> None:
+        def launch_with_buffers() -> tuple[_CopyBuffers, Tensor | None]:
+            # allocates on the side stream: memory of the steps' stream that torch counts as free may still be in use
+            # by a step that runs
+            buffers = self._buffers.pop() if self._buffers else None
+            if buffers is None or not buffers.fits(num_ids, num_sums):
+                buffers = _CopyBuffers(self._own.device, num_ids, num_sums)
+            return buffers, launch(buffers)
+
+        def complete(launched: tuple[_CopyBuffers, Tensor | None]) -> None:
+            buffers, sums = launched
             total: Words | None = None if sums is None else sums.numpy().view(np.uint64).sum(0)
-            self._buffers.append(taken)
+            self._buffers.append(buffers)
             done(total)
 
         # buffers of a copy that has failed are not used again: the GPU may still write to them
-        self._copies.submit(lambda: launch(taken), complete, failed)
+        self._copies.submit(launch_with_buffers, complete, failed)
 
     def _sum(self, ids: Tensor, layers: range, buffers: _CopyBuffers) -> Tensor:
         assert self._tables is not None

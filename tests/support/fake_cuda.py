@@ -10,8 +10,7 @@ import ctypes
 import math
 import secrets
 import threading
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -32,6 +31,7 @@ class FakeGpu:
         self.error = ""  # of a kernel; it stays
         self.refuses = ""  # why memory cannot be exported
         self.open: list[int] = []  # addresses that are mapped
+        self.on_side_stream = False  # what this thread launches and allocates now
         self._handles: dict[bytes, int] = {}
 
     # as `CudaDriver`
@@ -87,9 +87,14 @@ class FakeStream:
     def __init__(self, gpu: FakeGpu) -> None:
         self._gpu = gpu
 
-    def use(self) -> AbstractContextManager[Any]:
+    @contextlib.contextmanager
+    def use(self) -> Iterator[None]:
         self._gpu.check()
-        return contextlib.nullcontext()
+        self._gpu.on_side_stream = True
+        try:
+            yield
+        finally:
+            self._gpu.on_side_stream = False
 
     def record(self) -> FakeEvent:
         self._gpu.check()

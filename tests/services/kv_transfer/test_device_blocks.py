@@ -1,6 +1,7 @@
 """Copies of blocks in GPU memory: errors of the GPU, the order of reports, mappings and buffers. The GPU is fake."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -145,6 +146,26 @@ def test_a_handle_of_memory_that_was_dropped(fake_gpu: FakeGpu) -> None:
     assert view.tolist() == [0, 0], "the view has the new memory"
     del mapped
     assert fake_gpu.open == []
+
+
+@pytest.mark.parametrize("connector", ["cuda_ipc", "tcp"])
+def test_memory_of_a_copy_is_allocated_on_its_stream(
+    fake_gpu: FakeGpu, gpu_peers: tuple[Peer, Peer], connector: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise torch may return memory that a step in flight still uses, and the copy reads other ids."""
+    pair, real, streams = Pair(*gpu_peers, connector), torch.empty, list[bool]()
+
+    def empty(*args: Any, **options: Any) -> torch.Tensor:
+        if "device" in options:
+            streams.append(fake_gpu.on_side_stream)
+        return real(*args, **options)
+
+    monkeypatch.setattr(device_blocks.torch, "empty", empty)
+    pair.begin(1, [4, 5])
+    pair.sender.write(1, [1, 2], [4, 5], ALL)
+    pair.until(lambda: 1 in pair.ended)
+    assert pair.ended[1].outcome is Received.LANDED and streams and all(streams)
+    pair.close()
 
 
 def test_received_bytes_wait_for_a_pinned_buffer(fake_gpu: FakeGpu) -> None:
