@@ -171,6 +171,10 @@ class KVTransfers(Protocol):
         """Whether `poll` must be called within a millisecond. Otherwise the worker's links wake up when it is due."""
 
     @property
+    def needs_polling(self) -> bool:
+        """Whether a GPU copies blocks now, which nothing reports: `poll` must be called without waiting."""
+
+    @property
     def num_open(self) -> int:
         """The number of transfers that have not ended."""
 

@@ -85,7 +85,7 @@ class Worker:
         self.session.answer_transfers(transfers.poll())
         if not transfers.num_open:
             return False
-        self._wait_s = TRANSFER_POLL_S if transfers.busy else CHORE_POLL_S
+        self._wait_s = 0.0 if transfers.needs_polling else TRANSFER_POLL_S if transfers.busy else CHORE_POLL_S
         return True
 
     def _answer(self, done: CompletedPlan) -> None:

@@ -38,7 +38,12 @@ class BlockMemory(Protocol):
     chunk_bytes: int  # of one copy to mapped memory
 
     def poll(self) -> None:
-        """Reports complete copies. Call it when `CopyThread.descriptor` is readable."""
+        """Reports complete copies. Call it when `CopyThread.descriptor` is readable, and all the time while
+        `needs_polling`."""
+
+    @property
+    def needs_polling(self) -> bool:
+        """Whether a GPU copies: no descriptor tells when it has finished. A copy takes less than a millisecond."""
 
     def drain(self) -> None:
         """Waits for all copies."""
@@ -78,6 +83,10 @@ class HostBlocks:
 
     def poll(self) -> None:
         self._copies.poll()
+
+    @property
+    def needs_polling(self) -> bool:
+        return False
 
     def drain(self) -> None:
         self._copies.drain()

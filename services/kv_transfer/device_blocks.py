@@ -94,8 +94,15 @@ class DeviceBlocks:
         self._thread.poll()
         self._copies.poll()
 
+    @property
+    def needs_polling(self) -> bool:
+        return self._copies.in_flight > 0
+
     def drain(self) -> None:
-        self._copies.drain()
+        self._thread.drain()
+        while self._copies.in_flight:
+            self._copies.drain()
+            self._thread.drain()
 
     def map_peer(self, handle: ArenaHandle) -> MappedBlocks:
         if not isinstance(handle, DeviceArenaHandle):
@@ -227,4 +234,4 @@ class DeviceBlocks:
 
 def open_blocks(memory: Tensor, layout: BlockLayout, thread: CopyThread) -> DeviceBlocks:
     """memory [num_bytes] uint8 on a GPU."""
-    return DeviceBlocks(memory, layout, thread, StreamCopies(CudaStream(memory.device), thread))
+    return DeviceBlocks(memory, layout, thread, StreamCopies(CudaStream(memory.device)))

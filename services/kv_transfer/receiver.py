@@ -64,7 +64,8 @@ class TransferReceiver:
     """Accepts links and blocks of all senders, for one generation of this worker's arena. Only `close` waits.
 
     All work happens in `poll`. Call it when `socket`, `monitor` or `CopyThread.descriptor` is readable, within a
-    millisecond while `busy`, and at least once a second. Make a new receiver after `Arena.drop`.
+    millisecond while `busy`, without waiting while `needs_polling`, and at least once a second. Make a new receiver
+    after `Arena.drop`.
     """
 
     def __init__(
@@ -116,6 +117,11 @@ class TransferReceiver:
         """Whether to poll within a millisecond: frames wait for a full link, of which no descriptor tells when it has
         room, or the `poll` of a sender's link has made events."""
         return self._transfers.has_output or any(link.outbox for link in self._links.values())
+
+    @property
+    def needs_polling(self) -> bool:
+        """Whether a GPU copies."""
+        return self._own.needs_polling
 
     def admit(self, ticket: bytes, sender: int) -> None:
         """Lets this sender open one link with a ticket that it received over an encrypted link."""

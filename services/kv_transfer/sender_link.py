@@ -53,8 +53,9 @@ _BROKEN = (
 class SenderLink:
     """Sends blocks to one receiver, for one generation of both arenas. Only `close` waits.
 
-    All work happens in `poll`. Call it when `socket`, `monitor` or `CopyThread.descriptor` is readable, and within a
-    millisecond while `busy`. A closed link does not open again: make a new one, with a new ticket.
+    All work happens in `poll`. Call it when `socket`, `monitor` or `CopyThread.descriptor` is readable, within a
+    millisecond while `busy`, and without waiting while `needs_polling`. A closed link does not open again: make a new
+    one, with a new ticket.
     """
 
     def __init__(
@@ -108,6 +109,11 @@ class SenderLink:
             return True
         can_start = bool(self.connector) and self._transfers.has_waiting()
         return not self.closed and (bool(self._outbox or self._broken) or can_start)
+
+    @property
+    def needs_polling(self) -> bool:
+        """Whether a GPU copies."""
+        return self._own.needs_polling
 
     def begin(self, number: int, receiver_generation: int) -> None:
         """Opens a transfer. Raises ValueError for a used number."""

@@ -110,7 +110,7 @@ def waiter(link: Any, peer: Peer, pipe: Connection) -> Callable[[], None]:
         poller.register(it, zmq.POLLIN)
 
     def wait() -> None:
-        poller.poll(1 if link.busy else 100)
+        poller.poll(0 if link.needs_polling else 1 if link.busy else 100)
 
     return wait
 

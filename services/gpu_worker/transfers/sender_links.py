@@ -58,6 +58,10 @@ class SenderLinks:
         return any(target.link.busy for target in self._targets.values())
 
     @property
+    def needs_polling(self) -> bool:
+        return any(target.link.needs_polling for target in self._targets.values())
+
+    @property
     def num_open(self) -> int:
         return len(self._by_transfer)
 

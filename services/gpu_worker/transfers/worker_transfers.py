@@ -48,7 +48,7 @@ class _Memory:
 
 class WorkerTransfers:
     """Owns links, sockets and the copy thread. A thread that calls it has to call `poll` when the ring's links wake up,
-    and within a millisecond while `busy`.
+    within a millisecond while `busy`, and without waiting while `needs_polling`.
 
     Answers are for the scheduler that is attached when `poll` returns them. Numbers of transfers are never used again,
     so a transfer that is not open has ended, or has not begun and never will once it was aborted.
@@ -76,6 +76,11 @@ class WorkerTransfers:
     def busy(self) -> bool:
         memory = self._memory
         return bool(self._answers) or (memory is not None and (memory.senders.busy or memory.receiver.busy))
+
+    @property
+    def needs_polling(self) -> bool:
+        memory = self._memory
+        return memory is not None and (memory.receiver.needs_polling or memory.senders.needs_polling)
 
     @property
     def num_open(self) -> int:

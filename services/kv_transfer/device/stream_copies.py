@@ -1,5 +1,6 @@
 """Copies on a CUDA stream beside the steps."""
 
+import contextlib
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -7,8 +8,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
-
-from blockyard.services.kv_transfer.copy_thread import CopyThread
 
 T = TypeVar("T")
 
@@ -56,13 +55,17 @@ class _Copy:
 class StreamCopies:
     """Launches copies on the calling thread, in order, and reports them in order once the GPU has completed them.
 
-    A `CopyThread` waits for them too, so that its descriptor is readable when one is complete. It uses a core
-    meanwhile, because a thread that sleeps would wake up later.
+    No descriptor tells that one is complete: call `poll` without waiting while there are `in_flight`. A second thread
+    that waits for the GPU would report it later, because it must get the GIL first.
     """
 
-    def __init__(self, stream: SideStream, thread: CopyThread) -> None:
-        self._stream, self._thread = stream, thread
+    def __init__(self, stream: SideStream) -> None:
+        self._stream = stream
         self._open: deque[_Copy] = deque()
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._open)
 
     def run(self, launch: Callable[[], T]) -> T:
         """Launches work before the first copy. Raises what `launch` raises."""
@@ -80,13 +83,11 @@ class StreamCopies:
             event = self._stream.record()
         except Exception as e:  # noqa: BLE001 - `failed` gets it
             self._open.append(_Copy(e, launch, _nothing, failed))
-            self._thread.submit(_nothing, _ignore, _ignore)
             return
         self._open.append(_Copy(event, launch, lambda: done(result), failed))
-        self._thread.submit(event.synchronize, _ignore, _ignore)  # `poll` reports an error
 
     def poll(self) -> None:
-        """Reports complete copies. Does not wait. Asks the GPU, because the thread may have to wait for the GIL."""
+        """Reports complete copies. Does not wait."""
         while self._open:
             copy = self._open[0]
             error = copy.state if isinstance(copy.state, Exception) else None
@@ -102,16 +103,14 @@ class StreamCopies:
                 copy.failed(error)
 
     def drain(self) -> None:
-        """Waits for all copies and reports them, and jobs of the thread, also those that are submitted meanwhile."""
-        self._thread.drain()
+        """Waits for all copies and reports them, also those that are submitted meanwhile."""
         while self._open:
+            state = self._open[0].state
+            if not isinstance(state, Exception):
+                with contextlib.suppress(RuntimeError):  # `poll` reports it
+                    state.synchronize()
             self.poll()
-            self._thread.drain()
 
 
 def _nothing() -> None:
-    pass
-
-
-def _ignore(_: object) -> None:
     pass

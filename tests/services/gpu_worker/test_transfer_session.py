@@ -86,6 +86,7 @@ class Runner:
 class Transfers:
     log: list[object]
     busy: bool = False
+    needs_polling: bool = False
     num_open: int = 0
     answers: list[KVLanded | KVSendEnded] = field(default_factory=list)
 
@@ -262,23 +263,26 @@ class PolledLinks(FakeLinks):
         return [] if not callable(turn) else turn() or []
 
 
-def test_the_loop_waits_a_millisecond_while_transfers_are_busy_and_does_no_chores_while_they_are_open() -> None:
+def test_how_long_the_loop_waits_while_transfers_are_open_without_chores() -> None:
     log = list[object]()
     transfers = Transfers(log)
 
     def begin() -> None:
         transfers.num_open, transfers.busy = 1, True
 
+    def copy() -> None:
+        transfers.needs_polling = True
+
     def calm() -> None:
-        transfers.busy = False
+        transfers.busy = transfers.needs_polling = False
 
     def end() -> None:
         transfers.num_open = 0
 
-    links = PolledLinks([begin, None, calm, None, end, None])
+    links = PolledLinks([begin, None, copy, calm, None, end, None])
     Worker(links, Runner(log), transfers).run(links.stopped)
     busy, calm_s = TRANSFER_POLL_S, CHORE_POLL_S
-    assert links.waits == [CHORE_POLL_S, busy, busy, calm_s, calm_s, IDLE_POLL_S, IDLE_POLL_S]
+    assert links.waits == [CHORE_POLL_S, busy, busy, 0.0, calm_s, calm_s, IDLE_POLL_S, IDLE_POLL_S]
     assert log == ["chore", "close"], "a chore only once the transfer had ended"
 
 

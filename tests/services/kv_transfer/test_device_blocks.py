@@ -148,6 +148,23 @@ def test_a_handle_of_memory_that_was_dropped(fake_gpu: FakeGpu) -> None:
     assert fake_gpu.open == []
 
 
+def test_both_ends_are_polled_without_waiting_while_their_gpu_copies(
+    fake_gpu: FakeGpu, gpu_peers: tuple[Peer, Peer]
+) -> None:
+    pair = Pair(*gpu_peers, "cuda_ipc")
+    pair.begin(1, [4])
+    fake_gpu.computes.clear()
+    assert not pair.sender.needs_polling
+    pair.sender.write(1, [1], [4], ALL)
+    pair.until(lambda: pair.sender.needs_polling)
+    assert not pair.receiver.needs_polling
+    fake_gpu.computes.set()
+    pair.until(lambda: pair.receiver.needs_polling)
+    pair.until(lambda: 1 in pair.ended)
+    assert not pair.sender.needs_polling and not pair.receiver.needs_polling
+    pair.close()
+
+
 @pytest.mark.parametrize("connector", ["cuda_ipc", "tcp"])
 def test_memory_of_a_copy_is_allocated_on_its_stream(
     fake_gpu: FakeGpu, gpu_peers: tuple[Peer, Peer], connector: str, monkeypatch: pytest.MonkeyPatch
