@@ -37,7 +37,7 @@ from blockyard.services.kv_transfer.protocol.frames import (
     ToReceiver,
     Transfer,
 )
-from blockyard.services.kv_transfer.protocol.incoming import BlocksLanded, IncomingTransfers, ReceiverEnded
+from blockyard.services.kv_transfer.protocol.incoming import IncomingEvent, IncomingTransfers
 from blockyard.shared.bus.frames import in_log
 from blockyard.shared.bus.sockets import Sockets, readable
 from blockyard.shared.config.services.worker import KVTransferConfig, KVTransferFaults
@@ -141,11 +141,14 @@ class TransferReceiver:
             raise ValueError(f"transfer {transfer.number}: some of {transfer.blocks} are not blocks of this worker")
         self._transfers.expect(transfer)
 
-    def revoke(self, number: int) -> None:
-        """Aborts a transfer. `poll` reports its end once the sender cannot write to its blocks any more."""
-        self._transfers.revoke(number)
+    def revoke(self, number: int, sender_stopped: bool = False) -> None:
+        """Aborts a transfer. `poll` reports its end once the sender cannot write to its blocks any more.
 
-    def poll(self) -> list[BlocksLanded | ReceiverEnded]:
+        sender_stopped: see `IncomingTransfers.revoke`.
+        """
+        self._transfers.revoke(number, sender_stopped)
+
+    def poll(self) -> list[IncomingEvent]:
         """Receives frames, starts landings, sends frames. Returns landed blocks and ended transfers, in order."""
         self._own.poll()
         for _ in range(MAX_MESSAGES_A_TURN):
@@ -337,7 +340,11 @@ class TransferReceiver:
 
     def _end_if_stopped(self, sender: int) -> None:
         """Ends the transfers of a lost link, if its sender certainly cannot write any more."""
-        if sender not in self._links and sender not in self._processes and not self._closing[sender]:
+        if sender in self._links or self._closing[sender]:
+            return  # a new link says that the sender has stopped, or the agent's end comes here again
+        if sender in self._processes:
+            self._transfers.on_sender_unreachable(sender)
+        else:
             self._transfers.on_sender_stopped(sender)
 
     def _forget(self, sender: int) -> None:

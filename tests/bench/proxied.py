@@ -36,6 +36,7 @@ class Proxy:
         self._loop, self._port = loop, int(target.rpartition(":")[2])
         self._connections: set[asyncio.Task[None]] = set()
         self._refuse_until = 0.0
+        self._swallows = False
         listener = socket.create_server((HOST, 0))
         self.endpoint = f"tcp://{HOST}:{listener.getsockname()[1]}"
         starting = asyncio.run_coroutine_threadsafe(asyncio.start_server(self._forward, sock=listener), loop)
@@ -48,6 +49,10 @@ class Proxy:
     def cut(self, refuse_s: float = 0.0) -> None:
         """Resets all connections; new ones are reset too for so long."""
         asyncio.run_coroutine_threadsafe(self._cut(refuse_s), self._loop).result()
+
+    def swallow(self) -> None:
+        """Forwards nothing until the next cut: what is sent meanwhile is lost."""
+        self._swallows = True
 
     def close(self) -> None:
         """Before its loop is stopped."""
@@ -63,6 +68,7 @@ class Proxy:
         self._refuse_until = time.monotonic() + refuse_s
         for task in list(self._connections):
             task.cancel()
+        self._swallows = False
 
     async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -73,7 +79,7 @@ class Proxy:
             if time.monotonic() >= self._refuse_until:
                 back, there = await asyncio.open_connection(HOST, self._port)
                 ends.append(there)
-                copies = [asyncio.create_task(_copy(*ways)) for ways in ((reader, there), (back, writer))]
+                copies = [asyncio.create_task(self._copy(*ways)) for ways in ((reader, there), (back, writer))]
                 try:
                     await asyncio.wait(copies, return_when=asyncio.FIRST_COMPLETED)
                 finally:
@@ -88,12 +94,12 @@ class Proxy:
                     end.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
                 end.transport.abort()
 
-
-async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with contextlib.suppress(OSError):
-        while data := await reader.read(READ_BYTES):
-            writer.write(data)
-            await writer.drain()
+    async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(READ_BYTES):
+                if not self._swallows:
+                    writer.write(data)
+                    await writer.drain()
 
 
 class ProxiedRegistry(RegistrySocket):

@@ -25,7 +25,7 @@ from blockyard.services.kv_transfer.host_blocks import Words, blocks_of
 from blockyard.services.kv_transfer.layout import BlockLayout
 from blockyard.services.kv_transfer.link_sockets import transfer_sockets
 from blockyard.services.kv_transfer.protocol.frames import HostArenaHandle, Transfer
-from blockyard.services.kv_transfer.protocol.incoming import BlocksLanded, ReceiverEnded
+from blockyard.services.kv_transfer.protocol.incoming import BlocksLanded, ReceiverEnded, SenderUnreachable
 from blockyard.services.kv_transfer.protocol.outgoing import SenderEnded
 from blockyard.services.kv_transfer.receiver import TransferReceiver
 from blockyard.services.kv_transfer.sender_link import SenderLink
@@ -88,6 +88,7 @@ class Pair:
         self.sender = source.sender(self.receiver.endpoint, connector)
         self.sent: dict[int, SenderEnded] = {}
         self.landed: dict[int, list[int]] = {}
+        self.unreachable: list[int] = []  # transfers whose sender is unreachable, each time that this is said
         self.ended: dict[int, ReceiverEnded] = {}
 
     def transfer(self, number: int, targets: list[int]) -> Transfer:
@@ -104,6 +105,8 @@ class Pair:
         for event in self.receiver.poll():
             if isinstance(event, BlocksLanded):
                 self.landed.setdefault(event.number, []).extend(event.positions)
+            elif isinstance(event, SenderUnreachable):
+                self.unreachable.append(event.number)
             else:
                 assert event.number not in self.ended
                 self.ended[event.number] = event

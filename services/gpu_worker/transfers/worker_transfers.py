@@ -16,7 +16,7 @@ from blockyard.services.kv_transfer.copy_thread import CopyThread
 from blockyard.services.kv_transfer.layout import BlockLayout, as_text
 from blockyard.services.kv_transfer.link_sockets import bind_address, transfer_sockets
 from blockyard.services.kv_transfer.protocol.frames import Transfer
-from blockyard.services.kv_transfer.protocol.incoming import BlocksLanded, Received, ReceiverEnded
+from blockyard.services.kv_transfer.protocol.incoming import BlocksLanded, Received, ReceiverEnded, SenderUnreachable
 from blockyard.services.kv_transfer.protocol.outgoing import Sent
 from blockyard.services.kv_transfer.receiver import TransferReceiver
 from blockyard.shared.bus.sockets import Sockets
@@ -166,7 +166,7 @@ class WorkerTransfers:
         """Answers at once for a transfer that is not open here, each time."""
         memory, number = self._memory, frame.transfer
         if memory is not None and number in memory.receives:
-            memory.receiver.revoke(number)
+            memory.receiver.revoke(number, frame.sender_stopped)
         elif memory is not None and memory.senders.abort(number, "the scheduler has given it up"):
             return
         elif frame.is_source:
@@ -250,6 +250,8 @@ class WorkerTransfers:
                     blocks = [frame.blocks[position] for position in positions]
                     memory.blocks.landed(blocks)
                     landed.setdefault(number, []).extend(blocks)
+                case SenderUnreachable(number):
+                    self._answers.append(KVLanded(self._me, number, [], sender_unreachable=True))
                 case ReceiverEnded(number, outcome, _, corrupt, detail):
                     if outcome is not Received.LANDED:
                         log.info("KV transfer %d from %x: %s %s", number, frame.source, outcome, detail)

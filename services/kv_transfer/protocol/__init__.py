@@ -8,6 +8,7 @@
 The receiver decides when its blocks may be written. A sender writes blocks of a transfer only after `WritesAllowed`,
 and never after the last `BlockSums` or `Stopped`. The receiver ends a transfer, which frees its blocks, only if the
 sender has sent one of these two or cannot write any more (`LinkClosed`, a new `LinkHello`, the end of its process), and
-if its own copies and checksums of the blocks are done.
+if its own copies and checksums of the blocks are done. If the link has broken and both live, the receiver hears from
+the scheduler that the sender has ended the transfer.
 `outgoing` and `incoming` import `frames`, `drops` and `bit_masks`, and not each other.
 """

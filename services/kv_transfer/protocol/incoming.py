@@ -46,6 +46,13 @@ class BlocksLanded:
 
 
 @dataclass(frozen=True, slots=True)
+class SenderUnreachable:
+    """The link of a transfer has broken, and its sender may still write: see `IncomingTransfers.revoke`."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
 class ReceiverEnded:
     """A transfer has ended. Its blocks may be used for something else."""
 
@@ -54,6 +61,9 @@ class ReceiverEnded:
     landed: list[int]  # positions of all its `BlocksLanded`
     corrupt: list[int]  # positions with a wrong checksum
     detail: str = ""
+
+
+IncomingEvent = BlocksLanded | SenderUnreachable | ReceiverEnded
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,6 +88,7 @@ class _Incoming:
     corrupt: int = 0
     is_allowed: bool = False  # the sender may write
     has_stopped: bool = False  # the sender writes nothing more
+    is_unreachable: bool = False  # the sender has no link, and may still write
     in_flight: int = 0  # landings
     ending: tuple[Received, str] | None = None  # waits for the sender and for landings in flight
     positions: int = field(init=False)  # bit mask of all positions
@@ -101,7 +112,7 @@ class IncomingTransfers:
         self._ended: OrderedDict[int, None] = OrderedDict()
         self._linked: set[int] = set()  # senders
         self._frames: list[tuple[int, LinkFrame]] = []
-        self._events: list[BlocksLanded | ReceiverEnded] = []
+        self._events: list[IncomingEvent] = []
 
     @property
     def num_open(self) -> int:
@@ -138,9 +149,19 @@ class IncomingTransfers:
         elif transfer.sender in self._linked:
             self._allow(it)
 
-    def revoke(self, number: int) -> None:
-        """Aborts a transfer. It ends when the sender has stopped. Ignored if it has ended."""
+    def revoke(self, number: int, sender_stopped: bool = False) -> None:
+        """Aborts a transfer. It ends when the sender has stopped. Ignored if it has ended.
+
+        Of a transfer that is `SenderUnreachable` this is said again. sender_stopped: the sender has told the scheduler
+        that it writes nothing more; that ends such a transfer.
+        """
         it = self._open.get(number)
+        if it is not None and it.is_unreachable:
+            if sender_stopped:
+                self._begin_end(it, Received.REVOKED, "", has_stopped=True)
+            else:
+                self._events.append(SenderUnreachable(number))
+            return
         if it is None or it.ending is not None:
             return
         if it.is_allowed and not it.has_stopped:
@@ -162,6 +183,13 @@ class IncomingTransfers:
         for it in self._of(sender):
             if it.is_allowed:
                 self._begin_end(it, Received.SENDER_LOST, "")
+
+    def on_sender_unreachable(self, sender: int) -> None:
+        """After `on_link_lost`: nothing but the end of the sender's process tells when it stops writing."""
+        for it in self._of(sender):
+            if it.is_allowed and not it.has_stopped and not it.is_unreachable:
+                it.is_unreachable = True
+                self._events.append(SenderUnreachable(it.transfer.number))
 
     def on_link_closed(self, sender: int) -> None:
         """The sender has closed the link on purpose, and writes nothing more for transfers that it had begun.
@@ -274,7 +302,7 @@ class IncomingTransfers:
         frames, self._frames = self._frames, []
         return frames
 
-    def take_events(self) -> list[BlocksLanded | ReceiverEnded]:
+    def take_events(self) -> list[IncomingEvent]:
         events, self._events = self._events, []
         return events
 

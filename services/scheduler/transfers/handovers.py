@@ -261,6 +261,8 @@ class Handovers:
         known = self.ledger.transfers.get(frame.transfer)
         was_aborted = known is None or known.is_aborted
         match frame:
+            case KVLanded(_, number, sender_unreachable=True):
+                transfer = self.ledger.on_sender_unreachable(worker, number, now)
             case KVLanded(_, number, blocks, failed, is_ended):
                 transfer = self.ledger.on_landed(worker, number, blocks, failed, is_ended, now)
                 if transfer is not None and failed:
@@ -357,5 +359,5 @@ class Handovers:
             elif group is not None:
                 group.kv_cache.blocks.release(blocks, ())
                 self._groups.mark_dirty([group])
-        for worker, number, is_source in self.ledger.take_asks():
-            self._outbox.send(worker, KVAbort(number, is_source))
+        for worker, frame in self.ledger.take_asks():
+            self._outbox.send(worker, frame)

@@ -7,6 +7,8 @@ import enum
 from collections import Counter
 from dataclasses import dataclass, field
 
+from blockyard.shared.messages import KVAbort
+
 
 class EndState(enum.Enum):
     OFFERED = enum.auto()  # the worker uses the blocks, or may do so
@@ -26,11 +28,13 @@ class TransferEnd:
     is_gone: bool = False  # the worker is lost
     is_held: bool = True  # the blocks are held in the worker's group
     last_plan: int = 0  # of the source: the last plan that sends blocks
+    has_lost_link: bool = False  # its worker cannot hear from the other one that it has stopped
 
     def reopen(self, worker: int, blocks: list[int]) -> None:
         """The worker begins anew, and may still use these blocks."""
         self.worker, self.blocks, self.state = worker, blocks, EndState.ABORTED
         self.has_answered, self.is_gone, self.is_held, self.last_plan = False, False, True, 0
+        self.has_lost_link = False
 
     def detach(self, is_lost: bool) -> None:
         """The group of the worker is dropped."""
@@ -88,7 +92,7 @@ class TransferLedger:
         self.transfers: dict[int, Transfer] = {}
         self._lease_s = lease_s
         self.last_opened = (scheduler & 0xFFFF_FFFF) << 31  # number
-        self._asks: dict[tuple[int, int, bool], None] = {}  # in order
+        self._asks: dict[tuple[int, int, bool], bool] = {}  # in order
         self._released: list[tuple[Transfer, TransferEnd]] = []
 
     @property
@@ -139,10 +143,13 @@ class TransferLedger:
             self.abort(transfer, now)
         return due
 
-    def take_asks(self) -> list[tuple[int, int, bool]]:
-        """Workers to send KVAbort to, with the transfer's number and whether the worker is its source."""
-        asks, self._asks = list(self._asks), {}
-        return asks
+    def take_asks(self) -> list[tuple[int, KVAbort]]:
+        """Frames to send, with their workers."""
+        asks, self._asks = self._asks, {}
+        return [
+            (worker, KVAbort(number, is_source, sender_stopped))
+            for (worker, number, is_source), sender_stopped in asks.items()
+        ]
 
     def take_released(self) -> list[tuple[Transfer, TransferEnd, list[int]]]:
         """Ends that no worker uses any more, with their blocks, which the caller gives back."""
@@ -200,6 +207,23 @@ class TransferLedger:
         self._settle(transfer)
         return transfer
 
+    def on_sender_unreachable(self, worker: int, number: int, now: float) -> Transfer | None:
+        """The link between two workers has broken: the target has to hear from here when the source has stopped.
+
+        None if the notice is dropped.
+        """
+        transfer = self.transfers.get(number)
+        end = transfer.end_of(worker) if transfer is not None else None
+        if transfer is None or end is None or end.has_answered:
+            self.num_dropped += 1
+            return None
+        end.has_lost_link = True
+        if transfer.is_aborted:
+            self._settle(transfer)
+        else:
+            self.abort(transfer, now)
+        return transfer
+
     def _on_unknown_ended(self, worker: int, transfer: Transfer) -> Transfer | None:
         end = transfer.end_of(worker)
         if end is None or end.has_answered:
@@ -246,7 +270,7 @@ class TransferLedger:
     def _ask(self, transfer: Transfer) -> None:
         for end in transfer.ends:
             if not end.is_closed:
-                self._asks[end.worker, transfer.number, end is transfer.source] = None
+                self._asks[end.worker, transfer.number, end is transfer.source] = False
 
     def _settle(self, transfer: Transfer) -> None:
         for end, other in (transfer.ends, transfer.ends[::-1]):
@@ -254,6 +278,8 @@ class TransferLedger:
             if end.state is not EndState.RELEASED and end.has_answered and (is_whole or other.is_closed):
                 end.state = EndState.RELEASED
                 self._released.append((transfer, end))
+            if end.has_lost_link and other.has_answered and not end.is_closed:
+                self._asks[end.worker, transfer.number, end is transfer.source] = True
         if all(end.state is EndState.RELEASED or end.is_gone for end in transfer.ends):
             self.transfers.pop(transfer.number, None)
 

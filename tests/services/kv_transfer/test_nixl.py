@@ -16,7 +16,7 @@ from kv_peers import LARGE, RECEIVER, SENDER, SMALL, Pair, Peer, needs_nixl, pro
 from blockyard.services.kv_transfer.connectors import nixl
 from blockyard.services.kv_transfer.connectors.nixl_agent import NixlAgent, Region, host_id
 from blockyard.services.kv_transfer.protocol.frames import Transfer
-from blockyard.services.kv_transfer.protocol.incoming import BlocksLanded, Received, ReceiverEnded
+from blockyard.services.kv_transfer.protocol.incoming import BlocksLanded, Received, ReceiverEnded, SenderUnreachable
 from blockyard.services.kv_transfer.protocol.outgoing import Sent
 from blockyard.services.kv_transfer.receiver import TransferReceiver
 from blockyard.shared.config.services.process import BusConfig
@@ -62,7 +62,8 @@ def test_bytes_of_a_dead_sender_do_not_arrive_after_its_transfer_has_ended(
 
     def step() -> None:
         for event in receiver.poll():
-            (landed if isinstance(event, BlocksLanded) else ended).append(event)
+            if not isinstance(event, SenderUnreachable):
+                (landed if isinstance(event, BlocksLanded) else ended).append(event)
 
     settings = {"bind": bus.bind, "num_blocks": NUM_BLOCKS, "endpoint": receiver.endpoint, "env": TCP}
     with process("send", **settings, connector="nixl", first_part=FIRST_PART, kill_after=1000) as sender:

@@ -14,6 +14,7 @@ class Incoming:
     landed: list[int] = field(default_factory=list)
     failed: list[int] = field(default_factory=list)
     num_told: int = 0  # landed blocks that were told
+    is_cut: bool = False  # no link to the source, which may still write
 
 
 @dataclass
@@ -58,6 +59,11 @@ class FakeTransfers:
         one.writes.extend(zip(frame.blocks, frame.target_blocks, strict=True))
         one.has_all = frame.is_last
 
+    def cut(self, number: int) -> None:
+        """The link to the source breaks, and both workers live."""
+        self.incoming[number].is_cut = True
+        self.notices.append(KVLanded(self.worker, number, [], sender_unreachable=True))
+
     def end_receive(self, number: int) -> None:
         one = self.incoming.pop(number, None)
         self.over.add(number)
@@ -77,10 +83,13 @@ def abort(workers: dict[int, FakeTransfers], worker: int, frame: KVAbort) -> Non
         sent = own.outgoing.get(number)
         own.end_send(number, False)
         target = workers.get(sent.target) if sent is not None else None
-        if target is not None and number in target.incoming:
+        if target is not None and number in target.incoming and not target.incoming[number].is_cut:
             target.end_receive(number)
         return
     received = own.incoming.get(number)
+    if received is not None and received.is_cut and not frame.sender_stopped:
+        own.cut(number)
+        return
     source = workers.get(received.source) if received is not None else None
     own.end_receive(number)
     if source is not None and number in source.outgoing:

@@ -1,14 +1,18 @@
 """Prefill and decode workers under the real scheduler: the same tokens as one worker, and no block is left."""
 
+import asyncio
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from core_loop import CoreLoop
 from equality import Request, noisy, requests
 from kv_peers import needs_nixl
+from proxied import Proxy
 from role_loop import RoleLoop
 from ties import Ties
 from tiny_models import BY_NAME, greedy_score, settings, start
@@ -131,6 +135,61 @@ def test_a_worker_that_dies_costs_no_token(make_loop: Callable[..., RoleLoop], v
     ask(one, 30)
     one.run()
     assert loop.outputs == one.outputs and not loop.details
+    check_clean(loop)
+
+
+@pytest.fixture
+def proxy_to() -> Iterator[Callable[[str], Proxy]]:
+    proxies: list[Proxy] = []
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+
+    def one(endpoint: str) -> Proxy:
+        proxies.append(Proxy(loop, endpoint))
+        return proxies[-1]
+
+    yield one
+    for proxy in proxies:
+        proxy.close()
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+@pytest.mark.parametrize("loses_frames", [False, True])
+@pytest.mark.parametrize("connector", CONNECTORS)
+def test_a_link_that_breaks_between_living_workers_costs_no_token(
+    make_loop: Callable[..., RoleLoop], proxy_to: Callable[[str], Proxy], connector: str, loses_frames: bool
+) -> None:
+    """Both abort the transfer, without another transfer between them and without a lease that is over."""
+    loop = make_loop(kv_lease_s=1e6)
+    loop.bus = BusConfig(registry="ipc:///unused", bind="tcp://127.0.0.1")
+    slow = KVTransferFaults(delay_ms=20.0)
+    source = add_mock(loop, PREFILL, connector, encrypt=False, faults=slow)
+    target = add_mock(loop, DECODE, connector, encrypt=False)
+    geometry = loop.core._groups.attached[target].geometry
+    proxy = proxy_to(geometry.kv_endpoint.decode())
+    loop.core._groups.attached[target].geometry = msgspec.structs.replace(geometry, kv_endpoint=proxy.endpoint.encode())
+    prompt = [int(token) for token in np.random.default_rng(0).integers(1000, 3000, 300)]
+    sampling = Sampling(max_tokens=10, seed=0)
+    loop.add("r", prompt, sampling)
+    transfers = loop.ledger.transfers
+    while not any(one.landed for one in transfers.values()):
+        loop.turn()
+    if loses_frames:  # the sender writes the rest, and the receiver does not hear of it
+        proxy.swallow()
+        while loop.transfers[source].num_open:
+            loop.turn()
+    assert [0 < len(one.landed) < len(one.target.blocks) for one in transfers.values()] == [True]
+    proxy.cut()
+    loop.run()
+    one = make_loop()
+    add_mock(one, KVRole.BOTH)
+    one.add("r", prompt, sampling)
+    one.run()
+    assert loop.outputs == one.outputs and not loop.details
+    assert (loop.ledger.num_landed, loop.ledger.num_aborted) == (0, 1)
     check_clean(loop)
 
 

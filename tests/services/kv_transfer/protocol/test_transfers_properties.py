@@ -68,6 +68,7 @@ class World:
         self.transfers: dict[int, Transfer] = {}
         self.landings: list[Landing] = []
         self.landed: dict[int, set[int]] = {}
+        self.unreachable: set[int] = set()
         self.ended: dict[int, ReceiverEnded] = {}
         self.history: list[tuple[int, LinkFrame]] = []
         self.allowed: set[int] = set()
@@ -245,6 +246,14 @@ class World:
             sender.to_sender.clear()
             sender.machine.on_link_lost()
             self.receiver.on_link_lost(sender.incarnation)
+            self.receiver.on_sender_unreachable(sender.incarnation)
+
+    def tell_stopped(self, which: int, pick: int) -> None:
+        """The scheduler has heard from a sender that it has ended a transfer, and tells the receiver."""
+        numbers = [n for sender in self.senders for n in self.unreachable if n in sender.ended]
+        if numbers:
+            number = numbers[pick % len(numbers)]
+            self.receiver.revoke(number, sender_stopped=True)
 
     def close_link(self, which: int, pick: int) -> None:
         """The sender closes its link on purpose: all its frames arrive."""
@@ -303,8 +312,11 @@ class World:
         for event in self.receiver.take_events():
             if isinstance(event, BlocksLanded):
                 self.on_landed(event)
-            else:
+            elif isinstance(event, ReceiverEnded):
                 self.on_ended(event)
+            else:
+                assert event.number not in self.ended
+                self.unreachable.add(event.number)
 
     def on_landed(self, event: BlocksLanded) -> None:
         transfer = self.transfers[event.number]
@@ -370,6 +382,7 @@ ACTIONS = {
     World.damage: 3,
     World.give_up: 1,
     World.break_link: 2,
+    World.tell_stopped: 2,
     World.close_link: 2,
     World.kill: 1,
     World.link_again: 4,

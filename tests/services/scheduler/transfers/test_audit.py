@@ -53,7 +53,7 @@ def test_a_transfer_that_a_worker_does_not_know_counts_as_answered(caplog: pytes
     it = Audited()
     asked = it.ask()
     it.answer(D, asked[D], {})
-    assert [worker for worker, _, _ in it.ledger.take_asks()] == [P]
+    assert [worker for worker, _ in it.ledger.take_asks()] == [P]
     assert it.ledger.take_released() == [], "the sender may still write"
     it.answer(P, asked[P], {})
     assert {end.worker: blocks for _, end, blocks in it.ledger.take_released()} == {P: [1, 2], D: [5, 6]}

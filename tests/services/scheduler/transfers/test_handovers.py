@@ -396,17 +396,25 @@ def test_the_last_decode_group_dies_and_the_prefill_group_decodes() -> None:
     assert len(it.output("a").ids) == 6
 
 
-def test_a_broken_link_between_the_workers_aborts_on_both() -> None:
+@pytest.mark.parametrize("source_first", [True, False])
+def test_a_broken_link_between_the_workers_aborts_on_both(source_first: bool) -> None:
     it = Pair()
     it.submit("a", 22)
     it.prefill()
     it.work(it.target)
     it.world.move(it.source.incarnation, 3)
     ((number, _),) = it.world.transfers[it.source.incarnation].outgoing.items()
-    it.world.transfers[it.source.incarnation].end_send(number, False)
-    it.notify()
-    assert it.frames(KVAbort, it.target)
+    notices = [
+        lambda: it.world.transfers[it.source.incarnation].end_send(number, False),
+        lambda: it.world.transfers[it.target.incarnation].cut(number),
+    ]
+    for notice in notices[:: 1 if source_first else -1]:
+        notice()
+        it.notify()
+    assert [ask.sender_stopped for ask in it.frames(KVAbort, it.target)][-1]
+    before = it.world.now
     it.finish()
+    assert it.world.now < before + it.world.shape.kv_lease_s, "no lease had to end"
     assert [start.num_computed for start in it.starts(it.target)] == [12]
     assert it.world.core.stats().transfers_aborted_total == 1
 

@@ -3,6 +3,7 @@
 import pytest
 
 from blockyard.services.scheduler.transfers.ledger import EndState, Transfer, TransferLedger
+from blockyard.shared.messages import KVAbort
 
 P, D, OTHER = 11, 12, 13
 LEASE = 10.0
@@ -22,6 +23,9 @@ class Books:
     def landed(self, *blocks: int, failed: tuple[int, ...] = (), is_ended: bool = True) -> Transfer | None:
         return self.ledger.on_landed(D, self.number, list(blocks), list(failed), is_ended, 1.0)
 
+    def sender_unreachable(self) -> Transfer | None:
+        return self.ledger.on_sender_unreachable(D, self.number, 1.0)
+
     def send_ended(self, is_complete: bool) -> Transfer | None:
         return self.ledger.on_send_ended(P, self.number, is_complete, 1.0)
 
@@ -30,7 +34,7 @@ class Books:
         return {end.worker: blocks for _, end, blocks in self.ledger.take_released()}
 
     def asked(self) -> list[int]:
-        return [worker for worker, number, _ in self.ledger.take_asks() if number == self.number]
+        return [worker for worker, ask in self.ledger.take_asks() if ask.transfer == self.number]
 
 
 def test_each_end_of_a_whole_transfer_is_released_by_its_own_answer() -> None:
@@ -90,6 +94,36 @@ def test_one_end_that_gives_up_makes_the_other_be_asked(is_complete: bool) -> No
     it.landed(5)
     assert it.released() == {P: [1, 2], D: [5, 6]}
     assert (it.transfer.landed, it.ledger.num_landed) == ({5}, 0)
+
+
+@pytest.mark.parametrize("is_complete", [False, True])
+@pytest.mark.parametrize("source_first", [False, True])
+def test_a_target_without_a_link_is_told_once_the_source_has_stopped(source_first: bool, is_complete: bool) -> None:
+    it = Books()
+    it.landed(5, is_ended=False)
+    if source_first:
+        it.send_ended(is_complete)
+        it.ledger.take_asks()
+        it.sender_unreachable()
+    else:
+        it.sender_unreachable()
+        assert it.ledger.take_asks() == [(P, KVAbort(it.number, is_source=True)), (D, KVAbort(it.number))]
+        it.send_ended(is_complete)
+    stopped = (D, KVAbort(it.number, sender_stopped=True))
+    assert it.ledger.take_asks() == [stopped] and it.ledger.num_aborted == 1
+    assert D not in it.released()
+    assert it.ledger.ask_overdue(1.0 + LEASE) == [it.transfer] and it.ledger.take_asks() == [stopped]
+    it.landed()
+    assert it.released()[D] == [5, 6] and not it.ledger.transfers
+
+
+def test_a_source_that_is_lost_and_has_not_answered_may_still_write() -> None:
+    it = Books()
+    it.sender_unreachable()
+    it.ledger.take_asks()
+    it.ledger.on_detached(P, True, 1.0)
+    assert it.ledger.take_asks() == [(D, KVAbort(it.number))]
+    assert it.ledger.on_sender_unreachable(OTHER, it.number, 1.0) is None and it.ledger.num_dropped == 1
 
 
 def test_failed_blocks_are_counted_and_end_the_transfer_without_a_question() -> None:
@@ -176,13 +210,23 @@ def test_transfers_of_an_earlier_scheduler_are_held_until_their_workers_answer()
     ledger = TransferLedger(8, LEASE)
     assert ledger.on_attached(P, {99: [1, 2]}, 0.0) == [[1, 2]]
     assert ledger.on_attached(D, {99: [5]}, 0.0) == [[5]]
-    assert {worker for worker, _, _ in ledger.take_asks()} == {P, D}
+    assert {worker for worker, _ in ledger.take_asks()} == {P, D}
     assert ledger.num_quarantined == 3
     ledger.on_landed(D, 99, [5], [], True, 0.0)
     assert ledger.take_released() == []
     ledger.on_send_ended(P, 99, False, 0.0)
     assert {end.worker: blocks for _, end, blocks in ledger.take_released()} == {P: [1, 2], D: [5]}
     assert not ledger.transfers
+
+
+def test_of_an_earlier_scheduler_too_a_target_without_a_link_is_told() -> None:
+    ledger = TransferLedger(8, LEASE)
+    ledger.on_attached(P, {99: [1, 2]}, 0.0)
+    ledger.on_attached(D, {99: [5]}, 0.0)
+    ledger.on_sender_unreachable(D, 99, 0.0)
+    ledger.take_asks()
+    ledger.on_send_ended(P, 99, False, 0.0)
+    assert [(worker, ask.sender_stopped) for worker, ask in ledger.take_asks()] == [(D, True)]
 
 
 def test_no_two_schedulers_use_the_same_numbers() -> None:

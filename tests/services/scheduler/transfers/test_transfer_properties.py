@@ -46,14 +46,15 @@ class TransferProgram(Program):
             self.world.transfers[worker].notices.popleft()
 
     def break_link(self, a: int, b: int) -> None:
-        """The link between two workers breaks, and both end a transfer at some time."""
+        """The link between two workers breaks. The receiver ends a transfer at once, or has to hear that the sender
+        has ended it."""
         sender = pick([one for one in self.world.transfers.values() if one.outgoing], a)
         if sender is not None:
             number = list(sender.outgoing)[b % len(sender.outgoing)]
             target = self.world.transfers.get(sender.outgoing[number].target)
             sender.end_send(number, False)
             if target is not None and number in target.incoming:
-                target.end_receive(number)
+                target.end_receive(number) if a % 2 else target.cut(number)
 
     def audit(self, a: int, b: int) -> None:
         self.world.now += 61.0
